@@ -1,0 +1,62 @@
+# `make quickstart` and `make test` are all a new user needs; both set up .venv when it is absent.
+PYTHON ?= python3
+# Tests run in this many processes of one thread each.
+WORKERS ?= 2
+
+BIN := .venv/bin
+STAMP := .venv/.installed
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+.PHONY: help setup quickstart test test-slow test-gpu check format format-check lint type docs docs-check bench clean
+
+help:  ## list the targets
+	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+
+setup: $(STAMP)  ## make .venv and install the project into it, unless that is done
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo "error: '$(PYTHON)' is missing or older than Python 3.10; name another one: make setup PYTHON=python3.12" >&2; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --disable-pip-version-check -e '.[dev,quickstart]'
+	@touch $@
+
+quickstart: setup  ## train a small STDiT on the clips of assets/ and sample from it; FROM=scratch starts from nothing
+	$(BIN)/python -m tools.quickstart $(if $(FROM),--from $(FROM))
+
+test: setup  ## run the CPU tests
+	$(PYTEST) -n $(WORKERS) --dist loadfile -m "not slow and not gpu"
+
+test-slow: setup  ## run the CPU tests that take longer
+	$(PYTEST) -m "slow and not gpu"
+
+test-gpu: setup  ## run the tests that need a CUDA device
+	$(BIN)/python -m pytest -m gpu
+
+check: format-check lint type docs-check test  ## all that a change must pass
+
+format: setup  ## format the code and mend what ruff can mend
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+
+format-check: setup
+	$(BIN)/ruff format --check .
+
+lint: setup  ## check the code's style
+	$(BIN)/ruff check .
+
+type: setup  ## check the types
+	$(BIN)/mypy
+
+docs: setup  ## write docs/config.md from the config schema
+	$(BIN)/python -m tools.gen_config_docs
+
+docs-check: setup
+	$(BIN)/python -m tools.gen_config_docs --check
+
+bench: setup  ## time the training step on this machine
+	$(BIN)/python -m tools.benchmark.train_step
+
+clean:  ## remove caches and build files; .venv and outputs/ stay
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

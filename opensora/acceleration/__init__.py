@@ -1,0 +1,1 @@
+from opensora.acceleration import engine

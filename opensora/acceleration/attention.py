@@ -1,0 +1,90 @@
+"""One attention function for every model: softmax(q k^T / sqrt(d)) v, by the kernel that suits the shapes.
+
+`auto` takes plain batched matrix products for very short sequences (temporal attention over 16 frames: every fused
+kernel reaches only ~3 TFLOP/s there on an H100, see docs/architecture.md) and PyTorch's scaled_dot_product_attention,
+which itself picks among cuDNN, flash, efficient and math, for the rest.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+SHORT_SEQUENCE = 32
+"""Up to this number of keys `auto` uses batched matrix products on a GPU."""
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, kernel: str = "auto") -> Tensor:
+    """Scaled dot-product attention, not causal.
+
+    Args:
+        q: queries [B, H, N, D].
+        k, v: keys and values [B, H, L, D].
+        mask: [B, L] bool, True at the keys that may be seen. A row without any such key gives zeros.
+        kernel: "auto", "sdpa" or "math".
+
+    Returns:
+        [B, H, N, D] in v's dtype.
+    """
+    if kernel not in KERNELS:
+        raise ValueError(f"attention kernel {kernel!r} is not one of {', '.join(KERNELS)}.")
+    if mask is None:
+        return KERNELS[kernel](q, k, v, None)
+    seen = mask.any(dim=1)  # [B]
+    allowed = (mask | ~seen[:, None])[:, None, None, :]  # [B, 1, 1, L]; an all-False row would give NaN
+    return KERNELS[kernel](q, k, v, allowed) * seen[:, None, None, None].to(v.dtype)
+
+
+def _math(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None) -> Tensor:
+    scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)  # [B, H, N, L]
+    scores = scores.float()
+    if allowed is not None:
+        scores = scores.masked_fill(~allowed, float("-inf"))
+    return scores.softmax(dim=-1).to(v.dtype) @ v
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed)
+
+
+def _auto(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None) -> Tensor:
+    short = q.device.type == "cuda" and q.shape[2] <= SHORT_SEQUENCE and k.shape[2] <= SHORT_SEQUENCE
+    return _math(q, k, v, allowed) if short else _sdpa(q, k, v, allowed)
+
+
+KERNELS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]] = {
+    "auto": _auto,
+    "sdpa": _sdpa,
+    "math": _math,
+}
+
+
+def kernel_from_flag(enable_flash_attn: bool | None) -> str:
+    """The seed's `enable_flash_attn`: True or None is the fastest kernel there is, False the plain formula."""
+    return "math" if enable_flash_attn is False else "auto"
+
+
+def layer_norm(dim: int, *, eps: float = 1e-6, fused: bool = False) -> torch.nn.Module:
+    """A LayerNorm without affine parameters; `fused` (the seed's `enable_layernorm_kernel`) asks for apex's kernel."""
+    if fused:
+        try:
+            from apex.normalization import FusedLayerNorm
+
+            return FusedLayerNorm(dim, elementwise_affine=False, eps=eps)
+        except ImportError:
+            _warn_no_apex()
+    return torch.nn.LayerNorm(dim, elementwise_affine=False, eps=eps)
+
+
+_warned: set[str] = set()
+
+
+def _warn_no_apex() -> None:
+    if "apex" not in _warned:
+        _warned.add("apex")
+        import warnings
+
+        warnings.warn(
+            "enable_layernorm_kernel=True, but apex is not installed: using PyTorch's LayerNorm.", stacklevel=3
+        )

@@ -1,0 +1,92 @@
+"""Processes: one without torchrun, or those that torchrun started."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from opensora.utils.errors import UserError
+
+T = TypeVar("T")
+STEP_TIMEOUT = timedelta(minutes=30)
+
+
+@dataclass(frozen=True)
+class World:
+    """Where this process stands: `rank` of `size`, on `device`."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        """True in the one process that writes logs and checkpoints."""
+        return self.rank == 0
+
+
+def init_world(device: str = "auto") -> World:
+    """Join the processes of torchrun (NCCL on GPUs, gloo on CPUs), or be the only one.
+
+    Args:
+        device: "cpu", "cuda", or "auto" = a GPU if there is one.
+
+    Raises:
+        UserError: a GPU is asked for and there is none.
+    """
+    if device not in ("auto", "cpu", "cuda"):
+        raise UserError(f"device={device!r} is not one of auto, cpu, cuda.")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("device='cuda', but PyTorch sees no GPU here. Use --device cpu, or check the driver.")
+    use_cuda = device != "cpu" and torch.cuda.is_available()
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    place = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
+    if use_cuda:
+        torch.cuda.set_device(place)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
+        dist.init_process_group("nccl" if use_cuda else "gloo", timeout=STEP_TIMEOUT)
+    if not dist.is_initialized():
+        return World(0, 1, place)
+    return World(dist.get_rank(), dist.get_world_size(), place)
+
+
+def shutdown() -> None:
+    """Leave the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def mean_over_ranks(value: Tensor) -> Tensor:
+    """The mean of a tensor over all processes; the same on each."""
+    if not dist.is_initialized():
+        return value
+    value = value.clone()
+    dist.all_reduce(value)
+    return value / dist.get_world_size()
+
+
+def on_main_first(make: Callable[[], T]) -> T:
+    """Run `make` in the main process and give its result to all; an error of it is raised in all."""
+    if not dist.is_initialized():
+        return make()
+    box: list[object] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            box[0] = make()
+        except (UserError, OSError) as error:
+            box[1] = error
+    dist.broadcast_object_list(box)
+    if isinstance(box[1], Exception):
+        raise box[1]
+    return box[0]  # type: ignore[return-value]
+
+
+def barrier() -> None:
+    """Wait for all processes."""
+    if dist.is_initialized():
+        dist.barrier()

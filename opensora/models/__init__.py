@@ -1,0 +1,1 @@
+from opensora.models import stdit, text_encoder, vae

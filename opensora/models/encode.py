@@ -1,0 +1,79 @@
+"""A batch of videos and captions -> what a denoiser is trained on: latents and conditions.
+
+Whether the videos come as pixels or as the VAE's stored moments, and whether captions are dropped, is settled here, so
+that the train loop has no branches.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from opensora.models.text_encoder.condition import TextCondition
+from opensora.utils.seed import rand
+
+
+class Denoiser(Protocol):
+    """The part of a denoiser that encoding needs."""
+
+    class_dropout_prob: float
+
+    def null_condition(self, batch: int) -> Tensor:
+        """The text features of "no text", [batch, 1, L, C]."""
+
+
+class BatchEncoder:
+    """Encodes batches with frozen encoders.
+
+    Args:
+        vae: obeys the VAE contract; needed also for stored moments, since it scales the latents.
+        text_encoder: obeys the text contract.
+        denoiser: gives the "no text" features and says how often captions are dropped for classifier-free guidance
+            (Ho & Salimans 2022).
+        device: where the results are wanted.
+    """
+
+    def __init__(self, vae: Any, text_encoder: Any, denoiser: Denoiser, device: torch.device) -> None:
+        self.vae = vae
+        self.text_encoder = text_encoder
+        self.denoiser = denoiser
+        self.device = device
+
+    @torch.no_grad()
+    def __call__(
+        self, batch: Mapping[str, Any], generators: Sequence[torch.Generator]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Encode a batch of `opensora.datasets`.
+
+        Args:
+            batch: with `video [B, 3, T, H, W]` or `moments [B, 2 C, T, h, w]`, `text`, `fps`, `height`, `width`,
+                `num_frames`.
+            generators: one for each sample.
+
+        Returns:
+            Latents z [B, C, T, h, w] fp32, and the denoiser's conditions (y, mask, fps, height, width, num_frames).
+        """
+        moments = batch["moments"] if "moments" in batch else self.vae.moments(batch["video"].to(self.device))
+        z = self.vae.sample(moments.to(self.device), generators).float()
+        text = self.text_encoder.encode(batch["text"])
+        text = drop_text(text, self.denoiser, generators)
+        numbers = {key: batch[key].to(self.device) for key in ("fps", "height", "width", "num_frames")}
+        return z, {"y": text.y.to(self.device), "mask": text.mask.to(self.device), **numbers}
+
+
+def drop_text(text: TextCondition, denoiser: Denoiser, generators: Sequence[torch.Generator]) -> TextCondition:
+    """Replace each caption by "no text" with the denoiser's `class_dropout_prob`.
+
+    The caption's mask stays, as in Open-Sora: "no text" is as long as the caption was, in training and in sampling.
+    """
+    if denoiser.class_dropout_prob == 0:
+        return text
+    dropped = rand(generators, text.y.device) < denoiser.class_dropout_prob  # [B]
+    null = denoiser.null_condition(len(dropped)).to(text.y)
+    return TextCondition(torch.where(dropped[:, None, None, None], null, text.y), text.mask)
+
+
+def freeze(module: nn.Module, device: torch.device, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """A frozen encoder in eval mode on `device`."""
+    return module.requires_grad_(False).eval().to(device=device, dtype=dtype)

@@ -1,0 +1,75 @@
+"""What enters a denoiser: latent patches, the timestep, the caption."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from timm.layers import Mlp
+from torch import Tensor, nn
+
+
+class PatchEmbed3D(nn.Module):
+    """Latent -> tokens by a convolution whose stride is its kernel. Name: `proj`."""
+
+    def __init__(self, patch_size: tuple[int, int, int], in_channels: int, dim: int) -> None:
+        super().__init__()
+        self.patch_size = patch_size
+        self.proj = nn.Conv3d(in_channels, dim, kernel_size=patch_size, stride=patch_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x [B, C, T, H, W] -> [B, D, T', H', W']`; sizes are padded with zeros at the end to whole patches."""
+        # F.pad wants the last axis first
+        pad = [
+            p for size, n in zip(reversed(self.patch_size), reversed(x.shape[2:]), strict=True) for p in (0, -n % size)
+        ]
+        if any(pad):
+            x = F.pad(x, pad)
+        return self.proj(x)
+
+
+class TimestepEmbedder(nn.Module):
+    """Sinusoid of the timestep, then an MLP. Names: `mlp.0`, `mlp.2`.
+
+    The sinusoid is `[cos(t w_k), sin(t w_k)]`, `w_k = 10000^(-k / half)`, cosines first as in DiT.
+    """
+
+    def __init__(self, dim: int, num_frequencies: int = 256) -> None:
+        super().__init__()
+        self.num_frequencies = num_frequencies
+        self.mlp = nn.Sequential(nn.Linear(num_frequencies, dim), nn.SiLU(), nn.Linear(dim, dim))
+
+    def forward(self, t: Tensor) -> Tensor:
+        """`t [B]`, integers or floats in [0, 1000], never rounded to a short format -> `[B, D]`."""
+        return self.mlp(timestep_sinusoid(t, self.num_frequencies).to(self.mlp[0].weight.dtype))
+
+
+def timestep_sinusoid(t: Tensor, dim: int, max_period: float = 10000.0) -> Tensor:
+    """`t [B] -> [B, dim]` fp32, cosines first (Vaswani et al. 2017, in the order of DiT)."""
+    half = dim // 2
+    frequencies = torch.exp(-math.log(max_period) * torch.arange(half, dtype=torch.float32, device=t.device) / half)
+    angles = t.float()[:, None] * frequencies[None]  # [B, half]
+    return torch.cat([angles.cos(), angles.sin()], dim=1)
+
+
+class CaptionEmbedder(nn.Module):
+    """Text features -> model width, and the table that stands for "no text".
+
+    `y_embedding [L, C]` is a buffer: random, saved, never trained, as in PixArt's and Open-Sora's checkpoints.
+    Names: `y_proj.fc1`, `y_proj.fc2`, `y_embedding`.
+    """
+
+    y_embedding: Tensor
+
+    def __init__(self, in_channels: int, dim: int, num_tokens: int) -> None:
+        super().__init__()
+        self.y_proj = Mlp(in_channels, dim, dim, act_layer=lambda: nn.GELU(approximate="tanh"))
+        self.register_buffer("y_embedding", torch.randn(num_tokens, in_channels) / in_channels**0.5)
+
+    def forward(self, y: Tensor) -> Tensor:
+        """`y [B, 1, L, C] -> [B, L, D]`."""
+        return self.y_proj(rearrange(y, "B 1 L C -> B L C"))
+
+    def null(self, batch: int) -> Tensor:
+        """The features of "no text" for a whole batch: `[batch, 1, L, C]`."""
+        return self.y_embedding[None, None].expand(batch, 1, -1, -1)

@@ -1,0 +1,1 @@
+from opensora.models.stdit.stdit import STDiT

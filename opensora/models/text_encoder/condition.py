@@ -1,0 +1,12 @@
+"""What a text encoder returns (architecture D6)."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class TextCondition(NamedTuple):
+    """Encoded captions: `y [B, 1, L, D]`, and `mask [B, L]` (bool, True at real tokens)."""
+
+    y: Tensor
+    mask: Tensor

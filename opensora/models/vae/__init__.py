@@ -1,0 +1,1 @@
+from opensora.models.vae.vae import VideoAutoencoderKL

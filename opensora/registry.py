@@ -1,0 +1,100 @@
+"""Name -> constructor tables. The only module every part of opensora may import."""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from mmengine.registry import Registry as _MMRegistry
+
+
+def did_you_mean(word: str, choices: list[str]) -> str:
+    """` Did you mean 'x'?` when a choice is close to `word`, else an empty string."""
+    close = get_close_matches(word, choices, n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+class Registry(_MMRegistry):
+    """An MMEngine registry whose miss tells the reader what would have hit."""
+
+    def build(self, cfg: Mapping[str, Any], **runtime: Any) -> Any:
+        """Call the constructor named by `cfg["type"]` with the other keys of `cfg` and with `runtime`.
+
+        `cfg` comes from a config file; `runtime` holds what no config can know (the VAE's channels, a process
+        group). Of `runtime`, only what the constructor takes is passed.
+
+        Raises:
+            ValueError: `type` is missing or unknown, an argument is unknown, or a key has one value in `cfg`
+                and another in `runtime`: there is one truth.
+        """
+        problems = self.problems(cfg)
+        if problems:
+            raise ValueError("\n".join(problems))
+        constructor = self.get(cfg["type"])
+        given = {key: value for key, value in cfg.items() if key != "type"}
+        taken = _parameters(constructor)
+        runtime = {key: value for key, value in runtime.items() if key in taken}
+        for key in sorted(given.keys() & runtime.keys()):
+            if given[key] != runtime[key]:
+                raise ValueError(
+                    f"{self.name} {cfg['type']!r}: the config sets {key}={given[key]!r}, but the other components "
+                    f"need {runtime[key]!r}; drop {key} from the config."
+                )
+        return constructor(**{**given, **runtime})
+
+    def problems(self, cfg: Mapping[str, Any]) -> list[str]:
+        """What is wrong with a component dict, one sentence each: an unknown type, unknown arguments."""
+        if not isinstance(cfg, Mapping) or "type" not in cfg:
+            return [f"{self.name}: expected dict(type=NAME, ...), got {cfg!r}. Names: {', '.join(self.choices())}."]
+        name = cfg["type"]
+        constructor = self.get(str(name))
+        if constructor is None:
+            hint = did_you_mean(str(name), self.choices())
+            return [f"{name!r} is not a registered {self.name}.{hint} Choices: {', '.join(self.choices())}."]
+        taken = _parameters(constructor)
+        return [
+            f"{self.name} {name!r} takes no argument {key!r}.{did_you_mean(key, taken)} It takes: {', '.join(taken)}."
+            for key in cfg
+            if key != "type" and key not in taken
+        ]
+
+    def choices(self) -> list[str]:
+        """All registered names, sorted."""
+        self.import_from_location()
+        return sorted(self.module_dict)
+
+    def register_variant(self, name: str, constructor: Callable[..., Any], **preset: Any) -> None:
+        """Register `constructor` under `name` with other defaults; a config may still override each of them."""
+        signature = inspect.signature(constructor)
+        if unknown := preset.keys() - signature.parameters.keys():
+            raise TypeError(f"{name}: {constructor.__name__} takes no {sorted(unknown)}")
+
+        @functools.wraps(constructor, updated=())
+        def variant(**kwargs: Any) -> Any:
+            return constructor(**{**preset, **kwargs})
+
+        variant.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            parameters=[
+                parameter.replace(default=preset[key], kind=inspect.Parameter.KEYWORD_ONLY)
+                if key in preset
+                else parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+                for key, parameter in signature.parameters.items()
+            ]
+        )
+        self.register_module(name=name, module=variant)
+
+
+def _parameters(constructor: Callable[..., Any]) -> list[str]:
+    return [name for name in inspect.signature(constructor).parameters if name != "self"]
+
+
+def build_module(cfg: Mapping[str, Any], registry: Registry, **runtime: Any) -> Any:
+    """`registry.build`, in the argument order that Open-Sora's users know."""
+    return registry.build(cfg, **runtime)
+
+
+MODELS = Registry("model", scope="opensora", locations=["opensora.models"])
+SCHEDULERS = Registry("scheduler", scope="opensora", locations=["opensora.schedulers"])
+DATASETS = Registry("dataset", scope="opensora", locations=["opensora.datasets"])
+PLUGINS = Registry("plugin", scope="opensora", locations=["opensora.acceleration"])
