@@ -49,7 +49,8 @@ def train(cfg: TrainConfig, world: World) -> None:
     encode = BatchEncoder(vae, text_encoder, model, world.device)
     optimizer = build_optimizer(cfg, model)
     ema = EMA(model, cfg.ema_decay)
-    engine = build_engine(cfg.plugin, model, optimizer, world, dtype=cfg.dtype, grad_clip=cfg.grad_clip)
+    parallel = {"sp_size": cfg.sp_size, "dtype": cfg.dtype, "grad_clip": cfg.grad_clip}
+    engine = build_engine(cfg.plugin, model, optimizer, world, **parallel)
 
     state = RunState(data=dataset.fingerprint(), global_batch=cfg.batch_size * world.size)
     if cfg.load is not None:

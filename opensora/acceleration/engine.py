@@ -18,6 +18,7 @@ from opensora.registry import PLUGINS
 from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.errors import UserError
 
+SCALER_STATE = {"scale", "_growth_tracker"}
 NOT_YET = ("fsdp2", "zero2", "zero2-seq")
 
 
@@ -45,17 +46,21 @@ class Engine(Protocol):
         """The reverse of `optimizer_state`."""
 
 
-def build_engine(name: str, model: nn.Module, optimizer: Optimizer, world: World, **settings: Any) -> Engine:
+def build_engine(
+    name: str, model: nn.Module, optimizer: Optimizer, world: World, *, sp_size: int = 1, **settings: Any
+) -> Engine:
     """Make the engine called `name` (a config's `plugin`).
 
     Raises:
-        UserError: the engine does not exist in this version.
+        UserError: the engine, or sequence parallelism (`sp_size > 1`), does not exist in this version.
     """
     if name in NOT_YET:
         raise UserError(
             f"plugin={name!r} is not available in this version. Use --plugin ddp: it runs in one process or under "
             "torchrun, on CPUs and GPUs."
         )
+    if sp_size > 1:
+        raise UserError(f"sp_size={sp_size}: sequence parallelism is not available in this version; use --sp-size 1.")
     return PLUGINS.build({"type": name}, model=model, optimizer=optimizer, world=world, **settings)
 
 
@@ -119,18 +124,21 @@ class DDPEngine:
             for name, parameter in self.raw_model.named_parameters()
             for key, value in self.optimizer.state.get(parameter, {}).items()
         }
-        if self.scaler.is_enabled():
-            tensors["/loss_scale"] = torch.tensor(self.scaler.get_scale(), dtype=torch.float64)
-        return tensors
+        scaler = self.scaler.state_dict()  # empty unless fp16
+        return tensors | {
+            f"/{key}": torch.tensor(scaler[key], dtype=torch.float64) for key in SCALER_STATE & scaler.keys()
+        }
 
     def load_optimizer_state(self, state: Mapping[str, Tensor]) -> None:
         """See `Engine.load_optimizer_state`."""
         named = dict(self.raw_model.named_parameters())
+        scaler = {path[1:]: float(tensor) for path, tensor in state.items() if path.startswith("/")}
+        if self.scaler.is_enabled() and scaler:
+            scaler["_growth_tracker"] = int(scaler["_growth_tracker"])
+            self.scaler.load_state_dict({**self.scaler.state_dict(), **scaler})
         for path, tensor in state.items():
             name, key = path.rsplit("/", 1)
             if not name:
-                if self.scaler.is_enabled():
-                    self.scaler.update(float(tensor))
                 continue
             if name not in named:
                 raise UserError(f"the optimizer state is of another model: there is no parameter {name!r}.")

@@ -1,1 +1,3 @@
+"""From tables of clips to batches of tensors."""
 
+from opensora.datasets.datasets import VideoTextDataset

@@ -12,25 +12,21 @@ a finished sample is one that has both files; a sample without its sidecar was n
 import hashlib
 import json
 import os
-import platform
 import re
-import subprocess
 import unicodedata
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from datetime import datetime, timezone
 from fractions import Fraction
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import av
 import numpy as np
 import torch
-from av.video.reformatter import ColorPrimaries, ColorRange, Colorspace, ColorTrc, Interpolation
 from PIL import Image
 from torch import Tensor
 
-import opensora
+from opensora.utils.ckpt import MANIFEST
 from opensora.utils.errors import UserError
 
 # fields of the config that say which samples are made and where they go, but not what a sample looks like
@@ -45,7 +41,29 @@ NOT_OF_A_SAMPLE = {
     "sample_name",
     "prompt_as_path",
     "verbose",
+    "device",
 }
+OF_A_SAMPLE = {
+    "prompt",
+    "prompt_index",
+    "sample_index",
+    "seed",
+    "image_size",
+    "num_frames",
+    "fps",
+    "save_fps",
+    "checkpoint",
+}
+BT709, LIMITED = 1, 1  # code points of H.264 (ITU-T H.273): primaries, transfer and matrix; 16..235
+LUMA = np.array([0.2126, 0.7152, 0.0722])  # BT.709-6, 3.2
+RGB_TO_YUV = np.stack(
+    [
+        LUMA * 219 / 255,
+        (np.array([0, 0, 1]) - LUMA) / (2 * (1 - LUMA[2])) * 224 / 255,
+        (np.array([1, 0, 0]) - LUMA) / (2 * (1 - LUMA[0])) * 224 / 255,
+    ]
+).astype(np.float32)
+YUV_OFFSET = np.array([16, 128, 128], dtype=np.float32)
 CRF = "17"  # visually lossless: a sample is looked at for the model's artefacts, not the encoder's
 
 
@@ -87,10 +105,10 @@ def to_uint8(video: Tensor) -> np.ndarray:
 
 
 def exact_fps(fps: float | Fraction) -> Fraction:
-    """The frame rate that a decimal number stands for: 23.976 -> 24000/1001, 8.0 -> 8, 2.6667 -> 8/3."""
+    """The frame rate that a decimal number stands for: 23.976 -> 24000/1001, 8.0 -> 8, 8 / 3 -> 8/3."""
     value = Fraction(fps)
-    if value <= 0:
-        raise UserError(f"fps={fps}: a frame rate must be positive.")
+    if value < Fraction(1, 1000):
+        raise UserError(f"fps={fps}: a frame rate must be positive, at least 0.001.")
     # NTSC rates are written with 2 or 3 decimals: 23.98, 29.97, 59.94 are within 2 parts in 10,000
     ntsc = Fraction(round(value * 1001 / 1000) * 1000, 1001)
     if value.denominator != 1 and abs(ntsc / value - 1) < Fraction(2, 10_000):
@@ -141,6 +159,7 @@ def sidecar(
     sample_index: int,
     save_fps: float,
     checkpoint: Mapping[str, Any] | None,
+    made_with: Mapping[str, Any],
 ) -> dict[str, Any]:
     """What the sidecar of one sample holds, as plain JSON values.
 
@@ -148,7 +167,8 @@ def sidecar(
         config: the resolved config; its `seed`, `image_size`, `num_frames` and `fps` are repeated on top.
         prompt, prompt_index, sample_index: with the config's seed they fix the noise.
         save_fps: frame rate of the file (`fps` is the one that the model was told).
-        checkpoint: path and what its manifest says; None = random weights.
+        checkpoint: what `describe_checkpoint` says.
+        made_with: what `opensora.utils.run.environment` says: versions, commit, command.
     """
     record = {
         "prompt": prompt,
@@ -161,10 +181,9 @@ def sidecar(
         "save_fps": str(exact_fps(save_fps)),
         "checkpoint": checkpoint,
         "config": dict(config),
-        "versions": versions(),
-        "git_commit": git_commit(),
+        **made_with,
     }
-    return json.loads(json.dumps(record, default=str))  # tuples become lists: what a reader of the file gets
+    return json.loads(json.dumps(record))  # tuples become lists: what a reader of the file gets
 
 
 def write_sidecar(record: Mapping[str, Any], path_without_ext: str | Path) -> Path:
@@ -203,31 +222,30 @@ def already_made(path_without_ext: str | Path, record: Mapping[str, Any]) -> boo
     return True
 
 
-def versions() -> dict[str, str]:
-    """Versions of what decides a sample's values."""
-    libraries = {name: version(name) for name in ("torch", "diffusers", "transformers")}
-    return {"opensora": opensora.__version__, "python": platform.python_version(), **libraries}
+def describe_checkpoint(path: str | Path | None) -> dict[str, Any] | None:
+    """The weights that a config names: path, time of change (UTC), and training step and commit where they are known.
 
-
-def git_commit() -> str | None:
-    """The commit of this source tree, with "-dirty" if tracked files differ from it; None outside a checkout."""
-    root = Path(opensora.__file__).resolve().parent.parent
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(root), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-
-    with suppress(OSError, subprocess.SubprocessError):
-        if Path(git("rev-parse", "--show-toplevel")) != root:  # installed inside another project's checkout
-            return None
-        commit = git("rev-parse", "HEAD")
-        return f"{commit}-dirty" if git("status", "--porcelain", "--untracked-files=no") else commit
-    return None
+    The time tells a checkpoint from a later one of the same name.
+    """
+    if path is None:
+        return None
+    place = Path(path)
+    files = [file for file in [place, *place.rglob("*")] if file.is_file()]
+    changed = max((file.stat().st_mtime for file in files), default=None)
+    manifest = json.loads((place / MANIFEST).read_text()) if (place / MANIFEST).is_file() else {}
+    return {
+        "path": str(path),
+        "changed": None
+        if changed is None
+        else datetime.fromtimestamp(changed, timezone.utc).isoformat(timespec="seconds"),
+        "step": manifest.get("step"),
+        "git_commit": manifest.get("git_commit"),
+    }
 
 
 def _settings(record: Mapping[str, Any]) -> dict[str, Any]:
     """The entries of a sidecar that decide what its sample looks like, the config's under their own names."""
-    top = {key: value for key, value in record.items() if key not in ("config", "versions", "git_commit")}
+    top = {key: value for key, value in record.items() if key in OF_A_SAMPLE}
     config = {key: value for key, value in record["config"].items() if key not in NOT_OF_A_SAMPLE}
     return config | top
 
@@ -257,27 +275,22 @@ def _write_mp4(frames: np.ndarray, file: Path, rate: Fraction) -> None:
         stream = container.add_stream("libx264", rate=rate, options={"crf": CRF})
         stream.height, stream.width, stream.pix_fmt = *frames.shape[1:3], "yuv420p"
         codec = stream.codec_context
-        codec.colorspace, codec.color_range = Colorspace.ITU709, ColorRange.MPEG
-        codec.color_primaries, codec.color_trc = ColorPrimaries.BT709, ColorTrc.BT709
+        codec.colorspace = codec.color_primaries = codec.color_trc = BT709
+        codec.color_range = LIMITED
         for i, pixels in enumerate(frames):
-            frame = _to_yuv(pixels)
+            frame = av.VideoFrame.from_ndarray(to_yuv420(pixels), format="yuv420p")
             frame.pts, frame.time_base = i, 1 / rate
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
 
 
-def _to_yuv(pixels: np.ndarray) -> av.VideoFrame:
-    """`pixels [H, W, 3]` uint8 -> a 4:2:0 frame in BT.709, limited range; colour planes are averaged 2 x 2."""
-    return av.VideoFrame.from_ndarray(pixels, format="rgb24").reformat(
-        format="yuv420p",
-        src_colorspace=Colorspace.ITU709,
-        dst_colorspace=Colorspace.ITU709,
-        src_color_range=ColorRange.JPEG,
-        dst_color_range=ColorRange.MPEG,
-        dst_color_trc=ColorTrc.BT709,
-        dst_color_primaries=ColorPrimaries.BT709,
-        interpolation=Interpolation.AREA
-        | Interpolation.ACCURATE_RND
-        | Interpolation.FULL_CHR_H_INT
-        | Interpolation.FULL_CHR_H_INP,
-    )
+def to_yuv420(pixels: np.ndarray) -> np.ndarray:
+    """RGB `pixels [H, W, 3]` uint8, even sizes -> planes Y, Cb, Cr under each other, `[H * 3 / 2, W]` uint8.
+
+    BT.709-6, limited range; colour is averaged over 2 x 2 pixels.
+    """
+    height, width, _ = pixels.shape
+    yuv = pixels.astype(np.float32) @ RGB_TO_YUV.T + YUV_OFFSET  # [H, W, 3]
+    colour = yuv[..., 1:].reshape(height // 2, 2, width // 2, 2, 2).mean(axis=(1, 3))  # [H / 2, W / 2, 2]
+    planes = np.concatenate([yuv[..., 0].ravel(), colour[..., 0].ravel(), colour[..., 1].ravel()])
+    return planes.round().astype(np.uint8).reshape(height * 3 // 2, width)

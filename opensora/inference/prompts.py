@@ -75,4 +75,4 @@ def _read_csv(lines: Iterable[str], path: Path) -> list[str]:
             raise UserError(f"prompt_path={path}: no column 'text'; its columns are {', '.join(columns) or '(none)'}.")
         return [row["text"] or "" for row in reader]  # a short row has no cell there: None
     except csv.Error as error:
-        raise UserError(f"prompt_path={path}, line {reader.line_num}: {error}.") from error
+        raise UserError(f"prompt_path={path}, after line {reader.line_num}: {error}.") from error

@@ -3,32 +3,23 @@
 import ast
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from opensora.registry import did_you_mean
-from opensora.utils.config_schema import (
-    REQUIRED,
-    Field,
-    Schema,
-    coerce,
-    describe,
-    members,
-    schema_fields,
-)
+from opensora.utils.config_schema import KEY_ALIASES, REQUIRED, Field, Schema, coerce, describe, members, schema_fields
 
 TRUE, FALSE = ("true", "yes", "t", "y", "1"), ("false", "no", "f", "n", "0")
 
 
 @dataclass
 class Setting:
-    """One thing that the command line sets: `path` inside the config, the flag as typed, and the value."""
+    """One thing that the command line sets."""
 
-    path: tuple[str, ...]
-    flag: str
+    path: tuple[str, ...]  # (field,) or (component, key, ...)
+    flag: str  # as typed
     value: Any
-    text: str | None = None  # as typed, where the type is not known from the schema
+    text: str | None = None  # the value as typed, where no schema declares its type
 
 
 @dataclass
@@ -39,107 +30,109 @@ class Command:
     settings: list[Setting] = field(default_factory=list)
     print_config: bool = False
     help: bool = False
+    unknown: list[tuple[str, str]] = field(default_factory=list)  # (flag, key) of flags that name no field
     problems: list[str] = field(default_factory=list)
 
 
-def read_command(schema: Schema, argv: Sequence[str], owner: Callable[[str], str | None]) -> Command:
-    """Take a command line apart. `owner(key)` names the component that would take an unknown top-level `key`."""
-    command, tokens, fields = Command(), list(argv), schema_fields(schema)
-    while tokens:
-        token = tokens.pop(0)
-        flag, has_value, value = token.partition("=")
-        if token in ("-h", "--help"):
-            command.help = True
-        elif token == "--print-config":
-            command.print_config = True
-        elif _is_flag(token):
-            if has_value:
-                tokens.insert(0, value)
-            _read_setting(command, schema, fields, flag, tokens, attached=bool(has_value), owner=owner)
-        elif command.config is None and not token.startswith("-"):
-            command.config = token
-        else:
-            command.problems.append(f"{token!r} on the command line belongs to no option.")
-    _refuse_contradictions(command)
-    return command
+def read_command(schema: Schema, argv: Sequence[str]) -> Command:
+    """Take a command line apart, by the types that the schema declares."""
+    return _Reader(schema, argv).read()
+
+
+class _Reader:
+    def __init__(self, schema: Schema, argv: Sequence[str]) -> None:
+        self.schema = schema
+        self.fields = schema_fields(schema)
+        self.tokens = list(argv)
+        self.command = Command()
+
+    def read(self) -> Command:
+        while self.tokens:
+            token = self.tokens.pop(0)
+            if token in ("-h", "--help"):
+                self.command.help = True
+            elif token == "--print-config":
+                self.command.print_config = True
+            elif _is_flag(token):
+                self._read_flag(token)
+            elif self.command.config is None and not token.startswith("-"):
+                self.command.config = token
+            else:
+                self.command.problems.append(f"{token!r} on the command line belongs to no option.")
+        self._refuse_contradictions()
+        return self.command
+
+    def _read_flag(self, token: str) -> None:
+        flag, equals, attached = token.partition("=")
+        name, *keys = (part.replace("-", "_") for part in flag[2:].split("."))
+        alias = None if keys else self.schema.aliases.get(name)
+        if alias is None and name not in self.fields:
+            self.command.unknown.append((flag, name))
+            self._skip_values(equals)
+            return
+        if keys and not (self.fields[name].takes_keys and all(keys)):
+            self.command.problems.append(f"{flag}: {name} is {describe(self.fields[name].annotation)}; it has no keys.")
+            self._skip_values(equals)
+            return
+        path: tuple[str, ...] = (name, *(KEY_ALIASES.get(name, {}).get(key, key) for key in keys))
+        annotation = Any if keys else None
+        if alias is not None:
+            path, annotation = alias
+        elif not keys:
+            annotation = self.fields[name].annotation
+        try:
+            texts = [attached] if equals else self._take_values(annotation)
+            value = parse_texts(texts, annotation)
+        except ValueError as error:
+            self.command.problems.append(f"{flag}: {error}.")
+            return
+        text = texts[0] if annotation is Any and texts else None
+        self.command.settings.append(Setting(path, flag, value, text))
+
+    def _skip_values(self, equals: str) -> None:
+        """Pass over the values of a flag that is wrong, so that they are not complained about as well."""
+        if not equals:
+            self._take_until_flag()
+
+    def _take_until_flag(self) -> list[str]:
+        count = next((i for i, token in enumerate(self.tokens) if _is_flag(token)), len(self.tokens))
+        return self._take(count)
+
+    def _take(self, count: int) -> list[str]:
+        taken, self.tokens = self.tokens[:count], self.tokens[count:]
+        return taken
+
+    def _take_values(self, annotation: Any) -> list[str]:
+        """As many values as the type wants."""
+        kinds = [typing.get_origin(member) or member for member in members(annotation)]
+        bare = not self.tokens or _is_flag(self.tokens[0])
+        if bare and (bool in kinds or annotation is Any):
+            return []
+        if bare:
+            raise ValueError(f"a value is missing, expected {describe(annotation)}")
+        if bool in kinds and self.command.config is None and self.tokens[0].lower() not in (*TRUE, *FALSE):
+            return []  # `--wandb configs/x.py`
+        if list in kinds:
+            return self._take_until_flag()
+        if tuple in kinds and _is_number(self.tokens[0]):
+            size = next(len(typing.get_args(m)) for m in members(annotation) if typing.get_origin(m) is tuple)
+            numbers = [_is_number(token) for token in self.tokens[:size]]
+            return self._take(numbers.index(False) if False in numbers else len(numbers))
+        return self._take(1)
+
+    def _refuse_contradictions(self) -> None:
+        seen: dict[tuple[str, ...], Setting] = {}
+        for setting in self.command.settings:
+            first = seen.setdefault(setting.path, setting)
+            if first.value != setting.value:
+                self.command.problems.append(
+                    f"{first.flag} {first.value!r} and {setting.flag} {setting.value!r} both set "
+                    f"{'.'.join(setting.path)}; keep one."
+                )
 
 
 def _is_flag(token: str) -> bool:
     return token.startswith("--") or token == "-h"
-
-
-def _read_setting(
-    command: Command,
-    schema: Schema,
-    fields: dict[str, Field],
-    flag: str,
-    tokens: list[str],
-    *,
-    attached: bool,
-    owner: Callable[[str], str | None],
-) -> None:
-    """Read the values of one flag off the front of `tokens`."""
-    path = tuple(part.replace("-", "_") for part in flag[2:].split("."))
-    alias = schema.aliases.get(path[0]) if len(path) == 1 else None
-    if alias:
-        path, annotation = alias.path, alias.annotation
-    elif path[0] not in fields:
-        command.problems.append(_unknown_flag(flag, path[0], schema, fields, owner))
-        _take_until_flag(tokens, attached=attached)
-        return
-    elif len(path) > 1 and not (fields[path[0]].takes_keys and all(path)):
-        command.problems.append(f"{flag}: {path[0]} is {describe(fields[path[0]].annotation)} and has no keys.")
-        _take_until_flag(tokens, attached=attached)
-        return
-    else:
-        annotation = fields[path[0]].annotation if len(path) == 1 else Any
-    try:
-        texts = _take_values(tokens, annotation, attached=attached)
-        value = parse_texts(texts, annotation)
-    except (TypeError, ValueError) as error:
-        command.problems.append(f"{flag}: {error}.")
-        return
-    text = texts[0] if annotation is Any and texts else None
-    command.settings.append(Setting(path, flag, value, text))
-
-
-def _unknown_flag(
-    flag: str, key: str, schema: Schema, fields: dict[str, Field], owner: Callable[[str], str | None]
-) -> str:
-    component = owner(key)
-    if component:
-        return f"{flag} is not a field. {component} takes it: write --{component}.{key}."
-    hint = did_you_mean(key, [*fields, *schema.aliases]).replace("_", "-").replace("mean '", "mean '--")
-    return f"{flag} is not a field of {schema.__name__}.{hint} --help lists all."
-
-
-def _take_until_flag(tokens: list[str], *, attached: bool) -> list[str]:
-    """All values up to the next flag; a value written as `--flag=value` is the only one."""
-    taken = [tokens.pop(0)] if attached else []
-    while not attached and tokens and not _is_flag(tokens[0]):
-        taken.append(tokens.pop(0))
-    return taken
-
-
-def _take_values(tokens: list[str], annotation: Any, *, attached: bool) -> list[str]:
-    """As many values as the type wants, off the front of `tokens`."""
-    if attached:
-        return [tokens.pop(0)]
-    kinds = [typing.get_origin(member) or member for member in members(annotation)]
-    bare = not tokens or _is_flag(tokens[0])
-    if bool in kinds and (bare or tokens[0].lower() not in (*TRUE, *FALSE)):
-        return []
-    if bare and annotation is Any:
-        return []
-    if bare:
-        raise ValueError(f"a value is missing; expected {describe(annotation)}")
-    if list in kinds:
-        return _take_until_flag(tokens, attached=False)
-    if tuple in kinds and _is_number(tokens[0]):
-        size = next(len(typing.get_args(m)) for m in members(annotation) if typing.get_origin(m) is tuple)
-        count = next((i for i, token in enumerate(tokens[:size]) if not _is_number(token)), len(tokens[:size]))
-        return [tokens.pop(0) for _ in range(count)]
-    return [tokens.pop(0)]
 
 
 def _is_number(text: str) -> bool:
@@ -150,40 +143,35 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def parse_texts(texts: list[str], annotation: Any) -> Any:
+def parse_texts(texts: Sequence[str], annotation: Any) -> Any:
     """The values of one flag as the annotated type; no value at all is True.
 
     Raises:
-        TypeError, ValueError: they are not of that type.
+        ValueError: they are not of that type.
     """
     if not texts:
         return True
-    expected = f"{' '.join(texts)!r} is not {describe(annotation)}"
-    for member in sorted(members(annotation), key=lambda m: m is not types.NoneType):
+    # None first, so that `--load None` is no folder called None
+    for member in sorted(members(annotation), key=lambda member: member is not types.NoneType):
         try:
-            return _parse_member(texts, member)
+            return coerce(_parse_member(texts, member), member)
         except (TypeError, ValueError):
             continue
-    raise ValueError(expected)
+    raise ValueError(f"{' '.join(texts)!r}: expected {describe(annotation)}")
 
 
-def _parse_member(texts: list[str], annotation: Any) -> Any:
-    origin = typing.get_origin(annotation)
-    if annotation is types.NoneType and texts[0].lower() == "none" and len(texts) == 1:
-        return None
+def _parse_member(texts: Sequence[str], annotation: Any) -> Any:
+    origin, text = typing.get_origin(annotation), texts[0]
     if annotation is bool:
-        return parse_bool(texts[0])
+        return parse_bool(text)
     if annotation in (int, float, str):
-        return coerce(annotation(texts[0]), annotation)
+        return annotation(text)
     if origin is Literal:
-        return coerce(texts[0], annotation)
-    if annotation is Any:
-        return parse_literal(texts[0])
+        return text
     if origin is list:
-        literal = parse_literal(texts[0]) if len(texts) == 1 and texts[0].startswith("[") else texts
-        return coerce(literal if isinstance(literal, list) else texts, annotation)
-    literal = ast.literal_eval(texts[0] if len(texts) == 1 else f"({','.join(texts)})")
-    return coerce(literal, annotation)
+        literal = parse_literal(text) if len(texts) == 1 else None
+        return literal if isinstance(literal, list) else list(texts)
+    return parse_literal(text) if len(texts) == 1 else [parse_literal(text) for text in texts]
 
 
 def parse_bool(text: str) -> bool:
@@ -192,11 +180,11 @@ def parse_bool(text: str) -> bool:
         return True
     if text.lower() in FALSE:
         return False
-    raise ValueError(f"{text!r} is not a bool (write True or False)")
+    raise ValueError(f"{text!r} is not a bool, write True or False")
 
 
 def parse_literal(text: str) -> Any:
-    """A Python literal; anything that is none is the text itself."""
+    """A Python literal; what is none is the text itself."""
     words = {"none": None, "true": True, "false": False}
     if text.lower() in words:
         return words[text.lower()]
@@ -206,46 +194,34 @@ def parse_literal(text: str) -> Any:
         return text
 
 
-def _refuse_contradictions(command: Command) -> None:
-    seen: dict[tuple[str, ...], Setting] = {}
-    for setting in command.settings:
-        first = seen.setdefault(setting.path, setting)
-        if first.value != setting.value:
-            where = ".".join(setting.path)
-            command.problems.append(
-                f"{first.flag} sets {where} to {first.value!r} and {setting.flag} sets it to {setting.value!r}; "
-                "keep one."
-            )
-
-
 def help_text(schema: Schema) -> str:
     """What `--help` prints."""
     blocks = [
         "usage: SCRIPT CONFIG [--field VALUE] [--component.key VALUE] [--print-config] [--help]",
         f"{(schema.__doc__ or '').strip()}\nCONFIG is a Python file that sets fields; the command line overrides it.",
-        "fields:",
-        *(_field_help(f) for f in schema_fields(schema).values()),
-        "short names for keys of components:",
-        *(f"  --{dashed(name):<24}{'.'.join(alias.path)}" for name, alias in schema.aliases.items()),
-        "other:\n  --print-config            show every value and where it comes from, then stop",
+        "fields:\n"
+        + "\n".join(_help_rows(dashed(f.name), value_text(f), f.doc) for f in schema_fields(schema).values()),
+        "short names for keys of components:\n"
+        + "\n".join(f"  --{dashed(name):<24}{'.'.join(alias.path)}" for name, alias in schema.aliases.items()),
+        "other:\n" + _help_rows("print-config", "", "show every value and where it was set, then stop"),
     ]
-    return "\n".join(blocks) + "\n"
+    return "\n\n".join(blocks) + "\n"
 
 
-def _field_help(f: Field) -> str:
-    return f"  --{dashed(f.name):<24}{type_text(f)}, {default_text(f)}\n{'':28}{f.doc}"
+def _help_rows(name: str, value: str, doc: str) -> str:
+    return f"  --{name:<24}{value}\n{'':28}{doc}" if value else f"  --{name:<24}{doc}"
 
 
 def dashed(name: str) -> str:
-    """A field's name as the command line's users write it."""
+    """A field's name as users of the command line write it."""
     return name.replace("_", "-")
+
+
+def value_text(f: Field) -> str:
+    """Type and default of a field: `int, default 16`."""
+    return f"{type_text(f)}, " + ("required" if f.default is REQUIRED else f"default {f.default!r}")
 
 
 def type_text(f: Field) -> str:
     """A field's type in words, or its choices."""
     return " or ".join(f.choices) if f.choices else describe(f.annotation)
-
-
-def default_text(f: Field) -> str:
-    """`default 16` or `required`."""
-    return "required" if f.default is REQUIRED else f"default {f.default!r}"

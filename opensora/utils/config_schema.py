@@ -3,6 +3,7 @@
 `--help`, `docs/config.md` and every check read these classes; nothing else in the project states a default of a config.
 How a file and a command line become one of them is in `config.py`.
 """
+# ruff: noqa: RUF009  `option` returns a dataclass field, so nothing is shared between instances
 
 import types
 import typing
@@ -18,6 +19,8 @@ Component = dict[str, Any]  # dict(type=NAME, ...): a registered name and the ar
 
 REQUIRED: Any = MISSING
 LOSS_TERMS = ("l1", "mse", "pooled", "kl", "lpips")
+# older spellings of keys inside components
+KEY_ALIASES: dict[str, dict[str, str]] = {"model": {"enable_flashattn": "enable_flash_attn"}}
 
 
 class Bounds(NamedTuple):
@@ -61,6 +64,8 @@ FRACTION = Bounds(ge=0, lt=1)
 class RunConfig:
     """What training and inference share."""
 
+    aliases: ClassVar[Mapping[str, Alias]] = {}
+
     seed: int = option("every random number follows from it", 42)
     dtype: str = option("computation type", "bf16", choices=tuple(DTYPES))
     device: Literal["auto", "cpu", "cuda"] = option("auto: the GPU when there is one", "auto")
@@ -78,8 +83,9 @@ class LoopConfig(RunConfig):
     root: str | None = option("folder that the paths in the data file are relative to", None)
     data_path: str | None = option("csv or parquet file with one clip a row", None)
     num_workers: int = option("worker processes of each data loader", 4, bounds=COUNT)
-    dataset: Component | None = option(
-        "dataset component; keys it leaves out come from the fields of the same name", None
+    dataset: Component = option(
+        "dataset component, a VideoTextDataset when left out; keys it leaves out come from the fields of the same name",
+        {},
     )
     batch_size: int = option("samples per process and step", 1, bounds=AT_LEAST_ONE)
     accumulation_steps: int = option("batches per optimizer step", 1, bounds=AT_LEAST_ONE)
@@ -143,7 +149,7 @@ class TrainConfig(LoopConfig):
         problems = super().problems()
         if self.start_from_scratch and self.load is None:
             problems.append("start_from_scratch=True has no effect without load.")
-        if self.bucket_config is not None and "VariableVideoText" not in str((self.dataset or {}).get("type")):
+        if self.bucket_config is not None and "VariableVideoText" not in str(self.dataset.get("type")):
             problems.append("bucket_config has no effect without dataset=dict(type='VariableVideoTextDataset').")
         return problems
 
@@ -166,10 +172,10 @@ class InferenceConfig(RunConfig):
     )
     save_fps: int | float | None = option("frames per second of the saved video", None, bounds=POSITIVE)
     batch_size: int = option("prompts per forward pass", 1, bounds=AT_LEAST_ONE)
-    prompt: list[str] | None = option("prompts; they go before prompt_path", None)
-    prompt_path: str | None = option("text file with one prompt a line", None)
-    start_index: int | None = option("first line of prompt_path to use, counted from 0", None, bounds=COUNT)
-    end_index: int | None = option("line of prompt_path before which to stop", None, bounds=COUNT)
+    prompt: list[str] | None = option("prompts; they win over prompt_path", None)
+    prompt_path: str | None = option("text file with one prompt a line, or csv file with a column `text`", None)
+    start_index: int | None = option("first prompt to use, counted from 0", None, bounds=COUNT)
+    end_index: int | None = option("prompt before which to stop", None, bounds=COUNT)
     num_sample: int = option("videos for each prompt", 1, bounds=AT_LEAST_ONE)
     save_dir: str = option("folder for the results", "./samples")
     sample_name: str | None = option("start of the names of the result files", None)
@@ -190,7 +196,8 @@ class VAETrainConfig(LoopConfig):
 
     vae: Component = option("VAE component")
     loss: dict[str, float] = option(
-        f"weights of the terms {', '.join(LOSS_TERMS)}; a term left out has weight 0", {"l1": 1.0}
+        f"weights of the terms {', '.join(LOSS_TERMS)}; a term left out has weight 0",
+        {"l1": 1.0, "mse": 1.0, "pooled": 1.0, "kl": 1e-5, "lpips": 0.0},
     )
     num_frames: int = option("frames of a clip; 1 trains on images", 1, bounds=AT_LEAST_ONE)
     image_size: tuple[int, int] = option("height and width of the crop in pixels", (96, 96), bounds=AT_LEAST_ONE)
@@ -230,7 +237,7 @@ class Field(NamedTuple):
     @property
     def takes_keys(self) -> bool:
         """Whether `--name.key` makes sense."""
-        return any(typing.get_origin(member) is dict for member in members(self.annotation))
+        return any(member in (Component, dict[str, float]) for member in members(self.annotation))
 
     def problem(self, value: Any) -> str:
         """What limit a value of the right type breaks, or an empty string."""

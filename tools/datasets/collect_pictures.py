@@ -27,7 +27,7 @@ PICTURES = {".jpg", ".jpeg", ".png", ".webp", ".tif", ".tiff", ".bmp", ".ppm", "
 VIDEOS = {".mp4", ".avi", ".webm", ".mpg", ".mpeg", ".mov", ".mkv"}
 SMALLEST = 96  # a training crop must fit
 QUALITY = 93
-SAME = 3.0  # mean difference, out of 255, of 32x32 thumbnails below which two frames are near-duplicates
+SAME = 1.2  # mean difference, out of 255, of 32x32 thumbnails below which two frames are near-duplicates
 
 
 class Parser(argparse.ArgumentParser):
@@ -132,7 +132,7 @@ def _thumbnail(picture: Image.Image) -> np.ndarray:
 def collect(path: Path, args: argparse.Namespace) -> Iterator[Image.Image]:
     """The pictures of one source file that are large enough."""
     if kind(path) in VIDEOS:
-        pictures = video_frames(opened(path), args.video_short_side, args.per_clip)
+        pictures = video_frames(opened(path), args.video_short_side, args.frames.get(real_name(path), args.per_clip))
     else:
         pictures = still_pictures(opened(path), args.short_side)
     yield from (picture for picture in pictures if min(picture.size) >= SMALLEST)
@@ -145,10 +145,12 @@ def main() -> None:
     parser.add_argument("sources", nargs="+", type=Path, metavar="SOURCE")
     parser.add_argument("--out", type=Path, default=Path("data/pictures"))
     parser.add_argument("--held-out", nargs="+", default=[], metavar="NAME", help="source files never trained on")
-    parser.add_argument("--short-side", type=int, default=288, help="of photographs, in pixels")
-    parser.add_argument("--video-short-side", type=int, default=216, help="of frames, in pixels")
+    parser.add_argument("--short-side", type=int, default=256, help="of photographs, in pixels")
+    parser.add_argument("--video-short-side", type=int, default=192, help="of frames, in pixels")
     parser.add_argument("--per-clip", type=int, default=150, help="frames that one clip gives at most")
+    parser.add_argument("--frames", nargs="+", default=[], metavar="NAME=N", help="the same for single clips")
     args = parser.parse_args()
+    args.frames = {name: int(number) for name, _, number in (item.rpartition("=") for item in args.frames)}
 
     files = find(args.sources)
     if missing := set(args.held_out) - {real_name(path) for path in files}:

@@ -16,7 +16,7 @@ import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from diffusers import AutoencoderKL
@@ -75,10 +75,11 @@ class VideoAutoencoderKL(nn.Module):
         if micro_batch_size is not None and micro_batch_size < 1:
             raise UserError(f"VideoAutoencoderKL: micro_batch_size={micro_batch_size}; use a positive number or None.")
         if architecture is not None:
-            autoencoder = _untrained(architecture).to(to_torch_dtype(dtype))
+            autoencoder = _untrained(architecture)
         else:
             autoencoder = _load(str(from_pretrained), subfolder, cache_dir, local_files_only, to_torch_dtype(dtype))
-        self.autoencoder = autoencoder
+        self.autoencoder: Any = autoencoder  # untyped, as diffusers' mixins are
+        self.to(to_torch_dtype(dtype))
         self.micro_batch_size = micro_batch_size
         self.posterior = posterior
         self.out_channels: int = autoencoder.config["latent_channels"]
@@ -165,9 +166,10 @@ class VideoAutoencoderKL(nn.Module):
 
     def save_pretrained(self, folder: str | Path, dtype: str | torch.dtype = "fp32") -> None:
         """Write `config.json` and `diffusion_pytorch_model.safetensors`, which diffusers reads too."""
-        copy = AutoencoderKL.from_config(self.autoencoder.config)
+        copy: Any = AutoencoderKL.from_config(self.autoencoder.config)
         copy.load_state_dict(self.autoencoder.state_dict())
-        copy.to(to_torch_dtype(dtype)).save_pretrained(folder, safe_serialization=True)
+        nn.Module.to(copy, to_torch_dtype(dtype))  # diffusers' own `to` warns about nothing here
+        copy.save_pretrained(folder, safe_serialization=True)
 
     def _per_frame(self, network: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         frames = rearrange(x, "B C T H W -> (B T) C H W").to(self.autoencoder.dtype)
@@ -179,7 +181,7 @@ def _per_channel(values: Tensor, like: Tensor) -> Tensor:
     return values.to(like.device).view(1, -1, 1, 1, 1)  # [C] -> [1, C, 1, 1, 1]
 
 
-def _untrained(architecture: Mapping[str, Any]) -> AutoencoderKL:
+def _untrained(architecture: Mapping[str, Any]) -> Any:
     known = [name for name in inspect.signature(AutoencoderKL.__init__).parameters if name != "self"]
     for key in architecture:
         if key not in known:
@@ -200,7 +202,7 @@ def _load(
     cache_dir: str | None,
     local_files_only: bool,  # noqa: FBT001  (private, called once)
     dtype: torch.dtype,
-) -> AutoencoderKL:
+) -> Any:
     folder = resolve_pretrained(name, what="VAE", subfolder=subfolder, any_of=[("config.json",), WEIGHTS])
     variant = None
     inner = Path(folder) / (subfolder or "")
@@ -224,7 +226,7 @@ def _load(
     wrong = {key: info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[key]}
     if wrong:
         raise UserError(f"VAE: the weights in {name} do not fit its config.json: {wrong}")
-    return cast(AutoencoderKL, autoencoder)
+    return autoencoder
 
 
 def _check_class(config: Path) -> None:

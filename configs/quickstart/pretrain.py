@@ -1,0 +1,36 @@
+"""Train the small STDiT that the repository ships (assets/models/stdit-quickstart), on one GPU.
+
+    python -m tools.cache_features configs/quickstart/pretrain.py
+    python scripts/train.py configs/quickstart/pretrain.py
+    python -m tools.export_weights outputs/quickstart-pretrain/000-STDiT-XS-2/epoch*-global_step20000 \
+        assets/models/stdit-quickstart/model.safetensors --dtype fp16
+"""
+
+_base_ = ["train.py"]
+
+dataset = dict(
+    type="CachedVideoTextDataset",
+    data_path="assets/clips/clips.csv",
+    cache_dir="outputs/quickstart/cache",
+    text_columns=("text", "text_2", "text_3", "text_4", "text_5", "text_6"),
+)
+num_workers = 8
+
+dtype = "bf16"
+compile = True
+
+model = dict(type="STDiT-XS/2", pred_sigma=False, from_pretrained=None)
+
+outputs = "outputs/quickstart-pretrain"
+epochs = 100000
+max_steps = 20000
+log_every = 100
+ckpt_every = 5000
+
+batch_size = 64
+lr = 1e-3
+lr_schedule = "cosine"
+warmup_steps = 500
+adam_betas = (0.9, 0.99)
+weight_decay = 0.01
+ema_decay = 0.999

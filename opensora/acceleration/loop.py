@@ -1,0 +1,91 @@
+"""What every training loop does around its step: optimizer, resume, learning rate, counting, the check of the loss."""
+
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from opensora.acceleration.distributed import World, mean_over_ranks
+from opensora.acceleration.engine import Engine
+from opensora.utils.ckpt import load_strictly, open_checkpoint
+from opensora.utils.config_schema import LoopConfig
+from opensora.utils.ema import EMA
+from opensora.utils.errors import UserError
+from opensora.utils.lr_scheduler import lr_at
+from opensora.utils.run import RunState
+
+
+def build_optimizer(cfg: LoopConfig, model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW over what is trainable."""
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return torch.optim.AdamW(
+        trainable,
+        lr=cfg.lr,
+        betas=cfg.adam_betas,
+        eps=cfg.adam_eps,
+        weight_decay=cfg.weight_decay,
+        fused=trainable[0].is_cuda,
+    )
+
+
+def resume(source: str, fresh: RunState, model: nn.Module, ema: EMA, engine: Engine, *, keep_place: bool) -> RunState:
+    """Take weights, average and optimizer from the checkpoint `source`; and, with `keep_place`, where it stood."""
+    checkpoint = open_checkpoint(source)
+    load_strictly(model, checkpoint.tensors("model"), checkpoint.path)
+    ema.load_state_dict(checkpoint.tensors("ema"))
+    engine.load_optimizer_state(checkpoint.tensors("optimizer"))
+    return fresh.resumed(checkpoint.state, source) if keep_place else fresh
+
+
+def steps(loader: Iterable[dict[str, Any]], accumulation: int) -> Iterator[list[dict[str, Any]]]:
+    """The micro-batches of one optimizer step after another."""
+    micro_batches = iter(loader)
+    while group := list(islice(micro_batches, accumulation)):
+        yield group
+
+
+def positions(cfg: LoopConfig, world: World, micro_batch: int) -> range:
+    """Each sample's place in the step's whole batch: the same whether ranks or micro-batches share it out."""
+    first = (micro_batch * world.size + world.rank) * cfg.batch_size
+    return range(first, first + cfg.batch_size)
+
+
+def learning_rate(cfg: LoopConfig, step: int, total_steps: int) -> float:
+    """The learning rate of this step."""
+    return lr_at(step, cfg.lr, warmup_steps=cfg.warmup_steps, schedule=cfg.lr_schedule, total_steps=total_steps)
+
+
+def count_steps(cfg: LoopConfig, batches_per_epoch: int, done: int) -> int:
+    """Optimizer steps of the whole run.
+
+    Raises:
+        UserError: there is nothing to train.
+    """
+    total = cfg.epochs * batches_per_epoch // cfg.accumulation_steps
+    if cfg.max_steps is not None:
+        total = min(total, cfg.max_steps)
+    if total <= done:
+        raise UserError(
+            f"nothing to train: {cfg.epochs} epochs of {batches_per_epoch} batches, accumulation_steps="
+            f"{cfg.accumulation_steps} and max_steps={cfg.max_steps} make {total} steps, and {done} are done. "
+            "Raise --epochs or --max-steps."
+        )
+    return total
+
+
+def finite_mean(losses: list[Tensor], micro_batches: list[dict[str, Any]], step: int) -> float:
+    """The mean loss over the window and all ranks.
+
+    Raises:
+        UserError: it is not a finite number.
+    """
+    mean = float(mean_over_ranks(torch.stack(losses).mean()))
+    if mean != mean or mean in (float("inf"), float("-inf")):
+        files = sorted({path for batch in micro_batches for path in batch["path"]})
+        raise UserError(
+            f"the loss is {mean} at step {step}. Nothing is saved from here on; resume from the last checkpoint with "
+            f"a lower --lr, or fp32. The last batch held: {', '.join(files[:8])}"
+        )
+    return mean

@@ -1,0 +1,75 @@
+"""Which samples make which batch: a function of the seed alone, for the whole run and any number of processes."""
+
+import itertools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from opensora.utils.errors import UserError
+from opensora.utils.seed import generator
+
+
+class SampleKey(NamedTuple):
+    """What a dataset is asked for: sample `index`, with the random choices of `epoch`."""
+
+    epoch: int
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody asks of a key
+
+
+class EpochBatchSampler:
+    """Yields this rank's micro-batches `start` ... `stop - 1` of the run, each a list of `SampleKey`.
+
+    The order of an epoch is f(seed, epoch). It is extended from its own beginning to whole batches, so that every sample is
+    seen in every epoch; `num_padded` says how many are seen once more. Rank r takes rows r*B ... (r+1)*B of a global
+    batch, so that two processes with batch 2 see what one sees with batch 4. Resuming is arithmetic: nothing is skipped over.
+
+    Args:
+        start: The first micro-batch, counted over all epochs.
+        stop: The micro-batch before which to end; None goes on for ever.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        batch_size: int,
+        *,
+        seed: int,
+        rank: int = 0,
+        world_size: int = 1,
+        start: int = 0,
+        stop: int | None = None,
+    ) -> None:
+        if num_samples < 1:
+            raise UserError("the dataset has no samples, so there is nothing to train on.")
+        if batch_size < 1 or not 0 <= rank < world_size or start < 0:
+            raise ValueError(f"batch_size={batch_size}, rank={rank}, world_size={world_size}, start={start}")
+        self.num_samples, self.batch_size, self.seed = num_samples, batch_size, seed
+        self.rank, self.global_batch = rank, batch_size * world_size
+        self.start, self.stop = start, stop
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Micro-batches of each rank in an epoch."""
+        return -(-self.num_samples // self.global_batch)
+
+    @property
+    def num_padded(self) -> int:
+        """Samples of an epoch that are seen once more, to fill its last batch."""
+        return self.batches_per_epoch * self.global_batch - self.num_samples
+
+    def __len__(self) -> int:
+        if self.stop is None:
+            raise TypeError("an EpochBatchSampler without stop has no length")
+        return max(self.stop - self.start, 0)
+
+    def __iter__(self) -> Iterator[list[SampleKey]]:
+        numbers = itertools.count(self.start) if self.stop is None else range(self.start, self.stop)
+        epoch, order = -1, torch.empty(0, dtype=torch.int64)
+        for number in numbers:
+            if number // self.batches_per_epoch != epoch:
+                epoch = number // self.batches_per_epoch
+                order = torch.randperm(self.num_samples, generator=generator(self.seed, "order", epoch))
+            first = number % self.batches_per_epoch * self.global_batch + self.rank * self.batch_size
+            places = torch.arange(first, first + self.batch_size) % self.num_samples
+            yield [SampleKey(epoch, index) for index in order[places].tolist()]

@@ -1,0 +1,46 @@
+"""CLIP's text tower (Radford et al. 2021, arXiv:2103.00020): one vector per caption, for DiT and Latte."""
+
+import torch
+from torch import Tensor
+from transformers import CLIPTextModel
+
+from opensora.models.text_encoder.condition import TextCondition
+from opensora.models.text_encoder.pretrained import PretrainedTextEncoder
+from opensora.registry import MODELS
+
+
+@MODELS.register_module("clip")
+class ClipEncoder(PretrainedTextEncoder):
+    """The pooled output, that is the state at the end-of-text token: y [B, 1, 1, D], mask [B, 1].
+
+    Args:
+        from_pretrained: Folder with text tower and tokenizer, or hub id.
+        model_max_length: Captions are padded and cut to so many tokens.
+        dtype: Number format of the weights.
+        cache_dir: Where the hub's files are kept.
+        local_files_only: Do not ask the hub.
+    """
+
+    def __init__(
+        self,
+        from_pretrained: str = "openai/clip-vit-base-patch32",
+        model_max_length: int = 77,
+        dtype: str | torch.dtype = "fp32",
+        cache_dir: str | None = None,
+        local_files_only: bool = False,  # noqa: FBT001, FBT002  (Open-Sora's signature)
+    ) -> None:
+        super().__init__(
+            CLIPTextModel,
+            from_pretrained,
+            model_max_length=model_max_length,
+            dtype=dtype,
+            cache_dir=cache_dir,
+            local_files_only=local_files_only,
+        )
+
+    def condition(self, tokens: dict[str, Tensor]) -> TextCondition:
+        """Tokens (each [B, L] int64) -> the pooled text."""
+        pooled = self.model(**tokens).pooler_output  # [B, D]
+        return TextCondition(
+            pooled[:, None, None].float(), torch.ones(len(pooled), 1, dtype=torch.bool, device=pooled.device)
+        )

@@ -1,0 +1,38 @@
+"""Any encoder that `transformers.AutoModel` loads, for example a small sentence encoder on a laptop."""
+
+import torch
+from transformers import AutoModel
+
+from opensora.models.text_encoder.pretrained import PretrainedTextEncoder
+from opensora.registry import MODELS
+
+
+@MODELS.register_module("hf")
+class HFTextEncoder(PretrainedTextEncoder):
+    """The last hidden state of every token: y [B, 1, L, D], mask [B, L]. Captions are used verbatim.
+
+    Args:
+        from_pretrained: Folder with encoder and tokenizer, `package:PACKAGE/folder` = a folder inside an installed
+            package, or hub id.
+        model_max_length: Captions are padded and cut to so many tokens.
+        dtype: Number format of the weights.
+        cache_dir: Where the hub's files are kept.
+        local_files_only: Do not ask the hub.
+    """
+
+    def __init__(
+        self,
+        from_pretrained: str,
+        model_max_length: int = 120,
+        dtype: str | torch.dtype = "fp32",
+        cache_dir: str | None = None,
+        local_files_only: bool = False,  # noqa: FBT001, FBT002  (Open-Sora's signature)
+    ) -> None:
+        super().__init__(
+            AutoModel,
+            from_pretrained,
+            model_max_length=model_max_length,
+            dtype=dtype,
+            cache_dir=cache_dir,
+            local_files_only=local_files_only,
+        )

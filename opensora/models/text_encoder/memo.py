@@ -1,0 +1,67 @@
+"""A text encoder that encodes each caption once: a small data set's captions come back every epoch."""
+
+from collections import OrderedDict
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from opensora.models.text_encoder.condition import TextCondition
+
+
+class TextEncoder(Protocol):
+    """The text contract (architecture D6)."""
+
+    output_dim: int
+    model_max_length: int
+
+    def encode(self, texts: list[str]) -> TextCondition:
+        """B captions -> y [B, 1, L, D], mask [B, L]."""
+
+
+class MemoizedTextEncoder:
+    """`encoder`, with every caption's features kept on the CPU; the longest unused go first.
+
+    Args:
+        encoder: A frozen encoder.
+        max_bytes: Room for the kept features.
+    """
+
+    def __init__(self, encoder: TextEncoder, max_bytes: int = 2**30) -> None:
+        self.encoder = encoder
+        self.max_bytes = max_bytes
+        self.output_dim = encoder.output_dim
+        self.model_max_length = encoder.model_max_length
+        self.num_bytes = 0
+        self._kept: OrderedDict[str, TextCondition] = OrderedDict()  # y [1, L, D], mask [L]; last used last
+        self._device = torch.device("cpu")
+
+    def encode(self, texts: list[str]) -> TextCondition:
+        """B captions -> y [B, 1, L, D], mask [B, L], on the encoder's device; only unknown ones are encoded."""
+        rows = {text: self._kept[text] for text in texts if text in self._kept}
+        unknown = [text for text in dict.fromkeys(texts) if text not in rows]
+        if unknown:
+            y, mask = self.encoder.encode(unknown)
+            self._device = y.device
+            rows |= {text: TextCondition(*row) for text, row in zip(unknown, _rows_on_cpu(y, mask), strict=True)}
+        for text, row in rows.items():
+            self._keep(text, row)
+        y, mask = (torch.stack(parts) for parts in zip(*(rows[text] for text in texts), strict=True))
+        return TextCondition(y.to(self._device), mask.to(self._device))
+
+    def _keep(self, text: str, row: TextCondition) -> None:
+        if text not in self._kept:
+            self.num_bytes += _size(row)
+        self._kept[text] = row
+        self._kept.move_to_end(text)
+        while self.num_bytes > self.max_bytes:
+            self.num_bytes -= _size(self._kept.popitem(last=False)[1])
+
+
+def _rows_on_cpu(y: Tensor, mask: Tensor) -> list[tuple[Tensor, Tensor]]:
+    # clones: a row must not keep its whole batch alive
+    return [(a.clone(), b.clone()) for a, b in zip(y.cpu(), mask.cpu(), strict=True)]
+
+
+def _size(row: TextCondition) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in row)

@@ -1,0 +1,57 @@
+"""The Gaussian algebra between x_0, x_t, eps and v.
+
+Equations of Ho et al. 2020 ("Ho"), Nichol & Dhariwal 2021 ("Nichol") and, for v, Salimans & Ho 2022, appendix D.
+Every function takes the coefficients of one timestep, or those of each sample [B, 1, 1, 1, 1].
+"""
+
+import torch
+from torch import Tensor
+
+from opensora.schedulers.iddpm.schedule import Coefficients
+
+
+def q_sample(x_0: Tensor, noise: Tensor, c: Coefficients) -> Tensor:
+    """x_t ~ q(x_t | x_0) (Ho eq. 4)."""
+    return c.sqrt_alphas_cumprod * x_0 + c.sqrt_one_minus_alphas_cumprod * noise
+
+
+def prediction_target(prediction: str, x_0: Tensor, noise: Tensor, c: Coefficients) -> Tensor:
+    """What a perfect model returns: `noise`, `x_0`, or v = sqrt(abar) noise - sqrt(1 - abar) x_0."""
+    if prediction == "eps":
+        return noise
+    if prediction == "x0":
+        return x_0
+    return c.sqrt_alphas_cumprod * noise - c.sqrt_one_minus_alphas_cumprod * x_0
+
+
+def predicted_x_0(prediction: str, output: Tensor, x_t: Tensor, c: Coefficients) -> Tensor:
+    """The x_0 that the model's output stands for."""
+    if prediction == "eps":
+        return (x_t - c.sqrt_one_minus_alphas_cumprod * output) / c.sqrt_alphas_cumprod
+    if prediction == "x0":
+        return output
+    return c.sqrt_alphas_cumprod * x_t - c.sqrt_one_minus_alphas_cumprod * output
+
+
+def eps_from_x_0(x_0: Tensor, x_t: Tensor, c: Coefficients) -> Tensor:
+    """The noise that leads from x_0 to x_t."""
+    return (x_t - c.sqrt_alphas_cumprod * x_0) / c.sqrt_one_minus_alphas_cumprod
+
+
+def posterior_mean(x_0: Tensor, x_t: Tensor, c: Coefficients) -> Tensor:
+    """Mean of q(x_{t-1} | x_t, x_0) (Ho eq. 7)."""
+    return c.posterior_mean_coef_x_0 * x_0 + c.posterior_mean_coef_x_t * x_t
+
+
+def model_log_variance(variance: str, raw: Tensor | None, like: Tensor, c: Coefficients) -> Tensor:
+    """Log variance of p(x_{t-1} | x_t), in the shape of `like`.
+
+    `raw` holds the variance channels of a model with a learned range: -1 is the posterior's variance, 1 is beta, between
+    them the logarithms are interpolated, and nothing clamps (Nichol eq. 15).
+    """
+    if variance == "learned_range":
+        assert raw is not None, "a learned range needs the model's variance channels"
+        fraction = (raw + 1) / 2
+        return fraction * c.log_beta + (1 - fraction) * c.log_posterior_variance
+    log_variance = c.log_fixed_large if variance == "fixed_large" else c.log_posterior_variance
+    return torch.zeros_like(like) + log_variance

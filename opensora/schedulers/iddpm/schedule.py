@@ -1,0 +1,105 @@
+"""Noise schedules and the numbers that follow from them: beta_t, abar_t and the posterior q(x_{t-1} | x_t, x_0).
+
+Equations of Ho et al. 2020 ("Ho") and Nichol & Dhariwal 2021 ("Nichol"). abar is `alphas_cumprod`.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from opensora.utils.errors import UserError
+
+Number = float | Tensor
+
+
+class Coefficients(NamedTuple):
+    """The schedule at a timestep t: floats, or a tensor [B, 1, ...] each for the timesteps of a batch."""
+
+    alphas_cumprod: Number
+    alphas_cumprod_prev: Number  # at t - 1; 1 where there is none
+    sqrt_alphas_cumprod: Number
+    sqrt_one_minus_alphas_cumprod: Number
+    posterior_mean_coef_x_0: Number  # Ho eq. 7
+    posterior_mean_coef_x_t: Number
+    log_posterior_variance: Number  # Ho eq. 7; at t = 0, where it is -inf, the value at t = 1
+    log_beta: Number
+    log_fixed_large: Number  # log beta; at t = 0 the posterior's at t = 1, as OpenAI's code has it
+
+
+class Schedule:
+    """The coefficients of every timestep, fp64 on the CPU until asked for."""
+
+    def __init__(self, alphas_cumprod: np.ndarray) -> None:
+        """alphas_cumprod: abar of each visited timestep, [num_timesteps] fp64, falling."""
+        self.table = _table(alphas_cumprod)
+        self.num_timesteps = len(alphas_cumprod)
+        self._on_device: dict[torch.device, Tensor] = {}  # copied once: a copy at every step would stall the GPU
+
+    def at(self, step: int) -> Coefficients:
+        """Python floats for one step: they reach the device as kernel arguments, without a copy."""
+        return Coefficients(*(float(self.table[name][step]) for name in Coefficients._fields))
+
+    def gather(self, t: Tensor, ndim: int) -> Coefficients:
+        """t [B] int64 -> fp32 tensors [B, 1, ...] with ndim axes, on t's device."""
+        if t.device not in self._on_device:
+            rows = np.stack([self.table[name] for name in Coefficients._fields])
+            self._on_device[t.device] = torch.from_numpy(rows).float().to(t.device)
+        columns = self._on_device[t.device][:, t]  # [num_coefficients, B]
+        return Coefficients(*columns.reshape(*columns.shape, *[1] * (ndim - 1)))
+
+    def respaced(self, timesteps: Sequence[int]) -> "Schedule":
+        """The schedule of a sampler that visits only `timesteps`: the same abar, betas that follow from it (Nichol eq. 19)."""
+        return Schedule(self.table["alphas_cumprod"][list(timesteps)])
+
+
+def named_schedule(name: str, diffusion_steps: int) -> Schedule:
+    """The named schedule: "linear" (Ho, section 4) or "squaredcos_cap_v2" (Nichol eq. 17)."""
+    if name not in BETAS:
+        raise UserError(f"scheduler.noise_schedule={name!r} is not one of {', '.join(BETAS)}.")
+    betas = BETAS[name](diffusion_steps)
+    if not len(betas) or betas.max() >= 1:
+        raise UserError(
+            f"scheduler.diffusion_steps={diffusion_steps} is too few for noise_schedule={name!r}, whose betas are "
+            "scaled by 1000 / diffusion_steps and must stay below 1; use more than 20."
+        )
+    return Schedule(np.cumprod(1 - betas))
+
+
+def _linear(steps: int) -> np.ndarray:
+    scale = 1000 / max(steps, 1)
+    return np.linspace(1e-4 * scale, 0.02 * scale, steps, dtype=np.float64)
+
+
+def _squared_cosine(steps: int) -> np.ndarray:
+    def alphas_cumprod(u: float) -> float:
+        return math.cos((u + 0.008) / 1.008 * math.pi / 2) ** 2
+
+    betas = [1 - alphas_cumprod((t + 1) / steps) / alphas_cumprod(t / steps) for t in range(steps)]
+    return np.minimum(np.array(betas, dtype=np.float64), 0.999)
+
+
+BETAS: dict[str, Callable[[int], np.ndarray]] = {"linear": _linear, "squaredcos_cap_v2": _squared_cosine}
+
+
+def _table(alphas_cumprod: np.ndarray) -> dict[str, np.ndarray]:
+    """The fields of `Coefficients`, each [num_timesteps] fp64."""
+    prev = np.append(1.0, alphas_cumprod[:-1])
+    betas = 1 - alphas_cumprod / prev
+    posterior_variance = betas * (1 - prev) / (1 - alphas_cumprod)
+    # the posterior at t = 0 is a point; a schedule of one step has no t = 1 to borrow from
+    second = posterior_variance[1] if len(betas) > 1 else betas[0]
+    return {
+        "alphas_cumprod": alphas_cumprod,
+        "alphas_cumprod_prev": prev,
+        "sqrt_alphas_cumprod": np.sqrt(alphas_cumprod),
+        "sqrt_one_minus_alphas_cumprod": np.sqrt(1 - alphas_cumprod),
+        "posterior_mean_coef_x_0": np.sqrt(prev) * betas / (1 - alphas_cumprod),
+        "posterior_mean_coef_x_t": np.sqrt(1 - betas) * (1 - prev) / (1 - alphas_cumprod),
+        "log_posterior_variance": np.log(np.append(second, posterior_variance[1:])),
+        "log_beta": np.log(betas),
+        "log_fixed_large": np.log(np.append(second, betas[1:])),
+    }

@@ -1,0 +1,268 @@
+"""Raw values of a file and of a command line are merged, typed and checked; everything wrong is told at once."""
+
+import copy
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from opensora.registry import Registry, did_you_mean
+from opensora.utils.config_cli import Command, Setting, parse_bool
+from opensora.utils.config_schema import (
+    KEY_ALIASES,
+    REQUIRED,
+    Field,
+    RunConfig,
+    Schema,
+    coerce,
+    describe,
+    schema_fields,
+)
+from opensora.utils.errors import UserError
+
+Origins = dict[tuple[str, ...], str]  # (field,) or (field, key) -> where its value was set
+
+COMMAND_LINE = "command line"
+DEFAULT_DATASET = "VideoTextDataset"
+# fields that a dataset component takes over when it does not set them itself
+DATASET_FIELDS = ("data_path", "root", "num_frames", "frame_interval", "image_size", "use_image_transform")
+
+
+@dataclass
+class Draft:
+    """A config in the making: raw values, where each was set, and all that is wrong so far."""
+
+    schema: Schema
+    registries: Mapping[str, Registry]
+    values: dict[str, Any] = field(default_factory=dict)
+    origins: Origins = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.fields = schema_fields(self.schema)
+
+    def take_file(self, values: Mapping[str, Any], origins: Origins) -> None:
+        """Take over the values of a file."""
+        self.origins.update(origins)
+        for key, value in values.items():
+            if key not in self.fields:
+                self._complain((key,), self._unknown_key(key))
+                continue
+            if found := _not_plain(value):
+                self._complain((key,), f"{key} holds {found}; a config holds plain data.")
+            if key == "dataset" and value is None:
+                value = {}  # so a file may say that it leaves the dataset to the fields of the top level
+            self.values[key] = self._with_present_names(key, value)
+
+    def take_command(self, command: Command) -> None:
+        """Write what the command line sets over what the file set."""
+        self.problems += command.problems
+        self.problems += [self._unknown_flag(flag, key) for flag, key in command.unknown]
+        for setting in command.settings:
+            if len(setting.path) == 1:
+                self._replace(setting)
+            else:
+                self._set_key(setting)
+
+    def finish(self) -> Any:
+        """Type every field, complete the dataset, check everything, and build the config.
+
+        Raises:
+            UserError: lists everything that is wrong.
+        """
+        self._share_with_dataset()
+        typed = {name: value for f in self.fields.values() for name, value in self._typed(f)}
+        if "dataset" in typed:
+            typed["dataset"] = self._complete_dataset(typed)
+        for name, registry in self.registries.items():
+            if isinstance(typed.get(name), dict):
+                self._check_component(name, typed[name], registry)
+        config: RunConfig | None = self.schema(**typed) if len(typed) == len(self.fields) else None
+        self.problems += config.problems() if config else []
+        if self.problems:
+            raise UserError(listing(self.problems))
+        return config
+
+    # --- taking values over
+
+    def _complain(self, path: tuple[str, ...], text: str) -> None:
+        origin = self.origins.get(path) or self.origins.get(path[:1])
+        self.problems.append(f"{text} ({origin})" if origin else text)
+
+    def _unknown_key(self, key: str) -> str:
+        if key in self.schema.aliases:
+            return f"{key!r} is a name for the command line; in a file set {'.'.join(self.schema.aliases[key].path)}."
+        return f"{key!r} is not a field of {self.schema.__name__}.{did_you_mean(key, list(self.fields))}"
+
+    def _unknown_flag(self, flag: str, key: str) -> str:
+        if owner := next((name for name in self.values if key in self._arguments(name)), None):
+            return f"{flag} is not a field, but {owner} takes it: write --{owner}.{key}."
+        names = [name.replace("_", "-") for name in (*self.fields, *self.schema.aliases)]
+        hint = did_you_mean(key.replace("_", "-"), names).replace("mean '", "mean '--")
+        return f"{flag} is not a field of {self.schema.__name__}.{hint} --help lists all."
+
+    def _with_present_names(self, name: str, value: Any) -> Any:
+        """Give older spellings inside a component their present name."""
+        if not isinstance(value, dict):
+            return value
+        for old, new in KEY_ALIASES.get(name, {}).items():
+            if old not in value:
+                continue
+            if new in value and value[new] != value[old]:
+                self._complain(
+                    (name, old), f"{name}: {old}={value[old]!r} and {new}={value[new]!r} are one setting; keep {new}."
+                )
+            value.setdefault(new, value.pop(old))
+            if (name, old) in self.origins:
+                self.origins.setdefault((name, new), self.origins.pop((name, old)))
+        return value
+
+    def _replace(self, setting: Setting) -> None:
+        name = setting.path[0]
+        self.values[name] = self._with_present_names(name, setting.value)
+        self.origins = {path: origin for path, origin in self.origins.items() if path[0] != name}
+        self.origins[name,] = f"{COMMAND_LINE} {setting.flag}"
+
+    def _set_key(self, setting: Setting) -> None:
+        """Set a key inside a component, or deeper."""
+        name, *keys = setting.path
+        default = self.fields[name].default
+        target = self.values.setdefault(name, copy.deepcopy(default) if isinstance(default, dict) else {})
+        if target is None:
+            target = self.values[name] = {}
+        for key in keys[:-1]:
+            target = target.setdefault(key, {}) if isinstance(target, dict) else target
+        if not isinstance(target, dict):
+            self.problems.append(f"{setting.flag}: {'.'.join([name, *keys[:-1]])} is {target!r} and has no keys.")
+            return
+        try:
+            target[keys[-1]] = self._as_replaced(setting, target.get(keys[-1]))
+        except ValueError as error:
+            self.problems.append(f"{setting.flag}: {error}.")
+        self.origins[name, keys[0]] = f"{COMMAND_LINE} {setting.flag}"
+
+    def _as_replaced(self, setting: Setting, replaced: Any) -> Any:
+        """A nested value has no declared type, so it takes that of what it replaces, or of the argument's default."""
+        name, key = setting.path[:2]
+        if replaced is None and len(setting.path) == 2 and key in (arguments := self._arguments(name)):
+            replaced = arguments[key].default
+        if setting.text is None or setting.value is None:
+            return setting.value
+        if isinstance(replaced, bool):
+            return parse_bool(setting.text)
+        if isinstance(replaced, str):
+            return setting.text
+        if isinstance(replaced, int | float) and isinstance(setting.value, str):
+            raise ValueError(f"{setting.text!r} is not a number, as {replaced!r} is")
+        return setting.value
+
+    def _arguments(self, name: str) -> Mapping[str, inspect.Parameter]:
+        """Arguments of the constructor that a component names; none when it is not known."""
+        registry, component = self.registries.get(name), self.values.get(name)
+        if registry is None or not isinstance(component, Mapping) or component.get("type") not in registry.choices():
+            return {}
+        return inspect.signature(registry.get(component["type"])).parameters
+
+    # --- checks
+
+    def _typed(self, f: Field) -> Iterator[tuple[str, Any]]:
+        """Yield (name, value) once if the value has the right type and range, or complain."""
+        if f.name not in self.values:
+            if f.default is REQUIRED:
+                self.problems.append(f"{f.name} is missing; expected {describe(f.annotation)}: {f.doc}.")
+            else:
+                yield f.name, copy.deepcopy(f.default)
+            return
+        value = self.values[f.name]
+        try:
+            value = coerce(value, f.annotation)
+        except TypeError as error:
+            self._complain((f.name,), f"{f.name}={value!r}: {error}.")
+            return
+        if problem := f.problem(value):
+            self._complain((f.name,), f"{f.name}={value!r}: {problem}.")
+        else:
+            yield f.name, value
+
+    def _check_component(self, name: str, component: dict[str, Any], registry: Registry) -> None:
+        """One key at a time, so that each problem can say where the key was set."""
+        kind = {"type": component["type"]} if "type" in component else component
+        wrong = registry.problems(kind)
+        for problem in wrong:
+            self._complain((name, "type"), f"{name}: {problem}")
+        for key in component if not wrong else ():
+            for problem in registry.problems({**kind, key: component[key]}):
+                self._complain((name, key), f"{name}: {problem}")
+
+    # --- the dataset, which shares fields with the top level
+
+    def _shared_fields(self) -> list[str]:
+        return [name for name in DATASET_FIELDS if name in self.fields]
+
+    def _share_with_dataset(self) -> None:
+        """A field and the dataset's key of the same name are one setting; the command line wins over the file."""
+        dataset = self.values.get("dataset")
+        if not isinstance(dataset, dict):
+            return
+        for name in [name for name in self._shared_fields() if name in dataset]:
+            outer, inner = self.values.get(name), dataset[name]
+            outer_origin, inner_origin = self.origins.get((name,), ""), self._dataset_origin(name)
+            from_command = [origin.startswith(COMMAND_LINE) for origin in (outer_origin, inner_origin)]
+            if outer is None or from_command == [False, True]:
+                self.values[name], self.origins[name,] = inner, inner_origin
+            elif inner is None or from_command == [True, False]:
+                dataset[name], self.origins["dataset", name] = outer, outer_origin
+            elif _as_list(outer) != _as_list(inner):
+                self._complain(
+                    ("dataset", name), f"{name}={outer!r} and dataset.{name}={inner!r} contradict each other; keep one."
+                )
+
+    def _dataset_origin(self, name: str) -> str:
+        return self.origins.get(("dataset", name)) or self.origins.get(("dataset",), "")
+
+    def _complete_dataset(self, typed: Mapping[str, Any]) -> dict[str, Any]:
+        """The dataset component with a type, and with those fields of the top level that its constructor takes."""
+        dataset = {"type": DEFAULT_DATASET, **typed["dataset"]}
+        if "type" not in typed["dataset"]:
+            self.origins["dataset", "type"] = "default"
+        registry = self.registries.get("dataset")
+        if registry is not None and registry.problems({"type": dataset["type"]}):
+            return dataset  # the unknown type is complained about elsewhere
+        for name in [name for name in self._shared_fields() if name in typed]:
+            taken = _takes(registry, dataset["type"], name)
+            if name == "use_image_transform" and not typed[name]:
+                continue
+            if not taken and name == "use_image_transform":
+                self._complain((name,), f"{name}=True has no effect: {dataset['type']} does not take it.")
+            if taken and typed[name] is not None:
+                dataset[name] = typed[name]
+                self.origins.setdefault(("dataset", name), self.origins.get((name,), "default"))
+            elif taken and name == "data_path":
+                self.problems.append("data_path is not set: name the data file, for example --data-path clips.csv.")
+        return dataset
+
+
+def _takes(registry: Registry | None, type_: str, key: str) -> bool:
+    """Whether the constructor takes an argument; without its registry, only the default dataset is known to."""
+    return type_ == DEFAULT_DATASET if registry is None else not registry.problems({"type": type_, key: None})
+
+
+def _not_plain(value: Any) -> str:
+    """What in a value is no plain data, or an empty string."""
+    if isinstance(value, Mapping):
+        value = [*value.keys(), *value.values()]
+    if isinstance(value, list | tuple):
+        return next((found for item in value if (found := _not_plain(item))), "")
+    plain = value is None or isinstance(value, bool | int | float | str)
+    return "" if plain else f"{value!r}, a {type(value).__name__}"
+
+
+def _as_list(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def listing(problems: Sequence[str]) -> str:
+    """One problem as it is; several, numbered."""
+    if len(problems) == 1:
+        return problems[0]
+    return f"{len(problems)} problems in the config:\n" + "\n".join(f"  {i}. {p}" for i, p in enumerate(problems, 1))

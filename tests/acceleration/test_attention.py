@@ -1,0 +1,49 @@
+"""The attention dispatcher: every kernel computes the same function."""
+
+import pytest
+import torch
+
+from opensora.acceleration.attention import KERNELS, attention, kernel_from_flag, layer_norm
+
+
+@pytest.mark.parametrize("kernel", sorted(KERNELS))
+@pytest.mark.parametrize("masked", [False, True])
+def test_kernels_equal_the_formula_in_fp64(kernel, masked):
+    q, k, v = torch.randn(3, 2, 4, 9, 8).unbind(0)
+    mask = torch.rand(2, 9) > 0.4 if masked else None
+    scores = q.double() @ k.double().transpose(-1, -2) / 8**0.5
+    if mask is not None:
+        mask[:, 0] = True
+        scores = scores.masked_fill(~mask[:, None, None], -torch.inf)
+    expected = (scores.softmax(-1) @ v.double()).float()
+    torch.testing.assert_close(attention(q, k, v, mask, kernel), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kernel", sorted(KERNELS))
+def test_a_row_that_sees_nothing_gives_zeros_and_finite_gradients(kernel):
+    q = torch.randn(2, 1, 3, 4, requires_grad=True)
+    mask = torch.tensor([[False, False], [True, False]])
+    out = attention(q, torch.randn(2, 1, 2, 4), torch.randn(2, 1, 2, 4), mask, kernel)
+    assert not out[0].any()
+    out.sum().backward()
+    assert q.grad.isfinite().all()
+
+
+def test_unknown_kernel_lists_the_known():
+    with pytest.raises(ValueError, match="auto, sdpa, math"):
+        attention(*torch.randn(3, 1, 1, 2, 2).unbind(0), kernel="flush")
+
+
+def test_the_seeds_flags():
+    assert kernel_from_flag(None) == kernel_from_flag(True) == "auto"
+    assert kernel_from_flag(False) == "math"
+
+
+def test_layer_norm_falls_back_with_a_warning():
+    x = torch.randn(2, 8)
+    with pytest.warns(UserWarning, match="apex is not installed"):
+        import opensora.acceleration.attention as module
+
+        module._warned.clear()
+        norm = layer_norm(8, fused=True)
+    torch.testing.assert_close(norm(x), torch.nn.functional.layer_norm(x, (8,), eps=1e-6))

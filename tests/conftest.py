@@ -1,0 +1,111 @@
+"""What all tests share: no network, one thread per process, scripts and groups of processes that cannot hang."""
+
+import os
+
+# Before anything imports torch or transformers: they read these once.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TRANSFORMERS_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.multiprocessing
+
+ROOT = Path(__file__).resolve().parent.parent
+SPAWN_TIMEOUT_S = 120
+
+torch.set_num_threads(1)
+
+
+class Finished(NamedTuple):
+    """How a script ended."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+
+
+@pytest.fixture(scope="session")
+def repo_root() -> Path:
+    """The folder of the repository."""
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def clips_csv(repo_root: Path) -> Path:
+    """The table of the clips that the repository ships."""
+    return repo_root / "assets" / "clips" / "clips.csv"
+
+
+@pytest.fixture
+def run_script() -> Callable[..., Finished]:
+    """`run_script("scripts/train.py", *args)` runs it from the repository's folder -> (code, stdout, stderr).
+
+    With `num_processes=2` it runs under torchrun; `timeout_s` (default 300) kills it and fails the test.
+    """
+
+    def run(script: str, *args: object, num_processes: int | None = None, timeout_s: float = 300) -> Finished:
+        launcher: list[str] = []
+        if num_processes is not None:
+            launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}"]
+        argv = [sys.executable, *launcher, script, *map(str, args)]
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        done = subprocess.run(
+            argv,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+        return Finished(done.returncode, done.stdout, done.stderr)
+
+    return run
+
+
+@pytest.fixture
+def spawn() -> Callable[..., None]:
+    """`spawn(fn, world_size, tmp_path)` calls `fn(rank, world_size, tmp_path)` in gloo processes of one group.
+
+    `fn` is a function at the top of a test module. An assertion that fails in a process fails the test.
+    """
+    return spawn_gloo
+
+
+def spawn_gloo(fn: Callable[[int, int, Path], None], world_size: int, tmp_path: Path) -> None:
+    """Run `fn` on `world_size` gloo ranks; raise what a rank raises, or TimeoutError after 120 s."""
+    rendezvous = tmp_path / f"rendezvous-{time.monotonic_ns()}"
+    context = torch.multiprocessing.spawn(
+        _run_rank, args=(fn, world_size, tmp_path, rendezvous.as_uri()), nprocs=world_size, join=False
+    )
+    deadline = time.monotonic() + SPAWN_TIMEOUT_S
+    while not context.join(timeout=1):
+        if time.monotonic() > deadline:
+            for process in context.processes:
+                process.kill()
+            raise TimeoutError(f"{fn.__name__} on {world_size} processes took longer than {SPAWN_TIMEOUT_S} s")
+
+
+def _run_rank(
+    rank: int, fn: Callable[[int, int, Path], None], world_size: int, tmp_path: Path, init_method: str
+) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world_size)
+    try:
+        fn(rank, world_size, tmp_path)
+    finally:
+        torch.distributed.destroy_process_group()

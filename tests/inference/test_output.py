@@ -1,0 +1,225 @@
+import json
+from fractions import Fraction
+
+import av
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from opensora.inference.output import (
+    already_made,
+    describe_checkpoint,
+    exact_fps,
+    sample_file_name,
+    save_sample,
+    sidecar,
+    to_uint8,
+    with_extension,
+    write_sidecar,
+)
+from opensora.utils.errors import UserError
+
+
+def colour_bars(frames: int, height: int, width: int) -> torch.Tensor:
+    """The eight corners of the RGB cube as vertical bars, moving by 16 pixels a frame: [3, T, H, W] in [-1, 1]."""
+    corners = torch.tensor([[r, g, b] for r in (-1.0, 1.0) for g in (-1.0, 1.0) for b in (-1.0, 1.0)]) * 0.9
+    bars = corners[torch.arange(width) * 8 // width].T  # [3, W]
+    return torch.stack([bars.roll(16 * i, dims=1)[:, None].expand(3, height, width) for i in range(frames)], dim=1)
+
+
+def decode(path) -> tuple[np.ndarray, av.video.stream.VideoStream]:
+    """Frames [T, H, W, 3], converted as their tags say, by a decoder that shares nothing with the writer."""
+    with av.open(path) as container:
+        stream = container.streams.video[0]
+        assert stream.codec_context.colorspace == 1
+        assert stream.codec_context.color_primaries == stream.codec_context.color_trc == 1
+        assert stream.codec_context.color_range == 1
+        assert stream.codec_context.pix_fmt == "yuv420p"
+        frames = [
+            frame.reformat(format="rgb24", src_colorspace=int(frame.colorspace)).to_ndarray()
+            for frame in container.decode(stream)
+        ]
+        return np.stack(frames), stream
+
+
+@pytest.mark.parametrize(("height", "width"), [(64, 128), (720, 1280)])
+def test_colours_survive_below_and_above_hd(tmp_path, height, width):
+    video = colour_bars(3, height, width)
+    frames, stream = decode(save_sample(video, tmp_path / "bars", fps=8))
+    assert frames.shape == (3, height, width, 3)
+    error = np.abs(frames.astype(int) - to_uint8(video).astype(int))
+    assert error.mean() < 4  # of 255; measured: 1.0. BT.601 in place of BT.709 gives 8.0, full for limited range 14.5
+    assert stream.codec_context.name == "h264"
+
+
+@pytest.mark.parametrize(
+    ("fps", "rate"),
+    [(8, Fraction(8)), (23.976, Fraction(24000, 1001)), (24, Fraction(24)), (29.97, Fraction(30000, 1001))],
+)
+def test_frame_rate_and_count_are_read_back(tmp_path, fps, rate):
+    path = save_sample(torch.rand(3, 9, 16, 16) * 2 - 1, tmp_path / "v1.0", fps=fps)
+    assert path.name == "v1.0.mp4"
+    frames, stream = decode(path)
+    assert len(frames) == 9
+    assert stream.average_rate == rate
+    with av.open(path) as container:
+        times = [frame.pts * frame.time_base for frame in container.decode(video=0)]
+    assert times == [i / rate for i in range(9)]
+
+
+def test_exact_fps():
+    assert exact_fps(59.94) == Fraction(60000, 1001)
+    assert exact_fps(23.98) == Fraction(24000, 1001)
+    assert exact_fps(23.976 / 3) == Fraction(8000, 1001)
+    assert exact_fps(8 / 3) == Fraction(8, 3)
+    assert exact_fps(12.5) == Fraction(25, 2)
+    assert exact_fps(1) == 1
+    for fps in (0, -8):
+        with pytest.raises(UserError, match="positive"):
+            exact_fps(fps)
+
+
+def test_one_frame_is_a_png_without_loss(tmp_path):
+    video = colour_bars(1, 33, 47)
+    path = save_sample(video, tmp_path / "still", fps=24)
+    assert path.name == "still.png"
+    assert np.array_equal(np.asarray(Image.open(path)), to_uint8(video)[0])
+
+
+def test_odd_sizes_grow_by_a_repeated_edge(tmp_path):
+    ramp = torch.linspace(-1, 1, 33 * 47).reshape(33, 47)
+    video = torch.stack([ramp, -ramp, ramp.flip(0)])[:, None].expand(3, 2, 33, 47)
+    frames, _ = decode(save_sample(video, tmp_path / "odd", fps=8))
+    assert frames.shape == (2, 34, 48, 3)
+    expected = np.pad(to_uint8(video), ((0, 0), (0, 1), (0, 1), (0, 0)), mode="edge")
+    assert np.abs(frames.astype(int) - expected.astype(int)).mean() < 4
+
+
+def test_uint8_clamps_and_rounds():
+    values = torch.tensor([-1.5, -1.0, 0.0, 1.0, 1.5, 10.4 / 127.5 - 1, 10.6 / 127.5 - 1]).expand(3, 1, 1, 7)
+    assert to_uint8(values)[0, 0, :, 0].tolist() == [0, 0, 128, 255, 255, 10, 11]
+    assert to_uint8(values.to(torch.bfloat16)).dtype == np.uint8
+
+
+@pytest.mark.parametrize(
+    "video",
+    [
+        torch.zeros(3, 2, 8, 8, dtype=torch.uint8),
+        torch.zeros(1, 3, 2, 8, 8),
+        torch.zeros(2, 3, 8, 8),
+        torch.zeros(3, 0, 8, 8),
+        torch.full((3, 2, 8, 8), float("nan")),
+    ],
+)
+def test_what_is_no_video_is_refused_and_leaves_nothing(tmp_path, video):
+    with pytest.raises(ValueError, match="video"):
+        save_sample(video, tmp_path / "x", fps=8)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_failed_write_leaves_nothing_behind(tmp_path):
+    (tmp_path / "x.png").mkdir()  # cannot be replaced by a file
+    with pytest.raises(OSError, match=r"x\.png"):
+        save_sample(torch.zeros(3, 1, 8, 8), tmp_path / "x", fps=8)
+    assert [file.name for file in tmp_path.iterdir()] == ["x.png"]
+
+
+HOSTILE = [
+    "x" * 300,
+    "../../etc/passwd",
+    'a/b\\c:d*e?f"g<h>i|j',
+    "line one\nline two\r\0",
+    "平静的湖 🌅",
+    "Café Ünïcode",
+    "; touch x $(reboot) `ls`",
+    ".hidden",
+    "-rf",
+    "CON",
+    "",
+    "   ",
+]
+
+
+def test_names_from_hostile_prompts(tmp_path):
+    names = [sample_file_name(prompt, i, prompt_as_path=True) for i, prompt in enumerate(HOSTILE)]
+    assert len({name.lower() for name in names}) == len(HOSTILE)
+    for name in names:
+        assert name.isascii()
+        assert all(c.isalnum() or c == "-" for c in name)
+        assert name[0].isalnum()
+        assert len(name) <= 80 + 9
+        save_sample(torch.zeros(3, 1, 8, 8), tmp_path / name, fps=8)
+    assert len(list(tmp_path.iterdir())) == len(HOSTILE)
+    assert sample_file_name("Café Ünïcode", 0, prompt_as_path=True).startswith("cafe-unicode-")
+    assert sample_file_name("a", 0, prompt_as_path=True) == sample_file_name("a", 0, prompt_as_path=True)
+    assert sample_file_name("a", 0, prompt_as_path=True) != sample_file_name("a", 1, prompt_as_path=True)
+
+
+def test_numbered_names():
+    assert sample_file_name("p", 7) == "sample_0007"
+    assert sample_file_name("p", 12345, 2, num_sample=3, sample_name="my run") == "my run_12345-2"
+    for bad in ("a/b", "", ".x", "a\nb", "x" * 101):
+        with pytest.raises(UserError, match="sample_name"):
+            sample_file_name("p", 0, sample_name=bad)
+
+
+CONFIG = {
+    "seed": 42,
+    "image_size": (64, 64),
+    "num_frames": 1,
+    "fps": 24,
+    "model": {"type": "STDiT", "patch_size": (1, 2, 2)},
+    "save_dir": "a",
+    "verbose": 1,
+}
+
+
+def record(**changes):
+    config = CONFIG | {key: value for key, value in changes.items() if key in CONFIG}
+    rest = {key: value for key, value in changes.items() if key not in CONFIG}
+    fields = {"prompt": "p", "prompt_index": 3, "sample_index": 0, "save_fps": 23.976, "checkpoint": None}
+    return sidecar(config, **(fields | {"made_with": {"git_commit": "abc", "versions": {}}} | rest))
+
+
+def test_sidecar_is_read_back_as_written(tmp_path):
+    path = write_sidecar(record(prompt="平静\n的湖"), tmp_path / "s_0.5")
+    assert path.name == "s_0.5.json"
+    loaded = json.loads(path.read_text(encoding="utf-8"))
+    assert loaded == record(prompt="平静\n的湖")
+    assert loaded["save_fps"] == "24000/1001"
+    assert loaded["config"]["image_size"] == [64, 64]
+
+
+def test_finished_samples_are_recognised_and_never_overwritten(tmp_path):
+    path = tmp_path / "sample"
+    assert not already_made(path, record())
+    write_sidecar(record(seed=1), path)  # a run that was stopped before its video was there
+    assert not already_made(path, record())
+    write_sidecar(record(), path)
+    save_sample(torch.zeros(3, 1, 8, 8), path, fps=8)
+    assert already_made(path, record())
+    assert already_made(path, record(save_dir="b", verbose=0, made_with={"git_commit": "def"}))
+    for change in ({"seed": 1}, {"prompt": "q"}, {"model": {"type": "DiT"}}, {"checkpoint": {"path": "w"}}):
+        with pytest.raises(UserError, match=f"other settings .*{next(iter(change))}"):
+            already_made(path, record(**change))
+    for foreign in ("{}", "not json", "[1]"):
+        with_extension(path, ".json").write_text(foreign)
+        with pytest.raises(UserError, match="does not tell"):
+            already_made(path, record())
+    with_extension(path, ".json").unlink()
+    with pytest.raises(UserError, match="delete the file"):
+        already_made(path, record())
+
+
+def test_checkpoint_is_described(tmp_path):
+    assert describe_checkpoint(None) is None
+    assert describe_checkpoint(tmp_path / "missing") == {
+        "path": str(tmp_path / "missing"),
+        "changed": None,
+        "step": None,
+        "git_commit": None,
+    }
+    (tmp_path / "manifest.json").write_text('{"step": 1500, "git_commit": "abc", "files": {}}')
+    assert describe_checkpoint(tmp_path)["step"] == 1500
+    assert describe_checkpoint(tmp_path)["changed"] is not None

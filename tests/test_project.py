@@ -1,0 +1,140 @@
+"""The project agrees with itself: requirements, README, docs, changelog and code."""
+
+import importlib
+import pkgutil
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import opensora
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # pytest depends on it there
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+MODULES = sorted(module.name for module in pkgutil.walk_packages(opensora.__path__, "opensora."))
+
+# A path of somebody's machine. Written so that this line does not match itself.
+MACHINE_PATH = re.compile(r"(?<![\w./-])/(?:home|root|work|Users|mnt)/\w")
+# A note of work to do carries the number of its issue in brackets.
+LOOSE_TODO = re.compile(r"\bTO" r"DO\b(?!\(#\d+\))")
+
+
+@cache
+def project_files() -> tuple[Path, ...]:
+    """The files git tracks or would add; every file but the obvious where there is no git."""
+    command = ["git", "-c", "safe.directory=*", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    try:
+        names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
+        files = [ROOT / name for name in names if name]
+    except (OSError, subprocess.CalledProcessError):
+        skip = {".venv", ".git", "outputs", "samples", "data", "build", "__pycache__"}
+        files = [path for path in ROOT.rglob("*") if not skip & set(path.relative_to(ROOT).parts)]
+    return tuple(sorted(path for path in files if path.is_file()))
+
+
+def text_files() -> Iterator[tuple[Path, str]]:
+    for path in project_files():
+        data = path.read_bytes()
+        if b"\0" not in data[:8192]:
+            yield path, data.decode()
+
+
+def readme() -> str:
+    return (ROOT / "README.md").read_text()
+
+
+def find(pattern: re.Pattern[str]) -> list[str]:
+    return [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()[:120]}"
+        for path, text in text_files()
+        for number, line in enumerate(text.splitlines(), start=1)
+        if pattern.search(line)
+    ]
+
+
+def test_requirements_are_the_core_dependencies():
+    lines = (ROOT / "requirements.txt").read_text().splitlines()
+    core = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert [line for line in lines if line and not line.startswith("#")] == core
+
+
+def test_make_targets_named_in_the_docs_exist():
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.glob("*.md")]
+    named = {name for page in pages for name in re.findall(r"(?:`|^ *)make ([a-z-]+)", page.read_text(), re.MULTILINE)}
+    assert {"quickstart", "test"} <= named
+    assert named <= targets
+
+
+def test_files_named_in_the_readme_exist():
+    named = re.findall(r"(?:scripts|configs|tools|assets)/[\w./-]+\.(?:py|csv|txt|png)", readme())
+    assert named
+    assert [name for name in sorted(set(named)) if not (ROOT / name).exists()] == []
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_module_imports_and_says_what_it_is(name):
+    module = importlib.import_module(name)
+    if not hasattr(module, "__path__"):  # an __init__ that only marks a package needs no words
+        assert module.__doc__, f"{name} has no docstring"
+
+
+def test_python_files_open_with_a_docstring():
+    bare = [
+        path.relative_to(ROOT)
+        for path, text in text_files()
+        if path.suffix == ".py" and path.name != "__init__.py" and not re.match(r'(#!.*\n)?\s*r?"""', text)
+    ]
+    assert bare == []
+
+
+def test_no_file_names_a_machine_of_ours():
+    assert find(MACHINE_PATH) == []
+
+
+def test_every_note_of_work_to_do_has_an_issue_number():
+    assert find(LOOSE_TODO) == []
+
+
+def test_architecture_stays_short():
+    assert len((DOCS / "architecture.md").read_text().splitlines()) <= 150
+
+
+def test_links_between_pages_lead_somewhere():
+    pages = [*ROOT.glob("*.md"), *DOCS.rglob("*.md")]
+    broken = [
+        f"{page.relative_to(ROOT)} -> {target}"
+        for page in pages
+        for target in links(page)
+        if not (page.parent / target).exists()
+    ]
+    assert broken == []
+
+
+def test_every_page_is_linked():
+    linked = {
+        (page.parent / target).resolve()
+        for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.rglob("*.md"))
+        for target in links(page)
+        if (page.parent / target).resolve() != page.resolve()
+    }
+    assert [page.relative_to(ROOT) for page in sorted(DOCS.rglob("*.md")) if page.resolve() not in linked] == []
+
+
+def links(page: Path) -> list[str]:
+    """The files of the project that a page links to, anchors cut off."""
+    targets = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text())
+    return [target for target in targets if not re.match(r"[a-z]+:", target)]
+
+
+def test_changelog_has_a_place_for_the_next_change():
+    assert "## [Unreleased]" in (ROOT / "CHANGELOG.md").read_text()

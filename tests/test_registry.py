@@ -1,0 +1,93 @@
+"""Names that hit, and what is told about those that miss."""
+
+import inspect
+
+import pytest
+
+from opensora.registry import Registry, build_module, did_you_mean
+
+
+@pytest.fixture
+def registry():
+    registry = Registry("part")
+
+    @registry.register_module(name="Part")
+    class Part:
+        def __init__(self, depth=28, width=4, channels=None):
+            self.depth, self.width, self.channels = depth, width, channels
+
+    registry.register_variant("Part-S", Part, depth=2)
+    return registry
+
+
+def test_build_passes_the_arguments_of_the_config(registry):
+    part = registry.build({"type": "Part", "depth": 3})
+    assert (part.depth, part.width) == (3, 4)
+
+
+def test_build_leaves_the_config_as_it_is(registry):
+    cfg = {"type": "Part", "depth": 3}
+    registry.build(cfg, channels=8)
+    assert cfg == {"type": "Part", "depth": 3}
+
+
+def test_runtime_arguments_reach_only_constructors_that_take_them(registry):
+    assert registry.build({"type": "Part"}, channels=8, something_else=1).channels == 8
+
+
+def test_config_and_runtime_must_agree(registry):
+    assert registry.build({"type": "Part", "channels": 8}, channels=8).channels == 8
+    with pytest.raises(ValueError, match="the config sets channels=4, but the other components need 8"):
+        registry.build({"type": "Part", "channels": 4}, channels=8)
+
+
+def test_build_module_takes_the_config_first(registry):
+    assert build_module({"type": "Part"}, registry, channels=8).channels == 8
+
+
+def test_a_miss_lists_the_choices_and_the_nearest(registry):
+    with pytest.raises(
+        ValueError, match=r"'Prat' is not a registered part. Did you mean 'Part'\? Choices: Part, Part-S"
+    ):
+        registry.build({"type": "Prat"})
+
+
+def test_an_unknown_argument_is_told_with_the_nearest(registry):
+    with pytest.raises(ValueError, match=r"takes no argument 'depht'. Did you mean 'depth'\? It takes: depth, width"):
+        registry.build({"type": "Part", "depht": 3})
+
+
+@pytest.mark.parametrize("cfg", [{}, {"depth": 3}, None, "Part"])
+def test_what_is_no_component_is_refused(registry, cfg):
+    with pytest.raises(ValueError, match=r"expected dict\(type=NAME"):
+        registry.build(cfg)
+
+
+def test_all_problems_of_a_component_are_told(registry):
+    assert len(registry.problems({"type": "Part", "depht": 1, "widht": 2})) == 2
+    assert registry.problems({"type": "Part", "depth": 1}) == []
+
+
+def test_a_name_is_registered_once(registry):
+    with pytest.raises(KeyError, match="already registered"):
+        registry.register_module(name="Part", module=object)
+
+
+def test_a_variant_has_other_defaults_that_a_config_may_override(registry):
+    assert registry.build({"type": "Part-S"}).depth == 2
+    assert registry.build({"type": "Part-S", "depth": 5, "width": 6}).depth == 5
+    signature = inspect.signature(registry.get("Part-S"))
+    assert signature.parameters["depth"].default == 2
+    assert signature.parameters["width"].default == 4
+
+
+def test_a_variant_is_checked_like_any_constructor(registry):
+    with pytest.raises(ValueError, match="takes no argument 'depht'"):
+        registry.build({"type": "Part-S", "depht": 5})
+    with pytest.raises(TypeError, match="takes no"):
+        registry.register_variant("Part-X", registry.get("Part"), height=3)
+
+
+def test_did_you_mean():
+    assert did_you_mean("depht", ["depth", "width"]) == " Did you mean 'depth'?"
+    assert did_you_mean("zzz", ["depth", "width"]) == ""

@@ -1,0 +1,58 @@
+"""The average against fp64, and what it does with buffers and frozen weights."""
+
+import torch
+from torch import nn
+
+from opensora.utils.ema import EMA
+
+
+def test_ten_thousand_bf16_steps_match_fp64():
+    model = nn.Linear(1, 1, bias=False).bfloat16()
+    nn.init.ones_(model.weight)
+    ema, exact = EMA(model, 0.9999), 1.0
+    with torch.no_grad():
+        model.weight.fill_(1.0078125)
+    for step in range(1, 10_001):
+        ema.update(model, step)
+        decay = min(0.9999, (1 + step) / (10 + step))
+        exact = decay * exact + (1 - decay) * 1.0078125
+    assert abs(float(ema.state_dict()["weight"]) - exact) < 1e-5
+
+
+def test_decay_warms_up():
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    ema = EMA(model, 0.9999)
+    nn.init.ones_(model.weight)
+    ema.update(model, 1)
+    assert abs(float(ema.state_dict()["weight"]) - (1 - 2 / 11)) < 1e-6
+
+
+def test_buffers_and_frozen_weights_are_copied():
+    model = nn.BatchNorm1d(2)
+    model.weight.requires_grad_(False)
+    ema = EMA(model, 0.9)
+    model.running_mean.fill_(5.0)
+    model.num_batches_tracked.fill_(3)
+    with torch.no_grad():
+        model.weight.fill_(7.0)
+    ema.update(model, 1000)
+    state = ema.state_dict()
+    assert (state["running_mean"] == 5).all()
+    assert state["num_batches_tracked"] == 3
+    assert (state["weight"] == 7).all()
+
+
+def test_the_average_is_its_own_memory():
+    model = nn.Linear(2, 2)
+    ema = EMA(model, 0.9)
+    before = ema.state_dict()["weight"].clone()
+    with torch.no_grad():
+        model.weight.add_(1)
+    assert torch.equal(ema.state_dict()["weight"], before)
+
+
+def test_state_round_trip():
+    a, b = EMA(nn.Linear(2, 2), 0.9), EMA(nn.Linear(2, 2), 0.9)
+    b.load_state_dict(a.state_dict())
+    torch.testing.assert_close(a.state_dict(), b.state_dict())

@@ -1,0 +1,1 @@
+"""Tools around the library: caches, documentation, benchmarks, the quickstart."""

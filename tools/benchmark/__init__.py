@@ -1,0 +1,1 @@
+"""Benchmarks; docs/benchmarks/ holds what they printed, on what."""

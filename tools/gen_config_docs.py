@@ -1,0 +1,133 @@
+"""Write docs/config.md from the config schemas and the registered components.
+
+python -m tools.gen_config_docs           # write the file
+python -m tools.gen_config_docs --check   # exit 1 when the file is not what would be written
+"""
+
+import argparse
+import inspect
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from opensora.registry import DATASETS, MODELS, SCHEDULERS, Registry
+from opensora.utils.config_cli import dashed, type_text
+from opensora.utils.config_schema import (
+    KEY_ALIASES,
+    REQUIRED,
+    InferenceConfig,
+    Schema,
+    TrainConfig,
+    VAETrainConfig,
+    schema_fields,
+)
+
+DOCS = Path(__file__).parent.parent / "docs" / "config.md"
+SCHEMAS: tuple[Schema, ...] = (TrainConfig, InferenceConfig, VAETrainConfig)
+REGISTRIES = {
+    "Models, VAEs and text encoders (`model`, `vae`, `text_encoder`)": MODELS,
+    "Schedulers (`scheduler`)": SCHEDULERS,
+    "Datasets (`dataset`)": DATASETS,
+}
+
+HOW_TO = """# Config reference
+
+<!-- Written by tools/gen_config_docs.py; edit opensora/utils/config_schema.py and run it again. -->
+
+A config is a Python file whose names are the fields below. `_base_ = ["other.py"]` starts from another file: what the
+file sets replaces what the base sets, key by key inside a component (with `_delete_=True` in it, as a whole). Names
+that start with `_` and imported modules are ignored; any other name that is no field is an error, and so is an
+argument that a component's constructor does not take. All problems are told at once.
+
+## On the command line
+
+    python scripts/train.py CONFIG --data-path clips.csv --lr 1e-4 --image-size 256 256 --model.space_scale 0.5
+
+- Any field: `--num-frames 16`, `--num_frames=16`. Dashes and underscores are alike.
+- Any key inside a component: `--model.space_scale 0.5`. The value is a Python literal or else text, and takes the type
+  of what it replaces (a bool, text).
+- `(H, W)`: `--image-size 256 256`, `--image-size 256,256`. Lists: `--prompt "a" "b"`. `None` is None.
+- Booleans: `true yes t y 1`, `false no f n 0`; `--wandb` alone is True.
+- A value that begins with `--` is written with `=`: `--prompt=--dashes--`.
+- `--print-config` shows every value and where it was set. `--help` lists the fields.
+
+## Fields that the dataset shares
+
+`data_path`, `root`, `num_frames`, `frame_interval` and `image_size` may stand at the top level or inside `dataset`;
+they are one setting, so two different values in one file are an error, and the command line reaches both. Without
+`dataset`, the config gets a `VideoTextDataset` made from them.
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when docs/config.md is stale")
+    text = generate()
+    if not parser.parse_args().check:
+        DOCS.parent.mkdir(exist_ok=True)
+        DOCS.write_text(text, encoding="utf-8")
+    elif not DOCS.exists() or DOCS.read_text(encoding="utf-8") != text:
+        print(f"{DOCS} is stale: run `python -m tools.gen_config_docs`.", file=sys.stderr)
+        sys.exit(1)
+
+
+def generate() -> str:
+    """The whole of docs/config.md."""
+    sections = [HOW_TO, *map(schema_section, SCHEMAS), old_names(), "## Components\n\n" + COMPONENTS_NOTE]
+    for title, registry in REGISTRIES.items():
+        sections += [f"### {title}\n", *components(registry)]
+    return "\n".join(sections)
+
+
+def schema_section(schema: Schema) -> str:
+    """Fields and short names of one schema."""
+    rows = [
+        (f"`{f.name}`", type_text(f), "required" if f.default is REQUIRED else f"`{f.default!r}`", f.doc)
+        for f in schema_fields(schema).values()
+    ]
+    aliases = [(f"`--{dashed(name)}`", f"`{'.'.join(alias.path)}`") for name, alias in schema.aliases.items()]
+    return "\n".join(
+        [
+            f"## {schema.__name__}\n\n{(schema.__doc__ or '').strip()}\n",
+            table(("field", "type", "default", "meaning"), rows),
+            "Short names:\n",
+            table(("on the command line", "is"), aliases),
+        ]
+    )
+
+
+def old_names() -> str:
+    """Older spellings of keys."""
+    rows = [(f"`{part}.{old}`", f"`{part}.{new}`") for part, names in KEY_ALIASES.items() for old, new in names.items()]
+    return "## Older spellings\n\n" + table(("accepted", "means"), rows)
+
+
+COMPONENTS_NOTE = """A component is `dict(type=NAME, argument=value, ...)`. Arguments that only another component can know
+(a model's `in_channels`, `caption_channels`, `model_max_length`; a dataset's `seed`) are given by the scripts.
+"""
+
+
+def components(registry: Registry) -> Iterator[str]:
+    """Each registered name with the arguments of its constructor."""
+    for name in registry.choices():
+        parameters = inspect.signature(registry.get(name)).parameters
+        rows = [(f"`{key}`", default_text(p.default)) for key, p in parameters.items() if key != "self"]
+        yield f"#### `{name}`\n\n" + (table(("argument", "default"), rows) if rows else "No arguments.\n")
+
+
+def default_text(default: Any) -> str:
+    """A default that reads the same on every machine."""
+    if default is inspect.Parameter.empty:
+        return "required"
+    return f"`{default.__name__ if callable(default) else repr(default)}`"
+
+
+def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    """A Markdown table."""
+    lines = [head, ("---",) * len(head), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()

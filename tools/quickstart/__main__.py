@@ -1,0 +1,176 @@
+"""Train (fine-tune) a small STDiT on the clips, sample from prompts, measure and show the result.
+
+    python -m tools.quickstart [--from pretrained|scratch]
+
+Every part is one of the commands a user would type; each is printed before it runs. A run that was interrupted is
+continued from its last checkpoint.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from opensora.utils.ckpt import complete_checkpoints
+from opensora.utils.errors import UserError, exit_on_user_error
+
+ROOT = Path(__file__).resolve().parents[2]
+CLIPS = Path("assets/clips/clips.csv")
+CONFIGS = {"pretrained": "configs/quickstart/train.py", "scratch": "configs/quickstart/scratch.py"}
+INFERENCE = "configs/quickstart/inference.py"
+
+
+@exit_on_user_error
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--from", dest="start", choices=CONFIGS, default="pretrained", help="which weights to start from"
+    )
+    parser.add_argument("--out", type=Path, default=Path("outputs/quickstart"), help="where everything goes")
+    parser.add_argument("--max-steps", type=int, help="optimizer steps instead of the config's")
+    parser.add_argument("--num-clips", type=int, help="use only the first clips of the table")
+    args = parser.parse_args()
+    if missing := [name for name in ("configs", "scripts", "assets/clips") if not Path(name).is_dir()]:
+        raise UserError(f"run this in the repository's root: there is no {missing[0]}/ in {Path.cwd()}.")
+    quickstart(args.start, args.out, max_steps=args.max_steps, num_clips=args.num_clips)
+
+
+def quickstart(start: str, out: Path, *, max_steps: int | None = None, num_clips: int | None = None) -> dict[str, Any]:
+    """Run everything; returns the report that is also written to `<run>/report.json`."""
+    run, seconds = run_folder(out, start), Seconds()
+    config = CONFIGS[start]
+    table = pd.read_csv(CLIPS, keep_default_na=False)[:num_clips]
+    table.to_csv(run / "clips.csv", index=False)
+    data = [
+        f"--data-path={run / 'clips.csv'}",
+        f"--dataset.root={CLIPS.parent}",
+        f"--dataset.cache_dir={out / 'cache'}",
+    ]
+
+    with seconds("latents of the clips"):
+        command("-m", "tools.cache_features", config, *data)
+    with seconds("training"):
+        checkpoint = train(config, run, data, max_steps)
+    with seconds("sampling"):
+        prompts = write_prompts(table, run / "prompts.csv")
+        options = [f"--ckpt-path={checkpoint}", f"--prompt-path={prompts}", f"--save-dir={run / 'samples'}"]
+        command("scripts/inference.py", INFERENCE, *options, *model_of(config))
+    with seconds("measuring"):
+        from tools.quickstart.report import report
+
+        figures = report(run, table, out / "cache")
+    figures |= {"start": start, "checkpoint": str(checkpoint), "seconds": seconds.by_part}
+    (run / "report.json").write_text(json.dumps(figures, indent=1) + "\n")
+    print(describe(run, figures))
+    return figures
+
+
+def run_folder(out: Path, start: str) -> Path:
+    """The folder of an interrupted run of the same kind, or the next new one."""
+    out.mkdir(parents=True, exist_ok=True)
+    runs = sorted(path for path in out.glob(f"[0-9][0-9][0-9]-{start}") if path.is_dir())
+    if runs and not (runs[-1] / "report.json").exists():
+        print(f"continuing {runs[-1]}, which was interrupted")
+        return runs[-1]
+    number = max((int(path.name[:3]) for path in out.glob("[0-9][0-9][0-9]-*")), default=-1) + 1
+    run = out / f"{number:03d}-{start}"
+    run.mkdir()
+    return run
+
+
+def train(config: str, run: Path, data: Sequence[str], max_steps: int | None) -> Path:
+    """Train, or go on from the last checkpoint of an interrupted run; returns the last checkpoint."""
+    done = checkpoints(run)
+    options = [*data, f"--outputs={run / 'runs'}"]
+    options += [f"--max-steps={max_steps}"] if max_steps else []
+    options += [f"--load={done[-1]}"] if done else []
+    total = max_steps or planned_steps(config)
+    if not done or int(done[-1].name.rpartition("step")[2]) < total:
+        command("scripts/train.py", config, *options)
+    return checkpoints(run)[-1]
+
+
+def checkpoints(run: Path) -> list[Path]:
+    """The complete checkpoints of a quickstart run and of its continuations, by step."""
+    found = [path for folder in sorted((run / "runs").glob("*")) for path in complete_checkpoints(folder)]
+    return sorted(found, key=lambda path: int(path.name.rpartition("step")[2]))
+
+
+def planned_steps(config: str) -> int:
+    """The config's `max_steps`."""
+    from opensora.utils.config import TrainConfig, parse_config
+
+    steps = parse_config(TrainConfig, argv=[config]).max_steps
+    if steps is None:
+        raise UserError(f"{config} sets no max_steps, which the quickstart needs.")
+    return steps
+
+
+def model_of(config: str) -> list[str]:
+    """Overrides that make the inference config build the training config's model."""
+    from opensora.utils.config import InferenceConfig, TrainConfig, parse_config
+
+    trained = parse_config(TrainConfig, argv=[config]).model
+    sampled = parse_config(InferenceConfig, argv=[INFERENCE]).model
+    different = {key: value for key, value in trained.items() if key != "from_pretrained" and sampled.get(key) != value}
+    return [f"--model.{key}={value}" for key, value in different.items()]
+
+
+def write_prompts(table: pd.DataFrame, path: Path) -> Path:
+    """One table of prompts: every clip's caption, then every clip's held-out paraphrase."""
+    pd.DataFrame({"text": [*table["text"], *table["paraphrase"]]}).to_csv(path, index=False)
+    return path
+
+
+def command(*args: str) -> None:
+    """Run one of the repository's commands with this Python, showing it; stop if it fails."""
+    print(f"\n$ python {' '.join(args)}", flush=True)
+    done = subprocess.run([sys.executable, *args], check=False)
+    if done.returncode:
+        sys.exit(done.returncode)
+
+
+class Seconds:
+    """Wall-clock seconds of each part."""
+
+    def __init__(self) -> None:
+        self.by_part: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, part: str):  # type: ignore[no-untyped-def]  # noqa: ANN201
+        started = time.monotonic()
+        yield
+        self.by_part[part] = round(time.monotonic() - started, 1)
+
+
+def describe(run: Path, figures: dict[str, Any]) -> str:
+    """The result, for the terminal."""
+    n, seconds = figures["num_clips"], figures["seconds"]
+    times = ", ".join(f"{part} {value:.0f}" for part, value in seconds.items())
+    return f"""
+The sample's nearest clip is its own, among {n}:
+  {figures["captions_right"]}/{n} for captions seen in training, {figures["paraphrases_right"]}/{n} for paraphrases never seen
+PSNR of a sample's frames to the best frame of its clip (the VAE alone reaches {figures["vae_psnr"]:.1f} dB):
+  {figures["captions_psnr"]:.1f} dB for captions, {figures["paraphrases_psnr"]:.1f} dB for paraphrases
+Seconds: {times}; {sum(seconds.values()):.0f} in all
+
+Look at
+  {run / "contact_sheet.png"}   source clips beside samples
+  {run / "samples"}             one mp4 for each prompt
+  {run / "loss.png"}            the loss curve
+  {figures["checkpoint"]}
+Try your own prompt:
+  .venv/bin/python scripts/inference.py {INFERENCE} --ckpt-path {figures["checkpoint"]} --save-dir samples --prompt "..."
+"""
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""What the quickstart's samples are worth: figures, a contact sheet, the loss curve."""
+
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from opensora.datasets.read_video import probe, read_frames
+from opensora.datasets.transforms import get_transform
+from opensora.registry import MODELS, build_module
+from opensora.utils.config import InferenceConfig, parse_config
+from tools.quickstart.measure import best_frame_psnr, nearest, psnr
+from tools.quickstart.pictures import Row, contact_sheet, loss_curve
+
+INFERENCE = "configs/quickstart/inference.py"
+FRAME_INTERVAL = 3
+CLIPS = Path("assets/clips")
+
+
+def report(run: Path, table: pd.DataFrame, cache: Path) -> dict[str, Any]:
+    """Measure the samples in `run/samples`, write `contact_sheet.png` and `loss.png`, return the figures."""
+    cfg = parse_config(InferenceConfig, argv=[INFERENCE])
+    clips = [read_clip(CLIPS / path, cfg.image_size) for path in table["path"]]  # each [3, T, H, W]
+    samples = [read_clip(path, cfg.image_size) for path in sorted((run / "samples").glob("*.mp4"))]
+    n = len(clips)
+    if len(samples) != 2 * n:
+        raise RuntimeError(f"{len(samples)} samples in {run / 'samples'} for {n} captions and {n} paraphrases")
+    own = [*range(n), *range(n)]
+    right = [nearest(sample, clips, FRAME_INTERVAL) == i for sample, i in zip(samples, own, strict=True)]
+    near = [best_frame_psnr(sample, clips[i]) for sample, i in zip(samples, own, strict=True)]
+    rows = [
+        Row(
+            [
+                (f"CLIP {table['path'][i]}", clips[i][:, : 7 * FRAME_INTERVAL + 1]),
+                (f"CAPTION {table['text'][i]}", samples[i]),
+                (f"HELD-OUT PARAPHRASE {table['paraphrase'][i]}", samples[n + i]),
+            ]
+        )
+        for i in range(n)
+    ]
+    contact_sheet(rows, run / "contact_sheet.png")
+    loss_curve(sorted((run / "runs").glob("*/metrics.jsonl")), run / "loss.png")
+    return {
+        "num_clips": n,
+        "captions_right": sum(right[:n]),
+        "paraphrases_right": sum(right[n:]),
+        "captions_psnr": sum(near[:n]) / n,
+        "paraphrases_psnr": sum(near[n:]) / n,
+        "vae_psnr": vae_psnr(cfg, clips),
+        "wrong": [
+            f"{table['path'][i]}: {'caption' if k < n else 'paraphrase'}" for k, i in enumerate(own) if not right[k]
+        ],
+    }
+
+
+def read_clip(path: Path, size: tuple[int, int]) -> Tensor:
+    """A whole video at `size`: [3, T, H, W] in [-1, 1]."""
+    frames = read_frames(path, 0, probe(path).num_frames, 1)  # [T, H, W, 3]
+    return get_transform("center", size)(frames)
+
+
+@torch.no_grad()
+def vae_psnr(cfg: InferenceConfig, clips: list[Tensor]) -> float:
+    """The mean PSNR of a few frames of each clip, encoded and decoded: no sample can look better."""
+    vae = build_module(cfg.vae, MODELS).eval()
+    x = torch.stack([clip[:, torch.linspace(0, clip.shape[1] - 1, 4).long()] for clip in clips])  # [N, 3, 4, H, W]
+    mean, logvar = vae.moments(x).chunk(2, dim=1)
+    z = vae.sample(torch.cat([mean, torch.full_like(logvar, -30.0)], dim=1))  # the mode, whatever the config says
+    decoded = vae.decode(z, x.shape[2]).clamp(-1, 1)
+    return float(psnr((decoded - x).square().mean(dim=(1, 3, 4))).mean())
