@@ -111,8 +111,7 @@ def train(cfg: VAETrainConfig, world: World) -> None:
             tensors = {"model": engine.model_state(), "ema": ema.state_dict(), "optimizer": engine.optimizer_state()}
             on_main_first(partial(save_run, run, state, tensors, {**to_dict(cfg), "model": cfg.vae}))
     if world.is_main:
-        load_strictly(vae, ema.state_dict(), "the averaged weights")
-        log.line(export(vae, dataset, run / "vae").describe())
+        log.line(export(cfg, ema, dataset, run / "vae", world.device).describe())
     barrier()
     log.line(f"done: {run / 'vae'}")
     log.close()
@@ -134,16 +133,21 @@ def build_vae(cfg: VAETrainConfig, device: torch.device) -> VideoAutoencoderKL:
 
 
 def means(window: list[dict[str, Tensor]]) -> dict[str, float]:
-    """The mean of each value over the window, and the PSNR in dB that the squared error means (pictures span 2)."""
+    """The mean of each value over this process's window, and the PSNR in dB of its squared error (pictures span 2)."""
     values = {name: float(torch.stack([step[name] for step in window]).mean()) for name in window[0]}
     return values | ({"psnr": 10 * math.log10(4 / max(values["mse"], 1e-10))} if "mse" in values else {})
 
 
-def export(vae: VideoAutoencoderKL, dataset: Dataset[Any], folder: Path) -> LatentStatistics:
-    """Measure the latents of up to 256 training samples and write the VAE, fp16, with its statistics."""
+def export(
+    cfg: VAETrainConfig, ema: EMA, dataset: Dataset[Any], folder: Path, device: torch.device
+) -> LatentStatistics:
+    """Measure the latents of up to 256 training samples and write the averaged VAE, fp16, with its statistics."""
+    vae: VideoAutoencoderKL = build_module(cfg.vae, MODELS)  # not compiled: its batches have other sizes
+    load_strictly(vae, ema.state_dict(), "the averaged weights")
+    vae.requires_grad_(False).eval().to(device)
     count = len(dataset)  # type: ignore[arg-type]
     chosen = range(0, count, max(count // STATISTICS_SAMPLES, 1))[:STATISTICS_SAMPLES]
-    statistics = measure_latents(vae.eval(), (dataset[SampleKey(0, index)]["video"] for index in chosen))
+    statistics = measure_latents(vae, (dataset[SampleKey(0, index)]["video"] for index in chosen))
     vae.set_latent_statistics(**statistics.config())
     vae.save_pretrained(folder, dtype="fp16")
     return statistics

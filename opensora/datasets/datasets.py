@@ -2,7 +2,7 @@
 
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -43,10 +43,18 @@ class ClipRows:
     """The rows of a table that can give a clip, and the random choices for them.
 
     Datasets of pixels and of cached latents share it: the same (seed, epoch, index) means the same window and caption.
+    `count` gives the frames of a row whose number the table does not state.
     """
 
     def __init__(
-        self, table: Table, num_frames: int, frame_interval: int, seed: int, short_clips: Literal["error", "drop"]
+        self,
+        table: Table,
+        num_frames: int,
+        frame_interval: int,
+        seed: int,
+        short_clips: Literal["error", "drop"],
+        *,
+        count: Callable[[int], int] | None = None,
     ) -> None:
         if num_frames < 1 or frame_interval < 1:
             raise UserError(f"num_frames={num_frames} and frame_interval={frame_interval} must be at least 1.")
@@ -55,7 +63,7 @@ class ClipRows:
         self.table, self.num_frames, self.frame_interval, self.seed = table, num_frames, frame_interval, seed
         self.needed = frames_needed(num_frames, frame_interval)
         self._refuse_pictures()
-        self.kept = self._long_enough(short_clips)  # [N] row numbers
+        self.kept = self._long_enough(short_clips, count or self._count)  # [N] row numbers
 
     def __len__(self) -> int:
         return len(self.kept)
@@ -97,11 +105,11 @@ class ClipRows:
                 "Train on pictures with num_frames=1, or remove these rows.",
             )
 
-    def _long_enough(self, short_clips: str) -> np.ndarray:
+    def _long_enough(self, short_clips: str, count: Callable[[int], int]) -> np.ndarray:
         lengths = self.table.num_frames
         if short_clips == "drop" and self.needed > 1 and not lengths.all():
             logger.info("%s: counting frames; a column num_frames would save this.", self.table.source)
-            counted = [n or _count(self.table, row) for row, n in enumerate(lengths.tolist())]
+            counted = [n or count(row) for row, n in enumerate(lengths.tolist())]
             lengths = np.array(counted, np.int64)
         short = np.flatnonzero((lengths > 0) & (lengths < self.needed))
         if len(short) == 0:
@@ -120,12 +128,11 @@ class ClipRows:
         logger.warning("%s: %d of %d rows are dropped: they %s.", self.table.source, len(short), len(lengths), what)
         return np.setdiff1d(np.arange(len(lengths)), short)
 
-
-def _count(table: Table, row: int) -> int:
-    try:
-        return count_frames(table.path(row))
-    except UserError as error:
-        raise UserError(f"{table.where(row)}: {error}") from error
+    def _count(self, row: int) -> int:
+        try:
+            return count_frames(self.table.path(row))
+        except UserError as error:
+            raise UserError(f"{self.table.where(row)}: {error}") from error
 
 
 @DATASETS.register_module()
@@ -194,20 +201,20 @@ class VideoTextDataset:
         clips, stated = self.clips, int(self.table.num_frames[row])
         info = probe(path)
         if stated > info.num_frames:
-            raise _wrong_length(stated, info.num_frames, path)
+            raise wrong_length(stated, info.num_frames, path)
         choice = clips.choose(epoch, row, stated or info.num_frames)
         try:
             frames = read_frames(path, choice.start, clips.num_frames, clips.frame_interval)
         except TooFewFrames as error:
             if stated:
-                raise _wrong_length(stated, error.available, path) from error
+                raise wrong_length(stated, error.available, path) from error
             # packets that hold no picture: the last frames there are, instead of those that were announced
             choice = choice._replace(start=last_start(error.available, clips.needed, error))
             frames = read_frames(path, choice.start, clips.num_frames, clips.frame_interval)
         return frames, IMAGE_FPS if is_image(path) else info.fps / clips.frame_interval, choice
 
 
-def last_start(available: int, needed: int, error: TooFewFrames) -> int:
+def last_start(available: int, needed: int, error: UserError) -> int:
     """The start of the last window that fits, or `error` when none does."""
     if available < needed:
         raise error
@@ -225,7 +232,8 @@ def describe(row: int, path: Path, caption: str, size: Sequence[int], fps: float
     }
 
 
-def _wrong_length(stated: int, available: int, path: Path) -> UserError:
+def wrong_length(stated: int, available: int, path: Path) -> UserError:
+    """The error for a table whose `num_frames` is more than the file has."""
     return UserError(
         f"the table says num_frames={stated}, but {path} has {available}; correct or empty the cell, or fetch the file again."
     )

@@ -144,7 +144,9 @@ def _index(path: str, size: int, mtime_ns: int) -> _Index:
             )
         times = np.array([packet.pts for packet in shown if packet.pts is not None], np.int64)
         keys = np.array([p.pts for p in packets if p.is_keyframe and p.pts is not None], np.int64)
-        if len(times) < len(shown) or len(np.unique(times)) < len(times):
+        # AVI stores no times of presentation: with B-frames they are guesses
+        guessed = container.format.name == "avi" and stream.codec_context.has_b_frames
+        if guessed or len(times) < len(shown) or len(np.unique(times)) < len(times):
             times = keys = np.empty(0, np.int64)
         rate = _frame_rate(stream, np.sort(times))
     height, width = _displayed_size(path)
@@ -221,11 +223,13 @@ def _read_by_seeking(path: str, index: _Index, wanted: Sequence[int]) -> list[np
                 container.seek(int(earlier[-1]), stream=stream)
             except av.FFmpegError:  # no index in this container; the caller decodes from the start
                 return None
-        first = True
+        before: int | None = None
         for frame in _decode(path, container, stream):
-            if frame.pts is None or (first and len(earlier) > 1 and frame.pts > earlier[-1]):
-                return None  # landed too late, or without times
-            first = False
+            if frame.pts is None or (before is None and len(earlier) > 1 and frame.pts > earlier[-1]):
+                return None  # no times, or the seek landed too late
+            if before is not None and frame.pts <= before:
+                return None  # times that are not in the order of presentation
+            before = frame.pts
             if frame.pts in targets:
                 found[frame.pts] = _to_rgb(path, frame)
             if frame.pts >= targets[-1]:

@@ -67,8 +67,16 @@ class Table:
         return digest.hexdigest()
 
 
-def read_table(data_path: str | Path, root: str | Path | None = None, text_columns: Sequence[str] = ("text",)) -> Table:
+def read_table(
+    data_path: str | Path,
+    root: str | Path | None = None,
+    text_columns: Sequence[str] = ("text",),
+    *,
+    check_files: bool = True,
+) -> Table:
     """Read a CSV or parquet table; its paths are relative to `root`, or to the table's own folder.
+
+    `check_files`: see that all of them exist.
 
     Raises:
         UserError: the table, a column or a file is missing, or a row is malformed.
@@ -89,7 +97,9 @@ def read_table(data_path: str | Path, root: str | Path | None = None, text_colum
     rows = pd.DataFrame({name: _strings(frame[name]) for name in dict.fromkeys(("path", *text_columns))})
     folder = Path(root) if root is not None else source.parent
     table = Table(source, folder, rows, tuple(text_columns), _read_num_frames(source, frame))
-    _check_files(table)
+    _check_extensions(table)
+    if check_files:
+        _check_files(table)
     return table
 
 
@@ -180,11 +190,14 @@ def _read_num_frames(source: Path, frame: pd.DataFrame) -> np.ndarray:
     return numbers.astype(np.int64)
 
 
-def _check_files(table: Table) -> None:
+def _check_extensions(table: Table) -> None:
     suffixes = table.rows["path"].map(lambda name: Path(name).suffix.lower())
     if len(rows := np.flatnonzero(~suffixes.isin(VIDEO_EXTENSIONS + IMAGE_EXTENSIONS))):
         known = " ".join(VIDEO_EXTENSIONS + IMAGE_EXTENSIONS)
         raise complain_about_rows(table, rows.tolist(), "have no known extension", f"Known are {known}.")
+
+
+def _check_files(table: Table) -> None:
     if len(table) > MAX_CHECKED_FILES:
         logger.info(
             "%s: whether the files exist is not checked at start, for %d rows are too many.", table.source, len(table)

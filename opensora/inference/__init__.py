@@ -1,1 +1,1 @@
-
+"""The one sampling path: prompts, pipeline, output."""

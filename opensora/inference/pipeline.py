@@ -1,9 +1,10 @@
 """From prompts to videos: the one way to sample, for scripts, demos and validation during training.
 
-What a prompt's video looks like depends on the seed, on the prompt's index and on the sample's, and on nothing else: a
-batch of two makes the same videos as two batches of one. (To rounding: a matrix product may sum in another order.)
+A video's noise depends on the seed, on its prompt's index and on the sample's, and on nothing else: a batch of two
+makes the same videos as two batches of one. (To rounding: a matrix product may sum in another order.)
 """
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -69,6 +70,8 @@ class VideoPipeline:
             caption_channels=text_encoder.output_dim,
             model_max_length=text_encoder.model_max_length,
         )
+        if cfg.model.get("from_pretrained") is None:
+            warnings.warn("the model has random weights; name a checkpoint with --ckpt-path.", stacklevel=2)
         for part in (model, vae, text_encoder):
             part.requires_grad_(False).eval()
         if cfg.compile:

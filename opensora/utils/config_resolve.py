@@ -154,14 +154,21 @@ class Draft:
             return setting.text
         if isinstance(replaced, int | float) and isinstance(setting.value, str):
             raise ValueError(f"{setting.text!r} is not a number, as {replaced!r} is")
+        if isinstance(replaced, list | tuple) and not isinstance(setting.value, list | tuple):
+            raise ValueError(f"{setting.text!r} is not a list, as {replaced!r} is; write \"('a', 'b')\"")
         return setting.value
 
     def _arguments(self, name: str) -> Mapping[str, inspect.Parameter]:
         """Arguments of the constructor that a component names; none when it is not known."""
         registry, component = self.registries.get(name), self.values.get(name)
-        if registry is None or not isinstance(component, Mapping) or component.get("type") not in registry.choices():
+        kind = (
+            component.get("type", DEFAULT_DATASET if name == "dataset" else None)
+            if isinstance(component, dict)
+            else None
+        )
+        if registry is None or kind not in registry.choices():
             return {}
-        return inspect.signature(registry.get(component["type"])).parameters
+        return inspect.signature(registry.get(kind)).parameters
 
     # --- checks
 

@@ -128,6 +128,11 @@ def test_a_bad_argument_of_a_part_is_a_user_error(cfg):
         VideoPipeline.from_config(wrong)
 
 
+def test_random_weights_are_announced(cfg):
+    with pytest.warns(UserWarning, match="--ckpt-path"):
+        VideoPipeline.from_config(replace(cfg, model={**cfg.model, "from_pretrained": None}))
+
+
 def test_prompts_must_be_a_list_with_an_index_each(pipeline):
     for prompts, indices in ((A, None), ([], None), ([A, B], [0])):
         with pytest.raises(ValueError, match="expected a list of prompts"):

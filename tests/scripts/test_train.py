@@ -37,7 +37,7 @@ def test_a_run_leaves_what_the_docs_promise(train):
     assert {"loss", "lr", "grad_norm", "epoch", "samples_per_s"} <= entry.keys()
     manifest = open_checkpoint(complete_checkpoints(run)[-1]).manifest
     assert manifest["config"]["model"]["type"] == "STDiT-XXS/2"
-    assert manifest["versions"]["torch"] == torch.__version__
+    assert torch.__version__.startswith(manifest["versions"]["torch"])
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -460,6 +460,7 @@ def test_options_may_stand_before_the_config(write):
         (["--model.depth.x", "1"], "--model.depth.x: model.depth is 4 and has no keys."),
         (["--model.space_scale", "2/3"], "--model.space_scale: '2/3' is not a number, as 1.0 is."),
         (["--model.enable_layernorm_kernel", "maybe"], "'maybe' is not a bool"),
+        (["--dataset.text_columns", "text"], "'text' is not a list, as () is"),
         (["stray"], "'stray' on the command line belongs to no option."),
         (["-x"], "'-x' on the command line belongs to no option."),
         (["--lr", "1", "--lr", "2"], "--lr 1.0 and --lr 2.0 both set lr; keep one."),

@@ -102,12 +102,12 @@ def _tiles(picture: Image.Image, short_side: int, per_side: int) -> Iterator[Ima
 
 def video_frames(file: io.BytesIO, short_side: int, at_most: int) -> Iterator[Image.Image]:
     """Evenly spaced frames of a clip, near-duplicates left out."""
-    with av.open(file) as container:
+    with av.open(file, mode="r") as container:
         count = sum(packet.size > 0 for packet in container.demux(video=0))
     step = max(1, math.ceil(count / at_most))
     file.seek(0)
     last = np.full((32, 32, 3), -255.0)
-    with av.open(file) as container:
+    with av.open(file, mode="r") as container:
         for index, frame in enumerate(container.decode(video=0)):
             if index % step:
                 continue
@@ -121,7 +121,7 @@ def video_frames(file: io.BytesIO, short_side: int, at_most: int) -> Iterator[Im
 def _upright(frame: av.VideoFrame) -> Image.Image:
     """The frame as a picture, with its matrix guessed as players do and its rotation applied."""
     untagged_hd = frame.colorspace == av.video.reformatter.Colorspace.DEFAULT and frame.height >= 720
-    rgb = frame.to_ndarray(format="rgb24", **({"src_colorspace": "ITU709"} if untagged_hd else {}))
+    rgb = frame.to_ndarray(format="rgb24", src_colorspace="ITU709" if untagged_hd else None)
     return Image.fromarray(np.rot90(rgb, frame.rotation // 90).copy())
 
 

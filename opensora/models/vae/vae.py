@@ -166,7 +166,9 @@ class VideoAutoencoderKL(nn.Module):
 
     def save_pretrained(self, folder: str | Path, dtype: str | torch.dtype = "fp32") -> None:
         """Write `config.json` and `diffusion_pytorch_model.safetensors`, which diffusers reads too."""
-        copy: Any = AutoencoderKL.from_config(self.autoencoder.config)
+        # diffusers would reset what was a default when the VAE was made, `latents_std` for example
+        config = {key: value for key, value in self.autoencoder.config.items() if key != "_use_default_values"}
+        copy: Any = AutoencoderKL.from_config(config)
         copy.load_state_dict(self.autoencoder.state_dict())
         nn.Module.to(copy, to_torch_dtype(dtype))  # diffusers' own `to` warns about nothing here
         copy.save_pretrained(folder, safe_serialization=True)

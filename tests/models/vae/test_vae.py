@@ -140,6 +140,16 @@ def test_fp16_files_are_computed_in_fp32(tmp_path, vae, video):
         assert_close(theirs.encode(video[:, :, 0]).latent_dist.parameters, loaded.moments(video)[:, :, 0])
 
 
+def test_statistics_set_later_are_saved(tmp_path):
+    vae = VideoAutoencoderKL(architecture=TINY)
+    vae.set_latent_statistics(scaling_factor=0.5, latents_mean=[1.0, 2.0, 3.0, 4.0], latents_std=[1.0, 2.0, 4.0, 5.0])
+    vae.save_pretrained(tmp_path)
+    loaded = VideoAutoencoderKL(str(tmp_path))
+    assert_close(loaded.scaling_factor, torch.tensor([0.5, 0.25, 0.125, 0.1]))
+    assert_close(loaded.shift, torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    assert loaded.fingerprint() == vae.fingerprint()
+
+
 def test_the_fingerprint_is_that_of_weights_and_config(tmp_path, vae):
     vae.save_pretrained(tmp_path)
     first, second = VideoAutoencoderKL(str(tmp_path)), VideoAutoencoderKL(str(tmp_path), micro_batch_size=2)
