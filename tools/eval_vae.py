@@ -175,7 +175,8 @@ def main() -> None:
 
     rows, sheet = {}, {}
     for source, pictures in held_out.items():
-        chosen = pictures[:: max(len(pictures) // (args.per_source or len(pictures)), 1)]
+        wanted = args.per_source or len(pictures)
+        chosen = pictures[:: max(len(pictures) // wanted, 1)][:wanted]
         measured, versions = [], []
         for x in chosen:
             versions = [x, reconstruct(vae, x)] + ([codec(x).clamp(-1, 1)] if codec else [])

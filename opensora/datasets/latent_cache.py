@@ -249,7 +249,9 @@ def write_cache(
         refuse_other_settings(cache_dir, found, settings)
     _write_manifest(cache_dir, settings, entries)  # claims the folder
     transform = get_transform(transform_name, image_size)
-    rows = {table.name(row): row for row in range(len(table))}  # a clip with several captions is encoded once
+    rows: dict[str, int] = {}
+    for row in range(len(table)):
+        rows.setdefault(table.name(row), row)  # a clip with several captions is encoded once
     encoded = 0
     for name, row in tqdm(rows.items(), desc="encode", unit="clip"):
         path, file = table.path(row), cache_dir / cache_file(name)

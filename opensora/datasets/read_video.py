@@ -90,11 +90,12 @@ def read_frames(path: str | Path, start: int, num_frames: int, frame_interval: i
     wanted = [start + i * frame_interval for i in range(num_frames)]
     if start < 0 or num_frames < 1 or frame_interval < 1:
         raise ValueError(f"start={start}, num_frames={num_frames}, frame_interval={frame_interval}")
+    identity = _identity(path)
     if is_image(path):
         if wanted != [0]:
             raise TooFewFrames(f"{path} is a picture; frames {wanted[0]} to {wanted[-1]} were asked for.", 1)
         return torch.from_numpy(_read_image(Path(path))[None])
-    index = _index(*_identity(path))
+    index = _index(*identity)
     if wanted[-1] >= index.info.num_frames:
         raise _too_few(path, wanted, index.info.num_frames)
     frames = _read_by_seeking(str(path), index, wanted)
@@ -122,13 +123,13 @@ def _identity(path: str | Path) -> tuple[str, int, int]:
         stat = Path(path).stat()
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}.") from error
+    if stat.st_size == 0:
+        raise UserError(f"{path} is empty (0 bytes); fetch it again or remove its row.")
     return str(path), stat.st_size, stat.st_mtime_ns
 
 
 @functools.lru_cache(maxsize=4096)
 def _index(path: str, size: int, mtime_ns: int) -> _Index:
-    if size == 0:
-        raise UserError(f"{path} is empty (0 bytes).")
     if is_image(path):
         height, width, _ = _read_image(Path(path)).shape
         nothing = np.empty(0, np.int64)

@@ -10,18 +10,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-CLIPS = Path(__file__).parents[2] / "assets" / "clips"
-
-
-def numbered_frames(count: int, height: int = 48, width: int = 64) -> list[np.ndarray]:
-    """Frames of one grey level each, 4 levels apart: a frame's number can be read off after compression."""
-    return [np.full((height, width, 3), 4 * i + 2, np.uint8) for i in range(count)]
-
-
-def frame_numbers(frames) -> list[int]:
-    """What `numbered_frames` numbered: of [T, H, W, 3] uint8."""
-    return [int(frame.float().mean().round()) // 4 for frame in frames]
-
 
 @pytest.fixture
 def write_video(tmp_path: Path) -> Callable[..., Path]:

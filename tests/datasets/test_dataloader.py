@@ -1,0 +1,108 @@
+"""Batches: the same for any number of workers and processes, resumable, with errors that arrive as they were."""
+
+import pickle
+from collections.abc import Iterable
+
+import pytest
+import torch
+
+from opensora.datasets import dataloader
+from opensora.datasets.dataloader import build_dataloader, collate
+from opensora.datasets.datasets import VideoTextDataset
+from opensora.datasets.sampler import SampleKey
+from opensora.utils.errors import UserError
+from tests.datasets.videos import numbered_frames
+
+
+class Counting:
+    """A dataset that knows what it was asked for."""
+
+    def __init__(self, length: int = 7) -> None:
+        self.length, self.asked = length, []
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, key: SampleKey):
+        self.asked.append(key)
+        return {"key": torch.tensor(key), "text": f"{key.epoch}/{key.index}"}
+
+
+class Failing(Counting):
+    def __getitem__(self, key: SampleKey):
+        if key.index == 3:
+            raise UserError("row 4: no such thing.\nFix it.")
+        return super().__getitem__(key)
+
+
+def keys(loader: Iterable) -> list:
+    return [batch["key"].tolist() for batch in loader]
+
+
+@pytest.fixture
+def dataset(write_video, write_table) -> VideoTextDataset:
+    for i in range(3):
+        write_video(f"{i}.mp4", numbered_frames(10 + i))
+    table = write_table([{"path": f"{i}.mp4", "text": f"clip {i}", "more": "m"} for i in range(3)])
+    return VideoTextDataset(str(table), 3, 2, (16, 16), transform_name="random_crop", text_columns=("text", "more"))
+
+
+def test_a_batch(dataset):
+    batch = next(iter(build_dataloader(dataset, 2, seed=1, stop=1)))
+    assert batch["video"].shape == (2, 3, 3, 16, 16)
+    assert batch["video"].dtype == torch.float32
+    for name in ("fps", "height", "width", "num_frames"):
+        assert batch[name].shape == (2,)
+        assert batch[name].dtype == torch.float32
+    assert batch["index"].dtype == torch.int64
+    assert isinstance(batch["text"], list)
+    assert [path[-5] for path in batch["path"]] == [str(i) for i in batch["index"].tolist()]
+
+
+def test_any_number_of_workers_gives_the_same_batches(dataset):
+    before = torch.random.get_rng_state()
+    alone = list(build_dataloader(dataset, 2, seed=1, stop=5))
+    shared = list(build_dataloader(dataset, 2, seed=1, stop=5, num_workers=2))
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert len(alone) == len(shared) == 5
+    for one, other in zip(alone, shared, strict=True):
+        assert one.keys() == other.keys()
+        for name, value in one.items():
+            same = torch.equal(value, other[name]) if isinstance(value, torch.Tensor) else value == other[name]
+            assert same, name
+
+
+def test_two_ranks_see_what_one_sees():
+    whole = keys(build_dataloader(Counting(), 4, seed=1, stop=6))
+    ranks = [keys(build_dataloader(Counting(), 2, seed=1, rank=r, world_size=2, stop=6)) for r in (0, 1)]
+    assert [a + b for a, b in zip(*ranks, strict=True)] == whole
+
+
+@pytest.mark.parametrize("start", range(6))
+def test_resuming_reads_nothing_that_was_read_before(start):
+    whole = keys(build_dataloader(Counting(), 2, seed=1, stop=6))
+    dataset = Counting()
+    loader = build_dataloader(dataset, 2, seed=1, start=start, stop=6)
+    assert len(loader) == 6 - start
+    assert keys(loader) == whole[start:]
+    assert len(dataset.asked) == 2 * (6 - start)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_users_mistake_arrives_as_it_was(num_workers):
+    with pytest.raises(UserError) as caught:
+        list(build_dataloader(Failing(), 2, seed=1, stop=9, num_workers=num_workers))
+    assert str(caught.value) == "row 4: no such thing.\nFix it."
+
+
+def test_sizes_must_agree():
+    items = [{"video": torch.zeros(3, 1, 4, n), "path": f"{n}.mp4"} for n in (4, 6)]
+    with pytest.raises(
+        UserError, match=r"4.mp4 gives video \(3, 1, 4, 4\) and 6.mp4 gives \(3, 1, 4, 6\); use a transf"
+    ):
+        collate(items)
+
+
+def test_datasets_can_be_pickled(dataset):
+    copy = pickle.loads(pickle.dumps(dataloader._Batches(dataset)))
+    assert torch.equal(copy[[SampleKey(0, 1)]]["video"][0], dataset[SampleKey(0, 1)]["video"])
