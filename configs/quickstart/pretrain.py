@@ -14,10 +14,9 @@ dataset = dict(
     cache_dir="outputs/quickstart/cache",
     text_columns=("text", "text_2", "text_3", "text_4", "text_5", "text_6"),
 )
-num_workers = 8
+num_workers = 6
 
 dtype = "bf16"
-compile = True
 
 model = dict(type="STDiT-XS/2", pred_sigma=False, from_pretrained=None)
 
@@ -25,12 +24,12 @@ outputs = "outputs/quickstart-pretrain"
 epochs = 100000
 max_steps = 20000
 log_every = 100
-ckpt_every = 5000
+ckpt_every = 2000
 
 batch_size = 64
 lr = 1e-3
 lr_schedule = "cosine"
-warmup_steps = 500
+warmup_steps = 300
 adam_betas = (0.9, 0.99)
 weight_decay = 0.01
 ema_decay = 0.999

@@ -13,7 +13,7 @@ data_path = "data/pictures/train.csv"
 dataset = dict(type="VideoTextDataset", transform_name="random_crop", text_columns=())
 num_frames = 1
 image_size = (96, 96)
-num_workers = 12
+num_workers = 14
 
 vae = dict(
     type="VideoAutoencoderKL",
@@ -25,18 +25,18 @@ vae = dict(
         latent_channels=4,
     ),
 )
-loss = dict(l1=1.0, mse=1.0, pooled=1.0, kl=1e-5)
+loss = dict(l1=1.0, mse=4.0, pooled=1.0, kl=1e-5)
 
 dtype = "bf16"
-compile = True
+compile = False
 plugin = "ddp"
 
 seed = 42
 outputs = "outputs/quickstart-vae"
 epochs = 100000
-max_steps = 12000
+max_steps = 6000
 log_every = 50
-ckpt_every = 3000
+ckpt_every = 2000
 
 batch_size = 64
 lr = 1.5e-3

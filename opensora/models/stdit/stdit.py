@@ -267,11 +267,12 @@ class STDiT(nn.Module):
 
 
 for _name, _preset in {
-    "STDiT-XL/2": {"depth": 28, "hidden_size": 1152, "num_heads": 16},
-    "STDiT-L/2": {"depth": 24, "hidden_size": 1024, "num_heads": 16},
-    "STDiT-B/2": {"depth": 12, "hidden_size": 768, "num_heads": 12},
-    "STDiT-S/2": {"depth": 12, "hidden_size": 384, "num_heads": 6},
-    "STDiT-XS/2": {"depth": 8, "hidden_size": 192, "num_heads": 3},
-    "STDiT-XXS/2": {"depth": 2, "hidden_size": 48, "num_heads": 2},
+    "STDiT-XL/2": {"depth": 28, "hidden_size": 1152, "num_heads": 16, "patch_size": (1, 2, 2)},
+    "STDiT-L/2": {"depth": 24, "hidden_size": 1024, "num_heads": 16, "patch_size": (1, 2, 2)},
+    "STDiT-B/2": {"depth": 12, "hidden_size": 768, "num_heads": 12, "patch_size": (1, 2, 2)},
+    "STDiT-S/2": {"depth": 12, "hidden_size": 384, "num_heads": 6, "patch_size": (1, 2, 2)},
+    "STDiT-XS/2": {"depth": 8, "hidden_size": 192, "num_heads": 3, "patch_size": (1, 2, 2)},
+    "STDiT-XS/4": {"depth": 8, "hidden_size": 192, "num_heads": 3, "patch_size": (1, 4, 4)},
+    "STDiT-XXS/2": {"depth": 2, "hidden_size": 48, "num_heads": 2, "patch_size": (1, 2, 2)},
 }.items():
-    MODELS.register_variant(_name, STDiT, patch_size=(1, 2, 2), **_preset)
+    MODELS.register_variant(_name, STDiT, **_preset)
