@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from opensora.acceleration.compile import compile_blocks
 from opensora.acceleration.distributed import World, barrier, init_world, on_main_first, shutdown
-from opensora.acceleration.engine import build_engine
+from opensora.acceleration.engine import build_engine, check_engine
 from opensora.acceleration.loop import (
     build_optimizer,
     count_steps,
@@ -56,6 +56,7 @@ def main() -> None:
 
 def train(cfg: VAETrainConfig, world: World) -> None:
     """The whole run of one process."""
+    check_engine(cfg.plugin)
     vae = build_vae(cfg, world.device)
     dataset = build_module(cfg.dataset or {}, DATASETS, seed=cfg.seed)
     optimizer = build_optimizer(cfg, vae)
@@ -109,7 +110,7 @@ def train(cfg: VAETrainConfig, world: World) -> None:
             window.clear()
         if due(state.step, cfg.ckpt_every) or state.step == total_steps:
             tensors = {"model": engine.model_state(), "ema": ema.state_dict(), "optimizer": engine.optimizer_state()}
-            on_main_first(partial(save_run, run, state, tensors, {**to_dict(cfg), "model": cfg.vae}))
+            on_main_first(partial(save_run, run, state, tensors, cfg.vae["type"], to_dict(cfg)))
     if world.is_main:
         log.line(export(cfg, ema, dataset, run / "vae", world.device).describe())
     barrier()

@@ -1,6 +1,6 @@
 """Sample from the quickstart's model.
 
-    python scripts/inference.py configs/quickstart/inference.py --ckpt-path CHECKPOINT --prompt "a white dog on the floor"
+python scripts/inference.py configs/quickstart/inference.py --ckpt-path CHECKPOINT --prompt "a white dog on the floor"
 """
 
 num_frames = 8

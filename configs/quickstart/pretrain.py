@@ -2,7 +2,7 @@
 
     python -m tools.cache_features configs/quickstart/pretrain.py
     python scripts/train.py configs/quickstart/pretrain.py
-    python -m tools.export_weights outputs/quickstart-pretrain/000-STDiT-XS-2/epoch*-global_step20000 \
+    python -m tools.export_weights outputs/quickstart-pretrain/000-STDiT-XS-2/epoch*-global_step4361 \
         assets/models/stdit-quickstart/model.safetensors --dtype fp16
 """
 
@@ -22,7 +22,7 @@ model = dict(type="STDiT-XS/2", pred_sigma=False, from_pretrained=None)
 
 outputs = "outputs/quickstart-pretrain"
 epochs = 100000
-max_steps = 20000
+max_steps = 4361
 log_every = 100
 ckpt_every = 2000
 

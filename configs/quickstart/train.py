@@ -1,7 +1,7 @@
 """Fine-tune the shipped small STDiT on the repository's clips: what `make quickstart` does, 2 CPU cores, minutes.
 
-    python -m tools.cache_features configs/quickstart/train.py
-    python scripts/train.py configs/quickstart/train.py
+python -m tools.cache_features configs/quickstart/train.py
+python scripts/train.py configs/quickstart/train.py
 """
 
 num_frames = 8
@@ -28,9 +28,9 @@ cache_text = True
 seed = 42
 outputs = "outputs/quickstart/runs"
 epochs = 1000
-max_steps = 100
+max_steps = 60
 log_every = 5
-ckpt_every = 50
+ckpt_every = 30
 
 batch_size = 8
 lr = 1e-4

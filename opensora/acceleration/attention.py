@@ -60,7 +60,7 @@ KERNELS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]] = 
 }
 
 
-def kernel_from_flag(enable_flash_attn: bool | None) -> str:
+def kernel_from_flag(*, enable_flash_attn: bool | None) -> str:
     """The seed's `enable_flash_attn`: True or None is the fastest kernel there is, False the plain formula."""
     return "math" if enable_flash_attn is False else "auto"
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 def checkpoint_activations(blocks: Iterable[nn.Module]) -> None:
     """Checkpoint each block, from outside: no name of a parameter changes, and nothing happens without gradients."""
     for block in blocks:
-        block.forward = _checkpointed(block.forward)  # type: ignore[method-assign]
+        block.forward = _checkpointed(block.forward)
 
 
 def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -46,10 +46,8 @@ class Engine(Protocol):
         """The reverse of `optimizer_state`."""
 
 
-def build_engine(
-    name: str, model: nn.Module, optimizer: Optimizer, world: World, *, sp_size: int = 1, **settings: Any
-) -> Engine:
-    """Make the engine called `name` (a config's `plugin`).
+def check_engine(name: str, sp_size: int = 1) -> None:
+    """Refuse what this version cannot do, before anything is loaded.
 
     Raises:
         UserError: the engine, or sequence parallelism (`sp_size > 1`), does not exist in this version.
@@ -61,7 +59,16 @@ def build_engine(
         )
     if sp_size > 1:
         raise UserError(f"sp_size={sp_size}: sequence parallelism is not available in this version; use --sp-size 1.")
-    return PLUGINS.build({"type": name}, model=model, optimizer=optimizer, world=world, **settings)
+
+
+def build_engine(
+    name: str, model: nn.Module, optimizer: Optimizer, world: World, *, dtype: str = "bf16", grad_clip: float = 0.0
+) -> Engine:
+    """Make the engine called `name` (a config's `plugin`); raises what `check_engine` raises."""
+    check_engine(name)
+    return PLUGINS.build(
+        {"type": name}, model=model, optimizer=optimizer, world=world, dtype=dtype, grad_clip=grad_clip
+    )
 
 
 @PLUGINS.register_module(name="ddp")

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from opensora.models.text_encoder.condition import TextCondition
 from opensora.utils.seed import rand
@@ -74,6 +74,6 @@ def drop_text(text: TextCondition, denoiser: Denoiser, generators: Sequence[torc
     return TextCondition(torch.where(dropped[:, None, None, None], null, text.y), text.mask)
 
 
-def freeze(module: nn.Module, device: torch.device, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """A frozen encoder in eval mode on `device`."""
-    return module.requires_grad_(False).eval().to(device=device, dtype=dtype)
+def freeze(module: Any, device: torch.device) -> Any:
+    """A frozen encoder in eval mode on `device`, in its own number format."""
+    return module.requires_grad_(False).eval().to(device)

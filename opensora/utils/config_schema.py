@@ -103,7 +103,7 @@ class LoopConfig(RunConfig):
     exp_name: str | None = option("name of the experiment's folder; made from the config when None", None)
     wandb: bool = option("log to Weights & Biases too", default=False)
     log_every: int = option("optimizer steps between two lines of the log", 10, bounds=AT_LEAST_ONE)
-    ckpt_every: int = option("optimizer steps between two checkpoints", 250, bounds=AT_LEAST_ONE)
+    ckpt_every: int = option("optimizer steps between two checkpoints; 0: only at the end", 250, bounds=COUNT)
     load: str | None = option("checkpoint folder to resume from", None)
 
     def problems(self) -> list[str]:
@@ -141,7 +141,9 @@ class TrainConfig(LoopConfig):
     )
     cache_text: bool = option("keep encoded captions in memory", default=False)
     grad_checkpoint: bool = option("recompute activations in the backward pass to save memory", default=False)
-    plugin: Literal["ddp", "fsdp2", "zero2", "zero2-seq"] = option("engine of distributed training", "zero2")
+    plugin: Literal["ddp", "fsdp2", "zero2", "zero2-seq"] = option(
+        "engine of distributed training; this version has ddp", "ddp"
+    )
     sp_size: int = option("processes that share one sample; 1 switches it off", 1, bounds=AT_LEAST_ONE)
     start_from_scratch: bool = option("with load: take weights and optimizer, start at step 0", default=False)
 

@@ -83,9 +83,11 @@ def make_run_folder(outputs: str, name: str | None, model: str, config: dict[str
     return run
 
 
-def save_run(run: Path, state: RunState, parts: Mapping[str, Mapping[str, Any]], config: dict[str, Any]) -> Path:
+def save_run(
+    run: Path, state: RunState, parts: Mapping[str, Mapping[str, Any]], model: str, config: dict[str, Any]
+) -> Path:
     """Write `run/epoch{E}-global_step{S}`; call it in the main process only."""
-    manifest = {"step": state.step, "model": config["model"]["type"], "data": state.data, "config": config}
+    manifest = {"step": state.step, "model": model, "data": state.data, "config": config}
     path = run / f"epoch{state.epoch}-global_step{state.step}"
     return save_checkpoint(path, parts, state=asdict(state), manifest={**manifest, **environment()})
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import opensora.acceleration.attention as module
 from opensora.acceleration.attention import KERNELS, attention, kernel_from_flag, layer_norm
 
 
@@ -35,15 +36,13 @@ def test_unknown_kernel_lists_the_known():
 
 
 def test_the_seeds_flags():
-    assert kernel_from_flag(None) == kernel_from_flag(True) == "auto"
-    assert kernel_from_flag(False) == "math"
+    flags = [kernel_from_flag(enable_flash_attn=flag) for flag in (None, True, False)]
+    assert flags == ["auto", "auto", "math"]
 
 
 def test_layer_norm_falls_back_with_a_warning():
     x = torch.randn(2, 8)
+    module._warned.clear()
     with pytest.warns(UserWarning, match="apex is not installed"):
-        import opensora.acceleration.attention as module
-
-        module._warned.clear()
         norm = layer_norm(8, fused=True)
     torch.testing.assert_close(norm(x), torch.nn.functional.layer_norm(x, (8,), eps=1e-6))

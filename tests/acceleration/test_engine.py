@@ -6,7 +6,7 @@ from torch import nn
 
 from opensora.acceleration.checkpointing import checkpoint_activations
 from opensora.acceleration.distributed import World, init_world, mean_over_ranks, on_main_first
-from opensora.acceleration.engine import NOT_YET, build_engine
+from opensora.acceleration.engine import NOT_YET, build_engine, check_engine
 from opensora.utils.errors import UserError
 
 CPU = World(0, 1, torch.device("cpu"))
@@ -85,9 +85,16 @@ def test_foreign_optimizer_state_is_refused():
 
 @pytest.mark.parametrize("name", NOT_YET)
 def test_planned_engines_are_refused_with_advice(name):
+    with pytest.raises(UserError, match="--plugin ddp"):
+        check_engine(name)
     model = nn.Linear(1, 1)
     with pytest.raises(UserError, match="--plugin ddp"):
         build_engine(name, model, torch.optim.AdamW(model.parameters()), CPU)
+
+
+def test_sequence_parallelism_is_refused_not_ignored():
+    with pytest.raises(UserError, match="--sp-size 1"):
+        check_engine("ddp", sp_size=2)
 
 
 def test_checkpointing_does_nothing_without_gradients():

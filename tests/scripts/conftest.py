@@ -30,10 +30,28 @@ def toy_encoders(tmp_path_factory) -> dict[str, Path]:
         mid_block_add_attention=False,
         scaling_factor=0.5,
     ).save_pretrained(folder / "vae")
-    words = ["[PAD]", "[UNK]", *"a the of in grey white dark rabbit dog tower city sky grass box hand cup tree".split()]
+    words = [
+        "[PAD]",
+        "[UNK]",
+        "a",
+        "the",
+        "of",
+        "in",
+        "grey",
+        "white",
+        "rabbit",
+        "dog",
+        "city",
+        "sky",
+        "box",
+        "hand",
+        "cup",
+    ]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]").save_pretrained(folder / "text")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]").save_pretrained(
+        folder / "text"
+    )
     BertModel(
         BertConfig(
             vocab_size=len(words),
@@ -115,4 +133,3 @@ def torchrun(toy_config, tmp_path):
         return tmp_path / name
 
     return run
-

@@ -72,7 +72,9 @@ def main() -> None:
     print(f"{args.model} {tuple(args.latent)} batch {args.batch} {args.dtype}, {name}, torch {torch.__version__}")
     print(f"compile {args.compile}, activation checkpointing {args.grad_checkpoint}, median of {args.steps} steps")
     share = f", MFU {tflops / args.peak_tflops:.0%} of {args.peak_tflops:g}" if args.peak_tflops else ""
-    print(f"{median * 1e3:.1f} ms/step, {args.batch / median:.2f} samples/s, {tflops:.2f} TFLOP/s{share}, peak {memory}")
+    print(
+        f"{median * 1e3:.1f} ms/step, {args.batch / median:.2f} samples/s, {tflops:.2f} TFLOP/s{share}, peak {memory}"
+    )
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -145,7 +145,7 @@ class Seconds:
         self.by_part: dict[str, float] = {}
 
     @contextmanager
-    def __call__(self, part: str):  # type: ignore[no-untyped-def]  # noqa: ANN201
+    def __call__(self, part: str) -> Iterator[None]:
         started = time.monotonic()
         yield
         self.by_part[part] = round(time.monotonic() - started, 1)

@@ -64,7 +64,9 @@ def _picture(frame: Tensor) -> Image.Image:
     return Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy())  # [3, H, W] -> [H, W, 3]
 
 
-def _wrapped(text: str, draw: ImageDraw.ImageDraw, font: ImageFont.FreeTypeFont, width: int) -> list[str]:
+def _wrapped(
+    text: str, draw: ImageDraw.ImageDraw, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: int
+) -> list[str]:
     lines, line = [], ""
     for word in text.split():
         longer = f"{line} {word}".strip()

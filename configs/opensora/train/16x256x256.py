@@ -3,7 +3,7 @@
 Open-Sora 1.0 starts from PixArt-XL-2-512x512 and took 80,000 steps on 64 GPUs (its authors' figure).
 
     torchrun --standalone --nproc_per_node 8 scripts/train.py configs/opensora/train/16x256x256.py \
-        --data-path clips.csv --ckpt-path PixArt-XL-2-512x512.pth
+        --data-path clips.csv
 """
 
 # Define sampling size
@@ -20,7 +20,7 @@ num_workers = 4
 # Define acceleration
 dtype = "bf16"
 grad_checkpoint = True
-plugin = "zero2"
+plugin = "ddp"
 sp_size = 1
 
 # Define model

@@ -5,8 +5,9 @@ import math
 import torch
 import torch.nn.functional as F
 from einops import rearrange
-from timm.layers import Mlp
 from torch import Tensor, nn
+
+from opensora.models.layers.mlp import tanh_mlp
 
 
 class PatchEmbed3D(nn.Module):
@@ -41,7 +42,8 @@ class TimestepEmbedder(nn.Module):
 
     def forward(self, t: Tensor) -> Tensor:
         """`t [B]`, integers or floats in [0, 1000], never rounded to a short format -> `[B, D]`."""
-        return self.mlp(timestep_sinusoid(t, self.num_frequencies).to(self.mlp[0].weight.dtype))
+        weight = next(self.mlp.parameters())
+        return self.mlp(timestep_sinusoid(t, self.num_frequencies).to(weight.dtype))
 
 
 def timestep_sinusoid(t: Tensor, dim: int, max_period: float = 10000.0) -> Tensor:
@@ -63,7 +65,7 @@ class CaptionEmbedder(nn.Module):
 
     def __init__(self, in_channels: int, dim: int, num_tokens: int) -> None:
         super().__init__()
-        self.y_proj = Mlp(in_channels, dim, dim, act_layer=lambda: nn.GELU(approximate="tanh"))
+        self.y_proj = tanh_mlp(in_channels, dim, dim)
         self.register_buffer("y_embedding", torch.randn(num_tokens, in_channels) / in_channels**0.5)
 
     def forward(self, y: Tensor) -> Tensor:

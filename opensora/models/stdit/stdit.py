@@ -11,12 +11,12 @@ masked instead of packed; the model does not drop text by itself (see `opensora.
 
 import torch
 from einops import rearrange
-from timm.layers import Mlp
 from torch import Tensor, nn
 
 from opensora.acceleration.attention import kernel_from_flag, layer_norm
 from opensora.models.layers.attention import Attention, CrossAttention
 from opensora.models.layers.embedders import CaptionEmbedder, PatchEmbed3D, TimestepEmbedder
+from opensora.models.layers.mlp import tanh_mlp
 from opensora.models.layers.modulation import FinalLayer, modulate, per_frame
 from opensora.models.layers.pos_embed import sincos_1d, sincos_2d
 from opensora.models.stdit.weights import load_weights
@@ -33,7 +33,7 @@ class STDiTBlock(nn.Module):
         self.attn_temp = Attention(dim, num_heads, kernel=kernel)
         self.cross_attn = CrossAttention(dim, num_heads, kernel=kernel)
         self.norm2 = layer_norm(dim, fused=fused_norm)
-        self.mlp = Mlp(dim, int(dim * mlp_ratio), act_layer=lambda: nn.GELU(approximate="tanh"))
+        self.mlp = tanh_mlp(dim, int(dim * mlp_ratio))
         self.scale_shift_table = nn.Parameter(torch.randn(6, dim) / dim**0.5)
 
     def forward(
@@ -88,6 +88,7 @@ class STDiT(nn.Module):
 
     def __init__(
         self,
+        *,
         in_channels: int = 4,
         caption_channels: int = 4096,
         model_max_length: int = 120,
@@ -117,12 +118,12 @@ class STDiT(nn.Module):
         self.hidden_size = hidden_size
         self.mlp_ratio = mlp_ratio
         self.caption_channels = caption_channels
-        self.patch_size = tuple(patch_size)
+        self.patch_size = patch_size = (patch_size[0], patch_size[1], patch_size[2])
         self.class_dropout_prob = class_dropout_prob
         self.space_scale = space_scale
         self.time_scale = time_scale
         self.no_temporal_pos_emb = no_temporal_pos_emb
-        kernel = kernel_from_flag(enable_flash_attn)
+        kernel = kernel_from_flag(enable_flash_attn=enable_flash_attn)
 
         self.x_embedder = PatchEmbed3D(self.patch_size, in_channels, hidden_size)
         self.t_embedder = TimestepEmbedder(hidden_size)
@@ -227,15 +228,13 @@ class STDiT(nn.Module):
                 nn.init.xavier_uniform_(module.weight)
                 nn.init.zeros_(module.bias)
         # a patch embedding is a linear layer over flattened patches
-        nn.init.xavier_uniform_(self.x_embedder.proj.weight.view(self.hidden_size, -1))
-        nn.init.zeros_(self.x_embedder.proj.bias)
-        for linear in (self.t_embedder.mlp[0], self.t_embedder.mlp[2], self.t_block[1]):
-            nn.init.normal_(linear.weight, std=0.02)
-        for linear in (self.y_embedder.y_proj.fc1, self.y_embedder.y_proj.fc2):
-            nn.init.normal_(linear.weight, std=0.02)
-        for block in self.blocks:
-            nn.init.zeros_(block.attn_temp.proj.weight)
-            nn.init.zeros_(block.cross_attn.proj.weight)
+        patches = self.x_embedder.proj
+        nn.init.xavier_uniform_(patches.weight.view(self.hidden_size, -1))
+        for name, parameter in self.named_parameters():
+            if name == "x_embedder.proj.bias" or name.endswith(("attn_temp.proj.weight", "cross_attn.proj.weight")):
+                nn.init.zeros_(parameter)
+            elif name.startswith(("t_embedder.", "t_block.", "y_embedder.")) and name.endswith(".weight"):
+                nn.init.normal_(parameter, std=0.02)
         nn.init.zeros_(self.final_layer.linear.weight)
 
     def _embed_timestep(self, timestep: Tensor) -> tuple[Tensor, Tensor]:

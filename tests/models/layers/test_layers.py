@@ -55,7 +55,9 @@ def test_sincos_2d_equals_diffusers():
 
 
 def test_sincos_2d_scale_divides_coordinates():
-    torch.testing.assert_close(sincos_2d(16, 2, 2, scale=0.5).reshape(2, 2, 16)[1, 1, :8], sincos_1d(8, torch.tensor([2.0]))[0])
+    torch.testing.assert_close(
+        sincos_2d(16, 2, 2, scale=0.5).reshape(2, 2, 16)[1, 1, :8], sincos_1d(8, torch.tensor([2.0]))[0]
+    )
 
 
 def test_patch_embed_pads_at_the_end():

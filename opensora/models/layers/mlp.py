@@ -1,0 +1,12 @@
+"""The feed-forward layer of the DiT family: timm's `Mlp` with the tanh approximation of GELU. Names: `fc1`, `fc2`."""
+
+from functools import partial
+
+from timm.layers import Mlp
+from torch import nn
+
+
+def tanh_mlp(dim: int, hidden: int, out: int | None = None) -> Mlp:
+    """Linear(dim, hidden), GELU, Linear(hidden, out)."""
+    gelu = partial(nn.GELU, approximate="tanh")
+    return Mlp(dim, hidden, out, act_layer=gelu)  # type: ignore[arg-type]  # timm calls it: any factory will do
