@@ -11,7 +11,7 @@ ASSETS = Path(__file__).resolve().parent.parent / "assets"
 CLIPS = ASSETS / "clips"
 CAPTIONS = ["text", "text_2", "text_3", "text_4", "text_5", "text_6"]
 COLUMNS = [
-    *("path", *CAPTIONS, "paraphrase", "num_frames", "height", "width", "aspect_ratio", "fps"),
+    *("path", *CAPTIONS, "paraphrase", "blind", "num_frames", "height", "width", "aspect_ratio", "fps"),
     *("source", "license", "start_frame", "crop"),
 ]
 

@@ -72,7 +72,7 @@ def test_the_settings_of_open_sora_1_0(
     train, inference = parse(f"configs/opensora/train/{name}.py"), parse(f"configs/opensora/inference/{name}.py")
     assert (train.num_frames, train.frame_interval, train.image_size) == (frames, interval, (size, size))
     assert (train.batch_size, train.lr, train.grad_clip, train.dtype) == (batch_size, 2e-5, 1.0, "bf16")
-    assert (train.ckpt_every, train.grad_checkpoint, train.plugin) == (ckpt_every, grad_checkpoint, "zero2")
+    assert (train.ckpt_every, train.grad_checkpoint, train.plugin) == (ckpt_every, grad_checkpoint, "ddp")
     assert (inference.num_frames, inference.fps, inference.image_size) == (frames, 24 // interval, (size, size))
     assert (inference.scheduler["num_sampling_steps"], inference.scheduler["cfg_scale"]) == (100, 7.0)
     for cfg in (train, inference):

@@ -106,11 +106,6 @@ class LoopConfig(RunConfig):
     ckpt_every: int = option("optimizer steps between two checkpoints; 0: only at the end", 250, bounds=COUNT)
     load: str | None = option("checkpoint folder to resume from", None)
 
-    def problems(self) -> list[str]:
-        if self.max_steps is not None and self.warmup_steps > self.max_steps:
-            return [f"warmup_steps={self.warmup_steps} is more than max_steps={self.max_steps}: lr is never reached."]
-        return []
-
 
 _GENERATION_ALIASES = {
     "ckpt_path": Alias(("model", "from_pretrained"), str | None),

@@ -1,6 +1,7 @@
 """scripts/train.py end to end at toy size: exact resume, ranks, accumulation, golden losses, user errors."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -91,18 +92,21 @@ def test_resume_under_torchrun_is_bit_exact(torchrun):
 def test_golden_losses(train, prediction):
     """Ten steps of STDiT x iddpm; a refactoring leaves these untouched. Regenerate: tests/golden/README.md."""
     now = losses(train("--max-steps=10", "--ckpt-every=0", f"--scheduler.prediction={prediction}"))
-    golden = json.loads(GOLDEN.read_text())[prediction]
+    golden = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}
+    if os.environ.get("OPENSORA_WRITE_GOLDEN"):
+        golden[prediction] = now
+        GOLDEN.write_text(json.dumps(golden, indent=1) + "\n")
     # other processors round differently; over ten steps that stays far below this
-    assert now == pytest.approx(golden, rel=1e-3)
+    assert now == pytest.approx(golden[prediction], rel=1e-3)
 
 
 def test_training_learns(train):
     run = train(
-        "--max-steps=80", "--ckpt-every=0", "--scheduler.prediction=v", "--scheduler.variance=fixed_small",
-        "--model.pred_sigma=False", "--lr=3e-3",
+        "--max-steps=120", "--ckpt-every=0", "--scheduler.variance=fixed_small", "--model.pred_sigma=False", "--lr=5e-3",
     )  # fmt: skip
     values = losses(run)
-    assert sum(values[-10:]) < 0.9 * sum(values[:10])
+    assert values[0] == pytest.approx(1, abs=0.15)  # the variance of the noise: the output starts at zero
+    assert sum(values[-30:]) / 30 < 0.7
 
 
 @pytest.mark.parametrize("options", [("--grad-checkpoint=True",), ("--dtype=bf16",), ("--cache-text=True",)])
@@ -176,7 +180,7 @@ class TestUserErrors:
 
     def test_unknown_key_names_the_nearest(self, capsys, train):
         assert "'depth'" in self.fails(capsys, train, "--model.depht=2")
-        assert "batch_size" in self.fails(capsys, train, "--bach-size=2")
+        assert "'--batch-size'" in self.fails(capsys, train, "--bach-size=2")
 
     def test_plugins_of_other_versions(self, capsys, train):
         assert "--plugin ddp" in self.fails(capsys, train, "--plugin=zero2")

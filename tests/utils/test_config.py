@@ -122,7 +122,7 @@ def test_a_file_gives_values_and_the_schema_gives_the_rest(train):
     assert (cfg.seed, cfg.dtype, cfg.plugin, cfg.ema_decay, cfg.adam_betas) == (
         42,
         "bf16",
-        "zero2",
+        "ddp",
         0.9999,
         (0.9, 0.999),
     )
@@ -251,7 +251,6 @@ def test_near_types_are_taken(train):
         ("num_frames = 0", "num_frames=0: must be at least 1"),
         ("warmup_steps = -1", "warmup_steps=-1: must be at least 0"),
         ("sp_size = 0", "sp_size=0: must be at least 1"),
-        ("max_steps = 5\nwarmup_steps = 9", "warmup_steps=9 is more than max_steps=5"),
         ("start_from_scratch = True", "start_from_scratch=True has no effect without load"),
         ('bucket_config = {"256": {1: (1.0, 4)}}', "bucket_config has no effect"),
         ("use_image_transform = True", "use_image_transform=True has no effect: VideoTextDataset does not take it"),

@@ -36,18 +36,32 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=Path("outputs/quickstart"), help="where everything goes")
     parser.add_argument("--max-steps", type=int, help="optimizer steps instead of the config's")
+    parser.add_argument(
+        "--held-out",
+        choices=("paraphrase", "blind"),
+        default="paraphrase",
+        help="captions never trained on: written with the others at hand, or by someone who saw only the clips",
+    )
     parser.add_argument("--num-clips", type=int, help="use only the first clips of the table")
     args = parser.parse_args()
     if missing := [name for name in ("configs", "scripts", "assets/clips") if not Path(name).is_dir()]:
         raise UserError(f"run this in the repository's root: there is no {missing[0]}/ in {Path.cwd()}.")
-    quickstart(args.start, args.out, max_steps=args.max_steps, num_clips=args.num_clips)
+    quickstart(args.start, args.out, held_out=args.held_out, max_steps=args.max_steps, num_clips=args.num_clips)
 
 
-def quickstart(start: str, out: Path, *, max_steps: int | None = None, num_clips: int | None = None) -> dict[str, Any]:
+def quickstart(
+    start: str,
+    out: Path,
+    *,
+    held_out: str = "paraphrase",
+    max_steps: int | None = None,
+    num_clips: int | None = None,
+) -> dict[str, Any]:
     """Run everything; returns the report that is also written to `<run>/report.json`."""
     run, seconds = run_folder(out, start), Seconds()
     config = CONFIGS[start]
     table = pd.read_csv(CLIPS, keep_default_na=False)[:num_clips]
+    table["paraphrase"] = table[held_out]
     table.to_csv(run / "clips.csv", index=False)
     data = [
         f"--data-path={run / 'clips.csv'}",

@@ -1,0 +1,126 @@
+"""Every registered thing, found by walking the registries, is built at toy size and used once."""
+
+import pytest
+import torch
+from torch import nn
+
+from opensora.acceleration.distributed import World
+from opensora.registry import DATASETS, MODELS, PLUGINS, SCHEDULERS
+
+SMALL = {"depth": 2, "hidden_size": 32, "num_heads": 2, "caption_channels": 16, "model_max_length": 5}
+DENOISERS = [name for name in MODELS.choices() if name.startswith("STDiT")]
+VAES, TEXT_ENCODERS = ["VideoAutoencoderKL"], ["clip", "hf", "t5"]
+
+
+def test_no_registered_model_is_left_out():
+    """A new name fails here until one of the tests below builds it."""
+    assert MODELS.choices() == sorted([*DENOISERS, *VAES, *TEXT_ENCODERS])
+
+
+@pytest.mark.parametrize("name", DENOISERS)
+def test_denoiser(name):
+    model = MODELS.build({"type": name, **SMALL})
+    x, y = torch.randn(2, 4, 3, 6, 5), torch.randn(2, 1, 5, 16)
+    assert model(x, torch.tensor([1, 900]), y).shape == (2, 8, 3, 6, 5)
+    assert model.null_condition(3).shape == (3, 1, 5, 16)
+    assert len(model.transformer_blocks()) == 2
+    assert model.flops((3, 6, 5), 5) > 0
+    assert 0 <= model.class_dropout_prob < 1
+
+
+@pytest.mark.parametrize("name", VAES)
+def test_vae(name):
+    channels = {"block_out_channels": (8, 8, 8, 8), "norm_num_groups": 4, "mid_block_add_attention": False}
+    vae = MODELS.build({"type": name, "architecture": channels}).eval()
+    x = torch.rand(1, 3, 2, 16, 24) * 2 - 1
+    z = vae.encode(x)
+    assert z.shape == (1, vae.out_channels, *vae.latent_size((2, 16, 24)))
+    assert vae.decode(z, num_frames=2).shape == x.shape
+
+
+@pytest.fixture(scope="module")
+def encoder_folders(tmp_path_factory):
+    """Untrained T5, CLIP and BERT with a word-level tokenizer."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import (
+        BertConfig,
+        BertModel,
+        CLIPTextConfig,
+        CLIPTextModel,
+        PreTrainedTokenizerFast,
+        T5Config,
+        T5EncoderModel,
+    )
+
+    words = ["<pad>", "</s>", "<unk>", "a", "cat"]
+    size = {"vocab_size": len(words), "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    special = {"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0}
+    encoders = {
+        "t5": T5EncoderModel(T5Config(vocab_size=5, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)),
+        "clip": CLIPTextModel(CLIPTextConfig(**size, **special, intermediate_size=16, max_position_embeddings=8)),
+        "hf": BertModel(BertConfig(**size, intermediate_size=16, max_position_embeddings=8)),
+    }
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", model_max_length=8
+    )
+    folder = tmp_path_factory.mktemp("encoders")
+    for name, encoder in encoders.items():
+        encoder.save_pretrained(folder / name)
+        fast.save_pretrained(folder / name)
+    return folder
+
+
+@pytest.mark.parametrize("name", TEXT_ENCODERS)
+def test_text_encoder(name, encoder_folders):
+    encoder = MODELS.build({"type": name, "from_pretrained": str(encoder_folders / name), "model_max_length": 6})
+    y, mask = encoder.encode(["a cat", "cat"])
+    assert y.shape == (2, 1, mask.shape[1], encoder.output_dim)
+    assert encoder.output_dim == 16
+    assert mask.dtype == torch.bool
+    assert y.isfinite().all()
+
+
+@pytest.mark.parametrize("name", SCHEDULERS.choices())
+def test_scheduler(name):
+    scheduler = SCHEDULERS.build({"type": name, "num_sampling_steps": 3})
+    model = MODELS.build({"type": "STDiT-XXS/2", **SMALL})
+    cond = {"y": torch.randn(2, 1, 5, 16)}
+    rngs = [torch.Generator().manual_seed(i) for i in range(2)]
+    z = torch.randn(2, 4, 2, 4, 4)
+    assert scheduler.training_losses(model, z, cond, generators=rngs).shape == (2,)
+    assert scheduler.sample(model, z, cond, generators=rngs).isfinite().all()
+
+
+@pytest.mark.parametrize("name", DATASETS.choices())
+def test_dataset(name, clips_csv, tmp_path):
+    from opensora.datasets.latent_cache import write_cache
+    from opensora.datasets.sampler import SampleKey
+    from opensora.datasets.table import read_table
+
+    table = tmp_path / "clips.csv"
+    table.write_text("\n".join(clips_csv.read_text().splitlines()[:2]) + "\n")
+    settings = {"data_path": str(table), "root": str(clips_csv.parent), "num_frames": 2, "image_size": (16, 24)}
+    if name == "CachedVideoTextDataset":
+        vae = MODELS.build({"type": "VideoAutoencoderKL", "architecture": {"block_out_channels": (32,) * 4}}).eval()
+        rows = read_table(str(table), str(clips_csv.parent))
+        write_cache(rows, tmp_path / "cache", vae, image_size=(16, 24), transform_name="center")
+        settings["cache_dir"] = str(tmp_path / "cache")
+    item = DATASETS.build({"type": name, **settings})[SampleKey(0, 0)]
+    assert item["moments" if name.startswith("Cached") else "video"].shape[1] == 2
+    assert item["text"]
+
+
+@pytest.mark.parametrize("name", PLUGINS.choices())
+def test_engine(name):
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    world = World(0, 1, torch.device("cpu"))
+    engine = PLUGINS.build({"type": name}, model=model, optimizer=optimizer, world=world, dtype="fp32")
+    with engine.micro_step(last=True):
+        loss = engine.model(torch.ones(3, 2)).square().mean()
+    engine.backward(loss)
+    assert engine.step() > 0
+    assert engine.optimizer_state().keys() >= {"weight/exp_avg", "bias/step"}

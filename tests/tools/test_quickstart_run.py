@@ -1,0 +1,55 @@
+"""The quickstart itself, on three clips: the shipped weights, every command, the files it promises, its measure."""
+
+import json
+
+import pytest
+
+from tools.quickstart.__main__ import CONFIGS, checkpoints, model_of, planned_steps, quickstart, run_folder
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    patch = pytest.MonkeyPatch()
+    patch.chdir(__file__.rsplit("/tests/", 1)[0])
+    out = tmp_path_factory.mktemp("quickstart")
+    try:
+        yield out, quickstart("pretrained", out, max_steps=2, num_clips=3)
+    finally:
+        patch.undo()
+
+
+def test_samples_show_what_their_prompts_say(finished):
+    _, figures = finished
+    assert figures["captions_right"] == 3
+    assert figures["paraphrases_right"] >= 2
+    assert figures["captions_psnr"] > 20  # unrelated clips of this set are 8 to 12 dB apart
+    assert figures["vae_psnr"] > figures["captions_psnr"]
+
+
+def test_it_leaves_what_it_promises(finished):
+    out, figures = finished
+    run = out / "000-pretrained"
+    assert len(list((run / "samples").glob("*.mp4"))) == 6
+    for name in ("contact_sheet.png", "loss.png", "clips.csv"):
+        assert (run / name).stat().st_size > 1000
+    assert json.loads((run / "report.json").read_text())["checkpoint"] == figures["checkpoint"]
+    assert [path.name for path in checkpoints(run)] == ["epoch2-global_step2"]
+
+
+def test_an_interrupted_run_is_continued_and_a_finished_one_is_not(finished, tmp_path):
+    assert run_folder(tmp_path, "pretrained").name == "000-pretrained"
+    assert run_folder(tmp_path, "pretrained").name == "000-pretrained"
+    (tmp_path / "000-pretrained" / "report.json").write_text("{}")
+    assert run_folder(tmp_path, "pretrained").name == "001-pretrained"
+    assert run_folder(tmp_path, "scratch").name == "002-scratch"
+
+
+def test_inference_builds_the_model_that_was_trained(monkeypatch, repo_root):
+    monkeypatch.chdir(repo_root)
+    assert model_of(CONFIGS["pretrained"]) == []
+    assert set(model_of(CONFIGS["scratch"])) == {
+        "--model.depth=4",
+        "--model.num_heads=4",
+        "--model.patch_size=(1, 4, 4)",
+    }
+    assert planned_steps(CONFIGS["pretrained"]) > 0
