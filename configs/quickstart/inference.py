@@ -16,11 +16,11 @@ scheduler = dict(
     variance="fixed_small",
     sampler="ddim",
     num_sampling_steps=20,
-    cfg_scale=1.5,
+    cfg_scale=1.0,  # no guidance: on these clips 1.5 measures the same and takes twice as long
 )
 dtype = "fp32"
 
-batch_size = 4
+batch_size = 6
 seed = 42
 prompt_path = "./assets/texts/quickstart.txt"
 save_dir = "./outputs/quickstart/samples"
