@@ -78,7 +78,7 @@ def train(cfg: TrainConfig, world: World) -> None:
 
     run = on_main_first(partial(make_run_folder, cfg.outputs, cfg.exp_name, cfg.model["type"], to_dict(cfg)))
     log = RunLog(run if world.is_main else None, wandb=cfg.wandb, config=to_dict(cfg))
-    log.line(summary(cfg, model, len(dataset), sampler.batches_per_epoch, total_steps, world, run))
+    log.line(summary(cfg, model, sampler, total_steps, world, run))
     log.start_progress(state.step, total_steps)
     speed = Throughput(cfg.batch_size * cfg.accumulation_steps * world.size)
 
@@ -130,14 +130,15 @@ def build_models(cfg: TrainConfig, device: torch.device) -> tuple[Any, Any, Any]
     return vae, MemoizedTextEncoder(text_encoder) if cfg.cache_text else text_encoder, model
 
 
-def summary(cfg: TrainConfig, model: nn.Module, samples: int, batches: int, total: int, world: World, run: Path) -> str:
+def summary(cfg: TrainConfig, model: nn.Module, sampler: EpochBatchSampler, total: int, world: World, run: Path) -> str:
     """What is about to be trained, in a few lines."""
     count = sum(parameter.numel() for parameter in model.parameters())
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     whole = cfg.batch_size * cfg.accumulation_steps * world.size
     return (
         f"{cfg.model['type']}: {count / 1e6:.2f} M parameters, {trained / 1e6:.2f} M trained, {cfg.dtype} on "
-        f"{world.size} x {world.device.type}\n  {samples} samples, {batches} batches an epoch, {total} steps of {whole} "
+        f"{world.size} x {world.device.type}\n  {sampler.num_samples} samples, {sampler.batches_per_epoch} batches an epoch "
+        f"({sampler.num_padded} samples seen twice to fill the last), {total} steps of {whole} "
         f"samples ({cfg.batch_size} x {cfg.accumulation_steps} accumulated x {world.size} processes)\n  run folder {run}"
     )
 

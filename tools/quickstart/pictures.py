@@ -53,6 +53,7 @@ def loss_curve(metrics: Sequence[Path], path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(7, 4))
     axes.plot(steps, [loss[step] for step in steps], marker="." if len(steps) < 60 else None)
     axes.set(xlabel="optimizer step", ylabel="training loss", title="loss, mean since the last point")
+    axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
