@@ -79,6 +79,8 @@ def train(cfg: TrainConfig, world: World) -> None:
     run = on_main_first(partial(make_run_folder, cfg.outputs, cfg.exp_name, cfg.model["type"], to_dict(cfg)))
     log = RunLog(run if world.is_main else None, wandb=cfg.wandb, config=to_dict(cfg))
     log.line(summary(cfg, model, sampler, total_steps, world, run))
+    if cfg.load is not None:
+        log.line(f"resumed {cfg.load} at step {state.step}")
     log.start_progress(state.step, total_steps)
     speed = Throughput(cfg.batch_size * cfg.accumulation_steps * world.size)
 

@@ -4,7 +4,16 @@ import json
 
 import pytest
 
-from tools.quickstart.__main__ import CONFIGS, checkpoints, model_of, planned_steps, quickstart, run_folder
+from tools.quickstart.__main__ import (
+    CONFIGS,
+    checkpoints,
+    data_options,
+    model_of,
+    planned_steps,
+    quickstart,
+    run_folder,
+    train,
+)
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +51,15 @@ def test_an_interrupted_run_is_continued_and_a_finished_one_is_not(finished, tmp
     (tmp_path / "000-pretrained" / "report.json").write_text("{}")
     assert run_folder(tmp_path, "pretrained").name == "001-pretrained"
     assert run_folder(tmp_path, "scratch").name == "002-scratch"
+
+
+def test_training_goes_on_from_the_last_checkpoint(finished):
+    out, _ = finished
+    run = out / "000-pretrained"
+    last = train(CONFIGS["pretrained"], run, data_options(run, out), 3)
+    assert last.name == "epoch3-global_step3"
+    assert [folder.name for folder in sorted((run / "runs").iterdir())] == ["000-STDiT-XS-2", "001-STDiT-XS-2"]
+    assert "resumed" in (run / "runs" / "001-STDiT-XS-2" / "log.txt").read_text()
 
 
 def test_inference_builds_the_model_that_was_trained(monkeypatch, repo_root):

@@ -63,11 +63,7 @@ def quickstart(
     table = pd.read_csv(CLIPS, keep_default_na=False)[:num_clips]
     table["paraphrase"] = table[held_out]
     table.to_csv(run / "clips.csv", index=False)
-    data = [
-        f"--data-path={run / 'clips.csv'}",
-        f"--dataset.root={CLIPS.parent}",
-        f"--dataset.cache_dir={out / 'cache'}",
-    ]
+    data = data_options(run, out)
 
     with seconds("latents of the clips"):
         command("-m", "tools.cache_features", config, *data)
@@ -98,6 +94,15 @@ def run_folder(out: Path, start: str) -> Path:
     run = out / f"{number:03d}-{start}"
     run.mkdir()
     return run
+
+
+def data_options(run: Path, out: Path) -> list[str]:
+    """Overrides that point a config to the run's own table and to the cache that all runs share."""
+    return [
+        f"--data-path={run / 'clips.csv'}",
+        f"--dataset.root={CLIPS.parent}",
+        f"--dataset.cache_dir={out / 'cache'}",
+    ]
 
 
 def train(config: str, run: Path, data: Sequence[str], max_steps: int | None) -> Path:
