@@ -31,9 +31,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, kerne
         raise ValueError(f"attention kernel {kernel!r} is not one of {', '.join(KERNELS)}.")
     if mask is None:
         return KERNELS[kernel](q, k, v, None)
+    # a row without any key would give NaN: let it see all keys, with values of zero
     seen = mask.any(dim=1)  # [B]
-    allowed = (mask | ~seen[:, None])[:, None, None, :]  # [B, 1, 1, L]; an all-False row would give NaN
-    return KERNELS[kernel](q, k, v, allowed) * seen[:, None, None, None].to(v.dtype)
+    allowed = (mask | ~seen[:, None])[:, None, None, :]  # [B, 1, 1, L]
+    return KERNELS[kernel](q, k, v * seen[:, None, None, None].to(v.dtype), allowed)
 
 
 def _math(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None) -> Tensor:
@@ -65,6 +66,22 @@ def kernel_from_flag(*, enable_flash_attn: bool | None) -> str:
     return "math" if enable_flash_attn is False else "auto"
 
 
+class LayerNorm(torch.nn.LayerNorm):
+    """LayerNorm without affine parameters that keeps its input's number format under autocast.
+
+    The statistics are fp32 either way. Autocast would turn the whole result, and what the backward pass keeps of it,
+    into fp32: twice the memory for nothing, as the linear layer that follows rounds to the short format.
+    """
+
+    def __init__(self, dim: int, eps: float = 1e-6) -> None:
+        super().__init__(dim, eps=eps, elementwise_affine=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., dim] -> [..., dim]`."""
+        with torch.autocast(x.device.type, enabled=False):
+            return super().forward(x)
+
+
 def layer_norm(dim: int, *, eps: float = 1e-6, fused: bool = False) -> torch.nn.Module:
     """A LayerNorm without affine parameters; `fused` (the seed's `enable_layernorm_kernel`) asks for apex's kernel."""
     if fused:
@@ -74,7 +91,7 @@ def layer_norm(dim: int, *, eps: float = 1e-6, fused: bool = False) -> torch.nn.
             return FusedLayerNorm(dim, elementwise_affine=False, eps=eps)
         except ImportError:
             _warn_no_apex()
-    return torch.nn.LayerNorm(dim, elementwise_affine=False, eps=eps)
+    return LayerNorm(dim, eps)
 
 
 _warned: set[str] = set()

@@ -138,14 +138,18 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
     return {_strip_prefixes(name): tensor for name, tensor in state.items()}
 
 
-def load_strictly(model: nn.Module, state: Mapping[str, Tensor], source: str | Path) -> None:
+def load_strictly(
+    model: nn.Module, state: Mapping[str, Tensor], source: str | Path, *, may_miss: Iterable[str] = ()
+) -> None:
     """Copy `state` into `model`; every parameter and saved buffer must be there with its shape, and nothing else.
+
+    Those named in `may_miss` need not be there, and keep their values.
 
     Raises:
         UserError: names or shapes differ; the model is left as it was.
     """
     own = model.state_dict()
-    missing = sorted(own.keys() - state.keys())
+    missing = sorted(own.keys() - state.keys() - set(may_miss))
     unexpected = sorted(state.keys() - own.keys())
     reshaped = [
         f"{name}: file {tuple(state[name].shape)}, model {tuple(own[name].shape)}"
@@ -161,8 +165,8 @@ def load_strictly(model: nn.Module, state: Mapping[str, Tensor], source: str | P
             + "Check model.type and its sizes in the config: they must be those of the run that wrote the file."
         )
     with torch.no_grad():
-        for name, tensor in own.items():
-            tensor.copy_(state[name])
+        for name, tensor in state.items():
+            own[name].copy_(tensor)
 
 
 def _listing(title: str, names: list[str], others: Iterable[str] = ()) -> str:

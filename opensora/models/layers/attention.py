@@ -1,28 +1,114 @@
-"""Self-attention and cross-attention, with the parameter names of DiT and PixArt checkpoints."""
+"""Self-attention and cross-attention, with the parameter names of DiT and PixArt checkpoints.
 
+Tokens keep their axes, `[B, T, S, D]`: attention over space, over time or over all tokens differs in one rearrangement
+of queries, keys and values, so that no block moves the tokens themselves.
+"""
+
+from typing import Literal, get_args
+
+import torch
 from einops import rearrange
 from torch import Tensor, nn
 
 from opensora.acceleration.attention import attention
+from opensora.models.layers.rope import apply_rotary
+
+Axis = Literal["space", "time", "all"]
+NormOrder = Literal["norm_then_rope", "rope_then_norm"]
+
+_SPLIT: dict[str, str] = {
+    "space": "B T S (K H D) -> K (B T) H S D",
+    "time": "B T S (K H D) -> K (B S) H T D",
+    "all": "B T S (K H D) -> K B H (T S) D",
+}
+_JOIN: dict[str, str] = {
+    "space": "(B T) H S D -> B T S (H D)",
+    "time": "(B S) H T D -> B T S (H D)",
+    "all": "B H (T S) D -> B T S (H D)",
+}
+
+
+class RMSNorm(nn.Module):
+    """`x / rms(x) * weight` over the last axis, computed in fp32 (Zhang & Sennrich 2019)."""
+
+    def __init__(self, dim: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., dim] -> [..., dim]`, in x's number format."""
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + self.eps)
+        return (wide * self.weight).to(x.dtype)
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention. Names: `qkv`, `proj`."""
+    """Multi-head self-attention. Names: `qkv`, `proj`, with `qk_norm` also `q_norm`, `k_norm`.
 
-    def __init__(self, dim: int, num_heads: int, *, kernel: str = "auto") -> None:
+    Args:
+        dim, num_heads: width, and the number of heads that share it.
+        axis: which tokens see each other: "space" = those of a frame, "time" = those at a place, "all".
+        qk_norm: RMS-normalise queries and keys, head by head (Henry et al. 2020).
+        norm_order: whether rotary positions come after that normalisation, or before it as in the weights of
+            Open-Sora 1.1.
+        kernel: see `opensora.acceleration.attention`.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        axis: Axis = "all",
+        qk_norm: bool = False,
+        norm_order: NormOrder = "norm_then_rope",
+        kernel: str = "auto",
+    ) -> None:
         super().__init__()
         if dim % num_heads:
             raise ValueError(f"hidden_size={dim} is not divisible by num_heads={num_heads}.")
+        if norm_order not in get_args(NormOrder):
+            raise ValueError(f"norm_order={norm_order!r} is not one of {', '.join(get_args(NormOrder))}.")
         self.num_heads = num_heads
+        self.axis = axis
+        self.norm_order = norm_order
         self.kernel = kernel
         self.qkv = nn.Linear(dim, 3 * dim)
+        self.q_norm = RMSNorm(dim // num_heads) if qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(dim // num_heads) if qk_norm else nn.Identity()
         self.proj = nn.Linear(dim, dim)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """`x [B, N, D] -> [B, N, D]`; every token sees every token."""
-        q, k, v = rearrange(self.qkv(x), "B N (K H D) -> K B H N D", K=3, H=self.num_heads)
+    def forward(self, x: Tensor, rope: Tensor | None = None, grid: tuple[int, int] | None = None) -> Tensor:
+        """Attend along the axis.
+
+        Args:
+            x: tokens [B, T, S, D].
+            rope: rotary table for the positions along the axis, see `opensora.models.layers.rope`; None = none.
+            grid: rows and columns of the S tokens, for `reduce_keys`.
+
+        Returns:
+            [B, T, S, D].
+        """
+        T, S = x.shape[1:3]
+        q, k, v = rearrange(self.qkv(x), _SPLIT[self.axis], K=3, H=self.num_heads).unbind(0)  # each [., H, N, d]
+        k, v = self.reduce_keys(k, v, grid)
+        if self.norm_order == "norm_then_rope":
+            q, k = apply_rotary(self.q_norm(q), rope), apply_rotary(self.k_norm(k), rope)
+        else:
+            q, k = self.q_norm(apply_rotary(q, rope)), self.k_norm(apply_rotary(k, rope))
         x = attention(q, k, v, kernel=self.kernel)
-        return self.proj(rearrange(x, "B H N D -> B N (H D)"))
+        return self.proj(rearrange(x, _JOIN[self.axis], **({"T": T} if self.axis != "time" else {"S": S})))
+
+    def reduce_keys(self, k: Tensor, v: Tensor, grid: tuple[int, int] | None) -> tuple[Tensor, Tensor]:
+        """A hook for variants that attend to fewer keys than there are queries; `k, v [., H, N, d]`."""
+        return k, v
+
+    def flops(self, T: int, S: int) -> int:
+        """Floating-point operations for T x S tokens of one sample: 2 per multiply-add, matrix products only."""
+        dim = self.proj.in_features
+        keys = {"space": S, "time": T, "all": T * S}[self.axis]
+        return 2 * T * S * (4 * dim * dim + 2 * keys * dim)
 
 
 class CrossAttention(nn.Module):
@@ -37,11 +123,17 @@ class CrossAttention(nn.Module):
         self.proj = nn.Linear(dim, dim)
 
     def forward(self, x: Tensor, y: Tensor, mask: Tensor | None = None) -> Tensor:
-        """`x [B, N, D]`, text `y [B, L, D]`, `mask [B, L]` (True = real token) -> `[B, N, D]`.
+        """`x [B, T, S, D]`, text `y [B, L, D]`, `mask [B, L]` (True = real token) -> `[B, T, S, D]`.
 
         A padded text token changes nothing: captions of different length may share a batch.
         """
-        q = rearrange(self.q_linear(x), "B N (H D) -> B H N D", H=self.num_heads)
-        k, v = rearrange(self.kv_linear(y), "B L (K H D) -> K B H L D", K=2, H=self.num_heads)
+        T = x.shape[1]
+        q = rearrange(self.q_linear(x), "B T S (H D) -> B H (T S) D", H=self.num_heads)
+        k, v = rearrange(self.kv_linear(y), "B L (K H D) -> K B H L D", K=2, H=self.num_heads).unbind(0)
         x = attention(q, k, v, mask, kernel=self.kernel)
-        return self.proj(rearrange(x, "B H N D -> B N (H D)"))
+        return self.proj(rearrange(x, "B H (T S) D -> B T S (H D)", T=T))
+
+    def flops(self, num_tokens: int, text_len: int) -> int:
+        """Floating-point operations for the tokens of one sample."""
+        dim = self.proj.in_features
+        return 2 * (num_tokens * 2 * dim * dim + text_len * 2 * dim * dim + 2 * num_tokens * text_len * dim)

@@ -1,4 +1,4 @@
-"""What enters a denoiser: latent patches, the timestep, the caption."""
+"""What enters a denoiser: latent patches, the timestep, sizes and rates, the caption or class."""
 
 import math
 
@@ -29,10 +29,11 @@ class PatchEmbed3D(nn.Module):
         return self.proj(x)
 
 
-class TimestepEmbedder(nn.Module):
-    """Sinusoid of the timestep, then an MLP. Names: `mlp.0`, `mlp.2`.
+class ScalarEmbedder(nn.Module):
+    """Sinusoid of a number, then an MLP: for timesteps, sizes, aspect ratios, frame rates. Names: `mlp.0`, `mlp.2`.
 
-    The sinusoid is `[cos(t w_k), sin(t w_k)]`, `w_k = 10000^(-k / half)`, cosines first as in DiT.
+    The sinusoid is `[cos(t w_k), sin(t w_k)]`, `w_k = 10000^(-k / half)`, cosines first as in DiT. It is computed in
+    fp32 and the MLP outside autocast: the numbers reach 1000 and more, and bf16 does not tell 513 from 514.
     """
 
     def __init__(self, dim: int, num_frequencies: int = 256) -> None:
@@ -41,9 +42,12 @@ class TimestepEmbedder(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(num_frequencies, dim), nn.SiLU(), nn.Linear(dim, dim))
 
     def forward(self, t: Tensor) -> Tensor:
-        """`t [B]`, integers or floats in [0, 1000], never rounded to a short format -> `[B, D]`."""
-        weight = next(self.mlp.parameters())
-        return self.mlp(timestep_sinusoid(t, self.num_frequencies).to(weight.dtype))
+        """`t [B]`, integers or floats -> `[B, D]` in the weights' number format; `[B, K] -> [B, K D]`."""
+        scalars = t.reshape(-1)
+        with torch.autocast(t.device.type, enabled=False):
+            weight = next(self.mlp.parameters())
+            embedded = self.mlp(timestep_sinusoid(scalars, self.num_frequencies).to(weight.dtype))
+        return embedded.reshape(len(t), -1)
 
 
 def timestep_sinusoid(t: Tensor, dim: int, max_period: float = 10000.0) -> Tensor:
@@ -75,3 +79,30 @@ class CaptionEmbedder(nn.Module):
     def null(self, batch: int) -> Tensor:
         """The features of "no text" for a whole batch: `[batch, 1, L, C]`."""
         return self.y_embedding[None, None].expand(batch, 1, -1, -1)
+
+
+class LabelEmbedder(nn.Module):
+    """Class number -> model width. Name: `embedding_table`.
+
+    Args:
+        num_classes: classes are 0 ... num_classes - 1.
+        dim: width.
+        with_null: add a row, number `num_classes`, that stands for "no class" in classifier-free guidance.
+    """
+
+    def __init__(self, num_classes: int, dim: int, *, with_null: bool = True) -> None:
+        super().__init__()
+        self.num_classes = num_classes
+        self.with_null = with_null
+        self.embedding_table = nn.Embedding(num_classes + int(with_null), dim)
+
+    def forward(self, y: Tensor) -> Tensor:
+        """`y`, B integers in any shape, such as [B] or [B, 1, 1, 1] -> `[B, D]`."""
+        return self.embedding_table(y.reshape(-1).long())
+
+    def null(self, batch: int) -> Tensor:
+        """The number of "no class" for a whole batch: `[batch, 1, 1, 1]` int64."""
+        if not self.with_null:
+            raise ValueError("class_dropout_prob=0 leaves the model without a row for 'no class': use cfg_scale=1.")
+        device = self.embedding_table.weight.device
+        return torch.full((batch, 1, 1, 1), self.num_classes, dtype=torch.int64, device=device)

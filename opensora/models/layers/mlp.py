@@ -10,3 +10,9 @@ def tanh_mlp(dim: int, hidden: int, out: int | None = None) -> Mlp:
     """Linear(dim, hidden), GELU, Linear(hidden, out)."""
     gelu = partial(nn.GELU, approximate="tanh")
     return Mlp(dim, hidden, out, act_layer=gelu)  # type: ignore[arg-type]  # timm calls it: any factory will do
+
+
+def linear_flops(module: nn.Module, rows: int) -> int:
+    """Floating-point operations of all linear layers inside `module`, each applied once to `rows` rows."""
+    linears = [layer for layer in module.modules() if isinstance(layer, nn.Linear)]
+    return sum(2 * rows * layer.in_features * layer.out_features for layer in linears)

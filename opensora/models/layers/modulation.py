@@ -1,6 +1,8 @@
-"""adaLN: the timestep shifts and scales normalised tokens and gates residual branches (Peebles & Xie 2023, section 3.2).
+"""adaLN: the condition shifts and scales normalised tokens and gates residual branches (Peebles & Xie 2023, section 3.2).
 
-With frame masking (`x_mask`), frames that are only conditions are modulated as at timestep 0.
+Two forms are in use. adaLN-zero (DiT, Latte): each block maps the condition to its six vectors by its own linear layer.
+adaLN-single (PixArt-alpha, section 2.3, and all of STDiT): one linear layer serves the whole model, and each block adds
+its own learnt table. With frame masking (`x_mask`), frames that are only conditions are modulated as at timestep 0.
 """
 
 import torch
@@ -11,8 +13,13 @@ from opensora.acceleration.attention import layer_norm
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """`x * (1 + scale) + shift`; `x [B, T, S, D]`, the others broadcast over T and S."""
-    return x * (1 + scale) + shift
+    """`x * (1 + scale) + shift` in x's number format; `x [B, T, S, D]`, the others broadcast over T and S."""
+    return x * (1 + scale).to(x.dtype) + shift.to(x.dtype)
+
+
+def gated(x: Tensor, gate: Tensor, branch: Tensor) -> Tensor:
+    """`x + gate * branch` in x's number format; `gate` broadcasts over T and S."""
+    return x + gate.to(x.dtype) * branch
 
 
 def per_frame(x_mask: Tensor | None, at_t: Tensor, at_0: Tensor | None) -> Tensor:
@@ -32,6 +39,23 @@ def per_frame(x_mask: Tensor | None, at_t: Tensor, at_0: Tensor | None) -> Tenso
     return torch.where(x_mask[None, :, :, None, None], params, rearrange(at_0, "B K D -> K B 1 1 D"))
 
 
+class AdaLN(nn.Sequential):
+    """SiLU, then a linear layer from the condition to `num_vectors` modulation vectors. Name: `1`.
+
+    Outside autocast: for one row a sample, rounding the weights costs more than it saves.
+    """
+
+    def __init__(self, dim: int, num_vectors: int) -> None:
+        super().__init__(nn.SiLU(), nn.Linear(dim, num_vectors * dim))
+        self.num_vectors = num_vectors
+
+    def forward(self, c: Tensor) -> Tensor:
+        """`c [B, D] -> [B, num_vectors, D]`."""
+        with torch.autocast(c.device.type, enabled=False):
+            vectors = super().forward(c.to(self[1].weight.dtype))
+        return rearrange(vectors, "B (K D) -> B K D", K=self.num_vectors)
+
+
 class FinalLayer(nn.Module):
     """Tokens -> patches, PixArt's form with a shared table. Names: `linear`, `scale_shift_table`."""
 
@@ -43,6 +67,22 @@ class FinalLayer(nn.Module):
 
     def forward(self, x: Tensor, t: Tensor, x_mask: Tensor | None = None, t0: Tensor | None = None) -> Tensor:
         """`x [B, T, S, D]`, timestep embeddings `t, t0 [B, D]` -> `[B, T, S, patch_volume * out_channels]`."""
-        at_0 = None if t0 is None else self.scale_shift_table[None] + t0[:, None]
-        shift, scale = per_frame(x_mask, self.scale_shift_table[None] + t[:, None], at_0)
+        at_0 = None if t0 is None else self.scale_shift_table + t0[:, None]
+        shift, scale = per_frame(x_mask, self.scale_shift_table + t[:, None], at_0)
+        return self.linear(modulate(self.norm_final(x), shift, scale))
+
+
+class AdaLNFinalLayer(nn.Module):
+    """Tokens -> patches, DiT's form. Names: `linear`, `adaLN_modulation.1`."""
+
+    def __init__(self, dim: int, patch_volume: int, out_channels: int, *, fused_norm: bool = False) -> None:
+        super().__init__()
+        self.norm_final = layer_norm(dim, fused=fused_norm)
+        self.linear = nn.Linear(dim, patch_volume * out_channels)
+        self.adaLN_modulation = AdaLN(dim, 2)
+
+    def forward(self, x: Tensor, c: Tensor, x_mask: Tensor | None = None, c0: Tensor | None = None) -> Tensor:
+        """`x [B, T, S, D]`, conditions `c, c0 [B, D]` -> `[B, T, S, patch_volume * out_channels]`."""
+        at_0 = None if c0 is None else self.adaLN_modulation(c0)
+        shift, scale = per_frame(x_mask, self.adaLN_modulation(c), at_0)
         return self.linear(modulate(self.norm_final(x), shift, scale))

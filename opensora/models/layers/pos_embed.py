@@ -1,8 +1,7 @@
 """Sine-cosine position tables, computed for the size at hand and never saved.
 
-Coordinates are divided by a scale, so that a model trained at 512x512 (space_scale 1) sees the same span of positions
-at 256x256 with space_scale 0.5. The two-dimensional table encodes the column in its first half and the row in its
-second, which is the order of DiT's and PixArt's weights.
+The two-dimensional table encodes the column in its first half and the row in its second, which is the order of DiT's
+and PixArt's weights. How coordinates depend on the size differs from model to model, see `grid_coordinates`.
 """
 
 import torch
@@ -10,17 +9,40 @@ from torch import Tensor
 
 
 def sincos_1d(dim: int, positions: Tensor) -> Tensor:
-    """`positions [N] -> [N, dim]` fp32: `[sin(p w_k), cos(p w_k)]`, `w_k = 10000^(-k / (dim / 2))`."""
+    """`positions [..., N] -> [..., N, dim]` fp32: `[sin(p w_k), cos(p w_k)]`, `w_k = 10000^(-k / (dim / 2))`."""
     if dim % 2:
         raise ValueError(f"a sine-cosine table needs an even width, not {dim}")
     k = torch.arange(dim // 2, dtype=torch.float64, device=positions.device)
-    angles = positions.double()[:, None] * 10000.0 ** (-k / (dim / 2))  # [N, dim / 2]
-    return torch.cat([angles.sin(), angles.cos()], dim=1).float()
+    angles = positions.double()[..., None] * 10000.0 ** (-k / (dim / 2))  # [..., N, dim / 2]
+    return torch.cat([angles.sin(), angles.cos()], dim=-1).float()
 
 
-def sincos_2d(dim: int, height: int, width: int, *, scale: float = 1.0, device: torch.device | None = None) -> Tensor:
-    """A table for `height x width` tokens, row-major: `[height * width, dim]` fp32."""
-    rows = sincos_1d(dim // 2, torch.arange(height, device=device) / scale)  # [H, dim / 2]
-    columns = sincos_1d(dim // 2, torch.arange(width, device=device) / scale)  # [W, dim / 2]
-    table = torch.cat([columns[None].expand(height, -1, -1), rows[:, None].expand(-1, width, -1)], dim=2)
-    return table.reshape(height * width, dim)
+def sincos_2d(dim: int, rows: Tensor, columns: Tensor) -> Tensor:
+    """Coordinates `rows [..., H]` and `columns [..., W]` -> `[..., H * W, dim]` fp32, row-major."""
+    at_row = sincos_1d(dim // 2, rows)[..., :, None, :]  # [..., H, 1, dim / 2]
+    at_column = sincos_1d(dim // 2, columns)[..., None, :, :]  # [..., 1, W, dim / 2]
+    table = torch.cat(torch.broadcast_tensors(at_column, at_row), dim=-1)
+    return table.flatten(-3, -2)
+
+
+def grid_coordinates(
+    length: int, *, scale: float | Tensor = 1.0, base: float | None = None, device: torch.device | None = None
+) -> Tensor:
+    """The coordinates of `length` rows or columns: `i / scale`, and with `base` times `base / length`.
+
+    A model trained at 512x512 with scale 1 sees the same span of positions at 256x256 with scale 0.5. With `base`, the
+    length of the side that the model was trained on, any length spans `base / scale` (PixArt-alpha's multi-scale models).
+
+    Args:
+        length: how many.
+        scale: a number, or [B] for samples of different size.
+        base: see above; None = coordinates simply count.
+        device: where.
+
+    Returns:
+        [length], or [B, length].
+    """
+    steps = torch.arange(length, dtype=torch.float64, device=device)
+    if base is not None:
+        steps = steps * (base / length)
+    return steps / (scale.double()[:, None] if isinstance(scale, Tensor) else scale)

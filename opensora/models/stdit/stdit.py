@@ -9,17 +9,21 @@ Deviations from the released code: position tables follow the input's size and a
 masked instead of packed; the model does not drop text by itself (see `opensora.models.encode`).
 """
 
+from collections.abc import Sequence
+
 import torch
-from einops import rearrange
 from torch import Tensor, nn
 
 from opensora.acceleration.attention import kernel_from_flag, layer_norm
+from opensora.models.denoiser import Denoiser, Size, train_only
 from opensora.models.layers.attention import Attention, CrossAttention
-from opensora.models.layers.embedders import CaptionEmbedder, PatchEmbed3D, TimestepEmbedder
-from opensora.models.layers.mlp import tanh_mlp
-from opensora.models.layers.modulation import FinalLayer, modulate, per_frame
-from opensora.models.layers.pos_embed import sincos_1d, sincos_2d
-from opensora.models.stdit.weights import load_weights
+from opensora.models.layers.embedders import CaptionEmbedder
+from opensora.models.layers.init import init_linears, init_small, init_zero
+from opensora.models.layers.mlp import linear_flops, tanh_mlp
+from opensora.models.layers.modulation import AdaLN, FinalLayer, gated, modulate, per_frame
+from opensora.models.layers.pos_embed import grid_coordinates, sincos_1d, sincos_2d
+from opensora.models.loading import load_weights
+from opensora.models.stdit.weights import convert
 from opensora.registry import MODELS
 
 
@@ -29,8 +33,8 @@ class STDiTBlock(nn.Module):
     def __init__(self, dim: int, num_heads: int, mlp_ratio: float, *, kernel: str, fused_norm: bool) -> None:
         super().__init__()
         self.norm1 = layer_norm(dim, fused=fused_norm)
-        self.attn = Attention(dim, num_heads, kernel=kernel)
-        self.attn_temp = Attention(dim, num_heads, kernel=kernel)
+        self.attn = Attention(dim, num_heads, axis="space", kernel=kernel)
+        self.attn_temp = Attention(dim, num_heads, axis="time", kernel=kernel)
         self.cross_attn = CrossAttention(dim, num_heads, kernel=kernel)
         self.norm2 = layer_norm(dim, fused=fused_norm)
         self.mlp = tanh_mlp(dim, int(dim * mlp_ratio))
@@ -47,26 +51,24 @@ class STDiTBlock(nn.Module):
         temporal_positions: Tensor | None = None,
     ) -> Tensor:
         """`x [B, T, S, D]`, text `y [B, L, D]`, modulation `t, t0 [B, 6, D]`, `temporal_positions [T, D]`."""
-        _, T, S, _ = x.shape
         at_0 = None if t0 is None else self.scale_shift_table + t0
         shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = per_frame(
             x_mask, self.scale_shift_table + t, at_0
         )
-
-        x_s = rearrange(modulate(self.norm1(x), shift_msa, scale_msa), "B T S D -> (B T) S D")
-        x = x + gate_msa * rearrange(self.attn(x_s), "(B T) S D -> B T S D", T=T)
-
+        x = gated(x, gate_msa, self.attn(modulate(self.norm1(x), shift_msa, scale_msa)))
         x_t = x if temporal_positions is None else x + temporal_positions[:, None]
-        x_t = rearrange(x_t, "B T S D -> (B S) T D")
-        x = x + gate_msa * rearrange(self.attn_temp(x_t), "(B S) T D -> B T S D", S=S)
+        x = gated(x, gate_msa, self.attn_temp(x_t))
+        x = x + self.cross_attn(x, y, mask)
+        return gated(x, gate_mlp, self.mlp(modulate(self.norm2(x), shift_mlp, scale_mlp)))
 
-        tokens = rearrange(x, "B T S D -> B (T S) D")
-        x = x + rearrange(self.cross_attn(tokens, y, mask), "B (T S) D -> B T S D", T=T)
-        return x + gate_mlp * self.mlp(modulate(self.norm2(x), shift_mlp, scale_mlp))
+    def flops(self, T: int, S: int, text_len: int) -> int:
+        """Floating-point operations for one sample."""
+        attention = self.attn.flops(T, S) + self.attn_temp.flops(T, S) + self.cross_attn.flops(T * S, text_len)
+        return attention + linear_flops(self.mlp, T * S)
 
 
 @MODELS.register_module()
-class STDiT(nn.Module):
+class STDiT(Denoiser):
     """Spatial-temporal diffusion transformer (see the module's docstring).
 
     Args:
@@ -96,7 +98,7 @@ class STDiT(nn.Module):
         depth: int = 28,
         num_heads: int = 16,
         mlp_ratio: float = 4.0,
-        patch_size: tuple[int, int, int] = (1, 2, 2),
+        patch_size: Sequence[int] = (1, 2, 2),
         pred_sigma: bool = True,
         class_dropout_prob: float = 0.1,
         space_scale: float = 1.0,
@@ -106,39 +108,34 @@ class STDiT(nn.Module):
         from_pretrained: str | None = None,
         enable_flash_attn: bool | None = None,
         enable_layernorm_kernel: bool = False,
-        input_size: tuple[int | None, int | None, int | None] | None = None,
+        input_size: Sequence[int | None] | None = None,
     ) -> None:
-        super().__init__()
-        if input_size is not None and len(input_size) != 3:
-            raise ValueError(f"input_size={input_size!r}: expected (T, H, W) of the latent, or leave it out.")
-        if not 0 <= class_dropout_prob < 1:
-            raise ValueError(f"class_dropout_prob={class_dropout_prob} is not in [0, 1).")
-        self.in_channels = in_channels
-        self.out_channels = 2 * in_channels if pred_sigma else in_channels
-        self.hidden_size = hidden_size
-        self.mlp_ratio = mlp_ratio
+        super().__init__(
+            in_channels=in_channels,
+            predicts_sigma=pred_sigma,
+            hidden_size=hidden_size,
+            patch_size=patch_size,
+            class_dropout_prob=class_dropout_prob,
+            input_size=input_size,
+        )
         self.caption_channels = caption_channels
-        self.patch_size = patch_size = (patch_size[0], patch_size[1], patch_size[2])
-        self.class_dropout_prob = class_dropout_prob
         self.space_scale = space_scale
         self.time_scale = time_scale
         self.no_temporal_pos_emb = no_temporal_pos_emb
         kernel = kernel_from_flag(enable_flash_attn=enable_flash_attn)
+        pt, ph, pw = self.patch_size
 
-        self.x_embedder = PatchEmbed3D(self.patch_size, in_channels, hidden_size)
-        self.t_embedder = TimestepEmbedder(hidden_size)
-        self.t_block = nn.Sequential(nn.SiLU(), nn.Linear(hidden_size, 6 * hidden_size))
+        self.t_block = AdaLN(hidden_size, 6)
         self.y_embedder = CaptionEmbedder(caption_channels, hidden_size, model_max_length)
         self.blocks = nn.ModuleList(
             STDiTBlock(hidden_size, num_heads, mlp_ratio, kernel=kernel, fused_norm=enable_layernorm_kernel)
             for _ in range(depth)
         )
-        pt, ph, pw = self.patch_size
         self.final_layer = FinalLayer(hidden_size, pt * ph * pw, self.out_channels, fused_norm=enable_layernorm_kernel)
 
         self.initialize_weights()
         if from_pretrained is not None:
-            load_weights(self, from_pretrained)
+            load_weights(self, from_pretrained, convert)
         self._freeze(freeze)
 
     def forward(
@@ -154,115 +151,59 @@ class STDiT(nn.Module):
         width: Tensor | None = None,
         num_frames: Tensor | None = None,
     ) -> Tensor:
-        """Predict noise (or v, or x_0) from a noisy latent.
+        """See `Denoiser.forward`; fps, height, width and num_frames are not used by STDiT 1.0."""
+        latent_size = x.shape[2:]
+        _, H, W = self.grid(latent_size)
+        x = self.patchify(x)  # [B, T, S, D]
+        rows, columns = (grid_coordinates(n, scale=self.space_scale, device=x.device) for n in (H, W))
+        x = x + sincos_2d(self.hidden_size, rows, columns).to(x.dtype)
 
-        Args:
-            x: latent [B, C, T, H, W], any size.
-            timestep: [B], in [0, 1000).
-            y: text features [B, 1, L, C_text].
-            mask: [B, L] bool, True at real text tokens; None = all.
-            x_mask: [B, T] bool, True at latent frames being denoised; the others count as clean. None = all.
-            fps, height, width, num_frames: part of every denoiser's contract; STDiT 1.0 does not use them.
-
-        Returns:
-            [B, C_out, T, H, W] fp32, C_out = 2 C with `pred_sigma`.
-        """
-        size = x.shape[2:]
-        x = self.x_embedder(x)  # [B, D, T, H, W], now in patches
-        T, H, W = x.shape[2:]
-        x = rearrange(x, "B D T H W -> B T (H W) D")
-        x = x + sincos_2d(self.hidden_size, H, W, scale=self.space_scale, device=x.device).to(x.dtype)
-        frame_mask = None if x_mask is None else self._mask_of_patches(x_mask, T)
-
-        t, t_mod = self._embed_timestep(timestep)
-        t0, t0_mod = (None, None) if x_mask is None else self._embed_timestep(torch.zeros_like(timestep))
+        x_mask = self.patch_mask(x_mask)
+        t = self.t_embedder(timestep)  # [B, D]
+        t_mod = self.t_block(t)  # [B, 6, D]
+        t0 = None if x_mask is None else self.t_embedder(torch.zeros_like(timestep))
+        t0_mod = None if t0 is None else self.t_block(t0)
         y = self.y_embedder(y)  # [B, L, D]
 
-        positions = None if self.no_temporal_pos_emb else self._temporal_positions(T, x)
+        positions = None if self.no_temporal_pos_emb else self._temporal_positions(x)
         for i, block in enumerate(self.blocks):
             # the temporal positions enter once: before the first temporal attention
-            x = block(x, y, t_mod, mask, frame_mask, t0_mod, positions if i == 0 else None)
-
-        x = self.final_layer(x, t, frame_mask, t0)  # [B, T, S, patch * C_out]
-        return self.unpatchify(x, (T, H, W), size).float()
+            x = block(x, y, t_mod, mask, x_mask, t0_mod, positions if i == 0 else None)
+        return self.unpatchify(self.final_layer(x, t, x_mask, t0), latent_size)
 
     def null_condition(self, batch: int) -> Tensor:
         """The text features of "no text": `[batch, 1, L, C_text]`."""
         return self.y_embedder.null(batch)
 
     def transformer_blocks(self) -> list[nn.Module]:
-        """The blocks in forward order, for compilation, activation checkpointing and sharding."""
+        """See `Denoiser.transformer_blocks`."""
         return list(self.blocks)
 
-    def flops(self, latent_size: tuple[int, int, int], text_len: int) -> int:
-        """Floating-point operations (2 per multiply-add, matrix products only) of one forward of one sample."""
-        pt, ph, pw = self.patch_size
-        T, H, W = -(-latent_size[0] // pt), -(-latent_size[1] // ph), -(-latent_size[2] // pw)
-        N, S, D, L = T * H * W, H * W, self.hidden_size, text_len
-        hidden = int(D * self.mlp_ratio)
-        block = 2 * N * 4 * D * D + N * 2 * D * D + L * 2 * D * D + 2 * N * D * hidden  # linear layers
-        block += 2 * N * S * D + 2 * N * T * D + 2 * N * L * D  # q k^T and attention times v: spatial, temporal, text
-        embed = N * pt * ph * pw * self.in_channels * D + L * (self.caption_channels * D + D * D)
-        embed += 256 * D + D * D + 6 * D * D  # timestep
-        final = N * D * pt * ph * pw * self.out_channels
-        return 2 * (len(self.blocks) * block + embed + final)
-
-    def unpatchify(self, x: Tensor, patches: tuple[int, int, int], size: tuple[int, ...]) -> Tensor:
-        """`x [B, T, S, patch * C] -> [B, C, *size]`; padding is cut off."""
-        pt, ph, pw = self.patch_size
-        x = rearrange(
-            x,
-            "B T (H W) (pt ph pw C) -> B C (T pt) (H ph) (W pw)",
-            H=patches[1],
-            W=patches[2],
-            pt=pt,
-            ph=ph,
-            pw=pw,
-        )
-        return x[:, :, : size[0], : size[1], : size[2]]
+    def flops(self, latent_size: Size, text_len: int) -> int:
+        """See `Denoiser.flops`."""
+        T, H, W = self.grid(latent_size)
+        blocks = sum(block.flops(T, H * W, text_len) for block in self.blocks)
+        embed = linear_flops(self.t_block, 1) + linear_flops(self.y_embedder, text_len)
+        return blocks + embed + self.embed_flops(latent_size)
 
     def initialize_weights(self) -> None:
-        """Xavier for linear layers; zero for what must start as identity (specification A.1)."""
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.xavier_uniform_(module.weight)
-                nn.init.zeros_(module.bias)
-        # a patch embedding is a linear layer over flattened patches
-        patches = self.x_embedder.proj
-        nn.init.xavier_uniform_(patches.weight.view(self.hidden_size, -1))
-        for name, parameter in self.named_parameters():
-            if name == "x_embedder.proj.bias" or name.endswith(("attn_temp.proj.weight", "cross_attn.proj.weight")):
-                nn.init.zeros_(parameter)
-            elif name.startswith(("t_embedder.", "t_block.", "y_embedder.")) and name.endswith(".weight"):
-                nn.init.normal_(parameter, std=0.02)
-        nn.init.zeros_(self.final_layer.linear.weight)
+        """Zero is what makes a PixArt initialisation unchanged at step 0, and the output 0 without one."""
+        init_linears(self, self.x_embedder.proj)
+        init_small(self.t_embedder, self.t_block, self.y_embedder)
+        init_zero(layer for block in self.blocks for layer in (block.attn_temp.proj, block.cross_attn.proj))
+        init_zero([self.final_layer.linear])
 
-    def _embed_timestep(self, timestep: Tensor) -> tuple[Tensor, Tensor]:
-        t = self.t_embedder(timestep)  # [B, D]
-        return t, rearrange(self.t_block(t), "B (K D) -> B K D", K=6)
-
-    def _temporal_positions(self, num_frames: int, x: Tensor) -> Tensor:
-        positions = torch.arange(num_frames, device=x.device) / self.time_scale
+    def _temporal_positions(self, x: Tensor) -> Tensor:
+        positions = grid_coordinates(x.shape[1], scale=self.time_scale, device=x.device)
         return sincos_1d(self.hidden_size, positions).to(x.dtype)  # [T, D]
 
-    def _mask_of_patches(self, x_mask: Tensor, num_patches: int) -> Tensor:
-        """`[B, frames] -> [B, T]`: a patch of several frames is denoised when any of its frames is."""
-        pt = self.patch_size[0]
-        if pt == 1:
-            return x_mask
-        padded = torch.zeros(len(x_mask), num_patches * pt, dtype=torch.bool, device=x_mask.device)
-        padded[:, : x_mask.shape[1]] = x_mask
-        return rearrange(padded, "B (T pt) -> B T pt", pt=pt).any(dim=2)
-
     def _freeze(self, freeze: str | None) -> None:
-        if freeze is None:
-            return
-        if freeze not in ("not_temporal", "text"):
+        if freeze not in (None, "not_temporal", "text"):
             raise ValueError(f"freeze={freeze!r} is not one of 'not_temporal', 'text', None.")
-        for name, parameter in self.named_parameters():
-            temporal = ".attn_temp." in name
-            text = ".cross_attn." in name or name.startswith("y_embedder.")
-            parameter.requires_grad_(temporal if freeze == "not_temporal" else not text)
+        if freeze == "not_temporal":
+            train_only(self, lambda name: ".attn_temp." in name)
+        elif freeze == "text":
+            train_only(self, lambda name: ".cross_attn." not in name and not name.startswith("y_embedder."))
 
 
 for _name, _preset in {

@@ -1,40 +1,33 @@
 """Weights for STDiT: what other files call things, and what may differ.
 
-Position tables are recomputed for every size and never read. A "no text" table of another length is cut, or extended
-by its last row, as Open-Sora does.
+Recognised by content: our own checkpoints and Open-Sora 1.0's .pth (the same names), and PixArt-alpha's .pth, from which
+Open-Sora 1.0 starts: everything but the temporal attention, whose output is zero at first.
 """
 
 from collections.abc import Mapping
-from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 
-from opensora.utils.ckpt import load_strictly, read_weights
+from opensora.models.loading import Conversion, grow_patches, pick, resize_rows
 
-RECOMPUTED = ("pos_embed", "pos_embed_temporal")
+RECOMPUTED = dict.fromkeys(("pos_embed", "pos_embed_temporal"), "recomputed for every size")
 NULL_TEXT = "y_embedder.y_embedding"
+PATCHES = "x_embedder.proj.weight"
 
 
-def load_weights(model: nn.Module, path: str | Path) -> None:
-    """Load `path` (see `opensora.utils.ckpt.read_weights`) into an STDiT, strictly.
-
-    Raises:
-        UserError: the file is missing, unsafe, or of another architecture.
-    """
-    state = convert(read_weights(path), num_text_tokens=model.state_dict()[NULL_TEXT].shape[0])
-    load_strictly(model, state, path)
-
-
-def convert(state: Mapping[str, Tensor], num_text_tokens: int) -> dict[str, Tensor]:
-    """A released STDiT state dict -> ours."""
-    state = {name: tensor for name, tensor in state.items() if name not in RECOMPUTED}
-    if NULL_TEXT in state:
-        state[NULL_TEXT] = _resize_rows(state[NULL_TEXT], num_text_tokens)
-    return state
-
-
-def _resize_rows(table: Tensor, rows: int) -> Tensor:
-    if len(table) >= rows:
-        return table[:rows]
-    return torch.cat([table, table[-1:].expand(rows - len(table), -1)])
+def convert(state: Mapping[str, Tensor], model: nn.Module) -> Conversion:
+    """A released state dict -> an STDiT's."""
+    own = model.state_dict()
+    tensors, dropped = pick(state, RECOMPUTED)
+    result = Conversion(tensors, "STDiT", dropped=dropped)
+    if not any(".attn_temp." in name for name in tensors):
+        result.format = "PixArt-alpha"
+        result.initial = {name: "PixArt has no temporal attention" for name in own if ".attn_temp." in name}
+    if tensors.get(PATCHES) is not None and tensors[PATCHES].ndim == 4:
+        tensors[PATCHES] = grow_patches(tensors[PATCHES], own[PATCHES].shape[2])
+        result.converted[PATCHES] = "2-D patch kernel made 3-D"
+    rows = len(own[NULL_TEXT])
+    if NULL_TEXT in tensors and len(tensors[NULL_TEXT]) != rows:
+        result.converted[NULL_TEXT] = f"{len(tensors[NULL_TEXT])} rows of the no-text table made {rows}"
+        tensors[NULL_TEXT] = resize_rows(tensors[NULL_TEXT], rows)
+    return result

@@ -6,8 +6,9 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from opensora.acceleration.checkpointing import checkpoint_activations
+from opensora.models.loading import load_weights
 from opensora.models.stdit.stdit import STDiT
-from opensora.models.stdit.weights import load_weights
+from opensora.models.stdit.weights import convert
 from opensora.registry import MODELS
 from opensora.utils.ckpt import save_checkpoint
 from opensora.utils.errors import UserError
@@ -230,7 +231,7 @@ class TestWeights:
         before = {k: v.clone() for k, v in model.state_dict().items()}
         torch.save(toy(depth=3).state_dict(), tmp_path / "w.pth")
         with pytest.raises(UserError):
-            load_weights(model, tmp_path / "w.pth")
+            load_weights(model, tmp_path / "w.pth", convert)
         torch.testing.assert_close(model.state_dict(), before)
 
     def test_nothing_there(self):

@@ -1,0 +1,105 @@
+"""The two transformer blocks that the whole field is built from, over tokens [B, T, S, D]."""
+
+import torch
+from torch import Tensor, nn
+
+from opensora.acceleration.attention import layer_norm
+from opensora.models.layers.attention import Attention, CrossAttention
+from opensora.models.layers.mlp import linear_flops, tanh_mlp
+from opensora.models.layers.modulation import AdaLN, gated, modulate, per_frame
+
+
+class AdaLNZeroBlock(nn.Module):
+    """Self-attention and MLP, both modulated and gated by the condition (DiT, Peebles & Xie 2023, figure 3).
+
+    Names: `attn`, `mlp`, `adaLN_modulation.1`.
+
+    Args:
+        attn: what attends to what.
+        mlp_ratio: width of the MLP's hidden layer / width.
+        fused_norm: ask for apex's LayerNorm.
+    """
+
+    def __init__(self, attn: Attention, mlp_ratio: float, *, fused_norm: bool = False) -> None:
+        super().__init__()
+        dim = attn.proj.in_features
+        self.norm1 = layer_norm(dim, fused=fused_norm)
+        self.attn = attn
+        self.norm2 = layer_norm(dim, fused=fused_norm)
+        self.mlp = tanh_mlp(dim, int(dim * mlp_ratio))
+        self.adaLN_modulation = AdaLN(dim, 6)
+
+    def forward(self, x: Tensor, c: Tensor, x_mask: Tensor | None = None, c0: Tensor | None = None) -> Tensor:
+        """Tokens `x [B, T, S, D]`, condition `c [B, D]`; with `x_mask [B, T]` also `c0 [B, D]`, that of timestep 0."""
+        at_0 = None if c0 is None else self.adaLN_modulation(c0)
+        shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = per_frame(
+            x_mask, self.adaLN_modulation(c), at_0
+        )
+        x = gated(x, gate_msa, self.attn(modulate(self.norm1(x), shift_msa, scale_msa)))
+        return gated(x, gate_mlp, self.mlp(modulate(self.norm2(x), shift_mlp, scale_mlp)))
+
+    def flops(self, T: int, S: int) -> int:
+        """Floating-point operations for one sample."""
+        return self.attn.flops(T, S) + linear_flops(self.mlp, T * S) + linear_flops(self.adaLN_modulation, 1)
+
+
+class AdaLNSingleBlock(nn.Module):
+    """Self-attention, cross-attention to the text, MLP; modulated through a table of its own (PixArt-alpha, section 2.3).
+
+    The text branch has neither norm nor gate. Names: `attn`, `cross_attn`, `mlp`, `scale_shift_table`.
+
+    Args:
+        attn: what attends to what.
+        cross_attn: None makes a block that does not see the text.
+        mlp_ratio: width of the MLP's hidden layer / width.
+        fused_norm: ask for apex's LayerNorm.
+    """
+
+    def __init__(
+        self, attn: Attention, cross_attn: CrossAttention | None, mlp_ratio: float, *, fused_norm: bool = False
+    ) -> None:
+        super().__init__()
+        dim = attn.proj.in_features
+        self.norm1 = layer_norm(dim, fused=fused_norm)
+        self.attn = attn
+        self.cross_attn = cross_attn
+        self.norm2 = layer_norm(dim, fused=fused_norm)
+        self.mlp = tanh_mlp(dim, int(dim * mlp_ratio))
+        self.scale_shift_table = nn.Parameter(torch.randn(6, dim) / dim**0.5)
+
+    def forward(
+        self,
+        x: Tensor,
+        y: Tensor,
+        t: Tensor,
+        mask: Tensor | None = None,
+        x_mask: Tensor | None = None,
+        t0: Tensor | None = None,
+        rope: Tensor | None = None,
+        grid: tuple[int, int] | None = None,
+    ) -> Tensor:
+        """One block.
+
+        Args:
+            x: tokens [B, T, S, D].
+            y, mask: text [B, L, D], and [B, L] bool, True at real tokens.
+            t: modulation of the timestep, [B, 6, D].
+            x_mask, t0: frames being denoised [B, T], and the modulation of timestep 0 for the others.
+            rope, grid: see `Attention`.
+
+        Returns:
+            [B, T, S, D].
+        """
+        at_0 = None if t0 is None else self.scale_shift_table + t0
+        shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = per_frame(
+            x_mask, self.scale_shift_table + t, at_0
+        )
+        x = gated(x, gate_msa, self.attn(modulate(self.norm1(x), shift_msa, scale_msa), rope, grid))
+        if self.cross_attn is not None:
+            x = x + self.cross_attn(x, y, mask)
+        return gated(x, gate_mlp, self.mlp(modulate(self.norm2(x), shift_mlp, scale_mlp)))
+
+    def flops(self, T: int, S: int, text_len: int) -> int:
+        """Floating-point operations for one sample."""
+        text = 0 if self.cross_attn is None else self.cross_attn.flops(T * S, text_len)
+        return self.attn.flops(T, S) + text + linear_flops(self.mlp, T * S)

@@ -1,0 +1,98 @@
+"""Loading weights into a model: recognised by content, converted, checked strictly, and reported in one table.
+
+Each architecture's `weights.py` has `convert(state, model) -> Conversion`, which knows what other files call its tensors;
+everything else is here.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from opensora.utils.ckpt import load_strictly, read_weights
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Conversion:
+    """A file's weights in a model's own names, and what was done on the way.
+
+    Args:
+        tensors: own name -> tensor.
+        format: what the file was recognised as, such as "DiT, diffusers".
+        converted: own name -> what was changed beyond the name ("2-D patch kernel, one frame of a 3-D one").
+        dropped: the file's name -> why it is not used ("recomputed for every size").
+        initial: own name -> why it may be missing, and keeps its initial value ("PixArt has no temporal attention").
+    """
+
+    tensors: dict[str, Tensor]
+    format: str
+    converted: dict[str, str] = field(default_factory=dict)
+    dropped: dict[str, str] = field(default_factory=dict)
+    initial: dict[str, str] = field(default_factory=dict)
+
+
+Convert = Callable[[Mapping[str, Tensor], nn.Module], Conversion]
+
+
+def load_weights(model: nn.Module, path: str | Path, convert: Convert) -> str:
+    """Load `path` (anything that `opensora.utils.ckpt.read_weights` reads) into `model`, strictly.
+
+    Returns:
+        The table of what was loaded, converted, dropped and left at its initial value; it is also logged.
+
+    Raises:
+        UserError: the file is missing, unsafe, or of another architecture. The model is then as it was.
+    """
+    conversion = convert(read_weights(path), model)
+    missing = conversion.initial.keys() - conversion.tensors.keys()
+    load_strictly(model, conversion.tensors, path, may_miss=missing)
+    table = report(conversion, model, path)
+    log.info(table)
+    return table
+
+
+def report(conversion: Conversion, model: nn.Module, path: str | Path) -> str:
+    """One line for each thing that happened, with counts."""
+    own = model.state_dict()
+    numel = sum(tensor.numel() for tensor in conversion.tensors.values())
+    left = {name: why for name, why in conversion.initial.items() if name not in conversion.tensors}
+    lines = [
+        f"{type(model).__name__} from {path} ({conversion.format})",
+        f"  loaded      {len(conversion.tensors)} of {len(own)} tensors, {numel / 1e6:.2f} M numbers",
+    ]
+    for title, items in (("converted", conversion.converted), ("dropped", conversion.dropped), ("left as is", left)):
+        lines += [f"  {title:<11} {line}" for line in _by_reason(items)]
+    return "\n".join(lines)
+
+
+def pick(state: Mapping[str, Tensor], dropped: Mapping[str, str]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """`state` without the names in `dropped` (name -> reason), and those of them that were there."""
+    kept = {name: tensor for name, tensor in state.items() if name not in dropped}
+    return kept, {name: why for name, why in dropped.items() if name in state}
+
+
+def resize_rows(table: Tensor, rows: int) -> Tensor:
+    """Cut a "no text" table [L, C], or extend it by its last row, as Open-Sora does."""
+    if len(table) >= rows:
+        return table[:rows]
+    return torch.cat([table, table[-1:].expand(rows - len(table), -1)])
+
+
+def grow_patches(weight: Tensor, num_frames: int) -> Tensor:
+    """A 2-D patch kernel `[D, C, p, p]` as the 3-D one `[D, C, num_frames, p, p]` that sees the frames' mean."""
+    return weight.unsqueeze(2).repeat(1, 1, num_frames, 1, 1) / num_frames
+
+
+def _by_reason(items: Mapping[str, str]) -> list[str]:
+    groups: dict[str, list[str]] = {}
+    for name, why in items.items():
+        groups.setdefault(why, []).append(name)
+    return [
+        f"{len(names)} tensor{'s' * (len(names) > 1)}: {why} ({names[0]}{', ...' if len(names) > 1 else ''})"
+        for why, names in groups.items()
+    ]
