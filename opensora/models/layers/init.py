@@ -24,8 +24,8 @@ def init_small(*modules: nn.Module) -> None:
                 nn.init.normal_(layer.weight, std=0.02)
 
 
-def init_zero(layers: Iterable[nn.Linear]) -> None:
+def init_zero(layers: Iterable[nn.Module]) -> None:
     """Layers that give zero at first, so that their branch is the identity."""
     for layer in layers:
-        nn.init.zeros_(layer.weight)
-        nn.init.zeros_(layer.bias)
+        for parameter in layer.parameters():
+            nn.init.zeros_(parameter)

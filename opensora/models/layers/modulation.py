@@ -52,7 +52,7 @@ class AdaLN(nn.Sequential):
     def forward(self, c: Tensor) -> Tensor:
         """`c [B, D] -> [B, num_vectors, D]`."""
         with torch.autocast(c.device.type, enabled=False):
-            vectors = super().forward(c.to(self[1].weight.dtype))
+            vectors = super().forward(c.to(next(self.parameters()).dtype))
         return rearrange(vectors, "B (K D) -> B K D", K=self.num_vectors)
 
 

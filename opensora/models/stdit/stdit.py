@@ -10,6 +10,7 @@ masked instead of packed; the model does not drop text by itself (see `opensora.
 """
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -127,13 +128,14 @@ class STDiT(Denoiser):
 
         self.t_block = AdaLN(hidden_size, 6)
         self.y_embedder = CaptionEmbedder(caption_channels, hidden_size, model_max_length)
-        self.blocks = nn.ModuleList(
+        blocks = [
             STDiTBlock(hidden_size, num_heads, mlp_ratio, kernel=kernel, fused_norm=enable_layernorm_kernel)
             for _ in range(depth)
-        )
+        ]
+        self.blocks = nn.ModuleList(blocks)
         self.final_layer = FinalLayer(hidden_size, pt * ph * pw, self.out_channels, fused_norm=enable_layernorm_kernel)
 
-        self.initialize_weights()
+        self._initialize(blocks)
         if from_pretrained is not None:
             load_weights(self, from_pretrained, convert)
         self._freeze(freeze)
@@ -182,15 +184,15 @@ class STDiT(Denoiser):
     def flops(self, latent_size: Size, text_len: int) -> int:
         """See `Denoiser.flops`."""
         T, H, W = self.grid(latent_size)
-        blocks = sum(block.flops(T, H * W, text_len) for block in self.blocks)
+        block = cast(STDiTBlock, self.blocks[0])  # they are alike
         embed = linear_flops(self.t_block, 1) + linear_flops(self.y_embedder, text_len)
-        return blocks + embed + self.embed_flops(latent_size)
+        return len(self.blocks) * block.flops(T, H * W, text_len) + embed + self.embed_flops(latent_size)
 
-    def initialize_weights(self) -> None:
+    def _initialize(self, blocks: Sequence[STDiTBlock]) -> None:
         """Zero is what makes a PixArt initialisation unchanged at step 0, and the output 0 without one."""
         init_linears(self, self.x_embedder.proj)
         init_small(self.t_embedder, self.t_block, self.y_embedder)
-        init_zero(layer for block in self.blocks for layer in (block.attn_temp.proj, block.cross_attn.proj))
+        init_zero(layer for block in blocks for layer in (block.attn_temp.proj, block.cross_attn.proj))
         init_zero([self.final_layer.linear])
 
     def _temporal_positions(self, x: Tensor) -> Tensor:
