@@ -1,8 +1,15 @@
-"""Name -> constructor tables. The only module every part of opensora may import."""
+"""Name -> constructor tables. The only module every part of opensora may import.
 
+python -m opensora.registry                        every registered name, with one line about it
+python -m opensora.registry STDiT-XL/2             one name: what it is, its arguments and their defaults
+python -m opensora.registry --registry scheduler   one table: model, scheduler, dataset or plugin
+"""
+
+import argparse
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -98,3 +105,76 @@ MODELS = Registry("model", scope="opensora", locations=["opensora.models"])
 SCHEDULERS = Registry("scheduler", scope="opensora", locations=["opensora.schedulers"])
 DATASETS = Registry("dataset", scope="opensora", locations=["opensora.datasets"])
 PLUGINS = Registry("plugin", scope="opensora", locations=["opensora.acceleration"])
+SEE_MODULE = " (see the module's docstring)"
+REGISTRIES = {registry.name: registry for registry in (MODELS, SCHEDULERS, DATASETS, PLUGINS)}
+
+
+def list_registered(registries: Sequence[Registry]) -> str:
+    """Every name with the first line of its documentation; a variant with the defaults that it changes."""
+    blocks = []
+    for registry in registries:
+        names = registry.choices()
+        width = max((len(name) for name in names), default=0)
+        rows = [f"  {name:<{width}}  {_one_line(registry.get(name))}" for name in names]
+        blocks.append("\n".join([f"{registry.name} ({len(names)})", *rows]))
+    return "\n\n".join(blocks)
+
+
+def describe_registered(name: str, registry: Registry) -> str:
+    """What a name stands for, its arguments with types and defaults, and its documentation."""
+    constructor = registry.get(name)
+    origin = inspect.unwrap(constructor)
+    doc = inspect.getdoc(constructor) or "no description"
+    if SEE_MODULE in doc:
+        doc = f"{(sys.modules[origin.__module__].__doc__ or '').strip()}\n\n{doc}"
+    parameters = [p for key, p in inspect.signature(constructor).parameters.items() if key != "self"]
+    return "\n".join(
+        [
+            f"{name}: {registry.name}, {origin.__module__}.{origin.__qualname__}",
+            "",
+            *(
+                f"  {p.replace(kind=inspect.Parameter.KEYWORD_ONLY)}".replace("collections.abc.", "")
+                for p in parameters
+            ),
+            "",
+            doc,
+        ]
+    )
+
+
+def _one_line(constructor: Callable[..., Any]) -> str:
+    line = (inspect.getdoc(constructor) or "no description").splitlines()[0].replace(SEE_MODULE, "")
+    changed = _changed_defaults(constructor)
+    return f"{line} [{', '.join(changed)}]" if changed else line
+
+
+def _changed_defaults(constructor: Callable[..., Any]) -> list[str]:
+    """`depth=12` for each default in which a variant differs from what it is a variant of."""
+    ours = inspect.signature(constructor).parameters
+    plain = inspect.signature(inspect.unwrap(constructor)).parameters
+    return [f"{key}={p.default!r}" for key, p in ours.items() if key in plain and plain[key].default != p.default]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line; an unknown name ends it with exit code 2."""
+    parser = argparse.ArgumentParser(
+        prog="python -m opensora.registry", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("name", nargs="?", help="a registered name, to be told about in detail")
+    parser.add_argument("--registry", choices=list(REGISTRIES), help="only this table")
+    args = parser.parse_args(argv)
+    chosen = [REGISTRIES[args.registry]] if args.registry else list(REGISTRIES.values())
+    if args.name is None:
+        sys.stdout.write(list_registered(chosen) + "\n")
+        return
+    names = {name: registry for registry in chosen for name in registry.choices()}
+    if args.name not in names:
+        parser.error(f"{args.name!r} is not registered.{did_you_mean(args.name, list(names))}")
+    sys.stdout.write(describe_registered(args.name, names[args.name]) + "\n")
+
+
+if __name__ == "__main__":
+    # this file as a program is a module of its own, whose tables stay empty
+    from opensora import registry as canonical
+
+    canonical.main()

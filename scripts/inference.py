@@ -28,6 +28,7 @@ from opensora.inference.prompts import load_prompts
 from opensora.registry import MODELS, SCHEDULERS
 from opensora.utils.config import InferenceConfig, parse_config, to_dict
 from opensora.utils.errors import exit_on_user_error
+from opensora.utils.logging import show_messages
 from opensora.utils.run import environment
 
 COMPONENTS = {"model": MODELS, "vae": MODELS, "text_encoder": MODELS, "scheduler": SCHEDULERS}
@@ -45,6 +46,8 @@ def main() -> None:
     """Read config and prompts, then make every sample that is not there yet."""
     cfg = parse_config(InferenceConfig, COMPONENTS)
     world = init_world(cfg.device)
+    if world.is_main and cfg.verbose > 0:
+        show_messages()
     try:
         sample(cfg, world)
     finally:

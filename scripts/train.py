@@ -28,7 +28,7 @@ from opensora.registry import DATASETS, MODELS, SCHEDULERS, build_module
 from opensora.utils.config import TrainConfig, parse_config, to_dict
 from opensora.utils.ema import EMA
 from opensora.utils.errors import exit_on_user_error
-from opensora.utils.logging import RunLog
+from opensora.utils.logging import RunLog, show_messages
 from opensora.utils.lr_scheduler import set_lr
 from opensora.utils.run import RunState, Throughput, due, make_run_folder, save_run
 from opensora.utils.seed import generators
@@ -41,6 +41,8 @@ def main() -> None:
     """Build what the config names, then train."""
     cfg = parse_config(TrainConfig, COMPONENTS)
     world = init_world(cfg.device)
+    if world.is_main:
+        show_messages()
     try:
         train(cfg, world)
     finally:

@@ -34,7 +34,7 @@ from opensora.utils.ckpt import load_strictly
 from opensora.utils.config import VAETrainConfig, parse_config, to_dict
 from opensora.utils.ema import EMA
 from opensora.utils.errors import exit_on_user_error
-from opensora.utils.logging import RunLog
+from opensora.utils.logging import RunLog, show_messages
 from opensora.utils.lr_scheduler import set_lr
 from opensora.utils.run import RunState, Throughput, due, make_run_folder, save_run
 from opensora.utils.seed import generators
@@ -48,6 +48,8 @@ def main() -> None:
     """Build what the config names, then train."""
     cfg = parse_config(VAETrainConfig, COMPONENTS)
     world = init_world(cfg.device)
+    if world.is_main:
+        show_messages()
     try:
         train(cfg, world)
     finally:

@@ -1,16 +1,22 @@
-"""Every shipped config loads against its schema, and its model can be built."""
+"""Every shipped config loads against its schema, its model can be built, and its parts fit together."""
 
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torchvision.models import ResNet18_Weights
 
+from opensora.inference.prompts import load_prompts
+from opensora.models.denoiser import Denoiser
 from opensora.registry import DATASETS, MODELS, SCHEDULERS, build_module
 from opensora.utils.config import InferenceConfig, TrainConfig, VAETrainConfig, parse_config
 from opensora.utils.config_schema import Schema
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "configs").rglob("*.py"))
+TEXT_CHANNELS = {"t5": 4096, "clip": 512, "classes": 1, "hf": 384}  # of the encoders that the configs name
 REGISTRIES = {"model": MODELS, "vae": MODELS, "text_encoder": MODELS, "scheduler": SCHEDULERS, "dataset": DATASETS}
 
 
@@ -27,6 +33,9 @@ def parse(config: str):
     return parse_config(schema, REGISTRIES, [str(ROOT / config), *argv])
 
 
+OF_DENOISERS = [config for config in CONFIGS if schema_of(config) is not VAETrainConfig]
+
+
 def test_there_are_configs():
     assert len(CONFIGS) >= 6
 
@@ -36,19 +45,85 @@ def test_a_config_loads(config):
     parse(config)
 
 
-@pytest.mark.parametrize("config", [c for c in CONFIGS if schema_of(c) is not VAETrainConfig])
-def test_the_model_of_a_config_can_be_built(config):
+@cache
+def model_of(config: str) -> Denoiser:
+    """The config's denoiser on the meta device, built as the scripts build it."""
     cfg = parse(config)
     architecture = {**cfg.model, "from_pretrained": None}  # weights are downloaded or trained, not shipped
     runtime = {
         "in_channels": 4,
-        "caption_channels": 4096 if cfg.text_encoder["type"] == "t5" else 384,
-        "model_max_length": cfg.text_encoder["model_max_length"],
+        "caption_channels": TEXT_CHANNELS[cfg.text_encoder["type"]],
+        "model_max_length": 1 if cfg.text_encoder["type"] == "classes" else cfg.text_encoder["model_max_length"],
     }
     with torch.device("meta"):
-        model = build_module(architecture, MODELS, **runtime)
+        return build_module(architecture, MODELS, **runtime)
+
+
+@pytest.mark.parametrize("config", OF_DENOISERS)
+def test_the_model_of_a_config_can_be_built(config):
+    model = model_of(config)
     assert all(parameter.is_meta for parameter in model.parameters())
     assert len(list(model.transformer_blocks())) > 0
+
+
+@pytest.mark.parametrize("config", OF_DENOISERS)
+def test_the_model_takes_what_the_text_encoder_gives(config):
+    encoder = parse(config).text_encoder
+    null = model_of(config).null_condition(1)
+    if encoder["type"] == "classes":
+        assert not null.is_floating_point()
+        assert parse(config).model["condition"] == f"label_{encoder['num_classes']}"
+    else:
+        length = 1 if encoder["type"] == "clip" else encoder["model_max_length"]  # clip gives one pooled vector
+        assert null.shape == (1, 1, length, TEXT_CHANNELS[encoder["type"]])
+
+
+@pytest.mark.parametrize("config", OF_DENOISERS)
+def test_the_model_predicts_what_the_scheduler_wants(config):
+    scheduler = build_module(parse(config).scheduler, SCHEDULERS)
+    learned = scheduler.variance == "learned_range"
+    assert model_of(config).out_channels == (8 if learned else 4)
+
+
+@pytest.mark.parametrize("config", OF_DENOISERS)
+def test_the_size_is_one_that_the_vae_makes(config):
+    assert all(side % 8 == 0 for side in parse(config).image_size)
+
+
+@pytest.mark.parametrize("config", [c for c in OF_DENOISERS if parse(c).num_frames == 1])
+def test_images_have_no_time(config):
+    cfg = parse(config)
+    if cfg.model["type"].startswith(("DiT", "PixArt")):  # of the others, each has its own way with one frame
+        assert cfg.model["no_temporal_pos_emb"] is True
+    if isinstance(cfg, TrainConfig):
+        assert cfg.use_image_transform
+        assert cfg.frame_interval == 1
+
+
+@pytest.mark.parametrize("config", [c for c in CONFIGS if schema_of(c) is InferenceConfig])
+def test_the_prompts_of_a_config_are_there(config, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    cfg = parse(config)
+    prompts = load_prompts(cfg.prompt, cfg.prompt_path)
+    if cfg.text_encoder["type"] == "classes":
+        y, _ = build_module(cfg.text_encoder, MODELS).encode(prompts)  # refuses what is no class
+        assert y.shape == (len(prompts), 1, 1, 1)
+    else:
+        assert all(" " in prompt for prompt in prompts)
+
+
+def test_the_labels_are_those_of_the_class_numbers():
+    numbers, labels = (load_prompts(None, ROOT / f"assets/texts/imagenet_{kind}.txt") for kind in ("id", "labels"))
+    names = ResNet18_Weights.IMAGENET1K_V1.meta["categories"]
+    assert [names[int(number)] for number in numbers] == labels
+    numbers, labels = (load_prompts(None, ROOT / f"assets/texts/ucf101_{kind}.txt") for kind in ("id", "labels"))
+    assert len(numbers) == len(labels)
+    assert sorted(labels) == [label for _, label in sorted(zip(map(int, numbers), labels, strict=True))]  # alphabetical
+
+
+def test_the_page_on_structure_lists_every_config():
+    page = (ROOT / "docs" / "structure.md").read_text()
+    assert [config for config in CONFIGS if Path(config).name not in page] == []
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -78,3 +153,55 @@ def test_the_settings_of_open_sora_1_0(
     for cfg in (train, inference):
         assert cfg.model["type"] == "STDiT-XL/2"
         assert (cfg.model["space_scale"], cfg.model["time_scale"]) == (space, time)
+
+
+@pytest.mark.parametrize(
+    ("name", "frames", "interval", "batch_size", "lr", "ckpt_every", "grad_checkpoint"),
+    [
+        ("dit/train/1x256x256", 1, 1, 128, 1e-4, 1000, False),
+        ("dit/train/16x256x256", 16, 3, 8, 2e-5, 1000, False),
+        ("latte/train/16x256x256", 16, 3, 8, 2e-5, 1000, True),
+        ("pixart/train/16x256x256", 16, 3, 8, 2e-5, 1000, False),
+        ("pixart/train/1x512x512", 1, 1, 32, 2e-5, 1000, True),
+        ("pixart/train/64x512x512", 64, 2, 4, 2e-5, 250, True),
+    ],
+)
+def test_how_open_sora_1_0_trains_the_other_families(
+    name, frames, interval, batch_size, lr, ckpt_every, grad_checkpoint
+):
+    cfg = parse(f"configs/{name}.py")
+    assert (cfg.num_frames, cfg.frame_interval) == (frames, interval)
+    assert (cfg.batch_size, cfg.lr, cfg.grad_clip, cfg.dtype) == (batch_size, lr, 1.0, "bf16")
+    assert (cfg.ckpt_every, cfg.grad_checkpoint, cfg.plugin) == (ckpt_every, grad_checkpoint, "ddp")
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "steps", "scale", "channel", "sampler"),
+    [
+        ("dit/inference/1x256x256-class", {"condition": "label_1000"}, 250, 4.0, 3, "ancestral"),
+        ("latte/inference/16x256x256-class", {"condition": "label_101"}, 250, 7.0, None, "ancestral"),
+        ("latte/inference/16x512x512-t2v", {"space_scale": 1.0}, 50, 7.5, None, "ddim"),
+        ("pixart/inference/1x256x256", {"space_scale": 1.0}, 100, 4.5, None, "ancestral"),
+        ("pixart/inference/1x512x512", {"space_scale": 1.0}, 100, 4.5, None, "ancestral"),
+        ("pixart/inference/1x1024MS", {"space_scale": 2.0}, 100, 4.5, None, "ancestral"),
+        ("pixart/inference/1x1024-sigma", {"space_scale": 2.0}, 100, 4.5, None, "ancestral"),
+        (
+            "opensora-v1-1/inference/sample",
+            {"input_sq_size": 512, "norm_order": "rope_then_norm"}, 100, 7.0, 3, "ancestral",
+        ),
+    ],
+)  # fmt: skip
+def test_how_released_weights_are_sampled(name, model: dict[str, Any], steps, scale, channel, sampler):
+    cfg = parse(f"configs/{name}.py")
+    assert {key: cfg.model[key] for key in model} == model
+    scheduler = build_module(cfg.scheduler, SCHEDULERS)
+    assert (scheduler.num_sampling_steps, scheduler.cfg_scale, scheduler.cfg_channel) == (steps, scale, channel)
+    assert scheduler.sampler == sampler
+
+
+@pytest.mark.parametrize(("name", "frames", "batch_size"), [("image", 1, 80), ("video", 16, 16)])
+def test_the_buckets_of_open_sora_1_1(name, frames, batch_size):
+    cfg = parse(f"configs/opensora-v1-1/train/{name}.py")
+    assert (cfg.num_frames, cfg.batch_size, cfg.lr, cfg.ckpt_every) == (frames, batch_size, 2e-5, 500)
+    assert cfg.text_encoder["model_max_length"] == 200
+    assert "norm_order" not in cfg.model  # the released weights' order is for them alone

@@ -8,6 +8,8 @@ from opensora.acceleration.distributed import World
 from opensora.acceleration.engine import build_engine
 from opensora.registry import MODELS, SCHEDULERS
 from opensora.utils.seed import generators
+from tests.acceleration.test_short_attention import SIZES, compare
+from tests.models.denoisers import FAMILIES, build, inputs
 
 pytestmark = pytest.mark.gpu
 TOY = {"type": "STDiT-XXS/2", "caption_channels": 16, "model_max_length": 5}
@@ -53,3 +55,35 @@ def test_training_steps_lower_the_loss(dtype, compiled):
         engine.step()
         losses.append(loss.item())
     assert losses[-1] < 0.8 * losses[0]
+
+
+@pytest.mark.parametrize("size", [*SIZES, (2, 5, 3, 33, 64), (1, 3, 2, 64, 128)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 3e-2), (torch.float16, 4e-3)])
+def test_short_attention_equals_the_formula(size, dtype, tolerance):
+    compare(size, "cuda", dtype, tolerance)
+
+
+def on_gpu(cond):
+    return {name: value.cuda() for name, value in cond.items()}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_denoiser_equals_the_cpus(family):
+    model = build(family)
+    cond = inputs(model)
+    expected = model(**cond)
+    torch.testing.assert_close(model.cuda()(**on_gpu(cond)).cpu(), expected, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("family", ["STDiT", "DiT-text", "PixArt", "STDiT3"])
+def test_compiled_blocks_give_the_gradients_of_eager_ones_at_every_size(family):
+    eager, compiled = build(family).cuda().train(), build(family).cuda().train()
+    compile_blocks(compiled.transformer_blocks(), varying_sizes=True)
+    for size in [(4, 6, 8), (7, 4, 12), (2, 8, 8), (1, 6, 8)]:
+        cond = on_gpu(inputs(eager, size=size))
+        for model in (eager, compiled):
+            model.zero_grad()
+            model(**cond).square().mean().backward()
+        for a, b in zip(eager.parameters(), compiled.parameters(), strict=True):
+            torch.testing.assert_close(a.grad, b.grad, atol=1e-4, rtol=1e-3)

@@ -1,10 +1,21 @@
 """Names that hit, and what is told about those that miss."""
 
 import inspect
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
-from opensora.registry import Registry, build_module, did_you_mean
+from opensora.registry import (
+    REGISTRIES,
+    Registry,
+    build_module,
+    describe_registered,
+    did_you_mean,
+    list_registered,
+    main,
+)
 
 
 @pytest.fixture
@@ -13,6 +24,12 @@ def registry():
 
     @registry.register_module(name="Part")
     class Part:
+        """A part of something.
+
+        Args:
+            depth: how deep.
+        """
+
         def __init__(self, depth=28, width=4, channels=None):
             self.depth, self.width, self.channels = depth, width, channels
 
@@ -91,3 +108,51 @@ def test_a_variant_is_checked_like_any_constructor(registry):
 def test_did_you_mean():
     assert did_you_mean("depht", ["depth", "width"]) == " Did you mean 'depth'?"
     assert did_you_mean("zzz", ["depth", "width"]) == ""
+
+
+def test_the_list_has_every_name_its_first_line_and_a_variants_defaults(registry):
+    assert list_registered([registry]).splitlines() == [
+        "part (2)",
+        "  Part    A part of something.",
+        "  Part-S  A part of something. [depth=2]",
+    ]
+
+
+def test_a_name_is_described_with_its_defaults_and_documentation(registry):
+    text = describe_registered("Part-S", registry)
+    assert text.startswith("Part-S: part, ")
+    assert "\n  depth=2\n  width=4\n  channels=None\n" in text
+    assert text.endswith("depth: how deep.")
+
+
+def test_everything_registered_says_what_it_is():
+    assert "no description" not in list_registered(list(REGISTRIES.values()))
+
+
+def test_the_command_line(capsys):
+    main([])
+    everything = capsys.readouterr().out
+    main(["--registry", "scheduler"])
+    schedulers = capsys.readouterr().out
+    assert schedulers in everything
+    assert "STDiT-XL/2" not in schedulers
+    main(["STDiT-XS/2"])
+    described = capsys.readouterr().out
+    assert "  hidden_size: int = 192\n" in described
+    assert "Open-Sora 1.0" in described  # its module's text
+
+
+@pytest.mark.parametrize("argv", [["STDiT-XL/3"], ["STDiT-XL/2", "--registry", "scheduler"], ["--registry", "modle"]])
+def test_an_unknown_name_ends_with_code_2(capsys, argv):
+    with pytest.raises(SystemExit) as exit_:
+        main(argv)
+    assert exit_.value.code == 2
+    if argv == ["STDiT-XL/3"]:
+        assert "'STDiT-XL/3' is not registered. Did you mean 'STDiT-XL/2'?" in capsys.readouterr().err
+
+
+def test_as_a_program_it_lists_the_package_tables_not_its_own():
+    command = [sys.executable, "-m", "opensora.registry", "--registry", "model"]
+    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=True)
+    assert "  STDiT-XL/2 " in done.stdout
+    assert "Warning" not in done.stderr

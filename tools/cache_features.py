@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from opensora.acceleration.distributed import init_world
 from opensora.datasets.latent_cache import write_cache
 from opensora.datasets.table import read_table
 from opensora.models.encode import freeze
@@ -45,7 +44,7 @@ def cache_features(argv: Sequence[str] | None = None) -> tuple[int, int]:
     if data_path is None:
         raise UserError("give --data-path: the config names no table of clips.")
     table = read_table(data_path, dataset.get("root", cfg.root), text_columns=())
-    device = torch.device("cuda" if cfg.device != "cpu" and torch.cuda.is_available() else "cpu")
+    device = init_world(cfg.device).device
     vae: Any = freeze(build_module(cfg.vae, MODELS), device)
     return write_cache(
         table,

@@ -2,17 +2,16 @@
 
     python -m tools.export_weights CHECKPOINT OUT.safetensors [--part ema|model] [--dtype fp16|bf16|fp32]
 
-The average (EMA) is taken unless told otherwise. The file's header says which model and step it came from.
+The average (EMA) is taken unless told otherwise. The file's header says which model, config and step it came from. Weights
+of other origins, and other formats: tools/convert.py.
 """
 
 import argparse
 from pathlib import Path
 
-from safetensors.torch import save_file
-
 from opensora.utils.ckpt import open_checkpoint
-from opensora.utils.dtype import to_torch_dtype
-from opensora.utils.errors import UserError, exit_on_user_error
+from opensora.utils.errors import exit_on_user_error
+from opensora.utils.weight_files import refuse_existing, write_file
 
 
 def export_weights(checkpoint: Path, out: Path, *, part: str = "ema", dtype: str = "fp16") -> int:
@@ -21,18 +20,13 @@ def export_weights(checkpoint: Path, out: Path, *, part: str = "ema", dtype: str
     Raises:
         UserError: the checkpoint is incomplete, or `out` is there already.
     """
-    if out.exists():
-        raise UserError(f"{out} is there already; remove it or choose another name.")
+    refuse_existing(out)
     opened = open_checkpoint(checkpoint)
-    wanted = to_torch_dtype(dtype)
-    tensors = {
-        name: tensor.to(wanted) if tensor.is_floating_point() else tensor
-        for name, tensor in opened.tensors(part).items()
-    }
-    out.parent.mkdir(parents=True, exist_ok=True)
-    header = {key: str(opened.manifest.get(key)) for key in ("model", "step", "git_commit")}
-    save_file(tensors, out, metadata={"format": "pt", "part": part, **header})
-    return out.stat().st_size
+    header = {key: opened.manifest.get(key) for key in ("model", "step", "git_commit")}
+    header["config"] = (opened.manifest.get("config") or {}).get("model")
+    return write_file(
+        opened.tensors(part), out, dtype=dtype, header={"part": part, "source": str(checkpoint), **header}
+    )
 
 
 @exit_on_user_error

@@ -1,31 +1,38 @@
 """One attention function for every model: softmax(q k^T / sqrt(d)) v, by the kernel that suits the shapes.
 
-`auto` takes plain batched matrix products for very short sequences (temporal attention over 16 frames: every fused
-kernel reaches only ~3 TFLOP/s there on an H100, see docs/architecture.md) and PyTorch's scaled_dot_product_attention,
-which itself picks among cuDNN, flash, efficient and math, for the rest.
+`auto` takes a Triton kernel of our own for the very short sequences of temporal attention on a GPU (every kernel made
+for long sequences reaches only ~3 TFLOP/s there on an H100), and PyTorch's scaled_dot_product_attention, which itself
+picks among cuDNN, flash, efficient and math, for the rest.
 """
 
+import importlib.util
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-SHORT_SEQUENCE = 32
-"""Up to this number of keys `auto` uses batched matrix products on a GPU."""
+# part of PyTorch's CUDA builds; without it short sequences take batched matrix products
+HAS_TRITON = torch.version.cuda is not None and importlib.util.find_spec("triton") is not None
+if HAS_TRITON:
+    from opensora.acceleration.short_attention import MAX_HEAD_DIM, MAX_LENGTH, short_attention
+
+FEW_KEYS = 32
+"""Up to this number of keys batched matrix products are as good as PyTorch's fused kernels on a GPU."""
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, kernel: str = "auto") -> Tensor:
     """Scaled dot-product attention, not causal.
 
     Args:
-        q: queries [B, H, N, D].
-        k, v: keys and values [B, H, L, D].
-        mask: [B, L] bool, True at the keys that may be seen. A row without any such key gives zeros.
+        q: queries [B, H, N, D], or [B, S, H, N, D] for sequences at S places, in any strides.
+        k, v: keys and values [B, H, L, D], or [B, S, H, L, D].
+        mask: [B, L] bool, True at the keys that may be seen. A row without any such key gives zeros. With [B, H, ...]
+            only.
         kernel: "auto", "sdpa" or "math".
 
     Returns:
-        [B, H, N, D] in v's dtype.
+        q's shape, in v's dtype.
     """
     if kernel not in KERNELS:
         raise ValueError(f"attention kernel {kernel!r} is not one of {', '.join(KERNELS)}.")
@@ -46,12 +53,17 @@ def _math(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None) -> Tensor:
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed)
+    # the fused kernels know one batch axis
+    flat = (each.flatten(0, -4) for each in (q, k, v))
+    return F.scaled_dot_product_attention(*flat, attn_mask=allowed).reshape(q.shape)
 
 
 def _auto(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None) -> Tensor:
-    short = q.device.type == "cuda" and q.shape[2] <= SHORT_SEQUENCE and k.shape[2] <= SHORT_SEQUENCE
-    return _math(q, k, v, allowed) if short else _sdpa(q, k, v, allowed)
+    if q.device.type != "cuda" or q.ndim == 4:
+        return _sdpa(q, k, v, allowed)
+    if HAS_TRITON and q.shape[-2] <= MAX_LENGTH and q.shape[-1] <= MAX_HEAD_DIM:
+        return short_attention(q, k, v)
+    return _math(q, k, v, allowed) if k.shape[-2] <= FEW_KEYS else _sdpa(q, k, v, allowed)
 
 
 KERNELS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]] = {

@@ -20,7 +20,9 @@ from av.container import InputContainer
 from av.video.frame import VideoFrame
 from av.video.reformatter import Interpolation
 from av.video.stream import VideoStream
-from PIL import Image, ImageOps
+from PIL import ExifTags, Image, ImageOps
+from PIL.PngImagePlugin import PngImageFile
+from PIL.TiffImagePlugin import TiffImageFile
 from torch import Tensor
 
 from opensora.utils.errors import UserError
@@ -131,7 +133,7 @@ def _identity(path: str | Path) -> tuple[str, int, int]:
 @functools.lru_cache(maxsize=4096)
 def _index(path: str, size: int, mtime_ns: int) -> _Index:
     if is_image(path):
-        height, width, _ = _read_image(Path(path)).shape
+        height, width = _image_size(Path(path))
         nothing = np.empty(0, np.int64)
         return _Index(VideoInfo(1, height, width, IMAGE_FPS), nothing, nothing)
     with _open(path) as (container, stream):
@@ -283,15 +285,46 @@ def _to_rgb(path: str, frame: VideoFrame) -> np.ndarray:
 
 def _read_image(path: Path) -> np.ndarray:
     """[H, W, 3] uint8, turned by its EXIF orientation, transparency on white."""
+    with _open_image(path) as file:
+        file.load()
+        image: Image.Image = ImageOps.exif_transpose(file)
+        if image.mode.startswith("I;16") or image.mode == "I":
+            return np.repeat((np.asarray(image, np.uint32) >> 8).astype(np.uint8)[..., None], 3, axis=2)
+        if image.has_transparency_data:
+            return _on_white(image.convert("RGBA"))
+        return np.array(image.convert("RGB"))
+
+
+def _image_size(path: Path) -> tuple[int, int]:
+    """Height and width as `_read_image` returns them, from the file's header: the pixels are decoded when they are read."""
+    with _open_image(path) as file:
+        width, height = file.size
+        if isinstance(file, TiffImageFile):  # some versions of PIL give the size as stored, some as displayed
+            width, height = file.tag_v2[ExifTags.Base.ImageWidth], file.tag_v2[ExifTags.Base.ImageLength]
+        # PIL decodes a PNG that has no EXIF in front of its pixels, to look behind them; the base class does not
+        look_behind = not isinstance(file, PngImageFile) or not _ends_with_pixels(path)
+        exif = file.getexif() if look_behind else Image.Image.getexif(file)
+        turned = exif.get(ExifTags.Base.Orientation, 1) >= 5  # 5 to 8 exchange rows and columns
+    return (width, height) if turned else (height, width)
+
+
+def _ends_with_pixels(path: Path) -> bool:
+    """Whether no metadata follow the pixels of a PNG, going from chunk to chunk by their lengths."""
+    kinds = []
+    with path.open("rb") as file:
+        file.seek(8)  # signature
+        while len(head := file.read(8)) == 8:
+            kinds.append(head[4:])
+            file.seek(int.from_bytes(head[:4], "big") + 4, 1)  # data and checksum
+    behind = kinds[kinds.index(b"IDAT") :] if b"IDAT" in kinds else []
+    return not {b"eXIf", b"iTXt", b"tEXt", b"zTXt"}.intersection(behind)
+
+
+@contextmanager
+def _open_image(path: Path) -> Iterator[Image.Image]:
     try:
         with Image.open(path) as file:
-            file.load()
-            image: Image.Image = ImageOps.exif_transpose(file)
-            if image.mode.startswith("I;16") or image.mode == "I":
-                return np.repeat((np.asarray(image, np.uint32) >> 8).astype(np.uint8)[..., None], 3, axis=2)
-            if image.has_transparency_data:
-                return _on_white(image.convert("RGBA"))
-            return np.array(image.convert("RGB"))
+            yield file
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # all that PIL raises
         raise UserError(f"{path} cannot be read as a picture ({error}); it is damaged or no picture.") from error
 

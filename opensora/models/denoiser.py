@@ -7,12 +7,14 @@ scheduler. It draws nothing at random, knows no process group, and treats the sa
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from einops import rearrange
 from torch import Tensor, nn
 
 from opensora.models.layers.embedders import PatchEmbed3D, ScalarEmbedder
+from opensora.utils.errors import UserError
 
 Size = tuple[int, int, int]
 
@@ -94,6 +96,18 @@ class Denoiser(nn.Module, ABC):
     @abstractmethod
     def flops(self, latent_size: Size, text_len: int) -> int:
         """Floating-point operations (2 per multiply-add, matrix products only) of one forward of one sample."""
+
+    def to_diffusers(self, **options: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """The same model in diffusers: the content of its config.json, with the class's name, and its state dict.
+
+        Args:
+            options: what diffusers' model fixes and ours does not, such as its `sample_size`; see the architecture's
+                weights.py.
+
+        Raises:
+            UserError: diffusers has no such architecture, or it cannot express this model.
+        """
+        raise UserError(f"diffusers has no {type(self).__name__}: keep its weights as safetensors.")
 
     def grid(self, latent_size: Sequence[int]) -> Size:
         """Patches along time, height and width for a latent of `latent_size`; a part of a patch counts as one."""

@@ -5,14 +5,17 @@ everything else is here.
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from opensora.models.recognise import recognise, star
 from opensora.utils.ckpt import load_strictly, read_weights
+from opensora.utils.errors import UserError
 
 log = logging.getLogger(__name__)
 
@@ -48,9 +51,13 @@ def load_weights(model: nn.Module, path: str | Path, convert: Convert) -> str:
     Raises:
         UserError: the file is missing, unsafe, or of another architecture. The model is then as it was.
     """
-    conversion = convert(read_weights(path), model)
-    missing = conversion.initial.keys() - conversion.tensors.keys()
-    load_strictly(model, conversion.tensors, path, may_miss=missing)
+    state = read_weights(path)
+    try:
+        conversion = convert(state, model)
+        missing = conversion.initial.keys() - conversion.tensors.keys()
+        load_strictly(model, conversion.tensors, path, may_miss=missing)
+    except UserError as error:
+        raise UserError(f"{error}\n{path} {_looks_like(state)}.") from error
     table = report(conversion, model, path)
     log.info(table)
     return table
@@ -63,10 +70,11 @@ def report(conversion: Conversion, model: nn.Module, path: str | Path) -> str:
     left = {name: why for name, why in conversion.initial.items() if name not in conversion.tensors}
     lines = [
         f"{type(model).__name__} from {path} ({conversion.format})",
-        f"  loaded      {len(conversion.tensors)} of {len(own)} tensors, {numel / 1e6:.2f} M numbers",
+        f"  loaded      {len(conversion.tensors)} of {len(own)} tensors, {numel / 1e6:.2f} M numbers"
+        f"{_formats(conversion.tensors)}",
     ]
     for title, items in (("converted", conversion.converted), ("dropped", conversion.dropped), ("left as is", left)):
-        lines += [f"  {title:<11} {line}" for line in _by_reason(items)]
+        lines += [f"  {title:<11} {line}" for line in _by_reason(items, [*own, *conversion.dropped])]
     return "\n".join(lines)
 
 
@@ -88,11 +96,44 @@ def grow_patches(weight: Tensor, num_frames: int) -> Tensor:
     return weight.unsqueeze(2).repeat(1, 1, num_frames, 1, 1) / num_frames
 
 
-def _by_reason(items: Mapping[str, str]) -> list[str]:
+def _looks_like(state: Mapping[str, Tensor]) -> str:
+    guess = recognise(state)
+    return f"looks like {guess}" if guess else "is of no architecture that is known here"
+
+
+def _formats(tensors: Mapping[str, Tensor]) -> str:
+    """`, float16`, or the number of tensors of each format."""
+    counts = Counter(str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values())
+    if len(counts) < 2:
+        return "".join(f", {name}" for name in counts)
+    return ", " + ", ".join(f"{name} ({count} tensors)" for name, count in counts.most_common())
+
+
+def _by_reason(items: Mapping[str, str], all_names: Iterable[str]) -> list[str]:
     groups: dict[str, list[str]] = {}
     for name, why in items.items():
         groups.setdefault(why, []).append(name)
     return [
-        f"{len(names)} tensor{'s' * (len(names) > 1)}: {why} ({names[0]}{', ...' if len(names) > 1 else ''})"
+        f"{len(names)} tensor{'s' * (len(names) > 1)}: {why} ({', '.join(_collapse(names, all_names))})"
         for why, names in groups.items()
     ]
+
+
+def _collapse(names: Sequence[str], all_names: Iterable[str], most: int = 4) -> list[str]:
+    """At most `most` patterns for many names: `blocks.*.attn_temp.*` where everything under it is meant."""
+    if len(names) <= 2:
+        return list(names)
+    meant = list(dict.fromkeys(star(name) for name in names))
+    others = {star(name) for name in all_names} - set(meant)
+    patterns = list(dict.fromkeys(_shortest(pattern, meant, others) for pattern in meant))
+    return patterns if len(patterns) <= most else [*patterns[: most - 1], "..."]
+
+
+def _shortest(pattern: str, meant: Sequence[str], others: Iterable[str]) -> str:
+    """The shortest `head.*` that covers `pattern` and some more of `meant`, and none of `others`; else `pattern`."""
+    pieces = pattern.split(".")
+    for length in range(1, len(pieces)):
+        head = ".".join(pieces[:length]) + "."
+        if not any(other.startswith(head) for other in others):
+            return head + "*" if sum(name.startswith(head) for name in meant) > 1 else pattern
+    return pattern

@@ -21,11 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from opensora.utils.errors import UserError
+from opensora.utils.weight_files import read_file
+from opensora.utils.weight_sources import find_weights
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
@@ -116,26 +117,26 @@ def complete_checkpoints(run: Path) -> list[Path]:
 
 
 def read_weights(path: str | Path) -> dict[str, Tensor]:
-    """Weights from a checkpoint folder (its EMA if there), a folder with one .safetensors, or a file.
+    """Weights from one of our checkpoint folders (its EMA if there), or from whatever `find_weights` understands.
 
-    .safetensors files are read as they are; .pt, .pth and .bin files through `torch.load(weights_only=True)`, so that a
-    pickle with code in it is refused. A dictionary under "ema", "state_dict" or "model" is unwrapped.
+    Formats are told apart by content, never by file name. A pickle with more than plain data in it is refused. The
+    tensors are mapped from disk where the format allows it: copy them, do not change them.
 
     Raises:
         UserError: there is nothing to read at `path`, or it is not weights.
     """
-    path = Path(path)
-    if path.is_dir():
-        path = _weights_in(path)
-    if not path.is_file():
-        raise UserError(
-            f"no weights at {path}: expected a checkpoint folder or a .safetensors, .pt or .pth file.{_found_inside(path.parent)}"
-        )
+    folder = Path(path).expanduser()
     try:
-        state = load_file(path) if path.suffix == ".safetensors" else _read_pickle(path)
-    except (SafetensorError, RuntimeError, EOFError) as error:
-        raise UserError(f"{path} cannot be read as weights: {error}") from error
-    return {_strip_prefixes(name): tensor for name, tensor in state.items()}
+        state = read_file(_own_weights(folder) or find_weights(path))
+    except UserError as error:
+        near = folder if folder.is_dir() else folder.parent
+        raise UserError(f"{error}{_found_inside(near)}") from error
+    result = {_strip_prefixes(name): tensor for name, tensor in state.items()}
+    if len(result) < len(state):
+        raise UserError(
+            f"{path} holds tensors twice, with and without one of the prefixes {', '.join(RUNTIME_PREFIXES)}."
+        )
+    return result
 
 
 def load_strictly(
@@ -156,17 +157,27 @@ def load_strictly(
         for name in sorted(own.keys() & state.keys())
         if state[name].shape != own[name].shape
     ]
-    if missing or unexpected or reshaped:
+    other_kind = [
+        f"{name}: file {_dtype(state[name])}, model {_dtype(own[name])}"
+        for name in sorted(own.keys() & state.keys())
+        if state[name].is_floating_point() != own[name].is_floating_point()
+    ]
+    if missing or unexpected or reshaped or other_kind:
         raise UserError(
             f"{source} does not fit this {type(model).__name__} ({len(own)} tensors; the file has {len(state)}).\n"
             + _listing("missing in the file", missing, list(state))
             + _listing("in the file only", unexpected, list(own))
             + _listing("of another shape", reshaped)
+            + _listing("of another kind of number (quantised weights?)", other_kind)
             + "Check model.type and its sizes in the config: they must be those of the run that wrote the file."
         )
     with torch.no_grad():
         for name, tensor in state.items():
             own[name].copy_(tensor)
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _listing(title: str, names: list[str], others: Iterable[str] = ()) -> str:
@@ -180,33 +191,13 @@ def _listing(title: str, names: list[str], others: Iterable[str] = ()) -> str:
     return f"  {len(names)} {title}:\n" + "\n".join(lines) + "\n" + more
 
 
-def _read_pickle(path: Path) -> dict[str, Tensor]:
-    import pickle
-
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except pickle.UnpicklingError as error:
-        raise UserError(
-            f"{path} is refused: it holds more than tensors, and loading it could run code. "
-            "Convert it to .safetensors where you trust it."
-        ) from error
-    for key in ("ema", "state_dict", "model"):
-        if isinstance(state, Mapping) and isinstance(state.get(key), Mapping):
-            state = state[key]
-    if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
-        raise UserError(f"{path} holds no dictionary of tensors.")
-    return dict(state)
-
-
-def _weights_in(folder: Path) -> Path:
-    for part in ("ema", "model"):
-        if (folder / MANIFEST).is_file() and (folder / part / f"{part}.safetensors").is_file():
-            return open_checkpoint(folder).path / part / f"{part}.safetensors"
-    files = sorted(folder.glob("*.safetensors"))
-    if len(files) == 1:
-        return files[0]
-    what = f"{len(files)} .safetensors files" if files else "no weights"
-    raise UserError(f"{what} in the folder {folder}: name the file.{_found_inside(folder)}")
+def _own_weights(folder: Path) -> Path | None:
+    """The file to read in a checkpoint folder of ours; None = it is something else."""
+    if (folder / MANIFEST).is_file():
+        for part in ("ema", "model"):
+            if (folder / part / f"{part}.safetensors").is_file():
+                return open_checkpoint(folder).path / part / f"{part}.safetensors"
+    return None
 
 
 def _found_inside(folder: Path) -> str:

@@ -11,6 +11,28 @@ from typing import Any
 
 from tqdm import tqdm
 
+LINE = logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S")
+
+
+def show_messages() -> None:
+    """Show on the terminal what the package reports of itself, such as the weights that were loaded.
+
+    That is the logger "opensora", INFO and above. A program calls it once it knows that it is the main process. The lines of a `RunLog` come by another way, once.
+    """
+    logger = logging.getLogger("opensora")
+    logger.setLevel(logging.INFO)
+    if not any(isinstance(handler, _Terminal) for handler in logger.handlers):
+        handler = _Terminal()
+        handler.setFormatter(LINE)
+        logger.addHandler(handler)
+
+
+class _Terminal(logging.Handler):
+    """Lines on stderr, above a progress bar if there is one."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        tqdm.write(self.format(record), file=sys.stderr)
+
 
 class RunLog:
     """The log of one run.
@@ -84,9 +106,8 @@ def _line_logger(folder: Path) -> logging.Logger:
     logger = logging.getLogger(f"opensora.run.{folder}")
     logger.setLevel(logging.INFO)
     logger.propagate = False
-    formatter = logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S")
     for handler in (logging.StreamHandler(sys.stderr), logging.FileHandler(folder / "log.txt")):
-        handler.setFormatter(formatter)
+        handler.setFormatter(LINE)
         logger.addHandler(handler)
     return logger
 

@@ -242,6 +242,38 @@ def test_exif_orientation(write_image):
     assert probe(path)[1:3] == (48, 32)
 
 
+@pytest.mark.parametrize("orientation", [1, 3, 5, 6, 7, 8])
+@pytest.mark.parametrize("name", ["a.jpg", "a.png", "a.tif", "a.webp"])
+def test_the_header_gives_the_size_that_the_pixels_have(write_image, name, orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    path = write_image(name, np.zeros((24, 40, 3), np.uint8), exif=exif)
+    assert read_frames(path, 0, 1).shape[1:3] == ((40, 24) if orientation >= 5 else (24, 40))
+    assert probe(path)[1:3] == read_frames(path, 0, 1).shape[1:3]
+
+
+def test_the_size_of_a_png_with_exif_behind_its_pixels(write_image):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    path = write_image("late.png", np.zeros((24, 40, 3), np.uint8), exif=exif)
+    content = path.read_bytes()
+    at = content.index(b"eXIf") - 4
+    end = at + 12 + int.from_bytes(content[at : at + 4], "big")
+    last = content.index(b"IEND") - 4
+    path.write_bytes(content[:at] + content[end:last] + content[at:end] + content[last:])
+    assert probe(path)[1:3] == read_frames(path, 0, 1).shape[1:3] == (40, 24)
+
+
+@pytest.mark.parametrize("name", ["a.jpg", "a.png", "a.bmp"])
+def test_probing_a_picture_decodes_none_of_its_pixels(write_image, name):
+    path = write_image(name, np.random.default_rng(0).integers(0, 256, (64, 96, 3), np.uint8))
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])  # the header is whole, the pixels are not
+    assert probe(path) == (1, 64, 96, 120.0)
+    with pytest.raises(UserError, match="cannot be read as a picture"):
+        read_frames(path, 0, 1)
+
+
 def test_alpha_is_laid_on_white(write_image):
     pixels = np.zeros((4, 4, 4), np.uint8)
     pixels[:2, :, 3] = 255  # black above, transparent below

@@ -72,6 +72,14 @@ def test_overrides_and_options(folder):
         cache_features([config, data, "--cache-dir", "c", "--nonsense", "1"])
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, which would be used")
+def test_a_gpu_that_is_not_there_is_refused(folder):
+    config = write_config(folder, data_path=folder / "clips.csv", cache_dir=folder / "cache")
+    with pytest.raises(UserError, match="device='cuda', but PyTorch sees no GPU"):
+        cache_features([config, "--device", "cuda"])
+    assert not (folder / "cache").exists()
+
+
 def test_the_command(folder, monkeypatch, capsys):
     config = write_config(folder, data_path=folder / "clips.csv", cache_dir=folder / "cache")
     monkeypatch.setattr("sys.argv", ["cache_features", config])

@@ -4,13 +4,14 @@ import json
 
 import pytest
 
+from opensora.utils.errors import UserError
 from tools.quickstart.__main__ import (
     CONFIGS,
     checkpoints,
     data_options,
     model_of,
-    planned_steps,
     quickstart,
+    read_plan,
     run_folder,
     train,
 )
@@ -56,7 +57,7 @@ def test_an_interrupted_run_is_continued_and_a_finished_one_is_not(finished, tmp
 def test_training_goes_on_from_the_last_checkpoint(finished):
     out, _ = finished
     run = out / "000-pretrained"
-    last = train(CONFIGS["pretrained"], run, data_options(run, out), 3)
+    last = train(CONFIGS["pretrained"], run, [*data_options(run, out), "--max-steps=3"], 3)
     assert last.name == "epoch3-global_step3"
     assert [folder.name for folder in sorted((run / "runs").iterdir())] == ["000-STDiT-XS-2", "001-STDiT-XS-2"]
     assert "resumed" in (run / "runs" / "001-STDiT-XS-2" / "log.txt").read_text()
@@ -64,10 +65,19 @@ def test_training_goes_on_from_the_last_checkpoint(finished):
 
 def test_inference_builds_the_model_that_was_trained(monkeypatch, repo_root):
     monkeypatch.chdir(repo_root)
-    assert model_of(CONFIGS["pretrained"]) == []
-    assert set(model_of(CONFIGS["scratch"])) == {
+    assert model_of(read_plan(CONFIGS["pretrained"])) == []
+    assert set(model_of(read_plan(CONFIGS["scratch"]))) == {
         "--model.depth=4",
         "--model.num_heads=4",
         "--model.patch_size=(1, 4, 4)",
     }
-    assert planned_steps(CONFIGS["pretrained"]) > 0
+
+
+def test_the_plan_is_the_config_with_the_overrides(monkeypatch, repo_root):
+    monkeypatch.chdir(repo_root)
+    plan = read_plan(CONFIGS["pretrained"])
+    assert plan.steps == plan.train.max_steps
+    assert plan.inference.num_frames == plan.train.num_frames
+    assert read_plan(CONFIGS["pretrained"], ["--max-steps=3"]).steps == 3
+    with pytest.raises(UserError, match="sets no max_steps"):
+        read_plan(CONFIGS["pretrained"], ["--max-steps=None"])

@@ -1,14 +1,18 @@
-"""Time one training step of a denoiser: forward, backward, clipping, AdamW. No data, no VAE, no text encoder.
+"""Time training steps of denoisers: forward, backward, clipping, AdamW. No data, no VAE, no text encoder.
 
-    python -m tools.benchmark.train_step [--model STDiT-XL/2] [--latent 16 32 32] [--batch 8] [--compile] ...
+    python -m tools.benchmark.train_step [--models STDiT-XL/2 DiT-XL/2] [--blocks eager compiled] [--checkpoint none all] ...
 
-FLOPs are the model's own `flops()` times three (backward = 2 x forward); recomputation by activation checkpointing
-is not counted as useful work. With --peak-tflops the share of that peak (MFU) is printed too.
+One line of a table for each combination. FLOPs are the model's own `flops()` times three (backward = 2 x forward);
+recomputation by activation checkpointing is not counted as useful work. MFU is their rate over that of a large matrix
+product, which is measured first on the same device, or given by --peak-tflops. The clock runs over all steps without
+waiting for the device in between, as in training. Without a GPU the defaults are small enough for a laptop.
 """
 
 import argparse
-import statistics
+import gc
 import time
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,65 +20,137 @@ from torch import Tensor
 from opensora.acceleration.checkpointing import checkpoint_activations
 from opensora.acceleration.compile import compile_blocks
 from opensora.acceleration.distributed import World
-from opensora.acceleration.engine import build_engine
+from opensora.acceleration.engine import Engine, build_engine
 from opensora.registry import MODELS, SCHEDULERS
+from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.seed import generators
+
+ON_GPU = {"models": ["STDiT-XL/2", "DiT-XL/2"], "latent": [16, 32, 32], "batch": 8, "dtype": "bf16", "steps": 20}
+ON_CPU = {"models": ["STDiT-XS/2", "DiT-S/2"], "latent": [4, 16, 16], "batch": 1, "dtype": "fp32", "steps": 5}
+CHECKPOINTED = {"none": lambda blocks: [], "half": lambda blocks: blocks[::2], "all": lambda blocks: blocks}
+
+
+@dataclass(frozen=True)
+class Result:
+    """One line of the table."""
+
+    seconds: float  # a step
+    flops: float  # useful, of a step
+    peak_bytes: int  # 0 on a CPU
 
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="STDiT-XL/2")
-    parser.add_argument("--latent", type=int, nargs=3, default=(16, 32, 32), metavar=("T", "H", "W"))
-    parser.add_argument("--text-len", type=int, default=120)
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--dtype", default="bf16", choices=("fp32", "bf16", "fp16"))
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--grad-checkpoint", action="store_true")
-    parser.add_argument("--warmup", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--peak-tflops", type=float, help="of the device, measured by a large matrix product")
-    args = parser.parse_args()
+    args = parse_args()
     device = torch.device(args.device)
+    name = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    peak = args.peak_tflops or matmul_tflops(device, to_torch_dtype(args.dtype))
+    print(
+        f"{name}, torch {torch.__version__}, {args.dtype}, batch {args.batch}, latent {'x'.join(map(str, args.latent))}, "
+        f"{args.text_len} text tokens; MFU of {peak:.4g} TFLOP/s ({'given' if args.peak_tflops else 'measured'})\n"
+    )
+    print("| model | blocks | checkpointed | ms/step | samples/s | TFLOP/s | MFU | peak GiB |")
+    print("|---|---|---|---|---|---|---|---|")
+    for model in args.models:
+        for blocks in args.blocks:
+            for checkpoint in args.checkpoint:
+                print(
+                    f"| {model} | {blocks} | {checkpoint} | {cells(args, model, blocks, checkpoint, peak)} |",
+                    flush=True,
+                )
 
+
+def parse_args() -> argparse.Namespace:
+    """Options, with defaults that suit the device."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
+    defaults: dict[str, Any] = ON_GPU if parser.parse_known_args()[0].device == "cuda" else ON_CPU
+    parser.add_argument("--models", nargs="+", default=defaults["models"])
+    parser.add_argument("--blocks", nargs="+", default=["eager", "compiled"], choices=("eager", "compiled"))
+    parser.add_argument("--checkpoint", nargs="+", default=["none"], choices=tuple(CHECKPOINTED))
+    parser.add_argument("--latent", type=int, nargs=3, default=defaults["latent"], metavar=("T", "H", "W"))
+    parser.add_argument("--text-len", type=int, default=120)
+    parser.add_argument("--batch", type=int, default=defaults["batch"])
+    parser.add_argument("--dtype", default=defaults["dtype"], choices=("fp32", "bf16", "fp16"))
+    parser.add_argument("--warmup", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=defaults["steps"])
+    parser.add_argument("--peak-tflops", type=float, help="of the device, in the number format; measured when left out")
+    return parser.parse_args()
+
+
+def cells(args: argparse.Namespace, model: str, blocks: str, checkpoint: str, peak: float) -> str:
+    """The figures of one line, or why there are none."""
+    try:
+        result = measure(args, model, blocks, checkpoint)
+    except torch.OutOfMemoryError:
+        return "out of memory | - | - | - | -"
+    finally:
+        gc.collect()
+        torch._dynamo.reset()
+        if args.device == "cuda":
+            torch.cuda.empty_cache()
+    tflops = result.flops / result.seconds / 1e12
+    memory = f"{result.peak_bytes / 2**30:.1f}" if result.peak_bytes else "-"
+    return f"{result.seconds * 1e3:.1f} | {args.batch / result.seconds:.2f} | {tflops:.3g} | {tflops / peak:.1%} | {memory}"
+
+
+def measure(args: argparse.Namespace, name: str, blocks: str, checkpoint: str) -> Result:
+    """Build the model and time `args.steps` steps after `args.warmup`."""
+    device = torch.device(args.device)
     torch.manual_seed(0)
-    model = MODELS.build({"type": args.model}, model_max_length=args.text_len).to(device).train()
-    if args.compile:
+    with device:
+        model = MODELS.build({"type": name}, model_max_length=args.text_len).train()
+    if blocks == "compiled":
         compile_blocks(model.transformer_blocks())
-    if args.grad_checkpoint:
-        checkpoint_activations(model.transformer_blocks())
+    checkpoint_activations(CHECKPOINTED[checkpoint](model.transformer_blocks()))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device.type == "cuda")
     engine = build_engine("ddp", model, optimizer, World(0, 1, device), dtype=args.dtype, grad_clip=1.0)
-    scheduler = SCHEDULERS.build({"type": "iddpm"})
     z = torch.randn(args.batch, model.in_channels, *args.latent, device=device)
-    y = torch.randn(args.batch, 1, args.text_len, model.caption_channels, device=device)
-    cond = {"y": y, "mask": torch.ones(args.batch, args.text_len, dtype=torch.bool, device=device)}
+    y = torch.randn_like(model.null_condition(args.batch))
+    cond = {"y": y, "mask": torch.ones(args.batch, y.shape[2], dtype=torch.bool, device=device)}
+    for condition, value in (("fps", 8), ("height", 256), ("width", 256), ("num_frames", args.latent[0])):
+        cond[condition] = torch.full((args.batch,), float(value), device=device)
+    train(engine, z, cond, range(args.warmup))
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    seconds = train(engine, z, cond, range(args.warmup, args.warmup + args.steps)) / args.steps
+    memory = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+    return Result(seconds, 3.0 * args.batch * model.flops(tuple(args.latent), y.shape[2]), memory)
 
-    def step(number: int) -> None:
-        rngs = generators(0, "benchmark", number, ids=range(args.batch), device=device)
+
+def train(engine: Engine, z: Tensor, cond: dict[str, Tensor], steps: range) -> float:
+    """Take the steps; returns the seconds they took."""
+    scheduler = SCHEDULERS.build({"type": "iddpm"})
+    synchronize(z.device)
+    started = time.perf_counter()
+    for number in steps:
+        rngs = generators(0, "benchmark", number, ids=range(len(z)), device=z.device)
         with engine.micro_step(last=True):
-            loss: Tensor = scheduler.training_losses(engine.model, z, cond, generators=rngs).mean()
+            loss = scheduler.training_losses(engine.model, z, cond, generators=rngs).mean()
         engine.backward(loss)
         engine.step()
+    synchronize(z.device)
+    return time.perf_counter() - started
 
-    seconds = []
-    for number in range(args.warmup + args.steps):
-        started = time.perf_counter()
-        step(number)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - started)
-    median = statistics.median(seconds[args.warmup :])
-    tflops = 3 * args.batch * model.flops(tuple(args.latent), args.text_len) / median / 1e12
-    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-    memory = f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if device.type == "cuda" else "-"
-    print(f"{args.model} {tuple(args.latent)} batch {args.batch} {args.dtype}, {name}, torch {torch.__version__}")
-    print(f"compile {args.compile}, activation checkpointing {args.grad_checkpoint}, median of {args.steps} steps")
-    share = f", MFU {tflops / args.peak_tflops:.0%} of {args.peak_tflops:g}" if args.peak_tflops else ""
-    print(
-        f"{median * 1e3:.1f} ms/step, {args.batch / median:.2f} samples/s, {tflops:.2f} TFLOP/s{share}, peak {memory}"
-    )
+
+def matmul_tflops(device: torch.device, dtype: torch.dtype) -> float:
+    """What a large matrix product reaches."""
+    n, repeats = (8192, 50) if device.type == "cuda" else (1024, 5)
+    a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
+    for _ in range(5):
+        a @ b
+    synchronize(device)
+    started = time.perf_counter()
+    for _ in range(repeats):
+        a @ b
+    synchronize(device)
+    return repeats * 2 * n**3 / (time.perf_counter() - started) / 1e12
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
 
 
 if __name__ == "__main__":

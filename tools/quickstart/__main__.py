@@ -14,17 +14,26 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 
 from opensora.utils.ckpt import complete_checkpoints
+from opensora.utils.config import InferenceConfig, TrainConfig, parse_config
 from opensora.utils.errors import UserError, exit_on_user_error
 
 ROOT = Path(__file__).resolve().parents[2]
 CLIPS = Path("assets/clips/clips.csv")
 CONFIGS = {"pretrained": "configs/quickstart/train.py", "scratch": "configs/quickstart/scratch.py"}
 INFERENCE = "configs/quickstart/inference.py"
+
+
+class Plan(NamedTuple):
+    """What the two configs say, and the optimizer steps of the whole training."""
+
+    train: TrainConfig
+    inference: InferenceConfig
+    steps: int
 
 
 @exit_on_user_error
@@ -60,6 +69,8 @@ def quickstart(
     """Run everything; returns the report that is also written to `<run>/report.json`."""
     run, seconds = run_folder(out, start), Seconds()
     config = CONFIGS[start]
+    limit = [] if max_steps is None else [f"--max-steps={max_steps}"]
+    plan = read_plan(config, limit)
     table = pd.read_csv(CLIPS, keep_default_na=False)[:num_clips]
     table["paraphrase"] = table[held_out]
     table.to_csv(run / "clips.csv", index=False)
@@ -68,15 +79,15 @@ def quickstart(
     with seconds("latents of the clips"):
         command("-m", "tools.cache_features", config, *data)
     with seconds("training"):
-        checkpoint = train(config, run, data, max_steps)
+        checkpoint = train(config, run, [*data, *limit], plan.steps)
     with seconds("sampling"):
         prompts = write_prompts(table, run / "prompts.csv")
         options = [f"--ckpt-path={checkpoint}", f"--prompt-path={prompts}", f"--save-dir={run / 'samples'}"]
-        command("scripts/inference.py", INFERENCE, *options, *model_of(config))
+        command("scripts/inference.py", INFERENCE, *options, *model_of(plan))
     with seconds("measuring"):
         from tools.quickstart.report import report
 
-        figures = report(run, table, out / "cache")
+        figures = report(run, table, CLIPS.parent, plan.inference, plan.train.frame_interval)
     figures |= {"start": start, "checkpoint": str(checkpoint), "seconds": seconds.by_part}
     (run / "report.json").write_text(json.dumps(figures, indent=1) + "\n")
     print(describe(run, figures))
@@ -105,15 +116,12 @@ def data_options(run: Path, out: Path) -> list[str]:
     ]
 
 
-def train(config: str, run: Path, data: Sequence[str], max_steps: int | None) -> Path:
+def train(config: str, run: Path, options: Sequence[str], steps: int) -> Path:
     """Train, or go on from the last checkpoint of an interrupted run; returns the last checkpoint."""
     done = checkpoints(run)
-    options = [*data, f"--outputs={run / 'runs'}"]
-    options += [f"--max-steps={max_steps}"] if max_steps else []
-    options += [f"--load={done[-1]}"] if done else []
-    total = max_steps or planned_steps(config)
-    if not done or int(done[-1].name.rpartition("step")[2]) < total:
-        command("scripts/train.py", config, *options)
+    resume = [f"--load={done[-1]}"] if done else []
+    if not done or int(done[-1].name.rpartition("step")[2]) < steps:
+        command("scripts/train.py", config, *options, f"--outputs={run / 'runs'}", *resume)
     return checkpoints(run)[-1]
 
 
@@ -123,22 +131,17 @@ def checkpoints(run: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name.rpartition("step")[2]))
 
 
-def planned_steps(config: str) -> int:
-    """The config's `max_steps`."""
-    from opensora.utils.config import TrainConfig, parse_config
-
-    steps = parse_config(TrainConfig, argv=[config]).max_steps
-    if steps is None:
+def read_plan(config: str, options: Sequence[str] = ()) -> Plan:
+    """Read a training config, with overrides, and the config that samples from what it trains."""
+    trained = parse_config(TrainConfig, argv=[config, *options])
+    if trained.max_steps is None:
         raise UserError(f"{config} sets no max_steps, which the quickstart needs.")
-    return steps
+    return Plan(trained, parse_config(InferenceConfig, argv=[INFERENCE]), trained.max_steps)
 
 
-def model_of(config: str) -> list[str]:
+def model_of(plan: Plan) -> list[str]:
     """Overrides that make the inference config build the training config's model."""
-    from opensora.utils.config import InferenceConfig, TrainConfig, parse_config
-
-    trained = parse_config(TrainConfig, argv=[config]).model
-    sampled = parse_config(InferenceConfig, argv=[INFERENCE]).model
+    trained, sampled = plan.train.model, plan.inference.model
     different = {key: value for key, value in trained.items() if key != "from_pretrained" and sampled.get(key) != value}
     return [f"--model.{key}={value}" for key, value in different.items()]
 

@@ -7,33 +7,37 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from opensora.datasets.read_video import probe, read_frames
+from opensora.datasets.read_video import frames_needed, probe, read_frames
 from opensora.datasets.transforms import get_transform
 from opensora.registry import MODELS, build_module
-from opensora.utils.config import InferenceConfig, parse_config
+from opensora.utils.config import InferenceConfig
 from tools.quickstart.measure import best_frame_psnr, nearest, psnr
 from tools.quickstart.pictures import Row, contact_sheet, loss_curve
 
-INFERENCE = "configs/quickstart/inference.py"
-FRAME_INTERVAL = 3
-CLIPS = Path("assets/clips")
 
+def report(run: Path, table: pd.DataFrame, root: Path, cfg: InferenceConfig, frame_interval: int) -> dict[str, Any]:
+    """Measure the samples in `run/samples`, write `contact_sheet.png` and `loss.png`, return the figures.
 
-def report(run: Path, table: pd.DataFrame, cache: Path) -> dict[str, Any]:
-    """Measure the samples in `run/samples`, write `contact_sheet.png` and `loss.png`, return the figures."""
-    cfg = parse_config(InferenceConfig, argv=[INFERENCE])
-    clips = [read_clip(CLIPS / path, cfg.image_size) for path in table["path"]]  # each [3, T, H, W]
+    Args:
+        run: folder of the quickstart run.
+        table: the clips that were trained on, with columns path, text and paraphrase.
+        root: folder that the paths are relative to.
+        cfg: what the samples were made with.
+        frame_interval: source frames from one frame of a sample to the next, as trained.
+    """
+    clips = [read_clip(root / path, cfg.image_size) for path in table["path"]]  # each [3, T, H, W]
     samples = [read_clip(path, cfg.image_size) for path in sorted((run / "samples").glob("*.mp4"))]
     n = len(clips)
     if len(samples) != 2 * n:
         raise RuntimeError(f"{len(samples)} samples in {run / 'samples'} for {n} captions and {n} paraphrases")
     own = [*range(n), *range(n)]
-    right = [nearest(sample, clips, FRAME_INTERVAL) == i for sample, i in zip(samples, own, strict=True)]
+    right = [nearest(sample, clips, frame_interval) == i for sample, i in zip(samples, own, strict=True)]
     near = [best_frame_psnr(sample, clips[i]) for sample, i in zip(samples, own, strict=True)]
+    window = frames_needed(cfg.num_frames, frame_interval)
     rows = [
         Row(
             [
-                (f"CLIP {table['path'][i]}", clips[i][:, : 7 * FRAME_INTERVAL + 1]),
+                (f"CLIP {table['path'][i]}", clips[i][:, :window]),
                 (f"CAPTION {table['text'][i]}", samples[i]),
                 (f"HELD-OUT PARAPHRASE {table['paraphrase'][i]}", samples[n + i]),
             ]

@@ -17,13 +17,13 @@ Axis = Literal["space", "time", "all"]
 NormOrder = Literal["norm_then_rope", "rope_then_norm"]
 
 _SPLIT: dict[str, str] = {
-    "space": "B T S (K H D) -> K (B T) H S D",
-    "time": "B T S (K H D) -> K (B S) H T D",
-    "all": "B T S (K H D) -> K B H (T S) D",
+    "space": "B T S (H D) -> (B T) H S D",
+    "time": "B T S (H D) -> B S H T D",
+    "all": "B T S (H D) -> B H (T S) D",
 }
 _JOIN: dict[str, str] = {
     "space": "(B T) H S D -> B T S (H D)",
-    "time": "(B S) H T D -> B T S (H D)",
+    "time": "B S H T D -> B T S (H D)",
     "all": "B H (T S) D -> B T S (H D)",
 }
 
@@ -90,22 +90,27 @@ class Attention(nn.Module):
         Returns:
             [B, T, S, D].
         """
-        T, S = x.shape[1:3]
-        q, k, v = rearrange(self.qkv(x), _SPLIT[self.axis], K=3, H=self.num_heads).unbind(0)  # each [., H, N, d]
+        T = x.shape[1]
+        # split before rearranging: the gradients then come together by one concatenation
+        parts = self.qkv(x).chunk(3, dim=-1)
+        q, k, v = (rearrange(part, _SPLIT[self.axis], H=self.num_heads) for part in parts)  # each [..., H, N, d]
         k, v = self.reduce_keys(k, v, grid)
         if self.norm_order == "norm_then_rope":
             q, k = apply_rotary(self.q_norm(q), rope), apply_rotary(self.k_norm(k), rope)
         else:
             q, k = self.q_norm(apply_rotary(q, rope)), self.k_norm(apply_rotary(k, rope))
         x = attention(q, k, v, kernel=self.kernel)
-        return self.proj(rearrange(x, _JOIN[self.axis], **({"T": T} if self.axis != "time" else {"S": S})))
+        return self.proj(rearrange(x, _JOIN[self.axis], T=T))
 
     def reduce_keys(self, k: Tensor, v: Tensor, grid: tuple[int, int] | None) -> tuple[Tensor, Tensor]:
-        """A hook for variants that attend to fewer keys than there are queries; `k, v [., H, N, d]`."""
+        """A hook for variants that attend to fewer keys than there are queries; `k, v [..., H, N, d]`."""
         return k, v
 
-    def flops(self, T: int, S: int) -> int:
-        """Floating-point operations for T x S tokens of one sample: 2 per multiply-add, matrix products only."""
+    def flops(self, T: int, S: int, grid: tuple[int, int] | None = None) -> int:
+        """Floating-point operations for T x S tokens of one sample: 2 per multiply-add, matrix products only.
+
+        `grid`, the rows and columns of the S tokens, is for variants that override `reduce_keys`.
+        """
         dim = self.proj.in_features
         keys = {"space": S, "time": T, "all": T * S}[self.axis]
         return 2 * T * S * (4 * dim * dim + 2 * keys * dim)
@@ -129,7 +134,9 @@ class CrossAttention(nn.Module):
         """
         T = x.shape[1]
         q = rearrange(self.q_linear(x), "B T S (H D) -> B H (T S) D", H=self.num_heads)
-        k, v = rearrange(self.kv_linear(y), "B L (K H D) -> K B H L D", K=2, H=self.num_heads).unbind(0)
+        k, v = (
+            rearrange(part, "B L (H D) -> B H L D", H=self.num_heads) for part in self.kv_linear(y).chunk(2, dim=-1)
+        )
         x = attention(q, k, v, mask, kernel=self.kernel)
         return self.proj(rearrange(x, "B H (T S) D -> B T S (H D)", T=T))
 

@@ -99,7 +99,7 @@ class AdaLNSingleBlock(nn.Module):
             x = x + self.cross_attn(x, y, mask)
         return gated(x, gate_mlp, self.mlp(modulate(self.norm2(x), shift_mlp, scale_mlp)))
 
-    def flops(self, T: int, S: int, text_len: int) -> int:
-        """Floating-point operations for one sample."""
+    def flops(self, T: int, S: int, text_len: int, grid: tuple[int, int] | None = None) -> int:
+        """Floating-point operations for one sample; `grid` as in `Attention.flops`."""
         text = 0 if self.cross_attn is None else self.cross_attn.flops(T * S, text_len)
-        return self.attn.flops(T, S) + text + linear_flops(self.mlp, T * S)
+        return self.attn.flops(T, S, grid) + text + linear_flops(self.mlp, T * S)

@@ -1,0 +1,44 @@
+"""Sample 16 frames of 256x256 from captions with DiT-XL/2, trained by configs/dit/train/16x256x256.py.
+
+    torchrun --standalone --nproc_per_node 1 scripts/inference.py configs/dit/inference/16x256x256.py \
+        --ckpt-path WEIGHTS --prompt-path assets/texts/t2v_samples.txt
+
+No such weights were released. Open-Sora samples DiT in 20 steps of DPM-Solver, which is not here yet; this takes 100 of
+IDDPM.
+"""
+
+# Define sampling size
+num_frames = 16
+fps = 24 // 3  # the model was trained on every 3rd frame
+image_size = (256, 256)
+
+# Define model
+model = dict(
+    type="DiT-XL/2",
+    condition="text",
+    enable_flash_attn=True,
+    enable_layernorm_kernel=True,
+    from_pretrained="PRETRAINED_MODEL",  # --ckpt-path
+)
+vae = dict(
+    type="VideoAutoencoderKL",
+    from_pretrained="stabilityai/sd-vae-ft-ema",
+)
+text_encoder = dict(
+    type="clip",
+    from_pretrained="openai/clip-vit-base-patch32",
+    model_max_length=77,
+)
+scheduler = dict(
+    type="iddpm",
+    num_sampling_steps=100,
+    cfg_scale=4.0,
+    cfg_channel=None,  # all channels are guided
+)
+dtype = "fp16"
+
+# Others
+batch_size = 2
+seed = 42
+prompt_path = "./assets/texts/t2v_samples.txt"
+save_dir = "./samples"

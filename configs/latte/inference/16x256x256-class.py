@@ -1,0 +1,43 @@
+"""Sample 16 frames of UCF101's classes with Latte-XL/2 and its released weights (Ma et al. 2024).
+
+    torchrun --standalone --nproc_per_node 1 scripts/inference.py configs/latte/inference/16x256x256-class.py \
+        --ckpt-path Latte-XL-2-256x256-ucf101.pt --prompt-path assets/texts/ucf101_id.txt
+
+A prompt is a class number, 0 to 100, in the alphabetical order of UCF101's names; assets/texts/ucf101_labels.txt names
+those of the file.
+"""
+
+# Define sampling size
+num_frames = 16
+fps = 24 // 3  # the model was trained on every 3rd frame
+image_size = (256, 256)
+
+# Define model
+model = dict(
+    type="Latte-XL/2",
+    condition="label_101",
+    enable_flash_attn=True,
+    enable_layernorm_kernel=True,
+    from_pretrained="PRETRAINED_MODEL",  # --ckpt-path
+)
+vae = dict(
+    type="VideoAutoencoderKL",
+    from_pretrained="stabilityai/sd-vae-ft-ema",
+)
+text_encoder = dict(
+    type="classes",
+    num_classes=101,  # the N of label_N
+)
+scheduler = dict(
+    type="iddpm",
+    num_sampling_steps=250,
+    cfg_scale=7.0,
+    cfg_channel=None,  # all channels are guided
+)
+dtype = "fp16"
+
+# Others
+batch_size = 2
+seed = 42
+prompt_path = "./assets/texts/ucf101_id.txt"
+save_dir = "./samples"

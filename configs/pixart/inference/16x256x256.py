@@ -1,0 +1,44 @@
+"""Sample 16 frames of 256x256 from captions with PixArt-XL/2, trained by configs/pixart/train/16x256x256.py.
+
+    torchrun --standalone --nproc_per_node 1 scripts/inference.py configs/pixart/inference/16x256x256.py \
+        --ckpt-path WEIGHTS --prompt-path assets/texts/t2v_samples.txt
+
+Open-Sora samples PixArt with DPM-Solver, which is not here yet, in 20 steps; this takes 100 of IDDPM.
+"""
+
+# Define sampling size
+num_frames = 16
+fps = 24 // 3  # the model was trained on every 3rd frame
+image_size = (256, 256)
+
+# Define model
+model = dict(
+    type="PixArt-XL/2",
+    space_scale=0.5,
+    time_scale=1.0,
+    enable_flash_attn=True,
+    enable_layernorm_kernel=True,
+    from_pretrained="PRETRAINED_MODEL",  # --ckpt-path
+)
+vae = dict(
+    type="VideoAutoencoderKL",
+    from_pretrained="stabilityai/sd-vae-ft-ema",
+)
+text_encoder = dict(
+    type="t5",
+    from_pretrained="DeepFloyd/t5-v1_1-xxl",
+    model_max_length=120,
+)
+scheduler = dict(
+    type="iddpm",
+    num_sampling_steps=100,
+    cfg_scale=7.0,
+    cfg_channel=None,  # all channels are guided
+)
+dtype = "fp16"
+
+# Others
+batch_size = 2
+seed = 42
+prompt_path = "./assets/texts/t2v_samples.txt"
+save_dir = "./samples"

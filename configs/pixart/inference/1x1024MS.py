@@ -1,0 +1,45 @@
+"""Sample images of about 1024x1024 pixels from captions with PixArtMS-XL/2 and its released weights (Chen et al. 2023).
+
+    torchrun --standalone --nproc_per_node 1 scripts/inference.py configs/pixart/inference/1x1024MS.py \
+        --ckpt-path PixArt-XL-2-1024-MS.pth --prompt-path assets/texts/t2i_samples.txt
+
+The model is told height and width: `--image-size 768 1344` is a wide picture.
+PixArt samples in 100 steps of IDDPM or 20 of DPM-Solver, which is not here yet.
+"""
+
+# Define sampling size
+num_frames = 1
+fps = 1  # a picture; the model is not told
+image_size = (1024, 1024)
+
+# Define model
+model = dict(
+    type="PixArtMS-XL/2",
+    space_scale=2.0,  # new / old height: the base model is 512x512
+    no_temporal_pos_emb=True,  # a picture has no time
+    enable_flash_attn=True,
+    enable_layernorm_kernel=True,
+    from_pretrained="PRETRAINED_MODEL",  # --ckpt-path
+)
+vae = dict(
+    type="VideoAutoencoderKL",
+    from_pretrained="stabilityai/sd-vae-ft-ema",
+)
+text_encoder = dict(
+    type="t5",
+    from_pretrained="DeepFloyd/t5-v1_1-xxl",
+    model_max_length=120,
+)
+scheduler = dict(
+    type="iddpm",
+    num_sampling_steps=100,
+    cfg_scale=4.5,
+    cfg_channel=None,  # all channels are guided
+)
+dtype = "fp16"
+
+# Others
+batch_size = 1
+seed = 42
+prompt_path = "./assets/texts/t2i_samples.txt"
+save_dir = "./samples"

@@ -1,0 +1,61 @@
+"""Train PixArt-XL/2 on 16 frames of 256x256, with the settings of Open-Sora 1.0.
+
+Start from PixArt's weights; every token of the clip attends to every other.
+
+    torchrun --standalone --nproc_per_node 8 scripts/train.py configs/pixart/train/16x256x256.py \
+        --data-path clips.csv --ckpt-path PixArt-XL-2-512x512.pth
+"""
+
+# Define sampling size
+num_frames = 16
+frame_interval = 3  # sample every 3rd frame
+image_size = (256, 256)
+
+# Define dataset
+root = None
+data_path = None  # --data-path
+use_image_transform = False
+num_workers = 4
+
+# Define acceleration
+dtype = "bf16"
+grad_checkpoint = False
+plugin = "ddp"
+sp_size = 1
+
+# Define model
+model = dict(
+    type="PixArt-XL/2",
+    space_scale=0.5,  # new / old height
+    time_scale=1.0,
+    from_pretrained=None,  # --ckpt-path
+    enable_flash_attn=True,
+    enable_layernorm_kernel=True,
+)
+vae = dict(
+    type="VideoAutoencoderKL",
+    from_pretrained="stabilityai/sd-vae-ft-ema",
+)
+text_encoder = dict(
+    type="t5",
+    from_pretrained="DeepFloyd/t5-v1_1-xxl",
+    model_max_length=120,
+)
+scheduler = dict(
+    type="iddpm",
+    timestep_respacing="",  # all 1000 timesteps
+)
+
+# Others
+seed = 42
+outputs = "outputs"
+wandb = False
+
+epochs = 1000  # just large enough, stop when satisfied
+log_every = 10
+ckpt_every = 1000
+load = None
+
+batch_size = 8
+lr = 2e-5
+grad_clip = 1.0

@@ -1,0 +1,135 @@
+"""Attention over very short sequences, such as the 16 frames at one place of a video, as one Triton kernel.
+
+A fused attention kernel for long sequences is no better here than two batched matrix products, since there is next to
+nothing to compute: what counts is how often queries, keys and values travel through memory, and whether they must be
+copied into another order first. Here each program handles one head at one place: it reads its N rows of q, k and v in
+whatever order they lie in memory, does everything in registers, and writes N rows. The backward pass computes the
+probabilities again from q and k, so that nothing but the inputs is kept.
+
+Gives the formula's results with fp32 softmax and fp32 accumulation; see docs/benchmarks/train_step.md for the gain.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MAX_LENGTH = 64
+"""Longest sequence: beyond, the rows of one head no longer fit into the registers of a few warps."""
+MAX_HEAD_DIM = 128
+
+
+@torch.library.custom_op("opensora::short_attention", mutates_args=())
+def short_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """softmax(q k^T / sqrt(d)) v for `q, k, v [B, S, H, N, d]` in any strides, N <= MAX_LENGTH -> the same shape.
+
+    The result lies in memory as [B, N, S, H, d], which is the order of tokens.
+    """
+    q, k, v = (_rows_whole(each) for each in (q, k, v))
+    out = _empty_like_tokens(q)
+    _launch(_forward_kernel, q, (q, k, v, out))
+    return out
+
+
+@short_attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return _empty_like_tokens(q)
+
+
+@torch.library.custom_op("opensora::short_attention_backward", mutates_args=())
+def short_attention_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v, each [B, S, H, N, d]."""
+    grad, q, k, v = (_rows_whole(each) for each in (grad, q, k, v))
+    grads = (_empty_like_tokens(q), _empty_like_tokens(q), _empty_like_tokens(q))
+    _launch(_backward_kernel, q, (q, k, v, grad, *grads))
+    return grads
+
+
+@short_attention_backward.register_fake
+def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return _empty_like_tokens(q), _empty_like_tokens(q), _empty_like_tokens(q)
+
+
+def _save(ctx, inputs: tuple[Tensor, ...], output: Tensor) -> None:  # type: ignore[no-untyped-def]
+    ctx.save_for_backward(*inputs)
+
+
+def _grad(ctx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[no-untyped-def]
+    return short_attention_backward(grad, *ctx.saved_tensors)
+
+
+short_attention.register_autograd(_grad, setup_context=_save)
+
+
+def _rows_whole(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _empty_like_tokens(x: Tensor) -> Tensor:
+    B, S, H, N, d = x.shape
+    return x.new_empty(B, N, S, H, d).permute(0, 2, 3, 1, 4)
+
+
+def _launch(kernel, q: Tensor, tensors: tuple[Tensor, ...]) -> None:  # type: ignore[no-untyped-def]
+    B, S, H, N, d = q.shape
+    block_n, block_d = max(16, triton.next_power_of_2(N)), max(16, triton.next_power_of_2(d))
+    strides = [stride for tensor in tensors for stride in tensor.stride()[:4]]
+    kernel[(B * S * H,)](
+        *tensors, *strides, S, H, N, d, d**-0.5, BLOCK_N=block_n, BLOCK_D=block_d, num_warps=1 if block_n == 16 else 4
+    )
+
+
+@triton.jit
+def _offsets(pid, sb, ss, sh, sn, S, H, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # type: ignore[no-untyped-def]
+    place = pid // H
+    start = (place // S).to(tl.int64) * sb + (place % S).to(tl.int64) * ss + (pid % H).to(tl.int64) * sh
+    return start + tl.arange(0, BLOCK_N)[:, None].to(tl.int64) * sn + tl.arange(0, BLOCK_D)[None, :]
+
+
+@triton.jit
+def _probabilities(q, k, scale, N, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    scores = tl.where(tl.arange(0, BLOCK_N)[None, :] < N, scores, float("-inf"))
+    scores = tl.exp(scores - tl.max(scores, axis=1)[:, None])
+    return scores / tl.sum(scores, axis=1)[:, None]
+
+
+@triton.jit
+def _forward_kernel(  # type: ignore[no-untyped-def]
+    q_ptr, k_ptr, v_ptr, o_ptr,
+    qb, qs, qh, qn, kb, ks, kh, kn, vb, vs, vh, vn, ob, os, oh, on,
+    S, H, N, d, scale, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    inside = (tl.arange(0, BLOCK_N)[:, None] < N) & (tl.arange(0, BLOCK_D)[None, :] < d)
+    q = tl.load(q_ptr + _offsets(pid, qb, qs, qh, qn, S, H, BLOCK_N, BLOCK_D), mask=inside, other=0.0)
+    k = tl.load(k_ptr + _offsets(pid, kb, ks, kh, kn, S, H, BLOCK_N, BLOCK_D), mask=inside, other=0.0)
+    v = tl.load(v_ptr + _offsets(pid, vb, vs, vh, vn, S, H, BLOCK_N, BLOCK_D), mask=inside, other=0.0)
+    p = _probabilities(q, k, scale, N, BLOCK_N)
+    out = tl.dot(p.to(v.dtype), v, input_precision="ieee")
+    tl.store(o_ptr + _offsets(pid, ob, os, oh, on, S, H, BLOCK_N, BLOCK_D), out.to(v.dtype), mask=inside)
+
+
+@triton.jit
+def _backward_kernel(  # type: ignore[no-untyped-def]
+    q_ptr, k_ptr, v_ptr, g_ptr, dq_ptr, dk_ptr, dv_ptr,
+    qb, qs, qh, qn, kb, ks, kh, kn, vb, vs, vh, vn, gb, gs, gh, gn,
+    dqb, dqs, dqh, dqn, dkb, dks, dkh, dkn, dvb, dvs, dvh, dvn,
+    S, H, N, d, scale, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    inside = (tl.arange(0, BLOCK_N)[:, None] < N) & (tl.arange(0, BLOCK_D)[None, :] < d)
+    q = tl.load(q_ptr + _offsets(pid, qb, qs, qh, qn, S, H, BLOCK_N, BLOCK_D), mask=inside, other=0.0)
+    k = tl.load(k_ptr + _offsets(pid, kb, ks, kh, kn, S, H, BLOCK_N, BLOCK_D), mask=inside, other=0.0)
+    v = tl.load(v_ptr + _offsets(pid, vb, vs, vh, vn, S, H, BLOCK_N, BLOCK_D), mask=inside, other=0.0)
+    g = tl.load(g_ptr + _offsets(pid, gb, gs, gh, gn, S, H, BLOCK_N, BLOCK_D), mask=inside, other=0.0).to(v.dtype)
+    p = _probabilities(q, k, scale, N, BLOCK_N)
+    # rows beyond N have gradient 0, so they add nothing to the columns' sums
+    dv = tl.dot(tl.trans(p).to(v.dtype), g, input_precision="ieee")
+    dp = tl.dot(g, tl.trans(v), input_precision="ieee")
+    ds = (p * (dp - tl.sum(p * dp, axis=1)[:, None]) * scale).to(q.dtype)
+    dq = tl.dot(ds, k, input_precision="ieee")
+    dk = tl.dot(tl.trans(ds), q, input_precision="ieee")
+    tl.store(dq_ptr + _offsets(pid, dqb, dqs, dqh, dqn, S, H, BLOCK_N, BLOCK_D), dq.to(q.dtype), mask=inside)
+    tl.store(dk_ptr + _offsets(pid, dkb, dks, dkh, dkn, S, H, BLOCK_N, BLOCK_D), dk.to(q.dtype), mask=inside)
+    tl.store(dv_ptr + _offsets(pid, dvb, dvs, dvh, dvn, S, H, BLOCK_N, BLOCK_D), dv.to(q.dtype), mask=inside)

@@ -1,0 +1,1 @@
+from opensora.models.dit.dit import DiT

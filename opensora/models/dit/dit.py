@@ -1,0 +1,232 @@
+"""DiT, the diffusion transformer (Peebles & Xie 2023, arXiv:2212.09748), for images and videos.
+
+All tokens of a video attend to each other. The condition, timestep plus class or pooled caption, enters every block
+through adaLN-zero; a new model predicts zero, and each of its blocks is the identity.
+
+For videos, Open-Sora (2024) adds a table of temporal positions to the spatial one. It does so for a single frame too,
+unless `no_temporal_pos_emb` is set; row 0 of the table is not zero, so the released image weights then see tokens they
+do not know. Here a single frame, or patch of frames, never gets temporal positions: one frame is DiT's image, whatever
+the flag says, and several frames are Open-Sora's video.
+
+Further deviations from the released codes: position tables follow the input's size and are not saved; the model does
+not drop the condition by itself (see `opensora.models.encode`).
+"""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from opensora.acceleration.attention import kernel_from_flag
+from opensora.models.denoiser import Denoiser, Size
+from opensora.models.dit.weights import convert, to_diffusers
+from opensora.models.layers.attention import Attention, Axis
+from opensora.models.layers.blocks import AdaLNZeroBlock
+from opensora.models.layers.embedders import CaptionEmbedder, LabelEmbedder
+from opensora.models.layers.init import init_linears, init_small, init_zero
+from opensora.models.layers.mlp import linear_flops
+from opensora.models.layers.modulation import AdaLNFinalLayer
+from opensora.models.layers.pos_embed import grid_coordinates, sincos_1d, sincos_2d
+from opensora.models.loading import load_weights
+from opensora.registry import MODELS
+
+
+@MODELS.register_module()
+class DiT(Denoiser):
+    """Diffusion transformer (see the module's docstring).
+
+    Args:
+        in_channels: channels of the latent.
+        condition: "label_N" = N classes, "text" = one vector per caption, such as CLIP's, "unconditional" = none.
+        caption_channels: channels of the caption's vector; used by "text" only.
+        model_max_length: what the text encoder reads of a caption; accepted, as the caption is one vector here.
+        hidden_size, depth, num_heads, mlp_ratio: the transformer's size.
+        patch_size: latent frames, rows and columns in one token.
+        learn_sigma: predict `2 * in_channels` channels (mean and variance) instead of `in_channels`.
+        class_dropout_prob: how often training drops the condition; 0 leaves the table without a row for "no class".
+        no_temporal_pos_emb: leave out temporal positions (frames are then a set).
+        from_pretrained: weights to start from: a checkpoint folder, a .safetensors or a .pt file.
+        enable_flash_attn: None or True = fastest attention kernel, False = the plain formula.
+        enable_layernorm_kernel: apex's fused LayerNorm if installed.
+        input_size: accepted from older configs; the model takes any size.
+    """
+
+    axes: ClassVar[tuple[Axis, ...]] = ("all",)
+    """What the blocks attend over, in turn."""
+
+    y_embedder: CaptionEmbedder | LabelEmbedder | None
+
+    def __init__(
+        self,
+        *,
+        in_channels: int = 4,
+        condition: str = "text",
+        caption_channels: int = 512,
+        model_max_length: int = 77,
+        hidden_size: int = 1152,
+        depth: int = 28,
+        num_heads: int = 16,
+        mlp_ratio: float = 4.0,
+        patch_size: Sequence[int] = (1, 2, 2),
+        learn_sigma: bool = True,
+        class_dropout_prob: float = 0.1,
+        no_temporal_pos_emb: bool = False,
+        from_pretrained: str | None = None,
+        enable_flash_attn: bool | None = None,
+        enable_layernorm_kernel: bool = False,
+        input_size: Sequence[int | None] | None = None,
+    ) -> None:
+        super().__init__(
+            in_channels=in_channels,
+            predicts_sigma=learn_sigma,
+            hidden_size=hidden_size,
+            patch_size=patch_size,
+            class_dropout_prob=class_dropout_prob,
+            input_size=input_size,
+        )
+        if depth % len(self.axes):
+            raise ValueError(f"depth={depth} is not a multiple of {len(self.axes)}: blocks alternate over {self.axes}.")
+        self.condition = condition
+        self.no_temporal_pos_emb = no_temporal_pos_emb
+        kernel = kernel_from_flag(enable_flash_attn=enable_flash_attn)
+        pt, ph, pw = self.patch_size
+
+        self.y_embedder = _condition_embedder(
+            condition, caption_channels, hidden_size, with_null=class_dropout_prob > 0
+        )
+        attentions = [
+            Attention(hidden_size, num_heads, axis=self.axes[i % len(self.axes)], kernel=kernel) for i in range(depth)
+        ]
+        blocks = [AdaLNZeroBlock(attn, mlp_ratio, fused_norm=enable_layernorm_kernel) for attn in attentions]
+        self.blocks = nn.ModuleList(blocks)
+        self.final_layer = AdaLNFinalLayer(
+            hidden_size, pt * ph * pw, self.out_channels, fused_norm=enable_layernorm_kernel
+        )
+
+        self._initialize(blocks)
+        if from_pretrained is not None:
+            self._load(from_pretrained)
+
+    def forward(
+        self,
+        x: Tensor,
+        timestep: Tensor,
+        y: Tensor,
+        *,
+        mask: Tensor | None = None,
+        x_mask: Tensor | None = None,
+        fps: Tensor | None = None,
+        height: Tensor | None = None,
+        width: Tensor | None = None,
+        num_frames: Tensor | None = None,
+    ) -> Tensor:
+        """See `Denoiser.forward`.
+
+        `y` is `[B, 1, 1, C_text]`, or class numbers `[B, 1, 1, 1]` (the number of classes itself = "no class"); an
+        unconditional model ignores it. mask, fps, height, width and num_frames are not used.
+
+        Raises:
+            ValueError: `y` is of the wrong kind, such as one vector per token.
+        """
+        latent_size = x.shape[2:]
+        _, H, W = self.grid(latent_size)
+        x = self.patchify(x)  # [B, T, S, D]
+        rows, columns = (grid_coordinates(n, device=x.device) for n in (H, W))
+        x = x + sincos_2d(self.hidden_size, rows, columns).to(x.dtype)
+
+        x_mask = self.patch_mask(x_mask)
+        condition = self._embed_condition(y)  # [B, D], once for all frames and places
+        c = self.t_embedder(timestep) + condition
+        c0 = None if x_mask is None else self.t_embedder(torch.zeros_like(timestep)) + condition
+        x = self._transform(x, c, x_mask, c0)
+        return self.unpatchify(self.final_layer(x, c, x_mask, c0), latent_size)
+
+    def null_condition(self, batch: int) -> Tensor:
+        """The `y` of "no text" `[batch, 1, 1, C_text]`, or of "no class" `[batch, 1, 1, 1]`; zeros if there is no `y`."""
+        if self.y_embedder is None:
+            return torch.zeros(batch, 1, 1, 1, device=self.x_embedder.proj.weight.device)
+        return self.y_embedder.null(batch)
+
+    def transformer_blocks(self) -> list[nn.Module]:
+        """See `Denoiser.transformer_blocks`."""
+        return list(self.blocks)
+
+    def to_diffusers(self, **options: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """See `Denoiser.to_diffusers`."""
+        config, state = to_diffusers(self, **options)
+        return {"_class_name": "DiTTransformer2DModel", **config}, state
+
+    def flops(self, latent_size: Size, text_len: int) -> int:
+        """See `Denoiser.flops`; `text_len` does not matter."""
+        T, H, W = self.grid(latent_size)
+        blocks = sum(cast(AdaLNZeroBlock, block).flops(T, H * W) for block in self.blocks)
+        condition = 0 if self.y_embedder is None else linear_flops(self.y_embedder, 1)
+        final = linear_flops(self.final_layer.adaLN_modulation, 1)
+        return blocks + condition + final + self.embed_flops(latent_size)
+
+    def _transform(self, x: Tensor, c: Tensor, x_mask: Tensor | None, c0: Tensor | None) -> Tensor:
+        """The blocks, and when temporal positions enter: `x [B, T, S, D] -> [B, T, S, D]`."""
+        if x.shape[1] > 1 and not self.no_temporal_pos_emb:
+            x = x + self._temporal_positions(x)
+        for block in self.blocks:
+            x = block(x, c, x_mask, c0)
+        return x
+
+    def _temporal_positions(self, x: Tensor) -> Tensor:
+        positions = grid_coordinates(x.shape[1], device=x.device)
+        return sincos_1d(self.hidden_size, positions).to(x.dtype)[:, None]  # [T, 1, D]
+
+    def _embed_condition(self, y: Tensor) -> Tensor | float:
+        if self.y_embedder is None:
+            return 0.0
+        if isinstance(self.y_embedder, LabelEmbedder):
+            if y.is_floating_point() or y.numel() != len(y):
+                raise ValueError(
+                    f"{type(self).__name__} with condition={self.condition!r} takes one class number per sample, but y "
+                    f"has shape {tuple(y.shape)}, {y.dtype}: use the text encoder 'classes'."
+                )
+            return self.y_embedder(y)
+        if not y.is_floating_point() or y.shape[1:-1] != (1, 1):
+            raise ValueError(
+                f"{type(self).__name__} with condition='text' takes one vector per caption, [B, 1, 1, C], but y has "
+                f"shape {tuple(y.shape)}, {y.dtype}: use the text encoder 'clip', which pools the tokens."
+            )
+        return self.y_embedder(y).squeeze(1)  # [B, 1, D] -> [B, D]
+
+    def _initialize(self, blocks: Sequence[AdaLNZeroBlock]) -> None:
+        """Zero makes each block the identity and the output 0 at first (section 3.2, "adaLN-Zero block")."""
+        init_linears(self, self.x_embedder.proj)
+        init_small(self.t_embedder, *([] if self.y_embedder is None else [self.y_embedder]))
+        init_zero(block.adaLN_modulation for block in blocks)
+        init_zero([self.final_layer.adaLN_modulation, self.final_layer.linear])
+
+    def _load(self, path: str) -> None:
+        load_weights(self, path, convert)
+
+
+def _condition_embedder(
+    condition: str, caption_channels: int, hidden_size: int, *, with_null: bool
+) -> CaptionEmbedder | LabelEmbedder | None:
+    kind, _, number = condition.partition("_")
+    if kind == "label" and number.isdecimal() and int(number) > 0:
+        return LabelEmbedder(int(number), hidden_size, with_null=with_null)
+    if condition == "text":
+        return CaptionEmbedder(caption_channels, hidden_size, 1)
+    if condition == "unconditional":
+        return None
+    raise ValueError(f"condition={condition!r} is not 'text', 'label_N' (N classes) or 'unconditional'.")
+
+
+SIZES = {
+    "XL": {"depth": 28, "hidden_size": 1152, "num_heads": 16},
+    "L": {"depth": 24, "hidden_size": 1024, "num_heads": 16},
+    "B": {"depth": 12, "hidden_size": 768, "num_heads": 12},
+    "S": {"depth": 12, "hidden_size": 384, "num_heads": 6},
+}
+"""Table 1 of the paper."""
+
+for _size, _preset in SIZES.items():
+    for _p in (2, 4, 8):
+        MODELS.register_variant(f"DiT-{_size}/{_p}", DiT, **_preset, patch_size=(1, _p, _p))
+MODELS.register_variant("DiT-XL/2x2", DiT, **SIZES["XL"], patch_size=(2, 2, 2))

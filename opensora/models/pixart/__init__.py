@@ -1,0 +1,1 @@
+from opensora.models.pixart.pixart import PixArt, PixArtMS, PixArtSigma

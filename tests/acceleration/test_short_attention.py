@@ -1,0 +1,51 @@
+"""The Triton kernel for short sequences, run on the CPU by Triton's own interpreter. On a GPU: tests/test_gpu.py."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).resolve()
+SIZES = [(2, 3, 2, 5, 24), (1, 2, 3, 16, 72), (1, 2, 3, 1, 72), (1, 2, 2, 17, 40)]  # B, S, H, N, d
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="this PyTorch has no Triton")
+
+
+def test_output_and_gradients_equal_the_formula_in_the_interpreter():
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(HERE.parents[2])}
+    run = subprocess.run([sys.executable, str(HERE)], env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("equal") == len(SIZES)
+
+
+def compare(size: tuple[int, ...], device: str, dtype: torch.dtype, tolerance: float) -> None:
+    """Kernel against formula, forwards and backwards, on views into one tensor of tokens."""
+    from opensora.acceleration.short_attention import short_attention
+
+    B, S, H, N, d = size
+    torch.manual_seed(0)
+    tokens = torch.randn(B, N, S, 3 * H * d, device=device, dtype=dtype)
+    results = []
+    for attend in (short_attention, formula):
+        leaf = tokens.clone().requires_grad_()
+        q, k, v = leaf.unflatten(-1, (3, H, d)).permute(3, 0, 2, 4, 1, 5).unbind(0)  # each [B, S, H, N, d]
+        out = attend(q, k, v)
+        out.backward(torch.linspace(-1, 1, out.numel(), device=device, dtype=dtype).reshape(out.shape))
+        results.append((out.detach().float(), leaf.grad.float()))
+    for ours, expected in zip(*results, strict=True):
+        torch.testing.assert_close(ours, expected, atol=tolerance, rtol=tolerance)
+
+
+def formula(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    scores = q.float() @ k.float().transpose(-2, -1) / q.shape[-1] ** 0.5
+    return (scores.softmax(-1) @ v.float()).to(v.dtype)
+
+
+if __name__ == "__main__":
+    for size in SIZES:
+        compare(size, "cpu", torch.float32, 1e-5)
+        print("equal")

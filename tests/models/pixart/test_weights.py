@@ -1,0 +1,221 @@
+"""PixArt's weights: released pickles, diffusers both ways with equal results, and what is refused."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from opensora.models.loading import load_weights, report
+from opensora.models.pixart.weights import convert, to_diffusers
+from opensora.utils.ckpt import save_checkpoint
+from opensora.utils.errors import UserError
+from tests.models.denoisers import C_TEXT, L, build, inputs
+
+IMAGES = {"no_temporal_pos_emb": True}
+SIDE = 8  # of the latent that the diffusers models below are for
+
+
+def theirs(micro_conditions: bool, scale: float):
+    from diffusers import PixArtTransformer2DModel
+
+    torch.manual_seed(3)
+    sizes = {"num_attention_heads": 2, "attention_head_dim": 24, "cross_attention_dim": 48, "num_layers": 2}
+    return PixArtTransformer2DModel(
+        **sizes,
+        caption_channels=C_TEXT,
+        sample_size=SIDE,
+        interpolation_scale=scale,
+        use_additional_conditions=micro_conditions,
+    ).eval()
+
+
+def their_output(model, cond):
+    sizes = None
+    if model.use_additional_conditions:
+        size = torch.stack([cond["height"], cond["width"]], dim=1)
+        sizes = {"resolution": size, "aspect_ratio": size[:, :1] / size[:, 1:]}
+    return model(
+        cond["x"][:, :, 0],
+        encoder_hidden_states=cond["y"][:, 0],
+        timestep=cond["timestep"],
+        added_cond_kwargs=sizes,
+        encoder_attention_mask=cond["mask"],
+    ).sample
+
+
+def assert_same(ours, other, size, **changes):
+    cond = {**inputs(ours, size=(1, *size)), **changes}
+    with torch.no_grad():
+        out, expected = ours(**cond)[:, :, 0], their_output(other, cond)
+    assert (out - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+FAMILY = pytest.mark.parametrize(("family", "micro"), [("PixArt", False), ("PixArtMS", True), ("PixArt-Sigma", False)])
+SIZE = pytest.mark.parametrize("size", [(8, 8), (16, 16), (6, 10), (12, 4)])
+
+
+class TestDiffusers:
+    @FAMILY
+    @SIZE
+    @pytest.mark.parametrize("scale", [0.5, 2])
+    def test_their_folder_gives_the_same_output(self, family, micro, size, scale, tmp_path):
+        other = theirs(micro, scale)
+        other.save_pretrained(tmp_path / "transformer")
+        ours = build(
+            family,
+            **IMAGES,
+            base_size=SIDE / 2,
+            space_scale=scale,
+            from_pretrained=str(tmp_path / "transformer"),
+        )
+        assert_same(ours, other, size)
+
+    @pytest.mark.parametrize("scale", [1, 2])
+    def test_a_one_size_model_needs_no_base_size_for_squares(self, scale):
+        other = theirs(False, scale)
+        ours = build("PixArt", **IMAGES, space_scale=scale)
+        ours.load_state_dict(convert(other.state_dict(), ours).tensors, strict=False)
+        assert_same(ours, other, (SIDE, SIDE))
+
+    @FAMILY
+    @SIZE
+    @pytest.mark.parametrize("scale", [0.5, 1, 2])
+    def test_ours_in_diffusers_gives_the_same_output(self, family, micro, size, scale):
+        from diffusers import PixArtTransformer2DModel
+
+        ours = build(family, **IMAGES, base_size=5, space_scale=scale)
+        config, state = to_diffusers(ours)
+        other = PixArtTransformer2DModel.from_config(json.loads(json.dumps(config))).eval()
+        other.load_state_dict(state)
+        assert other.config.use_additional_conditions is micro
+        assert_same(ours, other, size)
+
+    @pytest.mark.parametrize(
+        ("family", "settings", "size", "expected"),
+        [
+            ("PixArt", {"space_scale": 1.0}, None, (64, 1)),
+            ("PixArt", {"space_scale": 1.0}, 32, (32, 1)),
+            ("PixArtMS", {"space_scale": 2.0}, None, (128, 2)),
+            ("PixArt-Sigma", {"space_scale": 0.5}, None, (32, 0.5)),
+            ("PixArt-Sigma", {"space_scale": 4.0}, None, (256, 4)),
+        ],
+    )
+    def test_config_of_the_released_models(self, family, settings, size, expected):
+        config, _ = to_diffusers(build(family, **IMAGES, **settings), sample_size=size)
+        assert (config["sample_size"], config["interpolation_scale"]) == expected
+
+    @FAMILY
+    def test_round_trip_is_exact_but_for_the_table_of_no_text(self, family, micro):
+        model = build(family, **IMAGES)
+        _, state = to_diffusers(model)
+        conversion = convert(state, model)
+        kept = {name: tensor for name, tensor in model.state_dict().items() if "y_embedding" not in name}
+        assert conversion.tensors.keys() == kept.keys()
+        assert all(torch.equal(conversion.tensors[name], tensor) for name, tensor in kept.items())
+        assert "left as is  1 tensor: diffusers keeps no table of 'no text'" in report(conversion, model, "f")
+        assert to_diffusers(model)[1].keys() == theirs(micro, 1).state_dict().keys()
+
+    def test_first_releases_had_that_table(self):
+        model = build("PixArt", **IMAGES)
+        _, state = to_diffusers(model)
+        state["caption_projection.y_embedding"] = torch.ones(L + 2, C_TEXT)
+        state["pos_embed.pos_embed"] = torch.zeros(1, 16, 48)
+        conversion = convert(state, model)
+        assert torch.equal(conversion.tensors["y_embedder.y_embedding"], torch.ones(L, C_TEXT))
+        assert "pos_embed.pos_embed" in conversion.dropped
+
+    @pytest.mark.parametrize(
+        ("settings", "why"),
+        [
+            ({"no_temporal_pos_emb": False}, "no temporal positions"),
+            ({"patch_size": (2, 2, 2)}, r"no patch_size=\(2, 2, 2\)"),
+            ({"kv_compress": "ave"}, "no kv_compress='ave'"),
+            ({"qk_norm": True}, "no qk_norm=True"),
+            ({"mlp_ratio": 2.0}, "no mlp_ratio=2.0"),
+        ],
+    )
+    def test_what_diffusers_cannot_say_is_refused(self, settings, why):
+        with pytest.raises(UserError, match=why):
+            to_diffusers(build("PixArt-Sigma", **{**IMAGES, **settings}))
+
+    def test_a_sample_size_without_effect_is_refused(self):
+        with pytest.raises(UserError, match="base_size is set"):
+            to_diffusers(build("PixArt-Sigma", **IMAGES), sample_size=32)
+
+
+def released(family: str, rows: int = L) -> dict[str, torch.Tensor]:
+    """A state dict as PixArt's own code writes it."""
+    state = dict(build(family).state_dict())
+    state["x_embedder.proj.weight"] = state["x_embedder.proj.weight"].squeeze(2)
+    state["y_embedder.y_embedding"] = torch.randn(rows, C_TEXT, generator=torch.Generator().manual_seed(5))
+    return {**state, "pos_embed": torch.zeros(1, 16, 48)}
+
+
+class TestReleased:
+    @pytest.mark.parametrize("family", ["PixArt", "PixArtMS", "PixArt-Sigma", "PixArt-Sigma-compressed"])
+    @pytest.mark.parametrize("rows", [3, L, 12])
+    def test_pickles_load_whatever_their_file_is_called(self, family, rows, tmp_path):
+        state = released(family, rows)
+        torch.save({"state_dict": state, "epoch": 3}, tmp_path / "renamed.pth")
+        model = build(family, from_pretrained=str(tmp_path / "renamed.pth"))
+        table, expected = model.y_embedder.y_embedding, state["y_embedder.y_embedding"]
+        shared = min(rows, L)
+        assert torch.equal(table[:shared], expected[:shared])
+        assert torch.equal(table[shared:], table[shared - 1 : shared].expand(L - shared, -1))
+        assert torch.equal(model.x_embedder.proj.weight.squeeze(2), state["x_embedder.proj.weight"])
+        assert torch.equal(model.blocks[1].attn.qkv.weight, state["blocks.1.attn.qkv.weight"])
+
+    def test_our_own_checkpoint_loads_exactly(self, tmp_path):
+        model = build("PixArtMS")
+        path = save_checkpoint(tmp_path / "c", {"model": model.state_dict()}, state={}, manifest={"step": 1})
+        loaded = build("PixArtMS", from_pretrained=str(path))
+        torch.testing.assert_close(loaded.state_dict(), model.state_dict(), atol=0, rtol=0)
+
+    def test_another_depth_is_refused(self, tmp_path):
+        save_file(build("PixArt", depth=3).state_dict(), tmp_path / "w.safetensors")
+        with pytest.raises(UserError, match=r"(?s)does not fit this PixArt.*blocks\.2\."):
+            build("PixArt", from_pretrained=str(tmp_path / "w.safetensors"))
+
+
+class TestMicroConditions:
+    @pytest.mark.parametrize("family", ["PixArt", "PixArt-Sigma"])
+    @pytest.mark.parametrize("diffusers", [False, True])
+    def test_a_file_with_them_names_the_model_that_has_them(self, family, diffusers):
+        state = theirs(True, 1).state_dict() if diffusers else released("PixArtMS")
+        with pytest.raises(UserError, match=r'which PixArt\w* does not: set model.type to "PixArtMS-XL/2"'):
+            convert(state, build(family))
+
+    @pytest.mark.parametrize("diffusers", [False, True])
+    def test_a_file_without_them_starts_a_model_that_gives_the_same(self, diffusers, tmp_path):
+        state = theirs(False, 1).state_dict() if diffusers else released("PixArt")
+        torch.save(state, tmp_path / "w.pth")
+        plain, sized = (build(family, base_size=4) for family in ("PixArt", "PixArtMS"))
+        table = [load_weights(model, tmp_path / "w.pth", convert) for model in (plain, sized)][1]
+        cond = inputs(sized)
+        torch.testing.assert_close(plain(**cond), sized(**cond))
+        assert "converted   4 tensors: the file has no micro-conditions: zero" in table
+        assert "left as is  4 tensors: the file has no micro-conditions" in table
+
+    def test_a_file_with_a_part_of_them_is_refused(self, tmp_path):
+        state = released("PixArtMS")
+        del state["ar_embedder.mlp.0.weight"]
+        torch.save(state, tmp_path / "w.pth")
+        with pytest.raises(UserError, match=r"(?s)missing in the file.*ar_embedder\.mlp\.0\.weight"):
+            build("PixArtMS", from_pretrained=str(tmp_path / "w.pth"))
+
+
+class TestCompression:
+    def test_weights_without_start_as_the_mean(self, tmp_path):
+        torch.save(released("PixArt-Sigma"), tmp_path / "w.pth")
+        model = build("PixArt-Sigma-compressed")
+        table = load_weights(model, tmp_path / "w.pth", convert)
+        assert "left as is  4 tensors: the file does not compress keys" in table
+        assert bool((model.blocks[1].attn.sr.weight == 0.25).all())
+
+    @pytest.mark.parametrize(
+        "settings", [{}, {"kv_compress": "ave"}, {"kv_compress": "conv", "kv_compress_layers": (0,)}]
+    )
+    def test_weights_with_name_the_settings_they_need(self, settings):
+        with pytest.raises(UserError, match=r'kv_compress="conv" and model.kv_compress_layers=\(1,\)'):
+            convert(released("PixArt-Sigma-compressed"), build("PixArt-Sigma", **settings))

@@ -1,0 +1,142 @@
+"""Loading: strict, told in a table, and helpful when the file is another's."""
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from opensora.models.loading import Conversion, grow_patches, load_weights, pick, report, resize_rows
+from opensora.utils.errors import UserError
+from tests.models.denoisers import FAMILIES, build
+
+
+def plain(state, model):
+    return Conversion(dict(state), "plain")
+
+
+class Toy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict({"attn": nn.Linear(2, 2), "attn_temp": nn.Linear(2, 2), "mlp": nn.Linear(2, 2)})
+            for _ in range(3)
+        )
+
+
+def table(**parts):
+    model = Toy()
+    tensors = {name: value for name, value in model.state_dict().items() if name not in parts.get("initial", {})}
+    return report(Conversion(tensors, "toy's", **parts), model, "w.pt").splitlines()
+
+
+class TestTable:
+    def test_counts_and_number_format(self):
+        assert table() == ["Toy from w.pt (toy's)", "  loaded      18 of 18 tensors, 0.00 M numbers, float32"]
+
+    def test_reasons_are_grouped_and_names_collapsed(self):
+        names = [name for name in Toy().state_dict() if ".attn_temp." in name]
+        lines = table(initial=dict.fromkeys(names, "there is none"), dropped={"pos": "made anew", "tpos": "made anew"})
+        assert lines[1].split(",")[0] == "  loaded      12 of 18 tensors"
+        assert lines[2] == "  dropped     2 tensors: made anew (pos, tpos)"
+        assert lines[3] == "  left as is  6 tensors: there is none (blocks.*.attn_temp.*)"
+        assert len(lines) == 4
+
+    def test_a_pattern_covers_nothing_that_is_not_meant(self):
+        names = [name for name in Toy().state_dict() if name.endswith("mlp.bias")]
+        assert "(blocks.*.mlp.bias)" in table(initial=dict.fromkeys(names, "new"))[2]
+
+    def test_many_patterns_are_cut_short(self):
+        assert "(a, b, c, ...)" in table(dropped=dict.fromkeys("abcdefg", "unused"))[2]
+
+    def test_what_may_be_missing_but_is_there_is_not_told(self):
+        model = Toy()
+        conversion = Conversion(model.state_dict(), "x", initial={"blocks.0.mlp.bias": "new"})
+        assert "left as is" not in report(conversion, model, "w.pt")
+
+    def test_mixed_number_formats_are_counted(self):
+        state = Toy().state_dict()
+        state["blocks.0.mlp.bias"] = state["blocks.0.mlp.bias"].half()
+        assert "float32 (17 tensors), float16 (1 tensors)" in report(Conversion(state, "x"), Toy(), "w")
+
+
+class TestLoading:
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+    def test_other_float_formats_load_into_fp32(self, tmp_path, dtype, caplog):
+        model, other = Toy(), Toy()
+        save_file({name: value.to(dtype) for name, value in other.state_dict().items()}, tmp_path / "w")
+        with caplog.at_level("INFO"):
+            lines = load_weights(model, tmp_path / "w", plain)
+        assert str(dtype).removeprefix("torch.") in lines
+        assert lines in caplog.text
+        assert all(p.dtype == torch.float32 for p in model.parameters())
+        torch.testing.assert_close(model.state_dict(), other.state_dict(), atol=1e-2, rtol=1e-2)
+
+    def test_integers_are_refused_where_the_model_has_floats(self, tmp_path):
+        state = {name: value.to(torch.int8) for name, value in Toy().state_dict().items()}
+        save_file(state, tmp_path / "w")
+        with pytest.raises(UserError, match=r"(?s)18 of another kind of number.*file int8, model float32"):
+            load_weights(Toy(), tmp_path / "w", plain)
+
+    def test_the_model_owns_its_numbers(self, tmp_path):
+        save_file(Toy().state_dict(), tmp_path / "w")
+        model = Toy()
+        load_weights(model, tmp_path / "w", plain)
+        with torch.no_grad():
+            model.blocks[0]["mlp"].weight.zero_()
+        again = Toy()
+        load_weights(again, tmp_path / "w", plain)
+        assert again.blocks[0]["mlp"].weight.any()
+
+    @pytest.mark.parametrize(
+        ("model", "file", "guess"),
+        [
+            ("PixArt", "STDiT", r"looks like STDiT \(blocks\.\*\.attn_temp, no t_block_temp\), 2 blocks of width 48"),
+            ("STDiT", "STDiT3", "looks like STDiT3"),
+            ("STDiT3", "DiT-text", "looks like DiT or Latte"),
+            ("DiT-class", "PixArt", "looks like PixArt "),
+        ],
+    )
+    def test_another_architecture_is_named(self, tmp_path, model, file, guess):
+        torch.save(build(file).state_dict(), tmp_path / "w.pt")
+        with pytest.raises(UserError, match=guess):
+            build(model, from_pretrained=str(tmp_path / "w.pt"))
+
+    def test_an_unknown_one_too(self, tmp_path):
+        torch.save({"weight": torch.zeros(1)}, tmp_path / "w.pt")
+        with pytest.raises(UserError, match="is of no architecture that is known here"):
+            load_weights(Toy(), tmp_path / "w.pt", plain)
+
+    @pytest.mark.parametrize("file", ["DiT-class", "LatteT2V", "PixArtMS", "STDiT2", "STDiT3", "nothing", "diffusers"])
+    def test_no_file_makes_a_converter_stumble(self, tmp_path, file):
+        """Whatever the file, a model takes it or says why not."""
+        state = {"transformer_blocks.0.x": torch.zeros(1), "pos_embed.proj.weight": torch.zeros(1)}
+        if file == "nothing":
+            state = {"weight": torch.zeros(1)}
+        elif file != "diffusers":
+            state = build(file).state_dict()
+        torch.save(state, tmp_path / "w.pt")
+        outcomes = []
+        for family in FAMILIES:
+            try:
+                build(family, from_pretrained=str(tmp_path / "w.pt"))
+                outcomes.append("loaded")
+            except UserError:
+                outcomes.append("refused")
+        assert "refused" in outcomes
+        assert ("loaded" in outcomes) == (file in FAMILIES)
+
+
+class TestPieces:
+    def test_pick(self):
+        kept, dropped = pick({"a": torch.zeros(1), "b": torch.zeros(1)}, {"b": "why", "c": "not there"})
+        assert (list(kept), dropped) == (["a"], {"b": "why"})
+
+    def test_resize_rows(self):
+        rows = torch.arange(6.0).reshape(3, 2)
+        assert torch.equal(resize_rows(rows, 2), rows[:2])
+        assert torch.equal(resize_rows(rows, 5)[3:], rows[2:].expand(2, 2))
+
+    def test_grown_patches_see_the_mean_of_the_frames(self):
+        weight, x = torch.randn(5, 3, 2, 2), torch.randn(1, 3, 4, 2, 2)
+        out = nn.functional.conv3d(x, grow_patches(weight, 4))[:, :, 0]
+        torch.testing.assert_close(out, nn.functional.conv2d(x.mean(2), weight))

@@ -1,0 +1,171 @@
+"""Weights from one form to another and back."""
+
+import json
+import sys
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from opensora.models.recognise import recognise
+from opensora.registry import MODELS
+from opensora.utils.ckpt import read_weights
+from opensora.utils.errors import UserError
+from tests.models.denoisers import FAMILIES, TOY, awake
+from tools.convert import convert, main
+
+CASES = {  # family -> arguments without which diffusers cannot express the model
+    "DiT-class": {},
+    "PixArt": {"no_temporal_pos_emb": True, "base_size": 32},
+    "PixArtMS": {"no_temporal_pos_emb": True},
+    "PixArt-Sigma": {"no_temporal_pos_emb": True},
+    "LatteT2V": {"base_size": 32},
+}
+NOT_IN_DIFFUSERS = {"y_embedder.y_embedding"}  # the table of "no text"
+
+
+def config(family):
+    return {**TOY, **FAMILIES[family], **CASES.get(family, {})}
+
+
+@pytest.fixture
+def made(tmp_path):
+    """Family -> a file of its weights, nothing of which is zero, and the weights."""
+
+    def make(family):
+        torch.manual_seed(5)
+        state = awake(MODELS.build(config(family))).state_dict()
+        save_file(state, tmp_path / "w.safetensors")
+        return str(tmp_path / "w.safetensors"), state
+
+    return make
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_to_diffusers_and_back_is_exact(made, tmp_path, family):
+    source, state = made(family)
+    folder = convert(source, tmp_path / "theirs", config(family), to="diffusers")
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "diffusion_pytorch_model.safetensors"]
+    assert "in diffusers' names" in recognise(read_weights(folder))
+    back = convert(str(folder), tmp_path / "ours.safetensors", config(family), to="safetensors")
+    found = read_weights(back)
+    assert found.keys() == state.keys()
+    assert [name for name in state if not torch.equal(found[name], state[name])] == sorted(
+        NOT_IN_DIFFUSERS & state.keys()
+    )
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_diffusers_reads_the_folder(made, tmp_path, family):
+    import diffusers
+
+    folder = convert(made(family)[0], tmp_path / "theirs", config(family), to="diffusers")
+    written = json.loads((folder / "config.json").read_text())
+    theirs, info = getattr(diffusers, written["_class_name"]).from_pretrained(
+        folder, output_loading_info=True, low_cpu_mem_usage=False
+    )
+    assert {key: list(info[key]) for key in ("missing_keys", "unexpected_keys", "mismatched_keys")} == {
+        "missing_keys": [], "unexpected_keys": [], "mismatched_keys": [],
+    }  # fmt: skip
+    assert len(theirs.transformer_blocks) == TOY["depth"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_to_one_file_of_ours(made, tmp_path, family):
+    source, state = made(family)
+    out = convert(source, tmp_path / "o.safetensors", config(family), to="safetensors")
+    found = read_weights(out)
+    assert found.keys() == state.keys()
+    assert all(torch.equal(found[name], state[name]) for name in state)
+    with safe_open(out, "pt") as file:
+        header = file.metadata()
+    assert header["model"] == FAMILIES[family]["type"]
+    assert json.loads(header["config"])["hidden_size"] == TOY["hidden_size"]
+    assert header["source"] == source
+
+
+def test_options_of_diffusers_and_number_format(made, tmp_path):
+    source, _ = made("DiT-class")
+    folder = convert(
+        source, tmp_path / "t", config("DiT-class"), to="diffusers", dtype="bf16", options={"sample_size": 64}
+    )
+    assert json.loads((folder / "config.json").read_text())["sample_size"] == 64
+    assert {tensor.dtype for tensor in read_weights(folder).values()} == {torch.bfloat16}
+    with pytest.raises(UserError, match=r"--option size=64: .*unexpected keyword argument 'size'"):
+        convert(source, tmp_path / "u", config("DiT-class"), to="diffusers", options={"size": 64})
+
+
+@pytest.mark.parametrize("family", ["STDiT", "STDiT2", "STDiT3", "Latte-class", "DiT-text", "DiT-2x2"])
+def test_what_diffusers_has_not_is_told_and_leaves_nothing(made, tmp_path, family):
+    source, _ = made(family)
+    with pytest.raises(UserError, match="diffusers"):
+        convert(source, tmp_path / "t", config(family), to="diffusers")
+    assert [path.name for path in tmp_path.iterdir()] == ["w.safetensors"]
+
+
+def test_what_a_file_lacks_by_nature_is_the_same_each_time(made, tmp_path):
+    source, _ = made("PixArt")
+    model = config("STDiT")
+    one, two = (read_weights(convert(source, tmp_path / name, model, to="safetensors")) for name in ("one", "two"))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+@pytest.mark.parametrize("to", ["diffusers", "safetensors"])
+def test_nothing_is_overwritten(made, tmp_path, to):
+    source, _ = made("DiT-class")
+    (tmp_path / "out").mkdir()
+    with pytest.raises(UserError, match="is there already"):
+        convert(source, tmp_path / "out", config("DiT-class"), to=to)
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"type": "DiTXL/2"}, r"Did you mean 'DiT-XL/2'\?"),
+        ({"dept": 2}, r"takes no argument 'dept'. Did you mean 'depth'"),
+        ({"hidden_size": 49}, "DiT-XL/2: "),
+        ({"depth": 3}, "does not fit"),
+        ({"condition": "label_x"}, "label_x"),
+    ],
+)
+def test_mistakes_in_the_model(made, tmp_path, changes, message):
+    with pytest.raises(UserError, match=message):
+        convert(made("DiT-class")[0], tmp_path / "out", {**config("DiT-class"), **changes}, to="safetensors")
+
+
+def test_only_denoisers(tmp_path):
+    with pytest.raises(UserError, match="is no denoiser"):
+        convert("x", tmp_path / "out", {"type": "classes", "num_classes": 3}, to="safetensors")
+
+
+class TestCommandLine:
+    def run(self, monkeypatch, *argv):
+        monkeypatch.setattr(sys, "argv", ["convert", *map(str, argv)])
+        main()
+
+    def test_whole(self, made, tmp_path, monkeypatch, capsys):
+        source, _ = made("DiT-class")
+        sizes = [f"{key}={value}" for key, value in TOY.items()]
+        self.run(
+            monkeypatch, source, tmp_path / "out", "--model", "DiT-XL/2", "--set", *sizes, "--set", "condition=label_10",
+            "--to", "diffusers", "--dtype", "fp16", "--option", "sample_size=8",
+        )  # fmt: skip
+        said = capsys.readouterr()
+        assert said.out == f"{tmp_path / 'out'}: 0.2 MB\n"
+        assert "loaded " in said.err
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            (["--to", "diffusers", "--set", "depth"], "--set depth: write key=value"),
+            (["--to", "safetensors", "--option", "sample_size=8"], "--option is for --to diffusers only"),
+            (["--to", "safetensors"], "no weights at nowhere"),
+        ],
+    )
+    def test_mistakes_end_with_code_2(self, tmp_path, monkeypatch, capsys, options, message):
+        with pytest.raises(SystemExit) as exit_:
+            self.run(monkeypatch, "nowhere", tmp_path / "out", "--model", "STDiT-XXS/2", *options)
+        assert exit_.value.code == 2
+        assert message in capsys.readouterr().err

@@ -1,0 +1,49 @@
+"""Weights out of a checkpoint, as one file that says where it comes from."""
+
+import json
+import sys
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from opensora.utils.ckpt import read_weights, save_checkpoint
+from opensora.utils.errors import UserError
+from tools.export_weights import export_weights, main
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    manifest = {"step": 7, "model": "STDiT-XS/2", "config": {"model": {"type": "STDiT-XS/2"}}, "git_commit": "abc"}
+    parts = {"model": {"w": torch.ones(2), "n": torch.tensor(1)}, "ema": {"w": torch.zeros(2), "n": torch.tensor(1)}}
+    return save_checkpoint(tmp_path / "c", parts, state={}, manifest=manifest)
+
+
+@pytest.mark.parametrize(("part", "expected"), [("ema", 0), ("model", 1)])
+def test_part_format_and_header(checkpoint, tmp_path, part, expected):
+    out = tmp_path / "deep" / "w.safetensors"
+    assert export_weights(checkpoint, out, part=part) == out.stat().st_size
+    state = read_weights(out)
+    assert state["w"].dtype == torch.float16
+    assert state["n"].dtype == torch.int64
+    assert float(state["w"][0]) == expected
+    with safe_open(out, "pt") as file:
+        header = file.metadata()
+    assert json.loads(header.pop("config")) == {"type": "STDiT-XS/2"}
+    assert header.pop("source") == str(checkpoint)
+    assert header == {"format": "pt", "part": part, "model": "STDiT-XS/2", "step": "7", "git_commit": "abc"}
+
+
+def test_nothing_is_overwritten(checkpoint, tmp_path):
+    (tmp_path / "w").write_text("precious")
+    with pytest.raises(UserError, match="is there already"):
+        export_weights(checkpoint, tmp_path / "w")
+    assert (tmp_path / "w").read_text() == "precious"
+
+
+def test_the_command_line(checkpoint, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "w.safetensors"
+    monkeypatch.setattr(sys, "argv", ["x", str(checkpoint), str(out), "--dtype", "fp32"])
+    main()
+    assert capsys.readouterr().out == f"{out}: 0.0 MB\n"
+    assert read_weights(out)["w"].dtype == torch.float32
