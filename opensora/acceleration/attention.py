@@ -54,8 +54,8 @@ def _math(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None) -> Tensor:
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None) -> Tensor:
     # the fused kernels know one batch axis
-    flat = (each.flatten(0, -4) for each in (q, k, v))
-    return F.scaled_dot_product_attention(*flat, attn_mask=allowed).reshape(q.shape)
+    q4, k4, v4 = (each.flatten(0, -4) for each in (q, k, v))
+    return F.scaled_dot_product_attention(q4, k4, v4, attn_mask=allowed).reshape(q.shape)
 
 
 def _auto(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None) -> Tensor:

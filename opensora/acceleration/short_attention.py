@@ -80,7 +80,7 @@ def _launch(kernel, q: Tensor, tensors: tuple[Tensor, ...]) -> None:  # type: ig
 
 
 @triton.jit
-def _offsets(pid, sb, ss, sh, sn, S, H, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # type: ignore[no-untyped-def]
+def _offsets(pid, sb, ss, sh, sn, S, H, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: PLR0913
     place = pid // H
     start = (place // S).to(tl.int64) * sb + (place % S).to(tl.int64) * ss + (pid % H).to(tl.int64) * sh
     return start + tl.arange(0, BLOCK_N)[:, None].to(tl.int64) * sn + tl.arange(0, BLOCK_D)[None, :]
@@ -95,7 +95,7 @@ def _probabilities(q, k, scale, N, BLOCK_N: tl.constexpr):  # type: ignore[no-un
 
 
 @triton.jit
-def _forward_kernel(  # type: ignore[no-untyped-def]
+def _forward_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     q_ptr, k_ptr, v_ptr, o_ptr,
     qb, qs, qh, qn, kb, ks, kh, kn, vb, vs, vh, vn, ob, os, oh, on,
     S, H, N, d, scale, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -111,7 +111,7 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _backward_kernel(  # type: ignore[no-untyped-def]
+def _backward_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     q_ptr, k_ptr, v_ptr, g_ptr, dq_ptr, dk_ptr, dv_ptr,
     qb, qs, qh, qn, kb, ks, kh, kn, vb, vs, vh, vn, gb, gs, gh, gn,
     dqb, dqs, dqh, dqn, dkb, dks, dkh, dkn, dvb, dvs, dvh, dvn,

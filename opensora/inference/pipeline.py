@@ -129,7 +129,7 @@ class VideoPipeline:
                 self._denoise,
                 z,
                 cond,
-                null={"y": self.model.null_condition(len(prompts)).to(cond["y"])},
+                null=self._null(cond, guidance_scale),
                 guidance_scale=guidance_scale,
                 generators=generators,
                 progress=progress,
@@ -139,6 +139,13 @@ class VideoPipeline:
             video = torch.cat([self.vae.decode(one[None], num_frames).float().cpu() for one in z])
         check_finite(video, "frames", prompts, indices, settings)
         return video.clamp_(-1, 1)
+
+    def _null(self, cond: dict[str, Tensor], guidance_scale: float | None) -> dict[str, Tensor] | None:
+        """The condition of "no text"; None where guidance does not ask for it, since not every model has one."""
+        scale = getattr(self.scheduler, "cfg_scale", None) if guidance_scale is None else guidance_scale
+        if scale == 1:
+            return None
+        return {"y": self.model.null_condition(len(cond["y"])).to(cond["y"])}
 
     def _denoise(self, x: Tensor, timestep: Tensor, y: Tensor, **cond: Tensor) -> Tensor:
         """The model under autocast; the prediction is fp32."""

@@ -33,7 +33,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "STDiT3": {"type": "STDiT3-XL/2"},
 }
 """One configuration for each way in which a model computes."""
-FAMILIES = {name: cfg for name, cfg in FAMILIES.items() if cfg["type"] in DENOISERS}
 
 
 def build(family: str, **changes: Any) -> Denoiser:
