@@ -18,6 +18,8 @@ from opensora.utils.ckpt import load_strictly, read_weights
 from opensora.utils.errors import UserError
 
 log = logging.getLogger(__name__)
+NULL_TEXT = "y_embedder.y_embedding"
+PATCHES = "x_embedder.proj.weight"
 
 
 @dataclass
@@ -82,6 +84,18 @@ def pick(state: Mapping[str, Tensor], dropped: Mapping[str, str]) -> tuple[dict[
     """`state` without the names in `dropped` (name -> reason), and those of them that were there."""
     kept = {name: tensor for name, tensor in state.items() if name not in dropped}
     return kept, {name: why for name, why in dropped.items() if name in state}
+
+
+def fit_shapes(conversion: Conversion, model: nn.Module) -> None:
+    """Make 2-D patch kernels 3-D and the "no text" table as long as the model's, in place, and note it."""
+    tensors, own = conversion.tensors, model.state_dict()
+    if PATCHES in tensors and tensors[PATCHES].ndim == 4:
+        tensors[PATCHES] = grow_patches(tensors[PATCHES], own[PATCHES].shape[2])
+        conversion.converted[PATCHES] = "2-D patch kernel made 3-D"
+    rows = len(own[NULL_TEXT])
+    if NULL_TEXT in tensors and len(tensors[NULL_TEXT]) != rows:
+        conversion.converted[NULL_TEXT] = f"{len(tensors[NULL_TEXT])} rows of the no-text table made {rows}"
+        tensors[NULL_TEXT] = resize_rows(tensors[NULL_TEXT], rows)
 
 
 def resize_rows(table: Tensor, rows: int) -> Tensor:

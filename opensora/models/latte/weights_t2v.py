@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import Tensor, nn
 
 from opensora.models.key_map import Rule, layer, tensor, to_ours, to_theirs
-from opensora.models.loading import Conversion, grow_patches, pick, resize_rows
+from opensora.models.loading import NULL_TEXT, Conversion, fit_shapes, pick
 from opensora.utils.errors import UserError
 
 if TYPE_CHECKING:  # the model's file imports this one
@@ -24,8 +24,6 @@ UNUSED = {
     for i in (0, 2)
     for kind in ("weight", "bias")
 }
-NULL_TEXT = "y_embedder.y_embedding"
-PATCHES = "x_embedder.proj.weight"
 DIFFUSERS_NULL_TEXT = "caption_projection.y_embedding"
 NO_TEMPORAL = "PixArt has no temporal blocks; they add nothing at first, but the frames' positions are added"
 NO_NULL_TEXT = "the file has no table for 'no text', which is random then: guide with an encoded empty prompt"
@@ -46,13 +44,7 @@ def convert(state: Mapping[str, Tensor], model: nn.Module) -> Conversion:
         result.initial = {name: NO_TEMPORAL for name in own if name.startswith("temporal_blocks.")}
     if suffix:
         result.initial[NULL_TEXT] = NO_NULL_TEXT
-    if tensors.get(PATCHES) is not None and tensors[PATCHES].ndim == 4:
-        tensors[PATCHES] = grow_patches(tensors[PATCHES], own[PATCHES].shape[2])
-        result.converted[PATCHES] = "2-D patch kernel made 3-D"
-    rows = len(own[NULL_TEXT])
-    if NULL_TEXT in tensors and len(tensors[NULL_TEXT]) != rows:
-        result.converted[NULL_TEXT] = f"{len(tensors[NULL_TEXT])} rows of the no-text table made {rows}"
-        tensors[NULL_TEXT] = resize_rows(tensors[NULL_TEXT], rows)
+    fit_shapes(result, model)
     return result
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from opensora.models.key_map import Rule, layer, tensor, to_ours, to_theirs
-from opensora.models.loading import Conversion, grow_patches, pick, resize_rows
+from opensora.models.loading import NULL_TEXT, Conversion, fit_shapes, pick
 from opensora.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 RECOMPUTED = dict.fromkeys(
     ("pos_embed", "pos_embed_temporal", "pos_embed.pos_embed"), "recomputed for every size"
 )  # the last is diffusers'
-NULL_TEXT = "y_embedder.y_embedding"
-PATCHES = "x_embedder.proj.weight"
 SIZE_EMBEDDERS = ("csize_embedder", "ar_embedder")
 
 
@@ -38,7 +36,7 @@ def convert(state: Mapping[str, Tensor], model: nn.Module) -> Conversion:
         result.format = "PixArt, diffusers"
         result.tensors = to_ours(rules(_depth(tensors)), tensors)
         result.initial[NULL_TEXT] = "diffusers keeps no table of 'no text'"
-    _convert_shapes(result, own)
+    fit_shapes(result, model)
     _check_micro_conditions(result, own, type(model).__name__)
     _check_compression(result, own)
     return result
@@ -121,17 +119,6 @@ def _block_rules(ours: str, theirs: str) -> list[Rule]:
         *layer(f"{ours}.mlp.fc1", f"{theirs}.ff.net.0.proj"),
         *layer(f"{ours}.mlp.fc2", f"{theirs}.ff.net.2"),
     ]
-
-
-def _convert_shapes(result: Conversion, own: Mapping[str, Tensor]) -> None:
-    tensors = result.tensors
-    if PATCHES in tensors and tensors[PATCHES].ndim == 4:
-        tensors[PATCHES] = grow_patches(tensors[PATCHES], own[PATCHES].shape[2])
-        result.converted[PATCHES] = "2-D patch kernel made 3-D"
-    rows = len(own[NULL_TEXT])
-    if NULL_TEXT in tensors and len(tensors[NULL_TEXT]) != rows:
-        result.converted[NULL_TEXT] = f"{len(tensors[NULL_TEXT])} rows of the no-text table made {rows}"
-        tensors[NULL_TEXT] = resize_rows(tensors[NULL_TEXT], rows)
 
 
 def _check_micro_conditions(result: Conversion, own: Mapping[str, Tensor], model: str) -> None:

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
-from opensora.models.loading import Conversion, grow_patches, pick, resize_rows
-from opensora.models.stdit.weights import NULL_TEXT, PATCHES
+from opensora.models.loading import Conversion, fit_shapes, pick
 from opensora.models.stdit.weights import RECOMPUTED as TABLES
 
 ROTATION = "rope.freqs"
@@ -37,18 +36,6 @@ def convert(state: Mapping[str, Tensor], model: nn.Module) -> Conversion:
     fit_shapes(result, model)
     _warn_of_order(state, model)
     return result
-
-
-def fit_shapes(result: Conversion, model: nn.Module) -> None:
-    """Patch kernels made 3-D, the no-text table made as long as the model's."""
-    tensors, own = result.tensors, model.state_dict()
-    if tensors.get(PATCHES) is not None and tensors[PATCHES].ndim == 4:
-        tensors[PATCHES] = grow_patches(tensors[PATCHES], own[PATCHES].shape[2])
-        result.converted[PATCHES] = "2-D patch kernel made 3-D"
-    rows = len(own[NULL_TEXT])
-    if NULL_TEXT in tensors and len(tensors[NULL_TEXT]) != rows:
-        result.converted[NULL_TEXT] = f"{len(tensors[NULL_TEXT])} rows of the no-text table made {rows}"
-        tensors[NULL_TEXT] = resize_rows(tensors[NULL_TEXT], rows)
 
 
 def _may_miss(result: Conversion, model: nn.Module, why: str, *parts: str) -> None:

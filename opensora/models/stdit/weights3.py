@@ -8,8 +8,8 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
-from opensora.models.loading import Conversion, pick
-from opensora.models.stdit.weights2 import NORMS, RECOMPUTED, fit_shapes
+from opensora.models.loading import Conversion, fit_shapes, pick
+from opensora.models.stdit.weights2 import NORMS, RECOMPUTED
 
 PIXART_BLOCKS = "blocks."
 
