@@ -1,16 +1,17 @@
-"""Train a VAE on pictures: `python scripts/train_vae.py CONFIG [--field value ...]`, or the same under torchrun.
+"""Train a VAE on pictures or video: `python scripts/train_vae.py CONFIG [--field value ...]`, or the same under torchrun.
 
-Ends with `<run>/vae`: the averaged weights with measured latent statistics, in diffusers' format.
+Ends with `<run>/vae`: the averaged weights with measured latent statistics, in diffusers' format. docs/vae-training.md
+says how to set it up.
 """
 
 import math
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils.data import Dataset
+from torch import Tensor, nn
 
 from opensora.acceleration.compile import compile_blocks
 from opensora.acceleration.distributed import World, barrier, init_world, on_main_first, shutdown
@@ -20,27 +21,31 @@ from opensora.acceleration.loop import (
     count_steps,
     finite_mean,
     learning_rate,
-    positions,
+    places,
     resume,
     steps,
 )
-from opensora.datasets.dataloader import build_dataloader
-from opensora.datasets.sampler import EpochBatchSampler, SampleKey
-from opensora.models.vae import VideoAutoencoderKL
-from opensora.models.vae.losses import check_weights, reconstruction_loss
+from opensora.datasets.dataloader import batch_bytes, build_loader, build_sampler
+from opensora.datasets.datasets import VideoTextDataset
+from opensora.datasets.sampler import Place, SampleKey
+from opensora.inference.compare import save_sheet
+from opensora.models.vae.adversary import Adversary, Nobody, Player, saved_parts
+from opensora.models.vae.evaluate import mean_quality, quality, reconstruct
+from opensora.models.vae.losses import Reconstructor, VAELoss
+from opensora.models.vae.pieces import Pieces
 from opensora.models.vae.statistics import LatentStatistics, measure_latents
 from opensora.registry import DATASETS, MODELS, build_module
-from opensora.utils.ckpt import load_strictly
+from opensora.utils.ckpt import load_strictly, open_checkpoint
 from opensora.utils.config import VAETrainConfig, parse_config, to_dict
 from opensora.utils.ema import EMA
-from opensora.utils.errors import exit_on_user_error
+from opensora.utils.errors import UserError, exit_on_user_error
 from opensora.utils.logging import RunLog, show_messages
 from opensora.utils.lr_scheduler import set_lr
 from opensora.utils.run import RunState, Throughput, due, make_run_folder, save_run
-from opensora.utils.seed import generators
 
-COMPONENTS = {"vae": MODELS, "dataset": DATASETS}
+COMPONENTS = {"vae": MODELS, "dataset": DATASETS, "discriminator": MODELS}
 STATISTICS_SAMPLES = 256
+SHEET_CLIPS = 6
 
 
 @exit_on_user_error
@@ -59,104 +64,194 @@ def main() -> None:
 def train(cfg: VAETrainConfig, world: World) -> None:
     """The whole run of one process."""
     check_engine(cfg.plugin)
-    vae = build_vae(cfg, world.device)
-    dataset = build_module(cfg.dataset or {}, DATASETS, seed=cfg.seed)
-    optimizer = build_optimizer(cfg, vae)
-    ema = EMA(vae, cfg.ema_decay)
-    engine = build_engine(cfg.plugin, vae, optimizer, world, dtype=cfg.dtype, grad_clip=cfg.grad_clip)
+    model, pieces = build_vae(cfg, world.device)
+    criterion = VAELoss(cfg.loss, cfg.lpips, cfg.lpips_frames).to(world.device)
+    dataset = build_module(cfg.dataset, DATASETS, seed=cfg.seed)
+    held_out = HeldOut(cfg) if cfg.eval_data_path is not None and world.is_main else None
+    optimizer = build_optimizer(cfg, model)
+    ema = EMA(model.vae, cfg.ema_decay)
+    engine = build_engine(cfg.plugin, model, optimizer, world, dtype=cfg.dtype, grad_clip=cfg.grad_clip)
+    adversary = build_adversary(cfg, world)
 
-    state = RunState(data=dataset.fingerprint(), global_batch=cfg.batch_size * world.size)
+    state = RunState(data=dataset.fingerprint(), global_batch=cfg.batch_size * world.size, world=world.size)
     if cfg.load is not None:
-        state = resume(cfg.load, state, vae, ema, engine, keep_place=True)
-    sampler = EpochBatchSampler(len(dataset), cfg.batch_size, seed=cfg.seed, rank=world.rank, world_size=world.size)
-    total_steps = count_steps(cfg, sampler.batches_per_epoch, state.step)
-    loader = build_dataloader(
+        state = resume(cfg.load, state, model, ema, engine, keep_place=True)
+        resume_adversary(cfg.load, adversary)
+    sampler = build_sampler(dataset, cfg.batch_size, seed=cfg.seed, rank=world.rank, world_size=world.size)
+    total_steps = count_steps(cfg, sampler.batches_in(0), state.step)
+    place = Place(state.epoch, state.batch_in_epoch, tuple(state.segments))
+    sampler.seek(place, (total_steps - state.step) * cfg.accumulation_steps)
+    loader = build_loader(
         dataset,
-        cfg.batch_size,
-        seed=cfg.seed,
+        sampler,
         num_workers=cfg.num_workers,
         rank=world.rank,
-        world_size=world.size,
-        start=state.micro_batch,
-        stop=state.micro_batch + (total_steps - state.step) * cfg.accumulation_steps,
         pin_memory=world.device.type == "cuda",
+        batch_bytes=batch_bytes(dataset, cfg.batch_size),
+        prefetch_gib=cfg.prefetch_gib,
     )
 
     run = on_main_first(partial(make_run_folder, cfg.outputs, cfg.exp_name, cfg.vae["type"], to_dict(cfg)))
     log = RunLog(run if world.is_main else None, wandb=cfg.wandb, config=to_dict(cfg))
-    log.line(summary(cfg, vae, len(dataset), total_steps, world, run))
+    log.line(summary(cfg, model.vae, len(dataset), total_steps, world, run))
     log.start_progress(state.step, total_steps)
-    speed = Throughput(cfg.batch_size * cfg.accumulation_steps * world.size)
+    speed, share = Throughput(cfg.batch_size * cfg.accumulation_steps * world.size), 1 / cfg.accumulation_steps
 
     # ------------------------------------------------------------------ the training itself
-    vae.train()
+    model.train()
     window: list[dict[str, Tensor]] = []  # loss and its parts since the last line of the log
     for micro_batches in steps(loader, cfg.accumulation_steps):
         set_lr(optimizer, lr := learning_rate(cfg, state.step, total_steps))
-        for i, batch in enumerate(micro_batches):
-            rngs = generators(cfg.seed, "train", state.step, ids=positions(cfg, world, i), device=world.device)
-            x = batch["video"].to(world.device, non_blocking=True)  # [B, 3, T, H, W]
-            with engine.micro_step(last=i == cfg.accumulation_steps - 1):
-                x_hat, moments = engine.model(x, rngs)
-            loss, parts = reconstruction_loss(x_hat, x, moments, cfg.loss)
-            engine.backward(loss / cfg.accumulation_steps)
-            window.append({"loss": loss.detach(), **parts})
+        adversary.set_lr(lr / cfg.lr)
+        for i, (batch, ids) in enumerate(zip(micro_batches, places(micro_batches), strict=True)):
+            last = i == cfg.accumulation_steps - 1
+            x, rngs, offset = pieces(batch["video"], ids, state.step, i)  # [N, 3, T, H, W]
+            with engine.micro_step(last=last):
+                x_hat, moments, logvar = engine.model(x, rngs)
+                loss = criterion(x_hat, x, moments, logvar, offset)
+                wish, game = adversary.wish(x_hat, loss.reconstruction, model.vae.last_layer, state.step)
+            engine.backward((loss.total + wish) * share)
+            game |= adversary.learn(x, x_hat, state.step, last=last, share=share)
+            window.append({"loss": loss.total.detach(), **loss.parts, **game})
         grad_norm = engine.step()
-        state.advance(cfg.accumulation_steps, sampler.batches_per_epoch)
-        ema.update(vae, state.step)
+        adversary.step(state.step)
+        state.advance(cfg.accumulation_steps, sampler.batches_in)
+        ema.update(model.vae, state.step)
         log.advance()
         if due(state.step, cfg.log_every) or due(state.step, cfg.ckpt_every) or state.step == total_steps:
             mean = finite_mean([values["loss"] for values in window], micro_batches, state.step)
             numbers = {**means(window), "loss": mean, "lr": lr, "grad_norm": float(grad_norm), "epoch": state.epoch}
             log.metrics(state.step, **numbers, **speed(state.step))
             window.clear()
+        if held_out is not None and (due(state.step, cfg.eval_every) or state.step == total_steps):
+            log.metrics(state.step, **held_out(averaged(cfg, ema, world.device), criterion.lpips, run, state.step))
         if due(state.step, cfg.ckpt_every) or state.step == total_steps:
             tensors = {"model": engine.model_state(), "ema": ema.state_dict(), "optimizer": engine.optimizer_state()}
+            tensors |= adversary.state()
             on_main_first(partial(save_run, run, state, tensors, cfg.vae["type"], to_dict(cfg)))
     if world.is_main:
-        log.line(export(cfg, ema, dataset, run / "vae", world.device).describe())
+        log.line(export(averaged(cfg, ema, world.device), dataset, run / "vae").describe())
     barrier()
     log.line(f"done: {run / 'vae'}")
     log.close()
 
 
-def build_vae(cfg: VAETrainConfig, device: torch.device) -> VideoAutoencoderKL:
-    """The VAE to train."""
-    check_weights(cfg.loss)
+def build_vae(cfg: VAETrainConfig, device: torch.device) -> tuple[Reconstructor, Pieces]:
+    """What to train, and what cuts a batch into what it takes."""
     torch.manual_seed(cfg.seed)  # initial weights; nothing later draws from the global generator
-    vae: VideoAutoencoderKL = build_module(cfg.vae, MODELS)
-    vae.latent_size((cfg.num_frames, *cfg.image_size))  # refuses a crop that the VAE cannot take
-    vae.to(device)
+    vae: Any = build_module(cfg.vae, MODELS)
+    lengths = cfg.mixed_lengths or [cfg.num_frames]
+    for length in lengths:
+        if vae.legal_num_frames(length) != length:
+            name = "num_frames" if cfg.mixed_lengths is None else "mixed_lengths"
+            raise UserError(
+                f"{name}: this VAE does not take {length} frames; the nearest is {vae.legal_num_frames(length)}."
+            )
+        vae.latent_size((length, *cfg.image_size))  # refuses a crop that the VAE cannot take
+    model = Reconstructor(vae, cfg.logvar_init if cfg.reconstruction == "nll" else None).to(device)
     if device.type == "cuda":
-        torch.backends.cudnn.benchmark = True  # all batches have one size
-        vae.autoencoder.to(memory_format=torch.channels_last)  # what tensor cores convolve
+        torch.backends.cudnn.benchmark = True  # batches have one size, or few
     if cfg.compile:
         compile_blocks([vae.autoencoder.encoder, vae.autoencoder.decoder])
-    return vae
+    return model, Pieces(cfg.mixed_lengths, cfg.seed, device)
+
+
+def build_adversary(cfg: VAETrainConfig, world: World) -> Player:
+    """The discriminator with an engine and an optimizer of its own, or nobody."""
+    if cfg.discriminator is None:
+        return Nobody()
+    discriminator: nn.Module = build_module(cfg.discriminator, MODELS).to(world.device).train()
+    optimizer = build_optimizer(cfg, discriminator)
+    engine = build_engine(cfg.plugin, discriminator, optimizer, world, dtype=cfg.dtype, grad_clip=cfg.grad_clip)
+    return Adversary(
+        discriminator,
+        engine,
+        optimizer,
+        lr=cfg.discriminator_lr or cfg.lr,
+        weight=cfg.adversarial_weight,
+        start=cfg.adversarial_start,
+        scale=cfg.adversarial_scale,
+    )
+
+
+def resume_adversary(source: str, adversary: Player) -> None:
+    """Go on with the checkpoint's discriminator; one that it does not have starts anew.
+
+    Raises:
+        UserError: the checkpoint has a discriminator and the config has none.
+    """
+    parts = saved_parts(open_checkpoint(source))
+    if parts and isinstance(adversary, Nobody):
+        raise UserError(
+            f"{source} was written with a discriminator, and the config has none; it would be lost. Set one."
+        )
+    if parts:
+        adversary.load(parts, source)
 
 
 def means(window: list[dict[str, Tensor]]) -> dict[str, float]:
     """The mean of each value over this process's window, and the PSNR in dB of its squared error (pictures span 2)."""
-    values = {name: float(torch.stack([step[name] for step in window]).mean()) for name in window[0]}
+    names = dict.fromkeys(name for step in window for name in step)  # the GAN's begin with its first step
+    values = {
+        name: float(torch.stack([step[name].float() for step in window if name in step]).mean()) for name in names
+    }
     return values | ({"psnr": 10 * math.log10(4 / max(values["mse"], 1e-10))} if "mse" in values else {})
 
 
-def export(
-    cfg: VAETrainConfig, ema: EMA, dataset: Dataset[Any], folder: Path, device: torch.device
-) -> LatentStatistics:
-    """Measure the latents of up to 256 training samples and write the averaged VAE, fp16, with its statistics."""
-    vae: VideoAutoencoderKL = build_module(cfg.vae, MODELS)  # not compiled: its batches have other sizes
+def averaged(cfg: VAETrainConfig, ema: EMA, device: torch.device) -> Any:
+    """A VAE with the averaged weights, not compiled, for its batches have other sizes; its latents are posterior means."""
+    vae: Any = build_module({**cfg.vae, "posterior": "mode"}, MODELS)
     load_strictly(vae, ema.state_dict(), "the averaged weights")
-    vae.requires_grad_(False).eval().to(device)
-    count = len(dataset)  # type: ignore[arg-type]
-    chosen = range(0, count, max(count // STATISTICS_SAMPLES, 1))[:STATISTICS_SAMPLES]
-    statistics = measure_latents(vae, (dataset[SampleKey(0, index)]["video"] for index in chosen))
+    return vae.requires_grad_(False).eval().to(device)
+
+
+class HeldOut:
+    """Clips that are never trained on: measured, and shown beside their reconstructions in the run's folder."""
+
+    def __init__(self, cfg: VAETrainConfig) -> None:
+        dataset = VideoTextDataset(
+            data_path=str(cfg.eval_data_path),
+            num_frames=max(cfg.mixed_lengths or [cfg.num_frames]),
+            frame_interval=cfg.frame_interval,
+            image_size=cfg.image_size,
+            transform_name="center",
+            text_columns=(),
+            seed=cfg.seed,
+            short_clips="drop",
+        )
+        chosen = range(0, len(dataset), max(len(dataset) // cfg.eval_num_samples, 1))[: cfg.eval_num_samples]
+        self.items = [dataset[SampleKey(0, index)] for index in chosen]
+
+    def __call__(self, vae: Any, lpips: nn.Module | None, run: Path, step: int) -> dict[str, float]:
+        """Mean PSNR, SSIM and, where training has it, LPIPS; writes `held_out-<step>.png`."""
+        device = next(vae.parameters()).device
+        rows, sheet = [], {}
+        for item in self.items:
+            x = item["video"][None].to(device)
+            x_hat = reconstruct(vae, x)
+            rows.append(quality(x_hat, x, lpips))
+            if len(sheet) < SHEET_CLIPS:
+                sheet[f"{Path(item['path']).stem}, {item['index']}"] = (x[0].cpu(), x_hat[0].cpu())
+        save_sheet(run / f"held_out-{step:06d}.png", sheet)
+        values = mean_quality(rows)._asdict()
+        return {f"held_out_{name}": value for name, value in values.items() if not math.isnan(value)}
+
+
+def export(vae: Any, dataset: Any, folder: Path) -> LatentStatistics:
+    """Measure the latents of up to 256 training samples and write the VAE, fp16, with its statistics."""
+    chosen = range(0, len(dataset), max(len(dataset) // STATISTICS_SAMPLES, 1))[:STATISTICS_SAMPLES]
+    statistics = measure_latents(vae, videos(dataset, chosen))
     vae.set_latent_statistics(**statistics.config())
     vae.save_pretrained(folder, dtype="fp16")
     return statistics
 
 
-def summary(cfg: VAETrainConfig, vae: VideoAutoencoderKL, samples: int, total: int, world: World, run: Path) -> str:
+def videos(dataset: Any, indices: range) -> Iterator[Tensor]:
+    """The videos [3, T, H, W] of some samples, as epoch 0 has them."""
+    return (dataset[SampleKey(0, index)]["video"] for index in indices)
+
+
+def summary(cfg: VAETrainConfig, vae: nn.Module, samples: int, total: int, world: World, run: Path) -> str:
     """What is about to be trained, in a few lines."""
     count = sum(parameter.numel() for parameter in vae.parameters())
     whole = cfg.batch_size * cfg.accumulation_steps * world.size

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torchvision.models import ResNet18_Weights
 
+from opensora.datasets.bucket import Buckets
 from opensora.inference.prompts import load_prompts
 from opensora.models.denoiser import Denoiser
 from opensora.registry import DATASETS, MODELS, SCHEDULERS, build_module
@@ -199,9 +200,28 @@ def test_how_released_weights_are_sampled(name, model: dict[str, Any], steps, sc
     assert scheduler.sampler == sampler
 
 
-@pytest.mark.parametrize(("name", "frames", "batch_size"), [("image", 1, 80), ("video", 16, 16)])
-def test_the_buckets_of_open_sora_1_1(name, frames, batch_size):
+@pytest.mark.parametrize("config", [c for c in OF_DENOISERS if getattr(parse(c), "bucket_config", None)])
+def test_the_buckets_of_a_config_are_legal(config):
+    cfg = parse(config)
+    buckets = Buckets(cfg.bucket_config, cfg.dataset.get("size_multiple", 16))
+    patch = model_of(config).patch_size
+    assert all(bucket.height % (8 * patch[1]) == bucket.width % (8 * patch[2]) == 0 for bucket in buckets)
+    assert buckets.batch_sizes.max() > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "interval", "entry"),
+    [
+        ("image", 1, ("512", 1, (1.0, 80))),
+        ("video", 3, ("240p", 16, (1.0, 16))),
+        ("stage1", 3, ("144p", 96, (1.0, 1))),
+        ("stage2", 3, ("256", 1, (0.8, 254))),
+        ("stage3", 3, ("720p", 96, (0.0, None))),
+    ],
+)
+def test_the_buckets_of_open_sora_1_1(name, interval, entry):
     cfg = parse(f"configs/opensora-v1-1/train/{name}.py")
-    assert (cfg.num_frames, cfg.batch_size, cfg.lr, cfg.ckpt_every) == (frames, batch_size, 2e-5, 500)
+    assert (cfg.dataset["frame_interval"], cfg.lr, cfg.ckpt_every) == (interval, 2e-5, 500)
+    assert cfg.bucket_config[entry[0]][entry[1]] == entry[2]
     assert cfg.text_encoder["model_max_length"] == 200
     assert "norm_order" not in cfg.model  # the released weights' order is for them alone

@@ -14,7 +14,7 @@ VAES, TEXT_ENCODERS = ["VideoAutoencoderKL"], ["clip", "hf", "t5"]
 
 def test_no_registered_model_is_left_out():
     """A new name fails here until one of the tests below builds it."""
-    assert MODELS.choices() == sorted([*DENOISERS, *VAES, *TEXT_ENCODERS, "classes"])
+    assert MODELS.choices() == sorted([*DENOISERS, *VAES, *TEXT_ENCODERS, "cached", "classes"])
 
 
 @pytest.mark.parametrize("name", DENOISERS)
@@ -89,6 +89,15 @@ def test_class_encoder():
     assert mask.shape == (2, 1)
 
 
+def test_cached_encoder(tmp_path):
+    from opensora.datasets.cache import write_text
+    from opensora.datasets.cache.moments import Job
+
+    job = Job(tmp_path, World(0, 1, torch.device("cpu")), dtype="auto")
+    write_text(["7"], MODELS.build({"type": "classes", "num_classes": 10}), job)
+    assert MODELS.build({"type": "cached", "cache_dir": str(tmp_path)}).encode(["7"]).y.item() == 7
+
+
 @pytest.mark.parametrize("name", SCHEDULERS.choices())
 def test_scheduler(name):
     scheduler = SCHEDULERS.build({"type": name, "num_sampling_steps": 3})
@@ -102,8 +111,9 @@ def test_scheduler(name):
 
 @pytest.mark.parametrize("name", DATASETS.choices())
 def test_dataset(name, clips_csv, tmp_path):
-    from opensora.datasets.latent_cache import write_cache
-    from opensora.datasets.sampler import SampleKey
+    from opensora.datasets.cache import write_clips
+    from opensora.datasets.cache.moments import Job
+    from opensora.datasets.sampler import BucketKey, SampleKey
     from opensora.datasets.table import read_table
 
     table = tmp_path / "clips.csv"
@@ -112,9 +122,13 @@ def test_dataset(name, clips_csv, tmp_path):
     if name == "CachedVideoTextDataset":
         vae = MODELS.build({"type": "VideoAutoencoderKL", "architecture": {"block_out_channels": (32,) * 4}}).eval()
         rows = read_table(str(table), str(clips_csv.parent))
-        write_cache(rows, tmp_path / "cache", vae, image_size=(16, 24), transform_name="center")
+        write_clips(rows, vae, Job(tmp_path / "cache", World(0, 1, torch.device("cpu"))), image_size=(16, 24))
         settings["cache_dir"] = str(tmp_path / "cache")
-    item = DATASETS.build({"type": name, **settings})[SampleKey(0, 0)]
+    key: SampleKey | BucketKey = SampleKey(0, 0)
+    if name == "VariableVideoTextDataset":
+        settings = {"data_path": str(table), "root": str(clips_csv.parent), "bucket_config": {"16x24": {2: (1.0, 1)}}}
+        key = BucketKey(0, 0, 2, 16, 24)
+    item = DATASETS.build({"type": name, **settings})[key]
     assert item["moments" if name.startswith("Cached") else "video"].shape[1] == 2
     assert item["text"]
 

@@ -1,67 +1,163 @@
-"""Encode the clips of a training config with its VAE, once, for CachedVideoTextDataset.
+"""Encode the clips and captions of a training config, once: the VAE's moments, and the text encoder's features.
 
-    python -m tools.cache_features TRAIN_CONFIG [--cache-dir DIR] [--chunk FRAMES] [--field value ...]
+    python -m tools.cache_features TRAIN_CONFIG [--cache-dir DIR] [--what moments text] [--epochs E] [--field value ...]
+    torchrun --standalone --nproc_per_node 8 -m tools.cache_features TRAIN_CONFIG ...          processes share the work
+    python -m tools.cache_features --check DIR                                                 read all, name what is damaged
 
 DIR is the dataset's `cache_dir` unless given. All other options are the config's, as for scripts/train.py. A call that was
-interrupted goes on where it stopped. To use the cache, train with
-    --dataset.type CachedVideoTextDataset --dataset.cache_dir DIR
+interrupted goes on where it stopped. To train from the cache:
+    --dataset.type CachedVideoTextDataset --dataset.cache_dir DIR [--dataset.content samples] [--dataset.text features]
 """
 
 import argparse
-from collections.abc import Sequence
+import inspect
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from opensora.acceleration.distributed import init_world
-from opensora.datasets.latent_cache import write_cache
+import torch.distributed as dist
+
+from opensora.acceleration.distributed import init_world, shutdown
+from opensora.datasets.cache.moments import CLIPS, SAMPLES, Counts, Job, sample_settings, write_clips, write_samples
+from opensora.datasets.cache.moments import DTYPES as MOMENT_DTYPES
+from opensora.datasets.cache.text import DTYPES as TEXT_DTYPES
+from opensora.datasets.cache.text import captions_of, write_text
+from opensora.datasets.datasets import VideoTextDataset
 from opensora.datasets.table import read_table
 from opensora.models.encode import freeze
 from opensora.registry import DATASETS, MODELS, SCHEDULERS, build_module
 from opensora.utils.config import TrainConfig, parse_config
 from opensora.utils.errors import UserError, exit_on_user_error
+from opensora.utils.records import RecordReader
+from opensora.utils.text_features import FOLDER as TEXT
 
 COMPONENTS = {"model": MODELS, "vae": MODELS, "text_encoder": MODELS, "scheduler": SCHEDULERS, "dataset": DATASETS}
+Dataset = Mapping[str, Any]
 
 
-def cache_features(argv: Sequence[str] | None = None) -> tuple[int, int]:
-    """Run the command line; returns how many clips were encoded and how many were there already."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument(
-        "--cache-dir", "--cache_dir", type=Path, help="where to write; the dataset's cache_dir if left out"
-    )
-    parser.add_argument("--chunk", type=int, default=32, help="frames that are decoded and encoded at a time")
-    args, rest = parser.parse_known_args(argv)
-    if args.chunk < 1:
-        raise UserError(f"--chunk {args.chunk} must be at least 1.")
+def cache_features(argv: Sequence[str] | None = None) -> dict[str, Counts]:
+    """Run the command line; returns for each part how many records were written and how many were there already."""
+    args, rest = arguments().parse_known_args(argv)
+    for name, least in (("chunk", 1), ("batch", 1), ("epochs", 0), ("shard_mb", 1e-6)):
+        if getattr(args, name) < least:
+            raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least {least}.")
     cfg = parse_config(TrainConfig, COMPONENTS, rest)
-    dataset = dict(cfg.dataset or {})
+    dataset = {**_shared(cfg), **(cfg.dataset or {})}
     folder = args.cache_dir or dataset.get("cache_dir")
     if folder is None:
         raise UserError("give --cache-dir: the config's dataset has no cache_dir.")
-    data_path = dataset.get("data_path", cfg.data_path)
-    if data_path is None:
+    if dataset["data_path"] is None:
         raise UserError("give --data-path: the config names no table of clips.")
-    table = read_table(data_path, dataset.get("root", cfg.root), text_columns=())
-    device = init_world(cfg.device).device
-    vae: Any = freeze(build_module(cfg.vae, MODELS), device)
-    return write_cache(
-        table,
-        Path(folder),
-        vae,
-        image_size=tuple(dataset.get("image_size", cfg.image_size)),
-        transform_name=dataset.get("transform_name", "center"),
-        device=device,
-        chunk=args.chunk,
+    world = init_world(cfg.device)
+    job = Job(Path(folder), world, shard_bytes=round(args.shard_mb * 2**20))
+    done = {}
+    if "moments" in args.what:
+        vae: Any = freeze(build_module(cfg.vae, MODELS), world.device)
+        moments = job._replace(dtype=args.moments_dtype)
+        part = SAMPLES if args.epochs else CLIPS
+        done[part] = _write_samples(dataset, vae, moments, args.epochs) if args.epochs else _write_clips(
+            dataset, vae, moments, args.chunk
+        )
+        del vae
+    if "text" in args.what:
+        encoder = build_module(text_encoder_of(cfg.text_encoder), MODELS).to(world.device)
+        captions = captions_of(_table(dataset, dataset.get("text_columns", ("text",))))
+        done[TEXT] = write_text(captions, encoder, job._replace(dtype=args.text_dtype), batch_size=args.batch)
+    return done
+
+
+def arguments() -> argparse.ArgumentParser:
+    """The tool's own options."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
+
+    def add(name: str, **options: Any) -> None:
+        parser.add_argument(f"--{name}", *{f"--{name.replace('-', '_')}"} - {f"--{name}"}, **options)
+
+    add("cache-dir", type=Path, help="where to write; the dataset's cache_dir if left out")
+    add("what", nargs="+", choices=("moments", "text"), default=("moments",), help="what to encode (moments)")
+    add("epochs", type=int, default=0, help="encode the samples of so many epochs; 0: whole clips, any window of them")
+    add("moments-dtype", choices=MOMENT_DTYPES, default="fp16", help="of the stored moments (fp16)")
+    add("text-dtype", choices=TEXT_DTYPES, default="auto", help="of the stored text; auto: as the encoder computes")
+    add("chunk", type=int, default=32, help="frames that are decoded and encoded at a time (32)")
+    add("batch", type=int, default=16, help="captions that are encoded at a time (16)")
+    add("shard-mb", type=float, default=256, help="size of a file; what an interruption costs at most (256)")
+    return parser
+
+
+def text_encoder_of(component: Mapping[str, Any]) -> dict[str, Any]:
+    """The encoder to run: the config's, or the one that its `cached` encoder stands for.
+
+    Raises:
+        UserError: it is `cached` and does not say of what.
+    """
+    if component["type"] != "cached":
+        return dict(component)
+    if component.get("encoder") is None:
+        raise UserError("text_encoder is 'cached': give it encoder=dict(type=..., ...), so that the cache can be made.")
+    return dict(component["encoder"])
+
+
+def check(folder: Path) -> list[str]:
+    """What is damaged in a cache; reads all of it.
+
+    Raises:
+        UserError: the folder holds no cache.
+    """
+    parts = [folder / name for name in (CLIPS, SAMPLES, TEXT) if (folder / name).is_dir()]
+    if not parts:
+        raise UserError(f"--check: {folder} has no folder {CLIPS}, {SAMPLES} or {TEXT}; pass a cache's cache_dir.")
+    return [problem for part in parts for problem in RecordReader(part, remedy="Run the tool again.").check()]
+
+
+def _shared(cfg: TrainConfig) -> dict[str, Any]:
+    names = ("data_path", "root", "num_frames", "frame_interval", "image_size", "seed")
+    return {name: getattr(cfg, name) for name in names}
+
+
+def _table(dataset: Dataset, text_columns: Sequence[str]) -> Any:
+    return read_table(dataset["data_path"], dataset["root"], text_columns, check_files=False)
+
+
+def _write_clips(dataset: Dataset, vae: Any, job: Job, chunk: int) -> Counts:
+    table = read_table(dataset["data_path"], dataset["root"], text_columns=())
+    transform = dataset.get("transform_name", "center")
+    return write_clips(table, vae, job, image_size=_size(dataset), transform_name=transform, chunk=chunk)
+
+
+def _write_samples(dataset: Dataset, vae: Any, job: Job, epochs: int) -> Counts:
+    taken = inspect.signature(VideoTextDataset).parameters.keys() & dataset.keys()
+    source = VideoTextDataset(**{name: dataset[name] for name in taken})
+    window = (dataset["num_frames"], dataset["frame_interval"])
+    transform = dataset.get("transform_name", "center")
+    settings = sample_settings(vae.fingerprint(), window, _size(dataset), transform, job.dtype, dataset["seed"])
+    return write_samples(source, vae, job, settings, epochs)
+
+
+def _size(dataset: Dataset) -> tuple[int, int]:
+    height, width = dataset["image_size"]
+    return int(height), int(width)
 
 
 @exit_on_user_error
 def main() -> None:
     """The command line."""
-    encoded, present = cache_features()
-    print(f"{encoded} clips encoded, {present} were there already")
+    checker = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    checker.add_argument("--check", type=Path)
+    folder = checker.parse_known_args()[0].check
+    if folder is not None:
+        if damaged := check(folder):
+            raise UserError("\n".join([f"{len(damaged)} records are damaged:", *damaged]))
+        print(f"{folder}: all records are whole")
+        return
+    try:
+        done = cache_features()
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            for part, (written, present) in done.items():
+                print(f"{part}: {written} encoded, {present} were there already")
+    finally:
+        shutdown()
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """What every training loop does around its step: optimizer, resume, learning rate, counting, the check of the loss."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -30,13 +30,25 @@ def build_optimizer(cfg: LoopConfig, model: nn.Module) -> torch.optim.Optimizer:
     )
 
 
-def resume(source: str, fresh: RunState, model: nn.Module, ema: EMA, engine: Engine, *, keep_place: bool) -> RunState:
-    """Take weights, average and optimizer from the checkpoint `source`; and, with `keep_place`, where it stood."""
+def resume(
+    source: str,
+    fresh: RunState,
+    model: nn.Module,
+    ema: EMA,
+    engine: Engine,
+    *,
+    keep_place: bool,
+    other_data: Literal["refuse", "next_epoch"] = "refuse",
+) -> RunState:
+    """Take weights, average and optimizer from the checkpoint `source`; and, with `keep_place`, where it stood.
+
+    `other_data`: see `RunState.resumed`.
+    """
     checkpoint = open_checkpoint(source)
     load_strictly(model, checkpoint.tensors("model"), checkpoint.path)
     ema.load_state_dict(checkpoint.tensors("ema"))
     engine.load_optimizer_state(checkpoint.tensors("optimizer"))
-    return fresh.resumed(checkpoint.state, source) if keep_place else fresh
+    return fresh.resumed(checkpoint.state, source, other_data=other_data) if keep_place else fresh
 
 
 def steps(loader: Iterable[dict[str, Any]], accumulation: int) -> Iterator[list[dict[str, Any]]]:
@@ -50,6 +62,14 @@ def positions(cfg: LoopConfig, world: World, micro_batch: int) -> range:
     """Each sample's place in the step's whole batch: the same whether ranks or micro-batches share it out."""
     first = (micro_batch * world.size + world.rank) * cfg.batch_size
     return range(first, first + cfg.batch_size)
+
+
+def places(micro_batches: Sequence[Mapping[str, Any]]) -> Iterator[list[int]]:
+    """As `positions`, where a batch says its samples' places in the batch of all ranks: its size may differ by rank."""
+    first = 0
+    for batch in micro_batches:
+        yield [first + place for place in batch["place"].tolist()]
+        first += batch["whole"]
 
 
 def learning_rate(cfg: LoopConfig, step: int, total_steps: int) -> float:

@@ -1,4 +1,6 @@
 """From tables of clips to batches of tensors."""
 
+from opensora.datasets.cache import CachedVideoTextDataset
 from opensora.datasets.datasets import VideoTextDataset
-from opensora.datasets.latent_cache import CachedVideoTextDataset
+from opensora.datasets.in_memory import InMemoryVideoDataset
+from opensora.datasets.variable_dataset import VariableVideoTextDataset

@@ -1,43 +1,143 @@
 """Batches for a whole run, read by worker processes, the same for any number of them."""
 
+import logging
+import os
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from opensora.datasets.sampler import EpochBatchSampler, SampleKey
+from opensora.datasets.bucket_sampler import BucketBatchSampler
+from opensora.datasets.epoch_plan import Order, Tail
+from opensora.datasets.sampler import BatchKeys, BatchSampler, BucketKey, EpochBatchSampler, SampleKey
+from opensora.datasets.substitute import BadFileCount, read_or_substitute
 from opensora.utils.errors import UserError
 
+logger = logging.getLogger(__name__)
+
 Batch = dict[str, Any]
+PREFETCH = 2  # batches that each worker reads ahead, where memory allows
+GIB = 2**30
 
 
 class SampleSource(Protocol):
     """What a loader asks of a dataset."""
 
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, key: SampleKey) -> dict[str, Any]: ...
+    def __getitem__(self, key: Any) -> dict[str, Any]: ...
 
 
 class BatchLoader:
-    """An iterable over the batches `start` ... `stop - 1` of a run; its length is their number."""
+    """An iterable over a sampler's batches; its length is their number.
 
-    def __init__(self, loader: DataLoader, sampler: EpochBatchSampler) -> None:
+    Each batch also holds `place` [B] int64, its samples' places in the batch that all processes share in this step, and
+    `whole`, the number of samples of that batch.
+    """
+
+    def __init__(self, loader: DataLoader, sampler: BatchSampler, reading: torch.Tensor, rank: int) -> None:
         self.loader, self.sampler = loader, sampler
+        self._reading, self._rank = reading, rank
+        self.bad_files = BadFileCount(getattr(loader.dataset.dataset, "bad_files", None))  # type: ignore[attr-defined]
 
     def __len__(self) -> int:
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[Batch]:
-        for batch in self.loader:
-            if isinstance(batch, _Failure):
-                raise UserError(batch.message)
-            yield batch
+        try:
+            for batch in self.loader:
+                if isinstance(batch, _Failure):
+                    raise UserError(batch.message)
+                self.bad_files.add(batch)
+                yield batch
+            if summary := self.bad_files.summary():
+                logger.warning("%s", summary)
+        except RuntimeError as error:  # how PyTorch says that a worker is gone
+            if "DataLoader worker" not in str(error):
+                raise
+            raise self._worker_died(error) from error
+
+    def _worker_died(self, error: RuntimeError) -> UserError:
+        """What became of a worker that a signal ended, which leaves no message of its own."""
+        text = f"{error} {error.__cause__ or ''}"
+        dead = [int(pid) for pid in re.findall(r"\(pid(?:\(s\))? ([\d, ]+)\)", text) for pid in pid.split(",")]
+        rows = [(i, *row) for i, row in enumerate(self._reading.tolist()) if row[0]]
+        mine = [row for row in rows if row[1] in dead] or rows
+        reading = "; ".join(
+            f"worker {i} (pid {pid}) was reading sample {index} of epoch {e}" for i, pid, e, index in mine
+        )
+        signal = re.search(r"by signal: ([^.]+)", text)
+        return UserError(
+            f"process {self._rank}: a worker of the data loader was killed{f' ({signal[1]})' if signal else ''}. {reading}. "
+            "When the machine ran out of memory (dmesg says so), use fewer --num-workers or a smaller --prefetch-gib; "
+            "when it is always the same file, remove its row."
+        )
+
+
+def build_sampler(
+    dataset: Any,
+    batch_size: int,
+    *,
+    seed: int,
+    rank: int = 0,
+    world_size: int = 1,
+    tail: Tail = "keep",
+    order: Order = "mixed",
+) -> EpochBatchSampler | BucketBatchSampler:
+    """The sampler for a dataset: over buckets where it has them; `batch_size`, or `tail` and `order`, are for the other kind.
+
+    Args:
+        rank, world_size: Of data parallelism: processes that share one sample have one rank.
+    """
+    if hasattr(dataset, "buckets"):
+        return BucketBatchSampler(dataset, seed=seed, rank=rank, world_size=world_size, tail=tail, order=order)
+    return EpochBatchSampler(len(dataset), batch_size, seed=seed, rank=rank, world_size=world_size)
+
+
+def build_loader(
+    dataset: SampleSource,
+    sampler: BatchSampler,
+    *,
+    num_workers: int = 0,
+    rank: int = 0,
+    pin_memory: bool = False,
+    persistent_workers: bool = False,
+    batch_bytes: int = 0,
+    prefetch_gib: float = float("inf"),
+) -> BatchLoader:
+    """The batches that a sampler names.
+
+    A `UserError` of the dataset is raised here as it was there, whatever process it came from. The sampler is read from
+    `__iter__` on, so it may be moved until then.
+
+    Args:
+        persistent_workers: Keep them between passes; a train loop makes one pass over all epochs.
+        batch_bytes: Of the largest batch.
+        prefetch_gib: GiB that batches read ahead may take: fewer of them, then fewer workers, keep to it.
+    """
+    num_workers, prefetch = bounded_prefetch(num_workers, batch_bytes, prefetch_gib)
+    reading = torch.zeros(max(num_workers, 1), 3, dtype=torch.int64).share_memory_()
+    loader: DataLoader = DataLoader(
+        _Batches(dataset, reading),
+        batch_size=None,  # the sampler's items are whole batches
+        sampler=_Placed(sampler),
+        collate_fn=_as_it_is,
+        num_workers=num_workers,
+        prefetch_factor=prefetch if num_workers else None,
+        pin_memory=pin_memory,
+        persistent_workers=persistent_workers and num_workers > 0,
+        worker_init_fn=_start_worker if num_workers else None,
+        # forked, PyTorch's default: forkserver and spawn import the whole script again in every worker, which took more
+        # than a minute for 12 of them. Workers never touch CUDA or the process group of the process they leave.
+        multiprocessing_context="fork" if num_workers else None,
+        # never used; without it torch would draw the workers' seed from the global generator
+        generator=torch.Generator().manual_seed(0),
+    )
+    return BatchLoader(loader, sampler, reading, rank)
 
 
 def build_dataloader(  # noqa: PLR0913  (a run's coordinates)
-    dataset: SampleSource,
+    dataset: Any,
     batch_size: int,
     *,
     seed: int,
@@ -48,28 +148,32 @@ def build_dataloader(  # noqa: PLR0913  (a run's coordinates)
     stop: int | None = None,
     pin_memory: bool = False,
 ) -> BatchLoader:
-    """This rank's batches of the run, from micro-batch `start` on; see `EpochBatchSampler` and `collate`.
-
-    A `UserError` of the dataset is raised here as it was there, whatever process it came from.
-    """
+    """This rank's batches of one size, from micro-batch `start` on; see `EpochBatchSampler` and `collate`."""
     sampler = EpochBatchSampler(
         len(dataset), batch_size, seed=seed, rank=rank, world_size=world_size, start=start, stop=stop
     )
-    loader: DataLoader = DataLoader(
-        _Batches(dataset),
-        batch_size=None,  # the sampler's items are whole batches
-        sampler=sampler,
-        collate_fn=_as_it_is,
-        num_workers=num_workers,
-        pin_memory=pin_memory,
-        worker_init_fn=_start_worker if num_workers else None,
-        # forked, PyTorch's default: forkserver and spawn import the whole script again in every worker, which took more
-        # than a minute for 12 of them. Workers never touch CUDA or the process group of the process they leave.
-        multiprocessing_context="fork" if num_workers else None,
-        # never used; without it torch would draw the workers' seed from the global generator
-        generator=torch.Generator().manual_seed(0),
-    )
-    return BatchLoader(loader, sampler)
+    return build_loader(dataset, sampler, num_workers=num_workers, rank=rank, pin_memory=pin_memory)
+
+
+def batch_bytes(dataset: Any, batch_size: int) -> int:
+    """Of the largest batch of a dataset, as fp32 videos; 0 where it is not known."""
+    if hasattr(dataset, "buckets"):
+        return max(bucket.num_bytes for bucket in dataset.buckets)
+    return batch_size * getattr(dataset, "sample_bytes", 0)
+
+
+def bounded_prefetch(num_workers: int, batch_bytes: int, prefetch_gib: float) -> tuple[int, int]:
+    """How many workers, and batches ahead of each, keep within `prefetch_gib`; at least one of each where there are workers."""
+    if num_workers == 0 or batch_bytes == 0:
+        return num_workers, PREFETCH
+    batches = int(prefetch_gib * GIB / batch_bytes) if prefetch_gib < float("inf") else num_workers * PREFETCH
+    workers = max(1, min(num_workers, batches))
+    if workers < num_workers:
+        logger.warning(
+            "the largest batch takes %.1f GiB, so %d of %d workers are used to keep within prefetch_gib=%g.",
+            batch_bytes / GIB, workers, num_workers, prefetch_gib,
+        )  # fmt: skip
+    return workers, max(1, min(PREFETCH, batches // workers))
 
 
 def collate(items: Sequence[dict[str, Any]]) -> Batch:
@@ -101,15 +205,36 @@ class _Failure:
         self.message = message
 
 
-class _Batches(Dataset):
-    def __init__(self, dataset: SampleSource) -> None:
-        self.dataset = dataset
+class _Placed:
+    """A sampler's batches with their places, as PyTorch's loader takes them."""
 
-    def __getitem__(self, keys: list[SampleKey]) -> Batch | _Failure:
+    def __init__(self, sampler: BatchSampler) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[BatchKeys]:
+        return self.sampler.placed()
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+
+class _Batches(Dataset):
+    """Reads whole batches; notes what it reads in `reading` [workers, (pid, epoch, sample)], which outlives a worker."""
+
+    def __init__(self, dataset: SampleSource, reading: torch.Tensor | None = None) -> None:
+        self.dataset, self.reading = dataset, reading
+
+    def __getitem__(self, batch: BatchKeys) -> Batch | _Failure:
         try:
-            return collate([self.dataset[key] for key in keys])
+            items = collate([self._read(key) for key in batch.keys])
         except UserError as error:
             return _Failure(str(error))
+        return {**items, "place": batch.first + torch.arange(len(batch.keys)), "whole": batch.whole}
+
+    def _read(self, key: SampleKey | BucketKey) -> dict[str, Any]:
+        if (worker := get_worker_info()) and self.reading is not None:
+            self.reading[worker.id] = torch.tensor([os.getpid(), key.epoch, key.index])
+        return read_or_substitute(self.dataset, key)
 
 
 def _as_it_is(batch: Any) -> Any:

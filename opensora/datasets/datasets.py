@@ -2,7 +2,8 @@
 
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -10,16 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from opensora.datasets.read_video import (
-    IMAGE_FPS,
-    TooFewFrames,
-    count_frames,
-    frames_needed,
-    is_image,
-    probe,
-    read_frames,
-)
+from opensora.datasets.files import IMAGE_FPS, BadFile, TooFewFrames, is_image
+from opensora.datasets.frame_times import AtRate, EveryNth, Rule, frames_needed
+from opensora.datasets.read_video import DEFAULT, Decoding, count_frames, open_clip, read_indices
 from opensora.datasets.sampler import SampleKey
+from opensora.datasets.substitute import BadFiles
 from opensora.datasets.table import Table, complain_about_rows, read_table
 from opensora.datasets.transforms import get_transform
 from opensora.registry import DATASETS
@@ -39,6 +35,27 @@ class Choice(NamedTuple):
     rng: torch.Generator
 
 
+def sampling_rule(num_frames: int, frame_interval: int, target_fps: float | None) -> Rule:
+    """Every `frame_interval`-th frame, or frames at `target_fps`.
+
+    Raises:
+        UserError: both are asked for, or numbers out of range.
+    """
+    if target_fps is None:
+        return EveryNth(num_frames, frame_interval)
+    if frame_interval != 1:
+        raise UserError(f"frame_interval={frame_interval} and target_fps={target_fps} exclude one another; give one.")
+    return AtRate(num_frames, target_fps)
+
+
+def draw_choice(table: Table, seed: int, epoch: int, row: int, num_starts: int) -> Choice:
+    """Caption and first frame of a row in an epoch; the frames 0 ... num_starts - 1 are possible starts."""
+    rng = generator(seed, "sample", epoch, row)
+    captions = table.captions(row)
+    caption = captions[int(torch.randint(len(captions), (1,), generator=rng))]
+    return Choice(caption, int(torch.randint(num_starts, (1,), generator=rng)), rng)
+
+
 class ClipRows:
     """The rows of a table that can give a clip, and the random choices for them.
 
@@ -55,12 +72,13 @@ class ClipRows:
         short_clips: Literal["error", "drop"],
         *,
         count: Callable[[int], int] | None = None,
+        target_fps: float | None = None,
     ) -> None:
-        if num_frames < 1 or frame_interval < 1:
-            raise UserError(f"num_frames={num_frames} and frame_interval={frame_interval} must be at least 1.")
         if short_clips not in ("error", "drop"):
             raise UserError(f"short_clips={short_clips!r} is not one of error, drop.")
         self.table, self.num_frames, self.frame_interval, self.seed = table, num_frames, frame_interval, seed
+        self.rule = sampling_rule(num_frames, frame_interval, target_fps)
+        self.target_fps, self.short_clips = target_fps, short_clips
         self.needed = frames_needed(num_frames, frame_interval)
         self._refuse_pictures()
         self.kept = self._long_enough(short_clips, count or self._count)  # [N] row numbers
@@ -74,29 +92,37 @@ class ClipRows:
 
     def choose(self, epoch: int, row: int, available: int) -> Choice:
         """Caption and first frame of a sample whose file has `available` frames."""
-        rng = generator(self.seed, "sample", epoch, row)
-        captions = self.table.captions(row)
-        caption = captions[int(torch.randint(len(captions), (1,), generator=rng))]
         if available < self.needed:
             raise self.too_short(row, available)
-        return Choice(caption, int(torch.randint(available - self.needed + 1, (1,), generator=rng)), rng)
+        return draw_choice(self.table, self.seed, epoch, row, available - self.needed + 1)
+
+    def choose_start(self, epoch: int, row: int, num_starts: int) -> Choice:
+        """`choose` for a file that has so many starts."""
+        if num_starts == 0:
+            available = count_frames(self.table.path(row))
+            stated = int(self.table.num_frames[row])
+            raise self.too_short(row, stated or available)
+        return draw_choice(self.table, self.seed, epoch, row, num_starts)
 
     def too_short(self, row: int, available: int) -> UserError:
-        """The error for a clip that has too few frames."""
-        return UserError(
-            f"{self.table.where(row)}: {self.table.path(row)} has {available} frames, but num_frames={self.num_frames} at "
-            f"frame_interval={self.frame_interval} needs {self.needed}. Use shorter clips, or leave such rows out with "
-            "dataset.short_clips='drop'."
+        """The error for a clip that has too few frames; a bad file where short clips should have been dropped."""
+        needs = f"num_frames={self.num_frames} at frame_interval={self.frame_interval} needs {self.needed}"
+        if isinstance(self.rule, AtRate):
+            needs = f"num_frames={self.num_frames} at target_fps={self.target_fps:g} needs {self.rule.span:.2f} s"
+        return (BadFile if self.short_clips == "drop" else UserError)(
+            f"{self.table.where(row)}: {self.table.path(row)} has {available} frames, but {needs}. Use shorter clips, or leave "
+            "such rows out with dataset.short_clips='drop'."
         )
 
     def settings(self) -> tuple[Any, ...]:
         """What, beside the table, decides the choices."""
-        return self.num_frames, self.frame_interval, self.seed, len(self)
+        at_rate = () if self.target_fps is None else (self.target_fps,)
+        return self.num_frames, self.frame_interval, self.seed, len(self), *at_rate
 
     def _refuse_pictures(self) -> None:
         if self.num_frames == 1:
             return
-        pictures = [row for row, name in enumerate(self.table.rows["path"]) if is_image(name)]
+        pictures = [row for row in range(len(self.table)) if is_image(self.table.path(row))]
         if pictures:
             raise complain_about_rows(
                 self.table,
@@ -111,7 +137,7 @@ class ClipRows:
             logger.info("%s: counting frames; a column num_frames would save this.", self.table.source)
             counted = [n or count(row) for row, n in enumerate(lengths.tolist())]
             lengths = np.array(counted, np.int64)
-        short = np.flatnonzero((lengths > 0) & (lengths < self.needed))
+        short = np.flatnonzero((lengths > 0) & (lengths < self._needed_of_each()))
         if len(short) == 0:
             return np.arange(len(self.table))
         what = (
@@ -127,6 +153,15 @@ class ClipRows:
             )
         logger.warning("%s: %d of %d rows are dropped: they %s.", self.table.source, len(short), len(lengths), what)
         return np.setdiff1d(np.arange(len(lengths)), short)
+
+    def _needed_of_each(self) -> np.ndarray:
+        """[N] frames that a row's file must have; at a target rate, as far as the table tells the file's own."""
+        needed = np.full(len(self.table), self.needed, np.int64)
+        if self.target_fps is not None:
+            known = np.isfinite(self.table.fps)
+            exact = (self.num_frames - 1) * self.table.fps[known] / self.target_fps
+            needed[known] = np.maximum(np.ceil(exact - 0.01).astype(np.int64) + 1, 1)
+        return needed
 
     def _count(self, row: int) -> int:
         try:
@@ -153,6 +188,10 @@ class VideoTextDataset:
         text_columns: Each sample takes one of these captions; empty ones are skipped. () where there are no captions.
         seed: With epoch and row, it decides caption, window and crop.
         short_clips: What to do with clips that are too short: "error" or "drop".
+        bad_files: What the loader does when a file cannot be read: "substitute" another sample, and say so, or "error".
+        max_bad_share: The share of substituted samples above which a run ends.
+        target_fps: Take what is shown at so many frames a second, of videos of any rate, instead of every n-th frame.
+        decode: How files are decoded: a dict with the names of `read_video.Decoding`.
     """
 
     def __init__(  # noqa: PLR0913
@@ -167,12 +206,19 @@ class VideoTextDataset:
         text_columns: Sequence[str] = ("text",),
         seed: int = 42,
         short_clips: Literal["error", "drop"] = "error",
+        bad_files: Literal["substitute", "error"] = "substitute",
+        max_bad_share: float = 0.05,
+        target_fps: float | None = None,
+        decode: Mapping[str, Any] | None = None,
     ) -> None:
-        self.table = read_table(data_path, root, text_columns)
-        self.clips = ClipRows(self.table, num_frames, frame_interval, seed, short_clips)
+        self.decoding = Decoding.of(decode)
+        self.bad_files = BadFiles(bad_files, max_bad_share, seed)
+        self.table = read_table(data_path, root, text_columns, max_bad_share=self.bad_files.at_start)
+        self.clips = ClipRows(self.table, num_frames, frame_interval, seed, short_clips, target_fps=target_fps)
         self.transform = get_transform(transform_name, image_size)
         self.image_transform = get_transform("adm_center" if use_image_transform else transform_name, image_size)
-        self._settings = (tuple(image_size), transform_name, use_image_transform)
+        decoded = () if self.decoding == DEFAULT else (self.decoding,)
+        self._settings = (tuple(image_size), transform_name, use_image_transform, *decoded)
 
     def __len__(self) -> int:
         return len(self.clips)
@@ -180,38 +226,75 @@ class VideoTextDataset:
     def __getitem__(self, key: SampleKey) -> Item:
         row = self.clips.row(key.index)
         path = self.table.path(row)
+        choose = partial(self.clips.choose_start, key.epoch, row)
         try:
-            frames, fps, choice = self._read(key.epoch, row, path)
-        except TooFewFrames as error:  # the file ends before its own index says, by more than can be made up
+            frames, fps, choice = read_clip(self.table, row, self.clips.rule, choose, self.decoding)
+        except TooFewFrames as error:  # the file is too short, or ends before its own index says
             raise self.clips.too_short(row, error.available) from error
         except UserError as error:
-            where = self.table.where(row)
-            raise error if str(error).startswith(where) else UserError(f"{where}: {error}") from error
+            raise naming_the_row(self.table, row, error) from error
         transform = self.image_transform if is_image(path) else self.transform
         video = transform(frames, generator=choice.rng)  # [3, T, H, W]
         return {"video": video, **describe(row, path, choice.caption, video.shape[1:], fps)}
+
+    def another(self, key: SampleKey, rng: torch.Generator) -> SampleKey | None:
+        """Another sample, all of which have one size and length."""
+        if len(self) == 1:
+            return None
+        steps = int(torch.randint(1, len(self), (1,), generator=rng))
+        return SampleKey(key.epoch, (key.index + steps) % len(self))
+
+    @property
+    def sample_bytes(self) -> int:
+        """Of one sample's video; 0 where files keep their size."""
+        (height, width), transform = self._settings[:2]
+        return 0 if transform == "none" else self.clips.num_frames * height * width * 3 * 4
 
     def fingerprint(self) -> str:
         """A hash of everything that decides the samples, except the pixels in the files."""
         text = repr((type(self).__name__, self.table.fingerprint(), self.clips.settings(), self._settings))
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
-    def _read(self, epoch: int, row: int, path: Path) -> tuple[Tensor, float, Choice]:
-        """Frames [T, H, W, 3], the clip's fps, and the choices behind them."""
-        clips, stated = self.clips, int(self.table.num_frames[row])
-        info = probe(path)
-        if stated > info.num_frames:
-            raise wrong_length(stated, info.num_frames, path)
-        choice = clips.choose(epoch, row, stated or info.num_frames)
+
+def read_clip(
+    table: Table,
+    row: int,
+    rule: Rule,
+    choose: Callable[[int], Choice],
+    decoding: Decoding = DEFAULT,
+) -> tuple[Tensor, float, Choice]:
+    """Frames [T, H, W, 3] uint8 of a row's file, the clip's fps, and the choices behind them.
+
+    `choose` is told how many starts there are: 0 is its to refuse. Raises `UserError` where the file does not give what the
+    table says.
+    """
+    path, stated = table.path(row), int(table.num_frames[row])
+    with open_clip(path, decoding) as clip:
+        if stated > clip.num_frames:
+            raise wrong_length(stated, clip.num_frames, path)
+        seconds = clip.seconds()[: stated or None]
+        fps = IMAGE_FPS if is_image(path) else rule.fps(clip.fps)
+        choice = choose(rule.num_starts(seconds))
         try:
-            frames = read_frames(path, choice.start, clips.num_frames, clips.frame_interval)
+            frames = read_indices(path, clip, rule.indices(seconds, choice.start))
         except TooFewFrames as error:
             if stated:
                 raise wrong_length(stated, error.available, path) from error
             # packets that hold no picture: the last frames there are, instead of those that were announced
-            choice = choice._replace(start=last_start(error.available, clips.needed, error))
-            frames = read_frames(path, choice.start, clips.num_frames, clips.frame_interval)
-        return frames, IMAGE_FPS if is_image(path) else info.fps / clips.frame_interval, choice
+            seconds = seconds[: error.available]
+            starts = rule.num_starts(seconds)
+            if starts == 0:
+                raise
+            choice = choice._replace(start=starts - 1)
+            frames = read_indices(path, clip, rule.indices(seconds, choice.start))
+    return frames, fps, choice
+
+
+def naming_the_row(table: Table, row: int, error: UserError) -> UserError:
+    """The error, beginning with the table and the row."""
+    where = table.where(row)
+    kind = BadFile if isinstance(error, BadFile) else UserError  # the loader may substitute for a bad file
+    return error if str(error).startswith(where) else kind(f"{where}: {error}")
 
 
 def last_start(available: int, needed: int, error: UserError) -> int:
@@ -232,8 +315,8 @@ def describe(row: int, path: Path, caption: str, size: Sequence[int], fps: float
     }
 
 
-def wrong_length(stated: int, available: int, path: Path) -> UserError:
+def wrong_length(stated: int, available: int, path: Path) -> BadFile:
     """The error for a table whose `num_frames` is more than the file has."""
-    return UserError(
+    return BadFile(
         f"the table says num_frames={stated}, but {path} has {available}; correct or empty the cell, or fetch the file again."
     )

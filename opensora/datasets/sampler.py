@@ -1,8 +1,8 @@
 """Which samples make which batch: a function of the seed alone, for the whole run and any number of processes."""
 
 import itertools
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -15,6 +15,53 @@ class SampleKey(NamedTuple):
 
     epoch: int
     index: int  # type: ignore[assignment]  # hides tuple.index, which nobody asks of a key
+
+
+class BucketKey(NamedTuple):
+    """What a dataset of several sizes is asked for: sample `index` as a clip of this length and size."""
+
+    epoch: int
+    index: int  # type: ignore[assignment]
+    num_frames: int
+    height: int
+    width: int
+
+
+class BatchKeys(NamedTuple):
+    """A batch of one process, and its place in the batch that all processes share in this step."""
+
+    keys: Sequence[SampleKey | BucketKey]
+    first: int
+    whole: int
+
+
+class Place(NamedTuple):
+    """Where a run stands in its data.
+
+    Attributes:
+        epoch: Counted from 0.
+        batch: Batches that each process took of this epoch.
+        segments: (processes, batches) for each earlier part of this epoch that ran on another number of processes.
+    """
+
+    epoch: int = 0
+    batch: int = 0
+    segments: tuple[tuple[int, int], ...] = ()
+
+
+class BatchSampler(Protocol):
+    """What a train loop and a loader ask of a sampler."""
+
+    def batches_in(self, epoch: int) -> int:
+        """Batches of each process in an epoch."""
+
+    def seek(self, place: Place, count: int | None) -> None:
+        """Yield `count` batches from `place` on."""
+
+    def placed(self) -> Iterator[BatchKeys]:
+        """This process' batches."""
+
+    def __len__(self) -> int: ...
 
 
 class EpochBatchSampler:
@@ -57,6 +104,20 @@ class EpochBatchSampler:
     def num_padded(self) -> int:
         """Samples of an epoch that are seen once more, to fill its last batch."""
         return self.batches_per_epoch * self.global_batch - self.num_samples
+
+    def batches_in(self, epoch: int) -> int:
+        """Micro-batches of each rank in an epoch; all epochs are alike."""
+        return self.batches_per_epoch
+
+    def seek(self, place: Place, count: int | None) -> None:
+        """Yield `count` batches from `place` on; None: go on for ever."""
+        self.start = place.epoch * self.batches_per_epoch + place.batch
+        self.stop = None if count is None else self.start + count
+
+    def placed(self) -> Iterator[BatchKeys]:
+        """The batches, each with its place in the global batch."""
+        for keys in self:
+            yield BatchKeys(keys, self.rank * self.batch_size, self.global_batch)
 
     def __len__(self) -> int:
         if self.stop is None:

@@ -1,40 +1,68 @@
-"""The table of a dataset: one clip a row, in a CSV or parquet file with the columns `path` and, usually, `text`.
+"""The table of a dataset: one clip a row, in a CSV, JSONL or parquet file with the columns `path` and, usually, `text`.
 
-Captions are kept to the letter: "NA", "None" and "" are captions too.
+Captions are kept to the letter: "NA", "None" and "" are captions too. A row is kept or left out as a whole, and what is left
+out is counted by reason.
 """
 
 import csv
 import hashlib
+import json
 import logging
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 
-from opensora.datasets.read_video import IMAGE_EXTENSIONS, VIDEO_EXTENSIONS
+from opensora.datasets.files import IMAGE_EXTENSIONS, VIDEO_EXTENSIONS
 from opensora.registry import did_you_mean
 from opensora.utils.errors import UserError
 
 logger = logging.getLogger(__name__)
 
 MAX_CHECKED_FILES = 100_000
+SAMPLE_OF_FILES = 1_000  # that are looked for where a table has more rows than that
 SHOWN_ROWS = 5
-UNKNOWN = 0  # in `num_frames`
+UNKNOWN = 0  # in `num_frames`, `height` and `width`
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table that was read and checked. Row numbers count from 0; messages count from 1, below the header."""
+    """A table that was read and checked. Row numbers count from 0; messages count from 1, below the header.
+
+    Attributes:
+        rows: `path` and the text columns, as strings.
+        num_frames, height, width: [N] int64, UNKNOWN where the table does not say.
+        fps: [N] float64, NaN where the table does not say.
+        numbers: [N] int64, the rows' numbers in the file; they differ from 0 ... N - 1 where rows were left out.
+        left_out: Why rows of the file are not here, and how many.
+    """
 
     source: Path
     folder: Path
-    rows: pd.DataFrame  # `path` and the text columns, as strings
+    rows: pd.DataFrame
     text_columns: tuple[str, ...]
-    num_frames: np.ndarray  # [N] int64, UNKNOWN where the table does not say
+    num_frames: np.ndarray
+    height: np.ndarray = field(default=None)  # type: ignore[assignment]  # filled in below
+    width: np.ndarray = field(default=None)  # type: ignore[assignment]
+    fps: np.ndarray = field(default=None)  # type: ignore[assignment]
+    numbers: np.ndarray = field(default=None)  # type: ignore[assignment]
+    left_out: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        unknown = np.full(len(self), UNKNOWN, np.int64)
+        nothing = {
+            "height": unknown,
+            "width": unknown,
+            "fps": np.full(len(self), np.nan),
+            "numbers": np.arange(len(self)),
+        }
+        for name, value in nothing.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -54,7 +82,16 @@ class Table:
 
     def where(self, row: int) -> str:
         """A row, as messages name it."""
-        return f"{self.source}, row {row + 1}"
+        return f"{self.source}, row {int(self.numbers[row]) + 1}"
+
+    def without(self, rows: Sequence[int] | np.ndarray, reason: str) -> "Table":
+        """The table but for some rows, which are counted under `reason`."""
+        kept = np.setdiff1d(np.arange(len(self)), rows)
+        return Table(
+            self.source, self.folder, self.rows.iloc[kept].reset_index(drop=True), self.text_columns, self.num_frames[kept],
+            self.height[kept], self.width[kept], self.fps[kept], self.numbers[kept],
+            {**self.left_out, reason: self.left_out.get(reason, 0) + len(self) - len(kept)},
+        )  # fmt: skip
 
     def fingerprint(self) -> str:
         """A hash of paths as given, captions and lengths; not of the folder, so that data may move."""
@@ -73,21 +110,27 @@ def read_table(
     text_columns: Sequence[str] = ("text",),
     *,
     check_files: bool = True,
+    max_bad_share: float = 0.0,
 ) -> Table:
-    """Read a CSV or parquet table; its paths are relative to `root`, or to the table's own folder.
+    """Read a CSV, JSONL or parquet table; its paths are relative to `root`, or to the table's own folder.
 
-    `check_files`: see that all of them exist.
+    Args:
+        check_files: See that all files exist; of a very long table, that a sample of them does.
+        max_bad_share: Rows that name no file, or say that theirs is broken (`num_frames` 0), are left out up to this share
+            of the table, and counted in the log and in `left_out`. 0: the first kind that is found is an error.
 
     Raises:
-        UserError: the table, a column or a file is missing, or a row is malformed.
+        UserError: the table or a column is missing, it is malformed, or has more bad rows than allowed.
     """
     source = Path(data_path)
     if not source.is_file():
         names = [path.name for path in source.parent.glob("*")] if source.parent.is_dir() else []
         raise UserError(f"data_path: {source} does not exist.{did_you_mean(source.name, names)}")
-    readers = {".csv": _read_csv, ".parquet": _read_parquet}
+    readers = {".csv": _read_csv, ".jsonl": _read_jsonl, ".parquet": _read_parquet}
     if source.suffix.lower() not in readers:
-        raise UserError(f"data_path: {source} is neither a .csv nor a .parquet file; convert it to one of them.")
+        raise UserError(
+            f"data_path: {source} is neither a .csv nor a .parquet nor a .jsonl file; convert it to one of them."
+        )
     frame = readers[source.suffix.lower()](source)
     _check_columns(source, frame, ("path", *text_columns))
     if not len(frame):
@@ -95,12 +138,43 @@ def read_table(
     if root is not None and not Path(root).is_dir():
         raise UserError(f"root: {root} is no folder; it is what the paths in {source} are relative to.")
     rows = pd.DataFrame({name: _strings(frame[name]) for name in dict.fromkeys(("path", *text_columns))})
+    columns = {name: _read_numbers(frame, name) for name in NUMBERS}
     folder = Path(root) if root is not None else source.parent
-    table = Table(source, folder, rows, tuple(text_columns), _read_num_frames(source, frame))
-    _check_extensions(table)
-    if check_files:
-        _check_files(table)
+    table = Table(
+        source, folder, rows, tuple(text_columns), *(columns[name].values for name in NUMBERS), np.arange(len(frame))
+    )
+    for check in (_bad_extensions, _urls, *(columns[name].bad_rows for name in NUMBERS)):
+        table = _leave_out(table, check(table), len(frame), max_bad_share)
+    if check_files and len(table) <= MAX_CHECKED_FILES:
+        table = _leave_out(table, _missing_files(table, np.arange(len(table))), len(frame), max_bad_share)
+    elif check_files:
+        _look_for_some(table, max_bad_share)
     return table
+
+
+@dataclass(frozen=True)
+class BadRows:
+    """Rows of one fault."""
+
+    rows: np.ndarray
+    reason: str  # "5 rows are left out: " ...
+    error: Callable[[], UserError]
+
+
+def _leave_out(table: Table, bad: BadRows, total: int, max_share: float) -> Table:
+    if not len(bad.rows):
+        return table
+    so_far = total - len(table) + len(bad.rows)
+    if so_far > max_share * total:
+        error = bad.error()
+        limit = f"\nThese are more than max_bad_share={max_share:g} of all rows." if max_share else ""
+        raise UserError(f"{error}{limit}")
+    shown = ", ".join(table.name(row) for row in bad.rows[:SHOWN_ROWS].tolist())
+    more = f" and {len(bad.rows) - SHOWN_ROWS} more" if len(bad.rows) > SHOWN_ROWS else ""
+    logger.warning(
+        "%s: %d of %d rows are left out: %s (%s%s).", table.source, len(bad.rows), total, bad.reason, shown, more
+    )
+    return table.without(bad.rows, bad.reason)
 
 
 def list_rows(rows: Iterable[int], total: int) -> str:
@@ -111,7 +185,7 @@ def list_rows(rows: Iterable[int], total: int) -> str:
 
 def complain_about_rows(table: Table, rows: Sequence[int], problem: str, remedy: str) -> UserError:
     """An error that names the first few of the rows and their files."""
-    lines = [f"  row {row + 1}: {table.path(row)}" for row in rows[:SHOWN_ROWS]]
+    lines = [f"  row {int(table.numbers[row]) + 1}: {table.path(row)}" for row in rows[:SHOWN_ROWS]]
     if len(rows) > SHOWN_ROWS:
         lines.append(f"  and {len(rows) - SHOWN_ROWS} more")
     return UserError("\n".join([f"{table.source}: {len(rows)} of {len(table)} rows {problem}:", *lines, remedy]))
@@ -144,6 +218,44 @@ def _read_csv(source: Path) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=header, dtype=str)
 
 
+def _read_jsonl(source: Path) -> pd.DataFrame:
+    """One object a line; what a line does not name is empty."""
+    rows: list[dict[str, Any]] = []
+    try:
+        # not splitlines(), which also splits at characters that JSON leaves as they are, such as U+2028
+        lines = source.read_bytes().decode("utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{source} is not UTF-8 text ({error}); save it as UTF-8.") from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line, object_pairs_hook=_without_repeats)
+        except ValueError as error:
+            raise UserError(
+                f"{source}, line {number}: no valid JSON ({error}); each line is an object of its own."
+            ) from error
+        if not isinstance(row, dict):
+            raise UserError(f'{source}, line {number}: not an object, such as {{"path": "a.mp4", "text": "a lake"}}.')
+        if nested := [name for name, value in row.items() if isinstance(value, dict | list)]:
+            raise UserError(
+                f"{source}, line {number}: {nested[0]!r} is not one value; give each caption a name of its own."
+            )
+        rows.append(row)
+    if not rows:
+        raise UserError(
+            f'{source} is empty; add one line for each clip, such as {{"path": "a.mp4", "text": "a lake"}}.'
+        )
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    return pd.DataFrame({name: pd.Series([row.get(name) for row in rows], dtype=object) for name in names})
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(dict(pairs)) < len(pairs):
+        raise ValueError("a name is there twice")
+    return dict(pairs)
+
+
 def _read_parquet(source: Path) -> pd.DataFrame:
     try:
         return pd.read_parquet(source)
@@ -174,37 +286,84 @@ def _strings(column: pd.Series) -> pd.Series:
     return column.astype(object).where(column.notna(), "").astype(str)
 
 
-def _read_num_frames(source: Path, frame: pd.DataFrame) -> np.ndarray:
-    if "num_frames" not in frame.columns:
-        return np.full(len(frame), UNKNOWN, np.int64)
-    column: Any = frame["num_frames"]
-    text = _strings(column)
-    numbers = pd.to_numeric(text.where(text != "", str(UNKNOWN)), errors="coerce").to_numpy(np.float64, na_value=np.nan)
-    stated = (text != "").to_numpy()
-    wrong = np.flatnonzero(~((numbers == np.floor(numbers)) & (numbers < 2**53) & ((numbers >= 1) | ~stated)))
-    if len(wrong):
-        raise UserError(
-            f"{source}: num_frames={text.iat[wrong[0]]!r} in row {wrong[0] + 1} is no number of frames (rows "
-            f"{list_rows(map(int, wrong), len(wrong))}); write a whole number from 1, or leave the cell empty."
+class _Column(NamedTuple):
+    """A column of numbers, and what is wrong in it."""
+
+    name: str
+    values: np.ndarray  # [N], 0 or NaN where there is none
+    text: pd.Series | None  # as the table has it
+
+    def bad_rows(self, table: Table) -> BadRows:
+        """Rows that hold something else than a number above 0, or nothing."""
+        if self.text is None:
+            return BadRows(np.empty(0, np.int64), "", UserError)
+        text = self.text.to_numpy()[table.numbers]
+        values = self.values[table.numbers]
+        rows = np.flatnonzero((text != "") & ~(values > 0))
+        what, example = NUMBERS[self.name]
+        return BadRows(rows, f"{self.name} is 0 or no {what}", lambda: self._error(table, text, rows, what, example))
+
+    def _error(self, table: Table, text: np.ndarray, rows: np.ndarray, what: str, example: str) -> UserError:
+        numbers = table.numbers[rows]
+        return UserError(
+            f"{table.source}: {self.name}={text[rows[0]]!r} in row {numbers[0] + 1} is no {what} (rows "
+            f"{list_rows(map(int, numbers), len(numbers))}); write {example}, or leave the cell empty."
         )
-    return numbers.astype(np.int64)
 
 
-def _check_extensions(table: Table) -> None:
+NUMBERS = {
+    "num_frames": ("number of frames", "a whole number from 1"),
+    "height": ("height in pixels", "a whole number from 1"),
+    "width": ("width in pixels", "a whole number from 1"),
+    "fps": ("rate", "a number above 0, such as 23.976"),
+}
+
+
+def _read_numbers(frame: pd.DataFrame, name: str) -> _Column:
+    """int64, or float64 for `fps`; what is no such number is 0, and told from an empty cell by its text."""
+    whole = name != "fps"
+    if name not in frame.columns:
+        return _Column(name, np.full(len(frame), UNKNOWN if whole else np.nan, np.int64 if whole else np.float64), None)
+    text = _strings(frame[name])
+    # to_numeric alone reads "" as NaN but "True" as 1
+    numbers = pd.to_numeric(text, errors="coerce").to_numpy(np.float64, na_value=np.nan)
+    good = np.isfinite(numbers) & (numbers > 0) & (numbers < 2**53)
+    if not whole:
+        return _Column(name, np.where(good, numbers, np.where(text == "", np.nan, 0.0)), text)
+    good &= numbers == np.floor(numbers)
+    return _Column(name, np.where(good, numbers, UNKNOWN).astype(np.int64), text)
+
+
+def _bad_extensions(table: Table) -> BadRows:
     suffixes = table.rows["path"].map(lambda name: Path(name).suffix.lower())
-    if len(rows := np.flatnonzero(~suffixes.isin(VIDEO_EXTENSIONS + IMAGE_EXTENSIONS))):
-        known = " ".join(VIDEO_EXTENSIONS + IMAGE_EXTENSIONS)
-        raise complain_about_rows(table, rows.tolist(), "have no known extension", f"Known are {known}.")
+    rows = np.flatnonzero(~suffixes.isin(VIDEO_EXTENSIONS + IMAGE_EXTENSIONS))
+    known = " ".join(VIDEO_EXTENSIONS + IMAGE_EXTENSIONS)
+    what = "have no known extension"
+    return BadRows(rows, f"they {what}", lambda: complain_about_rows(table, rows.tolist(), what, f"Known are {known}."))
 
 
-def _check_files(table: Table) -> None:
-    if len(table) > MAX_CHECKED_FILES:
-        logger.info(
-            "%s: whether the files exist is not checked at start, for %d rows are too many.", table.source, len(table)
+def _urls(table: Table) -> BadRows:
+    rows = np.flatnonzero(table.rows["path"].str.match(r"(https?|s3|gs|ftp)://"))
+    remedy = "Download the files first, and name them as they lie on disk."
+    return BadRows(rows, "they name a URL", lambda: complain_about_rows(table, rows.tolist(), "name a URL", remedy))
+
+
+def _missing_files(table: Table, candidates: np.ndarray) -> BadRows:
+    rows = np.array([row for row in candidates.tolist() if not table.path(row).is_file()], np.int64)
+    what = "name a file that does not exist"
+    remedy = f"Paths are relative to {table.folder.resolve()}; if the files lie elsewhere, set root (--root FOLDER)."
+    return BadRows(rows, f"they {what}", lambda: complain_about_rows(table, rows.tolist(), what, remedy))
+
+
+def _look_for_some(table: Table, max_share: float) -> None:
+    """Of a table that is too long to look for every file: a sample must be there, but for the share that may be bad."""
+    candidates = np.unique(np.linspace(0, len(table) - 1, SAMPLE_OF_FILES).astype(np.int64))
+    missing = _missing_files(table, candidates)
+    if len(missing.rows) > max_share * len(candidates):
+        raise UserError(
+            f"of {len(candidates)} files that were looked for, {len(missing.rows)} are not there. {missing.error()}"
         )
-        return
-    if missing := [row for row in range(len(table)) if not table.path(row).is_file()]:
-        remedy = (
-            f"Paths are relative to {table.folder.resolve()}; if the files lie elsewhere, set root (--root FOLDER)."
-        )
-        raise complain_about_rows(table, missing, "name a file that does not exist", remedy)
+    logger.info(
+        "%s: %d rows are too many to look for every file at start; of %d that were looked for, %d are missing.",
+        table.source, len(table), len(candidates), len(missing.rows),
+    )  # fmt: skip

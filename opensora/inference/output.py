@@ -67,11 +67,11 @@ YUV_OFFSET = np.array([16, 128, 128], dtype=np.float32)
 CRF = "17"  # visually lossless: a sample is looked at for the model's artefacts, not the encoder's
 
 
-def save_sample(video: Tensor, path_without_ext: str | Path, fps: float | Fraction = 24) -> Path:
+def save_sample(video: Tensor, path_without_ext: str | Path, fps: float | Fraction = 24, *, crf: str = CRF) -> Path:
     """Write `video [3, T, H, W]`, floating point in [-1, 1], as .mp4, or as .png when T == 1; returns the file's path.
 
     The file appears complete or not at all; an older one of that name is replaced. See the module's docstring for
-    colours and odd sizes.
+    colours and odd sizes. `crf` is x264's quality of a video, 0 (lossless) to 51.
     """
     frames = to_uint8(video)
     still = len(frames) == 1
@@ -82,7 +82,7 @@ def save_sample(video: Tensor, path_without_ext: str | Path, fps: float | Fracti
         if still:
             Image.fromarray(frames[0]).save(file)
         else:
-            _write_mp4(frames, file, rate)
+            _write_mp4(frames, file, rate, crf)
 
     _replace(path, write)
     return path
@@ -266,13 +266,13 @@ def _replace(path: Path, write: Callable[[Path], object]) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _write_mp4(frames: np.ndarray, file: Path, rate: Fraction) -> None:
+def _write_mp4(frames: np.ndarray, file: Path, rate: Fraction, crf: str) -> None:
     """`frames [T, H, W, 3]` uint8 -> H.264, 4:2:0, BT.709."""
     height, width = frames.shape[1:3]
     frames = np.pad(frames, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), mode="edge")
     # "faststart" puts the index in front, so that a browser can start before it has the whole file
     with av.open(file, "w", options={"movflags": "+faststart"}) as container:
-        stream = container.add_stream("libx264", rate=rate, options={"crf": CRF})
+        stream = container.add_stream("libx264", rate=rate, options={"crf": crf})
         stream.height, stream.width, stream.pix_fmt = *frames.shape[1:3], "yuv420p"
         codec = stream.codec_context
         codec.colorspace = codec.color_primaries = codec.color_trc = BT709

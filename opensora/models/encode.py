@@ -1,7 +1,7 @@
 """A batch of videos and captions -> what a denoiser is trained on: latents and conditions.
 
-Whether the videos come as pixels or as the VAE's stored moments, and whether captions are dropped, is settled here, so
-that the train loop has no branches.
+Whether videos come as pixels or as the VAE's stored moments, whether captions come as words or as stored features, and
+whether they are dropped, is settled here, so that the train loop has no branches.
 """
 
 from collections.abc import Mapping, Sequence
@@ -47,8 +47,8 @@ class BatchEncoder:
         """Encode a batch of `opensora.datasets`.
 
         Args:
-            batch: with `video [B, 3, T, H, W]` or `moments [B, 2 C, T, h, w]`, `text`, `fps`, `height`, `width`,
-                `num_frames`.
+            batch: with `video [B, 3, T, H, W]` or `moments [B, 2 C, T, h, w]`; `text`, or its stored features `y [B, 1, L, D]`
+                and `mask [B, L]`; `fps`, `height`, `width`, `num_frames`.
             generators: one for each sample.
 
         Returns:
@@ -56,10 +56,34 @@ class BatchEncoder:
         """
         moments = batch["moments"] if "moments" in batch else self.vae.moments(batch["video"].to(self.device))
         z = self.vae.sample(moments.to(self.device), generators).float()
-        text = self.text_encoder.encode(batch["text"])
+        text = stored_text(batch, self.device) or self.text_encoder.encode(batch["text"])
         text = drop_text(text, self.denoiser, generators)
         numbers = {key: batch[key].to(self.device) for key in ("fps", "height", "width", "num_frames")}
         return z, {"y": text.y.to(self.device), "mask": text.mask.to(self.device), **numbers}
+
+
+def stored_text(batch: Mapping[str, Any], device: torch.device) -> TextCondition | None:
+    """The features of the captions that a batch of stored features holds, as an encoder would give them."""
+    if "y" not in batch:
+        return None
+    y = batch["y"].to(device)
+    return TextCondition(y.float() if y.is_floating_point() else y, batch["mask"].to(device))
+
+
+def null_text(text_encoder: Any, batch: int, negative_prompt: str = "") -> TextCondition:
+    """The encoder's own "no text" for guidance: y [batch, 1, L, D] and its mask [batch, L].
+
+    For models whose null table was never trained (diffusers' PixArt and Latte folders): `null={**null_text(...)._asdict()}`
+    takes the place of `model.null_condition`.
+
+    Args:
+        negative_prompt: what to steer away from; "" is "no text".
+
+    Raises:
+        UserError: the encoder reads class numbers, and has no "no text" of its own: use `model.null_condition`.
+    """
+    y, mask = text_encoder.encode([negative_prompt])
+    return TextCondition(y.expand(batch, -1, -1, -1), mask.expand(batch, -1))
 
 
 def drop_text(text: TextCondition, denoiser: Denoiser, generators: Sequence[torch.Generator]) -> TextCondition:
@@ -75,5 +99,6 @@ def drop_text(text: TextCondition, denoiser: Denoiser, generators: Sequence[torc
 
 
 def freeze(module: Any, device: torch.device) -> Any:
-    """A frozen encoder in eval mode on `device`, in its own number format."""
-    return module.requires_grad_(False).eval().to(device)
+    """A frozen encoder in eval mode on `device`, in its own number format; shared by processes if it is made for that."""
+    module = module.requires_grad_(False).eval().to(device)
+    return module.shard() if hasattr(module, "shard") else module

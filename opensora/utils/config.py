@@ -20,12 +20,20 @@ from mmengine.config import Config
 from opensora.registry import Registry, did_you_mean
 from opensora.utils.config_cli import help_text, read_command
 from opensora.utils.config_resolve import Draft, Origins
-from opensora.utils.config_schema import InferenceConfig, RunConfig, TrainConfig, VAETrainConfig, schema_fields
+from opensora.utils.config_schema import (
+    InferenceConfig,
+    RunConfig,
+    TrainConfig,
+    VAEInferenceConfig,
+    VAETrainConfig,
+    schema_fields,
+)
 from opensora.utils.errors import UserError
 
 __all__ = [
     "InferenceConfig",
     "TrainConfig",
+    "VAEInferenceConfig",
     "VAETrainConfig",
     "config_from_dict",
     "dump_config",
@@ -42,7 +50,7 @@ def parse_config(
     """Read the config that the command line names, with the overrides it carries, and check all of it.
 
     Args:
-        schema: `TrainConfig`, `InferenceConfig` or `VAETrainConfig`.
+        schema: `TrainConfig`, `InferenceConfig`, `VAETrainConfig` or `VAEInferenceConfig`.
         registries: for each component field, where its type is registered; a field without one is not looked into.
         argv: the command line without the program; `sys.argv[1:]` when None.
 

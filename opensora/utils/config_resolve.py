@@ -25,7 +25,16 @@ Origins = dict[tuple[str, ...], str]  # (field,) or (field, key) -> where its va
 COMMAND_LINE = "command line"
 DEFAULT_DATASET = "VideoTextDataset"
 # fields that a dataset component takes over when it does not set them itself
-DATASET_FIELDS = ("data_path", "root", "num_frames", "frame_interval", "image_size", "use_image_transform")
+DATASET_FIELDS = (
+    "data_path",
+    "root",
+    "num_frames",
+    "frame_interval",
+    "image_size",
+    "use_image_transform",
+    "bucket_config",
+)
+REPLACED_BY_BUCKETS = ("num_frames", "image_size", "batch_size")
 
 
 @dataclass
@@ -52,6 +61,8 @@ class Draft:
                 self._complain((key,), f"{key} holds {found}; a config holds plain data.")
             if key == "dataset" and value is None:
                 value = {}  # so a file may say that it leaves the dataset to the fields of the top level
+            if key == "batch_size" and value is None and values.get("bucket_config") is not None:
+                continue  # Open-Sora's way to say that buckets have their own
             self.values[key] = self._with_present_names(key, value)
 
     def take_command(self, command: Command) -> None:
@@ -74,6 +85,9 @@ class Draft:
         typed = {name: value for f in self.fields.values() for name, value in self._typed(f)}
         if "dataset" in typed:
             typed["dataset"] = self._complete_dataset(typed)
+        for name in REPLACED_BY_BUCKETS if typed.get("bucket_config") is not None else ():
+            if name in typed and typed[name] != self.fields[name].default:  # a dumped config holds the default
+                self._complain((name,), f"{name}={typed[name]!r} has no effect with bucket_config, which has its own.")
         for name, registry in self.registries.items():
             if isinstance(typed.get(name), dict):
                 self._check_component(name, typed[name], registry)

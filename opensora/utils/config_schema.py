@@ -18,7 +18,7 @@ from opensora.utils.dtype import DTYPES
 Component = dict[str, Any]  # dict(type=NAME, ...): a registered name and the arguments of its constructor
 
 REQUIRED: Any = MISSING
-LOSS_TERMS = ("l1", "mse", "pooled", "kl", "lpips")
+LOSS_TERMS = ("l1", "mse", "pooled", "lpips", "kl")
 # older spellings of keys inside components
 KEY_ALIASES: dict[str, dict[str, str]] = {"model": {"enable_flashattn": "enable_flash_attn"}}
 
@@ -131,9 +131,25 @@ class TrainConfig(LoopConfig):
     frame_interval: int = option("take every n-th frame of the video", 1, bounds=AT_LEAST_ONE)
     image_size: tuple[int, int] = option("height and width of a clip in pixels", (256, 256), bounds=AT_LEAST_ONE)
     use_image_transform: bool = option("the data are images", default=False)
-    bucket_config: dict[str, dict[int, Any]] | None = option(
-        "resolution -> frames -> (probability, batch size); needs a VariableVideoText dataset", None
+    bucket_config: dict[str, dict[int | str, Any]] | None = option(
+        "resolution -> frames -> (probability, batch size); needs a VariableVideoTextDataset and replaces num_frames, "
+        "image_size and batch_size",
+        None,
     )
+    bucket_tail: Literal["keep", "pad", "drop"] = option(
+        "samples that fill no whole batch of their bucket: keep them in a smaller batch, pad it with others, drop them",
+        "keep",
+    )
+    bucket_order: Literal["mixed", "same"] = option(
+        "same: in each step all processes take a batch of one bucket, so that none waits for a larger one", "mixed"
+    )
+    prefetch_gib: float = option(
+        "memory that batches read ahead may take in each process, in GiB", 8.0, bounds=POSITIVE
+    )
+    other_data: Literal["refuse", "next_epoch"] = option(
+        "with load, where the data are not those of the checkpoint: refuse, or begin the next epoch with them", "refuse"
+    )
+    dry_run: bool = option("print what an epoch of the data would be, and stop", default=False)
     cache_text: bool = option("keep encoded captions in memory", default=False)
     grad_checkpoint: bool = option("recompute activations in the backward pass to save memory", default=False)
     plugin: Literal["ddp", "fsdp2", "zero2", "zero2-seq"] = option(
@@ -148,6 +164,14 @@ class TrainConfig(LoopConfig):
             problems.append("start_from_scratch=True has no effect without load.")
         if self.bucket_config is not None and "VariableVideoText" not in str(self.dataset.get("type")):
             problems.append("bucket_config has no effect without dataset=dict(type='VariableVideoTextDataset').")
+        if self.bucket_config is None:
+            if "VariableVideoText" in str(self.dataset.get("type")):
+                problems.append("a VariableVideoTextDataset needs a bucket_config.")
+            for name, default in (("bucket_tail", "keep"), ("bucket_order", "mixed")):
+                if getattr(self, name) != default:
+                    problems.append(f"{name}={getattr(self, name)!r} has no effect without bucket_config.")
+        if self.other_data != "refuse" and self.load is None:
+            problems.append(f"other_data={self.other_data!r} has no effect without load.")
         return problems
 
 
@@ -196,8 +220,38 @@ class VAETrainConfig(LoopConfig):
         f"weights of the terms {', '.join(LOSS_TERMS)}; a term left out has weight 0",
         {"l1": 1.0, "mse": 1.0, "pooled": 1.0, "kl": 1e-5, "lpips": 0.0},
     )
+    lpips: str = option("network of the term lpips: vgg or alex (package stlpips-pytorch), or a weight file", "vgg")
+    lpips_frames: int | None = option(
+        "frames of a clip that the term lpips looks at; None: all", None, bounds=AT_LEAST_ONE
+    )
+    reconstruction: Literal["plain", "nll"] = option(
+        "nll: the pixels' part of the loss is rec / exp(s) + s, with a learned log variance s", "plain"
+    )
+    logvar_init: float = option("s at the start of nll", 0.0)
+    discriminator: Component | None = option("discriminator component; None trains without a GAN", None)
+    adversarial_weight: float = option("weight of the GAN's part of the loss", 0.5, bounds=POSITIVE)
+    adversarial_scale: Literal["adaptive", "fixed"] = option(
+        "adaptive: multiply that weight by |grad rec| / |grad gan| at the decoder's last layer", "adaptive"
+    )
+    adversarial_start: int = option("optimizer steps before the GAN begins", 0, bounds=COUNT)
+    discriminator_lr: float | None = option("learning rate of the discriminator; None: lr", None, bounds=POSITIVE)
     num_frames: int = option("frames of a clip; 1 trains on images", 1, bounds=AT_LEAST_ONE)
+    mixed_lengths: list[int] | None = option(
+        "every batch is split into pieces of one of these numbers of frames, drawn anew; name one twice to see it twice as often",
+        None,
+    )
+    frame_interval: int = option("take every n-th frame of the video", 1, bounds=AT_LEAST_ONE)
     image_size: tuple[int, int] = option("height and width of the crop in pixels", (96, 96), bounds=AT_LEAST_ONE)
+    eval_data_path: str | None = option(
+        "table of held-out clips for PSNR, SSIM and LPIPS of the averaged weights", None
+    )
+    eval_every: int = option(
+        "optimizer steps between two such measurements; the last one is at the end", 1000, bounds=AT_LEAST_ONE
+    )
+    eval_num_samples: int = option("clips of that table, evenly picked", 16, bounds=AT_LEAST_ONE)
+    prefetch_gib: float = option(
+        "memory that batches read ahead may take in each process, in GiB", 8.0, bounds=POSITIVE
+    )
     plugin: Literal["ddp", "fsdp2", "zero2"] = option("engine of distributed training", "ddp")
 
     def __post_init__(self) -> None:
@@ -213,7 +267,63 @@ class VAETrainConfig(LoopConfig):
                 problems.append(f"loss.{term}={weight}: must be at least 0.")
         if not any(self.loss.values()):
             problems.append("loss: every weight is 0, nothing would be learnt.")
-        return problems
+        return problems + self._without_effect() + self._bad_lengths()
+
+    def _without_effect(self) -> list[str]:
+        """Fields that something else in the config makes idle."""
+        reasons = {
+            "a discriminator": (
+                self.discriminator is None,
+                ("adversarial_weight", "adversarial_scale", "adversarial_start", "discriminator_lr"),
+            ),
+            "reconstruction='nll'": (self.reconstruction != "nll", ("logvar_init",)),
+            "a weight of loss.lpips": (not self.loss.get("lpips"), ("lpips_frames",)),
+        }
+        defaults = {name: f.default for name, f in schema_fields(type(self)).items()}
+        return [
+            f"{name}={getattr(self, name)!r} has no effect without {what}."
+            for what, (idle, names) in reasons.items()
+            for name in names
+            if idle and getattr(self, name) != defaults[name]
+        ]
+
+    def _bad_lengths(self) -> list[str]:
+        wrong = [n for n in self.mixed_lengths or [] if not 1 <= n <= self.num_frames]
+        if self.mixed_lengths == []:
+            return ["mixed_lengths is empty; None keeps whole clips."]
+        return [f"mixed_lengths: {wrong} must be from 1 to num_frames={self.num_frames}."] if wrong else []
+
+
+@dataclass(frozen=True, kw_only=True)
+class VAEInferenceConfig(RunConfig):
+    """Reconstruction by a VAE: scripts/inference_vae.py."""
+
+    aliases: ClassVar[Mapping[str, Alias]] = {"ckpt_path": Alias(("vae", "from_pretrained"), str | None)}
+
+    vae: Component = option("VAE component")
+    files: list[str] | None = option("videos and pictures; they win over data_path", None)
+    data_path: str | None = option("csv or parquet file with one video or picture a row", None)
+    root: str | None = option("folder that the paths in the data file are relative to", None)
+    num_frames: int | None = option(
+        "frames of each video, from its first; None: all that make a legal number", None, bounds=AT_LEAST_ONE
+    )
+    frame_interval: int = option("take every n-th frame of the video", 1, bounds=AT_LEAST_ONE)
+    image_size: tuple[int, int] | None = option(
+        "height and width to resize and crop to; None: the file's own, cut to whole latent cells",
+        None,
+        bounds=AT_LEAST_ONE,
+    )
+    save_dir: str = option("folder for the results", "./samples/vae")
+    save_fps: int | float | None = option(
+        "frames per second of the saved video; None: the file's", None, bounds=POSITIVE
+    )
+
+    def problems(self) -> list[str]:
+        if not self.files and self.data_path is None:
+            return ["nothing to reconstruct: name --files a.mp4 b.png or --data-path table.csv."]
+        if self.files and self.root is not None:
+            return ["root has no effect with files."]
+        return []
 
 
 class Field(NamedTuple):

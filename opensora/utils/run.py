@@ -1,67 +1,119 @@
 """A training run's folder, its place in the data, and its checkpoints."""
 
 import json
+import logging
 import platform
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from opensora.utils.ckpt import save_checkpoint
 from opensora.utils.errors import UserError
 
+logger = logging.getLogger(__name__)
+
+BATCHES_VARY = 0  # a `global_batch`: each step has its own number of samples
+
 
 @dataclass
 class RunState:
-    """Where a run stands. `step` counts optimizer steps, `micro_batch` batches taken from the loader."""
+    """Where a run stands.
+
+    Attributes:
+        data: Fingerprint of the dataset.
+        global_batch: Samples of one batch of all ranks, or BATCHES_VARY.
+        world: Data-parallel ranks.
+        step: Optimizer steps done.
+        micro_batch: Batches that each rank has taken from the loader.
+        epoch: The epoch that the next batch is of.
+        epoch_start: `micro_batch` at the beginning of that epoch.
+        segments: (ranks, batches) of the parts of that epoch that ran on other numbers of ranks.
+    """
 
     data: str
     global_batch: int
+    world: int = 1
     step: int = 0
     micro_batch: int = 0
     epoch: int = 0
+    epoch_start: int = 0
+    segments: list[tuple[int, int]] = field(default_factory=list)
 
-    def advance(self, micro_batches: int, batches_per_epoch: int) -> None:
-        """One optimizer step is done, from so many micro-batches."""
+    @property
+    def batch_in_epoch(self) -> int:
+        """Batches that each rank has taken of the epoch."""
+        return self.micro_batch - self.epoch_start
+
+    def advance(self, micro_batches: int, batches_in: int | Callable[[int], int]) -> None:
+        """One optimizer step is done, from so many micro-batches.
+
+        `batches_in`: batches of each rank in an epoch, one number or a function of the epoch.
+        """
         self.step += 1
         self.micro_batch += micro_batches
-        self.epoch = self.micro_batch // batches_per_epoch
+        while self.batch_in_epoch >= (length := batches_in if isinstance(batches_in, int) else batches_in(self.epoch)):
+            self.epoch_start += length
+            self.epoch += 1
+            self.segments = []
 
-    def resumed(self, saved: Mapping[str, Any], source: str) -> "RunState":
+    def resumed(
+        self, saved: Mapping[str, Any], source: str, *, other_data: Literal["refuse", "next_epoch"] = "refuse"
+    ) -> "RunState":
         """The saved place, if it means the same here.
 
+        With other data, or another fixed number of samples in a batch of all ranks, a place has no meaning:
+        "next_epoch" then goes on with the first batch of the next epoch.
+
         Raises:
-            UserError: the data or the number of samples in a batch of all ranks is not what it was.
+            UserError: it means something else, and `other_data` is "refuse".
         """
+        done = replace(self, **{key: saved[key] for key in ("step", "micro_batch", "epoch")})
         for key, what in (("data", "the dataset (its table or its settings)"), ("global_batch", "batch_size x ranks")):
-            if saved[key] != getattr(self, key):
-                raise UserError(
-                    f"{source} cannot be continued here: {what} was {saved[key]}, now {getattr(self, key)}, so its "
-                    "place in the data has no meaning. Restore that setting, or keep weights and optimizer and begin "
-                    "at step 0 with --start-from-scratch True."
-                )
-        return replace(self, step=saved["step"], micro_batch=saved["micro_batch"], epoch=saved["epoch"])
+            if saved[key] == getattr(self, key):
+                continue
+            change = f"{what} was {saved[key]}, now {getattr(self, key)}"
+            if other_data == "next_epoch":
+                logger.warning("%s: %s; going on with epoch %d from its start.", source, change, done.epoch + 1)
+                return replace(done, epoch=done.epoch + 1, epoch_start=done.micro_batch)
+            raise UserError(
+                f"{source} cannot be continued here: {change}, so its place in the data has no meaning. Restore that "
+                "setting; or go on with a new epoch with --other-data next_epoch; or keep weights and optimizer and "
+                "begin at step 0 with --start-from-scratch True."
+            )
+        # versions before buckets had epochs of one length and did not save where they began
+        begun = done.epoch * (done.micro_batch // done.epoch) if done.epoch else 0
+        done = replace(done, epoch_start=saved.get("epoch_start", begun))
+        segments = [(int(ranks), int(batches)) for ranks, batches in saved.get("segments", [])]
+        here = done.batch_in_epoch - sum(batches for _, batches in segments)
+        if saved.get("world", self.world) != self.world and here:
+            segments.append((saved["world"], here))
+        return replace(done, segments=segments)
 
 
 class Throughput:
     """Samples per second since the last call."""
 
-    def __init__(self, samples_per_step: int) -> None:
+    def __init__(self, samples_per_step: int = 0) -> None:
         self.samples_per_step = samples_per_step
-        self._last: tuple[int, float] | None = None
+        self._last: tuple[int, int, float] | None = None
 
-    def __call__(self, step: int) -> dict[str, float]:
-        """The figures for the log; nothing on the first call, which would measure the warm-up."""
+    def __call__(self, step: int, samples: int | None = None) -> dict[str, float]:
+        """The figures for the log; nothing on the first call, which would measure the warm-up.
+
+        `samples`: How many were seen so far, where steps differ.
+        """
         now = time.perf_counter()
-        last, self._last = self._last, (step, now)
+        seen = step * self.samples_per_step if samples is None else samples
+        last, self._last = self._last, (step, seen, now)
         if last is None or step == last[0]:
             return {}
-        seconds = (now - last[1]) / (step - last[0])
-        return {"samples_per_s": self.samples_per_step / seconds, "s_per_step": seconds}
+        seconds = now - last[2]
+        return {"samples_per_s": (seen - last[1]) / seconds, "s_per_step": seconds / (step - last[0])}
 
 
 def due(step: int, every: int) -> bool:

@@ -1,15 +1,17 @@
 """Batches: the same for any number of workers and processes, resumable, with errors that arrive as they were."""
 
+import os
 import pickle
+import signal
 from collections.abc import Iterable
 
 import pytest
 import torch
 
 from opensora.datasets import dataloader
-from opensora.datasets.dataloader import build_dataloader, collate
+from opensora.datasets.dataloader import bounded_prefetch, build_dataloader, collate
 from opensora.datasets.datasets import VideoTextDataset
-from opensora.datasets.sampler import SampleKey
+from opensora.datasets.sampler import BatchKeys, SampleKey
 from opensora.utils.errors import UserError
 from tests.datasets.videos import numbered_frames
 
@@ -103,6 +105,38 @@ def test_sizes_must_agree():
         collate(items)
 
 
+class Deadly(Counting):
+    def __getitem__(self, key: SampleKey):
+        if key.index == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(key)
+
+
+def test_a_killed_worker_is_named_with_what_it_was_reading():
+    with pytest.raises(UserError) as caught:
+        list(build_dataloader(Deadly(), 2, seed=1, stop=9, num_workers=2, rank=0))
+    message = str(caught.value)
+    assert "process 0: a worker of the data loader was killed" in message
+    assert "was reading sample 3 of epoch" in message
+    assert "--num-workers" in message
+
+
+def test_reading_ahead_keeps_within_its_memory():
+    assert bounded_prefetch(4, 2**30, float("inf")) == (4, 2)
+    assert bounded_prefetch(4, 2**30, 8) == (4, 2)
+    assert bounded_prefetch(4, 2**30, 5) == (4, 1)
+    assert bounded_prefetch(4, 2**30, 3) == (3, 1)
+    assert bounded_prefetch(4, 2**30, 0.1) == (1, 1)
+    assert bounded_prefetch(0, 2**30, 0.1)[0] == 0
+
+
+def test_batches_know_their_place():
+    ranks = [list(build_dataloader(Counting(), 2, seed=1, rank=r, world_size=2, stop=3)) for r in (0, 1)]
+    assert [batch["place"].tolist() for batch in ranks[0]] == [[0, 1]] * 3
+    assert [batch["place"].tolist() for batch in ranks[1]] == [[2, 3]] * 3
+    assert {batch["whole"] for batch in ranks[0] + ranks[1]} == {4}
+
+
 def test_datasets_can_be_pickled(dataset):
     copy = pickle.loads(pickle.dumps(dataloader._Batches(dataset)))
-    assert torch.equal(copy[[SampleKey(0, 1)]]["video"][0], dataset[SampleKey(0, 1)]["video"])
+    assert torch.equal(copy[BatchKeys([SampleKey(0, 1)], 0, 1)]["video"][0], dataset[SampleKey(0, 1)]["video"])

@@ -91,10 +91,10 @@ def test_only_the_window_is_decoded(write_video, monkeypatch):
     path = write_video("long.mp4", numbered_frames(42), options={"g": "6", "bf": "0"})
     probe(path)
     decoded = []
-    import opensora.datasets.read_video as module
+    import opensora.datasets.pyav_clip as module
 
-    decode = module._decode
-    monkeypatch.setattr(module, "_decode", lambda *args: (decoded.append(0) or frame for frame in decode(*args)))
+    decode = module.decoded
+    monkeypatch.setattr(module, "decoded", lambda *args: (decoded.append(0) or frame for frame in decode(*args)))
     read_frames(path, 37, 3)
     assert len(decoded) <= 6  # keyframe 36 to frame 39, not 42
 

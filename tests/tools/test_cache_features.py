@@ -1,14 +1,20 @@
 """`python -m tools.cache_features`: from a training config to a cache that the config's dataset reads."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from opensora.datasets.latent_cache import CachedVideoTextDataset
+from opensora.datasets.cache import CachedVideoTextDataset
 from opensora.datasets.sampler import SampleKey
+from opensora.models.text_encoder import CachedTextEncoder
 from opensora.models.vae.vae import VideoAutoencoderKL
 from opensora.utils.errors import UserError
 from tools.cache_features import cache_features, main
@@ -17,12 +23,13 @@ CONFIG = """
 num_frames = 1
 image_size = (16, 24)
 dataset = dict(type={type!r}, {arguments})
-model = dict(type="STDiT-XS/2")
+model = dict(type="DiT-XL/2", condition="label_10")
 vae = dict(type="VideoAutoencoderKL", from_pretrained={vae!r})
-text_encoder = dict(type="t5", from_pretrained="unused")
+text_encoder = {text}
 scheduler = dict(type="iddpm")
 device = "cpu"
 """
+CLASSES = 'dict(type="classes", num_classes=10)'
 TINY = {"block_out_channels": (4, 4), "layers_per_block": 1, "norm_num_groups": 2, "latent_channels": 2}
 
 
@@ -32,44 +39,57 @@ def folder(tmp_path):
     rng = np.random.default_rng(0)
     for i in range(2):
         Image.fromarray(rng.integers(0, 256, (16, 24, 3), np.uint8)).save(tmp_path / f"{i}.png")
-    (tmp_path / "clips.csv").write_text("path,text\n0.png,a\n1.png,b\n")
+    (tmp_path / "clips.csv").write_text("path,text\n0.png,7\n1.png,3\n")
     return tmp_path
 
 
-def write_config(folder, type="CachedVideoTextDataset", **arguments) -> str:
+def write_config(folder, type="CachedVideoTextDataset", text=CLASSES, **arguments) -> str:
     written = ", ".join(f"{key}={str(value)!r}" for key, value in arguments.items())
     path = folder / "config.py"
-    path.write_text(CONFIG.format(type=type, arguments=written, vae=str(folder / "vae")))
+    path.write_text(CONFIG.format(type=type, arguments=written, vae=str(folder / "vae"), text=text))
     return str(path)
 
 
 def test_the_dataset_of_the_config_reads_what_was_written(folder):
     config = write_config(folder, data_path=folder / "clips.csv", cache_dir=folder / "cache")
-    assert cache_features([config]) == (2, 0)
-    assert cache_features([config]) == (0, 2)
+    assert cache_features([config]) == {"clips": (2, 0)}
+    assert cache_features([config, "--what", "moments", "text"]) == {"clips": (0, 2), "text": (2, 0)}
+    assert cache_features([config, "--epochs", "3", "--moments-dtype", "fp32"]) == {"samples": (6, 0)}
     vae = VideoAutoencoderKL(str(folder / "vae")).eval()
-    dataset = CachedVideoTextDataset(
-        str(folder / "clips.csv"), str(folder / "cache"), 1, 1, (16, 24), vae_fingerprint=vae.fingerprint()
-    )
+    settings = (str(folder / "clips.csv"), str(folder / "cache"), 1, 1, (16, 24))
     pixels = torch.from_numpy(np.array(Image.open(folder / "1.png"))).permute(2, 0, 1)[None, :, None] / 127.5 - 1
     with torch.no_grad():
         expected = vae.moments(pixels)[0]
-    torch.testing.assert_close(dataset[SampleKey(0, 1)]["moments"], expected, atol=2e-3, rtol=2e-3)
+    for content, tolerance in (("clips", 2e-3), ("samples", 1e-5)):
+        dataset = CachedVideoTextDataset(*settings, content=content, text="features", vae_fingerprint=vae.fingerprint())
+        item = dataset[SampleKey(0, 1)]
+        torch.testing.assert_close(item["moments"], expected, atol=tolerance, rtol=tolerance)
+        assert (item["y"].item(), item["text"]) == (3, "3")
+
+
+def test_a_cached_encoder_says_what_it_stands_for(folder):
+    text = f'dict(type="cached", cache_dir={str(folder / "cache")!r}, encoder={CLASSES})'
+    config = write_config(folder, text=text, data_path=folder / "clips.csv", cache_dir=folder / "cache")
+    assert cache_features([config, "--what", "text"]) == {"text": (2, 0)}
+    assert CachedTextEncoder(str(folder / "cache")).encode(["7"]).y.item() == 7
+    config = write_config(
+        folder, text=text.replace(f", encoder={CLASSES}", ""), data_path=folder / "clips.csv", cache_dir=folder / "cache"
+    )
+    with pytest.raises(UserError, match="give it encoder="):
+        cache_features([config, "--what", "text"])
 
 
 def test_overrides_and_options(folder):
     config = write_config(folder, "VideoTextDataset")
-    data = f"--data-path={folder / 'clips.csv'}"
-    assert cache_features(
-        [config, data, "--cache-dir", str(folder / "c"), "--image-size", "8", "8", "--chunk", "1"]
-    ) == (2, 0)
-    assert json.loads((folder / "c" / "manifest.json").read_text())["settings"]["image_size"] == [8, 8]
+    data = [f"--data-path={folder / 'clips.csv'}", "--cache-dir", str(folder / "c")]
+    assert cache_features([config, *data, "--image-size", "8", "8", "--chunk", "1"]) == {"clips": (2, 0)}
+    assert json.loads((folder / "c" / "clips" / "METADATA").read_text())["settings"]["image_size"] == [8, 8]
     with pytest.raises(UserError, match="give --cache-dir"):
-        cache_features([config, data])
-    with pytest.raises(UserError, match="--chunk 0"):
-        cache_features([config, data, "--cache-dir", "c", "--chunk", "0"])
+        cache_features([config, data[0]])
+    with pytest.raises(UserError, match="--chunk 0 must be at least 1"):
+        cache_features([config, *data, "--chunk", "0"])
     with pytest.raises(UserError, match="nonsense"):
-        cache_features([config, data, "--cache-dir", "c", "--nonsense", "1"])
+        cache_features([config, *data, "--nonsense", "1"])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, which would be used")
@@ -80,13 +100,54 @@ def test_a_gpu_that_is_not_there_is_refused(folder):
     assert not (folder / "cache").exists()
 
 
-def test_the_command(folder, monkeypatch, capsys):
+def test_the_command_and_its_check(folder, monkeypatch, capsys):
     config = write_config(folder, data_path=folder / "clips.csv", cache_dir=folder / "cache")
     monkeypatch.setattr("sys.argv", ["cache_features", config])
     main()
-    assert capsys.readouterr().out == "2 clips encoded, 0 were there already\n"
-    (folder / "clips.csv").unlink()
+    assert capsys.readouterr().out == "clips: 2 encoded, 0 were there already\n"
+    monkeypatch.setattr("sys.argv", ["cache_features", "--check", str(folder / "cache")])
+    main()
+    assert "all records are whole" in capsys.readouterr().out
+    shard = next((folder / "cache" / "clips").glob("0*"))
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
     with pytest.raises(SystemExit) as caught:
         main()
     assert caught.value.code == 2
+    assert f"1 records are damaged:\n{shard}, record" in capsys.readouterr().err
+    (folder / "clips.csv").unlink()
+    monkeypatch.setattr("sys.argv", ["cache_features", config])
+    with pytest.raises(SystemExit):
+        main()
     assert "error: data_path:" in capsys.readouterr().err
+
+
+@pytest.mark.multiprocess
+def test_a_killed_job_goes_on_and_redoes_no_finished_file(folder, repo_root, clips_csv):
+    """SIGKILL while it works on the repository's clips; every shard holds one clip."""
+    config = write_config(folder, data_path=clips_csv, cache_dir=folder / "cache")
+    options = [config, "--num-frames=2", "--image-size", "96", "160", "--chunk=4", "--shard-mb=0.001"]
+    job = subprocess.Popen(
+        [sys.executable, "-m", "tools.cache_features", *options],
+        cwd=repo_root,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while len(list((folder / "cache" / "clips").glob("0*.safetensors"))) < 2:
+            assert time.monotonic() < deadline
+            assert job.poll() is None, "it ended before it could be killed"
+            time.sleep(0.005)
+    finally:
+        job.send_signal(signal.SIGKILL)
+        job.wait()
+    finished = {path: path.stat().st_mtime_ns for path in (folder / "cache" / "clips").glob("0*.safetensors")}
+    with pytest.raises(UserError, match="rows are not in the cache"):
+        CachedVideoTextDataset(str(clips_csv), str(folder / "cache"), 2, 1, (96, 160))
+    total = len(clips_csv.read_text().splitlines()) - 1
+    assert len(finished) < total
+    assert cache_features(options) == {"clips": (total - len(finished), len(finished))}
+    assert finished == {path: path.stat().st_mtime_ns for path in finished}
+    assert len(CachedVideoTextDataset(str(clips_csv), str(folder / "cache"), 2, 1, (96, 160))) == total

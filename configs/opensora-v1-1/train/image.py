@@ -1,22 +1,33 @@
-"""Train STDiT2-XL/2 on captioned images of 512x512.
+"""Train STDiT2-XL/2 on captioned images from 256x256 to 1080p, with the buckets of Open-Sora 1.1.
 
-Open-Sora 1.1 mixes sizes and lengths in buckets, and masks frames; neither is here yet. This is its
-bucket of 512x512 images alone, with its batch size. Start from PixArt's weights.
+Start from PixArt's weights.
 
     torchrun --standalone --nproc_per_node 8 scripts/train.py configs/opensora-v1-1/train/image.py \
         --data-path pictures.csv --ckpt-path PixArt-XL-2-1024-MS.pth
+
+Before it, see what becomes of your data: `python -m tools.datasets.doctor configs/opensora-v1-1/train/image.py
+--data-path pictures.csv --processes 8`. How to read bucket_config: docs/datasets.md.
 """
 
-# Define sampling size
-num_frames = 1
-frame_interval = 1
-image_size = (512, 512)
-
 # Define dataset
+dataset = dict(
+    type="VariableVideoTextDataset",
+    transform_name="resize_crop",
+)
 root = None
 data_path = None  # --data-path
+frame_interval = 1
 use_image_transform = True
 num_workers = 4
+
+# resolution: {frames: (probability, batch size of each process)}
+bucket_config = {
+    "256": {1: (1.0, 256)},
+    "512": {1: (1.0, 80)},
+    "480p": {1: (1.0, 52)},
+    "1024": {1: (1.0, 20)},
+    "1080p": {1: (1.0, 8)},
+}
 
 # Define acceleration
 dtype = "bf16"
@@ -58,6 +69,5 @@ log_every = 10
 ckpt_every = 500
 load = None
 
-batch_size = 80
 lr = 2e-5
 grad_clip = 1.0

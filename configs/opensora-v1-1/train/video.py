@@ -1,22 +1,35 @@
-"""Train STDiT2-XL/2 on 16 frames of 240x424.
+"""Train STDiT2-XL/2 on videos of 240p to 720p and on images: the bucket example of Open-Sora's documentation.
 
-Open-Sora 1.1 mixes sizes and lengths in buckets, and masks frames; neither is here yet. This is its
-bucket of 16 frames at 240p alone, with its batch size. Start from PixArt's weights or from those of image.py.
+Start from PixArt's weights or from those of image.py.
 
     torchrun --standalone --nproc_per_node 8 scripts/train.py configs/opensora-v1-1/train/video.py \
         --data-path clips.csv --ckpt-path PixArt-XL-2-1024-MS.pth
+
+Before it, see what becomes of your data: `python -m tools.datasets.doctor configs/opensora-v1-1/train/video.py
+--data-path clips.csv --processes 8`. How to read bucket_config: docs/datasets.md.
+Open-Sora 1.1 also gives some frames away (masks); that is not here yet.
 """
 
-# Define sampling size
-num_frames = 16
-frame_interval = 3  # sample every 3rd frame
-image_size = (240, 424)
-
 # Define dataset
+dataset = dict(
+    type="VariableVideoTextDataset",
+    transform_name="resize_crop",
+)
 root = None
 data_path = None  # --data-path
-use_image_transform = False
+frame_interval = 3  # sample every 3rd frame
 num_workers = 4
+
+# resolution: {frames: (probability, batch size of each process)}
+bucket_config = {
+    "240p": {16: (1.0, 16), 32: (1.0, 8), 64: (1.0, 4), 128: (1.0, 2)},
+    "256": {1: (1.0, 256)},
+    "512": {1: (1.0, 80)},
+    "480p": {1: (1.0, 52), 16: (0.5, 4), 32: (0.0, None)},
+    "720p": {16: (1.0, 2), 32: (0.0, None)},
+    "1024": {1: (1.0, 20)},
+    "1080p": {1: (1.0, 8)},
+}
 
 # Define acceleration
 dtype = "bf16"
@@ -58,6 +71,5 @@ log_every = 10
 ckpt_every = 500
 load = None
 
-batch_size = 16
 lr = 2e-5
 grad_clip = 1.0

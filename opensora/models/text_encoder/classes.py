@@ -39,6 +39,10 @@ class ClassEncoder(nn.Module):
         classes = torch.tensor([self._class_number(text) for text in texts], dtype=torch.int64)
         return TextCondition(classes[:, None, None, None], torch.ones(len(texts), 1, dtype=torch.bool))
 
+    def fingerprint(self) -> str:
+        """What features kept in a cache depend on."""
+        return f"classes-{self.num_classes}"
+
     def _class_number(self, text: str) -> int:
         stripped = text.strip()
         if not stripped.isdecimal() or int(stripped) >= self.num_classes:

@@ -4,8 +4,9 @@ import torch
 from torch import Tensor
 from transformers import CLIPTextModel
 
+from opensora.models.text_encoder.cleaning import Clean
 from opensora.models.text_encoder.condition import TextCondition
-from opensora.models.text_encoder.pretrained import PretrainedTextEncoder
+from opensora.models.text_encoder.pretrained import BetweenUses, PretrainedTextEncoder
 from opensora.registry import MODELS
 
 
@@ -19,6 +20,8 @@ class ClipEncoder(PretrainedTextEncoder):
         dtype: Number format of the weights.
         cache_dir: Where the hub's files are kept.
         local_files_only: Do not ask the hub.
+        clean: What is done to captions: "none", "basic" or "legacy", see docs/text.md.
+        between_uses: "keep" the weights on the device, hold them on the "cpu", or "unload" them.
     """
 
     def __init__(
@@ -28,6 +31,8 @@ class ClipEncoder(PretrainedTextEncoder):
         dtype: str | torch.dtype = "fp32",
         cache_dir: str | None = None,
         local_files_only: bool = False,  # noqa: FBT001, FBT002  (Open-Sora's signature)
+        clean: Clean = "none",
+        between_uses: BetweenUses = "keep",
     ) -> None:
         super().__init__(
             CLIPTextModel,
@@ -36,6 +41,8 @@ class ClipEncoder(PretrainedTextEncoder):
             dtype=dtype,
             cache_dir=cache_dir,
             local_files_only=local_files_only,
+            clean=clean,
+            between_uses=between_uses,
         )
 
     def condition(self, tokens: dict[str, Tensor]) -> TextCondition:

@@ -3,13 +3,14 @@
 import torch
 from transformers import AutoModel
 
-from opensora.models.text_encoder.pretrained import PretrainedTextEncoder
+from opensora.models.text_encoder.cleaning import Clean
+from opensora.models.text_encoder.pretrained import BetweenUses, Padding, PretrainedTextEncoder
 from opensora.registry import MODELS
 
 
 @MODELS.register_module("hf")
 class HFTextEncoder(PretrainedTextEncoder):
-    """The last hidden state of every token: y [B, 1, L, D], mask [B, L]. Captions are used verbatim.
+    """The last hidden state of every token: y [B, 1, L, D], mask [B, L].
 
     Args:
         from_pretrained: Folder with encoder and tokenizer, `package:PACKAGE/folder` = a folder inside an installed
@@ -18,6 +19,9 @@ class HFTextEncoder(PretrainedTextEncoder):
         dtype: Number format of the weights.
         cache_dir: Where the hub's files are kept.
         local_files_only: Do not ask the hub.
+        clean: What is done to captions: "none", "basic" or "legacy", see docs/text.md.
+        padding: "max_length", or "longest": compute only up to the longest caption of a batch; y is zero behind it.
+        between_uses: "keep" the weights on the device, hold them on the "cpu", or "unload" them.
     """
 
     def __init__(
@@ -27,6 +31,9 @@ class HFTextEncoder(PretrainedTextEncoder):
         dtype: str | torch.dtype = "fp32",
         cache_dir: str | None = None,
         local_files_only: bool = False,  # noqa: FBT001, FBT002  (Open-Sora's signature)
+        clean: Clean = "none",
+        padding: Padding = "max_length",
+        between_uses: BetweenUses = "keep",
     ) -> None:
         super().__init__(
             AutoModel,
@@ -35,4 +42,7 @@ class HFTextEncoder(PretrainedTextEncoder):
             dtype=dtype,
             cache_dir=cache_dir,
             local_files_only=local_files_only,
+            clean=clean,
+            padding=padding,
+            between_uses=between_uses,
         )

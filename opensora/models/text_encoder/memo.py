@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from opensora.models.text_encoder.condition import TextCondition
+from opensora.utils.errors import UserError
 
 
 class TextEncoder(Protocol):
@@ -25,9 +26,17 @@ class MemoizedTextEncoder:
     Args:
         encoder: A frozen encoder.
         max_bytes: Room for the kept features.
+
+    Raises:
+        UserError: processes share the encoder's weights, and so must all encode at the same time.
     """
 
     def __init__(self, encoder: TextEncoder, max_bytes: int = 2**30) -> None:
+        if getattr(encoder, "sharded", False):
+            raise UserError(
+                "cache_text=True lets a process skip captions that it knows, but with text_encoder.shardformer=True several "
+                "processes must encode together. Switch one of them off, or store the features: tools.cache_features."
+            )
         self.encoder = encoder
         self.max_bytes = max_bytes
         self.output_dim = encoder.output_dim

@@ -1,17 +1,25 @@
 """What the text encoders share: a frozen transformer of Hugging Face's `transformers` behind the text contract (D6).
 
-Captions are used verbatim; cleaning them is the data tools' work.
+An encoder cleans captions, by the rules that its `clean` names, and nothing else does: what `encode` is given is the caption
+as it was written.
 """
 
+import hashlib
+import json
 import warnings
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, get_args
 
 import torch
+import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 from transformers import AutoTokenizer
+from transformers.utils import cached_file
 
+from opensora.models.text_encoder.cleaning import Clean, cleaner
 from opensora.models.text_encoder.condition import TextCondition
 from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.errors import UserError
@@ -19,6 +27,10 @@ from opensora.utils.pretrained import hub_error, resolve_pretrained
 
 WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
 VOCABULARY = ("tokenizer.json", "spiece.model", "vocab.json", "vocab.txt", "tokenizer.model", "sentencepiece.bpe.model")
+Padding = Literal["max_length", "longest"]
+BetweenUses = Literal["keep", "cpu", "unload"]
+LENGTH_STEP = 8  # "longest" is rounded up to a multiple: tensor cores like it, and compiled programs see fewer lengths
+PARTS, PART = 64, 1 << 16  # how much of a weight file is hashed
 
 
 class PretrainedTextEncoder(nn.Module):
@@ -31,6 +43,11 @@ class PretrainedTextEncoder(nn.Module):
         dtype: Number format of the weights and the computation.
         cache_dir: Where the hub's files are kept.
         local_files_only: Do not ask the hub.
+        clean: What is done to captions: "none", "basic" or "legacy", see `cleaning`.
+        padding: "max_length": the transformer sees padding up to model_max_length; "longest": only up to the longest caption of
+            a batch, and y is zero behind it. Real tokens differ by rounding at most.
+        between_uses: Where the weights are when nothing is encoded: "keep" on the device; on the "cpu"; or "unload", which
+            frees them and reads them again for the next call.
     """
 
     def __init__(
@@ -42,23 +59,31 @@ class PretrainedTextEncoder(nn.Module):
         dtype: str | torch.dtype,
         cache_dir: str | None,
         local_files_only: bool,
+        clean: Clean = "none",
+        padding: Padding = "max_length",
+        between_uses: BetweenUses = "keep",
     ) -> None:
         super().__init__()
-        name = resolve_pretrained(from_pretrained, what="text encoder", any_of=[("config.json",), WEIGHTS, VOCABULARY])
-        hub = {"cache_dir": cache_dir, "local_files_only": local_files_only}
+        self.clean_name, self.clean = clean, cleaner(clean)
+        for name, value, known in (("padding", padding, Padding), ("between_uses", between_uses, BetweenUses)):
+            if value not in get_args(known):
+                raise UserError(f"text encoder {from_pretrained}: {name}={value!r} is none of {', '.join(get_args(known))}.")
+        self.padding, self.between_uses = padding, between_uses
+        self.model_class, self.from_pretrained = model_class, from_pretrained
+        self.dtype = to_torch_dtype(dtype)
+        self.sharded = False
+        self._device = torch.device("cpu")
+        self._hub = {"cache_dir": cache_dir, "local_files_only": local_files_only}
+        self._name = resolve_pretrained(
+            from_pretrained, what="text encoder", any_of=[("config.json",), WEIGHTS, VOCABULARY]
+        )
         try:
-            self.tokenizer: Any = AutoTokenizer.from_pretrained(name, **hub)
-            model, info = model_class.from_pretrained(
-                name, **{_dtype_argument(): to_torch_dtype(dtype)}, output_loading_info=True, **hub
-            )
+            self.tokenizer: Any = AutoTokenizer.from_pretrained(self._name, **self._hub)
         except (OSError, ValueError) as error:
             raise hub_error(from_pretrained, "text encoder", error) from error
-        _check_weights(info["missing_keys"], from_pretrained)
-        self.model: Any = (
-            model.get_encoder() if model.config.is_encoder_decoder and hasattr(model, "decoder") else model
-        )
-        self.model.requires_grad_(False).eval()
-        self.output_dim: int = self.model.config.hidden_size
+        self.model: Any = self._load()
+        self.config: Any = self.model.config
+        self.output_dim: int = self.config.hidden_size
         self.model_max_length = model_max_length
         self._check_length(from_pretrained)
 
@@ -66,19 +91,109 @@ class PretrainedTextEncoder(nn.Module):
         """Stays in eval mode: it is frozen, and dropout would change the text."""
         return super().train(False)
 
+    def to(self, *args: Any, **kwargs: Any) -> "PretrainedTextEncoder":
+        """Where it computes from now on; the weights go there now only if they are kept there."""
+        device, dtype = torch._C._nn._parse_to(*args, **kwargs)[:2]
+        self.dtype = dtype or self.dtype
+        if device is not None:
+            self._device = torch.device(device)
+            if self.between_uses != "keep":
+                return self
+        return super().to(*args, **kwargs)
+
     @torch.no_grad()
     def encode(self, texts: Sequence[str]) -> TextCondition:
-        """B captions -> y [B, 1, L, D] fp32, mask [B, L] bool, on the encoder's device."""
-        tokens = self.tokenizer(
-            list(texts), max_length=self.model_max_length, padding="max_length", truncation=True, return_tensors="pt"
-        )
-        self._warn_if_cut(texts, tokens["attention_mask"])
-        return self.condition({name: tensor.to(self.model.device) for name, tensor in tokens.items()})
+        """B captions -> y [B, 1, L, D] fp32, mask [B, L] bool, on the encoder's device.
+
+        Raises:
+            UserError: the computation overflowed in fp16.
+        """
+        texts = [self.clean(text) for text in texts]
+        tokens = self._tokenize(texts)
+        with self._ready():
+            y, mask = self.condition({name: tensor.to(self.device) for name, tensor in tokens.items()})
+        if self.dtype == torch.float16 and not y.isfinite().all():
+            raise UserError(
+                f"text encoder {self.from_pretrained}: its features are not finite in fp16; set text_encoder.dtype to bf16 or "
+                "fp32."
+            )
+        return TextCondition(y, mask)
 
     def condition(self, tokens: dict[str, Tensor]) -> TextCondition:
-        """Tokens (each [B, L] int64) -> the text; this default gives the last hidden state of every token."""
-        hidden = self.model(**tokens).last_hidden_state  # [B, L, D]
-        return TextCondition(hidden[:, None].float(), tokens["attention_mask"].bool())
+        """Tokens (each [B, l] int64) -> the text; this default gives the last hidden state of every token."""
+        hidden = self.model(**tokens).last_hidden_state  # [B, l, D]
+        behind = self.model_max_length - hidden.shape[1]
+        y = F.pad(hidden.float(), (0, 0, 0, behind))[:, None]  # [B, 1, L, D]
+        return TextCondition(y, F.pad(tokens["attention_mask"].bool(), (0, behind)))
+
+    def unload(self) -> None:
+        """Free the weights now; the next `encode` reads them again."""
+        if self.sharded:
+            raise UserError(f"text encoder {self.from_pretrained}: sharded weights stay; leave shardformer off to unload.")
+        self.model = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        if self.between_uses == "keep" and self.model is not None:
+            return next(self.model.parameters()).device
+        return self._device
+
+    @property
+    def loaded(self) -> bool:
+        """Whether the weights are in memory."""
+        return self.model is not None
+
+    def fingerprint(self) -> str:
+        """A hash of what features depend on: weight files (64 places of each), config, tokenizer, length, cleaning, format."""
+        config = cached_file(self._name, "config.json", **self._hub)
+        folder = Path(str(config)).parent
+        digest = hashlib.blake2b(digest_size=16)
+        settings = (type(self).__name__, self.model_max_length, self.clean_name, str(self.dtype))
+        digest.update(json.dumps([settings, _without_paths(folder / "config.json")], sort_keys=True).encode())
+        for path in sorted({p for pattern in (*WEIGHTS, *VOCABULARY) for p in folder.glob(pattern)}):
+            digest.update(path.name.encode() + _sample(path))
+        return digest.hexdigest()
+
+    @contextmanager
+    def _ready(self) -> Iterator[None]:
+        """With the weights on the device; afterwards where they belong between uses."""
+        if self.model is None:
+            self.model = self._load().to(self._device)
+        elif self.between_uses != "keep":
+            self.model.to(self._device)
+        try:
+            yield
+        finally:
+            if self.between_uses == "unload":
+                self.unload()
+            elif self.between_uses == "cpu":
+                self.model.to("cpu")
+
+    def _load(self) -> Any:
+        try:
+            model, info = self.model_class.from_pretrained(
+                self._name, **{_dtype_argument(): self.dtype}, output_loading_info=True, **self._hub
+            )
+        except UserError:
+            raise
+        except (OSError, ValueError) as error:
+            raise hub_error(self.from_pretrained, "text encoder", error) from error
+        _check_weights(info["missing_keys"], self.from_pretrained)
+        if model.config.is_encoder_decoder and hasattr(model, "decoder"):
+            model = model.get_encoder()
+        return model.requires_grad_(False).eval()
+
+    def _tokenize(self, texts: list[str]) -> dict[str, Tensor]:
+        tokens = self.tokenizer(
+            texts, max_length=self.model_max_length, padding=self.padding, truncation=True, return_tensors="pt"
+        )
+        length = tokens["input_ids"].shape[1]
+        if length == self.model_max_length:
+            self._warn_if_cut(texts, tokens["attention_mask"])
+        behind = min(-length % LENGTH_STEP, self.model_max_length - length)
+        fill = {"input_ids": self.tokenizer.pad_token_id}
+        return {name: F.pad(tensor, (0, behind), value=fill.get(name, 0)) for name, tensor in tokens.items()}
 
     def _warn_if_cut(self, texts: Sequence[str], mask: Tensor) -> None:
         for row in mask.all(dim=1).nonzero().flatten().tolist():
@@ -87,19 +202,21 @@ class PretrainedTextEncoder(nn.Module):
                 warnings.warn(
                     f"a caption of {count} tokens is cut to model_max_length={self.model_max_length}: "
                     f"{texts[row][:60]!r}... (said once)",
-                    stacklevel=3,
+                    stacklevel=4,
                 )
                 self._warn_if_cut = lambda texts, mask: None  # type: ignore[method-assign]
                 return
 
     def _check_length(self, name: str) -> None:
-        limit = getattr(self.model.config, "max_position_embeddings", None)
+        limit = getattr(self.config, "max_position_embeddings", None)
         if self.model_max_length < 1 or (limit is not None and self.model_max_length > limit):
             raise UserError(
                 f"text encoder {name}: model_max_length={self.model_max_length} is not in 1..{limit or ''}."
             )
         if self.tokenizer.pad_token is None:
             raise UserError(f"text encoder {name}: its tokenizer has no padding token; pick an encoder that has one.")
+        if self.padding == "longest" and self.tokenizer.padding_side != "right":
+            raise UserError(f"text encoder {name}: its tokenizer pads on the left; use padding='max_length'.")
 
 
 def _dtype_argument() -> str:
@@ -112,3 +229,19 @@ def _check_weights(missing: Sequence[str], name: str) -> None:
     absent = sorted(key for key in missing if "pooler" not in key)
     if absent:
         raise UserError(f"text encoder {name}: its files lack {len(absent)} weights, such as {absent[0]}.")
+
+
+def _without_paths(config: Path) -> dict[str, Any]:
+    content = json.loads(config.read_text(encoding="utf-8"))
+    return {key: value for key, value in content.items() if key not in ("_name_or_path", "transformers_version")}
+
+
+def _sample(path: Path) -> bytes:
+    """The size of a file, and a hash of places all over it: files of gigabytes in a moment."""
+    size = path.stat().st_size
+    digest = hashlib.blake2b(str(size).encode(), digest_size=16)
+    with path.open("rb") as file:
+        for place in sorted({max(size - PART, 0) * i // (PARTS - 1) for i in range(PARTS)}):
+            file.seek(place)
+            digest.update(file.read(PART))
+    return digest.digest()

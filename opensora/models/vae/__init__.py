@@ -1,1 +1,2 @@
-from opensora.models.vae.vae import VideoAutoencoderKL
+from opensora.models.vae.vae import VideoAutoencoderKL, VideoAutoencoderKLTemporalDecoder
+from opensora.models.vae.video import DiffusersVideoVAE

@@ -1,50 +1,117 @@
-"""What a picture VAE is trained on.
+"""What a VAE is trained on.
 
-    loss = l1 |x^ - x| + mse (x^ - x)^2 + pooled |P(x^) - P(x)| + kl KL(q(z|x) || N(0, 1)),   P = mean over 8x8 pixels
+    rec  = l1 |x^ - x| + mse (x^ - x)^2 + pooled |P(x^) - P(x)| + lpips LPIPS(x^, x),   P = mean over 8x8 pixels
+    loss = rec + kl KL(q(z|x) || N(0, 1))                      reconstruction "plain"
+    loss = rec / exp(s) + s + kl KL(q(z|x) || N(0, 1))         reconstruction "nll", s the learned log variance
 
 each a mean over pixels (over latent numbers for KL). With few latent channels a network first spends all of them on
 brightness, and stays there: its pictures are grey while their L1 looks fine. `pooled` asks for the mean colour of every
-latent cell, and brings colour within minutes.
+latent cell, and brings colour within minutes. "nll" is the likelihood of a Laplace distribution whose scale is learned
+(Rombach et al. 2022): as pictures get better, their weight against KL and GAN grows. Open-Sora and LDM sum KL over the
+latents and rec over the pixels of a sample; their KL weight times (pixel numbers / latent numbers) is the weight here.
 """
 
 from collections.abc import Mapping
+from typing import Any, NamedTuple
 
+import torch
 from einops import rearrange
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
+from opensora.models.vae.lpips import LPIPS
 from opensora.utils.errors import UserError
 
-TERMS = ("l1", "mse", "pooled", "kl")
+TERMS = ("l1", "mse", "pooled", "lpips", "kl")
 POOL = 8  # pixels: the cell of a VAE with spatial factor 8
 
 
-def reconstruction_loss(
-    x_hat: Tensor, x: Tensor, moments: Tensor, weights: Mapping[str, float]
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The weighted sum, and its unweighted parts for the log (detached; only terms with a weight).
+class Loss(NamedTuple):
+    """What to lower, the part of it that is about pixels (with its share of "nll"), and numbers for the log."""
+
+    total: Tensor
+    reconstruction: Tensor
+    parts: dict[str, Tensor]  # unweighted, detached
+
+
+class VAELoss(nn.Module):
+    """The loss of reconstructions.
 
     Args:
-        x_hat: Reconstruction [B, 3, T, H, W].
-        x: Video [B, 3, T, H, W] in [-1, 1].
-        moments: Raw mean and log variance [B, 2C, T, h, w].
         weights: Term -> weight; a missing term counts 0.
+        lpips: Weights of LPIPS, see `LPIPS`; read only if the term has a weight.
+        lpips_frames: LPIPS looks at so many frames of a clip, evenly spread from a place that `offset` moves; None: all.
 
     Raises:
-        UserError: A weight is given for something else than `TERMS`.
+        UserError: A weight is given for something else than `TERMS`, or LPIPS' weights are not there.
     """
-    check_weights(weights)
+
+    def __init__(self, weights: Mapping[str, float], lpips: str = "vgg", lpips_frames: int | None = None) -> None:
+        super().__init__()
+        check_weights(weights)
+        self.weights = {name: weight for name, weight in weights.items() if weight}
+        self.lpips = LPIPS(lpips) if "lpips" in self.weights else None
+        self.lpips_frames = lpips_frames
+
+    def forward(self, x_hat: Tensor, x: Tensor, moments: Tensor, logvar: Tensor | None = None, offset: int = 0) -> Loss:
+        """x_hat, x [B, 3, T, H, W], x in [-1, 1]; moments: raw mean and log variance [B, 2C, t, h, w].
+
+        `logvar`: the learned scalar of "nll"; None = "plain".
+        """
+        parts = pixel_terms(x_hat, x, self.weights)
+        if self.lpips is not None:
+            chosen = self._frames(x.shape[2], offset)
+            parts["lpips"] = self.lpips(x_hat[:, :, chosen], x[:, :, chosen]).mean()
+        rec = weighted_sum(parts, self.weights, like=x_hat)
+        if logvar is not None:
+            rec = rec / logvar.exp() + logvar
+        total = rec
+        if "kl" in self.weights:
+            parts["kl"] = kl_to_standard_normal(moments)
+            total = rec + self.weights["kl"] * parts["kl"]
+        if logvar is not None:
+            parts["logvar"] = logvar
+        return Loss(total, rec, {name: part.detach() for name, part in parts.items()})
+
+    def _frames(self, num_frames: int, offset: int) -> list[int]:
+        count = min(self.lpips_frames or num_frames, num_frames)
+        return sorted((offset + i * num_frames // count) % num_frames for i in range(count))
+
+
+class Reconstructor(nn.Module):
+    """What the training of a VAE trains: the VAE and, with "nll", one number.
+
+    Args:
+        vae: Called as `vae(x, generators) -> (x_hat, moments)`.
+        logvar: The start of the learned log variance; None = "plain".
+    """
+
+    def __init__(self, vae: nn.Module, logvar: float | None = None) -> None:
+        super().__init__()
+        self.vae = vae
+        self.logvar = None if logvar is None else nn.Parameter(torch.tensor(float(logvar)))
+
+    def forward(self, x: Tensor, generators: Any = None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """x [B, 3, T, H, W] -> (x_hat [B, 3, T, H, W], moments [B, 2C, t, h, w], logvar)."""
+        x_hat, moments = self.vae(x, generators)
+        return x_hat, moments, self.logvar
+
+
+def pixel_terms(x_hat: Tensor, x: Tensor, weights: Mapping[str, float]) -> dict[str, Tensor]:
+    """The terms that pixels alone decide, of those with a weight: scalars."""
     error = x_hat.float() - x.float()
     terms = {
         "l1": lambda: error.abs().mean(),
         "mse": lambda: error.square().mean(),
         # pooling is linear: the error of the means is the mean of the errors
         "pooled": lambda: F.avg_pool2d(rearrange(error, "B C T H W -> (B T) C H W"), POOL).abs().mean(),
-        "kl": lambda: kl_to_standard_normal(moments),
     }
-    parts = {name: term() for name, term in terms.items() if weights.get(name)}
-    total = sum((weights[name] * part for name, part in parts.items()), start=error.new_zeros(()))
-    return total, {name: part.detach() for name, part in parts.items()}
+    return {name: term() for name, term in terms.items() if weights.get(name)}
+
+
+def weighted_sum(parts: Mapping[str, Tensor], weights: Mapping[str, float], like: Tensor) -> Tensor:
+    """The sum of weight times part, fp32."""
+    return sum((weights[name] * part for name, part in parts.items()), start=like.new_zeros((), dtype=torch.float32))
 
 
 def kl_to_standard_normal(moments: Tensor) -> Tensor:
@@ -57,4 +124,4 @@ def check_weights(weights: Mapping[str, float]) -> None:
     """Refuse a term that would be ignored."""
     for name, weight in weights.items():
         if weight and name not in TERMS:
-            raise UserError(f"loss.{name}={weight}: this version trains a VAE on {', '.join(TERMS)}; set it to 0.")
+            raise UserError(f"loss.{name}={weight}: a VAE is trained on {', '.join(TERMS)}; set it to 0.")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opensora.models.vae.vae import VideoAutoencoderKL
+from opensora.models.vae.base import VideoVAE
 
 UNEQUAL = 0.2  # channels whose spread or centre differ by more than a fifth are scaled one by one
 
@@ -28,7 +28,7 @@ class LatentStatistics:
         return bool(self.channel_std.max() > (1 + UNEQUAL) * self.channel_std.min() or centres > UNEQUAL * self.std)
 
     def config(self) -> dict[str, Any]:
-        """Entries of the VAE's config; see `opensora.models.vae.vae` for the formula.
+        """Entries of the VAE's config; see `opensora.models.vae.base` for the formula.
 
         With per-channel statistics `scaling_factor` is 1, because diffusers multiplies by it as well.
         """
@@ -59,7 +59,7 @@ class LatentStatistics:
 
 
 @torch.no_grad()
-def measure_latents(vae: VideoAutoencoderKL, videos: Iterable[Tensor]) -> LatentStatistics:
+def measure_latents(vae: VideoVAE, videos: Iterable[Tensor]) -> LatentStatistics:
     """The statistics of the posterior means of videos [3, T, H, W], whose sizes may differ."""
     device = next(vae.parameters()).device
     count, total, squares = 0, torch.zeros(vae.out_channels, dtype=torch.float64), torch.zeros((), dtype=torch.float64)

@@ -16,18 +16,18 @@ from tqdm import tqdm
 
 from opensora.registry import SCHEDULERS
 from opensora.schedulers.guidance import Condition, Denoiser, classifier_free_guidance
-from opensora.schedulers.iddpm.diffusion import (
+from opensora.schedulers.diffusion import (
     model_log_variance,
     posterior_mean,
     predicted_x_0,
     prediction_target,
     q_sample,
 )
-from opensora.schedulers.iddpm.frame_mask import FrameMask, per_frame
+from opensora.schedulers.frame_mask import FrameMask, per_frame
 from opensora.schedulers.iddpm.options import resolve_options
 from opensora.schedulers.iddpm.respace import spaced_timesteps
 from opensora.schedulers.iddpm.samplers import ancestral_step, ddim_step
-from opensora.schedulers.iddpm.schedule import Coefficients, named_schedule
+from opensora.schedulers.noise_schedule import Coefficients, named_schedule
 from opensora.schedulers.iddpm.vlb import vlb_term
 from opensora.utils.errors import UserError
 from opensora.utils.seed import randint, randn_like

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from opensora.schedulers.iddpm.diffusion import eps_from_x_0, posterior_mean
-from opensora.schedulers.iddpm.schedule import Coefficients
+from opensora.schedulers.diffusion import eps_from_x_0, posterior_mean
+from opensora.schedulers.noise_schedule import Coefficients
 from opensora.utils.seed import randn_like
 
 

@@ -5,7 +5,7 @@ import torch
 from torch.distributions import Normal, kl_divergence
 from torch.testing import assert_close
 
-from opensora.models.vae.losses import kl_to_standard_normal, reconstruction_loss
+from opensora.models.vae.losses import Reconstructor, VAELoss, kl_to_standard_normal
 from opensora.utils.errors import UserError
 from opensora.utils.seed import generator
 
@@ -15,13 +15,14 @@ def test_terms_are_what_they_say_and_add_up():
     x, x_hat = torch.rand(2, 3, 2, 16, 24, generator=g), torch.rand(2, 3, 2, 16, 24, generator=g)
     moments = torch.randn(2, 8, 2, 2, 3, generator=g)
     weights = {"l1": 1.0, "mse": 2.0, "pooled": 3.0, "kl": 0.1, "lpips": 0.0}
-    total, parts = reconstruction_loss(x_hat, x, moments, weights)
+    total, rec, parts = VAELoss(weights)(x_hat, x, moments)
     assert parts.keys() == {"l1", "mse", "pooled", "kl"}
     assert_close(parts["l1"], (x - x_hat).abs().mean())
     assert_close(parts["mse"], (x - x_hat).square().mean())
     cells = (x_hat - x).unflatten(4, (3, 8)).unflatten(3, (2, 8)).mean((4, 6))
     assert_close(parts["pooled"], cells.abs().mean())
     assert_close(total, sum(weights[name] * part for name, part in parts.items()))
+    assert_close(total - rec, weights["kl"] * parts["kl"])
 
 
 def test_kl_is_that_of_torch():
@@ -33,8 +34,34 @@ def test_kl_is_that_of_torch():
 
 def test_a_weight_of_zero_costs_nothing_and_an_unknown_one_is_refused():
     x = torch.zeros(1, 3, 1, 8, 8)
-    total, parts = reconstruction_loss(x, x + 1, torch.zeros(1, 8, 1, 1, 1), {"l1": 1.0, "kl": 0.0})
-    assert parts.keys() == {"l1"}
-    assert total == 1
-    with pytest.raises(UserError, match=r"loss.lpips=0.1"):
-        reconstruction_loss(x, x, torch.zeros(1, 8, 1, 1, 1), {"lpips": 0.1})
+    loss = VAELoss({"l1": 1.0, "kl": 0.0, "lpips": 0.0})(x, x + 1, torch.zeros(1, 8, 1, 1, 1))
+    assert loss.parts.keys() == {"l1"}
+    assert loss.total == 1
+    with pytest.raises(UserError, match=r"loss.l2=0.1"):
+        VAELoss({"l2": 0.1})
+
+
+def test_nll_is_a_laplace_likelihood_and_its_best_scale_is_the_mean_error():
+    """-log p of a Laplace distribution of scale b = exp(s) is |x - x^| / b + log 2b; the best b is the mean error."""
+    x = torch.randn(1, 3, 2, 8, 8, generator=generator(2))
+    x_hat, moments = torch.zeros_like(x), torch.zeros(1, 8, 2, 1, 1)
+    criterion, s = VAELoss({"l1": 1.0}), torch.tensor(0.3)
+    expected = -torch.distributions.Laplace(x_hat, s.exp()).log_prob(x).mean() - torch.log(torch.tensor(2.0))
+    assert_close(criterion(x_hat, x, moments, s).total, expected)
+    best = x.abs().mean().log().requires_grad_()
+    criterion(x_hat, x, moments, best).total.backward()
+    assert_close(best.grad, torch.tensor(0.0), atol=1e-6, rtol=0)
+
+
+def test_the_log_variance_is_trained_with_the_vae():
+    vae = torch.nn.Conv3d(3, 3, 1)
+    assert Reconstructor(vae).logvar is None
+    assert [name for name, _ in Reconstructor(vae, 0.5).named_parameters()] == ["logvar", "vae.weight", "vae.bias"]
+
+
+def test_lpips_looks_at_frames_spread_over_the_clip():
+    criterion = VAELoss({"l1": 1.0}, lpips_frames=4)
+    assert criterion._frames(17, 0) == [0, 4, 8, 12]
+    assert criterion._frames(17, 6) == [1, 6, 10, 14]
+    assert criterion._frames(3, 2) == [0, 1, 2]
+    assert VAELoss({"l1": 1.0})._frames(5, 3) == [0, 1, 2, 3, 4]

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from opensora.schedulers.iddpm.schedule import Schedule, named_schedule
+from opensora.schedulers.noise_schedule import Schedule, named_schedule
 from opensora.utils.errors import UserError
 
 T = [0, 100, 250, 500, 750, 999]

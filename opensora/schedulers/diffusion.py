@@ -7,7 +7,7 @@ Every function takes the coefficients of one timestep, or those of each sample [
 import torch
 from torch import Tensor
 
-from opensora.schedulers.iddpm.schedule import Coefficients
+from opensora.schedulers.noise_schedule import Coefficients
 
 
 def q_sample(x_0: Tensor, noise: Tensor, c: Coefficients) -> Tensor:

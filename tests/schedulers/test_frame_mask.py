@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from opensora.schedulers.iddpm import IDDPM
-from opensora.schedulers.iddpm.frame_mask import FrameMask
-from opensora.schedulers.iddpm.schedule import named_schedule
+from opensora.schedulers.frame_mask import FrameMask
+from opensora.schedulers.noise_schedule import named_schedule
 
 SHAPE = (2, 4, 3, 5, 5)
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from opensora.schedulers.iddpm.diffusion import (
+from opensora.schedulers.diffusion import (
     eps_from_x_0,
     model_log_variance,
     posterior_mean,
@@ -9,7 +9,7 @@ from opensora.schedulers.iddpm.diffusion import (
     prediction_target,
     q_sample,
 )
-from opensora.schedulers.iddpm.schedule import named_schedule
+from opensora.schedulers.noise_schedule import named_schedule
 
 SCHEDULE = named_schedule("linear", 1000)
 

@@ -1,0 +1,73 @@
+"""Train STDiT2-XL/2 on images and videos of 144p to 240p: the first stage of Open-Sora 1.1.
+
+Start from PixArt's weights. Batch sizes are its authors', for 80 GB.
+
+    torchrun --standalone --nproc_per_node 8 scripts/train.py configs/opensora-v1-1/train/stage1.py \
+        --data-path clips.csv --ckpt-path PixArt-XL-2-1024-MS.pth
+
+Before it, see what becomes of your data: `python -m tools.datasets.doctor configs/opensora-v1-1/train/stage1.py
+--data-path clips.csv --processes 8`. How to read bucket_config: docs/datasets.md.
+Open-Sora 1.1 also gives some frames away (masks); that is not here yet.
+"""
+
+# Define dataset
+dataset = dict(
+    type="VariableVideoTextDataset",
+    transform_name="resize_crop",
+)
+root = None
+data_path = None  # --data-path
+frame_interval = 3  # sample every 3rd frame
+num_workers = 8
+
+# resolution: {frames: (probability, batch size of each process)}
+bucket_config = {
+    "144p": {1: (0.5, 48), 16: (1.0, 6), 32: (1.0, 3), 96: (1.0, 1)},
+    "256": {1: (0.5, 24), 16: (0.5, 3), 48: (0.5, 1), 64: (0.0, None)},
+    "240p": {16: (0.3, 2), 32: (0.3, 1), 64: (0.0, None)},
+    "512": {1: (0.4, 12)},
+    "1024": {1: (0.3, 3)},
+}
+
+# Define acceleration
+dtype = "bf16"
+grad_checkpoint = False
+plugin = "ddp"
+sp_size = 1
+
+# Define model
+model = dict(
+    type="STDiT2-XL/2",
+    input_sq_size=512,  # pixels of the square at which positions count patches
+    qk_norm=True,
+    from_pretrained=None,  # --ckpt-path
+    enable_flash_attn=True,
+    enable_layernorm_kernel=True,
+)
+vae = dict(
+    type="VideoAutoencoderKL",
+    from_pretrained="stabilityai/sd-vae-ft-ema",
+    micro_batch_size=4,
+)
+text_encoder = dict(
+    type="t5",
+    from_pretrained="DeepFloyd/t5-v1_1-xxl",
+    model_max_length=200,
+)
+scheduler = dict(
+    type="iddpm",
+    timestep_respacing="",  # all 1000 timesteps
+)
+
+# Others
+seed = 42
+outputs = "outputs"
+wandb = False
+
+epochs = 1000  # just large enough, stop when satisfied
+log_every = 10
+ckpt_every = 500
+load = None
+
+lr = 2e-5
+grad_clip = 1.0

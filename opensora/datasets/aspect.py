@@ -1,0 +1,178 @@
+"""Sizes to train and sample at: for each resolution name, the shapes it comes in, all of nearly the same area.
+
+A shape is named by its aspect ratio height / width, with two decimals in every table ("0.56", "1.00"). Four kinds of names:
+
+    "144p" ... "1080p", "2k", "4k"     17 ratios from 3:8 to 25:12, the sizes of Open-Sora 1.x
+    "256", "512", "1024", "2048", "2880"   40 ratios from 1:4 to 4:1, the sizes of PixArt (arXiv:2310.00426)
+    "<N>px", for example "96px"        the area of an N x N square in 17 common ratios, for any N
+    "<H>x<W>", for example "240x424"   one size, taken as it is
+
+Models take sides that are multiples of VAE x patch, which 240 x 426 is not: `rounded` moves a size to the nearest one.
+
+An aspect ratio on its own, such as "9:16", is read two ways in the field. Open-Sora 1.x means HEIGHT:WIDTH (9:16 is
+landscape), Open-Sora 2.0 and everyday language mean WIDTH:HEIGHT (9:16 is a phone held upright). `ratio_of` takes either
+and its caller must say which.
+"""
+
+import math
+import re
+from functools import cache
+from typing import Literal, NamedTuple
+
+from opensora.registry import did_you_mean
+from opensora.utils.errors import UserError
+
+Size = tuple[int, int]  # height, width
+
+# height : width of the "p" tables
+_P_RATIOS = (
+    (3, 8), (3, 7), (12, 25), (1, 2), (9, 17), (27, 50), (9, 16), (5, 8), (2, 3), (3, 4),
+    (1, 1), (4, 3), (3, 2), (16, 9), (17, 9), (2, 1), (25, 12),
+)  # fmt: skip
+_P_AREAS = {
+    "144p": 36_864,
+    "240p": 102_240,
+    "360p": 230_400,
+    "480p": 409_920,
+    "720p": 921_600,
+    "1080p": 2_073_600,
+    "2k": 3_686_400,
+    "4k": 8_294_400,
+}
+# PixArt's 1024 table in units of 64 pixels, the wide half; the rest is its mirror
+_PIXART_HALF = (
+    (8, 32), (8, 31), (8, 30), (8, 29), (9, 28), (9, 27), (9, 26), (10, 25), (10, 24), (11, 23), (11, 22), (11, 21),
+    (12, 21), (12, 20), (13, 19), (13, 18), (14, 18), (14, 17), (15, 17), (15, 16),
+)  # fmt: skip
+_PIXART_SIDES = {"256": 256, "512": 512, "1024": 1024, "2048": 2048, "2880": 2880}
+_PIXART_UNMIRRORED = (11, 21)  # PixArt has no 21:11
+_SQUARE_RATIOS = (
+    (1, 2), (9, 17), (9, 16), (5, 8), (2, 3), (3, 4), (4, 5), (9, 10), (1, 1), (10, 9), (5, 4), (4, 3), (3, 2), (8, 5),
+    (16, 9), (17, 9), (2, 1),
+)  # fmt: skip
+NAMES = (*_P_AREAS, *_PIXART_SIDES)
+
+
+class Resolution(NamedTuple):
+    """A resolution: its nominal area in pixels, and its sizes by ratio, ascending."""
+
+    name: str
+    area: int
+    sizes: dict[str, Size]  # "0.56" -> (height, width)
+
+    def closest(self, height: float, width: float) -> str:
+        """The key whose number is nearest to height / width; of two, the first."""
+        return min(self.sizes, key=lambda key: abs(float(key) - height / width))
+
+
+@cache
+def get_resolution(name: str) -> Resolution:
+    """The resolution of that name.
+
+    Raises:
+        UserError: there is none.
+    """
+    if name in _P_AREAS:
+        return Resolution(name, _P_AREAS[name], _p_sizes(name))
+    if name in _PIXART_SIDES:
+        return Resolution(name, _PIXART_SIDES[name] ** 2, _pixart_sizes(_PIXART_SIDES[name]))
+    if match := re.fullmatch(r"([1-9]\d*)px", name):
+        area = int(match[1]) ** 2
+        return Resolution(name, area, {_key(h, w): _of_area(area, h / w) for h, w in _SQUARE_RATIOS})
+    if match := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", name):
+        size = int(match[1]), int(match[2])
+        return Resolution(name, size[0] * size[1], {_key(*size): size})
+    raise UserError(
+        f"resolution {name!r} is unknown.{did_you_mean(name, list(NAMES))} Names: {', '.join(NAMES)}; or '<N>px' for the "
+        "area of an N x N square, or 'HEIGHTxWIDTH' for one size."
+    )
+
+
+def ratio_of(text: str, *, order: Literal["height:width", "width:height"]) -> float:
+    """Height / width of "9:16" or of "0.56" (always height / width).
+
+    Raises:
+        UserError: it is neither.
+    """
+    try:
+        if ":" in text:
+            first, second = (float(part) for part in text.split(":"))
+            ratio = first / second if order == "height:width" else second / first
+        else:
+            ratio = float(text)
+        if not 0 < ratio < math.inf:
+            raise ValueError
+    except (ValueError, ZeroDivisionError) as error:
+        raise UserError(
+            f"aspect ratio {text!r}: write {order.upper()}, such as '9:16', or height / width, such as '0.56'."
+        ) from error
+    return ratio
+
+
+def image_size(
+    resolution: str,
+    aspect_ratio: str,
+    *,
+    multiple: int = 1,
+    order: Literal["height:width", "width:height"] = "height:width",
+) -> Size:
+    """Height and width of a resolution in the shape nearest to a ratio, moved to multiples of `multiple`.
+
+    `image_size("480p", "9:16")` is (480, 854), landscape: Open-Sora 1.x writes height first. See the module's text.
+
+    Raises:
+        UserError: the resolution or the ratio is unknown, or the table has nothing within a tenth of the ratio.
+    """
+    table, ratio = get_resolution(resolution), ratio_of(aspect_ratio, order=order)
+    key = table.closest(ratio, 1)
+    if abs(math.log(float(key) / ratio)) > 0.1:
+        other = "width:height" if order == "height:width" else "height:width"
+        raise UserError(
+            f"{resolution} has no shape near {aspect_ratio!r}, read as {order} (height / width = {ratio:.2f}); it has "
+            f"{', '.join(table.sizes)}. Did you mean it as {other}?"
+        )
+    return rounded(table.sizes[key], multiple)
+
+
+def rounded(size: Size, multiple: int) -> Size:
+    """The nearest size whose sides are multiples of `multiple`, at least one of it; a half goes up."""
+    height, width = (max(1, math.floor(side / multiple + 0.5)) * multiple for side in size)
+    return height, width
+
+
+def _key(height: int, width: int) -> str:
+    return f"{height / width:.2f}"
+
+
+def _p_sizes(name: str) -> dict[str, Size]:
+    sizes = {}
+    for h, w in _P_RATIOS:
+        height, width = _p_size(name, min(h, w), max(h, w))
+        sizes[_key(h, w)] = (height, width) if h <= w else (width, height)
+    return sizes
+
+
+def _p_size(name: str, h: int, w: int) -> Size:
+    """The landscape size: height of that area, width from the height. 144p is cut to integers, the others to even ones."""
+    height = math.sqrt(_P_AREAS[name] * h / w)
+    if name == "144p":
+        return int(height + 1e-9), int(int(height + 1e-9) * w / h + 1e-9)
+    return _even(height), _even(_even(height) * w / h)
+
+
+def _even(side: float) -> int:
+    return 2 * math.floor(side / 2 + 0.5)
+
+
+def _pixart_sizes(side: int) -> dict[str, Size]:
+    mirrored = [(w, h) for h, w in reversed(_PIXART_HALF) if (h, w) != _PIXART_UNMIRRORED]
+    unit = 64 if side == 2880 else side // 16  # 2880 / 16 is no multiple of 64: cut to one
+
+    def pixels(n: int) -> int:
+        return n * side // 16 // unit * unit
+
+    return {_key(h, w): (pixels(h), pixels(w)) for h, w in (*_PIXART_HALF, (16, 16), *mirrored)}
+
+
+def _of_area(area: int, ratio: float) -> Size:
+    return round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))

@@ -1,0 +1,3 @@
+from opensora.datasets.cache.dataset import CachedVideoTextDataset
+from opensora.datasets.cache.moments import source_hash, write_clips, write_samples
+from opensora.datasets.cache.text import write_text

@@ -1,0 +1,257 @@
+"""Writing the VAE's moments of a table: encoded once, by as many processes as there are.
+
+Moments (mean and log variance), not latents, are kept, so that training still draws from the posterior. Two forms:
+
+    CACHE/clips      all frames of each clip. For VAEs that encode frame by frame and transforms without chance: any window
+                     of a clip's frames is then a window of its moments.
+    CACHE/samples    what the dataset gives in epochs 0 ... E - 1. For any VAE and any transform; epoch E repeats epoch 0.
+
+fp16 keeps 11 bits of each value: a relative error of at most 2^-11 = 0.05 % where |value| >= 6e-5, and at most 3e-8 below.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from opensora.acceleration.distributed import World, barrier, mean_over_ranks, on_main_first
+from opensora.datasets.files import TooFewFrames
+from opensora.datasets.read_video import probe, read_frames
+from opensora.datasets.sampler import SampleKey
+from opensora.datasets.table import Table
+from opensora.datasets.transforms import Transform, get_transform, is_random
+from opensora.utils.dtype import to_torch_dtype
+from opensora.utils.errors import UserError
+from opensora.utils.records import SHARD_BYTES, RecordReader, RecordWriter, claim, consolidate
+
+CLIPS, SAMPLES = "clips", "samples"
+CLIP_FEATURES = {
+    "moments": "tensor",  # [2C, T, h, w]
+    "source": "string",  # `source_hash` of the clip
+    "num_frames": "int64",  # as `probe` counts them; as many as could be decoded are stored
+    "fps": "float64",
+}
+SAMPLE_FEATURES = {"moments": "tensor", "source": "string", "num_frames": "int64", "size": ["int64"], "fps": "float64"}
+PART = 64 * 1024  # bytes of a source file that are hashed at its head, middle and tail
+REMEDY = "Write it with `python -m tools.cache_features TRAIN_CONFIG --cache-dir {}`."
+DTYPES = ("fp16", "fp32")
+
+
+class Encoder(Protocol):
+    """What the cache asks of a VAE."""
+
+    def moments(self, x: Tensor) -> Tensor: ...
+
+    def latent_size(self, size: tuple[int, int, int]) -> tuple[int, int, int]: ...
+
+    def fingerprint(self) -> str: ...
+
+
+class SampleSource(Protocol):
+    """What the cache asks of a dataset of pixels."""
+
+    table: Table
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, key: SampleKey) -> dict[str, Any]: ...
+
+
+class Counts(NamedTuple):
+    """Records of the whole job: made now, and there already."""
+
+    written: int
+    present: int
+
+
+class Job(NamedTuple):
+    """How to write: where, by whom, and in what number format."""
+
+    cache_dir: Path
+    world: World
+    dtype: str = "fp16"  # of moments: fp16 or fp32
+    shard_bytes: int = SHARD_BYTES
+
+
+def clip_settings(vae: str, image_size: Sequence[int], transform_name: str, dtype: str) -> dict[str, Any]:
+    """What all records of CACHE/clips depend on."""
+    return {"vae": vae, "image_size": [int(n) for n in image_size], "transform_name": transform_name, "dtype": dtype}
+
+
+def sample_settings(
+    vae: str, window: tuple[int, int], image_size: Sequence[int], transform_name: str, dtype: str, seed: int
+) -> dict[str, Any]:
+    """What all records of CACHE/samples depend on; `window` is (num_frames, frame_interval)."""
+    num_frames, frame_interval = window
+    window_settings = {"num_frames": num_frames, "frame_interval": frame_interval, "seed": seed}
+    return {**clip_settings(vae, image_size, transform_name, dtype), **window_settings}
+
+
+def sample_key(name: str, occurrence: int, epoch: int) -> str:
+    """Of a row: its path in the table, and how many rows above it have the same one."""
+    return f"{name}\n{occurrence}\n{epoch}"
+
+
+@torch.inference_mode()
+def write_clips(
+    table: Table,
+    vae: Encoder,
+    job: Job,
+    *,
+    image_size: tuple[int, int],
+    transform_name: str = "center",
+    chunk: int = 32,
+) -> Counts:
+    """Encode all frames of all clips. An interrupted call goes on where it stopped; every process of `job.world` calls it.
+
+    Args:
+        chunk: Frames that are decoded and encoded at a time.
+
+    Raises:
+        UserError: VAE or transform cannot be cached so, or the folder holds a cache with other settings.
+    """
+    _refuse_uncacheable(vae, image_size, transform_name)
+    settings = clip_settings(vae.fingerprint(), image_size, transform_name, job.dtype)
+    transform = get_transform(transform_name, image_size)
+    rows: dict[str, int] = {}
+    for row in range(len(table)):
+        rows.setdefault(table.name(row), row)  # a clip with several captions is encoded once
+
+    def encode(name: str) -> dict[str, Any]:
+        path = table.path(rows[name])
+        try:
+            moments, num_frames, fps = _encode_clip(path, vae, transform, job, chunk)
+        except UserError as error:
+            raise UserError(f"{table.where(rows[name])}: {error}") from error
+        return {"moments": moments, "source": source_hash(path), "num_frames": num_frames, "fps": fps}
+
+    def is_current(name: str, record: dict[str, Any]) -> bool:
+        return record["source"] == source_hash(table.path(rows[name]))
+
+    return write_missing(job, CLIPS, CLIP_FEATURES, settings, list(rows), encode, is_current)
+
+
+@torch.inference_mode()
+def write_samples(dataset: SampleSource, vae: Encoder, job: Job, settings: dict[str, Any], epochs: int) -> Counts:
+    """Encode the samples of the first `epochs` epochs of a dataset of pixels; `settings`: see `sample_settings`."""
+    table = dataset.table
+    rows = {}
+    for index, (row, occurrence) in enumerate(occurrences(dataset)):
+        for epoch in range(epochs):
+            rows[sample_key(table.name(row), occurrence, epoch)] = (row, SampleKey(epoch, index))
+
+    def encode(key: str) -> dict[str, Any]:
+        row, sample = rows[key]
+        item = dataset[sample]
+        path = table.path(row)
+        video = item["video"][None].to(job.world.device)  # [1, 3, T, H, W]
+        moments = _stored(vae.moments(video)[0], job.dtype, path)
+        size = [int(n) for n in item["video"].shape[1:]]
+        record = {"moments": moments, "source": source_hash(path), "num_frames": probe(path).num_frames, "size": size}
+        return {**record, "fps": float(item["fps"])}
+
+    def is_current(key: str, record: dict[str, Any]) -> bool:
+        return record["source"] == source_hash(table.path(rows[key][0]))
+
+    return write_missing(job, SAMPLES, SAMPLE_FEATURES, settings, list(rows), encode, is_current)
+
+
+def occurrences(dataset: Any) -> Iterator[tuple[int, int]]:
+    """For each sample: its row, and how many rows above it have the same path."""
+    counts = dataset.table.rows.groupby("path").cumcount().to_numpy()
+    for index in range(len(dataset)):
+        row = dataset.clips.row(index)
+        yield row, int(counts[row])
+
+
+def write_missing(
+    job: Job,
+    folder: str,
+    features: dict[str, Any],
+    settings: dict[str, Any],
+    keys: Sequence[str],
+    encode: Callable[[str], dict[str, Any]],
+    is_current: Callable[[str, dict[str, Any]], bool] = lambda key, record: True,
+) -> Counts:
+    """Write the records of CACHE/folder that are missing or no longer current; each process those of its own keys."""
+    path, remedy = job.cache_dir / folder, REMEDY.format("ANOTHER_FOLDER")
+    on_main_first(partial(_prepare, path, features, settings, remedy))
+    writer = RecordWriter(path, features, settings=settings, shard_bytes=job.shard_bytes, remedy=remedy)
+    reader = RecordReader(path, remedy=remedy)
+    small = [name for name, kind in features.items() if kind != "tensor"]
+    mine = keys[job.world.rank :: job.world.size]
+    written = 0
+    try:
+        for key in tqdm(mine, desc=folder, disable=not job.world.is_main):
+            if key in reader and is_current(key, reader.read(key, small)):
+                continue
+            writer.write(encode(key), key)
+            written += 1
+    finally:
+        writer.flush()  # also when this process is stopped by an error
+    barrier()
+    on_main_first(partial(consolidate, path))
+    total = round(float(mean_over_ranks(torch.tensor(float(written), device=job.world.device))) * job.world.size)
+    return Counts(total, len(keys) - total)
+
+
+def _prepare(path: Path, features: dict[str, Any], settings: dict[str, Any], remedy: str) -> None:
+    claim(path, features, settings, remedy=remedy)
+    consolidate(path)  # also what an interrupted call had finished
+
+
+def source_hash(path: Path) -> str:
+    """Size and a hash of head, middle and tail: tells files apart without reading long ones, whatever their dates."""
+    size = path.stat().st_size
+    digest = hashlib.blake2b(digest_size=8)
+    with path.open("rb") as file:
+        for offset in sorted({0, max(0, (size - PART) // 2), max(0, size - PART)}):
+            file.seek(offset)
+            digest.update(file.read(PART))
+    return f"{size}-{digest.hexdigest()}"
+
+
+def _refuse_uncacheable(vae: Encoder, image_size: tuple[int, int], transform_name: str) -> None:
+    if vae.latent_size((5, *image_size))[0] != 5:
+        raise UserError(
+            f"{type(vae).__name__} compresses time, so windows of its latents are no latents of windows; "
+            "cache the samples of some epochs instead, with --epochs N and dataset.content='samples'."
+        )
+    if is_random(transform_name) or transform_name == "none":
+        raise UserError(
+            f"transform_name={transform_name!r} gives no fixed crop of image_size to cache; use 'center', or cache the "
+            "samples of some epochs instead, with --epochs N and dataset.content='samples'."
+        )
+
+
+def _encode_clip(
+    path: Path, vae: Encoder, transform: Transform, job: Job, chunk: int
+) -> tuple[Tensor, int, float]:
+    """All frames of a clip: moments [2C, T, h, w], the frames that `probe` counts, and the rate."""
+    info = probe(path)
+    parts: list[Tensor] = []
+    start, end = 0, info.num_frames
+    while start < end:
+        try:
+            frames = read_frames(path, start, min(chunk, end - start))
+        except TooFewFrames as error:
+            end = error.available
+            continue
+        x = transform(frames)[None].to(job.world.device)  # [1, 3, n, H, W]
+        parts.append(_stored(vae.moments(x)[0], job.dtype, path))
+        start += len(frames)
+    return torch.cat(parts, dim=1), info.num_frames, info.fps
+
+
+def _stored(moments: Tensor, dtype: str, path: Path) -> Tensor:
+    stored = moments.to(to_torch_dtype(dtype)).cpu()
+    if not stored.isfinite().all():
+        raise UserError(
+            f"the VAE's moments of {path} are not finite in {dtype}; is it a VAE that runs in this number format?"
+        )
+    return stored

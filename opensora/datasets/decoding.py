@@ -1,0 +1,54 @@
+"""The choices about decoding that a config makes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from opensora.registry import did_you_mean
+from opensora.utils.errors import UserError
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How files are decoded; a dataset's `decode` is a dict of these.
+
+    Args:
+        backend: "pyav", or "torchcodec" (to be installed, with FFmpeg's libraries); pictures are read by PIL.
+        hdr: Video in PQ or HLG: "tonemap" it to BT.709, or "refuse" the file.
+        interlaced: Interlaced video: "deinterlace" it to one frame per pair of fields, "refuse" the file, or "keep" the combs.
+    """
+
+    backend: Literal["pyav", "torchcodec"] = "pyav"
+    hdr: Literal["tonemap", "refuse"] = "tonemap"
+    interlaced: Literal["deinterlace", "refuse", "keep"] = "deinterlace"
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise UserError(f"decode: {name}={getattr(self, name)!r} is not one of {', '.join(choices)}.")
+        if self.backend == "torchcodec" and (self.hdr, self.interlaced) != ("refuse", "keep"):
+            raise UserError(
+                "decode: backend='torchcodec' neither tone-maps nor deinterlaces; set hdr='refuse' and interlaced='keep', or "
+                "backend='pyav'."
+            )
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any] | None) -> "Decoding":
+        """From a config's dict.
+
+        Raises:
+            UserError: an unknown name or choice.
+        """
+        names = [field.name for field in fields(cls)]
+        for name in settings or {}:
+            if name not in names:
+                raise UserError(f"decode: {name!r} is unknown.{did_you_mean(name, names)} Names: {', '.join(names)}.")
+        return cls(**(settings or {}))
+
+
+_CHOICES = {
+    "backend": ("pyav", "torchcodec"),
+    "hdr": ("tonemap", "refuse"),
+    "interlaced": ("deinterlace", "refuse", "keep"),
+}
+DEFAULT = Decoding()

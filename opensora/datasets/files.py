@@ -1,0 +1,75 @@
+"""What counts as a video and what as a picture, and the errors for files that do not give what they should.
+
+Every error about one file is a `BadFile`: the loader may put another sample in its place (`substitute.py`). What is wrong
+with a table or a setting is a plain `UserError`, which always ends a run.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from opensora.utils.errors import UserError
+
+VIDEO_EXTENSIONS = (
+    ".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".ts", ".m2ts", ".wmv", ".flv", ".3gp", ".gif", ".apng",
+)  # fmt: skip
+IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".pgm", ".avif", ".avifs")
+MAYBE_MOVING = (".webp", ".avif", ".avifs")
+IMAGE_FPS = 120.0  # what Open-Sora tells its models about pictures
+
+
+class BadFile(UserError):
+    """A file that cannot be read, or is not what its table says; the message names it."""
+
+
+class TooFewFrames(BadFile):
+    """A clip is shorter than was asked for; `available` is what it has."""
+
+    def __init__(self, message: str, available: int) -> None:
+        super().__init__(message)
+        self.available = available
+
+    def __reduce__(self) -> tuple[type, tuple[str, int]]:
+        return type(self), (str(self), self.available)
+
+
+def is_image(path: str | Path) -> bool:
+    """Whether a file is a picture of one frame: by its extension, unless it is a WebP or AVIF that moves."""
+    return Path(path).suffix.lower() in IMAGE_EXTENSIONS and not is_moving_picture(path)
+
+
+def is_moving_picture(path: str | Path) -> bool:
+    """Whether a WebP or AVIF file has more than one frame, by its first bytes; False where there is no such file."""
+    if Path(path).suffix.lower() not in MAYBE_MOVING:
+        return False
+    try:
+        with Path(path).open("rb") as file:
+            head = file.read(32)
+    except OSError:
+        return False
+    if head[:4] == b"RIFF":
+        return head[12:16] == b"VP8X" and len(head) > 20 and bool(head[20] & 0b10)  # the flag "animation"
+    return head[4:12] == b"ftypavis"
+
+
+def identity(path: str | Path) -> tuple[str, int, int]:
+    """Path, bytes and time of change: what is known of a file holds as long as this.
+
+    Raises:
+        BadFile: it is not there, or empty.
+    """
+    try:
+        stat = Path(path).stat()
+    except OSError as error:
+        raise BadFile(f"{path} cannot be read: {error.strerror}.") from error
+    if stat.st_size == 0:
+        raise BadFile(f"{path} is empty (0 bytes); fetch it again or remove its row.")
+    return str(path), stat.st_size, stat.st_mtime_ns
+
+
+def too_few(path: str | Path, indices: Sequence[int], available: int) -> TooFewFrames:
+    """The error for frames beyond a file's end."""
+    if is_image(path):
+        message = f"{path} is a picture; frames {indices[0]} to {indices[-1]} were asked for."
+    else:
+        message = f"{path} has {available} frames, but frames {indices[0]} to {indices[-1]} were asked for."
+    return TooFewFrames(message, available)

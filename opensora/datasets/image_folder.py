@@ -1,0 +1,204 @@
+"""Images with the number of their class, for class-conditional training.
+
+Classes are folders, numbered in the order of their names as torchvision's `ImageFolder` does (for the 1000 folders of
+ImageNet those are its usual numbers), or a column of a table. The text encoder "classes" reads the number.
+
+Videos with classes need no dataset of their own: `VideoTextDataset` with text_columns=("label",) reads a table of them.
+"""
+
+import hashlib
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pandas as pd
+import torch
+
+from opensora.datasets.datasets import describe, naming_the_row
+from opensora.datasets.files import IMAGE_EXTENSIONS, IMAGE_FPS, is_image
+from opensora.datasets.read_video import read_frames
+from opensora.datasets.sampler import SampleKey
+from opensora.datasets.substitute import BadFiles
+from opensora.datasets.table import Table, complain_about_rows, read_table
+from opensora.datasets.transforms import get_transform
+from opensora.registry import DATASETS
+from opensora.utils.errors import UserError
+from opensora.utils.seed import generator
+
+logger = logging.getLogger(__name__)
+
+SHOWN_CLASSES = 3
+
+
+@DATASETS.register_module()
+class ImageFolderDataset:
+    """Images and their class numbers: a folder with a folder for each class, or a table with a column of numbers.
+
+    A sample has the keys of `VideoTextDataset`; `video` is [3, 1, H, W], `text` is the class as the text encoder "classes"
+    reads it: "207". Use it with num_frames=1.
+
+    Args:
+        data_path: A folder CLASS/.../image.jpg, or a table (CSV, parquet) with the columns `path` and `label_column`.
+        num_frames: 1; named only because training configs do.
+        image_size: Height and width.
+        root: Folder that the paths of a table are relative to; the table's own when None. Not for folders.
+        transform_name: See `transforms.get_transform`.
+        use_image_transform: Give ADM's transform instead.
+        label_column: Column of a table that holds whole numbers from 0.
+        num_classes: What labels must stay below, and the number of class folders; None = as many as there are.
+        seed: With epoch and row, it decides random crops.
+        bad_files: What the loader does when a file cannot be read: "substitute" another sample, and say so, or "error".
+        max_bad_share: The share of substituted samples above which a run ends.
+
+    Attributes:
+        num_classes: as given, or counted.
+        class_names: names of the class folders in the order of their numbers; empty for a table.
+    """
+
+    def __init__(  # noqa: PLR0913
+        self,
+        data_path: str,
+        num_frames: int = 1,
+        image_size: tuple[int, int] = (256, 256),
+        root: str | None = None,
+        transform_name: str = "center",
+        use_image_transform: bool = False,  # noqa: FBT001, FBT002  (a config's key)
+        label_column: str = "label",
+        num_classes: int | None = None,
+        seed: int = 42,
+        bad_files: Literal["substitute", "error"] = "substitute",
+        max_bad_share: float = 0.05,
+    ) -> None:
+        if num_frames != 1:
+            raise UserError(f"ImageFolderDataset gives images: set num_frames=1, not {num_frames}.")
+        self.bad_files = BadFiles(bad_files, max_bad_share, seed)
+        self.seed = seed
+        self.table, self.class_names = _read(data_path, root, label_column)
+        self.num_classes = _count_classes(self.table, self.class_names, label_column, num_classes)
+        name = "adm_center" if use_image_transform else transform_name
+        self.transform = get_transform(name, image_size)
+        self._settings = (tuple(image_size), name, seed)
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __getitem__(self, key: SampleKey) -> dict[str, Any]:
+        row = key.index
+        path = self.table.path(row)
+        try:
+            frames = read_frames(path, 0, 1)
+        except UserError as error:
+            raise naming_the_row(self.table, row, error) from error
+        video = self.transform(frames, generator=generator(self.seed, "sample", key.epoch, row))  # [3, 1, H, W]
+        label = self.table.captions(row)[0].strip()
+        return {"video": video, **describe(row, path, label, video.shape[1:], IMAGE_FPS)}
+
+    def another(self, key: SampleKey, rng: torch.Generator) -> SampleKey | None:
+        """Another sample, all of which have one size."""
+        if len(self) == 1:
+            return None
+        steps = int(torch.randint(1, len(self), (1,), generator=rng))
+        return SampleKey(key.epoch, (key.index + steps) % len(self))
+
+    @property
+    def sample_bytes(self) -> int:
+        """Of one sample's image; 0 where files keep their size."""
+        (height, width), name, _ = self._settings
+        return 0 if name == "none" else height * width * 3 * 4
+
+    def fingerprint(self) -> str:
+        """A hash of everything that decides the samples, except the pixels in the files."""
+        text = repr((type(self).__name__, self.table.fingerprint(), self._settings))
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def class_folders(folder: Path) -> list[str]:
+    """Names of the folders in a folder, sorted; hidden ones are none.
+
+    Raises:
+        UserError: there is no folder in it.
+    """
+    with os.scandir(folder) as entries:
+        names = sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+    if not names:
+        raise UserError(f"{folder} has no folders; each class is a folder in it, such as {folder}/cat/1.jpg.")
+    return names
+
+
+def _read(data_path: str, root: str | None, label_column: str) -> tuple[Table, list[str]]:
+    """The table whose only text column is the class number, and the names of the classes where they are known."""
+    if not Path(data_path).is_dir():
+        return read_table(data_path, root, (label_column,)), []
+    if root is not None:
+        raise UserError(f"root={root!r} has no effect: data_path={data_path!r} is a folder, which holds the images.")
+    return _read_folder(Path(data_path))
+
+
+def _read_folder(folder: Path) -> tuple[Table, list[str]]:
+    names = class_folders(folder)
+    files: list[str] = []
+    labels: list[str] = []
+    empty, others = [], 0
+    for label, name in enumerate(names):
+        below = _files_below(folder, name)
+        found = [path for path in below if is_image(path)]
+        others += len(below) - len(found)
+        files += found
+        labels += [str(label)] * len(found)
+        if not found:
+            empty.append(name)
+    if empty:
+        shown = ", ".join(empty[:SHOWN_CLASSES]) + (" ..." if len(empty) > SHOWN_CLASSES else "")
+        raise UserError(
+            f"{folder}: {len(empty)} of {len(names)} class folders hold no image ({shown}); classes would be numbered "
+            f"wrongly. Remove them, or put images in. Images end with {' '.join(IMAGE_EXTENSIONS)}."
+        )
+    if others:
+        logger.warning("%s: %d files in class folders are no images and are left out.", folder, others)
+    return _table_of(folder, files, labels), names
+
+
+def _files_below(folder: Path, name: str) -> list[str]:
+    """Paths relative to `folder` of the files below one of its folders, sorted; hidden ones are none."""
+    found = []
+    for place, folders, files in os.walk(folder / name, followlinks=True):
+        folders[:] = sorted(inner for inner in folders if not inner.startswith("."))
+        relative = os.path.relpath(place, folder)
+        found += [f"{relative}/{file}" for file in files if not file.startswith(".")]
+    return sorted(found)
+
+
+def _table_of(folder: Path, files: Sequence[str], labels: Sequence[str]) -> Table:
+    rows = pd.DataFrame({"path": files, "label": labels}, dtype=str)
+    return Table(folder, folder, rows, ("label",), np.ones(len(files), np.int64))
+
+
+def _count_classes(table: Table, names: Sequence[str], column: str, wanted: int | None) -> int:
+    """The number of classes; every label is a whole number below it."""
+    if names:
+        if wanted not in (None, len(names)):
+            raise UserError(
+                f"{table.source} has {len(names)} class folders, but num_classes={wanted} was asked for. The first are "
+                f"{', '.join(names[:SHOWN_CLASSES])}.{_split_hint(names)}"
+            )
+        return len(names)
+    labels = table.rows[column].str.strip()
+    wrong = [row for row, label in enumerate(labels) if not (label.isdecimal() and label.isascii())]
+    if wrong:
+        remedy = f"The first says {labels.iat[wrong[0]]!r}; `python -m tools.datasets.convert classes` numbers class folders."
+        raise complain_about_rows(table, wrong, f"have no whole number in {column!r}", remedy)
+    numbers = labels.astype(int)
+    if wanted is not None and (numbers >= wanted).any():
+        over = [row for row, number in enumerate(numbers) if number >= wanted]
+        raise complain_about_rows(
+            table, over, f"have a {column} above {wanted - 1}, the last of num_classes={wanted}", "Classes count from 0."
+        )
+    return int(numbers.max()) + 1 if wanted is None else wanted
+
+
+def _split_hint(names: Sequence[str]) -> str:
+    splits = [name for name in names if name.lower() in ("train", "val", "valid", "test")]
+    return f" Is the data rather in {splits[0]}?" if splits else ""

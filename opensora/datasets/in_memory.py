@@ -1,0 +1,156 @@
+"""Clips and pictures in memory, for training that takes batches faster than files can be decoded, as a small VAE's does.
+
+Every file is decoded once, at start, to uint8; a sample is then a crop. Pictures become clips by a camera that moves over
+them, so that one table may hold both, and a still photograph teaches what motion of its detail looks like.
+"""
+
+import hashlib
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from einops import rearrange
+from torch import Tensor
+from torch.nn import functional as F
+
+from opensora.datasets.datasets import describe, naming_the_row
+from opensora.datasets.read_video import IMAGE_FPS, TooFewFrames, is_image, probe, read_frames
+from opensora.datasets.sampler import SampleKey
+from opensora.datasets.table import complain_about_rows, read_table
+from opensora.datasets.transforms import get_transform, to_float
+from opensora.registry import DATASETS
+from opensora.utils.errors import UserError
+from opensora.utils.seed import generator
+
+logger = logging.getLogger(__name__)
+
+Pictures = Literal["pan", "error"]
+MAX_ZOOM = 1.3  # of a moving camera: beyond, sampling without a filter would alias
+
+
+@DATASETS.register_module()
+class InMemoryVideoDataset:
+    """Random crops of clips and pictures, without captions; samples as of `VideoTextDataset`.
+
+    A clip of n windows (of `num_frames`, without overlap) counts as n samples of an epoch, and each of them draws its window
+    anew from the whole clip: a long video is seen more often than a picture, in proportion.
+
+    Args:
+        data_path: CSV or parquet file with the column `path`.
+        num_frames: T.
+        frame_interval: Take every n-th frame.
+        image_size: Height and width of the crop. Of a clip it covers between half of what fits and all of it, never enlarged
+            unless the file is smaller.
+        root: Folder that the paths are relative to; the table's own when None.
+        seed: With epoch and sample, it decides window, crop and camera.
+        pictures: What a picture is when `num_frames` > 1: "pan" moves and zooms over it, "error" refuses it.
+        num_threads: That decode files at start.
+    """
+
+    def __init__(
+        self,
+        data_path: str,
+        num_frames: int = 17,
+        frame_interval: int = 1,
+        image_size: tuple[int, int] = (128, 128),
+        root: str | None = None,
+        seed: int = 42,
+        pictures: Pictures = "pan",
+        num_threads: int = 8,
+    ) -> None:
+        if pictures not in ("pan", "error"):
+            raise UserError(f"pictures={pictures!r} is not one of pan, error.")
+        self.table = read_table(data_path, root, ())
+        self.num_frames, self.frame_interval, self.seed = num_frames, frame_interval, seed
+        self.size = (int(image_size[0]), int(image_size[1]))
+        self.needed = (num_frames - 1) * frame_interval + 1
+        self.crop = get_transform("random_crop", self.size)
+        stills = [row for row in range(len(self.table)) if is_image(self.table.name(row))]
+        if stills and num_frames > 1 and pictures == "error":
+            raise complain_about_rows(
+                self.table,
+                stills,
+                f"are pictures, but num_frames={num_frames}",
+                "Set dataset.pictures='pan', or remove them.",
+            )
+        with ThreadPoolExecutor(max(num_threads, 1)) as pool:
+            self.videos = list(pool.map(self._decode, range(len(self.table))))  # [T, H, W, 3] uint8 each
+        self.rows = [row for row, video in enumerate(self.videos) for _ in range(max(len(video) // self.needed, 1))]
+        self._settings = (num_frames, frame_interval, self.size, seed, pictures, len(self.rows))
+        count, size = sum(map(len, self.videos)), sum(video.numel() for video in self.videos)
+        logger.info(
+            "%s: %d files, %d frames, %.2f GB in memory", self.table.source, len(self.videos), count, size / 1e9
+        )
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, key: SampleKey) -> dict[str, Any]:
+        row = self.rows[key.index]
+        path, frames = self.table.path(row), self.videos[row]
+        rng = generator(self.seed, "sample", key.epoch, key.index)
+        if is_image(path) and self.num_frames > 1:
+            video, fps = pan(frames[0], self.num_frames, self.size, rng), IMAGE_FPS
+        else:
+            start = int(torch.randint(len(frames) - self.needed + 1, (1,), generator=rng))
+            window = frames[start : start + self.needed : self.frame_interval]
+            video, fps = self.crop(window, generator=rng), probe(path).fps / self.frame_interval
+        return {"video": video, **describe(row, path, "", video.shape[1:], fps)}
+
+    @property
+    def sample_bytes(self) -> int:
+        """Of one sample's video."""
+        return self.num_frames * self.size[0] * self.size[1] * 3 * 4
+
+    def fingerprint(self) -> str:
+        """A hash of everything that decides the samples, except the pixels in the files."""
+        text = repr((type(self).__name__, self.table.fingerprint(), self._settings, [len(v) for v in self.videos]))
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    def _decode(self, row: int) -> Tensor:
+        path = self.table.path(row)
+        try:
+            frames = self._read(path)
+        except UserError as error:
+            raise naming_the_row(self.table, row, error) from error
+        if not is_image(path) and len(frames) < self.needed:
+            raise UserError(
+                f"{self.table.where(row)}: {path} has {len(frames)} frames, but num_frames={self.num_frames} at "
+                f"frame_interval={self.frame_interval} needs {self.needed}. Remove the row, or use shorter clips."
+            )
+        return frames
+
+    def _read(self, path: Path) -> Tensor:
+        try:
+            return read_frames(path, 0, probe(path).num_frames)
+        except TooFewFrames as error:  # packets that hold no picture
+            return read_frames(path, 0, max(error.available, 1))
+
+
+def pan(picture: Tensor, num_frames: int, size: tuple[int, int], rng: torch.Generator) -> Tensor:
+    """A camera's straight way over a picture [H, W, 3] uint8: [3, num_frames, h, w] in [-1, 1].
+
+    It starts and ends at random places with random zooms, and mirrors the picture half of the time.
+    """
+    height, width = picture.shape[:2]
+    zoom_u, top_u, left_u = torch.rand(3, 2, generator=rng)  # at the start and at the end
+    mirrored = bool(torch.rand(1, generator=rng) < 0.5)
+    largest = min(height / size[0], width / size[1])
+    smallest = min(1.0, largest)
+    zoom = smallest + (min(largest, MAX_ZOOM) - smallest) * zoom_u  # source pixels per pixel
+    way = torch.linspace(0, 1, num_frames)
+    h, w = (torch.lerp(zoom[0], zoom[1], way) * side for side in size)  # [T] each, of the crop
+    top = torch.lerp(top_u[0], top_u[1], way) * (height - h)
+    left = torch.lerp(left_u[0], left_u[1], way) * (width - w)
+    # centre and half size of the crop in grid_sample's coordinates, where the picture spans [-1, 1]
+    zeros = torch.zeros(num_frames)
+    theta = torch.stack(
+        [w / width, zeros, (2 * left + w) / width - 1, zeros, h / height, (2 * top + h) / height - 1], dim=1
+    ).view(num_frames, 2, 3)
+    grid = F.affine_grid(theta, [num_frames, 3, *size], align_corners=False)
+    source = rearrange(to_float(picture[None]), "C 1 H W -> 1 C H W").expand(num_frames, -1, -1, -1)
+    frames = F.grid_sample(source, grid, mode="bilinear", padding_mode="border", align_corners=False)
+    video = rearrange(frames, "T C H W -> C T H W")
+    return (video.flip(3) if mirrored else video).contiguous()

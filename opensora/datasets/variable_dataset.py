@@ -1,0 +1,171 @@
+"""Clips and pictures of many lengths and sizes: each sample is cut to the size of its bucket."""
+
+import hashlib
+import logging
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from opensora.datasets.bucket import Assignment, Buckets
+from opensora.datasets.datasets import Choice, Item, describe, draw_choice, naming_the_row, read_clip
+from opensora.datasets.files import BadFile, is_image
+from opensora.datasets.frame_times import EveryNth, frames_needed
+from opensora.datasets.read_video import Decoding, probe
+from opensora.datasets.sampler import BucketKey
+from opensora.datasets.substitute import BadFiles
+from opensora.datasets.table import UNKNOWN, Table, read_table
+from opensora.datasets.transforms import get_transform
+from opensora.registry import DATASETS
+from opensora.utils.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+
+@DATASETS.register_module()
+class VariableVideoTextDataset:
+    """Clips and images of the sizes of a `bucket_config`, with a caption; see `bucket.py` for which goes where.
+
+    Images are clips of one frame: entries of 1 frame train on them beside the videos. Rows whose file has no readable size
+    are in no bucket; the summary of the run (`--dry-run True`) counts them.
+
+    A sample is that of `VideoTextDataset`, and `ar`: height / width of what the model sees. `fps`, `height`, `width`,
+    `num_frames` and `ar` are fp32 numbers, never rounded.
+
+    Args:
+        data_path: Table with the columns `path` and `text_columns`. With `num_frames`, `height` and `width` it starts at
+            once; without them every file is opened first.
+        bucket_config: See `bucket_config.py`.
+        frame_interval: Take every n-th frame of a video, exactly.
+        root: Folder that the paths are relative to; the table's own when None.
+        transform_name: See `transforms.get_transform`; one that gives the size it is asked for.
+        use_image_transform: Give images ADM's transform instead.
+        text_columns: Each sample takes one of these captions; empty ones are skipped. () where there are no captions.
+        seed: With epoch and row, it decides bucket, caption, window and crop.
+        size_multiple: Heights and widths of the aspect tables are moved to the nearest multiple of it: VAE x patch.
+        cost_power: p of batch sizes "auto", which make batch_size (frames height width)^p equal. 1: equal tokens.
+        bad_files: What a loader does about files that cannot be read: "substitute" another sample of the same bucket, or
+            "error".
+        max_bad_share: The share of such samples above which a run ends.
+    """
+
+    def __init__(  # noqa: PLR0913
+        self,
+        data_path: str,
+        bucket_config: Mapping[str, Mapping[Any, Any]],
+        frame_interval: int = 1,
+        root: str | None = None,
+        transform_name: str = "resize_crop",
+        use_image_transform: bool = False,  # noqa: FBT001, FBT002  (a config's key)
+        text_columns: Sequence[str] = ("text",),
+        seed: int = 42,
+        size_multiple: int = 16,
+        cost_power: float = 1.0,
+        bad_files: Literal["substitute", "error"] = "substitute",
+        max_bad_share: float = 0.05,
+        decode: Mapping[str, Any] | None = None,
+    ) -> None:
+        if frame_interval < 1 or size_multiple < 1:
+            raise UserError(f"frame_interval={frame_interval} and size_multiple={size_multiple} must be at least 1.")
+        if transform_name in ("none", None):  # a command line's `none`
+            raise UserError(
+                "transform_name='none' keeps the size of a file, but a bucket needs one; use 'resize_crop'."
+            )
+        self.bad_files = BadFiles(bad_files, max_bad_share, seed)
+        self.decoding = Decoding.of(decode)
+        self.buckets = Buckets(bucket_config, size_multiple, cost_power)
+        self._of_epoch: tuple[int, np.ndarray] | None = None  # an epoch's buckets, for stand-ins
+        self.table = read_table(data_path, root, text_columns, max_bad_share=self.bad_files.at_start)
+        self.frame_interval, self.seed = frame_interval, seed
+        self.num_frames, self.height, self.width = clip_sizes(self.table)  # [N] int32 each
+        self._transforms = (transform_name, "adm_center" if use_image_transform else transform_name)
+        for name in self._transforms:
+            get_transform(name, (16, 16))  # refuses an unknown name now
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def assign(self, epoch: int) -> Assignment:
+        """The bucket of every row in an epoch."""
+        return self.buckets.assign(
+            self.num_frames,
+            self.height,
+            self.width,
+            seed=self.seed,
+            epoch=epoch,
+            frame_interval=self.frame_interval,
+        )
+
+    def __getitem__(self, key: BucketKey) -> Item:
+        row, path = key.index, self.table.path(key.index)
+        choose = partial(self._choose, key)
+        try:
+            rule = EveryNth(key.num_frames, self.frame_interval)
+            frames, fps, choice = read_clip(self.table, row, rule, choose, self.decoding)
+        except UserError as error:
+            raise naming_the_row(self.table, row, error) from error
+        transform = get_transform(self._transforms[is_image(path)], (key.height, key.width))
+        video = transform(frames, generator=choice.rng)  # [3, T, H, W]
+        size = (key.num_frames, key.height, key.width)
+        ar = torch.tensor(key.height / key.width, dtype=torch.float32)
+        return {"video": video, **describe(row, path, choice.caption, size, fps), "ar": ar}
+
+    def another(self, key: BucketKey, rng: torch.Generator) -> BucketKey | None:
+        """Another sample of the same bucket in that epoch, to stand in for `key`."""
+        if self._of_epoch is None or self._of_epoch[0] != key.epoch:
+            self._of_epoch = key.epoch, self.assign(key.epoch).bucket
+        bucket = self._of_epoch[1]
+        rows = np.flatnonzero(bucket == bucket[key.index])
+        rows = rows[rows != key.index]
+        return key._replace(index=int(rows[int(torch.randint(len(rows), (1,), generator=rng))])) if len(rows) else None
+
+    def fingerprint(self) -> str:
+        """A hash of everything that decides the samples, except the pixels in the files."""
+        sizes = b"".join(array.tobytes() for array in (self.num_frames, self.height, self.width))
+        settings = (self.frame_interval, self.seed, self._transforms, self.buckets.fingerprint())
+        digest = hashlib.blake2b(sizes, digest_size=16)
+        digest.update(repr((type(self).__name__, self.table.fingerprint(), settings)).encode())
+        return digest.hexdigest()
+
+    def _choose(self, key: BucketKey, num_starts: int) -> Choice:
+        if num_starts == 0:
+            needed = frames_needed(key.num_frames, self.frame_interval)
+            raise BadFile(
+                f"{self.table.path(key.index)} has fewer than the {needed} frames that its bucket of {key.num_frames} frames at "
+                f"frame_interval={self.frame_interval} needs; correct the table's num_frames."
+            )
+        return draw_choice(self.table, self.seed, key.epoch, key.index, num_starts)
+
+
+def clip_sizes(table: Table) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Frames, height and width of every row, [N] int32: from the table, or from the files; UNKNOWN where neither tells."""
+    unknown = np.full(len(table), UNKNOWN, np.int64)
+    columns = [getattr(table, name, unknown) for name in ("num_frames", "height", "width")]
+    frames, height, width = (np.array(column, np.int32) for column in columns)
+    missing = np.flatnonzero((frames <= 0) | (height <= 0) | (width <= 0))
+    if len(missing):
+        logger.info(
+            "%s: opening %d files for their size; columns num_frames, height and width would save this.",
+            table.source,
+            len(missing),
+        )
+    unreadable = []
+    for row in tqdm(missing.tolist(), desc="sizes", unit="file", disable=len(missing) < 1000):
+        try:
+            info = probe(table.path(row))
+        except UserError as error:
+            unreadable.append(str(error))
+            frames[row] = UNKNOWN
+            continue
+        frames[row], height[row], width[row] = frames[row] or info.num_frames, info.height, info.width
+    if unreadable:
+        logger.warning(
+            "%s: %d files cannot be read and are in no bucket, the first: %s",
+            table.source,
+            len(unreadable),
+            unreadable[0],
+        )
+    return frames, height, width

@@ -1,0 +1,42 @@
+"""Whether a text encoder gives the condition that a denoiser takes: classes or text, and how many classes.
+
+Otherwise the first step fails deep inside, at an embedding's index.
+"""
+
+from typing import Any
+
+from opensora.utils.errors import UserError
+
+
+def check_classes(text_encoder: Any, denoiser: Any) -> None:
+    """See that both mean the same classes, or both mean text. An unconditional denoiser takes anything.
+
+    Args:
+        text_encoder: "classes" has `num_classes`, others have not; a memoizing one is looked into. None = not there.
+        denoiser: its `y_embedder` has `num_classes` when it is conditioned on classes.
+
+    Raises:
+        UserError: they do not fit.
+    """
+    embedder = getattr(denoiser, "y_embedder", None)
+    if embedder is None or text_encoder is None:
+        return
+    encoder = getattr(text_encoder, "encoder", text_encoder)
+    given, taken = getattr(encoder, "num_classes", None), getattr(embedder, "num_classes", None)
+    if given == taken:
+        return
+    name = type(denoiser).__name__
+    if taken is None:
+        raise UserError(
+            f"the text encoder 'classes' gives class numbers, but {name} takes text: set model.condition='label_{given}' "
+            "(DiT and Latte), or name another text encoder."
+        )
+    if given is None:
+        raise UserError(
+            f"{name} has condition='label_{taken}', but the text encoder gives text: use text_encoder=dict(type='classes', "
+            f"num_classes={taken})."
+        )
+    raise UserError(
+        f"text_encoder.num_classes={given} and model.condition='label_{taken}' contradict each other: {name} has "
+        f"{taken} classes. Set both to the number of classes of the data."
+    )

@@ -1,0 +1,127 @@
+"""Cleaning captions, exactly once: an encoder cleans what it is given, in training and in sampling alike.
+
+    none     the caption, to the letter
+    basic    mends what went wrong on the way: broken encodings (ftfy), HTML entities, control characters, runs of white space.
+             No word is removed and no letter's case is changed, in any language.
+    legacy   what DeepFloyd-IF, PixArt and Open-Sora did to captions scraped from the web: `LEGACY` lists it, rule by rule. It
+             makes lower case, and removes Chinese ideographs, links, file names, long numbers and shop words. For weights
+             that were trained on such captions.
+
+Each is applied until nothing changes, so that cleaning a clean caption does nothing.
+"""
+
+import html
+import re
+from collections.abc import Callable
+from typing import Literal, NamedTuple, get_args
+from urllib.parse import unquote_plus
+
+import ftfy
+from bs4 import BeautifulSoup
+
+from opensora.utils.errors import UserError
+
+Clean = Literal["none", "basic", "legacy"]
+MAX_PASSES = 20  # each pass but the first few changes nothing; text that never settles is a bug
+
+
+def cleaner(name: str) -> Callable[[str], str]:
+    """The cleaning of this name: caption -> caption, idempotent.
+
+    Raises:
+        UserError: there is none.
+    """
+    if name not in get_args(Clean):
+        raise UserError(f"clean={name!r} is not one of {', '.join(get_args(Clean))}.")
+    one_pass = {"none": str, "basic": _basic, "legacy": _legacy}[name]
+    return lambda text: until_stable(one_pass, text)
+
+
+def until_stable(one_pass: Callable[[str], str], text: str) -> str:
+    """Apply `one_pass` until it changes nothing."""
+    for _ in range(MAX_PASSES):
+        cleaned = one_pass(text)
+        if cleaned == text:
+            return text
+        text = cleaned
+    raise AssertionError(f"cleaning does not settle on {text[:200]!r}")
+
+
+def _basic(text: str) -> str:
+    text = html.unescape(ftfy.fix_text(text))
+    return " ".join(text.split())
+
+
+class Rule(NamedTuple):
+    """Every match of `pattern` becomes `by`."""
+
+    what: str
+    pattern: str
+    by: str = ""
+
+
+DASHES = "\u002d\u058a\u05be\u1400\u1806\u2010-\u2015\u2e17\u2e1a\u2e3a\u2e3b\u2e40\u301c\u3030\u30a0\ufe31\ufe32\ufe58\ufe63\uff0d"
+IDEOGRAPHS = "\u31c0-\u31ef\u31f0-\u31ff\u3200-\u32ff\u3300-\u33ff\u3400-\u4dbf\u4dc0-\u4dff\u4e00-\u9fff"
+DOMAIN = r"[a-zA-Z0-9.\-]+\.(?:com|co|ru|net|org|edu|gov|it)[\w/-]*\b/?(?!@)"
+FILE = "png|jpg|jpeg|bmp|webp|eps|pdf|apk|mp4"
+
+BEFORE_HTML = (
+    Rule("tag of a data set", r"<person>", "person"),
+    Rule("web address", rf"\b(?:https?:(?:/{{1,3}}|[a-zA-Z0-9%])|{DOMAIN})"),
+    Rule("web address without a scheme", rf"\b(?:www:(?:/{{1,3}}|[a-zA-Z0-9%])|{DOMAIN})"),
+)
+AFTER_HTML = (
+    Rule("@name", r"@\w+\b"),
+    Rule("Chinese ideographs, strokes, enclosed letters", rf"[{IDEOGRAPHS}]+"),
+    Rule("any dash", rf"[{DASHES}]+", "-"),
+    Rule("any double quote", "[`´«»“”¨]", '"'),
+    Rule("any single quote", "[‘’]", "'"),
+    Rule("&quot;", "&quot;?"),
+    Rule("&amp", "&amp"),
+    Rule("IP address", r"\d{1,3}\.\d{1,3}\.\d{1,3}\.\d{1,3}", " "),
+    Rule("an article's time at the end", r"\d:\d\d\s+$"),
+    Rule("line break written as \\n", r"\\n", " "),
+    Rule("#12", r"#\d{1,3}\b"),
+    Rule("#12345", r"#\d{5,}\b"),
+    Rule("long number", r"\b\d{6,}\b"),
+    Rule("file name", rf"\S+\.(?:{FILE})"),
+    Rule("repeated quotes", r"[\"']{2,}", '"'),
+    Rule("repeated dots", r"\.{2,}", " "),
+    Rule("punctuation that is not speech", r"[#®•©™&@·º½¾¿¡§~)(\]\[}{|\\/*]+", " "),
+    Rule("dot that stands alone", r"\s+\.\s+", " "),
+)
+AFTER_UNESCAPE = (
+    Rule("id like jc6640", r"\b[a-zA-Z]{1,3}\d{3,15}\b"),
+    Rule("id like jc6640vc", r"\b[a-zA-Z]+\d+[a-zA-Z]+\b"),
+    Rule("id like 6640vc231", r"\b\d+[a-zA-Z]+\d+\b"),
+    Rule("free shipping", r"(?:worldwide\s+)?(?:free\s+)?shipping"),
+    Rule("free download", r"(?:free\s)?download(?:\sfree)?"),
+    Rule("click for ...", r"\bclick\b\s(?:for|on)\s\w+"),
+    Rule("name of a file format", rf"\b(?:{FILE})(?:\simages?)?"),
+    Rule("page 12", r"\bpage\s+\d+\b"),
+    Rule("id like j2d1a2a", r"\b\d*[a-zA-Z]+\d+[a-zA-Z]+\d+[a-zA-Z\d]*\b", " "),
+    Rule("size like 1024x768", r"\b\d+\.?\d*[xх×]\d+\.?\d*\b"),
+    Rule("colon that stands alone", r"\b\s+:\s+", ": "),
+    Rule("no space after , . /", r"(\D[,./])\b", r"\1 "),
+    Rule("white space", r"\s+", " "),
+    Rule("quotes around everything", r"^[\"']([\w\W]+)[\"']$", r"\1"),
+    Rule("punctuation at the start", r"^['_,\-:;]"),
+    Rule("punctuation at the end", r"['_,\-:+]$"),
+    Rule("nothing but a dot and a word", r"^\.\S+$"),
+)
+LEGACY = (*BEFORE_HTML, *AFTER_HTML, *AFTER_UNESCAPE)  # between them: HTML removed; ftfy and entities; see `_legacy`
+
+
+def _legacy(text: str) -> str:
+    text = _apply(BEFORE_HTML, unquote_plus(text).strip().lower())
+    text = _apply(AFTER_HTML, BeautifulSoup(text, features="html.parser").text)
+    if len(re.findall("[-_]", text)) > 3:  # this-is-my-cute-cat, this_is_my_cute_cat
+        text = re.sub("[-_]", " ", text)
+    text = html.unescape(html.unescape(ftfy.fix_text(text)))
+    return _apply(AFTER_UNESCAPE, text).strip()
+
+
+def _apply(rules: tuple[Rule, ...], text: str) -> str:
+    for rule in rules:
+        text = re.sub(rule.pattern, rule.by, text)
+    return text

@@ -1,0 +1,317 @@
+"""What every VAE here promises (architecture D5), and the parts they share.
+
+    moments(x) -> sample(moments) -> decode(z, num_frames)        encode(x) = sample(moments(x))
+
+A VAE says how many frames and which sizes it takes, and scales its latents by its own config, so that no other file knows
+a number of it:
+
+    z_scaled = (z - shift) * scale,  shift = shift_factor or latents_mean,  scale = scaling_factor [/ latents_std]
+
+Where `latents_mean` and `latents_std` are present they are used together with `scaling_factor`, and `shift_factor` is
+ignored. A class implements `_encode`, `_decode` and its lengths; micro-batches, tiles, the posterior, the scaling and the
+checks are here. A VAE is built trainable; who only uses it says so: `vae.requires_grad_(False).eval()`.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from opensora.models.vae.tiling import Tiles, tiled
+from opensora.utils.errors import UserError
+from opensora.utils.seed import randn_like
+
+Posterior = Literal["sample", "mode"]
+MemoryFormat = Literal["contiguous", "channels_last"]
+Generators = Sequence[torch.Generator] | torch.Generator | None
+Network = Callable[[Tensor], Tensor]
+
+STATISTICS = ("scaling_factor", "shift_factor", "latents_mean", "latents_std")
+LOGVAR_RANGE = (-30.0, 20.0)  # diffusers' own clamp
+LARGEST_INPUT = 10.0  # far outside [-1, 1]: only pixels of 0..255 are
+
+
+class VideoVAE(nn.Module):
+    """The shared parts. A subclass calls `__init__`, builds its network, then `_ready`.
+
+    Attributes:
+        in_channels: Of the video: 3, but for VAEs that work on another VAE's latents.
+        out_channels: Of the latents.
+        strides: Pixels (frames, height, width) of a latent cell.
+        scaling_factor, shift: fp32 on the CPU, [C], or [C, t] where each latent frame has its own. They are no buffers,
+            for `.to(bf16)` must not round them.
+        micro_batch_size: At most so many units go through the network at a time; a unit is a frame for VAEs that work
+            frame by frame, a video for the others. None: all at once.
+
+    Args:
+        posterior: "sample" draws latents from N(mean, var); "mode" takes the mean.
+        micro_batch_size: See above.
+        tile_size: Encode and decode pictures larger than this (pixels, height and width) in overlapping square tiles.
+        tile_overlap: The overlap of neighbouring tiles, as a part of a tile. Its middle half blends from one to the other.
+        memory_format: "channels_last" is the layout in which GPUs convolve fastest, in bf16 and fp16.
+        compile: Compile encoder and decoder for the sizes that they meet. With `micro_batch_size`, the last, smaller
+            micro-batch is filled up, so that there is one size.
+    """
+
+    in_channels: int = 3
+    out_channels: int
+    strides: tuple[int, int, int]
+    scaling_factor: Tensor
+    shift: Tensor
+
+    def __init__(
+        self,
+        *,
+        posterior: Posterior = "sample",
+        micro_batch_size: int | None = None,
+        tile_size: int | None = None,
+        tile_overlap: float = 0.25,
+        memory_format: MemoryFormat = "contiguous",
+        compile: bool = False,
+    ) -> None:
+        super().__init__()
+        self._one_of("posterior", posterior, get_args(Posterior))
+        self._one_of("memory_format", memory_format, get_args(MemoryFormat))
+        if micro_batch_size is not None and micro_batch_size < 1:
+            raise self._complaint(f"micro_batch_size={micro_batch_size}; use a positive number or None.")
+        if not 0 <= tile_overlap <= 0.5:
+            raise self._complaint(f"tile_overlap={tile_overlap}; use a part of a tile from 0 to 0.5.")
+        self.posterior = posterior
+        self.micro_batch_size = micro_batch_size
+        self.tile_size = tile_size
+        self.tile_overlap = tile_overlap
+        self.memory_format = memory_format
+        self.compiled = compile
+        self._checked_range = False
+
+    # ------------------------------------------------------------------------- what a subclass implements
+
+    def _encode(self, x: Tensor) -> Tensor:
+        """x [N, 3, T, H, W] -> raw moments [N, 2C, t, h, w], for a micro-batch of units and one tile."""
+        raise NotImplementedError
+
+    def _decode(self, z: Tensor, num_frames: int) -> Tensor:
+        """Raw latents z [N, C, t, h, w] -> x [N, 3, num_frames, H, W], for a micro-batch of units and one tile."""
+        raise NotImplementedError
+
+    def latent_frames(self, num_frames: int) -> int:
+        """How many latent frames a video of a legal number of frames has."""
+        raise NotImplementedError
+
+    def video_frames(self, latent_frames: int) -> int:
+        """The number of frames of the longest video with so many latent frames."""
+        raise NotImplementedError
+
+    def legal_num_frames(self, num_frames: int) -> int:
+        """The nearest number of frames that the VAE takes; of two equally near ones the smaller."""
+        raise NotImplementedError
+
+    def _network(self) -> nn.Module:
+        """The module with `encoder` and `decoder`."""
+        raise NotImplementedError
+
+    def _config(self) -> Mapping[str, Any]:
+        """What the weights belong to, with the latents' statistics (`STATISTICS`); JSON values."""
+        raise NotImplementedError
+
+    def _write_config(self, **values: Any) -> None:
+        """Change entries of `_config`."""
+        raise NotImplementedError
+
+    def _units(self, x: Tensor, *, decoding: bool) -> Tensor:
+        """[B, C, T, H, W] -> [N, C, T', H, W]: what micro-batches are cut from. A video, unless a subclass differs."""
+        return x
+
+    def _videos(self, units: Tensor, batch: int, *, decoding: bool) -> Tensor:
+        """The reverse of `_units`."""
+        return units
+
+    def _decoding_batch(self) -> int | None:
+        """How many units are decoded at a time."""
+        return self.micro_batch_size
+
+    # ------------------------------------------------------------------------------------- the contract
+
+    def forward(self, x: Tensor, generators: Generators = None) -> tuple[Tensor, Tensor]:
+        """Reconstruct, for training the VAE: x [B, 3, T, H, W] -> (x_hat [B, 3, T, H, W], moments [B, 2C, t, h, w])."""
+        moments = self.moments(x)
+        return self.decode(self.sample(moments, generators), x.shape[2]), moments
+
+    def encode(self, x: Tensor, generators: Generators = None) -> Tensor:
+        """x [B, 3, T, H, W] in [-1, 1] -> scaled latents z [B, C, t, h, w] fp32.
+
+        `generators`: one per sample, for the posterior; None draws from torch's own (not reproducible).
+        """
+        return self.sample(self.moments(x), generators)
+
+    def moments(self, x: Tensor, *, micro_batch_size: int | None = None) -> Tensor:
+        """x [B, 3, T, H, W] in [-1, 1] -> raw mean and log variance [B, 2C, t, h, w] fp32.
+
+        Args:
+            x: Videos.
+            micro_batch_size: In place of the VAE's own.
+
+        Raises:
+            UserError: The VAE takes no such size or number of frames, or the pixels are not in [-1, 1].
+        """
+        if x.dim() != 5 or x.shape[1] != self.in_channels:
+            raise ValueError(f"the VAE takes [B, {self.in_channels}, T, H, W], got {tuple(x.shape)}")
+        self.latent_size((x.shape[2], x.shape[3], x.shape[4]))
+        self._check_range(x)
+        return self._run(self._encode, x, micro_batch_size or self.micro_batch_size, decoding=False)
+
+    def sample(self, moments: Tensor, generators: Generators = None) -> Tensor:
+        """moments [B, 2C, t, h, w] -> scaled latents z [B, C, t, h, w] fp32, drawn from the posterior or its mode."""
+        z, logvar = moments.float().chunk(2, dim=1)
+        if self.posterior == "sample":
+            z = z + (0.5 * logvar.clamp(*LOGVAR_RANGE)).exp() * randn_like(z, generators)
+        return (z - per_frame(self.shift, z)) * per_frame(self.scaling_factor, z)
+
+    def decode(self, z: Tensor, num_frames: int | None = None) -> Tensor:
+        """Scaled latents z [B, C, t, h, w] -> x [B, 3, T, H, W] fp32, in [-1, 1] but for the network's error.
+
+        `num_frames` is T; None means the longest video with that many latent frames.
+        """
+        latent_frames = z.shape[2]
+        num_frames = self.video_frames(latent_frames) if num_frames is None else int(num_frames)
+        needed = self.latent_frames(num_frames)
+        if needed != latent_frames:
+            raise ValueError(f"num_frames={num_frames}, but the latents hold {latent_frames} frames; it takes {needed}")
+        z = z.float() / per_frame(self.scaling_factor, z) + per_frame(self.shift, z)
+        return self._run(lambda part: self._decode(part, num_frames), z, self._decoding_batch(), decoding=True)
+
+    def latent_size(self, size: tuple[int, int, int]) -> tuple[int, int, int]:
+        """(T, H, W) of a video -> (t, h, w) of its latents.
+
+        Raises:
+            UserError: The VAE takes no such size; the message names the nearest that it takes.
+        """
+        frames, height, width = (int(n) for n in size)
+        _, by_height, by_width = self.strides
+        if height % by_height or width % by_width or min(height, width) < 1:
+            near = [max(round(n / by), 1) * by for n, by in ((height, by_height), (width, by_width))]
+            multiples = f"{by_height}" if by_height == by_width else f"{by_height} (height) and {by_width} (width)"
+            raise UserError(
+                f"the VAE cannot encode {height}x{width} (height x width) with {frames} frames: sizes are multiples of "
+                f"{multiples}; the nearest is {near[0]}x{near[1]}."
+            )
+        legal = self.legal_num_frames(frames)
+        if legal != frames:
+            raise UserError(f"the VAE cannot encode {frames} frames: {self.frames_rule}; the nearest is {legal}.")
+        return self.latent_frames(frames), height // by_height, width // by_width
+
+    @property
+    def frames_rule(self) -> str:
+        """The legal numbers of frames in words, for messages."""
+        return "it takes any number from 1"
+
+    @property
+    def last_layer(self) -> nn.Parameter:
+        """The kernel of the decoder's last convolution, where gradients of a loss and of a discriminator are compared."""
+        name = [key for key, p in self._network().decoder.named_parameters() if p.dim() >= 4][-1]  # type: ignore[union-attr]
+        return self._network().decoder.get_parameter(name)  # type: ignore[union-attr,return-value]
+
+    def fingerprint(self) -> str:
+        """A hash of config and weights: latents cached under one fingerprint fit no other."""
+        config = {key: value for key, value in self._config().items() if not key.startswith("_")}
+        digest = hashlib.blake2b(json.dumps(config, sort_keys=True, default=list).encode(), digest_size=16)
+        for name, weight in sorted(self._network().state_dict().items()):
+            digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
+            digest.update(weight.detach().reshape(-1).cpu().contiguous().view(torch.uint8).numpy())
+        return digest.hexdigest()
+
+    def set_latent_statistics(self, **statistics: float | Sequence[float] | None) -> None:
+        """Change `scaling_factor`, `shift_factor`, `latents_mean` or `latents_std` of the config and apply it."""
+        if unknown := statistics.keys() - set(STATISTICS):
+            raise self._complaint(f"no statistic {sorted(unknown)}; there are {', '.join(STATISTICS)}.")
+        if statistics:
+            self._write_config(**statistics)
+        self.scaling_factor, self.shift = self._scale_and_shift(self._config())
+
+    # ---------------------------------------------------------------------------------------- shared parts
+
+    def _ready(self, dtype: torch.dtype, scaling_factor: float | None = None) -> None:
+        """The last step of a constructor: number format, layout, statistics, compilation."""
+        _, height, width = self.strides
+        if self.tile_size is not None:
+            Tiles(self.tile_size, self.tile_overlap, (height, width))  # refuses what it cannot cut
+        self.to(dtype)
+        if self.memory_format == "channels_last":
+            to_channels_last(self._network())
+        self.set_latent_statistics(**({} if scaling_factor is None else {"scaling_factor": scaling_factor}))
+        if self.compiled:
+            network = self._network()
+            for part in (network.encoder, network.decoder):
+                part.compile()  # type: ignore[union-attr]
+
+    def _run(self, network: Network, x: Tensor, size: int | None, *, decoding: bool) -> Tensor:
+        """`network` over units, micro-batches of `size` and tiles."""
+        units = self._units(x, decoding=decoding).to(next(self._network().parameters()).dtype)
+        parts = [self._run_tiles(network, part, size, decoding=decoding) for part in units.split(size or len(units))]
+        return self._videos(torch.cat(parts) if len(parts) > 1 else parts[0], len(x), decoding=decoding).float()
+
+    def _run_tiles(self, network: Network, part: Tensor, size: int | None, *, decoding: bool) -> Tensor:
+        missing = size - len(part) if self.compiled and size else 0
+        if missing > 0:  # one size, one program
+            part = torch.cat([part, part.new_zeros(missing, *part.shape[1:])])
+        if self.tile_size is None:
+            out = network(part)
+        else:
+            cell = self.strides[1:]
+            tiles = Tiles(self.tile_size, self.tile_overlap, cell)
+            pixels, scale = (cell, cell) if decoding else ((1, 1), (1 / cell[0], 1 / cell[1]))
+            out = tiled(network, part, tiles, pixels, scale)
+        return out[: len(part) - missing] if missing > 0 else out
+
+    def _check_range(self, x: Tensor) -> None:
+        """Refuse pixels of 0..255; looked at once, for it waits for the device."""
+        if not x.is_floating_point():
+            raise UserError(f"the VAE takes pixels in [-1, 1]; these are {x.dtype}: divide by 127.5 and subtract 1.")
+        if not self._checked_range and self.in_channels == 3 and not torch.compiler.is_compiling():
+            largest = float(x.detach().abs().max())
+            if largest > LARGEST_INPUT:
+                raise UserError(f"the VAE takes pixels in [-1, 1]; these reach {largest:.4g}. Were they in 0..255?")
+            self._checked_range = True
+
+    def _scale_and_shift(self, config: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        scale = torch.full((self.out_channels,), float(config.get("scaling_factor") or 1.0))
+        shift = torch.full((self.out_channels,), float(config.get("shift_factor") or 0.0))
+        mean, std = config.get("latents_mean"), config.get("latents_std")
+        if mean is not None and std is not None:
+            shift, std = (torch.as_tensor(values, dtype=torch.float32).flatten() for values in (mean, std))
+            if len(std) > self.out_channels and len(std) % self.out_channels == 0:  # one number a channel and frame
+                scale, shift, std = scale[:, None], *(v.view(self.out_channels, -1) for v in (shift, std))
+            if shift.shape != std.shape or len(std) != self.out_channels:
+                raise self._complaint(f"latents_mean and latents_std do not fit {self.out_channels} channels.")
+            scale = scale / std
+        if not (scale > 0).all():
+            raise self._complaint(f"scale {scale.tolist()} is not positive.")
+        return scale, shift
+
+    def _one_of(self, name: str, value: str, choices: Sequence[str]) -> None:
+        if value not in choices:
+            raise self._complaint(f"{name}={value!r} is not one of {', '.join(choices)}.")
+
+    def _complaint(self, text: str) -> UserError:
+        return UserError(f"{type(self).__name__}: {text}")
+
+
+def per_frame(values: Tensor, like: Tensor) -> Tensor:
+    """[C] -> [1, C, 1, 1, 1]; [C, N] -> [1, C, t, 1, 1], the first t frames."""
+    values = values.to(like.device)
+    if values.dim() == 1:
+        return values.view(1, -1, 1, 1, 1)
+    if like.shape[2] > values.shape[1]:
+        raise UserError(f"the VAE's statistics cover {values.shape[1]} latent frames; there are {like.shape[2]}.")
+    return values[None, :, : like.shape[2], None, None]
+
+
+def to_channels_last(module: nn.Module) -> None:
+    """Lay out every convolution's kernel as [.., H, W, C]."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    for parameter in module.parameters():
+        if parameter.dim() in formats:
+            parameter.data = parameter.data.contiguous(memory_format=formats[parameter.dim()])

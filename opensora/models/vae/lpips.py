@@ -1,0 +1,150 @@
+"""LPIPS: how different two pictures look, by the features of a network that knows photographs.
+
+Zhang et al. 2018, arXiv:1801.03924: sum over layers of the mean over pixels of w . (f^ - f)^2, f being features of unit
+length. Weights come from the package `stlpips-pytorch` (Ghildyal & Liu 2022, arXiv:2207.13686, BSD), the only one that
+holds trunk and heads in one file and asks no server: `pip install 'opensora[lpips]' --no-deps`, or any copy of its files.
+Its networks are AlexNet and VGG-16 that shrink by blurring, so that a shift of one pixel is no difference.
+"""
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from opensora.utils.errors import UserError
+from opensora.utils.pretrained import resolve_pretrained
+from opensora.utils.weight_files import read_file
+
+PACKAGE_FOLDER = "package:stlpips_pytorch/weights/vST0.0"
+FILES = {"alex": "alex_shift_tolerant.pth", "vgg": "vgg_shift_tolerant.pth"}
+HEADS = {"alex": (64, 192, 384, 256, 256), "vgg": (64, 128, 256, 512, 512)}
+SHIFT, SCALE = (-0.030, -0.088, -0.188), (0.458, 0.448, 0.450)  # ImageNet's, for pixels in [-1, 1]
+SMALLEST = 32  # pixels: below, the last layer sees less than one cell
+
+
+class LPIPS(nn.Module):
+    """The distance of pictures or videos; 0 is equal, 0.1 is hard to tell, 0.7 is another picture.
+
+    Frozen and in eval mode for good: `train()` and gradients of the weights make no sense here.
+
+    Args:
+        weights: "alex" or "vgg", from the installed package; or a weight file, whose network its tensors tell.
+    """
+
+    def __init__(self, weights: str = "vgg") -> None:
+        super().__init__()
+        state = {name: tensor.float() for name, tensor in read_file(_find(weights)).items()}
+        self.net = _network_of(state, weights)
+        self.slices = nn.ModuleList(_slices(self.net))
+        for number, channels in enumerate(HEADS[self.net]):
+            self.register_buffer(f"head{number}", torch.empty(1, channels, 1, 1))
+        self.register_buffer("shift", torch.tensor(SHIFT).view(1, 3, 1, 1))
+        self.register_buffer("scale", torch.tensor(SCALE).view(1, 3, 1, 1))
+        self.load_state_dict(_renamed(state))
+        self.requires_grad_(False).eval()
+
+    def forward(self, x_hat: Tensor, x: Tensor) -> Tensor:
+        """x_hat, x [B, 3, H, W] or [B, 3, T, H, W] in [-1, 1] -> [B] fp32, the mean over frames."""
+        if min(x.shape[-2:]) < SMALLEST:
+            raise UserError(f"LPIPS compares pictures of at least {SMALLEST} pixels a side, not {tuple(x.shape[-2:])}.")
+        frames = 1
+        if x.dim() == 5:
+            frames = x.shape[2]
+            x_hat, x = (rearrange(video, "B C T H W -> (B T) C H W") for video in (x_hat, x))
+        with torch.no_grad():
+            wanted = self._features(x)
+        distance: Tensor = sum(
+            (getattr(self, f"head{i}") * (a - b).square()).sum(1).mean((1, 2))  # [B T]
+            for i, (a, b) in enumerate(zip(self._features(x_hat), wanted, strict=True))
+        )  # type: ignore[assignment]
+        return rearrange(distance, "(B T) -> B T", T=frames).mean(1)
+
+    def train(self, mode: bool = True) -> "LPIPS":  # noqa: FBT001, FBT002  (nn.Module's signature)
+        """Stays in eval mode."""
+        return super().train(mode=False)
+
+    def _features(self, x: Tensor) -> list[Tensor]:
+        x, features = (x.float() - self.shift) / self.scale, []
+        for part in self.slices:
+            x = part(x)
+            length = x.float().square().sum(1, keepdim=True)
+            # the addend keeps the gradient finite where all channels are 0
+            features.append(x.float() * (length + 1e-20).rsqrt())
+        return features
+
+
+class Blur(nn.Module):
+    """Halve the size behind a [1 2 1] filter; two pixels of mirrored padding on every side."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.register_buffer("filt", torch.empty(channels, 1, 3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, C, H, W] -> [N, C, H // 2 + 1, W // 2 + 1]."""
+        weight = self.get_buffer("filt").to(x.dtype)
+        return F.conv2d(F.pad(x, (2, 2, 2, 2), mode="reflect"), weight, stride=2, groups=x.shape[1])
+
+
+def _slices(net: str) -> list[nn.Sequential]:
+    """Five parts, each from the last feature map to the next; layers are numbered through, as in the weight files."""
+    layers, ends = (_alex(), (3, 7, 11, 13, 15)) if net == "alex" else (_vgg(), (4, 10, 18, 26, 34))
+    named = [(str(number), layer) for number, layer in enumerate(layers)]
+    return [nn.Sequential(OrderedDict(named[a:b])) for a, b in zip((0, *ends[:-1]), ends, strict=True)]
+
+
+def _alex() -> list[nn.Module]:
+    layers: list[nn.Module] = [nn.Conv2d(3, 64, 11, padding=2), Blur(64), nn.ReLU(), nn.MaxPool2d(3, 1), Blur(64)]
+    layers += [nn.Conv2d(64, 192, 5, padding=2), nn.ReLU(), nn.MaxPool2d(3, 1), Blur(192)]
+    for before, after in ((192, 384), (384, 256), (256, 256)):
+        layers += [nn.Conv2d(before, after, 3, padding=1), nn.ReLU()]
+    return layers
+
+
+def _vgg() -> list[nn.Module]:
+    layers: list[nn.Module] = []
+    before = 3
+    for width, depth in ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)):
+        layers += [nn.MaxPool2d(2, 1), Blur(before)] if layers else []
+        for _ in range(depth):
+            layers += [nn.Conv2d(before, width, 3, padding=1), nn.ReLU()]
+            before = width
+    return layers
+
+
+def _find(weights: str) -> Path:
+    if weights in FILES:
+        try:
+            return Path(resolve_pretrained(PACKAGE_FOLDER, what="LPIPS")) / FILES[weights]
+        except UserError as error:
+            raise UserError(
+                f"LPIPS {weights!r} needs the package stlpips-pytorch (64 MB; `--no-deps`, for it asks for much that is "
+                "never used): pip install --no-deps stlpips-pytorch==0.0.2. Or name one of its weight files, or set the "
+                f"weight of lpips to 0. ({error})"
+            ) from error
+    if not Path(weights).is_file():
+        raise UserError(f"LPIPS: {weights!r} is neither {' nor '.join(FILES)} nor a file of weights.")
+    return Path(weights)
+
+
+def _network_of(state: Mapping[str, Tensor], source: str) -> str:
+    first = state.get("net.slice1.0.weight")
+    if first is None or "lin4.model.1.weight" not in state:
+        raise UserError(
+            f"LPIPS: {source} holds no LPIPS network of stlpips-pytorch (net.slice1.0.weight, lin4.model...)."
+        )
+    return "alex" if first.shape[-1] == 11 else "vgg"
+
+
+def _renamed(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    names: Sequence[tuple[str, str]] = [(f"net.slice{i + 1}.", f"slices.{i}.") for i in range(5)]
+    names = [*names, *((f"lin{i}.model.1.weight", f"head{i}") for i in range(5)), ("scaling_layer.", "")]
+    result = {}
+    for name, tensor in state.items():
+        old, new = next(pair for pair in names if name.startswith(pair[0]))
+        result[new + name.removeprefix(old)] = tensor
+    return result

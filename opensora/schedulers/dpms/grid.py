@@ -1,0 +1,44 @@
+"""Where a sampler of N steps stops on its way from the noisiest level to the cleanest: N + 1 levels."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from opensora.schedulers.dpms.process import Level, VariancePreserving
+
+RHO = 7.0  # Karras et al. 2022, eq. 5: larger values bring the levels closer together at the clean end
+
+
+def time_uniform(process: VariancePreserving, first: Level, last: Level, num_intervals: int) -> list[Level]:
+    """Equal steps of t: the authors' advice for latents and high resolutions."""
+    return [process.level(t) for t in np.linspace(first.timestep, last.timestep, num_intervals + 1)]
+
+
+def time_quadratic(process: VariancePreserving, first: Level, last: Level, num_intervals: int) -> list[Level]:
+    """Equal steps of sqrt(t), where time runs from 1 / diffusion_steps to 1: smaller steps near the data."""
+    roots = np.linspace((first.timestep + 1) ** 0.5, (last.timestep + 1) ** 0.5, num_intervals + 1)
+    return [process.level(t) for t in roots**2 - 1]
+
+
+def log_snr(process: VariancePreserving, first: Level, last: Level, num_intervals: int) -> list[Level]:
+    """Equal steps of lambda: the authors' advice for pixels at low resolution."""
+    return [process.level_of(h) for h in np.linspace(first.half_log_snr, last.half_log_snr, num_intervals + 1)]
+
+
+def karras(process: VariancePreserving, first: Level, last: Level, num_intervals: int) -> list[Level]:
+    """Equal steps of (sigma / alpha)^(1/7) (Karras et al. 2022, eq. 5)."""
+    ends = [(level.sigma / level.alpha) ** (1 / RHO) for level in (first, last)]
+    return [process.level_of(-float(np.log(s))) for s in np.linspace(*ends, num_intervals + 1) ** RHO]
+
+
+SKIP_TYPES: dict[str, Callable[[VariancePreserving, Level, Level, int], list[Level]]] = {
+    "time_uniform": time_uniform,
+    "logSNR": log_snr,
+    "time_quadratic": time_quadratic,
+    "karras": karras,
+}
+
+
+def rounded(process: VariancePreserving, levels: list[Level]) -> list[Level]:
+    """The levels at the nearest whole timesteps, halves to even, as diffusers' schedulers visit them."""
+    return [process.level(round(level.timestep)) for level in levels]

@@ -1,0 +1,103 @@
+"""Reconstruct videos and pictures with a VAE: `python scripts/inference_vae.py CONFIG --files a.mp4 b.png`.
+
+For every file, `<save_dir>/<name>.mp4` (or .png) has the original on the left and the reconstruction on the right; all
+together are in `<save_dir>/sheet.png`, and their PSNR and SSIM on the terminal. tools/eval_vae.py measures more.
+"""
+
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opensora.acceleration.distributed import init_world
+from opensora.datasets.read_video import frames_needed, is_image, probe, read_frames
+from opensora.datasets.table import read_table
+from opensora.datasets.transforms import get_transform, to_float
+from opensora.inference.compare import save_beside, save_sheet
+from opensora.models.vae.evaluate import quality, reconstruct
+from opensora.registry import MODELS, build_module
+from opensora.utils.config import VAEInferenceConfig, parse_config
+from opensora.utils.dtype import to_torch_dtype
+from opensora.utils.errors import UserError, exit_on_user_error
+from opensora.utils.logging import show_messages
+
+logger = logging.getLogger("opensora.inference_vae")
+IMAGE_SAVE_FPS = 1.0
+
+
+@exit_on_user_error
+def main() -> None:
+    """Reconstruct what the config names."""
+    cfg = parse_config(VAEInferenceConfig, {"vae": MODELS})
+    device = init_world(cfg.device).device
+    show_messages()
+    vae = build_module({"posterior": "mode", **cfg.vae}, MODELS).requires_grad_(False).eval().to(device)
+    folder, sheet = Path(cfg.save_dir), {}
+    for path, name in named(sources(cfg)):
+        x, fps = read(path, cfg, vae)
+        with torch.autocast(device.type, to_torch_dtype(cfg.dtype), enabled=cfg.dtype != "fp32"):
+            x_hat = reconstruct(vae, x[None].to(device)).cpu()[0]
+        file = save_beside(x, x_hat, folder / name, fps)
+        measured = quality(x_hat[None], x[None])
+        sheet[f"{name}  {measured.psnr:.1f} dB"] = (x, x_hat)
+        size = " x ".join(map(str, x.shape[1:]))
+        sys.stdout.write(f"{file}: {size}, PSNR {measured.psnr:.2f} dB, SSIM {measured.ssim:.4f}\n")
+    sys.stdout.write(f"originals above reconstructions: {save_sheet(folder / 'sheet.png', sheet)}\n")
+
+
+def sources(cfg: VAEInferenceConfig) -> list[Path]:
+    """The files to reconstruct."""
+    if cfg.files:
+        files = [Path(name) for name in cfg.files]
+        if missing := [str(path) for path in files if not path.is_file()]:
+            raise UserError(f"files: there is no {', '.join(missing)}.")
+        return files
+    table = read_table(str(cfg.data_path), cfg.root, ())
+    return [table.path(row) for row in range(len(table))]
+
+
+def named(files: list[Path]) -> Iterator[tuple[Path, str]]:
+    """Each file with a name for its result; files of one name are numbered."""
+    stems = [path.stem for path in files]
+    for number, (path, stem) in enumerate(zip(files, stems, strict=True)):
+        yield path, stem if stems.count(stem) == 1 else f"{number:04d}_{stem}"
+
+
+def read(path: Path, cfg: VAEInferenceConfig, vae: Any) -> tuple[Tensor, float]:
+    """The video [3, T, H, W] in [-1, 1], of a length and a size that the VAE takes, and the rate of its result."""
+    info = probe(path)
+    available = -(-info.num_frames // cfg.frame_interval)
+    num_frames = 1 if is_image(path) else cfg.num_frames or largest_legal(vae, available)
+    if vae.legal_num_frames(num_frames) != num_frames:
+        raise UserError(f"num_frames={num_frames}: the VAE does not take that many; the nearest is {vae.legal_num_frames(num_frames)}.")
+    if frames_needed(num_frames, cfg.frame_interval) > info.num_frames:
+        raise UserError(f"{path} has {info.num_frames} frames: too few for num_frames={num_frames}.")
+    frames = read_frames(path, 0, num_frames, cfg.frame_interval)
+    if num_frames < available:
+        logger.info("%s: the first %d of %d frames", path, num_frames, available)
+    fps = cfg.save_fps or (IMAGE_SAVE_FPS if is_image(path) else info.fps / cfg.frame_interval)
+    if cfg.image_size is not None:
+        return get_transform("center", cfg.image_size)(frames), fps
+    return cut_to_cells(to_float(frames), vae), fps
+
+
+def largest_legal(vae: Any, available: int) -> int:
+    """The largest number of frames, at most `available`, that the VAE takes."""
+    return next((n for n in range(available, 0, -1) if vae.legal_num_frames(n) == n), vae.legal_num_frames(available))
+
+
+def cut_to_cells(x: Tensor, vae: Any) -> Tensor:
+    """[3, T, H, W] without the rows and columns that fill no whole latent cell, as many on both sides."""
+    height, width = (int(side) // cell * cell for side, cell in zip(x.shape[2:], vae.strides[1:], strict=True))
+    if not height or not width:
+        raise UserError(f"a picture of {tuple(x.shape[2:])} pixels is smaller than one latent cell, {vae.strides[1:]}.")
+    top, left = (x.shape[2] - height) // 2, (x.shape[3] - width) // 2
+    return x[:, :, top : top + height, left : left + width]
+
+
+if __name__ == "__main__":
+    main()

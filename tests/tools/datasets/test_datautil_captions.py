@@ -1,0 +1,144 @@
+"""Captions: cleaning keeps what people wrote, and doing it twice changes nothing."""
+
+import importlib.util
+import random
+
+import pytest
+
+from opensora.utils.errors import UserError
+from tools.datasets.datautil.captions import clean, refine, with_scores
+from tools.datasets.datautil.io import read_frame
+
+CLEAN = {
+    "A dog &amp;amp; a cat": "A dog & a cat",
+    "<p>A <b>red</b>&nbsp;car</p>": "A red car",
+    "see https://x.org/a?b=c now": "see now",
+    "www.example.com A lake": "A lake",
+    "mail me@x.org please": "mail please",
+    "IMG_1234.jpg": "",
+    "Sunset #nofilter @anna at 5 #1": "Sunset at 5 #1",
+    "schÃ¶n": "schön",
+    "two\n\n lines\tand  spaces": "two lines and spaces",
+    "“quoted” ’tis": "\"quoted\" 'tis",
+    "what?? !!! yes": "what?! yes",
+    "a , b . c": "a, b. c",
+    "雨の街 🌧️ Ünïcode": "雨の街 🌧️ Ünïcode",
+    "5 < 6 and 7 > 3": "5 < 6 and 7 > 3",
+    "NA": "NA",
+    "": "",
+}
+
+
+@pytest.mark.parametrize("text", CLEAN)
+def test_clean(text):
+    assert clean(text) == CLEAN[text]
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_cleaning_and_refining_twice_change_nothing(seed):
+    rng = random.Random(seed)
+    pieces = [*CLEAN, "&lt;b&gt;", "&", ";", "<", ">", ".", "!!", "( )", "The video shows ", "In this video, ", "Sure! ", "#", "@", "`", "\\n"]
+    text = "".join(rng.choice(pieces) + rng.choice(["", " ", "\n"]) for _ in range(rng.randrange(1, 8)))
+    cleaned = clean(text)
+    assert clean(cleaned) == cleaned
+    refined = refine(text)
+    assert refine(refined) == refined
+
+
+REFINED = {
+    "The video shows a dog running. It is": "A dog running.",
+    "In this video, we can see a lake.": "A lake.",
+    "The video captures the image shows a cat": "A cat",
+    "This aerial footage depicts a city.": "A city.",
+    "Sure! Here is the caption: A horse.": "A horse.",
+    "A video game plays on a screen.": "A video game plays on a screen.",
+    "The dog shows its teeth.": "The dog shows its teeth.",
+    "one unfinished sentence without": "One unfinished sentence without",
+    'He says "stop!" Then he': 'He says "stop!"',
+    "It costs 3.50 dollars. And th": "It costs 3.50 dollars.",
+    "雨が降る。そして": "雨が降る。",
+    "The video shows": "The video shows",
+    "": "",
+}
+
+
+@pytest.mark.parametrize("text", REFINED)
+def test_refine(text):
+    assert refine(text) == REFINED[text]
+
+
+def test_captions_of_the_clips_are_clean_already(clips_csv):
+    texts = [text for name in ("text", "paraphrase", "blind") for text in read_frame(clips_csv)[name]]
+    assert [clean(text) for text in texts] == texts
+    assert [refine(text) for text in texts] == texts
+
+
+def test_scores_in_words():
+    assert with_scores("A dog.", 5.5, 10, "pan_left") == "A dog. aesthetic score: 5.5, motion score: 10.0, camera motion: pan left."
+    assert with_scores("A dog.", None, None, "unclassified") == "A dog."
+    again = with_scores("A dog.", 5.46, None, "")
+    assert again == "A dog. aesthetic score: 5.5."
+    assert with_scores(again, 5.46, None, "") == again
+
+
+def test_operations_on_captions(do):
+    rows = [
+        {"path": "a.mp4", "text": "<b>A dog</b>", "aes": "5", "cmotion": "zoom in"},
+        {"path": "b.mp4", "text": "#x", "aes": "", "cmotion": "unclassified"},
+    ]
+    sheet, lines = do(rows, ("clean-caption", True), ("append-text", "In the rain."), ("merge-cmotion", True))
+    assert sheet.text("text").tolist() == ["A dog In the rain. camera motion: zoom in.", "In the rain."]
+    assert lines == [
+        "--clean-caption: 2 -> 2 rows; 2 captions changed, 1 of them became empty",
+        "--append-text In the rain.: 2 -> 2 rows; 2 captions changed",
+        "--merge-cmotion: 2 -> 2 rows; 1 captions changed; 1 rows without a known camera motion",
+    ]
+    sheet, _ = do(rows, ("score-to-text", True))
+    assert sheet.text("text").tolist() == ["<b>A dog</b> aesthetic score: 5.0, camera motion: zoom in.", "#x"]
+    with pytest.raises(UserError, match="none of the columns aes, flow and cmotion"):
+        do([{"path": "a", "text": "b"}], ("score-to-text", True))
+
+
+def test_captions_beside_the_files(tmp_path, do):
+    (tmp_path / "a.txt").write_text("  first\nline \n")
+    (tmp_path / "b.json").write_text('{"caption": "second"}')
+    (tmp_path / "c.json").write_text('{"text": "third"}')
+    rows = {"path": ["a.mp4", "b.mp4", "c.mp4", "d.mp4"], "text": list("wxyz")}
+    sheet, lines = do(rows, ("load-caption", "txt"), ("load-caption", "json"), folder=tmp_path)
+    assert sheet.text("text").tolist() == ["first\nline", "second", "third", "z"]
+    assert "1 captions read; 3 rows have no such file, or none with a caption, and stay as they are" in lines[0]
+    (tmp_path / "d.json").write_text("{")
+    with pytest.raises(UserError, match=r"d\.json is no valid JSON"):
+        do(rows, ("load-caption", "json"), folder=tmp_path)
+
+
+def test_tokens_are_counted(tmp_path, do):
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.WordLevel({"</s>": 0, "<unk>": 1, "a": 2}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 0)])
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>").save_pretrained(tmp_path / "t")
+    rows = {"path": ["1", "2", "3"], "text": ["a cat sat", "", "a"]}
+    sheet, lines = do(rows, ("count-num-token", str(tmp_path / "t")), ("lenmax", 2.0))
+    assert sheet.text("text_len").tolist() == ["1", "2"]
+    assert lines[0].endswith("7 tokens, at most 4")
+    with pytest.raises(UserError, match="tokenizer: there is no folder"):
+        do(rows, ("count-num-token", "./none"))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("py3langid") is None, reason="py3langid is not installed")
+def test_languages(do):
+    texts = ["A dog runs over the green grass in the morning.", "Ein Hund läuft am Morgen über das grüne Gras.", "雨が降る街を歩く人々", "42"]
+    sheet, lines = do({"path": list("abcd"), "text": texts}, ("lang", "en"))
+    assert sheet.text("text").tolist() == texts[:1]
+    assert "1 in de; 1 in ja; 1 without letters to tell a language by" in lines[0]
+    with pytest.raises(UserError, match="'english' is no language"):
+        do({"path": ["a"], "text": ["b"]}, ("lang", "english"))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("py3langid") is not None, reason="py3langid is installed")
+def test_languages_need_a_package(do):
+    with pytest.raises(UserError, match="pip install py3langid"):
+        do({"path": ["a"], "text": ["b"]}, ("lang", "en"))

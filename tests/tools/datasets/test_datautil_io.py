@@ -1,0 +1,127 @@
+"""Tables come out as they went in, whatever is in them."""
+
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from opensora.datasets.table import read_table
+from opensora.utils.errors import UserError
+from tools.datasets.datautil.io import FORMATS, read_frame, to_numbers, write_frames
+
+TEXTS = [
+    "NA", "None", "nan", "null", "", " ", "0.50", "007", "a, b", 'say "hi"', "two\nlines", "cr\rlf\r\nend", "\ttab",
+    "雨の街 🌧️", "ünïcode \u2028 line", "\ufeffbom", "<b>&amp;</b>", "-", "1e5", "True", "'", '"', "#", "x" * 5000,
+]  # fmt: skip
+
+
+def text_frame():
+    frame = {"path": [f"{i}.mp4" for i in range(len(TEXTS))], "text": TEXTS, "a column, odd": TEXTS[::-1]}
+    return pd.DataFrame(frame, dtype=object)
+
+
+@pytest.mark.parametrize("first", FORMATS)
+@pytest.mark.parametrize("second", FORMATS)
+def test_texts_survive_every_way_from_format_to_format(tmp_path, first, second):
+    frame = text_frame()
+    for name in (first, second):
+        write_frames([frame], [tmp_path / f"t.{name}"])
+        frame = read_frame(tmp_path / f"t.{name}")
+    assert frame.to_dict("list") == text_frame().to_dict("list")
+    assert all(type(value) is str for column in frame for value in frame[column])
+
+
+@pytest.mark.parametrize("name", ["csv", "parquet"])
+def test_training_reads_the_same_captions(tmp_path, name):
+    write_frames([text_frame()], [tmp_path / f"t.{name}"])
+    table = read_table(tmp_path / f"t.{name}", check_files=False)
+    assert table.rows["text"].tolist() == TEXTS
+
+
+def test_a_csv_is_written_back_to_the_letter(tmp_path, clips_csv):
+    write_frames([read_frame(clips_csv)], [tmp_path / "t.csv"])
+    assert (tmp_path / "t.csv").read_bytes() == clips_csv.read_bytes().replace(b"\r\n", b"\n")
+
+
+@pytest.mark.parametrize("name", ["jsonl", "parquet"])
+def test_numbers_are_numbers_in_formats_that_have_them(tmp_path, name):
+    source = pd.DataFrame(
+        {"path": ["a", "b", "c"], "num_frames": ["16", "", "24"], "fps": ["29.97", "nan", "24"], "code": ["1", "2", "3"]}
+    ).astype(object)
+    write_frames([source], [tmp_path / f"t.{name}"])
+    frame = read_frame(tmp_path / f"t.{name}")
+    assert frame["num_frames"].isna().tolist() == [False, True, False]
+    assert frame["num_frames"].dropna().tolist() == [16, 24]
+    assert str(frame["num_frames"].dtype) == "Int64"
+    np.testing.assert_array_equal(frame["fps"].to_numpy(np.float64), [29.97, np.nan, 24])
+    assert frame["code"].tolist() == ["1", "2", "3"]  # its name says nothing of numbers
+    write_frames([frame], [tmp_path / "back.csv"])
+    assert read_frame(tmp_path / "back.csv").to_dict("list") == {**source.to_dict("list"), "fps": ["29.97", "", "24"]}
+
+
+def test_jsonl_keeps_what_has_no_place_in_a_csv(tmp_path):
+    rows = [{"path": "a", "timestamp": [[0, 1.5]], "ok": True, "big": 2**70}, {"path": "b", "timestamp": None, "n": 3}]
+    (tmp_path / "t.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n\n")
+    frame = read_frame(tmp_path / "t.jsonl")
+    write_frames([frame, frame], [tmp_path / "u.jsonl", tmp_path / "u.csv"])
+    back = [json.loads(line) for line in (tmp_path / "u.jsonl").read_text().splitlines()]
+    assert back[0] == {**rows[0], "n": None}
+    assert back[1] == {"path": "b", "timestamp": None, "ok": None, "big": None, "n": 3}
+    assert read_frame(tmp_path / "u.csv")["timestamp"].tolist() == ["[[0, 1.5]]", ""]
+
+
+def test_a_named_index_of_pandas_is_a_column(tmp_path):
+    pd.DataFrame({"text": ["x", None]}, index=pd.Index(["a.mp4", "b.mp4"], name="path")).to_parquet(tmp_path / "t.parquet")
+    assert read_frame(tmp_path / "t.parquet").to_dict("list") == {"path": ["a.mp4", "b.mp4"], "text": ["x", ""]}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("t.csv", b"path,text\na.mp4,one, two\n", "another number of cells; the first is row 1 with 3"),
+        ("t.csv", b'path,text\na.mp4,"open\n', "is no valid CSV"),
+        ("t.csv", b"path,text\na.mp4,\xff\n", "is not UTF-8"),
+        ("t.csv", b"", "is empty"),
+        ("t.csv", b"path,path\n", "more than one column 'path'"),
+        ("t.jsonl", b'{"path": "a"}\n[1]\n', "line 2: expected an object"),
+        ("t.jsonl", b'{"path": "a"\n', "line 1: no valid JSON"),
+        ("t.parquet", b"PAR1", "is no readable parquet"),
+        ("t.txt", b"a", "is no table"),
+    ],
+)
+def test_a_damaged_table_is_told_of(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        read_frame(tmp_path / name)
+
+
+def test_a_misspelt_table_has_a_suggestion(tmp_path):
+    (tmp_path / "clips.csv").write_text("path\n")
+    with pytest.raises(UserError, match=r"Did you mean 'clips\.csv'"):
+        read_frame(tmp_path / "clip.csv")
+
+
+def test_writing_is_all_or_nothing(tmp_path):
+    good = pd.DataFrame({"path": ["a"]}, dtype=object)
+    bad = pd.DataFrame({"path": ["\ud800"]}, dtype=object)
+    (tmp_path / "1.csv").write_text("before")
+    for name in FORMATS:
+        with pytest.raises(UserError, match="is no text"):
+            write_frames([good, bad], [tmp_path / "1.csv", tmp_path / f"2.{name}"])
+    assert [path.name for path in tmp_path.iterdir()] == ["1.csv"]
+    assert (tmp_path / "1.csv").read_text() == "before"
+
+
+def test_only_empty_cells_are_no_numbers():
+    column = pd.Series(["1", " 2.5 ", "", "NaN", "None", "1e3"], dtype=object)
+    np.testing.assert_array_equal(to_numbers(column, "aes"), [1, 2.5, np.nan, np.nan, np.nan, 1000])
+    with pytest.raises(UserError, match="aes: 'five' in row 2"):
+        to_numbers(pd.Series(["1", "five"], dtype=object), "aes")
+
+
+def test_an_empty_table_keeps_its_columns(tmp_path):
+    for name in ("csv", "parquet"):
+        write_frames([pd.DataFrame({"path": [], "text": []}, dtype=object)], [tmp_path / f"t.{name}"])
+        assert list(read_frame(tmp_path / f"t.{name}").columns) == ["path", "text"]
+    assert (tmp_path / "t.csv").read_text() == "path,text\n"

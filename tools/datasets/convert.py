@@ -1,0 +1,288 @@
+"""A folder of videos or images -> a table: path, id, relpath, and text and label where they are known.
+
+    python -m tools.datasets.convert video FOLDER --output clips.csv --info
+    python -m tools.datasets.convert image FOLDER --output pictures.csv --captions txt
+    python -m tools.datasets.convert classes FOLDER --split train --output train.csv       CLASS/picture.jpg
+    python -m tools.datasets.convert imagenet FOLDER --split val --output val.csv          n01440764/picture.JPEG
+    python -m tools.datasets.convert ucf101 FOLDER --split trainlist01.txt --output u.csv  ApplyEyeMakeup/clip.avi
+    python -m tools.datasets.convert vidprom FOLDER --info VidProM_unique.csv --output v.csv
+
+The table is CSV, JSONL or parquet, by its extension. `label` is the number of a class for the text encoder "classes".
+What is left out of the table is counted by reason. docs/data-tools.md has examples.
+"""
+
+import argparse
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import pandas as pd
+
+from opensora.datasets.image_folder import class_folders
+from opensora.datasets.files import IMAGE_EXTENSIONS, VIDEO_EXTENSIONS
+from opensora.utils.errors import UserError, exit_on_user_error
+from tools.datasets.datautil.info import add_info
+from tools.datasets.datautil.io import read_frame, table_format, write_frames
+from tools.datasets.datautil.operations import Sheet
+from tools.datasets.datautil.parallel import default_workers
+from tools.datasets.datautil.text import load_caption
+
+EXTENSIONS = {"video": VIDEO_EXTENSIONS, "image": IMAGE_EXTENSIONS}
+SHOWN_REASONS = 6
+
+
+class Found(NamedTuple):
+    """Files of a folder, sorted, and how many others there are, by reason."""
+
+    files: list[Path]
+    left_out: Counter[str]
+
+
+def run(argv: Sequence[str] | None = None) -> Path:
+    """Carry out a command line; returns the table that was written.
+
+    Raises:
+        UserError: the folder or the output is not as it must be.
+    """
+    args = read_arguments(argv)
+    output = Path(args.output)
+    table_format(output)
+    if output.exists() and not args.overwrite:
+        raise UserError(f"{output} exists; name another --output, or pass --overwrite.")
+    folder = Path(args.folder)
+    if not folder.is_dir():
+        raise UserError(f"{folder} is no folder.")
+    frame, left_out = KINDS[args.kind](folder, args)
+    if args.paths == "relative":
+        base = output.parent.absolute()
+        frame["path"] = [os.path.relpath(path, base) for path in frame["path"]]
+    sheet = Sheet(frame, output.parent, workers=args.num_workers or default_workers())
+    for message in _left_out_lines(left_out):
+        print(message)
+    if getattr(args, "captions", None):
+        result = load_caption(sheet, args.captions)
+        sheet = result.sheet
+        print(f"--captions {args.captions}: {result.note}")
+    if args.info is True:
+        result = add_info(sheet)
+        sheet = result.sheet
+        print(f"--info: {result.note}")
+    write_frames([sheet.frame], [output])
+    print(f"{output}: {len(sheet)} rows; columns {', '.join(sheet.frame.columns)}")
+    return output
+
+
+def _left_out_lines(left_out: Counter[str]) -> Iterator[str]:
+    left_out = +left_out  # without zeros
+    shown = left_out.most_common(SHOWN_REASONS)
+    for reason, count in shown:
+        yield f"left out: {count} {reason}"
+    if rest := left_out.total() - sum(count for _, count in shown):
+        yield f"left out: {rest} others"
+
+
+# ---------------------------------------------------------------------------------------------------- folders
+
+
+def find_files(folder: Path, extensions: Sequence[str]) -> Found:
+    """All files below a folder with one of the extensions (in any case), in the order of their paths.
+
+    Links to folders are followed, each folder once. Hidden files and folders, and names that are not UTF-8, are left out.
+
+    Raises:
+        UserError: there is no such file.
+    """
+    files: list[Path] = []
+    left_out: Counter[str] = Counter()
+    for path in _walk(folder, left_out):
+        suffix = path.suffix.lower()
+        if suffix not in extensions:
+            left_out[f"{suffix or 'files without extension'} files"] += 1
+        elif not _is_text(path):
+            left_out["files whose names are not UTF-8"] += 1
+        else:
+            files.append(path)
+    if not files:
+        found = "; ".join(f"{count} {reason}" for reason, count in (+left_out).most_common(SHOWN_REASONS))
+        raise UserError(f"{folder} has no file with one of {' '.join(extensions)}; it has: {found or 'nothing'}.")
+    return Found(sorted(files), left_out)
+
+
+def _walk(folder: Path, left_out: Counter[str]) -> Iterator[Path]:
+    seen: set[str] = set()
+    for place, folders, names in os.walk(folder, followlinks=True):
+        real = os.path.realpath(place)
+        if real in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        left_out["hidden folders"] += sum(name.startswith(".") for name in folders)
+        left_out["hidden files"] += sum(name.startswith(".") for name in names)
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        yield from (Path(place, name) for name in names if not name.startswith("."))
+
+
+def _is_text(path: Path) -> bool:
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _table(folder: Path, files: Sequence[Path], **columns: Sequence[object]) -> pd.DataFrame:
+    """Absolute paths, the file's name without its extension, and its place in `folder`, beside other columns."""
+    return pd.DataFrame(
+        {
+            "path": pd.Series([str(path.absolute()) for path in files], dtype=object),
+            "id": pd.Series([path.stem for path in files], dtype=object),
+            "relpath": pd.Series([path.relative_to(folder).as_posix() for path in files], dtype=object),
+            **{name: pd.Series(list(column)) for name, column in columns.items()},
+        }
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- kinds
+
+Made = tuple[pd.DataFrame, Counter[str]]
+
+
+def convert_files(folder: Path, args: argparse.Namespace) -> Made:
+    """All videos, or all images, of a folder."""
+    found = find_files(folder, EXTENSIONS[args.kind])
+    return _table(folder, found.files), found.left_out
+
+
+def convert_classes(folder: Path, args: argparse.Namespace) -> Made:
+    """CLASS/.../file: the text is the folder's name, the label its number in the order of names."""
+    return _by_class(folder, args.split, IMAGE_EXTENSIONS + VIDEO_EXTENSIONS, lambda name: name.replace("_", " "))
+
+
+def convert_imagenet(folder: Path, args: argparse.Namespace) -> Made:
+    """n01440764/picture.JPEG: label and words of ImageNet's 1000 classes, also for a part of them."""
+    from timm.data import ImageNetInfo
+
+    imagenet = ImageNetInfo()
+    numbers = {name: i for i, name in enumerate(imagenet.label_names())}
+    frame, left_out = _by_class(folder, args.split, IMAGE_EXTENSIONS, str)
+    if unknown := sorted(set(frame["text"]) - numbers.keys()):
+        raise UserError(
+            f"{folder}: {unknown[0]!r} is not one of ImageNet's 1000 classes, whose folders have names such as "
+            "n01440764; for other class folders use `convert classes`."
+        )
+    labels = frame["text"].map(numbers)
+    words = labels.map(lambda label: imagenet.index_to_description(label))
+    return frame.assign(text=words.astype(object), label=labels), left_out
+
+
+def convert_ucf101(folder: Path, args: argparse.Namespace) -> Made:
+    """ApplyEyeMakeup/clip.avi: the text is "Apply Eye Makeup", the label its number in the order of names."""
+    return _by_class(folder, args.split, VIDEO_EXTENSIONS, lambda name: re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name))
+
+
+def _by_class(folder: Path, split: str | None, extensions: Sequence[str], words: Callable[[str], str]) -> Made:
+    """Files in class folders. `split`: a folder between, or a list of files such as UCF101's trainlist01.txt."""
+    listed = None
+    if split is not None and (folder / split).is_dir():
+        folder = folder / split
+    elif split is not None:
+        listed = _read_split(folder, split)
+    classes = class_folders(folder)
+    found = find_files(folder, extensions)
+    names = [path.relative_to(folder).parts for path in found.files]
+    wanted = [len(parts) > 1 and (listed is None or "/".join(parts) in listed) for parts in names]
+    left_out = found.left_out + Counter(
+        {
+            "files in no class folder": sum(len(parts) == 1 for parts in names),
+            f"files that {split} does not name": sum(len(p) > 1 and not w for p, w in zip(names, wanted, strict=True)),
+        }
+    )
+    if listed is not None and (absent := len(listed) - sum(wanted)):
+        left_out[f"lines of {split} whose files do not exist"] = absent
+    files = [path for path, take in zip(found.files, wanted, strict=True) if take]
+    if not files:
+        raise UserError(f"{folder}: no file is left (split {split}).")
+    owners = [path.relative_to(folder).parts[0] for path in files]
+    numbers = {name: i for i, name in enumerate(classes)}
+    frame = _table(
+        folder, files, text=[words(name) for name in owners], label=[numbers[name] for name in owners]
+    )
+    frame["text"] = frame["text"].astype(object)
+    return frame, left_out
+
+
+def _read_split(folder: Path, split: str) -> set[str]:
+    """The files of a list: one a line, CLASS/file, a class number behind it if there is one."""
+    path = next((place for place in (Path(split), folder / split) if place.is_file()), None)
+    if path is None:
+        inner = sorted(place.name for place in folder.iterdir() if place.is_dir())
+        raise UserError(f"--split {split}: neither a folder in {folder} nor a file; its folders: {', '.join(inner[:5])}.")
+    lines = path.read_text(encoding="utf-8-sig").splitlines()
+    return {re.sub(r"\s+\d+$", "", line.strip()) for line in lines if line.strip()}
+
+
+def convert_vidprom(folder: Path, args: argparse.Namespace) -> Made:
+    """pika-UUID.mp4 and the like: the text is the prompt of that UUID in VidProM's own table."""
+    info = read_frame(Path(args.info))
+    if missing := [name for name in ("uuid", "prompt") if name not in info.columns]:
+        raise UserError(f"{args.info} has no column {missing[0]!r}; its columns are: {', '.join(info.columns)}.")
+    prompts = dict(zip(info["uuid"], info["prompt"], strict=True))
+    found = find_files(folder, VIDEO_EXTENSIONS)
+    uuids = [re.sub(r"^[A-Za-z0-9]+-(?=[0-9a-fA-F]{8}-)", "", path.stem) for path in found.files]
+    known = [uuid in prompts for uuid in uuids]
+    if not any(known):
+        raise UserError(f"{args.info} names none of the {len(uuids)} videos in {folder}; names are like pika-UUID.mp4.")
+    files = [path for path, take in zip(found.files, known, strict=True) if take]
+    texts = [str(prompts[uuid]) for uuid, take in zip(uuids, known, strict=True) if take]
+    left_out = found.left_out + Counter({f"videos that {Path(args.info).name} does not name": known.count(False)})
+    frame = _table(folder, files, text=texts)
+    frame["text"] = frame["text"].astype(object)
+    return frame, left_out
+
+
+KINDS: dict[str, Callable[[Path, argparse.Namespace], Made]] = {
+    "video": convert_files,
+    "image": convert_files,
+    "classes": convert_classes,
+    "imagenet": convert_imagenet,
+    "ucf101": convert_ucf101,
+    "vidprom": convert_vidprom,
+}
+
+
+def read_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.datasets.convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="{" + ",".join(KINDS) + "}")
+    for kind, function in KINDS.items():
+        line = (function.__doc__ or "").splitlines()[0]
+        sub = kinds.add_parser(kind, help=line, description=line, allow_abbrev=False)
+        sub.add_argument("folder", metavar="FOLDER")
+        sub.add_argument("--output", "-o", required=True, metavar="TABLE", help=".csv, .jsonl or .parquet")
+        sub.add_argument("--overwrite", action="store_true", help="replace the output if it exists")
+        help_of_paths = "absolute (default), or relative to the table's folder"
+        sub.add_argument("--paths", choices=("absolute", "relative"), default="absolute", help=help_of_paths)
+        sub.add_argument("--num-workers", type=int, metavar="N", help="processes that read files (default: one a core)")
+        if kind == "vidprom":
+            sub.add_argument("--info", required=True, metavar="TABLE", help="VidProM's table, with uuid and prompt")
+            continue
+        sub.add_argument("--info", action="store_true", help="add num_frames, height, width, fps, ... and status")
+        if kind in ("video", "image"):
+            sub.add_argument("--captions", choices=("txt", "json"), help="text from a.txt or a.json beside a.mp4")
+        else:
+            sub.add_argument("--split", metavar="NAME", help="a folder in FOLDER (train), or a list of files")
+    return parser.parse_args(argv)
+
+
+@exit_on_user_error
+def main() -> None:
+    """The command line."""
+    run()
+
+
+if __name__ == "__main__":
+    main()

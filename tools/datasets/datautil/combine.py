@@ -1,0 +1,162 @@
+"""Several tables: putting them together, and comparing one with another. Rows belong together when they name one file."""
+
+import glob
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from opensora.registry import did_you_mean
+from opensora.utils.errors import UserError
+from tools.datasets.datautil.io import is_numeric, read_frame, strings
+from tools.datasets.datautil.operations import Result, Sheet, keep, operation
+from tools.datasets.datautil.paths import places, rebased
+
+GROUP = "other tables (rows belong together when they name the same file)"
+
+
+def find_tables(patterns: Sequence[str]) -> list[Path]:
+    """The files of names and glob patterns, each once, in the order given; a pattern's in the order of their names.
+
+    Raises:
+        UserError: nothing matches a pattern.
+    """
+    found: list[Path] = []
+    for pattern in patterns:
+        names = [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern, recursive=True))  # noqa: PTH207
+        if not names:
+            folder = Path(pattern).parent
+            near = [path.name for path in folder.glob("*")] if folder.is_dir() else []
+            raise UserError(f"{pattern}: there is no such file.{did_you_mean(Path(pattern).name, near)}")
+        found += map(Path, names)
+    return list({path.resolve(): path for path in reversed(found)}.values())[::-1]
+
+
+def merge(tables: Sequence[tuple[Path, pd.DataFrame]], root: Path | None, folder: Path) -> tuple[Sheet, list[str]]:
+    """The rows of all tables below each other, and lines that say what was done.
+
+    Args:
+        tables: where each is from, and its rows.
+        root: what their paths are relative to; None = each table's own folder.
+        folder: where the result will lie; paths are rewritten to be relative to it, unless there is a root.
+    """
+    lines, frames = [], []
+    every = list(dict.fromkeys(name for _, frame in tables for name in frame.columns))
+    for source, frame in tables:
+        line = f"{source}: {len(frame)} rows"
+        if absent := [name for name in every if name not in frame.columns]:
+            line += f", without {', '.join(absent)} (left empty)"
+        if root is None and "path" in frame.columns:
+            before = strings(frame["path"])
+            after = rebased(before, source.parent, folder)
+            if changed := int((before != after).sum()):
+                line += f"; {changed} paths rewritten to be relative to {folder}"
+                frame = frame.assign(path=after)
+        lines.append(line)
+        frames.append(frame)
+    columns = {name: _stacked(name, frames) for name in every}
+    whole = pd.DataFrame(columns, index=pd.RangeIndex(sum(map(len, frames))))
+    return Sheet(whole, folder if root is None else root, root), lines
+
+
+def _stacked(name: str, frames: Sequence[pd.DataFrame]) -> pd.Series:
+    """One column of all tables: numbers when it is numbers in all that have it, else objects; gaps are empty."""
+    there = [frame[name] for frame in frames if name in frame.columns]
+    numeric = [is_numeric(part) for part in there]
+    kind: Any = object
+    if all(numeric):
+        kind = np.float64 if any(pd.api.types.is_float_dtype(part.dtype) for part in there) else "Int64"
+    parts = []
+    for frame in frames:
+        if name not in frame.columns:
+            part = pd.Series(np.nan if all(numeric) else "", index=frame.index, dtype=kind)
+        else:  # numbers beside text become text, as a CSV would have them
+            part = strings(frame[name]) if any(numeric) and not all(numeric) else frame[name].astype(kind)
+        parts.append(part)
+    return pd.concat(parts, ignore_index=True)
+
+
+class _Other(NamedTuple):
+    frame: pd.DataFrame
+    places: pd.Series
+
+
+def _read_other(sheet: Sheet, source: str) -> _Other:
+    path = Path(source)
+    frame = read_frame(path)
+    if "path" not in frame.columns:
+        raise UserError(f"{path} has no column 'path'; its columns are: {', '.join(frame.columns)}.")
+    return _Other(frame, places(strings(frame["path"]), sheet.root or path.parent))
+
+
+def _places(sheet: Sheet) -> pd.Series:
+    return places(sheet.text("path"), sheet.folder)
+
+
+@operation("difference", "minus_{}", group=GROUP, metavar="TABLE")
+def difference(sheet: Sheet, source: str) -> Result:
+    """drop rows whose file TABLE names"""
+    named = _places(sheet).isin(_read_other(sheet, source).places).to_numpy()
+    return keep(sheet, ~named, [(f"that {source} names", named)])
+
+
+@operation("intersection", "and_{}", group=GROUP, metavar="TABLE")
+def intersection(sheet: Sheet, source: str) -> Result:
+    """keep rows whose file TABLE names too, and take from it the columns that are missing here"""
+    other = _read_other(sheet, source)
+    named = _places(sheet).isin(other.places).to_numpy()
+    result = keep(sheet, named, [(f"that {source} does not name", ~named)])
+    joined = _with_columns_of(result.sheet, other)
+    return replace(joined, dropped=result.dropped)
+
+
+@operation("merge", "merge_{}", group=GROUP, metavar="TABLE")
+def merge_columns(sheet: Sheet, source: str) -> Result:
+    """take from TABLE the columns that are missing here; rows that it does not name get empty cells"""
+    return _with_columns_of(sheet, _read_other(sheet, source))
+
+
+def _with_columns_of(sheet: Sheet, other: _Other) -> Result:
+    first = ~other.places.duplicated().to_numpy()
+    index = pd.Index(other.places[first])
+    match = index.get_indexer(pd.Index(_places(sheet)))  # -1 where there is none
+    new = [name for name in other.frame.columns if name not in sheet.frame.columns]
+    columns = {name: _picked(other.frame[name][first], match) for name in new}
+    notes = [f"new columns: {', '.join(new) or 'none'}"]
+    if absent := int((match < 0).sum()):
+        notes.append(f"{absent} rows have no partner")
+    if twice := int((~first).sum()):
+        notes.append(f"{twice} rows of the other table name a file again and were not looked at")
+    return Result(sheet.with_columns(**columns), note="; ".join(notes))
+
+
+def _picked(column: pd.Series, match: np.ndarray) -> pd.Series:
+    """The cells at `match`, empty ones where it is -1."""
+    picked = column.reset_index(drop=True).reindex(match).reset_index(drop=True)
+    return picked if is_numeric(column) else picked.where(match >= 0, "")
+
+
+@operation("update-text", "updated", group=GROUP, metavar="TABLE")
+def update_text(sheet: Sheet, source: str) -> Result:
+    """take the captions of TABLE for the files that it names; an empty one replaces nothing"""
+    other = _read_other(sheet, source)
+    if "text" not in other.frame.columns:
+        raise UserError(f"{source} has no column 'text'; its columns are: {', '.join(other.frame.columns)}.")
+    filled = strings(other.frame["text"])
+    useful = (filled != "") & ~other.places.duplicated()
+    captions = dict(zip(other.places[useful], filled[useful], strict=True))
+    old = sheet.text("text") if "text" in sheet.frame.columns else pd.Series([""] * len(sheet), dtype=object)
+    files = _places(sheet)
+    new = pd.Series([captions.get(p, o) for p, o in zip(files, old, strict=True)], dtype=object)
+    absent = sum(place not in captions for place in files)
+    note = f"{int((new != old).sum())} captions changed, {absent} files have none in {Path(source).name}"
+    return Result(sheet.with_columns(text=new), note=note)
+
+
+def same_file(one: Path, other: Path) -> bool:
+    """Whether two names mean one existing file."""
+    return one.exists() and other.exists() and os.path.samefile(one, other)  # noqa: PTH121

@@ -1,0 +1,203 @@
+"""Operations that keep rows by their numbers, their kind of file, or one row of several that are alike."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from opensora.datasets.files import IMAGE_EXTENSIONS, VIDEO_EXTENSIONS
+from opensora.utils.errors import UserError
+from tools.datasets.datautil.operations import OPERATIONS, Operation, Result, Run, Sheet, keep, operation
+from tools.datasets.datautil.paths import places
+
+LIMITS = {
+    "f": ("num_frames", "frames"),
+    "h": ("height", "height in pixels"),
+    "w": ("width", "width in pixels"),
+    "hw": ("resolution", "height x width"),
+    "ar": ("aspect_ratio", "height / width"),
+    "fps": ("fps", "frames per second; rows without it, as images are, stay"),
+    "fs": ("filesize", "size of the file in MiB"),
+    "len": ("text_len", "tokens of the caption"),
+    "aes": ("aes", "aesthetic score"),
+    "match": ("match", "agreement of caption and picture"),
+    "flow": ("flow", "amount of motion"),
+    "ocr": ("ocr", "pieces of writing in the picture"),
+}
+"""Prefix of `--PREFIXmin N` and `--PREFIXmax N`, the column, and what it is."""
+
+
+def number(text: str) -> float:
+    """A limit: any number but NaN, with which nothing compares."""
+    value = float(text)
+    if value != value:
+        raise ValueError(text)
+    return value
+
+
+def _limit(column: str, side: str, *, keep_missing: bool) -> Run:
+    def run(sheet: Sheet, limit: float) -> Result:
+        numbers = sheet.numbers(column)
+        missing = np.isnan(numbers)
+        with np.errstate(invalid="ignore"):
+            beyond = numbers < limit if side == "min" else numbers > limit
+        sign = "<" if side == "min" else ">"
+        kept = ~beyond & (keep_missing | ~missing)
+        return keep(sheet, kept, [(f"with {column} {sign} {limit:g}", beyond), (f"without {column}", missing)])
+
+    return run
+
+
+for _prefix, (_column, _meaning) in LIMITS.items():
+    for _side, _word in (("min", "least"), ("max", "largest")):
+        OPERATIONS[f"{_prefix}{_side}"] = Operation(
+            f"{_prefix}{_side}",
+            _limit(_column, _side, keep_missing=_column == "fps"),  # as Open-Sora's --fpsmax
+            f"{_word} {_column} ({_meaning})",
+            f"{_prefix}{_side}{{}}",
+            {"type": number, "metavar": "N"},
+            "filters by number",
+        )
+
+FILES = "filters by file"
+
+
+def _suffixes(sheet: Sheet) -> pd.Series:
+    names = sheet.text("path").str.rsplit("/", n=1).str[-1]
+    return names.str.extract(r"(?s)^.+(\.[^.]+)$", expand=False).fillna("").str.lower()
+
+
+def _keep_extensions(sheet: Sheet, extensions: tuple[str, ...]) -> Result:
+    suffixes = _suffixes(sheet)
+    kept = suffixes.isin(extensions).to_numpy()
+    others = suffixes[~kept].value_counts()
+    return keep(sheet, kept, [(f"are {name or 'files without extension'}", (suffixes == name)) for name in others.index])
+
+
+@operation("img-only", "img", group=FILES)
+def img_only(sheet: Sheet, _: Any) -> Result:
+    """keep images, by extension"""
+    return _keep_extensions(sheet, IMAGE_EXTENSIONS)
+
+
+@operation("vid-only", "vid", group=FILES)
+def vid_only(sheet: Sheet, _: Any) -> Result:
+    """keep videos, by extension"""
+    return _keep_extensions(sheet, VIDEO_EXTENSIONS)
+
+
+@operation("extensions", "{}", group=FILES, nargs="+", metavar=".EXT")
+def extensions(sheet: Sheet, names: list[str]) -> Result:
+    """keep these extensions (.mp4 .webm)"""
+    return _keep_extensions(sheet, tuple(f".{name.lower().lstrip('.')}" for name in names))
+
+
+@operation("path-subset", "{}", group=FILES, metavar="TEXT")
+def path_subset(sheet: Sheet, part: str) -> Result:
+    """keep rows whose path holds TEXT"""
+    kept = sheet.text("path").str.contains(part, regex=False).to_numpy(bool)
+    return keep(sheet, kept, [(f"without {part!r} in the path", ~kept)])
+
+
+@operation("remove-empty-path", "nopath", group=FILES)
+def remove_empty_path(sheet: Sheet, _: Any) -> Result:
+    """drop rows without a path"""
+    empty = (sheet.text("path").str.strip() == "").to_numpy(bool)
+    return keep(sheet, ~empty, [("without a path", empty)])
+
+
+@operation("remove-broken", "ok", group=FILES)
+def remove_broken(sheet: Sheet, _: Any) -> Result:
+    """drop rows whose status (of --info) is not ok"""
+    broken = (sheet.text("status") != "ok").to_numpy(bool)
+    return keep(sheet, ~broken, [("with a status that is not ok", broken)])
+
+
+ALIKE = "one of several alike (the first stays)"
+
+
+def _first_of(sheet: Sheet, values: pd.Series, what: str) -> Result:
+    again = values.duplicated().to_numpy()
+    return keep(sheet, ~again, [(f"with a {what} that came before", again)])
+
+
+@operation("dedupe", "unique_{}", group=ALIKE, metavar="COLUMN")
+def dedupe(sheet: Sheet, column: str) -> Result:
+    """keep the first row of each value of COLUMN, as text"""
+    return _first_of(sheet, sheet.text(column), column)
+
+
+@operation("remove-path-duplication", "uniquepath", group=ALIKE)
+def remove_path_duplication(sheet: Sheet, _: Any) -> Result:
+    """keep the first row of each file, however its path is written"""
+    return _first_of(sheet, places(sheet.text("path"), sheet.folder), "file")
+
+
+@operation("remove-text-duplication", "uniquetext", group=ALIKE)
+def remove_text_duplication(sheet: Sheet, _: Any) -> Result:
+    """keep the first row of each caption"""
+    return _first_of(sheet, sheet.text("text"), "caption")
+
+
+ORDER = "order and number of rows"
+
+
+@operation("sort", "sort_{}", group=ORDER, metavar="COLUMN")
+def sort(sheet: Sheet, column: str) -> Result:
+    """largest first; rows without a value last"""
+    return _sorted(sheet, column, largest_first=True)
+
+
+@operation("sort-ascending", "sort_{}", group=ORDER, metavar="COLUMN")
+def sort_ascending(sheet: Sheet, column: str) -> Result:
+    """smallest first; rows without a value last"""
+    return _sorted(sheet, column, largest_first=False)
+
+
+def _sorted(sheet: Sheet, column: str, *, largest_first: bool) -> Result:
+    try:
+        numbers = sheet.numbers(column)
+    except UserError:
+        if column not in sheet.frame.columns:
+            raise
+        cells = sheet.text(column).tolist()
+        present = [row for row, cell in enumerate(cells) if cell]
+        order = sorted(present, key=cells.__getitem__, reverse=largest_first)
+        order += [row for row, cell in enumerate(cells) if not cell]
+        note = "sorted as text"
+    else:
+        order = np.argsort(-numbers if largest_first else numbers, kind="stable").tolist()  # NaN is last either way
+        note = "sorted as numbers"
+    return _taken(sheet, np.array(order, np.int64), note=note)
+
+
+@operation("shuffle", "shuffled", group=ORDER)
+def shuffle(sheet: Sheet, _: Any) -> Result:
+    """random order, a function of --seed"""
+    return _taken(sheet, np.random.default_rng(sheet.seed).permutation(len(sheet)))
+
+
+@operation("head", "head{}", group=ORDER, type=int, metavar="N")
+def head(sheet: Sheet, count: int) -> Result:
+    """keep the first N rows"""
+    later = np.arange(len(sheet)) >= _count(count)
+    return keep(sheet, ~later, [(f"after the first {count}", later)])
+
+
+@operation("sample", "sample{}", group=ORDER, type=int, metavar="N")
+def sample(sheet: Sheet, count: int) -> Result:
+    """keep N random rows in their order, a function of --seed"""
+    kept = np.zeros(len(sheet), bool)
+    kept[np.random.default_rng(sheet.seed).permutation(len(sheet))[: _count(count)]] = True
+    return keep(sheet, kept, [("not drawn", ~kept)])
+
+
+def _count(count: int) -> int:
+    if count < 1:
+        raise UserError("the number of rows must be at least 1.")
+    return count
+
+
+def _taken(sheet: Sheet, order: np.ndarray, note: str = "") -> Result:
+    return Result(replace(sheet, frame=sheet.frame.take(order).reset_index(drop=True)), note=note)

@@ -1,0 +1,197 @@
+"""What an operation on a table is, and how a list of them is carried out: in the order given, each with an account of the
+rows that it drops."""
+
+import argparse
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from opensora.registry import did_you_mean
+from opensora.utils.errors import UserError
+from tools.datasets.datautil.io import strings, to_numbers
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """A table between two operations.
+
+    Attributes:
+        frame: the rows, numbered from 0.
+        folder: what relative paths in `path` are relative to.
+        root: what the paths of all tables are relative to; None = each table's own folder.
+        workers: processes that may be started.
+        seed: of everything random.
+    """
+
+    frame: pd.DataFrame
+    folder: Path
+    root: Path | None = None
+    workers: int = 1
+    seed: int = 42
+
+    def __len__(self) -> int:
+        return len(self.frame)
+
+    def column(self, name: str) -> pd.Series:
+        """A column.
+
+        Raises:
+            UserError: there is none of this name.
+        """
+        if name in self.frame.columns:
+            return self.frame[name]
+        columns = [str(column) for column in self.frame.columns]
+        hint = f" {MAKERS[name]} makes it." if name in MAKERS else ""
+        raise UserError(
+            f"there is no column {name!r}.{did_you_mean(name, columns)}{hint} The columns are: {', '.join(columns)}."
+        )
+
+    def text(self, name: str) -> pd.Series:
+        """A column as strings."""
+        return strings(self.column(name))
+
+    def numbers(self, name: str) -> np.ndarray:
+        """A column as float64 [N], NaN where a cell is empty."""
+        return to_numbers(self.column(name), name)
+
+    def files(self) -> list[Path]:
+        """Where the files of the rows are."""
+        return [self.folder / name for name in self.text("path")]
+
+    def with_columns(self, **columns: Any) -> "Sheet":
+        """The same rows with columns set or added."""
+        return replace(self, frame=self.frame.assign(**columns))
+
+
+MAKERS = {
+    **dict.fromkeys(("num_frames", "height", "width", "aspect_ratio", "resolution", "fps", "status"), "--info"),
+    "filesize": "--filesize",
+    "text_len": "--count-num-token",
+    "id": "--path-to-id",
+}
+"""Which operation makes a column that others ask for."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What an operation did.
+
+    Attributes:
+        sheet: the table after it.
+        dropped: how many rows were left out, by reason.
+        note: what else there is to say.
+    """
+
+    sheet: Sheet
+    dropped: Mapping[str, int] = field(default_factory=dict)
+    note: str = ""
+
+
+Run = Callable[[Sheet, Any], Result]
+
+
+class Operation(NamedTuple):
+    """A flag of the command line.
+
+    Attributes:
+        flag: without the dashes.
+        run: does it; gets what the flag was given, True for a flag that takes nothing.
+        help: one line.
+        suffix: what it adds to the name of an output that was not named, with {} for the value.
+        arguments: for argparse: `nargs`, `type`, `metavar`, ...
+        group: heading of the help.
+    """
+
+    flag: str
+    run: Run
+    help: str
+    suffix: str
+    arguments: Mapping[str, Any]
+    group: str
+
+
+OPERATIONS: dict[str, Operation] = {}
+
+
+def operation(flag: str, suffix: str, *, group: str, help: str | None = None, **arguments: Any) -> Callable[[Run], Run]:
+    """Register a function as the operation `--flag`; its docstring's first line is the help unless that is given."""
+
+    def register(run: Run) -> Run:
+        if flag in OPERATIONS:
+            raise TypeError(f"--{flag} is there twice")
+        OPERATIONS[flag] = Operation(
+            flag, run, help or (run.__doc__ or "").strip().splitlines()[0], suffix, arguments or {"nargs": 0}, group
+        )
+        return run
+
+    return register
+
+
+def keep(sheet: Sheet, kept: np.ndarray, reasons: Sequence[tuple[str, np.ndarray]], note: str = "") -> Result:
+    """The rows where `kept` [N] is True. A row that is dropped counts for the first reason that holds.
+
+    Raises:
+        AssertionError: a dropped row has no reason.
+    """
+    left = ~kept
+    dropped: dict[str, int] = {}
+    for reason, holds in reasons:
+        if count := int((left & holds).sum()):
+            dropped[reason] = dropped.get(reason, 0) + count
+        left = left & ~holds
+    assert not left.any(), f"{int(left.sum())} rows would vanish without a reason"
+    return Result(replace(sheet, frame=sheet.frame[kept].reset_index(drop=True)), dropped, note)
+
+
+def apply(sheet: Sheet, steps: Sequence[tuple[str, Any]], report: Callable[[str], None] = print) -> Sheet:
+    """Carry out (flag, value) pairs in order; `report` gets one line for each.
+
+    Raises:
+        UserError: an operation is unknown or cannot be done; the message begins with its flag.
+    """
+    for flag, value in steps:
+        if flag not in OPERATIONS:
+            raise UserError(f"--{flag} is no operation.{did_you_mean(flag, list(OPERATIONS))}")
+        before = len(sheet)
+        try:
+            result = OPERATIONS[flag].run(sheet, value)
+        except UserError as error:
+            raise UserError(f"{spelled(flag, value)}: {error}") from error
+        sheet = result.sheet
+        assert before - sum(result.dropped.values()) == len(sheet), f"--{flag} does not account for all rows"
+        report(_line(spelled(flag, value), before, result))
+    return sheet
+
+
+def spelled(flag: str, value: Any) -> str:
+    """An operation as it was typed."""
+    values = value if isinstance(value, list | tuple) else [] if value is True or value is None else [value]
+    return " ".join([f"--{flag}", *(f"{v:g}" if isinstance(v, float) else str(v) for v in values)])
+
+
+def _line(name: str, before: int, result: Result) -> str:
+    line = f"{name}: {before} -> {len(result.sheet)} rows"
+    if result.dropped:
+        line += f" (dropped: {'; '.join(f'{count} {reason}' for reason, count in result.dropped.items())})"
+    return f"{line}; {result.note}" if result.note else line
+
+
+class Collect(argparse.Action):
+    """Puts (flag, value) at the end of `namespace.steps`: argparse alone forgets the order of different flags."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        steps: list[tuple[str, Any]] = getattr(namespace, "steps", None) or []
+        steps.append(((option or "").removeprefix("--"), True if values == [] and self.nargs == 0 else values))
+        namespace.steps = steps
+
+
+def groups() -> Iterator[tuple[str, list[Operation]]]:
+    """The operations under their headings, in the order of registration."""
+    for name in dict.fromkeys(op.group for op in OPERATIONS.values()):
+        yield name, [op for op in OPERATIONS.values() if op.group == name]

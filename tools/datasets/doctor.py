@@ -1,0 +1,160 @@
+"""What a training run will make of its data, before it runs; no GPU and no weights are needed.
+
+    python -m tools.datasets.doctor CONFIG --data-path TABLE [--processes 8] [--samples 32] [--contact-sheet FILE.png]
+                                    [any option of scripts/train.py]
+
+Says what becomes of every row and which setting would keep those that are left out; how large steps are and how many an
+epoch has; what is there twice; how fast clips are decoded; and draws what the model will really see. Exit code: 0 all is
+well; 1 it would train, but something was found; 2 it would not train.
+"""
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from opensora.datasets.bucket_sampler import BucketBatchSampler
+from opensora.datasets.dataloader import build_sampler
+from opensora.datasets.read_video import probe
+from opensora.datasets.sampler import BucketKey, SampleKey
+from opensora.datasets.summary import Summary, summarise
+from opensora.datasets.table import Table
+from opensora.registry import DATASETS, MODELS, SCHEDULERS, build_module
+from opensora.utils.config import TrainConfig, parse_config
+from opensora.utils.errors import UserError, exit_on_user_error
+from opensora.utils.logging import show_messages
+from tools.datasets.contact_sheet import Reading, draw_sheet, read_samples
+
+REGISTRIES = {"model": MODELS, "vae": MODELS, "text_encoder": MODELS, "scheduler": SCHEDULERS, "dataset": DATASETS}
+MANY = 0.01  # the share of rows from which one caption for all of them is worth a word
+FEW = 3  # so many of the same caption are never worth a word
+
+
+@exit_on_user_error
+def main() -> None:
+    """Examine, report, and exit with the verdict."""
+    options, rest = _options(sys.argv[1:])
+    show_messages()
+    cfg = parse_config(TrainConfig, REGISTRIES, rest)
+    dataset = build_module(cfg.dataset, DATASETS, seed=cfg.seed)
+    sampler = build_sampler(
+        dataset,
+        cfg.batch_size,
+        seed=cfg.seed,
+        world_size=options.processes,
+        tail=cfg.bucket_tail,
+        order=cfg.bucket_order,
+    )
+    summary = summarise(dataset, sampler, options.processes, cfg.accumulation_steps)
+    print(summary)
+    complaints = [*of_the_epoch(summary), *of_the_table(dataset.table)]
+    readings = read_samples(dataset, choose(sampler, options.samples))
+    print(throughput(readings))
+    complaints += of_the_files(dataset, readings)
+    if options.contact_sheet and (shown := draw_sheet(readings, options.contact_sheet)):
+        print(f"{options.contact_sheet}: {shown} samples as the model sees them")
+    for complaint in complaints:
+        print(f"! {complaint}")
+    if summary.steps == 0:
+        raise UserError("this would not train: an epoch has no step. The settings that would keep samples are above.")
+    sys.exit(1 if complaints else 0)
+
+
+def choose(sampler: Any, count: int) -> list[SampleKey | BucketKey]:
+    """Samples to look at: in turn from every bucket, or the first of an epoch."""
+    if not isinstance(sampler, BucketBatchSampler):
+        indices = (i for keys in _first_batches(sampler, count) for i in keys)
+        return list(dict.fromkeys(indices))[:count]
+    plan, buckets = sampler.plan(0), sampler.dataset.buckets
+    used = [i for i, samples in enumerate(plan.samples.tolist()) if samples]
+    keys: list[SampleKey | BucketKey] = []
+    for turn in range(max(plan.samples.tolist(), default=0)):
+        for bucket in used:
+            if len(keys) == count:
+                return keys
+            if turn < plan.samples[bucket]:
+                row = int(plan.rows[plan.offsets[bucket] + turn])
+                keys.append(BucketKey(0, row, *buckets[bucket][2:5]))
+    return keys
+
+
+def of_the_epoch(summary: Summary) -> list[str]:
+    """What an epoch leaves out."""
+    lost = [f"{count} rows are left out: {reason}. {remedy}" for reason, (count, remedy) in summary.left.items()]
+    if summary.dropped:
+        lost.append(f"{summary.dropped} samples fill no batch and are dropped; bucket_tail='keep' would keep them.")
+    return [line for line in lost if "not drawn" not in line]  # chance is what the config asks for
+
+
+def of_the_table(table: Table) -> list[str]:
+    """What is there twice, or not at all."""
+    found = []
+    names = Counter(zip(table.rows["path"], *(table.rows[column] for column in table.text_columns), strict=True))
+    if twice := [name for name, times in names.items() if times > 1]:
+        found.append(f"{len(twice)} rows are there more than once, such as {twice[0][0]} with the same caption.")
+    for column in table.text_columns:
+        captions = Counter(table.rows[column].tolist())
+        if empty := captions.pop("", 0):
+            found.append(f"{empty} of {len(table)} captions in {column!r} are empty.")
+        caption, times = captions.most_common(1)[0] if captions else ("", 0)
+        if times > max(FEW, MANY * len(table)):
+            found.append(f"{times} rows have one caption in {column!r}: {caption[:80]!r}. Did captioning fail?")
+    return found
+
+
+def of_the_files(dataset: Any, readings: Sequence[Reading]) -> list[str]:
+    """What cannot be read, and where the table is wrong about a file."""
+    found = [f"cannot be used: {reading.problem}" for reading in readings if reading.problem]
+    table = dataset.table
+    for reading in readings:
+        if reading.problem or reading.row is None:
+            continue
+        info = probe(table.path(reading.row))
+        true = {"num_frames": info.num_frames, "height": info.height, "width": info.width}
+        for name, value in true.items():
+            column = getattr(table, name, None)
+            if column is not None and column[reading.row] > 0 and int(column[reading.row]) != value:
+                found.append(f"{table.where(reading.row)}: {name}={column[reading.row]}, but the file has {value}.")
+    return found
+
+
+def throughput(readings: Sequence[Reading]) -> str:
+    """How fast one process reads."""
+    good = [reading for reading in readings if not reading.problem]
+    seconds = sum(reading.seconds for reading in good)
+    frames = sum(reading.num_frames for reading in good)
+    if not good or seconds == 0:
+        return "decoding: nothing could be read"
+    return (
+        f"decoding: {len(good) / seconds:.1f} samples/s, {frames / seconds:.0f} frames/s in one process "
+        f"({len(good)} samples; each of num_workers adds about as much, while there are cores)"
+    )
+
+
+def _first_batches(sampler: Any, count: int) -> list[list[SampleKey]]:
+    batches = []
+    for keys in sampler:
+        batches.append(keys)
+        if sum(map(len, batches)) >= count or len(batches) >= sampler.batches_in(0):
+            return batches
+    return batches
+
+
+def _options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(prog="python -m tools.datasets.doctor", allow_abbrev=False, add_help=False)
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--samples", type=int, default=32)
+    parser.add_argument("--contact-sheet", type=Path, default=None)
+    if not argv or argv[0] in ("-h", "--help"):
+        sys.stdout.write(__doc__ or "")
+        raise SystemExit(0)
+    options, rest = parser.parse_known_args(argv)
+    if options.processes < 1 or options.samples < 1:
+        raise UserError("--processes and --samples must be at least 1.")
+    return options, rest
+
+
+if __name__ == "__main__":
+    main()
