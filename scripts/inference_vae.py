@@ -73,7 +73,9 @@ def read(path: Path, cfg: VAEInferenceConfig, vae: Any) -> tuple[Tensor, float]:
     available = -(-info.num_frames // cfg.frame_interval)
     num_frames = 1 if is_image(path) else cfg.num_frames or largest_legal(vae, available)
     if vae.legal_num_frames(num_frames) != num_frames:
-        raise UserError(f"num_frames={num_frames}: the VAE does not take that many; the nearest is {vae.legal_num_frames(num_frames)}.")
+        raise UserError(
+            f"num_frames={num_frames}: the VAE does not take that many; the nearest is {vae.legal_num_frames(num_frames)}."
+        )
     if frames_needed(num_frames, cfg.frame_interval) > info.num_frames:
         raise UserError(f"{path} has {info.num_frames} frames: too few for num_frames={num_frames}.")
     frames = read_frames(path, 0, num_frames, cfg.frame_interval)

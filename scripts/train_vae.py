@@ -33,7 +33,7 @@ from opensora.models.vae.adversary import Adversary, Nobody, Player, saved_parts
 from opensora.models.vae.evaluate import mean_quality, quality, reconstruct
 from opensora.models.vae.losses import Reconstructor, VAELoss
 from opensora.models.vae.pieces import Pieces
-from opensora.models.vae.statistics import LatentStatistics, measure_latents
+from opensora.models.vae.statistics import measure_latents
 from opensora.registry import DATASETS, MODELS, build_module
 from opensora.utils.ckpt import load_strictly, open_checkpoint
 from opensora.utils.config import VAETrainConfig, parse_config, to_dict
@@ -130,7 +130,7 @@ def train(cfg: VAETrainConfig, world: World) -> None:
             tensors |= adversary.state()
             on_main_first(partial(save_run, run, state, tensors, cfg.vae["type"], to_dict(cfg)))
     if world.is_main:
-        log.line(export(averaged(cfg, ema, world.device), dataset, run / "vae").describe())
+        log.line(export(cfg, averaged(cfg, ema, world.device), dataset, run / "vae"))
     barrier()
     log.line(f"done: {run / 'vae'}")
     log.close()
@@ -148,6 +148,10 @@ def build_vae(cfg: VAETrainConfig, device: torch.device) -> tuple[Reconstructor,
                 f"{name}: this VAE does not take {length} frames; the nearest is {vae.legal_num_frames(length)}."
             )
         vae.latent_size((length, *cfg.image_size))  # refuses a crop that the VAE cannot take
+    if cfg.trained == "decoder":
+        for part in (vae.autoencoder.encoder, getattr(vae.autoencoder, "quant_conv", None)):
+            if part is not None:
+                part.requires_grad_(False)
     model = Reconstructor(vae, cfg.logvar_init if cfg.reconstruction == "nll" else None).to(device)
     if device.type == "cuda":
         torch.backends.cudnn.benchmark = True  # batches have one size, or few
@@ -237,13 +241,19 @@ class HeldOut:
         return {f"held_out_{name}": value for name, value in values.items() if not math.isnan(value)}
 
 
-def export(vae: Any, dataset: Any, folder: Path) -> LatentStatistics:
-    """Measure the latents of up to 256 training samples and write the VAE, fp16, with its statistics."""
-    chosen = range(0, len(dataset), max(len(dataset) // STATISTICS_SAMPLES, 1))[:STATISTICS_SAMPLES]
-    statistics = measure_latents(vae, videos(dataset, chosen))
-    vae.set_latent_statistics(**statistics.config())
+def export(cfg: VAETrainConfig, vae: Any, dataset: Any, folder: Path) -> str:
+    """Write the VAE, fp16, with the statistics of the latents of up to 256 training samples; says what they are.
+
+    With the encoder kept the statistics are kept too: a denoiser that knows the latents knows them scaled so.
+    """
+    told = "the encoder was not trained: latents are scaled as before"
+    if cfg.trained == "all":
+        chosen = range(0, len(dataset), max(len(dataset) // STATISTICS_SAMPLES, 1))[:STATISTICS_SAMPLES]
+        statistics = measure_latents(vae, videos(dataset, chosen))
+        vae.set_latent_statistics(**statistics.config())
+        told = statistics.describe()
     vae.save_pretrained(folder, dtype="fp16")
-    return statistics
+    return told
 
 
 def videos(dataset: Any, indices: range) -> Iterator[Tensor]:

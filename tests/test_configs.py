@@ -12,19 +12,20 @@ from opensora.datasets.bucket import Buckets
 from opensora.inference.prompts import load_prompts
 from opensora.models.denoiser import Denoiser
 from opensora.registry import DATASETS, MODELS, SCHEDULERS, build_module
-from opensora.utils.config import InferenceConfig, TrainConfig, VAETrainConfig, parse_config
+from opensora.utils.config import InferenceConfig, TrainConfig, VAEInferenceConfig, VAETrainConfig, parse_config
 from opensora.utils.config_schema import Schema
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "configs").rglob("*.py"))
 TEXT_CHANNELS = {"t5": 4096, "clip": 512, "classes": 1, "hf": 384}  # of the encoders that the configs name
 REGISTRIES = {"model": MODELS, "vae": MODELS, "text_encoder": MODELS, "scheduler": SCHEDULERS, "dataset": DATASETS}
+REGISTRIES["discriminator"] = MODELS
 
 
 def schema_of(config: str) -> Schema:
     path = Path(config)
     if "inference" in (*path.parts, path.stem):
-        return InferenceConfig
+        return VAEInferenceConfig if "vae" in path.parts else InferenceConfig
     return VAETrainConfig if "vae" in path.parts or path.stem == "train_vae" else TrainConfig
 
 
@@ -34,7 +35,7 @@ def parse(config: str):
     return parse_config(schema, REGISTRIES, [str(ROOT / config), *argv])
 
 
-OF_DENOISERS = [config for config in CONFIGS if schema_of(config) is not VAETrainConfig]
+OF_DENOISERS = [config for config in CONFIGS if schema_of(config) in (TrainConfig, InferenceConfig)]
 
 
 def test_there_are_configs():
@@ -82,6 +83,9 @@ def test_the_model_takes_what_the_text_encoder_gives(config):
 @pytest.mark.parametrize("config", OF_DENOISERS)
 def test_the_model_predicts_what_the_scheduler_wants(config):
     scheduler = build_module(parse(config).scheduler, SCHEDULERS)
+    if parse(config).scheduler["type"] in ("dpm-solver", "rflow"):  # they drop a learned variance
+        assert model_of(config).out_channels in (4, 8)
+        return
     learned = scheduler.variance == "learned_range"
     assert model_of(config).out_channels == (8 if learned else 4)
 
@@ -111,6 +115,17 @@ def test_the_prompts_of_a_config_are_there(config, monkeypatch):
         assert y.shape == (len(prompts), 1, 1, 1)
     else:
         assert all(" " in prompt for prompt in prompts)
+
+
+@pytest.mark.parametrize("config", [c for c in CONFIGS if schema_of(c) is VAETrainConfig])
+def test_the_vae_takes_the_clips_of_its_config(config):
+    cfg = parse(config)
+    if "architecture" not in cfg.vae:
+        return  # weights of the hub
+    vae = build_module(cfg.vae, MODELS)
+    for length in cfg.mixed_lengths or [cfg.num_frames]:
+        assert vae.legal_num_frames(length) == length
+        vae.latent_size((length, *cfg.image_size))
 
 
 def test_the_labels_are_those_of_the_class_numbers():
@@ -182,10 +197,10 @@ def test_how_open_sora_1_0_trains_the_other_families(
         ("dit/inference/1x256x256-class", {"condition": "label_1000"}, 250, 4.0, 3, "ancestral"),
         ("latte/inference/16x256x256-class", {"condition": "label_101"}, 250, 7.0, None, "ancestral"),
         ("latte/inference/16x512x512-t2v", {"space_scale": 1.0}, 50, 7.5, None, "ddim"),
-        ("pixart/inference/1x256x256", {"space_scale": 1.0}, 100, 4.5, None, "ancestral"),
-        ("pixart/inference/1x512x512", {"space_scale": 1.0}, 100, 4.5, None, "ancestral"),
-        ("pixart/inference/1x1024MS", {"space_scale": 2.0}, 100, 4.5, None, "ancestral"),
-        ("pixart/inference/1x1024-sigma", {"space_scale": 2.0}, 100, 4.5, None, "ancestral"),
+        ("pixart/inference/1x256x256", {"space_scale": 1.0}, 20, 4.5, None, "dpm-solver"),
+        ("pixart/inference/1x512x512", {"space_scale": 1.0}, 20, 4.5, None, "dpm-solver"),
+        ("pixart/inference/1x1024MS", {"space_scale": 2.0}, 20, 4.5, None, "dpm-solver"),
+        ("pixart/inference/1x1024-sigma", {"space_scale": 2.0}, 20, 4.5, None, "dpm-solver"),
         (
             "opensora-v1-1/inference/sample",
             {"input_sq_size": 512, "norm_order": "rope_then_norm"}, 100, 7.0, 3, "ancestral",
@@ -197,7 +212,7 @@ def test_how_released_weights_are_sampled(name, model: dict[str, Any], steps, sc
     assert {key: cfg.model[key] for key in model} == model
     scheduler = build_module(cfg.scheduler, SCHEDULERS)
     assert (scheduler.num_sampling_steps, scheduler.cfg_scale, scheduler.cfg_channel) == (steps, scale, channel)
-    assert scheduler.sampler == sampler
+    assert getattr(scheduler, "sampler", cfg.scheduler["type"]) == sampler
 
 
 @pytest.mark.parametrize("config", [c for c in OF_DENOISERS if getattr(parse(c), "bucket_config", None)])

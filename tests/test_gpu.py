@@ -8,6 +8,7 @@ from opensora.acceleration.distributed import World
 from opensora.acceleration.engine import build_engine
 from opensora.registry import MODELS, SCHEDULERS
 from opensora.utils.seed import generators
+from tests.acceleration import test_few_keys_attention as few_keys
 from tests.acceleration.test_short_attention import SIZES, compare
 from tests.models.denoisers import FAMILIES, build, inputs
 
@@ -61,6 +62,13 @@ def test_training_steps_lower_the_loss(dtype, compiled):
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 3e-2), (torch.float16, 4e-3)])
 def test_short_attention_equals_the_formula(size, dtype, tolerance):
     compare(size, "cuda", dtype, tolerance)
+
+
+@pytest.mark.parametrize("size", [*few_keys.SIZES, (4, 16, 1024, 120, 72)])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 3e-2), (torch.float16, 4e-3)])
+def test_attention_to_few_keys_equals_the_formula(size, masked, dtype, tolerance):
+    few_keys.compare(size, masked=masked, device="cuda", dtype=dtype, tolerance=tolerance)
 
 
 def on_gpu(cond):

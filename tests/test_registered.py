@@ -2,19 +2,25 @@
 
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
 from opensora.acceleration.distributed import World
 from opensora.registry import DATASETS, MODELS, PLUGINS, SCHEDULERS
+from opensora.utils.errors import UserError
 from tests.models.denoisers import DENOISERS, TOY, inputs
+from tests.models.vaes import VAES, build, video_of
 
 SMALL = {"depth": 2, "hidden_size": 32, "num_heads": 2, "caption_channels": 16, "model_max_length": 5}
-VAES, TEXT_ENCODERS = ["VideoAutoencoderKL"], ["clip", "hf", "t5"]
+TEXT_ENCODERS = ["clip", "hf", "t5"]
+VAE_TYPES = {cfg["type"] for cfg in VAES.values()}
 
 
 def test_no_registered_model_is_left_out():
     """A new name fails here until one of the tests below builds it."""
-    assert MODELS.choices() == sorted([*DENOISERS, *VAES, *TEXT_ENCODERS, "cached", "classes"])
+    assert MODELS.choices() == sorted(
+        [*DENOISERS, *VAE_TYPES, *TEXT_ENCODERS, "cached", "classes", "PatchDiscriminator"]
+    )
 
 
 @pytest.mark.parametrize("name", DENOISERS)
@@ -30,12 +36,16 @@ def test_denoiser(name):
 
 @pytest.mark.parametrize("name", VAES)
 def test_vae(name):
-    channels = {"block_out_channels": (8, 8, 8, 8), "norm_num_groups": 4, "mid_block_add_attention": False}
-    vae = MODELS.build({"type": name, "architecture": channels}).eval()
-    x = torch.rand(1, 3, 2, 16, 24) * 2 - 1
+    vae = build(name)
+    x = video_of(vae, batch=1)
     z = vae.encode(x)
-    assert z.shape == (1, vae.out_channels, *vae.latent_size((2, 16, 24)))
-    assert vae.decode(z, num_frames=2).shape == x.shape
+    assert z.shape == (1, vae.out_channels, *vae.latent_size(tuple(x.shape[2:])))
+    assert vae.decode(z, num_frames=x.shape[2]).shape == x.shape
+
+
+def test_discriminator():
+    model = MODELS.build({"type": "PatchDiscriminator", "dims": 3, "channels": 8})
+    assert model(torch.rand(2, 3, 4, 32, 32)).shape == (2, 1, 1, 2, 2)
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +115,11 @@ def test_scheduler(name):
     cond = {"y": torch.randn(2, 1, 5, 16)}
     rngs = [torch.Generator().manual_seed(i) for i in range(2)]
     z = torch.randn(2, 4, 2, 4, 4)
-    assert scheduler.training_losses(model, z, cond, generators=rngs).shape == (2,)
+    if name == "dpm-solver":
+        with pytest.raises(UserError, match="iddpm"):
+            scheduler.training_losses(model, z, cond, generators=rngs)
+    else:
+        assert scheduler.training_losses(model, z, cond, generators=rngs).shape == (2,)
     assert scheduler.sample(model, z, cond, generators=rngs).isfinite().all()
 
 
@@ -128,9 +142,14 @@ def test_dataset(name, clips_csv, tmp_path):
     if name == "VariableVideoTextDataset":
         settings = {"data_path": str(table), "root": str(clips_csv.parent), "bucket_config": {"16x24": {2: (1.0, 1)}}}
         key = BucketKey(0, 0, 2, 16, 24)
+    if name == "ImageFolderDataset":
+        (tmp_path / "images" / "lake").mkdir(parents=True)
+        Image.new("RGB", (24, 16)).save(tmp_path / "images" / "lake" / "1.png")
+        settings = {"data_path": str(tmp_path / "images"), "num_frames": 1, "image_size": (16, 24)}
     item = DATASETS.build({"type": name, **settings})[key]
-    assert item["moments" if name.startswith("Cached") else "video"].shape[1] == 2
-    assert item["text"]
+    num_frames = settings.get("num_frames", 2)
+    assert item["moments" if name.startswith("Cached") else "video"].shape[1] == num_frames
+    assert item["text"] or name == "InMemoryVideoDataset"  # which trains VAEs
 
 
 @pytest.mark.parametrize("name", PLUGINS.choices())

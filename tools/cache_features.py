@@ -11,6 +11,7 @@ interrupted goes on where it stopped. To train from the cache:
 
 import argparse
 import inspect
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,9 @@ def cache_features(argv: Sequence[str] | None = None) -> dict[str, Counts]:
         raise UserError("give --cache-dir: the config's dataset has no cache_dir.")
     if dataset["data_path"] is None:
         raise UserError("give --data-path: the config names no table of clips.")
+    if (Path(folder) / "manifest.json").exists():
+        warnings.warn(f"{folder} also holds files of an older format, which nothing reads: delete manifest.json and the "
+                      "*.safetensors beside it.", stacklevel=2)  # fmt: skip
     world = init_world(cfg.device)
     job = Job(Path(folder), world, shard_bytes=round(args.shard_mb * 2**20))
     done = {}
@@ -55,8 +59,10 @@ def cache_features(argv: Sequence[str] | None = None) -> dict[str, Counts]:
         vae: Any = freeze(build_module(cfg.vae, MODELS), world.device)
         moments = job._replace(dtype=args.moments_dtype)
         part = SAMPLES if args.epochs else CLIPS
-        done[part] = _write_samples(dataset, vae, moments, args.epochs) if args.epochs else _write_clips(
-            dataset, vae, moments, args.chunk
+        done[part] = (
+            _write_samples(dataset, vae, moments, args.epochs)
+            if args.epochs
+            else _write_clips(dataset, vae, moments, args.chunk)
         )
         del vae
     if "text" in args.what:

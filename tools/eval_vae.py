@@ -1,35 +1,46 @@
-"""Measure a VAE on held-out pictures, beside the best linear codec with as many channels.
+"""Measure a VAE on held-out clips and pictures: PSNR, SSIM, LPIPS, and how much colour is left.
 
-    python -m tools.eval_vae --vae FOLDER --data-path data/pictures/held_out.csv \
-        --train-path data/pictures/train.csv --sheet outputs/vae.png
+    python -m tools.eval_vae --vae FOLDER --data-path assets/clips/held_out.csv --csv outputs/vae.csv --sheet outputs/vae.png
+    python -m tools.eval_vae --vae FOLDER --data-path data/pictures/held_out.csv --train-path data/pictures/train.csv
 
-For every source (the table's `source` column): PSNR, and how much of the colour's saturation is kept. The linear codec is
-a PCA of 8x8 pixel patches fitted on `--train-path`: a trained VAE that does not beat it clearly is not worth its time, and
-PSNR alone hides grey pictures. Pictures are cut to whole latent cells and encoded at their own size.
+Each row of the table gives one clip: a picture, or the first `--num-frames` frames of a video, at its own size, cut to whole
+latent cells; the latents are the posterior's mean. The mean is over sources (the table's `source` column), each of which
+is the mean over its clips, so that a source with many does not decide. LPIPS is AlexNet's, unless told otherwise; it needs
+the package stlpips-pytorch or one of its files (`--lpips none` leaves it out).
 
-Exit code: 0, or 1 when the gate is missed (at least 2.5 dB better than the linear codec, saturation ratio above 0.9).
+`--train-path` fits the best linear codec with as many numbers a cell, a PCA of pixel patches, on pictures, and adds a gate:
+a VAE that does not beat it clearly is not worth its time, and PSNR alone hides grey pictures. The exit code is then 0, or 1
+when the VAE is not at least 2.5 dB better, or keeps 0.9 of the saturation or less.
 """
 
 import argparse
+import csv
+import json
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 import torch
 from einops import rearrange
-from PIL import Image, ImageDraw, ImageOps
 from torch import Tensor
 
-from opensora.models.vae import VideoAutoencoderKL
+from opensora.datasets.read_video import probe, read_frames
+from opensora.datasets.table import read_table
+from opensora.datasets.transforms import to_float
+from opensora.inference.compare import save_sheet
+from opensora.models.vae import DiffusersVideoVAE, VideoAutoencoderKL
+from opensora.models.vae.evaluate import Quality, mean_quality, quality, reconstruct
+from opensora.models.vae.lpips import LPIPS
+from opensora.models.vae.metrics import psnr
 from opensora.utils.errors import UserError, exit_on_user_error
 
 GATE_DB = 2.5
 GATE_SATURATION = 0.9
-SHEET_HEIGHT = 160  # pixels of a row
+LARGEST_SHEET = 12  # sources
 
 
 class LinearCodec(NamedTuple):
@@ -39,34 +50,39 @@ class LinearCodec(NamedTuple):
     basis: Tensor  # [channels, D], orthonormal
     patch: int
 
-    def __call__(self, picture: Tensor) -> Tensor:
-        """Encode and decode a picture [3, H, W], whose sides are multiples of `patch`."""
-        x = _patches(picture, self.patch) - self.mean  # [N, D]
+    def __call__(self, video: Tensor) -> Tensor:
+        """Encode and decode a video [3, T, H, W], whose height and width are multiples of `patch`."""
+        x = _patches(video, self.patch) - self.mean  # [N, D]
         x = x @ self.basis.T @ self.basis + self.mean
-        return rearrange(
-            x,
-            "(h w) (C p q) -> C (h p) (w q)",
-            h=picture.shape[1] // self.patch,
-            C=3,
-            p=self.patch,
-            q=self.patch,
-        )
+        _, frames, height, _ = video.shape
+        sizes = {"T": frames, "h": height // self.patch, "C": 3, "p": self.patch, "q": self.patch}
+        return rearrange(x, "(T h w) (C p q) -> C T (h p) (w q)", **sizes).clamp(-1, 1)
 
 
-class Row(NamedTuple):
-    """What is measured on one picture, or the mean over pictures."""
+class Clip(NamedTuple):
+    """A row of the table: where it comes from, and its video [3, T, H, W] in [-1, 1]."""
 
-    psnr: float
-    saturation: float  # ratio, out / in
-    linear_psnr: float
+    name: str
+    source: str
+    video: Tensor
 
 
-def fit_pca(pictures: Iterable[Tensor], channels: int, patch: int = 8) -> LinearCodec:
-    """The linear codec with the least squared error on the patches of pictures [3, H, W]."""
+class Measured(NamedTuple):
+    """A clip's result, and what to show of it."""
+
+    name: str
+    source: str
+    quality: Quality
+    linear_psnr: float  # nan without the linear codec
+    versions: tuple[Tensor, ...]  # [3, T, H, W]: original, reconstruction and, with it, the linear codec's
+
+
+def fit_pca(videos: Iterable[Tensor], channels: int, patch: int = 8) -> LinearCodec:
+    """The linear codec with the least squared error on the patches of videos [3, T, H, W]."""
     count, size = 0, 3 * patch * patch
     total, outer = torch.zeros(size, dtype=torch.float64), torch.zeros(size, size, dtype=torch.float64)
-    for picture in pictures:
-        x = _patches(picture, patch).double()
+    for video in videos:
+        x = _patches(video, patch).double()
         count, total, outer = count + len(x), total + x.sum(0), outer + x.T @ x
     if count == 0:
         raise UserError("the linear codec has no pictures to be fitted on: --train-path names an empty table.")
@@ -75,129 +91,99 @@ def fit_pca(pictures: Iterable[Tensor], channels: int, patch: int = 8) -> Linear
     return LinearCodec(mean.float(), vectors[:, -channels:].T.float().contiguous(), patch)
 
 
-def pca_codec_psnr(train: Iterable[Tensor], held_out: Iterable[Tensor], channels: int, patch: int = 8) -> float:
-    """Mean PSNR in dB, on held-out pictures [3, H, W] in [-1, 1], of the linear codec fitted on `train`."""
-    codec = fit_pca(train, channels, patch)
-    return float(np.mean([psnr(codec(picture), picture) for picture in held_out]))
+def load_vae(folder: str) -> Any:
+    """A folder in diffusers' format, or a hub id, whose config names the class; latents are posterior means."""
+    config = Path(folder) / "config.json"
+    name = json.loads(config.read_text()).get("_class_name") if config.is_file() else "AutoencoderKL"
+    constructor: Any = VideoAutoencoderKL if name in (None, "AutoencoderKL") else DiffusersVideoVAE
+    return constructor(folder, posterior="mode").requires_grad_(False).eval()
 
 
-def psnr(x_hat: Tensor, x: Tensor) -> float:
-    """In dB, of pictures in [-1, 1]; x_hat is clamped to it."""
-    error = (x_hat.clamp(-1, 1) - x).double().square().mean()
-    return float(10 * torch.log10(4 / error.clamp_min(1e-10)))
+def read_clips(table_path: Path, root: Path | None, vae: Any, num_frames: int) -> Iterator[Clip]:
+    """The clips of a table; one that is smaller than a latent cell is named and left out.
 
-
-def saturation(picture: Tensor) -> float:
-    """Mean of max - min over RGB, of a picture [3, H, W]."""
-    picture = picture.clamp(-1, 1)
-    return float((picture.amax(0) - picture.amin(0)).mean())
-
-
-def read_pictures(table: Path, root: Path | None, multiple: int) -> Iterator[tuple[str, Tensor]]:
-    """(source, picture [3, H, W] in [-1, 1]) of a table, cut to multiples; paths are relative to root or the table."""
-    if not table.is_file():
-        raise UserError(f"there is no table {table}; tools/datasets/collect_pictures.py writes data/pictures/*.csv.")
-    rows = pd.read_csv(table)
-    if "path" not in rows:
-        raise UserError(f"{table} has no column 'path'; its columns: {', '.join(map(str, rows.columns))}.")
+    Raises:
+        UserError: the table or a file cannot be read, or no clip is left.
+    """
+    table = read_table(table_path, root, ())
+    rows = pd.read_csv(table_path, dtype=str) if table_path.suffix == ".csv" else pd.read_parquet(table_path)
     sources = rows["source"] if "source" in rows else rows["path"]
-    for path, source in zip(rows["path"], sources, strict=True):
-        picture = ImageOps.exif_transpose(Image.open((root or table.parent) / path)).convert("RGB")
-        x = torch.from_numpy(np.array(picture)).permute(2, 0, 1) / 127.5 - 1  # [3, H, W]
-        height, width = (side // multiple * multiple for side in x.shape[1:])
-        if height and width:
-            yield str(source), x[:, :height, :width]
+    some = False
+    for row in range(len(table)):
+        path = table.path(row)
+        available = min(probe(path).num_frames, num_frames)
+        count = next((n for n in range(available, 0, -1) if vae.legal_num_frames(n) == n), 0)
+        height, width = (side // cell * cell for side, cell in zip(probe(path)[1:3], vae.strides[1:], strict=True))
+        if not count or not height or not width:
+            print(f"{path}: too small for this VAE, left out", file=sys.stderr)
+            continue
+        some = True
+        yield Clip(table.name(row), str(sources.iat[row]), to_float(read_frames(path, 0, count)[:, :height, :width]))
+    if not some:
+        raise UserError(f"{table_path} names no clip that is large enough.")
 
 
-@torch.no_grad()
-def reconstruct(vae: VideoAutoencoderKL, picture: Tensor) -> Tensor:
-    """[3, H, W] through the VAE, on the CPU."""
-    x = picture[None, :, None].to(next(vae.parameters()).device)  # [1, 3, 1, H, W]
-    return vae.decode(vae.encode(x), num_frames=1)[0, :, 0].clamp(-1, 1).cpu()
+def measure(clips: Iterable[Clip], vae: Any, lpips: LPIPS | None, codec: LinearCodec | None) -> Iterator[Measured]:
+    """Reconstruct and compare."""
+    device = next(vae.parameters()).device
+    for clip in clips:
+        x = clip.video[None].to(device)
+        x_hat = reconstruct(vae, x)
+        versions, linear = [clip.video, x_hat[0].cpu()], float("nan")
+        if codec is not None:
+            versions.append(codec(clip.video))
+            linear = float(psnr(versions[2][None], clip.video[None]))
+        yield Measured(clip.name, clip.source, quality(x_hat, x, lpips), linear, tuple(versions))
 
 
-def table_lines(rows: dict[str, Row]) -> list[str]:
-    """The table, sources first, then the mean over sources."""
+def by_source(rows: Iterable[Measured]) -> dict[str, tuple[Quality, float]]:
+    """The mean of each source, named with its number of clips, and last the mean of these means."""
+    groups: dict[str, list[Measured]] = defaultdict(list)
+    for row in rows:
+        groups[row.source].append(row)
+    means = {
+        f"{source} ({len(group)})": (
+            mean_quality(row.quality for row in group),
+            float(np.mean([row.linear_psnr for row in group])),
+        )
+        for source, group in groups.items()
+    }
+    overall = mean_quality(q for q, _ in means.values()), float(np.mean([linear for _, linear in means.values()]))
+    return {**means, "mean over sources": overall}
+
+
+def table_lines(rows: dict[str, tuple[Quality, float]]) -> list[str]:
+    """The table for the terminal; a column of which nothing was measured is left out."""
     width = max(len(name) for name in rows)
-    head = f"{'source':{width}}  {'PSNR dB':>8} {'linear':>8} {'gain':>6} {'saturation':>10}"
-    return [head] + [
-        f"{name:{width}}  {row.psnr:8.2f} {row.linear_psnr:8.2f} {row.psnr - row.linear_psnr:6.2f} {row.saturation:10.3f}"
-        for name, row in rows.items()
+    columns: list[tuple[str, str, Any]] = [
+        ("PSNR dB", ".2f", lambda q, _: q.psnr),
+        ("SSIM", ".4f", lambda q, _: q.ssim),
+        ("LPIPS", ".4f", lambda q, _: q.lpips),
+        ("saturation", ".3f", lambda q, _: q.saturation),
+        ("linear dB", ".2f", lambda _, linear: linear),
     ]
+    columns = [c for c in columns if not all(np.isnan(c[2](*row)) for row in rows.values())]
+    lines = [" ".join([f"{'source':{width}}", *(f"{title:>10}" for title, _, _ in columns)])]
+    for name, row in rows.items():
+        lines.append(" ".join([f"{name:{width}}", *(f"{value(*row):>10{form}}" for _, form, value in columns)]))
+    return lines
 
 
-def save_sheet(path: Path, pictures: dict[str, list[Tensor]]) -> None:
-    """One row a source: its pictures [3, H, W] side by side, original first."""
-    strips = []
-    for name, versions in pictures.items():
-        x = torch.cat(versions, dim=2)  # [3, H, sum of W]
-        image = Image.fromarray(((x + 1) * 127.5).round().byte().permute(1, 2, 0).numpy())
-        image = image.resize((round(image.width * SHEET_HEIGHT / image.height), SHEET_HEIGHT))
-        ImageDraw.Draw(image).text((3, 3), name, fill="white", stroke_width=2, stroke_fill="black")
-        strips.append(image)
-    sheet = Image.new("RGB", (max(s.width for s in strips), len(strips) * (SHEET_HEIGHT + 4)), "white")
-    for i, strip in enumerate(strips):
-        sheet.paste(strip, (0, i * (SHEET_HEIGHT + 4)))
+def write_csv(path: Path, rows: list[Measured]) -> None:
+    """One row a clip, and the mean over sources."""
+    overall, linear = by_source(rows)["mean over sources"]
     path.parent.mkdir(parents=True, exist_ok=True)
-    sheet.save(path)
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["path", "source", *Quality._fields, "linear_psnr"])
+        for row in rows:
+            writer.writerow([row.name, row.source, *(f"{value:.6g}" for value in (*row.quality, row.linear_psnr))])
+        writer.writerow(["mean over sources", "", *(f"{value:.6g}" for value in (*overall, linear))])
 
 
-def mean_row(rows: Iterable[Row]) -> Row:
-    """Each number's mean."""
-    return Row(*np.mean(list(rows), axis=0).tolist())
-
-
-def read_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--vae", required=True, help="folder in diffusers' format, or hub id")
-    parser.add_argument("--data-path", type=Path, required=True, help="table of held-out pictures")
-    parser.add_argument("--train-path", type=Path, help="table of pictures to fit the linear codec on")
-    parser.add_argument("--root", type=Path, help="folder that paths are relative to; default: each table's own")
-    parser.add_argument("--per-source", type=int, help="pictures of a source, evenly picked; default: all")
-    parser.add_argument("--sheet", type=Path, help="write originals beside reconstructions to this picture file")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    return parser.parse_args()
-
-
-@exit_on_user_error
-def main() -> None:
-    """Measure, print, judge."""
-    args = read_arguments()
-    vae = VideoAutoencoderKL(args.vae, posterior="mode").requires_grad_(False).eval().to(args.device)
-    codec = None
-    if args.train_path is not None:
-        codec = fit_pca((x for _, x in read_pictures(args.train_path, args.root, 8)), vae.out_channels)
-    held_out: dict[str, list[Tensor]] = defaultdict(list)
-    for source, picture in read_pictures(args.data_path, args.root, max(vae.spatial_factor, 8)):
-        held_out[source].append(picture)
-    if not held_out:
-        raise UserError(f"{args.data_path} names no picture that is large enough.")
-
-    rows, sheet = {}, {}
-    for source, pictures in held_out.items():
-        wanted = args.per_source or len(pictures)
-        chosen = pictures[:: max(len(pictures) // wanted, 1)][:wanted]
-        measured, versions = [], []
-        for x in chosen:
-            versions = [x, reconstruct(vae, x)] + ([codec(x).clamp(-1, 1)] if codec else [])
-            linear = psnr(versions[2], x) if codec else float("nan")
-            ratio = saturation(versions[1]) / max(saturation(x), 1e-6)
-            measured.append(Row(psnr(versions[1], x), ratio, linear))
-        rows[f"{source} ({len(chosen)})"], sheet[source] = mean_row(measured), versions
-    overall = mean_row(rows.values())
-    print("\n".join(table_lines({**rows, "mean over sources": overall})))
-    if args.sheet is not None:
-        save_sheet(args.sheet, sheet)
-        print(f"originals | reconstructions{' | linear codec' if codec else ''}: {args.sheet}")
-    lowest = min(rows, key=lambda name: rows[name].saturation)
-    print(f"lowest saturation ratio: {rows[lowest].saturation:.3f} ({lowest})")
-    if codec is not None:
-        sys.exit(judge(overall))
-
-
-def judge(overall: Row) -> int:
+def judge(overall: Quality, linear_psnr: float) -> int:
     """Print whether the gate is met; the exit code."""
-    gain = overall.psnr - overall.linear_psnr
+    gain = overall.psnr - linear_psnr
     met = gain >= GATE_DB and overall.saturation > GATE_SATURATION
     print(
         f"gate {'met' if met else 'MISSED'}: {gain:+.2f} dB over the linear codec (>= {GATE_DB}), "
@@ -206,9 +192,66 @@ def judge(overall: Row) -> int:
     return 0 if met else 1
 
 
-def _patches(picture: Tensor, patch: int) -> Tensor:
-    height, width = (side // patch * patch for side in picture.shape[1:])
-    return rearrange(picture[:, :height, :width], "C (h p) (w q) -> (h w) (C p q)", p=patch, q=patch)
+def read_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--vae", required=True, help="folder in diffusers' format, or hub id")
+    parser.add_argument("--data-path", type=Path, required=True, help="table of held-out clips and pictures")
+    parser.add_argument("--train-path", type=Path, help="table of pictures to fit the linear codec on")
+    parser.add_argument("--root", type=Path, help="folder that paths are relative to; default: each table's own")
+    parser.add_argument(
+        "--num-frames", type=int, default=33, help="frames of a video, from its first; fewer if it has fewer"
+    )
+    parser.add_argument("--per-source", type=int, help="clips of a source, evenly picked; default: all")
+    parser.add_argument("--lpips", default="alex", help="alex, vgg, a weight file, or none")
+    parser.add_argument("--csv", type=Path, help="write the result of every clip to this file")
+    parser.add_argument("--sheet", type=Path, help="write originals above reconstructions to this picture file")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    return parser.parse_args()
+
+
+@exit_on_user_error
+def main() -> None:
+    """Measure, print, judge."""
+    args = read_arguments()
+    lpips = None if args.lpips == "none" else LPIPS(args.lpips).to(args.device)
+    vae = load_vae(args.vae).to(args.device)
+    codec = None
+    if args.train_path is not None:
+        pictures = (clip.video for clip in read_clips(args.train_path, args.root, vae, 1))
+        codec = fit_pca(pictures, vae.out_channels, vae.strides[1])
+    clips = picked(read_clips(args.data_path, args.root, vae, args.num_frames), args.per_source)
+    rows = list(measure(clips, vae, lpips, codec))
+    means = by_source(rows)
+    print("\n".join(table_lines(means)))
+    if args.csv is not None:
+        write_csv(args.csv, rows)
+        print(f"every clip: {args.csv}")
+    if args.sheet is not None:
+        last = {row.source: row for row in rows}  # one clip of each source
+        shown = [(f"{source}  {row.quality.psnr:.1f} dB", row.versions) for source, row in last.items()]
+        save_sheet(args.sheet, dict(shown[:LARGEST_SHEET]))
+        print(f"originals above reconstructions{' above the linear codec' if codec else ''}: {args.sheet}")
+    lowest = min((name for name in means if name != "mean over sources"), key=lambda name: means[name][0].saturation)
+    print(f"lowest saturation ratio: {means[lowest][0].saturation:.3f} ({lowest})")
+    if codec is not None:
+        sys.exit(judge(*means["mean over sources"]))
+
+
+def picked(clips: Iterable[Clip], per_source: int | None) -> list[Clip]:
+    """All clips, or so many of each source, evenly spread."""
+    groups: dict[str, list[Clip]] = defaultdict(list)
+    for clip in clips:
+        groups[clip.source].append(clip)
+    chosen = []
+    for group in groups.values():
+        wanted = per_source or len(group)
+        chosen += group[:: max(len(group) // wanted, 1)][:wanted]
+    return chosen
+
+
+def _patches(video: Tensor, patch: int) -> Tensor:
+    height, width = (side // patch * patch for side in video.shape[2:])
+    return rearrange(video[:, :, :height, :width], "C T (h p) (w q) -> (T h w) (C p q)", p=patch, q=patch)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ num_workers = 14
 
 vae = dict(
     type="VideoAutoencoderKL",
+    memory_format="channels_last",
     architecture=dict(
         block_out_channels=(32, 64, 96, 128),
         layers_per_block=1,

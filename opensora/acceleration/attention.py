@@ -1,8 +1,8 @@
 """One attention function for every model: softmax(q k^T / sqrt(d)) v, by the kernel that suits the shapes.
 
-`auto` takes a Triton kernel of our own for the very short sequences of temporal attention on a GPU (every kernel made
-for long sequences reaches only ~3 TFLOP/s there on an H100), and PyTorch's scaled_dot_product_attention, which itself
-picks among cuDNN, flash, efficient and math, for the rest.
+On a GPU `auto` takes Triton kernels of our own for the very short sequences of temporal attention (every kernel made
+for long sequences reaches only ~3 TFLOP/s there on an H100) and of captions, and PyTorch's
+scaled_dot_product_attention, which itself picks among cuDNN, flash, efficient and math, for the rest.
 """
 
 import importlib.util
@@ -15,7 +15,16 @@ from torch import Tensor
 # part of PyTorch's CUDA builds; without it short sequences take batched matrix products
 HAS_TRITON = torch.version.cuda is not None and importlib.util.find_spec("triton") is not None
 if HAS_TRITON:
-    from opensora.acceleration.short_attention import MAX_HEAD_DIM, MAX_LENGTH, short_attention
+    from opensora.acceleration.few_keys_attention import MAX_KEYS, few_keys_attention
+    from opensora.acceleration.short_attention import (
+        MAX_HEAD_DIM,
+        MAX_LENGTH,
+        short_attention,
+        short_attention_packed,
+    )
+
+SHORT_FORMATS = (torch.bfloat16, torch.float16)
+MANY_QUERIES = 1024
 
 FEW_KEYS = 32
 """Up to this number of keys batched matrix products are as good as PyTorch's fused kernels on a GPU."""
@@ -38,10 +47,38 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, kerne
         raise ValueError(f"attention kernel {kernel!r} is not one of {', '.join(KERNELS)}.")
     if mask is None:
         return KERNELS[kernel](q, k, v, None)
+    if kernel == "auto" and _few_keys(q, k):
+        return few_keys_attention(q, k, v, mask)[0]
     # a row without any key would give NaN: let it see all keys, with values of zero
     seen = mask.any(dim=1)  # [B]
     allowed = (mask | ~seen[:, None])[:, None, None, :]  # [B, 1, 1, L]
     return KERNELS[kernel](q, k, v * seen[:, None, None, None].to(v.dtype), allowed)
+
+
+def packed_attention(qkv: Tensor, num_heads: int, axis: str, kernel: str = "auto") -> Tensor | None:
+    """Self-attention straight from the output of one linear layer, where a kernel for that exists; else None.
+
+    What is saved is memory traffic: the gradient of qkv is written as one tensor instead of being joined from three.
+
+    Args:
+        qkv: tokens [B, T, S, 3 D], the three parts one after the other, in each the heads.
+        num_heads: H; the width of a head is D / H.
+        axis: "space", "time" or "all": which tokens see each other.
+        kernel: see `attention`.
+
+    Returns:
+        [B, T, S, D], or None.
+    """
+    _, T, _, width = qkv.shape
+    if kernel != "auto" or not HAS_TRITON or qkv.device.type != "cuda" or width // (3 * num_heads) > MAX_HEAD_DIM:
+        return None
+    return short_attention_packed(qkv, num_heads) if axis == "time" and T <= MAX_LENGTH else None
+
+
+def _few_keys(q: Tensor, k: Tensor) -> bool:
+    """Whether there are few keys, but many queries: otherwise cuDNN is faster."""
+    fits = HAS_TRITON and q.device.type == "cuda" and q.dtype in SHORT_FORMATS and q.shape[-1] <= MAX_HEAD_DIM
+    return fits and q.ndim == 4 and k.shape[-2] <= MAX_KEYS and q.shape[-2] >= MANY_QUERIES
 
 
 def _math(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None) -> Tensor:
@@ -59,6 +96,8 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None) -> Tensor:
 
 
 def _auto(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None) -> Tensor:
+    if allowed is None and _few_keys(q, k):
+        return few_keys_attention(q, k, v, None)[0]
     if q.device.type != "cuda" or q.ndim == 4:
         return _sdpa(q, k, v, allowed)
     if HAS_TRITON and q.shape[-2] <= MAX_LENGTH and q.shape[-1] <= MAX_HEAD_DIM:

@@ -2,5 +2,6 @@
 
 from opensora.datasets.cache import CachedVideoTextDataset
 from opensora.datasets.datasets import VideoTextDataset
+from opensora.datasets.image_folder import ImageFolderDataset
 from opensora.datasets.in_memory import InMemoryVideoDataset
 from opensora.datasets.variable_dataset import VariableVideoTextDataset

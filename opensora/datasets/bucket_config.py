@@ -110,6 +110,7 @@ def _level(name: str, entries: Any, problems: list[str]) -> Level | None:
 
 
 def _entry(name: str, key: Any, value: Any, problems: list[str]) -> Entry | None:
+    size: Any
     where = f"{name}, {key!r}"
     try:
         num_frames = parse_num_frames(key)

@@ -16,7 +16,7 @@ from opensora.datasets.frame_times import AtRate, EveryNth, Rule, frames_needed
 from opensora.datasets.read_video import DEFAULT, Decoding, count_frames, open_clip, read_indices
 from opensora.datasets.sampler import SampleKey
 from opensora.datasets.substitute import BadFiles
-from opensora.datasets.table import Table, complain_about_rows, read_table
+from opensora.datasets.table import UNKNOWN, Table, complain_about_rows, read_table
 from opensora.datasets.transforms import get_transform
 from opensora.registry import DATASETS
 from opensora.utils.errors import UserError
@@ -214,7 +214,10 @@ class VideoTextDataset:
         self.decoding = Decoding.of(decode)
         self.bad_files = BadFiles(bad_files, max_bad_share, seed)
         self.table = read_table(data_path, root, text_columns, max_bad_share=self.bad_files.at_start)
-        self.clips = ClipRows(self.table, num_frames, frame_interval, seed, short_clips, target_fps=target_fps)
+        count = self._frames_if_readable if bad_files == "substitute" else None
+        self.clips = ClipRows(
+            self.table, num_frames, frame_interval, seed, short_clips, count=count, target_fps=target_fps
+        )
         self.transform = get_transform(transform_name, image_size)
         self.image_transform = get_transform("adm_center" if use_image_transform else transform_name, image_size)
         decoded = () if self.decoding == DEFAULT else (self.decoding,)
@@ -236,6 +239,13 @@ class VideoTextDataset:
         transform = self.image_transform if is_image(path) else self.transform
         video = transform(frames, generator=choice.rng)  # [3, T, H, W]
         return {"video": video, **describe(row, path, choice.caption, video.shape[1:], fps)}
+
+    def _frames_if_readable(self, row: int) -> int:
+        """Frames of a row's file; of a bad one UNKNOWN, for it is replaced when its turn comes."""
+        try:
+            return count_frames(self.table.path(row))
+        except BadFile:
+            return UNKNOWN
 
     def another(self, key: SampleKey, rng: torch.Generator) -> SampleKey | None:
         """Another sample, all of which have one size and length."""

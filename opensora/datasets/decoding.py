@@ -16,20 +16,22 @@ class Decoding:
         backend: "pyav", or "torchcodec" (to be installed, with FFmpeg's libraries); pictures are read by PIL.
         hdr: Video in PQ or HLG: "tonemap" it to BT.709, or "refuse" the file.
         interlaced: Interlaced video: "deinterlace" it to one frame per pair of fields, "refuse" the file, or "keep" the combs.
+        colors: "exact", or "fast": the conversion of video players, slightly dark (`color.py` has numbers); PyAV only.
     """
 
     backend: Literal["pyav", "torchcodec"] = "pyav"
     hdr: Literal["tonemap", "refuse"] = "tonemap"
     interlaced: Literal["deinterlace", "refuse", "keep"] = "deinterlace"
+    colors: Literal["exact", "fast"] = "exact"
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise UserError(f"decode: {name}={getattr(self, name)!r} is not one of {', '.join(choices)}.")
-        if self.backend == "torchcodec" and (self.hdr, self.interlaced) != ("refuse", "keep"):
+        if self.backend == "torchcodec" and (self.hdr, self.interlaced, self.colors) != ("refuse", "keep", "fast"):
             raise UserError(
-                "decode: backend='torchcodec' neither tone-maps nor deinterlaces; set hdr='refuse' and interlaced='keep', or "
-                "backend='pyav'."
+                "decode: backend='torchcodec' neither tone-maps nor deinterlaces, and has its own colors; set hdr='refuse', "
+                "interlaced='keep' and colors='fast', or backend='pyav'."
             )
 
     @classmethod
@@ -50,5 +52,6 @@ _CHOICES = {
     "backend": ("pyav", "torchcodec"),
     "hdr": ("tonemap", "refuse"),
     "interlaced": ("deinterlace", "refuse", "keep"),
+    "colors": ("exact", "fast"),
 }
 DEFAULT = Decoding()

@@ -18,7 +18,9 @@ MAX_REPEATED = 1.05  # a clip at more than this times the video's rate would sho
 class Rule(Protocol):
     """What a rule answers. `seconds` [N] float64 are the times of a video's frames, ascending."""
 
-    num_frames: int
+    @property
+    def num_frames(self) -> int:
+        """T."""
 
     def num_starts(self, seconds: np.ndarray) -> int:
         """The frames 0 ... n - 1 can begin a clip; 0: the video is too short."""

@@ -42,7 +42,7 @@ class ImageFolderDataset:
 
     Args:
         data_path: A folder CLASS/.../image.jpg, or a table (CSV, parquet) with the columns `path` and `label_column`.
-        num_frames: 1; named only because training configs do.
+        num_frames, frame_interval: 1; named only because training configs do.
         image_size: Height and width.
         root: Folder that the paths of a table are relative to; the table's own when None. Not for folders.
         transform_name: See `transforms.get_transform`.
@@ -62,6 +62,7 @@ class ImageFolderDataset:
         self,
         data_path: str,
         num_frames: int = 1,
+        frame_interval: int = 1,
         image_size: tuple[int, int] = (256, 256),
         root: str | None = None,
         transform_name: str = "center",
@@ -72,11 +73,14 @@ class ImageFolderDataset:
         bad_files: Literal["substitute", "error"] = "substitute",
         max_bad_share: float = 0.05,
     ) -> None:
-        if num_frames != 1:
-            raise UserError(f"ImageFolderDataset gives images: set num_frames=1, not {num_frames}.")
+        if (num_frames, frame_interval) != (1, 1):
+            raise UserError(
+                f"ImageFolderDataset gives images: set num_frames=1 and frame_interval=1, not {num_frames} and "
+                f"{frame_interval}."
+            )
         self.bad_files = BadFiles(bad_files, max_bad_share, seed)
         self.seed = seed
-        self.table, self.class_names = _read(data_path, root, label_column)
+        self.table, self.class_names = _read(data_path, root, label_column, self.bad_files)
         self.num_classes = _count_classes(self.table, self.class_names, label_column, num_classes)
         name = "adm_center" if use_image_transform else transform_name
         self.transform = get_transform(name, image_size)
@@ -128,10 +132,10 @@ def class_folders(folder: Path) -> list[str]:
     return names
 
 
-def _read(data_path: str, root: str | None, label_column: str) -> tuple[Table, list[str]]:
+def _read(data_path: str, root: str | None, label_column: str, bad_files: BadFiles) -> tuple[Table, list[str]]:
     """The table whose only text column is the class number, and the names of the classes where they are known."""
     if not Path(data_path).is_dir():
-        return read_table(data_path, root, (label_column,)), []
+        return read_table(data_path, root, (label_column,), max_bad_share=bad_files.at_start), []
     if root is not None:
         raise UserError(f"root={root!r} has no effect: data_path={data_path!r} is a folder, which holds the images.")
     return _read_folder(Path(data_path))
@@ -194,7 +198,10 @@ def _count_classes(table: Table, names: Sequence[str], column: str, wanted: int 
     if wanted is not None and (numbers >= wanted).any():
         over = [row for row, number in enumerate(numbers) if number >= wanted]
         raise complain_about_rows(
-            table, over, f"have a {column} above {wanted - 1}, the last of num_classes={wanted}", "Classes count from 0."
+            table,
+            over,
+            f"have a {column} above {wanted - 1}, the last of num_classes={wanted}",
+            "Classes count from 0.",
         )
     return int(numbers.max()) + 1 if wanted is None else wanted
 

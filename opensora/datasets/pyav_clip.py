@@ -140,7 +140,7 @@ class PyavClip:
     def _to_rgb(self, opened: Opened, frame: VideoFrame, *, deinterlace: bool) -> np.ndarray:
         if frame.interlaced_frame and not deinterlace and self.decoding.interlaced != "keep":
             raise InterlacedFrame
-        return to_rgb(self.path, frame, _pixel_aspect(opened), self.decoding.hdr)
+        return to_rgb(self.path, frame, _pixel_aspect(opened), self.decoding)
 
 
 def _pixel_aspect(opened: Opened) -> float:

@@ -35,7 +35,7 @@ class Key(Protocol):
     def epoch(self) -> int: ...
 
     @property
-    def index(self) -> int: ...  # type: ignore[override]
+    def index(self) -> int: ...
 
 
 K = TypeVar("K", bound=Any)
@@ -144,7 +144,7 @@ class BadFileCount:
         named = sorted(self.problems.items(), key=lambda item: -item[1])
         lines = [f"  {times} x {problem}" for problem, times in named[:SHOWN]]
         more = [f"  and {len(named) - SHOWN} more"] if len(named) > SHOWN else []
-        head = f"{self.substituted} of {self.samples} samples were replaced by others, for {len(named)} files cannot be used:"
+        head = f"{self.substituted} of {self.samples} samples were replaced by others. What is wrong with {len(named)} files:"
         return "\n".join([head, *lines, *more])
 
     def _note(self, problem: str) -> None:

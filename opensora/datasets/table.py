@@ -4,20 +4,18 @@ Captions are kept to the letter: "NA", "None" and "" are captions too. A row is 
 out is counted by reason.
 """
 
-import csv
 import hashlib
-import json
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 
 from opensora.datasets.files import IMAGE_EXTENSIONS, VIDEO_EXTENSIONS
+from opensora.datasets.table_files import SHOWN_ROWS, list_rows, read_cells
 from opensora.registry import did_you_mean
 from opensora.utils.errors import UserError
 
@@ -25,8 +23,11 @@ logger = logging.getLogger(__name__)
 
 MAX_CHECKED_FILES = 100_000
 SAMPLE_OF_FILES = 1_000  # that are looked for where a table has more rows than that
-SHOWN_ROWS = 5
 UNKNOWN = 0  # in `num_frames`, `height` and `width`
+
+
+def _unset() -> np.ndarray:
+    return np.empty(0, np.int64)
 
 
 @dataclass(frozen=True)
@@ -46,10 +47,10 @@ class Table:
     rows: pd.DataFrame
     text_columns: tuple[str, ...]
     num_frames: np.ndarray
-    height: np.ndarray = field(default=None)  # type: ignore[assignment]  # filled in below
-    width: np.ndarray = field(default=None)  # type: ignore[assignment]
-    fps: np.ndarray = field(default=None)  # type: ignore[assignment]
-    numbers: np.ndarray = field(default=None)  # type: ignore[assignment]
+    height: np.ndarray = field(default_factory=_unset)
+    width: np.ndarray = field(default_factory=_unset)
+    fps: np.ndarray = field(default_factory=_unset)
+    numbers: np.ndarray = field(default_factory=_unset)
     left_out: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -61,7 +62,7 @@ class Table:
             "numbers": np.arange(len(self)),
         }
         for name, value in nothing.items():
-            if getattr(self, name) is None:
+            if len(getattr(self, name)) != len(self):
                 object.__setattr__(self, name, value)
 
     def __len__(self) -> int:
@@ -126,12 +127,7 @@ def read_table(
     if not source.is_file():
         names = [path.name for path in source.parent.glob("*")] if source.parent.is_dir() else []
         raise UserError(f"data_path: {source} does not exist.{did_you_mean(source.name, names)}")
-    readers = {".csv": _read_csv, ".jsonl": _read_jsonl, ".parquet": _read_parquet}
-    if source.suffix.lower() not in readers:
-        raise UserError(
-            f"data_path: {source} is neither a .csv nor a .parquet nor a .jsonl file; convert it to one of them."
-        )
-    frame = readers[source.suffix.lower()](source)
+    frame = read_cells(source)
     _check_columns(source, frame, ("path", *text_columns))
     if not len(frame):
         raise UserError(f"{source} has a header but no rows; add one row for each clip.")
@@ -140,9 +136,8 @@ def read_table(
     rows = pd.DataFrame({name: _strings(frame[name]) for name in dict.fromkeys(("path", *text_columns))})
     columns = {name: _read_numbers(frame, name) for name in NUMBERS}
     folder = Path(root) if root is not None else source.parent
-    table = Table(
-        source, folder, rows, tuple(text_columns), *(columns[name].values for name in NUMBERS), np.arange(len(frame))
-    )
+    values = {name: columns[name].values for name in NUMBERS}
+    table = Table(source, folder, rows, tuple(text_columns), **values)
     for check in (_bad_extensions, _urls, *(columns[name].bad_rows for name in NUMBERS)):
         table = _leave_out(table, check(table), len(frame), max_bad_share)
     if check_files and len(table) <= MAX_CHECKED_FILES:
@@ -177,12 +172,6 @@ def _leave_out(table: Table, bad: BadRows, total: int, max_share: float) -> Tabl
     return table.without(bad.rows, bad.reason)
 
 
-def list_rows(rows: Iterable[int], total: int) -> str:
-    """`3, 8 and 12 more` for row numbers counted from 0."""
-    shown = [str(row + 1) for row in islice(rows, SHOWN_ROWS)]
-    return ", ".join(shown) + (f" and {total - len(shown)} more" if total > len(shown) else "")
-
-
 def complain_about_rows(table: Table, rows: Sequence[int], problem: str, remedy: str) -> UserError:
     """An error that names the first few of the rows and their files."""
     lines = [f"  row {int(table.numbers[row]) + 1}: {table.path(row)}" for row in rows[:SHOWN_ROWS]]
@@ -192,77 +181,6 @@ def complain_about_rows(table: Table, rows: Sequence[int], problem: str, remedy:
 
 
 # ---------------------------------------------------------------------------------------------------- reading
-
-
-def _read_csv(source: Path) -> pd.DataFrame:
-    """All cells as strings. pandas' own reader would move or drop the cells of a row with too many of them."""
-    csv.field_size_limit(1 << 30)  # captions may be long
-    try:
-        with source.open(newline="", encoding="utf-8-sig") as file:
-            lines = csv.reader(file, strict=True)
-            header = next(lines, [])
-            rows = [cells for cells in lines if cells]
-    except UnicodeDecodeError as error:
-        raise UserError(f"{source} is not UTF-8 text ({error}); save it as UTF-8.") from error
-    except csv.Error as error:
-        raise UserError(
-            f"{source} is no valid CSV ({error}); is a quote left open, or not doubled inside quotes?"
-        ) from error
-    if not header:
-        raise UserError(f"{source} is empty; its first line is the header `path,text`.")
-    if bad := [i for i, cells in enumerate(rows) if len(cells) != len(header)]:
-        raise UserError(
-            f"{source}: the header has {len(header)} columns, but row {bad[0] + 1} has {len(rows[bad[0]])} cells (rows "
-            f'{list_rows(bad, len(bad))}). Put a caption that holds a comma in "double quotes".'
-        )
-    return pd.DataFrame(rows, columns=header, dtype=str)
-
-
-def _read_jsonl(source: Path) -> pd.DataFrame:
-    """One object a line; what a line does not name is empty."""
-    rows: list[dict[str, Any]] = []
-    try:
-        # not splitlines(), which also splits at characters that JSON leaves as they are, such as U+2028
-        lines = source.read_bytes().decode("utf-8-sig").split("\n")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{source} is not UTF-8 text ({error}); save it as UTF-8.") from error
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line, object_pairs_hook=_without_repeats)
-        except ValueError as error:
-            raise UserError(
-                f"{source}, line {number}: no valid JSON ({error}); each line is an object of its own."
-            ) from error
-        if not isinstance(row, dict):
-            raise UserError(f'{source}, line {number}: not an object, such as {{"path": "a.mp4", "text": "a lake"}}.')
-        if nested := [name for name, value in row.items() if isinstance(value, dict | list)]:
-            raise UserError(
-                f"{source}, line {number}: {nested[0]!r} is not one value; give each caption a name of its own."
-            )
-        rows.append(row)
-    if not rows:
-        raise UserError(
-            f'{source} is empty; add one line for each clip, such as {{"path": "a.mp4", "text": "a lake"}}.'
-        )
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    return pd.DataFrame({name: pd.Series([row.get(name) for row in rows], dtype=object) for name in names})
-
-
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len(dict(pairs)) < len(pairs):
-        raise ValueError("a name is there twice")
-    return dict(pairs)
-
-
-def _read_parquet(source: Path) -> pd.DataFrame:
-    try:
-        return pd.read_parquet(source)
-    except ImportError as error:
-        raise UserError(f"{source}: parquet needs pyarrow; pip install pyarrow, or use a CSV.") from error
-    except (OSError, ValueError) as error:  # pyarrow's errors derive from these
-        raise UserError(f"{source} is no readable parquet file: {error}") from error
 
 
 def _check_columns(source: Path, frame: pd.DataFrame, needed: Sequence[str]) -> None:

@@ -76,7 +76,7 @@ class TorchcodecClip:
 
 def _import_decoder() -> Any:
     try:
-        from torchcodec.decoders import VideoDecoder  # type: ignore[import-not-found]
+        from torchcodec.decoders import VideoDecoder
     except ImportError as error:
         raise UserError(
             "decode: backend='torchcodec' needs the package torchcodec (pip install torchcodec, in the version for your "

@@ -142,9 +142,7 @@ class VariableVideoTextDataset:
 
 def clip_sizes(table: Table) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Frames, height and width of every row, [N] int32: from the table, or from the files; UNKNOWN where neither tells."""
-    unknown = np.full(len(table), UNKNOWN, np.int64)
-    columns = [getattr(table, name, unknown) for name in ("num_frames", "height", "width")]
-    frames, height, width = (np.array(column, np.int32) for column in columns)
+    frames, height, width = (np.array(column, np.int32) for column in (table.num_frames, table.height, table.width))
     missing = np.flatnonzero((frames <= 0) | (height <= 0) | (width <= 0))
     if len(missing):
         logger.info(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from opensora.acceleration.compile import compile_blocks
 from opensora.acceleration.distributed import init_world
+from opensora.models.class_condition import check_classes
 from opensora.registry import MODELS, SCHEDULERS, Registry, build_module
 from opensora.utils.config import InferenceConfig
 from opensora.utils.dtype import to_torch_dtype
@@ -36,6 +37,9 @@ class VideoPipeline:
         scheduler: the sampler, with its number of steps and guidance.
         device: where everything is moved.
         dtype: number format of the denoiser's matrix products (autocast); the sampler computes in fp32.
+
+    Raises:
+        UserError: text encoder and denoiser do not mean the same: classes or text, and how many classes.
     """
 
     def __init__(
@@ -48,6 +52,7 @@ class VideoPipeline:
         device: torch.device | str = "cpu",
         dtype: torch.dtype | str = "fp32",
     ) -> None:
+        check_classes(text_encoder, model)
         self.device = torch.device(device)
         self.dtype = to_torch_dtype(dtype)
         self.model, self.vae, self.text_encoder = (_to(part, self.device) for part in (model, vae, text_encoder))

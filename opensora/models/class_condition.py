@@ -3,6 +3,7 @@
 Otherwise the first step fails deep inside, at an embedding's index.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from opensora.utils.errors import UserError
@@ -12,17 +13,19 @@ def check_classes(text_encoder: Any, denoiser: Any) -> None:
     """See that both mean the same classes, or both mean text. An unconditional denoiser takes anything.
 
     Args:
-        text_encoder: "classes" has `num_classes`, others have not; a memoizing one is looked into. None = not there.
+        text_encoder: "classes" has `num_classes`, others have not; one that remembers is asked for the `encoder` it
+            stands for.
         denoiser: its `y_embedder` has `num_classes` when it is conditioned on classes.
 
     Raises:
         UserError: they do not fit.
     """
     embedder = getattr(denoiser, "y_embedder", None)
-    if embedder is None or text_encoder is None:
-        return
     encoder = getattr(text_encoder, "encoder", text_encoder)
-    given, taken = getattr(encoder, "num_classes", None), getattr(embedder, "num_classes", None)
+    if embedder is None or encoder is None:  # unconditional, or a cache that does not say what it was made with
+        return
+    given = encoder.get("num_classes") if isinstance(encoder, Mapping) else getattr(encoder, "num_classes", None)
+    taken = getattr(embedder, "num_classes", None)
     if given == taken:
         return
     name = type(denoiser).__name__

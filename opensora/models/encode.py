@@ -10,7 +10,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from opensora.models.class_condition import check_classes
 from opensora.models.text_encoder.condition import TextCondition
+from opensora.models.vae.slicing import sliced_moments
 from opensora.utils.seed import rand
 
 
@@ -32,9 +34,13 @@ class BatchEncoder:
         denoiser: gives the "no text" features and says how often captions are dropped for classifier-free guidance
             (Ho & Salimans 2022).
         device: where the results are wanted.
+
+    Raises:
+        UserError: one means classes and the other text, or another number of classes.
     """
 
     def __init__(self, vae: Any, text_encoder: Any, denoiser: Denoiser, device: torch.device) -> None:
+        check_classes(text_encoder, denoiser)
         self.vae = vae
         self.text_encoder = text_encoder
         self.denoiser = denoiser
@@ -54,7 +60,7 @@ class BatchEncoder:
         Returns:
             Latents z [B, C, T, h, w] fp32, and the denoiser's conditions (y, mask, fps, height, width, num_frames).
         """
-        moments = batch["moments"] if "moments" in batch else self.vae.moments(batch["video"].to(self.device))
+        moments = batch["moments"] if "moments" in batch else sliced_moments(self.vae, batch["video"].to(self.device))
         z = self.vae.sample(moments.to(self.device), generators).float()
         text = stored_text(batch, self.device) or self.text_encoder.encode(batch["text"])
         text = drop_text(text, self.denoiser, generators)

@@ -16,11 +16,18 @@ def q_sample(x_0: Tensor, noise: Tensor, c: Coefficients) -> Tensor:
 
 
 def prediction_target(prediction: str, x_0: Tensor, noise: Tensor, c: Coefficients) -> Tensor:
-    """What a perfect model returns: `noise`, `x_0`, or v = sqrt(abar) noise - sqrt(1 - abar) x_0."""
+    """What a perfect model returns.
+
+    Args:
+        prediction: "eps": `noise`; "x0": `x_0`; "v": sqrt(abar) noise - sqrt(1 - abar) x_0; "previous_x": the posterior's
+            mean of x_{t-1}.
+    """
     if prediction == "eps":
         return noise
     if prediction == "x0":
         return x_0
+    if prediction == "previous_x":
+        return posterior_mean(x_0, q_sample(x_0, noise, c), c)
     return c.sqrt_alphas_cumprod * noise - c.sqrt_one_minus_alphas_cumprod * x_0
 
 
@@ -30,6 +37,8 @@ def predicted_x_0(prediction: str, output: Tensor, x_t: Tensor, c: Coefficients)
         return (x_t - c.sqrt_one_minus_alphas_cumprod * output) / c.sqrt_alphas_cumprod
     if prediction == "x0":
         return output
+    if prediction == "previous_x":
+        return (output - c.posterior_mean_coef_x_t * x_t) / c.posterior_mean_coef_x_0
     return c.sqrt_alphas_cumprod * x_t - c.sqrt_one_minus_alphas_cumprod * output
 
 
@@ -46,9 +55,13 @@ def posterior_mean(x_0: Tensor, x_t: Tensor, c: Coefficients) -> Tensor:
 def model_log_variance(variance: str, raw: Tensor | None, like: Tensor, c: Coefficients) -> Tensor:
     """Log variance of p(x_{t-1} | x_t), in the shape of `like`.
 
-    `raw` holds the variance channels of a model with a learned range: -1 is the posterior's variance, 1 is beta, between
+    `raw` holds the variance channels of a model that learns it: with "learned" they are the log variance; with
+    "learned_range" -1 is the posterior's variance, 1 is beta, between
     them the logarithms are interpolated, and nothing clamps (Nichol eq. 15).
     """
+    if variance == "learned":
+        assert raw is not None, "a learned variance needs the model's variance channels"
+        return raw
     if variance == "learned_range":
         assert raw is not None, "a learned range needs the model's variance channels"
         fraction = (raw + 1) / 2

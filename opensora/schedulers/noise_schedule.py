@@ -5,12 +5,14 @@ Equations of Ho et al. 2020 ("Ho") and Nichol & Dhariwal 2021 ("Nichol"). abar i
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from opensora.registry import did_you_mean
 from opensora.utils.errors import UserError
 
 Number = float | Tensor
@@ -57,11 +59,18 @@ class Schedule:
 
 
 def named_schedule(name: str, diffusion_steps: int) -> Schedule:
-    """The named schedule: "linear" (Ho, section 4) or "squaredcos_cap_v2" (Nichol eq. 17)."""
+    """One of `BETAS`: "linear" (Ho, section 4), "squaredcos_cap_v2" or "cosine" (Nichol eq. 17), "scaled_linear" (Stable
+    Diffusion), and OpenAI's "quad", "warmup10", "warmup50", "const" and "jsd".
+
+    All betas but those of the cosine and "jsd" are scaled by 1000 / diffusion_steps, so that the last timestep is as
+    noisy whatever their number. "jsd" ends in pure noise, abar = 0.
+    """
     if name not in BETAS:
-        raise UserError(f"scheduler.noise_schedule={name!r} is not one of {', '.join(BETAS)}.")
-    betas = BETAS[name](diffusion_steps)
-    if not len(betas) or betas.max() >= 1:
+        raise UserError(
+            f"scheduler.noise_schedule={name!r} is not one of {', '.join(BETAS)}.{did_you_mean(str(name), list(BETAS))}"
+        )
+    betas = BETAS[name](diffusion_steps) if diffusion_steps > 0 else np.empty(0)
+    if not len(betas) or betas.max() > 1 or (betas.max() == 1 and name != "jsd"):
         raise UserError(
             f"scheduler.diffusion_steps={diffusion_steps} is too few for noise_schedule={name!r}, whose betas are "
             "scaled by 1000 / diffusion_steps and must stay below 1; use more than 20."
@@ -69,9 +78,30 @@ def named_schedule(name: str, diffusion_steps: int) -> Schedule:
     return Schedule(np.cumprod(1 - betas))
 
 
+FIRST, LAST = 1e-4, 0.02  # Ho, section 4
+SD_FIRST, SD_LAST = 0.00085, 0.012  # Rombach et al. 2022
+
+
 def _linear(steps: int) -> np.ndarray:
-    scale = 1000 / max(steps, 1)
-    return np.linspace(1e-4 * scale, 0.02 * scale, steps, dtype=np.float64)
+    scale = 1000 / steps
+    return np.linspace(FIRST * scale, LAST * scale, steps, dtype=np.float64)
+
+
+def _squares(first: float, last: float, steps: int) -> np.ndarray:
+    """Linear in the square root of beta."""
+    return np.linspace(first**0.5, last**0.5, steps, dtype=np.float64) ** 2 * (1000 / steps)
+
+
+def _warmup(fraction: float, steps: int) -> np.ndarray:
+    """Constant after a linear beginning."""
+    betas = np.full(steps, LAST, dtype=np.float64)
+    length = int(steps * fraction)
+    betas[:length] = np.linspace(FIRST, LAST, length)
+    return betas * (1000 / steps)
+
+
+def _jsd(steps: int) -> np.ndarray:
+    return 1 / np.linspace(steps, 1, steps, dtype=np.float64)
 
 
 def _squared_cosine(steps: int) -> np.ndarray:
@@ -82,7 +112,17 @@ def _squared_cosine(steps: int) -> np.ndarray:
     return np.minimum(np.array(betas, dtype=np.float64), 0.999)
 
 
-BETAS: dict[str, Callable[[int], np.ndarray]] = {"linear": _linear, "squaredcos_cap_v2": _squared_cosine}
+BETAS: dict[str, Callable[[int], np.ndarray]] = {
+    "linear": _linear,
+    "squaredcos_cap_v2": _squared_cosine,
+    "cosine": _squared_cosine,
+    "scaled_linear": partial(_squares, SD_FIRST, SD_LAST),
+    "quad": partial(_squares, FIRST, LAST),
+    "warmup10": partial(_warmup, 0.1),
+    "warmup50": partial(_warmup, 0.5),
+    "const": partial(_warmup, 0.0),
+    "jsd": _jsd,
+}
 
 
 def _table(alphas_cumprod: np.ndarray) -> dict[str, np.ndarray]:

@@ -170,7 +170,8 @@ def _parse_member(texts: Sequence[str], annotation: Any) -> Any:
         return text
     if origin is list:
         literal = parse_literal(text) if len(texts) == 1 else None
-        return literal if isinstance(literal, list) else list(texts)
+        item = typing.get_args(annotation)[0]
+        return literal if isinstance(literal, list) else [_parse_member([text], item) for text in texts]
     return parse_literal(text) if len(texts) == 1 else [parse_literal(text) for text in texts]
 
 

@@ -224,6 +224,9 @@ class VAETrainConfig(LoopConfig):
     lpips_frames: int | None = option(
         "frames of a clip that the term lpips looks at; None: all", None, bounds=AT_LEAST_ONE
     )
+    trained: Literal["all", "decoder"] = option(
+        "decoder: keep the encoder, and so the latents that a denoiser knows", "all"
+    )
     reconstruction: Literal["plain", "nll"] = option(
         "nll: the pixels' part of the loss is rec / exp(s) + s, with a learned log variance s", "plain"
     )
@@ -267,6 +270,8 @@ class VAETrainConfig(LoopConfig):
                 problems.append(f"loss.{term}={weight}: must be at least 0.")
         if not any(self.loss.values()):
             problems.append("loss: every weight is 0, nothing would be learnt.")
+        if self.trained == "decoder" and self.loss.get("kl"):
+            problems.append(f"loss.kl={self.loss['kl']} has no effect with trained='decoder': set it to 0.")
         return problems + self._without_effect() + self._bad_lengths()
 
     def _without_effect(self) -> list[str]:
@@ -449,4 +454,5 @@ def _fit_container(value: Any, origin: type, args: tuple[Any, ...]) -> Iterator[
 
 def _key(key: Any, annotation: Any) -> Any:
     """JSON knows string keys only, so a dumped `{16: ...}` comes back as `{"16": ...}`."""
-    return int(key) if annotation is int and isinstance(key, str) and key.isdecimal() else coerce(key, annotation)
+    was_int = int in members(annotation) and isinstance(key, str) and key.isdecimal()
+    return int(key) if was_int else coerce(key, annotation)

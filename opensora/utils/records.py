@@ -158,7 +158,9 @@ class RecordReader:
         self._shards: list[str] = metadata["shards"]
         self._rows = _read_index(self.path, metadata)
         if missing := [name for name in self._shards if not (self.path / name).is_file()]:
-            raise UserError(f"{len(missing)} files of the cache {self.path} are missing, such as {missing[0]}. {remedy}")
+            raise UserError(
+                f"{len(missing)} files of the cache {self.path} are missing, such as {missing[0]}. {remedy}"
+            )
         if len(self._rows.hi) != metadata["entries"]:
             raise UserError(f"{self.path / INDEX} has {len(self._rows.hi)} of {metadata['entries']} records. {remedy}")
         self._verified = np.zeros(len(self), bool)
@@ -222,7 +224,9 @@ class RecordReader:
             raise UserError(f"{where} cannot be read ({error}); delete the file. {self.remedy}") from error
         if verify:
             if bad := [name for name in checks if checks[name] != _check(tensors[name])]:
-                raise UserError(f"{where}: {', '.join(bad)} is damaged (wrong checksum); delete the file. {self.remedy}")
+                raise UserError(
+                    f"{where}: {', '.join(bad)} is damaged (wrong checksum); delete the file. {self.remedy}"
+                )
             self._verified[row] = True
         kinds = self.features
         record |= {n: t.numpy().tobytes() if kinds[n] == "bytes" else t for n, t in tensors.items()}
@@ -259,7 +263,7 @@ def claim(
         refuse_other(path, found["settings"], mine["settings"], "settings", remedy)
         return found
     path.mkdir(parents=True, exist_ok=True)
-    metadata = {"format": FORMAT, **mine, "notes": dict(notes or {}), "shards": [], "entries": None}
+    metadata: dict[str, Any] = {"format": FORMAT, **mine, "notes": dict(notes or {}), "shards": [], "entries": None}
     _write_metadata(path, metadata)
     return metadata
 
@@ -384,7 +388,9 @@ def _read_index(path: Path, metadata: Mapping[str, Any]) -> Rows:
     try:
         return Rows(**load_numpy(path / INDEX))
     except (SafetensorError, OSError, TypeError) as error:
-        raise UserError(f"{path / INDEX} cannot be read ({error}); delete {METADATA} and write the cache again.") from error
+        raise UserError(
+            f"{path / INDEX} cannot be read ({error}); delete {METADATA} and write the cache again."
+        ) from error
 
 
 # ---------------------------------------------------------------------------------------------------- a record
@@ -413,7 +419,7 @@ def _normal(name: str, kind: Any, value: Any) -> Any:
 
 def _check(tensor: Tensor) -> list[Any]:
     """Number format, shape and CRC-32 of a tensor."""
-    flat = tensor.contiguous().reshape(-1).view(torch.uint8).numpy() if tensor.numel() else np.empty(0, np.uint8)
+    flat: Any = tensor.contiguous().reshape(-1).view(torch.uint8).numpy() if tensor.numel() else np.empty(0, np.uint8)
     return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), zlib.crc32(flat)]
 
 

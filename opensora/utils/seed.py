@@ -35,7 +35,10 @@ def randn_like(x: Tensor, generators: Sequence[torch.Generator] | torch.Generato
         raise ValueError(f"{len(generators)} generators for a batch of {len(x)}")
     # a generator's own device decides where its numbers are drawn: a CPU generator gives the same noise on any device
     rows = [torch.randn(x.shape[1:], generator=g, device=g.device, dtype=x.dtype) for g in generators]
-    return torch.stack(rows).to(x.device)
+    noise = torch.stack(rows)
+    if not x.is_cuda or noise.is_cuda:
+        return noise.to(x.device)
+    return noise.pin_memory().to(x.device, non_blocking=True)  # from pageable memory the host would wait for the copy
 
 
 def randint(high: int, generators: Sequence[torch.Generator], device: torch.device | str) -> Tensor:

@@ -57,7 +57,21 @@ def formula(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return (scores.softmax(-1) @ v.float()).to(v.dtype)
 
 
+def check_compilable() -> None:
+    """What torch.compile assumes about the operators is true."""
+    from opensora.acceleration import short_attention as ops
+
+    B, S, H, N, d = SIZES[0]
+    tokens = torch.randn(B, N, S, 3 * H * d)
+    q, k, v = tokens.unflatten(-1, (3, H, d)).permute(3, 0, 2, 4, 1, 5).unbind(0)
+    torch.library.opcheck(ops.short_attention, (q, k, v))
+    torch.library.opcheck(ops.short_attention_backward, (q, q, k, v))
+    torch.library.opcheck(ops.short_attention_packed, (tokens.clone().requires_grad_(), H))
+    torch.library.opcheck(ops.short_attention_packed_backward, (tokens[..., : H * d].contiguous(), tokens, H))
+
+
 if __name__ == "__main__":
+    check_compilable()
     for size in SIZES:
         compare(size, "cpu", torch.float32, 1e-5)
         print("equal")

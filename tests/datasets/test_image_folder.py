@@ -71,11 +71,11 @@ def test_a_table_with_labels(folder, write_table):
 
 
 def test_mistakes_are_told_at_the_start(folder):
-    with pytest.raises(UserError, match="set num_frames=1, not 16"):
+    with pytest.raises(UserError, match="set num_frames=1 and frame_interval=1, not 16 and 1"):
         ImageFolderDataset(str(folder), num_frames=16)
     with pytest.raises(UserError, match="has 3 class folders, but num_classes=1000"):
         ImageFolderDataset(str(folder), num_classes=1000)
-    with pytest.raises(UserError, match="root='.' has no effect"):
+    with pytest.raises(UserError, match=r"root='\.' has no effect"):
         ImageFolderDataset(str(folder), root=".")
     with pytest.raises(UserError, match="has no folders"):
         ImageFolderDataset(str(folder / "cat"))
@@ -120,7 +120,9 @@ def test_the_fingerprint_follows_what_decides_the_samples(folder):
 
     before = fingerprint()
     assert fingerprint() == before
-    assert len({before, fingerprint(image_size=(8, 8)), fingerprint(use_image_transform=True), fingerprint(seed=1)}) == 4
+    assert (
+        len({before, fingerprint(image_size=(8, 8)), fingerprint(use_image_transform=True), fingerprint(seed=1)}) == 4
+    )
     (folder / "cat" / "1.jpg").rename(folder / "dog 1" / "c.jpg")
     assert fingerprint() != before
 

@@ -147,15 +147,6 @@ def test_colours(write_video, size, matrix, tags):
         assert np.abs(frame - np.array(colour)).max() <= 4, colour
 
 
-def test_hdr_is_refused(write_video):
-    path = write_video(
-        "hdr.mp4", numbered_frames(2), codec="libx265", pix_fmt="yuv420p10le", matrix=9,
-        options={"x265-params": "log-level=none:pools=1"}, colorspace=9, color_primaries=9, color_trc=16,
-    )  # fmt: skip
-    with pytest.raises(UserError, match=r"hdr.mp4 is HDR \(PQ\).*tone-map it"):
-        read_frames(path, 0, 1)
-
-
 def test_ten_bits(write_video):
     path = write_video("ten.mp4", numbered_frames(4), pix_fmt="yuv420p10le")
     assert frame_numbers(read_frames(path, 0, 4)) == [0, 1, 2, 3]

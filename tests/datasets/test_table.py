@@ -1,7 +1,9 @@
 """Tables: captions to the letter, paths that resolve, and mistakes that are named with their rows."""
 
+import json
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 
@@ -153,8 +155,106 @@ def test_wrong_files_for_a_table(folder):
         read_table(write(folder, "path,text\n0.mp4,a\n", "clips.parquet"))
 
 
-def test_large_tables_are_not_checked_file_by_file(folder, monkeypatch, caplog):
-    monkeypatch.setattr("opensora.datasets.table.MAX_CHECKED_FILES", 1)
+def test_of_a_large_table_a_sample_of_the_files_is_looked_for(folder, monkeypatch, caplog):
+    monkeypatch.setattr("opensora.datasets.table.MAX_CHECKED_FILES", 10)
+    monkeypatch.setattr("opensora.datasets.table.SAMPLE_OF_FILES", 5)
+    there = "".join(f"{i}.mp4,a\n" for i in range(20))
     with caplog.at_level("INFO"):
-        assert len(read_table(write(folder, "path,text\nmissing.mp4,a\nmissing2.mp4,b\n"))) == 2
-    assert "2 rows are too many" in caplog.text
+        assert len(read_table(write(folder, f"path,text\n{there}"))) == 20
+    assert (
+        "20 rows are too many to look for every file at start; of 5 that were looked for, 0 are missing" in caplog.text
+    )
+    missing = "".join(f"no{i}.mp4,a\n" for i in range(20))
+    with pytest.raises(UserError, match=r"of 5 files that were looked for, 5 are not there. .*\n  row 1: .*no0.mp4"):
+        read_table(write(folder, f"path,text\n{missing}"))
+
+
+# ------------------------------------------------------------------------------------------------------- JSONL
+
+
+def test_jsonl_equals_csv(folder):
+    lines = [json.dumps({"path": f"{i}.mp4", "text": caption, "fps": 23.976}) for i, caption in enumerate(CAPTIONS)]
+    lines[4] = json.dumps({"path": "4.mp4", "text": "null", "fps": None, "aes": 5.1}, ensure_ascii=False)
+    other = CAPTIONS[5] + "\u2028" + CAPTIONS[11]  # a separator of lines for Python, not for JSON
+    lines.append(json.dumps({"path": "19.mp4", "text": other}, ensure_ascii=False))
+    lines.append(json.dumps({"path": "18.mp4"}))
+    table = read_table(write(folder, "\n".join(["\ufeff" + lines[0], "", *lines[1:], ""]), "clips.jsonl"))
+    assert [table.captions(row)[0] for row in range(len(table))] == [*CAPTIONS, other, ""]
+    assert table.fps[0] == 23.976
+    assert np.isnan(table.fps[[4, -1]]).all()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", r"clips.jsonl is empty"),
+        ('{"path": "0.mp4"}\n{"path": ', r"line 2: no valid JSON"),
+        ('{"path": "0.mp4", "path": "1.mp4"}', r"line 1: no valid JSON \(a name is there twice\)"),
+        ('["0.mp4", "a"]', r"line 1: not an object"),
+        ('{"path": "0.mp4", "text": {"short": "a", "long": "b"}}', r"line 1: 'text' is not one value"),
+        ('{"file": "0.mp4", "text": "a"}', r"no column 'path'; its columns are: file, text"),
+    ],
+)
+def test_malformed_jsonl(folder, text, message):
+    with pytest.raises(UserError, match=message):
+        read_table(write(folder, text, "clips.jsonl"))
+
+
+# ---------------------------------------------------------------------------------------- numbers and bad rows
+
+
+def test_sizes_and_rates(folder):
+    text = "path,text,height,width,fps,aspect_ratio\n0.mp4,a,240,426,29.97,0.56\n1.mp4,b,,,,\n"
+    table = read_table(write(folder, text))
+    assert table.height.tolist() == [240, UNKNOWN]
+    assert table.width.tolist() == [426, UNKNOWN]
+    assert table.fps[0] == 29.97
+    assert np.isnan(table.fps[1])
+    none = read_table(write(folder, "path,text\n0.mp4,a\n"))
+    assert (none.height.tolist(), none.width.tolist(), np.isnan(none.fps).tolist()) == ([UNKNOWN], [UNKNOWN], [True])
+
+
+@pytest.mark.parametrize("column", ["height", "width", "fps", "num_frames"])
+@pytest.mark.parametrize("value", ["0", "-2", "nan", "inf", "wide"])
+def test_rows_that_say_they_are_broken(folder, column, value, caplog):
+    """Upstream puts a row without a height into a bucket of the largest resolution."""
+    path = write(folder, f"path,text,{column}\n0.mp4,a,24\n1.mp4,b,{value}\n2.mp4,c,25\n")
+    with pytest.raises(UserError, match=rf"{column}='{value}' in row 2 is no .* \(rows 2\); write a "):
+        read_table(path)
+    table = read_table(path, max_bad_share=0.5)
+    assert [table.name(row) for row in range(len(table))] == ["0.mp4", "2.mp4"]
+    assert [table.captions(row) for row in range(len(table))] == [["a"], ["c"]]
+    assert getattr(table, column).tolist() == [24, 25]
+    assert table.where(1).endswith("row 3")
+    assert list(table.left_out.values()) == [1]
+    assert f"1 of 3 rows are left out: {column} is 0 or no " in caplog.text
+
+
+def test_bad_rows_are_counted_by_reason_up_to_a_share(folder, caplog):
+    rows = [f"{i}.mp4,{i},{i + 1}" for i in range(16)]
+    rows[3] = "gone.mp4,3,4"
+    rows[5] = "5.mp4,5,0"
+    rows[6] = "6.txt,6,7"
+    rows[9] = "also_gone.mp4,9,10"
+    path = write(folder, "path,text,num_frames\n" + "\n".join(rows))
+    table = read_table(path, max_bad_share=0.25)
+    assert table.left_out == {
+        "they have no known extension": 1,
+        "num_frames is 0 or no number of frames": 1,
+        "they name a file that does not exist": 2,
+    }
+    for row in range(len(table)):  # whole rows: nothing is shifted
+        number = int(Path(table.name(row)).stem)
+        assert table.captions(row) == [str(number)]
+        assert table.num_frames[row] == number + 1
+        assert table.where(row).endswith(f"row {number + 1}")
+    assert "also_gone.mp4" in caplog.text
+    with pytest.raises(
+        UserError, match=r"2 of 14 rows name a file .*\n  row 4: .*gone.mp4\n(.*\n)*.*max_bad_share=0.2 of all"
+    ):
+        read_table(path, max_bad_share=0.2)
+
+
+def test_urls_are_no_paths(folder):
+    with pytest.raises(UserError, match=r"1 of 1 rows name a URL:.*\n.*\n.*Download the files first"):
+        read_table(write(folder, "path,text\nhttps://example.com/0.mp4,a\n"))

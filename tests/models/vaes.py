@@ -11,7 +11,7 @@ from opensora.utils.seed import generator
 
 PICTURES = {"block_out_channels": (8, 8, 16), "layers_per_block": 1, "norm_num_groups": 4}
 KL = {**PICTURES, "mid_block_add_attention": False}
-SVD = {"block_out_channels": (32, 32), "layers_per_block": 1}
+SVD = {"block_out_channels": (32, 32), "layers_per_block": 2}
 COG = {
     "block_out_channels": (8, 8, 8, 8),
     "latent_channels": 4,
@@ -118,3 +118,34 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "AutoencoderKLKVAEVideo": {"ch": 32, "ch_mult": (1, 1, 1), "num_res_blocks": 1, "z_channels": 4},
     "AutoencoderVidTok": {"ch": 32, "ch_mult": (1, 1, 1), "num_res_blocks": 1, "z_channels": 4},
 }
+
+VAES: dict[str, dict[str, Any]] = {
+    "VideoAutoencoderKL": {"type": "VideoAutoencoderKL", "architecture": KL},
+    "VideoAutoencoderKLTemporalDecoder": {"type": "VideoAutoencoderKLTemporalDecoder", "architecture": SVD},
+    **{
+        name.removeprefix("Autoencoder"): {"type": "DiffusersVideoVAE", "architecture": {"type": name, **arguments}}
+        for name, arguments in ARCHITECTURES.items()
+    },
+    "VAE_Temporal": {"type": "VAE_Temporal", "filters": 8, "num_res_blocks": 1, "num_groups": 4},
+    "VAE_Temporal_SD": {"type": "VAE_Temporal_SD", "filters": 8, "num_res_blocks": 1, "num_groups": 4},
+}
+PARTS = {"vae_2d": VAES["VideoAutoencoderKL"], "vae_temporal": VAES["VAE_Temporal_SD"]}
+VAES |= {
+    "VideoAutoencoderPipeline": {"type": "VideoAutoencoderPipeline", "scale": 2.0, "shift": 0.5, **PARTS},
+    "OpenSoraVAE_V1_2": {"type": "OpenSoraVAE_V1_2", "micro_frame_size": 9, **PARTS},
+}
+
+
+def build(name: str, **settings: Any) -> VideoVAE:
+    """A toy VAE with the same random weights every time, frozen."""
+    torch.manual_seed(0)
+    return MODELS.build({**VAES[name], **settings}).requires_grad_(False).eval()
+
+
+def video_of(vae: VideoVAE, frames: int | None = None, size: tuple[int, int] | None = None, batch: int = 2) -> Tensor:
+    """Videos [B, 3, T, H, W] that the VAE takes; None: as many frames as make two latent frames, two by three cells."""
+    _, height, width = vae.strides
+    if frames is None:
+        frames = vae.legal_num_frames(2 * vae.strides[0])
+    size = (2 * height, 3 * width) if size is None else size
+    return torch.rand(batch, vae.in_channels, frames, *size, generator=generator(1)) * 2 - 1

@@ -1,11 +1,35 @@
+"""One meaning of frame masks, in every registered scheduler."""
+
 import pytest
 import torch
 
-from opensora.schedulers.iddpm import IDDPM
+from opensora.registry import SCHEDULERS
 from opensora.schedulers.frame_mask import FrameMask
-from opensora.schedulers.noise_schedule import named_schedule
+from opensora.utils.seed import generators
 
 SHAPE = (2, 4, 3, 5, 5)
+FIXED = {"type": "iddpm", "variance": "fixed_small"}
+SAMPLERS = {
+    "ancestral": FIXED,
+    "ancestral, learned": {"type": "iddpm"},
+    "ddim, v": {**FIXED, "prediction": "v", "sampler": "ddim"},
+    "ddim, eta": {**FIXED, "sampler": "ddim", "eta": 0.7},
+    "iddpm-speed": {"type": "iddpm-speed"},
+    "euler": {"type": "rflow"},
+    "heun": {"type": "rflow", "sampler": "heun"},
+    "midpoint, shifted": {"type": "rflow", "sampler": "midpoint", "shift": 3.0},
+    "euler, discrete": {"type": "rflow", "time": "discrete"},
+    "dpm-solver": {"type": "dpm-solver"},
+}
+every_sampler = pytest.mark.parametrize("name", SAMPLERS)
+
+
+def build(name, num_steps=10):
+    return SCHEDULERS.build({**SAMPLERS[name], "num_sampling_steps": num_steps})
+
+
+def factor(scheduler) -> int:
+    return 2 if getattr(scheduler, "variance", "") == "learned_range" else 1
 
 
 @pytest.fixture
@@ -18,49 +42,69 @@ def cond():
     return {"y": torch.ones(2, 1, 5, 6)}
 
 
-def schedulers():
-    return [
-        IDDPM(10, variance="fixed_small"),
-        IDDPM(10, prediction="v", variance="fixed_small", sampler="ddim"),
-        IDDPM(10),
-    ]
+def identity(x_0, noise, index):
+    return x_0 + 10 * (index + 1) * noise
 
 
+@every_sampler
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
-@pytest.mark.parametrize("scheduler", schedulers(), ids=lambda s: f"{s.sampler}-{s.variance}")
-def test_kept_frames_come_back_bit_for_bit(denoiser, rngs, z, cond, scheduler, dtype):
+def test_kept_frames_come_back_bit_for_bit(denoiser, rngs, z, cond, name, dtype):
+    scheduler = build(name)
     mask = torch.tensor([[0, 1, 1], [1, 1, 0]]).to(dtype)
-    model = denoiser(2 if scheduler.variance == "learned_range" else 1)
+    model = denoiser(factor(scheduler))
     out = scheduler.sample(model, z, cond, mask=mask, generators=rngs(), null={"y": 0 * cond["y"]})
     kept = ~mask.bool()[:, None, :, None, None].expand(SHAPE)
     assert torch.equal(out[kept], z[kept])
     assert not (out[~kept] == z[~kept]).any()
     for call in model.calls:
         assert torch.equal(call["x_mask"], mask.bool().repeat(2, 1))  # [cond; null]
+        assert torch.equal(call["x"].chunk(2)[0][kept], z[kept])
 
 
-def test_a_mask_of_ones_samples_as_no_mask(denoiser, rngs, z, cond):
-    scheduler = IDDPM(10, variance="fixed_small")
-    free = scheduler.sample(denoiser(1), z, cond, generators=rngs())
+@every_sampler
+def test_a_mask_of_ones_samples_as_no_mask(denoiser, rngs, z, cond, name):
+    scheduler = build(name)
+    free = scheduler.sample(denoiser(factor(scheduler)), z, cond, generators=rngs())
     for mask in (torch.ones(2, 3, dtype=torch.bool), torch.ones(2, 3)):
-        assert torch.equal(free, scheduler.sample(denoiser(1), z, cond, mask=mask, generators=rngs()))
+        masked = scheduler.sample(denoiser(factor(scheduler)), z, cond, mask=mask, generators=rngs())
+        assert torch.equal(free, masked)
 
 
-def test_no_mask_takes_the_fast_path(denoiser, rngs, z, cond):
-    model = denoiser(1)
-    IDDPM(4, variance="fixed_small").sample(model, z, cond, generators=rngs())
+@every_sampler
+def test_no_mask_takes_the_fast_path(denoiser, rngs, z, cond, name):
+    scheduler = build(name, 4)
+    model = denoiser(factor(scheduler))
+    scheduler.sample(model, z, cond, generators=rngs())
     assert all("x_mask" not in call for call in model.calls)
 
 
-def test_a_fraction_edits_the_last_steps(denoiser, rngs, z, cond):
-    scheduler = IDDPM(10, variance="fixed_small")
+@every_sampler
+def test_a_fraction_edits_from_its_noise_level(denoiser, rngs, z, cond, name):
+    """Whatever the sampler: kept before, moved after, from a mixture of the frame and noise."""
+    scheduler = build(name)
+    model = denoiser(factor(scheduler))
+    mask = torch.tensor([[0.4, 0, 1], [1, 0.39, 0.99]])
+    steps = list(scheduler.sample_steps(model, z, cond, mask=mask, generators=rngs()))
+    moved = torch.stack([~(step.x == z).flatten(3).all(dim=3).all(dim=1) for step in steps])  # [steps, B, T]
+    assert torch.equal(moved, moved.cummax(dim=0).values)  # once it moves, it goes on
+    count = moved.sum(dim=0)
+    assert count[0, 1] == 0
+    assert count[0, 2] == count[1, 0] == count[1, 2] == 10
+    assert 2 <= count[0, 0] == count[1, 1] <= 5
+    assert steps[-1].x.isfinite().all()
+    before = 10 - int(count[0, 0])
+    for step in steps[:before]:
+        assert torch.equal(step.x[0, :, 0], z[0, :, 0])
+        assert torch.equal(step.x_0[0, :, 0], z[0, :, 0])  # the preview shows the frame that is kept
+
+
+def test_the_steps_and_the_noise_of_an_edit_in_iddpm(denoiser, rngs, z, cond):
+    scheduler = build("ancestral")
     model = denoiser(1)
     out = scheduler.sample(model, z, cond, mask=torch.tensor([[0.3, 0, 1], [1, 0.29, 0.96]]), generators=rngs())
     active = torch.stack([call["x_mask"] for call in model.calls]).sum(dim=0)  # steps in which each frame moves
     assert active.tolist() == [[3, 0, 10], [10, 3, 10]]
-
     reference = z[0, :, 0]
-    assert all(torch.equal(call["x"][0, :, 0], reference) for call in model.calls[:7])  # kept until then
     entered = model.calls[7]["x"][0, :, 0]
     c = scheduler.sampling_schedule.at(2)
     noise = (entered - c.sqrt_alphas_cumprod * reference) / c.sqrt_one_minus_alphas_cumprod
@@ -71,18 +115,55 @@ def test_a_fraction_edits_the_last_steps(denoiser, rngs, z, cond):
     assert torch.equal(model.calls[0]["x"][0, :, 2], z[0, :, 2])  # 1: z is the noise
 
 
-def test_editing_one_frame_does_not_move_the_noise_of_others(denoiser, rngs, z, cond):
-    scheduler = IDDPM(10, variance="fixed_small")
+def test_a_shifted_flow_edits_from_the_level_that_is_asked_for(denoiser, rngs, z, cond):
+    """tau = 0.5 of a flow that is shifted by 9 comes in its last tenth, not half-way."""
+    scheduler = SCHEDULERS.build({"type": "rflow", "shift": 9.0, "num_sampling_steps": 20})
+    model = denoiser(1)
+    scheduler.sample(model, z, cond, mask=torch.tensor([[0.5, 1, 1], [1, 1, 1]]), generators=rngs())
+    taus = torch.stack([call["timestep"][0] / 1000 for call in model.calls])
+    active = torch.stack([call["x_mask"][0, 0] for call in model.calls])
+    first = taus[active][0]
+    assert abs(first - 0.5) == (taus - 0.5).abs().min()
+    assert active.sum() == 2
+
+
+@pytest.mark.parametrize("name", ["ancestral", "ddim, eta", "euler"])
+def test_editing_one_frame_does_not_move_the_noise_of_others(denoiser, rngs, z, cond, name):
+    scheduler = build(name)
     plain = scheduler.sample(denoiser(1), z, cond, mask=torch.ones(2, 3, dtype=torch.bool), generators=rngs())
     edit = scheduler.sample(denoiser(1), z, cond, mask=torch.tensor([[0.5, 1, 1], [1, 1, 1]]), generators=rngs())
     assert torch.equal(plain[1], edit[1])
     assert torch.equal(plain[0, :, 1:], edit[0, :, 1:])  # the toy denoiser does not mix frames
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_any_mask_on_any_levels(seed):
+    """Each edited frame enters exactly once, at the level nearest to its value; 0 never moves, 1 always."""
+    g = torch.Generator().manual_seed(seed)
+    falling = torch.rand(seed % 12, generator=g).sort(descending=True).values
+    levels = [1.0, *(0.001 + 0.99 * falling).tolist()]
+    values = [0.0, 1.0, 1e-6, 1 - 1e-6, *torch.rand(4, generator=g).tolist()]
+    mask = torch.tensor([values])
+    z = torch.zeros(1, 1, len(values), 1, 1)
+    frames = FrameMask(mask, levels, z, generators(0, ids=[0]), identity)
+    active = torch.stack([frames.active(i)[0] for i in range(len(levels))])
+    entered = torch.stack([(frames.noise_entering(z, i) != 0)[0, 0, :, 0, 0] for i in range(len(levels))])
+    for frame, value in enumerate(mask[0].tolist()):
+        assert int(entered[:, frame].sum()) == (1 if 0 < value < 1 else 0)
+        if value in (0, 1):
+            assert active[:, frame].all() == bool(value)
+            assert active[:, frame].any() == bool(value)
+            continue
+        first = int(active[:, frame].int().argmax())
+        assert entered[first, frame]
+        assert active[first:, frame].all()
+        assert not active[:first, frame].any()
+        assert abs(levels[first] - value) <= min(abs(level - value) for level in levels) + 1e-6
+
+
 def test_mistakes_are_named(z, rngs):
     with pytest.raises(ValueError, match=r"shape \(2, 4\), expected \[B, T\] = \[2, 3\]"):
-        FrameMask(torch.ones(2, 4), 10, z, rngs())
+        FrameMask(torch.ones(2, 4), [1.0], z, rngs(), identity)
     with pytest.raises(ValueError, match="a fractional mask draws noise"):
-        FrameMask(torch.ones(2, 3), 10, z, None)
-    c = named_schedule("linear", 1000).at(0)
-    assert FrameMask(torch.ones(2, 3, dtype=torch.bool), 10, z, None).noise_entering(z, 9, c) is z
+        FrameMask(torch.ones(2, 3), [1.0], z, None, identity)
+    assert FrameMask(torch.ones(2, 3, dtype=torch.bool), [1.0], z, None, identity).noise_entering(z, 0) is z

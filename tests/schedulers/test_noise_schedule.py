@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from opensora.schedulers.noise_schedule import Schedule, named_schedule
+from opensora.schedulers.noise_schedule import BETAS, Schedule, named_schedule
 from opensora.utils.errors import UserError
 
 T = [0, 100, 250, 500, 750, 999]
@@ -21,6 +21,58 @@ def test_cosine_values():
     known = [0.9999587, 0.9715757, 0.8458880, 0.4922852, 0.1431786, 2.4288e-9]
     np.testing.assert_allclose(table["alphas_cumprod"][T], known, rtol=2e-5)  # the last one has 5 digits
     np.testing.assert_allclose(np.exp(table["log_beta"][[0, 1, 999]]), [4.128e-5, 4.614e-5, 0.999], rtol=2e-4)
+
+
+def test_scaled_linear_values():
+    abar = named_schedule("scaled_linear", 1000).table["alphas_cumprod"]
+    np.testing.assert_allclose(abar[[0, 500, 999]], [0.99915, 0.2763327, 0.0046601], rtol=1e-5)
+
+
+def test_cosine_is_openais_name_of_the_same():
+    a, b = (named_schedule(name, 1000).table["alphas_cumprod"] for name in ("cosine", "squaredcos_cap_v2"))
+    np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "middle", "last"),
+    [
+        ("linear", 1e-4, 1e-4 + (0.02 - 1e-4) * 500 / 999, 0.02),
+        ("quad", 1e-4, (0.01 + (0.02**0.5 - 0.01) * 500 / 999) ** 2, 0.02),
+        ("const", 0.02, 0.02, 0.02),
+        ("warmup10", 1e-4, 0.02, 0.02),
+        ("warmup50", 1e-4, 0.02, 0.02),
+        ("jsd", 1 / 1000, 1 / 500, 1.0),
+    ],
+)
+def test_betas_of_the_other_schedules(name, first, middle, last):
+    betas = np.exp(named_schedule(name, 1000).table["log_beta"])
+    np.testing.assert_allclose(betas[[0, 500, 999]], [first, middle, last], rtol=1e-7)
+    if name.startswith("warmup"):
+        length = int(name.removeprefix("warmup")) * 10
+        np.testing.assert_allclose(betas[:length], np.linspace(1e-4, 0.02, length), rtol=1e-9)
+        assert betas[length - 1 :] == pytest.approx(0.02)
+
+
+@pytest.mark.parametrize("name", BETAS)
+@pytest.mark.parametrize("steps", [1000, 250, 4000])
+def test_every_schedule_is_finite_falls_and_keeps_its_last_level(name, steps):
+    table = named_schedule(name, steps).table
+    assert all(np.isfinite(column).all() for column in table.values())
+    abar = table["alphas_cumprod"]
+    assert (np.diff(abar) < 0).all()
+    assert 0 <= abar[-1] < 0.01
+    if name not in ("jsd", "cosine", "squaredcos_cap_v2"):
+        assert np.log(abar[-1]) == pytest.approx(
+            np.log(named_schedule(name, 1000).table["alphas_cumprod"][-1]), rel=0.05
+        )
+
+
+def test_the_posterior_of_the_first_timestep_is_a_point():
+    table = named_schedule("linear", 1000).table
+    assert table["posterior_mean_coef_x_t"][0] == 0
+    assert table["posterior_mean_coef_x_0"][0] == pytest.approx(1)
+    variance = np.exp(table["log_beta"]) * (1 - table["alphas_cumprod_prev"]) / (1 - table["alphas_cumprod"])
+    np.testing.assert_allclose(variance[[0, 1, 999]], [0, 5.4532e-5, 0.0199999835], rtol=1e-5)
 
 
 def test_the_first_log_variances_are_the_posteriors_second():
@@ -71,8 +123,8 @@ def test_one_step_has_finite_numbers():
 
 
 def test_mistakes_are_named():
-    with pytest.raises(UserError, match="'cosine' is not one of linear, squaredcos_cap_v2"):
-        named_schedule("cosine", 1000)
+    with pytest.raises(UserError, match=r"'scaled' is not one of linear, .* Did you mean 'scaled_linear'"):
+        named_schedule("scaled", 1000)
     for steps in (0, 20):
         with pytest.raises(UserError, match=f"diffusion_steps={steps} is too few"):
             named_schedule("linear", steps)

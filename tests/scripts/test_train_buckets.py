@@ -200,6 +200,7 @@ def test_the_shipped_toy_config_trains(toy_encoders, train_on, monkeypatch):
     monkeypatch.chdir(ROOT)
     options = [
         f"--text-encoder.from-pretrained={toy_encoders['text']}",
+        "--text-encoder.model-max-length=12",
         "--max-steps=2",
         "--log-every=1",
         "--device=cpu",

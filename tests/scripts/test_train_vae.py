@@ -11,8 +11,9 @@ import torch
 from diffusers import AutoencoderKL
 from PIL import Image
 
-from opensora.models.vae import VideoAutoencoderKL
+from opensora.models.vae import DiffusersVideoVAE, VideoAutoencoderKL
 from opensora.utils.ckpt import complete_checkpoints, open_checkpoint
+from tests.models.vae.lpips_files import random_alex
 
 ROOT = Path(__file__).parents[2]
 
@@ -136,7 +137,10 @@ def test_k_then_resume_then_k_is_2k_bit_for_bit(train):
     ("options", "message"),
     [
         (["--image-size", "20", "24"], "the nearest is 16x24"),
-        (["--loss.lpips=0.1"], "loss.lpips=0.1"),
+        (["--loss.lpips=0.1", "--lpips=nowhere.pth"], "neither alex nor vgg nor a file"),
+        (["--adversarial-start=5"], "adversarial_start=5 has no effect without a discriminator"),
+        (["--mixed-lengths", "1", "2"], "must be from 1 to num_frames=1"),
+        (["--dataset.data-path=nowhere.csv"], "nowhere.csv does not exist"),
         (["--vae.architecture.latent_chanels=3"], "Did you mean 'latent_channels'"),
     ],
 )
@@ -146,3 +150,67 @@ def test_mistakes_end_with_exit_code_2_before_a_run_is_made(train, tmp_path, cap
     assert stop.value.code == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+@pytest.fixture(scope="module")
+def video_options(tmp_path_factory, pictures) -> list[str]:
+    """A causal video VAE on real clips and pictures, with all that can be switched on."""
+    folder = tmp_path_factory.mktemp("video")
+    clips = ROOT / "assets/clips"
+    rows = "".join(f"{clips / name}\n" for name in ("white_dog.mp4", "cup_portrait.mp4"))
+    (folder / "train.csv").write_text(f"path\n{rows}{pictures.parent / '0.png'}\n")
+    (folder / "held_out.csv").write_text(f"path\n{clips / 'city_teal.mp4'}\n")
+    architecture = {
+        "type": "AutoencoderKLWan", "base_dim": 8, "z_dim": 4, "dim_mult": [1, 1], "num_res_blocks": 1,
+        "temperal_downsample": [True], "is_residual": True, "patch_size": 2, "in_channels": 12, "out_channels": 12,
+        "latents_mean": None, "latents_std": None,
+    }  # fmt: skip
+    return [
+        f"--data-path={folder / 'train.csv'}", "--dataset", "{'type': 'InMemoryVideoDataset'}",
+        "--vae", str({"type": "DiffusersVideoVAE", "architecture": architecture}),
+        "--num-frames=5", "--mixed-lengths", "5", "1", "--image-size", "32", "32", "--batch-size=2",
+        "--loss.lpips=0.1", f"--lpips={random_alex(folder / 'alex.safetensors')}", "--lpips-frames=2",
+        "--reconstruction=nll", "--logvar-init=-1", "--adversarial-start=2",
+        "--discriminator", "{'type': 'PatchDiscriminator', 'dims': 3, 'channels': 8, 'num_layers': 1}",
+        f"--eval-data-path={folder / 'held_out.csv'}", "--eval-every=4", "--max-steps=8", "--warmup-steps=0",
+    ]  # fmt: skip
+
+
+def test_video_with_gan_and_nll_goes_on_bit_for_bit_and_leaves_all_it_should(train, video_options, capsys):
+    whole = train(*video_options, name="whole")
+    half = complete_checkpoints(whole)[0]
+    rest = train(*video_options, f"--load={half}", name="rest")
+    for part in ("model", "ema", "optimizer", "discriminator", "discriminator_optimizer"):
+        left, right = tensors(whole, part), tensors(rest, part)
+        assert left.keys() == right.keys()
+        assert left
+        assert [name for name in left if not torch.equal(left[name], right[name])] == []
+    second = [e for e in entries(whole) if e["step"] > 4]
+    assert [{**e, "samples_per_s": 0, "s_per_step": 0} for e in second] == [
+        {**e, "samples_per_s": 0, "s_per_step": 0} for e in entries(rest)
+    ]
+    log = {e["step"]: e for e in entries(whole) if "loss" in e}
+    assert "d_loss" not in log[2]  # the first two steps are without GAN
+    assert {"d_loss", "g_loss", "g_scale", "lpips", "logvar", "psnr"} <= log[3].keys()
+    assert log[8]["logvar"] != -1
+    measured = [e for e in entries(whole) if "held_out_psnr" in e]
+    assert [e["step"] for e in measured] == [4, 8]
+    assert {"held_out_ssim", "held_out_lpips", "held_out_saturation"} <= measured[0].keys()
+    with Image.open(whole / "held_out-000008.png") as sheet:
+        assert sheet.width > sheet.height > 200  # five frames, two rows
+    vae = DiffusersVideoVAE(str(whole / "vae"), posterior="mode").eval()
+    assert vae.decode(vae.encode(torch.zeros(1, 3, 5, 16, 16)), num_frames=5).shape == (1, 3, 5, 16, 16)
+    assert tensors(whole, "ema").keys() == vae.state_dict().keys()
+
+    # the discriminator is not lost without a word
+    without = [o for o in video_options if not o.startswith(("--disc", "{'type': 'Patch", "--adv"))]
+    with pytest.raises(SystemExit):
+        train(*without, f"--load={half}", name="without")
+    assert "was written with a discriminator" in capsys.readouterr().err
+
+
+def test_a_length_that_the_vae_does_not_take_is_refused(train, video_options, capsys):
+    options = [option for option in video_options if option not in ("--mixed-lengths", "5", "1")]
+    with pytest.raises(SystemExit):
+        train(*options, "--mixed-lengths", "5", "3")
+    assert "mixed_lengths: this VAE does not take 3 frames; the nearest is" in capsys.readouterr().err

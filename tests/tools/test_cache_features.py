@@ -73,7 +73,10 @@ def test_a_cached_encoder_says_what_it_stands_for(folder):
     assert cache_features([config, "--what", "text"]) == {"text": (2, 0)}
     assert CachedTextEncoder(str(folder / "cache")).encode(["7"]).y.item() == 7
     config = write_config(
-        folder, text=text.replace(f", encoder={CLASSES}", ""), data_path=folder / "clips.csv", cache_dir=folder / "cache"
+        folder,
+        text=text.replace(f", encoder={CLASSES}", ""),
+        data_path=folder / "clips.csv",
+        cache_dir=folder / "cache",
     )
     with pytest.raises(UserError, match="give it encoder="):
         cache_features([config, "--what", "text"])

@@ -197,13 +197,17 @@ def test_what_a_deleted_shard_held_is_written_again(folder):
 
 
 def test_foreign_folders_are_refused_with_the_reason(folder, tmp_path):
-    with pytest.raises(UserError, match=r"made with other settings: vae is abc, not def; size is \[1, 2\], not \[1, 3\]"):
+    with pytest.raises(
+        UserError, match=r"made with other settings: vae is abc, not def; size is \[1, 2\], not \[1, 3\]"
+    ):
         RecordWriter(folder, FEATURES, settings={"vae": "def", "size": (1, 3)})
     with pytest.raises(UserError, match=r"made with other fields: flow is float64, not string"):
         RecordWriter(folder, {**FEATURES, "flow": "string"}, settings={"vae": "abc", "size": (1, 2)})
     with pytest.raises(UserError, match=r"made with other fields: it has no flow here"):
-        RecordWriter(folder, {k: v for k, v in FEATURES.items() if k != "flow"}, settings={"vae": "abc", "size": (1, 2)})
-    with pytest.raises(UserError, match="there is no cache in .* Do this"):
+        RecordWriter(
+            folder, {k: v for k, v in FEATURES.items() if k != "flow"}, settings={"vae": "abc", "size": (1, 2)}
+        )
+    with pytest.raises(UserError, match=r"there is no cache in .* Do this"):
         RecordReader(tmp_path / "nowhere", remedy="Do this.")
     (folder / METADATA).write_text('{"format": 99}')
     with pytest.raises(UserError, match="has format 99, not 2"):

@@ -2,7 +2,7 @@
 
     python -m tools.benchmark.sampler_overhead [--model DiT-XL/2] [--batch 2] [--steps 50] [--device cuda]
 
-The time of a step is that of sampling with a model that costs nothing (its output is there already), guidance included: the
+A step of Heun's method calls the model twice. The time of a step is that of sampling with a model that costs nothing (its output is there already), guidance included: the
 doubled batch, the combination, the update, the noise. It is set against one forward pass of a real model on the doubled
 batch, eager, bf16 under autocast on a GPU. In real sampling the host prepares the next kernels while the device is at work on
 the model, so this is an upper bound.
@@ -34,6 +34,8 @@ SAMPLERS: dict[str, dict[str, Any]] = {
     "DPM-Solver++ 2, SDE": {**DPM, "algorithm_type": "sde-dpmsolver++"},
     "DPM-Solver 3, singlestep": {**DPM, "algorithm_type": "dpmsolver", "method": "singlestep", "order": 3},
     "DPM-Solver++ 2, dynamic thresholding": {**DPM, "thresholding": "dynamic"},
+    "Rectified flow, Euler": {"type": "rflow"},
+    "Rectified flow, Heun": {"type": "rflow", "sampler": "heun"},
 }
 MASKS = ("none", "boolean", "fractional")
 
@@ -58,7 +60,9 @@ def main() -> None:
     print("| sampler | frame mask | noise drawn on | µs/step beside the model | of a forward | waits/step |")
     print("|---|---|---|---|---|---|")
     for name, config in SAMPLERS.items():
-        for mask in MASKS if name in ("DPM-Solver++ 2, multistep", "IDDPM, ancestral") else MASKS[:1]:
+        for mask in (
+            MASKS if name in ("DPM-Solver++ 2, multistep", "IDDPM, ancestral", "Rectified flow, Euler") else MASKS[:1]
+        ):
             for drawn in dict.fromkeys(("cpu", device.type)):
                 run = sampling(config, args.batch, latent, device, mask, drawn)
                 seconds, waits = step_seconds(run, args.steps, device), waits_per_step(run, args.steps)

@@ -1,15 +1,16 @@
-"""The order of every deterministic sampler: how fast its error falls with the number of calls of the model.
+"""The order of every deterministic sampler: how fast its error falls with the number of steps.
 
     python -m tools.benchmark.solver_order [--steps 24 48 96 192 384] [--plot docs/images/solver_order.png]
 
 The model is the exact denoiser of a Gaussian mixture in the plane (tools/benchmark/toy_mixture.py), all in fp64. A sampler of
-order p has an error of O(N^-p) against the exact solution of the ODE, which a third-order solver with 6000 steps stands for.
+order p has an error of O(N^-p) in N steps against the exact solution of the ODE, for which a fine solver stands (third order and
+2000 steps; midpoint for the rectified flow).
 Prints a markdown table: the error at the most steps, and the order, from the last doubling of the steps.
 """
 
 import argparse
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,10 +20,11 @@ from torch import Tensor
 
 from opensora.registry import SCHEDULERS
 from opensora.schedulers.noise_schedule import named_schedule
-from tools.benchmark.toy_mixture import GaussianMixture, rectified_flow, variance_preserving
+from tools.benchmark.toy_mixture import GaussianMixture, LevelOf, rectified_flow, variance_preserving
 
 STEPS = (24, 48, 96, 192, 384)
 MIXTURE = GaussianMixture(num_modes=3, radius=1.0, std=0.5)  # smooth, so that few steps show the asymptotic order
+DDIM: dict[str, Any] = {"type": "iddpm", "sampler": "ddim", "variance": "fixed_small"}
 DPM: dict[str, Any] = {"type": "dpm-solver", "skip_type": "logSNR", "lower_order_final": "never"}
 
 
@@ -36,8 +38,13 @@ class Case(NamedTuple):
 
 def cases() -> dict[str, Case]:
     """By name."""
-    fine = {**DPM, "order": 3, "num_sampling_steps": 6000}
+    fine = {**DPM, "order": 3, "num_sampling_steps": 2000}
     found = {"DDIM": Case(DDIM, 1, {**fine, "final": "denoise_to_zero"})}
+    for sampler, order in (("euler", 1), ("midpoint", 2), ("heun", 2)):
+        flow = {"type": "rflow", "sampler": sampler}
+        found[f"Rectified flow, {sampler}"] = Case(
+            flow, order, {**flow, "sampler": "midpoint", "num_sampling_steps": 2000}
+        )
     for algorithm in ("dpmsolver", "dpmsolver++"):
         title = {"dpmsolver": "DPM-Solver", "dpmsolver++": "DPM-Solver++"}[algorithm]
         for method in ("multistep", "singlestep"):
@@ -49,14 +56,37 @@ def cases() -> dict[str, Case]:
     return found
 
 
-DDIM: dict[str, Any] = {"type": "iddpm", "sampler": "ddim", "variance": "fixed_small"}
-
-
 def errors(case: Case, steps: Sequence[int]) -> list[float]:
     """RMS distance of the sampler's points from the exact solution's, for each number of steps."""
     exact = solution(tuple(case.reference.items()))
     found = [solution(tuple({**case.sampler, "num_sampling_steps": n}.items())) for n in steps]
     return [float((x - exact).square().mean().sqrt()) for x in found]
+
+
+def errors_of_diffusers(steps: Sequence[int]) -> list[float]:
+    """The same for the third-order DPM-Solver++ of diffusers, on the same levels, in fp64 and without its `step`'s fp32."""
+    from diffusers import DPMSolverMultistepScheduler
+
+    exact = solution(tuple({**DPM, "order": 3, "num_sampling_steps": 2000}.items()))
+    found = []
+    for num_steps in steps:
+        theirs: Any = DPMSolverMultistepScheduler(solver_order=3)
+        levels = [step.level for step in SCHEDULERS.build({**DPM, "num_sampling_steps": num_steps}).plan]
+        levels = [*levels, SCHEDULERS.build({**DPM, "final": "denoise_to_zero"}).plan[-1].level]
+        theirs.sigmas = torch.tensor([level.sigma / level.alpha for level in levels], dtype=torch.float64)
+        x, outputs = noise(), []
+        for i, level in enumerate(levels[:-1]):
+            theirs._step_index = i
+            alpha, sigma = (torch.tensor([value], dtype=torch.float64) for value in (level.alpha, level.sigma))
+            outputs.append(MIXTURE.x_0_and_eps(x, alpha, sigma)[0])
+            if i == 0:
+                x = theirs.dpm_solver_first_order_update(outputs[-1], sample=x)
+            elif i == 1:
+                x = theirs.multistep_dpm_solver_second_order_update(outputs, sample=x)
+            else:
+                x = theirs.multistep_dpm_solver_third_order_update(outputs, sample=x)
+        found.append(float((x - exact).square().mean().sqrt()))
+    return found
 
 
 def measured_order(steps: Sequence[int], error: Sequence[float]) -> float:
@@ -66,17 +96,27 @@ def measured_order(steps: Sequence[int], error: Sequence[float]) -> float:
 
 @cache
 def solution(config: tuple[tuple[str, Any], ...]) -> Tensor:
-    """Where the sampler takes 256 fixed points of noise: [1, 2, 1, 256, 1] fp64."""
+    """Where the sampler takes the fixed points of noise."""
     settings = dict(config)
-    z = torch.randn(1, 2, 1, 256, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    return SCHEDULERS.build(settings).sample(model_of(settings["type"]), z, {})
+    return SCHEDULERS.build(settings).sample(MIXTURE.denoiser(form_of(settings), level_law(settings)), noise(), {})
 
 
-def model_of(scheduler: str) -> Callable[..., Tensor]:
-    """The exact denoiser, in the form that the scheduler samples."""
-    if scheduler == "rflow":
-        return MIXTURE.denoiser("velocity", rectified_flow())
-    return MIXTURE.denoiser("eps", variance_preserving(named_schedule("linear", 1000).table["alphas_cumprod"]))
+def noise() -> Tensor:
+    """128 points: [1, 2, 1, 128, 1] fp64."""
+    return torch.randn(1, 2, 1, 128, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+def form_of(config: dict[str, Any]) -> str:
+    """What a model for this scheduler predicts."""
+    return "velocity" if config["type"] == "rflow" else config.get("prediction", "eps")
+
+
+def level_law(config: dict[str, Any]) -> LevelOf:
+    """How a scheduler's timesteps translate to alpha and sigma."""
+    if config["type"] == "rflow":
+        return rectified_flow()
+    schedule = named_schedule(config.get("noise_schedule", "linear"), 1000)
+    return variance_preserving(schedule.table["alphas_cumprod"])
 
 
 def main() -> None:
@@ -90,6 +130,9 @@ def main() -> None:
     print("|---|---|---|---|")
     for name, (case, error) in found.items():
         print(f"| {name} | {error[-1]:.1e} | {case.order} | {measured_order(args.steps, error):.2f} |")
+    theirs = errors_of_diffusers(args.steps)
+    order = measured_order(args.steps, theirs)
+    print(f"| diffusers' DPM-Solver++ 3, multistep | {theirs[-1]:.1e} | 3 | {order:.2f} |")
     if args.plot:
         draw(found, args.steps, args.plot)
 
@@ -98,7 +141,7 @@ def draw(found: dict[str, tuple[Case, list[float]]], steps: Sequence[int], path:
     """One panel for each order in theory, with a line of that slope."""
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, 3, figsize=(13, 4.6), sharey=True, layout="constrained")
+    figure, axes = plt.subplots(1, 3, figsize=(13, 6.2), sharey=True, layout="constrained")
     for order, axis in enumerate(axes, start=1):
         of_order = {name: error for name, (case, error) in found.items() if case.order == order}
         for i, (name, error) in enumerate(of_order.items()):
@@ -110,8 +153,8 @@ def draw(found: dict[str, tuple[Case, list[float]]], steps: Sequence[int], path:
         axis.set_title(f"order {order}")
         axis.set_xticks(steps, [str(n) for n in steps], minor=False)
         axis.minorticks_off()
-        axis.set_xlabel("calls of the model")
-        axis.legend(fontsize=7)
+        axis.set_xlabel("steps")
+        axis.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2)
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("RMS error")
     figure.savefig(path, dpi=110)

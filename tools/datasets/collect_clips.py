@@ -88,7 +88,9 @@ def write_source(path: Path, number: int, args: argparse.Namespace) -> Iterator[
 @exit_on_user_error
 def main() -> None:
     """Collect, write, count."""
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, fromfile_prefix_chars="@")
+    parser = Parser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, fromfile_prefix_chars="@"
+    )
     parser.add_argument("sources", nargs="+", type=Path, metavar="SOURCE")
     parser.add_argument("--out", type=Path, default=Path("data/vae"))
     parser.add_argument("--held-out", nargs="+", default=[], metavar="NAME", help="source files never trained on")

@@ -21,8 +21,8 @@ from typing import NamedTuple
 
 import pandas as pd
 
-from opensora.datasets.image_folder import class_folders
 from opensora.datasets.files import IMAGE_EXTENSIONS, VIDEO_EXTENSIONS
+from opensora.datasets.image_folder import class_folders
 from opensora.utils.errors import UserError, exit_on_user_error
 from tools.datasets.datautil.info import add_info
 from tools.datasets.datautil.io import read_frame, table_format, write_frames
@@ -207,9 +207,7 @@ def _by_class(folder: Path, split: str | None, extensions: Sequence[str], words:
         raise UserError(f"{folder}: no file is left (split {split}).")
     owners = [path.relative_to(folder).parts[0] for path in files]
     numbers = {name: i for i, name in enumerate(classes)}
-    frame = _table(
-        folder, files, text=[words(name) for name in owners], label=[numbers[name] for name in owners]
-    )
+    frame = _table(folder, files, text=[words(name) for name in owners], label=[numbers[name] for name in owners])
     frame["text"] = frame["text"].astype(object)
     return frame, left_out
 
@@ -219,7 +217,9 @@ def _read_split(folder: Path, split: str) -> set[str]:
     path = next((place for place in (Path(split), folder / split) if place.is_file()), None)
     if path is None:
         inner = sorted(place.name for place in folder.iterdir() if place.is_dir())
-        raise UserError(f"--split {split}: neither a folder in {folder} nor a file; its folders: {', '.join(inner[:5])}.")
+        raise UserError(
+            f"--split {split}: neither a folder in {folder} nor a file; its folders: {', '.join(inner[:5])}."
+        )
     lines = path.read_text(encoding="utf-8-sig").splitlines()
     return {re.sub(r"\s+\d+$", "", line.strip()) for line in lines if line.strip()}
 
@@ -255,7 +255,9 @@ KINDS: dict[str, Callable[[Path, argparse.Namespace], Made]] = {
 
 def read_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m tools.datasets.convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m tools.datasets.convert",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="{" + ",".join(KINDS) + "}")
     for kind, function in KINDS.items():

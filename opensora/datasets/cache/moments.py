@@ -229,9 +229,7 @@ def _refuse_uncacheable(vae: Encoder, image_size: tuple[int, int], transform_nam
         )
 
 
-def _encode_clip(
-    path: Path, vae: Encoder, transform: Transform, job: Job, chunk: int
-) -> tuple[Tensor, int, float]:
+def _encode_clip(path: Path, vae: Encoder, transform: Transform, job: Job, chunk: int) -> tuple[Tensor, int, float]:
     """All frames of a clip: moments [2C, T, h, w], the frames that `probe` counts, and the rate."""
     info = probe(path)
     parts: list[Tensor] = []

@@ -10,7 +10,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from opensora.acceleration.attention import attention
+from opensora.acceleration.attention import attention, packed_attention
 from opensora.models.layers.rope import apply_rotary
 
 Axis = Literal["space", "time", "all"]
@@ -78,6 +78,8 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(dim // num_heads) if qk_norm else nn.Identity()
         self.k_norm = RMSNorm(dim // num_heads) if qk_norm else nn.Identity()
         self.proj = nn.Linear(dim, dim)
+        # whether nothing but positions comes between the linear layer and the attention
+        self.is_plain = not qk_norm and type(self).reduce_keys is Attention.reduce_keys
 
     def forward(self, x: Tensor, rope: Tensor | None = None, grid: tuple[int, int] | None = None) -> Tensor:
         """Attend along the axis.
@@ -91,9 +93,15 @@ class Attention(nn.Module):
             [B, T, S, D].
         """
         T = x.shape[1]
+        qkv = self.qkv(x)
+        if rope is None and self.is_plain:
+            packed = packed_attention(qkv, self.num_heads, self.axis, self.kernel)
+            if packed is not None:
+                return self.proj(packed)
         # split before rearranging: the gradients then come together by one concatenation
-        parts = self.qkv(x).chunk(3, dim=-1)
-        q, k, v = (rearrange(part, _SPLIT[self.axis], H=self.num_heads) for part in parts)  # each [..., H, N, d]
+        q, k, v = (
+            rearrange(part, _SPLIT[self.axis], H=self.num_heads) for part in qkv.chunk(3, dim=-1)
+        )  # each [..., H, N, d]
         k, v = self.reduce_keys(k, v, grid)
         if self.norm_order == "norm_then_rope":
             q, k = apply_rotary(self.q_norm(q), rope), apply_rotary(self.k_norm(k), rope)

@@ -13,6 +13,7 @@ Each is applied until nothing changes, so that cleaning a clean caption does not
 import html
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Literal, NamedTuple, get_args
 from urllib.parse import unquote_plus
 
@@ -33,8 +34,8 @@ def cleaner(name: str) -> Callable[[str], str]:
     """
     if name not in get_args(Clean):
         raise UserError(f"clean={name!r} is not one of {', '.join(get_args(Clean))}.")
-    one_pass = {"none": str, "basic": _basic, "legacy": _legacy}[name]
-    return lambda text: until_stable(one_pass, text)
+    passes: dict[str, Callable[[str], str]] = {"none": str, "basic": _basic, "legacy": _legacy}
+    return partial(until_stable, passes[name])
 
 
 def until_stable(one_pass: Callable[[str], str], text: str) -> str:

@@ -67,7 +67,9 @@ class PretrainedTextEncoder(nn.Module):
         self.clean_name, self.clean = clean, cleaner(clean)
         for name, value, known in (("padding", padding, Padding), ("between_uses", between_uses, BetweenUses)):
             if value not in get_args(known):
-                raise UserError(f"text encoder {from_pretrained}: {name}={value!r} is none of {', '.join(get_args(known))}.")
+                raise UserError(
+                    f"text encoder {from_pretrained}: {name}={value!r} is none of {', '.join(get_args(known))}."
+                )
         self.padding, self.between_uses = padding, between_uses
         self.model_class, self.from_pretrained = model_class, from_pretrained
         self.dtype = to_torch_dtype(dtype)
@@ -78,7 +80,7 @@ class PretrainedTextEncoder(nn.Module):
             from_pretrained, what="text encoder", any_of=[("config.json",), WEIGHTS, VOCABULARY]
         )
         try:
-            self.tokenizer: Any = AutoTokenizer.from_pretrained(self._name, **self._hub)
+            self.tokenizer: Any = self._load_tokenizer()
         except (OSError, ValueError) as error:
             raise hub_error(from_pretrained, "text encoder", error) from error
         self.model: Any = self._load()
@@ -129,7 +131,9 @@ class PretrainedTextEncoder(nn.Module):
     def unload(self) -> None:
         """Free the weights now; the next `encode` reads them again."""
         if self.sharded:
-            raise UserError(f"text encoder {self.from_pretrained}: sharded weights stay; leave shardformer off to unload.")
+            raise UserError(
+                f"text encoder {self.from_pretrained}: sharded weights stay; leave shardformer off to unload."
+            )
         self.model = None
 
     @property
@@ -169,6 +173,9 @@ class PretrainedTextEncoder(nn.Module):
                 self.unload()
             elif self.between_uses == "cpu":
                 self.model.to("cpu")
+
+    def _load_tokenizer(self) -> Any:
+        return AutoTokenizer.from_pretrained(self._name, **self._hub)
 
     def _load(self) -> Any:
         try:

@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from transformers import AutoConfig, MT5EncoderModel, T5EncoderModel, UMT5EncoderModel
+from transformers import AutoConfig, MT5EncoderModel, T5EncoderModel, T5Tokenizer, UMT5EncoderModel
 
 from opensora.models.text_encoder.cleaning import Clean
 from opensora.models.text_encoder.fast import compile_blocks_of, shard_inside_node
@@ -11,7 +11,7 @@ from opensora.models.text_encoder.pretrained import BetweenUses, Padding, Pretra
 from opensora.registry import MODELS
 from opensora.utils.errors import UserError
 
-FAMILY = {"t5": T5EncoderModel, "mt5": MT5EncoderModel, "umt5": UMT5EncoderModel}
+FAMILY: dict[str, Any] = {"t5": T5EncoderModel, "mt5": MT5EncoderModel, "umt5": UMT5EncoderModel}
 
 
 @MODELS.register_module("t5")
@@ -79,6 +79,13 @@ class T5Encoder(PretrainedTextEncoder):
             )
         self.sharded = shard_inside_node(self.model, self.device)
         return self
+
+    def _load_tokenizer(self) -> Any:
+        try:
+            return super()._load_tokenizer()
+        except ValueError:  # a UMT5 folder with a spiece.model alone, which `AutoTokenizer` cannot read
+            tokenizer: Any = T5Tokenizer
+            return tokenizer.from_pretrained(self._name, **self._hub)
 
     def _load(self) -> Any:
         model = super()._load()

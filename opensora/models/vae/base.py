@@ -109,6 +109,10 @@ class VideoVAE(nn.Module):
         """The nearest number of frames that the VAE takes; of two equally near ones the smaller."""
         raise NotImplementedError
 
+    def units_of(self, pictures: int, num_frames: int) -> int:
+        """The micro-batch that holds about so many pictures, for videos of `num_frames`: videos, unless a subclass differs."""
+        return max(pictures // num_frames, 1)
+
     def _network(self) -> nn.Module:
         """The module with `encoder` and `decoder`."""
         raise NotImplementedError
@@ -212,7 +216,7 @@ class VideoVAE(nn.Module):
     def last_layer(self) -> nn.Parameter:
         """The kernel of the decoder's last convolution, where gradients of a loss and of a discriminator are compared."""
         name = [key for key, p in self._network().decoder.named_parameters() if p.dim() >= 4][-1]  # type: ignore[union-attr]
-        return self._network().decoder.get_parameter(name)  # type: ignore[union-attr,return-value]
+        return self._network().decoder.get_parameter(name)  # type: ignore[union-attr]
 
     def fingerprint(self) -> str:
         """A hash of config and weights: latents cached under one fingerprint fit no other."""
@@ -277,11 +281,11 @@ class VideoVAE(nn.Module):
             self._checked_range = True
 
     def _scale_and_shift(self, config: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        scale = torch.full((self.out_channels,), float(config.get("scaling_factor") or 1.0))
-        shift = torch.full((self.out_channels,), float(config.get("shift_factor") or 0.0))
+        scale = torch.full((self.out_channels,), float(config.get("scaling_factor") or 1.0), device="cpu")
+        shift = torch.full((self.out_channels,), float(config.get("shift_factor") or 0.0), device="cpu")
         mean, std = config.get("latents_mean"), config.get("latents_std")
         if mean is not None and std is not None:
-            shift, std = (torch.as_tensor(values, dtype=torch.float32).flatten() for values in (mean, std))
+            shift, std = (torch.tensor(values, dtype=torch.float32, device="cpu").flatten() for values in (mean, std))
             if len(std) > self.out_channels and len(std) % self.out_channels == 0:  # one number a channel and frame
                 scale, shift, std = scale[:, None], *(v.view(self.out_channels, -1) for v in (shift, std))
             if shift.shape != std.shape or len(std) != self.out_channels:

@@ -7,8 +7,10 @@ that do not know them; diffusers then says that it ignores them.
 
 import inspect
 import json
+import logging
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +135,11 @@ class DiffusersVAE(VideoVAE):
     ) -> Any:
         folder = resolve_pretrained(name, what="VAE", subfolder=subfolder, any_of=[(CONFIG,), WEIGHTS])
         inner = Path(folder) / (subfolder or "")
-        where: dict[str, Any] = {"subfolder": subfolder or "", "cache_dir": cache_dir, "local_files_only": local_files_only}
+        where: dict[str, Any] = {
+            "subfolder": subfolder or "",
+            "cache_dir": cache_dir,
+            "local_files_only": local_files_only,
+        }
         variant = None
         if inner.is_dir():
             plain = [path for pattern in WEIGHTS for path in inner.glob(pattern) if ".fp16" not in path.name]
@@ -141,14 +147,15 @@ class DiffusersVAE(VideoVAE):
         try:
             config = _read_config(self._classes(), folder, inner, where)
             constructor = self._class_of(config, name)
-            autoencoder, info = constructor.from_pretrained(
-                folder,
-                **where,
-                torch_dtype=dtype,
-                variant=variant,
-                low_cpu_mem_usage=False,  # the other way needs `accelerate`, to save megabytes
-                output_loading_info=True,
-            )
+            with _quiet_about(config.keys() - set(parameters_of(constructor))):
+                autoencoder, info = constructor.from_pretrained(
+                    folder,
+                    **where,
+                    torch_dtype=dtype,
+                    variant=variant,
+                    low_cpu_mem_usage=False,  # the other way needs `accelerate`, to save megabytes
+                    output_loading_info=True,
+                )
         except UserError:
             raise
         except (OSError, ValueError) as error:
@@ -178,6 +185,19 @@ def strides_of_levels(block_out_channels: Sequence[int]) -> tuple[int, int]:
 def parameters_of(constructor: Any) -> list[str]:
     """The names of a class's arguments."""
     return [name for name in inspect.signature(constructor.__init__).parameters if name != "self"]
+
+
+@contextmanager
+def _quiet_about(unknown: Collection[str]) -> Iterator[None]:
+    """Diffusers says that it ignores `STATISTICS` which a class does not know: we do not."""
+    logger = logging.getLogger("diffusers.configuration_utils")
+    before = logger.level
+    if not {key for key in unknown if not key.startswith("_")} - set(STATISTICS):
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def _read_config(classes: Mapping[str, Any], folder: str, inner: Path, where: Mapping[str, Any]) -> dict[str, Any]:

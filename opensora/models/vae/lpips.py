@@ -37,7 +37,7 @@ class LPIPS(nn.Module):
 
     def __init__(self, weights: str = "vgg") -> None:
         super().__init__()
-        state = {name: tensor.float() for name, tensor in read_file(_find(weights)).items()}
+        state = {name: tensor.float() for name, tensor in read_file(find_weights(weights)).items()}
         self.net = _network_of(state, weights)
         self.slices = nn.ModuleList(_slices(self.net))
         for number, channels in enumerate(HEADS[self.net]):
@@ -116,7 +116,12 @@ def _vgg() -> list[nn.Module]:
     return layers
 
 
-def _find(weights: str) -> Path:
+def find_weights(weights: str) -> Path:
+    """The file that "alex", "vgg" or a path means.
+
+    Raises:
+        UserError: it is not there.
+    """
     if weights in FILES:
         try:
             return Path(resolve_pretrained(PACKAGE_FOLDER, what="LPIPS")) / FILES[weights]

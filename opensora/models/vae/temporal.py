@@ -85,7 +85,7 @@ class Encoder(nn.Module):
         """See the class."""
         x = self.conv_in(x)
         for i, blocks in enumerate(self.block_res_blocks):
-            for block in blocks:  # type: ignore[union-attr]
+            for block in blocks:  # type: ignore[attr-defined]
                 x = block(x)
             if i < len(self.conv_blocks):
                 x = self.conv_blocks[i](x)
@@ -126,7 +126,7 @@ class Decoder(nn.Module):
         for block in self.res_blocks:
             x = block(x)
         for i in reversed(range(len(self.block_res_blocks))):
-            for block in self.block_res_blocks[i]:  # type: ignore[union-attr]
+            for block in self.block_res_blocks[i]:  # type: ignore[attr-defined]
                 x = block(x)
             if i > 0 and isinstance(self.conv_blocks[i - 1], CausalConv3d):
                 x = rearrange(self.conv_blocks[i - 1](x), "B (C two) T H W -> B C (T two) H W", two=2)
@@ -134,7 +134,7 @@ class Decoder(nn.Module):
 
 
 @MODELS.register_module()
-class VAE_Temporal(VideoVAE):  # noqa: N801  (the published name)
+class VAE_Temporal(VideoVAE):
     """Compresses time by 2 for each True of `temporal_downsample`; works on a picture VAE's latents [B, C, T, h, w].
 
     Args:

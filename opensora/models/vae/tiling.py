@@ -80,6 +80,7 @@ def tiled(
             out[where] += part * weight
             weights[where] += weight  # type: ignore[index]
     assert out is not None
+    assert weights is not None
     return out / weights
 
 

@@ -33,6 +33,10 @@ class FrameVAE(DiffusersVAE):
         """Any number of frames, from 1."""
         return max(int(num_frames), 1)
 
+    def units_of(self, pictures: int, num_frames: int) -> int:
+        """A unit is a picture."""
+        return pictures
+
     def _units(self, x: Tensor, *, decoding: bool) -> Tensor:
         return rearrange(x, "B C T H W -> (B T) C 1 H W")
 

@@ -35,6 +35,7 @@ class Family:
         first: 1 where the first frame is encoded by itself; 0 where frames are taken in whole groups.
         encode: (autoencoder, x) -> moments [B, 2C, t, h, w].
         decode: (autoencoder, z) -> x.
+        one_at_a_time: The class fails for more than one video.
         statistics: "config": `STATISTICS` of the config; "buffers": `latents_mean` and `latents_std` are tensors of the
             weights' file, `scaling_factor` stands in the config.
     """
@@ -45,6 +46,7 @@ class Family:
     first: int = 1
     encode: Callable[[Any, Tensor], Tensor] | None = None
     decode: Callable[[Any, Tensor], Tensor] | None = None
+    one_at_a_time: bool = False
     statistics: str = "config"
 
 
@@ -179,7 +181,8 @@ FAMILIES: dict[str, Family] = {
     "AutoencoderKLWan": Family("z_dim", _wan_strides, step=lambda _: WAN_CHUNK, decode=_wan_decode),
     "AutoencoderKLQwenImage": Family("z_dim", _wan_strides, step=lambda _: WAN_CHUNK, decode=_wan_decode),
     "AutoencoderKLHunyuanVideo": Family("latent_channels", _ratios),
-    "AutoencoderKLHunyuanVideo15": Family("latent_channels", _ratios),
+    # its attention takes the batch of its mask for heads (diffusers 0.42)
+    "AutoencoderKLHunyuanVideo15": Family("latent_channels", _ratios, one_at_a_time=True),
     # two latent frames are decoded at a time, and only an odd number keeps the first frame apart
     "AutoencoderKLCogVideoX": Family(
         "latent_channels",
@@ -301,10 +304,14 @@ class DiffusersVideoVAE(DiffusersVAE):
         return (latent_frames - self.family.first) * self.strides[0] + self.family.first
 
     def _encode(self, x: Tensor) -> Tensor:
-        return (self.family.encode or _encode)(self.autoencoder, self._layout(x))
+        return self._by_family(self.family.encode or _encode, x)
 
     def _decode(self, z: Tensor, num_frames: int) -> Tensor:
-        return (self.family.decode or _decode)(self.autoencoder, self._layout(z))
+        return self._by_family(self.family.decode or _decode, z)
+
+    def _by_family(self, network: Callable[[Any, Tensor], Tensor], x: Tensor) -> Tensor:
+        parts = x.split(1 if self.family.one_at_a_time else len(x))
+        return torch.cat([network(self.autoencoder, self._layout(part)) for part in parts])
 
     def _layout(self, x: Tensor) -> Tensor:
         last = self.memory_format == "channels_last"
@@ -319,7 +326,9 @@ class DiffusersVideoVAE(DiffusersVAE):
             raise self._complaint(f"time_chunks={time_chunks!r}: {name} has one way; leave it 'default'.")
         self.autoencoder.use_framewise_decoding = time_chunks == "chunked"
         # Mochi's encoder cannot: its attention looks at all frames
-        self.autoencoder.use_framewise_encoding = time_chunks == "chunked" and "Mochi" not in type(self.autoencoder).__name__
+        self.autoencoder.use_framewise_encoding = (
+            time_chunks == "chunked" and "Mochi" not in type(self.autoencoder).__name__
+        )
 
     def _config(self) -> Mapping[str, Any]:
         config = dict(self.autoencoder.config)

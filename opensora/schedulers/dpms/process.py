@@ -15,7 +15,7 @@ from opensora.utils.errors import UserError
 class Level(NamedTuple):
     """A noise level. Timesteps count from 0 (cleanest) as in training, and may be fractions."""
 
-    timestep: float
+    timestep: int | float
     alpha: float
     sigma: float
 
@@ -33,12 +33,13 @@ class VariancePreserving:
 
     def __init__(self, alphas_cumprod: np.ndarray) -> None:
         """alphas_cumprod: abar of each training timestep, [diffusion_steps] fp64, falling."""
-        self.log_alphas = 0.5 * np.log(alphas_cumprod)
+        with np.errstate(divide="ignore"):  # a schedule may end in pure noise
+            self.log_alphas = 0.5 * np.log(alphas_cumprod)
 
-    def level(self, timestep: float) -> Level:
-        """At a timestep in [0, diffusion_steps - 1]."""
+    def level(self, timestep: int | float) -> Level:
+        """At a timestep in [0, diffusion_steps - 1]; an int stays one, as the model's argument."""
         log_alpha = float(np.interp(timestep, np.arange(len(self.log_alphas)), self.log_alphas))
-        return Level(float(timestep), math.exp(log_alpha), math.sqrt(-math.expm1(2 * log_alpha)))
+        return Level(timestep, math.exp(log_alpha), math.sqrt(-math.expm1(2 * log_alpha)))
 
     def level_of(self, half_log_snr: float) -> Level:
         """With a given lambda: the inverse of `level(t).half_log_snr`."""

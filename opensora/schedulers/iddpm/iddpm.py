@@ -7,41 +7,51 @@ As in DiT and Open-Sora, with these additions and deviations:
 - kept frames leave the sampler bit-identical, and an edit takes `round(mask * steps)` steps.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from opensora.registry import SCHEDULERS
-from opensora.schedulers.guidance import Condition, Denoiser, classifier_free_guidance
 from opensora.schedulers.diffusion import (
+    eps_from_x_0,
     model_log_variance,
     posterior_mean,
     predicted_x_0,
     prediction_target,
     q_sample,
 )
-from opensora.schedulers.frame_mask import FrameMask, per_frame
-from opensora.schedulers.iddpm.options import resolve_options
+from opensora.schedulers.guidance import Condition, Denoiser, guidance_from_config
+from opensora.schedulers.iddpm.options import LEARNED, resolve_options
+from opensora.schedulers.iddpm.output import Output, split_output
 from opensora.schedulers.iddpm.respace import spaced_timesteps
-from opensora.schedulers.iddpm.samplers import ancestral_step, ddim_step
+from opensora.schedulers.iddpm.solver import ReverseSolver
+from opensora.schedulers.iddpm.vlb import prior_term, vlb_term
 from opensora.schedulers.noise_schedule import Coefficients, named_schedule
-from opensora.schedulers.iddpm.vlb import vlb_term
+from opensora.schedulers.sampling import Sampler, Time, timestep_of
+from opensora.schedulers.timesteps import build_sampling, build_weights
+from opensora.schedulers.training import at_least_fp32, check_draws, draw_noise, frame_mean, keep_given, predict
 from opensora.utils.errors import UserError
-from opensora.utils.seed import randint, randn_like
+from opensora.utils.seed import randn_like
 
 
-class _Output(NamedTuple):
-    """The model's output, split: `prediction` [B, C, T, H, W], and `variance` alike when it is learned."""
+class BitsPerDim(NamedTuple):
+    """A bound on the negative log likelihood, in bits per dimension, and its parts (Ho eq. 5).
 
-    prediction: Tensor
-    variance: Tensor | None
+    Columns are the sampler's timesteps, ascending.
+    """
+
+    total: Tensor  # [B]
+    prior: Tensor  # [B]: of x_T
+    vlb: Tensor  # [B, num_timesteps]; at timestep 0 the likelihood of x_0
+    x_0_mse: Tensor  # [B, num_timesteps]
+    mse: Tensor  # [B, num_timesteps]: of the noise
 
 
 @SCHEDULERS.register_module("iddpm")
-class IDDPM:
+class IDDPM(Sampler):
     """Improved denoising diffusion. The defaults are the reference's: eps, learned range, MSE + VLB."""
 
     def __init__(  # noqa: PLR0913 - the reference's keys, and a name for each choice that they spell with booleans
@@ -58,27 +68,41 @@ class IDDPM:
         clip_x0: float | None = None,
         cfg_scale: float = 4.0,
         cfg_channel: int | None = None,
+        guidance: Mapping[str, Any] | None = None,
+        timestep_sampling: str | Mapping[str, Any] | None = None,
+        loss_weighting: str | Mapping[str, Any] | None = None,
         *,
+        rescale_timesteps: bool = False,
         learn_sigma: bool | None = None,
         predict_xstart: bool | None = None,
         sigma_small: bool | None = None,
         use_kl: bool | None = None,
         rescale_learned_sigmas: bool | None = None,
+        faster: bool | None = None,
     ) -> None:
         """Args:
         num_sampling_steps: N timesteps, evenly spaced, first and last included; None: all.
         timestep_respacing: instead of it: "N", "a,b,c" (counts in equal sections) or "ddimN" (integer stride).
-        noise_schedule: "linear" or "squaredcos_cap_v2".
-        prediction: what the model predicts: "eps" (default), "x0" or "v".
-        variance: of an ancestral step: "learned_range" (default; the model returns 2C channels), "fixed_small" (the
-            posterior's) or "fixed_large" (beta).
+        noise_schedule: "linear", "squaredcos_cap_v2" (also "cosine"), "scaled_linear", "quad", "warmup10", "warmup50",
+            "const" or "jsd".
+        prediction: what the model predicts: "eps" (default), "x0", "v" or "previous_x" (the mean of x_{t-1}).
+        variance: of an ancestral step: "learned_range" (default) or "learned" (the log variance itself), for which the
+            model returns 2C channels; "fixed_small" (the posterior's) or "fixed_large" (beta).
         loss: "mse" (default; plus the VLB with a detached mean when the variance is learned), "rescaled_mse" (the VLB
             times diffusion_steps / 1000), "kl" (the VLB alone) or "rescaled_kl" (times diffusion_steps).
         sampler: "ancestral" or "ddim"; `eta` is DDIM's: 0 deterministic, 1 as noisy as DDPM.
         clip_x0: clamp each predicted x_0 to [-clip_x0, clip_x0] while sampling: 1.0 suits pixels; None, no clamp, latents.
         cfg_scale, cfg_channel: default guidance scale, and how many channels it guides (None: all).
-        learn_sigma, predict_xstart, sigma_small, use_kl, rescale_learned_sigmas: Open-Sora's spelling of
-            `variance`, `prediction` and `loss`; an error where they contradict those.
+        guidance: further options of guidance, dict(schedule=, power=, oscillation_start=, interval=, rescale=,
+            batching=); see `opensora.schedulers.guidance.Guidance`.
+        timestep_sampling: "uniform" (default), "logit-normal", "speedit", "speed" or "loss-second-moment", or
+            dict(type=NAME, option=...); see opensora/schedulers/timesteps.py.
+        loss_weighting: of the MSE: "none", "p2", "min-snr" or "speed", or dict(type=NAME, option=...); by default that
+            of the timestep sampling: "speedit" brings "p2", "speed" brings "speed".
+        rescale_timesteps: tell the model t * 1000 / diffusion_steps.
+        learn_sigma, predict_xstart, sigma_small, use_kl, rescale_learned_sigmas, faster: older spellings of
+            `variance`, `prediction`, `loss` and (faster=True) timestep_sampling="speedit"; an error where they
+            contradict those.
         """
         named = {"prediction": prediction, "variance": variance, "loss": loss, "sampler": sampler}
         legacy = {
@@ -90,16 +114,35 @@ class IDDPM:
         }
         self.prediction, self.variance, self.loss, self.sampler = resolve_options(named, legacy)
         self.eta, self.clip_x0 = _checked_eta(eta, sampler), _checked_clip(clip_x0)
-        self.cfg_scale, self.cfg_channel = cfg_scale, cfg_channel
+        self.guidance = guidance_from_config(cfg_scale, cfg_channel, guidance)
         self.diffusion_steps = diffusion_steps
         self.schedule = named_schedule(noise_schedule, diffusion_steps)
         self.timesteps = spaced_timesteps(diffusion_steps, _respacing(num_sampling_steps, timestep_respacing))
         self.sampling_schedule = self.schedule.respaced(self.timesteps)
+        self.time_scale = 1000 / diffusion_steps if rescale_timesteps else None
+        self._check_prediction(noise_schedule)
+        abar = self.schedule.table["alphas_cumprod"]
+        sampling = _sampling_choice(timestep_sampling, faster=faster)
+        self.timestep_sampling = build_sampling(sampling, abar)
+        self.loss_weights = build_weights(self._weighting_choice(loss_weighting), sampling, abar, self.prediction)
 
     @property
     def num_sampling_steps(self) -> int:
         """Denoiser calls (guided or not) per sample."""
         return len(self.timesteps)
+
+    @property
+    def model_times(self) -> Sequence[Time]:
+        """What the model is told at each of `timesteps`."""
+        return self.timesteps if self.time_scale is None else [t * self.time_scale for t in self.timesteps]
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What a resume of training needs: the history of "loss-second-moment", else nothing."""
+        return self.timestep_sampling.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restore what `state_dict` gave; a UserError when it is another strategy's."""
+        self.timestep_sampling.load_state_dict(state)
 
     def training_losses(
         self,
@@ -121,114 +164,155 @@ class IDDPM:
                 over the True frames (0 when there is none).
             t: [B] int64 in [0, diffusion_steps). Like `noise` (x0's shape), drawn when not given.
             generators: one per sample: t is drawn first, then the noise.
+
+        A timestep sampling that learns from losses does so here, where t is drawn and gradients are on.
         """
-        if generators is None and (t is None or noise is None):
-            raise ValueError("training_losses draws t and noise: pass one generator per sample, or both of them.")
-        x0 = _at_least_fp32(x0)
+        check_draws(t, noise, generators)
+        x0 = at_least_fp32(x0)
+        drawn = t is None
         if t is None:
             assert generators is not None, "checked above"
-            t = randint(self.diffusion_steps, generators, x0.device)
-        noise = randn_like(x0, generators) if noise is None else noise.to(x0.dtype)
+            t = self.timestep_sampling.draw(generators, x0.device)
+        noise = draw_noise(x0, noise, generators)
         c = self.schedule.gather(t, x0.ndim)
-        x_t = q_sample(x0, noise, c)
-        if mask is not None:
-            mask = mask.bool()
-            x_t = torch.where(per_frame(mask), x_t, x0)
+        mask = None if mask is None else mask.bool()
+        x_t = keep_given(q_sample(x0, noise, c), x0, mask)
         output = self._predict(model, x_t, t, cond, mask)
-        return _frame_mean(self._elementwise_loss(output, x0, x_t, noise, t, c), mask)
+        losses = frame_mean(self._elementwise_loss(output, x0, x_t, noise, t, c), mask)
+        return self.timestep_sampling.corrected(t, losses) if drawn else losses
 
-    @torch.no_grad()
-    def sample(
-        self,
-        model: Denoiser,
-        z: Tensor,
-        cond: Condition,
-        *,
-        null: Condition | None = None,
-        mask: Tensor | None = None,
-        guidance_scale: float | None = None,
-        generators: Sequence[torch.Generator] | None = None,
-        progress: bool = False,
-    ) -> Tensor:
-        """x_0 [B, C, T, H, W], fp32, from the initial noise z of that shape.
-
-        Args:
-            cond, null: the condition, and the entries of it that differ for the unconditional pass; without `null`
-                or with a scale of 1 there is no guidance, and the batch is not doubled.
-            mask: [B, T]; 1 or True generates a frame from the noise in z. At 0 or False z holds a given frame, which
-                is returned bit for bit. Between them z holds a reference that the last `mask` of the steps edit.
-            guidance_scale: overrides `cfg_scale`.
-            generators: one per sample, for the noise of the steps; DDIM with eta = 0 and no float mask needs none.
-        """
-        x = _at_least_fp32(z)
+    def solver(self, z: Tensor, generators: Sequence[torch.Generator] | None) -> ReverseSolver:
+        """The ancestral or the DDIM sampler; without noise (DDIM with eta = 0) it needs no generators."""
         noisy = self.sampler == "ancestral" or self.eta > 0
         if noisy and generators is None and self.num_sampling_steps > 1:
             raise ValueError(f"the {self.sampler} sampler draws noise: pass one generator per sample.")
-        scale = self.cfg_scale if guidance_scale is None else guidance_scale
-        guided = classifier_free_guidance(model, null, scale, self.cfg_channel)
-        frames = None if mask is None else FrameMask(mask, self.num_sampling_steps, x, generators)
-        for step in tqdm(reversed(range(self.num_sampling_steps)), total=self.num_sampling_steps, disable=not progress):
-            c = self.sampling_schedule.at(step)
-            active = None
-            if frames is not None:
-                x, active = frames.noise_entering(x, step, c), frames.active(step)
-            t = torch.full((len(x),), self.timesteps[step], device=x.device, dtype=torch.int64)
-            output = self._predict(guided, x, t, cond, active)
-            x_prev = self._reverse_step(output, x, c, generators if step > 0 else None)
-            x = x_prev if active is None else torch.where(per_frame(active), x_prev, x)
+        return ReverseSolver(self, generators)
+
+    @torch.no_grad()
+    def encode(
+        self,
+        model: Denoiser,
+        x0: Tensor,
+        cond: Condition,
+        *,
+        null: Condition | None = None,
+        guidance_scale: float = 1.0,
+        progress: bool = False,
+    ) -> Tensor:
+        """The noise z [B, C, T, H, W] from which DDIM with eta = 0 samples x0: its steps in reverse (Song, eq. 14).
+
+        x0 stands at the first timestep and is led to the last, each step with the prediction at its beginning. So
+        `sample(model, encode(model, x0, cond), cond, guidance_scale=1)` comes back the nearer to x0 the more steps there are.
+        """
+        x = at_least_fp32(x0)
+        guidance = self.guidance._replace(scale=guidance_scale)
+        for i in tqdm(range(len(self.timesteps) - 1), disable=not progress):
+            here, there = self.sampling_schedule.at(i), self.sampling_schedule.at(i + 1)
+            guided = guidance.wrap(model, null, i, (i + 1) / len(self.timesteps))
+            raw = predict(guided, x, timestep_of(self.model_times[i], x), cond, None)
+            output = split_output(raw, x.shape[1], self.variance)
+            x_0 = predicted_x_0(self.prediction, output.prediction, x, here)
+            x = q_sample(x_0, eps_from_x_0(x_0, x, here), there)
         return x
 
-    def _predict(self, model: Denoiser, x_t: Tensor, t: Tensor, cond: Condition, x_mask: Tensor | None) -> _Output:
-        given = {} if x_mask is None else {"x_mask": x_mask}
-        output = model(x_t, t, **cond, **given).to(x_t.dtype)
-        num_channels = x_t.shape[1]
-        expected = 2 * num_channels if self.variance == "learned_range" else num_channels
-        if output.shape[1] != expected:
-            raise UserError(_channel_message(self.variance, num_channels, output.shape[1]))
-        if self.variance != "learned_range":
-            return _Output(output, None)
-        return _Output(*output.chunk(2, dim=1))
+    @torch.no_grad()
+    def bits_per_dim(
+        self,
+        model: Denoiser,
+        x0: Tensor,
+        cond: Condition,
+        *,
+        generators: Sequence[torch.Generator],
+        progress: bool = False,
+    ) -> BitsPerDim:
+        """The variational bound on -log2 p(x0) over the sampler's timesteps, per dimension; x0 [B, C, T, H, W].
+
+        The likelihood of x_0 counts 8-bit pixels in [-1, 1]; of latents the sum says no more than which model is better.
+        """
+        x0 = at_least_fp32(x0)
+        schedule, terms = self.sampling_schedule, []
+        for i in tqdm(reversed(range(len(self.timesteps))), total=len(self.timesteps), disable=not progress):
+            c, noise = schedule.at(i), randn_like(x0, generators)
+            x_t = q_sample(x0, noise, c)
+            raw = predict(model, x_t, timestep_of(self.model_times[i], x_t), cond, None)
+            output = split_output(raw, x0.shape[1], self.variance)
+            x_0 = self._clipped(predicted_x_0(self.prediction, output.prediction, x_t, c))
+            step = torch.full((len(x0),), i, device=x0.device)
+            parts = (
+                self._vlb(output.variance, x_0, x0, x_t, step, c),
+                (x_0 - x0) ** 2,
+                (eps_from_x_0(x_0, x_t, c) - noise) ** 2,
+            )
+            terms.append(torch.stack([frame_mean(part, None) for part in parts]))  # [3, B]
+        vlb, x_0_mse, mse = torch.stack(terms[::-1], dim=2)  # each [B, num_timesteps]
+        prior = frame_mean(prior_term(x0, schedule.at(schedule.num_timesteps - 1)), None)
+        return BitsPerDim(vlb.sum(dim=1) + prior, prior, vlb, x_0_mse, mse)
+
+    def _predict(self, model: Denoiser, x_t: Tensor, t: Tensor, cond: Condition, x_mask: Tensor | None) -> Output:
+        told = t if self.time_scale is None else t.to(x_t.dtype) * self.time_scale
+        return split_output(predict(model, x_t, told, cond, x_mask), x_t.shape[1], self.variance)
 
     def _elementwise_loss(
-        self, output: _Output, x_0: Tensor, x_t: Tensor, noise: Tensor, t: Tensor, c: Coefficients
+        self, output: Output, x_0: Tensor, x_t: Tensor, noise: Tensor, t: Tensor, c: Coefficients
     ) -> Tensor:
+        predicted = output.prediction
         if self.loss in ("kl", "rescaled_kl"):
-            vlb = self._vlb(output, x_0, x_t, t, c)
+            vlb = self._vlb(output.variance, predicted_x_0(self.prediction, predicted, x_t, c), x_0, x_t, t, c)
             return vlb * self.diffusion_steps if self.loss == "rescaled_kl" else vlb
-        mse = (prediction_target(self.prediction, x_0, noise, c) - output.prediction) ** 2
-        if self.variance != "learned_range":
+        mse = (prediction_target(self.prediction, x_0, noise, c) - predicted) ** 2
+        if self.loss_weights is not None:
+            mse = mse * self.loss_weights(t).reshape(-1, *[1] * (mse.ndim - 1))
+        if self.variance not in LEARNED:
             return mse
         # the mean is detached: only the variance learns from the VLB (Nichol eq. 16)
-        vlb = self._vlb(output._replace(prediction=output.prediction.detach()), x_0, x_t, t, c)
+        x_0_of_model = predicted_x_0(self.prediction, predicted.detach(), x_t, c)
+        vlb = self._vlb(output.variance, x_0_of_model, x_0, x_t, t, c)
         return mse + (vlb * (self.diffusion_steps / 1000) if self.loss == "rescaled_mse" else vlb)
 
-    def _vlb(self, output: _Output, x_0: Tensor, x_t: Tensor, t: Tensor, c: Coefficients) -> Tensor:
-        mean = posterior_mean(predicted_x_0(self.prediction, output.prediction, x_t, c), x_t, c)
-        log_variance = model_log_variance(self.variance, output.variance, mean, c)
+    def _vlb(
+        self, raw_variance: Tensor | None, x_0_of_model: Tensor, x_0: Tensor, x_t: Tensor, t: Tensor, c: Coefficients
+    ) -> Tensor:
+        mean = posterior_mean(x_0_of_model, x_t, c)
+        log_variance = model_log_variance(self.variance, raw_variance, mean, c)
         true = posterior_mean(x_0, x_t, c), model_log_variance("fixed_small", None, mean, c)
         return vlb_term(x_0, true, (mean, log_variance), t)
 
-    def _reverse_step(
-        self, output: _Output, x_t: Tensor, c: Coefficients, generators: Sequence[torch.Generator] | None
-    ) -> Tensor:
-        x_0 = predicted_x_0(self.prediction, output.prediction, x_t, c)
-        if self.clip_x0 is not None:
-            x_0 = x_0.clamp(-self.clip_x0, self.clip_x0)
-        if self.sampler == "ddim":
-            return ddim_step(x_0, x_t, self.eta, c, generators)
-        return ancestral_step(x_0, x_t, model_log_variance(self.variance, output.variance, x_t, c), c, generators)
+    def _clipped(self, x_0: Tensor) -> Tensor:
+        return x_0 if self.clip_x0 is None else x_0.clamp(-self.clip_x0, self.clip_x0)
+
+    def _check_prediction(self, noise_schedule: str) -> None:
+        if self.prediction == "eps" and self.schedule.table["alphas_cumprod"][-1] == 0:
+            raise UserError(
+                f"scheduler.prediction='eps' with noise_schedule={noise_schedule!r}, which ends in pure noise: there the "
+                "noise says nothing about x_0. Use prediction='v' or 'x0'."
+            )
+        if self.prediction == "previous_x" and len(self.timesteps) < self.diffusion_steps:
+            raise UserError(
+                "scheduler.prediction='previous_x' predicts one training timestep back, so that none can be left out: "
+                "drop num_sampling_steps and timestep_respacing, or predict 'eps', 'x0' or 'v'."
+            )
+
+    def _weighting_choice(self, given: str | Mapping[str, Any] | None) -> str | Mapping[str, Any] | None:
+        """A loss without an MSE has nothing to weigh."""
+        if self.loss not in ("kl", "rescaled_kl"):
+            return given
+        if given not in (None, "none"):
+            raise UserError(f"scheduler.loss_weighting={given!r} weighs the MSE, which loss={self.loss!r} has not.")
+        return "none"
 
 
-def _at_least_fp32(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+SCHEDULERS.register_variant("iddpm-speed", IDDPM, faster=True)
 
 
-def _frame_mean(x: Tensor, mask: Tensor | None) -> Tensor:
-    """[B, C, T, H, W] -> [B] fp32: the mean, over the True frames only when there is a mask [B, T]."""
-    frames = x.float().mean(dim=(1, 3, 4))  # [B, T]
-    if mask is None:
-        return frames.mean(dim=1)
-    return (frames * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
+def _sampling_choice(choice: str | Mapping[str, Any] | None, *, faster: bool | None) -> str | Mapping[str, Any]:
+    """`timestep_sampling`, or what SpeeDiT's and Open-Sora's `faster` says where it is not set."""
+    if choice is None:
+        return "speedit" if faster else "uniform"
+    if faster is False and choice != "uniform":
+        raise UserError(f"scheduler: faster=False and timestep_sampling={choice!r} contradict each other; drop faster.")
+    if faster and choice in ("uniform", {"type": "uniform"}):
+        raise UserError("scheduler: faster=True and timestep_sampling='uniform' contradict each other; drop one.")
+    return choice
 
 
 def _respacing(num_sampling_steps: int | None, timestep_respacing: str | None) -> str | None:
@@ -254,17 +338,3 @@ def _checked_clip(clip_x0: float | None) -> float | None:
     if clip_x0 is not None and clip_x0 <= 0:
         raise UserError(f"scheduler.clip_x0={clip_x0} must be positive; None does not clamp.")
     return clip_x0
-
-
-def _channel_message(variance: str, num_channels: int, num_returned: int) -> str:
-    start = (
-        f"scheduler.variance={variance!r}, but the model returned {num_returned} channels for {num_channels}-channel"
-    )
-    if variance == "learned_range":
-        return (
-            f"{start} latents instead of {2 * num_channels}: set model.pred_sigma=True, or scheduler.variance to "
-            "'fixed_small' or 'fixed_large'."
-        )
-    return (
-        f"{start} latents instead of {num_channels}: set model.pred_sigma=False, or scheduler.variance='learned_range'."
-    )

@@ -6,17 +6,18 @@ from opensora.utils.errors import UserError
 
 # The first choice that the legacy booleans leave open is taken; the very first is the default.
 CHOICES = {
-    "prediction": ("eps", "x0", "v"),
-    "variance": ("learned_range", "fixed_large", "fixed_small"),
+    "prediction": ("eps", "x0", "v", "previous_x"),
+    "variance": ("learned_range", "fixed_large", "fixed_small", "learned"),
     "loss": ("mse", "rescaled_mse", "rescaled_kl", "kl"),
     "sampler": ("ancestral", "ddim"),
 }
+LEARNED = ("learned_range", "learned")  # the model returns 2C channels
 
 # legacy boolean -> the choice it speaks of, what True leaves open, what False leaves open
 LEGACY = {
-    "learn_sigma": ("variance", {"learned_range"}, {"fixed_large", "fixed_small"}),
-    "sigma_small": ("variance", {"fixed_small"}, {"learned_range", "fixed_large"}),
-    "predict_xstart": ("prediction", {"x0"}, {"eps", "v"}),
+    "learn_sigma": ("variance", {*LEARNED}, {"fixed_large", "fixed_small"}),
+    "sigma_small": ("variance", {"fixed_small"}, {*LEARNED, "fixed_large"}),
+    "predict_xstart": ("prediction", {"x0"}, {"eps", "v", "previous_x"}),
     "use_kl": ("loss", {"kl", "rescaled_kl"}, {"mse", "rescaled_mse"}),
     "rescale_learned_sigmas": ("loss", {"rescaled_mse", "rescaled_kl"}, {"mse", "kl", "rescaled_kl"}),
 }
@@ -38,7 +39,7 @@ def resolve_options(named: dict[str, str | None], legacy: dict[str, bool | None]
         UserError: an unknown name, or a legacy boolean that contradicts a name or another boolean.
     """
     options = Options(**{choice: _resolve(choice, named[choice], legacy) for choice in CHOICES})
-    if options.loss == "rescaled_mse" and options.variance != "learned_range":
+    if options.loss == "rescaled_mse" and options.variance not in LEARNED:
         raise UserError(
             f"scheduler.loss='rescaled_mse' rescales the loss of a learned variance, but variance={options.variance!r} "
             "is fixed; use loss='mse' (rescale_learned_sigmas=False)."

@@ -5,6 +5,8 @@ import math
 import torch
 from torch import Tensor
 
+from opensora.schedulers.noise_schedule import Coefficients
+
 
 def vlb_term(x_0: Tensor, true: tuple[Tensor, Tensor], model: tuple[Tensor, Tensor], t: Tensor) -> Tensor:
     """L_t elementwise, in the shape of x_0 [B, C, T, H, W]: a KL divergence, and at t = 0 a negative log likelihood.
@@ -20,6 +22,13 @@ def vlb_term(x_0: Tensor, true: tuple[Tensor, Tensor], model: tuple[Tensor, Tens
         gaussian_kl(*true, *model),
     )
     return nats / math.log(2)
+
+
+def prior_term(x_0: Tensor, c: Coefficients) -> Tensor:
+    """L_T elementwise, in bits: how far x_T, with the coefficients c of the last timestep, is from N(0, 1)."""
+    log_variance = torch.zeros_like(x_0) + math.log(c.sqrt_one_minus_alphas_cumprod**2)
+    mean, zero = c.sqrt_alphas_cumprod * x_0, torch.zeros_like(x_0)
+    return gaussian_kl(mean, log_variance, zero, zero) / math.log(2)
 
 
 def gaussian_kl(mean_1: Tensor, log_variance_1: Tensor, mean_2: Tensor, log_variance_2: Tensor) -> Tensor:

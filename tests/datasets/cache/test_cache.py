@@ -135,7 +135,10 @@ def test_samples_of_some_epochs_serve_any_vae_and_transform(table, tmp_path):
     assert stored.epochs == 4
     pixels = VideoTextDataset(str(table), 3, 2, SIZE, transform_name="random_crop", text_columns=("text", "more"))
     assert_same_samples(pixels, stored, vae, 0)
-    again, first = stored[SampleKey(4, 1)], stored[SampleKey(0, 1)]  # epoch 4 repeats epoch 0's clips, with new captions
+    again, first = (
+        stored[SampleKey(4, 1)],
+        stored[SampleKey(0, 1)],
+    )  # epoch 4 repeats epoch 0's clips, with new captions
     assert torch.equal(again["moments"], first["moments"])
     with pytest.raises(UserError, match="seed is 42, not 43"):
         cached(table, folder, vae, **choices, seed=43)
@@ -161,7 +164,7 @@ def test_features_come_with_the_samples_and_equal_the_encoders(table, cache, vae
     assert len(captions) == 6
     job = Job(cache, ALONE, dtype="auto")
     assert write_text(captions, encoder, job, batch_size=4) == (7, 0)  # and ""
-    assert sorted(sum(encoder.encoded[1:], [])) == sorted([*captions, ""])
+    assert sorted(text for batch in encoder.encoded[1:] for text in batch) == sorted([*captions, ""])
     assert write_text(captions, encoder, job) == (0, 7)
     dataset = cached(table, cache, vae, text_columns=columns, text="features")
     seen = set()
@@ -184,7 +187,9 @@ def test_the_cached_encoder_stands_for_the_encoder(tmp_path):
     found = stored.encode(texts)
     assert torch.equal(found.mask, mask)
     assert torch.equal(found.y, y * mask[:, None, :, None])
-    with pytest.raises(UserError, match=r"1 captions are not in the text cache .* \(4 are\), such as 'a dog'.*--what text"):
+    with pytest.raises(
+        UserError, match=r"1 captions are not in the text cache .* \(4 are\), such as 'a dog'.*--what text"
+    ):
         stored.encode(["dog", "a dog"])
     with pytest.raises(UserError, match="its fingerprint is letters, not other"):
         CachedTextEncoder(str(tmp_path), fingerprint="other")
@@ -204,8 +209,10 @@ def test_number_formats_of_text(tmp_path, dtype, stored):
 def test_classes_are_kept_as_integers(tmp_path):
     encoder = ClassEncoder(10)
     assert write_text(["7", "3"], encoder, Job(tmp_path, ALONE, dtype="auto")) == (2, 0)
-    torch.testing.assert_close(CachedTextEncoder(str(tmp_path)).encode(["3", "7", "3"]), encoder.encode(["3", "7", "3"]))
-    with pytest.raises(UserError, match="encoder is .*, not"):
+    torch.testing.assert_close(
+        CachedTextEncoder(str(tmp_path)).encode(["3", "7", "3"]), encoder.encode(["3", "7", "3"])
+    )
+    with pytest.raises(UserError, match=r"encoder is .*, not"):
         write_text(["7"], ClassEncoder(11), Job(tmp_path, ALONE, dtype="auto"))
 
 
@@ -258,7 +265,7 @@ def write_as_rank(rank, world_size, tmp_path):
 @pytest.mark.multiprocess
 def test_two_processes_share_the_work(table, vae, tmp_path, spawn):
     spawn(write_as_rank, 2, tmp_path)
-    names = [path for path in (tmp_path / "cache" / "text").glob("0*.safetensors")]
+    names = list((tmp_path / "cache" / "text").glob("0*.safetensors"))
     assert len(names) == 2  # one of each process
     assert write(table, tmp_path / "cache", vae) == (0, 2)
     assert write(table, tmp_path / "alone", vae) == (2, 0)
@@ -357,7 +364,7 @@ def test_what_cannot_be_cached_as_whole_clips(table, tmp_path, vae):
         write(table, tmp_path / "cache", vae, transform_name="random_crop")
     with pytest.raises(UserError, match="cannot encode 15x24"):
         write(table, tmp_path / "cache", vae, size=(15, 24))
-    with pytest.raises(UserError, match="Temporal compresses time.*--epochs N"):
+    with pytest.raises(UserError, match=r"Temporal compresses time.*--epochs N"):
         write(table, tmp_path / "cache", Temporal())
     assert not (tmp_path / "cache").exists()
 

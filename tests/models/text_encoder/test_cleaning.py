@@ -7,7 +7,7 @@ from diffusers import PixArtAlphaPipeline
 
 from opensora.models.text_encoder.cleaning import LEGACY, cleaner
 from opensora.utils.errors import UserError
-from tests.models.text_encoder.captions import LANGUAGES, captions
+from tests.models.text_encoder.captions import CLIPS, LANGUAGES, captions
 
 CORPUS = captions()
 basic, legacy = cleaner("basic"), cleaner("legacy")
@@ -51,7 +51,7 @@ def test_legacy_is_diffusers_applied_until_nothing_changes():
     class Owner:
         bad_punct_regex = PixArtAlphaPipeline.bad_punct_regex
 
-    twice_differs = 0
+    twice_differs, clips = 0, CLIPS.read_text()
     for caption in CORPUS:
         once = theirs(Owner, caption)
         expected, settled = theirs(Owner, once), theirs(Owner, once)
@@ -59,7 +59,8 @@ def test_legacy_is_diffusers_applied_until_nothing_changes():
             settled = again
         assert legacy(caption) == settled, caption
         twice_differs += expected != settled
-    assert twice_differs < 0.02 * len(CORPUS)
+        assert expected == settled or caption not in clips
+    assert twice_differs < 0.05 * len(CORPUS)
 
 
 def test_what_legacy_does():

@@ -20,7 +20,6 @@ from transformers import (
 )
 
 from opensora.models.text_encoder import ClipEncoder, HFTextEncoder, T5Encoder
-from opensora.registry import MODELS
 from opensora.utils.errors import UserError
 
 TEXTS = ["a white dog on the floor", "a lake", "", "the dog, the lake and the boat at dawn"]
@@ -164,11 +163,6 @@ def test_dtype_is_that_of_the_weights_and_the_text_is_fp32(t5_folder):
     y = encoder.encode(TEXTS).y
     assert y.dtype == torch.float32
     assert_close(y, T5Encoder(t5_folder, model_max_length=32).encode(TEXTS).y, rtol=0.1, atol=0.1)
-
-
-def test_shardformer_says_that_it_does_nothing(t5_folder):
-    with pytest.warns(UserWarning, match="shardformer=True has no effect"):
-        MODELS.build({"type": "t5", "from_pretrained": t5_folder, "model_max_length": 8, "shardformer": True})
 
 
 def test_mistakes_are_told(tmp_path, t5_folder):

@@ -202,6 +202,27 @@ def test_a_caller_can_look_and_stop(denoiser):
     torch.testing.assert_close(steps[0].x_0, (z - level.sigma * eps) / level.alpha)
 
 
+def test_what_the_model_is_told(denoiser):
+    z, cond = z_and_cond()
+    models = [denoiser(1) for _ in range(3)]
+    DPMSolver(4, timesteps="integer", final="denoise_to_zero").sample(models[0], z, cond)
+    told = [call["timestep"][0] for call in models[0].calls]
+    assert [int(t) for t in told] == [999, 749, 500, 250, 0]
+    assert {t.dtype for t in told} == {torch.int64}
+    DPMSolver(4, diffusion_steps=500).sample(models[1], z, cond)
+    assert [float(call["timestep"][0]) for call in models[1].calls] == [499, 374.25, 249.5, 124.75]
+    DPMSolver(4, diffusion_steps=500, rescale_timesteps=True).sample(models[2], z, cond)
+    assert [float(call["timestep"][0]) for call in models[2].calls] == [998, 748.5, 499, 249.5]
+
+
+@pytest.mark.parametrize("noise_schedule", ["scaled_linear", "quad", "jsd", "const"])
+def test_other_schedules(noise_schedule, denoiser):
+    z, cond = z_and_cond()
+    scheduler = DPMSolver(8, noise_schedule=noise_schedule, order=3)
+    assert scheduler.sample(denoiser(1), z, cond).isfinite().all()
+    assert -5.1 <= scheduler.plan[0].level.half_log_snr < -1
+
+
 def test_dynamic_thresholding():
     x_0 = (
         torch.randn(2, 3, 4, 5, 6, generator=torch.Generator().manual_seed(0))
@@ -227,7 +248,7 @@ def test_dynamic_thresholding():
         ({"thresholding": "dynamic", "thresholding_max": 0.0}, "must be positive"),
         ({"thresholding_ratio": 0.9}, "no effect"),
         ({"min_half_log_snr": 50.0}, "min_half_log_snr"),
-        ({"noise_schedule": "cosine"}, "noise_schedule"),
+        ({"noise_schedule": "exponential"}, "noise_schedule"),
     ],
 )
 def test_mistakes(arguments, message):

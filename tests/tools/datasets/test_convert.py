@@ -59,7 +59,14 @@ def test_captions_beside_the_images(tmp_path, convert):
 
 
 def test_class_folders(tmp_path, convert):
-    touch(tmp_path / "f", "train/cat/1.jpg", "train/big_dog/x/2.jpg", "train/big_dog/3.mp4", "train/loose.jpg", "val/cat/4.jpg")
+    touch(
+        tmp_path / "f",
+        "train/cat/1.jpg",
+        "train/big_dog/x/2.jpg",
+        "train/big_dog/3.mp4",
+        "train/loose.jpg",
+        "val/cat/4.jpg",
+    )
     frame = convert("classes", tmp_path / "f", "--split", "train")
     assert frame[["relpath", "text", "label"]].values.tolist() == [
         ["big_dog/3.mp4", "big dog", "0"], ["big_dog/x/2.jpg", "big dog", "0"], ["cat/1.jpg", "cat", "1"]
@@ -107,15 +114,14 @@ def test_vidprom(tmp_path, convert, capsys):
 def test_links_are_followed_once(tmp_path, convert):
     touch(tmp_path / "f", "a/1.mp4")
     touch(tmp_path / "g", "2.mp4")
-    os.symlink(tmp_path / "g", tmp_path / "f" / "b")
-    os.symlink(tmp_path / "f", tmp_path / "f" / "a" / "loop")
+    (tmp_path / "f" / "b").symlink_to(tmp_path / "g")
+    (tmp_path / "f" / "a" / "loop").symlink_to(tmp_path / "f")
     assert convert("video", tmp_path / "f")["relpath"].tolist() == ["a/1.mp4", "b/2.mp4"]
 
 
 def test_a_name_that_is_no_text_is_counted(tmp_path, convert, capsys):
     touch(tmp_path / "f", "ü.mp4")
-    with open(os.fsencode(tmp_path / "f") + b"/\xff.mp4", "w"):
-        pass
+    (tmp_path / "f" / os.fsdecode(b"\xff.mp4")).touch()
     assert convert("video", tmp_path / "f")["id"].tolist() == ["ü"]
     assert "left out: 1 files whose names are not UTF-8" in capsys.readouterr().out
 

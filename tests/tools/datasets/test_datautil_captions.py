@@ -19,7 +19,7 @@ CLEAN = {
     "Sunset #nofilter @anna at 5 #1": "Sunset at 5 #1",
     "schÃ¶n": "schön",
     "two\n\n lines\tand  spaces": "two lines and spaces",
-    "“quoted” ’tis": "\"quoted\" 'tis",
+    "“quoted” ’tis": '"quoted" \'tis',
     "what?? !!! yes": "what?! yes",
     "a , b . c": "a, b. c",
     "雨の街 🌧️ Ünïcode": "雨の街 🌧️ Ünïcode",
@@ -37,7 +37,24 @@ def test_clean(text):
 @pytest.mark.parametrize("seed", range(300))
 def test_cleaning_and_refining_twice_change_nothing(seed):
     rng = random.Random(seed)
-    pieces = [*CLEAN, "&lt;b&gt;", "&", ";", "<", ">", ".", "!!", "( )", "The video shows ", "In this video, ", "Sure! ", "#", "@", "`", "\\n"]
+    pieces = [
+        *CLEAN,
+        "&lt;b&gt;",
+        "&",
+        ";",
+        "<",
+        ">",
+        ".",
+        "!!",
+        "( )",
+        "The video shows ",
+        "In this video, ",
+        "Sure! ",
+        "#",
+        "@",
+        "`",
+        "\\n",
+    ]
     text = "".join(rng.choice(pieces) + rng.choice(["", " ", "\n"]) for _ in range(rng.randrange(1, 8)))
     cleaned = clean(text)
     assert clean(cleaned) == cleaned
@@ -74,7 +91,10 @@ def test_captions_of_the_clips_are_clean_already(clips_csv):
 
 
 def test_scores_in_words():
-    assert with_scores("A dog.", 5.5, 10, "pan_left") == "A dog. aesthetic score: 5.5, motion score: 10.0, camera motion: pan left."
+    assert (
+        with_scores("A dog.", 5.5, 10, "pan_left")
+        == "A dog. aesthetic score: 5.5, motion score: 10.0, camera motion: pan left."
+    )
     assert with_scores("A dog.", None, None, "unclassified") == "A dog."
     again = with_scores("A dog.", 5.46, None, "")
     assert again == "A dog. aesthetic score: 5.5."
@@ -119,7 +139,9 @@ def test_tokens_are_counted(tmp_path, do):
     tokenizer = Tokenizer(models.WordLevel({"</s>": 0, "<unk>": 1, "a": 2}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 0)])
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>").save_pretrained(tmp_path / "t")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>").save_pretrained(
+        tmp_path / "t"
+    )
     rows = {"path": ["1", "2", "3"], "text": ["a cat sat", "", "a"]}
     sheet, lines = do(rows, ("count-num-token", str(tmp_path / "t")), ("lenmax", 2.0))
     assert sheet.text("text_len").tolist() == ["1", "2"]
@@ -130,7 +152,12 @@ def test_tokens_are_counted(tmp_path, do):
 
 @pytest.mark.skipif(importlib.util.find_spec("py3langid") is None, reason="py3langid is not installed")
 def test_languages(do):
-    texts = ["A dog runs over the green grass in the morning.", "Ein Hund läuft am Morgen über das grüne Gras.", "雨が降る街を歩く人々", "42"]
+    texts = [
+        "A dog runs over the green grass in the morning.",
+        "Ein Hund läuft am Morgen über das grüne Gras.",
+        "雨が降る街を歩く人々",
+        "42",
+    ]
     sheet, lines = do({"path": list("abcd"), "text": texts}, ("lang", "en"))
     assert sheet.text("text").tolist() == texts[:1]
     assert "1 in de; 1 in ja; 1 without letters to tell a language by" in lines[0]

@@ -11,7 +11,9 @@ from tools.datasets.datautil.io import read_frame
 
 
 def test_operations_come_in_the_order_of_the_command_line():
-    args = read_arguments(["a.csv", "b.csv", "--head", "9", "--info", "--fmin", "16", "--head", "3", "--stats", "--dedupe", "text"])
+    args = read_arguments(
+        ["a.csv", "b.csv", "--head", "9", "--info", "--fmin", "16", "--head", "3", "--stats", "--dedupe", "text"]
+    )
     assert args.tables == ["a.csv", "b.csv"]
     assert args.steps == [("head", 9), ("info", True), ("fmin", 16.0), ("head", 3), ("stats", []), ("dedupe", "text")]
 
@@ -20,7 +22,9 @@ def test_tables_from_several_folders_still_name_the_same_files(tmp_path, write_t
     for folder in ("one", "two"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "a.mp4").write_bytes(folder.encode())
-        write_table([{"path": "a.mp4", folder: "1"}, {"path": str(tmp_path / folder / "a.mp4"), folder: ""}], f"{folder}/t.csv")
+        write_table(
+            [{"path": "a.mp4", folder: "1"}, {"path": str(tmp_path / folder / "a.mp4"), folder: ""}], f"{folder}/t.csv"
+        )
     frame = datautil(tmp_path / "*/t.csv", output=tmp_path / "new" / "all.csv")
     table = read_table(tmp_path / "new" / "all.csv", text_columns=())
     assert [table.path(row).read_text() for row in range(4)] == ["one", "one", "two", "two"]
@@ -60,7 +64,10 @@ def test_other_tables(tmp_path, write_table, datautil, capsys):
          {"path": "../c.mp4", "text": "late", "aes": "7"}, {"path": "../d.mp4", "text": "D", "aes": "8"}],
         "other/o.csv",
     )  # fmt: skip
-    assert datautil(ours, "--difference", theirs, output=tmp_path / "1.csv").to_dict("list") == {"path": ["a.mp4"], "text": ["a"]}
+    assert datautil(ours, "--difference", theirs, output=tmp_path / "1.csv").to_dict("list") == {
+        "path": ["a.mp4"],
+        "text": ["a"],
+    }
     both = datautil(ours, "--intersection", theirs, output=tmp_path / "2.csv")
     assert both.to_dict("list") == {"path": ["b.mp4", "c.mp4"], "text": ["b", "c"], "aes": ["5", "6"]}
     assert "1 rows of the other table name a file again" in capsys.readouterr().out
@@ -117,7 +124,10 @@ def test_shards(tmp_path, write_table):
     [
         (["--fmin", "2", "--head", "3"], "t_fmin2_head3.csv"),
         (["--aesmin", "4.5", "--format", "jsonl"], "t_aesmin4.5.jsonl"),
-        (["--extensions", ".mp4", ".mov", "--sort", "aes", "--remove-text-duplication"], "t_mp4-mov_sort_aes_uniquetext.csv"),
+        (
+            ["--extensions", ".mp4", ".mov", "--sort", "aes", "--remove-text-duplication"],
+            "t_mp4-mov_sort_aes_uniquetext.csv",
+        ),
         (["--format", "parquet"], "t.parquet"),
     ],
 )
@@ -166,7 +176,9 @@ def test_a_table_named_twice_is_read_once(tmp_path, write_table, datautil):
 
 def test_the_program_ends_with_a_message(run_script, tmp_path, write_table):
     table = write_table([{"path": "a", "aes": 3}, {"path": "b", "aes": 5}])
-    done = run_script("-m", "tools.datasets.datautil", table, "--aesmin", "4", "--fmin", "3", "--output", tmp_path / "o.csv")
+    done = run_script(
+        "-m", "tools.datasets.datautil", table, "--aesmin", "4", "--fmin", "3", "--output", tmp_path / "o.csv"
+    )
     assert done.code == 2
     assert "--aesmin 4: 2 -> 1 rows (dropped: 1 with aes < 4)" in done.stdout
     assert "error: --fmin 3: there is no column 'num_frames'." in done.stderr

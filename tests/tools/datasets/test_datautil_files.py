@@ -25,7 +25,17 @@ def odd_files(tmp_path, clips_csv):
     (tmp_path / "folder.mp4").mkdir()
     Image.new("RGB", (30, 20)).save(tmp_path / "雨.png")
     good = ["A clip.MP4", "雨.png"]
-    bad = ["cut.mp4", "empty.mp4", "text.mp4", "text.png", "folder.mp4", "missing.mp4", "http://x.org/a.mp4", "notes.txt", ""]
+    bad = [
+        "cut.mp4",
+        "empty.mp4",
+        "text.mp4",
+        "text.png",
+        "folder.mp4",
+        "missing.mp4",
+        "http://x.org/a.mp4",
+        "notes.txt",
+        "",
+    ]
     return good, bad
 
 

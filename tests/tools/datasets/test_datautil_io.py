@@ -8,7 +8,7 @@ import pytest
 
 from opensora.datasets.table import read_table
 from opensora.utils.errors import UserError
-from tools.datasets.datautil.io import FORMATS, read_frame, to_numbers, write_frames
+from tools.datasets.datautil.io import BLOCK, FORMATS, read_frame, to_numbers, write_frames
 
 TEXTS = [
     "NA", "None", "nan", "null", "", " ", "0.50", "007", "a, b", 'say "hi"', "two\nlines", "cr\rlf\r\nend", "\ttab",
@@ -32,7 +32,7 @@ def test_texts_survive_every_way_from_format_to_format(tmp_path, first, second):
     assert all(type(value) is str for column in frame for value in frame[column])
 
 
-@pytest.mark.parametrize("name", ["csv", "parquet"])
+@pytest.mark.parametrize("name", FORMATS)
 def test_training_reads_the_same_captions(tmp_path, name):
     write_frames([text_frame()], [tmp_path / f"t.{name}"])
     table = read_table(tmp_path / f"t.{name}", check_files=False)
@@ -47,7 +47,12 @@ def test_a_csv_is_written_back_to_the_letter(tmp_path, clips_csv):
 @pytest.mark.parametrize("name", ["jsonl", "parquet"])
 def test_numbers_are_numbers_in_formats_that_have_them(tmp_path, name):
     source = pd.DataFrame(
-        {"path": ["a", "b", "c"], "num_frames": ["16", "", "24"], "fps": ["29.97", "nan", "24"], "code": ["1", "2", "3"]}
+        {
+            "path": ["a", "b", "c"],
+            "num_frames": ["16", "", "24"],
+            "fps": ["29.97", "nan", "24"],
+            "code": ["1", "2", "3"],
+        }
     ).astype(object)
     write_frames([source], [tmp_path / f"t.{name}"])
     frame = read_frame(tmp_path / f"t.{name}")
@@ -71,15 +76,33 @@ def test_jsonl_keeps_what_has_no_place_in_a_csv(tmp_path):
     assert read_frame(tmp_path / "u.csv")["timestamp"].tolist() == ["[[0, 1.5]]", ""]
 
 
+def test_tables_longer_than_a_block(tmp_path):
+    count = 2 * BLOCK + 3
+    frame = pd.DataFrame({"path": [f"{i}.mp4" for i in range(count)], "text": ["two\nlines"] * count}, dtype=object)
+    for name in FORMATS:
+        write_frames([frame], [tmp_path / f"t.{name}"])
+        assert read_frame(tmp_path / f"t.{name}").to_dict("list") == frame.to_dict("list")
+    with (tmp_path / "t.csv").open("a") as file:
+        file.write("a,b,c\n")
+    with pytest.raises(UserError, match=f"row {count + 1} has 3 cells"):
+        read_frame(tmp_path / "t.csv")
+    with (tmp_path / "t.jsonl").open("a") as file:
+        file.write('{"late": 1}\n[]\n')
+    with pytest.raises(UserError, match=f"line {count + 2}: expected an object"):
+        read_frame(tmp_path / "t.jsonl")
+
+
 def test_a_named_index_of_pandas_is_a_column(tmp_path):
-    pd.DataFrame({"text": ["x", None]}, index=pd.Index(["a.mp4", "b.mp4"], name="path")).to_parquet(tmp_path / "t.parquet")
+    pd.DataFrame({"text": ["x", None]}, index=pd.Index(["a.mp4", "b.mp4"], name="path")).to_parquet(
+        tmp_path / "t.parquet"
+    )
     assert read_frame(tmp_path / "t.parquet").to_dict("list") == {"path": ["a.mp4", "b.mp4"], "text": ["x", ""]}
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("t.csv", b"path,text\na.mp4,one, two\n", "another number of cells; the first is row 1 with 3"),
+        ("t.csv", b"path,text\na.mp4,one, two\n", "columns, but row 1 has 3 cells"),
         ("t.csv", b'path,text\na.mp4,"open\n', "is no valid CSV"),
         ("t.csv", b"path,text\na.mp4,\xff\n", "is not UTF-8"),
         ("t.csv", b"", "is empty"),

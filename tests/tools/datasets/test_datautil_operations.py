@@ -5,11 +5,18 @@ import re
 
 import pytest
 
-from opensora.utils.errors import UserError
 import tools.datasets.datautil.__main__  # noqa: F401  (operations register themselves)
+from opensora.utils.errors import UserError
 from tools.datasets.datautil.operations import OPERATIONS
 
-COLUMNS = {"fmin": "num_frames", "fmax": "num_frames", "hwmin": "resolution", "aesmin": "aes", "aesmax": "aes", "fpsmax": "fps"}
+COLUMNS = {
+    "fmin": "num_frames",
+    "fmax": "num_frames",
+    "hwmin": "resolution",
+    "aesmin": "aes",
+    "aesmax": "aes",
+    "fpsmax": "fps",
+}
 
 
 def random_rows(rng: random.Random, count: int) -> list[dict[str, str]]:
@@ -137,9 +144,11 @@ def test_random_operations_follow_the_seed(do):
 
 def test_a_missing_column_has_a_suggestion(do):
     rows = [{"path": "a", "num_frame": "3"}]
-    with pytest.raises(UserError, match=r"--fmin 3: there is no column 'num_frames'. Did you mean 'num_frame'\? --info"):
+    with pytest.raises(
+        UserError, match=r"--fmin 3: there is no column 'num_frames'. Did you mean 'num_frame'\? --info"
+    ):
         do(rows, ("fmin", 3.0))
-    with pytest.raises(UserError, match="no column 'filesize'. --filesize makes it"):
+    with pytest.raises(UserError, match=r"no column 'filesize'\. --filesize makes it"):
         do(rows, ("fsmax", 3.0))
     with pytest.raises(UserError, match="--sort num_frames: there is no column"):
         do(rows, ("sort", "num_frames"))
@@ -164,7 +173,9 @@ def test_columns(do):
 
 
 def test_figures_name_captions_that_come_often(do):
-    rows = [{"path": f"{i}.mp4", "text": "the same failed caption" if i < 3 else str(i), "aes": i or ""} for i in range(5)]
+    rows = [
+        {"path": f"{i}.mp4", "text": "the same failed caption" if i < 3 else str(i), "aes": i or ""} for i in range(5)
+    ]
     sheet, lines = do(rows, ("stats", []))
     assert sheet.frame.to_dict("records") == rows
     assert "path: 5 filled, 0 empty, 5 different; 5 x .mp4" in lines[0]

@@ -129,7 +129,9 @@ def read_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("tables", nargs="+", metavar="TABLE", help="tables, or patterns of their names")
     parser.add_argument("--output", "-o", metavar="FILE", help="the table to write; its extension is the format")
     parser.add_argument("--format", choices=FORMATS, help="of an output that is not named")
-    parser.add_argument("--shard", type=_positive, metavar="N", help="write N files NAME_0 ... of equal length, last of all")
+    parser.add_argument(
+        "--shard", type=_positive, metavar="N", help="write N files NAME_0 ... of equal length, last of all"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace the output if it exists, even an input")
     parser.add_argument("--root", metavar="FOLDER", help="what the paths of all tables are relative to, and stay so")
     parser.add_argument("--seed", type=int, help=f"of --shuffle and --sample (default {SEED})")

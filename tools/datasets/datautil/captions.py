@@ -27,9 +27,12 @@ _VERB = (
 )
 _OPENINGS = [
     re.compile(
-        rf"^(?:in\s+)?(?:the|this|that|an?)\s+(?:\w+\s+)?{_SUBJECT}\s+(?:{_VERB}|seems to show|appears to show)\s+(?:that\s+)?", re.I
+        rf"^(?:in\s+)?(?:the|this|that|an?)\s+(?:\w+\s+)?{_SUBJECT}\s+(?:{_VERB}|seems to show|appears to show)\s+(?:that\s+)?",
+        re.I,
     ),
-    re.compile(rf"^in\s+(?:the|this)\s+(?:\w+\s+)?{_SUBJECT}\s*,\s*(?:we\s+(?:can\s+)?see\s+|there\s+(?:is|are)\s+)?", re.I),
+    re.compile(
+        rf"^in\s+(?:the|this)\s+(?:\w+\s+)?{_SUBJECT}\s*,\s*(?:we\s+(?:can\s+)?see\s+|there\s+(?:is|are)\s+)?", re.I
+    ),
     re.compile(r"^(?:sure|certainly|of course)\b[^:.!\n]{0,80}[:.!]\s*", re.I),
     re.compile(r"^(?:caption|description|answer)\s*:\s*", re.I),
     re.compile(r"^here\s+(?:is|'s)\s+[^:\n]{0,80}:\s*", re.I),

@@ -72,7 +72,9 @@ def _keep_extensions(sheet: Sheet, extensions: tuple[str, ...]) -> Result:
     suffixes = _suffixes(sheet)
     kept = suffixes.isin(extensions).to_numpy()
     others = suffixes[~kept].value_counts()
-    return keep(sheet, kept, [(f"are {name or 'files without extension'}", (suffixes == name)) for name in others.index])
+    return keep(
+        sheet, kept, [(f"are {name or 'files without extension'}", (suffixes == name)) for name in others.index]
+    )
 
 
 @operation("img-only", "img", group=FILES)

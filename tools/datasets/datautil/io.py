@@ -6,10 +6,14 @@ in columns of type object, "" where there is none. What a CSV says stays text un
 """
 
 import csv
+import gc
 import json
+import operator
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
+from json.encoder import encode_basestring
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +28,7 @@ FLOATS = ("aspect_ratio", "fps", "aes", "flow", "match", "filesize")
 NUMBERS = (*INTEGERS, *FLOATS)
 MISSING_WORDS = ("", "nan", "none", "null")  # in a column of numbers only, in any case
 FORMATS = ("csv", "jsonl", "parquet")
+BLOCK = 16_384  # rows that are taken apart at a time
 
 
 def read_frame(source: Path) -> pd.DataFrame:
@@ -35,7 +40,8 @@ def read_frame(source: Path) -> pd.DataFrame:
     if not source.is_file():
         names = [path.name for path in source.parent.glob("*")] if source.parent.is_dir() else []
         raise UserError(f"{source} does not exist.{did_you_mean(source.name, names)}")
-    frame = _READERS[table_format(source)](source)
+    with _collection_paused():
+        frame = _READERS[table_format(source)](source)
     columns = [str(column) for column in frame.columns]
     if twice := sorted({column for column in columns if columns.count(column) > 1}):
         raise UserError(f"{source} has more than one column {twice[0]!r}; rename one.")
@@ -52,7 +58,8 @@ def write_frames(frames: Sequence[pd.DataFrame], targets: Sequence[Path]) -> Non
     with _renamed_together(targets) as partials:
         for frame, target, partial in zip(frames, targets, partials, strict=True):
             try:
-                _WRITERS[table_format(target)](frame, partial)
+                with _collection_paused():
+                    _WRITERS[table_format(target)](frame, partial)
             except UnicodeEncodeError as error:
                 raise UserError(f"{target}: a cell holds {error.object[error.start]!r}, which is no text.") from error
 
@@ -77,9 +84,10 @@ def to_numbers(column: pd.Series, what: str) -> np.ndarray:
     if is_numeric(column):
         return column.to_numpy(np.float64, na_value=np.nan)
     numbers = pd.to_numeric(column, errors="coerce").to_numpy(np.float64, na_value=np.nan)
-    for row in np.flatnonzero(np.isnan(numbers)):
-        cell = column.iat[row]
-        if cell is not None and str(cell).strip().lower() not in MISSING_WORDS and not isinstance(cell, float):
+    rows = np.flatnonzero(np.isnan(numbers))
+    cells = column.to_numpy(object)[rows].tolist()
+    for row, cell in zip(rows, cells, strict=True) if not set(map(str, cells)) <= {"", "nan", "None"} else ():
+        if str(cell).strip().lower() not in MISSING_WORDS:
             raise UserError(f"{what}: {cell!r} in row {row + 1} is no number; mend it, or leave the cell empty.")
     return numbers
 
@@ -91,8 +99,19 @@ def is_numeric(column: pd.Series) -> bool:
 
 def strings(column: pd.Series) -> pd.Series:
     """A column as Python strings, "" where a value is missing; whole numbers have no decimal point."""
+    if column.dtype == object and set(map(type, column)) <= {str}:
+        return column
     cells = column.array if is_numeric(column) else column.to_numpy(object)
     return pd.Series([_cell(value) for value in cells], index=column.index, dtype=object)
+
+
+def as_objects(values: Any) -> Any:
+    """A column of Python objects where pandas would make its own kind of strings of them; others as they are."""
+    if isinstance(values, pd.Series) and isinstance(values.dtype, pd.StringDtype):
+        return values.astype(object)
+    if isinstance(values, list) or (isinstance(values, np.ndarray) and values.dtype == object):
+        return pd.Series(values, dtype=object)
+    return values
 
 
 # ---------------------------------------------------------------------------------------------------- reading
@@ -105,7 +124,7 @@ def _read_csv(source: Path) -> pd.DataFrame:
         with source.open(newline="", encoding="utf-8-sig") as file:
             lines = csv.reader(file, strict=True)
             header = next(lines, [])
-            rows = [cells for cells in lines if cells]
+            columns = _columns_of(source, header, filter(None, lines))
     except UnicodeDecodeError as error:
         raise UserError(f"{source} is not UTF-8 text ({error}); save it as UTF-8.") from error
     except csv.Error as error:
@@ -114,33 +133,53 @@ def _read_csv(source: Path) -> pd.DataFrame:
         ) from error
     if not header:
         raise UserError(f"{source} is empty; its first line is a header such as `path,text`.")
-    if bad := [row for row, cells in enumerate(rows) if len(cells) != len(header)]:
-        raise UserError(
-            f"{source}: the header has {len(header)} columns, but {len(bad)} rows have another number of cells; the first "
-            f'is row {bad[0] + 1} with {len(rows[bad[0]])}. Put a caption that holds a comma in "double quotes".'
-        )
-    columns = zip(*rows, strict=True) if rows else [()] * len(header)
-    return _frame_of(header, [np.array(column, dtype=object) for column in columns], len(rows))
+    return _frame_of(header, [np.array(column, dtype=object) for column in columns], len(columns[0]))
+
+
+def _columns_of(source: Path, header: Sequence[str], rows: Iterator[list[str]]) -> list[list[str]]:
+    """The cells by column. Block by block, so that few rows are there in two forms."""
+    columns: list[list[str]] = [[] for _ in header]
+    count = 0
+    while block := list(islice(rows, BLOCK)):
+        for row, cells in enumerate(block, start=count + 1):
+            if len(cells) != len(header):
+                raise UserError(
+                    f"{source}: the header has {len(header)} columns, but row {row} has {len(cells)} cells. Put a caption "
+                    'that holds a comma in "double quotes".'
+                )
+        for column, of_block in zip(columns, zip(*block, strict=True), strict=True):
+            column.extend(of_block)
+        count += len(block)
+    return columns
 
 
 def _read_jsonl(source: Path) -> pd.DataFrame:
     """One object a line; a key that an object lacks is an empty cell."""
-    records: list[dict[str, Any]] = []
+    columns: dict[str, list[Any]] = {}
+    count = 0
     try:
         with source.open(encoding="utf-8-sig") as file:
-            for number, line in enumerate(file, start=1):
-                if not line.strip():
-                    continue
-                record = json.loads(line)
-                if not isinstance(record, dict):
-                    raise UserError(f'{source}, line {number}: expected an object such as {{"path": "a.mp4"}}.')
-                records.append(record)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{source}, line {number}: no valid JSON ({error.msg}).") from error
+            lines = enumerate(file, start=1)
+            while block := list(islice(lines, BLOCK)):
+                records = [_record(source, number, line) for number, line in block if line.strip()]
+                for name in dict.fromkeys(name for record in records for name in record):
+                    columns.setdefault(name, [None] * count)
+                for name, column in columns.items():
+                    column.extend([record.get(name) for record in records])
+                count += len(records)
     except UnicodeDecodeError as error:
         raise UserError(f"{source} is not UTF-8 text ({error}); save it as UTF-8.") from error
-    names = list(dict.fromkeys(name for record in records for name in record))
-    return _frame_of(names, [_typed([record.get(name) for record in records]) for name in names], len(records))
+    return _frame_of(list(columns), [_typed(column) for column in columns.values()], count)
+
+
+def _record(source: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{source}, line {number}: no valid JSON ({error.msg}).") from error
+    if not isinstance(record, dict):
+        raise UserError(f'{source}, line {number}: expected an object such as {{"path": "a.mp4"}}.')
+    return record
 
 
 def _read_parquet(source: Path) -> pd.DataFrame:
@@ -165,7 +204,7 @@ _READERS: dict[str, Callable[[Path], pd.DataFrame]] = {
 
 def _frame_of(names: Sequence[str], columns: Sequence[Any], num_rows: int) -> pd.DataFrame:
     """A table of columns whose names may repeat."""
-    frame = pd.DataFrame(dict(enumerate(columns)), index=pd.RangeIndex(num_rows))
+    frame = pd.DataFrame({i: as_objects(column) for i, column in enumerate(columns)}, index=pd.RangeIndex(num_rows))
     frame.columns = pd.Index(names, dtype=object)
     return frame
 
@@ -199,7 +238,7 @@ def _plain(column: pd.Series) -> Any:
 def _write_csv(frame: pd.DataFrame, target: Path) -> None:
     columns = [strings(frame[name]).tolist() for name in frame.columns]
     # some versions of Python write a lone carriage return bare, and read it as the end of the row
-    returns = any("\r" in cell for column in columns for cell in column)
+    returns = any("\r" in "".join(column) for column in columns)
     with target.open("w", newline="", encoding="utf-8") as file:
         quoting = csv.QUOTE_ALL if returns else csv.QUOTE_MINIMAL
         writer = csv.writer(file, lineterminator="\n", quoting=quoting)  # type: ignore[arg-type]
@@ -208,12 +247,19 @@ def _write_csv(frame: pd.DataFrame, target: Path) -> None:
 
 
 def _write_jsonl(frame: pd.DataFrame, target: Path) -> None:
-    names = list(frame.columns)
-    columns = [[_json_value(value) for value in _objects(known_numbers(frame[name]))] for name in names]
-    encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
+    columns = [_json_cells(known_numbers(frame[name])) for name in frame.columns]
+    names = [f"{encode_basestring(name)}: " for name in frame.columns]
     with target.open("w", encoding="utf-8", newline="\n") as file:
         for row in zip(*columns, strict=True):
-            file.write(encode(dict(zip(names, row, strict=True))) + "\n")
+            file.write("{" + ", ".join(map(operator.add, names, row)) + "}\n")
+
+
+def _json_cells(column: pd.Series) -> list[str]:
+    """Each value of a column as JSON; null where one is missing."""
+    if is_numeric(column):
+        return ["null" if value is None else repr(value) for value in _objects(column)]
+    encode = json.JSONEncoder(ensure_ascii=False, default=_cell).encode
+    return [encode_basestring(value) if type(value) is str else encode(value) for value in _objects(column)]
 
 
 def _write_parquet(frame: pd.DataFrame, target: Path) -> None:
@@ -225,7 +271,9 @@ def _write_parquet(frame: pd.DataFrame, target: Path) -> None:
     except UnicodeEncodeError:
         raise
     except (TypeError, ValueError) as error:  # pyarrow's errors derive from these
-        raise UserError(f"a column cannot be written as parquet ({error}); write JSONL, which takes mixed types.") from error
+        raise UserError(
+            f"a column cannot be written as parquet ({error}); write JSONL, which takes mixed types."
+        ) from error
 
 
 _WRITERS: dict[str, Callable[[pd.DataFrame, Path], None]] = {
@@ -251,7 +299,8 @@ def known_numbers(column: pd.Series) -> pd.Series:
 
 def _objects(column: pd.Series) -> list[Any]:
     """The values as Python has them, None where one is missing."""
-    return [None if value is pd.NA or value != value else value for value in column.astype(object).tolist()]
+    values = column.astype(object).tolist()
+    return [None if missing else value for value, missing in zip(values, column.isna(), strict=True)]
 
 
 def _cell(value: Any) -> str:
@@ -269,10 +318,16 @@ def _cell(value: Any) -> str:
     return str(value)
 
 
-def _json_value(value: Any) -> Any:
-    if value is None or isinstance(value, str | int | float | bool | list | dict):
-        return value
-    return value.item() if isinstance(value, np.generic) else _cell(value)
+@contextmanager
+def _collection_paused() -> Iterator[None]:
+    """No search for circular garbage, which tables have none of: it doubles the time of reading one."""
+    running = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if running:
+            gc.enable()
 
 
 @contextmanager

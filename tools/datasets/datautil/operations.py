@@ -12,7 +12,7 @@ import pandas as pd
 
 from opensora.registry import did_you_mean
 from opensora.utils.errors import UserError
-from tools.datasets.datautil.io import strings, to_numbers
+from tools.datasets.datautil.io import as_objects, strings, to_numbers
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Sheet:
 
     def with_columns(self, **columns: Any) -> "Sheet":
         """The same rows with columns set or added."""
-        return replace(self, frame=self.frame.assign(**columns))
+        return replace(self, frame=self.frame.assign(**{name: as_objects(values) for name, values in columns.items()}))
 
 
 MAKERS = {

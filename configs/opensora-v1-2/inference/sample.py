@@ -1,0 +1,49 @@
+"""Sample videos or images of any size with STDiT3-XL/2 and the video VAE, with the settings of Open-Sora 1.2.
+
+    torchrun --standalone --nproc_per_node 1 scripts/inference.py configs/opensora-v1-2/inference/sample.py \
+        --ckpt-path hpcai-tech/OpenSora-STDiT-v3 --prompt-path assets/texts/t2v_samples.txt
+
+The VAE takes any number of frames, in pieces of 17: `--num-frames 51` is 2 s, 102 is 4 s, 1 an image. Height and width are
+multiples of 8: `--image-size 480 848`, `--image-size 720 1280`. Where decoding runs out of memory, add
+`--vae.tile_size 512`. The released weights know captions that end in "aesthetic score: 6.5.".
+Not here yet: reference pictures and videos, masks, videos in several rounds.
+"""
+
+# Define sampling size
+num_frames = 51
+fps = 24
+frame_interval = 1
+image_size = (240, 424)
+
+# Define model
+model = dict(
+    type="STDiT3-XL/2",
+    qk_norm=True,
+    enable_flash_attn=True,
+    enable_layernorm_kernel=True,
+    from_pretrained="PRETRAINED_MODEL",  # --ckpt-path
+)
+vae = dict(
+    type="OpenSoraVAE_V1_2",
+    from_pretrained="hpcai-tech/OpenSora-VAE-v1.2",
+    micro_frame_size=17,
+    micro_batch_size=4,
+)
+text_encoder = dict(
+    type="t5",
+    from_pretrained="DeepFloyd/t5-v1_1-xxl",
+    model_max_length=300,
+)
+scheduler = dict(
+    type="rflow",
+    use_timestep_transform=True,
+    num_sampling_steps=30,
+    cfg_scale=7.0,
+)
+dtype = "bf16"
+
+# Others
+batch_size = 1
+seed = 42
+prompt_path = "./assets/texts/t2v_samples.txt"
+save_dir = "./samples"

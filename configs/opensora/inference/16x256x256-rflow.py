@@ -1,0 +1,15 @@
+"""Sample 16 frames of 256x256 with an STDiT-XL/2 that configs/opensora/train/16x256x256-rflow.py trained.
+
+    torchrun --standalone --nproc_per_node 1 scripts/inference.py configs/opensora/inference/16x256x256-rflow.py \
+        --ckpt-path WEIGHTS --prompt-path assets/texts/t2v_samples.txt
+"""
+
+_base_ = ["16x256x256.py"]
+
+scheduler = dict(
+    _delete_=True,
+    type="rflow",
+    use_timestep_transform=True,  # as in training
+    num_sampling_steps=30,
+    cfg_scale=7.0,
+)

@@ -1,0 +1,9 @@
+"""Reconstruct pictures, or videos frame by frame, with Stable Diffusion's VAE.
+
+python scripts/inference_vae.py configs/vae/inference/image.py --files picture.png --save-dir samples/vae
+python scripts/inference_vae.py configs/vae/inference/image.py --ckpt-path assets/models/vae-quickstart --data-path clips.csv
+"""
+
+vae = dict(type="VideoAutoencoderKL", from_pretrained="stabilityai/sd-vae-ft-ema", micro_batch_size=8)
+dtype = "fp32"
+save_dir = "./samples/vae"

@@ -1,0 +1,61 @@
+"""Train the small video VAE that the repository ships (assets/models/vae-video-small): 4x8x8, 16 channels, causal in time.
+
+    python -m tools.datasets.fetch_sources --out data/sources
+    python -m tools.datasets.collect_clips --out data/vae @tools/datasets/clips.txt
+    python scripts/train_vae.py configs/vae/train/video-small.py
+    python -m tools.eval_vae --vae outputs/vae/video-small/vae --data-path assets/clips/held_out.csv
+
+The network is Wan 2.2's in small: pixels folded 2 x 2, residual paths around every change of size, no GroupNorm, so that
+no frame sees a later one. One step sees 16 clips of 17 x 128 x 128, whole or as pictures; docs/vae-training.md gives the
+reasons of the settings, the model card the figures. The steps are sized for 6 minutes of one H100.
+"""
+
+data_path = "data/vae/train.csv"
+eval_data_path = "assets/clips/held_out.csv"
+eval_every = 500
+dataset = dict(type="InMemoryVideoDataset", pictures="pan")
+num_frames = 17
+mixed_lengths = [17, 17, 17, 1]
+image_size = (128, 128)
+num_workers = 14
+
+vae = dict(
+    type="DiffusersVideoVAE",
+    architecture=dict(
+        type="AutoencoderKLWan",
+        base_dim=48,
+        decoder_base_dim=56,
+        z_dim=16,
+        dim_mult=[1, 2, 2],
+        num_res_blocks=1,
+        temperal_downsample=[True, True],
+        is_residual=True,
+        patch_size=2,
+        in_channels=12,
+        out_channels=12,
+    ),
+)
+loss = dict(l1=1.0, mse=1.0, pooled=0.5, lpips=0.3, kl=1e-5)
+lpips = "vgg"
+lpips_frames = 3
+
+dtype = "bf16"
+compile = False
+plugin = "ddp"
+
+seed = 42
+outputs = "outputs/vae"
+exp_name = "video-small"
+epochs = 100000
+max_steps = 2500
+log_every = 50
+ckpt_every = 0
+
+batch_size = 16
+lr = 4e-4
+lr_schedule = "cosine"
+warmup_steps = 100
+adam_betas = (0.9, 0.99)
+weight_decay = 1e-4
+grad_clip = 1.0
+ema_decay = 0.998

@@ -1,0 +1,355 @@
+"""Which noise levels training visits, and how much each counts: strategies named in the config, for every scheduler.
+
+A sampling strategy is a density over the T timesteps (over T equal parts of the time, where time is continuous). Each
+sample draws one number from its own generator and the density's inverse maps it, so that a timestep does not depend on
+the batch. A weight multiplies the MSE of a sample.
+
+SpeeDiT and SpeeD (Wang et al. 2025, "A closer look at time steps", arXiv:2405.17403) mirror half of a batch around a
+timestep m ("dual sampling"). Here that half is folded into the density: the same distribution, without pairs.
+
+All tables come from abar, the signal's part of the power of x_t: abar = SNR / (1 + SNR), which defines it for a rectified
+flow too.
+"""
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from opensora.registry import did_you_mean
+from opensora.utils.errors import UserError
+from opensora.utils.seed import rand, randint
+
+Choice = str | Mapping[str, Any]  # a name, or dict(type=NAME, option=...)
+Generators = Sequence[torch.Generator]
+
+
+class TimestepSampling(ABC):
+    """How training draws its T timesteps. The base class has no state and does not look at losses."""
+
+    def __init__(self, num_timesteps: int) -> None:
+        self.num_timesteps = num_timesteps
+
+    @abstractmethod
+    def draw_time(self, generators: Generators, device: torch.device) -> Tensor:
+        """[B] fp32 in [0, 1): one from each generator."""
+
+    def draw(self, generators: Generators, device: torch.device) -> Tensor:
+        """[B] int64 in [0, T): one from each generator."""
+        return self.bin(self.draw_time(generators, device))
+
+    def bin(self, time: Tensor) -> Tensor:
+        """The timestep that a time in [0, 1] lies in."""
+        return (time * self.num_timesteps).long().clamp(0, self.num_timesteps - 1)
+
+    def corrected(self, t: Tensor, losses: Tensor) -> Tensor:
+        """The losses [B] of timesteps t [B] that this strategy drew, as they enter the mean; it may learn from them."""
+        return losses
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What a resume needs."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restore what `state_dict` gave."""
+        if state.keys() != self.state_dict().keys():
+            raise UserError(
+                f"the checkpoint's timestep sampling has {sorted(state)}, this config's {sorted(self.state_dict())}: "
+                "scheduler.timestep_sampling changed."
+            )
+
+
+class Uniform(TimestepSampling):
+    """Every timestep as often."""
+
+    def draw_time(self, generators: Generators, device: torch.device) -> Tensor:
+        """One uniform number each."""
+        return rand(generators, device)
+
+    def draw(self, generators: Generators, device: torch.device) -> Tensor:
+        """One integer each."""
+        return randint(self.num_timesteps, generators, device)
+
+
+class LogitNormal(TimestepSampling):
+    """sigmoid(N(loc, scale^2)): mostly the middle (Esser et al. 2024, section 3.1)."""
+
+    def __init__(self, num_timesteps: int, loc: float = 0.0, scale: float = 1.0) -> None:
+        super().__init__(num_timesteps)
+        if scale <= 0:
+            raise UserError(f"scheduler.timestep_sampling: scale={scale} of logit-normal must be positive.")
+        self.loc, self.scale = loc, scale
+
+    def draw_time(self, generators: Generators, device: torch.device) -> Tensor:
+        """The sigmoid of one normal number each."""
+        normal = torch.cat([torch.randn(1, generator=g, device=g.device) for g in generators]).to(device)
+        return torch.sigmoid(self.loc + self.scale * normal).clamp(max=1 - 2**-24)
+
+
+class Tabulated(TimestepSampling):
+    """Any density, constant within a timestep."""
+
+    def __init__(self, density: np.ndarray) -> None:
+        """density: [T] fp64, positive, with the sum 1."""
+        super().__init__(len(density))
+        self.density = torch.from_numpy(density)
+        self._cumulative: dict[torch.device, Tensor] = {}  # copied once: a copy at every step would stall the GPU
+
+    def draw_time(self, generators: Generators, device: torch.device) -> Tensor:
+        """The inverse of the distribution function at one uniform number each."""
+        if device not in self._cumulative:
+            self._cumulative[device] = _cumulative(self.density).to(device)
+        return quantile(self._cumulative[device], rand(generators, device))
+
+
+class LossSecondMoment(TimestepSampling):
+    """p(t) ~ sqrt(E[loss_t^2]) of the last losses of each timestep (Nichol & Dhariwal 2021, section 3.3).
+
+    Uniform until every timestep has `history` losses. The loss is divided by T p(t), which keeps its expectation.
+    """
+
+    def __init__(self, num_timesteps: int, history: int = 10, uniform: float = 0.001) -> None:
+        """uniform: its part in the mixture, so that no timestep is forgotten."""
+        super().__init__(num_timesteps)
+        if history < 1 or not 0 < uniform <= 1:
+            raise UserError(
+                f"scheduler.timestep_sampling: history={history} must be at least 1, uniform={uniform} in (0, 1]."
+            )
+        self.uniform = uniform
+        # one row more than T, where surplus losses of one batch go
+        self.losses = torch.zeros(num_timesteps + 1, history)
+        self.counts = torch.zeros(num_timesteps + 1, dtype=torch.int64)
+
+    def probabilities(self) -> Tensor:
+        """[T] fp64."""
+        losses, counts = self.losses[:-1].double(), self.counts[:-1]
+        learned = (losses**2).mean(dim=1).sqrt()
+        learned = learned / learned.sum().clamp(min=torch.finfo(torch.float64).tiny)
+        learned = learned * (1 - self.uniform) + self.uniform / self.num_timesteps
+        warm = (counts >= losses.shape[1]).all() & (losses > 0).any()
+        return torch.where(warm, learned, torch.full_like(learned, 1 / self.num_timesteps))
+
+    def draw_time(self, generators: Generators, device: torch.device) -> Tensor:
+        """As `Tabulated`, with the density of the moment."""
+        self._move(device)
+        return quantile(_cumulative(self.probabilities()), rand(generators, device))
+
+    def corrected(self, t: Tensor, losses: Tensor) -> Tensor:
+        """losses / (T p(t)); stores the losses while gradients are on."""
+        self._move(t.device)
+        importance = (1 / (self.num_timesteps * self.probabilities()[t])).float()
+        if torch.is_grad_enabled():
+            self.update(t, losses)
+        return losses * importance
+
+    def update(self, t: Tensor, losses: Tensor) -> None:
+        """Store the losses of all processes, in the order of their ranks."""
+        self._move(losses.device)
+        t, losses = _gathered(t), _gathered(losses.detach().float())
+        same = t[:, None] == t[None, :]  # [B, B]
+        earlier = same.tril(-1).sum(dim=1)  # losses of this timestep before it in the batch
+        size = self.losses.shape[1]
+        row = torch.where(same.sum(dim=1) - earlier > size, self.num_timesteps, t)  # only the last ones fit
+        self.losses[row, (self.counts[t] + earlier) % size] = losses
+        self.counts.index_add_(0, t, torch.ones_like(t))
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Losses [T, history] and how many were seen [T]."""
+        return {"losses": self.losses[:-1].clone(), "counts": self.counts[:-1].clone()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restore losses and counts."""
+        super().load_state_dict(state)
+        for name, own in (("losses", self.losses), ("counts", self.counts)):
+            if state[name].shape != own[:-1].shape:
+                raise UserError(
+                    f"the checkpoint's timestep sampling has {name} {tuple(state[name].shape)}, this config's "
+                    f"{tuple(own[:-1].shape)}: diffusion_steps or history changed."
+                )
+            own[:-1] = state[name].to(own)
+
+    def _move(self, device: torch.device) -> None:
+        if self.losses.device != device:
+            self.losses, self.counts = self.losses.to(device), self.counts.to(device)
+
+
+def _gathered(x: Tensor) -> Tensor:
+    if not dist.is_initialized():
+        return x
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, x.contiguous())
+    return torch.cat(parts)
+
+
+def _cumulative(density: Tensor) -> Tensor:
+    return torch.cat([density.new_zeros(1), density.cumsum(dim=0)])  # [T + 1]
+
+
+def quantile(cumulative: Tensor, u: Tensor) -> Tensor:
+    """The time in [0, 1) below which a part u [B] of a density lies; cumulative [T + 1] fp64, from 0 to 1."""
+    last = len(cumulative) - 2
+    i = (torch.searchsorted(cumulative, u.double(), right=True) - 1).clamp(0, last)
+    within = (u.double() - cumulative[i]) / (cumulative[i + 1] - cumulative[i])
+    return ((i + within.clamp(0, 1)) / (last + 1)).float().clamp(max=1 - 2**-24)
+
+
+def speedit_density(abar: np.ndarray, threshold: float = 1e-4) -> np.ndarray:
+    """SpeeDiT: 5 times as likely where sqrt(1 - abar) still rises by more than `threshold` a timestep; mirrored."""
+    return _with_duals(_tanh_rule(abar, threshold), meaningful_steps(abar, threshold))
+
+
+def _tanh_rule(abar: np.ndarray, threshold: float) -> np.ndarray:
+    p = np.tanh(1e6 * (_rise(abar) - threshold)) + 1.5
+    return p / p.sum()
+
+
+def _rise(abar: np.ndarray) -> np.ndarray:
+    """Of sqrt(1 - abar), for a thousandth of the time."""
+    return np.gradient(np.sqrt(1 - abar)) * (len(abar) / 1000)
+
+
+def meaningful_steps(abar: np.ndarray, threshold: float = 1e-4) -> int:
+    """m: one more than the first timestep at which sqrt(1 - abar) rises less than `threshold`."""
+    below = _rise(abar) < threshold
+    if not below.any():
+        raise UserError(
+            f"scheduler.timestep_sampling: sqrt(1 - abar) never rises by less than threshold={threshold} a timestep "
+            "here, so there is nothing to visit less. Raise the threshold, or use dict(type='speed', k=5, tau=0.7)."
+        )
+    return min(int(below.argmax()) + 1, len(abar) - 1)  # at most T - 1: t = 0 is mirrored to m
+
+
+def _with_duals(p: np.ndarray, m: int) -> np.ndarray:
+    """Half of the draws mirrored: t -> m - t below m, t - m from there on."""
+    t = np.arange(len(p))
+    return (p + np.bincount(np.where(t < m, m - t, t - m), weights=p, minlength=len(p))) / 2
+
+
+def speed_density(abar: np.ndarray, k: float = 5.0, tau: float = 700, mirrored: float = 0.5) -> np.ndarray:
+    """SpeeD: timesteps below tau k times as likely as those from there on.
+
+    tau is a timestep, or up to 1 a part of the training time. `mirrored` of the draws, half as in the published runs, are
+    mirrored around m as in SpeeDiT; 0 is the paper's formula alone.
+    """
+    if k <= 0 or not 0 <= mirrored <= 0.5:
+        raise UserError(f"scheduler.timestep_sampling: k={k} must be positive, mirrored={mirrored} in [0, 0.5].")
+    p = np.where(np.arange(len(abar)) < _timestep(tau, len(abar)), k, 1.0)
+    p /= p.sum()
+    if not mirrored:
+        return p
+    return (1 - 2 * mirrored) * p + 2 * mirrored * _with_duals(p, meaningful_steps(abar))
+
+
+def _timestep(tau: float, num_timesteps: int) -> int:
+    step = round(tau * num_timesteps) if tau <= 1 else round(tau)
+    if not 0 < step <= num_timesteps:
+        raise UserError(f"scheduler: tau={tau} is not in (0, {num_timesteps}]; up to 1 it is a part of the time.")
+    return step
+
+
+def p2_weights(abar: np.ndarray, prediction: str, k: float = 1.0, gamma: float = 1.0) -> np.ndarray:
+    """1 / (k + SNR)^gamma (Choi et al. 2022, P2); 1 - abar with the defaults."""
+    return (k + abar / (1 - abar)) ** -gamma
+
+
+def min_snr_weights(abar: np.ndarray, prediction: str, gamma: float = 5.0) -> np.ndarray:
+    """min(SNR, gamma) on the loss of x_0 (Hang et al. 2023), as a weight of what the model predicts."""
+    snr = abar / (1 - abar)
+    of_x_0 = np.minimum(snr, gamma)
+    if prediction == "eps":
+        return np.minimum(1.0, gamma / np.maximum(snr, 1e-20))
+    if prediction == "v":
+        return of_x_0 / (snr + 1)
+    if prediction == "velocity":  # v = x_0 - noise; the error of x_0 is tau times its own, tau = 1 / (1 + sqrt(SNR))
+        return of_x_0 / (np.sqrt(snr) + 1) ** 2
+    if prediction == "x0":
+        return of_x_0
+    raise UserError(f"scheduler.loss_weighting='min-snr' is not defined for prediction={prediction!r}.")
+
+
+def speed_weights(abar: np.ndarray, prediction: str, lam: float = 0.6, tau: float | None = 700) -> np.ndarray:
+    """SpeeD: the slope of 1 - abar, mapped to [1 - lam, lam]; 1 from tau on (None: nowhere)."""
+    if not 0.5 <= lam <= 1:
+        raise UserError(f"scheduler.loss_weighting: lam={lam} is not in [0.5, 1]; weights lie in [1 - lam, lam].")
+    slope = np.gradient(1 - abar)
+    weights = (1 - lam) + (2 * lam - 1) * (slope - slope.min()) / np.ptp(slope)
+    if tau is not None:
+        weights[_timestep(tau, len(abar)) :] = 1
+    return weights
+
+
+SAMPLING: dict[str, Callable[..., Any]] = {
+    "uniform": Uniform,
+    "logit-normal": LogitNormal,
+    "speedit": speedit_density,
+    "speed": speed_density,
+    "loss-second-moment": LossSecondMoment,
+}
+WEIGHTING: dict[str, Callable[..., np.ndarray]] = {
+    "none": lambda abar, prediction: np.ones_like(abar),
+    "p2": p2_weights,
+    "min-snr": min_snr_weights,
+    "speed": speed_weights,
+}
+OWN_WEIGHTING = {"speedit": "p2", "speed": "speed"}  # where loss_weighting is not set
+
+
+def build_sampling(choice: Choice, abar: np.ndarray) -> TimestepSampling:
+    """The strategy named by `timestep_sampling`, for timesteps of these abar [T]."""
+    name, options = _checked(choice, "timestep_sampling", SAMPLING)
+    made = SAMPLING[name](abar if name in ("speedit", "speed") else len(abar), **options)
+    return Tabulated(made) if isinstance(made, np.ndarray) else made
+
+
+def flow_alphas_cumprod(num_timesteps: int) -> np.ndarray:
+    """abar of a rectified flow, (1 - tau)^2 / ((1 - tau)^2 + tau^2), in the middle of each of T parts of the time."""
+    tau = (np.arange(num_timesteps) + 0.5) / num_timesteps
+    return (1 - tau) ** 2 / ((1 - tau) ** 2 + tau**2)
+
+
+class LossWeights:
+    """The weight of each timestep's MSE, fp32."""
+
+    def __init__(self, table: np.ndarray) -> None:
+        """table: [T]."""
+        self.table = torch.from_numpy(table).float()
+        self._on_device: dict[torch.device, Tensor] = {}
+
+    def __call__(self, t: Tensor) -> Tensor:
+        """t [B] int64 -> [B]."""
+        if t.device not in self._on_device:
+            self._on_device[t.device] = self.table.to(t.device)
+        return self._on_device[t.device][t]
+
+
+def build_weights(choice: Choice | None, sampling: Choice, abar: np.ndarray, prediction: str) -> LossWeights | None:
+    """The weights named by `loss_weighting`; None, no weights. A choice of None takes the sampling strategy's own."""
+    if choice is None:
+        choice = OWN_WEIGHTING.get(sampling if isinstance(sampling, str) else sampling.get("type", ""), "none")
+    name, options = _checked(choice, "loss_weighting", WEIGHTING)
+    return None if name == "none" else LossWeights(WEIGHTING[name](abar, prediction, **options))
+
+
+def _checked(choice: Choice, field: str, table: Mapping[str, Callable[..., Any]]) -> tuple[str, dict[str, Any]]:
+    """Name and options of a choice, or a UserError."""
+    options = {} if isinstance(choice, str) else {key: value for key, value in choice.items() if key != "type"}
+    name = choice if isinstance(choice, str) else choice.get("type")
+    if not isinstance(name, str) or name not in table:
+        raise UserError(
+            f"scheduler.{field}={choice!r} names none of {', '.join(table)}.{did_you_mean(str(name), list(table))}"
+        )
+    known = [
+        key for key in inspect.signature(table[name]).parameters if key not in ("num_timesteps", "abar", "prediction")
+    ]
+    for key in options:
+        if key not in known:
+            raise UserError(
+                f"scheduler.{field}: {name!r} takes no {key!r}.{did_you_mean(key, known)} It takes: "
+                f"{', '.join(known) or 'nothing'}."
+            )
+    return name, options

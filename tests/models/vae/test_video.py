@@ -1,0 +1,183 @@
+"""Diffusers' video VAEs through our contract equal diffusers called by hand, with the scaling of their pipelines."""
+
+import json
+
+import diffusers
+import pytest
+import torch
+from torch.testing import assert_close
+
+from opensora.models.vae import DiffusersVideoVAE
+from opensora.models.vae.video import FAMILIES
+from opensora.utils.errors import UserError
+from opensora.utils.seed import generator
+from tests.models.vaes import ARCHITECTURES, VAES, build, video_of
+
+DIFFUSERS = [name for name, cfg in VAES.items() if cfg["type"] == "DiffusersVideoVAE"]
+SPECIAL = {"KLAllegro", "VidTok"}  # what they take is tested below
+
+
+@pytest.fixture(autouse=True)
+def _no_grad():
+    with torch.no_grad():
+        yield
+
+
+@pytest.mark.parametrize("name", [name for name in DIFFUSERS if name not in SPECIAL])
+def test_equals_diffusers_with_the_same_weights(name):
+    vae = build(name, posterior="mode")
+    for frames in (1, vae.legal_num_frames(17)):
+        x = video_of(vae, frames, batch=1)
+        posterior = vae.autoencoder.encode(x).latent_dist
+        mean = posterior.mode()
+        assert_close(vae.moments(x).chunk(2, dim=1)[0], mean, rtol=1e-4, atol=1e-5)
+        decoded = vae.decode(vae.encode(x), frames)
+        # Wan clamps; here it does not, for the gradient
+        assert_close(decoded.clamp(-1, 1), vae.autoencoder.decode(mean).sample.clamp(-1, 1), rtol=1e-3, atol=1e-4)
+
+
+def test_allegro_equals_diffusers_where_one_tile_is_the_whole():
+    vae = build("KLAllegro", posterior="mode")
+    theirs = vae.autoencoder
+    theirs.enable_tiling()
+    theirs.kernel, theirs.stride = (8, 16, 24), (8, 16, 24)
+    x = video_of(vae, 8, size=(16, 24), batch=1)
+    assert_close(vae.moments(x), theirs.encode(x).latent_dist.parameters, rtol=1e-4, atol=1e-5)
+    z = vae.encode(x)
+    expected = theirs.decode(z / vae.scaling_factor.view(1, -1, 1, 1, 1)).sample.transpose(
+        1, 2
+    )  # it returns [B, T, C, H, W]
+    assert_close(vae.decode(z, 8), expected, rtol=1e-3, atol=1e-4)
+
+
+def test_vidtok_equals_its_own_forward():
+    vae = build("VidTok", posterior="mode")
+    for frames in (1, 9):
+        x = video_of(vae, frames, batch=1)
+        expected = vae.autoencoder(x, sample_posterior=False).sample
+        assert_close(vae.decode(vae.encode(x), frames), expected, rtol=1e-3, atol=1e-4)
+
+
+def test_wan_2_2_has_patches_of_its_own():
+    """Its pixels are shuffled outside the network, columns before rows."""
+    architecture = {**ARCHITECTURES["AutoencoderKLWan"], "patch_size": 2, "in_channels": 12, "out_channels": 12}
+    vae = DiffusersVideoVAE(architecture={"type": "AutoencoderKLWan", **architecture}, posterior="mode").eval()
+    assert vae.strides == (4, 8, 8)
+    x = video_of(vae, 5, batch=1)
+    z = vae.encode(x)
+    raw = z / vae.scaling_factor.view(1, -1, 1, 1, 1) + vae.shift.view(1, -1, 1, 1, 1)
+    assert_close(vae.decode(z, 5).clamp(-1, 1), vae.autoencoder.decode(raw).sample, rtol=1e-3, atol=1e-4)
+
+
+def test_scaling_is_that_of_the_pipelines():
+    """One number for Hunyuan, CogVideoX, Allegro, Magvit; mean and std a channel for Wan, Mochi; tensors for LTX."""
+    for name in ("KLHunyuanVideo", "KLHunyuanVideo15", "KLCogVideoX", "KLAllegro", "KLMagvit"):
+        vae = build(name)
+        factor = vae.autoencoder.config.scaling_factor
+        assert_close(vae.scaling_factor, torch.full((vae.out_channels,), factor))
+        assert not vae.shift.any()
+    for name in ("KLWan", "KLQwenImage", "KLMochi"):
+        vae = build(name)
+        assert_close(vae.shift, torch.tensor([0.1, -0.2, 0.3, 0.0]))
+        assert_close(vae.scaling_factor, 1 / torch.tensor([2.0, 1.5, 1.0, 0.5]))
+    vae = build("KLLTXVideo")
+    vae.autoencoder.latents_mean.fill_(0.5)
+    vae.autoencoder.latents_std.fill_(4.0)
+    vae.set_latent_statistics()
+    assert_close(vae.scaling_factor, torch.full((8,), 0.25))
+    assert_close(vae.shift, torch.full((8,), 0.5))
+
+
+def test_cosmos_has_statistics_for_every_latent_frame():
+    vae = build("KLCosmos", posterior="mode")
+    config = vae.autoencoder.config
+    mean, std = (torch.tensor(config[key]).view(16, -1) for key in ("latents_mean", "latents_std"))
+    x = video_of(vae, 17, batch=1)
+    raw = vae.moments(x).chunk(2, dim=1)[0]
+    for t in range(3):
+        assert_close(vae.encode(x)[0, :, t], (raw[0, :, t] - mean[:, t, None, None]) / std[:, t, None, None])
+    with pytest.raises(UserError, match="cover 16 latent frames; there are 17"):
+        vae.sample(torch.zeros(1, 32, 17, 1, 1))
+
+
+def test_codes_without_a_posterior_are_not_noisy():
+    for name in ("KLCosmos", "KLKVAEVideo"):
+        vae = build(name)
+        x = video_of(vae, batch=1)
+        sampled = vae.encode(x, generator(0))
+        vae.posterior = "mode"
+        assert_close(sampled, vae.encode(x), rtol=1e-4, atol=1e-5)
+
+
+def test_ltx_decoders_with_noise_do_not_touch_the_global_generator():
+    blocks = {"decoder_inject_noise": (True, True, True), "timestep_conditioning": True}
+    vae = DiffusersVideoVAE(
+        architecture={"type": "AutoencoderKLLTXVideo", **ARCHITECTURES["AutoencoderKLLTXVideo"], **blocks}
+    ).eval()
+    for name, parameter in vae.named_parameters():
+        if "per_channel_scale" in name:
+            parameter.fill_(0.5)
+    z = torch.rand(1, 8, 2, 2, 3, generator=generator(0))
+    state = torch.get_rng_state()
+    first = vae.decode(z, 3)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.rand(1)
+    assert_close(vae.decode(z, 3), first)
+
+
+def test_hunyuan_in_pieces_of_time_is_near_the_whole():
+    default, whole, pieces = (build("KLHunyuanVideo", time_chunks=c) for c in ("default", "whole", "chunked"))
+    x = video_of(default, 33, batch=1)
+    assert_close(pieces.moments(x), default.moments(x), rtol=0, atol=0)
+    assert not torch.allclose(whole.moments(x), default.moments(x), atol=1e-4)
+    short = video_of(default, 9, batch=1)
+    assert_close(whole.moments(short), default.moments(short), rtol=1e-4, atol=1e-5)
+    with pytest.raises(UserError, match="AutoencoderKLWan has one way"):
+        build("KLWan", time_chunks="whole")
+
+
+def test_folders_name_their_class(tmp_path):
+    vae = build("KLWan")
+    vae.save_pretrained(tmp_path / "model" / "vae", dtype="fp16")
+    config = json.loads((tmp_path / "model" / "vae" / "config.json").read_text())
+    assert config["_class_name"] == "AutoencoderKLWan"
+    loaded = DiffusersVideoVAE(str(tmp_path / "model"), subfolder="vae").eval()
+    assert type(loaded.autoencoder) is diffusers.AutoencoderKLWan
+    x = video_of(vae, batch=1)
+    assert_close(loaded.moments(x), vae.moments(x), rtol=1e-2, atol=1e-2)
+    theirs = diffusers.AutoencoderKLWan.from_pretrained(tmp_path / "model" / "vae", torch_dtype=torch.float32)
+    assert_close(theirs.encode(x).latent_dist.parameters, loaded.moments(x), rtol=1e-4, atol=1e-5)
+
+
+def test_statistics_that_a_class_does_not_know_are_kept_too(tmp_path, caplog):
+    vae = build("KLMagvit")
+    vae.set_latent_statistics(scaling_factor=2.0, latents_mean=[1.0, 2.0, 3.0, 4.0], latents_std=[1.0, 2.0, 4.0, 5.0])
+    vae.save_pretrained(tmp_path)
+    loaded = DiffusersVideoVAE(str(tmp_path))
+    assert_close(loaded.scaling_factor, torch.tensor([2.0, 1.0, 0.5, 0.4]))
+    assert_close(loaded.shift, torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    assert "ignored" not in caplog.text
+
+
+def test_what_is_wrong_is_said(tmp_path):
+    with pytest.raises(UserError, match=r"architecture needs a type\. Types: AutoencoderKLWan"):
+        DiffusersVideoVAE(architecture={})
+    with pytest.raises(UserError, match="Did you mean 'AutoencoderKLWan'"):
+        DiffusersVideoVAE(architecture={"type": "AutoencoderKLWann"})
+    with pytest.raises(UserError, match=r"no argument 'zdim'. Did you mean 'z_dim'"):
+        DiffusersVideoVAE(architecture={"type": "AutoencoderKLWan", "zdim": 3})
+    with pytest.raises(UserError, match="Wan's code encodes 4 frames at a time"):
+        build("KLWan", architecture={**VAES["KLWan"]["architecture"], "temperal_downsample": [True] * 3})
+    build("VideoAutoencoderKL").save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="describes a AutoencoderKL; DiffusersVideoVAE loads AutoencoderKLWan"):
+        DiffusersVideoVAE(str(tmp_path))
+
+
+def test_strides_equal_those_that_the_classes_state():
+    for name in FAMILIES:
+        vae = build(name.removeprefix("Autoencoder"))
+        stated = getattr(vae.autoencoder, "spatial_compression_ratio", None)
+        if stated is not None and name != "AutoencoderKLQwenImage" and name != "AutoencoderKLWan":
+            assert vae.strides[1:] == (stated, stated)
+        stated = getattr(vae.autoencoder, "temporal_compression_ratio", None)
+        assert stated in (None, vae.strides[0])
