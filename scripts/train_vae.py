@@ -30,7 +30,7 @@ from opensora.datasets.datasets import VideoTextDataset
 from opensora.datasets.sampler import Place, SampleKey
 from opensora.inference.compare import save_sheet
 from opensora.models.vae.adversary import Adversary, Nobody, Player, saved_parts
-from opensora.models.vae.evaluate import mean_quality, quality, reconstruct
+from opensora.models.vae.evaluate import Quality, mean_quality, quality, reconstruct
 from opensora.models.vae.losses import Reconstructor, VAELoss
 from opensora.models.vae.pieces import Pieces
 from opensora.models.vae.statistics import measure_latents
@@ -229,7 +229,8 @@ class HeldOut:
     def __call__(self, vae: Any, lpips: nn.Module | None, run: Path, step: int) -> dict[str, float]:
         """Mean PSNR, SSIM and, where training has it, LPIPS; writes `held_out-<step>.png`."""
         device = next(vae.parameters()).device
-        rows, sheet = [], {}
+        rows: list[Quality] = []
+        sheet: dict[str, tuple[Tensor, ...]] = {}
         for item in self.items:
             x = item["video"][None].to(device)
             x_hat = reconstruct(vae, x)

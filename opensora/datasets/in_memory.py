@@ -46,10 +46,11 @@ class InMemoryVideoDataset:
         root: Folder that the paths are relative to; the table's own when None.
         seed: With epoch and sample, it decides window, crop and camera.
         pictures: What a picture is when `num_frames` > 1: "pan" moves and zooms over it, "error" refuses it.
+        repeat_clips: Count each window of a clip so many times, where pictures would outnumber them.
         num_threads: That decode files at start.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  (a config)
         self,
         data_path: str,
         num_frames: int = 17,
@@ -58,10 +59,13 @@ class InMemoryVideoDataset:
         root: str | None = None,
         seed: int = 42,
         pictures: Pictures = "pan",
+        repeat_clips: int = 1,
         num_threads: int = 8,
     ) -> None:
         if pictures not in ("pan", "error"):
             raise UserError(f"pictures={pictures!r} is not one of pan, error.")
+        if repeat_clips < 1:
+            raise UserError(f"repeat_clips={repeat_clips}; use a number from 1.")
         self.table = read_table(data_path, root, ())
         self.num_frames, self.frame_interval, self.seed = num_frames, frame_interval, seed
         self.size = (int(image_size[0]), int(image_size[1]))
@@ -77,7 +81,7 @@ class InMemoryVideoDataset:
             )
         with ThreadPoolExecutor(max(num_threads, 1)) as pool:
             self.videos = list(pool.map(self._decode, range(len(self.table))))  # [T, H, W, 3] uint8 each
-        self.rows = [row for row, video in enumerate(self.videos) for _ in range(max(len(video) // self.needed, 1))]
+        self.rows = [row for row in range(len(self.table)) for _ in range(self._weight(row, repeat_clips))]
         self._settings = (num_frames, frame_interval, self.size, seed, pictures, len(self.rows))
         count, size = sum(map(len, self.videos)), sum(video.numel() for video in self.videos)
         logger.info(
@@ -108,6 +112,10 @@ class InMemoryVideoDataset:
         """A hash of everything that decides the samples, except the pixels in the files."""
         text = repr((type(self).__name__, self.table.fingerprint(), self._settings, [len(v) for v in self.videos]))
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    def _weight(self, row: int, repeat_clips: int) -> int:
+        """How many samples of an epoch a file gives."""
+        return 1 if is_image(self.table.name(row)) else len(self.videos[row]) // self.needed * repeat_clips
 
     def _decode(self, row: int) -> Tensor:
         path = self.table.path(row)

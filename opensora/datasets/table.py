@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -136,7 +136,7 @@ def read_table(
     rows = pd.DataFrame({name: _strings(frame[name]) for name in dict.fromkeys(("path", *text_columns))})
     columns = {name: _read_numbers(frame, name) for name in NUMBERS}
     folder = Path(root) if root is not None else source.parent
-    values = {name: columns[name].values for name in NUMBERS}
+    values: dict[str, Any] = {name: columns[name].values for name in NUMBERS}
     table = Table(source, folder, rows, tuple(text_columns), **values)
     for check in (_bad_extensions, _urls, *(columns[name].bad_rows for name in NUMBERS)):
         table = _leave_out(table, check(table), len(frame), max_bad_share)

@@ -32,7 +32,7 @@ def save_sheet(path: Path, clips: Mapping[str, tuple[Tensor, ...]], columns: int
         sheet.paste(strip, (0, top))
         top += strip.height + GAP
     path.parent.mkdir(parents=True, exist_ok=True)
-    sheet.save(path, **({"quality": 88} if path.suffix in (".jpg", ".jpeg") else {}))
+    sheet.save(path, quality=88)  # heeded by JPEG
     return path
 
 

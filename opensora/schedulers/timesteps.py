@@ -179,11 +179,16 @@ class LossSecondMoment(TimestepSampling):
 
 
 def _gathered(x: Tensor) -> Tensor:
+    """x [B] of all processes, whose batches may differ in size, in the order of their ranks."""
     if not dist.is_initialized():
         return x
-    parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, x.contiguous())
-    return torch.cat(parts)
+    world = dist.get_world_size()
+    sizes = [torch.empty(1, dtype=torch.int64, device=x.device) for _ in range(world)]
+    dist.all_gather(sizes, torch.tensor([len(x)], device=x.device))
+    lengths = torch.cat(sizes).tolist()
+    parts = [x.new_empty(max(lengths)) for _ in range(world)]
+    dist.all_gather(parts, torch.nn.functional.pad(x, (0, max(lengths) - len(x))))
+    return torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)])
 
 
 def _cumulative(density: Tensor) -> Tensor:

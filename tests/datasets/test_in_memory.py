@@ -31,6 +31,7 @@ def test_a_clip_counts_once_for_each_of_its_windows(table):
     assert item["video"].abs().max() <= 1
     assert item["path"].endswith("white_dog.mp4")
     assert float(item["fps"]) == pytest.approx(30, abs=0.1)
+    assert len(InMemoryVideoDataset(str(table), num_frames=9, image_size=(48, 64), repeat_clips=3)) == 3 * (41 // 9) + 1
     assert len(InMemoryVideoDataset(str(table), num_frames=5, frame_interval=4, image_size=(48, 64))) == 2 + 1
 
 

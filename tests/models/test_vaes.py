@@ -81,7 +81,7 @@ def test_odd_sizes_are_refused_with_the_nearest(name):
 def test_encode_then_decode_gives_back_the_size(name):
     vae = build(name)
     lengths = legal(vae, 26)
-    for frames in (*lengths[:3], lengths[-2]):
+    for frames in (lengths[0], lengths[1], lengths[-2]):
         x = video_of(vae, frames)
         z = vae.encode(x, generators(0, ids=range(len(x))))
         assert z.shape == (len(x), vae.out_channels, *vae.latent_size(tuple(x.shape[2:])))

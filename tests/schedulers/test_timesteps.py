@@ -326,7 +326,7 @@ class TestLossSecondMoment:
         spawn(_two_ranks, 2, tmp_path)
         states = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1)]
         alone = LossSecondMoment(5, history=3)
-        alone.update(torch.tensor([0, 1, 1, 4]), torch.tensor([1.0, 2.0, 3.0, 4.0]))
+        alone.update(torch.tensor([0, 1, 1, 4]), torch.tensor([1.0, 2.0, 3.0, 4.0]))  # buckets of 3 and of 1
         for name, value in alone.state_dict().items():
             assert torch.equal(states[0][name], value)
             assert torch.equal(states[1][name], value)
@@ -334,7 +334,7 @@ class TestLossSecondMoment:
 
 def _two_ranks(rank, world_size, tmp_path):
     sampling = LossSecondMoment(5, history=3)
-    t, losses = ([0, 1], [1.0, 2.0]) if rank == 0 else ([1, 4], [3.0, 4.0])
+    t, losses = ([0, 1, 1], [1.0, 2.0, 3.0]) if rank == 0 else ([4], [4.0])
     sampling.update(torch.tensor(t), torch.tensor(losses))
     torch.save(sampling.state_dict(), tmp_path / f"{rank}.pt")
     assert dist.get_world_size() == world_size

@@ -13,7 +13,7 @@ reasons of the settings, the model card the figures. The steps are sized for 6 m
 data_path = "data/vae/train.csv"
 eval_data_path = "assets/clips/held_out.csv"
 eval_every = 500
-dataset = dict(type="InMemoryVideoDataset", pictures="pan")
+dataset = dict(type="InMemoryVideoDataset", pictures="pan", repeat_clips=5)  # half of the samples are pictures
 num_frames = 17
 mixed_lengths = [17, 17, 17, 1]
 image_size = (128, 128)

@@ -88,7 +88,7 @@ class Reconstructor(nn.Module):
 
     def __init__(self, vae: nn.Module, logvar: float | None = None) -> None:
         super().__init__()
-        self.vae = vae
+        self.vae: Any = vae
         self.logvar = None if logvar is None else nn.Parameter(torch.tensor(float(logvar)))
 
     def forward(self, x: Tensor, generators: Any = None) -> tuple[Tensor, Tensor, Tensor | None]:

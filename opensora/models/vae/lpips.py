@@ -57,18 +57,18 @@ class LPIPS(nn.Module):
             x_hat, x = (rearrange(video, "B C T H W -> (B T) C H W") for video in (x_hat, x))
         with torch.no_grad():
             wanted = self._features(x)
-        distance: Tensor = sum(
-            (getattr(self, f"head{i}") * (a - b).square()).sum(1).mean((1, 2))  # [B T]
+        layers = [
+            (self.get_buffer(f"head{i}") * (a - b).square()).sum(1).mean((1, 2))  # [B T]
             for i, (a, b) in enumerate(zip(self._features(x_hat), wanted, strict=True))
-        )  # type: ignore[assignment]
-        return rearrange(distance, "(B T) -> B T", T=frames).mean(1)
+        ]
+        return rearrange(torch.stack(layers).sum(0), "(B T) -> B T", T=frames).mean(1)
 
     def train(self, mode: bool = True) -> "LPIPS":  # noqa: FBT001, FBT002  (nn.Module's signature)
         """Stays in eval mode."""
         return super().train(mode=False)
 
     def _features(self, x: Tensor) -> list[Tensor]:
-        x, features = (x.float() - self.shift) / self.scale, []
+        x, features = (x.float() - self.get_buffer("shift")) / self.get_buffer("scale"), []
         for part in self.slices:
             x = part(x)
             length = x.float().square().sum(1, keepdim=True)

@@ -72,9 +72,11 @@ def _levels(time: Callable[[Config], int]) -> Callable[[Config], tuple[int, int,
 
 
 def _ltx_strides(config: Config) -> tuple[int, int, int]:
-    halvings = 2 ** sum(config["spatio_temporal_scaling"])
-    time = config.get("temporal_compression_ratio") or config["patch_size_t"] * halvings
-    space = config.get("spatial_compression_ratio") or config["patch_size"] * halvings
+    """From the layers: `spatial_compression_ratio`, where the config has one, is for diffusers' own tiles."""
+    time, space = int(config["patch_size_t"]), int(config["patch_size"])
+    for halved, kind in zip(config["spatio_temporal_scaling"], config["downsample_type"], strict=False):
+        time *= 2 if halved and kind != "spatial" else 1
+        space *= 2 if halved and kind != "temporal" else 1
     return time, space, space
 
 
@@ -332,7 +334,7 @@ class DiffusersVideoVAE(DiffusersVAE):
 
     def _config(self) -> Mapping[str, Any]:
         config = dict(self.autoencoder.config)
-        if self.family.statistics == "buffers":
+        if self.family.statistics == "buffers" and not self.autoencoder.latents_mean.is_meta:
             config |= {name: getattr(self.autoencoder, name).tolist() for name in ("latents_mean", "latents_std")}
         return config
 

@@ -125,6 +125,20 @@ def test_ltx_decoders_with_noise_do_not_touch_the_global_generator():
     assert_close(vae.decode(z, 3), first)
 
 
+def test_ltx_may_halve_space_and_time_apart():
+    """As LTX 0.9.5 and LTX 2 do; their defaults have cells of 8 x 32 x 32."""
+    with torch.device("meta"):
+        assert DiffusersVideoVAE(architecture={"type": "AutoencoderKLLTX2Video"}).strides == (8, 32, 32)
+    blocks = {"downsample_type": ("spatial",) * 2, "upsample_type": ("spatial",)}
+    vae = DiffusersVideoVAE(
+        architecture={"type": "AutoencoderKLLTX2Video", **ARCHITECTURES["AutoencoderKLLTX2Video"], **blocks}
+    ).eval()
+    assert vae.strides == (1, 4, 4)
+    x = video_of(vae, 4, batch=1)
+    assert vae.encode(x).shape == (1, 8, 4, 2, 3)
+    assert vae.decode(vae.encode(x), 4).shape == x.shape
+
+
 def test_hunyuan_in_pieces_of_time_is_near_the_whole():
     default, whole, pieces = (build("KLHunyuanVideo", time_chunks=c) for c in ("default", "whole", "chunked"))
     x = video_of(default, 33, batch=1)
