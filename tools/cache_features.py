@@ -26,6 +26,7 @@ from opensora.datasets.cache.text import captions_of, write_text
 from opensora.datasets.datasets import VideoTextDataset
 from opensora.datasets.table import read_table
 from opensora.models.encode import freeze
+from opensora.models.vae.slicing import SlicedEncoder
 from opensora.registry import DATASETS, MODELS, SCHEDULERS, build_module
 from opensora.utils.config import TrainConfig, parse_config
 from opensora.utils.errors import UserError, exit_on_user_error
@@ -56,7 +57,7 @@ def cache_features(argv: Sequence[str] | None = None) -> dict[str, Counts]:
     job = Job(Path(folder), world, shard_bytes=round(args.shard_mb * 2**20))
     done = {}
     if "moments" in args.what:
-        vae: Any = freeze(build_module(cfg.vae, MODELS), world.device)
+        vae = SlicedEncoder(freeze(build_module(cfg.vae, MODELS), world.device))
         moments = job._replace(dtype=args.moments_dtype)
         part = SAMPLES if args.epochs else CLIPS
         done[part] = (

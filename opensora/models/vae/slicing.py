@@ -83,6 +83,25 @@ def sliced_moments(
         return vae.moments(x, micro_batch_size=size)
 
 
+class SlicedEncoder:
+    """A VAE as those see it who only store moments: encoding is `sliced_moments`."""
+
+    def __init__(self, vae: VideoVAE) -> None:
+        self.vae = vae
+
+    def moments(self, x: Tensor) -> Tensor:
+        """See `sliced_moments`."""
+        return sliced_moments(self.vae, x)
+
+    def latent_size(self, size: tuple[int, int, int]) -> tuple[int, int, int]:
+        """See `VideoVAE.latent_size`."""
+        return self.vae.latent_size(size)
+
+    def fingerprint(self) -> str:
+        """See `VideoVAE.fingerprint`."""
+        return self.vae.fingerprint()
+
+
 def _diffusers_latents(
     vae: Any,
     video: Tensor,

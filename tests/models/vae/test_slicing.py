@@ -8,7 +8,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from opensora.models.vae import VideoAutoencoderKL, sliced_vae
-from opensora.models.vae.slicing import pictures_at_a_time, sliced_moments
+from opensora.models.vae.slicing import SlicedEncoder, pictures_at_a_time, sliced_moments
 from opensora.utils.errors import UserError
 from opensora.utils.seed import generator, generators
 from tests.models.vaes import KL, build
@@ -103,6 +103,28 @@ def test_the_vaes_own_micro_batch_comes_before_the_rule(frames):
     seen = sizes_seen(vae.autoencoder.encoder)
     sliced_moments(vae, rearrange(frames, "B T C H W -> B C T H W"))
     assert seen == [4, 4, 2]
+
+
+def test_what_the_cache_stores_is_what_the_vae_gives(frames):
+    vae, x = build("VideoAutoencoderKL"), rearrange(frames, "B T C H W -> B C T H W")
+    encoder = SlicedEncoder(vae)
+    assert_close(encoder.moments(x), vae.moments(x), rtol=1e-4, atol=1e-5)
+    assert encoder.fingerprint() == vae.fingerprint()
+    assert encoder.latent_size((5, 16, 24)) == (5, 4, 6)
+
+
+def test_compiled_networks_see_one_size(frames):
+    """The last micro-batch is filled up; the stance runs what would be compiled as it is."""
+    x = rearrange(frames, "B T C H W -> B C T H W")
+    with torch.compiler.set_stance("force_eager"):
+        plain, vae = build("VideoAutoencoderKL"), build("VideoAutoencoderKL", micro_batch_size=4, compile=True)
+        assert vae.state_dict().keys() == plain.state_dict().keys()
+        encoded, decoded = sizes_seen(vae.autoencoder.encoder), sizes_seen(vae.autoencoder.decoder)
+        moments = vae.moments(x)
+        assert_close(moments, plain.moments(x), rtol=1e-4, atol=1e-5)
+        z = plain.sample(moments, generator(0))
+        assert_close(vae.decode(z, 5), plain.decode(z, 5), rtol=1e-4, atol=1e-5)
+    assert encoded == decoded == [4, 4, 4]
 
 
 def test_overflow_and_wrong_shapes_are_refused(frames):

@@ -58,15 +58,24 @@ def test_vidtok_equals_its_own_forward():
         assert_close(vae.decode(vae.encode(x), frames), expected, rtol=1e-3, atol=1e-4)
 
 
-def test_wan_2_2_has_patches_of_its_own():
+@pytest.mark.parametrize("is_residual", [False, True])
+def test_wan_2_2_has_patches_of_its_own(is_residual):
     """Its pixels are shuffled outside the network, columns before rows."""
-    architecture = {**ARCHITECTURES["AutoencoderKLWan"], "patch_size": 2, "in_channels": 12, "out_channels": 12}
-    vae = DiffusersVideoVAE(architecture={"type": "AutoencoderKLWan", **architecture}, posterior="mode").eval()
+    patches = {
+        "patch_size": 2,
+        "in_channels": 12,
+        "out_channels": 12,
+        "is_residual": is_residual,
+        "dim_mult": [1, 2, 2],
+    }
+    architecture = {"type": "AutoencoderKLWan", **ARCHITECTURES["AutoencoderKLWan"], **patches}
+    vae = DiffusersVideoVAE(architecture=architecture, posterior="mode").eval()
     assert vae.strides == (4, 8, 8)
-    x = video_of(vae, 5, batch=1)
+    x = video_of(vae, 9, batch=1)
+    assert_close(vae.moments(x), vae.autoencoder.encode(x).latent_dist.parameters, rtol=1e-4, atol=1e-5)
     z = vae.encode(x)
     raw = z / vae.scaling_factor.view(1, -1, 1, 1, 1) + vae.shift.view(1, -1, 1, 1, 1)
-    assert_close(vae.decode(z, 5).clamp(-1, 1), vae.autoencoder.decode(raw).sample, rtol=1e-3, atol=1e-4)
+    assert_close(vae.decode(z, 9).clamp(-1, 1), vae.autoencoder.decode(raw).sample, rtol=1e-3, atol=1e-4)
 
 
 def test_scaling_is_that_of_the_pipelines():
