@@ -71,7 +71,9 @@ def train(cfg: TrainConfig, world: World) -> None:
     state = RunState(data=dataset.fingerprint(), global_batch=global_batch, world=world.size)
     if cfg.load is not None:
         keep_place = not cfg.start_from_scratch
-        state = resume(cfg.load, state, model, ema, engine, keep_place=keep_place, other_data=cfg.other_data)
+        state = resume(
+            cfg.load, state, model, ema, engine, keep_place=keep_place, other_data=cfg.other_data, scheduler=scheduler
+        )
     sampler = sampler_of(cfg, dataset, world)
     total_steps = count_steps(cfg, sampler.batches_in(0), state.step)
     place = Place(state.epoch, state.batch_in_epoch, tuple(state.segments))
@@ -122,6 +124,7 @@ def train(cfg: TrainConfig, world: World) -> None:
             window.clear()
         if due(state.step, cfg.ckpt_every) or state.step == total_steps:
             parts = {"model": engine.model_state(), "ema": ema.state_dict(), "optimizer": engine.optimizer_state()}
+            parts |= {"scheduler": learnt} if (learnt := scheduler.state_dict()) else {}
             on_main_first(partial(save_run, run, state, parts, cfg.model["type"], to_dict(cfg)))
     log.line(f"done: {run}")
     log.close()

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,12 @@ from opensora.utils.ema import EMA
 from opensora.utils.errors import UserError
 from opensora.utils.lr_scheduler import lr_at
 from opensora.utils.run import RunState
+
+
+class Learner(Protocol):
+    """What learns beside the model, such as a scheduler that counts which timesteps matter."""
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None: ...
 
 
 def build_optimizer(cfg: LoopConfig, model: nn.Module) -> torch.optim.Optimizer:
@@ -39,15 +45,18 @@ def resume(
     *,
     keep_place: bool,
     other_data: Literal["refuse", "next_epoch"] = "refuse",
+    scheduler: Learner | None = None,
 ) -> RunState:
     """Take weights, average and optimizer from the checkpoint `source`; and, with `keep_place`, where it stood.
 
-    `other_data`: see `RunState.resumed`.
+    `other_data`: see `RunState.resumed`. `scheduler`: may have learnt something too, such as which timesteps matter.
     """
     checkpoint = open_checkpoint(source)
     load_strictly(model, checkpoint.tensors("model"), checkpoint.path)
     ema.load_state_dict(checkpoint.tensors("ema"))
     engine.load_optimizer_state(checkpoint.tensors("optimizer"))
+    if scheduler is not None:
+        scheduler.load_state_dict(checkpoint.tensors("scheduler"))
     return fresh.resumed(checkpoint.state, source, other_data=other_data) if keep_place else fresh
 
 

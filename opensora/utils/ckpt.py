@@ -42,8 +42,9 @@ class Checkpoint:
     state: Mapping[str, Any]
 
     def tensors(self, part: str) -> dict[str, Tensor]:
-        """The tensors of `part`: "model", "ema" or "optimizer", on the CPU."""
-        return load_file(self.path / part / f"{part}.safetensors")
+        """The tensors of `part`: "model", "ema", "optimizer" and what else was saved, on the CPU; {} if it was not."""
+        file = self.path / part / f"{part}.safetensors"
+        return load_file(file) if str(file.relative_to(self.path)) in self.manifest["files"] else {}
 
 
 def save_checkpoint(

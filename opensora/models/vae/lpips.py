@@ -2,7 +2,7 @@
 
 Zhang et al. 2018, arXiv:1801.03924: sum over layers of the mean over pixels of w . (f^ - f)^2, f being features of unit
 length. Weights come from the package `stlpips-pytorch` (Ghildyal & Liu 2022, arXiv:2207.13686, BSD), the only one that
-holds trunk and heads in one file and asks no server: `pip install 'opensora[lpips]' --no-deps`, or any copy of its files.
+holds trunk and heads in one file and asks no server: `pip install --no-deps stlpips-pytorch==0.0.2`, or any copy of its files.
 Its networks are AlexNet and VGG-16 that shrink by blurring, so that a shift of one pixel is no difference.
 """
 
