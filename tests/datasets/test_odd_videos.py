@@ -39,7 +39,7 @@ def write_hdr(path: Path, levels: np.ndarray, transfer: int) -> Path:
                 padded = np.zeros((plane.height, plane.line_size // 2), "<u2")
                 padded[:, : plane.width] = values
                 plane.update(padded.tobytes())
-            frame.pts = i
+            frame.pts, frame.time_base = i, Fraction(1, 25)
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
     return path
