@@ -28,7 +28,9 @@ QUICK = {"preset": "ultrafast"}
 def write_hdr(path: Path, levels: np.ndarray, transfer: int) -> Path:
     """Grey frames of these 10-bit code values in full range, tagged BT.2020."""
     with av.open(str(path), "w") as container:
-        stream = container.add_stream("libx265", rate=25, options={"x265-params": "log-level=none:pools=1", **QUICK})
+        stream = container.add_stream(
+            "libx265", rate=25, options={"x265-params": "log-level=none:pools=1:bframes=0", **QUICK}
+        )
         stream.height, stream.width, stream.pix_fmt = 64, 64, "yuv420p10le"
         context = stream.codec_context
         context.color_trc, context.color_primaries, context.colorspace, context.color_range = transfer, 9, 9, 2

@@ -128,9 +128,11 @@ def test_the_command_and_its_check(folder, monkeypatch, capsys):
 
 @pytest.mark.multiprocess
 def test_a_killed_job_goes_on_and_redoes_no_finished_file(folder, repo_root, clips_csv):
-    """SIGKILL while it works on the repository's clips; every shard holds one clip."""
-    config = write_config(folder, data_path=clips_csv, cache_dir=folder / "cache")
-    options = [config, "--num-frames=2", "--image-size", "96", "160", "--chunk=4", "--shard-mb=0.001"]
+    """SIGKILL while it works on some of the repository's clips; every shard holds one clip."""
+    table = folder / "some.csv"
+    table.write_text("".join(clips_csv.read_text().splitlines(keepends=True)[:9]))
+    config = write_config(folder, data_path=table, root=clips_csv.parent, cache_dir=folder / "cache")
+    options = [config, "--num-frames=2", "--image-size", "64", "96", "--shard-mb=0.001"]
     job = subprocess.Popen(
         [sys.executable, "-m", "tools.cache_features", *options],
         cwd=repo_root,
@@ -148,9 +150,9 @@ def test_a_killed_job_goes_on_and_redoes_no_finished_file(folder, repo_root, cli
         job.wait()
     finished = {path: path.stat().st_mtime_ns for path in (folder / "cache" / "clips").glob("0*.safetensors")}
     with pytest.raises(UserError, match="rows are not in the cache"):
-        CachedVideoTextDataset(str(clips_csv), str(folder / "cache"), 2, 1, (96, 160))
-    total = len(clips_csv.read_text().splitlines()) - 1
+        CachedVideoTextDataset(str(table), str(folder / "cache"), 2, 1, (64, 96))
+    total = 8
     assert len(finished) < total
     assert cache_features(options) == {"clips": (total - len(finished), len(finished))}
     assert finished == {path: path.stat().st_mtime_ns for path in finished}
-    assert len(CachedVideoTextDataset(str(clips_csv), str(folder / "cache"), 2, 1, (96, 160))) == total
+    assert len(CachedVideoTextDataset(str(table), str(folder / "cache"), 2, 1, (64, 96))) == total

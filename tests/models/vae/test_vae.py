@@ -11,6 +11,7 @@ from opensora.models.vae import VideoAutoencoderKL
 from opensora.registry import MODELS
 from opensora.utils.errors import UserError
 from opensora.utils.seed import generator, generators, randn_like
+from tests.models.vaes import build
 
 TINY = {
     "block_out_channels": (8, 8, 16, 16),
@@ -187,3 +188,36 @@ def test_other_classes_and_other_weights_are_refused(tmp_path, vae):
     (tmp_path / "config.json").write_text(json.dumps({**config, "_class_name": "AutoencoderKLTemporalDecoder"}))
     with pytest.raises(UserError, match="describes a AutoencoderKLTemporalDecoder"):
         VideoAutoencoderKL(str(tmp_path))
+
+
+@torch.no_grad()
+def test_a_temporal_decoder_equals_diffusers_and_sees_other_frames():
+    vae = build("VideoAutoencoderKLTemporalDecoder", posterior="mode")
+    x = torch.rand(2, 3, 5, 8, 12, generator=generator(0)) * 2 - 1
+    z = vae.encode(x)
+    frames = z.transpose(1, 2).flatten(0, 1) / 0.18215  # [(B T), C, h, w]
+    for t in range(5):
+        assert_close(z[:, :, t], vae.autoencoder.encode(x[:, :, t]).latent_dist.mode() * 0.18215, rtol=1e-4, atol=1e-5)
+    expected = vae.autoencoder.decode(frames, num_frames=5).sample.unflatten(0, (2, 5)).transpose(1, 2)
+    decoded = vae.decode(z, 5)
+    assert_close(decoded, expected, rtol=1e-4, atol=1e-5)
+    changed = z.clone()
+    changed[:, :, 4] += 1
+    assert not torch.allclose(vae.decode(changed, 5)[:, :, 3], decoded[:, :, 3], atol=1e-4)
+    vae.decode_chunk_size = 3
+    pieces = [vae.decode(part, part.shape[2]) for part in z.split(3, dim=2)]
+    assert_close(vae.decode(z, 5), torch.cat(pieces, dim=2), rtol=1e-4, atol=1e-5)
+    with pytest.raises(UserError, match="decode_chunk_size=0"):
+        build("VideoAutoencoderKLTemporalDecoder", decode_chunk_size=0)
+
+
+def test_fp16_is_warned_of_where_the_config_says_that_it_overflows():
+    with pytest.warns(UserWarning, match="force_upcast, because fp16 overflows"):
+        VideoAutoencoderKL(architecture=TINY, dtype="fp16")
+
+
+def test_settings_that_do_not_exist_are_refused():
+    with pytest.raises(UserError, match="memory_format='nhwc' is not one of contiguous, channels_last"):
+        VideoAutoencoderKL(architecture=TINY, memory_format="nhwc")
+    with pytest.raises(UserError, match="micro_batch_size=0"):
+        VideoAutoencoderKL(architecture=TINY, micro_batch_size=0)
