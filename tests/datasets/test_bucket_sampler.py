@@ -7,16 +7,14 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from opensora.datasets.bucket import NONE, Assignment, Buckets
 from opensora.datasets.bucket_sampler import BucketBatchSampler
 from opensora.datasets.dataloader import build_loader
 from opensora.datasets.sampler import BatchKeys, BucketKey, Place
 from opensora.utils.errors import UserError
-
-hypothesis = pytest.importorskip("hypothesis")
-from hypothesis import given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
 
 TAILS, ORDERS = ("keep", "pad", "drop"), ("mixed", "same")
 EXAMPLES = int(os.environ.get("OPENSORA_HYPOTHESIS_EXAMPLES", "120"))

@@ -1,4 +1,4 @@
-"""Train the small video VAE that the repository ships (assets/models/vae-video-small): 4x8x8, 16 channels, causal in time.
+"""Train a small video VAE, to become assets/models/vae-video-small (not shipped yet): 4x8x8, 16 channels, causal in time.
 
     python -m tools.datasets.fetch_sources --out data/sources
     python -m tools.datasets.collect_clips --out data/vae @tools/datasets/clips.txt
