@@ -42,7 +42,7 @@ COMPONENTS = {"model": MODELS, "vae": MODELS, "text_encoder": MODELS, "scheduler
 def main() -> None:
     """Build what the config names, then train."""
     cfg = parse_config(TrainConfig, COMPONENTS)
-    world = init_world(cfg.device)
+    world = init_world(cfg.device, cfg.sp_size)
     if world.is_main:
         show_messages()
     try:
@@ -67,8 +67,8 @@ def train(cfg: TrainConfig, world: World) -> None:
     ema = EMA(model, cfg.ema_decay)
     engine = build_engine(cfg.plugin, model, optimizer, world, dtype=cfg.dtype, grad_clip=cfg.grad_clip)
 
-    global_batch = cfg.batch_size * world.size if cfg.bucket_config is None else BATCHES_VARY
-    state = RunState(data=dataset.fingerprint(), global_batch=global_batch, world=world.size)
+    global_batch = cfg.batch_size * world.dp_size if cfg.bucket_config is None else BATCHES_VARY
+    state = RunState(data=dataset.fingerprint(), global_batch=global_batch, world=world.dp_size)
     if cfg.load is not None:
         keep_place = not cfg.start_from_scratch
         state = resume(
@@ -92,7 +92,7 @@ def train(cfg: TrainConfig, world: World) -> None:
     log = RunLog(run if world.is_main else None, wandb=cfg.wandb, config=to_dict(cfg))
     log.line(summary(cfg, model, world))
     log.line(
-        f"{summarise(dataset, sampler, world.size, cfg.accumulation_steps)}\n{total_steps} steps, run folder {run}"
+        f"{summarise(dataset, sampler, world.dp_size, cfg.accumulation_steps)}\n{total_steps} steps, run folder {run}"
     )
     if cfg.load is not None:
         log.line(f"resumed {cfg.load} at step {state.step}")
@@ -155,8 +155,8 @@ def sampler_of(cfg: TrainConfig, dataset: Any, world: World) -> BatchSampler:
         dataset,
         cfg.batch_size,
         seed=cfg.seed,
-        rank=world.rank // cfg.sp_size,
-        world_size=world.size // cfg.sp_size,
+        rank=world.dp_rank,
+        world_size=world.dp_size,
         tail=cfg.bucket_tail,
         order=cfg.bucket_order,
     )
@@ -171,7 +171,7 @@ def dry_run(cfg: TrainConfig, world: World) -> None:
     dataset = build_module(cfg.dataset, DATASETS, seed=cfg.seed)
     sampler = sampler_of(cfg, dataset, world)
     if world.is_main:
-        sys.stdout.write(f"{summarise(dataset, sampler, world.size, cfg.accumulation_steps)}\n")
+        sys.stdout.write(f"{summarise(dataset, sampler, world.dp_size, cfg.accumulation_steps)}\n")
     count_steps(cfg, sampler.batches_in(0), 0)
 
 

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TypeVar
 
@@ -18,11 +18,32 @@ STEP_TIMEOUT = timedelta(minutes=30)
 
 @dataclass(frozen=True)
 class World:
-    """Where this process stands: `rank` of `size`, on `device`."""
+    """Where this process stands: `rank` of `size`, on `device`.
+
+    With `sp_size` > 1, so many neighbours share each sample (sequence parallelism): ranks 0 ... sp_size - 1 are the
+    first `sp_group`, and a process's data are those of its `dp_rank`.
+    """
 
     rank: int
     size: int
     device: torch.device
+    sp_size: int = 1
+    sp_group: dist.ProcessGroup | None = field(default=None, compare=False)  # None with sp_size=1
+
+    @property
+    def dp_rank(self) -> int:
+        """Which of the data-parallel groups this process belongs to; it alone decides what data it reads."""
+        return self.rank // self.sp_size
+
+    @property
+    def dp_size(self) -> int:
+        """How many samples (or batches) are worked on at once."""
+        return self.size // self.sp_size
+
+    @property
+    def sp_rank(self) -> int:
+        """Which part of a sample this process has."""
+        return self.rank % self.sp_size
 
     @property
     def is_main(self) -> bool:
@@ -30,14 +51,15 @@ class World:
         return self.rank == 0
 
 
-def init_world(device: str = "auto") -> World:
+def init_world(device: str = "auto", sp_size: int = 1) -> World:
     """Join the processes of torchrun (NCCL on GPUs, gloo on CPUs), or be the only one.
 
     Args:
         device: "cpu", "cuda", or "auto" = a GPU if there is one.
+        sp_size: processes that share a sample.
 
     Raises:
-        UserError: a GPU is asked for and there is none.
+        UserError: a GPU is asked for and there is none, or `sp_size` does not divide the number of processes.
     """
     if device not in ("auto", "cpu", "cuda"):
         raise UserError(f"device={device!r} is not one of auto, cpu, cuda.")
@@ -51,8 +73,28 @@ def init_world(device: str = "auto") -> World:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
         dist.init_process_group("nccl" if use_cuda else "gloo", timeout=STEP_TIMEOUT)
     if not dist.is_initialized():
+        _check_sp_size(sp_size, 1)
         return World(0, 1, place)
-    return World(dist.get_rank(), dist.get_world_size(), place)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    _check_sp_size(sp_size, size)
+    return World(rank, size, place, sp_size, _sp_group(rank, size, sp_size))
+
+
+def _check_sp_size(sp_size: int, size: int) -> None:
+    if size % sp_size:
+        legal = [n for n in range(1, size + 1) if size % n == 0]
+        raise UserError(
+            f"sp_size={sp_size} does not divide the number of processes, {size}. Here it can be "
+            f"{', '.join(map(str, legal))}; or start more processes with torchrun --nproc_per_node."
+        )
+
+
+def _sp_group(rank: int, size: int, sp_size: int) -> dist.ProcessGroup | None:
+    """The group of this process; every process makes every group, which is a collective call."""
+    if sp_size == 1:
+        return None
+    groups = [dist.new_group(list(range(first, first + sp_size))) for first in range(0, size, sp_size)]
+    return groups[rank // sp_size]
 
 
 def shutdown() -> None:
