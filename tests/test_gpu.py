@@ -9,6 +9,7 @@ from opensora.acceleration.engine import build_engine
 from opensora.registry import MODELS, SCHEDULERS
 from opensora.utils.seed import generators
 from tests.acceleration import test_few_keys_attention as few_keys
+from tests.acceleration import test_gelu_linear as gelu_linear
 from tests.acceleration.test_short_attention import SIZES, compare
 from tests.models.denoisers import FAMILIES, build, inputs
 
@@ -69,6 +70,13 @@ def test_short_attention_equals_the_formula(size, dtype, tolerance):
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 3e-2), (torch.float16, 4e-3)])
 def test_attention_to_few_keys_equals_the_formula(size, masked, dtype, tolerance):
     few_keys.compare(size, masked=masked, device="cuda", dtype=dtype, tolerance=tolerance)
+
+
+@pytest.mark.parametrize("size", [*gelu_linear.SIZES, (8, 4096, 1152, 4608)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
+@pytest.mark.parametrize("backend", [None, "inductor"])
+def test_linear_with_gelu_equals_pytorchs(size, dtype, tolerance, backend):
+    gelu_linear.compare(size, device="cuda", dtype=dtype, tolerance=tolerance, backend=backend)
 
 
 def on_gpu(cond):

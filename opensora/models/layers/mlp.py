@@ -2,14 +2,37 @@
 
 from functools import partial
 
+import torch
 from timm.layers import Mlp
-from torch import nn
+from torch import Tensor, nn
+
+from opensora.acceleration.attention import HAS_TRITON
+
+if HAS_TRITON:
+    from opensora.acceleration.gelu_linear import linear_gelu
+
+
+class TanhMlp(Mlp):
+    """timm's `Mlp`; where it is trained on a GPU in a short number format, one kernel gives the gradients of GELU and of `fc1.bias`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x [..., in] -> [..., out]`."""
+        if not self._is_fused(x):
+            return super().forward(x)
+        return self.fc2(linear_gelu(x, self.fc1.weight, self.fc1.bias))
+
+    def _is_fused(self, x: Tensor) -> bool:
+        plain = type(self.fc1) is nn.Linear and self.fc1.bias is not None  # an adapter may have taken its place
+        if not (HAS_TRITON and plain and x.is_cuda and torch.is_grad_enabled()):
+            return False
+        dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else self.fc1.weight.dtype
+        return dtype in (torch.bfloat16, torch.float16)
 
 
 def tanh_mlp(dim: int, hidden: int, out: int | None = None) -> Mlp:
     """Linear(dim, hidden), GELU, Linear(hidden, out)."""
     gelu = partial(nn.GELU, approximate="tanh")
-    return Mlp(dim, hidden, out, act_layer=gelu)  # type: ignore[arg-type]  # timm calls it: any factory will do
+    return TanhMlp(dim, hidden, out, act_layer=gelu)  # type: ignore[arg-type]  # timm calls it: any factory will do
 
 
 def linear_flops(module: nn.Module, rows: int) -> int:
