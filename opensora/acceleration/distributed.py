@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -94,7 +94,7 @@ def _sp_group(rank: int, size: int, sp_size: int) -> dist.ProcessGroup | None:
     if sp_size == 1:
         return None
     groups = [dist.new_group(list(range(first, first + sp_size))) for first in range(0, size, sp_size)]
-    return groups[rank // sp_size]
+    return cast(dist.ProcessGroup, groups[rank // sp_size])  # a process outside of a group gets a number instead
 
 
 def shutdown() -> None:
