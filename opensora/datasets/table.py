@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 
 from opensora.datasets.files import IMAGE_EXTENSIONS, VIDEO_EXTENSIONS
-from opensora.datasets.table_files import SHOWN_ROWS, list_rows, read_cells
+from opensora.datasets.table_files import SHOWN_ROWS, list_rows, read_frame, strings
 from opensora.registry import did_you_mean
 from opensora.utils.errors import UserError
 
@@ -124,16 +124,13 @@ def read_table(
         UserError: the table or a column is missing, it is malformed, or has more bad rows than allowed.
     """
     source = Path(data_path)
-    if not source.is_file():
-        names = [path.name for path in source.parent.glob("*")] if source.parent.is_dir() else []
-        raise UserError(f"data_path: {source} does not exist.{did_you_mean(source.name, names)}")
-    frame = read_cells(source)
+    frame = read_frame(source)
     _check_columns(source, frame, ("path", *text_columns))
     if not len(frame):
         raise UserError(f"{source} has a header but no rows; add one row for each clip.")
     if root is not None and not Path(root).is_dir():
         raise UserError(f"root: {root} is no folder; it is what the paths in {source} are relative to.")
-    rows = pd.DataFrame({name: _strings(frame[name]) for name in dict.fromkeys(("path", *text_columns))})
+    rows = pd.DataFrame({name: _text(source, frame[name]) for name in dict.fromkeys(("path", *text_columns))})
     columns = {name: _read_numbers(frame, name) for name in NUMBERS}
     folder = Path(root) if root is not None else source.parent
     values: dict[str, Any] = {name: columns[name].values for name in NUMBERS}
@@ -184,9 +181,11 @@ def complain_about_rows(table: Table, rows: Sequence[int], problem: str, remedy:
 
 
 def _check_columns(source: Path, frame: pd.DataFrame, needed: Sequence[str]) -> None:
-    columns = [str(column) for column in frame.columns]
-    if twice := sorted({column for column in columns if columns.count(column) > 1}):
-        raise UserError(f"{source} has more than one column {twice[0]!r}; rename one.")
+    columns = list(frame.columns)
+    if not columns:
+        raise UserError(
+            f'{source} is empty; add one line for each clip, such as {{"path": "a.mp4", "text": "a lake"}}.'
+        )
     for name in needed:
         if name in columns:
             continue
@@ -199,9 +198,14 @@ def _check_columns(source: Path, frame: pd.DataFrame, needed: Sequence[str]) -> 
         raise UserError(message)
 
 
-def _strings(column: pd.Series) -> pd.Series:
-    """A column as strings; a missing value of a parquet file is an empty string."""
-    return column.astype(object).where(column.notna(), "").astype(str)
+def _text(source: Path, column: pd.Series) -> pd.Series:
+    """A column as strings, "" where a value is missing."""
+    nested = column.map(lambda value: isinstance(value, list | dict)) if column.dtype == object else []
+    for row in np.flatnonzero(nested)[:1]:
+        raise UserError(
+            f"{source}, row {row + 1}: {column.name!r} is not one value; give each caption a column of its own."
+        )
+    return strings(column)
 
 
 class _Column(NamedTuple):
@@ -242,7 +246,7 @@ def _read_numbers(frame: pd.DataFrame, name: str) -> _Column:
     whole = name != "fps"
     if name not in frame.columns:
         return _Column(name, np.full(len(frame), UNKNOWN if whole else np.nan, np.int64 if whole else np.float64), None)
-    text = _strings(frame[name])
+    text = strings(frame[name])
     # to_numeric alone reads "" as NaN but "True" as 1
     numbers = pd.to_numeric(text, errors="coerce").to_numpy(np.float64, na_value=np.nan)
     good = np.isfinite(numbers) & (numbers > 0) & (numbers < 2**53)

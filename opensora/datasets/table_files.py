@@ -1,31 +1,77 @@
-"""The cells of a CSV, JSONL or parquet file, to the letter."""
+"""CSV, JSONL and parquet files: all columns, every cell to the letter.
+
+Text is Python strings in columns of type object, "" where there is none. What a CSV says stays text until somebody wants
+numbers, so that "0.50" or "007" come out as they came in. A column of numbers of a typed format is a column of numbers.
+What training needs of a table is read by `opensora.datasets.table`; tables are written by tools/datasets.
+"""
 
 import csv
+import gc
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
+from opensora.registry import did_you_mean
 from opensora.utils.errors import UserError
 
-SHOWN_ROWS = 5
+FORMATS = ("csv", "jsonl", "parquet")
+SHOWN_ROWS = 5  # of those that a message is about
+BLOCK = 16_384  # rows that are taken apart at a time
 
 
-def read_cells(source: Path) -> pd.DataFrame:
-    """All cells of a table; of CSV they are strings, of JSONL and parquet what the file has.
+def read_frame(source: Path) -> pd.DataFrame:
+    """All rows and columns of a table file.
 
     Raises:
-        UserError: it is malformed, or of another kind.
+        UserError: it is missing, damaged, of an unknown format, or has a column twice.
     """
-    readers = {".csv": _read_csv, ".jsonl": _read_jsonl, ".parquet": _read_parquet}
-    if source.suffix.lower() not in readers:
-        raise UserError(
-            f"data_path: {source} is neither a .csv nor a .parquet nor a .jsonl file; convert it to one of them."
-        )
-    return readers[source.suffix.lower()](source)
+    if not source.is_file():
+        names = [path.name for path in source.parent.glob("*")] if source.parent.is_dir() else []
+        raise UserError(f"{source} does not exist.{did_you_mean(source.name, names)}")
+    with collection_paused():
+        frame = _READERS[table_format(source)](source)
+    columns = [str(column) for column in frame.columns]
+    if twice := sorted({column for column in columns if columns.count(column) > 1}):
+        raise UserError(f"{source} has more than one column {twice[0]!r}; rename one.")
+    frame.columns = pd.Index(columns, dtype=object)
+    return frame
+
+
+def table_format(path: Path) -> str:
+    """`csv`, `jsonl` or `parquet`, by the file's extension."""
+    name = path.suffix.lower().removeprefix(".")
+    if name not in FORMATS:
+        raise UserError(f"{path}: {path.suffix or 'no extension'} is no table; known are .csv, .jsonl and .parquet.")
+    return name
+
+
+def is_numeric(column: pd.Series) -> bool:
+    """Whether a column holds numbers, not text that may look like them."""
+    return pd.api.types.is_numeric_dtype(column.dtype) and not pd.api.types.is_bool_dtype(column.dtype)
+
+
+def strings(column: pd.Series) -> pd.Series:
+    """A column as Python strings, "" where a value is missing; whole numbers have no decimal point."""
+    if column.dtype == object and set(map(type, column)) <= {str}:
+        return column
+    cells = column.array if is_numeric(column) else column.to_numpy(object)
+    return pd.Series([cell_text(value) for value in cells], index=column.index, dtype=object)
+
+
+def as_objects(values: Any) -> Any:
+    """A column of Python objects where pandas would make its own kind of strings of them; others as they are."""
+    if isinstance(values, pd.Series) and isinstance(values.dtype, pd.StringDtype):
+        return values.astype(object)
+    if isinstance(values, list) or (isinstance(values, np.ndarray) and values.dtype == object):
+        return pd.Series(values, dtype=object)
+    return values
 
 
 def list_rows(rows: Iterable[int], total: int) -> str:
@@ -34,14 +80,44 @@ def list_rows(rows: Iterable[int], total: int) -> str:
     return ", ".join(shown) + (f" and {total - len(shown)} more" if total > len(shown) else "")
 
 
+@contextmanager
+def collection_paused() -> Iterator[None]:
+    """No search for circular garbage, which tables have none of: it doubles the time of reading one."""
+    running = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if running:
+            gc.enable()
+
+
+def cell_text(value: Any) -> str:
+    """A value as text, such that equal values give equal text."""
+    if isinstance(value, str):
+        return value
+    if value is None or value is pd.NA or (isinstance(value, float) and value != value):
+        return ""
+    if isinstance(value, float | np.floating):
+        return repr(float(value)).removesuffix(".0")
+    if isinstance(value, list | dict):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, bytes):
+        raise UserError("a column of bytes cannot be written as text; drop it with --drop-columns, or write parquet.")
+    return str(value)
+
+
+# ---------------------------------------------------------------------------------------------------- reading
+
+
 def _read_csv(source: Path) -> pd.DataFrame:
-    """All cells as strings. pandas' own reader would move or drop the cells of a row with too many of them."""
+    """With Python's reader: pandas' own fills and drops the cells of a row that has too few or too many."""
     csv.field_size_limit(1 << 30)  # captions may be long
     try:
         with source.open(newline="", encoding="utf-8-sig") as file:
             lines = csv.reader(file, strict=True)
             header = next(lines, [])
-            rows = [cells for cells in lines if cells]
+            columns = _columns_of(source, header, filter(None, lines))
     except UnicodeDecodeError as error:
         raise UserError(f"{source} is not UTF-8 text ({error}); save it as UTF-8.") from error
     except csv.Error as error:
@@ -50,44 +126,59 @@ def _read_csv(source: Path) -> pd.DataFrame:
         ) from error
     if not header:
         raise UserError(f"{source} is empty; its first line is the header `path,text`.")
-    if bad := [i for i, cells in enumerate(rows) if len(cells) != len(header)]:
-        raise UserError(
-            f"{source}: the header has {len(header)} columns, but row {bad[0] + 1} has {len(rows[bad[0]])} cells (rows "
-            f'{list_rows(bad, len(bad))}). Put a caption that holds a comma in "double quotes".'
-        )
-    return pd.DataFrame(rows, columns=header, dtype=str)
+    return _frame_of(header, [np.array(column, dtype=object) for column in columns], len(columns[0]))
 
 
-def _read_jsonl(source: Path) -> pd.DataFrame:
-    """One object a line; what a line does not name is empty."""
-    rows: list[dict[str, Any]] = []
+def _columns_of(source: Path, header: Sequence[str], rows: Iterator[list[str]]) -> list[list[str]]:
+    """The cells by column. Block by block, so that few rows are there in two forms."""
+    columns: list[list[str]] = [[] for _ in header]
+    count = 0
+    while block := list(islice(rows, BLOCK)):
+        if bad := [row for row, cells in enumerate(block) if len(cells) != len(header)]:
+            rows_from = f"rows {list_rows((count + row for row in bad), len(bad))}"
+            raise UserError(
+                f"{source}: the header has {len(header)} columns, but row {count + bad[0] + 1} has {len(block[bad[0]])} "
+                f'cells ({rows_from}). Put a caption that holds a comma in "double quotes".'
+            )
+        for column, of_block in zip(columns, zip(*block, strict=True), strict=True):
+            column.extend(of_block)
+        count += len(block)
+    return columns
+
+
+def _read_jsonl(source: Path, lists_in: Collection[str]) -> pd.DataFrame:
+    """One object a line; a key that an object lacks is an empty cell."""
+    columns: dict[str, list[Any]] = {}
+    count = 0
     try:
-        # not splitlines(), which also splits at characters that JSON leaves as they are, such as U+2028
-        lines = source.read_bytes().decode("utf-8-sig").split("\n")
+        with source.open(encoding="utf-8-sig") as file:
+            lines = enumerate(file, start=1)
+            while block := list(islice(lines, BLOCK)):
+                records = [_record(source, number, line) for number, line in block if line.strip()]
+                for name in dict.fromkeys(name for record in records for name in record):
+                    columns.setdefault(name, [None] * count)
+                for name, column in columns.items():
+                    column.extend([record.get(name) for record in records])
+                count += len(records)
     except UnicodeDecodeError as error:
         raise UserError(f"{source} is not UTF-8 text ({error}); save it as UTF-8.") from error
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line, object_pairs_hook=_without_repeats)
-        except ValueError as error:
-            raise UserError(
-                f"{source}, line {number}: no valid JSON ({error}); each line is an object of its own."
-            ) from error
-        if not isinstance(row, dict):
-            raise UserError(f'{source}, line {number}: not an object, such as {{"path": "a.mp4", "text": "a lake"}}.')
-        if nested := [name for name, value in row.items() if isinstance(value, dict | list)]:
-            raise UserError(
-                f"{source}, line {number}: {nested[0]!r} is not one value; give each caption a name of its own."
-            )
-        rows.append(row)
-    if not rows:
+    return _frame_of(list(columns), [_typed(column) for column in columns.values()], count)
+
+
+def _record(source: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line, object_pairs_hook=_without_repeats)
+    except ValueError as error:
         raise UserError(
-            f'{source} is empty; add one line for each clip, such as {{"path": "a.mp4", "text": "a lake"}}.'
-        )
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    return pd.DataFrame({name: pd.Series([row.get(name) for row in rows], dtype=object) for name in names})
+            f"{source}, line {number}: no valid JSON ({error}); each line is an object of its own."
+        ) from error
+    if not isinstance(record, dict):
+        raise UserError(f'{source}, line {number}: not an object, such as {{"path": "a.mp4", "text": "a lake"}}.')
+    return record
+
+
+def _is_nested(value: Any, *, may_be_list: bool) -> bool:
+    return isinstance(value, dict) or (isinstance(value, list) and not may_be_list)
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -98,8 +189,49 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _read_parquet(source: Path) -> pd.DataFrame:
     try:
-        return pd.read_parquet(source)
+        frame = pd.read_parquet(source, dtype_backend="numpy_nullable")
     except ImportError as error:
         raise UserError(f"{source}: parquet needs pyarrow; pip install pyarrow, or use a CSV.") from error
     except (OSError, ValueError) as error:  # pyarrow's errors derive from these
         raise UserError(f"{source} is no readable parquet file: {error}") from error
+    named = any(name is not None for name in frame.index.names)
+    frame = frame.reset_index(drop=not named)  # pandas writes a named index as a column
+    columns: list[Any] = [_plain(frame.iloc[:, i]) for i in range(frame.shape[1])]
+    return _frame_of(list(frame.columns), columns, len(frame))
+
+
+_READERS: dict[str, Callable[[Path], pd.DataFrame]] = {
+    "csv": _read_csv,
+    "jsonl": _read_jsonl,
+    "parquet": _read_parquet,
+}
+
+
+def _frame_of(names: Sequence[str], columns: Sequence[Any], num_rows: int) -> pd.DataFrame:
+    """A table of columns whose names may repeat."""
+    frame = pd.DataFrame({i: as_objects(column) for i, column in enumerate(columns)}, index=pd.RangeIndex(num_rows))
+    frame.columns = pd.Index(names, dtype=object)
+    return frame
+
+
+def _typed(values: list[Any]) -> Any:
+    """The values of a column with the narrowest type that keeps them."""
+    kinds = set(map(type, values))
+    kinds.discard(type(None))
+    if kinds == {int} and all(abs(value) < 2**63 for value in values if value is not None):
+        return pd.array(values, dtype="Int64")
+    if kinds in ({float}, {int, float}):
+        return np.array([np.nan if value is None else value for value in values], np.float64)
+    column = np.empty(len(values), dtype=object)
+    column[:] = ["" if value is None else value for value in values] if kinds <= {str} else values
+    return column
+
+
+def _plain(column: pd.Series) -> Any:
+    """A column as pandas read it -> numbers, or Python objects with "" for a missing text."""
+    if is_numeric(column):
+        if pd.api.types.is_float_dtype(column.dtype):
+            return column.to_numpy(np.float64, na_value=np.nan)
+        return column
+    values = [None if value is pd.NA else value for value in column.to_numpy(object)]
+    return _typed([value.tolist() if isinstance(value, np.ndarray) else value for value in values])

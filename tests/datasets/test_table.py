@@ -148,7 +148,7 @@ def test_wrong_files_for_a_table(folder):
     write(folder, "path,text\n0.mp4,a\n")
     with pytest.raises(UserError, match=r"clip.csv does not exist. Did you mean 'clips.csv'"):
         read_table(folder / "clip.csv")
-    with pytest.raises(UserError, match=r"clips.txt is neither a .csv nor a .parquet"):
+    with pytest.raises(UserError, match=r"clips.txt: .txt is no table; known are"):
         read_table(write(folder, "path,text\n0.mp4,a\n", "clips.txt"))
     pytest.importorskip("pyarrow")
     with pytest.raises(UserError, match=r"clips.parquet is no readable parquet file"):
@@ -191,7 +191,7 @@ def test_jsonl_equals_csv(folder):
         ('{"path": "0.mp4"}\n{"path": ', r"line 2: no valid JSON"),
         ('{"path": "0.mp4", "path": "1.mp4"}', r"line 1: no valid JSON \(a name is there twice\)"),
         ('["0.mp4", "a"]', r"line 1: not an object"),
-        ('{"path": "0.mp4", "text": {"short": "a", "long": "b"}}', r"line 1: 'text' is not one value"),
+        ('{"path": "0.mp4", "text": {"short": "a", "long": "b"}}', r"row 1: 'text' is not one value"),
         ('{"file": "0.mp4", "text": "a"}', r"no column 'path'; its columns are: file, text"),
     ],
 )

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import tools.datasets.datautil.__main__  # noqa: F401  (operations register themselves)
-from tools.datasets.datautil.io import FORMATS, read_frame, write_frames
+from opensora.datasets.table_files import FORMATS, read_frame
+from tools.datasets.datautil.io import write_frames
 from tools.datasets.datautil.operations import Sheet, apply
 
 STEPS: tuple[tuple[str, Any], ...] = (

@@ -23,9 +23,10 @@ import pandas as pd
 
 from opensora.datasets.files import IMAGE_EXTENSIONS, VIDEO_EXTENSIONS
 from opensora.datasets.image_folder import class_folders
+from opensora.datasets.table_files import read_frame, table_format
 from opensora.utils.errors import UserError, exit_on_user_error
 from tools.datasets.datautil.info import add_info
-from tools.datasets.datautil.io import read_frame, table_format, write_frames
+from tools.datasets.datautil.io import write_frames
 from tools.datasets.datautil.operations import Sheet
 from tools.datasets.datautil.parallel import default_workers
 from tools.datasets.datautil.text import load_caption

@@ -7,9 +7,9 @@ import pytest
 from PIL import Image
 
 from opensora.datasets.table import read_table
+from opensora.datasets.table_files import read_frame
 from opensora.utils.errors import UserError
 from tools.datasets.convert import run
-from tools.datasets.datautil.io import read_frame
 
 
 @pytest.fixture

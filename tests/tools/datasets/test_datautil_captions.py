@@ -5,9 +5,9 @@ import random
 
 import pytest
 
+from opensora.datasets.table_files import read_frame
 from opensora.utils.errors import UserError
 from tools.datasets.datautil.captions import clean, refine, with_scores
-from tools.datasets.datautil.io import read_frame
 
 CLEAN = {
     "A dog &amp;amp; a cat": "A dog & a cat",

@@ -5,9 +5,9 @@ import os
 import pytest
 
 from opensora.datasets.table import read_table
+from opensora.datasets.table_files import read_frame
 from opensora.utils.errors import UserError
 from tools.datasets.datautil.__main__ import read_arguments, run
-from tools.datasets.datautil.io import read_frame
 
 
 def test_operations_come_in_the_order_of_the_command_line():

@@ -7,8 +7,9 @@ import pandas as pd
 import pytest
 
 from opensora.datasets.table import read_table
+from opensora.datasets.table_files import BLOCK, FORMATS, read_frame
 from opensora.utils.errors import UserError
-from tools.datasets.datautil.io import BLOCK, FORMATS, read_frame, to_numbers, write_frames
+from tools.datasets.datautil.io import to_numbers, write_frames
 
 TEXTS = [
     "NA", "None", "nan", "null", "", " ", "0.50", "007", "a, b", 'say "hi"', "two\nlines", "cr\rlf\r\nend", "\ttab",
@@ -88,7 +89,7 @@ def test_tables_longer_than_a_block(tmp_path):
         read_frame(tmp_path / "t.csv")
     with (tmp_path / "t.jsonl").open("a") as file:
         file.write('{"late": 1}\n[]\n')
-    with pytest.raises(UserError, match=f"line {count + 2}: expected an object"):
+    with pytest.raises(UserError, match=f"line {count + 2}: not an object"):
         read_frame(tmp_path / "t.jsonl")
 
 
@@ -107,7 +108,7 @@ def test_a_named_index_of_pandas_is_a_column(tmp_path):
         ("t.csv", b"path,text\na.mp4,\xff\n", "is not UTF-8"),
         ("t.csv", b"", "is empty"),
         ("t.csv", b"path,path\n", "more than one column 'path'"),
-        ("t.jsonl", b'{"path": "a"}\n[1]\n', "line 2: expected an object"),
+        ("t.jsonl", b'{"path": "a"}\n[1]\n', "line 2: not an object"),
         ("t.jsonl", b'{"path": "a"\n', "line 1: no valid JSON"),
         ("t.parquet", b"PAR1", "is no readable parquet"),
         ("t.txt", b"a", "is no table"),

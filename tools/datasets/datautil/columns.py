@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from opensora.datasets.table_files import strings
 from opensora.utils.errors import UserError
-from tools.datasets.datautil.io import known_numbers, strings
+from tools.datasets.datautil.io import known_numbers
 from tools.datasets.datautil.operations import Result, Sheet, operation
 
 GROUP = "columns"

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
+from opensora.datasets.table_files import is_numeric, read_frame, strings
 from opensora.registry import did_you_mean
 from opensora.utils.errors import UserError
-from tools.datasets.datautil.io import is_numeric, read_frame, strings
 from tools.datasets.datautil.operations import Result, Sheet, keep, operation
 from tools.datasets.datautil.paths import places, rebased
 

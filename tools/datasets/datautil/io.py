@@ -1,18 +1,11 @@
-"""Tables in and out: CSV, JSONL and parquet, all columns, every cell to the letter.
-
-`opensora.datasets.table` reads what training needs of a table; here nothing may get lost on the way. Text is Python strings
-in columns of type object, "" where there is none. What a CSV says stays text until an operation wants numbers, so that
-"0.50" or "007" come out as they came in. A column of numbers of a typed format is a column of numbers.
-"""
+"""Tables out, to CSV, JSONL and parquet, and cells as numbers. Tables are read by `opensora.datasets.table_files`."""
 
 import csv
-import gc
 import json
 import operator
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice
 from json.encoder import encode_basestring
 from pathlib import Path
 from typing import Any
@@ -20,33 +13,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from opensora.registry import did_you_mean
+from opensora.datasets.table_files import cell_text, collection_paused, is_numeric, strings, table_format
 from opensora.utils.errors import UserError
 
 INTEGERS = ("num_frames", "height", "width", "resolution", "text_len", "ocr", "label")
 FLOATS = ("aspect_ratio", "fps", "aes", "flow", "match", "filesize")
 NUMBERS = (*INTEGERS, *FLOATS)
 MISSING_WORDS = ("", "nan", "none", "null")  # in a column of numbers only, in any case
-FORMATS = ("csv", "jsonl", "parquet")
-BLOCK = 16_384  # rows that are taken apart at a time
-
-
-def read_frame(source: Path) -> pd.DataFrame:
-    """All rows and columns of a table file.
-
-    Raises:
-        UserError: it is missing, damaged, of an unknown format, or has a column twice.
-    """
-    if not source.is_file():
-        names = [path.name for path in source.parent.glob("*")] if source.parent.is_dir() else []
-        raise UserError(f"{source} does not exist.{did_you_mean(source.name, names)}")
-    with _collection_paused():
-        frame = _READERS[table_format(source)](source)
-    columns = [str(column) for column in frame.columns]
-    if twice := sorted({column for column in columns if columns.count(column) > 1}):
-        raise UserError(f"{source} has more than one column {twice[0]!r}; rename one.")
-    frame.columns = pd.Index(columns, dtype=object)
-    return frame
 
 
 def write_frames(frames: Sequence[pd.DataFrame], targets: Sequence[Path]) -> None:
@@ -58,18 +31,10 @@ def write_frames(frames: Sequence[pd.DataFrame], targets: Sequence[Path]) -> Non
     with _renamed_together(targets) as partials:
         for frame, target, partial in zip(frames, targets, partials, strict=True):
             try:
-                with _collection_paused():
+                with collection_paused():
                     _WRITERS[table_format(target)](frame, partial)
             except UnicodeEncodeError as error:
                 raise UserError(f"{target}: a cell holds {error.object[error.start]!r}, which is no text.") from error
-
-
-def table_format(path: Path) -> str:
-    """`csv`, `jsonl` or `parquet`, by the file's extension."""
-    name = path.suffix.lower().removeprefix(".")
-    if name not in FORMATS:
-        raise UserError(f"{path}: {path.suffix or 'no extension'} is no table; known are .csv, .jsonl and .parquet.")
-    return name
 
 
 def to_numbers(column: pd.Series, what: str) -> np.ndarray:
@@ -90,146 +55,6 @@ def to_numbers(column: pd.Series, what: str) -> np.ndarray:
         if str(cell).strip().lower() not in MISSING_WORDS:
             raise UserError(f"{what}: {cell!r} in row {row + 1} is no number; mend it, or leave the cell empty.")
     return numbers
-
-
-def is_numeric(column: pd.Series) -> bool:
-    """Whether a column holds numbers, not text that may look like them."""
-    return pd.api.types.is_numeric_dtype(column.dtype) and not pd.api.types.is_bool_dtype(column.dtype)
-
-
-def strings(column: pd.Series) -> pd.Series:
-    """A column as Python strings, "" where a value is missing; whole numbers have no decimal point."""
-    if column.dtype == object and set(map(type, column)) <= {str}:
-        return column
-    cells = column.array if is_numeric(column) else column.to_numpy(object)
-    return pd.Series([_cell(value) for value in cells], index=column.index, dtype=object)
-
-
-def as_objects(values: Any) -> Any:
-    """A column of Python objects where pandas would make its own kind of strings of them; others as they are."""
-    if isinstance(values, pd.Series) and isinstance(values.dtype, pd.StringDtype):
-        return values.astype(object)
-    if isinstance(values, list) or (isinstance(values, np.ndarray) and values.dtype == object):
-        return pd.Series(values, dtype=object)
-    return values
-
-
-# ---------------------------------------------------------------------------------------------------- reading
-
-
-def _read_csv(source: Path) -> pd.DataFrame:
-    """With Python's reader: pandas' own fills and drops the cells of a row that has too few or too many."""
-    csv.field_size_limit(1 << 30)  # captions may be long
-    try:
-        with source.open(newline="", encoding="utf-8-sig") as file:
-            lines = csv.reader(file, strict=True)
-            header = next(lines, [])
-            columns = _columns_of(source, header, filter(None, lines))
-    except UnicodeDecodeError as error:
-        raise UserError(f"{source} is not UTF-8 text ({error}); save it as UTF-8.") from error
-    except csv.Error as error:
-        raise UserError(
-            f"{source} is no valid CSV ({error}); is a quote left open, or not doubled inside quotes?"
-        ) from error
-    if not header:
-        raise UserError(f"{source} is empty; its first line is a header such as `path,text`.")
-    return _frame_of(header, [np.array(column, dtype=object) for column in columns], len(columns[0]))
-
-
-def _columns_of(source: Path, header: Sequence[str], rows: Iterator[list[str]]) -> list[list[str]]:
-    """The cells by column. Block by block, so that few rows are there in two forms."""
-    columns: list[list[str]] = [[] for _ in header]
-    count = 0
-    while block := list(islice(rows, BLOCK)):
-        for row, cells in enumerate(block, start=count + 1):
-            if len(cells) != len(header):
-                raise UserError(
-                    f"{source}: the header has {len(header)} columns, but row {row} has {len(cells)} cells. Put a caption "
-                    'that holds a comma in "double quotes".'
-                )
-        for column, of_block in zip(columns, zip(*block, strict=True), strict=True):
-            column.extend(of_block)
-        count += len(block)
-    return columns
-
-
-def _read_jsonl(source: Path) -> pd.DataFrame:
-    """One object a line; a key that an object lacks is an empty cell."""
-    columns: dict[str, list[Any]] = {}
-    count = 0
-    try:
-        with source.open(encoding="utf-8-sig") as file:
-            lines = enumerate(file, start=1)
-            while block := list(islice(lines, BLOCK)):
-                records = [_record(source, number, line) for number, line in block if line.strip()]
-                for name in dict.fromkeys(name for record in records for name in record):
-                    columns.setdefault(name, [None] * count)
-                for name, column in columns.items():
-                    column.extend([record.get(name) for record in records])
-                count += len(records)
-    except UnicodeDecodeError as error:
-        raise UserError(f"{source} is not UTF-8 text ({error}); save it as UTF-8.") from error
-    return _frame_of(list(columns), [_typed(column) for column in columns.values()], count)
-
-
-def _record(source: Path, number: int, line: str) -> dict[str, Any]:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{source}, line {number}: no valid JSON ({error.msg}).") from error
-    if not isinstance(record, dict):
-        raise UserError(f'{source}, line {number}: expected an object such as {{"path": "a.mp4"}}.')
-    return record
-
-
-def _read_parquet(source: Path) -> pd.DataFrame:
-    try:
-        frame = pd.read_parquet(source, dtype_backend="numpy_nullable")
-    except ImportError as error:
-        raise UserError(f"{source}: parquet needs pyarrow; pip install pyarrow, or use a CSV.") from error
-    except (OSError, ValueError) as error:  # pyarrow's errors derive from these
-        raise UserError(f"{source} is no readable parquet file: {error}") from error
-    named = any(name is not None for name in frame.index.names)
-    frame = frame.reset_index(drop=not named)  # pandas writes a named index as a column
-    columns: list[Any] = [_plain(frame.iloc[:, i]) for i in range(frame.shape[1])]
-    return _frame_of(list(frame.columns), columns, len(frame))
-
-
-_READERS: dict[str, Callable[[Path], pd.DataFrame]] = {
-    "csv": _read_csv,
-    "jsonl": _read_jsonl,
-    "parquet": _read_parquet,
-}
-
-
-def _frame_of(names: Sequence[str], columns: Sequence[Any], num_rows: int) -> pd.DataFrame:
-    """A table of columns whose names may repeat."""
-    frame = pd.DataFrame({i: as_objects(column) for i, column in enumerate(columns)}, index=pd.RangeIndex(num_rows))
-    frame.columns = pd.Index(names, dtype=object)
-    return frame
-
-
-def _typed(values: list[Any]) -> Any:
-    """The values of a column with the narrowest type that keeps them."""
-    kinds = set(map(type, values))
-    kinds.discard(type(None))
-    if kinds == {int} and all(abs(value) < 2**63 for value in values if value is not None):
-        return pd.array(values, dtype="Int64")
-    if kinds in ({float}, {int, float}):
-        return np.array([np.nan if value is None else value for value in values], np.float64)
-    column = np.empty(len(values), dtype=object)
-    column[:] = ["" if value is None else value for value in values] if kinds <= {str} else values
-    return column
-
-
-def _plain(column: pd.Series) -> Any:
-    """A column as pandas read it -> numbers, or Python objects with "" for a missing text."""
-    if is_numeric(column):
-        if pd.api.types.is_float_dtype(column.dtype):
-            return column.to_numpy(np.float64, na_value=np.nan)
-        return column
-    values = [None if value is pd.NA else value for value in column.to_numpy(object)]
-    return _typed([value.tolist() if isinstance(value, np.ndarray) else value for value in values])
 
 
 # ---------------------------------------------------------------------------------------------------- writing
@@ -258,7 +83,7 @@ def _json_cells(column: pd.Series) -> list[str]:
     """Each value of a column as JSON; null where one is missing."""
     if is_numeric(column):
         return ["null" if value is None else repr(value) for value in _objects(column)]
-    encode = json.JSONEncoder(ensure_ascii=False, default=_cell).encode
+    encode = json.JSONEncoder(ensure_ascii=False, default=cell_text).encode
     return [encode_basestring(value) if type(value) is str else encode(value) for value in _objects(column)]
 
 
@@ -301,33 +126,6 @@ def _objects(column: pd.Series) -> list[Any]:
     """The values as Python has them, None where one is missing."""
     values = column.astype(object).tolist()
     return [None if missing else value for value, missing in zip(values, column.isna(), strict=True)]
-
-
-def _cell(value: Any) -> str:
-    """A value as text, such that equal values give equal text."""
-    if isinstance(value, str):
-        return value
-    if value is None or value is pd.NA or (isinstance(value, float) and value != value):
-        return ""
-    if isinstance(value, float | np.floating):
-        return repr(float(value)).removesuffix(".0")
-    if isinstance(value, list | dict):
-        return json.dumps(value, ensure_ascii=False)
-    if isinstance(value, bytes):
-        raise UserError("a column of bytes cannot be written as text; drop it with --drop-columns, or write parquet.")
-    return str(value)
-
-
-@contextmanager
-def _collection_paused() -> Iterator[None]:
-    """No search for circular garbage, which tables have none of: it doubles the time of reading one."""
-    running = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if running:
-            gc.enable()
 
 
 @contextmanager
