@@ -44,6 +44,7 @@ class Left(IntEnum):
     SHORT = 3  # large enough for some, long enough for no entry of these
     NO_IMAGES = 4  # an image, and no resolution that it is large enough for has an entry of 1 frame
     CHANCE = 5  # the probabilities of all its entries together are below 1
+    SLOW = 6  # a video of fewer frames a second than are asked for, set by the dataset
 
 
 class Bucket(NamedTuple):
@@ -146,7 +147,7 @@ class Buckets:
 
         Args:
             num_frames, height, width: [N] of the files; 0 where unknown.
-            frame_interval: One for all, or [N].
+            frame_interval: One for all, or [N]: how many frames of a file one frame of the clip is, whole or not.
             rows: [N] numbers that name the samples to the random numbers; 0 ... N-1 when None.
         """
         count = len(num_frames)
@@ -220,7 +221,7 @@ def refuse_illegal_sizes(buckets: Buckets, vae: SizeRules, patch_size: Sequence[
         UserError: lists the sizes they do not take, each with the nearest that they do.
     """
     probe = 64 * max(patch_size)  # any size that every VAE takes; its latent tells the VAE's factors
-    _, h, w = vae.latent_size((1, probe, probe))
+    _, h, w = vae.latent_size((vae.legal_num_frames(1), probe, probe))
     units = probe // h * patch_size[1], probe // w * patch_size[2]
     problems = []
     for bucket in buckets:

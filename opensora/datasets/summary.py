@@ -140,7 +140,10 @@ def _reasons(dataset: Any, left: np.ndarray) -> dict[str, tuple[int, str]]:
     levels = dataset.buckets.levels
     smallest = levels[-1].resolution
     lengths = [entry.num_frames for level in levels for entry in level.entries if entry.num_frames > 1]
-    shortest = frames_needed(min(lengths), dataset.frame_interval) if lengths else 0
+    shortest = min(lengths, default=0)
+    pace = f"{frames_needed(shortest, dataset.frame_interval)} frames at frame_interval={dataset.frame_interval}"
+    if dataset.target_fps is not None:
+        pace = f"{(shortest - 1) / dataset.target_fps:.2f} s at target_fps={dataset.target_fps:g}"
     words = {
         Left.UNKNOWN: ("no size is known", "Their files cannot be read: replace them or remove the rows."),
         Left.SMALL: (
@@ -149,10 +152,14 @@ def _reasons(dataset: Any, left: np.ndarray) -> dict[str, tuple[int, str]]:
         ),
         Left.SHORT: (
             "too short for every length",
-            f"The shortest needs {shortest} frames at frame_interval={dataset.frame_interval} (a resolution may ask for "
-            "more); add a shorter one or lower frame_interval."
+            f"The shortest needs {pace} (a resolution may ask for more); add a shorter one, lower frame_interval or raise "
+            "target_fps."
             if lengths
             else "There are entries for images only; add one for videos.",
+        ),
+        Left.SLOW: (
+            f"slower than target_fps={dataset.target_fps}",
+            "Lower dataset.target_fps to their rate, or leave them out.",
         ),
         Left.NO_IMAGES: ("images", "Add an entry of 1 frame to a resolution that they are large enough for."),
         Left.CHANCE: (

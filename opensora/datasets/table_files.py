@@ -10,7 +10,6 @@ import gc
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -146,7 +145,7 @@ def _columns_of(source: Path, header: Sequence[str], rows: Iterator[list[str]]) 
     return columns
 
 
-def _read_jsonl(source: Path, lists_in: Collection[str]) -> pd.DataFrame:
+def _read_jsonl(source: Path) -> pd.DataFrame:
     """One object a line; a key that an object lacks is an empty cell."""
     columns: dict[str, list[Any]] = {}
     count = 0
@@ -175,10 +174,6 @@ def _record(source: Path, number: int, line: str) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise UserError(f'{source}, line {number}: not an object, such as {{"path": "a.mp4", "text": "a lake"}}.')
     return record
-
-
-def _is_nested(value: Any, *, may_be_list: bool) -> bool:
-    return isinstance(value, dict) or (isinstance(value, list) and not may_be_list)
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -4,16 +4,16 @@ import hashlib
 import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
-from opensora.datasets.bucket import Assignment, Buckets
-from opensora.datasets.datasets import Choice, Item, describe, draw_choice, naming_the_row, read_clip
+from opensora.datasets.bucket import Assignment, Buckets, Left
+from opensora.datasets.datasets import Choice, Item, describe, draw_choice, naming_the_row, read_clip, sampling_rule
 from opensora.datasets.files import BadFile, is_image
-from opensora.datasets.frame_times import EveryNth, frames_needed
+from opensora.datasets.frame_times import MAX_REPEATED, frames_needed
 from opensora.datasets.read_video import Decoding, probe
 from opensora.datasets.sampler import BucketKey
 from opensora.datasets.substitute import BadFiles
@@ -23,6 +23,8 @@ from opensora.registry import DATASETS
 from opensora.utils.errors import UserError
 
 logger = logging.getLogger(__name__)
+
+ROUNDING = 1e-4  # of a frame: rates in tables are rounded
 
 
 @DATASETS.register_module()
@@ -40,6 +42,8 @@ class VariableVideoTextDataset:
             once; without them every file is opened first.
         bucket_config: See `bucket_config.py`.
         frame_interval: Take every n-th frame of a video, exactly.
+        target_fps: Instead, take what is shown at so many frames a second, of videos of any rate; slower ones are in no
+            bucket. A column `fps` saves opening the files.
         root: Folder that the paths are relative to; the table's own when None.
         transform_name: See `transforms.get_transform`; one that gives the size it is asked for.
         use_image_transform: Give images ADM's transform instead.
@@ -68,9 +72,11 @@ class VariableVideoTextDataset:
         bad_files: Literal["substitute", "error"] = "substitute",
         max_bad_share: float = 0.05,
         decode: Mapping[str, Any] | None = None,
+        target_fps: float | None = None,
     ) -> None:
-        if frame_interval < 1 or size_multiple < 1:
-            raise UserError(f"frame_interval={frame_interval} and size_multiple={size_multiple} must be at least 1.")
+        sampling_rule(1, frame_interval, target_fps)  # refuses what makes no sense now
+        if size_multiple < 1:
+            raise UserError(f"size_multiple={size_multiple} must be at least 1.")
         if transform_name in ("none", None):  # a command line's `none`
             raise UserError(
                 "transform_name='none' keeps the size of a file, but a bucket needs one; use 'resize_crop'."
@@ -80,8 +86,12 @@ class VariableVideoTextDataset:
         self.buckets = Buckets(bucket_config, size_multiple, cost_power)
         self._of_epoch: tuple[int, np.ndarray] | None = None  # an epoch's buckets, for stand-ins
         self.table = read_table(data_path, root, text_columns, max_bad_share=self.bad_files.at_start)
-        self.frame_interval, self.seed = frame_interval, seed
-        self.num_frames, self.height, self.width = clip_sizes(self.table)  # [N] int32 each
+        self.frame_interval, self.target_fps, self.seed = frame_interval, target_fps, seed
+        sizes = clip_sizes(self.table, with_fps=target_fps is not None)
+        self.num_frames, self.height, self.width = sizes.num_frames, sizes.height, sizes.width  # [N] int32 each
+        self._intervals, self._slow = (
+            (np.int64(frame_interval), None) if target_fps is None else _at_rate(sizes, target_fps)
+        )
         self._transforms = (transform_name, "adm_center" if use_image_transform else transform_name)
         for name in self._transforms:
             get_transform(name, (16, 16))  # refuses an unknown name now
@@ -91,20 +101,21 @@ class VariableVideoTextDataset:
 
     def assign(self, epoch: int) -> Assignment:
         """The bucket of every row in an epoch."""
-        return self.buckets.assign(
-            self.num_frames,
-            self.height,
-            self.width,
-            seed=self.seed,
-            epoch=epoch,
-            frame_interval=self.frame_interval,
+        frames = self.num_frames if self._slow is None else np.where(self._slow, UNKNOWN, self.num_frames)
+        assignment = self.buckets.assign(
+            frames, self.height, self.width, seed=self.seed, epoch=epoch, frame_interval=self._intervals
         )
+        if self._slow is not None:
+            assignment.left[self._slow] = Left.SLOW
+        return assignment
 
     def __getitem__(self, key: BucketKey) -> Item:
         row, path = key.index, self.table.path(key.index)
         choose = partial(self._choose, key)
         try:
-            rule = EveryNth(key.num_frames, self.frame_interval)
+            # a picture has no rate that could be too low
+            rate = None if key.num_frames == 1 else self.target_fps
+            rule = sampling_rule(key.num_frames, self.frame_interval, rate)
             frames, fps, choice = read_clip(self.table, row, rule, choose, self.decoding)
         except UserError as error:
             raise naming_the_row(self.table, row, error) from error
@@ -126,30 +137,45 @@ class VariableVideoTextDataset:
     def fingerprint(self) -> str:
         """A hash of everything that decides the samples, except the pixels in the files."""
         sizes = b"".join(array.tobytes() for array in (self.num_frames, self.height, self.width))
-        settings = (self.frame_interval, self.seed, self._transforms, self.buckets.fingerprint())
+        rate = () if self.target_fps is None else (self.target_fps,)
+        settings = (self.frame_interval, self.seed, self._transforms, self.buckets.fingerprint(), *rate)
         digest = hashlib.blake2b(sizes, digest_size=16)
         digest.update(repr((type(self).__name__, self.table.fingerprint(), settings)).encode())
         return digest.hexdigest()
 
     def _choose(self, key: BucketKey, num_starts: int) -> Choice:
         if num_starts == 0:
-            needed = frames_needed(key.num_frames, self.frame_interval)
+            needed = f"the {frames_needed(key.num_frames, self.frame_interval)} frames"
+            pace = f"frame_interval={self.frame_interval}"
+            if self.target_fps is not None:
+                needed, pace = f"{(key.num_frames - 1) / self.target_fps:.2f} s", f"target_fps={self.target_fps:g}"
             raise BadFile(
-                f"{self.table.path(key.index)} has fewer than the {needed} frames that its bucket of {key.num_frames} frames at "
-                f"frame_interval={self.frame_interval} needs; correct the table's num_frames."
+                f"{self.table.path(key.index)} has less than {needed} that its bucket of {key.num_frames} frames at {pace} "
+                "needs; correct the table's num_frames and fps."
             )
         return draw_choice(self.table, self.seed, key.epoch, key.index, num_starts)
 
 
-def clip_sizes(table: Table) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Frames, height and width of every row, [N] int32: from the table, or from the files; UNKNOWN where neither tells."""
-    frames, height, width = (np.array(column, np.int32) for column in (table.num_frames, table.height, table.width))
-    missing = np.flatnonzero((frames <= 0) | (height <= 0) | (width <= 0))
+class ClipSizes(NamedTuple):
+    """What is known of the files of a table, [N] each; UNKNOWN, or NaN for the rate, where nothing is."""
+
+    num_frames: np.ndarray  # int32
+    height: np.ndarray  # int32
+    width: np.ndarray  # int32
+    fps: np.ndarray  # float64
+
+
+def clip_sizes(table: Table, *, with_fps: bool = False) -> ClipSizes:
+    """Frames, height and width of every row, from the table or from the files; `with_fps` also the rate of every row."""
+    sizes = ClipSizes(
+        *(np.array(column, np.int32) for column in (table.num_frames, table.height, table.width)), table.fps.copy()
+    )
+    unknown = (sizes.num_frames <= 0) | (sizes.height <= 0) | (sizes.width <= 0)
+    missing = np.flatnonzero(unknown | (np.isnan(sizes.fps) if with_fps else False))
     if len(missing):
+        columns = "num_frames, height, width and fps" if with_fps else "num_frames, height and width"
         logger.info(
-            "%s: opening %d files for their size; columns num_frames, height and width would save this.",
-            table.source,
-            len(missing),
+            "%s: opening %d files for their size; columns %s would save this.", table.source, len(missing), columns
         )
     unreadable = []
     for row in tqdm(missing.tolist(), desc="sizes", unit="file", disable=len(missing) < 1000):
@@ -157,9 +183,11 @@ def clip_sizes(table: Table) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
             info = probe(table.path(row))
         except UserError as error:
             unreadable.append(str(error))
-            frames[row] = UNKNOWN
+            sizes.num_frames[row] = UNKNOWN
             continue
-        frames[row], height[row], width[row] = frames[row] or info.num_frames, info.height, info.width
+        found = (sizes.num_frames[row] or info.num_frames, info.height, info.width, info.fps)
+        for column, value in zip(sizes, found, strict=True):
+            column[row] = value
     if unreadable:
         logger.warning(
             "%s: %d files cannot be read and are in no bucket, the first: %s",
@@ -167,4 +195,12 @@ def clip_sizes(table: Table) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
             len(unreadable),
             unreadable[0],
         )
-    return frames, height, width
+    return sizes
+
+
+def _at_rate(sizes: ClipSizes, target_fps: float) -> tuple[np.ndarray, np.ndarray]:
+    """[N] frames of the file to one of the clip, and which rows are videos that are too slow; an image is never."""
+    videos = sizes.num_frames > 1
+    slow = videos & (target_fps > MAX_REPEATED * sizes.fps)
+    intervals = np.where(videos, sizes.fps / target_fps - ROUNDING, 1.0)
+    return np.nan_to_num(intervals, nan=1.0), slow

@@ -131,3 +131,31 @@ def test_mistakes(table):
         VariableVideoTextDataset(str(table), CONFIG, transform_name="none")
     with pytest.raises(UserError, match="frame_interval=0"):
         VariableVideoTextDataset(str(table), CONFIG, frame_interval=0)
+
+
+def test_a_rate_of_its_own(tmp_path, table, write_video, write_table):
+    write_video("slow.mp4", numbered_frames(20), rate=Fraction(5))
+    write_video("ten.mp4", numbered_frames(10), rate=Fraction(24))
+    names = ("long.mp4", "ten.mp4", "wide.png", "slow.mp4")  # 30 frames at 23.976, 10 at 24, a picture, 20 at 5
+    rows = write_table([{"path": name, "text": ""} for name in names], "rates.csv")
+    dataset = VariableVideoTextDataset(str(rows), CONFIG, target_fps=8)
+    assert dataset.assign(0).left.tolist() == [Left.KEPT, Left.KEPT, Left.KEPT, Left.SLOW]
+    assert [key_of(dataset, row).num_frames for row in range(3)] == [8, 4, 1]  # 1.21 s and 0.375 s of 0.875 and 0.375
+    item = dataset[key_of(dataset, 0)]
+    numbers = frame_numbers(((item["video"] + 1) * 127.5).permute(1, 2, 3, 0))
+    assert np.diff(numbers).tolist() == [3] * 7  # 23.976 / 8 = 2.997, by time
+    assert (item["fps"], dataset[key_of(dataset, 2)]["fps"]) == (8, 120)
+    summary = str(summarise(dataset, build_sampler(dataset, 1, seed=1), 1, 1))
+    assert "1 left out: slower than target_fps=8" in summary
+    assert dataset.fingerprint() != VariableVideoTextDataset(str(rows), CONFIG, target_fps=7.5).fingerprint()
+    with pytest.raises(UserError, match=r"frame_interval=3 and target_fps=8 exclude one another"):
+        VariableVideoTextDataset(str(rows), CONFIG, frame_interval=3, target_fps=8)
+
+
+def test_a_table_that_states_rates_saves_opening_the_files(write_table):
+    stated = {"path": "gone.mp4", "text": "", "num_frames": 100, "height": 32, "width": 48}
+    rows = write_table([{**stated, "fps": 30}, {**stated, "fps": 6}], "rates.csv")
+    (rows.parent / "gone.mp4").write_bytes(b"never opened")
+    dataset = VariableVideoTextDataset(str(rows), {"32x48": {17: (1.0, 1), 33: (1.0, 1)}}, target_fps=10)
+    assert [dataset.buckets[i].num_frames for i in dataset.assign(0).bucket[:1]] == [33]  # 3.3 s hold 34 frames
+    assert dataset.assign(0).left.tolist() == [Left.KEPT, Left.SLOW]
