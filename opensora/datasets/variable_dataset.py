@@ -89,9 +89,10 @@ class VariableVideoTextDataset:
         self.frame_interval, self.target_fps, self.seed = frame_interval, target_fps, seed
         sizes = clip_sizes(self.table, with_fps=target_fps is not None)
         self.num_frames, self.height, self.width = sizes.num_frames, sizes.height, sizes.width  # [N] int32 each
-        self._intervals, self._slow = (
-            (np.int64(frame_interval), None) if target_fps is None else _at_rate(sizes, target_fps)
-        )
+        self._intervals: int | np.ndarray = frame_interval
+        self._slow: np.ndarray | None = None  # [N] bool, videos of too low a rate
+        if target_fps is not None:
+            self._intervals, self._slow = _at_rate(sizes, target_fps)
         self._transforms = (transform_name, "adm_center" if use_image_transform else transform_name)
         for name in self._transforms:
             get_transform(name, (16, 16))  # refuses an unknown name now
@@ -167,9 +168,8 @@ class ClipSizes(NamedTuple):
 
 def clip_sizes(table: Table, *, with_fps: bool = False) -> ClipSizes:
     """Frames, height and width of every row, from the table or from the files; `with_fps` also the rate of every row."""
-    sizes = ClipSizes(
-        *(np.array(column, np.int32) for column in (table.num_frames, table.height, table.width)), table.fps.copy()
-    )
+    frames, height, width = (np.array(column, np.int32) for column in (table.num_frames, table.height, table.width))
+    sizes = ClipSizes(frames, height, width, table.fps.copy())
     unknown = (sizes.num_frames <= 0) | (sizes.height <= 0) | (sizes.width <= 0)
     missing = np.flatnonzero(unknown | (np.isnan(sizes.fps) if with_fps else False))
     if len(missing):
