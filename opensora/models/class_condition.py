@@ -24,7 +24,7 @@ def check_classes(text_encoder: Any, denoiser: Any) -> None:
     encoder = getattr(text_encoder, "encoder", text_encoder)
     if embedder is None or encoder is None:  # unconditional, or a cache that does not say what it was made with
         return
-    given = encoder.get("num_classes") if isinstance(encoder, Mapping) else getattr(encoder, "num_classes", None)
+    given = _classes_of(encoder)
     taken = getattr(embedder, "num_classes", None)
     if given == taken:
         return
@@ -43,3 +43,21 @@ def check_classes(text_encoder: Any, denoiser: Any) -> None:
         f"text_encoder.num_classes={given} and model.condition='label_{taken}' contradict each other: {name} has "
         f"{taken} classes. Set both to the number of classes of the data."
     )
+
+
+def check_classes_of_data(dataset: Any, text_encoder: Any) -> None:
+    """See that the text encoder knows all classes of a dataset that counts them.
+
+    Raises:
+        UserError: it knows fewer.
+    """
+    counted, known = getattr(dataset, "num_classes", None), _classes_of(getattr(text_encoder, "encoder", text_encoder))
+    if counted is not None and known is not None and counted > known:
+        raise UserError(
+            f"the data have {counted} classes, but text_encoder.num_classes={known}. Set it and model.condition="
+            f"'label_{counted}' to the number of classes of the data."
+        )
+
+
+def _classes_of(encoder: Any) -> int | None:
+    return encoder.get("num_classes") if isinstance(encoder, Mapping) else getattr(encoder, "num_classes", None)

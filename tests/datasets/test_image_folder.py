@@ -9,7 +9,7 @@ from torchvision.datasets import ImageFolder
 from opensora.datasets.datasets import VideoTextDataset
 from opensora.datasets.image_folder import ImageFolderDataset
 from opensora.datasets.sampler import SampleKey
-from opensora.models.class_condition import check_classes
+from opensora.models.class_condition import check_classes, check_classes_of_data
 from opensora.models.text_encoder.memo import MemoizedTextEncoder
 from opensora.registry import DATASETS, MODELS
 from opensora.utils.errors import UserError
@@ -158,3 +158,13 @@ def test_a_text_encoder_gives_no_classes():
     with pytest.raises(UserError, match=r"type='classes', num_classes=10"):
         check_classes(Words(), denoiser)
     check_classes(Words(), MODELS.build({"type": "DiT-S/8", "condition": "text", "caption_channels": 8, **TINY}))
+
+
+def test_data_of_more_classes_than_the_text_encoder_knows(folder):
+    dataset = ImageFolderDataset(str(folder))
+    known = {count: MODELS.build({"type": "classes", "num_classes": count}) for count in (2, 3, 10)}
+    for given in (known[2], MemoizedTextEncoder(known[2])):
+        with pytest.raises(UserError, match=r"the data have 3 classes, but text_encoder.num_classes=2"):
+            check_classes_of_data(dataset, given)
+    check_classes_of_data(dataset, known[3])
+    check_classes_of_data(dataset, known[10])
