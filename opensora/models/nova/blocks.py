@@ -1,0 +1,127 @@
+"""The transformers of NOVA (Deng et al. 2024, arXiv:2412.14169): normalisation behind each branch, inside the residual.
+
+    x = x + LN(attention(x));  x = x + LN(MLP(x))
+
+Names are those of the published weights: `blocks.N.{norm1, attn.qkv, attn.proj, norm2, mlp.fc1, mlp.fc2}` and `norm`.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from timm.layers import Mlp
+from torch import Tensor, nn
+
+from opensora.models.layers.rope import apply_rotary
+
+Cache = list[tuple[Tensor, Tensor]]
+"""Keys and values [B, H, N, d] of the tokens so far, of each block."""
+
+
+class CausalAttention(nn.Module):
+    """Self-attention that may be masked, and may go on from keys and values of earlier tokens."""
+
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__()
+        if dim % num_heads:
+            raise ValueError(f"a width of {dim} is no multiple of num_heads={num_heads}.")
+        self.num_heads = num_heads
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.proj = nn.Linear(dim, dim)
+
+    def forward(
+        self,
+        x: Tensor,
+        allowed: Tensor | None = None,
+        rotary: Tensor | None = None,
+        past: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """See `NovaBlock.forward`; also gives the keys and values of all tokens so far."""
+        q, k, v = rearrange(self.qkv(x), "B N (three H d) -> three B H N d", three=3, H=self.num_heads)
+        q, k = apply_rotary(q, rotary), apply_rotary(k, rotary)
+        if past is not None:
+            k, v = torch.cat([past[0], k], dim=2), torch.cat([past[1], v], dim=2)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed)
+        return self.proj(rearrange(out, "B H N d -> B N (H d)")), (k, v)
+
+
+class NovaBlock(nn.Module):
+    """Attention and MLP, each normalised before it is added."""
+
+    def __init__(self, dim: int, num_heads: int, mlp_ratio: float = 4.0) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(dim)
+        self.attn = CausalAttention(dim, num_heads)
+        self.norm2 = nn.LayerNorm(dim)
+        self.mlp = Mlp(dim, int(dim * mlp_ratio))  # timm's: GELU without approximation
+
+    def forward(
+        self,
+        x: Tensor,
+        allowed: Tensor | None = None,
+        rotary: Tensor | None = None,
+        past: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """One block.
+
+        Args:
+            x: [B, N, D].
+            allowed: [N, M] bool, which of the M tokens so far each may look at; None = all.
+            rotary: [2, N, d] or [2, B, 1, N, d], see `apply_rotary`.
+            past: keys and values of the M - N tokens before.
+
+        Returns:
+            [B, N, D], and keys and values of all M tokens.
+        """
+        attended, cache = self.attn(x, allowed, rotary, past)
+        x = x + self.norm1(attended)
+        return x + self.norm2(self.mlp(x)), cache
+
+
+class PatchEmbed(nn.Module):
+    """A picture's latent -> tokens, by a convolution whose stride is its kernel. Name: `proj`."""
+
+    def __init__(self, patch_size: int, in_channels: int, dim: int) -> None:
+        super().__init__()
+        self.patch_size = patch_size
+        self.proj = nn.Conv2d(in_channels, dim, kernel_size=patch_size, stride=patch_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[B, C, H, W] -> [B, N, D]`, rows first."""
+        return self.proj(x).flatten(2).transpose(1, 2)
+
+    def embed_patches(self, patches: Tensor) -> Tensor:
+        """`[..., C p p]`, the channel slowest, `-> [..., D]`: any patches, not only those of a whole picture."""
+        return F.linear(patches, self.proj.weight.flatten(1), self.proj.bias)
+
+    def cut(self, x: Tensor) -> Tensor:
+        """`[..., C, H, W] -> [..., N, C p p]`, as `embed_patches` takes them."""
+        p = self.patch_size
+        return rearrange(x, "... C (H ph) (W pw) -> ... (H W) (C ph pw)", ph=p, pw=p)
+
+
+class VisionTransformer(nn.Module):
+    """A patch embedding and blocks; what goes through them is up to the model."""
+
+    def __init__(self, depth: int, dim: int, num_heads: int, patch_size: int, in_channels: int) -> None:
+        super().__init__()
+        self.patch_embed = PatchEmbed(patch_size, in_channels, dim)
+        self.blocks = nn.ModuleList(NovaBlock(dim, num_heads) for _ in range(depth))
+        self.norm = nn.LayerNorm(dim)
+
+    def run(
+        self, x: Tensor, blocks: Sequence[int], allowed: Tensor | None = None, rotary: Tensor | None = None
+    ) -> Tensor:
+        """Tokens `x [B, N, D]` through some of the blocks."""
+        for i in blocks:
+            x, _ = self.blocks[i](x, allowed, rotary)
+        return x
+
+    def go_on(self, x: Tensor, cache: Cache | None, rotary: Tensor | None = None) -> tuple[Tensor, Cache]:
+        """Tokens that follow those of `cache` through all blocks and the norm; they see all of these and each other."""
+        grown: Cache = []
+        for i, block in enumerate(self.blocks):
+            x, entry = block(x, None, rotary, None if cache is None else cache[i])
+            grown.append(entry)
+        return self.norm(x), grown

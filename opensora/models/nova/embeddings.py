@@ -1,0 +1,105 @@
+"""What enters NOVA beside pictures: text, motion, places in space and time, and the tokens that stand for nothing yet.
+
+Names are those of the published weights: `text_embed.{proj, norm, weight}`, `motion_embed.{flow_proj, fps_proj}.{0, 2}`,
+`video_pos_embed.{norm, time_proj.0, time_proj.2}`, `mask_embed.{bos_token, mask_token}`.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from opensora.models.layers.embedders import timestep_sinusoid
+from opensora.models.layers.pos_embed import grid_coordinates, sincos_2d
+from opensora.models.layers.rope import rotary_table
+
+NUM_FREQUENCIES = 256
+NULL_TOKENS = 512
+Positions = Literal["absolute", "rotary"]
+
+
+class TextEmbed(nn.Module):
+    """Text features -> tokens. Where a caption has no token, a fixed random one stands; they alone are "no text"."""
+
+    weight: Tensor
+
+    def __init__(self, in_channels: int, dim: int, num_tokens: int = NULL_TOKENS) -> None:
+        super().__init__()
+        self.proj = nn.Linear(in_channels, dim)
+        self.norm = nn.LayerNorm(dim).requires_grad_(False)  # frozen in training, as published
+        self.register_buffer("weight", torch.randn(num_tokens, in_channels) * 0.02)
+
+    def forward(self, y: Tensor, mask: Tensor | None) -> Tensor:
+        """`y [B, 1, L, C]`, `mask [B, L]` bool, True at real tokens -> `[B, L, D]`."""
+        y = y[:, 0]
+        if mask is not None:
+            y = torch.where(mask[..., None].bool(), y, self.weight[: y.shape[1]].to(y.dtype))
+        return self.norm(self.proj(y))
+
+
+class MotionEmbed(nn.Module):
+    """How much moves (an optical-flow score) and frames per second -> two tokens."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.flow_proj, self.fps_proj = (
+            nn.Sequential(nn.Linear(NUM_FREQUENCIES, dim), nn.SiLU(), nn.Linear(dim, dim)) for _ in range(2)
+        )
+
+    def forward(self, flow: Tensor, fps: Tensor) -> Tensor:
+        """`[B]` each `-> [B, 2, D]`."""
+        dtype = next(self.parameters()).dtype
+        tokens = [
+            project(timestep_sinusoid(number, NUM_FREQUENCIES).to(dtype))
+            for project, number in ((self.flow_proj, flow), (self.fps_proj, fps))
+        ]
+        return torch.stack(tokens, dim=1)
+
+
+class VideoPosEmbed(nn.Module):
+    """The place of a latent frame in time, for absolute positions.
+
+    Args:
+        base_length: latent frames that the time axis is scaled to: longer videos are interpolated. None = frames count.
+    """
+
+    def __init__(self, dim: int, base_length: int | None) -> None:
+        super().__init__()
+        self.base_length = base_length
+        self.time_proj = nn.Sequential(nn.Linear(NUM_FREQUENCIES, dim), nn.SiLU(), nn.Linear(dim, dim))
+        self.norm = nn.LayerNorm(dim)
+
+    def forward(self, frames: Tensor, num_frames: int) -> Tensor:
+        """Numbers of frames `[T]` of a video of so many latent frames -> `[T, D]`."""
+        longer = self.base_length is not None and num_frames > self.base_length
+        times = frames.float() * (self.base_length / num_frames if longer and self.base_length else 1.0)
+        return self.norm(self.time_proj(timestep_sinusoid(times, NUM_FREQUENCIES).to(self.norm.weight.dtype)))
+
+
+class MaskEmbed(nn.Module):
+    """The token in place of a frame before the first, and that in place of a patch that is not there yet."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.bos_token = nn.Parameter(torch.randn(1, dim) * 0.02)
+        self.mask_token = nn.Parameter(torch.randn(1, dim) * 0.02)
+
+
+def space_table(dim: int, grid: tuple[int, int], base: tuple[int, int] | None, device: torch.device) -> Tensor:
+    """`[H W, D]` fp32: the fixed sine-cosine table, whose sides span `base` where it is given."""
+    rows, columns = (
+        grid_coordinates(n, base=None if base is None else base[i], device=device) for i, n in enumerate(grid)
+    )
+    return sincos_2d(dim, rows, columns)
+
+
+def rotary_3d(head_dim: int, frames: Tensor, grid: tuple[int, int], stride: int = 1) -> Tensor:
+    """Rotations `[2, T H W, head_dim]` of the tokens of frames `[T]`: an eighth of the channels for time, the rest for space.
+
+    `stride`: a token's size in the finest tokens; a coarse one sits in the middle of those that it covers.
+    """
+    rows, columns = (torch.arange(n, device=frames.device) * stride + (stride - 1) / 2 for n in grid)
+    where = torch.cartesian_prod(frames.double(), rows.double(), columns.double())  # [T H W, 3]
+    side = head_dim * 7 // 16 // 2 * 2
+    widths = (head_dim - 2 * side, side, side)
+    return torch.cat([rotary_table(width, where[:, i]) for i, width in enumerate(widths)], dim=-1)

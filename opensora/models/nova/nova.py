@@ -1,0 +1,394 @@
+"""NOVA, autoregressive video generation without vector quantisation (Deng et al. 2024, arXiv:2412.14169).
+
+A video is made frame by frame, and a frame patch by patch, in random order:
+
+    video encoder    block-causal over frames; of a caption and the frames before t it makes the tokens c_t  (section 3.2)
+    image encoder    sees c_t and the patches that are there already, and says what the others should be     (section 3.3)
+    head             an MLP that makes each patch out of noise, told by the image encoder                    (section 3.4)
+
+It is trained and sampled by the scheduler "nova". `width` is the transformers', 16 + 32 blocks deep; the video encoder's
+patches are twice as long as the others', so it has a quarter of the tokens. Differences from the other denoisers: the forward
+pass takes clean frames as well as noised ones, a timestep for each patch, and which patches are visible.
+"""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from einops import rearrange, repeat
+from torch import Tensor, nn
+
+from opensora.models.layers.init import init_zero
+from opensora.models.layers.mlp import linear_flops
+from opensora.models.loading import load_weights
+from opensora.models.nova.blocks import Cache, VisionTransformer
+from opensora.models.nova.diffusion_mlp import DiffusionMLP
+from opensora.models.nova.embeddings import (
+    MaskEmbed,
+    MotionEmbed,
+    Positions,
+    TextEmbed,
+    VideoPosEmbed,
+    rotary_3d,
+    space_table,
+)
+from opensora.models.nova.weights import convert
+from opensora.registry import MODELS
+from opensora.utils.errors import UserError
+
+Size = tuple[int, int, int]
+MEAN_VISIBLE = 0.133
+"""Share of patches that training shows on average: a half-normal number of deviation 0.25, cut off at 0.3."""
+
+
+@MODELS.register_module()
+class NOVA(nn.Module):
+    """The three parts and what enters them.
+
+    Args:
+        in_channels: of the latent.
+        caption_channels, model_max_length: of the text features; at most 512 tokens.
+        width, num_heads: of both transformers.
+        video_depth, image_depth: their numbers of blocks; the second is even.
+        head_depth, head_width: of the head; None = `width`.
+        patch_size: rows and columns of a patch; the video encoder takes twice as many.
+        positions: "absolute" (fixed tables in space, a learned embedding of time), or "rotary" (three axes).
+        base_size: (T, H, W) of the latent whose positions other sizes are stretched to; None = positions count.
+        motion: tokens for optical flow and frame rate after the caption; images need none. They are not trained, as published.
+        trained: "all", or "image": without what only videos need, as published for text-to-image.
+        class_dropout_prob: how often training drops the caption.
+        from_pretrained: weights in published or own names.
+    """
+
+    def __init__(
+        self,
+        *,
+        in_channels: int = 4,
+        caption_channels: int = 2560,
+        model_max_length: int = 256,
+        width: int = 1024,
+        num_heads: int = 16,
+        video_depth: int = 16,
+        image_depth: int = 32,
+        head_depth: int = 6,
+        head_width: int | None = None,
+        patch_size: int = 2,
+        positions: Positions = "absolute",
+        base_size: Sequence[int] | None = None,
+        motion: bool = True,
+        trained: Literal["all", "image"] = "all",
+        class_dropout_prob: float = 0.1,
+        from_pretrained: str | None = None,
+    ) -> None:
+        super().__init__()
+        if image_depth % 2:
+            raise ValueError(f"image_depth={image_depth} is odd; its two halves see different tokens.")
+        if positions not in ("absolute", "rotary"):
+            raise ValueError(f"positions={positions!r} is not 'absolute' or 'rotary'.")
+        self.in_channels = self.out_channels = in_channels
+        self.width, self.head_dim, self.model_max_length = width, width // num_heads, model_max_length
+        self.patch_size = (1, 2 * patch_size, 2 * patch_size)  # what sizes must be multiples of
+        self.image_patch = patch_size
+        self.positions, self.base_size = positions, base_size
+        self.class_dropout_prob = class_dropout_prob
+        self.text_embed = TextEmbed(caption_channels, width)
+        self.motion_embed = MotionEmbed(width) if motion else None
+        self.video_pos_embed = VideoPosEmbed(width, None if base_size is None else base_size[0])
+        self.mask_embed = MaskEmbed(width)
+        self.video_encoder = VisionTransformer(video_depth, width, num_heads, 2 * patch_size, in_channels)
+        self.image_encoder = VisionTransformer(image_depth, width, num_heads, patch_size, in_channels)
+        self.image_decoder = DiffusionMLP(head_depth, head_width or width, width, patch_size, in_channels)
+        self._initialize()
+        self._freeze(trained)
+        if from_pretrained is not None:
+            load_weights(self, from_pretrained, convert)
+
+    def forward(
+        self,
+        x: Tensor,
+        timestep: Tensor,
+        y: Tensor,
+        *,
+        noisy: Tensor,
+        visible: Tensor,
+        mask: Tensor | None = None,
+        fps: Tensor | None = None,
+        flow: Tensor | None = None,
+        **sizes: Tensor,
+    ) -> Tensor:
+        """The velocity eps - x of every patch of every frame, in one pass (training).
+
+        Args:
+            x: clean latent [B, C, T, H, W]; frame t is made of those before it and of its own visible patches.
+            timestep: [B, R, T, N], in [0, 1000], of each patch: N = H W / patch^2.
+            y: text features [B, 1, L, C_text].
+            noisy: [B, R, C, T, H, W], R noised copies of x.
+            visible: [B, T, V] int64, numbers of the patches that the image encoder sees, rows first.
+            mask: [B, L] bool, True at real text tokens.
+            fps, flow: [B], frame rate and optical-flow score; needed where the model has motion tokens.
+            sizes: height, width and num_frames, which do not matter here.
+
+        Returns:
+            [B, R, C, T, H, W] fp32.
+        """
+        T, H, W = self.check_size(x.shape[2:])
+        conditions = self.video_conditions(x, self.text_tokens(y, mask, fps, flow))  # [B, T, Nc, D]
+        z = self.image_tokens(
+            rearrange(x, "B C T H W -> (B T) C H W"),
+            visible.flatten(0, 1),
+            conditions.flatten(0, 1),
+            torch.arange(T),
+            (H, W),
+        )
+        z = rearrange(z, "(B T) N D -> B 1 T N D", T=T)
+        patches = self.image_decoder.patch_embed.cut(noisy.transpose(2, 3))  # [B, R, T, N, C p p]
+        return self.to_frames(self.image_decoder(patches, timestep, z), (H, W)).transpose(2, 3)
+
+    # ------------------------------------------------------------------------------------- the parts, for sampling
+
+    def text_tokens(self, y: Tensor, mask: Tensor | None, fps: Tensor | None, flow: Tensor | None) -> Tensor:
+        """Caption and motion as `[B, L', D]`.
+
+        Raises:
+            ValueError: the model has motion tokens and fps or flow is missing.
+        """
+        tokens = self.text_embed(y, mask)
+        if self.motion_embed is None:
+            return tokens
+        if fps is None or flow is None:
+            raise ValueError("this NOVA has motion tokens: it needs fps= and flow=, a tensor [B] each.")
+        return torch.cat([tokens, self.motion_embed(flow.float(), fps.float()).to(tokens.dtype)], dim=1)
+
+    def video_conditions(self, x: Tensor, text: Tensor) -> Tensor:
+        """What the frames before it say about each frame: `x [B, C, T, H, W]` -> `[B, T, Nc, D]`, all frames at once."""
+        T, L = x.shape[2], text.shape[1]
+        frames = torch.arange(T, device=x.device)
+        grid = self.coarse_grid(x.shape[3:])
+        shown = self.frame_tokens(x[:, :, :-1], frames, T, grid)  # [B, T, Nc, D]
+        tokens = torch.cat([text.to(shown.dtype), shown.flatten(1, 2)], dim=1)
+        allowed = None if T == 1 else block_causal(L, T, grid[0] * grid[1], x.device)
+        encoder = self.video_encoder
+        out = encoder.norm(
+            encoder.run(tokens, range(len(encoder.blocks)), allowed, self._rotary(frames, grid, stride=2, before=L))
+        )
+        return rearrange(out[:, L:], "B (T N) D -> B T N D", T=T)
+
+    def next_condition(
+        self, previous: Tensor | None, text: Tensor, frame: int, size: Size, cache: Cache | None
+    ) -> tuple[Tensor, Cache]:
+        """`video_conditions` of one frame, from that before it and the cache of those before that.
+
+        Args:
+            previous: [B, C, H, W], or None for the first frame, in front of which the text goes.
+            text: of `text_tokens`.
+            frame, size: its number, and (T, H, W) of the whole latent.
+            cache: that the frame before gave.
+
+        Returns:
+            [B, Nc, D], and the cache for the next frame.
+        """
+        device, grid = text.device, self.coarse_grid(size[1:])
+        frames = torch.tensor([frame], device=device)
+        x = text.new_empty(len(text), self.in_channels, 0, *size[1:]) if previous is None else previous[:, :, None]
+        tokens = self.frame_tokens(x, frames, size[0], grid, first=previous is None)[:, 0]
+        before = text.shape[1] if previous is None else 0
+        if before:
+            tokens = torch.cat([text.to(tokens.dtype), tokens], dim=1)
+        out, cache = self.video_encoder.go_on(tokens, cache, self._rotary(frames, grid, stride=2, before=before))
+        return out[:, before:], cache
+
+    def frame_tokens(
+        self, x: Tensor, frames: Tensor, num_frames: int, grid: tuple[int, int], *, first: bool = True
+    ) -> Tensor:
+        """What stands for the frames `frames [T]` in the video encoder: the frame before each, `[B, T, Nc, D]`.
+
+        `first`: the first of them has none before it, and `x [B, C, T - 1, H, W]` is those of the others.
+        """
+        B, T = len(x), x.shape[2]
+        tokens = self.video_encoder.patch_embed(rearrange(x, "B C T H W -> (B T) C H W"))
+        tokens = rearrange(tokens, "(B T) N D -> B T N D", B=B, T=T)
+        if first:
+            nothing = self.mask_embed.bos_token.to(tokens.dtype).expand(B, 1, grid[0] * grid[1], -1)
+            tokens = torch.cat([nothing, tokens], dim=1)
+        if self.positions == "rotary":
+            return tokens
+        space = space_table(self.width, grid, self._base(2 * self.image_patch), x.device)
+        time = self.video_pos_embed(frames, num_frames)
+        return tokens + (space + time[:, None]).to(tokens.dtype)  # [B, T, Nc, D]
+
+    def image_tokens(
+        self,
+        x: Tensor,
+        visible: Tensor,
+        condition: Tensor,
+        frames: Tensor,
+        size: tuple[int, int],
+        skip: Sequence[int] = (),
+    ) -> Tensor:
+        """What each patch of a frame should be, from the visible ones and the condition.
+
+        Args:
+            x: [B, C, H, W]; only visible patches are looked at.
+            visible: [B, V] int64.
+            condition: [B, Nc, D].
+            frames: [T] numbers of the frames, which lie in B one sample after another; rotary positions use them.
+            size: (H, W).
+            skip: blocks to leave out, for guidance by a weaker model.
+
+        Returns:
+            [B, N, D].
+        """
+        encoder, (Nc, V) = self.image_encoder, (condition.shape[1], visible.shape[1])
+        fine = (size[0] // self.image_patch, size[1] // self.image_patch)
+        rotary = self._image_rotary(frames.to(x.device), fine, len(x))  # [2, B, 1, Nc + N, d]
+        half = len(encoder.blocks) // 2
+        tokens = encoder.patch_embed(x)
+        absent = self.mask_embed.mask_token.to(tokens.dtype).expand_as(tokens)
+        if rotary is None:
+            space = space_table(self.width, fine, self._base(self.image_patch), x.device).to(tokens.dtype)
+            tokens, absent = tokens + space, absent + space
+        at = visible[..., None].expand(-1, -1, self.width)  # [B, V, D]
+        seen = torch.cat([condition.to(tokens.dtype), tokens.gather(1, at)], dim=1)
+        seen = encoder.run(seen, _without(range(half), skip), None, _rotary_of(rotary, visible, Nc))
+        whole = absent.scatter(1, at, seen[:, Nc:].to(absent.dtype))
+        out = torch.cat([seen[:, :Nc], whole], dim=1)
+        out = encoder.run(out, _without(range(half, 2 * half), skip), None, rotary)
+        assert whole.shape[1] >= V, "more visible patches than patches"
+        return encoder.norm(out)[:, Nc:]
+
+    def to_frames(self, patches: Tensor, size: tuple[int, int]) -> Tensor:
+        """`[..., N, C p p] -> [..., C, H, W]`."""
+        p = self.image_patch
+        return rearrange(patches, "... (h w) (C ph pw) -> ... C (h ph) (w pw)", h=size[0] // p, ph=p, pw=p)
+
+    # ------------------------------------------------------------------------------------- what denoisers have
+
+    def null_condition(self, batch: int) -> Tensor:
+        """The `y` of "no text" `[batch, 1, L, C_text]`: the tokens that stand where a caption has none."""
+        return self.text_embed.weight[None, None, : self.model_max_length].expand(batch, 1, -1, -1)
+
+    def transformer_blocks(self) -> list[nn.Module]:
+        """The blocks in forward order, for compilation, activation checkpointing and sharding."""
+        return [*self.video_encoder.blocks, *self.image_encoder.blocks, *self.image_decoder.blocks]
+
+    def flops(self, latent_size: Size, text_len: int) -> int:
+        """Floating-point operations (2 per multiply-add, matrix products only) of one training forward of one sample.
+
+        With one noised copy, and the mean number of visible patches.
+        """
+        T, H, W = self.check_size(latent_size)
+        fine, coarse = H * W // self.image_patch**2, H * W // self.image_patch**2 // 4
+        text = text_len + (0 if self.motion_embed is None else 2)
+        sequence = text + T * coarse
+        seen = sum((text + (t + 1) * coarse) * coarse for t in range(T)) + text * (
+            text + coarse
+        )  # pairs under the mask
+        shown = coarse + int(MEAN_VISIBLE * fine)
+        video = sum(linear_flops(block, sequence) + 4 * self.width * seen for block in self.video_encoder.blocks)
+        halves = self.image_encoder.blocks[: len(self.image_encoder.blocks) // 2], (shown, coarse + fine)
+        image = sum(linear_flops(block, n) + 4 * self.width * n * n for n in halves[1] for block in halves[0])
+        head = linear_flops(self.image_decoder.blocks, fine) + linear_flops(self.image_decoder.head, fine)
+        head += linear_flops(self.image_decoder.norm, fine) + linear_flops(self.image_decoder.time_cond_embed, fine)
+        return video + T * (image + head) + linear_flops(self.text_embed, text_len) + self._patch_flops(T, fine, coarse)
+
+    def check_size(self, size: Sequence[int]) -> Size:
+        """The size of a latent.
+
+        Raises:
+            UserError: height or width is no multiple of the video encoder's patch.
+        """
+        T, H, W = size
+        p = self.patch_size[1]
+        if H % p or W % p:
+            near = [max(1, round(n / p)) * p for n in (H, W)]
+            raise UserError(
+                f"NOVA takes latents whose height and width are multiples of {p}; {H}x{W} is not. The nearest is "
+                f"{near[0]}x{near[1]}: choose image_size by that."
+            )
+        return T, H, W
+
+    def coarse_grid(self, size: Sequence[int]) -> tuple[int, int]:
+        """The video encoder's patches along height and width."""
+        return size[0] // (2 * self.image_patch), size[1] // (2 * self.image_patch)
+
+    def _patch_flops(self, num_frames: int, fine: int, coarse: int) -> int:
+        """Of the three patch embeddings."""
+        p2 = self.image_patch**2 * self.in_channels
+        widths = 4 * coarse * (num_frames - 1) * self.width, fine * num_frames * self.width
+        return 2 * p2 * (sum(widths) + fine * num_frames * self.image_decoder.head.in_features)
+
+    def _base(self, patch: int) -> tuple[int, int] | None:
+        return None if self.base_size is None else (self.base_size[1] // patch, self.base_size[2] // patch)
+
+    def _rotary(self, frames: Tensor, grid: tuple[int, int], *, stride: int, before: int) -> Tensor | None:
+        """Rotations of the video encoder's tokens; those of the caption, which have no place, are not turned."""
+        if self.positions == "absolute":
+            return None
+        table = rotary_3d(self.head_dim, frames, grid, stride)
+        still = table.new_zeros(2, before, self.head_dim)
+        still[0] = 1
+        return torch.cat([still, table], dim=1)
+
+    def _image_rotary(self, frames: Tensor, fine: tuple[int, int], batch: int) -> Tensor | None:
+        """Rotations `[2, B, 1, Nc + N, d]` of the condition's and the patches' tokens."""
+        if self.positions == "absolute":
+            return None
+        tables = [
+            torch.cat(
+                [
+                    rotary_3d(self.head_dim, t[None], (fine[0] // 2, fine[1] // 2), 2),
+                    rotary_3d(self.head_dim, t[None], fine),
+                ],
+                1,
+            )
+            for t in frames
+        ]
+        return repeat(torch.stack(tables, 1), "two T N d -> two (B T) 1 N d", B=batch // len(frames))
+
+    def _initialize(self) -> None:
+        """Truncated normal weights as in ViT; the head's modulation and output start at zero, as in MAR."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Conv2d):
+                nn.init.trunc_normal_(module.weight, std=0.02)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+        init_zero(self.image_decoder.silent_layers())
+
+    def _freeze(self, trained: str) -> None:
+        """Leave out what a training of images has no gradient or no use for."""
+        if trained not in ("all", "image"):
+            raise ValueError(f"trained={trained!r} is not 'all' or 'image'.")
+        if self.motion_embed is not None:
+            self.motion_embed.requires_grad_(False)
+        if trained == "image":
+            for part in (self.video_pos_embed, self.video_encoder.patch_embed):
+                part.requires_grad_(False)
+
+
+def block_causal(text_len: int, num_frames: int, tokens_per_frame: int, device: torch.device | None = None) -> Tensor:
+    """`[N, N]` bool, who sees whom: text and the first frame are block 0, every later frame is a block of its own."""
+    frames = torch.arange(num_frames, device=device).repeat_interleave(tokens_per_frame)
+    blocks = torch.cat([frames.new_zeros(text_len), frames])
+    return blocks[:, None] >= blocks[None, :]
+
+
+def _rotary_of(rotary: Tensor | None, visible: Tensor, num_condition: int) -> Tensor | None:
+    """Of the condition's tokens and the visible patches."""
+    if rotary is None:
+        return None
+    places = torch.cat(
+        [torch.arange(num_condition, device=visible.device).expand(len(visible), -1), visible + num_condition], 1
+    )
+    return rotary.gather(3, places[None, :, None, :, None].expand(2, -1, 1, -1, rotary.shape[-1]))
+
+
+def _without(blocks: range, skip: Sequence[int]) -> list[int]:
+    return [i for i in blocks if i not in skip]
+
+
+SIZES = {"d48w768": (768, 12), "d48w1024": (1024, 16), "d48w1536": (1536, 16)}
+"""Width and number of heads."""
+
+for _name, (_width, _heads) in SIZES.items():
+    MODELS.register_variant(f"NOVA-{_name}", NOVA, width=_width, num_heads=_heads)
+MODELS.register_variant("NOVA-d48w1024-T2V", NOVA, width=1024, num_heads=16, head_depth=3, head_width=1280)

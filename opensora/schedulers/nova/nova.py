@@ -1,0 +1,264 @@
+"""Training and sampling of NOVA (Deng et al. 2024, arXiv:2412.14169), sections 3.3 and 3.4.
+
+Training shows a few patches of each frame and the whole frames before it; every other patch is noised on its own and the
+model predicts the velocity eps - x_0 of each (rectified flow, a timestep for each patch). Sampling makes a video frame by frame,
+a frame in a few steps of more and more patches in a random order, and each patch out of noise.
+
+Deviations: the noise of a patch is that of the pipeline's latent, so that a video depends on its own seed alone; guidance may
+rise over the steps of a frame.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from opensora.registry import SCHEDULERS
+from opensora.schedulers.guidance import Condition
+from opensora.schedulers.nova.guidance import Scales
+from opensora.schedulers.nova.model import parts_of, spread
+from opensora.schedulers.nova.sampling import Plan, generate
+from opensora.schedulers.sampling import SamplingStep
+from opensora.schedulers.training import at_least_fp32, check_draws
+from opensora.utils.errors import UserError
+
+LOSSES = ("all", "first", "later")
+
+
+@SCHEDULERS.register_module("nova")
+class MaskedAutoregression:
+    """Frame by frame, patches in random order, each by flow matching."""
+
+    def __init__(  # noqa: PLR0913 - the choices that NOVA's pipelines offer
+        self,
+        num_sampling_steps: int = 64,
+        num_diffusion_steps: int = 25,
+        cfg_scale: float = 5.0,
+        min_cfg_scale: float | None = None,
+        guidance_trunc: float = 0.0,
+        guidance_renorm: float = 1.0,
+        image_guidance_scale: float = 0.0,
+        spatiotemporal_guidance_scale: float = 0.0,
+        skip_layers: Sequence[int] = (),
+        shift: float = 1.0,
+        loss_repeat: int = 4,
+        losses: str = "all",
+        min_mask_ratio: float = 0.7,
+        num_timesteps: int = 1000,
+    ) -> None:
+        """Args:
+        num_sampling_steps: steps in which the patches of a frame appear, along a cosine; 128 for the best pictures.
+        num_diffusion_steps: steps from noise to a patch; 100 for the best pictures.
+        cfg_scale, min_cfg_scale: guidance at the last and the first step of a frame, linear between; None: constant.
+        guidance_trunc: timesteps, of `num_timesteps`, below which there is no guidance.
+        guidance_renorm: the least factor by which a guided prediction is shrunk to the length of the conditional one;
+            1: never.
+        image_guidance_scale: how far to go away from what is predicted without text and without the frames before.
+        spatiotemporal_guidance_scale: how far to go away from what the image encoder says without `skip_layers`.
+        skip_layers: numbers of blocks of the image encoder.
+        shift: of the noise levels, in training and sampling; above 1 there are more noisy ones.
+        loss_repeat: noise draws for each patch.
+        losses: "all" (the sum of both), "first" frames (images from text) or "later" frames (videos from an image).
+        min_mask_ratio: the least share of a frame's patches that is hidden in training; 1 is the likeliest.
+        num_timesteps: T; the model is told sigma T.
+        """
+        self.scales = Scales(
+            cfg_scale, min_cfg_scale, guidance_trunc / num_timesteps, guidance_renorm, image_guidance_scale,
+            spatiotemporal_guidance_scale, tuple(skip_layers),
+        )  # fmt: skip
+        for name, value in (("num_sampling_steps", num_sampling_steps), ("num_diffusion_steps", num_diffusion_steps),
+                            ("loss_repeat", loss_repeat), ("num_timesteps", num_timesteps)):  # fmt: skip
+            if value < 1:
+                raise UserError(f"scheduler.{name}={value} is not at least 1.")
+        if losses not in LOSSES:
+            raise UserError(f"scheduler.losses={losses!r} is not one of {', '.join(LOSSES)}.")
+        if not 0 < min_mask_ratio < 1 or shift <= 0:
+            raise UserError(f"scheduler: min_mask_ratio={min_mask_ratio} is in (0, 1), shift={shift} above 0.")
+        self.num_sampling_steps, self.num_diffusion_steps = num_sampling_steps, num_diffusion_steps
+        self.shift, self.loss_repeat, self.losses = shift, loss_repeat, losses
+        self.min_mask_ratio, self.num_timesteps = min_mask_ratio, num_timesteps
+
+    @property
+    def cfg_scale(self) -> float:
+        """The guidance scale where `sample` is given none."""
+        return self.scales.scale
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Nothing is learnt."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Nothing was learnt."""
+        if state:
+            raise UserError("the checkpoint's scheduler learnt something, 'nova' does not: it is another scheduler's.")
+
+    def training_losses(
+        self,
+        model: object,
+        x0: Tensor,
+        cond: Condition,
+        *,
+        mask: Tensor | None = None,
+        t: Tensor | None = None,
+        noise: Tensor | None = None,
+        visible: Tensor | None = None,
+        generators: Sequence[torch.Generator] | None = None,
+    ) -> Tensor:
+        """The loss of each sample [B] fp32: its mean over hidden patches of the first frame, plus that of the later ones.
+
+        Args:
+            model: a NOVA, or an engine's wrapper of one.
+            x0: [B, C, T, H, W], scaled latents.
+            cond: the model's conditions.
+            mask: [B, T] bool; False frames are given, and out of the loss.
+            t: [B, R, T, N] in (0, T], of each patch; R is `loss_repeat`.
+            noise: [B, R, C, T, H, W].
+            visible: [B, T, V] int64, the patches that are shown. Like t and noise, drawn when not given.
+            generators: one for each sample. The share of hidden patches is one for the whole batch, of the first sample's.
+        """
+        check_draws(t, noise, generators)
+        parts, x0 = parts_of(model), at_least_fp32(x0)
+        size = parts.check_size(x0.shape[2:])
+        p = parts.image_patch
+        num_patches = size[1] * size[2] // p**2
+        if visible is None:
+            visible = self._draw_visible(_given(generators), size[0], num_patches, x0.device)
+        if t is None:
+            t = self._draw_times(_given(generators), (self.loss_repeat, size[0], num_patches), x0.device)
+        if noise is None:
+            shape = (self.loss_repeat, *x0.shape[1:])
+            noise = torch.stack([torch.randn(shape, generator=g, device=g.device) for g in _given(generators)]).to(x0)
+        sigma = spread(t.to(x0.dtype) / self.num_timesteps, size[1:], p)[:, :, None]  # [B, R, 1, T, H, W]
+        clean = x0[:, None]
+        noisy = (1 - sigma) * clean + sigma * noise
+        velocity = model(x0, t, noisy=noisy, visible=visible, **cond).to(x0.dtype)  # type: ignore[operator]
+        hidden = torch.ones(len(x0), size[0], num_patches, device=x0.device).scatter(2, visible, 0.0)
+        where = spread(hidden, size[1:], p)[:, None]  # [B, 1, T, H, W]
+        errors = (((velocity - (noise - clean)) ** 2).mean(dim=(1, 2)) * where[:, 0]).sum(dim=(2, 3))  # [B, T]
+        return self._total(errors / where[:, 0].sum(dim=(2, 3)).clamp(min=1), mask)
+
+    def sample(
+        self,
+        model: object,
+        z: Tensor,
+        cond: Condition,
+        *,
+        null: Condition | None = None,
+        mask: Tensor | None = None,
+        guidance_scale: float | None = None,
+        generators: Sequence[torch.Generator] | None = None,
+        progress: bool = False,
+    ) -> Tensor:
+        """x_0 [B, C, T, H, W] fp32: the end of `sample_steps`."""
+        steps = self.sample_steps(
+            model, z, cond, null=null, mask=mask, guidance_scale=guidance_scale, generators=generators
+        )
+        x = z
+        for step in tqdm(steps, total=self.num_sampling_steps * z.shape[2], disable=not progress):
+            x = step.x
+        return x
+
+    def sample_steps(
+        self,
+        model: object,
+        z: Tensor,
+        cond: Condition,
+        *,
+        null: Condition | None = None,
+        mask: Tensor | None = None,
+        guidance_scale: float | None = None,
+        generators: Sequence[torch.Generator] | None = None,
+    ) -> Iterator[SamplingStep]:
+        """The steps one by one: after each, more patches of one frame are there.
+
+        Args:
+            model: a NOVA.
+            z: [B, C, T, H, W]: the noise that each patch is made from; where a frame is given, the frame.
+            cond, null: the condition, and the entries of it that differ without text.
+            mask: [B, T]; False (0) frames are given, such as the first one of a video from an image.
+            guidance_scale: overrides `cfg_scale`.
+            generators: one for each sample, for the order of its patches, which all its frames share.
+        """
+        if generators is None:
+            raise ValueError("the order of the patches is random: pass one generator per sample.")
+        parts, z = parts_of(model), at_least_fp32(z)
+        T, H, W = parts.check_size(z.shape[2:])
+        num_patches = H * W // parts.image_patch**2
+        order = torch.stack([torch.randperm(num_patches, generator=g, device=g.device) for g in generators])
+        given = _given_frames(mask, len(z), T, z.device)
+        scales = self.scales if guidance_scale is None else self.scales._replace(scale=guidance_scale)
+        plan = Plan(
+            order.to(z.device), known_patches(self.num_sampling_steps, num_patches), self._levels(), self.num_timesteps
+        )
+        return generate(parts, z, cond, null, given, plan, scales)
+
+    def _levels(self) -> list[float]:
+        """Noise levels from 1 to 0."""
+        steps = [1 - i / self.num_diffusion_steps for i in range(self.num_diffusion_steps + 1)]
+        return [self.shift * s / (1 + (self.shift - 1) * s) for s in steps]
+
+    def _draw_visible(
+        self, generators: Sequence[torch.Generator], num_frames: int, num_patches: int, device: torch.device
+    ) -> Tensor:
+        """[B, T, V] int64. The hidden share is a normal number of mean 1 and deviation 0.25, cut off to [min, 1]."""
+        first = generators[0]
+        low, high = (math.erf((edge - 1) / 0.25 / math.sqrt(2)) for edge in (self.min_mask_ratio, 1.0))
+        u = low + (high - low) * torch.rand(1, generator=first, device=first.device, dtype=torch.float64)
+        ratio = float(1 + 0.25 * math.sqrt(2) * torch.erfinv(u))
+        count = num_patches - max(1, math.ceil(num_patches * ratio))
+        ranks = [torch.rand(num_frames, num_patches, generator=g, device=g.device) for g in generators]
+        return torch.stack(ranks).argsort(dim=2)[..., :count].to(device)
+
+    def _draw_times(
+        self, generators: Sequence[torch.Generator], shape: tuple[int, ...], device: torch.device
+    ) -> Tensor:
+        """[B, R, T, N] fp32, logit-normal (Esser et al. 2024), one of `num_timesteps` levels from 1 to T, shifted."""
+        draws = torch.stack([torch.randn(shape, generator=g, device=g.device) for g in generators]).to(device)
+        sigma = ((draws.sigmoid() * self.num_timesteps).floor() + 1).clamp(max=self.num_timesteps) / self.num_timesteps
+        return self.shift * sigma / (1 + (self.shift - 1) * sigma) * self.num_timesteps
+
+    def _total(self, losses: Tensor, mask: Tensor | None) -> Tensor:
+        """[B, T] -> [B]: the first frame's, and the mean of the later ones'."""
+        weight = torch.ones_like(losses) if mask is None else mask.to(losses)
+        first = losses[:, 0] * weight[:, 0]
+        later = (losses * weight)[:, 1:].sum(1) / weight[:, 1:].sum(1).clamp(min=1)
+        return {"all": first + later, "first": first, "later": later}[self.losses].float()
+
+
+def known_patches(num_steps: int, num_patches: int) -> list[int]:
+    """How many patches are there before each step and at the end, along 1 - cos; every step adds at least one.
+
+    [0, ..., num_patches]; of fewer patches than steps, one a step.
+    """
+    known = [0]
+    for k in range(1, num_steps + 1):
+        aim = num_patches - math.floor(num_patches * math.cos(math.pi / 2 * k / num_steps))
+        known.append(min(max(aim, known[-1] + 1), num_patches))
+        if known[-1] == num_patches:
+            break
+    known[-1] = num_patches
+    return known
+
+
+def _given_frames(mask: Tensor | None, batch: int, num_frames: int, device: torch.device) -> Tensor:
+    """[B, T] bool.
+
+    Raises:
+        UserError: a frame is to be edited from a noise level on, which has no meaning here.
+    """
+    if mask is None:
+        return torch.zeros(batch, num_frames, dtype=torch.bool, device=device)
+    if ((mask != 0) & (mask != 1)).any():
+        raise UserError(
+            "the scheduler 'nova' makes a frame or keeps it; an edit ratio between 0 and 1 has no meaning here. Use 0 or 1 in "
+            "mask_strategy."
+        )
+    return mask.to(device) == 0
+
+
+def _given(generators: Sequence[torch.Generator] | None) -> Sequence[torch.Generator]:
+    if generators is None:
+        raise ValueError("what is not given has to be drawn: pass one generator per sample.")
+    return generators

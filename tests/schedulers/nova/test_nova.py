@@ -1,0 +1,217 @@
+"""Training and sampling of NOVA: what is drawn, what is a loss, and that sampling is a plain loop without a cache."""
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+
+from opensora.registry import SCHEDULERS
+from opensora.schedulers.nova.guidance import Scales
+from opensora.schedulers.nova.model import cut, spread
+from opensora.schedulers.nova.nova import known_patches
+from opensora.utils.errors import UserError
+from opensora.utils.seed import generators
+from tests.models.nova.test_nova import build, inputs
+
+SIZE = (3, 8, 8)
+
+
+def scheduler(**changes):
+    return SCHEDULERS.build({"type": "nova", "num_sampling_steps": 4, "num_diffusion_steps": 3, **changes})
+
+
+def conditions(batch=2):
+    cond = inputs(batch=batch)
+    return {name: cond[name] for name in ("y", "mask", "fps", "flow")}
+
+
+def rngs(*ids):
+    return generators(1, "nova", ids=ids)
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "num_patches"), [(64, 4096), (64, 1440), (4, 16), (8, 3), (1, 7), (64, 1), (5, 5)]
+)
+def test_every_step_adds_patches_along_a_cosine(num_steps, num_patches):
+    known = known_patches(num_steps, num_patches)
+    assert (known[0], known[-1]) == (0, num_patches)
+    assert len(known) == min(num_steps, num_patches) + 1 or num_patches > num_steps >= len(known) - 1
+    assert all(a < b for a, b in pairwise(known))
+    if num_patches > 20 * num_steps:
+        half = len(known) // 2
+        assert known[half] == pytest.approx(num_patches * (1 - math.cos(math.pi / 2 * half / num_steps)), abs=1)
+
+
+def test_patches_are_cut_and_laid_in_the_order_of_the_models():
+    x, model = torch.arange(4 * 8 * 12.0).view(1, 4, 8, 12), build()
+    assert torch.equal(cut(x, 2), model.image_decoder.patch_embed.cut(x))
+    assert torch.equal(model.to_frames(cut(x, 2), (8, 12)), x)
+    number = spread(torch.arange(24.0), (8, 12), 2)
+    assert torch.equal(cut(number[None], 2)[..., 0], torch.arange(24.0))
+
+
+def test_what_is_hidden_and_how_noisy_it_is():
+    made = scheduler()
+    shares, times = [], []
+    for i in range(200):
+        visible = made._draw_visible(rngs(i, 1000), 2, 100, torch.device("cpu"))
+        assert all(len(set(ids.tolist())) == visible.shape[2] for ids in visible.flatten(0, 1))
+        shares.append(1 - visible.shape[2] / 100)
+        times.append(made._draw_times(rngs(i), (4, 2, 25), torch.device("cpu")))
+    assert min(shares) >= 0.7
+    assert sum(shares) / len(shares) == pytest.approx(0.867, abs=0.015)  # of the truncated normal distribution, by hand
+    sigma = torch.stack(times) / 1000
+    assert sigma.min() >= 0.001
+    assert sigma.max() <= 1
+    assert sigma.logit(eps=1e-4).std() == pytest.approx(1, abs=0.03)
+
+
+def test_the_loss_of_a_perfect_model_is_zero_and_visible_patches_do_not_count():
+    model, x0 = build(), torch.randn(2, 4, *SIZE)
+    noise = torch.randn(2, 4, 4, *SIZE)
+    visible = torch.arange(5).expand(2, 3, 5)
+
+    class Told(torch.nn.Module):
+        """The real model's parts with an answer that is off at one patch."""
+
+        module = model
+
+        def __init__(self, patch):
+            super().__init__()
+            off = torch.zeros(16)
+            off[patch] = 1.0
+            self.off = spread(off, SIZE[1:], 2)
+
+        def forward(self, x, t, **_):
+            return noise - x[:, None] + self.off
+
+    made = scheduler()
+    losses = [
+        made.training_losses(Told(p), x0, conditions(), noise=noise, visible=visible, generators=rngs(0, 1))
+        for p in (0, 9)
+    ]
+    torch.testing.assert_close(losses[0], torch.zeros(2), atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        losses[1], torch.full((2,), 2 / 11)
+    )  # 1 of 11 hidden patches, in the first frame and later
+    for name, share in (("first", 1 / 11), ("later", 1 / 11)):
+        one = scheduler(losses=name).training_losses(
+            Told(9), x0, conditions(), noise=noise, visible=visible, generators=rngs(0, 1)
+        )
+        torch.testing.assert_close(one, torch.full((2,), share))
+
+
+def test_losses_are_of_each_sample_alone_where_what_is_shown_is_given():
+    model, x0, made = build(), torch.randn(2, 4, *SIZE), scheduler()
+    visible = made._draw_visible(rngs(5, 6), 3, 16, torch.device("cpu"))
+    both = made.training_losses(model, x0, conditions(), visible=visible, generators=rngs(5, 6))
+    for b in range(2):
+        cond = {name: value[b : b + 1] for name, value in conditions().items()}
+        alone = made.training_losses(model, x0[b : b + 1], cond, visible=visible[b : b + 1], generators=rngs(5 + b))
+        torch.testing.assert_close(both[b : b + 1], alone)
+
+
+@pytest.mark.parametrize("positions", ["absolute", "rotary"])
+def test_sampling_equals_a_loop_that_computes_everything_anew(positions):
+    model, made = build(positions=positions), scheduler(cfg_scale=3.0, min_cfg_scale=1.5)
+    z, cond = torch.randn(2, 4, *SIZE), conditions()
+    null = {"y": model.null_condition(2)}
+    ours = made.sample(model, z, cond, null=null, generators=rngs(0, 1))
+    torch.testing.assert_close(ours, by_hand(model, z, cond, null), atol=1e-5, rtol=1e-4)
+
+
+@torch.no_grad()
+def by_hand(model, z, cond, null):
+    """Sample by sample, patch by patch in python's order, without cache or joint batches."""
+    out = torch.zeros_like(z)
+    for b, rng in enumerate(rngs(0, 1)):
+        order = torch.randperm(16, generator=rng)
+        own = {name: value[b : b + 1] for name, value in cond.items()}
+        texts = [model.text_tokens(own["y"], own["mask"], own["fps"], own["flow"]),
+                 model.text_tokens(null["y"][b : b + 1], None, own["fps"], own["flow"])]  # fmt: skip
+        for t in range(3):
+            c = [model.video_conditions(out[b : b + 1], text)[:, t] for text in texts]
+            known = known_patches(4, 16)
+            for k in range(4):
+                visible, new = order[None, : known[k]], order[known[k] : known[k + 1]]
+                z_both = [
+                    model.image_tokens(out[b : b + 1, :, t], visible, each, torch.tensor([t]), (8, 8)) for each in c
+                ]
+                scale = 1.5 + 1.5 * k / 3
+                for patch in new.tolist():
+                    x = cut(z[b, :, t], 2)[patch]
+                    for i in range(3):
+                        time = torch.tensor(1000 * (1 - i / 3))
+                        cond_v, null_v = (model.image_decoder(x, time, words[0, patch]) for words in z_both)
+                        x = x - (null_v + scale * (cond_v - null_v)) / 3
+                    row, column = divmod(patch, 4)
+                    out[b, :, t, 2 * row : 2 * row + 2, 2 * column : 2 * column + 2] = x.view(4, 2, 2)
+    return out
+
+
+def test_a_batch_samples_what_its_samples_alone_do():
+    model, made, z = build(), scheduler(), torch.randn(2, 4, *SIZE)
+    both = made.sample(model, z, conditions(), null={"y": model.null_condition(2)}, generators=rngs(3, 4))
+    for b in range(2):
+        cond = {name: value[b : b + 1] for name, value in conditions().items()}
+        alone = made.sample(model, z[b : b + 1], cond, null={"y": model.null_condition(1)}, generators=rngs(3 + b))
+        torch.testing.assert_close(both[b : b + 1], alone, atol=1e-5, rtol=1e-4)
+
+
+def test_given_frames_come_back_bit_for_bit_and_are_seen():
+    model, made, z = build(), scheduler(), torch.randn(2, 4, *SIZE)
+    mask = torch.tensor([[0, 1, 1], [1, 1, 1]])
+    out = made.sample(model, z, conditions(), mask=mask, guidance_scale=1.0, generators=rngs(0, 1))
+    assert torch.equal(out[0, :, 0], z[0, :, 0])
+    assert not torch.equal(out[1, :, 0], z[1, :, 0])
+    other = z.clone()
+    other[0, :, 0] += 1
+    changed = made.sample(model, other, conditions(), mask=mask, guidance_scale=1.0, generators=rngs(0, 1))
+    assert not torch.allclose(changed[0, :, 1], out[0, :, 1])
+    assert torch.equal(changed[1], out[1])
+    with pytest.raises(UserError, match="an edit ratio between 0 and 1 has no meaning"):
+        made.sample(model, z, conditions(), mask=torch.full((2, 3), 0.5), generators=rngs(0, 1))
+
+
+def test_every_guidance_changes_the_result_and_none_is_the_conditional_model():
+    model, z, cond = build(), torch.randn(1, 4, 2, 8, 8), conditions(1)
+    null = {"y": model.null_condition(1)}
+
+    def sampled(**options):
+        return scheduler(**options).sample(model, z, cond, null=null, generators=rngs(0))
+
+    plain = sampled(cfg_scale=1.0)
+    torch.testing.assert_close(plain, scheduler().sample(model, z, cond, generators=rngs(0)))
+    guided = sampled()
+    results = [plain, guided, sampled(image_guidance_scale=1.0), sampled(spatiotemporal_guidance_scale=1.0, skip_layers=(2,)),
+               sampled(guidance_trunc=500), sampled(guidance_renorm=0.1), sampled(min_cfg_scale=1.0)]  # fmt: skip
+    for i, one in enumerate(results):
+        assert one.isfinite().all()
+        assert not any(torch.allclose(one, other) for other in results[i + 1 :])
+    torch.testing.assert_close(sampled(guidance_trunc=1001), plain)
+
+
+def test_a_guided_patch_is_no_longer_than_asked():
+    text, null = torch.randn(2, 5, 16), torch.randn(2, 5, 16)
+    out = Scales(8.0, renorm=0.01).combine({"text": text, "null": null}, 0, 1, 0.5)
+    torch.testing.assert_close(out.norm(dim=-1), text.norm(dim=-1))
+
+
+def test_a_small_model_learns():
+    model, made = build(caption_channels=16).train(), scheduler(loss_repeat=2)
+    x0 = torch.randn(2, 4, 2, 8, 8) * 0.1 + torch.tensor([1.0, -1.0]).view(2, 1, 1, 1, 1)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 3e-3)
+    losses = []
+    for step in range(60):
+        loss = made.training_losses(model, x0, conditions(), generators=generators(0, step, ids=(0, 1))).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert sum(losses[-10:]) < 0.6 * sum(losses[:10])
+
+
+def test_other_models_are_refused():
+    with pytest.raises(UserError, match="trains and samples patch by patch, which Linear cannot"):
+        scheduler().training_losses(torch.nn.Linear(1, 1), torch.randn(1, 4, 1, 8, 8), {}, generators=rngs(0))
