@@ -5,13 +5,15 @@ import torch
 from PIL import Image
 from torch import nn
 
-from opensora.acceleration.distributed import World
+from opensora.acceleration.distributed import World, shutdown
 from opensora.registry import DATASETS, MODELS, PLUGINS, SCHEDULERS
 from opensora.utils.errors import UserError
 from tests.models.denoisers import DENOISERS, TOY, inputs
+from tests.models.nova import test_nova as nova
 from tests.models.vaes import VAES, build, video_of
 
 SMALL = {"depth": 2, "hidden_size": 32, "num_heads": 2, "caption_channels": 16, "model_max_length": 5}
+NOVAS = [name for name in MODELS.choices() if name.startswith("NOVA")]
 TEXT_ENCODERS = ["clip", "hf", "t5"]
 VAE_TYPES = {cfg["type"] for cfg in VAES.values()}
 
@@ -19,7 +21,7 @@ VAE_TYPES = {cfg["type"] for cfg in VAES.values()}
 def test_no_registered_model_is_left_out():
     """A new name fails here until one of the tests below builds it."""
     assert MODELS.choices() == sorted(
-        [*DENOISERS, *VAE_TYPES, *TEXT_ENCODERS, "cached", "classes", "PatchDiscriminator"]
+        [*DENOISERS, *NOVAS, *VAE_TYPES, *TEXT_ENCODERS, "cached", "classes", "PatchDiscriminator"]
     )
 
 
@@ -31,6 +33,17 @@ def test_denoiser(name):
     assert model.null_condition(3).shape == (3, *cond["y"].shape[1:])
     assert len(model.transformer_blocks()) >= TOY["depth"]
     assert model.flops(cond["x"].shape[2:], cond["y"].shape[2]) > 0
+    assert 0 <= model.class_dropout_prob < 1
+
+
+@pytest.mark.parametrize("name", NOVAS)
+def test_nova(name):
+    model = MODELS.build({"type": name, **nova.TOY})
+    cond = nova.inputs()
+    assert model(**cond).shape == cond["noisy"].shape
+    assert model.null_condition(3).shape == (3, *cond["y"].shape[1:])
+    assert len(model.transformer_blocks()) >= nova.TOY["video_depth"] + nova.TOY["image_depth"]
+    assert model.flops(cond["x"].shape[2:], 7) > 0
     assert 0 <= model.class_dropout_prob < 1
 
 
@@ -111,7 +124,7 @@ def test_cached_encoder(tmp_path):
 @pytest.mark.parametrize("name", SCHEDULERS.choices())
 def test_scheduler(name):
     scheduler = SCHEDULERS.build({"type": name, "num_sampling_steps": 3})
-    model = MODELS.build({"type": "STDiT-XXS/2", **SMALL})
+    model = nova.build(motion=False) if name == "nova" else MODELS.build({"type": "STDiT-XXS/2", **SMALL})
     cond = {"y": torch.randn(2, 1, 5, 16)}
     rngs = [torch.Generator().manual_seed(i) for i in range(2)]
     z = torch.randn(2, 4, 2, 4, 4)
@@ -154,12 +167,17 @@ def test_dataset(name, clips_csv, tmp_path):
 
 @pytest.mark.parametrize("name", PLUGINS.choices())
 def test_engine(name):
+    if name.startswith("zero2"):
+        pytest.skip("needs a GPU: tests/test_gpu_engines.py")
     model = nn.Linear(2, 1)
     optimizer = torch.optim.AdamW(model.parameters())
     world = World(0, 1, torch.device("cpu"))
-    engine = PLUGINS.build({"type": name}, model=model, optimizer=optimizer, world=world, dtype="fp32")
-    with engine.micro_step(last=True):
-        loss = engine.model(torch.ones(3, 2)).square().mean()
-    engine.backward(loss)
-    assert engine.step() > 0
-    assert engine.optimizer_state().keys() >= {"weight/exp_avg", "bias/step"}
+    try:
+        engine = PLUGINS.build({"type": name}, model=model, optimizer=optimizer, world=world, dtype="fp32")
+        with engine.micro_step(last=True):
+            loss = engine.model(torch.ones(3, 2)).square().mean()
+        engine.backward(loss)
+        assert engine.step() > 0
+        assert engine.optimizer_state().keys() >= {"weight/exp_avg", "bias/step"}
+    finally:
+        shutdown()

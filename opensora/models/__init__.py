@@ -1,1 +1,1 @@
-from opensora.models import dit, latte, pixart, stdit, text_encoder, vae
+from opensora.models import dit, latte, nova, pixart, stdit, text_encoder, vae

@@ -1,3 +1,3 @@
 """Diffusion algorithms, one a folder; importing this package registers them."""
 
-from opensora.schedulers import dpms, iddpm, rf
+from opensora.schedulers import dpms, iddpm, nova, rf

@@ -65,7 +65,8 @@ def test_the_denoiser_is_the_mean_of_x_0_given_x():
 
 
 def test_no_registered_scheduler_is_left_out():
-    assert {config["type"] for config in SAMPLERS.values()} == set(SCHEDULERS.choices())
+    of_points = set(SCHEDULERS.choices()) - {"nova"}  # which samples patches
+    assert {config["type"] for config in SAMPLERS.values()} == of_points
 
 
 @pytest.mark.parametrize("name", SAMPLERS)

@@ -5,6 +5,8 @@ of the published weights: `patch_embed.proj`, `time_cond_embed.{timestep_proj, c
 `blocks.N.{norm1.proj, proj.fc1, proj.fc2, norm2}`, `norm.proj`, `head`.
 """
 
+from typing import cast
+
 import torch.nn.functional as F
 from timm.layers import Mlp
 from torch import Tensor, nn
