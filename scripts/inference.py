@@ -1,6 +1,7 @@
 """Sample videos: `python scripts/inference.py CONFIG [--ckpt-path W] [--prompt "..."]`, or the same under torchrun.
 
-Processes of torchrun share the prompts among them; each makes the videos that a single process would.
+Processes of torchrun share the prompts among them, or with `--sp-size` and `--cfg-parallel` the work on each video; each
+video is what a single process would make. docs/inference.md describes prompts, references, sizes, memory and speed.
 
 Frame rates: `fps` is what the model is told; the file gets `save_fps`, or else `fps / frame_interval`, as an exact
 fraction. Names: see `opensora.inference.output.sample_file_name`; numbers count from the start of the prompt list,
@@ -8,37 +9,19 @@ so a run with `start_index=100` begins with `sample_0100`. A sample that is alre
 made again, one with other settings is an error, and nothing is overwritten: an interrupted run continues when repeated.
 """
 
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Sequence
 
 from tqdm import tqdm
 
-from opensora.acceleration.distributed import World, init_world, shutdown
-from opensora.inference.output import (
-    already_made,
-    describe_checkpoint,
-    sample_file_name,
-    save_sample,
-    sidecar,
-    write_sidecar,
-)
-from opensora.inference.pipeline import VideoPipeline
-from opensora.inference.prompts import load_prompts
-from opensora.registry import MODELS, SCHEDULERS
-from opensora.utils.config import InferenceConfig, parse_config, to_dict
+from opensora.acceleration.cfg_parallel import Sharing, share_videos
+from opensora.acceleration.distributed import init_world, shutdown
+from opensora.inference.build import COMPONENTS
+from opensora.inference.jobs import Job, batches, jobs, records, request_of, stated_size
+from opensora.inference.manifest import already_made, write_samples
+from opensora.inference.pipeline import Defaults, VideoPipeline
+from opensora.utils.config import InferenceConfig, parse_config
 from opensora.utils.errors import exit_on_user_error
 from opensora.utils.logging import show_messages
-from opensora.utils.run import environment
-
-COMPONENTS = {"model": MODELS, "vae": MODELS, "text_encoder": MODELS, "scheduler": SCHEDULERS}
-
-
-class Job(NamedTuple):
-    """One sample to make."""
-
-    path: Path  # without extension
-    sidecar: dict[str, Any]
 
 
 @exit_on_user_error
@@ -49,78 +32,55 @@ def main() -> None:
     if world.is_main and cfg.verbose > 0:
         show_messages()
     try:
-        sample(cfg, world)
+        sample(cfg, share_videos(world, cfg.sp_size, cfg_parallel=cfg.cfg_parallel))
     finally:
         shutdown()
 
 
-def sample(cfg: InferenceConfig, world: World) -> None:
-    """This process's share of the samples."""
-    todo = [job for job in list(jobs(cfg))[world.rank :: world.size] if not is_done(cfg, job)]
+def sample(cfg: InferenceConfig, sharing: Sharing) -> None:
+    """The samples of this process's team."""
+    mine = jobs(cfg)[sharing.team :: sharing.num_teams]  # before anything is made: every team must cut the same list
+    if not mine:
+        return
+    pipeline, size = None, stated_size(cfg)
+    if size is None:  # by name: only the VAE knows
+        pipeline = VideoPipeline.from_config(cfg, sharing=sharing)
+        size = pipeline.defaults
+    todo = sharing.agree_on(lambda: not_done(cfg, mine, size))
     if not todo:
         return
-    pipeline = VideoPipeline.from_config(cfg, world.device)
-    groups = [[job for job in todo if job.sidecar["sample_index"] == k] for k in range(cfg.num_sample)]
-    batches = [g[i : i + cfg.batch_size] for g in groups for i in range(0, len(g), cfg.batch_size)]
-    for batch in tqdm(batches, unit="batch", disable=cfg.verbose < 1 or not world.is_main):
-        prompts = [job.sidecar["prompt"] for job in batch]
-        if cfg.verbose > 1:
-            tqdm.write("\n".join(prompts))
-        videos = pipeline(
-            prompts,
-            num_frames=cfg.num_frames,
-            image_size=cfg.image_size,
-            fps=cfg.fps,
-            seed=cfg.seed,
-            prompt_indices=[job.sidecar["prompt_index"] for job in batch],
-            sample_index=batch[0].sidecar["sample_index"],
-            progress=cfg.verbose > 1 and world.is_main,
+    pipeline = pipeline or VideoPipeline.from_config(cfg, sharing=sharing)
+    shows = cfg.verbose > 0 and sharing.leads
+    for batch in tqdm(batches(todo, cfg.batch_size), unit="batch", disable=not shows or sharing.team > 0):
+        if cfg.verbose > 1 and sharing.leads:
+            tqdm.write("\n".join(job.item.text for job in batch))
+        made = pipeline.sample(
+            request_of(cfg, batch, pipeline),
+            progress=cfg.verbose > 1 and sharing.leads and sharing.team == 0,
+            decode=sharing.leads,
         )
-        for job, video in zip(batch, videos, strict=True):
-            write_sidecar(job.sidecar, job.path)  # first: a video without one is taken for another program's
-            path = save_sample(video, job.path, save_fps(cfg))
-            if cfg.verbose > 0:
-                tqdm.write(str(path))
+        if made.video is None:
+            continue
+        paths = write_samples(
+            list(made.video),
+            [job.path for job in batch],
+            list(records(cfg, batch, size)),
+            device=pipeline.device,
+            save_format=cfg.save_format,
+        )
+        if shows:
+            tqdm.write("\n".join(map(str, paths)))
 
 
-def jobs(cfg: InferenceConfig) -> Iterator[Job]:
-    """Every sample that the config asks for."""
-    prompts = load_prompts(cfg.prompt, cfg.prompt_path, cfg.start_index, cfg.end_index)
-    checkpoint = describe_checkpoint(cfg.model.get("from_pretrained"))
-    config, made_with = to_dict(cfg), environment()
-    for k in range(cfg.num_sample):
-        for index, prompt in enumerate(prompts, start=cfg.start_index or 0):
-            name = sample_file_name(
-                prompt,
-                index,
-                k,
-                num_sample=cfg.num_sample,
-                sample_name=cfg.sample_name,
-                prompt_as_path=cfg.prompt_as_path,
-            )
-            record = sidecar(
-                config,
-                prompt=prompt,
-                prompt_index=index,
-                sample_index=k,
-                save_fps=save_fps(cfg),
-                checkpoint=checkpoint,
-                made_with=made_with,
-            )
-            yield Job(Path(cfg.save_dir) / name, record)
-
-
-def is_done(cfg: InferenceConfig, job: Job) -> bool:
-    """Whether an earlier run made this sample; says so."""
-    done = already_made(job.path, job.sidecar)
-    if done and cfg.verbose > 0:
-        print(f"{job.path}: already made with these settings, skipped")
-    return done
-
-
-def save_fps(cfg: InferenceConfig) -> float:
-    """The frame rate of the files."""
-    return cfg.fps / cfg.frame_interval if cfg.save_fps is None else cfg.save_fps
+def not_done(cfg: InferenceConfig, mine: Sequence[Job], size: Defaults) -> list[Job]:
+    """The jobs whose samples no earlier run has made; says which it has."""
+    todo = []
+    for job, record in zip(mine, records(cfg, mine, size), strict=True):
+        if not already_made(job.path, record):
+            todo.append(job)
+        elif cfg.verbose > 0:
+            print(f"{job.path}: already made with these settings, skipped")
+    return todo
 
 
 if __name__ == "__main__":

@@ -7,72 +7,99 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from opensora.acceleration.checkpointing import checkpoint_activations
+from opensora.acceleration.checkpointing import checkpoint_activations, offload_activations
 from opensora.acceleration.compile import compile_blocks
 from opensora.acceleration.distributed import World, init_world, on_main_first, shutdown
 from opensora.acceleration.engine import build_engine, check_engine
 from opensora.acceleration.loop import (
+    build_ema,
     build_optimizer,
+    checkpoint_parts,
+    checkpoint_to_load,
     count_steps,
-    finite_mean,
+    engine_settings,
     learning_rate,
     places,
     resume,
     steps,
 )
+from opensora.acceleration.lora import add_lora
+from opensora.acceleration.meter import build_meter
+from opensora.acceleration.safety import FiniteGuard
+from opensora.acceleration.saving import open_run
+from opensora.acceleration.sequence_parallel import parallelise
+from opensora.acceleration.signals import StopSignals
+from opensora.acceleration.watchdog import Watchdog, patience
 from opensora.datasets.bucket import refuse_illegal_sizes
 from opensora.datasets.dataloader import batch_bytes, build_loader, build_sampler
 from opensora.datasets.sampler import BatchSampler, Place
 from opensora.datasets.summary import summarise
+from opensora.inference.validation import build_validation
+from opensora.models.class_condition import check_classes_of_data
 from opensora.models.encode import BatchEncoder, freeze
 from opensora.models.text_encoder.memo import MemoizedTextEncoder
 from opensora.registry import DATASETS, MODELS, SCHEDULERS, build_module
+from opensora.schedulers.mask_ratios import MaskRatios
 from opensora.utils.config import TrainConfig, parse_config, to_dict
-from opensora.utils.ema import EMA
+from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.errors import exit_on_user_error
 from opensora.utils.logging import RunLog, show_messages
+from opensora.utils.lora import LoraOptions
 from opensora.utils.lr_scheduler import set_lr
-from opensora.utils.run import BATCHES_VARY, RunState, Throughput, due, make_run_folder, save_run
+from opensora.utils.run import BATCHES_VARY, RunState, due
+from opensora.utils.run_summary import effective_batch, parameter_table
 from opensora.utils.seed import generators
 
-COMPONENTS = {"model": MODELS, "vae": MODELS, "text_encoder": MODELS, "scheduler": SCHEDULERS, "dataset": DATASETS}
+COMPONENTS = {
+    "model": MODELS,
+    "vae": MODELS,
+    "text_encoder": MODELS,
+    "scheduler": SCHEDULERS,
+    "val_scheduler": SCHEDULERS,
+    "dataset": DATASETS,
+}
 
 
 @exit_on_user_error
 def main() -> None:
     """Build what the config names, then train."""
     cfg = parse_config(TrainConfig, COMPONENTS)
-    world = init_world(cfg.device, cfg.sp_size)
+    limit_s = cfg.step_timeout_min * 60
+    world = init_world(cfg.device, cfg.sp_size, patience(limit_s))
     if world.is_main:
         show_messages()
     try:
-        train(cfg, world)
+        with StopSignals(world) as stop, Watchdog(limit_s, world) as watchdog:
+            train(cfg, world, stop, watchdog)
     finally:
         shutdown()
 
 
-def train(cfg: TrainConfig, world: World) -> None:
+def train(cfg: TrainConfig, world: World, stop: StopSignals, watchdog: Watchdog) -> None:
     """The whole run of one process."""
-    check_engine(cfg.plugin, cfg.sp_size)
+    check_engine(cfg.plugin, cfg.sp_size, device=world.device, dtype=cfg.dtype)
+    masks = MaskRatios(cfg.mask_ratios)
     if cfg.dry_run:
         dry_run(cfg, world)
         return
     vae, text_encoder, model = build_models(cfg, world.device)
+    parallelise(model, world.sp_group)
     scheduler = build_module(cfg.scheduler, SCHEDULERS)
     dataset = build_module(cfg.dataset, DATASETS, seed=cfg.seed, vae_fingerprint=vae.fingerprint())
+    check_classes_of_data(dataset, text_encoder)
     if cfg.bucket_config is not None:
         refuse_illegal_sizes(dataset.buckets, vae, model.patch_size)
     encode = BatchEncoder(vae, text_encoder, model, world.device)
     optimizer = build_optimizer(cfg, model)
-    ema = EMA(model, cfg.ema_decay)
-    engine = build_engine(cfg.plugin, model, optimizer, world, dtype=cfg.dtype, grad_clip=cfg.grad_clip)
+    engine = build_engine(cfg.plugin, model, optimizer, world, **engine_settings(cfg))
+    ema = build_ema(cfg, model, engine)
 
     global_batch = cfg.batch_size * world.dp_size if cfg.bucket_config is None else BATCHES_VARY
     state = RunState(data=dataset.fingerprint(), global_batch=global_batch, world=world.dp_size)
-    if cfg.load is not None:
+    if (source := on_main_first(partial(checkpoint_to_load, cfg))) is not None:
         keep_place = not cfg.start_from_scratch
         state = resume(
-            cfg.load, state, model, ema, engine, keep_place=keep_place, other_data=cfg.other_data, scheduler=scheduler
+            source, state, ema, engine, keep_place=keep_place, other_data=cfg.other_data, scheduler=scheduler
         )
     sampler = sampler_of(cfg, dataset, world)
     total_steps = count_steps(cfg, sampler.batches_in(0), state.step)
@@ -88,45 +115,50 @@ def train(cfg: TrainConfig, world: World) -> None:
         prefetch_gib=cfg.prefetch_gib,
     )
 
-    run = on_main_first(partial(make_run_folder, cfg.outputs, cfg.exp_name, cfg.model["type"], to_dict(cfg)))
-    log = RunLog(run if world.is_main else None, wandb=cfg.wandb, config=to_dict(cfg))
-    log.line(summary(cfg, model, world))
+    run, saver = open_run(cfg, world, cfg.model["type"])
+    log = RunLog(run if world.is_main else None, start=state.step, wandb=cfg.wandb, config=to_dict(cfg))
+    log.line(summary(cfg, model, world, dataset))
     log.line(
         f"{summarise(dataset, sampler, world.dp_size, cfg.accumulation_steps)}\n{total_steps} steps, run folder {run}"
     )
-    if cfg.load is not None:
-        log.line(f"resumed {cfg.load} at step {state.step}")
+    if source is not None:
+        log.line(f"resumed {source} at step {state.step}")
+    validation = build_validation(cfg, world, encode, scheduler, ema, run, log)
     log.start_progress(state.step, total_steps)
-    speed, seen = Throughput(), 0
+    dtype = to_torch_dtype(cfg.dtype)
+    meter = build_meter(world, model, dataset, dtype, peak_tflops=cfg.peak_tflops, epoch=state.epoch)
+    guard = FiniteGuard(world, cfg.on_nonfinite, cfg.max_skipped, scales_loss=engine.scales_loss)
+    log.line(meter.describe())
 
     # ------------------------------------------------------------------ the training itself
     model.train()
-    window: list[Tensor] = []  # losses since the last line of the log
-    for micro_batches in steps(loader, cfg.accumulation_steps):
+    batches = meter.data_wait(steps(loader, cfg.accumulation_steps))
+    for micro_batches in stop.until(watchdog.watch(batches, run, loader.reading)):
         set_lr(optimizer, lr := learning_rate(cfg, state.step, total_steps))
         for i, (batch, ids) in enumerate(zip(micro_batches, places(micro_batches), strict=True)):
             rngs = generators(cfg.seed, "train", state.step, ids=ids, device=world.device)
             z, cond = encode(batch, rngs)  # z [B, C, T, h, w]
             with engine.micro_step(last=i == cfg.accumulation_steps - 1):
-                loss = scheduler.training_losses(engine.model, z, cond, generators=rngs).mean()
-            engine.backward(loss / cfg.accumulation_steps)
-            window.append(loss.detach())
-            seen += batch["whole"]
+                mask = masks(z, rngs)  # [B, T], False at given frames; None = none are given
+                loss = scheduler.training_losses(engine.model, z, cond, mask=mask, generators=rngs).mean()
+            engine.backward(guard(loss, batch) / cfg.accumulation_steps)
+            meter.add(batch, z, cond, loss)
         grad_norm = engine.step()
         state.advance(cfg.accumulation_steps, sampler.batches_in)
-        ema.update(model, state.step)
+        meter.step(state.step, grad_norm)
+        ema.update(model, state.step, taken=guard.taken(grad_norm))
+        with watchdog.slowly():
+            validation(state.step)
         log.advance()
-        if due(state.step, cfg.log_every) or due(state.step, cfg.ckpt_every) or state.step == total_steps:
-            mean = finite_mean(window, micro_batches, state.step)
-            log.metrics(
-                state.step, loss=mean, lr=lr, grad_norm=float(grad_norm), epoch=state.epoch, **speed(state.step, seen)
-            )
-            window.clear()
-        if due(state.step, cfg.ckpt_every) or state.step == total_steps:
-            parts = {"model": engine.model_state(), "ema": ema.state_dict(), "optimizer": engine.optimizer_state()}
-            parts |= {"scheduler": learnt} if (learnt := scheduler.state_dict()) else {}
-            on_main_first(partial(save_run, run, state, parts, cfg.model["type"], to_dict(cfg)))
-    log.line(f"done: {run}")
+        last = stop.agreed() or state.step == total_steps
+        if due(state.step, cfg.log_every) or due(state.step, cfg.ckpt_every) or last:
+            log.metrics(state.step, lr=lr, epoch=state.epoch, **guard.checked(meter.read()))
+            log.line(meter.epoch_table(state.epoch))
+        if due(state.step, cfg.ckpt_every) or last:
+            with watchdog.slowly():
+                saver.save(state, checkpoint_parts(engine, ema, scheduler))
+    saver.wait()
+    log.line(f"{stop.reason or 'done'}: {run} at step {state.step}")
     log.close()
 
 
@@ -142,10 +174,13 @@ def build_models(cfg: TrainConfig, device: torch.device) -> tuple[Any, Any, Any]
         caption_channels=text_encoder.output_dim,
         model_max_length=text_encoder.model_max_length,
     ).to(device)
+    if cfg.lora is not None:
+        add_lora(model, LoraOptions.of(cfg.lora), seed=cfg.seed)
     if cfg.compile:
         compile_blocks(model.transformer_blocks())
-    if cfg.grad_checkpoint:
-        checkpoint_activations(model.transformer_blocks())
+    checkpoint_activations(model.transformer_blocks(), cfg.grad_checkpoint)
+    if cfg.activation_offload:
+        offload_activations(model)
     return vae, MemoizedTextEncoder(text_encoder) if cfg.cache_text else text_encoder, model
 
 
@@ -175,13 +210,12 @@ def dry_run(cfg: TrainConfig, world: World) -> None:
     count_steps(cfg, sampler.batches_in(0), 0)
 
 
-def summary(cfg: TrainConfig, model: nn.Module, world: World) -> str:
-    """What is about to be trained, in a line."""
-    count = sum(parameter.numel() for parameter in model.parameters())
-    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+def summary(cfg: TrainConfig, model: nn.Module, world: World, dataset: Any) -> str:
+    """What is about to be trained, and on how much at once."""
+    buckets = dataset.buckets if cfg.bucket_config is not None else ()
     return (
-        f"{cfg.model['type']}: {count / 1e6:.2f} M parameters, {trained / 1e6:.2f} M trained, {cfg.dtype} on "
-        f"{world.size} x {world.device.type}"
+        f"{cfg.model['type']}, {cfg.dtype} on {world.size} x {world.device.type}\n{parameter_table(model)}\n"
+        f"{effective_batch(cfg.batch_size, world.dp_size, cfg.accumulation_steps, sp_size=world.sp_size, buckets=buckets)}"
     )
 
 

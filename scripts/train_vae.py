@@ -15,16 +15,22 @@ from torch import Tensor, nn
 
 from opensora.acceleration.compile import compile_blocks
 from opensora.acceleration.distributed import World, barrier, init_world, on_main_first, shutdown
-from opensora.acceleration.engine import build_engine, check_engine
+from opensora.acceleration.engine import Engine, build_engine, check_engine
 from opensora.acceleration.loop import (
+    build_ema,
     build_optimizer,
+    checkpoint_parts,
+    checkpoint_to_load,
     count_steps,
+    engine_settings,
     finite_mean,
     learning_rate,
     places,
     resume,
     steps,
 )
+from opensora.acceleration.saving import open_run
+from opensora.acceleration.signals import StopSignals
 from opensora.datasets.dataloader import batch_bytes, build_loader, build_sampler
 from opensora.datasets.datasets import VideoTextDataset
 from opensora.datasets.sampler import Place, SampleKey
@@ -41,7 +47,7 @@ from opensora.utils.ema import EMA
 from opensora.utils.errors import UserError, exit_on_user_error
 from opensora.utils.logging import RunLog, show_messages
 from opensora.utils.lr_scheduler import set_lr
-from opensora.utils.run import RunState, Throughput, due, make_run_folder, save_run
+from opensora.utils.run import RunState, Throughput, due
 
 COMPONENTS = {"vae": MODELS, "dataset": DATASETS, "discriminator": MODELS}
 STATISTICS_SAMPLES = 256
@@ -56,12 +62,13 @@ def main() -> None:
     if world.is_main:
         show_messages()
     try:
-        train(cfg, world)
+        with StopSignals(world) as stop:
+            train(cfg, world, stop)
     finally:
         shutdown()
 
 
-def train(cfg: VAETrainConfig, world: World) -> None:
+def train(cfg: VAETrainConfig, world: World, stop: StopSignals) -> None:
     """The whole run of one process."""
     check_engine(cfg.plugin)
     model, pieces = build_vae(cfg, world.device)
@@ -69,14 +76,13 @@ def train(cfg: VAETrainConfig, world: World) -> None:
     dataset = build_module(cfg.dataset, DATASETS, seed=cfg.seed)
     held_out = HeldOut(cfg) if cfg.eval_data_path is not None and world.is_main else None
     optimizer = build_optimizer(cfg, model)
-    ema = EMA(model.vae, cfg.ema_decay)
-    engine = build_engine(cfg.plugin, model, optimizer, world, dtype=cfg.dtype, grad_clip=cfg.grad_clip)
+    engine = build_engine(cfg.plugin, model, optimizer, world, **engine_settings(cfg))
+    ema = build_ema(cfg, model.vae, engine)
     adversary = build_adversary(cfg, world)
 
     state = RunState(data=dataset.fingerprint(), global_batch=cfg.batch_size * world.size, world=world.size)
-    if cfg.load is not None:
-        state = resume(cfg.load, state, model, ema, engine, keep_place=True)
-        resume_adversary(cfg.load, adversary)
+    if (source := on_main_first(partial(checkpoint_to_load, cfg))) is not None:
+        state = go_on(source, state, ema, engine, adversary)
     sampler = build_sampler(dataset, cfg.batch_size, seed=cfg.seed, rank=world.rank, world_size=world.size)
     total_steps = count_steps(cfg, sampler.batches_in(0), state.step)
     place = Place(state.epoch, state.batch_in_epoch, tuple(state.segments))
@@ -91,7 +97,7 @@ def train(cfg: VAETrainConfig, world: World) -> None:
         prefetch_gib=cfg.prefetch_gib,
     )
 
-    run = on_main_first(partial(make_run_folder, cfg.outputs, cfg.exp_name, cfg.vae["type"], to_dict(cfg)))
+    run, saver = open_run(cfg, world, cfg.vae["type"])
     log = RunLog(run if world.is_main else None, wandb=cfg.wandb, config=to_dict(cfg))
     log.line(summary(cfg, model.vae, len(dataset), total_steps, world, run))
     log.start_progress(state.step, total_steps)
@@ -100,7 +106,7 @@ def train(cfg: VAETrainConfig, world: World) -> None:
     # ------------------------------------------------------------------ the training itself
     model.train()
     window: list[dict[str, Tensor]] = []  # loss and its parts since the last line of the log
-    for micro_batches in steps(loader, cfg.accumulation_steps):
+    for micro_batches in stop.until(steps(loader, cfg.accumulation_steps)):
         set_lr(optimizer, lr := learning_rate(cfg, state.step, total_steps))
         adversary.set_lr(lr / cfg.lr)
         for i, (batch, ids) in enumerate(zip(micro_batches, places(micro_batches), strict=True)):
@@ -118,21 +124,21 @@ def train(cfg: VAETrainConfig, world: World) -> None:
         state.advance(cfg.accumulation_steps, sampler.batches_in)
         ema.update(model.vae, state.step)
         log.advance()
-        if due(state.step, cfg.log_every) or due(state.step, cfg.ckpt_every) or state.step == total_steps:
+        last = stop.agreed() or state.step == total_steps
+        if due(state.step, cfg.log_every) or due(state.step, cfg.ckpt_every) or last:
             mean = finite_mean([values["loss"] for values in window], micro_batches, state.step)
             numbers = {**means(window), "loss": mean, "lr": lr, "grad_norm": float(grad_norm), "epoch": state.epoch}
             log.metrics(state.step, **numbers, **speed(state.step))
             window.clear()
         if held_out is not None and (due(state.step, cfg.eval_every) or state.step == total_steps):
             log.metrics(state.step, **held_out(averaged(cfg, ema, world.device), criterion.lpips, run, state.step))
-        if due(state.step, cfg.ckpt_every) or state.step == total_steps:
-            tensors = {"model": engine.model_state(), "ema": ema.state_dict(), "optimizer": engine.optimizer_state()}
-            tensors |= adversary.state()
-            on_main_first(partial(save_run, run, state, tensors, cfg.vae["type"], to_dict(cfg)))
-    if world.is_main:
+        if due(state.step, cfg.ckpt_every) or last:
+            saver.save(state, checkpoint_parts(engine, ema) | adversary.state())
+    saver.wait()
+    if world.is_main and not stop.stopping:
         log.line(export(cfg, averaged(cfg, ema, world.device), dataset, run / "vae"))
     barrier()
-    log.line(f"done: {run / 'vae'}")
+    log.line(f"{stop.reason or 'done'}: {run} at step {state.step}")
     log.close()
 
 
@@ -166,7 +172,7 @@ def build_adversary(cfg: VAETrainConfig, world: World) -> Player:
         return Nobody()
     discriminator: nn.Module = build_module(cfg.discriminator, MODELS).to(world.device).train()
     optimizer = build_optimizer(cfg, discriminator)
-    engine = build_engine(cfg.plugin, discriminator, optimizer, world, dtype=cfg.dtype, grad_clip=cfg.grad_clip)
+    engine = build_engine(cfg.plugin, discriminator, optimizer, world, **engine_settings(cfg))
     return Adversary(
         discriminator,
         engine,
@@ -178,7 +184,14 @@ def build_adversary(cfg: VAETrainConfig, world: World) -> Player:
     )
 
 
-def resume_adversary(source: str, adversary: Player) -> None:
+def go_on(source: Path, fresh: RunState, ema: EMA, engine: Engine, adversary: Player) -> RunState:
+    """Take everything from the checkpoint `source`; returns where it stood."""
+    state = resume(source, fresh, ema, engine, keep_place=True)
+    resume_adversary(source, adversary)
+    return state
+
+
+def resume_adversary(source: Path, adversary: Player) -> None:
     """Go on with the checkpoint's discriminator; one that it does not have starts anew.
 
     Raises:
@@ -190,7 +203,7 @@ def resume_adversary(source: str, adversary: Player) -> None:
             f"{source} was written with a discriminator, and the config has none; it would be lost. Set one."
         )
     if parts:
-        adversary.load(parts, source)
+        adversary.load(parts, str(source))
 
 
 def means(window: list[dict[str, Tensor]]) -> dict[str, float]:

@@ -29,6 +29,7 @@ class World:
     device: torch.device
     sp_size: int = 1
     sp_group: dist.ProcessGroup | None = field(default=None, compare=False)  # None with sp_size=1
+    timeout: timedelta = field(default=STEP_TIMEOUT, compare=False)  # of collective calls
 
     @property
     def dp_rank(self) -> int:
@@ -51,33 +52,49 @@ class World:
         return self.rank == 0
 
 
-def init_world(device: str = "auto", sp_size: int = 1) -> World:
+def init_world(device: str = "auto", sp_size: int = 1, timeout: timedelta = STEP_TIMEOUT) -> World:
     """Join the processes of torchrun (NCCL on GPUs, gloo on CPUs), or be the only one.
 
     Args:
         device: "cpu", "cuda", or "auto" = a GPU if there is one.
         sp_size: processes that share a sample.
+        timeout: after which a collective call that waits for another process is an error.
 
     Raises:
-        UserError: a GPU is asked for and there is none, or `sp_size` does not divide the number of processes.
+        UserError: a GPU is asked for and there is none, there are fewer than processes on this machine, or `sp_size` does
+            not divide the number of processes.
     """
     if device not in ("auto", "cpu", "cuda"):
         raise UserError(f"device={device!r} is not one of auto, cpu, cuda.")
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("device='cuda', but PyTorch sees no GPU here. Use --device cpu, or check the driver.")
     use_cuda = device != "cpu" and torch.cuda.is_available()
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    place = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
+    place = local_gpu(torch.cuda.device_count()) if use_cuda else torch.device("cpu")
     if use_cuda:
         torch.cuda.set_device(place)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
-        dist.init_process_group("nccl" if use_cuda else "gloo", timeout=STEP_TIMEOUT)
+        dist.init_process_group("nccl" if use_cuda else "gloo", timeout=timeout)
     if not dist.is_initialized():
         _check_sp_size(sp_size, 1)
         return World(0, 1, place)
     rank, size = dist.get_rank(), dist.get_world_size()
     _check_sp_size(sp_size, size)
-    return World(rank, size, place, sp_size, _sp_group(rank, size, sp_size))
+    return World(rank, size, place, sp_size, _sp_group(rank, size, sp_size), timeout)
+
+
+def local_gpu(count: int) -> torch.device:
+    """The GPU of this process among the `count` of its machine: by torchrun's LOCAL_RANK, whatever its place in the world.
+
+    Raises:
+        UserError: there is no such GPU.
+    """
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if local_rank >= count:
+        raise UserError(
+            f"this is process {local_rank + 1} of its machine, where PyTorch sees {count} GPUs. Start as many processes as "
+            "there are GPUs (torchrun --nproc_per_node), or look at CUDA_VISIBLE_DEVICES."
+        )
+    return torch.device("cuda", local_rank)
 
 
 def _check_sp_size(sp_size: int, size: int) -> None:
@@ -95,6 +112,25 @@ def _sp_group(rank: int, size: int, sp_size: int) -> dist.ProcessGroup | None:
         return None
     groups = [dist.new_group(list(range(first, first + sp_size))) for first in range(0, size, sp_size)]
     return cast(dist.ProcessGroup, groups[rank // sp_size])  # a process outside of a group gets a number instead
+
+
+def join_alone(device: torch.device) -> None:
+    """Make a process group of one where there is none, for what cannot do without (NCCL on a GPU, gloo on a CPU)."""
+    if not dist.is_initialized():
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def host_group(world: World, timeout: timedelta) -> dist.ProcessGroup | None:
+    """A gloo group of all processes, for what they ask each other without waiting for their devices; None = no others.
+
+    All processes must call it.
+    """
+    if world.size == 1:
+        return None
+    group = dist.new_group(backend="gloo", timeout=timeout)
+    assert isinstance(group, dist.ProcessGroup), "every process is in the group of all"
+    return group
 
 
 def shutdown() -> None:

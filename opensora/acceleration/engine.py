@@ -1,25 +1,30 @@
-"""Engines: how a model's gradients are computed and shared. One small interface, several names in configs.
+"""Engines: how a model's gradients are computed, shared and used. One small interface, several names in configs.
 
-`ddp` is here: fp32 weights, which are their own masters, and a forward pass in bf16, fp16 or fp32 by autocast, in one
-process or in several under torchrun. The names `fsdp2`, `zero2` and `zero2-seq` are known and refused with advice.
+| name | weights, gradients, optimizer state | file in `engines/` |
+|---|---|---|
+| `ddp` | whole in each process; `hybrid_zero` spreads the optimizer's state over a node | ddp.py |
+| `fsdp2` | spread over the processes, PyTorch's `fully_shard`; like ZeRO-2 or ZeRO-3, with replicas (HSDP) or without | fsdp2.py |
+| `zero2`, `zero2-seq` | weights whole in bf16 or fp16, the rest spread, by ColossalAI | low_level_zero.py |
+
+All keep fp32 master weights. All average gradients over the whole world, whatever `sp_size` is: sequence parallelism
+scales its gradients so that this is right.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+import inspect
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from opensora.acceleration.distributed import World
+from opensora.acceleration.engines import ddp, fsdp2, low_level_zero
 from opensora.registry import PLUGINS
-from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.errors import UserError
 
-SCALER_STATE = {"scale", "_growth_tracker"}
-NOT_YET = ("fsdp2", "zero2", "zero2-seq")
+ENGINES = (ddp.DDPEngine, fsdp2.FSDP2Engine, low_level_zero.LowLevelZeroEngine)
 
 
 class Engine(Protocol):
@@ -27,128 +32,89 @@ class Engine(Protocol):
 
     model: nn.Module
 
-    def micro_step(self, *, last: bool) -> Any:
+    def micro_step(self, *, last: bool) -> AbstractContextManager[None]:
         """A context for the forward and backward pass of one micro-batch; gradients are shared after the last."""
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of `loss`."""
 
     def step(self) -> Tensor:
-        """Clip, take the optimizer step, clear the gradients; returns the global gradient norm before clipping."""
+        """Clip, take the optimizer step, clear the gradients.
+
+        A step is all or nothing, in all processes alike: when the gradient is not finite, weights and optimizer state
+        stay as they were, bit for bit, and only the gradients are cleared. It is up to the caller to count such steps
+        and to stop. With fp16 a few of them are normal work, see `scales_loss`.
+
+        Returns:
+            The global gradient norm before clipping, over all weights of all processes, fp32 [] on the device; inf or
+            nan when the step was dropped.
+        """
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether the loss is scaled (fp16): a norm that is not finite then halves the scale, and is no cause for alarm
+        until it happens many times in a row."""
+
+    def masters(self) -> Mapping[str, Tensor]:
+        """fp32 weights by name, where they are kept apart from the model's; flat DTensors. Empty for most engines."""
 
     def model_state(self) -> dict[str, Tensor]:
-        """The whole weights, fp32."""
+        """The weights, fp32, as they lie in memory: plain, or DTensors."""
+
+    def load_model_state(self, state: Mapping[str, Tensor], source: str) -> None:
+        """Take whole weights from `state`, which was read from `source`; strict in names and shapes."""
 
     def optimizer_state(self) -> dict[str, Tensor]:
-        """The optimizer's tensors as `<parameter>/<state>`."""
+        """The optimizer's tensors as `<parameter>/<state>`, plain or DTensors, and the loss scale as `/<state>`."""
 
     def load_optimizer_state(self, state: Mapping[str, Tensor]) -> None:
-        """The reverse of `optimizer_state`."""
+        """The reverse of `optimizer_state`, from whole tensors; after the weights."""
 
 
-def check_engine(name: str, sp_size: int = 1) -> None:
-    """Refuse what this version cannot do, before anything is loaded.
+def check_engine(name: str, sp_size: int = 1, *, device: torch.device | None = None, dtype: str = "bf16") -> None:
+    """Refuse what cannot work here, before anything is loaded.
 
     Raises:
-        UserError: the engine, or sequence parallelism (`sp_size > 1`), does not exist in this version.
+        UserError: the engine cannot run on this device or in this number format, or its package is not installed.
     """
-    if name in NOT_YET:
-        raise UserError(
-            f"plugin={name!r} is not available in this version. Use --plugin ddp: it runs in one process or under "
-            "torchrun, on CPUs and GPUs."
-        )
-    if sp_size > 1:
-        raise UserError(f"sp_size={sp_size}: sequence parallelism is not available in this version; use --sp-size 1.")
+    if name == "zero2-seq" and sp_size == 1:
+        raise UserError("plugin='zero2-seq' is zero2 with sequence parallelism: set --sp-size, or use --plugin zero2.")
+    if name == "zero2" and sp_size > 1:
+        raise UserError(f"plugin='zero2' with sp_size={sp_size} is called zero2-seq: use --plugin zero2-seq.")
+    if name in low_level_zero.NAMES:
+        low_level_zero.check(name, device or torch.device("cuda" if torch.cuda.is_available() else "cpu"), dtype)
 
 
 def build_engine(
-    name: str, model: nn.Module, optimizer: Optimizer, world: World, *, dtype: str = "bf16", grad_clip: float = 0.0
+    name: str,
+    model: nn.Module,
+    optimizer: Optimizer,
+    world: World,
+    *,
+    dtype: str = "bf16",
+    grad_clip: float = 0.0,
+    **settings: Any,
 ) -> Engine:
-    """Make the engine called `name` (a config's `plugin`); raises what `check_engine` raises."""
-    check_engine(name)
-    return PLUGINS.build(
-        {"type": name}, model=model, optimizer=optimizer, world=world, dtype=dtype, grad_clip=grad_clip
-    )
+    """Make the engine called `name` (a config's `plugin`).
 
-
-@PLUGINS.register_module(name="ddp")
-class DDPEngine:
-    """Every process holds the whole model; gradients are averaged after the last micro-batch of a step.
+    Build it before anything else keeps the model's parameters: some engines exchange them for shards.
 
     Args:
+        name: see the table above.
         model: on its device, in fp32.
-        optimizer: over the model's trainable parameters.
+        optimizer: over the model's trainable parameters, not used yet; the engine makes it work on its own.
         world: this process and the others.
-        dtype: of the forward pass.
+        dtype: of the computation.
         grad_clip: largest global gradient norm; 0 = no clipping.
+        settings: more arguments of the engine. Those that are False or None may be left to an engine without them.
+
+    Raises:
+        UserError: the engine cannot run here, or has no such setting.
     """
-
-    def __init__(
-        self, model: nn.Module, optimizer: Optimizer, world: World, dtype: str = "bf16", grad_clip: float = 0.0
-    ) -> None:
-        self.raw_model = model
-        self.optimizer = optimizer
-        self.device = world.device
-        self.dtype = to_torch_dtype(dtype)
-        self.grad_clip = grad_clip
-        self.model: nn.Module = DistributedDataParallel(model) if world.size > 1 else model
-        # fp16 gradients underflow unless the loss is scaled; bf16 and fp32 do not need it
-        self.scaler = torch.amp.GradScaler(world.device.type, enabled=self.dtype == torch.float16)
-
-    @contextmanager
-    def micro_step(self, *, last: bool) -> Iterator[None]:
-        """See `Engine.micro_step`."""
-        share = isinstance(self.model, DistributedDataParallel) and not last
-        autocast = self.dtype != torch.float32
-        with (
-            self.model.no_sync() if share else nullcontext(),  # type: ignore[operator]
-            torch.autocast(self.device.type, self.dtype, enabled=autocast),
-        ):
-            yield
-
-    def backward(self, loss: Tensor) -> None:
-        """See `Engine.backward`."""
-        self.scaler.scale(loss).backward()
-
-    def step(self) -> Tensor:
-        """See `Engine.step`."""
-        self.scaler.unscale_(self.optimizer)
-        limit = self.grad_clip or float("inf")
-        norm = nn.utils.clip_grad_norm_(self.raw_model.parameters(), limit)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
-        return norm
-
-    def model_state(self) -> dict[str, Tensor]:
-        """See `Engine.model_state`."""
-        return self.raw_model.state_dict()
-
-    def optimizer_state(self) -> dict[str, Tensor]:
-        """See `Engine.optimizer_state`."""
-        tensors = {
-            f"{name}/{key}": torch.as_tensor(value)
-            for name, parameter in self.raw_model.named_parameters()
-            for key, value in self.optimizer.state.get(parameter, {}).items()
-        }
-        scaler = self.scaler.state_dict()  # empty unless fp16
-        return tensors | {
-            f"/{key}": torch.tensor(scaler[key], dtype=torch.float64) for key in SCALER_STATE & scaler.keys()
-        }
-
-    def load_optimizer_state(self, state: Mapping[str, Tensor]) -> None:
-        """See `Engine.load_optimizer_state`."""
-        named = dict(self.raw_model.named_parameters())
-        scaler = {path[1:]: float(tensor) for path, tensor in state.items() if path.startswith("/")}
-        if self.scaler.is_enabled() and scaler:
-            scaler["_growth_tracker"] = int(scaler["_growth_tracker"])
-            self.scaler.load_state_dict({**self.scaler.state_dict(), **scaler})
-        for path, tensor in state.items():
-            name, key = path.rsplit("/", 1)
-            if not name:
-                continue
-            if name not in named:
-                raise UserError(f"the optimizer state is of another model: there is no parameter {name!r}.")
-            # AdamW keeps its step count on the CPU unless it is fused, where it lives beside the parameter
-            device = named[name].device if tensor.ndim or self.optimizer.defaults.get("fused") else torch.device("cpu")
-            self.optimizer.state[named[name]][key] = tensor.to(device)
+    taken = inspect.signature(PLUGINS.get(name)).parameters if PLUGINS.get(name) else {}
+    for key, value in settings.items():
+        if key not in taken and value not in (None, False):
+            raise UserError(f"{key}={value!r} has no effect with plugin={name!r}: leave it out.")
+    return PLUGINS.build(
+        {"type": name}, model=model, optimizer=optimizer, world=world, dtype=dtype, grad_clip=grad_clip, **settings
+    )

@@ -1,7 +1,9 @@
 """What every training loop does around its step: optimizer, resume, learning rate, counting, the check of the loss."""
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
@@ -9,16 +11,20 @@ from torch import Tensor, nn
 
 from opensora.acceleration.distributed import World, mean_over_ranks
 from opensora.acceleration.engine import Engine
-from opensora.utils.ckpt import load_strictly, open_checkpoint
+from opensora.utils.ckpt import latest_checkpoint, open_checkpoint
 from opensora.utils.config_schema import LoopConfig
 from opensora.utils.ema import EMA
 from opensora.utils.errors import UserError
 from opensora.utils.lr_scheduler import lr_at
 from opensora.utils.run import RunState
 
+logger = logging.getLogger(__name__)
+
 
 class Learner(Protocol):
     """What learns beside the model, such as a scheduler that counts which timesteps matter."""
+
+    def state_dict(self) -> dict[str, Tensor]: ...
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None: ...
 
@@ -36,10 +42,44 @@ def build_optimizer(cfg: LoopConfig, model: nn.Module) -> torch.optim.Optimizer:
     )
 
 
+def engine_settings(cfg: LoopConfig) -> dict[str, Any]:
+    """What a config says about its engine, as arguments of `build_engine`."""
+    names = ["dtype", "grad_clip", "hybrid_zero", "shard_size", "optimizer_offload"]
+    return {name: getattr(cfg, name) for name in [*names, *(["fsdp_reshard"] if cfg.plugin == "fsdp2" else [])]}
+
+
+def build_ema(cfg: LoopConfig, model: nn.Module, engine: Engine) -> EMA:
+    """The averaged weights of `model`, which is the engine's or a part of it."""
+    return EMA(model, cfg.ema_decay, every=cfg.ema_every, device=cfg.ema_device, masters=engine.masters)
+
+
+def checkpoint_to_load(cfg: LoopConfig) -> Path | None:
+    """The checkpoint that `load` means, checked as `load_check` says; None = begin at step 0. For the main process.
+
+    Raises:
+        UserError: it is missing or incomplete.
+    """
+    if cfg.load is None:
+        return None
+    if cfg.load != "latest":
+        return open_checkpoint(cfg.load, check=cfg.load_check).path
+    run = Path(cfg.outputs) / str(cfg.exp_name)
+    found = latest_checkpoint(run, check=cfg.load_check) if run.is_dir() else None
+    if found is None:
+        logger.warning("load=latest: %s has no complete checkpoint yet; beginning at step 0.", run)
+    return found
+
+
+def checkpoint_parts(engine: Engine, ema: EMA, scheduler: Learner | None = None) -> dict[str, dict[str, Tensor]]:
+    """What a checkpoint holds, as this process has it; the reverse of `resume`."""
+    parts = {"model": engine.model_state(), "ema": ema.state_dict(), "optimizer": engine.optimizer_state()}
+    learnt = {} if scheduler is None else scheduler.state_dict()
+    return {**parts, "scheduler": learnt} if learnt else parts
+
+
 def resume(
-    source: str,
+    source: Path,
     fresh: RunState,
-    model: nn.Module,
     ema: EMA,
     engine: Engine,
     *,
@@ -52,12 +92,12 @@ def resume(
     `other_data`: see `RunState.resumed`. `scheduler`: may have learnt something too, such as which timesteps matter.
     """
     checkpoint = open_checkpoint(source)
-    load_strictly(model, checkpoint.tensors("model"), checkpoint.path)
+    engine.load_model_state(checkpoint.tensors("model"), str(checkpoint.path))
     ema.load_state_dict(checkpoint.tensors("ema"))
     engine.load_optimizer_state(checkpoint.tensors("optimizer"))
     if scheduler is not None:
         scheduler.load_state_dict(checkpoint.tensors("scheduler"))
-    return fresh.resumed(checkpoint.state, source, other_data=other_data) if keep_place else fresh
+    return fresh.resumed(checkpoint.state, str(source), other_data=other_data) if keep_place else fresh
 
 
 def steps(loader: Iterable[dict[str, Any]], accumulation: int) -> Iterator[list[dict[str, Any]]]:

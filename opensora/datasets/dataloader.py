@@ -3,6 +3,8 @@
 import logging
 import os
 import re
+import signal
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
@@ -57,18 +59,26 @@ class BatchLoader:
                 raise
             raise self._worker_died(error) from error
 
+    def reading(self) -> str:
+        """What each worker read last, or reads now: for messages about hangs."""
+        rows = [(i, *row) for i, row in enumerate(self._reading.tolist()) if row[0]]
+        return "; ".join(self._told(*row) for row in rows) or "The data are read by the process itself."
+
+    def _told(self, worker: int, pid: int, epoch: int, index: int) -> str:
+        path_of = getattr(self.loader.dataset.dataset, "path_of", None)  # type: ignore[attr-defined]
+        file = f"{path_of(index)}, " if path_of is not None else ""
+        return f"worker {worker} (pid {pid}) was reading {file}sample {index} of epoch {epoch}"
+
     def _worker_died(self, error: RuntimeError) -> UserError:
         """What became of a worker that a signal ended, which leaves no message of its own."""
         text = f"{error} {error.__cause__ or ''}"
         dead = [int(pid) for pid in re.findall(r"\(pid(?:\(s\))? ([\d, ]+)\)", text) for pid in pid.split(",")]
         rows = [(i, *row) for i, row in enumerate(self._reading.tolist()) if row[0]]
         mine = [row for row in rows if row[1] in dead] or rows
-        reading = "; ".join(
-            f"worker {i} (pid {pid}) was reading sample {index} of epoch {e}" for i, pid, e, index in mine
-        )
-        signal = re.search(r"by signal: ([^.]+)", text)
+        reading = "; ".join(self._told(*row) for row in mine)
+        ended_by = re.search(r"by signal: ([^.]+)", text)
         return UserError(
-            f"process {self._rank}: a worker of the data loader was killed{f' ({signal[1]})' if signal else ''}. {reading}. "
+            f"process {self._rank}: a worker of the data loader was killed{f' ({ended_by[1]})' if ended_by else ''}. {reading}. "
             "When the machine ran out of memory (dmesg says so), use fewer --num-workers or a smaller --prefetch-gib; "
             "when it is always the same file, remove its row."
         )
@@ -243,3 +253,14 @@ def _as_it_is(batch: Any) -> Any:
 
 def _start_worker(_worker: int) -> None:
     torch.set_num_threads(1)
+    # A signal to the whole process group asks the training to end after its step, for which it needs batches: only the
+    # process that started the worker ends it. A thread waits for that, as the sender can be told in no other way.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    threading.Thread(target=_end_when_told_by, args=(os.getppid(),), daemon=True).start()
+
+
+def _end_when_told_by(pid: int) -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != pid:
+        pass
+    os._exit(0)

@@ -226,6 +226,10 @@ class VideoTextDataset:
     def __len__(self) -> int:
         return len(self.clips)
 
+    def path_of(self, index: int) -> Path:
+        """The file of sample `index`."""
+        return self.table.path(self.clips.row(index))
+
     def __getitem__(self, key: SampleKey) -> Item:
         row = self.clips.row(key.index)
         path = self.table.path(row)

@@ -89,6 +89,10 @@ class ImageFolderDataset:
     def __len__(self) -> int:
         return len(self.table)
 
+    def path_of(self, index: int) -> Path:
+        """The file of sample `index`."""
+        return self.table.path(index)
+
     def __getitem__(self, key: SampleKey) -> dict[str, Any]:
         row = key.index
         path = self.table.path(row)

@@ -91,6 +91,10 @@ class InMemoryVideoDataset:
     def __len__(self) -> int:
         return len(self.rows)
 
+    def path_of(self, index: int) -> Path:
+        """The file of sample `index`."""
+        return self.table.path(self.rows[index])
+
     def __getitem__(self, key: SampleKey) -> dict[str, Any]:
         row = self.rows[key.index]
         path, frames = self.table.path(row), self.videos[row]

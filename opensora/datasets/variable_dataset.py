@@ -4,6 +4,7 @@ import hashlib
 import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -99,6 +100,10 @@ class VariableVideoTextDataset:
 
     def __len__(self) -> int:
         return len(self.table)
+
+    def path_of(self, index: int) -> Path:
+        """The file of sample `index`."""
+        return self.table.path(index)
 
     def assign(self, epoch: int) -> Assignment:
         """The bucket of every row in an epoch."""

@@ -1,48 +1,91 @@
 """From prompts to videos: the one way to sample, for scripts, demos and validation during training.
 
 A video's noise depends on the seed, on its prompt's index and on the sample's, and on nothing else: a batch of two
-makes the same videos as two batches of one. (To rounding: a matrix product may sum in another order.)
+makes the same videos as two batches of one. (To rounding: a matrix product may sum in another order.) References and what
+a long video's segments take over belong to one sample of one call, and nothing is kept from one call to the next.
 """
 
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
+from opensora.acceleration.cfg_parallel import Sharing, share_videos, split_guidance
 from opensora.acceleration.compile import compile_blocks
 from opensora.acceleration.distributed import init_world
+from opensora.acceleration.patching import wrap_forward
+from opensora.acceleration.step_cache.build import build_step_cache
+from opensora.acceleration.step_cache.steps import StepCache
+from opensora.inference.build import build_parts, inference_config
+from opensora.inference.checks import check_finite, check_size
+from opensora.inference.conditions import Condition, condition, null_condition
+from opensora.inference.long_video import Overlap, begin_with, overlap
+from opensora.inference.mask_strategy import apply
+from opensora.inference.memory import explained, tile_pictures, warn_if_short
+from opensora.inference.offload import Placement, Policy
+from opensora.inference.prompts import PromptItem
+from opensora.inference.references import Conditioning, encode_references, piece_of
+from opensora.inference.request import Request, as_items
+from opensora.inference.sizes import video_size, warn_outside_training
 from opensora.models.class_condition import check_classes
-from opensora.registry import MODELS, SCHEDULERS, Registry, build_module
+from opensora.schedulers.sampling import SamplingStep
 from opensora.utils.config import InferenceConfig
 from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.errors import UserError
 from opensora.utils.seed import generator, randn_like
 
+__all__ = ["Samples", "VideoPipeline", "check_finite", "check_size"]
+
+OnStep = Callable[[SamplingStep], object]
+
+
+class Defaults(NamedTuple):
+    """Settings for what a call leaves out."""
+
+    num_frames: int
+    image_size: tuple[int, int]
+    fps: float  # what the model is told
+    save_fps: float  # of the file
+    seed: int
+
+
+class Samples(NamedTuple):
+    """What sampling gives."""
+
+    video: Tensor | None  # [B, 3, T, H, W] in [-1, 1], fp32, on the CPU; None where decoding was not asked for
+    latents: list[Tensor]  # of each segment, [B, C, t, h, w], fp32, on the CPU
+
 
 class VideoPipeline:
     """Samples videos from the four parts of a latent diffusion model.
 
-        cfg = parse_config(InferenceConfig, argv=["configs/opensora/inference/16x256x256.py", "--ckpt-path", "W"])
-        pipeline = VideoPipeline.from_config(cfg)
-        video = pipeline(["a calm lake at dawn"], num_frames=16, image_size=(256, 256), fps=8, seed=42)  # [1, 3, T, H, W]
-        save_sample(video[0], "lake", fps=8)
+        from opensora.inference.output import save_sample
+        from opensora.inference.pipeline import VideoPipeline
+
+        pipeline = VideoPipeline.from_pretrained("configs/quickstart/inference.py")
+        save_sample(pipeline(["a white dog on the floor"])[0], "dog", fps=pipeline.defaults.save_fps)
 
     Args:
         model: a denoiser; its weights keep their number format.
         vae: decodes the latents.
         text_encoder: encodes the prompts.
         scheduler: the sampler, with its number of steps and guidance.
-        device: where everything is moved.
+        device: where everything works.
         dtype: number format of the denoiser's matrix products (autocast); the sampler computes in fp32.
+        offload: where weights are while they do not work: see `opensora.inference.offload`.
+        sharing: the processes that make a video together; all of them must make the same calls.
+        step_cache: reuse between steps, installed; see `opensora.acceleration.step_cache`.
+        defaults: settings for what a call leaves out; None: a call must say it all.
 
     Raises:
         UserError: text encoder and denoiser do not mean the same: classes or text, and how many classes.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  (what a pipeline is made from; keyword-only)
         self,
         model: Any,
         vae: Any,
@@ -51,171 +94,385 @@ class VideoPipeline:
         *,
         device: torch.device | str = "cpu",
         dtype: torch.dtype | str = "fp32",
+        offload: Policy = "none",
+        sharing: Sharing | None = None,
+        step_cache: StepCache | None = None,
+        defaults: Defaults | None = None,
     ) -> None:
         check_classes(text_encoder, model)
+        self.model, self.vae, self.text_encoder, self.scheduler = model, vae, text_encoder, scheduler
         self.device = torch.device(device)
         self.dtype = to_torch_dtype(dtype)
-        self.model, self.vae, self.text_encoder = (_to(part, self.device) for part in (model, vae, text_encoder))
-        self.scheduler = scheduler
+        self.sharing = Sharing() if sharing is None else sharing
+        self.step_cache = step_cache
+        self._defaults = defaults
+        self.place = Placement({"model": model, "vae": vae, "text_encoder": text_encoder}, self.device, offload)
+
+    @property
+    def defaults(self) -> Defaults:
+        """What the config says that the pipeline was built from."""
+        if self._defaults is None:
+            raise ValueError("this pipeline was not built from a config: say what to make in the call.")
+        return self._defaults
 
     @classmethod
-    def from_config(cls, cfg: InferenceConfig, device: torch.device | str | None = None) -> "VideoPipeline":
-        """Build all parts that `cfg` names, on `device` (None = as `cfg.device` says), frozen.
+    def from_pretrained(
+        cls, source: str | Path, device: torch.device | str | None = None, **changes: Any
+    ) -> "VideoPipeline":
+        """The pipeline of a config file or of a checkpoint folder of ours.
+
+            VideoPipeline.from_pretrained("configs/opensora/inference/16x256x256.py", ckpt_path="W", num_frames=32)
+
+        Args:
+            source: see `opensora.inference.build.inference_config`.
+            device: None = the GPU when there is one.
+            changes: other values of the config's fields; `ckpt_path`, `cfg_scale`, ... as on the command line.
 
         Raises:
-            UserError: a part cannot be built, or the size is none that the VAE can make.
+            UserError: the settings are wrong, or a part cannot be built.
         """
-        vae = _build(cfg.vae, MODELS)
-        check_size(vae, cfg.num_frames, cfg.image_size)  # before minutes of loading
-        text_encoder = _build(cfg.text_encoder, MODELS)
-        model = _build(
-            cfg.model,
-            MODELS,
-            in_channels=vae.out_channels,
-            caption_channels=text_encoder.output_dim,
-            model_max_length=text_encoder.model_max_length,
-        )
-        if cfg.model.get("from_pretrained") is None:
-            warnings.warn("the model has random weights; name a checkpoint with --ckpt-path.", stacklevel=2)
-        for part in (model, vae, text_encoder):
-            part.requires_grad_(False).eval()
-        if cfg.compile:
-            compile_blocks(model.transformer_blocks())
-        scheduler = _build(cfg.scheduler, SCHEDULERS)
-        device = init_world(cfg.device).device if device is None else device
-        return cls(model, vae, text_encoder, scheduler, device=device, dtype=cfg.dtype)
+        return cls.from_config(inference_config(source, changes), device)
 
-    @torch.no_grad()
+    @classmethod
+    def from_config(
+        cls, cfg: InferenceConfig, device: torch.device | str | None = None, sharing: Sharing | None = None
+    ) -> "VideoPipeline":
+        """Build all parts that `cfg` names, on `device` (None = as `cfg.device` says), frozen.
+
+        Args:
+            cfg: the settings.
+            device: where everything works.
+            sharing: None = as `cfg.sp_size` and `cfg.cfg_parallel` say, which all processes must ask for together.
+
+        Raises:
+            UserError: a part cannot be built, the size is none that the VAE can make, or settings have no effect.
+        """
+        parts = build_parts(cfg)
+        size = video_size(cfg, parts.vae, parts.model.patch_size)
+        warn_outside_training(size, cfg.model.get("from_pretrained"))
+        world = init_world(cfg.device)
+        sharing = share_videos(world, cfg.sp_size, cfg_parallel=cfg.cfg_parallel) if sharing is None else sharing
+        device = world.device if device is None else torch.device(device)
+        _check_guidance(parts.scheduler, sharing)
+        if sharing.sp_group is not None:
+            from opensora.acceleration.sequence_parallel import parallelise
+
+            parallelise(parts.model, sharing.sp_group)
+        if cfg.vae_tiling is not None:
+            tile_pictures(parts.vae, cfg.vae_tiling)
+        cache = build_step_cache(cfg.step_cache, parts.model, sharing.groups)
+        _inside_blocks(parts.model, cache, cfg)
+        pipeline = cls(
+            *parts,
+            device=device,
+            dtype=cfg.dtype,
+            offload=cfg.offload,
+            sharing=sharing,
+            step_cache=cache,
+            defaults=Defaults(size.num_frames, size.image_size, size.fps, size.save_fps, cfg.seed),
+        )
+        if cache is not None and not cache.inside_blocks:
+            cache.install(parts.model.transformer_blocks())  # around what brings the blocks to the device
+        return pipeline
+
     def __call__(  # noqa: PLR0913  (what a video is made from; keyword-only)
         self,
-        prompts: Sequence[str],
+        prompts: Sequence[str | PromptItem],
         *,
-        num_frames: int,
-        image_size: tuple[int, int],
-        fps: float,
-        seed: int,
+        num_frames: int | None = None,
+        image_size: tuple[int, int] | None = None,
+        fps: float | None = None,
+        seed: int | None = None,
         prompt_indices: Sequence[int] | None = None,
         sample_index: int = 0,
         guidance_scale: float | None = None,
+        negative_prompts: Sequence[str | None] | str | None = None,
+        conditioning: Sequence[Conditioning] = (),
+        align: int | None = None,
+        loop: int = 1,
+        condition_frame_length: int | None = None,
+        condition_frame_edit: float = 0.0,
         progress: bool = False,
+        on_step: OnStep | None = None,
     ) -> Tensor:
         """Sample one video for each prompt.
 
+        What is None, of the first four, is the config's that the pipeline was built from.
+
         Args:
-            prompts: B prompts.
-            num_frames: frames of a video; one that the VAE takes.
+            prompts: B prompts, or items with all that belongs to a prompt.
+            num_frames: frames of a video, or of a segment of a long one; one that the VAE takes.
             image_size: (height, width) in pixels; multiples of the VAE's factor.
             fps: frame rate that the model is told.
             seed, prompt_indices, sample_index: fix the noise; indices default to 0, 1, ... B - 1.
             guidance_scale: None = the scheduler's own.
+            negative_prompts: what to steer away from: one for all, or one for each; None: the model's "no text".
+            conditioning: references of each sample, see `opensora.inference.references`.
+            align: latent frames to whose multiples references are moved; None: the VAE's pieces.
+            loop, condition_frame_length, condition_frame_edit: a long video, see `opensora.inference.long_video`.
             progress: show a bar over the sampling steps.
+            on_step: called after each step, for previews; what it raises ends the sampling.
 
         Returns:
-            Videos [B, 3, T, H, W] in [-1, 1], fp32, on the CPU.
+            Videos [B, 3, T, H, W] in [-1, 1], fp32, on the CPU; T is `num_frames`, or `total_frames` of a long video.
 
         Raises:
-            UserError: the size is none that the VAE can make, or a result is not finite.
+            UserError: the size is none that the VAE can make, the device's memory does not suffice, or a result is not finite.
         """
-        indices = range(len(prompts)) if prompt_indices is None else prompt_indices
-        if isinstance(prompts, str) or not prompts or len(indices) != len(prompts):
-            raise ValueError(f"expected a list of prompts, one index for each; got {prompts!r}, {indices!r}.")
-        latent_size = check_size(self.vae, num_frames, image_size)
-        generators = [generator(seed, "inference", int(i), int(sample_index)) for i in indices]
-        z = randn_like(
-            torch.empty(len(prompts), self.vae.out_channels, *latent_size, device=self.device), generators
-        )  # [B, C, t, h, w]
-        settings = (
-            f"{num_frames} frames of {image_size[0]}x{image_size[1]}, {_short_name(self.dtype)}, "
-            f"{_sampler_settings(self.scheduler, guidance_scale)}"
+        request = Request(
+            items=as_items(prompts, prompt_indices, negative_prompts),
+            num_frames=self._default("num_frames", num_frames),
+            image_size=self._default("image_size", image_size),
+            fps=self._default("fps", fps),
+            seed=self._default("seed", seed),
+            conditioning=conditioning,
+            align=align,
+            sample_index=int(sample_index),
+            guidance_scale=guidance_scale,
+            loop=loop,
+            condition_frame_length=condition_frame_length,
+            condition_frame_edit=condition_frame_edit,
         )
-        with _evaluating(self.model, self.vae, self.text_encoder):
-            cond = self._conditions(prompts, num_frames, image_size, fps)
-            z = self.scheduler.sample(
-                self._denoise,
-                z,
-                cond,
-                null=self._null(cond, guidance_scale),
-                guidance_scale=guidance_scale,
-                generators=generators,
-                progress=progress,
+        video = self.sample(request, progress=progress, on_step=on_step).video
+        assert video is not None, "decoding is asked for"
+        return video
+
+    @torch.no_grad()
+    def sample(
+        self, request: Request, *, progress: bool = False, on_step: OnStep | None = None, decode: bool = True
+    ) -> Samples:
+        """Sample one video for each item of a request.
+
+        Args:
+            request: what to make.
+            progress, on_step: see `__call__`.
+            decode: False leaves the latents as they are, for processes whose leader decodes.
+
+        Raises:
+            UserError: as `__call__`.
+        """
+        latent_size = check_size(self.vae, request.num_frames, request.image_size)
+        shared = None
+        if request.loop > 1:
+            shared = overlap(self.vae, request.num_frames, request.condition_frame_length)
+        with _evaluating(self.model, self.vae, self.text_encoder), explained(self, request):
+            warn_if_short(self, request, latent_size)
+            segments = self._segments(request, latent_size, shared, progress=progress, on_step=on_step, decode=decode)
+            latents, videos = zip(*segments, strict=True)
+        if not decode:
+            return Samples(None, list(latents))
+        video = torch.cat([part for part in videos if part is not None], dim=2)
+        check_finite(video, "frames", request.texts(0), request.indices, self._settings(request))
+        return Samples(video.clamp_(-1, 1), list(latents))
+
+    def _segments(
+        self,
+        request: Request,
+        latent_size: tuple[int, int, int],
+        shared: Overlap | None,
+        *,
+        progress: bool,
+        on_step: OnStep | None,
+        decode: bool,
+    ) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """The latents of each segment, and those of its frames that are new, if they are decoded."""
+        told = self._conditions(request)
+        references = self._references(request)
+        conditions = [start.conditions for start in request.starts]
+        taken: Tensor | None = None
+        for loop in range(request.loop):
+            generators = _generators(request, loop)
+            noise = torch.empty(len(request.items), self.vae.out_channels, *latent_size, device=self.device)
+            placed = apply(
+                conditions,
+                references,
+                randn_like(noise, generators),
+                loop=loop,
+                align=piece_of(self.vae, request.align),
             )
-            check_finite(z, "latents", prompts, indices, settings)
-            # one at a time: pixels take far more memory than latents
-            video = torch.cat([self.vae.decode(one[None], num_frames).float().cpu() for one in z])
-        check_finite(video, "frames", prompts, indices, settings)
-        return video.clamp_(-1, 1)
+            z, mask = placed
+            if taken is not None:
+                z, mask = begin_with(taken, z, mask, request.condition_frame_edit)
+            scale = request.guidance_scale
+            z = self._denoised(z, mask, *told[loop], scale, generators, progress=progress, on_step=on_step)
+            check_finite(z, "latents", request.texts(loop), request.indices, self._settings(request))
+            again = shared is not None and loop + 1 < request.loop and not shared.keeps_latents
+            video = self._decoded(z, request.num_frames) if decode or again else None
+            if shared is not None and loop + 1 < request.loop:
+                taken = self._taken(z, video, shared, request, loop)
+            if video is not None and shared is not None and loop > 0:
+                video = video[:, :, shared.num_frames :]
+            yield z.cpu(), video if decode else None
 
-    def _null(self, cond: dict[str, Tensor], guidance_scale: float | None) -> dict[str, Tensor] | None:
-        """The condition of "no text"; None where guidance does not ask for it, since not every model has one."""
-        scale = getattr(self.scheduler, "cfg_scale", None) if guidance_scale is None else guidance_scale
-        if scale == 1:
-            return None
-        return {"y": self.model.null_condition(len(cond["y"])).to(cond["y"])}
+    def _conditions(self, request: Request) -> list[tuple[Condition, Condition | None]]:
+        """For each segment what the model is told, and what guidance steers away from."""
+        height, width = request.image_size
+        numbers = {"fps": request.fps, "height": height, "width": width, "num_frames": request.num_frames}
+        negatives = [item.negative_prompt for item in request.items]
+        guided = (self.scheduler.cfg_scale if request.guidance_scale is None else request.guidance_scale) != 1
+        told: list[tuple[Condition, Condition | None]] = []
+        with self.place.using("text_encoder"):  # the model's own "no text" is computed where the model is
+            for loop in range(request.loop):
+                if told and request.texts(loop) == request.texts(loop - 1):
+                    told.append(told[-1])
+                    continue
+                cond = condition(self.text_encoder, request.texts(loop), numbers, self.device)
+                null = null_condition(self.model, self.text_encoder, cond, negatives, guided=guided)
+                told.append((cond, null))
+        return told
 
-    def _denoise(self, x: Tensor, timestep: Tensor, y: Tensor, **cond: Tensor) -> Tensor:
+    def _references(self, request: Request) -> list[list[Tensor]]:
+        """The latents [C, t, h, w] of each sample's references, on the device."""
+        latents = []
+        with self._vae_at_work():
+            for item, seed, start in zip(request.items, request.seeds, request.starts, strict=True):
+                given = [reference.to(self.device) for reference in start.references]
+                encoded = encode_references(self.vae, given, seed, item.index) if given else []
+                latents.append([self.sharing.agree(z) for z in encoded])
+        return latents
+
+    def _taken(self, z: Tensor, video: Tensor | None, shared: Overlap, request: Request, loop: int) -> Tensor:
+        """What the next segment begins with: [B, C, L, h, w]."""
+        if shared.keeps_latents:
+            return z[:, :, -shared.latent_frames :]
+        assert video is not None, "frames are decoded where latents cannot be taken over"
+        end = video[:, :, -shared.num_frames :].clamp(-1, 1)
+        ids = zip(request.seeds, request.indices, strict=True)
+        with self._vae_at_work():
+            parts = [
+                self.vae.encode(
+                    frames[None].to(self.device), [generator(seed, "overlap", index, request.sample_index, loop)]
+                )
+                for frames, (seed, index) in zip(end, ids, strict=True)
+            ]
+        return self.sharing.agree(torch.cat(parts))
+
+    def _denoised(
+        self,
+        z: Tensor,
+        mask: Tensor | None,
+        cond: Condition,
+        null: Condition | None,
+        guidance_scale: float | None,
+        generators: Sequence[torch.Generator],
+        *,
+        progress: bool,
+        on_step: OnStep | None,
+    ) -> Tensor:
+        """x_0 of a batch: all at once, or sample by sample for a step cache that looks at the samples."""
+        size = 1 if self.step_cache is not None and self.step_cache.per_sample else len(z)
+        done = []
+        with self.place.using("model"):
+            for first in range(0, len(z), size):
+                rows = slice(first, first + size)
+                done.append(
+                    self._run_steps(
+                        z[rows],
+                        {name: value[rows] for name, value in cond.items()},
+                        None if null is None else {name: value[rows] for name, value in null.items()},
+                        None if mask is None else mask[rows],
+                        guidance_scale,
+                        generators[rows],
+                        progress=progress,
+                        on_step=on_step,
+                    )
+                )
+        return torch.cat(done)
+
+    def _run_steps(
+        self,
+        z: Tensor,
+        cond: Condition,
+        null: Condition | None,
+        mask: Tensor | None,
+        guidance_scale: float | None,
+        generators: Sequence[torch.Generator],
+        *,
+        progress: bool,
+        on_step: OnStep | None,
+    ) -> Tensor:
+        """The sampler's steps, with the step cache told of each."""
+        model = self._denoise
+        if self.sharing.cfg_group is not None:
+            model = split_guidance(model, self.sharing.cfg_group, len(z))
+        steps = self.scheduler.sample_steps(
+            model, z, cond, null=null, mask=mask, guidance_scale=guidance_scale, generators=generators
+        )
+        timesteps = self.scheduler.solver(z, generators).timesteps
+        x = z
+        with _sampling(self.step_cache, timesteps):
+            for index in tqdm(range(len(timesteps)), disable=not progress):
+                if self.step_cache is not None:
+                    self.step_cache.step(index)
+                step = next(steps)
+                if on_step is not None:
+                    on_step(step)
+                x = step.x
+        return x
+
+    def _denoise(self, x: Tensor, timestep: Tensor, y: Tensor, **cond: Tensor | None) -> Tensor:
         """The model under autocast; the prediction is fp32."""
         enabled = self.dtype != torch.float32
         with torch.autocast(self.device.type, self.dtype if enabled else None, enabled=enabled):
             return self.model(x, timestep, y, **cond).float()
 
-    def _conditions(
-        self, prompts: Sequence[str], num_frames: int, image_size: tuple[int, int], fps: float
-    ) -> dict[str, Tensor]:
-        """Text features `y [B, 1, L, D]`, their `mask [B, L]`, and the numbers [B], fp32."""
-        text = self.text_encoder.encode(list(prompts))
-        numbers = {"fps": fps, "height": image_size[0], "width": image_size[1], "num_frames": num_frames}
-        vectors = {
-            name: torch.full((len(prompts),), float(value), device=self.device) for name, value in numbers.items()
-        }
-        return {"y": text.y.to(self.device), "mask": text.mask.to(self.device), **vectors}
+    def _decoded(self, z: Tensor, num_frames: int) -> Tensor:
+        """Videos [B, 3, T, H, W] on the CPU; one at a time, for pixels take far more memory than latents."""
+        with self._vae_at_work():
+            return torch.cat([self.vae.decode(one[None], num_frames).float().cpu() for one in z])
 
+    def _vae_at_work(self) -> AbstractContextManager[None]:
+        return self.place.using("vae")
 
-def check_size(vae: Any, num_frames: int, image_size: tuple[int, int]) -> tuple[int, int, int]:
-    """The latent size (t, h, w) of a video.
+    def _default(self, name: str, value: Any) -> Any:
+        """What a call says, or the config."""
+        return getattr(self.defaults, name) if value is None else value
 
-    Raises:
-        UserError: the VAE makes no such video; the message names the nearest that it makes.
-    """
-    legal = vae.legal_num_frames(num_frames)
-    if legal != num_frames:
-        raise UserError(
-            f"num_frames={num_frames}: this VAE does not make videos of that length; the nearest is {legal}."
-        )
-    return vae.latent_size((num_frames, *image_size))
-
-
-def check_finite(values: Tensor, what: str, prompts: Sequence[str], indices: Sequence[int], settings: str) -> None:
-    """Raise a `UserError` that names the prompts for which `values [B, ...]` are not finite."""
-    bad = [b for b, row in enumerate(values) if not row.isfinite().all()]
-    if bad:
-        names = "; ".join(f"prompt {indices[b]} {prompts[b][:80]!r}" for b in bad)
-        raise UserError(
-            f"{what} are not finite (NaN or infinite) for {names} ({settings}). Nothing is saved for this batch. "
-            "Try --dtype fp32 or a lower --cfg-scale; if that does not help, the checkpoint is broken."
+    def _settings(self, request: Request) -> str:
+        """What a message says about a sampling run."""
+        scale = self.scheduler.cfg_scale if request.guidance_scale is None else request.guidance_scale
+        height, width = request.image_size
+        return (
+            f"{request.num_frames} frames of {height}x{width}, {str(self.dtype).removeprefix('torch.')}, "
+            f"{self.scheduler.num_sampling_steps} steps of {type(self.scheduler).__name__}, guidance {scale}"
         )
 
 
-def _sampler_settings(scheduler: Any, guidance_scale: float | None) -> str:
-    """What a message says about the sampler."""
-    scale = getattr(scheduler, "cfg_scale", None) if guidance_scale is None else guidance_scale
-    return f"{getattr(scheduler, 'num_sampling_steps', '?')} steps of {type(scheduler).__name__}, guidance {scale}"
+def _generators(request: Request, loop: int) -> list[torch.Generator]:
+    """One for each sample; the first segment of a long video is what the video alone would be."""
+    later = () if loop == 0 else ("loop", loop)
+    ids = zip(request.seeds, request.indices, strict=True)
+    return [generator(seed, "inference", index, request.sample_index, *later) for seed, index in ids]
 
 
-def _short_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _check_guidance(scheduler: Any, sharing: Sharing) -> None:
+    if sharing.cfg_group is None:
+        return
+    if scheduler.cfg_scale == 1:
+        raise UserError("cfg_parallel has no effect with cfg_scale=1: there is no guidance to share.")
+    if scheduler.guidance.batching != "joint":
+        raise UserError(
+            f"cfg_parallel has no effect with scheduler.guidance.batching={scheduler.guidance.batching!r}; leave one of them out."
+        )
 
 
-def _to(part: Any, device: torch.device) -> Any:
-    return part.to(device) if isinstance(part, nn.Module) else part
+def _inside_blocks(model: Any, cache: StepCache | None, cfg: InferenceConfig) -> None:
+    """Put a step cache around layers, and compile the blocks around it; without one, compile them as they are."""
+    blocks = model.transformer_blocks()
+    inside = cache is not None and cache.inside_blocks
+    if cache is not None and inside:
+        cache.install(blocks, compiled=cfg.compile)
+    if not cfg.compile:
+        return
+    if cache is None and cfg.offload != "block":
+        compile_blocks(blocks)
+        return
+    for block in blocks:  # only what they compute: what comes around them is decided in Python
+        wrap_forward(block, lambda forward: torch.compile(forward, fullgraph=not inside))
 
 
-def _build(component: dict[str, Any], registry: Registry, **runtime: Any) -> Any:
-    try:
-        return build_module(component, registry, **runtime)
-    except UserError:
-        raise
-    except ValueError as error:  # how a constructor refuses an argument
-        raise UserError(f"{component.get('type')}: {error}") from error
+def _sampling(cache: StepCache | None, timesteps: Sequence[float]) -> AbstractContextManager[None]:
+    return nullcontext() if cache is None else cache.sampling(timesteps)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ scheduler. It draws nothing at random, knows no process group, and treats the sa
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from einops import rearrange
@@ -17,6 +17,16 @@ from opensora.models.layers.embedders import PatchEmbed3D, ScalarEmbedder
 from opensora.utils.errors import UserError
 
 Size = tuple[int, int, int]
+
+
+class Spread(Protocol):
+    """How tokens lie in several processes; see `opensora.acceleration.sequence_parallel`."""
+
+    def split(self, x: Tensor) -> Tensor:
+        """This process' part of the places of all tokens `x [B, T, S, D]`."""
+
+    def gather(self, x: Tensor, num_places: int) -> Tensor:
+        """All tokens `[B, T, num_places, ...]` from the parts `x` of all processes."""
 
 
 class Denoiser(nn.Module, ABC):
@@ -30,6 +40,9 @@ class Denoiser(nn.Module, ABC):
         class_dropout_prob: how often training drops the caption or class.
         input_size: accepted from older configs, (T, H, W) of the latent; positions follow the input.
     """
+
+    spread: Spread | None = None
+    """Set from outside where the tokens of a sample are spread over processes; None = all are here."""
 
     def __init__(
         self,
@@ -119,10 +132,19 @@ class Denoiser(nn.Module, ABC):
         self._check_latent(x)
         return rearrange(self.x_embedder(x), "B D T H W -> B T (H W) D")
 
+    def enter_blocks(self, x: Tensor) -> Tensor:
+        """Tokens `x [B, T', S, D]` with their spatial positions -> those that this process works on, until `unpatchify`."""
+        return x if self.spread is None else self.spread.split(x)
+
     def unpatchify(self, x: Tensor, latent_size: Sequence[int]) -> Tensor:
-        """`x [B, T', S, patch * C] -> [B, C, *latent_size]` fp32; padding is cut off."""
+        """`x [B, T', S, patch * C] -> [B, C, *latent_size]` fp32; padding is cut off.
+
+        Where the tokens are spread over processes, `x` is a part of them, and each process gets the whole result.
+        """
         pt, ph, pw = self.patch_size
         _, H, W = self.grid(latent_size)
+        if self.spread is not None:
+            x = self.spread.gather(x, H * W)
         x = rearrange(
             x, "B T (H W) (pt ph pw C) -> B C (T pt) (H ph) (W pw)", H=H, W=W, pt=pt, ph=ph, pw=pw
         )  # the channel is the fastest axis of a token's output, as in DiT

@@ -34,17 +34,27 @@ class BatchEncoder:
         denoiser: gives the "no text" features and says how often captions are dropped for classifier-free guidance
             (Ho & Salimans 2022).
         device: where the results are wanted.
+        class_dropout_prob: how often captions are dropped; None: as the denoiser says.
 
     Raises:
         UserError: one means classes and the other text, or another number of classes.
     """
 
-    def __init__(self, vae: Any, text_encoder: Any, denoiser: Denoiser, device: torch.device) -> None:
+    def __init__(
+        self,
+        vae: Any,
+        text_encoder: Any,
+        denoiser: Denoiser,
+        device: torch.device,
+        *,
+        class_dropout_prob: float | None = None,
+    ) -> None:
         check_classes(text_encoder, denoiser)
         self.vae = vae
         self.text_encoder = text_encoder
         self.denoiser = denoiser
         self.device = device
+        self.class_dropout_prob = class_dropout_prob
 
     @torch.no_grad()
     def __call__(
@@ -63,7 +73,7 @@ class BatchEncoder:
         moments = batch["moments"] if "moments" in batch else sliced_moments(self.vae, batch["video"].to(self.device))
         z = self.vae.sample(moments.to(self.device), generators).float()
         text = stored_text(batch, self.device) or self.text_encoder.encode(batch["text"])
-        text = drop_text(text, self.denoiser, generators)
+        text = drop_text(text, self.denoiser, generators, self.class_dropout_prob)
         numbers = {key: batch[key].to(self.device) for key in ("fps", "height", "width", "num_frames")}
         return z, {"y": text.y.to(self.device), "mask": text.mask.to(self.device), **numbers}
 
@@ -92,14 +102,20 @@ def null_text(text_encoder: Any, batch: int, negative_prompt: str = "") -> TextC
     return TextCondition(y.expand(batch, -1, -1, -1), mask.expand(batch, -1))
 
 
-def drop_text(text: TextCondition, denoiser: Denoiser, generators: Sequence[torch.Generator]) -> TextCondition:
-    """Replace each caption by "no text" with the denoiser's `class_dropout_prob`.
+def drop_text(
+    text: TextCondition,
+    denoiser: Denoiser,
+    generators: Sequence[torch.Generator],
+    prob: float | None = None,
+) -> TextCondition:
+    """Replace each caption by "no text" with probability `prob`, by default the denoiser's `class_dropout_prob`.
 
     The caption's mask stays, as in Open-Sora: "no text" is as long as the caption was, in training and in sampling.
     """
-    if denoiser.class_dropout_prob == 0:
+    prob = denoiser.class_dropout_prob if prob is None else prob
+    if prob == 0:
         return text
-    dropped = rand(generators, text.y.device) < denoiser.class_dropout_prob  # [B]
+    dropped = rand(generators, text.y.device) < prob  # [B]
     null = denoiser.null_condition(len(dropped)).to(text.y)
     return TextCondition(torch.where(dropped[:, None, None, None], null, text.y), text.mask)
 

@@ -1,36 +1,39 @@
 """Checkpoints: folders that are either complete or not there.
 
     <run>/epoch3-global_step1500/
-        manifest.json                what made it: config, commit, versions, step, data; and every file with its size
+        manifest.json                what made it: config, commit, versions, step, data; every file with size and CRC-32
         state.json                   step, position in the data, whatever else a resume needs
-        model/model.safetensors      fp32 weights
+        model/model.safetensors      fp32 weights; of sharded engines model-00000-of-00008.safetensors and so on
         ema/ema.safetensors          fp32 averaged weights
         optimizer/optimizer.safetensors
 
-A folder is written under a temporary name and renamed when the manifest, its last file, is on disk. No generator state
-is saved, because all randomness is a function of (seed, step, position): see `opensora.utils.seed`.
+How a folder is written is in `ckpt_write`, how tensors lie in the files in `ckpt_files`. No generator state is saved,
+because all randomness is a function of (seed, step, position): see `opensora.utils.seed`.
 """
 
 import json
-import os
-import shutil
-from collections.abc import Iterable, Mapping
+import logging
+import re
+import secrets
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from opensora.utils.ckpt_files import SavedTensors, checksum
+from opensora.utils.ckpt_write import MANIFEST, STATE, Writing
 from opensora.utils.errors import UserError
+from opensora.utils.shards import fill, shard_of
 from opensora.utils.weight_files import read_file
 from opensora.utils.weight_sources import find_weights
 
-MANIFEST = "manifest.json"
-STATE = "state.json"
+logger = logging.getLogger(__name__)
+
 RUNTIME_PREFIXES = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
+INTERRUPTED = re.compile(r"\.(.+)\.partial-[\w-]+")
 
 
 @dataclass(frozen=True)
@@ -41,10 +44,13 @@ class Checkpoint:
     manifest: Mapping[str, Any]
     state: Mapping[str, Any]
 
-    def tensors(self, part: str) -> dict[str, Tensor]:
-        """The tensors of `part`: "model", "ema", "optimizer" and what else was saved, on the CPU; {} if it was not."""
-        file = self.path / part / f"{part}.safetensors"
-        return load_file(file) if str(file.relative_to(self.path)) in self.manifest["files"] else {}
+    def tensors(self, part: str) -> SavedTensors:
+        """The tensors of `part`: "model", "ema", "optimizer" and what else was saved, on the CPU; empty if it was not.
+
+        They are read when they are asked for.
+        """
+        files = [name for name in self.manifest["files"] if Path(name).parent == Path(part)]
+        return SavedTensors(self.path / name for name in files)
 
 
 def save_checkpoint(
@@ -54,7 +60,7 @@ def save_checkpoint(
     state: Mapping[str, Any],
     manifest: Mapping[str, Any],
 ) -> Path:
-    """Write a checkpoint folder; a crash at any moment leaves either no `path` or a complete one.
+    """Write a checkpoint folder from one process; a crash at any moment leaves either no `path` or a complete one.
 
     Args:
         path: the folder to make. One that is already there is replaced when the new one is complete.
@@ -62,28 +68,26 @@ def save_checkpoint(
         state: small values for a resume, JSON.
         manifest: what made this checkpoint, JSON.
     """
-    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    header = {"format": "pt", "step": str(manifest.get("step", "")), "model": str(manifest.get("model", ""))}
-    for part, tensors in parts.items():
-        (partial / part).mkdir()
-        on_cpu = {name: tensor.detach().contiguous().cpu().clone() for name, tensor in tensors.items()}
-        save_file(on_cpu, partial / part / f"{part}.safetensors", metadata=header)
-    _write_json(partial / STATE, state)
-    files = {str(f.relative_to(partial)): f.stat().st_size for f in sorted(partial.rglob("*")) if f.is_file()}
-    _write_json(partial / MANIFEST, {**manifest, "files": files})
-    for file in [*files, MANIFEST]:
-        _flush_to_disk(partial / file)
-    _put_in_place(partial, path)
-    return path
+    writing = Writing(path, secrets.token_hex(4))
+    whole = {part: {name: shard_of(tensor) for name, tensor in tensors.items()} for part, tensors in parts.items()}
+    writing.write_own(whole, file_header(manifest))
+    return writing.commit(state, manifest)
 
 
-def open_checkpoint(path: str | Path) -> Checkpoint:
+def file_header(manifest: Mapping[str, Any]) -> dict[str, str]:
+    """What each file says of itself, so that one that was taken out of its folder can still be told."""
+    told = {key: str(manifest[key]) for key in ("step", "model", "config_hash", "git_commit") if manifest.get(key)}
+    return {"format": "pt", **told}
+
+
+def open_checkpoint(path: str | Path, *, check: Literal["size", "checksum"] = "size") -> Checkpoint:
     """Open a checkpoint folder for a resume.
 
+    Args:
+        check: "size" compares the size of every file with the manifest; "checksum" also reads them all.
+
     Raises:
-        UserError: the folder is missing, is no checkpoint, or is incomplete.
+        UserError: the folder is missing, is no checkpoint, is incomplete, or its files changed.
     """
     path = Path(path)
     if not path.is_dir():
@@ -94,11 +98,9 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
             f"{_found_inside(path)}{_found_inside(path.parent)}"
         )
     manifest = json.loads((path / MANIFEST).read_text())
-    broken = [
-        f"{name} ({'missing' if not (path / name).is_file() else f'{(path / name).stat().st_size} of {size} bytes'})"
-        for name, size in manifest["files"].items()
-        if not (path / name).is_file() or (path / name).stat().st_size != size
-    ]
+    broken = [what for name, size in manifest["files"].items() if (what := _wrong_size(path, name, size))]
+    if not broken and check == "checksum":
+        broken = _changed(path, manifest)
     if broken:
         raise UserError(
             f"{path} is not a complete checkpoint: {', '.join(broken)}. Load another one.{_found_inside(path.parent)}"
@@ -106,18 +108,33 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     return Checkpoint(path, manifest, json.loads((path / STATE).read_text()))
 
 
-def complete_checkpoints(run: Path) -> list[Path]:
-    """The complete checkpoints below a run's folder, oldest step first."""
-    found = []
-    for manifest in run.glob(f"*/{MANIFEST}"):
+def latest_checkpoint(run: Path, *, check: Literal["size", "checksum"] = "size") -> Path | None:
+    """The newest complete checkpoint of a run; None = it has none. What is passed over for it is told in the log."""
+    for path in sorted(run.glob(".*.partial-*")):
+        if named := INTERRUPTED.fullmatch(path.name):
+            logger.warning("%s: the writing of %s was interrupted; it is passed over.", run, named[1])
+    for path in reversed(complete_checkpoints(run)):
         try:
-            found.append((json.loads(manifest.read_text()).get("step", 0), manifest.parent))
-        except json.JSONDecodeError:
-            continue  # not one of ours
+            return open_checkpoint(path, check=check).path
+        except (UserError, OSError, ValueError, KeyError) as error:
+            logger.warning("passed over: %s", error)
+    return None
+
+
+def complete_checkpoints(run: Path) -> list[Path]:
+    """The checkpoints below a run's folder that have a manifest, oldest step first."""
+    found = []
+    for manifest in run.glob(f"[!.]*/{MANIFEST}"):
+        try:
+            content = json.loads(manifest.read_text())
+        except (OSError, ValueError):
+            continue  # not one of ours, or just removed
+        if isinstance(content, dict) and isinstance(content.get("files"), dict):
+            found.append((int(content.get("step", 0)), manifest.parent))
     return [path for _, path in sorted(found)]
 
 
-def read_weights(path: str | Path) -> dict[str, Tensor]:
+def read_weights(path: str | Path) -> Mapping[str, Tensor]:
     """Weights from one of our checkpoint folders (its EMA if there), or from whatever `find_weights` understands.
 
     Formats are told apart by content, never by file name. A pickle with more than plain data in it is refused. The
@@ -127,8 +144,10 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
         UserError: there is nothing to read at `path`, or it is not weights.
     """
     folder = Path(path).expanduser()
+    if own := _own_weights(folder):
+        return own
     try:
-        state = read_file(_own_weights(folder) or find_weights(path))
+        state = read_file(find_weights(path))
     except UserError as error:
         near = folder if folder.is_dir() else folder.parent
         raise UserError(f"{error}{_found_inside(near)}") from error
@@ -145,23 +164,26 @@ def load_strictly(
 ) -> None:
     """Copy `state` into `model`; every parameter and saved buffer must be there with its shape, and nothing else.
 
-    Those named in `may_miss` need not be there, and keep their values.
+    Where the model is sharded each process takes its part. Those named in `may_miss` need not be there, and keep their
+    values.
 
     Raises:
         UserError: names or shapes differ; the model is left as it was.
     """
     own = model.state_dict()
+    found: Callable[[str], Tensor] = state.meta if isinstance(state, SavedTensors) else state.__getitem__
+    both = sorted(own.keys() & state.keys())
     missing = sorted(own.keys() - state.keys() - set(may_miss))
     unexpected = sorted(state.keys() - own.keys())
     reshaped = [
-        f"{name}: file {tuple(state[name].shape)}, model {tuple(own[name].shape)}"
-        for name in sorted(own.keys() & state.keys())
-        if state[name].shape != own[name].shape
+        f"{name}: file {tuple(found(name).shape)}, model {tuple(own[name].shape)}"
+        for name in both
+        if found(name).shape != own[name].shape
     ]
     other_kind = [
-        f"{name}: file {_dtype(state[name])}, model {_dtype(own[name])}"
-        for name in sorted(own.keys() & state.keys())
-        if state[name].is_floating_point() != own[name].is_floating_point()
+        f"{name}: file {_dtype(found(name))}, model {_dtype(own[name])}"
+        for name in both
+        if found(name).is_floating_point() != own[name].is_floating_point()
     ]
     if missing or unexpected or reshaped or other_kind:
         raise UserError(
@@ -172,9 +194,8 @@ def load_strictly(
             + _listing("of another kind of number (quantised weights?)", other_kind)
             + "Check model.type and its sizes in the config: they must be those of the run that wrote the file."
         )
-    with torch.no_grad():
-        for name, tensor in state.items():
-            own[name].copy_(tensor)
+    for name in both:
+        fill(own[name], state, name)
 
 
 def _dtype(tensor: Tensor) -> str:
@@ -192,13 +213,28 @@ def _listing(title: str, names: list[str], others: Iterable[str] = ()) -> str:
     return f"  {len(names)} {title}:\n" + "\n".join(lines) + "\n" + more
 
 
-def _own_weights(folder: Path) -> Path | None:
-    """The file to read in a checkpoint folder of ours; None = it is something else."""
-    if (folder / MANIFEST).is_file():
-        for part in ("ema", "model"):
-            if (folder / part / f"{part}.safetensors").is_file():
-                return open_checkpoint(folder).path / part / f"{part}.safetensors"
-    return None
+def _own_weights(folder: Path) -> SavedTensors | None:
+    """The weights in a checkpoint folder of ours; None = it is something else."""
+    if not (folder / MANIFEST).is_file():
+        return None
+    checkpoint = open_checkpoint(folder)
+    return checkpoint.tensors("ema") or checkpoint.tensors("model") or None
+
+
+def _wrong_size(folder: Path, name: str, size: int) -> str:
+    """What is wrong with a file of a checkpoint, or an empty string."""
+    if not (folder / name).is_file():
+        return f"{name} (missing)"
+    found = (folder / name).stat().st_size
+    return f"{name} ({found} of {size} bytes)" if found != size else ""
+
+
+def _changed(folder: Path, manifest: Mapping[str, Any]) -> list[str]:
+    """The files whose checksum is not the manifest's."""
+    if "crc32" not in manifest:
+        raise UserError(f"{folder} was written by a version without checksums; load it with --load-check size.")
+    wanted = manifest["crc32"].items()
+    return [f"{name} (its numbers changed)" for name, crc in wanted if f"{checksum(folder / name):08x}" != crc]
 
 
 def _found_inside(folder: Path) -> str:
@@ -210,22 +246,3 @@ def _strip_prefixes(name: str) -> str:
     for prefix in RUNTIME_PREFIXES:
         name = name.removeprefix(prefix).replace(f".{prefix}", ".")
     return name
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=1, default=str) + "\n")
-
-
-def _flush_to_disk(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-
-
-def _put_in_place(partial: Path, path: Path) -> None:
-    if not path.exists():
-        partial.rename(path)
-        return
-    old = path.with_name(f".{path.name}.old-{os.getpid()}")
-    path.rename(old)
-    partial.rename(path)
-    shutil.rmtree(old)

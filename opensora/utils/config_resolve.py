@@ -74,6 +74,14 @@ class Draft:
                 self._replace(setting)
             else:
                 self._set_key(setting)
+        for replaced in self._replaced_by(command):
+            self.values.pop(replaced, None)
+            self.origins.pop((replaced,), None)
+
+    def _replaced_by(self, command: Command) -> set[str]:
+        """Fields of the file whose place fields of the command line take."""
+        chosen = {setting.path[0] for setting in command.settings if setting.value is not None}
+        return {other for name in chosen for other in self.schema.replaces.get(name, ())} - chosen
 
     def finish(self) -> Any:
         """Type every field, complete the dataset, check everything, and build the config.

@@ -5,6 +5,7 @@ How a file and a command line become one of them is in `config.py`.
 """
 # ruff: noqa: RUF009  `option` returns a dataclass field, so nothing is shared between instances
 
+import re
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,12 +14,17 @@ from math import isfinite
 from typing import Any, ClassVar, Literal, NamedTuple, Union
 
 from opensora.registry import did_you_mean
-from opensora.utils.dtype import DTYPES
+from opensora.utils.dtype import DTYPES, HALF, to_torch_dtype
+from opensora.utils.lora import lora_problems
+from opensora.utils.recompute import recompute_problems
 
 Component = dict[str, Any]  # dict(type=NAME, ...): a registered name and the arguments of its constructor
 
 REQUIRED: Any = MISSING
 LOSS_TERMS = ("l1", "mse", "pooled", "lpips", "kl")
+NUM_FRAMES = r"[0-9]{1,9}|[0-9]{1,6}(\.[0-9]{1,6})?[sx]"  # a number, seconds, or multiples of two seconds
+# multi_resolution -> beginnings of the models that it is for
+TOLD_SIZES = {"PixArtMS": "PixArt(MS|[-_]1B|[-_]?Sigma)", "STDiT2": "STDiT[23]", "OpenSora": "STDiT[23]"}
 # older spellings of keys inside components
 KEY_ALIASES: dict[str, dict[str, str]] = {"model": {"enable_flashattn": "enable_flash_attn"}}
 
@@ -65,6 +71,8 @@ class RunConfig:
     """What training and inference share."""
 
     aliases: ClassVar[Mapping[str, Alias]] = {}
+    # a field on the command line takes the place of these fields of the file, which say the same in another way
+    replaces: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
     seed: int = option("every random number follows from it", 42)
     dtype: str = option("computation type", "bf16", choices=tuple(DTYPES))
@@ -99,12 +107,104 @@ class LoopConfig(RunConfig):
     adam_eps: float = option("AdamW's epsilon", 1e-8, bounds=POSITIVE)
     grad_clip: float = option("largest gradient norm; 0 switches clipping off", 1.0, bounds=COUNT)
     ema_decay: float = option("decay of the averaged weights", 0.9999, bounds=FRACTION)
+    ema_every: int = option(
+        "optimizer steps between two updates of the averaged weights, which decay as much as in so many updates",
+        1,
+        bounds=AT_LEAST_ONE,
+    )
+    ema_device: Literal["model", "cpu"] = option(
+        "where the averaged weights are; cpu saves 4 bytes a weight on the GPU", "model"
+    )
+    plugin: Literal["ddp", "fsdp2", "zero2", "zero2-seq"] = option(
+        "engine of distributed training: ddp holds everything in each process, fsdp2 spreads it; zero2 and, with sp_size > 1, "
+        "zero2-seq are ColossalAI's",
+        "ddp",
+    )
+    fsdp_reshard: Literal["zero2", "zero3"] = option(
+        "fsdp2 between a block's forward and backward pass: keep its weights, or drop them and gather them again",
+        "zero2",
+    )
+    shard_size: int | None = option(
+        "neighbouring processes that share one copy of what is spread; None: all with fsdp2, with hybrid_zero those of a node",
+        None,
+        bounds=AT_LEAST_ONE,
+    )
+    hybrid_zero: bool = option(
+        "ddp: spread the optimizer's state inside each node; fsdp2: spread everything inside each node", default=False
+    )
+    optimizer_offload: bool = option(
+        "ddp and fsdp2: keep the optimizer's state on the CPU and take its steps there", default=False
+    )
     outputs: str = option("folder that holds one folder for each experiment", "outputs")
     exp_name: str | None = option("name of the experiment's folder; made from the config when None", None)
     wandb: bool = option("log to Weights & Biases too", default=False)
     log_every: int = option("optimizer steps between two lines of the log", 10, bounds=AT_LEAST_ONE)
     ckpt_every: int = option("optimizer steps between two checkpoints; 0: only at the end", 250, bounds=COUNT)
-    load: str | None = option("checkpoint folder to resume from", None)
+    ckpt_async: bool = option(
+        "write checkpoints while training goes on, from a copy in the host's memory", default=True
+    )
+    keep_last_n: int | None = option(
+        "newest checkpoints to keep; older ones are deleted once a newer one is complete; None: all",
+        None,
+        bounds=AT_LEAST_ONE,
+    )
+    keep_every_m: int | None = option(
+        "with keep_last_n: keep those at multiples of so many steps too", None, bounds=AT_LEAST_ONE
+    )
+    step_timeout_min: float = option(
+        "minutes after which a step that has not ended is a hang; the first may take 4 times as long",
+        30.0,
+        bounds=POSITIVE,
+    )
+    load: str | None = option(
+        "checkpoint folder to resume from; latest: go on with the run exp_name, in its folder, from its newest complete "
+        "checkpoint",
+        None,
+    )
+    load_check: Literal["size", "checksum"] = option(
+        "with load: what of the checkpoint's files is compared with its manifest; checksum reads them once more", "size"
+    )
+
+    def problems(self) -> list[str]:
+        problems = super().problems()
+        if self.load == "latest" and self.exp_name is None:
+            problems.append("load='latest' needs exp_name, the run to go on with.")
+        problems += self._engine_problems()
+        if self.load_check != "size" and self.load is None:
+            problems.append(f"load_check={self.load_check!r} has no effect without load.")
+        if self.keep_every_m is not None:
+            if self.keep_last_n is None:
+                problems.append(f"keep_every_m={self.keep_every_m} has no effect without keep_last_n: all are kept.")
+            if self.ckpt_every and self.keep_every_m % self.ckpt_every:
+                problems.append(
+                    f"keep_every_m={self.keep_every_m} is no multiple of ckpt_every={self.ckpt_every}, so most such steps "
+                    "have no checkpoint."
+                )
+        return problems
+
+    def _engine_problems(self) -> list[str]:
+        """Settings that this engine does not have."""
+        colossalai = self.plugin in ("zero2", "zero2-seq")
+        idle = {
+            "fsdp_reshard": self.fsdp_reshard != "zero2" and self.plugin != "fsdp2",
+            "hybrid_zero": self.hybrid_zero and colossalai,
+            "optimizer_offload": self.optimizer_offload and colossalai,
+            "shard_size": self.shard_size is not None and colossalai,
+        }
+        problems = [
+            f"{name}={getattr(self, name)!r} has no effect with plugin={self.plugin!r}."
+            for name, is_idle in idle.items()
+            if is_idle
+        ]
+        if self.plugin == "ddp" and self.shard_size is not None and not self.hybrid_zero:
+            problems.append(f"shard_size={self.shard_size} has no effect with plugin='ddp' without hybrid_zero=True.")
+        if self.plugin == "fsdp2" and self.shard_size is not None and self.hybrid_zero:
+            problems.append(f"hybrid_zero=True has no effect with shard_size={self.shard_size}, which says the same.")
+        if colossalai and to_torch_dtype(self.dtype) not in HALF:
+            problems.append(
+                f"dtype={self.dtype!r}: plugin={self.plugin!r} computes in bf16 or fp16; use fsdp2, or bf16."
+            )
+        return problems
 
 
 _GENERATION_ALIASES = {
@@ -150,18 +250,79 @@ class TrainConfig(LoopConfig):
         "with load, where the data are not those of the checkpoint: refuse, or begin the next epoch with them", "refuse"
     )
     dry_run: bool = option("print what an epoch of the data would be, and stop", default=False)
-    cache_text: bool = option("keep encoded captions in memory", default=False)
-    grad_checkpoint: bool = option("recompute activations in the backward pass to save memory", default=False)
-    plugin: Literal["ddp", "fsdp2", "zero2", "zero2-seq"] = option(
-        "engine of distributed training; this version has ddp", "ddp"
+    mask_ratios: dict[str, float] | None = option(
+        "how often frames of a clip are given, and the rest is learnt: kind of mask -> probability; see schedulers.md",
+        None,
     )
+    cache_text: bool = option("keep encoded captions in memory", default=False)
+    grad_checkpoint: int | bool | str = option(
+        "activations that the backward pass computes again: none or False, block or True, every:k for each k-th block, mlp, "
+        "levels 0 to 3 (MLPs of no, one third, two thirds, all of the blocks), selective (all but matrix products)",
+        default=False,
+    )
+    activation_offload: bool = option(
+        "keep what the backward pass needs in the CPU's memory, if it is 1 MiB or more", default=False
+    )
+    peak_tflops: float | None = option(
+        "dense TFLOP/s of one device in dtype, for the MFU; None: by the name of the GPU", None, bounds=POSITIVE
+    )
+    on_nonfinite: Literal["stop", "skip"] = option(
+        "a step whose loss or gradient is no number is not taken: stop then, or skip it and go on", "stop"
+    )
+    max_skipped: int = option("with on_nonfinite='skip': skipped steps above which training ends", 10, bounds=COUNT)
     sp_size: int = option("processes that share one sample; 1 switches it off", 1, bounds=AT_LEAST_ONE)
     start_from_scratch: bool = option("with load: take weights and optimizer, start at step 0", default=False)
+    lora: Component | None = option(
+        "train low-rank adapters and freeze the model: dict(rank=16, alpha=16, target_modules='attention', dropout=0.0), where "
+        "target_modules may also be 'all-linear' or a list of layers' names; see fine-tuning.md",
+        None,
+    )
+    val_every: int = option("optimizer steps between two validations; 0: none", 0, bounds=COUNT)
+    val_data_path: str | None = option("table of held-out clips for a loss, read with the settings of dataset", None)
+    val_num_samples: int = option("clips of that table, evenly picked", 64, bounds=AT_LEAST_ONE)
+    val_num_timesteps: int = option(
+        "timesteps at which each of those clips' loss is taken, evenly spread", 4, bounds=AT_LEAST_ONE
+    )
+    val_prompts: list[str] | None = option("prompts of the videos that each validation samples", None)
+    val_prompt_path: str | None = option("file of those prompts, as prompt_path of sampling", None)
+    val_num_frames: int | None = option("frames of those videos; None: num_frames", None, bounds=AT_LEAST_ONE)
+    val_image_size: tuple[int, int] | None = option(
+        "height and width of those videos in pixels; None: image_size", None, bounds=AT_LEAST_ONE
+    )
+    val_fps: int | float | None = option(
+        "frames per second of those videos, as the model is told; None: 24 / frame_interval", None, bounds=POSITIVE
+    )
+    val_scheduler: Component | None = option("sampler of those videos; None: scheduler, with 30 sampling steps", None)
 
     def problems(self) -> list[str]:
         problems = super().problems()
         if self.start_from_scratch and self.load is None:
             problems.append("start_from_scratch=True has no effect without load.")
+        if self.start_from_scratch and self.load == "latest":
+            problems.append(
+                "start_from_scratch=True cannot go into the folder of the run that load='latest' goes on with; name the "
+                "checkpoint's folder in load, and a new exp_name."
+            )
+        if self.other_data != "refuse" and self.load is None:
+            problems.append(f"other_data={self.other_data!r} has no effect without load.")
+        if self.max_skipped != 10 and self.on_nonfinite != "skip":
+            problems.append(f"max_skipped={self.max_skipped} has no effect without on_nonfinite='skip'.")
+        problems += recompute_problems(self.grad_checkpoint)
+        if self.activation_offload and self.grad_checkpoint == "selective":
+            problems.append("activation_offload does not reach what grad_checkpoint='selective' keeps: use 'block' or 'mlp'.")
+        if self.lora is not None:
+            problems += lora_problems(self.lora)
+            if self.model.get("freeze") is not None:
+                problems.append("model.freeze has no effect with lora, which freezes the whole model.")
+            if self.compile and self.lora.get("dropout"):
+                problems.append(
+                    "lora.dropout draws inside the blocks, which compile=True cannot; switch one of them off."
+                )
+        return problems + self._data_problems() + self._validation_problems()
+
+    def _data_problems(self) -> list[str]:
+        """What of buckets and masks does not go together."""
+        problems = []
         if self.bucket_config is not None and "VariableVideoText" not in str(self.dataset.get("type")):
             problems.append("bucket_config has no effect without dataset=dict(type='VariableVideoTextDataset').")
         if self.bucket_config is None:
@@ -170,8 +331,37 @@ class TrainConfig(LoopConfig):
             for name, default in (("bucket_tail", "keep"), ("bucket_order", "mixed")):
                 if getattr(self, name) != default:
                     problems.append(f"{name}={getattr(self, name)!r} has no effect without bucket_config.")
-        if self.other_data != "refuse" and self.load is None:
-            problems.append(f"other_data={self.other_data!r} has no effect without load.")
+        if self.mask_ratios is not None and self.num_frames == 1 and self.bucket_config is None:
+            problems.append("mask_ratios has no effect with num_frames=1: of a picture nothing can be given.")
+        return problems
+
+    def _validation_problems(self) -> list[str]:
+        """What of `val_*` contradicts itself or would do nothing."""
+        defaults = {name: f.default for name, f in schema_fields(type(self)).items()}
+        samples = self.val_prompts is not None or self.val_prompt_path is not None
+        reasons = {
+            "val_every": (not self.val_every, [name for name in defaults if name.startswith("val_")]),
+            "val_data_path": (self.val_data_path is None, ["val_num_samples", "val_num_timesteps"]),
+            "val_prompts or val_prompt_path": (
+                not samples,
+                ["val_num_frames", "val_image_size", "val_fps", "val_scheduler"],
+            ),
+        }
+        problems = [
+            f"{name}={getattr(self, name)!r} has no effect without {what}."
+            for what, (idle, names) in reasons.items()
+            for name in names
+            if idle and getattr(self, name) != defaults[name]
+        ]
+        if self.val_every and self.val_data_path is None and not samples:
+            problems.append(f"val_every={self.val_every} has nothing to do: set val_data_path or val_prompts.")
+        if self.val_prompts is not None and self.val_prompt_path is not None:
+            problems.append("val_prompts and val_prompt_path both name the prompts of validation; keep one.")
+        sized = self.val_num_frames is not None and self.val_image_size is not None
+        if self.bucket_config is not None and samples and self.val_every and not sized:
+            problems.append(
+                "with a bucket_config, say how large validation's videos are: val_num_frames, val_image_size."
+            )
         return problems
 
 
@@ -180,14 +370,37 @@ class InferenceConfig(RunConfig):
     """Sampling: scripts/inference.py."""
 
     aliases: ClassVar[Mapping[str, Alias]] = _GENERATION_ALIASES
+    replaces: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "num_frames": ("duration",),
+        "duration": ("num_frames",),
+        "image_size": ("resolution", "aspect_ratio"),
+        "resolution": ("image_size",),
+    }
 
     model: Component = option("denoiser component")
     vae: Component = option("VAE component")
     text_encoder: Component = option("text encoder component")
     scheduler: Component = option("diffusion component")
-    num_frames: int = option("frames to generate; 1 is an image", bounds=AT_LEAST_ONE)
+    num_frames: int | str | None = option(
+        'frames to generate; 1 is an image. "4s": about 4 seconds in whole pieces of the VAE, "2x": twice two seconds',
+        None,
+        bounds=AT_LEAST_ONE,
+    )
+    duration: float | None = option("seconds to generate, in place of num_frames", None, bounds=POSITIVE)
     fps: int | float = option("frames per second, as the model sees it", bounds=POSITIVE)
-    image_size: tuple[int, int] = option("height and width in pixels", bounds=AT_LEAST_ONE)
+    image_size: tuple[int, int] | None = option("height and width in pixels", None, bounds=AT_LEAST_ONE)
+    resolution: str | None = option(
+        "in place of image_size: an area by its name, such as 480p, with aspect_ratio; or HEIGHTxWIDTH", None
+    )
+    aspect_ratio: str | None = option("shape of a resolution: 9:16, read as aspect_ratio_order says, or 0.56", None)
+    aspect_ratio_order: Literal["height:width", "width:height"] = option(
+        "height:width as in Open-Sora 1.x, where 9:16 is landscape; width:height as in 2.0, where 9:16 is portrait",
+        "height:width",
+    )
+    multi_resolution: Literal["PixArtMS", "STDiT2", "OpenSora"] | bool = option(
+        "Open-Sora's name for models that are told the size; they always are, so that it only has to fit the model",
+        default=False,
+    )
     frame_interval: int = option(
         "the saved video has fps / frame_interval, unless save_fps is set", 1, bounds=AT_LEAST_ONE
     )
@@ -197,16 +410,129 @@ class InferenceConfig(RunConfig):
     prompt_path: str | None = option("text file with one prompt a line, or csv file with a column `text`", None)
     start_index: int | None = option("first prompt to use, counted from 0", None, bounds=COUNT)
     end_index: int | None = option("prompt before which to stop", None, bounds=COUNT)
+    reference_path: list[str] | None = option(
+        'pictures and videos that a prompt starts from, one entry for each prompt: files or URLs joined by ";"', None
+    )
+    mask_strategy: list[str] | None = option(
+        "what a prompt takes from its references, one entry for each prompt; see inference.md", None
+    )
+    mask_strategy_format: Literal["six-fields", "five-fields"] = option(
+        "order of a mask_strategy's fields: of Open-Sora 1.1 and 1.2, or of the oldest documents", "six-fields"
+    )
+    align: int | None = option(
+        "latent frames to whose multiples references are moved; None: the pieces of the VAE", None, bounds=AT_LEAST_ONE
+    )
+    image: str | None = option("picture that is the first frame of every video", None)
+    last_image: str | None = option("picture that is the end of every video", None)
+    extend: str | None = option("video that every result continues", None)
+    edit: str | None = option("video that every result is a variant of", None)
+    edit_ratio: float = option("how far edit changes its video: 0 not at all, 1 wholly", 0.5, bounds=FRACTION)
+    reference_cache: str = option("folder for references that are fetched from URLs", "./cache/references")
+    aes: int | float | str | None = option("aesthetic score, added to every prompt that has none", None)
+    flow: int | float | str | None = option("motion score, added to every prompt that has none", None)
+    camera_motion: str | None = option("camera motion, added to every prompt that has none", None)
     num_sample: int = option("videos for each prompt", 1, bounds=AT_LEAST_ONE)
     save_dir: str = option("folder for the results", "./samples")
     sample_name: str | None = option("start of the names of the result files", None)
     prompt_as_path: bool = option("name a result file after its prompt", default=False)
+    lora: str | None = option(
+        "adapter to merge into the model: a folder of peft, or a checkpoint folder of a run with lora", None
+    )
+    lora_scale: float = option("how much of it; 0 is the model alone", 1.0)
+    save_format: Literal["mp4", "webm", "gif"] = option("of the videos; a single frame is a PNG", "mp4")
     verbose: int = option("0 errors only, 1 progress, 2 details", 1, bounds=COUNT)
+    negative_prompt: list[str] | None = option(
+        "what to steer away from: one for all prompts or one for each, encoded by the text encoder; None: the model's own "
+        '"no text"',
+        None,
+    )
+    loop: int = option(
+        "segments of a long video, each of num_frames and continuing the one before", 1, bounds=AT_LEAST_ONE
+    )
+    condition_frame_length: int | None = option(
+        "latent frames that a segment shares with the one before; None: a quarter of a segment, as the VAE allows",
+        None,
+        bounds=AT_LEAST_ONE,
+    )
+    condition_frame_edit: float = option(
+        "0 keeps the shared frames; above 0 they are edited from that noise level on", 0.0, bounds=FRACTION
+    )
+    sp_size: int = option("processes that share one video's tokens; 1 switches it off", 1, bounds=AT_LEAST_ONE)
+    cfg_parallel: bool = option(
+        "with guidance: one half of the processes of a video predicts with the prompt, the other half without",
+        default=False,
+    )
+    offload: Literal["none", "model", "block"] = option(
+        "model: text encoder, denoiser and VAE are on the device only while they work; block: the denoiser's blocks too, one "
+        "by one",
+        "none",
+    )
+    vae_tiling: int | None = option(
+        "encode and decode pictures larger than this (pixels) in tiles of that size; None: as the VAE's config says",
+        None,
+        bounds=AT_LEAST_ONE,
+    )
+    step_cache: Component | None = option(
+        "reuse between sampling steps: dict(type='pab') or dict(type='teacache'); changes the videos slightly", None
+    )
 
     def problems(self) -> list[str]:
+        problems = super().problems()
         if self.start_index is not None and self.end_index is not None and self.start_index >= self.end_index:
-            return [f"start_index={self.start_index} and end_index={self.end_index} leave no prompt."]
-        return []
+            problems.append(f"start_index={self.start_index} and end_index={self.end_index} leave no prompt.")
+        if self.lora is None and self.lora_scale != 1:
+            problems.append(f"lora_scale={self.lora_scale:g} has no effect without lora.")
+        if self.num_frames == 1 and self.save_format != "mp4":
+            problems.append(f"save_format={self.save_format!r} has no effect on a picture: num_frames=1 makes a PNG.")
+        if self.loop == 1:
+            if self.condition_frame_length is not None and self.extend is None:
+                problems.append(f"condition_frame_length={self.condition_frame_length} has no effect with loop=1.")
+            if self.condition_frame_edit:
+                problems.append(f"condition_frame_edit={self.condition_frame_edit} has no effect with loop=1.")
+        return problems + self._size_problems() + self._reference_problems()
+
+    def _size_problems(self) -> list[str]:
+        """What of size and length is missing, contradicts itself or would do nothing."""
+        problems = []
+        for one, other in (("num_frames", "duration"), ("image_size", "resolution")):
+            values = getattr(self, one), getattr(self, other)
+            if values == (None, None):
+                problems.append(f"{one} is missing; set it, or {other}.")
+            elif None not in values:
+                problems.append(f"{one}={values[0]!r} and {other}={values[1]!r} say the same; keep one.")
+        if isinstance(self.num_frames, str) and not re.fullmatch(NUM_FRAMES, self.num_frames):
+            problems.append(f"num_frames={self.num_frames!r}: expected a number, or seconds such as '4s', or '2x'.")
+        if self.aspect_ratio is not None and self.resolution is None:
+            problems.append(f"aspect_ratio={self.aspect_ratio!r} has no effect without resolution.")
+        if self.aspect_ratio_order != "height:width" and ":" not in (self.aspect_ratio or ""):
+            problems.append(f"aspect_ratio_order={self.aspect_ratio_order!r} has no effect without aspect_ratio='H:W'.")
+        told = "PixArtMS" if self.multi_resolution is True else self.multi_resolution or ""
+        if not re.match(TOLD_SIZES.get(told, ""), str(self.model.get("type"))):
+            problems.append(
+                f"multi_resolution={self.multi_resolution!r} does not fit model.type={self.model.get('type')!r}; set it to "
+                "False: a model that knows of sizes is told them anyway."
+            )
+        return problems
+
+    def _reference_problems(self) -> list[str]:
+        """What of references and scores contradicts itself or would do nothing."""
+        problems = []
+        used = [name for name in ("reference_path", "image", "extend", "edit") if getattr(self, name) is not None]
+        if self.last_image is not None and (clash := [name for name in used if name in ("reference_path", "edit")]):
+            used = [*clash, "last_image"]
+        if len(used) > 1:
+            problems.append(f"{', '.join(used)} say different things of the same frames; keep one.")
+        if self.mask_strategy is not None and used and used != ["reference_path"]:
+            problems.append(f"mask_strategy has no effect with {used[0]}, which has its own; use reference_path.")
+        if self.edit is None and self.edit_ratio != 0.5:
+            problems.append(f"edit_ratio={self.edit_ratio:g} has no effect without edit.")
+        if self.text_encoder.get("type") == "classes":
+            problems += [
+                f"{name}={value!r} has no effect on classes, which are numbers and no texts."
+                for name in ("aes", "flow", "camera_motion")
+                if (value := getattr(self, name)) is not None
+            ]
+        return problems
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,13 +581,16 @@ class VAETrainConfig(LoopConfig):
     prefetch_gib: float = option(
         "memory that batches read ahead may take in each process, in GiB", 8.0, bounds=POSITIVE
     )
-    plugin: Literal["ddp", "fsdp2", "zero2"] = option("engine of distributed training", "ddp")
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "loss", {**dict.fromkeys(LOSS_TERMS, 0.0), **self.loss})  # frozen
 
     def problems(self) -> list[str]:
         problems = super().problems()
+        if self.plugin != "ddp":
+            problems.append(
+                f"plugin={self.plugin!r}: a VAE is trained with ddp. hybrid_zero=True spreads its optimizer's state."
+            )
         for term, weight in self.loss.items():
             if term not in LOSS_TERMS:
                 hint = did_you_mean(term, list(LOSS_TERMS))
@@ -356,7 +685,7 @@ class Field(NamedTuple):
         if self.choices and value not in self.choices:
             hint = did_you_mean(str(value), list(self.choices))
             return f"must be one of {', '.join(self.choices)}.{hint}"
-        if self.bounds is None or value is None:
+        if self.bounds is None or value is None or isinstance(value, str):
             return ""
         numbers = value if isinstance(value, tuple) else (value,)
         return next((problem for number in numbers if (problem := self.bounds.problem(number))), "")

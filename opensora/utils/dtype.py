@@ -11,6 +11,7 @@ DTYPES = {
     "half": torch.float16,
     "float16": torch.float16,
 }
+HALF = (torch.bfloat16, torch.float16)
 
 
 def to_torch_dtype(name: str | torch.dtype) -> torch.dtype:

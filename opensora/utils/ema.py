@@ -1,12 +1,21 @@
-"""An exponential moving average of a model's weights, always in fp32.
+"""An exponential moving average of a model's weights, always in fp32, laid out as the weights are.
 
-With decay 0.9999 the increment of a bf16 average is below half a unit in the last place, so it would never move.
+With decay 0.9999 the increment of a bf16 average is below half a unit in the last place, so it would never move. Of
+weights that are spread over processes each process averages its own shard.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from opensora.utils.errors import UserError
+from opensora.utils.shards import fill, shard_of
 
 
 class EMA:
@@ -14,35 +23,126 @@ class EMA:
 
     The decay warms up as `min(decay, (1 + step) / (10 + step))`: without it the average is mostly the initialisation
     for the first ten thousand steps.
+
+    Args:
+        model: after its engine was built, which may spread its weights.
+        decay: for each optimizer step.
+        every: take in the weights after every so many steps only, with the product of their decays: cheaper, and as slow
+            an average. What the weights were in between does not enter.
+        device: "model", or "cpu" to save 4 bytes a weight on the GPU.
+        masters: gives the fp32 weights that an engine keeps apart from the model's, see `Engine.masters`.
     """
 
-    def __init__(self, model: nn.Module, decay: float) -> None:
-        self.decay = decay
-        self.shadow = {name: tensor.detach().clone() for name, tensor in _fp32(model.state_dict()).items()}
+    def __init__(
+        self,
+        model: nn.Module,
+        decay: float,
+        *,
+        every: int = 1,
+        device: Literal["model", "cpu"] = "model",
+        masters: Callable[[], Mapping[str, Tensor]] = dict,
+    ) -> None:
+        self.decay, self.every, self.masters = decay, every, masters
+        own = model.state_dict()
+        self.shapes = {name: tensor.shape for name, tensor in own.items()}
+        self.shadow = {name: _copy(tensor, device) for name, tensor in {**own, **masters()}.items()}
 
     @torch.no_grad()
-    def update(self, model: nn.Module, step: int) -> None:
-        """Take in the weights after optimizer step number `step` (the first is 1)."""
-        decay = min(self.decay, (1 + step) / (10 + step))
+    def update(self, model: nn.Module, step: int, *, taken: bool = True) -> None:
+        """Take in the weights after optimizer step number `step` (the first is 1); nothing where it was not `taken`."""
+        if step % self.every or not taken:
+            return
+        decay = math.prod(min(self.decay, (1 + i) / (10 + i)) for i in range(step - self.every + 1, step + 1))
         trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-        state = _fp32(model.state_dict())
-        averaged = [name for name in state if name in trained]
+        averaged: list[Tensor] = []
+        weights: list[Tensor] = []
+        for name, tensor in {**model.state_dict(), **self.masters()}.items():
+            own, new = _local(self.shadow[name]), _local(tensor)
+            if name not in trained:
+                own.copy_(new)
+            elif own.numel():
+                averaged.append(own)
+                weights.append(new.to(own))
         if averaged:
-            torch._foreach_lerp_([self.shadow[n] for n in averaged], [state[n] for n in averaged], 1 - decay)
-        for name in state.keys() - trained:
-            self.shadow[name].copy_(state[name])
+            torch._foreach_lerp_(averaged, weights, 1 - decay)
+
+    @contextmanager
+    def applied_to(self, model: nn.Module) -> Iterator[None]:
+        """Inside, the model has the averaged weights; afterwards the trained ones again, bit for bit.
+
+        For forward passes only. All processes enter and leave together, and run the model equally often inside: sharded
+        weights are gathered by all.
+        """
+        _drop_gathered(model)
+        own = model.state_dict()
+        kept = {name: _local(own[name]).to(_local(self.shadow[name]).device, copy=True) for name in own}
+        try:
+            with torch.no_grad():
+                for name, tensor in own.items():
+                    _local(tensor).copy_(self._as_in(tensor, name))
+            yield
+        finally:
+            _drop_gathered(model)
+            with torch.no_grad():
+                for name, tensor in own.items():
+                    _local(tensor).copy_(kept[name])
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The averaged weights, named as the model's."""
-        return self.shadow
+        """The averaged weights, named as the model's; plain or DTensors as those are. All processes call it together."""
+        return {
+            name: self._whole(name) if tensor.shape != self.shapes[name] else tensor
+            for name, tensor in self.shadow.items()
+        }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take over saved averages; names and shapes must be the same."""
-        if state.keys() != self.shadow.keys():
-            raise ValueError(f"EMA names differ: {sorted(state.keys() ^ self.shadow.keys())[:5]}")
+        """Take over saved averages, whole ones.
+
+        Raises:
+            UserError: names or shapes differ.
+        """
+        if set(state) != self.shadow.keys():
+            differ = sorted(set(state) ^ self.shadow.keys())
+            raise UserError(
+                f"the averaged weights are of another model: {len(differ)} names are only here or only there, such as "
+                f"{', '.join(differ[:5])}. Check model.type and its sizes in the config."
+            )
         for name, tensor in self.shadow.items():
-            tensor.copy_(state[name])
+            try:
+                if tensor.shape == self.shapes[name]:
+                    fill(tensor, state, name)
+                else:
+                    fill(tensor, {name: state[name].flatten()}, name)
+            except ValueError as error:
+                raise UserError(f"the averaged weights are of another model: {error}.") from error
+
+    def _as_in(self, tensor: Tensor, name: str) -> Tensor:
+        """The average as this process has the weight."""
+        shadow = self.shadow[name]
+        return _local(shadow) if shadow.shape == tensor.shape else self._whole(name)
+
+    def _whole(self, name: str) -> Tensor:
+        """An average that is kept flat and in pieces, as a weight."""
+        shadow = self.shadow[name]
+        assert isinstance(shadow, DTensor)
+        on_mesh: DTensor = shadow.to(shadow.device_mesh.device_type)  # type: ignore[assignment]
+        return on_mesh.full_tensor().view(self.shapes[name])
 
 
-def _fp32(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in state.items()}
+def _copy(tensor: Tensor, device: Literal["model", "cpu"]) -> Tensor:
+    """fp32 where it is a float, in memory of its own, a DTensor if it was one."""
+    dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
+    place = tensor.device if device == "model" else torch.device("cpu")
+    copy = torch.empty_like(tensor, dtype=dtype, device=place, requires_grad=False)
+    _local(copy).copy_(_local(tensor))
+    return copy
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return shard_of(tensor).local
+
+
+def _drop_gathered(model: nn.Module) -> None:
+    """Weights that fsdp2 gathered in a forward pass without a backward pass are kept; they are about to be outdated."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

@@ -1,14 +1,20 @@
 """What a run says: lines in `log.txt` and on the terminal, numbers in `metrics.jsonl`, TensorBoard and, if asked, W&B.
 
-Only the main process writes; a `RunLog` made elsewhere accepts everything and writes nothing.
+Only the main process writes; a `RunLog` made elsewhere accepts everything and writes nothing. A run that goes on in its
+folder goes on with its log too: what had been written after the checkpoint it goes on from is removed, for those steps are
+taken again. docs/training-log.md explains the entries.
 """
 
+import hashlib
 import json
 import logging
 import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from PIL import Image
 from tqdm import tqdm
 
 LINE = logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S")
@@ -39,43 +45,59 @@ class RunLog:
 
     Args:
         folder: the run's folder; None = this process writes nothing.
-        wandb: also send the numbers to Weights & Biases (needs the package and an account).
+        start: optimizer steps done; later entries of an older log in the folder are removed.
+        wandb: also send the numbers to Weights & Biases (needs the package, and an account or WANDB_MODE=offline).
         config: shown to W&B.
     """
 
-    def __init__(self, folder: Path | None, *, wandb: bool = False, config: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, folder: Path | None, *, start: int = 0, wandb: bool = False, config: dict[str, Any] | None = None
+    ) -> None:
         self.folder = folder
         self._bar: tqdm | None = None
         self._sinks: list[Any] = []
         if folder is None:
             return
         self._lines = _line_logger(folder)
+        forget_later_steps(folder / "metrics.jsonl", start)
         self._jsonl = (folder / "metrics.jsonl").open("a", buffering=1)
         from torch.utils.tensorboard import SummaryWriter
 
-        self._tensorboard = SummaryWriter(str(folder / "tensorboard"))
+        self._tensorboard = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1 if start else None)
         if wandb:
             self._sinks.append(_wandb_run(folder, config))
 
     def line(self, message: str) -> None:
-        """A line for the terminal and log.txt."""
-        if self.folder is None:
+        """A line, or a few, for the terminal and log.txt; none where there is nothing to say."""
+        if self.folder is None or not message:
             return
         with tqdm.external_write_mode(file=sys.stderr):
             self._lines.info(message)
 
-    def metrics(self, step: int, **values: float) -> None:
-        """Numbers of optimizer step `step` (counted from 1)."""
+    def metrics(self, step: int, **values: Any) -> None:
+        """Numbers of optimizer step `step` (counted from 1); a value may be a dict of numbers, by name, or of such dicts."""
         if self.folder is None:
             return
-        self._jsonl.write(json.dumps({"step": step, **values}) + "\n")
-        for name, value in values.items():
+        self._jsonl.write(json.dumps({"step": step, **values}) + "\n")  # a whole line at once
+        flat = dict(_flat(values))
+        for name, value in flat.items():
             self._tensorboard.add_scalar(name, value, step)
         for sink in self._sinks:
-            sink.log(values, step=step)
+            sink.log(flat, step=step)
         if self._bar is not None:
             shown = {name: f"{values[name]:.4g}" for name in ("loss", "samples_per_s") if name in values}
-            self._bar.set_postfix(shown, refresh=False)
+            if shown:  # validation's numbers do not clear the bar
+                self._bar.set_postfix(shown, refresh=False)
+
+    def image(self, name: str, path: Path, step: int) -> None:
+        """A picture file, for TensorBoard and W&B."""
+        if self.folder is None:
+            return
+        with Image.open(path) as picture:
+            pixels = np.asarray(picture.convert("RGB"))
+        self._tensorboard.add_image(name, pixels, step, dataformats="HWC")
+        for sink in self._sinks:
+            sink.log({name: _wandb_image(path)}, step=step)
 
     def start_progress(self, start: int, total: int) -> None:
         """Show a progress bar over optimizer steps, with the time left."""
@@ -102,6 +124,36 @@ class RunLog:
             self._lines.removeHandler(handler)
 
 
+def forget_later_steps(path: Path, step: int) -> None:
+    """Leave the entries of a metrics.jsonl up to `step`, and whole lines only: a crash may have cut the last one."""
+    if not path.exists():
+        return
+    lines = path.read_text().splitlines(keepends=True)
+    kept = [line for line in lines if (number := _step_of(line)) is not None and number <= step]
+    if kept == lines:
+        return
+    new = path.with_name(path.name + ".new")
+    new.write_text("".join(kept))
+    new.replace(path)
+
+
+def _step_of(line: str) -> int | None:
+    """The step of an entry; None where the line is no whole entry."""
+    try:
+        return int(json.loads(line)["step"]) if line.endswith("\n") else None
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """`{"a": {"b": 1}}` as `("a/b", 1)`."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}/")
+        else:
+            yield f"{prefix}{name}", value
+
+
 def _line_logger(folder: Path) -> logging.Logger:
     logger = logging.getLogger(f"opensora.run.{folder}")
     logger.setLevel(logging.INFO)
@@ -112,6 +164,12 @@ def _line_logger(folder: Path) -> logging.Logger:
     return logger
 
 
+def _wandb_image(path: Path) -> Any:
+    import wandb
+
+    return wandb.Image(str(path))
+
+
 def _wandb_run(folder: Path, config: dict[str, Any] | None) -> Any:
     from opensora.utils.errors import UserError
 
@@ -119,4 +177,6 @@ def _wandb_run(folder: Path, config: dict[str, Any] | None) -> Any:
         import wandb
     except ImportError as error:
         raise UserError("wandb=True, but the package is not installed: pip install 'opensora[wandb]'.") from error
-    return wandb.init(project="opensora", name=folder.name, dir=str(folder), config=config)
+    # one run for one folder, also when it goes on
+    name = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
+    return wandb.init(project="opensora", id=name, resume="allow", name=folder.name, dir=str(folder), config=config)

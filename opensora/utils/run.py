@@ -1,18 +1,19 @@
-"""A training run's folder, its place in the data, and its checkpoints."""
+"""A training run's place in the data, and its folder: what is needed to run it again is written into it."""
 
 import json
 import logging
+import os
 import platform
+import shlex
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
-from opensora.utils.ckpt import save_checkpoint
 from opensora.utils.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -27,7 +28,7 @@ class RunState:
     Attributes:
         data: Fingerprint of the dataset.
         global_batch: Samples of one batch of all ranks, or BATCHES_VARY.
-        world: Data-parallel ranks.
+        world: Data-parallel ranks: processes that share their samples (sequence parallelism) count as one.
         step: Optimizer steps done.
         micro_batch: Batches that each rank has taken from the loader.
         epoch: The epoch that the next batch is of.
@@ -43,6 +44,11 @@ class RunState:
     epoch: int = 0
     epoch_start: int = 0
     segments: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def folder_name(self) -> str:
+        """Of a checkpoint that is made here."""
+        return f"epoch{self.epoch}-global_step{self.step}"
 
     @property
     def batch_in_epoch(self) -> int:
@@ -121,27 +127,39 @@ def due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def make_run_folder(outputs: str, name: str | None, model: str, config: dict[str, Any]) -> Path:
-    """Make `outputs/<name>`, or `outputs/<NNN>-<model>` with the next free number, and write the config into it.
+def make_run_folder(outputs: str, name: str | None, model: str, config: dict[str, Any], *, go_on: bool = False) -> Path:
+    """Make `outputs/<name>`, or `outputs/<NNN>-<model>` with the next free number, and say in it how it was started.
+
+    Args:
+        go_on: the folder `name` may be there already: this is another start of that run.
 
     Raises:
-        UserError: a folder of that name is there already.
+        UserError: a folder of that name is there already, and `go_on` is False.
     """
     root = Path(outputs)
     root.mkdir(parents=True, exist_ok=True)
-    run = _new_folder(root, name) if name else _next_folder(root, model.replace("/", "-"))
-    (run / "config.json").write_text(json.dumps(config, indent=1, default=str) + "\n")
-    (run / "environment.json").write_text(json.dumps(environment(), indent=1) + "\n")
+    if go_on and name:
+        run = root / name
+        run.mkdir(parents=True, exist_ok=True)
+    else:
+        run = _new_folder(root, name) if name else _next_folder(root, model.replace("/", "-"))
+    record_start(run, config)
     return run
 
 
-def save_run(
-    run: Path, state: RunState, parts: Mapping[str, Mapping[str, Any]], model: str, config: dict[str, Any]
-) -> Path:
-    """Write `run/epoch{E}-global_step{S}`; call it in the main process only."""
-    manifest = {"step": state.step, "model": model, "data": state.data, "config": config}
-    path = run / f"epoch{state.epoch}-global_step{state.step}"
-    return save_checkpoint(path, parts, state=asdict(state), manifest={**manifest, **environment()})
+def record_start(run: Path, config: dict[str, Any]) -> None:
+    """Write what starts this run again: config, command line, commit with its differences, and versions.
+
+    The files are config.json, command.txt, changes.diff (where the source tree differs from its commit) and
+    environment.json; those of the second start in the same folder are config-2.json and so on.
+    """
+    number = 1 + len(list(run.glob("config*.json")))
+    tail = f"-{number}" if number > 1 else ""
+    (run / f"config{tail}.json").write_text(json.dumps(config, indent=1, default=str) + "\n")
+    (run / f"command{tail}.txt").write_text(command_line() + "\n")
+    (run / f"environment{tail}.json").write_text(json.dumps(environment(), indent=1) + "\n")
+    if changes := git_changes():
+        (run / f"changes{tail}.diff").write_text(changes)
 
 
 def environment() -> dict[str, Any]:
@@ -154,14 +172,41 @@ def environment() -> dict[str, Any]:
     }
 
 
+def command_line() -> str:
+    """What was typed, quoted for a shell: the working folder and the script, under torchrun if it runs there."""
+    env = os.environ
+    launcher = ["python"]
+    if "TORCHELASTIC_RUN_ID" in env:
+        nodes = int(env["WORLD_SIZE"]) // int(env["LOCAL_WORLD_SIZE"])
+        place = ["--standalone"] if nodes == 1 else ["--nnodes", str(nodes)]
+        launcher = ["torchrun", *place, "--nproc_per_node", env["LOCAL_WORLD_SIZE"]]
+    return f"cd {shlex.quote(str(Path.cwd()))} && {shlex.join([*launcher, *sys.argv])}"
+
+
 def git_commit() -> str | None:
     """The commit of this source tree, with `-dirty` when files differ from it; None outside a repository."""
-    describe = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    return _git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*").strip() or None
+
+
+def git_changes() -> str:
+    """The differences of this source tree from its commit, for `git apply`; empty without any, or outside a repository."""
+    return _git("diff", "HEAD", "--binary", "--no-ext-diff", "--no-color")
+
+
+def _git(*arguments: str) -> str:
+    """What git says about this source tree; empty where there is no git, or no repository."""
     try:
-        done = subprocess.run(describe, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            ["git", *arguments],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            check=False,
+            errors="replace",
+        )
     except FileNotFoundError:
-        return None
-    return done.stdout.strip() or None
+        return ""
+    return done.stdout if done.returncode == 0 else ""
 
 
 def _version(package: str) -> str | None:
@@ -178,7 +223,7 @@ def _new_folder(root: Path, name: str) -> Path:
     except FileExistsError as error:
         raise UserError(
             f"{run} is there already, and a run never writes into another run's folder. Choose another --exp-name, "
-            "or remove it."
+            "remove it, or go on with it: --load latest."
         ) from error
     return run
 

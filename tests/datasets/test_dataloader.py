@@ -1,8 +1,11 @@
 """Batches: the same for any number of workers and processes, resumable, with errors that arrive as they were."""
 
+import multiprocessing
 import os
 import pickle
 import signal
+import subprocess
+import sys
 from collections.abc import Iterable
 
 import pytest
@@ -140,3 +143,32 @@ def test_batches_know_their_place():
 def test_datasets_can_be_pickled(dataset):
     copy = pickle.loads(pickle.dumps(dataloader._Batches(dataset)))
     assert torch.equal(copy[BatchKeys([SampleKey(0, 1)], 0, 1)]["video"][0], dataset[SampleKey(0, 1)]["video"])
+
+
+def test_three_epochs_with_workers_and_the_loader_ends():
+    """17 batches an epoch; pages of pinned memory, where there is a GPU, and workers are given back at the end."""
+    options = {"seed": 1, "stop": 51, "pin_memory": torch.cuda.is_available()}
+    with_workers = build_dataloader(Counting(34), 2, num_workers=2, **options)
+    assert keys(with_workers) == keys(build_dataloader(Counting(34), 2, **options))
+    assert multiprocessing.active_children() == []
+
+
+FEW_FILES = """
+import resource, sys, torch
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+from opensora.datasets.dataloader import build_dataloader
+class Many:
+    def __len__(self): return 4096
+    def __getitem__(self, key): return {f"t{i}": torch.tensor([float(key.index)]) for i in range(12)}
+batches = list(build_dataloader(Many(), 128, seed=1, num_workers=4, stop=16))
+print(len(batches))
+"""
+
+
+def test_four_workers_and_large_batches_with_few_open_files(repo_root):
+    """A batch's tensors are stacked in the worker, so the files that pass them on do not grow with the batch."""
+    done = subprocess.run(
+        [sys.executable, "-c", FEW_FILES], cwd=repo_root, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.strip() == "16"

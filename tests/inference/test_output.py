@@ -1,4 +1,3 @@
-import json
 from fractions import Fraction
 
 import av
@@ -7,17 +6,8 @@ import pytest
 import torch
 from PIL import Image
 
-from opensora.inference.output import (
-    already_made,
-    describe_checkpoint,
-    exact_fps,
-    sample_file_name,
-    save_sample,
-    sidecar,
-    to_uint8,
-    with_extension,
-    write_sidecar,
-)
+from opensora.inference.output import exact_fps, sample_file_name, save_sample, to_uint8
+from opensora.inference.video_files import PALETTE_FRAMES
 from opensora.utils.errors import UserError
 
 
@@ -43,6 +33,11 @@ def decode(path) -> tuple[np.ndarray, av.video.stream.VideoStream]:
         return np.stack(frames), stream
 
 
+def presentation_times(path) -> list[Fraction]:
+    with av.open(path) as container:
+        return [frame.pts * frame.time_base for frame in container.decode(video=0)]
+
+
 @pytest.mark.parametrize(("height", "width"), [(64, 128), (720, 1280)])
 def test_colours_survive_below_and_above_hd(tmp_path, height, width):
     video = colour_bars(3, height, width)
@@ -63,9 +58,63 @@ def test_frame_rate_and_count_are_read_back(tmp_path, fps, rate):
     frames, stream = decode(path)
     assert len(frames) == 9
     assert stream.average_rate == rate
-    with av.open(path) as container:
-        times = [frame.pts * frame.time_base for frame in container.decode(video=0)]
-    assert times == [i / rate for i in range(9)]
+    assert presentation_times(path) == [i / rate for i in range(9)]
+
+
+@pytest.mark.parametrize(("fps", "rate"), [(8, 8), (23.976, 24000 / 1001), (24, 24), (29.97, 30000 / 1001)])
+def test_duration_is_read_back(tmp_path, fps, rate):
+    video = torch.rand(3, 30, 16, 16) * 2 - 1
+    with av.open(save_sample(video, tmp_path / "x", fps=fps)) as container:
+        assert container.duration / av.time_base == pytest.approx(30 / rate, abs=1e-3)
+        stream = container.streams.video[0]
+        assert float(stream.duration * stream.time_base) == pytest.approx(30 / rate, abs=1e-6)
+        assert stream.frames == 30
+
+
+@pytest.mark.parametrize("fps", [8, 23.976])
+def test_webm_keeps_colours_and_time(tmp_path, fps):
+    video = colour_bars(12, 64, 128)
+    path = save_sample(video, tmp_path / "bars", fps=fps, save_format="webm")
+    assert path.name == "bars.webm"
+    frames, stream = decode(path)
+    assert stream.codec_context.name in ("vp9", "libvpx-vp9")
+    assert np.abs(frames.astype(int) - to_uint8(video).astype(int)).mean() < 4
+    times = np.array(presentation_times(path))
+    assert np.abs(times - np.arange(12) / fps).max() < 1.1e-3  # WebM counts milliseconds
+
+
+def test_gif_keeps_size_colours_and_time(tmp_path):
+    video = colour_bars(13, 33, 47)
+    path = save_sample(video, tmp_path / "bars", fps=23.976, save_format="gif")
+    assert path.name == "bars.gif"
+    with Image.open(path) as gif:
+        frames, seconds = [], 0.0
+        for i in range(gif.n_frames):
+            gif.seek(i)
+            frames.append(np.asarray(gif.convert("RGB")))
+            seconds += gif.info["duration"] / 1000
+        assert gif.info["loop"] == 0  # for ever
+    assert seconds == pytest.approx(13 * 1001 / 24000, abs=0.006)
+    assert np.abs(np.stack(frames).astype(int) - to_uint8(video).astype(int)).mean() < 4
+
+
+def test_equal_frames_of_a_gif_are_one_that_stays(tmp_path):
+    video = torch.zeros(3, 2 * PALETTE_FRAMES, 16, 16)
+    with Image.open(save_sample(video, tmp_path / "still", fps=8, save_format="gif")) as gif:
+        assert gif.info["duration"] * gif.n_frames == 2000
+
+
+def test_settings_that_a_format_cannot_hold(tmp_path):
+    video = torch.zeros(3, 2, 16, 16)
+    with pytest.raises(UserError, match="no more than 50"):
+        save_sample(video, tmp_path / "x", fps=60, save_format="gif")
+    with pytest.raises(UserError, match="mp4, webm or gif"):
+        save_sample(video, tmp_path / "x", fps=8, save_format="avi")
+    with pytest.raises(UserError, match=r"0 \(best\) to 51"):
+        save_sample(video, tmp_path / "x", fps=8, crf="60")
+    with pytest.raises(ValueError, match="no effect"):
+        save_sample(video, tmp_path / "x", fps=8, save_format="gif", crf="20")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_exact_fps():
@@ -162,64 +211,3 @@ def test_numbered_names():
     for bad in ("a/b", "", ".x", "a\nb", "x" * 101):
         with pytest.raises(UserError, match="sample_name"):
             sample_file_name("p", 0, sample_name=bad)
-
-
-CONFIG = {
-    "seed": 42,
-    "image_size": (64, 64),
-    "num_frames": 1,
-    "fps": 24,
-    "model": {"type": "STDiT", "patch_size": (1, 2, 2)},
-    "save_dir": "a",
-    "verbose": 1,
-}
-
-
-def record(**changes):
-    config = CONFIG | {key: value for key, value in changes.items() if key in CONFIG}
-    rest = {key: value for key, value in changes.items() if key not in CONFIG}
-    fields = {"prompt": "p", "prompt_index": 3, "sample_index": 0, "save_fps": 23.976, "checkpoint": None}
-    return sidecar(config, **(fields | {"made_with": {"git_commit": "abc", "versions": {}}} | rest))
-
-
-def test_sidecar_is_read_back_as_written(tmp_path):
-    path = write_sidecar(record(prompt="平静\n的湖"), tmp_path / "s_0.5")
-    assert path.name == "s_0.5.json"
-    loaded = json.loads(path.read_text(encoding="utf-8"))
-    assert loaded == record(prompt="平静\n的湖")
-    assert loaded["save_fps"] == "24000/1001"
-    assert loaded["config"]["image_size"] == [64, 64]
-
-
-def test_finished_samples_are_recognised_and_never_overwritten(tmp_path):
-    path = tmp_path / "sample"
-    assert not already_made(path, record())
-    write_sidecar(record(seed=1), path)  # a run that was stopped before its video was there
-    assert not already_made(path, record())
-    write_sidecar(record(), path)
-    save_sample(torch.zeros(3, 1, 8, 8), path, fps=8)
-    assert already_made(path, record())
-    assert already_made(path, record(save_dir="b", verbose=0, made_with={"git_commit": "def"}))
-    for change in ({"seed": 1}, {"prompt": "q"}, {"model": {"type": "DiT"}}, {"checkpoint": {"path": "w"}}):
-        with pytest.raises(UserError, match=f"other settings .*{next(iter(change))}"):
-            already_made(path, record(**change))
-    for foreign in ("{}", "not json", "[1]"):
-        with_extension(path, ".json").write_text(foreign)
-        with pytest.raises(UserError, match="does not tell"):
-            already_made(path, record())
-    with_extension(path, ".json").unlink()
-    with pytest.raises(UserError, match="delete the file"):
-        already_made(path, record())
-
-
-def test_checkpoint_is_described(tmp_path):
-    assert describe_checkpoint(None) is None
-    assert describe_checkpoint(tmp_path / "missing") == {
-        "path": str(tmp_path / "missing"),
-        "changed": None,
-        "step": None,
-        "git_commit": None,
-    }
-    (tmp_path / "manifest.json").write_text('{"step": 1500, "git_commit": "abc", "files": {}}')
-    assert describe_checkpoint(tmp_path)["step"] == 1500
-    assert describe_checkpoint(tmp_path)["changed"] is not None

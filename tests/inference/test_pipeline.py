@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from opensora.inference.output import describe_checkpoint, sidecar, write_sidecar
+from opensora.inference.manifest import describe_checkpoint, sidecar, write_sidecar
 from opensora.inference.pipeline import VideoPipeline, check_finite, check_size
 from opensora.utils.config import InferenceConfig, config_from_dict, to_dict
 from opensora.utils.errors import UserError

@@ -1,7 +1,30 @@
+"""Where prompts come from, and what each of them carries."""
+
+import json
+from dataclasses import replace
+
 import pytest
 
-from opensora.inference.prompts import load_prompts
+from opensora.inference.prompts import PromptItem, Segment, load_items, load_prompts
+from opensora.utils.config import InferenceConfig, config_from_dict
 from opensora.utils.errors import UserError
+
+CONFIG = config_from_dict(
+    InferenceConfig,
+    {
+        "num_frames": 16,
+        "fps": 8,
+        "image_size": (32, 32),
+        "model": {"type": "STDiT"},
+        "vae": {"type": "VideoAutoencoderKL"},
+        "text_encoder": {"type": "t5"},
+        "scheduler": {"type": "iddpm"},
+    },
+)
+
+
+def items(*prompts, **changes):
+    return load_items(replace(CONFIG, prompt=list(prompts) or None, **changes))
 
 
 def test_text_file_skips_blanks_and_comments_and_reads_utf8(tmp_path):
@@ -16,6 +39,15 @@ def test_csv_takes_column_text_verbatim(tmp_path):
     assert load_prompts(None, str(file)) == ['a cat, "loud",\nand wet', "# None", "NA", "  x ", ""]
 
 
+def test_jsonl_takes_text_verbatim(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    rows = [{"text": "a | [b] {c}"}, {"text": "# None\nx"}, {"text": ""}, {"seed": 3}, {"text": None}]
+    file.write_text("\ufeff" + "\n\n".join(map(json.dumps, rows)), encoding="utf-8")
+    assert load_prompts(None, file) == ["a | [b] {c}", "# None\nx", "", "", ""]
+    file.write_text('{"text": 207}\n{"text": 360}\n')  # classes
+    assert load_prompts(None, file) == ["207", "360"]
+
+
 def test_prompt_wins_and_is_verbatim(tmp_path):
     assert load_prompts([" # a", "b"], tmp_path / "missing.txt") == [" # a", "b"]
     assert load_prompts("one", None) == ["one"]
@@ -27,6 +59,8 @@ def test_slice(tmp_path):
     assert load_prompts(None, file, 1, 3) == ["b", "c"]
     assert load_prompts(None, file, None, 99) == ["a", "b", "c", "d"]
     assert load_prompts(["a", "b"], None, 1, None) == ["b"]
+    chosen = load_items(replace(CONFIG, prompt_path=str(file), start_index=1, end_index=3))
+    assert [(item.index, item.text) for item in chosen] == [(1, "b"), (2, "c")]
 
 
 def test_every_mistake_is_told(tmp_path):
@@ -34,14 +68,24 @@ def test_every_mistake_is_told(tmp_path):
     (tmp_path / "latin.txt").write_bytes("café".encode("latin-1"))
     (tmp_path / "none.csv").write_text("path,caption\na,b\n")
     (tmp_path / "quote.csv").write_text('text\n"a"b\n')
+    (tmp_path / "twice.csv").write_text("text,text\na,b\n")
+    (tmp_path / "more.csv").write_text("text\na, b\n")
+    (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text" "b"}\n')
+    (tmp_path / "list.jsonl").write_text('["a"]\n')
+    (tmp_path / "kind.jsonl").write_text('{"text": "a"}\n{"text": 1.5}\n')
     (tmp_path / "two.txt").write_text("a\nb\n")
     for path, start, end, message in [
         (None, None, None, "--prompt-path"),
         ("missing.txt", None, None, "no such file"),
         ("empty.txt", None, None, "no prompt"),
         ("latin.txt", None, None, "UTF-8"),
-        ("none.csv", None, None, "caption"),
-        ("quote.csv", None, None, "after line 1"),
+        ("none.csv", None, None, "no column 'text'; its columns are path, caption"),
+        ("quote.csv", None, None, "no valid CSV.*is a quote left open"),
+        ("twice.csv", None, None, "more than one column 'text'"),
+        ("more.csv", None, None, "double quotes"),
+        ("bad.jsonl", None, None, "line 2: no valid JSON"),
+        ("list.jsonl", None, None, "line 1: not an object"),
+        ("kind.jsonl", None, None, r"row 2: text=1.5; expected a text"),
         ("two.txt", 2, None, "numbered 0 to 1"),
         ("two.txt", 1, 1, "numbered 0 to 1"),
         ("two.txt", -1, None, "counted from 0"),
@@ -50,3 +94,127 @@ def test_every_mistake_is_told(tmp_path):
             load_prompts(None, path and tmp_path / path, start, end)
     with pytest.raises(UserError, match="no prompt"):
         load_prompts([], None)
+
+
+# ------------------------------------------------------------------------------------------------ what belongs to a prompt
+
+
+def test_a_plain_prompt():
+    (item,) = items("a lake")
+    assert item == PromptItem(index=0, segments=(Segment(0, "a lake"),))
+    assert (item.text, item.text_at(0), item.text_at(7)) == ("a lake", "a lake", "a lake")
+    assert item.mask_strategy is item.negative_prompt is None
+
+
+def test_settings_at_the_end_of_a_prompt():
+    settings = {
+        "reference_path": "a.png; b.mp4",
+        "mask_strategy": "0;0,1,0,-1",
+        "negative_prompt": "blurry",
+        "seed": 7,
+        "cfg_scale": 3,
+        "aes": 6,
+    }
+    (item,) = items("a lake " + json.dumps(settings))
+    assert item.text == "a lake aesthetic score: 6.0."
+    assert item.references == ("a.png", "b.mp4")
+    assert item.mask_strategy == "0;0,1,0,-1"
+    assert item.negative_prompt == "blurry"
+    assert item.overrides == {"seed": 7, "cfg_scale": 3.0}
+
+
+def test_columns_of_a_table_are_the_same_settings(tmp_path, caplog):
+    csv = tmp_path / "p.csv"
+    csv.write_text(
+        "text,reference_path,mask_strategy,seed,cfg_scale,aes,flow,camera_motion,negative_prompt,path,mask_stategy\n"
+        'lake,a.png;b.png,"0;0,1,0,-1",3,2.5,6.5,,pan left,blurry,x,y\n'
+        "sea,,,,,,,,,x,y\n"
+    )
+    jsonl = tmp_path / "p.jsonl"
+    row = {
+        "text": "lake",
+        "reference_path": ["a.png", "b.png"],
+        "mask_strategy": "0;0,1,0,-1",
+        "seed": 3,
+        "cfg_scale": 2.5,
+        "aes": 6.5,
+        "camera_motion": "pan left",
+        "negative_prompt": "blurry",
+    }
+    jsonl.write_text("\n".join(map(json.dumps, [row, {"text": "sea"}])))
+    lake, sea = load_items(replace(CONFIG, prompt_path=str(csv)))
+    assert [lake, sea] == load_items(replace(CONFIG, prompt_path=str(jsonl)))
+    assert lake.text == "lake aesthetic score: 6.5. camera motion: pan left."
+    assert lake.references == ("a.png", "b.png")
+    assert lake.overrides == {"seed": 3, "cfg_scale": 2.5}
+    assert sea == PromptItem(index=1, segments=(Segment(0, "sea"),))
+    assert "column 'mask_stategy' is not used. Did you mean 'mask_strategy'?" in caplog.text
+
+
+def test_what_the_config_says_and_who_wins():
+    given = {"reference_path": ["a.png", ""], "mask_strategy": ["0", ""], "aes": 6.5, "negative_prompt": ["blurry"]}
+    first, second = items("a lake", 'a sea{"aes": "excellent", "negative_prompt": "dark"}', **given)
+    assert (first.text, first.references, first.mask_strategy) == ("a lake aesthetic score: 6.5.", ("a.png",), "0")
+    assert (second.text, second.references, second.mask_strategy) == ("a sea aesthetic score: excellent.", (), None)
+    assert (first.negative_prompt, second.negative_prompt) == ("blurry", "dark")
+    (item,) = items('a lake{"reference_path": "b.png"}', reference_path=["a.png"], mask_strategy=["0"])
+    assert (item.references, item.mask_strategy) == (("b.png",), "0")
+    each = items("a", "b", negative_prompt=["x", ""])
+    assert [item.negative_prompt for item in each] == ["x", None]
+
+
+def test_segments_of_a_long_video():
+    (item,) = items("|0|a calm lake|2|a storm, 100% real|5|the lake [again]", loop=6, flow=2)
+    assert [item.text_at(k) for k in range(6)] == [
+        *["a calm lake motion score: 2.0."] * 2,
+        *["a storm, 100% real motion score: 2.0."] * 3,
+        "the lake [again] motion score: 2.0.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "changes", "message"),
+    [
+        (
+            "|0|a|3|b",
+            {"loop": 3},
+            r"prompt 0: segment \|3\| has no effect, for loop=3 makes loops 0 to 2; set --loop 4",
+        ),
+        ("|0|a|1|b", {}, "set --loop 2"),
+        ('a{"reference_path": "x.png", "mask_strategy": "1"}', {}, "mask_strategy='1' has no effect.*set --loop 2"),
+        ('a{"mask_strategy": "0"}', {}, "mask_strategy='0' has no effect without reference_path"),
+        ('a{"reference_path": "x.png", "mask_strategy": "0,0,0,0,z"}', {}, "prompt 0: mask_strategy=.* length='z'"),
+        ("a", {"reference_path": ["x", "y"]}, "reference_path has 2 entries for 1 prompts"),
+        ("a", {"mask_strategy": ["0", "0"]}, "mask_strategy has 2 entries for 1 prompts"),
+        ("a", {"negative_prompt": ["x", "y"]}, "negative_prompt has 2 entries for 1 prompts"),
+        ("a", {"aes": float("nan")}, "config: aes=nan; expected a number or a word"),
+    ],
+)
+def test_what_would_have_no_effect_is_refused(prompt, changes, message):
+    with pytest.raises(UserError, match=message):
+        items(prompt, **changes)
+
+
+def test_the_five_field_order_is_asked_for():
+    prompt = 'a{"reference_path": "x.png;y.png", "mask_strategy": "1,0"}'
+    with pytest.raises(UserError, match="set --loop 2"):
+        items(prompt)
+    assert items(prompt, mask_strategy_format="five-fields")[0].mask_strategy == "1,0"
+
+
+def test_all_bad_prompts_are_told_at_once(tmp_path):
+    file = tmp_path / "p.txt"
+    file.write_text("ok\n" + 'x{"seed": "y"}\n' * 7)
+    with pytest.raises(UserError) as caught:
+        load_items(replace(CONFIG, prompt_path=str(file)))
+    lines = str(caught.value).splitlines()
+    assert lines[0] == f"{file}, line 2: seed='y'; expected a whole number."
+    assert len(lines) == 6
+    assert lines[-1] == "and 2 more"
+
+
+def test_a_setting_in_a_cell_and_in_the_text(tmp_path):
+    file = tmp_path / "p.jsonl"
+    file.write_text(json.dumps({"text": 'x{"seed": 1}', "seed": 2}))
+    with pytest.raises(UserError, match="row 1: seed is set in the table and at the end of the text"):
+        load_items(replace(CONFIG, prompt_path=str(file)))

@@ -62,6 +62,31 @@ def test_sizes_of_1_to_64_frames(name):
 
 
 @vaes
+def test_the_nearest_lengths_below_and_above(name):
+    vae = build(name)
+    lengths = legal(vae, 120)
+    for frames in range(1, 65):
+        assert vae.legal_num_frames_within(frames) == max([n for n in lengths if n <= frames], default=lengths[0])
+        assert vae.legal_num_frames_over(frames) == min(n for n in lengths if n >= frames)
+
+
+@vaes
+def test_pieces_are_encoded_by_themselves(name):
+    """The latents of a video are those of its pieces: that is what makes it right to put a reference where one begins."""
+    vae = build(name)
+    vae.posterior = "mode"
+    chunk = vae.chunk_latent_frames
+    if chunk is None:
+        return
+    frames = vae.video_frames(chunk)
+    assert vae.legal_num_frames(frames) == frames
+    x = video_of(vae, 3 * frames, batch=1)
+    pieces = [vae.encode(piece) for piece in x.split(frames, dim=2)]
+    assert {piece.shape[2] for piece in pieces} == {chunk}
+    assert_close(torch.cat(pieces, dim=2), vae.encode(x), rtol=1e-4, atol=1e-5)
+
+
+@vaes
 def test_odd_sizes_are_refused_with_the_nearest(name):
     vae = build(name)
     frames, (_, height, width) = legal(vae)[0], vae.strides

@@ -65,7 +65,8 @@ def test_sample_then_skip_then_refuse(tmp_path, main_in_process, capsys):
     VideoAutoencoderKL(architecture=architecture).save_pretrained(tmp_path / "vae")
 
     command = [sys.executable, str(SCRIPT), "config.py"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     first = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     assert first.returncode == 0, first.stderr
     samples = tmp_path / "samples"

@@ -1,12 +1,22 @@
 """Run folders never clash; a resume that would mean something else is refused."""
 
+import json
+import shlex
 import shutil
+import subprocess
+import sys
+from collections import Counter
 from dataclasses import asdict
 
+import numpy as np
 import pytest
 
+from opensora.datasets.bucket import Buckets
+from opensora.datasets.dataloader import build_sampler
+from opensora.datasets.sampler import Place
+from opensora.utils import run as run_module
 from opensora.utils.errors import UserError
-from opensora.utils.run import RunState, due, make_run_folder
+from opensora.utils.run import RunState, due, git_changes, make_run_folder
 
 
 def test_numbers_count_on_and_never_reuse_what_is_there(tmp_path):
@@ -65,3 +75,100 @@ def test_other_data_begin_the_next_epoch_when_asked():
 def test_due():
     assert [due(step, 3) for step in (1, 2, 3, 6)] == [False, False, True, True]
     assert not due(3, 0)
+
+
+class Clips:
+    """A dataset that a sampler asks for its length, or its buckets."""
+
+    def __init__(self, count: int, config: dict | None = None) -> None:
+        self.count = count
+        if config is not None:
+            self.buckets = Buckets(config)
+            sizes = np.array([[1 + i % 3, 32, 48] for i in range(count)], np.int64)
+            self.assign = lambda epoch: self.buckets.assign(*sizes.T, seed=1, epoch=epoch)
+
+    def __len__(self) -> int:
+        return self.count
+
+
+def take(dataset: Clips, state: RunState, ranks: int, batch_size: int, steps: int, accumulation: int) -> list[int]:
+    """What so many processes read in so many optimizer steps, as the training scripts go on at `state`."""
+    read: list[int] = []
+    for rank in range(ranks):
+        sampler = build_sampler(dataset, batch_size, seed=1, rank=rank, world_size=ranks)
+        sampler.seek(Place(state.epoch, state.batch_in_epoch, tuple(state.segments)), steps * accumulation)
+        read += [key.index for batch in sampler.placed() for key in batch.keys if key.epoch == 0]
+    for _ in range(steps):
+        state.advance(accumulation, sampler.batches_in)
+    return read
+
+
+@pytest.mark.parametrize("config", [None, {"32x48": {1: (1.0, 3), 2: (1.0, 2)}}])
+@pytest.mark.parametrize("sp_size", [1, 2])
+def test_no_sample_is_lost_or_doubled_when_the_number_of_processes_changes(config, sp_size):
+    """2 data-parallel processes, then 4, then 1, in the middle of an epoch; `world` counts groups that share samples."""
+    dataset, buckets = Clips(48, config), config is not None
+    read, saved = [], None
+    for world, batch_size, steps in ((2 * sp_size, 4, 2), (4 * sp_size, 2, 1), (sp_size, 8, 2 if not buckets else 20)):
+        ranks = world // sp_size
+        state = RunState("d", 0 if buckets else batch_size * ranks, world=ranks)
+        state = state if saved is None else state.resumed(saved, "c")
+        read += take(dataset, state, ranks, batch_size, steps, accumulation=1 if buckets else 2)
+        saved = json.loads(json.dumps(asdict(state)))
+    counts = Counter(read)
+    if buckets:
+        assert counts == Counter(range(48))
+    else:  # the same 8 samples a batch as one process reads
+        whole = take(dataset, RunState("d", 8), 1, 8, 5, accumulation=2)
+        assert counts == Counter(whole)
+        assert len(whole) >= 48
+
+
+class TestRecord:
+    def test_another_start_in_the_same_folder_keeps_the_first_record(self, tmp_path):
+        for lr in (1, 2, 3):
+            make_run_folder(str(tmp_path), "mine", "m", {"lr": lr}, go_on=True)
+        run = tmp_path / "mine"
+        found = [json.loads((run / f"config{tail}.json").read_text())["lr"] for tail in ("", "-2", "-3")]
+        assert found == [1, 2, 3]
+        assert (run / "environment-3.json").is_file()
+
+    def test_the_command_can_be_pasted_into_a_shell(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(sys, "argv", ["scripts/train.py", "a b.py", "--prompt=it's $HOME"])
+        monkeypatch.chdir(tmp_path)
+        make_run_folder(str(tmp_path), "mine", "m", {})
+        line = (tmp_path / "mine" / "command.txt").read_text()
+        assert shlex.split(line) == ["cd", str(tmp_path), "&&", "python", *sys.argv]
+
+    def test_under_torchrun(self, monkeypatch):
+        for name, value in (("TORCHELASTIC_RUN_ID", "x"), ("WORLD_SIZE", "16"), ("LOCAL_WORLD_SIZE", "8")):
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(sys, "argv", ["scripts/train.py", "c.py"])
+        assert run_module.command_line().endswith("&& torchrun --nnodes 2 --nproc_per_node 8 scripts/train.py c.py")
+
+    def test_what_differs_from_the_commit_is_kept(self, tmp_path, monkeypatch):
+        """In a repository of its own: the patch, applied to the commit, gives the changed files."""
+        source = tmp_path / "source"
+        source.mkdir()
+        git = ["git", "-c", "user.name=t", "-c", "user.email=t@t", "-C", str(source)]
+        (source / "run.py").write_text("a = 1\n")
+        (source / "data.bin").write_bytes(bytes(range(256)))
+        for arguments in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "first"]):
+            subprocess.run([*git, *arguments], check=True)
+        monkeypatch.setattr(run_module, "__file__", str(source / "run.py"))
+        assert git_changes() == ""
+        (source / "run.py").write_text("a = 2\n")
+        (source / "data.bin").write_bytes(bytes(range(255, -1, -1)))
+        run = make_run_folder(str(tmp_path / "o"), None, "m", {})
+        environment = json.loads((run / "environment.json").read_text())
+        assert environment["git_commit"].endswith("-dirty")
+        subprocess.run([*git, "checkout", "-q", "."], check=True)
+        subprocess.run([*git, "apply", str(run / "changes.diff")], check=True)
+        assert (source / "run.py").read_text() == "a = 2\n"
+        assert (source / "data.bin").read_bytes() == bytes(range(255, -1, -1))
+
+    def test_without_a_repository(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(run_module, "__file__", str(tmp_path / "run.py"))
+        run = make_run_folder(str(tmp_path / "o"), None, "m", {})
+        assert json.loads((run / "environment.json").read_text())["git_commit"] is None
+        assert not (run / "changes.diff").exists()

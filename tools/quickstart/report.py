@@ -9,6 +9,7 @@ from torch import Tensor
 
 from opensora.datasets.read_video import frames_needed, probe, read_frames
 from opensora.datasets.transforms import get_transform
+from opensora.inference.sizes import video_size
 from opensora.registry import MODELS, build_module
 from opensora.utils.config import InferenceConfig
 from tools.quickstart.measure import best_frame_psnr, nearest, psnr
@@ -25,15 +26,16 @@ def report(run: Path, table: pd.DataFrame, root: Path, cfg: InferenceConfig, fra
         cfg: what the samples were made with.
         frame_interval: source frames from one frame of a sample to the next, as trained.
     """
-    clips = [read_clip(root / path, cfg.image_size) for path in table["path"]]  # each [3, T, H, W]
-    samples = [read_clip(path, cfg.image_size) for path in sorted((run / "samples").glob("*.mp4"))]
+    size = video_size(cfg, build_module(cfg.vae, MODELS))
+    clips = [read_clip(root / path, size.image_size) for path in table["path"]]  # each [3, T, H, W]
+    samples = [read_clip(path, size.image_size) for path in sorted((run / "samples").glob("*.mp4"))]
     n = len(clips)
     if len(samples) != 2 * n:
         raise RuntimeError(f"{len(samples)} samples in {run / 'samples'} for {n} captions and {n} paraphrases")
     own = [*range(n), *range(n)]
     right = [nearest(sample, clips, frame_interval) == i for sample, i in zip(samples, own, strict=True)]
     near = [best_frame_psnr(sample, clips[i]) for sample, i in zip(samples, own, strict=True)]
-    window = frames_needed(cfg.num_frames, frame_interval)
+    window = frames_needed(size.num_frames, frame_interval)
     rows = [
         Row(
             [

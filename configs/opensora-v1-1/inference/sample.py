@@ -6,7 +6,7 @@
 Size and length are free: `--num-frames 64 --image-size 480 848`, or `--num-frames 1 --image-size 512 512` for an image;
 height and width are multiples of 8. Weights trained by configs/opensora-v1-1/train were told the rate of the clip, so
 sample from them with `--fps 8 --frame-interval 1 --model.norm_order norm_then_rope`.
-Not here yet: reference pictures and videos, masks, videos in several pieces.
+Pictures and videos to start from: `--image first.png`, `--extend clip.mp4`; see docs/inference.md.
 """
 
 # Define sampling size

@@ -7,7 +7,6 @@ Start from PixArt's weights. Batch sizes are its authors', for 80 GB.
 
 Before it, see what becomes of your data: `python -m tools.datasets.doctor configs/opensora-v1-1/train/stage1.py
 --data-path clips.csv --processes 8`. How to read bucket_config: docs/datasets.md.
-Open-Sora 1.1 also gives some frames away (masks); that is not here yet.
 """
 
 # Define dataset
@@ -27,6 +26,18 @@ bucket_config = {
     "240p": {16: (0.3, 2), 32: (0.3, 1), 64: (0.0, None)},
     "512": {1: (0.4, 12)},
     "1024": {1: (0.3, 3)},
+}
+
+# frames given at random, so that the model learns to continue and to fill in; the rest, 75 %, get none
+mask_ratios = {
+    "quarter_random": 0.025,
+    "quarter_head": 0.025,
+    "quarter_tail": 0.025,
+    "quarter_head_tail": 0.05,
+    "image_random": 0.025,
+    "image_head": 0.025,
+    "image_tail": 0.025,
+    "image_head_tail": 0.05,
 }
 
 # Define acceleration

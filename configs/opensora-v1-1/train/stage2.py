@@ -7,7 +7,6 @@ Start from stage 1. Batch sizes are its authors', for 80 GB.
 
 Before it, see what becomes of your data: `python -m tools.datasets.doctor configs/opensora-v1-1/train/stage2.py
 --data-path clips.csv --processes 8`. How to read bucket_config: docs/datasets.md.
-Open-Sora 1.1 also gives some frames away (masks); that is not here yet.
 """
 
 # Define dataset
@@ -30,6 +29,18 @@ bucket_config = {
     "720p": {1: (0.1, 20), 16: (0.1, 2), 32: (0.0, None)},
     "1024": {1: (0.3, 20)},
     "1080p": {1: (0.4, 8)},
+}
+
+# frames given at random, so that the model learns to continue and to fill in; the rest, 75 %, get none
+mask_ratios = {
+    "quarter_random": 0.025,
+    "quarter_head": 0.025,
+    "quarter_tail": 0.025,
+    "quarter_head_tail": 0.05,
+    "image_random": 0.025,
+    "image_head": 0.025,
+    "image_tail": 0.025,
+    "image_head_tail": 0.05,
 }
 
 # Define acceleration

@@ -3,10 +3,9 @@
     torchrun --standalone --nproc_per_node 1 scripts/inference.py configs/opensora-v1-2/inference/sample.py \
         --ckpt-path hpcai-tech/OpenSora-STDiT-v3 --prompt-path assets/texts/t2v_samples.txt
 
-The VAE takes any number of frames, in pieces of 17: `--num-frames 51` is 2 s, 102 is 4 s, 1 an image. Height and width are
-multiples of 8: `--image-size 480 848`, `--image-size 720 1280`. Where decoding runs out of memory, add
-`--vae.tile_size 512`. The released weights know captions that end in "aesthetic score: 6.5.".
-Not here yet: reference pictures and videos, masks, videos in several rounds.
+`--num-frames 4s`, or a number, 1 for an image; `--resolution 720p --aspect-ratio 9:16`, height:width, is 720x1280. Where
+decoding runs out of memory, add `--vae.tile_size 512`. The released weights know captions that end in "aesthetic score: 6.5.",
+which `--aes 6.5` adds. Pictures and videos to start from: `--image first.png`, `--extend clip.mp4`; see docs/inference.md.
 """
 
 # Define sampling size

@@ -7,7 +7,6 @@ Start from stage 1. Batch sizes are its authors', for 80 GB.
 
 Before it, see what becomes of your data: `python -m tools.datasets.doctor configs/opensora-v1-2/train/stage2.py
 --data-path clips.csv --processes 8`. How to read bucket_config: docs/datasets.md.
-Open-Sora 1.2 also gives some frames away (masks); that is not here yet.
 """
 
 # Define dataset
@@ -32,6 +31,20 @@ bucket_config = {
     "1024": {1: (0.1, 36), 51: (0.02, 1)},
     "1080p": {1: (0.01, 5)},
     "2048": {1: (0.01, 5)},
+}
+
+# frames given at random, so that the model learns to continue and to fill in; the rest, 80 %, get none
+mask_ratios = {
+    "random": 0.05,
+    "interpolate": 0.005,
+    "quarter_random": 0.005,
+    "quarter_head": 0.005,
+    "quarter_tail": 0.005,
+    "quarter_head_tail": 0.005,
+    "image_random": 0.025,
+    "image_head": 0.05,
+    "image_tail": 0.025,
+    "image_head_tail": 0.025,
 }
 
 # Define acceleration

@@ -88,6 +88,10 @@ class CachedVideoTextDataset:
     def __len__(self) -> int:
         return len(self.clips)
 
+    def path_of(self, index: int) -> Path:
+        """The file of sample `index`."""
+        return self.table.path(self.clips.row(index))
+
     def __getitem__(self, key: SampleKey) -> Item:
         row = self.clips.row(key.index)
         item = self._window(key.epoch, row) if self.content == CLIPS else self._sample(key.epoch, row)

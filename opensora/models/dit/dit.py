@@ -133,13 +133,13 @@ class DiT(Denoiser):
         _, H, W = self.grid(latent_size)
         x = self.patchify(x)  # [B, T, S, D]
         rows, columns = (grid_coordinates(n, device=x.device) for n in (H, W))
-        x = x + sincos_2d(self.hidden_size, rows, columns).to(x.dtype)
+        x = self.enter_blocks(x + sincos_2d(self.hidden_size, rows, columns).to(x.dtype))
 
         x_mask = self.patch_mask(x_mask)
         condition = self._embed_condition(y)  # [B, D], once for all frames and places
         c = self.t_embedder(timestep) + condition
         c0 = None if x_mask is None else self.t_embedder(torch.zeros_like(timestep)) + condition
-        x = self._transform(x, c, x_mask, c0)
+        x = self._transform(x, c, x_mask, c0, (H, W))
         return self.unpatchify(self.final_layer(x, c, x_mask, c0), latent_size)
 
     def null_condition(self, batch: int) -> Tensor:
@@ -165,12 +165,14 @@ class DiT(Denoiser):
         final = linear_flops(self.final_layer.adaLN_modulation, 1)
         return blocks + condition + final + self.embed_flops(latent_size)
 
-    def _transform(self, x: Tensor, c: Tensor, x_mask: Tensor | None, c0: Tensor | None) -> Tensor:
+    def _transform(
+        self, x: Tensor, c: Tensor, x_mask: Tensor | None, c0: Tensor | None, grid: tuple[int, int]
+    ) -> Tensor:
         """The blocks, and when temporal positions enter: `x [B, T, S, D] -> [B, T, S, D]`."""
         if x.shape[1] > 1 and not self.no_temporal_pos_emb:
             x = x + self._temporal_positions(x)
         for block in self.blocks:
-            x = block(x, c, x_mask, c0)
+            x = block(x, c, x_mask, c0, grid)
         return x
 
     def _temporal_positions(self, x: Tensor) -> Tensor:

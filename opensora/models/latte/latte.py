@@ -21,11 +21,13 @@ class Latte(DiT):
 
     axes = ("space", "time")
 
-    def _transform(self, x: Tensor, c: Tensor, x_mask: Tensor | None, c0: Tensor | None) -> Tensor:
+    def _transform(
+        self, x: Tensor, c: Tensor, x_mask: Tensor | None, c0: Tensor | None, grid: tuple[int, int]
+    ) -> Tensor:
         for i, block in enumerate(self.blocks):
             if i == 1 and not self.no_temporal_pos_emb:
                 x = x + self._temporal_positions(x)
-            x = block(x, c, x_mask, c0)
+            x = block(x, c, x_mask, c0, grid)
         return x
 
     def _load(self, path: str) -> None:

@@ -139,8 +139,9 @@ class LatteT2V(Denoiser):
     ) -> Tensor:
         """See `Denoiser.forward`; fps, height, width and num_frames are not used by LatteT2V."""
         latent_size = x.shape[2:]
+        _, H, W = self.grid(latent_size)
         x = self.patchify(x)  # [B, T, S, D]
-        x = x + self._spatial_positions(x, latent_size)
+        x = self.enter_blocks(x + self._spatial_positions(x, (H, W)))
 
         x_mask = self.patch_mask(x_mask)
         t = self.t_embedder(timestep)  # [B, D]
@@ -150,7 +151,7 @@ class LatteT2V(Denoiser):
         y = self.y_embedder(y)  # [B, L, D]
 
         for i, (spatial, temporal) in enumerate(zip(self.blocks, self.temporal_blocks, strict=True)):
-            x = spatial(x, y, t_mod, mask, x_mask, t0_mod)
+            x = spatial(x, y, t_mod, mask, x_mask, t0_mod, None, (H, W))
             if self.mode == "images":
                 continue
             if i == 0 and x.shape[1] > 1 and not self.no_temporal_pos_emb:
@@ -188,10 +189,9 @@ class LatteT2V(Denoiser):
         init_zero(layer for block in temporal for layer in (block.attn.proj, block.mlp.fc2))
         init_zero([self.final_layer.linear])
 
-    def _spatial_positions(self, x: Tensor, latent_size: Sequence[int]) -> Tensor:
-        _, *sides = self.grid(latent_size)
+    def _spatial_positions(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
         rows, columns = (
-            grid_coordinates(n, scale=self.space_scale, base=self.base_size, device=x.device) for n in sides
+            grid_coordinates(n, scale=self.space_scale, base=self.base_size, device=x.device) for n in grid
         )
         return sincos_2d(self.hidden_size, rows, columns).to(x.dtype)  # [S, D]
 

@@ -4,7 +4,7 @@ Tokens keep their axes, `[B, T, S, D]`: attention over space, over time or over 
 of queries, keys and values, so that no block moves the tokens themselves.
 """
 
-from typing import Literal, get_args
+from typing import Literal, Protocol, get_args
 
 import torch
 from einops import rearrange
@@ -43,6 +43,15 @@ class RMSNorm(nn.Module):
         return (wide * self.weight).to(x.dtype)
 
 
+class Exchange(Protocol):
+    """How an attention computes when its tokens lie in several processes; see `opensora.acceleration.sequence_parallel`."""
+
+    def __call__(
+        self, attn: "Attention", x: Tensor, rope: Tensor | None, grid: tuple[int, int] | None
+    ) -> Tensor:
+        """What `attn(x, rope, grid)` would give for all tokens, of which `x` and the result are this process' part."""
+
+
 class Attention(nn.Module):
     """Multi-head self-attention. Names: `qkv`, `proj`, with `qk_norm` also `q_norm`, `k_norm`.
 
@@ -54,6 +63,9 @@ class Attention(nn.Module):
             Open-Sora 1.1.
         kernel: see `opensora.acceleration.attention`.
     """
+
+    exchange: Exchange | None = None
+    """Set from outside where tokens are spread over processes; None = all tokens are here."""
 
     def __init__(
         self,
@@ -71,15 +83,17 @@ class Attention(nn.Module):
         if norm_order not in get_args(NormOrder):
             raise ValueError(f"norm_order={norm_order!r} is not one of {', '.join(get_args(NormOrder))}.")
         self.num_heads = num_heads
+        self.head_dim = dim // num_heads
         self.axis = axis
         self.norm_order = norm_order
         self.kernel = kernel
         self.qkv = nn.Linear(dim, 3 * dim)
-        self.q_norm = RMSNorm(dim // num_heads) if qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(dim // num_heads) if qk_norm else nn.Identity()
+        self.q_norm = RMSNorm(self.head_dim) if qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(self.head_dim) if qk_norm else nn.Identity()
         self.proj = nn.Linear(dim, dim)
-        # whether nothing but positions comes between the linear layer and the attention
-        self.is_plain = not qk_norm and type(self).reduce_keys is Attention.reduce_keys
+        # whether there are as many keys as queries; and nothing but positions between the linear layer and the attention
+        self.keeps_keys = type(self).reduce_keys is Attention.reduce_keys
+        self.is_plain = not qk_norm and self.keeps_keys
 
     def forward(self, x: Tensor, rope: Tensor | None = None, grid: tuple[int, int] | None = None) -> Tensor:
         """Attend along the axis.
@@ -87,32 +101,48 @@ class Attention(nn.Module):
         Args:
             x: tokens [B, T, S, D].
             rope: rotary table for the positions along the axis, see `opensora.models.layers.rope`; None = none.
-            grid: rows and columns of the S tokens, for `reduce_keys`.
+            grid: rows and columns of the S tokens, for `reduce_keys` and `exchange`.
 
         Returns:
             [B, T, S, D].
         """
-        T = x.shape[1]
-        qkv = self.qkv(x)
+        if self.exchange is not None:
+            return self.exchange(self, x, rope, grid)
+        return self.whole(x, rope, grid)
+
+    def whole(self, x: Tensor, rope: Tensor | None = None, grid: tuple[int, int] | None = None) -> Tensor:
+        """`forward` where all tokens that see each other are here."""
+        return self.proj(self.attend(self.qkv(x), rope, grid))
+
+    def attend(self, qkv: Tensor, rope: Tensor | None = None, grid: tuple[int, int] | None = None) -> Tensor:
+        """Attention between the two linear layers, for any number H of heads: `qkv [B, T, S, 3 H d] -> [B, T, S, H d]`."""
+        T, heads = qkv.shape[1], qkv.shape[-1] // (3 * self.head_dim)
         if rope is None and self.is_plain:
-            packed = packed_attention(qkv, self.num_heads, self.axis, self.kernel)
+            packed = packed_attention(qkv, heads, self.axis, self.kernel)
             if packed is not None:
-                return self.proj(packed)
+                return packed
         # split before rearranging: the gradients then come together by one concatenation
         q, k, v = (
-            rearrange(part, _SPLIT[self.axis], H=self.num_heads) for part in qkv.chunk(3, dim=-1)
+            rearrange(part, _SPLIT[self.axis], H=heads) for part in qkv.chunk(3, dim=-1)
         )  # each [..., H, N, d]
         k, v = self.reduce_keys(k, v, grid)
+        return rearrange(self.weigh(q, k, v, rope), _JOIN[self.axis], T=T)
+
+    def weigh(self, q: Tensor, k: Tensor, v: Tensor, rope: Tensor | None = None) -> Tensor:
+        """Positions, normalisation, softmax and sum: `q [..., H, N, d]`, `k, v [..., H, L, d]` -> q's shape."""
         if self.norm_order == "norm_then_rope":
             q, k = apply_rotary(self.q_norm(q), rope), apply_rotary(self.k_norm(k), rope)
         else:
             q, k = self.q_norm(apply_rotary(q, rope)), self.k_norm(apply_rotary(k, rope))
-        x = attention(q, k, v, kernel=self.kernel)
-        return self.proj(rearrange(x, _JOIN[self.axis], T=T))
+        return attention(q, k, v, kernel=self.kernel)
 
     def reduce_keys(self, k: Tensor, v: Tensor, grid: tuple[int, int] | None) -> tuple[Tensor, Tensor]:
         """A hook for variants that attend to fewer keys than there are queries; `k, v [..., H, N, d]`."""
         return k, v
+
+    def num_keys(self, grid: tuple[int, int]) -> int:
+        """Keys of a frame that `reduce_keys` leaves."""
+        return grid[0] * grid[1]
 
     def flops(self, T: int, S: int, grid: tuple[int, int] | None = None) -> int:
         """Floating-point operations for T x S tokens of one sample: 2 per multiply-add, matrix products only.

@@ -29,13 +29,30 @@ class AdaLNZeroBlock(nn.Module):
         self.mlp = tanh_mlp(dim, int(dim * mlp_ratio))
         self.adaLN_modulation = AdaLN(dim, 6)
 
-    def forward(self, x: Tensor, c: Tensor, x_mask: Tensor | None = None, c0: Tensor | None = None) -> Tensor:
-        """Tokens `x [B, T, S, D]`, condition `c [B, D]`; with `x_mask [B, T]` also `c0 [B, D]`, that of timestep 0."""
+    def forward(
+        self,
+        x: Tensor,
+        c: Tensor,
+        x_mask: Tensor | None = None,
+        c0: Tensor | None = None,
+        grid: tuple[int, int] | None = None,
+    ) -> Tensor:
+        """One block.
+
+        Args:
+            x: tokens [B, T, S, D].
+            c: condition [B, D].
+            x_mask, c0: frames being denoised [B, T], and the condition of timestep 0, [B, D], for the others.
+            grid: see `Attention`.
+
+        Returns:
+            [B, T, S, D].
+        """
         at_0 = None if c0 is None else self.adaLN_modulation(c0)
         shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = per_frame(
             x_mask, self.adaLN_modulation(c), at_0
         )
-        x = gated(x, gate_msa, self.attn(modulate(self.norm1(x), shift_msa, scale_msa)))
+        x = gated(x, gate_msa, self.attn(modulate(self.norm1(x), shift_msa, scale_msa), None, grid))
         return gated(x, gate_mlp, self.mlp(modulate(self.norm2(x), shift_mlp, scale_mlp)))
 
     def flops(self, T: int, S: int) -> int:

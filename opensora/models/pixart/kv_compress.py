@@ -48,11 +48,15 @@ class KVCompressAttention(Attention):
         assert grid is not None, "compressed attention needs to know the rows and columns of a frame"
         return self._reduce(k, grid), self._reduce(v, grid)
 
+    def num_keys(self, grid: tuple[int, int]) -> int:
+        """See `Attention.num_keys`."""
+        return -(-grid[0] // FACTOR) * -(-grid[1] // FACTOR)
+
     def flops(self, T: int, S: int, grid: tuple[int, int] | None = None) -> int:
         """See `Attention.flops`."""
         assert grid is not None, "compressed attention needs to know the rows and columns of a frame"
         dim = self.proj.in_features
-        keys = T * (-(-grid[0] // FACTOR)) * (-(-grid[1] // FACTOR))
+        keys = T * self.num_keys(grid)
         compression = 2 * 2 * keys * FACTOR**2 * dim if self.mode == "conv" else 0  # of keys and of values
         return super().flops(T, S) - 2 * T * S * 2 * (T * S - keys) * dim + compression
 

@@ -165,7 +165,7 @@ class PixArt(Denoiser):
         latent_size = x.shape[2:]
         _, rows, columns = self.grid(latent_size)
         x = self.patchify(x)  # [B, T, S, D]
-        x = x + self._positions(x.shape[1], rows, columns, x.device).to(x.dtype)
+        x = self.enter_blocks(x + self._positions(x.shape[1], rows, columns, x.device).to(x.dtype))
 
         x_mask = self.patch_mask(x_mask)
         sizes = self._embed_sizes(height, width)

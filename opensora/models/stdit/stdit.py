@@ -50,13 +50,17 @@ class STDiTBlock(nn.Module):
         x_mask: Tensor | None = None,
         t0: Tensor | None = None,
         temporal_positions: Tensor | None = None,
+        grid: tuple[int, int] | None = None,
     ) -> Tensor:
-        """`x [B, T, S, D]`, text `y [B, L, D]`, modulation `t, t0 [B, 6, D]`, `temporal_positions [T, D]`."""
+        """`x [B, T, S, D]`, text `y [B, L, D]`, modulation `t, t0 [B, 6, D]`, `temporal_positions [T, D]`.
+
+        `grid`: see `Attention`.
+        """
         at_0 = None if t0 is None else self.scale_shift_table + t0
         shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = per_frame(
             x_mask, self.scale_shift_table + t, at_0
         )
-        x = gated(x, gate_msa, self.attn(modulate(self.norm1(x), shift_msa, scale_msa)))
+        x = gated(x, gate_msa, self.attn(modulate(self.norm1(x), shift_msa, scale_msa), None, grid))
         x_t = x if temporal_positions is None else x + temporal_positions[:, None]
         x = gated(x, gate_msa, self.attn_temp(x_t))
         x = x + self.cross_attn(x, y, mask)
@@ -158,7 +162,7 @@ class STDiT(Denoiser):
         _, H, W = self.grid(latent_size)
         x = self.patchify(x)  # [B, T, S, D]
         rows, columns = (grid_coordinates(n, scale=self.space_scale, device=x.device) for n in (H, W))
-        x = x + sincos_2d(self.hidden_size, rows, columns).to(x.dtype)
+        x = self.enter_blocks(x + sincos_2d(self.hidden_size, rows, columns).to(x.dtype))
 
         x_mask = self.patch_mask(x_mask)
         t = self.t_embedder(timestep)  # [B, D]
@@ -170,7 +174,7 @@ class STDiT(Denoiser):
         positions = None if self.no_temporal_pos_emb else self._temporal_positions(x)
         for i, block in enumerate(self.blocks):
             # the temporal positions enter once: before the first temporal attention
-            x = block(x, y, t_mod, mask, x_mask, t0_mod, positions if i == 0 else None)
+            x = block(x, y, t_mod, mask, x_mask, t0_mod, positions if i == 0 else None, (H, W))
         return self.unpatchify(self.final_layer(x, t, x_mask, t0), latent_size)
 
     def null_condition(self, batch: int) -> Tensor:

@@ -77,6 +77,7 @@ class STDiT2Block(nn.Module):
         x_mask: Tensor | None = None,
         t0: Tensor | None = None,
         rope: Tensor | None = None,
+        grid: tuple[int, int] | None = None,
     ) -> Tensor:
         """One block.
 
@@ -86,6 +87,7 @@ class STDiT2Block(nn.Module):
             t: modulation of the timestep, [B, 9, D]: six vectors for spatial attention and MLP, three for time.
             x_mask, t0: frames being denoised [B, T], and the modulation of timestep 0 for the others.
             rope: rotary table of the T frames; None = frames have no order.
+            grid: see `Attention`.
 
         Returns:
             [B, T, S, D].
@@ -93,7 +95,7 @@ class STDiT2Block(nn.Module):
         table = torch.cat([self.scale_shift_table, self.scale_shift_table_temporal])  # [9, D]
         modulation = per_frame(x_mask, table + t, None if t0 is None else table + t0)
         shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp, shift_tmp, scale_tmp, gate_tmp = modulation
-        x = gated(x, gate_msa, self.attn(modulate(self.norm1(x), shift_msa, scale_msa)))
+        x = gated(x, gate_msa, self.attn(modulate(self.norm1(x), shift_msa, scale_msa), None, grid))
         x = gated(x, gate_tmp, self.attn_temp(modulate(self.norm_temp(x), shift_tmp, scale_tmp), rope))
         x = x + self.cross_attn(x, y, mask)
         return gated(x, gate_mlp, self.mlp(modulate(self.norm2(x), shift_mlp, scale_mlp)))
@@ -223,7 +225,7 @@ class STDiT2(Denoiser):
         _, H, W = self.grid(latent_size)
         x = self.patchify(x)  # [B, T, S, D]
         positions = size_positions(self.hidden_size, (H, W), height, width, self.input_sq_size)  # [B, S, D]
-        x = x + positions[:, None].to(x.dtype)
+        x = self.enter_blocks(x + positions[:, None].to(x.dtype))
 
         x_mask = self.patch_mask(x_mask)
         size = self._embed_size(height, width)  # [B, D]
@@ -236,7 +238,7 @@ class STDiT2(Denoiser):
 
         rope = None if self.no_temporal_pos_emb else frame_rotations(self.head_dim, x)
         for block in self.blocks:
-            x = block(x, y, t_mod, mask, x_mask, t0_mod, rope)
+            x = block(x, y, t_mod, mask, x_mask, t0_mod, rope, (H, W))
         return self.unpatchify(self.final_layer(x, t, x_mask, t0), latent_size)
 
     def null_condition(self, batch: int) -> Tensor:

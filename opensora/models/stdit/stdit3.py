@@ -152,7 +152,7 @@ class STDiT3(Denoiser):
         _, H, W = self.grid(latent_size)
         x = self.patchify(x)  # [B, T, S, D]
         positions = size_positions(self.hidden_size, (H, W), height, width, self.input_sq_size)  # [B, S, D]
-        x = x + positions[:, None].to(x.dtype)
+        x = self.enter_blocks(x + positions[:, None].to(x.dtype))
 
         x_mask = self.patch_mask(x_mask)
         rate = self.fps_embedder(fps)  # [B, D]
@@ -164,7 +164,7 @@ class STDiT3(Denoiser):
 
         rope = None if self.no_temporal_pos_emb else frame_rotations(self.head_dim, x)
         for spatial, temporal in zip(self.spatial_blocks, self.temporal_blocks, strict=True):
-            x = spatial(x, y, t_mod, mask, x_mask, t0_mod)
+            x = spatial(x, y, t_mod, mask, x_mask, t0_mod, None, (H, W))
             x = temporal(x, y, t_mod, mask, x_mask, t0_mod, rope)
         return self.unpatchify(self.final_layer(x, t, x_mask, t0), latent_size)
 

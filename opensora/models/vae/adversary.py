@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from opensora.acceleration.distributed import mean_over_ranks
 from opensora.acceleration.engine import Engine
 from opensora.models.vae.discriminator import discriminator_loss, generator_loss
-from opensora.utils.ckpt import load_strictly
 from opensora.utils.lr_scheduler import set_lr
 
 Scale = Literal["adaptive", "fixed"]
@@ -142,7 +141,7 @@ class Adversary:
 
     def load(self, parts: Mapping[str, Mapping[str, Tensor]], source: str) -> None:
         """See `Player.load`."""
-        load_strictly(self.discriminator, parts[PARTS[0]], source)
+        self.engine.load_model_state(parts[PARTS[0]], source)
         self.engine.load_optimizer_state(parts[PARTS[1]])
 
     def _lambda(self, reconstruction: Tensor, g: Tensor, last_layer: Tensor) -> Tensor:

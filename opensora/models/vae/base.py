@@ -109,6 +109,14 @@ class VideoVAE(nn.Module):
         """The nearest number of frames that the VAE takes; of two equally near ones the smaller."""
         raise NotImplementedError
 
+    @property
+    def chunk_latent_frames(self) -> int | None:
+        """Latent frames of a piece that the VAE encodes and decodes by itself; None: a video is one piece.
+
+        Latents of another video fit into a video where one of its pieces begins, and nowhere else.
+        """
+        return None
+
     def units_of(self, pictures: int, num_frames: int) -> int:
         """The micro-batch that holds about so many pictures, for videos of `num_frames`: videos, unless a subclass differs."""
         return max(pictures // num_frames, 1)
@@ -211,6 +219,20 @@ class VideoVAE(nn.Module):
     def frames_rule(self) -> str:
         """The legal numbers of frames in words, for messages."""
         return "it takes any number from 1"
+
+    def legal_num_frames_within(self, num_frames: int) -> int:
+        """The most frames that the VAE takes and that `num_frames` hold; where there are none, the fewest it takes."""
+        return next(
+            (n for n in map(self.legal_num_frames, range(num_frames, 0, -1)) if n <= num_frames),
+            self.legal_num_frames(1),
+        )
+
+    def legal_num_frames_over(self, num_frames: int) -> int:
+        """The fewest frames that the VAE takes and that are no fewer than `num_frames`."""
+        longer = num_frames
+        while self.legal_num_frames(longer) < num_frames:
+            longer += 1
+        return self.legal_num_frames(longer)
 
     @property
     def last_layer(self) -> nn.Parameter:

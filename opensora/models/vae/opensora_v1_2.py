@@ -115,6 +115,11 @@ class VideoAutoencoderPipeline(VideoVAE):
         whole, rest = divmod(latent_frames, self.temporal_vae.latent_frames(self.micro_frame_size))
         return whole * self.micro_frame_size + (self.temporal_vae.video_frames(rest) if rest else 0)
 
+    @property
+    def chunk_latent_frames(self) -> int | None:
+        """Of a piece of `micro_frame_size` frames."""
+        return None if self.micro_frame_size is None else self.temporal_vae.latent_frames(self.micro_frame_size)
+
     def legal_num_frames(self, num_frames: int) -> int:
         """Any number of frames, from 1."""
         return max(int(num_frames), 1)

@@ -33,6 +33,11 @@ class FrameVAE(DiffusersVAE):
         """Any number of frames, from 1."""
         return max(int(num_frames), 1)
 
+    @property
+    def chunk_latent_frames(self) -> int | None:
+        """Each frame is encoded by itself."""
+        return 1
+
     def units_of(self, pictures: int, num_frames: int) -> int:
         """A unit is a picture."""
         return pictures

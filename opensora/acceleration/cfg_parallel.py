@@ -1,0 +1,128 @@
+"""Guidance on two processes: one predicts with the prompt, the other without, and they exchange the predictions.
+
+Classifier-free guidance calls the model on [cond; null] as one batch. Here each of two groups of processes computes its
+half of that batch, so that each device has half the work and half the activations. The sampler, and all that comes after
+the prediction, is the same on all of them; so the videos are those of one process.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from opensora.acceleration.distributed import World
+from opensora.utils.errors import UserError
+
+Model = Callable[..., Tensor]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """How the processes that make one video share it.
+
+    The world is cut into teams of consecutive ranks. A team's first half predicts with the prompt, its second half without
+    (with `cfg_group`); each half shares the tokens (with `sp_group`).
+
+    Attributes:
+        team, num_teams: which team this process is of, and how many there are: data parallelism.
+        leads: whether this process decodes and writes its team's videos.
+        sp_group: processes that share the tokens; None: one process has all of them.
+        cfg_group: this process and its partner of the other half, in this order: with the prompt, without; None: both
+            halves are one batch.
+    """
+
+    team: int = 0
+    num_teams: int = 1
+    leads: bool = True
+    sp_group: dist.ProcessGroup | None = None
+    cfg_group: dist.ProcessGroup | None = None
+
+    @property
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """Both groups, those that there are."""
+        return tuple(group for group in (self.sp_group, self.cfg_group) if group is not None)
+
+    def agree(self, tensor: Tensor) -> Tensor:
+        """The leader's tensor, on all processes of the team: of one shape everywhere, whatever was computed."""
+        tensor = tensor.contiguous()
+        for group in self.groups:  # first within each half, then to the half without the prompt
+            dist.broadcast(tensor, group=group, group_src=0)
+        return tensor
+
+    def agree_on(self, make: Callable[[], T]) -> T:
+        """What `make` gives in the leader, on all processes of the team; an error of it is raised in all."""
+        if not self.groups:
+            return make()
+        box: list[Any] = [None, None]
+        if self.leads:
+            try:
+                box[0] = make()
+            except (UserError, OSError) as error:
+                box[1] = error
+        for group in self.groups:
+            dist.broadcast_object_list(box, group=group, group_src=0)
+        if box[1] is not None:
+            raise box[1]
+        return box[0]
+
+
+def share_videos(world: World, sp_size: int = 1, *, cfg_parallel: bool = False) -> Sharing:
+    """Cut the world into teams; all processes must call this together.
+
+    Raises:
+        UserError: a team's size does not divide the number of processes.
+    """
+    size = sp_size * (2 if cfg_parallel else 1)
+    if world.size % size:
+        raise UserError(
+            f"sp_size={sp_size}{' with cfg_parallel' if cfg_parallel else ''} takes {size} processes for a video, which "
+            f"does not divide the number of processes, {world.size}: start a multiple of {size} with torchrun "
+            "--nproc_per_node."
+        )
+    if size == 1:
+        return Sharing(world.rank, world.size)
+    teams = [range(first, first + size) for first in range(0, world.size, size)]
+    halves = [team[i : i + sp_size] for team in teams for i in range(0, size, sp_size)]
+    pairs = [(team[i], team[i + sp_size]) for team in teams for i in range(sp_size)] if cfg_parallel else []
+    return Sharing(
+        team=world.rank // size,
+        num_teams=len(teams),
+        leads=world.rank % size == 0,
+        sp_group=_own_group(halves, world.rank) if sp_size > 1 else None,
+        cfg_group=_own_group(pairs, world.rank) if cfg_parallel else None,
+    )
+
+
+def split_guidance(model: Model, group: dist.ProcessGroup, batch: int) -> Model:
+    """A model that computes one half of [cond; null] here and gets the other half from the partner.
+
+    Args:
+        model: called as `model(x, timestep, **cond)`, every entry [B, ...] or None.
+        group: two processes; rank 0 of it computes the first half.
+        batch: the number of samples. A call with twice as many is guidance's; any other is computed by both processes.
+
+    Returns:
+        A model with the same results on both processes.
+    """
+
+    def halved(x: Tensor, timestep: Tensor, **cond: Tensor | None) -> Tensor:
+        if len(x) != 2 * batch:
+            return model(x, timestep, **cond)
+        half = slice(0, batch) if dist.get_rank(group) == 0 else slice(batch, None)
+        mine = {name: None if value is None else value[half] for name, value in cond.items()}
+        own = model(x[half], timestep[half], **mine).contiguous()
+        parts = [torch.empty_like(own) for _ in range(2)]
+        dist.all_gather(parts, own, group=group)
+        return torch.cat(parts)
+
+    return halved
+
+
+def _own_group(groups: list[range] | list[tuple[int, int]], rank: int) -> dist.ProcessGroup:
+    """Every process makes every group, which is a collective call."""
+    made = [(dist.new_group(list(ranks)), ranks) for ranks in groups]
+    return next(group for group, ranks in made if rank in ranks)

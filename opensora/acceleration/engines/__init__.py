@@ -1,0 +1,1 @@
+"""The engines behind `opensora.acceleration.engine`, one a file, and what they share."""

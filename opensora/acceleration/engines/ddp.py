@@ -1,0 +1,76 @@
+"""`ddp`: every process holds the whole model, in fp32; gradients are averaged after the last micro-batch of a step.
+
+With `hybrid_zero` the processes of a node share out the optimizer's state: each takes the step for some of the weights
+and gives the others the result. Gradients still go over all processes, while weights travel inside a node only.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from opensora.acceleration.distributed import World
+from opensora.acceleration.engines.base import MastersEngine
+from opensora.acceleration.engines.masters import Masters
+from opensora.acceleration.engines.partition import Partition, node_size
+from opensora.registry import PLUGINS
+
+
+@PLUGINS.register_module(name="ddp")
+class DDPEngine(MastersEngine):
+    """Data parallelism by PyTorch's DistributedDataParallel, in one process or in several.
+
+    Args:
+        model: on its device, in fp32.
+        optimizer: over the model's trainable parameters.
+        world: this process and the others.
+        dtype: of the forward pass.
+        grad_clip: largest global gradient norm; 0 = no clipping.
+        hybrid_zero: share out the optimizer's state over `shard_size` processes.
+        shard_size: None = the processes of a node.
+        optimizer_offload: take the step on the CPU, see `Masters`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        world: World,
+        dtype: str = "bf16",
+        grad_clip: float = 0.0,
+        *,
+        hybrid_zero: bool = False,
+        shard_size: int | None = None,
+        optimizer_offload: bool = False,
+    ) -> None:
+        weights = dict(model.named_parameters())
+        self.partition: Partition | None = None
+        if hybrid_zero and world.size > 1:
+            self.partition = Partition(weights, world, shard_size or node_size(world.size))
+        mine = None if self.partition is None else self.partition.mine
+        masters = Masters(optimizer, weights, weights, mine=mine, offload=optimizer_offload)
+        super().__init__(model, masters, world.device, dtype, grad_clip)
+        self.model: nn.Module = DistributedDataParallel(model) if world.size > 1 else model
+
+    @contextmanager
+    def micro_step(self, *, last: bool) -> Iterator[None]:
+        """See `Engine.micro_step`."""
+        alone = isinstance(self.model, DistributedDataParallel) and not last
+        with self.model.no_sync() if alone else nullcontext(), self.autocast():  # type: ignore[operator]
+            yield
+
+    def step(self) -> Tensor:
+        """See `Engine.step`."""
+        norm = super().step()
+        if self.partition is not None:
+            self.partition.spread(self.kept.weights)
+        return norm
+
+    def optimizer_state(self) -> dict[str, Tensor]:
+        """See `Engine.optimizer_state`; with `hybrid_zero` gathered from the node, on the CPU."""
+        state = self.kept.state()
+        if self.partition is not None:
+            state = self.partition.gather(state, self.device)
+        return state | self.loss_scale.state()

@@ -1,0 +1,112 @@
+"""`fsdp2`: weights, gradients and optimizer state are spread over processes by PyTorch's `fully_shard`.
+
+ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054) as in Zhao et al. 2023 (arXiv:2304.11277): each block of the model
+gathers its weights before it runs. "zero2" then keeps them until its backward pass; "zero3" drops them at once and gathers
+them again. With `shard_size` below the number of processes the state is spread over groups of neighbours, and these
+are replicas of each other (HSDP).
+
+Weights travel in fp32 and autocast gives them the number format of the computation, as with `ddp`: one process, several,
+and `ddp` compute the same. Weights that travel in bf16 would be rounded where autocast keeps fp32, such as in the timestep's
+MLP and the modulation.
+"""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.optim import Optimizer
+
+from opensora.acceleration.distributed import World, join_alone
+from opensora.acceleration.engines.base import MastersEngine
+from opensora.acceleration.engines.masters import Masters
+from opensora.acceleration.engines.partition import check_shard_size, node_size
+from opensora.registry import PLUGINS
+from opensora.utils.errors import UserError
+
+Reshard = Literal["zero2", "zero3"]
+
+
+@PLUGINS.register_module(name="fsdp2")
+class FSDP2Engine(MastersEngine):
+    """Sharded data parallelism; the model is changed in place, its parameters become DTensors.
+
+    Args:
+        model: on its device, in fp32; blocks are those of its `transformer_blocks()`, if it has any.
+        optimizer: over the model's trainable parameters.
+        world: this process and the others; a process without others makes a process group for itself.
+        dtype: of the forward pass.
+        grad_clip: largest global gradient norm; 0 = no clipping.
+        fsdp_reshard: "zero2" or "zero3", see the module.
+        shard_size: processes that share the state; None = all.
+        hybrid_zero: `shard_size` is the number of processes of a node.
+        optimizer_offload: take the step on the CPU, see `Masters`.
+
+    Raises:
+        UserError: `shard_size` does not divide the number of processes.
+    """
+
+    def __init__(  # noqa: PLR0913 - what all engines take, and one name for each choice
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        world: World,
+        dtype: str = "bf16",
+        grad_clip: float = 0.0,
+        *,
+        fsdp_reshard: Reshard = "zero2",
+        shard_size: int | None = None,
+        hybrid_zero: bool = False,
+        optimizer_offload: bool = False,
+    ) -> None:
+        if fsdp_reshard not in ("zero2", "zero3"):
+            raise UserError(f"fsdp_reshard={fsdp_reshard!r} is not one of 'zero2', 'zero3'.")
+        if hybrid_zero and shard_size is None:
+            shard_size = node_size(world.size)
+        self.reshard = fsdp_reshard
+        self.mesh = make_mesh(world, shard_size or world.size)
+        given = dict(model.named_parameters())
+        self.model: FSDPModule = shard(model, self.mesh, reshard_after_forward=fsdp_reshard == "zero3")
+        weights = dict(model.named_parameters())
+        masters = Masters(optimizer, given, weights, offload=optimizer_offload)
+        super().__init__(model, masters, world.device, dtype, grad_clip, self.mesh.get_group("shard"))
+
+    @contextmanager
+    def micro_step(self, *, last: bool) -> Iterator[None]:
+        """See `Engine.micro_step`. Until the last micro-batch, gradients stay where they are, and with "zero2" weights do."""
+        self.model.set_requires_gradient_sync(last)
+        self.model.set_is_last_backward(last)
+        self.model.set_reshard_after_backward(last or self.reshard == "zero3")
+        # a kept cast would outlive the weights that "zero3" has just dropped
+        with self.autocast(keep_casts=self.reshard == "zero2"):
+            yield
+
+
+def make_mesh(world: World, shard_size: int) -> DeviceMesh:
+    """The processes as a mesh with an axis "shard" and, if there is more than one group of `shard_size`, "replicate".
+
+    Raises:
+        UserError: `shard_size` does not divide the number of processes.
+    """
+    check_shard_size(shard_size, world.size)
+    join_alone(world.device)
+    if shard_size == world.size:
+        return init_device_mesh(world.device.type, (shard_size,), mesh_dim_names=("shard",))
+    shape = (world.size // shard_size, shard_size)
+    return init_device_mesh(world.device.type, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def shard(model: nn.Module, mesh: DeviceMesh, *, reshard_after_forward: bool) -> FSDPModule:
+    """Spread the parameters of each block, and then the rest, over the mesh."""
+    # about changing the prediction in place, which no loss does
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    blocks = model.transformer_blocks() if hasattr(model, "transformer_blocks") else []  # type: ignore[operator]
+    for block in blocks:
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward)
+    root = fully_shard(model, mesh=mesh, reshard_after_forward=False)  # it is needed again at once
+    if hasattr(model, "null_condition"):
+        register_fsdp_forward_method(model, "null_condition")  # may use an embedder's weights
+    return root

@@ -1,0 +1,97 @@
+"""Hybrid ZeRO: which of a node's processes changes which weights, and how the others get them.
+
+ZeRO stage 1 (Rajbhandari et al. 2020, arXiv:1910.02054) inside groups of neighbours, such as the processes of a node.
+Whole weights are shared out, the largest first, each to the process with the least so far.
+"""
+
+import os
+from collections.abc import Mapping
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from opensora.acceleration.distributed import World
+from opensora.utils.errors import UserError
+
+
+def node_size(world_size: int) -> int:
+    """Processes that torchrun started on this node; all, if something else started them."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+
+
+def check_shard_size(shard_size: int, world_size: int) -> None:
+    """Refuse groups that are not of one size.
+
+    Raises:
+        UserError: `shard_size` does not divide the number of processes.
+    """
+    if world_size % shard_size:
+        legal = [n for n in range(1, world_size + 1) if world_size % n == 0]
+        raise UserError(
+            f"shard_size={shard_size} does not divide the number of processes, {world_size}. Here it can be "
+            f"{', '.join(map(str, legal))}."
+        )
+
+
+def share_out(sizes: Mapping[str, int], parts: int) -> dict[str, int]:
+    """Name -> number of its part, so that the parts' sizes are nearly equal; the same in every process."""
+    load = [0] * parts
+    owner = {}
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        owner[name] = load.index(min(load))
+        load[owner[name]] += sizes[name]
+    return owner
+
+
+class Partition:
+    """The weights, shared out over a group of `shard_size` neighbouring processes.
+
+    Args:
+        weights: name -> parameter.
+        world: this process and the others; every process makes one, for making groups is a collective call.
+        shard_size: processes of a group.
+    """
+
+    def __init__(self, weights: Mapping[str, Tensor], world: World, shard_size: int) -> None:
+        check_shard_size(shard_size, world.size)
+        self.first = world.rank // shard_size * shard_size
+        groups = [dist.new_group(list(range(i, i + shard_size))) for i in range(0, world.size, shard_size)]
+        self.group = cast("dist.ProcessGroup", groups[world.rank // shard_size])  # it has this process
+        self.shard_size = shard_size
+        trained = {name: weight.numel() for name, weight in weights.items() if weight.requires_grad}
+        self.owner = share_out(trained, shard_size)
+        self.me = world.rank - self.first
+        self.mine = {name for name, owner in self.owner.items() if owner == self.me}
+
+    @torch.no_grad()
+    def spread(self, weights: Mapping[str, Tensor]) -> None:
+        """Each owner gives its weights to the group."""
+        works = [
+            dist.broadcast(weights[name].detach(), src=self.first + owner, group=self.group, async_op=True)
+            for name, owner in self.owner.items()
+        ]
+        for work in works:
+            if work is not None:
+                work.wait()
+
+    @torch.no_grad()
+    def gather(self, state: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+        """The tensors of all owners, in each process and on the CPU.
+
+        Args:
+            state: `<parameter>/<state>` of this process's own.
+            device: over which the group talks.
+        """
+        gathered: dict[str, Tensor] = {}
+        for owner in range(self.shard_size):
+            told: list[dict[str, Tensor] | None] = [None]
+            if owner == self.me:
+                told = [{name: torch.empty_like(tensor, device="meta") for name, tensor in state.items()}]
+            dist.broadcast_object_list(told, src=self.first + owner, group=self.group)
+            for name, form in (told[0] or {}).items():
+                tensor = state[name].to(device) if owner == self.me else torch.empty_like(form, device=device)
+                dist.broadcast(tensor, src=self.first + owner, group=self.group)
+                gathered[name] = tensor.cpu()
+        return gathered

@@ -1,0 +1,8 @@
+"""Sequence parallelism: the tokens of a sample lie in several processes, and no model knows of it.
+
+`parallelise(model, group)` is all that a program calls. See docs/sequence-parallelism.md.
+"""
+
+from opensora.acceleration.sequence_parallel.apply import check_sequence_parallel, parallelise
+
+__all__ = ["check_sequence_parallel", "parallelise"]

@@ -1,0 +1,148 @@
+"""How one self-attention computes when its tokens are spread over processes along S.
+
+`ByFrames` is dynamic sequence parallelism (DSP, Zhao et al. 2024, arXiv:2403.10266) for attention within a frame: the
+spread axis becomes T for the time of the attention. `ByHeads` is DeepSpeed-Ulysses (Jacobs et al. 2023,
+arXiv:2309.14509): each process gets all tokens of some heads. Attention over time needs neither, as each process has
+all frames of its places.
+
+DSP is usually told with tokens that stay spread over S or T until the next attention needs the other one. Coming back
+to S after each spatial attention costs the same two all-to-alls of D channels a pair of attentions, and keeps frame
+masks, temporal positions and the residual stream as they are.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+
+from opensora.acceleration.sequence_parallel.collectives import Ranks
+
+Grid = tuple[int, int]
+
+
+class SelfAttention(Protocol):
+    """What an exchange needs of `opensora.models.layers.attention.Attention`; see there."""
+
+    axis: str
+    num_heads: int
+    head_dim: int
+    keeps_keys: bool
+    qkv: nn.Linear
+    proj: nn.Linear
+
+    def whole(self, x: Tensor, rope: Tensor | None = None, grid: Grid | None = None) -> Tensor: ...
+
+    def attend(self, qkv: Tensor, rope: Tensor | None = None, grid: Grid | None = None) -> Tensor: ...
+
+    def weigh(self, q: Tensor, k: Tensor, v: Tensor, rope: Tensor | None = None) -> Tensor: ...
+
+    def reduce_keys(self, k: Tensor, v: Tensor, grid: Grid | None) -> tuple[Tensor, Tensor]: ...
+
+    def num_keys(self, grid: Grid) -> int: ...
+
+
+class Traffic(NamedTuple):
+    """What one process hands to all-to-alls in a forward pass."""
+
+    calls: int
+    elements: int  # (p - 1) / p of them go to others
+
+    def __add__(self, other: "Traffic") -> "Traffic":  # type: ignore[override]
+        return Traffic(self.calls + other.calls, self.elements + other.elements)
+
+
+@dataclass(frozen=True)
+class ByHeads:
+    """All tokens of some heads: one all-to-all of 3 D channels before the attention and one of D after it.
+
+    Where the heads are not a multiple of the processes, heads of zeros fill up; they are dropped afterwards.
+    """
+
+    ranks: Ranks
+
+    def __call__(self, attn: SelfAttention, x: Tensor, rope: Tensor | None, grid: Grid | None) -> Tensor:
+        """Tokens `x [B, T, S / p, D]` -> `[B, T, S / p, D]`."""
+        qkv = rearrange(attn.qkv(x), "B T S (K H d) -> B T S K H d", K=3, d=attn.head_dim)
+        qkv = self.ranks.move(qkv, spread=4, join=2, length=num_places(grid))  # [B, T, S, 3, H / p, d]
+        out = attn.attend(rearrange(qkv, "B T S K H d -> B T S (K H d)"), rope, grid)
+        return attn.proj(self.back(attn, out))
+
+    def back(self, attn: SelfAttention, out: Tensor) -> Tensor:
+        """All tokens of some heads `[B, T, S, D / p]` -> all heads of some tokens `[B, T, S / p, D]`."""
+        out = rearrange(out, "B T S (H d) -> B T S H d", d=attn.head_dim)
+        out = self.ranks.move(out, spread=2, join=3, length=attn.num_heads)
+        return rearrange(out, "B T S H d -> B T S (H d)")
+
+    def traffic(self, attn: SelfAttention, batch: int, frames: int, grid: Grid) -> Traffic:
+        """See `Traffic`."""
+        tokens = batch * frames * self.ranks.share(num_places(grid))
+        heads = self.ranks.size * self.ranks.share(attn.num_heads)
+        return Traffic(2, 4 * tokens * heads * attn.head_dim)
+
+
+@dataclass(frozen=True)
+class ByFrames:
+    """All places of some frames: one all-to-all of D channels before and one after an attention within frames.
+
+    With fewer frames than processes some would have nothing to do: then, as for images, `ByHeads`.
+    """
+
+    ranks: Ranks
+
+    def __call__(self, attn: SelfAttention, x: Tensor, rope: Tensor | None, grid: Grid | None) -> Tensor:
+        """Tokens `x [B, T, S / p, D]` -> `[B, T, S / p, D]`."""
+        T = x.shape[1]
+        if T < self.ranks.size:
+            return ByHeads(self.ranks)(attn, x, rope, grid)
+        x = self.ranks.move(x, spread=1, join=2, length=num_places(grid))  # [B, T / p, S, D]
+        return self.ranks.move(attn.whole(x, rope, grid), spread=2, join=1, length=T)
+
+    def traffic(self, attn: SelfAttention, batch: int, frames: int, grid: Grid) -> Traffic:
+        """See `Traffic`."""
+        if frames < self.ranks.size:
+            return ByHeads(self.ranks).traffic(attn, batch, frames, grid)
+        shares = self.ranks.share(frames), self.ranks.share(num_places(grid))
+        # there and back, with both axes padded
+        return Traffic(2, 2 * batch * self.ranks.size * shares[0] * shares[1] * attn.num_heads * attn.head_dim)
+
+
+@dataclass(frozen=True)
+class ByHeadsOfFewerKeys:
+    """`ByHeads` for an attention that compresses its keys, for which it needs all heads of whole frames.
+
+    Keys and values are first spread by frames, compressed there, and only then, fewer, by heads.
+    """
+
+    ranks: Ranks
+
+    def __call__(self, attn: SelfAttention, x: Tensor, rope: Tensor | None, grid: Grid | None) -> Tensor:
+        """Tokens `x [B, T, S / p, D]` -> `[B, T, S / p, D]`."""
+        T, S = x.shape[1], num_places(grid)
+        qkv = rearrange(attn.qkv(x), "B T S (K H d) -> K B T S H d", K=3, d=attn.head_dim)
+        q = self.ranks.move(qkv[0], spread=3, join=2, length=S)  # [B, T, S, H / p, d]
+        kv = self.ranks.move(qkv[1:], spread=2, join=3, length=S)  # [2, B, T / p, S, H, d]
+        few = attn.reduce_keys(*rearrange(kv, "K B T S H d -> K B H (T S) d").unbind(0), grid)
+        kv = rearrange(torch.stack(few), "K B H (T S) d -> K B T S H d", T=kv.shape[2])
+        kv = self.ranks.move(kv, spread=4, join=2, length=T)  # [2, B, T, few, H / p, d]
+        k, v = rearrange(kv, "K B T S H d -> K B H (T S) d").unbind(0)
+        out = attn.weigh(rearrange(q, "B T S H d -> B H (T S) d"), k, v, rope)
+        return attn.proj(ByHeads(self.ranks).back(attn, rearrange(out, "B H (T S) d -> B T S (H d)", T=T)))
+
+    def traffic(self, attn: SelfAttention, batch: int, frames: int, grid: Grid) -> Traffic:
+        """See `Traffic`."""
+        size, share_t, share_s = self.ranks.size, self.ranks.share(frames), self.ranks.share(num_places(grid))
+        heads = size * self.ranks.share(attn.num_heads)
+        queries = frames * share_s * heads  # and as many outputs
+        by_frames, by_heads = size * share_t * share_s * attn.num_heads, share_t * attn.num_keys(grid) * heads
+        return Traffic(4, 2 * batch * attn.head_dim * (queries + by_frames + by_heads))
+
+
+Exchange = ByHeads | ByFrames | ByHeadsOfFewerKeys
+
+
+def num_places(grid: Grid | None) -> int:
+    """S, the number of tokens of a frame."""
+    assert grid is not None, "an attention whose tokens are spread over processes needs the rows and columns of a frame"
+    return grid[0] * grid[1]

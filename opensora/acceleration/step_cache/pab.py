@@ -1,0 +1,200 @@
+"""Pyramid attention broadcast (Zhao et al. 2024, arXiv:2408.12588): attention outputs are reused over several steps.
+
+Outputs of attention change little in the middle of sampling, those of cross-attention least, of spatial attention most.
+Within a range of timesteps each kind is computed every n-th step and its output - before gate and residual - is broadcast
+to the steps between. The output is kept, not the scores: no fast kernel gives those. In a few blocks the MLP is
+skipped likewise, from given timesteps on.
+
+An output is reused in step i if i mod n != 0 and low < t < high. So it is never older than n - 1 steps.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from opensora.acceleration.patching import Forward
+from opensora.acceleration.step_cache.steps import CallNumber, StepCache, like, tokens_of
+
+KINDS = ("spatial", "temporal", "cross")
+Skips = Mapping[int, tuple[tuple[int, ...], int]]  # timestep -> (numbers of blocks, steps to skip)
+
+
+@dataclass(frozen=True)
+class PABOptions:
+    """How much is reused.
+
+    Attributes:
+        ranges: every how many steps spatial, temporal and cross-attention are computed; 1: always. Attention over all
+            tokens counts as spatial.
+        thresholds: (low, high) of each of them: reuse is between these timesteps, of 0 to 1000.
+        mlp: for each timestep at which MLP outputs are stored: in which blocks, and for how many steps after it. Spatial
+            and temporal blocks are numbered apart. The step nearest to the timestep is meant.
+    """
+
+    ranges: tuple[int, int, int]
+    thresholds: tuple[tuple[float, float], tuple[float, float], tuple[float, float]]
+    mlp: Skips
+
+
+_FIRST_FIVE = (tuple(range(5)), 2)
+PRESETS: dict[str, PABOptions] = {
+    "opensora": PABOptions(
+        (2, 4, 6), ((450, 930), (450, 930), (450, 930)), {676: _FIRST_FIVE, 788: _FIRST_FIVE, 864: _FIRST_FIVE}
+    ),
+    "latte": PABOptions(
+        (2, 3, 6), ((100, 800), (100, 800), (100, 800)), dict.fromkeys((720, 640, 560, 480, 400), _FIRST_FIVE)
+    ),
+    "cogvideox": PABOptions((2, 1, 1), ((100, 850), (100, 850), (100, 850)), {}),
+}
+"""The seed systems' settings; the last is for models that attend to all tokens at once."""
+
+
+class _Kept(NamedTuple):
+    output: Tensor
+    index: int  # step that computed it
+
+
+class _Layer:
+    """One attention layer or MLP with its memory: an output for each call of a step."""
+
+    def __init__(self, cache: "PAB", kind: str, block: int, forward: Forward) -> None:
+        self.cache, self.kind, self.block, self.forward = cache, kind, block, forward
+        self.kept: dict[int, _Kept] = {}
+        self.number = CallNumber()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        index = self.cache.index
+        if index is None:
+            return self.forward(*args, **kwargs)
+        call = self.number(index)
+        kept, since = self.kept.get(call), self.cache.computed_at(self.kind, self.block, index)
+        # `since` is older than what is kept where a size changed and came back, or a call was left out of a step
+        reused = (
+            since < index and kept is not None and kept.index >= since and like(kept.output, tokens_of(args, kwargs))
+        )
+        self.cache._count(self.kind, reused=reused)
+        if reused:
+            assert kept is not None
+            return kept.output
+        output = self.forward(*args, **kwargs)
+        if self.cache.needed_after(self.kind, self.block, index):
+            self.kept[call] = _Kept(output, index)
+        else:
+            self.kept.pop(call, None)
+        return output
+
+    def forget(self) -> None:
+        self.kept.clear()
+        self.number.forget()
+
+
+class PAB(StepCache):
+    """Pyramid attention broadcast; see the module's docstring."""
+
+    inside_blocks = True
+
+    def __init__(self, options: PABOptions) -> None:
+        super().__init__()
+        self.options = options
+        self._layers: list[_Layer] = []
+        self._plan: dict[tuple[str, int], list[int]] = {}
+
+    def install(self, blocks: Sequence[nn.Module], *, compiled: bool = False) -> None:
+        """See `StepCache.install`."""
+        for kind, block, module in layers_of(blocks):
+            if not self._ever(kind, block):
+                continue
+
+            def around(forward: Forward, kind: str = kind, block: int = block) -> Forward:
+                inner = torch.compile(forward, fullgraph=True) if compiled else forward
+                layer = _Layer(self, kind, block, inner)
+                self._layers.append(layer)
+                # decisions are Python's: a graph must not record one of them
+                return torch.compiler.disable(layer.__call__) if compiled else layer
+
+            self._wrap(module, around)
+
+    @property
+    def num_kept(self) -> int:
+        """One for each layer."""
+        return len(self._layers)
+
+    def forget(self) -> None:
+        """See `StepCache.forget`."""
+        self._plan.clear()
+        for layer in self._layers:
+            layer.forget()
+
+    def remove(self) -> None:
+        """See `StepCache.remove`."""
+        super().remove()
+        self._layers.clear()
+
+    def computed_at(self, kind: str, block: int, index: int) -> int:
+        """The step whose output step `index` uses: itself, or an earlier one."""
+        key = (kind, block if kind.startswith("mlp") else 0)  # attention has one plan for all blocks
+        if key not in self._plan:
+            self._plan[key] = self.options_plan(*key)
+        return self._plan[key][index]
+
+    def needed_after(self, kind: str, block: int, index: int) -> bool:
+        """Whether the next step uses the output of step `index`: what nothing uses is not kept."""
+        last = index + 1 == len(self.timesteps)
+        return not last and self.computed_at(kind, block, index + 1) <= index
+
+    def options_plan(self, kind: str, block: int) -> list[int]:
+        """For each step the one that computes what it uses."""
+        sources: list[int] = []
+        reused = self._mlp_reuse(block) if kind.startswith("mlp") else self._attention_reuse(kind)
+        for index, reuse in enumerate(reused):
+            sources.append(sources[-1] if reuse and sources else index)
+        return sources
+
+    def _attention_reuse(self, kind: str) -> list[bool]:
+        every = self.options.ranges[KINDS.index(kind)]
+        low, high = self.options.thresholds[KINDS.index(kind)]
+        return [index % every != 0 and low < t < high for index, t in enumerate(self.timesteps)]
+
+    def _mlp_reuse(self, block: int) -> list[bool]:
+        reuse = [False] * len(self.timesteps)
+        stored = {self._nearest(t): skip for t, (blocks, skip) in self.options.mlp.items() if block in blocks}
+        for index, skip in stored.items():
+            for after in range(index + 1, min(index + 1 + skip, len(reuse))):
+                reuse[after] = True
+        for index in stored:
+            reuse[index] = False
+        return reuse
+
+    def _nearest(self, timestep: float) -> int:
+        return min(range(len(self.timesteps)), key=lambda i: abs(self.timesteps[i] - timestep))
+
+    def _ever(self, kind: str, block: int) -> bool:
+        """Whether anything of this layer can be reused at all."""
+        if kind.startswith("mlp"):
+            return any(block in blocks for blocks, _ in self.options.mlp.values())
+        return self.options.ranges[KINDS.index(kind)] > 1
+
+
+def layers_of(blocks: Sequence[nn.Module]) -> Iterator[tuple[str, int, nn.Module]]:
+    """(kind, number of the block, layer) of every attention layer and MLP of a denoiser's blocks.
+
+    By the names that all blocks of this project use: `attn`, `attn_temp`, `cross_attn`, `mlp`; an attention tells by its
+    `axis` whether it looks over time. MLPs are "mlp spatial" or "mlp temporal", as their block's `attn` is.
+    """
+    numbers = {"spatial": 0, "temporal": 0}
+    for block in blocks:
+        along = _kind(block.attn)
+        number = numbers[along]
+        numbers[along] += 1
+        yield along, number, block.attn  # type: ignore[misc]
+        for name, kind in (("attn_temp", "temporal"), ("cross_attn", "cross"), ("mlp", f"mlp {along}")):
+            layer = getattr(block, name, None)
+            if layer is not None:
+                yield kind, number, layer
+
+
+def _kind(attn: Any) -> str:
+    return "temporal" if attn.axis == "time" else "spatial"

@@ -1,0 +1,109 @@
+"""What step caches share: where sampling stands, what is kept for each call of the model, and counts."""
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from opensora.acceleration.patching import Forward, wrap_forward
+
+
+class StepCache(ABC):
+    """Base of the step caches.
+
+    A step may call the model several times: with and without the prompt, or twice in a solver of second order. Each
+    such call is compared with the call of the same number in the step before, never with another one.
+
+    Attributes:
+        per_sample: whether it decides by looking at the samples, so that only batches of one keep samples independent.
+        computed, reused: how often each kind of thing was, since `sampling` began.
+    """
+
+    per_sample = False
+    inside_blocks = False
+    """Whether it is put around layers within the blocks, which are then compiled in pieces, or around whole blocks."""
+
+    def __init__(self) -> None:
+        self.computed: Counter[str] = Counter()
+        self.reused: Counter[str] = Counter()
+        self.timesteps: list[float] = []
+        self.index: int | None = None  # of the present step; None: no sampling is going on
+        self._undo: list[Callable[[], None]] = []
+
+    @abstractmethod
+    def install(self, blocks: Sequence[nn.Module], *, compiled: bool = False) -> None:
+        """Put the cache around a model's blocks.
+
+        Args:
+            blocks: in forward order.
+            compiled: the blocks will be compiled around a cache that is inside them; it compiles what it wraps.
+        """
+
+    @property
+    @abstractmethod
+    def num_kept(self) -> int:
+        """At most so many tensors of all tokens, [B, T, S, D], are kept at a time."""
+
+    @abstractmethod
+    def forget(self) -> None:
+        """Drop everything that is kept."""
+
+    def remove(self) -> None:
+        """Take the cache off the model; what `compiled` compiled inside the blocks goes with it."""
+        self.forget()
+        while self._undo:
+            self._undo.pop()()
+
+    @contextmanager
+    def sampling(self, timesteps: Sequence[float]) -> Iterator[None]:
+        """One sampling run, at these timesteps (falling, on the scale 0 to 1000). Nothing is kept from one to the next."""
+        self.forget()
+        self.computed.clear()
+        self.reused.clear()
+        self.timesteps = [float(t) for t in timesteps]
+        try:
+            yield
+        finally:
+            self.index = None
+            self.forget()
+
+    def step(self, index: int) -> None:
+        """The calls that follow belong to step `index`."""
+        self.index = index
+
+    def _count(self, kind: str, *, reused: bool) -> None:
+        (self.reused if reused else self.computed)[kind] += 1
+
+    def _wrap(self, module: nn.Module, wrap: Callable[[Forward], Forward]) -> None:
+        self._undo.append(wrap_forward(module, wrap))
+
+
+class CallNumber:
+    """Numbers the calls of one module within a step: 0, 1, ..."""
+
+    def __init__(self) -> None:
+        self._index: int | None = None
+        self._calls = 0
+
+    def __call__(self, index: int) -> int:
+        """The number of this call, in step `index`."""
+        self._calls = self._calls + 1 if index == self._index else 0
+        self._index = index
+        return self._calls
+
+    def forget(self) -> None:
+        """The next call is number 0."""
+        self._index = None
+
+
+def like(kept: Tensor, x: Tensor) -> bool:
+    """Whether a kept tensor fits tokens x: another batch or size has nothing to do with it."""
+    return kept.shape == x.shape and kept.device == x.device
+
+
+def tokens_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """The tokens [B, T, S, D] that a layer or block is called with: its first argument."""
+    return args[0] if args else kwargs["x"]

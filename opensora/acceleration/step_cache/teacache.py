@@ -1,0 +1,127 @@
+"""Skipping steps by looking at the timestep's effect on the input, after TeaCache (Liu et al. 2024, arXiv:2411.19108).
+
+The input of the first attention, modulated by the timestep, is cheap to compute and moves as the output does. Its relative L1
+distance from step to step is added up,
+
+    d_i = |m_i - m_{i-1}|_1 / |m_{i-1}|_1,        m = norm(x) (1 + scale(t)) + shift(t),
+
+and as long as the sum stays below a threshold, all blocks are skipped: their common residual, out - in, of the last
+computed step is added to the tokens. Then the sum starts again. The first and the last step are always computed.
+
+Deviation: the published method maps d through a polynomial that is fitted to each model; here d itself is added up.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from opensora.acceleration.patching import Forward
+from opensora.acceleration.step_cache.steps import CallNumber, StepCache, like, tokens_of
+
+
+class _Call:
+    """What is kept for the calls of one number."""
+
+    def __init__(self) -> None:
+        self.modulated: Tensor | None = None  # of the step before
+        self.distance = 0.0  # added up since the blocks were computed
+        self.residual: Tensor | None = None
+        self.entered: Tensor | None = None  # the blocks' input in this step
+        self.skipping = False
+
+
+class TeaCache(StepCache):
+    """See the module's docstring. Looks at the numbers of the whole batch, and once a step waits for the device.
+
+    Args:
+        threshold: of the added distances; 0 computes every step.
+        groups: process groups that work on the same samples, which must decide alike.
+    """
+
+    per_sample = True
+
+    def __init__(self, threshold: float, groups: Sequence[dist.ProcessGroup] = ()) -> None:
+        super().__init__()
+        self.threshold, self.groups = threshold, tuple(groups)
+        self._calls: dict[int, _Call] = {}
+        self._now = _Call()
+        self._number = CallNumber()
+
+    def install(self, blocks: Sequence[nn.Module], *, compiled: bool = False) -> None:
+        """See `StepCache.install`; blocks that are compiled must be so already."""
+        first, last = blocks[0], blocks[-1]
+        for block in blocks:
+
+            def around(forward: Forward, block: nn.Module = block) -> Forward:
+                def call(*args: Any, **kwargs: Any) -> Any:
+                    if self.index is None:
+                        return forward(*args, **kwargs)
+                    if block is first:
+                        self._decide(block, args, kwargs)
+                    out = tokens_of(args, kwargs) if self._now.skipping else forward(*args, **kwargs)
+                    return self._leave(out) if block is last else out
+
+                return call
+
+            self._wrap(block, around)
+
+    @property
+    def num_kept(self) -> int:
+        """The residual, the modulated input, and the blocks' input during a step."""
+        return 3
+
+    def forget(self) -> None:
+        """See `StepCache.forget`."""
+        self._calls.clear()
+        self._now = _Call()
+        self._number.forget()
+
+    def _decide(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        assert self.index is not None
+        now = self._now = self._calls.setdefault(self._number(self.index), _Call())
+        now.entered = tokens_of(args, kwargs)
+        modulated = modulated_input(block, now.entered, args[1:])
+        before, now.modulated = now.modulated, modulated
+        known = before is not None and like(before, modulated) and now.residual is not None
+        if known:
+            assert before is not None
+            now.distance += self._distance(modulated, before)
+        at_an_end = self.index in (0, len(self.timesteps) - 1)
+        now.skipping = known and not at_an_end and now.distance < self.threshold
+        if not now.skipping:
+            now.distance = 0.0
+        self._count("step", reused=now.skipping)
+
+    def _leave(self, out: Tensor) -> Tensor:
+        """After the last block; what the model adds between its blocks is a part of the residual."""
+        now, self._now = self._now, _Call()
+        assert now.entered is not None
+        if now.skipping:
+            assert now.residual is not None
+            out = now.entered + now.residual
+        else:
+            now.residual = out - now.entered
+        now.entered = None
+        return out
+
+    def _distance(self, modulated: Tensor, before: Tensor) -> float:
+        sums = torch.stack([(modulated - before).abs().sum(dtype=torch.float32), before.abs().sum(dtype=torch.float32)])
+        for group in self.groups:
+            dist.all_reduce(sums, group=group)
+        difference, size = sums.tolist()
+        return difference / max(size, 1e-12)
+
+
+def modulated_input(block: Any, x: Tensor, others: Sequence[Any]) -> Tensor:
+    """What the first attention of a block sees, from the block's input x [B, T, S, D] and its further arguments.
+
+    Blocks with a `scale_shift_table` (PixArt, STDiT) get (y, t), where t [B, K, D] is added to the table; blocks with an
+    `adaLN_modulation` (DiT) get c [B, D]. Frames that are given count like the others.
+    """
+    table = getattr(block, "scale_shift_table", None)
+    vectors = block.adaLN_modulation(others[0]) if table is None else table[:2] + others[1][:, :2]  # [B, 2 or more, D]
+    shift, scale = vectors[:, 0, None, None].to(x.dtype), vectors[:, 1, None, None].to(x.dtype)  # each [B, 1, 1, D]
+    return block.norm1(x) * (1 + scale) + shift

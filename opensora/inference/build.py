@@ -1,0 +1,114 @@
+"""The parts of a pipeline, from a config, from a checkpoint of ours, or from either with changes."""
+
+import json
+import warnings
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from opensora.inference.checks import check_size
+from opensora.registry import MODELS, SCHEDULERS, Registry, build_module
+from opensora.utils.ckpt import MANIFEST
+from opensora.utils.config import InferenceConfig, config_from_dict, parse_config, to_dict
+from opensora.utils.errors import UserError
+from opensora.utils.lora import load_lora
+
+COMPONENTS: dict[str, Registry] = {"model": MODELS, "vae": MODELS, "text_encoder": MODELS, "scheduler": SCHEDULERS}
+
+
+class Parts(NamedTuple):
+    """What sampling needs; models are frozen and in eval mode."""
+
+    model: Any
+    vae: Any
+    text_encoder: Any
+    scheduler: Any
+
+
+def build_parts(cfg: InferenceConfig) -> Parts:
+    """Build all parts that `cfg` names, on the CPU.
+
+    Raises:
+        UserError: a part cannot be built, or the size is none that the VAE can make.
+    """
+    vae = _build(cfg.vae, MODELS)
+    if isinstance(cfg.num_frames, int) and cfg.image_size is not None:
+        check_size(vae, cfg.num_frames, cfg.image_size)  # before minutes of loading
+    text_encoder = _build(cfg.text_encoder, MODELS)
+    model = _build(
+        cfg.model,
+        MODELS,
+        in_channels=vae.out_channels,
+        caption_channels=text_encoder.output_dim,
+        model_max_length=text_encoder.model_max_length,
+    )
+    if cfg.model.get("from_pretrained") is None:
+        warnings.warn("the model has random weights; name a checkpoint with --ckpt-path.", stacklevel=3)
+    if cfg.lora is not None:
+        load_lora(model, cfg.lora, cfg.lora_scale)
+    for part in (model, vae, text_encoder):
+        part.requires_grad_(False).eval()
+    return Parts(model, vae, text_encoder, _build(cfg.scheduler, SCHEDULERS))
+
+
+def inference_config(source: str | Path, changes: Mapping[str, Any]) -> InferenceConfig:
+    """The settings of a config file, or of a checkpoint folder of ours, with some changed.
+
+    A checkpoint says what was trained: model, VAE, text encoder, scheduler, and, unless it was trained in buckets, the size.
+    What training does not know must be among the changes, such as `fps`.
+
+    Args:
+        source: a .py or .json file, or a checkpoint folder.
+        changes: fields of `InferenceConfig` or its command-line names (`ckpt_path`, `cfg_scale`, ...), with their values.
+
+    Raises:
+        UserError: there is nothing of the kind at `source`, or the settings are wrong.
+    """
+    path = Path(source)
+    values = _of_checkpoint(path) if path.is_dir() else to_dict(parse_config(InferenceConfig, COMPONENTS, [str(path)]))
+    for name, value in changes.items():
+        alias = InferenceConfig.aliases.get(name)
+        if alias is None:
+            values[name] = value
+        else:
+            component, key = alias.path
+            values[component] = {**values[component], key: value}
+    return config_from_dict(InferenceConfig, values, COMPONENTS)
+
+
+def _of_checkpoint(folder: Path) -> dict[str, Any]:
+    manifest = folder / MANIFEST
+    trained = json.loads(manifest.read_text(encoding="utf-8")).get("config", {}) if manifest.is_file() else {}
+    if "model" not in trained:
+        raise UserError(
+            f"{folder} is no checkpoint of a training run: it has no {MANIFEST} with a config. Name a config file, and the weights "
+            "as ckpt_path."
+        )
+    known = {field.name for field in fields(InferenceConfig)}
+    shared = {
+        "model",
+        "vae",
+        "text_encoder",
+        "scheduler",
+        "seed",
+        "dtype",
+        "device",
+        "num_frames",
+        "image_size",
+        "frame_interval",
+    }
+    if trained.get("bucket_config") is not None:
+        shared -= {"num_frames", "image_size"}
+    values = {name: value for name, value in trained.items() if name in known & shared}
+    values["model"] = {**values["model"], "from_pretrained": str(folder)}
+    return values
+
+
+def _build(component: dict[str, Any], registry: Registry, **runtime: Any) -> Any:
+    try:
+        return build_module(component, registry, **runtime)
+    except UserError:
+        raise
+    except ValueError as error:  # how a constructor refuses an argument
+        raise UserError(f"{component.get('type')}: {error}") from error

@@ -1,0 +1,188 @@
+"""Weights that wait in the CPU's memory while they do not work: text encoder, denoiser, VAE, or block by block.
+
+The CPU keeps the weights for good. To load is to copy them to the device, to unload is to forget that copy, so that
+nothing is ever copied back. Under the policy "block" the denoiser's blocks are copied one ahead of the computation, on a
+stream of their own: at any time two of them are on the device, and the first, which step caches look into. Where the device is
+the CPU, all of this happens too and changes nothing.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from opensora.acceleration.patching import Forward, wrap_forward
+
+Policy = Literal["none", "model", "block"]
+
+
+class Hosted:
+    """Tensors of modules that are at home on the CPU.
+
+    Args:
+        tensors: parameters and buffers.
+        device: where they work; for a GPU the CPU's copies are pinned, as fast copies need.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor], device: torch.device) -> None:
+        self.device = device
+        unique = {id(tensor): tensor for tensor in tensors}  # weights may be tied
+        self.pairs = [(tensor, _at_home(tensor.data, device)) for tensor in unique.values()]
+        self.loaded = True
+        self.unload()
+
+    def load(self) -> None:
+        """Copy to the device, on the present stream."""
+        if not self.loaded:
+            for tensor, home in self.pairs:
+                tensor.data = home.to(self.device, non_blocking=True, copy=True)
+        self.loaded = True
+
+    def unload(self) -> None:
+        """Forget the device's copy."""
+        if self.loaded:
+            for tensor, home in self.pairs:
+                tensor.data = home
+        self.loaded = False
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all tensors."""
+        return sum(home.numel() * home.element_size() for _, home in self.pairs)
+
+
+class BlockStream:
+    """Brings blocks to the device as they are called.
+
+    Args:
+        blocks: of a denoiser, in forward order.
+        device: where they work.
+    """
+
+    def __init__(self, blocks: Sequence[nn.Module], device: torch.device) -> None:
+        self.device = device
+        self.blocks = [Hosted(_tensors(block), device) for block in blocks]
+        self.side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._arrivals: dict[int, torch.cuda.Event] = {}
+        self._paused = False
+        self._undo = [wrap_forward(block, self._around(i)) for i, block in enumerate(blocks)]
+
+    def remove(self) -> None:
+        """Leave the blocks on the CPU, and call them as they are."""
+        self.unload()
+        while self._undo:
+            self._undo.pop()()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Blocks are called as they are, wherever they are."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+
+    def load(self) -> None:
+        """Bring the first block, which stays until `unload`."""
+        self.blocks[0].load()
+
+    def unload(self) -> None:
+        """Forget every copy on the device."""
+        if self.side is not None:
+            self.side.synchronize()
+        for block in self.blocks:
+            block.unload()
+        self._arrivals.clear()
+
+    def _around(self, number: int) -> Callable[[Forward], Forward]:
+        def wrap(forward: Forward) -> Forward:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                if self._paused:
+                    return forward(*args, **kwargs)
+                self._arrive(number)
+                self._fetch(number % (len(self.blocks) - 1) + 1 if len(self.blocks) > 1 else 0)
+                out = forward(*args, **kwargs)
+                if number > 0:
+                    self.blocks[number].unload()
+                return out
+
+            return call
+
+        return wrap
+
+    def _fetch(self, number: int) -> None:
+        """Begin to copy a block."""
+        block = self.blocks[number]
+        if block.loaded:
+            return
+        if self.side is None:
+            block.load()
+            return
+        with torch.cuda.stream(self.side):
+            block.load()
+            self._arrivals[number] = self.side.record_event()
+
+    def _arrive(self, number: int) -> None:
+        """Make the present stream wait until a block is there."""
+        self._fetch(number)
+        event = self._arrivals.pop(number, None)
+        if event is None:
+            return
+        present = torch.cuda.current_stream(self.device)
+        present.wait_event(event)
+        for tensor, _ in self.blocks[number].pairs:
+            tensor.data.record_stream(present)  # its memory must not be given away before this stream has used it
+
+
+class Placement:
+    """Where the parts of a pipeline are.
+
+    Args:
+        parts: by name; those without weights are left alone. `model` has `transformer_blocks()`.
+        device: where they work.
+        policy: "none" keeps all of them there, "model" brings each when it works, "block" also the denoiser's blocks one by
+            one.
+    """
+
+    def __init__(self, parts: Mapping[str, Any], device: torch.device, policy: Policy = "none") -> None:
+        self.policy = policy
+        self.stream: BlockStream | None = None
+        self._hosted: dict[str, Hosted] = {}
+        for name, part in parts.items():
+            module = getattr(part, "encoder", part) if name == "text_encoder" else part
+            if not isinstance(module, nn.Module):
+                continue
+            if policy == "none" or getattr(module, "between_uses", "keep") != "keep":  # has an order of its own
+                if isinstance(part, nn.Module):
+                    part.to(device)
+                continue
+            blocks = module.transformer_blocks() if name == "model" and policy == "block" else []  # type: ignore[operator]
+            if blocks:
+                self.stream = BlockStream(blocks, device)
+            streamed = {id(tensor) for block in blocks for tensor in _tensors(block)}
+            self._hosted[name] = Hosted((t for t in _tensors(module) if id(t) not in streamed), device)
+
+    @contextmanager
+    def using(self, name: str) -> Iterator[None]:
+        """With the part `name` on the device."""
+        stream = self.stream if name == "model" else None
+        moved = [part for part in (self._hosted.get(name), stream) if part is not None]
+        for part in moved:
+            part.load()
+        try:
+            yield
+        finally:
+            for part in moved:
+                part.unload()
+
+
+def _tensors(module: nn.Module) -> Iterator[Tensor]:
+    return chain(module.parameters(), module.buffers())
+
+
+def _at_home(tensor: Tensor, device: torch.device) -> Tensor:
+    home = tensor.to("cpu")
+    return home.pin_memory() if device.type == "cuda" and not home.is_pinned() else home

@@ -1,0 +1,205 @@
+"""How large and how long a video is: from "480p", "16:9", "4s" to frames, height and width that VAE and model take.
+
+Lengths: a number; "4s", seconds at the rate of the file; "2x", multiples of two seconds. Where a VAE works in pieces, names
+give whole pieces: two seconds are as few of them as last that long, and even numbers of seconds are multiples of that. With
+the VAE and the 24 frames a second of Open-Sora 1.2 these are its names: "2s" and "1x" are 51 frames, "4s" is 102.
+
+Shapes: "9:16" is HEIGHT:WIDTH for Open-Sora 1.x, hence landscape, and WIDTH:HEIGHT for Open-Sora 2.0 and in everyday language,
+hence portrait. `aspect_ratio_order` says which is meant, and what came of it is told.
+"""
+
+import json
+import logging
+import math
+import re
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from opensora.datasets.aspect import Size, get_resolution, image_size, rounded
+from opensora.datasets.bucket import Buckets
+from opensora.datasets.files import IMAGE_FPS
+from opensora.models.vae.base import VideoVAE
+from opensora.utils.ckpt import MANIFEST
+from opensora.utils.config import InferenceConfig
+from opensora.utils.config_schema import NUM_FRAMES
+from opensora.utils.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+NAMED_SECONDS = 2  # "1x"
+
+
+class VideoSize(NamedTuple):
+    """A video to make, in numbers that the VAE takes."""
+
+    num_frames: int
+    height: int
+    width: int
+    fps: float  # what the model is told; 120 for a picture, as in training
+    save_fps: float  # of the file
+
+    @property
+    def image_size(self) -> Size:
+        """Height and width."""
+        return self.height, self.width
+
+
+class TrainedSize(NamedTuple):
+    """A size that a checkpoint knows."""
+
+    num_frames: int
+    height: int
+    width: int
+
+    def __str__(self) -> str:
+        return f"{self.num_frames} frames of {self.height}x{self.width}"
+
+
+def video_size(cfg: InferenceConfig, vae: VideoVAE, patch_size: Sequence[int] = (1, 2, 2)) -> VideoSize:
+    """The size that a config asks for; what came of names is told.
+
+    Read of the config: `num_frames` or `duration`; `image_size`, or `resolution` with `aspect_ratio` and
+    `aspect_ratio_order`; `fps`, `frame_interval`, `save_fps`.
+
+    Args:
+        cfg: the config.
+        vae: knows the sizes and lengths it takes.
+        patch_size: of the denoiser (frames, height, width): sizes found by name are multiples of VAE x patch.
+
+    Raises:
+        UserError: a name is unknown, or the VAE takes no such size or length.
+    """
+    save_fps = saved_rate(cfg)
+    num_frames = frames_of(cfg, vae, save_fps)
+    height, width = cfg.image_size or named_size(cfg, vae, patch_size)
+    vae.latent_size((num_frames, height, width))  # refuses what the VAE does not take
+    fps = IMAGE_FPS if num_frames == 1 else float(cfg.fps)
+    return VideoSize(num_frames, height, width, fps, save_fps)
+
+
+def saved_rate(cfg: InferenceConfig) -> float:
+    """Frames a second of the files."""
+    return float(cfg.fps / cfg.frame_interval if cfg.save_fps is None else cfg.save_fps)
+
+
+def frames_of(cfg: InferenceConfig, vae: VideoVAE, save_fps: float) -> int:
+    """The number of frames that `num_frames` or `duration` ask for, at `save_fps` frames a second."""
+    if cfg.duration is not None:
+        asked = f"duration={cfg.duration:g}"
+        frames = vae.legal_num_frames(max(round(cfg.duration * save_fps), 1))
+    elif isinstance(cfg.num_frames, str):
+        asked = f"num_frames={cfg.num_frames!r}"
+        frames = named_length(cfg.num_frames, vae, save_fps)
+    elif cfg.num_frames is not None:
+        return cfg.num_frames
+    else:
+        raise UserError("num_frames is missing; set it, or duration.")
+    logger.info("%s: %d frames, %.2f seconds at %g frames a second.", asked, frames, frames / save_fps, save_fps)
+    return frames
+
+
+def named_length(name: str, vae: VideoVAE, fps: float) -> int:
+    """Frames of "51", "4s" or "2x", in whole pieces where the VAE has pieces.
+
+    Raises:
+        UserError: it is none of these, or far too long.
+    """
+    if not re.fullmatch(NUM_FRAMES, name):
+        raise UserError(f"num_frames={name!r}: expected a number, or seconds such as '4s', or '2x'.")
+    seconds = Fraction(name.rstrip("sx")) * (NAMED_SECONDS if name.endswith("x") else 1)
+    if not seconds:
+        raise UserError(f"num_frames={name!r} is no length; use '1s', or 1 for a picture.")
+    if name.isdecimal():
+        return int(name)
+    units = seconds / NAMED_SECONDS
+    if vae.chunk_latent_frames is not None and units.denominator == 1:
+        return int(units) * _whole_pieces(NAMED_SECONDS * fps, vae)
+    return _whole_pieces(float(seconds) * fps, vae)
+
+
+def named_size(cfg: InferenceConfig, vae: VideoVAE, patch_size: Sequence[int]) -> Size:
+    """Height and width of `resolution` in the shape of `aspect_ratio`, as multiples of what VAE and patches take."""
+    if cfg.resolution is None:
+        raise UserError("image_size is missing; set it, or resolution.")
+    multiple = math.lcm(*(stride * patch for stride, patch in zip(vae.strides[1:], patch_size[1:], strict=True)))
+    table = get_resolution(cfg.resolution)
+    if cfg.aspect_ratio is None:
+        if len(table.sizes) > 1:
+            raise UserError(
+                f"resolution={cfg.resolution!r} comes in several shapes: set aspect_ratio, height:width, such as '9:16', or "
+                f"one of {', '.join(table.sizes)}."
+            )
+        exact, shape = next(iter(table.sizes.values())), ""
+    else:
+        exact = image_size(cfg.resolution, cfg.aspect_ratio, order=cfg.aspect_ratio_order)
+        shape = f" {cfg.aspect_ratio} ({cfg.aspect_ratio_order})" if ":" in cfg.aspect_ratio else f" {cfg.aspect_ratio}"
+    size = rounded(exact, multiple)
+    logger.info("%s", _told(f"{cfg.resolution}{shape}", exact, size, multiple))
+    return size
+
+
+def warn_outside_training(size: VideoSize, checkpoint: str | None) -> None:
+    """Warn where a checkpoint of ours was trained on other sizes or lengths; where that is not known, nothing is said."""
+    trained = trained_sizes(checkpoint)
+    asked = TrainedSize(size.num_frames, size.height, size.width)
+    if not trained or asked in trained:
+        return
+    nearest = min(trained, key=lambda known: _distance(known, asked))
+    among = f"one of {len(trained)} sizes" if len(trained) > 1 else "the only size"
+    logger.warning(
+        "%s is no size that %s was trained on: expect worse videos. The nearest is %s, %s.",
+        asked,
+        checkpoint,
+        nearest,
+        among,
+    )
+
+
+def trained_sizes(checkpoint: str | None) -> set[TrainedSize]:
+    """The sizes in the manifest of a checkpoint folder, or of the folder that holds the part `checkpoint`; none if unknown."""
+    place = Path(checkpoint) if checkpoint is not None else None
+    manifest = next((f for p in (place, place.parent) if (f := p / MANIFEST).is_file()), None) if place else None
+    config = json.loads(manifest.read_text(encoding="utf-8")).get("config") if manifest is not None else None
+    if not isinstance(config, Mapping):
+        return set()
+    if (buckets := config.get("bucket_config")) is not None:
+        multiple = config.get("dataset", {}).get("size_multiple")
+        return _bucket_sizes(buckets, {} if multiple is None else {"size_multiple": multiple})
+    if not {"num_frames", "image_size"} <= config.keys():
+        return set()
+    frames = 1 if config.get("use_image_transform") else config["num_frames"]
+    return {TrainedSize(frames, *config["image_size"])}
+
+
+def _bucket_sizes(config: Mapping[str, Any], settings: Mapping[str, int]) -> set[TrainedSize]:
+    levels = {name: {_frames(key): value for key, value in entries.items()} for name, entries in config.items()}
+    return {TrainedSize(b.num_frames, b.height, b.width) for b in Buckets(levels, **settings) if b.batch_size}
+
+
+def _frames(key: str) -> int | str:
+    """JSON has string keys only."""
+    return int(key) if key.isdecimal() else key
+
+
+def _whole_pieces(frames: float, vae: VideoVAE) -> int:
+    """The shortest legal video of at least so many frames that ends where a piece of the VAE ends."""
+    least = math.ceil(frames - 1e-6)  # 2 * 23.976 is no more than itself
+    if vae.chunk_latent_frames is not None:
+        piece = vae.video_frames(vae.chunk_latent_frames)
+        least = math.ceil(least / piece) * piece
+    return vae.legal_num_frames_over(max(least, 1))
+
+
+def _told(name: str, exact: Size, size: Size, multiple: int) -> str:
+    """What came of a named size."""
+    height, width = size
+    shape = "square" if height == width else "landscape" if width > height else "portrait"
+    moved = "" if exact == size else f", moved from {exact[0]}x{exact[1]} to multiples of {multiple}"
+    return f"resolution {name}: {height}x{width} pixels (height x width), {shape}{moved}."
+
+
+def _distance(a: TrainedSize, b: TrainedSize) -> float:
+    """Differences of length, height and width on a logarithmic scale."""
+    return sum(abs(math.log(x / y)) for x, y in zip(a, b, strict=True))

@@ -1,0 +1,93 @@
+"""How much a denoiser's forward pass keeps for its backward pass, from the model's shape alone.
+
+A formula, not a measurement: it counts the tensors that PyTorch's autograd saves in our blocks, once each, in units of D
+numbers per token (D: width), in the number format of the computation:
+
+    LayerNorm and modulation   2     its input and its output
+    self-attention             7     input, q, k, v, output twice (as attention leaves it and as the projection takes it), gate
+      with qk_norm             +4    in fp32 what is normalised, with and without its norm; +9 in half precision
+    cross-attention            3     input, q, output
+    MLP                        1 + 2 M + 1    input; hidden layer of width M D before and after GELU; gate
+
+A part that is computed again keeps its input alone, and needs room for itself once more while its turn comes. Beside
+that, autocast keeps a copy of every weight in the short format. Text tokens, embedders and the final layer are left out:
+a few percent. Compiled blocks compute some of it again: about an eighth less. tests/tools/test_estimate.py compares the
+formula with what is saved, for every family of models.
+"""
+
+from typing import NamedTuple
+
+from timm.layers import Mlp
+from torch import nn
+
+from opensora.models.denoiser import Denoiser
+from opensora.models.layers.attention import Attention, CrossAttention
+from opensora.utils.recompute import Recompute
+
+NORM, SELF, CROSS = 2.0, 7.0, 3.0
+QK_NORM = {4: 4.0, 2: 9.0}  # by bytes of a number
+COMPILED = 7 / 8
+
+
+class BlockUnits(NamedTuple):
+    """Of one block, in units of D numbers per token."""
+
+    whole: float
+    mlp: float  # of its MLP alone
+    products: float  # outputs of matrix products and attention, which "selective" keeps
+
+
+def block_units(block: nn.Module, num_bytes: int) -> BlockUnits:
+    """What a block keeps; `num_bytes` of a number in the format of the computation."""
+    whole = mlp = products = 0.0
+    for module in block.modules():
+        if isinstance(module, Attention):
+            whole += SELF + (0.0 if isinstance(module.q_norm, nn.Identity) else QK_NORM[num_bytes])
+            products += 5.0  # qkv, attention, projection
+        elif isinstance(module, CrossAttention):
+            whole += CROSS
+            products += CROSS  # q, attention, projection
+        elif isinstance(module, Mlp):
+            assert isinstance(module.fc1, nn.Linear)
+            ratio = module.fc1.out_features / module.fc1.in_features
+            mlp += 2 + 2 * ratio
+            products += ratio + 1
+        elif isinstance(module, nn.LayerNorm) or type(module).__name__.endswith("LayerNorm"):
+            whole += NORM
+    return BlockUnits(whole + mlp, mlp, products + 1)
+
+
+def activation_bytes(
+    model: Denoiser, tokens: float, num_bytes: int, recompute: Recompute, *, compiled: bool = False
+) -> float:
+    """The largest sum of what is kept at one time.
+
+    Args:
+        model: a denoiser, on any device, also "meta".
+        tokens: of all samples of a batch that this process holds, B N / sp_size.
+        num_bytes: 4 for fp32, 2 for bf16 and fp16.
+        recompute: which parts are computed again.
+        compiled: whether the blocks are compiled.
+    """
+    blocks = model.transformer_blocks()
+    chosen = set(recompute.chosen(len(blocks)))
+    units, again = 0.0, 0.0
+    for i, block in enumerate(blocks):
+        of = block_units(block, num_bytes)
+        less = COMPILED if compiled else 1.0
+        if i not in chosen:
+            units += of.whole * less
+            continue
+        kept, missing = _kept(of, recompute.part)
+        units += kept if recompute.part == "block" else kept * less
+        again = max(again, missing * less)
+    return (units + again) * tokens * model.hidden_size * num_bytes
+
+
+def _kept(of: BlockUnits, part: str) -> tuple[float, float]:
+    """What a block that is chosen for `part` keeps, and what it computes again."""
+    if part == "block":
+        return 1.0, of.whole
+    if part == "mlp":
+        return of.whole - of.mlp + 1.0, of.mlp
+    return of.products, of.whole - of.products

@@ -1,0 +1,76 @@
+"""What a device could compute at most, for the log's MFU (model FLOPs utilisation, Chowdhery et al. 2022, appendix B).
+
+A training step is counted as three forward passes: the backward pass is two. What activation checkpointing computes again
+is no useful work and is not counted; nor are the VAE, the text encoder, the optimizer, and everything but matrix products.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+FORWARDS_IN_A_STEP = 3
+
+
+class Peak(NamedTuple):
+    """A device's dense rate, and where the figure is from."""
+
+    tflops: float
+    source: str
+
+
+class _Card(NamedTuple):
+    """Dense TFLOP/s: bf16 and fp16 with fp32 sums, TF32, and fp32 without tensor cores. None: it has no such format."""
+
+    half: float
+    tf32: float | None
+    fp32: float
+    source: str
+
+
+CARDS = {
+    "B200": _Card(2250, 1125, 75, "NVIDIA HGX B200 data sheet"),
+    "H200 NVL": _Card(835.5, 417.5, 60, "NVIDIA H200 data sheet"),
+    "GH200": _Card(989.5, 494.5, 67, "NVIDIA GH200 data sheet"),
+    "H200": _Card(989.5, 494.5, 67, "NVIDIA H200 data sheet"),
+    "H100 PCIe": _Card(756, 378, 51, "NVIDIA H100 PCIe product brief"),
+    "H100 NVL": _Card(835.5, 417.5, 60, "NVIDIA H100 data sheet"),
+    "H100": _Card(989.5, 494.5, 67, "NVIDIA H100 data sheet"),
+    "H800": _Card(989.5, 494.5, 67, "NVIDIA H100 data sheet, of which it is a variant"),
+    "A100": _Card(312, 156, 19.5, "NVIDIA A100 data sheet"),
+    "A800": _Card(312, 156, 19.5, "NVIDIA A100 data sheet, of which it is a variant"),
+    "A40": _Card(149.7, 74.8, 37.4, "NVIDIA A40 data sheet"),
+    "A30": _Card(165, 82, 10.3, "NVIDIA A30 data sheet"),
+    "A10G": _Card(70, 35, 35, "AWS EC2 G5: A10G"),
+    "A10": _Card(125, 62.5, 31.2, "NVIDIA A10 data sheet"),
+    "L40S": _Card(362, 183, 91.6, "NVIDIA L40S data sheet"),
+    "L40": _Card(181, 90.5, 90.5, "NVIDIA L40 data sheet"),
+    "L4": _Card(121, 60, 30.3, "NVIDIA L4 data sheet"),
+    "V100": _Card(125, None, 15.7, "NVIDIA V100 data sheet"),
+    "T4": _Card(65, None, 8.1, "NVIDIA T4 data sheet"),
+    "RTX 4090": _Card(165.2, 82.6, 82.6, "NVIDIA Ada architecture white paper"),
+    "RTX 3090": _Card(71, 35.6, 35.6, "NVIDIA GA102 architecture white paper"),
+}
+"""Part of a device's name -> its rates. Where two fit, the longer one counts: an "H100 PCIe" is slower than an "H100"."""
+
+
+def known_peak(device_name: str, dtype: torch.dtype, *, tf32: bool = False) -> Peak | None:
+    """The peak of a GPU by its name (`torch.cuda.get_device_name()`), or None where it is not known.
+
+    Args:
+        dtype: of the matrix products.
+        tf32: whether products of fp32 numbers may use TF32 (`torch.get_float32_matmul_precision() != "highest"`).
+    """
+    if "MIG" in device_name:  # a slice of the card
+        return None
+    words = device_name.replace("-", " ").split()
+    fitting = [name for name in CARDS if _within(name.split(), words)]
+    if not fitting:
+        return None
+    card = CARDS[max(fitting, key=len)]
+    rate = card.half if dtype in (torch.bfloat16, torch.float16) else (tf32 and card.tf32) or card.fp32
+    return Peak(rate, card.source)
+
+
+def _within(part: list[str], words: list[str]) -> bool:
+    """Whether `part` stands in `words`, as whole words: "A10" is not in "A100", "A100" is in "A100 SXM4 80GB"."""
+    return any(words[i : i + len(part)] == part for i in range(len(words)))

@@ -1,0 +1,228 @@
+"""Low-rank adapters (LoRA, Hu et al. 2021) as options and as files, and their merge into plain weights.
+
+An adapted linear layer computes W x + s (alpha / rank) B A x, with A [rank, in] and B [out, rank]. Adding s (alpha / rank)
+B A to W gives a plain layer with the same output, so sampling needs neither an extra product nor a package.
+
+Files are those of peft: a folder with `adapter_config.json` and `adapter_model.safetensors`. A checkpoint folder of a run
+with `lora` is read too; its average is taken.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from opensora.registry import did_you_mean
+from opensora.utils.ckpt import MANIFEST, open_checkpoint
+from opensora.utils.errors import UserError
+
+Preset = Literal["attention", "all-linear"]
+CONFIG_FILE, WEIGHT_FILE = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."  # how peft names a wrapped model's layers in its files
+FACTOR = re.compile(rf"^(?:{re.escape(PREFIX)})?(.+)\.lora_([AB])(?:\.\w+)?\.weight$")
+COUNTER = "lora_forwards"  # see `opensora.acceleration.lora`
+# what peft can do beyond B A x, by its name in a config; a file that asks for one of these is refused
+UNKNOWN_KINDS = ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "lora_bias")
+
+
+@dataclass(frozen=True)
+class LoraOptions:
+    """What a config's `lora` says.
+
+    Args:
+        rank: rows of A.
+        alpha: the update is scaled by alpha / rank.
+        target_modules: which linear layers of the blocks get an adapter: "attention", "all-linear", or names or ends of
+            names such as ["attn.qkv", "mlp.fc1"].
+        dropout: how often an input of A is set to zero in training.
+    """
+
+    rank: int = 16
+    alpha: float = 16
+    target_modules: Preset | list[str] = "attention"
+    dropout: float = 0.0
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> "LoraOptions":
+        """The options of a config.
+
+        Raises:
+            UserError: lists everything that is wrong.
+        """
+        if problems := lora_problems(values):
+            raise UserError("\n".join(problems))
+        return cls(**values)
+
+    @property
+    def scale(self) -> float:
+        """Of the product B A."""
+        return self.alpha / self.rank
+
+
+def lora_problems(values: Mapping[str, Any]) -> list[str]:
+    """What is wrong with a config's `lora`, one sentence each."""
+    known = [field.name for field in fields(LoraOptions)]
+    problems = [
+        f"lora takes no {key!r}.{did_you_mean(str(key), known)} It takes: {', '.join(known)}."
+        for key in values
+        if key not in known
+    ]
+    options = LoraOptions(**{key: value for key, value in values.items() if key in known})
+    if not _is_number(options.rank) or options.rank != int(options.rank) or options.rank < 1:
+        problems.append(f"lora.rank={options.rank!r} must be a whole number from 1.")
+    if not _is_number(options.alpha) or options.alpha <= 0:
+        problems.append(f"lora.alpha={options.alpha!r} must be a positive number.")
+    if not _is_number(options.dropout) or not 0 <= options.dropout < 1:
+        problems.append(f"lora.dropout={options.dropout!r} must be in [0, 1).")
+    targets = options.target_modules
+    presets = get_args(Preset)
+    named = isinstance(targets, list | tuple) and targets and all(isinstance(name, str) for name in targets)
+    if not named and targets not in presets:
+        problems.append(
+            f"lora.target_modules={targets!r} must be one of {', '.join(map(repr, presets))} or a list of layers' names."
+        )
+    return problems
+
+
+class Adapter(NamedTuple):
+    """A trained adapter: for each layer's name its A [rank, in] and B [out, rank]; all are scaled by `scale`."""
+
+    factors: dict[str, tuple[Tensor, Tensor]]
+    scale: float
+
+
+def factors_of(state: Mapping[str, Tensor], source: str | Path) -> dict[str, tuple[Tensor, Tensor]]:
+    """Layer name -> (A, B), from the names of peft's files or of our checkpoints.
+
+    Raises:
+        UserError: there is no adapter in it, half of one, or something else too.
+    """
+    halves: dict[str, dict[str, Tensor]] = {}
+    others = []
+    for name, tensor in state.items():
+        if match := FACTOR.match(name):
+            halves.setdefault(match[1], {})[match[2]] = tensor
+        elif name != COUNTER:
+            others.append(name)
+    odd = [name for name, pair in halves.items() if pair.keys() != {"A", "B"}]
+    if others or odd or not halves:
+        found = f"it also holds {', '.join(sorted(others)[:3])}" if others else "its layers lack lora_A or lora_B"
+        raise UserError(f"{source} is no LoRA: {found if others or odd else 'it holds no lora_A and lora_B'}.")
+    return {name: (pair["A"], pair["B"]) for name, pair in halves.items()}
+
+
+def read_adapter(path: str | Path) -> Adapter:
+    """An adapter from a folder of peft, its `adapter_model.safetensors`, or a checkpoint folder of a LoRA run.
+
+    Raises:
+        UserError: there is none at `path`, or one that does more than add B A.
+    """
+    path = Path(path).expanduser()
+    if (path / MANIFEST).is_file():
+        return _of_checkpoint(path)
+    folder = path.parent if path.is_file() else path
+    weights = path if path.is_file() else path / WEIGHT_FILE
+    if not weights.is_file() or not (folder / CONFIG_FILE).is_file():
+        raise UserError(
+            f"{path} is no LoRA: expected a folder with {CONFIG_FILE} and {WEIGHT_FILE}, or a checkpoint folder of a run "
+            "with lora=dict(...)."
+        )
+    scale = _scale_of(folder / CONFIG_FILE)  # refuses other kinds
+    return Adapter(factors_of(load_file(weights), weights), scale)
+
+
+def write_adapter(adapter: Adapter, folder: Path, *, base: str | None = None) -> Path:
+    """Write `folder` as peft does; it must not be there yet.
+
+    Args:
+        base: path of the weights that the adapter was trained on, for the reader.
+
+    Raises:
+        UserError: `folder` exists.
+    """
+    try:
+        folder.mkdir(parents=True)
+    except FileExistsError as error:
+        raise UserError(f"{folder} is there already; choose another name.") from error
+    rank = next(iter(adapter.factors.values()))[0].shape[0]
+    config = {
+        "peft_type": "LORA",
+        "base_model_name_or_path": base,
+        "r": rank,
+        "lora_alpha": adapter.scale * rank,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": sorted(adapter.factors),
+        "inference_mode": True,
+    }
+    tensors = {
+        f"{PREFIX}{name}.lora_{letter}.weight": factor.detach().cpu().contiguous()
+        for name, pair in adapter.factors.items()
+        for letter, factor in zip("AB", pair, strict=True)
+    }
+    save_file(tensors, folder / WEIGHT_FILE, metadata={"format": "pt"})
+    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=1) + "\n")
+    return folder
+
+
+@torch.no_grad()
+def merge_adapter(model: nn.Module, adapter: Adapter, scale: float = 1.0, source: str | Path = "the LoRA") -> int:
+    """Add `scale` times the adapter to the weights of `model`, in place and in fp32; returns how many layers changed.
+
+    Raises:
+        UserError: the model has no such layers; it is then as it was.
+    """
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    problems = []
+    for name, (A, B) in adapter.factors.items():
+        if name not in layers:
+            problems.append(f"  {name}: not there.{did_you_mean(name, list(layers))}")
+        elif layers[name].weight.shape != (B.shape[0], A.shape[1]) or A.shape[0] != B.shape[1]:
+            shapes = f"B {tuple(B.shape)} times A {tuple(A.shape)}"
+            problems.append(f"  {name}: {tuple(layers[name].weight.shape)}, the LoRA has {shapes}")
+    if problems:
+        shown = "\n".join(problems[:5])
+        raise UserError(
+            f"{source} does not fit this {type(model).__name__}: {len(problems)} of {len(adapter.factors)} layers.\n"
+            f"{shown}\nUse the model that the LoRA was trained on."
+        )
+    for name, (A, B) in adapter.factors.items():
+        weight = layers[name].weight
+        update = scale * adapter.scale * (B.to(weight.device, torch.float32) @ A.to(weight.device, torch.float32))
+        weight.copy_(weight.float() + update)
+    return len(adapter.factors)
+
+
+def load_lora(model: nn.Module, path: str | Path, scale: float = 1.0) -> int:
+    """Read the adapter at `path` and merge it; see `read_adapter` and `merge_adapter`."""
+    return merge_adapter(model, read_adapter(path), scale, path)
+
+
+def _of_checkpoint(path: Path) -> Adapter:
+    checkpoint = open_checkpoint(path)
+    options = (checkpoint.manifest.get("config") or {}).get("lora")
+    if options is None:
+        raise UserError(f"{path} is a checkpoint of a run without lora: load it with --ckpt-path.")
+    state = checkpoint.tensors("ema") or checkpoint.tensors("model")
+    return Adapter(factors_of(state, path), LoraOptions.of(options).scale)
+
+
+def _scale_of(file: Path) -> float:
+    """alpha / rank, as an `adapter_config.json` says."""
+    config = json.loads(file.read_text(encoding="utf-8"))
+    more = [key for key in UNKNOWN_KINDS if config.get(key)]
+    if config.get("peft_type") != "LORA" or config.get("bias", "none") != "none" or more:
+        kind = config.get("peft_type")
+        raise UserError(f"{file}: {', '.join(more) or f'peft_type={kind!r}'}: only plain LoRA without bias is read.")
+    rank = config["r"]
+    return float(config["lora_alpha"]) / (rank**0.5 if config.get("use_rslora") else rank)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

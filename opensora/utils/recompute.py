@@ -1,0 +1,70 @@
+"""The values of `grad_checkpoint`, and what each means: which parts of a denoiser are computed again in the backward pass.
+
+    False, 0, "none"    nothing
+    True, "block"       every block
+    "every:k"           blocks 0, k, 2k, ...
+    "mlp", 3            the MLP of every block
+    1, 2                the MLPs of the first third, of the first two thirds of the blocks
+    "selective"         in every block all but matrix products and attention, whose results are kept
+
+Levels 0 to 3 are NOVA's (Deng et al. 2024, `gradient_checkpointing`), where each adds the MLPs of one more stack: video
+encoder, image encoder, decoder. Attention is never computed again. Our denoisers are one stack; a level adds a third of it.
+"""
+
+from typing import NamedTuple
+
+from opensora.utils.errors import UserError
+
+LEVELS = (0, 1, 2, 3)
+THIRDS = 3
+WORDS = ("none", "block", "every:k", "mlp", "selective")
+
+
+class Recompute(NamedTuple):
+    """Which parts are computed again.
+
+    Attributes:
+        part: "nothing", the whole "block", its "mlp", or by operation ("selective").
+        every: Of the blocks, every so manieth.
+        thirds: Of the blocks, so many thirds, from the first on.
+    """
+
+    part: str
+    every: int = 1
+    thirds: int = THIRDS
+
+    def chosen(self, depth: int) -> range:
+        """The blocks it concerns, of `depth`."""
+        if self.part == "nothing":
+            return range(0)
+        return range(0, -(-depth * self.thirds // THIRDS), self.every)
+
+
+def parse_recompute(value: bool | int | str) -> Recompute:  # noqa: FBT001  (a config's value)
+    """What a value of `grad_checkpoint` means.
+
+    Raises:
+        UserError: it is no such value.
+    """
+    if isinstance(value, bool):
+        return Recompute("block") if value else Recompute("nothing")
+    if isinstance(value, int):
+        if value not in LEVELS:
+            raise UserError(f"grad_checkpoint={value} is no level: they are 0 to 3, by MLPs. Or {', '.join(WORDS)}.")
+        return Recompute("mlp", thirds=value) if value else Recompute("nothing")
+    word, _, number = value.partition(":")
+    if word == "every" and number.isdecimal() and int(number) >= 1:
+        return Recompute("block", every=int(number))
+    names = {"none": "nothing", "block": "block", "mlp": "mlp", "selective": "selective"}
+    if value not in names:
+        raise UserError(f"grad_checkpoint={value!r} is not one of {', '.join(WORDS)} (k from 1), True, False, 0 to 3.")
+    return Recompute(names[value])
+
+
+def recompute_problems(value: bool | int | str) -> list[str]:  # noqa: FBT001  (a config's value)
+    """What is wrong with a value of `grad_checkpoint`."""
+    try:
+        parse_recompute(value)
+    except UserError as error:
+        return [str(error)]
+    return []

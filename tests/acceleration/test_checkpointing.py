@@ -1,0 +1,230 @@
+"""Activation checkpointing: the same gradients at every level, less kept in the stated order, blocks computed again as stated."""
+
+import copy
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from opensora.acceleration.checkpointing import checkpoint_activations, offload_activations
+from opensora.acceleration.compile import compile_blocks
+from opensora.utils.errors import UserError
+from opensora.utils.recompute import Recompute, parse_recompute
+from tests.models.denoisers import build, inputs
+from tools.benchmark.activation_memory import kept_bytes, measure
+
+DEPTH = 4
+# from what keeps most to what keeps least
+ORDER = ("none", 1, 2, "mlp", "selective", "every:2", "block")
+LEVELS = (False, True, 0, 3, "every:1", "every:3", *ORDER)
+
+
+def toy(level: bool | int | str = "none", family: str = "STDiT") -> nn.Module:
+    model = build(family, depth=DEPTH).train()
+    checkpoint_activations(model.transformer_blocks(), level)
+    return model
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    model(**inputs(model)).square().mean().backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[Tensor]:
+    return gradients(toy())
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_gradients_are_those_without_it(plain, level):
+    assert all(torch.equal(a, b) for a, b in zip(plain, gradients(toy(level)), strict=True))
+
+
+@pytest.mark.parametrize("family", ["DiT-text", "LatteT2V", "PixArt-Sigma-compressed", "STDiT3"])
+@pytest.mark.parametrize("level", ["mlp", "selective"])
+def test_other_architectures(family, level):
+    torch.testing.assert_close(gradients(toy(level, family)), gradients(toy("none", family)))
+
+
+def test_names_of_the_state_stay():
+    plain = toy().state_dict().keys()
+    for level in LEVELS:
+        assert toy(level).state_dict().keys() == plain
+    moved = toy("block")
+    offload_activations(moved)
+    assert moved.state_dict().keys() == plain
+
+
+def test_less_is_kept_in_the_stated_order():
+    kept = []
+    for level in ORDER:
+        model = toy(level)
+        cond = inputs(model)
+        kept.append(kept_bytes(lambda model=model, cond=cond: model(**cond)))
+    assert kept == sorted(kept, reverse=True)
+    assert len(set(kept)) == len(kept)
+    assert kept[-1] < kept[0] / 8
+
+
+def test_what_is_kept_of_a_large_model_needs_no_memory():
+    assert measure("STDiT-XL/2", "block", (16, 32, 32), 8, "bf16", depth=2) < 2**30
+
+
+def test_autograd_saves_less_too():
+    """Counted another way: what passes the hooks of autograd, of which selective checkpointing's own store is no part."""
+    counts = []
+    for level in ("none", 1, 2, "mlp", "every:2", "block"):
+        saved: list[int] = []
+
+        def pack(tensor: Tensor, saved: list[int] = saved) -> Tensor:
+            saved.append(tensor.numel() * tensor.element_size())
+            return tensor
+
+        model = toy(level)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            model(**inputs(model))
+        counts.append(sum(saved))
+    assert counts == sorted(counts, reverse=True)
+    assert len(set(counts)) == len(counts)
+
+
+@pytest.mark.parametrize(
+    ("level", "blocks", "mlps"),
+    [
+        ("none", [1, 1, 1, 1], [1, 1, 1, 1]),
+        ("block", [2, 2, 2, 2], [2, 2, 2, 2]),
+        ("every:2", [2, 1, 2, 1], [2, 1, 2, 1]),
+        ("every:3", [2, 1, 1, 2], [2, 1, 1, 2]),
+        ("mlp", [1, 1, 1, 1], [2, 2, 2, 2]),
+        (1, [1, 1, 1, 1], [2, 2, 1, 1]),
+        (2, [1, 1, 1, 1], [2, 2, 2, 1]),
+    ],
+)
+def test_what_is_computed_twice(level, blocks, mlps):
+    model = build("STDiT", depth=DEPTH).train()
+    calls: Counter[tuple[str, int]] = Counter()
+    for i, block in enumerate(model.blocks):
+        block.norm1.register_forward_hook(lambda *_, i=i: calls.update([("block", i)]))
+        block.mlp.fc1.register_forward_hook(lambda *_, i=i: calls.update([("mlp", i)]))
+    checkpoint_activations(model.transformer_blocks(), level)
+    gradients(model)
+    assert [calls["block", i] for i in range(DEPTH)] == blocks
+    # a hook that runs again stops where the last tensor that is needed is made, which is behind the first layer of an MLP
+    assert [calls["mlp", i] for i in range(DEPTH)] == mlps
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products and attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count[func.name()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_selective_computes_no_product_again():
+    counts = {}
+    for level in ("none", "block", "selective"):
+        model = toy(level)
+        with Products() as products:
+            gradients(model)
+        counts[level] = products.count
+    for name in ("aten::addmm", "aten::_scaled_dot_product_flash_attention_for_cpu"):
+        assert counts["none"][name] == counts["selective"][name] < counts["block"][name], name
+    assert counts["selective"]["aten::gelu"] == counts["none"]["aten::gelu"] + DEPTH
+
+
+def test_nothing_is_computed_twice_without_gradients():
+    model = toy("block").eval()
+    with torch.no_grad(), Products() as products:
+        model(**inputs(model))
+    with torch.no_grad(), Products() as plain:
+        other = toy()
+        other(**inputs(other))
+    assert products.count["aten::addmm"] == plain.count["aten::addmm"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", ["block", "every:2", "mlp", "selective"])
+def test_with_compiled_blocks(plain, level):
+    model = build("STDiT", depth=DEPTH).train()
+    compile_blocks(model.transformer_blocks(), backend="aot_eager")
+    checkpoint_activations(model.transformer_blocks(), level)
+    torch.testing.assert_close(gradients(model), plain, atol=1e-6, rtol=1e-4)
+    torch._dynamo.reset()
+
+
+def test_what_each_value_means():
+    assert parse_recompute(False) == parse_recompute(0) == parse_recompute("none") == Recompute("nothing")
+    assert parse_recompute(True) == parse_recompute("block") == parse_recompute("every:1") == Recompute("block")
+    assert parse_recompute(3) == parse_recompute("mlp") == Recompute("mlp")
+    assert [list(parse_recompute(level).chosen(28)) for level in range(4)] == [
+        [], list(range(10)), list(range(19)), list(range(28)),
+    ]  # fmt: skip
+    assert list(parse_recompute("every:4").chosen(6)) == [0, 4]
+
+
+@pytest.mark.parametrize("value", [4, -1, "every:0", "every:", "every:x", "blocks", "", "all"])
+def test_other_values_are_refused_with_those_there_are(value):
+    with pytest.raises(UserError, match=r"none, block, every:k, mlp, selective"):
+        parse_recompute(value)
+
+
+def test_blocks_without_an_mlp():
+    with pytest.raises(UserError, match="a Linear has none; try 'block'"):
+        checkpoint_activations([nn.Linear(2, 2)], "mlp")
+
+
+@pytest.mark.parametrize("level", ["none", "block", "mlp"])
+def test_offloading_changes_no_gradient(plain, level):
+    model = toy(level)
+    offload_activations(model, min_bytes=0)
+    assert all(torch.equal(a, b) for a, b in zip(plain, gradients(model), strict=True))
+
+
+def test_what_is_moved_and_what_stays(monkeypatch):
+    moved: list[Tensor] = []
+    monkeypatch.setattr(Tensor, "cpu", lambda tensor: moved.append(tensor) or tensor.clone())
+    model = toy("block")
+    offload_activations(model, min_bytes=4096)
+    weights = {tuple(parameter.shape) for parameter in model.parameters()}
+    gradients(model)
+    assert len(moved) >= DEPTH  # the input of each block at least
+    assert all(tensor.numel() * tensor.element_size() >= 4096 for tensor in moved)
+    assert not any(tuple(tensor.shape) in weights or tuple(tensor.shape)[::-1] in weights for tensor in moved)
+    moved.clear()
+    with torch.no_grad():
+        model(**inputs(model))
+    assert not moved
+
+
+@pytest.mark.multiprocess
+def test_with_sharded_weights(spawn, tmp_path):
+    spawn(check_sharded, 2, tmp_path)
+
+
+def check_sharded(rank: int, world_size: int, folder: Path) -> None:
+    """FSDP2 gathers a block's weights again for what is computed again."""
+    from torch.distributed.fsdp import fully_shard
+
+    whole = toy()
+    expected = gradients(whole)
+    for level in ("block", "mlp", "selective", "every:2"):
+        for offloaded in (False, True)[: 1 if level == "selective" else 2]:
+            model = copy.deepcopy(toy())
+            names = model.state_dict().keys()
+            checkpoint_activations(model.transformer_blocks(), level)
+            if offloaded:
+                offload_activations(model, min_bytes=0)
+            for block in model.transformer_blocks():
+                fully_shard(block)
+            fully_shard(model)
+            got = [gradient.full_tensor() for gradient in gradients(model)]
+            torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
+            assert model.state_dict().keys() == names

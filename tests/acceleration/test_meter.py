@@ -1,0 +1,141 @@
+"""What the log's figures mean: against figures worked out by hand, in one process and in two."""
+
+import time
+from math import nan, prod
+from pathlib import Path
+
+import pytest
+import torch
+
+from opensora.acceleration.distributed import World
+from opensora.acceleration.meter import Meter, Step, build_meter
+from opensora.datasets.bucket import Buckets
+from opensora.utils.flops import Peak
+from tests.models.denoisers import L, build
+
+ALONE = World(0, 1, torch.device("cpu"))
+SIZES = [(1, 64, 64), (4, 32, 48)]
+
+
+def batch(size: tuple[int, int, int], count: int, whole: int | None = None) -> dict[str, object]:
+    numbers = {name: torch.full((count,), float(n)) for name, n in zip(("num_frames", "height", "width"), size, strict=True)}
+    return {"whole": whole or count, "path": ["a.mp4"] * count, **numbers}
+
+
+def latent(size: tuple[int, int, int], count: int) -> torch.Tensor:
+    return torch.zeros(count, 4, size[0], size[1] // 8, size[2] // 8)
+
+
+def take(meter: Meter, number: int, size: tuple[int, int, int], count: int, loss: float, norm: float = 1.0, whole=None) -> None:
+    cond = {"y": torch.zeros(count, 1, L, 16)}
+    meter.add(batch(size, count, whole), latent(size, count), cond, torch.tensor(loss))
+    meter.step(number, torch.tensor(norm))
+
+
+def test_figures_of_one_process():
+    model = build("STDiT")
+    meter = Meter(ALONE, model, peak=Peak(1.0, "by hand"), sizes=SIZES)
+    for _ in meter.data_wait([0]):
+        take(meter, 1, SIZES[0], 2, 5.0)
+    first = meter.read()
+    assert first.figures == {"loss": 5.0, "grad_norm": 1.0}  # no speed: it would be that of the start
+    begin = time.perf_counter()
+    for step, size in zip(meter.data_wait([2, 3, 4]), [SIZES[0], SIZES[1], SIZES[1]], strict=True):
+        take(meter, step, size, 3, float(step), norm=step / 2)
+    reading, seconds = meter.read(), time.perf_counter() - begin
+    assert reading.steps == (Step(2, 2.0, 1.0), Step(3, 3.0, 1.5), Step(4, 4.0, 2.0))
+    assert reading.figures["loss"] == 3.0
+    assert reading.figures["grad_norm"] == 2.0
+
+    tokens = [3 * prod(model.grid(latent(size, 1).shape[2:])) for size in (SIZES[0], SIZES[1], SIZES[1])]
+    flops = [9 * model.flops(tuple(latent(size, 1).shape[2:]), L) for size in (SIZES[0], SIZES[1], SIZES[1])]
+    figures = reading.figures
+    took = 9 / figures["samples_per_s"]
+    assert took == pytest.approx(seconds, rel=0.2)
+    assert figures["tokens_per_s"] * took == pytest.approx(sum(tokens))
+    assert figures["s_per_step"] * 3 == pytest.approx(took)
+    assert figures["mfu"] * took * 1e12 == pytest.approx(sum(flops))
+    assert 0 <= figures["data_wait"] < 1
+    assert reading.buckets["1x64x64"]["loss"] == 2.0
+    assert reading.buckets["4x32x48"]["loss"] == 3.5
+    assert reading.buckets["4x32x48"]["samples"] == 6
+
+
+def test_waiting_for_data_is_counted():
+    def slowly():
+        for i in range(3):
+            time.sleep(0.05)
+            yield i
+
+    meter = Meter(ALONE, build("STDiT"))
+    for step in meter.data_wait(slowly()):
+        take(meter, step + 1, SIZES[0], 1, 1.0)
+        if step == 0:
+            meter.read()
+        else:
+            time.sleep(0.05)
+    assert meter.read().figures["data_wait"] == pytest.approx(0.5, abs=0.15)
+
+
+def test_a_batch_that_is_no_number_spoils_no_mean():
+    meter = Meter(ALONE, build("STDiT"), sizes=SIZES)
+    for step, loss in zip(meter.data_wait([1, 2]), (nan, 3.0), strict=True):
+        take(meter, step, SIZES[0], 2, loss, norm=loss)
+    reading = meter.read()
+    assert [step.is_finite for step in reading.steps] == [False, True]
+    assert reading.figures == {"loss": 3.0, "grad_norm": 3.0}
+    assert reading.buckets["1x64x64"]["loss"] == 3.0
+    assert reading.buckets["1x64x64"]["samples"] == 2
+
+
+def test_the_table_of_an_epoch():
+    meter = Meter(ALONE, build("STDiT"), sizes=SIZES)
+    for step in meter.data_wait([1, 2, 3]):
+        take(meter, step, SIZES[step == 3], 2, float(step))
+        meter.read()
+        table = meter.epoch_table(epoch=step // 2)
+        assert bool(table) == (step == 2)
+        if table:
+            assert "epoch 0, steps 1 to 2" in table
+            assert table.splitlines()[2].split()[:3] == ["1x64x64", "4", "1.5000"]
+            assert len(table.splitlines()) == 3
+
+
+def test_mfu_needs_a_peak():
+    model = build("STDiT")
+    assert "--peak-tflops" in build_meter(ALONE, model, None, torch.bfloat16).describe()
+    given = build_meter(ALONE, model, None, torch.bfloat16, peak_tflops=12.5)
+    assert given.describe() == "MFU is of 12.5 TFLOP/s for each device (peak_tflops)"
+
+
+def test_the_buckets_of_a_dataset():
+    class OfBuckets:
+        buckets = Buckets({"144p": {1: (1.0, 4), 8: (0.0, None)}})
+
+    meter = build_meter(ALONE, build("STDiT"), OfBuckets(), torch.float32)
+    assert {size[0] for size in meter.sizes} == {1}
+
+
+@pytest.mark.multiprocess
+def test_figures_of_two_processes(spawn, tmp_path):
+    spawn(check_two, 2, tmp_path)
+
+
+def check_two(rank: int, world_size: int, folder: Path) -> None:
+    model = build("STDiT")
+    cost = 3 * model.flops((1, 8, 8), L)
+    for sp_size in (1, 2):
+        world = World(rank, 2, torch.device("cpu"), sp_size)
+        meter = Meter(world, model, peak=Peak(1.0, "by hand"), sizes=SIZES)
+        for step in meter.data_wait([1, 2]):
+            # with sp_size=2 both have one sample, and its loss
+            loss = float(step) if sp_size == 2 else float(step + 10 * rank)
+            take(meter, step, SIZES[0], 2, loss, whole=2 * world.dp_size)
+            reading = meter.read()
+        figures = reading.figures
+        assert figures["loss"] == (2.0 if sp_size == 2 else 7.0)
+        assert reading.buckets["1x64x64"]["samples"] == 2 * world.dp_size
+        took = figures["s_per_step"]
+        assert figures["samples_per_s"] * took == pytest.approx(2 * world.dp_size)
+        assert figures["tokens_per_s"] * took == pytest.approx(2 * world.dp_size * 16)
+        assert figures["mfu"] * took * 1e12 * 2 == pytest.approx(2 * world.dp_size * cost)

@@ -1,0 +1,288 @@
+"""Saving while training goes on: a copy is written, errors are told, old checkpoints go, a crash at any moment is survived."""
+
+import json
+import multiprocessing
+import os
+import random
+import re
+import shutil
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from opensora.acceleration.distributed import World
+from opensora.acceleration.loop import checkpoint_to_load
+from opensora.acceleration.saving import Saver
+from opensora.utils.ckpt import complete_checkpoints, latest_checkpoint, open_checkpoint
+from opensora.utils.ckpt_rotation import clear_leftovers
+from opensora.utils.config_schema import LoopConfig
+from opensora.utils.errors import UserError
+from opensora.utils.run import RunState
+
+WORLD = World(0, 1, torch.device("cpu"))
+
+
+def saver_of(run: Path, **settings) -> Saver:
+    run.mkdir(parents=True, exist_ok=True)
+    return Saver(run, WORLD, LoopConfig(**settings), {"model": "toy", "config": {"lr": 1}})
+
+
+def parts(value: float, size: int = 4) -> dict[str, dict[str, torch.Tensor]]:
+    return {"model": {"w": torch.full((size,), value)}, "optimizer": {"w/exp_avg": torch.full((size,), -value)}}
+
+
+def names(run: Path) -> list[str]:
+    return sorted(path.name for path in run.iterdir())
+
+
+@pytest.mark.parametrize("ckpt_async", [True, False])
+def test_what_is_saved_is_what_was_there_when_it_was_called(tmp_path, ckpt_async):
+    saver, own = saver_of(tmp_path, ckpt_async=ckpt_async), parts(1.0, size=500_000)
+    for step in (1, 2, 3):
+        own["model"]["w"].fill_(step)
+        saver.save(RunState("d", 1, step=step), own)
+        own["model"]["w"].fill_(-1)
+    saver.wait()
+    for step, path in enumerate(complete_checkpoints(tmp_path), start=1):
+        opened = open_checkpoint(path, check="checksum")
+        assert opened.tensors("model")["w"].unique().tolist() == [step]
+        assert opened.state["step"] == opened.manifest["step"] == step
+    assert names(tmp_path) == [f"epoch0-global_step{step}" for step in (1, 2, 3)]
+
+
+def test_the_memory_for_copies_is_used_again(tmp_path):
+    saver, own = saver_of(tmp_path), parts(1.0)
+    saver.save(RunState("d", 1, step=1), own)
+    saver.wait()
+    first = {key: buffer.data_ptr() for key, buffer in saver._copies._buffers.items()}
+    saver.save(RunState("d", 1, step=2), {"model": own["model"]})
+    saver.wait()
+    assert {key: buffer.data_ptr() for key, buffer in saver._copies._buffers.items()} == {
+        key: pointer for key, pointer in first.items() if key[0] == "model"
+    }
+
+
+def test_the_loop_goes_on_while_the_disk_is_slow(tmp_path, monkeypatch):
+    """The writer waits at its first flush until the loop says go: `save` has returned by then, and the next one waits."""
+    go, sync = threading.Event(), os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: (go.wait(60), sync(file)))
+    saver = saver_of(tmp_path)
+    saver.save(RunState("d", 1, step=1), parts(1.0))
+    assert complete_checkpoints(tmp_path) == []
+    go.set()
+    saver.save(RunState("d", 1, step=2), parts(2.0))
+    assert "epoch0-global_step1" in names(tmp_path)
+    saver.wait()
+
+
+@pytest.mark.parametrize("ckpt_async", [True, False])
+def test_a_writer_that_fails_is_heard(tmp_path, ckpt_async):
+    run = tmp_path / "run"
+    saver = saver_of(run, ckpt_async=ckpt_async)
+    shutil.rmtree(run)
+    run.write_text("no folder any more")
+
+    def save() -> None:
+        saver.save(RunState("d", 1, step=1), parts(1.0))
+        saver.wait()
+
+    with pytest.raises(UserError, match=r"a checkpoint could not be written to .*run: "):
+        save()
+    run.unlink()
+    saver.save(RunState("d", 1, step=2), parts(2.0))  # the error was told once
+    saver.wait()
+    assert names(run) == ["epoch0-global_step2"]
+
+
+def test_every_file_says_where_it_comes_from(tmp_path):
+    from safetensors import safe_open
+
+    saver = Saver(tmp_path, WORLD, LoopConfig(), {"model": "toy", "config": {"lr": 1}, "git_commit": "abc"})
+    saver.save(RunState("d", 1, step=5), parts(1.0))
+    saver.wait()
+    with safe_open(tmp_path / "epoch0-global_step5" / "model" / "model.safetensors", "pt") as file:
+        told = file.metadata()
+    assert (told["model"], told["step"], told["part"], told["git_commit"]) == ("toy", "5", "model", "abc")
+    manifest = open_checkpoint(tmp_path / "epoch0-global_step5").manifest
+    assert told["config_hash"] == manifest["config_hash"]
+    assert manifest["config"] == {"lr": 1}
+
+
+def test_a_changed_file_is_found_when_asked(tmp_path):
+    saver = saver_of(tmp_path)
+    saver.save(RunState("d", 1, step=1), parts(1.0))
+    saver.wait()
+    path = tmp_path / "epoch0-global_step1"
+    file = path / "model" / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    open_checkpoint(path)
+    with pytest.raises(UserError, match=r"model/model\.safetensors \(its numbers changed\)"):
+        open_checkpoint(path, check="checksum")
+
+
+class TestRotation:
+    def save_steps(self, run: Path, steps, **settings) -> list[str]:
+        saver = saver_of(run, **settings)
+        for step in steps:
+            saver.save(RunState("d", 1, step=step), parts(float(step)))
+        saver.wait()
+        return [path.name.rpartition("step")[2] for path in complete_checkpoints(run)]
+
+    def test_the_newest_and_the_milestones_stay(self, tmp_path):
+        assert self.save_steps(tmp_path / "all", range(10, 70, 10)) == ["10", "20", "30", "40", "50", "60"]
+        assert self.save_steps(tmp_path / "n", range(10, 70, 10), keep_last_n=2) == ["50", "60"]
+        kept = self.save_steps(tmp_path / "m", range(10, 70, 10), keep_last_n=1, keep_every_m=30, ckpt_every=10)
+        assert kept == ["30", "60"]
+        assert names(tmp_path / "m") == ["epoch0-global_step30", "epoch0-global_step60"]
+
+    def test_only_what_a_run_made_is_deleted(self, tmp_path):
+        self.save_steps(tmp_path, [1])
+        (tmp_path / "epoch0-global_step1").rename(tmp_path / "the good one")
+        (tmp_path / "epoch0-global_step2").mkdir()  # of somebody else: no manifest
+        (tmp_path / "notes.txt").write_text("mine")
+        self.save_steps(tmp_path, [3, 4, 5], keep_last_n=1)
+        assert names(tmp_path) == ["epoch0-global_step2", "epoch0-global_step5", "notes.txt", "the good one"]
+
+    def test_nothing_is_deleted_for_a_checkpoint_that_failed(self, tmp_path):
+        saver = saver_of(tmp_path, keep_last_n=1)
+        saver.save(RunState("d", 1, step=1), parts(1.0))
+        saver.save(RunState("d", 1, step=2), {"model": {"w": torch.zeros(1, dtype=torch.complex64)}})
+        with pytest.raises(UserError, match="complex64"):
+            saver.wait()
+        assert names(tmp_path) == ["epoch0-global_step1"]
+
+
+class TestLatest:
+    def test_incomplete_ones_are_passed_over_and_told(self, tmp_path, caplog):
+        saver = saver_of(tmp_path / "run")
+        for step in (9, 10, 11):
+            saver.save(RunState("d", 1, step=step), parts(float(step)))
+        saver.wait()
+        (tmp_path / "run" / "epoch0-global_step11" / "model" / "model.safetensors").write_bytes(b"cut")
+        (tmp_path / "run" / ".epoch0-global_step12.partial-ab-12").mkdir()
+        cfg = LoopConfig(outputs=str(tmp_path), exp_name="run", load="latest")
+        assert checkpoint_to_load(cfg) == tmp_path / "run" / "epoch0-global_step10"
+        assert "the writing of epoch0-global_step12 was interrupted" in caplog.text
+        assert re.search(
+            r"passed over: .*step11 is not a complete checkpoint: model/model.safetensors \(3 of", caplog.text
+        )
+
+    def test_a_run_without_any_begins_and_says_so(self, tmp_path, caplog):
+        cfg = LoopConfig(outputs=str(tmp_path), exp_name="run", load="latest")
+        assert checkpoint_to_load(cfg) is None
+        assert f"{tmp_path}/run has no complete checkpoint yet; beginning at step 0" in caplog.text
+
+    def test_what_contradicts_itself(self):
+        said = "\n".join(LoopConfig(load="latest").problems() + LoopConfig(keep_every_m=5).problems())
+        assert "load='latest' needs exp_name" in said
+        assert "keep_every_m=5 has no effect without keep_last_n" in said
+        assert "no multiple of ckpt_every=250" in said
+        assert "load_check='checksum' has no effect" in LoopConfig(load_check="checksum").problems()[0]
+
+    def test_leftovers_go_and_what_was_being_replaced_comes_back(self, tmp_path):
+        saver = saver_of(tmp_path)
+        for step in (1, 2):
+            saver.save(RunState("d", 1, step=step), parts(1.0))
+        saver.wait()
+        (tmp_path / "epoch0-global_step1").rename(tmp_path / ".epoch0-global_step1.old-ab-1")
+        for name in (
+            ".epoch0-global_step2.old-ab-2",
+            ".epoch0-global_step7.partial-x-7",
+            ".epoch0-global_step0.removed-x",
+            ".mine",
+        ):
+            (tmp_path / name / "inner").mkdir(parents=True)
+        clear_leftovers(tmp_path)
+        assert names(tmp_path) == [".mine", "epoch0-global_step1", "epoch0-global_step2"]
+
+
+# ---------------------------------------------------------------------------------- crashes
+MOMENTS = ("fsync", "rename", "rmdir", "unlink")  # of `os`: before each of these calls the process may die
+
+
+def save_and_die(run: Path, moment: int) -> None:
+    """Save three checkpoints, keeping two, and die before the `moment`-th call; exit code 0 when there are fewer calls."""
+    count = 0
+
+    def dying(call):
+        def called(*args, **kwargs):
+            nonlocal count
+            count += 1
+            if count == moment:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return call(*args, **kwargs)
+
+        return called
+
+    for name in MOMENTS:
+        setattr(os, name, dying(getattr(os, name)))
+    saver = saver_of(run, keep_last_n=2)
+    for step in (2, 3, 4):
+        saver.save(RunState("d", 1, step=step), parts(float(step)))
+    saver.wait()
+
+
+def check_survivors(run: Path, oldest: int) -> int:
+    """What is found after a crash is complete, unchanged, and not older than it must be; the newest's step."""
+    for path in complete_checkpoints(run):
+        opened = open_checkpoint(path, check="checksum")
+        assert opened.tensors("model")["w"].unique().tolist() == [opened.state["step"]]
+    latest = latest_checkpoint(run)
+    assert latest is not None
+    step = json.loads((latest / "state.json").read_text())["step"]
+    assert step >= oldest
+    return step
+
+
+def test_a_crash_before_any_call_that_changes_the_disk(tmp_path):
+    context, moment, code = multiprocessing.get_context("fork"), 0, -9
+    while code:
+        moment += 1
+        run = tmp_path / str(moment)
+        first = saver_of(run)
+        first.save(RunState("d", 1, step=1), parts(1.0))
+        first.wait()
+        process = context.Process(target=save_and_die, args=(run, moment))
+        process.start()
+        process.join()
+        code = process.exitcode
+        assert code in (0, -9)
+        step = check_survivors(run, oldest=1)
+        saver = saver_of(run, keep_last_n=2)  # the next start puts the folder in order
+        saver.save(RunState("d", 1, step=step + 1), parts(step + 1.0))
+        saver.wait()
+        assert check_survivors(run, oldest=step + 1) == step + 1
+        assert not [name for name in names(run) if name.startswith(".")]
+        assert len(complete_checkpoints(run)) <= 3
+    assert moment > 30  # the hooks are where the work is done
+
+
+def save_for_ever(run: Path) -> None:
+    latest = latest_checkpoint(run)
+    step = int(latest.name.rpartition("step")[2]) if latest else 0
+    saver = saver_of(run, keep_last_n=2)
+    while True:
+        step += 1
+        saver.save(RunState("d", 1, step=step), parts(float(step), size=300_000))
+
+
+def test_kill_9_at_twenty_random_moments(tmp_path):
+    """Each process goes on where the one before was killed, as a job that is started again does."""
+    context, rng, last = multiprocessing.get_context("fork"), random.Random(7), 0
+    for _ in range(20):
+        process = context.Process(target=save_for_ever, args=(tmp_path,))
+        process.start()
+        time.sleep(rng.uniform(0.05, 0.4))
+        while not complete_checkpoints(tmp_path):  # until there is a first one
+            time.sleep(0.01)
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        last = check_survivors(tmp_path, oldest=last)
+        assert len(complete_checkpoints(tmp_path)) <= 3
+    assert last > 5

@@ -1,0 +1,150 @@
+"""Sidecars: what lies beside a sample, how a finished one is known, and that a batch can go on where it stopped."""
+
+import json
+
+import pytest
+import torch
+
+from opensora.inference.manifest import (
+    already_made,
+    describe_checkpoint,
+    finished,
+    frames_hash,
+    read_sidecar,
+    sidecar,
+    write_samples,
+    write_sidecar,
+)
+from opensora.inference.output import save_sample, with_extension
+from opensora.utils.errors import UserError
+
+CONFIG = {
+    "seed": 42,
+    "image_size": (64, 64),
+    "num_frames": 1,
+    "fps": 24,
+    "model": {"type": "STDiT", "patch_size": (1, 2, 2)},
+    "save_dir": "a",
+    "verbose": 1,
+}
+
+
+def record(**changes):
+    config = CONFIG | {key: value for key, value in changes.items() if key in CONFIG}
+    rest = {key: value for key, value in changes.items() if key not in CONFIG}
+    fields = {"prompt": "p", "prompt_index": 3, "sample_index": 0, "save_fps": 23.976, "checkpoint": None}
+    return sidecar(config, **(fields | {"made_with": {"git_commit": "abc", "versions": {}}} | rest))
+
+
+def test_sidecar_is_read_back_as_written(tmp_path):
+    path = write_sidecar(record(prompt="平静\n的湖"), tmp_path / "s_0.5")
+    assert path.name == "s_0.5.json"
+    loaded = json.loads(path.read_text(encoding="utf-8"))
+    assert loaded == record(prompt="平静\n的湖")
+    assert loaded["save_fps"] == "24000/1001"
+    assert loaded["config"]["image_size"] == [64, 64]
+
+
+def test_finished_samples_are_recognised_and_never_overwritten(tmp_path):
+    path = tmp_path / "sample"
+    assert not already_made(path, record())
+    write_sidecar(record(seed=1), path)  # a run that was stopped before its video was there
+    assert not already_made(path, record())
+    write_sidecar(record(), path)
+    save_sample(torch.zeros(3, 1, 8, 8), path, fps=8)
+    assert already_made(path, record())
+    assert already_made(path, record(save_dir="b", verbose=0, made_with={"git_commit": "def"}))
+    for change in ({"seed": 1}, {"prompt": "q"}, {"model": {"type": "DiT"}}, {"checkpoint": {"path": "w"}}):
+        with pytest.raises(UserError, match=f"other settings .*{next(iter(change))}"):
+            already_made(path, record(**change))
+    for foreign in ("{}", "not json", "[1]"):
+        with_extension(path, ".json").write_text(foreign)
+        with pytest.raises(UserError, match="does not tell"):
+            already_made(path, record())
+    with_extension(path, ".json").unlink()
+    with pytest.raises(UserError, match="delete the file"):
+        already_made(path, record())
+
+
+def test_checkpoint_is_described(tmp_path):
+    assert describe_checkpoint(None) is None
+    assert describe_checkpoint(tmp_path / "missing") == {
+        "path": str(tmp_path / "missing"),
+        "changed": None,
+        "step": None,
+        "git_commit": None,
+    }
+    (tmp_path / "manifest.json").write_text('{"step": 1500, "git_commit": "abc", "files": {}}')
+    assert describe_checkpoint(tmp_path)["step"] == 1500
+    assert describe_checkpoint(tmp_path)["changed"] is not None
+
+
+def test_an_older_sidecar_without_a_field_counts_as_its_default(tmp_path):
+    path = tmp_path / "sample"
+    write_sidecar(record(), path)  # CONFIG is of a version that had few fields
+    save_sample(torch.zeros(3, 1, 8, 8), path, fps=8)
+    now = {**record(), "config": {**record()["config"], "save_format": "mp4", "loop": 1}}
+    assert already_made(path, now)
+    now["config"]["loop"] = 3
+    with pytest.raises(UserError, match=r"other settings \(loop\)"):
+        already_made(path, now)
+
+
+@pytest.mark.parametrize("save_format", ["webm", "gif"])
+def test_a_finished_sample_of_another_format_is_known(tmp_path, save_format):
+    path = tmp_path / "sample"
+    write_sidecar(record(), path)
+    save_sample(torch.zeros(3, 2, 8, 8), path, fps=8, save_format=save_format)
+    assert already_made(path, record())
+
+
+def test_a_batch_is_written_with_what_makes_it_again(tmp_path):
+    videos = torch.rand(2, 3, 4, 16, 16, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    records = [record(prompt="a", prompt_index=0), record(prompt="b", prompt_index=1, sample_index=2)]
+    files = write_samples(videos, [tmp_path / "a", tmp_path / "b"], records, device="cpu", save_format="webm")
+    assert [file.name for file in files] == ["a.webm", "b.webm"]
+    b = read_sidecar(tmp_path / "b.json")
+    assert b["place"] == 1
+    nothing = {"reference_path": None, "mask_strategy": None, "negative_prompt": None}
+    assert b["batch"] == [
+        {"prompt": "a", "prompt_index": 0, "sample_index": 0, "seed": 42, **nothing},
+        {"prompt": "b", "prompt_index": 1, "sample_index": 2, "seed": 42, **nothing},
+    ]
+    assert b["frames"] == frames_hash(videos[1]) != frames_hash(videos[0])
+    assert b["hardware"]["threads"] == torch.get_num_threads()
+    assert all(already_made(tmp_path / name, r) for name, r in zip("ab", records, strict=True))
+
+
+def test_a_run_that_was_killed_goes_on_with_what_is_missing(tmp_path):
+    names = [tmp_path / f"sample_{i}" for i in range(5)]
+    records = [record(prompt=str(i), prompt_index=i) for i in range(5)]
+    good, bad = torch.zeros(3, 4, 8, 8), torch.full((3, 4, 8, 8), float("nan"))
+
+    def run(videos) -> list[str]:
+        todo = [i for i in range(5) if not already_made(names[i], records[i])]
+        for i in todo:
+            write_samples([videos[i]], [names[i]], [records[i]], device="cpu")
+        return [names[i].name for i in todo]
+
+    with pytest.raises(ValueError, match="not finite"):
+        run([good, good, bad, good, good])  # stops in the third
+    assert sorted(file.name for file in tmp_path.iterdir()) == [
+        "sample_0.json", "sample_0.mp4", "sample_1.json", "sample_1.mp4",
+    ]  # fmt: skip
+    write_sidecar(records[2], names[2])  # stopped between the sidecar and its video
+    before = {file: file.stat().st_mtime_ns for file in tmp_path.glob("*.mp4")}
+    assert run([good] * 5) == ["sample_2", "sample_3", "sample_4"]
+    assert {file: file.stat().st_mtime_ns for file in before} == before
+    assert run([good] * 5) == []
+    assert [sample.path.name for sample in finished(tmp_path)] == [f"sample_{i}.mp4" for i in range(5)]
+
+
+def test_what_is_no_sidecar(tmp_path):
+    (tmp_path / "scores.json").write_text('{"fid": 3}')
+    (tmp_path / "scores.png").write_text("")
+    write_sidecar(record(), tmp_path / "unfinished")
+    assert list(finished(tmp_path)) == []
+    with pytest.raises(UserError, match="no sidecar"):
+        read_sidecar(tmp_path / "scores.json")
+    with pytest.raises(UserError, match="cannot be read"):
+        read_sidecar(tmp_path / "nowhere.json")

@@ -1,0 +1,292 @@
+"""Pictures and videos as references: size, length, rate, and what the video takes from them."""
+
+import logging
+from dataclasses import replace
+from fractions import Fraction
+
+import av
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from opensora.inference.mask_strategy import Condition, apply
+from opensora.inference.prompts import load_items
+from opensora.inference.references import (
+    NO_CONDITIONING,
+    conditioning,
+    edit,
+    encode_references,
+    first_and_last,
+    piece_of,
+    read_reference,
+)
+from opensora.utils.config import InferenceConfig, config_from_dict
+from opensora.utils.errors import UserError
+from tests.models.vaes import build
+
+SIZE = (32, 48)
+CONFIG = config_from_dict(
+    InferenceConfig,
+    {
+        "num_frames": 51,
+        "fps": 24,
+        "image_size": SIZE,
+        "prompt": ["a lake"],
+        "model": {"type": "STDiT"},
+        "vae": {"type": "VideoAutoencoderKL"},
+        "text_encoder": {"type": "t5"},
+        "scheduler": {"type": "iddpm"},
+    },
+)
+
+
+@pytest.fixture(scope="module")
+def frame_wise():
+    return build("VideoAutoencoderKL")
+
+
+@pytest.fixture(scope="module")
+def in_pieces():
+    """17 frames are a piece of 5 latent frames, as in Open-Sora 1.2."""
+    return build("OpenSoraVAE_V1_2", micro_frame_size=17)
+
+
+@pytest.fixture(scope="module")
+def causal():
+    """4 k + 1 frames, one piece."""
+    return build("KLWan")
+
+
+@pytest.fixture
+def video(tmp_path):
+    """`video(count, rate)`: an mp4 whose frame i has grey level 4 i + 8."""
+
+    def write(count, rate=24, name="clip.mp4", times=None):
+        path = tmp_path / name
+        with av.open(str(path), "w") as container:
+            stream = container.add_stream("libx264", rate=rate, options={"qp": "4"})
+            stream.height, stream.width, stream.pix_fmt = 48, 64, "yuv420p"
+            stream.codec_context.thread_count = 1
+            for i in range(count):
+                frame = av.VideoFrame.from_ndarray(np.full((48, 64, 3), 4 * i + 8, np.uint8), format="rgb24")
+                frame.pts, frame.time_base = (times or range(count))[i], 1 / Fraction(rate)
+                container.mux(stream.encode(frame))
+            container.mux(stream.encode())
+        return path
+
+    return write
+
+
+@pytest.fixture
+def picture(tmp_path):
+    """`picture(name, grey)`: a PNG of one grey level."""
+
+    def write(name="first.png", grey=128, size=(100, 60)):
+        path = tmp_path / name
+        Image.new("RGB", size, (grey,) * 3).save(path)
+        return path
+
+    return write
+
+
+def numbers(x):
+    """The numbers of the frames of `video`."""
+    return [round(((float(frame.mean()) + 1) * 127.5 - 8) / 4) for frame in x.unbind(1)]
+
+
+def given(vae, num_frames=51, **changes):
+    cfg = replace(CONFIG, **{"num_frames": num_frames, **{k: str(v) if k in PATHS else v for k, v in changes.items()}})
+    (item,) = load_items(cfg)
+    return conditioning(cfg, item, vae, num_frames, SIZE)
+
+
+PATHS = ("image", "last_image", "extend", "edit")
+
+
+def test_pictures_are_covered_and_cut_in_the_middle(tmp_path, frame_wise):
+    pixels = np.zeros((60, 200, 3), np.uint8)
+    pixels[:, 90:110] = 255  # at 32 x 107 columns 48 to 58.7; 29 are cut off on the left
+    Image.fromarray(pixels).save(tmp_path / "wide.png")
+    x = read_reference(tmp_path / "wide.png", frame_wise, SIZE)
+    assert x.shape == (3, 1, *SIZE)
+    assert x.dtype == torch.float32
+    bright = (x[0, 0] > 0).float().mean(dim=0)
+    assert bright.nonzero().flatten().tolist() == list(range(19, 30))
+    assert (x.min(), x.max()) == (-1, 1)
+
+
+def test_a_video_keeps_its_frames(video, frame_wise):
+    x = read_reference(video(40), frame_wise, SIZE)
+    assert x.shape == (3, 40, *SIZE)
+    assert numbers(x) == list(range(40))  # more than are decoded at a time
+    assert numbers(read_reference(video(40), frame_wise, SIZE, 5)) == [0, 1, 2, 3, 4]
+    assert numbers(read_reference(video(40), frame_wise, SIZE, 5, end=True)) == [35, 36, 37, 38, 39]
+    assert numbers(read_reference(video(4), frame_wise, SIZE, 99)) == [0, 1, 2, 3]
+
+
+def test_lengths_are_the_vaes_and_what_is_left_out_is_told(video, picture, causal, caplog):
+    caplog.set_level(logging.INFO)
+    assert numbers(read_reference(video(8), causal, SIZE)) == [0, 1, 2, 3, 4]
+    assert "5 of 8 frames are used; it takes 4k + 1 frames" in caplog.text
+    assert numbers(read_reference(video(8), causal, SIZE, end=True)) == [3, 4, 5, 6, 7]
+    whole_groups = build("KLAllegro")  # 4 k frames: a picture is repeated
+    assert read_reference(picture(), whole_groups, SIZE).shape[1] == whole_groups.legal_num_frames(1) > 1
+    short = read_reference(video(2), whole_groups, SIZE)
+    assert numbers(short) == [0, 1, *[1] * (short.shape[1] - 2)]
+
+
+@pytest.mark.parametrize(
+    ("rate", "end", "expected"),
+    [
+        (24, False, [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]),
+        (8, False, [0, 3, 6, 9]),
+        (8, True, [2, 5, 8, 11]),
+        (12, True, [1, 3, 5, 7, 9, 11]),
+        (16, False, [0, 1, 3, 4, 6, 7, 9, 10]),
+        (48, False, [i // 2 for i in range(23)]),
+    ],
+)
+def test_frames_at_the_rate_of_the_result(video, frame_wise, caplog, rate, end, expected):
+    assert numbers(read_reference(video(12), frame_wise, SIZE, rate=rate, end=end)) == expected
+    assert ("are repeated" in caplog.text) is (rate == 48)
+
+
+def test_a_video_of_variable_rate_at_a_steady_one(video, frame_wise):
+    path = video(6, times=[0, 1, 2, 10, 11, 12])
+    assert numbers(read_reference(path, frame_wise, SIZE, rate=12)) == [0, 2, 2, 2, 2, 3, 5]
+
+
+def test_files_that_cannot_be_used(tmp_path, video, frame_wise, monkeypatch):
+    with pytest.raises(UserError, match=r"none\.png cannot be read"):
+        read_reference(tmp_path / "none.png", frame_wise, SIZE)
+    (tmp_path / "text.mp4").write_text("404")
+    with pytest.raises(UserError, match=r"text\.mp4"):
+        read_reference(tmp_path / "text.mp4", frame_wise, SIZE)
+    monkeypatch.setattr("opensora.inference.references.MAX_FRAMES", 10)
+    with pytest.raises(UserError, match="has 12 frames, more than 10: cut out the part"):
+        read_reference(video(12), frame_wise, SIZE)
+    assert read_reference(video(12), frame_wise, SIZE, 10).shape[1] == 10
+
+
+# ------------------------------------------------------------------------------------------------ what a video takes
+
+
+def test_nothing_is_given(frame_wise):
+    assert given(frame_wise) == NO_CONDITIONING
+    assert first_and_last(None) == NO_CONDITIONING
+
+
+def test_a_first_picture_and_a_last_one(picture, frame_wise, in_pieces):
+    first, last = picture("a.png", 50), picture("b.png", 200)
+    for vae in (frame_wise, in_pieces):
+        both = given(vae, image=first, last_image=last)
+        assert both.conditions == [Condition(), Condition(reference=1, target_start=-1)]
+        assert [round((float(x.mean()) + 1) * 127.5) for x in both.references] == [50, 200]
+    assert given(frame_wise, image=first).conditions == [Condition()]
+    end = given(frame_wise, last_image=last)
+    assert end.conditions == [Condition(target_start=-1)]
+    assert len(end.references) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "num_frames", "length", "frames", "latent"),
+    [
+        ("VideoAutoencoderKL", 16, None, 4, 4),  # a quarter, as in Open-Sora 1.1
+        ("VideoAutoencoderKL", 16, 6, 6, 6),
+        ("OpenSoraVAE_V1_2", 51, None, 17, 5),  # a piece, as in 1.2
+        ("OpenSoraVAE_V1_2", 102, 10, 34, 10),
+        ("KLWan", 33, None, 5, 2),
+        ("KLWan", 33, 3, 9, 3),
+    ],
+)
+def test_extending_a_video_by_its_end(video, name, num_frames, length, frames, latent):
+    vae = build(name, **({"micro_frame_size": 17} if name == "OpenSoraVAE_V1_2" else {}))
+    extended = given(vae, num_frames, extend=video(40), condition_frame_length=length)
+    assert extended.conditions == [Condition(length=latent)]
+    assert numbers(extended.references[0]) == list(range(40))[-frames:]
+    assert vae.latent_frames(frames) == latent
+
+
+def test_extending_at_the_rate_of_the_result_and_towards_a_picture(video, picture, frame_wise):
+    extended = given(frame_wise, 16, extend=video(40), last_image=picture("end.png", 200), frame_interval=3)
+    assert numbers(extended.references[0]) == [30, 33, 36, 39]
+    assert extended.conditions == [Condition(length=4), Condition(reference=1, target_start=-1)]
+
+
+def test_editing_a_video(video, in_pieces, frame_wise, caplog):
+    edited = given(in_pieces, 34, edit=video(40), edit_ratio=0.3)
+    assert edited.conditions == [Condition(length=10, edit_ratio=0.3)]
+    assert numbers(edited.references[0]) == list(range(34))
+    assert not caplog.records
+    short = given(frame_wise, 16, edit=video(10))
+    assert short.conditions == [Condition(length=10, edit_ratio=0.5)]
+    assert "the video has 10 frames; the rest of 16 is made anew" in caplog.text
+    assert edit(short.references[0], frame_wise, 10, 0.2).conditions == [Condition(length=10, edit_ratio=0.2)]
+
+
+def test_references_of_a_prompt(video, picture, frame_wise):
+    files = f"{picture('a.png', 50)};{video(20)}"
+    found = given(frame_wise, 16, reference_path=[files], mask_strategy=["0;0,1,-4,-4,4"])
+    assert found.conditions == [Condition(), Condition(reference=1, ref_start=-4, target_start=-4, length=4)]
+    assert [x.shape[1] for x in found.references] == [1, 20]
+    old = given(
+        frame_wise, 16, reference_path=[files], mask_strategy=["0;1,0,-4,4,-4"], mask_strategy_format="five-fields"
+    )
+    assert old.conditions == found.conditions
+
+
+@pytest.mark.parametrize(
+    ("num_frames", "changes", "message"),
+    [
+        (16, {"reference_path": ["A;B"], "mask_strategy": ["0"]}, "prompt 0: mask_strategy: reference 1 has no effect"),
+        (16, {"reference_path": ["A"]}, "prompt 0: mask_strategy: reference 0 has no effect"),
+        (16, {"reference_path": ["A"], "mask_strategy": ["0,1"]}, "reference=1 does not exist; there is 1"),
+        (16, {"reference_path": ["A"], "mask_strategy": ["0,0,1"]}, "ref_start=1 is outside reference 0"),
+        (16, {"reference_path": ["A"], "mask_strategy": ["0,0,0,16"]}, "target_start=16 is outside the video"),
+        (1, {"image": "A"}, "prompt 0: --image: all 1 latent frames of the video are kept"),
+        (
+            16,
+            {"prompt": ['x{"reference_path": "A", "mask_strategy": "0"}'], "image": "A"},
+            "reference_path and --image both",
+        ),
+        (16, {"extend": "A", "condition_frame_length": 16}, "cannot share 16 latent frames"),
+    ],
+)
+def test_what_does_not_fit_together(picture, frame_wise, num_frames, changes, message):
+    path = str(picture())
+
+    def named(value):
+        return [named(v) for v in value] if isinstance(value, list) else value.replace("A", path).replace("B", path)
+
+    changes = {k: v if isinstance(v, int) else named(v) for k, v in changes.items()}
+    with pytest.raises(UserError, match=message):
+        given(frame_wise, num_frames, **changes)
+
+
+def test_pieces(frame_wise, in_pieces, causal):
+    assert [piece_of(vae) for vae in (frame_wise, in_pieces, causal)] == [1, 5, 1]
+    assert piece_of(in_pieces, 1) == 1
+
+
+def test_latents_depend_on_seed_prompt_and_place_alone(video, picture, in_pieces):
+    references = [read_reference(video(17), in_pieces, SIZE), read_reference(picture(), in_pieces, SIZE)]
+    latents = encode_references(in_pieces, references, 1, 0)
+    assert [z.shape[1] for z in latents] == [5, 1]
+    again = encode_references(in_pieces, references[:1], 1, 0)
+    assert torch.equal(latents[0], again[0])
+    for seed, index in ((2, 0), (1, 1)):
+        assert not torch.equal(latents[0], encode_references(in_pieces, references, seed, index)[0])
+
+
+def test_kept_frames_come_back_as_the_vae_gives_them(video, in_pieces):
+    """The decoded beginning of an extension equals the reference's own reconstruction."""
+    vae = in_pieces
+    extended = given(vae, 51, extend=video(40))
+    latents = encode_references(vae, extended.references, 1, 0)
+    z = torch.randn(1, vae.out_channels, *vae.latent_size((51, *SIZE)), generator=torch.Generator().manual_seed(0))
+    placed = apply([extended.conditions], [latents], z, align=piece_of(vae))
+    assert placed.mask.tolist() == [[False] * 5 + [True] * 10]
+    with torch.no_grad():
+        whole, alone = vae.decode(placed.z, 51), vae.decode(latents[0][None], 17)
+    torch.testing.assert_close(whole[:, :, :17], alone, atol=1e-4, rtol=1e-4)

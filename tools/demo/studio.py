@@ -1,0 +1,290 @@
+"""What the demo page does, without the page: sample one video, tell how far it is, show what it will be, keep what was made.
+
+Sampling runs in a thread that hands over each step, so that the page can show progress and end it between two steps. There
+is one pipeline; a second wish waits until the first is done.
+"""
+
+import hashlib
+import json
+import queue
+import random
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from opensora.inference.build import COMPONENTS
+from opensora.inference.jobs import jobs, records, request_of
+from opensora.inference.manifest import Finished, finished, write_samples
+from opensora.inference.output import sample_file_name, to_uint8
+from opensora.inference.pipeline import Defaults, VideoPipeline
+from opensora.inference.prompts import load_prompts
+from opensora.inference.sizes import video_size, warn_outside_training
+from opensora.registry import SCHEDULERS, build_module
+from opensora.schedulers.sampling import SamplingStep
+from opensora.utils.config import InferenceConfig, config_from_dict, to_dict
+from opensora.utils.errors import UserError
+
+PREVIEWS = 8  # of one sampling run
+LARGEST_SEED = 2**31 - 1
+
+
+class Wish(NamedTuple):
+    """What the form of the page holds."""
+
+    prompt: str
+    negative_prompt: str = ""
+    image: str | None = None  # a picture that is the first frame
+    height: float = 256
+    width: float = 256
+    num_frames: float = 16
+    steps: float = 30
+    guidance: float = 1.0
+    seed: float | None = None  # None: any
+
+
+class Update(NamedTuple):
+    """What the page is told after a step, and at the end."""
+
+    step: int
+    num_steps: int
+    seconds: float  # since the beginning
+    preview: np.ndarray | None = None  # [H, W, 3] uint8
+    sample: Finished | None = None  # at the end
+
+
+class Cancelled(Exception):
+    """The user ended the sampling."""
+
+
+News = queue.Queue[Update | Exception]
+
+
+class Studio:
+    """A pipeline, and a folder for what it makes.
+
+    Args:
+        cfg: the settings; a wish replaces prompt, size, length, steps, guidance and seed.
+        folder: for the samples and their sidecars; earlier ones in it are shown too.
+
+    Raises:
+        UserError: the pipeline cannot be built.
+    """
+
+    def __init__(self, cfg: InferenceConfig, folder: Path) -> None:
+        self.cfg, self.folder = cfg, folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self.pipeline = VideoPipeline.from_config(cfg)
+        self._one_at_a_time = threading.Lock()
+        self._cancel: dict[str, threading.Event] = {}
+
+    def first_wish(self) -> Wish:
+        """What the form holds at first: the config's own settings."""
+        scheduler = self.pipeline.scheduler
+        asked = self.cfg.prompt is not None or self.cfg.prompt_path is not None
+        prompts = load_prompts(self.cfg.prompt, self.cfg.prompt_path) if asked else [""]
+        size = self.pipeline.defaults
+        height, width = size.image_size
+        return Wish(
+            prompts[0],
+            height=height,
+            width=width,
+            num_frames=size.num_frames,
+            steps=scheduler.num_sampling_steps,
+            guidance=scheduler.cfg_scale,
+            seed=self.cfg.seed,
+        )
+
+    def samples(self) -> list[Finished]:
+        """All samples of the folder, the newest first."""
+        return sorted(finished(self.folder), key=lambda sample: sample.path.stat().st_mtime_ns, reverse=True)
+
+    def cancel(self, owner: str) -> None:
+        """End what this owner has running or waiting; nothing happens if there is nothing."""
+        if owner in self._cancel:
+            self._cancel[owner].set()
+
+    def make(self, wish: Wish, owner: str = "") -> Iterator[Update]:
+        """Sample, and say after each step how far it is; the last update holds the sample.
+
+        Ending the iteration early, or `cancel(owner)`, ends the sampling after its present step.
+
+        Raises:
+            UserError: the wish cannot be had; the message says what to change.
+            Cancelled: by `cancel`.
+        """
+        cfg = self.settings(wish)
+        end = self._cancel[owner] = threading.Event()
+        news: News = queue.Queue()
+        worker = threading.Thread(target=self._work, args=(cfg, news, end), daemon=True)
+        worker.start()
+        try:
+            while True:
+                update = news.get()
+                if isinstance(update, Exception):
+                    raise update
+                yield update
+                if update.sample is not None:
+                    return
+        finally:
+            end.set()
+            worker.join()
+
+    def settings(self, wish: Wish) -> InferenceConfig:
+        """The config of a wish, checked.
+
+        Raises:
+            UserError: something of it is missing or wrong.
+        """
+        if not wish.prompt.strip():
+            raise UserError("The prompt is empty: say what the video should show.")
+        numbers = {name: _whole(getattr(wish, name), name) for name in ("height", "width", "num_frames", "steps")}
+        seed = random.SystemRandom().randint(0, LARGEST_SEED) if wish.seed is None else _whole(wish.seed, "seed")
+        scheduler = {"num_sampling_steps": numbers["steps"], "cfg_scale": float(wish.guidance)}
+        values = {
+            **to_dict(self.cfg),
+            "prompt": [wish.prompt],
+            "prompt_path": None,
+            "start_index": None,
+            "end_index": None,
+            "negative_prompt": [wish.negative_prompt] if wish.negative_prompt.strip() else None,
+            "image": None if wish.image is None else str(self._kept(Path(wish.image))),
+            "image_size": (numbers["height"], numbers["width"]),
+            "num_frames": numbers["num_frames"],
+            "resolution": None,
+            "aspect_ratio": None,
+            "duration": None,
+            "seed": seed,
+            "scheduler": {**self.cfg.scheduler, **scheduler},
+            "save_dir": str(self.folder),
+        }
+        return config_from_dict(InferenceConfig, values, COMPONENTS)
+
+    def _work(self, cfg: InferenceConfig, news: News, end: threading.Event) -> None:
+        """The thread's work; whatever goes wrong is handed over too."""
+        try:
+            with self._one_at_a_time:
+                watch = _Watch(self.pipeline.vae, news, end)
+                sample = self._sample(cfg, watch)
+                news.put(watch.last._replace(seconds=watch.seconds, preview=None, sample=sample))
+        except Exception as error:  # noqa: BLE001  (raised again where the page waits)
+            news.put(error)
+
+    def _sample(self, cfg: InferenceConfig, watch: "_Watch") -> Finished:
+        """Sample and write."""
+        watch.check()  # cancelled while it waited
+        self.pipeline.scheduler = build_module(cfg.scheduler, SCHEDULERS)
+        asked = video_size(cfg, self.pipeline.vae, self.pipeline.model.patch_size)
+        warn_outside_training(asked, cfg.model.get("from_pretrained"))
+        size = Defaults(asked.num_frames, asked.image_size, asked.fps, asked.save_fps, cfg.seed)
+        (job,) = jobs(cfg)
+        job = job._replace(path=self.folder / _new_name(job.item.text))
+        made = self.pipeline.sample(request_of(cfg, [job], self.pipeline, size), on_step=watch)
+        assert made.video is not None, "decoding is asked for"
+        (record,) = records(cfg, [job], size)
+        (file,) = write_samples(
+            [made.video[0]], [job.path], [record], device=self.pipeline.device, save_format=cfg.save_format
+        )
+        return Finished(file, record)
+
+    def _kept(self, picture: Path) -> Path:
+        """A copy of an uploaded picture, under a name from its bytes: the sidecar names it, and uploads do not last."""
+        content = hashlib.blake2b(picture.read_bytes(), digest_size=8).hexdigest()
+        kept = self.folder / "references" / f"{content}{picture.suffix.lower()}"
+        kept.parent.mkdir(exist_ok=True)
+        if not kept.exists():
+            shutil.copyfile(picture, kept)
+        return kept
+
+
+def _new_name(prompt: str) -> str:
+    """A name that no earlier sample of the same prompt has."""
+    return sample_file_name(prompt, time.time_ns(), prompt_as_path=True)
+
+
+class _Watch:
+    """What the pipeline calls after each step: tells of it, and ends the sampling when the user wants that."""
+
+    def __init__(self, vae: Any, news: News, end: threading.Event) -> None:
+        self.vae, self.news, self.end = vae, news, end
+        self.begin = time.perf_counter()
+        self.last = Update(0, 0, 0.0)
+
+    @property
+    def seconds(self) -> float:
+        """Since the beginning."""
+        return time.perf_counter() - self.begin
+
+    def __call__(self, step: SamplingStep) -> None:
+        self.check()
+        due = step.index % max(1, step.num_steps // PREVIEWS) == 0
+        preview = preview_of(self.vae, step.x_0) if due else None
+        self.last = Update(step.index + 1, step.num_steps, self.seconds, preview)
+        self.news.put(self.last)
+
+    def check(self) -> None:
+        """Raise `Cancelled` if that is wanted."""
+        if self.end.is_set():
+            raise Cancelled
+
+
+def preview_of(vae: Any, x_0: Tensor) -> np.ndarray:
+    """The middle frame of a predicted end `x_0 [1, C, t, h, w]`, decoded alone: [H, W, 3] uint8.
+
+    A VAE that works over time sees it without its neighbours, so it is a little less sharp than the sample will be.
+    """
+    middle = x_0.shape[2] // 2
+    z = x_0[:1, :, middle : middle + 1].to(next(vae.parameters()).device)
+    with torch.no_grad():
+        video = vae.decode(z, vae.video_frames(1))  # [1, 3, T, H, W]
+    return to_uint8(video[0, :, :1].float().nan_to_num())[0]
+
+
+def caption(sample: Finished) -> str:
+    """The settings of a sample that somebody who looks at it wants to know, on a line or two."""
+    record, config = sample.record, sample.record["config"]
+    scheduler = config["scheduler"]
+    height, width = record["image_size"]
+    parts = [
+        f"{record['num_frames']} frames of {height}x{width}",
+        f"{scheduler['num_sampling_steps']} steps",
+        f"guidance {scheduler['cfg_scale']:g}",
+        f"seed {record['seed']}",
+        *(["from a picture"] if config.get("image") else []),
+    ]
+    return f"{record['prompt']} ({', '.join(parts)})"
+
+
+def wish_of(record: dict[str, Any]) -> Wish:
+    """The form that makes a sample again."""
+    config, scheduler = record["config"], record["config"]["scheduler"]
+    negative = config.get("negative_prompt") or [""]
+    height, width = record["image_size"]
+    return Wish(
+        record["prompt"],
+        negative[0],
+        config.get("image"),
+        height,
+        width,
+        record["num_frames"],
+        scheduler["num_sampling_steps"],
+        scheduler["cfg_scale"],
+        record["seed"],
+    )
+
+
+def all_settings(record: dict[str, Any]) -> str:
+    """A sidecar as text."""
+    return json.dumps(record, indent=2, ensure_ascii=False)
+
+
+def _whole(value: float | None, name: str) -> int:
+    if value is None or value != int(value):
+        raise UserError(f"{name.replace('_', ' ')} must be a whole number, not {value}.")
+    return int(value)

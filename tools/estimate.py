@@ -1,0 +1,416 @@
+"""What a training config needs, without a GPU and without any weights: parameters, memory, FLOPs, steps and hours.
+
+    python -m tools.estimate CONFIG [--gpus 8] [--per-node 8] [--rows 1000000] [--peak-tflops 790] [--mfu 0.4] [--json]
+                             [--checkpoint none block every:2 mlp selective] [--batches 1 2 4 8] [--field value ...]
+
+Models are built on PyTorch's "meta" device, which stores nothing; other flags are fields of the config. Where a table is
+there (`--data-path`), its rows and their buckets are counted, else `--rows` says how many there are.
+
+Memory of a GPU, in bytes, for N parameters of which n are trained, on G GPUs of which S share a state (`shard_size`):
+
+    ddp          4N weights + 4n gradients + 4n buckets where G > 1 + 8n AdamW + 4N average
+    hybrid       the same, with the 8n of AdamW over the GPUs of a node
+    fsdp2 zero2  (4N + 4n + 8n + 4N) / S + 4N of weights that are gathered
+    fsdp2 zero3  the same, with those of two blocks and of what is in no block gathered
+    zero2        2N weights + 2n gradients + (4n + 8n + 4N) / G
+
+and 2N more for the copies that autocast keeps with bf16 or fp16 (zero2 has none). With lora, n and what is averaged are the
+adapters'. Activations: see opensora/models/activations.py; with lora they are an upper bound. The VAE and the text encoder are counted as weights; what they need while they work, the
+CUDA context (about 0.5 GiB) and what the allocator wastes are not. Hours count the denoiser's matrix products alone, at
+the assumed MFU: data, VAE and text encoder are on top, unless their results are cached.
+"""
+
+import argparse
+import itertools
+import json
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from opensora.acceleration.lora import target_names
+from opensora.datasets.bucket import Buckets
+from opensora.models.activations import activation_bytes
+from opensora.models.vae.opensora_v1_2 import picture_vae
+from opensora.registry import DATASETS, MODELS, SCHEDULERS, build_module
+from opensora.utils.config import TrainConfig, parse_config, read_file
+from opensora.utils.dtype import to_torch_dtype
+from opensora.utils.errors import UserError, exit_on_user_error
+from opensora.utils.lora import LoraOptions
+from opensora.utils.pretrained import resolve_pretrained
+from opensora.utils.recompute import parse_recompute
+
+GIB = 2**30
+PARTS = {"model": MODELS, "vae": MODELS, "text_encoder": MODELS, "scheduler": SCHEDULERS}
+ENGINES = ("ddp", "hybrid", "fsdp2 zero2", "fsdp2 zero3", "zero2")
+LEVELS = ("none", "block", "every:2", "mlp", "selective")
+# the architecture of Stable Diffusion's autoencoder, and of Google's T5 v1.1 XXL and OpenAI's CLIP ViT-B/32
+SD_VAE = {
+    "latent_channels": 4,
+    "block_out_channels": (128, 256, 512, 512),
+    "layers_per_block": 2,
+    "norm_num_groups": 32,
+}
+T5_XXL = {
+    "d_model": 4096, "d_ff": 10240, "num_layers": 24, "num_heads": 64, "d_kv": 64, "vocab_size": 32128,
+    "feed_forward_proj": "gated-gelu",
+}  # fmt: skip
+NO_TABLE = "--data-path=none-given.csv"
+
+
+class Clip(NamedTuple):
+    """A size of the training, and how it is batched."""
+
+    name: str
+    latent: tuple[int, int, int]
+    batch: int  # of a GPU
+    rows: int | None  # of an epoch; None where it is not known
+
+
+class Machines(NamedTuple):
+    """The GPUs."""
+
+    gpus: int
+    per_node: int
+    peak_tflops: float
+    mfu: float
+
+
+class Built(NamedTuple):
+    """The parts, without weights; a part of an unknown architecture is None."""
+
+    model: Any
+    vae: Any
+    text_encoder: nn.Module | None
+    text_len: int
+
+
+def build(cfg: TrainConfig) -> Built:
+    """All parts of a config on the meta device."""
+    with torch.device("meta"):
+        vae = _build_vae(cfg.vae)
+        text, width, text_len = _build_text(cfg.text_encoder)
+        model = build_module(
+            {**cfg.model, "from_pretrained": None},
+            MODELS,
+            **({} if vae is None else {"in_channels": vae.out_channels}),
+            **({} if width is None else {"caption_channels": width}),
+            model_max_length=text_len,
+        )
+    return Built(model, vae, text, text_len)
+
+
+def clips_of(cfg: TrainConfig, built: Built, rows: int | None, table: Path | None) -> list[Clip]:
+    """The sizes that a config trains on; of a bucket's shapes, the largest stands for all.
+
+    Args:
+        rows: of an epoch, where there is no table.
+        table: the data, if it is there.
+    """
+    dataset = None if table is None else build_module(cfg.dataset, DATASETS, seed=cfg.seed)
+    if cfg.bucket_config is None:
+        size = (cfg.num_frames, *cfg.image_size)
+        count = rows if dataset is None else len(dataset)
+        return [Clip("x".join(map(str, size)), latent_size(built.vae, size), cfg.batch_size, count)]
+    buckets = Buckets(cfg.bucket_config, cfg.dataset.get("size_multiple", 16), cfg.dataset.get("cost_power", 1.0))
+    assigned = None if dataset is None else dataset.assign(0).bucket
+    clips: dict[tuple[str, int], Clip] = {}
+    for i, bucket in enumerate(buckets):
+        if not bucket.batch_size:
+            continue
+        latent = latent_size(built.vae, bucket[2:5])
+        count = None if assigned is None else int((assigned == i).sum())
+        entry = bucket.resolution, bucket.num_frames
+        name = f"{bucket.resolution} x {bucket.num_frames}"
+        clips[entry] = _larger(clips.get(entry), Clip(name, latent, bucket.batch_size, count))
+    return [clip for clip in clips.values() if clip.rows != 0]
+
+
+def _larger(a: Clip | None, b: Clip) -> Clip:
+    """Two shapes of one entry as one: the larger, with the rows of both."""
+    if a is None:
+        return b
+    larger = max(a, b, key=lambda clip: math.prod(clip.latent))
+    return larger._replace(rows=None if a.rows is None or b.rows is None else a.rows + b.rows)
+
+
+class Sizes(NamedTuple):
+    """Numbers of a denoiser: all, those trained, those averaged, and those that fsdp2 zero3 has whole at one time."""
+
+    all: int
+    trained: int
+    averaged: int
+    gathered: int
+
+
+def sizes_of(cfg: TrainConfig, model: Any) -> Sizes:
+    """Of the model that a config trains, with its adapters if it has any."""
+    numbers = sum(p.numel() for p in model.parameters())
+    blocks = [sum(p.numel() for p in block.parameters()) for block in model.transformer_blocks()]
+    # two blocks, one coming and one at work, and what is in no block
+    gathered = numbers - sum(blocks) + sum(sorted(blocks)[-2:])
+    if cfg.lora is None:
+        return Sizes(numbers, sum(p.numel() for p in model.parameters() if p.requires_grad), numbers, gathered)
+    options = LoraOptions.of(cfg.lora)
+    layers = [model.get_submodule(name) for name in target_names(model, options.target_modules)]
+    adapters = sum(options.rank * (layer.in_features + layer.out_features) for layer in layers)
+    return Sizes(numbers + adapters, adapters, adapters, gathered)
+
+
+def state_bytes(of: Sizes, engine: str, machines: Machines, *, shard: int, short: bool) -> dict[str, float]:
+    """Bytes of a GPU for weights, gradients, optimizer, average and copies: the table above.
+
+    Args:
+        of: the denoiser's sizes.
+        engine: one of ENGINES.
+        machines: the GPUs.
+        shard: GPUs that share the state of fsdp2.
+        short: whether it computes in bf16 or fp16.
+    """
+    N, n, G = of.all, of.trained, machines.gpus
+    if engine in ("ddp", "hybrid"):
+        over = min(machines.per_node, G) if engine == "hybrid" else 1
+        weights, gradients, copies = 4.0 * N, (8.0 if G > 1 else 4.0) * n, N
+        optimizer, average = 8.0 * n / over, 4.0 * of.averaged
+    elif engine == "zero2":
+        weights, gradients, copies = 2.0 * N, 2.0 * n, 0
+        optimizer, average = 12.0 * n / G, 4.0 * of.averaged / G
+    else:
+        copies = N if engine == "fsdp2 zero2" else of.gathered
+        weights, gradients = 4.0 * N / shard + 4.0 * copies, 4.0 * n / shard
+        optimizer, average = 8.0 * n / shard, 4.0 * of.averaged / shard
+    casts = 2.0 * copies if short else 0.0
+    return {"weights": weights, "gradients": gradients, "optimizer": optimizer, "average": average, "copies": casts}
+
+
+def memory_rows(
+    cfg: TrainConfig,
+    built: Built,
+    clips: Sequence[Clip],
+    machines: Machines,
+    levels: Sequence[str],
+    batches: Sequence[int],
+) -> Iterator[dict[str, Any]]:
+    """GiB of a GPU for each engine, checkpoint level and batch size, at the clip that needs most."""
+    short = to_torch_dtype(cfg.dtype) != torch.float32
+    frozen = sum(_bytes(part) for part in (built.vae, built.text_encoder) if part is not None)
+    clip = max(clips, key=lambda clip: clip.batch * math.prod(clip.latent))
+    place = math.prod(built.model.grid(clip.latent)) / cfg.sp_size
+    sizes = sizes_of(cfg, built.model)
+    for engine, level, batch in itertools.product(ENGINES, levels, batches or (clip.batch,)):
+        state = state_bytes(sizes, engine, machines, shard=_shard(cfg, machines), short=short)
+        kept = activation_bytes(
+            built.model, batch * place, 2 if short else 4, parse_recompute(level), compiled=cfg.compile
+        )
+        gib = {"state": sum(state.values()) / GIB, "activations": kept / GIB, "frozen": frozen / GIB}
+        row = {"engine": engine, "checkpoint": level, "clip": clip.name, "batch": batch}
+        yield {**row, **gib, "total": sum(gib.values())}
+
+
+def time_rows(cfg: TrainConfig, built: Built, clips: Sequence[Clip], machines: Machines) -> Iterator[dict[str, Any]]:
+    """Tokens, FLOPs, steps and hours of each clip size; None where the number of rows is not known."""
+    groups = machines.gpus // cfg.sp_size
+    rate = machines.peak_tflops * machines.mfu * 1e12  # of a GPU
+    for clip in clips:
+        flops = 3 * built.model.flops(clip.latent, built.text_len)  # forward, and twice as much backward
+        whole = clip.batch * groups * cfg.accumulation_steps
+        epoch = None if clip.rows is None else -(-clip.rows // whole)
+        steps = None if epoch is None else epoch * cfg.epochs
+        if steps is not None and cfg.max_steps is not None and len(clips) == 1:
+            steps = min(steps, cfg.max_steps)
+        step_flops = flops * whole
+        yield {
+            "clip": clip.name,
+            "tokens": math.prod(built.model.grid(clip.latent)),
+            "batch": clip.batch,
+            "whole_batch": whole,
+            "tflop_of_step": step_flops / 1e12,
+            "s_of_step": step_flops / machines.gpus / rate,
+            "rows": clip.rows,
+            "steps_of_epoch": epoch,
+            "steps": steps,
+            "hours": None if steps is None else steps * step_flops / machines.gpus / rate / 3600,
+        }
+
+
+def estimate(
+    cfg: TrainConfig,
+    machines: Machines,
+    *,
+    levels: Sequence[str] = LEVELS,
+    batches: Sequence[int] = (),
+    rows: int | None = None,
+    table: Path | None = None,
+) -> dict[str, Any]:
+    """Everything, as plain data.
+
+    Args:
+        cfg: the training.
+        machines: the GPUs.
+        levels: values of `grad_checkpoint`.
+        batches: per GPU; () takes each clip's own.
+        rows: of an epoch, where there is no table.
+        table: the data, if it is there.
+
+    Raises:
+        UserError: the GPUs cannot be shared as the config says, or a part cannot be built.
+    """
+    if machines.gpus % cfg.sp_size:
+        raise UserError(f"sp_size={cfg.sp_size} does not divide --gpus {machines.gpus}.")
+    built = build(cfg)
+    clips = clips_of(cfg, built, rows, table)
+    return {
+        "assumed": {**machines._asdict(), "dtype": cfg.dtype, "sp_size": cfg.sp_size, "compile": cfg.compile},
+        "parameters": _parameters(cfg, built),
+        "legal_sp_sizes": [n for n in range(1, machines.gpus + 1) if machines.gpus % n == 0],
+        "memory_gib": list(memory_rows(cfg, built, clips, machines, levels, batches)),
+        "time": list(time_rows(cfg, built, clips, machines)),
+    }
+
+
+@exit_on_user_error
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--gpus", type=int, default=8)
+    parser.add_argument("--per-node", type=int, default=8)
+    parser.add_argument("--rows", type=int, help="rows of an epoch, where there is no table")
+    parser.add_argument("--peak-tflops", type=float, default=790.0, help="of a GPU; an H100 in bf16 when left out")
+    parser.add_argument("--mfu", type=float, default=0.4, help="share of it that training reaches")
+    parser.add_argument("--checkpoint", nargs="+", default=list(LEVELS), help="values of grad_checkpoint")
+    parser.add_argument("--batches", type=int, nargs="+", default=[], help="per GPU; the config's when left out")
+    parser.add_argument("--json", action="store_true")
+    args, fields = parser.parse_known_args(argv)
+    cfg, table = read_config(args.config, fields)
+    machines = Machines(args.gpus, args.per_node, args.peak_tflops, args.mfu)
+    result = estimate(cfg, machines, levels=args.checkpoint, batches=args.batches, rows=args.rows, table=table)
+    print(json.dumps(result, indent=1) if args.json else as_text(result))
+
+
+def as_text(result: dict[str, Any]) -> str:
+    """The result as markdown tables."""
+    a = result["assumed"]
+    return "\n".join(
+        [
+            f"{a['gpus']} GPUs, {a['per_node']} a node, {a['dtype']}, sp_size={a['sp_size']} "
+            f"(legal: {', '.join(map(str, result['legal_sp_sizes']))}); assumed {a['mfu']:.0%} of {a['peak_tflops']:g} TFLOP/s",
+            "",
+            _table(result["parameters"]),
+            "",
+            "GiB of a GPU, estimated",
+            _table(result["memory_gib"]),
+            "",
+            _table(result["time"]),
+        ]
+    )
+
+
+def _table(rows: Sequence[dict[str, Any]]) -> str:
+    cells = [[_cell(value) for value in row.values()] for row in rows]
+    names = list(rows[0])
+    widths = [max(len(row[i]) for row in [names, *cells]) for i in range(len(names))]
+    lines = [names, ["-" * width for width in widths], *cells]
+    return "\n".join("| " + " | ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) + " |" for line in lines)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "?"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def read_config(config: Path, fields: Sequence[str]) -> tuple[TrainConfig, Path | None]:
+    """The config, and its table where that is there; without a table a config is complete here.
+
+    Raises:
+        UserError: the config is wrong, or the table that the command line names is not there.
+    """
+    values = read_file(config)[0]
+    named = values.get("data_path") or values.get("dataset", {}).get("data_path")
+    given = any(field.replace("_", "-").startswith("--data-path") for field in fields)
+    more = [] if named or given else [NO_TABLE]
+    cfg = parse_config(TrainConfig, {**PARTS, "dataset": DATASETS}, [str(config), *fields, *more])
+    table = Path(cfg.dataset["data_path"])
+    if given and not table.is_file():
+        raise UserError(f"--data-path {table}: there is no such file.")
+    # stored features need the cache to be there too, which is not asked of an estimate
+    return cfg, table if table.is_file() and "Cached" not in cfg.dataset["type"] else None
+
+
+def _build_vae(component: dict[str, Any]) -> Any:
+    kind, name = component["type"], component.get("from_pretrained")
+    if kind == "OpenSoraVAE_V1_2":
+        return MODELS.build({"type": kind, "vae_2d": picture_vae(None)})
+    if kind not in ("VideoAutoencoderKL", "VideoAutoencoderKLTemporalDecoder") or component.get("architecture"):
+        return MODELS.build({**component, "from_pretrained": None}) if component.get("architecture") else None
+    architecture = _config_of(name) or SD_VAE
+    kept = {key: architecture[key] for key in SD_VAE if key in architecture}
+    return MODELS.build({"type": "VideoAutoencoderKL", "architecture": kept})
+
+
+def _build_text(component: dict[str, Any]) -> tuple[nn.Module | None, int | None, int]:
+    """The encoder, its width and its number of tokens."""
+    import transformers
+
+    length = component.get("model_max_length", 1 if component["type"] == "classes" else 120)
+    if component["type"] == "classes":
+        return None, None, 1
+    if component["type"] == "t5":
+        config = transformers.T5Config(**(_config_of(component.get("from_pretrained")) or T5_XXL))
+        return transformers.T5EncoderModel(config), config.d_model, length
+    if component["type"] == "clip":
+        clip = transformers.CLIPTextConfig(**(_config_of(component.get("from_pretrained")) or {}))
+        return transformers.CLIPTextModel(clip), clip.hidden_size, 1
+    found = _config_of(component.get("from_pretrained"))
+    if found is None:
+        return None, None, length
+    auto = transformers.AutoConfig.for_model(**found)
+    return transformers.AutoModel.from_config(auto), auto.hidden_size, length
+
+
+def _config_of(name: str | None) -> dict[str, Any] | None:
+    """The config.json of a part whose folder is here."""
+    file = None if name is None else Path(resolve_pretrained(name, what="part")) / "config.json"
+    return json.loads(file.read_text(encoding="utf-8")) if file is not None and file.is_file() else None
+
+
+def latent_size(vae: Any, size: tuple[int, int, int]) -> tuple[int, int, int]:
+    """(t, h, w) of a video (frames, height, width); `vae` may be None, of an unknown architecture."""
+    if vae is None:  # Stable Diffusion's factors
+        return size[0], size[1] // 8, size[2] // 8
+    return vae.latent_size((vae.legal_num_frames(size[0]), *size[1:]))
+
+
+def _shard(cfg: TrainConfig, machines: Machines) -> int:
+    """GPUs that share the state of fsdp2."""
+    if cfg.shard_size is not None:
+        return cfg.shard_size
+    return min(machines.per_node, machines.gpus) if cfg.hybrid_zero else machines.gpus
+
+
+def _parameters(cfg: TrainConfig, built: Built) -> list[dict[str, Any]]:
+    sizes = sizes_of(cfg, built.model)
+    blocks = [p.numel() for block in built.model.transformer_blocks() for p in block.parameters()]
+    rows: list[dict[str, Any]] = [
+        {"part": "model", "million": sizes.all / 1e6, "trained": sizes.trained / 1e6},
+        {"part": "its blocks", "million": sum(blocks) / 1e6, "trained": None},
+    ]
+    for name, part in (("vae", built.vae), ("text_encoder", built.text_encoder)):
+        total = None if part is None else sum(p.numel() for p in part.parameters()) / 1e6
+        rows.append({"part": name, "million": total, "trained": 0.0})
+    return rows
+
+
+def _bytes(part: nn.Module) -> int:
+    """Of weights in fp32, as configs load them unless told otherwise."""
+    return 4 * sum(p.numel() for p in part.parameters())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""The Frechet distance of two sets of videos, by the features of a network: FID, FVD and their relatives.
+
+    python -m tools.eval.frechet --real assets/clips/held_out.csv --fake outputs/samples --extractor transnetv2
+
+Heusel et al. 2017, arXiv:1706.08500, eq. 6, of Gaussians fitted to features: d^2 = |m1 - m2|^2 + tr(S1 + S2 - 2 (S1 S2)^1/2).
+With Inception's features of frames it is called FID, with I3D's of clips FVD (Unterthiner et al. 2018, arXiv:1812.01717);
+with the extractors that need no download it is neither, and only good for comparing runs of the same settings.
+All in fp64; the covariance has N - 1 in the denominator.
+
+Fewer samples than features make the covariances singular and the distance too large, by an amount that depends on the
+number of samples: compare only equal numbers, and see `--save-statistics` for keeping the real side.
+"""
+
+import argparse
+import warnings
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from opensora.utils.errors import UserError, exit_on_user_error
+from tools.eval.clips import Clip, Sampling, read_clips
+from tools.eval.extractors import Extractor, add_arguments, build_extractor, sampling_of
+from tools.eval.record import score_record, write_record
+
+
+class Gaussian(NamedTuple):
+    """Mean [D], covariance [D, D], both fp64, and the number of samples."""
+
+    mean: Tensor
+    covariance: Tensor
+    samples: int
+
+
+def fit(features: Tensor) -> Gaussian:
+    """The Gaussian of features [N, D].
+
+    Raises:
+        UserError: fewer than two samples have no covariance.
+    """
+    count, dim = features.shape
+    if count < 2:
+        raise UserError(f"{count} sample(s): a covariance needs at least 2. Give more videos, or more frames of each.")
+    if count <= dim:
+        warnings.warn(
+            f"{count} samples of {dim} features: the covariance is singular and the distance too large. Compare it only with "
+            "distances of as many samples.",
+            stacklevel=2,
+        )
+    x = features.double()
+    if not x.isfinite().all():
+        raise UserError("features are not finite; the extractor does not take these videos.")
+    mean = x.mean(0)
+    centred = x - mean
+    return Gaussian(mean, centred.T @ centred / (count - 1), count)
+
+
+def frechet_distance(a: Gaussian, b: Gaussian) -> float:
+    """The squared distance, as FID and FVD are published.
+
+    tr (S1 S2)^1/2 is the sum of the singular values of S1^1/2 S2^1/2, roots of symmetric matrices: no complex numbers
+    appear and nothing has to be added to a singular covariance, as with a general matrix root.
+    """
+    if a.mean.shape != b.mean.shape:
+        raise UserError(f"features of {len(a.mean)} and of {len(b.mean)} numbers are of different extractors.")
+    cross = torch.linalg.svdvals(_root(a.covariance) @ _root(b.covariance)).sum()
+    difference = (a.mean - b.mean).square().sum()
+    return float(difference + a.covariance.trace() + b.covariance.trace() - 2 * cross)
+
+
+def _root(matrix: Tensor) -> Tensor:
+    """The symmetric root of a symmetric matrix without negative eigenvalues."""
+    values, vectors = torch.linalg.eigh(matrix)
+    return vectors * values.clamp_min(0).sqrt() @ vectors.T
+
+
+@torch.no_grad()
+def features_of(
+    clips: Iterable[Clip], extractor: Extractor, batch_size: int, device: str = "cpu"
+) -> tuple[Tensor, int]:
+    """Features [N, D] of all clips, on the CPU, and the number of clips."""
+    rows, batch, count = [], [], 0
+    for clip in clips:
+        batch.append(clip.video)
+        count += 1
+        if len(batch) == batch_size:
+            rows.append(extractor(torch.stack(batch).to(device)).cpu())
+            batch = []
+    if batch:
+        rows.append(extractor(torch.stack(batch).to(device)).cpu())
+    return torch.cat(rows), count
+
+
+def save_statistics(path: Path, gaussian: Gaussian, settings: dict[str, Any]) -> None:
+    """Keep one side's Gaussian, with the settings it holds for."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    header = {"count": str(gaussian.samples), "settings": _text(settings)}
+    save_file({"mean": gaussian.mean, "covariance": gaussian.covariance}, path, metadata=header)
+
+
+def load_statistics(path: Path, settings: dict[str, Any]) -> Gaussian:
+    """The Gaussian of `save_statistics`.
+
+    Raises:
+        UserError: it is no such file, or was made with other settings.
+    """
+    try:
+        with safe_open(path, "pt") as file:
+            header = file.metadata() or {}
+            mean, covariance, count = file.get_tensor("mean"), file.get_tensor("covariance"), int(header["count"])
+    except (SafetensorError, OSError, KeyError, ValueError) as error:
+        raise UserError(f"{path} holds no statistics of --save-statistics: {error}") from error
+    if header["settings"] != _text(settings):
+        raise UserError(f"{path} is of other settings: {header['settings']}; now {_text(settings)}.")
+    return Gaussian(mean, covariance, count)
+
+
+def _text(settings: dict[str, Any]) -> str:
+    return ", ".join(f"{key}={settings[key]}" for key in sorted(settings))
+
+
+def _side(source: Path, args: argparse.Namespace, extractor: Extractor, sampling: Sampling) -> Gaussian:
+    """The Gaussian of a folder or table, or of a file of statistics."""
+    if source.suffix == ".safetensors":
+        return load_statistics(source, common_settings(extractor, sampling))
+    clips = read_clips(source, sampling, args.root, args.num_samples)
+    features, count = features_of(clips, extractor, args.batch_size, args.device)
+    print(f"{source}: {count} clips, {len(features)} features of {features.shape[1]} numbers")
+    return fit(features)
+
+
+def common_settings(extractor: Extractor, sampling: Sampling) -> dict[str, Any]:
+    """What both sides must share."""
+    return {"extractor": extractor.name, "extractor_hash": extractor.fingerprint, **sampling._asdict()}
+
+
+def read_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--real", type=Path, required=True, help="folder, table, or a file of --save-statistics")
+    parser.add_argument("--fake", type=Path, required=True, help="folder or table of samples")
+    parser.add_argument("--root", type=Path, help="folder that a table's paths are relative to; default: its own")
+    parser.add_argument("--num-samples", type=int, help="clips of each side; default: all")
+    parser.add_argument("--save-statistics", type=Path, help="keep the real side as FILE.safetensors")
+    parser.add_argument("--out", type=Path, help="write score and settings to this JSON file")
+    add_arguments(parser)
+    return parser.parse_args(argv)
+
+
+@exit_on_user_error
+def main() -> None:
+    """Measure and print."""
+    args = read_arguments()
+    extractor = build_extractor(args)
+    sampling = sampling_of(args, extractor)
+    real, fake = (_side(source, args, extractor, sampling) for source in (args.real, args.fake))
+    settings = common_settings(extractor, sampling)
+    if args.save_statistics is not None:
+        save_statistics(args.save_statistics, real, settings)
+    distance = frechet_distance(real, fake)
+    print(
+        f"Frechet distance ({extractor.name}): {distance:.4f}, {real.samples} real and {fake.samples} generated features"
+    )
+    if args.out is not None:
+        sides = {"real": args.real, "fake": args.fake, "real_count": real.samples, "fake_count": fake.samples}
+        write_record(args.out, score_record("frechet", {"frechet_distance": distance}, settings | sides))
+
+
+if __name__ == "__main__":
+    main()

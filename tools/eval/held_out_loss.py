@@ -1,0 +1,117 @@
+"""The loss on held-out clips, by size of clip and timestep: whether a model fits more than it was trained on, and where.
+
+    python -m tools.eval.held_out_loss TRAIN_CONFIG --ckpt-path WEIGHTS --val-data-path TABLE [--out loss.json] [--field value ...]
+
+It is the loss of training's validation (`opensora/inference/validation.py`), with the same fixed noise and timesteps, for
+weights that are already there; all that a training config says about data, buckets and scheduler holds. `--val-num-samples`
+clips, evenly picked, at `--val-num-timesteps` timesteps. Under torchrun the processes share the clips.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opensora.acceleration.distributed import World, init_world, shutdown
+from opensora.inference.manifest import describe_checkpoint
+from opensora.inference.validation import HeldOutLoss, Key
+from opensora.models.encode import BatchEncoder, freeze
+from opensora.registry import DATASETS, MODELS, SCHEDULERS, build_module
+from opensora.utils.config import TrainConfig, parse_config, to_dict
+from opensora.utils.errors import UserError, exit_on_user_error
+from tools.eval.record import score_record, write_record
+
+COMPONENTS = {"model": MODELS, "vae": MODELS, "text_encoder": MODELS, "scheduler": SCHEDULERS, "dataset": DATASETS}
+# settings of a training that change nothing here, left out of the record
+NOT_OF_A_LOSS = {"lr", "warmup_steps", "max_steps", "epochs", "log_every", "ckpt_every", "outputs", "wandb", "exp_name"}
+
+
+def by_size(table: Tensor, keys: Sequence[Key]) -> dict[str, Tensor]:
+    """The losses [N, K] averaged over the clips of each size, [K], and over all, "all"."""
+    sizes = [key.size or "clips" for key in keys]
+    rows = {size: table[[i for i, s in enumerate(sizes) if s == size]].mean(0) for size in dict.fromkeys(sizes)}
+    return rows if len(rows) == 1 else rows | {"all": table.mean(0)}
+
+
+def lines(rows: dict[str, Tensor], timesteps: Sequence[int], counts: dict[str, int]) -> list[str]:
+    """The table for the terminal: a row for each size, a column for each timestep, and their mean."""
+    width = max(12, *(len(size) for size in rows))
+    head = [f"{'size':{width}}", f"{'clips':>6}", *(f"{f't={t}':>8}" for t in timesteps), f"{'mean':>8}"]
+    body = [
+        " ".join(
+            [f"{size:{width}}", f"{counts[size]:6}", *(f"{v:8.4f}" for v in row.tolist()), f"{float(row.mean()):8.4f}"]
+        )
+        for size, row in rows.items()
+    ]
+    return [" ".join(head), *body]
+
+
+def measure(cfg: TrainConfig, world: World) -> tuple[HeldOutLoss, Tensor]:
+    """Build what the config names and measure: the loss object, and the losses [N, K]."""
+    vae = freeze(build_module(cfg.vae, MODELS), world.device)
+    text_encoder = freeze(build_module(cfg.text_encoder, MODELS), world.device)
+    model = build_module(
+        cfg.model,
+        MODELS,
+        in_channels=vae.out_channels,
+        caption_channels=text_encoder.output_dim,
+        model_max_length=text_encoder.model_max_length,
+    )
+    freeze(model, world.device)
+    component = {**cfg.dataset, "data_path": cfg.val_data_path}
+    dataset = build_module(component, DATASETS, seed=cfg.seed, vae_fingerprint=vae.fingerprint())
+    encode = BatchEncoder(vae, text_encoder, model, world.device, class_dropout_prob=0.0)
+    loss = HeldOutLoss(cfg, world, dataset, encode, build_module(cfg.scheduler, SCHEDULERS))
+    return loss, loss.table(model)
+
+
+def read_command(argv: Sequence[str]) -> tuple[TrainConfig, Path | None]:
+    """The config, and where the record goes.
+
+    Raises:
+        UserError: the config is wrong, or names no clips or no weights.
+    """
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="write the losses and all settings to this JSON file")
+    own, rest = parser.parse_known_args(argv)
+    cfg = parse_config(TrainConfig, COMPONENTS, [*rest, "--val-every", "1"])
+    if cfg.val_data_path is None:
+        raise UserError("which clips? Name their table with --val-data-path.")
+    if cfg.model.get("from_pretrained") is None:
+        raise UserError("which weights? Name them with --ckpt-path; random ones have no loss worth knowing.")
+    return cfg, own.out
+
+
+def record(cfg: TrainConfig, rows: dict[str, Tensor], timesteps: Sequence[int]) -> dict[str, Any]:
+    """What is written: the loss of each size at each timestep."""
+    scores = {size: dict(zip(map(str, timesteps), row.tolist(), strict=True)) for size, row in rows.items()}
+    settings = {key: value for key, value in to_dict(cfg).items() if key not in NOT_OF_A_LOSS}
+    checkpoint = describe_checkpoint(cfg.model["from_pretrained"])
+    return score_record("held_out_loss", scores, {**settings, "checkpoint": checkpoint})
+
+
+@exit_on_user_error
+def main() -> None:
+    """Measure and print."""
+    cfg, out = read_command(sys.argv[1:])
+    world = init_world(cfg.device, cfg.sp_size)
+    try:
+        with torch.no_grad():
+            loss, table = measure(cfg, world)
+    finally:
+        shutdown()
+    if not world.is_main:
+        return
+    rows = by_size(table, loss.keys)
+    counts = {size: sum((key.size or "clips") == size for key in loss.keys) for size in rows} | {"all": len(loss.keys)}
+    print("\n".join(lines(rows, loss.timesteps, counts)))
+    if out is not None:
+        write_record(out, record(cfg, rows, loss.timesteps))
+
+
+if __name__ == "__main__":
+    main()

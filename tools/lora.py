@@ -1,0 +1,124 @@
+"""Take a LoRA out of a checkpoint, to ship it, or merge it into the model that it was trained on.
+
+    python -m tools.lora export CHECKPOINT FOLDER [--part ema|model]
+    python -m tools.lora merge LORA OUT.safetensors [--base WEIGHTS] [--config CONFIG] [--scale 1.0] [--dtype fp16|bf16|fp32]
+
+`export` writes peft's adapter_config.json and adapter_model.safetensors, a few MB; `scripts/inference.py --lora FOLDER`
+and peft read them. `merge` writes plain weights for `--ckpt-path`. LORA is a checkpoint folder of a LoRA run, which knows
+its model and base, or an exported folder, which needs --config (a training or sampling config with the model) and --base.
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from opensora.utils.ckpt import MANIFEST, open_checkpoint, read_weights
+from opensora.utils.config import read_file
+from opensora.utils.errors import UserError, exit_on_user_error
+from opensora.utils.lora import Adapter, LoraOptions, factors_of, load_lora, write_adapter
+from opensora.utils.weight_files import refuse_existing, write_file
+from tools.convert import load
+
+# arguments of a denoiser that a run takes from VAE and text encoder, and where its weights show them
+SHOWN_BY_WEIGHTS = {
+    "in_channels": ("x_embedder.proj.weight", 1),
+    "caption_channels": ("y_embedder.y_proj.fc1.weight", 1),
+    "model_max_length": ("y_embedder.y_embedding", 0),
+}
+
+
+def export(checkpoint: Path, out: Path, *, part: str = "ema") -> Path:
+    """Write the adapter of a checkpoint as peft does; returns the folder.
+
+    Raises:
+        UserError: it is no checkpoint of a LoRA run, or `out` is there already.
+    """
+    opened = open_checkpoint(checkpoint)
+    config = opened.manifest.get("config") or {}
+    if config.get("lora") is None:
+        raise UserError(
+            f"{checkpoint} is a checkpoint of a run without lora; take its weights with tools.export_weights."
+        )
+    adapter = Adapter(factors_of(opened.tensors(part), checkpoint), LoraOptions.of(config["lora"]).scale)
+    return write_adapter(adapter, out, base=config["model"].get("from_pretrained"))
+
+
+def merge(
+    lora: Path,
+    out: Path,
+    *,
+    base: str | None = None,
+    config: Path | None = None,
+    scale: float = 1.0,
+    dtype: str = "fp16",
+) -> int:
+    """Write the base's weights with the adapter merged in; returns the file's size in bytes.
+
+    Args:
+        lora: a checkpoint folder of a LoRA run, or an exported adapter.
+        base: weights to start from; None: what the run or the config names.
+        config: a config file with the model; None: the run's own.
+        scale: how much of the adapter.
+        dtype: of the file.
+
+    Raises:
+        UserError: something does not fit, is missing, or `out` is there already.
+    """
+    refuse_existing(out)
+    component = _model_of(lora, config)
+    base = base or component.get("from_pretrained")
+    if base is None:
+        raise UserError(
+            "no base weights: the LoRA changes a model that it does not contain. Name it with --base WEIGHTS."
+        )
+    model = load(base, {**_shown_by(base), **component})
+    layers = load_lora(model, lora, scale)
+    header = {"model": component["type"], "source": str(lora), "base": base, "lora_layers": layers, "lora_scale": scale}
+    return write_file(model.state_dict(), out, dtype=dtype, header=header)
+
+
+def _model_of(lora: Path, config: Path | None) -> dict[str, Any]:
+    """The component of the base."""
+    if config is not None:
+        model = read_file(config)[0].get("model")
+    elif (lora / MANIFEST).is_file():
+        model = (open_checkpoint(lora).manifest.get("config") or {}).get("model")
+    else:
+        raise UserError(f"{lora} does not say of which model it is; name a config with --config.")
+    if not isinstance(model, dict):
+        raise UserError(f"{config or lora} names no model.")
+    return dict(model)
+
+
+def _shown_by(base: str) -> dict[str, int]:
+    """Sizes that the weights show, where they have our names; else the model's defaults hold."""
+    state = read_weights(base)
+    return {key: state[name].shape[axis] for key, (name, axis) in SHOWN_BY_WEIGHTS.items() if name in state}
+
+
+@exit_on_user_error
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    one = commands.add_parser("export", help="a checkpoint's adapter as a folder of peft")
+    one.add_argument("checkpoint", type=Path)
+    one.add_argument("out", type=Path)
+    one.add_argument("--part", choices=("ema", "model"), default="ema")
+    two = commands.add_parser("merge", help="base and adapter as plain weights")
+    two.add_argument("lora", type=Path)
+    two.add_argument("out", type=Path)
+    two.add_argument("--base", help="weights that the adapter was trained on")
+    two.add_argument("--config", type=Path, help="config with the model, for an exported adapter")
+    two.add_argument("--scale", type=float, default=1.0, help="how much of the adapter")
+    two.add_argument("--dtype", choices=("fp16", "bf16", "fp32"), default="fp16")
+    args = parser.parse_args()
+    if args.command == "export":
+        print(export(args.checkpoint, args.out, part=args.part))
+        return
+    size = merge(args.lora, args.out, base=args.base, config=args.config, scale=args.scale, dtype=args.dtype)
+    print(f"{args.out}: {size / 1e6:.1f} MB")
+
+
+if __name__ == "__main__":
+    main()
