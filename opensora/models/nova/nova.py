@@ -307,6 +307,10 @@ class NOVA(nn.Module):
             )
         return T, H, W
 
+    def grid(self, latent_size: Sequence[int]) -> Size:
+        """Patches along time, height and width for a latent of `latent_size`."""
+        return latent_size[0], latent_size[1] // self.image_patch, latent_size[2] // self.image_patch
+
     def coarse_grid(self, size: Sequence[int]) -> tuple[int, int]:
         """The video encoder's patches along height and width."""
         return size[0] // (2 * self.image_patch), size[1] // (2 * self.image_patch)
