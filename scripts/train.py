@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from opensora.acceleration.checkpointing import checkpoint_activations, offload_activations
 from opensora.acceleration.compile import compile_blocks
@@ -24,7 +24,7 @@ from opensora.acceleration.loop import (
     steps,
 )
 from opensora.acceleration.lora import add_lora
-from opensora.acceleration.meter import build_meter
+from opensora.acceleration.meter import build_meter, describe_peak, device_peak
 from opensora.acceleration.safety import FiniteGuard
 from opensora.acceleration.saving import open_run
 from opensora.acceleration.sequence_parallel import parallelise
@@ -69,6 +69,10 @@ def main() -> None:
     if world.is_main:
         show_messages()
     try:
+        check_engine(cfg.plugin, cfg.sp_size, device=world.device, dtype=cfg.dtype)
+        if cfg.dry_run:
+            dry_run(cfg, world)
+            return
         with StopSignals(world) as stop, Watchdog(limit_s, world) as watchdog:
             train(cfg, world, stop, watchdog)
     finally:
@@ -77,11 +81,7 @@ def main() -> None:
 
 def train(cfg: TrainConfig, world: World, stop: StopSignals, watchdog: Watchdog) -> None:
     """The whole run of one process."""
-    check_engine(cfg.plugin, cfg.sp_size, device=world.device, dtype=cfg.dtype)
     masks = MaskRatios(cfg.mask_ratios)
-    if cfg.dry_run:
-        dry_run(cfg, world)
-        return
     vae, text_encoder, model = build_models(cfg, world.device)
     parallelise(model, world.sp_group)
     scheduler = build_module(cfg.scheduler, SCHEDULERS)
@@ -115,25 +115,23 @@ def train(cfg: TrainConfig, world: World, stop: StopSignals, watchdog: Watchdog)
         prefetch_gib=cfg.prefetch_gib,
     )
 
+    peak = device_peak(world.device, to_torch_dtype(cfg.dtype), cfg.peak_tflops)
+    meter = build_meter(world, model, dataset, peak, epoch=state.epoch)
+    guard = FiniteGuard(world, cfg.on_nonfinite, cfg.max_skipped, scales_loss=engine.scales_loss)
     run, saver = open_run(cfg, world, cfg.model["type"])
     log = RunLog(run if world.is_main else None, start=state.step, wandb=cfg.wandb, config=to_dict(cfg))
-    log.line(summary(cfg, model, world, dataset))
+    log.line(f"{summary(cfg, model, world, dataset)}\n{describe_peak(peak)}")
     log.line(
         f"{summarise(dataset, sampler, world.dp_size, cfg.accumulation_steps)}\n{total_steps} steps, run folder {run}"
+        + (f"\nresumed {source} at step {state.step}" if source is not None else "")
     )
-    if source is not None:
-        log.line(f"resumed {source} at step {state.step}")
     validation = build_validation(cfg, world, encode, scheduler, ema, run, log)
     log.start_progress(state.step, total_steps)
-    dtype = to_torch_dtype(cfg.dtype)
-    meter = build_meter(world, model, dataset, dtype, peak_tflops=cfg.peak_tflops, epoch=state.epoch)
-    guard = FiniteGuard(world, cfg.on_nonfinite, cfg.max_skipped, scales_loss=engine.scales_loss)
-    log.line(meter.describe())
 
     # ------------------------------------------------------------------ the training itself
     model.train()
-    batches = meter.data_wait(steps(loader, cfg.accumulation_steps))
-    for micro_batches in stop.until(watchdog.watch(batches, run, loader.reading)):
+    watched = watchdog.watch(meter.data_wait(steps(loader, cfg.accumulation_steps)), run, loader.reading)
+    for micro_batches in stop.until(watched):
         set_lr(optimizer, lr := learning_rate(cfg, state.step, total_steps))
         for i, (batch, ids) in enumerate(zip(micro_batches, places(micro_batches), strict=True)):
             rngs = generators(cfg.seed, "train", state.step, ids=ids, device=world.device)
@@ -203,6 +201,7 @@ def dry_run(cfg: TrainConfig, world: World) -> None:
     Raises:
         UserError: there would be nothing to train.
     """
+    MaskRatios(cfg.mask_ratios)  # refuses what is wrong with them
     dataset = build_module(cfg.dataset, DATASETS, seed=cfg.seed)
     sampler = sampler_of(cfg, dataset, world)
     if world.is_main:

@@ -272,7 +272,7 @@ def estimate(
 
 
 @exit_on_user_error
-def main(argv: Sequence[str] | None = None) -> None:
+def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
@@ -286,7 +286,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--checkpoint", nargs="+", default=list(LEVELS), help="values of grad_checkpoint")
     parser.add_argument("--batches", type=int, nargs="+", default=[], help="per GPU; the config's when left out")
     parser.add_argument("--json", action="store_true")
-    args, fields = parser.parse_known_args(argv)
+    args, fields = parser.parse_known_args()
     cfg, table = read_config(args.config, fields)
     machines = Machines(args.gpus, args.per_node, args.peak_tflops, args.mfu)
     result = estimate(cfg, machines, levels=args.checkpoint, batches=args.batches, rows=args.rows, table=table)

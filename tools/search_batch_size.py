@@ -349,7 +349,7 @@ def limits_of(args: argparse.Namespace, device: torch.device) -> Limits:
 
 
 @exit_on_user_error
-def main(argv: Sequence[str] | None = None) -> None:
+def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
@@ -363,7 +363,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--max-seconds", type=float, help="most seconds of a step")
     parser.add_argument("--max-batch", type=int, default=512)
     parser.add_argument("--encoders", action="store_true", help="run VAE and text encoder too")
-    args, fields = parser.parse_known_args(argv)
+    args, fields = parser.parse_known_args()
     if (args.goal == "even") != ((args.base is not None) + (args.base_seconds is not None) == 1):
         raise UserError("--goal even needs one of --base and --base-seconds, and only it takes one.")
     if args.out.exists():

@@ -124,5 +124,5 @@ def split_guidance(model: Model, group: dist.ProcessGroup, batch: int) -> Model:
 
 def _own_group(groups: list[range] | list[tuple[int, int]], rank: int) -> dist.ProcessGroup:
     """Every process makes every group, which is a collective call."""
-    made = [(dist.new_group(list(ranks)), ranks) for ranks in groups]
+    made: list[tuple[Any, Any]] = [(dist.new_group(list(ranks)), ranks) for ranks in groups]
     return next(group for group, ranks in made if rank in ranks)

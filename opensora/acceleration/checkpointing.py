@@ -38,7 +38,8 @@ KEPT = {
 
 
 def checkpoint_activations(
-    blocks: Iterable[nn.Module], level: bool | int | str = "block"  # noqa: FBT001  (a config's value)
+    blocks: Iterable[nn.Module],
+    level: bool | int | str = "block",  # noqa: FBT001  (a config's value)
 ) -> None:
     """Checkpoint what `level` says (see `opensora.utils.recompute`); nothing happens without gradients.
 
@@ -54,7 +55,9 @@ def checkpoint_activations(
     for block in (blocks[i] for i in what.chosen(len(blocks))):
         part = getattr(block, "mlp", None) if what.part == "mlp" else block
         if part is None:
-            raise UserError(f"grad_checkpoint={level!r} means MLPs, and a {type(block).__name__} has none; try 'block'.")
+            raise UserError(
+                f"grad_checkpoint={level!r} means MLPs, and a {type(block).__name__} has none; try 'block'."
+            )
         wrap_forward(part, partial(_checkpointed, policy=_SELECTIVE if what.part == "selective" else {}))
 
 

@@ -5,7 +5,7 @@ timed by events, and the figures of all processes come together in one exchange.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite, prod
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -101,19 +101,25 @@ class _Window:
     spans: list[tuple[int, Any, Any]] = field(default_factory=list)  # (bucket, begin, end)
 
 
-def build_meter(
-    world: World, model: Measured, dataset: Any, dtype: torch.dtype, *, peak_tflops: float | None = None, epoch: int = 0
-) -> "Meter":
-    """The meter for a training of `model` in `dtype` on `dataset`, which may have buckets.
+def device_peak(device: torch.device, dtype: torch.dtype, given_tflops: float | None = None) -> Peak | None:
+    """The peak rate of this device in `dtype`: `given_tflops`, or that of the GPU's name; None where neither tells."""
+    if given_tflops is not None:
+        return Peak(given_tflops, "peak_tflops")
+    if device.type != "cuda":
+        return None
+    tf32 = torch.get_float32_matmul_precision() != "highest"
+    return known_peak(torch.cuda.get_device_name(device), dtype, tf32=tf32)
 
-    Args:
-        peak_tflops: of one device; None: by the name of the GPU.
-        epoch: in which the run begins.
-    """
-    peak = None if peak_tflops is None else Peak(peak_tflops, "peak_tflops")
-    if peak is None and world.device.type == "cuda":
-        tf32 = torch.get_float32_matmul_precision() != "highest"
-        peak = known_peak(torch.cuda.get_device_name(world.device), dtype, tf32=tf32)
+
+def describe_peak(peak: Peak | None) -> str:
+    """What MFU will mean in this run."""
+    if peak is None:
+        return "no MFU: the peak of this device is not known; --peak-tflops sets it"
+    return f"MFU is of {peak.tflops:g} TFLOP/s for each device ({peak.source})"
+
+
+def build_meter(world: World, model: Measured, dataset: Any, peak: Peak | None, *, epoch: int = 0) -> "Meter":
+    """The meter for a training of `model` on `dataset`, which may have buckets; see `Meter`."""
     used = [b for b in getattr(dataset, "buckets", ()) if b.batch_size is not None]
     return Meter(world, model, peak=peak, sizes=[(b.num_frames, b.height, b.width) for b in used], epoch=epoch)
 
@@ -145,12 +151,6 @@ class Meter:
         self._since: float | None = None  # when the reading before was
         self._begin: Any = None  # of the running batch
 
-    def describe(self) -> str:
-        """What MFU will mean in this run."""
-        if self.peak is None:
-            return "no MFU: the peak of this device is not known; --peak-tflops sets it"
-        return f"MFU is of {self.peak.tflops:g} TFLOP/s for each device ({self.peak.source})"
-
     def data_wait(self, batches: Iterable[T]) -> Iterator[T]:
         """The same items; how long each took to come is counted."""
         iterator = iter(batches)
@@ -161,7 +161,7 @@ class Meter:
             if item is _END:
                 return
             self._begin = self._mark()
-            yield item  # type: ignore[misc]
+            yield item
 
     def add(self, batch: Mapping[str, Any], z: Tensor, cond: Mapping[str, Tensor], loss: Tensor) -> None:
         """Count a micro-batch whose backward pass is under way.

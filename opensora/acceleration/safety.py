@@ -45,7 +45,9 @@ class FiniteGuard:
             halves the scale.
     """
 
-    def __init__(self, world: World, policy: Policy = "stop", max_skipped: int = 10, *, scales_loss: bool = False) -> None:
+    def __init__(
+        self, world: World, policy: Policy = "stop", max_skipped: int = 10, *, scales_loss: bool = False
+    ) -> None:
         self.world, self.policy, self.max_skipped, self.scales_loss = world, policy, max_skipped, scales_loss
         self.skipped = 0
         self.overflows_in_a_row = 0

@@ -3,6 +3,7 @@
 import logging
 import os
 import re
+import resource
 import signal
 import threading
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,8 @@ logger = logging.getLogger(__name__)
 Batch = dict[str, Any]
 PREFETCH = 2  # batches that each worker reads ahead, where memory allows
 GIB = 2**30
+OPEN_FILES = 65536  # what is asked for; each tensor that a worker hands over is an open file of both processes
+NO_FILES_LEFT = "Too many open files|received 0 items of ancdata"
 
 
 class SampleSource(Protocol):
@@ -54,8 +57,10 @@ class BatchLoader:
                 yield batch
             if summary := self.bad_files.summary():
                 logger.warning("%s", summary)
-        except RuntimeError as error:  # how PyTorch says that a worker is gone
-            if "DataLoader worker" not in str(error):
+        except (RuntimeError, OSError) as error:
+            if re.search(NO_FILES_LEFT, str(error)):
+                raise self._no_files_left() from error
+            if "DataLoader worker" not in str(error):  # how PyTorch says that a worker is gone
                 raise
             raise self._worker_died(error) from error
 
@@ -63,6 +68,13 @@ class BatchLoader:
         """What each worker read last, or reads now: for messages about hangs."""
         rows = [(i, *row) for i, row in enumerate(self._reading.tolist()) if row[0]]
         return "; ".join(self._told(*row) for row in rows) or "The data are read by the process itself."
+
+    def _no_files_left(self) -> UserError:
+        limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return UserError(
+            f"process {self._rank}: too many open files, of which it may have {limit}: every tensor on its way from a worker is "
+            f"one. Raise the limit (`ulimit -n 65536` before the start; the machine allows {most}), or use fewer --num-workers."
+        )
 
     def _told(self, worker: int, pid: int, epoch: int, index: int) -> str:
         path_of = getattr(self.loader.dataset.dataset, "path_of", None)  # type: ignore[attr-defined]
@@ -125,6 +137,8 @@ def build_loader(
         batch_bytes: Of the largest batch.
         prefetch_gib: GiB that batches read ahead may take: fewer of them, then fewer workers, keep to it.
     """
+    if num_workers:
+        _allow_open_files()
     num_workers, prefetch = bounded_prefetch(num_workers, batch_bytes, prefetch_gib)
     reading = torch.zeros(max(num_workers, 1), 3, dtype=torch.int64).share_memory_()
     loader: DataLoader = DataLoader(
@@ -245,6 +259,14 @@ class _Batches(Dataset):
         if (worker := get_worker_info()) and self.reading is not None:
             self.reading[worker.id] = torch.tensor([os.getpid(), key.epoch, key.index])
         return read_or_substitute(self.dataset, key)
+
+
+def _allow_open_files() -> None:
+    """Raise this process' limit of open files as far as it may; many systems begin with 1024."""
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if most == resource.RLIM_INFINITY else min(most, OPEN_FILES)
+    if limit != resource.RLIM_INFINITY and limit < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 def _as_it_is(batch: Any) -> Any:

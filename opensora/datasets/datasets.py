@@ -242,7 +242,7 @@ class VideoTextDataset:
             raise naming_the_row(self.table, row, error) from error
         transform = self.image_transform if is_image(path) else self.transform
         video = transform(frames, generator=choice.rng)  # [3, T, H, W]
-        return {"video": video, **describe(row, path, choice.caption, video.shape[1:], fps)}
+        return {"video": video, **describe(row, path, choice.caption, video.shape[1:], fps, self.table.scores(row))}
 
     def _frames_if_readable(self, row: int) -> int:
         """Frames of a row's file; of a bad one UNKNOWN, for it is replaced when its turn comes."""
@@ -318,9 +318,11 @@ def last_start(available: int, needed: int, error: UserError) -> int:
     return available - needed
 
 
-def describe(row: int, path: Path, caption: str, size: Sequence[int], fps: float) -> Item:
-    """What goes with a clip of `size` (T, H, W)."""
-    numbers = {"fps": fps, "num_frames": size[0], "height": size[1], "width": size[2]}
+def describe(
+    row: int, path: Path, caption: str, size: Sequence[int], fps: float, scores: Mapping[str, float] | None = None
+) -> Item:
+    """What goes with a clip of `size` (T, H, W); `scores`: what else its table says, see `Table.scores`."""
+    numbers = {"fps": fps, "num_frames": size[0], "height": size[1], "width": size[2], **(scores or {})}
     return {
         "text": caption,
         **{name: torch.tensor(float(value), dtype=torch.float32) for name, value in numbers.items()},

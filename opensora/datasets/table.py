@@ -38,6 +38,7 @@ class Table:
         rows: `path` and the text columns, as strings.
         num_frames, height, width: [N] int64, UNKNOWN where the table does not say.
         fps: [N] float64, NaN where the table does not say.
+        flow: [N] float64, the optical-flow score, NaN where the cell is empty; None where the table has no such column.
         numbers: [N] int64, the rows' numbers in the file; they differ from 0 ... N - 1 where rows were left out.
         left_out: Why rows of the file are not here, and how many.
     """
@@ -52,6 +53,7 @@ class Table:
     fps: np.ndarray = field(default_factory=_unset)
     numbers: np.ndarray = field(default_factory=_unset)
     left_out: dict[str, int] = field(default_factory=dict)
+    flow: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         unknown = np.full(len(self), UNKNOWN, np.int64)
@@ -81,6 +83,10 @@ class Table:
         captions = [str(self.rows[column].iat[row]) for column in self.text_columns]
         return [caption for caption in captions if caption] or [""]
 
+    def scores(self, row: int) -> dict[str, float]:
+        """What the table says of a row's video beside its size: `flow`, if it has that column."""
+        return {} if self.flow is None else {"flow": float(self.flow[row])}
+
     def where(self, row: int) -> str:
         """A row, as messages name it."""
         return f"{self.source}, row {int(self.numbers[row]) + 1}"
@@ -92,6 +98,7 @@ class Table:
             self.source, self.folder, self.rows.iloc[kept].reset_index(drop=True), self.text_columns, self.num_frames[kept],
             self.height[kept], self.width[kept], self.fps[kept], self.numbers[kept],
             {**self.left_out, reason: self.left_out.get(reason, 0) + len(self) - len(kept)},
+            None if self.flow is None else self.flow[kept],
         )  # fmt: skip
 
     def fingerprint(self) -> str:
@@ -102,6 +109,8 @@ class Table:
                 data = value.encode()
                 digest.update(len(data).to_bytes(8, "little") + data)
         digest.update(self.num_frames.tobytes())
+        if self.flow is not None:
+            digest.update(self.flow.tobytes())
         return digest.hexdigest()
 
 
@@ -134,7 +143,7 @@ def read_table(
     columns = {name: _read_numbers(frame, name) for name in NUMBERS}
     folder = Path(root) if root is not None else source.parent
     values: dict[str, Any] = {name: columns[name].values for name in NUMBERS}
-    table = Table(source, folder, rows, tuple(text_columns), **values)
+    table = Table(source, folder, rows, tuple(text_columns), **values, flow=_read_flow(source, frame))
     for check in (_bad_extensions, _urls, *(columns[name].bad_rows for name in NUMBERS)):
         table = _leave_out(table, check(table), len(frame), max_bad_share)
     if check_files and len(table) <= MAX_CHECKED_FILES:
@@ -254,6 +263,20 @@ def _read_numbers(frame: pd.DataFrame, name: str) -> _Column:
         return _Column(name, np.where(good, numbers, np.where(text == "", np.nan, 0.0)), text)
     good &= numbers == np.floor(numbers)
     return _Column(name, np.where(good, numbers, UNKNOWN).astype(np.int64), text)
+
+
+def _read_flow(source: Path, frame: pd.DataFrame) -> np.ndarray | None:
+    if "flow" not in frame.columns:
+        return None
+    text = strings(frame["flow"])
+    flow = pd.to_numeric(text, errors="coerce").to_numpy(np.float64, na_value=np.nan)
+    wrong = np.flatnonzero((text != "") & ~((flow >= 0) & (flow < np.inf)))
+    if len(wrong):
+        raise UserError(
+            f"{source}: flow={text.iat[wrong[0]]!r} in row {wrong[0] + 1} is no score (rows "
+            f"{list_rows(map(int, wrong), len(wrong))}); write a number from 0, or leave the cell empty."
+        )
+    return flow
 
 
 def _bad_extensions(table: Table) -> BadRows:

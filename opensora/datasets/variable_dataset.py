@@ -129,7 +129,7 @@ class VariableVideoTextDataset:
         video = transform(frames, generator=choice.rng)  # [3, T, H, W]
         size = (key.num_frames, key.height, key.width)
         ar = torch.tensor(key.height / key.width, dtype=torch.float32)
-        return {"video": video, **describe(row, path, choice.caption, size, fps), "ar": ar}
+        return {"video": video, **describe(row, path, choice.caption, size, fps, self.table.scores(row)), "ar": ar}
 
     def another(self, key: BucketKey, rng: torch.Generator) -> BucketKey | None:
         """Another sample of the same bucket in that epoch, to stand in for `key`."""

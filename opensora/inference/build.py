@@ -71,6 +71,9 @@ def inference_config(source: str | Path, changes: Mapping[str, Any]) -> Inferenc
         alias = InferenceConfig.aliases.get(name)
         if alias is None:
             values[name] = value
+            for other in InferenceConfig.replaces.get(name, ()) if value is not None else ():
+                if other not in changes:  # as on the command line: a resolution takes the place of an image_size
+                    values[other] = None
         else:
             component, key = alias.path
             values[component] = {**values[component], key: value}

@@ -46,6 +46,7 @@ NOT_OF_A_SAMPLE = {
     "sp_size",
     "cfg_parallel",
     "offload",
+    "reference_cache",
 }
 OF_A_SAMPLE = {
     "prompt",

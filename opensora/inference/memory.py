@@ -197,7 +197,7 @@ def _in_one_process(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def _emptied(module: nn.Module, fake: FakeTensorMode) -> Iterator[None]:
     """The module's weights without content, and afterwards as they were."""
-    tables = [table for part in module.modules() for table in (part._parameters, part._buffers)]
+    tables: list[dict[str, Any]] = [table for part in module.modules() for table in (part._parameters, part._buffers)]
     before = [dict(table) for table in tables]
     for table in tables:
         for name, tensor in table.items():

@@ -19,6 +19,10 @@ from opensora.utils.errors import UserError
 Size = tuple[int, int, int]
 
 
+NUMBERS = ("fps", "height", "width", "num_frames")
+"""What every denoiser may be told of a video, [B] each."""
+
+
 class Spread(Protocol):
     """How tokens lie in several processes; see `opensora.acceleration.sequence_parallel`."""
 
@@ -40,6 +44,9 @@ class Denoiser(nn.Module, ABC):
         class_dropout_prob: how often training drops the caption or class.
         input_size: accepted from older configs, (T, H, W) of the latent; positions follow the input.
     """
+
+    numbers: tuple[str, ...] = NUMBERS
+    """The numbers that training and sampling give to `forward`."""
 
     spread: Spread | None = None
     """Set from outside where the tokens of a sample are spread over processes; None = all are here."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from opensora.models.class_condition import check_classes
 from opensora.models.text_encoder.condition import TextCondition
 from opensora.models.vae.slicing import sliced_moments
+from opensora.utils.errors import UserError
 from opensora.utils.seed import rand
 
 
@@ -20,6 +21,7 @@ class Denoiser(Protocol):
     """The part of a denoiser that encoding needs."""
 
     class_dropout_prob: float
+    numbers: tuple[str, ...]
 
     def null_condition(self, batch: int) -> Tensor:
         """The text features of "no text", [batch, 1, L, C]."""
@@ -74,7 +76,7 @@ class BatchEncoder:
         z = self.vae.sample(moments.to(self.device), generators).float()
         text = stored_text(batch, self.device) or self.text_encoder.encode(batch["text"])
         text = drop_text(text, self.denoiser, generators, self.class_dropout_prob)
-        numbers = {key: batch[key].to(self.device) for key in ("fps", "height", "width", "num_frames")}
+        numbers = {key: number_of(batch, key).to(self.device) for key in self.denoiser.numbers}
         return z, {"y": text.y.to(self.device), "mask": text.mask.to(self.device), **numbers}
 
 
@@ -84,6 +86,23 @@ def stored_text(batch: Mapping[str, Any], device: torch.device) -> TextCondition
         return None
     y = batch["y"].to(device)
     return TextCondition(y.float() if y.is_floating_point() else y, batch["mask"].to(device))
+
+
+def number_of(batch: Mapping[str, Any], name: str) -> Tensor:
+    """A number [B] that the denoiser wants to know of each video of a batch.
+
+    Raises:
+        UserError: the data do not say it.
+    """
+    if name not in batch:
+        raise UserError(
+            f"the denoiser wants to know each video's {name}, and the data have none: add a column {name!r} to the table; a "
+            "NOVA without motion tokens (model.motion=False) needs none."
+        )
+    if batch[name].isnan().any():
+        unknown = [path for path, number in zip(batch["path"], batch[name].tolist(), strict=True) if number != number]
+        raise UserError(f"the denoiser wants to know each video's {name}, and it is not known of {', '.join(unknown)}.")
+    return batch[name]
 
 
 def null_text(text_encoder: Any, batch: int, negative_prompt: str = "") -> TextCondition:

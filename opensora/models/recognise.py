@@ -19,6 +19,8 @@ class Signature(NamedTuple):
 
 
 SIGNATURES = (  # the first that fits is taken
+    Signature("a LoRA, which goes into a model with --lora or tools/lora.py,", ("lora_A.",)),
+    Signature("NOVA", ("image_decoder.", "mask_embed.")),
     Signature("STDiT3", ("spatial_blocks.*.", "temporal_blocks.*.")),
     Signature("LatteT2V", ("blocks.*.cross_attn.", "temporal_blocks.*.")),
     Signature("LatteT2V in diffusers' names", ("temporal_transformer_blocks.*.",)),

@@ -29,6 +29,7 @@ from opensora.utils.config_schema import (
     schema_fields,
 )
 from opensora.utils.errors import UserError
+from opensora.utils.yacs_config import deepspeed_overrides, read_yacs
 
 __all__ = [
     "InferenceConfig",
@@ -66,6 +67,8 @@ def parse_config(
         raise UserError("no config file given; usage: SCRIPT CONFIG [--field VALUE ...] (--help lists the fields).")
     draft = Draft(schema, registries or {})
     values, origins, problems = read_file(Path(command.config))
+    if command.deepspeed is not None:
+        values |= deepspeed_overrides(Path(command.deepspeed))
     draft.problems += problems
     draft.take_file(values, origins)
     draft.take_command(command)
@@ -99,8 +102,13 @@ def read_file(path: Path) -> tuple[dict[str, Any], Origins, list[str]]:
     """Values of a config file, where each was set (`file:line`), and what its values cannot show."""
     if not path.is_file():
         raise UserError(f"config file {path} does not exist.{_similar_file(path)}")
+    if path.suffix in (".yml", ".yaml"):
+        values = read_yacs(path)
+        return values, {(key,): str(path) for key in values}, []
     if path.suffix not in (".py", ".json"):
-        raise UserError(f"config file {path}: expected a .py file, or a .json file written by an earlier run.")
+        raise UserError(
+            f"config file {path}: expected a .py file, a .json file written by an earlier run, or a .yml file of NOVA's guide."
+        )
     tree = _parse(path) if path.suffix == ".py" else ast.Module([], [])
     bases = [read_file(base) for base in _base_files(tree, path)]
     values = {key: value for key, value in _execute(path).items() if not key.startswith("_")}

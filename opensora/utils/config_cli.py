@@ -27,6 +27,7 @@ class Command:
     """A command line, taken apart."""
 
     config: str | None = None
+    deepspeed: str | None = None  # a DeepSpeed JSON, as NOVA's guide passes one
     settings: list[Setting] = field(default_factory=list)
     print_config: bool = False
     help: bool = False
@@ -53,6 +54,8 @@ class _Reader:
                 self.command.help = True
             elif token == "--print-config":
                 self.command.print_config = True
+            elif token in ("--cfg", "--deepspeed"):
+                self._read_file_name(token)
             elif _is_flag(token):
                 self._read_flag(token)
             elif self.command.config is None and not token.startswith("-"):
@@ -61,6 +64,17 @@ class _Reader:
                 self.command.problems.append(f"{token!r} on the command line belongs to no option.")
         self._refuse_contradictions()
         return self.command
+
+    def _read_file_name(self, token: str) -> None:
+        """`--cfg FILE` is another way to name the config."""
+        if not self.tokens or _is_flag(self.tokens[0]):
+            self.command.problems.append(f"{token}: a file name is missing.")
+        elif token == "--deepspeed":
+            self.command.deepspeed = self.tokens.pop(0)
+        elif self.command.config is not None:
+            self.command.problems.append(f"{token} {self.tokens.pop(0)}: {self.command.config} is the config already.")
+        else:
+            self.command.config = self.tokens.pop(0)
 
     def _read_flag(self, token: str) -> None:
         flag, equals, attached = token.partition("=")

@@ -118,7 +118,8 @@ class EMA:
     def _as_in(self, tensor: Tensor, name: str) -> Tensor:
         """The average as this process has the weight."""
         shadow = self.shadow[name]
-        return _local(shadow) if shadow.shape == tensor.shape else self._whole(name)
+        alike = isinstance(shadow, DTensor) == isinstance(tensor, DTensor)
+        return _local(shadow) if alike else self._whole(name)
 
     def _whole(self, name: str) -> Tensor:
         """An average that is kept flat and in pieces, as a weight."""

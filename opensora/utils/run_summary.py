@@ -41,5 +41,7 @@ def effective_batch(
     shared = f", each sample on {sp_size} processes" if sp_size > 1 else ""
     lines = [f"samples of a step (batch x data-parallel processes x accumulation{shared}):"]
     for name, size in (sizes or {"": batch_size}).items():
-        lines.append(f"  {name + ': ' if name else ''}{size} x {ranks} x {accumulation} = {size * ranks * accumulation}")
+        lines.append(
+            f"  {name + ': ' if name else ''}{size} x {ranks} x {accumulation} = {size * ranks * accumulation}"
+        )
     return "\n".join(lines)

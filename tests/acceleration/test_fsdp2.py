@@ -5,13 +5,13 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from opensora.acceleration.checkpointing import checkpoint_activations
 from opensora.acceleration.compile import compile_blocks
 from opensora.acceleration.distributed import World, shutdown
 from opensora.acceleration.engine import build_engine
+from opensora.acceleration.engines.fsdp2 import make_mesh
 from opensora.acceleration.engines.partition import share_out
 from opensora.utils.ema import EMA
 from opensora.utils.errors import UserError
@@ -19,7 +19,7 @@ from tests.models.denoisers import FAMILIES, build, inputs
 
 CPU = torch.device("cpu")
 ALONE = World(0, 1, CPU)
-STEPS, BATCH = 3, 8
+STEPS, BATCH = 2, 8
 SHARDED = {
     "fsdp2 zero2": ("fsdp2", {}),
     "fsdp2 zero3": ("fsdp2", {"fsdp_reshard": "zero3"}),
@@ -157,6 +157,35 @@ def averages_are_those_of_whole_weights(engines, world):
             assert all(torch.equal(value, found[key]) for key, value in whole(other.state_dict()).items())
 
 
+def averages_follow_flat_masters(world):
+    """As zero2 keeps them: half-precision weights, and fp32 pieces of them, flat."""
+    mesh = make_mesh(world, world.size)
+    exact = {name: torch.randn(shape) for name, shape in (("weight", (3, 5)), ("bias", (3,)))}
+    dist.broadcast(exact["weight"], 0)
+    dist.broadcast(exact["bias"], 0)
+    model = torch.nn.Linear(5, 3).bfloat16()
+
+    def masters():
+        return {name: distribute_tensor(value.flatten(), mesh, [Shard(0)]) for name, value in exact.items()}
+
+    ema, expected = EMA(model, 0.9, masters=masters), {name: value.clone() for name, value in exact.items()}
+    for step in (1, 2):
+        for name, value in exact.items():
+            value.add_(step)
+            expected[name].lerp_(value, 1 - (1 + step) / (10 + step))
+        ema.update(model, step)
+    found = whole(ema.state_dict())
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    before = model.weight.clone()
+    with ema.applied_to(model):
+        assert torch.equal(model.weight, expected["weight"].bfloat16())
+        assert torch.equal(model.bias, expected["bias"].bfloat16())
+    assert torch.equal(model.weight, before)
+    other = EMA(model, 0.9, masters=masters)
+    other.load_state_dict(found)
+    assert all(torch.equal(whole(other.state_dict())[name], value) for name, value in expected.items())
+
+
 def swaps(ema, engine, averages):
     """Inside the context the model predicts with the averages, outside with its own weights, and it trains on."""
     trained = whole(engine.model_state())
@@ -230,6 +259,7 @@ def the_rest_on_two(rank, world_size, _):
     state_moves_between_engines(SHARDED, world)
     a_bad_sample_anywhere_drops_the_step_everywhere(SHARDED, world)
     averages_are_those_of_whole_weights({"fsdp2 zero3": SHARDED["fsdp2 zero3"]}, world)
+    averages_follow_flat_masters(world)
 
 
 def denoisers_on_two(rank, world_size, _):

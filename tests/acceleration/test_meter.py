@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from opensora.acceleration.distributed import World
-from opensora.acceleration.meter import Meter, Step, build_meter
+from opensora.acceleration.meter import Meter, Step, build_meter, describe_peak, device_peak
 from opensora.datasets.bucket import Buckets
 from opensora.utils.flops import Peak
 from tests.models.denoisers import L, build
@@ -18,7 +18,9 @@ SIZES = [(1, 64, 64), (4, 32, 48)]
 
 
 def batch(size: tuple[int, int, int], count: int, whole: int | None = None) -> dict[str, object]:
-    numbers = {name: torch.full((count,), float(n)) for name, n in zip(("num_frames", "height", "width"), size, strict=True)}
+    numbers = {
+        name: torch.full((count,), float(n)) for name, n in zip(("num_frames", "height", "width"), size, strict=True)
+    }
     return {"whole": whole or count, "path": ["a.mp4"] * count, **numbers}
 
 
@@ -26,7 +28,9 @@ def latent(size: tuple[int, int, int], count: int) -> torch.Tensor:
     return torch.zeros(count, 4, size[0], size[1] // 8, size[2] // 8)
 
 
-def take(meter: Meter, number: int, size: tuple[int, int, int], count: int, loss: float, norm: float = 1.0, whole=None) -> None:
+def take(
+    meter: Meter, number: int, size: tuple[int, int, int], count: int, loss: float, norm: float = 1.0, whole=None
+) -> None:
     cond = {"y": torch.zeros(count, 1, L, 16)}
     meter.add(batch(size, count, whole), latent(size, count), cond, torch.tensor(loss))
     meter.step(number, torch.tensor(norm))
@@ -102,17 +106,16 @@ def test_the_table_of_an_epoch():
 
 
 def test_mfu_needs_a_peak():
-    model = build("STDiT")
-    assert "--peak-tflops" in build_meter(ALONE, model, None, torch.bfloat16).describe()
-    given = build_meter(ALONE, model, None, torch.bfloat16, peak_tflops=12.5)
-    assert given.describe() == "MFU is of 12.5 TFLOP/s for each device (peak_tflops)"
+    assert "--peak-tflops" in describe_peak(device_peak(ALONE.device, torch.bfloat16))
+    given = device_peak(ALONE.device, torch.bfloat16, 12.5)
+    assert describe_peak(given) == "MFU is of 12.5 TFLOP/s for each device (peak_tflops)"
 
 
 def test_the_buckets_of_a_dataset():
     class OfBuckets:
         buckets = Buckets({"144p": {1: (1.0, 4), 8: (0.0, None)}})
 
-    meter = build_meter(ALONE, build("STDiT"), OfBuckets(), torch.float32)
+    meter = build_meter(ALONE, build("STDiT"), OfBuckets(), None)
     assert {size[0] for size in meter.sizes} == {1}
 
 

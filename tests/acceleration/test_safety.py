@@ -26,7 +26,9 @@ def train(world: World, guard: FiniteGuard, *, steps: int, bad_rank: int = 0, en
     """A loop over a toy with a NaN sample in step 5 of one process; yields (step, weights, average, reading)."""
     torch.manual_seed(0)
     model = nn.Linear(3, 1)
-    engine_ = build_engine(engine, model, torch.optim.AdamW(model.parameters(), lr=0.1), world, dtype="fp32", grad_clip=1.0)
+    engine_ = build_engine(
+        engine, model, torch.optim.AdamW(model.parameters(), lr=0.1), world, dtype="fp32", grad_clip=1.0
+    )
     ema = EMA(model, 0.9)
     for step in range(1, steps + 1):
         x = torch.randn(2, 3, generator=torch.Generator().manual_seed(10 * step + world.rank))
@@ -38,7 +40,7 @@ def train(world: World, guard: FiniteGuard, *, steps: int, bad_rank: int = 0, en
         norm = engine_.step()
         ema.update(model, step, taken=guard.taken(norm))
         state = {**engine_.model_state(), **{f"opt/{k}": v for k, v in engine_.optimizer_state().items()}}
-        mean = loss.detach()
+        mean = loss.detach().clone()
         if world.size > 1:
             torch.distributed.all_reduce(mean)
         yield (
@@ -74,9 +76,9 @@ def check_two(rank: int, world_size: int, folder: Path) -> None:
     for policy, limit in (("stop", 10), ("skip", 0)):
         world = World(rank, world_size, torch.device("cpu"))
         guard = FiniteGuard(world, policy, limit)
+        run = train(world, guard, steps=7, bad_rank=1)
         with pytest.raises(UserError) as caught:
-            for _, _, _, seen in train(world, guard, steps=7, bad_rank=1):
-                guard.checked(seen)
+            all(guard.checked(seen) for _, _, _, seen in run)
         message = str(caught.value)
         assert "step 5 was not taken" in message
         assert "process 1 had 5-1-0.mp4, 5-1-1.mp4" in message  # in both processes, though only one has the files

@@ -1,5 +1,6 @@
 """Batches: the same for any number of workers and processes, resumable, with errors that arrive as they were."""
 
+import errno
 import multiprocessing
 import os
 import pickle
@@ -122,6 +123,60 @@ def test_a_killed_worker_is_named_with_what_it_was_reading():
     assert "process 0: a worker of the data loader was killed" in message
     assert "was reading sample 3 of epoch" in message
     assert "--num-workers" in message
+
+
+class DeadlyFile:
+    """The clips, of which reading one ends the worker; the rest of `VideoTextDataset`."""
+
+    def __init__(self, dataset: VideoTextDataset) -> None:
+        self.dataset, self.path_of = dataset, dataset.path_of
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, key: SampleKey):
+        if key.index == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.dataset[key]
+
+
+def test_a_killed_worker_is_named_with_the_file_it_was_reading(dataset):
+    loader = build_dataloader(DeadlyFile(dataset), 2, seed=1, stop=99, num_workers=1)
+    with pytest.raises(UserError, match="a worker of the data loader was killed") as caught:
+        list(loader)
+    assert f"was reading {dataset.path_of(1)}, sample 1 of epoch" in str(caught.value)
+    assert str(dataset.path_of(1)) in loader.reading()
+
+
+class Exhausted(Counting):
+    def __getitem__(self, key: SampleKey):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), "a.mp4")
+
+
+def test_too_many_open_files_come_with_advice():
+    with pytest.raises(UserError, match=r"ulimit -n 65536.*--num-workers"):
+        list(build_dataloader(Exhausted(), 2, seed=1, stop=9, num_workers=1))
+
+
+def test_the_limit_of_open_files_is_raised_as_far_as_it_may():
+    code = (
+        "import resource; from opensora.datasets.dataloader import _allow_open_files\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (256, 512)); _allow_open_files()\n"
+        "print(resource.getrlimit(resource.RLIMIT_NOFILE))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == "(512, 512)"
+
+
+def test_workers_touch_no_gpu(dataset, monkeypatch):
+    """They are forked, which a process that has used CUDA may do only if they never use it."""
+    monkeypatch.setattr(torch.cuda, "_lazy_init", _refuse)
+    monkeypatch.setattr(torch.cuda, "init", _refuse)
+    assert len(list(build_dataloader(dataset, 2, seed=1, stop=3, num_workers=2))) == 3
+
+
+def _refuse() -> None:
+    raise AssertionError("a worker begins to use CUDA")
 
 
 def test_reading_ahead_keeps_within_its_memory():

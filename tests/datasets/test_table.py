@@ -258,3 +258,13 @@ def test_bad_rows_are_counted_by_reason_up_to_a_share(folder, caplog):
 def test_urls_are_no_paths(folder):
     with pytest.raises(UserError, match=r"1 of 1 rows name a URL:.*\n.*\n.*Download the files first"):
         read_table(write(folder, "path,text\nhttps://example.com/0.mp4,a\n"))
+
+
+def test_flow_is_a_number_or_empty(folder):
+    table = read_table(write(folder, "path,text,flow\n0.mp4,a,5\n1.mp4,b,\n"))
+    assert table.scores(0) == {"flow": 5.0}
+    assert np.isnan(table.scores(1)["flow"])
+    assert table.without([0], "said so").scores(0).keys() == {"flow"}
+    assert read_table(write(folder, "path,text\n0.mp4,a\n")).scores(0) == {}
+    with pytest.raises(UserError, match=r"flow='-1' in row 2 is no score \(rows 2\); write a number from 0"):
+        read_table(write(folder, "path,text,flow\n0.mp4,a,0\n1.mp4,b,-1\n"))

@@ -6,6 +6,7 @@ import logging
 import pytest
 
 from opensora.datasets.bucket_config import FRAME_ALIASES
+from opensora.inference.build import inference_config
 from opensora.inference.sizes import (
     TrainedSize,
     VideoSize,
@@ -253,6 +254,11 @@ def test_the_other_way_round(tmp_path):
     )
     with pytest.raises(UserError, match="say the same; keep one"):
         parse_config(InferenceConfig, argv=[str(file), "--num-frames", "8", "--duration", "2"])
+
+
+def test_changes_from_python_do_the_same():
+    cfg = inference_config("configs/quickstart/inference.py", {"resolution": "96x96", "duration": 2.0})
+    assert (cfg.num_frames, cfg.duration, cfg.image_size, cfg.resolution) == (None, 2.0, None, "96x96")
 
 
 # ------------------------------------------------------------------------------------------------ trained sizes

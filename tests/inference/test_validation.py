@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from opensora.acceleration.distributed import World
 from opensora.acceleration.engine import build_engine
@@ -88,9 +89,7 @@ class Parts:
         if self.world.is_main:
             run.mkdir(exist_ok=True)
         self.log = RunLog(run if self.world.is_main else None)
-        self.validation = build_validation(
-            self.cfg, self.world, self.encode, self.scheduler, self.ema, run, self.log
-        )
+        self.validation = build_validation(self.cfg, self.world, self.encode, self.scheduler, self.ema, run, self.log)
 
     def metrics(self) -> list[dict]:
         return [json.loads(line) for line in (self.run / "metrics.jsonl").read_text().splitlines()]
@@ -120,7 +119,7 @@ def state_of(model: torch.nn.Module) -> dict[str, object]:
     }
     buffers = {name: (b.dtype, digest(b)) for name, b in model.named_buffers()}
     modes = {name: m.training for name, m in model.named_modules()}
-    rng = (torch.get_rng_state().tolist(), random.getstate(), pickle.dumps(np.random.get_state()))
+    rng = (torch.get_rng_state().tolist(), random.getstate(), pickle.dumps(np.random.get_state()))  # noqa: NPY002
     return {"tensors": tensors, "buffers": buffers, "modes": modes, "rng": rng, "grad": torch.is_grad_enabled()}
 
 
@@ -329,7 +328,11 @@ def sharded_step(weights: Path, tmp_path: Path, world: World, *, validated: bool
     engine.backward(loss)
     engine.step()
     run.log.close()
-    return {name: tensor.full_tensor() for name, tensor in engine.model_state().items()}
+    return {name: whole(tensor) for name, tensor in engine.model_state().items()}
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 @pytest.mark.multiprocess

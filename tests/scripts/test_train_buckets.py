@@ -125,6 +125,10 @@ def test_k_then_resume_then_k_is_2k_bit_for_bit(model, bucket_config, train_on, 
     assert_same_run(whole, rest)
     assert losses(whole)[7:] == losses(rest)
     assert all(0 < loss < 3 for loss in losses(whole))
+    entries = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    seen = {tuple(map(int, name.split("x"))) for entry in entries for name in entry["buckets"]}
+    assert seen == set(shapes)
+    assert all(bucket.keys() == {"loss", "samples", "s_per_batch"} for e in entries for bucket in e["buckets"].values())
 
 
 def test_resume_across_epochs_with_workers_and_accumulation(bucket_config, train_on):

@@ -162,7 +162,7 @@ def test_settings_that_the_demo_cannot_use(monkeypatch):
 
 
 def test_the_page_is_built_and_its_handlers_work(studio, wish):
-    pytest.importorskip("gradio", reason="pip install 'gradio>=4.40'")
+    pytest.importorskip("gradio", reason="pip install 'gradio>=6'")
     from tools.demo import page
 
     blocks = page.build_page(studio)
@@ -205,7 +205,7 @@ def test_one_generation_in_a_browser(tmp_path):
         wait_for(f"http://127.0.0.1:{port}/", server)
         with playwright.sync_playwright() as p:
             browser = p.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
-            click_through(browser.new_page(viewport={"width": 1280, "height": 1100}), port, tmp_path)
+            click_through(browser.new_page(viewport={"width": 1280, "height": 1240}), port, tmp_path)
             browser.close()
     finally:
         server.terminate()
@@ -230,6 +230,9 @@ def click_through(page, port: int, folder: Path) -> None:
     page.locator("#gallery").get_by_text("8 steps, guidance 1, seed 42").first.wait_for(timeout=30_000)
     if SHOWN:
         page.screenshot(path=SHOWN)
+    page.locator("#gallery button", has_text="seed 42").first.click()
+    page.get_by_text("Settings of the chosen sample").click()
+    page.locator("#settings", has_text="prompt_index").wait_for(timeout=30_000)
     page.locator("#prompt textarea").fill("")
     page.locator("#generate").click()
     page.locator("#status", has_text="The prompt is empty").wait_for(timeout=60_000)

@@ -1,9 +1,11 @@
-"""The average against fp64, and what it does with buffers and frozen weights."""
+"""The average against fp64, and what it does with buffers and frozen weights; sharded: tests/acceleration/test_fsdp2.py."""
 
+import pytest
 import torch
 from torch import nn
 
 from opensora.utils.ema import EMA
+from opensora.utils.errors import UserError
 
 
 def test_ten_thousand_bf16_steps_match_fp64():
@@ -56,3 +58,42 @@ def test_state_round_trip():
     a, b = EMA(nn.Linear(2, 2), 0.9), EMA(nn.Linear(2, 2), 0.9)
     b.load_state_dict(a.state_dict())
     torch.testing.assert_close(a.state_dict(), b.state_dict())
+
+
+def test_every_n_steps_decays_as_much_as_n_updates():
+    """Weights that stand still between updates are averaged alike, the warm-up of the decay included."""
+    model = nn.Linear(1, 1, bias=False)
+    each, every = EMA(model, 0.8), EMA(model, 0.8, every=4)
+    for step in range(1, 41):
+        if step % 4 == 1:
+            nn.init.constant_(model.weight, float(step))
+        each.update(model, step)
+        every.update(model, step)
+        if step % 4 == 0:
+            torch.testing.assert_close(every.state_dict()["weight"], each.state_dict()["weight"], rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("device", ["model", "cpu"])
+def test_applied_and_taken_back_bit_for_bit(device):
+    model = nn.BatchNorm1d(3).bfloat16()
+    ema = EMA(model, 0.9, device=device)
+    with torch.no_grad():
+        model.weight.normal_()
+    ema.update(model, 1)
+    trained = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with ema.applied_to(model):
+        assert torch.equal(model.weight, ema.state_dict()["weight"].bfloat16())
+        assert not torch.equal(model.weight, trained["weight"])
+    assert all(torch.equal(tensor, trained[name]) for name, tensor in model.state_dict().items())
+    with pytest.raises(KeyError), ema.applied_to(model):
+        raise KeyError
+    assert all(torch.equal(tensor, trained[name]) for name, tensor in model.state_dict().items())
+    assert model.weight.requires_grad
+
+
+def test_averages_of_another_model_are_refused():
+    ema = EMA(nn.Linear(2, 2), 0.9)
+    with pytest.raises(UserError, match="of another model: 1 names are only here or only there, such as bias"):
+        ema.load_state_dict({"weight": torch.zeros(2, 2)})
+    with pytest.raises(UserError, match=r"of another model: weight: the stored shape is \(3, 2\)"):
+        ema.load_state_dict({"weight": torch.zeros(3, 2), "bias": torch.zeros(2)})

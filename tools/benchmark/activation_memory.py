@@ -22,7 +22,7 @@ from opensora.acceleration.checkpointing import checkpoint_activations
 from opensora.registry import MODELS
 from opensora.utils.dtype import to_torch_dtype
 
-LEVELS: tuple[bool | int | str, ...] = ("none", 1, 2, "mlp", "selective", "every:4", "every:2", "block")
+LEVELS: tuple[int | str, ...] = ("none", 1, 2, "mlp", "selective", "every:4", "every:2", "block")
 
 
 def main() -> None:
@@ -41,7 +41,9 @@ def parse_args() -> argparse.Namespace:
     """Options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="STDiT-XL/2")
-    parser.add_argument("--levels", nargs="+", default=LEVELS, type=lambda text: int(text) if text.isdecimal() else text)
+    parser.add_argument(
+        "--levels", nargs="+", default=LEVELS, type=lambda text: int(text) if text.isdecimal() else text
+    )
     parser.add_argument("--latent", type=int, nargs=3, default=(16, 32, 32), metavar=("T", "H", "W"))
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--dtype", default="bf16", choices=("fp32", "bf16", "fp16"))
@@ -50,7 +52,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def measure(
-    name: str, level: bool | int | str, latent: Sequence[int], batch: int, dtype: str, *, depth: int | None = None
+    name: str, level: int | str, latent: Sequence[int], batch: int, dtype: str, *, depth: int | None = None
 ) -> int:
     """Bytes that the forward pass of a model leaves for its backward pass."""
     size = {} if depth is None else {"depth": depth}

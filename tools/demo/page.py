@@ -30,7 +30,9 @@ def build_page(studio: Studio) -> "gr.Blocks":
                     cancel = gr.Button("Cancel", variant="stop", elem_id="cancel")
             with gr.Column(scale=3):
                 status = gr.HTML(_status("Ready."), elem_id="status")
-                preview = gr.Image(label="Preview while it is made", interactive=False, height=190, elem_id="preview")
+                preview = gr.Image(
+                    label="Preview while it is made", interactive=False, height=190, buttons=[], elem_id="preview"
+                )
                 video = gr.Video(label="Sample", autoplay=True, loop=True, interactive=False, elem_id="sample")
                 picture = gr.Image(label="Sample", visible=False, interactive=False, elem_id="picture")
         gr.Markdown("### Made so far\nClick one to see its settings.")
@@ -107,7 +109,7 @@ def _shown(studio: Studio, update: Update) -> tuple[Any, ...]:
     still = update.sample.path.suffix == ".png"
     video = gr.update(value=None if still else path, visible=not still)
     picture = gr.update(value=path if still else None, visible=still)
-    text = f"Done in {update.seconds:.1f} s: {update.sample.path}"
+    text = f"Done in {update.seconds:.1f} s: {update.sample.path.name}"
     return _status(text, 1.0), gr.skip(), video, picture, _gallery(studio)
 
 

@@ -126,15 +126,15 @@ def _text(settings: dict[str, Any]) -> str:
 def _side(source: Path, args: argparse.Namespace, extractor: Extractor, sampling: Sampling) -> Gaussian:
     """The Gaussian of a folder or table, or of a file of statistics."""
     if source.suffix == ".safetensors":
-        return load_statistics(source, common_settings(extractor, sampling))
+        return load_statistics(source, side_settings(extractor, sampling))
     clips = read_clips(source, sampling, args.root, args.num_samples)
     features, count = features_of(clips, extractor, args.batch_size, args.device)
     print(f"{source}: {count} clips, {len(features)} features of {features.shape[1]} numbers")
     return fit(features)
 
 
-def common_settings(extractor: Extractor, sampling: Sampling) -> dict[str, Any]:
-    """What both sides must share."""
+def side_settings(extractor: Extractor, sampling: Sampling) -> dict[str, Any]:
+    """What the features of one side depend on, besides the clips."""
     return {"extractor": extractor.name, "extractor_hash": extractor.fingerprint, **sampling._asdict()}
 
 
@@ -145,6 +145,11 @@ def read_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--fake", type=Path, required=True, help="folder or table of samples")
     parser.add_argument("--root", type=Path, help="folder that a table's paths are relative to; default: its own")
     parser.add_argument("--num-samples", type=int, help="clips of each side; default: all")
+    parser.add_argument(
+        "--real-frame-interval",
+        type=int,
+        help="every n-th frame of the real clips, where they have more frames a second than the samples",
+    )
     parser.add_argument("--save-statistics", type=Path, help="keep the real side as FILE.safetensors")
     parser.add_argument("--out", type=Path, help="write score and settings to this JSON file")
     add_arguments(parser)
@@ -157,15 +162,17 @@ def main() -> None:
     args = read_arguments()
     extractor = build_extractor(args)
     sampling = sampling_of(args, extractor)
-    real, fake = (_side(source, args, extractor, sampling) for source in (args.real, args.fake))
-    settings = common_settings(extractor, sampling)
+    real_sampling = sampling._replace(frame_interval=args.real_frame_interval or sampling.frame_interval)
+    real = _side(args.real, args, extractor, real_sampling)
+    fake = _side(args.fake, args, extractor, sampling)
     if args.save_statistics is not None:
-        save_statistics(args.save_statistics, real, settings)
+        save_statistics(args.save_statistics, real, side_settings(extractor, real_sampling))
     distance = frechet_distance(real, fake)
     print(
         f"Frechet distance ({extractor.name}): {distance:.4f}, {real.samples} real and {fake.samples} generated features"
     )
     if args.out is not None:
+        settings = side_settings(extractor, sampling) | {"real_frame_interval": real_sampling.frame_interval}
         sides = {"real": args.real, "fake": args.fake, "real_count": real.samples, "fake_count": fake.samples}
         write_record(args.out, score_record("frechet", {"frechet_distance": distance}, settings | sides))
 

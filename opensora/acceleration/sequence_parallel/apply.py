@@ -52,6 +52,8 @@ def parallelise(model: nn.Module, group: dist.ProcessGroup | None, *, method: Me
         UserError: see `check_sequence_parallel`.
     """
     size = 1 if group is None else dist.get_world_size(group)
+    if size == 1 and not hasattr(model, "spread"):
+        return  # it is in one process, and cannot be otherwise
     check_sequence_parallel(model, size, method=method)
     ranks = None if group is None or size == 1 else Ranks.of(group)
     cast(Spreadable, model).spread = ranks

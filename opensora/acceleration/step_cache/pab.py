@@ -54,7 +54,7 @@ PRESETS: dict[str, PABOptions] = {
 
 class _Kept(NamedTuple):
     output: Tensor
-    index: int  # step that computed it
+    step: int  # that computed it
 
 
 class _Layer:
@@ -73,7 +73,7 @@ class _Layer:
         kept, since = self.kept.get(call), self.cache.computed_at(self.kind, self.block, index)
         # `since` is older than what is kept where a size changed and came back, or a call was left out of a step
         reused = (
-            since < index and kept is not None and kept.index >= since and like(kept.output, tokens_of(args, kwargs))
+            since < index and kept is not None and kept.step >= since and like(kept.output, tokens_of(args, kwargs))
         )
         self.cache._count(self.kind, reused=reused)
         if reused:

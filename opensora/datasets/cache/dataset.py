@@ -122,7 +122,7 @@ class CachedVideoTextDataset:
         moments = moments[:, start : start + clips.needed : clips.frame_interval].float().clone()
         fps = IMAGE_FPS if is_image(path) else record["fps"] / clips.frame_interval
         size = (moments.shape[1], *self.image_size)
-        return {"moments": moments, **describe(row, path, choice.caption, size, fps)}
+        return {"moments": moments, **describe(row, path, choice.caption, size, fps, self.table.scores(row))}
 
     def _count(self, row: int) -> int:
         return self._small(row)["num_frames"]
@@ -141,7 +141,7 @@ class CachedVideoTextDataset:
         record = self.records.read(sample_key(self.table.name(row), self.occurrence[row], epoch % self.epochs))
         self._refuse_changed(row, record["source"], path)
         choice = self.clips.choose(epoch, row, int(self.table.num_frames[row]) or record["num_frames"])
-        described = describe(row, path, choice.caption, record["size"], record["fps"])
+        described = describe(row, path, choice.caption, record["size"], record["fps"], self.table.scores(row))
         return {"moments": record["moments"].float().clone(), **described}
 
     def _count_epochs(self) -> int:

@@ -18,6 +18,7 @@ import torch
 from einops import rearrange, repeat
 from torch import Tensor, nn
 
+from opensora.models.denoiser import NUMBERS
 from opensora.models.layers.init import init_zero
 from opensora.models.layers.mlp import linear_flops
 from opensora.models.loading import load_weights
@@ -93,6 +94,7 @@ class NOVA(nn.Module):
         self.class_dropout_prob = class_dropout_prob
         self.text_embed = TextEmbed(caption_channels, width)
         self.motion_embed = MotionEmbed(width) if motion else None
+        self.numbers = (*NUMBERS, "flow") if motion else NUMBERS
         self.video_pos_embed = VideoPosEmbed(width, None if base_size is None else base_size[0])
         self.mask_embed = MaskEmbed(width)
         self.video_encoder = VisionTransformer(video_depth, width, num_heads, 2 * patch_size, in_channels)

@@ -22,6 +22,7 @@ class HFTextEncoder(PretrainedTextEncoder):
         clean: What is done to captions: "none", "basic" or "legacy", see docs/text.md.
         padding: "max_length", or "longest": compute only up to the longest caption of a batch; y is zero behind it.
         between_uses: "keep" the weights on the device, hold them on the "cpu", or "unload" them.
+        tokenizer: Folder or hub id of the tokenizer, where it is not with the weights, as in NOVA's pipelines.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class HFTextEncoder(PretrainedTextEncoder):
         clean: Clean = "none",
         padding: Padding = "max_length",
         between_uses: BetweenUses = "keep",
+        tokenizer: str | None = None,
     ) -> None:
         super().__init__(
             AutoModel,
@@ -45,4 +47,5 @@ class HFTextEncoder(PretrainedTextEncoder):
             clean=clean,
             padding=padding,
             between_uses=between_uses,
+            tokenizer=tokenizer,
         )

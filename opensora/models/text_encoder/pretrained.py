@@ -46,6 +46,7 @@ class PretrainedTextEncoder(nn.Module):
         clean: What is done to captions: "none", "basic" or "legacy", see `cleaning`.
         padding: "max_length": the transformer sees padding up to model_max_length; "longest": only up to the longest caption of
             a batch, and y is zero behind it. Real tokens differ by rounding at most.
+        tokenizer: Folder or hub id of the tokenizer, where it is not with the weights.
         between_uses: Where the weights are when nothing is encoded: "keep" on the device; on the "cpu"; or "unload", which
             frees them and reads them again for the next call.
     """
@@ -62,6 +63,7 @@ class PretrainedTextEncoder(nn.Module):
         clean: Clean = "none",
         padding: Padding = "max_length",
         between_uses: BetweenUses = "keep",
+        tokenizer: str | None = None,
     ) -> None:
         super().__init__()
         self.clean_name, self.clean = clean, cleaner(clean)
@@ -77,7 +79,12 @@ class PretrainedTextEncoder(nn.Module):
         self._device = torch.device("cpu")
         self._hub = {"cache_dir": cache_dir, "local_files_only": local_files_only}
         self._name = resolve_pretrained(
-            from_pretrained, what="text encoder", any_of=[("config.json",), WEIGHTS, VOCABULARY]
+            from_pretrained,
+            what="text encoder",
+            any_of=[("config.json",), WEIGHTS, *([VOCABULARY] if tokenizer is None else [])],
+        )
+        self._tokenizer_name = (
+            self._name if tokenizer is None else resolve_pretrained(tokenizer, what="tokenizer", any_of=[VOCABULARY])
         )
         try:
             self.tokenizer: Any = self._load_tokenizer()
@@ -155,7 +162,10 @@ class PretrainedTextEncoder(nn.Module):
         digest = hashlib.blake2b(digest_size=16)
         settings = (type(self).__name__, self.model_max_length, self.clean_name, str(self.dtype))
         digest.update(json.dumps([settings, _without_paths(folder / "config.json")], sort_keys=True).encode())
-        for path in sorted({p for pattern in (*WEIGHTS, *VOCABULARY) for p in folder.glob(pattern)}):
+        files = {p for pattern in (*WEIGHTS, *VOCABULARY) for p in folder.glob(pattern)}
+        if self._tokenizer_name != self._name:
+            files |= {p for pattern in VOCABULARY for p in Path(self._tokenizer_name).glob(pattern)}
+        for path in sorted(files):
             digest.update(path.name.encode() + _sample(path))
         return digest.hexdigest()
 
@@ -175,7 +185,10 @@ class PretrainedTextEncoder(nn.Module):
                 self.model.to("cpu")
 
     def _load_tokenizer(self) -> Any:
-        return AutoTokenizer.from_pretrained(self._name, **self._hub)
+        tokenizer = AutoTokenizer.from_pretrained(self._tokenizer_name, **self._hub)
+        if tokenizer.pad_token is None:  # of language models; masked, so that any token does
+            tokenizer.pad_token = tokenizer.eos_token
+        return tokenizer
 
     def _load(self) -> Any:
         try:

@@ -18,7 +18,6 @@ from tools.eval.clips import Sampling, read_clips, resized
 from tools.eval.extractors import build_extractor
 from tools.eval.frechet import (
     Gaussian,
-    common_settings,
     features_of,
     fit,
     frechet_distance,
@@ -26,6 +25,7 @@ from tools.eval.frechet import (
     main,
     read_arguments,
     save_statistics,
+    side_settings,
 )
 from tools.eval.transnetv2 import TransNetV2Features
 
@@ -252,7 +252,27 @@ def test_the_command_prints_and_records(samples, tmp_path, monkeypatch, capsys):
     assert "other settings" in capsys.readouterr().err
 
 
-def test_what_both_sides_share_names_all_that_changes_a_score():
+def test_real_clips_may_have_more_frames_a_second(samples, tmp_path, monkeypatch):
+    slow = tmp_path / "slow"
+    for clip in read_clips(samples, Sampling(2, 3, resize="none")):
+        save_sample(clip.video, slow / clip.path.stem, 8, crf="0")
+    out = tmp_path / "score.json"
+    command = ["frechet", "--real", str(samples), "--fake", str(slow), "--extractor", "layout", "--num-frames", "2"]
+
+    def measured(*options: str) -> dict:
+        monkeypatch.setattr(sys, "argv", [*command, "--device", "cpu", "--out", str(out), *options])
+        with pytest.warns(UserWarning, match="singular"):
+            main()
+        return json.loads(out.read_text())
+
+    other_frames = measured()["scores"]["frechet_distance"]
+    record = measured("--real-frame-interval", "3")
+    assert record["scores"]["frechet_distance"] < 0.5 * other_frames  # the same frames, but for the encoder's rounding
+    assert record["settings"]["real_frame_interval"] == 3
+    assert record["settings"]["frame_interval"] == 1
+
+
+def test_the_settings_of_a_side_name_all_that_changes_its_features():
     extractor = build_extractor(arguments("--extractor", "layout"))
-    settings = common_settings(extractor, Sampling())
+    settings = side_settings(extractor, Sampling())
     assert set(settings) == {"extractor", "extractor_hash", "num_frames", "frame_interval", "size", "resize", "shape"}

@@ -1,0 +1,130 @@
+"""Training from records of latents with their captions: the caches that NOVA's guide builds, or any of the same fields.
+
+A record has `moments` (fp16 bytes of [2C, h, w] or [2C, T, h, w], mean and log variance), their `shape`, a long `caption`, a short
+`text`, and, of videos, `flow`, a score of how much moves. Such a folder is a table, a dataset and a cache at once.
+"""
+
+import hashlib
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from opensora.datasets.datasets import Item, describe
+from opensora.datasets.sampler import SampleKey
+from opensora.registry import DATASETS
+from opensora.utils.errors import UserError
+from opensora.utils.records import RecordReader
+from opensora.utils.seed import generator
+
+FIELDS = ("moments", "shape", "caption", "text")
+FIRST_SENTENCE = re.compile(r".*?[.!?](?=\s|$)", re.DOTALL)
+
+
+@DATASETS.register_module()
+class RecordVideoTextDataset:
+    """Samples of a folder that `RecordWriter` wrote with the features of NOVA's guide; all of one size.
+
+    A sample is that of `CachedVideoTextDataset`: `moments` [2C, T, h, w] float32, `text`, numbers, and `flow` where records have
+    it.
+
+    Args:
+        data_path: The folder.
+        short_text_prob: How often a sample has its short text; of records without one, the caption's first sentence.
+        fps: Of all videos, which records do not say; 12 is NOVA's.
+        stride: Frames and pixels (time, height, width) of a latent cell: what sizes in pixels are told from.
+        seed: With epoch and number, it decides which of the two texts.
+        vae_fingerprint: Of the VAE in use; compared where the records' settings have `vae`.
+
+    Raises:
+        UserError: the folder has other fields, another VAE's latents, or records of several sizes.
+    """
+
+    def __init__(
+        self,
+        data_path: str,
+        short_text_prob: float = 0.5,
+        fps: float = 12.0,
+        stride: tuple[int, int, int] = (4, 8, 8),
+        seed: int = 42,
+        vae_fingerprint: str | None = None,
+    ) -> None:
+        if not 0 <= short_text_prob <= 1:
+            raise UserError(f"dataset.short_text_prob={short_text_prob} is not in [0, 1].")
+        self.records = RecordReader(data_path)
+        if missing := [name for name in FIELDS if name not in self.records.features]:
+            raise UserError(
+                f"{data_path}: records without {', '.join(missing)}; a RecordVideoTextDataset needs {', '.join(FIELDS)}. They have "
+                f"{', '.join(self.records.features)}."
+            )
+        made_by = self.records.settings.get("vae")
+        if None not in (made_by, vae_fingerprint) and made_by != vae_fingerprint:
+            raise UserError(f"{data_path} holds latents of another VAE ({made_by}, not {vae_fingerprint}).")
+        if not len(self.records):
+            raise UserError(f"{data_path} holds no records.")
+        self.path, self.short_text_prob, self.fps, self.stride, self.seed = (
+            Path(data_path),
+            short_text_prob,
+            fps,
+            stride,
+            seed,
+        )
+        self.shape = self._one_shape()
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __getitem__(self, key: SampleKey) -> Item:
+        record = self.records[key.index]
+        T, h, w = self.shape[1:]
+        size = ((T - 1) * self.stride[0] + 1, h * self.stride[1], w * self.stride[2])
+        scores = {"flow": float(record["flow"])} if "flow" in record else {}
+        caption = self._text(record, key)
+        where = self.path / f"record-{key.index}"
+        return {"moments": moments_of(record), **describe(key.index, where, caption, size, self.fps, scores)}
+
+    def fingerprint(self) -> str:
+        """A hash of what decides the samples: the records' checksums are in the names of their files."""
+        names = sorted(path.name for path in self.path.glob("*.safetensors"))
+        settings = (self.short_text_prob, self.fps, self.stride, self.seed, len(self))
+        return hashlib.blake2b(repr((type(self).__name__, names, settings)).encode(), digest_size=16).hexdigest()
+
+    def _text(self, record: dict[str, Any], key: SampleKey) -> str:
+        rng = generator(self.seed, "text", key.epoch, key.index)
+        if float(torch.rand(1, generator=rng)) >= self.short_text_prob:
+            return record["caption"]
+        return record["text"] or first_sentence(record["caption"])
+
+    def _one_shape(self) -> tuple[int, ...]:
+        shapes = {_with_time(self.records[i]["shape"]) for i in range(len(self))}
+        if len(shapes) > 1:
+            shown = " and ".join("x".join(map(str, shape)) for shape in sorted(shapes)[:2])
+            raise UserError(f"{self.path}: records of {len(shapes)} sizes, such as {shown}; write one folder for each.")
+        return shapes.pop()
+
+
+def first_sentence(caption: str) -> str:
+    """Up to the first `.`, `!` or `?` that ends a word; all of it, if there is none."""
+    found = FIRST_SENTENCE.match(caption)
+    return found.group().strip() if found else caption
+
+
+def moments_of(record: dict[str, Any]) -> Tensor:
+    """`[2C, T, h, w]` float32 of a record's fp16 bytes, or of its tensor."""
+    shape = _with_time(record["shape"])
+    value = record["moments"]
+    if isinstance(value, bytes):
+        value = torch.from_numpy(np.frombuffer(value, np.float16).copy())
+    if value.numel() != np.prod(shape):
+        raise UserError(
+            f"a record's moments are {value.numel()} numbers of fp16, but its shape is {'x'.join(map(str, shape))}."
+        )
+    return value.reshape(shape).float()
+
+
+def _with_time(shape: Any) -> tuple[int, ...]:
+    shape = tuple(int(n) for n in shape)
+    return (shape[0], 1, *shape[1:]) if len(shape) == 3 else shape

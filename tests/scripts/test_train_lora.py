@@ -1,0 +1,86 @@
+"""scripts/train.py with lora: resume, small checkpoints, export, merge, and the merged model is the adapted one."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from opensora.registry import MODELS
+from opensora.utils.ckpt import complete_checkpoints, open_checkpoint, read_weights
+from opensora.utils.errors import UserError
+from opensora.utils.lora import load_lora
+from tests.scripts.test_train import assert_same_run, losses
+from tools.lora import export, merge
+
+pytest.importorskip("peft", reason="needs peft: pip install 'opensora[lora]'")
+SIZES = {"caption_channels": 16, "model_max_length": 12}
+LORA = ("--lora.rank=4", "--lora.target_modules=all-linear", "--lora.dropout=0.2")
+
+
+@pytest.fixture
+def base(tmp_path):
+    """Weights to adapt, none of them zero."""
+    torch.manual_seed(0)
+    model = MODELS.build({"type": "STDiT-XXS/2", **SIZES})
+    state = {name: torch.randn_like(tensor) * 0.1 for name, tensor in model.state_dict().items()}
+    save_file(state, tmp_path / "base.safetensors")
+    return tmp_path / "base.safetensors"
+
+
+def test_a_lora_from_training_to_plain_weights(train, base, tmp_path):
+    options = (*LORA, f"--ckpt-path={base}", "--ckpt-every=2")
+    whole = train(*options, "--max-steps=4", name="whole")
+    train(*options, "--max-steps=2", name="half")
+    rest = train(*options, "--max-steps=4", f"--load={complete_checkpoints(tmp_path / 'half')[-1]}", name="rest")
+    assert_same_run(whole, rest)  # dropout too
+    assert losses(whole)[2:] == losses(rest)
+
+    checkpoint = complete_checkpoints(whole)[-1]
+    saved = open_checkpoint(checkpoint).tensors("model")
+    assert all("lora_" in name for name in saved)
+    size = sum(file.stat().st_size for file in (checkpoint / "model").iterdir())
+    assert size < base.stat().st_size / 2
+
+    merge(checkpoint, tmp_path / "merged.safetensors", dtype="fp32")
+    adapter = export(checkpoint, tmp_path / "adapter")
+    model = MODELS.build({"type": "STDiT-XXS/2", **SIZES, "from_pretrained": str(base)})
+    assert load_lora(model, adapter) == 18
+    merged = load_file(tmp_path / "merged.safetensors")
+    assert all(torch.equal(tensor, merged[name]) for name, tensor in model.state_dict().items())
+    before = read_weights(base)
+    changed = {name for name, tensor in merged.items() if not torch.equal(tensor, before[name])}
+    assert len(changed) == 18
+    MODELS.build({"type": "STDiT-XXS/2", **SIZES, "from_pretrained": str(tmp_path / "merged.safetensors")})
+    with pytest.raises(UserError, match="looks like a LoRA"):
+        MODELS.build({"type": "STDiT-XXS/2", **SIZES, "from_pretrained": str(checkpoint)})
+    merge(
+        adapter,
+        tmp_path / "zero.safetensors",
+        base=str(base),
+        config=checkpoint.parent / "config.json",
+        scale=0.0,
+        dtype="fp32",
+    )
+    assert all(torch.equal(tensor, before[name]) for name, tensor in load_file(tmp_path / "zero.safetensors").items())
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+@pytest.mark.parametrize("plugin", ["ddp", "fsdp2"])
+def test_two_processes_train_the_adapters_of_one(train, torchrun, base, plugin):
+    options = ("--lora.rank=4", f"--ckpt-path={base}")
+    one = train(*options, "--batch-size=4", name="one")
+    two = torchrun(*options, "--batch-size=2", f"--plugin={plugin}", name="two")
+    torch.testing.assert_close(losses(one), losses(two), atol=1e-6, rtol=1e-5)
+    parts = [open_checkpoint(complete_checkpoints(run)[-1]).tensors("ema") for run in (one, two)]
+    torch.testing.assert_close(*parts, atol=2e-5, rtol=1e-4)
+
+
+def test_settings_without_effect(train, capsys):
+    for options, words in (
+        (("--lora.rank=4", "--model.freeze=text"), "model.freeze has no effect with lora"),
+        (("--lora.rang=4",), "Did you mean 'rank'"),
+        (("--lora.dropout=0.1", "--compile=True"), "which compile=True cannot"),
+    ):
+        with pytest.raises(SystemExit):
+            train(*options)
+        assert words in capsys.readouterr().err

@@ -1,0 +1,157 @@
+"""NOVA's training guide from end to end at toy size: cache, config, training, resume; each snippet with its import changed."""
+
+import json
+import os
+import shutil
+import sys
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from opensora.datasets.cache.records_dataset import RecordVideoTextDataset, first_sentence
+from opensora.datasets.sampler import SampleKey
+from opensora.utils.errors import UserError
+from opensora.utils.records import RecordWriter
+from tests.models.nova.test_nova import build
+
+SIZES = {"width": 32, "num_heads": 1, "video_depth": 2, "image_depth": 4, "head_depth": 2, "caption_channels": 16,
+         "model_max_length": 256}  # fmt: skip
+FLUSH = ("--num-workers=0", "--device=cpu", "--dtype=fp32", "--text-encoder.model_max_length=12", "--warmup-steps=0")
+
+
+def cache_pictures(vae_folder, folder, count=4):
+    """The guide's section 1, for pictures; on a CPU, and in fp32 where its VAE computes in fp16."""
+    from diffusers import AutoencoderKL
+
+    import opensora.utils.records as codewithgpu
+
+    device, dtype = torch.device("cpu"), torch.float32
+    vae = AutoencoderKL.from_pretrained(vae_folder)
+    vae = vae.to(device=device, dtype=dtype).eval()
+
+    features = {"moments": "bytes", "caption": "string", "text": "string", "shape": ["int64"]}
+    _, writer = os.makedirs(folder), codewithgpu.RecordWriter(folder, features)  # noqa: PTH103
+    for i in range(count):
+        img = PIL.Image.fromarray(np.random.default_rng(i).integers(0, 255, (64, 96, 3), np.uint8))
+        x = torch.as_tensor(np.array(img)[None, ...].transpose(0, 3, 1, 2)).to(device).to(dtype)
+        with torch.no_grad():
+            x = vae.encode(x.sub(127.5).div(127.5)).latent_dist.parameters.cpu().half().numpy()[0]
+        example = {"caption": "a grey rabbit. in the city", "text": "a rabbit"}
+        writer.write({"shape": x.shape, "moments": x.tobytes(), **example})
+    writer.close()
+
+
+def cache_videos(folder, count=4):
+    """Records with the fields of videos."""
+    features = {"moments": "bytes", "caption": "string", "text": "string", "shape": ["int64"], "flow": "float64"}
+    with RecordWriter(folder, features) as writer:
+        for i in range(count):
+            x = np.random.default_rng(i).normal(size=(8, 3, 8, 8)).astype(np.float16)
+            writer.write({"shape": x.shape, "moments": x.tobytes(), "caption": "a dog", "text": "", "flow": 5})
+
+
+@pytest.fixture
+def pipeline(tmp_path, toy_encoders, monkeypatch):
+    """A folder as the guide's weights are."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "nova"
+    shutil.copytree(toy_encoders["vae"], folder / "vae")
+    shutil.copytree(toy_encoders["text"], folder / "text_encoder")
+    (folder / "transformer").mkdir()
+    (folder / "transformer" / "config.json").write_text(json.dumps({"arch": ["vit_d2w32", "vit_d4w32", "mlp_d2w32"]}))
+    state = {name: tensor.contiguous() for name, tensor in build(**SIZES).state_dict().items()}
+    save_file(state, folder / "transformer" / "diffusion_pytorch_model.safetensors")
+    return folder
+
+
+@pytest.fixture
+def train(train_script, pipeline, monkeypatch):
+    """Write the guide's config with some keys, and run scripts/train.py with it; returns the run's folder."""
+
+    def run(kind, prefix, *options, steps=4, snapshot=2):
+        from opensora.utils.yacs_config import default_cfg
+
+        cfg = default_cfg()
+        cfg.PIPELINE.TYPE = f"nova_train_{kind}"
+        cfg.MODEL.WEIGHTS = str(pipeline)
+        cfg.SOLVER.MAX_STEPS, cfg.SOLVER.SNAPSHOT_EVERY, cfg.SOLVER.SNAPSHOT_PREFIX = steps, snapshot, prefix
+        cfg.SOLVER.EMA_EVERY, cfg.SOLVER.DISPLAY, cfg.SOLVER.BASE_LR = 2, 1, 1e-3
+        cfg.TRAIN.DATASET, cfg.TRAIN.BATCH_SIZE, cfg.TRAIN.DEVICE_EMA = f"./{kind}_dataset", 2, "cpu"
+        open(f"./{prefix}.yml", "w").write(str(cfg))  # noqa: PTH123, SIM115
+        monkeypatch.setattr(sys, "argv", ["train.py", "--cfg", f"./{prefix}.yml", *FLUSH, *options])
+        train_script.main()
+        return pipeline.parent / "outputs" / prefix
+
+    return run
+
+
+def losses(run):
+    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights(run, step, part="model"):
+    (folder,) = run.glob(f"*-global_step{step}")
+    return load_file(folder / part / f"{part}.safetensors")
+
+
+def test_pictures_are_trained_on_and_a_resume_changes_nothing(train, pipeline):
+    cache_pictures(pipeline / "vae", "./t2i_dataset")
+    whole = train("t2i", "whole")
+    assert len(losses(whole)) == 4
+    first = train("t2i", "first", "--max-steps=2")
+    (stop,) = first.glob("*-global_step2")
+    second = train("t2i", "second", f"--load={stop}")
+    assert losses(first) + losses(second) == losses(whole)
+    for part in ("model", "ema"):
+        expected = weights(whole, 4, part)
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(second, 4, part).items())
+    start = build(**SIZES, motion=False).state_dict()
+    assert not any(
+        torch.equal(start[name], tensor) for name, tensor in weights(whole, 4).items() if "qkv.weight" in name
+    )
+
+
+def test_videos_are_trained_on_with_their_motion(train):
+    cache_videos("./t2v_dataset")
+    run = train("t2v", "video", "--vae.type=VideoAutoencoderKL", steps=2)
+    assert all(np.isfinite(losses(run)))
+    # what was trained is in the published names
+    assert weights(run, 2).keys() == build(**SIZES).state_dict().keys()
+
+
+def test_records_are_samples(tmp_path):
+    cache_videos(tmp_path / "records")
+    dataset = RecordVideoTextDataset(str(tmp_path / "records"), fps=8)
+    item = dataset[SampleKey(0, 1)]
+    expected = np.random.default_rng(1).normal(size=(8, 3, 8, 8)).astype(np.float16)
+    assert torch.equal(item["moments"], torch.from_numpy(expected).float())
+    assert (float(item["flow"]), float(item["fps"]), float(item["num_frames"])) == (5, 8, 9)
+    assert (float(item["height"]), float(item["width"])) == (64, 64)
+    assert item["text"] == "a dog"
+
+
+def test_half_of_the_texts_are_the_short_ones(tmp_path, toy_encoders):
+    cache_pictures(toy_encoders["vae"], tmp_path / "records", count=1)
+    dataset = RecordVideoTextDataset(str(tmp_path / "records"))
+    texts = [dataset[SampleKey(epoch, 0)]["text"] for epoch in range(100)]
+    assert set(texts) == {"a rabbit", "a grey rabbit. in the city"}
+    assert 35 <= texts.count("a rabbit") <= 65
+    assert first_sentence("a lake. a boat.") == "a lake."
+    assert first_sentence("version 2.5 of it! yes") == "version 2.5 of it!"
+    assert first_sentence("no end") == "no end"
+
+
+def test_folders_that_are_no_such_records(tmp_path):
+    with RecordWriter(tmp_path / "other", {"path": "string"}) as writer:
+        writer.write({"path": "a"})
+    with pytest.raises(UserError, match=r"records without moments, shape, caption, text"):
+        RecordVideoTextDataset(str(tmp_path / "other"))
+    features = {"moments": "bytes", "caption": "string", "text": "string", "shape": ["int64"]}
+    with RecordWriter(tmp_path / "mixed", features) as writer:
+        for side in (4, 8):
+            writer.write({"moments": b"", "caption": "", "text": "", "shape": [8, side, side]})
+    with pytest.raises(UserError, match=r"records of 2 sizes, such as 8x1x4x4 and 8x1x8x8"):
+        RecordVideoTextDataset(str(tmp_path / "mixed"))

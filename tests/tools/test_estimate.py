@@ -1,0 +1,158 @@
+"""tools/estimate.py: the memory formula against what is saved and against measurements, steps and hours by hand."""
+
+import dataclasses
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from opensora.models.activations import activation_bytes, block_units
+from opensora.registry import MODELS
+from opensora.utils.config import TrainConfig, parse_config
+from opensora.utils.errors import UserError
+from opensora.utils.recompute import parse_recompute
+from tests.models.denoisers import FAMILIES, inputs
+from tools.estimate import PARTS, Machines, build, estimate, main, read_config, sizes_of, state_bytes
+
+GIB = 2**30
+ONE_NODE = Machines(gpus=8, per_node=8, peak_tflops=790, mfu=0.4)
+
+
+def saved_bytes(model: torch.nn.Module, cond: dict, *, short: bool) -> int:
+    """What autograd keeps between a forward and its backward pass, weights aside."""
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage  # held, so that no other storage gets its address
+        return tensor
+
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+        torch.autocast("cpu", torch.bfloat16, enabled=short),
+    ):
+        model(**cond).square().mean()
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+def toy(family: str, depth: int = 4):
+    sizes = {"depth": depth, "hidden_size": 144, "num_heads": 2, "caption_channels": 16, "model_max_length": 7}
+    return MODELS.build({**FAMILIES[family], **sizes}).train()
+
+
+@pytest.mark.parametrize("short", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_activations_are_those_that_autograd_saves(family, short):
+    model = toy(family)
+    cond = inputs(model, size=(4, 24, 24))
+    casts = 2 * sum(p.numel() for p in model.parameters() if p.ndim > 1) if short else 0
+    tokens = 2 * math.prod(model.grid((4, 24, 24)))
+    estimated = activation_bytes(model, tokens, 2 if short else 4, parse_recompute(False)) + casts
+    assert estimated == pytest.approx(saved_bytes(model, cond, short=short), rel=0.08)
+
+
+def test_recomputing_keeps_less_in_the_expected_order():
+    model = toy("STDiT", depth=6)
+    levels = ("block", "every:2", "mlp", "none")
+    small, *_, large = kept = [activation_bytes(model, 100, 2, parse_recompute(level)) for level in levels]
+    assert kept == sorted(kept)
+    units = block_units(model.blocks[0], 2)
+    assert large / small == pytest.approx(6 * units.whole / (6 + units.whole))
+    assert activation_bytes(model, 100, 2, parse_recompute("selective")) < large
+
+
+@pytest.fixture(scope="module")
+def stdit() -> TrainConfig:
+    """Open-Sora 1.0's training, as configs/ has it."""
+    return parse_config(TrainConfig, PARTS, ["configs/opensora/train/16x256x256.py", "--data-path=none.csv"])
+
+
+@pytest.mark.parametrize(
+    ("engine", "level", "measured"),
+    [("ddp", "block", 20.4), ("ddp", "every:2", 46.2), ("zero2", "block", 9.7), ("zero2", "every:2", 33.8)],
+)
+def test_measurements_of_stdit_xl_on_two_gpus(stdit, engine, level, measured):
+    # 2 H100s, batch 8, 4096 tokens, compiled blocks, bf16, no average: GiB. A prototype's, whose fsdp2 moved bf16 weights
+    built = build(stdit)
+    state = state_bytes(sizes_of(stdit, built.model), engine, ONE_NODE._replace(gpus=2), shard=2, short=True)
+    kept = activation_bytes(built.model, 8 * 4096, 2, parse_recompute(level), compiled=True)
+    assert (sum(state.values()) - state["average"] + kept) / GIB == pytest.approx(measured, rel=0.15)
+
+
+def test_nothing_is_stored(stdit):
+    built = build(stdit)
+    for part in (built.model, built.vae, built.text_encoder):
+        assert {p.device.type for p in part.parameters()} == {"meta"}
+    assert built.text_len == 120
+    assert sum(p.numel() for p in built.text_encoder.parameters()) == 4_762_310_656  # T5 v1.1 XXL's encoder
+
+
+def test_steps_and_hours_by_hand(stdit):
+    result = estimate(stdit, ONE_NODE, rows=400_000, levels=["block"])
+    (row,) = result["time"]
+    assert (row["tokens"], row["whole_batch"], row["steps_of_epoch"]) == (4096, 64, 6250)
+    assert row["steps"] == 6250 * 1000
+    flops = 3 * 64 * MODELS.build({"type": "STDiT-XS/2"}).flops((16, 32, 32), 120)
+    assert row["tflop_of_step"] > 10 * flops / 1e12  # XL against XS
+    seconds = row["tflop_of_step"] / (8 * 790 * 0.4)
+    assert row["s_of_step"] == pytest.approx(seconds)
+    assert row["hours"] == pytest.approx(seconds * row["steps"] / 3600)
+    assert result["legal_sp_sizes"] == [1, 2, 4, 8]
+
+
+def test_sharding_divides_what_it_says(stdit):
+    sizes = sizes_of(stdit, build(stdit).model)
+    two, eight = (state_bytes(sizes, "fsdp2 zero3", ONE_NODE, shard=n, short=False) for n in (2, 8))
+    assert two["optimizer"] == 4 * eight["optimizer"] == 4.0 * sizes.all
+    assert eight["gradients"] == 4 * sizes.all / 8
+    hybrid = state_bytes(sizes, "hybrid", ONE_NODE, shard=8, short=False)
+    assert hybrid["optimizer"] == sizes.all
+    assert hybrid["weights"] == 4 * sizes.all
+
+
+def test_a_lora_needs_little_beside_the_weights():
+    argv = ["configs/opensora/train/16x256x256.py", "--data-path=none.csv", "--lora.rank=16"]
+    cfg = parse_config(TrainConfig, PARTS, argv)
+    sizes = sizes_of(cfg, build(cfg).model)
+    D = 1152
+    # 28 blocks: two times qkv and proj; q, kv and proj of cross-attention
+    assert sizes.trained == 28 * 16 * (2 * (D + 3 * D + D + D) + (D + D) + (D + 2 * D) + (D + D))
+    state = state_bytes(sizes, "ddp", ONE_NODE, shard=8, short=True)
+    assert sum(state.values()) < 6.5 * sizes.all
+
+
+def test_rows_of_buckets_come_from_the_table():
+    cfg, table = read_config(Path("configs/quickstart/buckets.py"), [])
+    assert table == Path("assets/clips/clips.csv")
+    result = estimate(cfg, ONE_NODE._replace(gpus=2), table=table, levels=["none"])
+    rows = sum(row["rows"] for row in result["time"])
+    assert 0 < rows <= len(table.read_text().splitlines()) - 1
+    assert len({row["clip"] for row in result["memory_gib"]}) == 1
+
+
+def test_the_command_line(capsys, monkeypatch, tmp_path):
+    def run(*argv: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["estimate", "configs/opensora/train/16x256x256.py", *argv])
+        main()
+        return capsys.readouterr().out
+
+    result = json.loads(run("--gpus", "4", "--sp-size", "2", "--checkpoint", "block", "--json"))
+    assert result["assumed"]["sp_size"] == 2
+    assert result["time"][0]["whole_batch"] == 16
+    assert result["time"][0]["hours"] is None
+    text = run("--batches", "1", "2", "--checkpoint", "none")
+    assert "| ddp" in text
+    assert "assumed 40% of 790 TFLOP/s" in text
+    with pytest.raises(SystemExit):
+        run("--data-path", str(tmp_path / "nowhere.csv"))
+    assert "there is no such file" in capsys.readouterr().err
+
+
+def test_gpus_that_cannot_be_shared(stdit):
+    with pytest.raises(UserError, match="does not divide"):
+        estimate(dataclasses.replace(stdit, sp_size=3), ONE_NODE)

@@ -1,0 +1,183 @@
+"""tools/search_batch_size.py: the search by arithmetic, real steps at toy size, and the file it writes."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from opensora.acceleration.distributed import World
+from opensora.utils.config import TrainConfig, parse_config
+from opensora.utils.errors import UserError
+from tools.estimate import PARTS
+from tools.search_batch_size import (
+    Clip,
+    Limits,
+    Outcome,
+    Trainer,
+    clips_of,
+    largest,
+    main,
+    nearest,
+    peak_gib,
+    reset_peak,
+    search,
+    write_config,
+)
+
+CONFIG = Path("configs/quickstart/buckets.py").resolve()
+SMALL = ("--model.depth=2", "--model.hidden_size=48", "--model.num_heads=2", "--device=cpu")
+NO_LIMITS = Limits(None, None, 4)
+CPU = World(0, 1, torch.device("cpu"))
+
+
+@pytest.fixture
+def cfg() -> TrainConfig:
+    return parse_config(TrainConfig, PARTS, [str(CONFIG), *SMALL])
+
+
+class Model:
+    """Steps whose time and memory follow a law, and which counts how often it is asked."""
+
+    def __init__(self, fits: int, seconds: float = 0.1, offset: float = 0.0) -> None:
+        self.fits, self.seconds, self.offset, self.asked = fits, seconds, offset, []
+
+    def __call__(self, batch: int) -> Outcome:
+        self.asked.append(batch)
+        return Outcome(batch <= self.fits, self.offset + self.seconds * batch, float(batch))
+
+
+@pytest.mark.parametrize("fits", [0, 1, 2, 3, 7, 8, 13, 100])
+@pytest.mark.parametrize("most", [1, 8, 50])
+def test_the_largest_that_fits(fits, most):
+    model = Model(fits)
+    assert largest(model, most) == min(fits, most)
+    assert max(model.asked) <= most  # never tries more than is allowed
+    assert len(model.asked) <= 14
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"), [(1.0, 10), (1.04, 10), (1.06, 11), (0.01, 1), (9.0, 20), (0.149, 1), (0.151, 2)]
+)
+def test_the_step_nearest_in_time(seconds, expected):
+    assert nearest(Model(fits=20), seconds, 64) == expected
+
+
+def test_nothing_fits():
+    assert nearest(Model(fits=0), 1.0, 64) == 0
+
+
+def test_the_largest_shape_stands_for_its_bucket(cfg):
+    clips = clips_of(cfg)
+    assert {(c.resolution, c.num_frames): c.batch for c in clips} == {
+        ("96px", 4): 4, ("96px", 8): 2, ("96px", 16): 1, ("64px", 1): 8, ("64px", 4): 8, ("64px", 8): 4,
+    }  # fmt: skip
+    assert all(c.height % 16 == 0 and c.width % 16 == 0 for c in clips)
+
+
+class Law:
+    """Steps whose time is that of their tokens."""
+
+    limits = Limits(None, None, 512)
+
+    def __call__(self, clip: Clip, batch: int) -> Outcome:
+        return Outcome(True, clip.num_frames * clip.height * clip.width * batch / 1e5, 1.0)
+
+
+def test_even_steps_have_as_many_tokens_as_the_base_buckets(cfg):
+    results = search(cfg, Law(), base="64px:8", even=True)
+    base = next(clip for clip in results if clip.name == "64px:8")
+    assert results[base][0] == base.batch
+    for batch, outcome in results.values():
+        assert outcome.seconds == pytest.approx(Law()(base, base.batch).seconds, rel=0.51 / batch)
+    with pytest.raises(UserError, match=r"no such bucket.*96px:16"):
+        search(cfg, Law(), base="480p:51", even=True)
+
+
+def test_real_steps_and_out_of_memory(cfg, monkeypatch):
+    trainer = Trainer(cfg, CPU, NO_LIMITS, encoders=False)
+    clip = next(clip for clip in clips_of(cfg) if clip.name == "64px:4")
+    before = trainer.model.state_dict()["blocks.0.attn.qkv.weight"].clone()
+    outcome = trainer(clip, 2)
+    assert outcome.fits
+    assert 0 < outcome.seconds < 60
+    assert outcome.gib > 0.1
+    assert not torch.equal(before, trainer.model.state_dict()["blocks.0.attn.qkv.weight"])  # it trained
+    assert all(p.grad is None for p in trainer.model.parameters())
+    monkeypatch.setattr(trainer.engine, "backward", out_of_memory)
+    assert trainer(clip, 2) == Outcome(fits=False)
+    monkeypatch.undo()
+    assert trainer(clip, 1).fits  # it goes on
+    trainer.limits = Limits(gib=1e-3, seconds=None, batch=4)
+    assert not trainer(clip, 1).fits
+    trainer.limits = Limits(gib=None, seconds=1e-6, batch=4)
+    assert not trainer(clip, 1).fits
+
+
+def out_of_memory(loss) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def test_a_lora_and_checkpointing_are_as_in_training(cfg):
+    pytest.importorskip("peft", reason="needs peft: pip install 'opensora[lora]'")
+    argv = [str(CONFIG), *SMALL, "--lora.rank=2", "--grad-checkpoint=block"]
+    trainer = Trainer(parse_config(TrainConfig, PARTS, argv), CPU, NO_LIMITS, encoders=False)
+    assert trainer(clips_of(trainer.cfg)[-1], 1).fits
+    assert all("lora_" in name for name, p in trainer.model.named_parameters() if p.requires_grad)
+
+
+def test_memory_of_a_cpu_has_a_peak_that_begins_anew():
+    device = torch.device("cpu")
+    reset_peak(device)
+    before = peak_gib(device)
+    block = torch.ones(2**26)  # a quarter of a GiB
+    during = peak_gib(device)
+    del block
+    assert 0.2 < during - before < 0.4
+    reset_peak(device)
+    assert peak_gib(device) < during - 0.1
+
+
+def test_what_is_written_is_a_config(cfg, tmp_path):
+    found = {clip: (0 if clip.name == "96px:16" else 3, Outcome(True, 0.5, 1.0)) for clip in clips_of(cfg)}
+    out = write_config(tmp_path / "sub" / "out.py", CONFIG, cfg, found, CPU.device)
+    again = parse_config(TrainConfig, PARTS, [str(out)])
+    expected = {
+        "96px": {4: (0.5, 3), 8: (0.5, 3), 16: (0.0, None)},
+        "64px": {1: (1.0, 3), 4: (1.0, 3), 8: ((1.0, 0.5), 3)},
+    }
+    assert again.bucket_config == expected
+    assert again.lr == cfg.lr
+    assert "64px:4" in out.read_text()
+    nothing = {clip: (0, Outcome(fits=False)) for clip in found}
+    with pytest.raises(UserError, match="not even one sample"):
+        write_config(tmp_path / "none.py", CONFIG, cfg, nothing, CPU.device)
+
+
+def test_a_config_without_buckets(tmp_path):
+    source = Path("configs/quickstart/train.py").resolve()
+    cfg = parse_config(TrainConfig, PARTS, [str(source)])
+    (clip,) = clips_of(cfg)
+    assert clip == Clip("", 8, 96, 160, 8)
+    out = write_config(tmp_path / "out.py", source, cfg, {clip: (5, Outcome(True, 1.0, 1.0))}, CPU.device)
+    assert parse_config(TrainConfig, PARTS, [str(out)]).batch_size == 5
+
+
+def test_the_command_line(monkeypatch, tmp_path, capsys):
+    def run(*argv: str) -> None:
+        monkeypatch.setattr(sys, "argv", ["search", str(CONFIG), str(tmp_path / "out.py"), *SMALL, *argv])
+        main()
+
+    for argv, words in (
+        ((), "say what a step may take"),
+        (("--goal", "even"), "needs one of --base and --base-seconds"),
+        (("--base", "64px:4", "--memory-gib", "9"), "only it takes one"),
+    ):
+        with pytest.raises(SystemExit):
+            run(*argv)
+        assert words in capsys.readouterr().err
+    run("--memory-gib", "64", "--max-batch", "1")
+    assert parse_config(TrainConfig, PARTS, [str(tmp_path / "out.py")]).bucket_config["64px"][4] == (1.0, 1)
+    with pytest.raises(SystemExit):
+        run("--memory-gib", "64", "--max-batch", "1")
+    assert "there already" in capsys.readouterr().err

@@ -1,0 +1,124 @@
+"""NOVA's training guide: its snippets, with only the import changed, give our configs."""
+
+import json
+
+import pytest
+import torch
+
+from opensora.registry import DATASETS, MODELS, SCHEDULERS
+from opensora.utils.config import TrainConfig, parse_config
+from opensora.utils.errors import UserError
+from opensora.utils.yacs_config import architecture, default_cfg, read_yacs
+
+COMPONENTS = {"model": MODELS, "vae": MODELS, "text_encoder": MODELS, "scheduler": SCHEDULERS, "dataset": DATASETS}
+GUIDE = """
+from opensora.utils.yacs_config import cfg
+cfg.NUM_GPUS = 1
+cfg.PIPELINE.TYPE = "nova_train_t2i"
+cfg.MODEL.PRECISION = "bfloat16"
+cfg.MODEL.WEIGHTS = "/path/to/nova-d48w1024-sdxl1024"
+cfg.SOLVER.BASE_LR = 1e-4
+cfg.SOLVER.MAX_STEPS = 100
+cfg.SOLVER.EMA_EVERY = 100
+cfg.SOLVER.SNAPSHOT_EVERY = 100
+cfg.SOLVER.SNAPSHOT_PREFIX = "nova_d48w1024_1024px"
+cfg.TRAIN.DATASET = "./img_dataset"
+cfg.TRAIN.LOADER = "vae_train"
+cfg.TRAIN.BATCH_SIZE = 1
+cfg.TRAIN.CHECKPOINTING = 3  # 0,1,2,3
+cfg.TRAIN.MODEL_EMA = 0.98
+cfg.TRAIN.DEVICE_EMA = "cpu"  # "cpu", "cuda"
+open("./nova_d48w1024_1024px.yml", "w").write(str(cfg))
+"""
+"""Section 2 of the guide, the import changed."""
+ARCH = ["vit_d2w32", "vit_d4w32", "mlp_d2w32"]
+
+
+@pytest.fixture
+def guide(tmp_path, monkeypatch):
+    """The folder that the guide's names mean, with the files that its code writes."""
+    monkeypatch.chdir(tmp_path)
+    weights = tmp_path / "nova"
+    (weights / "transformer").mkdir(parents=True)
+    (weights / "transformer" / "config.json").write_text(json.dumps({"arch": ARCH}))
+    for kind, name in (("t2i", "nova_d48w1024_1024px"), ("t2v", "nova_d48w1024_480px")):
+        code = GUIDE.replace("t2i", kind).replace("nova_d48w1024_1024px", name)
+        code = code.replace("/path/to/nova-d48w1024-sdxl1024", str(weights))
+        exec(compile(code, "guide", "exec"), {})
+    return tmp_path
+
+
+def test_the_guides_configs_are_ours(guide):
+    image = parse_config(TrainConfig, {}, ["--cfg", "nova_d48w1024_1024px.yml"])
+    video = parse_config(TrainConfig, {}, ["nova_d48w1024_480px.yml", "--lr", "1e-5"])
+    assert (image.lr, video.lr) == (1e-4, 1e-5)
+    assert (image.dtype, image.batch_size, image.max_steps, image.ckpt_every) == ("bf16", 1, 100, 100)
+    assert image.ema_decay**100 == pytest.approx(0.98)
+    assert (image.ema_every, image.ema_device, image.grad_checkpoint) == (100, "cpu", 3)
+    assert image.dataset["type"] == "RecordVideoTextDataset"
+    assert image.data_path == "./img_dataset"
+    assert image.exp_name == "nova_d48w1024_1024px"
+    assert image.model == {
+        "type": "NOVA", "width": 32, "num_heads": 1, "video_depth": 2, "image_depth": 4, "head_depth": 2, "head_width": 32,
+        "motion": False, "trained": "image", "from_pretrained": str(guide / "nova" / "transformer"),
+    }  # fmt: skip
+    assert (video.model["motion"], video.model["trained"]) == (True, "all")
+    assert video.vae["type"] == "DiffusersVideoVAE"
+
+
+def test_the_text_is_sorted_yaml_with_every_key(guide):
+    text = (guide / "nova_d48w1024_1024px.yml").read_text()
+    assert text.splitlines()[:3] == ["GPU_ID: 0", "MODEL:", "  CONFIG: {}"]
+    assert read_yacs(guide / "nova_d48w1024_1024px.yml")["seed"] == 3
+
+
+def test_published_sizes():
+    found = architecture({"arch": ["vit_d16w1024", "vit_d32w1024", "mlp_d3w1280"], "rotary_pos_embed": True})
+    with torch.device("meta"):
+        ours, named = MODELS.build({"type": "NOVA", **found}), MODELS.build({"type": "NOVA-d48w1024-T2V"})
+    assert {n: p.shape for n, p in ours.named_parameters()} == {n: p.shape for n, p in named.named_parameters()}
+    assert ours.positions == "rotary"
+    with pytest.raises(UserError, match="expected three names"):
+        architecture({"arch": ["resnet"]})
+
+
+def test_keys_and_types_are_checked_where_they_are_set():
+    cfg = default_cfg()
+    with pytest.raises(AttributeError, match=r"SOLVER.BASELR is not a key of this config. Did you mean 'BASE_LR'"):
+        cfg.SOLVER.BASELR = 1
+    with pytest.raises(UserError, match=r"SOLVER.MAX_STEPS='100': expected int, not str"):
+        cfg.SOLVER.MAX_STEPS = "100"
+    with pytest.raises(UserError, match=r"SOLVER is a group of keys"):
+        cfg.SOLVER = {}
+    cfg.SOLVER.BASE_LR = 1  # an integer is a number too
+    assert cfg.SOLVER.BASE_LR == 1.0
+
+
+def test_what_there_is_not_is_told_at_once(tmp_path):
+    cfg = default_cfg()
+    cfg.merge({"PIPELINE": {"TYPE": "nova_train_c2i"}, "NUM_GPUS": 8, "SOLVER": {"LR_POLICY": "steps_with_decay", "MIN_LR": 1e-6},
+               "TRAIN": {"DATASET2": "more", "CHECKPOINTING": 4}})  # fmt: skip
+    (tmp_path / "all.yml").write_text(str(cfg))
+    with pytest.raises(UserError) as error:
+        read_yacs(tmp_path / "all.yml")
+    for part in ("nova_train_c2i", "NUM_GPUS=8", "steps_with_decay", "MIN_LR", "DATASET2", "CHECKPOINTING=4",
+                 "MODEL.WEIGHTS=''", "TRAIN.DATASET=''"):  # fmt: skip
+        assert part in str(error.value)
+    (tmp_path / "typo.yml").write_text("TRAINN: {}\n")
+    with pytest.raises(UserError, match=r"TRAINN is not a key of this config. Did you mean 'TRAIN'"):
+        read_yacs(tmp_path / "typo.yml")
+
+
+def test_a_deepspeed_file_chooses_engine_format_and_batch(guide):
+    deepspeed = {"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}, "zero_optimization": {"stage": 2},
+                 "gradient_accumulation_steps": 4, "gradient_clipping": 1.0}  # fmt: skip
+    (guide / "zero2_bf16.json").write_text(json.dumps(deepspeed))
+    command = ["--cfg", "nova_d48w1024_1024px.yml", "--deepspeed", "zero2_bf16.json"]
+    cfg = parse_config(TrainConfig, {}, command)
+    assert (cfg.plugin, cfg.fsdp_reshard, cfg.dtype) == ("fsdp2", "zero2", "bf16")
+    assert (cfg.batch_size, cfg.accumulation_steps, cfg.grad_clip) == (2, 4, 1.0)
+    (guide / "zero2_bf16.json").write_text(
+        json.dumps({**deepspeed, "optimizer": {"type": "Adam"}, "steps_per_print": 10})
+    )
+    with pytest.raises(UserError, match=r"nothing here answers to optimizer=.*; steps_per_print=10"):
+        parse_config(TrainConfig, {}, command)

@@ -1,0 +1,1 @@
+"""Numbers about clips, one tool each: `python -m tools.scoring.NAME TABLE` (docs/data-processing.md)."""

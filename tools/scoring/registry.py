@@ -1,0 +1,65 @@
+"""What a scorer is, and the scorers by name: the name of the module `tools.scoring.NAME` that registers it.
+
+The command line of a scorer and the chain (`tools.footage`) both go through here. A scorer is a dataclass whose fields are
+its settings: `SCORERS[name]` holds one with the defaults, `scorer(name, bs=4)` gives one with others. It loads weights at
+its first call of `score`, not before.
+"""
+
+import dataclasses
+import importlib
+import pkgutil
+from pathlib import Path
+from typing import Any, Protocol
+
+from opensora.registry import did_you_mean
+from opensora.utils.errors import UserError
+
+
+class Scorer(Protocol):
+    """Adds columns to a table of clips.
+
+    Attributes:
+        columns: the names of what it adds.
+        needs: columns of the table that `score` gets as keyword arguments beside the paths, such as ("text",).
+    """
+
+    columns: tuple[str, ...]
+    needs: tuple[str, ...]
+
+    def score(self, paths: list[Path], **needed: list[Any]) -> list[dict[str, Any]]:
+        """A dict with a value for each of `columns` for each file, in order; None where there is none.
+
+        A file that cannot be read gives None in all columns and the reason under "error"; it is never an exception.
+        """
+
+
+SCORERS: dict[str, Scorer] = {}
+"""Filled by importing the modules; `scorer` imports the one that is asked for."""
+
+
+def names() -> list[str]:
+    """The modules beside this one that may register a scorer."""
+    import tools.scoring
+
+    return sorted(module.name for module in pkgutil.iter_modules(tools.scoring.__path__) if module.name != "registry")
+
+
+def scorer(name: str, **settings: Any) -> Scorer:
+    """The scorer of a name, with settings of its own.
+
+    Raises:
+        UserError: there is none of this name, or it has no such setting.
+    """
+    if name not in SCORERS and name in names():
+        importlib.import_module(f"tools.scoring.{name}")
+    if name not in SCORERS:
+        raise UserError(f"{name!r} is no scorer.{did_you_mean(name, names())} Scorers: {', '.join(names())}.")
+    found: Any = SCORERS[name]
+    fields = [field.name for field in dataclasses.fields(found) if field.init]
+    if unknown := [key for key in settings if key not in fields]:
+        raise UserError(
+            f"scorer {name!r} has no setting {unknown[0]!r}.{did_you_mean(unknown[0], fields)} It has: "
+            f"{', '.join(fields) or 'none'}."
+        )
+    chosen: Scorer = dataclasses.replace(found, **settings)
+    return chosen
