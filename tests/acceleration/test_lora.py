@@ -1,6 +1,5 @@
 """LoRA of every denoiser: the first step is the base's, what is trained and saved, merge against peft's own output, resume."""
 
-
 import pytest
 import torch
 

@@ -170,8 +170,8 @@ class TestUserErrors:
         assert "'depth'" in self.fails(capsys, train, "--model.depht=2")
         assert "'--batch-size'" in self.fails(capsys, train, "--bach-size=2")
 
-    def test_plugins_of_other_versions(self, capsys, train):
-        assert "--plugin ddp" in self.fails(capsys, train, "--plugin=zero2")
+    def test_plugins_that_need_a_gpu(self, capsys, train):
+        assert "--plugin fsdp2" in self.fails(capsys, train, "--plugin=zero2", "--dtype=bf16")
 
     def test_run_folder_is_never_reused(self, capsys, train):
         run = train()

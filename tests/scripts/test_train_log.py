@@ -13,7 +13,9 @@ def entries(run: Path) -> list[dict]:
 
 
 def test_a_runs_figures_and_its_first_lines(train, capsys):
-    run = train("--peak-tflops=0.5", "--accumulation-steps=2", "--grad-checkpoint=mlp", "--max-steps=6", "--log-every=2")
+    run = train(
+        "--peak-tflops=0.5", "--accumulation-steps=2", "--grad-checkpoint=mlp", "--max-steps=6", "--log-every=2"
+    )
     text, last = (run / "log.txt").read_text(), entries(run)[-1]
     assert [entry["step"] for entry in entries(run)] == [2, 4, 6]
     assert {
@@ -40,7 +42,9 @@ def test_a_run_that_goes_on_in_its_folder_has_every_step_once(train):
 
 @pytest.mark.multiprocess
 def test_one_process_of_two_keeps_the_log(torchrun):
-    run = torchrun("--max-steps=3", "--ckpt-every=0", "--batch-size=2", "--activation-offload=True", "--grad-checkpoint=1")
+    run = torchrun(
+        "--max-steps=3", "--ckpt-every=0", "--batch-size=2", "--activation-offload=True", "--grad-checkpoint=1"
+    )
     assert [entry["step"] for entry in entries(run)] == [1, 2, 3]
     assert len(list((run / "tensorboard").iterdir())) == 1
     text = (run / "log.txt").read_text()

@@ -1,0 +1,1 @@
+"""More frames between those of a video: `python -m tools.frame_interpolation.interpolation` (docs/data-processing.md)."""
