@@ -31,6 +31,7 @@ from opensora.acceleration.loop import (
 )
 from opensora.acceleration.saving import open_run
 from opensora.acceleration.signals import StopSignals
+from opensora.acceleration.watchdog import Watchdog, patience
 from opensora.datasets.dataloader import batch_bytes, build_loader, build_sampler
 from opensora.datasets.datasets import VideoTextDataset
 from opensora.datasets.sampler import Place, SampleKey
@@ -58,17 +59,18 @@ SHEET_CLIPS = 6
 def main() -> None:
     """Build what the config names, then train."""
     cfg = parse_config(VAETrainConfig, COMPONENTS)
-    world = init_world(cfg.device)
+    limit_s = cfg.step_timeout_min * 60
+    world = init_world(cfg.device, timeout=patience(limit_s))
     if world.is_main:
         show_messages()
     try:
-        with StopSignals(world) as stop:
-            train(cfg, world, stop)
+        with StopSignals(world) as stop, Watchdog(limit_s, world) as watchdog:
+            train(cfg, world, stop, watchdog)
     finally:
         shutdown()
 
 
-def train(cfg: VAETrainConfig, world: World, stop: StopSignals) -> None:
+def train(cfg: VAETrainConfig, world: World, stop: StopSignals, watchdog: Watchdog) -> None:
     """The whole run of one process."""
     check_engine(cfg.plugin)
     model, pieces = build_vae(cfg, world.device)
@@ -98,7 +100,7 @@ def train(cfg: VAETrainConfig, world: World, stop: StopSignals) -> None:
     )
 
     run, saver = open_run(cfg, world, cfg.vae["type"])
-    log = RunLog(run if world.is_main else None, wandb=cfg.wandb, config=to_dict(cfg))
+    log = RunLog(run if world.is_main else None, start=state.step, wandb=cfg.wandb, config=to_dict(cfg))
     log.line(summary(cfg, model.vae, len(dataset), total_steps, world, run))
     log.start_progress(state.step, total_steps)
     speed, share = Throughput(cfg.batch_size * cfg.accumulation_steps * world.size), 1 / cfg.accumulation_steps
@@ -106,7 +108,8 @@ def train(cfg: VAETrainConfig, world: World, stop: StopSignals) -> None:
     # ------------------------------------------------------------------ the training itself
     model.train()
     window: list[dict[str, Tensor]] = []  # loss and its parts since the last line of the log
-    for micro_batches in stop.until(steps(loader, cfg.accumulation_steps)):
+    watched = watchdog.watch(steps(loader, cfg.accumulation_steps), run, loader.reading)
+    for micro_batches in stop.until(watched):
         set_lr(optimizer, lr := learning_rate(cfg, state.step, total_steps))
         adversary.set_lr(lr / cfg.lr)
         for i, (batch, ids) in enumerate(zip(micro_batches, places(micro_batches), strict=True)):
@@ -131,9 +134,11 @@ def train(cfg: VAETrainConfig, world: World, stop: StopSignals) -> None:
             log.metrics(state.step, **numbers, **speed(state.step))
             window.clear()
         if held_out is not None and (due(state.step, cfg.eval_every) or state.step == total_steps):
-            log.metrics(state.step, **held_out(averaged(cfg, ema, world.device), criterion.lpips, run, state.step))
+            with watchdog.slowly():
+                log.metrics(state.step, **held_out(averaged(cfg, ema, world.device), criterion.lpips, run, state.step))
         if due(state.step, cfg.ckpt_every) or last:
-            saver.save(state, checkpoint_parts(engine, ema) | adversary.state())
+            with watchdog.slowly():
+                saver.save(state, checkpoint_parts(engine, ema) | adversary.state())
     saver.wait()
     if world.is_main and not stop.stopping:
         log.line(export(cfg, averaged(cfg, ema, world.device), dataset, run / "vae"))

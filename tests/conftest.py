@@ -86,18 +86,20 @@ def spawn() -> Callable[..., None]:
     return spawn_gloo
 
 
-def spawn_gloo(fn: Callable[[int, int, Path], None], world_size: int, tmp_path: Path) -> None:
-    """Run `fn` on `world_size` gloo ranks; raise what a rank raises, or TimeoutError after 120 s."""
+def spawn_gloo(
+    fn: Callable[[int, int, Path], None], world_size: int, tmp_path: Path, timeout_s: float = SPAWN_TIMEOUT_S
+) -> None:
+    """Run `fn` on `world_size` gloo ranks; raise what a rank raises, or TimeoutError after `timeout_s`."""
     rendezvous = tmp_path / f"rendezvous-{time.monotonic_ns()}"
     context = torch.multiprocessing.spawn(
         _run_rank, args=(fn, world_size, tmp_path, rendezvous.as_uri()), nprocs=world_size, join=False
     )
-    deadline = time.monotonic() + SPAWN_TIMEOUT_S
+    deadline = time.monotonic() + timeout_s
     while not context.join(timeout=1):
         if time.monotonic() > deadline:
             for process in context.processes:
                 process.kill()
-            raise TimeoutError(f"{fn.__name__} on {world_size} processes took longer than {SPAWN_TIMEOUT_S} s")
+            raise TimeoutError(f"{fn.__name__} on {world_size} processes took longer than {timeout_s} s")
 
 
 def _run_rank(

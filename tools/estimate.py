@@ -34,6 +34,7 @@ from torch import nn
 from opensora.acceleration.lora import target_names
 from opensora.datasets.bucket import Buckets
 from opensora.models.activations import activation_bytes
+from opensora.models.denoiser import Denoiser
 from opensora.models.vae.opensora_v1_2 import picture_vae
 from opensora.registry import DATASETS, MODELS, SCHEDULERS, build_module
 from opensora.utils.config import TrainConfig, parse_config, read_file
@@ -99,6 +100,10 @@ def build(cfg: TrainConfig) -> Built:
             **({} if vae is None else {"in_channels": vae.out_channels}),
             **({} if width is None else {"caption_channels": width}),
             model_max_length=text_len,
+        )
+    if not isinstance(model, Denoiser):
+        raise UserError(
+            f"{cfg.model['type']}: the formula for memory is for denoisers with one stack of blocks of one width."
         )
     return Built(model, vae, text, text_len)
 

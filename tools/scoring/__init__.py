@@ -1,1 +1,1 @@
-"""Numbers about clips, one tool each: `python -m tools.scoring.NAME TABLE` (docs/data-processing.md)."""
+"""Numbers about clips, one module each: `python -m tools.scoring TABLE --scorers NAME,...` (docs/scoring.md)."""

@@ -7,9 +7,9 @@ its first call of `score`, not before.
 
 import dataclasses
 import importlib
-import pkgutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from opensora.registry import did_you_mean
 from opensora.utils.errors import UserError
@@ -33,15 +33,34 @@ class Scorer(Protocol):
         """
 
 
+@runtime_checkable
+class Comparing(Protocol):
+    """A scorer that says more once it has seen all files: which are alike, for example.
+
+    Attributes:
+        compared: the names of what it then adds.
+    """
+
+    compared: tuple[str, ...]
+
+    def compare(self, table: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
+        """A list for each of `compared`, from the lists of `path` and of the scorer's own `columns` for all rows."""
+
+
 SCORERS: dict[str, Scorer] = {}
 """Filled by importing the modules; `scorer` imports the one that is asked for."""
 
+MODULES = ("aesthetic", "black", "camera_motion", "duplicate", "flow", "matching", "ocr", "sharpness", "static")
+
 
 def names() -> list[str]:
-    """The modules beside this one that may register a scorer."""
-    import tools.scoring
+    """The scorers there are."""
+    return list(MODULES)
 
-    return sorted(module.name for module in pkgutil.iter_modules(tools.scoring.__path__) if module.name != "registry")
+
+def all_columns(chosen: Scorer) -> tuple[str, ...]:
+    """What a scorer adds to a table in the end."""
+    return (*chosen.columns, *(chosen.compared if isinstance(chosen, Comparing) else ()))
 
 
 def scorer(name: str, **settings: Any) -> Scorer:

@@ -3,6 +3,6 @@
 `parallelise(model, group)` is all that a program calls. See docs/sequence-parallelism.md.
 """
 
-from opensora.acceleration.sequence_parallel.apply import check_sequence_parallel, parallelise
+from opensora.acceleration.sequence_parallel.apply import Method, check_sequence_parallel, parallelise
 
-__all__ = ["check_sequence_parallel", "parallelise"]
+__all__ = ["Method", "check_sequence_parallel", "parallelise"]

@@ -94,7 +94,7 @@ class ByFrames:
     def __call__(self, attn: SelfAttention, x: Tensor, rope: Tensor | None, grid: Grid | None) -> Tensor:
         """Tokens `x [B, T, S / p, D]` -> `[B, T, S / p, D]`."""
         T = x.shape[1]
-        if T < self.ranks.size:
+        if self.ranks.size > T:
             return ByHeads(self.ranks)(attn, x, rope, grid)
         x = self.ranks.move(x, spread=1, join=2, length=num_places(grid))  # [B, T / p, S, D]
         return self.ranks.move(attn.whole(x, rope, grid), spread=2, join=1, length=T)
@@ -123,8 +123,10 @@ class ByHeadsOfFewerKeys:
         qkv = rearrange(attn.qkv(x), "B T S (K H d) -> K B T S H d", K=3, d=attn.head_dim)
         q = self.ranks.move(qkv[0], spread=3, join=2, length=S)  # [B, T, S, H / p, d]
         kv = self.ranks.move(qkv[1:], spread=2, join=3, length=S)  # [2, B, T / p, S, H, d]
-        few = attn.reduce_keys(*rearrange(kv, "K B T S H d -> K B H (T S) d").unbind(0), grid)
-        kv = rearrange(torch.stack(few), "K B H (T S) d -> K B T S H d", T=kv.shape[2])
+        frames = kv.shape[2]
+        k, v = rearrange(kv, "K B T S H d -> K B H (T S) d").unbind(0)
+        kv = torch.stack(attn.reduce_keys(k, v, grid))
+        kv = rearrange(kv, "K B H (T S) d -> K B T S H d", T=frames)
         kv = self.ranks.move(kv, spread=4, join=2, length=T)  # [2, B, T, few, H / p, d]
         k, v = rearrange(kv, "K B T S H d -> K B H (T S) d").unbind(0)
         out = attn.weigh(rearrange(q, "B T S H d -> B H (T S) d"), k, v, rope)

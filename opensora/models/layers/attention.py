@@ -46,9 +46,7 @@ class RMSNorm(nn.Module):
 class Exchange(Protocol):
     """How an attention computes when its tokens lie in several processes; see `opensora.acceleration.sequence_parallel`."""
 
-    def __call__(
-        self, attn: "Attention", x: Tensor, rope: Tensor | None, grid: tuple[int, int] | None
-    ) -> Tensor:
+    def __call__(self, attn: "Attention", x: Tensor, rope: Tensor | None, grid: tuple[int, int] | None) -> Tensor:
         """What `attn(x, rope, grid)` would give for all tokens, of which `x` and the result are this process' part."""
 
 
@@ -122,9 +120,7 @@ class Attention(nn.Module):
             if packed is not None:
                 return packed
         # split before rearranging: the gradients then come together by one concatenation
-        q, k, v = (
-            rearrange(part, _SPLIT[self.axis], H=heads) for part in qkv.chunk(3, dim=-1)
-        )  # each [..., H, N, d]
+        q, k, v = (rearrange(part, _SPLIT[self.axis], H=heads) for part in qkv.chunk(3, dim=-1))  # each [..., H, N, d]
         k, v = self.reduce_keys(k, v, grid)
         return rearrange(self.weigh(q, k, v, rope), _JOIN[self.axis], T=T)
 

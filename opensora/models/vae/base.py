@@ -20,17 +20,16 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from opensora.acceleration.sliced_vae import LOGVAR_RANGE, Generators, to_channels_last
 from opensora.models.vae.tiling import Tiles, tiled
 from opensora.utils.errors import UserError
 from opensora.utils.seed import randn_like
 
 Posterior = Literal["sample", "mode"]
 MemoryFormat = Literal["contiguous", "channels_last"]
-Generators = Sequence[torch.Generator] | torch.Generator | None
 Network = Callable[[Tensor], Tensor]
 
 STATISTICS = ("scaling_factor", "shift_factor", "latents_mean", "latents_std")
-LOGVAR_RANGE = (-30.0, 20.0)  # diffusers' own clamp
 LARGEST_INPUT = 10.0  # far outside [-1, 1]: only pixels of 0..255 are
 
 
@@ -174,6 +173,18 @@ class VideoVAE(nn.Module):
         self.latent_size((x.shape[2], x.shape[3], x.shape[4]))
         self._check_range(x)
         return self._run(self._encode, x, micro_batch_size or self.micro_batch_size, decoding=False)
+
+    def sliced_moments(
+        self,
+        x: Tensor,
+        micro_bs: int | None = None,
+        use_autocast: bool | torch.dtype = False,  # noqa: FBT001, FBT002  (as `sliced_vae`)
+        nhwc: bool = False,  # noqa: FBT001, FBT002
+    ) -> Tensor:
+        """`moments` in micro-batches, see `opensora.models.vae.slicing`."""
+        from opensora.models.vae.slicing import sliced_moments  # which is made of VAEs
+
+        return sliced_moments(self, x, micro_bs, use_autocast, nhwc)
 
     def sample(self, moments: Tensor, generators: Generators = None) -> Tensor:
         """moments [B, 2C, t, h, w] -> scaled latents z [B, C, t, h, w] fp32, drawn from the posterior or its mode."""
@@ -333,11 +344,3 @@ def per_frame(values: Tensor, like: Tensor) -> Tensor:
     if like.shape[2] > values.shape[1]:
         raise UserError(f"the VAE's statistics cover {values.shape[1]} latent frames; there are {like.shape[2]}.")
     return values[None, :, : like.shape[2], None, None]
-
-
-def to_channels_last(module: nn.Module) -> None:
-    """Lay out every convolution's kernel as [.., H, W, C]."""
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    for parameter in module.parameters():
-        if parameter.dim() in formats:
-            parameter.data = parameter.data.contiguous(memory_format=formats[parameter.dim()])

@@ -15,7 +15,8 @@ import diffusers
 import torch
 from torch import Tensor
 
-from opensora.models.vae.base import LOGVAR_RANGE, MemoryFormat, Posterior
+from opensora.acceleration.sliced_vae import LOGVAR_RANGE
+from opensora.models.vae.base import MemoryFormat, Posterior
 from opensora.models.vae.diffusers_vae import DiffusersVAE, parameters_of
 from opensora.registry import MODELS
 from opensora.utils.dtype import to_torch_dtype

@@ -7,8 +7,9 @@ from einops import rearrange
 from torch import nn
 from torch.testing import assert_close
 
+from opensora.acceleration.sliced_vae import pictures_at_a_time
 from opensora.models.vae import VideoAutoencoderKL, sliced_vae
-from opensora.models.vae.slicing import SlicedEncoder, pictures_at_a_time, sliced_moments
+from opensora.models.vae.slicing import SlicedEncoder, sliced_moments
 from opensora.utils.errors import UserError
 from opensora.utils.seed import generator, generators
 from tests.models.vaes import KL, build

@@ -1,0 +1,112 @@
+"""Encoding many frames without holding all their activations: micro-batches chosen by the size of a picture.
+
+An encoder's activations are several times as large as its input at full resolution, so 320 frames of 512x512 at once need
+far more memory than the denoiser. Their number does not change the result.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+
+from opensora.utils.errors import UserError
+from opensora.utils.seed import randn_like
+
+Generators = Sequence[torch.Generator] | torch.Generator | None
+
+LOGVAR_RANGE = (-30.0, 20.0)  # diffusers' own clamp
+# a picture whose shorter side has more pixels -> pictures at a time
+PICTURES = ((1000, 1), (700, 2), (500, 8), (0, 16))
+
+
+def pictures_at_a_time(height: int, width: int) -> int:
+    """How many pictures of this size (pixels) are encoded at a time."""
+    return next(count for side, count in PICTURES if min(height, width) > side)
+
+
+@torch.no_grad()
+def sliced_vae(
+    vae: Any,
+    x: Tensor,
+    micro_bs: int | None = None,
+    use_autocast: bool | torch.dtype = False,  # noqa: FBT001, FBT002  (the signature that users of Optix know)
+    nhwc: bool = False,  # noqa: FBT001, FBT002
+    *,
+    generators: Generators = None,
+) -> Tensor:
+    """Encode pictures or videos in micro-batches, and scale the latents.
+
+    Args:
+        vae: One of ours, or an `AutoencoderKL` of diffusers.
+        x: Pictures [B, 3, H, W], or videos [B, T, 3, H, W] - frames before channels, unlike the result.
+        micro_bs: Pictures at a time; None: by their size (`pictures_at_a_time`). A VAE that encodes videos as a whole takes
+            as many videos as have so many frames, at least one.
+        use_autocast: Compute in bf16 (True) or in the given format. (In fp16 the widely used VAEs overflow.)
+        nhwc: Lay the encoder and its input out with channels last. The encoder keeps that layout.
+        generators: For the posterior: one, or one for each of the B entries; None draws from torch's own.
+
+    Returns:
+        Latents [B, C, h, w] or [B, C, t, h, w], fp32.
+
+    Raises:
+        UserError: The latents are not finite.
+    """
+    if x.dim() not in (4, 5):
+        raise ValueError(f"sliced_vae takes [B, 3, H, W] or [B, T, 3, H, W], got {tuple(x.shape)}")
+    video = rearrange(x, "B T C H W -> B C T H W") if x.dim() == 5 else x.unsqueeze(2)
+    if nhwc:
+        for encoder in encoders_of(vae):
+            to_channels_last(encoder)
+    if hasattr(vae, "sliced_moments"):
+        z = vae.sample(vae.sliced_moments(video, micro_bs, use_autocast, nhwc), generators)
+    else:
+        z = _diffusers_latents(vae, video, micro_bs, use_autocast, generators, nhwc=nhwc)
+    if not z.isfinite().all():
+        how = "use_autocast=torch.bfloat16, or without autocast" if use_autocast else "weights in fp32 or bf16"
+        raise UserError(f"sliced_vae: the latents are not finite; try {how}.")
+    return z if x.dim() == 5 else z.squeeze(2)
+
+
+def encoders_of(vae: nn.Module) -> list[nn.Module]:
+    """Of a VAE, or of the VAEs that it is made of."""
+    return [module.encoder for module in vae.modules() if isinstance(getattr(module, "encoder", None), nn.Module)]  # type: ignore[misc]
+
+
+def to_channels_last(module: nn.Module) -> None:
+    """Lay out every convolution's kernel as [.., H, W, C]."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    for parameter in module.parameters():
+        if parameter.dim() in formats:
+            parameter.data = parameter.data.contiguous(memory_format=formats[parameter.dim()])
+
+
+def autocast_to(device: torch.device, chosen: bool | torch.dtype) -> torch.autocast:  # noqa: FBT001
+    """What `use_autocast` asks for."""
+    dtype = chosen if isinstance(chosen, torch.dtype) else torch.bfloat16
+    return torch.autocast(device.type, dtype, enabled=chosen is not False)
+
+
+def _diffusers_latents(
+    vae: Any,
+    video: Tensor,
+    micro_bs: int | None,
+    use_autocast: bool | torch.dtype,  # noqa: FBT001
+    generators: Generators,
+    *,
+    nhwc: bool,
+) -> Tensor:
+    """An `AutoencoderKL` frame by frame -> [B, C, T, h, w]."""
+    config = vae.config
+    layout = torch.channels_last if nhwc else torch.contiguous_format
+    frames = rearrange(video, "B C T H W -> (B T) C H W").to(vae.dtype)
+    size = micro_bs or pictures_at_a_time(*frames.shape[-2:])
+    with autocast_to(video.device, use_autocast):
+        parts = [
+            vae.encode(part.contiguous(memory_format=layout)).latent_dist.parameters for part in frames.split(size)
+        ]
+    moments = rearrange(torch.cat(parts).float(), "(B T) C H W -> B C T H W", B=len(video))
+    mean, logvar = moments.chunk(2, dim=1)
+    z = mean + (0.5 * logvar.clamp(*LOGVAR_RANGE)).exp() * randn_like(mean, generators)
+    return (z - (config.get("shift_factor") or 0.0)) * config["scaling_factor"]

@@ -1,0 +1,164 @@
+"""Optix's call on diffusers' U-Net and our own models: its snippets run with the import changed, and each keyword does something."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from diffusers import AutoencoderKL, UNet2DConditionModel
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from opensora.acceleration import optix
+from opensora.registry import MODELS
+from opensora.utils.errors import UserError
+from tests.models.denoisers import TOY, inputs
+
+EAGER = {"compile_vae": False}
+
+
+def unet() -> UNet2DConditionModel:
+    torch.manual_seed(0)
+    return UNet2DConditionModel(
+        sample_size=8, in_channels=4, out_channels=4, block_out_channels=(8, 16), layers_per_block=1, norm_num_groups=4,
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        cross_attention_dim=16, attention_head_dim=4,
+    )  # fmt: skip
+
+
+def autoencoder() -> AutoencoderKL:
+    torch.manual_seed(0)
+    return AutoencoderKL(block_out_channels=(8, 8), down_block_types=("DownEncoderBlock2D",) * 2,
+                         up_block_types=("UpDecoderBlock2D",) * 2, layers_per_block=1, norm_num_groups=4)  # fmt: skip
+
+
+def denoiser() -> nn.Module:
+    torch.manual_seed(0)
+    return MODELS.build({"type": "STDiT-XL/2", **TOY})
+
+
+def test_the_readmes_snippets(monkeypatch):
+    monkeypatch.setattr("torch.nn.Module.compile", lambda self: compiled.append(type(self).__name__))
+    compiled: list[str] = []
+    model, vae = unet(), autoencoder()
+    model, vae, opt, ema = optix.compile(model, vae, learning_rate=1e-5, weight_decay=1e-5, use_ema=True)
+    assert isinstance(opt, torch.optim.AdamW)
+    assert (opt.defaults["lr"], opt.defaults["weight_decay"]) == (1e-5, 1e-5)
+    assert compiled == ["Encoder"]
+    model_input = optix.sliced_vae(vae, torch.rand(2, 3, 16, 16), use_autocast=True, nhwc=True)
+    assert model_input.shape == (2, 4, 8, 8)
+    assert model.is_gradient_checkpointing
+    before = {name: tensor.clone() for name, tensor in ema.state_dict().items()}
+    loss = model(model_input, torch.tensor([3, 700]), torch.randn(2, 5, 16)).sample.square().mean()
+    loss.backward()
+    opt.step()
+    ema.update(model)
+    assert not all(torch.equal(before[name], tensor) for name, tensor in ema.state_dict().items())
+
+    model, vae, opt, none = optix.compile(unet(), autoencoder(), learning_rate=1e-5, weight_decay=1e-5,
+                                          use_ema=False, compile_vae=False, optim="sgd",
+                                          xformer=False)  # fmt: skip
+    assert isinstance(opt, torch.optim.SGD)
+    assert none is None
+    assert compiled == ["Encoder"]
+
+
+def test_the_vae_is_frozen_in_fp32_and_its_encoder_has_channels_last():
+    _, vae, _, _ = optix.compile(unet(), autoencoder().half(), **EAGER)
+    kernel = vae.encoder.down_blocks[0].resnets[0].conv1.weight
+    assert kernel.dtype == torch.float32
+    assert kernel.is_contiguous(memory_format=torch.channels_last)
+    assert not any(parameter.requires_grad for parameter in vae.parameters())
+    _, vae, _, _ = optix.compile(unet(), autoencoder(), vae_channels_last=False, **EAGER)
+    assert vae.encoder.down_blocks[0].resnets[0].conv1.weight.is_contiguous()
+
+
+@pytest.mark.parametrize("checkpointed", [True, False])
+def test_our_models_train_the_same_with_checkpointing(checkpointed):
+    plain, cond = denoiser(), inputs(denoiser())
+    model, _, _, _ = optix.compile(copy.deepcopy(plain), autoencoder(), gradient_checkpointing=checkpointed, **EAGER)
+    for one in (plain, model):
+        one.train()(**cond).square().mean().backward()
+    grads = [{name: p.grad for name, p in one.named_parameters()} for one in (plain, model)]
+    torch.testing.assert_close(grads[0], grads[1])
+
+
+def test_a_compiled_denoiser_keeps_its_names():
+    plain, cond = denoiser().eval(), inputs(denoiser())
+    with torch.no_grad():
+        expected = plain(**cond)
+        torch._dynamo.reset()
+        model, _, _, _ = optix.compile(
+            plain, autoencoder(), compile_model=True, gradient_checkpointing=False, fusedln=False, **EAGER
+        )
+        assert not any("_orig_mod" in name for name in model.state_dict())
+        torch.testing.assert_close(model(**cond), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_a_config_may_hold_the_keywords():
+    class Config:
+        learning_rate = 1e-3
+        optim = "adam"
+        compile_vae = False
+        something_else = 1
+
+    _, _, opt, _ = optix.compile(unet(), autoencoder(), Config(), learning_rate=2e-3)
+    assert type(opt) is torch.optim.Adam
+    assert opt.defaults["lr"] == 2e-3
+
+
+def test_what_is_not_there_is_told(caplog):
+    with pytest.raises(UserError, match=r"no keyword 'compile_vea'. Did you mean 'compile_vae'"):
+        optix.compile(unet(), autoencoder(), compile_vea=False)
+    with pytest.raises(UserError, match=r"optim='lion' is not one of adam, adamw, sgd"):
+        optix.compile(unet(), autoencoder(), optim="lion")
+    with pytest.raises(UserError, match=r"Linear has no way to checkpoint activations"):
+        optix.compile(nn.Linear(1, 1), autoencoder(), **EAGER)
+    with pytest.warns(UserWarning, match="steps that are small beside a weight are lost"):
+        model, *_ = optix.compile(unet(), autoencoder(), model_dtype=torch.bfloat16, **EAGER)
+    assert next(model.parameters()).dtype == torch.bfloat16
+    with caplog.at_level(logging.INFO):
+        optix.compile(unet(), autoencoder(), **EAGER)
+    assert "apex is not installed" in caplog.text
+    assert "xformer: not used" in caplog.text
+
+
+@pytest.mark.multiprocess
+def test_two_processes_share_out_average_and_optimizer_and_train_as_one(tmp_path, spawn):
+    spawn(train_in, 2, tmp_path)
+    whole = train(range(4))
+    shares = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
+    for share in shares:
+        torch.testing.assert_close(share["model"], whole["model"], atol=2e-5, rtol=1e-4)  # Adam divides small by small
+    torch.testing.assert_close(shares[0]["ema"], whole["ema"], atol=2e-5, rtol=1e-4)
+    assert shares[1]["ema"] == {}  # only the first process has all of it
+    counts = [share["owned"] for share in shares]
+    assert sum(counts) == sum(p.numel() for p in unet().parameters())
+    assert max(counts) < 0.6 * sum(counts)
+    states = [share["states"] for share in shares]
+    assert sum(states) == len(list(unet().parameters()))
+    assert min(states) > 0
+
+
+def train(samples: range) -> dict:
+    """Five steps; what a process has then."""
+    model, _, opt, ema = optix.compile(
+        unet(), autoencoder(), learning_rate=1e-3, use_ema=True, gradient_checkpointing=False, **EAGER
+    )
+    rng = torch.Generator().manual_seed(5)
+    for _ in range(5):
+        x, text = torch.randn(4, 4, 8, 8, generator=rng), torch.randn(4, 5, 16, generator=rng)
+        own = list(samples)
+        loss = model(x[own], torch.arange(4)[own] * 100, text[own]).sample.square().mean()
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        ema.update(model, decay=0.9)
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    state = getattr(opt, "optim", opt).state
+    return {"model": inner.state_dict(), "ema": ema.state_dict(), "states": len(state),
+            "owned": sum(tensor.numel() for tensor in ema.shadow.values())}  # fmt: skip
+
+
+def train_in(rank: int, world_size: int, folder) -> None:
+    torch.save(train(range(2 * rank, 2 * rank + 2)), folder / f"{rank}.pt")
