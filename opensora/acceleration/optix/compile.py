@@ -8,7 +8,7 @@ is its way, and warns, for AdamW's steps at a learning rate of 1e-5 are below bf
 import logging
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -130,11 +130,7 @@ def _cast(model: nn.Module, dtype: torch.dtype | None) -> None:
 
 
 def _speed_up(model: nn.Module, chosen: Mapping[str, Any]) -> None:
-    blocks = (
-        model.transformer_blocks()
-        if hasattr(model, "transformer_blocks") and callable(model.transformer_blocks)
-        else None
-    )
+    blocks: list[nn.Module] | None = cast(Any, model).transformer_blocks() if _has_blocks(model) else None
     if chosen["xformer"] and hasattr(model, "enable_xformers_memory_efficient_attention"):
         _use_xformers(model)
     if chosen["fusedln"] and chosen["compile_unet"]:
@@ -151,6 +147,11 @@ def _speed_up(model: nn.Module, chosen: Mapping[str, Any]) -> None:
         raise UserError(
             f"optix.compile: {type(model).__name__} has no way to checkpoint activations; pass gradient_checkpointing=False."
         )
+
+
+def _has_blocks(model: nn.Module) -> bool:
+    """Whether it is one of our denoisers; in diffusers, `transformer_blocks` is a list."""
+    return not isinstance(getattr(model, "transformer_blocks", nn.ModuleList()), nn.ModuleList)
 
 
 def _use_xformers(model: Any) -> None:
@@ -176,7 +177,7 @@ def _node_group() -> dist.ProcessGroup | None:
     if size == world or world % size:
         return None
     groups = [dist.new_group(list(range(first, first + size))) for first in range(0, world, size)]
-    return groups[dist.get_rank() // size]
+    return cast(dist.ProcessGroup, groups[dist.get_rank() // size])
 
 
 def _processes(group: dist.ProcessGroup | None) -> int:

@@ -21,7 +21,7 @@ class ShardedEMA:
     """
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-        self.group = group
+        self.group = group or (dist.group.WORLD if dist.is_initialized() else None)
         self.size = dist.get_world_size(group) if dist.is_initialized() else 1
         self.rank = dist.get_rank(group) if dist.is_initialized() else 0
         self.owner = share_out({name: p.numel() for name, p in _parameters(model).items()}, self.size)
@@ -64,7 +64,8 @@ class ShardedEMA:
         """A tensor in the first process, sent by its owner if that is another one."""
         if owner == 0 or self.size == 1:
             return self.shadow[name].clone() if self.rank == 0 else None
-        first, sender = (dist.get_global_rank(self.group or dist.group.WORLD, r) for r in (0, owner))
+        assert self.group is not None, "there are several processes"
+        first, sender = (dist.get_global_rank(self.group, r) for r in (0, owner))
         if self.rank == owner:
             dist.send_object_list([tuple(self.shadow[name].shape)], dst=first, group=self.group)
             dist.send(self.shadow[name].contiguous(), dst=first, group=self.group)
