@@ -142,7 +142,7 @@ def _speed_up(model: nn.Module, chosen: Mapping[str, Any]) -> None:
     if chosen["gradient_checkpointing"] and blocks is not None:
         checkpoint_activations(blocks)
     elif chosen["gradient_checkpointing"] and hasattr(model, "enable_gradient_checkpointing"):
-        model.enable_gradient_checkpointing()
+        cast(Any, model).enable_gradient_checkpointing()
     elif chosen["gradient_checkpointing"]:
         raise UserError(
             f"optix.compile: {type(model).__name__} has no way to checkpoint activations; pass gradient_checkpointing=False."
