@@ -1,6 +1,6 @@
 """What is looked at before and after sampling: sizes that the VAE makes, numbers that are finite."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -30,4 +30,24 @@ def check_finite(values: Tensor, what: str, prompts: Sequence[str], indices: Seq
         raise UserError(
             f"{what} are not finite (NaN or infinite) for {names} ({settings}). Nothing is saved for this batch. "
             "Try --dtype fp32 or a lower --cfg-scale; if that does not help, the checkpoint is broken."
+        )
+
+
+def calls_parts(scheduler: Any) -> bool:
+    """Whether a sampler calls a model's parts one by one (NOVA's), instead of the whole model once a step."""
+    return not hasattr(scheduler, "solver")
+
+
+def refuse_for_parts(scheduler: Any, settings: Mapping[str, Any]) -> None:
+    """Refuse what works on calls of the whole model.
+
+    Args:
+        settings: name -> value; a value that is false is not set.
+
+    Raises:
+        UserError: one of them is set, and the sampler calls parts.
+    """
+    if calls_parts(scheduler) and (found := [name for name, value in settings.items() if value]):
+        raise UserError(
+            f"{found[0]} has no effect with {type(scheduler).__name__}, which calls the model's parts one by one: leave it out."
         )

@@ -7,6 +7,7 @@ a long video's segments take over belong to one sample of one call, and nothing 
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from opensora.acceleration.patching import wrap_forward
 from opensora.acceleration.step_cache.build import build_step_cache
 from opensora.acceleration.step_cache.steps import StepCache
 from opensora.inference.build import build_parts, inference_config
-from opensora.inference.checks import check_finite, check_size
+from opensora.inference.checks import calls_parts, check_finite, check_size, refuse_for_parts
 from opensora.inference.conditions import Condition, condition, null_condition
 from opensora.inference.long_video import Overlap, begin_with, overlap
 from opensora.inference.mask_strategy import apply
@@ -41,6 +42,7 @@ from opensora.utils.seed import generator, randn_like
 __all__ = ["Samples", "VideoPipeline", "check_finite", "check_size"]
 
 OnStep = Callable[[SamplingStep], object]
+MOTION_FLOW = 5.0  # what NOVA's pipelines say where nobody does
 
 
 class Defaults(NamedTuple):
@@ -80,6 +82,7 @@ class VideoPipeline:
         sharing: the processes that make a video together; all of them must make the same calls.
         step_cache: reuse between steps, installed; see `opensora.acceleration.step_cache`.
         defaults: settings for what a call leaves out; None: a call must say it all.
+        motion_flow: the optical-flow score that models are told which want to know it (NOVA).
 
     Raises:
         UserError: text encoder and denoiser do not mean the same: classes or text, and how many classes.
@@ -98,6 +101,7 @@ class VideoPipeline:
         sharing: Sharing | None = None,
         step_cache: StepCache | None = None,
         defaults: Defaults | None = None,
+        motion_flow: float = MOTION_FLOW,
     ) -> None:
         check_classes(text_encoder, model)
         self.model, self.vae, self.text_encoder, self.scheduler = model, vae, text_encoder, scheduler
@@ -106,6 +110,7 @@ class VideoPipeline:
         self.sharing = Sharing() if sharing is None else sharing
         self.step_cache = step_cache
         self._defaults = defaults
+        self.motion_flow = motion_flow
         self.place = Placement({"model": model, "vae": vae, "text_encoder": text_encoder}, self.device, offload)
 
     @property
@@ -150,6 +155,10 @@ class VideoPipeline:
         parts = build_parts(cfg)
         size = video_size(cfg, parts.vae, parts.model.patch_size)
         warn_outside_training(size, cfg.model.get("from_pretrained"))
+        refuse_for_parts(
+            parts.scheduler,
+            {"cfg_parallel": cfg.cfg_parallel, "sp_size": cfg.sp_size > 1, "step_cache": cfg.step_cache},
+        )
         world = init_world(cfg.device)
         sharing = share_videos(world, cfg.sp_size, cfg_parallel=cfg.cfg_parallel) if sharing is None else sharing
         device = world.device if device is None else torch.device(device)
@@ -170,6 +179,7 @@ class VideoPipeline:
             sharing=sharing,
             step_cache=cache,
             defaults=Defaults(size.num_frames, size.image_size, size.fps, size.save_fps, cfg.seed),
+            motion_flow=MOTION_FLOW if cfg.motion_flow is None else cfg.motion_flow,
         )
         if cache is not None and not cache.inside_blocks:
             cache.install(parts.model.transformer_blocks())  # around what brings the blocks to the device
@@ -307,7 +317,9 @@ class VideoPipeline:
     def _conditions(self, request: Request) -> list[tuple[Condition, Condition | None]]:
         """For each segment what the model is told, and what guidance steers away from."""
         height, width = request.image_size
-        numbers = {"fps": request.fps, "height": height, "width": width, "num_frames": request.num_frames}
+        known = {"fps": request.fps, "height": height, "width": width, "num_frames": request.num_frames}
+        known["flow"] = self.motion_flow
+        numbers = {name: known[name] for name in self.model.numbers}
         negatives = [item.negative_prompt for item in request.items]
         guided = (self.scheduler.cfg_scale if request.guidance_scale is None else request.guidance_scale) != 1
         told: list[tuple[Condition, Condition | None]] = []
@@ -392,28 +404,39 @@ class VideoPipeline:
         on_step: OnStep | None,
     ) -> Tensor:
         """The sampler's steps, with the step cache told of each."""
-        model = self._denoise
-        if self.sharing.cfg_group is not None:
+        model: Any = self._denoise
+        if calls_parts(self.scheduler):  # it calls the model's parts one by one, each under autocast
+            model = self.model
+        elif self.sharing.cfg_group is not None:
             model = split_guidance(model, self.sharing.cfg_group, len(z))
         steps = self.scheduler.sample_steps(
             model, z, cond, null=null, mask=mask, guidance_scale=guidance_scale, generators=generators
         )
-        timesteps = self.scheduler.solver(z, generators).timesteps
+        timesteps = () if self.step_cache is None else self.scheduler.solver(z, generators).timesteps
         x = z
-        with _sampling(self.step_cache, timesteps):
-            for index in tqdm(range(len(timesteps)), disable=not progress):
-                if self.step_cache is not None:
+        with _sampling(self.step_cache, timesteps), tqdm(disable=not progress) as bar:
+            for index in count():
+                if self.step_cache is not None and index < len(timesteps):
                     self.step_cache.step(index)
-                step = next(steps)
+                with self._autocast(enabled=calls_parts(self.scheduler)):
+                    step = next(steps, None)
+                if step is None:
+                    return x
+                bar.total = step.num_steps
+                bar.update()
                 if on_step is not None:
                     on_step(step)
                 x = step.x
-        return x
+        raise AssertionError("the loop ends with the steps")
+
+    def _autocast(self, *, enabled: bool = True) -> torch.autocast:
+        """The number format of the denoiser's matrix products."""
+        enabled = enabled and self.dtype != torch.float32
+        return torch.autocast(self.device.type, self.dtype if enabled else None, enabled=enabled)
 
     def _denoise(self, x: Tensor, timestep: Tensor, y: Tensor, **cond: Tensor | None) -> Tensor:
         """The model under autocast; the prediction is fp32."""
-        enabled = self.dtype != torch.float32
-        with torch.autocast(self.device.type, self.dtype if enabled else None, enabled=enabled):
+        with self._autocast():
             return self.model(x, timestep, y, **cond).float()
 
     def _decoded(self, z: Tensor, num_frames: int) -> Tensor:

@@ -431,6 +431,9 @@ class InferenceConfig(RunConfig):
     aes: int | float | str | None = option("aesthetic score, added to every prompt that has none", None)
     flow: int | float | str | None = option("motion score, added to every prompt that has none", None)
     camera_motion: str | None = option("camera motion, added to every prompt that has none", None)
+    motion_flow: int | float | None = option(
+        "optical-flow score that NOVA's video models are told; None: 5", None, bounds=COUNT
+    )
     num_sample: int = option("videos for each prompt", 1, bounds=AT_LEAST_ONE)
     save_dir: str = option("folder for the results", "./samples")
     sample_name: str | None = option("start of the names of the result files", None)
@@ -480,6 +483,8 @@ class InferenceConfig(RunConfig):
         problems = super().problems()
         if self.start_index is not None and self.end_index is not None and self.start_index >= self.end_index:
             problems.append(f"start_index={self.start_index} and end_index={self.end_index} leave no prompt.")
+        if self.motion_flow is not None and not str(self.model.get("type")).startswith("NOVA"):
+            problems.append(f"motion_flow={self.motion_flow:g} has no effect on a {self.model.get('type')}: use flow.")
         if self.lora is None and self.lora_scale != 1:
             problems.append(f"lora_scale={self.lora_scale:g} has no effect without lora.")
         if self.num_frames == 1 and self.save_format != "mp4":

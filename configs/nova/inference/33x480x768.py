@@ -18,7 +18,7 @@ scheduler = dict(
     num_diffusion_steps=25,  # 100 for the best videos
     cfg_scale=5.0,
 )
-flow = 5  # how much moves
+motion_flow = 5  # how much moves
 dtype = "bf16"
 
 # Others

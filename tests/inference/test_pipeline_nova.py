@@ -1,0 +1,65 @@
+"""NOVA through the one sampling path: a batch is its samples, motion is told, a first frame is kept, idle settings are refused."""
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from opensora.inference.pipeline import VideoPipeline
+from opensora.registry import MODELS
+from opensora.utils.config import InferenceConfig, config_from_dict, to_dict
+from opensora.utils.errors import UserError
+
+NOVA = {"type": "NOVA", "width": 32, "num_heads": 2, "video_depth": 2, "image_depth": 4, "head_depth": 2}
+
+
+@pytest.fixture
+def nova(cfg, tmp_path):
+    """`changes -> pipeline` of a NOVA with random weights and 2 x 2 steps for each of 2 frames."""
+    torch.manual_seed(0)
+    model = MODELS.build({**NOVA, "caption_channels": 384, "model_max_length": 16})
+    save_file(
+        {name: 0.2 * torch.randn(w.shape) for name, w in model.state_dict().items()}, tmp_path / "nova.safetensors"
+    )
+    scheduler = {"type": "nova", "num_sampling_steps": 2, "num_diffusion_steps": 2, "cfg_scale": 2.0}
+    values = {**to_dict(cfg), "num_frames": 2, "model": {**NOVA, "from_pretrained": str(tmp_path / "nova.safetensors")},
+              "scheduler": scheduler}  # fmt: skip
+
+    def build(**changes):
+        return VideoPipeline.from_config(config_from_dict(InferenceConfig, {**values, **changes}), "cpu")
+
+    return build
+
+
+def sample(pipeline, prompts, **options):
+    return pipeline(prompts, num_frames=2, image_size=(32, 64), fps=8, seed=3, **options)
+
+
+def test_a_batch_is_its_samples_and_prompts_matter(nova):
+    pipeline = nova()
+    both = sample(pipeline, ["a dog", "a cat on a mat"])
+    alone = sample(pipeline, ["a cat on a mat"], prompt_indices=[1])
+    torch.testing.assert_close(both[1:], alone, atol=1e-4, rtol=1e-4)
+    assert both.isfinite().all()
+    assert not torch.allclose(both[1:], sample(pipeline, ["rain"], prompt_indices=[1]))
+
+
+def test_motion_is_told(nova):
+    one, other = (sample(nova(motion_flow=flow), ["a dog"]) for flow in (1, 20))
+    assert not torch.allclose(one, other)
+    torch.testing.assert_close(sample(nova(), ["a dog"]), sample(nova(motion_flow=5), ["a dog"]))
+
+
+def test_bf16_is_near_fp32(nova):
+    full, short = sample(nova(), ["a dog"]), sample(nova(dtype="bf16"), ["a dog"])
+    assert 0 < (full - short).abs().mean() < 0.05
+
+
+@pytest.mark.parametrize("setting", [{"step_cache": {"type": "pab"}}, {"cfg_parallel": True}])
+def test_what_works_on_whole_models_is_refused(nova, setting):
+    with pytest.raises(UserError, match=f"{next(iter(setting))} has no effect with MaskedAutoregression"):
+        nova(**setting)
+
+
+def test_motion_flow_is_nova_s(cfg):
+    with pytest.raises(UserError, match=r"motion_flow=5 has no effect on a STDiT"):
+        config_from_dict(InferenceConfig, {**to_dict(cfg), "motion_flow": 5})
