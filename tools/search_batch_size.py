@@ -201,7 +201,8 @@ def clips_of(cfg: TrainConfig) -> list[Clip]:
         return [Clip("", cfg.num_frames, *cfg.image_size, cfg.batch_size)]
     chosen: dict[tuple[str, int], Clip] = {}
     for bucket in Buckets(cfg.bucket_config, cfg.dataset.get("size_multiple", 16), cfg.dataset.get("cost_power", 1.0)):
-        clip = Clip(bucket.resolution, *bucket[2:5], bucket.batch_size or 0)
+        size = bucket.num_frames, bucket.height, bucket.width
+        clip = Clip(bucket.resolution, *size, bucket.batch_size or 0)
         entry = clip.resolution, clip.num_frames
         if clip.batch and (
             entry not in chosen or clip.height * clip.width > chosen[entry].height * chosen[entry].width

@@ -5,9 +5,7 @@ python -m tools.eval.held_out_loss configs/quickstart/held_out.py
 
 _base_ = "./train.py"
 
-dataset = dict(
-    _delete_=True, type="VideoTextDataset", data_path="assets/clips/clips.csv", text_columns=("paraphrase",)
-)
+dataset = dict(_delete_=True, type="VideoTextDataset", data_path="assets/clips/clips.csv", text_columns=("paraphrase",))
 
 val_every = 1
 val_data_path = "assets/clips/clips.csv"

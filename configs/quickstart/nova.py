@@ -1,7 +1,7 @@
 """Train a small NOVA on the repository's clips from random weights: `make quickstart-nova`, 2 CPU cores.
 
-    python -m tools.cache_features configs/quickstart/nova.py
-    python scripts/train.py configs/quickstart/nova.py
+python -m tools.cache_features configs/quickstart/nova.py
+python scripts/train.py configs/quickstart/nova.py
 """
 
 _base_ = ["train.py"]

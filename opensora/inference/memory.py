@@ -229,9 +229,7 @@ class _Counted(TorchDispatchMode):
         super().__init__()
         self.peak = self._now = 0
         self._others = [tensor.untyped_storage() for tensor in others]
-        self._alive: dict[int, weakref.ref[Any]] = {
-            storage._cdata: weakref.ref(storage) for storage in self._others
-        }
+        self._alive: dict[int, weakref.ref[Any]] = {storage._cdata: weakref.ref(storage) for storage in self._others}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))

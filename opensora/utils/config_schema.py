@@ -309,7 +309,9 @@ class TrainConfig(LoopConfig):
             problems.append(f"max_skipped={self.max_skipped} has no effect without on_nonfinite='skip'.")
         problems += recompute_problems(self.grad_checkpoint)
         if self.activation_offload and self.grad_checkpoint == "selective":
-            problems.append("activation_offload does not reach what grad_checkpoint='selective' keeps: use 'block' or 'mlp'.")
+            problems.append(
+                "activation_offload does not reach what grad_checkpoint='selective' keeps: use 'block' or 'mlp'."
+            )
         if self.lora is not None:
             problems += lora_problems(self.lora)
             if self.model.get("freeze") is not None:

@@ -227,7 +227,9 @@ def test_kinds_and_numbers_of_layers():
     found = [(kind, number) for kind, number, _ in layers_of(model.transformer_blocks())]
     one = [("spatial", 0), ("cross", 0), ("mlp spatial", 0), ("temporal", 0), ("cross", 0), ("mlp temporal", 0)]
     assert found == [*one, *((kind, 1) for kind, _ in one)]
-    kinds = {kind for kind, *_ in layers_of(STDiT(caption_channels=16, model_max_length=4, **SMALL).transformer_blocks())}
+    kinds = {
+        kind for kind, *_ in layers_of(STDiT(caption_channels=16, model_max_length=4, **SMALL).transformer_blocks())
+    }
     assert kinds == {"spatial", "temporal", "cross", "mlp spatial"}
     assert {kind for kind, *_ in layers_of(DiT(caption_channels=16, **SMALL).transformer_blocks())} == {
         "spatial",

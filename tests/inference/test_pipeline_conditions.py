@@ -96,7 +96,8 @@ def test_conditions_do_not_leak_from_sample_to_sample_nor_into_the_references(pi
     given = Conditioning([pictures(1, 0)], [Condition()])
     items = as_items([A])
     first, second = (
-        pipeline.sample(Request(items=items, conditioning=[given], loop=2, sample_index=k, seed=1, **SIZE)) for k in (0, 1)
+        pipeline.sample(Request(items=items, conditioning=[given], loop=2, sample_index=k, seed=1, **SIZE))
+        for k in (0, 1)
     )
     assert (len(given.references), len(given.conditions)) == (1, 1)
     alone = sample(pipeline, [A], [given], loop=2, sample_index=1)
@@ -108,9 +109,7 @@ def test_conditions_do_not_leak_from_sample_to_sample_nor_into_the_references(pi
 
 def test_each_segment_has_its_own_text_and_conditions(pipeline):
     item = PromptItem(index=0, segments=(Segment(0, A), Segment(1, B)))
-    one, two = (
-        pipeline.sample(Request(items=[i], loop=2, seed=1, **SIZE)).latents for i in (*as_items([A]), item)
-    )
+    one, two = (pipeline.sample(Request(items=[i], loop=2, seed=1, **SIZE)).latents for i in (*as_items([A]), item))
     assert torch.equal(one[0], two[0])
     assert not torch.equal(one[1], two[1])
     late = Conditioning([pictures(1, 5)], [Condition(loop=1, target_start=-1)])

@@ -21,7 +21,9 @@ def request_for(prompts=(A,), **changes) -> Request:
 
 
 @pytest.mark.parametrize("policy", ["model", "block"])
-@pytest.mark.parametrize("step_cache", [None, {"type": "pab", "thresholds": (0, 1000)}, {"type": "teacache", "threshold": 9.0}])
+@pytest.mark.parametrize(
+    "step_cache", [None, {"type": "pab", "thresholds": (0, 1000)}, {"type": "teacache", "threshold": 9.0}]
+)
 def test_offloading_changes_no_bit(cfg, policy, step_cache):
     cfg = replace(cfg, step_cache=step_cache)
     plain = VideoPipeline.from_config(cfg)([A], seed=1, **SIZE)
@@ -34,7 +36,9 @@ def test_offloading_changes_no_bit(cfg, policy, step_cache):
 
 
 def test_blocks_come_one_ahead_and_go(cfg):
-    pipeline = VideoPipeline.from_config(replace(cfg, offload="block", model={**cfg.model, "depth": 4, "from_pretrained": None}))
+    pipeline = VideoPipeline.from_config(
+        replace(cfg, offload="block", model={**cfg.model, "depth": 4, "from_pretrained": None})
+    )
     stream, seen = pipeline.place.stream, []
     assert stream is not None
     for block in pipeline.model.blocks:
@@ -140,9 +144,15 @@ def test_the_estimate_adds_up(cfg):
 def test_out_of_memory_says_what_helps(cfg):
     pipeline = VideoPipeline.from_config(cfg)
     with (
-        pytest.raises(UserError, match=r"out of memory on cpu with 2 videos of 4 frames of 32x48: no more\. What helps: --batch-size 1"),
+        pytest.raises(
+            UserError,
+            match=r"out of memory on cpu with 2 videos of 4 frames of 32x48: no more\. What helps: --batch-size 1",
+        ),
         explained(pipeline, request_for([A, A])),
     ):
         raise torch.OutOfMemoryError("no more.\ndetails")
     tiled = VideoPipeline.from_config(replace(cfg, vae_tiling=64, offload="block", dtype="bf16"))
-    assert advice(tiled, request_for()) == "What helps: --scheduler.guidance.batching split, a smaller size, or fewer frames."
+    assert (
+        advice(tiled, request_for())
+        == "What helps: --scheduler.guidance.batching split, a smaller size, or fewer frames."
+    )

@@ -53,7 +53,8 @@ def main() -> None:
             write_header(args, world)
         for case in args.cases:
             for sp_size in args.sp_sizes or sorted({1, world.size}):
-                for method in args.methods if sp_size > 1 else ["auto"]:
+                methods: list[Method] = args.methods if sp_size > 1 else ["auto"]
+                for method in methods:
                     row = cells(args, case, sp_size, method)
                     if world.is_main:
                         how = method if sp_size > 1 else "none"

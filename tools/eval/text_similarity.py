@@ -57,12 +57,23 @@ class Clip:
     @torch.no_grad()
     def similarity(self, video: Tensor, prompt: str) -> float:
         """100 cos, the mean over the frames of `video [3, T, H, W]` in [-1, 1]; a prompt that is too long is cut."""
-        limit = self.model.config.text_config.max_position_embeddings
-        tokens = self.tokenizer([prompt], truncation=True, max_length=limit, return_tensors="pt").to(self.device)
-        text = self.model.text_projection(self.model.text_model(**tokens).pooler_output)  # [1, D]
-        pixels = (self.preprocess(video.to(self.device)) - self.mean) / self.std
-        images = self.model.visual_projection(self.model.vision_model(pixel_values=pixels).pooler_output)  # [T, D]
+        images, text = self.embed_images(self.preprocess(video.to(self.device))), self.embed_texts([prompt])
         return 100 * float(F.cosine_similarity(images, text).mean())
+
+    @torch.no_grad()
+    def embed_images(self, pixels: Tensor) -> Tensor:
+        """[N, 3, size, size] in [0, 1] -> [N, D]."""
+        normed = (pixels.to(self.device) - self.mean) / self.std
+        embedded: Tensor = self.model.visual_projection(self.model.vision_model(pixel_values=normed).pooler_output)
+        return embedded
+
+    @torch.no_grad()
+    def embed_texts(self, texts: Sequence[str]) -> Tensor:
+        """[N, D]; what is longer than the model takes is cut."""
+        limit = self.model.config.text_config.max_position_embeddings
+        tokens = self.tokenizer(list(texts), truncation=True, padding=True, max_length=limit, return_tensors="pt")
+        embedded: Tensor = self.model.text_projection(self.model.text_model(**tokens.to(self.device)).pooler_output)
+        return embedded
 
     def preprocess(self, video: Tensor) -> Tensor:
         """[3, T, H, W] in [-1, 1] -> [T, 3, size, size] in [0, 1]: bicubic to the shorter side, the middle cut out."""

@@ -1,8 +1,8 @@
 """`duplicate_of`: the clip, earlier in the table, that this one repeats; `duplicate_bits`: how far apart the two are.
 
-Clips are compared by perceptual hashes of three frames: the signs of the 64 lowest frequencies but the constant of a 32 x 32
-grey picture's cosine transform (pHash; Zauner 2010, "Implementation and Benchmarking of Perceptual Image Hash Functions"),
-against their median. `phash` holds them, 48 hexadecimal digits. Another codec, size or frame rate changes a few bits, another
+Clips are compared by perceptual hashes of three frames: which of the 8 x 8 lowest frequencies of a 32 x 32 grey picture's
+cosine transform, without the constant row and column, are above their median (pHash; Zauner 2010, "Implementation and
+Benchmarking of Perceptual Image Hash Functions"). `phash` holds them, 48 hexadecimal digits. Another codec, size or frame rate changes a few bits, another
 picture about half of them. Not found: mirrored or cropped clips, other lengths of the same take, and clips that are one plain
 colour, which all look alike and have no hash.
 
@@ -68,7 +68,7 @@ def frame_hash(frame: np.ndarray) -> int:
     """64 bits of a frame [H, W, 3] uint8."""
     cv2 = opencv()
     small = cv2.resize(luma(frame), (SIDE, SIDE), interpolation=cv2.INTER_AREA)
-    low = cv2.dct(small)[: LOW + 1, : LOW + 1].ravel()[1 : LOW * LOW + 1]  # without the constant
+    low = cv2.dct(small)[1 : LOW + 1, 1 : LOW + 1].ravel()
     return int("".join("1" if value else "0" for value in low > np.median(low)), 2)
 
 
@@ -123,20 +123,20 @@ def _pairs_with_a_common_piece(hashes: np.ndarray, bits: int) -> Iterator[tuple[
     ]
     for choice in product(range(bits + 1), repeat=hashes.shape[1]):
         key = np.stack([pieces[piece][:, frame] for frame, piece in enumerate(choice)], axis=1)
-        order = np.lexsort((*key.T, ))
+        order = np.lexsort(tuple(key.T))
         same = (key[order[1:]] == key[order[:-1]]).all(axis=1)
         yield from _pairs_in_runs(order, same)
 
 
 def _pairs_in_runs(order: np.ndarray, same: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Pairs (later, earlier) of rows that stand in one run of equal keys; `same[i]`: row i + 1 of the order is like row i."""
-    apart = 0
-    while same.any():
-        apart += 1
-        at = np.flatnonzero(same)
+    """Pairs (later, earlier) of rows in one run of equal keys; `same[i]`: row i + 1 of the order is like row i."""
+    run = np.concatenate([[0], np.cumsum(~same)])
+    for apart in range(1, len(order)):
+        at = np.flatnonzero(run[apart:] == run[:-apart])
+        if not len(at):
+            return
         a, b = order[at], order[at + apart]
         yield np.maximum(a, b), np.minimum(a, b)
-        # the rows that are also like the one behind the next
-        same = same[:-1] & same[1:] if apart == 1 else same[:-1] & steps[apart - 1 :]
-        if apart == 1:
-            steps = np.diff(np.flatnonzero(np.ones(1)))
+
+
+SCORERS["duplicate"] = Duplicate()

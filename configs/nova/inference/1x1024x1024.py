@@ -1,6 +1,6 @@
 """Sample pictures of 1024x1024 with NOVA-d48w1024.
 
-    python scripts/inference.py configs/nova/inference/1x1024x1024.py --ckpt-path WEIGHTS --prompt "a calm lake at dawn"
+python scripts/inference.py configs/nova/inference/1x1024x1024.py --ckpt-path WEIGHTS --prompt "a calm lake at dawn"
 """
 
 # Define sampling size

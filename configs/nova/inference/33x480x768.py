@@ -1,6 +1,6 @@
 """Sample 33 frames of 480x768 with NOVA's video model.
 
-    python scripts/inference.py configs/nova/inference/33x480x768.py --ckpt-path WEIGHTS --prompt "a calm lake at dawn"
+python scripts/inference.py configs/nova/inference/33x480x768.py --ckpt-path WEIGHTS --prompt "a calm lake at dawn"
 """
 
 # Define sampling size

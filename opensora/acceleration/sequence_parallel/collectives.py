@@ -7,7 +7,7 @@ that many times its tokens' share, whatever the parameter, and an engine average
 """
 
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ def exchange_axes(x: Tensor, spread: int, join: int, length: int, group: str, si
     parts = _padded(x, spread, -x.shape[spread] % size)
     parts = parts.unflatten(spread, (size, -1)).movedim(spread, 0).contiguous()  # part i is for process i
     received = torch.empty_like(parts)  # part i is process i's share of axis `join`
-    dist.all_to_all_single(received, parts, group=_resolve_process_group(group))
+    dist.all_to_all_single(received, parts, group=_named(group))
     return received.movedim(0, join).flatten(join, join + 1).narrow(join, 0, length).contiguous()
 
 
@@ -52,7 +52,7 @@ def all_gather(x: Tensor, group: str, size: int) -> Tensor:
     """`x [...] -> [size, ...]`: the parts of all processes, in their order; the gradient comes back `size` times."""
     x = x.contiguous()
     out = x.new_empty(size, *x.shape)
-    dist.all_gather(list(out.unbind(0)), x, group=_resolve_process_group(group))
+    dist.all_gather(list(out.unbind(0)), x, group=_named(group))
     return out
 
 
@@ -126,4 +126,9 @@ def _padded(x: Tensor, axis: int, by: int) -> Tensor:
 
 def process_group(ranks: Ranks) -> dist.ProcessGroup:
     """The group by its name."""
-    return cast(dist.ProcessGroup, _resolve_process_group(ranks.group))
+    return _named(ranks.group)
+
+
+def _named(group: str) -> dist.ProcessGroup:
+    """Operators take strings, not groups. Newer versions of PyTorch want a type of their own for the string."""
+    return _resolve_process_group(cast(Any, group))
