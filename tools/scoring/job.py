@@ -1,0 +1,248 @@
+"""Score a whole table: parts of it on many processes or machines, then one merged table.
+
+The parts lie in the folder `OUT.parts`, which every process reads and writes. Part k is done by process k mod n, under torchrun
+by rank; who finds all parts complete merges them, in the order of the table. So the result is the same for any number of
+processes, and a run that was killed goes on where it stopped, with the same number or another one.
+"""
+
+import dataclasses
+import json
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from opensora.utils.errors import UserError
+from tools.datasets.stream import Block, columns_of, count_rows, read_blocks, renamed, write_blocks
+from tools.eval.record import file_hash
+from tools.scoring.parts import Part, read_part, score_part
+from tools.scoring.registry import Comparing, Scorer, all_columns
+
+STATUS = "status"  # "ok" or what is wrong with the file, as `--info` writes it and `--remove-broken` reads it
+NO_PROGRESS = 6  # deaths of processes in a row without a row done in between: it is not the files
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be done.
+
+    Attributes:
+        table: to be scored.
+        out: the table to write: the rows and columns of `table`, and those of the scorers.
+        scorers: by name.
+        folder: what relative paths are relative to.
+        batch_size: files that a scorer gets at a time.
+        part_rows: rows of a part.
+    """
+
+    table: Path
+    out: Path
+    scorers: Mapping[str, Scorer]
+    folder: Path
+    batch_size: int = 16
+    part_rows: int = 512
+
+    @property
+    def parts(self) -> Path:
+        """The folder of the parts."""
+        return self.out.with_name(f"{self.out.name}.parts")
+
+    def added(self) -> list[str]:
+        """The columns that the scorers add."""
+        return [column for chosen in self.scorers.values() for column in all_columns(chosen)]
+
+    def needed(self) -> list[str]:
+        """The columns that the scorers read."""
+        return list(dict.fromkeys(["path", *(column for chosen in self.scorers.values() for column in chosen.needs)]))
+
+
+def run(job: Job, workers: int = 1) -> Path:
+    """Do what is left of a job on `workers` processes, 0 for this one, and merge; under torchrun, this rank's share.
+
+    Raises:
+        UserError: the table, a scorer or its weights are not as they must be, or another job's parts are in the way.
+    """
+    prepare(job)
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    total = count_rows(job.table)
+    interval_s = 0.5 if sys.stderr.isatty() else 30  # between two states of the bar: a log keeps them all
+    with tqdm(total=total, desc="scoring", unit="row", leave=False, mininterval=interval_s, disable=rank > 0) as bar:
+        if world > 1 or workers == 0:
+            use_device(job, int(os.environ.get("LOCAL_RANK", 0)))
+            run_share(job, rank, world, lambda rows: bar.update(rows) and None)
+        else:
+            _supervise(job, workers, bar)
+    if all(part.done.is_file() for part in all_parts(job, total)):
+        merge(job, total)
+    return job.out
+
+
+def prepare(job: Job) -> None:
+    """Check the table, and that the parts that are there belong to this job.
+
+    Raises:
+        UserError: they do not, or a column is missing or would be there twice.
+    """
+    there = columns_of(job.table)
+    for column in job.needed():
+        if column not in there:
+            raise UserError(f"{job.table} has no column {column!r}, which is needed. It has: {', '.join(there)}.")
+    if twice := [column for column in job.added() if column in there]:
+        raise UserError(
+            f"{job.table} has a column {twice[0]!r} already; leave that scorer out, or drop the column first: "
+            f"python -m tools.datasets.datautil {job.table} --drop-columns {twice[0]}"
+        )
+    job.parts.mkdir(parents=True, exist_ok=True)
+    record, wanted = job.parts / "job.json", _fingerprint(job)
+    if not record.is_file():
+        with renamed(record) as partial:
+            partial.write_text(json.dumps(wanted, indent=1))
+    found = json.loads(record.read_text())
+    if found != wanted:
+        changed = sorted(key for key in {*found, *wanted} if found.get(key) != wanted.get(key))
+        raise UserError(
+            f"{job.parts} holds parts of another run (other {', '.join(changed)}); remove that folder to begin anew, or "
+            f"name another output."
+        )
+
+
+def run_share(job: Job, rank: int, world: int, advanced: Callable[[int], None]) -> None:
+    """Complete the parts rank, rank + world, ..., those that are not."""
+    for number, block in enumerate(read_blocks(job.table, job.part_rows, job.needed())):
+        part = Part(job.parts, number)
+        if number % world == rank:
+            if part.done.is_file():
+                advanced(len(block["path"]))
+            else:
+                files = [job.folder / str(name) for name in block["path"]]
+                score_part(part, block, files, job.scorers, job.batch_size, advanced)
+
+
+def all_parts(job: Job, rows: int) -> list[Part]:
+    """The parts of a table of that many rows."""
+    return [Part(job.parts, number) for number in range(-(-rows // job.part_rows))]
+
+
+def merge(job: Job, rows: int) -> None:
+    """Write the table with what the parts say, and print what could not be scored."""
+    compared = _compared(job, rows)
+    columns = columns_of(job.table)
+    failed: dict[str, int] = {}
+
+    def blocks() -> Iterator[Block]:
+        for number, block in enumerate(read_blocks(job.table, job.part_rows)):
+            lines = list(read_part(Part(job.parts, number)))
+            start = number * job.part_rows
+            for name in job.added():
+                of_table = compared[name][start : start + len(lines)] if name in compared else None
+                block[name] = of_table or [line.get(name) for line in lines]
+            block[STATUS] = _status(block, [line.get("errors", {}) for line in lines], failed)
+            yield block
+
+    names = [*columns, *([] if STATUS in columns else [STATUS]), *job.added()]
+    write_blocks(job.out, names, blocks())
+    print(f"{job.out}: {rows} rows; new columns: {', '.join(job.added())}")
+    for name, count in failed.items():
+        print(f"  {name}: {count} files could not be read; the reason is in the column {STATUS}")
+
+
+def _status(block: Block, errors: list[dict[str, str]], failed: dict[str, int]) -> list[str]:
+    """What is wrong with each row: what the table says of it, or the first scorer's error."""
+    before = block.get(STATUS, ["ok"] * len(errors))
+    for of_row in errors:
+        for name in of_row:
+            failed[name] = failed.get(name, 0) + 1
+    return [
+        old if old not in ("ok", "", None) else next(iter(of_row.values()), "ok")
+        for old, of_row in zip(before, errors, strict=True)
+    ]
+
+
+def _compared(job: Job, rows: int) -> dict[str, list[Any]]:
+    """What scorers say once they have seen everything."""
+    columns: dict[str, list[Any]] = {}
+    for chosen in job.scorers.values():
+        if isinstance(chosen, Comparing):
+            lines = [line for part in all_parts(job, rows) for line in read_part(part)]
+            table: dict[str, list[Any]] = {name: [line.get(name) for line in lines] for name in chosen.columns}
+            table["path"] = [name for block in read_blocks(job.table, 1 << 14, ["path"]) for name in block["path"]]
+            columns |= chosen.compare(table)
+    return columns
+
+
+def _fingerprint(job: Job) -> dict[str, Any]:
+    """What parts depend on: nothing that only concerns speed."""
+    settings = {name: dataclasses.asdict(chosen) for name, chosen in job.scorers.items()}  # type: ignore[call-overload]
+    for of_scorer in settings.values():
+        of_scorer.pop("device", None)
+    record = {"table": file_hash(job.table), "folder": str(job.folder.resolve()), "scorers": settings}
+    found: dict[str, Any] = json.loads(json.dumps({**record, "part_rows": job.part_rows}))  # tuples become lists
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------- processes
+
+
+def use_device(job: Job, local_rank: int) -> None:
+    """Give this process a GPU of its own, where a scorer works on one."""
+    if _on_gpu(job):
+        import torch
+
+        torch.cuda.set_device(local_rank % torch.cuda.device_count())
+
+
+def _on_gpu(job: Job) -> bool:
+    return any(str(getattr(chosen, "device", "cpu")).startswith("cuda") for chosen in job.scorers.values())
+
+
+def _supervise(job: Job, workers: int, bar: Any) -> None:
+    """Run processes until all have ended well; one that dies is started again."""
+    # a forked process cannot use a GPU, a spawned one imports everything again
+    context: Any = multiprocessing.get_context("spawn" if _on_gpu(job) else "fork")
+    counter = context.Value("q", 0)
+    running = {rank: _start(context, job, rank, workers, counter) for rank in range(workers)}
+    deaths, before = 0, 0
+    try:
+        while running:
+            time.sleep(0.05)
+            bar.update(min(counter.value, bar.total) - bar.n)
+            for rank, process in list(running.items()):
+                if process.exitcode is None:
+                    continue
+                del running[rank]
+                if process.exitcode == 0:
+                    continue
+                deaths, before = (deaths + 1 if counter.value == before else 1), counter.value
+                if process.exitcode > 0 or deaths > NO_PROGRESS:
+                    raise UserError(f"process {rank} ended with code {process.exitcode}; what it said is above.")
+                running[rank] = _start(context, job, rank, workers, counter)
+    finally:
+        for process in running.values():
+            process.terminate()
+            process.join()
+
+
+def _start(context: Any, job: Job, rank: int, workers: int, counter: Any) -> BaseProcess:
+    process: BaseProcess = context.Process(target=_work, args=(job, rank, workers, counter), daemon=True)
+    process.start()
+    return process
+
+
+def _work(job: Job, rank: int, workers: int, counter: Any) -> None:
+    def advanced(rows: int) -> None:
+        with counter.get_lock():
+            counter.value += rows
+
+    try:
+        use_device(job, rank)
+        run_share(job, rank, workers, advanced)
+    except UserError as error:
+        sys.stderr.write(f"\nerror: {error}\n")
+        sys.exit(2)

@@ -1,0 +1,158 @@
+"""One part of a table: its rows are scored batch by batch, and what is done is on disk after each.
+
+A part is a file `part-00000012.jsonl`, one line a row; until it is complete, `part-00000012.partial`. Whoever opens the part
+again goes on behind the last whole line. Decoders are C code that a damaged file may crash: before each batch, its place is
+written to `part-00000012.trying`, so that after a death the batch is done again row by row, and a row at which the process
+dies twice in a row gets an error instead of a score. A process that is killed by hand loses one batch at most.
+"""
+
+import fcntl
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+from opensora.utils.errors import UserError
+from tools.datasets.stream import Block
+from tools.scoring.registry import Scorer
+
+DEATHS = 2  # at one row, after which it is given up
+DIED = "the process died twice while reading it; the file crashes its decoder"
+
+Line = dict[str, Any]
+
+
+class Trying(NamedTuple):
+    """The rows that are being done: the first, how many, and how often a process has died at them."""
+
+    start: int
+    rows: int
+    deaths: int
+
+
+class Part(NamedTuple):
+    """Where a part's files are."""
+
+    folder: Path
+    number: int
+
+    @property
+    def done(self) -> Path:
+        """The complete part."""
+        return self.folder / f"part-{self.number:08d}.jsonl"
+
+    @property
+    def partial(self) -> Path:
+        """What there is of it."""
+        return self.done.with_suffix(".partial")
+
+    @property
+    def trying(self) -> Path:
+        """What is being done."""
+        return self.done.with_suffix(".trying")
+
+
+def score_part(
+    part: Part,
+    block: Block,
+    paths: Sequence[Path],
+    scorers: Mapping[str, Scorer],
+    batch_size: int,
+    advanced: Callable[[int], None],
+) -> None:
+    """Complete a part.
+
+    Args:
+        part: its files.
+        block: the columns that scorers need, of its rows.
+        paths: the files of its rows.
+        scorers: by name.
+        batch_size: files that scorers get at a time.
+        advanced: is told how many rows have been done.
+
+    Raises:
+        UserError: a scorer cannot work at all, or another process is at this part.
+    """
+    with _opened(part) as file:
+        done = _whole_lines(file)
+        advanced(done)
+        died = _died(part, done)
+        while done < len(paths):
+            rows, deaths = _next(done, died, min(batch_size, len(paths) - done))
+            if deaths >= DEATHS:
+                lines = [{"errors": dict.fromkeys(scorers, DIED)}]
+            else:
+                part.trying.write_text(json.dumps(Trying(done, rows, deaths)))
+                lines = score_rows(scorers, paths[done : done + rows], _cut(block, done, rows))
+            file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+            file.flush()
+            part.trying.unlink(missing_ok=True)
+            done += rows
+            advanced(rows)
+        part.partial.replace(part.done)
+
+
+def read_part(part: Part) -> Iterator[Line]:
+    """The lines of a complete part."""
+    with part.done.open(encoding="utf-8") as file:
+        yield from map(json.loads, file)
+
+
+def score_rows(scorers: Mapping[str, Scorer], paths: Sequence[Path], block: Block) -> list[Line]:
+    """For each file its columns, and under "errors" the reasons of the scorers that have none."""
+    lines: list[Line] = [{} for _ in paths]
+    for name, chosen in scorers.items():
+        rows = chosen.score(list(paths), **{column: block[column] for column in chosen.needs})
+        assert len(rows) == len(paths), f"scorer {name} gave {len(rows)} rows for {len(paths)} files"
+        for line, row in zip(lines, rows, strict=True):
+            line.update({column: row[column] for column in chosen.columns})
+            if "error" in row:
+                line.setdefault("errors", {})[name] = row["error"]
+    return lines
+
+
+def _next(done: int, died: Trying | None, batch: int) -> tuple[int, int]:
+    """How many rows come next, and how often a process has died at exactly these."""
+    if died is None or not died.start <= done < died.start + died.rows:
+        return batch, 0
+    return 1, died.deaths if done == died.start and died.rows == 1 else 0
+
+
+def _died(part: Part, done: int) -> Trying | None:
+    """What a process died at that did not clean up; None where none did."""
+    try:
+        start, rows, deaths = json.loads(part.trying.read_text())
+    except (FileNotFoundError, ValueError):  # it died while writing that file
+        return None
+    return Trying(start, rows, deaths + 1) if start == done else None
+
+
+def _cut(block: Block, start: int, rows: int) -> Block:
+    return {name: values[start : start + rows] for name, values in block.items()}
+
+
+@contextmanager
+def _opened(part: Part) -> Iterator[TextIO]:
+    """The unfinished part, for this process alone. An error that is no crash leaves no trace of the batch."""
+    with part.partial.open("a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise UserError(f"{part.partial}: another process is working on it; wait for it, or end it.") from error
+        try:
+            yield file
+        except BaseException:
+            part.trying.unlink(missing_ok=True)
+            raise
+
+
+def _whole_lines(file: TextIO) -> int:
+    """How many lines are complete; a torn last one is cut off."""
+    file.seek(0)
+    text = file.read()
+    whole = text[: text.rfind("\n") + 1]
+    if len(whole) < len(text):
+        file.truncate(len(whole.encode()))
+    file.seek(0, 2)
+    return whole.count("\n")
