@@ -264,7 +264,9 @@ def _write_parquet(target: Path, columns: list[str], blocks: Iterable[Block]) ->
         while held:
             _append(pyarrow, writer, held.pop(0))
     except (TypeError, ValueError) as error:  # pyarrow's errors derive from these
-        raise UserError(f"a column cannot be written as parquet ({error}); write JSONL, which takes mixed types.") from error
+        raise UserError(
+            f"a column cannot be written as parquet ({error}); write JSONL, which takes mixed types."
+        ) from error
     finally:
         if writer is not None:
             writer.close()

@@ -98,7 +98,11 @@ def read_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add_run_arguments(parser)
     parser.add_argument("--scorers", required=True, metavar="A,B", help=", ".join(names()))
     parser.add_argument(
-        "--set", action="append", default=[], metavar="SCORER.SETTING=VALUE", help="a setting of a scorer; several times"
+        "--set",
+        action="append",
+        default=[],
+        metavar="SCORER.SETTING=VALUE",
+        help="a setting of a scorer; several times",
     )
     parser.add_argument("--device", default="cpu", help="of networks: cpu or cuda")
     return parser.parse_args(argv)

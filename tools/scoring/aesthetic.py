@@ -59,7 +59,9 @@ class Aesthetic:
         rows = each_file(paths, self.columns, read)
         there = [row for row in rows if "error" not in row]
         if there:
-            scores = apply_head(layers, clip.embed_images(torch.cat(pixels))).unflatten(0, (len(there), -1))  # [B, frames]
+            scores = apply_head(layers, clip.embed_images(torch.cat(pixels))).unflatten(
+                0, (len(there), -1)
+            )  # [B, frames]
             for row, value in zip(there, scores.mean(1).tolist(), strict=True):
                 row["aes"] = tidy(value)
         return rows
@@ -85,7 +87,9 @@ def head_layers(file: str, width: int, device: str) -> Layers:
     layers = [(state[f"{name}weight"].float().to(device), state.get(f"{name}bias")) for name in names]
     complete = tuple((weight, bias.float().to(device)) for weight, bias in layers if bias is not None)
     widths = [width, *(len(weight) for weight, _ in complete)]
-    fits = [weight.ndim == 2 and weight.shape[1] == before for (weight, _), before in zip(complete, widths, strict=False)]
+    fits = [
+        weight.ndim == 2 and weight.shape[1] == before for (weight, _), before in zip(complete, widths, strict=False)
+    ]
     if not complete or len(complete) < len(names) or not all(fits) or widths[-1] != 1:
         shapes = ", ".join(str(tuple(state[f"{name}weight"].shape)) for name in names) or "none"
         raise UserError(

@@ -73,7 +73,9 @@ def _raft(kind: str, file: str, device: str) -> Any:
 
 
 @torch.no_grad()
-def _by_network(network: Any, scale: Callable[[Tensor], Tensor], device: str, pairs: Sequence[Pair]) -> list[np.ndarray]:
+def _by_network(
+    network: Any, scale: Callable[[Tensor], Tensor], device: str, pairs: Sequence[Pair]
+) -> list[np.ndarray]:
     """All pairs at once; they are of one size, since they are of one file."""
     if not pairs:
         return []

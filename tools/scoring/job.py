@@ -141,8 +141,8 @@ def merge(job: Job, rows: int) -> None:
             lines = list(read_part(Part(job.parts, number)))
             start = number * job.part_rows
             for name in job.added():
-                of_table = compared[name][start : start + len(lines)] if name in compared else None
-                block[name] = of_table or [line.get(name) for line in lines]
+                whole = compared.get(name)
+                block[name] = whole[start : start + len(lines)] if whole else [line.get(name) for line in lines]
             block[STATUS] = _status(block, [line.get("errors", {}) for line in lines], failed)
             yield block
 

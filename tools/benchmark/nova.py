@@ -1,0 +1,149 @@
+"""Time training steps and sampling of NOVA on random latents. No data, no VAE, no text encoder.
+
+    python -m tools.benchmark.nova [--cases t2i t2v] [--parts train sample] [--batch 4] [--peak-tflops 790]
+
+One line of a table for each combination. FLOPs are the model's own `flops()`, which counts one noised copy of each patch, times
+three (backward = 2 x forward); what `loss_repeat` adds in the head is work but is not counted. MFU is their rate over that of a
+large matrix product, measured first or given by --peak-tflops. Without a GPU the defaults are toy sizes.
+"""
+
+import argparse
+import time
+from typing import Any, NamedTuple
+
+import torch
+
+from opensora.acceleration.checkpointing import checkpoint_activations
+from opensora.acceleration.compile import compile_blocks
+from opensora.acceleration.distributed import World
+from opensora.acceleration.engine import build_engine
+from opensora.registry import MODELS, SCHEDULERS
+from opensora.utils.dtype import to_torch_dtype
+from opensora.utils.seed import generators
+from tools.benchmark.train_step import matmul_tflops, synchronize
+
+TEXT = 256
+
+
+class Case(NamedTuple):
+    """A published setting."""
+
+    model: dict[str, Any]
+    latent: tuple[int, int, int]
+
+
+GPU = {
+    "t2i": Case({"type": "NOVA-d48w1024", "motion": False, "trained": "image"}, (1, 128, 128)),  # 1024x1024
+    "t2v": Case({"type": "NOVA-d48w1024-T2V"}, (9, 60, 96)),  # 33 frames of 480x768
+}
+_TOY = {"type": "NOVA", "width": 64, "num_heads": 2, "video_depth": 2, "image_depth": 4, "head_depth": 2}
+CPU = {"t2i": Case({**_TOY, "motion": False}, (1, 16, 16)), "t2v": Case(_TOY, (3, 8, 12))}
+
+
+def main() -> None:
+    """The command line."""
+    args = parse_args()
+    device = torch.device(args.device)
+    name = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    peak = args.peak_tflops or matmul_tflops(device, to_torch_dtype(args.dtype))
+    print(f"{name}, torch {torch.__version__}, {args.dtype}, {TEXT} text tokens; MFU of {peak:.4g} TFLOP/s\n")
+    print("| case | what | batch | ms | patches/s | MFU | frames/s | peak GiB |\n|---|---|---|---|---|---|---|---|")
+    cases = GPU if device.type == "cuda" else CPU
+    for case in args.cases:
+        for blocks in args.blocks:
+            for part in args.parts:
+                if device.type == "cuda":
+                    torch.cuda.reset_peak_memory_stats()
+                print(
+                    f"| {case} | {part}, {blocks} | {row(cases[case], part, blocks, args, device, peak)} |", flush=True
+                )
+                torch._dynamo.reset()
+
+
+def parse_args() -> argparse.Namespace:
+    """Options, with defaults that suit the device."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    on_gpu = torch.cuda.is_available()
+    parser.add_argument("--device", default="cuda" if on_gpu else "cpu", choices=("cuda", "cpu"))
+    parser.add_argument("--cases", nargs="+", default=["t2i", "t2v"], choices=tuple(GPU))
+    parser.add_argument("--parts", nargs="+", default=["train", "sample"], choices=("train", "sample"))
+    parser.add_argument("--blocks", nargs="+", default=["eager", "compiled"], choices=("eager", "compiled"))
+    parser.add_argument("--batch", type=int, default=4 if on_gpu else 1)
+    parser.add_argument("--dtype", default="bf16" if on_gpu else "fp32", choices=("fp32", "bf16", "fp16"))
+    parser.add_argument("--checkpoint", default="none", help="a value of grad_checkpoint")
+    parser.add_argument("--steps", type=int, default=10 if on_gpu else 2)
+    parser.add_argument("--sampling-steps", type=int, nargs=2, default=(64, 25) if on_gpu else (4, 2))
+    parser.add_argument("--peak-tflops", type=float)
+    return parser.parse_args()
+
+
+def row(case: Case, part: str, blocks: str, args: argparse.Namespace, device: torch.device, peak: float) -> str:
+    """The figures of one line, or why there are none."""
+    torch.manual_seed(0)
+    with device:
+        model = MODELS.build(case.model)
+    if blocks == "compiled":
+        compile_blocks(model.transformer_blocks())
+    try:
+        seconds = (train if part == "train" else sample)(model, case, args, device)
+    except torch.OutOfMemoryError:
+        return f"{args.batch} | out of memory | - | - | - | -"
+    T, H, W = case.latent
+    patches, frames = args.batch * T * H * W / 4 / seconds, args.batch * T / seconds
+    mfu = f"{3 * args.batch * model.flops(case.latent, TEXT) / seconds / peak / 1e12:.1%}" if part == "train" else "-"
+    memory = f"{torch.cuda.max_memory_allocated() / 2**30:.1f}" if device.type == "cuda" else "-"
+    return f"{args.batch} | {seconds * 1e3:.1f} | {patches:.0f} | {mfu} | {frames:.3g} | {memory}"
+
+
+def inputs(model: Any, case: Case, batch: int, device: torch.device) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Random latents and conditions."""
+    x = torch.randn(batch, model.in_channels, *case.latent, device=device)
+    cond = {"y": torch.randn(batch, 1, TEXT, model.text_embed.proj.in_features, device=device)}
+    if "flow" in model.numbers:
+        cond |= {"fps": torch.full((batch,), 12.0, device=device), "flow": torch.full((batch,), 5.0, device=device)}
+    return x, cond
+
+
+def train(model: Any, case: Case, args: argparse.Namespace, device: torch.device) -> float:
+    """Seconds of a step: forward, backward, clipping, AdamW."""
+    checkpoint_activations(model.transformer_blocks(), args.checkpoint)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=device.type == "cuda")
+    engine = build_engine("ddp", model.train(), optimizer, World(0, 1, device), dtype=args.dtype, grad_clip=1.0)
+    scheduler = SCHEDULERS.build({"type": "nova"})
+    x, cond = inputs(model, case, args.batch, device)
+    started = 0.0
+    for number in range(args.steps + 3):
+        if number == 3:  # compilation and warm-up are over
+            synchronize(device)
+            started = time.perf_counter()
+        rngs = generators(0, "benchmark", number, ids=range(args.batch), device=device)
+        with engine.micro_step(last=True):
+            loss = scheduler.training_losses(engine.model, x, cond, generators=rngs).mean()
+        engine.backward(loss)
+        engine.step()
+    synchronize(device)
+    return (time.perf_counter() - started) / args.steps
+
+
+def sample(model: Any, case: Case, args: argparse.Namespace, device: torch.device) -> float:
+    """Seconds for a batch of whole videos, with guidance."""
+    steps, diffusion = args.sampling_steps
+    scheduler = SCHEDULERS.build({"type": "nova", "num_sampling_steps": steps, "num_diffusion_steps": diffusion})
+    z, cond = inputs(model.eval(), case, args.batch, device)
+    null = {"y": model.null_condition(args.batch)[:, :, :TEXT]}
+    dtype = to_torch_dtype(args.dtype)
+    seconds = 0.0
+    for _ in range(2):  # the first compiles
+        rngs = generators(0, "benchmark", ids=range(args.batch), device=device)
+        synchronize(device)
+        started = time.perf_counter()
+        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+            scheduler.sample(model, z, cond, null=null, generators=rngs)
+        synchronize(device)
+        seconds = time.perf_counter() - started
+    return seconds
+
+
+if __name__ == "__main__":
+    main()

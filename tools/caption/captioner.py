@@ -1,0 +1,152 @@
+"""A captioner is a scorer (`tools.scoring.registry`) whose column is a text: so it goes through the same parts and merging."""
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from opensora.inference.prompt_text import with_scores
+from opensora.utils.errors import UserError
+from tools.caption.prompts import columns_in, filled, prompt_of
+from tools.datasets.datautil.captions import camera_words
+from tools.datasets.stream import number_of
+from tools.scoring.frames import Row, each_file, key_frames, opencv
+
+Frames = list[np.ndarray]
+Describe = Callable[[Sequence[Frames], Sequence[str], int], list["str | Failure"]]
+"""From the frames and the prompt of each clip, and the number of the attempt, to captions."""
+
+SCORES = ("aes", "flow", "cmotion")
+EMPTY = "the model gave an empty caption"
+
+
+class Failure(str):
+    """Why there is no caption."""
+
+
+@dataclass(frozen=True)
+class Captioner:
+    """Writes captions.
+
+    Attributes:
+        model: folder or hub id of a vision-language model; with an endpoint, the name of the model there.
+        endpoint: URL of an OpenAI-compatible server, up to and with /v1; empty: the model runs here.
+        prompt: a template's name, a .txt file or a text.
+        frames: of each clip, evenly spread over it.
+        long_side: pixels that frames are shrunk to; never enlarged.
+        max_tokens: of a caption.
+        retries: further attempts after an empty caption or an error of the network.
+        column: the name of what is added.
+        scores: of the columns aes, flow and cmotion, those that are put behind the caption, as in prompts for sampling.
+        key_env: the environment variable that holds the endpoint's key; the key itself is written nowhere.
+        timeout_s: of one request.
+        dtype: of the model here: auto, float32, bfloat16 or float16.
+        device: of the model here.
+    """
+
+    model: str
+    endpoint: str = ""
+    prompt: str = "video"
+    frames: int = 4
+    long_side: int = 512
+    max_tokens: int = 200
+    retries: int = 2
+    column: str = "text"
+    scores: tuple[str, ...] = ()
+    key_env: str = "OPENAI_API_KEY"
+    timeout_s: float = 120.0
+    dtype: str = "auto"
+    device: str = "cpu"
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The caption's column."""
+        return (self.column,)
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Columns that the prompt or the suffix reads."""
+        return tuple(dict.fromkeys([*columns_in(prompt_of(self.prompt)), *self.scores]))
+
+    def score(self, paths: list[Path], **needed: list[Any]) -> list[Row]:
+        """A caption for each file; the reason where there is none.
+
+        Raises:
+            UserError: the model cannot be loaded, or the endpoint refuses all requests.
+        """
+        points = np.linspace(0, 1, self.frames).tolist() if self.frames > 1 else [0.5]
+        pictures: list[Frames] = []
+
+        def read(path: Path) -> Row:
+            pictures.append([self._shrunk(frame) for frame in _different(key_frames(path, points))])
+            return {self.column: None}
+
+        rows = each_file(paths, self.columns, read)
+        there = [i for i, row in enumerate(rows) if "error" not in row]
+        prompts = [filled(prompt_of(self.prompt), needed, i) for i in there]
+        for i, caption in zip(there, self._captions(pictures, prompts), strict=True):
+            if isinstance(caption, Failure):
+                rows[i]["error"] = str(caption)
+            else:
+                rows[i][self.column] = suffixed(caption, {name: needed[name][i] for name in self.scores})
+        return rows
+
+    def _captions(self, pictures: Sequence[Frames], prompts: Sequence[str]) -> list["str | Failure"]:
+        """The captions; those that failed are tried again."""
+        describe = describer(self)
+        captions: list[str | Failure] = [Failure(EMPTY)] * len(pictures)
+        for attempt in range(self.retries + 1):
+            open_ = [i for i, caption in enumerate(captions) if isinstance(caption, Failure)]
+            if not open_:
+                break
+            answers = describe([pictures[i] for i in open_], [prompts[i] for i in open_], attempt)
+            for i, answer in zip(open_, answers, strict=True):
+                plain = answer if isinstance(answer, Failure) else " ".join(answer.split())
+                captions[i] = plain or Failure(EMPTY)
+        return captions
+
+    def _shrunk(self, frame: np.ndarray) -> np.ndarray:
+        height, width = frame.shape[:2]
+        scale = self.long_side / max(height, width)
+        if scale >= 1:
+            return frame
+        size = max(1, round(width * scale)), max(1, round(height * scale))
+        small: np.ndarray = opencv().resize(frame, size, interpolation=opencv().INTER_AREA)
+        return small
+
+
+@functools.cache
+def describer(captioner: Captioner) -> Describe:
+    """What answers, loaded once."""
+    if captioner.endpoint:
+        from tools.caption.endpoint import Endpoint
+
+        return Endpoint(captioner)
+    from tools.caption.vision_language import VisionLanguageModel
+
+    return VisionLanguageModel(captioner)
+
+
+def suffixed(caption: str, scores: Mapping[str, Any]) -> str:
+    """The caption with its scores behind it, in the words in which prompts for sampling have them; unknown ones are left out.
+
+    Raises:
+        UserError: a score is no number.
+    """
+    known: dict[str, float | str | None] = {}
+    for name in ("aes", "flow"):
+        value = number_of(name, scores.get(name))
+        if isinstance(value, str):
+            raise UserError(f"column {name}: {value!r} is no number.")
+        known[name] = None if value is None or math.isnan(value) else float(value)
+    known["camera_motion"] = camera_words(str(scores.get("cmotion") or "")) or None
+    return with_scores(caption, known)
+
+
+def _different(frames: Frames) -> Frames:
+    """Without repetitions: a picture is one frame, however many are asked for."""
+    return [frame for i, frame in enumerate(frames) if i == 0 or frame is not frames[i - 1]]
