@@ -159,9 +159,19 @@ def test_dataset(name, clips_csv, tmp_path):
         (tmp_path / "images" / "lake").mkdir(parents=True)
         Image.new("RGB", (24, 16)).save(tmp_path / "images" / "lake" / "1.png")
         settings = {"data_path": str(tmp_path / "images"), "num_frames": 1, "image_size": (16, 24)}
+    if name == "RecordVideoTextDataset":
+        from opensora.utils.records import RecordWriter
+
+        features = {"moments": "tensor", "shape": ["int64"], "caption": "string", "text": "string"}
+        with RecordWriter(tmp_path / "records", features) as writer:
+            writer.write(
+                {"moments": torch.zeros(8, 2, 2, 3).half(), "shape": [8, 2, 2, 3], "caption": "a", "text": "b"}
+            )
+        settings = {"data_path": str(tmp_path / "records")}
     item = DATASETS.build({"type": name, **settings})[key]
     num_frames = settings.get("num_frames", 2)
-    assert item["moments" if name.startswith("Cached") else "video"].shape[1] == num_frames
+    assert item["video" if "video" in item else "moments"].shape[1] == num_frames
+    assert ("moments" in item) == name.startswith(("Cached", "Record"))
     assert item["text"] or name == "InMemoryVideoDataset"  # which trains VAEs
 
 

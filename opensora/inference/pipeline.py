@@ -17,6 +17,8 @@ from tqdm import tqdm
 
 from opensora.acceleration.cfg_parallel import Sharing, share_videos, split_guidance
 from opensora.acceleration.compile import compile_blocks
+from opensora.acceleration.compiler import compile_pipe
+from opensora.acceleration.compiler.options import parse_options
 from opensora.acceleration.distributed import init_world
 from opensora.acceleration.patching import wrap_forward
 from opensora.acceleration.step_cache.build import build_step_cache
@@ -152,6 +154,7 @@ class VideoPipeline:
         Raises:
             UserError: a part cannot be built, the size is none that the VAE can make, or settings have no effect.
         """
+        parse_options(cfg.compiler_config)  # its mistakes are told before minutes of loading
         parts = build_parts(cfg)
         size = video_size(cfg, parts.vae, parts.model.patch_size)
         warn_outside_training(size, cfg.model.get("from_pretrained"))
@@ -183,6 +186,8 @@ class VideoPipeline:
         )
         if cache is not None and not cache.inside_blocks:
             cache.install(parts.model.transformer_blocks())  # around what brings the blocks to the device
+        if cfg.compiler is not None:
+            compile_pipe(pipeline, backend=cfg.compiler, options=cfg.compiler_config)
         return pipeline
 
     def __call__(  # noqa: PLR0913  (what a video is made from; keyword-only)

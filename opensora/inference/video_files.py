@@ -129,7 +129,9 @@ def to_yuv420(pixels: np.ndarray) -> np.ndarray:
     BT.709-6, limited range; colour is averaged over 2 x 2 pixels.
     """
     height, width, _ = pixels.shape
-    yuv = pixels.astype(np.float32) @ RGB_TO_YUV.T + YUV_OFFSET  # [H, W, 3]
+    red, green, blue = (pixels[..., i, None].astype(np.float32) * RGB_TO_YUV[:, i] for i in range(3))
+    # not a matrix product, which rounds by where its operands lie in memory: equal frames would make other files
+    yuv = red + green + blue + YUV_OFFSET  # [H, W, 3]
     colour = yuv[..., 1:].reshape(height // 2, 2, width // 2, 2, 2).mean(axis=(1, 3))  # [H / 2, W / 2, 2]
     planes = np.concatenate([yuv[..., 0].ravel(), colour[..., 0].ravel(), colour[..., 1].ravel()])
     return planes.round().astype(np.uint8).reshape(height * 3 // 2, width)

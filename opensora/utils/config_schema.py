@@ -480,6 +480,10 @@ class InferenceConfig(RunConfig):
     step_cache: Component | None = option(
         "reuse between sampling steps: dict(type='pab') or dict(type='teacache'); changes the videos slightly", None
     )
+    compiler: Literal["nexfort", "inductor", "aot_eager"] | None = option(
+        "compile the pipeline's parts with OneDiff's options: see compiler.md. `compile` is the plain way", None
+    )
+    compiler_config: str | None = option('JSON for compiler, such as {"mode": "O3", "dynamic": true}', None)
 
     def problems(self) -> list[str]:
         problems = super().problems()
@@ -496,7 +500,20 @@ class InferenceConfig(RunConfig):
                 problems.append(f"condition_frame_length={self.condition_frame_length} has no effect with loop=1.")
             if self.condition_frame_edit:
                 problems.append(f"condition_frame_edit={self.condition_frame_edit} has no effect with loop=1.")
-        return problems + self._size_problems() + self._reference_problems()
+        return problems + self._size_problems() + self._reference_problems() + self._compiler_problems()
+
+    def _compiler_problems(self) -> list[str]:
+        """What of `compiler` contradicts something else or would do nothing."""
+        if self.compiler is None:
+            return [] if self.compiler_config is None else ["compiler_config has no effect without compiler."]
+        problems = []
+        if self.compile:
+            problems.append("compile and compiler both compile the model; keep one.")
+        if self.step_cache is not None:
+            problems.append("compiler does not work around a step_cache; use compile=True with it.")
+        if self.offload == "block":
+            problems.append("compiler does not work around offload='block'; use compile=True with it.")
+        return problems
 
     def _size_problems(self) -> list[str]:
         """What of size and length is missing, contradicts itself or would do nothing."""

@@ -5,7 +5,7 @@ import logging
 
 import pytest
 import torch
-from diffusers import AutoencoderKL, UNet2DConditionModel
+from diffusers import AutoencoderKL, DiTTransformer2DModel, UNet2DConditionModel
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -81,6 +81,15 @@ def test_our_models_train_the_same_with_checkpointing(checkpointed):
         one.train()(**cond).square().mean().backward()
     grads = [{name: p.grad for name, p in one.named_parameters()} for one in (plain, model)]
     torch.testing.assert_close(grads[0], grads[1])
+
+
+def test_a_transformer_of_diffusers():
+    """Its `transformer_blocks` is a list of modules, which can be called too, and must not be."""
+    transformer = DiTTransformer2DModel(num_attention_heads=2, attention_head_dim=4, in_channels=4, num_layers=1, sample_size=8,
+                                        num_embeds_ada_norm=10, norm_num_groups=4)  # fmt: skip
+    model, _, _, _ = optix.compile(transformer.train(), autoencoder(), **EAGER)
+    assert model.is_gradient_checkpointing
+    model(torch.randn(2, 4, 8, 8), torch.tensor([1, 2]), torch.tensor([1, 2])).sample.square().mean().backward()
 
 
 def test_a_compiled_denoiser_keeps_its_names():

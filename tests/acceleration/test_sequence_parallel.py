@@ -173,7 +173,7 @@ def compiled_blocks_equal_eager_ones(rank, world_size, _):
     def compiled(model):
         compile_blocks(model.transformer_blocks(), varying_sizes=True, backend=backend)
 
-    model = build("STDiT").train()
+    model = build("STDiT2").train()
     conds = [masked_inputs(model, size) for size in [(4, 8, 8), (5, 6, 10), (1, 8, 8), (3, 10, 6)]]
     compare(model, conds, "compiled", compiled)
     assert programs == 2

@@ -123,7 +123,7 @@ def test_the_command_and_its_check(folder, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["cache_features", config])
     with pytest.raises(SystemExit):
         main()
-    assert "error: data_path:" in capsys.readouterr().err
+    assert "clips.csv does not exist" in capsys.readouterr().err
 
 
 @pytest.mark.multiprocess

@@ -197,6 +197,8 @@ def test_a_broken_base_file_is_told_with_its_line(write):
 
 def test_other_kinds_of_files_are_refused(write):
     with pytest.raises(UserError, match=r"expected a \.py file"):
+        parse_config(TrainConfig, REGISTRIES, [write("lr = 1", "config.toml")])
+    with pytest.raises(UserError, match=r"lr is not a key of this config"):  # those of NOVA's guide
         parse_config(TrainConfig, REGISTRIES, [write("lr: 1", "config.yaml")])
 
 

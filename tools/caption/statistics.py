@@ -7,6 +7,7 @@ import argparse
 import re
 from collections import Counter
 from collections.abc import Iterable
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -46,7 +47,7 @@ def report(captions: Iterable[str]) -> list[str]:
             f"largest {words.max()}"
         )
         counts = np.histogram(words, [*BINS, np.inf])[0]
-        labels = [f"{a}-{b - 1}" for a, b in zip(BINS[:-1], BINS[1:], strict=True)] + [f"{BINS[-1]}+"]
+        labels = [f"{a}-{b - 1}" for a, b in pairwise(BINS)] + [f"{BINS[-1]}+"]
         lines.append("words: " + ", ".join(f"{label}: {n}" for label, n in zip(labels, counts, strict=True) if n))
     repeated = {text: count for text, count in seen.items() if count > 1}
     lines.append(f"{len(seen)} different; {sum(repeated.values())} captions are there more than once")

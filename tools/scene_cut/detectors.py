@@ -75,7 +75,7 @@ def scenes_of(cuts: list[int], num_frames: int) -> list[tuple[int, int]]:
 
 def _content(footage: Footage, threshold: float) -> list[int]:
     change, black = changes(footage)
-    return [*peaks(change, threshold), *np.flatnonzero(np.diff(black.astype(np.int8))) + 1]
+    return [*peaks(change, threshold), *(np.flatnonzero(np.diff(black.astype(np.int8))) + 1).tolist()]
 
 
 def changes(footage: Footage) -> tuple[np.ndarray, np.ndarray]:

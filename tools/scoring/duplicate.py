@@ -12,7 +12,7 @@ differ in at most b bits have one of b + 1 pieces in common, so only clips that 
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,9 @@ SIDE, LOW = 32, 8
 FRAMES = len(KEY_POINTS)
 PLAIN = 2.0  # grey levels of standard deviation, below which a picture is one colour
 FEW = 2000  # clips: up to here all pairs are compared
-BLOCK = 1 << 22  # pairs compared at a time
+BLOCK = 1 << 20  # pairs compared at a time
+ONES = np.array([bin(i).count("1") for i in range(1 << 16)], np.uint8)  # bits that are set
+MIX = np.uint64(0x9E3779B97F4A7C15)  # any large odd number
 MOST_BITS = 15  # the pieces become too short to tell clips apart
 
 
@@ -82,13 +84,18 @@ def first_alike(hashes: np.ndarray, bits: int) -> Iterator[tuple[int, int, int]]
 
     So `earlier` is never a duplicate, and what is compared is the pair itself: no chains of ever less alike clips.
     """
-    later, earlier = alike(hashes, bits)
+    _, first, group = np.unique(hashes, axis=0, return_index=True, return_inverse=True)
+    kinds = np.sort(first)  # the first clip of each hash, in the order of the table
+    later, earlier = alike(hashes[kinds], bits)
     order = np.lexsort((earlier, later))
-    repeated = np.zeros(len(hashes), bool)
-    for i, j in zip(later[order].tolist(), earlier[order].tolist(), strict=True):
-        if not repeated[i] and not repeated[j]:
-            repeated[i] = True
-            yield i, j, int(_apart(hashes[[i]], hashes[[j]])[0])
+    repeats: dict[int, int] = {}
+    for i, j in zip(kinds[later[order]].tolist(), kinds[earlier[order]].tolist(), strict=True):
+        if i not in repeats and j not in repeats:
+            repeats[i] = j
+    for row, same in enumerate(first[group.reshape(-1)].tolist()):
+        of = repeats.get(same, same)
+        if of != row:
+            yield row, of, int(_apart(hashes[[row]], hashes[[of]])[0])
 
 
 def alike(hashes: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
@@ -105,7 +112,7 @@ def alike(hashes: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
 
 def _apart(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """[N] bits by which the most different frame differs, of [N, F] hashes."""
-    return np.bitwise_count(a ^ b).max(axis=1)
+    return ONES[(a ^ b).view(np.uint16)].reshape(*a.shape, 4).sum(axis=-1).max(axis=1)
 
 
 def _all_pairs(count: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -117,26 +124,28 @@ def _all_pairs(count: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
 def _pairs_with_a_common_piece(hashes: np.ndarray, bits: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """For each choice of a piece in every frame, the pairs of clips that agree in all of them."""
     edges = np.linspace(0, 64, bits + 2).astype(int)
-    pieces = [
-        (hashes >> np.uint64(low)) & np.uint64((1 << int(high - low)) - 1)
-        for low, high in zip(edges[:-1], edges[1:], strict=True)
-    ]
+    pieces = [(hashes >> np.uint64(low)) & np.uint64((1 << int(high - low)) - 1) for low, high in pairwise(edges)]
     for choice in product(range(bits + 1), repeat=hashes.shape[1]):
-        key = np.stack([pieces[piece][:, frame] for frame, piece in enumerate(choice)], axis=1)
-        order = np.lexsort(tuple(key.T))
-        same = (key[order[1:]] == key[order[:-1]]).all(axis=1)
+        # one number for all frames; two that are equal by chance cost one comparison
+        key = np.zeros(len(hashes), np.uint64)
+        for frame, piece in enumerate(choice):
+            key = key * MIX + pieces[piece][:, frame]
+        order = np.argsort(key, kind="stable")
+        same = key[order[1:]] == key[order[:-1]]
         yield from _pairs_in_runs(order, same)
 
 
 def _pairs_in_runs(order: np.ndarray, same: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Pairs (later, earlier) of rows in one run of equal keys; `same[i]`: row i + 1 of the order is like row i."""
     run = np.concatenate([[0], np.cumsum(~same)])
-    for apart in range(1, len(order)):
-        at = np.flatnonzero(run[apart:] == run[:-apart])
-        if not len(at):
-            return
-        a, b = order[at], order[at + apart]
-        yield np.maximum(a, b), np.minimum(a, b)
+    at, apart = np.flatnonzero(same), 1
+    while len(at):
+        for start in range(0, len(at), BLOCK):
+            a, b = order[at[start : start + BLOCK]], order[at[start : start + BLOCK] + apart]
+            yield np.maximum(a, b), np.minimum(a, b)
+        apart += 1
+        at = at[at + apart < len(order)]
+        at = at[run[at + apart] == run[at]]
 
 
 SCORERS["duplicate"] = Duplicate()

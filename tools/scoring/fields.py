@@ -38,7 +38,9 @@ def flow_method(name: str, device: str = "cpu") -> Fields:
     if name == "dis":
         return _dis
     if kind not in {method.partition(":")[0] for method in METHODS} or not file:
-        raise UserError(f"flow method {name!r} is unknown.{did_you_mean(name, METHODS)} One of: {', '.join(METHODS)}.")
+        raise UserError(
+            f"flow method {name!r} is unknown.{did_you_mean(name, list(METHODS))} One of: {', '.join(METHODS)}."
+        )
     if not Path(file).is_file():
         raise UserError(f"flow method {name!r}: there is no file {file}.")
     network = _script(file, device) if kind == "torchscript" else _raft(kind, file, device)
@@ -49,7 +51,7 @@ def flow_method(name: str, device: str = "cpu") -> Fields:
 def _dis(pairs: Sequence[Pair]) -> list[np.ndarray]:
     cv2 = opencv()
     search = cv2.DISOpticalFlow_create(cv2.DISOPTICAL_FLOW_PRESET_MEDIUM)
-    grey = [[np.rint(luma(frame)).astype(np.uint8) for frame in pair[:2]] for pair in pairs]
+    grey = [[np.rint(luma(frame)).astype(np.uint8) for frame in (pair.first, pair.second)] for pair in pairs]
     return [search.calc(first, second, None) for first, second in grey]
 
 
@@ -82,8 +84,8 @@ def _by_network(
     height, width = pairs[0].first.shape[:2]
     sides = [max(LEAST_SIDE, round(side / CELL) * CELL) for side in (height, width)]
     first, second = (
-        F.interpolate(scale(_stacked([pair[i] for pair in pairs], device)), sides, mode="bilinear", antialias=True)
-        for i in (0, 1)
+        F.interpolate(scale(_stacked(frames, device)), sides, mode="bilinear", antialias=True)
+        for frames in ([pair.first for pair in pairs], [pair.second for pair in pairs])
     )
     flow = network(first, second)
     flow = flow if isinstance(flow, Tensor) else flow[-1]

@@ -16,15 +16,15 @@ from opensora.utils.errors import UserError
 
 
 class Scorer(Protocol):
-    """Adds columns to a table of clips.
+    """Adds columns to a table of clips."""
 
-    Attributes:
-        columns: the names of what it adds.
-        needs: columns of the table that `score` gets as keyword arguments beside the paths, such as ("text",).
-    """
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The names of what it adds."""
 
-    columns: tuple[str, ...]
-    needs: tuple[str, ...]
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Columns of the table that `score` gets as keyword arguments beside the paths, such as ("text",)."""
 
     def score(self, paths: list[Path], **needed: list[Any]) -> list[dict[str, Any]]:
         """A dict with a value for each of `columns` for each file, in order; None where there is none.
@@ -35,13 +35,11 @@ class Scorer(Protocol):
 
 @runtime_checkable
 class Comparing(Protocol):
-    """A scorer that says more once it has seen all files: which are alike, for example.
+    """A scorer that says more once it has seen all files: which are alike, for example."""
 
-    Attributes:
-        compared: the names of what it then adds.
-    """
-
-    compared: tuple[str, ...]
+    @property
+    def compared(self) -> tuple[str, ...]:
+        """The names of what it then adds."""
 
     def compare(self, table: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
         """A list for each of `compared`, from the lists of `path` and of the scorer's own `columns` for all rows."""

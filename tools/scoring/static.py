@@ -39,7 +39,9 @@ class Static:
 def is_same(pair: Pair) -> bool:
     """Whether two frames show the same picture."""
     cv2 = opencv()
-    first, second = (cv2.resize(luma(frame), BLOCKS, interpolation=cv2.INTER_AREA) for frame in pair[:2])
+    first, second = (
+        cv2.resize(luma(frame), BLOCKS, interpolation=cv2.INTER_AREA) for frame in (pair.first, pair.second)
+    )
     return bool(np.abs(first - second).max() <= CHANGE)
 
 

@@ -200,8 +200,8 @@ class TestModes:
         rows = torch.arange(4) * 8.0  # 4 rows over a range of 32
         expected = sincos_2d(48, rows, torch.arange(2) * 16.0)
         for either in (model, scaled):
-            torch.testing.assert_close(either._spatial_positions(x, (1, 8, 4)), expected, atol=1e-6, rtol=0)
-        narrow = toy(base_size=16)._spatial_positions(x, (1, 8, 4))
+            torch.testing.assert_close(either._spatial_positions(x, (4, 2)), expected, atol=1e-6, rtol=0)
+        narrow = toy(base_size=16)._spatial_positions(x, (4, 2))
         torch.testing.assert_close(narrow, sincos_2d(48, rows / 2, torch.arange(2) * 8.0), atol=1e-6, rtol=0)
 
     @pytest.mark.parametrize(("freeze", "trained"), [("not_temporal", TEMPORAL), ("text", "blocks.0.attn.")])

@@ -182,8 +182,12 @@ def test_missing_weights_are_not_made_up(tmp_path, t5_folder):
         T5Encoder(str(tmp_path))
 
 
-def test_an_encoder_without_padding_token_is_refused(tmp_path):
+def test_a_language_model_pads_with_its_end_token(tmp_path):
     save_tokenizer(tmp_path, pad=None)
     GPT2Model(GPT2Config(vocab_size=60, n_embd=16, n_layer=1, n_head=2, n_positions=32)).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="no padding token"):
-        HFTextEncoder(str(tmp_path), model_max_length=16)
+    encoder = HFTextEncoder(str(tmp_path), model_max_length=16)
+    y, mask = encoder.encode(["a cat", "a"])
+    assert mask.sum(1).tolist() == sorted(mask.sum(1).tolist(), reverse=True)
+    assert not mask.all()
+    alone, own = encoder.encode(["a"])
+    torch.testing.assert_close(y[1:][own[:, None]], alone[own[:, None]])

@@ -24,6 +24,10 @@ LIMITS = {
     "match": ("match", "agreement of caption and picture"),
     "flow": ("flow", "amount of motion"),
     "ocr": ("ocr", "pieces of writing in the picture"),
+    "ocrarea": ("ocr_area", "share of the picture that writing covers"),
+    "sharp": ("sharpness", "variance of the Laplacian"),
+    "black": ("black", "share of black frames"),
+    "static": ("static", "share of the clip in which nothing moves"),
 }
 """Prefix of `--PREFIXmin N` and `--PREFIXmax N`, the column, and what it is."""
 
@@ -100,6 +104,13 @@ def path_subset(sheet: Sheet, part: str) -> Result:
     """keep rows whose path holds TEXT"""
     kept = sheet.text("path").str.contains(part, regex=False).to_numpy(bool)
     return keep(sheet, kept, [(f"without {part!r} in the path", ~kept)])
+
+
+@operation("remove-duplicates", "nodup", group=FILES)
+def remove_duplicates(sheet: Sheet, _: Any) -> Result:
+    """drop rows that repeat an earlier one, by the column duplicate_of"""
+    repeats = (sheet.text("duplicate_of") != "").to_numpy(bool)
+    return keep(sheet, ~repeats, [("that repeat another clip", repeats)])
 
 
 @operation("remove-empty-path", "nopath", group=FILES)

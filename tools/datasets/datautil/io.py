@@ -16,8 +16,8 @@ import pandas as pd
 from opensora.datasets.table_files import cell_text, collection_paused, is_numeric, strings, table_format
 from opensora.utils.errors import UserError
 
-INTEGERS = ("num_frames", "height", "width", "resolution", "text_len", "ocr", "label")
-FLOATS = ("aspect_ratio", "fps", "aes", "flow", "match", "filesize")
+INTEGERS = ("num_frames", "height", "width", "resolution", "text_len", "ocr", "label", "duplicate_bits")
+FLOATS = ("aspect_ratio", "fps", "aes", "flow", "match", "filesize", "ocr_area", "sharpness", "black", "static")
 NUMBERS = (*INTEGERS, *FLOATS)
 MISSING_WORDS = ("", "nan", "none", "null")  # in a column of numbers only, in any case
 

@@ -73,8 +73,14 @@ MAKERS = {
     "filesize": "--filesize",
     "text_len": "--count-num-token",
     "id": "--path-to-id",
+    "aes": "python -m tools.scoring --scorers aesthetic",
+    "match": "python -m tools.scoring --scorers matching",
+    "cmotion": "python -m tools.scoring --scorers camera_motion",
+    **dict.fromkeys(("ocr", "ocr_area"), "python -m tools.scoring --scorers ocr"),
+    **{name: f"python -m tools.scoring --scorers {name}" for name in ("black", "flow", "sharpness", "static")},
+    "duplicate_of": "python -m tools.scoring --scorers duplicate",
 }
-"""Which operation makes a column that others ask for."""
+"""What makes a column that operations ask for: another operation, or another tool."""
 
 
 @dataclass(frozen=True)

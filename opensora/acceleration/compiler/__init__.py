@@ -1,0 +1,27 @@
+"""OneDiff's interface to its nexfort compiler, over PyTorch's own: `compile`, `compile_pipe`, and saving what was compiled.
+
+    from opensora.acceleration.compiler import compile, compile_pipe
+
+    compile(module, backend="nexfort", options={"mode": "O3"})
+    pipe = compile_pipe(pipe, backend="nexfort", options='{"mode": "O3", "memory_format": "channels_last"}')
+
+nexfort itself is closed; its mode words are mapped to settings of inductor, see docs/compiler.md. Modules are compiled in
+place: their class, their names in a state dict and their attributes stay as they are.
+"""
+
+from opensora.acceleration.compiler.artifacts import cache_counters, load_compiled, save_compiled
+from opensora.acceleration.compiler.entry import compile
+from opensora.acceleration.compiler.modes import COMBINATIONS, MODES
+from opensora.acceleration.compiler.pipes import compile_pipe
+from opensora.acceleration.compiler.qkv import unfuse_qkv_projections
+
+__all__ = [
+    "COMBINATIONS",
+    "MODES",
+    "cache_counters",
+    "compile",
+    "compile_pipe",
+    "load_compiled",
+    "save_compiled",
+    "unfuse_qkv_projections",
+]

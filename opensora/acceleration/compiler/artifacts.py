@@ -1,0 +1,185 @@
+"""What was compiled, in a file for the next process: PyTorch's mega-cache behind a header that says for whom it is.
+
+    save_compiled("compiled/dit", pipe)      after the first calls
+    load_compiled("compiled/dit", pipe)      after `compile_pipe`, before the first call
+
+The folder holds `header.json` and `artifacts.bin`. Programs fit one version of torch and triton, one kind of GPU, and one
+architecture with its options; a header that differs is refused with the reason, since PyTorch would compile anew in silence.
+The artefacts are code: load only what you saved.
+"""
+
+import hashlib
+import json
+import platform
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from opensora.acceleration.compiler.entry import record_of
+from opensora.acceleration.compiler.pipes import parts_of
+from opensora.utils.errors import UserError
+
+HEADER, ARTIFACTS = "header.json", "artifacts.bin"
+FORMAT = 1
+
+
+class Counters(NamedTuple):
+    """How often this process found a program in its caches, and how often it had to compile."""
+
+    hits: int
+    misses: int
+
+
+def save_compiled(folder: str | Path, *compiled: Any) -> Path:
+    """Save what this process has compiled so far.
+
+    Args:
+        folder: is made; what was saved there before is replaced.
+        compiled: modules and pipelines that `compile` and `compile_pipe` took, and that ran; the header describes them. Without
+            any it describes the machine alone.
+
+    Returns:
+        The folder.
+
+    Raises:
+        UserError: nothing was compiled yet.
+    """
+    modules = _modules(compiled)
+    entries = [_describe(module) for module in modules]
+    if modules and not any(entry["sizes"] for entry in entries):
+        raise UserError("save_compiled: nothing compiled yet; programs are made by the first call. Run the model once.")
+    saved = torch.compiler.save_cache_artifacts()
+    if saved is None:
+        raise UserError("save_compiled: nothing compiled yet in this process. Compile a module and run it once.")
+    data = saved[0]
+    header = {
+        "format": FORMAT,
+        **_machine(),
+        "modules": entries,
+        "artifacts": {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()},
+    }
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / HEADER).unlink(missing_ok=True)  # an interruption leaves no header beside artefacts of another time
+    (folder / ARTIFACTS).write_bytes(data)
+    (folder / HEADER).write_text(json.dumps(header, indent=2) + "\n", encoding="utf-8")
+    return folder
+
+
+def load_compiled(folder: str | Path, *compiled: Any) -> dict[str, Any]:
+    """Load what `save_compiled` saved, so that first calls need not compile.
+
+    Args:
+        folder: of `save_compiled`.
+        compiled: the modules and pipelines of this process, compiled but not yet called; the header must describe each.
+
+    Returns:
+        The header. `cache_counters` tells after the first calls whether programs were found.
+
+    Raises:
+        UserError: there is no such folder, a file is damaged, or it is for another machine, version, model or options.
+    """
+    folder = Path(folder)
+    header, data = _read(folder)
+    _refuse(folder, {key: (header.get(key), value) for key, value in _machine().items()})
+    for module in _modules(compiled):
+        _check_module(folder, header["modules"], _describe(module))
+    if torch.compiler.load_cache_artifacts(data) is None:
+        raise UserError(f"{folder / ARTIFACTS}: PyTorch could not read it. Delete the folder and save again.")
+    return header
+
+
+def cache_counters() -> Counters:
+    """Programs found in the caches and programs compiled, in this process so far."""
+    from torch._dynamo.utils import counters
+
+    found = counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
+    return Counters(found, counters["inductor"]["fxgraph_cache_miss"])
+
+
+def _modules(compiled: Iterable[Any]) -> list[nn.Module]:
+    modules: list[nn.Module] = []
+    for one in compiled:
+        inside = [one] if isinstance(one, nn.Module) else [module for _, module in parts_of(one)]
+        with_record = [module for module in inside if record_of(module) is not None]
+        if not with_record:
+            raise UserError(f"{type(one).__name__} is not compiled; call compile or compile_pipe first.")
+        modules += with_record
+    return modules
+
+
+def _describe(module: nn.Module) -> dict[str, Any]:
+    """A module for the header: architecture, number format, options, sizes that it has seen."""
+    record = record_of(module)
+    assert record is not None, "only compiled modules are described"
+    state = [(name, list(value.shape), str(value.dtype)) for name, value in module.state_dict().items()]
+    return {
+        "class": type(module).__name__,
+        "architecture": hashlib.sha256(json.dumps(state).encode()).hexdigest(),
+        "dtype": sorted({str(parameter.dtype).removeprefix("torch.") for parameter in module.parameters()}),
+        "backend": record.backend,
+        "options": record.options.describe(),
+        "sizes": sorted({json.dumps(sizes) for call in record.calls() for sizes in call.sizes}),
+    }
+
+
+def _machine() -> dict[str, Any]:
+    """What programs depend on besides the model; as JSON gives it back."""
+    cuda = torch.cuda.is_available()
+    cpu = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    return {
+        "torch": torch.__version__,
+        "triton": _triton(),
+        "cuda": torch.version.cuda,
+        "python": ".".join(platform.python_version_tuple()[:2]),
+        "device": torch.cuda.get_device_name() if cuda else cpu,
+        "capability": list(torch.cuda.get_device_capability()) if cuda else None,
+    }
+
+
+def _triton() -> str | None:
+    try:
+        import triton
+    except ImportError:
+        return None
+    return str(triton.__version__)
+
+
+def _read(folder: Path) -> tuple[dict[str, Any], bytes]:
+    try:
+        header = json.loads((folder / HEADER).read_text(encoding="utf-8"))
+        data = (folder / ARTIFACTS).read_bytes()
+    except FileNotFoundError as error:
+        raise UserError(
+            f"{folder} holds no compiled programs: {Path(error.filename).name} is missing. save_compiled makes it."
+        ) from error
+    except json.JSONDecodeError as error:
+        raise UserError(f"{folder / HEADER} is damaged ({error}). Delete the folder and save again.") from error
+    if header.get("format") != FORMAT:
+        raise UserError(f"{folder / HEADER} has format {header.get('format')}, this version reads {FORMAT}; save again.")
+    if hashlib.sha256(data).hexdigest() != header["artifacts"]["sha256"]:
+        raise UserError(f"{folder / ARTIFACTS} is damaged: its checksum differs. Delete the folder and save again.")
+    return header, data
+
+
+def _check_module(folder: Path, entries: list[dict[str, Any]], module: dict[str, Any]) -> None:
+    same_class = [entry for entry in entries if entry["class"] == module["class"]]
+    if not same_class:
+        saved = ", ".join(entry["class"] for entry in entries) or "no module"
+        raise UserError(f"{folder} has no programs for {module['class']}, but for {saved}. Compile and save again.")
+    keys = ("architecture", "dtype", "backend", "options")
+    matches = [sum(entry[key] == module[key] for key in keys) for entry in same_class]
+    nearest = same_class[matches.index(max(matches))]
+    _refuse(folder, {f"{key} of {module['class']}": (nearest[key], module[key]) for key in keys})
+
+
+def _refuse(folder: Path, pairs: dict[str, tuple[Any, Any]]) -> None:
+    """An error that lists every pair of a saved and a present value that differ."""
+    differing = [f"{what}: saved with {saved}, here {here}" for what, (saved, here) in pairs.items() if saved != here]
+    if differing:
+        raise UserError(
+            f"{folder}: its programs do not fit. {'; '.join(differing)}. Compile without them, and save again."
+        )

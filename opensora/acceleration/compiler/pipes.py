@@ -1,0 +1,154 @@
+"""`compile_pipe`: the parts of a pipeline, in OneDiff's order; of diffusers, or of ours.
+
+The two know their parts by attributes, so that no pipeline is imported here. Where OneDiff leaves a part out (the third
+text encoder of SD3) it stays out: it runs once a prompt.
+"""
+
+import logging
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from opensora.acceleration.compiler import qkv
+from opensora.acceleration.compiler.entry import INDUCTOR, NEXFORT, NONE, check_backend, compile_module, set_memory_format
+from opensora.acceleration.compiler.options import Given, Options, parse_options
+from opensora.acceleration.compiler.regions import repeated_blocks
+from opensora.utils.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+TEXT_ENCODERS = ("text_encoder", "text_encoder_2", "image_encoder")
+DENOISERS = ("unet", "controlnet", "fast_unet", "prior", "decoder", "transformer", "model")  # ours is the last
+WHOLE_LAYOUT = (*DENOISERS, "vqgan", "vae")  # parts with convolutions
+
+Pipe = TypeVar("Pipe")
+
+
+def compile_pipe(
+    pipe: Pipe,
+    *,
+    backend: str = NEXFORT,
+    options: Given = None,
+    ignores: Sequence[str] = (),
+    fuse_qkv_projections: bool = False,
+) -> Pipe:
+    """Compile the parts of a pipeline in place.
+
+    `low-precision` reaches the denoiser and the text encoders, not the VAE; `quant` and `regional` the denoiser alone; `jit`
+    leaves parts eager that repeat no blocks. An fp16 VAE that overflows in fp16 (`force_upcast`) becomes fp32 first.
+
+    Args:
+        pipe: of diffusers, or a `VideoPipeline`.
+        backend, options: see `compile`.
+        ignores: parts to leave alone, by name or the beginning of one: "vae" is its encoder and its decoder.
+        fuse_qkv_projections: make one matrix product of query, key and value, where diffusers can.
+
+    Returns:
+        The same pipeline.
+
+    Raises:
+        UserError: as `compile`; it has no such parts; or it cannot do what is asked for.
+    """
+    chosen, name = parse_options(options), check_backend(backend)
+    _check_pipe(pipe, chosen, name)
+    parts = [(part, module) for part, module in parts_of(pipe) if not _ignored(part, ignores)]
+    _check_ignores(pipe, ignores)
+    if fuse_qkv_projections:
+        qkv.fuse_qkv_projections(pipe)
+    _upcast_vae(pipe, ignores)
+    if chosen.memory_format is not None:
+        for attribute in WHOLE_LAYOUT:
+            module = getattr(pipe, attribute, None)
+            if isinstance(module, nn.Module) and not _ignored(attribute, ignores):
+                set_memory_format(module, chosen.memory_format)
+    for part, module in parts:
+        _compile_part(part, module, name, chosen)
+    return pipe
+
+
+def parts_of(pipe: Any) -> list[tuple[str, nn.Module]]:
+    """The parts that are compiled, in order, by name."""
+    parts = [(name, _transformer_of(getattr(pipe, name, None))) for name in TEXT_ENCODERS]
+    parts += [(name, getattr(pipe, name, None)) for name in DENOISERS]
+    vqgan = getattr(pipe, "vqgan", None)
+    parts += [(f"vqgan.{name}", getattr(vqgan, name, None)) for name in ("down_blocks", "up_blocks")]
+    vae = getattr(pipe, "vae", None)
+    inside = list(vae.modules()) if isinstance(vae, nn.Module) else []  # ours has diffusers' inside, or two
+    parts += [(f"vae.{name}", getattr(one, name, None)) for name in ("decoder", "encoder") for one in inside]
+    return [(name, part) for name, part in parts if isinstance(part, nn.Module)]
+
+
+def _transformer_of(encoder: Any) -> Any:
+    """What is called in a text encoder: itself, or in ours the transformer inside."""
+    called = type(encoder).forward if isinstance(encoder, nn.Module) else None
+    return getattr(encoder, "model", None) if called is nn.Module.forward else encoder
+
+
+def _ignored(name: str, ignores: Sequence[str]) -> bool:
+    return any(name == one or name.startswith(f"{one}.") for one in ignores)
+
+
+def _check_pipe(pipe: Any, options: Options, backend: str) -> None:
+    if not any(name not in TEXT_ENCODERS for name, _ in parts_of(pipe)):
+        raise UserError(f"compile_pipe: {type(pipe).__name__} has none of the parts {', '.join((*DENOISERS, 'vae'))}.")
+    if backend == NONE:
+        return
+    if getattr(pipe, "step_cache", None) is not None:
+        raise UserError(
+            "compile_pipe: a step cache decides in Python what is computed, inside of what would be compiled. Use the config's "
+            "compile=True, which compiles around it, or leave the cache out."
+        )
+    policy = getattr(getattr(pipe, "place", None), "policy", "none")
+    if policy == "block" or (policy != "none" and options.words & {"cudagraphs", "freezing"}):
+        raise UserError(
+            f"compile_pipe: offload={policy!r} moves weights that the program holds on to. Use offload='none', or the config's "
+            "compile=True."
+        )
+
+
+def _check_ignores(pipe: Any, ignores: Sequence[str]) -> None:
+    names = [name for name, _ in parts_of(pipe)]
+    for one in ignores:
+        if not any(_ignored(name, [one]) for name in names):
+            warnings.warn(f"compile_pipe: ignores={one!r} is no part of it; it has {', '.join(names)}.", stacklevel=3)
+
+
+def _compile_part(name: str, module: nn.Module, backend: str, options: Options) -> None:
+    drop: set[str] = set()
+    if name not in DENOISERS:
+        drop.add("quant")
+    if name.startswith(("vae.", "vqgan.")):
+        drop.add("low-precision")
+    if "jit" in options.words and not repeated_blocks(module) and backend == INDUCTOR:
+        logger.info("compile_pipe: %s repeats no blocks; with jit it stays eager.", name)
+        return
+    mode = options.mode if not drop & options.words else ":".join(sorted(options.words - drop))
+    changes: dict[str, Any] = {"memory_format": None, "mode": mode}
+    if "quant" in drop:
+        changes |= {"quant_type": None, "regional": None, "fullgraph": False}
+    compile_module(module, backend, replace(options, **changes))
+
+
+def _upcast_vae(pipe: Any, ignores: Sequence[str]) -> None:
+    """Make an fp16 VAE fp32 that must not compute in fp16, and let it take fp16 latents and pixels still.
+
+    diffusers would do it around each decoding, and compile two programs.
+    """
+    vae = getattr(pipe, "vae", None)
+    if _ignored("vae", ignores) or not getattr(getattr(vae, "config", None), "force_upcast", False):
+        return
+    if not isinstance(vae, nn.Module) or next(vae.parameters()).dtype != torch.float16:
+        return
+    vae.to(torch.float32)
+    first = getattr(vae, "post_quant_conv", None) or getattr(vae.decoder, "conv_in", None)
+    for layer in (first, getattr(vae.encoder, "conv_in", None)):
+        if isinstance(layer, nn.Module):
+            layer.register_forward_pre_hook(_in_the_weights_format)
+
+
+def _in_the_weights_format(layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    return (inputs[0].to(next(layer.parameters()).dtype), *inputs[1:])

@@ -1,0 +1,91 @@
+"""Saved programs: found by a process that has none, refused by one that they do not fit. And the command that deletes a cache."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from opensora.acceleration.compiler import cache_counters, compile, load_compiled, save_compiled
+from opensora.acceleration.compiler.clear_cache import clear_cache, main
+from opensora.utils.errors import UserError
+from tests.acceleration.compiler.toys import toy
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+
+
+@pytest.fixture(autouse=True)
+def _fresh(tmp_path, monkeypatch):
+    """No programs in this process, and an empty folder for its cache."""
+    torch._dynamo.reset()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+
+
+@needs_compiler
+@torch.no_grad()
+def test_saved_programs_are_found_by_a_fresh_cache(tmp_path, monkeypatch):
+    module, x = compile(toy()), torch.randn(2, 3, 16, 16)
+    with pytest.raises(UserError, match="nothing compiled yet; programs are made by the first call"):
+        save_compiled(tmp_path / "saved", module)
+    expected = module(x)
+    folder = save_compiled(tmp_path / "saved", module)
+    header = json.loads((folder / "header.json").read_text())
+    assert header["torch"] == torch.__version__
+    assert header["modules"][0]["class"] == "Toy"
+    assert json.loads(header["modules"][0]["sizes"][0]) == [[2, 3, 16, 16]]
+
+    torch._dynamo.reset()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "other"))
+    again = compile(toy())
+    assert load_compiled(folder, again) == header
+    before = cache_counters()
+    torch.testing.assert_close(again(x), expected, atol=0, rtol=0)
+    after = cache_counters()
+    assert after.hits > before.hits
+    assert after.misses == before.misses
+
+    with pytest.raises(UserError, match=r"options of Toy: saved with .*'dynamic': None.*, here .*'dynamic': True"):
+        load_compiled(folder, compile(toy(), options={"dynamic": True}))
+    wider = toy()
+    wider.fc1 = torch.nn.Linear(8, 16, bias=False)
+    with pytest.raises(UserError, match="architecture of Toy"):
+        load_compiled(folder, compile(wider))
+    with pytest.raises(UserError, match="no programs for Linear, but for Toy"):
+        load_compiled(folder, compile(torch.nn.Linear(1, 1)))
+    check_refusals(folder, header)
+
+
+def check_refusals(folder, header) -> None:
+    """What is wrong with the files themselves."""
+    (folder / "header.json").write_text(json.dumps({**header, "torch": "1.0", "device": "another"}))
+    with pytest.raises(UserError, match=r"torch: saved with 1.0, here .*; device: saved with another"):
+        load_compiled(folder)
+    (folder / "header.json").write_text(json.dumps(header))
+    (folder / "artifacts.bin").write_bytes(b"short")
+    with pytest.raises(UserError, match="its checksum differs"):
+        load_compiled(folder)
+    (folder / "header.json").write_text("{")
+    with pytest.raises(UserError, match="is damaged"):
+        load_compiled(folder)
+
+
+def test_there_must_be_something_to_save_and_to_load(tmp_path):
+    with pytest.raises(UserError, match="holds no compiled programs: header.json is missing"):
+        load_compiled(tmp_path)
+    with pytest.raises(UserError, match="Toy is not compiled"):
+        save_compiled(tmp_path, toy())
+
+
+def test_clearing_the_cache(tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "cache"
+    (folder / "fxgraph").mkdir(parents=True)
+    (folder / "fxgraph" / "program").write_bytes(b"1234")
+    assert clear_cache(dry_run=True) == (folder, 4)
+    assert folder.exists()
+    main([])
+    assert not folder.exists()
+    assert "MiB deleted" in capsys.readouterr().out
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="is no folder of its own"):
+        clear_cache()

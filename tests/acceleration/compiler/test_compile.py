@@ -1,0 +1,255 @@
+"""`compile`: the seed's snippet, one program for many sizes, and the rules that hold while a program runs.
+
+Most tests compile with "aot_eager" or a backend that counts programs, which need no C++ compiler; one uses inductor.
+"""
+
+import copy
+import shutil
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from opensora.acceleration.compiler import compile
+from opensora.acceleration.compiler.entry import record_of, restore
+from opensora.acceleration.compiler.regions import repeated_blocks
+from opensora.registry import MODELS
+from opensora.utils.errors import UserError
+from tests.acceleration.compiler.toys import Toy, pixart, toy
+from tests.models.denoisers import TOY, inputs
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def programs(monkeypatch):
+    """The number of programs that the backend "counting" was asked for, as a list of that length."""
+    made: list[int] = []
+
+    def counting(graph, example_inputs):
+        made.append(len(example_inputs))
+        return graph.forward
+
+    monkeypatch.setitem(torch._dynamo.backends.registry._BACKENDS, "counting", None)
+    monkeypatch.setitem(torch._dynamo.backends.registry._COMPILER_FNS, "counting", counting)
+    return made
+
+
+def picture(batch: int = 2, height: int = 16, width: int = 16) -> torch.Tensor:
+    return torch.randn(batch, 3, height, width, generator=torch.Generator().manual_seed(batch * height * width))
+
+
+@needs_compiler
+@torch.no_grad()
+def test_the_seeds_snippet(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    module, x = toy(), picture()
+    expected, names = module(x), list(module.state_dict())
+
+    options = {"mode": "O3"}  # mode can be O2 or O3
+    compiled = compile(module, backend="nexfort", options=options)
+
+    torch.testing.assert_close(compiled(x), expected, atol=1e-5, rtol=1e-5)
+    assert compiled is module
+    assert isinstance(compiled, Toy)
+    assert list(compiled.state_dict()) == names
+    assert options == {"mode": "O3"}
+    assert [file for file in tmp_path.rglob("*") if file.is_file()], "the program is in the cache"
+
+
+@torch.no_grad()
+def test_one_program_serves_all_sizes(programs):
+    module = compile(toy(), backend="counting", options={"dynamic": True})
+    for height, width in ((16, 16), (16, 24), (32, 8)):  # a square comes first, and does not make a program for squares
+        torch.testing.assert_close(module(picture(2, height, width)), toy()(picture(2, height, width)))
+    assert len(programs) == 1
+    module(picture(1, 16, 24))  # a batch of one is another program, and the last
+    module(picture(5, 40, 8))
+    assert len(programs) == 2
+
+
+@torch.no_grad()
+def test_buckets_are_one_program_each(programs):
+    module = compile(toy(), backend="counting", options={"dynamic": "buckets"})
+    sizes = [(8 * (1 + i), 16) for i in range(10)]  # more than dynamo's own limit of 8
+    for _ in range(2):
+        for height, width in sizes:
+            module(picture(2, height, width))
+    assert len(programs) == len(sizes)
+
+
+@torch.no_grad()
+def test_compiling_again_does_not_nest(programs):
+    module = compile(toy(), backend="counting")
+    module(picture())
+    again = compile(module, backend="counting", options={"dynamic": True})
+    again(picture())
+    assert again is module
+    assert len(programs) == 2
+    assert not isinstance(again._compiled_call_impl.compiled, type(again._compiled_call_impl))
+    wrapped = torch.compile(toy())
+    assert compile(wrapped, backend="counting") is wrapped._orig_mod
+    plain = compile(module, backend="none")
+    assert plain._compiled_call_impl is None
+    assert record_of(plain) is None
+
+
+def test_functions_and_decorators(programs):
+    @compile(backend="counting")
+    def double(x):
+        """Twice."""
+        return 2 * x
+
+    assert double(torch.ones(2)).tolist() == [2, 2]
+    assert (double.__name__, double.__doc__) == ("double", "Twice.")
+    again = compile(double, backend="counting")
+    assert again(torch.ones(2)).tolist() == [2, 2]
+    assert again.__wrapped__ is double.__wrapped__
+    assert len(programs) == 1
+    with pytest.raises(UserError, match="double: quant is for modules"):
+        compile(double, options={"mode": "quant"})
+
+
+def test_training_a_compiled_module(programs):
+    plain, module = toy().train(), compile(toy().train(), backend="counting")
+    for one in (plain, module):
+        one(picture()).square().mean().backward()
+    for a, b in zip(plain.parameters(), module.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+def test_a_copy_is_not_compiled():
+    module = compile(toy(), backend="aot_eager")
+    assert copy.deepcopy(module)._compiled_call_impl is None
+
+
+@needs_compiler
+def test_freezing_wants_constant_weights():
+    module = compile(toy(), options={"mode": "freezing"})
+    with pytest.raises(UserError, match="call it under torch.no_grad"):
+        module(picture())
+    with pytest.raises(UserError, match="compiled with freezing: its weights are constants"):
+        module.load_state_dict(module.state_dict())
+    module._compiled_call_impl.compiled = module._call_impl  # what follows is before and after the program
+    with torch.no_grad():
+        module(picture())
+        module(picture())
+        module.fc1.weight.mul_(2)
+        with pytest.raises(UserError, match="its weights changed since"):
+            module(picture())
+        restore(module)
+        module.load_state_dict(module.state_dict())
+    with pytest.raises(UserError, match="is in training mode"):
+        compile(toy().train(), options={"mode": "freezing"})
+    adapted = toy()
+    adapted.fc1.lora_A = nn.Linear(8, 2)
+    with pytest.raises(UserError, match="has an adapter"):
+        compile(adapted, options={"mode": "freezing"})
+
+
+def test_switches_are_set_while_it_runs_and_put_back():
+    matmul, seen = torch.backends.cuda.matmul, []
+    before = matmul.allow_tf32, matmul.allow_bf16_reduced_precision_reduction
+
+    class Looks(nn.Module):
+        def forward(self, x):
+            seen.append((matmul.allow_tf32, matmul.allow_bf16_reduced_precision_reduction))
+            return x
+
+    module = Looks()
+    compile(module, backend="aot_eager", options={"mode": "low-precision"})
+    module._compiled_call_impl.compiled = module._call_impl
+    module(torch.ones(1))
+    assert seen == [(True, True)]
+    assert (matmul.allow_tf32, matmul.allow_bf16_reduced_precision_reduction) == before
+
+
+@torch.no_grad()
+def test_our_denoisers_compile_block_by_block(programs):
+    torch.manual_seed(0)
+    model = MODELS.build({"type": "STDiT-XL/2", **TOY, "depth": 4}).eval()
+    cond = inputs(model)
+    expected, names = model(**cond), list(model.state_dict())
+    compile(model, backend="counting")
+    torch.testing.assert_close(model(**cond), expected, atol=1e-5, rtol=1e-4)
+    assert list(model.state_dict()) == names
+    assert len(programs) == 2  # one for the first block, which adds positions in time, one for all others
+    assert model._compiled_call_impl is None
+    assert all(block._compiled_call_impl is not None for block in model.transformer_blocks())
+    restore(model)
+    assert all(block._compiled_call_impl is None for block in model.transformer_blocks())
+
+
+def test_blocks_of_diffusers():
+    transformer = pixart().transformer
+    assert len(repeated_blocks(transformer)) == 2
+    assert repeated_blocks(toy()) == []
+    compile(transformer, backend="aot_eager", options={"regional": True})
+    assert transformer._compiled_call_impl is None
+    assert len(record_of(transformer).calls()) == 2
+
+
+@pytest.mark.parametrize(
+    ("backend", "options", "message"),
+    [
+        ("nexfrt", {}, "no compiler backend 'nexfrt'. Did you mean 'nexfort'"),
+        ("oneflow", {}, "no compiler backend 'oneflow'"),
+        (
+            "aot_eager",
+            {"mode": "O3"},
+            "cache-all, max-autotune, max-optimize would have no effect with backend 'aot_eager'",
+        ),
+        ("aot_eager", {"inductor.epilogue_fusion": False}, "inductor.epilogue_fusion would have no effect"),
+        ("nexfort", {"mode": "jit:max-autotune"}, "max-autotune would have no effect"),
+        ("aot_eager", {"regional": True}, "Toy does not say which blocks it repeats"),
+    ],
+)
+def test_what_would_have_no_effect_is_refused(backend, options, message):
+    with pytest.raises(UserError, match=message):
+        compile(toy(), backend=backend, options=options)
+
+
+@torch.no_grad()
+def test_jit_without_blocks_works_without_inductor():
+    module = compile(toy(), options={"mode": "jit:disable-runtime-fusion"})
+    assert record_of(module).backend == "aot_eager"
+    torch.testing.assert_close(module(picture()), toy()(picture()))
+
+
+def test_a_cpu_without_a_compiler_is_told(monkeypatch):
+    if torch.cuda.is_available():
+        pytest.skip("about machines without a GPU")
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(UserError, match='needs a C\\+\\+ compiler; install g\\+\\+, or use backend="aot_eager"'):
+        compile(toy())
+
+
+def test_quant_without_torchao(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    with pytest.raises(UserError, match="needs torchao: pip install torchao"):
+        compile(toy(), options={"mode": "quant"})
+
+
+@torch.no_grad()
+def test_quant_with_torchao():
+    pytest.importorskip("torchao")
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8)).eval()
+    x, names = torch.randn(32, 64), list(model.state_dict())
+    expected = model(x)
+    with pytest.raises(UserError, match="no quant_type 'int8'. Types: fp8"):
+        compile(model, backend="aot_eager", options={"mode": "quant", "quant_type": "int8"})
+    with pytest.raises(UserError, match="has no linear layer of 512 features"):
+        compile(model, backend="aot_eager", options={"mode": "quant", "quant_type": "int8_dynamic"})
+    options = {"mode": "quant", "quant_type": "int8_dynamic", "quant_min_features": 64}
+    compile(model, backend="aot_eager", options=options)
+    got = model(x)
+    assert list(model.state_dict()) == names
+    assert not torch.equal(got, expected)
+    assert (got - expected).square().mean() < 1e-3 * expected.square().mean()
+    assert type(model[2].weight.data) is torch.Tensor  # 8 features are left alone

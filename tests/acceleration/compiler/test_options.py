@@ -1,0 +1,111 @@
+"""Mode strings and options: every word and documented combination, in any order, and what excludes each other."""
+
+import json
+import re
+
+import pytest
+
+from opensora.acceleration.compiler import MODES
+from opensora.acceleration.compiler.flags import cache_settings, flags_of
+from opensora.acceleration.compiler.modes import inductor_settings, parse_mode
+from opensora.acceleration.compiler.options import parse_options
+from opensora.utils.errors import UserError
+
+DOCUMENTED = [
+    "O2",
+    "O3",
+    "max-autotune",
+    "max-optimize:max-autotune:low-precision",
+    "max-optimize:max-autotune:low-precision:cache-all",
+    "max-optimize:max-autotune:low-precision:cache-all:cudagraphs:freezing",
+    "jit:disable-runtime-fusion",
+    "quant:max-optimize:max-autotune:freezing:benchmark:low-precision",
+]
+
+
+@pytest.mark.parametrize("mode", DOCUMENTED)
+def test_documented_modes_in_any_order(mode):
+    words = mode.split(":")
+    assert parse_mode(mode) == parse_mode(":".join(reversed(words)))
+    assert inductor_settings(parse_mode(mode)[0]) == inductor_settings(parse_mode(":".join(reversed(words)))[0])
+    parse_options({"mode": mode})
+
+
+def test_inductor_knows_every_setting():
+    from torch._inductor import config
+
+    assert inductor_settings(frozenset(MODES)).keys() <= config.get_config_copy().keys()
+
+
+def test_the_combinations_differ_in_precision():
+    almost_all = parse_mode("max-optimize:max-autotune:low-precision:cache-all")[0]
+    assert parse_mode("O2") == (almost_all, False)
+    assert parse_mode("O3") == (almost_all, True)
+    short = {mode: {flag.name: flag.value for flag in flags_of(parse_options({"mode": mode}))} for mode in ("O2", "O3")}
+    assert short["O2"]["allow_tf32"]
+    assert short["O3"]["allow_tf32"]
+    assert not short["O2"]["allow_bf16_reduced_precision_reduction"]
+    assert short["O3"]["allow_bf16_reduced_precision_reduction"]
+    with pytest.raises(UserError, match="O2 and O3 differ in precision"):
+        parse_mode("O2:O3")
+
+
+def test_an_unknown_word_lists_the_known_ones():
+    with pytest.raises(UserError, match=r"no word 'max-autotun'. Did you mean 'max-autotune'\?.*cache-all.*O3"):
+        parse_mode("O2:max-autotun")
+
+
+def test_json_is_a_dict_and_neither_is_changed():
+    given = {
+        "mode": "O3",
+        "dynamic": True,
+        "options": {"inductor.epilogue_fusion": False},
+        "triton.unique_kernel_names": True,
+    }
+    before = json.dumps(given)
+    options = parse_options(given)
+    assert options == parse_options(before)
+    assert json.dumps(given) == before
+    assert options.inductor_overrides() == {"epilogue_fusion": False, "triton.unique_kernel_names": True}
+    assert parse_options(None) == parse_options("") == parse_options({})
+
+
+def test_settings_with_a_dot_that_mean_nothing_are_told():
+    with pytest.warns(UserWarning, match="inductor.optimize_linear_epilogue is no setting"):
+        options = parse_options({"inductor.optimize_linear_epilogue": False, "overrides.conv_benchmark": True})
+    assert list(options.overrides) == ["overrides.conv_benchmark"]
+    assert options.inductor_overrides() == {}
+    assert [(flag.name, flag.value) for flag in flags_of(options)] == [("benchmark", True)]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("{mode: O3}", "is no JSON"),
+        ("[1]", "expected a dict"),
+        ({"mod": "O3"}, "no key 'mod'. Did you mean 'mode'?"),
+        ({"dynamic": "yes"}, "dynamic='yes'"),
+        ({"memory_format": "nhwc"}, "memory_format='nhwc' is none of channels_last"),
+        ({"mode": "cudagraphs", "dynamic": True}, 'use "dynamic": "buckets"'),
+        ({"mode": "cudagraphs", "regional": True}, "cudagraphs needs the whole module"),
+        ({"mode": "cudagraphs:jit"}, "cudagraphs needs the whole module"),
+        ({"mode": "O3", "quant_type": "int8_dynamic"}, 'no effect without "quant"'),
+    ],
+)
+def test_wrong_options_say_what_to_do(options, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        parse_options(options)
+
+
+def test_graphs_in_buckets_are_allowed():
+    assert parse_options({"mode": "cudagraphs", "dynamic": "buckets"}).dynamic == "buckets"
+
+
+def test_nexforts_environment(monkeypatch):
+    assert cache_settings() == {}
+    monkeypatch.setenv("NEXFORT_GRAPH_CACHE", "1")
+    monkeypatch.setenv("NEXFORT_ENABLE_TRITON_AUTOTUNE_CACHE", "0")
+    assert cache_settings() == {"fx_graph_cache": True, "autotune_local_cache": False}
+    monkeypatch.setenv("NEXFORT_FORCE_QUANTE_ON_CUDA", "1")
+    with pytest.warns(UserWarning, match="NEXFORT_FORCE_QUANTE_ON_CUDA has no effect"):
+        cache_settings()

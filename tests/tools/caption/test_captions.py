@@ -1,0 +1,246 @@
+"""Captions by a small LLaVA of random weights and by a server on this machine."""
+
+import base64
+import io
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+from PIL import Image
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    CLIPImageProcessor,
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
+    PreTrainedTokenizerFast,
+)
+
+from opensora.datasets.table_files import read_frame
+from opensora.inference.prompt_text import with_scores
+from opensora.utils.errors import UserError
+from tools.caption.__main__ import captioner_of, main, read_arguments
+from tools.caption.captioner import EMPTY, Captioner, suffixed
+from tools.caption.prompts import TEMPLATES, columns_in, filled, prompt_of
+from tools.caption.statistics import report
+
+CLIPS = Path(__file__).parents[3] / "assets" / "clips"
+PATHS = [CLIPS / f"{name}.mp4" for name in ("white_dog", "city_teal", "cup_portrait", "pink_clouds")]
+WORDS = ["<pad>", "<unk>", "</s>", "<image>", "USER:", "ASSISTANT:", "a", "dog", "runs", "over", "grass", "."]
+CHAT = (
+    "{% for m in messages %}USER: {% for c in m['content'] %}{% if c['type'] == 'image' %}<image> {% else %}"
+    "{{ c['text'] }} {% endif %}{% endfor %}{% endfor %}ASSISTANT:"
+)
+
+
+@pytest.fixture(scope="module", params=["chat template", "no template"])
+def llava(request, tmp_path_factory):
+    """A folder as save_pretrained leaves it."""
+    folder = tmp_path_factory.mktemp("llava")
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        unk_token="<unk>",
+        eos_token="</s>",
+        additional_special_tokens=["<image>"],
+    )
+    processor = LlavaProcessor(
+        CLIPImageProcessor(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28}),
+        fast, patch_size=14, vision_feature_select_strategy="default", num_additional_image_tokens=1,
+        chat_template=CHAT if request.param == "chat template" else None,
+    )  # fmt: skip
+    width = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = LlavaConfig(
+        vision_config=CLIPVisionConfig(**width, image_size=28, patch_size=14),
+        text_config=LlamaConfig(**width, vocab_size=len(WORDS), pad_token_id=0, eos_token_id=2),
+        image_token_index=WORDS.index("<image>"),
+    )
+    torch.manual_seed(0)
+    LlavaForConditionalGeneration(config).save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return str(folder)
+
+
+def test_a_llava_writes_the_same_captions_alone_and_in_a_batch(llava):
+    captioner = Captioner(model=llava, max_tokens=8, frames=2, retries=0, dtype="float32")
+    together = captioner.score(PATHS)
+    alone = [captioner.score([path])[0] for path in PATHS]
+    assert together == alone
+    assert any(row["text"] for row in together)
+    assert all(set((row["text"] or "").split()) <= set(WORDS) for row in together)
+    short = Captioner(model=llava, max_tokens=8, frames=2, retries=0, dtype="float32", prompt="A dog runs over grass .")
+    assert columns_in(prompt_of(short.prompt)) == ()
+
+
+def test_a_model_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(UserError, match="vision-language model: there is no folder"):
+        Captioner(model=str(tmp_path / "none")).score(PATHS[:1])
+
+
+class Server(ThreadingHTTPServer):
+    """An OpenAI-compatible server that answers from a list of (code, caption), then with the size of the first picture."""
+
+    def __init__(self, *answers):
+        self.answers, self.requests, self.lock = list(answers), [], threading.Lock()
+        super().__init__(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.server_port}/v1"
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with self.server.lock:
+            self.server.requests.append((self.path, self.headers.get("Authorization"), body))
+            code, text = self.server.answers.pop(0) if self.server.answers else (200, self.described(body))
+        payload = json.dumps({"choices": [{"message": {"content": text}}]}).encode()
+        self.send_response(code)
+        self.end_headers()
+        self.wfile.write(payload)
+
+    def described(self, body):
+        urls = [c["image_url"]["url"] for c in body["messages"][0]["content"] if c["type"] == "image_url"]
+        width, height = Image.open(io.BytesIO(base64.b64decode(urls[0].partition(",")[2]))).size
+        return f"{len(urls)} frames of\n {width} x {height}."
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def server():
+    started = []
+
+    def start(*answers):
+        started.append(Server(*answers))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.shutdown()
+        one.server_close()
+
+
+@pytest.fixture(autouse=True)
+def waits(monkeypatch):
+    """How long was waited between attempts, without waiting."""
+    seconds = []
+    monkeypatch.setattr("tools.caption.endpoint.time.sleep", seconds.append)
+    return seconds
+
+
+def test_an_endpoint_sees_the_frames_the_prompt_and_the_key(server, monkeypatch):
+    monkeypatch.setenv("MY_KEY", "secret")
+    there = server()
+    captioner = Captioner(
+        model="m", endpoint=there.url, prompt="Correct this: {draft}", frames=3, long_side=160, key_env="MY_KEY"
+    )
+    assert captioner.needs == ("draft",)
+    assert captioner.score(PATHS[:1], draft=["a {dog}"]) == [{"text": "3 frames of 160 x 90."}]
+    ((path, key, body),) = there.requests
+    assert (path, key, body["model"], body["max_tokens"]) == ("/v1/chat/completions", "Bearer secret", "m", 200)
+    assert body["messages"][0]["content"][-1] == {"type": "text", "text": "Correct this: a {dog}"}
+    assert "secret" not in repr(captioner)
+
+
+def test_errors_of_the_server_and_empty_captions_are_tried_again(server, waits):
+    there = server((503, ""), (200, "  "), (200, "a dog."))
+    assert Captioner(model="m", endpoint=there.url).score(PATHS[:1]) == [{"text": "a dog."}]
+    assert len(there.requests) == 3
+    assert waits == [0, 2, 4]
+
+
+def test_what_stays_without_a_caption_has_a_reason(server):
+    there = server((200, ""), (200, ""))
+    broken = CLIPS / "none.mp4"
+    empty, missing = Captioner(model="m", endpoint=there.url, retries=1).score([PATHS[0], broken])
+    assert empty == {"text": None, "error": EMPTY}
+    assert missing["text"] is None
+    assert "none.mp4" in missing["error"]
+
+
+def test_a_wrong_key_ends_the_run(server):
+    there = server((401, ""))
+    with pytest.raises(UserError, match=r"401.*key in OPENAI_API_KEY"):
+        Captioner(model="m", endpoint=there.url).score(PATHS[:1])
+    assert len(there.requests) == 1
+
+
+def test_a_server_that_is_not_there_is_a_reason_too(waits):
+    (row,) = Captioner(model="m", endpoint="http://127.0.0.1:9/v1", retries=1, timeout_s=2).score(PATHS[:1])
+    assert "127.0.0.1:9" in row["error"]
+
+
+def test_the_command_goes_on_where_it_stopped_and_prints_figures(server, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    table = tmp_path / "clips.csv"
+    pd.DataFrame({"path": [p.name for p in PATHS], "aes": [5.5, None, 4, 3]}).to_csv(table, index=False)
+    there = server((200, "a."), (200, "b."), (400, ""))
+    argv = [
+        "caption", str(table), "--root", str(CLIPS), "--out", str(tmp_path / "out.csv"), "--model", "m", "--endpoint", there.url,
+        "--batch-size", "1", "--part-rows", "2", "--num-workers", "0", "--scores", "aes",
+    ]  # fmt: skip
+    monkeypatch.setattr("sys.argv", argv)
+    with pytest.raises(SystemExit):
+        main()
+    assert len(there.requests) == 3
+    main()
+    assert len(there.requests) == 5  # the last two
+    out = read_frame(tmp_path / "out.csv")
+    assert out["text"].tolist()[:2] == ["a. aesthetic score: 5.5.", "b."]
+    assert out["text"][3].endswith("x 180. aesthetic score: 3.0.")
+    printed = capsys.readouterr().out
+    assert "4 captions, 0 empty" in printed
+    for file in tmp_path.rglob("*"):
+        assert file.is_dir() or b"secret" not in file.read_bytes()
+
+
+def test_scores_are_written_as_prompts_for_sampling_have_them():
+    scores = {"aes": "5.53", "flow": 2, "cmotion": "pan_left"}
+    as_prompt = with_scores("A dog.", {"aes": 5.53, "flow": 2.0, "camera_motion": "pan left"})
+    assert (
+        suffixed("A dog.", scores)
+        == as_prompt
+        == "A dog. aesthetic score: 5.5. motion score: 2.0. camera motion: pan left."
+    )
+    assert suffixed("A dog.", {"aes": "", "flow": float("nan"), "cmotion": "unclassified"}) == "A dog."
+
+
+def test_prompts_and_their_mistakes(tmp_path):
+    assert filled(prompt_of("refine"), {"text": ["a dog"]}, 0).count("a dog") == 1
+    (tmp_path / "p.txt").write_text("Describe {{it}}.\n")
+    assert filled(prompt_of(str(tmp_path / "p.txt")), {}, 0) == "Describe {it}."
+    assert set(map(columns_in, TEMPLATES.values())) == {(), ("text",)}
+    for prompt, message in {" ": "empty", "vidoe": "no template", "a {b": "brace", "a {} b": "names no column"}.items():
+        with pytest.raises(UserError, match=message):
+            prompt_of(prompt)
+
+
+def test_options_without_effect_are_errors(tmp_path):
+    common = ["t.csv", "--out", "o.csv", "--model", "m"]
+    with pytest.raises(UserError, match="--device has no effect with --endpoint"):
+        captioner_of(read_arguments([*common, "--endpoint", "http://x/v1", "--device", "cuda"]))
+    with pytest.raises(UserError, match="--timeout-s has no effect without --endpoint"):
+        captioner_of(read_arguments([*common, "--timeout-s", "3"]))
+    with pytest.raises(UserError, match="--frames 0"):
+        captioner_of(read_arguments([*common, "--frames", "0"]))
+
+
+def test_figures_count_words_repetitions_and_cut_off_captions():
+    lines = report(["a dog runs.", "a  dog runs.", "", "一只狗在跑。", "the camera pans over a"])
+    assert lines[0] == "5 captions, 1 empty, 1 without an end of a sentence"
+    assert "least 3" in lines[1]
+    assert "largest 6" in lines[1]  # five characters and the stop
+    assert lines[2] == "words: 0-4: 2, 5-9: 2"
+    assert lines[3:] == ["3 different; 2 captions are there more than once", "  2 x a dog runs."]

@@ -1,0 +1,75 @@
+"""Tables block by block against the readers and writers of whole tables."""
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from opensora.datasets.table_files import read_frame
+from opensora.utils.errors import UserError
+from tools.datasets.datautil.io import write_frames
+from tools.datasets.stream import columns_of, count_rows, read_blocks, write_blocks
+
+KINDS = ("csv", "jsonl", "parquet")
+ODD = ["NA", "", "a, b", 'the "quick"\nfox', "a\rb", "0.50", "007", "🦊", "é"]
+
+
+@pytest.fixture(params=KINDS)
+def table(request, tmp_path):
+    """A table with odd captions, gaps and numbers."""
+    frame = pd.DataFrame(
+        {
+            "path": [f"{i}.mp4" for i in range(len(ODD))],
+            "text": pd.Series(ODD, dtype=object),
+            "num_frames": [str(i) if i % 3 else "" for i in range(len(ODD))],
+            "aes": [f"{i}.50" if i % 2 else "" for i in range(len(ODD))],
+        }
+    )
+    path = tmp_path / f"table.{request.param}"
+    write_frames([frame], [path])
+    return path
+
+
+@pytest.mark.parametrize("rows", [1, 4, 100])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_copy_made_in_blocks_is_the_copy_made_at_once(table, tmp_path, rows, kind):
+    whole, blocks = tmp_path / f"whole.{kind}", tmp_path / f"blocks.{kind}"
+    write_frames([read_frame(table)], [whole])
+    assert write_blocks(blocks, columns_of(table), read_blocks(table, rows)) == len(ODD) == count_rows(table)
+    expected, made = read_frame(whole), read_frame(blocks)
+    assert list(made.columns) == list(expected.columns)
+    for name in expected.columns:
+        assert made[name].map(str).tolist() == expected[name].map(str).tolist()
+
+
+def test_blocks_have_the_rows_asked_for_also_across_row_groups(tmp_path):
+    path = tmp_path / "t.parquet"
+    pd.DataFrame({"path": np.arange(10), "x": np.arange(10) / 2}).to_parquet(path, row_group_size=3, index=False)
+    blocks = list(read_blocks(path, 4, ["x"]))
+    assert [len(block["x"]) for block in blocks] == [4, 4, 2]
+    assert [x for block in blocks for x in block["x"]] == (np.arange(10) / 2).tolist()
+
+
+def test_a_column_that_begins_empty_gets_its_type_later(tmp_path):
+    path = tmp_path / "t.parquet"
+    blocks = [{"flow": [None, None], "ocr": [3, None]}, {"flow": [1.5, 2], "ocr": [1, 2]}]
+    write_blocks(path, ["flow", "ocr"], iter(blocks))
+    frame = read_frame(path)
+    assert frame["flow"].tolist()[2:] == [1.5, 2.0]
+    assert frame["ocr"].dtype == "Int64"
+
+
+def test_what_is_wrong_is_named_and_leaves_no_file(tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_text("path,text\na.mp4,one\nb.mp4,two,three\n")
+    with pytest.raises(UserError, match="has 2 columns, but rows 2"):
+        list(read_blocks(path, 10))
+    with pytest.raises(UserError, match=r"no column 'txet'.*Did you mean 'text'"):
+        list(read_blocks(path, 10, ["txet"]))
+    with pytest.raises(UserError, match="rows 2"):
+        write_blocks(tmp_path / "o.jsonl", ["path", "text"], read_blocks(path, 1))
+    with pytest.raises(UserError, match="does not exist"):
+        columns_of(tmp_path / "none.csv")
+    (tmp_path / "d.csv").write_text("path,path\n")
+    with pytest.raises(UserError, match="more than one column 'path'"):
+        columns_of(tmp_path / "d.csv")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["d.csv", "t.csv"]

@@ -1,0 +1,152 @@
+"""Scorers that look at single pictures: static, black, sharpness, duplicates, writing."""
+
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image, ImageDraw, ImageFont
+from scipy.ndimage import gaussian_filter
+
+from opensora.datasets.read_video import read_frames
+from opensora.utils.errors import UserError
+from tests.tools.scoring.videos import picture, seen, write_video
+from tools.scoring.duplicate import Duplicate, alike, clip_hash, first_alike
+from tools.scoring.ocr import covered
+from tools.scoring.registry import names, scorer
+
+CLIPS = Path(__file__).parents[3] / "assets" / "clips"
+
+
+def test_a_frozen_clip_is_static_and_a_walk_before_a_fixed_camera_is_not(tmp_path, moving):
+    scene = seen(picture(0))
+    walk = [scene.copy() for _ in range(24)]
+    for i, frame in enumerate(walk):
+        frame[60:120, 10 * i : 10 * i + 30] = 250
+    frozen = [seen(picture(0), right=min(i, 24)) for i in range(72)]  # moves for a second, then stops for two
+    files = [moving("static"), write_video(tmp_path / "w.mp4", walk), write_video(tmp_path / "f.mp4", frozen)]
+    still, walking, stopped = (row["static"] for row in scorer("static").score(files))
+    assert still == 1
+    assert walking == 0
+    assert 0.5 < stopped < 0.8
+    Image.fromarray(scene).save(tmp_path / "p.png")
+    assert scorer("static").score([tmp_path / "p.png"]) == [{"static": 1}]
+
+
+def test_black_frames_are_counted(tmp_path):
+    bright, dark = seen(picture(1)), np.full((180, 320, 3), 6, np.uint8)
+    dark[:4, :4] = 255  # a logo
+    files = [write_video(tmp_path / "h.mp4", [bright] * 8 + [dark] * 8), CLIPS / "city_white.mp4"]
+    half, night = (row["black"] for row in scorer("black").score(files))
+    assert half == 0.5
+    assert night == 0
+
+
+def test_blur_lowers_sharpness(tmp_path):
+    sharp = [np.random.default_rng(i).integers(0, 255, (180, 320, 3), dtype=np.uint8) for i in range(6)]
+    blurred = [gaussian_filter(frame, (2, 2, 0)) for frame in sharp]
+    files = [write_video(tmp_path / "s.mp4", sharp), write_video(tmp_path / "b.mp4", blurred)]
+    first, second = (row["sharpness"] for row in scorer("sharpness").score(files))
+    assert first > 10 * second
+
+
+def test_planted_duplicates_are_found_and_others_are_not(tmp_path):
+    clip = read_frames(CLIPS / "pink_clouds.mp4", 0, 48).numpy()
+    small = [np.array(Image.fromarray(frame).resize((200, 112))) for frame in clip]
+    slow = write_video(tmp_path / "slow.mp4", clip[::2], fps=12, crf=30)
+    files = [*sorted(CLIPS.glob("*.mp4")), write_video(tmp_path / "small.mp4", small, crf=28), slow]
+    first = write_video(tmp_path / "original.mp4", clip)
+    paths = [first, *files]
+    chosen = scorer("duplicate")
+    table = {"path": [p.name for p in paths], "phash": [row["phash"] for row in chosen.score(paths)]}
+    found = chosen.compare(table)
+    planted = {name: of for name, of in zip(table["path"], found["duplicate_of"], strict=True) if of}
+    assert planted.pop("small.mp4") == planted.pop("slow.mp4") == "original.mp4"
+    assert planted in ({}, {"pink_clouds.mp4": "original.mp4"})  # it goes on for some frames more
+    assert all(bits <= 6 for bits in found["duplicate_bits"] if bits is not None)
+
+
+def test_plain_clips_have_no_hash(tmp_path):
+    plain = write_video(tmp_path / "p.mp4", [np.full((64, 64, 3), 30, np.uint8)] * 5)
+    assert clip_hash(plain) is None
+    table = {"path": ["a", "b"], "phash": [None, None]}
+    assert Duplicate().compare(table) == {"duplicate_of": [None] * 2, "duplicate_bits": [None] * 2}
+
+
+def test_no_pair_is_missed_when_not_all_are_compared(monkeypatch):
+    rng = np.random.default_rng(0)
+    hashes = rng.integers(0, 1 << 63, (300, 3), dtype=np.uint64)
+    for row in range(150, 300):  # copies with up to 8 bits of each frame turned
+        hashes[row] = hashes[row % 75]
+        for frame in range(3):
+            for bit in rng.integers(0, 64, rng.integers(0, 9)):
+                hashes[row, frame] ^= np.uint64(1) << np.uint64(bit)
+    all_pairs = alike(hashes, 4)
+    monkeypatch.setattr("tools.scoring.duplicate.FEW", 0)
+    some = alike(hashes, 4)
+    assert len(all_pairs[0]) > 20
+    assert np.array_equal(all_pairs, some)
+
+
+def test_what_is_kept_is_never_called_a_duplicate():
+    base = np.array([[0, 0, 0], [0b111, 0, 0], [0b111111, 0, 0], [0, 0, 0]], np.uint64)
+    # the third is like the second, but the second is not kept
+    assert list(first_alike(base, 3)) == [(1, 0, 3), (3, 0, 0)]
+    with pytest.raises(UserError, match="bits=40"):
+        Duplicate(bits=40).compare({"path": [], "phash": []})
+
+
+def test_boxes_that_overlap_count_once():
+    box = np.array([[0, 0], [49, 0], [49, 9], [0, 9]], np.float32)
+    assert covered([box, box + np.float32([0, 5])], 100, 100) == pytest.approx(0.075)
+    assert covered([], 10, 10) == 0
+
+
+has_ocr = pytest.mark.skipif(
+    importlib.util.find_spec("rapidocr_onnxruntime") is None, reason="needs rapidocr-onnxruntime"
+)
+
+
+@has_ocr
+def test_writing_is_found(tmp_path):
+    scene = Image.fromarray(seen(picture(2), size=(360, 640)))
+    scene.save(tmp_path / "without.png")
+    font = ImageFont.load_default(size=48)
+    ImageDraw.Draw(scene).text(
+        (60, 150), "Closed on Monday", fill="white", font=font, stroke_width=3, stroke_fill="black"
+    )
+    scene.save(tmp_path / "with.png")
+    real = [CLIPS / f"{name}.mp4" for name in ("title_meadow", "pink_clouds", "white_dog")]
+    written, plain, title, clouds, dog = scorer("ocr").score([tmp_path / "with.png", tmp_path / "without.png", *real])
+    assert written["ocr"] >= 1
+    assert 0.03 < written["ocr_area"] < 0.3
+    assert title["ocr"] >= 2
+    assert plain == clouds == dog == {"ocr": 0, "ocr_area": 0}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("rapidocr_onnxruntime") is not None, reason="rapidocr is installed")
+def test_without_rapidocr_the_error_says_what_to_install():
+    with pytest.raises(UserError, match="pip install rapidocr-onnxruntime"):
+        scorer("ocr").score([CLIPS / "white_dog.mp4"])
+
+
+WITHOUT_WEIGHTS = [name for name in names() if name not in ("aesthetic", "matching", "ocr")]
+
+
+@pytest.mark.parametrize("name", WITHOUT_WEIGHTS)
+def test_a_broken_file_is_reported_and_the_others_are_scored(name, tmp_path):
+    broken = tmp_path / "broken.mp4"
+    broken.write_bytes((CLIPS / "white_dog.mp4").read_bytes()[:3000])
+    chosen = scorer(name)
+    sound, bad, missing = chosen.score([CLIPS / "white_dog.mp4", broken, tmp_path / "none.mp4"])
+    assert set(sound) == set(chosen.columns)
+    for row in (bad, missing):
+        assert all(row[column] is None for column in chosen.columns)
+        assert ".mp4" in row["error"]
+
+
+def test_unknown_scorers_and_settings_are_errors():
+    with pytest.raises(UserError, match="Did you mean 'flow'"):
+        scorer("flwo")
+    with pytest.raises(UserError, match="no setting 'fsp'"):
+        scorer("flow", fsp=3)
