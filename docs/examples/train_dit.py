@@ -26,7 +26,12 @@ def main() -> None:
     model, vae = build(args)
     scheduler = build_module({"type": "iddpm"}, SCHEDULERS)
     model, vae, opt, ema = optix.compile(
-        model.to(world.device), vae, learning_rate=1e-4, use_ema=True, compile_vae=not args.toy, compile_unet=not args.toy
+        model.to(world.device),
+        vae,
+        learning_rate=1e-4,
+        use_ema=True,
+        compile_vae=not args.toy,
+        compile_unet=not args.toy,
     )
     for step in range(args.steps):
         start = time.perf_counter()

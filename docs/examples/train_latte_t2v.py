@@ -52,7 +52,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--num-frames", type=int, default=320)
     parser.add_argument("--size", type=int, default=512, help="of the frames, in pixels")
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--toy", action="store_true", help="a tiny model and two steps of 4 frames of 16 pixels, for a CPU")
+    parser.add_argument(
+        "--toy", action="store_true", help="a tiny model and two steps of 4 frames of 16 pixels, for a CPU"
+    )
     args = parser.parse_args()
     if args.toy:
         args.steps, args.num_frames, args.size = 2, 4, 16

@@ -58,7 +58,7 @@ def check_teams(rank):
     assert both.cfg_group is not None
     assert dist.get_process_group_ranks(both.sp_group) == [rank // 2 * 2, rank // 2 * 2 + 1]
     assert dist.get_process_group_ranks(both.cfg_group) == [rank % 2, rank % 2 + 2]
-    with pytest.raises(UserError, match="sp_size=3 with cfg_parallel takes 6 processes.*, 4"):
+    with pytest.raises(UserError, match=r"sp_size=3 with cfg_parallel takes 6 processes.*, 4"):
         share_videos(world, 3, cfg_parallel=True)
 
 

@@ -4,6 +4,7 @@ import av
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from PIL import Image
 
 from opensora.inference.output import exact_fps, sample_file_name, save_sample, to_uint8
@@ -115,6 +116,15 @@ def test_settings_that_a_format_cannot_hold(tmp_path):
     with pytest.raises(ValueError, match="no effect"):
         save_sample(video, tmp_path / "x", fps=8, save_format="gif", crf="20")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("save_format", ["mp4", "webm", "gif"])
+def test_the_same_frames_make_the_same_file(tmp_path, save_format):
+    rng = torch.Generator().manual_seed(0)
+    rough = F.interpolate(torch.randn(6, 3, 4, 12, 20, generator=rng) * 0.5, (4, 96, 160), mode="trilinear")
+    for video in rough + 0.05 * torch.randn(rough.shape, generator=rng):
+        files = {save_sample(video, tmp_path / "x", fps=8, save_format=save_format).read_bytes() for _ in range(4)}
+        assert len(files) == 1
 
 
 def test_exact_fps():

@@ -10,7 +10,6 @@ import torch
 from PIL import Image
 
 from opensora.acceleration.cfg_parallel import Sharing
-from opensora.datasets.read_video import read_frames
 from opensora.inference.jobs import batches, jobs, records, request_of
 from opensora.inference.manifest import frames_hash, read_sidecar, write_samples
 from opensora.inference.pipeline import VideoPipeline
@@ -76,8 +75,7 @@ def test_the_command_says_whether_the_frames_are_the_same(cfg, tmp_path, monkeyp
 
     assert run() == 0
     assert "again/sample_0000.mp4: the same frames bit for bit" in capsys.readouterr().out
-    made, remade = (read_frames(folder / "sample_0000.mp4", 0, 4) for folder in (tmp_path / "made", out))
-    assert torch.equal(made, remade)
+    assert (out / "sample_0000.mp4").read_bytes() == (tmp_path / "made" / "sample_0000.mp4").read_bytes()
 
     record = json.loads(path.read_text())
     path.write_text(json.dumps({**record, "seed": 43, "config": {**record["config"], "seed": 43}} | {"batch": [{**record["batch"][0], "seed": 43}]}))  # fmt: skip

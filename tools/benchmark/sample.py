@@ -107,12 +107,16 @@ def main() -> None:
     args = parse_args()
     world = init_world(args.device)
     if world.size == 1 and (alone := [way for way in args.ways if way in SHARED]):
-        raise UserError(f"{alone[0]} needs several processes: torchrun --nproc_per_node 2 -m tools.benchmark.sample ...")
+        raise UserError(
+            f"{alone[0]} needs several processes: torchrun --nproc_per_node 2 -m tools.benchmark.sample ..."
+        )
     try:
         if world.is_main:
             name = torch.cuda.get_device_name() if world.device.type == "cuda" else "CPU"
             print(f"{world.size} x {name}, torch {torch.__version__}, {args.dtype}\n")
-            print("| case | way | s per video | steps s | decode s | peak GiB | estimate GiB |\n|---|---|---|---|---|---|---|")
+            print(
+                "| case | way | s per video | steps s | decode s | peak GiB | estimate GiB |\n|---|---|---|---|---|---|---|"
+            )
         for case in args.cases:
             for way in args.ways:
                 row = measured(args, case, way, world)

@@ -49,7 +49,9 @@ def main() -> None:
     pipeline = VideoPipeline.from_pretrained(args.config, **changes)
     prompts = load_prompts(None, args.prompt_path)[: args.num_prompts]
     metric = lpips_or_none()
-    device = torch.cuda.get_device_name() if pipeline.device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    device = (
+        torch.cuda.get_device_name() if pipeline.device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    )
     print(
         f"{args.config}, {len(prompts)} prompts one by one, {pipeline.scheduler.num_sampling_steps} steps, guidance "
         f"{pipeline.scheduler.cfg_scale}; {device}, torch {torch.__version__}\n"

@@ -76,7 +76,13 @@ def show(out: Path, clips: list[str], weights: list[str]) -> list[dict[str, Any]
             folder = out / kind.name.replace(" ", "-") / source.stem
             options = [option.format(picture=picture, video=source) for option in kind.options]
             command(
-                "scripts/inference.py", INFERENCE, *weights, f"--save-dir={folder}", *options, "--prompt", table["text"][clip]
+                "scripts/inference.py",
+                INFERENCE,
+                *weights,
+                f"--save-dir={folder}",
+                *options,
+                "--prompt",
+                table["text"][clip],
             )
             video = read_clip(folder / "sample_0000.mp4", cfg.image_size)
             groups.append((f"{kind.name.upper()} {table['text'][clip]}", video))

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import av
 import numpy as np
@@ -188,10 +188,10 @@ class _Encoder:
         return 1 / self.rate if self.is_steady else Fraction(1, TICKS)
 
     def _open(self, picture: np.ndarray) -> None:
-        height, width = _even_size(*picture.shape[:2], self.rules.shorter_side)
+        height, width = _even_size(picture.shape[0], picture.shape[1], self.rules.shorter_side)
         self.output = av.open(str(self.partial), "w", options={"movflags": "+faststart"})
         options = {"crf": str(self.rules.crf), "preset": "fast"}
-        self.stream = cast(av.VideoStream, self.output.add_stream("libx264", rate=self.rate, options=options))
+        self.stream = self.output.add_stream("libx264", rate=self.rate, options=options)
         self.stream.height, self.stream.width, self.stream.pix_fmt = height, width, "yuv420p"
         context = self.stream.codec_context
         context.time_base = self.time_base
@@ -250,7 +250,7 @@ def _copy_piece(footage: Footage, piece: Piece, target: Path, rotation: int) -> 
             with av.open(str(partial), "w") as output:
                 copy = output.add_stream_from_template(stream)
                 if rotation:
-                    cast(av.VideoStream, copy).set_display_rotation(rotation)
+                    copy.set_display_rotation(rotation)
                 _mux(output, copy, first, shown[0])
                 for packet in packets:
                     shown.append(int(packet.pts or 0))

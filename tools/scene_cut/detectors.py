@@ -13,6 +13,7 @@
 import functools
 import importlib.util
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,10 +49,14 @@ def resolve(name: str) -> str:
     if name == "auto":
         return "adaptive" if importlib.util.find_spec("scenedetect") else "content"
     if name not in DETECTORS:
-        raise UserError(f"{name!r} is no detector.{did_you_mean(name, list(DETECTORS))} One of: auto, {', '.join(DETECTORS)}.")
+        raise UserError(
+            f"{name!r} is no detector.{did_you_mean(name, list(DETECTORS))} One of: auto, {', '.join(DETECTORS)}."
+        )
     package = DETECTORS[name].package
     if package and not importlib.util.find_spec(package.replace("-", "_")):
-        raise UserError(f"detector {name!r} needs a package: pip install {package}; or use 'content', which needs none.")
+        raise UserError(
+            f"detector {name!r} needs a package: pip install {package}; or use 'content', which needs none."
+        )
     return name
 
 
@@ -70,7 +75,7 @@ def find_cuts(footage: Footage, detector: str = "auto", threshold: float | None 
 def scenes_of(cuts: list[int], num_frames: int) -> list[tuple[int, int]]:
     """[start, end) frames of each scene."""
     edges = [0, *cuts, num_frames]
-    return list(zip(edges[:-1], edges[1:], strict=True))
+    return list(pairwise(edges))
 
 
 def _content(footage: Footage, threshold: float) -> list[int]:

@@ -21,7 +21,7 @@ from opensora.datasets.timeline import Opened, Timeline, open_timeline, open_vid
 class Timed(NamedTuple):
     """A decoded frame, its number, and when it is shown, in seconds from the first."""
 
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index
     seconds: float
     frame: VideoFrame
 

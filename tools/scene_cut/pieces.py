@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -112,7 +113,7 @@ def _parts(start: int, end: int, times: np.ndarray, rules: Rules) -> tuple[list[
     wanted = times[start] + length * np.arange(1, count) / count
     inner = [int(frame) for frame in np.searchsorted(times, wanted - 1e-6)]
     edges = sorted({start, *inner, end})
-    return list(zip(edges[:-1], edges[1:], strict=True)), None
+    return list(pairwise(edges)), None
 
 
 def to_timestamp(scenes: Iterable[tuple[int, int]], times: np.ndarray) -> str:

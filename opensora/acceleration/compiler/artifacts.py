@@ -159,7 +159,9 @@ def _read(folder: Path) -> tuple[dict[str, Any], bytes]:
     except json.JSONDecodeError as error:
         raise UserError(f"{folder / HEADER} is damaged ({error}). Delete the folder and save again.") from error
     if header.get("format") != FORMAT:
-        raise UserError(f"{folder / HEADER} has format {header.get('format')}, this version reads {FORMAT}; save again.")
+        raise UserError(
+            f"{folder / HEADER} has format {header.get('format')}, this version reads {FORMAT}; save again."
+        )
     if hashlib.sha256(data).hexdigest() != header["artifacts"]["sha256"]:
         raise UserError(f"{folder / ARTIFACTS} is damaged: its checksum differs. Delete the folder and save again.")
     return header, data

@@ -35,7 +35,9 @@ class CompiledCall:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The function itself."""
-        self.sizes.add(tuple(tuple(leaf.shape) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)))
+        self.sizes.add(
+            tuple(tuple(leaf.shape) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+        )
         if self.frozen is not None:
             self._check_frozen(self.frozen)
         if self.graphs:

@@ -7,6 +7,7 @@ The folder is $TORCHINDUCTOR_CACHE_DIR, or else PyTorch's own in the folder for 
 
 import argparse
 import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -42,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
     args = parser.parse_args(argv)
     folder, size = clear_cache(dry_run=args.dry_run)
-    print(f"{folder}: {size / 2**20:.1f} MiB {'would be ' if args.dry_run else ''}deleted")
+    sys.stdout.write(f"{folder}: {size / 2**20:.1f} MiB {'would be ' if args.dry_run else ''}deleted\n")
 
 
 if __name__ == "__main__":

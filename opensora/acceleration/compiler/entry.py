@@ -133,7 +133,7 @@ def compile_module(module: nn.Module, backend: str, options: Options) -> None:
     targets = blocks if regional else [module]
     for target in targets:
         target.compile(**arguments)
-        target._compiled_call_impl = CompiledCall(  # type: ignore[assignment]
+        target._compiled_call_impl = CompiledCall(
             target._compiled_call_impl,  # type: ignore[arg-type]
             name,
             options,
@@ -188,8 +188,8 @@ def _check_effect(name: str, backend: str, options: Options) -> None:
     elif not torch.cuda.is_available():
         if not any(map(shutil.which, ("g++", "clang++", "c++"))):
             raise UserError(f'{name}: on a CPU inductor needs a C++ compiler; install g++, or use backend="aot_eager".')
-        if lost := options.words & {"cudagraphs", "low-precision"}:
-            warnings.warn(f"{name}: {' and '.join(sorted(lost))} has no effect without a GPU.", stacklevel=4)
+        if idle := options.words & {"cudagraphs", "low-precision"}:
+            warnings.warn(f"{name}: {' and '.join(sorted(idle))} has no effect without a GPU.", stacklevel=4)
 
 
 def _check_module(name: str, module: nn.Module, options: Options) -> None:
@@ -218,7 +218,7 @@ def _arguments(backend: str, options: Options, *, fullgraph: bool = False) -> di
     if backend == INDUCTOR:
         from torch._inductor import config
 
-        known = config.get_config_copy()  # type: ignore[attr-defined]
+        known = config.get_config_copy()
         wanted = {**cache_settings(), **inductor_settings(options.words)}
         settings = {key: value for key, value in wanted.items() if key in known}  # what this PyTorch knows
         arguments["options"] = {**settings, **options.inductor_overrides()}

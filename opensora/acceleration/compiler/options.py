@@ -110,7 +110,7 @@ def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
     """The settings with a dot that mean something; a warning for each that does not."""
     from torch._inductor import config
 
-    known = config.get_config_copy()  # type: ignore[attr-defined]
+    known = config.get_config_copy()
     kept = {}
     for name, value in given.items():
         if name in FLAGS or name.removeprefix("inductor.") in known:

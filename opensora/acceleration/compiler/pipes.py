@@ -14,7 +14,14 @@ import torch
 from torch import nn
 
 from opensora.acceleration.compiler import qkv
-from opensora.acceleration.compiler.entry import INDUCTOR, NEXFORT, NONE, check_backend, compile_module, set_memory_format
+from opensora.acceleration.compiler.entry import (
+    INDUCTOR,
+    NEXFORT,
+    NONE,
+    check_backend,
+    compile_module,
+    set_memory_format,
+)
 from opensora.acceleration.compiler.options import Given, Options, parse_options
 from opensora.acceleration.compiler.regions import repeated_blocks
 from opensora.utils.errors import UserError

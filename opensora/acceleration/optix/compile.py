@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 
 from opensora.acceleration.checkpointing import checkpoint_activations
 from opensora.acceleration.compile import compile_blocks
-from opensora.acceleration.compiler.regions import is_ours, repeated_blocks
 from opensora.acceleration.engines.partition import node_size
 from opensora.acceleration.optix.fused_norm import fuse_layer_norms
 from opensora.acceleration.optix.sharded_ema import ShardedEMA

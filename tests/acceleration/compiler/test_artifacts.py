@@ -70,7 +70,7 @@ def check_refusals(folder, header) -> None:
 
 
 def test_there_must_be_something_to_save_and_to_load(tmp_path):
-    with pytest.raises(UserError, match="holds no compiled programs: header.json is missing"):
+    with pytest.raises(UserError, match=r"holds no compiled programs: header.json is missing"):
         load_compiled(tmp_path)
     with pytest.raises(UserError, match="Toy is not compiled"):
         save_compiled(tmp_path, toy())

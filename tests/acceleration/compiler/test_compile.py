@@ -132,7 +132,7 @@ def test_a_copy_is_not_compiled():
 @needs_compiler
 def test_freezing_wants_constant_weights():
     module = compile(toy(), options={"mode": "freezing"})
-    with pytest.raises(UserError, match="call it under torch.no_grad"):
+    with pytest.raises(UserError, match=r"call it under torch.no_grad"):
         module(picture())
     with pytest.raises(UserError, match="compiled with freezing: its weights are constants"):
         module.load_state_dict(module.state_dict())
@@ -242,7 +242,7 @@ def test_quant_with_torchao():
     model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8)).eval()
     x, names = torch.randn(32, 64), list(model.state_dict())
     expected = model(x)
-    with pytest.raises(UserError, match="no quant_type 'int8'. Types: fp8"):
+    with pytest.raises(UserError, match=r"no quant_type 'int8'. Types: fp8"):
         compile(model, backend="aot_eager", options={"mode": "quant", "quant_type": "int8"})
     with pytest.raises(UserError, match="has no linear layer of 512 features"):
         compile(model, backend="aot_eager", options={"mode": "quant", "quant_type": "int8_dynamic"})
