@@ -16,6 +16,7 @@ from diffusers import AutoencoderKL
 from opensora.acceleration import optix
 from opensora.acceleration.distributed import init_world, shutdown
 from opensora.registry import MODELS, SCHEDULERS, build_module
+from opensora.utils.seed import generators
 
 TOY_DIT = {"hidden_size": 32, "depth": 2, "num_heads": 2}
 
@@ -37,9 +38,10 @@ def main() -> None:
         start = time.perf_counter()
         pictures = torch.rand(args.batch_size, 3, args.size, args.size, device=world.device) * 2 - 1
         classes = torch.randint(1000, (args.batch_size, 1, 1, 1), device=world.device)
+        rngs = generators("example", world.rank, step, ids=range(args.batch_size))  # draw timesteps and noise
         z = optix.sliced_vae(vae, pictures, use_autocast=True, nhwc=True).unsqueeze(2)  # [B, 4, 1, H/8, W/8]
         with torch.autocast(world.device.type, torch.bfloat16):
-            loss = scheduler.training_losses(model, z, {"y": classes}).mean()
+            loss = scheduler.training_losses(model, z, {"y": classes}, generators=rngs).mean()
         loss.backward()
         opt.step()
         opt.zero_grad()

@@ -17,6 +17,7 @@ from diffusers import AutoencoderKL
 from opensora.acceleration import optix
 from opensora.acceleration.distributed import init_world, shutdown
 from opensora.registry import MODELS, SCHEDULERS, build_module
+from opensora.utils.seed import generators
 
 TEXT_LENGTH, TEXT_WIDTH = 120, 4096  # of T5-XXL
 TOY_LATTE = {"hidden_size": 32, "depth": 2, "num_heads": 2}
@@ -33,11 +34,13 @@ def main() -> None:
     for step in range(args.steps):
         start = time.perf_counter()
         shape = (args.batch_size, args.num_frames, 3, args.size, args.size)
+        rngs = generators("example", world.rank, step, ids=range(args.batch_size))  # draw timesteps and noise
         z = optix.sliced_vae(vae, torch.rand(shape, device=world.device) * 2 - 1, use_autocast=True, nhwc=True)
+        # z [B, 4, T, H/8, W/8]
         text = torch.randn(args.batch_size, 1, TEXT_LENGTH, TEXT_WIDTH, device=world.device)
         mask = torch.ones(args.batch_size, TEXT_LENGTH, dtype=torch.bool, device=world.device)
         with torch.autocast(world.device.type, torch.bfloat16):
-            loss = scheduler.training_losses(model, z, {"y": text, "mask": mask}).mean()  # z [B, 4, T, H/8, W/8]
+            loss = scheduler.training_losses(model, z, {"y": text, "mask": mask}, generators=rngs).mean()
         loss.backward()
         opt.step()
         opt.zero_grad()

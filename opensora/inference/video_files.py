@@ -50,8 +50,11 @@ CODECS = {
     # index in front, so that a browser can start before it has the whole file. Without "mbtree": at widths such as 48 and 160
     # it reads memory that nobody wrote (x264 core 165), and the same frames then make different files
     "mp4": Codec("libx264", {"mbtree": "0"}, {"movflags": "+faststart"}, "17", 51),
-    # "b=0" makes crf the only rule of quality; the speed is the fastest that is not meant for live video
-    "webm": Codec("libvpx-vp9", {"b": "0", "deadline": "good", "cpu-used": "4", "row-mt": "1"}, {}, "18", 63),
+    # "b=0" makes crf the only rule of quality; the speed is the fastest that is not meant for live video. "bitexact" leaves
+    # out a random number that would make every file another one
+    "webm": Codec(
+        "libvpx-vp9", {"b": "0", "deadline": "good", "cpu-used": "4", "row-mt": "1"}, {"fflags": "+bitexact"}, "18", 63
+    ),
 }
 
 

@@ -13,6 +13,8 @@ from opensora.models.latte.latte import Latte
 from opensora.models.stdit.stdit import STDiT
 from opensora.models.stdit.stdit3 import STDiT3
 from opensora.utils.errors import UserError
+from tests.models.denoisers import FAMILIES, build
+from tests.models.denoisers import inputs as family_inputs
 
 SMALL = {"hidden_size": 32, "depth": 2, "num_heads": 2}
 OPENSORA_STEPS = [999 - i * 1000 / 30 for i in range(30)]
@@ -220,6 +222,16 @@ def test_a_skipped_step_adds_the_last_residual_whatever_lies_between_blocks():
     last.register_forward_hook(lambda *_: left.append(_[2]))
     run(model, cache, [900, 800, 700], arguments)
     torch.testing.assert_close(left[1] - entered[1], left[0] - entered[0], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_denoiser_takes_both_caches(family):
+    model = build(family)
+    arguments = {name: value for name, value in family_inputs(model).items() if name != "timestep"}
+    for cache in (PAB(PRESETS["opensora"]), TeaCache(1e9)):
+        run(model, installed(model, cache), [900, 800, 700, 600], arguments)
+        assert sum(cache.reused.values()) > 0
+        cache.remove()
 
 
 def test_kinds_and_numbers_of_layers():

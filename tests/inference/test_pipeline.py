@@ -3,9 +3,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from opensora.datasets.read_video import probe
 from opensora.inference.manifest import describe_checkpoint, sidecar, write_sidecar
 from opensora.inference.pipeline import VideoPipeline, check_finite, check_size
+from opensora.utils.ckpt import save_checkpoint
 from opensora.utils.config import InferenceConfig, config_from_dict, to_dict
 from opensora.utils.errors import UserError
 from opensora.utils.run import environment
@@ -17,6 +20,50 @@ SIZE = {"num_frames": 4, "image_size": (32, 48), "fps": 8}
 @pytest.fixture
 def pipeline(cfg):
     return VideoPipeline.from_config(cfg)
+
+
+def test_the_lines_of_the_docs_do_what_they_say(cfg, tmp_path, monkeypatch, repo_root):
+    text = (repo_root / "docs" / "inference.md").read_text(encoding="utf-8").partition("## From Python")[2]
+    lines = text.split("```python\n")[1].split("```")[0]
+    assert len([line for line in lines.splitlines() if line]) == 4
+    monkeypatch.chdir(repo_root)
+    exec(lines.replace('"dog"', repr(str(tmp_path / "dog"))), {})
+    assert probe(tmp_path / "dog.mp4").num_frames == 8
+    assert probe(tmp_path / "dog.mp4").fps == 8
+
+
+def test_a_checkpoint_is_a_pipeline(cfg, weights, tmp_path):
+    trained = {name: to_dict(cfg)[name] for name in ("model", "vae", "text_encoder", "scheduler", "dtype", "device")}
+    trained |= {"num_frames": 4, "image_size": [32, 48], "lr": 1e-4, "bucket_config": None}
+    folder = save_checkpoint(
+        tmp_path / "checkpoint",
+        {"model": load_file(weights / "model.safetensors")},
+        state={},
+        manifest={"step": 1, "model": "STDiT", "config": trained},
+    )
+    pipeline = VideoPipeline.from_pretrained(folder, fps=8, cfg_scale=2.0)
+    assert pipeline.defaults[:3] == (4, (32, 48), 8)
+    assert torch.equal(pipeline([A], seed=1), VideoPipeline.from_config(cfg)([A], seed=1, **SIZE))
+    with pytest.raises(UserError, match="fps is missing"):
+        VideoPipeline.from_pretrained(folder)
+    with pytest.raises(UserError, match="no checkpoint of a training run"):
+        VideoPipeline.from_pretrained(tmp_path)
+    with pytest.raises(UserError, match="num_frame"):
+        VideoPipeline.from_pretrained(folder, fps=8, num_frame=4)
+
+
+def test_what_a_call_leaves_out_is_the_configs(pipeline, cfg):
+    assert torch.equal(pipeline([A]), pipeline([A], seed=cfg.seed, **SIZE))
+    bare = VideoPipeline(pipeline.model, pipeline.vae, pipeline.text_encoder, pipeline.scheduler)
+    with pytest.raises(ValueError, match="not built from a config"):
+        bare([A], seed=1)
+
+
+def test_each_step_can_be_seen(pipeline):
+    seen = []
+    pipeline([A], seed=1, on_step=seen.append, **SIZE)
+    assert [step.index for step in seen] == [0, 1, 2]
+    assert seen[-1].x.shape == (1, 4, 4, 4, 6)
 
 
 def test_videos_have_the_asked_shape_and_range(pipeline):

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import nn
 
 from opensora.inference.mask_strategy import Condition
 from opensora.inference.pipeline import VideoPipeline
@@ -13,6 +12,7 @@ from opensora.models.stdit.stdit3 import STDiT3
 from opensora.models.text_encoder.classes import ClassEncoder
 from opensora.registry import MODELS, SCHEDULERS
 from opensora.utils.errors import UserError
+from tests.models.vaes import build
 
 A, B = "a white dog on the floor", "a city street at night, seen from above"
 SIZE = {"num_frames": 4, "image_size": (32, 48), "fps": 8}
@@ -122,39 +122,18 @@ def test_each_segment_has_its_own_text_and_conditions(pipeline):
         pipeline.sample(Request(items=[item], seed=1, **SIZE))
 
 
-class FourToOne(nn.Module):
-    """A real causal video VAE's clock (4k + 1 frames) around the toy VAE: each latent frame is every fourth frame."""
-
-    chunk_latent_frames = None
-
-    def __init__(self, vae):
-        super().__init__()
-        self.vae, self.out_channels = vae, vae.out_channels
-
-    def latent_frames(self, n):
-        return (n - 1) // 4 + 1
-
-    def video_frames(self, latent):
-        return 4 * (latent - 1) + 1
-
-    def legal_num_frames(self, n):
-        return (n - 1) // 4 * 4 + 1
-
-    def latent_size(self, size):
-        return (self.latent_frames(size[0]), *self.vae.latent_size((1, *size[1:]))[1:])
-
-    def encode(self, x, generators=None):
-        return self.vae.encode(x[:, :, ::4], generators)
-
-    def decode(self, z, num_frames):
-        return self.vae.decode(z, z.shape[2]).repeat_interleave(4, dim=2)[:, :, :num_frames]
-
-
 def test_segments_of_a_causal_vae_are_encoded_anew(pipeline):
-    causal = VideoPipeline(pipeline.model, FourToOne(pipeline.vae), pipeline.text_encoder, pipeline.scheduler)
-    options = {"num_frames": 13, "image_size": (32, 48), "fps": 8, "seed": 1, "loop": 3, "condition_frame_length": 2}
+    """Wan's VAE takes 4k + 1 frames, in one piece."""
+    wan = build("KLWan", posterior="mode")
+    causal = VideoPipeline(pipeline.model, wan, pipeline.text_encoder, pipeline.scheduler)
+    options = {"num_frames": 13, "image_size": (16, 24), "fps": 8, "seed": 1, "loop": 3, "condition_frame_length": 2}
     made = causal.sample(Request(items=as_items([A, B]), **options))
     assert made.video.shape[2] == 3 * (13 - 5) + 5
+    for before, after in zip(range(2), range(1, 3), strict=True):
+        end = made.video[:, :, 8 * after : 8 * after + 5]  # the last five frames of the segment before
+        assert end.shape[2] == 5
+        torch.testing.assert_close(made.latents[after][:, :, :2], wan.encode(end), atol=1e-4, rtol=1e-4)
+        assert not torch.equal(made.latents[before][:, :, -2:], made.latents[after][:, :, :2])
     alone = causal.sample(Request(items=as_items([B], [1]), **options))
     torch.testing.assert_close(made.video[1:], alone.video, atol=1e-3, rtol=0)
     undecoded = causal.sample(Request(items=as_items([A, B]), **options), decode=False)

@@ -1,0 +1,50 @@
+"""`compiler` and `compiler_config`: OneDiff's way to compile, from a config to the same video."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from opensora.acceleration.compiler.entry import record_of
+from opensora.acceleration.compiler.pipes import parts_of
+from opensora.inference.pipeline import VideoPipeline
+from opensora.utils.config import InferenceConfig, config_from_dict, to_dict
+from opensora.utils.errors import UserError
+
+
+def test_a_compiled_pipeline_makes_the_same_video(cfg):
+    expected = VideoPipeline.from_config(cfg)(["a dog"])
+    torch._dynamo.reset()
+    compiled = replace(cfg, compiler="aot_eager", compiler_config='{"dynamic": true, "memory_format": "channels_last"}')
+    pipeline = VideoPipeline.from_config(compiled)
+    names = [name for name, module in parts_of(pipeline) if record_of(module) is not None]
+    assert names == ["text_encoder", "model", "vae.decoder", "vae.encoder"]
+    torch.testing.assert_close(pipeline(["a dog"]), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_wrong_options_are_told_before_anything_is_built(cfg, monkeypatch):
+    monkeypatch.setattr("opensora.inference.pipeline.build_parts", lambda _: pytest.fail("built"))
+    with pytest.raises(UserError, match="no word 'O4'"):
+        VideoPipeline.from_config(replace(cfg, compiler="nexfort", compiler_config='{"mode": "O4"}'))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"compiler_config": "{}"}, "compiler_config has no effect without compiler"),
+        ({"compiler": "nexfort", "compile": True}, "compile and compiler both compile the model"),
+        ({"compiler": "nexfort", "step_cache": {"type": "pab"}}, "does not work around a step_cache"),
+        ({"compiler": "nexfort", "offload": "block"}, "does not work around offload='block'"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(cfg, settings, message):
+    from opensora.inference.build import COMPONENTS
+
+    with pytest.raises(UserError, match=message):
+        config_from_dict(InferenceConfig, {**to_dict(cfg), **settings}, COMPONENTS)
+
+
+def test_the_command_line(cfg):
+    from opensora.utils.config_cli import parse_texts
+
+    assert parse_texts(['{"mode": "O3", "dynamic": true}'], str | None) == '{"mode": "O3", "dynamic": true}'
