@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from opensora.inference.checks import calls_parts
 from opensora.inference.request import Request
 from opensora.models.vae.base import VideoVAE
 from opensora.models.vae.tiling import Tiles
@@ -75,7 +76,7 @@ def estimate(pipeline: Any, request: Request, latent_size: tuple[int, int, int])
     one_at_a_time = pipeline.step_cache is not None and pipeline.step_cache.per_sample
     batch = 1 if one_at_a_time else len(request.items)
     scale = pipeline.scheduler.cfg_scale if request.guidance_scale is None else request.guidance_scale
-    doubled = scale != 1 and pipeline.scheduler.guidance.batching == "joint" and pipeline.sharing.cfg_group is None
+    doubled = scale != 1 and _doubles(pipeline.scheduler) and pipeline.sharing.cfg_group is None
     calls = 2 * batch if doubled else batch
     stream = pipeline.place.stream
     with nullcontext() if stream is None else stream.paused(), _in_one_process(model):
@@ -89,7 +90,7 @@ def estimate(pipeline: Any, request: Request, latent_size: tuple[int, int, int])
 
 def warn_if_short(pipeline: Any, request: Request, latent_size: tuple[int, int, int]) -> None:
     """Before a run on a GPU, say what it will need if that is more than there is."""
-    if pipeline.device.type != "cuda":
+    if pipeline.device.type != "cuda" or calls_parts(pipeline.scheduler):  # parts: no call stands for a step
         return
     needed = int(MARGIN * estimate(pipeline, request, latent_size).peak(pipeline.place.policy))
     free, _ = torch.cuda.mem_get_info(pipeline.device)
@@ -124,11 +125,16 @@ def advice(pipeline: Any, request: Request) -> str:
         ("--dtype bf16", pipeline.dtype == torch.float32),
         ("--vae-tiling 256", not tiled),
         ("--offload model", pipeline.place.policy == "none"),
-        ("--scheduler.guidance.batching split", pipeline.scheduler.guidance.batching == "joint"),
+        ("--scheduler.guidance.batching split", _doubles(pipeline.scheduler)),
         ("--offload block", pipeline.place.policy != "block"),
         ("a smaller size, or fewer frames", True),
     ]
     return f"What helps: {', '.join(name for name, useful in options if useful)}."
+
+
+def _doubles(scheduler: Any) -> bool:
+    """Whether guidance calls the model with a doubled batch, and could do with two calls."""
+    return not calls_parts(scheduler) and scheduler.guidance.batching == "joint"
 
 
 def tile_pictures(vae: nn.Module, size: int) -> None:
