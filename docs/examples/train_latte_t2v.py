@@ -36,7 +36,7 @@ def main() -> None:
         shape = (args.batch_size, args.num_frames, 3, args.size, args.size)
         rngs = generators("example", world.rank, step, ids=range(args.batch_size))  # draw timesteps and noise
         z = optix.sliced_vae(vae, torch.rand(shape, device=world.device) * 2 - 1, use_autocast=True, nhwc=True)
-        # z [B, 4, T, H/8, W/8]
+        # latents are [B, 4, T, H/8, W/8]
         text = torch.randn(args.batch_size, 1, TEXT_LENGTH, TEXT_WIDTH, device=world.device)
         mask = torch.ones(args.batch_size, TEXT_LENGTH, dtype=torch.bool, device=world.device)
         with torch.autocast(world.device.type, torch.bfloat16):
