@@ -57,6 +57,8 @@ def cut_video(
     Raises:
         BadFile: the video is damaged; no file is left behind.
     """
+    if scenes and max(end for _, end in scenes) > footage.num_frames:
+        raise BadFile(f"{footage.path} has {footage.num_frames} frames, fewer than its scenes; look for scenes again.")
     folder.mkdir(parents=True, exist_ok=True)
     pieces, dropped = choose_pieces(scenes, footage.times(), rules)
     targets = [folder / f"{stem}_scene-{i}.mp4" for i in range(len(pieces))]
@@ -228,11 +230,21 @@ def _copy(footage: Footage, jobs: Sequence[Job], rules: Rules) -> tuple[list[Cli
                 info = probe(path)
                 place = piece.scene, float(times[start]), float(times[end]), start, end
                 clips.append(Clip(str(path), *place, *info, "copy"))
+                dropped += _uncopied(piece, times, start, end)
                 continue
             path.unlink()
             reason = f"shorter than {rules.min_seconds:g} s from its first keyframe on: how='encode' would keep it"
         dropped.append(Dropped(piece.scene, float(times[piece.start]), float(times[piece.end]), reason))
     return clips, dropped
+
+
+def _uncopied(piece: Piece, times: np.ndarray, start: int, end: int) -> list[Dropped]:
+    """What a copy leaves out at the two ends of a piece."""
+    ends = [
+        (piece.start, start, "before the scene's first keyframe: how='encode' would keep it"),
+        (end, piece.end, "its frames refer to the next scene: how='encode' would keep it"),
+    ]
+    return [Dropped(piece.scene, float(times[a]), float(times[b]), why) for a, b, why in ends if a < b]
 
 
 def _copy_piece(footage: Footage, piece: Piece, target: Path, rotation: int) -> tuple[Path, int, int] | None:

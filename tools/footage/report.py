@@ -1,0 +1,124 @@
+"""What a chain did, to look at: `report.html`, one file with pictures inside, and `samples.png`, a sheet of the final clips."""
+
+import base64
+import html
+import io
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from opensora.utils.errors import UserError
+from tools.datasets.plots import Figures, svg_histogram
+from tools.footage.rows import Row, read_rows
+from tools.footage.stages import Work
+from tools.scoring.frames import key_frames
+
+SHOWN = 8  # pictures of each kind
+THUMBNAIL = 160  # pixels of the longer side
+HEAD = """<!doctype html><meta charset="utf-8"><title>Footage</title>
+<style>body{font:14px sans-serif;margin:2em;max-width:1100px}table{border-collapse:collapse}td,th{padding:2px 10px;
+text-align:left;border-bottom:1px solid #ddd}figure{display:inline-block;margin:4px;width:165px;vertical-align:top;
+font-size:11px;overflow-wrap:anywhere}svg{margin:6px}</style>"""
+
+
+def write_report(folder: Path, done: Sequence[Work]) -> list[str]:
+    """Write both files; returns a line on each stage."""
+    lines, parts = [], []
+    for work in done:
+        reasons: Counter[str] = Counter()
+        dropped = _sample(_counted(read_rows(work.dropped), reasons)) if work.dropped.is_file() else []
+        count: Counter[str] = Counter()
+        kept = _sample(_counted(read_rows(work.kept), count))
+        line = f"{work.stage.name}: {count.total()} kept, {reasons.total()} dropped"
+        lines.append(line + "".join(f"; {number} {reason}" for reason, number in reasons.most_common(5)))
+        parts.append(_section(work, count.total(), reasons, kept, dropped))
+    last = done[-1].kept
+    parts.append("<h2>Distributions of what is left</h2>" + "".join(_distributions(last)))
+    (folder / "report.html").write_text(HEAD + "<h1>From footage to a table</h1>" + "".join(parts), encoding="utf-8")
+    if sheet := _sheet(_sample(read_rows(last), 4 * SHOWN)):
+        sheet.save(folder / "samples.png")
+    return lines
+
+
+def _counted(rows: Iterable[Row], counts: Counter[str]) -> Iterable[Row]:
+    for row in rows:
+        counts[_short(str(row.get("reason", "")), row)] += 1
+        yield row
+
+
+def _short(reason: str, row: Row) -> str:
+    """A reason without the name of the file, so that equal ones are counted together."""
+    path = str(row.get("path", ""))
+    return reason.replace(path, "the file") if path else reason
+
+
+def _sample(rows: Iterable[Row], size: int = SHOWN) -> list[Row]:
+    """Some rows, at random but the same each time: each row is as likely (Vitter's algorithm R)."""
+    rng = np.random.default_rng(0)
+    chosen: list[Row] = []
+    for i, row in enumerate(rows):
+        if len(chosen) < size:
+            chosen.append(row)
+        elif (place := int(rng.integers(i + 1))) < size:
+            chosen[place] = row
+    return chosen
+
+
+def _section(work: Work, kept: int, reasons: Counter[str], good: list[Row], bad: list[Row]) -> str:
+    settings = html.escape(", ".join(f"{name}={value!r}" for name, value in work.stage.settings.items()))
+    text = (
+        f"<h2>{work.stage.number}. {work.stage.type}</h2><p>{settings}</p><p>{kept} kept, {reasons.total()} dropped</p>"
+    )
+    if reasons:
+        rows = "".join(f"<tr><td>{n}<td>{html.escape(why)}" for why, n in reasons.most_common())
+        text += f"<table><tr><th>rows<th>why dropped{rows}</table>"
+    text += "<h3>kept</h3>" + "".join(map(_figure, good))
+    return text + ("<h3>dropped</h3>" + "".join(map(_figure, bad)) if bad else "")
+
+
+def _figure(row: Row) -> str:
+    words = [str(row.get("reason") or row.get("text") or ""), Path(str(row.get("path", ""))).name]
+    if "start" in row and row["start"] is not None:
+        words.append(f"{float(row['start']):.2f} to {float(row['end']):.2f} s")
+    return f"<figure>{_picture(row)}<br>{html.escape(' | '.join(filter(None, words)))}</figure>"
+
+
+def _picture(row: Row) -> str:
+    image = _thumbnail(row)
+    if image is None:
+        return "<i>no picture</i>"
+    data = io.BytesIO()
+    image.save(data, "JPEG", quality=80)
+    return f'<img src="data:image/jpeg;base64,{base64.b64encode(data.getvalue()).decode()}">'
+
+
+def _thumbnail(row: Row) -> Image.Image | None:
+    """The middle frame of a clip; None where none can be read, which is why some rows are dropped."""
+    try:
+        frame = key_frames(Path(str(row.get("path", ""))), [0.5])[0]
+    except (UserError, OSError):
+        return None
+    picture = Image.fromarray(frame)
+    picture.thumbnail((THUMBNAIL, THUMBNAIL))
+    return picture
+
+
+def _sheet(rows: Sequence[Row]) -> Image.Image | None:
+    pictures = [picture for row in rows if (picture := _thumbnail(row)) is not None]
+    if not pictures:
+        return None
+    columns = min(8, len(pictures))
+    sheet = Image.new("RGB", (columns * THUMBNAIL, -(-len(pictures) // columns) * THUMBNAIL), "white")
+    for i, picture in enumerate(pictures):
+        sheet.paste(picture, (i % columns * THUMBNAIL, i // columns * THUMBNAIL))
+    return sheet
+
+
+def _distributions(table: Path) -> list[str]:
+    figures = Figures()
+    for row in read_rows(table):
+        figures.add(row)
+    return [svg_histogram(name, values) for name, values in figures.numbers().items() if len(values)]

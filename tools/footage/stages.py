@@ -1,0 +1,312 @@
+"""The stages of a chain. Each turns the table before it into one of kept rows and one of dropped rows with a `reason`.
+
+Stages that look at files are jobs of `tools.scoring.job`: they go on where they were killed, row by row, and share their
+rows among all processes. The others read one table and write two, which takes seconds, and are done by the first process.
+"""
+
+import hashlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from opensora.datasets.files import VIDEO_EXTENSIONS
+from opensora.utils.errors import UserError
+from tools.caption.captioner import Captioner
+from tools.datasets.convert import find_files
+from tools.datasets.datautil.columns import TRAINING
+from tools.datasets.datautil.filter import LIMITS
+from tools.datasets.datautil.info import OK, measure
+from tools.datasets.stream import columns_of, number_of, read_blocks
+from tools.footage.recipe import Planned
+from tools.footage.rows import Row, read_rows, write_rows
+from tools.scene_cut.scorers import Cut, SceneDetect, clips_of, lost_of, rules_of
+from tools.scoring.job import Job, run
+from tools.scoring.registry import Scorer, scorer
+
+PROVENANCE = ("source", "scene", "start", "end", "start_frame", "end_frame")
+EDGE = 1 << 20  # bytes at the start, middle and end of a file that its digest looks at
+POLL_S = 0.2
+
+
+@dataclass
+class Work:
+    """Where a stage works.
+
+    Attributes:
+        folder: of all stages.
+        stage: what the recipe says.
+        before: the kept rows of the stage before; of the first stage a file that is not there.
+        rank, world: this process and how many there are.
+        workers: processes that this one may start.
+    """
+
+    folder: Path
+    stage: Planned
+    before: Path
+    rank: int = 0
+    world: int = 1
+    workers: int = 1
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def kept(self) -> Path:
+        """The table of the stage; it is written last, so where it is the stage is done."""
+        return self.folder / f"{self.stage.name}.jsonl"
+
+    @property
+    def dropped(self) -> Path:
+        """What it left out."""
+        return self.folder / f"{self.stage.name}.dropped.jsonl"
+
+    def write(self, decided: Callable[[], Iterable[tuple[Row, str]]]) -> None:
+        """Write (row, reason) pairs; an empty reason keeps a row."""
+        write_rows(self.dropped, ({**row, "reason": reason} for row, reason in decided() if reason))
+        write_rows(self.kept, (row for row, reason in decided() if not reason))
+
+    def job(self, scorers: Mapping[str, Scorer], batch_size: int, part_rows: int) -> Path:
+        """Have scorers go over the table; returns the table with their columns once all processes are done."""
+        out = self.folder / f"{self.stage.name}.all.jsonl"
+        if not out.is_file():
+            run(Job(self.before, out, scorers, self.folder, batch_size, part_rows), self.workers)
+        wait_for(out)
+        return out
+
+
+def wait_for(path: Path) -> None:
+    """Until another process has written a file."""
+    said = time.monotonic()
+    while not path.is_file():
+        time.sleep(POLL_S)
+        if time.monotonic() - said > 60:
+            said = time.monotonic()
+            print(f"waiting for the other processes: {path.name}", flush=True)
+
+
+def find(work: Work, folder: str, extensions: tuple[str, ...] = VIDEO_EXTENSIONS) -> None:
+    """All videos below a folder, in the order of their paths."""
+    found = find_files(Path(folder), tuple(extensions))
+    work.write(lambda: (({"path": str(path.absolute()), "id": path.stem}, "") for path in found.files))
+    left = [{"path": str(Path(folder).absolute()), "reason": f"{n} {why}"} for why, n in (+found.left_out).items()]
+    write_rows(work.dropped, left, ["path", "reason"])
+
+
+def read(work: Work, table: str, root: str | None = None) -> None:
+    """The rows of a table; relative paths are relative to it, or to `root`."""
+    base = (Path(root) if root else Path(table).parent).absolute()
+    if "path" not in columns_of(Path(table)):
+        raise UserError(f"{table} has no column 'path'.")
+    work.write(lambda: (({**row, "path": str(base / str(row["path"]))}, "") for row in read_rows(Path(table))))
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Size, length, rate and a digest of a file."""
+
+    columns: tuple[str, ...] = field(
+        default=("num_frames", "height", "width", "aspect_ratio", "resolution", "fps", "digest"), init=False
+    )
+    needs: tuple[str, ...] = field(default=(), init=False)
+
+    def score(self, paths: list[Path], **needed: list[Any]) -> list[Row]:
+        """See `Scorer.score`."""
+        return [self._probe(path) for path in paths]
+
+    def _probe(self, path: Path) -> Row:
+        found = measure(path)
+        if found.status != OK or found.height is None or found.width is None:
+            return {**dict.fromkeys(self.columns), "error": found.status}
+        size = {"height": found.height, "width": found.width, "resolution": found.height * found.width}
+        ratio = found.height / found.width
+        return {
+            "num_frames": found.num_frames,
+            **size,
+            "aspect_ratio": ratio,
+            "fps": found.fps,
+            "digest": digest_of(path),
+        }
+
+
+def digest_of(path: Path) -> str:
+    """Equal for copies of a file: its size, and a MiB each at its start, middle and end."""
+    size = path.stat().st_size
+    digest = hashlib.blake2b(str(size).encode(), digest_size=16)
+    with path.open("rb") as file:
+        for place in sorted({0, max(0, size // 2 - EDGE // 2), max(0, size - EDGE)}):
+            file.seek(place)
+            digest.update(file.read(EDGE))
+    return digest.hexdigest()
+
+
+def probe(work: Work, part_rows: int = 512) -> None:
+    """Measure the files and leave out those that cannot be read."""
+    _score(work, {"probe": Probe()}, 16, part_rows)
+
+
+def score(work: Work, scorers: dict[str, dict[str, Any]], batch_size: int = 16, part_rows: int = 512) -> None:
+    """Add scores (`tools.scoring`) and leave out what cannot be read."""
+    _score(work, {name: scorer(name, **settings) for name, settings in scorers.items()}, batch_size, part_rows)
+
+
+def caption(work: Work, batch_size: int = 16, part_rows: int = 512, **settings: Any) -> None:
+    """Add captions; the settings are those of `tools.caption.captioner.Captioner`."""
+    if isinstance(settings.get("scores"), list):
+        settings["scores"] = tuple(settings["scores"])
+    try:
+        captioner = Captioner(**settings)
+    except TypeError as error:
+        raise UserError(f"stage caption: {error}.") from error
+    _score(work, {"caption": captioner}, batch_size, part_rows)
+
+
+def _score(work: Work, scorers: Mapping[str, Scorer], batch_size: int, part_rows: int) -> None:
+    out = work.job(scorers, batch_size, part_rows)
+    if work.rank == 0:
+        work.write(lambda: ((row, "" if row["status"] == OK else str(row["status"])) for row in read_rows(out)))
+
+
+def detect(work: Work, detector: str = "auto", threshold: float | None = None, part_rows: int = 64) -> None:
+    """Find the scenes of each video."""
+    _score(work, {"detect": SceneDetect(detector, threshold)}, 1, part_rows)
+
+
+def cut(work: Work, part_rows: int = 64, **rules: Any) -> None:
+    """Cut scenes into clips; the settings are those of `tools.scene_cut.pieces.Rules`."""
+    chosen = rules_of(rules)
+    if unknown := sorted(set(rules) - set(vars(chosen))):
+        raise UserError(f"stage cut: {unknown[0]!r} is unknown. It has: {', '.join(vars(chosen))}.")
+    clips = work.folder / f"{work.stage.name}.clips"
+    out = work.job({"cut": Cut(str(clips.absolute()), chosen)}, 1, part_rows)
+    if work.rank == 0:
+        work.write(lambda: _cut_rows(out))
+
+
+def _cut_rows(table: Path) -> Iterator[tuple[Row, str]]:
+    for row in read_rows(table):
+        if row["status"] != OK:
+            yield {"path": row["path"]}, str(row["status"])
+            continue
+        yield from ((clip, "") for clip in clips_of(row))
+        for part in lost_of(row):
+            yield part, part.pop("reason")
+
+
+def unique(work: Work, column: str = "digest") -> None:
+    """Keep the first row of each value of a column; rows without a value stay."""
+    first = _first_of_each(work.before, column)
+    word = f"same {column} as an earlier row"
+    work.write(
+        lambda: (
+            (row, "" if i in first else word) for row, i in zip(read_rows(work.before), first.rows(), strict=False)
+        )
+    )
+
+
+class _Mask:
+    """Row numbers that are kept, as bits."""
+
+    def __init__(self, kept: np.ndarray) -> None:
+        self.kept = kept
+
+    def __contains__(self, row: int) -> bool:
+        return bool(self.kept[row])
+
+    def rows(self) -> range:
+        return range(len(self.kept))
+
+
+def _first_of_each(table: Path, column: str) -> _Mask:
+    """By hashes of 8 bytes, 8 bytes a row: two values of 10 million have the same by a chance of 1 in 300 000."""
+    hashes, empty = [np.empty(0, np.uint64)], [np.empty(0, bool)]
+    for block in read_blocks(table, 1 << 14, [column]):
+        texts = ["" if value is None else str(value) for value in block[column]]
+        raw = b"".join(hashlib.blake2b(text.encode(), digest_size=8).digest() for text in texts)
+        hashes.append(np.frombuffer(raw, np.uint64))
+        empty.append(np.array([not text for text in texts]))
+    whole, kept = np.concatenate(hashes), np.concatenate(empty)
+    kept[np.unique(whole, return_index=True)[1]] = True
+    return _Mask(kept)
+
+
+def filter_rows(work: Work, equals: dict[str, Any] | None = None, empty: tuple[str, ...] = (), **limits: float) -> None:
+    """Keep rows by their numbers (`fmin`, `aesmin`, ... of datautil; `COLUMN_min`, `COLUMN_max` of any column), by equal
+    values, and where a column is empty (such as `duplicate_of`)."""
+    bounds = {name: _bound(name) for name in limits}
+    names = [column for column, _ in bounds.values()] + list(equals or {}) + list(empty)
+    there = columns_of(work.before)
+    if missing := [name for name in names if name not in there]:
+        raise UserError(f"stage filter: there is no column {missing[0]!r}; the columns are: {', '.join(there)}.")
+
+    def why(row: Row) -> str:
+        for name, (column, side) in bounds.items():
+            if reason := _beyond(row, column, side, limits[name]):
+                return reason
+        for column, value in (equals or {}).items():
+            if row[column] != value:
+                return f"{column} is not {value!r}"
+        return next((f"{column} is not empty" for column in empty if row[column] not in (None, "")), "")
+
+    work.write(lambda: ((row, why(row)) for row in read_rows(work.before)))
+
+
+def _bound(name: str) -> tuple[str, str]:
+    """Column and side of `fmin` or `sharpness_min`."""
+    prefix, side = name[:-3], name[-3:]
+    if side not in ("min", "max"):
+        raise UserError(f"stage filter: {name!r} is unknown; limits end in min or max, such as fmin or sharpness_min.")
+    return (LIMITS[prefix][0] if prefix in LIMITS else prefix.rstrip("_")), side
+
+
+def _beyond(row: Row, column: str, side: str, limit: float) -> str:
+    value = number_of(column, row[column])
+    if value is None or value == "" or value != value:
+        return f"without {column}"
+    if isinstance(value, str):
+        raise UserError(f"stage filter: {column} holds {value!r}, which is no number.")
+    if side == "min":
+        return f"{column} < {limit:g}" if value < limit else ""
+    return f"{column} > {limit:g}" if value > limit else ""
+
+
+def table(work: Work, output: str = "train.csv", columns: tuple[str, ...] | None = None) -> None:
+    """The table to train on, in the folder of the chain: the columns that training reads, scores, and where clips are from."""
+    there = columns_of(work.before)
+    hidden = ("status", "digest", "timestamp", "num_scenes", "cut_by", "relpath", "id")
+    first = [name for name in (*TRAINING, *PROVENANCE) if name in there]
+    names = list(columns or [*first, *(name for name in there if name not in (*first, *hidden))])
+    if missing := [name for name in names if name not in there]:
+        raise UserError(f"stage table: there is no column {missing[0]!r}; the columns are: {', '.join(there)}.")
+    base = work.folder.absolute()
+
+    def rows() -> Iterator[Row]:
+        for row in read_rows(work.before):
+            if _has_text(row):
+                place = Path(row["path"])
+                shown = str(place.relative_to(base) if place.is_relative_to(base) else place)
+                yield {name: row.get(name) for name in names} | {"path": shown}
+
+    write_rows(work.folder / output, rows(), names)  # before the stage counts as done
+    work.write(lambda: ((row, "" if _has_text(row) else "without a caption") for row in read_rows(work.before)))
+
+
+def _has_text(row: Row) -> bool:
+    return "text" not in row or bool(str(row["text"] or "").strip())
+
+
+STAGES: dict[str, Callable[..., None]] = {
+    "find": find,
+    "read": read,
+    "probe": probe,
+    "unique": unique,
+    "detect": detect,
+    "cut": cut,
+    "score": score,
+    "filter": filter_rows,
+    "caption": caption,
+    "table": table,
+}
+SHARED = ("probe", "detect", "cut", "score", "caption")
+"""Stages that all processes work at."""

@@ -1,0 +1,67 @@
+"""Cut the scenes of a table's videos into clips of their own, and write the table of the clips.
+
+    python -m tools.scene_cut.cut scenes.csv --save_dir clips --out clips.csv [--min_seconds 2 --max_seconds 20
+        --target_fps 30 --shorter_side 720 --how encode --num-workers 8]
+
+Each clip says where it is from: `source`, `start`, `end` (seconds), `start_frame`, `end_frame`, `scene`. What becomes no clip
+is in OUT_dropped with the reason. Killed, it goes on where it stopped.
+"""
+
+import argparse
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from opensora.utils.errors import exit_on_user_error
+from tools.footage.rows import read_rows, write_rows
+from tools.scene_cut.pieces import Rules
+from tools.scene_cut.scorers import Cut, clips_of, lost_of, rules_of
+from tools.scoring.__main__ import add_run_arguments, job_of
+from tools.scoring.frames import Row
+from tools.scoring.job import run
+
+
+def lost_rows(rows: Iterable[Row]) -> Iterator[Row]:
+    """What became no clip: whole videos, and parts."""
+    for row in rows:
+        if row["status"] != "ok":
+            yield {"path": row["path"], "source": row["path"], "reason": row["status"]}
+        else:
+            yield from lost_of(row)
+
+
+def read_arguments() -> argparse.Namespace:
+    """The command line; the names of Open-Sora's options, with _."""
+    default = Rules()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_run_arguments(parser)
+    parser.add_argument("--save_dir", type=Path, required=True, help="folder of the clips")
+    parser.add_argument("--min_seconds", type=float, default=default.min_seconds)
+    parser.add_argument("--max_seconds", type=float, default=default.max_seconds)
+    parser.add_argument("--longer", choices=("split", "truncate"), default=default.longer)
+    parser.add_argument("--target_fps", type=float, help="rate that clips are brought down to")
+    parser.add_argument("--shorter_side", type=int, help="pixels that clips are brought down to")
+    parser.add_argument("--how", choices=("encode", "copy", "auto"), default=default.how)
+    parser.add_argument("--crf", type=int, default=default.crf, help="quality of encode, 0 is best")
+    return parser.parse_args()
+
+
+@exit_on_user_error
+def main() -> None:
+    """The command line."""
+    args = read_arguments()
+    out = args.out
+    rules = rules_of(vars(args))
+    args.out = out.with_name(f"{out.stem}_cut.jsonl")
+    args.overwrite = True
+    args.batch_size = 1  # a video at a time is lost by a kill
+    whole = run(job_of(args, {"cut": Cut(str(args.save_dir.absolute()), rules)}), args.num_workers)
+    if not whole.is_file():
+        return  # another process of this job is not done yet; the last one writes the table
+    rows = (clip for row in read_rows(whole) if row["status"] == "ok" for clip in clips_of(row))
+    print(f"{out}: {write_rows(out, rows)} clips")
+    dropped = out.with_name(f"{out.stem}_dropped{out.suffix}")
+    print(f"{dropped}: {write_rows(dropped, lost_rows(read_rows(whole)))} videos and parts that became no clip")
+
+
+if __name__ == "__main__":
+    main()
