@@ -49,6 +49,22 @@ def _blocks(names: list[str], block: list[Row], rest: Iterator[Row]) -> Iterator
         block = list(itertools.islice(rest, BLOCK))
 
 
+def divide_rows(kept: Path, dropped: Path, decided: Iterable[tuple[Row, str]]) -> None:
+    """Write (row, reason) pairs to two JSONL files in one pass: those with a reason to `dropped`, with it, others to `kept`.
+
+    `kept` gets its name last, so that where it is, both are complete.
+    """
+    with (
+        renamed(kept) as good,
+        renamed(dropped) as bad,
+        good.open("w", encoding="utf-8") as ours,
+        bad.open("w", encoding="utf-8") as theirs,
+    ):
+        for row, reason in decided:
+            line = json.dumps({**row, "reason": reason} if reason else row, ensure_ascii=False)
+            (theirs if reason else ours).write(line + "\n")
+
+
 def has_rows(source: Path) -> bool:
     """Whether a table has any."""
     return bool(source.stat().st_size) and bool(columns_of(source)) and next(read_rows(source), None) is not None

@@ -5,6 +5,7 @@ rows among all processes. The others read one table and write two, which takes s
 """
 
 import hashlib
+import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from tools.datasets.datautil.filter import LIMITS
 from tools.datasets.datautil.info import OK, measure
 from tools.datasets.stream import columns_of, number_of, read_blocks
 from tools.footage.recipe import Planned
-from tools.footage.rows import Row, read_rows, write_rows
+from tools.footage.rows import Row, divide_rows, read_rows, write_rows
 from tools.scene_cut.scorers import Cut, SceneDetect, clips_of, lost_of, rules_of
 from tools.scoring.job import Job, run
 from tools.scoring.registry import Scorer, scorer
@@ -62,10 +63,9 @@ class Work:
         """What it left out."""
         return self.folder / f"{self.stage.name}.dropped.jsonl"
 
-    def write(self, decided: Callable[[], Iterable[tuple[Row, str]]]) -> None:
+    def write(self, decided: Iterable[tuple[Row, str]]) -> None:
         """Write (row, reason) pairs; an empty reason keeps a row."""
-        write_rows(self.dropped, ({**row, "reason": reason} for row, reason in decided() if reason))
-        write_rows(self.kept, (row for row, reason in decided() if not reason))
+        divide_rows(self.kept, self.dropped, decided)
 
     def job(self, scorers: Mapping[str, Scorer], batch_size: int, part_rows: int) -> Path:
         """Have scorers go over the table; returns the table with their columns once all processes are done."""
@@ -89,9 +89,9 @@ def wait_for(path: Path) -> None:
 def find(work: Work, folder: str, extensions: tuple[str, ...] = VIDEO_EXTENSIONS) -> None:
     """All videos below a folder, in the order of their paths."""
     found = find_files(Path(folder), tuple(extensions))
-    work.write(lambda: (({"path": str(path.absolute()), "id": path.stem}, "") for path in found.files))
-    left = [{"path": str(Path(folder).absolute()), "reason": f"{n} {why}"} for why, n in (+found.left_out).items()]
-    write_rows(work.dropped, left, ["path", "reason"])
+    files = (({"path": str(path.absolute()), "id": path.stem}, "") for path in found.files)
+    others = (({"path": str(Path(folder).absolute())}, f"{count} {why}") for why, count in (+found.left_out).items())
+    work.write(itertools.chain(files, others))
 
 
 def read(work: Work, table: str, root: str | None = None) -> None:
@@ -99,7 +99,7 @@ def read(work: Work, table: str, root: str | None = None) -> None:
     base = (Path(root) if root else Path(table).parent).absolute()
     if "path" not in columns_of(Path(table)):
         raise UserError(f"{table} has no column 'path'.")
-    work.write(lambda: (({**row, "path": str(base / str(row["path"]))}, "") for row in read_rows(Path(table))))
+    work.write(({**row, "path": str(base / str(row["path"]))}, "") for row in read_rows(Path(table)))
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ def caption(work: Work, batch_size: int = 16, part_rows: int = 512, **settings: 
 def _score(work: Work, scorers: Mapping[str, Scorer], batch_size: int, part_rows: int) -> None:
     out = work.job(scorers, batch_size, part_rows)
     if work.rank == 0:
-        work.write(lambda: ((row, "" if row["status"] == OK else str(row["status"])) for row in read_rows(out)))
+        work.write((row, "" if row["status"] == OK else str(row["status"])) for row in read_rows(out))
 
 
 def detect(work: Work, detector: str = "auto", threshold: float | None = None, part_rows: int = 64) -> None:
@@ -181,7 +181,7 @@ def cut(work: Work, part_rows: int = 64, **rules: Any) -> None:
     clips = work.folder / f"{work.stage.name}.clips"
     out = work.job({"cut": Cut(str(clips.absolute()), chosen)}, 1, part_rows)
     if work.rank == 0:
-        work.write(lambda: _cut_rows(out))
+        work.write(_cut_rows(out))
 
 
 def _cut_rows(table: Path) -> Iterator[tuple[Row, str]]:
@@ -199,9 +199,7 @@ def unique(work: Work, column: str = "digest") -> None:
     first = _first_of_each(work.before, column)
     word = f"same {column} as an earlier row"
     work.write(
-        lambda: (
-            (row, "" if i in first else word) for row, i in zip(read_rows(work.before), first.rows(), strict=False)
-        )
+        ((row, "" if i in first else word) for row, i in zip(read_rows(work.before), first.rows(), strict=False))
     )
 
 
@@ -249,7 +247,7 @@ def filter_rows(work: Work, equals: dict[str, Any] | None = None, empty: tuple[s
                 return f"{column} is not {value!r}"
         return next((f"{column} is not empty" for column in empty if row[column] not in (None, "")), "")
 
-    work.write(lambda: ((row, why(row)) for row in read_rows(work.before)))
+    work.write((row, why(row)) for row in read_rows(work.before))
 
 
 def _bound(name: str) -> tuple[str, str]:
@@ -289,7 +287,7 @@ def table(work: Work, output: str = "train.csv", columns: tuple[str, ...] | None
                 yield {name: row.get(name) for name in names} | {"path": shown}
 
     write_rows(work.folder / output, rows(), names)  # before the stage counts as done
-    work.write(lambda: ((row, "" if _has_text(row) else "without a caption") for row in read_rows(work.before)))
+    work.write((row, "" if _has_text(row) else "without a caption") for row in read_rows(work.before))
 
 
 def _has_text(row: Row) -> bool:

@@ -1,0 +1,154 @@
+"""Splitting without leaks, looking, and new files from old ones; more frames between frames."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from opensora.datasets.read_video import probe, read_frames
+from opensora.utils.errors import UserError
+from tools.datasets import analyze
+from tools.datasets.split import run, shares_of
+from tools.datasets.transform import img_rand_crop, img_resize, vid_frame_extract
+from tools.datasets.transform import run as transform
+from tools.footage.rows import read_rows, write_rows
+from tools.frame_interpolation.interpolation import FlowMiddle, LearnedMiddle, interpolated
+from tools.frame_interpolation.interpolation import run as interpolate
+
+CLIPS = Path(__file__).parents[3] / "assets" / "clips"
+
+
+def test_a_video_is_in_one_part(tmp_path):
+    rows = [{"path": f"{i}.mp4", "source": f"video{i // 7}", "digest": f"{i}"} for i in range(200)]
+    rows[3]["digest"] = rows[150]["digest"] = "copy"  # which ties two videos together
+    write_rows(tmp_path / "t.csv", rows)
+    targets = run(tmp_path / "t.csv", {"train": 0.8, "val": 0.2}, ["source", "digest"])
+    parts = {part: list(read_rows(path)) for part, path in targets.items()}
+    sources = {part: {row["source"] for row in of} for part, of in parts.items()}
+    assert not sources["train"] & sources["val"]
+    assert len({part for part, of in parts.items() for row in of if row["digest"] == "copy"}) == 1
+    assert sum(map(len, parts.values())) == 200
+    assert len(parts["val"]) == pytest.approx(40, abs=14)
+
+
+def test_the_order_of_rows_changes_no_part(tmp_path):
+    rows = [{"path": f"{i}.mp4", "source": f"video{i // 5}"} for i in range(60)]
+    write_rows(tmp_path / "a.csv", rows)
+    write_rows(tmp_path / "b.csv", rows[::-1])
+    one, other = (run(tmp_path / name, shares_of(["train=0.5", "val=0.5"]), seed=3) for name in ("a.csv", "b.csv"))
+    assert {row["path"] for row in read_rows(one["val"])} == {row["path"] for row in read_rows(other["val"])}
+
+
+@pytest.mark.parametrize("texts", [["a=1"], ["a=0.5", "b=0.4"], ["a=0.5", "a=0.5"], ["a=x", "b=1"]])
+def test_shares_must_make_sense(texts):
+    with pytest.raises(UserError, match="--parts"):
+        shares_of(texts)
+
+
+def test_a_page_of_histograms(tmp_path, monkeypatch):
+    config = tmp_path / "c.py"
+    config.write_text(
+        '"""Toy."""\ndataset = dict(type="VariableVideoTextDataset")\nbucket_config = {"144px": {16: (1.0, 2)}}\n'
+        'model = dict(type="STDiT2-XL/2")\nvae = dict(type="VideoAutoencoderKL")\ntext_encoder = dict(type="t5")\n'
+        'scheduler = dict(type="iddpm")\n'
+    )
+    options = ["-o", tmp_path / "p.html", "--png", tmp_path / "p", "--config", config]
+    monkeypatch.setattr(sys, "argv", ["analyze", str(CLIPS / "clips.csv"), *map(str, options)])
+    analyze.main()
+    page = (tmp_path / "p.html").read_text()
+    assert "least 24, median 55, largest 64, 21 rows" in page  # num_frames, as datautil --stats has it
+    assert "CC-BY-3.0" in page
+    assert "samples in each bucket" in page
+    assert (tmp_path / "p" / "num_frames.png").is_file()
+    assert (tmp_path / "p" / "seconds.png").is_file()
+
+
+def test_pictures(tmp_path):
+    pixels = np.random.default_rng(0).integers(0, 255, (60, 90, 3)).astype(np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "a.png")
+    row = img_resize(tmp_path / "a.png", tmp_path / "o" / "a.png", 45)[0]
+    assert (row["height"], row["width"]) == (30, 45)
+    assert img_resize(tmp_path / "a.png", tmp_path / "o" / "b.png", 500)[0]["width"] == 90
+    crop = img_rand_crop(tmp_path / "a.png", tmp_path / "o" / "c.png", 20, 30, 42)[0]
+    found = np.asarray(Image.open(crop["path"]))
+    assert any(np.array_equal(found, pixels[y : y + 20, x : x + 30]) for y in range(41) for x in range(61))
+    assert "smaller" in img_rand_crop(tmp_path / "a.png", tmp_path / "o" / "d.png", 100, 30, 42)
+
+
+def test_as_many_rows_as_frames_are_asked_for(tmp_path):
+    (tmp_path / "bad.mp4").write_bytes(b"no video")
+    rows = [{"path": str(CLIPS / "white_dog.mp4"), "text": "dog"}, {"path": "bad.mp4", "text": ""}]
+    write_rows(tmp_path / "t.csv", rows)
+
+    def make(path, target):
+        return vid_frame_extract(path, target, None, [0, -1])
+
+    assert transform(tmp_path / "t.csv", tmp_path / "o.csv", tmp_path / "f", make, 1) == 2
+    made = list(read_rows(tmp_path / "o.csv"))
+    last = probe(CLIPS / "white_dog.mp4").num_frames - 1
+    assert [row["frame"] for row in made] == ["0", str(last)]
+    assert {row["text"] for row in made} == {"dog"}
+    frame = np.asarray(Image.open(tmp_path / made[1]["path"])).astype(int)
+    assert np.abs(frame - read_frames(CLIPS / "white_dog.mp4", last, 1)[0].numpy()).mean() < 4
+    assert len(list(read_rows(tmp_path / "o_dropped.csv"))) == 1
+
+
+def blob(x: float) -> np.ndarray:
+    y, c = np.mgrid[:96, :128]
+    texture = 90 + 40 * np.sin(c / 7) * np.cos(y / 9)
+    spot = 120 * np.exp(-((c - x) ** 2 + (y - 48) ** 2) / 150)
+    return np.repeat((texture + spot).clip(0, 255)[..., None], 3, 2).astype(np.uint8)
+
+
+def test_the_middle_is_where_things_are_halfway():
+    middle = FlowMiddle()(blob(50), blob(58)).astype(int)
+    blend = (blob(50).astype(int) + blob(58)) // 2
+    error, of_blend = (float(np.abs(x - blob(54).astype(int)).mean()) for x in (middle, blend))
+    assert error < 0.6 * of_blend
+
+
+@pytest.mark.parametrize("name", ["cup_tilted", "pink_clouds", "rabbit_climbs_out"])
+def test_held_out_frames_of_a_real_clip_are_met_better_than_by_blending(name):
+    frames = read_frames(CLIPS / f"{name}.mp4", 0, 21).numpy()
+    middle = FlowMiddle()
+    errors = np.array([
+        [np.abs(guess.astype(int) - frames[i].astype(int)).mean() for guess in (
+            middle(frames[i - 1], frames[i + 1]), (frames[i - 1].astype(int) + frames[i + 1]) // 2)]
+        for i in range(1, 20, 4)
+    ])  # fmt: skip
+    assert errors[:, 0].mean() < errors[:, 1].mean()
+
+
+def test_counts_places_and_length(tmp_path):
+    frames = [np.full((4, 4, 3), 40 * i, np.uint8) for i in range(4)]
+
+    def mean(one, other):
+        return ((one.astype(int) + other) // 2).astype(np.uint8)
+
+    doubled = list(interpolated(iter(frames), mean, 2))
+    assert [int(frame[0, 0, 0]) for frame in doubled] == list(range(0, 121, 10))
+    source = CLIPS / "screen_overview.mp4"
+    count = interpolate(source, tmp_path / "o.mp4", 1, None, FlowMiddle())
+    assert count == 2 * probe(source).num_frames - 1 == probe(tmp_path / "o.mp4").num_frames
+    assert probe(tmp_path / "o.mp4").fps == pytest.approx(2 * probe(source).fps)
+
+
+class Mean(torch.nn.Module):
+    def forward(self, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return (one + other) / 2
+
+
+def test_a_torchscript_module_is_used(tmp_path):
+    torch.jit.script(Mean()).save(str(tmp_path / "m.pt"))
+    middle = LearnedMiddle(tmp_path / "m.pt", "cpu")
+    assert np.abs(middle(blob(50), blob(58)).astype(int) - (blob(50).astype(int) + blob(58)) / 2).max() <= 1
+    (tmp_path / "x.pt").write_bytes(b"no module")
+    with pytest.raises(UserError, match="no TorchScript"):
+        LearnedMiddle(tmp_path / "x.pt", "cpu")
+
+
+def test_no_frame_is_beyond_the_end():
+    assert "no frame 1000" in vid_frame_extract(CLIPS / "white_dog.mp4", Path("x.jpg"), None, [1000])
