@@ -8,6 +8,7 @@ taken again. docs/training-log.md explains the entries.
 import hashlib
 import json
 import logging
+import multiprocessing
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -37,7 +38,11 @@ class _Terminal(logging.Handler):
     """Lines on stderr, above a progress bar if there is one."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        tqdm.write(self.format(record), file=sys.stderr)
+        if multiprocessing.parent_process() is None:
+            tqdm.write(self.format(record), file=sys.stderr)
+        else:
+            # tqdm's lock is one for a process and all that it forks: a data worker that is ended while it writes would hold it for ever
+            sys.stderr.write(self.format(record) + "\n")
 
 
 class RunLog:

@@ -3,6 +3,7 @@
 import io
 import json
 import logging
+import subprocess
 import sys
 
 import pytest
@@ -46,6 +47,40 @@ def test_lines_of_a_run_are_not_doubled(package_logger, capsys, tmp_path):
     log.close()
     assert capsys.readouterr().err.count("step 1") == 1
     assert (tmp_path / "log.txt").read_text().count("step 1") == 1
+
+
+WORKER_IN_THE_MIDDLE_OF_A_LINE = """
+import logging, multiprocessing, os, signal, sys, time
+from opensora.utils.logging import show_messages
+
+class Slow:
+    def write(self, text):
+        started.set()
+        time.sleep(600)
+    def flush(self): ...
+
+def warn():
+    sys.stderr = Slow()
+    logging.getLogger("opensora").warning("a bad file")
+
+context = multiprocessing.get_context("fork")
+started = context.Event()
+show_messages()
+logging.getLogger("opensora").warning("before")
+worker = context.Process(target=warn)
+worker.start()
+assert started.wait(60)
+os.kill(worker.pid, signal.SIGKILL)
+worker.join()
+logging.getLogger("opensora").warning("still here")
+"""
+
+
+def test_a_worker_killed_in_the_middle_of_a_line_does_not_stop_the_program():
+    result = subprocess.run(
+        [sys.executable, "-c", WORKER_IN_THE_MIDDLE_OF_A_LINE], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "still here" in result.stderr
 
 
 def entries(folder):
