@@ -2,12 +2,14 @@
 PYTHON ?= python3
 # Tests run in this many processes of one thread each.
 WORKERS ?= 2
+# What setup installs beside the project.
+EXTRAS ?= dev,quickstart
 
 BIN := .venv/bin
 STAMP := .venv/.installed
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: help setup quickstart test test-slow test-gpu check format format-check lint type docs docs-check bench clean
+.PHONY: help setup quickstart quickstart-nova test test-slow test-gpu check format format-check lint type docs docs-check bench clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -18,11 +20,14 @@ $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	  { echo "error: '$(PYTHON)' is missing or older than Python 3.10; name another one: make setup PYTHON=python3.12" >&2; exit 1; }
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --disable-pip-version-check -e '.[dev,quickstart]'
+	$(BIN)/python -m pip install --disable-pip-version-check -e '.[$(EXTRAS)]'
 	@touch $@
 
 quickstart: setup  ## train a small STDiT on the clips of assets/ and sample from it; FROM=scratch starts from nothing
 	$(BIN)/python -m tools.quickstart $(if $(FROM),--from $(FROM))
+
+quickstart-nova: setup  ## train a small NOVA on the clips, an autoregressive model, and sample pictures and videos
+	$(BIN)/python -m tools.quickstart --from nova
 
 test: setup  ## run the CPU tests
 	$(PYTEST) -n $(WORKERS) --dist loadfile -m "not slow and not gpu"

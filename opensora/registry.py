@@ -22,6 +22,10 @@ def did_you_mean(word: str, choices: list[str]) -> str:
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
+class PartError(ValueError):
+    """A part cannot be built as a config describes it; scripts print the message, as of a `UserError`."""
+
+
 class Registry(_MMRegistry):
     """An MMEngine registry whose miss tells the reader what would have hit."""
 
@@ -32,23 +36,28 @@ class Registry(_MMRegistry):
         group). Of `runtime`, only what the constructor takes is passed.
 
         Raises:
-            ValueError: `type` is missing or unknown, an argument is unknown, or a key has one value in `cfg`
-                and another in `runtime`: there is one truth.
+            PartError: `type` is missing or unknown, an argument is unknown or refused by the constructor, or a key has
+                one value in `cfg` and another in `runtime`: there is one truth.
         """
         problems = self.problems(cfg)
         if problems:
-            raise ValueError("\n".join(problems))
+            raise PartError("\n".join(problems))
         constructor = self.get(cfg["type"])
         given = {key: value for key, value in cfg.items() if key != "type"}
         taken = _parameters(constructor)
         runtime = {key: value for key, value in runtime.items() if key in taken}
         for key in sorted(given.keys() & runtime.keys()):
             if given[key] != runtime[key]:
-                raise ValueError(
+                raise PartError(
                     f"{self.name} {cfg['type']!r}: the config sets {key}={given[key]!r}, but the other components "
                     f"need {runtime[key]!r}; drop {key} from the config."
                 )
-        return constructor(**{**given, **runtime})
+        try:
+            return constructor(**{**given, **runtime})
+        except ValueError as error:
+            if type(error) is not ValueError:  # a UserError, which says where it comes from
+                raise
+            raise PartError(f"{self.name} {cfg['type']!r}: {error}") from error
 
     def problems(self, cfg: Mapping[str, Any]) -> list[str]:
         """What is wrong with a component dict, one sentence each: an unknown type, unknown arguments."""

@@ -21,6 +21,7 @@ from opensora.inference.manifest import already_made, write_samples
 from opensora.inference.pipeline import Defaults, VideoPipeline
 from opensora.utils.config import InferenceConfig, parse_config
 from opensora.utils.errors import exit_on_user_error
+from opensora.utils.folders import make_writable
 from opensora.utils.logging import show_messages
 
 
@@ -49,6 +50,7 @@ def sample(cfg: InferenceConfig, sharing: Sharing) -> None:
     todo = sharing.agree_on(lambda: not_done(cfg, mine, size))
     if not todo:
         return
+    make_writable(cfg.save_dir, "save_dir")
     pipeline = pipeline or VideoPipeline.from_config(cfg, sharing=sharing)
     shows = cfg.verbose > 0 and sharing.leads
     for batch in tqdm(batches(todo, cfg.batch_size), unit="batch", disable=not shows or sharing.team > 0):

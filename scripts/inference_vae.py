@@ -23,6 +23,7 @@ from opensora.registry import MODELS, build_module
 from opensora.utils.config import VAEInferenceConfig, parse_config
 from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.errors import UserError, exit_on_user_error
+from opensora.utils.folders import make_writable
 from opensora.utils.logging import show_messages
 
 logger = logging.getLogger("opensora.inference_vae")
@@ -35,9 +36,11 @@ def main() -> None:
     cfg = parse_config(VAEInferenceConfig, {"vae": MODELS})
     device = init_world(cfg.device).device
     show_messages()
+    make_writable(cfg.save_dir, "save_dir")
+    files = sources(cfg)
     vae = build_module({"posterior": "mode", **cfg.vae}, MODELS).requires_grad_(False).eval().to(device)
     folder, sheet = Path(cfg.save_dir), {}
-    for path, name in named(sources(cfg)):
+    for path, name in named(files):
         x, fps = read(path, cfg, vae)
         with torch.autocast(device.type, to_torch_dtype(cfg.dtype), enabled=cfg.dtype != "fp32"):
             x_hat = reconstruct(vae, x[None].to(device)).cpu()[0]

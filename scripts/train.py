@@ -1,7 +1,9 @@
 """Train a denoiser: `python scripts/train.py CONFIG [--field value ...]`, or the same under torchrun."""
 
+import logging
 import sys
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,16 +42,20 @@ from opensora.models.encode import BatchEncoder, freeze
 from opensora.models.text_encoder.memo import MemoizedTextEncoder
 from opensora.registry import DATASETS, MODELS, SCHEDULERS, build_module
 from opensora.schedulers.mask_ratios import MaskRatios
+from opensora.schedulers.timesteps import count_samples_once
+from opensora.utils.ckpt import open_checkpoint
 from opensora.utils.config import TrainConfig, parse_config, to_dict
 from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.errors import exit_on_user_error
 from opensora.utils.logging import RunLog, show_messages
 from opensora.utils.lora import LoraOptions
 from opensora.utils.lr_scheduler import set_lr
-from opensora.utils.run import BATCHES_VARY, RunState, due
+from opensora.utils.run import BATCHES_VARY, RunState, changed_settings, check_run_folder, due
 from opensora.utils.run_summary import effective_batch, parameter_table
 from opensora.utils.seed import generators
+from opensora.utils.weight_sources import refuse_misnamed
 
+logger = logging.getLogger("opensora.train")
 COMPONENTS = {
     "model": MODELS,
     "vae": MODELS,
@@ -73,6 +79,7 @@ def main() -> None:
         if cfg.dry_run:
             dry_run(cfg, world)
             return
+        on_main_first(partial(check_run_folder, cfg.outputs, cfg.exp_name, go_on=cfg.load == "latest"))
         with StopSignals(world) as stop, Watchdog(limit_s, world) as watchdog:
             train(cfg, world, stop, watchdog)
     finally:
@@ -82,10 +89,10 @@ def main() -> None:
 def train(cfg: TrainConfig, world: World, stop: StopSignals, watchdog: Watchdog) -> None:
     """The whole run of one process."""
     masks = MaskRatios(cfg.mask_ratios)
-    vae, text_encoder, model = build_models(cfg, world.device)
-    parallelise(model, world.sp_group)
+    source = on_main_first(partial(resumed_checkpoint, cfg))
     scheduler = build_module(cfg.scheduler, SCHEDULERS)
-    dataset = build_module(cfg.dataset, DATASETS, seed=cfg.seed, vae_fingerprint=vae.fingerprint())
+    dataset, vae, text_encoder, model = build_data_and_models(cfg, world)
+    count_samples_once(scheduler, world.sp_size)
     check_classes_of_data(dataset, text_encoder)
     if cfg.bucket_config is not None:
         refuse_illegal_sizes(dataset.buckets, vae, model.patch_size)
@@ -96,7 +103,7 @@ def train(cfg: TrainConfig, world: World, stop: StopSignals, watchdog: Watchdog)
 
     global_batch = cfg.batch_size * world.dp_size if cfg.bucket_config is None else BATCHES_VARY
     state = RunState(data=dataset.fingerprint(), global_batch=global_batch, world=world.dp_size)
-    if (source := on_main_first(partial(checkpoint_to_load, cfg))) is not None:
+    if source is not None:
         keep_place = not cfg.start_from_scratch
         state = resume(
             source, state, ema, engine, keep_place=keep_place, other_data=cfg.other_data, scheduler=scheduler
@@ -160,9 +167,21 @@ def train(cfg: TrainConfig, world: World, stop: StopSignals, watchdog: Watchdog)
     log.close()
 
 
-def build_models(cfg: TrainConfig, device: torch.device) -> tuple[Any, Any, Any]:
-    """The frozen VAE and text encoder, and the denoiser to train."""
+def resumed_checkpoint(cfg: TrainConfig) -> Path | None:
+    """The checkpoint to go on from, if any; says which settings are not those of its run: some are meant, some are slips."""
+    source = checkpoint_to_load(cfg)
+    before = {} if source is None else open_checkpoint(source).manifest.get("config") or {}
+    if changes := changed_settings(before, to_dict(cfg)):
+        logger.warning("settings that are not those of %s: %s.", source, "; ".join(changes))
+    return source
+
+
+def build_data_and_models(cfg: TrainConfig, world: World) -> tuple[Any, Any, Any, Any]:
+    """The dataset, the frozen VAE and text encoder, and the denoiser to train; what loads for minutes comes last."""
+    refuse_misnamed(cfg.model.get("from_pretrained"))
+    device = world.device
     vae = freeze(build_module(cfg.vae, MODELS), device)
+    dataset = build_module(cfg.dataset, DATASETS, seed=cfg.seed, vae_fingerprint=vae.fingerprint())
     text_encoder = freeze(build_module(cfg.text_encoder, MODELS), device)
     torch.manual_seed(cfg.seed)  # initial weights; nothing later draws from the global generator
     model = build_module(
@@ -176,10 +195,12 @@ def build_models(cfg: TrainConfig, device: torch.device) -> tuple[Any, Any, Any]
         add_lora(model, LoraOptions.of(cfg.lora), seed=cfg.seed)
     if cfg.compile:
         compile_blocks(model.transformer_blocks())
-    checkpoint_activations(model.transformer_blocks(), cfg.grad_checkpoint)
+    checkpoint_activations(model.transformer_blocks(), cfg.grad_checkpoint, getattr(model, "stack_depths", None))
     if cfg.activation_offload:
         offload_activations(model)
-    return vae, MemoizedTextEncoder(text_encoder) if cfg.cache_text else text_encoder, model
+    if world.sp_group is not None:
+        parallelise(model, world.sp_group)
+    return dataset, vae, MemoizedTextEncoder(text_encoder) if cfg.cache_text else text_encoder, model
 
 
 def sampler_of(cfg: TrainConfig, dataset: Any, world: World) -> BatchSampler:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,18 +23,19 @@ from opensora.acceleration.loop import (
     checkpoint_to_load,
     count_steps,
     engine_settings,
-    finite_mean,
     learning_rate,
     places,
     resume,
     steps,
 )
+from opensora.acceleration.meter import Reading, StepRecord
+from opensora.acceleration.safety import FiniteGuard
 from opensora.acceleration.saving import open_run
 from opensora.acceleration.signals import StopSignals
 from opensora.acceleration.watchdog import Watchdog, patience
 from opensora.datasets.dataloader import batch_bytes, build_loader, build_sampler
 from opensora.datasets.datasets import VideoTextDataset
-from opensora.datasets.sampler import Place, SampleKey
+from opensora.datasets.sampler import BatchSampler, Place, SampleKey
 from opensora.inference.compare import save_sheet
 from opensora.models.vae.adversary import Adversary, Nobody, Player, saved_parts
 from opensora.models.vae.evaluate import Quality, mean_quality, quality, reconstruct
@@ -48,8 +49,9 @@ from opensora.utils.ema import EMA
 from opensora.utils.errors import UserError, exit_on_user_error
 from opensora.utils.logging import RunLog, show_messages
 from opensora.utils.lr_scheduler import set_lr
-from opensora.utils.run import RunState, Throughput, due
+from opensora.utils.run import RunState, Throughput, check_run_folder, due
 
+T = TypeVar("T")
 COMPONENTS = {"vae": MODELS, "dataset": DATASETS, "discriminator": MODELS}
 STATISTICS_SAMPLES = 256
 SHEET_CLIPS = 6
@@ -64,6 +66,7 @@ def main() -> None:
     if world.is_main:
         show_messages()
     try:
+        on_main_first(partial(check_run_folder, cfg.outputs, cfg.exp_name, go_on=cfg.load == "latest"))
         with StopSignals(world) as stop, Watchdog(limit_s, world) as watchdog:
             train(cfg, world, stop, watchdog)
     finally:
@@ -85,10 +88,7 @@ def train(cfg: VAETrainConfig, world: World, stop: StopSignals, watchdog: Watchd
     state = RunState(data=dataset.fingerprint(), global_batch=cfg.batch_size * world.size, world=world.size)
     if (source := on_main_first(partial(checkpoint_to_load, cfg))) is not None:
         state = go_on(source, state, ema, engine, adversary)
-    sampler = build_sampler(dataset, cfg.batch_size, seed=cfg.seed, rank=world.rank, world_size=world.size)
-    total_steps = count_steps(cfg, sampler.batches_in(0), state.step)
-    place = Place(state.epoch, state.batch_in_epoch, tuple(state.segments))
-    sampler.seek(place, (total_steps - state.step) * cfg.accumulation_steps)
+    sampler, total_steps = sampler_at(cfg, dataset, world, state)
     loader = build_loader(
         dataset,
         sampler,
@@ -103,11 +103,12 @@ def train(cfg: VAETrainConfig, world: World, stop: StopSignals, watchdog: Watchd
     log = RunLog(run if world.is_main else None, start=state.step, wandb=cfg.wandb, config=to_dict(cfg))
     log.line(summary(cfg, model.vae, len(dataset), total_steps, world, run))
     log.start_progress(state.step, total_steps)
+    record = StepRecord(world)
+    guard = FiniteGuard(world, cfg.on_nonfinite, cfg.max_skipped, scales_loss=engine.scales_loss)
     speed, share = Throughput(cfg.batch_size * cfg.accumulation_steps * world.size), 1 / cfg.accumulation_steps
 
     # ------------------------------------------------------------------ the training itself
-    model.train()
-    window: list[dict[str, Tensor]] = []  # loss and its parts since the last line of the log
+    window: list[dict[str, Tensor]] = []  # the loss's parts, of each micro-batch since the last line of the log
     watched = watchdog.watch(steps(loader, cfg.accumulation_steps), run, loader.reading)
     for micro_batches in stop.until(watched):
         set_lr(optimizer, lr := learning_rate(cfg, state.step, total_steps))
@@ -119,19 +120,21 @@ def train(cfg: VAETrainConfig, world: World, stop: StopSignals, watchdog: Watchd
                 x_hat, moments, logvar = engine.model(x, rngs)
                 loss = criterion(x_hat, x, moments, logvar, offset)
                 wish, game = adversary.wish(x_hat, loss.reconstruction, model.vae.last_layer, state.step)
-            engine.backward((loss.total + wish) * share)
+            engine.backward(guard(loss.total + wish, batch) * share)
             game |= adversary.learn(x, x_hat, state.step, last=last, share=share)
-            window.append({"loss": loss.total.detach(), **loss.parts, **game})
+            record.add(loss.total)
+            window.append({**loss.parts, **game})
         grad_norm = engine.step()
-        adversary.step(state.step)
+        taken, grad_norm = guard.taken(grad_norm), adversary.step(state.step, grad_norm)
         state.advance(cfg.accumulation_steps, sampler.batches_in)
-        ema.update(model.vae, state.step)
+        record.step(state.step, grad_norm)
+        ema.update(model.vae, state.step, taken=taken)
         log.advance()
         last = stop.agreed() or state.step == total_steps
         if due(state.step, cfg.log_every) or due(state.step, cfg.ckpt_every) or last:
-            mean = finite_mean([values["loss"] for values in window], micro_batches, state.step)
-            numbers = {**means(window), "loss": mean, "lr": lr, "grad_norm": float(grad_norm), "epoch": state.epoch}
-            log.metrics(state.step, **numbers, **speed(state.step))
+            figures = guard.checked(reading := record.read())
+            figures |= means(of_good_steps(window, reading, cfg.accumulation_steps))
+            log.metrics(state.step, **figures, lr=lr, epoch=state.epoch, **speed(state.step))
             window.clear()
         if held_out is not None and (due(state.step, cfg.eval_every) or state.step == total_steps):
             with watchdog.slowly():
@@ -163,12 +166,21 @@ def build_vae(cfg: VAETrainConfig, device: torch.device) -> tuple[Reconstructor,
         for part in (vae.autoencoder.encoder, getattr(vae.autoencoder, "quant_conv", None)):
             if part is not None:
                 part.requires_grad_(False)
-    model = Reconstructor(vae, cfg.logvar_init if cfg.reconstruction == "nll" else None).to(device)
+    model = Reconstructor(vae, cfg.logvar_init if cfg.reconstruction == "nll" else None).to(device).train()
     if device.type == "cuda":
         torch.backends.cudnn.benchmark = True  # batches have one size, or few
     if cfg.compile:
         compile_blocks([vae.autoencoder.encoder, vae.autoencoder.decoder])
     return model, Pieces(cfg.mixed_lengths, cfg.seed, device)
+
+
+def sampler_at(cfg: VAETrainConfig, dataset: Any, world: World, state: RunState) -> tuple[BatchSampler, int]:
+    """What decides this process' batches from `state` on, and the optimizer steps of the whole run."""
+    sampler = build_sampler(dataset, cfg.batch_size, seed=cfg.seed, rank=world.rank, world_size=world.size)
+    total_steps = count_steps(cfg, sampler.batches_in(0), state.step)
+    place = Place(state.epoch, state.batch_in_epoch, tuple(state.segments))
+    sampler.seek(place, (total_steps - state.step) * cfg.accumulation_steps)
+    return sampler, total_steps
 
 
 def build_adversary(cfg: VAETrainConfig, world: World) -> Player:
@@ -209,6 +221,11 @@ def resume_adversary(source: Path, adversary: Player) -> None:
         )
     if parts:
         adversary.load(parts, str(source))
+
+
+def of_good_steps(window: list[T], reading: Reading, micro_batches: int) -> list[T]:
+    """What belongs to steps that are numbers, of one item for each of their `micro_batches`."""
+    return [item for i, item in enumerate(window) if reading.steps[i // micro_batches].is_finite]
 
 
 def means(window: list[dict[str, Tensor]]) -> dict[str, float]:

@@ -8,6 +8,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
+import multiprocessing
 import subprocess
 import sys
 import time
@@ -21,6 +22,8 @@ import torch.multiprocessing
 
 ROOT = Path(__file__).resolve().parent.parent
 SPAWN_TIMEOUT_S = 120
+PRELOADED = ["torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo", "opensora.models"]
+"""Imported once, by the server that groups of processes are forked from: in each of them it takes 9 s of a CPU."""
 
 torch.set_num_threads(1)
 
@@ -91,21 +94,36 @@ def spawn_gloo(
 ) -> None:
     """Run `fn` on `world_size` gloo ranks; raise what a rank raises, or TimeoutError after `timeout_s`."""
     rendezvous = tmp_path / f"rendezvous-{time.monotonic_ns()}"
-    context = torch.multiprocessing.spawn(
-        _run_rank, args=(fn, world_size, tmp_path, rendezvous.as_uri()), nprocs=world_size, join=False
+    start_ranks(_run_rank, (fn, world_size, tmp_path, rendezvous.as_uri()), world_size, fn.__name__, timeout_s)
+
+
+def start_ranks(target: Callable[..., None], args: tuple, world_size: int, what: str, timeout_s: float) -> None:
+    """Call `target(rank, *args)` in `world_size` processes, forked from a server that has imported what takes long.
+
+    Raise what a rank raises, or TimeoutError after `timeout_s`.
+    """
+    multiprocessing.set_forkserver_preload(PRELOADED)
+    context = torch.multiprocessing.start_processes(
+        _begin_rank, (target, args, dict(os.environ)), nprocs=world_size, join=False, start_method="forkserver"
     )
     deadline = time.monotonic() + timeout_s
-    while not context.join(timeout=1):
+    while not context.join(timeout=0.2):
         if time.monotonic() > deadline:
             for process in context.processes:
                 process.kill()
-            raise TimeoutError(f"{fn.__name__} on {world_size} processes took longer than {timeout_s} s")
+            raise TimeoutError(f"{what} on {world_size} processes took longer than {timeout_s} s")
+
+
+def _begin_rank(rank: int, target: Callable[..., None], args: tuple, environment: dict[str, str]) -> None:
+    os.environ.clear()  # the server's, from when it began
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    target(rank, *args)
 
 
 def _run_rank(
     rank: int, fn: Callable[[int, int, Path], None], world_size: int, tmp_path: Path, init_method: str
 ) -> None:
-    torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world_size)
     try:
         fn(rank, world_size, tmp_path)

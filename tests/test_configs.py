@@ -24,7 +24,7 @@ REGISTRIES["discriminator"] = MODELS
 
 def schema_of(config: str) -> Schema:
     path = Path(config)
-    if "inference" in (*path.parts, path.stem):
+    if "inference" in (*path.parts, *path.stem.split("_")):
         return VAEInferenceConfig if "vae" in path.parts else InferenceConfig
     return VAETrainConfig if "vae" in path.parts or path.stem == "train_vae" else TrainConfig
 

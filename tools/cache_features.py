@@ -1,11 +1,12 @@
-"""Encode the clips and captions of a training config, once: the VAE's moments, and the text encoder's features.
+"""Encode the clips and captions of a training config, once: the VAE's moments, the text encoder's features, and the flow.
 
-    python -m tools.cache_features TRAIN_CONFIG [--cache-dir DIR] [--what moments text] [--epochs E] [--field value ...]
+    python -m tools.cache_features TRAIN_CONFIG [--cache-dir DIR] [--what moments text flow] [--epochs E] [--field value ...]
     torchrun --standalone --nproc_per_node 8 -m tools.cache_features TRAIN_CONFIG ...          processes share the work
     python -m tools.cache_features --check DIR                                                 read all, name what is damaged
 
 DIR is the dataset's `cache_dir` unless given. All other options are the config's, as for scripts/train.py. A call that was
-interrupted goes on where it stopped. To train from the cache:
+interrupted goes on where it stopped. How much moves (flow) is measured also unasked, beside the moments, where the config's model
+is told of it and the table does not say it. To train from the cache:
     --dataset.type CachedVideoTextDataset --dataset.cache_dir DIR [--dataset.content samples] [--dataset.text features]
 """
 
@@ -19,6 +20,7 @@ from typing import Any
 import torch.distributed as dist
 
 from opensora.acceleration.distributed import init_world, shutdown
+from opensora.datasets.cache.flow import FOLDER as FLOW
 from opensora.datasets.cache.moments import CLIPS, SAMPLES, Counts, Job, sample_settings, write_clips, write_samples
 from opensora.datasets.cache.moments import DTYPES as MOMENT_DTYPES
 from opensora.datasets.cache.text import DTYPES as TEXT_DTYPES
@@ -32,6 +34,7 @@ from opensora.utils.config import TrainConfig, parse_config
 from opensora.utils.errors import UserError, exit_on_user_error
 from opensora.utils.records import RecordReader
 from opensora.utils.text_features import FOLDER as TEXT
+from tools.cache_flow import RECORDS, cached_flow, wants_flow
 
 COMPONENTS = {"model": MODELS, "vae": MODELS, "text_encoder": MODELS, "scheduler": SCHEDULERS, "dataset": DATASETS}
 Dataset = Mapping[str, Any]
@@ -50,6 +53,10 @@ def cache_features(argv: Sequence[str] | None = None) -> dict[str, Counts]:
         raise UserError("give --cache-dir: the config's dataset has no cache_dir.")
     if dataset["data_path"] is None:
         raise UserError("give --data-path: the config names no table of clips.")
+    if dataset.get("type") == RECORDS and set(args.what) != {"flow"}:
+        raise UserError(
+            f"a {RECORDS} has its moments and captions already; what may be missing is the flow: --what flow."
+        )
     if (Path(folder) / "manifest.json").exists():
         warnings.warn(f"{folder} also holds files of an older format, which nothing reads: delete manifest.json and the "
                       "*.safetensors beside it.", stacklevel=2)  # fmt: skip
@@ -66,6 +73,8 @@ def cache_features(argv: Sequence[str] | None = None) -> dict[str, Counts]:
             else _write_clips(dataset, vae, moments, args.chunk)
         )
         del vae
+    if "flow" in args.what or ("moments" in args.what and wants_flow(cfg.model)):
+        done |= cached_flow(cfg, dataset, job, asked="flow" in args.what)
     if "text" in args.what:
         encoder = build_module(text_encoder_of(cfg.text_encoder), MODELS).to(world.device)
         captions = captions_of(_table(dataset, dataset.get("text_columns", ("text",))))
@@ -83,7 +92,7 @@ def arguments() -> argparse.ArgumentParser:
         parser.add_argument(f"--{name}", *{f"--{name.replace('-', '_')}"} - {f"--{name}"}, **options)
 
     add("cache-dir", type=Path, help="where to write; the dataset's cache_dir if left out")
-    add("what", nargs="+", choices=("moments", "text"), default=("moments",), help="what to encode (moments)")
+    add("what", nargs="+", choices=("moments", "text", "flow"), default=("moments",), help="what to encode (moments)")
     add("epochs", type=int, default=0, help="encode the samples of so many epochs; 0: whole clips, any window of them")
     add("moments-dtype", choices=MOMENT_DTYPES, default="fp16", help="of the stored moments (fp16)")
     add("text-dtype", choices=TEXT_DTYPES, default="auto", help="of the stored text; auto: as the encoder computes")
@@ -112,9 +121,10 @@ def check(folder: Path) -> list[str]:
     Raises:
         UserError: the folder holds no cache.
     """
-    parts = [folder / name for name in (CLIPS, SAMPLES, TEXT) if (folder / name).is_dir()]
+    names = (CLIPS, SAMPLES, TEXT, FLOW)
+    parts = [folder / name for name in names if (folder / name).is_dir()]
     if not parts:
-        raise UserError(f"--check: {folder} has no folder {CLIPS}, {SAMPLES} or {TEXT}; pass a cache's cache_dir.")
+        raise UserError(f"--check: {folder} has no folder {', '.join(names)}; pass a cache's cache_dir.")
     return [problem for part in parts for problem in RecordReader(part, remedy="Run the tool again.").check()]
 
 
@@ -162,7 +172,8 @@ def main() -> None:
         done = cache_features()
         if not dist.is_initialized() or dist.get_rank() == 0:
             for part, (written, present) in done.items():
-                print(f"{part}: {written} encoded, {present} were there already")
+                what = "measured" if part == FLOW else "encoded"
+                print(f"{part}: {written} {what}, {present} were there already")
     finally:
         shutdown()
 

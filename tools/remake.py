@@ -15,6 +15,7 @@ from opensora.inference.manifest import frames_hash, read_sidecar
 from opensora.inference.output import save_sample
 from opensora.inference.remake import remake
 from opensora.utils.errors import UserError, exit_on_user_error
+from opensora.utils.imports import import_parts
 from opensora.utils.logging import show_messages
 
 
@@ -25,8 +26,12 @@ def main() -> None:
     parser.add_argument("sidecar", type=Path, help="the .json file beside a sample")
     parser.add_argument("--out", type=Path, default=Path("remade"), help="folder for the new sample")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: as the sidecar's config says")
+    parser.add_argument(
+        "--imports", nargs="+", default=(), help="files or modules of your own that the sample's config names"
+    )
     args = parser.parse_args()
     show_messages()
+    import_parts(args.imports)
     if args.out.resolve() == args.sidecar.parent.resolve():
         raise UserError(f"--out {args.out} is the folder of the sample itself, which is not to be replaced.")
     record = read_sidecar(args.sidecar)

@@ -162,7 +162,7 @@ class Trainer:
             add_lora(model, LoraOptions.of(cfg.lora), seed=cfg.seed)
         if cfg.compile:
             compile_blocks(model.transformer_blocks())
-        checkpoint_activations(model.transformer_blocks(), cfg.grad_checkpoint)
+        checkpoint_activations(model.transformer_blocks(), cfg.grad_checkpoint, getattr(model, "stack_depths", None))
         if cfg.activation_offload:
             offload_activations(model)
         return model

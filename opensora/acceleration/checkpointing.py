@@ -7,7 +7,7 @@ size is computed again.
 """
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial, wraps
 from typing import Any
 
@@ -40,19 +40,21 @@ KEPT = {
 def checkpoint_activations(
     blocks: Iterable[nn.Module],
     level: bool | int | str = "block",  # noqa: FBT001  (a config's value)
+    stacks: Sequence[int] | None = None,
 ) -> None:
     """Checkpoint what `level` says (see `opensora.utils.recompute`); nothing happens without gradients.
 
     Args:
         blocks: of a denoiser, in forward order.
         level: a value of the config's `grad_checkpoint`.
+        stacks: how many of the blocks are in each of the model's three stacks, if it has these (`stack_depths`).
 
     Raises:
         UserError: there is no such level, or it means MLPs and the blocks have no `mlp`.
     """
     blocks = list(blocks)
     what = parse_recompute(level)
-    for block in (blocks[i] for i in what.chosen(len(blocks))):
+    for block in (blocks[i] for i in what.chosen(len(blocks), stacks)):
         part = getattr(block, "mlp", None) if what.part == "mlp" else block
         if part is None:
             raise UserError(

@@ -11,6 +11,7 @@ scales its gradients so that this is right.
 """
 
 import inspect
+import logging
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -21,8 +22,11 @@ from torch.optim import Optimizer
 
 from opensora.acceleration.distributed import World
 from opensora.acceleration.engines import ddp, fsdp2, low_level_zero
+from opensora.acceleration.engines.partition import node_size
 from opensora.registry import PLUGINS
 from opensora.utils.errors import UserError
+
+logger = logging.getLogger(__name__)
 
 ENGINES = (ddp.DDPEngine, fsdp2.FSDP2Engine, low_level_zero.LowLevelZeroEngine)
 
@@ -115,6 +119,20 @@ def build_engine(
     for key, value in settings.items():
         if key not in taken and value not in (None, False):
             raise UserError(f"{key}={value!r} has no effect with plugin={name!r}: leave it out.")
+    for idle in _idle(world, settings):
+        logger.warning("%s", idle)
     return PLUGINS.build(
         {"type": name}, model=model, optimizer=optimizer, world=world, dtype=dtype, grad_clip=grad_clip, **settings
     )
+
+
+def _idle(world: World, settings: Mapping[str, Any]) -> list[str]:
+    """What is asked for, is legal, and does nothing here."""
+    told = []
+    if settings.get("hybrid_zero") and min(settings.get("shard_size") or node_size(world.size), world.size) == 1:
+        told.append(f"hybrid_zero=True has no effect: of {world.size} processes, each has a group of its own.")
+    if settings.get("optimizer_offload") and world.device.type == "cpu":
+        told.append(
+            "optimizer_offload=True saves nothing on a CPU: the optimizer's state is a copy in the same memory."
+        )
+    return told if world.is_main else []

@@ -1,4 +1,4 @@
-"""What every training loop does around its step: optimizer, resume, learning rate, counting, the check of the loss."""
+"""What every training loop does around its step: optimizer, resume, learning rate, counting."""
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -9,7 +9,6 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from opensora.acceleration.distributed import World, mean_over_ranks
 from opensora.acceleration.engine import Engine
 from opensora.utils.ckpt import latest_checkpoint, open_checkpoint
 from opensora.utils.config_schema import LoopConfig
@@ -107,14 +106,11 @@ def steps(loader: Iterable[dict[str, Any]], accumulation: int) -> Iterator[list[
         yield group
 
 
-def positions(cfg: LoopConfig, world: World, micro_batch: int) -> range:
-    """Each sample's place in the step's whole batch: the same whether ranks or micro-batches share it out."""
-    first = (micro_batch * world.size + world.rank) * cfg.batch_size
-    return range(first, first + cfg.batch_size)
-
-
 def places(micro_batches: Sequence[Mapping[str, Any]]) -> Iterator[list[int]]:
-    """As `positions`, where a batch says its samples' places in the batch of all ranks: its size may differ by rank."""
+    """Each sample's place in the step's whole batch: the same whether ranks or micro-batches share it out.
+
+    A batch says its samples' places in the batch of all ranks, since its size may differ by rank.
+    """
     first = 0
     for batch in micro_batches:
         yield [first + place for place in batch["place"].tolist()]
@@ -142,19 +138,3 @@ def count_steps(cfg: LoopConfig, batches_per_epoch: int, done: int) -> int:
             "Raise --epochs or --max-steps."
         )
     return total
-
-
-def finite_mean(losses: list[Tensor], micro_batches: list[dict[str, Any]], step: int) -> float:
-    """The mean loss over the window and all ranks.
-
-    Raises:
-        UserError: it is not a finite number.
-    """
-    mean = float(mean_over_ranks(torch.stack(losses).mean()))
-    if mean != mean or mean in (float("inf"), float("-inf")):
-        files = sorted({path for batch in micro_batches for path in batch["path"]})
-        raise UserError(
-            f"the loss is {mean} at step {step}. Nothing is saved from here on; resume from the last checkpoint with "
-            f"a lower --lr, or fp32. The last batch held: {', '.join(files[:8])}"
-        )
-    return mean

@@ -100,6 +100,13 @@ class _Window:
     waited_s: float = 0.0
     spans: list[tuple[int, Any, Any]] = field(default_factory=list)  # (bucket, begin, end)
 
+    def end_step(self, number: int, grad_norm: Tensor) -> None:
+        """The batches since the last call were step `number`."""
+        self.numbers.append(number)
+        self.step_losses.append(torch.stack(self.batch_losses).double().mean())
+        self.grad_norms.append(grad_norm.detach().double())
+        self.batch_losses.clear()
+
 
 def device_peak(device: torch.device, dtype: torch.dtype, given_tflops: float | None = None) -> Peak | None:
     """The peak rate of this device in `dtype`: `given_tflops`, or that of the GPU's name; None where neither tells."""
@@ -189,11 +196,7 @@ class Meter:
 
     def step(self, number: int, grad_norm: Tensor) -> None:
         """Step `number`, counted from 1, is done."""
-        window = self._window
-        window.numbers.append(number)
-        window.step_losses.append(torch.stack(window.batch_losses).double().mean())
-        window.grad_norms.append(grad_norm.detach().double())
-        window.batch_losses.clear()
+        self._window.end_step(number, grad_norm)
 
     def read(self) -> Reading:
         """All figures since the reading before; all processes call it after the same step. Waits for the device."""
@@ -206,11 +209,7 @@ class Meter:
         totals = self._by_bucket(of_buckets, window.spans)
         for total, new in zip(self._epoch, totals, strict=True):
             total.add(new)
-        good = [step for step in steps if step.is_finite] or list(steps)
-        figures = {
-            "loss": sum(step.loss for step in good) / len(good),
-            "grad_norm": good[-1].grad_norm,
-        }
+        figures = _means(steps)
         if since is not None:  # the first window has compilation, caches and workers that begin
             figures |= self._speeds(window, now - since, tokens, flops)
         if peak_bytes:
@@ -282,6 +281,43 @@ class Meter:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
+
+
+class StepRecord:
+    """Losses and gradient norms alone, for a loop whose model counts no operations; read it as a `Meter`.
+
+    Args:
+        world: this process and the others.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self._window = _Window()
+
+    def add(self, loss: Tensor) -> None:
+        """Count a micro-batch by its mean loss []."""
+        self._window.batch_losses.append(loss.detach())
+
+    def step(self, number: int, grad_norm: Tensor) -> None:
+        """Step `number`, counted from 1, is done."""
+        self._window.end_step(number, grad_norm)
+
+    def read(self) -> Reading:
+        """See `Meter.read`; the figures are `loss` and `grad_norm`."""
+        window, self._window = self._window, _Window()
+        losses = torch.stack(window.step_losses)
+        if self.world.size > 1:
+            dist.all_reduce(losses)
+        norms = torch.stack([norm.to(losses.device) for norm in window.grad_norms])
+        values = torch.stack([losses / self.world.size, norms]).tolist()
+        steps = tuple(Step(*one) for one in zip(window.numbers, *values, strict=True))
+        return Reading(steps, _means(steps), {})
+
+
+def _means(steps: Sequence[Step]) -> dict[str, float]:
+    """The mean loss and the last gradient norm, of the steps that are numbers; of all, where none is."""
+    good = [step for step in steps if step.is_finite] or list(steps)
+    return {"loss": sum(step.loss for step in good) / len(good), "grad_norm": good[-1].grad_norm}
 
 
 _END: Any = object()

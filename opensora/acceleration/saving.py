@@ -15,7 +15,8 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
@@ -169,19 +170,31 @@ class HostCopies:
         """The same shards as copies, and a function that waits until all are made."""
         before, self._buffers = self._buffers, {}
         copies: Shards = {part: {} for part in parts}
-        for part, shards in parts.items():
-            for name, shard in shards.items():
-                buffer = before.pop((part, name), None)
-                if buffer is None or buffer.shape != shard.local.shape or buffer.dtype != shard.local.dtype:
-                    buffer = torch.empty(shard.local.shape, dtype=shard.local.dtype, pin_memory=self.pin)
-                buffer.copy_(shard.local, non_blocking=True)
-                self._buffers[part, name] = buffer
-                copies[part][name] = shard._replace(local=buffer)
+        with _one_thread():
+            for part, shards in parts.items():
+                for name, shard in shards.items():
+                    buffer = before.pop((part, name), None)
+                    if buffer is None or buffer.shape != shard.local.shape or buffer.dtype != shard.local.dtype:
+                        buffer = torch.empty(shard.local.shape, dtype=shard.local.dtype, pin_memory=self.pin)
+                    buffer.copy_(shard.local, non_blocking=True)
+                    self._buffers[part, name] = buffer
+                    copies[part][name] = shard._replace(local=buffer)
         if not self.pin:
             return copies, _nothing
         copied = torch.cuda.Event()
         copied.record()  # the next optimizer step is queued behind the copies, so it cannot change what they read
         return copies, copied.synchronize
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Several would wait for each other after each tensor: long, where there are fewer free cores than threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def config_hash(config: Any) -> str:

@@ -102,11 +102,15 @@ def _diffusers_latents(
     layout = torch.channels_last if nhwc else torch.contiguous_format
     frames = rearrange(video, "B C T H W -> (B T) C H W").to(vae.dtype)
     size = micro_bs or pictures_at_a_time(*frames.shape[-2:])
+    count = len(frames)
+    if count > size and getattr(vae.encoder, "_compiled_call_impl", None) is not None:
+        # a shorter last part would be a second program
+        frames = torch.cat([frames, frames[-1:].expand(-count % size, -1, -1, -1)])
     with autocast_to(video.device, use_autocast):
         parts = [
             vae.encode(part.contiguous(memory_format=layout)).latent_dist.parameters for part in frames.split(size)
         ]
-    moments = rearrange(torch.cat(parts).float(), "(B T) C H W -> B C T H W", B=len(video))
+    moments = rearrange(torch.cat(parts)[:count].float(), "(B T) C H W -> B C T H W", B=len(video))
     mean, logvar = moments.chunk(2, dim=1)
     z = mean + (0.5 * logvar.clamp(*LOGVAR_RANGE)).exp() * randn_like(mean, generators)
     return (z - (config.get("shift_factor") or 0.0)) * config["scaling_factor"]

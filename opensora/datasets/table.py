@@ -87,6 +87,10 @@ class Table:
         """What the table says of a row's video beside its size: `flow`, if it has that column."""
         return {} if self.flow is None else {"flow": float(self.flow[row])}
 
+    def without_flow(self) -> list[int]:
+        """The rows of which the table does not say how much moves."""
+        return list(range(len(self))) if self.flow is None else np.flatnonzero(np.isnan(self.flow)).tolist()
+
     def where(self, row: int) -> str:
         """A row, as messages name it."""
         return f"{self.source}, row {int(self.numbers[row]) + 1}"

@@ -8,6 +8,7 @@ What training needs of a table is read by `opensora.datasets.table`; tables are 
 import csv
 import gc
 import json
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
@@ -31,6 +32,11 @@ def read_frame(source: Path) -> pd.DataFrame:
     Raises:
         UserError: it is missing, damaged, of an unknown format, or has a column twice.
     """
+    if source.is_dir():
+        raise UserError(
+            f"{source} is a folder; a table with one row for each of its files is needed: "
+            f"python -m tools.datasets.convert video {shlex.quote(str(source))} --output clips.csv"
+        )
     if not source.is_file():
         names = [path.name for path in source.parent.glob("*")] if source.parent.is_dir() else []
         raise UserError(f"{source} does not exist.{did_you_mean(source.name, names)}")

@@ -12,7 +12,9 @@ from opensora.registry import MODELS, SCHEDULERS, Registry, build_module
 from opensora.utils.ckpt import MANIFEST
 from opensora.utils.config import InferenceConfig, config_from_dict, parse_config, to_dict
 from opensora.utils.errors import UserError
+from opensora.utils.imports import import_parts
 from opensora.utils.lora import load_lora
+from opensora.utils.weight_sources import refuse_misnamed
 
 COMPONENTS: dict[str, Registry] = {"model": MODELS, "vae": MODELS, "text_encoder": MODELS, "scheduler": SCHEDULERS}
 
@@ -32,9 +34,11 @@ def build_parts(cfg: InferenceConfig) -> Parts:
     Raises:
         UserError: a part cannot be built, or the size is none that the VAE can make.
     """
+    refuse_misnamed(cfg.model.get("from_pretrained"))
+    scheduler = _build(cfg.scheduler, SCHEDULERS)  # what is quickly found to be wrong comes before minutes of loading
     vae = _build(cfg.vae, MODELS)
     if isinstance(cfg.num_frames, int) and cfg.image_size is not None:
-        check_size(vae, cfg.num_frames, cfg.image_size)  # before minutes of loading
+        check_size(vae, cfg.num_frames, cfg.image_size)
     text_encoder = _build(cfg.text_encoder, MODELS)
     model = _build(
         cfg.model,
@@ -49,7 +53,7 @@ def build_parts(cfg: InferenceConfig) -> Parts:
         load_lora(model, cfg.lora, cfg.lora_scale)
     for part in (model, vae, text_encoder):
         part.requires_grad_(False).eval()
-    return Parts(model, vae, text_encoder, _build(cfg.scheduler, SCHEDULERS))
+    return Parts(model, vae, text_encoder, scheduler)
 
 
 def inference_config(source: str | Path, changes: Mapping[str, Any]) -> InferenceConfig:
@@ -61,10 +65,12 @@ def inference_config(source: str | Path, changes: Mapping[str, Any]) -> Inferenc
     Args:
         source: a .py or .json file, or a checkpoint folder.
         changes: fields of `InferenceConfig` or its command-line names (`ckpt_path`, `cfg_scale`, ...), with their values.
+            A checkpoint whose parts are of the user's own needs `imports` among them.
 
     Raises:
         UserError: there is nothing of the kind at `source`, or the settings are wrong.
     """
+    import_parts(changes.get("imports") or ())
     path = Path(source)
     values = _of_checkpoint(path) if path.is_dir() else to_dict(parse_config(InferenceConfig, COMPONENTS, [str(path)]))
     for name, value in changes.items():
@@ -100,6 +106,7 @@ def _of_checkpoint(folder: Path) -> dict[str, Any]:
         "num_frames",
         "image_size",
         "frame_interval",
+        "imports",
     }
     if trained.get("bucket_config") is not None:
         shared -= {"num_frames", "image_size"}

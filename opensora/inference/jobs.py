@@ -12,7 +12,7 @@ from opensora.inference.manifest import describe_checkpoint, sidecar
 from opensora.inference.output import sample_file_name
 from opensora.inference.pipeline import Defaults, VideoPipeline
 from opensora.inference.prompts import PromptItem, load_items
-from opensora.inference.references import conditioning
+from opensora.inference.references import conditioning, refuse_missing
 from opensora.inference.request import Request
 from opensora.inference.sizes import saved_rate
 from opensora.utils.config import InferenceConfig, to_dict
@@ -31,9 +31,10 @@ def jobs(cfg: InferenceConfig) -> list[Job]:
     """Every sample that the config asks for: all prompts, then all of them again for the next of `num_sample`.
 
     Raises:
-        UserError: the prompts cannot be read.
+        UserError: the prompts cannot be read, or a file that one starts from is not there.
     """
     items = load_items(cfg)
+    refuse_missing(cfg, items)
     return [Job(item, k, Path(cfg.save_dir) / _name(cfg, item, k)) for k in range(cfg.num_sample) for item in items]
 
 

@@ -13,6 +13,7 @@ import dataclasses
 import hashlib
 import json
 import platform
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from fractions import Fraction
@@ -27,7 +28,8 @@ from opensora.inference.output import EXTENSIONS, exact_fps, replace_file, save_
 from opensora.inference.video_files import VideoFormat
 from opensora.utils.ckpt import MANIFEST
 from opensora.utils.config_schema import InferenceConfig
-from opensora.utils.errors import UserError
+from opensora.utils.errors import UserError, first_few
+from opensora.utils.run import changed_settings
 
 # fields of the config that say which samples are made, where they go and how the work is shared out, but not what a
 # sample looks like
@@ -188,10 +190,10 @@ def already_made(path_without_ext: str | Path, record: Mapping[str, Any]) -> boo
             "Choose another save_dir or delete the file."
         ) from None
     new = _settings(record)
-    differs = [key for key in old.keys() | new.keys() if old.get(key) != new.get(key)]
-    if differs:
+    if any(old.get(key) != new.get(key) for key in old.keys() | new.keys()):
+        changes = [textwrap.shorten(change, 120, placeholder="...") for change in changed_settings(old, new)]
         raise UserError(
-            f"{taken[0]} exists and was made with other settings ({', '.join(sorted(differs))}). "
+            f"{taken[0]} exists and was made with other settings ({'; '.join(first_few(changes))}). "
             "Choose another save_dir or sample_name, or delete the file."
         )
     return True

@@ -27,7 +27,7 @@ from opensora.inference.prompt_text import (
 )
 from opensora.registry import did_you_mean
 from opensora.utils.config import InferenceConfig
-from opensora.utils.errors import UserError
+from opensora.utils.errors import UserError, first_few
 
 __all__ = ["PromptItem", "Segment", "load_items", "load_prompts"]
 
@@ -35,7 +35,6 @@ logger = logging.getLogger(__name__)
 
 TABLES = (".csv", ".jsonl")
 OVERRIDES = ("seed", "cfg_scale")
-SHOWN = 5  # problems that one message lists
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,8 +96,7 @@ def load_items(cfg: InferenceConfig) -> list[PromptItem]:
         except UserError as error:
             problems.append(str(error))
     if problems:
-        more = [f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
-        raise UserError("\n".join([*problems[:SHOWN], *more]))
+        raise UserError("\n".join(first_few(problems)))
     return items
 
 

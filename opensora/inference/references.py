@@ -28,7 +28,7 @@ from opensora.inference.prompts import PromptItem
 from opensora.inference.sizes import saved_rate
 from opensora.models.vae.base import VideoVAE
 from opensora.utils.config import InferenceConfig
-from opensora.utils.errors import UserError
+from opensora.utils.errors import UserError, first_few
 from opensora.utils.seed import generator
 
 logger = logging.getLogger(__name__)
@@ -78,6 +78,23 @@ def conditioning(
     where = f"prompt {item.index}: " + (f"--{used[0]}" if used else "mask_strategy")
     check_places(given.conditions, lengths, vae.latent_frames(num_frames), piece_of(vae, cfg.align), where)
     return given
+
+
+def refuse_missing(cfg: InferenceConfig, items: Sequence[PromptItem]) -> None:
+    """See that every file that a run starts from is there, before minutes of loading and hours of sampling.
+
+    Raises:
+        UserError: names those that are not.
+    """
+    sources = [(f"--{name.replace('_', '-')}", getattr(cfg, name)) for name in SHORTCUTS]
+    sources += [(f"prompt {item.index}: reference_path", source) for item in items for source in item.references]
+    missing = [
+        f"{where}: there is no file {source}."
+        for where, source in sources
+        if source is not None and "://" not in source and not Path(source).is_file()
+    ]
+    if missing:
+        raise UserError("\n".join(first_few(missing)))
 
 
 def first_and_last(first: Tensor | None, last: Tensor | None = None) -> Conditioning:

@@ -96,8 +96,9 @@ def number_of(batch: Mapping[str, Any], name: str) -> Tensor:
     """
     if name not in batch:
         raise UserError(
-            f"the denoiser wants to know each video's {name}, and the data have none: add a column {name!r} to the table; a "
-            "NOVA without motion tokens (model.motion=False) needs none."
+            f"the denoiser wants to know each video's {name}, and the data have none: add a column {name!r} to the table with "
+            f"`python -m tools.scoring TABLE --scorers {name} --out SCORED`, or let a cache have it with `python -m "
+            f"tools.cache_features TRAIN_CONFIG --what {name}`; a NOVA without motion tokens (model.motion=False) needs none."
         )
     if batch[name].isnan().any():
         unknown = [path for path, number in zip(batch["path"], batch[name].tolist(), strict=True) if number != number]

@@ -5,7 +5,7 @@ reaches the device as an argument of a kernel, and masks act through `torch.wher
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -15,6 +15,7 @@ from tqdm import tqdm
 from opensora.schedulers.frame_mask import FrameMask, per_frame
 from opensora.schedulers.guidance import Condition, Denoiser, Guidance
 from opensora.schedulers.training import at_least_fp32, predict
+from opensora.utils.errors import UserError
 
 Time = int | float
 Denoise = Callable[[Tensor, Time], Tensor]  # (x, timestep) -> the model's output, guided, [B, C or 2C, T, H, W]
@@ -78,6 +79,18 @@ class Sampler(ABC):
     def cfg_channel(self) -> int | None:
         """How many channels are guided; None: all."""
         return self.guidance.channels
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What a resume of training needs; nothing where a scheduler learns nothing."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restore what `state_dict` gave; a UserError when it is another scheduler's."""
+        if state:
+            raise UserError(
+                f"the checkpoint's scheduler learnt something ({', '.join(sorted(state))}), {type(self).__name__} does not: it is "
+                "another scheduler's."
+            )
 
     def sample(
         self,

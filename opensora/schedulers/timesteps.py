@@ -30,7 +30,13 @@ Generators = Sequence[torch.Generator]
 
 
 class TimestepSampling(ABC):
-    """How training draws its T timesteps. The base class has no state and does not look at losses."""
+    """How training draws its T timesteps. The base class has no state and does not look at losses.
+
+    Attributes:
+        processes_per_sample: Neighbouring processes that have the same samples; see `count_samples_once`.
+    """
+
+    processes_per_sample = 1
 
     def __init__(self, num_timesteps: int) -> None:
         self.num_timesteps = num_timesteps
@@ -62,6 +68,13 @@ class TimestepSampling(ABC):
                 f"the checkpoint's timestep sampling has {sorted(state)}, this config's {sorted(self.state_dict())}: "
                 "scheduler.timestep_sampling changed."
             )
+
+
+def count_samples_once(scheduler: object, processes_per_sample: int) -> None:
+    """Tell a scheduler that so many neighbouring processes are given the same samples; call it before training."""
+    sampling = getattr(scheduler, "timestep_sampling", None)
+    if isinstance(sampling, TimestepSampling):
+        sampling.processes_per_sample = processes_per_sample
 
 
 class Uniform(TimestepSampling):
@@ -148,9 +161,11 @@ class LossSecondMoment(TimestepSampling):
         return losses * importance
 
     def update(self, t: Tensor, losses: Tensor) -> None:
-        """Store the losses of all processes, in the order of their ranks."""
+        """Store the losses of all samples, in the order of the ranks; one that is no number teaches nothing."""
         self._move(losses.device)
-        t, losses = _gathered(t), _gathered(losses.detach().float())
+        t, losses = (_gathered(x, self.processes_per_sample) for x in (t, losses.detach().float()))
+        finite = losses.isfinite()
+        t, losses = t[finite], losses[finite]
         same = t[:, None] == t[None, :]  # [B, B]
         earlier = same.tril(-1).sum(dim=1)  # losses of this timestep before it in the batch
         size = self.losses.shape[1]
@@ -178,8 +193,8 @@ class LossSecondMoment(TimestepSampling):
             self.losses, self.counts = self.losses.to(device), self.counts.to(device)
 
 
-def _gathered(x: Tensor) -> Tensor:
-    """x [B] of all processes, whose batches may differ in size, in the order of their ranks."""
+def _gathered(x: Tensor, copies: int) -> Tensor:
+    """x [B] of all processes, whose batches may differ in size, in the order of their ranks; of `copies` alike the first."""
     if not dist.is_initialized():
         return x
     world = dist.get_world_size()
@@ -188,7 +203,8 @@ def _gathered(x: Tensor) -> Tensor:
     lengths = torch.cat(sizes).tolist()
     parts = [x.new_empty(max(lengths)) for _ in range(world)]
     dist.all_gather(parts, torch.nn.functional.pad(x, (0, max(lengths) - len(x))))
-    return torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)])
+    alike = slice(None, None, copies)
+    return torch.cat([part[:length] for part, length in zip(parts[alike], lengths[alike], strict=True)])
 
 
 def _cumulative(density: Tensor) -> Tensor:

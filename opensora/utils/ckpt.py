@@ -192,10 +192,21 @@ def load_strictly(
             + _listing("in the file only", unexpected, list(own))
             + _listing("of another shape", reshaped)
             + _listing("of another kind of number (quantised weights?)", other_kind)
-            + "Check model.type and its sizes in the config: they must be those of the run that wrote the file."
+            + _advice(missing, unexpected)
         )
     for name in both:
         fill(own[name], state, name)
+
+
+def _advice(missing: list[str], unexpected: list[str]) -> str:
+    """What to change, where a file does not fit."""
+    for names, what in ((missing, "without"), (unexpected, "with")):
+        if any(".lora_" in name for name in names):
+            return (
+                f"The file is of a run {what} lora. --load goes on with a run of the same kind; the base of a new lora is "
+                "named by --ckpt-path, and `python -m tools.lora merge` makes plain weights of one."
+            )
+    return "Check model.type and its sizes in the config: they must be those of the run that wrote the file."
 
 
 def _dtype(tensor: Tensor) -> str:

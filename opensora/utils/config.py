@@ -29,6 +29,7 @@ from opensora.utils.config_schema import (
     schema_fields,
 )
 from opensora.utils.errors import UserError
+from opensora.utils.imports import import_parts, not_imported
 from opensora.utils.yacs_config import deepspeed_overrides, read_yacs
 
 __all__ = [
@@ -71,6 +72,7 @@ def parse_config(
         values |= deepspeed_overrides(Path(command.deepspeed))
     draft.problems += problems
     draft.take_file(values, origins)
+    import_parts(draft.imports_with(command))
     draft.take_command(command)
     config = draft.finish()
     if command.print_config:
@@ -82,7 +84,18 @@ def parse_config(
 def config_from_dict(
     schema: type[AnyConfig], values: Mapping[str, Any], registries: Mapping[str, Registry] | None = None
 ) -> AnyConfig:
-    """The config that a file with these values would give; the inverse of `to_dict`."""
+    """The config that a file with these values would give; the inverse of `to_dict`.
+
+    Its `imports` must have been imported already: the values may be a checkpoint's, which is data and runs nothing.
+
+    Raises:
+        UserError: lists everything that is wrong.
+    """
+    if missing := not_imported(values.get("imports") or ()):
+        raise UserError(
+            f"the stored config names parts from {', '.join(missing)}, which is code and is not run unasked. If you trust it, name "
+            f"it yourself: imports={missing!r} in the call, or --imports {' '.join(missing)} where there is a command line."
+        )
     draft = Draft(schema, registries or {})
     draft.take_file(copy.deepcopy(dict(values)), {})
     return draft.finish()

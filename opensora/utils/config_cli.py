@@ -54,7 +54,7 @@ class _Reader:
                 self.command.help = True
             elif token == "--print-config":
                 self.command.print_config = True
-            elif token in ("--cfg", "--deepspeed"):
+            elif token.partition("=")[0] in ("--cfg", "--deepspeed"):
                 self._read_file_name(token)
             elif _is_flag(token):
                 self._read_flag(token)
@@ -67,6 +67,9 @@ class _Reader:
 
     def _read_file_name(self, token: str) -> None:
         """`--cfg FILE` is another way to name the config."""
+        token, equals, attached = token.partition("=")
+        if equals:
+            self.tokens.insert(0, attached)
         if not self.tokens or _is_flag(self.tokens[0]):
             self.command.problems.append(f"{token}: a file name is missing.")
         elif token == "--deepspeed":

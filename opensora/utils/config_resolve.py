@@ -2,9 +2,11 @@
 
 import copy
 import inspect
+import types
+import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from opensora.registry import Registry, did_you_mean
 from opensora.utils.config_cli import Command, Setting, parse_bool
@@ -16,6 +18,7 @@ from opensora.utils.config_schema import (
     Schema,
     coerce,
     describe,
+    members,
     schema_fields,
 )
 from opensora.utils.errors import UserError
@@ -23,6 +26,16 @@ from opensora.utils.errors import UserError
 Origins = dict[tuple[str, ...], str]  # (field,) or (field, key) -> where its value was set
 
 COMMAND_LINE = "command line"
+# an argument's annotation -> the values that it takes; 0 and 1 may say False and True
+PLAIN: dict[Any, tuple[type, ...]] = {
+    bool: (bool, int),
+    int: (int,),
+    float: (int, float),
+    str: (str,),
+    types.NoneType: (types.NoneType,),
+    Literal: (str, int),
+    Sequence: (list, tuple),
+}
 DEFAULT_DATASET = "VideoTextDataset"
 # fields that a dataset component takes over when it does not set them itself
 DATASET_FIELDS = (
@@ -64,6 +77,14 @@ class Draft:
             if key == "batch_size" and value is None and values.get("bucket_config") is not None:
                 continue  # Open-Sora's way to say that buckets have their own
             self.values[key] = self._with_present_names(key, value)
+
+    def imports_with(self, command: Command) -> list[str]:
+        """What is to be imported before any name is looked up: the command line's `imports`, or the file's."""
+        chosen = [setting.value for setting in command.settings if setting.path == ("imports",)]
+        names = chosen[-1] if chosen else self.values.get("imports")
+        if not isinstance(names, list | tuple):
+            return []  # another type is complained about with everything else
+        return [name for name in names if isinstance(name, str)]
 
     def take_command(self, command: Command) -> None:
         """Write what the command line sets over what the file set."""
@@ -177,7 +198,7 @@ class Draft:
         if isinstance(replaced, int | float) and isinstance(setting.value, str):
             raise ValueError(f"{setting.text!r} is not a number, as {replaced!r} is")
         if isinstance(replaced, list | tuple) and not isinstance(setting.value, list | tuple):
-            raise ValueError(f"{setting.text!r} is not a list, as {replaced!r} is; write \"('a', 'b')\"")
+            raise ValueError(f"{setting.text!r} is not a list, as {replaced!r} is; write \"('{setting.text}',)\"")
         return setting.value
 
     def _arguments(self, name: str) -> Mapping[str, inspect.Parameter]:
@@ -188,9 +209,12 @@ class Draft:
             if isinstance(component, dict)
             else None
         )
-        if registry is None or kind not in registry.choices():
-            return {}
-        return inspect.signature(registry.get(kind)).parameters
+        return {} if registry is None else self._arguments_of(registry, {"type": kind})
+
+    @staticmethod
+    def _arguments_of(registry: Registry, component: Mapping[str, Any]) -> Mapping[str, inspect.Parameter]:
+        kind = component.get("type")
+        return inspect.signature(registry.get(kind)).parameters if kind in registry.choices() else {}
 
     # --- checks
 
@@ -222,6 +246,9 @@ class Draft:
         for key in component if not wrong else ():
             for problem in registry.problems({**kind, key: component[key]}):
                 self._complain((name, key), f"{name}: {problem}")
+        for key, parameter in self._arguments_of(registry, component).items() if not wrong else ():
+            if key in component and (expected := wrong_type(component[key], parameter.annotation)):
+                self._complain((name, key), f"{name}.{key}={component[key]!r}: expected {expected}.")
 
     # --- the dataset, which shares fields with the top level
 
@@ -295,3 +322,16 @@ def listing(problems: Sequence[str]) -> str:
     if len(problems) == 1:
         return problems[0]
     return f"{len(problems)} problems in the config:\n" + "\n".join(f"  {i}. {p}" for i, p in enumerate(problems, 1))
+
+
+def wrong_type(value: Any, annotation: Any) -> str:
+    """What a constructor's argument should be, where `value` is not; annotations of richer types are not looked into."""
+    kinds = [typing.get_origin(member) or member for member in members(annotation)]
+    if not all(kind in PLAIN for kind in kinds):
+        return ""
+    fits = any(isinstance(value, PLAIN[kind]) for kind in kinds)
+    if isinstance(value, bool) and bool not in kinds:
+        fits = False  # Python counts it among the numbers
+    if Literal in kinds and isinstance(value, str) and str not in kinds:
+        fits = any(value in typing.get_args(member) for member in members(annotation))
+    return "" if fits else describe(annotation)

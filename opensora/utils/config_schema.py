@@ -78,6 +78,10 @@ class RunConfig:
     dtype: str = option("computation type", "bf16", choices=tuple(DTYPES))
     device: Literal["auto", "cpu", "cuda"] = option("auto: the GPU when there is one", "auto")
     compile: bool = option("torch.compile the blocks of the model", default=False)
+    imports: list[str] | None = option(
+        "Python files (.py, by path) and modules of your own to import first: they register parts that a config may name",
+        None,
+    )
 
     def problems(self) -> list[str]:
         """What is wrong between fields, each of which has the right type."""
@@ -156,6 +160,10 @@ class LoopConfig(RunConfig):
         30.0,
         bounds=POSITIVE,
     )
+    on_nonfinite: Literal["stop", "skip"] = option(
+        "a step whose loss or gradient is no number is not taken: stop then, or skip it and go on", "stop"
+    )
+    max_skipped: int = option("with on_nonfinite='skip': skipped steps above which training ends", 10, bounds=COUNT)
     load: str | None = option(
         "checkpoint folder to resume from; latest: go on with the run exp_name, in its folder, from its newest complete "
         "checkpoint",
@@ -170,6 +178,8 @@ class LoopConfig(RunConfig):
         if self.load == "latest" and self.exp_name is None:
             problems.append("load='latest' needs exp_name, the run to go on with.")
         problems += self._engine_problems()
+        if self.max_skipped != 10 and self.on_nonfinite != "skip":
+            problems.append(f"max_skipped={self.max_skipped} has no effect without on_nonfinite='skip'.")
         if self.load_check != "size" and self.load is None:
             problems.append(f"load_check={self.load_check!r} has no effect without load.")
         if self.keep_every_m is not None:
@@ -257,7 +267,8 @@ class TrainConfig(LoopConfig):
     cache_text: bool = option("keep encoded captions in memory", default=False)
     grad_checkpoint: int | bool | str = option(
         "activations that the backward pass computes again: none or False, block or True, every:k for each k-th block, mlp, "
-        "levels 0 to 3 (MLPs of no, one third, two thirds, all of the blocks), selective (all but matrix products)",
+        "levels 0 to 3 (MLPs of none, a third, two thirds, all of the blocks; of NOVA, of so many of its stacks), selective (all but "
+        "matrix products)",
         default=False,
     )
     activation_offload: bool = option(
@@ -266,10 +277,6 @@ class TrainConfig(LoopConfig):
     peak_tflops: float | None = option(
         "dense TFLOP/s of one device in dtype, for the MFU; None: by the name of the GPU", None, bounds=POSITIVE
     )
-    on_nonfinite: Literal["stop", "skip"] = option(
-        "a step whose loss or gradient is no number is not taken: stop then, or skip it and go on", "stop"
-    )
-    max_skipped: int = option("with on_nonfinite='skip': skipped steps above which training ends", 10, bounds=COUNT)
     sp_size: int = option("processes that share one sample; 1 switches it off", 1, bounds=AT_LEAST_ONE)
     start_from_scratch: bool = option("with load: take weights and optimizer, start at step 0", default=False)
     lora: Component | None = option(
@@ -305,8 +312,6 @@ class TrainConfig(LoopConfig):
             )
         if self.other_data != "refuse" and self.load is None:
             problems.append(f"other_data={self.other_data!r} has no effect without load.")
-        if self.max_skipped != 10 and self.on_nonfinite != "skip":
-            problems.append(f"max_skipped={self.max_skipped} has no effect without on_nonfinite='skip'.")
         problems += recompute_problems(self.grad_checkpoint)
         if self.activation_offload and self.grad_checkpoint == "selective":
             problems.append(
@@ -695,11 +700,6 @@ class Field(NamedTuple):
     choices: tuple[str, ...]
 
     @property
-    def is_component(self) -> bool:
-        """Whether its value is `dict(type=..., ...)`."""
-        return Component in members(self.annotation)
-
-    @property
     def takes_keys(self) -> bool:
         """Whether `--name.key` makes sense."""
         return any(member in (Component, dict[str, float]) for member in members(self.annotation))
@@ -756,7 +756,7 @@ def describe(annotation: Any) -> str:
         return " or ".join(repr(arg) for arg in args)
     if origin is tuple:
         return f"({', '.join(map(describe, args))})"
-    if origin is list:
+    if origin in (list, Sequence):
         return f"list of {describe(args[0])}"
     if origin is dict:
         return f"dict of {describe(args[0])} to {describe(args[1])}"

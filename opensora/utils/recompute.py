@@ -4,13 +4,14 @@
     True, "block"       every block
     "every:k"           blocks 0, k, 2k, ...
     "mlp", 3            the MLP of every block
-    1, 2                the MLPs of the first third, of the first two thirds of the blocks
+    1, 2                the MLPs of the first, of the first two of a model's three stacks; of one stack, of its first thirds
     "selective"         in every block all but matrix products and attention, whose results are kept
 
 Levels 0 to 3 are NOVA's (Deng et al. 2024, `gradient_checkpointing`), where each adds the MLPs of one more stack: video
-encoder, image encoder, decoder. Attention is never computed again. Our denoisers are one stack; a level adds a third of it.
+encoder, image encoder, decoder. Attention is never computed again. Other denoisers are one stack; a level adds a third of it.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from opensora.utils.errors import UserError
@@ -26,18 +27,19 @@ class Recompute(NamedTuple):
     Attributes:
         part: "nothing", the whole "block", its "mlp", or by operation ("selective").
         every: Of the blocks, every so manieth.
-        thirds: Of the blocks, so many thirds, from the first on.
+        thirds: Of the blocks, so many thirds, or of three stacks so many, from the first on.
     """
 
     part: str
     every: int = 1
     thirds: int = THIRDS
 
-    def chosen(self, depth: int) -> range:
-        """The blocks it concerns, of `depth`."""
+    def chosen(self, depth: int, stacks: Sequence[int] | None = None) -> range:
+        """The blocks it concerns, of `depth`; `stacks`: how many of them are in each of three stacks, where a model has these."""
         if self.part == "nothing":
             return range(0)
-        return range(0, -(-depth * self.thirds // THIRDS), self.every)
+        end = -(-depth * self.thirds // THIRDS) if stacks is None else sum(stacks[: self.thirds])
+        return range(0, end, self.every)
 
 
 def parse_recompute(value: bool | int | str) -> Recompute:  # noqa: FBT001  (a config's value)

@@ -176,11 +176,15 @@ class RecordReader:
 
     def __getitem__(self, number: int) -> Record:
         """A record by its place, in the order of writing."""
+        return self.at(number)
+
+    def at(self, number: int, fields: Collection[str] | None = None) -> Record:
+        """Some fields of a record by its place, in the order of writing."""
         if not -len(self) <= number < len(self):
             raise IndexError(number)
         if self._order is None:
             self._order = np.lexsort((self._rows.position, self._rows.shard))
-        return self._read(int(self._order[number]), None)[1]
+        return self._read(int(self._order[number]), fields)[1]
 
     def read(self, key: str, fields: Collection[str] | None = None) -> Record:
         """The record with this key, or some of its fields. Its tensors are views of the file: copy before writing to them.
@@ -195,6 +199,10 @@ class RecordReader:
         found, record = self._read(row, fields)
         assert found == key, f"{self.path}: the index leads from {key!r} to {found!r}"
         return record
+
+    def content_names(self) -> list[str]:
+        """What tells these records from others: shards are named after their content."""
+        return sorted([INDEX, *self._shards])
 
     def check(self) -> Iterator[str]:
         """Read everything; yields what is wrong with each damaged record."""

@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from opensora.utils.errors import UserError
+from opensora.utils.folders import make_writable
 
 logger = logging.getLogger(__name__)
 
+HOW_TO_RESUME = ("load", "load_check", "exp_name", "outputs", "start_from_scratch", "other_data")
 BATCHES_VARY = 0  # a `global_batch`: each step has its own number of samples
 
 
@@ -134,10 +136,9 @@ def make_run_folder(outputs: str, name: str | None, model: str, config: dict[str
         go_on: the folder `name` may be there already: this is another start of that run.
 
     Raises:
-        UserError: a folder of that name is there already, and `go_on` is False.
+        UserError: a folder of that name is there already, and `go_on` is False; or nothing can be written to `outputs`.
     """
-    root = Path(outputs)
-    root.mkdir(parents=True, exist_ok=True)
+    root = check_run_folder(outputs, name, go_on=go_on)
     if go_on and name:
         run = root / name
         run.mkdir(parents=True, exist_ok=True)
@@ -145,6 +146,22 @@ def make_run_folder(outputs: str, name: str | None, model: str, config: dict[str
         run = _new_folder(root, name) if name else _next_folder(root, model.replace("/", "-"))
     record_start(run, config)
     return run
+
+
+def check_run_folder(outputs: str, name: str | None, *, go_on: bool = False) -> Path:
+    """See that `make_run_folder` will work, before what a run needs is loaded; returns the folder of all runs.
+
+    Raises:
+        UserError: see `make_run_folder`.
+    """
+    if name and (Path(name).is_absolute() or ".." in Path(name).parts):
+        raise UserError(
+            f"exp_name={name!r}: it names a folder inside of outputs={outputs}; set --outputs for another place."
+        )
+    root = make_writable(outputs, "outputs")
+    if name and not go_on and (root / name).exists():
+        raise _taken(root / name)
+    return root
 
 
 def record_start(run: Path, config: dict[str, Any]) -> None:
@@ -160,6 +177,31 @@ def record_start(run: Path, config: dict[str, Any]) -> None:
     (run / f"environment{tail}.json").write_text(json.dumps(environment(), indent=1) + "\n")
     if changes := git_changes():
         (run / f"changes{tail}.diff").write_text(changes)
+
+
+def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """`lr was 0.0001, now 0.001`, for every setting that a resumed run has otherwise; what says how to resume is left out.
+
+    Keys of components count one by one. A field that `before` is too old to know is passed over.
+    """
+    old, new = (_flat(json.loads(json.dumps(config))) for config in (before, now))  # JSON knows no tuples
+    known = {name for name in new if name[0] in before and name[0] not in HOW_TO_RESUME}
+    names = sorted(known | {name for name in old if name[0] in now and name[0] not in HOW_TO_RESUME})
+    unset = "not set"
+    return [
+        f"{'.'.join(name)} was {old.get(name, unset)}, now {new.get(name, unset)}"
+        for name in names
+        if old.get(name) != new.get(name)
+    ]
+
+
+def _flat(config: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
+    """Each value under its path of keys; an empty dict is no value."""
+    flat: dict[tuple[str, ...], Any] = {}
+    for key, value in config.items():
+        inner = _flat(value) if isinstance(value, Mapping) else None
+        flat |= {(key,): value} if inner is None else {(key, *path): item for path, item in inner.items()}
+    return flat
 
 
 def environment() -> dict[str, Any]:
@@ -221,11 +263,15 @@ def _new_folder(root: Path, name: str) -> Path:
     try:
         run.mkdir(parents=True)
     except FileExistsError as error:
-        raise UserError(
-            f"{run} is there already, and a run never writes into another run's folder. Choose another --exp-name, "
-            "remove it, or go on with it: --load latest."
-        ) from error
+        raise _taken(run) from error
     return run
+
+
+def _taken(run: Path) -> UserError:
+    return UserError(
+        f"{run} is there already, and a run never writes into another run's folder. Choose another --exp-name, "
+        "remove it, or go on with it: --load latest."
+    )
 
 
 def _next_folder(root: Path, model: str) -> Path:

@@ -34,6 +34,22 @@ def find_weights(name: str | Path) -> Path:
         return path
     if path.is_dir():
         return _in_folder(path)
+    return _on_hub(*_hub_id(name))
+
+
+def refuse_misnamed(name: str | Path | None) -> None:
+    """See, without reading or fetching anything, that `name` can be weights at all; None are none.
+
+    Raises:
+        UserError: there is neither a file nor a folder, and it is no hub id.
+    """
+    if name is not None and not Path(name).expanduser().exists():
+        _hub_id(name)
+
+
+def _hub_id(name: str | Path) -> tuple[str, str | None]:
+    """Repository and file of a hub id."""
+    path = Path(name).expanduser()
     hub_id = None if str(name).startswith((".", "/", "~")) else HUB_ID.fullmatch(str(name))
     # "runs/vea" beside a folder "runs", and "a/weights.pt", are misspelt paths
     if hub_id is None or Path(path.parts[0]).exists() or (hub_id[2] is None and path.suffix in SUFFIXES):
@@ -41,7 +57,7 @@ def find_weights(name: str | Path) -> Path:
             f"no weights at {name}: expected a checkpoint folder, a folder of diffusers, a .safetensors, .pt or .pth file, "
             "or a hub id (owner/name or owner/name/file)."
         )
-    return _on_hub(hub_id[1], hub_id[2])
+    return hub_id[1], hub_id[2]
 
 
 def _in_folder(folder: Path) -> Path:

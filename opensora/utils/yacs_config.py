@@ -13,7 +13,7 @@ batch and clipping.
 
 import copy
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,13 @@ DEFAULTS: dict[str, Any] = {
 FREE = ("CONFIG", "MODULES")  # whose keys are the model's
 PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 HEADS = {768: 12, 1024: 16, 1536: 16}
+MODULES = ("vae", "text_encoder", "tokenizer", "transformer", "scheduler")
+TEXT_TOKENS = 256
+ARCHITECTURE = (
+    "arch", "image_dim", "image_size", "image_stride", "text_token_dim", "text_token_len", "image_base_size",
+    "video_base_size", "video_mixer_rank", "rotary_pos_embed",
+)  # fmt: skip
+"""Keys of a published model's config; `image_size` is the data's here."""
 
 
 class CfgNode:
@@ -164,34 +171,43 @@ def deepspeed_overrides(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"--deepspeed {path}: {error}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"--deepspeed {path}: expected an object with keys such as zero_optimization, not {content!r}.")
     values: dict[str, Any] = {}
     unknown = []
     for key, value in content.items():
-        if key in ("bf16", "fp16"):
-            values |= {"dtype": key} if value.get("enabled") else {}
-        elif key == "zero_optimization":
-            stages: dict[int, dict[str, Any]] = {
-                0: {"plugin": "ddp"},
-                1: {"plugin": "ddp", "hybrid_zero": True},
-                2: {"plugin": "fsdp2"},
-            }
-            stages[3] = {"plugin": "fsdp2", "fsdp_reshard": "zero3"}
-            stage = value.get("stage", 0)
-            if stage not in stages or value.keys() - {"stage"}:
-                unknown.append(f"zero_optimization={value}: only 'stage', 0 to 3, has a meaning")
-            values.update(stages.get(stage, {}))
-        elif key in DEEPSPEED:
-            values[DEEPSPEED[key]] = value
-        else:
+        found = _deepspeed_value(key, value)
+        if found is None or (key in PRECISIONS_OF_DEEPSPEED and found and "dtype" in values):
             unknown.append(f"{key}={value!r}")
+        else:
+            values |= found
     if unknown:
         raise UserError(
-            f"--deepspeed {path}: nothing here answers to {'; '.join(unknown)}. It may have bf16, fp16, zero_optimization.stage "
-            f"and {', '.join(DEEPSPEED)}; everything else is a field of the config (--help)."
+            f"--deepspeed {path}: nothing here answers to {'; '.join(unknown)}. It may have one of bf16 and fp16 with 'enabled', "
+            f"zero_optimization with 'stage' 0 to 3, and {', '.join(DEEPSPEED)} as numbers; everything else is a field of the "
+            "config (--help)."
         )
     return values
 
 
+def _deepspeed_value(key: str, value: Any) -> dict[str, Any] | None:
+    """The fields that a key sets; None where it means nothing here."""
+    if key in DEEPSPEED:
+        return {DEEPSPEED[key]: value} if isinstance(value, int | float) and not isinstance(value, bool) else None
+    if key in PRECISIONS_OF_DEEPSPEED and isinstance(value, dict) and value.keys() == {"enabled"}:
+        return {"dtype": key} if value["enabled"] is True else {}
+    if key == "zero_optimization" and isinstance(value, dict) and value.keys() == {"stage"}:
+        return STAGES.get(value["stage"])
+    return None
+
+
+STAGES: dict[Any, dict[str, Any]] = {
+    0: {"plugin": "ddp"},
+    1: {"plugin": "ddp", "hybrid_zero": True},
+    2: {"plugin": "fsdp2"},
+    3: {"plugin": "fsdp2", "fsdp_reshard": "zero3"},
+}
+PRECISIONS_OF_DEEPSPEED = ("bf16", "fp16")
 DEEPSPEED = {
     "train_micro_batch_size_per_gpu": "batch_size",
     "gradient_accumulation_steps": "accumulation_steps",
@@ -231,6 +247,7 @@ RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "there are nova_train_t2i and nova_train_t2v.",
     ),
     ("NUM_GPUS", lambda n: n == 1, "leave it 1 and start torchrun --nproc_per_node N scripts/train.py FILE."),
+    ("PIPELINE.MODULES", lambda names: set(names) <= set(MODULES), f"there are {', '.join(MODULES)}."),
     ("GPU_ID", lambda n: n == 0, "leave it 0 and set CUDA_VISIBLE_DEVICES in the environment."),
     ("MODEL.PRECISION", PRECISIONS.__contains__, f"there are {', '.join(PRECISIONS)}."),
     ("MODEL.TYPE", lambda name: name == "transformer", "the model is in the folder 'transformer' of MODEL.WEIGHTS."),
@@ -247,6 +264,7 @@ RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "the warm-up rises from 1 / (steps + 1) of the rate; leave it 0.001.",
     ),
     ("TRAIN.CHECKPOINTING", (0, 1, 2, 3).__contains__, "there are levels 0 to 3."),
+    ("TRAIN.DEVICE_EMA", ("cpu", "cuda", "gpu", "").__contains__, "there are cpu and cuda."),
     ("TRAIN.MODEL_EMA", lambda decay: 0 <= decay < 1, "a decay is in [0, 1)."),
 )
 
@@ -254,12 +272,11 @@ RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 def _components(node: CfgNode) -> dict[str, Any]:
     """Model, VAE, text encoder and scheduler of a pipeline's folder."""
     weights, modules, video = Path(node.MODEL.WEIGHTS), node.PIPELINE.MODULES, node.PIPELINE.TYPE.endswith("t2v")
-    folders = {
-        name: modules.get(name, str(weights / name)) for name in ("vae", "text_encoder", "tokenizer", "transformer")
-    }
+    folders = {name: modules.get(name, str(weights / name)) for name in MODULES}
     config = node.MODEL.CONFIG or _read_json(Path(folders["transformer"]) / "config.json")
     pretrained = {} if node.MODEL.CONFIG else {"from_pretrained": folders["transformer"]}
-    text_encoder = {"type": "hf", "from_pretrained": folders["text_encoder"], "model_max_length": 256}
+    tokens = config.get("text_token_len") or TEXT_TOKENS
+    text_encoder = {"type": "hf", "from_pretrained": folders["text_encoder"], "model_max_length": tokens}
     if Path(folders["tokenizer"]).is_dir():
         text_encoder["tokenizer"] = folders["tokenizer"]
     return {
@@ -272,17 +289,37 @@ def _components(node: CfgNode) -> dict[str, Any]:
         },
         "vae": {"type": "DiffusersVideoVAE" if video else "VideoAutoencoderKL", "from_pretrained": folders["vae"]},
         "text_encoder": text_encoder,
-        "scheduler": {"type": "nova", "loss_repeat": node.TRAIN.LOSS_REPEAT},
+        "scheduler": {"type": "nova", "loss_repeat": node.TRAIN.LOSS_REPEAT, **_noise(Path(folders["scheduler"]))},
     }
 
 
 def architecture(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of `NOVA` for the `arch` of a published config: ["vit_d16w1024", "vit_d32w1024", "mlp_d6w1024"].
+    """Arguments of `NOVA` for a published config: `arch`, such as ["vit_d16w1024", "vit_d32w1024", "mlp_d6w1024"], and more.
 
     Raises:
-        UserError: it is not of that form.
+        UserError: it is not of that form, or has a key that says nothing here.
     """
-    arch = config.get("arch", ())
+    if unknown := [key for key in config if key not in ARCHITECTURE and not key.startswith("_")]:
+        raise UserError(
+            f"the model's config has {unknown[0]}={config[unknown[0]]!r}, which says nothing here."
+            f"{did_you_mean(unknown[0], list(ARCHITECTURE))} Known are {', '.join(ARCHITECTURE)}."
+        )
+    if config.get("text_token_dim", 1) is None:
+        raise UserError(
+            "the model's config has text_token_dim=None, a model of classes; there is text to image and to video."
+        )
+    found = {**_sizes(config.get("arch", ())), "patch_size": 15 // config.get("image_stride", 8) + 1}
+    if config.get("image_dim"):
+        found["in_channels"] = config["image_dim"]
+    if config.get("video_mixer_rank"):
+        found["mixer_rank"] = max(config["video_mixer_rank"], -1)
+    if config.get("rotary_pos_embed"):
+        return found | {"positions": "rotary"}
+    base = _base_size(config.get("video_base_size"), config.get("image_base_size"), found["patch_size"])
+    return found if base is None else found | {"base_size": base}
+
+
+def _sizes(arch: Sequence[str]) -> dict[str, Any]:
     try:
         (video, image, head) = (tuple(int(n) for n in name.partition("_d")[2].split("w")) for name in arch)
         width = video[1]
@@ -296,7 +333,34 @@ def architecture(config: Mapping[str, Any]) -> dict[str, Any]:
         ) from error
     if image[1] != width:
         raise UserError(f"the model's config has arch={list(arch)}: the encoders have two widths.")
-    return found | ({"positions": "rotary"} if config.get("rotary_pos_embed") else {})
+    return found
+
+
+def _base_size(video: Sequence[int] | None, image: Sequence[int] | None, patch: int) -> list[int] | None:
+    """(T, H, W) of the latent, from its size in the video encoder's patches and in the image encoder's."""
+    if video is None:
+        return None
+    coarse, fine = (2 * patch * video[1], 2 * patch * video[2]), tuple(patch * n for n in image or ())
+    if image is not None and fine != coarse:
+        raise UserError(
+            f"the model's config has video_base_size={list(video)} and image_base_size={list(image)}: latents of {coarse[0]}x"
+            f"{coarse[1]} and of {fine[0]}x{fine[1]}. They are of one size."
+        )
+    return [video[0], *coarse]
+
+
+def _noise(folder: Path) -> dict[str, Any]:
+    """Of the pipeline's scheduler: how its noise levels are shifted, where it has a config."""
+    if not (folder / "scheduler_config.json").is_file():
+        return {}
+    config = _read_json(folder / "scheduler_config.json")
+    if not str(config.get("_class_name", "FlowMatch")).startswith("FlowMatch") or config.get("use_dynamic_shifting"):
+        raise UserError(
+            f"{folder}: the scheduler 'nova' does flow matching with a fixed shift, not {config.get('_class_name')}"
+            f"{' with use_dynamic_shifting' if config.get('use_dynamic_shifting') else ''}."
+        )
+    names = {"shift": "shift", "num_train_timesteps": "num_timesteps"}
+    return {ours: config[theirs] for theirs, ours in names.items() if theirs in config}
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -201,6 +201,20 @@ def test_settings_without_effect_are_refused():
         build_engine("ddp", model, optimizer, CPU, fsdp_reshard="zero3")
 
 
+def test_what_does_nothing_here_is_told(caplog):
+    """Legal settings, for the same config runs elsewhere too."""
+    for settings, words in (
+        ({"hybrid_zero": True}, "hybrid_zero=True has no effect: of 1 processes"),
+        ({"optimizer_offload": True}, "optimizer_offload=True saves nothing on a CPU"),
+        ({}, ""),
+    ):
+        model = nn.Linear(2, 2)
+        caplog.clear()
+        build_engine("ddp", model, torch.optim.AdamW(model.parameters()), CPU, **settings)
+        assert words in caplog.text
+        assert bool(caplog.text) == bool(words)
+
+
 def test_checkpointing_does_nothing_without_gradients():
     calls = []
 

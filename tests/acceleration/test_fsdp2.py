@@ -65,7 +65,7 @@ def train(engine, world, accumulation=1, steps=range(STEPS)):
     seen = []
     for step in steps:
         (x, t, y), target = data(step)
-        own = torch.arange(BATCH).view(accumulation, world.size, -1)[:, world.rank]
+        own = torch.arange(BATCH).view(accumulation, world.dp_size, -1)[:, world.dp_rank]
         total = torch.zeros(())
         for i, rows in enumerate(own):
             with engine.micro_step(last=i == accumulation - 1):

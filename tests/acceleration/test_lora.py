@@ -2,8 +2,11 @@
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 from opensora.acceleration.checkpointing import checkpoint_activations
+from opensora.acceleration.distributed import World, shutdown
+from opensora.acceleration.engine import build_engine
 from opensora.utils.ckpt import load_strictly
 from opensora.utils.ema import EMA
 from opensora.utils.errors import UserError
@@ -80,6 +83,10 @@ def test_state_goes_from_model_to_model():
     assert torch.equal(model(**cond), third(**cond))
     with pytest.raises(RuntimeError, match=r"Missing key.*lora_A"):
         other.load_state_dict({})
+    with pytest.raises(UserError, match=r"of a run without lora.*named by --ckpt-path"):
+        load_strictly(third, build("STDiT").state_dict(), "test")
+    with pytest.raises(UserError, match="of a run with lora"):
+        load_strictly(build("STDiT"), model.state_dict(), "test")
 
 
 def test_the_average_is_that_of_the_adapters():
@@ -93,6 +100,44 @@ def test_the_average_is_that_of_the_adapters():
     ema.update(model, step=100)
     for name, tensor in ema.state_dict().items():
         torch.testing.assert_close(tensor, first[name] + 0.5)
+
+
+def train_adapters(plugin: str, device: str):
+    """Losses of six bf16 steps of one batch, and the engine."""
+    model = adapted("STDiT", trained=False).to(device).train()
+    cond = {name: value.to(device) for name, value in inputs(model).items()}
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, fused=device == "cuda")
+    engine = build_engine(plugin, model, optimizer, World(0, 1, torch.device(device)), dtype="bf16", grad_clip=1.0)
+    losses = []
+    for _ in range(6):
+        with engine.micro_step(last=True):
+            loss = (engine.model(**cond) - 1).square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    return torch.tensor(losses), engine
+
+
+@pytest.mark.parametrize(("plugin", "device"), [("fsdp2", "cpu"), pytest.param("zero2", "cuda", marks=pytest.mark.gpu)])
+def test_an_engine_trains_the_adapters_alone(plugin, device):
+    if plugin == "zero2":
+        pytest.importorskip("colossalai", reason="needs ColossalAI: docs/acceleration.md says how to install it")
+    expected, ddp = train_adapters("ddp", device)
+    try:
+        found, engine = train_adapters(plugin, device)
+        torch.testing.assert_close(found, expected, atol=0, rtol=3e-2)
+        assert found[-1] < 0.99 * found[0]
+        base = dict(build("STDiT").named_parameters())
+        for name, p in engine.model.named_parameters():
+            whole = p.full_tensor() if isinstance(p, DTensor) else p
+            if ".lora_" not in name:
+                assert torch.equal(whole.cpu(), base[name.replace(".base_layer", "")]), name
+        state = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in engine.model_state().items()}
+        assert state.keys() == ddp.model_state().keys()
+        assert all(".lora_" in path for path in engine.optimizer_state())
+        ddp.load_model_state({name: tensor.cpu() for name, tensor in state.items()}, "test")
+    finally:
+        shutdown()
 
 
 @pytest.mark.parametrize("family", ["DiT-text", "STDiT3"])

@@ -73,6 +73,18 @@ def test_the_vae_is_frozen_in_fp32_and_its_encoder_has_channels_last():
     assert vae.encoder.down_blocks[0].resnets[0].conv1.weight.is_contiguous()
 
 
+def test_a_compiled_encoder_sees_one_size():
+    """A short last part is filled up, and its filling cut off again."""
+    video, sizes = torch.rand(1, 5, 3, 16, 16), []
+    expected = optix.sliced_vae(autoencoder(), video, 2, generators=torch.Generator().manual_seed(0))
+    vae = autoencoder()
+    vae.encoder.conv_in.register_forward_pre_hook(lambda _, inputs: sizes.append(len(inputs[0])))
+    vae.encoder._compiled_call_impl = vae.encoder._call_impl  # compiled as far as one can tell; the hook is Python's
+    latents = optix.sliced_vae(vae, video, 2, generators=torch.Generator().manual_seed(0))
+    assert sizes == [2, 2, 2]
+    torch.testing.assert_close(latents, expected)
+
+
 @pytest.mark.parametrize("checkpointed", [True, False])
 def test_our_models_train_the_same_with_checkpointing(checkpointed):
     plain, cond = denoiser(), inputs(denoiser())
@@ -93,15 +105,19 @@ def test_a_transformer_of_diffusers():
 
 
 def test_a_compiled_denoiser_keeps_its_names():
-    plain, cond = denoiser().eval(), inputs(denoiser())
+    torch.manual_seed(0)
+    plain = MODELS.build({"type": "DiT-XL/2", **TOY, "depth": 1}).eval()  # one program, of inductor
     with torch.no_grad():
+        for parameter in plain.parameters():  # layers that start at zero would hide the blocks
+            parameter.normal_(std=0.1)
+        cond = inputs(plain)
         expected = plain(**cond)
         torch._dynamo.reset()
         model, _, _, _ = optix.compile(
             plain, autoencoder(), compile_model=True, gradient_checkpointing=False, fusedln=False, **EAGER
         )
         assert not any("_orig_mod" in name for name in model.state_dict())
-        torch.testing.assert_close(model(**cond), expected, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(model(**cond), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_a_config_may_hold_the_keywords():

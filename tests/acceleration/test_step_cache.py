@@ -74,6 +74,16 @@ def test_hits_are_those_of_the_published_settings(model, preset, timesteps, reus
         assert cache.computed[kind] == count * (len(timesteps) - hits)
 
 
+def test_a_cache_without_effect_is_told(model, caplog):
+    """Four steps leave none between the thresholds that is not the first of its range."""
+    cache = installed(model, PAB(PABOptions((2, 2, 2), ((450, 700),) * 3, {})))
+    run(model, cache, [999, 749, 499, 249])
+    assert "PAB reused nothing in 4 steps" in caplog.text
+    caplog.clear()
+    run(model, cache, [999, 699, 499, 249])
+    assert caplog.text == ""
+
+
 def test_mlps_are_skipped_after_the_steps_of_the_table(model):
     options = PABOptions((1, 1, 1), ((0, 0),) * 3, {700: ((0, 5), 2), 340: ((1,), 9)})
     cache = installed(model, PAB(options))

@@ -146,6 +146,8 @@ def test_extensions_are_known_in_any_case(folder):
 
 def test_wrong_files_for_a_table(folder):
     write(folder, "path,text\n0.mp4,a\n")
+    with pytest.raises(UserError, match=r"is a folder; a table .*tools.datasets.convert video .* --output"):
+        read_table(folder)
     with pytest.raises(UserError, match=r"clip.csv does not exist. Did you mean 'clips.csv'"):
         read_table(folder / "clip.csv")
     with pytest.raises(UserError, match=r"clips.txt: .txt is no table; known are"):

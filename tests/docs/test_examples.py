@@ -1,17 +1,30 @@
 """The examples of the documentation run at toy size."""
 
 import re
+import runpy
+import sys
 from pathlib import Path
 
 import pytest
 
-EXAMPLES = sorted(path.name for path in (Path(__file__).parents[2] / "docs" / "examples").glob("*.py"))
+FOLDER = Path(__file__).parents[2] / "docs" / "examples"
+EXAMPLES = sorted(path.name for path in FOLDER.glob("train_*.py"))
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_an_example_takes_two_steps(name, run_script):
-    done = run_script(f"docs/examples/{name}", "--toy")
+def test_an_example_takes_two_steps(name, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [name, "--toy"])
+    runpy.run_path(str(FOLDER / name), run_name="__main__")
+    check(capsys.readouterr().out)
+
+
+def test_an_example_is_a_program(run_script):
+    done = run_script(f"docs/examples/{EXAMPLES[0]}", "--toy")
     assert done.code == 0, done.stderr
-    losses = [float(loss) for loss in re.findall(r"^step \d: loss ([0-9.]+),", done.stdout, re.MULTILINE)]
+    check(done.stdout)
+
+
+def check(printed: str) -> None:
+    losses = [float(loss) for loss in re.findall(r"^step \d: loss ([0-9.]+),", printed, re.MULTILINE)]
     assert len(losses) == 2
     assert all(0 < loss < 10 for loss in losses)

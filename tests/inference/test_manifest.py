@@ -86,7 +86,7 @@ def test_an_older_sidecar_without_a_field_counts_as_its_default(tmp_path):
     now = {**record(), "config": {**record()["config"], "save_format": "mp4", "loop": 1}}
     assert already_made(path, now)
     now["config"]["loop"] = 3
-    with pytest.raises(UserError, match=r"other settings \(loop\)"):
+    with pytest.raises(UserError, match=r"other settings \(loop was .*, now"):
         already_made(path, now)
 
 

@@ -20,6 +20,7 @@ from opensora.inference.references import (
     first_and_last,
     piece_of,
     read_reference,
+    refuse_missing,
 )
 from opensora.utils.config import InferenceConfig, config_from_dict
 from opensora.utils.errors import UserError
@@ -290,3 +291,14 @@ def test_kept_frames_come_back_as_the_vae_gives_them(video, in_pieces):
     with torch.no_grad():
         whole, alone = vae.decode(placed.z, 51), vae.decode(latents[0][None], 17)
     torch.testing.assert_close(whole[:, :, :17], alone, atol=1e-4, rtol=1e-4)
+
+
+def test_missing_files_are_named_before_anything_is_loaded(tmp_path):
+    (tmp_path / "there.png").touch()
+    prompts = [f'a{{"reference_path": "{tmp_path}/{name}.png", "mask_strategy": "0"}}' for name in ("there", "gone")]
+    cfg = replace(CONFIG, prompt=[*prompts, 'b{"reference_path": "http://x.invalid/a.png", "mask_strategy": "0"}'])
+    with pytest.raises(UserError) as caught:
+        refuse_missing(cfg, load_items(cfg))
+    assert str(caught.value) == f"prompt 1: reference_path: there is no file {tmp_path}/gone.png."
+    with pytest.raises(UserError, match=r"^--last-image: there is no file nope.png.$"):
+        refuse_missing(replace(CONFIG, last_image="nope.png"), load_items(CONFIG))

@@ -161,3 +161,11 @@ def test_progress_shows_a_bar(denoiser, rngs, capsys, name):
     assert capsys.readouterr().err == ""
     build(name, 3).sample(denoiser(factor(name)), z, cond, generators=rngs(), progress=True)
     assert "3/3" in capsys.readouterr().err
+
+
+def test_a_scheduler_that_learns_nothing_refuses_what_another_learnt():
+    scheduler = SCHEDULERS.build({"type": "dpm-solver", "num_sampling_steps": 2})
+    assert scheduler.state_dict() == {}
+    scheduler.load_state_dict({})
+    with pytest.raises(ValueError, match=r"learnt something \(losses\), DPMSolver does not"):
+        scheduler.load_state_dict({"losses": torch.zeros(1)})

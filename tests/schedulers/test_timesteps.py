@@ -14,6 +14,7 @@ from opensora.schedulers.timesteps import (
     _tanh_rule,
     build_sampling,
     build_weights,
+    count_samples_once,
     flow_alphas_cumprod,
     meaningful_steps,
     quantile,
@@ -231,6 +232,23 @@ def test_weights_of_a_flow(denoiser):
     torch.testing.assert_close(losses(loss_weighting="p2"), losses() / (1 + ((1 - tau) / tau) ** 2))
 
 
+@pytest.mark.parametrize("settings", [s for s in SCHEDULER_SETTINGS if "diffusion_steps" not in s], ids=str)
+def test_the_model_is_told_every_timestep_apart_under_autocast(settings):
+    """bf16 has 8 bits: of a thousand timesteps it keeps 507 apart."""
+    told = []
+
+    def model(x, timestep, **cond):
+        told.append(timestep)
+        return toy_model(x, timestep, **cond)
+
+    scheduler = SCHEDULERS.build(settings)
+    with torch.autocast("cpu", torch.bfloat16):
+        x0, t = torch.zeros(1000, 1, 1, 1, 1), torch.arange(1000)
+        scheduler.training_losses(model, x0.bfloat16(), {}, t=t, noise=torch.zeros_like(x0))
+    assert len(told[0].unique()) == 1000
+    assert len(told[0].bfloat16().unique()) == 507
+
+
 class TestLossSecondMoment:
     def full(self, **settings):
         """With a history in which timestep i has the loss i + 1."""
@@ -321,6 +339,15 @@ class TestLossSecondMoment:
         with pytest.raises(UserError, match="history changed"):
             learned.load_state_dict(other.state_dict())
 
+    def test_a_loss_that_is_no_number_teaches_nothing(self):
+        """Training may go on after such a step (on_nonfinite="skip"), and the density must stay one."""
+        sampling, expected = (self.full(history=2) for _ in range(2))
+        sampling.update(torch.tensor([0, 1, 1]), torch.tensor([torch.nan, torch.inf, 7.0]))
+        expected.update(torch.tensor([1]), torch.tensor([7.0]))
+        for name, value in expected.state_dict().items():
+            assert torch.equal(sampling.state_dict()[name], value)
+        assert sampling.probabilities().sum() == pytest.approx(1)
+
     @pytest.mark.multiprocess
     def test_processes_agree(self, spawn, tmp_path):
         spawn(_two_ranks, 2, tmp_path)
@@ -338,6 +365,13 @@ def _two_ranks(rank, world_size, tmp_path):
     sampling.update(torch.tensor(t), torch.tensor(losses))
     torch.save(sampling.state_dict(), tmp_path / f"{rank}.pt")
     assert dist.get_world_size() == world_size
+    shared, alone = (SCHEDULERS.build({"type": "iddpm", "timestep_sampling": "loss-second-moment"}) for _ in range(2))
+    count_samples_once(shared, world_size)  # both processes have the same samples
+    shared.timestep_sampling.update(torch.tensor([4, 7, 7]), torch.tensor([1.0, 2.0, 3.0]))
+    assert shared.state_dict()["counts"].sum() == 3
+    alone.timestep_sampling.update(*((torch.tensor([4, 7, 7]), torch.tensor([1.0, 2.0, 3.0])) if rank == 0 else
+                                     (torch.empty(0, dtype=torch.int64), torch.empty(0))))  # fmt: skip
+    assert all(torch.equal(value, alone.state_dict()[name]) for name, value in shared.state_dict().items())
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,17 @@
 """A toy of every part, real classes at small size, and the train script called as users call it."""
 
 import importlib.util
+import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
+
+from tests.conftest import start_ranks
 
 ROOT = Path(__file__).parents[2]
 
@@ -100,6 +105,11 @@ ema_decay = 0.9
 @pytest.fixture(scope="session")
 def train_script():
     """The module scripts/train.py."""
+    return load_script()
+
+
+def load_script() -> ModuleType:
+    """scripts/train.py as a module."""
     spec = importlib.util.spec_from_file_location("train_script", ROOT / "scripts" / "train.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -120,6 +130,45 @@ def train(train_script, toy_config, tmp_path, monkeypatch):
 
 
 @pytest.fixture
+def together(toy_config, tmp_path):
+    """Run scripts/train.py in two gloo processes, as torchrun does but without its start; returns the runs' folders.
+
+    Every argument is the options of a run, the first of them its name: `one, two = together(("one",), ("two", "--lr=1"))`.
+    """
+
+    def run(*runs: tuple[str, ...], processes: int = 2, timeout_s: float = 300) -> list[Path]:
+        given = [
+            [str(port), str(toy_config), f"--outputs={tmp_path}", f"--exp-name={name}", *options]
+            for port, (name, *options) in zip(free_ports(len(runs)), runs, strict=True)
+        ]
+        start_ranks(_run_scripts, (processes, given), processes, "scripts/train.py", timeout_s)
+        return [tmp_path / name for name, *_ in runs]
+
+    return run
+
+
+def _run_scripts(rank: int, size: int, runs: list[list[str]]) -> None:
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1"}
+    os.environ.update({name: str(value) for name, value in place.items()})
+    script = load_script()
+    for port, *arguments in runs:
+        os.environ["MASTER_PORT"] = port
+        sys.argv = ["train.py", *arguments]
+        script.main()
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens to."""
+    sockets = [socket.socket() for _ in range(count)]
+    for one in sockets:
+        one.bind(("127.0.0.1", 0))
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+@pytest.fixture
 def torchrun(toy_config, tmp_path):
     """Run scripts/train.py under torchrun with two gloo processes; returns the run's folder."""
 
@@ -127,7 +176,7 @@ def torchrun(toy_config, tmp_path):
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
         script = [str(ROOT / "scripts" / "train.py"), str(toy_config), f"--outputs={tmp_path}", f"--exp-name={name}"]
         done = subprocess.run(
-            [*launcher, *script, *options], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+            [*launcher, *script, *options], cwd=ROOT, capture_output=True, text=True, timeout=600, check=False
         )
         assert done.returncode == 0, done.stderr[-3000:]
         return tmp_path / name

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import av
+import numpy as np
 import pytest
 import torch
 
@@ -93,7 +94,20 @@ def test_sample_then_skip_then_refuse(tmp_path, main_in_process, capsys):
 
     with pytest.raises(SystemExit, match="2"):
         main_in_process("--seed", "7")
-    assert "was made with other settings (seed)" in capsys.readouterr().err
+    assert "was made with other settings (seed was" in capsys.readouterr().err
+
+    options = ["--compiler", "aot_eager", "--compiler-config", '{"mode": "low-precision"}']
+    main_in_process("--save-dir", "compiled", *options)
+    eager, compiled = (pictures(tmp_path / folder / "sample_0002-1.mp4") for folder in ("samples", "compiled"))
+    assert np.abs(eager - compiled).max() <= 2  # of 255; rounding before the video is coded
+    with pytest.raises(SystemExit, match="2"):
+        main_in_process("--save-dir", "other", *options[:3], '{"mode": "O4"}')
+    assert "no word 'O4'" in capsys.readouterr().err
+
+
+def pictures(path: Path) -> np.ndarray:
+    with av.open(path) as video:
+        return np.stack([frame.to_ndarray(format="rgb24") for frame in video.decode(video=0)]).astype(int)
 
 
 def test_a_missing_prompt_file_ends_with_code_2(tmp_path, main_in_process, capsys):

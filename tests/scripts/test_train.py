@@ -69,9 +69,9 @@ def test_two_processes_of_two_equal_one_of_four(train, torchrun):
 
 
 @pytest.mark.multiprocess
-def test_accumulation_in_two_processes_equals_one_large_batch(train, torchrun):
+def test_accumulation_in_two_processes_equals_one_large_batch(train, together):
     one = train("--batch-size=4", name="one")
-    two = torchrun("--batch-size=1", "--accumulation-steps=2", name="two")
+    (two,) = together(("two", "--batch-size=1", "--accumulation-steps=2"))
     torch.testing.assert_close(losses(one), losses(two), atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(tensors(one, "model"), tensors(two, "model"), atol=2e-5, rtol=1e-4)
 

@@ -29,15 +29,15 @@ def test_settings_of_another_engine_are_refused(train, capsys):
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_two_processes_and_a_resume_with_another_engine(train, torchrun):
+def test_two_processes_and_a_resume_with_another_engine(train, together):
     settings = ("--plugin=fsdp2", "--ema-every=2", "--ema-device=cpu")
     one = train("--batch-size=4", "--ema-every=2", name="one")
-    two = torchrun("--batch-size=2", *settings, name="two")
+    (two,) = together(("two", "--batch-size=2", *settings))
     torch.testing.assert_close(losses(one), losses(two), atol=1e-6, rtol=1e-5)
     for part in ("model", "ema"):
         torch.testing.assert_close(tensors(one, part), tensors(two, part), atol=2e-5, rtol=1e-4)
     half = complete_checkpoints(two)[0]
-    again = torchrun("--batch-size=2", *settings, f"--load={half}", name="again")
+    (again,) = together(("again", "--batch-size=2", *settings, f"--load={half}"))
     assert_same_run(two, again)
     alone = train("--batch-size=4", "--ema-every=2", f"--load={half}", name="alone")
     torch.testing.assert_close(losses(alone), losses(two)[2:], atol=1e-6, rtol=1e-5)

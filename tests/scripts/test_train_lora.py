@@ -66,10 +66,10 @@ def test_a_lora_from_training_to_plain_weights(train, base, tmp_path):
 @pytest.mark.multiprocess
 @pytest.mark.slow
 @pytest.mark.parametrize("plugin", ["ddp", "fsdp2"])
-def test_two_processes_train_the_adapters_of_one(train, torchrun, base, plugin):
+def test_two_processes_train_the_adapters_of_one(train, together, base, plugin):
     options = ("--lora.rank=4", f"--ckpt-path={base}")
     one = train(*options, "--batch-size=4", name="one")
-    two = torchrun(*options, "--batch-size=2", f"--plugin={plugin}", name="two")
+    (two,) = together(("two", *options, "--batch-size=2", f"--plugin={plugin}"))
     torch.testing.assert_close(losses(one), losses(two), atol=1e-6, rtol=1e-5)
     parts = [open_checkpoint(complete_checkpoints(run)[-1]).tensors("ema") for run in (one, two)]
     torch.testing.assert_close(*parts, atol=2e-5, rtol=1e-4)

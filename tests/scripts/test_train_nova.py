@@ -1,6 +1,7 @@
 """NOVA's training guide from end to end at toy size: cache, config, training, resume; each snippet with its import changed."""
 
 import json
+import math
 import os
 import shutil
 import sys
@@ -13,12 +14,18 @@ from safetensors.torch import load_file, save_file
 
 from opensora.datasets.cache.records_dataset import RecordVideoTextDataset, first_sentence
 from opensora.datasets.sampler import SampleKey
+from opensora.models.encode import BatchEncoder
+from opensora.models.text_encoder.hf import HFTextEncoder
+from opensora.models.vae.vae import VideoAutoencoderKL
 from opensora.utils.errors import UserError
 from opensora.utils.records import RecordWriter
+from opensora.utils.seed import generators
 from tests.models.nova.test_nova import build
+from tools.cache_features import cache_features
 
 SIZES = {"width": 32, "num_heads": 1, "video_depth": 2, "image_depth": 4, "head_depth": 2, "caption_channels": 16,
          "model_max_length": 256}  # fmt: skip
+NAME = "diffusion_pytorch_model.safetensors"
 FLUSH = ("--num-workers=0", "--device=cpu", "--dtype=fp32", "--text-encoder.model_max_length=12", "--warmup-steps=0")
 
 
@@ -63,7 +70,7 @@ def pipeline(tmp_path, toy_encoders, monkeypatch):
     (folder / "transformer").mkdir()
     (folder / "transformer" / "config.json").write_text(json.dumps({"arch": ["vit_d2w32", "vit_d4w32", "mlp_d2w32"]}))
     state = {name: tensor.contiguous() for name, tensor in build(**SIZES).state_dict().items()}
-    save_file(state, folder / "transformer" / "diffusion_pytorch_model.safetensors")
+    save_file(state, folder / "transformer" / NAME)
     return folder
 
 
@@ -86,6 +93,10 @@ def train(train_script, pipeline, monkeypatch):
         return pipeline.parent / "outputs" / prefix
 
     return run
+
+
+def read(run, step, part="model"):
+    return {name: tensor.double() for name, tensor in weights(run, step, part).items()}
 
 
 def losses(run):
@@ -120,6 +131,121 @@ def test_videos_are_trained_on_with_their_motion(train):
     assert all(np.isfinite(losses(run)))
     # what was trained is in the published names
     assert weights(run, 2).keys() == build(**SIZES).state_dict().keys()
+
+
+def test_every_level_of_checkpointing_trains_alike(train):
+    """--grad-checkpoint wins over the guide's key; level 3, all three stacks, is that of the guide's snippets."""
+    cache_videos("./t2v_dataset")
+    runs = [
+        train("t2v", f"level{n}", "--vae.type=VideoAutoencoderKL", f"--grad-checkpoint={n}", steps=2) for n in range(4)
+    ]
+    for run in runs[1:]:
+        assert losses(run) == losses(runs[0])
+        assert all(torch.equal(w, weights(runs[0], 2)[name]) for name, w in weights(run, 2).items())
+
+
+def test_averages_on_either_device_are_the_dense_ones(train, pipeline):
+    """Every 2 steps, of the trained weights; what is frozen is as it was. On a GPU: tests/test_gpu_engines.py."""
+    cache_pictures(pipeline / "vae", "./t2i_dataset")
+    runs = {device: train("t2i", device, f"--ema-device={device}", snapshot=1) for device in ("cpu", "model")}
+    start = {name: w.double() for name, w in load_file(pipeline / "transformer" / NAME).items()}
+    expected, decay = start, 0.99 ** (1 / 2)
+    for last in (2, 4):
+        kept = math.prod(min(decay, (1 + step) / (10 + step)) for step in (last - 1, last))
+        now = read(runs["cpu"], last)
+        expected = {name: kept * expected[name] + (1 - kept) * w for name, w in now.items()}
+    averages = read(runs["cpu"], 4, "ema")
+    assert not torch.equal(averages["image_decoder.head.weight"], now["image_decoder.head.weight"])
+    for name, value in expected.items():
+        torch.testing.assert_close(averages[name], value, rtol=1e-6, atol=1e-7)
+        assert torch.equal(averages[name], read(runs["model"], 4, "ema")[name])
+    frozen = (
+        "text_embed.norm.weight",
+        "text_embed.weight",
+        "video_pos_embed.norm.bias",
+        "video_encoder.patch_embed.proj.weight",
+    )
+    for name in frozen:  # of text-to-image training, as published
+        assert torch.equal(averages[name], start[name])
+
+
+def test_a_deepspeed_file_trains_the_same(train, pipeline):
+    """The guide's ZeRO-2 file, in fp32 as everything here: one process has nothing to share."""
+    cache_pictures(pipeline / "vae", "./t2i_dataset")
+    deepspeed = {"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}
+    (pipeline.parent / "zero2_bf16.json").write_text(json.dumps(deepspeed))
+    whole, sharded = train("t2i", "plain", steps=2), train("t2i", "zero2", "--deepspeed=zero2_bf16.json", steps=2)
+    assert json.loads((sharded / "config.json").read_text())["plugin"] == "fsdp2"
+    assert losses(sharded) == pytest.approx(losses(whole), rel=1e-6)
+
+
+def test_a_video_model_without_flow_is_told_what_to_do(train, pipeline, capsys):
+    cache_pictures(pipeline / "vae", "./t2v_dataset")
+    with pytest.raises(SystemExit, match="2"):
+        train("t2v", "none", "--vae.type=VideoAutoencoderKL")
+    message = capsys.readouterr().err
+    assert "wants to know each video's flow, and the data have none" in message
+    assert "tools.cache_features TRAIN_CONFIG --what flow" in message
+
+
+CLIPS = """
+num_frames = 2
+image_size = (32, 64)
+dataset = dict(type="CachedVideoTextDataset", data_path="clips.csv", root={root!r}, cache_dir="cache")
+num_workers = 0
+model = dict(type="NOVA", width=32, num_heads=1, video_depth=1, image_depth=2, head_depth=1)
+vae = dict(type="VideoAutoencoderKL", from_pretrained={vae!r})
+text_encoder = dict(type="hf", from_pretrained={text!r}, model_max_length=12)
+scheduler = dict(type="nova")
+device, dtype, plugin, outputs = "cpu", "fp32", "ddp", "outputs"
+epochs, max_steps, log_every, ckpt_every, batch_size = 100, 4, 1, 2, 2
+lr, warmup_steps, ema_decay = 1e-2, 0, 0.9
+"""
+
+
+def test_a_video_model_trains_from_a_cache_of_real_clips_and_a_resume_changes_nothing(
+    tmp_path, toy_encoders, train_script, monkeypatch, repo_root
+):
+    """The table says nothing of flow: it is measured with the moments, and training is told of it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "clips.csv").write_text(
+        "path,text\npink_clouds.mp4,the sky\nwhite_dog.mp4,a white dog\ncup_tilted.mp4,a cup\n"
+    )
+    places = {name: str(path) for name, path in toy_encoders.items()}
+    (tmp_path / "config.py").write_text(CLIPS.format(root=str(repo_root / "assets" / "clips"), **places))
+    assert cache_features(["config.py"]) == {"clips": (3, 0), "flow": (3, 0)}
+
+    def train(name, *options):
+        monkeypatch.setattr(sys, "argv", ["train.py", "config.py", f"--exp-name={name}", *options])
+        train_script.main()
+        return tmp_path / "outputs" / name
+
+    whole, first = train("whole"), train("first", "--max-steps=2")
+    (stop,) = first.glob("*-global_step2")
+    second = train("second", f"--load={stop}")
+    assert losses(first) + losses(second) == losses(whole)
+    for part in ("model", "ema"):
+        expected = weights(whole, 4, part)
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(second, 4, part).items())
+    (tmp_path / "clips.csv").write_text(
+        "path,text,flow\npink_clouds.mp4,the sky,1\nwhite_dog.mp4,a white dog,1\ncup_tilted.mp4,a cup,1\n"
+    )
+    assert losses(train("told"))[-1] != losses(whole)[-1]  # the head starts at zero: conditions enter after two steps
+
+
+def test_a_tenth_of_the_captions_is_dropped(pipeline):
+    """Dropped captions are, to the model, no text: whatever their length."""
+    model = build(**{**SIZES, "model_max_length": 12})
+    text_encoder = HFTextEncoder(str(pipeline / "text_encoder"), model_max_length=12)
+    batch = {"moments": torch.zeros(400, 8, 1, 8, 8), "text": ["a rabbit", "the grey dog in the city"] * 200}
+    batch |= {name: torch.ones(400) for name in ("fps", "height", "width", "num_frames", "flow")}
+    vae = VideoAutoencoderKL(str(pipeline / "vae"))
+    _, cond = BatchEncoder(vae, text_encoder, model, torch.device("cpu"))(batch, generators(0, "drop", ids=range(400)))
+    tokens = model.text_embed(cond["y"], cond["mask"])
+    none = model.text_embed(model.null_condition(1)[:, :, :12], None)
+    dropped = [bool(torch.equal(row, none[0])) for row in tokens]
+    assert 0.06 < sum(dropped) / 400 < 0.14
+    assert 0 < sum(dropped[::2]) < sum(dropped)
 
 
 def test_records_are_samples(tmp_path):

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ import pytest
 import torch
 
 from opensora.utils.ckpt import complete_checkpoints, open_checkpoint
+from tests.scripts.conftest import free_ports
 
 ROOT = Path(__file__).parents[2]
 RUN_MANY = Path(__file__).with_name("run_many.py")
@@ -43,16 +43,6 @@ def assert_same_end(a: Path, b: Path) -> None:
         assert set(left) == set(right)
         assert len(left) > 0
         assert [name for name in left if not torch.equal(left[name], right[name])] == [], part
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
 
 
 @contextmanager
@@ -85,9 +75,9 @@ def finish(started: list[subprocess.Popen], timeout_s: float = 400) -> None:
         assert process.returncode == 0, said[-3000:]
 
 
-@pytest.mark.parametrize("plugin", ["ddp", "fsdp2"])
-def test_one_process(train, plugin):
-    options = (*ACCUMULATED, f"--plugin={plugin}", "--batch-size=2")
+@pytest.mark.parametrize(("plugin", "dtype"), [("ddp", "fp32"), ("fsdp2", "fp32"), ("ddp", "bf16"), ("fsdp2", "fp16")])
+def test_one_process(train, plugin, dtype):
+    options = (*ACCUMULATED, f"--plugin={plugin}", f"--dtype={dtype}", "--batch-size=2")
     whole = train(*options, name="whole")
     rest = train(*options, f"--load={complete_checkpoints(whole)[0]}", name="rest")
     assert_same_end(whole, rest)
@@ -123,6 +113,35 @@ def test_engines_and_numbers_of_processes(train, toy_config, tmp_path):
         assert values(tmp_path / name, "lr") == values(plain, "lr")[done:]  # a function of the optimizer step alone
         # no sample is lost or seen twice, whoever reads it: the mean over the step's 16 is the same
         torch.testing.assert_close(values(tmp_path / name, "loss"), values(one, "loss")[done:], atol=1e-5, rtol=1e-5)
+
+
+# on two processes: sequence parallelism, checkpointing, accumulation, number formats, every way to spread state
+TOGETHER = {
+    "sp": ("--sp-size=2", "--plugin=ddp", "--accumulation-steps=2", "--grad-checkpoint=block"),
+    "sp-zero3": ("--sp-size=2", "--plugin=fsdp2", "--fsdp-reshard=zero3", "--dtype=bf16", "--grad-checkpoint=mlp"),
+    "sp-hybrid": ("--sp-size=2", "--plugin=ddp", "--hybrid-zero=True", "--dtype=fp16"),
+    "hybrid": ("--plugin=ddp", "--hybrid-zero=True", "--dtype=bf16", "--accumulation-steps=2"),
+    "zero2": ("--plugin=fsdp2", "--dtype=bf16", "--optimizer-offload=True", "--grad-checkpoint=selective"),
+}
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_two_processes_with_all_there_is(train, together, tmp_path):
+    """Each to the bit; and a run on two processes that share samples goes on in one."""
+    common = ("--max-steps=4", "--ckpt-every=2", OPTIONS[-1], "--batch-size=2")
+    whole = together(*((name, *common, *options) for name, options in TOGETHER.items()))
+    half = [f"--load={complete_checkpoints(run)[0]}" for run in whole]
+    pairs = zip(TOGETHER.items(), half, strict=True)
+    rest = together(*((f"{name}-rest", *common, *options, load) for (name, options), load in pairs))
+    for one, other in zip(whole, rest, strict=True):
+        assert_same_end(one, other)
+        assert values(one, "loss")[2:] == values(other, "loss"), one.name
+    samples = {run.name: open_checkpoint(complete_checkpoints(run)[-1]).tensors("scheduler")["counts"] for run in whole}
+    assert samples["sp"].sum() == 4 * 2 * 2  # of 4 steps, 2 batches and 2 samples: each counts once
+    assert samples["hybrid"].sum() == 2 * samples["sp"].sum()
+    alone = train(*common, "--accumulation-steps=2", half[0], name="alone")
+    torch.testing.assert_close(values(alone, "loss"), values(whole[0], "loss")[2:], atol=1e-5, rtol=1e-5)
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float = 120) -> None:

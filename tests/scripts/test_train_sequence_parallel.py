@@ -12,9 +12,9 @@ def metrics(run, name):
 
 
 @pytest.mark.multiprocess
-def test_two_processes_that_share_samples_train_as_one(train, torchrun):
+def test_two_processes_that_share_samples_train_as_one(train, together):
     one = train("--max-steps=3", "--grad-clip=1")
-    two = torchrun("--max-steps=3", "--grad-clip=1", "--sp-size=2")
+    (two,) = together(("two", "--max-steps=3", "--grad-clip=1", "--sp-size=2"))
     for name in ("loss", "grad_norm"):
         assert metrics(two, name) == pytest.approx(metrics(one, name), rel=1e-5)
     left, right = (open_checkpoint(complete_checkpoints(run)[-1]) for run in (one, two))

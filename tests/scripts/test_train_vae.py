@@ -11,7 +11,9 @@ import torch
 from diffusers import AutoencoderKL
 from PIL import Image
 
+from opensora.datasets.datasets import VideoTextDataset
 from opensora.models.vae import DiffusersVideoVAE, VideoAutoencoderKL
+from opensora.registry import DATASETS
 from opensora.utils.ckpt import complete_checkpoints, open_checkpoint
 from tests.models.vae.lpips_files import random_alex
 
@@ -150,6 +152,54 @@ def test_mistakes_end_with_exit_code_2_before_a_run_is_made(train, tmp_path, cap
     assert stop.value.code == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+class OneBadPicture(VideoTextDataset):
+    """A picture of the table has a pixel that is no number."""
+
+    def __getitem__(self, key):
+        item = super().__getitem__(key)
+        if Path(item["path"]).name == "3.png":
+            item["video"][0, 0, 0, 0] = torch.nan
+        return item
+
+
+@pytest.fixture
+def bad_data(monkeypatch, train):
+    """Options for `OneBadPicture`, which is registered meanwhile."""
+    monkeypatch.setitem(DATASETS._module_dict, "OneBadPicture", OneBadPicture)
+    return ["--dataset", str({"type": "OneBadPicture", "transform_name": "random_crop", "text_columns": []})]
+
+
+def test_a_step_that_is_no_number_ends_the_run_with_its_files(train, bad_data, tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        train(*bad_data, "--ckpt-every=1")
+    assert stop.value.code == 2
+    said = capsys.readouterr().err
+    assert "was not taken: its loss is nan" in said
+    assert "3.png" in said
+    assert "--on-nonfinite skip goes on" in said
+    for path in complete_checkpoints(tmp_path / "run"):
+        assert all(bool(t.isfinite().all()) for part in ("model", "ema", "optimizer")
+                   for t in open_checkpoint(path).tensors(part).values())  # fmt: skip
+
+
+def test_a_step_that_is_no_number_is_skipped_and_counted(train, bad_data, capsys):
+    """With a discriminator, whose step is not taken either; two epochs, so two of six steps."""
+    gan = ["--discriminator", "{'type': 'PatchDiscriminator', 'dims': 2, 'channels': 8, 'num_layers': 1}"]
+    run = train(*bad_data, *gan, "--on-nonfinite=skip", "--max-steps=6", "--log-every=3", "--ckpt-every=0")
+    log = entries(run)
+    assert [entry["skipped_steps"] for entry in log] == [1, 2]
+    assert all(np.isfinite(value) for entry in log for value in entry.values())
+    for part in ("model", "ema", "optimizer", "discriminator", "discriminator_optimizer"):
+        saved = tensors(run, part)
+        assert saved
+        assert all(bool(value.isfinite().all()) for value in saved.values()), part
+    assert np.isfinite(AutoencoderKL.from_pretrained(run / "vae").config["latents_std"]).all()
+    assert "1 videos have latents that are not finite" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        train(*bad_data, "--on-nonfinite=skip", "--max-skipped=0", name="none")
+    assert "more than max_skipped=0" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import pytest
 
 from opensora.utils.errors import UserError
 from tools.quickstart.__main__ import (
-    CONFIGS,
+    RECIPES,
     checkpoints,
     data_options,
     model_of,
@@ -57,7 +57,7 @@ def test_an_interrupted_run_is_continued_and_a_finished_one_is_not(finished, tmp
 def test_training_goes_on_from_the_last_checkpoint(finished):
     out, _ = finished
     run = out / "000-pretrained"
-    last = train(CONFIGS["pretrained"], run, [*data_options(run, out), "--max-steps=3"], 3)
+    last = train(RECIPES["pretrained"].train, run, [*data_options(run, out), "--max-steps=3"], 3)
     assert last.name == "epoch3-global_step3"
     assert [folder.name for folder in sorted((run / "runs").iterdir())] == ["000-STDiT-XS-2", "001-STDiT-XS-2"]
     assert "resumed" in (run / "runs" / "001-STDiT-XS-2" / "log.txt").read_text()
@@ -65,8 +65,8 @@ def test_training_goes_on_from_the_last_checkpoint(finished):
 
 def test_inference_builds_the_model_that_was_trained(monkeypatch, repo_root):
     monkeypatch.chdir(repo_root)
-    assert model_of(read_plan(CONFIGS["pretrained"])) == []
-    assert set(model_of(read_plan(CONFIGS["scratch"]))) == {
+    assert model_of(read_plan(RECIPES["pretrained"])) == []
+    assert set(model_of(read_plan(RECIPES["scratch"]))) == {
         "--model.depth=4",
         "--model.num_heads=4",
         "--model.patch_size=(1, 4, 4)",
@@ -75,9 +75,9 @@ def test_inference_builds_the_model_that_was_trained(monkeypatch, repo_root):
 
 def test_the_plan_is_the_config_with_the_overrides(monkeypatch, repo_root):
     monkeypatch.chdir(repo_root)
-    plan = read_plan(CONFIGS["pretrained"])
+    plan = read_plan(RECIPES["pretrained"])
     assert plan.steps == plan.train.max_steps
     assert plan.inference.num_frames == plan.train.num_frames
-    assert read_plan(CONFIGS["pretrained"], ["--max-steps=3"]).steps == 3
+    assert read_plan(RECIPES["pretrained"], ["--max-steps=3"]).steps == 3
     with pytest.raises(UserError, match="sets no max_steps"):
-        read_plan(CONFIGS["pretrained"], ["--max-steps=None"])
+        read_plan(RECIPES["pretrained"], ["--max-steps=None"])

@@ -1,11 +1,14 @@
 """What a config file and a command line may say, and what is told when they say it wrong."""
 
+import inspect
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import FrozenInstanceError
+from typing import Any, Literal
 
 import pytest
 
-from opensora.registry import Registry
+from opensora.registry import MODELS, Registry
 from opensora.utils.config import (
     InferenceConfig,
     TrainConfig,
@@ -15,6 +18,7 @@ from opensora.utils.config import (
     parse_config,
     to_dict,
 )
+from opensora.utils.config_resolve import wrong_type
 from opensora.utils.config_schema import REQUIRED, coerce, schema_fields
 from opensora.utils.errors import UserError
 
@@ -629,3 +633,43 @@ def test_every_field_is_documented_and_its_default_fits_its_type(schema):
         if f.default is not REQUIRED:
             assert coerce(f.default, f.annotation) == f.default
             assert not f.problem(f.default)
+
+
+@pytest.mark.parametrize(
+    ("value", "annotation", "expected"),
+    [
+        (3, int, ""),
+        ("3", int, "int"),
+        (True, int, "int"),
+        (2.5, int | None, "int or None"),
+        (1, float, ""),
+        ("False", bool, "bool"),
+        (1, bool, ""),
+        (3, str | None, "str or None"),
+        (None, str | None, ""),
+        (3, Sequence[int], "list of int"),
+        ("text", Sequence[str], "list of str"),
+        ([1, None], Sequence[int | None] | None, ""),
+        ("b", Literal["a"], "'a'"),
+        ("b", Literal["a"] | str, ""),
+        ("anything", Mapping[str, int] | None, ""),
+        (object, Any, ""),
+        (3, inspect.Parameter.empty, ""),
+    ],
+)
+def test_an_argument_of_a_part_has_the_type_that_its_constructor_names(value, annotation, expected):
+    assert wrong_type(value, annotation) == expected
+
+
+def test_a_wrong_type_inside_a_part_names_the_line(tmp_path):
+    config = tmp_path / "c.py"
+    config.write_text(
+        'model = dict(\n    type="STDiT-XS/2",\n    depth="8",\n    pred_sigma="False",\n)\n'
+        'vae = dict(type="VideoAutoencoderKL")\ntext_encoder = dict(type="hf")\nscheduler = dict(type="iddpm")\n'
+        "num_frames, fps, image_size = 1, 8, (32, 32)\n"
+    )
+    with pytest.raises(UserError) as caught:
+        parse_config(InferenceConfig, {"model": MODELS}, [str(config)])
+    assert "model.depth='8': expected int." in str(caught.value)
+    assert "model.pred_sigma='False': expected bool." in str(caught.value)
+    assert f"({config}:1)" in str(caught.value)

@@ -16,7 +16,7 @@ from opensora.datasets.dataloader import build_sampler
 from opensora.datasets.sampler import Place
 from opensora.utils import run as run_module
 from opensora.utils.errors import UserError
-from opensora.utils.run import RunState, due, git_changes, make_run_folder
+from opensora.utils.run import RunState, changed_settings, check_run_folder, due, git_changes, make_run_folder
 
 
 def test_numbers_count_on_and_never_reuse_what_is_there(tmp_path):
@@ -32,6 +32,31 @@ def test_a_named_run_is_never_overwritten(tmp_path):
     with pytest.raises(UserError, match="mine is there already"):
         make_run_folder(str(tmp_path), "mine", "m", {})
     assert (tmp_path / "mine" / "config.json").read_text().strip() == '{\n "lr": 1\n}'
+
+
+def test_a_run_that_cannot_be_written_is_refused_before_it_begins(tmp_path):
+    make_run_folder(str(tmp_path), "mine", "m", {})
+    with pytest.raises(UserError, match="mine is there already"):
+        check_run_folder(str(tmp_path), "mine")
+    assert check_run_folder(str(tmp_path), "mine", go_on=True) == tmp_path
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"outputs=.*file: no files can be written there .*Choose another --outputs"):
+        check_run_folder(str(tmp_path / "file"), None)
+    for name in ("../other", "/other"):
+        with pytest.raises(UserError, match="names a folder inside of outputs"):
+            check_run_folder(str(tmp_path), name)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "mine"]
+
+
+def test_a_resume_tells_which_settings_changed():
+    before = {"lr": 1e-4, "size": [1, 2], "scheduler": {"type": "iddpm", "guidance": {}}, "load": None, "gone": 1}
+    now = {"lr": 1e-3, "size": (1, 2), "scheduler": {"type": "iddpm", "prediction": "v"}, "load": "x", "new": 2}
+    assert changed_settings(before, now) == [
+        "lr was 0.0001, now 0.001",
+        "scheduler.prediction was not set, now v",
+    ]
+    assert changed_settings(before, {"scheduler": None}) == ["scheduler.type was iddpm, now not set"]
+    assert changed_settings({}, now) == []
 
 
 def test_resume_refuses_other_data_and_other_batches():

@@ -8,7 +8,7 @@ from safetensors.torch import save, save_file
 
 from opensora.utils.ckpt import read_weights, save_checkpoint
 from opensora.utils.errors import UserError
-from opensora.utils.weight_sources import find_weights
+from opensora.utils.weight_sources import find_weights, refuse_misnamed
 from tests.utils.hub import serve
 
 
@@ -149,6 +149,12 @@ class TestMisspeltPaths:
     def test_what_can_be_no_hub_id(self, name):
         with pytest.raises(UserError, match=f"no weights at {name}: expected"):
             find_weights(name)
+        with pytest.raises(UserError, match=f"no weights at {name}: expected"):
+            refuse_misnamed(name)
+
+    def test_what_may_be_weights_is_not_looked_into(self, tmp_path):
+        for name in (None, tmp_path, "owner/name-that-nobody-has", "owner/name/file.safetensors"):
+            refuse_misnamed(name)
 
     def test_a_path_below_an_existing_folder(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)

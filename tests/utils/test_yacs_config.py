@@ -8,7 +8,7 @@ import torch
 from opensora.registry import DATASETS, MODELS, SCHEDULERS
 from opensora.utils.config import TrainConfig, parse_config
 from opensora.utils.errors import UserError
-from opensora.utils.yacs_config import architecture, default_cfg, read_yacs
+from opensora.utils.yacs_config import architecture, deepspeed_overrides, default_cfg, read_yacs
 
 COMPONENTS = {"model": MODELS, "vae": MODELS, "text_encoder": MODELS, "scheduler": SCHEDULERS, "dataset": DATASETS}
 GUIDE = """
@@ -60,7 +60,7 @@ def test_the_guides_configs_are_ours(guide):
     assert image.exp_name == "nova_d48w1024_1024px"
     assert image.model == {
         "type": "NOVA", "width": 32, "num_heads": 1, "video_depth": 2, "image_depth": 4, "head_depth": 2, "head_width": 32,
-        "motion": False, "trained": "image", "from_pretrained": str(guide / "nova" / "transformer"),
+        "patch_size": 2, "motion": False, "trained": "image", "from_pretrained": str(guide / "nova" / "transformer"),
     }  # fmt: skip
     assert (video.model["motion"], video.model["trained"]) == (True, "all")
     assert video.vae["type"] == "DiffusersVideoVAE"
@@ -72,14 +72,56 @@ def test_the_text_is_sorted_yaml_with_every_key(guide):
     assert read_yacs(guide / "nova_d48w1024_1024px.yml")["seed"] == 3
 
 
-def test_published_sizes():
-    found = architecture({"arch": ["vit_d16w1024", "vit_d32w1024", "mlp_d3w1280"], "rotary_pos_embed": True})
+PUBLISHED = {
+    "_class_name": "NOVATransformer3DModel", "image_dim": 4, "image_size": [480, 768], "image_stride": 8, "text_token_dim": 2560,
+    "text_token_len": 256, "rotary_pos_embed": False, "video_base_size": [16, 15, 24], "image_base_size": [30, 48],
+    "arch": ["vit_d16w1024", "vit_d32w1024", "mlp_d3w1280"],
+}  # fmt: skip
+"""Of the published video model."""
+
+
+def test_a_published_config_is_the_named_model():
+    found = architecture(PUBLISHED)
     with torch.device("meta"):
         ours, named = MODELS.build({"type": "NOVA", **found}), MODELS.build({"type": "NOVA-d48w1024-T2V"})
+        other = MODELS.build(
+            {"type": "NOVA", **architecture({**PUBLISHED, "rotary_pos_embed": True, "video_mixer_rank": 24})}
+        )
     assert {n: p.shape for n, p in ours.named_parameters()} == {n: p.shape for n, p in named.named_parameters()}
-    assert ours.positions == "rotary"
-    with pytest.raises(UserError, match="expected three names"):
-        architecture({"arch": ["resnet"]})
+    assert (ours.base_size, ours.positions, ours.patch_size) == ([16, 60, 96], "absolute", (1, 4, 4))
+    assert (other.positions, other.base_size) == ("rotary", None)
+    assert other.video_encoder.mixer.lora.weight.shape == (24, 1024)
+    assert architecture({**PUBLISHED, "video_mixer_rank": -1})["mixer_rank"] == -1
+    assert architecture({**PUBLISHED, "image_stride": 16})["patch_size"] == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"arch": ["resnet"]}, "expected three names"),
+        ({"arch": ["vit_d16w768", "vit_d32w1024", "mlp_d6w768"]}, "the encoders have two widths"),
+        ({"video_mixer_ranks": 4}, "says nothing here. Did you mean 'video_mixer_rank'"),
+        ({"text_token_dim": None}, "a model of classes"),
+        ({"image_base_size": [64, 64]}, "latents of 60x96 and of 128x128"),
+    ],
+)
+def test_other_architectures_are_refused(change, message):
+    with pytest.raises(UserError, match=message):
+        architecture({**PUBLISHED, **change})
+
+
+def test_the_noise_is_that_of_the_pipelines_scheduler(guide):
+    folder = guide / "nova" / "scheduler"
+    folder.mkdir()
+    (folder / "scheduler_config.json").write_text('{"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 3.0}')
+    assert read_yacs(guide / "nova_d48w1024_1024px.yml")["scheduler"] == {
+        "type": "nova",
+        "loss_repeat": 4,
+        "shift": 3.0,
+    }
+    (folder / "scheduler_config.json").write_text('{"_class_name": "DDPMScheduler"}')
+    with pytest.raises(UserError, match="flow matching with a fixed shift, not DDPMScheduler"):
+        read_yacs(guide / "nova_d48w1024_1024px.yml")
 
 
 def test_keys_and_types_are_checked_where_they_are_set():
@@ -96,12 +138,12 @@ def test_keys_and_types_are_checked_where_they_are_set():
 
 def test_what_there_is_not_is_told_at_once(tmp_path):
     cfg = default_cfg()
-    cfg.merge({"PIPELINE": {"TYPE": "nova_train_c2i"}, "NUM_GPUS": 8, "SOLVER": {"LR_POLICY": "steps_with_decay", "MIN_LR": 1e-6},
-               "TRAIN": {"DATASET2": "more", "CHECKPOINTING": 4}})  # fmt: skip
+    cfg.merge({"PIPELINE": {"TYPE": "nova_train_c2i", "MODULES": {"unet": "x"}}, "NUM_GPUS": 8, "SOLVER": {"LR_POLICY": "steps_with_decay", "MIN_LR": 1e-6},
+               "TRAIN": {"DATASET2": "more", "CHECKPOINTING": 4, "DEVICE_EMA": "disk"}})  # fmt: skip
     (tmp_path / "all.yml").write_text(str(cfg))
     with pytest.raises(UserError) as error:
         read_yacs(tmp_path / "all.yml")
-    for part in ("nova_train_c2i", "NUM_GPUS=8", "steps_with_decay", "MIN_LR", "DATASET2", "CHECKPOINTING=4",
+    for part in ("nova_train_c2i", "NUM_GPUS=8", "steps_with_decay", "MIN_LR", "DATASET2", "CHECKPOINTING=4", "DEVICE_EMA='disk'", "MODULES={'unet': 'x'}",
                  "MODEL.WEIGHTS=''", "TRAIN.DATASET=''"):  # fmt: skip
         assert part in str(error.value)
     (tmp_path / "typo.yml").write_text("TRAINN: {}\n")
@@ -122,3 +164,31 @@ def test_a_deepspeed_file_chooses_engine_format_and_batch(guide):
     )
     with pytest.raises(UserError, match=r"nothing here answers to optimizer=.*; steps_per_print=10"):
         parse_config(TrainConfig, {}, command)
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ({"zero_optimization": {"stage": 0}}, {"plugin": "ddp"}),
+        (
+            {"zero_optimization": {"stage": 1}, "fp16": {"enabled": True}},
+            {"plugin": "ddp", "hybrid_zero": True, "dtype": "fp16"},
+        ),
+        ({"zero_optimization": {"stage": 3}, "fp16": {"enabled": False}}, {"plugin": "fsdp2", "fsdp_reshard": "zero3"}),
+        ({"bf16": {"enabled": True}, "fp16": {"enabled": False}}, {"dtype": "bf16"}),
+        ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "fp16={'enabled': True}"),
+        ({"fp16": {"enabled": True, "loss_scale": 0}}, "fp16=.*loss_scale"),
+        ({"zero_optimization": {"stage": 4}}, "zero_optimization={'stage': 4}"),
+        ({"zero_optimization": {"stage": 2, "overlap_comm": True}}, "zero_optimization=.*overlap_comm"),
+        ({"zero_optimization": 2}, "zero_optimization=2"),
+        ({"train_micro_batch_size_per_gpu": "auto"}, "train_micro_batch_size_per_gpu='auto'"),
+        ([1], "expected an object with keys such as zero_optimization, not"),
+    ],
+)
+def test_what_the_keys_of_a_deepspeed_file_mean(tmp_path, content, expected):
+    (tmp_path / "ds.json").write_text(json.dumps(content))
+    if isinstance(expected, dict):
+        assert deepspeed_overrides(tmp_path / "ds.json") == expected
+        return
+    with pytest.raises(UserError, match=expected):
+        deepspeed_overrides(tmp_path / "ds.json")

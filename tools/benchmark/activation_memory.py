@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from opensora.acceleration.checkpointing import checkpoint_activations
 from opensora.registry import MODELS
 from opensora.utils.dtype import to_torch_dtype
+from tools.benchmark.heading import heading
 
 LEVELS: tuple[int | str, ...] = ("none", 1, 2, "mlp", "selective", "every:4", "every:2", "block")
 
@@ -28,9 +29,8 @@ LEVELS: tuple[int | str, ...] = ("none", 1, 2, "mlp", "selective", "every:4", "e
 def main() -> None:
     """The command line."""
     args = parse_args()
-    print(
-        f"{args.model}, latent {'x'.join(map(str, args.latent))}, batch {args.batch}, {args.dtype}, torch {torch.__version__}\n"
-    )
+    print(heading(torch.device("cpu"), "tools.benchmark.activation_memory"))
+    print(f"{args.model}, latent {'x'.join(map(str, args.latent))}, batch {args.batch}, {args.dtype}\n")
     print("| grad_checkpoint | kept GiB |\n|---|---|")
     for level in args.levels:
         kept = measure(args.model, level, args.latent, args.batch, args.dtype, depth=args.depth)

@@ -11,7 +11,7 @@ import argparse
 import copy
 import statistics
 import time
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from opensora.acceleration.compiler import compile
 from opensora.models.denoiser import Denoiser
 from opensora.registry import MODELS
 from opensora.utils.errors import UserError, exit_on_user_error
+from tools.benchmark.heading import heading
 
 MODES = (
     "jit",
@@ -34,6 +35,8 @@ MODES = (
     "O3:quant",
 )
 TOY = {"hidden_size": 64, "depth": 2, "num_heads": 2, "caption_channels": 64, "model_max_length": 16}
+
+Model = TypeVar("Model", bound=nn.Module)
 
 
 class Timed(NamedTuple):
@@ -53,8 +56,8 @@ def main() -> None:
     model: Any = MODELS.build({"type": args.model, **(TOY if args.toy else {})})
     model = awake(model).to(device).eval().requires_grad_(requires_grad=False)
     cond = inputs(model, args.batch, tuple(args.latent), device)
-    name = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    print(f"{args.model}, latents {args.latent}, batch {args.batch}, bf16; {name}, torch {torch.__version__}\n")
+    print(heading(device, "tools.benchmark.compile_modes"))
+    print(f"{args.model}, latents {args.latent}, batch {args.batch}, bf16\n")
     print("| mode | first call s | ms per step | speed-up | PSNR dB |\n|---|---|---|---|---|")
     eager = timed(model, cond, args.repeats)
     print(row("eager", eager, eager), flush=True)
@@ -88,7 +91,7 @@ def regional(mode: str) -> bool | None:
     return None if "cudagraphs" in mode else True
 
 
-def awake(model: nn.Module) -> nn.Module:
+def awake(model: Model) -> Model:
     """Weights in place of zero initialisations, which would hide every difference."""
     with torch.no_grad():
         for parameter in model.parameters():

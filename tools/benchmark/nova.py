@@ -70,7 +70,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--blocks", nargs="+", default=["eager", "compiled"], choices=("eager", "compiled"))
     parser.add_argument("--batch", type=int, default=4 if on_gpu else 1)
     parser.add_argument("--dtype", default="bf16" if on_gpu else "fp32", choices=("fp32", "bf16", "fp16"))
-    parser.add_argument("--checkpoint", default="none", help="a value of grad_checkpoint")
+    parser.add_argument("--checkpoint", type=level_of, default="none", help="a value of grad_checkpoint")
     parser.add_argument("--steps", type=int, default=10 if on_gpu else 2)
     parser.add_argument("--sampling-steps", type=int, nargs=2, default=(64, 25) if on_gpu else (4, 2))
     parser.add_argument("--peak-tflops", type=float)
@@ -95,6 +95,11 @@ def row(case: Case, part: str, blocks: str, args: argparse.Namespace, device: to
     return f"{args.batch} | {seconds * 1e3:.1f} | {patches:.0f} | {mfu} | {frames:.3g} | {memory}"
 
 
+def level_of(text: str) -> int | str:
+    """A value of `grad_checkpoint` from the command line."""
+    return int(text) if text.isdecimal() else text
+
+
 def inputs(model: Any, case: Case, batch: int, device: torch.device) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Random latents and conditions."""
     x = torch.randn(batch, model.in_channels, *case.latent, device=device)
@@ -106,7 +111,7 @@ def inputs(model: Any, case: Case, batch: int, device: torch.device) -> tuple[to
 
 def train(model: Any, case: Case, args: argparse.Namespace, device: torch.device) -> float:
     """Seconds of a step: forward, backward, clipping, AdamW."""
-    checkpoint_activations(model.transformer_blocks(), args.checkpoint)
+    checkpoint_activations(model.transformer_blocks(), args.checkpoint, model.stack_depths)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=device.type == "cuda")
     engine = build_engine("ddp", model.train(), optimizer, World(0, 1, device), dtype=args.dtype, grad_clip=1.0)

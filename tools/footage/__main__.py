@@ -25,6 +25,9 @@ def run(recipe: Path, out: Path, workers: int = 1, rank: int = 0, world: int = 1
         UserError: the recipe or something it names is not as it must be, or a stage leaves nothing.
     """
     out.mkdir(parents=True, exist_ok=True)
+    if world == 1:  # what a run that was killed left half written; with several, another one may be at it
+        for unfinished in out.glob(".[0-9][0-9]-*.jsonl"):
+            unfinished.unlink()
     before = out / "nothing"
     done: list[Work] = []
     for stage in read_recipe(recipe, STAGES):

@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from opensora.datasets.read_video import open_clip
 from opensora.utils.errors import UserError
 from tools.datasets.plots import Figures, svg_histogram
 from tools.footage.rows import Row, read_rows
 from tools.footage.stages import Work
-from tools.scoring.frames import key_frames
 
 SHOWN = 8  # pictures of each kind
 THUMBNAIL = 160  # pixels of the longer side
@@ -26,18 +26,21 @@ font-size:11px;overflow-wrap:anywhere}svg{margin:6px}</style>"""
 
 def write_report(folder: Path, done: Sequence[Work]) -> list[str]:
     """Write both files; returns a line on each stage."""
-    lines, parts = [], []
+    lines, parts, overview = [], [], ["<table><tr><th>stage<th>kept<th>dropped<th>why"]
     for work in done:
         reasons: Counter[str] = Counter()
         dropped = _sample(_counted(read_rows(work.dropped), reasons)) if work.dropped.is_file() else []
         count: Counter[str] = Counter()
         kept = _sample(_counted(read_rows(work.kept), count))
         line = f"{work.stage.name}: {count.total()} kept, {reasons.total()} dropped"
-        lines.append(line + "".join(f"; {number} {reason}" for reason, number in reasons.most_common(5)))
+        lines.append(line + "".join(f"; {number} x {reason}" for reason, number in reasons.most_common(5)))
         parts.append(_section(work, count.total(), reasons, kept, dropped))
+        why = html.escape("; ".join(f"{number} x {reason}" for reason, number in reasons.most_common(3)))
+        overview.append(f"<tr><td>{len(lines)}. {work.stage.type}<td>{count.total()}<td>{reasons.total()}<td>{why}")
     last = done[-1].kept
     parts.append("<h2>Distributions of what is left</h2>" + "".join(_distributions(last)))
-    (folder / "report.html").write_text(HEAD + "<h1>From footage to a table</h1>" + "".join(parts), encoding="utf-8")
+    page = f"{HEAD}<h1>From footage to a table</h1>{''.join(overview)}</table>{''.join(parts)}"
+    (folder / "report.html").write_text(page, encoding="utf-8")
     if sheet := _sheet(_sample(read_rows(last), 4 * SHOWN)):
         sheet.save(folder / "samples.png")
     return lines
@@ -75,15 +78,31 @@ def _section(work: Work, kept: int, reasons: Counter[str], good: list[Row], bad:
     if reasons:
         rows = "".join(f"<tr><td>{n}<td>{html.escape(why)}" for why, n in reasons.most_common())
         text += f"<table><tr><th>rows<th>why dropped{rows}</table>"
-    text += "<h3>kept</h3>" + "".join(map(_figure, good))
-    return text + ("<h3>dropped</h3>" + "".join(map(_figure, bad)) if bad else "")
+    text += _pictures("kept", good, kept)
+    return text + _pictures("dropped", bad, reasons.total())
+
+
+def _pictures(heading: str, rows: list[Row], count: int) -> str:
+    if not rows:
+        return ""
+    shown = f", {len(rows)} of {count} at random" if len(rows) < count else ""
+    return f"<h3>{heading}{shown}</h3>" + "".join(map(_figure, rows))
 
 
 def _figure(row: Row) -> str:
-    words = [str(row.get("reason") or row.get("text") or ""), Path(str(row.get("path", ""))).name]
+    words = [_reason_with_value(row) or str(row.get("text") or ""), Path(str(row.get("path", ""))).name]
     if "start" in row and row["start"] is not None:
         words.append(f"{float(row['start']):.2f} to {float(row['end']):.2f} s")
     return f"<figure>{_picture(row)}<br>{html.escape(' | '.join(filter(None, words)))}</figure>"
+
+
+def _reason_with_value(row: Row) -> str:
+    """ "flow < 0.5: 0.073", "duplicate_of is not empty: a.mp4"."""
+    reason = str(row.get("reason") or "")
+    value = row.get(reason.split(" ")[0])
+    if value in (None, ""):
+        return reason
+    return f"{reason}: {value:.4g}" if isinstance(value, int | float) else f"{reason}: {Path(str(value)).name}"
 
 
 def _picture(row: Row) -> str:
@@ -96,9 +115,14 @@ def _picture(row: Row) -> str:
 
 
 def _thumbnail(row: Row) -> Image.Image | None:
-    """The middle frame of a clip; None where none can be read, which is why some rows are dropped."""
+    """The middle frame of a clip or of a part of a video; None where none can be read, which is why some rows are dropped."""
+    path = str(row.get("path", ""))
     try:
-        frame = key_frames(Path(str(row.get("path", ""))), [0.5])[0]
+        with open_clip(Path(path)) as clip:
+            middle = (clip.num_frames - 1) // 2
+            if row.get("source") == path and row.get("start") is not None:  # a part that became no clip
+                middle = int(np.abs(clip.seconds() - (float(row["start"]) + float(row["end"])) / 2).argmin())
+            frame = clip.read([middle])[0]
     except (UserError, OSError):
         return None
     picture = Image.fromarray(frame)

@@ -1,6 +1,6 @@
-"""Train (fine-tune) a small STDiT on the clips, sample from prompts, measure and show the result.
+"""Train (fine-tune) a small model on the clips, sample from prompts, measure and show the result.
 
-    python -m tools.quickstart [--from pretrained|scratch]
+    python -m tools.quickstart [--from pretrained|scratch|nova]
 
 Every part is one of the commands a user would type; each is printed before it runs. A run that was interrupted is
 continued from its last checkpoint.
@@ -24,8 +24,24 @@ from opensora.utils.errors import UserError, exit_on_user_error
 
 ROOT = Path(__file__).resolve().parents[2]
 CLIPS = Path("assets/clips/clips.csv")
-CONFIGS = {"pretrained": "configs/quickstart/train.py", "scratch": "configs/quickstart/scratch.py"}
-INFERENCE = "configs/quickstart/inference.py"
+
+
+class Recipe(NamedTuple):
+    """The configs of a quickstart.
+
+    pictures: sample pictures too, of one frame.
+    """
+
+    train: str
+    inference: str = "configs/quickstart/inference.py"
+    pictures: bool = False
+
+
+RECIPES = {
+    "pretrained": Recipe("configs/quickstart/train.py"),
+    "scratch": Recipe("configs/quickstart/scratch.py"),
+    "nova": Recipe("configs/quickstart/nova.py", "configs/quickstart/inference_nova.py", pictures=True),
+}
 
 
 class Plan(NamedTuple):
@@ -41,7 +57,11 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--from", dest="start", choices=CONFIGS, default="pretrained", help="which weights to start from"
+        "--from",
+        dest="start",
+        choices=RECIPES,
+        default="pretrained",
+        help="the shipped STDiT's weights, a smaller STDiT's from nothing, or a NOVA's from nothing",
     )
     parser.add_argument("--out", type=Path, default=Path("outputs/quickstart"), help="where everything goes")
     parser.add_argument("--max-steps", type=int, help="optimizer steps instead of the config's")
@@ -68,29 +88,35 @@ def quickstart(
 ) -> dict[str, Any]:
     """Run everything; returns the report that is also written to `<run>/report.json`."""
     run, seconds = run_folder(out, start), Seconds()
-    config = CONFIGS[start]
+    recipe = RECIPES[start]
     limit = [] if max_steps is None else [f"--max-steps={max_steps}"]
-    plan = read_plan(config, limit)
+    plan = read_plan(recipe, limit)
     table = pd.read_csv(CLIPS, keep_default_na=False)[:num_clips]
     table["paraphrase"] = table[held_out]
     table.to_csv(run / "clips.csv", index=False)
     data = data_options(run, out)
 
     with seconds("latents of the clips"):
-        command("-m", "tools.cache_features", config, *data)
+        command("-m", "tools.cache_features", recipe.train, *data)
     with seconds("training"):
-        checkpoint = train(config, run, [*data, *limit], plan.steps)
+        checkpoint = train(recipe.train, run, [*data, *limit], plan.steps)
     with seconds("sampling"):
         prompts = write_prompts(table, run / "prompts.csv")
-        options = [f"--ckpt-path={checkpoint}", f"--prompt-path={prompts}", f"--save-dir={run / 'samples'}"]
-        command("scripts/inference.py", INFERENCE, *options, *model_of(plan))
+        options = [f"--ckpt-path={checkpoint}", f"--prompt-path={prompts}", *model_of(plan)]
+        command("scripts/inference.py", recipe.inference, f"--save-dir={run / 'samples'}", *options)
+        if recipe.pictures:
+            command(
+                "scripts/inference.py", recipe.inference, f"--save-dir={run / 'pictures'}", "--num-frames=1", *options
+            )
     with seconds("measuring"):
-        from tools.quickstart.report import report
+        from tools.quickstart.report import report, report_pictures
 
         figures = report(run, table, CLIPS.parent, plan.inference, plan.train.frame_interval)
+        if recipe.pictures:
+            figures |= report_pictures(run, table, CLIPS.parent, plan.inference)
     figures |= {"start": start, "checkpoint": str(checkpoint), "seconds": seconds.by_part}
     (run / "report.json").write_text(json.dumps(figures, indent=1) + "\n")
-    print(describe(run, figures))
+    print(describe(run, figures, recipe))
     return figures
 
 
@@ -131,12 +157,12 @@ def checkpoints(run: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name.rpartition("step")[2]))
 
 
-def read_plan(config: str, options: Sequence[str] = ()) -> Plan:
+def read_plan(recipe: Recipe, options: Sequence[str] = ()) -> Plan:
     """Read a training config, with overrides, and the config that samples from what it trains."""
-    trained = parse_config(TrainConfig, argv=[config, *options])
+    trained = parse_config(TrainConfig, argv=[recipe.train, *options])
     if trained.max_steps is None:
-        raise UserError(f"{config} sets no max_steps, which the quickstart needs.")
-    return Plan(trained, parse_config(InferenceConfig, argv=[INFERENCE]), trained.max_steps)
+        raise UserError(f"{recipe.train} sets no max_steps, which the quickstart needs.")
+    return Plan(trained, parse_config(InferenceConfig, argv=[recipe.inference]), trained.max_steps)
 
 
 def model_of(plan: Plan) -> list[str]:
@@ -173,13 +199,17 @@ class Seconds:
         self.by_part[part] = round(time.monotonic() - started, 1)
 
 
-def describe(run: Path, figures: dict[str, Any]) -> str:
+def describe(run: Path, figures: dict[str, Any], recipe: Recipe) -> str:
     """The result, for the terminal."""
     n, seconds = figures["num_clips"], figures["seconds"]
+    pictures = ""
+    if recipe.pictures:
+        right = [f"{figures[f'pictures_{name}_right']}/{n} for {name}" for name in ("captions", "paraphrases")]
+        pictures = f"\nA picture's nearest frame is of its own clip:\n  {', '.join(right)}"
     times = ", ".join(f"{part} {value:.0f}" for part, value in seconds.items())
     return f"""
 The sample's nearest clip is its own, among {n}:
-  {figures["captions_right"]}/{n} for captions seen in training, {figures["paraphrases_right"]}/{n} for paraphrases never seen
+  {figures["captions_right"]}/{n} for captions seen in training, {figures["paraphrases_right"]}/{n} for paraphrases never seen{pictures}
 PSNR of a sample's frames to the best frame of its clip (the VAE alone reaches {figures["vae_psnr"]:.1f} dB):
   {figures["captions_psnr"]:.1f} dB for captions, {figures["paraphrases_psnr"]:.1f} dB for paraphrases
 Seconds: {times}; {sum(seconds.values()):.0f} in all
@@ -190,7 +220,7 @@ Look at
   {run / "loss.png"}            the loss curve
   {figures["checkpoint"]}
 Try your own prompt:
-  .venv/bin/python scripts/inference.py {INFERENCE} --ckpt-path {figures["checkpoint"]} --save-dir samples --prompt "..."
+  .venv/bin/python scripts/inference.py {recipe.inference} --ckpt-path {figures["checkpoint"]} --save-dir samples --prompt "..."
 """
 
 

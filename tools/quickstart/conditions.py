@@ -25,12 +25,13 @@ from opensora.models.vae.evaluate import reconstruct
 from opensora.registry import MODELS, build_module
 from opensora.utils.config import InferenceConfig, parse_config
 from opensora.utils.errors import exit_on_user_error
-from tools.quickstart.__main__ import CLIPS, INFERENCE, command
+from tools.quickstart.__main__ import CLIPS, RECIPES, command
 from tools.quickstart.measure import psnr
 from tools.quickstart.pictures import Row, contact_sheet
 from tools.quickstart.report import read_clip
 
 SHOWN = ("white_dog.mp4", "meadow_run.mp4", "pink_clouds.mp4")
+INFERENCE = RECIPES["pretrained"].inference
 EXTENDED_FROM = 2  # latent frames, which are frames with this VAE, that --extend keeps
 
 

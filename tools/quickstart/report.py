@@ -3,8 +3,10 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
+from PIL import Image
 from torch import Tensor
 
 from opensora.datasets.read_video import frames_needed, probe, read_frames
@@ -59,6 +61,39 @@ def report(run: Path, table: pd.DataFrame, root: Path, cfg: InferenceConfig, fra
             f"{table['path'][i]}: {'caption' if k < n else 'paraphrase'}" for k, i in enumerate(own) if not right[k]
         ],
     }
+
+
+def report_pictures(run: Path, table: pd.DataFrame, root: Path, cfg: InferenceConfig) -> dict[str, int]:
+    """Measure the pictures in `run/pictures` and write `pictures.png`: is a picture's nearest frame one of its own clip?
+
+    Args: as of `report`.
+    """
+    size = video_size(cfg, build_module(cfg.vae, MODELS)).image_size
+    clips = [read_clip(root / path, size) for path in table["path"]]
+    pictures = [read_picture(path) for path in sorted((run / "pictures").glob("*.png"))]
+    n = len(clips)
+    if len(pictures) != 2 * n:
+        raise RuntimeError(f"{len(pictures)} pictures in {run / 'pictures'} for {n} captions and {n} paraphrases")
+    right = [nearest(picture, clips, 1) == i % n for i, picture in enumerate(pictures)]
+    rows = [
+        Row(
+            [
+                (f"CLIP {table['path'][i]}", clips[i][:, :1]),
+                (f"CAPTION {table['text'][i]}", pictures[i]),
+                (f"HELD-OUT PARAPHRASE {table['paraphrase'][i]}", pictures[n + i]),
+            ]
+        )
+        for i in range(n)
+    ]
+    contact_sheet(rows, run / "pictures.png", frames_per_group=1)
+    return {"pictures_captions_right": sum(right[:n]), "pictures_paraphrases_right": sum(right[n:])}
+
+
+def read_picture(path: Path) -> Tensor:
+    """A picture file as [3, 1, H, W] in [-1, 1]."""
+    with Image.open(path) as picture:
+        pixels = torch.from_numpy(np.array(picture.convert("RGB")))
+    return pixels.permute(2, 0, 1)[:, None] / 127.5 - 1
 
 
 def read_clip(path: Path, size: tuple[int, int]) -> Tensor:

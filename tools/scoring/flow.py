@@ -5,6 +5,7 @@ Open-Sora 1.1 looked at frames 0, 10, 20, 30 (a third of a second apart at 30 fp
 `--flowmin` filters by, what captions call the motion score, and the number that NOVA's motion tokens get.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from tools.scoring.fields import flow_method
-from tools.scoring.frames import Row, each_file, mean, pairs
+from tools.scoring.frames import Pair, Row, each_file, mean, pairs, pairs_of
 from tools.scoring.registry import SCORERS
 
 UNIT_S = 1 / 3
@@ -31,16 +32,19 @@ class Flow:
 
     def score(self, paths: list[Path], **needed: list[Any]) -> list[Row]:
         """0 for a still clip, some 10 for a fast one; None for a picture."""
-        fields = flow_method(self.method, self.device)
+        flow_method(self.method, self.device)  # what is wrong with it is no file's fault
+        return each_file(paths, self.columns, lambda path: {"flow": self._measure(pairs(path, self.fps, self.pairs))})
 
-        def measure(path: Path) -> Row:
-            found = pairs(path, self.fps, self.pairs)
-            if not found:
-                return {"flow": None}
-            lengths = [np.linalg.norm(field, axis=-1).mean() for field in fields(found)]
-            return {"flow": mean(n * UNIT_S / pair.seconds for n, pair in zip(lengths, found, strict=True))}
+    def of_frames(self, frames: Sequence[np.ndarray], frame_rate: float) -> float | None:
+        """The same of frames [H, W, 3] uint8 at a constant rate; None of a single one."""
+        return self._measure(pairs_of(frames, self.fps, self.pairs, frame_rate))
 
-        return each_file(paths, self.columns, measure)
+    def _measure(self, found: Sequence[Pair]) -> float | None:
+        if not found:
+            return None
+        fields = flow_method(self.method, self.device)(found)
+        lengths = [np.linalg.norm(field, axis=-1).mean() for field in fields]
+        return mean(n * UNIT_S / pair.seconds for n, pair in zip(lengths, found, strict=True))
 
 
 SCORERS["flow"] = Flow()

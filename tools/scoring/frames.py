@@ -75,6 +75,15 @@ def pairs(path: Path, fps: float, most: int) -> list[Pair]:
     return [Pair(frames[a], frames[b], gap) for a, b, gap in zip(starts, ends, gaps, strict=True)]
 
 
+def pairs_of(frames: Sequence[np.ndarray], fps: float, most: int, frame_rate: float) -> list[Pair]:
+    """`pairs` of frames [H, W, 3] uint8 at a constant `frame_rate`."""
+    if len(frames) < 2:
+        return []
+    shown = np.arange(len(frames)) / frame_rate
+    found = zip(*_places(shown, 1 / fps, most), strict=True)
+    return [Pair(shrunk(frames[a]), shrunk(frames[b]), float(shown[b] - shown[a])) for a, b in found]
+
+
 def _places(shown: np.ndarray, gap_s: float, most: int) -> tuple[list[int], list[int]]:
     """Numbers of the first and of the second frames of pairs."""
     last_start = int(np.searchsorted(shown, shown[-1] - gap_s + 1e-6, side="right")) - 1

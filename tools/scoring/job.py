@@ -10,23 +10,25 @@ import json
 import multiprocessing
 import os
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
 from opensora.utils.errors import UserError
 from tools.datasets.stream import Block, columns_of, count_rows, read_blocks, renamed, write_blocks
 from tools.eval.record import file_hash
-from tools.scoring.parts import Part, read_part, score_part
+from tools.scoring.parts import Advanced, Part, note_death, read_part, score_part
 from tools.scoring.registry import Comparing, Scorer, all_columns
 
 STATUS = "status"  # "ok" or what is wrong with the file, as `--info` writes it and `--remove-broken` reads it
-NO_PROGRESS = 6  # deaths of processes in a row without a row done in between: it is not the files
+NO_PROGRESS = 20  # deaths of processes in a row without a row scored in between: it is not the files
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,12 @@ class Job:
 
 
 def run(job: Job, workers: int = 1) -> Path:
-    """Do what is left of a job on `workers` processes, 0 for this one, and merge; under torchrun, this rank's share.
+    """Do what is left of a job and merge.
+
+    Args:
+        job: what is to be done.
+        workers: processes; 0 = this one, which nobody starts again when a file crashes its decoder. Under torchrun it has no
+            effect: each rank does its share, in a process that it watches over.
 
     Raises:
         UserError: the table, a scorer or its weights are not as they must be, or another job's parts are in the way.
@@ -74,11 +81,12 @@ def run(job: Job, workers: int = 1) -> Path:
     total = count_rows(job.table)
     interval_s = 0.5 if sys.stderr.isatty() else 30  # between two states of the bar: a log keeps them all
     with tqdm(total=total, desc="scoring", unit="row", leave=False, mininterval=interval_s, disable=rank > 0) as bar:
-        if world > 1 or workers == 0:
-            use_device(job, int(os.environ.get("LOCAL_RANK", 0)))
-            run_share(job, rank, world, lambda rows: bar.update(rows) and None)
+        if world > 1:
+            _supervise(job, [Share(rank, world, int(os.environ.get("LOCAL_RANK", 0)))], bar)
+        elif workers:
+            _supervise(job, [Share(number, workers, number) for number in range(workers)], bar)
         else:
-            _supervise(job, workers, bar)
+            run_share(job, 0, 1, lambda rows, _: bar.update(rows) and None)
     if all(part.done.is_file() for part in all_parts(job, total)):
         merge(job, total)
     return job.out
@@ -113,13 +121,13 @@ def prepare(job: Job) -> None:
         )
 
 
-def run_share(job: Job, rank: int, world: int, advanced: Callable[[int], None]) -> None:
+def run_share(job: Job, rank: int, world: int, advanced: Advanced) -> None:
     """Complete the parts rank, rank + world, ..., those that are not."""
     for number, block in enumerate(read_blocks(job.table, job.part_rows, job.needed())):
         part = Part(job.parts, number)
         if number % world == rank:
             if part.done.is_file():
-                advanced(len(block["path"]))
+                advanced(len(block["path"]), 0)
             else:
                 files = [job.folder / str(name) for name in block["path"]]
                 score_part(part, block, files, job.scorers, job.batch_size, advanced)
@@ -190,6 +198,14 @@ def _fingerprint(job: Job) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------------------- processes
 
 
+class Share(NamedTuple):
+    """What one process does: the parts rank, rank + world, ..., on which GPU of its machine."""
+
+    rank: int
+    world: int
+    gpu: int
+
+
 def use_device(job: Job, local_rank: int) -> None:
     """Give this process a GPU of its own, where a scorer works on one."""
     if _on_gpu(job):
@@ -202,47 +218,59 @@ def _on_gpu(job: Job) -> bool:
     return any(str(getattr(chosen, "device", "cpu")).startswith("cuda") for chosen in job.scorers.values())
 
 
-def _supervise(job: Job, workers: int, bar: Any) -> None:
-    """Run processes until all have ended well; one that dies is started again."""
+def _supervise(job: Job, shares: Sequence[Share], bar: Any) -> None:
+    """Run a process for each share until all have ended well; one that dies is started again."""
     # a forked process cannot use a GPU, a spawned one imports everything again
     context: Any = multiprocessing.get_context("spawn" if _on_gpu(job) else "fork")
-    counter = context.Value("q", 0)
-    running = {rank: _start(context, job, rank, workers, counter) for rank in range(workers)}
+    counters = context.Value("q", 0), context.Value("q", 0)  # rows behind, rows scored
+    running = {share: _start(context, job, share, counters) for share in shares}
     deaths, before = 0, 0
     try:
         while running:
             time.sleep(0.05)
-            bar.update(min(counter.value, bar.total) - bar.n)
-            for rank, process in list(running.items()):
+            bar.update(min(counters[0].value, bar.total) - bar.n)
+            for share, process in list(running.items()):
                 if process.exitcode is None:
                     continue
-                del running[rank]
+                del running[share]
                 if process.exitcode == 0:
                     continue
-                deaths, before = (deaths + 1 if counter.value == before else 1), counter.value
+                scored = counters[1].value
+                deaths, before = (deaths + 1 if scored == before else 1), scored
                 if process.exitcode > 0 or deaths > NO_PROGRESS:
-                    raise UserError(f"process {rank} ended with code {process.exitcode}; what it said is above.")
-                running[rank] = _start(context, job, rank, workers, counter)
+                    raise UserError(f"process {share.rank} ended with code {process.exitcode}; what it said is above.")
+                note_death(job.parts, process.pid or 0)
+                running[share] = _start(context, job, share, counters)
     finally:
         for process in running.values():
             process.terminate()
             process.join()
 
 
-def _start(context: Any, job: Job, rank: int, workers: int, counter: Any) -> BaseProcess:
-    process: BaseProcess = context.Process(target=_work, args=(job, rank, workers, counter), daemon=True)
+def _start(context: Any, job: Job, share: Share, counters: Any) -> BaseProcess:
+    process: BaseProcess = context.Process(target=_work, args=(job, share, counters), daemon=True)
     process.start()
     return process
 
 
-def _work(job: Job, rank: int, workers: int, counter: Any) -> None:
-    def advanced(rows: int) -> None:
-        with counter.get_lock():
-            counter.value += rows
+def _work(job: Job, share: Share, counters: Any) -> None:
+    def advanced(behind: int, scored: int) -> None:
+        for counter, rows in zip(counters, (behind, scored), strict=True):
+            with counter.get_lock():
+                counter.value += rows
 
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
-        use_device(job, rank)
-        run_share(job, rank, workers, advanced)
+        use_device(job, share.gpu)
+        run_share(job, share.rank, share.world, advanced)
     except UserError as error:
         sys.stderr.write(f"\nerror: {error}\n")
         sys.exit(2)
+
+
+def _end_with_parent() -> None:
+    """A process that is killed cannot end its children; they would go on, and keep the next run from their parts."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "it runs in a child"
+    wait([parent.sentinel])
+    os._exit(1)

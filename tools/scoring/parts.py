@@ -2,12 +2,15 @@
 
 A part is a file `part-00000012.jsonl`, one line a row; until it is complete, `part-00000012.partial`. Whoever opens the part
 again goes on behind the last whole line. Decoders are C code that a damaged file may crash: before each batch, its place is
-written to `part-00000012.trying`, so that after a death the batch is done again row by row, and a row at which the process
-dies twice in a row gets an error instead of a score. A process that is killed by hand loses one batch at most.
+written to `part-00000012.trying`, so that the process that watches over this one can note there that it died. Then the batch
+is done again row by row, and a row at which the process dies twice in a row gets an error instead of a score. Where all are
+killed from outside nobody notes anything: one batch is lost, and no file is blamed, however often that happens.
 """
 
 import fcntl
 import json
+import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,16 +22,19 @@ from tools.scoring.registry import Scorer
 
 DEATHS = 2  # at one row, after which it is given up
 DIED = "the process died twice while reading it; the file crashes its decoder"
+PATIENCE_S = 5.0  # in which a process of a run that was killed lets go of its part
 
 Line = dict[str, Any]
+Advanced = Callable[[int, int], None]
 
 
 class Trying(NamedTuple):
-    """The rows that are being done: the first, how many, and how often a process has died at them."""
+    """The rows that are being done: the first, how many, how often a process has died at them, and by which process."""
 
     start: int
     rows: int
     deaths: int
+    process: int
 
 
 class Part(NamedTuple):
@@ -59,7 +65,7 @@ def score_part(
     paths: Sequence[Path],
     scorers: Mapping[str, Scorer],
     batch_size: int,
-    advanced: Callable[[int], None],
+    advanced: Advanced,
 ) -> None:
     """Complete a part.
 
@@ -69,27 +75,28 @@ def score_part(
         paths: the files of its rows.
         scorers: by name.
         batch_size: files that scorers get at a time.
-        advanced: is told how many rows have been done.
+        advanced: is told how many rows are behind, and how many of them were looked at just now.
 
     Raises:
         UserError: a scorer cannot work at all, or another process is at this part.
     """
     with _opened(part) as file:
         done = _whole_lines(file)
-        advanced(done)
+        advanced(done, 0)
         died = _died(part, done)
         while done < len(paths):
             rows, deaths = _next(done, died, min(batch_size, len(paths) - done))
-            if deaths >= DEATHS:
+            given_up = deaths >= DEATHS
+            if given_up:
                 lines = [{"errors": dict.fromkeys(scorers, DIED)}]
             else:
-                part.trying.write_text(json.dumps(Trying(done, rows, deaths)))
+                part.trying.write_text(json.dumps(Trying(done, rows, deaths, os.getpid())))
                 lines = score_rows(scorers, paths[done : done + rows], _cut(block, done, rows))
             file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
             file.flush()
             part.trying.unlink(missing_ok=True)
             done += rows
-            advanced(rows)
+            advanced(rows, 0 if given_up else rows)
         part.partial.replace(part.done)
 
 
@@ -112,6 +119,14 @@ def score_rows(scorers: Mapping[str, Scorer], paths: Sequence[Path], block: Bloc
     return lines
 
 
+def note_death(folder: Path, process: int) -> None:
+    """Note, where a process has died by itself, at what it was."""
+    for path in folder.glob("*.trying"):
+        trying = _read_trying(path)
+        if trying is not None and trying.process == process:
+            path.write_text(json.dumps(trying._replace(deaths=trying.deaths + 1)))
+
+
 def _next(done: int, died: Trying | None, batch: int) -> tuple[int, int]:
     """How many rows come next, and how often a process has died at exactly these."""
     if died is None or not died.start <= done < died.start + died.rows:
@@ -120,12 +135,16 @@ def _next(done: int, died: Trying | None, batch: int) -> tuple[int, int]:
 
 
 def _died(part: Part, done: int) -> Trying | None:
-    """What a process died at that did not clean up; None where none did."""
+    """What a process died at; None where none did, or where it was killed together with the one that watches over it."""
+    trying = _read_trying(part.trying)
+    return trying if trying is not None and trying.start == done and trying.deaths else None
+
+
+def _read_trying(path: Path) -> Trying | None:
     try:
-        start, rows, deaths = json.loads(part.trying.read_text())
-    except (FileNotFoundError, ValueError):  # it died while writing that file
+        return Trying(*json.loads(path.read_text()))
+    except (FileNotFoundError, ValueError, TypeError):  # it died while writing that file
         return None
-    return Trying(start, rows, deaths + 1) if start == done else None
 
 
 def _cut(block: Block, start: int, rows: int) -> Block:
@@ -136,15 +155,23 @@ def _cut(block: Block, start: int, rows: int) -> Block:
 def _opened(part: Part) -> Iterator[TextIO]:
     """The unfinished part, for this process alone. An error that is no crash leaves no trace of the batch."""
     with part.partial.open("a+", encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise UserError(f"{part.partial}: another process is working on it; wait for it, or end it.") from error
+        _lock(file, part)
         try:
             yield file
         except BaseException:
             part.trying.unlink(missing_ok=True)
             raise
+
+
+def _lock(file: TextIO, part: Part) -> None:
+    until = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if time.monotonic() > until:
+                raise UserError(f"{part.partial}: another process is working on it; wait for it, or end it.") from error
+        time.sleep(0.05)
 
 
 def _whole_lines(file: TextIO) -> int:

@@ -9,7 +9,7 @@ fps = 12
 image_size = (480, 768)
 
 # Define model
-model = dict(type="NOVA-d48w1024-T2V", base_size=(9, 60, 96), from_pretrained="PRETRAINED_MODEL")  # --ckpt-path
+model = dict(type="NOVA-d48w1024-T2V", base_size=(16, 60, 96), from_pretrained="PRETRAINED_MODEL")  # --ckpt-path
 vae = dict(type="DiffusersVideoVAE", from_pretrained="Wan-AI/Wan2.1-T2V-1.3B-Diffusers", subfolder="vae")
 text_encoder = dict(type="hf", from_pretrained="microsoft/phi-2", model_max_length=256, dtype="bf16")
 scheduler = dict(

@@ -24,7 +24,7 @@ plugin = "ddp"
 # Define model
 model = dict(
     type="NOVA-d48w1024-T2V",
-    base_size=(9, 60, 96),
+    base_size=(16, 60, 96),
     from_pretrained=None,  # --ckpt-path
 )
 vae = dict(type="DiffusersVideoVAE", from_pretrained="Wan-AI/Wan2.1-T2V-1.3B-Diffusers", subfolder="vae")

@@ -3,13 +3,14 @@
     save_compiled("compiled/dit", pipe)      after the first calls
     load_compiled("compiled/dit", pipe)      after `compile_pipe`, before the first call
 
-The folder holds `header.json` and `artifacts.bin`. Programs fit one version of torch and triton, one kind of GPU, and one
+The folder holds `header.json`, `artifacts.bin` and, from a CPU, `libraries.zip` (see `libraries`). Programs fit one version of torch and triton, one kind of GPU, and one
 architecture with its options; a header that differs is refused with the reason, since PyTorch would compile anew in silence.
 The artefacts are code: load only what you saved.
 """
 
 import hashlib
 import json
+import logging
 import platform
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,12 +19,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from opensora.acceleration.compiler import libraries
 from opensora.acceleration.compiler.entry import record_of
 from opensora.acceleration.compiler.pipes import parts_of
 from opensora.utils.errors import UserError
 
-HEADER, ARTIFACTS = "header.json", "artifacts.bin"
-FORMAT = 1
+logger = logging.getLogger(__name__)
+
+HEADER, ARTIFACTS, LIBRARIES = "header.json", "artifacts.bin", "libraries.zip"
+FORMAT = 2
 
 
 class Counters(NamedTuple):
@@ -54,17 +58,19 @@ def save_compiled(folder: str | Path, *compiled: Any) -> Path:
     saved = torch.compiler.save_cache_artifacts()
     if saved is None:
         raise UserError("save_compiled: nothing compiled yet in this process. Compile a module and run it once.")
-    data = saved[0]
+    files = {ARTIFACTS: saved[0], LIBRARIES: libraries.pack()}
     header = {
         "format": FORMAT,
         **_machine(),
         "modules": entries,
-        "artifacts": {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()},
+        "processor": libraries.processor(),
+        "files": {name: {"bytes": len(data), "sha256": _checksum(data)} for name, data in files.items()},
     }
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / HEADER).unlink(missing_ok=True)  # an interruption leaves no header beside artefacts of another time
-    (folder / ARTIFACTS).write_bytes(data)
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
     (folder / HEADER).write_text(json.dumps(header, indent=2) + "\n", encoding="utf-8")
     return folder
 
@@ -83,12 +89,13 @@ def load_compiled(folder: str | Path, *compiled: Any) -> dict[str, Any]:
         UserError: there is no such folder, a file is damaged, or it is for another machine, version, model or options.
     """
     folder = Path(folder)
-    header, data = _read(folder)
+    header, files = _read(folder)
     _refuse(folder, {key: (header.get(key), value) for key, value in _machine().items()})
     for module in _modules(compiled):
         _check_module(folder, header["modules"], _describe(module))
-    if torch.compiler.load_cache_artifacts(data) is None:
+    if torch.compiler.load_cache_artifacts(files[ARTIFACTS]) is None:
         raise UserError(f"{folder / ARTIFACTS}: PyTorch could not read it. Delete the folder and save again.")
+    _load_libraries(folder, files[LIBRARIES], header["processor"])
     return header
 
 
@@ -99,6 +106,16 @@ def cache_counters() -> Counters:
     # a program found in the outer of the two caches is usually looked up in the inner one too
     found = max(counters["inductor"]["fxgraph_cache_hit"], counters["aot_autograd"]["autograd_cache_hit"])
     return Counters(found, counters["inductor"]["fxgraph_cache_miss"])
+
+
+def _load_libraries(folder: Path, data: bytes, processor: str) -> None:
+    if data and processor != libraries.processor():
+        logger.info("%s: saved on another processor, so that C++ kernels are built again.", folder)
+        return
+    try:
+        libraries.unpack(data)
+    except ValueError as error:
+        raise UserError(f"{folder / LIBRARIES} is damaged ({error}). Delete the folder and save again.") from error
 
 
 def _modules(compiled: Iterable[Any]) -> list[nn.Module]:
@@ -149,10 +166,11 @@ def _triton() -> str | None:
     return str(triton.__version__)
 
 
-def _read(folder: Path) -> tuple[dict[str, Any], bytes]:
+def _read(folder: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """The header, and the other files by name."""
     try:
         header = json.loads((folder / HEADER).read_text(encoding="utf-8"))
-        data = (folder / ARTIFACTS).read_bytes()
+        files = {name: (folder / name).read_bytes() for name in header.get("files", ())}
     except FileNotFoundError as error:
         raise UserError(
             f"{folder} holds no compiled programs: {Path(error.filename).name} is missing. save_compiled makes it."
@@ -163,9 +181,14 @@ def _read(folder: Path) -> tuple[dict[str, Any], bytes]:
         raise UserError(
             f"{folder / HEADER} has format {header.get('format')}, this version reads {FORMAT}; save again."
         )
-    if hashlib.sha256(data).hexdigest() != header["artifacts"]["sha256"]:
-        raise UserError(f"{folder / ARTIFACTS} is damaged: its checksum differs. Delete the folder and save again.")
-    return header, data
+    for name, data in files.items():
+        if _checksum(data) != header["files"][name]["sha256"]:
+            raise UserError(f"{folder / name} is damaged: its checksum differs. Delete the folder and save again.")
+    return header, files
+
+
+def _checksum(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 def _check_module(folder: Path, entries: list[dict[str, Any]], module: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ own under "options":
 
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -39,6 +39,7 @@ class Options:
         fullgraph: refuse what would interrupt the program. Our blocks always do.
         quant_type: for "quant", see `quantise.TYPES`; None: what the device is good at.
         quant_min_features: linear layers narrower than this are not quantised.
+        quant_skip: full names of layers that are not quantised either, see `quantise.worst`.
         overrides: settings with a dot.
     """
 
@@ -49,6 +50,7 @@ class Options:
     fullgraph: bool = False
     quant_type: str | None = None
     quant_min_features: int = 512
+    quant_skip: Sequence[str] = ()
     overrides: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -67,7 +69,13 @@ class Options:
 
     def describe(self) -> dict[str, Any]:
         """As JSON takes it; equal for options that mean the same."""
-        return {**asdict(self), "mode": ":".join(sorted(self.words)), "short_sums": self.short_sums}
+        skipped = sorted(self.quant_skip)
+        return {
+            **asdict(self),
+            "quant_skip": skipped,
+            "mode": ":".join(sorted(self.words)),
+            "short_sums": self.short_sums,
+        }
 
 
 def parse_options(given: Given) -> Options:
@@ -139,5 +147,7 @@ def _check(options: Options) -> None:
         )
     if "cudagraphs" in words and "jit" in words:
         raise UserError("compiler options: jit compiles block by block, cudagraphs needs the whole module; keep one.")
-    if "quant" not in words and (options.quant_type, options.quant_min_features) != (None, 512):
-        raise UserError('compiler options: quant_type and quant_min_features have no effect without "quant" in mode.')
+    if "quant" not in words and (options.quant_type, options.quant_min_features, *options.quant_skip) != (None, 512):
+        raise UserError(
+            'compiler options: quant_type, quant_min_features and quant_skip have no effect without "quant" in mode.'
+        )

@@ -136,7 +136,7 @@ def _compile_part(name: str, module: nn.Module, backend: str, options: Options) 
     mode = options.mode if not drop & options.words else ":".join(sorted(options.words - drop))
     changes: dict[str, Any] = {"memory_format": None, "mode": mode}
     if "quant" in drop:
-        changes |= {"quant_type": None, "regional": None, "fullgraph": False}
+        changes |= {"quant_type": None, "quant_skip": (), "regional": None, "fullgraph": False}
     compile_module(module, backend, replace(options, **changes))
 
 

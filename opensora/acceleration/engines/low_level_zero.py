@@ -157,9 +157,11 @@ class LowLevelZeroEngine:
             if name and name not in dict(self.model.named_parameters()):
                 raise UserError(f"the optimizer state is of another model: there is no parameter {name!r}.")
             if name in self._masters:
+                # a copy in any case: what is given may be mapped from a file, which would be kept
                 value, fused = state[path], self.zero.optim.defaults.get("fused")
-                own = self._part(value).to(self.device) if value.ndim else value.to(self.device if fused else "cpu")
-                self.zero.optim.state[self._masters[name]][key] = own
+                own = self._part(value) if value.ndim else value
+                place = self.device if value.ndim or fused else "cpu"  # AdamW counts on the CPU unless it is fused
+                self.zero.optim.state[self._masters[name]][key] = own.to(place, copy=True)
         if self.scales_loss and "/scale" in state:
             scaler = self.zero.mixed_precision_mixin.grad_scaler
             scaler.scale.fill_(float(state["/scale"]))

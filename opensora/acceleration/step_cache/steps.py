@@ -1,5 +1,6 @@
 """What step caches share: where sampling stands, what is kept for each call of the model, and counts."""
 
+import logging
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -9,6 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from opensora.acceleration.patching import Forward, wrap_forward
+
+logger = logging.getLogger(__name__)
 
 
 class StepCache(ABC):
@@ -66,6 +69,11 @@ class StepCache(ABC):
         self.timesteps = [float(t) for t in timesteps]
         try:
             yield
+            if self.computed and not self.reused:
+                logger.warning(
+                    "step_cache: %s reused nothing in %d steps, and has no effect here. Use more sampling steps, or other thresholds.",
+                    type(self).__name__, len(self.timesteps),
+                )  # fmt: skip
         finally:
             self.index = None
             self.forget()

@@ -1,12 +1,14 @@
 """Training from what `tools.cache_features` wrote: the samples of `VideoTextDataset`, without decoding and encoding."""
 
 import hashlib
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from torch import Tensor
 
+from opensora.datasets.cache.flow import StoredFlow
 from opensora.datasets.cache.moments import (
     CLIPS,
     REMEDY,
@@ -32,6 +34,8 @@ SMALL = ("source", "num_frames", "fps")
 @DATASETS.register_module()
 class CachedVideoTextDataset:
     """`VideoTextDataset` with `moments` [2C, T, h, w] float32 in place of `video`; the choices are the same.
+
+    Clips of which the table does not say how much moves (column `flow`) have it from the cache, if that was measured.
 
     Args:
         data_path: As for `VideoTextDataset`, like everything not named here.
@@ -82,6 +86,7 @@ class CachedVideoTextDataset:
         self.occurrence = dict(occurrences(self))
         self.epochs = self._count_epochs() if content == SAMPLES else 0
         self.text = TextFeatures(cache_dir) if text == "features" else None
+        self.flow = self._stored_flow()
         self._refuse_unknown_captions()
         self._verified: set[int] = set()
 
@@ -102,7 +107,8 @@ class CachedVideoTextDataset:
     def fingerprint(self) -> str:
         """A hash of everything that decides the samples."""
         settings = [*sorted(self.records.settings.items()), self.content, self.epochs, self.text and self.text.settings]
-        parts = type(self).__name__, self.table.fingerprint(), self.clips.settings(), settings
+        flow = () if self.flow is None else (self.flow.fingerprint(),)
+        parts = (type(self).__name__, self.table.fingerprint(), self.clips.settings(), settings, *flow)
         return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
     # ------------------------------------------------------------------------------------------------ whole clips
@@ -121,8 +127,8 @@ class CachedVideoTextDataset:
             start = last_start(stored, clips.needed, clips.too_short(row, stored))
         moments = moments[:, start : start + clips.needed : clips.frame_interval].float().clone()
         fps = IMAGE_FPS if is_image(path) else record["fps"] / clips.frame_interval
-        size = (moments.shape[1], *self.image_size)
-        return {"moments": moments, **describe(row, path, choice.caption, size, fps, self.table.scores(row))}
+        size, scores = (moments.shape[1], *self.image_size), self._scores(row, record["source"])
+        return {"moments": moments, **describe(row, path, choice.caption, size, fps, scores)}
 
     def _count(self, row: int) -> int:
         return self._small(row)["num_frames"]
@@ -141,7 +147,8 @@ class CachedVideoTextDataset:
         record = self.records.read(sample_key(self.table.name(row), self.occurrence[row], epoch % self.epochs))
         self._refuse_changed(row, record["source"], path)
         choice = self.clips.choose(epoch, row, int(self.table.num_frames[row]) or record["num_frames"])
-        described = describe(row, path, choice.caption, record["size"], record["fps"], self.table.scores(row))
+        scores = self._scores(row, record["source"])
+        described = describe(row, path, choice.caption, record["size"], record["fps"], scores)
         return {"moments": record["moments"].float().clone(), **described}
 
     def _count_epochs(self) -> int:
@@ -153,6 +160,26 @@ class CachedVideoTextDataset:
         while all(sample_key(name, self.occurrence[row], epochs) in self.records for row, name in rows.items()):
             epochs += 1
         return epochs
+
+    # ------------------------------------------------------------------------------------------------ flow
+
+    def _stored_flow(self) -> StoredFlow | None:
+        """The cache's scores, where the table lacks some."""
+        lacking = self.table.without_flow()
+        found = StoredFlow.beside(self.cache_dir) if lacking else None
+        if found is not None:
+            names = {self.table.name(row): row for row in reversed(lacking)}
+            if missing := [names[name] for name in found.missing(names)]:
+                raise complain_about_rows(
+                    self.table, sorted(missing), "have no flow, here or in the cache", found.remedy
+                )
+        return found
+
+    def _scores(self, row: int, source: str) -> dict[str, float]:
+        scores = self.table.scores(row)
+        if self.flow is None or not math.isnan(scores.get("flow", math.nan)):
+            return scores
+        return {**scores, "flow": self.flow.of(self.table.name(row), source)}
 
     # ------------------------------------------------------------------------------------------------ what is refused
 

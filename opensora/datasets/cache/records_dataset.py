@@ -13,10 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from opensora.datasets.cache.flow import StoredFlow
 from opensora.datasets.datasets import Item, describe
 from opensora.datasets.sampler import SampleKey
 from opensora.registry import DATASETS
 from opensora.utils.errors import UserError
+from opensora.utils.original_records import OriginalRecords, is_original
 from opensora.utils.records import RecordReader
 from opensora.utils.seed import generator
 
@@ -26,7 +28,7 @@ FIRST_SENTENCE = re.compile(r".*?[.!?](?=\s|$)", re.DOTALL)
 
 @DATASETS.register_module()
 class RecordVideoTextDataset:
-    """Samples of a folder that `RecordWriter` wrote with the features of NOVA's guide; all of one size.
+    """Samples of a folder that `RecordWriter`, or that of `codewithgpu`, wrote with the features of NOVA's guide; all of one size.
 
     A sample is that of `CachedVideoTextDataset`: `moments` [2C, T, h, w] float32, `text`, numbers, and `flow` where records have
     it.
@@ -37,6 +39,7 @@ class RecordVideoTextDataset:
         fps: Of all videos, which records do not say; 12 is NOVA's.
         stride: Frames and pixels (time, height, width) of a latent cell: what sizes in pixels are told from.
         seed: With epoch and number, it decides which of the two texts.
+        cache_dir: Where `tools.cache_features --what flow` measured `flow` for records that have none.
         vae_fingerprint: Of the VAE in use; compared where the records' settings have `vae`.
 
     Raises:
@@ -50,11 +53,12 @@ class RecordVideoTextDataset:
         fps: float = 12.0,
         stride: tuple[int, int, int] = (4, 8, 8),
         seed: int = 42,
+        cache_dir: str | None = None,
         vae_fingerprint: str | None = None,
     ) -> None:
         if not 0 <= short_text_prob <= 1:
             raise UserError(f"dataset.short_text_prob={short_text_prob} is not in [0, 1].")
-        self.records = RecordReader(data_path)
+        self.records = OriginalRecords(data_path) if is_original(data_path) else RecordReader(data_path)
         if missing := [name for name in FIELDS if name not in self.records.features]:
             raise UserError(
                 f"{data_path}: records without {', '.join(missing)}; a RecordVideoTextDataset needs {', '.join(FIELDS)}. They have "
@@ -73,6 +77,8 @@ class RecordVideoTextDataset:
             seed,
         )
         self.shape = self._one_shape()
+        self.content = hashlib.blake2b(repr(self.records.content_names()).encode(), digest_size=8).hexdigest()
+        self.flow = self._stored_flow(cache_dir)
 
     def __len__(self) -> int:
         return len(self.records)
@@ -81,16 +87,32 @@ class RecordVideoTextDataset:
         record = self.records[key.index]
         T, h, w = self.shape[1:]
         size = ((T - 1) * self.stride[0] + 1, h * self.stride[1], w * self.stride[2])
-        scores = {"flow": float(record["flow"])} if "flow" in record else {}
+        scores = {"flow": float(record["flow"])} if "flow" in record else self._scores(key.index)
         caption = self._text(record, key)
         where = self.path / f"record-{key.index}"
         return {"moments": moments_of(record), **describe(key.index, where, caption, size, self.fps, scores)}
 
     def fingerprint(self) -> str:
         """A hash of what decides the samples: the records' checksums are in the names of their files."""
-        names = sorted(path.name for path in self.path.glob("*.safetensors"))
-        settings = (self.short_text_prob, self.fps, self.stride, self.seed, len(self))
+        names = self.records.content_names()
+        flow = () if self.flow is None else (self.flow.fingerprint(),)
+        settings = (self.short_text_prob, self.fps, self.stride, self.seed, len(self), *flow)
         return hashlib.blake2b(repr((type(self).__name__, names, settings)).encode(), digest_size=16).hexdigest()
+
+    def _stored_flow(self, cache_dir: str | None) -> StoredFlow | None:
+        if cache_dir is None:
+            return None
+        if "flow" in self.records.features:
+            raise UserError(
+                f"dataset.cache_dir={cache_dir!r} has no effect: the records of {self.path} have their flow. Leave it out."
+            )
+        flow = StoredFlow(cache_dir)
+        if missing := flow.missing(map(str, range(len(self)))):
+            raise UserError(f"{cache_dir} has no flow of {len(missing)} of {len(self)} records. {flow.remedy}")
+        return flow
+
+    def _scores(self, number: int) -> dict[str, float]:
+        return {} if self.flow is None else {"flow": self.flow.of(str(number), self.content)}
 
     def _text(self, record: dict[str, Any], key: SampleKey) -> str:
         rng = generator(self.seed, "text", key.epoch, key.index)
@@ -99,7 +121,7 @@ class RecordVideoTextDataset:
         return record["text"] or first_sentence(record["caption"])
 
     def _one_shape(self) -> tuple[int, ...]:
-        shapes = {_with_time(self.records[i]["shape"]) for i in range(len(self))}
+        shapes = {_with_time(self.records.at(i, ("shape",))["shape"]) for i in range(len(self))}
         if len(shapes) > 1:
             shown = " and ".join("x".join(map(str, shape)) for shape in sorted(shapes)[:2])
             raise UserError(f"{self.path}: records of {len(shapes)} sizes, such as {shown}; write one folder for each.")

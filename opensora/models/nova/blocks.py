@@ -2,7 +2,8 @@
 
     x = x + LN(attention(x));  x = x + LN(MLP(x))
 
-Names are those of the published weights: `blocks.N.{norm1, attn.qkv, attn.proj, norm2, mlp.fc1, mlp.fc2}` and `norm`.
+Names are those of the published weights: `blocks.N.{norm1, attn.qkv, attn.proj, norm2, mlp.fc1, mlp.fc2}`, `norm` and
+`mixer.{lora, proj}`.
 """
 
 from collections.abc import Sequence
@@ -101,14 +102,35 @@ class PatchEmbed(nn.Module):
         return rearrange(x, "... C (H ph) (W pw) -> ... (H W) (C ph pw)", ph=p, pw=p)
 
 
-class VisionTransformer(nn.Module):
-    """A patch embedding and blocks; what goes through them is up to the model."""
+class Mixer(nn.Module):
+    """Later frames as changes of the first one (section 3.2, "scaling and shift"): `c_0 (1 + scale(c_t)) + shift(c_t)`.
 
-    def __init__(self, depth: int, dim: int, num_heads: int, patch_size: int, in_channels: int) -> None:
+    Args:
+        rank: of the map from c_t to scale and shift; -1: full.
+    """
+
+    def __init__(self, dim: int, rank: int) -> None:
+        super().__init__()
+        self.lora = nn.Identity() if rank < 0 else nn.Linear(dim, rank, bias=False)
+        self.proj = nn.Linear(dim if rank < 0 else rank, 2 * dim)
+
+    def forward(self, first: Tensor, later: Tensor) -> Tensor:
+        """`first [B, 1, N, D]`, `later [B, T, N, D] -> [B, T, N, D]`."""
+        scale, shift = self.proj(self.lora(F.silu(later))).chunk(2, dim=-1)
+        return first * (1 + scale) + shift
+
+
+class VisionTransformer(nn.Module):
+    """A patch embedding and blocks, and for `mixer_rank` but 0 a mixer; what goes through them is up to the model."""
+
+    def __init__(
+        self, depth: int, dim: int, num_heads: int, patch_size: int, in_channels: int, mixer_rank: int = 0
+    ) -> None:
         super().__init__()
         self.patch_embed = PatchEmbed(patch_size, in_channels, dim)
         self.blocks = nn.ModuleList(NovaBlock(dim, num_heads) for _ in range(depth))
         self.norm = nn.LayerNorm(dim)
+        self.mixer = Mixer(dim, mixer_rank) if mixer_rank else None
 
     def run(
         self, x: Tensor, blocks: Sequence[int], allowed: Tensor | None = None, rotary: Tensor | None = None

@@ -2,12 +2,14 @@
 
 Li et al. 2024 (MAR, arXiv:2406.11838), section 3.2, with flow matching. Every token has a timestep of its own. Names are those
 of the published weights: `patch_embed.proj`, `time_cond_embed.{timestep_proj, condition_proj}.{fc1, fc2}`,
-`blocks.N.{norm1.proj, proj.fc1, proj.fc2, norm2}`, `norm.proj`, `head`.
+`blocks.N.{norm1.proj, proj.fc1, proj.fc2, norm2}`, `norm.proj`, `head`. What comes out of `head` has the channel fastest,
+as published, while patches that go in have it slowest.
 """
 
 from typing import cast
 
 import torch.nn.functional as F
+from einops import rearrange
 from timm.layers import Mlp
 from torch import Tensor, nn
 
@@ -15,6 +17,7 @@ from opensora.models.layers.embedders import timestep_sinusoid
 from opensora.models.nova.blocks import PatchEmbed
 
 NUM_FREQUENCIES = 256
+NORM_EPS = 1e-6  # where the condition scales and shifts; other norms have 1e-5
 
 
 class TimeCondEmbed(nn.Module):
@@ -42,7 +45,7 @@ class Modulation(nn.Module):
     def forward(self, x: Tensor, condition: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """x normalised, scaled and shifted, and what is left of the stats."""
         scale, shift, *rest = self.proj(F.silu(condition)).chunk(self.num_stats, dim=-1)
-        return F.layer_norm(x, x.shape[-1:]) * (1 + scale) + shift, tuple(rest)
+        return F.layer_norm(x, x.shape[-1:], eps=NORM_EPS) * (1 + scale) + shift, tuple(rest)
 
 
 class HeadBlock(nn.Module):
@@ -53,6 +56,11 @@ class HeadBlock(nn.Module):
         self.norm1 = Modulation(dim, 3)
         self.proj = Mlp(dim, dim, dim, act_layer=nn.SiLU)
         self.norm2 = nn.LayerNorm(dim)
+
+    @property
+    def mlp(self) -> nn.Module:
+        """What levels of activation checkpointing mean; its name in files is `proj`."""
+        return self.proj
 
     def forward(self, x: Tensor, condition: Tensor) -> Tensor:
         """`x, condition [..., D]`."""
@@ -95,4 +103,6 @@ class DiffusionMLP(nn.Module):
         x, condition = self.patch_embed.embed_patches(patches), self.time_cond_embed(timestep, z)
         for block in self.blocks:
             x = block(x, condition)
-        return self.head(self.norm(x, condition)[0]).float()
+        out = self.head(self.norm(x, condition)[0]).float()
+        p = self.patch_embed.patch_size
+        return rearrange(out, "... (ph pw C) -> ... (C ph pw)", ph=p, pw=p)

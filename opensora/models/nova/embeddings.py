@@ -1,7 +1,8 @@
 """What enters NOVA beside pictures: text, motion, places in space and time, and the tokens that stand for nothing yet.
 
 Names are those of the published weights: `text_embed.{proj, norm, weight}`, `motion_embed.{flow_proj, fps_proj}.{0, 2}`,
-`video_pos_embed.{norm, time_proj.0, time_proj.2}`, `mask_embed.{bos_token, mask_token}`.
+`video_pos_embed.{norm, time_proj.0, time_proj.2}`, `mask_embed.{bos_token, mask_token}`. Waves have sines first, as in
+these weights; those of the head's timestep have cosines first.
 """
 
 from typing import Literal
@@ -9,8 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from opensora.models.layers.embedders import timestep_sinusoid
-from opensora.models.layers.pos_embed import grid_coordinates, sincos_2d
+from opensora.models.layers.pos_embed import grid_coordinates, sincos_1d, sincos_2d
 from opensora.models.layers.rope import rotary_table
 
 NUM_FREQUENCIES = 256
@@ -50,7 +50,7 @@ class MotionEmbed(nn.Module):
         """`[B]` each `-> [B, 2, D]`."""
         dtype = next(self.parameters()).dtype
         tokens = [
-            project(timestep_sinusoid(number, NUM_FREQUENCIES).to(dtype))
+            project(sincos_1d(NUM_FREQUENCIES, number).to(dtype))
             for project, number in ((self.flow_proj, flow), (self.fps_proj, fps))
         ]
         return torch.stack(tokens, dim=1)
@@ -60,7 +60,7 @@ class VideoPosEmbed(nn.Module):
     """The place of a latent frame in time, for absolute positions.
 
     Args:
-        base_length: latent frames that the time axis is scaled to: longer videos are interpolated. None = frames count.
+        base_length: latent frames that the time axis spans, however many there are. None = frames count.
     """
 
     def __init__(self, dim: int, base_length: int | None) -> None:
@@ -71,9 +71,8 @@ class VideoPosEmbed(nn.Module):
 
     def forward(self, frames: Tensor, num_frames: int) -> Tensor:
         """Numbers of frames `[T]` of a video of so many latent frames -> `[T, D]`."""
-        longer = self.base_length is not None and num_frames > self.base_length
-        times = frames.float() * (self.base_length / num_frames if longer and self.base_length else 1.0)
-        return self.norm(self.time_proj(timestep_sinusoid(times, NUM_FREQUENCIES).to(self.norm.weight.dtype)))
+        times = frames.double() * (1.0 if self.base_length is None else self.base_length / num_frames)
+        return self.norm(self.time_proj(sincos_1d(NUM_FREQUENCIES, times).to(self.norm.weight.dtype)))
 
 
 class MaskEmbed(nn.Module):
@@ -93,13 +92,14 @@ def space_table(dim: int, grid: tuple[int, int], base: tuple[int, int] | None, d
     return sincos_2d(dim, rows, columns)
 
 
-def rotary_3d(head_dim: int, frames: Tensor, grid: tuple[int, int], stride: int = 1) -> Tensor:
-    """Rotations `[2, T H W, head_dim]` of the tokens of frames `[T]`: an eighth of the channels for time, the rest for space.
+def rotary_3d(head_dim: int, frames: Tensor, grid: tuple[int, int], before: int) -> Tensor:
+    """Rotations `[2, before + T H W, head_dim]` of the tokens of frames `[T]`; those before them, without a place, stay.
 
-    `stride`: a token's size in the finest tokens; a coarse one sits in the middle of those that it covers.
+    An eighth of the channels is for time, the rest for space.
     """
-    rows, columns = (torch.arange(n, device=frames.device) * stride + (stride - 1) / 2 for n in grid)
+    rows, columns = (torch.arange(n, device=frames.device) for n in grid)
     where = torch.cartesian_prod(frames.double(), rows.double(), columns.double())  # [T H W, 3]
+    where = torch.cat([where.new_zeros(before, 3), where])
     side = head_dim * 7 // 16 // 2 * 2
     widths = (head_dim - 2 * side, side, side)
     return torch.cat([rotary_table(width, where[:, i]) for i, width in enumerate(widths)], dim=-1)

@@ -12,10 +12,10 @@ pass takes clean frames as well as noised ones, a timestep for each patch, and w
 """
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
-from einops import rearrange, repeat
+from einops import rearrange
 from torch import Tensor, nn
 
 from opensora.models.denoiser import NUMBERS
@@ -38,6 +38,15 @@ from opensora.registry import MODELS
 from opensora.utils.errors import UserError
 
 Size = tuple[int, int, int]
+
+
+class Past(NamedTuple):
+    """What the frames so far leave behind for the next."""
+
+    cache: Cache
+    first: Tensor | None  # [B, 1, Nc, D], the video encoder's word on the first frame; where there is a mixer
+
+
 MEAN_VISIBLE = 0.133
 """Share of patches that training shows on average: a half-normal number of deviation 0.25, cut off at 0.3."""
 
@@ -54,7 +63,9 @@ class NOVA(nn.Module):
         head_depth, head_width: of the head; None = `width`.
         patch_size: rows and columns of a patch; the video encoder takes twice as many.
         positions: "absolute" (fixed tables in space, a learned embedding of time), or "rotary" (three axes).
-        base_size: (T, H, W) of the latent whose positions other sizes are stretched to; None = positions count.
+        base_size: (T, H, W) of the latent whose absolute positions other sizes are stretched to; None = positions count.
+        mixer_rank: later frames enter the image encoder as changes of the first one, see `Mixer`: 0 = they do not, -1 = by a
+            full map, above 0 = by one of this rank.
         motion: tokens for optical flow and frame rate after the caption; images need none. They are not trained, as published.
         trained: "all", or "image": without what only videos need, as published for text-to-image.
         class_dropout_prob: how often training drops the caption.
@@ -76,6 +87,7 @@ class NOVA(nn.Module):
         patch_size: int = 2,
         positions: Positions = "absolute",
         base_size: Sequence[int] | None = None,
+        mixer_rank: int = 0,
         motion: bool = True,
         trained: Literal["all", "image"] = "all",
         class_dropout_prob: float = 0.1,
@@ -86,6 +98,10 @@ class NOVA(nn.Module):
             raise ValueError(f"image_depth={image_depth} is odd; its two halves see different tokens.")
         if positions not in ("absolute", "rotary"):
             raise ValueError(f"positions={positions!r} is not 'absolute' or 'rotary'.")
+        if positions == "rotary" and base_size is not None:
+            raise ValueError("base_size is for absolute positions; rotary ones always count. Leave it out.")
+        if mixer_rank < -1:
+            raise ValueError(f"mixer_rank={mixer_rank} is not -1 (full), 0 (no mixer) or a rank.")
         self.in_channels = self.out_channels = in_channels
         self.width, self.head_dim, self.model_max_length = width, width // num_heads, model_max_length
         self.patch_size = (1, 2 * patch_size, 2 * patch_size)  # what sizes must be multiples of
@@ -95,9 +111,10 @@ class NOVA(nn.Module):
         self.text_embed = TextEmbed(caption_channels, width)
         self.motion_embed = MotionEmbed(width) if motion else None
         self.numbers = (*NUMBERS, "flow") if motion else NUMBERS
-        self.video_pos_embed = VideoPosEmbed(width, None if base_size is None else base_size[0])
+        base_length = None if base_size is None else base_size[0]
+        self.video_pos_embed = VideoPosEmbed(width, base_length) if positions == "absolute" else None
         self.mask_embed = MaskEmbed(width)
-        self.video_encoder = VisionTransformer(video_depth, width, num_heads, 2 * patch_size, in_channels)
+        self.video_encoder = VisionTransformer(video_depth, width, num_heads, 2 * patch_size, in_channels, mixer_rank)
         self.image_encoder = VisionTransformer(image_depth, width, num_heads, patch_size, in_channels)
         self.image_decoder = DiffusionMLP(head_depth, head_width or width, width, patch_size, in_channels)
         self._initialize()
@@ -139,7 +156,6 @@ class NOVA(nn.Module):
             rearrange(x, "B C T H W -> (B T) C H W"),
             visible.flatten(0, 1),
             conditions.flatten(0, 1),
-            torch.arange(T),
             (H, W),
         )
         z = rearrange(z, "(B T) N D -> B 1 T N D", T=T)
@@ -171,23 +187,27 @@ class NOVA(nn.Module):
         allowed = None if T == 1 else block_causal(L, T, grid[0] * grid[1], x.device)
         encoder = self.video_encoder
         out = encoder.norm(
-            encoder.run(tokens, range(len(encoder.blocks)), allowed, self._rotary(frames, grid, stride=2, before=L))
+            encoder.run(tokens, range(len(encoder.blocks)), allowed, self._rotary(frames, grid, before=L))
         )
-        return rearrange(out[:, L:], "B (T N) D -> B T N D", T=T)
+        out = rearrange(out[:, L:], "B (T N) D -> B T N D", T=T)
+        if encoder.mixer is None:
+            return out
+        first, later = out.split([1, T - 1], dim=1)
+        return torch.cat([first, encoder.mixer(first, later)], dim=1)
 
     def next_condition(
-        self, previous: Tensor | None, text: Tensor, frame: int, size: Size, cache: Cache | None
-    ) -> tuple[Tensor, Cache]:
-        """`video_conditions` of one frame, from that before it and the cache of those before that.
+        self, previous: Tensor | None, text: Tensor, frame: int, size: Size, past: Past | None
+    ) -> tuple[Tensor, Past]:
+        """`video_conditions` of one frame, from that before it and what those before that left.
 
         Args:
             previous: [B, C, H, W], or None for the first frame, in front of which the text goes.
             text: of `text_tokens`.
             frame, size: its number, and (T, H, W) of the whole latent.
-            cache: that the frame before gave.
+            past: that the frame before gave.
 
         Returns:
-            [B, Nc, D], and the cache for the next frame.
+            [B, Nc, D], and the past of the next frame.
         """
         device, grid = text.device, self.coarse_grid(size[1:])
         frames = torch.tensor([frame], device=device)
@@ -196,8 +216,16 @@ class NOVA(nn.Module):
         before = text.shape[1] if previous is None else 0
         if before:
             tokens = torch.cat([text.to(tokens.dtype), tokens], dim=1)
-        out, cache = self.video_encoder.go_on(tokens, cache, self._rotary(frames, grid, stride=2, before=before))
-        return out[:, before:], cache
+        rotary = self._rotary(frames, grid, before=before)
+        encoder = self.video_encoder
+        out, cache = encoder.go_on(tokens, None if past is None else past.cache, rotary)
+        out = out[:, before:]
+        if encoder.mixer is None:
+            return out, Past(cache, None)
+        if past is None:
+            return out, Past(cache, out[:, None])
+        assert past.first is not None, "the past of a model without a mixer"
+        return encoder.mixer(past.first, out[:, None])[:, 0], Past(cache, past.first)
 
     def frame_tokens(
         self, x: Tensor, frames: Tensor, num_frames: int, grid: tuple[int, int], *, first: bool = True
@@ -212,7 +240,7 @@ class NOVA(nn.Module):
         if first:
             nothing = self.mask_embed.bos_token.to(tokens.dtype).expand(B, 1, grid[0] * grid[1], -1)
             tokens = torch.cat([nothing, tokens], dim=1)
-        if self.positions == "rotary":
+        if self.video_pos_embed is None:
             return tokens
         space = space_table(self.width, grid, self._base(2 * self.image_patch), x.device)
         time = self.video_pos_embed(frames, num_frames)
@@ -223,7 +251,6 @@ class NOVA(nn.Module):
         x: Tensor,
         visible: Tensor,
         condition: Tensor,
-        frames: Tensor,
         size: tuple[int, int],
         skip: Sequence[int] = (),
     ) -> Tensor:
@@ -233,7 +260,6 @@ class NOVA(nn.Module):
             x: [B, C, H, W]; only visible patches are looked at.
             visible: [B, V] int64.
             condition: [B, Nc, D].
-            frames: [T] numbers of the frames, which lie in B one sample after another; rotary positions use them.
             size: (H, W).
             skip: blocks to leave out, for guidance by a weaker model.
 
@@ -242,7 +268,7 @@ class NOVA(nn.Module):
         """
         encoder, (Nc, V) = self.image_encoder, (condition.shape[1], visible.shape[1])
         fine = (size[0] // self.image_patch, size[1] // self.image_patch)
-        rotary = self._image_rotary(frames.to(x.device), fine, len(x))  # [2, B, 1, Nc + N, d]
+        rotary = self._rotary(torch.zeros(1, device=x.device), fine, before=Nc)  # [2, Nc + N, d]
         half = len(encoder.blocks) // 2
         tokens = encoder.patch_embed(x)
         absent = self.mask_embed.mask_token.to(tokens.dtype).expand_as(tokens)
@@ -273,6 +299,11 @@ class NOVA(nn.Module):
         """The blocks in forward order, for compilation, activation checkpointing and sharding."""
         return [*self.video_encoder.blocks, *self.image_encoder.blocks, *self.image_decoder.blocks]
 
+    @property
+    def stack_depths(self) -> tuple[int, int, int]:
+        """Blocks of the video encoder, the image encoder and the head: what levels of activation checkpointing go by."""
+        return len(self.video_encoder.blocks), len(self.image_encoder.blocks), len(self.image_decoder.blocks)
+
     def flops(self, latent_size: Size, text_len: int) -> int:
         """Floating-point operations (2 per multiply-add, matrix products only) of one training forward of one sample.
 
@@ -290,6 +321,8 @@ class NOVA(nn.Module):
         halves = self.image_encoder.blocks[: len(self.image_encoder.blocks) // 2], (shown, coarse + fine)
         image = sum(linear_flops(block, n) + 4 * self.width * n * n for n in halves[1] for block in halves[0])
         head = linear_flops(self.image_decoder.blocks, fine) + linear_flops(self.image_decoder.head, fine)
+        if self.video_encoder.mixer is not None:
+            video += linear_flops(self.video_encoder.mixer, (T - 1) * coarse)
         head += linear_flops(self.image_decoder.norm, fine) + linear_flops(self.image_decoder.time_cond_embed, fine)
         return video + T * (image + head) + linear_flops(self.text_embed, text_len) + self._patch_flops(T, fine, coarse)
 
@@ -326,30 +359,9 @@ class NOVA(nn.Module):
     def _base(self, patch: int) -> tuple[int, int] | None:
         return None if self.base_size is None else (self.base_size[1] // patch, self.base_size[2] // patch)
 
-    def _rotary(self, frames: Tensor, grid: tuple[int, int], *, stride: int, before: int) -> Tensor | None:
-        """Rotations of the video encoder's tokens; those of the caption, which have no place, are not turned."""
-        if self.positions == "absolute":
-            return None
-        table = rotary_3d(self.head_dim, frames, grid, stride)
-        still = table.new_zeros(2, before, self.head_dim)
-        still[0] = 1
-        return torch.cat([still, table], dim=1)
-
-    def _image_rotary(self, frames: Tensor, fine: tuple[int, int], batch: int) -> Tensor | None:
-        """Rotations `[2, B, 1, Nc + N, d]` of the condition's and the patches' tokens."""
-        if self.positions == "absolute":
-            return None
-        tables = [
-            torch.cat(
-                [
-                    rotary_3d(self.head_dim, t[None], (fine[0] // 2, fine[1] // 2), 2),
-                    rotary_3d(self.head_dim, t[None], fine),
-                ],
-                1,
-            )
-            for t in frames
-        ]
-        return repeat(torch.stack(tables, 1), "two T N d -> two (B T) 1 N d", B=batch // len(frames))
+    def _rotary(self, frames: Tensor, grid: tuple[int, int], *, before: int) -> Tensor | None:
+        """Rotations `[2, before + T N, d]`; those of a caption or of conditions, which stand before, turn nothing."""
+        return None if self.positions == "absolute" else rotary_3d(self.head_dim, frames, grid, before)
 
     def _initialize(self) -> None:
         """Truncated normal weights as in ViT; the head's modulation and output start at zero, as in MAR."""
@@ -367,8 +379,13 @@ class NOVA(nn.Module):
         if self.motion_embed is not None:
             self.motion_embed.requires_grad_(False)
         if trained == "image":
-            for part in (self.video_pos_embed, self.video_encoder.patch_embed):
-                part.requires_grad_(False)
+            for part in (
+                self.video_pos_embed,
+                self.video_encoder.patch_embed,
+                self.video_encoder.mixer,
+            ):
+                if part is not None:
+                    part.requires_grad_(False)
 
 
 def block_causal(text_len: int, num_frames: int, tokens_per_frame: int, device: torch.device | None = None) -> Tensor:
@@ -379,13 +396,11 @@ def block_causal(text_len: int, num_frames: int, tokens_per_frame: int, device: 
 
 
 def _rotary_of(rotary: Tensor | None, visible: Tensor, num_condition: int) -> Tensor | None:
-    """Of the condition's tokens and the visible patches."""
+    """Of the condition's tokens and the visible patches, `[2, B, 1, Nc + V, d]`."""
     if rotary is None:
         return None
-    places = torch.cat(
-        [torch.arange(num_condition, device=visible.device).expand(len(visible), -1), visible + num_condition], 1
-    )
-    return rotary.gather(3, places[None, :, None, :, None].expand(2, -1, 1, -1, rotary.shape[-1]))
+    condition = torch.arange(num_condition, device=visible.device).expand(len(visible), -1)
+    return rotary[:, torch.cat([condition, visible + num_condition], dim=1)][:, :, None]
 
 
 def _without(blocks: range, skip: Sequence[int]) -> list[int]:

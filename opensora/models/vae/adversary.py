@@ -37,8 +37,12 @@ class Player(Protocol):
     def learn(self, x: Tensor, x_hat: Tensor, step: int, *, last: bool, share: float) -> dict[str, Tensor]:
         """Add the gradients of one micro-batch, which is `share` of a step; numbers for the log."""
 
-    def step(self, step: int) -> None:
-        """The optimizer step that ends training step `step`, counted from 0."""
+    def step(self, step: int, grad_norm: Tensor) -> Tensor:
+        """The optimizer step that ends training step `step`, counted from 0.
+
+        Returns:
+            The generator's `grad_norm`, or one that is no number where the own is none: then this step was not taken.
+        """
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Parts of a checkpoint."""
@@ -63,8 +67,9 @@ class Nobody:
         """See `Player.learn`."""
         return {}
 
-    def step(self, step: int) -> None:
+    def step(self, step: int, grad_norm: Tensor) -> Tensor:
         """See `Player.step`."""
+        return grad_norm
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """See `Player.state`."""
@@ -130,10 +135,9 @@ class Adversary:
         self.engine.backward(loss * share)
         return {"d_loss": loss.detach(), "d_real": real.detach().float().mean(), "d_fake": fake.detach().float().mean()}
 
-    def step(self, step: int) -> None:
+    def step(self, step: int, grad_norm: Tensor) -> Tensor:
         """See `Player.step`."""
-        if step >= self.start:
-            self.engine.step()
+        return grad_norm if step < self.start else grad_norm + self.engine.step() * 0
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """See `Player.state`."""

@@ -1,5 +1,6 @@
 """How a VAE's latents are distributed, and what its config has to say so that a diffusion model sees unit variance."""
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -8,7 +9,9 @@ import torch
 from torch import Tensor
 
 from opensora.models.vae.base import VideoVAE
+from opensora.utils.errors import UserError
 
+logger = logging.getLogger(__name__)
 UNEQUAL = 0.2  # channels whose spread or centre differ by more than a fifth are scaled one by one
 
 
@@ -60,13 +63,26 @@ class LatentStatistics:
 
 @torch.no_grad()
 def measure_latents(vae: VideoVAE, videos: Iterable[Tensor]) -> LatentStatistics:
-    """The statistics of the posterior means of videos [3, T, H, W], whose sizes may differ."""
-    device = next(vae.parameters()).device
+    """The statistics of the posterior means of videos [3, T, H, W], whose sizes may differ.
+
+    A video whose latents are not finite is left out, with a warning.
+
+    Raises:
+        UserError: no video has finite latents.
+    """
+    device, left_out = next(vae.parameters()).device, 0
     count, total, squares = 0, torch.zeros(vae.out_channels, dtype=torch.float64), torch.zeros((), dtype=torch.float64)
     for video in videos:
         means = vae.moments(video[None].to(device)).chunk(2, dim=1)[0]  # [1, C, T, h, w]
         means = means.double().cpu().transpose(0, 1).flatten(1)  # [C, T h w]
+        if not means.isfinite().all():
+            left_out += 1
+            continue
         count, total, squares = count + means.shape[1], total + means.sum(1), squares + means.square().sum(1)
+    if not count:
+        raise UserError(f"none of {left_out} videos has finite latents: the VAE, or the data, is broken.")
+    if left_out:
+        logger.warning("%d videos have latents that are not finite; the statistics leave them out.", left_out)
     channel_mean = total / count
     variance = (squares / count - channel_mean.square()).clamp_min(0)
     # total variance = mean variance inside the channels + variance of their means

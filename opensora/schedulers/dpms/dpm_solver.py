@@ -113,13 +113,6 @@ class DPMSolver(Sampler):
             "scheduler=dict(type='iddpm', ...) and keep 'dpm-solver' for inference."
         )
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Nothing: it does not learn."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """See `state_dict`; training then ends with the error of `training_losses`."""
-
     def solver(self, z: Tensor, generators: Sequence[torch.Generator] | None) -> PlannedSolver:
         """A run along the plan; only "sde-dpmsolver++" needs generators."""
         if self.algorithm_type == "sde-dpmsolver++" and generators is None:

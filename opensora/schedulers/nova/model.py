@@ -20,7 +20,7 @@ class AutoregressiveModel(Protocol):
     def text_tokens(self, y: Tensor, mask: Tensor | None, fps: Tensor | None, flow: Tensor | None) -> Tensor: ...
 
     def next_condition(
-        self, previous: Tensor | None, text: Tensor, frame: int, size: tuple[int, int, int], cache: Any
+        self, previous: Tensor | None, text: Tensor, frame: int, size: tuple[int, int, int], past: Any
     ) -> tuple[Tensor, Any]: ...
 
     def image_tokens(
@@ -28,7 +28,6 @@ class AutoregressiveModel(Protocol):
         x: Tensor,
         visible: Tensor,
         condition: Tensor,
-        frames: Tensor,
         size: tuple[int, int],
         skip: Sequence[int] = (),
     ) -> Tensor: ...

@@ -43,16 +43,16 @@ def generate(
     T, num_steps = z.shape[2], len(plan.known) - 1
     size = (T, z.shape[3], z.shape[4])
     branches = _branches(model, cond, null, scales)
-    caches: dict[str, Any] = dict.fromkeys(branches)
+    pasts: dict[str, Any] = dict.fromkeys(branches)
     x = torch.zeros_like(z)
     all_given = given.all(dim=0).tolist()  # one wait for the device, before the loops
     for t in range(T):
         conditions = {}
         for name, branch in branches.items():
             first = t == 0 or not branch.sees_frames
-            previous, cache = (None, None) if first else (x[:, :, t - 1], caches[name])
-            conditions[name], caches[name] = model.next_condition(
-                previous, branch.text, t if branch.sees_frames else 0, size, cache
+            previous, past = (None, None) if first else (x[:, :, t - 1], pasts[name])
+            conditions[name], pasts[name] = model.next_condition(
+                previous, branch.text, t if branch.sees_frames else 0, size, past
             )
         if all_given[t]:
             x[:, :, t] = z[:, :, t]
@@ -61,7 +61,7 @@ def generate(
         patches = torch.zeros_like(noise)
         for k in range(num_steps):
             new = plan.order[:, plan.known[k] : plan.known[k + 1]]  # [B, n]
-            says = _what_should_be(model, x[:, :, t], plan.order[:, : plan.known[k]], conditions, branches, t)
+            says = _what_should_be(model, x[:, :, t], plan.order[:, : plan.known[k]], conditions, branches)
             made = _denoise(
                 model, _pick(noise, new), {b: _pick(s, new) for b, s in says.items()}, plan, scales, (k, num_steps)
             )
@@ -96,18 +96,17 @@ def _what_should_be(
     visible: Tensor,
     conditions: dict[str, Tensor],
     branches: dict[str, Branch],
-    t: int,
 ) -> dict[str, Tensor]:
     """The image encoder's word on every patch, `[B, N, D]` for each branch; those without skipped blocks in one batch."""
-    frames, size = torch.tensor([t]), (frame.shape[2], frame.shape[3])
+    size = (frame.shape[2], frame.shape[3])
     whole = [name for name, branch in branches.items() if not branch.skip]
     n = len(whole)
     out = model.image_tokens(
-        frame.repeat(n, 1, 1, 1), visible.repeat(n, 1), torch.cat([conditions[b] for b in whole]), frames, size
+        frame.repeat(n, 1, 1, 1), visible.repeat(n, 1), torch.cat([conditions[b] for b in whole]), size
     )
     says = dict(zip(whole, out.chunk(n), strict=True))
     for name in branches.keys() - says.keys():
-        says[name] = model.image_tokens(frame, visible, conditions[name], frames, size, branches[name].skip)
+        says[name] = model.image_tokens(frame, visible, conditions[name], size, branches[name].skip)
     return says
 
 

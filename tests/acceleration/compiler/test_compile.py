@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from opensora.acceleration.compiler import compile
+from opensora.acceleration.compiler import compile, layer_errors, worst
 from opensora.acceleration.compiler.entry import record_of, restore
 from opensora.acceleration.compiler.regions import repeated_blocks
 from opensora.registry import MODELS
@@ -25,20 +25,6 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inducto
 @pytest.fixture(autouse=True)
 def _fresh():
     torch._dynamo.reset()
-
-
-@pytest.fixture
-def programs(monkeypatch):
-    """The number of programs that the backend "counting" was asked for, as a list of that length."""
-    made: list[int] = []
-
-    def counting(graph, example_inputs):
-        made.append(len(example_inputs))
-        return graph.forward
-
-    monkeypatch.setitem(torch._dynamo.backends.registry._BACKENDS, "counting", None)
-    monkeypatch.setitem(torch._dynamo.backends.registry._COMPILER_FNS, "counting", counting)
-    return made
 
 
 def picture(batch: int = 2, height: int = 16, width: int = 16) -> torch.Tensor:
@@ -182,6 +168,11 @@ def test_our_denoisers_compile_block_by_block(programs):
     assert len(programs) == 2  # one for the first block, which adds positions in time, one for all others
     assert model._compiled_call_impl is None
     assert all(block._compiled_call_impl is not None for block in model.transformer_blocks())
+    compile(model, backend="counting", options={"dynamic": True})
+    del programs[:]
+    for size in ((2, 4, 4), (3, 4, 6), (4, 8, 2), (5, 6, 6)):
+        model(**{**cond, "x": torch.randn(2, 4, *size)})
+    assert len(programs) == 2  # four sizes later there is none more
     restore(model)
     assert all(block._compiled_call_impl is None for block in model.transformer_blocks())
 
@@ -232,7 +223,7 @@ def test_a_cpu_without_a_compiler_is_told(monkeypatch):
 
 def test_quant_without_torchao(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao", None)
-    with pytest.raises(UserError, match="needs torchao: pip install torchao"):
+    with pytest.raises(UserError, match=r"needs torchao: pip install 'opensora\[quant\]'"):
         compile(toy(), options={"mode": "quant"})
 
 
@@ -253,3 +244,27 @@ def test_quant_with_torchao():
     assert not torch.equal(got, expected)
     assert (got - expected).square().mean() < 1e-3 * expected.square().mean()
     assert type(model[2].weight.data) is torch.Tensor  # 8 features are left alone
+
+
+@torch.no_grad()
+def test_the_layers_that_quantisation_harms_most_are_found_and_left_alone():
+    pytest.importorskip("torchao")
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4))).eval()
+    model[1].weight[:, 0] *= 1000  # one large value in each row, beside which int8 loses the others
+    model[0].weight[0] = 0
+    model[0].bias[0] = 0
+    x, names = torch.randn(16, 32), list(model.state_dict())
+    expected = model(x)
+    errors = layer_errors(model, lambda: model(x), "int8_weightonly", 32)
+    assert torch.equal(model(x), expected)
+    assert list(errors) == ["0", "1", "2", "3"]
+    assert worst(errors, 0.75) == ["1"]
+    assert worst(errors, 1.0) == []
+    options = {"mode": "quant", "quant_type": "int8_weightonly", "quant_min_features": 32, "quant_skip": ["1"]}
+    with pytest.raises(UserError, match=r"quant_skip: 'first' is no layer that would be quantised"):
+        compile(model, backend="aot_eager", options={**options, "quant_skip": ["first"]})
+    compile(model, backend="aot_eager", options=options)
+    assert [type(layer.weight.data) is torch.Tensor for layer in model] == [False, True, False, False]
+    assert list(model.state_dict()) == names
+    assert (model(x) - expected).norm() < errors["1"] * expected.norm()

@@ -2,14 +2,20 @@
 
 import json
 import re
+from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
-from opensora.acceleration.compiler import MODES
+from opensora.acceleration.compiler import COMBINATIONS, MODES
+from opensora.acceleration.compiler.entry import _arguments
 from opensora.acceleration.compiler.flags import cache_settings, flags_of
 from opensora.acceleration.compiler.modes import inductor_settings, parse_mode
-from opensora.acceleration.compiler.options import parse_options
+from opensora.acceleration.compiler.options import FLAGS, Options, parse_options
+from opensora.acceleration.compiler.quantise import TYPES
 from opensora.utils.errors import UserError
+
+PAGE = Path(__file__).parents[3] / "docs" / "compiler.md"
 
 DOCUMENTED = [
     "O2",
@@ -35,6 +41,32 @@ def test_inductor_knows_every_setting():
     from torch._inductor import config
 
     assert inductor_settings(frozenset(MODES)).keys() <= config.get_config_copy().keys()
+
+
+@pytest.mark.parametrize("word", MODES)
+def test_a_word_reaches_the_compiler_and_its_row_in_the_docs_says_what_it_sets(word):
+    given = _arguments("inductor", parse_options({"mode": word}))["options"]
+    assert given.items() >= MODES[word].inductor.items()
+    assert not _arguments("inductor", parse_options(None))["options"].keys() & MODES[word].inductor.keys()
+    assert MODES[word].inductor.keys() <= set(re.findall(r"`([\w.]+)`", row_of(word)))
+
+
+def test_the_docs_list_every_word_option_and_type():
+    for name in (*MODES, *COMBINATIONS, *(one.name for one in fields(Options) if one.name != "overrides"), *FLAGS):
+        assert row_of(name)
+    page = PAGE.read_text()
+    assert all(f"`{kind}`" in page for kind in TYPES)
+    modes = page.partition("## Modes")[2].partition("| combination")[0]
+    assert set(re.findall(r"^\| `([\w-]+)` \|", modes, re.MULTILINE)) == {*MODES, *COMBINATIONS}
+
+
+def row_of(name: str) -> str:
+    """Of a table of the page, by its first cell."""
+    rows = [
+        line for line in PAGE.read_text().splitlines() if line.startswith("| ") and f"`{name}`" in line.split(" | ")[0]
+    ]
+    assert len(rows) >= 1, f"docs/compiler.md has no row for {name}"
+    return rows[0]
 
 
 def test_the_combinations_differ_in_precision():
@@ -90,6 +122,7 @@ def test_settings_with_a_dot_that_mean_nothing_are_told():
         ({"mode": "cudagraphs", "regional": True}, "cudagraphs needs the whole module"),
         ({"mode": "cudagraphs:jit"}, "cudagraphs needs the whole module"),
         ({"mode": "O3", "quant_type": "int8_dynamic"}, 'no effect without "quant"'),
+        ({"mode": "O3", "quant_skip": ["blocks.0"]}, 'no effect without "quant"'),
     ],
 )
 def test_wrong_options_say_what_to_do(options, message):

@@ -112,9 +112,9 @@ def test_losses_are_of_each_sample_alone_where_what_is_shown_is_given():
         torch.testing.assert_close(both[b : b + 1], alone)
 
 
-@pytest.mark.parametrize("positions", ["absolute", "rotary"])
-def test_sampling_equals_a_loop_that_computes_everything_anew(positions):
-    model, made = build(positions=positions), scheduler(cfg_scale=3.0, min_cfg_scale=1.5)
+@pytest.mark.parametrize(("positions", "mixer_rank"), [("absolute", 0), ("rotary", 0), ("absolute", 3), ("rotary", -1)])
+def test_sampling_equals_a_loop_that_computes_everything_anew(positions, mixer_rank):
+    model, made = build(positions=positions, mixer_rank=mixer_rank), scheduler(cfg_scale=3.0, min_cfg_scale=1.5)
     z, cond = torch.randn(2, 4, *SIZE), conditions()
     null = {"y": model.null_condition(2)}
     ours = made.sample(model, z, cond, null=null, generators=rngs(0, 1))
@@ -135,9 +135,7 @@ def by_hand(model, z, cond, null):
             known = known_patches(4, 16)
             for k in range(4):
                 visible, new = order[None, : known[k]], order[known[k] : known[k + 1]]
-                z_both = [
-                    model.image_tokens(out[b : b + 1, :, t], visible, each, torch.tensor([t]), (8, 8)) for each in c
-                ]
+                z_both = [model.image_tokens(out[b : b + 1, :, t], visible, each, (8, 8)) for each in c]
                 scale = 1.5 + 1.5 * k / 3
                 for patch in new.tolist():
                     x = cut(z[b, :, t], 2)[patch]

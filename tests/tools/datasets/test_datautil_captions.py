@@ -1,11 +1,12 @@
 """Captions: cleaning keeps what people wrote, and doing it twice changes nothing."""
 
-import importlib.util
 import random
+import sys
 
 import pytest
 
 from opensora.datasets.table_files import read_frame
+from opensora.inference import prompt_text
 from opensora.utils.errors import UserError
 from tools.datasets.datautil.captions import clean, refine, with_scores
 
@@ -93,7 +94,8 @@ def test_captions_of_the_clips_are_clean_already(clips_csv):
 def test_scores_in_words():
     assert (
         with_scores("A dog.", 5.5, 10, "pan_left")
-        == "A dog. aesthetic score: 5.5, motion score: 10.0, camera motion: pan left."
+        == prompt_text.with_scores("A dog.", {"aes": 5.5, "flow": 10, "camera_motion": "pan left"})
+        == "A dog. aesthetic score: 5.5. motion score: 10.0. camera motion: pan left."
     )
     assert with_scores("A dog.", None, None, "unclassified") == "A dog."
     again = with_scores("A dog.", 5.46, None, "")
@@ -114,7 +116,7 @@ def test_operations_on_captions(do):
         "--merge-cmotion: 2 -> 2 rows; 1 captions changed; 1 rows without a known camera motion",
     ]
     sheet, _ = do(rows, ("score-to-text", True))
-    assert sheet.text("text").tolist() == ["<b>A dog</b> aesthetic score: 5.0, camera motion: zoom in.", "#x"]
+    assert sheet.text("text").tolist() == ["<b>A dog</b> aesthetic score: 5.0. camera motion: zoom in.", "#x"]
     with pytest.raises(UserError, match="none of the columns aes, flow and cmotion"):
         do([{"path": "a", "text": "b"}], ("score-to-text", True))
 
@@ -150,7 +152,6 @@ def test_tokens_are_counted(tmp_path, do):
         do(rows, ("count-num-token", "./none"))
 
 
-@pytest.mark.skipif(importlib.util.find_spec("py3langid") is None, reason="py3langid is not installed")
 def test_languages(do):
     texts = [
         "A dog runs over the green grass in the morning.",
@@ -165,7 +166,7 @@ def test_languages(do):
         do({"path": ["a"], "text": ["b"]}, ("lang", "english"))
 
 
-@pytest.mark.skipif(importlib.util.find_spec("py3langid") is not None, reason="py3langid is installed")
-def test_languages_need_a_package(do):
+def test_languages_need_a_package(do, monkeypatch):
+    monkeypatch.setitem(sys.modules, "py3langid", None)
     with pytest.raises(UserError, match="pip install py3langid"):
         do({"path": ["a"], "text": ["b"]}, ("lang", "en"))

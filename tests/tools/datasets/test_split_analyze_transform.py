@@ -11,7 +11,7 @@ from PIL import Image
 from opensora.datasets.read_video import probe, read_frames
 from opensora.utils.errors import UserError
 from tools.datasets import analyze
-from tools.datasets.split import run, shares_of
+from tools.datasets.split import groups_of, run, shares_of
 from tools.datasets.transform import img_rand_crop, img_resize, vid_frame_extract
 from tools.datasets.transform import run as transform
 from tools.footage.rows import read_rows, write_rows
@@ -32,6 +32,29 @@ def test_a_video_is_in_one_part(tmp_path):
     assert len({part for part, of in parts.items() for row in of if row["digest"] == "copy"}) == 1
     assert sum(map(len, parts.values())) == 200
     assert len(parts["val"]) == pytest.approx(40, abs=14)
+
+
+def test_groups_are_connected_components(tmp_path):
+    rng = np.random.default_rng(0)
+    paths = [f"{i}.mp4" for i in range(300)]
+    rows = [
+        {"path": path, "source": f"s{rng.integers(200)}", "digest": rng.choice(["", f"d{rng.integers(300)}"])}
+        | {"duplicate_of": rng.choice(["", "", paths[rng.integers(300)]])}
+        for path in paths
+    ]
+    write_rows(tmp_path / "t.csv", rows)
+    for by in (["source"], ["digest"], ["path", "duplicate_of"], ["source", "digest", "path", "duplicate_of"]):
+        reached = list(range(300))  # by going from row to row until nothing changes
+        same = [
+            {(("path" if n == "duplicate_of" else n), row[n]) for n in by if row[n] not in (None, "")} for row in rows
+        ]
+        while True:
+            least = {key: min(reached[i] for i, keys in enumerate(same) if key in keys) for key in set().union(*same)}
+            after = [min([reached[i], *(least[key] for key in keys)]) for i, keys in enumerate(same)]
+            if after == reached:
+                break
+            reached = after
+        assert groups_of(tmp_path / "t.csv", by).tolist() == reached, by
 
 
 def test_the_order_of_rows_changes_no_part(tmp_path):

@@ -2,13 +2,12 @@
 
 import csv
 import itertools
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
-import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections import Counter
 from pathlib import Path
 
 import av
@@ -24,11 +23,10 @@ from tools.datasets import doctor
 from tools.footage import stages
 from tools.footage.__main__ import run
 from tools.footage.recipe import read_recipe
-from tools.footage.rows import read_rows, write_rows
+from tools.footage.rows import read_rows
+from tools.scoring import parts
 
 CLIPS = Path(__file__).parents[3] / "assets" / "clips"
-ROOT = CLIPS.parents[1]
-SOURCES = ROOT / "data" / "sources"
 
 
 def join(path: Path, names: list[str]) -> None:
@@ -56,30 +54,6 @@ def folder(tmp_path_factory) -> Path:
     (folder / "broken.mp4").write_bytes(data[: len(data) // 2])
     (folder / "notes.txt").write_text("hello")
     return folder
-
-
-class Answers(BaseHTTPRequestHandler):
-    """An endpoint that has one thing to say of each picture."""
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        text = f"A clip of {len(body)} bytes.".encode()
-        reply = b'{"choices": [{"message": {"content": "' + text + b'"}, "finish_reason": "stop"}]}'
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(reply)))
-        self.end_headers()
-        self.wfile.write(reply)
-
-    def log_message(self, *_: object) -> None:
-        """Nothing."""
-
-
-@pytest.fixture(scope="module")
-def endpoint():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}/v1"
-    server.shutdown()
 
 
 @pytest.fixture
@@ -142,58 +116,101 @@ def test_the_whole_way_to_training(recipe, folder, tmp_path, monkeypatch, capsys
     assert exit_.value.code == 0, capsys.readouterr().out
 
 
-class Killed(BaseException):
-    """What no code of ours catches."""
+WRITING = ("find", "probe", "unique", "detect", "cut", "score", "filter", "caption", "table")
+FIRST_SCORER = {"probe": "probe", "detect": "detect", "cut": "cut", "score": "static"}  # of stages of several batches
 
 
-def test_killed_at_every_writing_it_ends_with_the_same_table(recipe, tmp_path, monkeypatch):
-    whole, out = tmp_path / "whole", tmp_path / "killed"
+def chain(
+    recipe: Path, out: Path, log: Path, dies_writing: str = "", dies_looking: str = "", rank: int = 0, world: int = 1
+):
+    """Run a chain, in a process of its own, that notes each look at a file and is killed with -9 at a place.
+
+    Args:
+        dies_writing: a stage, of whose tables one row is written.
+        dies_looking: a stage, of whose files some have been looked at.
+    """
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world)}
+    divide_rows, score_rows = stages.divide_rows, parts.score_rows
+
+    def divide(kept: Path, dropped: Path, decided) -> None:
+        def until_killed():
+            for pair in decided:
+                yield pair
+                if f"-{dies_writing}-" in kept.name:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        divide_rows(kept, dropped, until_killed())
+
+    def look(scorers, paths, block):
+        kind = next(iter(scorers))
+        if kind == dies_looking and f"{kind} " in log.read_text():
+            os.kill(os.getppid(), signal.SIGKILL)  # the chain; this one, its worker, has to end by itself
+            time.sleep(60)
+        lines = score_rows(scorers, paths, block)
+        with log.open("a") as file:
+            file.writelines(f"{kind} {path}\n" for path in paths)
+        return lines
+
+    stages.divide_rows, parts.score_rows = divide, look
+    run(recipe, out, 1, rank, world)
+
+
+def in_a_process(*args: object, **settings: object) -> multiprocessing.Process:
+    process = multiprocessing.get_context("fork").Process(target=chain, args=args, kwargs=settings)
+    process.start()
+    return process
+
+
+@pytest.mark.multiprocess
+def test_killed_at_every_stage_it_ends_with_the_same_table_and_does_nothing_twice(recipe, tmp_path):
+    whole, out, log = tmp_path / "whole", tmp_path / "killed", tmp_path / "log"
+    log.touch()
     run(recipe, whole)
+    for kind in WRITING:
+        looking = FIRST_SCORER.get(kind)
+        deaths = [{"dies_looking": looking}] * 2 * bool(looking)  # of what is looked at, nothing is blamed
+        for death in [*deaths, {"dies_writing": kind}]:
+            done = {path: path.stat().st_mtime_ns for path in out.glob("[0-9]*.jsonl")}
+            killed = in_a_process(recipe, out, log, **death)
+            killed.join(60)
+            assert killed.exitcode == -signal.SIGKILL, death
+            assert {path: path.stat().st_mtime_ns for path in done} == done, f"a table was made anew before {death}"
+    last = in_a_process(recipe, out, log)
+    last.join(60)
+    assert last.exitcode == 0
+    assert (out / "train.csv").read_bytes() == (whole / "train.csv").read_bytes()
+    assert clips_in(out) == clips_in(whole)
+    assert not list(out.glob(".*"))
+    looks = Counter(log.read_text().splitlines())
+    assert set(looks.values()) == {1}
+    # of the four files two get to cutting, of their five clips four to a caption
+    assert Counter(line.split()[0] for line in looks) == {"probe": 4, "detect": 2, "cut": 2, "static": 5, "caption": 4}
 
-    def die(*_: object) -> None:
-        raise Killed
 
-    for deaths in range(9):
-        done = {path: path.stat().st_mtime_ns for path in out.glob("*") if path.suffix == ".jsonl"}
-        with monkeypatch.context() as patch:
-            patch.setattr(stages, "divide_rows", die)
-            with pytest.raises(Killed):
-                run(recipe, out)
-        assert all(path.stat().st_mtime_ns == time_ for path, time_ in done.items()), f"work was redone at {deaths}"
-        _run_one_more_stage(recipe, out)
-    run(recipe, out)
-    assert (out / "train.csv").read_text() == (whole / "train.csv").read_text()
+def clips_in(work: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in work.glob("*-cut-*.clips/*")}
 
 
-def _run_one_more_stage(recipe: Path, out: Path) -> None:
-    work, before = None, out / "nothing"
-    for stage in read_recipe(recipe, stages.STAGES):
-        work = stages.Work(out, stage, before)
-        if not work.kept.is_file():
-            stages.STAGES[stage.type](work, **stage.settings)
-            return
-        before = work.kept
+@pytest.mark.multiprocess
+def test_ranks_share_the_rows_and_leave_the_same_table(recipe, tmp_path):
+    run(recipe, tmp_path / "one")
+    ranks = [in_a_process(recipe, tmp_path / "two", tmp_path / f"log{rank}", rank=rank, world=2) for rank in range(2)]
+    for process in ranks:
+        process.join(120)
+        assert process.exitcode == 0
+    assert (tmp_path / "two" / "train.csv").read_bytes() == (tmp_path / "one" / "train.csv").read_bytes()
+    shares = [set((tmp_path / f"log{rank}").read_text().splitlines()) for rank in range(2)]
+    assert all(len(share) > 4 for share in shares)
+    assert not shares[0] & shares[1]
 
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_killed_from_outside_and_on_two_processes(recipe, tmp_path, run_script):
-    whole, out, both = tmp_path / "whole", tmp_path / "killed", tmp_path / "both"
-    run(recipe, whole)
-    command = [sys.executable, "-m", "tools.footage", str(recipe), "--out", str(out)]
-    for _ in range(4):  # wherever it is by then
-        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True)
-        assert process.stdout is not None
-        seen = next((line for line in process.stdout if "done before" not in line), "")
-        time.sleep(0.3)
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        assert seen
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-    assert (out / "train.csv").read_text() == (whole / "train.csv").read_text()
-    done = run_script("tools/footage/__main__.py", recipe, "--out", both, num_processes=2)
+def test_under_torchrun(recipe, tmp_path, run_script):
+    run(recipe, tmp_path / "one")
+    done = run_script("tools/footage/__main__.py", recipe, "--out", tmp_path / "two", num_processes=2)
     assert done.code == 0, done.stderr
-    assert (both / "train.csv").read_text() == (whole / "train.csv").read_text()
+    assert (tmp_path / "two" / "train.csv").read_bytes() == (tmp_path / "one" / "train.csv").read_bytes()
 
 
 def test_a_changed_recipe_keeps_what_is_before_the_change(recipe):
@@ -217,25 +234,3 @@ def test_a_stage_that_leaves_nothing_says_so(tmp_path, folder):
     with pytest.raises(UserError, match="leaves no row"):
         run(path, tmp_path / "out")
     assert "num_frames &lt; 1000" in (tmp_path / "out" / "report.html").read_text()
-
-
-@pytest.mark.skipif(not SOURCES.is_dir(), reason="needs data/sources: python -m tools.datasets.fetch_sources")
-@pytest.mark.slow
-def test_real_long_clips(tmp_path):
-    names = [next(iter(sorted(SOURCES.rglob(name))), None) for name in ("bikes.mp4", "vtest.avi", "trailer_bbb.mp4")]
-    if None in names:
-        pytest.skip(f"bikes, vtest or trailer_bbb is not in {SOURCES}")
-    write_rows(tmp_path / "t.csv", [{"path": str(name)} for name in names])
-    recipe = tmp_path / "r.yaml"
-    recipe.write_text(
-        f"stages:\n- {{type: read, table: {tmp_path / 't.csv'}}}\n- {{type: probe}}\n- {{type: detect, detector: content}}\n"
-        "- {type: cut, min_seconds: 0.3, max_seconds: 100, shorter_side: 96}\n- {type: table, output: c.csv}\n"
-    )
-    run(recipe, tmp_path / "w")
-    rows = list(read_rows(tmp_path / "w" / "c.csv"))
-    bikes = [int(row["start_frame"]) for row in rows if "bikes" in row["source"]]
-    assert bikes == pytest.approx([0, 30, 76, 137, 187, 242], abs=1)
-    assert sum("vtest" in row["source"] for row in rows) == 1
-    kept = sum(int(row["end_frame"]) - int(row["start_frame"]) for row in rows)
-    lost = sum(row["end"] - row["start"] for row in read_rows(next((tmp_path / "w").glob("*-cut-*.dropped.jsonl"))))
-    assert kept + round(24 * lost) == pytest.approx(250 + 795 + 1323, abs=1)

@@ -11,12 +11,12 @@ import pytest
 from opensora.datasets.files import BadFile
 from opensora.datasets.read_video import probe, read_frames
 from opensora.utils.errors import UserError
+from tests.real_clips import real_clip
 from tools.scene_cut.cutting import cut_video
 from tools.scene_cut.detectors import find_cuts, peaks, resolve, scenes_of
 from tools.scene_cut.frames import Footage
 from tools.scene_cut.pieces import Rules, choose_pieces, from_timestamp, to_timestamp
 
-SOURCES = Path(__file__).parents[3] / "data" / "sources"
 CLIPS = Path(__file__).parents[3] / "assets" / "clips"
 
 
@@ -82,15 +82,20 @@ def test_black_between_scenes_is_a_scene(tmp_path):
     assert 34 < cuts[0] <= 41
 
 
-@pytest.mark.skipif(not SOURCES.is_dir(), reason="needs data/sources: python -m tools.datasets.fetch_sources")
-@pytest.mark.parametrize(("name", "cuts"), [("bikes.mp4", [30, 76, 137, 187, 242]), ("shot_change.mp4", [96]), ("vtest.avi", []), ("bigbuckbunny.mp4", [])])  # fmt: skip
-def test_known_cuts_of_real_videos(name, cuts):
-    found = sorted(SOURCES.rglob(name))
-    if not found:
-        pytest.skip(f"{name} is not in {SOURCES}")
-    footage = Footage(found[0])
-    for detector in ("content", "auto"):
-        assert find_cuts(footage, detector) == pytest.approx(cuts, abs=1)
+KNOWN = {
+    "bikes.mp4": [30, 76, 137, 187, 242],
+    "shot_change.mp4": [96],
+    "bigbuckbunny.mp4": [],
+    "small.mp4": [],
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_known_cuts_of_real_videos(name):
+    footage = Footage(real_clip(name))
+    for detector in ("content", "adaptive"):
+        assert find_cuts(footage, detector) == pytest.approx(KNOWN[name], abs=1), detector
+    assert resolve("auto") == "adaptive"
 
 
 def test_a_peak_stands_out_from_what_is_around():

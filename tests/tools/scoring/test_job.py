@@ -142,7 +142,7 @@ def test_a_torn_line_is_done_again(table, tmp_path):
     part = Part(tmp_path, 0)
     part.partial.write_text('{"length": 3}\n{"length": 4}\n{"leng')
     block = {"path": NAMES[:5], "text": ["abc", "abcd", "a", "ab", "abc"]}
-    score_part(part, block, [CLIPS / n for n in NAMES[:5]], {"length": Length(log)}, 2, lambda rows: None)
+    score_part(part, block, [CLIPS / n for n in NAMES[:5]], {"length": Length(log)}, 2, lambda behind, scored: None)
     assert part.done.read_text().split("\n")[:-1] == [f'{{"length": {n}}}' for n in (3, 4, 1, 2, 3)]
     assert names_in(log) == NAMES[2:5]
 

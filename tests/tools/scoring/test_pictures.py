@@ -1,6 +1,7 @@
 """Scorers that look at single pictures: static, black, sharpness, duplicates, writing."""
 
 import importlib.util
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from opensora.datasets.read_video import read_frames
 from opensora.utils.errors import UserError
 from tests.tools.scoring.videos import picture, seen, write_video
 from tools.scoring.duplicate import Duplicate, alike, clip_hash, first_alike
-from tools.scoring.ocr import covered
+from tools.scoring.ocr import covered, finder
 from tools.scoring.registry import names, scorer
 
 CLIPS = Path(__file__).parents[3] / "assets" / "clips"
@@ -103,7 +104,8 @@ def test_boxes_that_overlap_count_once():
 
 
 has_ocr = pytest.mark.skipif(
-    importlib.util.find_spec("rapidocr_onnxruntime") is None, reason="needs rapidocr-onnxruntime"
+    importlib.util.find_spec("rapidocr_onnxruntime") is None,
+    reason="rapidocr-onnxruntime has no release for this Python",
 )
 
 
@@ -124,8 +126,9 @@ def test_writing_is_found(tmp_path):
     assert plain == clouds == dog == {"ocr": 0, "ocr_area": 0}
 
 
-@pytest.mark.skipif(importlib.util.find_spec("rapidocr_onnxruntime") is not None, reason="rapidocr is installed")
-def test_without_rapidocr_the_error_says_what_to_install():
+def test_without_rapidocr_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "rapidocr_onnxruntime", None)
+    finder.cache_clear()
     with pytest.raises(UserError, match="pip install rapidocr-onnxruntime"):
         scorer("ocr").score([CLIPS / "white_dog.mp4"])
 

@@ -7,6 +7,8 @@ import warnings
 import ftfy
 from bs4 import BeautifulSoup, MarkupResemblesLocatorWarning
 
+from opensora.inference import prompt_text
+
 PASSES = 16  # cleaning is repeated until nothing changes; "&amp;amp;lt;" needs one for each layer
 
 URL = re.compile(r"(?:https?://|\bwww\.)[^\s<>\"'()\[\]{}]+", re.IGNORECASE)
@@ -102,21 +104,17 @@ def _capitalised(text: str) -> str:
 
 
 def with_scores(text: str, aes: float | None, flow: float | None, cmotion: str) -> str:
-    """The caption with its scores, in the words that Open-Sora 1.2 trains and samples with.
+    """The caption with its scores, as `opensora.inference.prompt_text` writes them into prompts: each a sentence.
+
+    Open-Sora 1.2 trained with commas between them and sampled with full stops; here a model is asked in the words it learnt.
 
     Args:
         aes: aesthetic score; None = unknown.
         flow: amount of motion; None = unknown.
         cmotion: camera motion; "" and "unclassified" = unknown.
     """
-    parts = []
-    if aes is not None and "aesthetic score:" not in text:
-        parts.append(f"aesthetic score: {aes:.1f}")
-    if flow is not None and "motion score:" not in text:
-        parts.append(f"motion score: {flow:.1f}")
-    if (words := camera_words(cmotion)) and "camera motion:" not in text:
-        parts.append(f"camera motion: {words}")
-    return append(text, ", ".join(parts) + ".") if parts else text
+    scores = {"aes": aes, "flow": flow, "camera_motion": camera_words(cmotion) or None}
+    return prompt_text.with_scores(text.rstrip(), scores) if any(v is not None for v in scores.values()) else text
 
 
 def camera_words(cmotion: str) -> str:

@@ -1,0 +1,12 @@
+"""Sample from the NOVA that `make quickstart-nova` trains.
+
+python scripts/inference.py configs/quickstart/inference_nova.py --ckpt-path CHECKPOINT --prompt "a white dog on the floor"
+"""
+
+_base_ = ["inference.py"]
+
+model = dict(
+    _delete_=True, type="NOVA", width=192, num_heads=3, video_depth=4, image_depth=6, head_depth=3, motion=False
+)
+scheduler = dict(_delete_=True, type="nova", num_sampling_steps=15, num_diffusion_steps=20, cfg_scale=1.0)
+batch_size = 21

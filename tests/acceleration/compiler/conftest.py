@@ -1,0 +1,19 @@
+"""A backend that counts programs."""
+
+import pytest
+import torch
+
+
+@pytest.fixture
+def programs(monkeypatch):
+    """The number of programs that the backend "counting" was asked for, as a list of that length."""
+    torch._dynamo.reset()
+    made: list[int] = []
+
+    def counting(graph, example_inputs):
+        made.append(len(example_inputs))
+        return graph.forward
+
+    monkeypatch.setitem(torch._dynamo.backends.registry._BACKENDS, "counting", None)
+    monkeypatch.setitem(torch._dynamo.backends.registry._COMPILER_FNS, "counting", counting)
+    return made

@@ -1,0 +1,192 @@
+"""Time attention kernels at the shapes of our denoisers, and compare each with fp32.
+
+    python -m tools.benchmark.attention [--cases space time text ...] [--kernels auto sdpa math ...] [--dtype bf16] [--toy]
+
+A case is one layer of STDiT-XL/2 (16 heads of 72 channels) at one size: `space` (tokens of a frame see each other), `time` (frames
+at one place) and `text` (tokens see a caption, of which half is padding). `auto`, `sdpa` and `math` are those of
+`opensora.acceleration.attention`; `cudnn`, `flash` and `efficient` are PyTorch's kernels by themselves, on a GPU. TFLOP/s count the
+two matrix products, and two and a half times as many for the backward pass. Errors are |kernel - fp32| / |fp32| of the output and
+of the queries' gradient, on the same inputs in the same run. Times are medians after warm-up, on inputs that are new each time.
+"""
+
+import argparse
+import statistics
+import time
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from opensora.acceleration.attention import KERNELS, attention
+from opensora.utils.dtype import to_torch_dtype
+from opensora.utils.errors import UserError, exit_on_user_error
+from tools.benchmark.heading import heading
+
+HEADS, HEAD_DIM, TEXT_TOKENS = 16, 72, 120
+PYTORCH = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+INPUTS = 3  # sets of tensors that take turns
+
+
+class Case(NamedTuple):
+    """Shapes of a layer: queries [batch, places, H, N, D], or without places, over `keys` keys."""
+
+    batch: int
+    places: int | None
+    tokens: int
+    keys: int
+    masked: bool = False
+
+
+CASES = {
+    "space-256": Case(128, None, 256, 256),  # 8 videos of 16x256x256
+    "space-1024": Case(32, None, 1024, 1024),  # 2 of 16x512x512
+    "space-3600": Case(13, None, 3600, 3600),  # 51 frames of 720p after a VAE that compresses time
+    "time-16": Case(8, 256, 16, 16),
+    "time-64": Case(1, 1024, 64, 64),
+    "text": Case(8, None, 4096, TEXT_TOKENS, masked=True),
+}
+TOY = {
+    "space-256": Case(2, None, 32, 32),
+    "space-1024": Case(1, None, 64, 64),
+    "space-3600": Case(1, None, 96, 96),
+    "time-16": Case(1, 8, 4, 4),
+    "time-64": Case(1, 8, 8, 8),
+    "text": Case(2, None, 32, 10, masked=True),
+}
+
+
+class Measured(NamedTuple):
+    """Of one kernel."""
+
+    forward_s: float
+    both_s: float
+    errors: tuple[float, float]
+
+
+@exit_on_user_error
+def main() -> None:
+    """The command line."""
+    args = parse_args()
+    device = torch.device(args.device)
+    print(heading(device, "tools.benchmark.attention") + f", {args.dtype}\n")
+    print("| case | kernel | forward ms | TFLOP/s | with backward ms | TFLOP/s | error | of the gradient |")
+    print("|---|---|---|---|---|---|---|---|")
+    for name in args.cases:
+        case = (TOY if args.toy else CASES)[name]
+        inputs = [tensors(case, device, to_torch_dtype(args.dtype), seed) for seed in range(INPUTS)]
+        wanted = reference(*inputs[0])
+        for kernel in args.kernels:
+            print(f"| {name} | {kernel} | {cells(args, case, kernel, inputs, wanted)} |", flush=True)
+
+
+def parse_args() -> argparse.Namespace:
+    """Options, with defaults that suit the device."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
+    gpu = parser.parse_known_args()[0].device == "cuda"
+    known = [*KERNELS, *PYTORCH]
+    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=tuple(CASES))
+    parser.add_argument("--kernels", nargs="+", default=known if gpu else list(KERNELS), choices=known)
+    parser.add_argument("--dtype", default="bf16" if gpu else "fp32", choices=("fp32", "bf16", "fp16"))
+    parser.add_argument("--repeats", type=int, default=50 if gpu else 5)
+    parser.add_argument("--toy", action="store_true", help="tiny shapes, to see that it runs")
+    args = parser.parse_args()
+    if not gpu and (alone := [kernel for kernel in args.kernels if kernel in PYTORCH]):
+        raise UserError(f"--kernels {alone[0]}: a kernel of GPUs, and the device is {args.device}.")
+    return args
+
+
+def tensors(
+    case: Case, device: torch.device, dtype: torch.dtype, seed: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """q, k, v as leaves, and the mask or None."""
+    rng = torch.Generator(device).manual_seed(seed)
+    places = () if case.places is None else (case.places,)
+
+    def draw(tokens: int) -> Tensor:
+        shape = (case.batch, *places, HEADS, tokens, HEAD_DIM)
+        return torch.randn(shape, generator=rng, device=device).to(dtype).requires_grad_()
+
+    mask = torch.arange(case.keys, device=device).expand(case.batch, -1) < case.keys // 2 if case.masked else None
+    return draw(case.tokens), draw(case.keys), draw(case.keys), mask
+
+
+def reference(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Output and gradient of q, in fp32 by the plain formula, without TF32, a few batches at a time."""
+    outputs, grads = [], []
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    for i in range(len(q)):
+        q1, k1, v1 = (x[i : i + 1].detach().float().requires_grad_() for x in (q, k, v))
+        out = attention(q1, k1, v1, mask=None if mask is None else mask[i : i + 1], kernel="math")
+        grads.append(torch.autograd.grad(out, q1, torch.ones_like(out))[0])
+        outputs.append(out.detach())
+    torch.backends.cuda.matmul.allow_tf32 = before
+    return torch.cat(outputs), torch.cat(grads)
+
+
+def cells(args: argparse.Namespace, case: Case, kernel: str, inputs: list[Any], wanted: tuple[Tensor, Tensor]) -> str:
+    """The figures of one line, or why there are none."""
+    try:
+        found = measure(args, kernel, inputs, wanted)
+    except torch.OutOfMemoryError:
+        return "out of memory | - | - | - | - | -"
+    except RuntimeError as error:  # PyTorch's way to say that a kernel does not take such inputs
+        return f"{str(error).splitlines()[0][:60]} | - | - | - | - | -"
+    flops = 4 * case.batch * (case.places or 1) * HEADS * case.tokens * case.keys * HEAD_DIM / 1e12
+    return (
+        f"{found.forward_s * 1e3:.3f} | {flops / found.forward_s:.3g} | {found.both_s * 1e3:.3f} | {3.5 * flops / found.both_s:.3g} | "
+        f"{found.errors[0]:.2g} | {found.errors[1]:.2g}"
+    )
+
+
+def measure(args: argparse.Namespace, kernel: str, inputs: list[Any], wanted: tuple[Tensor, Tensor]) -> Measured:
+    """Errors on the first inputs; medians over all."""
+    out = run(kernel, *inputs[0])
+    grad = torch.autograd.grad(out, inputs[0][0], torch.ones_like(out))[0]
+    errors = tuple(float((a.detach().float() - b).norm() / b.norm()) for a, b in zip((out, grad), wanted, strict=True))
+    forward, both = [], []
+    for number in range(args.repeats + INPUTS):
+        q, k, v, mask = inputs[number % INPUTS]
+        with torch.no_grad():
+            forward.append(timed(lambda: run(kernel, q, k, v, mask), q.device))  # noqa: B023
+        both.append(timed(lambda: there_and_back(kernel, q, k, v, mask), q.device))  # noqa: B023
+    return Measured(statistics.median(forward[INPUTS:]), statistics.median(both[INPUTS:]), (errors[0], errors[1]))
+
+
+def run(kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """The output of a kernel."""
+    chosen = PYTORCH.get(kernel)
+    with nullcontext() if chosen is None else sdpa_kernel(chosen):
+        return attention(q, k, v, mask, kernel if chosen is None else "sdpa")
+
+
+def there_and_back(kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
+    """Forward and backward pass."""
+    out = run(kernel, q, k, v, mask)
+    torch.autograd.grad(out, (q, k, v), out)
+
+
+def timed(call: Any, device: torch.device) -> float:
+    """Seconds."""
+    synchronize(device)
+    start = time.perf_counter()
+    call()
+    synchronize(device)
+    return time.perf_counter() - start
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the GPU, if it is one."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+if __name__ == "__main__":
+    main()
