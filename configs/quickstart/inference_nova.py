@@ -1,4 +1,4 @@
-"""Sample from the NOVA that `make quickstart-nova` trains.
+"""Sample from the NOVA that `make quickstart-nova` trains; `--num-frames 1` makes pictures.
 
 python scripts/inference.py configs/quickstart/inference_nova.py --ckpt-path CHECKPOINT --prompt "a white dog on the floor"
 """
@@ -6,7 +6,7 @@ python scripts/inference.py configs/quickstart/inference_nova.py --ckpt-path CHE
 _base_ = ["inference.py"]
 
 model = dict(
-    _delete_=True, type="NOVA", width=192, num_heads=3, video_depth=4, image_depth=6, head_depth=3, motion=False
+    _delete_=True, type="NOVA", width=192, num_heads=3, video_depth=2, image_depth=4, head_depth=3, motion=False
 )
-scheduler = dict(_delete_=True, type="nova", num_sampling_steps=15, num_diffusion_steps=20, cfg_scale=1.0)
+scheduler = dict(_delete_=True, type="nova", num_sampling_steps=4, num_diffusion_steps=20, cfg_scale=1.0, shift=3.0)
 batch_size = 21

@@ -1,22 +1,15 @@
-"""Train a small NOVA on the repository's clips from random weights: `make quickstart-nova`, 2 CPU cores.
+"""Go on with the small NOVA of nova_pictures.py, on videos: the second part of `make quickstart-nova`.
 
-python -m tools.cache_features configs/quickstart/nova.py
-python scripts/train.py configs/quickstart/nova.py
+python scripts/train.py configs/quickstart/nova.py --ckpt-path CHECKPOINT
 """
 
-_base_ = ["train.py"]
+_base_ = ["nova_pictures.py"]
 
-model = dict(
-    _delete_=True, type="NOVA", width=192, num_heads=3, video_depth=4, image_depth=6, head_depth=3, motion=False
-)
-scheduler = dict(_delete_=True, type="nova", loss_repeat=4)
+num_frames = 8
+scheduler = dict(losses="all")
 
-max_steps = 600
-log_every = 20
+max_steps = 400
 ckpt_every = 200
 
+batch_size = 8
 lr = 1e-3
-lr_schedule = "cosine"
-warmup_steps = 50
-adam_betas = (0.9, 0.99)
-ema_decay = 0.99

@@ -64,7 +64,7 @@ class VariableVideoTextDataset:
         bucket_config: Mapping[str, Mapping[Any, Any]],
         frame_interval: int = 1,
         root: str | None = None,
-        transform_name: str = "resize_crop",
+        transform_name: str | None = "resize_crop",
         use_image_transform: bool = False,  # noqa: FBT001, FBT002  (a config's key)
         text_columns: Sequence[str] = ("text",),
         seed: int = 42,

@@ -43,7 +43,7 @@ def test_it_leaves_what_it_promises(finished):
     for name in ("contact_sheet.png", "loss.png", "clips.csv"):
         assert (run / name).stat().st_size > 1000
     assert json.loads((run / "report.json").read_text())["checkpoint"] == figures["checkpoint"]
-    assert [path.name for path in checkpoints(run)] == ["epoch2-global_step2"]
+    assert [path.name for path in checkpoints(run / "runs")] == ["epoch2-global_step2"]
 
 
 def test_an_interrupted_run_is_continued_and_a_finished_one_is_not(finished, tmp_path):
@@ -57,7 +57,7 @@ def test_an_interrupted_run_is_continued_and_a_finished_one_is_not(finished, tmp
 def test_training_goes_on_from_the_last_checkpoint(finished):
     out, _ = finished
     run = out / "000-pretrained"
-    last = train(RECIPES["pretrained"].train, run, [*data_options(run, out), "--max-steps=3"], 3)
+    last = train(RECIPES["pretrained"].train, run / "runs", [*data_options(run, out), "--max-steps=3"])
     assert last.name == "epoch3-global_step3"
     assert [folder.name for folder in sorted((run / "runs").iterdir())] == ["000-STDiT-XS-2", "001-STDiT-XS-2"]
     assert "resumed" in (run / "runs" / "001-STDiT-XS-2" / "log.txt").read_text()
@@ -76,8 +76,7 @@ def test_inference_builds_the_model_that_was_trained(monkeypatch, repo_root):
 def test_the_plan_is_the_config_with_the_overrides(monkeypatch, repo_root):
     monkeypatch.chdir(repo_root)
     plan = read_plan(RECIPES["pretrained"])
-    assert plan.steps == plan.train.max_steps
     assert plan.inference.num_frames == plan.train.num_frames
-    assert read_plan(RECIPES["pretrained"], ["--max-steps=3"]).steps == 3
+    assert read_plan(RECIPES["pretrained"], ["--max-steps=3"]).train.max_steps == 3
     with pytest.raises(UserError, match="sets no max_steps"):
         read_plan(RECIPES["pretrained"], ["--max-steps=None"])

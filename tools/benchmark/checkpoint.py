@@ -11,7 +11,6 @@ machine the rest is waiting for one.
 """
 
 import argparse
-import logging
 import shutil
 import tempfile
 import time
@@ -27,11 +26,13 @@ from opensora.acceleration.saving import Saver
 from opensora.utils.ckpt import latest_checkpoint, open_checkpoint
 from opensora.utils.config_schema import LoopConfig
 from opensora.utils.run import RunState
+from tools.benchmark.heading import quiet
 
 TENSORS = 450  # of each part
 PARTS = ("model", "ema", "optimizer/exp_avg", "optimizer/exp_avg_sq")
 
 
+@quiet()
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -40,7 +41,6 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to measure")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     args = parser.parse_args()
-    logging.disable(logging.INFO)
     device = torch.device(args.device)
     parts = state_of(args.gib, device)
     where = torch.cuda.get_device_name() if args.device == "cuda" else f"CPU, {torch.get_num_threads()} threads"

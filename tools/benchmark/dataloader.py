@@ -12,7 +12,6 @@ with what was written.
 
 import argparse
 import csv
-import logging
 import os
 import resource
 import tempfile
@@ -29,7 +28,7 @@ from opensora.datasets.dataloader import BatchLoader, build_dataloader
 from opensora.utils.errors import UserError, exit_on_user_error
 from opensora.utils.records import RecordWriter
 from opensora.utils.text_features import FEATURES, FOLDER
-from tools.benchmark.heading import heading
+from tools.benchmark.heading import heading, quiet
 
 CHANNELS = 8  # mean and log variance of four
 TOKENS = 120
@@ -44,10 +43,10 @@ class Rate(NamedTuple):
 
 
 @exit_on_user_error
+@quiet()
 def main() -> None:
     """The command line."""
     args = parse_args()
-    logging.disable(logging.INFO)
     torch.set_num_threads(1)  # workers have one each too
     print(heading(torch.device("cpu"), "tools.benchmark.dataloader") + f", {os.cpu_count()} cores\n")
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:

@@ -1,7 +1,10 @@
-"""The line above a benchmark's table: device, versions, date and the command that prints it."""
+"""The line above a benchmark's table: device, versions, date and the command that prints it; and silence while it measures."""
 
+import logging
 import platform
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import date
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +22,17 @@ def heading(device: torch.device, module: str, argv: list[str] | None = None) ->
     """
     command = " ".join(["python -m", module, *(sys.argv[1:] if argv is None else argv)])
     return f"`{command}`, {device_name(device)}, {versions(device)}, {date.today().isoformat()}"
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Between the table's lines nothing is said but warnings."""
+    before = logging.root.manager.disable
+    logging.disable(logging.INFO)
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 def device_name(device: torch.device) -> str:

@@ -29,27 +29,34 @@ CLIPS = Path("assets/clips/clips.csv")
 class Recipe(NamedTuple):
     """The configs of a quickstart.
 
+    train: of the training; what it makes is sampled from.
+    before: of a training before it, which it starts from.
     pictures: sample pictures too, of one frame.
     """
 
     train: str
     inference: str = "configs/quickstart/inference.py"
+    before: str | None = None
     pictures: bool = False
 
 
 RECIPES = {
     "pretrained": Recipe("configs/quickstart/train.py"),
     "scratch": Recipe("configs/quickstart/scratch.py"),
-    "nova": Recipe("configs/quickstart/nova.py", "configs/quickstart/inference_nova.py", pictures=True),
+    "nova": Recipe(
+        "configs/quickstart/nova.py",
+        "configs/quickstart/inference_nova.py",
+        before="configs/quickstart/nova_pictures.py",
+        pictures=True,
+    ),
 }
 
 
 class Plan(NamedTuple):
-    """What the two configs say, and the optimizer steps of the whole training."""
+    """What the two configs say."""
 
     train: TrainConfig
     inference: InferenceConfig
-    steps: int
 
 
 @exit_on_user_error
@@ -99,7 +106,11 @@ def quickstart(
     with seconds("latents of the clips"):
         command("-m", "tools.cache_features", recipe.train, *data)
     with seconds("training"):
-        checkpoint = train(recipe.train, run, [*data, *limit], plan.steps)
+        start_from = []
+        if recipe.before is not None:
+            before = train(recipe.before, run / "before", [*data, *limit])
+            start_from = [f"--ckpt-path={before}"]
+        checkpoint = train(recipe.train, run / "runs", [*data, *limit, *start_from])
     with seconds("sampling"):
         prompts = write_prompts(table, run / "prompts.csv")
         options = [f"--ckpt-path={checkpoint}", f"--prompt-path={prompts}", *model_of(plan)]
@@ -142,27 +153,38 @@ def data_options(run: Path, out: Path) -> list[str]:
     ]
 
 
-def train(config: str, run: Path, options: Sequence[str], steps: int) -> Path:
+def train(config: str, outputs: Path, options: Sequence[str]) -> Path:
     """Train, or go on from the last checkpoint of an interrupted run; returns the last checkpoint."""
-    done = checkpoints(run)
+    done, steps = checkpoints(outputs), training_config(config, options).max_steps
+    assert steps is not None, "checked"
     resume = [f"--load={done[-1]}"] if done else []
-    if not done or int(done[-1].name.rpartition("step")[2]) < steps:
-        command("scripts/train.py", config, *options, f"--outputs={run / 'runs'}", *resume)
-    return checkpoints(run)[-1]
+    if not done or step_of(done[-1]) < steps:
+        command("scripts/train.py", config, *options, f"--outputs={outputs}", *resume)
+    return checkpoints(outputs)[-1]
 
 
-def checkpoints(run: Path) -> list[Path]:
-    """The complete checkpoints of a quickstart run and of its continuations, by step."""
-    found = [path for folder in sorted((run / "runs").glob("*")) for path in complete_checkpoints(folder)]
-    return sorted(found, key=lambda path: int(path.name.rpartition("step")[2]))
+def checkpoints(outputs: Path) -> list[Path]:
+    """The complete checkpoints of a training and of its continuations, by step."""
+    found = [path for folder in sorted(outputs.glob("*")) for path in complete_checkpoints(folder)]
+    return sorted(found, key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The optimizer step in a checkpoint's name."""
+    return int(checkpoint.name.rpartition("step")[2])
+
+
+def training_config(config: str, options: Sequence[str] = ()) -> TrainConfig:
+    """A config of training, with overrides, that says how many steps it takes."""
+    cfg = parse_config(TrainConfig, argv=[config, *options])
+    if cfg.max_steps is None:
+        raise UserError(f"{config} sets no max_steps, which the quickstart needs.")
+    return cfg
 
 
 def read_plan(recipe: Recipe, options: Sequence[str] = ()) -> Plan:
-    """Read a training config, with overrides, and the config that samples from what it trains."""
-    trained = parse_config(TrainConfig, argv=[recipe.train, *options])
-    if trained.max_steps is None:
-        raise UserError(f"{recipe.train} sets no max_steps, which the quickstart needs.")
-    return Plan(trained, parse_config(InferenceConfig, argv=[recipe.inference]), trained.max_steps)
+    """Read the config of a training, with overrides, and the one that samples from what it trains."""
+    return Plan(training_config(recipe.train, options), parse_config(InferenceConfig, argv=[recipe.inference]))
 
 
 def model_of(plan: Plan) -> list[str]:

@@ -364,10 +364,14 @@ class NOVA(nn.Module):
         return None if self.positions == "absolute" else rotary_3d(self.head_dim, frames, grid, before)
 
     def _initialize(self) -> None:
-        """Truncated normal weights as in ViT; the head's modulation and output start at zero, as in MAR."""
+        """As in MAR: Xavier's uniform weights; the head's modulation and output start at zero.
+
+        Their size follows the width. With ViT's 0.02, which is much the same at a width of 1024, a small model takes
+        half as many steps more until it heeds its conditions.
+        """
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Conv2d):
-                nn.init.trunc_normal_(module.weight, std=0.02)
+                nn.init.xavier_uniform_(module.weight.flatten(1))
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
         init_zero(self.image_decoder.silent_layers())

@@ -88,7 +88,7 @@ def test_nothing_happens_before_the_start(adversary):
     wish, numbers = adversary.wish(x, x.mean(), x, step=2)
     assert wish == 0
     assert numbers == adversary.learn(x, -x, 2, last=True, share=1.0) == {}
-    adversary.step(2)
+    assert adversary.step(2, torch.tensor(7.0)) == 7
     assert all(torch.equal(value, before[name]) for name, value in adversary.engine.model_state().items())
 
 
@@ -97,11 +97,11 @@ def test_it_learns_to_tell_and_its_state_comes_back(adversary):
     losses = []
     for step in range(3, 23):
         losses.append(float(adversary.learn(real, fake, step, last=True, share=1.0)["d_loss"]))
-        adversary.step(step)
+        assert adversary.step(step, torch.tensor(7.0)) == 7
     assert losses[-1] < 0.2 < losses[0]
     saved = {part: {k: v.clone() for k, v in tensors.items()} for part, tensors in adversary.state().items()}
     after = adversary.learn(real, fake, 23, last=True, share=1.0)["d_loss"]
-    adversary.step(23)
+    adversary.step(23, torch.tensor(7.0))
     adversary.load(saved, "saved")
     assert_close(adversary.learn(real, fake, 23, last=True, share=1.0)["d_loss"], after, rtol=0, atol=0)
     assert saved["discriminator_optimizer"].keys() == adversary.state()["discriminator_optimizer"].keys()
