@@ -8,8 +8,8 @@ _base_ = ["nova_pictures.py"]
 num_frames = 8
 scheduler = dict(losses="all")
 
-max_steps = 400
-ckpt_every = 200
+max_steps = 600
+ckpt_every = 300
 
 batch_size = 8
-lr = 1e-3
+lr = 5e-4
