@@ -4,6 +4,7 @@ With limits to an interval of noise levels (Kynkaanniemi et al. 2024), scales th
 rescaling of Lin et al. 2024 (section 3.4).
 """
 
+import logging
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from torch import Tensor
 from opensora.registry import did_you_mean
 from opensora.utils.errors import UserError
 
+logger = logging.getLogger(__name__)
 Denoiser = Callable[..., Tensor]  # model(x, timestep, **cond) -> [B, C or 2C, T, H, W]
 Condition = Mapping[str, Tensor | None]
 
@@ -94,6 +96,11 @@ def guidance_from_config(scale: float, channels: int | None, options: Mapping[st
         options["interval"] = _interval(options["interval"])
     guidance = Guidance(scale, channels, **options)
     _check_numbers(guidance)
+    if options and scale == 1:
+        logger.warning(
+            "scheduler.cfg_scale=1 is no guidance: scheduler.guidance (%s) has an effect only where a call sets another scale.",
+            ", ".join(options),
+        )
     return guidance
 
 

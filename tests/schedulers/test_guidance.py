@@ -198,3 +198,12 @@ def test_outside_the_interval_the_batch_is_not_doubled(denoiser, rngs, inputs, n
 def test_mistaken_options_are_named(options, message):
     with pytest.raises(UserError, match=message):
         guidance_from_config(4.0, None, options)
+
+
+@pytest.mark.parametrize(("scale", "warns"), [(1, True), (1.0, True), (2.0, False), (0.0, False)])
+def test_options_without_guidance_are_not_silent(scale, warns, caplog):
+    guidance_from_config(scale, None, {"rescale": 0.7})
+    assert ("scheduler.guidance (rescale) has an effect only where a call sets another scale" in caplog.text) == warns
+    caplog.clear()
+    guidance_from_config(1, None, None)
+    assert caplog.text == ""

@@ -122,11 +122,6 @@ class VideoAutoencoderKL(FrameVAE):
         }
         return {**blocks, **architecture}
 
-    @property
-    def spatial_factor(self) -> int:
-        """Pixels along one side of a latent cell."""
-        return self.strides[1]
-
     def _encode(self, x: Tensor) -> Tensor:
         return self.autoencoder._encode(self._pictures(x)).unsqueeze(2)
 

@@ -113,7 +113,6 @@ def test_scaling_is_not_rounded_by_a_cast(vae, video):
 
 
 def test_sizes(vae, video):
-    assert vae.spatial_factor == 8
     assert vae.out_channels == 4
     assert vae.latent_size((5, 64, 96)) == (5, 8, 12)
     assert [vae.legal_num_frames(t) for t in (0, 1, 17)] == [1, 1, 17]
