@@ -80,3 +80,17 @@ def test_the_plan_is_the_config_with_the_overrides(monkeypatch, repo_root):
     assert read_plan(RECIPES["pretrained"], ["--max-steps=3"]).train.max_steps == 3
     with pytest.raises(UserError, match="sets no max_steps"):
         read_plan(RECIPES["pretrained"], ["--max-steps=None"])
+
+
+@pytest.mark.slow
+def test_nova_learns_pictures_and_goes_on_with_videos(tmp_path, monkeypatch, repo_root):
+    monkeypatch.chdir(repo_root)
+    figures = quickstart("nova", tmp_path, max_steps=2, num_clips=3)
+    run = tmp_path / "000-nova"
+    assert [path.name for path in checkpoints(run / "before")] == ["epoch2-global_step2"]
+    log = next((run / "runs").glob("*/log.txt")).read_text()
+    assert str(run / "before") in next((run / "runs").glob("*/command.txt")).read_text()
+    assert "step 2" in log
+    assert len(list((run / "samples").glob("*.mp4"))) == len(list((run / "pictures").glob("*.png"))) == 6
+    assert (run / "pictures.png").stat().st_size > 1000
+    assert 0 <= figures["pictures_captions_right"] <= 3
