@@ -103,9 +103,9 @@ def test_images_have_no_time(config):
     cfg = parse(config)
     if cfg.model["type"].startswith(("DiT", "PixArt")):  # of the others, each has its own way with one frame
         assert cfg.model["no_temporal_pos_emb"] is True
-    if isinstance(cfg, TrainConfig) and cfg.dataset["type"] != "RecordVideoTextDataset":  # which has no pixels
-        assert cfg.use_image_transform
+    if isinstance(cfg, TrainConfig) and cfg.dataset["type"] != "RecordVideoTextDataset":
         assert cfg.frame_interval == 1
+        assert cfg.use_image_transform or cfg.dataset["type"] == "CachedVideoTextDataset"  # which holds no pixels
 
 
 @pytest.mark.parametrize("config", [c for c in CONFIGS if schema_of(c) is InferenceConfig])

@@ -6,6 +6,7 @@ python scripts/train.py configs/quickstart/nova.py --ckpt-path CHECKPOINT
 _base_ = ["nova_pictures.py"]
 
 num_frames = 8
+frame_interval = 3
 scheduler = dict(losses="all")
 
 max_steps = 600

@@ -9,6 +9,7 @@ Most patches of a frame are hidden: of so few clips, a few visible patches say w
 _base_ = ["train.py"]
 
 num_frames = 1
+frame_interval = 1
 
 model = dict(
     _delete_=True, type="NOVA", width=192, num_heads=3, video_depth=2, image_depth=4, head_depth=3, motion=False
