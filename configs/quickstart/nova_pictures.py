@@ -16,9 +16,10 @@ model = dict(
 )
 scheduler = dict(_delete_=True, type="nova", losses="first", loss_repeat=1, min_mask_ratio=0.9, shift=3.0)
 
-max_steps = 1000
+epochs = 2000
+max_steps = 1200
 log_every = 25
-ckpt_every = 500
+ckpt_every = 400
 
 batch_size = 32
 lr = 2e-3
