@@ -15,8 +15,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar
 
-import torch
-
 from opensora.datasets.files import BadFile
 from opensora.utils.errors import UserError
 from opensora.utils.seed import generator
@@ -67,21 +65,11 @@ class BadFiles:
             raise UserError(f"max_bad_share={self.max_share} is no share: give a number from 0 to 1, such as 0.05.")
 
 
-class Substituting(Protocol[K]):
-    """A dataset that allows substitution."""
-
-    bad_files: BadFiles
-
-    def __getitem__(self, key: K) -> dict[str, Any]: ...
-
-    def another(self, key: K, rng: torch.Generator) -> K | None:
-        """Another sample of the same size and length as `key`."""
-
-
 def read_or_substitute(dataset: Any, key: K) -> dict[str, Any]:
     """A sample, or one in its place; `bad_files` of it lists what was wrong with the files that were tried before.
 
-    A dataset without `bad_files`, or with policy "error", is simply read.
+    A dataset without `bad_files`, or with policy "error", is simply read. One with `bad_files` (a `BadFiles`) has
+    `another(key, rng)`: the key of another sample of the same size and length, or None.
 
     Raises:
         BadFile: policy "error".

@@ -53,13 +53,17 @@ def unpack(data: bytes) -> int:
 
 
 def processor() -> str:
-    """The name of the CPU, for which libraries are built."""
+    """The CPU for which libraries are built: its name and its instructions."""
+    return "; ".join(cpu_info("model name", "flags", "Features"))
+
+
+def cpu_info(*names: str) -> list[str]:
+    """The different values of some entries of Linux' /proc/cpuinfo; elsewhere none."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
-        return ""
-    named = [line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "flags", "Features"))]
-    return "; ".join(dict.fromkeys(named))
+        return []
+    return list(dict.fromkeys(line.partition(":")[2].strip() for line in lines if line.startswith(names)))
 
 
 def _cache() -> Path:

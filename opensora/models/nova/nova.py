@@ -367,7 +367,7 @@ class NOVA(nn.Module):
         """As in MAR: Xavier's uniform weights; the head's modulation and output start at zero.
 
         Their size follows the width. With ViT's 0.02, which is much the same at a width of 1024, a small model takes
-        half as many steps more until it heeds its conditions.
+        longer until it heeds its conditions.
         """
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Conv2d):
