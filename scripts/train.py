@@ -13,6 +13,7 @@ from opensora.acceleration.checkpointing import checkpoint_activations, offload_
 from opensora.acceleration.compile import compile_blocks
 from opensora.acceleration.distributed import World, init_world, on_main_first, shutdown
 from opensora.acceleration.engine import build_engine, check_engine
+from opensora.acceleration.float8 import check_float8, convert_linears, recipe_of
 from opensora.acceleration.loop import (
     build_ema,
     build_optimizer,
@@ -76,6 +77,8 @@ def main() -> None:
         show_messages()
     try:
         check_engine(cfg.plugin, cfg.sp_size, device=world.device, dtype=cfg.dtype)
+        if recipe := recipe_of(cfg.float8):
+            check_float8(recipe, world.device)
         if cfg.dry_run:
             dry_run(cfg, world)
             return
@@ -193,6 +196,8 @@ def build_data_and_models(cfg: TrainConfig, world: World) -> tuple[Any, Any, Any
     ).to(device)
     if cfg.lora is not None:
         add_lora(model, LoraOptions.of(cfg.lora), seed=cfg.seed)
+    if recipe := recipe_of(cfg.float8):
+        convert_linears(model, recipe)
     if cfg.compile:
         compile_blocks(model.transformer_blocks())
     checkpoint_activations(model.transformer_blocks(), cfg.grad_checkpoint, getattr(model, "stack_depths", None))

@@ -69,6 +69,10 @@ def test_short_attention_equals_the_formula(size, dtype, tolerance):
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 3e-2), (torch.float16, 4e-3)])
 def test_attention_to_few_keys_equals_the_formula(size, masked, dtype, tolerance):
+    if dtype == torch.float32 and size not in few_keys.SIZES:
+        pytest.skip(
+            "the kernel is for 16 bits: so many keys in fp32 do not fit into shared memory, and are not sent to it"
+        )
     few_keys.compare(size, masked=masked, device="cuda", dtype=dtype, tolerance=tolerance)
 
 

@@ -17,6 +17,7 @@ from opensora.acceleration.compile import compile_blocks
 from opensora.acceleration.distributed import World
 from opensora.acceleration.engine import Engine, build_engine
 from opensora.utils.ema import EMA
+from opensora.utils.shards import gathered
 from tests.models.denoisers import build
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
@@ -81,9 +82,7 @@ def train(engine: Engine, world: World, accumulation: int = 1, steps: range = ra
 
 
 def whole(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {
-        name: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone().cpu() for name, t in state.items()
-    }
+    return {name: (gathered(t) if isinstance(t, DTensor) else t).detach().clone().cpu() for name, t in state.items()}
 
 
 def assert_near(found: torch.Tensor, expected: torch.Tensor, tolerances: tuple[float, float], case: object) -> None:

@@ -9,7 +9,7 @@ size is computed again.
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial, wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ KEPT = {
     "aten::mm",
     "aten::addmm",
     "aten::linear",
+    "aten::_scaled_mm",
     "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_efficient_attention",
     "aten::_scaled_dot_product_cudnn_attention",
@@ -76,6 +77,40 @@ def offload_activations(model: nn.Module, *, min_bytes: int = OFFLOAD_BYTES) -> 
     wrap_forward(model, partial(_offloaded, mover=_Mover(min_bytes, weights)))
 
 
+class Layout(NamedTuple):
+    """Where and how a tensor lies.
+
+    It has to come back so: kernels refuse rows that are no longer aligned, and a linear layer that is computed again takes another
+    path for tokens that have become contiguous, so that autograd meets other tensors than it saved.
+    """
+
+    device: torch.device
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    def filled_with(self, kept: Tensor) -> Tensor:
+        """A tensor that lies so, with the numbers of `kept`, in which what `expand` repeats is there once."""
+        if _overlaps(kept.shape, self.stride):
+            return kept.to(self.device, non_blocking=True).expand(self.shape)
+        out = torch.empty_strided(kept.shape, self.stride, dtype=kept.dtype, device=self.device)
+        return out.copy_(kept, non_blocking=True).expand(self.shape)
+
+
+def _without_repeats(tensor: Tensor) -> Tensor:
+    """One of each row, column, ... that `expand` repeats."""
+    return tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
+
+
+def _overlaps(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether elements may share memory, as those of `unfold` do: an axis is no longer than what lies inside of its stride."""
+    reach = 1  # of the axes with smaller strides
+    for length, step in sorted(zip(shape, stride, strict=True), key=lambda axis: axis[1]):
+        if length > 1 and step < reach:
+            return True
+        reach += (length - 1) * step
+    return False
+
+
 class _Mover:
     """Copies saved tensors to the CPU and back; on a GPU beside its computing, on a stream of its own."""
 
@@ -83,29 +118,31 @@ class _Mover:
         self.min_bytes, self.stays = min_bytes, stays
         self._stream: torch.cuda.Stream | None = None
 
-    def pack(self, tensor: Tensor) -> tuple[torch.device, Tensor]:
-        """The tensor's home, and what is kept instead of it."""
-        if tensor.numel() * tensor.element_size() < self.min_bytes or tuple(tensor.shape) in self.stays:
-            return tensor.device, tensor
+    def pack(self, tensor: Tensor) -> tuple[Layout, Tensor]:
+        """How the tensor lies at home, and what is kept instead of it."""
+        layout = Layout(tensor.device, tensor.shape, tensor.stride())
+        once = _without_repeats(tensor)
+        if once.numel() * once.element_size() < self.min_bytes or tuple(tensor.shape) in self.stays:
+            return layout, tensor
         if tensor.device.type != "cuda":
-            return tensor.device, tensor.cpu()
-        kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            return layout, tensor.cpu()
+        kept = torch.empty(once.shape, dtype=tensor.dtype, pin_memory=True)
         if self._stream is None:
             self._stream = torch.cuda.Stream(tensor.device)
         self._stream.wait_stream(torch.cuda.current_stream(tensor.device))
         with torch.cuda.stream(self._stream):
-            kept.copy_(tensor, non_blocking=True)
+            kept.copy_(once, non_blocking=True)
         tensor.record_stream(self._stream)  # its memory is reused only after the copy
-        return tensor.device, kept
+        return layout, kept
 
-    def unpack(self, packed: tuple[torch.device, Tensor]) -> Tensor:
-        """The tensor at home again."""
-        device, kept = packed
-        if kept.device == device:
+    def unpack(self, packed: tuple[Layout, Tensor]) -> Tensor:
+        """The tensor at home again, in its strides."""
+        layout, kept = packed
+        if kept.device == layout.device:
             return kept
         if self._stream is not None:
-            torch.cuda.current_stream(device).wait_stream(self._stream)
-        return kept.to(device, non_blocking=True)
+            torch.cuda.current_stream(layout.device).wait_stream(self._stream)
+        return layout.filled_with(kept)
 
 
 def _keep_products(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:

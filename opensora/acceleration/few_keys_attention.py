@@ -42,7 +42,7 @@ def few_keys_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> 
     (B, H, N, d), L = q.shape, k.shape[2]
     out, lse = _like_tokens(q), q.new_empty(B, H, N, dtype=torch.float32)
     share, strides = _share(N, B * H, _PROGRAMS["forward"]), _strides(q, k, v, out)
-    _forward_kernel[(triton.cdiv(N, share), B * H)](
+    _few_keys_forward_kernel[(triton.cdiv(N, share), B * H)](
         q, k, v, out, lse, *_mask_arguments(mask, q), *strides, H, N, L, share, d**-0.5,
         **_sizes(strides, L, d), **_BLOCK, **_FORWARD,
     )  # fmt: skip
@@ -67,7 +67,7 @@ def few_keys_attention_backward(
     parts = q.new_empty(2, num_shares, B, L, H, d, dtype=torch.float32)
     dk, dv = parts.transpose(3, 4)  # each [shares, B, H, L, d]
     strides = _strides(q, k, v, out, grad, dq, dk[0], dv[0])
-    _backward_kernel[(num_shares, B * H)](
+    _few_keys_backward_kernel[(num_shares, B * H)](
         q, k, v, out, grad, lse, dq, dk, dv, *_mask_arguments(mask, q), *strides, dk.stride(0), H, N, L, share, d**-0.5,
         **_sizes(strides, L, d), **_BLOCK, **_BACKWARD,
     )  # fmt: skip
@@ -157,7 +157,7 @@ def _seen(mask_ptr, mask_stride, keys, H, L):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _forward_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
+def _few_keys_forward_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, mask_ptr, mask_stride,
     qb, qh, qn, kb, kh, kn, vb, vh, vn, ob, oh, on, H, N, L, share, scale,
     d: tl.constexpr, ALIGN: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -187,7 +187,7 @@ def _forward_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
 
 
 @triton.jit
-def _backward_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
+def _few_keys_backward_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     q_ptr, k_ptr, v_ptr, o_ptr, g_ptr, lse_ptr, dq_ptr, dk_ptr, dv_ptr, mask_ptr, mask_stride,
     qb, qh, qn, kb, kh, kn, vb, vh, vn, ob, oh, on, gb, gh, gn, dqb, dqh, dqn, dkb, dkh, dkn, dvb, dvh, dvn,
     share_stride, H, N, L, share, scale,

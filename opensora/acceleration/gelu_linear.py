@@ -48,7 +48,7 @@ def gelu_backward(grad: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
     C = h.shape[-1]
     rows = h.numel() // C
     dh, sums = torch.empty_like(h), h.new_empty(triton.cdiv(rows, ROWS), C, dtype=torch.float32)
-    _backward_kernel[(len(sums), triton.cdiv(C, COLUMNS))](
+    _gelu_backward_kernel[(len(sums), triton.cdiv(C, COLUMNS))](
         grad, h, dh, sums, rows, C, ROWS=ROWS, BLOCK_ROWS=_BLOCK_ROWS, COLUMNS=COLUMNS, num_warps=_WARPS
     )
     return dh, sums
@@ -62,7 +62,7 @@ def _(grad: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @triton.jit
-def _backward_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
+def _gelu_backward_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     grad_ptr, h_ptr, dh_ptr, sums_ptr, num_rows, C,
     ROWS: tl.constexpr, BLOCK_ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip

@@ -27,7 +27,7 @@ def short_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """
     q, k, v = (_rows_whole(each) for each in (q, k, v))
     out = _empty_like_tokens(q)
-    _launch(_forward_kernel, q, (q, k, v, out))
+    _launch(_short_attention_forward_kernel, q, (q, k, v, out))
     return out
 
 
@@ -41,7 +41,7 @@ def short_attention_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor) -> t
     """Gradients of q, k and v, each [B, S, H, N, d]."""
     grad, q, k, v = (_rows_whole(each) for each in (grad, q, k, v))
     grads = (_empty_like_tokens(q), _empty_like_tokens(q), _empty_like_tokens(q))
-    _launch(_backward_kernel, q, (q, k, v, grad, *grads))
+    _launch(_short_attention_backward_kernel, q, (q, k, v, grad, *grads))
     return grads
 
 
@@ -71,7 +71,7 @@ def short_attention_packed(qkv: Tensor, num_heads: int) -> Tensor:
     qkv = qkv.contiguous()
     q, k, v = _parts(qkv, num_heads)
     out = qkv.new_empty(*qkv.shape[:-1], qkv.shape[-1] // 3)
-    _launch(_forward_kernel, q, (q, k, v, _heads(out, num_heads)))
+    _launch(_short_attention_forward_kernel, q, (q, k, v, _heads(out, num_heads)))
     return out
 
 
@@ -86,7 +86,7 @@ def short_attention_packed_backward(grad: Tensor, qkv: Tensor, num_heads: int) -
     qkv, grad = qkv.contiguous(), _rows_whole(_heads(grad, num_heads))
     grad_qkv = torch.empty_like(qkv)
     q, k, v = _parts(qkv, num_heads)
-    _launch(_backward_kernel, q, (q, k, v, grad, *_parts(grad_qkv, num_heads)))
+    _launch(_short_attention_backward_kernel, q, (q, k, v, grad, *_parts(grad_qkv, num_heads)))
     return grad_qkv
 
 
@@ -153,7 +153,7 @@ def _probabilities(q, k, scale, N, BLOCK_N: tl.constexpr):  # type: ignore[no-un
 
 
 @triton.jit
-def _forward_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
+def _short_attention_forward_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     q_ptr, k_ptr, v_ptr, o_ptr,
     qb, qs, qh, qn, kb, ks, kh, kn, vb, vs, vh, vn, ob, os, oh, on,
     S, H, N, d, scale, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -169,7 +169,7 @@ def _forward_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
 
 
 @triton.jit
-def _backward_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
+def _short_attention_backward_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     q_ptr, k_ptr, v_ptr, g_ptr, dq_ptr, dk_ptr, dv_ptr,
     qb, qs, qh, qn, kb, ks, kh, kn, vb, vs, vh, vn, gb, gs, gh, gn,
     dqb, dqs, dqh, dqn, dkb, dks, dkh, dkn, dvb, dvs, dvh, dvn,

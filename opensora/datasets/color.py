@@ -14,6 +14,7 @@ from PIL import Image
 
 from opensora.datasets.decoding import Decoding
 from opensora.datasets.files import BadFile
+from opensora.datasets.pictures import on_white
 
 BT709, UNSPECIFIED, BT601, BT2020 = 1, 2, 6, 9  # numbers of ISO/IEC 23091-2, as FFmpeg counts
 PQ, HLG = 16, 18
@@ -86,12 +87,6 @@ def _with_square_pixels(frame: VideoFrame, pixel_aspect: float) -> tuple[int, in
     if abs(pixel_aspect - 1) < NEARLY_SQUARE or pixel_aspect <= 0:
         return height, width
     return (height, round(width * pixel_aspect)) if pixel_aspect > 1 else (round(height / pixel_aspect), width)
-
-
-def on_white(image: Image.Image) -> np.ndarray:
-    """[H, W, 3] uint8 of an RGBA picture."""
-    white = Image.new("RGBA", image.size, "white")
-    return np.array(Image.alpha_composite(white, image).convert("RGB"))
 
 
 # -------------------------------------------------------------------------------------------------------- HDR

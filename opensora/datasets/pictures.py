@@ -12,7 +12,6 @@ from PIL import ExifTags, Image, ImageOps
 from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
-from opensora.datasets.color import on_white
 from opensora.datasets.files import IMAGE_FPS, BadFile
 
 
@@ -93,6 +92,12 @@ def _pixels(file: Image.Image) -> np.ndarray:
     if image.has_transparency_data:
         return on_white(image.convert("RGBA"))
     return np.array(image.convert("RGB"))
+
+
+def on_white(image: Image.Image) -> np.ndarray:
+    """[H, W, 3] uint8 of an RGBA picture."""
+    white = Image.new("RGBA", image.size, "white")
+    return np.array(Image.alpha_composite(white, image).convert("RGB"))
 
 
 def _from_16_bits(grey: np.ndarray) -> np.ndarray:

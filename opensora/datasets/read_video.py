@@ -18,7 +18,6 @@ from opensora.datasets.decoding import DEFAULT, Decoding
 from opensora.datasets.files import IMAGE_FPS, BadFile, TooFewFrames, identity, is_image, is_moving_picture, too_few
 from opensora.datasets.frame_times import EveryNth, frames_needed
 from opensora.datasets.pictures import MovingPicture, Picture
-from opensora.datasets.pyav_clip import open_with_pyav
 
 __all__ = [
     "DEFAULT", "IMAGE_FPS", "Clip", "Decoding", "TooFewFrames", "VideoInfo", "count_frames", "frames_needed", "is_image", "open_clip",
@@ -117,6 +116,8 @@ def open_clip(path: str | Path, decoding: Decoding = DEFAULT) -> AbstractContext
         from opensora.datasets.torchcodec_clip import open_with_torchcodec
 
         return open_with_torchcodec(known_by)
+    from opensora.datasets.pyav_clip import open_with_pyav  # here: pictures are read where there is no PyAV
+
     return open_with_pyav(known_by, decoding)
 
 

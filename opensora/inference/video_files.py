@@ -14,7 +14,6 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Literal, NamedTuple, cast
 
-import av
 import numpy as np
 from PIL import Image
 
@@ -95,6 +94,8 @@ def _writer(save_format: str, crf: str | None) -> Callable[[np.ndarray, Path, Fr
 
 def _encode(frames: np.ndarray, file: Path, rate: Fraction, codec: Codec, quality: str) -> None:
     """4:2:0, BT.709, limited range."""
+    import av  # here: pictures are written where there is no PyAV
+
     height, width = frames.shape[1:3]
     frames = np.pad(frames, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), mode="edge")
     with av.open(file, "w", options=codec.container) as container:

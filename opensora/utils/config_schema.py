@@ -274,6 +274,11 @@ class TrainConfig(LoopConfig):
     activation_offload: bool = option(
         "keep what the backward pass needs in the CPU's memory, if it is 1 MiB or more", default=False
     )
+    float8: bool | Literal["rowwise", "tensorwise"] = option(
+        "the blocks' linear layers multiply in 8 bit, by torchao, scaled by rows (True, rowwise) or by tensors; GPUs from compute "
+        "capability 8.9; see acceleration.md",
+        default=False,
+    )
     peak_tflops: float | None = option(
         "dense TFLOP/s of one device in dtype, for the MFU; None: by the name of the GPU", None, bounds=POSITIVE
     )
@@ -317,6 +322,7 @@ class TrainConfig(LoopConfig):
             problems.append(
                 "activation_offload does not reach what grad_checkpoint='selective' keeps: use 'block' or 'mlp'."
             )
+        problems += self._float8_problems()
         if self.lora is not None:
             problems += lora_problems(self.lora)
             if self.model.get("freeze") is not None:
@@ -326,6 +332,19 @@ class TrainConfig(LoopConfig):
                     "lora.dropout draws inside the blocks, which compile=True cannot; switch one of them off."
                 )
         return problems + self._data_problems() + self._validation_problems()
+
+    def _float8_problems(self) -> list[str]:
+        """What does not go with float8."""
+        if not self.float8:
+            return []
+        reasons = {
+            "lora: the frozen layers lie inside adapters": self.lora is not None,
+            f"plugin={self.plugin!r}, where weights are rounded to half precision before they are scaled: use ddp or fsdp2": (
+                self.plugin in ("zero2", "zero2-seq")
+            ),
+            f"dtype={self.dtype!r}: use bf16": to_torch_dtype(self.dtype) != to_torch_dtype("bf16"),
+        }
+        return [f"float8={self.float8!r} does not go with {what}." for what, is_so in reasons.items() if is_so]
 
     def _data_problems(self) -> list[str]:
         """What of buckets and masks does not go together."""

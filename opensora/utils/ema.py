@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from opensora.utils.errors import UserError
-from opensora.utils.shards import fill, shard_of
+from opensora.utils.shards import fill, gathered, shard_of
 
 
 class EMA:
@@ -125,8 +125,7 @@ class EMA:
         """An average that is kept flat and in pieces, as a weight."""
         shadow = self.shadow[name]
         assert isinstance(shadow, DTensor)
-        on_mesh: DTensor = shadow.to(shadow.device_mesh.device_type)  # type: ignore[assignment]
-        return on_mesh.full_tensor().view(self.shapes[name])
+        return gathered(shadow).view(self.shapes[name])
 
 
 def _copy(tensor: Tensor, device: Literal["model", "cpu"]) -> Tensor:

@@ -99,8 +99,17 @@ def fill(target: Tensor, source: Mapping[str, Tensor] | Parts, name: str) -> Non
     whole = source[name]
     _check_shape(name, tuple(whole.shape), shape)
     if isinstance(whole, DTensor):
-        whole = whole.full_tensor()
+        whole = gathered(whole)
     local.copy_(whole[tuple(slice(a, a + n) for a, n in zip(offset, local.shape, strict=True))])
+
+
+def gathered(tensor: DTensor) -> Tensor:
+    """The whole tensor. All processes of its mesh must call it.
+
+    On the mesh's device: NCCL moves nothing that lies in the CPU's memory, as averages and offloaded state do.
+    """
+    on_mesh: DTensor = tensor.to(tensor.device_mesh.device_type)  # type: ignore[assignment]
+    return on_mesh.full_tensor()
 
 
 def _row_blocks(tensor: Tensor) -> list[slice]:

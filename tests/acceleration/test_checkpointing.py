@@ -9,7 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from opensora.acceleration.checkpointing import checkpoint_activations, offload_activations
+from opensora.acceleration.checkpointing import (
+    Layout,
+    _without_repeats,
+    checkpoint_activations,
+    offload_activations,
+)
 from opensora.acceleration.compile import compile_blocks
 from opensora.utils.errors import UserError
 from opensora.utils.recompute import Recompute, parse_recompute
@@ -228,6 +233,30 @@ def check_sharded(rank: int, world_size: int, folder: Path) -> None:
             got = [gradient.full_tensor() for gradient in gradients(model)]
             torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
             assert model.state_dict().keys() == names
+
+
+LAYOUTS = {
+    "contiguous": torch.arange(24.0).view(2, 3, 4),
+    "channels last": torch.arange(2 * 3 * 4 * 5.0).view(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    "rows with a gap": torch.arange(4 * 8.0).view(4, 8)[:, :7],
+    "repeated": torch.arange(2 * 8.0).view(2, 1, 1, 8)[..., :7].expand(2, 3, 5, 7),
+    "a part of three": torch.arange(2 * 5 * 12.0).view(2, 5, 12).chunk(3, dim=-1)[1].transpose(0, 1),
+    "sharing elements": torch.arange(9.0).unfold(0, 5, 1),
+    "a number": torch.tensor(3.0),
+    "nothing": torch.zeros(0, 4),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_what_comes_back_lies_as_it_lay(name):
+    tensor = LAYOUTS[name]
+    once = _without_repeats(tensor)
+    back = Layout(tensor.device, tensor.shape, tensor.stride()).filled_with(once.contiguous())
+    assert torch.equal(back, tensor)
+    if name != "sharing elements":  # those get room of their own
+        assert back.stride() == tensor.stride()
+    if name == "repeated":
+        assert once.numel() == 14
 
 
 @pytest.mark.gpu

@@ -4,10 +4,12 @@
 
 One line of a table for each combination. FLOPs are the model's own `flops()`, which counts one noised copy of each patch, times
 three (backward = 2 x forward); what `loss_repeat` adds in the head is work but is not counted. MFU is their rate over that of a
-large matrix product, measured first or given by --peak-tflops. Without a GPU the defaults are toy sizes.
+large matrix product, measured first or given by --peak-tflops. A batch that does not fit is halved. Without a GPU the defaults are
+toy sizes.
 """
 
 import argparse
+import gc
 import time
 from typing import Any, NamedTuple
 
@@ -52,12 +54,12 @@ def main() -> None:
     for case in args.cases:
         for blocks in args.blocks:
             for part in args.parts:
-                if device.type == "cuda":
-                    torch.cuda.reset_peak_memory_stats()
-                print(
-                    f"| {case} | {part}, {blocks} | {row(cases[case], part, blocks, args, device, peak)} |", flush=True
-                )
+                figures = row(cases[case], part, blocks, args, device, peak)
+                print(f"| {case} | {part}, {blocks} | {figures} |", flush=True)
+                gc.collect()
                 torch._dynamo.reset()
+                if device.type == "cuda":
+                    torch.cuda.empty_cache()
 
 
 def parse_args() -> argparse.Namespace:
@@ -78,21 +80,36 @@ def parse_args() -> argparse.Namespace:
 
 
 def row(case: Case, part: str, blocks: str, args: argparse.Namespace, device: torch.device, peak: float) -> str:
-    """The figures of one line, or why there are none."""
+    """The figures of one line for the largest batch that fits, or why there are none."""
+    batch = args.batch
+    while batch:
+        try:
+            return cells(case, part, blocks, batch, args, device, peak)
+        except torch.OutOfMemoryError:
+            batch //= 2
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch._dynamo.reset()
+    return "1 | out of memory | - | - | - | -"
+
+
+def cells(
+    case: Case, part: str, blocks: str, batch: int, args: argparse.Namespace, device: torch.device, peak: float
+) -> str:
+    """The figures of one line."""
     torch.manual_seed(0)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     with device:
-        model = MODELS.build(case.model)
+        model: Any = MODELS.build(case.model)
     if blocks == "compiled":
         compile_blocks(model.transformer_blocks())
-    try:
-        seconds = (train if part == "train" else sample)(model, case, args, device)
-    except torch.OutOfMemoryError:
-        return f"{args.batch} | out of memory | - | - | - | -"
+    seconds = (train if part == "train" else sample)(model, case, batch, args, device)
     T, H, W = case.latent
-    patches, frames = args.batch * T * H * W / 4 / seconds, args.batch * T / seconds
-    mfu = f"{3 * args.batch * model.flops(case.latent, TEXT) / seconds / peak / 1e12:.1%}" if part == "train" else "-"
+    patches, frames = batch * T * H * W / 4 / seconds, batch * T / seconds
+    mfu = f"{3 * batch * model.flops(case.latent, TEXT) / seconds / peak / 1e12:.1%}" if part == "train" else "-"
     memory = f"{torch.cuda.max_memory_allocated() / 2**30:.1f}" if device.type == "cuda" else "-"
-    return f"{args.batch} | {seconds * 1e3:.1f} | {patches:.0f} | {mfu} | {frames:.3g} | {memory}"
+    return f"{batch} | {seconds * 1e3:.1f} | {patches:.0f} | {mfu} | {frames:.3g} | {memory}"
 
 
 def level_of(text: str) -> int | str:
@@ -109,20 +126,20 @@ def inputs(model: Any, case: Case, batch: int, device: torch.device) -> tuple[to
     return x, cond
 
 
-def train(model: Any, case: Case, args: argparse.Namespace, device: torch.device) -> float:
+def train(model: Any, case: Case, batch: int, args: argparse.Namespace, device: torch.device) -> float:
     """Seconds of a step: forward, backward, clipping, AdamW."""
     checkpoint_activations(model.transformer_blocks(), args.checkpoint, model.stack_depths)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=device.type == "cuda")
     engine = build_engine("ddp", model.train(), optimizer, World(0, 1, device), dtype=args.dtype, grad_clip=1.0)
     scheduler = SCHEDULERS.build({"type": "nova"})
-    x, cond = inputs(model, case, args.batch, device)
+    x, cond = inputs(model, case, batch, device)
     started = 0.0
     for number in range(args.steps + 3):
         if number == 3:  # compilation and warm-up are over
             synchronize(device)
             started = time.perf_counter()
-        rngs = generators(0, "benchmark", number, ids=range(args.batch), device=device)
+        rngs = generators(0, "benchmark", number, ids=range(batch), device=device)
         with engine.micro_step(last=True):
             loss = scheduler.training_losses(engine.model, x, cond, generators=rngs).mean()
         engine.backward(loss)
@@ -131,16 +148,16 @@ def train(model: Any, case: Case, args: argparse.Namespace, device: torch.device
     return (time.perf_counter() - started) / args.steps
 
 
-def sample(model: Any, case: Case, args: argparse.Namespace, device: torch.device) -> float:
+def sample(model: Any, case: Case, batch: int, args: argparse.Namespace, device: torch.device) -> float:
     """Seconds for a batch of whole videos, with guidance."""
     steps, diffusion = args.sampling_steps
     scheduler = SCHEDULERS.build({"type": "nova", "num_sampling_steps": steps, "num_diffusion_steps": diffusion})
-    z, cond = inputs(model.eval(), case, args.batch, device)
-    null = {"y": model.null_condition(args.batch)[:, :, :TEXT]}
+    z, cond = inputs(model.eval(), case, batch, device)
+    null = {"y": model.null_condition(batch)[:, :, :TEXT]}
     dtype = to_torch_dtype(args.dtype)
     seconds = 0.0
     for _ in range(2):  # the first compiles
-        rngs = generators(0, "benchmark", ids=range(args.batch), device=device)
+        rngs = generators(0, "benchmark", ids=range(batch), device=device)
         synchronize(device)
         started = time.perf_counter()
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):

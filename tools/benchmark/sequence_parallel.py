@@ -73,6 +73,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--sp-sizes", type=int, nargs="+", help="processes that share a sample; default 1 and all")
     parser.add_argument("--methods", nargs="+", default=["dsp", "ulysses"], choices=("auto", "dsp", "ulysses"))
     parser.add_argument("--engine", default="ddp")
+    parser.add_argument("--fsdp-reshard", default="zero2", choices=("zero2", "zero3"), help="of engine fsdp2")
     parser.add_argument("--blocks", default="compiled", choices=("eager", "compiled"))
     parser.add_argument("--checkpoint", default="block", help="a value of grad_checkpoint")
     parser.add_argument("--text-len", type=int, default=120)
@@ -86,8 +87,9 @@ def parse_args() -> argparse.Namespace:
 def write_header(args: argparse.Namespace, world: World) -> None:
     """What was measured on."""
     name = torch.cuda.get_device_name() if world.device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    engine = f"{args.engine} ({args.fsdp_reshard})" if args.engine == "fsdp2" else args.engine
     sys.stdout.write(
-        f"{world.size} x {name}, torch {torch.__version__}, {args.dtype}, engine {args.engine}, {args.blocks} blocks, "
+        f"{world.size} x {name}, torch {torch.__version__}, {args.dtype}, engine {engine}, {args.blocks} blocks, "
         f"grad_checkpoint={args.checkpoint}, batch {args.batch}, {args.text_len} text tokens\n\n"
         "| case | sp_size | exchange | ms/step | samples/s | sent MiB/forward | peak GiB |\n|---|---|---|---|---|---|---|\n"
     )
@@ -129,7 +131,8 @@ def measure(args: argparse.Namespace, world: World, case: str, method: Method) -
         compile_blocks(model.transformer_blocks())
     checkpoint_activations(model.transformer_blocks(), args.checkpoint)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=world.device.type == "cuda")
-    engine = build_engine(args.engine, model, optimizer, world, dtype=args.dtype, grad_clip=1.0)
+    settings = {"fsdp_reshard": args.fsdp_reshard} if args.engine == "fsdp2" else {}
+    engine = build_engine(args.engine, model, optimizer, world, dtype=args.dtype, grad_clip=1.0, **settings)
     z, cond = batch_of(args, world, model, latent)
     train(engine, z, cond, range(args.warmup))
     if world.device.type == "cuda":

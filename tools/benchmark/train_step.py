@@ -12,11 +12,13 @@ step's size, with the same weights. Without a GPU the defaults are small enough 
 import argparse
 import gc
 import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from opensora.acceleration.checkpointing import checkpoint_activations
 from opensora.acceleration.compile import compile_blocks
@@ -30,7 +32,22 @@ from tools.benchmark.heading import heading
 
 ON_GPU = {"models": ["STDiT-XL/2", "DiT-XL/2"], "latent": [16, 32, 32], "batch": 8, "dtype": "bf16", "steps": 20}
 ON_CPU = {"models": ["STDiT-XS/2", "DiT-S/2"], "latent": [4, 16, 16], "batch": 1, "dtype": "fp32", "steps": 5}
-CHECKPOINTED = {"none": lambda blocks: [], "half": lambda blocks: blocks[::2], "all": lambda blocks: blocks}
+CHECKPOINTED = {"none": "none", "half": "every:2", "all": "block"}
+
+
+class Steps(Protocol):
+    """What of an `Engine` takes a training step."""
+
+    model: nn.Module
+
+    def micro_step(self, *, last: bool) -> AbstractContextManager[None]:
+        """See `Engine.micro_step`."""
+
+    def backward(self, loss: Tensor) -> None:
+        """See `Engine.backward`."""
+
+    def step(self) -> Tensor:
+        """See `Engine.step`."""
 
 
 @dataclass(frozen=True)
@@ -88,10 +105,7 @@ def cells(args: argparse.Namespace, model: str, blocks: str, checkpoint: str, pe
     except torch.OutOfMemoryError:
         return "out of memory | - | - | - | - | -"
     finally:
-        gc.collect()
-        torch._dynamo.reset()
-        if args.device == "cuda":
-            torch.cuda.empty_cache()
+        forget(torch.device(args.device))
     tflops = result.flops / result.seconds / 1e12
     memory = f"{result.peak_bytes / 2**30:.1f}" if result.peak_bytes else "-"
     speed = f"{result.seconds * 1e3:.1f} | {args.batch / result.seconds:.2f} | {tflops:.3g} | {tflops / peak:.1%}"
@@ -101,38 +115,69 @@ def cells(args: argparse.Namespace, model: str, blocks: str, checkpoint: str, pe
 def measure(args: argparse.Namespace, name: str, blocks: str, checkpoint: str) -> Result:
     """Build the model and time `args.steps` steps after `args.warmup`."""
     device = torch.device(args.device)
-    torch.manual_seed(0)
-    with device:
-        model: Any = awake(MODELS.build({"type": name}, model_max_length=args.text_len)).train()
-    z, t, cond = inputs(args, model, device)
+    model = build(name, device, args.text_len)
+    z, t, cond = inputs(model, args.batch, args.latent, device)
     with torch.no_grad():
         wanted = model(z, t, **cond)
-    if blocks == "compiled":
-        compile_blocks(model.transformer_blocks())
-    checkpoint_activations(CHECKPOINTED[checkpoint](model.transformer_blocks()))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device.type == "cuda")
-    engine = build_engine("ddp", model, optimizer, World(0, 1, device), dtype=args.dtype, grad_clip=1.0)
-    with engine.micro_step(last=True):
-        error = float((engine.model(z, t, **cond).detach() - wanted).norm() / wanted.norm())
-    train(engine, z, cond, range(args.warmup))
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    seconds = train(engine, z, cond, range(args.warmup, args.warmup + args.steps)) / args.steps
-    memory = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+    engine = start(model, device, args.dtype, blocks, CHECKPOINTED[checkpoint])
+    error = relative_error(engine, z, t, cond, wanted)
+    seconds, memory = timed(engine, z, cond, args.warmup, args.steps)
     return Result(seconds, 3.0 * args.batch * model.flops(tuple(args.latent), cond["y"].shape[2]), memory, error)
 
 
-def inputs(args: argparse.Namespace, model: Any, device: torch.device) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Latents z, timesteps, and what else the model asks for."""
-    z = torch.randn(args.batch, model.in_channels, *args.latent, device=device)
-    y = torch.randn_like(model.null_condition(args.batch))
-    cond = {"y": y, "mask": torch.ones(args.batch, y.shape[2], dtype=torch.bool, device=device)}
-    for condition, value in (("fps", 8), ("height", 256), ("width", 256), ("num_frames", args.latent[0])):
-        cond[condition] = torch.full((args.batch,), float(value), device=device)
-    return z, torch.linspace(100, 900, args.batch, device=device), cond
+def build(name: str, device: torch.device, text_len: int, **size: int) -> Any:
+    """A model to train, always with the same weights; `size` is for toys."""
+    torch.manual_seed(0)
+    with device:
+        return awake(MODELS.build({"type": name}, model_max_length=text_len, **size)).train()
 
 
-def train(engine: Engine, z: Tensor, cond: dict[str, Tensor], steps: range) -> float:
+def start(model: Any, device: torch.device, dtype: str, blocks: str, checkpoint: str) -> Engine:
+    """The engine, ready to train; `blocks` is "eager" or "compiled", `checkpoint` a value of the config's `grad_checkpoint`."""
+    if blocks == "compiled":
+        compile_blocks(model.transformer_blocks())
+    checkpoint_activations(model.transformer_blocks(), checkpoint)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device.type == "cuda")
+    return build_engine("ddp", model, optimizer, World(0, 1, device), dtype=dtype, grad_clip=1.0)
+
+
+def inputs(
+    model: Any, batch: int, latent: Sequence[int], device: torch.device
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Latents z, timesteps, and what else the model asks for; the text is as long as it can be."""
+    z = torch.randn(batch, model.in_channels, *latent, device=device)
+    y = torch.randn_like(model.null_condition(batch))
+    cond = {"y": y, "mask": torch.ones(batch, y.shape[2], dtype=torch.bool, device=device)}
+    for condition, value in (("fps", 8), ("height", 256), ("width", 256), ("num_frames", latent[0])):
+        cond[condition] = torch.full((batch,), float(value), device=device)
+    return z, torch.linspace(100, 900, batch, device=device), cond
+
+
+def relative_error(engine: Steps, z: Tensor, t: Tensor, cond: dict[str, Tensor], wanted: Tensor) -> float:
+    """|prediction - wanted| / |wanted| by the forward pass that training uses; `wanted` may be of the first samples only."""
+    with engine.micro_step(last=True):
+        found = engine.model(z, t, **cond).detach()[: len(wanted)]
+    return float((found - wanted).norm() / wanted.norm())
+
+
+def timed(engine: Steps, z: Tensor, cond: dict[str, Tensor], warmup: int, steps: int) -> tuple[float, int]:
+    """Seconds of a step, after the warm-up, and the most bytes that were in use; 0 on a CPU."""
+    train(engine, z, cond, range(warmup))
+    if z.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    seconds = train(engine, z, cond, range(warmup, warmup + steps)) / steps
+    return seconds, torch.cuda.max_memory_allocated() if z.device.type == "cuda" else 0
+
+
+def forget(device: torch.device) -> None:
+    """Free what the last measurement held, its compiled programs too."""
+    gc.collect()
+    torch._dynamo.reset()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def train(engine: Steps, z: Tensor, cond: dict[str, Tensor], steps: range) -> float:
     """Take the steps; returns the seconds they took."""
     scheduler = SCHEDULERS.build({"type": "iddpm"})
     synchronize(z.device)

@@ -127,7 +127,7 @@ def describer(captioner: Captioner) -> Describe:
         return Endpoint(captioner)
     from tools.caption.vision_language import VisionLanguageModel
 
-    return VisionLanguageModel(captioner)
+    return VisionLanguageModel.load(captioner)
 
 
 def suffixed(caption: str, scores: Mapping[str, Any]) -> str:

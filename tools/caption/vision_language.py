@@ -17,23 +17,31 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 class VisionLanguageModel:
     """Answers questions about frames."""
 
-    def __init__(self, settings: Captioner) -> None:
+    def __init__(self, settings: Captioner, processor: Any, model: Any) -> None:
+        self.settings, self.processor, self.model = settings, processor, model
+        tokenizer = processor.tokenizer
+        tokenizer.padding_side = "left"  # answers begin at one place
+        if tokenizer.pad_token is None:
+            tokenizer.pad_token = tokenizer.eos_token
+
+    @classmethod
+    def load(cls, settings: Captioner) -> "VisionLanguageModel":
+        """The model of `settings.model`.
+
+        Raises:
+            UserError: it cannot be loaded, or the dtype is unknown.
+        """
         from transformers import AutoModelForImageTextToText, AutoProcessor
 
         if settings.dtype not in DTYPES:
             raise UserError(f"--dtype {settings.dtype}: one of {', '.join(DTYPES)}.")
         folder = resolve_pretrained(settings.model, what="vision-language model", any_of=[("config.json",)])
         try:
-            self.processor: Any = AutoProcessor.from_pretrained(folder)
+            processor: Any = AutoProcessor.from_pretrained(folder)
             model: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=settings.dtype)
         except (OSError, ValueError, KeyError) as error:
             raise hub_error(settings.model, "vision-language model", error) from error
-        self.model = model.requires_grad_(False).eval().to(settings.device)
-        self.settings = settings
-        tokenizer = self.processor.tokenizer
-        tokenizer.padding_side = "left"  # answers begin at one place
-        if tokenizer.pad_token is None:
-            tokenizer.pad_token = tokenizer.eos_token
+        return cls(settings, processor, model.requires_grad_(False).eval().to(settings.device))
 
     def __call__(self, pictures: Sequence[Frames], prompts: Sequence[str], attempt: int) -> list[str | Failure]:
         """Captions; a batch that does not fit into the GPU's memory is halved."""
@@ -52,9 +60,7 @@ class VisionLanguageModel:
 
     @torch.no_grad()
     def _answers(self, pictures: Sequence[Frames], prompts: Sequence[str], attempt: int) -> list[str]:
-        questions = [self._question(prompt, len(frames)) for prompt, frames in zip(prompts, pictures, strict=True)]
-        images = [[Image.fromarray(frame) for frame in frames] for frames in pictures]
-        inputs = self.processor(images=images, text=questions, padding=True, return_tensors="pt")
+        inputs = self.inputs(pictures, prompts)
         inputs = inputs.to(self.settings.device, self.model.dtype)  # of floating-point inputs only
         sampling = {"do_sample": True, "temperature": RETRY_TEMPERATURE} if attempt else {"do_sample": False}
         with torch.random.fork_rng():
@@ -64,6 +70,12 @@ class VisionLanguageModel:
             tokens[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True
         )
         return answers
+
+    def inputs(self, pictures: Sequence[Frames], prompts: Sequence[str]) -> Any:
+        """What the network takes, on the CPU: tokens `input_ids` [B, N], padded in front, and pixels."""
+        questions = [self._question(prompt, len(frames)) for prompt, frames in zip(prompts, pictures, strict=True)]
+        images = [[Image.fromarray(frame) for frame in frames] for frames in pictures]
+        return self.processor(images=images, text=questions, padding=True, return_tensors="pt")
 
     def _question(self, prompt: str, images: int) -> str:
         """The prompt as the model wants it: by its chat template; without one, as LLaVA 1.5 was trained."""

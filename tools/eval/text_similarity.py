@@ -12,16 +12,13 @@ the sample (column `caption`), times 100. The encoder is a registered one, `hf` 
 """
 
 import argparse
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor
-from transformers import AutoTokenizer, CLIPModel
 
 from opensora.datasets.read_video import open_clip, read_indices
 from opensora.datasets.table_files import read_frame
@@ -29,61 +26,8 @@ from opensora.datasets.transforms import to_float
 from opensora.inference.manifest import Finished, finished
 from opensora.registry import MODELS, build_module
 from opensora.utils.errors import UserError, exit_on_user_error
-from opensora.utils.pretrained import hub_error, resolve_pretrained
 from tools.eval.record import file_hash, score_record, write_record
-
-MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # of CLIP's training pictures
-
-
-class Clip:
-    """A CLIP model with its tokenizer and what it wants pictures to be."""
-
-    def __init__(self, folder: str, device: str = "cpu") -> None:
-        self.folder = Path(
-            resolve_pretrained(folder, what="CLIP", any_of=[("config.json",), ("*.safetensors", "*.bin")])
-        )
-        try:
-            self.model: Any = CLIPModel.from_pretrained(self.folder).requires_grad_(False).eval().to(device)
-            self.tokenizer: Any = AutoTokenizer.from_pretrained(self.folder)
-        except (OSError, ValueError) as error:
-            raise hub_error(folder, "CLIP", error) from error
-        self.device = device
-        self.size: int = self.model.config.vision_config.image_size
-        config = self.folder / "preprocessor_config.json"
-        wanted = json.loads(config.read_text()) if config.is_file() else {}
-        self.mean = torch.tensor(wanted.get("image_mean", MEAN), device=device).view(1, 3, 1, 1)
-        self.std = torch.tensor(wanted.get("image_std", STD), device=device).view(1, 3, 1, 1)
-
-    @torch.no_grad()
-    def similarity(self, video: Tensor, prompt: str) -> float:
-        """100 cos, the mean over the frames of `video [3, T, H, W]` in [-1, 1]; a prompt that is too long is cut."""
-        images, text = self.embed_images(self.preprocess(video.to(self.device))), self.embed_texts([prompt])
-        return 100 * float(F.cosine_similarity(images, text).mean())
-
-    @torch.no_grad()
-    def embed_images(self, pixels: Tensor) -> Tensor:
-        """[N, 3, size, size] in [0, 1] -> [N, D]."""
-        normed = (pixels.to(self.device) - self.mean) / self.std
-        embedded: Tensor = self.model.visual_projection(self.model.vision_model(pixel_values=normed).pooler_output)
-        return embedded
-
-    @torch.no_grad()
-    def embed_texts(self, texts: Sequence[str]) -> Tensor:
-        """[N, D]; what is longer than the model takes is cut."""
-        limit = self.model.config.text_config.max_position_embeddings
-        tokens = self.tokenizer(list(texts), truncation=True, padding=True, max_length=limit, return_tensors="pt")
-        embedded: Tensor = self.model.text_projection(self.model.text_model(**tokens.to(self.device)).pooler_output)
-        return embedded
-
-    def preprocess(self, video: Tensor) -> Tensor:
-        """[3, T, H, W] in [-1, 1] -> [T, 3, size, size] in [0, 1]: bicubic to the shorter side, the middle cut out."""
-        x = rearrange((video + 1) / 2, "C T H W -> T C H W")
-        height, width = x.shape[-2:]
-        scale = self.size / min(height, width)
-        size = max(self.size, round(height * scale)), max(self.size, round(width * scale))
-        x = F.interpolate(x, size, mode="bicubic", antialias=True).clamp(0, 1)
-        top, left = (size[0] - self.size) // 2, (size[1] - self.size) // 2
-        return x[..., top : top + self.size, left : left + self.size]
+from tools.scoring.clip import Clip
 
 
 def embeddings(encoder: Any, texts: Sequence[str]) -> Tensor:

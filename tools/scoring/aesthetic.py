@@ -28,11 +28,15 @@ Layers = tuple[tuple[Tensor, Tensor], ...]
 
 @dataclass(frozen=True)
 class Aesthetic:
-    """`model`: folder or hub id of CLIP; `head`: file of the linear layers; `points`: shares of the clip's length."""
+    """`model`: folder or hub id of CLIP; `head`: file of the linear layers; `points`: shares of the clip's length.
+
+    `dtype`: of the network, see `tools.scoring.clip`; the head is float32.
+    """
 
     model: str = ""
     head: str = ""
     points: tuple[float, ...] = KEY_POINTS
+    dtype: str = "auto"
     device: str = "cpu"
     columns = ("aes",)
     needs = ()
@@ -48,7 +52,7 @@ class Aesthetic:
                 "the scorer aesthetic needs weights: --set aesthetic.model=CLIP_FOLDER aesthetic.head=FILE "
                 "(CLIP ViT-L/14 and LAION's sac+logos+ava1-l14-linearMSE.pth)."
             )
-        clip = clip_model(self.model, self.device)
+        clip = clip_model(self.model, self.device, self.dtype)
         layers = head_layers(self.head, clip.model.config.projection_dim, self.device)
         pixels: list[Tensor] = []
 

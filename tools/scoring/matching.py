@@ -18,10 +18,13 @@ from tools.scoring.registry import SCORERS
 
 @dataclass(frozen=True)
 class Matching:
-    """`model`: folder or hub id of a CLIP model with its tokenizer; `points`: see `tools.scoring.frames`."""
+    """`model`: folder or hub id of a CLIP model with its tokenizer; `points`: see `tools.scoring.frames`; `dtype`: see
+    `tools.scoring.clip`.
+    """
 
     model: str = ""
     points: tuple[float, ...] = (0.5,)
+    dtype: str = "auto"
     device: str = "cpu"
     columns = ("match",)
     needs = ("text",)
@@ -34,7 +37,7 @@ class Matching:
         """
         if not self.model:
             raise UserError("the scorer matching needs a CLIP model: --set matching.model=FOLDER or a hub id.")
-        clip = clip_model(self.model, self.device)
+        clip = clip_model(self.model, self.device, self.dtype)
         pixels: list[torch.Tensor] = []
 
         def read(path: Path) -> Row:

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -10,7 +11,7 @@ from transformers import BertTokenizerFast, CLIPConfig, CLIPModel
 
 from opensora.utils.errors import UserError
 from tools.eval.text_similarity import Clip
-from tools.scoring.clip import pixels_of
+from tools.scoring.clip import pixels_of, prepared
 from tools.scoring.frames import KEY_POINTS
 from tools.scoring.registry import scorer
 
@@ -61,6 +62,40 @@ def test_aesthetic_is_the_heads_linear_layers_on_unit_embeddings(clip_folder, tm
         x = F.normalize(clip.embed_images(pixels_of(clip, path, KEY_POINTS)), dim=-1)
         assert row["aes"] == pytest.approx(torch.nn.Sequential(*layers.values())(x).mean().item(), abs=1e-4)
     assert rows[1]["aes"] is None
+
+
+def test_sixteen_bits_change_the_third_digit_at_most(clip_folder, tmp_path):
+    save_file(torch.nn.Linear(8, 1).state_dict(), tmp_path / "head.safetensors")
+    of = {"aesthetic": {"head": str(tmp_path / "head.safetensors")}, "matching": {}}
+    for name, settings in of.items():
+        exact, half = (
+            scorer(name, model=clip_folder, dtype=dtype, **settings).score(PATHS[::2], text=["a dog", "a city"])
+            for dtype in ("float32", "float16")
+        )
+        column = "aes" if name == "aesthetic" else "match"
+        assert [row[column] for row in exact] != [row[column] for row in half]
+        assert [row[column] for row in half] == pytest.approx([row[column] for row in exact], rel=1e-2, abs=0.2)
+        assert scorer(name, model=clip_folder, **settings).score(PATHS[::2], text=["a dog", "a city"]) == exact
+    with pytest.raises(UserError, match="one of auto, float32, bfloat16, float16"):
+        scorer("matching", model=clip_folder, dtype="fp8").score(PATHS, text=["a"] * 3)
+
+
+def test_embeddings_that_overflow_are_refused(clip_folder):
+    clip = Clip(clip_folder, dtype=torch.float16)
+    weight = clip.model.visual_projection.weight
+    weight.copy_(
+        6e4 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)).sign()
+    )  # float16 ends at 65504
+    with pytest.raises(UserError, match=r"float16 are not finite; .*dtype=float32"):
+        clip.embed_images(pixels_of(clip, PATHS[0], (0.5,)))
+
+
+@pytest.mark.gpu
+def test_a_gpu_prepares_frames_as_a_cpu_does(clip_folder):
+    frames = list(np.random.default_rng(0).integers(0, 256, (2, 180, 320, 3), dtype=np.uint8))
+    on_gpu = prepared(Clip(clip_folder, "cuda", torch.float16), frames)
+    assert on_gpu.device.type == "cuda"
+    torch.testing.assert_close(on_gpu.cpu(), prepared(Clip(clip_folder), frames), atol=1e-4, rtol=0)
 
 
 def test_what_is_missing_is_named(clip_folder, tmp_path):
