@@ -30,8 +30,12 @@ class TimeCondEmbed(nn.Module):
 
     def forward(self, timestep: Tensor, z: Tensor) -> Tensor:
         """`timestep [...]`, `z [..., D_z] -> [..., D]`."""
+        return self.of_time(timestep) + self.condition_proj(z)
+
+    def of_time(self, timestep: Tensor) -> Tensor:
+        """`[...] -> [..., D]`, the timestep's part."""
         waves = timestep_sinusoid(timestep.flatten(), NUM_FREQUENCIES).reshape(*timestep.shape, -1)
-        return self.timestep_proj(waves.to(self.timestep_proj.fc1.weight.dtype)) + self.condition_proj(z)
+        return self.timestep_proj(waves.to(self.timestep_proj.fc1.weight.dtype))
 
 
 class Modulation(nn.Module):
@@ -100,7 +104,11 @@ class DiffusionMLP(nn.Module):
         Returns:
             [..., C p p] fp32.
         """
-        x, condition = self.patch_embed.embed_patches(patches), self.time_cond_embed(timestep, z)
+        return self.denoise(patches, self.time_cond_embed(timestep, z))
+
+    def denoise(self, patches: Tensor, condition: Tensor) -> Tensor:
+        """`forward`, where timestep and condition are `[..., D]` already: a sampler asks about the same words at every noise level."""
+        x = self.patch_embed.embed_patches(patches)
         for block in self.blocks:
             x = block(x, condition)
         out = self.head(self.norm(x, condition)[0]).float()

@@ -44,6 +44,8 @@ def generate(
     size = (T, z.shape[3], z.shape[4])
     branches = _branches(model, cond, null, scales)
     pasts: dict[str, Any] = dict.fromkeys(branches)
+    head: Any = model.image_decoder
+    times = head.time_cond_embed.of_time(torch.tensor(plan.levels[:-1], device=z.device) * plan.num_timesteps)
     x = torch.zeros_like(z)
     all_given = given.all(dim=0).tolist()  # one wait for the device, before the loops
     for t in range(T):
@@ -63,7 +65,13 @@ def generate(
             new = plan.order[:, plan.known[k] : plan.known[k + 1]]  # [B, n]
             says = _what_should_be(model, x[:, :, t], plan.order[:, : plan.known[k]], conditions, branches)
             made = _denoise(
-                model, _pick(noise, new), {b: _pick(s, new) for b, s in says.items()}, plan, scales, (k, num_steps)
+                model,
+                _pick(noise, new),
+                {b: _pick(s, new) for b, s in says.items()},
+                times,
+                plan,
+                scales,
+                (k, num_steps),
             )
             patches = patches.scatter(1, new[..., None].expand_as(made), made)
             frame = model.to_frames(patches, size[1:])
@@ -114,15 +122,16 @@ def _denoise(
     model: AutoregressiveModel,
     x: Tensor,
     says: dict[str, Tensor],
+    times: Tensor,
     plan: Plan,
     scales: Scales,
     place: tuple[int, int],
 ) -> Tensor:
-    """Patches `[B, n, c]` out of noise by Euler steps, told by each branch what they should be."""
-    words = torch.cat(list(says.values()))  # [branches B, n, D]
-    for level, after in zip(plan.levels, plan.levels[1:], strict=False):
-        time = torch.full(words.shape[:2], level * plan.num_timesteps, device=x.device)
-        out = model.image_decoder(x.repeat(len(says), 1, 1), time, words).to(x.dtype)
+    """Patches `[B, n, c]` out of noise by Euler steps, told by each branch what they should be; `times [levels, D]`."""
+    head: Any = model.image_decoder
+    words = head.time_cond_embed.condition_proj(torch.cat(list(says.values())))  # [branches B, n, D], for all levels
+    for level, after, time in zip(plan.levels, plan.levels[1:], times, strict=False):
+        out = head.denoise(x.repeat(len(says), 1, 1), words + time).to(x.dtype)
         velocities = dict(zip(says, out.chunk(len(says)), strict=True))
         x = x + (after - level) * scales.combine(velocities, *place, level)
     return x
