@@ -118,7 +118,7 @@ def train(cfg: VAETrainConfig, world: World, stop: StopSignals, watchdog: Watchd
             x, rngs, offset = pieces(batch["video"], ids, state.step, i)  # [N, 3, T, H, W]
             with engine.micro_step(last=last):
                 x_hat, moments, logvar = engine.model(x, rngs)
-                loss = criterion(x_hat, x, moments, logvar, offset)
+                loss = criterion(x_hat, x, moments, logvar, offset, pieces=len(x) // len(batch["video"]))
                 wish, game = adversary.wish(x_hat, loss.reconstruction, model.vae.last_layer, state.step)
             engine.backward(guard(loss.total + wish, batch) * share)
             game |= adversary.learn(x, x_hat, state.step, last=last, share=share)

@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -73,7 +73,7 @@ def init_world(device: str = "auto", sp_size: int = 1, timeout: timedelta = STEP
     if use_cuda:
         torch.cuda.set_device(place)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
-        dist.init_process_group("nccl" if use_cuda else "gloo", timeout=timeout)
+        dist.init_process_group(timeout=timeout, **_backend(place))
     if not dist.is_initialized():
         _check_sp_size(sp_size, 1)
         return World(0, 1, place)
@@ -117,8 +117,15 @@ def _sp_group(rank: int, size: int, sp_size: int) -> dist.ProcessGroup | None:
 def join_alone(device: torch.device) -> None:
     """Make a process group of one where there is none, for what cannot do without (NCCL on a GPU, gloo on a CPU)."""
     if not dist.is_initialized():
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1, **_backend(device))
+
+
+def _backend(device: torch.device) -> dict[str, Any]:
+    """Which library talks to the others. NCCL is told its GPU: then it connects at once, and need not guess it later."""
+    if device.type != "cuda":
+        return {"backend": "gloo"}
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return {"backend": "nccl", "device_id": torch.device("cuda", index)}
 
 
 def host_group(world: World, timeout: timedelta) -> dist.ProcessGroup | None:

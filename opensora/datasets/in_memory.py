@@ -71,7 +71,7 @@ class InMemoryVideoDataset:
         self.size = (int(image_size[0]), int(image_size[1]))
         self.needed = (num_frames - 1) * frame_interval + 1
         self.crop = get_transform("random_crop", self.size)
-        stills = [row for row in range(len(self.table)) if is_image(self.table.name(row))]
+        stills = [row for row in range(len(self.table)) if is_image(self.table.path(row))]
         if stills and num_frames > 1 and pictures == "error":
             raise complain_about_rows(
                 self.table,
@@ -119,7 +119,7 @@ class InMemoryVideoDataset:
 
     def _weight(self, row: int, repeat_clips: int) -> int:
         """How many samples of an epoch a file gives."""
-        return 1 if is_image(self.table.name(row)) else len(self.videos[row]) // self.needed * repeat_clips
+        return 1 if is_image(self.table.path(row)) else len(self.videos[row]) // self.needed * repeat_clips
 
     def _decode(self, row: int) -> Tensor:
         path = self.table.path(row)

@@ -85,6 +85,7 @@ class VideoVAE(nn.Module):
         self.memory_format = memory_format
         self.compiled = compile
         self._checked_range = False
+        self._placed: tuple[Tensor, ...] = ()
 
     # ------------------------------------------------------------------------- what a subclass implements
 
@@ -191,7 +192,8 @@ class VideoVAE(nn.Module):
         z, logvar = moments.float().chunk(2, dim=1)
         if self.posterior == "sample":
             z = z + (0.5 * logvar.clamp(*LOGVAR_RANGE)).exp() * randn_like(z, generators)
-        return (z - per_frame(self.shift, z)) * per_frame(self.scaling_factor, z)
+        scale, shift = self._statistics_at(z.device)
+        return (z - per_frame(shift, z)) * per_frame(scale, z)
 
     def decode(self, z: Tensor, num_frames: int | None = None) -> Tensor:
         """Scaled latents z [B, C, t, h, w] -> x [B, 3, T, H, W] fp32, in [-1, 1] but for the network's error.
@@ -203,7 +205,8 @@ class VideoVAE(nn.Module):
         needed = self.latent_frames(num_frames)
         if needed != latent_frames:
             raise ValueError(f"num_frames={num_frames}, but the latents hold {latent_frames} frames; it takes {needed}")
-        z = z.float() / per_frame(self.scaling_factor, z) + per_frame(self.shift, z)
+        scale, shift = self._statistics_at(z.device)
+        z = z.float() / per_frame(scale, z) + per_frame(shift, z)
         return self._run(lambda part: self._decode(part, num_frames), z, self._decoding_batch(), decoding=True)
 
     def latent_size(self, size: tuple[int, int, int]) -> tuple[int, int, int]:
@@ -312,6 +315,14 @@ class VideoVAE(nn.Module):
             if largest > LARGEST_INPUT:
                 raise UserError(f"the VAE takes pixels in [-1, 1]; these reach {largest:.4g}. Were they in 0..255?")
             self._checked_range = True
+
+    def _statistics_at(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """`scaling_factor` and `shift` on a device; copied there once, for the host waits for such a copy."""
+        own = (self.scaling_factor, self.shift)
+        current = self._placed and all(a is b for a, b in zip(self._placed[:2], own, strict=True))
+        if not current or self._placed[2].device != device:
+            self._placed = (*own, *(tensor.to(device) for tensor in own))
+        return self._placed[2], self._placed[3]
 
     def _scale_and_shift(self, config: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         scale = torch.full((self.out_channels,), float(config.get("scaling_factor") or 1.0), device="cpu")

@@ -41,6 +41,7 @@ class VAELoss(nn.Module):
         weights: Term -> weight; a missing term counts 0.
         lpips: Weights of LPIPS, see `LPIPS`; read only if the term has a weight.
         lpips_frames: LPIPS looks at so many frames of a clip, evenly spread from a place that `offset` moves; None: all.
+            A clip that was cut into pieces counts as one, so that a batch of single frames costs what one of video costs.
 
     Raises:
         UserError: A weight is given for something else than `TERMS`, or LPIPS' weights are not there.
@@ -53,15 +54,22 @@ class VAELoss(nn.Module):
         self.lpips = LPIPS(lpips) if "lpips" in self.weights else None
         self.lpips_frames = lpips_frames
 
-    def forward(self, x_hat: Tensor, x: Tensor, moments: Tensor, logvar: Tensor | None = None, offset: int = 0) -> Loss:
+    def forward(
+        self,
+        x_hat: Tensor,
+        x: Tensor,
+        moments: Tensor,
+        logvar: Tensor | None = None,
+        offset: int = 0,
+        pieces: int = 1,
+    ) -> Loss:
         """x_hat, x [B, 3, T, H, W], x in [-1, 1]; moments: raw mean and log variance [B, 2C, t, h, w].
 
-        `logvar`: the learned scalar of "nll"; None = "plain".
+        `logvar`: the learned scalar of "nll"; None = "plain". `pieces`: so many neighbours in the batch are one clip.
         """
         parts = pixel_terms(x_hat, x, self.weights)
         if self.lpips is not None:
-            chosen = self._frames(x.shape[2], offset)
-            parts["lpips"] = self.lpips(x_hat[:, :, chosen], x[:, :, chosen]).mean()
+            parts["lpips"] = self.lpips(*(self._frames(video, offset, pieces) for video in (x_hat, x))).mean()
         rec = weighted_sum(parts, self.weights, like=x_hat)
         if logvar is not None:
             rec = rec / logvar.exp() + logvar
@@ -73,9 +81,14 @@ class VAELoss(nn.Module):
             parts["logvar"] = logvar
         return Loss(total, rec, {name: part.detach() for name, part in parts.items()})
 
-    def _frames(self, num_frames: int, offset: int) -> list[int]:
-        count = min(self.lpips_frames or num_frames, num_frames)
-        return sorted((offset + i * num_frames // count) % num_frames for i in range(count))
+    def _frames(self, x: Tensor, offset: int, pieces: int) -> Tensor:
+        """x [(B n), C, T, H, W] -> the chosen ones of each clip's n T frames [B, C, T', H, W]."""
+        clips = rearrange(x, "(B n) C T H W -> B C (n T) H W", n=pieces)
+        frames = clips.shape[2]
+        count = min(self.lpips_frames or frames, frames)
+        chosen = sorted((offset + i * frames // count) % frames for i in range(count))
+        # a list as index would be copied to the device, and the host would wait for it
+        return torch.stack([clips[:, :, i] for i in chosen], dim=2)
 
 
 class Reconstructor(nn.Module):

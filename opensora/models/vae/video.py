@@ -18,11 +18,13 @@ from torch import Tensor
 from opensora.acceleration.sliced_vae import LOGVAR_RANGE
 from opensora.models.vae.base import MemoryFormat, Posterior
 from opensora.models.vae.diffusers_vae import DiffusersVAE, parameters_of
+from opensora.models.vae.wan_whole import decode_whole, enable_whole, encode_whole
 from opensora.registry import MODELS
 from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.errors import UserError
 
 Config = Mapping[str, Any]
+Network = Callable[[Any, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class Family:
         first: 1 where the first frame is encoded by itself; 0 where frames are taken in whole groups.
         encode: (autoencoder, x) -> moments [B, 2C, t, h, w].
         decode: (autoencoder, z) -> x.
+        whole: `encode` and `decode` of all frames together, equal to the others but for rounding.
         one_at_a_time: The class fails for more than one video.
         statistics: "config": `STATISTICS` of the config; "buffers": `latents_mean` and `latents_std` are tensors of the
             weights' file, `scaling_factor` stands in the config.
@@ -45,8 +48,9 @@ class Family:
     strides: Callable[[Config], tuple[int, int, int]]
     step: Callable[[Config], int] | None = None
     first: int = 1
-    encode: Callable[[Any, Tensor], Tensor] | None = None
-    decode: Callable[[Any, Tensor], Tensor] | None = None
+    encode: Network | None = None
+    decode: Network | None = None
+    whole: tuple[Network, Network] | None = None
     one_at_a_time: bool = False
     statistics: str = "config"
 
@@ -181,7 +185,9 @@ def _vidtok_strides(config: Config) -> tuple[int, int, int]:
 
 WAN_CHUNK = 4  # frames that Wan's `encode` takes at a time after the first, whatever the stride
 FAMILIES: dict[str, Family] = {
-    "AutoencoderKLWan": Family("z_dim", _wan_strides, step=lambda _: WAN_CHUNK, decode=_wan_decode),
+    "AutoencoderKLWan": Family(
+        "z_dim", _wan_strides, step=lambda _: WAN_CHUNK, decode=_wan_decode, whole=(encode_whole, decode_whole)
+    ),
     "AutoencoderKLQwenImage": Family("z_dim", _wan_strides, step=lambda _: WAN_CHUNK, decode=_wan_decode),
     "AutoencoderKLHunyuanVideo": Family("latent_channels", _ratios),
     # its attention takes the batch of its mask for heads (diffusers 0.42)
@@ -234,8 +240,10 @@ class DiffusersVideoVAE(DiffusersVAE):
         dtype: Number format of the weights, and so of the computation outside autocast. Files may hold any.
         tile_size: Encode and decode pictures larger than this (pixels) in overlapping square tiles; None: whole.
         tile_overlap: Overlap of neighbouring tiles, as a part of a tile.
-        time_chunks: "default" as the class itself does it; "whole": all frames together; "chunked": in overlapping or
-            cached pieces, with less memory. Only for classes that have the choice (HunyuanVideo, LTX, Mochi).
+        time_chunks: "whole": all frames together; "chunked": in overlapping or cached pieces, with less memory; "default" as
+            the class itself does it. Only for classes that have the choice (HunyuanVideo, LTX, Mochi, Wan). Wan gives the
+            same either way, so its default is "whole" where that needs no more memory: while gradients are recorded, for
+            then all activations are kept anyway, and for a single frame.
         memory_format: "channels_last" is the layout in which GPUs convolve fastest, in bf16 and fp16.
         compile: Compile encoder and decoder; a last, smaller micro-batch is filled up to the others' size.
     """
@@ -275,7 +283,8 @@ class DiffusersVideoVAE(DiffusersVAE):
         config = self.autoencoder.config
         self.out_channels = int(config[self.family.channels])
         self.strides = self.family.strides(config)
-        self._choose_chunks(time_chunks)
+        self.time_chunks = time_chunks
+        self._choose_chunks()
         self._ready(to_torch_dtype(dtype), scaling_factor)
 
     @classmethod
@@ -307,12 +316,14 @@ class DiffusersVideoVAE(DiffusersVAE):
         return (latent_frames - self.family.first) * self.strides[0] + self.family.first
 
     def _encode(self, x: Tensor) -> Tensor:
-        return self._by_family(self.family.encode or _encode, x)
+        whole = self._whole(x.shape[2])
+        return self._by_family(whole[0] if whole else self.family.encode or _encode, x)
 
     def _decode(self, z: Tensor, num_frames: int) -> Tensor:
-        return self._by_family(self.family.decode or _decode, z)
+        whole = self._whole(num_frames)
+        return self._by_family(whole[1] if whole else self.family.decode or _decode, z)
 
-    def _by_family(self, network: Callable[[Any, Tensor], Tensor], x: Tensor) -> Tensor:
+    def _by_family(self, network: Network, x: Tensor) -> Tensor:
         parts = x.split(1 if self.family.one_at_a_time else len(x))
         return torch.cat([network(self.autoencoder, self._layout(part)) for part in parts])
 
@@ -320,18 +331,24 @@ class DiffusersVideoVAE(DiffusersVAE):
         last = self.memory_format == "channels_last"
         return x.contiguous(memory_format=torch.channels_last_3d if last else torch.contiguous_format)
 
-    def _choose_chunks(self, time_chunks: str) -> None:
-        self._one_of("time_chunks", time_chunks, ("default", "whole", "chunked"))
-        if time_chunks == "default":
+    def _whole(self, num_frames: int) -> tuple[Network, Network] | None:
+        """How to encode and decode all frames together, where that is to be done."""
+        cheap = num_frames == 1 or torch.is_grad_enabled()
+        return self.family.whole if self.time_chunks == "whole" or (self.time_chunks == "default" and cheap) else None
+
+    def _choose_chunks(self) -> None:
+        self._one_of("time_chunks", self.time_chunks, ("default", "whole", "chunked"))
+        if self.family.whole is not None:
+            enable_whole(self.autoencoder)
+        if self.time_chunks == "default" or self.family.whole is not None:
             return
+        name = type(self.autoencoder).__name__
         if not hasattr(self.autoencoder, "use_framewise_decoding"):
-            name = type(self.autoencoder).__name__
-            raise self._complaint(f"time_chunks={time_chunks!r}: {name} has one way; leave it 'default'.")
-        self.autoencoder.use_framewise_decoding = time_chunks == "chunked"
+            raise self._complaint(f"time_chunks={self.time_chunks!r}: {name} has one way; leave it 'default'.")
+        chunked = self.time_chunks == "chunked"
+        self.autoencoder.use_framewise_decoding = chunked
         # Mochi's encoder cannot: its attention looks at all frames
-        self.autoencoder.use_framewise_encoding = (
-            time_chunks == "chunked" and "Mochi" not in type(self.autoencoder).__name__
-        )
+        self.autoencoder.use_framewise_encoding = chunked and "Mochi" not in name
 
     def _config(self) -> Mapping[str, Any]:
         config = dict(self.autoencoder.config)

@@ -59,9 +59,23 @@ def test_the_log_variance_is_trained_with_the_vae():
     assert [name for name, _ in Reconstructor(vae, 0.5).named_parameters()] == ["logvar", "vae.weight", "vae.bias"]
 
 
+def chosen(lpips_frames, num_frames, offset, pieces=1):
+    """Numbers of the frames that LPIPS looks at, of each of two clips."""
+    frames = torch.arange(num_frames).float().view(1, 1, num_frames, 1, 1).expand(2, 3, -1, -1, -1)
+    cut = frames.unflatten(2, (pieces, -1)).transpose(1, 2).flatten(0, 1)  # [2 pieces, 3, T, 1, 1]
+    criterion = VAELoss({"l1": 1.0}, lpips_frames=lpips_frames)
+    first, second = criterion._frames(cut, offset, pieces)[:, 0, :, 0, 0].tolist()
+    assert first == second
+    return first
+
+
 def test_lpips_looks_at_frames_spread_over_the_clip():
-    criterion = VAELoss({"l1": 1.0}, lpips_frames=4)
-    assert criterion._frames(17, 0) == [0, 4, 8, 12]
-    assert criterion._frames(17, 6) == [1, 6, 10, 14]
-    assert criterion._frames(3, 2) == [0, 1, 2]
-    assert VAELoss({"l1": 1.0})._frames(5, 3) == [0, 1, 2, 3, 4]
+    assert chosen(4, 17, 0) == [0, 4, 8, 12]
+    assert chosen(4, 17, 6) == [1, 6, 10, 14]
+    assert chosen(3, 3, 2) == [0, 1, 2]
+    assert chosen(None, 5, 3) == [0, 1, 2, 3, 4]
+
+
+def test_a_clip_in_pieces_gives_lpips_as_many_frames_as_a_whole_one():
+    assert chosen(4, 17, 6, pieces=17) == [1, 6, 10, 14]
+    assert chosen(4, 16, 0, pieces=4) == [0, 4, 8, 12]

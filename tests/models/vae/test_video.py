@@ -78,6 +78,55 @@ def test_wan_2_2_has_patches_of_its_own(is_residual):
     assert_close(vae.decode(z, 9).clamp(-1, 1), vae.autoencoder.decode(raw).sample, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("frames", [1, 5, 9, 17])
+@pytest.mark.parametrize("is_residual", [False, True])
+def test_wan_at_once_is_diffusers_loop_over_pieces_and_so_are_its_gradients(is_residual, frames):
+    sizes = {**ARCHITECTURES["AutoencoderKLWan"], "dim_mult": [1, 2, 2], "is_residual": is_residual}
+    architecture = {"type": "AutoencoderKLWan", **sizes}
+    pieces, whole = (
+        DiffusersVideoVAE(architecture=architecture, posterior="mode", time_chunks=chunks)
+        for chunks in ("chunked", "whole")
+    )
+    whole.load_state_dict(pieces.state_dict())
+    x = video_of(pieces, frames, batch=2)
+    results = []
+    for vae, loop in ((pieces, True), (whole, False)):
+        video = x.clone().requires_grad_()
+        with torch.enable_grad():
+            if loop:  # diffusers' layers, untouched by ours
+                theirs = diffusers.AutoencoderKLWan(**{k: v for k, v in architecture.items() if k != "type"})
+                theirs.load_state_dict(vae.autoencoder.state_dict())
+                moments = theirs.encode(video).latent_dist.parameters
+                decoded, weights = FAMILIES["AutoencoderKLWan"].decode(theirs, moments.chunk(2, dim=1)[0]), theirs
+            else:
+                moments = vae.moments(video)
+                decoded, weights = vae.decode(vae.sample(moments), frames), vae.autoencoder
+            (decoded.square().mean() + moments.sin().mean()).backward()
+        grads = {name: p.grad for name, p in weights.named_parameters() if p.grad is not None}
+        results.append((moments.detach(), decoded.detach(), video.grad, grads))
+    left, right = results
+    for a, b in zip(left[:3], right[:3], strict=True):
+        assert_close(a, b, rtol=0, atol=1e-5)
+    assert left[3].keys() == right[3].keys()
+    for name, grad in left[3].items():
+        assert_close(grad, right[3][name], rtol=1e-3, atol=1e-5, msg=name)
+
+
+def test_wan_is_whole_by_default_where_that_needs_no_more_memory(monkeypatch):
+    """Gradients keep all activations anyway; a single frame is one piece."""
+    vae = build("KLWan")
+    calls = []
+    forward = vae.autoencoder.encoder.forward
+    monkeypatch.setattr(
+        vae.autoencoder.encoder, "forward", lambda x, **kw: calls.append(x.shape[2]) or forward(x, **kw)
+    )
+    vae.moments(video_of(vae, 9, batch=1))
+    vae.moments(video_of(vae, 1, batch=1))
+    with torch.enable_grad():
+        vae.moments(video_of(vae, 9, batch=1))
+    assert calls == [1, 4, 4, 1, 9]
+
+
 def test_scaling_is_that_of_the_pipelines():
     """One number for Hunyuan, CogVideoX, Allegro, Magvit; mean and std a channel for Wan, Mochi; tensors for LTX."""
     for name in ("KLHunyuanVideo", "KLHunyuanVideo15", "KLCogVideoX", "KLAllegro", "KLMagvit"):
@@ -155,8 +204,8 @@ def test_hunyuan_in_pieces_of_time_is_near_the_whole():
     assert not torch.allclose(whole.moments(x), default.moments(x), atol=1e-4)
     short = video_of(default, 9, batch=1)
     assert_close(whole.moments(short), default.moments(short), rtol=1e-4, atol=1e-5)
-    with pytest.raises(UserError, match="AutoencoderKLWan has one way"):
-        build("KLWan", time_chunks="whole")
+    with pytest.raises(UserError, match="AutoencoderKLQwenImage has one way"):
+        build("KLQwenImage", time_chunks="whole")
 
 
 def test_folders_name_their_class(tmp_path):
