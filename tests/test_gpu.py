@@ -10,6 +10,7 @@ from opensora.registry import MODELS, SCHEDULERS
 from opensora.utils.seed import generators
 from tests.acceleration import test_few_keys_attention as few_keys
 from tests.acceleration import test_gelu_linear as gelu_linear
+from tests.acceleration import test_short_attention as short
 from tests.acceleration.test_short_attention import SIZES, compare
 from tests.models.denoisers import FAMILIES, build, inputs
 
@@ -74,6 +75,16 @@ def test_attention_to_few_keys_equals_the_formula(size, masked, dtype, tolerance
             "the kernel is for 16 bits: so many keys in fp32 do not fit into shared memory, and are not sent to it"
         )
     few_keys.compare(size, masked=masked, device="cuda", dtype=dtype, tolerance=tolerance)
+
+
+@pytest.mark.parametrize("backend", [None, "inductor"])
+def test_attention_without_gradients_gives_the_operators_results(backend):
+    for size in ((2, 5, 3, 16, 72), (1, 3, 2, 33, 64)):
+        short.without_gradients(size, "cuda", torch.bfloat16, backend)
+    for masked in (False, True):
+        few_keys.without_gradients(
+            (2, 4, 1024, 120, 72), masked=masked, device="cuda", dtype=torch.bfloat16, backend=backend
+        )
 
 
 @pytest.mark.parametrize("size", [*gelu_linear.SIZES, (8, 4096, 1152, 4608)])

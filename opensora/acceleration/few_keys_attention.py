@@ -10,11 +10,14 @@ See docs/benchmarks/train_step.md for the gain.
 """
 
 import math
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from opensora.acceleration.triton_calls import forward_pass, has_symbols
 
 MAX_KEYS = 128
 """With more, keys and values and their gradients no longer fit on the chip."""
@@ -27,8 +30,7 @@ _PROGRAMS = {"forward": 2048, "backward": 512}
 """What keeps a large GPU busy: with fewer heads than that, the queries of a head are shared among programs."""
 
 
-@torch.library.custom_op("opensora::few_keys_attention", mutates_args=())
-def few_keys_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """softmax(q k^T / sqrt(d)) v for `q [B, H, N, d]`, `k, v [B, H, L, d]` in any strides, L <= MAX_KEYS.
 
     Args:
@@ -36,17 +38,36 @@ def few_keys_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> 
         mask: [B, L] bool, True at the keys that may be seen; a row without any gives zeros.
 
     Returns:
-        The result [B, H, N, d], which lies in memory as [B, N, H, d], and log2 of the softmax's denominator [B, H, N].
+        [B, H, N, d], which lies in memory as [B, N, H, d].
     """
+    return forward_pass(_with_gradient, few_keys_attention_inlined, _without_gradient, (q, k, v), mask)
+
+
+def _with_gradient(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    return few_keys_attention(q, k, v, mask)[0]
+
+
+def _without_gradient(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    return _forward(q, k, v, mask)[0]
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kernel: Any = None) -> tuple[Tensor, Tensor]:
     q, k, v = (_rows_whole(each) for each in (q, k, v))
     (B, H, N, d), L = q.shape, k.shape[2]
-    out, lse = _like_tokens(q), q.new_empty(B, H, N, dtype=torch.float32)
+    tokens = q.new_empty(B, N, H, d)  # given to the kernel whole: the compiler would copy what is written to a view
+    out, lse = tokens.transpose(1, 2), q.new_empty(B, H, N, dtype=torch.float32)
     share, strides = _share(N, B * H, _PROGRAMS["forward"]), _strides(q, k, v, out)
-    _few_keys_forward_kernel[(triton.cdiv(N, share), B * H)](
-        q, k, v, out, lse, *_mask_arguments(mask, q), *strides, H, N, L, share, d**-0.5,
+    (kernel or _few_keys_forward_kernel)[(triton.cdiv(N, share), B * H)](
+        q, k, v, tokens, lse, *_mask_arguments(mask, q), *strides, H, N, L, share, d**-0.5,
         **_sizes(strides, L, d), **_BLOCK, **_FORWARD,
     )  # fmt: skip
     return out, lse
+
+
+@torch.library.custom_op("opensora::few_keys_attention", mutates_args=())
+def few_keys_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """See `attend`; beside its result log2 of the softmax's denominator [B, H, N], which the backward pass needs."""
+    return _forward(q, k, v, mask)
 
 
 @few_keys_attention.register_fake
@@ -115,7 +136,7 @@ def _strides(*tensors: Tensor) -> list[int]:
 
 
 def _mask_arguments(mask: Tensor | None, placeholder: Tensor) -> tuple[Tensor, int]:
-    return (placeholder, 0) if mask is None else (mask.contiguous().view(torch.uint8), mask.shape[1])
+    return (placeholder, 0) if mask is None else (mask.contiguous(), mask.shape[1])
 
 
 def _sizes(strides: list[int], num_keys: int, d: int) -> dict[str, int]:
@@ -162,6 +183,7 @@ def _few_keys_forward_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     qb, qh, qn, kb, kh, kn, vb, vh, vn, ob, oh, on, H, N, L, share, scale,
     d: tl.constexpr, ALIGN: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
+    scale = tl.cast(scale, tl.float32)  # a compiled program passes numbers in fp64
     q_ptr += _start(qb, qh, H, ALIGN)
     o_ptr += _start(ob, oh, H, ALIGN)
     lse_ptr += tl.program_id(1).to(tl.int64) * N
@@ -225,3 +247,12 @@ def _few_keys_backward_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     offset = tl.program_id(0).to(tl.int64) * share_stride
     _write(dk_ptr + offset + _start(dkb, dkh, H, ALIGN), keys, dkn, keys < L, dk, d, BLOCK_D)
     _write(dv_ptr + offset + _start(dvb, dvh, H, ALIGN), keys, dvn, keys < L, dv, d, BLOCK_D)
+
+
+# below the kernels: PyTorch looks for them when such an operator is made, to know when its cached programs are stale
+@torch.library.triton_op("opensora::few_keys_attention_inlined", mutates_args=())
+def few_keys_attention_inlined(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """The result of `few_keys_attention` without gradients, for compiled programs."""
+    if has_symbols(q, k, v):
+        return few_keys_attention(q, k, v, mask)[0]
+    return _forward(q, k, v, mask, torch.library.wrap_triton(_few_keys_forward_kernel))[0]

@@ -9,26 +9,66 @@ probabilities again from q and k, so that nothing but the inputs is kept.
 Gives the formula's results with fp32 softmax and fp32 accumulation; see docs/benchmarks/train_step.md for the gain.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from opensora.acceleration.triton_calls import forward_pass, has_symbols
 
 MAX_LENGTH = 64
 """Longest sequence: beyond, the rows of one head no longer fit into the registers of a few warps."""
 MAX_HEAD_DIM = 128
 
 
-@torch.library.custom_op("opensora::short_attention", mutates_args=())
-def short_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """softmax(q k^T / sqrt(d)) v for `q, k, v [B, S, H, N, d]` in any strides, N <= MAX_LENGTH -> the same shape.
 
     The result lies in memory as [B, N, S, H, d], which is the order of tokens.
     """
+    return forward_pass(short_attention, short_attention_inlined, _forward, (q, k, v))
+
+
+def attend_packed(qkv: Tensor, num_heads: int) -> Tensor:
+    """Attention over time straight from a linear layer's output: `qkv [B, N, S, 3 H d] -> [B, N, S, H d]`.
+
+    The same as `attend` of its three parts, but the gradient is written as one tensor: joining the gradients of q, k
+    and v afterwards would cost half as much as the attention.
+    """
+    return forward_pass(short_attention_packed, short_attention_packed_inlined, _forward_packed, (qkv,), num_heads)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, kernel: Any = None) -> Tensor:
     q, k, v = (_rows_whole(each) for each in (q, k, v))
-    out = _empty_like_tokens(q)
-    _launch(_short_attention_forward_kernel, q, (q, k, v, out))
-    return out
+    B, S, H, N, d = q.shape
+    tokens = q.new_empty(B, N, S, H, d)
+    _launch_forward(kernel, q, k, v, tokens)
+    return tokens.permute(0, 2, 3, 1, 4)
+
+
+def _forward_packed(qkv: Tensor, num_heads: int, kernel: Any = None) -> Tensor:
+    q, k, v = _parts(qkv.contiguous(), num_heads)
+    B, S, H, N, d = q.shape
+    tokens = qkv.new_empty(B, N, S, H * d)
+    _launch_forward(kernel, q, k, v, tokens)
+    return tokens
+
+
+def _launch_forward(kernel: Any, q: Tensor, k: Tensor, v: Tensor, tokens: Tensor) -> None:
+    """Write [B, N, S, H d] into `tokens`, which the compiler wants to see whole, not as a view."""
+    B, S, H, N, d = q.shape
+    strides = (*q.stride()[:4], *k.stride()[:4], *v.stride()[:4], N * S * H * d, H * d, d, S * H * d)
+    (kernel or _short_attention_forward_kernel)[(B * S * H,)](
+        q, k, v, tokens, *strides, S, H, N, d, d**-0.5, **_blocks(N, d)
+    )  # fmt: skip
+
+
+@torch.library.custom_op("opensora::short_attention", mutates_args=())
+def short_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """See `attend`."""
+    return _forward(q, k, v)
 
 
 @short_attention.register_fake
@@ -41,7 +81,7 @@ def short_attention_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor) -> t
     """Gradients of q, k and v, each [B, S, H, N, d]."""
     grad, q, k, v = (_rows_whole(each) for each in (grad, q, k, v))
     grads = (_empty_like_tokens(q), _empty_like_tokens(q), _empty_like_tokens(q))
-    _launch(_short_attention_backward_kernel, q, (q, k, v, grad, *grads))
+    _launch_backward(q, (q, k, v, grad, *grads))
     return grads
 
 
@@ -63,16 +103,8 @@ short_attention.register_autograd(_grad, setup_context=_save)
 
 @torch.library.custom_op("opensora::short_attention_packed", mutates_args=())
 def short_attention_packed(qkv: Tensor, num_heads: int) -> Tensor:
-    """Attention over time straight from a linear layer's output: `qkv [B, N, S, 3 H d] -> [B, N, S, H d]`.
-
-    The same as `short_attention` of its three parts, but the gradient is written as one tensor: joining the gradients
-    of q, k and v afterwards would cost half as much as the attention.
-    """
-    qkv = qkv.contiguous()
-    q, k, v = _parts(qkv, num_heads)
-    out = qkv.new_empty(*qkv.shape[:-1], qkv.shape[-1] // 3)
-    _launch(_short_attention_forward_kernel, q, (q, k, v, _heads(out, num_heads)))
-    return out
+    """See `attend_packed`."""
+    return _forward_packed(qkv, num_heads)
 
 
 @short_attention_packed.register_fake
@@ -86,7 +118,7 @@ def short_attention_packed_backward(grad: Tensor, qkv: Tensor, num_heads: int) -
     qkv, grad = qkv.contiguous(), _rows_whole(_heads(grad, num_heads))
     grad_qkv = torch.empty_like(qkv)
     q, k, v = _parts(qkv, num_heads)
-    _launch(_short_attention_backward_kernel, q, (q, k, v, grad, *_parts(grad_qkv, num_heads)))
+    _launch_backward(q, (q, k, v, grad, *_parts(grad_qkv, num_heads)))
     return grad_qkv
 
 
@@ -128,13 +160,15 @@ def _empty_like_tokens(x: Tensor) -> Tensor:
     return x.new_empty(B, N, S, H, d).permute(0, 2, 3, 1, 4)
 
 
-def _launch(kernel, q: Tensor, tensors: tuple[Tensor, ...]) -> None:  # type: ignore[no-untyped-def]
+def _launch_backward(q: Tensor, tensors: tuple[Tensor, ...]) -> None:
     B, S, H, N, d = q.shape
-    block_n, block_d = max(16, triton.next_power_of_2(N)), max(16, triton.next_power_of_2(d))
     strides = [stride for tensor in tensors for stride in tensor.stride()[:4]]
-    kernel[(B * S * H,)](
-        *tensors, *strides, S, H, N, d, d**-0.5, BLOCK_N=block_n, BLOCK_D=block_d, num_warps=1 if block_n == 16 else 4
-    )
+    _short_attention_backward_kernel[(B * S * H,)](*tensors, *strides, S, H, N, d, d**-0.5, **_blocks(N, d))
+
+
+def _blocks(N: int, d: int) -> dict[str, int]:
+    block_n, block_d = max(16, triton.next_power_of_2(N)), max(16, triton.next_power_of_2(d))
+    return {"BLOCK_N": block_n, "BLOCK_D": block_d, "num_warps": 1 if block_n == 16 else 4}
 
 
 @triton.jit
@@ -155,32 +189,33 @@ def _probabilities(q, k, scale, N, BLOCK_N: tl.constexpr):  # type: ignore[no-un
 @triton.jit
 def _short_attention_forward_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     q_ptr, k_ptr, v_ptr, o_ptr,
-    qb, qs, qh, qn, kb, ks, kh, kn, vb, vs, vh, vn, ob, os, oh, on,
+    qb, qp, qh, qn, kb, kp, kh, kn, vb, vp, vh, vn, ob, op, oh, on,
     S, H, N, d, scale, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
+    scale = tl.cast(scale, tl.float32)  # a compiled program passes numbers in fp64
     inside = (tl.arange(0, BLOCK_N)[:, None] < N) & (tl.arange(0, BLOCK_D)[None, :] < d)
-    q = tl.load(q_ptr + _offsets(pid, qb, qs, qh, qn, S, H, BLOCK_N, BLOCK_D), mask=inside, other=0.0)
-    k = tl.load(k_ptr + _offsets(pid, kb, ks, kh, kn, S, H, BLOCK_N, BLOCK_D), mask=inside, other=0.0)
-    v = tl.load(v_ptr + _offsets(pid, vb, vs, vh, vn, S, H, BLOCK_N, BLOCK_D), mask=inside, other=0.0)
+    q = tl.load(q_ptr + _offsets(pid, qb, qp, qh, qn, S, H, BLOCK_N, BLOCK_D), mask=inside, other=0.0)
+    k = tl.load(k_ptr + _offsets(pid, kb, kp, kh, kn, S, H, BLOCK_N, BLOCK_D), mask=inside, other=0.0)
+    v = tl.load(v_ptr + _offsets(pid, vb, vp, vh, vn, S, H, BLOCK_N, BLOCK_D), mask=inside, other=0.0)
     p = _probabilities(q, k, scale, N, BLOCK_N)
     out = tl.dot(p.to(v.dtype), v, input_precision="ieee")
-    tl.store(o_ptr + _offsets(pid, ob, os, oh, on, S, H, BLOCK_N, BLOCK_D), out.to(v.dtype), mask=inside)
+    tl.store(o_ptr + _offsets(pid, ob, op, oh, on, S, H, BLOCK_N, BLOCK_D), out.to(v.dtype), mask=inside)
 
 
 @triton.jit
 def _short_attention_backward_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     q_ptr, k_ptr, v_ptr, g_ptr, dq_ptr, dk_ptr, dv_ptr,
-    qb, qs, qh, qn, kb, ks, kh, kn, vb, vs, vh, vn, gb, gs, gh, gn,
-    dqb, dqs, dqh, dqn, dkb, dks, dkh, dkn, dvb, dvs, dvh, dvn,
+    qb, qp, qh, qn, kb, kp, kh, kn, vb, vp, vh, vn, gb, gp, gh, gn,
+    dqb, dqp, dqh, dqn, dkb, dkp, dkh, dkn, dvb, dvp, dvh, dvn,
     S, H, N, d, scale, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     inside = (tl.arange(0, BLOCK_N)[:, None] < N) & (tl.arange(0, BLOCK_D)[None, :] < d)
-    q = tl.load(q_ptr + _offsets(pid, qb, qs, qh, qn, S, H, BLOCK_N, BLOCK_D), mask=inside, other=0.0)
-    k = tl.load(k_ptr + _offsets(pid, kb, ks, kh, kn, S, H, BLOCK_N, BLOCK_D), mask=inside, other=0.0)
-    v = tl.load(v_ptr + _offsets(pid, vb, vs, vh, vn, S, H, BLOCK_N, BLOCK_D), mask=inside, other=0.0)
-    g = tl.load(g_ptr + _offsets(pid, gb, gs, gh, gn, S, H, BLOCK_N, BLOCK_D), mask=inside, other=0.0).to(v.dtype)
+    q = tl.load(q_ptr + _offsets(pid, qb, qp, qh, qn, S, H, BLOCK_N, BLOCK_D), mask=inside, other=0.0)
+    k = tl.load(k_ptr + _offsets(pid, kb, kp, kh, kn, S, H, BLOCK_N, BLOCK_D), mask=inside, other=0.0)
+    v = tl.load(v_ptr + _offsets(pid, vb, vp, vh, vn, S, H, BLOCK_N, BLOCK_D), mask=inside, other=0.0)
+    g = tl.load(g_ptr + _offsets(pid, gb, gp, gh, gn, S, H, BLOCK_N, BLOCK_D), mask=inside, other=0.0).to(v.dtype)
     p = _probabilities(q, k, scale, N, BLOCK_N)
     # rows beyond N have gradient 0, so they add nothing to the columns' sums
     dv = tl.dot(tl.trans(p).to(v.dtype), g, input_precision="ieee")
@@ -188,6 +223,23 @@ def _short_attention_backward_kernel(  # type: ignore[no-untyped-def]  # noqa: P
     ds = (p * (dp - tl.sum(p * dp, axis=1)[:, None]) * scale).to(q.dtype)
     dq = tl.dot(ds, k, input_precision="ieee")
     dk = tl.dot(tl.trans(ds), q, input_precision="ieee")
-    tl.store(dq_ptr + _offsets(pid, dqb, dqs, dqh, dqn, S, H, BLOCK_N, BLOCK_D), dq.to(q.dtype), mask=inside)
-    tl.store(dk_ptr + _offsets(pid, dkb, dks, dkh, dkn, S, H, BLOCK_N, BLOCK_D), dk.to(q.dtype), mask=inside)
-    tl.store(dv_ptr + _offsets(pid, dvb, dvs, dvh, dvn, S, H, BLOCK_N, BLOCK_D), dv.to(q.dtype), mask=inside)
+    tl.store(dq_ptr + _offsets(pid, dqb, dqp, dqh, dqn, S, H, BLOCK_N, BLOCK_D), dq.to(q.dtype), mask=inside)
+    tl.store(dk_ptr + _offsets(pid, dkb, dkp, dkh, dkn, S, H, BLOCK_N, BLOCK_D), dk.to(q.dtype), mask=inside)
+    tl.store(dv_ptr + _offsets(pid, dvb, dvp, dvh, dvn, S, H, BLOCK_N, BLOCK_D), dv.to(q.dtype), mask=inside)
+
+
+# below the kernels: PyTorch looks for them when such an operator is made, to know when its cached programs are stale
+@torch.library.triton_op("opensora::short_attention_inlined", mutates_args=())
+def short_attention_inlined(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """`short_attention` without gradients, for compiled programs."""
+    if has_symbols(q, k, v):
+        return short_attention(q, k, v)
+    return _forward(q, k, v, torch.library.wrap_triton(_short_attention_forward_kernel))
+
+
+@torch.library.triton_op("opensora::short_attention_packed_inlined", mutates_args=())
+def short_attention_packed_inlined(qkv: Tensor, num_heads: int) -> Tensor:
+    """`short_attention_packed` without gradients, for compiled programs."""
+    if has_symbols(qkv):
+        return short_attention_packed(qkv, num_heads)
+    return _forward_packed(qkv, num_heads, torch.library.wrap_triton(_short_attention_forward_kernel))

@@ -7,7 +7,7 @@ Every function takes the coefficients of one timestep, or those of each sample [
 import torch
 from torch import Tensor
 
-from opensora.schedulers.noise_schedule import Coefficients
+from opensora.schedulers.noise_schedule import Coefficients, Number
 
 
 def q_sample(x_0: Tensor, noise: Tensor, c: Coefficients) -> Tensor:
@@ -34,7 +34,7 @@ def prediction_target(prediction: str, x_0: Tensor, noise: Tensor, c: Coefficien
 def predicted_x_0(prediction: str, output: Tensor, x_t: Tensor, c: Coefficients) -> Tensor:
     """The x_0 that the model's output stands for."""
     if prediction == "eps":
-        return (x_t - c.sqrt_one_minus_alphas_cumprod * output) / c.sqrt_alphas_cumprod
+        return _plus(x_t, -c.sqrt_one_minus_alphas_cumprod, output) / c.sqrt_alphas_cumprod
     if prediction == "x0":
         return output
     if prediction == "previous_x":
@@ -44,12 +44,17 @@ def predicted_x_0(prediction: str, output: Tensor, x_t: Tensor, c: Coefficients)
 
 def eps_from_x_0(x_0: Tensor, x_t: Tensor, c: Coefficients) -> Tensor:
     """The noise that leads from x_0 to x_t."""
-    return (x_t - c.sqrt_alphas_cumprod * x_0) / c.sqrt_one_minus_alphas_cumprod
+    return _plus(x_t, -c.sqrt_alphas_cumprod, x_0) / c.sqrt_one_minus_alphas_cumprod
 
 
 def posterior_mean(x_0: Tensor, x_t: Tensor, c: Coefficients) -> Tensor:
     """Mean of q(x_{t-1} | x_t, x_0) (Ho eq. 7)."""
-    return c.posterior_mean_coef_x_0 * x_0 + c.posterior_mean_coef_x_t * x_t
+    return _plus(c.posterior_mean_coef_x_0 * x_0, c.posterior_mean_coef_x_t, x_t)
+
+
+def _plus(x: Tensor, factor: Number, y: Tensor) -> Tensor:
+    """`x + factor * y`: one kernel where the factor is one number for the whole batch, as in sampling."""
+    return x + factor * y if isinstance(factor, Tensor) else torch.add(x, y, alpha=factor)
 
 
 def model_log_variance(variance: str, raw: Tensor | None, like: Tensor, c: Coefficients) -> Tensor:
@@ -64,6 +69,9 @@ def model_log_variance(variance: str, raw: Tensor | None, like: Tensor, c: Coeff
         return raw
     if variance == "learned_range":
         assert raw is not None, "a learned range needs the model's variance channels"
+        if not isinstance(c.log_beta, Tensor) and not isinstance(c.log_posterior_variance, Tensor):
+            middle, half = (c.log_beta + c.log_posterior_variance) / 2, (c.log_beta - c.log_posterior_variance) / 2
+            return half * raw + middle
         fraction = (raw + 1) / 2
         return fraction * c.log_beta + (1 - fraction) * c.log_posterior_variance
     log_variance = c.log_fixed_large if variance == "fixed_large" else c.log_posterior_variance

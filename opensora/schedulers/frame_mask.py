@@ -1,7 +1,7 @@
 """Frames that are given: kept, or edited from some noise level on. The same rules in every sampler."""
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -23,6 +23,9 @@ class FrameMask:
         noised: the scheduler's forward process, to the level before a step.
         z: [B, C, T, H, W], noise in frames to generate, latents in the others.
         generators: one per sample; needed by a mask of floats, which may ask for edits.
+
+    Attributes:
+        all_move: of each step, whether the sampler moves all frames of all samples in it.
     """
 
     def __init__(
@@ -35,21 +38,38 @@ class FrameMask:
     ) -> None:
         if tuple(mask.shape) != (z.shape[0], z.shape[2]):
             raise ValueError(f"mask has shape {tuple(mask.shape)}, expected [B, T] = [{z.shape[0]}, {z.shape[2]}].")
-        self.mask = mask
+        self.mask = mask.to(z.device)
         self.noised = noised
         # a frame moves in the steps whose bound is below its value: half-way to the next level
         self.bounds = [*((level + after) / 2 for level, after in pairwise(levels)), 0.0]
         self.edit_noise = None
         if mask.is_floating_point():
             self.edit_noise = _edit_noise(z, generators)
+        # read once, so that the steps in which nothing changes launch nothing; after that nobody waits for the device
+        values = mask.cpu()
+        bounds = torch.tensor(self.bounds, dtype=mask.dtype) if mask.is_floating_point() else torch.zeros(len(levels))
+        moving = values > bounds[:, None, None]  # [num_steps, B, T]
+        self.all_move: list[bool] = moving.flatten(1).all(dim=1).tolist()
+        edited = (moving & (values < 1)).flatten(1).sum(dim=1).tolist()
+        self._enters = [before < now for before, now in pairwise([0, *edited])]
+        changes = [0, *(moving[1:] != moving[:-1]).flatten(1).any(dim=1).tolist()]
+        self._stage = list(accumulate(changes))  # steps of one stage move the same frames
+        self._active: dict[int, Tensor] = {}
 
     def active(self, index: int) -> Tensor:
-        """[B, T] bool: the frames that the sampler moves in this step (0 is the first, the noisiest)."""
-        return self.mask > self.bounds[index] if self.mask.is_floating_point() else self.mask.bool()
+        """[B, T] bool: the frames that the sampler moves in this step (0 is the first, the noisiest).
+
+        Steps that move the same frames give the same tensor.
+        """
+        stage = self._stage[index]
+        if stage not in self._active:
+            moves = self.mask > self.bounds[index] if self.mask.is_floating_point() else self.mask.bool()
+            self._active[stage] = moves
+        return self._active[stage]
 
     def noise_entering(self, x: Tensor, index: int) -> Tensor:
         """x with the edited frames noised whose first active step this is."""
-        if self.edit_noise is None:
+        if self.edit_noise is None or not self._enters[index]:
             return x
         before = self.bounds[index - 1] if index > 0 else 1.0
         entering = (self.mask > self.bounds[index]) & (self.mask <= before) & (self.mask < 1)

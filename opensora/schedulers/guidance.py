@@ -7,6 +7,7 @@ rescaling of Lin et al. 2024 (section 3.4).
 import logging
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from opensora.utils.errors import UserError
 logger = logging.getLogger(__name__)
 Denoiser = Callable[..., Tensor]  # model(x, timestep, **cond) -> [B, C or 2C, T, H, W]
 Condition = Mapping[str, Tensor | None]
+Joined = dict[str, tuple[Tensor, Tensor, Tensor]]  # of an entry: with the condition, without, and both in one batch
 
 SCHEDULES = ("constant", "linear", "power-cosine", "oscillating")
 BATCHING = ("joint", "split")
@@ -61,10 +63,19 @@ class Guidance(NamedTuple):
             ramp = (1 - math.cos(math.pi * (1 - level) ** self.power)) / 2
         return 1 + (self.scale - 1) * ramp if ramp != 1 else self.scale
 
-    def wrap(self, model: Denoiser, null: Condition | None, index: int, level: float) -> Denoiser:
-        """The denoiser of one step."""
-        scale = self.scale_at(index, level)
-        return classifier_free_guidance(model, null, scale, self.channels, rescale=self.rescale, batching=self.batching)
+    def wrap(
+        self, model: Denoiser, null: Condition | None, index: int, level: float, joined: Joined | None = None
+    ) -> Denoiser:
+        """The denoiser of one step; `joined` as in `classifier_free_guidance`."""
+        return classifier_free_guidance(
+            model,
+            null,
+            self.scale_at(index, level),
+            self.channels,
+            rescale=self.rescale,
+            batching=self.batching,
+            joined=joined,
+        )
 
 
 def guidance_from_config(scale: float, channels: int | None, options: Mapping[str, Any] | None) -> Guidance:
@@ -134,6 +145,7 @@ def classifier_free_guidance(
     *,
     rescale: float = 0.0,
     batching: str = "joint",
+    joined: Joined | None = None,
 ) -> Denoiser:
     """A denoiser with the model's call signature that returns `null + scale * (cond - null)`.
 
@@ -148,13 +160,15 @@ def classifier_free_guidance(
             scale of 1, returns the model itself: no doubled batch.
         scale: 1 is the conditional model, 0 the unconditional one.
         rescale, batching: see `Guidance`.
+        joined: what the steps of a run hand on, so that entries that stay the same are put in one batch once; {} at
+            the first.
 
     The condition is given by keyword; each entry is None or a tensor [B, ...].
     """
     _check_channels(channels)
     if null is None or scale == 1:
         return model
-    run = _two_calls if batching == "split" else _one_call
+    run = _two_calls if batching == "split" else partial(_one_call, {} if joined is None else joined)
 
     def guided(x: Tensor, timestep: Tensor, **cond: Tensor | None) -> Tensor:
         num_guided = x.shape[1] if channels is None else channels
@@ -162,16 +176,19 @@ def classifier_free_guidance(
             raise UserError(f"cfg_channel={channels}, but x has {x.shape[1]} channels; None guides all of them.")
         with_cond, without = run(model, x, timestep, *_both_conditions(cond, null, len(x)))
         start, goal = without[:, :num_guided], with_cond[:, :num_guided]
-        combined = start + scale * (goal - start)
+        combined = torch.add(start, goal - start, alpha=scale)
         if rescale:
             combined = _rescaled(combined, goal, rescale, cond.get("x_mask"))
-        return torch.cat([combined, with_cond[:, num_guided:]], dim=1)
+        rest = with_cond[:, num_guided:]
+        return torch.cat([combined, rest], dim=1) if rest.shape[1] else combined
 
     return guided
 
 
-def _one_call(model: Denoiser, x: Tensor, timestep: Tensor, cond: Condition, null: Condition) -> tuple[Tensor, Tensor]:
-    both = {key: _cat(value, null[key]) for key, value in cond.items()}
+def _one_call(
+    joined: Joined, model: Denoiser, x: Tensor, timestep: Tensor, cond: Condition, null: Condition
+) -> tuple[Tensor, Tensor]:
+    both = {key: _cat(joined, key, value, null[key]) for key, value in cond.items()}
     with_cond, without = model(torch.cat([x, x]), torch.cat([timestep, timestep]), **both).chunk(2)
     return with_cond, without  # each [B, C or 2C, T, H, W]
 
@@ -180,8 +197,13 @@ def _two_calls(model: Denoiser, x: Tensor, timestep: Tensor, cond: Condition, nu
     return model(x, timestep, **cond), model(x, timestep, **null)
 
 
-def _cat(cond: Tensor | None, null: Tensor | None) -> Tensor | None:
-    return None if cond is None or null is None else torch.cat([cond, null])
+def _cat(joined: Joined, key: str, cond: Tensor | None, null: Tensor | None) -> Tensor | None:
+    if cond is None or null is None:
+        return None
+    known = joined.get(key)
+    if known is None or known[0] is not cond or known[1] is not null:
+        known = joined[key] = (cond, null, torch.cat([cond, null]))
+    return known[2]
 
 
 def _rescaled(guided: Tensor, cond: Tensor, part: float, x_mask: Tensor | None) -> Tensor:

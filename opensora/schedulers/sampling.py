@@ -13,7 +13,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from opensora.schedulers.frame_mask import FrameMask, per_frame
-from opensora.schedulers.guidance import Condition, Denoiser, Guidance
+from opensora.schedulers.guidance import Condition, Denoiser, Guidance, Joined
 from opensora.schedulers.training import at_least_fp32, predict
 from opensora.utils.errors import UserError
 
@@ -153,26 +153,44 @@ def _steps(
     null: Condition | None,
     frames: FrameMask | None,
 ) -> Iterator[SamplingStep]:
+    joined: Joined = {}
     num_steps = len(solver.timesteps)
     for index in range(num_steps):
-        active = None
+        active = moves = None
         if frames is not None:
             x, active = frames.noise_entering(x, index), frames.active(index)
-        guided = guidance.wrap(model, null, index, solver.levels[index])
-        after, x_0 = solver.step(_denoise(guided, cond, x, active), x, index, active)
-        if active is not None:
-            after, x_0 = torch.where(per_frame(active), after, x), torch.where(per_frame(active), x_0, x)
+            moves = None if frames.all_move[index] else per_frame(active)
+        guided = guidance.wrap(model, null, index, solver.levels[index], joined)
+        told = timestep_of(solver.timesteps[index], x)
+        # frames that all move from the first step on have one history: a solver need not tell them apart
+        moving = None if frames is None or frames.all_move[0] else active
+        after, x_0 = solver.step(
+            _denoise(guided, cond, x, (active, moves), (solver.timesteps[index], told)), x, index, moving
+        )
+        if moves is not None:
+            after, x_0 = torch.where(moves, after, x), torch.where(moves, x_0, x)
         x = after
-        yield SamplingStep(index, num_steps, timestep_of(solver.timesteps[index], x), x, x_0)
+        yield SamplingStep(index, num_steps, told, x, x_0)
 
 
-def _denoise(model: Denoiser, cond: Condition, start: Tensor, active: Tensor | None) -> Denoise:
-    """The model within a step from `start`; it sees the frames that do not move as they are there, bit for bit."""
+def _denoise(
+    model: Denoiser,
+    cond: Condition,
+    start: Tensor,
+    active: tuple[Tensor | None, Tensor | None],
+    told: tuple[Time, Tensor],
+) -> Denoise:
+    """The model within a step from `start`; it sees the frames that do not move as they are there, bit for bit.
+
+    Args:
+        active: what the model is told, and the same [B, 1, T, 1, 1] where not all frames move.
+        told: the step's own timestep, as a number and as a tensor.
+    """
 
     def denoise(x: Tensor, timestep: Time) -> Tensor:
-        if active is not None and x is not start:
-            x = torch.where(per_frame(active), x, start)
-        return predict(model, x, timestep_of(timestep, x), cond, active)
+        if active[1] is not None and x is not start:
+            x = torch.where(active[1], x, start)
+        return predict(model, x, told[1] if timestep is told[0] else timestep_of(timestep, x), cond, active[0])
 
     return denoise
 

@@ -34,11 +34,12 @@ def randn_like(x: Tensor, generators: Sequence[torch.Generator] | torch.Generato
     if len(generators) != len(x):
         raise ValueError(f"{len(generators)} generators for a batch of {len(x)}")
     # a generator's own device decides where its numbers are drawn: a CPU generator gives the same noise on any device
-    rows = [torch.randn(x.shape[1:], generator=g, device=g.device, dtype=x.dtype) for g in generators]
-    noise = torch.stack(rows)
-    if not x.is_cuda or noise.is_cuda:
-        return noise.to(x.device)
-    return noise.pin_memory().to(x.device, non_blocking=True)  # from pageable memory the host would wait for the copy
+    drawn = generators[0].device if generators else x.device
+    pinned = x.is_cuda and drawn.type == "cpu"  # from pageable memory the host would wait for the copy
+    noise = torch.empty(x.shape, dtype=x.dtype, device=drawn, pin_memory=pinned)
+    for row, g in zip(noise, generators, strict=True):
+        row.normal_(generator=g)
+    return noise.to(x.device, non_blocking=pinned)
 
 
 def randint(high: int, generators: Sequence[torch.Generator], device: torch.device | str) -> Tensor:

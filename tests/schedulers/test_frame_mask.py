@@ -167,3 +167,18 @@ def test_mistakes_are_named(z, rngs):
     with pytest.raises(ValueError, match="a fractional mask draws noise"):
         FrameMask(torch.ones(2, 3), [1.0], z, None, identity)
     assert FrameMask(torch.ones(2, 3, dtype=torch.bool), [1.0], z, None, identity).noise_entering(z, 0) is z
+
+
+def test_steps_in_which_nothing_changes_share_the_mask_and_leave_x_alone(z, rngs):
+    """So that they launch nothing; what the steps of a run see is the comparison with their bounds all the same."""
+    mask = torch.tensor([[0.3, 1, 1], [1, 1, 0.7]])
+    frames = FrameMask(mask, [1.0, 0.75, 0.5, 0.25], z, rngs(), identity)
+    for index, bound in enumerate(frames.bounds):
+        assert torch.equal(frames.active(index), mask > bound)
+    assert frames.active(2) is frames.active(1)
+    assert frames.active(1) is not frames.active(0)
+    assert frames.all_move == [False, False, False, True]
+    assert [frames.noise_entering(z, i) is z for i in range(4)] == [True, False, True, False]
+    kept = FrameMask(mask > 0.5, [1.0, 0.5], z, None, identity)
+    assert kept.active(1) is kept.active(0)
+    assert kept.all_move == [False, False]

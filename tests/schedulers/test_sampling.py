@@ -169,3 +169,13 @@ def test_a_scheduler_that_learns_nothing_refuses_what_another_learnt():
     scheduler.load_state_dict({})
     with pytest.raises(ValueError, match=r"learnt something \(losses\), DPMSolver does not"):
         scheduler.load_state_dict({"losses": torch.zeros(1)})
+
+
+def test_the_doubled_condition_is_made_once_a_run(denoiser, rngs):
+    z, cond = start()
+    null = {"y": torch.zeros_like(cond["y"])}
+    model = denoiser(1)
+    build("ancestral").sample(model, z, cond, null=null, mask=torch.ones(2, 3), generators=rngs())
+    for name, doubled in (("y", torch.cat([cond["y"], null["y"]])), ("x_mask", torch.ones(4, 3, dtype=torch.bool))):
+        assert len({id(call[name]) for call in model.calls}) == 1
+        assert torch.equal(model.calls[-1][name], doubled)

@@ -1,13 +1,15 @@
 """Seconds per video at real sizes, with random weights: how the denoiser samples and the VAE decodes.
 
-    python -m tools.benchmark.sample [--cases stdit stdit3] [--ways eager compiled pab offload-model offload-block]
+    python -m tools.benchmark.sample [--cases stdit stdit3] [--ways eager compiled graphs pab offload-model offload-block]
     torchrun --standalone --nproc_per_node 2 -m tools.benchmark.sample --ways dp sp cfg
 
 `stdit` is STDiT-XL/2 at 16x256x256 with 100 steps, `stdit3` STDiT3-XL/2 at 51x480x848 with 30, both with guidance and with
 text features of the real size; text is encoded once and is not timed. `dp` gives each process its own video, `sp` and
-`cfg` share one: seconds per video are those of the whole run over the videos that came of it. The first run of each way,
-in which kernels are compiled, is not timed. The estimate is what `opensora.inference.memory` says before the run. PSNR compares the
-latents with those of the case's first way, from the same noise, with their largest value as peak. `--cases toy` tries it all on a CPU.
+`cfg` share one: seconds per video are those of the whole run over the videos that came of it. `graphs` compiles the whole denoiser,
+which takes minutes, and replays it as one CUDA graph, as `--compiler inductor --compiler-config '{"mode": "cudagraphs"}'` of
+scripts/inference.py does: the host launches one thing a forward instead of a thousand. The first run of each way, in which kernels
+are compiled, is not timed. The estimate is what `opensora.inference.memory` says before the run. PSNR compares the latents with
+those of the case's first way, from the same noise, with their largest value as peak. `--cases toy` tries it all on a CPU.
 """
 
 import argparse
@@ -22,6 +24,7 @@ from torch import Tensor, nn
 
 from opensora.acceleration.cfg_parallel import share_videos
 from opensora.acceleration.compile import compile_blocks
+from opensora.acceleration.compiler import compile
 from opensora.acceleration.distributed import World, init_world, shutdown
 from opensora.acceleration.sequence_parallel import parallelise
 from opensora.acceleration.step_cache.build import build_step_cache
@@ -85,7 +88,7 @@ CASES = {
         (20, 64),
     ),
 }
-WAYS = ("eager", "compiled", "pab", "pab-compiled", "offload-model", "offload-block", "dp", "sp", "cfg")
+WAYS = ("eager", "compiled", "graphs", "pab", "pab-compiled", "offload-model", "offload-block", "dp", "sp", "cfg")
 SHARED = ("dp", "sp", "cfg")
 
 
@@ -215,6 +218,8 @@ def build(args: argparse.Namespace, case: Case, way: str, world: World) -> Video
     if way == "pab-compiled":
         for block in model.transformer_blocks():
             block.compile()  # around the cache, in pieces
+    elif way == "graphs":
+        compile(model, options={"mode": "cudagraphs"})
     elif way == "compiled" or way in SHARED:
         compile_blocks(model.transformer_blocks())
     steps = {} if args.steps is None else {"num_sampling_steps": args.steps}

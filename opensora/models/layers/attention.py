@@ -7,7 +7,6 @@ of queries, keys and values, so that no block moves the tokens themselves.
 from typing import Literal, Protocol, get_args
 
 import torch
-from einops import rearrange
 from torch import Tensor, nn
 
 from opensora.acceleration.attention import attention, packed_attention
@@ -16,16 +15,25 @@ from opensora.models.layers.rope import apply_rotary
 Axis = Literal["space", "time", "all"]
 NormOrder = Literal["norm_then_rope", "rope_then_norm"]
 
-_SPLIT: dict[str, str] = {
-    "space": "B T S (H D) -> (B T) H S D",
-    "time": "B T S (H D) -> B S H T D",
-    "all": "B T S (H D) -> B H (T S) D",
-}
-_JOIN: dict[str, str] = {
-    "space": "(B T) H S D -> B T S (H D)",
-    "time": "B S H T D -> B T S (H D)",
-    "all": "B H (T S) D -> B T S (H D)",
-}
+
+def split_heads(x: Tensor, num_heads: int, axis: Axis) -> Tensor:
+    """Tokens `[B, T, S, H d]` -> heads of the sequences along the axis.
+
+    "space": [B T, H, S, d], "time": [B, S, H, T, d], "all": [B, H, T S, d]. In PyTorch's own words, for at a sampler's
+    sizes einops' take as long as the attention.
+    """
+    B, T, S, width = x.shape
+    d = width // num_heads
+    if axis == "time":
+        return x.reshape(B, T, S, num_heads, d).permute(0, 2, 3, 1, 4)  # B T S H d -> B S H T d
+    rows, N = (B * T, S) if axis == "space" else (B, T * S)
+    return x.reshape(rows, N, num_heads, d).transpose(1, 2)  # rows H N d
+
+
+def join_heads(x: Tensor, grid: tuple[int, int, int], axis: Axis) -> Tensor:
+    """`split_heads` undone, for `(B, T, S)` -> [B, T, S, H d]."""
+    x = x.permute(0, 3, 1, 2, 4) if axis == "time" else x.transpose(1, 2)  # the heads' channels come last
+    return x.reshape(*grid, x.shape[-2] * x.shape[-1])
 
 
 class RMSNorm(nn.Module):
@@ -114,18 +122,21 @@ class Attention(nn.Module):
 
     def attend(self, qkv: Tensor, rope: Tensor | None = None, grid: tuple[int, int] | None = None) -> Tensor:
         """Attention between the two linear layers, for any number H of heads: `qkv [B, T, S, 3 H d] -> [B, T, S, H d]`."""
-        T, heads = qkv.shape[1], qkv.shape[-1] // (3 * self.head_dim)
+        B, T, S, width = qkv.shape
+        heads = width // (3 * self.head_dim)
         if rope is None and self.is_plain:
             packed = packed_attention(qkv, heads, self.axis, self.kernel)
             if packed is not None:
                 return packed
         # split before rearranging: the gradients then come together by one concatenation
-        q, k, v = (rearrange(part, _SPLIT[self.axis], H=heads) for part in qkv.chunk(3, dim=-1))  # each [..., H, N, d]
+        q, k, v = (split_heads(part, heads, self.axis) for part in qkv.chunk(3, dim=-1))  # each [..., H, N, d]
         k, v = self.reduce_keys(k, v, grid)
-        return rearrange(self.weigh(q, k, v, rope), _JOIN[self.axis], T=T)
+        return join_heads(self.weigh(q, k, v, rope), (B, T, S), self.axis)
 
     def weigh(self, q: Tensor, k: Tensor, v: Tensor, rope: Tensor | None = None) -> Tensor:
         """Positions, normalisation, softmax and sum: `q [..., H, N, d]`, `k, v [..., H, L, d]` -> q's shape."""
+        if rope is None and self.is_plain:
+            return attention(q, k, v, kernel=self.kernel)
         if self.norm_order == "norm_then_rope":
             q, k = apply_rotary(self.q_norm(q), rope), apply_rotary(self.k_norm(k), rope)
         else:
@@ -166,13 +177,13 @@ class CrossAttention(nn.Module):
 
         A padded text token changes nothing: captions of different length may share a batch.
         """
-        T = x.shape[1]
-        q = rearrange(self.q_linear(x), "B T S (H D) -> B H (T S) D", H=self.num_heads)
+        B, T, S, D = x.shape
+        q = split_heads(self.q_linear(x), self.num_heads, "all")  # [B, H, T S, d]
         k, v = (
-            rearrange(part, "B L (H D) -> B H L D", H=self.num_heads) for part in self.kv_linear(y).chunk(2, dim=-1)
+            part.reshape(B, -1, self.num_heads, D // self.num_heads).transpose(1, 2)  # [B, H, L, d]
+            for part in self.kv_linear(y).chunk(2, dim=-1)
         )
-        x = attention(q, k, v, mask, kernel=self.kernel)
-        return self.proj(rearrange(x, "B H (T S) D -> B T S (H D)", T=T))
+        return self.proj(join_heads(attention(q, k, v, mask, kernel=self.kernel), (B, T, S), "all"))
 
     def flops(self, num_tokens: int, text_len: int) -> int:
         """Floating-point operations for the tokens of one sample."""

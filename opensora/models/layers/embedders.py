@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
+from opensora.acceleration.attention import without_autocast
 from opensora.models.layers.mlp import tanh_mlp
 
 
@@ -44,7 +45,7 @@ class ScalarEmbedder(nn.Module):
     def forward(self, t: Tensor) -> Tensor:
         """`t [B]`, integers or floats -> `[B, D]` in the weights' number format; `[B, K] -> [B, K D]`."""
         scalars = t.reshape(-1)
-        with torch.autocast(t.device.type, enabled=False):
+        with without_autocast(t.device.type):
             weight = next(self.mlp.parameters())
             embedded = self.mlp(timestep_sinusoid(scalars, self.num_frequencies).to(weight.dtype))
         return embedded.reshape(len(t), -1)

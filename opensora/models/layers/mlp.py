@@ -19,7 +19,7 @@ class TanhMlp(Mlp):
         """`x [..., in] -> [..., out]`."""
         bias = self.fc1.bias
         if bias is None or not self._is_fused(x):
-            return super().forward(x)
+            return self.fc2(self.act(self.fc1(x)))  # there are no norm and no dropout, which cost the host time
         return self.fc2(linear_gelu(x, self.fc1.weight, bias))
 
     def _is_fused(self, x: Tensor) -> bool:

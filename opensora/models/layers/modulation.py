@@ -6,10 +6,9 @@ its own learnt table. With frame masking (`x_mask`), frames that are only condit
 """
 
 import torch
-from einops import rearrange
 from torch import Tensor, nn
 
-from opensora.acceleration.attention import layer_norm
+from opensora.acceleration.attention import layer_norm, without_autocast
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
@@ -33,10 +32,14 @@ def per_frame(x_mask: Tensor | None, at_t: Tensor, at_0: Tensor | None) -> Tenso
     Returns:
         [K, B, 1 or T, 1, D].
     """
-    params = rearrange(at_t, "B K D -> K B 1 1 D")
+    params = _vectors_first(at_t)
     if x_mask is None or at_0 is None:
         return params
-    return torch.where(x_mask[None, :, :, None, None], params, rearrange(at_0, "B K D -> K B 1 1 D"))
+    return torch.where(x_mask[None, :, :, None, None], params, _vectors_first(at_0))
+
+
+def _vectors_first(params: Tensor) -> Tensor:
+    return params.transpose(0, 1).unsqueeze(2).unsqueeze(2)  # B K D -> K B 1 1 D
 
 
 class AdaLN(nn.Sequential):
@@ -51,9 +54,9 @@ class AdaLN(nn.Sequential):
 
     def forward(self, c: Tensor) -> Tensor:
         """`c [B, D] -> [B, num_vectors, D]`."""
-        with torch.autocast(c.device.type, enabled=False):
-            vectors = super().forward(c.to(next(self.parameters()).dtype))
-        return rearrange(vectors, "B (K D) -> B K D", K=self.num_vectors)
+        with without_autocast(c.device.type):
+            vectors = super().forward(c.to(next(self[1].parameters()).dtype))
+        return vectors.unflatten(1, (self.num_vectors, -1))  # B (K D) -> B K D
 
 
 class FinalLayer(nn.Module):

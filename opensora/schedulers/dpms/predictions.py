@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from opensora.schedulers.dpms.process import Level
@@ -16,7 +17,7 @@ class Conversion(NamedTuple):
     of_output: float
 
     def __call__(self, x_t: Tensor, output: Tensor) -> Tensor:
-        return output if self == (0.0, 1.0) else self.of_x * x_t + self.of_output * output
+        return output if self == (0.0, 1.0) else torch.add(self.of_x * x_t, output, alpha=self.of_output)
 
 
 def to_x_0(prediction: str, level: Level) -> Conversion:

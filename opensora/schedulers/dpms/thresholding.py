@@ -12,9 +12,12 @@ def dynamic_thresholding(x_0: Tensor, ratio: float, max_value: float) -> Tensor:
     So every value lies in [-max_value, max_value], and a sample whose |x_0| stays below max_value in all but 1 - `ratio` of
     its places is only clamped.
     """
-    magnitudes = x_0.abs().flatten(1).sort(dim=1).values  # torch.quantile refuses more than 16 M values
+    magnitudes = x_0.abs().flatten(1)
     position = ratio * (magnitudes.shape[1] - 1)
-    below, above = (magnitudes[:, index] for index in (math.floor(position), math.ceil(position)))
+    # torch.quantile refuses more than 16 M values, and sorts those that do not matter
+    largest = magnitudes.topk(magnitudes.shape[1] - math.floor(position), dim=1).values  # falling; the last is `below`
+    below, above = largest[:, -1], largest[:, -1 if position == math.floor(position) else -2]
     quantile = torch.lerp(below, above, position - math.floor(position))
     s = quantile.clamp(min=max_value).reshape(-1, *[1] * (x_0.ndim - 1))
-    return torch.clamp(x_0, -s, s) * (max_value / s)
+    scaled = x_0.clamp(-s, s).div_(s)
+    return scaled if max_value == 1 else scaled.mul_(max_value)

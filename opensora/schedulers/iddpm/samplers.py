@@ -20,7 +20,9 @@ def ancestral_step(
 ) -> Tensor:
     """x_{t-1} ~ p(x_{t-1} | x_t); without generators its mean, which is what the last step returns."""
     mean = posterior_mean(x_0, x_t, c)
-    return mean if generators is None else mean + torch.exp(0.5 * log_variance) * randn_like(mean, generators)
+    if generators is None:
+        return mean
+    return torch.addcmul(mean, torch.exp(0.5 * log_variance), randn_like(mean, generators))
 
 
 def ddim_step(
@@ -34,5 +36,5 @@ def ddim_step(
     abar, abar_prev = float(c.alphas_cumprod), float(c.alphas_cumprod_prev)
     sigma = eta * math.sqrt((1 - abar_prev) / (1 - abar) * (1 - abar / abar_prev))
     direction = math.sqrt(max(1 - abar_prev - sigma**2, 0.0)) * eps_from_x_0(x_0, x_t, c)
-    mean = math.sqrt(abar_prev) * x_0 + direction
-    return mean if generators is None or eta == 0 else mean + sigma * randn_like(mean, generators)
+    mean = torch.add(direction, x_0, alpha=math.sqrt(abar_prev))
+    return mean if generators is None or eta == 0 else mean.add_(randn_like(mean, generators), alpha=sigma)

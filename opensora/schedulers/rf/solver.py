@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from opensora.schedulers.sampling import Denoise, Time
@@ -41,13 +42,13 @@ class FlowSolver:
         tau = self.levels[index]
         after = self.levels[index + 1] if index + 1 < len(self.levels) else 0.0
         v = _velocity(denoise, x, self.timesteps[index])
-        x_0 = x + tau * v
+        x_0 = torch.add(x, v, alpha=tau)
         if self.name == "midpoint":
             middle = (tau + after) / 2
-            v = _velocity(denoise, x + (tau - middle) * v, self._time(middle))
+            v = _velocity(denoise, torch.add(x, v, alpha=tau - middle), self._time(middle))
         elif self.name == "heun" and after > 0:  # the model is not asked at tau = 0; one Euler step keeps the order
-            v = (v + _velocity(denoise, x + (tau - after) * v, self._time(after))) / 2
-        return x + (tau - after) * v, x_0
+            v = (v + _velocity(denoise, torch.add(x, v, alpha=tau - after), self._time(after))) / 2
+        return torch.add(x, v, alpha=tau - after), x_0
 
     def _time(self, tau: float) -> Time:
         time = tau * self.num_timesteps
