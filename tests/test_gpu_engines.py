@@ -4,7 +4,9 @@ python -m pytest -m gpu tests/test_gpu_engines.py
 """
 
 import importlib.util
+import sys
 import time
+import traceback
 from pathlib import Path
 
 import pytest
@@ -178,11 +180,16 @@ def compiled(rank: int, size: int, folder: Path) -> None:
 def run_rank(rank: int, size: int, folder: Path, what) -> None:
     torch.cuda.set_device(rank)
     store = dist.FileStore(str(folder / what.__name__), size)
-    dist.init_process_group("nccl", store=store, rank=rank, world_size=size)
+    place = torch.device("cuda", rank)
+    dist.init_process_group("nccl", store=store, rank=rank, world_size=size, device_id=place)
     try:
         what(rank, size, folder)
-    finally:
-        dist.destroy_process_group()
+    except BaseException:
+        # now: the other process waits for this one, and leaving the group would wait for that one
+        traceback.print_exc()
+        sys.stderr.flush()
+        raise
+    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
