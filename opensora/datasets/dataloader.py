@@ -1,5 +1,6 @@
 """Batches for a whole run, read by worker processes, the same for any number of them."""
 
+import gc
 import logging
 import os
 import re
@@ -274,6 +275,9 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def _start_worker(_worker: int) -> None:
+    # What was garbage in the process that was forked is not this one's to collect: the end of a process group or of a
+    # pool waits for threads that are not here, which hangs or aborts the worker.
+    gc.freeze()
     torch.set_num_threads(1)
     # A signal to the whole process group asks the training to end after its step, for which it needs batches: only the
     # process that started the worker ends it. A thread waits for that, as the sender can be told in no other way.

@@ -1,6 +1,7 @@
 """Batches: the same for any number of workers and processes, resumable, with errors that arrive as they were."""
 
 import errno
+import gc
 import multiprocessing
 import os
 import pickle
@@ -8,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
 import torch
@@ -177,6 +179,39 @@ def test_workers_touch_no_gpu(dataset, monkeypatch):
 
 def _refuse() -> None:
     raise AssertionError("a worker begins to use CUDA")
+
+
+class Garbage:
+    """In a cycle, so that only the collector ends it; it tells in which process."""
+
+    def __init__(self, told: Path) -> None:
+        self.told, self.me = told, self
+
+    def __del__(self) -> None:
+        with self.told.open("a") as file:
+            file.write(f"{os.getpid()}\n")
+
+
+class Collecting(Counting):
+    """Collects garbage with every sample."""
+
+    def __getitem__(self, key):
+        gc.collect()
+        return super().__getitem__(key)
+
+
+def test_a_worker_leaves_the_garbage_of_the_process_it_came_from(tmp_path):
+    """The end of a process group, for one, waits for threads that a forked process does not have."""
+    told = tmp_path / "told"
+    gc.disable()
+    try:
+        Garbage(told)
+        assert len(list(build_dataloader(Collecting(), 2, seed=0, num_workers=2, stop=4))) == 4
+        assert not told.exists()
+        gc.collect()
+    finally:
+        gc.enable()
+    assert told.read_text() == f"{os.getpid()}\n"
 
 
 def test_reading_ahead_keeps_within_its_memory():

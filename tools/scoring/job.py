@@ -5,6 +5,7 @@ by rank; who finds all parts complete merges them, in the order of the table. So
 processes, and a run that was killed goes on where it stopped, with the same number or another one.
 """
 
+import gc
 import dataclasses
 import json
 import multiprocessing
@@ -270,6 +271,7 @@ def _work(job: Job, share: Share, counters: Any) -> None:
 
 def _end_with_parent() -> None:
     """A process that is killed cannot end its children; they would go on, and keep the next run from their parts."""
+    gc.freeze()  # garbage of the process that was forked may own threads, which are not here
     parent = multiprocessing.parent_process()
     assert parent is not None, "it runs in a child"
     wait([parent.sentinel])

@@ -3,6 +3,7 @@
 Decoders are C code that a damaged file may crash. `Pool.map` would then lose everything.
 """
 
+import gc
 import multiprocessing
 import os
 import sys
@@ -108,4 +109,5 @@ def _each(function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
 
 def _pool(workers: int) -> ProcessPoolExecutor:
     # forked: spawned processes import everything again, which takes longer than most tables
-    return ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork"))
+    # what was garbage here is not theirs to collect: it may own threads, which they do not have
+    return ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork"), initializer=gc.freeze)
