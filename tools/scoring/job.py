@@ -5,8 +5,8 @@ by rank; who finds all parts complete merges them, in the order of the table. So
 processes, and a run that was killed goes on where it stopped, with the same number or another one.
 """
 
-import gc
 import dataclasses
+import gc
 import json
 import multiprocessing
 import os
@@ -255,6 +255,8 @@ def _start(context: Any, job: Job, share: Share, counters: Any) -> BaseProcess:
 
 
 def _work(job: Job, share: Share, counters: Any) -> None:
+    gc.freeze()  # garbage of the process that was forked may own threads, which are not here
+
     def advanced(behind: int, scored: int) -> None:
         for counter, rows in zip(counters, (behind, scored), strict=True):
             with counter.get_lock():
@@ -271,7 +273,6 @@ def _work(job: Job, share: Share, counters: Any) -> None:
 
 def _end_with_parent() -> None:
     """A process that is killed cannot end its children; they would go on, and keep the next run from their parts."""
-    gc.freeze()  # garbage of the process that was forked may own threads, which are not here
     parent = multiprocessing.parent_process()
     assert parent is not None, "it runs in a child"
     wait([parent.sentinel])
