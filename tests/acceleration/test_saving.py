@@ -22,6 +22,7 @@ from opensora.utils.ckpt_rotation import clear_leftovers
 from opensora.utils.config_schema import LoopConfig
 from opensora.utils.errors import UserError
 from opensora.utils.run import RunState
+from tests.forks import forked
 
 WORLD = World(0, 1, torch.device("cpu"))
 
@@ -248,7 +249,7 @@ def test_a_crash_before_any_call_that_changes_the_disk(tmp_path):
         first = saver_of(run)
         first.save(RunState("d", 1, step=1), parts(1.0))
         first.wait()
-        process = context.Process(target=save_and_die, args=(run, moment))
+        process = context.Process(target=forked, args=(save_and_die, run, moment))
         process.start()
         process.join()
         code = process.exitcode
@@ -276,7 +277,13 @@ def test_kill_9_at_twenty_random_moments(tmp_path):
     """Each process goes on where the one before was killed, as a job that is started again does."""
     context, rng, last = multiprocessing.get_context("fork"), random.Random(7), 0
     for _ in range(20):
-        process = context.Process(target=save_for_ever, args=(tmp_path,))
+        process = context.Process(
+            target=forked,
+            args=(
+                save_for_ever,
+                tmp_path,
+            ),
+        )
         process.start()
         time.sleep(rng.uniform(0.05, 0.4))
         while not complete_checkpoints(tmp_path):  # until there is a first one

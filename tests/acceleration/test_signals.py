@@ -10,6 +10,7 @@ import torch
 
 from opensora.acceleration.distributed import World
 from opensora.acceleration.signals import SIGNALS, StopSignals
+from tests.forks import forked
 
 WORLD = World(0, 1, torch.device("cpu"))
 
@@ -52,7 +53,13 @@ def steps_for_ever(started) -> None:
 def test_the_second_sigterm_ends_the_process_at_once():
     context = get_context("fork")
     started = context.Event()
-    process = context.Process(target=steps_for_ever, args=(started,))
+    process = context.Process(
+        target=forked,
+        args=(
+            steps_for_ever,
+            started,
+        ),
+    )
     process.start()
     assert started.wait(30)
     for number in (signal.SIGUSR1, signal.SIGTERM):

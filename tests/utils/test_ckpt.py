@@ -13,6 +13,7 @@ from torch import nn
 
 from opensora.utils.ckpt import complete_checkpoints, load_strictly, open_checkpoint, read_weights, save_checkpoint
 from opensora.utils.errors import UserError
+from tests.forks import forked
 
 
 def save(path, step=1, value=0.0, size=4):
@@ -69,7 +70,13 @@ def _save_for_ever(folder):
 def test_a_kill_at_any_moment_leaves_only_complete_checkpoints(tmp_path):
     context = multiprocessing.get_context("fork")
     for wait in (0.05, 0.11, 0.17):
-        process = context.Process(target=_save_for_ever, args=(tmp_path,))
+        process = context.Process(
+            target=forked,
+            args=(
+                _save_for_ever,
+                tmp_path,
+            ),
+        )
         process.start()
         time.sleep(wait)
         os.kill(process.pid, signal.SIGKILL)

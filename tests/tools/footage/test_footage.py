@@ -19,6 +19,7 @@ from opensora.datasets.bucket_sampler import BucketBatchSampler
 from opensora.datasets.read_video import read_frames
 from opensora.datasets.variable_dataset import VariableVideoTextDataset
 from opensora.utils.errors import UserError
+from tests.forks import forked
 from tools.datasets import doctor
 from tools.footage import stages
 from tools.footage.__main__ import run
@@ -156,7 +157,7 @@ def chain(
 
 
 def in_a_process(*args: object, **settings: object) -> multiprocessing.Process:
-    process = multiprocessing.get_context("fork").Process(target=chain, args=args, kwargs=settings)
+    process = multiprocessing.get_context("fork").Process(target=forked, args=(chain, *args), kwargs=settings)
     process.start()
     return process
 
