@@ -6,7 +6,7 @@ For each product, both factors are scaled and cast to 8 bits (Micikevicius et al
 | recipe | scales | formats |
 |---|---|---|
 | `rowwise` | one for each token and each output feature | e4m3 |
-| `tensorwise` | one for each tensor; faster, and one outlier costs all others precision | e4m3, gradients e5m2 |
+| `tensorwise` | one for each tensor; less to compute, and one outlier costs all others precision | e4m3, gradients e5m2 |
 | `rowwise_with_gw_hp` | as rowwise, but the gradient of the weights is a product in bf16 | e4m3 |
 """
 

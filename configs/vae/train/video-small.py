@@ -7,7 +7,7 @@
 
 The network is Wan 2.2's in small: pixels folded 2 x 2, residual paths around every change of size, no GroupNorm, so that
 no frame sees a later one. One step sees 8 clips of 17 x 128 x 128; docs/vae-training.md gives the reasons of the settings, the
-model card the figures. The steps are sized for 8 minutes of one H100. A linear start saves its first thousands of steps:
+model card the figures. How long the steps take on a GPU is not measured yet. A linear start is better than a thousand steps:
 
     python -m tools.start_vae configs/vae/train/video-small.py --out outputs/vae-start
     python scripts/train_vae.py configs/vae/train/video-small.py --vae.from_pretrained outputs/vae-start --vae.architecture None
