@@ -6,9 +6,11 @@ import torch
 from opensora.acceleration.compile import compile_blocks
 from opensora.acceleration.distributed import World
 from opensora.acceleration.engine import build_engine
+from opensora.models.layers import modulation
 from opensora.registry import MODELS, SCHEDULERS
 from opensora.utils.seed import generators
 from tests.acceleration import test_few_keys_attention as few_keys
+from tests.acceleration import test_fused_adaln as fused_adaln
 from tests.acceleration import test_gelu_linear as gelu_linear
 from tests.acceleration import test_short_attention as short
 from tests.acceleration.test_short_attention import SIZES, compare
@@ -92,6 +94,33 @@ def test_attention_without_gradients_gives_the_operators_results(backend):
 @pytest.mark.parametrize("backend", [None, "inductor"])
 def test_linear_with_gelu_equals_pytorchs(size, dtype, tolerance, backend):
     gelu_linear.compare(size, device="cuda", dtype=dtype, tolerance=tolerance, backend=backend)
+
+
+@pytest.mark.parametrize("size", [*fused_adaln.SIZES, (2, 16, 256, 1152, 1), (1, 3, 300, 4096, 3)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
+@pytest.mark.parametrize("backend", [None, "inductor"])
+def test_adaln_equals_pytorchs(size, dtype, tolerance, backend):
+    torch._dynamo.reset()
+    fused_adaln.compare(size, device="cuda", dtype=dtype, tolerance=tolerance, backend=backend)
+
+
+@pytest.mark.parametrize("family", ["STDiT", "STDiT2", "STDiT3", "DiT-text", "PixArt"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_gradients_with_adalns_kernels_equal_those_without(family, masked, monkeypatch):
+    model = build(family).train().cuda()
+    cond = on_gpu(inputs(model))
+    if masked:
+        cond["x_mask"] = torch.arange(cond["x"].shape[2], device="cuda").remainder(2).bool().expand(len(cond["x"]), -1)
+    found = []
+    for fused in (True, False):
+        if not fused:
+            monkeypatch.setattr(modulation, "_is_fused", lambda *_: False)
+        model.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16):
+            model(**cond).float().square().mean().backward()
+        found.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    assert (found[0] - found[1]).norm() < 3e-2 * found[1].norm()
+    assert not found[0].equal(found[1]), "the kernels did not run"
 
 
 def on_gpu(cond):

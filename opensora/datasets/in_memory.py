@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from opensora.datasets.datasets import describe, naming_the_row
-from opensora.datasets.read_video import IMAGE_FPS, TooFewFrames, is_image, probe, read_frames
+from opensora.datasets.read_video import IMAGE_FPS, TooFewFrames, is_image, open_clip, read_indices
 from opensora.datasets.sampler import SampleKey
 from opensora.datasets.table import complain_about_rows, read_table
 from opensora.datasets.transforms import get_transform, to_float
@@ -80,7 +80,9 @@ class InMemoryVideoDataset:
                 "Set dataset.pictures='pan', or remove them.",
             )
         with ThreadPoolExecutor(max(num_threads, 1)) as pool:
-            self.videos = list(pool.map(self._decode, range(len(self.table))))  # [T, H, W, 3] uint8 each
+            decoded = list(pool.map(self._decode, range(len(self.table))))
+        self.videos = [frames for frames, _ in decoded]  # [T, H, W, 3] uint8 each
+        self.fps = [fps for _, fps in decoded]
         self.rows = [row for row in range(len(self.table)) for _ in range(self._weight(row, repeat_clips))]
         self._settings = (num_frames, frame_interval, self.size, seed, pictures, len(self.rows))
         count, size = sum(map(len, self.videos)), sum(video.numel() for video in self.videos)
@@ -104,7 +106,7 @@ class InMemoryVideoDataset:
         else:
             start = int(torch.randint(len(frames) - self.needed + 1, (1,), generator=rng))
             window = frames[start : start + self.needed : self.frame_interval]
-            video, fps = self.crop(window, generator=rng), probe(path).fps / self.frame_interval
+            video, fps = self.crop(window, generator=rng), self.fps[row] / self.frame_interval
         return {"video": video, **describe(row, path, "", video.shape[1:], fps)}
 
     @property
@@ -121,10 +123,10 @@ class InMemoryVideoDataset:
         """How many samples of an epoch a file gives."""
         return 1 if is_image(self.table.path(row)) else len(self.videos[row]) // self.needed * repeat_clips
 
-    def _decode(self, row: int) -> Tensor:
+    def _decode(self, row: int) -> tuple[Tensor, float]:
         path = self.table.path(row)
         try:
-            frames = self._read(path)
+            frames, fps = _read(path)
         except UserError as error:
             raise naming_the_row(self.table, row, error) from error
         if not is_image(path) and len(frames) < self.needed:
@@ -132,13 +134,16 @@ class InMemoryVideoDataset:
                 f"{self.table.where(row)}: {path} has {len(frames)} frames, but num_frames={self.num_frames} at "
                 f"frame_interval={self.frame_interval} needs {self.needed}. Remove the row, or use shorter clips."
             )
-        return frames
+        return frames, fps
 
-    def _read(self, path: Path) -> Tensor:
+
+def _read(path: Path) -> tuple[Tensor, float]:
+    """All frames of a file, opened once, and their rate: a moving picture is decoded each time that it is opened."""
+    with open_clip(path) as clip:
         try:
-            return read_frames(path, 0, probe(path).num_frames)
+            return read_indices(path, clip, range(max(clip.num_frames, 1))), clip.fps
         except TooFewFrames as error:  # packets that hold no picture
-            return read_frames(path, 0, max(error.available, 1))
+            return read_indices(path, clip, range(max(error.available, 1))), clip.fps
 
 
 def pan(picture: Tensor, num_frames: int, size: tuple[int, int], rng: torch.Generator) -> Tensor:

@@ -88,11 +88,25 @@ def estimate(pipeline: Any, request: Request, latent_size: tuple[int, int, int])
     return Estimate(sizes, max(blocks, default=0), denoising, kept, decoding)
 
 
+_known: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], Estimate]] = weakref.WeakKeyDictionary()
+"""Estimates by pipeline, and by what distinguishes its runs."""
+
+
+def estimate_once(pipeline: Any, request: Request, latent_size: tuple[int, int, int]) -> Estimate:
+    """`estimate`, which takes seconds for a large model, remembered for further runs of the same size."""
+    known = _known.setdefault(pipeline, {})
+    tiles = tuple(part.tile_size for part in pipeline.vae.modules() if isinstance(part, VideoVAE))
+    key = (len(request.items), request.num_frames, latent_size, request.guidance_scale, pipeline.dtype, tiles)
+    if key not in known:
+        known[key] = estimate(pipeline, request, latent_size)
+    return known[key]
+
+
 def warn_if_short(pipeline: Any, request: Request, latent_size: tuple[int, int, int]) -> None:
     """Before a run on a GPU, say what it will need if that is more than there is."""
     if pipeline.device.type != "cuda" or calls_parts(pipeline.scheduler):  # parts: no call stands for a step
         return
-    needed = int(MARGIN * estimate(pipeline, request, latent_size).peak(pipeline.place.policy))
+    needed = int(MARGIN * estimate_once(pipeline, request, latent_size).peak(pipeline.place.policy))
     free, _ = torch.cuda.mem_get_info(pipeline.device)
     available = free + torch.cuda.memory_reserved(pipeline.device)  # the weights that are there are a part of the need
     if needed > available:

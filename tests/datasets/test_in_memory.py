@@ -35,6 +35,19 @@ def test_a_clip_counts_once_for_each_of_its_windows(table):
     assert len(InMemoryVideoDataset(str(table), num_frames=5, frame_interval=4, image_size=(48, 64))) == 2 + 1
 
 
+def test_a_moving_picture_is_a_clip_with_its_own_rate(tmp_path):
+    pixels = np.random.default_rng(0).integers(0, 255, (12, 32, 32, 3), dtype=np.uint8)
+    first, *others = (Image.fromarray(frame) for frame in pixels)
+    first.save(tmp_path / "clip.webp", save_all=True, append_images=others, lossless=True, duration=40)
+    (tmp_path / "table.csv").write_text("path\nclip.webp\n")
+    dataset = InMemoryVideoDataset(str(tmp_path / "table.csv"), num_frames=12, image_size=(32, 32), pictures="error")
+    item = dataset[SampleKey(0, 0)]
+    assert float(item["fps"]) == pytest.approx(25)
+    expected = torch.from_numpy(pixels).permute(3, 0, 1, 2) / 127.5 - 1
+    video = item["video"] if torch.allclose(item["video"], expected, atol=1e-5) else item["video"].flip(3)
+    torch.testing.assert_close(video, expected, atol=1e-5, rtol=0)
+
+
 def test_samples_are_a_function_of_seed_epoch_and_index(table):
     first, again, other = (
         InMemoryVideoDataset(str(table), num_frames=5, image_size=(32, 32), seed=seed) for seed in (1, 1, 2)

@@ -5,12 +5,15 @@
 One line of a table for each combination. FLOPs are the model's own `flops()`, which counts one noised copy of each patch, times
 three (backward = 2 x forward); what `loss_repeat` adds in the head is work but is not counted. MFU is their rate over that of a
 large matrix product, measured first or given by --peak-tflops. A batch that does not fit is halved. Without a GPU the defaults are
-toy sizes.
+toy sizes. `--profile` adds, for each line, the kinds of kernels in one training step, or in sampling with `PROFILED_SETS` sets of
+tokens a frame, with the time in which the GPU had nothing to do.
 """
 
 import argparse
 import gc
 import time
+from collections.abc import Callable
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -22,9 +25,18 @@ from opensora.acceleration.engine import build_engine
 from opensora.registry import MODELS, SCHEDULERS
 from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.seed import generators
+from tools.benchmark.step_profile import Kernel, kernels_of, write_kinds
 from tools.benchmark.train_step import matmul_tflops, synchronize
 
 TEXT = 256
+PROFILED_SETS = 4
+
+
+class Profiled(NamedTuple):
+    """Kernels of a run, and the seconds that it takes without the profiler."""
+
+    seconds: float
+    kernels: list[Kernel]
 
 
 class Case(NamedTuple):
@@ -54,8 +66,11 @@ def main() -> None:
     for case in args.cases:
         for blocks in args.blocks:
             for part in args.parts:
-                figures = row(cases[case], part, blocks, args, device, peak)
+                figures, profiled = row(cases[case], part, blocks, args, device, peak)
                 print(f"| {case} | {part}, {blocks} | {figures} |", flush=True)
+                if profiled:
+                    print()
+                    write_kinds(profiled.kernels, 1, profiled.seconds * 1e3)
                 gc.collect()
                 torch._dynamo.reset()
                 if device.type == "cuda":
@@ -76,10 +91,13 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=10 if on_gpu else 2)
     parser.add_argument("--sampling-steps", type=int, nargs=2, default=(64, 25) if on_gpu else (4, 2))
     parser.add_argument("--peak-tflops", type=float)
+    parser.add_argument("--profile", action="store_true", help="where the time goes")
     return parser.parse_args()
 
 
-def row(case: Case, part: str, blocks: str, args: argparse.Namespace, device: torch.device, peak: float) -> str:
+def row(
+    case: Case, part: str, blocks: str, args: argparse.Namespace, device: torch.device, peak: float
+) -> tuple[str, Profiled | None]:
     """The figures of one line for the largest batch that fits, or why there are none."""
     batch = args.batch
     while batch:
@@ -90,13 +108,13 @@ def row(case: Case, part: str, blocks: str, args: argparse.Namespace, device: to
         gc.collect()
         torch.cuda.empty_cache()
         torch._dynamo.reset()
-    return "1 | out of memory | - | - | - | -"
+    return "1 | out of memory | - | - | - | -", None
 
 
 def cells(
     case: Case, part: str, blocks: str, batch: int, args: argparse.Namespace, device: torch.device, peak: float
-) -> str:
-    """The figures of one line."""
+) -> tuple[str, Profiled | None]:
+    """The figures of one line, and its profile if one is asked for."""
     torch.manual_seed(0)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -104,12 +122,32 @@ def cells(
         model: Any = MODELS.build(case.model)
     if blocks == "compiled":
         compile_blocks(model.transformer_blocks())
-    seconds = (train if part == "train" else sample)(model, case, batch, args, device)
+    run = (training_step if part == "train" else sampling)(model, case, batch, args, device)
+    repeats = args.steps if part == "train" else 1
+    seconds = timed(run, device, warmup=3 if part == "train" else 1, repeats=repeats)
     T, H, W = case.latent
     patches, frames = batch * T * H * W / 4 / seconds, batch * T / seconds
     mfu = f"{3 * batch * model.flops(case.latent, TEXT) / seconds / peak / 1e12:.1%}" if part == "train" else "-"
     memory = f"{torch.cuda.max_memory_allocated() / 2**30:.1f}" if device.type == "cuda" else "-"
-    return f"{batch} | {seconds * 1e3:.1f} | {patches:.0f} | {mfu} | {frames:.3g} | {memory}"
+    figures = f"{batch} | {seconds * 1e3:.1f} | {patches:.0f} | {mfu} | {frames:.3g} | {memory}"
+    if not args.profile:
+        return figures, None
+    if part == "sample":
+        run = sampling(model, case, batch, args, device, sets=PROFILED_SETS)
+        seconds = timed(run, device, warmup=1, repeats=1)
+    return figures, Profiled(seconds, kernels_of(lambda: timed(run, device, warmup=0, repeats=1), device.type))
+
+
+def timed(run: Callable[[], object], device: torch.device, warmup: int, repeats: int) -> float:
+    """Seconds of a run: the mean of `repeats`, without waiting for the device in between."""
+    for _ in range(warmup):
+        run()
+    synchronize(device)
+    started = time.perf_counter()
+    for _ in range(repeats):
+        run()
+    synchronize(device)
+    return (time.perf_counter() - started) / repeats
 
 
 def level_of(text: str) -> int | str:
@@ -126,45 +164,46 @@ def inputs(model: Any, case: Case, batch: int, device: torch.device) -> tuple[to
     return x, cond
 
 
-def train(model: Any, case: Case, batch: int, args: argparse.Namespace, device: torch.device) -> float:
-    """Seconds of a step: forward, backward, clipping, AdamW."""
+def training_step(
+    model: Any, case: Case, batch: int, args: argparse.Namespace, device: torch.device
+) -> Callable[[], object]:
+    """What takes a step: forward, backward, clipping, AdamW."""
     checkpoint_activations(model.transformer_blocks(), args.checkpoint, model.stack_depths)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=device.type == "cuda")
     engine = build_engine("ddp", model.train(), optimizer, World(0, 1, device), dtype=args.dtype, grad_clip=1.0)
     scheduler = SCHEDULERS.build({"type": "nova"})
     x, cond = inputs(model, case, batch, device)
-    started = 0.0
-    for number in range(args.steps + 3):
-        if number == 3:  # compilation and warm-up are over
-            synchronize(device)
-            started = time.perf_counter()
-        rngs = generators(0, "benchmark", number, ids=range(batch), device=device)
+    numbers = count()
+
+    def step() -> None:
+        rngs = generators(0, "benchmark", next(numbers), ids=range(batch), device=device)
         with engine.micro_step(last=True):
             loss = scheduler.training_losses(engine.model, x, cond, generators=rngs).mean()
         engine.backward(loss)
         engine.step()
-    synchronize(device)
-    return (time.perf_counter() - started) / args.steps
+
+    return step
 
 
-def sample(model: Any, case: Case, batch: int, args: argparse.Namespace, device: torch.device) -> float:
-    """Seconds for a batch of whole videos, with guidance."""
+def sampling(
+    model: Any, case: Case, batch: int, args: argparse.Namespace, device: torch.device, sets: int | None = None
+) -> Callable[[], object]:
+    """What samples a batch of whole videos, with guidance; `sets` replaces the sets of tokens of --sampling-steps."""
     steps, diffusion = args.sampling_steps
-    scheduler = SCHEDULERS.build({"type": "nova", "num_sampling_steps": steps, "num_diffusion_steps": diffusion})
+    scheduler = SCHEDULERS.build(
+        {"type": "nova", "num_sampling_steps": sets or steps, "num_diffusion_steps": diffusion}
+    )
     z, cond = inputs(model.eval(), case, batch, device)
     null = {"y": model.null_condition(batch)[:, :, :TEXT]}
     dtype = to_torch_dtype(args.dtype)
-    seconds = 0.0
-    for _ in range(2):  # the first compiles
+
+    def run() -> None:
         rngs = generators(0, "benchmark", ids=range(batch), device=device)
-        synchronize(device)
-        started = time.perf_counter()
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
             scheduler.sample(model, z, cond, null=null, generators=rngs)
-        synchronize(device)
-        seconds = time.perf_counter() - started
-    return seconds
+
+    return run
 
 
 if __name__ == "__main__":

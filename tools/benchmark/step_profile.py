@@ -13,7 +13,7 @@ import json
 import re
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -121,10 +121,17 @@ def measure(args: argparse.Namespace) -> tuple[float, list[Kernel]]:
         convert_linears(model, args.float8)
     engine = start(model, device, args.dtype, args.blocks, args.checkpoint)
     seconds, _ = timed(engine, z, cond, args.warmup, args.steps)
-    activity = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
-    with profile(activities=[activity]) as profiled:
-        train(engine, z, cond, range(args.warmup, args.warmup + args.profiled))
-    return seconds, gpu_kernels(profiled) if device.type == "cuda" else cpu_operations(profiled)
+    return seconds, kernels_of(
+        lambda: train(engine, z, cond, range(args.warmup, args.warmup + args.profiled)), device.type
+    )
+
+
+def kernels_of(run: Callable[[], object], device_type: str) -> list[Kernel]:
+    """What `run` runs: kernels on a GPU, PyTorch's operations on a CPU. It must end by waiting for the device."""
+    on_gpu = device_type == "cuda"
+    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiled:
+        run()
+    return gpu_kernels(profiled) if on_gpu else cpu_operations(profiled)
 
 
 def gpu_kernels(profiled: profile) -> list[Kernel]:

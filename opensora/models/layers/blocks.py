@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from opensora.acceleration.attention import layer_norm
 from opensora.models.layers.attention import Attention, CrossAttention
 from opensora.models.layers.mlp import linear_flops, tanh_mlp
-from opensora.models.layers.modulation import AdaLN, gated, modulate, per_frame
+from opensora.models.layers.modulation import AdaLN, gated, norm_modulate, per_frame
 
 
 class AdaLNZeroBlock(nn.Module):
@@ -52,8 +52,10 @@ class AdaLNZeroBlock(nn.Module):
         shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = per_frame(
             x_mask, self.adaLN_modulation(c), at_0
         )
-        x = gated(x, gate_msa, self.attn(modulate(self.norm1(x), shift_msa, scale_msa), None, grid))
-        return gated(x, gate_mlp, self.mlp(modulate(self.norm2(x), shift_mlp, scale_mlp)))
+        x, h = norm_modulate(self.norm1, x, shift_msa, scale_msa)
+        x = gated(x, gate_msa, self.attn(h, None, grid))
+        x, h = norm_modulate(self.norm2, x, shift_mlp, scale_mlp)
+        return gated(x, gate_mlp, self.mlp(h))
 
     def flops(self, T: int, S: int) -> int:
         """Floating-point operations for one sample."""
@@ -111,10 +113,12 @@ class AdaLNSingleBlock(nn.Module):
         shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = per_frame(
             x_mask, self.scale_shift_table + t, at_0
         )
-        x = gated(x, gate_msa, self.attn(modulate(self.norm1(x), shift_msa, scale_msa), rope, grid))
+        x, h = norm_modulate(self.norm1, x, shift_msa, scale_msa)
+        x = gated(x, gate_msa, self.attn(h, rope, grid))
         if self.cross_attn is not None:
             x = x + self.cross_attn(x, y, mask)
-        return gated(x, gate_mlp, self.mlp(modulate(self.norm2(x), shift_mlp, scale_mlp)))
+        x, h = norm_modulate(self.norm2, x, shift_mlp, scale_mlp)
+        return gated(x, gate_mlp, self.mlp(h))
 
     def flops(self, T: int, S: int, text_len: int, grid: tuple[int, int] | None = None) -> int:
         """Floating-point operations for one sample; `grid` as in `Attention.flops`."""

@@ -8,7 +8,10 @@ its own learnt table. With frame masking (`x_mask`), frames that are only condit
 import torch
 from torch import Tensor, nn
 
-from opensora.acceleration.attention import layer_norm, without_autocast
+from opensora.acceleration.attention import HAS_TRITON, LayerNorm, layer_norm, without_autocast
+
+if HAS_TRITON:
+    from opensora.acceleration import fused_adaln
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
@@ -16,9 +19,30 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     return x * (1 + scale).to(x.dtype) + shift.to(x.dtype)
 
 
+def norm_modulate(norm: nn.Module, x: Tensor, shift: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """`x` and `modulate(norm(x), shift, scale)`; the residual path takes the `x` that is returned.
+
+    Where it is trained on a GPU in a short number format, one kernel gives all gradients, also their sum with the residual path's.
+    """
+    if type(norm) is LayerNorm and _is_fused(x, shift, scale):
+        return fused_adaln.norm_modulate(x, shift, scale, norm.eps)
+    return x, modulate(norm(x), shift, scale)
+
+
 def gated(x: Tensor, gate: Tensor, branch: Tensor) -> Tensor:
     """`x + gate * branch` in x's number format; `gate` broadcasts over T and S."""
+    if branch.dtype == x.dtype and branch.shape == x.shape and _is_fused(x, gate):
+        return fused_adaln.gate_residual(x, gate, branch)
     return x + gate.to(x.dtype) * branch
+
+
+def _is_fused(x: Tensor, *vectors: Tensor) -> bool:
+    if not (HAS_TRITON and x.is_cuda and torch.is_grad_enabled() and x.dtype in (torch.bfloat16, torch.float16)):
+        return False
+    B, T, _, D = x.shape
+    return D <= fused_adaln.MAX_CHANNELS and all(
+        each.shape[0] == B and each.shape[1] in (1, T) and each.shape[2] == 1 for each in vectors
+    )
 
 
 def per_frame(x_mask: Tensor | None, at_t: Tensor, at_0: Tensor | None) -> Tensor:
@@ -72,7 +96,7 @@ class FinalLayer(nn.Module):
         """`x [B, T, S, D]`, timestep embeddings `t, t0 [B, D]` -> `[B, T, S, patch_volume * out_channels]`."""
         at_0 = None if t0 is None else self.scale_shift_table + t0[:, None]
         shift, scale = per_frame(x_mask, self.scale_shift_table + t[:, None], at_0)
-        return self.linear(modulate(self.norm_final(x), shift, scale))
+        return self.linear(norm_modulate(self.norm_final, x, shift, scale)[1])
 
 
 class AdaLNFinalLayer(nn.Module):
@@ -88,4 +112,4 @@ class AdaLNFinalLayer(nn.Module):
         """`x [B, T, S, D]`, conditions `c, c0 [B, D]` -> `[B, T, S, patch_volume * out_channels]`."""
         at_0 = None if c0 is None else self.adaLN_modulation(c0)
         shift, scale = per_frame(x_mask, self.adaLN_modulation(c), at_0)
-        return self.linear(modulate(self.norm_final(x), shift, scale))
+        return self.linear(norm_modulate(self.norm_final, x, shift, scale)[1])

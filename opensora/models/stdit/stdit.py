@@ -21,7 +21,7 @@ from opensora.models.layers.attention import Attention, CrossAttention
 from opensora.models.layers.embedders import CaptionEmbedder
 from opensora.models.layers.init import init_linears, init_small, init_zero
 from opensora.models.layers.mlp import linear_flops, tanh_mlp
-from opensora.models.layers.modulation import AdaLN, FinalLayer, gated, modulate, per_frame
+from opensora.models.layers.modulation import AdaLN, FinalLayer, gated, norm_modulate, per_frame
 from opensora.models.layers.pos_embed import grid_coordinates, sincos_1d, sincos_2d
 from opensora.models.loading import load_weights
 from opensora.models.stdit.weights import convert
@@ -60,11 +60,13 @@ class STDiTBlock(nn.Module):
         shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = per_frame(
             x_mask, self.scale_shift_table + t, at_0
         )
-        x = gated(x, gate_msa, self.attn(modulate(self.norm1(x), shift_msa, scale_msa), None, grid))
+        x, h = norm_modulate(self.norm1, x, shift_msa, scale_msa)
+        x = gated(x, gate_msa, self.attn(h, None, grid))
         x_t = x if temporal_positions is None else x + temporal_positions[:, None]
         x = gated(x, gate_msa, self.attn_temp(x_t))
         x = x + self.cross_attn(x, y, mask)
-        return gated(x, gate_mlp, self.mlp(modulate(self.norm2(x), shift_mlp, scale_mlp)))
+        x, h = norm_modulate(self.norm2, x, shift_mlp, scale_mlp)
+        return gated(x, gate_mlp, self.mlp(h))
 
     def flops(self, T: int, S: int, text_len: int) -> int:
         """Floating-point operations for one sample."""

@@ -27,7 +27,7 @@ from opensora.models.layers.attention import Attention, CrossAttention, NormOrde
 from opensora.models.layers.embedders import CaptionEmbedder, ScalarEmbedder
 from opensora.models.layers.init import init_linears, init_small, init_zero
 from opensora.models.layers.mlp import linear_flops, tanh_mlp
-from opensora.models.layers.modulation import AdaLN, FinalLayer, gated, modulate, per_frame
+from opensora.models.layers.modulation import AdaLN, FinalLayer, gated, norm_modulate, per_frame
 from opensora.models.layers.pos_embed import grid_coordinates, sincos_2d
 from opensora.models.layers.rope import rotary_table
 from opensora.models.loading import load_weights
@@ -95,10 +95,13 @@ class STDiT2Block(nn.Module):
         table = torch.cat([self.scale_shift_table, self.scale_shift_table_temporal])  # [9, D]
         modulation = per_frame(x_mask, table + t, None if t0 is None else table + t0)
         shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp, shift_tmp, scale_tmp, gate_tmp = modulation
-        x = gated(x, gate_msa, self.attn(modulate(self.norm1(x), shift_msa, scale_msa), None, grid))
-        x = gated(x, gate_tmp, self.attn_temp(modulate(self.norm_temp(x), shift_tmp, scale_tmp), rope))
+        x, h = norm_modulate(self.norm1, x, shift_msa, scale_msa)
+        x = gated(x, gate_msa, self.attn(h, None, grid))
+        x, h = norm_modulate(self.norm_temp, x, shift_tmp, scale_tmp)
+        x = gated(x, gate_tmp, self.attn_temp(h, rope))
         x = x + self.cross_attn(x, y, mask)
-        return gated(x, gate_mlp, self.mlp(modulate(self.norm2(x), shift_mlp, scale_mlp)))
+        x, h = norm_modulate(self.norm2, x, shift_mlp, scale_mlp)
+        return gated(x, gate_mlp, self.mlp(h))
 
     def flops(self, T: int, S: int, text_len: int) -> int:
         """Floating-point operations for one sample."""

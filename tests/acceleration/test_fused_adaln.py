@@ -1,0 +1,79 @@
+"""adaLN's kernels, run on the CPU by Triton's interpreter, against PyTorch in float64. On a GPU: tests/test_gpu.py."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import layer_norm
+
+HERE = Path(__file__).resolve()
+SIZES = [(2, 3, 40, 24, 1), (2, 3, 70, 24, 3), (1, 1, 200, 136, 1), (3, 4, 1, 8, 4), (1, 2, 3, 160, 1)]
+"""B, T, S, D, and the frames that have vectors of their own. Parts of 64 rows: some end inside one, some fill several."""
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="this PyTorch has no Triton")
+
+
+def test_output_and_gradients_equal_pytorchs_in_the_interpreter():
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(HERE.parents[2])}
+    run = subprocess.run([sys.executable, str(HERE)], env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("equal") == len(SIZES)
+
+
+def plain(x: Tensor, shift: Tensor, scale: Tensor, gate: Tensor) -> Tensor:
+    """A residual branch: what it computes is that tokens are squared."""
+    h = layer_norm(x, x.shape[-1:], eps=1e-6) * (1 + scale) + shift
+    return x + gate * h.square()
+
+
+def fused(x: Tensor, shift: Tensor, scale: Tensor, gate: Tensor) -> Tensor:
+    """The same with the kernels."""
+    from opensora.acceleration.fused_adaln import gate_residual, norm_modulate
+
+    x, h = norm_modulate(x, shift, scale, 1e-6)
+    return gate_residual(x, gate, h.square())
+
+
+def compare(
+    size: tuple[int, ...], *, device: str, dtype: torch.dtype, tolerance: float, backend: str | None = None
+) -> None:
+    """Output and four gradients against float64; vectors are fp32, as in training."""
+    B, T, S, D, frames = size
+    torch.manual_seed(0)
+    x = torch.randn(B, T, S, D, device=device, dtype=dtype) + 0.5
+    leaves = [x, *(torch.randn(B, frames, 1, D, device=device) / 2 for _ in range(3))]
+    grad = torch.randn_like(x)
+    ours = torch.compile(fused, fullgraph=True, backend=backend) if backend else fused
+    results = []
+    for layer, exact in ((ours, False), (plain, True)):
+        own = [leaf.to(torch.float64 if exact else leaf.dtype, copy=True).requires_grad_() for leaf in leaves]
+        out = layer(*own)
+        out.backward(grad.to(out.dtype))
+        results.append([out.detach(), *(each.grad for each in own)])
+    for got, right in zip(*results, strict=True):
+        error = (got.double() - right).norm() / right.norm()
+        assert error < tolerance, (size, float(error))
+
+
+def check_compilable() -> None:
+    """What torch.compile assumes about the operators is true."""
+    from opensora.acceleration.fused_adaln import gate_backward, norm_modulate_backward
+
+    x, vector = torch.randn(2, 3, 70, 24), torch.randn(2, 3, 1, 24)
+    mean, rstd = x.mean(-1, keepdim=True), x.std(-1, keepdim=True)
+    torch.library.opcheck(norm_modulate_backward, (x, x + 1, x * 2, mean, rstd, vector))
+    torch.library.opcheck(gate_backward, (x, x + 1, vector))
+
+
+if __name__ == "__main__":
+    check_compilable()
+    for size in SIZES:
+        torch._dynamo.reset()
+        for backend in (None, "aot_eager"):
+            compare(size, device="cpu", dtype=torch.float32, tolerance=1e-6, backend=backend)
+        print("equal")
