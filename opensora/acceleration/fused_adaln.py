@@ -21,7 +21,7 @@ COLUMNS = 128
 """Of the part, in a gate's backward pass."""
 MAX_CHANNELS = 4096
 """A program holds whole rows in registers."""
-_NORM_ROWS, _GATE_ROWS = 2, 16
+_NORM_ROWS, _GATE_ROWS = 1, 32
 """At a time."""
 _NORM_WARPS, _GATE_WARPS = 8, 4
 

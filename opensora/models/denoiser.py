@@ -135,9 +135,12 @@ class Denoiser(nn.Module, ABC):
         return T, H, W
 
     def patchify(self, x: Tensor) -> Tensor:
-        """Latent `[B, C, T, H, W] -> [B, T', S, D]` tokens, without positions."""
+        """Latent `[B, C, T, H, W] -> [B, T', S, D]` tokens, without positions, contiguous.
+
+        As a view they would keep the convolution's layout, channels first, through all residual sums of all blocks.
+        """
         self._check_latent(x)
-        return rearrange(self.x_embedder(x), "B D T H W -> B T (H W) D")
+        return rearrange(self.x_embedder(x), "B D T H W -> B T (H W) D").contiguous()
 
     def enter_blocks(self, x: Tensor) -> Tensor:
         """Tokens `x [B, T', S, D]` with their spatial positions -> those that this process works on, until `unpatchify`."""

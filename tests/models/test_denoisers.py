@@ -49,6 +49,17 @@ def test_any_size_gives_the_same_size_back(family, size):
 
 
 @families
+def test_tokens_lie_one_after_the_other_in_every_block(family):
+    model = build(family)
+    seen = []
+    for block in model.transformer_blocks():
+        block.register_forward_hook(lambda block, args, out: seen.extend((args[0], out)))  # noqa: ARG005
+    model(**inputs(model))
+    assert seen
+    assert all(tokens.is_contiguous() for tokens in seen)
+
+
+@families
 def test_a_batch_of_two_equals_two_batches_of_one(family):
     model = build(family)
     cond = inputs(model)

@@ -89,8 +89,8 @@ class PatchEmbed(nn.Module):
         self.proj = nn.Conv2d(in_channels, dim, kernel_size=patch_size, stride=patch_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[B, C, H, W] -> [B, N, D]`, rows first."""
-        return self.proj(x).flatten(2).transpose(1, 2)
+        """`[B, C, H, W] -> [B, N, D]`, rows first, contiguous."""
+        return self.proj(x).flatten(2).transpose(1, 2).contiguous()
 
     def embed_patches(self, patches: Tensor) -> Tensor:
         """`[..., C p p]`, the channel slowest, `-> [..., D]`: any patches, not only those of a whole picture."""
