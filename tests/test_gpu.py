@@ -101,7 +101,8 @@ def test_linear_with_gelu_equals_pytorchs(size, dtype, tolerance, backend):
 @pytest.mark.parametrize("backend", [None, "inductor"])
 def test_adaln_equals_pytorchs(size, dtype, tolerance, backend):
     torch._dynamo.reset()
-    fused_adaln.compare(size, device="cuda", dtype=dtype, tolerance=tolerance, backend=backend)
+    for layer in (fused_adaln.fused, fused_adaln.wide):
+        fused_adaln.compare(size, device="cuda", dtype=dtype, tolerance=tolerance, backend=backend, layer=layer)
 
 
 @pytest.mark.parametrize("family", ["STDiT", "STDiT2", "STDiT3", "DiT-text", "PixArt"])

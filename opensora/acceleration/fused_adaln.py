@@ -26,8 +26,8 @@ _NORM_ROWS, _GATE_ROWS = 1, 32
 _NORM_WARPS, _GATE_WARPS = 8, 4
 
 
-def norm_modulate(x: Tensor, shift: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x, and LN(x) (1 + scale) + shift without affine parameters, in x's number format.
+def norm_modulate(x: Tensor, shift: Tensor, scale: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x, and LN(x) (1 + scale) + shift without affine parameters, in `dtype`.
 
     Take the x that is returned for the residual path: then the kernel adds that path's gradient.
 
@@ -35,48 +35,52 @@ def norm_modulate(x: Tensor, shift: Tensor, scale: Tensor, eps: float) -> tuple[
         x: tokens [B, T, S, D], D up to `MAX_CHANNELS`.
         shift, scale: [B, 1 or T, 1, D].
         eps: added to the variance.
+        dtype: also of what is kept for the backward pass, and of the gradients in it.
     """
-    x, h = _NormModulate.apply(x, shift, scale, eps)
+    x, h = _NormModulate.apply(x, shift, scale, eps, dtype)
     return x, h
 
 
-def gate_residual(x: Tensor, gate: Tensor, branch: Tensor) -> Tensor:
-    """x + gate branch in x's number format, for `x, branch [B, T, S, D]` and `gate [B, 1 or T, 1, D]`."""
-    return _Gate.apply(x, gate, branch)
+def gate_residual(x: Tensor, gate: Tensor, branch: Tensor, dtype: torch.dtype) -> Tensor:
+    """x + gate branch in `dtype`, for `x, branch [B, T, S, D]` and `gate [B, 1 or T, 1, D]`; gradients in the branch's format."""
+    return _Gate.apply(x, gate, branch, dtype)
 
 
 class _NormModulate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, shift: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, Tensor]:  # type: ignore[no-untyped-def]
+    def forward(  # type: ignore[no-untyped-def]
+        ctx, x: Tensor, shift: Tensor, scale: Tensor, eps: float, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
         with without_autocast(x.device.type):
             normed, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], None, None, eps)
-        ctx.save_for_backward(x, mean, rstd, scale)
-        ctx.shift_dtype = shift.dtype
+        ctx.save_for_backward(x.to(dtype), mean, rstd, scale)
+        ctx.x_dtype, ctx.shift_dtype = x.dtype, shift.dtype
         # the compiler leaves the copy out; without it, it would have to know that an output is an input
         same = x.clone() if torch.compiler.is_compiling() else x
-        return same, normed * (1 + scale).to(x.dtype) + shift.to(x.dtype)
+        return same, (normed * (1 + scale).to(x.dtype) + shift.to(x.dtype)).to(dtype)
 
     @staticmethod
-    def backward(ctx, residual: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # type: ignore[no-untyped-def]
+    def backward(ctx, residual: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:  # type: ignore[no-untyped-def]
         x, mean, rstd, scale = ctx.saved_tensors
         dx, shifts, scales = norm_modulate_backward(
-            grad.contiguous(), residual.contiguous(), x.contiguous(), mean, rstd, scale.contiguous()
+            grad.contiguous(), residual.to(x.dtype).contiguous(), x.contiguous(), mean, rstd, scale.contiguous()
         )
-        shape = scale.shape
-        return dx, shifts.sum(1).view(shape).to(ctx.shift_dtype), scales.sum(1).view(shape).to(scale.dtype), None
+        dshift, dscale = (sums.sum(1).view(scale.shape) for sums in (shifts, scales))
+        return dx.to(ctx.x_dtype), dshift.to(ctx.shift_dtype), dscale.to(scale.dtype), None, None
 
 
 class _Gate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, gate: Tensor, branch: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+    def forward(ctx, x: Tensor, gate: Tensor, branch: Tensor, dtype: torch.dtype) -> Tensor:  # type: ignore[no-untyped-def]
         ctx.save_for_backward(gate, branch)
-        return x + gate.to(x.dtype) * branch
+        ctx.x_dtype = x.dtype
+        return x.to(dtype) + gate.to(dtype) * branch
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[no-untyped-def]
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # type: ignore[no-untyped-def]
         gate, branch = ctx.saved_tensors
-        dbranch, gates = gate_backward(grad.contiguous(), branch.contiguous(), gate.contiguous())
-        return grad, gates.sum(1).view(gate.shape).to(gate.dtype), dbranch
+        dbranch, gates = gate_backward(grad.to(branch.dtype).contiguous(), branch.contiguous(), gate.contiguous())
+        return grad.to(ctx.x_dtype), gates.sum(1).view(gate.shape).to(gate.dtype), dbranch, None
 
 
 @torch.library.custom_op("opensora::norm_modulate_backward", mutates_args=())

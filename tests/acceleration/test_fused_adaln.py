@@ -4,6 +4,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -35,12 +36,27 @@ def fused(x: Tensor, shift: Tensor, scale: Tensor, gate: Tensor) -> Tensor:
     """The same with the kernels."""
     from opensora.acceleration.fused_adaln import gate_residual, norm_modulate
 
-    x, h = norm_modulate(x, shift, scale, 1e-6)
-    return gate_residual(x, gate, h.square())
+    dtype = x.dtype
+    x, h = norm_modulate(x, shift, scale, 1e-6, dtype)
+    return gate_residual(x, gate, h.square(), dtype)
+
+
+def wide(x: Tensor, shift: Tensor, scale: Tensor, gate: Tensor) -> Tensor:
+    """The same with a sum in fp32 before and after, as in a compiled block."""
+    from opensora.acceleration.fused_adaln import gate_residual, norm_modulate
+
+    x, h = norm_modulate(x.float(), shift, scale, 1e-6, x.dtype)
+    return gate_residual(x, gate, h.square(), torch.float32)
 
 
 def compare(
-    size: tuple[int, ...], *, device: str, dtype: torch.dtype, tolerance: float, backend: str | None = None
+    size: tuple[int, ...],
+    *,
+    device: str,
+    dtype: torch.dtype,
+    tolerance: float,
+    backend: str | None = None,
+    layer: Callable[..., Tensor] = fused,
 ) -> None:
     """Output and four gradients against float64; vectors are fp32, as in training."""
     B, T, S, D, frames = size
@@ -48,11 +64,11 @@ def compare(
     x = torch.randn(B, T, S, D, device=device, dtype=dtype) + 0.5
     leaves = [x, *(torch.randn(B, frames, 1, D, device=device) / 2 for _ in range(3))]
     grad = torch.randn_like(x)
-    ours = torch.compile(fused, fullgraph=True, backend=backend) if backend else fused
+    ours = torch.compile(layer, fullgraph=True, backend=backend) if backend else layer
     results = []
-    for layer, exact in ((ours, False), (plain, True)):
+    for compute, exact in ((ours, False), (plain, True)):
         own = [leaf.to(torch.float64 if exact else leaf.dtype, copy=True).requires_grad_() for leaf in leaves]
-        out = layer(*own)
+        out = compute(*own)
         out.backward(grad.to(out.dtype))
         results.append([out.detach(), *(each.grad for each in own)])
     for got, right in zip(*results, strict=True):
@@ -76,4 +92,5 @@ if __name__ == "__main__":
         torch._dynamo.reset()
         for backend in (None, "aot_eager"):
             compare(size, device="cpu", dtype=torch.float32, tolerance=1e-6, backend=backend)
+            compare(size, device="cpu", dtype=torch.bfloat16, tolerance=1e-2, backend=backend, layer=wide)
         print("equal")

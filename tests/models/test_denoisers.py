@@ -53,7 +53,7 @@ def test_tokens_lie_one_after_the_other_in_every_block(family):
     model = build(family)
     seen = []
     for block in model.transformer_blocks():
-        block.register_forward_hook(lambda block, args, out: seen.extend((args[0], out)))  # noqa: ARG005
+        block.register_forward_hook(lambda block, args, out: seen.extend((args[0], out)))
     model(**inputs(model))
     assert seen
     assert all(tokens.is_contiguous() for tokens in seen)

@@ -53,9 +53,10 @@ class AdaLNZeroBlock(nn.Module):
             x_mask, self.adaLN_modulation(c), at_0
         )
         x, h = norm_modulate(self.norm1, x, shift_msa, scale_msa)
+        dtype = x.dtype
         x = gated(x, gate_msa, self.attn(h, None, grid))
-        x, h = norm_modulate(self.norm2, x, shift_mlp, scale_mlp)
-        return gated(x, gate_mlp, self.mlp(h))
+        x, h = norm_modulate(self.norm2, x, shift_mlp, scale_mlp, dtype)
+        return gated(x, gate_mlp, self.mlp(h)).to(dtype)
 
     def flops(self, T: int, S: int) -> int:
         """Floating-point operations for one sample."""
@@ -114,11 +115,12 @@ class AdaLNSingleBlock(nn.Module):
             x_mask, self.scale_shift_table + t, at_0
         )
         x, h = norm_modulate(self.norm1, x, shift_msa, scale_msa)
+        dtype = x.dtype
         x = gated(x, gate_msa, self.attn(h, rope, grid))
         if self.cross_attn is not None:
-            x = x + self.cross_attn(x, y, mask)
-        x, h = norm_modulate(self.norm2, x, shift_mlp, scale_mlp)
-        return gated(x, gate_mlp, self.mlp(h))
+            x = x + self.cross_attn(x.to(dtype), y, mask)
+        x, h = norm_modulate(self.norm2, x, shift_mlp, scale_mlp, dtype)
+        return gated(x, gate_mlp, self.mlp(h)).to(dtype)
 
     def flops(self, T: int, S: int, text_len: int, grid: tuple[int, int] | None = None) -> int:
         """Floating-point operations for one sample; `grid` as in `Attention.flops`."""

@@ -3,6 +3,9 @@
 Two forms are in use. adaLN-zero (DiT, Latte): each block maps the condition to its six vectors by its own linear layer.
 adaLN-single (PixArt-alpha, section 2.3, and all of STDiT): one linear layer serves the whole model, and each block adds
 its own learnt table. With frame masking (`x_mask`), frames that are only conditions are modulated as at timestep 0.
+
+The sums of residual paths are the largest source of rounding errors in bf16. Compiled, they are fp32 within a block, where
+the compiler keeps them in registers or computes them again; between blocks, where they would be stored, they are rounded.
 """
 
 import torch
@@ -13,31 +16,42 @@ from opensora.acceleration.attention import HAS_TRITON, LayerNorm, layer_norm, w
 if HAS_TRITON:
     from opensora.acceleration import fused_adaln
 
+SHORT = (torch.bfloat16, torch.float16)
+
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     """`x * (1 + scale) + shift` in x's number format; `x [B, T, S, D]`, the others broadcast over T and S."""
     return x * (1 + scale).to(x.dtype) + shift.to(x.dtype)
 
 
-def norm_modulate(norm: nn.Module, x: Tensor, shift: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """`x` and `modulate(norm(x), shift, scale)`; the residual path takes the `x` that is returned.
+def norm_modulate(
+    norm: nn.Module, x: Tensor, shift: Tensor, scale: Tensor, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """`x`, and `modulate(norm(x), shift, scale)` in the number format `dtype` (None: x's).
 
-    Where it is trained on a GPU in a short number format, one kernel gives all gradients, also their sum with the residual path's.
+    The residual path takes the `x` that is returned: where it is trained on a GPU in a short number format, one kernel gives all
+    gradients, also their sum with the residual path's.
     """
-    if type(norm) is LayerNorm and _is_fused(x, shift, scale):
-        return fused_adaln.norm_modulate(x, shift, scale, norm.eps)
-    return x, modulate(norm(x), shift, scale)
+    dtype = x.dtype if dtype is None else dtype
+    if type(norm) is LayerNorm and _is_fused(x, dtype, shift, scale):
+        return fused_adaln.norm_modulate(x, shift, scale, norm.eps, dtype)
+    return x, modulate(norm(x), shift, scale).to(dtype)
 
 
 def gated(x: Tensor, gate: Tensor, branch: Tensor) -> Tensor:
-    """`x + gate * branch` in x's number format; `gate` broadcasts over T and S."""
-    if branch.dtype == x.dtype and branch.shape == x.shape and _is_fused(x, gate):
-        return fused_adaln.gate_residual(x, gate, branch)
-    return x + gate.to(x.dtype) * branch
+    """`x + gate * branch`; `gate` broadcasts over T and S.
+
+    In x's number format; in fp32 when it is compiled, where that costs little. A block rounds what it returns.
+    """
+    wide = torch.float32 if torch.compiler.is_compiling() and x.dtype in SHORT else x.dtype
+    if branch.shape == x.shape and _is_fused(x, branch.dtype, gate):
+        return fused_adaln.gate_residual(x, gate, branch, wide)
+    return x.to(wide) + gate.to(wide) * branch
 
 
-def _is_fused(x: Tensor, *vectors: Tensor) -> bool:
-    if not (HAS_TRITON and x.is_cuda and torch.is_grad_enabled() and x.dtype in (torch.bfloat16, torch.float16)):
+def _is_fused(x: Tensor, dtype: torch.dtype, *vectors: Tensor) -> bool:
+    """Whether the kernels take this: tokens in `dtype`, or in fp32 beside others in `dtype`."""
+    if not (HAS_TRITON and x.is_cuda and torch.is_grad_enabled() and dtype in SHORT):
         return False
     B, T, _, D = x.shape
     return D <= fused_adaln.MAX_CHANNELS and all(

@@ -61,12 +61,13 @@ class STDiTBlock(nn.Module):
             x_mask, self.scale_shift_table + t, at_0
         )
         x, h = norm_modulate(self.norm1, x, shift_msa, scale_msa)
+        dtype = x.dtype
         x = gated(x, gate_msa, self.attn(h, None, grid))
         x_t = x if temporal_positions is None else x + temporal_positions[:, None]
-        x = gated(x, gate_msa, self.attn_temp(x_t))
-        x = x + self.cross_attn(x, y, mask)
-        x, h = norm_modulate(self.norm2, x, shift_mlp, scale_mlp)
-        return gated(x, gate_mlp, self.mlp(h))
+        x = gated(x, gate_msa, self.attn_temp(x_t.to(dtype)))
+        x = x + self.cross_attn(x.to(dtype), y, mask)
+        x, h = norm_modulate(self.norm2, x, shift_mlp, scale_mlp, dtype)
+        return gated(x, gate_mlp, self.mlp(h)).to(dtype)
 
     def flops(self, T: int, S: int, text_len: int) -> int:
         """Floating-point operations for one sample."""

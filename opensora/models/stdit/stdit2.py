@@ -96,12 +96,13 @@ class STDiT2Block(nn.Module):
         modulation = per_frame(x_mask, table + t, None if t0 is None else table + t0)
         shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp, shift_tmp, scale_tmp, gate_tmp = modulation
         x, h = norm_modulate(self.norm1, x, shift_msa, scale_msa)
+        dtype = x.dtype
         x = gated(x, gate_msa, self.attn(h, None, grid))
-        x, h = norm_modulate(self.norm_temp, x, shift_tmp, scale_tmp)
+        x, h = norm_modulate(self.norm_temp, x, shift_tmp, scale_tmp, dtype)
         x = gated(x, gate_tmp, self.attn_temp(h, rope))
-        x = x + self.cross_attn(x, y, mask)
-        x, h = norm_modulate(self.norm2, x, shift_mlp, scale_mlp)
-        return gated(x, gate_mlp, self.mlp(h))
+        x = x + self.cross_attn(x.to(dtype), y, mask)
+        x, h = norm_modulate(self.norm2, x, shift_mlp, scale_mlp, dtype)
+        return gated(x, gate_mlp, self.mlp(h)).to(dtype)
 
     def flops(self, T: int, S: int, text_len: int) -> int:
         """Floating-point operations for one sample."""
