@@ -194,7 +194,7 @@ def sampling(
     scheduler = SCHEDULERS.build(
         {"type": "nova", "num_sampling_steps": sets or steps, "num_diffusion_steps": diffusion}
     )
-    z, cond = inputs(model.eval(), case, batch, device)
+    z, cond = inputs(model.requires_grad_(False).eval(), case, batch, device)  # as in a pipeline
     null = {"y": model.null_condition(batch)[:, :, :TEXT]}
     dtype = to_torch_dtype(args.dtype)
 

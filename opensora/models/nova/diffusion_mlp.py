@@ -8,6 +8,7 @@ as published, while patches that go in have it slowest.
 
 from typing import cast
 
+import torch
 import torch.nn.functional as F
 from einops import rearrange
 from timm.layers import Mlp
@@ -47,8 +48,8 @@ class Modulation(nn.Module):
         self.proj = nn.Linear(dim, num_stats * dim)
 
     def forward(self, x: Tensor, condition: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """x normalised, scaled and shifted, and what is left of the stats."""
-        scale, shift, *rest = self.proj(F.silu(condition)).chunk(self.num_stats, dim=-1)
+        """x normalised, scaled and shifted, and what is left of the stats; `condition` has been through SiLU."""
+        scale, shift, *rest = self.proj(condition).chunk(self.num_stats, dim=-1)
         return F.layer_norm(x, x.shape[-1:], eps=NORM_EPS) * (1 + scale) + shift, tuple(rest)
 
 
@@ -67,7 +68,7 @@ class HeadBlock(nn.Module):
         return self.proj
 
     def forward(self, x: Tensor, condition: Tensor) -> Tensor:
-        """`x, condition [..., D]`."""
+        """`x, condition [..., D]`, the condition behind SiLU."""
         modulated, (gate,) = self.norm1(x, condition)
         return x + gate * self.norm2(self.proj(modulated))
 
@@ -108,9 +109,10 @@ class DiffusionMLP(nn.Module):
 
     def denoise(self, patches: Tensor, condition: Tensor) -> Tensor:
         """`forward`, where timestep and condition are `[..., D]` already: a sampler asks about the same words at every noise level."""
+        condition = F.silu(condition)  # once for all blocks
         x = self.patch_embed.embed_patches(patches)
         for block in self.blocks:
             x = block(x, condition)
-        out = self.head(self.norm(x, condition)[0]).float()
-        p = self.patch_embed.patch_size
-        return rearrange(out, "... (ph pw C) -> ... (C ph pw)", ph=p, pw=p)
+        out = self.head(self.norm(x, condition)[0])
+        places = rearrange(out, "... (p C) -> ... C p", p=self.patch_embed.patch_size**2)
+        return places.to(torch.float32, memory_format=torch.contiguous_format).flatten(-2)  # cast and order in one copy

@@ -44,7 +44,7 @@ class Scales(NamedTuple):
             return text
         out = text
         if "null" in velocities:
-            out = velocities["null"] + self.at(step, num_steps) * (text - velocities["null"])
+            out = torch.lerp(velocities["null"], text, self.at(step, num_steps))
         if "nothing" in velocities:
             out = out + self.image * (velocities["null"] - velocities["nothing"])
         if "skip" in velocities:

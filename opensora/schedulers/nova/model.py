@@ -1,6 +1,6 @@
 """What the scheduler "nova" asks of a model; `opensora.models.nova` has it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, cast
 
 import torch
@@ -14,6 +14,8 @@ class AutoregressiveModel(Protocol):
 
     image_patch: int
     image_decoder: nn.Module
+
+    def modules(self) -> Iterator[nn.Module]: ...
 
     def __call__(self, x: Tensor, timestep: Tensor, y: Tensor, **cond: Any) -> Tensor: ...
 

@@ -202,10 +202,13 @@ class MaskedAutoregression:
     def _draw_visible(
         self, generators: Sequence[torch.Generator], num_frames: int, num_patches: int, device: torch.device
     ) -> Tensor:
-        """[B, T, V] int64. The hidden share is a normal number of mean 1 and deviation 0.25, cut off to [min, 1]."""
-        first = generators[0]
+        """[B, T, V] int64. The hidden share is a normal number of mean 1 and deviation 0.25, cut off to [min, 1].
+
+        How many patches are shown is a size, which the host has to know.
+        """
+        first = _on_the_host(generators[0])
         low, high = (math.erf((edge - 1) / 0.25 / math.sqrt(2)) for edge in (self.min_mask_ratio, 1.0))
-        u = low + (high - low) * torch.rand(1, generator=first, device=first.device, dtype=torch.float64)
+        u = low + (high - low) * torch.rand(1, generator=first, dtype=torch.float64)
         ratio = float(1 + 0.25 * math.sqrt(2) * torch.erfinv(u))
         count = num_patches - max(1, math.ceil(num_patches * ratio))
         ranks = [torch.rand(num_frames, num_patches, generator=g, device=g.device) for g in generators]
@@ -262,3 +265,10 @@ def _given(generators: Sequence[torch.Generator] | None) -> Sequence[torch.Gener
     if generators is None:
         raise ValueError("what is not given has to be drawn: pass one generator per sample.")
     return generators
+
+
+def _on_the_host(generator: torch.Generator) -> torch.Generator:
+    """A generator like it on the CPU: for a number from the GPU the host would wait until all work there is done."""
+    if generator.device.type == "cpu":
+        return generator
+    return torch.Generator().manual_seed(generator.initial_seed())

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from opensora.schedulers.guidance import Condition
+from opensora.schedulers.nova.casting import weights_cast
 from opensora.schedulers.nova.guidance import Scales
 from opensora.schedulers.nova.model import AutoregressiveModel, cut
 from opensora.schedulers.sampling import SamplingStep
@@ -39,7 +40,24 @@ def generate(
     plan: Plan,
     scales: Scales,
 ) -> Iterator[SamplingStep]:
-    """Frame after frame; frames that are `given [B, T]` come from z as they are."""
+    """Frame after frame; frames that are `given [B, T]` come from z as they are.
+
+    Under autocast the model's weights are in its number format until the last step, see `weights_cast`.
+    """
+    with weights_cast(model, z.device):
+        yield from _generate(model, z, cond, null, given, plan, scales)
+
+
+def _generate(
+    model: AutoregressiveModel,
+    z: Tensor,
+    cond: Condition,
+    null: Condition | None,
+    given: Tensor,
+    plan: Plan,
+    scales: Scales,
+) -> Iterator[SamplingStep]:
+    """See `generate`."""
     T, num_steps = z.shape[2], len(plan.known) - 1
     size = (T, z.shape[3], z.shape[4])
     branches = _branches(model, cond, null, scales)
@@ -133,7 +151,7 @@ def _denoise(
     for level, after, time in zip(plan.levels, plan.levels[1:], times, strict=False):
         out = head.denoise(x.repeat(len(says), 1, 1), words + time).to(x.dtype)
         velocities = dict(zip(says, out.chunk(len(says)), strict=True))
-        x = x + (after - level) * scales.combine(velocities, *place, level)
+        x = torch.add(x, scales.combine(velocities, *place, level), alpha=after - level)
     return x
 
 
