@@ -106,12 +106,17 @@ def start_ranks(target: Callable[..., None], args: tuple, world_size: int, what:
     context = torch.multiprocessing.start_processes(
         _begin_rank, (target, args, dict(os.environ)), nprocs=world_size, join=False, start_method="forkserver"
     )
+    join_ranks(context, f"{what} on {world_size} processes", timeout_s)
+
+
+def join_ranks(context: torch.multiprocessing.ProcessContext, what: str, timeout_s: float) -> None:
+    """Wait for processes of torch.multiprocessing. Raise what one raises; after `timeout_s` kill them, and raise TimeoutError."""
     deadline = time.monotonic() + timeout_s
     while not context.join(timeout=0.2):
         if time.monotonic() > deadline:
             for process in context.processes:
                 process.kill()
-            raise TimeoutError(f"{what} on {world_size} processes took longer than {timeout_s} s")
+            raise TimeoutError(f"{what} took longer than {timeout_s} s")
 
 
 def _begin_rank(rank: int, target: Callable[..., None], args: tuple, environment: dict[str, str]) -> None:

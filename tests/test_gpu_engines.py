@@ -5,7 +5,6 @@ python -m pytest -m gpu tests/test_gpu_engines.py
 
 import importlib.util
 import sys
-import time
 import traceback
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from opensora.acceleration.distributed import World
 from opensora.acceleration.engine import Engine, build_engine
 from opensora.utils.ema import EMA
 from opensora.utils.shards import gathered
+from tests.conftest import join_ranks
 from tests.models.denoisers import build
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
@@ -207,9 +207,4 @@ def test_two_gpus_train_as_one(what, expected):
     if what is theirs and importlib.util.find_spec("colossalai") is None:
         pytest.skip("needs ColossalAI: docs/acceleration.md says how to install it")
     context = torch.multiprocessing.spawn(run_rank, args=(2, expected, what), nprocs=2, join=False)
-    deadline = time.monotonic() + TIMEOUT_S
-    while not context.join(timeout=1):
-        if time.monotonic() > deadline:
-            for process in context.processes:
-                process.kill()
-            raise TimeoutError(f"{what.__name__} took longer than {TIMEOUT_S} s")
+    join_ranks(context, what.__name__, TIMEOUT_S)

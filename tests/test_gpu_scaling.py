@@ -7,7 +7,6 @@ from one process, and where each process is shortly before its time is over.
 """
 
 import importlib.util
-import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ import torch
 import torch.multiprocessing
 
 from tests.acceleration.test_scaling_layouts import Case, one_process_goes_on, run_rank, write_expected
+from tests.conftest import join_ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 TIMEOUT_S = 120
@@ -47,11 +47,6 @@ def test_layouts_train_as_one_process(case, request):
         pytest.skip("needs ColossalAI: docs/acceleration.md says how to install it")
     folder = request.getfixturevalue("folder")  # after the skips: it takes a GPU
     context = torch.multiprocessing.spawn(run_rank, (case, folder, "cuda"), nprocs=case.size, join=False)
-    deadline = time.monotonic() + TIMEOUT_S
-    while not context.join(timeout=1):
-        if time.monotonic() > deadline:
-            for process in context.processes:
-                process.kill()
-            raise TimeoutError(f"{case} took longer than {TIMEOUT_S} s")
+    join_ranks(context, str(case), TIMEOUT_S)
     if case.kind == "resume":
         one_process_goes_on(case, folder, torch.device("cuda", 0))

@@ -29,6 +29,7 @@ from opensora.acceleration.engine import build_engine
 from opensora.acceleration.sequence_parallel import parallelise
 from opensora.models.denoiser import Denoiser
 from tests.acceleration.sequence_parallel_cases import SIZES, compare, gradients, masked_inputs, mean_of_ranks, on
+from tests.conftest import join_ranks
 from tests.models.denoisers import FAMILIES, build, inputs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
@@ -55,12 +56,7 @@ def test_two_gpus_equal_one(case, tmp_path):
     rendezvous = tmp_path / "rendezvous"
     arguments = (case, rendezvous.as_uri(), "cuda")
     context = torch.multiprocessing.spawn(run_rank, arguments, nprocs=2, join=False)
-    deadline = time.monotonic() + TIMEOUT_S
-    while not context.join(timeout=1):
-        if time.monotonic() > deadline:
-            for process in context.processes:
-                process.kill()
-            raise TimeoutError(f"{case} took longer than {TIMEOUT_S} s")
+    join_ranks(context, case, TIMEOUT_S)
 
 
 def run_rank(rank: int, case: str, rendezvous: str, device: str) -> None:

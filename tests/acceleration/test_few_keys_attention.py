@@ -1,13 +1,12 @@
 """The Triton kernels for attention to few keys, run on the CPU by Triton's interpreter. On a GPU: tests/test_gpu.py."""
 
 import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.acceleration.interpreter import interpreted
 
 HERE = Path(__file__).resolve()
 SIZES = [(2, 2, 70, 7, 72), (3, 1, 200, 20, 40), (1, 2, 16, 120, 64), (1, 1, 1, 1, 8)]  # B, H, N, L, d
@@ -16,10 +15,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 
 
 def test_output_and_gradients_equal_the_formula_in_the_interpreter():
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(HERE.parents[2])}
-    run = subprocess.run([sys.executable, str(HERE)], env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.count("equal") == 2 * len(SIZES)
+    assert interpreted(HERE).count("equal") == 2 * len(SIZES)
 
 
 def compare(size: tuple[int, ...], *, masked: bool, device: str, dtype: torch.dtype, tolerance: float) -> None:

@@ -1,9 +1,6 @@
 """adaLN's kernels, run on the CPU by Triton's interpreter, against PyTorch in float64. On a GPU: tests/test_gpu.py."""
 
 import importlib.util
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import layer_norm
+
+from tests.acceleration.interpreter import interpreted
 
 HERE = Path(__file__).resolve()
 SIZES = [(2, 3, 40, 24, 1), (2, 3, 70, 24, 3), (1, 1, 200, 136, 1), (3, 4, 1, 8, 4), (1, 2, 3, 160, 1)]
@@ -20,10 +19,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 
 
 def test_output_and_gradients_equal_pytorchs_in_the_interpreter():
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(HERE.parents[2])}
-    run = subprocess.run([sys.executable, str(HERE)], env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.count("equal") == len(SIZES)
+    assert interpreted(HERE).count("equal") == len(SIZES)
 
 
 def plain(x: Tensor, shift: Tensor, scale: Tensor, gate: Tensor) -> Tensor:

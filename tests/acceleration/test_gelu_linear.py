@@ -1,14 +1,13 @@
 """The Triton kernel of a linear layer with GELU, run on the CPU by Triton's interpreter. On a GPU: tests/test_gpu.py."""
 
 import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from torch.nn.functional import gelu, linear
+
+from tests.acceleration.interpreter import interpreted
 
 HERE = Path(__file__).resolve()
 SIZES = [(2, 5, 8, 24), (1, 300, 16, 136), (3, 1, 4, 8), (600, 1, 8, 128)]  # B, N, inputs, outputs
@@ -17,10 +16,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 
 
 def test_output_and_gradients_equal_pytorchs_in_the_interpreter():
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(HERE.parents[2])}
-    run = subprocess.run([sys.executable, str(HERE)], env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.count("equal") == len(SIZES)
+    assert interpreted(HERE).count("equal") == len(SIZES)
 
 
 def compare(

@@ -277,13 +277,7 @@ def test_kill_9_at_twenty_random_moments(tmp_path):
     """Each process goes on where the one before was killed, as a job that is started again does."""
     context, rng, last = multiprocessing.get_context("fork"), random.Random(7), 0
     for _ in range(20):
-        process = context.Process(
-            target=forked,
-            args=(
-                save_for_ever,
-                tmp_path,
-            ),
-        )
+        process = context.Process(target=forked, args=(save_for_ever, tmp_path))
         process.start()
         time.sleep(rng.uniform(0.05, 0.4))
         while not complete_checkpoints(tmp_path):  # until there is a first one

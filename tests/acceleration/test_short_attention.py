@@ -1,14 +1,13 @@
 """The Triton kernel for short sequences, run on the CPU by Triton's own interpreter. On a GPU: tests/test_gpu.py."""
 
 import importlib.util
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.acceleration.interpreter import interpreted
 
 HERE = Path(__file__).resolve()
 SIZES = [(2, 3, 2, 5, 24), (1, 2, 3, 16, 72), (1, 2, 3, 1, 72), (1, 2, 2, 17, 40)]  # B, S, H, N, d
@@ -17,10 +16,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 
 
 def test_output_and_gradients_equal_the_formula_in_the_interpreter():
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(HERE.parents[2])}
-    run = subprocess.run([sys.executable, str(HERE)], env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.count("equal") == len(SIZES)
+    assert interpreted(HERE).count("equal") == len(SIZES)
 
 
 def compare(size: tuple[int, ...], device: str, dtype: torch.dtype, tolerance: float) -> None:

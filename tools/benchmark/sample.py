@@ -33,7 +33,7 @@ from opensora.acceleration.compiler import compile
 from opensora.acceleration.distributed import World, init_world, shutdown
 from opensora.acceleration.sequence_parallel import parallelise
 from opensora.acceleration.step_cache.build import build_step_cache
-from opensora.inference.memory import estimate
+from opensora.inference.memory import estimate_once
 from opensora.inference.pipeline import VideoPipeline
 from opensora.inference.request import Request, as_items
 from opensora.models.text_encoder.condition import TextCondition
@@ -180,7 +180,7 @@ def measured(args: argparse.Namespace, case: str, way: str, world: World, *, dec
         estimated = None
         if decoded:  # takes seconds for a large video
             latent_size = pipeline.vae.latent_size((request.num_frames, *request.image_size))
-            estimated = estimate(pipeline, request, latent_size).peak(pipeline.place.policy)
+            estimated = estimate_once(pipeline, request, latent_size).peak(pipeline.place.policy)
         warm_up(args, pipeline, request, CASES[case], decoded=decoded)
         return replace(timed(pipeline, request, world, way, decoded=decoded), estimate_bytes=estimated)
     except UserError as error:

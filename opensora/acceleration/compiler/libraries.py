@@ -10,6 +10,7 @@ import io
 import os
 import re
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,8 @@ def pack() -> bytes:
         return b""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
-        for file in files:
-            archive.write(file, f"{file.parent.name}/{file.name}")
+        for name, file in sorted(files.items()):
+            archive.write(file, name)
     return buffer.getvalue()
 
 
@@ -72,15 +73,25 @@ def _cache() -> Path:
     return Path(cache_dir())
 
 
-def _used() -> list[Path]:
-    """Libraries with kernels of this process, and those that tried the processor."""
+def _used() -> dict[str, Path]:
+    """Libraries with kernels of this process, and those that tried the processor; by the name that a cache has them under."""
     from torch._inductor import codecache
 
-    root = _cache()
     kinds: list[Any] = [codecache.CppCodeCache, *codecache.CppCodeCache.__subclasses__()]
     kinds += [below for kind in kinds[1:] for below in kind.__subclasses__()]
-    keys = {key for kind in kinds for key in kind.cache}
-    files = {file for key in keys for file in (root / key[1:3]).glob(f"{key}*.so")}
-    tried = set(root.glob(f"??/*{MARKER}"))
+    files = {file for kind in kinds for load in list(kind.cache.values()) if (file := _file(load)) is not None}
+    # a kernel is loaded once a process, so that its file is where the cache was at that time
+    tried = {
+        file for root in {_cache(), *(file.parent.parent for file in files)} for file in root.glob(f"??/*{MARKER}")
+    }
     files |= tried | {file.with_name(file.name.removesuffix(MARKER)) for file in tried}
-    return sorted(file for file in files if file.is_file())
+    return {f"{file.parent.name}/{file.name}": file for file in files if file.is_file()}
+
+
+def _file(load: Callable[[], Any]) -> Path | None:
+    """Where a library of inductor's table was loaded from; None for one that could not be built."""
+    try:
+        library = load()
+    except (OSError, ImportError, RuntimeError):
+        return None
+    return Path(getattr(library, "__file__", None) or library._name)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from opensora.schedulers.nova.model import AutoregressiveModel
+from opensora.schedulers.sampling import SamplingStep
 
 ROUNDED = (nn.Linear, nn.Conv2d)
 """Layers that autocast computes in its format; those derived from them, such as float8's, round as they like."""
@@ -31,6 +32,14 @@ def weights_cast(model: AutoregressiveModel, device: torch.device) -> Iterator[N
         for parameter, wide, narrow in swapped:
             if parameter.data.data_ptr() == narrow.data_ptr():
                 parameter.data = wide
+
+
+def with_weights_cast(
+    steps: Iterator[SamplingStep], model: AutoregressiveModel, device: torch.device
+) -> Iterator[SamplingStep]:
+    """`steps` of sampling, all of them inside `weights_cast`."""
+    with weights_cast(model, device):
+        yield from steps
 
 
 def _swap(model: AutoregressiveModel, device: torch.device) -> list[tuple[nn.Parameter, Tensor, Tensor]]:

@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from opensora.registry import SCHEDULERS
 from opensora.schedulers.guidance import Condition
+from opensora.schedulers.nova.casting import with_weights_cast
 from opensora.schedulers.nova.guidance import Scales
 from opensora.schedulers.nova.model import parts_of, spread
 from opensora.schedulers.nova.sampling import Plan, generate
@@ -192,7 +193,7 @@ class MaskedAutoregression:
         plan = Plan(
             order.to(z.device), known_patches(self.num_sampling_steps, num_patches), self._levels(), self.num_timesteps
         )
-        return generate(parts, z, cond, null, given, plan, scales)
+        return with_weights_cast(generate(parts, z, cond, null, given, plan, scales), parts, z.device)
 
     def _levels(self) -> list[float]:
         """Noise levels from 1 to 0."""

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from opensora.schedulers.guidance import Condition
-from opensora.schedulers.nova.casting import weights_cast
 from opensora.schedulers.nova.guidance import Scales
 from opensora.schedulers.nova.model import AutoregressiveModel, cut
 from opensora.schedulers.sampling import SamplingStep
@@ -40,24 +39,7 @@ def generate(
     plan: Plan,
     scales: Scales,
 ) -> Iterator[SamplingStep]:
-    """Frame after frame; frames that are `given [B, T]` come from z as they are.
-
-    Under autocast the model's weights are in its number format until the last step, see `weights_cast`.
-    """
-    with weights_cast(model, z.device):
-        yield from _generate(model, z, cond, null, given, plan, scales)
-
-
-def _generate(
-    model: AutoregressiveModel,
-    z: Tensor,
-    cond: Condition,
-    null: Condition | None,
-    given: Tensor,
-    plan: Plan,
-    scales: Scales,
-) -> Iterator[SamplingStep]:
-    """See `generate`."""
+    """Frame after frame; frames that are `given [B, T]` come from z as they are."""
     T, num_steps = z.shape[2], len(plan.known) - 1
     size = (T, z.shape[3], z.shape[4])
     branches = _branches(model, cond, null, scales)

@@ -39,6 +39,8 @@ def test_saved_programs_are_found_by_a_fresh_cache(tmp_path, monkeypatch):
 
     torch._dynamo.reset()
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "other"))
+    moved = save_compiled(tmp_path / "moved", module)  # libraries are in the process, and files in the folder of before
+    assert packed(moved) == packed(folder) != []
     again = compile(toy())
     assert load_compiled(folder, again) == header
     libraries = built(tmp_path / "other")
@@ -59,6 +61,12 @@ def test_saved_programs_are_found_by_a_fresh_cache(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="no programs for Linear, but for Toy"):
         load_compiled(folder, compile(torch.nn.Linear(1, 1)))
     check_refusals(folder, header)
+
+
+def packed(folder) -> list[str]:
+    """Names of the libraries that were saved."""
+    with zipfile.ZipFile(folder / "libraries.zip") as archive:
+        return archive.namelist()
 
 
 def built(cache) -> set:
