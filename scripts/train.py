@@ -19,14 +19,13 @@ from opensora.acceleration.loop import (
     build_optimizer,
     checkpoint_parts,
     checkpoint_to_load,
-    count_steps,
     engine_settings,
     learning_rate,
     places,
     resume,
     steps,
 )
-from opensora.acceleration.lora import add_lora
+from opensora.acceleration.lora import add_lora, check_lora
 from opensora.acceleration.meter import build_meter, describe_peak, device_peak
 from opensora.acceleration.safety import FiniteGuard
 from opensora.acceleration.saving import open_run
@@ -35,7 +34,7 @@ from opensora.acceleration.signals import StopSignals
 from opensora.acceleration.watchdog import Watchdog, patience
 from opensora.datasets.bucket import refuse_illegal_sizes
 from opensora.datasets.dataloader import batch_bytes, build_loader, build_sampler
-from opensora.datasets.sampler import BatchSampler, Place
+from opensora.datasets.sampler import BatchSampler, seek
 from opensora.datasets.summary import summarise
 from opensora.inference.validation import build_validation
 from opensora.models.class_condition import check_classes_of_data
@@ -79,6 +78,8 @@ def main() -> None:
         check_engine(cfg.plugin, cfg.sp_size, device=world.device, dtype=cfg.dtype)
         if recipe := recipe_of(cfg.float8):
             check_float8(recipe, world.device)
+        if cfg.lora is not None:
+            check_lora()
         if cfg.dry_run:
             dry_run(cfg, world)
             return
@@ -101,7 +102,7 @@ def train(cfg: TrainConfig, world: World, stop: StopSignals, watchdog: Watchdog)
         refuse_illegal_sizes(dataset.buckets, vae, model.patch_size)
     encode = BatchEncoder(vae, text_encoder, model, world.device)
     optimizer = build_optimizer(cfg, model)
-    engine = build_engine(cfg.plugin, model, optimizer, world, **engine_settings(cfg))
+    engine = build_engine(cfg.plugin, model, optimizer, world, **engine_settings(cfg), cast_once=cfg.cast_once)
     ema = build_ema(cfg, model, engine)
 
     global_batch = cfg.batch_size * world.dp_size if cfg.bucket_config is None else BATCHES_VARY
@@ -112,9 +113,7 @@ def train(cfg: TrainConfig, world: World, stop: StopSignals, watchdog: Watchdog)
             source, state, ema, engine, keep_place=keep_place, other_data=cfg.other_data, scheduler=scheduler
         )
     sampler = sampler_of(cfg, dataset, world)
-    total_steps = count_steps(cfg, sampler.batches_in(0), state.step)
-    place = Place(state.epoch, state.batch_in_epoch, tuple(state.segments))
-    sampler.seek(place, (total_steps - state.step) * cfg.accumulation_steps)
+    total_steps = seek(cfg, sampler, state)
     loader = build_loader(
         dataset,
         sampler,
@@ -154,7 +153,7 @@ def train(cfg: TrainConfig, world: World, stop: StopSignals, watchdog: Watchdog)
         grad_norm = engine.step()
         state.advance(cfg.accumulation_steps, sampler.batches_in)
         meter.step(state.step, grad_norm)
-        ema.update(model, state.step, taken=guard.taken(grad_norm))
+        ema.update(model, state.steps_averaged, taken=guard.taken(grad_norm))
         with watchdog.slowly():
             validation(state.step)
         log.advance()
@@ -232,7 +231,7 @@ def dry_run(cfg: TrainConfig, world: World) -> None:
     sampler = sampler_of(cfg, dataset, world)
     if world.is_main:
         sys.stdout.write(f"{summarise(dataset, sampler, world.dp_size, cfg.accumulation_steps)}\n")
-    count_steps(cfg, sampler.batches_in(0), 0)
+    seek(cfg, sampler, RunState(data="", global_batch=0))
 
 
 def summary(cfg: TrainConfig, model: nn.Module, world: World, dataset: Any) -> str:

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from opensora.acceleration.distributed import World
+from opensora.acceleration.distributed import World, own_group
+from opensora.acceleration.step_cache.steps import computing
 from opensora.utils.errors import UserError
 
 Model = Callable[..., Tensor]
@@ -92,8 +93,8 @@ def share_videos(world: World, sp_size: int = 1, *, cfg_parallel: bool = False) 
         team=world.rank // size,
         num_teams=len(teams),
         leads=world.rank % size == 0,
-        sp_group=_own_group(halves, world.rank) if sp_size > 1 else None,
-        cfg_group=_own_group(pairs, world.rank) if cfg_parallel else None,
+        sp_group=own_group(halves, world.rank, world.timeout) if sp_size > 1 else None,
+        cfg_group=own_group(pairs, world.rank, world.timeout) if cfg_parallel else None,
     )
 
 
@@ -112,17 +113,13 @@ def split_guidance(model: Model, group: dist.ProcessGroup, batch: int) -> Model:
     def halved(x: Tensor, timestep: Tensor, **cond: Tensor | None) -> Tensor:
         if len(x) != 2 * batch:
             return model(x, timestep, **cond)
-        half = slice(0, batch) if dist.get_rank(group) == 0 else slice(batch, None)
+        first = dist.get_rank(group) == 0
+        half = slice(0, batch) if first else slice(batch, None)
         mine = {name: None if value is None else value[half] for name, value in cond.items()}
-        own = model(x[half], timestep[half], **mine).contiguous()
+        with computing("first half" if first else "second half"):  # a step cache must not take it for an unguided call
+            own = model(x[half], timestep[half], **mine).contiguous()
         parts = [torch.empty_like(own) for _ in range(2)]
         dist.all_gather(parts, own, group=group)
         return torch.cat(parts)
 
     return halved
-
-
-def _own_group(groups: list[range] | list[tuple[int, int]], rank: int) -> dist.ProcessGroup:
-    """Every process makes every group, which is a collective call."""
-    made: list[tuple[Any, Any]] = [(dist.new_group(list(ranks)), ranks) for ranks in groups]
-    return next(group for group, ranks in made if rank in ranks)

@@ -1,7 +1,7 @@
 """Processes: one without torchrun, or those that torchrun started."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -79,7 +79,8 @@ def init_world(device: str = "auto", sp_size: int = 1, timeout: timedelta = STEP
         return World(0, 1, place)
     rank, size = dist.get_rank(), dist.get_world_size()
     _check_sp_size(sp_size, size)
-    return World(rank, size, place, sp_size, _sp_group(rank, size, sp_size), timeout)
+    group = None if sp_size == 1 else neighbours(rank, size, sp_size, timeout)
+    return World(rank, size, place, sp_size, group, timeout)
 
 
 def local_gpu(count: int) -> torch.device:
@@ -106,12 +107,19 @@ def _check_sp_size(sp_size: int, size: int) -> None:
         )
 
 
-def _sp_group(rank: int, size: int, sp_size: int) -> dist.ProcessGroup | None:
-    """The group of this process; every process makes every group, which is a collective call."""
-    if sp_size == 1:
-        return None
-    groups = [dist.new_group(list(range(first, first + sp_size))) for first in range(0, size, sp_size)]
-    return cast(dist.ProcessGroup, groups[rank // sp_size])  # a process outside of a group gets a number instead
+def own_group(groups: Iterable[Sequence[int]], rank: int, timeout: timedelta) -> dist.ProcessGroup:
+    """The group of process `rank` among `groups`, which hold every process once.
+
+    All processes must call it: every one makes every group. `timeout` is needed, since a group does not take over the one of
+    the group of all: PyTorch gives it 10 minutes with NCCL.
+    """
+    made = [(dist.new_group(list(ranks), timeout=timeout), ranks) for ranks in groups]
+    return next(cast(dist.ProcessGroup, group) for group, ranks in made if rank in ranks)
+
+
+def neighbours(rank: int, size: int, group_size: int, timeout: timedelta) -> dist.ProcessGroup:
+    """`own_group` among groups of `group_size` processes with successive ranks."""
+    return own_group([range(first, first + group_size) for first in range(0, size, group_size)], rank, timeout)
 
 
 def join_alone(device: torch.device) -> None:

@@ -96,7 +96,9 @@ def resume(
     engine.load_optimizer_state(checkpoint.tensors("optimizer"))
     if scheduler is not None:
         scheduler.load_state_dict(checkpoint.tensors("scheduler"))
-    return fresh.resumed(checkpoint.state, str(source), other_data=other_data) if keep_place else fresh
+    if not keep_place:
+        return fresh.after(checkpoint.state)
+    return fresh.resumed(checkpoint.state, str(source), other_data=other_data)
 
 
 def steps(loader: Iterable[dict[str, Any]], accumulation: int) -> Iterator[list[dict[str, Any]]]:

@@ -27,6 +27,20 @@ from opensora.utils.seed import generator
 logger = logging.getLogger(__name__)
 
 
+def check_lora() -> None:
+    """Refuse to train adapters where that cannot work, before anything is loaded.
+
+    Raises:
+        UserError: peft is not installed.
+    """
+    try:
+        import peft  # noqa: F401
+    except ImportError as error:
+        raise UserError(
+            f"lora needs the package peft: pip install 'opensora[lora]' ({error}). Sampling with a LoRA works without."
+        ) from error
+
+
 def add_lora(model: Any, options: LoraOptions, *, seed: int) -> None:
     """Put adapters into a denoiser, in place, and freeze everything else.
 
@@ -40,12 +54,9 @@ def add_lora(model: Any, options: LoraOptions, *, seed: int) -> None:
     Raises:
         UserError: peft is not installed, or a name of `target_modules` is that of no layer.
     """
-    try:
-        from peft import LoraConfig, inject_adapter_in_model
-    except ImportError as error:
-        raise UserError(
-            f"lora needs the package peft: pip install 'opensora[lora]' ({error}). Sampling with a LoRA works without."
-        ) from error
+    check_lora()
+    from peft import LoraConfig, inject_adapter_in_model
+
     names = target_names(model, options.target_modules)
     config = LoraConfig(
         r=options.rank,

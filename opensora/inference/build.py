@@ -13,7 +13,7 @@ from opensora.utils.ckpt import MANIFEST
 from opensora.utils.config import InferenceConfig, config_from_dict, parse_config, to_dict
 from opensora.utils.errors import UserError
 from opensora.utils.imports import import_parts
-from opensora.utils.lora import load_lora
+from opensora.utils.lora import merge_adapter, read_adapter
 from opensora.utils.weight_sources import refuse_misnamed
 
 COMPONENTS: dict[str, Registry] = {"model": MODELS, "vae": MODELS, "text_encoder": MODELS, "scheduler": SCHEDULERS}
@@ -35,6 +35,7 @@ def build_parts(cfg: InferenceConfig) -> Parts:
         UserError: a part cannot be built, or the size is none that the VAE can make.
     """
     refuse_misnamed(cfg.model.get("from_pretrained"))
+    adapter = None if cfg.lora is None else read_adapter(cfg.lora)
     scheduler = _build(cfg.scheduler, SCHEDULERS)  # what is quickly found to be wrong comes before minutes of loading
     vae = _build(cfg.vae, MODELS)
     if isinstance(cfg.num_frames, int) and cfg.image_size is not None:
@@ -49,8 +50,8 @@ def build_parts(cfg: InferenceConfig) -> Parts:
     )
     if cfg.model.get("from_pretrained") is None:
         warnings.warn("the model has random weights; name a checkpoint with --ckpt-path.", stacklevel=3)
-    if cfg.lora is not None:
-        load_lora(model, cfg.lora, cfg.lora_scale)
+    if adapter is not None:
+        merge_adapter(model, adapter, cfg.lora_scale, str(cfg.lora))
     for part in (model, vae, text_encoder):
         part.requires_grad_(False).eval()
     return Parts(model, vae, text_encoder, scheduler)

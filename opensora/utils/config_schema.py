@@ -172,6 +172,10 @@ class LoopConfig(RunConfig):
     load_check: Literal["size", "checksum"] = option(
         "with load: what of the checkpoint's files is compared with its manifest; checksum reads them once more", "size"
     )
+    other_data: Literal["refuse", "next_epoch"] = option(
+        "with load, where the data are not those of the checkpoint: refuse, or begin the next epoch with them", "refuse"
+    )
+    start_from_scratch: bool = option("with load: take weights and optimizer, start at step 0", default=False)
 
     def problems(self) -> list[str]:
         problems = super().problems()
@@ -182,6 +186,15 @@ class LoopConfig(RunConfig):
             problems.append(f"max_skipped={self.max_skipped} has no effect without on_nonfinite='skip'.")
         if self.load_check != "size" and self.load is None:
             problems.append(f"load_check={self.load_check!r} has no effect without load.")
+        if self.start_from_scratch and self.load is None:
+            problems.append("start_from_scratch=True has no effect without load.")
+        if self.start_from_scratch and self.load == "latest":
+            problems.append(
+                "start_from_scratch=True cannot go into the folder of the run that load='latest' goes on with; name the "
+                "checkpoint's folder in load, and a new exp_name."
+            )
+        if self.other_data != "refuse" and self.load is None:
+            problems.append(f"other_data={self.other_data!r} has no effect without load.")
         if self.keep_every_m is not None:
             if self.keep_last_n is None:
                 problems.append(f"keep_every_m={self.keep_every_m} has no effect without keep_last_n: all are kept.")
@@ -256,9 +269,6 @@ class TrainConfig(LoopConfig):
     prefetch_gib: float = option(
         "memory that batches read ahead may take in each process, in GiB", 8.0, bounds=POSITIVE
     )
-    other_data: Literal["refuse", "next_epoch"] = option(
-        "with load, where the data are not those of the checkpoint: refuse, or begin the next epoch with them", "refuse"
-    )
     dry_run: bool = option("print what an epoch of the data would be, and stop", default=False)
     mask_ratios: dict[str, float] | None = option(
         "how often frames of a clip are given, and the rest is learnt: kind of mask -> probability; see schedulers.md",
@@ -279,11 +289,15 @@ class TrainConfig(LoopConfig):
         "capability 8.9; see acceleration.md",
         default=False,
     )
+    cast_once: bool = option(
+        "ddp: round the weights of the blocks' attention and MLPs together before a forward pass, not each where it is used; the "
+        "same numbers by fewer kernels, for 2 bytes a weight",
+        default=False,
+    )
     peak_tflops: float | None = option(
         "dense TFLOP/s of one device in dtype, for the MFU; None: by the name of the GPU", None, bounds=POSITIVE
     )
     sp_size: int = option("processes that share one sample; 1 switches it off", 1, bounds=AT_LEAST_ONE)
-    start_from_scratch: bool = option("with load: take weights and optimizer, start at step 0", default=False)
     lora: Component | None = option(
         "train low-rank adapters and freeze the model: dict(rank=16, alpha=16, target_modules='attention', dropout=0.0), where "
         "target_modules may also be 'all-linear' or a list of layers' names; see fine-tuning.md",
@@ -308,21 +322,14 @@ class TrainConfig(LoopConfig):
 
     def problems(self) -> list[str]:
         problems = super().problems()
-        if self.start_from_scratch and self.load is None:
-            problems.append("start_from_scratch=True has no effect without load.")
-        if self.start_from_scratch and self.load == "latest":
-            problems.append(
-                "start_from_scratch=True cannot go into the folder of the run that load='latest' goes on with; name the "
-                "checkpoint's folder in load, and a new exp_name."
-            )
-        if self.other_data != "refuse" and self.load is None:
-            problems.append(f"other_data={self.other_data!r} has no effect without load.")
         problems += recompute_problems(self.grad_checkpoint)
         if self.activation_offload and self.grad_checkpoint == "selective":
             problems.append(
                 "activation_offload does not reach what grad_checkpoint='selective' keeps: use 'block' or 'mlp'."
             )
         problems += self._float8_problems()
+        if self.cast_once and (self.plugin != "ddp" or to_torch_dtype(self.dtype) not in HALF):
+            problems.append(f"cast_once=True has no effect with plugin={self.plugin!r} and dtype={self.dtype!r}.")
         if self.lora is not None:
             problems += lora_problems(self.lora)
             if self.model.get("freeze") is not None:

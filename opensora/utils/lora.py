@@ -10,7 +10,7 @@ with `lora` is read too; its average is taken.
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -57,7 +57,8 @@ class LoraOptions:
         """
         if problems := lora_problems(values):
             raise UserError("\n".join(problems))
-        return cls(**values)
+        options = cls(**values)
+        return replace(options, rank=int(options.rank))  # 16.0 will do
 
     @property
     def scale(self) -> float:

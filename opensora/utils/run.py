@@ -23,6 +23,29 @@ HOW_TO_RESUME = ("load", "load_check", "exp_name", "outputs", "start_from_scratc
 BATCHES_VARY = 0  # a `global_batch`: each step has its own number of samples
 
 
+@dataclass(frozen=True)
+class Ahead:
+    """From where on the end of a run is counted: its beginning, or where the steps or the epochs got another length.
+
+    Attributes:
+        step: Optimizer steps done there.
+        epoch: The epoch that the next batch was of.
+        rest: Batches of it that were left, for each rank.
+        length: Batches of each rank in an epoch after that; of buckets the first's.
+        accumulation: Batches of a step.
+    """
+
+    step: int
+    epoch: int
+    rest: int
+    length: int
+    accumulation: int
+
+    def total_steps(self, epochs: int) -> int:
+        """Optimizer steps of the whole run; `step`, or fewer, where so many epochs were over before."""
+        return self.step + (self.rest + (epochs - self.epoch - 1) * self.length) // self.accumulation
+
+
 @dataclass
 class RunState:
     """Where a run stands.
@@ -36,6 +59,8 @@ class RunState:
         epoch: The epoch that the next batch is of.
         epoch_start: `micro_batch` at the beginning of that epoch.
         segments: (ranks, batches) of the parts of that epoch that ran on other numbers of ranks.
+        steps_before: Optimizer steps of the runs that this one took its averaged weights from.
+        ahead: What the number of steps is counted from, see `count_ahead`.
     """
 
     data: str
@@ -46,6 +71,8 @@ class RunState:
     epoch: int = 0
     epoch_start: int = 0
     segments: list[tuple[int, int]] = field(default_factory=list)
+    steps_before: int = 0
+    ahead: Ahead | None = None
 
     @property
     def folder_name(self) -> str:
@@ -56,6 +83,22 @@ class RunState:
     def batch_in_epoch(self) -> int:
         """Batches that each rank has taken of the epoch."""
         return self.micro_batch - self.epoch_start
+
+    @property
+    def steps_averaged(self) -> int:
+        """Optimizer steps that the averaged weights have seen."""
+        return self.steps_before + self.step
+
+    def count_ahead(self, batches_in: Callable[[int], int], accumulation: int) -> Ahead:
+        """What the number of steps is to be counted from; anew where epochs or steps have another length than before.
+
+        `batches_in`: batches of each rank in an epoch, with those of its earlier segments.
+        """
+        length = batches_in(0)
+        if self.ahead is None or (self.ahead.length, self.ahead.accumulation) != (length, accumulation):
+            rest = batches_in(self.epoch) - self.batch_in_epoch
+            self.ahead = Ahead(self.step, self.epoch, rest, length, accumulation)
+        return self.ahead
 
     def advance(self, micro_batches: int, batches_in: int | Callable[[int], int]) -> None:
         """One optimizer step is done, from so many micro-batches.
@@ -81,6 +124,7 @@ class RunState:
             UserError: it means something else, and `other_data` is "refuse".
         """
         done = replace(self, **{key: saved[key] for key in ("step", "micro_batch", "epoch")})
+        done.steps_before = saved.get("steps_before", 0)
         for key, what in (("data", "the dataset (its table or its settings)"), ("global_batch", "batch_size x ranks")):
             if saved[key] == getattr(self, key):
                 continue
@@ -100,7 +144,12 @@ class RunState:
         here = done.batch_in_epoch - sum(batches for _, batches in segments)
         if saved.get("world", self.world) != self.world and here:
             segments.append((saved["world"], here))
-        return replace(done, segments=segments)
+        ahead = saved.get("ahead")
+        return replace(done, segments=segments, ahead=None if ahead is None else Ahead(**ahead))
+
+    def after(self, saved: Mapping[str, Any]) -> "RunState":
+        """A run that begins at step 0 with the weights, the average and the optimizer that were saved there."""
+        return replace(self, steps_before=saved.get("steps_before", 0) + saved["step"])
 
 
 class Throughput:

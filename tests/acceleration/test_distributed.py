@@ -4,9 +4,14 @@ from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from opensora.acceleration.cfg_parallel import share_videos
 from opensora.acceleration.distributed import STEP_TIMEOUT, init_world, local_gpu
+from opensora.acceleration.engines.fsdp2 import make_mesh
+from opensora.acceleration.engines.partition import Partition
 from opensora.utils.errors import UserError
+from tests.conftest import start_ranks
 
 
 def test_the_gpu_is_that_of_the_local_rank(monkeypatch):
@@ -28,3 +33,29 @@ def test_without_torchrun_there_is_one(monkeypatch):
     assert local_gpu(1) == torch.device("cuda", 0)
     world = init_world("cpu", timeout=timedelta(hours=3))
     assert (world.rank, world.size, world.timeout) == (0, 1, STEP_TIMEOUT)
+
+
+def every_group_waits_as_long(rank, folder):
+    dist.init_process_group("gloo", init_method=(folder / "rendezvous").as_uri(), rank=rank, world_size=4)
+    world = init_world("cpu", sp_size=2, timeout=timedelta(hours=3))
+    mesh, videos = make_mesh(world, 2), share_videos(world, 2, cfg_parallel=True)
+    groups = {
+        (rank // 2 * 2, rank // 2 * 2 + 1): [
+            world.sp_group,
+            mesh.get_group("shard"),
+            Partition({"w": torch.nn.Parameter(torch.ones(2))}, world, 2).group,
+            videos.sp_group,
+        ],
+        (rank % 2, rank % 2 + 2): [mesh.get_group("replicate"), videos.cfg_group],
+    }
+    assert mesh["shard"].size() == mesh["replicate"].size() == 2
+    for ranks, made in groups.items():
+        for group in made:
+            assert tuple(dist.get_process_group_ranks(group)) == ranks
+            assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(hours=3)
+    dist.destroy_process_group()
+
+
+def test_groups_wait_as_long_as_the_group_of_all(tmp_path):
+    """PyTorch's own limit for a group of some is 10 minutes with NCCL, whatever that of all is: less than a first step may take."""
+    start_ranks(every_group_waits_as_long, (tmp_path,), 4, "groups", 120)

@@ -52,6 +52,12 @@ def test_a_checkpoint_is_a_pipeline(cfg, weights, tmp_path):
         VideoPipeline.from_pretrained(folder, fps=8, num_frame=4)
 
 
+def test_a_missing_adapter_is_named_before_anything_is_loaded(cfg, tmp_path):
+    broken = replace(cfg, lora=str(tmp_path / "nowhere"), vae={**cfg.vae, "from_pretrained": str(tmp_path / "broken")})
+    with pytest.raises(UserError, match="nowhere is no LoRA: expected a folder with adapter_config"):
+        VideoPipeline.from_config(broken)
+
+
 def test_what_a_call_leaves_out_is_the_configs(pipeline, cfg):
     assert torch.equal(pipeline([A]), pipeline([A], seed=cfg.seed, **SIZE))
     bare = VideoPipeline(pipeline.model, pipeline.vae, pipeline.text_encoder, pipeline.scheduler)

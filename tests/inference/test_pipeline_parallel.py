@@ -70,11 +70,30 @@ def two_processes(rank: int, world_size: int, folder: Path) -> None:
             VideoPipeline.from_config(replace(cfg, scheduler=scheduler, cfg_parallel=True), sharing=sharing)
     pipeline = VideoPipeline.from_config(replace(cfg, cfg_parallel=True), sharing=sharing)
     made = pipeline.sample(request_for(loop=1)).latents
-    torch.testing.assert_close(made[0], torch.load(folder / "exact.pt")[0], atol=2e-4, rtol=1e-4)
+    exact = torch.load(folder / "exact.pt")
+    torch.testing.assert_close(made[0], exact["none"][0], atol=2e-4, rtol=1e-4)
+    for cache in CACHES:
+        pipeline = VideoPipeline.from_config(unguided_at_times(cfg, cache, cfg_parallel=True), sharing=sharing)
+        made = pipeline.sample(request_for(loop=1)).latents
+        torch.testing.assert_close(made[0], exact[cache["type"]][0], atol=2e-4, rtol=1e-4)
+
+
+CACHES = ({"type": "pab", "thresholds": (0, 1000)}, {"type": "teacache", "threshold": 9.0})
+
+
+def unguided_at_times(cfg: InferenceConfig, cache: dict, **changes) -> InferenceConfig:
+    """Steps with guidance and without, where a half of one is of the same shape as the whole of the other."""
+    scheduler = {**cfg.scheduler, "num_sampling_steps": 8, "guidance": {"interval": (0.3, 0.8)}}
+    return replace(cfg, scheduler=scheduler, step_cache=cache, **changes)
 
 
 @pytest.mark.multiprocess
 def test_guidance_on_two_processes(cfg, spawn, tmp_path):
-    torch.save(VideoPipeline.from_config(cfg).sample(request_for(loop=1)).latents, tmp_path / "exact.pt")
+    exact = {"none": VideoPipeline.from_config(cfg).sample(request_for(loop=1)).latents}
+    for cache in CACHES:
+        pipeline = VideoPipeline.from_config(unguided_at_times(cfg, cache))
+        exact[cache["type"]] = pipeline.sample(request_for(loop=1)).latents
+        assert pipeline.step_cache.reused
+    torch.save(exact, tmp_path / "exact.pt")
     (tmp_path / "cfg.json").write_text(json.dumps(to_dict(cfg)))
     spawn(two_processes, 2, tmp_path)

@@ -13,7 +13,7 @@ from tools.lora import export, merge
 
 pytest.importorskip("peft", reason="needs peft: pip install 'opensora[lora]'")
 SIZES = {"caption_channels": 16, "model_max_length": 12}
-LORA = ("--lora.rank=4", "--lora.target_modules=all-linear", "--lora.dropout=0.2")
+LORA = ("--lora.rank=4.0", "--lora.target_modules=all-linear", "--lora.dropout=0.2")
 
 
 @pytest.fixture

@@ -6,15 +6,16 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
 
 from opensora.datasets.bucket import Buckets
 from opensora.datasets.dataloader import build_sampler
-from opensora.datasets.sampler import Place
+from opensora.datasets.sampler import Place, seek
 from opensora.utils import run as run_module
+from opensora.utils.config_schema import LoopConfig
 from opensora.utils.errors import UserError
 from opensora.utils.run import RunState, changed_settings, check_run_folder, due, git_changes, make_run_folder
 
@@ -128,7 +129,10 @@ def take(dataset: Clips, state: RunState, ranks: int, batch_size: int, steps: in
     return read
 
 
-@pytest.mark.parametrize("config", [None, {"32x48": {1: (1.0, 3), 2: (1.0, 2)}}])
+BUCKETS = {"32x48": {1: (1.0, 3), 2: (1.0, 2)}}
+
+
+@pytest.mark.parametrize("config", [None, BUCKETS])
 @pytest.mark.parametrize("sp_size", [1, 2])
 def test_no_sample_is_lost_or_doubled_when_the_number_of_processes_changes(config, sp_size):
     """2 data-parallel processes, then 4, then 1, in the middle of an epoch; `world` counts groups that share samples."""
@@ -147,6 +151,60 @@ def test_no_sample_is_lost_or_doubled_when_the_number_of_processes_changes(confi
         whole = take(dataset, RunState("d", 8), 1, 8, 5, accumulation=2)
         assert counts == Counter(whole)
         assert len(whole) >= 48
+
+
+END = LoopConfig(epochs=10)  # type: ignore[call-arg]
+CHANGES = {
+    "larger steps": (None, (2, 1), (2, 2)),
+    "smaller steps": (None, (2, 2), (2, 1)),
+    "fewer processes": (BUCKETS, (2, 1), (1, 1)),
+    "more processes": (BUCKETS, (1, 1), (2, 1)),
+    "nothing": (BUCKETS, (2, 2), (2, 2)),
+}
+"""Of the data, and (processes, batches of a step) before and after."""
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("done", [0.3, 0.5])
+def test_a_run_has_its_epochs_whatever_changes_on_the_way(change, done):
+    """The end is that of 10 epochs; of buckets' nearly, since they differ in length and the first counts for all."""
+    config, before, after = CHANGES[change]
+    dataset, totals, saved = Clips(50, config), [], None
+    for ranks, accumulation in (before, after, after):  # the last is another resume, where nothing changes any more
+        cfg = replace(END, accumulation_steps=accumulation)
+        sampler = build_sampler(dataset, 4 // ranks, seed=1, rank=0, world_size=ranks)
+        state = RunState("d", 0 if config else 4, world=ranks)
+        state = state if saved is None else state.resumed(saved, "c")
+        totals.append(seek(cfg, sampler, state))
+        assert sum(1 for _ in sampler.placed()) == (totals[-1] - state.step) * accumulation
+        until = int(totals[0] * done) if saved is None else state.step + 1
+        while state.step < until:
+            state.advance(accumulation, sampler.batches_in)
+        saved = json.loads(json.dumps(asdict(state)))
+    assert totals[1] == totals[2]
+    assert (totals[0] == totals[1]) == (change == "nothing")
+    while state.step < totals[-1]:
+        state.advance(accumulation, sampler.batches_in)
+    if config is None:
+        assert 10 * sampler.batches_in(0) - state.micro_batch in range(accumulation)  # what makes no whole step is left
+    assert state.epoch in (9, 10)
+
+
+def test_there_must_be_something_left_to_train():
+    dataset, state = Clips(8), RunState("d", 4, step=20, micro_batch=20, epoch=10, epoch_start=20)
+    sampler = build_sampler(dataset, 4, seed=1, rank=0, world_size=1)
+    with pytest.raises(UserError, match=r"10 epochs of 2 batches, .* make 20 steps, and 20 are done\. Raise --epochs"):
+        seek(END, sampler, state)
+    assert seek(replace(END, epochs=11), sampler, state) == 22
+
+
+def test_a_run_from_another_ones_weights_knows_how_much_their_average_has_seen():
+    state = RunState("d", 4).after({"step": 100})
+    assert (state.step, state.steps_averaged) == (0, 100)
+    state.advance(1, 5)
+    saved = json.loads(json.dumps(asdict(state)))
+    assert RunState("d", 4).resumed(saved, "c").steps_averaged == 101
+    assert RunState("x", 8).after(saved).steps_averaged == 101
 
 
 class TestRecord:

@@ -23,8 +23,8 @@ import argparse
 import gc
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -36,6 +36,7 @@ from torch.nn.attention import sdpa_kernel
 from opensora.acceleration.checkpointing import checkpoint_activations
 from opensora.acceleration.distributed import World
 from opensora.acceleration.engine import build_engine
+from opensora.models.layers.modulation import plain_modulation
 from opensora.utils.errors import UserError, exit_on_user_error
 from opensora.utils.recompute import parse_recompute
 from tools.benchmark.heading import heading, quiet
@@ -143,6 +144,7 @@ def parse_args() -> argparse.Namespace:
         "--checkpoint", nargs="+", metavar="LEVEL", help="values of grad_checkpoint for our ways, in order"
     )
     parser.add_argument("--batch", type=int, help="in place of the settings' own")
+    parser.add_argument("--cast-once", action="store_true", help="for our ways, see the config's cast_once")
     parser.add_argument("--float8-recipe", default="rowwise", help="see opensora/acceleration/float8.py")
     parser.add_argument("--peak-tflops", type=float, help="of the device in bf16; measured when left out")
     parser.add_argument("--toy", action="store_true", help="tiny models and latents; always so on a CPU")
@@ -266,7 +268,8 @@ def measure(args: argparse.Namespace, setting: Setting, way: str, level: str, wa
         if way == "float8":
             to_float8(model, args.float8_recipe)
         trained = Trained(
-            start(model, device, "bf16", "compiled", level), model.flops(setting.latent, cond["y"].shape[2])
+            start(model, device, "bf16", "compiled", level, cast_once=args.cast_once),
+            model.flops(setting.latent, cond["y"].shape[2]),
         )
     del model
     gc.collect()
@@ -283,7 +286,14 @@ def as_the_reference(model: Any, setting: Setting, level: str) -> Trained:
     flops = model.flops(setting.latent, setting.text_len)
     like_the_reference(model)
     checkpoint_activations(model.transformer_blocks(), level)
-    return Trained(RoundedWeights(model, autocast=True), flops, lambda: sdpa_kernel(FLASH))
+    return Trained(RoundedWeights(model, autocast=True), flops, plain_kernels)
+
+
+@contextmanager
+def plain_kernels() -> Iterator[None]:
+    """What the reference computes with: PyTorch's flash attention, and none of our kernels."""
+    with sdpa_kernel(FLASH), plain_modulation():
+        yield
 
 
 def with_diffusers(model: Any, setting: Setting, device: torch.device, level: str, *, autocast: bool) -> Trained:

@@ -98,6 +98,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--float8", nargs="?", const="rowwise", metavar="RECIPE", help="float8 products; default rowwise"
     )
+    parser.add_argument("--cast-once", action="store_true", help="the config's cast_once")
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--steps", type=int, default=6, help="that are timed")
     parser.add_argument("--profiled", type=int, default=2, help="steps that are profiled")
@@ -119,7 +120,7 @@ def measure(args: argparse.Namespace) -> tuple[float, list[Kernel]]:
         from opensora.acceleration.float8 import convert_linears
 
         convert_linears(model, args.float8)
-    engine = start(model, device, args.dtype, args.blocks, args.checkpoint)
+    engine = start(model, device, args.dtype, args.blocks, args.checkpoint, cast_once=args.cast_once)
     seconds, _ = timed(engine, z, cond, args.warmup, args.steps)
     return seconds, kernels_of(
         lambda: train(engine, z, cond, range(args.warmup, args.warmup + args.profiled)), device.type

@@ -92,6 +92,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--text-len", type=int, default=120)
     parser.add_argument("--batch", type=int, default=defaults["batch"])
     parser.add_argument("--dtype", default=defaults["dtype"], choices=("fp32", "bf16", "fp16"))
+    parser.add_argument("--cast-once", action="store_true", help="the config's cast_once")
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--steps", type=int, default=defaults["steps"])
     parser.add_argument("--peak-tflops", type=float, help="of the device, in the number format; measured when left out")
@@ -119,7 +120,7 @@ def measure(args: argparse.Namespace, name: str, blocks: str, checkpoint: str) -
     z, t, cond = inputs(model, args.batch, args.latent, device)
     with torch.no_grad():
         wanted = model(z, t, **cond)
-    engine = start(model, device, args.dtype, blocks, CHECKPOINTED[checkpoint])
+    engine = start(model, device, args.dtype, blocks, CHECKPOINTED[checkpoint], cast_once=args.cast_once)
     error = relative_error(engine, z, t, cond, wanted)
     seconds, memory = timed(engine, z, cond, args.warmup, args.steps)
     return Result(seconds, 3.0 * args.batch * model.flops(tuple(args.latent), cond["y"].shape[2]), memory, error)
@@ -132,13 +133,21 @@ def build(name: str, device: torch.device, text_len: int, **size: int) -> Any:
         return awake(MODELS.build({"type": name}, model_max_length=text_len, **size)).train()
 
 
-def start(model: Any, device: torch.device, dtype: str, blocks: str, checkpoint: str) -> Engine:
-    """The engine, ready to train; `blocks` is "eager" or "compiled", `checkpoint` a value of the config's `grad_checkpoint`."""
+def start(
+    model: Any, device: torch.device, dtype: str, blocks: str, checkpoint: str, *, cast_once: bool = False
+) -> Engine:
+    """The engine, ready to train.
+
+    Args:
+        blocks: "eager" or "compiled".
+        checkpoint, cast_once: values of the config's `grad_checkpoint` and `cast_once`.
+    """
     if blocks == "compiled":
         compile_blocks(model.transformer_blocks())
     checkpoint_activations(model.transformer_blocks(), checkpoint)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device.type == "cuda")
-    return build_engine("ddp", model, optimizer, World(0, 1, device), dtype=dtype, grad_clip=1.0)
+    settings: dict[str, Any] = {"dtype": dtype, "grad_clip": 1.0, "cast_once": cast_once}
+    return build_engine("ddp", model, optimizer, World(0, 1, device), **settings)
 
 
 def inputs(

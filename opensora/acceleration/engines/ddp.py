@@ -7,12 +7,14 @@ and gives the others the result. Gradients still go over all processes, while we
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from opensora.acceleration.distributed import World
 from opensora.acceleration.engines.base import MastersEngine
+from opensora.acceleration.engines.cast_once import CastOnce
 from opensora.acceleration.engines.masters import Masters
 from opensora.acceleration.engines.partition import Partition, node_size
 from opensora.registry import PLUGINS
@@ -31,9 +33,10 @@ class DDPEngine(MastersEngine):
         hybrid_zero: share out the optimizer's state over `shard_size` processes.
         shard_size: None = the processes of a node.
         optimizer_offload: take the step on the CPU, see `Masters`.
+        cast_once: round the blocks' weights in one pass, see `cast_once.py`.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  (keywords of build_engine)
         self,
         model: nn.Module,
         optimizer: Optimizer,
@@ -44,6 +47,7 @@ class DDPEngine(MastersEngine):
         hybrid_zero: bool = False,
         shard_size: int | None = None,
         optimizer_offload: bool = False,
+        cast_once: bool = False,
     ) -> None:
         weights = dict(model.named_parameters())
         self.partition: Partition | None = None
@@ -52,14 +56,21 @@ class DDPEngine(MastersEngine):
         mine = None if self.partition is None else self.partition.mine
         masters = Masters(optimizer, weights, weights, mine=mine, offload=optimizer_offload)
         super().__init__(model, masters, world.device, dtype, grad_clip)
+        self.casts = CastOnce(model, self.dtype) if cast_once and self.dtype != torch.float32 else None
         self.model: nn.Module = DistributedDataParallel(model) if world.size > 1 else model
 
     @contextmanager
     def micro_step(self, *, last: bool) -> Iterator[None]:
         """See `Engine.micro_step`."""
         alone = isinstance(self.model, DistributedDataParallel) and not last
-        with self.model.no_sync() if alone else nullcontext(), self.autocast():  # type: ignore[operator]
+        rounded = nullcontext() if self.casts is None else self.casts.forward_pass()
+        with self.model.no_sync() if alone else nullcontext(), self.autocast(), rounded:  # type: ignore[operator]
             yield
+
+    def backward(self, loss: Tensor) -> None:
+        """See `Engine.backward`."""
+        with nullcontext() if self.casts is None else self.casts.backward_pass():  # checkpointing computes again
+            super().backward(loss)
 
     def step(self) -> Tensor:
         """See `Engine.step`."""

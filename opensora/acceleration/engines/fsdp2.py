@@ -15,12 +15,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.optim import Optimizer
 
-from opensora.acceleration.distributed import World, join_alone
+from opensora.acceleration.distributed import World, join_alone, own_group
 from opensora.acceleration.engines.base import MastersEngine
 from opensora.acceleration.engines.masters import Masters
 from opensora.acceleration.engines.partition import check_shard_size, node_size
@@ -95,8 +96,9 @@ def make_mesh(world: World, shard_size: int) -> DeviceMesh:
     join_alone(world.device)
     if shard_size == world.size:
         return init_device_mesh(world.device.type, (shard_size,), mesh_dim_names=("shard",))
-    shape = (world.size // shard_size, shard_size)
-    return init_device_mesh(world.device.type, shape, mesh_dim_names=("replicate", "shard"))
+    ranks = torch.arange(world.size).view(-1, shard_size)  # a row is a group of neighbours, a column their replicas
+    groups = [own_group(lines.tolist(), world.rank, world.timeout) for lines in (ranks.T, ranks)]
+    return DeviceMesh.from_group(groups, world.device.type, mesh=ranks, mesh_dim_names=("replicate", "shard"))
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, *, reshard_after_forward: bool) -> FSDPModule:

@@ -6,13 +6,12 @@ Whole weights are shared out, the largest first, each to the process with the le
 
 import os
 from collections.abc import Mapping
-from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from opensora.acceleration.distributed import World
+from opensora.acceleration.distributed import World, neighbours
 from opensora.utils.errors import UserError
 
 
@@ -57,8 +56,7 @@ class Partition:
     def __init__(self, weights: Mapping[str, Tensor], world: World, shard_size: int) -> None:
         check_shard_size(shard_size, world.size)
         self.first = world.rank // shard_size * shard_size
-        groups = [dist.new_group(list(range(i, i + shard_size))) for i in range(0, world.size, shard_size)]
-        self.group = cast("dist.ProcessGroup", groups[world.rank // shard_size])  # it has this process
+        self.group = neighbours(world.rank, world.size, shard_size, world.timeout)
         self.shard_size = shard_size
         trained = {name: weight.numel() for name, weight in weights.items() if weight.requires_grad}
         self.owner = share_out(trained, shard_size)

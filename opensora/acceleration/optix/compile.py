@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from opensora.acceleration.checkpointing import checkpoint_activations
 from opensora.acceleration.compile import compile_blocks
+from opensora.acceleration.distributed import STEP_TIMEOUT, neighbours
 from opensora.acceleration.engines.partition import node_size
 from opensora.acceleration.optix.fused_norm import fuse_layer_norms
 from opensora.acceleration.optix.sharded_ema import ShardedEMA
@@ -176,8 +177,7 @@ def _node_group() -> dist.ProcessGroup | None:
     size, world = node_size(dist.get_world_size()), dist.get_world_size()
     if size == world or world % size:
         return None
-    groups = [dist.new_group(list(range(first, first + size))) for first in range(0, world, size)]
-    return cast(dist.ProcessGroup, groups[dist.get_rank() // size])
+    return neighbours(dist.get_rank(), world, size, STEP_TIMEOUT)
 
 
 def _processes(group: dist.ProcessGroup | None) -> int:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from opensora.acceleration.patching import Forward
-from opensora.acceleration.step_cache.steps import CallNumber, StepCache, like, tokens_of
+from opensora.acceleration.step_cache.steps import CallNumber, StepCache, like, part_of_batch, tokens_of
 
 KINDS = ("spatial", "temporal", "cross")
 Skips = Mapping[int, tuple[tuple[int, ...], int]]  # timestep -> (numbers of blocks, steps to skip)
@@ -55,6 +55,7 @@ PRESETS: dict[str, PABOptions] = {
 class _Kept(NamedTuple):
     output: Tensor
     step: int  # that computed it
+    part: str  # of the batch that it is for
 
 
 class _Layer:
@@ -72,16 +73,15 @@ class _Layer:
         call = self.number(index)
         kept, since = self.kept.get(call), self.cache.computed_at(self.kind, self.block, index)
         # `since` is older than what is kept where a size changed and came back, or a call was left out of a step
-        reused = (
-            since < index and kept is not None and kept.step >= since and like(kept.output, tokens_of(args, kwargs))
-        )
+        fresh = since < index and kept is not None and kept.step >= since
+        reused = fresh and kept is not None and like(kept.output, kept.part, tokens_of(args, kwargs))
         self.cache._count(self.kind, reused=reused)
         if reused:
             assert kept is not None
             return kept.output
         output = self.forward(*args, **kwargs)
         if self.cache.needed_after(self.kind, self.block, index):
-            self.kept[call] = _Kept(output, index)
+            self.kept[call] = _Kept(output, index, part_of_batch())
         else:
             self.kept.pop(call, None)
         return output

@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,6 +13,8 @@ from torch import Tensor, nn
 from opensora.acceleration.patching import Forward, wrap_forward
 
 logger = logging.getLogger(__name__)
+
+_part: ContextVar[str] = ContextVar("part of a batch", default="whole")
 
 
 class StepCache(ABC):
@@ -107,9 +110,24 @@ class CallNumber:
         self._index = None
 
 
-def like(kept: Tensor, x: Tensor) -> bool:
-    """Whether a kept tensor fits tokens x: another batch or size has nothing to do with it."""
-    return kept.shape == x.shape and kept.device == x.device
+@contextmanager
+def computing(part: str) -> Iterator[None]:
+    """Inside, calls of the model are for this part of guidance's batch, such as those without the prompt."""
+    token = _part.set(part)
+    try:
+        yield
+    finally:
+        _part.reset(token)
+
+
+def part_of_batch() -> str:
+    """What this call is for, see `computing`; "whole" = for all of its batch."""
+    return _part.get()
+
+
+def like(kept: Tensor, part: str, x: Tensor) -> bool:
+    """Whether a tensor that was kept in a call for `part` fits tokens x: another batch, part of it, or size has nothing to do with it."""
+    return kept.shape == x.shape and kept.device == x.device and part == part_of_batch()
 
 
 def tokens_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from opensora.acceleration.patching import Forward
-from opensora.acceleration.step_cache.steps import CallNumber, StepCache, like, tokens_of
+from opensora.acceleration.step_cache.steps import CallNumber, StepCache, like, part_of_batch, tokens_of
 
 
 class _Call:
@@ -30,6 +30,7 @@ class _Call:
         self.distance = 0.0  # added up since the blocks were computed
         self.residual: Tensor | None = None
         self.entered: Tensor | None = None  # the blocks' input in this step
+        self.part = ""  # of the batch, in the step before
         self.skipping = False
 
 
@@ -85,7 +86,8 @@ class TeaCache(StepCache):
         now.entered = tokens_of(args, kwargs)
         modulated = modulated_input(block, now.entered, args[1:])
         before, now.modulated = now.modulated, modulated
-        known = before is not None and like(before, modulated) and now.residual is not None
+        known = before is not None and like(before, now.part, modulated) and now.residual is not None
+        now.part = part_of_batch()
         if known:
             assert before is not None
             now.distance += self._distance(modulated, before)

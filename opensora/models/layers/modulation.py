@@ -8,6 +8,9 @@ The sums of residual paths are the largest source of rounding errors in bf16. Co
 the compiler keeps them in registers or computes them again; between blocks, where they would be stored, they are rounded.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor, nn
 
@@ -17,6 +20,17 @@ if HAS_TRITON:
     from opensora.acceleration import fused_adaln
 
 SHORT = (torch.bfloat16, torch.float16)
+_kernels = [True]  # whether they are taken where they can be; the last one counts
+
+
+@contextmanager
+def plain_modulation() -> Iterator[None]:
+    """Inside, PyTorch's own operations in place of our kernels: to compare with others' code. Not for compiled blocks."""
+    _kernels.append(False)
+    try:
+        yield
+    finally:
+        _kernels.pop()
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
@@ -51,7 +65,7 @@ def gated(x: Tensor, gate: Tensor, branch: Tensor) -> Tensor:
 
 def _is_fused(x: Tensor, dtype: torch.dtype, *vectors: Tensor) -> bool:
     """Whether the kernels take this: tokens in `dtype`, or in fp32 beside others in `dtype`."""
-    if not (HAS_TRITON and x.is_cuda and torch.is_grad_enabled() and dtype in SHORT):
+    if not (HAS_TRITON and x.is_cuda and _kernels[-1] and torch.is_grad_enabled() and dtype in SHORT):
         return False
     B, T, _, D = x.shape
     return D <= fused_adaln.MAX_CHANNELS and all(
