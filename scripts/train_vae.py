@@ -4,7 +4,10 @@ Ends with `<run>/vae`: the averaged weights with measured latent statistics, in 
 says how to set it up.
 """
 
+import json
+import logging
 import math
+import shutil
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -21,7 +24,6 @@ from opensora.acceleration.loop import (
     build_optimizer,
     checkpoint_parts,
     checkpoint_to_load,
-    count_steps,
     engine_settings,
     learning_rate,
     places,
@@ -35,7 +37,8 @@ from opensora.acceleration.signals import StopSignals
 from opensora.acceleration.watchdog import Watchdog, patience
 from opensora.datasets.dataloader import batch_bytes, build_loader, build_sampler
 from opensora.datasets.datasets import VideoTextDataset
-from opensora.datasets.sampler import BatchSampler, Place, SampleKey
+from opensora.datasets.files import BadFile
+from opensora.datasets.sampler import BatchSampler, SampleKey, seek
 from opensora.inference.compare import save_sheet
 from opensora.models.vae.adversary import Adversary, Nobody, Player, saved_parts
 from opensora.models.vae.evaluate import Quality, mean_quality, quality, reconstruct
@@ -52,9 +55,13 @@ from opensora.utils.lr_scheduler import set_lr
 from opensora.utils.run import RunState, Throughput, check_run_folder, due
 
 T = TypeVar("T")
+logger = logging.getLogger("opensora.train_vae")
 COMPONENTS = {"vae": MODELS, "dataset": DATASETS, "discriminator": MODELS}
 STATISTICS_SAMPLES = 256
 SHEET_CLIPS = 6
+EXPORT = "vae"  # in the run's folder
+BAD_SHOWN = 10  # unreadable files that the log names
+STEP_FILE = "step.json"  # in the export: the optimizer steps behind it
 
 
 @exit_on_user_error
@@ -79,7 +86,7 @@ def train(cfg: VAETrainConfig, world: World, stop: StopSignals, watchdog: Watchd
     model, pieces = build_vae(cfg, world.device)
     criterion = VAELoss(cfg.loss, cfg.lpips, cfg.lpips_frames).to(world.device)
     dataset = build_module(cfg.dataset, DATASETS, seed=cfg.seed)
-    held_out = HeldOut(cfg) if cfg.eval_data_path is not None and world.is_main else None
+    held_out = HeldOut(cfg, world) if cfg.eval_data_path is not None else None
     optimizer = build_optimizer(cfg, model)
     engine = build_engine(cfg.plugin, model, optimizer, world, **engine_settings(cfg))
     ema = build_ema(cfg, model.vae, engine)
@@ -87,8 +94,8 @@ def train(cfg: VAETrainConfig, world: World, stop: StopSignals, watchdog: Watchd
 
     state = RunState(data=dataset.fingerprint(), global_batch=cfg.batch_size * world.size, world=world.size)
     if (source := on_main_first(partial(checkpoint_to_load, cfg))) is not None:
-        state = go_on(source, state, ema, engine, adversary)
-    sampler, total_steps = sampler_at(cfg, dataset, world, state)
+        state = go_on(cfg, source, state, ema, engine, adversary)
+    sampler, total_steps = sampler_at(cfg, dataset, world, state, source)
     loader = build_loader(
         dataset,
         sampler,
@@ -101,7 +108,7 @@ def train(cfg: VAETrainConfig, world: World, stop: StopSignals, watchdog: Watchd
 
     run, saver = open_run(cfg, world, cfg.vae["type"])
     log = RunLog(run if world.is_main else None, start=state.step, wandb=cfg.wandb, config=to_dict(cfg))
-    log.line(summary(cfg, model.vae, len(dataset), total_steps, world, run))
+    log.line(summary(cfg, model.vae, len(dataset), state.step, total_steps, world, run))
     log.start_progress(state.step, total_steps)
     record = StepRecord(world)
     guard = FiniteGuard(world, cfg.on_nonfinite, cfg.max_skipped, scales_loss=engine.scales_loss)
@@ -128,7 +135,7 @@ def train(cfg: VAETrainConfig, world: World, stop: StopSignals, watchdog: Watchd
         taken, grad_norm = guard.taken(grad_norm), adversary.step(state.step, grad_norm)
         state.advance(cfg.accumulation_steps, sampler.batches_in)
         record.step(state.step, grad_norm)
-        ema.update(model.vae, state.step, taken=taken)
+        ema.update(model.vae, state.steps_averaged, taken=taken)
         log.advance()
         last = stop.agreed() or state.step == total_steps
         if due(state.step, cfg.log_every) or due(state.step, cfg.ckpt_every) or last:
@@ -138,13 +145,13 @@ def train(cfg: VAETrainConfig, world: World, stop: StopSignals, watchdog: Watchd
             window.clear()
         if held_out is not None and (due(state.step, cfg.eval_every) or state.step == total_steps):
             with watchdog.slowly():
-                log.metrics(state.step, **held_out(averaged(cfg, ema, world.device), criterion.lpips, run, state.step))
+                log.metrics(state.step, **held_out(ema, criterion.lpips, run, state.step))
         if due(state.step, cfg.ckpt_every) or last:
             with watchdog.slowly():
                 saver.save(state, checkpoint_parts(engine, ema) | adversary.state())
     saver.wait()
-    if world.is_main and not stop.stopping:
-        log.line(export(cfg, averaged(cfg, ema, world.device), dataset, run / "vae"))
+    if not stop.stopping:
+        log.line(on_main_first(partial(export, cfg, ema, world.device, dataset, run, state.step)))
     barrier()
     log.line(f"{stop.reason or 'done'}: {run} at step {state.step}")
     log.close()
@@ -174,13 +181,19 @@ def build_vae(cfg: VAETrainConfig, device: torch.device) -> tuple[Reconstructor,
     return model, Pieces(cfg.mixed_lengths, cfg.seed, device)
 
 
-def sampler_at(cfg: VAETrainConfig, dataset: Any, world: World, state: RunState) -> tuple[BatchSampler, int]:
-    """What decides this process' batches from `state` on, and the optimizer steps of the whole run."""
+def sampler_at(
+    cfg: VAETrainConfig, dataset: Any, world: World, state: RunState, source: Path | None
+) -> tuple[BatchSampler, int]:
+    """What decides this process' batches from `state` on, and the optimizer steps of the whole run.
+
+    Where all are done and the run of the checkpoint `source` has no VAE of them, there are no batches: the export is left.
+
+    Raises:
+        UserError: there is neither a step nor an export to make.
+    """
     sampler = build_sampler(dataset, cfg.batch_size, seed=cfg.seed, rank=world.rank, world_size=world.size)
-    total_steps = count_steps(cfg, sampler.batches_in(0), state.step)
-    place = Place(state.epoch, state.batch_in_epoch, tuple(state.segments))
-    sampler.seek(place, (total_steps - state.step) * cfg.accumulation_steps)
-    return sampler, total_steps
+    nothing_left = source is None or on_main_first(partial(is_exported, source.resolve().parent, state.step))
+    return sampler, seek(cfg, sampler, state, may_be_done=not nothing_left)
 
 
 def build_adversary(cfg: VAETrainConfig, world: World) -> Player:
@@ -201,9 +214,10 @@ def build_adversary(cfg: VAETrainConfig, world: World) -> Player:
     )
 
 
-def go_on(source: Path, fresh: RunState, ema: EMA, engine: Engine, adversary: Player) -> RunState:
-    """Take everything from the checkpoint `source`; returns where it stood."""
-    state = resume(source, fresh, ema, engine, keep_place=True)
+def go_on(cfg: VAETrainConfig, source: Path, fresh: RunState, ema: EMA, engine: Engine, adversary: Player) -> RunState:
+    """Take weights, averages and optimizers from the checkpoint `source`; returns where to go on."""
+    keep_place = not cfg.start_from_scratch
+    state = resume(source, fresh, ema, engine, keep_place=keep_place, other_data=cfg.other_data)
     resume_adversary(source, adversary)
     return state
 
@@ -245,9 +259,22 @@ def averaged(cfg: VAETrainConfig, ema: EMA, device: torch.device) -> Any:
 
 
 class HeldOut:
-    """Clips that are never trained on: measured, and shown beside their reconstructions in the run's folder."""
+    """Clips that are never trained on: measured, and shown beside their reconstructions in the run's folder.
 
-    def __init__(self, cfg: VAETrainConfig) -> None:
+    All processes make it and call it; the main one reads the clips and measures, and the others wait for it there, not in
+    the next step's collective calls, where they would have no more than a step's time.
+    """
+
+    def __init__(self, cfg: VAETrainConfig, world: World) -> None:
+        self.cfg, self.device = cfg, world.device
+        self.items = self._read() if world.is_main else []
+
+    def __call__(self, ema: EMA, lpips: nn.Module | None, run: Path, step: int) -> dict[str, float]:
+        """Mean PSNR, SSIM and, where training has it, LPIPS; writes `held_out-<step>.png`."""
+        return on_main_first(partial(self._measure, ema, lpips, run / f"held_out-{step:06d}.png"))
+
+    def _read(self) -> list[dict[str, Any]]:
+        cfg = self.cfg
         dataset = VideoTextDataset(
             data_path=str(cfg.eval_data_path),
             num_frames=max(cfg.mixed_lengths or [cfg.num_frames]),
@@ -259,52 +286,90 @@ class HeldOut:
             short_clips="drop",
         )
         chosen = range(0, len(dataset), max(len(dataset) // cfg.eval_num_samples, 1))[: cfg.eval_num_samples]
-        self.items = [dataset[SampleKey(0, index)] for index in chosen]
+        return [dataset[SampleKey(0, index)] for index in chosen]
 
-    def __call__(self, vae: Any, lpips: nn.Module | None, run: Path, step: int) -> dict[str, float]:
-        """Mean PSNR, SSIM and, where training has it, LPIPS; writes `held_out-<step>.png`."""
-        device = next(vae.parameters()).device
+    def _measure(self, ema: EMA, lpips: nn.Module | None, sheet_path: Path) -> dict[str, float]:
+        vae = averaged(self.cfg, ema, self.device)
         rows: list[Quality] = []
         sheet: dict[str, tuple[Tensor, ...]] = {}
         for item in self.items:
-            x = item["video"][None].to(device)
+            x = item["video"][None].to(self.device)
             x_hat = reconstruct(vae, x)
             rows.append(quality(x_hat, x, lpips))
             if len(sheet) < SHEET_CLIPS:
                 sheet[f"{Path(item['path']).stem}, {item['index']}"] = (x[0].cpu(), x_hat[0].cpu())
-        save_sheet(run / f"held_out-{step:06d}.png", sheet)
+        save_sheet(sheet_path, sheet)
         values = mean_quality(rows)._asdict()
         return {f"held_out_{name}": value for name, value in values.items() if not math.isnan(value)}
 
 
-def export(cfg: VAETrainConfig, vae: Any, dataset: Any, folder: Path) -> str:
-    """Write the VAE, fp16, with the statistics of the latents of up to 256 training samples; says what they are.
+def export(cfg: VAETrainConfig, ema: EMA, device: torch.device, dataset: Any, run: Path, step: int) -> str:
+    """Write the averaged VAE, fp16, with the statistics of the latents of up to 256 training samples; says what they are.
 
-    With the encoder kept the statistics are kept too: a denoiser that knows the latents knows them scaled so.
+    With the encoder kept the statistics are kept too: a denoiser that knows the latents knows them scaled so. The folder
+    gets its name when it is complete, so that a resume can tell whether the export is still to be made.
     """
-    told = "the encoder was not trained: latents are scaled as before"
+    vae, told = averaged(cfg, ema, device), "the encoder was not trained: latents are scaled as before"
     if cfg.trained == "all":
         chosen = range(0, len(dataset), max(len(dataset) // STATISTICS_SAMPLES, 1))[:STATISTICS_SAMPLES]
         statistics = measure_latents(vae, videos(dataset, chosen))
         vae.set_latent_statistics(**statistics.config())
         told = statistics.describe()
-    vae.save_pretrained(folder, dtype="fp16")
+    folder, partial_folder = run / EXPORT, run / f".{EXPORT}.partial"
+    shutil.rmtree(partial_folder, ignore_errors=True)  # of an export that was interrupted
+    partial_folder.mkdir()
+    vae.save_pretrained(partial_folder, dtype="fp16")
+    (partial_folder / STEP_FILE).write_text(json.dumps({"step": step}) + "\n")
+    if folder.exists():  # of fewer steps
+        shutil.rmtree(folder)
+    partial_folder.rename(folder)
     return told
 
 
+def is_exported(run: Path, step: int) -> bool:
+    """Whether the VAE of so many steps, or of more, is in a run's folder."""
+    note = run / EXPORT / STEP_FILE
+    if not note.is_file():
+        return note.parent.is_dir()  # before there was such a note, every export was taken for the last
+    return json.loads(note.read_text())["step"] >= step
+
+
 def videos(dataset: Any, indices: range) -> Iterator[Tensor]:
-    """The videos [3, T, H, W] of some samples, as epoch 0 has them."""
-    return (dataset[SampleKey(0, index)]["video"] for index in indices)
+    """The videos [3, T, H, W] of some samples, as epoch 0 has them; those whose files cannot be read are left out.
+
+    No `bad_files` policy ends a run here: its steps are done, and a mean needs no particular sample.
+
+    Raises:
+        UserError: they are more than half.
+    """
+    bad: list[str] = []
+    for index in indices:
+        try:
+            video = dataset[SampleKey(0, index)]["video"]
+        except BadFile as error:
+            bad.append(str(error))
+        else:
+            yield video
+    told = f"{len(bad)} of {len(indices)} samples cannot be read"
+    if 2 * len(bad) > len(indices):
+        raise UserError(
+            f"{told}, too many for the statistics of the latents; is the storage there? The first: {bad[0]}\n"
+            "The steps are done and saved. Resume the run when the files are back, with --load latest or its last "
+            "checkpoint: only the export is left."
+        )
+    if bad:
+        logger.warning("%s, and the statistics of the latents leave them out: %s", told, "; ".join(bad[:BAD_SHOWN]))
 
 
-def summary(cfg: VAETrainConfig, vae: nn.Module, samples: int, total: int, world: World, run: Path) -> str:
+def summary(cfg: VAETrainConfig, vae: nn.Module, samples: int, done: int, total: int, world: World, run: Path) -> str:
     """What is about to be trained, in a few lines."""
     count = sum(parameter.numel() for parameter in vae.parameters())
     whole = cfg.batch_size * cfg.accumulation_steps * world.size
+    over = f"\n  {done} steps are done, and have left no VAE: only the export is left" if done >= total else ""
     return (
         f"{cfg.vae['type']}: {count / 1e6:.2f} M parameters, {vae.out_channels} channels, {cfg.dtype} on {world.size} x "
         f"{world.device.type}\n  {samples} samples, {total} steps of {whole} ({cfg.num_frames} x {cfg.image_size[0]} x "
-        f"{cfg.image_size[1]} each)\n  run folder {run}"
+        f"{cfg.image_size[1]} each)\n  run folder {run}{over}"
     )
 
 

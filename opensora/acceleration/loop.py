@@ -13,7 +13,6 @@ from opensora.acceleration.engine import Engine
 from opensora.utils.ckpt import latest_checkpoint, open_checkpoint
 from opensora.utils.config_schema import LoopConfig
 from opensora.utils.ema import EMA
-from opensora.utils.errors import UserError
 from opensora.utils.lr_scheduler import lr_at
 from opensora.utils.run import RunState
 
@@ -122,21 +121,3 @@ def places(micro_batches: Sequence[Mapping[str, Any]]) -> Iterator[list[int]]:
 def learning_rate(cfg: LoopConfig, step: int, total_steps: int) -> float:
     """The learning rate of this step."""
     return lr_at(step, cfg.lr, warmup_steps=cfg.warmup_steps, schedule=cfg.lr_schedule, total_steps=total_steps)
-
-
-def count_steps(cfg: LoopConfig, batches_per_epoch: int, done: int) -> int:
-    """Optimizer steps of the whole run.
-
-    Raises:
-        UserError: there is nothing to train.
-    """
-    total = cfg.epochs * batches_per_epoch // cfg.accumulation_steps
-    if cfg.max_steps is not None:
-        total = min(total, cfg.max_steps)
-    if total <= done:
-        raise UserError(
-            f"nothing to train: {cfg.epochs} epochs of {batches_per_epoch} batches, accumulation_steps="
-            f"{cfg.accumulation_steps} and max_steps={cfg.max_steps} make {total} steps, and {done} are done. "
-            "Raise --epochs or --max-steps."
-        )
-    return total

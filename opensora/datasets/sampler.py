@@ -138,14 +138,14 @@ class EpochBatchSampler:
             yield [SampleKey(epoch, index) for index in order[places].tolist()]
 
 
-def seek(cfg: LoopConfig, sampler: BatchSampler, state: RunState) -> int:
+def seek(cfg: LoopConfig, sampler: BatchSampler, state: RunState, *, may_be_done: bool = False) -> int:
     """Let the sampler begin where the run stands, and end where it ends.
 
     Returns:
         Optimizer steps of the whole run: those done, and those that `epochs` leave; `max_steps` at most.
 
     Raises:
-        UserError: there is nothing to train.
+        UserError: there is nothing to train, and the run may not be done.
     """
     place = Place(state.epoch, state.batch_in_epoch, tuple(state.segments))
     sampler.seek(place, None)
@@ -153,11 +153,11 @@ def seek(cfg: LoopConfig, sampler: BatchSampler, state: RunState) -> int:
     total = ahead.total_steps(cfg.epochs)
     if cfg.max_steps is not None:
         total = min(total, cfg.max_steps)
-    if total <= state.step:
+    if total <= state.step and not may_be_done:
         raise UserError(
             f"nothing to train: {cfg.epochs} epochs of {ahead.length} batches, accumulation_steps="
             f"{cfg.accumulation_steps} and max_steps={cfg.max_steps} make {max(total, 0)} steps, and {state.step} are done. "
             "Raise --epochs or --max-steps."
         )
-    sampler.seek(place, (total - state.step) * cfg.accumulation_steps)
+    sampler.seek(place, max(total - state.step, 0) * cfg.accumulation_steps)
     return total

@@ -2,8 +2,13 @@
 
 import importlib.util
 import json
+import os
+import re
+import shutil
 import sys
+import time
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -15,7 +20,12 @@ from opensora.datasets.datasets import VideoTextDataset
 from opensora.models.vae import DiffusersVideoVAE, VideoAutoencoderKL
 from opensora.registry import DATASETS
 from opensora.utils.ckpt import complete_checkpoints, open_checkpoint
+from opensora.utils.config_schema import LoopConfig, VAETrainConfig, schema_fields
+from opensora.utils.errors import UserError
+from opensora.utils.run import RunState
+from tests.conftest import start_ranks
 from tests.models.vae.lpips_files import random_alex
+from tests.scripts.conftest import free_ports
 
 ROOT = Path(__file__).parents[2]
 
@@ -67,7 +77,12 @@ ema_decay = 0.9
 
 
 @pytest.fixture(scope="module")
-def script():
+def script() -> ModuleType:
+    return load_script()
+
+
+def load_script() -> ModuleType:
+    """scripts/train_vae.py as a module."""
     spec = importlib.util.spec_from_file_location("train_vae_script", ROOT / "scripts" / "train_vae.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -200,6 +215,164 @@ def test_a_step_that_is_no_number_is_skipped_and_counted(train, bad_data, capsys
     with pytest.raises(SystemExit):
         train(*bad_data, "--on-nonfinite=skip", "--max-skipped=0", name="none")
     assert "more than max_skipped=0" in capsys.readouterr().err
+
+
+def ends_with(run, capsys) -> str:
+    """What a run says that ends with exit code 2."""
+    with pytest.raises(SystemExit) as stop:
+        run()
+    assert stop.value.code == 2
+    return capsys.readouterr().err
+
+
+def table_with_bad_rows(pictures: Path, folder: Path, *bad: int) -> Path:
+    """A copy of the pictures and their table, in which these rows' files are cut off."""
+    shutil.copytree(pictures.parent, folder)
+    for row in bad:
+        path = folder / f"{row}.png"
+        path.write_bytes(path.read_bytes()[:-200])
+    return folder / pictures.name
+
+
+class TestTheEndOfARun:
+    """`vae/` is there, and whole, or can still be had."""
+
+    def test_a_file_that_cannot_be_read_costs_its_own_sample_only(self, train, pictures, tmp_path, capsys):
+        """With either policy: with "error" one that the few steps of training have not met."""
+        table = table_with_bad_rows(pictures, tmp_path / "bad", 3)
+        told = "1 of 10 samples cannot be read, and the statistics of the latents leave them out"
+        run = train(f"--data-path={table}", "--max-steps=4", "--dataset.max-bad-share=0.5")
+        assert VideoAutoencoderKL(str(run / "vae")).out_channels == 4
+        said = capsys.readouterr().err
+        assert told in said
+        assert "3.png" in said.partition(told)[2]
+        run = train(
+            f"--data-path={table}", "--max-steps=1", "--batch-size=1", "--dataset.bad-files=error", "--warmup-steps=0",
+            name="strict",
+        )  # fmt: skip
+        assert (run / "vae" / "config.json").is_file()
+
+    def test_where_most_files_cannot_be_read_it_says_so_and_can_be_repeated(self, train, pictures, tmp_path, capsys):
+        table = table_with_bad_rows(pictures, tmp_path / "bad", *range(6))
+        options = (f"--data-path={table}", "--max-steps=1", "--dataset.max-bad-share=1")
+        said = ends_with(lambda: train(*options), capsys)
+        assert "6 of 10 samples" in said
+        assert "--load latest" in said
+        assert not (tmp_path / "run" / "vae").exists()
+        for row in range(6):
+            shutil.copy(pictures.parent / f"{row}.png", table.parent)
+        assert (train(*options, "--load=latest") / "vae" / "config.json").is_file()
+
+    def test_a_missing_export_is_all_that_a_resume_of_a_finished_run_makes(self, train, tmp_path, monkeypatch, capsys):
+        def full_disk(vae, folder, dtype):
+            folder.mkdir(exist_ok=True)
+            (folder / "config.json").write_text("half of it")
+            raise UserError("No space left on device")
+
+        with monkeypatch.context() as broken:
+            broken.setattr(VideoAutoencoderKL, "save_pretrained", full_disk)
+            assert "No space left" in ends_with(train, capsys)
+        (first, last), whole = complete_checkpoints(tmp_path / "run"), train(name="whole")
+        run = train("--load=latest")
+        assert complete_checkpoints(run) == [first, last]
+        assert [entry["step"] for entry in entries(run)] == list(range(1, 9))
+        assert "only the export is left" in (run / "log.txt").read_text()
+        assert sorted(path.name for path in run.iterdir() if path.name.startswith((".", "vae"))) == ["vae"]
+        fingerprints = {VideoAutoencoderKL(str(one / "vae")).fingerprint() for one in (whole, run)}
+        assert len(fingerprints) == 1
+        # and once it is there, there is nothing left to do: in this folder, or in another
+        assert "nothing to train" in ends_with(lambda: train("--load=latest"), capsys)
+        assert "nothing to train" in ends_with(lambda: train(f"--load={last}", name="new"), capsys)
+
+    def test_a_checkpoint_of_a_run_without_vae_is_exported_into_a_new_run(self, train):
+        whole = train()
+        shutil.rmtree(whole / "vae")
+        again = train(f"--load={complete_checkpoints(whole)[-1]}", name="again")
+        assert (again / "vae" / "config.json").is_file()
+
+    def test_the_vae_of_fewer_steps_is_not_taken_for_that_of_a_longer_run(self, train, monkeypatch, capsys):
+        run = train("--max-steps=4")
+        short = VideoAutoencoderKL(str(run / "vae")).fingerprint()
+        with monkeypatch.context() as broken:
+            broken.setattr(VideoAutoencoderKL, "save_pretrained", no_disk)
+            ends_with(lambda: train("--load=latest"), capsys)
+        assert VideoAutoencoderKL(str(run / "vae")).fingerprint() == short
+        train("--load=latest")
+        assert VideoAutoencoderKL(str(run / "vae")).fingerprint() != short
+        assert "nothing to train" in ends_with(lambda: train("--load=latest"), capsys)
+
+
+def no_disk(vae, folder, dtype):
+    raise UserError("No space left on device")
+
+
+class TestResumeWithOtherData:
+    def test_it_is_refused_with_advice_that_works(self, train, pictures, tmp_path, capsys):
+        load = f"--load={complete_checkpoints(train('--max-steps=4'))[-1]}"
+        said = ends_with(lambda: train(load, "--batch-size=5", name="refused"), capsys)
+        assert "batch_size x ranks was 4, now 5" in said
+        assert "--other-data next_epoch" in said
+        assert "--start-from-scratch True" in said
+        fewer = tmp_path / "fewer.csv"
+        rows = pictures.read_text().splitlines()[:9]
+        fewer.write_text("\n".join([rows[0], *(str(pictures.parent / row) for row in rows[1:])]) + "\n")
+        for name, options in {"batch": ("--batch-size=5",), "data": (f"--data-path={fewer}",)}.items():
+            rest = train(load, *options, "--other-data=next_epoch", name=name)
+            assert [entry["step"] for entry in entries(rest)] == [5, 6, 7, 8]
+            # 4 steps of 3 batches an epoch end in epoch 1, and epoch 2 begins; now 2 batches are an epoch
+            assert [entry["epoch"] for entry in entries(rest)] == [2, 3, 3, 4]
+
+    def test_from_scratch_keeps_weights_average_and_optimizers(self, train):
+        gan = ("--discriminator", "{'type': 'PatchDiscriminator', 'dims': 2, 'channels': 8, 'num_layers': 1}")
+        first = train(*gan, "--max-steps=4", name="first")
+        load = f"--load={complete_checkpoints(first)[-1]}"
+        short = ("--max-steps=1", "--lr=1e-9", "--discriminator-lr=1e-9", "--warmup-steps=0", "--ema-every=9")
+        again = train(*gan, load, "--batch-size=5", "--start-from-scratch=True", *short, name="again")
+        assert complete_checkpoints(again)[-1].name == "epoch0-global_step1"
+        for part in ("model", "ema", "discriminator"):
+            left, right = tensors(first, part), tensors(again, part)
+            for name, value in left.items():
+                torch.testing.assert_close(value, right[name], rtol=0, atol=1e-6)
+        for part in ("optimizer", "discriminator_optimizer"):
+            steps = {int(value) for name, value in tensors(again, part).items() if name.endswith("/step")}
+            assert steps == {5}, part
+
+    @pytest.mark.parametrize("option", ["--other-data=next_epoch", "--start-from-scratch=True"])
+    def test_neither_is_ignored_without_load(self, train, capsys, option):
+        assert "has no effect without load" in ends_with(lambda: train(option), capsys)
+
+    def test_every_option_that_the_refusal_names_is_one_of_every_training_script(self):
+        with pytest.raises(UserError) as refused:
+            RunState("xyz", 8).resumed({"data": "abc", "global_batch": 8, "step": 1, "micro_batch": 1, "epoch": 0}, "c")
+        named = {option.replace("-", "_") for option in re.findall(r"--([a-z-]+)", str(refused.value))}
+        assert named
+        for schema in (VAETrainConfig, *LoopConfig.__subclasses__()):
+            assert named <= schema_fields(schema).keys(), schema
+
+
+@pytest.mark.multiprocess
+def test_a_measurement_longer_than_a_step_may_take_does_not_end_the_other_processes(config, pictures, tmp_path):
+    options = ["--max-steps=4", "--ckpt-every=0", "--batch-size=2", "--eval-every=2", f"--eval-data-path={pictures}"]
+    # 6 s; the steps take milliseconds, and process 1 is in the next one's all-reduce while process 0 measures
+    argv = [str(config), f"--outputs={tmp_path}", "--exp-name=run", "--step-timeout-min=0.1", *options]
+    start_ranks(_measure_slowly, (free_ports(1)[0], argv), 2, "scripts/train_vae.py", 120)
+    assert [e["step"] for e in entries(tmp_path / "run") if "held_out_psnr" in e] == [2, 4]
+    assert (tmp_path / "run" / "vae" / "config.json").is_file()
+
+
+def _measure_slowly(rank: int, port: int, argv: list[str]) -> None:
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1"}
+    os.environ.update({name: str(value) for name, value in {**place, "MASTER_PORT": port}.items()})
+    script = load_script()
+    reconstruct, waits = script.reconstruct, iter([8.0])
+
+    def slow(vae, x):
+        time.sleep(next(waits, 0))
+        return reconstruct(vae, x)
+
+    script.reconstruct = slow
+    sys.argv = ["train_vae.py", *argv]
+    script.main()
 
 
 @pytest.fixture(scope="module")

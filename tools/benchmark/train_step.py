@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+import torch._inductor.config
 from torch import Tensor, nn
 
 from opensora.acceleration.checkpointing import checkpoint_activations
@@ -67,7 +68,7 @@ def main() -> None:
     peak = args.peak_tflops or matmul_tflops(device, to_torch_dtype(args.dtype))
     print(
         f"{heading(device, 'tools.benchmark.train_step')}, {args.dtype}, batch {args.batch}, latent {'x'.join(map(str, args.latent))}, "
-        f"{args.text_len} text tokens; MFU of {peak:.4g} TFLOP/s ({'given' if args.peak_tflops else 'measured'})\n"
+        f"{args.text_len} text tokens{''.join(f', {name}' for name in told(args))}; MFU of {peak:.4g} TFLOP/s ({'given' if args.peak_tflops else 'measured'})\n"
     )
     print("| model | blocks | checkpointed | ms/step | samples/s | TFLOP/s | MFU | peak GiB | error |")
     print("|---|---|---|---|---|---|---|---|---|")
@@ -78,6 +79,11 @@ def main() -> None:
                     f"| {model} | {blocks} | {checkpoint} | {cells(args, model, blocks, checkpoint, peak)} |",
                     flush=True,
                 )
+
+
+def told(args: argparse.Namespace) -> list[str]:
+    """What else was asked for, for the heading."""
+    return [*(["cast_once"] if args.cast_once else []), *args.inductor]
 
 
 def parse_args() -> argparse.Namespace:
@@ -93,10 +99,22 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=defaults["batch"])
     parser.add_argument("--dtype", default=defaults["dtype"], choices=("fp32", "bf16", "fp16"))
     parser.add_argument("--cast-once", action="store_true", help="the config's cast_once")
+    parser.add_argument(
+        "--inductor",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="settings of inductor to switch on, such as combo_kernels",
+    )
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--steps", type=int, default=defaults["steps"])
     parser.add_argument("--peak-tflops", type=float, help="of the device, in the number format; measured when left out")
-    return parser.parse_args()
+    args = parser.parse_args()
+    for name in args.inductor:
+        if getattr(torch._inductor.config, name, None) is None:
+            parser.error(f"--inductor: torch._inductor.config of torch {torch.__version__} has no {name}")
+        setattr(torch._inductor.config, name, True)
+    return args
 
 
 def cells(args: argparse.Namespace, model: str, blocks: str, checkpoint: str, peak: float) -> str:
