@@ -21,6 +21,7 @@ import torch
 import torch._inductor.config
 from torch import Tensor, nn
 
+from opensora.acceleration import attention as acceleration_attention
 from opensora.acceleration.checkpointing import checkpoint_activations
 from opensora.acceleration.compile import compile_blocks
 from opensora.acceleration.distributed import World
@@ -83,7 +84,8 @@ def main() -> None:
 
 def told(args: argparse.Namespace) -> list[str]:
     """What else was asked for, for the heading."""
-    return [*(["cast_once"] if args.cast_once else []), *args.inductor]
+    frames = [f"frame_attention up to {args.frame_tokens} tokens"] if args.frame_tokens else []
+    return [*(["cast_once"] if args.cast_once else []), *frames, *args.inductor]
 
 
 def parse_args() -> argparse.Namespace:
@@ -110,6 +112,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=defaults["steps"])
     parser.add_argument("--peak-tflops", type=float, help="of the device, in the number format; measured when left out")
     args = parser.parse_args()
+    acceleration_attention.FRAME_TOKENS = args.frame_tokens
     for name in args.inductor:
         if getattr(torch._inductor.config, name, None) is None:
             parser.error(f"--inductor: torch._inductor.config of torch {torch.__version__} has no {name}")
