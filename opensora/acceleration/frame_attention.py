@@ -60,21 +60,24 @@ def _(qkv: Tensor, bias: Tensor | None, num_heads: int) -> tuple[Tensor, Tensor]
 def frame_attention_backward(
     grad: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, num_heads: int
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of qkv, and its fp32 sums [B T, 3 H d] over the tokens of each frame."""
+    """The gradient of qkv, and fp32 sums [P, 3 H d] whose sum is that of all tokens' gradients."""
     qkv, grad = qkv.contiguous(), grad.to(qkv.dtype).contiguous()
     B, T, S, width = qkv.shape
     d = width // (3 * num_heads)
-    grad_qkv, sums = empty_like(qkv), qkv.new_empty(B * T, width, dtype=float32)
+    blocks = _within(_BACKWARD, S)
+    grad_qkv = empty_like(qkv)
+    sums = qkv.new_empty(B * T * triton.cdiv(S, blocks["BLOCK_K"]), width, dtype=float32)
     _backward_kernel[(B * T * num_heads,)](
-        qkv, out, grad, lse, grad_qkv, sums, num_heads, S, d**-0.5, d=d, **_tiles(d), **_within(_BACKWARD, S)
+        qkv, out, grad, lse, grad_qkv, sums, num_heads, S, d**-0.5, d=d, **_tiles(d), **blocks
     )
     return grad_qkv, sums
 
 
 @frame_attention_backward.register_fake
 def _(grad: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
-    B, T, _, width = qkv.shape
-    return qkv.new_empty(qkv.shape), qkv.new_empty(B * T, width, dtype=float32)
+    B, T, S, width = qkv.shape
+    parts = B * T * triton.cdiv(S, _within(_BACKWARD, S)["BLOCK_K"])
+    return qkv.new_empty(qkv.shape), qkv.new_empty(parts, width, dtype=float32)
 
 
 def _save(ctx, inputs: tuple[Tensor, Tensor | None, int], output: tuple[Tensor, Tensor]) -> None:  # type: ignore[no-untyped-def]
@@ -139,23 +142,13 @@ def _store(ptr, rows, stride, inside, x0, x1, d: tl.constexpr, D0: tl.constexpr,
 
 
 @triton.jit
-def _add_rows(sum0, sum1, x0, x1, D1: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Sums [D0] and [D1], and all rows of x added."""
-    sum0 += tl.sum(x0, 0)
-    if D1 > 0:
-        sum1 += tl.sum(x1, 0)
-    else:
-        sum1 = sum0
-    return sum0, sum1
-
-
-@triton.jit
-def _store_sums(ptr, sum0, sum1, d: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr):  # type: ignore[no-untyped-def]
+def _store_sum(ptr, x0, x1, d: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The sum of all rows."""
     channels = tl.arange(0, D0)
-    tl.store(ptr + channels, sum0, mask=channels < d)
+    tl.store(ptr + channels, tl.sum(x0, 0), mask=channels < d)
     if D1 > 0:
         channels = D0 + tl.arange(0, D1)
-        tl.store(ptr + channels, sum1, mask=channels < d)
+        tl.store(ptr + channels, tl.sum(x1, 0), mask=channels < d)
 
 
 @triton.jit
@@ -165,15 +158,6 @@ def _zeros(ROWS: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr):  # type: ign
     if D1 > 0:
         x1 = tl.zeros([ROWS, D1], tl.float32)
     return x0, x1
-
-
-@triton.jit
-def _no_sums(D0: tl.constexpr, D1: tl.constexpr):  # type: ignore[no-untyped-def]
-    sum0 = tl.zeros([D0], tl.float32)
-    sum1 = sum0
-    if D1 > 0:
-        sum1 = tl.zeros([D1], tl.float32)
-    return sum0, sum1
 
 
 @triton.jit
@@ -241,10 +225,7 @@ def _backward_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     o_ptr += frame * N * width + head * d
     g_ptr += frame * N * width + head * d
     lse_ptr += tl.program_id(0).to(tl.int64) * N
-    sums_ptr += frame * 3 * width + head * d
-    q_sum0, q_sum1 = _no_sums(D0, D1)
-    k_sum0, k_sum1 = _no_sums(D0, D1)
-    v_sum0, v_sum1 = _no_sums(D0, D1)
+    sums_ptr += frame * tl.cdiv(N, BLOCK_K) * 3 * width + head * d
     for first in range(0, N, BLOCK_K):
         keys = first + tl.arange(0, BLOCK_K)
         there = keys < N
@@ -252,6 +233,7 @@ def _backward_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
         v0, v1 = _load(q_ptr + 2 * width, keys, 3 * width, there, d, D0, D1)
         dk0, dk1 = _zeros(BLOCK_K, D0, D1)
         dv0, dv1 = _zeros(BLOCK_K, D0, D1)
+        asking = tl.zeros([BLOCK_K], tl.float32)  # the gradient of the scores, summed over the queries
         for block in range(0, N, BLOCK_Q):
             queries = block + tl.arange(0, BLOCK_Q)
             asked = queries < N
@@ -265,7 +247,9 @@ def _backward_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
             p = tl.exp2(_inner(k0, k1, q0, q1, D1) * (scale * 1.4426950408889634) - lse[None, :])  # [BLOCK_K, BLOCK_Q]
             p = tl.where(there[:, None], p, 0.0)
             # queries beyond N have gradient 0, so they add nothing to the sums over queries
-            ds = (p * (_inner(v0, v1, g0, g1, D1) - delta[None, :]) * scale).to(q0.dtype)
+            ds = p * (_inner(v0, v1, g0, g1, D1) - delta[None, :]) * scale
+            asking += tl.sum(ds, 1)
+            ds = ds.to(q0.dtype)
             dv0, dv1 = _add_product(dv0, dv1, p.to(q0.dtype), g0, g1, D1)
             dk0, dk1 = _add_product(dk0, dk1, ds, q0, q1, D1)
             dq0, dq1 = _zeros(BLOCK_Q, D0, D1)
@@ -276,13 +260,11 @@ def _backward_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
                     dq1 += before1
             dq0, dq1 = _add_product(dq0, dq1, tl.trans(ds), k0, k1, D1)
             _store(dq_ptr, queries, 3 * width, asked, dq0, dq1, d, D0, D1)
-            if first + BLOCK_K >= N:
-                q_sum0, q_sum1 = _add_rows(q_sum0, q_sum1, dq0, dq1, D1)
         _store(dq_ptr + width, keys, 3 * width, there, dk0, dk1, d, D0, D1)
         _store(dq_ptr + 2 * width, keys, 3 * width, there, dv0, dv1, d, D0, D1)
-        k_sum0, k_sum1 = _add_rows(k_sum0, k_sum1, dk0, dk1, D1)
-        v_sum0, v_sum1 = _add_rows(v_sum0, v_sum1, dv0, dv1, D1)
+        # what the keys of this block add to the gradients of all queries
+        _store_sum(sums_ptr, asking[:, None] * k0, asking[:, None] * k1, d, D0, D1)
+        _store_sum(sums_ptr + width, dk0, dk1, d, D0, D1)
+        _store_sum(sums_ptr + 2 * width, dv0, dv1, d, D0, D1)
+        sums_ptr += 3 * width
         tl.debug_barrier()  # the next round reads what other threads of this program wrote
-    _store_sums(sums_ptr, q_sum0, q_sum1, d, D0, D1)
-    _store_sums(sums_ptr + width, k_sum0, k_sum1, d, D0, D1)
-    _store_sums(sums_ptr + 2 * width, v_sum0, v_sum1, d, D0, D1)
