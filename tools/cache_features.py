@@ -21,22 +21,35 @@ import torch.distributed as dist
 
 from opensora.acceleration.distributed import init_world, shutdown
 from opensora.datasets.cache.flow import FOLDER as FLOW
-from opensora.datasets.cache.moments import CLIPS, SAMPLES, Counts, Job, sample_settings, write_clips, write_samples
+from opensora.datasets.cache.moments import (
+    CLIPS,
+    SAMPLES,
+    Choices,
+    Counts,
+    Job,
+    refuse_rate_of_clips,
+    sample_settings,
+    write_clips,
+    write_samples,
+)
 from opensora.datasets.cache.moments import DTYPES as MOMENT_DTYPES
 from opensora.datasets.cache.text import DTYPES as TEXT_DTYPES
 from opensora.datasets.cache.text import captions_of, write_text
 from opensora.datasets.datasets import VideoTextDataset
+from opensora.datasets.decoding import Decoding
 from opensora.datasets.table import read_table
 from opensora.models.encode import freeze
 from opensora.models.vae.slicing import SlicedEncoder
 from opensora.registry import DATASETS, MODELS, SCHEDULERS, build_module
 from opensora.utils.config import TrainConfig, parse_config
+from opensora.utils.config_resolve import DEFAULT_DATASET
 from opensora.utils.errors import UserError, exit_on_user_error
 from opensora.utils.records import RecordReader
 from opensora.utils.text_features import FOLDER as TEXT
 from tools.cache_flow import RECORDS, cached_flow, wants_flow
 
 COMPONENTS = {"model": MODELS, "vae": MODELS, "text_encoder": MODELS, "scheduler": SCHEDULERS, "dataset": DATASETS}
+CACHEABLE = ("VideoTextDataset", "CachedVideoTextDataset")
 Dataset = Mapping[str, Any]
 
 
@@ -57,6 +70,9 @@ def cache_features(argv: Sequence[str] | None = None) -> dict[str, Counts]:
         raise UserError(
             f"a {RECORDS} has its moments and captions already; what may be missing is the flow: --what flow."
         )
+    refuse_other_datasets(dataset, args.what)
+    if "moments" in args.what and not args.epochs:
+        refuse_rate_of_clips(dataset.get("target_fps"))
     if (Path(folder) / "manifest.json").exists():
         warnings.warn(f"{folder} also holds files of an older format, which nothing reads: delete manifest.json and the "
                       "*.safetensors beside it.", stacklevel=2)  # fmt: skip
@@ -115,6 +131,19 @@ def text_encoder_of(component: Mapping[str, Any]) -> dict[str, Any]:
     return dict(component["encoder"])
 
 
+def refuse_other_datasets(dataset: Dataset, what: Sequence[str]) -> None:
+    """Raise a `UserError` for datasets whose samples no cache of moments or flow holds; captions are those of any."""
+    kind = str(dataset.get("type", DEFAULT_DATASET))
+    chosen = [name for name in what if name != "text"]
+    if kind in CACHEABLE or (kind == RECORDS and chosen == ["flow"]) or not chosen:
+        return
+    raise UserError(
+        f"a {kind} cannot train from a cache of {' and '.join(chosen)}: it holds the clips of a {CACHEABLE[0]}, of one length and "
+        f"size, which a {CACHEABLE[1]} reads. Give such a config (--dataset.type {CACHEABLE[1]}, and no bucket_config), or store the "
+        "captions alone: --what text."
+    )
+
+
 def check(folder: Path) -> list[str]:
     """What is damaged in a cache; reads all of it.
 
@@ -139,17 +168,26 @@ def _table(dataset: Dataset, text_columns: Sequence[str]) -> Any:
 
 def _write_clips(dataset: Dataset, vae: Any, job: Job, chunk: int) -> Counts:
     table = read_table(dataset["data_path"], dataset["root"], text_columns=())
-    transform = dataset.get("transform_name", "center")
-    return write_clips(table, vae, job, image_size=_size(dataset), transform_name=transform, chunk=chunk)
+    transform, choices = dataset.get("transform_name", "center"), _choices(dataset)
+    return write_clips(
+        table, vae, job, image_size=_size(dataset), transform_name=transform, choices=choices, chunk=chunk
+    )
 
 
 def _write_samples(dataset: Dataset, vae: Any, job: Job, epochs: int) -> Counts:
     taken = inspect.signature(VideoTextDataset).parameters.keys() & dataset.keys()
     source = VideoTextDataset(**{name: dataset[name] for name in taken})
     window = (dataset["num_frames"], dataset["frame_interval"])
-    transform = dataset.get("transform_name", "center")
-    settings = sample_settings(vae.fingerprint(), window, _size(dataset), transform, job.dtype, dataset["seed"])
+    transform, choices = dataset.get("transform_name", "center"), _choices(dataset)
+    settings = sample_settings(
+        vae.fingerprint(), window, _size(dataset), transform, job.dtype, dataset["seed"], choices
+    )
     return write_samples(source, vae, job, settings, epochs)
+
+
+def _choices(dataset: Dataset) -> Choices:
+    decoding = Decoding.of(dataset.get("decode"))
+    return Choices(bool(dataset.get("use_image_transform", False)), decoding, dataset.get("target_fps"))
 
 
 def _size(dataset: Dataset) -> tuple[int, int]:

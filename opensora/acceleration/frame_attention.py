@@ -15,6 +15,8 @@ import triton.language as tl
 from torch import Tensor, empty_like, float32
 from torch.library import custom_op
 
+from opensora.acceleration.triton_tiles import add_product, inner, load_rows, store_rows, store_sum, tiles, zeros
+
 MAX_TOKENS = 256
 """Of a frame: beyond, kernels for long sequences are good at it."""
 MAX_HEAD_DIM = 128
@@ -45,7 +47,7 @@ def frame_attention(qkv: Tensor, bias: Tensor | None, num_heads: int) -> tuple[T
     out, lse = qkv.new_empty(B, T, S, width // 3), qkv.new_empty(B * T, num_heads, S, dtype=float32)
     blocks = _within(_FORWARD, S)
     _forward_kernel[(triton.cdiv(S, blocks["BLOCK_Q"]), B * T * num_heads)](
-        qkv, out, lse, num_heads, S, d**-0.5, d=d, **_tiles(d), **blocks
+        qkv, out, lse, num_heads, S, d**-0.5, d=d, **tiles(d), **blocks
     )
     return out, lse
 
@@ -68,7 +70,7 @@ def frame_attention_backward(
     grad_qkv = empty_like(qkv)
     sums = qkv.new_empty(B * T * triton.cdiv(S, blocks["BLOCK_K"]), width, dtype=float32)
     _backward_kernel[(B * T * num_heads,)](
-        qkv, out, grad, lse, grad_qkv, sums, num_heads, S, d**-0.5, d=d, **_tiles(d), **blocks
+        qkv, out, grad, lse, grad_qkv, sums, num_heads, S, d**-0.5, d=d, **tiles(d), **blocks
     )
     return grad_qkv, sums
 
@@ -96,88 +98,10 @@ def _grad(ctx, grad: Tensor, _: None) -> tuple[Tensor, Tensor | None, None]:  # 
 frame_attention.register_autograd(_grad, setup_context=_save)
 
 
-def _tiles(d: int) -> dict[str, int]:
-    """Channels as two powers of two, the second possibly 0; tensor cores take no fewer than 16."""
-    whole = max(16, triton.next_power_of_2(d))
-    first = max(16, whole // 2)
-    second = max(16, triton.next_power_of_2(max(d - first, 1)))
-    return {"D0": whole, "D1": 0} if d <= first or first + second >= whole else {"D0": first, "D1": second}
-
-
 def _within(blocks: dict[str, int], num_tokens: int) -> dict[str, int]:
     """No larger than what there is."""
     most = max(16, triton.next_power_of_2(num_tokens))
     return {name: min(value, most) if name.startswith("BLOCK") else value for name, value in blocks.items()}
-
-
-# pairs of tiles: channels 0 ... D0 - 1 and those from D0 on. With D1 = 0 there are no others, and the second tile is not used.
-
-
-@triton.jit
-def _tile(ptr, rows, stride, inside, first: tl.constexpr, d: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Pointers to channels of some rows, and which of them there are."""
-    channels = first + tl.arange(0, WIDTH)
-    return ptr + rows[:, None] * stride + channels[None, :], inside[:, None] & (channels < d)[None, :]
-
-
-@triton.jit
-def _load(ptr, rows, stride, inside, d: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Some rows, 0 outside."""
-    where, there = _tile(ptr, rows, stride, inside, 0, d, D0)
-    x0 = tl.load(where, mask=there, other=0.0)
-    x1 = x0
-    if D1 > 0:
-        where, there = _tile(ptr, rows, stride, inside, D0, d, D1)
-        x1 = tl.load(where, mask=there, other=0.0)
-    return x0, x1
-
-
-@triton.jit
-def _store(ptr, rows, stride, inside, x0, x1, d: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: PLR0913
-    where, there = _tile(ptr, rows, stride, inside, 0, d, D0)
-    tl.store(where, x0.to(ptr.dtype.element_ty), mask=there)
-    if D1 > 0:
-        where, there = _tile(ptr, rows, stride, inside, D0, d, D1)
-        tl.store(where, x1.to(ptr.dtype.element_ty), mask=there)
-
-
-@triton.jit
-def _store_sum(ptr, x0, x1, d: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The sum of all rows."""
-    channels = tl.arange(0, D0)
-    tl.store(ptr + channels, tl.sum(x0, 0), mask=channels < d)
-    if D1 > 0:
-        channels = D0 + tl.arange(0, D1)
-        tl.store(ptr + channels, tl.sum(x1, 0), mask=channels < d)
-
-
-@triton.jit
-def _zeros(ROWS: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr):  # type: ignore[no-untyped-def]
-    x0 = tl.zeros([ROWS, D0], tl.float32)
-    x1 = x0
-    if D1 > 0:
-        x1 = tl.zeros([ROWS, D1], tl.float32)
-    return x0, x1
-
-
-@triton.jit
-def _inner(a0, a1, b0, b1, D1: tl.constexpr):  # type: ignore[no-untyped-def]
-    """a b^T."""
-    product = tl.dot(a0, tl.trans(b0), input_precision="ieee")
-    if D1 > 0:
-        product += tl.dot(a1, tl.trans(b1), input_precision="ieee")
-    return product
-
-
-@triton.jit
-def _add_product(x0, x1, p, a0, a1, D1: tl.constexpr):  # type: ignore[no-untyped-def]
-    """x + p a."""
-    x0 += tl.dot(p, a0, input_precision="ieee")
-    if D1 > 0:
-        x1 += tl.dot(p, a1, input_precision="ieee")
-    else:
-        x1 = x0
-    return x0, x1
 
 
 @triton.jit
@@ -191,24 +115,24 @@ def _forward_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     q_ptr = qkv_ptr + frame * N * 3 * width + head * d
     queries = tl.program_id(0) * BLOCK_Q + tl.arange(0, BLOCK_Q)
     asked = queries < N
-    q0, q1 = _load(q_ptr, queries, 3 * width, asked, d, D0, D1)
-    out0, out1 = _zeros(BLOCK_Q, D0, D1)
+    q0, q1 = load_rows(q_ptr, queries, 3 * width, asked, d, D0, D1)
+    out0, out1 = zeros(BLOCK_Q, D0, D1)
     top = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_Q], tl.float32)
     for first in range(0, N, BLOCK_K):
         keys = first + tl.arange(0, BLOCK_K)
         there = keys < N
-        k0, k1 = _load(q_ptr + width, keys, 3 * width, there, d, D0, D1)
-        v0, v1 = _load(q_ptr + 2 * width, keys, 3 * width, there, d, D0, D1)
-        scores = tl.where(there[None, :], _inner(q0, q1, k0, k1, D1) * scale, float("-inf"))
+        k0, k1 = load_rows(q_ptr + width, keys, 3 * width, there, d, D0, D1)
+        v0, v1 = load_rows(q_ptr + 2 * width, keys, 3 * width, there, d, D0, D1)
+        scores = tl.where(there[None, :], inner(q0, q1, k0, k1, D1) * scale, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1))  # a block has a key, so that it is finite
         p = tl.exp2(scores - higher[:, None])
         shrunk = tl.exp2(top - higher)
         total = total * shrunk + tl.sum(p, 1)
-        out0, out1 = _add_product(out0 * shrunk[:, None], out1 * shrunk[:, None], p.to(v0.dtype), v0, v1, D1)
+        out0, out1 = add_product(out0 * shrunk[:, None], out1 * shrunk[:, None], p.to(v0.dtype), v0, v1, D1)
         top = higher
     out0, out1 = out0 / total[:, None], out1 / total[:, None]
-    _store(o_ptr + frame * N * width + head * d, queries, width, asked, out0, out1, d, D0, D1)
+    store_rows(o_ptr + frame * N * width + head * d, queries, width, asked, out0, out1, d, D0, D1)
     tl.store(lse_ptr + tl.program_id(1).to(tl.int64) * N + queries, top + tl.log2(total), mask=asked)
 
 
@@ -229,42 +153,42 @@ def _backward_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     for first in range(0, N, BLOCK_K):
         keys = first + tl.arange(0, BLOCK_K)
         there = keys < N
-        k0, k1 = _load(q_ptr + width, keys, 3 * width, there, d, D0, D1)
-        v0, v1 = _load(q_ptr + 2 * width, keys, 3 * width, there, d, D0, D1)
-        dk0, dk1 = _zeros(BLOCK_K, D0, D1)
-        dv0, dv1 = _zeros(BLOCK_K, D0, D1)
+        k0, k1 = load_rows(q_ptr + width, keys, 3 * width, there, d, D0, D1)
+        v0, v1 = load_rows(q_ptr + 2 * width, keys, 3 * width, there, d, D0, D1)
+        dk0, dk1 = zeros(BLOCK_K, D0, D1)
+        dv0, dv1 = zeros(BLOCK_K, D0, D1)
         asking = tl.zeros([BLOCK_K], tl.float32)  # the gradient of the scores, summed over the queries
         for block in range(0, N, BLOCK_Q):
             queries = block + tl.arange(0, BLOCK_Q)
             asked = queries < N
-            q0, q1 = _load(q_ptr, queries, 3 * width, asked, d, D0, D1)
-            g0, g1 = _load(g_ptr, queries, width, asked, d, D0, D1)
-            o0, o1 = _load(o_ptr, queries, width, asked, d, D0, D1)
+            q0, q1 = load_rows(q_ptr, queries, 3 * width, asked, d, D0, D1)
+            g0, g1 = load_rows(g_ptr, queries, width, asked, d, D0, D1)
+            o0, o1 = load_rows(o_ptr, queries, width, asked, d, D0, D1)
             lse = tl.load(lse_ptr + queries, mask=asked, other=0.0)
             delta = tl.sum(g0.to(tl.float32) * o0.to(tl.float32), 1)  # [BLOCK_Q]: gradient · result
             if D1 > 0:
                 delta += tl.sum(g1.to(tl.float32) * o1.to(tl.float32), 1)
-            p = tl.exp2(_inner(k0, k1, q0, q1, D1) * (scale * 1.4426950408889634) - lse[None, :])  # [BLOCK_K, BLOCK_Q]
+            p = tl.exp2(inner(k0, k1, q0, q1, D1) * (scale * 1.4426950408889634) - lse[None, :])  # [BLOCK_K, BLOCK_Q]
             p = tl.where(there[:, None], p, 0.0)
             # queries beyond N have gradient 0, so they add nothing to the sums over queries
-            ds = p * (_inner(v0, v1, g0, g1, D1) - delta[None, :]) * scale
+            ds = p * (inner(v0, v1, g0, g1, D1) - delta[None, :]) * scale
             asking += tl.sum(ds, 1)
             ds = ds.to(q0.dtype)
-            dv0, dv1 = _add_product(dv0, dv1, p.to(q0.dtype), g0, g1, D1)
-            dk0, dk1 = _add_product(dk0, dk1, ds, q0, q1, D1)
-            dq0, dq1 = _zeros(BLOCK_Q, D0, D1)
+            dv0, dv1 = add_product(dv0, dv1, p.to(q0.dtype), g0, g1, D1)
+            dk0, dk1 = add_product(dk0, dk1, ds, q0, q1, D1)
+            dq0, dq1 = zeros(BLOCK_Q, D0, D1)
             if first > 0:  # what the keys before gave
-                before0, before1 = _load(dq_ptr, queries, 3 * width, asked, d, D0, D1)
+                before0, before1 = load_rows(dq_ptr, queries, 3 * width, asked, d, D0, D1)
                 dq0 += before0
                 if D1 > 0:
                     dq1 += before1
-            dq0, dq1 = _add_product(dq0, dq1, tl.trans(ds), k0, k1, D1)
-            _store(dq_ptr, queries, 3 * width, asked, dq0, dq1, d, D0, D1)
-        _store(dq_ptr + width, keys, 3 * width, there, dk0, dk1, d, D0, D1)
-        _store(dq_ptr + 2 * width, keys, 3 * width, there, dv0, dv1, d, D0, D1)
+            dq0, dq1 = add_product(dq0, dq1, tl.trans(ds), k0, k1, D1)
+            store_rows(dq_ptr, queries, 3 * width, asked, dq0, dq1, d, D0, D1)
+        store_rows(dq_ptr + width, keys, 3 * width, there, dk0, dk1, d, D0, D1)
+        store_rows(dq_ptr + 2 * width, keys, 3 * width, there, dv0, dv1, d, D0, D1)
         # what the keys of this block add to the gradients of all queries
-        _store_sum(sums_ptr, asking[:, None] * k0, asking[:, None] * k1, d, D0, D1)
-        _store_sum(sums_ptr + width, dk0, dk1, d, D0, D1)
-        _store_sum(sums_ptr + 2 * width, dv0, dv1, d, D0, D1)
+        store_sum(sums_ptr, asking[:, None] * k0, asking[:, None] * k1, d, D0, D1)
+        store_sum(sums_ptr + width, dk0, dk1, d, D0, D1)
+        store_sum(sums_ptr + 2 * width, dv0, dv1, d, D0, D1)
         sums_ptr += 3 * width
         tl.debug_barrier()  # the next round reads what other threads of this program wrote

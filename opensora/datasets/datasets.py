@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from opensora.datasets.files import IMAGE_FPS, BadFile, TooFewFrames, is_image
-from opensora.datasets.frame_times import AtRate, EveryNth, Rule, frames_needed
+from opensora.datasets.frame_times import AtRate, EveryNth, Rule, frames_needed, is_slow
 from opensora.datasets.read_video import DEFAULT, Decoding, count_frames, open_clip, read_indices
 from opensora.datasets.sampler import SampleKey
 from opensora.datasets.substitute import BadFiles
@@ -61,6 +61,10 @@ class ClipRows:
 
     Datasets of pixels and of cached latents share it: the same (seed, epoch, index) means the same window and caption.
     `count` gives the frames of a row whose number the table does not state.
+
+    Attributes:
+        kept: [N] int64, the rows that can give one.
+        dropped: why others cannot -> how many, and which setting would keep them.
     """
 
     def __init__(
@@ -81,13 +85,16 @@ class ClipRows:
         self.target_fps, self.short_clips = target_fps, short_clips
         self.needed = frames_needed(num_frames, frame_interval)
         self._refuse_pictures()
-        self.kept = self._long_enough(short_clips, count or self._count)  # [N] row numbers
+        self.dropped: dict[str, tuple[int, str]] = {}
+        slow = self._too_slow()
+        short = self._too_short(count or self._count, slow)
+        self.kept = np.flatnonzero(~(slow | short))
 
     def __len__(self) -> int:
         return len(self.kept)
 
     def row(self, index: int) -> int:
-        """The table's row of sample `index`; they differ where short clips were dropped."""
+        """The table's row of sample `index`; they differ where short or slow clips were dropped."""
         return int(self.kept[index])
 
     def choose(self, epoch: int, row: int, available: int) -> Choice:
@@ -131,28 +138,47 @@ class ClipRows:
                 "Train on pictures with num_frames=1, or remove these rows.",
             )
 
-    def _long_enough(self, short_clips: str, count: Callable[[int], int]) -> np.ndarray:
+    def _too_slow(self) -> np.ndarray:
+        """[N] bool, videos of which the table says that they have fewer frames a second than are asked for."""
+        if self.target_fps is None:
+            return np.zeros(len(self.table), bool)
+        slow = is_slow(self.table.fps, self.target_fps)
+        slow[[row for row in np.flatnonzero(slow).tolist() if is_image(self.table.path(row))]] = False
+        what = (
+            f"have fewer than the {self.target_fps:g} frames a second of target_fps, so that frames would be repeated"
+        )
+        self._complain_or_drop(slow, what, f"slower than target_fps={self.target_fps:g}", "Lower dataset.target_fps.")
+        return slow
+
+    def _too_short(self, count: Callable[[int], int], others: np.ndarray) -> np.ndarray:
+        """[N] bool, clips of too few frames; `others` need not be looked at."""
         lengths = self.table.num_frames
-        if short_clips == "drop" and self.needed > 1 and not lengths.all():
+        if self.short_clips == "drop" and self.needed > 1 and not lengths[~others].all():
             logger.info("%s: counting frames; a column num_frames would save this.", self.table.source)
-            counted = [n or count(row) for row, n in enumerate(lengths.tolist())]
-            lengths = np.array(counted, np.int64)
-        short = np.flatnonzero((lengths > 0) & (lengths < self._needed_of_each()))
-        if len(short) == 0:
-            return np.arange(len(self.table))
+            unknown = np.flatnonzero((lengths == UNKNOWN) & ~others)
+            lengths = lengths.copy()
+            lengths[unknown] = [count(row) for row in unknown.tolist()]
+        short = (lengths > 0) & (lengths < self._needed_of_each()) & ~others
         what = (
             f"have fewer than the {self.needed} frames that num_frames={self.num_frames} at "
             f"frame_interval={self.frame_interval} needs"
         )
-        if short_clips == "error" or len(short) == len(self.table):
-            raise complain_about_rows(
-                self.table,
-                short.tolist(),
-                what,
-                "Use shorter clips, or leave such rows out with dataset.short_clips='drop'.",
-            )
-        logger.warning("%s: %d of %d rows are dropped: they %s.", self.table.source, len(short), len(lengths), what)
-        return np.setdiff1d(np.arange(len(lengths)), short)
+        if isinstance(self.rule, AtRate):
+            what = f"are shorter than the {self.rule.span:.2f} s of num_frames={self.num_frames} at target_fps={self.target_fps:g}"
+        self._complain_or_drop(short, what, "too short", "Lower num_frames or frame_interval.")
+        return short
+
+    def _complain_or_drop(self, bad: np.ndarray, what: str, reason: str, remedy: str) -> None:
+        """What `short_clips` says is done with rows that cannot give a clip; an error where none would be left."""
+        number = int(bad.sum())
+        if number == 0:
+            return
+        left = len(self.table) - sum(count for count, _ in self.dropped.values())
+        if self.short_clips == "error" or number == left:
+            advice = f"{remedy} Or leave such rows out with dataset.short_clips='drop'."
+            raise complain_about_rows(self.table, np.flatnonzero(bad).tolist(), what, advice)
+        logger.warning("%s: %d of %d rows are dropped: they %s.", self.table.source, number, len(self.table), what)
+        self.dropped[reason] = (number, remedy)
 
     def _needed_of_each(self) -> np.ndarray:
         """[N] frames that a row's file must have; at a target rate, as far as the table tells the file's own."""
@@ -187,7 +213,8 @@ class VideoTextDataset:
         use_image_transform: Give pictures ADM's transform instead.
         text_columns: Each sample takes one of these captions; empty ones are skipped. () where there are no captions.
         seed: With epoch and row, it decides caption, window and crop.
-        short_clips: What to do with clips that are too short: "error" or "drop".
+        short_clips: What to do with clips that are too short, or of which the table says that they are slower than
+            `target_fps`: "error" or "drop".
         bad_files: What the loader does when a file cannot be read: "substitute" another sample, and say so, or "error".
         max_bad_share: The share of substituted samples above which a run ends.
         target_fps: Take what is shown at so many frames a second, of videos of any rate, instead of every n-th frame.
@@ -287,7 +314,7 @@ def read_clip(
         if stated > clip.num_frames:
             raise wrong_length(stated, clip.num_frames, path)
         seconds = clip.seconds()[: stated or None]
-        fps = IMAGE_FPS if is_image(path) else rule.fps(clip.fps)
+        fps = _rate(path, rule, clip.fps)
         choice = choose(rule.num_starts(seconds))
         try:
             frames = read_indices(path, clip, rule.indices(seconds, choice.start))
@@ -302,6 +329,16 @@ def read_clip(
             choice = choice._replace(start=starts - 1)
             frames = read_indices(path, clip, rule.indices(seconds, choice.start))
     return frames, fps, choice
+
+
+def _rate(path: Path, rule: Rule, file_fps: float) -> float:
+    """Of a clip from that file."""
+    if is_image(path):
+        return IMAGE_FPS
+    try:
+        return rule.fps(file_fps)
+    except BadFile as error:
+        raise BadFile(f"{path}: {error}") from error
 
 
 def naming_the_row(table: Table, row: int, error: UserError) -> UserError:

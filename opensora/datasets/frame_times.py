@@ -5,10 +5,11 @@ seconds. A rule turns the times of a video's frames into the number of possible 
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
+from opensora.datasets.files import BadFile
 from opensora.utils.errors import UserError
 
 CLOSE = 1e-3  # of a second's share: times are rounded to the container's time base, often to milliseconds
@@ -92,14 +93,19 @@ class AtRate:
         """`target_fps`.
 
         Raises:
-            UserError: the video has fewer frames a second, so that frames would be shown twice.
+            BadFile: the video has fewer frames a second, so that frames would be shown twice.
         """
-        if self.target_fps > MAX_REPEATED * file_fps:
-            raise UserError(
+        if is_slow(file_fps, self.target_fps):
+            raise BadFile(
                 f"target_fps={self.target_fps:g} is more than the {file_fps:g} frames a second of the video, so frames would "
                 "be repeated; choose a lower target_fps or leave such videos out."
             )
         return self.target_fps
+
+
+def is_slow(file_fps: Any, target_fps: float) -> Any:
+    """Whether videos of that rate have too few frames a second; of unknown rate (NaN) they have not. Numbers or arrays."""
+    return target_fps > MAX_REPEATED * file_fps
 
 
 def frames_needed(num_frames: int, frame_interval: int) -> int:

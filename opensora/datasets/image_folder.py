@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import pandas as pd
 import torch
 
 from opensora.datasets.datasets import describe, naming_the_row
@@ -23,6 +22,7 @@ from opensora.datasets.read_video import read_frames
 from opensora.datasets.sampler import SampleKey
 from opensora.datasets.substitute import BadFiles
 from opensora.datasets.table import Table, complain_about_rows, read_table
+from opensora.datasets.text_column import TextColumn
 from opensora.datasets.transforms import get_transform
 from opensora.registry import DATASETS
 from opensora.utils.errors import UserError
@@ -180,7 +180,7 @@ def _files_below(folder: Path, name: str) -> list[str]:
 
 
 def _table_of(folder: Path, files: Sequence[str], labels: Sequence[str]) -> Table:
-    rows = pd.DataFrame({"path": files, "label": labels}, dtype=str)
+    rows = {"path": TextColumn.of(files), "label": TextColumn.of(labels)}
     return Table(folder, folder, rows, ("label",), np.ones(len(files), np.int64))
 
 
@@ -193,21 +193,22 @@ def _count_classes(table: Table, names: Sequence[str], column: str, wanted: int 
                 f"{', '.join(names[:SHOWN_CLASSES])}.{_split_hint(names)}"
             )
         return len(names)
-    labels = table.rows[column].str.strip()
+    labels = [label.strip() for label in table.rows[column]]
     wrong = [row for row, label in enumerate(labels) if not (label.isdecimal() and label.isascii())]
     if wrong:
-        remedy = f"The first says {labels.iat[wrong[0]]!r}; `python -m tools.datasets.convert classes` numbers class folders."
+        remedy = (
+            f"The first says {labels[wrong[0]]!r}; `python -m tools.datasets.convert classes` numbers class folders."
+        )
         raise complain_about_rows(table, wrong, f"have no whole number in {column!r}", remedy)
-    numbers = labels.astype(int)
-    if wanted is not None and (numbers >= wanted).any():
-        over = [row for row, number in enumerate(numbers) if number >= wanted]
+    numbers = [int(label) for label in labels]
+    if wanted is not None and (over := [row for row, number in enumerate(numbers) if number >= wanted]):
         raise complain_about_rows(
             table,
             over,
             f"have a {column} above {wanted - 1}, the last of num_classes={wanted}",
             "Classes count from 0.",
         )
-    return int(numbers.max()) + 1 if wanted is None else wanted
+    return max(numbers) + 1 if wanted is None else wanted
 
 
 def _split_hint(names: Sequence[str]) -> str:

@@ -100,7 +100,7 @@ def summarise(dataset: Any, sampler: BatchSampler, processes: int, accumulation_
         accumulation_steps=accumulation_steps,
         batches=sampler.batches_per_epoch,
         samples_per_step=(step, step, step),
-        left={"too short": (rows - len(dataset), "Lower num_frames or frame_interval.")} if rows > len(dataset) else {},
+        left=dataset.clips.dropped if hasattr(dataset, "clips") else {},
         buckets=(),
         repeated=sampler.num_padded,
         dropped=0,

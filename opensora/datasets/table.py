@@ -1,12 +1,14 @@
 """The table of a dataset: one clip a row, in a CSV, JSONL or parquet file with the columns `path` and, usually, `text`.
 
 Captions are kept to the letter: "NA", "None" and "" are captions too. A row is kept or left out as a whole, and what is left
-out is counted by reason.
+out is counted by reason. Nothing that stays is an object for each row, so that worker processes share it (`text_column.py`).
 """
 
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
+import re
+import shlex
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +18,7 @@ import pandas as pd
 
 from opensora.datasets.files import IMAGE_EXTENSIONS, VIDEO_EXTENSIONS
 from opensora.datasets.table_files import SHOWN_ROWS, list_rows, read_frame, strings
+from opensora.datasets.text_column import TextColumn
 from opensora.registry import did_you_mean
 from opensora.utils.errors import UserError
 
@@ -24,6 +27,8 @@ logger = logging.getLogger(__name__)
 MAX_CHECKED_FILES = 100_000
 SAMPLE_OF_FILES = 1_000  # that are looked for where a table has more rows than that
 UNKNOWN = 0  # in `num_frames`, `height` and `width`
+OK = "ok"  # in the column `status` of tools/datasets and tools/scoring; anything else says what is wrong with the file
+URL = re.compile(r"(https?|s3|gs|ftp)://")
 
 
 def _unset() -> np.ndarray:
@@ -35,7 +40,7 @@ class Table:
     """A table that was read and checked. Row numbers count from 0; messages count from 1, below the header.
 
     Attributes:
-        rows: `path` and the text columns, as strings.
+        rows: `path` and the text columns.
         num_frames, height, width: [N] int64, UNKNOWN where the table does not say.
         fps: [N] float64, NaN where the table does not say.
         flow: [N] float64, the optical-flow score, NaN where the cell is empty; None where the table has no such column.
@@ -45,7 +50,7 @@ class Table:
 
     source: Path
     folder: Path
-    rows: pd.DataFrame
+    rows: Mapping[str, TextColumn]
     text_columns: tuple[str, ...]
     num_frames: np.ndarray
     height: np.ndarray = field(default_factory=_unset)
@@ -68,11 +73,11 @@ class Table:
                 object.__setattr__(self, name, value)
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.rows["path"])
 
     def name(self, row: int) -> str:
         """The path as the table gives it."""
-        return str(self.rows["path"].iat[row])
+        return self.rows["path"][row]
 
     def path(self, row: int) -> Path:
         """Where the file is."""
@@ -80,7 +85,7 @@ class Table:
 
     def captions(self, row: int) -> list[str]:
         """The captions of a row that are not empty; one empty caption if none is left."""
-        captions = [str(self.rows[column].iat[row]) for column in self.text_columns]
+        captions = [self.rows[column][row] for column in self.text_columns]
         return [caption for caption in captions if caption] or [""]
 
     def scores(self, row: int) -> dict[str, float]:
@@ -97,11 +102,13 @@ class Table:
 
     def without(self, rows: Sequence[int] | np.ndarray, reason: str) -> "Table":
         """The table but for some rows, which are counted under `reason`."""
-        kept = np.setdiff1d(np.arange(len(self)), rows)
+        kept = np.ones(len(self), bool)
+        kept[np.asarray(rows, np.int64)] = False
+        texts = {name: column.only(kept) for name, column in self.rows.items()}
         return Table(
-            self.source, self.folder, self.rows.iloc[kept].reset_index(drop=True), self.text_columns, self.num_frames[kept],
+            self.source, self.folder, texts, self.text_columns, self.num_frames[kept],
             self.height[kept], self.width[kept], self.fps[kept], self.numbers[kept],
-            {**self.left_out, reason: self.left_out.get(reason, 0) + len(self) - len(kept)},
+            {**self.left_out, reason: self.left_out.get(reason, 0) + int(np.sum(~kept))},
             None if self.flow is None else self.flow[kept],
         )  # fmt: skip
 
@@ -109,8 +116,9 @@ class Table:
         """A hash of paths as given, captions and lengths; not of the folder, so that data may move."""
         digest = hashlib.blake2b(repr(self.text_columns).encode(), digest_size=16)
         for column in ("path", *self.text_columns):
-            for value in self.rows[column]:
-                data = value.encode()
+            texts = self.rows[column]
+            for row in range(len(texts)):
+                data = texts.encoded(row)
                 digest.update(len(data).to_bytes(8, "little") + data)
         digest.update(self.num_frames.tobytes())
         if self.flow is not None:
@@ -130,8 +138,8 @@ def read_table(
 
     Args:
         check_files: See that all files exist; of a very long table, that a sample of them does.
-        max_bad_share: Rows that name no file, or say that theirs is broken (`num_frames` 0), are left out up to this share
-            of the table, and counted in the log and in `left_out`. 0: the first kind that is found is an error.
+        max_bad_share: Rows that name no file, or say that theirs is broken (`status`, or `num_frames` 0), are left out up to
+            this share of the table, and counted in the log and in `left_out`. 0: the first kind that is found is an error.
 
     Raises:
         UserError: the table or a column is missing, it is malformed, or has more bad rows than allowed.
@@ -143,12 +151,13 @@ def read_table(
         raise UserError(f"{source} has a header but no rows; add one row for each clip.")
     if root is not None and not Path(root).is_dir():
         raise UserError(f"root: {root} is no folder; it is what the paths in {source} are relative to.")
-    rows = pd.DataFrame({name: _text(source, frame[name]) for name in dict.fromkeys(("path", *text_columns))})
+    rows = {name: _text(source, frame[name]) for name in dict.fromkeys(("path", *text_columns))}
     columns = {name: _read_numbers(frame, name) for name in NUMBERS}
     folder = Path(root) if root is not None else source.parent
     values: dict[str, Any] = {name: columns[name].values for name in NUMBERS}
     table = Table(source, folder, rows, tuple(text_columns), **values, flow=_read_flow(source, frame))
-    for check in (_bad_extensions, _urls, *(columns[name].bad_rows for name in NUMBERS)):
+    stated_broken = _Status.of(frame).bad_rows
+    for check in (_bad_extensions, _urls, stated_broken, *(columns[name].bad_rows for name in NUMBERS)):
         table = _leave_out(table, check(table), len(frame), max_bad_share)
     if check_files and len(table) <= MAX_CHECKED_FILES:
         table = _leave_out(table, _missing_files(table, np.arange(len(table))), len(frame), max_bad_share)
@@ -211,14 +220,41 @@ def _check_columns(source: Path, frame: pd.DataFrame, needed: Sequence[str]) -> 
         raise UserError(message)
 
 
-def _text(source: Path, column: pd.Series) -> pd.Series:
-    """A column as strings, "" where a value is missing."""
+def _text(source: Path, column: pd.Series) -> TextColumn:
+    """A column of text, "" where a value is missing."""
     nested = column.map(lambda value: isinstance(value, list | dict)) if column.dtype == object else []
     for row in np.flatnonzero(nested)[:1]:
         raise UserError(
             f"{source}, row {row + 1}: {column.name!r} is not one value; give each caption a column of its own."
         )
-    return strings(column)
+    return TextColumn.of(strings(column))
+
+
+class _Status(NamedTuple):
+    """What the tools found wrong with files when they read them: `ok`, or why a file could not be used."""
+
+    text: np.ndarray | None  # [N] as the table has it
+
+    @classmethod
+    def of(cls, frame: pd.DataFrame) -> "_Status":
+        """The tools' column; one of that name where no row says `ok` is somebody else's ("success"), and tells nothing."""
+        text = strings(frame["status"]).to_numpy() if "status" in frame.columns else None
+        return cls(None if text is None or not (text == OK).any() else text)
+
+    def bad_rows(self, table: Table) -> BadRows:
+        """Rows that say what is wrong with their file."""
+        if self.text is None:
+            return BadRows(np.empty(0, np.int64), "", UserError)
+        text = self.text[table.numbers]
+        rows = np.flatnonzero((text != OK) & (text != ""))
+        what = f"have a status that is not {OK!r}"
+        return BadRows(rows, f"they {what}", lambda: self._error(table, rows, what, str(text[rows[0]])))
+
+    def _error(self, table: Table, rows: np.ndarray, what: str, first: str) -> UserError:
+        remedy = (
+            f"python -m tools.datasets.datautil {shlex.quote(str(table.source))} --remove-broken leaves such rows out."
+        )
+        return complain_about_rows(table, rows.tolist(), what, f"The first says {first!r}. {remedy}")
 
 
 class _Column(NamedTuple):
@@ -284,17 +320,22 @@ def _read_flow(source: Path, frame: pd.DataFrame) -> np.ndarray | None:
 
 
 def _bad_extensions(table: Table) -> BadRows:
-    suffixes = table.rows["path"].map(lambda name: Path(name).suffix.lower())
-    rows = np.flatnonzero(~suffixes.isin(VIDEO_EXTENSIONS + IMAGE_EXTENSIONS))
-    known = " ".join(VIDEO_EXTENSIONS + IMAGE_EXTENSIONS)
+    extensions = VIDEO_EXTENSIONS + IMAGE_EXTENSIONS
+    rows = _rows_where(table, lambda name: Path(name).suffix.lower() not in extensions)
+    known = " ".join(extensions)
     what = "have no known extension"
     return BadRows(rows, f"they {what}", lambda: complain_about_rows(table, rows.tolist(), what, f"Known are {known}."))
 
 
 def _urls(table: Table) -> BadRows:
-    rows = np.flatnonzero(table.rows["path"].str.match(r"(https?|s3|gs|ftp)://"))
+    rows = _rows_where(table, lambda name: URL.match(name) is not None)
     remedy = "Download the files first, and name them as they lie on disk."
     return BadRows(rows, "they name a URL", lambda: complain_about_rows(table, rows.tolist(), "name a URL", remedy))
+
+
+def _rows_where(table: Table, is_so: Callable[[str], bool]) -> np.ndarray:
+    """Numbers of the rows whose path is so."""
+    return np.array([row for row, name in enumerate(table.rows["path"]) if is_so(name)], np.int64)
 
 
 def _missing_files(table: Table, candidates: np.ndarray) -> BadRows:

@@ -9,7 +9,7 @@ import csv
 import gc
 import json
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -179,7 +179,22 @@ def _record(source: Path, number: int, line: str) -> dict[str, Any]:
         ) from error
     if not isinstance(record, dict):
         raise UserError(f'{source}, line {number}: not an object, such as {{"path": "a.mp4", "text": "a lake"}}.')
+    if "\\u" in line:  # an escape alone can bring a surrogate into text that was read as UTF-8
+        _refuse_half_characters(source, number, record)
     return record
+
+
+def _refuse_half_characters(source: Path, number: int, record: Mapping[str, Any]) -> None:
+    """Surrogates without their other half, as a text that was cut in the middle of an emoji ends with, are no text."""
+    for name, value in record.items():
+        try:
+            json.dumps({name: value}, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = error.object[error.start]
+            raise UserError(
+                f"{source}, line {number}: {name!r} has half of a character, {half!a}, which is no text; was it cut in "
+                "the middle of an emoji? Remove it."
+            ) from error
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

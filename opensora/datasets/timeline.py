@@ -5,6 +5,7 @@ nothing of them in MKV, WebM and MPEG. So the packets are listed. An MP4 of cons
 which saves reading a long file for a short clip: that list was exact for all such files that were tried.
 """
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ Opened = tuple[InputContainer, VideoStream]
 NO_TIMES = np.empty(0, np.int64)
 # few: datasets of short clips never come back in time, and a long video's times take 8 bytes a frame
 MAX_KNOWN = 256
-_known: "dict[Identity, Timeline]" = {}
+_known: "OrderedDict[Identity, Timeline]" = OrderedDict()  # whose every call is one step for other threads
 
 
 @dataclass(frozen=True)
@@ -106,10 +107,18 @@ def open_timeline(known_by: Identity) -> Iterator[tuple[Timeline, Opened | None]
     with open_video(known_by[0]) as opened:
         in_header = _from_header(*opened)
         timeline = in_header or _from_packets(known_by[0], *opened)
-        if len(_known) >= MAX_KNOWN:
-            del _known[next(iter(_known))]
-        _known[known_by] = timeline
+        _remember(known_by, timeline)
         yield timeline, opened if in_header else None
+
+
+def _remember(known_by: Identity, timeline: Timeline) -> None:
+    """Keep it, and forget the oldest. Threads may do so at once; a lock might be held by a thread that a fork left behind."""
+    _known[known_by] = timeline
+    while len(_known) > MAX_KNOWN:
+        try:
+            _known.popitem(last=False)
+        except KeyError:  # other threads took the last ones
+            return
 
 
 def _from_header(container: InputContainer, stream: VideoStream) -> Timeline | None:

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from opensora.datasets.bucket import Assignment, Buckets, Left
 from opensora.datasets.datasets import Choice, Item, describe, draw_choice, naming_the_row, read_clip, sampling_rule
 from opensora.datasets.files import BadFile, is_image
-from opensora.datasets.frame_times import MAX_REPEATED, frames_needed
+from opensora.datasets.frame_times import frames_needed, is_slow
 from opensora.datasets.read_video import Decoding, probe
 from opensora.datasets.sampler import BucketKey
 from opensora.datasets.substitute import BadFiles
@@ -206,6 +206,6 @@ def clip_sizes(table: Table, *, with_fps: bool = False) -> ClipSizes:
 def _at_rate(sizes: ClipSizes, target_fps: float) -> tuple[np.ndarray, np.ndarray]:
     """[N] frames of the file to one of the clip, and which rows are videos that are too slow; an image is never."""
     videos = sizes.num_frames > 1
-    slow = videos & (target_fps > MAX_REPEATED * sizes.fps)
+    slow = videos & is_slow(sizes.fps, target_fps)
     intervals = np.where(videos, sizes.fps / target_fps - ROUNDING, 1.0)
     return np.nan_to_num(intervals, nan=1.0), slow

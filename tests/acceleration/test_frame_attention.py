@@ -78,15 +78,15 @@ def check_compilable() -> None:
 
 
 def test_tiles_of_channels():
-    from opensora.acceleration.frame_attention import _tiles
+    from opensora.acceleration.triton_tiles import tiles
 
     for d in range(1, 129):
-        first, second = _tiles(d).values()
+        first, second = tiles(d).values()
         assert d <= first + second <= max(16, 1 << (d - 1).bit_length())
-    assert tuple(_tiles(72).values()) == (64, 16)
-    assert tuple(_tiles(64).values()) == (64, 0)
-    assert tuple(_tiles(88).values()) == (64, 32)
-    assert tuple(_tiles(24).values()) == (32, 0)
+    assert tuple(tiles(72).values()) == (64, 16)
+    assert tuple(tiles(64).values()) == (64, 0)
+    assert tuple(tiles(88).values()) == (64, 32)
+    assert tuple(tiles(24).values()) == (32, 0)
 
 
 if __name__ == "__main__":

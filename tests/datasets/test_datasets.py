@@ -5,9 +5,13 @@ import numpy as np
 import pytest
 import torch
 
+from opensora.datasets.dataloader import build_sampler
 from opensora.datasets.datasets import VideoTextDataset
+from opensora.datasets.files import BadFile
 from opensora.datasets.read_video import count_frames
 from opensora.datasets.sampler import SampleKey
+from opensora.datasets.substitute import read_or_substitute
+from opensora.datasets.summary import summarise
 from opensora.registry import DATASETS
 from opensora.utils.errors import UserError
 from tests.datasets.videos import CLIPS, frame_numbers, numbered_frames
@@ -162,6 +166,61 @@ def test_dropping_leaves_the_choices_of_other_rows_alone(table, write_table):
     item = dataset[SampleKey(3, 0)]
     assert item["index"] == 1
     assert numbers_in(item) == numbers_in(whole[SampleKey(3, 1)])
+
+
+def rates(write_table, **fps: object) -> str:
+    """A table of the clips a and b, with such rates: true are 30 and 10."""
+    rows = [{"path": f"{name}.mp4", "text": name, "num_frames": 22, "fps": rate} for name, rate in fps.items()]
+    return str(write_table(rows, "rates.csv"))
+
+
+def test_clips_slower_than_the_target_rate_are_told_at_start(table, write_table):
+    """A run ended in the middle of training when the first of them came up."""
+    settings = {"num_frames": 4, "image_size": SIZE, "target_fps": 15}
+    message = (
+        r"1 of 2 rows have fewer than the 15 frames a second of target_fps.*:\n  row 2: .*b.mp4\n.*short_clips='drop'"
+    )
+    with pytest.raises(UserError, match=message):
+        VideoTextDataset(rates(write_table, a=30, b=10), **settings)
+    with pytest.raises(UserError, match=r"1 of 1 rows have fewer than the 15"):
+        VideoTextDataset(rates(write_table, b=10), short_clips="drop", **settings)
+    assert len(VideoTextDataset(rates(write_table, a=30, b=10), **{**settings, "target_fps": 10})) == 2
+
+
+def test_clips_slower_than_the_target_rate_are_dropped_and_counted(table, write_table, caplog):
+    path = rates(write_table, a=30, b=10)
+    settings = {"num_frames": 4, "image_size": SIZE, "target_fps": 15, "short_clips": "drop"}
+    dataset = VideoTextDataset(path, **settings)
+    assert [dataset.path_of(index).name for index in range(len(dataset))] == ["a.mp4"]
+    assert "1 of 2 rows are dropped: they have fewer than the 15 frames a second" in caplog.text
+    sampler = build_sampler(dataset, 1, seed=0, world_size=1)
+    assert "1 left out: slower than target_fps=15. Lower dataset.target_fps." in str(summarise(dataset, sampler, 1, 1))
+
+
+def test_the_shipped_clips_at_the_rate_of_films(clips_csv, caplog):
+    """Two of 21 have 15 frames a second."""
+    dataset = VideoTextDataset(str(clips_csv), num_frames=8, image_size=SIZE, target_fps=24, short_clips="drop")
+    assert len(dataset) == 19
+    for index in range(19):
+        assert float(read_or_substitute(dataset, SampleKey(0, index))["fps"]) == 24
+
+
+@pytest.mark.parametrize("stated", ["", 30])
+@pytest.mark.parametrize("short_clips", ["error", "drop"])
+def test_a_clip_that_turns_out_to_be_too_slow_is_a_bad_file(table, write_table, stated, short_clips):
+    path = rates(write_table, a=30, b=stated)
+    dataset = VideoTextDataset(path, 4, image_size=SIZE, target_fps=15, short_clips=short_clips)
+    with pytest.raises(BadFile, match=r"row 2: .*b.mp4: target_fps=15 is more than the 10 frames a second"):
+        dataset[SampleKey(0, 1)]
+    item = read_or_substitute(dataset, SampleKey(0, 1))
+    assert item["text"] == "a"
+    assert len(item["bad_files"]) == 1
+
+
+def test_pictures_have_no_rate_that_could_be_too_low(write_image, write_table):
+    write_image("a.png", numbered_frames(1)[0])
+    path = write_table([{"path": "a.png", "text": "", "fps": 1}])
+    assert len(VideoTextDataset(str(path), num_frames=1, image_size=SIZE, target_fps=24)) == 1
 
 
 @pytest.fixture

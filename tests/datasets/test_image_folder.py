@@ -1,5 +1,8 @@
 """Class-labelled images: numbers as torchvision gives them, checked at the start, with the samples that training expects."""
 
+import os
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -168,3 +171,13 @@ def test_data_of_more_classes_than_the_text_encoder_knows(folder):
             check_classes_of_data(dataset, given)
     check_classes_of_data(dataset, known[3])
     check_classes_of_data(dataset, known[10])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="file names are any bytes on Linux only")
+def test_file_names_that_are_no_utf8(folder):
+    """They are bytes; a fingerprint ended in a UnicodeEncodeError that named no file."""
+    source = folder / "cat" / "2.png"
+    source.rename(source.with_name(os.fsdecode(b"caf\xe9.png")))
+    dataset = ImageFolderDataset(str(folder), image_size=(16, 16))
+    assert [item["video"].shape for item in all_of(dataset)] == [(3, 1, 16, 16)] * 5
+    assert dataset.fingerprint() == ImageFolderDataset(str(folder), image_size=(16, 16)).fingerprint()

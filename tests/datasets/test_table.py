@@ -1,11 +1,14 @@
 """Tables: captions to the letter, paths that resolve, and mistakes that are named with their rows."""
 
+import hashlib
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
+from PIL import Image
 
 from opensora.datasets.table import UNKNOWN, read_table
 from opensora.utils.errors import UserError
@@ -92,6 +95,17 @@ def test_num_frames_column(folder):
     for bad in ("0", "-3", "2.5", "many", "nan", "inf"):
         with pytest.raises(UserError, match=r"num_frames='.*' in row 2 is no number of frames \(rows 2\)"):
             read_table(write(folder, f"path,text,num_frames\n0.mp4,a,12\n1.mp4,b,{bad}\n"))
+
+
+def test_fingerprints_are_those_that_checkpoints_hold(folder):
+    """Written out as they were made when paths and captions were Python strings."""
+    path = write(folder, "path,text,short,num_frames,flow\n0.mp4,émoji 🎬,s,12,1\n1.mp4,,,,\n2.mp4,c,d,3,0.5\n")
+    digest = hashlib.blake2b(repr(("text", "short")).encode(), digest_size=16)
+    for text in ("0.mp4", "1.mp4", "2.mp4", "émoji 🎬", "", "c", "s", "", "d"):
+        digest.update(len(text.encode()).to_bytes(8, "little") + text.encode())
+    digest.update(np.array([12, 0, 3], np.int64).tobytes() + np.array([1, np.nan, 0.5]).tobytes())
+    table = read_table(path, text_columns=("text", "short"))
+    assert table.fingerprint() == digest.hexdigest() == "7397f0838bed0a10e8d43edb94b182f6"
 
 
 def test_fingerprint(folder):
@@ -195,6 +209,13 @@ def test_jsonl_equals_csv(folder):
         ('["0.mp4", "a"]', r"line 1: not an object"),
         ('{"path": "0.mp4", "text": {"short": "a", "long": "b"}}', r"row 1: 'text' is not one value"),
         ('{"file": "0.mp4", "text": "a"}', r"no column 'path'; its columns are: file, text"),
+        (
+            '{"path": "0.mp4", "text": "\\ud83d\\udc3a"}\n\n{"path": "1.mp4", "text": "a wolf \\ud83d"}',
+            r"clips.jsonl, line 3: 'text' has half of a character, '.ud83d', which is no text",
+        ),
+        ('{"path": "\\uDC3A.mp4", "text": "a"}', r"line 1: 'path' has half of a character"),
+        ('{"path": "0.mp4", "\\udc3a": 1}', r"line 1: '.udc3a' has half of a character"),
+        ('{"path": "0.mp4", "text": "a", "tags": [{"x": "\\ud83d"}]}', r"line 1: 'tags' has half of a character"),
     ],
 )
 def test_malformed_jsonl(folder, text, message):
@@ -270,3 +291,40 @@ def test_flow_is_a_number_or_empty(folder):
     assert read_table(write(folder, "path,text\n0.mp4,a\n")).scores(0) == {}
     with pytest.raises(UserError, match=r"flow='-1' in row 2 is no score \(rows 2\); write a number from 0"):
         read_table(write(folder, "path,text,flow\n0.mp4,a,0\n1.mp4,b,-1\n"))
+
+
+# ------------------------------------------------------------------------------------------------------- status
+
+
+def test_rows_whose_status_is_not_ok_are_left_out(folder, caplog):
+    """`--info` and the scorers leave the numbers of a broken file empty, and say why in `status`."""
+    text = "path,text,num_frames,status\n0.mp4,a,24,ok\n1.mp4,b,,1.mp4 is truncated\n2.mp4,c,24,\n3.mp4,d,24,ok\n"
+    path = write(folder, text)
+    message = r"1 of 4 rows have a status that is not 'ok':\n  row 2: .*1.mp4\nThe first says '1.mp4 is truncated'.*--remove-b"
+    with pytest.raises(UserError, match=message):
+        read_table(path)
+    table = read_table(path, max_bad_share=0.25)
+    assert [table.captions(row) for row in range(len(table))] == [["a"], ["c"], ["d"]]
+    assert [table.where(row).split()[-1] for row in range(3)] == ["1", "3", "4"]
+    assert table.left_out == {"they have a status that is not 'ok'": 1}
+    assert "1 of 4 rows are left out: they have a status that is not 'ok' (1.mp4)" in caplog.text
+    with pytest.raises(UserError, match=r"max_bad_share=0.2 of all rows"):
+        read_table(path, max_bad_share=0.2)
+
+
+def test_what_the_tools_write_for_broken_files_is_read(folder, monkeypatch):
+    """With the tools themselves: every file here is one byte."""
+    from tools.datasets.datautil.__main__ import main
+
+    Image.new("RGB", (8, 8)).save(folder / "good.png")
+    source = write(folder, "path,text\ngood.png,a\n0.mp4,b\n")
+    monkeypatch.setattr(sys, "argv", ["datautil", str(source), "--info", "--output", str(folder / "info.csv")])
+    main()
+    table = read_table(folder / "info.csv", max_bad_share=0.5)
+    assert [table.name(row) for row in range(len(table))] == ["good.png"]
+    assert list(table.left_out.values()) == [1]
+
+
+def test_somebody_elses_status_says_nothing(folder):
+    table = read_table(write(folder, "path,text,status\n0.mp4,a,success\n1.mp4,b,success\n2.mp4,c,\n"))
+    assert len(table) == 3

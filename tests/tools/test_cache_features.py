@@ -156,3 +156,68 @@ def test_a_killed_job_goes_on_and_redoes_no_finished_file(folder, repo_root, cli
     assert cache_features(options) == {"clips": (total - len(finished), len(finished))}
     assert finished == {path: path.stat().st_mtime_ns for path in finished}
     assert len(CachedVideoTextDataset(str(table), str(folder / "cache"), 2, 1, (64, 96))) == total
+
+
+def settings_of(folder, part):
+    return json.loads((folder / part / "METADATA").read_text())["settings"]
+
+
+def test_another_rate_is_another_cache(folder, repo_root):
+    """target_fps 4 found a cache of 8 "present", and training took its samples for what it had asked for."""
+    rows = "path,text\nwhite_dog.mp4,a\ncup_tilted.mp4,b\n"
+    (folder / "videos.csv").write_text(rows)
+    config = write_config(
+        folder, "VideoTextDataset", data_path=folder / "videos.csv", root=repo_root / "assets" / "clips"
+    )
+    options = [config, "--num-frames=3", "--epochs=1", f"--cache-dir={folder / 'cache'}"]
+    assert cache_features([*options, "--dataset.target_fps=8"]) == {"samples": (2, 0)}
+    assert settings_of(folder / "cache", "samples")["target_fps"] == 8
+    with pytest.raises(UserError, match=r"target_fps is 8, not 4\. .*--cache-dir ANOTHER_FOLDER"):
+        cache_features([*options, "--dataset.target_fps=4"])
+    with pytest.raises(UserError, match="target_fps is 8, not None"):
+        cache_features(options)
+    settings = (str(folder / "videos.csv"), str(folder / "cache"), 3, 1, (16, 24), str(repo_root / "assets" / "clips"))
+    with pytest.raises(UserError, match="target_fps is 8, not None"):
+        CachedVideoTextDataset(*settings, content="samples")
+    assert float(CachedVideoTextDataset(*settings, content="samples", target_fps=8)[SampleKey(0, 0)]["fps"]) == 8
+    # the same from the config of the cached dataset
+    cached = ["--dataset.type=CachedVideoTextDataset", f"--dataset.cache_dir={folder / 'cache'}"]
+    assert cache_features([*options, *cached, "--dataset.target_fps=8"]) == {"samples": (0, 2)}
+    with pytest.raises(UserError, match="target_fps=8 has no place in a cache of whole clips"):
+        cache_features([config, "--dataset.target_fps=8", f"--cache-dir={folder / 'clips'}"])
+    assert not (folder / "clips").exists()
+
+
+def test_the_choices_of_the_config_reach_the_cache(folder):
+    config = write_config(folder, "VideoTextDataset", data_path=folder / "clips.csv")
+    options = [config, "--use-image-transform=True", "--dataset.decode={'colors': 'fast'}"]
+    for part, epochs in (("clips", 0), ("samples", 1)):
+        job = [*options, f"--cache-dir={folder / part}", f"--epochs={epochs}"]
+        assert cache_features(job) == {part: (2, 0)}
+        found = settings_of(folder / part, part)
+        assert (found["use_image_transform"], found["decode"]) == (True, {"colors": "fast"})
+
+
+@pytest.mark.parametrize("what", [["moments"], ["moments", "text"], ["flow"]])
+@pytest.mark.parametrize("epochs", ["0", "1"])
+def test_buckets_are_refused_before_anything_is_encoded(folder, repo_root, what, epochs):
+    """The whole table was encoded as squares of 256, which training then refused."""
+    config = str(repo_root / "configs" / "opensora-v1-2" / "train" / "stage1.py")
+    options = [f"--data-path={folder / 'clips.csv'}", f"--cache-dir={folder / 'cache'}", "--device=cpu"]
+    with pytest.raises(UserError, match=r"a VariableVideoTextDataset cannot train from a cache of .*--what text"):
+        cache_features([config, *options, "--epochs", epochs, "--what", *what])
+    assert not (folder / "cache").exists()
+
+
+@pytest.mark.parametrize("type", ["InMemoryVideoDataset", "ImageFolderDataset"])
+def test_other_datasets_are_refused(folder, type):
+    config = write_config(folder, type, data_path=folder / "clips.csv")
+    with pytest.raises(UserError, match=f"{type} cannot train from a cache of moments"):
+        cache_features([config, f"--cache-dir={folder / 'cache'}"])
+
+
+def test_captions_may_be_stored_for_any_dataset(folder):
+    config = write_config(folder, "VariableVideoTextDataset", data_path=folder / "clips.csv")
+    text = (folder / "config.py").read_text().replace("num_frames = 1", "").replace("image_size = (16, 24)", "")
+    (folder / "config.py").write_text(text + "bucket_config = {'64px': {1: (1.0, 1)}}\n")
+    assert cache_features([config, "--what", "text", f"--cache-dir={folder / 'cache'}"]) == {"text": (2, 0)}

@@ -6,8 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
+from opensora.datasets.cache.moments import CLIP_FEATURES, clip_settings
+from opensora.utils.records import RecordWriter
 from tools.datasets import doctor
 
 CONFIG = '''"""Toy."""
@@ -123,3 +126,54 @@ def test_datasets_of_one_size(examine, clips_csv, tmp_path, monkeypatch, capsys)
         doctor.main()
     assert exit_.value.code == 0
     assert "an epoch: 21 steps of 1 samples" in capsys.readouterr().out
+
+
+def run_on(config: Path, text: str, monkeypatch, capsys, *options: str) -> tuple[int, str]:
+    config.write_text(text)
+    monkeypatch.setattr(sys, "argv", ["doctor", str(config), *options])
+    with pytest.raises(SystemExit) as exit_:
+        doctor.main()
+    out, err = capsys.readouterr()
+    return exit_.value.code, out + err
+
+
+@pytest.mark.parametrize("text_encoder", ["classes", "cached", "t5"])
+def test_the_numbers_of_classes_are_shared_by_many(tmp_path, monkeypatch, capsys, text_encoder):
+    for i in range(12):
+        (tmp_path / "images" / str(i % 2)).mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (32, 32), (20 * i, 0, 0)).save(tmp_path / "images" / str(i % 2) / f"{i}.png")
+    encoder = {
+        "classes": 'dict(type="classes", num_classes=2)',
+        "cached": 'dict(type="cached", cache_dir="c", encoder=dict(type="classes", num_classes=2))',
+        "t5": 'dict(type="t5")',
+    }[text_encoder]
+    text = CONFIG.format(buckets=None).replace("VariableVideoTextDataset", "ImageFolderDataset")
+    text = text.replace('dict(type="t5")', encoder) + "num_frames = 1\nimage_size = (16, 16)\n"
+    code, out = run_on(tmp_path / "c.py", text, monkeypatch, capsys, f"--data-path={tmp_path / 'images'}")
+    assert "12 samples in the table" in out
+    assert (code, "6 rows have one caption" in out) == ((1, True) if text_encoder == "t5" else (0, False))
+
+
+def test_records_of_latents_have_no_table(tmp_path, monkeypatch, capsys):
+    features = {"moments": "tensor", "caption": "string", "text": "string", "shape": ["int64"], "flow": "float64"}
+    with RecordWriter(tmp_path / "records", features) as writer:
+        for i in range(3):
+            moments = torch.randn(8, 3, 4, 4)
+            writer.write({"moments": moments, "caption": f"{i}", "text": "", "shape": moments.shape, "flow": 1.0})
+    text = CONFIG.format(buckets=None).replace("VariableVideoTextDataset", "RecordVideoTextDataset")
+    options = (f"--data-path={tmp_path / 'records'}", "--num-frames=9", "--image-size", "32", "32")
+    code, out = run_on(tmp_path / "c.py", text, monkeypatch, capsys, *options)
+    assert code == 0, out
+    assert "an epoch: 3 steps of 1 samples" in out
+    assert "3 samples; each of num_workers" in out
+
+
+def test_clips_that_a_cache_stands_for_may_be_gone(tmp_path, monkeypatch, capsys):
+    write(tmp_path / "clips.csv", [{"path": "gone.png", "text": "a"}])
+    features, settings = CLIP_FEATURES, clip_settings("any", (16, 16), "center", "fp16")
+    with RecordWriter(tmp_path / "cache" / "clips", features, settings=settings) as writer:
+        writer.write({"moments": torch.zeros(8, 1, 2, 2), "source": "1-a", "num_frames": 1, "fps": 120.0}, "gone.png")
+    text = CONFIG.format(buckets=None).replace("VariableVideoTextDataset", "CachedVideoTextDataset")
+    options = (f"--data-path={tmp_path / 'clips.csv'}", f"--dataset.cache_dir={tmp_path / 'cache'}", "--num-frames=1")
+    code, out = run_on(tmp_path / "c.py", text, monkeypatch, capsys, *options, "--image-size", "16", "16")
+    assert code == 0, out

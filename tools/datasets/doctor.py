@@ -11,7 +11,7 @@ well; 1 it would train, but something was found; 2 it would not train.
 import argparse
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +49,15 @@ def main() -> None:
     )
     summary = summarise(dataset, sampler, options.processes, cfg.accumulation_steps)
     print(summary)
-    complaints = [*of_the_epoch(summary), *of_the_table(dataset.table)]
+    complaints = of_the_epoch(summary)
+    table = getattr(dataset, "table", None)  # records of latents have none
+    if table is not None:
+        complaints += of_the_table(table, classes=reads_classes(cfg.text_encoder))
     readings = read_samples(dataset, choose(sampler, options.samples))
     print(throughput(readings))
-    complaints += of_the_files(dataset, readings)
+    complaints += of_the_readings(readings)
+    if table is not None:
+        complaints += of_the_files(table, readings)
     if options.contact_sheet and (shown := draw_sheet(readings, options.contact_sheet)):
         print(f"{options.contact_sheet}: {shown} samples as the model sees them")
     for complaint in complaints:
@@ -88,8 +93,14 @@ def of_the_epoch(summary: Summary) -> list[str]:
     return [line for line in lost if "not drawn" not in line]  # chance is what the config asks for
 
 
-def of_the_table(table: Table) -> list[str]:
-    """What is there twice, or not at all."""
+def reads_classes(text_encoder: Mapping[str, Any]) -> bool:
+    """Whether captions are numbers of classes, which many rows share."""
+    stands_for = text_encoder.get("encoder") if text_encoder["type"] == "cached" else None
+    return (stands_for or text_encoder)["type"] == "classes"
+
+
+def of_the_table(table: Table, *, classes: bool = False) -> list[str]:
+    """What is there twice, or not at all; `classes`: see `reads_classes`."""
     found = []
     names = Counter(zip(table.rows["path"], *(table.rows[column] for column in table.text_columns), strict=True))
     if twice := [name for name, times in names.items() if times > 1]:
@@ -99,17 +110,21 @@ def of_the_table(table: Table) -> list[str]:
         if empty := captions.pop("", 0):
             found.append(f"{empty} of {len(table)} captions in {column!r} are empty.")
         caption, times = captions.most_common(1)[0] if captions else ("", 0)
-        if times > max(FEW, MANY * len(table)):
+        if not classes and times > max(FEW, MANY * len(table)):
             found.append(f"{times} rows have one caption in {column!r}: {caption[:80]!r}. Did captioning fail?")
     return found
 
 
-def of_the_files(dataset: Any, readings: Sequence[Reading]) -> list[str]:
-    """What cannot be read, and where the table is wrong about a file."""
-    found = [f"cannot be used: {reading.problem}" for reading in readings if reading.problem]
-    table = dataset.table
+def of_the_readings(readings: Sequence[Reading]) -> list[str]:
+    """What cannot be read."""
+    return [f"cannot be used: {reading.problem}" for reading in readings if reading.problem]
+
+
+def of_the_files(table: Table, readings: Sequence[Reading]) -> list[str]:
+    """Where the table is wrong about a file. One that a cache stands for may be gone."""
+    found = []
     for reading in readings:
-        if reading.problem or reading.row is None:
+        if reading.problem or reading.row is None or not table.path(reading.row).is_file():
             continue
         info = probe(table.path(reading.row))
         true = {"num_frames": info.num_frames, "height": info.height, "width": info.width}

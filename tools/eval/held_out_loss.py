@@ -4,14 +4,15 @@
 
 It is the loss of training's validation (`opensora/inference/validation.py`), with the same fixed noise and timesteps, for
 weights that are already there; all that a training config says about data, buckets and scheduler holds. `--val-num-samples`
-clips, evenly picked, at `--val-num-timesteps` timesteps. Under torchrun the processes share the clips.
+clips, evenly picked, at `--val-num-timesteps` timesteps. Under torchrun the processes share the clips. `--adapter LORA` (an
+exported adapter, or a checkpoint folder of a run with lora) is merged into WEIGHTS; `--lora None` measures WEIGHTS alone.
 """
 
 import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from opensora.models.encode import BatchEncoder, freeze
 from opensora.registry import DATASETS, MODELS, SCHEDULERS, build_module
 from opensora.utils.config import TrainConfig, parse_config, to_dict
 from opensora.utils.errors import UserError, exit_on_user_error
+from opensora.utils.lora import Adapter, merge_adapter, read_adapter
 from tools.eval.record import score_record, write_record
 
 COMPONENTS = {"model": MODELS, "vae": MODELS, "text_encoder": MODELS, "scheduler": SCHEDULERS, "dataset": DATASETS}
@@ -37,10 +39,15 @@ def by_size(table: Tensor, keys: Sequence[Key]) -> dict[str, Tensor]:
     return rows if len(rows) == 1 else rows | {"all": table.mean(0)}
 
 
-def lines(rows: dict[str, Tensor], timesteps: Sequence[int], counts: dict[str, int]) -> list[str]:
+def names_of(timesteps: Sequence[int | None]) -> list[str]:
+    """What the columns are of: a timestep, or one of the draws of a scheduler that has no timestep for a sample."""
+    return [f"draw {k}" if t is None else f"t={t}" for k, t in enumerate(timesteps, start=1)]
+
+
+def lines(rows: dict[str, Tensor], timesteps: Sequence[int | None], counts: dict[str, int]) -> list[str]:
     """The table for the terminal: a row for each size, a column for each timestep, and their mean."""
     width = max(12, *(len(size) for size in rows))
-    head = [f"{'size':{width}}", f"{'clips':>6}", *(f"{f't={t}':>8}" for t in timesteps), f"{'mean':>8}"]
+    head = [f"{'size':{width}}", f"{'clips':>6}", *(f"{name:>8}" for name in names_of(timesteps)), f"{'mean':>8}"]
     body = [
         " ".join(
             [f"{size:{width}}", f"{counts[size]:6}", *(f"{v:8.4f}" for v in row.tolist()), f"{float(row.mean()):8.4f}"]
@@ -50,8 +57,16 @@ def lines(rows: dict[str, Tensor], timesteps: Sequence[int], counts: dict[str, i
     return [" ".join(head), *body]
 
 
-def measure(cfg: TrainConfig, world: World) -> tuple[HeldOutLoss, Tensor]:
-    """Build what the config names and measure: the loss object, and the losses [N, K]."""
+class Command(NamedTuple):
+    """What is measured, and where the record goes."""
+
+    cfg: TrainConfig
+    out: Path | None
+    adapter: Path | None
+
+
+def measure(cfg: TrainConfig, world: World, adapter: Adapter | None = None) -> tuple[HeldOutLoss, Tensor]:
+    """Build what the config names, with an adapter, and measure: the loss object, and the losses [N, K]."""
     vae = freeze(build_module(cfg.vae, MODELS), world.device)
     text_encoder = freeze(build_module(cfg.text_encoder, MODELS), world.device)
     model = build_module(
@@ -61,6 +76,8 @@ def measure(cfg: TrainConfig, world: World) -> tuple[HeldOutLoss, Tensor]:
         caption_channels=text_encoder.output_dim,
         model_max_length=text_encoder.model_max_length,
     )
+    if adapter is not None:
+        merge_adapter(model, adapter)
     freeze(model, world.device)
     component = {**cfg.dataset, "data_path": cfg.val_data_path}
     dataset = build_module(component, DATASETS, seed=cfg.seed, vae_fingerprint=vae.fingerprint())
@@ -69,13 +86,16 @@ def measure(cfg: TrainConfig, world: World) -> tuple[HeldOutLoss, Tensor]:
     return loss, loss.table(model)
 
 
-def read_command(argv: Sequence[str]) -> tuple[TrainConfig, Path | None]:
-    """The config, and where the record goes.
+def read_command(argv: Sequence[str]) -> Command:
+    """The config, and the tool's own options.
 
     Raises:
-        UserError: the config is wrong, or names no clips or no weights.
+        UserError: the config is wrong, or names no clips, no weights, or a LoRA that is nowhere.
     """
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--adapter", type=Path, help="LoRA to merge into the weights")
     parser.add_argument("--out", type=Path, help="write the losses and all settings to this JSON file")
     own, rest = parser.parse_known_args(argv)
     cfg = parse_config(TrainConfig, COMPONENTS, [*rest, "--val-every", "1"])
@@ -83,25 +103,34 @@ def read_command(argv: Sequence[str]) -> tuple[TrainConfig, Path | None]:
         raise UserError("which clips? Name their table with --val-data-path.")
     if cfg.model.get("from_pretrained") is None:
         raise UserError("which weights? Name them with --ckpt-path; random ones have no loss worth knowing.")
-    return cfg, own.out
+    if cfg.lora is not None and own.adapter is None:
+        raise UserError(
+            "the config trains a LoRA, and --ckpt-path names the model below it. Name the adapter with --adapter (a checkpoint "
+            "folder of the run, or what tools.lora exported), or measure the model alone with --lora None."
+        )
+    return Command(cfg, own.out, own.adapter)
 
 
-def record(cfg: TrainConfig, rows: dict[str, Tensor], timesteps: Sequence[int]) -> dict[str, Any]:
+def record(command: Command, rows: dict[str, Tensor], timesteps: Sequence[int | None]) -> dict[str, Any]:
     """What is written: the loss of each size at each timestep."""
-    scores = {size: dict(zip(map(str, timesteps), row.tolist(), strict=True)) for size, row in rows.items()}
-    settings = {key: value for key, value in to_dict(cfg).items() if key not in NOT_OF_A_LOSS}
-    checkpoint = describe_checkpoint(cfg.model["from_pretrained"])
-    return score_record("held_out_loss", scores, {**settings, "checkpoint": checkpoint})
+    names = [name.removeprefix("t=") for name in names_of(timesteps)]
+    scores = {size: dict(zip(names, row.tolist(), strict=True)) for size, row in rows.items()}
+    settings = {key: value for key, value in to_dict(command.cfg).items() if key not in NOT_OF_A_LOSS}
+    checkpoint = describe_checkpoint(command.cfg.model["from_pretrained"])
+    adapter = {} if command.adapter is None else {"adapter": describe_checkpoint(str(command.adapter))}
+    return score_record("held_out_loss", scores, {**settings, "checkpoint": checkpoint, **adapter})
 
 
 @exit_on_user_error
 def main() -> None:
     """Measure and print."""
-    cfg, out = read_command(sys.argv[1:])
+    command = read_command(sys.argv[1:])
+    cfg, out = command.cfg, command.out
+    adapter = None if command.adapter is None else read_adapter(command.adapter)
     world = init_world(cfg.device, cfg.sp_size)
     try:
         with torch.no_grad():
-            loss, table = measure(cfg, world)
+            loss, table = measure(cfg, world, adapter)
     finally:
         shutdown()
     if not world.is_main:
@@ -110,7 +139,7 @@ def main() -> None:
     counts = {size: sum((key.size or "clips") == size for key in loss.keys) for size in rows} | {"all": len(loss.keys)}
     print("\n".join(lines(rows, loss.timesteps, counts)))
     if out is not None:
-        write_record(out, record(cfg, rows, loss.timesteps))
+        write_record(out, record(command, rows, loss.timesteps))
 
 
 if __name__ == "__main__":

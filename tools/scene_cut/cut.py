@@ -4,20 +4,24 @@
         --target_fps 30 --shorter_side 720 --how encode --num-workers 8]
 
 Each clip says where it is from: `source`, `start`, `end` (seconds), `start_frame`, `end_frame`, `scene`. What becomes no clip
-is in OUT_dropped with the reason. Killed, it goes on where it stopped.
+is in OUT_dropped with the reason. Killed, it goes on where it stopped. OUT_cut.jsonl holds the table while it is at work.
 """
 
 import argparse
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from opensora.utils.errors import exit_on_user_error
+from opensora.datasets.table_files import table_format
+from opensora.utils.errors import UserError, exit_on_user_error
+from tools.datasets.stream import renamed
 from tools.footage.rows import read_rows, write_rows
 from tools.scene_cut.pieces import Rules
 from tools.scene_cut.scorers import Cut, clips_of, lost_of, rules_of
 from tools.scoring.__main__ import add_run_arguments, job_of
 from tools.scoring.frames import Row
-from tools.scoring.job import run
+from tools.scoring.job import Job, run
+
+LOST = ["path", "source", "scene", "start", "end", "reason"]  # of a whole video there is no scene
 
 
 def lost_rows(rows: Iterable[Row]) -> Iterator[Row]:
@@ -49,18 +53,44 @@ def read_arguments() -> argparse.Namespace:
 def main() -> None:
     """The command line."""
     args = read_arguments()
-    out = args.out
+    out, overwrite = args.out, args.overwrite
+    dropped = out.with_name(f"{out.stem}_dropped{out.suffix}")
     rules = rules_of(vars(args))
     args.out = out.with_name(f"{out.stem}_cut.jsonl")
-    args.overwrite = True
+    args.overwrite = True  # of a run before; `check_targets` looks at what is not
     args.batch_size = 1  # a video at a time is lost by a kill
-    whole = run(job_of(args, {"cut": Cut(str(args.save_dir.absolute()), rules)}), args.num_workers)
+    job = job_of(args, {"cut": Cut(str(args.save_dir.absolute()), rules)})
+    check_targets(job, (out, dropped), overwrite=overwrite)
+    whole = run(job, args.num_workers)
     if not whole.is_file():
         return  # another process of this job is not done yet; the last one writes the table
-    rows = (clip for row in read_rows(whole) if row["status"] == "ok" for clip in clips_of(row))
-    print(f"{out}: {write_rows(out, rows)} clips")
-    dropped = out.with_name(f"{out.stem}_dropped{out.suffix}")
-    print(f"{dropped}: {write_rows(dropped, lost_rows(read_rows(whole)))} videos and parts that became no clip")
+    clips, lost = write_tables(whole, out, dropped)
+    print(f"{out}: {clips} clips")
+    print(f"{dropped}: {lost} videos and parts that became no clip")
+
+
+def check_targets(job: Job, targets: Sequence[Path], *, overwrite: bool) -> None:
+    """Before anything is done: what the job writes is no file that somebody may still want.
+
+    Raises:
+        UserError: a target is the table itself, or of no known format, or exists without `overwrite`.
+    """
+    for target in targets:
+        table_format(target)
+    ours = [job.out] if job.parts.is_dir() else []  # a job that was killed, or is done anew, meets its own
+    for target in filter(Path.exists, (*targets, job.out)):
+        if job.table.exists() and target.samefile(job.table):
+            raise UserError(f"{target}, which --out makes it write, is the table itself; name another --out.")
+        if not overwrite and target not in ours:
+            raise UserError(f"{target} exists; name another --out, or pass --overwrite.")
+
+
+def write_tables(whole: Path, out: Path, dropped: Path) -> tuple[int, int]:
+    """Write the clips and what became none; returns how many there are of each."""
+    clips = (clip for row in read_rows(whole) if row["status"] == "ok" for clip in clips_of(row))
+    # both get their names at the end, so that one of them alone does not stand in the way after a kill
+    with renamed(out) as good, renamed(dropped) as bad:
+        return write_rows(good, clips), write_rows(bad, lost_rows(read_rows(whole)), LOST)
 
 
 if __name__ == "__main__":

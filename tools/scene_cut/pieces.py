@@ -5,7 +5,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -77,15 +77,19 @@ class Dropped(NamedTuple):
 def choose_pieces(
     scenes: Sequence[tuple[int, int]], times: np.ndarray, rules: Rules
 ) -> tuple[list[Piece], list[Dropped]]:
-    """The pieces to cut out, and what is left of the scenes.
+    """The pieces to cut out, in order of their first frames, and what is left of the scenes.
 
     Args:
-        scenes: [start, end) frames.
+        scenes: [start, end) frames, in any order; they may overlap. Their numbers are their places here.
         times: [N + 1] seconds at which frames are shown, and the end.
     """
     pieces: list[Piece] = []
     dropped: list[Dropped] = []
     for number, (start, end) in enumerate(scenes):
+        if end <= start:
+            reason = "it ends before it begins" if end < start else "no frame of the video lies in it"
+            dropped.append(Dropped(number, float(times[start]), float(times[end]), reason))
+            continue
         parts, rest = _parts(start, end, times, rules)
         for a, b in parts:
             seconds = times[b] - times[a]
@@ -97,7 +101,7 @@ def choose_pieces(
         if rest is not None:
             reason = f"scene longer than {rules.max_seconds:g} s: its end"
             dropped.append(Dropped(number, float(times[rest]), float(times[end]), reason))
-    return pieces, dropped
+    return sorted(pieces, key=lambda piece: (piece.start, piece.end, piece.scene)), dropped
 
 
 def _parts(start: int, end: int, times: np.ndarray, rules: Rules) -> tuple[list[tuple[int, int]], int | None]:
@@ -124,11 +128,13 @@ def to_timestamp(scenes: Iterable[tuple[int, int]], times: np.ndarray) -> str:
 def from_timestamp(cell: str, times: np.ndarray) -> list[tuple[int, int]]:
     """[start, end) frames of a cell of `timestamp`, also of one that Open-Sora wrote: [('00:00:00.000', '00:00:01.200')].
 
+    They are as many, and in the order, as in the cell; where no frame lies in a scene its end is not behind its start.
+
     Raises:
         UserError: it is neither.
     """
     frames = [int(np.abs(times - seconds).argmin()) for pair in _pairs(cell) for seconds in pair]
-    return [(a, b) for a, b in zip(frames[::2], frames[1::2], strict=True) if a < b]
+    return list(zip(frames[::2], frames[1::2], strict=True))
 
 
 def _pairs(cell: str) -> list[tuple[float, float]]:
@@ -136,6 +142,9 @@ def _pairs(cell: str) -> list[tuple[float, float]]:
     if codes and len(codes) % 2 == 0:
         return list(zip(codes[::2], codes[1::2], strict=True))
     try:
-        return [(float(start), float(end)) for start, end in json.loads(cell)]
-    except (ValueError, TypeError) as error:
+        pairs = [(float(start), float(end)) for start, end in json.loads(cell)]
+        if not all(map(math.isfinite, chain.from_iterable(pairs))):
+            raise ValueError("NaN and Infinity are no times")
+        return pairs
+    except (ValueError, TypeError, OverflowError) as error:
         raise UserError(f"timestamp {cell[:60]!r} is no list of [start, end] in seconds.") from error

@@ -1,9 +1,12 @@
 """Detecting and cutting as jobs on tables (`tools.scoring.job`): resumable row by row, on many processes and machines."""
 
 import dataclasses
+import fcntl
 import hashlib
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,20 +54,40 @@ class Cut:
 
     def score(self, paths: list[Path], **needed: list[Any]) -> list[Row]:
         """See `Scorer.score`."""
-        cells = dict(zip(paths, needed["timestamp"], strict=True))
+        cells = [str(cell or "") for cell in needed["timestamp"]]
+        rows = zip(paths, cells, strict=True)  # one video may be in several rows, so they go by place, not by path
+        return [row for path, cell in rows for row in each_file([path], self.columns, partial(self._cut, cell))]
 
-        def cut(path: Path) -> Row:
-            footage = Footage(path)
-            scenes = from_timestamp(str(cells[path] or ""), footage.times())
-            clips, lost = cut_video(footage, scenes, self.rules, Path(self.folder), stem_of(path))
-            return {"clips": [clip._asdict() for clip in clips], "lost": [part._asdict() for part in lost]}
+    def _cut(self, cell: str, path: Path) -> Row:
+        footage = Footage(path)
+        scenes = from_timestamp(cell, footage.times())
+        stem = stem_of(path, cell, self.rules)
+        with _alone(Path(self.folder), stem):
+            clips, lost = cut_video(footage, scenes, self.rules, Path(self.folder), stem)
+        return {"clips": [clip._asdict() for clip in clips], "lost": [part._asdict() for part in lost]}
 
-        return each_file(paths, self.columns, cut)
+
+def stem_of(path: Path, cell: str, rules: Rules) -> str:
+    """The name of a row's clips: the video's own, and a hash of what makes them, so that no other row has the same.
+
+    Videos in two folders may share a name, a video may have several rows, and a folder may get clips by two rules. A row
+    that is cut again gets the same names.
+    """
+    made_of = "\0".join((str(path.absolute()), cell, repr(rules)))
+    return f"{path.stem}-{hashlib.blake2b(made_of.encode(), digest_size=8).hexdigest()}"
 
 
-def stem_of(path: Path) -> str:
-    """The name of a video's clips: its own, and a hash of its place, since videos in two folders may share a name."""
-    return f"{path.stem}-{hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()}"
+@contextmanager
+def _alone(folder: Path, stem: str) -> Iterator[None]:
+    """Rows that are alike (as with two captions of a scene) have one set of clips; only one of them writes it at a time.
+
+    It locks a byte of a file for all, whose place is the row's: a file for each would stay behind for each.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    place = int(hashlib.blake2b(stem.encode(), digest_size=7).hexdigest(), 16)  # below 2^63, as places have to be
+    with (folder / ".lock").open("a") as file:
+        fcntl.lockf(file, fcntl.LOCK_EX, 1, place)
+        yield
 
 
 def clips_of(row: Mapping[str, Any]) -> Iterator[Row]:

@@ -2,10 +2,11 @@
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 from torch import Tensor
 
 from opensora.datasets.cache.flow import StoredFlow
@@ -13,19 +14,24 @@ from opensora.datasets.cache.moments import (
     CLIPS,
     REMEDY,
     SAMPLES,
+    Choices,
     clip_settings,
-    occurrences,
+    occurrences_of_rows,
+    refuse_other_settings,
+    refuse_rate_of_clips,
     sample_key,
     sample_settings,
     source_hash,
 )
 from opensora.datasets.datasets import ClipRows, Item, describe, last_start, wrong_length
-from opensora.datasets.files import IMAGE_FPS, is_image
+from opensora.datasets.decoding import Decoding
+from opensora.datasets.files import IMAGE_FPS, BadFile, is_image
+from opensora.datasets.read_video import count_frames
 from opensora.datasets.sampler import SampleKey
-from opensora.datasets.table import MAX_CHECKED_FILES, complain_about_rows, read_table
+from opensora.datasets.table import MAX_CHECKED_FILES, UNKNOWN, complain_about_rows, read_table
 from opensora.registry import DATASETS
 from opensora.utils.errors import UserError
-from opensora.utils.records import RecordReader, refuse_other
+from opensora.utils.records import RecordReader
 from opensora.utils.text_features import TextFeatures
 
 SMALL = ("source", "num_frames", "fps")
@@ -40,12 +46,14 @@ class CachedVideoTextDataset:
     Args:
         data_path: As for `VideoTextDataset`, like everything not named here.
         cache_dir: Folder that `tools.cache_features` wrote.
-        image_size: Must be the cache's, like `transform_name`.
+        image_size: Must be the cache's, like `transform_name`, `use_image_transform` and `decode`, and for samples like all
+            that decides them.
         content: "clips": windows of whole clips; "samples": the samples of the first epochs, again and again. Which of
             them the cache holds depends on the VAE, see the tool.
         text: "captions": samples have `text`; "features": also `y` [1, L, D] and `mask` [L], the captions as the text
             encoder gave them, so that it is not called.
         vae_fingerprint: Of the VAE in use: the cache must be its own. None: it is not checked.
+        target_fps: With content "samples" only.
     """
 
     def __init__(  # noqa: PLR0913
@@ -63,11 +71,16 @@ class CachedVideoTextDataset:
         content: Literal["clips", "samples"] = "clips",
         text: Literal["captions", "features"] = "captions",
         vae_fingerprint: str | None = None,
+        target_fps: float | None = None,
+        use_image_transform: bool = False,  # noqa: FBT001, FBT002  (a config's key)
+        decode: Mapping[str, Any] | None = None,
     ) -> None:
         if content not in (CLIPS, SAMPLES) or text not in ("captions", "features"):
             raise UserError(
                 f"content={content!r}, text={text!r}: content is clips or samples, text is captions or features."
             )
+        if content == CLIPS:
+            refuse_rate_of_clips(target_fps)
         # the clips themselves may be elsewhere by now
         self.table = read_table(data_path, root, text_columns, check_files=False)
         self.cache_dir, self.content = Path(cache_dir), content
@@ -76,19 +89,22 @@ class CachedVideoTextDataset:
         self.records = RecordReader(self.cache_dir / content, remedy=self.remedy)
         found = self.records.settings
         shared = (self.image_size, transform_name, found["dtype"])
-        expected = clip_settings(vae_fingerprint or found["vae"], *shared)
+        vae, choices = vae_fingerprint or found["vae"], Choices(use_image_transform, Decoding.of(decode), target_fps)
+        expected = clip_settings(vae, *shared, choices)
         if content == SAMPLES:
-            expected = sample_settings(vae_fingerprint or found["vae"], (num_frames, frame_interval), *shared, seed)
-        refuse_other(self.cache_dir / content, found, expected, "settings", REMEDY.format("ANOTHER_FOLDER"))
+            expected = sample_settings(vae, (num_frames, frame_interval), *shared, seed, choices)
+        refuse_other_settings(self.cache_dir / content, found, expected)
         if content == CLIPS:
             self._refuse_missing()
-        self.clips = ClipRows(self.table, num_frames, frame_interval, seed, short_clips, count=self._count)
-        self.occurrence = dict(occurrences(self))
+        self.occurrence = occurrences_of_rows(self.table)  # [N]
+        self.clips = ClipRows(
+            self.table, num_frames, frame_interval, seed, short_clips, count=self._count, target_fps=target_fps
+        )
         self.epochs = self._count_epochs() if content == SAMPLES else 0
         self.text = TextFeatures(cache_dir) if text == "features" else None
         self.flow = self._stored_flow()
         self._refuse_unknown_captions()
-        self._verified: set[int] = set()
+        self._verified = np.zeros(len(self.table), bool)
 
     def __len__(self) -> int:
         return len(self.clips)
@@ -131,33 +147,42 @@ class CachedVideoTextDataset:
         return {"moments": moments, **describe(row, path, choice.caption, size, fps, scores)}
 
     def _count(self, row: int) -> int:
-        return self._small(row)["num_frames"]
+        """Frames of a row's file; of one that is in no record, as one that was too short for a sample is, by the file."""
+        if self._key(row) in self.records:
+            return self._small(row)["num_frames"]
+        try:
+            return count_frames(self.table.path(row))
+        except BadFile:
+            return UNKNOWN
 
     def _small(self, row: int) -> dict[str, Any]:
         return self.records.read(self._key(row), SMALL)
 
     def _key(self, row: int) -> str:
         name = self.table.name(row)
-        return name if self.content == CLIPS else sample_key(name, self.occurrence[row], 0)
+        return name if self.content == CLIPS else self._sample_key(row, 0)
+
+    def _sample_key(self, row: int, epoch: int) -> str:
+        return sample_key(self.table.name(row), int(self.occurrence[row]), epoch)
 
     # ------------------------------------------------------------------------------------------------ fixed samples
 
     def _sample(self, epoch: int, row: int) -> Item:
         path = self.table.path(row)
-        record = self.records.read(sample_key(self.table.name(row), self.occurrence[row], epoch % self.epochs))
+        record = self.records.read(self._sample_key(row, epoch % self.epochs))
         self._refuse_changed(row, record["source"], path)
-        choice = self.clips.choose(epoch, row, int(self.table.num_frames[row]) or record["num_frames"])
+        choice = self.clips.choose_start(epoch, row, 1)  # of the caption: the window is in the record
         scores = self._scores(row, record["source"])
         described = describe(row, path, choice.caption, record["size"], record["fps"], scores)
         return {"moments": record["moments"].float().clone(), **described}
 
     def _count_epochs(self) -> int:
-        rows = {row: self.table.name(row) for row in self.occurrence}
-        missing = [row for row, name in rows.items() if sample_key(name, self.occurrence[row], 0) not in self.records]
+        rows = self.clips.kept.tolist()
+        missing = [row for row in rows if self._sample_key(row, 0) not in self.records]
         if missing:
             raise complain_about_rows(self.table, missing, f"are not in the cache {self.cache_dir}", self.remedy)
         epochs = 1
-        while all(sample_key(name, self.occurrence[row], epochs) in self.records for row, name in rows.items()):
+        while all(self._sample_key(row, epochs) in self.records for row in rows):
             epochs += 1
         return epochs
 
@@ -197,13 +222,13 @@ class CachedVideoTextDataset:
 
     def _refuse_changed(self, row: int, source: str, path: Path) -> None:
         """Compare contents, once in each process; sizes were compared at the start."""
-        if row in self._verified:
+        if self._verified[row]:
             return
         if path.is_file() and source_hash(path) != source:
             raise UserError(
                 f"{self.table.where(row)}: {path} was changed after the cache {self.cache_dir} was written. {self.remedy}"
             )
-        self._verified.add(row)
+        self._verified[row] = True
 
     def _refuse_unknown_captions(self) -> None:
         if self.text is None or len(self.table) > MAX_CHECKED_FILES:

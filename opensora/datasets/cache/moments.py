@@ -10,24 +10,37 @@ fp16 keeps 11 bits of each value: a relative error of at most 2^-11 = 0.05 % whe
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from opensora.acceleration.distributed import World, barrier, mean_over_ranks, on_main_first
-from opensora.datasets.files import TooFewFrames
+from opensora.datasets.decoding import DEFAULT, Decoding
+from opensora.datasets.files import TooFewFrames, is_image
 from opensora.datasets.read_video import probe, read_frames
 from opensora.datasets.sampler import SampleKey
 from opensora.datasets.table import Table
 from opensora.datasets.transforms import Transform, get_transform, is_random
 from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.errors import UserError
-from opensora.utils.records import SHARD_BYTES, RecordReader, RecordWriter, claim, consolidate
+from opensora.utils.records import (
+    METADATA,
+    SHARD_BYTES,
+    RecordReader,
+    RecordWriter,
+    claim,
+    consolidate,
+    read_metadata,
+    refuse_other,
+)
 
 CLIPS, SAMPLES = "clips", "samples"
 CLIP_FEATURES = {
@@ -78,18 +91,49 @@ class Job(NamedTuple):
     shard_bytes: int = SHARD_BYTES
 
 
-def clip_settings(vae: str, image_size: Sequence[int], transform_name: str, dtype: str) -> dict[str, Any]:
+class Choices(NamedTuple):
+    """What decides the pixels of a `VideoTextDataset` beside window and transform; its defaults."""
+
+    use_image_transform: bool = False
+    decoding: Decoding = DEFAULT
+    target_fps: float | None = None
+
+    def settings(self) -> dict[str, Any]:
+        """What is no default: caches that were written before there was a choice have none of these."""
+        decode = {name: value for name, value in asdict(self.decoding).items() if value != getattr(DEFAULT, name)}
+        chosen = {"use_image_transform": self.use_image_transform, "decode": decode, "target_fps": self.target_fps}
+        return {name: value for name, value in chosen.items() if value}
+
+
+DEFAULTS = Choices()
+
+
+def clip_settings(
+    vae: str, image_size: Sequence[int], transform_name: str, dtype: str, choices: Choices = DEFAULTS
+) -> dict[str, Any]:
     """What all records of CACHE/clips depend on."""
-    return {"vae": vae, "image_size": [int(n) for n in image_size], "transform_name": transform_name, "dtype": dtype}
+    size = [int(n) for n in image_size]
+    return {"vae": vae, "image_size": size, "transform_name": transform_name, "dtype": dtype, **choices.settings()}
 
 
 def sample_settings(
-    vae: str, window: tuple[int, int], image_size: Sequence[int], transform_name: str, dtype: str, seed: int
+    vae: str,
+    window: tuple[int, int],
+    image_size: Sequence[int],
+    transform_name: str,
+    dtype: str,
+    seed: int,
+    choices: Choices = DEFAULTS,
 ) -> dict[str, Any]:
     """What all records of CACHE/samples depend on; `window` is (num_frames, frame_interval)."""
     num_frames, frame_interval = window
     window_settings = {"num_frames": num_frames, "frame_interval": frame_interval, "seed": seed}
-    return {**clip_settings(vae, image_size, transform_name, dtype), **window_settings}
+    return {**clip_settings(vae, image_size, transform_name, dtype, choices), **window_settings}
+
+
+def refuse_other_settings(path: Path, found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """Raise a `UserError` that names what differs; what only one of them says is a choice that the other did not make."""
+    refuse_other(path, found, {**dict.fromkeys(found), **expected}, "settings", REMEDY.format("ANOTHER_FOLDER"))
 
 
 def sample_key(name: str, occurrence: int, epoch: int) -> str:
@@ -105,6 +149,7 @@ def write_clips(
     *,
     image_size: tuple[int, int],
     transform_name: str = "center",
+    choices: Choices = DEFAULTS,
     chunk: int = 32,
 ) -> Counts:
     """Encode all frames of all clips. An interrupted call goes on where it stopped; every process of `job.world` calls it.
@@ -113,19 +158,24 @@ def write_clips(
         chunk: Frames that are decoded and encoded at a time.
 
     Raises:
-        UserError: VAE or transform cannot be cached so, or the folder holds a cache with other settings.
+        UserError: VAE, transform or target_fps cannot be cached so, or the folder holds a cache with other settings.
     """
     _refuse_uncacheable(vae, image_size, transform_name)
-    settings = clip_settings(vae.fingerprint(), image_size, transform_name, job.dtype)
+    refuse_rate_of_clips(choices.target_fps)
+    settings = clip_settings(vae.fingerprint(), image_size, transform_name, job.dtype, choices)
     transform = get_transform(transform_name, image_size)
+    of_pictures = get_transform("adm_center" if choices.use_image_transform else transform_name, image_size)
     rows: dict[str, int] = {}
     for row in range(len(table)):
         rows.setdefault(table.name(row), row)  # a clip with several captions is encoded once
 
     def encode(name: str) -> dict[str, Any]:
         path = table.path(rows[name])
+        read = partial(read_frames, path, decoding=choices.decoding)
         try:
-            moments, num_frames, fps = _encode_clip(path, vae, transform, job, chunk)
+            moments, num_frames, fps = _encode_clip(
+                path, vae, of_pictures if is_image(path) else transform, job, chunk, read
+            )
         except UserError as error:
             raise UserError(f"{table.where(rows[name])}: {error}") from error
         return {"moments": moments, "source": source_hash(path), "num_frames": num_frames, "fps": fps}
@@ -163,10 +213,20 @@ def write_samples(dataset: SampleSource, vae: Encoder, job: Job, settings: dict[
 
 def occurrences(dataset: Any) -> Iterator[tuple[int, int]]:
     """For each sample: its row, and how many rows above it have the same path."""
-    counts = dataset.table.rows.groupby("path").cumcount().to_numpy()
+    counts = occurrences_of_rows(dataset.table)
     for index in range(len(dataset)):
         row = dataset.clips.row(index)
         yield row, int(counts[row])
+
+
+def occurrences_of_rows(table: Table) -> np.ndarray:
+    """[N] int64, how many rows above each have the same path."""
+    seen: Counter[str] = Counter()
+    counts = np.empty(len(table), np.int64)
+    for row, name in enumerate(table.rows["path"]):
+        counts[row] = seen[name]
+        seen[name] += 1
+    return counts
 
 
 def write_missing(
@@ -201,6 +261,8 @@ def write_missing(
 
 
 def _prepare(path: Path, features: dict[str, Any], settings: dict[str, Any], remedy: str) -> None:
+    if (path / METADATA).exists():
+        refuse_other_settings(path, read_metadata(path, remedy)["settings"], settings)
     claim(path, features, settings, remedy=remedy)
     consolidate(path)  # also what an interrupted call had finished
 
@@ -229,14 +291,25 @@ def _refuse_uncacheable(vae: Encoder, image_size: tuple[int, int], transform_nam
         )
 
 
-def _encode_clip(path: Path, vae: Encoder, transform: Transform, job: Job, chunk: int) -> tuple[Tensor, int, float]:
+def refuse_rate_of_clips(target_fps: float | None) -> None:
+    """Raise a `UserError` where whole clips are wanted at a rate: which frames these are depends on where a window begins."""
+    if target_fps is not None:
+        raise UserError(
+            f"target_fps={target_fps:g} has no place in a cache of whole clips, whose windows are every frame_interval-th "
+            "frame; cache the samples of some epochs instead, with --epochs N and dataset.content='samples'."
+        )
+
+
+def _encode_clip(
+    path: Path, vae: Encoder, transform: Transform, job: Job, chunk: int, read: Callable[[int, int], Tensor]
+) -> tuple[Tensor, int, float]:
     """All frames of a clip: moments [2C, T, h, w], the frames that `probe` counts, and the rate."""
     info = probe(path)
     parts: list[Tensor] = []
     start, end = 0, info.num_frames
     while start < end:
         try:
-            frames = read_frames(path, start, min(chunk, end - start))
+            frames = read(start, min(chunk, end - start))
         except TooFewFrames as error:
             end = error.available
             continue

@@ -10,9 +10,10 @@ from torch import nn
 
 from opensora.acceleration.distributed import World
 from opensora.datasets.cache import CachedVideoTextDataset, moments, source_hash, write_clips, write_samples, write_text
-from opensora.datasets.cache.moments import Job, sample_settings
+from opensora.datasets.cache.moments import Choices, Job, sample_settings
 from opensora.datasets.cache.text import captions_of
 from opensora.datasets.datasets import VideoTextDataset
+from opensora.datasets.decoding import Decoding
 from opensora.datasets.sampler import SampleKey
 from opensora.datasets.table import read_table
 from opensora.models.text_encoder import CachedTextEncoder, ClassEncoder, TextCondition
@@ -153,6 +154,105 @@ def test_samples_that_are_missing_are_told(table, tmp_path, write_table):
     more = write_table([{"path": "a.mp4", "text": ""}, {"path": "sub/a.mp4", "text": ""}] * 2, "more.csv")
     with pytest.raises(UserError, match=r"1 of 4 rows are not in the cache .*\n  row 4: .*a.mp4\n.*--epochs N"):
         cached(more, tmp_path / "cache", content="samples", transform_name="random_crop")
+
+
+# ------------------------------------------------------------------------------ everything that decides pixels
+
+
+def chosen(**options) -> Choices:
+    decoding = Decoding.of(options.get("decode"))
+    return Choices(options.get("use_image_transform", False), decoding, options.get("target_fps"))
+
+
+def write_chosen(table: Path, folder: Path, **options):
+    """The samples of an epoch of a dataset with such options."""
+    pixels = VideoTextDataset(str(table), 3, 1, SIZE, **options)
+    settings = sample_settings("temporal", (3, 1), SIZE, "center", "fp32", 42, chosen(**options))
+    return write_samples(pixels, Temporal(), Job(folder, ALONE, dtype="fp32"), settings, 1)
+
+
+SAMPLES_OF_3 = {"num_frames": 3, "frame_interval": 1, "content": "samples"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("target_fps", 10.0, "10.0"),
+        ("use_image_transform", True, "True"),
+        ("decode", {"colors": "fast"}, r"\{'colors': 'fast'\}"),
+    ],
+)
+def test_a_choice_that_decides_pixels_is_refused_where_it_differs(table, tmp_path, name, value, told):
+    """A cache of another rate was taken for present, and opened."""
+    for folder, written, other in (("with", {name: value}, {}), ("without", {}, {name: value})):
+        cache = tmp_path / folder
+        assert write_chosen(table, cache, **written) == (3, 0)
+        assert write_chosen(table, cache, **written) == (0, 3)
+        is_, not_ = (told, "None") if written else ("None", told)
+        message = rf"made with other settings: {name} is {is_}, not {not_}\. .*--cache-dir ANOTHER_FOLDER"
+        with pytest.raises(UserError, match=message):
+            write_chosen(table, cache, **other)
+        with pytest.raises(UserError, match=message):
+            cached(table, cache, **SAMPLES_OF_3, **other)
+        stored, pixels = (
+            cached(table, cache, **SAMPLES_OF_3, **written),
+            VideoTextDataset(str(table), 3, 1, SIZE, **written),
+        )
+        assert_same_samples(pixels, stored, Temporal(), 0, epochs=1)
+
+
+@pytest.mark.parametrize("content", ["clips", "samples"])
+def test_caches_without_these_choices_hold_the_defaults(table, tmp_path, vae, content):
+    """What the first versions wrote: settings and fingerprints of the defaults are still theirs."""
+    if content == "samples":
+        write_chosen(table, tmp_path / "cache")
+    else:
+        write(table, tmp_path / "cache", vae)
+    settings = json.loads((tmp_path / "cache" / content / METADATA).read_text())["settings"]
+    window = {"num_frames", "frame_interval", "seed"} if content == "samples" else set()
+    assert settings.keys() == {"vae", "image_size", "transform_name", "dtype"} | window
+    defaults = {"target_fps": None, "use_image_transform": False, "decode": {"colors": "exact"}}
+    same = {**SAMPLES_OF_3, "content": content}
+    one, other = cached(table, tmp_path / "cache", **same), cached(table, tmp_path / "cache", **same, **defaults)
+    assert one.fingerprint() == other.fingerprint()
+
+
+def test_whole_clips_are_read_with_the_datasets_choices(table, tmp_path, vae, write_image, write_table):
+    rng = np.random.default_rng(0)
+    write_image("p.png", rng.integers(0, 256, (40, 70, 3), np.uint8))
+    rows = write_table([{"path": name, "text": ""} for name in ("p.png", "a.mp4", "sub/a.mp4")], "three.csv")
+    options = {"use_image_transform": True, "decode": {"colors": "fast"}, "transform_name": "resize_crop"}
+    choices = chosen(**options)
+    write(rows, tmp_path / "cache", vae, dtype="fp32", transform_name="resize_crop", choices=choices)
+    pixels = VideoTextDataset(str(rows), 1, 1, SIZE, **options)
+    assert_same_samples(
+        pixels, cached(rows, tmp_path / "cache", vae, num_frames=1, frame_interval=1, **options), vae, 1e-4
+    )
+    plain = VideoTextDataset(str(rows), 1, 1, SIZE, transform_name="resize_crop")
+    assert not torch.equal(plain[SampleKey(0, 0)]["video"], pixels[SampleKey(0, 0)]["video"])
+    with pytest.raises(UserError, match=r"use_image_transform is True, not None; decode is .*, not None"):
+        cached(rows, tmp_path / "cache", vae, transform_name="resize_crop")
+    with pytest.raises(UserError, match="made with other settings: use_image_transform is True, not None"):
+        write(rows, tmp_path / "cache", vae, dtype="fp32", transform_name="resize_crop")
+
+
+def test_whole_clips_have_no_target_rate(table, cache, vae, tmp_path):
+    message = r"target_fps=5 has no place in a cache of whole clips.*--epochs N"
+    with pytest.raises(UserError, match=message):
+        cached(table, cache, vae, frame_interval=1, target_fps=5)
+    with pytest.raises(UserError, match=message):
+        write(table, tmp_path / "other", vae, choices=Choices(target_fps=5))
+    assert not (tmp_path / "other").exists()
+
+
+def test_short_clips_of_samples_may_be_dropped(table, tmp_path):
+    """Of a table without num_frames: what was too short for a sample is in no record."""
+    pixels = VideoTextDataset(str(table), 11, 1, SIZE, short_clips="drop")
+    settings = sample_settings("temporal", (11, 1), SIZE, "center", "fp32", 42)
+    assert write_samples(pixels, Temporal(), Job(tmp_path / "c", ALONE, dtype="fp32"), settings, 1) == (2, 0)
+    stored = cached(table, tmp_path / "c", num_frames=11, frame_interval=1, content="samples", short_clips="drop")
+    assert [stored.path_of(index).name for index in range(len(stored))] == ["a.mp4", "a.mp4"]
+    assert stored[SampleKey(0, 1)]["text"] == "t2"
 
 
 # ------------------------------------------------------------------------------------------------------- text

@@ -14,8 +14,9 @@ from opensora.inference.validation import Key
 from opensora.models.stdit.stdit import STDiT
 from opensora.models.vae.vae import VideoAutoencoderKL
 from opensora.utils.errors import UserError
+from opensora.utils.lora import Adapter, merge_adapter, write_adapter
 from opensora.utils.seed import generators, randn_like
-from tools.eval.held_out_loss import by_size, lines, main, read_command
+from tools.eval.held_out_loss import by_size, lines, main, names_of, read_command
 
 ROOT = Path(__file__).parents[3]
 CONFIG = """
@@ -45,6 +46,13 @@ def test_rows_are_means_over_clips_of_a_size():
     assert printed[0].split() == ["size", "clips", "t=250", "t=750", "mean"]
     assert printed[1].split() == ["4x64x64", "2", "2.0000", "3.0000", "2.5000"]
     assert list(by_size(table, [Key(i, "") for i in range(3)])) == ["clips"]
+
+
+def test_a_scheduler_without_timesteps_of_samples_has_draws():
+    """NOVA's draws one for each patch: validation has None for its timesteps."""
+    printed = lines({"clips": torch.tensor([1.0, 3.0])}, [None, None], {"clips": 1})
+    assert printed[0].split()[2:] == ["draw", "1", "draw", "2", "mean"]
+    assert names_of([None, 250]) == ["draw 1", "t=250"]
 
 
 @pytest.fixture
@@ -93,6 +101,57 @@ def test_the_command_measures_each_size_at_each_timestep(project, monkeypatch, c
     assert "lr" not in record["settings"]
 
 
+LORA = 'lora = dict(rank=2, alpha=4, target_modules="all-linear", dropout=0.0)\n'
+
+
+def random_model(project) -> STDiT:
+    """One whose every weight counts."""
+    model = STDiT(caption_channels=384, model_max_length=16, hidden_size=32, depth=1, num_heads=2, pred_sigma=False)
+    rng = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=rng) * 0.1)
+    save_file(model.state_dict(), project / "base.safetensors")
+    return model
+
+
+def measured(project, monkeypatch, *options: str) -> dict:
+    monkeypatch.setattr(
+        sys, "argv", ["held_out_loss", "config.py", "--val-data-path=clips.csv", "--out=l.json", *options]
+    )
+    main()
+    return json.loads((project / "l.json").read_text())
+
+
+def test_a_lora_is_measured_with_its_adapter(project, monkeypatch):
+    """The base was measured, and nothing said so."""
+    model = random_model(project)
+    layer = next(name for name, module in model.named_modules() if name.startswith("blocks") and name.endswith("qkv"))
+    out_features, in_features = model.get_submodule(layer).weight.shape
+    factors = {layer: (torch.ones(2, in_features) * 0.3, torch.ones(out_features, 2) * 0.3)}
+    write_adapter(Adapter(factors, 2.0), project / "adapter")
+    merge_adapter(model, Adapter(factors, 2.0))
+    save_file(model.state_dict(), project / "merged.safetensors")
+    (project / "config.py").write_text(CONFIG + LORA)
+    with pytest.raises(SystemExit) as exit_:
+        measured(project, monkeypatch, "--ckpt-path=base.safetensors")
+    assert exit_.value.code == 2
+    adapted = measured(project, monkeypatch, "--ckpt-path=base.safetensors", "--adapter=adapter")
+    assert adapted["settings"]["adapter"]["path"] == "adapter"
+    base = measured(project, monkeypatch, "--ckpt-path=base.safetensors", "--lora=None")
+    merged = measured(project, monkeypatch, "--ckpt-path=merged.safetensors", "--lora=None")
+    assert adapted["scores"] == merged["scores"] != base["scores"]
+
+
+def test_a_lora_must_be_named(project):
+    (project / "config.py").write_text(CONFIG + LORA)
+    command = ["config.py", "--ckpt-path", "zero.safetensors", "--val-data-path", "clips.csv"]
+    with pytest.raises(UserError, match=r"trains a LoRA, .*--adapter .*or measure the model alone with --lora None"):
+        read_command(command)
+    assert read_command([*command, "--lora.rank", "4", "--adapter", "a"]).adapter == Path("a")
+    assert read_command([*command, "--lora", "None"]).adapter is None
+
+
 def test_clips_and_weights_must_be_named(project):
     with pytest.raises(UserError, match="val_data_path"):
         read_command(["config.py", "--ckpt-path", "zero.safetensors"])
@@ -103,6 +162,6 @@ def test_clips_and_weights_must_be_named(project):
 @pytest.mark.parametrize("name", ["held_out", "held_out_buckets"])
 def test_the_quickstarts_configs_are_complete(monkeypatch, name):
     monkeypatch.chdir(ROOT)
-    cfg, out = read_command([f"configs/quickstart/{name}.py"])
-    assert cfg.val_data_path == "assets/clips/clips.csv"
-    assert out is None
+    command = read_command([f"configs/quickstart/{name}.py"])
+    assert command.cfg.val_data_path == "assets/clips/clips.csv"
+    assert (command.out, command.adapter) == (None, None)
