@@ -1,17 +1,24 @@
 """SIGTERM and SIGUSR1 end a training after the running optimizer step, in all processes after the same one.
 
 Schedulers of clusters send them before they take a machine away. A signal may reach one process only, or each at another
-moment, so after every step all processes ask each other whether one of them was told to stop.
+moment, so after every step all processes ask each other whether one of them was told to stop. It may also reach a process
+twice: some schedulers signal every process of a job, and a launcher among them hands on what it got. So what comes within
+`SAME_REQUEST_S` is a copy of the same request, and only a SIGTERM that comes later means: now.
 
     with StopSignals(world) as stop:
         for batch in stop.until(batches):
             ...                                   # a step
             if due(...) or stop.agreed(): save
+
+SIGINT is left alone: Ctrl-C ends the program at once, the first as well as the second, with nothing saved.
 """
 
+import ctypes
 import signal
 import threading
+import time
 from collections.abc import Iterable, Iterator
+from queue import SimpleQueue
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
@@ -22,12 +29,15 @@ from opensora.acceleration.distributed import World, host_group
 
 T = TypeVar("T")
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+SAME_REQUEST_S = 5.0  # copies are milliseconds apart; somebody who loses patience takes longer
 
 
 class StopSignals:
     """Notes the signals while it is entered, and restores what they did before.
 
-    Before the training itself begins, and on the second SIGTERM, a signal ends the process at once.
+    Before the training itself begins, and on a SIGTERM that comes more than `SAME_REQUEST_S` after the first, a signal
+    ends the process at once. A process that was told to stop is expected to end: copies that come after the exit are
+    ignored, and what the signals did before is not restored.
 
     Attributes:
         stopping: True once the processes agreed to stop.
@@ -36,44 +46,86 @@ class StopSignals:
 
     def __init__(self, world: World) -> None:
         self.stopping, self.reason = False, ""
-        self._received = 0
-        self._training = False
+        self._told: set[int] = set()
+        self._begun = False
         self._before: dict[int, Any] = {}
+        self._patience = _Patience()
         # on GPUs NCCL would make the host wait for the device in every step
         self._group = host_group(world, world.timeout)
 
     def __enter__(self) -> "StopSignals":
         if threading.current_thread() is threading.main_thread():  # nobody else may
+            self._patience.start()
             self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if not self._before:
+            return
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if number in self._told else handler)
+        if signal.SIGTERM not in self._told:
+            self._patience.cancel()
+            return
+        self._patience.begin()
+        if self._patience.over:  # it may have been before SIG_IGN was set
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def until(self, items: Iterable[T]) -> Iterator[T]:
         """The items, until `agreed` said that it is time to stop."""
-        self._training = True
+        self._begun = True
         for item in items:
             yield item
             if self.stopping:
                 break
-        self._training = False
 
     def agreed(self) -> bool:
         """Whether any process was told to stop; all of them must ask, after each step. The same answer for all."""
-        number = torch.tensor(self._received)
+        number = torch.tensor(max(self._told, default=0))
         if self._group is not None:
             dist.all_reduce(number, dist.ReduceOp.MAX, group=self._group)
         if number:
+            self._told.add(int(number))
             self.stopping, self.reason = True, signal.Signals(int(number)).name
         return self.stopping
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if not self._training:
+        if not self._begun:
             raise SystemExit(128 + number)  # as the shell says that a signal ended a program
-        self._received = number
+        self._told.add(number)
         if number == signal.SIGTERM:
-            signal.signal(number, signal.SIG_DFL)  # the next one ends the process at once
+            self._patience.begin()
+
+
+class _Patience(threading.Thread):
+    """Lets SIGTERM end the process, as it does by default, `SAME_REQUEST_S` after the first call of `begin`.
+
+    A handler written in Python would run in the main thread alone, and not while that waits in a collective call: the
+    very time when somebody sends SIGTERM again. So a thread has the system's own handler put back, past Python's.
+
+    Attributes:
+        over: True when that is about to be done, or is.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(name="patience after SIGTERM", daemon=True)
+        self.over = False
+        self._calls: SimpleQueue[bool] = SimpleQueue()  # the one queue that a handler may use
+
+    def begin(self) -> None:
+        """The first SIGTERM has come, or a further one, which changes nothing."""
+        self._calls.put(True)
+
+    def cancel(self) -> None:
+        """None has come, and none will be noted."""
+        self._calls.put(False)
+        self.join()
+
+    def run(self) -> None:
+        """Wait for the first call, and then for the time."""
+        if self._calls.get():
+            time.sleep(SAME_REQUEST_S)
+            self.over = True
+            ctypes.pythonapi.PyOS_setsig(ctypes.c_int(signal.SIGTERM), ctypes.c_void_p(signal.SIG_DFL))

@@ -16,6 +16,11 @@ def tiles(d: int) -> dict[str, int]:
     return {"D0": whole, "D1": 0} if d <= first or first + second >= whole else {"D0": first, "D1": second}
 
 
+def one_tile(d: int) -> dict[str, int]:
+    """Channels as one power of two."""
+    return {"D0": max(16, triton.next_power_of_2(d)), "D1": 0}
+
+
 @triton.jit
 def _tile(ptr, rows, stride, inside, first: tl.constexpr, d: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
     """Pointers to channels of some rows, and which of them there are."""

@@ -1,7 +1,7 @@
 """Which checkpoints of a run are kept, and what interrupted attempts leave behind.
 
 A checkpoint is renamed before it is deleted, so a crash in between leaves no folder that looks whole and is not. Only
-folders with names that a run gives are ever touched.
+whole checkpoints count, and only folders with names that a run gives are ever touched.
 """
 
 import logging
@@ -9,22 +9,28 @@ import re
 import shutil
 from pathlib import Path
 
-from opensora.utils.ckpt import complete_checkpoints
+from opensora.utils.ckpt import Checkpoint, complete_checkpoints, open_checkpoint
+from opensora.utils.errors import UserError
 
 logger = logging.getLogger(__name__)
 
 NAME = r"epoch\d+-global_step(\d+)"
 OWN = re.compile(NAME)
 LEFT = re.compile(rf"\.({NAME})\.(partial|old|removed)-[\w-]+")
+TOLD: set[Path] = set()  # damaged checkpoints that the log has named
 
 
 def remove_old(run: Path, *, keep_last_n: int | None, keep_every_m: int | None, token: str) -> list[Path]:
     """Delete the checkpoints that are not to be kept; call it when a newer one is complete.
 
+    The newer one is never deleted, and where it is not whole nothing is. Only whole checkpoints count: a damaged one
+    stays, for it may be of use to somebody, and is named in the log once. So does, uncounted, what is of a later step
+    than the newer one: a resume passed over it.
+
     Args:
         keep_last_n: how many of the newest to keep; None = all.
         keep_every_m: keep those at multiples of so many steps too; None = no others.
-        token: part of a name that nobody else uses.
+        token: of the `Writing` of the newer one; part of a name that nobody else uses.
 
     Returns:
         The folders that are gone.
@@ -32,8 +38,11 @@ def remove_old(run: Path, *, keep_last_n: int | None, keep_every_m: int | None, 
     if keep_last_n is None:
         return []
     own = [(int(found[1]), path) for path in complete_checkpoints(run) if (found := OWN.fullmatch(path.name))]
-    old = sorted(own)[:-keep_last_n]
-    gone = [path for step, path in old if not keep_every_m or step % keep_every_m]
+    own.sort(reverse=True)
+    new = next((i for i, (_, path) in enumerate(own) if _attempt(path) == token), None)
+    if new is None:
+        return []
+    gone = _not_kept(own[new + 1 :], keep_last_n - 1, keep_every_m)
     for path in gone:
         doomed = path.with_name(f".{path.name}.removed-{token}")
         path.rename(doomed)
@@ -55,3 +64,34 @@ def clear_leftovers(run: Path) -> None:
         else:
             shutil.rmtree(path)
             logger.info("removed %s, left by an interrupted run", path)
+
+
+def _not_kept(older: list[tuple[int, Path]], most: int, keep_every_m: int | None) -> list[Path]:
+    """Of step and folder, newest first, those that are whole and neither among the newest nor a milestone; oldest first."""
+    gone, kept = [], 0
+    for step, path in older:
+        milestone = keep_every_m is not None and step % keep_every_m == 0
+        if (kept >= most and milestone) or _opened(path) is None:  # files of many milestones take long to look at
+            continue
+        if kept < most:
+            kept += 1
+        else:
+            gone.append(path)
+    return gone[::-1]
+
+
+def _attempt(path: Path) -> str | None:
+    """The token of what wrote a checkpoint; None = it is damaged, or of an older version."""
+    checkpoint = _opened(path)
+    return None if checkpoint is None else checkpoint.manifest.get("attempt")
+
+
+def _opened(path: Path) -> Checkpoint | None:
+    """A checkpoint that is whole; None = it is damaged, which the log says once."""
+    try:
+        return open_checkpoint(path, check="size")
+    except (UserError, OSError, ValueError, KeyError) as error:
+        if path not in TOLD:
+            TOLD.add(path)
+            logger.warning("neither counted nor deleted by keep_last_n, since it is damaged: %s", error)
+        return None

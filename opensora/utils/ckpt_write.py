@@ -2,7 +2,8 @@
 
     .epoch0-global_step5.partial-<token>/    while it is written
         model/model-00001-of-00004.safetensors
-        .done-00001.json                     rank 1's note: its files, with sizes and checksums
+        .done-00001.json                     rank 1's note: its files, with sizes and checksums, or what went wrong
+        .failed-00001-ENOSPC                 the same without a byte, where a disk took no note
     epoch0-global_step5/                     when the manifest, its last file, is on the disk
 
 Every process writes its own files and then its note. Rank 0 waits for all notes, writes the state and the manifest, and
@@ -10,13 +11,17 @@ renames the folder. Processes speak through these files alone: no collective cal
 would get in the way of the training's own (a known deadlock), and a save may take longer than a step is allowed to.
 """
 
+import contextlib
+import errno
 import json
+import logging
 import os
+import re
 import shutil
 import threading
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,11 +30,14 @@ from opensora.utils.ckpt_files import FileRecord, write_tensors
 from opensora.utils.errors import UserError
 from opensora.utils.shards import Shard
 
+logger = logging.getLogger(__name__)
+
 MANIFEST = "manifest.json"
 STATE = "state.json"
 TIMEOUT_S = 3600.0  # for the slowest process to have its files on the disk
 GRACE_S = 30.0  # the same, where the program has ended meanwhile
 POLL_S = 0.02
+FAILED = re.compile(r"\.failed-(\d+)-(\w+)")  # rank, name of an errno or of an exception
 
 
 @dataclass(frozen=True)
@@ -53,22 +61,26 @@ class Writing:
         return self.path.with_name(f".{self.path.name}.partial-{self.token}")
 
     def write_own(self, parts: Mapping[str, Mapping[str, Shard]], header: Mapping[str, str]) -> None:
-        """Write this process's files, then its note; a failure is noted too, so that nobody waits for it, and raised.
+        """Write this process's files, then its note.
+
+        A failure is noted too, so that nobody waits for it, and raised; what was written of the files is deleted.
 
         Args:
             parts: name -> what this process is to write of it; rank 0 names all parts.
             header: for the header of each file.
         """
+        files = self._own_files(parts)
         try:
+            self.partial.mkdir(parents=True, exist_ok=True)
+            self._unfinished_note.touch()  # first, so that a disk which is full by then need only give it another name
             records = {}
-            for part, shards in parts.items():
-                if shards or self.rank == 0:
-                    file = self.partial / part / self._file_name(part, shards)
-                    file.parent.mkdir(parents=True, exist_ok=True)
-                    records[str(file.relative_to(self.partial))] = write_tensors(file, shards, {**header, "part": part})
+            for part, file in files.items():
+                file.parent.mkdir(parents=True, exist_ok=True)
+                content = write_tensors(file, parts[part], {**header, "part": part})
+                records[str(file.relative_to(self.partial))] = content
             self._leave_note({"files": records})
         except Exception as error:
-            self._leave_note({"error": f"rank {self.rank}: {type(error).__name__}: {error}"})
+            self._tell_failure(error, files.values())
             raise
 
     def commit(self, state: Mapping[str, Any], manifest: Mapping[str, Any], *, timeout_s: float = TIMEOUT_S) -> Path:
@@ -83,7 +95,9 @@ class Writing:
         records[STATE] = _write_json(self.partial / STATE, state)
         files = {name: record.size for name, record in sorted(records.items())}
         checksums = {name: f"{record.crc32:08x}" for name, record in sorted(records.items())}
-        _write_json(self.partial / MANIFEST, {**manifest, "files": files, "crc32": checksums})
+        # by the attempt `remove_old` knows the checkpoint that was written last, whatever its step
+        content = {**manifest, "attempt": self.token, "files": files, "crc32": checksums}
+        _write_json(self.partial / MANIFEST, content)
         for folder in (*{(self.partial / name).parent for name in files}, self.partial):
             flush_folder(folder)
         _put_in_place(self.partial, self.path, self.token)
@@ -94,6 +108,11 @@ class Writing:
         """Remove what was written of an attempt that failed."""
         shutil.rmtree(self.partial, ignore_errors=True)
 
+    def _own_files(self, parts: Mapping[str, Mapping[str, Shard]]) -> dict[str, Path]:
+        """Part -> the file that this process is to write of it; rank 0 writes one of each."""
+        written = {part: shards for part, shards in parts.items() if shards or self.rank == 0}
+        return {part: self.partial / part / self._file_name(part, shards) for part, shards in written.items()}
+
     def _file_name(self, part: str, shards: Mapping[str, Shard]) -> str:
         if self.rank == 0 and all(shard.shape == tuple(shard.local.shape) for shard in shards.values()):
             return f"{part}.safetensors"
@@ -102,18 +121,35 @@ class Writing:
     def _note(self, rank: int) -> Path:
         return self.partial / f".done-{rank:05d}.json"
 
+    @property
+    def _unfinished_note(self) -> Path:
+        return self._note(self.rank).with_suffix(".tmp")
+
     def _leave_note(self, content: Mapping[str, Any]) -> None:
-        note = self._note(self.rank)
-        note.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = note.with_suffix(".tmp")
-        unfinished.write_text(json.dumps(content))
-        unfinished.rename(note)
+        self._unfinished_note.write_text(json.dumps(content))
+        self._unfinished_note.rename(self._note(self.rank))
+
+    def _tell_failure(self, error: Exception, files: Iterable[Path]) -> None:
+        """Leave a note of it in the room that this process's files took, or, where there is none, a name alone."""
+        for file in files:
+            with contextlib.suppress(OSError):  # it may not have been begun
+                file.unlink()
+        try:
+            self._leave_note({"error": f"rank {self.rank}: {type(error).__name__}: {error}"})
+        except OSError:
+            kind = errno.errorcode.get(getattr(error, "errno", None) or 0, type(error).__name__)
+            try:
+                self._unfinished_note.rename(self.partial / f".failed-{self.rank:05d}-{kind}")
+            except OSError:  # then `error`, which is raised, and the log are all there is
+                logger.error("rank %d can write nothing at all to %s: %s", self.rank, self.partial, error)
 
     def _await_notes(self, timeout_s: float) -> dict[str, FileRecord]:
         records: dict[str, FileRecord] = {}
         waiting, begin, ended = list(range(self.size)), time.monotonic(), False
         while True:
-            for rank in [rank for rank in waiting if self._note(rank).is_file()]:
+            there = {path.name for path in self.partial.iterdir()}
+            _raise_failures(there)
+            for rank in [rank for rank in waiting if self._note(rank).name in there]:
                 records |= self._read_note(rank)
                 waiting.remove(rank)
             if not waiting:
@@ -123,7 +159,8 @@ class Writing:
             if time.monotonic() - begin > timeout_s:
                 raise UserError(
                     f"after {timeout_s:.0f} s the files of rank {', '.join(map(str, waiting))} are not in {self.partial}. "
-                    "All processes must see one `outputs` folder: is it on a file system that all machines share?"
+                    "All processes must see one `outputs` folder, and may write there: is it on a file system that all "
+                    "machines share?"
                 )
             time.sleep(POLL_S)
 
@@ -137,6 +174,15 @@ class Writing:
             if found != record.size:
                 raise UserError(f"{self.partial / name} has {found} bytes here, rank {rank} wrote {record.size}.")
         return records
+
+
+def _raise_failures(names: Iterable[str]) -> None:
+    """Raise what a process could tell by the name of a file alone, if one did."""
+    for failed in filter(None, map(FAILED.fullmatch, sorted(names))):
+        rank, kind = int(failed[1]), failed[2]
+        number = getattr(errno, kind, None)  # an errno's number is each system's own, its name is not
+        why = os.strerror(number) if isinstance(number, int) else "the disk took no more of its message"
+        raise UserError(f"rank {rank}: {kind}: {why}")
 
 
 def flush_folder(folder: Path) -> None:

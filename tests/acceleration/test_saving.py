@@ -18,7 +18,7 @@ from opensora.acceleration.distributed import World
 from opensora.acceleration.loop import checkpoint_to_load
 from opensora.acceleration.saving import Saver
 from opensora.utils.ckpt import complete_checkpoints, latest_checkpoint, open_checkpoint
-from opensora.utils.ckpt_rotation import clear_leftovers
+from opensora.utils.ckpt_rotation import clear_leftovers, remove_old
 from opensora.utils.config_schema import LoopConfig
 from opensora.utils.errors import UserError
 from opensora.utils.run import RunState
@@ -149,6 +149,51 @@ class TestRotation:
         (tmp_path / "notes.txt").write_text("mine")
         self.save_steps(tmp_path, [3, 4, 5], keep_last_n=1)
         assert names(tmp_path) == ["epoch0-global_step2", "epoch0-global_step5", "notes.txt", "the good one"]
+
+    def damage(self, path: Path) -> None:
+        file = path / "model" / "model.safetensors"
+        file.write_bytes(file.read_bytes()[:-3])
+
+    def test_a_damaged_one_is_no_reason_to_delete_the_one_just_written(self, tmp_path, caplog):
+        """It was passed over by a resume; what was written after it has an earlier step, and is the newest that is whole."""
+        assert self.save_steps(tmp_path, [400, 500]) == ["400", "500"]
+        self.damage(tmp_path / "epoch0-global_step500")
+        assert latest_checkpoint(tmp_path) == tmp_path / "epoch0-global_step400"
+        assert self.save_steps(tmp_path, [450], keep_last_n=1) == ["450", "500"]
+        assert latest_checkpoint(tmp_path) == tmp_path / "epoch0-global_step450"
+        assert self.save_steps(tmp_path, [475], keep_last_n=1) == ["475", "500"]
+        assert caplog.text.count("neither counted nor deleted by keep_last_n") == 1
+        assert self.save_steps(tmp_path, [500, 525], keep_last_n=1) == ["525"]  # its step was reached: it was replaced
+
+    def test_damaged_ones_take_no_place_of_the_newest(self, tmp_path):
+        self.save_steps(tmp_path, [1, 2, 3, 4])
+        for step in (2, 4):
+            self.damage(tmp_path / f"epoch0-global_step{step}")
+        assert self.save_steps(tmp_path, [5], keep_last_n=2) == ["2", "3", "4", "5"]
+
+    def test_what_only_a_checksum_tells_from_a_whole_one(self, tmp_path):
+        """A run with load_check="checksum" passes over what has its sizes, and that is not seen here."""
+        self.save_steps(tmp_path, [300, 400, 500])
+        assert self.save_steps(tmp_path, [450], keep_last_n=2) == ["400", "450", "500"]
+        assert self.save_steps(tmp_path, [510, 520], keep_last_n=2) == ["510", "520"]
+
+    def test_those_of_an_older_version_count(self, tmp_path):
+        self.save_steps(tmp_path, [1, 2, 3])
+        for path in complete_checkpoints(tmp_path):
+            manifest = json.loads((path / "manifest.json").read_text())
+            del manifest["attempt"]
+            (path / "manifest.json").write_text(json.dumps(manifest))
+        assert self.save_steps(tmp_path, [4], keep_last_n=2) == ["3", "4"]
+
+    def test_nothing_is_deleted_where_the_newest_is_not_whole(self, tmp_path):
+        saver = saver_of(tmp_path)
+        for step in (1, 2):
+            saver.save(RunState("d", 1, step=step), parts(1.0))
+        saver.wait()
+        token = json.loads((tmp_path / "epoch0-global_step2" / "manifest.json").read_text())["attempt"]
+        self.damage(tmp_path / "epoch0-global_step2")
+        assert remove_old(tmp_path, keep_last_n=1, keep_every_m=None, token=token) == []
+        assert names(tmp_path) == ["epoch0-global_step1", "epoch0-global_step2"]
 
     def test_nothing_is_deleted_for_a_checkpoint_that_failed(self, tmp_path):
         saver = saver_of(tmp_path, keep_last_n=1)

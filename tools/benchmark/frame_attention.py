@@ -55,6 +55,7 @@ def main() -> None:
 def candidates(heads: int) -> Iterator[tuple[str, str, str, Callable[[Tensor, Tensor | None], Tensor]]]:
     """PyTorch's kernel, then ours with the blocks of the module, then with others: first of one pass, then of the other."""
     from opensora.acceleration import frame_attention as ours
+    from opensora.acceleration.triton_tiles import one_tile
 
     def attend(qkv: Tensor, bias: Tensor | None) -> Tensor:
         return ours.attend_packed(qkv, heads, bias)
@@ -63,7 +64,7 @@ def candidates(heads: int) -> Iterator[tuple[str, str, str, Callable[[Tensor, Te
     shipped = dict(ours._FORWARD), dict(ours._BACKWARD)
     yield "ours", told(shipped[0]), told(shipped[1]), attend
     tiles = ours.tiles
-    ours.tiles = lambda d: {"D0": max(16, 1 << (d - 1).bit_length()), "D1": 0}
+    ours.tiles = one_tile
     yield "ours, one tile of channels", told(shipped[0]), told(shipped[1]), attend
     ours.tiles = tiles
     for blocks, default, sizes in (
