@@ -5,8 +5,8 @@ makes the same videos as two batches of one. (To rounding: a matrix product may 
 a long video's segments take over belong to one sample of one call, and nothing is kept from one call to the next.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ from opensora.acceleration.distributed import init_world
 from opensora.acceleration.patching import wrap_forward
 from opensora.acceleration.step_cache.build import build_step_cache
 from opensora.acceleration.step_cache.steps import StepCache
+from opensora.datasets.files import IMAGE_FPS
 from opensora.inference.build import build_parts, inference_config
 from opensora.inference.checks import calls_parts, check_finite, check_size, refuse_for_parts
 from opensora.inference.conditions import Condition, condition, null_condition
@@ -41,7 +42,7 @@ from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.errors import UserError
 from opensora.utils.seed import generator, randn_like
 
-__all__ = ["Samples", "VideoPipeline", "check_finite", "check_size"]
+__all__ = ["Samples", "VideoPipeline", "check_finite", "check_size", "needs_null"]
 
 OnStep = Callable[[SamplingStep], object]
 MOTION_FLOW = 5.0  # what NOVA's pipelines say where nobody does
@@ -55,6 +56,7 @@ class Defaults(NamedTuple):
     fps: float  # what the model is told
     save_fps: float  # of the file
     seed: int
+    video_fps: float | None = None  # what the model is told of several frames, where these defaults make a picture
 
 
 class Samples(NamedTuple):
@@ -181,7 +183,7 @@ class VideoPipeline:
             offload=cfg.offload,
             sharing=sharing,
             step_cache=cache,
-            defaults=Defaults(size.num_frames, size.image_size, size.fps, size.save_fps, cfg.seed),
+            defaults=Defaults(size.num_frames, size.image_size, size.fps, size.save_fps, cfg.seed, float(cfg.fps)),
             motion_flow=MOTION_FLOW if cfg.motion_flow is None else cfg.motion_flow,
         )
         if cache is not None and not cache.inside_blocks:
@@ -218,7 +220,7 @@ class VideoPipeline:
             prompts: B prompts, or items with all that belongs to a prompt.
             num_frames: frames of a video, or of a segment of a long one; one that the VAE takes.
             image_size: (height, width) in pixels; multiples of the VAE's factor.
-            fps: frame rate that the model is told.
+            fps: frame rate that the model is told; None: of one frame, a picture, it is 120, as in training.
             seed, prompt_indices, sample_index: fix the noise; indices default to 0, 1, ... B - 1.
             guidance_scale: None = the scheduler's own.
             negative_prompts: what to steer away from: one for all, or one for each; None: the model's "no text".
@@ -234,11 +236,12 @@ class VideoPipeline:
         Raises:
             UserError: the size is none that the VAE can make, the device's memory does not suffice, or a result is not finite.
         """
+        num_frames = self._default("num_frames", num_frames)
         request = Request(
             items=as_items(prompts, prompt_indices, negative_prompts),
-            num_frames=self._default("num_frames", num_frames),
+            num_frames=num_frames,
             image_size=self._default("image_size", image_size),
-            fps=self._default("fps", fps),
+            fps=self._told_fps(num_frames) if fps is None else fps,
             seed=self._default("seed", seed),
             conditioning=conditioning,
             align=align,
@@ -326,7 +329,7 @@ class VideoPipeline:
         known["flow"] = self.motion_flow
         numbers = {name: known[name] for name in self.model.numbers}
         negatives = [item.negative_prompt for item in request.items]
-        guided = (self.scheduler.cfg_scale if request.guidance_scale is None else request.guidance_scale) != 1
+        guided = needs_null(self.scheduler, request.guidance_scale)
         told: list[tuple[Condition, Condition | None]] = []
         with self.place.using("text_encoder"):  # the model's own "no text" is computed where the model is
             for loop in range(request.loop):
@@ -419,7 +422,8 @@ class VideoPipeline:
         )
         timesteps = () if self.step_cache is None else self.scheduler.solver(z, generators).timesteps
         x = z
-        with _sampling(self.step_cache, timesteps), tqdm(disable=not progress) as bar:
+        # closed also where `on_step` raises: the exception's traceback holds on to the steps, and they to cast weights
+        with _closing(steps), _sampling(self.step_cache, timesteps), tqdm(disable=not progress) as bar:
             for index in count():
                 if self.step_cache is not None and index < len(timesteps):
                     self.step_cache.step(index)
@@ -456,6 +460,12 @@ class VideoPipeline:
         """What a call says, or the config."""
         return getattr(self.defaults, name) if value is None else value
 
+    def _told_fps(self, num_frames: int) -> float:
+        """What the model is told where the call does not say it: as `sizes.video_size`, for the frames of this call."""
+        if num_frames == 1:
+            return IMAGE_FPS
+        return self.defaults.fps if self.defaults.video_fps is None else self.defaults.video_fps
+
     def _settings(self, request: Request) -> str:
         """What a message says about a sampling run."""
         scale = self.scheduler.cfg_scale if request.guidance_scale is None else request.guidance_scale
@@ -464,6 +474,18 @@ class VideoPipeline:
             f"{request.num_frames} frames of {height}x{width}, {str(self.dtype).removeprefix('torch.')}, "
             f"{self.scheduler.num_sampling_steps} steps of {type(self.scheduler).__name__}, guidance {scale}"
         )
+
+
+def needs_null(scheduler: Any, guidance_scale: float | None = None) -> bool:
+    """Whether a sampler wants a prediction without text; one with further kinds of guidance (NOVA's) says so itself.
+
+    Args:
+        scheduler: the sampler.
+        guidance_scale: None = its own.
+    """
+    if hasattr(scheduler, "needs_null"):
+        return bool(scheduler.needs_null(guidance_scale))
+    return bool((scheduler.cfg_scale if guidance_scale is None else guidance_scale) != 1)
 
 
 def _generators(request: Request, loop: int) -> list[torch.Generator]:
@@ -497,6 +519,11 @@ def _inside_blocks(model: Any, cache: StepCache | None, cfg: InferenceConfig) ->
         return
     for block in blocks:  # only what they compute: what comes around them is decided in Python
         wrap_forward(block, lambda forward: torch.compile(forward, fullgraph=not inside))
+
+
+def _closing(steps: Iterator[SamplingStep]) -> AbstractContextManager[Any]:
+    """Closes steps that are a generator; others hold on to nothing."""
+    return closing(steps) if isinstance(steps, Generator) else nullcontext()
 
 
 def _sampling(cache: StepCache | None, timesteps: Sequence[float]) -> AbstractContextManager[None]:

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from opensora.acceleration.distributed import World
 from opensora.datasets.bucket import NONE
 from opensora.datasets.dataloader import batch_bytes, build_loader
+from opensora.datasets.files import IMAGE_FPS
 from opensora.datasets.sampler import BatchKeys, BucketKey, Place, SampleKey
 from opensora.inference.compare import save_sheet
 from opensora.inference.output import sample_file_name, save_sample
@@ -157,6 +158,10 @@ def build_validation(
 class HeldOutLoss:
     """The loss of held-out clips at fixed timesteps and noise: the same numbers for any number of processes.
 
+    A scheduler that draws its timesteps in a way of its own (NOVA's: one for each patch) has no timestep that a sample is
+    at. Its training loss is taken instead, with draws that are functions of (seed, row, number of the draw): one for each of
+    `val_num_timesteps`. What it draws for a whole batch is of the batch's first row, and the batches are fixed too.
+
     Args:
         cfg: says how many clips and timesteps, and how they are read.
         world: this process and the others.
@@ -168,15 +173,14 @@ class HeldOutLoss:
     def __init__(self, cfg: TrainConfig, world: World, dataset: Any, encode: BatchEncoder, scheduler: Any) -> None:
         self.cfg, self.world, self.dataset, self.encode, self.scheduler = cfg, world, dataset, encode, scheduler
         self.keys, self.batches = held_out_batches(dataset, cfg.val_num_samples, cfg.batch_size)
-        num, last = cfg.val_num_timesteps, scheduler.timestep_sampling.num_timesteps
-        self.timesteps = [int((k + 0.5) * last / num) for k in range(num)]  # the middle of each part
+        self.timesteps = _timesteps(scheduler, cfg.val_num_timesteps)
         self._encoded: list[Encoded] | None = None
 
     def __call__(self, model: nn.Module) -> dict[str, float]:
-        """The mean over all clips and timesteps `val/loss`, and that of each timestep and each size of clip."""
+        """The mean over all clips and timesteps `val/loss`, and that of each known timestep and each size of clip."""
         losses = self.table(model)  # [N, K]
         report = {"val/loss": losses.mean()}
-        report |= {f"val/loss_t{t}": losses[:, k].mean() for k, t in enumerate(self.timesteps)}
+        report |= {f"val/loss_t{t}": losses[:, k].mean() for k, t in enumerate(self.timesteps) if t is not None}
         sizes = [key.size for key in self.keys]
         for size in dict.fromkeys(sizes) if len(set(sizes)) > 1 else ():
             report[f"val/loss_{size}"] = losses[[i for i, s in enumerate(sizes) if s == size]].mean()
@@ -200,11 +204,13 @@ class HeldOutLoss:
         return losses.cpu()
 
     def _losses(
-        self, model: nn.Module, z: Tensor, cond: Mapping[str, Tensor], t: int, rngs: Sequence[torch.Generator]
+        self, model: nn.Module, z: Tensor, cond: Mapping[str, Tensor], t: int | None, rngs: Sequence[torch.Generator]
     ) -> Tensor:
-        """[B] at timestep t."""
+        """[B] at timestep t; None: at what the scheduler draws."""
         dtype = to_torch_dtype(self.cfg.dtype)
         with torch.autocast(z.device.type, dtype, enabled=dtype != torch.float32):
+            if t is None:
+                return self.scheduler.training_losses(model, z, cond, generators=rngs)
             timestep = torch.full((len(z),), t, dtype=torch.int64, device=z.device)
             return self.scheduler.training_losses(model, z, cond, t=timestep, noise=randn_like(z, rngs))
 
@@ -246,7 +252,8 @@ class SampleVideos:
         self.prompts = load_prompts(cfg.val_prompts, cfg.val_prompt_path)
         self.num_frames = cfg.val_num_frames or cfg.num_frames
         self.image_size = cfg.val_image_size or cfg.image_size
-        self.fps = cfg.val_fps or FULL_FPS / cfg.frame_interval
+        rate = IMAGE_FPS if self.num_frames == 1 else FULL_FPS / cfg.frame_interval
+        self.fps = cfg.val_fps or rate  # what the model is told; of the file too, but a picture has none
         check_size(pipeline.vae, self.num_frames, self.image_size)
 
     def __call__(self, step: int) -> None:
@@ -360,6 +367,14 @@ class _Given:
     def placed(self) -> Iterator[BatchKeys]:
         """The batches."""
         return iter(self.batches)
+
+
+def _timesteps(scheduler: Any, num: int) -> list[int | None]:
+    """The middle of each of `num` equal parts of a scheduler's timesteps; None where it draws them its own way."""
+    if not hasattr(scheduler, "timestep_sampling"):
+        return [None] * num
+    last = scheduler.timestep_sampling.num_timesteps
+    return [int((k + 0.5) * last / num) for k in range(num)]
 
 
 def _sampler(cfg: TrainConfig) -> dict[str, Any]:

@@ -7,7 +7,8 @@ from safetensors.torch import load_file
 
 from opensora.datasets.read_video import probe
 from opensora.inference.manifest import describe_checkpoint, sidecar, write_sidecar
-from opensora.inference.pipeline import VideoPipeline, check_finite, check_size
+from opensora.inference.manifest_inputs import inputs_of
+from opensora.inference.pipeline import Samples, VideoPipeline, check_finite, check_size
 from opensora.utils.ckpt import save_checkpoint
 from opensora.utils.config import InferenceConfig, config_from_dict, to_dict
 from opensora.utils.errors import UserError
@@ -65,6 +66,25 @@ def test_what_a_call_leaves_out_is_the_configs(pipeline, cfg):
         bare([A], seed=1)
 
 
+def test_a_picture_is_told_the_rate_of_pictures_and_a_video_its_own(cfg, pipeline, monkeypatch):
+    """Whatever the config makes: the call's number of frames decides, as training does."""
+    still = VideoPipeline.from_config(replace(cfg, num_frames=1))
+    told = []
+    for made in (pipeline, still):
+        monkeypatch.setattr(made, "sample", lambda request, **_: told.append(request.fps) or Samples(torch.ones(1), []))
+        for options in ({"num_frames": 1}, {"num_frames": 4}, {}, {"num_frames": 1, "fps": 30}):
+            made([A], **options)
+    assert told == [120, 8, 8, 30, 120, 8, 120, 30]
+    assert still.defaults.fps == 120
+
+
+def test_steps_that_are_no_generator_are_fine(pipeline, monkeypatch):
+    real = pipeline.scheduler.sample_steps
+    expected = pipeline([A], seed=1, **SIZE)
+    monkeypatch.setattr(pipeline.scheduler, "sample_steps", lambda *args, **options: iter(list(real(*args, **options))))
+    assert torch.equal(pipeline([A], seed=1, **SIZE), expected)
+
+
 def test_each_step_can_be_seen(pipeline):
     seen = []
     pipeline([A], seed=1, on_step=seen.append, **SIZE)
@@ -111,7 +131,14 @@ def test_sampling_leaves_the_global_generator_alone(pipeline):
 def test_the_sidecar_makes_the_same_video_again(cfg, pipeline, tmp_path):
     fields = {"prompt": A, "prompt_index": 5, "sample_index": 2}
     checkpoint = describe_checkpoint(cfg.model["from_pretrained"])
-    record = sidecar(to_dict(cfg), **fields, save_fps=8, checkpoint=checkpoint, made_with=environment())
+    record = sidecar(
+        to_dict(cfg),
+        **fields,
+        save_fps=8,
+        checkpoint=checkpoint,
+        inputs=inputs_of(to_dict(cfg), []),
+        made_with=environment(),
+    )
     first = pipeline([A], seed=cfg.seed, prompt_indices=[5], sample_index=2, **SIZE)
 
     loaded = json.loads(write_sidecar(record, tmp_path / "s").read_text())

@@ -5,6 +5,7 @@ import torch
 from safetensors.torch import save_file
 
 from opensora.inference.pipeline import VideoPipeline
+from opensora.inference.references import first_and_last
 from opensora.registry import MODELS
 from opensora.utils.config import InferenceConfig, config_from_dict, to_dict
 from opensora.utils.errors import UserError
@@ -52,6 +53,41 @@ def test_motion_is_told(nova):
 def test_bf16_is_near_fp32(nova):
     full, short = sample(nova(), ["a dog"]), sample(nova(dtype="bf16"), ["a dog"])
     assert 0 < (full - short).abs().mean() < 0.05
+
+
+def test_the_weights_are_as_before_while_an_error_from_on_step_is_still_held(nova):
+    pipeline = nova(dtype="bf16")
+    before = {name: (p.dtype, p.data_ptr()) for name, p in pipeline.model.named_parameters()}
+
+    def stop(step):
+        assert torch.bfloat16 in {p.dtype for p in pipeline.model.parameters()}
+        raise KeyError("enough")
+
+    with pytest.raises(KeyError) as held:
+        sample(pipeline, ["a dog"], on_step=stop)
+    assert held.value.__traceback__ is not None  # which holds on to every frame, and to the steps in one of them
+    assert {name: (p.dtype, p.data_ptr()) for name, p in pipeline.model.named_parameters()} == before
+
+
+@pytest.mark.parametrize("guidance", [{"image_guidance_scale": 2.0}, {"min_cfg_scale": 3.0}])
+def test_guidance_acts_also_where_that_by_text_is_off(nova, guidance):
+    steps = {"type": "nova", "num_sampling_steps": 2, "num_diffusion_steps": 2, "cfg_scale": 1.0}
+    plain, guided = nova(scheduler=steps), nova(scheduler={**steps, **guidance})
+    assert not torch.allclose(sample(plain, ["a dog"]), sample(guided, ["a dog"]))
+    # it steers away from a negative prompt too, which would be refused if nothing asked for it
+    away = sample(guided, ["a dog"], negative_prompts="rain")
+    assert not torch.allclose(sample(guided, ["a dog"]), away)
+    with pytest.raises(UserError, match="negative_prompt has no effect"):
+        sample(plain, ["a dog"], negative_prompts="rain")
+
+
+def test_a_picture_at_the_end_is_refused_and_one_at_the_beginning_is_kept(nova):
+    picture = torch.zeros(3, 1, 32, 64)
+    given = sample(nova(), ["a dog"], conditioning=[first_and_last(picture)])
+    assert not torch.allclose(given, sample(nova(), ["a dog"]))
+    for conditioning in (first_and_last(None, picture), first_and_last(picture, picture)):
+        with pytest.raises(UserError, match="leave out --last-image"):
+            nova()(["a dog"], num_frames=3, image_size=(32, 64), conditioning=[conditioning])
 
 
 @pytest.mark.parametrize("setting", [{"step_cache": {"type": "pab"}}, {"cfg_parallel": True}])

@@ -193,6 +193,65 @@ def test_the_loss_is_the_training_loss_at_that_noise(parts):
     torch.testing.assert_close(table[3, 1], expected[0].double(), atol=1e-6, rtol=1e-5)
 
 
+NOVA = {
+    "model": {
+        "type": "NOVA",
+        "width": 32,
+        "num_heads": 2,
+        "video_depth": 2,
+        "image_depth": 4,
+        "head_depth": 2,
+        "motion": False,
+    },
+    "scheduler": {"type": "nova", "num_diffusion_steps": 2, "num_sampling_steps": 2, "cfg_scale": 2.0},
+    "val_scheduler": None,
+    "image_size": (32, 32),
+    "val_num_timesteps": 3,
+}
+
+
+def test_nova_has_a_held_out_loss_of_fixed_draws(parts):
+    run = parts(**NOVA)
+    loss = run.validation.loss
+    table = loss.table(run.model)
+    assert table.shape == (5, 3)
+    assert len(set(table.flatten().tolist())) == 15
+    assert torch.equal(loss.table(run.model), table)
+    # one batch by hand: the scheduler's own loss
+    batch = loss._encoded[1]
+    rngs = generators(42, "validation", 2, ids=batch.rows)
+    expected = run.scheduler.training_losses(run.model.eval(), batch.z, batch.cond, generators=rngs)
+    torch.testing.assert_close(table[batch.first : batch.first + 2, 2], expected.detach().double())
+    run.validation(2)
+    (entry,) = run.metrics()
+    assert entry.keys() == {"step", "val/loss", "val/loss_trained"}
+    assert entry["val/loss"] == pytest.approx(float(table.mean()))
+    assert len(list((run.run / "validation/step2").glob("*.mp4"))) == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({}, 12),
+        ({"val_num_frames": 1}, 120),
+        ({"num_frames": 1}, 120),
+        ({"num_frames": 1, "val_num_frames": 2}, 12),
+        ({"val_num_frames": 1, "val_fps": 30}, 30),
+    ],
+)
+def test_a_picture_is_told_the_rate_of_pictures(parts, monkeypatch, changes, told):
+    run = parts(val_data_path=None, val_num_samples=64, val_prompts=["a dog"], **changes)
+    seen = []
+    real = run.validation.samples.pipeline.sample
+    monkeypatch.setattr(
+        run.validation.samples.pipeline,
+        "sample",
+        lambda request, **options: seen.append(request.fps) or real(request, **options),
+    )
+    run.validation(2)
+    assert seen == [told]
+
+
 def test_no_caption_is_dropped(parts):
     run = parts(model={**values(Path())["model"], "class_dropout_prob": 0.99})
     loss = run.validation.loss

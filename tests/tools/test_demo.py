@@ -1,6 +1,9 @@
 """The demo: what it does, its page without a browser, and one generation clicked through in a real one."""
 
+import copy
+import dataclasses
 import importlib.util
+import json
 import os
 import shutil
 import socket
@@ -16,12 +19,17 @@ import pytest
 import torch
 from PIL import Image
 
-from opensora.datasets.read_video import probe
-from opensora.inference.manifest import frames_hash, read_sidecar
+from opensora.datasets.read_video import open_clip, probe, read_indices
+from opensora.inference.manifest import Finished, frames_hash, read_sidecar
+from opensora.inference.pipeline import Defaults, VideoPipeline
+from opensora.inference.prompts import load_items
 from opensora.inference.remake import remake
+from opensora.inference.sizes import video_size
+from opensora.registry import SCHEDULERS
 from opensora.utils.errors import UserError
 from tools.demo import __main__ as command
-from tools.demo.studio import Cancelled, Studio, caption, preview_of, wish_of
+from tools.demo.studio import Cancelled, Studio, preview_of
+from tools.demo.wish import Wish, caption, said, wish_of, with_said
 
 ROOT = Path(__file__).parents[2]
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -53,6 +61,151 @@ def test_the_form_begins_with_the_configs_settings(studio):
     first = studio.first_wish()
     assert first[3:] == (96, 160, 8, 20, 1.0, 42)
     assert first.prompt == "a white dog rests on the floor by a door"  # the first of assets/texts/quickstart.txt
+
+
+@pytest.fixture
+def started(studio, tmp_path, monkeypatch):
+    """`arguments -> Studio` of the same pipeline, as the command line would start it, with a folder of its own."""
+    monkeypatch.chdir(ROOT)
+
+    def start(*arguments: str, **changes) -> Studio:
+        cfg, _ = command.read_command(["--device", "cpu", *arguments, "--save-dir", str(tmp_path / "made")])
+        cfg = dataclasses.replace(cfg, **changes)
+        size = video_size(cfg, studio.pipeline.vae, studio.pipeline.model.patch_size)
+        pipeline = copy.copy(studio.pipeline)
+        pipeline._defaults = Defaults(size.num_frames, size.image_size, size.fps, size.save_fps, cfg.seed)
+        pipeline.scheduler = SCHEDULERS.build(cfg.scheduler)
+        monkeypatch.setattr(VideoPipeline, "from_config", lambda _: pipeline)
+        return Studio(cfg, Path(cfg.save_dir))
+
+    return start
+
+
+SMALL = ("--image-size", "32", "48", "--num-frames", "4")
+
+
+@pytest.fixture
+def picture(tmp_path):
+    """A red picture."""
+    file = tmp_path / "first.png"
+    Image.fromarray(np.full((40, 60, 3), (200, 30, 30), dtype=np.uint8)).save(file)
+    return file
+
+
+def test_the_form_begins_with_all_that_the_command_says_and_makes_it(started, picture):
+    demo = started(*SMALL, "--num-sampling-steps", "3", "--cfg-scale", "4", "--negative-prompt", "blurry", "--image", str(picture),
+                   "--prompt", "a lake", "--seed", "7")  # fmt: skip
+    first = demo.first_wish()
+    assert first._replace(image=None) == Wish("a lake", "blurry", None, 32, 48, 4, 3, 4.0, 7)
+    assert Path(first.image).read_bytes() == picture.read_bytes()
+    sample = list(demo.make(first))[-1].sample
+    assert sample.record["config"]["negative_prompt"] == ["blurry"]
+    assert "from a picture" in caption(sample)
+    assert wish_of(sample.record) == first
+    with pytest.raises(UserError, match=r"first frame: there is no file nowhere\.png"):
+        started("--image", "nowhere.png")
+
+
+def test_the_first_frame_of_a_video_is_a_picture_in_the_form(started):
+    clip = next((ROOT / "assets/clips").glob("*.mp4"))
+    kept = Path(started("--image", str(clip)).first_wish().image)
+    with open_clip(clip) as frames:
+        assert np.array_equal(np.asarray(Image.open(kept)), read_indices(clip, frames, [0])[0].numpy())
+
+
+def test_what_a_prompt_says_of_itself_is_in_the_form(started, picture, tmp_path):
+    table = tmp_path / "prompts.jsonl"
+    rows = [{"text": "a cat"}, {"text": "a lake", "negative_prompt": "blurry", "seed": 3, "cfg_scale": 2.0,
+                                "reference_path": str(picture), "mask_strategy": "0"}]  # fmt: skip
+    table.write_text("\n".join(map(json.dumps, rows)))
+    demo = started(
+        *SMALL, "--num-sampling-steps", "3", "--prompt-path", str(table), "--start-index", "1", "--aes", "6.5"
+    )
+    first = demo.first_wish()
+    assert first[1:] == ("blurry", None, 32, 48, 4, 3, 2.0, 3)
+    text, _, settings = first.prompt.partition("{")
+    assert text == "a lake aesthetic score: 6.5."
+    assert json.loads("{" + settings) == {"reference_path": str(picture), "mask_strategy": "0"}
+    sample = list(demo.make(first))[-1].sample
+    assert sample.record["prompt"] == text
+    assert sample.record["config"]["reference_path"] == [str(picture)]
+    assert wish_of(sample.record) == first
+    with pytest.raises(UserError, match="prompt is empty"):
+        demo.settings(first._replace(prompt="{" + settings))
+
+
+def test_lists_of_several_prompts_are_those_of_the_first(started, picture):
+    lists = {"prompt": ["a lake", "a cat"], "negative_prompt": ["blurry", "dark"], "reference_path": [str(picture), ""],
+             "mask_strategy": ["0", ""]}  # fmt: skip
+    demo = started(*SMALL, "--cfg-scale", "2", **lists)
+    first = demo.first_wish()
+    assert first.negative_prompt == "blurry"
+    cfg = demo.settings(first)
+    (item,) = load_items(cfg)
+    assert (item.references, item.mask_strategy, item.negative_prompt) == ((str(picture),), "0", "blurry")
+    with pytest.raises(UserError, match="negative_prompt has 2 entries for 1 prompts"):
+        started(**{**lists, "prompt": None, "prompt_path": None, "reference_path": None, "mask_strategy": None})
+
+
+SCHEDULES = [
+    ({"type": "iddpm", "timestep_respacing": "ddim50"}, 50, 4.0),
+    ({"type": "iddpm", "timestep_respacing": "10,15,20", "cfg_scale": 2.0}, 45, 2.0),
+    ({"type": "iddpm", "prediction": "previous_x"}, 1000, 4.0),
+    ({"type": "iddpm", "num_sampling_steps": None, "timestep_respacing": "20"}, 20, 4.0),
+    ({"type": "dpm-solver", "final": "denoise_to_zero"}, 21, 4.0),
+    ({"type": "dpm-solver", "num_sampling_steps": 8, "final": "denoise_to_zero"}, 8, 4.0),
+    ({"type": "rflow"}, 10, 4.0),
+    ({"type": "nova", "num_sampling_steps": 5}, 5, 5.0),
+]
+
+
+@pytest.mark.parametrize(("scheduler", "steps", "guidance"), SCHEDULES)
+def test_every_way_to_say_steps_and_guidance_is_understood_and_kept(scheduler, steps, guidance):
+    assert said(scheduler) == (steps, guidance)
+    assert with_said(scheduler, steps, guidance) == scheduler
+    if scheduler.get("prediction") != "previous_x":  # which leaves no timestep out
+        other = with_said(scheduler, 7, 1.5)
+        assert said(other) == (7, 1.5)
+        SCHEDULERS.build(other)
+
+
+def test_generate_works_with_respaced_timesteps(started):
+    scheduler = {"type": "iddpm", "timestep_respacing": "ddim4", "variance": "fixed_small", "cfg_scale": 1.0}
+    demo = started(*SMALL, scheduler=scheduler)
+    first = demo.first_wish()._replace(prompt="a lake")
+    assert first.steps == 4
+    sample = list(demo.make(first))[-1].sample
+    assert sample.record["config"]["scheduler"]["timestep_respacing"] == "ddim4"
+    assert "4 steps, guidance 1," in caption(sample)
+    sample = list(demo.make(first._replace(steps=3)))[-1].sample
+    assert "3 steps" in caption(sample)
+
+
+def test_sidecars_of_the_script_that_leave_steps_and_guidance_out(studio, wish):
+    made = list(studio.make(wish))[-1].sample
+    record = made.record | {"config": made.record["config"] | {"scheduler": {"type": "rflow"}}}
+    assert "10 steps, guidance 4, seed 5" in caption(Finished(made.path, record))
+    assert wish_of(record)[6:] == (10, 4.0, 5)
+    record["config"]["scheduler"] = {"type": "somebody's own"}
+    assert caption(Finished(made.path, record)) == "a white dog (4 frames of 32x48, seed 5)"
+    assert wish_of(record)[6:] == (None, None, 5)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--num-frames", "8", "--resolution", "144p", "--aspect-ratio", "9:16", "--aspect-ratio-order", "width:height"),
+        (*SMALL, "--save-format", "gif"),
+        ("--duration", "1", "--image-size", "32", "48"),
+    ],
+)
+def test_settings_that_the_form_replaces_do_not_stand_in_its_way(started, arguments):
+    demo = started(*arguments)
+    first = demo.first_wish()._replace(prompt="a lake", steps=2)
+    for wish in (first, first._replace(num_frames=1)):
+        cfg = demo.settings(wish)
+        assert (cfg.num_frames, cfg.image_size) == (wish.num_frames, (wish.height, wish.width))
+        assert cfg.save_format == ("gif" if "gif" in arguments and wish.num_frames > 1 else "mp4")
 
 
 def test_steps_previews_and_a_sample_that_can_be_made_again(studio, wish):
@@ -107,6 +260,7 @@ def test_a_picture_is_the_first_frame_and_is_kept(studio, wish, tmp_path):
         ({"negative_prompt": "blur"}, "no effect with cfg_scale=1"),
         ({"steps": 2.5}, "steps must be a whole number"),
         ({"width": None}, "width must be a whole number"),
+        ({"guidance": None}, "guidance is missing"),
     ],
 )
 def test_what_cannot_be_had_is_told(studio, wish, change, message):
@@ -157,6 +311,8 @@ def test_settings_that_the_demo_cannot_use(monkeypatch):
     monkeypatch.chdir(ROOT)
     with pytest.raises(UserError, match="one video at a time"):
         command.read_command(["--num-sample", "2"])
+    with pytest.raises(UserError, match="sample_name has no effect"):
+        command.read_command(["--sample-name", "mine"])
     cfg, own = command.read_command(["configs/quickstart/inference.py", "--port", "8001", "--seed", "3"])
     assert (cfg.save_dir, cfg.seed, own.port, own.host) == ("outputs/demo", 3, 8001, "127.0.0.1")
 
@@ -167,7 +323,7 @@ def test_the_page_is_built_and_its_handlers_work(studio, wish):
 
     blocks = page.build_page(studio)
     names = [function.fn.__name__ for function in blocks.fns.values() if function.fn is not None]
-    assert {"generate", "cancel", "choose", "_again"} <= set(names)
+    assert {"generate", "cancel", "choose", "again"} <= set(names)
 
     class Session:
         session_hash = "abc"
@@ -182,7 +338,29 @@ def test_the_page_is_built_and_its_handlers_work(studio, wish):
     assert "prompt is empty" in failed[-1][0]
     hostile = list(generate(Session(), *wish._replace(height=33, prompt="<script>alert(1)</script>")))
     assert "<script>" not in hostile[-1][0]
-    assert page._again(studio.samples()[0].record) == list(wish_of(studio.samples()[0].record))
+    again, record = page._again(studio), studio.samples()[0].record
+    assert again(record) == list(wish_of(record))
+
+
+def test_the_page_takes_what_lies_beyond_its_sliders_and_shows_the_first_form(started, picture):
+    gradio = pytest.importorskip("gradio", reason="pip install 'gradio>=6'")
+    from tools.demo import page
+
+    demo = started("--image-size", "1096", "16", "--num-frames", "300", "--cfg-scale", "25", "--num-sampling-steps", "400",
+                   "--negative-prompt", "blurry", "--image", str(picture))  # fmt: skip
+    with gradio.Blocks():
+        form = page._form(demo)
+    first = demo.first_wish()
+    for field, component in zip(first._fields, form, strict=True):
+        if field == "image":
+            assert Path(component.value["path"]).read_bytes() == picture.read_bytes()
+        else:
+            assert component.preprocess(component.value) == getattr(first, field), field
+    record = {"config": {"scheduler": {"type": "nobody's"}, "image": "gone.png"}, "prompt": "a", "image_size": [16, 16],
+              "num_frames": 1, "seed": 1}  # fmt: skip
+    filled = dict(zip(first._fields, page._again(demo)(record), strict=True))
+    assert (filled["prompt"], filled["image"]) == ("a", None)
+    assert filled["steps"] == filled["guidance"] == gradio.skip()
 
 
 @pytest.mark.slow

@@ -4,9 +4,9 @@
     python -m tools.demo                                       # the quickstart's model, on a CPU
     python -m tools.demo configs/opensora/inference/16x256x256.py --ckpt-path W --port 8000
 
-All that scripts/inference.py takes may be given; the form begins with these settings. Samples and their sidecars go to
-`--save-dir` (outputs/demo), where scripts and tools find them as any others. The page is served to this machine only, unless
-`--host 0.0.0.0` says otherwise: it has no password.
+All that scripts/inference.py takes may be given; the form begins with these settings, and those of the first prompt. Samples
+and their sidecars go to `--save-dir` (outputs/demo), where scripts and tools find them as any others. The page is served to this
+machine only, unless `--host 0.0.0.0` says otherwise: it has no password.
 """
 
 import argparse
@@ -45,6 +45,8 @@ def read_command(argv: Sequence[str]) -> tuple[InferenceConfig, argparse.Namespa
         raise UserError(
             "the demo makes one video at a time in one process: leave out sp_size, cfg_parallel and num_sample."
         )
+    if cfg.sample_name is not None:
+        raise UserError("sample_name has no effect on the demo, which names samples after their prompts: leave it out.")
     return cfg, own
 
 
@@ -54,7 +56,8 @@ def main() -> None:
     cfg, own = read_command(sys.argv[1:])
     if importlib.util.find_spec("gradio") is None:
         raise UserError("the demo needs gradio: pip install -e '.[demo]'")
-    show_messages()
+    if cfg.verbose > 0:
+        show_messages()
     page = build_page(Studio(cfg, Path(cfg.save_dir)))
     page.launch(server_name=own.host, server_port=own.port, allowed_paths=[str(Path(cfg.save_dir).resolve())])
 

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from opensora.utils.errors import UserError
-from tools.demo.studio import Cancelled, Studio, Update, Wish, all_settings, caption, wish_of
+from tools.demo.studio import Cancelled, Studio, Update, all_settings
+from tools.demo.wish import Wish, caption, wish_of
 
 if TYPE_CHECKING:
     import gradio as gr
@@ -19,12 +20,11 @@ def build_page(studio: Studio) -> "gr.Blocks":
     """The page of a studio; `launch()` serves it."""
     import gradio as gr
 
-    first = studio.first_wish()
     with gr.Blocks(title=TITLE) as page:
         gr.Markdown(_head(studio))
         with gr.Row():
             with gr.Column(scale=2):
-                form = _form(first)
+                form = _form(studio)
                 with gr.Row():
                     make = gr.Button("Generate", variant="primary", elem_id="generate")
                     cancel = gr.Button("Cancel", variant="stop", elem_id="cancel")
@@ -54,27 +54,42 @@ def build_page(studio: Studio) -> "gr.Blocks":
         run = make.click(_generate(studio), form, shown, concurrency_limit=1)
         cancel.click(_cancel(studio), None, [status], cancels=[run], queue=False)
         gallery.select(_choose(studio), None, [chosen, settings])
-        again.click(_again, [chosen], form)
+        again.click(_again(studio), [chosen], form)
         page.load(lambda: _gallery(studio), None, [gallery])  # what was made since the page was built
     page.queue(max_size=WAITING)
     return page
 
 
-def _form(first: Wish) -> list[Any]:
+def _form(studio: Studio) -> list[Any]:
     """The inputs, in the order of `Wish`."""
     import gradio as gr
 
+    first, (_, *strides) = studio.first_wish(), studio.pipeline.vae.strides
+    known = [first, *(wish_of(sample.record) for sample in studio.samples())]
+
+    def slider(field: str, least: float, most: float, step: float, label: str, **options: Any) -> Any:
+        """As far as `most`, or as what the form begins with or gets from a sample: a slider refuses what is beyond it."""
+        values = [value for wish in known if (value := getattr(wish, field)) is not None]
+        return gr.Slider(
+            min(least, *values), max(most, *values), getattr(first, field), step=step, label=label, **options
+        )
+
     prompt = gr.Textbox(first.prompt, label="Prompt", lines=3, placeholder="a white dog on the floor", elem_id="prompt")
-    negative = gr.Textbox(label="Negative prompt", info="what to steer away from; needs a guidance other than 1")
-    image = gr.Image(label="First frame (optional)", type="filepath", height=160, elem_id="image")
+    negative = gr.Textbox(
+        first.negative_prompt, label="Negative prompt", info="what to steer away from; needs a guidance other than 1"
+    )
+    # image_mode=None: the file as it is; another mode would be compressed again
+    image = gr.Image(
+        first.image, label="First frame (optional)", type="filepath", image_mode=None, height=160, elem_id="image"
+    )
     with gr.Row():
-        height = gr.Slider(16, LARGEST_SIDE, first.height, step=16, label="Height")
-        width = gr.Slider(16, LARGEST_SIDE, first.width, step=16, label="Width")
+        height = slider("height", strides[0], LARGEST_SIDE, strides[0], "Height")
+        width = slider("width", strides[1], LARGEST_SIDE, strides[1], "Width")
     with gr.Row():
-        num_frames = gr.Slider(1, LONGEST, first.num_frames, step=1, label="Frames", info="1 makes a picture")
-        steps = gr.Slider(1, MOST_STEPS, first.steps, step=1, label="Steps", elem_id="steps")
+        num_frames = slider("num_frames", 1, LONGEST, 1, "Frames", info="1 makes a picture")
+        steps = slider("steps", 1, MOST_STEPS, 1, "Steps", elem_id="steps")
     with gr.Row():
-        guidance = gr.Slider(0, MOST_GUIDANCE, first.guidance, step=0.1, label="Guidance", info="1 switches it off")
+        guidance = slider("guidance", 0, MOST_GUIDANCE, 0.1, "Guidance", info="1 switches it off")
         seed = gr.Number(first.seed, precision=0, label="Seed", info="empty: another one each time")
     return [prompt, negative, image, height, width, num_frames, steps, guidance, seed]
 
@@ -106,7 +121,7 @@ def _shown(studio: Studio, update: Update) -> tuple[Any, ...]:
         preview = gr.skip() if update.preview is None else update.preview
         return _status(text, update.step / update.num_steps), preview, gr.skip(), gr.skip(), gr.skip()
     path = str(update.sample.path)
-    still = update.sample.path.suffix == ".png"
+    still = update.sample.path.suffix in (".png", ".gif")  # what a browser shows as a picture
     video = gr.update(value=None if still else path, visible=not still)
     picture = gr.update(value=path if still else None, visible=still)
     text = f"Done in {update.seconds:.1f} s: {update.sample.path.name}"
@@ -136,11 +151,23 @@ def _choose(studio: Studio) -> Any:
     return choose
 
 
-def _again(record: dict[str, Any] | None) -> list[Any]:
-    """The form of a chosen sample."""
+def _again(studio: Studio) -> Any:
+    """The handler that fills the form with the settings of a chosen sample."""
     import gradio as gr
 
-    return [gr.skip()] * len(Wish._fields) if record is None else list(wish_of(record))
+    def again(record: dict[str, Any] | None) -> list[Any]:
+        if record is None:
+            return [gr.skip()] * len(Wish._fields)
+        wish = wish_of(record)
+        try:
+            wish = wish._replace(image=None if wish.image is None else studio.picture(wish.image))
+        except UserError as error:
+            gr.Warning(str(error))
+            wish = wish._replace(image=None)
+        unknown = [name for name in ("steps", "guidance") if getattr(wish, name) is None]
+        return [gr.skip() if name in unknown else value for name, value in wish._asdict().items()]
+
+    return again
 
 
 def _gallery(studio: Studio) -> list[tuple[str, str]]:

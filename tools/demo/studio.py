@@ -4,6 +4,7 @@ Sampling runs in a thread that hands over each step, so that the page can show p
 is one pipeline; a second wish waits until the first is done.
 """
 
+import dataclasses
 import hashlib
 import json
 import queue
@@ -19,34 +20,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from opensora.datasets.files import is_image
+from opensora.datasets.read_video import open_clip, read_indices
 from opensora.inference.build import COMPONENTS
+from opensora.inference.fetch import fetch
 from opensora.inference.jobs import jobs, records, request_of
 from opensora.inference.manifest import Finished, finished, write_samples
 from opensora.inference.output import sample_file_name, to_uint8
 from opensora.inference.pipeline import Defaults, VideoPipeline
-from opensora.inference.prompts import load_prompts
+from opensora.inference.prompt_text import split_settings
+from opensora.inference.prompts import PromptItem, load_items
+from opensora.inference.references import refuse_missing
 from opensora.inference.sizes import video_size, warn_outside_training
+from opensora.inference.video_files import write_png
 from opensora.registry import SCHEDULERS, build_module
 from opensora.schedulers.sampling import SamplingStep
 from opensora.utils.config import InferenceConfig, config_from_dict, to_dict
 from opensora.utils.errors import UserError
+from tools.demo.wish import Wish, prompt_of_item, said, with_said
 
 PREVIEWS = 8  # of one sampling run
 LARGEST_SEED = 2**31 - 1
-
-
-class Wish(NamedTuple):
-    """What the form of the page holds."""
-
-    prompt: str
-    negative_prompt: str = ""
-    image: str | None = None  # a picture that is the first frame
-    height: float = 256
-    width: float = 256
-    num_frames: float = 16
-    steps: float = 30
-    guidance: float = 1.0
-    seed: float | None = None  # None: any
 
 
 class Update(NamedTuple):
@@ -70,35 +64,35 @@ class Studio:
     """A pipeline, and a folder for what it makes.
 
     Args:
-        cfg: the settings; a wish replaces prompt, size, length, steps, guidance and seed.
+        cfg: the settings; a wish replaces all that a form holds.
         folder: for the samples and their sidecars; earlier ones in it are shown too.
 
     Raises:
-        UserError: the pipeline cannot be built.
+        UserError: the prompts cannot be read, a file that they start from is not there, or the pipeline cannot be built.
     """
 
     def __init__(self, cfg: InferenceConfig, folder: Path) -> None:
         self.cfg, self.folder = cfg, folder
         folder.mkdir(parents=True, exist_ok=True)
+        self._first = _first_item(cfg)  # before minutes of loading
+        self._image = None if cfg.image is None else self.picture(cfg.image)
         self.pipeline = VideoPipeline.from_config(cfg)
         self._one_at_a_time = threading.Lock()
         self._cancel: dict[str, threading.Event] = {}
 
     def first_wish(self) -> Wish:
-        """What the form holds at first: the config's own settings."""
-        scheduler = self.pipeline.scheduler
-        asked = self.cfg.prompt is not None or self.cfg.prompt_path is not None
-        prompts = load_prompts(self.cfg.prompt, self.cfg.prompt_path) if asked else [""]
-        size = self.pipeline.defaults
-        height, width = size.image_size
+        """What the form holds at first: the config's own settings, and those of its first prompt."""
+        steps, guidance = said(self.cfg.scheduler)
+        size, own = self.pipeline.defaults, self._first.overrides
         return Wish(
-            prompts[0],
-            height=height,
-            width=width,
-            num_frames=size.num_frames,
-            steps=scheduler.num_sampling_steps,
-            guidance=scheduler.cfg_scale,
-            seed=self.cfg.seed,
+            prompt_of_item(self._first),
+            self._first.negative_prompt or "",
+            self._image,
+            *size.image_size,
+            size.num_frames,
+            steps,
+            own.get("cfg_scale", guidance),
+            own.get("seed", self.cfg.seed),
         )
 
     def samples(self) -> list[Finished]:
@@ -142,11 +136,12 @@ class Studio:
         Raises:
             UserError: something of it is missing or wrong.
         """
-        if not wish.prompt.strip():
+        if not split_settings(wish.prompt, "prompt")[0].strip():
             raise UserError("The prompt is empty: say what the video should show.")
         numbers = {name: _whole(getattr(wish, name), name) for name in ("height", "width", "num_frames", "steps")}
         seed = random.SystemRandom().randint(0, LARGEST_SEED) if wish.seed is None else _whole(wish.seed, "seed")
-        scheduler = {"num_sampling_steps": numbers["steps"], "cfg_scale": float(wish.guidance)}
+        if wish.guidance is None:
+            raise UserError("guidance is missing; 1 switches it off.")
         values = {
             **to_dict(self.cfg),
             "prompt": [wish.prompt],
@@ -154,14 +149,18 @@ class Studio:
             "start_index": None,
             "end_index": None,
             "negative_prompt": [wish.negative_prompt] if wish.negative_prompt.strip() else None,
-            "image": None if wish.image is None else str(self._kept(Path(wish.image))),
+            "reference_path": None,  # they stand in the prompt
+            "mask_strategy": None,
+            "image": None if wish.image is None else self.picture(wish.image),
             "image_size": (numbers["height"], numbers["width"]),
             "num_frames": numbers["num_frames"],
             "resolution": None,
             "aspect_ratio": None,
+            "aspect_ratio_order": "height:width",
             "duration": None,
             "seed": seed,
-            "scheduler": {**self.cfg.scheduler, **scheduler},
+            "scheduler": with_said(self.cfg.scheduler, numbers["steps"], float(wish.guidance)),
+            "save_format": "mp4" if numbers["num_frames"] == 1 else self.cfg.save_format,  # a picture is a PNG
             "save_dir": str(self.folder),
         }
         return config_from_dict(InferenceConfig, values, COMPONENTS)
@@ -193,14 +192,43 @@ class Studio:
         )
         return Finished(file, record)
 
-    def _kept(self, picture: Path) -> Path:
-        """A copy of an uploaded picture, under a name from its bytes: the sidecar names it, and uploads do not last."""
-        content = hashlib.blake2b(picture.read_bytes(), digest_size=8).hexdigest()
-        kept = self.folder / "references" / f"{content}{picture.suffix.lower()}"
+    def picture(self, source: str) -> str:
+        """A copy of a first frame, under a name from its bytes: a sidecar names it, and uploads do not last.
+
+        Args:
+            source: a file or a URL; of a video it is the first frame.
+
+        Raises:
+            UserError: it cannot be had or read.
+        """
+        file = fetch(source, Path(self.cfg.reference_cache))
+        if not file.is_file():
+            raise UserError(f"first frame: there is no file {source}.")
+        content = hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest()
+        still = is_image(file)
+        kept = self.folder / "references" / f"{content}{file.suffix.lower() if still else '.png'}"
+        if kept.exists():
+            return str(kept)
         kept.parent.mkdir(exist_ok=True)
-        if not kept.exists():
-            shutil.copyfile(picture, kept)
-        return kept
+        if still:
+            shutil.copyfile(file, kept)
+        else:
+            with open_clip(file) as clip:
+                write_png(read_indices(file, clip, [0])[0].numpy(), kept)
+        return str(kept)
+
+
+def _first_item(cfg: InferenceConfig) -> PromptItem:
+    """The first prompt with all that belongs to it; without any, what the config says of each."""
+    if cfg.prompt is not None or cfg.prompt_path is not None:
+        first = load_items(cfg)[0]
+    else:
+        plain = dataclasses.replace(
+            cfg, prompt=[""], aes=None, flow=None, camera_motion=None
+        )  # scores come with a text
+        first = load_items(plain)[0]
+    refuse_missing(dataclasses.replace(cfg, image=None), [first])
+    return first
 
 
 def _new_name(prompt: str) -> str:
@@ -244,39 +272,6 @@ def preview_of(vae: Any, x_0: Tensor) -> np.ndarray:
     with torch.no_grad():
         video = vae.decode(z, vae.video_frames(1))  # [1, 3, T, H, W]
     return to_uint8(video[0, :, :1].float().nan_to_num())[0]
-
-
-def caption(sample: Finished) -> str:
-    """The settings of a sample that somebody who looks at it wants to know, on a line or two."""
-    record, config = sample.record, sample.record["config"]
-    scheduler = config["scheduler"]
-    height, width = record["image_size"]
-    parts = [
-        f"{record['num_frames']} frames of {height}x{width}",
-        f"{scheduler['num_sampling_steps']} steps",
-        f"guidance {scheduler['cfg_scale']:g}",
-        f"seed {record['seed']}",
-        *(["from a picture"] if config.get("image") else []),
-    ]
-    return f"{record['prompt']} ({', '.join(parts)})"
-
-
-def wish_of(record: dict[str, Any]) -> Wish:
-    """The form that makes a sample again."""
-    config, scheduler = record["config"], record["config"]["scheduler"]
-    negative = config.get("negative_prompt") or [""]
-    height, width = record["image_size"]
-    return Wish(
-        record["prompt"],
-        negative[0],
-        config.get("image"),
-        height,
-        width,
-        record["num_frames"],
-        scheduler["num_sampling_steps"],
-        scheduler["cfg_scale"],
-        record["seed"],
-    )
 
 
 def all_settings(record: dict[str, Any]) -> str:

@@ -17,7 +17,13 @@ from torch import Tensor
 
 from opensora.registry import SCHEDULERS
 from opensora.schedulers.dpms.grid import SKIP_TYPES, rounded
-from opensora.schedulers.dpms.options import check_choices, check_together, lowers_the_last_orders, thresholds
+from opensora.schedulers.dpms.options import (
+    check_choices,
+    check_distinct,
+    check_together,
+    lowers_the_last_orders,
+    thresholds,
+)
 from opensora.schedulers.dpms.plan import Solver, Step, block_orders, blocks, multistep, singlestep
 from opensora.schedulers.dpms.process import CLEAN, Level, VariancePreserving
 from opensora.schedulers.dpms.solver import PlannedSolver
@@ -138,6 +144,7 @@ def _plan(chosen: dict[str, str | int], process: VariancePreserving, first: Leve
     if chosen["timesteps"] == "integer":
         levels = rounded(process, levels)
     end = [CLEAN] if ends_clean else levels[-1:]
+    check_distinct([*levels[:-1], *end], str(chosen["skip_type"]))
     if chosen["method"] == "multistep":
         steps = multistep(solver, [*levels[:-1], *end], lower_order_final=lower)
     else:

@@ -1,9 +1,11 @@
 """The choices of DPM-Solver by name, and which of them go together."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 from opensora.schedulers.dpms.grid import SKIP_TYPES
 from opensora.schedulers.dpms.predictions import PREDICTIONS
+from opensora.schedulers.dpms.process import Level
 from opensora.schedulers.dpms.updates import RATES
 from opensora.utils.errors import UserError
 
@@ -54,6 +56,23 @@ def check_together(chosen: dict[str, str | int], num_sampling_steps: int, diffus
             f"scheduler.num_sampling_steps={num_sampling_steps} with timesteps='integer': there are "
             f"{diffusion_steps - 1} steps between {diffusion_steps} timesteps."
         )
+
+
+def check_distinct(levels: Sequence[Level], skip_type: str) -> None:
+    """Raises a UserError if two of the levels that are visited coincide: a step between them would go nowhere.
+
+    Rounded timesteps do so where a grid's steps are shorter than 1: near the data, or all of them where sampling starts below
+    the last timestep, as the cosine does.
+    """
+    twice = next((a.timestep for a, b in pairwise(levels) if a.timestep == b.timestep), None)
+    if twice is None:
+        return
+    other = "" if skip_type == "time_uniform" else " or skip_type='time_uniform'"
+    raise UserError(
+        f"scheduler.num_sampling_steps={len(levels) - 1} with timesteps='integer' and skip_type={skip_type!r} would visit "
+        f"timestep {twice} twice: on the way from {levels[0].timestep} down there are steps shorter than 1. Lower "
+        f"num_sampling_steps, or use timesteps='fractional'{other}."
+    )
 
 
 def thresholds(thresholding: str, ratio: float | None, max_value: float | None) -> tuple[float, float] | None:

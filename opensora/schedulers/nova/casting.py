@@ -5,7 +5,7 @@ never keep it. NOVA's sampling calls its head thousands of times, with few patch
 than half of all that the host has to launch. Layers whose matrix products autocast rounds get the same numbers here as there.
 """
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -36,8 +36,8 @@ def weights_cast(model: AutoregressiveModel, device: torch.device) -> Iterator[N
 
 def with_weights_cast(
     steps: Iterator[SamplingStep], model: AutoregressiveModel, device: torch.device
-) -> Iterator[SamplingStep]:
-    """`steps` of sampling, all of them inside `weights_cast`."""
+) -> Generator[SamplingStep, None, None]:
+    """`steps` of sampling, all of them inside `weights_cast`: whoever stops before the last closes them."""
     with weights_cast(model, device):
         yield from steps
 

@@ -27,10 +27,14 @@ class Scales(NamedTuple):
             return self.scale
         return self.first + (self.scale - self.first) * step / (num_steps - 1)
 
+    @property
+    def needs_null(self) -> bool:
+        """Whether a prediction without text is asked for, at any step of a frame."""
+        return self.scale != 1 or self.first not in (None, 1) or self.image != 0
+
     def branches(self, *, has_null: bool) -> list[str]:
         """The predictions that are needed: "text" and, as the scales ask, "null", "nothing", "skip"."""
-        guided = has_null and not (self.scale == 1 and self.first in (None, 1))
-        wanted = {"null": guided or (has_null and self.image != 0), "nothing": has_null and self.image != 0}
+        wanted = {"null": has_null and self.needs_null, "nothing": has_null and self.image != 0}
         return [
             "text",
             *(name for name, needed in wanted.items() if needed),

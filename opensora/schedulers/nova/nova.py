@@ -9,7 +9,8 @@ rise over the steps of a frame.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import closing
 
 import torch
 from torch import Tensor
@@ -75,6 +76,11 @@ class MaskedAutoregression:
                 raise UserError(f"scheduler.{name}={value} is not at least 1.")
         if losses not in LOSSES:
             raise UserError(f"scheduler.losses={losses!r} is not one of {', '.join(LOSSES)}.")
+        if bool(spatiotemporal_guidance_scale) != bool(self.scales.skip):
+            raise UserError(
+                f"scheduler.spatiotemporal_guidance_scale={spatiotemporal_guidance_scale} and skip_layers={self.scales.skip} "
+                "have an effect only together: set both, or neither."
+            )
         if not 0 < min_mask_ratio < 1 or shift <= 0:
             raise UserError(f"scheduler: min_mask_ratio={min_mask_ratio} is in (0, 1), shift={shift} above 0.")
         self.num_sampling_steps, self.num_diffusion_steps = num_sampling_steps, num_diffusion_steps
@@ -85,6 +91,10 @@ class MaskedAutoregression:
     def cfg_scale(self) -> float:
         """The guidance scale where `sample` is given none."""
         return self.scales.scale
+
+    def needs_null(self, guidance_scale: float | None = None) -> bool:
+        """Whether `sample` needs `null`: also without guidance by text there may be guidance by the frames before."""
+        return self._scales(guidance_scale).needs_null
 
     def state_dict(self) -> dict[str, Tensor]:
         """Nothing is learnt."""
@@ -157,8 +167,9 @@ class MaskedAutoregression:
             model, z, cond, null=null, mask=mask, guidance_scale=guidance_scale, generators=generators
         )
         x = z
-        for step in tqdm(steps, total=self.num_sampling_steps * z.shape[2], disable=not progress):
-            x = step.x
+        with closing(steps):
+            for step in tqdm(steps, total=self.num_sampling_steps * z.shape[2], disable=not progress):
+                x = step.x
         return x
 
     def sample_steps(
@@ -171,16 +182,21 @@ class MaskedAutoregression:
         mask: Tensor | None = None,
         guidance_scale: float | None = None,
         generators: Sequence[torch.Generator] | None = None,
-    ) -> Iterator[SamplingStep]:
+    ) -> Generator[SamplingStep, None, None]:
         """The steps one by one: after each, more patches of one frame are there.
+
+        Under autocast the weights are in its number format until the steps are at their end or closed.
 
         Args:
             model: a NOVA.
             z: [B, C, T, H, W]: the noise that each patch is made from; where a frame is given, the frame.
             cond, null: the condition, and the entries of it that differ without text.
-            mask: [B, T]; False (0) frames are given, such as the first one of a video from an image.
+            mask: [B, T]; False (0) frames are given, such as the first one of a video from an image. They come first.
             guidance_scale: overrides `cfg_scale`.
             generators: one for each sample, for the order of its patches, which all its frames share.
+
+        Raises:
+            UserError: a frame is to be edited, or is given after one that is made.
         """
         if generators is None:
             raise ValueError("the order of the patches is random: pass one generator per sample.")
@@ -189,11 +205,14 @@ class MaskedAutoregression:
         num_patches = H * W // parts.image_patch**2
         order = torch.stack([torch.randperm(num_patches, generator=g, device=g.device) for g in generators])
         given = _given_frames(mask, len(z), T, z.device)
-        scales = self.scales if guidance_scale is None else self.scales._replace(scale=guidance_scale)
+        scales = self._scales(guidance_scale)
         plan = Plan(
             order.to(z.device), known_patches(self.num_sampling_steps, num_patches), self._levels(), self.num_timesteps
         )
         return with_weights_cast(generate(parts, z, cond, null, given, plan, scales), parts, z.device)
+
+    def _scales(self, guidance_scale: float | None) -> Scales:
+        return self.scales if guidance_scale is None else self.scales._replace(scale=guidance_scale)
 
     def _levels(self) -> list[float]:
         """Noise levels from 1 to 0."""
@@ -250,7 +269,8 @@ def _given_frames(mask: Tensor | None, batch: int, num_frames: int, device: torc
     """[B, T] bool.
 
     Raises:
-        UserError: a frame is to be edited from a noise level on, which has no meaning here.
+        UserError: a frame is to be edited from a noise level on, which has no meaning here, or is given after one that is
+            made, which could not lead to it.
     """
     if mask is None:
         return torch.zeros(batch, num_frames, dtype=torch.bool, device=device)
@@ -258,6 +278,13 @@ def _given_frames(mask: Tensor | None, batch: int, num_frames: int, device: torc
         raise UserError(
             "the scheduler 'nova' makes a frame or keeps it; an edit ratio between 0 and 1 has no meaning here. Use 0 or 1 in "
             "mask_strategy."
+        )
+    made = mask != 0
+    if (made[:, :-1] & ~made[:, 1:]).any():
+        raise UserError(
+            "the scheduler 'nova' makes frame after frame, and none of them sees a later one: a frame that is given after one "
+            "that is made would only replace what it made there. Give the first frames (--image, --extend), and leave out "
+            "--last-image and later places in mask_strategy."
         )
     return mask.to(device) == 0
 

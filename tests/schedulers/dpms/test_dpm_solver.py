@@ -244,6 +244,14 @@ def test_dynamic_thresholding():
         ({"algorithm_type": "sde-dpmsolver++", "method": "singlestep"}, "multistep"),
         ({"timesteps": "integer", "skip_type": "logSNR"}, "skip_type='time_uniform'"),
         ({"timesteps": "integer", "num_sampling_steps": 1000}, "999 steps between 1000 timesteps"),
+        (
+            {"timesteps": "integer", "skip_type": "time_quadratic", "num_sampling_steps": 150},
+            "=150 .*visit timestep 2 twice.*Lower num_sampling_steps.*'fractional' or skip_type='time_uniform'",
+        ),
+        (
+            {"timesteps": "integer", "noise_schedule": "squaredcos_cap_v2", "num_sampling_steps": 998},
+            r"=998 .*from 995 down.*Lower num_sampling_steps, or use timesteps='fractional'\.$",
+        ),
         ({"thresholding": "dynamic", "thresholding_ratio": 1.5}, "thresholding_ratio=1.5"),
         ({"thresholding": "dynamic", "thresholding_max": 0.0}, "must be positive"),
         ({"thresholding_ratio": 0.9}, "no effect"),
@@ -254,6 +262,23 @@ def test_dynamic_thresholding():
 def test_mistakes(arguments, message):
     with pytest.raises(UserError, match=message):
         DPMSolver(**arguments)
+
+
+@pytest.mark.parametrize("final", ["sigma_min", "zero", "denoise_to_zero"])
+@pytest.mark.parametrize("method", ["multistep", "singlestep"])
+def test_whole_timesteps_are_visited_once_or_refused(final, method):
+    """For every number of steps: a plan whose timesteps fall, or a `UserError`, never a division by zero."""
+    refused = []
+    for num_steps in range(100, 160, 3):
+        options = {"skip_type": "time_quadratic", "timesteps": "integer", "final": final, "method": method}
+        try:
+            visited = [step.level.timestep for step in DPMSolver(num_steps, **options).plan]
+        except UserError:
+            refused.append(num_steps)
+        else:
+            assert all(a > b for a, b in itertools.pairwise(visited))
+    assert refused
+    assert refused != list(range(100, 160, 3))
 
 
 def test_it_does_not_train(denoiser, rngs):

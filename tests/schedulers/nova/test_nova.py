@@ -172,6 +172,38 @@ def test_given_frames_come_back_bit_for_bit_and_are_seen():
         made.sample(model, z, conditions(), mask=torch.full((2, 3), 0.5), generators=rngs(0, 1))
 
 
+@pytest.mark.parametrize("given", [[1, 1, 0], [1, 0, 1], [0, 1, 0]])
+def test_a_frame_that_is_given_after_one_that_is_made_is_refused(given):
+    z, mask = torch.randn(2, 4, *SIZE), torch.tensor([[1, 1, 1], given])
+    with pytest.raises(UserError, match=r"none of them sees a later one.*leave out --last-image"):
+        scheduler().sample(build(), z, conditions(), mask=mask, generators=rngs(0, 1))
+
+
+@pytest.mark.parametrize(
+    ("options", "needed"),
+    [
+        ({"cfg_scale": 1.0}, False),
+        ({"cfg_scale": 1.0, "min_cfg_scale": 1.0}, False),
+        ({"cfg_scale": 1.0, "spatiotemporal_guidance_scale": 1.0, "skip_layers": (2,)}, False),
+        ({"cfg_scale": 2.0}, True),
+        ({"cfg_scale": 1.0, "min_cfg_scale": 3.0}, True),
+        ({"cfg_scale": 1.0, "image_guidance_scale": 1.0}, True),
+    ],
+)
+def test_what_needs_a_prediction_without_text(options, needed):
+    made = scheduler(**options)
+    assert made.needs_null() is needed
+    assert made.needs_null(2.0)
+    assert ("null" in made.scales.branches(has_null=True)) is needed
+    assert made.scales.branches(has_null=False)[0] == "text"
+
+
+@pytest.mark.parametrize("options", [{"skip_layers": (2,)}, {"spatiotemporal_guidance_scale": 1.0}])
+def test_half_of_the_guidance_by_a_weaker_encoder_is_refused(options):
+    with pytest.raises(UserError, match="have an effect only together"):
+        scheduler(**options)
+
+
 def test_every_guidance_changes_the_result_and_none_is_the_conditional_model():
     model, z, cond = build(), torch.randn(1, 4, 2, 8, 8), conditions(1)
     null = {"y": model.null_condition(1)}
