@@ -218,6 +218,13 @@ def test_how_released_weights_are_sampled(name, model: dict[str, Any], steps, sc
     assert getattr(scheduler, "sampler", cfg.scheduler["type"]) == sampler
 
 
+@pytest.mark.parametrize("config", [c for c in OF_DENOISERS if parse(c).text_encoder["type"] == "t5"])
+def test_captions_are_cleaned_as_those_of_the_released_weights(config):
+    """PixArt, Latte-1 and Open-Sora 1.x; a sampling config is also for what the training config beside it makes."""
+    assert Path(config).parts[1].startswith(("opensora", "pixart", "latte"))
+    assert parse(config).text_encoder["clean"] == "legacy"
+
+
 @pytest.mark.parametrize("config", [c for c in OF_DENOISERS if getattr(parse(c), "bucket_config", None)])
 def test_the_buckets_of_a_config_are_legal(config):
     cfg = parse(config)

@@ -5,7 +5,8 @@
 
 INPUT is what a config's `from_pretrained` takes: a file, a folder or a hub id (docs/weights.md). It must fit the named
 model exactly, whose arguments can be changed with `--set depth=12 caption_channels=768`; what it lacks by nature, such as
-the temporal attention of a PixArt file, is listed and has its initial value. `--to diffusers` writes a folder with
+the temporal attention of a PixArt file, is listed and has its initial value; but a table of "no text" that the input lacks
+is written as zeros, which are read as none. `--to diffusers` writes a folder with
 config.json and diffusion_pytorch_model.safetensors; what diffusers fixes in its config is set with `--option
 sample_size=64`. Nothing is overwritten, and an output is complete or not there.
 """
@@ -20,10 +21,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from opensora.models.denoiser import Denoiser
+from opensora.models.layers.embedders import CaptionEmbedder
+from opensora.models.loading import null_text_known
 from opensora.registry import MODELS
 from opensora.utils.config_cli import parse_literal
+from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.errors import UserError, exit_on_user_error
 from opensora.utils.logging import show_messages
 from opensora.utils.run import git_commit
@@ -52,20 +57,24 @@ def convert(
         options: for `Denoiser.to_diffusers`.
 
     Raises:
-        UserError: `out` is there, `source` does not fit, or the format cannot express the model.
+        UserError: `out` is there, `source` does not fit, or the format cannot express the model or its numbers.
     """
     refuse_existing(out)
     built = load(source, model)
     if to == "safetensors":
         header = {"model": model["type"], "config": model, "source": source, "git_commit": git_commit()}
-        write_file(built.state_dict(), out, dtype=dtype, header=header)
+        state = built.state_dict()
+        refuse_overflow(state, dtype)
+        write_file(state, out, dtype=dtype, header=header)
     else:
         write_diffusers(built, out, dtype=dtype, options=options or {})
     return out
 
 
 def load(source: str, model: Mapping[str, Any]) -> Denoiser:
-    """The named model with the weights of `source`.
+    """The named model with the weights of `source`, ready to be written.
+
+    A table of "no text" that they lack would be written as random numbers, which nothing tells from a real one: it is zero.
 
     Raises:
         UserError: name or arguments are unknown, it is no denoiser, or the weights do not fit.
@@ -83,7 +92,25 @@ def load(source: str, model: Mapping[str, Any]) -> Denoiser:
         raise
     except (TypeError, ValueError) as error:  # an argument of --set
         raise UserError(f"{model['type']}: {error}") from error
+    if not null_text_known(built) and isinstance(built.y_embedder, CaptionEmbedder):
+        built.y_embedder.clear_null()
     return built
+
+
+def refuse_overflow(tensors: Mapping[str, Tensor], dtype: str) -> None:
+    """See that every number has a place in a number format.
+
+    Raises:
+        UserError: one would become infinite; the tensor is named.
+    """
+    wanted = to_torch_dtype(dtype)
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and (tensor.to(wanted).isinf() & tensor.isfinite()).any():
+            largest = tensor.abs().nan_to_num(posinf=0).max().item()
+            raise UserError(
+                f"{name} has numbers up to {largest:.6g}, and {dtype} ends at {torch.finfo(wanted).max:.6g}: they would become "
+                "infinite. Write with a wider --dtype, bf16 or fp32."
+            )
 
 
 def write_diffusers(model: Denoiser, out: Path, *, dtype: str, options: Mapping[str, int]) -> None:
@@ -98,6 +125,7 @@ def write_diffusers(model: Denoiser, out: Path, *, dtype: str, options: Mapping[
         config, state = model.to_diffusers(**options)
     except TypeError as error:
         raise UserError(f"--option {' '.join(f'{key}={value}' for key, value in options.items())}: {error}") from error
+    refuse_overflow(state, dtype)
     config = {**config, "_diffusers_version": diffusers.__version__}
     partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
     partial.mkdir(parents=True)

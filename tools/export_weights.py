@@ -2,7 +2,7 @@
 
     python -m tools.export_weights CHECKPOINT OUT.safetensors [--part ema|model] [--dtype fp16|bf16|fp32]
 
-The average (EMA) is taken unless told otherwise. The file's header says which model, config and step it came from. Weights
+The average (EMA) is taken unless told otherwise. In fp16, the default, numbers end at 65504; weights that do not fit are refused. The file's header says which model, config and step it came from. Weights
 of other origins, and other formats: tools/convert.py.
 """
 
@@ -10,23 +10,32 @@ import argparse
 from pathlib import Path
 
 from opensora.utils.ckpt import open_checkpoint
-from opensora.utils.errors import exit_on_user_error
+from opensora.utils.errors import UserError, exit_on_user_error
 from opensora.utils.weight_files import refuse_existing, write_file
+from tools.convert import refuse_overflow
+
+PARTS = ("ema", "model")
 
 
 def export_weights(checkpoint: Path, out: Path, *, part: str = "ema", dtype: str = "fp16") -> int:
     """Write one part of a checkpoint as a single file; returns its size in bytes.
 
     Raises:
-        UserError: the checkpoint is incomplete, or `out` is there already.
+        UserError: the checkpoint is incomplete, has no such part or numbers beyond `dtype`, or `out` is there already.
     """
     refuse_existing(out)
     opened = open_checkpoint(checkpoint)
+    tensors = opened.tensors(part)
+    if not tensors:
+        others = [other for other in PARTS if opened.tensors(other)]
+        raise UserError(
+            f"{checkpoint} holds no {part!r}; "
+            + (f"take --part {others[0]}." if others else f"it has none of the parts {', '.join(PARTS)}.")
+        )
+    refuse_overflow(tensors, dtype)
     header = {key: opened.manifest.get(key) for key in ("model", "step", "git_commit")}
     header["config"] = (opened.manifest.get("config") or {}).get("model")
-    return write_file(
-        opened.tensors(part), out, dtype=dtype, header={"part": part, "source": str(checkpoint), **header}
-    )
+    return write_file(tensors, out, dtype=dtype, header={"part": part, "source": str(checkpoint), **header})
 
 
 @exit_on_user_error
@@ -35,7 +44,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--part", choices=("ema", "model"), default="ema")
+    parser.add_argument("--part", choices=PARTS, default="ema")
     parser.add_argument("--dtype", choices=("fp16", "bf16", "fp32"), default="fp16")
     args = parser.parse_args()
     size = export_weights(args.checkpoint, args.out, part=args.part, dtype=args.dtype)

@@ -17,7 +17,7 @@ from opensora.utils.config import read_file
 from opensora.utils.errors import UserError, exit_on_user_error
 from opensora.utils.lora import Adapter, LoraOptions, factors_of, load_lora, write_adapter
 from opensora.utils.weight_files import refuse_existing, write_file
-from tools.convert import load
+from tools.convert import load, refuse_overflow
 
 # arguments of a denoiser that a run takes from VAE and text encoder, and where its weights show them
 SHOWN_BY_WEIGHTS = {
@@ -74,6 +74,7 @@ def merge(
     model = load(base, {**_shown_by(base), **component})
     layers = load_lora(model, lora, scale)
     header = {"model": component["type"], "source": str(lora), "base": base, "lora_layers": layers, "lora_scale": scale}
+    refuse_overflow(model.state_dict(), dtype)
     return write_file(model.state_dict(), out, dtype=dtype, header=header)
 
 

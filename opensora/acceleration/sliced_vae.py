@@ -2,9 +2,11 @@
 
 An encoder's activations are several times as large as its input at full resolution, so 320 frames of 512x512 at once need
 far more memory than the denoiser. Their number does not change the result.
+
+The formula by which a VAE's config scales its latents is here as well, for our own VAEs and for those of diffusers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -69,6 +71,40 @@ def sliced_vae(
     return z if x.dim() == 5 else z.squeeze(2)
 
 
+def scale_and_shift(config: Mapping[str, Any], channels: int, *, whose: str) -> tuple[Tensor, Tensor]:
+    """Of z_scaled = (z - shift) * scale: fp32 on the CPU, each [C], or [C, t] where each latent frame has its own.
+
+    shift = shift_factor or latents_mean, scale = scaling_factor [/ latents_std]; `latents_mean` and `latents_std` count where
+    both are present, and `shift_factor` is then ignored.
+
+    Raises:
+        UserError: The numbers do not fit the channels, or the scale is not positive; `whose` they are begins the message.
+    """
+    scale = torch.full((channels,), float(config.get("scaling_factor") or 1.0), device="cpu")
+    shift = torch.full((channels,), float(config.get("shift_factor") or 0.0), device="cpu")
+    mean, std = config.get("latents_mean"), config.get("latents_std")
+    if mean is not None and std is not None:
+        shift, std = (torch.tensor(values, dtype=torch.float32, device="cpu").flatten() for values in (mean, std))
+        if len(std) > channels and len(std) % channels == 0:  # one number a channel and frame
+            scale, shift, std = scale[:, None], *(v.view(channels, -1) for v in (shift, std))
+        if shift.shape != std.shape or len(std) != channels:
+            raise UserError(f"{whose}: latents_mean and latents_std do not fit {channels} channels.")
+        scale = scale / std
+    if not (scale > 0).all():
+        raise UserError(f"{whose}: scale {scale.tolist()} is not positive.")
+    return scale, shift
+
+
+def per_frame(values: Tensor, like: Tensor) -> Tensor:
+    """[C] -> [1, C, 1, 1, 1]; [C, N] -> [1, C, t, 1, 1], the first t frames."""
+    values = values.to(like.device)
+    if values.dim() == 1:
+        return values.view(1, -1, 1, 1, 1)
+    if like.shape[2] > values.shape[1]:
+        raise UserError(f"the VAE's statistics cover {values.shape[1]} latent frames; there are {like.shape[2]}.")
+    return values[None, :, : like.shape[2], None, None]
+
+
 def encoders_of(vae: nn.Module) -> list[nn.Module]:
     """Of a VAE, or of the VAEs that it is made of."""
     return [module.encoder for module in vae.modules() if isinstance(getattr(module, "encoder", None), nn.Module)]  # type: ignore[misc]
@@ -98,7 +134,6 @@ def _diffusers_latents(
     nhwc: bool,
 ) -> Tensor:
     """An `AutoencoderKL` frame by frame -> [B, C, T, h, w]."""
-    config = vae.config
     layout = torch.channels_last if nhwc else torch.contiguous_format
     frames = rearrange(video, "B C T H W -> (B T) C H W").to(vae.dtype)
     size = micro_bs or pictures_at_a_time(*frames.shape[-2:])
@@ -113,4 +148,5 @@ def _diffusers_latents(
     moments = rearrange(torch.cat(parts)[:count].float(), "(B T) C H W -> B C T H W", B=len(video))
     mean, logvar = moments.chunk(2, dim=1)
     z = mean + (0.5 * logvar.clamp(*LOGVAR_RANGE)).exp() * randn_like(mean, generators)
-    return (z - (config.get("shift_factor") or 0.0)) * config["scaling_factor"]
+    scale, shift = scale_and_shift(vae.config, z.shape[1], whose=type(vae).__name__)
+    return (z - per_frame(shift, z)) * per_frame(scale, z)

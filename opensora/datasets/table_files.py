@@ -180,19 +180,23 @@ def _record(source: Path, number: int, line: str) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise UserError(f'{source}, line {number}: not an object, such as {{"path": "a.mp4", "text": "a lake"}}.')
     if "\\u" in line:  # an escape alone can bring a surrogate into text that was read as UTF-8
-        _refuse_half_characters(source, number, record)
+        refuse_half_characters(source, number, record)
     return record
 
 
-def _refuse_half_characters(source: Path, number: int, record: Mapping[str, Any]) -> None:
-    """Surrogates without their other half, as a text that was cut in the middle of an emoji ends with, are no text."""
+def refuse_half_characters(source: Path, number: int, record: Mapping[str, Any]) -> None:
+    """Surrogates without their other half, as a text that was cut in the middle of an emoji ends with, are no text.
+
+    Raises:
+        UserError: there is one in a line of a JSONL file.
+    """
     for name, value in record.items():
         try:
             json.dumps({name: value}, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
             half = error.object[error.start]
             raise UserError(
-                f"{source}, line {number}: {name!r} has half of a character, {half!a}, which is no text; was it cut in "
+                f"{source}, line {number}: {name!a} has half of a character, {half!a}, which is no text; was it cut in "
                 "the middle of an emoji? Remove it."
             ) from error
 

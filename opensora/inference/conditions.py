@@ -1,13 +1,18 @@
 """What the denoiser is told beside the latents: the text, "no text" for guidance, the video's numbers."""
 
+import logging
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from opensora.models.loading import null_text_known
+from opensora.models.text_encoder.condition import TextCondition
 from opensora.utils.errors import UserError
 
+log = logging.getLogger(__name__)
 Condition = dict[str, Tensor]
 
 
@@ -25,33 +30,80 @@ def null_condition(
 
     Two things are called "no text". A model that was trained with dropped captions has features of its own for it, which take
     the caption's mask: that is what a sample without a negative prompt gets. A negative prompt is encoded like a prompt,
-    with its own mask; "" is the encoder's "no text", for models whose own was never trained (diffusers' PixArt and Latte).
+    with its own mask; "" is the encoder's "no text". A model whose weights came without features of their own (diffusers'
+    PixArt and Latte) gets that where no negative prompt is given, as in diffusers: with PixArt under its own mask, with Latte
+    as many tokens of it, padding too, as the caption has.
 
     Args:
+        model: the denoiser.
+        text_encoder: encodes negative prompts.
         cond: of the samples, as `condition` gives it.
         negative_prompts: for each of B samples; None: the model's own.
         guided: whether guidance asks for it.
 
     Raises:
-        UserError: there are negative prompts without guidance, or for classes.
+        UserError: there are negative prompts without guidance, or for classes; or the text encoder has no features of "".
     """
     given = [b for b, prompt in enumerate(negative_prompts) if prompt is not None]
     if given and not guided:
         raise UserError("negative_prompt has no effect with cfg_scale=1; raise --cfg-scale, or leave it out.")
     if not guided:
         return None
-    y = model.null_condition(len(cond["y"])).to(cond["y"])
-    if not given:
+    y, mask = model.null_condition(len(cond["y"])).to(cond["y"]).clone(), cond["mask"].clone()
+    empty = [] if null_text_known(model) else [b for b in range(len(y)) if b not in given]
+    if not given and not empty:
         return {"y": y}
-    encoder = getattr(text_encoder, "encoder", text_encoder)
-    if hasattr(encoder, "num_classes"):
-        raise UserError('negative_prompt: this model knows classes, and its only "no class" is its own; leave it out.')
-    text = text_encoder.encode([str(negative_prompts[b]) for b in given])
+    if empty:
+        text = _empty_prompt(text_encoder, len(empty))
+        y[empty] = _fitting(text, y).to(y)
+        if not _as_long_as_the_caption(model, text):
+            mask[empty] = text.mask.to(mask)
+    if given:
+        encoder = getattr(text_encoder, "encoder", text_encoder)
+        if hasattr(encoder, "num_classes"):
+            raise UserError(
+                'negative_prompt: this model knows classes, and its only "no class" is its own; leave it out.'
+            )
+        text = text_encoder.encode([str(negative_prompts[b]) for b in given])
+        y[given], mask[given] = _fitting(text, y).to(y), text.mask.to(mask)
+    return {"y": y, "mask": mask}
+
+
+def _empty_prompt(text_encoder: Any, count: int) -> TextCondition:
+    """The features of "", `count` times.
+
+    Raises:
+        UserError: the text encoder is a cache without them.
+    """
+    _say_once(
+        'the weights have no "no text" of their own: where no negative prompt is given, guidance uses the encoding of an '
+        "empty prompt, as diffusers does."
+    )
+    try:
+        text = text_encoder.encode([""])
+    except UserError as error:
+        raise UserError(
+            f'the weights have no "no text" of their own, and the text encoder gives none of "": {error}\n'
+            "Encode with the text encoder itself, give every prompt a negative prompt, or sample with --cfg-scale 1."
+        ) from error
+    return TextCondition(text.y.expand(count, *text.y.shape[1:]), text.mask.expand(count, -1))
+
+
+def _fitting(text: TextCondition, y: Tensor) -> Tensor:
+    """The text's features, if they have the shape of the model's own "no text" `y`."""
     if text.y.shape[1:] != y.shape[1:]:
         raise UserError(
             f'negative_prompt: the text encoder gives {tuple(text.y.shape[1:])} numbers, the model\'s own "no text" has '
             f"{tuple(y.shape[1:])}; give every prompt of the batch a negative prompt, or none."
         )
-    y, mask = y.clone(), cond["mask"].clone()
-    y[given], mask[given] = text.y.to(y), text.mask.to(mask)
-    return {"y": y, "mask": mask}
+    return text.y
+
+
+def _as_long_as_the_caption(model: Any, text: TextCondition) -> bool:
+    """Whether an empty prompt takes the caption's mask; it needs the features of padding, which not every encoder gives."""
+    return getattr(model, "empty_prompt_mask", "own") == "caption" and bool(text.y[:, 0][~text.mask.bool()].any())
+
+
+@cache
+def _say_once(message: str) -> None:
+    log.info(message)

@@ -4,18 +4,21 @@ The record of a sample holds a config for this sample alone: sizes as numbers, t
 negative prompt, seed and guidance. So it says how to make it again, whatever list the prompt came from.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from opensora.inference.manifest import describe_checkpoint, sidecar
-from opensora.inference.output import sample_file_name
-from opensora.inference.pipeline import Defaults, VideoPipeline
+from opensora.inference.manifest_inputs import inputs_of
+from opensora.inference.output import check_rate, sample_file_name
+from opensora.inference.pipeline import Defaults, VideoPipeline, needs_null
 from opensora.inference.prompts import PromptItem, load_items
-from opensora.inference.references import conditioning, refuse_missing
+from opensora.inference.references import conditioning, refuse_contradictions, refuse_missing, sources_of
 from opensora.inference.request import Request
 from opensora.inference.sizes import saved_rate
+from opensora.registry import MODELS, SCHEDULERS, Registry, build_module
 from opensora.utils.config import InferenceConfig, to_dict
+from opensora.utils.errors import UserError, first_few
 from opensora.utils.run import environment
 
 
@@ -30,11 +33,18 @@ class Job(NamedTuple):
 def jobs(cfg: InferenceConfig) -> list[Job]:
     """Every sample that the config asks for: all prompts, then all of them again for the next of `num_sample`.
 
+    What is wrong with any of them is found here, as far as it can be without weights.
+
     Raises:
-        UserError: the prompts cannot be read, or a file that one starts from is not there.
+        UserError: the prompts cannot be read, a file that one starts from is not there, or settings have no effect.
     """
     items = load_items(cfg)
     refuse_missing(cfg, items)
+    refuse_contradictions(cfg, items)
+    check_rate(cfg.save_format, saved_rate(cfg))
+    if cfg.condition_frame_edit == 1:
+        raise UserError("condition_frame_edit=1 would make the shared frames anew: use less than 1, or 0 to keep them.")
+    _check_texts(cfg, items)
     return [Job(item, k, Path(cfg.save_dir) / _name(cfg, item, k)) for k in range(cfg.num_sample) for item in items]
 
 
@@ -49,6 +59,7 @@ def records(cfg: InferenceConfig, made: Sequence[Job], size: Defaults) -> Iterat
     """The sidecar of each job; see the module's docstring."""
     checkpoint, made_with, config = describe_checkpoint(cfg.model.get("from_pretrained")), environment(), to_dict(cfg)
     for job in made:
+        sources = sources_of(cfg, job.item)
         yield sidecar(
             config | own_settings(cfg, job.item, size),
             prompt=prompt_of(job.item),
@@ -56,6 +67,7 @@ def records(cfg: InferenceConfig, made: Sequence[Job], size: Defaults) -> Iterat
             sample_index=job.sample_index,
             save_fps=size.save_fps,
             checkpoint=checkpoint,
+            inputs=inputs_of(config, sources),
             made_with=made_with,
         )
 
@@ -120,6 +132,41 @@ def request_of(
         condition_frame_length=cfg.condition_frame_length if cfg.loop > 1 else None,
         condition_frame_edit=cfg.condition_frame_edit,
     )
+
+
+def _check_texts(cfg: InferenceConfig, items: Sequence[PromptItem]) -> None:
+    """See that prompts are classes where the model knows classes, and that negative prompts have an effect."""
+    negative = [item for item in items if item.negative_prompt is not None]
+    problems = []
+    if cfg.text_encoder["type"] == "classes":
+        problems += [
+            f"prompt {item.index}: negative_prompt has no effect on classes; leave it out." for item in negative
+        ]
+        classes = _built(cfg.text_encoder, MODELS)
+        for item in items:
+            try:
+                classes.encode([segment.text for segment in item.segments])
+            except UserError as error:
+                problems.append(f"prompt {item.index}: {error}")
+    elif negative:
+        scheduler = _built(cfg.scheduler, SCHEDULERS)
+        problems += [
+            f"prompt {item.index}: negative_prompt has no effect with cfg_scale=1; raise --cfg-scale, or leave it out."
+            for item in negative
+            if not needs_null(scheduler, item.overrides.get("cfg_scale"))
+        ]
+    if problems:
+        raise UserError("\n".join(first_few(problems)))
+
+
+def _built(component: Mapping[str, Any], registry: Registry) -> Any:
+    """A part that has no weights and is made at once."""
+    try:
+        return build_module(component, registry)
+    except UserError:
+        raise
+    except ValueError as error:  # how a constructor refuses an argument
+        raise UserError(f"{component['type']}: {error}") from error
 
 
 def _name(cfg: InferenceConfig, item: PromptItem, sample_index: int) -> str:

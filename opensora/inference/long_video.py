@@ -8,12 +8,15 @@ by itself, or in pieces), they are the latents themselves, so that nothing is lo
 not, as a video there is one piece, the last P decoded frames are encoded anew.
 """
 
+import logging
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from opensora.utils.errors import UserError
+
+logger = logging.getLogger(__name__)
 
 
 class Overlap(NamedTuple):
@@ -46,6 +49,8 @@ def overlap(vae: Any, num_frames: int, latent_frames: int | None = None) -> Over
             f"of {step}; the nearest is {near}."
         )
     shared = vae.video_frames(latent_frames)
+    if piece is None:  # an overlap begins as a segment does, whose first latent frame may stand for fewer frames
+        shared -= vae.video_frames(total) - num_frames
     if latent_frames >= total or shared >= num_frames:
         raise UserError(
             f"loop: segments of {num_frames} frames ({total} latent frames) cannot share {latent_frames} latent frames; raise "
@@ -72,7 +77,7 @@ def begin_with(taken: Tensor, z: Tensor, mask: Tensor | None, edit_ratio: float)
     Args:
         taken: [B, C, L, h, w] latents of the end of the segment before.
         z: [B, C, t, h, w] noise, perhaps with other given frames; it is not changed.
-        mask: [B, t] of those, or None; the frames taken over win.
+        mask: [B, t] of those, or None; the frames taken over win, and that is told.
         edit_ratio: 0 keeps them, above 0 they are edited from that noise level on.
 
     Returns:
@@ -83,6 +88,8 @@ def begin_with(taken: Tensor, z: Tensor, mask: Tensor | None, edit_ratio: float)
     z[:, :, :length] = taken.to(z)
     if mask is None:
         mask = torch.ones(z.shape[0], z.shape[2], dtype=torch.bool, device=z.device)
+    if lost := int((mask[:, :length] < 1).sum()):
+        logger.warning("%d latent frames of references have no effect: they lie in what a loop takes over.", lost)
     mask = mask.float() if edit_ratio else mask.clone()
     mask[:, :length] = edit_ratio
     return z, mask

@@ -12,6 +12,7 @@ them together (`remake.py`) and compares the frames with the hash that the sidec
 import dataclasses
 import hashlib
 import json
+import logging
 import platform
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,6 +31,8 @@ from opensora.utils.ckpt import MANIFEST
 from opensora.utils.config_schema import InferenceConfig
 from opensora.utils.errors import UserError, first_few
 from opensora.utils.run import changed_settings
+
+logger = logging.getLogger(__name__)
 
 # fields of the config that say which samples are made, where they go and how the work is shared out, but not what a
 # sample looks like
@@ -60,6 +63,7 @@ OF_A_SAMPLE = {
     "fps",
     "save_fps",
     "checkpoint",
+    "inputs",
 }
 # fields of the config, as they are for one prompt, in which the samples of a batch may differ
 OF_A_BATCH = ("seed", "reference_path", "mask_strategy", "negative_prompt")
@@ -81,6 +85,7 @@ def sidecar(
     save_fps: float,
     checkpoint: Mapping[str, Any] | None,
     made_with: Mapping[str, Any],
+    inputs: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """What the sidecar of one sample holds, as plain JSON values.
 
@@ -90,6 +95,7 @@ def sidecar(
         save_fps: frame rate of the file (`fps` is the one that the model was told).
         checkpoint: what `describe_checkpoint` says.
         made_with: what `opensora.utils.run.environment` says: versions, commit, command.
+        inputs: what `opensora.inference.manifest_inputs.inputs_of` says: the other files that it is made from; None: not known.
     """
     record = {
         "prompt": prompt,
@@ -103,6 +109,7 @@ def sidecar(
         "checkpoint": checkpoint,
         "config": dict(config),
         **made_with,
+        **({} if inputs is None else {"inputs": inputs}),
     }
     return json.loads(json.dumps(record))  # tuples become lists: what a reader of the file gets
 
@@ -172,8 +179,9 @@ def finished(folder: str | Path) -> Iterator[Finished]:
 def already_made(path_without_ext: str | Path, record: Mapping[str, Any]) -> bool:
     """True when a finished sample of that name was made with the settings of `record`, False when there is none.
 
-    Versions and commit are not compared; a checkpoint's path and step are. A field of the config that the sidecar does not
-    know, being older, counts as having its default.
+    Versions and commit are not compared; weights' paths and times of change are, and what is in reference files. A field of the
+    config that the sidecar does not know, being older, counts as having its default; files of which it does not know what
+    was in them count as unchanged, and that is told.
 
     Raises:
         UserError: the name is taken by something else. A sample is never overwritten.
@@ -190,8 +198,12 @@ def already_made(path_without_ext: str | Path, record: Mapping[str, Any]) -> boo
             "Choose another save_dir or delete the file."
         ) from None
     new = _settings(record)
+    if "inputs" not in old and new.pop("inputs", None) is not None:
+        logger.info(
+            "%s: an older version wrote it, so that references, adapter, VAE and text encoder count as unchanged.", path
+        )
     if any(old.get(key) != new.get(key) for key in old.keys() | new.keys()):
-        changes = [textwrap.shorten(change, 120, placeholder="...") for change in changed_settings(old, new)]
+        changes = [textwrap.shorten(change, 200, placeholder="...") for change in changed_settings(old, new)]
         raise UserError(
             f"{taken[0]} exists and was made with other settings ({'; '.join(first_few(changes))}). "
             "Choose another save_dir or sample_name, or delete the file."
@@ -206,7 +218,7 @@ def describe_checkpoint(path: str | Path | None) -> dict[str, Any] | None:
     """
     if path is None:
         return None
-    place = Path(path)
+    place = Path(path).expanduser()
     files = [file for file in [place, *place.rglob("*")] if file.is_file()]
     changed = max((file.stat().st_mtime for file in files), default=None)
     manifest = json.loads((place / MANIFEST).read_text()) if (place / MANIFEST).is_file() else {}

@@ -98,7 +98,8 @@ def apply(
         conditions: for each of B samples; those of other loops are left alone.
         references: for each of B samples, the scaled latents [C, t, h, w] of its references.
         z: [B, C, T, h, w], noise; it is not changed.
-        mask: [B, T] to begin with, where some frames are given already; None = all are generated.
+        mask: [B, T] to begin with, where some frames are given already, which no condition makes anew; None = all are
+            generated.
         loop: the part of a long video that is about to be made.
         align: latent frames of a piece that the VAE makes by itself (`vae.chunk_latent_frames`, or 1).
 
@@ -114,7 +115,7 @@ def apply(
     chosen = [[c for c in sample if c.loop == loop] for sample in conditions]
     if not any(chosen):
         return Placed(z, mask)
-    z = z.clone()
+    noise, z = z, z.clone()
     values = z.new_ones(z.shape[0], z.shape[2], dtype=torch.float32) if mask is None else mask.float().clone()
     for b, sample in enumerate(chosen):
         for condition in sample:
@@ -126,7 +127,12 @@ def apply(
             place = resolve(condition, reference.shape[1], z.shape[2], align)
             _tell(condition, place, reference.shape[1], z.shape[2], align)
             target = slice(place.target_start, place.target_start + place.length)
-            z[b, :, target] = reference[:, place.ref_start : place.ref_start + place.length].to(z)
+            if place.edit_ratio == 1:  # generated from what is in z: noise, also where another group has written
+                if mask is not None and not (mask[b, target] == 1).all():
+                    raise ValueError(f"{describe(condition)}: frames that the mask says are given have no noise in z.")
+                z[b, :, target] = noise[b, :, target]
+            else:
+                z[b, :, target] = reference[:, place.ref_start : place.ref_start + place.length].to(z)
             values[b, target] = place.edit_ratio
     fractional = any(0 < c.edit_ratio < 1 for sample in chosen for c in sample)
     if fractional or (mask is not None and mask.is_floating_point()):
@@ -162,7 +168,13 @@ def resolve(condition: Condition, reference_frames: int, target_frames: int, ali
 
 
 def check_places(
-    conditions: Sequence[Condition], reference_frames: Sequence[int], target_frames: int, align: int, where: str
+    conditions: Sequence[Condition],
+    reference_frames: Sequence[int],
+    target_frames: int,
+    align: int,
+    where: str,
+    *,
+    shared: int = 0,
 ) -> None:
     """See that the conditions fit together, before anything is sampled.
 
@@ -172,9 +184,10 @@ def check_places(
         target_frames: latent frames of the video.
         align: latent frames of a piece.
         where: what messages call the conditions.
+        shared: latent frames that each loop but the first takes over from the one before, whatever conditions say.
 
     Raises:
-        UserError: one is outside its reference or the video, or nothing is left to be made.
+        UserError: one is outside its reference or the video, or in what is taken over, or nothing is left to be made.
     """
     for loop in sorted({condition.loop for condition in conditions}):
         kept: dict[int, float] = {}
@@ -182,6 +195,7 @@ def check_places(
             if condition.loop != loop:
                 continue
             place = resolve(condition, reference_frames[condition.reference], target_frames, align)
+            _check_taken_over(place, shared if loop else 0, where)
             frames = range(place.target_start, place.target_start + place.length)
             if both := sorted(kept.keys() & set(frames)):
                 logger.warning("%s: latent frame %d is set twice; %s wins.", where, both[0], describe(place))
@@ -191,6 +205,20 @@ def check_places(
                 f"{where}: all {target_frames} latent frames of the video are kept from references, so that nothing is left to be "
                 "made; lower length, raise num_frames, or edit with an edit_ratio above 0."
             )
+
+
+def _check_taken_over(place: Condition, shared: int, where: str) -> None:
+    """Refuse a condition whose frames are all taken over from the loop before, and tell of those that some are."""
+    lost = min(shared - place.target_start, place.length)
+    if lost <= 0:
+        return
+    taken = f"loop {place.loop} begins with {shared} latent frames of the one before"
+    if lost == place.length:
+        raise UserError(
+            f"{where}: {describe(place)} has no effect, for {taken}; use at={shared} or later, or lower "
+            "condition_frame_length."
+        )
+    logger.warning("%s: the first %d latent frames of %s have no effect, for %s.", where, lost, describe(place), taken)
 
 
 def describe(condition: Condition) -> str:

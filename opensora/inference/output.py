@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from opensora.inference.video_files import VideoFormat, write_png, write_video
+from opensora.inference.video_files import FASTEST_GIF, VideoFormat, write_png, write_video
 from opensora.utils.errors import UserError
 
 EXTENSIONS = (".mp4", ".webm", ".gif", ".png")  # of all that this module writes
@@ -87,6 +87,19 @@ def exact_fps(fps: float | Fraction) -> Fraction:
     if value.denominator != 1 and abs(ntsc / value - 1) < Fraction(2, 10_000):
         return ntsc
     return value.limit_denominator(1001)
+
+
+def check_rate(save_format: VideoFormat, fps: float) -> None:
+    """See that a format can hold a frame rate, before there is anything to be written.
+
+    Raises:
+        UserError: it cannot.
+    """
+    if exact_fps(fps) > FASTEST_GIF and save_format == "gif":
+        raise UserError(
+            f"save_format='gif' with {fps:g} frames per second: browsers show no more than {FASTEST_GIF} of a GIF. "
+            "Lower --save-fps, or choose --save-format webm or mp4."
+        )
 
 
 def with_extension(path_without_ext: str | Path, extension: str) -> Path:

@@ -88,6 +88,8 @@ def with_scores(text: str, scores: Scores) -> str:
 def check_settings(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Settings of one prompt, each of its type; those that are None or an empty string are left out.
 
+    A `negative_prompt` of "" stays: it is the encoder's "no text", which is not the model's own.
+
     Raises:
         UserError: a name is unknown, or a value is of the wrong kind.
     """
@@ -95,7 +97,7 @@ def check_settings(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     for name, value in values.items():
         if name not in SETTINGS:
             raise UserError(f"{where}: {name!r} is no setting.{did_you_mean(name, list(SETTINGS))} {_known()}")
-        if value is None or (isinstance(value, str) and not value.strip()):
+        if value is None or (isinstance(value, str) and not value.strip() and name != "negative_prompt"):
             continue
         kind, expected = SETTINGS[name]
         result = kind(value)

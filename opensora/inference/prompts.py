@@ -4,6 +4,7 @@ A prompt's index is its place in the complete list, before `start_index` and `en
 a file makes the same videos as a run over all of it.
 """
 
+import json
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from opensora.datasets.table_files import read_frame
-from opensora.inference.mask_strategy import parse_mask_strategy
+from opensora.inference.mask_strategy import check_references, parse_mask_strategy
 from opensora.inference.prompt_text import (
     SCORE_PHRASES,
     SETTINGS,
@@ -46,7 +47,7 @@ class PromptItem:
         segments: the texts, at least one; the first is of loop 0.
         references: files or URLs, which conditions count from 0.
         mask_strategy: as written; see `opensora.inference.mask_strategy`. None = nothing was said.
-        negative_prompt: what to steer away from; None = the model's own "no text".
+        negative_prompt: what to steer away from, "" = the encoder's "no text"; None = the model's own.
         overrides: settings of this prompt alone: `seed` (int), `cfg_scale` (float).
     """
 
@@ -137,12 +138,12 @@ def _item(row: Row, given: Mapping[str, Any], cfg: InferenceConfig) -> PromptIte
         negative_prompt=settings.get("negative_prompt"),
         overrides={name: settings[name] for name in OVERRIDES if name in settings},
     )
-    _check_loops(item, cfg, row.where)
+    _check_conditions(item, cfg, row.where)
     return item
 
 
-def _check_loops(item: PromptItem, cfg: InferenceConfig, where: str) -> None:
-    """See that nothing speaks of a loop that will not be made, and that the strategy can be read."""
+def _check_conditions(item: PromptItem, cfg: InferenceConfig, where: str) -> None:
+    """See that nothing speaks of a loop that will not be made, that the strategy can be read, and fits the references."""
     conditions = parse_mask_strategy(item.mask_strategy, cfg.mask_strategy_format, f"{where}: mask_strategy")
     for what, loop in (
         *((f"segment |{segment.loop}|", segment.loop) for segment in item.segments),
@@ -154,6 +155,7 @@ def _check_loops(item: PromptItem, cfg: InferenceConfig, where: str) -> None:
             )
     if conditions and not item.references:
         raise UserError(f"{where}: mask_strategy={item.mask_strategy!r} has no effect without reference_path.")
+    check_references(conditions, len(item.references), f"{where}: mask_strategy")
 
 
 def _from_config(cfg: InferenceConfig, count: int) -> list[dict[str, Any]]:
@@ -175,8 +177,10 @@ def _from_config(cfg: InferenceConfig, count: int) -> list[dict[str, Any]]:
             raise UserError(
                 f"{name} has {len(values)} entries for {count} prompts; give one for each, '' where a prompt has none."
             )
+        # in a list with other texts '' is a prompt that has none; alone it can only be meant
+        empty_is_meant = name == "negative_prompt" and not any(value.strip() for value in values)
         for settings, value in zip(given, values, strict=True):
-            if value.strip():
+            if value.strip() or empty_is_meant:
                 settings[name] = kind(value)
     return given
 
@@ -233,6 +237,9 @@ def _read_table(path: Path) -> list[Row]:
     _tell_unused(path, [name for name in names if name not in ("text", *SETTINGS)])
     columns = {name: _values(frame[name]) for name in ("text", *SETTINGS) if name in names}
     texts = columns.pop("text")
+    columns = {name: [None if _is_blank(value) else value for value in values] for name, values in columns.items()}
+    if "negative_prompt" in columns and path.suffix.lower() == ".jsonl":
+        columns["negative_prompt"] = _as_written(path, "negative_prompt")
     return [
         Row(i, _cell_text(text, where), {name: values[i] for name, values in columns.items()}, where)
         for i, text in enumerate(texts)
@@ -244,6 +251,16 @@ def _values(column: pd.Series) -> list[Any]:
     """The cells of a column as Python's own values; None where there is none."""
     values = column.to_numpy(object).tolist()
     return [None if value is pd.NA or (isinstance(value, float) and math.isnan(value)) else value for value in values]
+
+
+def _is_blank(value: Any) -> bool:
+    return isinstance(value, str) and not value.strip()
+
+
+def _as_written(path: Path, name: str) -> list[Any]:
+    """A column of a JSONL file in which "" and nothing are two things, as they are not in a table."""
+    with path.open(encoding="utf-8-sig") as file:
+        return [json.loads(line).get(name) for line in file if line.strip()]
 
 
 def _cell_text(value: Any, where: str) -> str:

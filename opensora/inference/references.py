@@ -5,7 +5,8 @@
     --extend VIDEO                     the result begins with the end of a video
     --edit VIDEO --edit-ratio R        a variant of a video: noised up to R of the way, and denoised again
 
-Every number of frames is asked from the VAE. References are covered by the target size and cut in the middle, as in training.
+Every number of frames is asked from the VAE, also how long a reference may be for its place (`references_fit.py`). References
+are covered by the target size and cut in the middle, as in training.
 """
 
 import logging
@@ -25,6 +26,7 @@ from opensora.inference.fetch import fetch
 from opensora.inference.long_video import overlap
 from opensora.inference.mask_strategy import Condition, check_places, check_references, parse_mask_strategy
 from opensora.inference.prompts import PromptItem
+from opensora.inference.references_fit import fitted, fitting_length, to_length
 from opensora.inference.sizes import saved_rate
 from opensora.models.vae.base import VideoVAE
 from opensora.utils.config import InferenceConfig
@@ -66,18 +68,40 @@ def conditioning(
     Raises:
         UserError: a file cannot be had or read, or references and conditions do not fit together.
     """
-    used = [name for name in SHORTCUTS if getattr(cfg, name) is not None]
-    if used and item.references:
-        raise UserError(
-            f"prompt {item.index}: its reference_path and --{used[0].replace('_', '-')} both say what the video starts from; "
-            "keep one."
-        )
+    refuse_contradictions(cfg, [item])
+    used = _shortcuts(cfg)
     load = _Loader(Path(cfg.reference_cache), vae, image_size)
     given = _by_shortcut(cfg, load, vae, num_frames) if used else _by_strategy(cfg, item, load)
+    where, align = f"prompt {item.index}: " + (f"--{used[0]}" if used else "mask_strategy"), piece_of(vae, cfg.align)
+    given = Conditioning(*fitted(given.references, given.conditions, vae, num_frames, align, where))
     lengths = [vae.latent_frames(reference.shape[1]) for reference in given.references]
-    where = f"prompt {item.index}: " + (f"--{used[0]}" if used else "mask_strategy")
-    check_places(given.conditions, lengths, vae.latent_frames(num_frames), piece_of(vae, cfg.align), where)
+    shared = overlap(vae, num_frames, cfg.condition_frame_length).latent_frames if cfg.loop > 1 else 0
+    check_places(given.conditions, lengths, vae.latent_frames(num_frames), align, where, shared=shared)
     return given
+
+
+def refuse_contradictions(cfg: InferenceConfig, items: Sequence[PromptItem]) -> None:
+    """See that a run's shortcuts fit its prompts and its length, before anything is loaded.
+
+    Raises:
+        UserError: they do not.
+    """
+    used = _shortcuts(cfg)
+    if clash := [item.index for item in items if used and item.references]:
+        raise UserError(
+            f"prompt {clash[0]}: its reference_path and --{used[0].replace('_', '-')} both say what the video starts from; "
+            "keep one."
+        )
+    if cfg.edit is not None and cfg.loop > 1:
+        raise UserError(
+            f"edit has no effect on loops 1 to {cfg.loop - 1}, which would not follow the video: set --loop 1, with as many "
+            "--num-frames as are to be edited, or edit the parts of the video one by one."
+        )
+
+
+def sources_of(cfg: InferenceConfig, item: PromptItem) -> list[str]:
+    """The files and addresses that the sample of a prompt starts from."""
+    return [*(getattr(cfg, name) for name in _shortcuts(cfg)), *item.references]
 
 
 def refuse_missing(cfg: InferenceConfig, items: Sequence[PromptItem]) -> None:
@@ -97,26 +121,46 @@ def refuse_missing(cfg: InferenceConfig, items: Sequence[PromptItem]) -> None:
         raise UserError("\n".join(first_few(missing)))
 
 
-def first_and_last(first: Tensor | None, last: Tensor | None = None) -> Conditioning:
-    """A video that begins with one picture, ends with another, or both; [3, T, H, W] each."""
-    given = [(first, Condition()), (last, Condition(target_start=-1))]
+def first_and_last(first: Tensor | None, last: Tensor | None = None, loop: int = 1) -> Conditioning:
+    """A video of `loop` segments that begins with one picture, ends with another, or both; [3, T, H, W] each."""
+    given = [(first, Condition()), (last, _end(loop))]
     chosen = [(picture, place) for picture, place in given if picture is not None]
     return Conditioning(
         [picture for picture, _ in chosen], [place._replace(reference=i) for i, (_, place) in enumerate(chosen)]
     )
 
 
-def extension(video: Tensor, vae: VideoVAE, last: Tensor | None = None) -> Conditioning:
-    """A video that begins with `video [3, T, H, W]`, the end of what it continues; and ends with a picture, if one is given."""
-    length = vae.latent_frames(video.shape[1])
-    end = [] if last is None else [Condition(reference=1, target_start=-1)]
-    return Conditioning([video, *([] if last is None else [last])], [Condition(length=length), *end])
+def extension(
+    video: Tensor, vae: VideoVAE, last: Tensor | None = None, *, num_frames: int | None = None, loop: int = 1
+) -> Conditioning:
+    """A video that begins with the end of another, and ends with a picture, if one is given.
+
+    Args:
+        video: [3, T, H, W], the end of what is continued; frames in front that do not fit are left out, and that is told.
+        vae: knows how many fit.
+        last: [3, T, H, W], the picture.
+        num_frames: of the video to make, or of a segment of it; None: the pieces of the VAE that `video` is put to are whole.
+        loop: segments of the video to make.
+    """
+    count = video.shape[1]
+    fits = fitting_length(vae, count, Condition(length=vae.latent_frames(count)), num_frames)
+    if fits < count:
+        logger.info("extend: %d frames in front are left out, for the VAE's pieces begin otherwise.", count - fits)
+    video = to_length(video, fits, end=True)
+    conditions = [Condition(length=vae.latent_frames(fits))]
+    if last is None:
+        return Conditioning([video], conditions)
+    return Conditioning([video, last], [*conditions, _end(loop)._replace(reference=1)])
 
 
 def edit(video: Tensor, vae: VideoVAE, num_frames: int, ratio: float) -> Conditioning:
     """A variant of `video [3, T, H, W]`: SDEdit (Meng et al. 2022), from `ratio` of the way into the noise."""
-    if video.shape[1] < num_frames:
-        logger.warning("edit: the video has %d frames; the rest of %d is made anew.", video.shape[1], num_frames)
+    count = video.shape[1]
+    fits = fitting_length(vae, count, Condition(length=vae.latent_frames(count)), num_frames)
+    video = to_length(video, fits)
+    if min(count, fits) < num_frames:
+        of_these = "" if fits == count else f", of which {fits} fit its pieces"
+        logger.warning("edit: the video has %d frames%s; the rest of %d is made anew.", count, of_these, num_frames)
     return Conditioning([video], [Condition(length=vae.latent_frames(video.shape[1]), edit_ratio=ratio)])
 
 
@@ -200,9 +244,21 @@ def _by_shortcut(cfg: InferenceConfig, load: _Loader, vae: VideoVAE, num_frames:
     if cfg.extend is not None:
         shared = overlap(vae, num_frames, cfg.condition_frame_length)
         end = load(cfg.extend, shared.num_frames, rate=saved_rate(cfg), end=True)
-        logger.info("extend: the video begins with the last %d frames of %s.", end.shape[1], cfg.extend)
-        return extension(end, vae, last)
-    return first_and_last(load.picture(cfg.image), last)
+        extended = extension(end, vae, last, num_frames=num_frames, loop=cfg.loop)
+        begins_with = extended.references[0].shape[1]
+        logger.info("extend: the video begins with the last %d frames of %s.", begins_with, cfg.extend)
+        return extended
+    return first_and_last(load.picture(cfg.image), last, cfg.loop)
+
+
+def _shortcuts(cfg: InferenceConfig) -> list[str]:
+    """Those that the config uses."""
+    return [name for name in SHORTCUTS if getattr(cfg, name) is not None]
+
+
+def _end(loop: int) -> Condition:
+    """Where the picture goes that ends a video of so many segments."""
+    return Condition(loop=loop - 1, target_start=-1)
 
 
 def _by_strategy(cfg: InferenceConfig, item: PromptItem, load: _Loader) -> Conditioning:

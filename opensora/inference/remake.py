@@ -16,6 +16,7 @@ from torch import Tensor
 from opensora.inference.build import COMPONENTS
 from opensora.inference.jobs import Job, request_of
 from opensora.inference.manifest import OF_A_BATCH, describe_checkpoint, hardware
+from opensora.inference.manifest_inputs import inputs_of
 from opensora.inference.pipeline import VideoPipeline
 from opensora.inference.prompts import PromptItem, load_items
 from opensora.utils.config import InferenceConfig, config_from_dict
@@ -69,9 +70,12 @@ def item_of(cfg: InferenceConfig, entry: Mapping[str, Any]) -> PromptItem:
 def differences(record: Mapping[str, Any], device: torch.device | str) -> list[str]:
     """What is not as it was when the sample was made, as far as a sidecar tells."""
     config, versions = record["config"], environment()["versions"]
+    inputs: Mapping[str, Any] = record.get("inputs", {})  # older sidecars have none
+    now_in = inputs_of(config, list(inputs.get("references", ())))
     pairs = {
         "hardware": (record.get("hardware"), hardware(device)),
         "checkpoint": (record["checkpoint"], describe_checkpoint(config["model"].get("from_pretrained"))),
+        **{name: (was, now_in[kind].get(name)) for kind, entries in inputs.items() for name, was in entries.items()},
         **{name: (was, versions.get(name)) for name, was in record.get("versions", {}).items()},
         **{name: (config[name], now) for name, now in (("sp_size", 1), ("cfg_parallel", False)) if name in config},
     }

@@ -9,16 +9,23 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, cast
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 
+from opensora.models.layers.embedders import CaptionEmbedder
 from opensora.models.recognise import recognise, star
-from opensora.utils.ckpt import load_strictly, read_weights
+from opensora.utils.ckpt import load_strictly, open_checkpoint, read_weights
+from opensora.utils.ckpt_write import MANIFEST
 from opensora.utils.errors import UserError
+from opensora.utils.weight_files import kind_of
+from opensora.utils.weight_sources import find_weights
 
 log = logging.getLogger(__name__)
 NULL_TEXT = "y_embedder.y_embedding"
+NO_NULL_TEXT = "the file has no table of 'no text': guidance uses the encoding of an empty prompt"
 PATCHES = "x_embedder.proj.weight"
 
 
@@ -56,13 +63,36 @@ def load_weights(model: nn.Module, path: str | Path, convert: Convert) -> str:
     state = read_weights(path)
     try:
         conversion = convert(state, model)
+        _leave_out_zeros(conversion)
         missing = conversion.initial.keys() - conversion.tensors.keys()
         load_strictly(model, conversion.tensors, path, may_miss=missing)
     except UserError as error:
         raise UserError(f"{error}\n{path} {_looks_like(state)}.") from error
+    _settle_null_text(conversion, model)
     table = report(conversion, model, path)
     log.info(table)
     return table
+
+
+def written_by(path: str | Path) -> str | None:
+    """The `model.type` that a checkpoint's manifest, or the header of a file of ours, names; None = nothing says it.
+
+    Args:
+        path: as for `load_weights`, which has read it: here nothing is reported that is wrong with it.
+    """
+    folder = Path(path).expanduser()
+    if (folder / MANIFEST).is_file():
+        return cast(str | None, open_checkpoint(folder).manifest.get("model"))
+    file = find_weights(path)
+    if kind_of(file) != "safetensors":
+        return None
+    with safe_open(file, "pt") as opened:
+        return cast(str | None, (opened.metadata() or {}).get("model"))
+
+
+def null_text_known(model: Any) -> bool:
+    """Whether `model.null_condition` means something to the model; not so of weights from files without that table."""
+    return bool(getattr(getattr(model, "y_embedder", None), "null_known", True))
 
 
 def report(conversion: Conversion, model: nn.Module, path: str | Path) -> str:
@@ -108,6 +138,24 @@ def resize_rows(table: Tensor, rows: int) -> Tensor:
 def grow_patches(weight: Tensor, num_frames: int) -> Tensor:
     """A 2-D patch kernel `[D, C, p, p]` as the 3-D one `[D, C, num_frames, p, p]` that sees the frames' mean."""
     return weight.unsqueeze(2).repeat(1, 1, num_frames, 1, 1) / num_frames
+
+
+def _leave_out_zeros(conversion: Conversion) -> None:
+    """Take a table of zeros for none, in place: that is how `CaptionEmbedder.clear_null` writes it."""
+    if NULL_TEXT in conversion.tensors and not conversion.tensors[NULL_TEXT].any():
+        del conversion.tensors[NULL_TEXT]
+        conversion.dropped[NULL_TEXT] = "zeros, which stand for none"
+        conversion.initial[NULL_TEXT] = NO_NULL_TEXT
+
+
+def _settle_null_text(conversion: Conversion, model: nn.Module) -> None:
+    """Let the model know whether it has a "no text" of its own."""
+    embedder = getattr(model, "y_embedder", None)
+    if not isinstance(embedder, CaptionEmbedder):
+        return
+    embedder.null_known = NULL_TEXT in conversion.tensors
+    if not embedder.null_known and model.class_dropout_prob == 0:
+        embedder.clear_null()  # a training that drops no captions gives it no meaning, but would save it
 
 
 def _looks_like(state: Mapping[str, Tensor]) -> str:

@@ -316,7 +316,9 @@ class TrainConfig(LoopConfig):
         "height and width of those videos in pixels; None: image_size", None, bounds=AT_LEAST_ONE
     )
     val_fps: int | float | None = option(
-        "frames per second of those videos, as the model is told; None: 24 / frame_interval", None, bounds=POSITIVE
+        "frames per second of those videos, as the model is told; None: 24 / frame_interval, 120 for a picture",
+        None,
+        bounds=POSITIVE,
     )
     val_scheduler: Component | None = option("sampler of those videos; None: scheduler, with 30 sampling steps", None)
 
@@ -479,7 +481,7 @@ class InferenceConfig(RunConfig):
     verbose: int = option("0 errors only, 1 progress, 2 details", 1, bounds=COUNT)
     negative_prompt: list[str] | None = option(
         "what to steer away from: one for all prompts or one for each, encoded by the text encoder; None: the model's own "
-        '"no text"',
+        '"no text", or an empty prompt where its weights came without',
         None,
     )
     loop: int = option(

@@ -88,15 +88,33 @@ def test_three_segments_of_16_frames():
     assert total_frames(1, 16, 4) == 16
 
 
-def test_what_is_taken_over_is_at_the_start():
+def test_an_overlap_begins_as_a_segment_does():
+    """One piece, filled up in front: 51 frames are 13 latent ones, the first of which stands for three."""
+
+    class Whole(Pieces):
+        chunk_latent_frames = None
+
+        def latent_frames(self, n):
+            return -(-n // 4)
+
+        def video_frames(self, latent):
+            return 4 * latent
+
+    assert overlap(Whole(), 51, 3) == Overlap(3, 11, keeps_latents=False)
+    assert overlap(Whole(), 52, 3) == Overlap(3, 12, keeps_latents=False)
+
+
+def test_what_is_taken_over_is_at_the_start(caplog):
     z, taken = torch.randn(2, 3, 5, 2, 2), torch.randn(2, 3, 2, 2, 2)
     begun, mask = begin_with(taken, z, None, 0.0)
     assert torch.equal(begun[:, :, :2], taken)
     assert torch.equal(begun[:, :, 2:], z[:, :, 2:])
     assert mask.tolist() == [[False, False, True, True, True]] * 2
+    assert not caplog.records
     given = torch.tensor([[True] * 5, [False, True, True, True, False]])
     _, mask = begin_with(taken, z, given, 0.0)
     assert mask.tolist() == [[False, False, True, True, True], [False, False, True, True, False]]
     _, mask = begin_with(taken, z, given, 0.4)
     torch.testing.assert_close(mask, torch.tensor([[0.4, 0.4, 1, 1, 1], [0.4, 0.4, 1, 1, 0]]))
     assert given.dtype == torch.bool
+    assert "1 latent frames of references have no effect" in caplog.text

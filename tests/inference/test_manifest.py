@@ -1,10 +1,14 @@
 """Sidecars: what lies beside a sample, how a finished one is known, and that a batch can go on where it stopped."""
 
 import json
+import logging
+import os
+from pathlib import Path
 
 import pytest
 import torch
 
+from opensora.inference.jobs import jobs, records
 from opensora.inference.manifest import (
     already_made,
     describe_checkpoint,
@@ -15,7 +19,10 @@ from opensora.inference.manifest import (
     write_samples,
     write_sidecar,
 )
+from opensora.inference.manifest_inputs import content_hash, inputs_of
 from opensora.inference.output import save_sample, with_extension
+from opensora.inference.pipeline import Defaults
+from opensora.utils.config import InferenceConfig, config_from_dict
 from opensora.utils.errors import UserError
 
 CONFIG = {
@@ -32,7 +39,7 @@ CONFIG = {
 def record(**changes):
     config = CONFIG | {key: value for key, value in changes.items() if key in CONFIG}
     rest = {key: value for key, value in changes.items() if key not in CONFIG}
-    fields = {"prompt": "p", "prompt_index": 3, "sample_index": 0, "save_fps": 23.976, "checkpoint": None}
+    fields = {"prompt": "p", "prompt_index": 3, "sample_index": 0, "save_fps": 23.976, "checkpoint": None, "inputs": {}}
     return sidecar(config, **(fields | {"made_with": {"git_commit": "abc", "versions": {}}} | rest))
 
 
@@ -88,6 +95,95 @@ def test_an_older_sidecar_without_a_field_counts_as_its_default(tmp_path):
     now["config"]["loop"] = 3
     with pytest.raises(UserError, match=r"other settings \(loop was .*, now"):
         already_made(path, now)
+
+
+def run_from(tmp_path, **changes):
+    """The only record of a run in a folder of files."""
+    for name in ("first.png", "ref.png", "adapter/weights", "vae/weights", "inner/weights", "text/weights"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("before")
+    part = {"from_pretrained": str(tmp_path / "inner")}
+    values = {
+        "num_frames": 4,
+        "fps": 8,
+        "image_size": (32, 32),
+        "prompt": ["a"],
+        "model": {"type": "STDiT"},
+        "vae": {"type": "OpenSoraVAE_V1_2", "from_pretrained": str(tmp_path / "vae"), "vae_2d": part},
+        "text_encoder": {"type": "hf", "from_pretrained": str(tmp_path / "text")},
+        "scheduler": {"type": "iddpm"},
+        "lora": str(tmp_path / "adapter"),
+        "save_dir": str(tmp_path / "made"),
+    }
+    cfg = config_from_dict(InferenceConfig, {**values, **changes})
+    return lambda: next(records(cfg, jobs(cfg), Defaults(4, (32, 32), 8.0, 8.0, 42)))
+
+
+@pytest.mark.parametrize("how", ["image", "reference_path"])
+def test_a_reference_whose_content_has_changed_is_told(tmp_path, how):
+    path, ref = tmp_path / "made" / "sample_0000", str(tmp_path / "ref.png")
+    given = (
+        {"image": ref}
+        if how == "image"
+        else {"reference_path": [f"{ref};http://x/a.png"], "mask_strategy": ["0;0,1,0,-1"]}
+    )
+    record = run_from(tmp_path, **given)
+    before = record()
+    assert list(before["inputs"]["references"]) == [ref]  # an address is known by its name
+    write_sidecar(before, path)
+    save_sample(torch.zeros(3, 2, 8, 8), path, fps=8)
+    os.utime(ref)
+    assert already_made(path, record())
+    Path(ref).write_text("after!")  # as many bytes
+    os.utime(ref, (1, 1))
+    with pytest.raises(UserError, match=r"other settings \(inputs.references.*ref.png was \w{16}, now \w{16}"):
+        already_made(path, record())
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [
+        ("adapter", "lora"),
+        ("vae", "vae.from_pretrained"),
+        ("inner", "vae.vae_2d.from_pretrained"),
+        ("text", "text_encoder.from_pretrained"),
+    ],
+)
+def test_weights_that_have_changed_are_told(tmp_path, folder, name):
+    path, record = tmp_path / "made" / "sample_0000", run_from(tmp_path)
+    write_sidecar(record(), path)
+    save_sample(torch.zeros(3, 2, 8, 8), path, fps=8)
+    assert already_made(path, record())
+    os.utime(tmp_path / folder / "weights", (1, 1))
+    with pytest.raises(
+        UserError, match=rf"other settings \(inputs.weights.{name}.changed was 2\d+-.*, now 1970"
+    ) as told:
+        already_made(path, record())
+    assert told.value.args[0].count(", now ") == 1
+
+
+def test_an_older_sidecar_that_does_not_know_its_inputs_counts_as_made_from_the_same(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    path, record = tmp_path / "made" / "sample_0000", run_from(tmp_path, image=str(tmp_path / "first.png"))()
+    old = {name: value for name, value in record.items() if name != "inputs"}
+    write_sidecar(old, path)
+    save_sample(torch.zeros(3, 2, 8, 8), path, fps=8)
+    assert already_made(path, record)
+    assert (
+        "sample_0000.json: an older version wrote it, so that references, adapter, VAE and text encoder count"
+        in caplog.text
+    )
+
+
+def test_what_is_no_file_has_no_hash(tmp_path):
+    assert content_hash(tmp_path / "nowhere.png") is None
+    parts = {"model": {"from_pretrained": "w"}, "vae": {"from_pretrained": "owner/name"}, "text_encoder": {}}
+    assert inputs_of(parts, []) == {
+        "references": {},
+        "weights": {
+            "vae.from_pretrained": {"path": "owner/name", "changed": None, "step": None, "git_commit": None},
+        },
+    }
 
 
 @pytest.mark.parametrize("save_format", ["webm", "gif"])

@@ -325,3 +325,30 @@ def test_a_sampler_keeps_what_is_kept_and_edits_what_is_edited():
     assert torch.equal(sampled[:, :, 1:3], z[:, :, 1:3])
     edited = sampled[0, :, 3].flatten()
     assert ((edited - 0.5 * 101).abs() < 3).all()  # half-way into the noise: (1 - 0.5) * 101 + 0.5 * noise
+
+
+def test_frames_that_are_made_anew_are_noise():
+    """A sampler generates from what is in z: a reference there would come out as garbage."""
+    z = torch.randn(1, 2, 6, 1, 1)
+    anew = apply([parse_mask_strategy("0,0,0,0,4,1")], [latents(4)], z)
+    assert torch.equal(anew.z, z)
+    assert anew.mask.tolist() == [[True] * 6]
+    over = apply([parse_mask_strategy("0,0,0,0,3;0,0,0,1,2,1;0,0,0,4,1,0.5")], [latents(3)], z)
+    assert over.mask.tolist() == [[0, 1, 1, 1, 0.5, 1]]
+    assert over.z[0, 0, :, 0, 0].tolist() == [100, *z[0, 0, 1:4, 0, 0].tolist(), 100, z[0, 0, 5, 0, 0]]
+    with pytest.raises(ValueError, match="frames that the mask says are given have no noise"):
+        apply([parse_mask_strategy("0,0,0,0,1,1")], [latents(1)], over.z, over.mask)
+
+
+def test_what_a_loop_takes_over_is_no_place_for_a_reference(caplog):
+    with pytest.raises(UserError, match=r"p: loop=1,ref=0,from=0,at=0,length=1,edit=0 has no effect.*begins with 4"):
+        check_places(parse_mask_strategy("1,0,0,0,1"), [1], 16, 1, "p", shared=4)
+    with pytest.raises(UserError, match="at=5 or later"):
+        check_places(parse_mask_strategy("1,0,0,2,1"), [1], 15, 5, "p", shared=5)  # moved to where a piece begins
+    with pytest.raises(UserError, match="loop=2"):
+        check_places(parse_mask_strategy("0;2,0,0,-16,3"), [3], 16, 1, "p", shared=4)
+    check_places(parse_mask_strategy("0;1,0,0,4,1;1,0,0,-1,1"), [1], 16, 1, "p", shared=4)
+    check_places(parse_mask_strategy("1,0,0,0,1"), [1], 16, 1, "p")
+    assert not caplog.records
+    check_places(parse_mask_strategy("1,0,0,2,5"), [5], 16, 1, "p", shared=4)
+    assert "p: the first 2 latent frames of loop=1,ref=0,from=0,at=2,length=5,edit=0 have no effect" in caplog.text

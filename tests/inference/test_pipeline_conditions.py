@@ -6,7 +6,7 @@ import torch
 from opensora.inference.mask_strategy import Condition
 from opensora.inference.pipeline import VideoPipeline
 from opensora.inference.prompts import PromptItem, Segment
-from opensora.inference.references import Conditioning, encode_references
+from opensora.inference.references import Conditioning, encode_references, first_and_last
 from opensora.inference.request import Request, as_items
 from opensora.models.stdit.stdit3 import STDiT3
 from opensora.models.text_encoder.classes import ClassEncoder
@@ -62,6 +62,23 @@ def test_an_edit_stays_near_its_video(pipeline):
     anew = sample(pipeline, [A]).latents[0][0]
     assert not torch.equal(edited, reference)
     assert (edited - reference).abs().mean() < (anew - reference).abs().mean()
+
+
+def test_an_edit_of_ratio_1_is_the_plain_sample(pipeline):
+    anew = Conditioning(EDIT.references, [Condition(length=4, edit_ratio=1.0)])
+    over = Conditioning(EDIT.references, [Condition(length=2), Condition(length=4, edit_ratio=1.0)])
+    plain = sample(pipeline, [A]).latents[0]
+    for given in (anew, over):
+        torch.testing.assert_close(sample(pipeline, [A], [given]).latents[0], plain)
+
+
+def test_a_last_picture_ends_the_last_segment(pipeline):
+    given = first_and_last(pictures(1, 1), pictures(1, 2), loop=3)
+    made = sample(pipeline, [A], [given], loop=3, condition_frame_length=1)
+    first, last = encode_references(pipeline.vae, given.references, 1, 0)
+    assert torch.equal(made.latents[0][0, :, 0], first[:, 0])
+    ends = [torch.equal(z[0, :, -1], last[:, 0]) for z in made.latents]
+    assert ends == [False, False, True]
 
 
 def test_samples_of_one_batch_with_different_references_are_as_alone(pipeline):

@@ -59,6 +59,7 @@ SETTINGS_AT_THE_END = [
         {"aes": 6.0, "flow": "high", "camera_motion": "pan left"},
     ),
     ('a{"seed": null, "mask_strategy": ""}', "a", {}),
+    ('a{"negative_prompt": "", "camera_motion": " "}', "a", {"negative_prompt": ""}),
     ('a\n{\n"seed": 1\n}\n', "a", {"seed": 1}),
     ('a{"negative_prompt": "{b} [c] \\"d\\""}', "a", {"negative_prompt": '{b} [c] "d"'}),
 ]

@@ -163,6 +163,21 @@ def test_what_the_config_says_and_who_wins():
     assert [item.negative_prompt for item in each] == ["x", None]
 
 
+def test_an_empty_negative_prompt_is_a_text(tmp_path):
+    """The encoder's own "no text", as diffusers' PixArt needs it; only an empty cell of a CSV and a field left out are none."""
+    for prompts in (["a"], ["a", "b"]):
+        assert {item.negative_prompt for item in items(*prompts, negative_prompt=[""])} == {""}
+    assert [item.negative_prompt for item in items("a", "b", negative_prompt=["", ""])] == ["", ""]
+    inline = items('a{"negative_prompt": ""}', 'b{"negative_prompt": null}', "c", negative_prompt=["x"])
+    assert [item.negative_prompt for item in inline] == ["", "x", "x"]
+    csv, jsonl = tmp_path / "p.csv", tmp_path / "p.jsonl"
+    csv.write_text('text,negative_prompt\na,\nb,""\nc,x\n"d{""negative_prompt"": """"}",\n')
+    rows = [{"text": "a"}, {"text": "b", "negative_prompt": None}, {"text": "c", "negative_prompt": ""}]
+    jsonl.write_text("\n\n".join(map(json.dumps, [*rows, {"text": "d", "negative_prompt": "x"}])))
+    read = [[item.negative_prompt for item in load_items(replace(CONFIG, prompt_path=str(p)))] for p in (csv, jsonl)]
+    assert read == [[None, None, "x", ""], [None, None, "", "x"]]
+
+
 def test_segments_of_a_long_video():
     (item,) = items("|0|a calm lake|2|a storm, 100% real|5|the lake [again]", loop=6, flow=2)
     assert [item.text_at(k) for k in range(6)] == [
@@ -184,6 +199,8 @@ def test_segments_of_a_long_video():
         ('a{"reference_path": "x.png", "mask_strategy": "1"}', {}, "mask_strategy='1' has no effect.*set --loop 2"),
         ('a{"mask_strategy": "0"}', {}, "mask_strategy='0' has no effect without reference_path"),
         ('a{"reference_path": "x.png", "mask_strategy": "0,0,0,0,z"}', {}, "prompt 0: mask_strategy=.* length='z'"),
+        ('a{"reference_path": "x.png"}', {}, "prompt 0: mask_strategy: reference 0 has no effect"),
+        ('a{"reference_path": "x", "mask_strategy": "0;0,1"}', {}, "mask_strategy: reference=1 does not exist"),
         ("a", {"reference_path": ["x", "y"]}, "reference_path has 2 entries for 1 prompts"),
         ("a", {"mask_strategy": ["0", "0"]}, "mask_strategy has 2 entries for 1 prompts"),
         ("a", {"negative_prompt": ["x", "y"]}, "negative_prompt has 2 entries for 1 prompts"),
@@ -196,10 +213,10 @@ def test_what_would_have_no_effect_is_refused(prompt, changes, message):
 
 
 def test_the_five_field_order_is_asked_for():
-    prompt = 'a{"reference_path": "x.png;y.png", "mask_strategy": "1,0"}'
+    prompt = 'a{"reference_path": "x.png;y.png", "mask_strategy": "1,0;0"}'
     with pytest.raises(UserError, match="set --loop 2"):
         items(prompt)
-    assert items(prompt, mask_strategy_format="five-fields")[0].mask_strategy == "1,0"
+    assert items(prompt, mask_strategy_format="five-fields")[0].mask_strategy == "1,0;0"
 
 
 def test_all_bad_prompts_are_told_at_once(tmp_path):

@@ -17,6 +17,7 @@ from opensora.inference.references import (
     conditioning,
     edit,
     encode_references,
+    extension,
     first_and_last,
     piece_of,
     read_reference,
@@ -226,6 +227,36 @@ def test_editing_a_video(video, in_pieces, frame_wise, caplog):
     assert edit(short.references[0], frame_wise, 10, 0.2).conditions == [Condition(length=10, edit_ratio=0.2)]
 
 
+def test_a_last_picture_ends_the_last_of_several_segments(video, picture, frame_wise, in_pieces):
+    end = picture("b.png", 200)
+    for vae, num_frames in ((frame_wise, 16), (in_pieces, 51)):
+        both = given(vae, num_frames, image=picture(), last_image=end, loop=3)
+        assert both.conditions == [Condition(), Condition(loop=2, reference=1, target_start=-1)]
+        alone = given(vae, num_frames, last_image=end, loop=3)
+        assert alone.conditions == [Condition(loop=2, target_start=-1)]
+        extended = given(vae, num_frames, extend=video(40), last_image=end, loop=2)
+        assert extended.conditions[1] == Condition(loop=1, reference=1, target_start=-1)
+
+
+def test_several_segments_have_no_video_to_be_edited(video, frame_wise):
+    with pytest.raises(UserError, match=r"edit has no effect on loops 1 to 2.*--loop 1"):
+        given(frame_wise, 16, edit=video(40), loop=3)
+
+
+def test_what_a_segment_takes_over_is_no_place_for_a_reference(picture, frame_wise, in_pieces, caplog):
+    path = [str(picture())]
+    for vae, num_frames in ((frame_wise, 16), (in_pieces, 51)):
+        with pytest.raises(
+            UserError, match=r"prompt 0: mask_strategy: loop=1,ref=0,.* has no effect, for loop 1 begins with"
+        ):
+            given(vae, num_frames, reference_path=path, mask_strategy=["1,0,0,0,1"], loop=2)
+        given(vae, num_frames, reference_path=path, mask_strategy=["1,0,0,5,1"], loop=2)
+    given(frame_wise, 16, reference_path=path, mask_strategy=["1,0,0,5,1"], loop=2, condition_frame_length=5)
+    with pytest.raises(UserError, match="begins with 6 latent frames"):
+        given(frame_wise, 16, reference_path=path, mask_strategy=["1,0,0,5,1"], loop=2, condition_frame_length=6)
+    assert not caplog.records
+
+
 def test_references_of_a_prompt(video, picture, frame_wise):
     files = f"{picture('a.png', 50)};{video(20)}"
     found = given(frame_wise, 16, reference_path=[files], mask_strategy=["0;0,1,-4,-4,4"])
@@ -302,3 +333,117 @@ def test_missing_files_are_named_before_anything_is_loaded(tmp_path):
     assert str(caught.value) == f"prompt 1: reference_path: there is no file {tmp_path}/gone.png."
     with pytest.raises(UserError, match=r"^--last-image: there is no file nope.png.$"):
         refuse_missing(replace(CONFIG, last_image="nope.png"), load_items(CONFIG))
+
+
+# ------------------------------------------------------------------------------------------------ pieces that are not whole
+
+
+@pytest.fixture
+def in_causal_pieces():
+    """Without the group norms, which look at all frames of a piece, a piece's beginning is decoded as it would be alone."""
+    vae = build("OpenSoraVAE_V1_2", micro_frame_size=17, posterior="mode")
+    for module in list(vae.temporal_vae.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, torch.nn.GroupNorm):
+                setattr(module, name, torch.nn.Identity())
+    return vae
+
+
+def decoded(vae, start, num_frames):
+    """[3, T, H, W]: what the references are decoded to in a video of noise; and each of them alone."""
+    latents = encode_references(vae, start.references, 1, 0)
+    z = torch.randn(
+        1, vae.out_channels, *vae.latent_size((num_frames, *SIZE)), generator=torch.Generator().manual_seed(0)
+    )
+    placed = apply([start.conditions], [latents], z, align=piece_of(vae))
+    with torch.no_grad():
+        alone = [vae.decode(x[None], ref.shape[1])[0] for x, ref in zip(latents, start.references, strict=True)]
+        return vae.decode(placed.z, num_frames)[0], alone
+
+
+@pytest.mark.parametrize(
+    ("count", "num_frames", "kept"), [(10, 51, 9), (9, 51, 9), (16, 51, 13), (3, 51, 1), (17, 51, 17), (40, 17 * 8, 34)]
+)
+def test_the_end_of_a_short_clip_is_extended_without_a_shift(video, in_causal_pieces, caplog, count, num_frames, kept):
+    caplog.set_level(logging.INFO)
+    extended = given(in_causal_pieces, num_frames, extend=video(count))
+    assert numbers(extended.references[0]) == list(range(count))[-kept:]
+    assert extended.conditions == [Condition(length=in_causal_pieces.latent_frames(kept))]
+    whole, (alone,) = decoded(in_causal_pieces, extended, num_frames)
+    torch.testing.assert_close(whole[:, :kept], alone, atol=1e-4, rtol=1e-4)
+    assert ("frames in front are left out" in caplog.text) is (kept not in (count, 34))
+
+
+@pytest.mark.parametrize(
+    ("count", "num_frames", "kept"),
+    [
+        (40, 51, 39),  # two pieces, and five of six frames
+        (20, 51, 18),
+        (24, 25, 21),  # the video's last piece has 8 frames, as many as fill two latent frames
+        (25, 25, 25),
+        (30, 25, 25),
+        (21, 25, 21),
+    ],
+)
+@pytest.mark.parametrize("how", ["edit", "reference_path"])
+def test_a_clip_that_ends_with_a_part_of_a_piece_is_cut_to_what_fits(
+    video, in_causal_pieces, caplog, how, count, num_frames, kept
+):
+    caplog.set_level(logging.INFO)
+    vae, path = in_causal_pieces, video(count)
+    start = (
+        given(vae, num_frames, edit=path, edit_ratio=0.5)
+        if how == "edit"
+        else given(vae, num_frames, reference_path=[str(path)], mask_strategy=["0,0,0,0,99,0.5"])
+    )
+    assert numbers(start.references[0]) == list(range(kept))
+    whole, (alone,) = decoded(vae, start, num_frames)
+    torch.testing.assert_close(whole[:, :kept], alone, atol=1e-4, rtol=1e-4)
+    if how == "reference_path":
+        assert (f"{count - kept} are left out" in caplog.text) is (count != kept)
+
+
+def test_a_picture_at_a_last_piece_that_is_filled_up_otherwise(picture, in_causal_pieces, caplog):
+    """The last 8 of 25 frames begin with a latent frame that stands for four, so that the picture is shown four times."""
+    caplog.set_level(logging.INFO)
+    start = given(in_causal_pieces, 25, last_image=picture())
+    assert start.references[0].shape[1] == 4
+    assert "--last_image: reference 0 has 1 frames, and the last is repeated: with 4" in caplog.text
+    whole, (alone,) = decoded(in_causal_pieces, start, 25)
+    torch.testing.assert_close(whole[:, 17:21], alone, atol=1e-4, rtol=1e-4)
+    assert given(in_causal_pieces, 26, last_image=picture()).references[0].shape[1] == 1
+
+
+def test_one_piece_that_is_filled_up_in_front(video):
+    whole = build("OpenSoraVAE_V1_2", micro_frame_size=None)  # 51 frames: the first latent frame stands for three
+    assert numbers(given(whole, 51, extend=video(40)).references[0]) == list(range(29, 40))
+    assert numbers(given(whole, 51, edit=video(40)).references[0]) == list(range(39))
+    assert numbers(given(whole, 51, edit=video(2)).references[0]) == [0, 1, 1]
+    assert numbers(given(whole, 52, edit=video(40)).references[0]) == list(range(40))
+
+
+def test_starts_from_the_end_are_those_of_the_whole_file(video, in_pieces):
+    """4 frames in a last piece of 8: where 7 of a reference's last piece cannot fit, fewer latent frames are left."""
+    start = given(in_pieces, 25, reference_path=[str(video(24))], mask_strategy=["0,0,-2,-2,2"])
+    assert numbers(start.references[0]) == list(range(21))
+    assert in_pieces.latent_frames(21) == 6 < in_pieces.latent_frames(24)
+    assert start.conditions == [Condition(ref_start=5, target_start=-2, length=2)]
+
+
+def test_groups_that_need_a_reference_at_two_lengths(video, in_pieces):
+    path, strategy = str(video(24)), "0,0,-2,0,2;0,0,-2,-2,2"  # into a whole piece, and into one of 8 frames
+    with pytest.raises(
+        UserError, match=r"groups take 24 frames of one reference.*name its file twice in reference_path"
+    ):
+        given(in_pieces, 25, reference_path=[path], mask_strategy=[strategy])
+    twice = given(in_pieces, 25, reference_path=[f"{path};{path}"], mask_strategy=["0,0,-2,0,2;0,1,-2,-2,2"])
+    assert [x.shape[1] for x in twice.references] == [22, 21]
+    fine = given(in_pieces, 25, reference_path=[path], mask_strategy=["0,0,0,0,5;0,0,-2,-2,2"])
+    assert [x.shape[1] for x in fine.references] == [21]
+
+
+def test_plain_functions_cut_too(in_pieces):
+    clip = torch.rand(3, 10, *SIZE)
+    assert torch.equal(extension(clip, in_pieces).references[0], clip[:, 1:])
+    assert torch.equal(extension(clip, in_pieces, num_frames=8).references[0], clip[:, 2:])
+    assert torch.equal(edit(clip, in_pieces, 51, 0.5).references[0], clip[:, :9])

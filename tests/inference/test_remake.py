@@ -101,6 +101,12 @@ def test_what_has_changed_since_is_told(cfg, tmp_path):
     assert len(told) == 4
     for name in ("hardware was {'device': 'another'", "torch was 1.0", "checkpoint was", "sp_size was 2, now 1"):
         assert any(name in line for line in told)
+    Image.new("RGB", (8, 8), "red").save(tmp_path / "a.png")
+    weights = {name: {**value, "step": 7} for name, value in record["inputs"]["weights"].items()}
+    assert set(weights) == {"vae.from_pretrained", "text_encoder.from_pretrained"}
+    told = differences({**record, "inputs": {"references": {str(tmp_path / "a.png"): "0"}, "weights": weights}}, "cpu")
+    assert [line.partition(" was ")[0] for line in told] == [str(tmp_path / "a.png"), *weights]
+    assert differences({k: v for k, v in record.items() if k != "inputs"}, "cpu") == []
     del old["batch"]
     with pytest.raises(UserError, match="older version"):
         remake(old)

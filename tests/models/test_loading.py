@@ -5,7 +5,19 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from opensora.models.loading import Conversion, grow_patches, load_weights, pick, report, resize_rows
+from opensora.models.encode import drop_text
+from opensora.models.loading import (
+    Conversion,
+    grow_patches,
+    load_weights,
+    null_text_known,
+    pick,
+    report,
+    resize_rows,
+    written_by,
+)
+from opensora.models.text_encoder.condition import TextCondition
+from opensora.utils.ckpt import save_checkpoint
 from opensora.utils.errors import UserError
 from tests.models.denoisers import FAMILIES, build
 
@@ -124,6 +136,70 @@ class TestLoading:
                 outcomes.append("refused")
         assert "refused" in outcomes
         assert ("loaded" in outcomes) == (file in FAMILIES)
+
+
+class TestNoText:
+    """Whether a model has a "no text" of its own, in all ways that weights come and go."""
+
+    def without_table(self, tmp_path):
+        """Weights of diffusers."""
+        save_file(build("PixArt", no_temporal_pos_emb=True).to_diffusers()[1], tmp_path / "theirs.safetensors")
+        return str(tmp_path / "theirs.safetensors")
+
+    def train(self, model):
+        model.train()
+        text = TextCondition(torch.zeros(1, 1, 7, 16), torch.ones(1, 7, dtype=torch.bool))
+        drop_text(text, model, [torch.Generator().manual_seed(0)])
+        return model
+
+    def saved(self, model, path):
+        return str(save_checkpoint(path, {"ema": model.state_dict()}, state={}, manifest={"model": "PixArt-XL/2"}))
+
+    @pytest.mark.parametrize("family", [name for name in FAMILIES if "class" not in name and "uncond" not in name])
+    def test_models_and_their_own_files_have_one(self, family, tmp_path):
+        model = build(family)
+        save_file(model.state_dict(), tmp_path / "w")
+        assert null_text_known(model)
+        assert null_text_known(build(family, from_pretrained=str(tmp_path / "w")))
+
+    def test_models_of_classes_and_others_have_one(self):
+        assert all(null_text_known(model) for model in (build("DiT-class"), build("Latte-unconditional"), Toy()))
+
+    def test_training_with_dropped_captions_gives_a_meaning_which_checkpoints_keep(self, tmp_path):
+        model = build("PixArt", from_pretrained=self.without_table(tmp_path))
+        assert not null_text_known(model)
+        model.null_condition(1)  # of sampling, in eval mode
+        assert not null_text_known(model)
+        again = build("PixArt", from_pretrained=self.saved(self.train(model), tmp_path / "c"))
+        assert null_text_known(model)
+        assert null_text_known(again)
+        assert torch.equal(again.null_condition(1), model.null_condition(1))
+
+    def test_training_without_does_not_and_checkpoints_say_so(self, tmp_path):
+        model = self.train(build("PixArt", class_dropout_prob=0.0, from_pretrained=self.without_table(tmp_path)))
+        again = build("PixArt", from_pretrained=self.saved(model, tmp_path / "c"))
+        assert not null_text_known(model)
+        assert not null_text_known(again)
+
+    def test_a_table_of_zeros_is_told_as_none(self, tmp_path):
+        state = build("PixArt").state_dict()
+        state["y_embedder.y_embedding"] = torch.zeros(7, 16)
+        save_file(state, tmp_path / "w")
+        table = load_weights(build("PixArt"), tmp_path / "w", plain)
+        assert "dropped     1 tensor: zeros, which stand for none (y_embedder.y_embedding)" in table
+        assert "guidance uses the encoding of an empty prompt" in table
+
+
+class TestWrittenBy:
+    def test_manifest_header_or_nothing(self, tmp_path):
+        state = {"w": torch.ones(1)}
+        folder = save_checkpoint(tmp_path / "c", {"model": state}, state={}, manifest={"model": "DiT-S/2"})
+        save_file(state, tmp_path / "one", metadata={"model": "Latte-S/2"})
+        save_file(state, tmp_path / "two")
+        torch.save(state, tmp_path / "three.pt")
+        found = [written_by(tmp_path / name) for name in ("c", "one", "two", "three.pt")]
+        assert found == ["DiT-S/2", "Latte-S/2", None, None]
+        assert written_by(next((folder / "model").glob("*.safetensors"))) == "DiT-S/2"
 
 
 class TestPieces:

@@ -115,3 +115,56 @@ def test_a_missing_prompt_file_ends_with_code_2(tmp_path, main_in_process, capsy
     with pytest.raises(SystemExit, match="2"):
         main_in_process("--prompt-path", "nowhere.txt")
     assert "error: prompt_path=nowhere.txt: there is no such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--save-format", "gif", "--save-fps", "60"], "save_format='gif' with 60 frames per second"),
+        (["--save-fps", "0.0001"], "must be positive, at least 0.001"),
+        (
+            ["--prompt-path", "guided.csv", "--cfg-scale", "1"],
+            "prompt 2: negative_prompt has no effect with cfg_scale=1",
+        ),
+        (["--prompt-path", "unguided.csv"], "prompt 2: negative_prompt has no effect with cfg_scale=1"),
+        (["--prompt-path", "reference.csv"], "row 3: mask_strategy: reference 0 has no effect"),
+        (["--prompt-path", "reference.csv", "--image", "a.png"], "row 3: mask_strategy"),
+        (["--prompt-path", "strategy.csv", "--image", "a.png"], "prompt 2: its reference_path and --image both"),
+        (["--edit", "a.png", "--loop", "2"], "edit has no effect on loops 1 to 1"),
+        (["--condition-frame-edit", "1", "--loop", "2"], "condition_frame_edit=1"),
+    ],
+)
+def test_what_can_be_known_at_the_start_is_told_before_anything_is_loaded(
+    tmp_path, main_in_process, capsys, options, message
+):
+    """There are no weights at all; and the mistakes are in the last row."""
+    (tmp_path / "config.py").write_text(CONFIG)
+    (tmp_path / "prompts.txt").write_text("a\nb\n")
+    (tmp_path / "a.png").touch()
+    rows = {
+        "guided": "negative_prompt\na,\nb,\nc,blurry\n",
+        "unguided": 'negative_prompt,cfg_scale\na,,\nb,,1\nc,"blurry",1\n',
+        "reference": "reference_path\na,\nb,\nc,a.png\n",
+        "strategy": "reference_path,mask_strategy\na,,\nb,,\nc,a.png,0\n",
+    }
+    for name, text in rows.items():
+        (tmp_path / f"{name}.csv").write_text(f"text,{text}")
+    with pytest.raises(SystemExit, match="2"):
+        main_in_process(*options)
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "samples").exists()
+
+
+def test_every_class_is_looked_at_before_anything_is_loaded(tmp_path, main_in_process, capsys):
+    text_encoder = 'text_encoder = dict(type="classes", num_classes=10)'
+    lines = [text_encoder if line.startswith("text_encoder") else line for line in CONFIG.splitlines()]
+    (tmp_path / "config.py").write_text("\n".join(lines))
+    (tmp_path / "prompts.txt").write_text("0\n9\n10\na dog\n")
+    with pytest.raises(SystemExit, match="2"):
+        main_in_process()
+    err = capsys.readouterr().err
+    assert "prompt 2: the prompt '10' is not a class: expected a whole number from 0 to 9" in err
+    assert "prompt 3: the prompt 'a dog' is not a class" in err
+    with pytest.raises(SystemExit, match="2"):
+        main_in_process("--end-index", "2", "--negative-prompt", "3")
+    assert "prompt 1: negative_prompt has no effect on classes" in capsys.readouterr().err

@@ -8,7 +8,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from opensora.models.encode import drop_text
+from opensora.models.loading import null_text_known
 from opensora.models.recognise import recognise
+from opensora.models.text_encoder.condition import TextCondition
 from opensora.registry import MODELS
 from opensora.utils.ckpt import read_weights
 from opensora.utils.errors import UserError
@@ -83,6 +86,42 @@ def test_to_one_file_of_ours(made, tmp_path, family):
     assert header["model"] == FAMILIES[family]["type"]
     assert json.loads(header["config"])["hidden_size"] == TOY["hidden_size"]
     assert header["source"] == source
+
+
+@pytest.mark.parametrize("family", ["PixArt", "PixArtMS", "PixArt-Sigma", "LatteT2V"])
+def test_a_table_of_no_text_that_was_never_there_is_not_written_as_a_real_one(made, tmp_path, family):
+    source, _ = made(family)
+    folder = convert(source, tmp_path / "theirs", config(family), to="diffusers")
+    once = convert(str(folder), tmp_path / "once.safetensors", config(family), to="safetensors")
+    twice = convert(str(once), tmp_path / "twice.safetensors", config(family), to="safetensors")
+    for file in (once, twice):
+        assert not read_weights(file)["y_embedder.y_embedding"].any()
+        model = MODELS.build({**config(family), "from_pretrained": str(file)})
+        assert not null_text_known(model)
+        assert model.null_condition(1).any()  # a training can use it
+    assert null_text_known(MODELS.build({**config(family), "from_pretrained": source}))
+
+
+def test_a_table_that_a_training_gave_a_meaning_is_written(made, tmp_path):
+    folder = convert(made("PixArt")[0], tmp_path / "theirs", config("PixArt"), to="diffusers")
+    model = MODELS.build({**config("PixArt"), "from_pretrained": str(folder)}).train()
+    text = TextCondition(torch.zeros_like(model.y_embedder.y_embedding)[None, None], torch.ones(1, 7, dtype=torch.bool))
+    drop_text(text, model, [torch.Generator().manual_seed(0)])
+    assert null_text_known(model)
+    save_file(model.state_dict(), tmp_path / "trained.safetensors")
+    out = convert(str(tmp_path / "trained.safetensors"), tmp_path / "out", config("PixArt"), to="safetensors")
+    assert torch.equal(read_weights(out)["y_embedder.y_embedding"], model.y_embedder.y_embedding)
+
+
+@pytest.mark.parametrize("to", ["diffusers", "safetensors"])
+def test_numbers_that_the_format_cannot_hold_are_refused(made, tmp_path, to):
+    source, state = made("DiT-class")
+    state["blocks.1.mlp.fc2.bias"][3] = -70000.0
+    save_file(state, source)
+    with pytest.raises(UserError, match=r"(mlp\.fc2|ff\.net\.2)\.bias has .*70000.*fp16 ends at 65504.*bf16 or fp32"):
+        convert(source, tmp_path / "out", config("DiT-class"), to=to, dtype="fp16")
+    assert [path.name for path in tmp_path.iterdir()] == ["w.safetensors"]
+    assert convert(source, tmp_path / "out", config("DiT-class"), to=to, dtype="bf16").exists()
 
 
 def test_options_of_diffusers_and_number_format(made, tmp_path):

@@ -41,6 +41,29 @@ def test_nothing_is_overwritten(checkpoint, tmp_path):
     assert (tmp_path / "w").read_text() == "precious"
 
 
+def test_a_part_that_is_not_there_is_refused(tmp_path):
+    manifest = {"step": 7, "model": "STDiT-XS/2"}
+    one = save_checkpoint(tmp_path / "one", {"model": {"w": torch.ones(2)}}, state={}, manifest=manifest)
+    with pytest.raises(UserError, match="one holds no 'ema'; take --part model"):
+        export_weights(one, tmp_path / "w.safetensors")
+    none = save_checkpoint(tmp_path / "none", {"optimizer": {"w": torch.ones(2)}}, state={}, manifest=manifest)
+    with pytest.raises(UserError, match="none of the parts ema, model"):
+        export_weights(none, tmp_path / "w.safetensors")
+    assert not (tmp_path / "w.safetensors").exists()
+
+
+@pytest.mark.parametrize("number", [7e4, -1e30])
+def test_numbers_that_fp16_cannot_hold_are_refused(tmp_path, number):
+    parts = {"ema": {"fine": torch.tensor([65504.0, float("inf")]), "blocks.0.w": torch.tensor([1.0, number])}}
+    checkpoint = save_checkpoint(tmp_path / "c", parts, state={}, manifest={"step": 7, "model": "STDiT-XS/2"})
+    out = tmp_path / "w.safetensors"
+    with pytest.raises(UserError, match=r"blocks\.0\.w has numbers up to .*fp16 ends at 65504.*--dtype, bf16 or fp32"):
+        export_weights(checkpoint, out)
+    assert not out.exists()
+    export_weights(checkpoint, out, dtype="bf16")
+    assert read_weights(out)["blocks.0.w"].isfinite().all()
+
+
 def test_the_command_line(checkpoint, tmp_path, monkeypatch, capsys):
     out = tmp_path / "w.safetensors"
     monkeypatch.setattr(sys, "argv", ["x", str(checkpoint), str(out), "--dtype", "fp32"])

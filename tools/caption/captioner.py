@@ -27,6 +27,14 @@ class Failure(str):
     """Why there is no caption."""
 
 
+class Refused(Failure):
+    """The model's server takes no such request: this one would be refused again."""
+
+
+class Unanswered(Failure):
+    """Nothing that is about the clip: the server is away, overloaded or broken."""
+
+
 @dataclass(frozen=True)
 class Captioner:
     """Writes captions.
@@ -75,7 +83,7 @@ class Captioner:
         """A caption for each file; the reason where there is none.
 
         Raises:
-            UserError: the model cannot be loaded, or the endpoint refuses all requests.
+            UserError: the model cannot be loaded, or the endpoint is away or refuses all requests.
         """
         points = np.linspace(0, 1, self.frames).tolist() if self.frames > 1 else [0.5]
         pictures: list[Frames] = []
@@ -95,17 +103,16 @@ class Captioner:
         return rows
 
     def _captions(self, pictures: Sequence[Frames], prompts: Sequence[str]) -> list["str | Failure"]:
-        """The captions; those that failed are tried again."""
+        """The captions; those that failed are tried again, but for what would be refused again."""
         describe = describer(self)
         captions: list[str | Failure] = [Failure(EMPTY)] * len(pictures)
         for attempt in range(self.retries + 1):
-            open_ = [i for i, caption in enumerate(captions) if isinstance(caption, Failure)]
+            open_ = [i for i, caption in enumerate(captions) if _may_succeed(caption)]
             if not open_:
                 break
             answers = describe([pictures[i] for i in open_], [prompts[i] for i in open_], attempt)
             for i, answer in zip(open_, answers, strict=True):
-                plain = answer if isinstance(answer, Failure) else " ".join(answer.split())
-                captions[i] = plain or Failure(EMPTY)
+                captions[i] = answer if isinstance(answer, Failure) else _plain(answer) or Failure(EMPTY)
         return captions
 
     def _shrunk(self, frame: np.ndarray) -> np.ndarray:
@@ -143,6 +150,16 @@ def suffixed(caption: str, scores: Mapping[str, Any]) -> str:
             raise UserError(f"column {name}: {value!r} is no number.")
         known[name] = None if value is None or math.isnan(value) else float(value)
     return with_scores(caption, known["aes"], known["flow"], str(scores.get("cmotion") or ""))
+
+
+def _may_succeed(caption: "str | Failure") -> bool:
+    return isinstance(caption, Failure) and not isinstance(caption, Refused)
+
+
+def _plain(answer: str) -> str:
+    """One line of text. Half of a character, where --max-tokens cut an emoji in two, is no text that a table can hold."""
+    whole = answer.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return " ".join(whole.split())
 
 
 def _different(frames: Frames) -> Frames:

@@ -1,6 +1,11 @@
-"""A model behind an OpenAI-compatible server (`/chat/completions`): vLLM, SGLang, llama.cpp, OpenAI and others."""
+"""A model behind an OpenAI-compatible server (`/chat/completions`): vLLM, SGLang, llama.cpp, OpenAI and others.
+
+Which errors are of a clip and which of the server: docs/scoring.md. What is of the server must not be held against the clips,
+or a server that is away for a minute leaves a table without captions that counts as done.
+"""
 
 import base64
+import http.client
 import io
 import json
 import os
@@ -11,14 +16,17 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 from PIL import Image
 
 from opensora.utils.errors import UserError
-from tools.caption.captioner import Captioner, Failure, Frames
+from tools.caption.captioner import Captioner, Failure, Frames, Refused, Unanswered
 
-REFUSED = (400, 401, 403, 404, 405, 422)  # the same request would be refused again
+WRONG_SETTINGS = (401, 403, 404, 405)  # as 300 to 399: a wrong key, name or address, so no request would be answered
+PASSING = (402, 408, 429)  # no credit, too slow, too many: as 500 and above, the server's state and not the request
 LONGEST_WAIT_S = 60.0
 JPEG_QUALITY = 90
+SHOWN_CHARACTERS = 300  # of what a server says
 
 
 class Endpoint:
@@ -34,13 +42,31 @@ class Endpoint:
         """Captions, or why there is none.
 
         Raises:
-            UserError: the server refuses the request: its address, the key or the model's name is wrong.
+            UserError: the address, the key or the model's name is wrong, or at the last attempt the server does not answer.
         """
         if not pictures:
             return []
         time.sleep(min(LONGEST_WAIT_S, 2.0**attempt) if attempt else 0)
+        answers = self._answers(pictures, prompts)
+        lost = [i for i, answer in enumerate(answers) if isinstance(answer, Unanswered)]
+        if lost and attempt == self.settings.retries:
+            self._require_life(answers[lost[0]])
+            again = self._answers([pictures[i] for i in lost], [prompts[i] for i in lost])  # it may just have come back
+            for i, answer in zip(lost, again, strict=True):
+                answers[i] = answer
+        return answers
+
+    def _answers(self, pictures: Sequence[Frames], prompts: Sequence[str]) -> list[str | Failure]:
         with ThreadPoolExecutor(len(pictures)) as pool:
             return list(pool.map(self._answer, pictures, prompts))
+
+    def _require_life(self, reason: str) -> None:
+        """Ask about a plain picture, which harms no server: a clip on which one fails must not end each run at its row."""
+        if isinstance(self._answer([np.full((64, 64, 3), 128, np.uint8)], "Describe this picture."), Unanswered):
+            raise UserError(
+                f"{reason}, and so for a plain picture after {self.settings.retries} retries: the server is away or broken. "
+                "No clip is blamed; when it is back, the same command goes on."
+            )
 
     def _answer(self, frames: Frames, prompt: str) -> str | Failure:
         try:
@@ -48,15 +74,22 @@ class Endpoint:
                 answer = json.load(response)
             return str(answer["choices"][0]["message"]["content"] or "")
         except urllib.error.HTTPError as error:
-            reason = error.read(500).decode(errors="replace").strip()
-            if error.code in REFUSED:
-                raise UserError(
-                    f"{self.url} refused a request ({error.code} {error.reason}: {reason}); is the model's name right, and "
-                    f"the key in {self.settings.key_env}?"
-                ) from None
-            return Failure(f"{self.url}: {error.code} {error.reason}")
-        except (OSError, ValueError, LookupError, TypeError) as error:
-            return Failure(f"{self.url}: {error or type(error).__name__}")
+            return self._refusal(error)
+        except (OSError, http.client.HTTPException) as error:
+            return Unanswered(f"{self.url}: {error or type(error).__name__}")
+        except (ValueError, LookupError, TypeError) as error:
+            return Unanswered(f"{self.url}: its answer is no chat completion ({type(error).__name__}: {error})")
+
+    def _refusal(self, error: urllib.error.HTTPError) -> Failure:
+        code = f"{error.code} {error.reason}"
+        said = _said(error)
+        if error.code < 400 or error.code in WRONG_SETTINGS:
+            raise UserError(
+                f"{self.url} refused a request ({code}: {said}); is the model's name right, and the key in "
+                f"{self.settings.key_env}?"
+            ) from None
+        kind = Unanswered if error.code >= 500 or error.code in PASSING else Refused
+        return kind(f"{self.url}: {code}{': ' if said else ''}{said}")
 
     def _request(self, frames: Frames, prompt: str) -> urllib.request.Request:
         images = [{"type": "image_url", "image_url": {"url": _data_url(frame)}} for frame in frames]
@@ -69,6 +102,15 @@ class Endpoint:
         if key := os.environ.get(self.settings.key_env):
             headers["Authorization"] = f"Bearer {key}"
         return urllib.request.Request(self.url, json.dumps(body).encode(), headers)
+
+
+def _said(error: urllib.error.HTTPError) -> str:
+    """What the server says of an error, in one line."""
+    try:
+        text = error.read(4096).decode(errors="replace")
+    except (OSError, http.client.HTTPException):
+        return ""
+    return " ".join(text.split())[:SHOWN_CHARACTERS]
 
 
 def _data_url(frame: Any) -> str:

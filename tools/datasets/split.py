@@ -4,7 +4,8 @@
 
 Writes clips_train.csv and clips_val.csv. Rows that share a value of a `--by` column stay together, also by way of others:
 clips of one video (`source`), copies (`digest`, `duplicate_of`). Without --by it is `source` where there is one, else `path`.
-Which part a group falls in depends on the seed and on the values, not on the order of the rows.
+Which part a group falls in depends on the seed and on the values, not on the order of the rows. What a `duplicate_of` names
+must be spelled as that row's `path` is: where it names no row, but there is a row of that file name, nothing is split.
 """
 
 import argparse
@@ -80,6 +81,38 @@ def _hashes(table: Path, columns: Sequence[str], word: str = "") -> dict[str, np
     return {name: np.concatenate(parts) for name, parts in found.items()}
 
 
+def check_repeats(table: Path) -> None:
+    """See that each `duplicate_of` names a row, or else something that has left the table: its copies still stay together.
+
+    Raises:
+        UserError: a row's file has the name that is missing, so its path is spelled in another way.
+    """
+    hashes = _hashes(table, ["path", "duplicate_of"])
+    repeats = hashes["duplicate_of"]
+    lost = (repeats != EMPTY) & ~np.isin(repeats, hashes["path"])
+    if not lost.any():
+        return
+    rows = f"{int(lost.sum())} rows are a duplicate_of a path that no row has"
+    missing: dict[str, str] = {}
+    place = 0
+    for block in read_blocks(table, BLOCK, ["duplicate_of"]):
+        cells = block["duplicate_of"]
+        missing.update({_file_name(cells[i]): str(cells[i]) for i in np.flatnonzero(lost[place : place + len(cells)])})
+        place += len(cells)
+    for block in read_blocks(table, BLOCK, ["path"]):
+        for path in block["path"]:
+            if (name := _file_name(path)) in missing:
+                raise UserError(
+                    f"{table}: {rows}, such as {missing[name]}, but there is {path}. Copies would be in two parts. Spell both "
+                    f"alike, or drop the column and let `python -m tools.scoring {table} --scorers duplicate` make it anew."
+                )
+    print(f"note: {rows}, such as {next(iter(missing.values()))}; those that repeat the same path stay together")
+
+
+def _file_name(path: object) -> str:
+    return str(path).rpartition("/")[2]
+
+
 def assign(groups: np.ndarray, drawn: np.ndarray, shares: dict[str, float]) -> np.ndarray:
     """[N] the number of the part of each row. Groups go, in the order of what is drawn, to the part that lacks most rows.
 
@@ -138,6 +171,8 @@ def run(table: Path, shares: dict[str, float], by: Sequence[str] = (), seed: int
     targets = {part: table.with_name(f"{table.stem}_{part}{table.suffix}") for part in shares}
     if existing := [path for path in targets.values() if path.exists()]:
         raise UserError(f"{existing[0]} exists; move it, or remove it.")
+    if "duplicate_of" in by:
+        check_repeats(table)
     groups = groups_of(table, by)
     parts = assign(groups, _hashes(table, ["path"], f"{seed} ")["path"], shares)
     counts = np.bincount(parts, minlength=len(shares))

@@ -6,6 +6,7 @@ hold the whole table; numbers come from JSONL and parquet, and are written where
 
 import csv
 import json
+import math
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from opensora.datasets.table_files import cell_text, list_rows, table_format
+from opensora.datasets.table_files import cell_text, list_rows, refuse_half_characters, table_format
 from opensora.registry import did_you_mean
 from opensora.utils.errors import UserError
 from tools.datasets.datautil.io import INTEGERS, MISSING_WORDS, NUMBERS
@@ -76,7 +77,11 @@ def write_blocks(target: Path, columns: Sequence[str], blocks: Iterable[Block]) 
 
 @contextmanager
 def renamed(target: Path) -> Iterator[Path]:
-    """A file to write to, which takes its name when the block ends well and vanishes when it does not."""
+    """A file to write to, which takes its name when the block ends well and vanishes when it does not.
+
+    Raises:
+        UserError: what was to be written is no text.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(prefix=f".{target.stem}.", suffix=target.suffix, dir=target.parent)
     os.close(handle)
@@ -85,6 +90,9 @@ def renamed(target: Path) -> Iterator[Path]:
         yield partial
         partial.chmod(0o666 & ~_umask())
         partial.replace(target)
+    except UnicodeEncodeError as error:  # readers refuse it; rows made by a program may have it
+        half = error.object[error.start]
+        raise UserError(f"{target}: a cell holds {half!a}, half of a character, which is no text.") from error
     finally:
         partial.unlink(missing_ok=True)
 
@@ -100,6 +108,22 @@ def number_of(name: str, value: Any) -> Any:
     except ValueError:
         return value
     return int(number) if name in INTEGERS and number.is_integer() else number
+
+
+def as_number(value: Any) -> float | None:
+    """A cell of any column as a number, whatever format it comes from; None where it is empty or NaN.
+
+    Raises:
+        ValueError: it is no number.
+    """
+    if value is None or (isinstance(value, str) and value.strip().lower() in MISSING_WORDS):
+        return None
+    if isinstance(value, list | dict):
+        raise ValueError("a list or an object is no number")
+    words = {"true": 1.0, "false": 0.0}  # how CSV holds the booleans of the other formats
+    number = words.get(value.strip().lower()) if isinstance(value, str) else None
+    found = float(value) if number is None else number
+    return None if math.isnan(found) else found
 
 
 def _umask() -> int:
@@ -160,6 +184,8 @@ def _records(source: Path) -> Iterator[dict[str, Any]]:
                 raise UserError(f"{source}, line {number}: no valid JSON ({error}).") from error
             if not isinstance(record, dict):
                 raise UserError(f'{source}, line {number}: not an object, such as {{"path": "a.mp4"}}.')
+            if "\\u" in line:  # an escape alone can bring a surrogate into text that was read as UTF-8
+                refuse_half_characters(source, number, record)
             yield record
 
 
@@ -170,7 +196,9 @@ def _parquet_names(source: Path) -> list[str]:
 def _parquet_blocks(source: Path, rows: int, columns: Sequence[str]) -> Iterator[Block]:
     rest: Block = {name: [] for name in columns}
     for batch in _parquet(source).iter_batches(rows, columns=list(columns)):  # it ends a batch with a row group
-        for name, values in batch.to_pydict().items():
+        with _text_of(source):
+            cells = batch.to_pydict()
+        for name, values in cells.items():
             rest[name] += values
         while rest and len(rest[columns[0]]) >= rows:
             yield {name: values[:rows] for name, values in rest.items()}

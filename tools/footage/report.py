@@ -91,7 +91,7 @@ def _pictures(heading: str, rows: list[Row], count: int) -> str:
 
 def _figure(row: Row) -> str:
     words = [_reason_with_value(row) or str(row.get("text") or ""), Path(str(row.get("path", ""))).name]
-    if "start" in row and row["start"] is not None:
+    if row.get("start") not in (None, ""):
         words.append(f"{float(row['start']):.2f} to {float(row['end']):.2f} s")
     return f"<figure>{_picture(row)}<br>{html.escape(' | '.join(filter(None, words)))}</figure>"
 
@@ -120,7 +120,7 @@ def _thumbnail(row: Row) -> Image.Image | None:
     try:
         with open_clip(Path(path)) as clip:
             middle = (clip.num_frames - 1) // 2
-            if row.get("source") == path and row.get("start") is not None:  # a part that became no clip
+            if row.get("source") == path and row.get("start") not in (None, ""):  # a part that became no clip
                 middle = int(np.abs(clip.seconds() - (float(row["start"]) + float(row["end"])) / 2).argmin())
             frame = clip.read([middle])[0]
     except (UserError, OSError):

@@ -15,13 +15,14 @@ from typing import Any
 import numpy as np
 
 from opensora.datasets.files import VIDEO_EXTENSIONS
+from opensora.datasets.table_files import cell_text
 from opensora.utils.errors import UserError
 from tools.caption.captioner import Captioner
 from tools.datasets.convert import find_files
 from tools.datasets.datautil.columns import TRAINING
 from tools.datasets.datautil.filter import LIMITS
 from tools.datasets.datautil.info import OK, measure
-from tools.datasets.stream import columns_of, number_of, read_blocks
+from tools.datasets.stream import as_number, columns_of, read_blocks
 from tools.footage.recipe import Planned
 from tools.footage.rows import Row, divide_rows, read_rows, write_rows
 from tools.scene_cut.scorers import Cut, SceneDetect, clips_of, lost_of, rules_of
@@ -99,7 +100,14 @@ def read(work: Work, table: str, root: str | None = None) -> None:
     base = (Path(root) if root else Path(table).parent).absolute()
     if "path" not in columns_of(Path(table)):
         raise UserError(f"{table} has no column 'path'.")
-    work.write(({**row, "path": str(base / str(row["path"]))}, "") for row in read_rows(Path(table)))
+    work.write((_made_absolute(row, base), "") for row in read_rows(Path(table)))
+
+
+def _made_absolute(row: Row, base: Path) -> Row:
+    repeats = row.get("duplicate_of")  # the path of a row: it must go on to be spelled as that is
+    return {**row, "path": str(base / str(row["path"]))} | (
+        {"duplicate_of": str(base / str(repeats))} if repeats else {}
+    )
 
 
 @dataclass(frozen=True)
@@ -231,7 +239,8 @@ def _first_of_each(table: Path, column: str) -> _Mask:
 
 def filter_rows(work: Work, equals: dict[str, Any] | None = None, empty: tuple[str, ...] = (), **limits: float) -> None:
     """Keep rows by their numbers (`fmin`, `aesmin`, ... of datautil; `COLUMN_min`, `COLUMN_max` of any column), by equal
-    values, and where a column is empty (such as `duplicate_of`)."""
+    values, and where a column is empty (such as `duplicate_of`). Cells mean the same in all formats: a CSV has but texts. A cell
+    that a row of JSONL lacks is an empty one."""
     bounds = {name: _bound(name) for name in limits}
     names = [column for column, _ in bounds.values()] + list(equals or {}) + list(empty)
     there = columns_of(work.before)
@@ -243,7 +252,7 @@ def filter_rows(work: Work, equals: dict[str, Any] | None = None, empty: tuple[s
             if reason := _beyond(row, column, side, limits[name]):
                 return reason
         for column, value in (equals or {}).items():
-            if row[column] != value:
+            if not _equal(row[column], value):
                 return f"{column} is not {value!r}"
         return next((f"{column} is not empty" for column in empty if row[column] not in (None, "")), "")
 
@@ -259,14 +268,27 @@ def _bound(name: str) -> tuple[str, str]:
 
 
 def _beyond(row: Row, column: str, side: str, limit: float) -> str:
-    value = number_of(column, row[column])
-    if value is None or value == "" or value != value:
+    try:
+        value = as_number(row[column])
+    except (ValueError, TypeError) as error:
+        raise UserError(f"stage filter: {column} holds {row[column]!r}, which is no number.") from error
+    if value is None:
         return f"without {column}"
-    if isinstance(value, str):
-        raise UserError(f"stage filter: {column} holds {value!r}, which is no number.")
     if side == "min":
         return f"{column} < {limit:g}" if value < limit else ""
     return f"{column} > {limit:g}" if value > limit else ""
+
+
+def _equal(cell: Any, wanted: Any) -> bool:
+    """As numbers where a number or a boolean is wanted, else as the texts that a CSV has of both; None is an empty cell."""
+    if not isinstance(wanted, int | float):
+        return cell_text(cell) == cell_text(wanted)
+    if not isinstance(cell, str):
+        return bool(cell == wanted)  # whole numbers of any length
+    try:
+        return as_number(cell) == wanted
+    except ValueError:
+        return False
 
 
 def table(work: Work, output: str = "train.csv", columns: tuple[str, ...] | None = None) -> None:
@@ -282,12 +304,17 @@ def table(work: Work, output: str = "train.csv", columns: tuple[str, ...] | None
     def rows() -> Iterator[Row]:
         for row in read_rows(work.before):
             if _has_text(row):
-                place = Path(row["path"])
-                shown = str(place.relative_to(base) if place.is_relative_to(base) else place)
-                yield {name: row.get(name) for name in names} | {"path": shown}
+                # what a row repeats is told by the path of another row
+                shown = {name: _shown(row[name], base) for name in ("path", "duplicate_of") if row.get(name)}
+                yield {name: shown.get(name, row.get(name)) for name in names}
 
     write_rows(work.folder / output, rows(), names)  # before the stage counts as done
     work.write((row, "" if _has_text(row) else "without a caption") for row in read_rows(work.before))
+
+
+def _shown(path: str, base: Path) -> str:
+    place = Path(path)
+    return str(place.relative_to(base) if place.is_relative_to(base) else place)
 
 
 def _has_text(row: Row) -> bool:

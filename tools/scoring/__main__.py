@@ -12,7 +12,7 @@ import argparse
 import ast
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from opensora.datasets.table_files import table_format
 from opensora.utils.errors import UserError, exit_on_user_error
@@ -68,6 +68,9 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-size", type=int, default=16, metavar="N", help="files at a time")
     parser.add_argument("--part-rows", type=int, default=512, metavar="N", help="rows of a part")
     parser.add_argument("--overwrite", action="store_true", help="replace the output if it exists")
+    parser.add_argument(
+        "--retry-failed", action="store_true", help="look again at the files that failed in a run before"
+    )
 
 
 def job_of(args: argparse.Namespace, scorers: dict[str, Scorer]) -> jobs.Job:
@@ -87,7 +90,8 @@ def job_of(args: argparse.Namespace, scorers: dict[str, Scorer]) -> jobs.Job:
     folder = args.root or args.table.parent
     if args.out.parent.resolve() != args.table.parent.resolve() and args.root is None:
         print(f"paths stay relative to {folder}: pass --root {folder} to what reads {args.out}")
-    return jobs.Job(args.table, args.out, scorers, folder, args.batch_size, args.part_rows)
+    again: Literal["none", "failed"] = "failed" if args.retry_failed else "none"
+    return jobs.Job(args.table, args.out, scorers, folder, args.batch_size, args.part_rows, again)
 
 
 def read_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:

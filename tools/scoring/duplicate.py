@@ -7,10 +7,12 @@ picture about half of them. Not found: mirrored or cropped clips, other lengths 
 colour, which all look alike and have no hash.
 
 Alike are clips of which no frame differs in more than `bits`. Of n clips not all n^2 / 2 pairs are compared: two hashes that
-differ in at most b bits have one of b + 1 pieces in common, so only clips that share such a piece in each frame are.
+differ in at most b bits have one of b + 1 pieces in common, so only clips that share such a piece in each frame are. What is
+in memory grows with n, also where all clips are alike.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise, product
 from pathlib import Path
@@ -25,8 +27,8 @@ from tools.scoring.registry import SCORERS
 SIDE, LOW = 32, 8
 FRAMES = len(KEY_POINTS)
 PLAIN = 2.0  # grey levels of standard deviation, below which a picture is one colour
-FEW = 2000  # clips: up to here all pairs are compared
-BLOCK = 1 << 20  # pairs compared at a time
+FEW = 2000  # clips: up to here each that is kept is compared with all behind it
+BLOCK = 1 << 16  # pairs compared at a time
 ONES = np.array([bin(i).count("1") for i in range(1 << 16)], np.uint8)  # bits that are set
 MIX = np.uint64(0x9E3779B97F4A7C15)  # any large odd number
 MOST_BITS = 15  # the pieces become too short to tell clips apart
@@ -45,17 +47,22 @@ class Duplicate:
         """The hash; None for a clip of one colour."""
         return each_file(paths, self.columns, lambda path: {"phash": clip_hash(path)})
 
-    def compare(self, table: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
+    def compare(self, table: Mapping[str, Iterable[Any]]) -> dict[str, list[Any]]:
         """The path of the first clip that a row repeats and the bits, None where it repeats none."""
         if not 0 <= self.bits <= MOST_BITS:
             raise UserError(f"duplicate: bits={self.bits}; choose 0 to {MOST_BITS} of the 64 bits of a frame.")
-        rows = np.array([row for row, value in enumerate(table["phash"]) if value], dtype=np.int64)
-        hashes = np.array([parse(str(table["phash"][row])) for row in rows], np.uint64).reshape(-1, FRAMES)
-        of: list[Any] = [None] * len(table["phash"])
-        distance: list[Any] = [None] * len(of)
+        rows, hashes, count = parsed(table["phash"])
+        of, distance = np.full(count, -1), np.zeros(count, np.int8)
         for later, earlier, bits in first_alike(hashes, self.bits):
-            of[rows[later]], distance[rows[later]] = table["path"][rows[earlier]], bits
-        return {"duplicate_of": of, "duplicate_bits": distance}
+            of[rows[later]], distance[rows[later]] = rows[earlier], bits
+        first = set(of[of >= 0].tolist())
+        paths = {row: path for row, path in enumerate(table["path"]) if row in first}
+        return {
+            "duplicate_of": [paths.get(row) for row in of.tolist()],
+            "duplicate_bits": [
+                bits if row >= 0 else None for row, bits in zip(of.tolist(), distance.tolist(), strict=True)
+            ],
+        }
 
 
 def clip_hash(path: Path) -> str | None:
@@ -74,9 +81,16 @@ def frame_hash(frame: np.ndarray) -> int:
     return int("".join("1" if value else "0" for value in low > np.median(low)), 2)
 
 
-def parse(text: str) -> list[int]:
-    """The hashes of the frames."""
-    return [int(text[i : i + 16], 16) for i in range(0, 16 * FRAMES, 16)]
+def parsed(texts: Iterable[Any]) -> tuple[np.ndarray, np.ndarray, int]:
+    """(rows, hashes, count) of cells of `phash`: the numbers [N] of the rows that have one, [N, F] uint64, and how many rows
+    there are. Never are all texts in memory: one takes as much as four hashes."""
+    rows, raw, count = array("q"), bytearray(), 0
+    for count, text in enumerate(texts, start=1):
+        if text:
+            rows.append(count - 1)
+            raw += bytes.fromhex(str(text))
+    hashes = np.frombuffer(raw, ">u8").astype(np.uint64).reshape(-1, FRAMES)
+    return np.frombuffer(rows, np.int64), hashes, count
 
 
 def first_alike(hashes: np.ndarray, bits: int) -> Iterator[tuple[int, int, int]]:
@@ -86,28 +100,103 @@ def first_alike(hashes: np.ndarray, bits: int) -> Iterator[tuple[int, int, int]]
     """
     _, first, group = np.unique(hashes, axis=0, return_index=True, return_inverse=True)
     kinds = np.sort(first)  # the first clip of each hash, in the order of the table
-    later, earlier = alike(hashes[kinds], bits)
-    order = np.lexsort((earlier, later))
-    repeats: dict[int, int] = {}
-    for i, j in zip(kinds[later[order]].tolist(), kinds[earlier[order]].tolist(), strict=True):
-        if i not in repeats and j not in repeats:
-            repeats[i] = j
-    for row, same in enumerate(first[group.reshape(-1)].tolist()):
-        of = repeats.get(same, same)
-        if of != row:
-            yield row, of, int(_apart(hashes[[row]], hashes[[of]])[0])
+    repeated = np.arange(len(hashes))
+    repeated[kinds] = kinds[earliest_kept(hashes[kinds], bits)]
+    of = repeated[first[group.reshape(-1)]]
+    rows = np.flatnonzero(of != np.arange(len(of)))
+    for start in range(0, len(rows), BLOCK):
+        later = rows[start : start + BLOCK]
+        apart = _apart(hashes[later], hashes[of[later]])
+        yield from zip(later.tolist(), of[later].tolist(), apart.tolist(), strict=True)
 
 
-def alike(hashes: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
-    """All pairs (later, earlier) of which no frame differs in more than `bits`."""
-    count = len(hashes)
-    blocks = _all_pairs(count) if count <= FEW else _pairs_with_a_common_piece(hashes, bits)
-    found: list[np.ndarray] = [np.empty((0, 2), np.int64)]
-    for later, earlier in blocks:
-        near = _apart(hashes[later], hashes[earlier]) <= bits
-        found.append(np.stack([later[near], earlier[near]], axis=1))
-    pairs = np.unique(np.concatenate(found), axis=0)
-    return pairs[:, 0], pairs[:, 1]
+def earliest_kept(hashes: np.ndarray, bits: int) -> np.ndarray:
+    """[N] the earliest clip that is kept and that each clip is like; of clips that are kept, themselves.
+
+    A clip is kept when it is like none that is kept before it. Pairs are never held, of which alike clips have N^2 / 2: each
+    clip looks for the earliest that it is like, which decides nearly all. Left open are those of which that one is itself a
+    repetition: they look among the clips that are kept, and what is like none of these is decided some thousand at a time.
+    """
+    of = np.arange(len(hashes))
+    undecided = of
+    if len(hashes) > FEW:
+        nearest = of.copy()
+        _look(hashes, bits, of, of, nearest)
+        undecided = _decide(nearest, of)
+        kept = np.setdiff1d(np.flatnonzero(of == np.arange(len(of))), undecided, assume_unique=True)
+        _look(hashes, bits, undecided, kept, of)
+    free = undecided[of[undecided] == undecided]
+    while len(free):
+        some, free = free[:FEW], free[FEW:]
+        of[some] = some[_kept_of_few(hashes[some], bits)]
+        if len(free):
+            _look(hashes, bits, undecided, some[of[some] == some], of)
+            free = free[of[free] == free]
+    return of
+
+
+def _decide(nearest: np.ndarray, of: np.ndarray) -> np.ndarray:
+    """From the earliest clip that each clip is like, itself where there is none, set what it repeats; returns the clips, in the
+    order of the table, for which that does not tell, since the other is itself a repetition or undecided."""
+    undecided: list[int] = []
+    kept = nearest == np.arange(len(nearest))
+    for row in np.flatnonzero(~kept).tolist():
+        if kept[nearest[row]]:
+            of[row] = nearest[row]
+        else:
+            undecided.append(row)
+    return np.array(undecided, np.int64)
+
+
+def _kept_of_few(hashes: np.ndarray, bits: int) -> np.ndarray:
+    """[N] as `earliest_kept`, by comparing each clip that is kept with all behind it that are like none yet."""
+    of = np.arange(len(hashes))
+    for row in range(len(of)):
+        if of[row] == row:
+            behind = row + 1 + np.flatnonzero(of[row + 1 :] == np.arange(row + 1, len(of)))
+            of[behind[_apart(hashes[behind], hashes[[row]]) <= bits]] = row
+    return of
+
+
+def _look(hashes: np.ndarray, bits: int, rows: np.ndarray, among: np.ndarray, of: np.ndarray) -> None:
+    """Set `of` of each of the rows to the earliest clip `among` some that it is like, where that is earlier than what `of` has."""
+    if not len(rows):
+        return
+    for wanted, key in zip(_keys(hashes[rows], bits), _keys(hashes[among], bits), strict=True):
+        candidates = np.arange(len(key))
+        if len(rows) < len(among):  # so that only those are sorted that any row asks for
+            asked = np.sort(wanted)
+            candidates = np.flatnonzero(asked[np.minimum(np.searchsorted(asked, key), len(asked) - 1)] == key)
+        candidates = candidates[np.argsort(key[candidates], kind="stable")]  # of one key in the order of the table
+        key, clips = key[candidates], among[candidates]
+        # in the order of keys they are found in half the time
+        asking = candidates if rows is among else np.arange(len(rows))
+        for start in range(0, len(rows), BLOCK):
+            some = asking[start : start + BLOCK]
+            place = np.searchsorted(key, wanted[some])
+            _compare(hashes, bits, (rows[some], wanted[some], place), (clips, key), of)
+
+
+def _compare(
+    hashes: np.ndarray, bits: int, looking: tuple[np.ndarray, ...], among: tuple[np.ndarray, np.ndarray], of: np.ndarray
+) -> None:
+    """Compare rows with the clips that have the same key, in the order of the table, until each has met one that it is like, or
+    one that is no earlier than what it has.
+
+    Args:
+        looking: [M] the rows, their keys, and where in `among` their keys begin.
+        among: [K] clips and their keys, in the order of the keys.
+    """
+    clips, keys = among
+    while True:
+        rows, wanted, place = (values[looking[2] < len(keys)] for values in looking)
+        hopeful = (keys[place] == wanted) & (clips[place] < of[rows])
+        rows, wanted, place = rows[hopeful], wanted[hopeful], place[hopeful]
+        if not len(rows):
+            return
+        alike = _apart(hashes[rows], hashes[clips[place]]) <= bits
+        of[rows[alike]] = clips[place[alike]]
+        looking = rows[~alike], wanted[~alike], place[~alike] + 1
 
 
 def _apart(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -115,37 +204,16 @@ def _apart(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return ONES[(a ^ b).view(np.uint16)].reshape(*a.shape, 4).sum(axis=-1).max(axis=1)
 
 
-def _all_pairs(count: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    later, earlier = np.tril_indices(count, -1)
-    for start in range(0, len(later), BLOCK):
-        yield later[start : start + BLOCK], earlier[start : start + BLOCK]
-
-
-def _pairs_with_a_common_piece(hashes: np.ndarray, bits: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """For each choice of a piece in every frame, the pairs of clips that agree in all of them."""
+def _keys(hashes: np.ndarray, bits: int) -> Iterator[np.ndarray]:
+    """[N] uint64 for each choice of a piece in every frame: equal where clips agree in all of them. By chance also elsewhere,
+    which costs a comparison."""
     edges = np.linspace(0, 64, bits + 2).astype(int)
-    pieces = [(hashes >> np.uint64(low)) & np.uint64((1 << int(high - low)) - 1) for low, high in pairwise(edges)]
-    for choice in product(range(bits + 1), repeat=hashes.shape[1]):
-        # one number for all frames; two that are equal by chance cost one comparison
+    pieces = [(np.uint64(low), np.uint64((1 << int(high - low)) - 1)) for low, high in pairwise(edges)]
+    for choice in product(pieces, repeat=hashes.shape[1]):
         key = np.zeros(len(hashes), np.uint64)
-        for frame, piece in enumerate(choice):
-            key = key * MIX + pieces[piece][:, frame]
-        order = np.argsort(key, kind="stable")
-        same = key[order[1:]] == key[order[:-1]]
-        yield from _pairs_in_runs(order, same)
-
-
-def _pairs_in_runs(order: np.ndarray, same: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Pairs (later, earlier) of rows in one run of equal keys; `same[i]`: row i + 1 of the order is like row i."""
-    run = np.concatenate([[0], np.cumsum(~same)])
-    at, apart = np.flatnonzero(same), 1
-    while len(at):
-        for start in range(0, len(at), BLOCK):
-            a, b = order[at[start : start + BLOCK]], order[at[start : start + BLOCK] + apart]
-            yield np.maximum(a, b), np.minimum(a, b)
-        apart += 1
-        at = at[at + apart < len(order)]
-        at = at[run[at + apart] == run[at]]
+        for frame, (low, mask) in enumerate(choice):
+            key = key * MIX + ((hashes[:, frame] >> low) & mask)
+        yield key
 
 
 SCORERS["duplicate"] = Duplicate()

@@ -13,19 +13,19 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from tqdm import tqdm
 
 from opensora.utils.errors import UserError
 from tools.datasets.stream import Block, columns_of, count_rows, read_blocks, renamed, write_blocks
 from tools.eval.record import file_hash
-from tools.scoring.parts import Advanced, Part, note_death, read_part, score_part
+from tools.scoring.parts import Advanced, Part, note_death, read_part, reopen, score_part
 from tools.scoring.registry import Comparing, Scorer, all_columns
 
 STATUS = "status"  # "ok" or what is wrong with the file, as `--info` writes it and `--remove-broken` reads it
@@ -43,6 +43,7 @@ class Job:
         folder: what relative paths are relative to.
         batch_size: files that a scorer gets at a time.
         part_rows: rows of a part.
+        again: which of the rows that were looked at by a run before are looked at again: "none" or "failed" ones.
     """
 
     table: Path
@@ -51,6 +52,7 @@ class Job:
     folder: Path
     batch_size: int = 16
     part_rows: int = 512
+    again: Literal["none", "failed"] = "none"
 
     @property
     def parts(self) -> Path:
@@ -80,6 +82,8 @@ def run(job: Job, workers: int = 1) -> Path:
     prepare(job)
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     total = count_rows(job.table)
+    if job.again == "failed":
+        _reopen(all_parts(job, total), world)
     interval_s = 0.5 if sys.stderr.isatty() else 30  # between two states of the bar: a log keeps them all
     with tqdm(total=total, desc="scoring", unit="row", leave=False, mininterval=interval_s, disable=rank > 0) as bar:
         if world > 1:
@@ -114,12 +118,22 @@ def prepare(job: Job) -> None:
         with renamed(record) as partial:
             partial.write_text(json.dumps(wanted, indent=1))
     found = json.loads(record.read_text())
+    _forget_speed(found["scorers"])  # an older version wrote more of it down
     if found != wanted:
         changed = sorted(key for key in {*found, *wanted} if found.get(key) != wanted.get(key))
         raise UserError(
             f"{job.parts} holds parts of another run (other {', '.join(changed)}); remove that folder to begin anew, or "
             f"name another output."
         )
+
+
+def _reopen(parts: Sequence[Part], world: int) -> None:
+    """Before any process is at work, so that one that is started again does not open anew what it has just done."""
+    if world > 1:
+        raise UserError(
+            "--retry-failed: under torchrun nobody is first to open the parts; run it without, with --num-workers N."
+        )
+    print(f"{sum(map(reopen, parts))} rows that failed are tried again", flush=True)
 
 
 def run_share(job: Job, rank: int, world: int, advanced: Advanced) -> None:
@@ -141,7 +155,7 @@ def all_parts(job: Job, rows: int) -> list[Part]:
 
 def merge(job: Job, rows: int) -> None:
     """Write the table with what the parts say, and print what could not be scored."""
-    compared = _compared(job, rows)
+    whole_columns = compared(job, rows)
     columns = columns_of(job.table)
     failed: dict[str, int] = {}
 
@@ -150,7 +164,7 @@ def merge(job: Job, rows: int) -> None:
             lines = list(read_part(Part(job.parts, number)))
             start = number * job.part_rows
             for name in job.added():
-                whole = compared.get(name)
+                whole = whole_columns.get(name)
                 block[name] = whole[start : start + len(lines)] if whole else [line.get(name) for line in lines]
             block[STATUS] = _status(block, [line.get("errors", {}) for line in lines], failed)
             yield block
@@ -159,7 +173,7 @@ def merge(job: Job, rows: int) -> None:
     write_blocks(job.out, names, blocks())
     print(f"{job.out}: {rows} rows; new columns: {', '.join(job.added())}")
     for name, count in failed.items():
-        print(f"  {name}: {count} files could not be read; the reason is in the column {STATUS}")
+        print(f"  {name}: {count} files could not be read, or gave nothing; the reason is in the column {STATUS}")
 
 
 def _status(block: Block, errors: list[dict[str, str]], failed: dict[str, int]) -> list[str]:
@@ -174,26 +188,48 @@ def _status(block: Block, errors: list[dict[str, str]], failed: dict[str, int]) 
     ]
 
 
-def _compared(job: Job, rows: int) -> dict[str, list[Any]]:
+def compared(job: Job, rows: int) -> dict[str, list[Any]]:
     """What scorers say once they have seen everything."""
     columns: dict[str, list[Any]] = {}
     for chosen in job.scorers.values():
         if isinstance(chosen, Comparing):
-            lines = [line for part in all_parts(job, rows) for line in read_part(part)]
-            table: dict[str, list[Any]] = {name: [line.get(name) for line in lines] for name in chosen.columns}
-            table["path"] = [name for block in read_blocks(job.table, 1 << 14, ["path"]) for name in block["path"]]
-            columns |= chosen.compare(table)
+            cells: dict[str, Iterable[Any]] = {name: _Scored(all_parts(job, rows), name) for name in chosen.columns}
+            columns |= chosen.compare({**cells, "path": _Paths(job.table)})
     return columns
 
 
+class _Scored(NamedTuple):
+    """A column that a scorer has written, read anew each time: the rows of a large table are not to be in memory at once."""
+
+    parts: Sequence[Part]
+    column: str
+
+    def __iter__(self) -> Iterator[Any]:
+        return (line.get(self.column) for part in self.parts for line in read_part(part))
+
+
+class _Paths(NamedTuple):
+    """The paths of a table, likewise."""
+
+    table: Path
+
+    def __iter__(self) -> Iterator[Any]:
+        return (name for block in read_blocks(self.table, 1 << 14, ["path"]) for name in block["path"])
+
+
 def _fingerprint(job: Job) -> dict[str, Any]:
-    """What parts depend on: nothing that only concerns speed."""
+    """What parts depend on: nothing that only concerns speed, or how a server is reached."""
     settings = {name: dataclasses.asdict(chosen) for name, chosen in job.scorers.items()}  # type: ignore[call-overload]
-    for of_scorer in settings.values():
-        of_scorer.pop("device", None)
+    _forget_speed(settings)
     record = {"table": file_hash(job.table), "folder": str(job.folder.resolve()), "scorers": settings}
     found: dict[str, Any] = json.loads(json.dumps({**record, "part_rows": job.part_rows}))  # tuples become lists
     return found
+
+
+def _forget_speed(settings: Mapping[str, dict[str, Any]]) -> None:
+    for of_scorer in settings.values():
+        for name in ("device", "timeout_s", "key_env"):
+            of_scorer.pop(name, None)
 
 
 # ---------------------------------------------------------------------------------------------------- processes

@@ -5,6 +5,9 @@ again goes on behind the last whole line. Decoders are C code that a damaged fil
 written to `part-00000012.trying`, so that the process that watches over this one can note there that it died. Then the batch
 is done again row by row, and a row at which the process dies twice in a row gets an error instead of a score. Where all are
 killed from outside nobody notes anything: one batch is lost, and no file is blamed, however often that happens.
+
+To score again the rows that failed, `reopen` moves what there is of a part to `part-00000012.before`. The part is then done
+anew, but only the rows that failed or are not in there; their lines take the places of the old ones when the part is complete.
 """
 
 import fcntl
@@ -17,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from opensora.utils.errors import UserError
-from tools.datasets.stream import Block
+from tools.datasets.stream import Block, renamed
 from tools.scoring.registry import Scorer
 
 DEATHS = 2  # at one row, after which it is given up
@@ -58,6 +61,11 @@ class Part(NamedTuple):
         """What is being done."""
         return self.done.with_suffix(".trying")
 
+    @property
+    def before(self) -> Path:
+        """Of a part that was opened again, what it was; it counts while the part is not complete."""
+        return self.done.with_suffix(".before")
+
 
 def score_part(
     part: Part,
@@ -81,28 +89,78 @@ def score_part(
         UserError: a scorer cannot work at all, or another process is at this part.
     """
     with _opened(part) as file:
+        before = _lines_before(part)
+        wanted = [row for row in range(len(paths)) if row >= len(before) or "errors" in before[row]]
         done = _whole_lines(file)
-        advanced(done, 0)
+        advanced(len(paths) - len(wanted) + done, 0)
         died = _died(part, done)
-        while done < len(paths):
-            rows, deaths = _next(done, died, min(batch_size, len(paths) - done))
+        while done < len(wanted):
+            rows, deaths = _next(done, died, min(batch_size, len(wanted) - done))
             given_up = deaths >= DEATHS
             if given_up:
                 lines = [{"errors": dict.fromkeys(scorers, DIED)}]
             else:
                 part.trying.write_text(json.dumps(Trying(done, rows, deaths, os.getpid())))
-                lines = score_rows(scorers, paths[done : done + rows], _cut(block, done, rows))
+                places = wanted[done : done + rows]
+                lines = score_rows(scorers, [paths[row] for row in places], _picked(block, places))
             file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
             file.flush()
             part.trying.unlink(missing_ok=True)
             done += rows
             advanced(rows, 0 if given_up else rows)
+        _complete(part, before, wanted)
+
+
+def _complete(part: Part, before: list[Line], wanted: Sequence[int]) -> None:
+    """Give a part its name; `part.partial` holds the lines of the rows that were wanted."""
+    if not part.before.is_file():
         part.partial.replace(part.done)
+        return
+    lines: dict[int, Line] = dict(enumerate(before))
+    with part.partial.open(encoding="utf-8") as file:
+        lines.update(zip(wanted, map(json.loads, file), strict=True))
+    with renamed(part.done) as whole, whole.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines.values())
+    part.before.unlink()
+    part.partial.unlink()
+
+
+def reopen(part: Part) -> int:
+    """Have the rows of a part that failed scored again; returns how many of them there are.
+
+    A part that was opened before and is not complete yet stays as it is.
+
+    Raises:
+        UserError: another process is at this part.
+    """
+    if part.done.is_file():
+        there = part.done
+        part.partial.unlink(missing_ok=True)  # of a process that was killed when the part was complete
+    elif part.before.is_file() or not part.partial.is_file():
+        return sum("errors" in line for line in _lines_before(part))
+    else:
+        there = part.partial
+        with there.open("a+", encoding="utf-8") as file:
+            _lock(file, part)
+            _whole_lines(file)
+    failed = sum("errors" in line for line in _lines_of(there))
+    if failed:
+        part.trying.unlink(missing_ok=True)
+        there.replace(part.before)
+    return failed
+
+
+def _lines_before(part: Part) -> list[Line]:
+    return list(_lines_of(part.before)) if part.before.is_file() else []
 
 
 def read_part(part: Part) -> Iterator[Line]:
     """The lines of a complete part."""
-    with part.done.open(encoding="utf-8") as file:
+    return _lines_of(part.done)
+
+
+def _lines_of(path: Path) -> Iterator[Line]:
+    with path.open(encoding="utf-8") as file:
         yield from map(json.loads, file)
 
 
@@ -147,8 +205,8 @@ def _read_trying(path: Path) -> Trying | None:
         return None
 
 
-def _cut(block: Block, start: int, rows: int) -> Block:
-    return {name: values[start : start + rows] for name, values in block.items()}
+def _picked(block: Block, rows: Sequence[int]) -> Block:
+    return {name: [values[row] for row in rows] for name, values in block.items()}
 
 
 @contextmanager

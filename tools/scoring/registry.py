@@ -7,7 +7,7 @@ its first call of `score`, not before.
 
 import dataclasses
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -41,8 +41,11 @@ class Comparing(Protocol):
     def compared(self) -> tuple[str, ...]:
         """The names of what it then adds."""
 
-    def compare(self, table: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
-        """A list for each of `compared`, from the lists of `path` and of the scorer's own `columns` for all rows."""
+    def compare(self, table: Mapping[str, Iterable[Any]]) -> dict[str, list[Any]]:
+        """A list for each of `compared`, from the cells of `path` and of the scorer's own `columns` for all rows.
+
+        They are read from the disk each time that they are gone over; hold what is needed, or `list(table["path"])`.
+        """
 
 
 SCORERS: dict[str, Scorer] = {}

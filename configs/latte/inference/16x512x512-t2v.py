@@ -29,6 +29,7 @@ text_encoder = dict(
     type="t5",
     from_pretrained="DeepFloyd/t5-v1_1-xxl",
     model_max_length=120,
+    clean="legacy",  # as Latte's pipeline cleans prompts
 )
 scheduler = dict(
     type="iddpm",

@@ -32,6 +32,7 @@ text_encoder = dict(
     type="t5",
     from_pretrained="DeepFloyd/t5-v1_1-xxl",
     model_max_length=300,
+    clean="legacy",  # as Open-Sora's captions were in training
 )
 scheduler = dict(
     type="rflow",

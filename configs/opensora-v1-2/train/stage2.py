@@ -73,6 +73,7 @@ text_encoder = dict(
     type="t5",
     from_pretrained="DeepFloyd/t5-v1_1-xxl",
     model_max_length=300,
+    clean="legacy",  # as Open-Sora 1.2 cleans captions, and sampling does
 )
 scheduler = dict(
     type="rflow",

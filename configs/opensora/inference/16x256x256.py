@@ -26,6 +26,7 @@ text_encoder = dict(
     type="t5",
     from_pretrained="DeepFloyd/t5-v1_1-xxl",
     model_max_length=120,
+    clean="legacy",  # as Open-Sora's captions were in training
 )
 scheduler = dict(
     type="iddpm",

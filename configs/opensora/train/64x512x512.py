@@ -41,6 +41,7 @@ text_encoder = dict(
     type="t5",
     from_pretrained="DeepFloyd/t5-v1_1-xxl",
     model_max_length=120,
+    clean="legacy",  # as Open-Sora 1.0 cleans captions, and sampling does
     shardformer=True,
 )
 scheduler = dict(

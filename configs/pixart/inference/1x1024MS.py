@@ -29,6 +29,7 @@ text_encoder = dict(
     type="t5",
     from_pretrained="DeepFloyd/t5-v1_1-xxl",
     model_max_length=120,
+    clean="legacy",  # as PixArt's captions were in training
 )
 scheduler = dict(
     type="dpm-solver",  # DPM-Solver++, second order, multistep

@@ -28,7 +28,7 @@ from opensora.models.layers.init import init_linears, init_small, init_zero
 from opensora.models.layers.mlp import linear_flops
 from opensora.models.layers.modulation import AdaLNFinalLayer
 from opensora.models.layers.pos_embed import grid_coordinates, sincos_1d, sincos_2d
-from opensora.models.loading import load_weights
+from opensora.models.loading import load_weights, written_by
 from opensora.registry import MODELS
 
 
@@ -204,7 +204,7 @@ class DiT(Denoiser):
         init_zero([self.final_layer.adaLN_modulation, self.final_layer.linear])
 
     def _load(self, path: str) -> None:
-        load_weights(self, path, convert)
+        load_weights(self, path, lambda state, model: convert(state, model, written_by(path)))
 
 
 def _condition_embedder(

@@ -1,9 +1,11 @@
 """Weights for DiT: what other files call things, what may differ, and the way to diffusers.
 
 Recognised by content: the official .pt (2-D patch kernels, stored position table), our own checkpoints and Open-Sora's
-(3-D kernels), and diffusers' `DiTTransformer2DModel`, which holds the timestep's MLP and the classes once per block.
+(3-D kernels), and diffusers' `DiTTransformer2DModel`, which holds the timestep's MLP and the classes once per block. DiT
+and Latte have the same names: of our own files, the model type that they are written with tells which it is.
 """
 
+import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
@@ -13,6 +15,7 @@ from opensora.models.key_map import Rule, layer, tensor, to_ours, to_theirs
 from opensora.models.layers.blocks import AdaLNZeroBlock
 from opensora.models.layers.embedders import LabelEmbedder
 from opensora.models.loading import Conversion, grow_patches, pick
+from opensora.registry import MODELS
 from opensora.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -29,20 +32,34 @@ TEXT = "y_embedder.y_proj.fc1.weight"
 DIFFUSERS_CONDITION = ".norm1.emb."
 
 
-def convert(state: Mapping[str, Tensor], model: nn.Module) -> Conversion:
+def convert(state: Mapping[str, Tensor], model: nn.Module, source_type: str | None = None) -> Conversion:
     """A released state dict -> a DiT's.
+
+    Args:
+        state: what was read.
+        model: a DiT.
+        source_type: the `model.type` that the file says it is of; None = it does not say.
 
     Raises:
         UserError: the weights are Latte's, or a text model's where the model takes classes.
     """
-    if "temp_embed" in state:
+    evidence = "they hold 'temp_embed'" if "temp_embed" in state else f"they say that they are of {source_type!r}"
+    if "temp_embed" in state or axes_of(source_type) not in (None, model.axes):
         raise UserError(
-            "these are weights of Latte (they hold 'temp_embed'), not of DiT: use a model type 'Latte-...'."
+            f"these are weights of Latte ({evidence}), not of DiT, whose blocks all attend to everything: use a model type "
+            "'Latte-...'."
         )
     result = read(state)
     grow_in_time(result, model)
     fit_condition(result, model)
     return result
+
+
+def axes_of(model_type: str | None) -> tuple[str, ...] | None:
+    """What the blocks of a registered DiT or Latte attend over, in turn; None = it is neither."""
+    if model_type not in MODELS.choices():  # first: what a header says may be anything, and `get` would import it
+        return None
+    return getattr(inspect.unwrap(MODELS.get(model_type)), "axes", None)
 
 
 def read(state: Mapping[str, Tensor]) -> Conversion:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from opensora.models.dit.dit import SIZES, DiT
 from opensora.models.latte.weights import convert
-from opensora.models.loading import load_weights
+from opensora.models.loading import load_weights, written_by
 from opensora.registry import MODELS
 
 
@@ -31,7 +31,7 @@ class Latte(DiT):
         return x
 
     def _load(self, path: str) -> None:
-        load_weights(self, path, convert)
+        load_weights(self, path, lambda state, model: convert(state, model, written_by(path)))
 
 
 for _size, _preset in SIZES.items():

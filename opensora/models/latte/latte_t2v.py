@@ -11,7 +11,7 @@ there are several frames). Without the size and aspect conditions of models abov
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal, cast, get_args
+from typing import Any, ClassVar, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,8 @@ Mode = Literal["video", "images"]
 @MODELS.register_module()
 class LatteT2V(Denoiser):
     """Alternating spatial and temporal transformer with captions (see the module's docstring).
+
+    Weights without a table of "no text" are guided by an encoded empty prompt as long as the caption, as Latte's pipeline does.
 
     Names: `blocks.N` are the spatial blocks, as in PixArt, `temporal_blocks.N` the temporal ones.
 
@@ -61,6 +63,9 @@ class LatteT2V(Denoiser):
         enable_layernorm_kernel: apex's fused LayerNorm if installed.
         input_size: accepted from older configs; the model takes any size.
     """
+
+    empty_prompt_mask: ClassVar[Literal["caption", "own"]] = "caption"
+    """Which tokens of an empty prompt count, where it stands for "no text"; see `opensora.inference.conditions`."""
 
     def __init__(
         self,

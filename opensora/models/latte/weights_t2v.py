@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import Tensor, nn
 
 from opensora.models.key_map import Rule, layer, tensor, to_ours, to_theirs
-from opensora.models.loading import NULL_TEXT, Conversion, fit_shapes, pick
+from opensora.models.loading import NO_NULL_TEXT, NULL_TEXT, Conversion, fit_shapes, pick
 from opensora.utils.errors import UserError
 
 if TYPE_CHECKING:  # the model's file imports this one
@@ -26,7 +26,6 @@ UNUSED = {
 }
 DIFFUSERS_NULL_TEXT = "caption_projection.y_embedding"
 NO_TEMPORAL = "PixArt has no temporal blocks; they add nothing at first, but the frames' positions are added"
-NO_NULL_TEXT = "the file has no table for 'no text', which is random then: guide with an encoded empty prompt"
 
 
 def convert(state: Mapping[str, Tensor], model: nn.Module) -> Conversion:

@@ -62,11 +62,15 @@ def timestep_sinusoid(t: Tensor, dim: int, max_period: float = 10000.0) -> Tenso
 class CaptionEmbedder(nn.Module):
     """Text features -> model width, and the table that stands for "no text".
 
-    `y_embedding [L, C]` is a buffer: random, saved, never trained, as in PixArt's and Open-Sora's checkpoints.
+    `y_embedding [L, C]` is a buffer: random, saved, never trained, as in PixArt's and Open-Sora's checkpoints. What is
+    trained is what the model makes of it, so it means something only together with the weights that were trained with it.
     Names: `y_proj.fc1`, `y_proj.fc2`, `y_embedding`.
     """
 
     y_embedding: Tensor
+
+    null_known: bool = True
+    """False: the weights came from a file without a table (see `opensora.models.loading`), and this one means nothing."""
 
     def __init__(self, in_channels: int, dim: int, num_tokens: int) -> None:
         super().__init__()
@@ -78,8 +82,18 @@ class CaptionEmbedder(nn.Module):
         return self.y_proj(rearrange(y, "B 1 L C -> B L C"))
 
     def null(self, batch: int) -> Tensor:
-        """The features of "no text" for a whole batch: `[batch, 1, L, C]`."""
+        """The features of "no text" for a whole batch: `[batch, 1, L, C]`.
+
+        A model that gets them in training learns what they mean, whatever file its weights came from.
+        """
+        if self.training:
+            self.null_known = True
         return self.y_embedding[None, None].expand(batch, 1, -1, -1)
+
+    @torch.no_grad()
+    def clear_null(self) -> None:
+        """Make the table zero, which says in files that there is none."""
+        self.y_embedding.zero_()
 
 
 class LabelEmbedder(nn.Module):

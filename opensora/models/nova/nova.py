@@ -25,6 +25,7 @@ from opensora.models.loading import load_weights
 from opensora.models.nova.blocks import Cache, VisionTransformer
 from opensora.models.nova.diffusion_mlp import DiffusionMLP
 from opensora.models.nova.embeddings import (
+    NULL_TOKENS,
     MaskEmbed,
     MotionEmbed,
     Positions,
@@ -96,6 +97,11 @@ class NOVA(nn.Module):
         super().__init__()
         if image_depth % 2:
             raise ValueError(f"image_depth={image_depth} is odd; its two halves see different tokens.")
+        if not 1 <= model_max_length <= NULL_TOKENS:
+            raise ValueError(
+                f"model_max_length={model_max_length} is not from 1 to {NULL_TOKENS}, the tokens that NOVA's weights have for "
+                "what a caption lacks: set the text encoder's model_max_length."
+            )
         if positions not in ("absolute", "rotary"):
             raise ValueError(f"positions={positions!r} is not 'absolute' or 'rotary'.")
         if positions == "rotary" and base_size is not None:

@@ -1,8 +1,8 @@
 """Weights for PixArt: what other files call things, and what may differ.
 
 Recognised by content: our own checkpoints and PixArt's .pth (the same names, its patch kernel 2-D), and the transformer
-of diffusers (`PixArtTransformer2DModel`). diffusers has no place for the table of "no text", `y_embedding`; whoever
-needs it keeps a checkpoint in our format.
+of diffusers (`PixArtTransformer2DModel`). diffusers has no place for the table of "no text", `y_embedding`, and encodes an
+empty prompt instead, as sampling from such weights does here; whoever needs the table keeps a checkpoint in our format.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from opensora.models.key_map import Rule, layer, tensor, to_ours, to_theirs
-from opensora.models.loading import NULL_TEXT, Conversion, fit_shapes, pick
+from opensora.models.loading import NO_NULL_TEXT, NULL_TEXT, Conversion, fit_shapes, pick
 from opensora.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def convert(state: Mapping[str, Tensor], model: nn.Module) -> Conversion:
     if "adaln_single.linear.weight" in tensors:
         result.format = "PixArt, diffusers"
         result.tensors = to_ours(rules(_depth(tensors)), tensors)
-        result.initial[NULL_TEXT] = "diffusers keeps no table of 'no text'"
+        result.initial[NULL_TEXT] = NO_NULL_TEXT
     fit_shapes(result, model)
     _check_micro_conditions(result, own, type(model).__name__)
     _check_compression(result, own)

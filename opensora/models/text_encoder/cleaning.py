@@ -7,7 +7,8 @@
              makes lower case, and removes Chinese ideographs, links, file names, long numbers and shop words. For weights
              that were trained on such captions.
 
-Each is applied until nothing changes, so that cleaning a clean caption does nothing.
+Each is applied until nothing changes, so that cleaning a clean caption does nothing. None fails, whatever the text is. Half of
+a surrogate pair, which is no character and which no tokenizer takes, becomes U+FFFD in all three.
 """
 
 import html
@@ -19,11 +20,15 @@ from urllib.parse import unquote_plus
 
 import ftfy
 from bs4 import BeautifulSoup
+from bs4.exceptions import ParserRejectedMarkup
+from ftfy.fixes import fix_surrogates
 
 from opensora.utils.errors import UserError
 
 Clean = Literal["none", "basic", "legacy"]
-MAX_PASSES = 20  # each pass but the first few changes nothing; text that never settles is a bug
+
+LEADING_ZEROS = re.compile(r"&#0+(?=[0-9])")
+NO_CHARACTER = re.compile(r"&#[1-9][0-9]{7,};?")  # code points end at 1114111; Python reads no number of 4301 digits
 
 
 def cleaner(name: str) -> Callable[[str], str]:
@@ -35,22 +40,45 @@ def cleaner(name: str) -> Callable[[str], str]:
     if name not in get_args(Clean):
         raise UserError(f"clean={name!r} is not one of {', '.join(get_args(Clean))}.")
     passes: dict[str, Callable[[str], str]] = {"none": str, "basic": _basic, "legacy": _legacy}
-    return partial(until_stable, passes[name])
+    return partial(_clean, passes[name])
+
+
+def _clean(one_pass: Callable[[str], str], text: str) -> str:
+    return until_stable(one_pass, fix_surrogates(text))
 
 
 def until_stable(one_pass: Callable[[str], str], text: str) -> str:
-    """Apply `one_pass` until it changes nothing."""
-    for _ in range(MAX_PASSES):
-        cleaned = one_pass(text)
-        if cleaned == text:
-            return text
-        text = cleaned
-    raise AssertionError(f"cleaning does not settle on {text[:200]!r}")
+    """Apply `one_pass` until it changes nothing; of texts that become each other in turn, the result is the least.
+
+    As many passes as it takes: a caption nests "page page 1 2" or "%252541" as deeply as it likes. Passes end, for what makes
+    a text longer is a space, or replaces a character that no rule makes.
+    """
+    seen = {text: 0}  # text -> the pass it came from
+    while (cleaned := one_pass(text)) not in seen:
+        seen[text := cleaned] = len(seen)
+    return min(list(seen)[seen[cleaned] :])
 
 
 def _basic(text: str) -> str:
-    text = html.unescape(ftfy.fix_text(text))
+    text = _unescaped(ftfy.fix_text(text))
     return " ".join(text.split())
+
+
+def _unescaped(text: str) -> str:
+    return html.unescape(_short_entities(text))
+
+
+def _short_entities(text: str) -> str:
+    """Without entities of a number that is too long to be read."""
+    return NO_CHARACTER.sub("\ufffd", LEADING_ZEROS.sub("&#", text))
+
+
+def _without_tags(text: str) -> str:
+    text = _short_entities(text)
+    try:
+        return BeautifulSoup(text, features="html.parser").text
+    except ParserRejectedMarkup:  # "<![", and something that is no name
+        return re.sub("<[^<>]*>|<", "", text)
 
 
 class Rule(NamedTuple):
@@ -106,8 +134,9 @@ AFTER_UNESCAPE = (
     Rule("no space after , . /", r"(\D[,./])\b", r"\1 "),
     Rule("white space", r"\s+", " "),
     Rule("quotes around everything", r"^[\"']([\w\W]+)[\"']$", r"\1"),
-    Rule("punctuation at the start", r"^['_,\-:;]"),
-    Rule("punctuation at the end", r"['_,\-:+]$"),
+    # a row at once, for removing ideographs leaves rows of commas; of one character, or rules between two passes would be missed
+    Rule("punctuation at the start", r"^(['_,\-:;])(?:\s?\1)*"),
+    Rule("punctuation at the end", r"(['_,\-:+])(?:\s?\1)*$"),
     Rule("nothing but a dot and a word", r"^\.\S+$"),
 )
 LEGACY = (*BEFORE_HTML, *AFTER_HTML, *AFTER_UNESCAPE)  # between them: HTML removed; ftfy and entities; see `_legacy`
@@ -115,10 +144,10 @@ LEGACY = (*BEFORE_HTML, *AFTER_HTML, *AFTER_UNESCAPE)  # between them: HTML remo
 
 def _legacy(text: str) -> str:
     text = _apply(BEFORE_HTML, unquote_plus(text).strip().lower())
-    text = _apply(AFTER_HTML, BeautifulSoup(text, features="html.parser").text)
+    text = _apply(AFTER_HTML, _without_tags(text))
     if len(re.findall("[-_]", text)) > 3:  # this-is-my-cute-cat, this_is_my_cute_cat
         text = re.sub("[-_]", " ", text)
-    text = html.unescape(html.unescape(ftfy.fix_text(text)))
+    text = _unescaped(_unescaped(ftfy.fix_text(text)))
     return _apply(AFTER_UNESCAPE, text).strip()
 
 

@@ -7,7 +7,7 @@ as it was written.
 import hashlib
 import json
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -76,6 +76,7 @@ class PretrainedTextEncoder(nn.Module):
         self.model_class, self.from_pretrained = model_class, from_pretrained
         self.dtype = to_torch_dtype(dtype)
         self.sharded = False
+        self._told_of_a_cut = False
         self._device = torch.device("cpu")
         self._hub = {"cache_dir": cache_dir, "local_files_only": local_files_only}
         self._name = resolve_pretrained(
@@ -99,16 +100,6 @@ class PretrainedTextEncoder(nn.Module):
     def train(self, mode: bool = True) -> "PretrainedTextEncoder":  # noqa: FBT001, FBT002  (nn.Module's signature)
         """Stays in eval mode: it is frozen, and dropout would change the text."""
         return super().train(False)
-
-    def to(self, *args: Any, **kwargs: Any) -> "PretrainedTextEncoder":
-        """Where it computes from now on; the weights go there now only if they are kept there."""
-        device, dtype = torch._C._nn._parse_to(*args, **kwargs)[:2]
-        self.dtype = dtype or self.dtype
-        if device is not None:
-            self._device = torch.device(device)
-            if self.between_uses != "keep":
-                return self
-        return super().to(*args, **kwargs)
 
     @torch.no_grad()
     def encode(self, texts: Sequence[str]) -> TextCondition:
@@ -169,6 +160,34 @@ class PretrainedTextEncoder(nn.Module):
             digest.update(path.name.encode() + _sample(path))
         return digest.hexdigest()
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "PretrainedTextEncoder":  # noqa: FBT001, FBT002
+        """What `.to`, `.half`, `.cuda` and the like do, of this module or of one around it (nn.Module's hook for them).
+
+        Weights that are not kept on the device only learn where they will be. Another number format is read from the files,
+        so that features are what a new encoder of that `dtype` gives: casting could not bring back what the format before has
+        rounded away, and would take from T5 the layers that stay fp32 in fp16.
+        """
+        probe = fn(torch.empty(0, dtype=self.dtype, device=self._device))
+        if probe.dtype != self.dtype:
+            self._reload(probe.dtype)
+        self._device = probe.device
+        if self.between_uses != "keep":
+            return self
+        as_it_is = lambda t: t.is_floating_point() and t.dtype != self.dtype  # noqa: E731
+        return super()._apply(lambda t: t.to(self._device) if as_it_is(t) else fn(t), recurse)
+
+    def _reload(self, dtype: torch.dtype) -> None:
+        """The weights, if they are there, in another number format."""
+        if self.sharded:
+            raise UserError(
+                f"text encoder {self.from_pretrained}: sharded weights keep their number format; set text_encoder.dtype."
+            )
+        self.dtype = dtype
+        if self.model is not None:
+            device = next(self.model.parameters()).device
+            self.model = None  # before the others are read: one copy at a time
+            self.model = self._load().to(device)
+
     @contextmanager
     def _ready(self) -> Iterator[None]:
         """With the weights on the device; afterwards where they belong between uses."""
@@ -209,9 +228,11 @@ class PretrainedTextEncoder(nn.Module):
             texts, max_length=self.model_max_length, padding=self.padding, truncation=True, return_tensors="pt"
         )
         length = tokens["input_ids"].shape[1]
-        if length == self.model_max_length:
+        if length == self.model_max_length and not self._told_of_a_cut:
             self._warn_if_cut(texts, tokens["attention_mask"])
-        behind = min(-length % LENGTH_STEP, self.model_max_length - length)
+        # of nothing but empty captions some tokenizers make no token, and transformers take at least one
+        steps = max(-(-length // LENGTH_STEP), 1)
+        behind = min(steps * LENGTH_STEP, self.model_max_length) - length
         fill = {"input_ids": self.tokenizer.pad_token_id}
         return {name: F.pad(tensor, (0, behind), value=fill.get(name, 0)) for name, tensor in tokens.items()}
 
@@ -224,7 +245,7 @@ class PretrainedTextEncoder(nn.Module):
                     f"{texts[row][:60]!r}... (said once)",
                     stacklevel=4,
                 )
-                self._warn_if_cut = lambda texts, mask: None  # type: ignore[method-assign]
+                self._told_of_a_cut = True
                 return
 
     def _check_length(self, name: str) -> None:

@@ -20,7 +20,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from opensora.acceleration.sliced_vae import LOGVAR_RANGE, Generators, to_channels_last
+from opensora.acceleration.sliced_vae import LOGVAR_RANGE, Generators, per_frame, scale_and_shift, to_channels_last
 from opensora.models.vae.tiling import Tiles, tiled
 from opensora.utils.errors import UserError
 from opensora.utils.seed import randn_like
@@ -116,6 +116,13 @@ class VideoVAE(nn.Module):
         Latents of another video fit into a video where one of its pieces begins, and nowhere else.
         """
         return None
+
+    def lead(self, num_frames: int) -> int:
+        """How many frames the first latent frame of a piece of `num_frames` stands for; each other one stands for `strides[0]`.
+
+        Latents of a piece mean the same frames in a piece of another length only where both leads are equal.
+        """
+        return num_frames - self.strides[0] * (self.latent_frames(num_frames) - 1)
 
     def units_of(self, pictures: int, num_frames: int) -> int:
         """The micro-batch that holds about so many pictures, for videos of `num_frames`: videos, unless a subclass differs."""
@@ -325,19 +332,7 @@ class VideoVAE(nn.Module):
         return self._placed[2], self._placed[3]
 
     def _scale_and_shift(self, config: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        scale = torch.full((self.out_channels,), float(config.get("scaling_factor") or 1.0), device="cpu")
-        shift = torch.full((self.out_channels,), float(config.get("shift_factor") or 0.0), device="cpu")
-        mean, std = config.get("latents_mean"), config.get("latents_std")
-        if mean is not None and std is not None:
-            shift, std = (torch.tensor(values, dtype=torch.float32, device="cpu").flatten() for values in (mean, std))
-            if len(std) > self.out_channels and len(std) % self.out_channels == 0:  # one number a channel and frame
-                scale, shift, std = scale[:, None], *(v.view(self.out_channels, -1) for v in (shift, std))
-            if shift.shape != std.shape or len(std) != self.out_channels:
-                raise self._complaint(f"latents_mean and latents_std do not fit {self.out_channels} channels.")
-            scale = scale / std
-        if not (scale > 0).all():
-            raise self._complaint(f"scale {scale.tolist()} is not positive.")
-        return scale, shift
+        return scale_and_shift(config, self.out_channels, whose=type(self).__name__)
 
     def _one_of(self, name: str, value: str, choices: Sequence[str]) -> None:
         if value not in choices:
@@ -345,13 +340,3 @@ class VideoVAE(nn.Module):
 
     def _complaint(self, text: str) -> UserError:
         return UserError(f"{type(self).__name__}: {text}")
-
-
-def per_frame(values: Tensor, like: Tensor) -> Tensor:
-    """[C] -> [1, C, 1, 1, 1]; [C, N] -> [1, C, t, 1, 1], the first t frames."""
-    values = values.to(like.device)
-    if values.dim() == 1:
-        return values.view(1, -1, 1, 1, 1)
-    if like.shape[2] > values.shape[1]:
-        raise UserError(f"the VAE's statistics cover {values.shape[1]} latent frames; there are {like.shape[2]}.")
-    return values[None, :, : like.shape[2], None, None]

@@ -14,19 +14,22 @@ returns what a loss needs. Like that code, and unlike the config of the picture 
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from opensora.models.loading import Conversion, load_weights
 from opensora.models.vae.base import MemoryFormat, Posterior, VideoVAE
+from opensora.models.vae.diffusers_vae import DiffusersVAE
 from opensora.models.vae.temporal import statistics_of
-from opensora.models.vae.vae import VideoAutoencoderKL
 from opensora.registry import MODELS
 from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.errors import UserError
 from opensora.utils.weight_files import write_file
+from opensora.utils.weight_sources import find_weights
+
+FrameSize = int | Literal["saved"] | None
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -35,6 +38,7 @@ SPATIAL = "spatial_vae."  # theirs as `read_weights` gives it: it drops ".module
 STATISTICS_FILE = ("scale", "shift")  # tensors of the published file
 SCALE, SHIFT = (3.85, 2.32, 2.33, 3.06), (-0.10, 0.34, 0.27, 0.98)
 PICTURE_SCALING = 0.18215
+MICRO_FRAME_SIZE = 17
 PICTURE_VAE = "PixArt-alpha/pixart_sigma_sdxlvae_T5_diffusers"  # in its folder vae
 PICTURE_ARCHITECTURE = {
     "block_out_channels": (128, 256, 512, 512),
@@ -54,9 +58,11 @@ class VideoAutoencoderPipeline(VideoVAE):
         vae_2d: Component dict of the picture VAE; None: as `config.json` beside the weights says.
         vae_temporal: Component dict of the temporal VAE; None: as `config.json` says.
         from_pretrained: Weights of both: a folder, a file or a hub id, in Open-Sora's names; None: the parts' own.
-        micro_frame_size: Frames of a piece; None: the whole video at once.
+        micro_frame_size: Frames of a piece; None: the whole video at once; "saved": as `config.json` beside the weights
+            says, and the whole video where there is none.
         freeze_vae_2d: Train the temporal VAE alone.
-        scale, shift: Of the latents, z = (raw - shift) / scale: a number, or one a channel. A file's own win.
+        scale, shift: Of the latents, z = (raw - shift) / scale: a number, or one a channel. Those of `config.json` win, and
+            those of the weights' file before all.
         posterior: "sample" draws latents from N(mean, var); "mode" takes the mean.
         micro_batch_size: At most so many videos at a time; pictures have `vae_2d`'s own micro_batch_size and tile_size.
         dtype: Number format of the weights.
@@ -72,7 +78,7 @@ class VideoAutoencoderPipeline(VideoVAE):
         vae_2d: Mapping[str, Any] | None = None,
         vae_temporal: Mapping[str, Any] | None = None,
         from_pretrained: str | None = None,
-        micro_frame_size: int | None = None,
+        micro_frame_size: FrameSize = "saved",
         freeze_vae_2d: bool = False,  # noqa: FBT001, FBT002  (Open-Sora's signature)
         scale: float | Sequence[float] = 1.0,
         shift: float | Sequence[float] = 0.0,
@@ -84,22 +90,21 @@ class VideoAutoencoderPipeline(VideoVAE):
     ) -> None:
         # memory format and compilation are the parts' affair
         super().__init__(posterior=posterior, micro_batch_size=micro_batch_size)
-        self.parts = self._parts(vae_2d, vae_temporal, from_pretrained)
+        written = written_config(from_pretrained)
+        self.parts = self._parts(vae_2d, vae_temporal, from_pretrained, written)
         settings = {"memory_format": memory_format, "compile": compile}
         self.spatial_vae = MODELS.build(self.parts["vae_2d"], posterior="mode", **settings)
         self.temporal_vae = MODELS.build(self.parts["vae_temporal"], **settings)
         if self.spatial_vae.out_channels != self.temporal_vae.in_channels or self.spatial_vae.strides[0] != 1:
             raise self._complaint("vae_2d must work frame by frame, with as many channels as vae_temporal takes.")
-        if micro_frame_size is not None and micro_frame_size < 1:
-            raise self._complaint(f"micro_frame_size={micro_frame_size}; use a positive number or None.")
-        self.micro_frame_size = micro_frame_size
+        self.micro_frame_size = self._frame_size(micro_frame_size, written)
         self.out_channels = self.temporal_vae.out_channels
         by_time, (_, by_height, by_width) = self.temporal_vae.strides[0], self.spatial_vae.strides
         self.strides = (by_time, by_height, by_width)
         if freeze_vae_2d:
             self.spatial_vae.requires_grad_(False)
-        self.values: dict[str, Any] = {"micro_frame_size": micro_frame_size}
-        self._write_config(**statistics_of(scale, shift, self.out_channels))
+        scale, shift = (written.get(name, value) for name, value in zip(STATISTICS_FILE, (scale, shift), strict=True))
+        self.values: dict[str, Any] = statistics_of(scale, shift, self.out_channels)
         if from_pretrained is not None:
             load_weights(self, from_pretrained, convert)
         self._ready(to_torch_dtype(dtype))
@@ -131,7 +136,7 @@ class VideoAutoencoderPipeline(VideoVAE):
 
     def save_pretrained(self, folder: str | Path, dtype: str = "fp32") -> None:
         """Write `config.json` and `model.safetensors` in Open-Sora's names."""
-        folder = Path(folder)
+        folder, statistics = Path(folder), self._statistics()
         config = {
             "model_type": type(self).__name__,
             "vae_2d": described(self.spatial_vae, self.parts["vae_2d"]),
@@ -139,13 +144,13 @@ class VideoAutoencoderPipeline(VideoVAE):
                 key: value for key, value in self.parts["vae_temporal"].items() if key != "from_pretrained"
             },
             "micro_frame_size": self.micro_frame_size,
-            "scale": self.values["latents_std"],
-            "shift": self.values["latents_mean"],
+            "scale": statistics["latents_std"],
+            "shift": statistics["latents_mean"],
         }
-        statistics = {name: torch.tensor(config[name]).view(1, -1, 1, 1, 1) for name in STATISTICS_FILE}
+        tensors = {name: torch.tensor(config[name]).view(1, -1, 1, 1, 1) for name in STATISTICS_FILE}
         state = {published_name(name): tensor for name, tensor in self.state_dict().items()}
         (folder / WEIGHTS).unlink(missing_ok=True)
-        write_file(state | statistics, folder / WEIGHTS, dtype=str(dtype), header={"format": type(self).__name__})
+        write_file(state | tensors, folder / WEIGHTS, dtype=str(dtype), header={"format": type(self).__name__})
         (folder / CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
 
     def _encode(self, x: Tensor) -> Tensor:
@@ -165,11 +170,13 @@ class VideoAutoencoderPipeline(VideoVAE):
         return [min(size, num_frames - start) for start in range(0, num_frames, size)]
 
     def _parts(
-        self, vae_2d: Mapping[str, Any] | None, vae_temporal: Mapping[str, Any] | None, from_pretrained: str | None
+        self,
+        vae_2d: Mapping[str, Any] | None,
+        vae_temporal: Mapping[str, Any] | None,
+        from_pretrained: str | None,
+        written: Mapping[str, Any],
     ) -> dict[str, dict[str, Any]]:
         given = {"vae_2d": vae_2d, "vae_temporal": vae_temporal}
-        path = Path(from_pretrained or "") / CONFIG
-        written = json.loads(path.read_text()) if from_pretrained and path.is_file() else {}
         for name, part in given.items():
             if part is None and name not in written:
                 raise self._complaint(f"{name} is needed: there is no {CONFIG} beside the weights that describes it.")
@@ -178,12 +185,27 @@ class VideoAutoencoderPipeline(VideoVAE):
             parts["vae_2d"] = picture_vae(parts["vae_2d"].get("micro_batch_size"))
         return parts
 
+    def _frame_size(self, given: FrameSize, written: Mapping[str, Any]) -> int | None:
+        size = written.get("micro_frame_size") if given == "saved" else given
+        if size is not None and (not isinstance(size, int) or size < 1):
+            raise self._complaint(f"micro_frame_size={size!r}; use a positive number, None or 'saved'.")
+        return size
+
     def _network(self) -> nn.Module:
         return self
 
     def _config(self) -> Mapping[str, Any]:
         parts = {"spatial": dict(self.spatial_vae._config()), "temporal": dict(self.temporal_vae._config())}
-        return {**self.values, **parts}
+        return {"micro_frame_size": self.micro_frame_size, **self._statistics(), **parts}
+
+    def _statistics(self) -> dict[str, list[float]]:
+        """However they were set, as Open-Sora writes them: z = (raw - latents_mean) / latents_std."""
+        factor = float(self.values.get("scaling_factor") or 1.0)
+        mean, std = self.values.get("latents_mean"), self.values.get("latents_std")
+        if mean is None or std is None:
+            mean, std = [float(self.values.get("shift_factor") or 0.0)] * self.out_channels, [1.0] * self.out_channels
+        mean, std = (torch.tensor(values, dtype=torch.float64).flatten() for values in (mean, std))
+        return {"latents_mean": mean.tolist(), "latents_std": (std / factor).tolist()}
 
     def _write_config(self, **values: Any) -> None:
         self.values.update(values)
@@ -194,15 +216,16 @@ class OpenSoraVAE_V1_2(VideoAutoencoderPipeline):
     """Open-Sora 1.2's VAE, 4 x 8 x 8 with 4 channels: `VideoAutoencoderPipeline` with its parts, scale and pieces.
 
     Args:
-        micro_batch_size: Pictures that the picture VAE takes at a time.
-        micro_frame_size: Frames of a piece; None: the whole video at once.
+        micro_batch_size: Pictures that the picture VAE takes at a time, where `vae_2d` does not say it.
+        micro_frame_size: Frames of a piece; None: the whole video at once; "saved": as `config.json` beside the weights
+            says, and 17 where there is none.
         from_pretrained: The published weights: folder, file or hub id ("hpcai-tech/OpenSora-VAE-v1.2"). None: the picture
             VAE of PixArt-Sigma from the hub, and an untrained temporal VAE.
         local_files_only: Do not ask the hub for the picture VAE.
         freeze_vae_2d: Train the temporal VAE alone.
         cal_loss: Kept for old configs; must be False, since `forward` returns what a loss needs.
-        vae_2d: Component dict in place of the picture VAE.
-        vae_temporal: Component dict in place of the temporal VAE.
+        vae_2d: Component dict in place of the picture VAE; None: as `config.json` says, if it is there.
+        vae_temporal: Component dict in place of the temporal VAE; None: as `config.json` says, if it is there.
         posterior: "sample" draws latents from N(mean, var); "mode" takes the mean.
         dtype: Number format of the weights.
         tile_size: Encode and decode pictures larger than this (pixels) in overlapping square tiles; None: whole.
@@ -214,7 +237,7 @@ class OpenSoraVAE_V1_2(VideoAutoencoderPipeline):
     def __init__(
         self,
         micro_batch_size: int | None = 4,
-        micro_frame_size: int | None = 17,
+        micro_frame_size: FrameSize = "saved",
         from_pretrained: str | None = None,
         local_files_only: bool = False,  # noqa: FBT001, FBT002  (Open-Sora's signature)
         freeze_vae_2d: bool = False,  # noqa: FBT001, FBT002
@@ -230,17 +253,18 @@ class OpenSoraVAE_V1_2(VideoAutoencoderPipeline):
     ) -> None:
         if cal_loss:
             raise UserError("OpenSoraVAE_V1_2: cal_loss=True is not needed: forward() returns what a loss needs.")
-        if vae_2d is None and from_pretrained is not None:
-            vae_2d = picture_vae(micro_batch_size)
-        elif vae_2d is None:
+        written = written_config(from_pretrained)
+        if vae_2d is None:
             hub = {"from_pretrained": PICTURE_VAE, "subfolder": "vae", "local_files_only": local_files_only}
-            vae_2d = {**picture_vae(micro_batch_size), **hub, "architecture": None, "scaling_factor": PICTURE_SCALING}
+            untrained = picture_vae(None) | ({} if from_pretrained else hub | PICTURE_SCALE)
+            vae_2d = {**written.get("vae_2d", untrained), "micro_batch_size": micro_batch_size}
+        untold = micro_frame_size == "saved" and "micro_frame_size" not in written
         tiles = {"tile_size": tile_size, "tile_overlap": tile_overlap} if tile_size is not None else {}
         super().__init__(
-            vae_2d={**vae_2d, **tiles},
-            vae_temporal=vae_temporal or {"type": "VAE_Temporal_SD"},
+            vae_2d={"micro_batch_size": micro_batch_size, **vae_2d, **tiles},
+            vae_temporal=vae_temporal or written.get("vae_temporal") or {"type": "VAE_Temporal_SD"},
             from_pretrained=from_pretrained,
-            micro_frame_size=micro_frame_size,
+            micro_frame_size=MICRO_FRAME_SIZE if untold else micro_frame_size,
             freeze_vae_2d=freeze_vae_2d,
             scale=SCALE,
             shift=SHIFT,
@@ -249,6 +273,9 @@ class OpenSoraVAE_V1_2(VideoAutoencoderPipeline):
             memory_format=memory_format,
             compile=compile,
         )
+
+
+PICTURE_SCALE = {"architecture": None, "scaling_factor": PICTURE_SCALING}
 
 
 def picture_vae(micro_batch_size: int | None) -> dict[str, Any]:
@@ -260,16 +287,34 @@ def picture_vae(micro_batch_size: int | None) -> dict[str, Any]:
     }
 
 
+def written_config(from_pretrained: str | None) -> dict[str, Any]:
+    """What `config.json` beside the weights says; {} where there is none."""
+    if from_pretrained is None:
+        return {}
+    place = Path(from_pretrained).expanduser()
+    folder = place if place.is_dir() else find_weights(from_pretrained).parent
+    file = folder / CONFIG
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+
 def convert(state: Mapping[str, Tensor], model: nn.Module) -> Conversion:
     """Open-Sora's published names -> a `VideoAutoencoderPipeline`'s; its scale and shift are applied."""
     assert isinstance(model, VideoAutoencoderPipeline)
     found = {name: state[name] for name in STATISTICS_FILE if name in state}
     if len(found) == len(STATISTICS_FILE):
-        scale, shift = (found[name].float().flatten().tolist() for name in STATISTICS_FILE)
-        model._write_config(**statistics_of(one_or_all(scale), one_or_all(shift), model.out_channels))
+        scale, shift = (one_or_all(found[name].float().flatten().tolist()) for name in STATISTICS_FILE)
+        read = statistics_of(scale, shift, model.out_channels)
+        # a file in fp16 has them rounded, where the config has them exactly
+        if any(not equal_in(found["scale"].dtype, model.values[name], numbers) for name, numbers in read.items()):
+            model.values = read
     tensors = {own_name(name): tensor for name, tensor in state.items() if name not in found}
     reason = "the scale of the latents, read into the config"
     return Conversion(tensors, "Open-Sora 1.2 VAE", dropped=dict.fromkeys(found, reason))
+
+
+def equal_in(dtype: torch.dtype, a: Sequence[float], b: Sequence[float]) -> bool:
+    """Whether numbers are the same, once they are rounded to `dtype`."""
+    return torch.equal(torch.tensor(a).to(dtype), torch.tensor(b).to(dtype))
 
 
 def own_name(name: str) -> str:
@@ -291,7 +336,9 @@ def published_name(name: str) -> str:
 
 def described(vae: VideoVAE, part: Mapping[str, Any]) -> dict[str, Any]:
     """A component dict that builds the same picture VAE without its own weights."""
-    if not isinstance(vae, VideoAutoencoderKL):
+    if not isinstance(vae, DiffusersVAE):
         return dict(part)
     architecture = {key: value for key, value in vae._config().items() if not key.startswith("_")}
-    return {"type": "VideoAutoencoderKL", "architecture": architecture, "micro_batch_size": vae.micro_batch_size}
+    if len(vae._classes()) > 1:
+        architecture["type"] = type(vae.autoencoder).__name__
+    return {"type": part["type"], "architecture": architecture, "micro_batch_size": vae.micro_batch_size}

@@ -17,12 +17,13 @@ def sliced_moments(
     use_autocast: bool | torch.dtype = False,  # noqa: FBT001, FBT002
     nhwc: bool = False,  # noqa: FBT001, FBT002
 ) -> Tensor:
-    """`vae.moments(x)` for videos [B, 3, T, H, W], in micro-batches: the VAE's own, or by the size of the pictures."""
-    size = micro_bs or vae.micro_batch_size or pictures_at_a_time(x.shape[3], x.shape[4])
-    if micro_bs is not None or vae.micro_batch_size is None:
-        size = vae.units_of(size, x.shape[2])
-    with autocast_to(x.device, use_autocast), _layout(vae, channels_last=nhwc):
-        return vae.moments(x, micro_batch_size=size)
+    """`vae.moments(x)` for videos [B, 3, T, H, W], in micro-batches: the VAE's own, or by the size of the pictures.
+
+    A VAE that is made of VAEs cuts by videos, and its parts may have to cut on: one video can have many pictures.
+    """
+    layout, batches = _layout(vae, channels_last=nhwc), _micro_batches(vae, x, micro_bs)
+    with autocast_to(x.device, use_autocast), layout, batches:
+        return vae.moments(x)
 
 
 class SlicedEncoder:
@@ -42,6 +43,21 @@ class SlicedEncoder:
     def fingerprint(self) -> str:
         """See `VideoVAE.fingerprint`."""
         return self.vae.fingerprint()
+
+
+@contextmanager
+def _micro_batches(vae: VideoVAE, x: Tensor, pictures: int | None) -> Iterator[None]:
+    """So many `pictures` at a time; None: by their size, where a VAE or a part of it has no number of its own."""
+    before = [(part, part.micro_batch_size) for part in vae.modules() if isinstance(part, VideoVAE)]
+    size = pictures or pictures_at_a_time(x.shape[3], x.shape[4])
+    for part, chosen in before:
+        if pictures is not None or chosen is None:
+            part.micro_batch_size = part.units_of(size, x.shape[2])
+    try:
+        yield
+    finally:
+        for part, chosen in before:
+            part.micro_batch_size = chosen
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from opensora.models.dit.dit import DiT
 from opensora.models.latte.latte import Latte
@@ -9,6 +10,7 @@ from opensora.models.latte.weights import convert
 from opensora.models.layers.pos_embed import sincos_1d
 from opensora.models.loading import load_weights
 from opensora.registry import MODELS
+from opensora.utils.ckpt import save_checkpoint
 from opensora.utils.errors import UserError
 from tests.models.denoisers import awake
 
@@ -26,6 +28,14 @@ def official(model: DiT, **tables: torch.Tensor) -> dict[str, torch.Tensor]:
     state = dict(model.state_dict())
     state["x_embedder.proj.weight"] = state["x_embedder.proj.weight"].squeeze(2)
     return {"pos_embed": torch.zeros(1, 16, model.hidden_size), **tables, **state}
+
+
+def written(model: DiT, model_type: str, form: str, path) -> str:
+    """The model as a checkpoint of a run or as a file of tools.convert, which say what they are of."""
+    if form == "checkpoint":
+        return str(save_checkpoint(path, {"ema": model.state_dict()}, state={}, manifest={"model": model_type}))
+    save_file(model.state_dict(), path, metadata={"model": model_type})
+    return str(path)
 
 
 def load(model: DiT, state, folder) -> str:
@@ -154,6 +164,34 @@ class TestWeights:
     def test_a_text_models_file_is_refused_by_a_class_model(self, tmp_path):
         with pytest.raises(UserError, match="condition='text'"):
             load(toy(), toy(condition="text").state_dict(), tmp_path)
+
+    @pytest.mark.parametrize("form", ["checkpoint", "file"])
+    @pytest.mark.parametrize("condition", ["label_10", "text"])
+    def test_our_own_dit_is_told_from_our_own_latte(self, form, condition, tmp_path, caplog):
+        dit, latte = toy("DiT-XL/2", seed=1, condition=condition), toy(seed=2, condition=condition)
+        into_latte = written(dit, "DiT-XL/2", form, tmp_path / "dit")
+        with caplog.at_level("INFO"):
+            made = toy(condition=condition, from_pretrained=into_latte)
+        assert "(DiT; every second block becomes temporal)" in caplog.text
+        assert torch.equal(made.blocks[1].attn.qkv.weight, dit.blocks[1].attn.qkv.weight)
+        assert (CLASSES in made.state_dict()) == ("the classes are those of DiT's images" in caplog.text)
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            again = toy(condition=condition, from_pretrained=written(latte, "Latte-XL/2", form, tmp_path / "latte"))
+        assert "(Latte)" in caplog.text
+        torch.testing.assert_close(again.state_dict(), latte.state_dict(), atol=0, rtol=0)
+
+    @pytest.mark.parametrize("form", ["checkpoint", "file"])
+    def test_our_own_latte_is_refused_by_dit(self, form, tmp_path):
+        path = written(toy(), "Latte-XL/2", form, tmp_path / "latte")
+        with pytest.raises(UserError, match=r"weights of Latte \(they say that they are of 'Latte-XL/2'\), not of DiT"):
+            toy("DiT-XL/2", from_pretrained=path)
+
+    @pytest.mark.parametrize("said", ["os.path", "SomeoneElses-XL", "STDiT-XL/2"])
+    def test_a_header_that_says_something_else_says_nothing(self, said, tmp_path):
+        path = written(toy(seed=1), said, "file", tmp_path / "w")
+        for name in ("Latte-XL/2", "DiT-XL/2"):
+            torch.testing.assert_close(toy(name, from_pretrained=path).state_dict(), toy(seed=1).state_dict())
 
     def test_another_depth_is_refused(self, tmp_path):
         with pytest.raises(UserError, match=r"does not fit this Latte"):

@@ -51,6 +51,13 @@ def inputs(batch=2, size=(3, 8, 12), draws=2, visible=5, seed=1):
     }
 
 
+@pytest.mark.parametrize("length", [0, 513])
+def test_more_text_than_the_weights_have_tokens_for_is_refused_at_once(length):
+    with pytest.raises(ValueError, match=f"model_max_length={length} is not from 1 to 512"):
+        build(model_max_length=length)
+    assert build(model_max_length=512).null_condition(1).shape == (1, 1, 512, 16)
+
+
 @pytest.mark.parametrize(
     ("name", "millions"),
     [("NOVA-d48w768", 364), ("NOVA-d48w1024", 646), ("NOVA-d48w1536", 1450), ("NOVA-d48w1024-T2V", 644)],

@@ -113,7 +113,7 @@ class TestDiffusers:
         kept = {name: tensor for name, tensor in model.state_dict().items() if "y_embedding" not in name}
         assert conversion.tensors.keys() == kept.keys()
         assert all(torch.equal(conversion.tensors[name], tensor) for name, tensor in kept.items())
-        assert "left as is  1 tensor: diffusers keeps no table of 'no text'" in report(conversion, model, "f")
+        assert "left as is  1 tensor: the file has no table of 'no text'" in report(conversion, model, "f")
         assert to_diffusers(model)[1].keys() == theirs(micro, 1).state_dict().keys()
 
     def test_first_releases_had_that_table(self):

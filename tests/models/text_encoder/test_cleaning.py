@@ -1,11 +1,15 @@
 """Cleaning a thousand captions: what it keeps, what it removes, that twice is once, and that legacy is diffusers'."""
 
+import html
 import re
+from datetime import timedelta
 
 import pytest
 from diffusers import PixArtAlphaPipeline
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
-from opensora.models.text_encoder.cleaning import LEGACY, cleaner
+from opensora.models.text_encoder.cleaning import LEGACY, cleaner, until_stable
 from opensora.utils.errors import UserError
 from tests.models.text_encoder.captions import CLIPS, LANGUAGES, captions
 
@@ -27,6 +31,51 @@ def test_twice_is_once(name):
 
 def test_none_is_to_the_letter():
     assert [cleaner("none")(caption) for caption in CORPUS] == CORPUS
+
+
+# what the rules look for, to be put together in any order
+LOOKED_FOR = (
+    "page 1 12 123456 down load download free shipping click for on : ; , . .. - _ ' \" + % %25 %41 & amp; &amp; &lt; &#65; "
+    "&# 0 < > <b> </b> <! <![ <!-- --> <? [ ] ( ) / \\\\n www. .com @ a cat 一 湖 jc 6640 vc 2x3 png . \ud800 \udc00 \x00 ﬁ İ Ã ©"
+)
+PIECES = st.sampled_from(LOOKED_FOR.split(" "))
+NESTED = st.builds(lambda a, b, n: a * n + b * n, PIECES, PIECES, st.integers(1, 40))
+WEB_TEXT = st.lists(PIECES | NESTED | st.just(" ") | st.text(st.characters(), max_size=4), max_size=20).map("".join)
+
+
+@pytest.mark.parametrize("name", ["none", "basic", "legacy"])
+@settings(max_examples=200, deadline=timedelta(seconds=20), derandomize=True)
+@given(text=WEB_TEXT)
+@example("a cat on the grass " + ",".join(["一"] * 30))
+@example("a cat, " + ", ".join(["一"] * 30))
+@example(":" * 25 + " a cat")
+@example("page " * 30 + "1 " * 30)
+@example("down" * 30 + "load" * 30)
+@example("%" + "25" * 60 + "41")
+@example("&" + "amp;" * 60)
+@example("&#" + "9" * 5000 + ";")
+@example("&#" + "0" * 5000 + "65;")
+@example("a cat <![x a dog")
+@example("\ud800%41 x \udfff")
+@example("<b>" * 3000)
+def test_no_text_is_refused_and_twice_is_once(name, text):
+    clean = cleaner(name)
+    cleaned = clean(text)
+    assert clean(cleaned) == cleaned
+    cleaned.encode()  # a tokenizer takes it
+
+
+def test_rows_of_what_is_removed_leave_nothing_behind():
+    assert legacy("a cat on the grass " + ",".join(["一"] * 30)) == "a cat on the grass"
+    assert legacy(", ".join(["一"] * 3000) + " a cat") == "a cat"
+    assert legacy("page " * 30 + "1 " * 30) == ""
+    assert legacy("a cat <![x a dog") == "a cat ! x a dog"
+    assert basic(html.escape("a < b & c" + "&" * 3)) == "a < b & c&&&"
+
+
+def test_texts_that_become_each_other_have_one_result():
+    turns = {"a": "d", "d": "c", "c": "d", "b": "c"}
+    assert {until_stable(turns.__getitem__, text) for text in "abcd"} == {"c"}
 
 
 @pytest.mark.parametrize("language", LANGUAGES)

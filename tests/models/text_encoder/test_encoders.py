@@ -1,6 +1,7 @@
 """T5, CLIP and any other encoder equal `transformers` called by hand; real tokenizer code, tiny random weights."""
 
 import importlib.util
+import pickle
 import warnings
 
 import pytest
@@ -10,6 +11,8 @@ from torch.testing import assert_close
 from transformers import (
     AutoModel,
     AutoTokenizer,
+    BertConfig,
+    BertModel,
     CLIPTextConfig,
     CLIPTextModel,
     GPT2Config,
@@ -20,6 +23,7 @@ from transformers import (
 )
 
 from opensora.models.text_encoder import ClipEncoder, HFTextEncoder, T5Encoder
+from opensora.models.text_encoder.condition import TextCondition
 from opensora.utils.errors import UserError
 
 TEXTS = ["a white dog on the floor", "a lake", "", "the dog, the lake and the boat at dawn"]
@@ -29,14 +33,14 @@ needs_minilm = pytest.mark.skipif(
 )
 
 
-def save_tokenizer(folder, *, begin=None, pad="<pad>", end="</s>"):
-    """A BPE tokenizer trained on TEXTS, with T5's or CLIP's special tokens around a text."""
+def save_tokenizer(folder, *, begin=None, pad="<pad>", end="</s>", around=True):
+    """A BPE tokenizer trained on TEXTS, with T5's or CLIP's special tokens around a text, or with none."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     special = [token for token in dict.fromkeys(["<pad>", end, "<unk>", begin]) if token]
     tokenizer.train_from_iterator(TEXTS, trainers.BpeTrainer(vocab_size=60, special_tokens=special))
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{begin or ''} $A {end}".strip(),
+        single=f"{begin or ''} $A {end}".strip() if around else "$A",
         special_tokens=[(token, tokenizer.token_to_id(token)) for token in (begin, end) if token],
     )
     fast = PreTrainedTokenizerFast(
@@ -191,3 +195,76 @@ def test_a_language_model_pads_with_its_end_token(tmp_path):
     assert not mask.all()
     alone, own = encoder.encode(["a"])
     torch.testing.assert_close(y[1:][own[:, None]], alone[own[:, None]])
+
+
+@pytest.mark.parametrize("length", [5, 8, 20])
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_nothing_but_empty_captions_of_a_tokenizer_without_special_tokens(tmp_path, family, length):
+    save_tokenizer(tmp_path, around=False)
+    if family == "bert":
+        size = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+        BertModel(BertConfig(vocab_size=60, max_position_embeddings=32, **size)).save_pretrained(tmp_path)
+    else:
+        GPT2Model(GPT2Config(vocab_size=60, n_embd=16, n_layer=1, n_head=2, n_positions=32)).save_pretrained(tmp_path)
+    encoder = HFTextEncoder(str(tmp_path), model_max_length=length, padding="longest")
+    for texts in ([""], ["", ""]):
+        y, mask = encoder.encode(texts)
+        assert y.shape == (len(texts), 1, length, 16)
+        assert y.isfinite().all()
+        assert not mask.any()
+        assert not y[:, 0, 8:].any()
+    assert encoder.encode(["", "a cat"]).mask.any(dim=1).tolist() == [False, True]
+
+
+MOVES = {
+    "to": lambda module: module.to("cpu", torch.bfloat16),
+    "bfloat16": lambda module: module.bfloat16(),
+    "half": lambda module: module.half(),
+    "from outside": lambda module: torch.nn.ModuleList([module]).half()[0],
+    "there and back": lambda module: module.half().half().float(),
+}
+
+
+@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("between_uses", ["keep", "cpu", "unload"])
+def test_a_moved_encoder_is_one_that_was_built_so(t5_folder, between_uses, move):
+    moved = MOVES[move](T5Encoder(t5_folder, model_max_length=32, between_uses=between_uses))
+    dtype = {"to": "bf16", "bfloat16": "bf16", "there and back": "fp32"}.get(move, "fp16")
+    new = T5Encoder(t5_folder, model_max_length=32, dtype=dtype)
+    formats = {name: p.dtype for name, p in new.model.named_parameters()}
+    assert moved.dtype == new.dtype == new.model.dtype
+    assert {name: p.dtype for name, p in moved.model.named_parameters()} == formats
+    assert torch.float32 in formats.values() or dtype == "bf16"  # T5's, in fp16
+    assert moved.fingerprint() == new.fingerprint()
+    assert_close(moved.encode(TEXTS), new.encode(TEXTS), rtol=0, atol=0)
+    assert_close(moved.encode(TEXTS), new.encode(TEXTS), rtol=0, atol=0)  # after being unloaded, if it is
+    assert moved.dtype == new.dtype
+
+
+@pytest.mark.parametrize("between_uses", ["keep", "cpu", "unload"])
+def test_where_it_computes_may_come_from_outside(t5_folder, between_uses):
+    encoder = T5Encoder(t5_folder, model_max_length=32, between_uses=between_uses)
+    torch.nn.ModuleList([encoder]).to_empty(device="meta")
+    assert encoder.device == torch.device("meta")
+    assert encoder.model.device == torch.device("meta" if between_uses == "keep" else "cpu")
+    encoder.unload()
+    encoder.to(dtype=torch.bfloat16)  # recorded, and read so
+    assert encoder.dtype == torch.bfloat16
+    assert encoder._load().dtype == torch.bfloat16
+
+
+def test_overflow_is_seen_after_half(t5_folder, monkeypatch):
+    encoder = T5Encoder(t5_folder, model_max_length=32).half()
+    monkeypatch.setattr(encoder, "condition", lambda tokens: TextCondition(torch.full((1, 1, 32, 16), torch.inf), None))
+    with pytest.raises(UserError, match="not finite in fp16"):
+        encoder.encode(["a lake"])
+
+
+def test_it_can_be_pickled_after_a_caption_was_cut(t5_folder):
+    encoder = T5Encoder(t5_folder, model_max_length=6)
+    with pytest.warns(UserWarning, match="is cut to model_max_length=6"):
+        expected = encoder.encode(TEXTS)
+    copy = pickle.loads(pickle.dumps(encoder))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_close(copy.encode(TEXTS), expected)

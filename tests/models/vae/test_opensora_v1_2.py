@@ -42,6 +42,13 @@ def test_lengths(full_size):
     assert [full_size.video_frames(t) for t in (1, 4, 5, 6, 15)] == [4, 16, 17, 21, 51]
 
 
+def test_leads_of_pieces(full_size):
+    """The frames that zeros in front leave of the first latent frame's four."""
+    assert [full_size.lead(frames) for frames in range(1, 18)] == [1, 2, 3, 4] * 4 + [1]
+    assert build("VideoAutoencoderKL").lead(1) == build("KLWan").lead(9) == 1
+    assert build("KLAllegro").lead(8) == 4
+
+
 def test_scale_of_the_latents(full_size):
     assert_close(full_size.shift, torch.tensor([-0.10, 0.34, 0.27, 0.98]))
     assert_close(1 / full_size.scaling_factor, torch.tensor([3.85, 2.32, 2.33, 3.06]))

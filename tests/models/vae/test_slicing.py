@@ -152,6 +152,23 @@ def test_shifted_latents_of_diffusers(frames):
     assert_close(z, sliced_vae(ours, frames, generators=generator(0)), rtol=1e-4, atol=1e-5)
 
 
+def test_latents_that_diffusers_scales_by_channel(frames):
+    """What training a VAE here exports: each channel has its mean and standard deviation."""
+    statistics = {"latents_mean": [0.1, -0.2, 0.3, 0.0], "latents_std": [2.0, 1.5, 1.0, 0.5]}
+    for numbers in (
+        {**statistics, "scaling_factor": 1.0},
+        {**statistics, "scaling_factor": 0.5, "shift_factor": 0.3},  # which is ignored beside a mean
+        {"latents_mean": statistics["latents_mean"], "scaling_factor": 0.5},
+    ):
+        theirs = AutoencoderKL(**vae_arguments(), **numbers).eval()
+        ours = VideoAutoencoderKL(architecture={**KL, **numbers}).eval()
+        ours.autoencoder.load_state_dict(theirs.state_dict())
+        z = sliced_vae(theirs, frames, generators=generator(0))
+        assert_close(z, sliced_vae(ours, frames, generators=generator(0)), rtol=1e-4, atol=1e-5)
+    with pytest.raises(UserError, match="AutoencoderKL: latents_mean and latents_std do not fit 4 channels"):
+        sliced_vae(AutoencoderKL(**vae_arguments(), latents_mean=[0.0] * 3, latents_std=[1.0] * 3), frames)
+
+
 def vae_arguments():
     levels = len(KL["block_out_channels"])
     blocks = {

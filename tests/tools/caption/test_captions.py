@@ -26,7 +26,7 @@ from opensora.datasets.table_files import read_frame
 from opensora.inference.prompt_text import with_scores
 from opensora.utils.errors import UserError
 from tools.caption.__main__ import captioner_of, main, read_arguments
-from tools.caption.captioner import EMPTY, Captioner, suffixed
+from tools.caption.captioner import EMPTY, Captioner, describer, suffixed
 from tools.caption.prompts import TEMPLATES, columns_in, filled, prompt_of
 from tools.caption.statistics import report
 
@@ -89,7 +89,7 @@ class Server(ThreadingHTTPServer):
     """An OpenAI-compatible server that answers from a list of (code, caption), then with the size of the first picture."""
 
     def __init__(self, *answers):
-        self.answers, self.requests, self.lock = list(answers), [], threading.Lock()
+        self.answers, self.requests, self.lock, self.broken = list(answers), [], threading.Lock(), None
         super().__init__(("127.0.0.1", 0), Handler)
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
@@ -103,8 +103,12 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         with self.server.lock:
             self.server.requests.append((self.path, self.headers.get("Authorization"), body))
-            code, text = self.server.answers.pop(0) if self.server.answers else (200, self.described(body))
-        payload = json.dumps({"choices": [{"message": {"content": text}}]}).encode()
+            described = 200, self.described(body)
+            code, text = self.server.answers.pop(0) if self.server.answers else described
+            if self.server.broken:
+                code, text = self.server.broken(described[1])
+        choices = [] if text is None else [{"message": {"content": text}}]
+        payload = json.dumps({"choices": choices} if code < 400 else {"error": text}).encode()
         self.send_response(code)
         self.end_headers()
         self.wfile.write(payload)
@@ -177,16 +181,102 @@ def test_a_wrong_key_ends_the_run(server):
     assert len(there.requests) == 1
 
 
-def test_a_server_that_is_not_there_is_a_reason_too(waits):
-    (row,) = Captioner(model="m", endpoint="http://127.0.0.1:9/v1", retries=1, timeout_s=2).score(PATHS[:1])
-    assert "127.0.0.1:9" in row["error"]
+def test_a_server_that_is_not_there_ends_the_run(waits):
+    with pytest.raises(UserError, match=r"127\.0\.0\.1:9.*the same command goes on"):
+        Captioner(model="m", endpoint="http://127.0.0.1:9/v1", retries=1, timeout_s=2).score(PATHS[:2])
+    assert waits == [0, 2]
+
+
+@pytest.mark.parametrize("code", [400, 413, 422])
+def test_a_refused_request_costs_its_own_row_and_is_not_sent_again(server, code):
+    there = server((code, "content filter"))
+    first, second = (Captioner(model="m", endpoint=there.url).score([path])[0] for path in PATHS[:2])
+    assert f"{code}" in first["error"]
+    assert "content filter" in first["error"]
+    assert second["text"].startswith("4 frames")
+    assert len(there.requests) == 2
+
+
+@pytest.mark.parametrize("code", [401, 403, 404, 405])
+def test_wrong_settings_end_the_run(server, code):
+    with pytest.raises(UserError, match=f"{code}.*is the model's name right"):
+        Captioner(model="m", endpoint=server((code, "")).url).score(PATHS[:1])
+
+
+def test_a_clip_that_breaks_the_server_each_time_costs_its_own_row(server):
+    there = server()
+    there.broken = lambda text: (500, "") if "320 x 180" in text else (200, text)
+    rows = Captioner(model="m", endpoint=there.url, retries=1).score(PATHS[:1])
+    assert "500" in rows[0]["error"]  # but for a plain picture, there is an answer
+
+
+def test_an_answer_that_is_no_chat_ends_the_run(server):
+    there = server()
+    there.broken = lambda text: (200, None)
+    with pytest.raises(UserError, match="no chat completion"):
+        Captioner(model="m", endpoint=there.url, retries=0).score(PATHS[:1])
+
+
+def test_half_an_emoji_becomes_a_mark_in_the_table(server, tmp_path, monkeypatch):
+    there = server((200, "a fox \ud83e\udd8a runs \ud83d"))
+    command(monkeypatch, tmp_path, there.url, "--batch-size", "1")
+    main()
+    assert read_frame(tmp_path / "out.csv")["text"][0] == "a fox 🦊 runs \ufffd"
+
+
+def command(monkeypatch, folder, url, *options):
+    table = folder / "clips.csv"
+    if not table.exists():
+        pd.DataFrame({"path": [p.name for p in PATHS]}).to_csv(table, index=False)
+    argv = [
+        "caption", str(table), "--root", str(CLIPS), "--out", str(folder / "out.csv"), "--model", "m", "--endpoint", url,
+        "--num-workers", "0", "--part-rows", "3", "--retries", "1", *options,
+    ]  # fmt: skip
+    monkeypatch.setattr("sys.argv", argv)
+
+
+@pytest.mark.parametrize("code", [500, 503, 429])
+def test_a_server_that_is_away_for_a_while_leaves_its_rows_to_the_next_run(server, tmp_path, monkeypatch, capsys, code):
+    there = server()
+    command(monkeypatch, tmp_path, there.url, "--batch-size", "1")
+    there.broken = lambda text: (code, "") if len(there.requests) > 2 else (200, text)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert f"{code}" in capsys.readouterr().err
+    assert not (tmp_path / "out.csv").exists()
+    there.broken, sent = None, len(there.requests)
+    main()
+    assert len(there.requests) - sent == 2  # what was captioned before is not sent again
+    out = read_frame(tmp_path / "out.csv")
+    assert out["status"].tolist() == ["ok"] * 4
+    assert all(out["text"])
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+@pytest.mark.multiprocess
+def test_rows_that_failed_are_tried_again_and_no_others(server, tmp_path, monkeypatch, workers):
+    there = server((200, "one."), (400, "filtered"), (200, "three."), (400, "filtered"))
+    command(monkeypatch, tmp_path, there.url, "--batch-size", "1")
+    main()
+    assert [bool(text) for text in read_frame(tmp_path / "out.csv")["text"]] == [True, False, True, False]
+    describer.cache_clear()
+    command(
+        monkeypatch, tmp_path, there.url, "--retry-failed", "--overwrite", "--timeout-s", "60", "--num-workers", workers
+    )
+    main()
+    out = read_frame(tmp_path / "out.csv")
+    assert out["text"].tolist()[::2] == ["one.", "three."]
+    assert all(text.startswith("4 frames") for text in out["text"].tolist()[1::2])
+    assert out["status"].tolist() == ["ok"] * 4
+    assert len(there.requests) == 6
 
 
 def test_the_command_goes_on_where_it_stopped_and_prints_figures(server, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     table = tmp_path / "clips.csv"
     pd.DataFrame({"path": [p.name for p in PATHS], "aes": [5.5, None, 4, 3]}).to_csv(table, index=False)
-    there = server((200, "a."), (200, "b."), (400, ""))
+    there = server((200, "a."), (200, "b."), (401, ""))
     argv = [
         "caption", str(table), "--root", str(CLIPS), "--out", str(tmp_path / "out.csv"), "--model", "m", "--endpoint", there.url,
         "--batch-size", "1", "--part-rows", "2", "--num-workers", "0", "--scores", "aes",

@@ -11,9 +11,11 @@ from PIL import Image
 from opensora.datasets.read_video import probe, read_frames
 from opensora.utils.errors import UserError
 from tools.datasets import analyze
+from tools.datasets.datautil.__main__ import run as datautil
 from tools.datasets.split import groups_of, run, shares_of
 from tools.datasets.transform import img_rand_crop, img_resize, vid_frame_extract
 from tools.datasets.transform import run as transform
+from tools.footage.__main__ import run as chain
 from tools.footage.rows import read_rows, write_rows
 from tools.frame_interpolation.interpolation import FlowMiddle, LearnedMiddle, interpolated
 from tools.frame_interpolation.interpolation import run as interpolate
@@ -55,6 +57,72 @@ def test_groups_are_connected_components(tmp_path):
                 break
             reached = after
         assert groups_of(tmp_path / "t.csv", by).tolist() == reached, by
+
+
+@pytest.fixture
+def with_copies(tmp_path):
+    """A table in a folder of its own, of 50 clips and a copy of each."""
+    rows = [{"path": f"clips/{i}.mp4", "duplicate_of": ""} for i in range(50)]
+    rows += [{"path": f"clips/copy{i}.mp4", "duplicate_of": f"clips/{i}.mp4"} for i in range(50)]
+    (tmp_path / "a").mkdir()
+    write_rows(tmp_path / "a" / "x.csv", rows)
+    return tmp_path / "a" / "x.csv"
+
+
+def leaks(table: Path) -> int:
+    targets = run(table, {"train": 0.8, "val": 0.2}, ["duplicate_of"])
+    part = {Path(row["path"]).stem: name for name, path in targets.items() for row in read_rows(path)}
+    return sum(part[f"copy{i}"] != part[str(i)] for i in range(50))
+
+
+@pytest.mark.parametrize("options", [(), ("--abspath",), ("--relpath", ".")])
+def test_copies_stay_in_one_part_when_paths_are_rewritten(with_copies, tmp_path, monkeypatch, options):
+    monkeypatch.chdir(tmp_path)
+    datautil([str(with_copies), *options, "--output", str(tmp_path / "b" / "y.csv")])
+    assert leaks(tmp_path / "b" / "y.csv") == 0
+
+
+def test_copies_stay_in_one_part_when_the_column_comes_from_another_table(with_copies, tmp_path):
+    write_rows(tmp_path / "y.csv", ({"path": f"a/{row['path']}"} for row in read_rows(with_copies)))
+    datautil([str(tmp_path / "y.csv"), "--abspath", "--merge", str(with_copies), "--output", str(tmp_path / "z.csv")])
+    assert leaks(tmp_path / "z.csv") == 0
+
+
+@pytest.mark.parametrize("folder", ["a", "elsewhere"])
+def test_copies_stay_in_one_part_behind_a_chain(with_copies, tmp_path, folder):
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(f"stages:\n- {{type: read, table: {with_copies}}}\n- {{type: table, output: train.csv}}\n")
+    chain(recipe, tmp_path / folder)
+    rows = list(read_rows(tmp_path / folder / "train.csv"))
+    base = "" if folder == "a" else f"{tmp_path}/a/"  # below the chain's folder, paths become relative again
+    assert rows[50] == {"path": f"{base}clips/copy0.mp4", "duplicate_of": f"{base}clips/0.mp4"}
+    assert leaks(tmp_path / folder / "train.csv") == 0
+
+
+def test_a_split_refuses_paths_that_were_rewritten_in_one_column_alone(with_copies, tmp_path, capsys):
+    rows = list(read_rows(with_copies))
+    write_rows(tmp_path / "y.csv", ({**row, "path": f"a/{row['path']}"} for row in rows))
+    with pytest.raises(UserError, match=r"50 rows are a duplicate_of a path that no row has.*but there is a/clips"):
+        leaks(tmp_path / "y.csv")
+    assert not list(tmp_path.glob("y_*.csv"))
+    write_rows(tmp_path / "z.csv", rows[1:])  # the first of two has been dropped
+    run(tmp_path / "z.csv", {"train": 0.8, "val": 0.2}, ["duplicate_of"])
+    assert "1 rows are a duplicate_of a path that no row has, such as clips/0.mp4" in capsys.readouterr().out
+
+
+def test_a_source_is_rewritten_where_it_is_a_file_and_not_where_it_is_a_name(tmp_path):
+    for folder in ("x", "y"):
+        (tmp_path / folder).mkdir()
+        rows = [{"path": "a.mp4", "source": "film.mp4"}, {"path": "b.mp4", "source": "trailer"}]
+        write_rows(tmp_path / folder / "t.csv", rows)
+        (tmp_path / folder / "film.mp4").touch()
+    datautil([*(str(tmp_path / folder / "t.csv") for folder in "xy"), "--output", str(tmp_path / "t.csv")])
+    assert [row["source"] for row in read_rows(tmp_path / "t.csv")] == [
+        "x/film.mp4",
+        "trailer",
+        "y/film.mp4",
+        "trailer",
+    ]
 
 
 def test_the_order_of_rows_changes_no_part(tmp_path):

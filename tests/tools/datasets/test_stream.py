@@ -8,6 +8,7 @@ from opensora.datasets.table_files import read_frame
 from opensora.utils.errors import UserError
 from tools.datasets.datautil.io import write_frames
 from tools.datasets.stream import columns_of, count_rows, read_blocks, write_blocks
+from tools.footage.rows import divide_rows, read_rows, write_rows
 
 KINDS = ("csv", "jsonl", "parquet")
 ODD = ["NA", "", "a, b", 'the "quick"\nfox', "a\rb", "0.50", "007", "🦊", "é"]
@@ -56,6 +57,28 @@ def test_a_column_that_begins_empty_gets_its_type_later(tmp_path):
     frame = read_frame(path)
     assert frame["flow"].tolist()[2:] == [1.5, 2.0]
     assert frame["ocr"].dtype == "Int64"
+
+
+@pytest.mark.parametrize("name", ["text", "\\ud83d", "inside"])
+def test_half_an_emoji_is_refused_where_it_is(tmp_path, name):
+    path = tmp_path / "t.jsonl"
+    cell = '{"deep": ["\\ud83d"]}' if name == "inside" else '"a fox \\ud83d"'
+    path.write_text('{"path": "a.mp4", "text": "a fox \\ud83e\\udd8a"}\n' + f'{{"path": "b.mp4", "{name}": {cell}}}\n')
+    for read in (columns_of, count_rows, lambda table: list(read_rows(table))):
+        with pytest.raises(UserError, match=r"t\.jsonl, line 2: .* half of a character"):
+            read(path)
+
+
+def test_half_an_emoji_of_a_program_is_refused_by_all_that_write(tmp_path):
+    row = {"path": "a.mp4", "text": "a fox \ud83d"}
+    for kind in ("csv", "jsonl"):
+        with pytest.raises(UserError, match=rf"o\.{kind}: a cell holds '.ud83d'"):
+            write_blocks(tmp_path / f"o.{kind}", list(row), [{name: [cell] for name, cell in row.items()}])
+    with pytest.raises(UserError, match="is no text"):
+        write_rows(tmp_path / "o.jsonl", [row])
+    with pytest.raises(UserError, match="is no text"):
+        divide_rows(tmp_path / "k.jsonl", tmp_path / "d.jsonl", [(row, "")])
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_is_wrong_is_named_and_leaves_no_file(tmp_path):

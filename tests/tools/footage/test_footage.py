@@ -24,7 +24,7 @@ from tools.datasets import doctor
 from tools.footage import stages
 from tools.footage.__main__ import run
 from tools.footage.recipe import read_recipe
-from tools.footage.rows import read_rows
+from tools.footage.rows import read_rows, write_rows
 from tools.scoring import parts
 
 CLIPS = Path(__file__).parents[3] / "assets" / "clips"
@@ -227,6 +227,51 @@ def test_recipes_report_all_that_is_wrong(tmp_path):
     path.write_text("stages:\n- type: probe\n  part_row: 3\n- type: cutt\n")
     with pytest.raises(UserError, match=r"part_row.*Did you mean.*cutt.*first stage finds files"):
         read_recipe(path, stages.STAGES)
+
+
+CELLS = {  # of a column in each format, in the rows a to e
+    "csv": ["0.9", "0.2", "", "1", "0"],
+    "jsonl": [0.9, 0.2, None, True, 0],
+    "parquet": [0.9, 0.2, None, 1.0, 0.0],
+}
+
+
+@pytest.mark.parametrize("kind", CELLS)
+@pytest.mark.parametrize(
+    ("setting", "kept"),
+    [
+        ("my_score_min: 0.5", "ad"),
+        ("my_score_max: 0.5", "be"),
+        ("equals: {my_score: 0}", "e"),
+        ("equals: {my_score: 1}", "d"),
+        ("equals: {my_score: true}", "d"),
+        ("equals: {my_score: false}", "e"),
+        ("equals: {my_score: 0.9}", "a"),
+        ("equals: {my_score: '0.9'}", "a"),
+        ("equals: {my_score: null}", "c"),
+        ("empty: [my_score]", "c"),
+    ],
+)
+def test_a_filter_sees_the_same_in_all_formats(tmp_path, kind, setting, kept):
+    table = tmp_path / f"t.{kind}"
+    rows = [{"path": name, "my_score": cell} for name, cell in zip("abcde", CELLS[kind], strict=True)]
+    if kind == "jsonl":
+        del rows[2]["my_score"]  # a row that lacks the column has an empty cell
+    write_rows(table, rows)
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(f"stages:\n- {{type: read, table: {table}}}\n- {{type: filter, {setting}}}\n")
+    done = run(recipe, tmp_path / "out")
+    assert "".join(Path(row["path"]).name for row in read_rows(done[-1].kept)) == kept
+
+
+def test_a_filter_by_truth_reads_the_words_of_a_csv_and_by_number_no_others(tmp_path):
+    table, recipe = tmp_path / "t.csv", tmp_path / "r.yaml"
+    table.write_text("path,good,start\na,True,\nb,False,\nc,perhaps,\n")
+    recipe.write_text(f"stages:\n- {{type: read, table: {table}}}\n- {{type: filter, equals: {{good: true}}}}\n")
+    assert [Path(row["path"]).name for row in read_rows(run(recipe, tmp_path / "out")[-1].kept)] == ["a"]
+    recipe.write_text(f"stages:\n- {{type: read, table: {table}}}\n- {{type: filter, good_min: 1}}\n")
+    with pytest.raises(UserError, match="good holds 'perhaps', which is no number"):
+        run(recipe, tmp_path / "out")
 
 
 def test_a_stage_that_leaves_nothing_says_so(tmp_path, folder):

@@ -1,21 +1,24 @@
 """Whole tables: parts, resuming, several processes, merging."""
 
 import dataclasses
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 
 from opensora.datasets.table_files import read_frame
 from opensora.utils.errors import UserError
 from tools.scoring.__main__ import chosen_scorers
-from tools.scoring.job import Job, run
+from tools.scoring.job import Job, compared, run
 from tools.scoring.parts import Part, score_part
 from tools.scoring.registry import scorer
 
@@ -156,6 +159,92 @@ def test_a_broken_file_is_named_in_the_table_and_a_known_fault_stays(table, tmp_
     assert out["status"][2] == "too dark"
     assert out["black"].tolist() == ["0", "", "0"]
     assert "black: 1 files could not be read" in capsys.readouterr().out
+
+
+def status_and_length(path):
+    frame = read_frame(path)
+    return list(zip(frame["status"].tolist(), frame["length"].tolist(), strict=True))
+
+
+@dataclass(frozen=True)
+class Choosy:
+    """A scorer that has nothing for some files, as a file beside them says."""
+
+    folder: str
+    columns = ("length",)
+    needs = ()
+
+    def score(self, paths, **needed):
+        folder = Path(self.folder)
+        with (folder / "log").open("a") as file:
+            file.writelines(f"{path.name}\n" for path in paths)
+        bad = (folder / "bad").read_text().split()
+        if "crash" in bad and any(path.name == NAMES[10] for path in paths):
+            raise UserError("no server")
+        return [
+            {"length": None, "error": "none today"} if path.name in bad else {"length": len(path.name)}
+            for path in paths
+        ]
+
+
+def test_rows_that_failed_are_scored_again_also_of_parts_that_are_not_complete(table, tmp_path):
+    bad, log = tmp_path / "bad", tmp_path / "log"
+    bad.write_text(" ".join([NAMES[1], NAMES[3], NAMES[9], "crash"]))
+    choosy = job(table, {"choosy": Choosy(str(tmp_path))}, batch_size=1)
+    again = dataclasses.replace(choosy, again="failed")
+    with pytest.raises(UserError, match="no server"):
+        run(choosy, 0)  # in the third part, whose second row failed
+    log.unlink()
+    bad.write_text(f"{NAMES[3]} crash")
+    with pytest.raises(UserError, match="no server"):
+        run(again, 0)
+    assert names_in(log) == [NAMES[1], NAMES[3], NAMES[9], NAMES[10]]
+    log.unlink()
+    bad.write_text("")
+    run(choosy, 0)  # the same command as at first goes on, and leaves alone what failed
+    assert names_in(log) == NAMES[10:]
+    lengths = [("ok", str(len(name))) for name in NAMES]
+    expected = [*lengths[:3], ("none today", ""), *lengths[4:]]
+    assert status_and_length(choosy.out) == expected
+    log.unlink()
+    run(again, 0)
+    assert names_in(log) == [NAMES[3]]
+    assert status_and_length(choosy.out) == lengths
+    assert {path.suffix for path in choosy.parts.glob("part-*")} == {".jsonl"}
+
+
+@pytest.mark.multiprocess
+def test_a_file_that_kills_its_decoder_is_tried_again_once_more(table, tmp_path):
+    log = tmp_path / "log"
+    killing = job(table, {"length": Length(str(log), dies_at=NAMES[5])}, batch_size=4)
+    run(killing, 1)
+    log.unlink()
+    out = read_frame(run(dataclasses.replace(killing, again="failed"), 1))
+    assert names_in(log) == [NAMES[5]] * 2
+    assert "crashes its decoder" in out["status"][5]
+
+
+def test_under_torchrun_nothing_is_opened_again(table, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match=r"--retry-failed.*--num-workers"):
+        run(job(table, {"black": scorer("black")}, again="failed"))
+
+
+def test_what_is_compared_is_not_held_as_rows(table, tmp_path):
+    count = 20_000
+    rng = np.random.default_rng(0)
+    table.write_text("path\n" + "".join(f"folder/of/clips/{i:08d}.mp4\n" for i in range(count)))
+    chosen = job(table, {"duplicate": scorer("duplicate"), "black": scorer("black")}, part_rows=count)
+    chosen.parts.mkdir()
+    with Part(chosen.parts, 0).done.open("w") as file:
+        for hashes in rng.integers(0, 1 << 63, (count, 3)).tolist():
+            phash = "".join(f"{part:016x}" for part in hashes)
+            file.write(json.dumps({"phash": phash, "black": 0.5, "more": list(range(9))}) + "\n")
+    tracemalloc.start()
+    assert set(compared(chosen, count)["duplicate_of"]) == {None}
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 500 * count  # bytes, of which the tables' reader takes some; with whole rows, 1500
 
 
 def test_columns_that_are_missing_or_there_already_are_named(table):

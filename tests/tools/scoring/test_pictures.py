@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from scipy.ndimage import gaussian_filter
 from opensora.datasets.read_video import read_frames
 from opensora.utils.errors import UserError
 from tests.tools.scoring.videos import picture, seen, write_video
-from tools.scoring.duplicate import Duplicate, alike, clip_hash, first_alike
+from tools.scoring.duplicate import Duplicate, clip_hash, first_alike
 from tools.scoring.ocr import covered, finder
 from tools.scoring.registry import names, scorer
 
@@ -74,19 +75,64 @@ def test_plain_clips_have_no_hash(tmp_path):
     assert Duplicate().compare(table) == {"duplicate_of": [None] * 2, "duplicate_bits": [None] * 2}
 
 
-def test_no_pair_is_missed_when_not_all_are_compared(monkeypatch):
+def turned(hashes: np.ndarray, most: int, rng: np.random.Generator) -> np.ndarray:
+    """Hashes with up to `most` bits of each frame turned."""
+    turned = hashes.copy()
+    for _ in range(most):
+        bits = np.uint64(1) << rng.integers(0, 64, hashes.shape).astype(np.uint64)
+        turned ^= np.where(rng.random(hashes.shape) < 0.7, bits, np.uint64(0))
+    return turned
+
+
+def by_the_definition(hashes: np.ndarray, bits: int) -> list[tuple[int, int, int]]:
+    rows = [[int(frame) for frame in row] for row in hashes]
+    kept, found = [], []
+    for i, row in enumerate(rows):
+        for j in kept:
+            apart = max(bin(a ^ b).count("1") for a, b in zip(row, rows[j], strict=True))
+            if apart <= bits:
+                found.append((i, j, apart))
+                break
+        else:
+            kept.append(i)
+    return found
+
+
+def sets_of_hashes() -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
-    hashes = rng.integers(0, 1 << 63, (300, 3), dtype=np.uint64)
-    for row in range(150, 300):  # copies with up to 8 bits of each frame turned
-        hashes[row] = hashes[row % 75]
-        for frame in range(3):
-            for bit in rng.integers(0, 64, rng.integers(0, 9)):
-                hashes[row, frame] ^= np.uint64(1) << np.uint64(bit)
-    all_pairs = alike(hashes, 4)
-    monkeypatch.setattr("tools.scoring.duplicate.FEW", 0)
-    some = alike(hashes, 4)
-    assert len(all_pairs[0]) > 20
-    assert np.array_equal(all_pairs, some)
+    base = rng.integers(0, 1 << 63, (60, 3), dtype=np.uint64)
+    drift = np.cumsum(np.eye(3, dtype=np.uint64)[np.arange(300) % 3], axis=0)
+    return {
+        "unlike": rng.integers(0, 1 << 63, (300, 3), dtype=np.uint64),
+        "near": turned(base[:1].repeat(400, 0), 3, rng),
+        "about as near as counts": turned(base[:1].repeat(250, 0), 6, rng),
+        "of some kinds": turned(base[rng.integers(0, 60, 400)], 4, rng),
+        "drifting": np.uint64(1) << (drift % np.uint64(64)) ^ (np.uint64(1) << (drift // np.uint64(3))),
+        "equal": base[:1].repeat(20, 0),
+        "none": base[:0],
+    }
+
+
+@pytest.mark.parametrize("few", [1, 40, 2000])
+@pytest.mark.parametrize("kind", sets_of_hashes())
+def test_duplicates_are_those_of_the_definition_however_they_are_searched(monkeypatch, kind, few):
+    monkeypatch.setattr("tools.scoring.duplicate.FEW", few)
+    monkeypatch.setattr("tools.scoring.duplicate.BLOCK", 64)
+    hashes = sets_of_hashes()[kind]
+    for bits in (0, 3, 6):
+        assert list(first_alike(hashes, bits)) == by_the_definition(hashes, bits)
+
+
+def test_memory_grows_with_the_clips_also_where_all_are_alike(monkeypatch):
+    monkeypatch.setattr("tools.scoring.duplicate.FEW", 500)  # so that it is the search for many
+    rng = np.random.default_rng(0)
+    hashes = turned(rng.integers(0, 1 << 63, (1, 3), dtype=np.uint64).repeat(3000, 0), 3, rng)
+    tracemalloc.start()
+    found = sum(1 for _ in first_alike(hashes, 6))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert found == 2999
+    assert peak < 1000 * len(hashes)  # bytes; the pairs are 4.5 million
 
 
 def test_what_is_kept_is_never_called_a_duplicate():

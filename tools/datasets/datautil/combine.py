@@ -14,7 +14,7 @@ from opensora.datasets.table_files import is_numeric, read_frame, strings
 from opensora.registry import did_you_mean
 from opensora.utils.errors import UserError
 from tools.datasets.datautil.operations import Result, Sheet, keep, operation
-from tools.datasets.datautil.paths import places, rebased
+from tools.datasets.datautil.paths import REPEATS, SOURCE, places, rebased, respelled
 
 GROUP = "other tables (rows belong together when they name the same file)"
 
@@ -51,16 +51,19 @@ def merge(tables: Sequence[tuple[Path, pd.DataFrame]], root: Path | None, folder
         if absent := [name for name in every if name not in frame.columns]:
             line += f", without {', '.join(absent)} (left empty)"
         if root is None and "path" in frame.columns:
-            before = strings(frame["path"])
-            after = rebased(before, source.parent, folder)
-            if changed := int((before != after).sum()):
+            columns = _rebased(frame, source.parent, folder)
+            if changed := int((strings(frame["path"]) != columns["path"]).sum()):
                 line += f"; {changed} paths rewritten to be relative to {folder}"
-                frame = frame.assign(path=after)
+            frame = frame.assign(**columns)
         lines.append(line)
         frames.append(frame)
     columns = {name: _stacked(name, frames) for name in every}
     whole = pd.DataFrame(columns, index=pd.RangeIndex(sum(map(len, frames))))
     return Sheet(whole, folder if root is None else root, root), lines
+
+
+def _rebased(frame: pd.DataFrame, old: Path, new: Path) -> dict[str, pd.Series]:
+    return respelled(frame, old, lambda names: rebased(names, old, new))
 
 
 def _stacked(name: str, frames: Sequence[pd.DataFrame]) -> pd.Series:
@@ -81,8 +84,11 @@ def _stacked(name: str, frames: Sequence[pd.DataFrame]) -> pd.Series:
 
 
 class _Other(NamedTuple):
+    """Another table, the place of each row's file, and what its relative paths are relative to."""
+
     frame: pd.DataFrame
     places: pd.Series
+    folder: Path
 
 
 def _read_other(sheet: Sheet, source: str) -> _Other:
@@ -90,7 +96,8 @@ def _read_other(sheet: Sheet, source: str) -> _Other:
     frame = read_frame(path)
     if "path" not in frame.columns:
         raise UserError(f"{path} has no column 'path'; its columns are: {', '.join(frame.columns)}.")
-    return _Other(frame, places(strings(frame["path"]), sheet.root or path.parent))
+    folder = sheet.root or path.parent
+    return _Other(frame, places(strings(frame["path"]), folder), folder)
 
 
 def _places(sheet: Sheet) -> pd.Series:
@@ -125,13 +132,27 @@ def _with_columns_of(sheet: Sheet, other: _Other) -> Result:
     index = pd.Index(other.places[first])
     match = index.get_indexer(pd.Index(_places(sheet)))  # -1 where there is none
     new = [name for name in other.frame.columns if name not in sheet.frame.columns]
-    columns = {name: _picked(other.frame[name][first], match) for name in new}
+    frame = other.frame.assign(**_as_here(sheet, other))
+    columns = {name: _picked(frame[name][first], match) for name in new}
     notes = [f"new columns: {', '.join(new) or 'none'}"]
     if absent := int((match < 0).sum()):
         notes.append(f"{absent} rows have no partner")
     if twice := int((~first).sum()):
         notes.append(f"{twice} rows of the other table name a file again and were not looked at")
     return Result(sheet.with_columns(**columns), note="; ".join(notes))
+
+
+def _as_here(sheet: Sheet, other: _Other) -> dict[str, pd.Series]:
+    """The other table's columns of paths but `path`, spelled as this table spells the same files."""
+    columns = _rebased(other.frame, other.folder, sheet.folder)
+    if REPEATS in columns:
+        here = dict(zip(_places(sheet), sheet.text("path"), strict=True))
+        there = places(strings(other.frame[REPEATS]), other.folder)
+        spelled = zip(there, columns[REPEATS], strict=True)
+        columns[REPEATS] = pd.Series(
+            [here.get(place, name) for place, name in spelled], index=there.index, dtype=object
+        )
+    return {name: columns[name] for name in (REPEATS, SOURCE) if name in columns}
 
 
 def _picked(column: pd.Series, match: np.ndarray) -> pd.Series:

@@ -2,16 +2,19 @@
 
 import functools
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
+from opensora.datasets.table_files import strings
 from opensora.utils.errors import UserError
 from tools.datasets.datautil.operations import Result, Sheet, operation
 
 PATHS = "paths"
+REPEATS, SOURCE = "duplicate_of", "source"  # columns that hold paths as `path` does, the second among other words
 
 
 def is_url(name: str) -> bool:
@@ -25,6 +28,27 @@ def rebased(names: pd.Series, old: Path, new: Path) -> pd.Series:
     if old == new:
         return names
     return names.map(lambda name: os.path.relpath(_joined(old, name), new) if _is_relative(name) else name)
+
+
+def respelled(frame: pd.DataFrame, folder: Path, spell: Callable[[pd.Series], pd.Series]) -> dict[str, pd.Series]:
+    """Each column of a table that holds paths, spelled anew, so that equal paths stay equal: `split` joins by them.
+
+    `source` may be the film that a clip was cut from, or a mere name: what names no file from `folder` stays as it is.
+    """
+    columns = {name: spell(strings(frame[name])) for name in ("path", REPEATS) if name in frame.columns}
+    if SOURCE in frame.columns:
+        names = strings(frame[SOURCE])
+        files = [name for name in names.unique() if _is_file(folder, name)]
+        if files:
+            columns[SOURCE] = spell(names).where(names.isin(files), names)
+    return columns
+
+
+def _is_file(folder: Path, name: str) -> bool:
+    try:
+        return bool(name) and not is_url(name) and (folder / name).is_file()
+    except (OSError, ValueError):  # too long for a name, or with a zero byte
+        return False
 
 
 def _is_relative(name: str) -> bool:
@@ -64,21 +88,27 @@ def places(names: pd.Series, folder: Path) -> pd.Series:
 def abspath(sheet: Sheet, root: str | None) -> Result:
     """make paths absolute; relative ones are relative to ROOT, or to where the table is"""
     folder = sheet.folder if root is None else _folder(root)
-    return Result(sheet.with_columns(path=absolute(sheet.text("path"), folder)))
+    sheet.column("path")
+    return Result(sheet.with_columns(**respelled(sheet.frame, folder, lambda names: absolute(names, folder))))
 
 
 @operation("relpath", "relpath", group=PATHS, metavar="ROOT")
 def relpath(sheet: Sheet, root: str) -> Result:
     """make paths relative to ROOT; train with --root ROOT"""
     folder = _folder(root)
-    names = sheet.text("path")
-    below = absolute(names, sheet.folder).map(lambda name: _below(name, folder.absolute()))
+    sheet.column("path")
+    columns = respelled(sheet.frame, sheet.folder, lambda names: _relative(names, sheet.folder, folder))
+    outside = int(columns["path"].str.startswith("../").sum())
+    note = f"{outside} files lie outside {root}" if outside else ""
+    return Result(replace(sheet.with_columns(**columns), folder=folder), note=note)
+
+
+def _relative(names: pd.Series, old: Path, new: Path) -> pd.Series:
+    below = absolute(names, old).map(lambda name: _below(name, new.absolute()))
     outside = below.str.startswith("../").to_numpy(bool)
     if outside.any():  # `..` leads to the folders that there really are
-        really = places(names[outside], sheet.folder)
-        below[outside] = really.map(lambda name: _below(name, folder.resolve()))
-    note = f"{int(outside.sum())} files lie outside {root}" if outside.any() else ""
-    return Result(replace(sheet.with_columns(path=below), folder=folder), note=note)
+        below[outside] = places(names[outside], old).map(lambda name: _below(name, new.resolve()))
+    return below
 
 
 def _below(name: str, base: Path) -> str:
