@@ -161,6 +161,7 @@ def build_vae(cfg: VAETrainConfig, device: torch.device) -> tuple[Reconstructor,
     """What to train, and what cuts a batch into what it takes."""
     torch.manual_seed(cfg.seed)  # initial weights; nothing later draws from the global generator
     vae: Any = build_module(cfg.vae, MODELS)
+    check_trainable(cfg, vae)
     lengths = cfg.mixed_lengths or [cfg.num_frames]
     for length in lengths:
         if vae.legal_num_frames(length) != length:
@@ -179,6 +180,27 @@ def build_vae(cfg: VAETrainConfig, device: torch.device) -> tuple[Reconstructor,
     if cfg.compile:
         compile_blocks([vae.autoencoder.encoder, vae.autoencoder.decoder])
     return model, Pieces(cfg.mixed_lengths, cfg.seed, device)
+
+
+def check_trainable(cfg: VAETrainConfig, vae: nn.Module) -> None:
+    """Refuse now what would fail at the first step, or at the export after the last.
+
+    Raises:
+        UserError: the VAE cannot be trained here, or not so.
+    """
+    name = cfg.vae["type"]
+    if not hasattr(vae, "save_pretrained"):
+        raise UserError(
+            f"vae.type={name!r} has no save_pretrained, so its training could not be exported; train it as a part of a "
+            "VideoAutoencoderPipeline."
+        )
+    of_one_network = {"compile=True": cfg.compile, "trained='decoder'": cfg.trained == "decoder"}
+    wrong = [setting for setting, is_set in of_one_network.items() if is_set]
+    if wrong and not hasattr(vae, "autoencoder"):
+        raise UserError(
+            f"{' and '.join(wrong)}: for VAEs of one network of diffusers (vae.autoencoder), and vae.type={name!r} is made of "
+            "several; leave it out. (vae.compile=True compiles the parts, and vae.freeze_vae_2d=True trains the temporal one.)"
+        )
 
 
 def sampler_at(

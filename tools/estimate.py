@@ -15,8 +15,10 @@ Memory of a GPU, in bytes, for N parameters of which n are trained, on G GPUs of
     zero2        2N weights + 2n gradients + (4n + 8n + 4N) / G
 
 and 2N more for the copies that autocast keeps with bf16 or fp16 (zero2 has none). With lora, n and what is averaged are the
-adapters'. Activations: see opensora/models/activations.py; with lora they are an upper bound. The VAE and the text encoder are counted as weights; what they need while they work, the
-CUDA context (about 0.5 GiB) and what the allocator wastes are not. Hours count the denoiser's matrix products alone, at
+adapters'. Activations: see opensora/models/activations.py; with lora they are an upper bound. The VAE and the text encoder
+are counted as weights in their dtype: the processes of a node share those of a `shardformer`, and an encoder that leaves the
+GPU `between_uses` counts nothing. What they need while they work, the CUDA context (about 0.5 GiB) and what the allocator
+wastes are not counted. Hours count the denoiser's matrix products alone, at
 the assumed MFU: data, VAE and text encoder are on top, unless their results are cached.
 """
 
@@ -35,30 +37,18 @@ from opensora.acceleration.lora import target_names
 from opensora.datasets.bucket import Buckets
 from opensora.models.activations import activation_bytes
 from opensora.models.denoiser import Denoiser
-from opensora.models.vae.opensora_v1_2 import picture_vae
 from opensora.registry import DATASETS, MODELS, SCHEDULERS, build_module
 from opensora.utils.config import TrainConfig, parse_config, read_file
 from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.errors import UserError, exit_on_user_error
 from opensora.utils.lora import LoraOptions
-from opensora.utils.pretrained import resolve_pretrained
 from opensora.utils.recompute import parse_recompute
+from tools.frozen_parts import build_text, build_vae, text_bytes, vae_bytes
 
 GIB = 2**30
 PARTS = {"model": MODELS, "vae": MODELS, "text_encoder": MODELS, "scheduler": SCHEDULERS}
 ENGINES = ("ddp", "hybrid", "fsdp2 zero2", "fsdp2 zero3", "zero2")
 LEVELS = ("none", "block", "every:2", "mlp", "selective")
-# the architecture of Stable Diffusion's autoencoder, and of Google's T5 v1.1 XXL and OpenAI's CLIP ViT-B/32
-SD_VAE = {
-    "latent_channels": 4,
-    "block_out_channels": (128, 256, 512, 512),
-    "layers_per_block": 2,
-    "norm_num_groups": 32,
-}
-T5_XXL = {
-    "d_model": 4096, "d_ff": 10240, "num_layers": 24, "num_heads": 64, "d_kv": 64, "vocab_size": 32128,
-    "feed_forward_proj": "gated-gelu",
-}  # fmt: skip
 NO_TABLE = "--data-path=none-given.csv"
 
 
@@ -81,7 +71,7 @@ class Machines(NamedTuple):
 
 
 class Built(NamedTuple):
-    """The parts, without weights; a part of an unknown architecture is None."""
+    """The parts, without weights; a text encoder that is not loaded, or of an unknown architecture, is None."""
 
     model: Any
     vae: Any
@@ -92,12 +82,12 @@ class Built(NamedTuple):
 def build(cfg: TrainConfig) -> Built:
     """All parts of a config on the meta device."""
     with torch.device("meta"):
-        vae = _build_vae(cfg.vae)
-        text, width, text_len = _build_text(cfg.text_encoder)
+        vae = build_vae(cfg.vae)
+        text, width, text_len = build_text(cfg.text_encoder)
         model = build_module(
             {**cfg.model, "from_pretrained": None},
             MODELS,
-            **({} if vae is None else {"in_channels": vae.out_channels}),
+            in_channels=vae.out_channels,
             **({} if width is None else {"caption_channels": width}),
             model_max_length=text_len,
         )
@@ -201,7 +191,8 @@ def memory_rows(
 ) -> Iterator[dict[str, Any]]:
     """GiB of a GPU for each engine, checkpoint level and batch size, at the clip that needs most."""
     short = to_torch_dtype(cfg.dtype) != torch.float32
-    frozen = sum(_bytes(part) for part in (built.vae, built.text_encoder) if part is not None)
+    of_node = min(machines.per_node, machines.gpus)
+    frozen = vae_bytes(built.vae) + text_bytes(cfg.text_encoder, built.text_encoder, of_node)
     clip = max(clips, key=lambda clip: clip.batch * math.prod(clip.latent))
     place = math.prod(built.model.grid(clip.latent)) / cfg.sp_size
     sizes = sizes_of(cfg, built.model)
@@ -348,47 +339,8 @@ def read_config(config: Path, fields: Sequence[str]) -> tuple[TrainConfig, Path 
     return cfg, table if table.is_file() and "Cached" not in cfg.dataset["type"] else None
 
 
-def _build_vae(component: dict[str, Any]) -> Any:
-    kind, name = component["type"], component.get("from_pretrained")
-    if kind == "OpenSoraVAE_V1_2":
-        return MODELS.build({"type": kind, "vae_2d": picture_vae(None)})
-    if kind not in ("VideoAutoencoderKL", "VideoAutoencoderKLTemporalDecoder") or component.get("architecture"):
-        return MODELS.build({**component, "from_pretrained": None}) if component.get("architecture") else None
-    architecture = _config_of(name) or SD_VAE
-    kept = {key: architecture[key] for key in SD_VAE if key in architecture}
-    return MODELS.build({"type": "VideoAutoencoderKL", "architecture": kept})
-
-
-def _build_text(component: dict[str, Any]) -> tuple[nn.Module | None, int | None, int]:
-    """The encoder, its width and its number of tokens."""
-    import transformers
-
-    length = component.get("model_max_length", 1 if component["type"] == "classes" else 120)
-    if component["type"] == "classes":
-        return None, None, 1
-    if component["type"] == "t5":
-        config = transformers.T5Config(**(_config_of(component.get("from_pretrained")) or T5_XXL))
-        return transformers.T5EncoderModel(config), config.d_model, length
-    if component["type"] == "clip":
-        clip = transformers.CLIPTextConfig(**(_config_of(component.get("from_pretrained")) or {}))
-        return transformers.CLIPTextModel(clip), clip.hidden_size, 1
-    found = _config_of(component.get("from_pretrained"))
-    if found is None:
-        return None, None, length
-    auto = transformers.AutoConfig.for_model(**found)
-    return transformers.AutoModel.from_config(auto), auto.hidden_size, length
-
-
-def _config_of(name: str | None) -> dict[str, Any] | None:
-    """The config.json of a part whose folder is here."""
-    file = None if name is None else Path(resolve_pretrained(name, what="part")) / "config.json"
-    return json.loads(file.read_text(encoding="utf-8")) if file is not None and file.is_file() else None
-
-
 def latent_size(vae: Any, size: tuple[int, int, int]) -> tuple[int, int, int]:
-    """(t, h, w) of a video (frames, height, width); `vae` may be None, of an unknown architecture."""
-    if vae is None:  # Stable Diffusion's factors
-        return size[0], size[1] // 8, size[2] // 8
+    """(t, h, w) of a video (frames, height, width)."""
     return vae.latent_size((vae.legal_num_frames(size[0]), *size[1:]))
 
 
@@ -410,11 +362,6 @@ def _parameters(cfg: TrainConfig, built: Built) -> list[dict[str, Any]]:
         total = None if part is None else sum(p.numel() for p in part.parameters()) / 1e6
         rows.append({"part": name, "million": total, "trained": 0.0})
     return rows
-
-
-def _bytes(part: nn.Module) -> int:
-    """Of weights in fp32, as configs load them unless told otherwise."""
-    return 4 * sum(p.numel() for p in part.parameters())
 
 
 if __name__ == "__main__":

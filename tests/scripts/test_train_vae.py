@@ -17,7 +17,7 @@ from diffusers import AutoencoderKL
 from PIL import Image
 
 from opensora.datasets.datasets import VideoTextDataset
-from opensora.models.vae import DiffusersVideoVAE, VideoAutoencoderKL
+from opensora.models.vae import DiffusersVideoVAE, VideoAutoencoderKL, VideoAutoencoderPipeline
 from opensora.registry import DATASETS
 from opensora.utils.ckpt import complete_checkpoints, open_checkpoint
 from opensora.utils.config_schema import LoopConfig, VAETrainConfig, schema_fields
@@ -164,6 +164,48 @@ def test_k_then_resume_then_k_is_2k_bit_for_bit(train):
 def test_mistakes_end_with_exit_code_2_before_a_run_is_made(train, tmp_path, capsys, options, message):
     with pytest.raises(SystemExit) as stop:
         train(*options)
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+PIPELINE = {
+    "type": "VideoAutoencoderPipeline",
+    "vae_2d": {
+        "type": "VideoAutoencoderKL",
+        "architecture": {
+            "block_out_channels": [8, 8], "layers_per_block": 1, "mid_block_add_attention": False, "norm_num_groups": 4
+        },
+    },
+    "vae_temporal": {"type": "VAE_Temporal_SD", "filters": 8, "num_res_blocks": 1, "num_groups": 4},
+    "micro_frame_size": 5,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("per_channel", [False, True])
+def test_a_vae_of_two_parts_leaves_one_that_loads(train, monkeypatch, per_channel):
+    monkeypatch.setattr("opensora.models.vae.statistics.LatentStatistics.per_channel", per_channel)
+    run = train("--vae", str(PIPELINE), "--max-steps=2", "--ckpt-every=2", "--warmup-steps=1")
+    vae = VideoAutoencoderPipeline(from_pretrained=str(run / "vae"), posterior="mode")
+    ema = tensors(run, "ema")
+    for name, weight in vae.state_dict().items():
+        assert torch.equal(weight, ema[name].half().float()), name
+    assert vae.micro_frame_size == 5
+    assert (len(vae.scaling_factor.unique()) > 1) == per_channel
+    assert not torch.equal(vae.scaling_factor, torch.ones(4))
+
+
+@pytest.mark.parametrize(
+    ("vae", "options", "message"),
+    [
+        (PIPELINE, ["--compile=True"], "compile=True: for VAEs of one network"),
+        (PIPELINE, ["--trained=decoder", "--loss.kl=0"], "trained='decoder': for VAEs of one network"),
+        (PIPELINE["vae_temporal"], [], "vae.type='VAE_Temporal_SD' has no save_pretrained"),
+    ],
+)
+def test_a_vae_that_cannot_be_trained_so_is_refused_at_once(train, tmp_path, capsys, vae, options, message):
+    with pytest.raises(SystemExit) as stop:
+        train("--vae", str(vae), *options)
     assert stop.value.code == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "run").exists()

@@ -15,6 +15,10 @@ from opensora.utils.config import TrainConfig, parse_config
 from opensora.utils.errors import UserError
 from opensora.utils.recompute import parse_recompute
 from tests.models.denoisers import FAMILIES, inputs
+from tests.models.vaes import PARTS as VAE_PARTS
+from tests.models.vaes import VAES
+from tests.models.vaes import build as build_vae
+from tools import frozen_parts
 from tools.estimate import PARTS, Machines, build, estimate, main, read_config, sizes_of, state_bytes
 
 GIB = 2**30
@@ -156,3 +160,104 @@ def test_the_command_line(capsys, monkeypatch, tmp_path):
 def test_gpus_that_cannot_be_shared(stdit):
     with pytest.raises(UserError, match="does not divide"):
         estimate(dataclasses.replace(stdit, sp_size=3), ONE_NODE)
+
+
+def config_of(*options: str) -> TrainConfig:
+    return parse_config(TrainConfig, PARTS, ["configs/opensora/train/16x256x256.py", "--data-path=none.csv", *options])
+
+
+def numel(module: torch.nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+@pytest.mark.parametrize("name", [name for name, cfg in VAES.items() if not cfg["type"].startswith("VAE_Temporal")])
+def test_a_vae_is_built_as_its_folder_says(name, tmp_path):
+    vae = build_vae(name, **({"micro_frame_size": 5} if "Pipeline" in name or "V1_2" in name else {}))
+    vae.save_pretrained(tmp_path / "vae")
+    component = {"type": VAES[name]["type"], "from_pretrained": str(tmp_path / "vae")}
+    if name.startswith("KL"):
+        component |= {"from_pretrained": str(tmp_path), "subfolder": "vae"}
+    with torch.device("meta"):
+        found = frozen_parts.build_vae(component)
+    stored = sum(p.numel() for p in found.parameters() if not p.is_meta)
+    assert stored < 20  # diffusers makes some single numbers as `torch.Tensor([...])`, which knows no device
+    assert type(found) is type(vae)
+    assert (found.strides, found.out_channels, numel(found)) == (vae.strides, vae.out_channels, numel(vae))
+    size = (vae.legal_num_frames(30), 2 * vae.strides[1], 3 * vae.strides[2])
+    assert found.latent_size(size) == vae.latent_size(size)
+
+
+def test_tokens_follow_the_vae_of_a_folder(tmp_path):
+    build_vae("KLWan").save_pretrained(tmp_path)  # 4 x 4 x 4
+    cfg = config_of("--vae", str({"type": "DiffusersVideoVAE", "from_pretrained": str(tmp_path)}), "--num-frames=17")
+    (row,) = estimate(cfg, ONE_NODE, levels=["block"])["time"]
+    assert row["tokens"] == 5 * 32 * 32  # 2 x 2 cells of 64 x 64 are a token
+    assert build(cfg).model.in_channels == 4
+
+
+def test_parts_of_a_pipeline_that_are_given(tmp_path):
+    pipeline = {"type": "VideoAutoencoderPipeline", "from_pretrained": "owner/name", **VAE_PARTS}
+    built = build(config_of("--vae", str(pipeline)))
+    assert built.vae.strides == (4, 4, 4)
+    assert numel(built.vae) == numel(build_vae("VideoAutoencoderPipeline"))
+    temporal = {"type": "OpenSoraVAE_V1_2", "from_pretrained": "owner/name", "vae_temporal": VAE_PARTS["vae_temporal"]}
+    vae = build(config_of("--vae", str(temporal))).vae
+    assert numel(vae.temporal_vae) == numel(build_vae("VAE_Temporal_SD"))
+    assert numel(vae.spatial_vae) == 83_653_863
+    assert vae.micro_frame_size == 17
+
+
+@pytest.mark.parametrize(
+    ("vae", "message"),
+    [
+        ({"type": "DiffusersVideoVAE", "subfolder": "vae"}, "pass its local folder, or say .* --vae.architecture"),
+        ({"type": "VideoAutoencoderKL"}, "pass its local folder, or say .* --vae.architecture"),
+        ({"type": "VideoAutoencoderPipeline"}, "there is no config.json .* --vae.vae_2d and --vae.vae_temporal"),
+    ],
+)
+def test_a_vae_of_unknown_architecture_is_not_guessed(vae, message):
+    with pytest.raises(UserError, match=message):
+        build(config_of("--vae", str({**vae, "from_pretrained": "owner/never-downloaded"})))
+
+
+def test_what_to_say_in_place_of_a_folder():
+    wan = {"type": "DiffusersVideoVAE", "from_pretrained": "owner/never-downloaded", "subfolder": "vae"}
+    vae = build(config_of("--vae", str(wan), "--vae.architecture.type=AutoencoderKLWan")).vae
+    assert (vae.strides, vae.out_channels) == ((4, 8, 8), 16)
+    assert numel(vae) == pytest.approx(126.9e6, rel=1e-3)
+
+
+def test_a_vae_that_the_hubs_cache_has(tmp_path):
+    folder = tmp_path / "models--owner--name"
+    build_vae("KLWan").save_pretrained(folder / "snapshots" / ("0" * 40) / "vae")
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("0" * 40)
+    cfg = {"type": "DiffusersVideoVAE", "from_pretrained": "owner/name", "subfolder": "vae", "cache_dir": str(tmp_path)}
+    assert build(config_of("--vae", str(cfg))).vae.strides == (4, 4, 4)
+
+
+def test_frozen_parts_in_their_format_and_where_they_are():
+    def frozen(*options: str, machines: Machines = ONE_NODE, shared: bool = False) -> float:
+        cfg = config_of(f"--text_encoder.shardformer={shared}", *options)
+        return estimate(cfg, machines, levels=["none"])["memory_gib"][0]["frozen"] * GIB
+
+    text, vae = 4_762_310_656, 83_653_863
+    ffn_out = 24 * 10240 * 4096  # T5's, which stay fp32 in fp16
+    assert frozen() == 4 * (text + vae)
+    assert frozen("--text_encoder.dtype=bf16") == 2 * text + 4 * vae
+    assert frozen("--text_encoder.dtype=fp16") == 2 * text + 2 * ffn_out + 4 * vae
+    assert frozen("--vae.dtype=bf16") == 4 * text + 2 * vae
+    assert frozen("--text_encoder.between_uses=cpu") == frozen("--text_encoder.between_uses=unload") == 4 * vae
+    assert frozen(shared=True) == 4 * text / 8 + 4 * vae
+    two_nodes = ONE_NODE._replace(gpus=8, per_node=4)
+    assert frozen(shared=True, machines=two_nodes) == 4 * text / 4 + 4 * vae
+    one = ONE_NODE._replace(gpus=1)
+    assert frozen(shared=True, machines=one) == 4 * (text + vae)
+
+
+def test_stored_features_need_no_encoder():
+    encoder = {"type": "t5", "from_pretrained": "DeepFloyd/t5-v1_1-xxl", "model_max_length": 200}
+    with torch.device("meta"):
+        found, width, length = frozen_parts.build_text({"type": "cached", "cache_dir": "nowhere", "encoder": encoder})
+    assert (found, width, length) == (None, 4096, 200)
+    assert frozen_parts.text_bytes({"type": "cached"}, found, 8) == 0

@@ -38,6 +38,7 @@ SPATIAL = "spatial_vae."  # theirs as `read_weights` gives it: it drops ".module
 STATISTICS_FILE = ("scale", "shift")  # tensors of the published file
 SCALE, SHIFT = (3.85, 2.32, 2.33, 3.06), (-0.10, 0.34, 0.27, 0.98)
 PICTURE_SCALING = 0.18215
+FROM_HUB = ("from_pretrained", "subfolder", "cache_dir", "local_files_only", "architecture", "scaling_factor")
 MICRO_FRAME_SIZE = 17
 PICTURE_VAE = "PixArt-alpha/pixart_sigma_sdxlvae_T5_diffusers"  # in its folder vae
 PICTURE_ARCHITECTURE = {
@@ -182,7 +183,8 @@ class VideoAutoencoderPipeline(VideoVAE):
                 raise self._complaint(f"{name} is needed: there is no {CONFIG} beside the weights that describes it.")
         parts = {name: dict(part if part is not None else written[name]) for name, part in given.items()}
         if from_pretrained is not None and parts["vae_2d"].get("from_pretrained") == PICTURE_VAE:
-            parts["vae_2d"] = picture_vae(parts["vae_2d"].get("micro_batch_size"))
+            settings = {key: value for key, value in parts["vae_2d"].items() if key not in FROM_HUB}
+            parts["vae_2d"] = picture_vae(None) | settings  # its weights are in our file
         return parts
 
     def _frame_size(self, given: FrameSize, written: Mapping[str, Any]) -> int | None:
@@ -195,7 +197,7 @@ class VideoAutoencoderPipeline(VideoVAE):
         return self
 
     def _config(self) -> Mapping[str, Any]:
-        parts = {"spatial": dict(self.spatial_vae._config()), "temporal": dict(self.temporal_vae._config())}
+        parts = {"spatial": own_config(self.spatial_vae), "temporal": own_config(self.temporal_vae)}
         return {"micro_frame_size": self.micro_frame_size, **self._statistics(), **parts}
 
     def _statistics(self) -> dict[str, list[float]]:
@@ -204,7 +206,7 @@ class VideoAutoencoderPipeline(VideoVAE):
         mean, std = self.values.get("latents_mean"), self.values.get("latents_std")
         if mean is None or std is None:
             mean, std = [float(self.values.get("shift_factor") or 0.0)] * self.out_channels, [1.0] * self.out_channels
-        mean, std = (torch.tensor(values, dtype=torch.float64).flatten() for values in (mean, std))
+        mean, std = (torch.tensor(values, dtype=torch.float64, device="cpu").flatten() for values in (mean, std))
         return {"latents_mean": mean.tolist(), "latents_std": (std / factor).tolist()}
 
     def _write_config(self, **values: Any) -> None:
@@ -254,17 +256,23 @@ class OpenSoraVAE_V1_2(VideoAutoencoderPipeline):
         if cal_loss:
             raise UserError("OpenSoraVAE_V1_2: cal_loss=True is not needed: forward() returns what a loss needs.")
         written = written_config(from_pretrained)
-        if vae_2d is None:
+        pictures: dict[str, Any] = {"micro_batch_size": micro_batch_size}
+        if vae_2d is not None:
+            pictures |= vae_2d
+        elif from_pretrained is not None:
+            pictures = {**written.get("vae_2d", picture_vae(None)), **pictures}
+        else:
             hub = {"from_pretrained": PICTURE_VAE, "subfolder": "vae", "local_files_only": local_files_only}
-            untrained = picture_vae(None) | ({} if from_pretrained else hub | PICTURE_SCALE)
-            vae_2d = {**written.get("vae_2d", untrained), "micro_batch_size": micro_batch_size}
-        untold = micro_frame_size == "saved" and "micro_frame_size" not in written
-        tiles = {"tile_size": tile_size, "tile_overlap": tile_overlap} if tile_size is not None else {}
+            pictures |= {"type": "VideoAutoencoderKL", **hub, "scaling_factor": PICTURE_SCALING}
+        if tile_size is not None:
+            pictures |= {"tile_size": tile_size, "tile_overlap": tile_overlap}
+        if micro_frame_size == "saved" and "micro_frame_size" not in written:
+            micro_frame_size = MICRO_FRAME_SIZE
         super().__init__(
-            vae_2d={"micro_batch_size": micro_batch_size, **vae_2d, **tiles},
-            vae_temporal=vae_temporal or written.get("vae_temporal") or {"type": "VAE_Temporal_SD"},
+            vae_2d=pictures,
+            vae_temporal=vae_temporal or written.get("vae_temporal", {"type": "VAE_Temporal_SD"}),
             from_pretrained=from_pretrained,
-            micro_frame_size=MICRO_FRAME_SIZE if untold else micro_frame_size,
+            micro_frame_size=micro_frame_size,
             freeze_vae_2d=freeze_vae_2d,
             scale=SCALE,
             shift=SHIFT,
@@ -273,9 +281,6 @@ class OpenSoraVAE_V1_2(VideoAutoencoderPipeline):
             memory_format=memory_format,
             compile=compile,
         )
-
-
-PICTURE_SCALE = {"architecture": None, "scaling_factor": PICTURE_SCALING}
 
 
 def picture_vae(micro_batch_size: int | None) -> dict[str, Any]:
@@ -314,7 +319,7 @@ def convert(state: Mapping[str, Tensor], model: nn.Module) -> Conversion:
 
 def equal_in(dtype: torch.dtype, a: Sequence[float], b: Sequence[float]) -> bool:
     """Whether numbers are the same, once they are rounded to `dtype`."""
-    return torch.equal(torch.tensor(a).to(dtype), torch.tensor(b).to(dtype))
+    return torch.equal(*(torch.tensor(values, device="cpu").to(dtype) for values in (a, b)))
 
 
 def own_name(name: str) -> str:
@@ -338,7 +343,12 @@ def described(vae: VideoVAE, part: Mapping[str, Any]) -> dict[str, Any]:
     """A component dict that builds the same picture VAE without its own weights."""
     if not isinstance(vae, DiffusersVAE):
         return dict(part)
-    architecture = {key: value for key, value in vae._config().items() if not key.startswith("_")}
+    architecture = own_config(vae)
     if len(vae._classes()) > 1:
         architecture["type"] = type(vae.autoencoder).__name__
     return {"type": part["type"], "architecture": architecture, "micro_batch_size": vae.micro_batch_size}
+
+
+def own_config(vae: VideoVAE) -> dict[str, Any]:
+    """Without diffusers' notes, such as where the VAE came from, which differ from one run to the next."""
+    return {key: value for key, value in vae._config().items() if not key.startswith("_")}

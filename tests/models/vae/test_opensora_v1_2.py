@@ -10,10 +10,11 @@ from torch.testing import assert_close
 
 from opensora.models.vae import OpenSoraVAE_V1_2, VAE_Temporal, VideoAutoencoderPipeline
 from opensora.models.vae.opensora_v1_2 import picture_vae, published_name
+from opensora.models.vae.slicing import sliced_moments
 from opensora.registry import MODELS
 from opensora.utils.errors import UserError
 from opensora.utils.seed import generator
-from tests.models.vaes import PARTS, build, video_of
+from tests.models.vaes import PARTS, VAES, build, video_of
 
 LENGTHS = {1: 1, 2: 1, 4: 1, 5: 2, 16: 4, 17: 5, 18: 6, 33: 9, 34: 10, 51: 15, 102: 30, 204: 60, 408: 120, 816: 240}
 
@@ -155,6 +156,74 @@ def test_a_pipelines_config_rebuilds_it_without_the_hub(tmp_path):
         VideoAutoencoderPipeline(from_pretrained=str(tmp_path))
 
 
+STATISTICS = {  # what a training measures, and other ways to set them
+    "one": {"scaling_factor": 0.5, "shift_factor": 0.25, "latents_mean": None, "latents_std": None},
+    "one, not shifted": {"scaling_factor": 0.3, "shift_factor": 0, "latents_mean": None, "latents_std": None},
+    "by channel": {
+        "scaling_factor": 1.0, "shift_factor": None,
+        "latents_mean": [0.1, -0.2, 0.3, 0.7], "latents_std": [2.1, 1.3, 1.0, 0.6],
+    },
+    "more on top": {"scaling_factor": 0.3},
+    "unset": {"latents_mean": None},
+    "untouched": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+@pytest.mark.parametrize("statistics", STATISTICS)
+@pytest.mark.parametrize("name", ["VideoAutoencoderPipeline", "OpenSoraVAE_V1_2"])
+def test_statistics_survive_the_folder(name, statistics, dtype, tmp_path):
+    vae = build(name, micro_frame_size=5)
+    vae.set_latent_statistics(**STATISTICS[statistics])
+    vae.save_pretrained(tmp_path, dtype=dtype)
+    loaded = MODELS.build({"type": name, "from_pretrained": str(tmp_path)})
+    assert_close(loaded.scaling_factor, vae.scaling_factor, rtol=1e-6, atol=0)  # also of weights in fp16
+    assert_close(loaded.shift, vae.shift, rtol=1e-6, atol=0)
+    assert loaded.micro_frame_size == 5
+    assert loaded.latent_size((21, 8, 8)) == vae.latent_size((21, 8, 8))
+    if dtype == "fp32":
+        assert loaded.fingerprint() == vae.fingerprint()
+
+
+def test_the_pieces_are_those_of_the_folder_unless_told(tmp_path):
+    for size in (9, None):
+        vae = build("OpenSoraVAE_V1_2", micro_frame_size=size)
+        vae.save_pretrained(tmp_path)
+        for kind in (OpenSoraVAE_V1_2, VideoAutoencoderPipeline):
+            for place in (tmp_path, tmp_path / "model.safetensors"):
+                assert kind(from_pretrained=str(place)).micro_frame_size == size
+            assert kind(from_pretrained=str(tmp_path), micro_frame_size=5).micro_frame_size == 5
+            assert kind(from_pretrained=str(tmp_path), micro_frame_size=None).micro_frame_size is None
+    (tmp_path / "config.json").unlink()
+    assert OpenSoraVAE_V1_2(from_pretrained=str(tmp_path), **PARTS).micro_frame_size == 17
+    assert VideoAutoencoderPipeline(from_pretrained=str(tmp_path), **PARTS).micro_frame_size is None
+    for wrong in (0, "17", "whole"):
+        with pytest.raises(UserError, match="use a positive number, None or 'saved'"):
+            OpenSoraVAE_V1_2(micro_frame_size=wrong, **PARTS)
+
+
+def test_any_picture_vae_of_diffusers_is_described_without_its_weights(tmp_path):
+    parts = {**PARTS, "vae_2d": VAES["VideoAutoencoderKLTemporalDecoder"]}
+    vae = build("VideoAutoencoderPipeline", **parts)
+    vae.spatial_vae.set_latent_statistics(scaling_factor=0.4)
+    vae.save_pretrained(tmp_path)
+    loaded = VideoAutoencoderPipeline(from_pretrained=str(tmp_path))
+    assert loaded.fingerprint() == vae.fingerprint()
+
+
+def test_the_published_config_keeps_settings_of_the_picture_vae(tmp_path, monkeypatch):
+    """It names a place on the hub, whose weights the file has."""
+    monkeypatch.setattr("opensora.models.vae.opensora_v1_2.PICTURE_ARCHITECTURE", PARTS["vae_2d"]["architecture"])
+    build("OpenSoraVAE_V1_2").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    hub = "PixArt-alpha/pixart_sigma_sdxlvae_T5_diffusers"
+    config["vae_2d"] = {"type": "VideoAutoencoderKL", "from_pretrained": hub, "subfolder": "vae", "micro_batch_size": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert VideoAutoencoderPipeline(from_pretrained=str(tmp_path)).spatial_vae.micro_batch_size == 4
+    vae = OpenSoraVAE_V1_2(from_pretrained=str(tmp_path), micro_batch_size=2, tile_size=32)
+    assert (vae.spatial_vae.micro_batch_size, vae.spatial_vae.tile_size) == (2, 32)
+
+
 def test_pieces_are_encoded_and_decoded_by_themselves():
     vae = build("OpenSoraVAE_V1_2", posterior="mode")
     x = video_of(vae, 21)
@@ -215,10 +284,33 @@ def test_training_can_leave_the_picture_vae_alone():
 
 
 def test_tiles_and_micro_batches_are_the_picture_vaes():
-    vae = build("OpenSoraVAE_V1_2", tile_size=32, micro_batch_size=2, vae_2d={**PARTS["vae_2d"], "micro_batch_size": 2})
+    vae = build("OpenSoraVAE_V1_2", tile_size=32, micro_batch_size=2)
     assert vae.spatial_vae.tile_size == 32
     assert vae.tile_size is None
     assert vae.spatial_vae.micro_batch_size == 2
+    vae = build("OpenSoraVAE_V1_2", micro_batch_size=2, vae_2d={**PARTS["vae_2d"], "micro_batch_size": 3})
+    assert vae.spatial_vae.micro_batch_size == 3  # what is said of the picture VAE itself
+    assert build("OpenSoraVAE_V1_2").spatial_vae.micro_batch_size == 4
+
+
+@pytest.mark.parametrize(
+    ("own", "micro_bs", "seen"),
+    [(None, None, [16, 2]), (4, None, [4, 4, 4, 4, 2]), (4, 7, [7, 7, 4]), (None, 7, [7, 7, 4])],
+)
+@pytest.mark.parametrize("name", ["VideoAutoencoderPipeline", "OpenSoraVAE_V1_2"])
+def test_pictures_of_a_video_go_through_in_micro_batches(name, own, micro_bs, seen):
+    vae = build(name, vae_2d={**PARTS["vae_2d"], "micro_batch_size": own})
+    x = video_of(vae, 18)
+    expected = vae.moments(x)
+    sizes: list[int] = []
+    vae.spatial_vae.autoencoder.encoder.register_forward_pre_hook(lambda _, inputs: sizes.append(len(inputs[0])))
+    assert_close(sliced_moments(vae, x, micro_bs), expected, rtol=1e-4, atol=1e-5)
+    assert sizes == 2 * seen  # video by video
+    assert (vae.micro_batch_size, vae.spatial_vae.micro_batch_size, vae.temporal_vae.micro_batch_size) == (
+        None,
+        own,
+        None,
+    )
 
 
 def test_levels_and_halvings_must_fit():

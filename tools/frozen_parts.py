@@ -1,0 +1,157 @@
+"""The frozen parts of a training config, its VAE and its text encoder, without their weights: their sizes are what counts.
+
+An architecture is in `config.json`: of a local folder, or of a hub id that was downloaded before. Nothing is fetched.
+"""
+
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub import try_to_load_from_cache
+from torch import nn
+
+from opensora.models.vae.base import VideoVAE
+from opensora.models.vae.diffusers_vae import DiffusersVAE, parameters_of
+from opensora.models.vae.opensora_v1_2 import (
+    CONFIG,
+    PICTURE_ARCHITECTURE,
+    PICTURE_VAE,
+    OpenSoraVAE_V1_2,
+    VideoAutoencoderPipeline,
+    picture_vae,
+)
+from opensora.registry import MODELS
+from opensora.utils.dtype import to_torch_dtype
+from opensora.utils.errors import UserError
+from opensora.utils.pretrained import resolve_pretrained
+
+LEVELS = {"block_out_channels": (128, 256, 512, 512), "layers_per_block": 2, "latent_channels": 4}
+SD_VAE = {**LEVELS, "norm_num_groups": 32}
+KNOWN_VAES: dict[str, dict[str, Any]] = {  # those that configs here name, and their kin
+    **dict.fromkeys(("stabilityai/sd-vae-ft-ema", "stabilityai/sd-vae-ft-mse", "stabilityai/sdxl-vae"), SD_VAE),
+    PICTURE_VAE: PICTURE_ARCHITECTURE,
+    **dict.fromkeys((f"stabilityai/stable-video-diffusion-img2vid{size}" for size in ("", "-xt")), LEVELS),
+}
+T5_XXL = {  # Google's v1.1
+    "d_model": 4096, "d_ff": 10240, "num_layers": 24, "num_heads": 64, "d_kv": 64, "vocab_size": 32128,
+    "feed_forward_proj": "gated-gelu",
+}  # fmt: skip
+TEXT_LENGTH = 120
+
+
+def build_vae(component: dict[str, Any]) -> VideoVAE:
+    """The VAE that a component dict means, untrained.
+
+    Raises:
+        UserError: its architecture is not known here.
+    """
+    return MODELS.build(without_weights(component))
+
+
+def without_weights(component: dict[str, Any]) -> dict[str, Any]:
+    """A component dict that builds the same VAE from its architecture alone."""
+    name, kind = component.get("from_pretrained"), inspect.unwrap(MODELS.get(component["type"]) or object)
+    if issubclass(kind, VideoAutoencoderPipeline):
+        return _pipeline_without_weights(component, name, kind)
+    if name is None:
+        return component
+    component = {**component, "from_pretrained": None}
+    if component.get("architecture") is not None or not issubclass(kind, DiffusersVAE):
+        return component
+    config = config_of(name, component.get("subfolder"), component.get("cache_dir")) or KNOWN_VAES.get(name)
+    if config is None:
+        raise UserError(
+            f"the architecture of the VAE {name} is not known here. Download it and pass its local folder, or say what its "
+            f"config.json does with --vae.architecture, such as --vae.architecture.type={next(iter(kind._classes()))}."
+        )
+    return {**component, "architecture": _architecture(config, kind)}
+
+
+def _architecture(config: dict[str, Any], kind: type[DiffusersVAE]) -> dict[str, Any]:
+    classes = kind._classes()
+    name = config.get("_class_name", next(iter(classes)))
+    known = parameters_of(classes[name]) if name in classes else list(config)  # the VAE itself refuses other classes
+    return {"type": name, **{key: value for key, value in config.items() if key in known}}
+
+
+def _pipeline_without_weights(
+    component: dict[str, Any], name: str | None, kind: type[VideoAutoencoderPipeline]
+) -> dict[str, Any]:
+    written = config_of(name) or {}
+    parts = {key: component.get(key) or written.get(key) for key in ("vae_2d", "vae_temporal")}
+    if issubclass(kind, OpenSoraVAE_V1_2):
+        parts = {"vae_2d": picture_vae(None)} | {key: part for key, part in parts.items() if part is not None}
+    if None in parts.values():
+        raise UserError(
+            f"the parts of the VAE {name} are not known here: there is no {CONFIG} that describes them. Pass its local folder, "
+            "or say what they are with --vae.vae_2d and --vae.vae_temporal."
+        )
+    untold = component.get("micro_frame_size", "saved") == "saved"
+    pieces = {key: written[key] for key in ("micro_frame_size",) if untold and key in written}
+    built = {key: without_weights(part) for key, part in parts.items() if part is not None}
+    return {**component, "from_pretrained": None, **built, **pieces}
+
+
+def build_text(component: dict[str, Any]) -> tuple[nn.Module | None, int | None, int]:
+    """The encoder, its width and its number of tokens; None where that is not known, or there is none to be loaded."""
+    kind, name = component["type"], component.get("from_pretrained")
+    if kind == "classes":
+        return None, None, 1
+    if kind == "cached":  # features are read from files, so that nothing of the encoder is loaded
+        encoder = component.get("encoder")
+        return (None, *build_text(encoder)[1:]) if encoder else (None, None, TEXT_LENGTH)
+    length = component.get("model_max_length", TEXT_LENGTH)
+    found = config_of(name, None, component.get("cache_dir"))
+    if kind == "t5":
+        config = transformers.T5Config(**(found or T5_XXL))
+        return transformers.T5EncoderModel(config), config.d_model, length
+    if kind == "clip":
+        clip = transformers.CLIPTextConfig(**(found or {}))  # OpenAI's ViT-B/32
+        return transformers.CLIPTextModel(clip), clip.hidden_size, 1
+    if found is None:
+        return None, None, length
+    auto = transformers.AutoConfig.for_model(**found)
+    model = transformers.AutoModel.from_config(auto)
+    return model.get_encoder() if auto.is_encoder_decoder else model, auto.hidden_size, length
+
+
+def vae_bytes(vae: nn.Module) -> float:
+    """Of a GPU: the weights in their number format."""
+    return float(sum(p.numel() * p.element_size() for p in vae.parameters()))
+
+
+def text_bytes(component: dict[str, Any], encoder: nn.Module | None, processes: int) -> float:
+    """Of a GPU: the weights that stay there in their number format, when `processes` of a node could share them.
+
+    Weights that are on the device only while they encode (`between_uses`) count nothing: they go before the denoiser works.
+    """
+    if encoder is None or component.get("between_uses", "keep") != "keep":
+        return 0.0
+    dtype = to_torch_dtype(component.get("dtype", "fp32"))
+    # as transformers load them: T5 keeps layers that overflow
+    stay = getattr(encoder, "_keep_in_fp32_modules", None) or () if dtype == torch.float16 else ()
+    sizes = (
+        p.numel() * (4 if set(stay) & set(name.split(".")) else dtype.itemsize)
+        for name, p in encoder.named_parameters()
+    )
+    return sum(sizes) / (processes if component.get("shardformer") else 1)
+
+
+def config_of(name: str | None, subfolder: str | None = None, cache_dir: str | None = None) -> dict[str, Any] | None:
+    """The config.json of a part that is here: in a folder, beside a file, or in the hub's cache."""
+    if name is None:
+        return None
+    if Path(name).expanduser().is_file():
+        file: Any = Path(name).expanduser().parent / CONFIG
+    elif (folder := Path(resolve_pretrained(name, what="part"))).is_dir():
+        file = folder / (subfolder or "") / CONFIG
+    else:
+        file = try_to_load_from_cache(name, f"{subfolder}/{CONFIG}" if subfolder else CONFIG, cache_dir)
+    return (
+        json.loads(Path(file).read_text(encoding="utf-8"))
+        if isinstance(file, str | Path) and Path(file).is_file()
+        else None
+    )
