@@ -12,12 +12,13 @@ import multiprocessing
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
+import torch.distributed
 import torch.multiprocessing
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -39,6 +40,14 @@ class Finished(NamedTuple):
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
+
+
+@pytest.fixture(autouse=True)
+def _leaves_no_group() -> Iterator[None]:
+    """A process that a later test forks would wait in a group of an earlier one, for threads that it does not have."""
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="session")
