@@ -41,7 +41,8 @@ from opensora.utils.config import TrainConfig
 from opensora.utils.errors import UserError, exit_on_user_error
 from opensora.utils.lora import LoraOptions
 from opensora.utils.seed import generators
-from tools.estimate import build, latent_size, read_config
+from tools.estimate import latent_size, read_config
+from tools.frozen_parts import build_text, build_vae
 
 GIB = 2**30
 FREE = 0.05  # of a GPU's memory that stays unused where no limit is given: sizes of a run differ from step to step
@@ -91,7 +92,9 @@ class Trainer:
 
     def __init__(self, cfg: TrainConfig, world: World, limits: Limits, *, encoders: bool) -> None:
         self.cfg, self.device, self.limits = cfg, world.device, limits
-        self.shapes = build(cfg)  # without weights: tells sizes
+        with torch.device("meta"):  # without weights: they tell sizes
+            self.vae = build_vae(cfg.vae)
+            _, self.text_width, self.text_len = build_text(cfg.text_encoder)
         self.model = self._denoiser().train()
         self.encode = self._encoder() if encoders else None
         self.scheduler = build_module(cfg.scheduler, SCHEDULERS)
@@ -141,22 +144,25 @@ class Trainer:
     def _batch(self, clip: Clip, batch: int, rngs: Sequence[torch.Generator]) -> tuple[Tensor, dict[str, Tensor]]:
         """Random latents [B, C, T, h, w] and conditions, encoded or made up."""
         size = clip.num_frames, clip.height, clip.width
-        numbers = {"fps": 24.0, "height": size[1], "width": size[2], "num_frames": size[0]}
-        cond = {name: torch.full((batch,), float(value), device=self.device) for name, value in numbers.items()}
+        known = {"fps": 24.0, "height": size[1], "width": size[2], "num_frames": size[0], "flow": 5.0}
+        numbers = {
+            name: float(known.get(name, 1)) for name in self.model.numbers
+        }  # whatever they are, a step takes as long
+        cond = {name: torch.full((batch,), value, device=self.device) for name, value in numbers.items()}
         if self.encode is not None:
             video = torch.rand(batch, 3, *size) * 2 - 1
             texts = ["0" if self.cfg.text_encoder["type"] == "classes" else "a calm lake at dawn"] * batch
             return self.encode({"video": video, "text": texts, **cond}, rngs)
-        z = torch.randn(batch, self.model.in_channels, *latent_size(self.shapes.vae, size), device=self.device)
+        z = torch.randn(batch, self.model.in_channels, *latent_size(self.vae, size), device=self.device)
         y = self.model.null_condition(batch).detach()
         return z, {"y": y, "mask": torch.ones(batch, y.shape[2], dtype=torch.bool, device=self.device), **cond}
 
     def _denoiser(self) -> Any:
         """As scripts/train.py makes it, with weights as the config says."""
-        cfg, like = self.cfg, self.shapes
-        sizes = {"in_channels": like.model.in_channels, "model_max_length": like.text_len}
-        if hasattr(like.model, "caption_channels"):
-            sizes["caption_channels"] = like.model.caption_channels
+        cfg = self.cfg
+        sizes = {"in_channels": self.vae.out_channels, "model_max_length": self.text_len}
+        if self.text_width is not None:
+            sizes["caption_channels"] = self.text_width
         torch.manual_seed(cfg.seed)
         model = build_module({**cfg.model, "from_pretrained": None}, MODELS, **sizes).to(self.device)
         if cfg.lora is not None:

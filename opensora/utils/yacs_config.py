@@ -256,6 +256,16 @@ RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("TRAIN.DATASET2", lambda name: not name, "write all fields into one folder of records."),
     ("TRAIN.LOADER", lambda name: name == "vae_train", "there is vae_train."),
     ("SOLVER.LR_POLICY", ("", "cosine_decay").__contains__, "there are '' (constant) and cosine_decay."),
+    (
+        "SOLVER.DECAY_STEPS",
+        lambda steps: not steps,
+        "the learning rate does not fall in steps; leave it [] and set LR_POLICY to 'cosine_decay' for one that falls.",
+    ),
+    (
+        "SOLVER.DECAY_GAMMA",
+        DEFAULTS["SOLVER"]["DECAY_GAMMA"].__eq__,
+        "the learning rate does not fall in steps, by this factor or another; leave it 0.5.",
+    ),
     ("SOLVER.MIN_LR", lambda lr: lr == 0, "the learning rate falls to 0."),
     ("SOLVER.OPTIMIZER", lambda name: name == "AdamW", "there is AdamW."),
     (
@@ -265,6 +275,7 @@ RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ),
     ("TRAIN.CHECKPOINTING", (0, 1, 2, 3).__contains__, "there are levels 0 to 3."),
     ("TRAIN.DEVICE_EMA", ("cpu", "cuda", "gpu", "").__contains__, "there are cpu and cuda."),
+    ("SOLVER.EMA_EVERY", lambda steps: steps >= 1, "a number of steps is at least 1; MODEL_EMA = 0 makes no average."),
     ("TRAIN.MODEL_EMA", lambda decay: 0 <= decay < 1, "a decay is in [0, 1)."),
 )
 

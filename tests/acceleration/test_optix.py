@@ -2,6 +2,7 @@
 
 import copy
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -132,6 +133,57 @@ def test_a_config_may_hold_the_keywords():
     assert opt.defaults["lr"] == 2e-3
 
 
+class Vae(nn.Module):
+    """As little as can be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Conv2d(3, 4, 1)
+
+
+PLAIN = {"compile_vae": False, "gradient_checkpointing": False}
+
+
+def is_compiled(config: object, **options: object) -> bool:
+    model, *_ = optix.compile(nn.Linear(4, 4), Vae(), config, **PLAIN, **options)
+    return model._compiled_call_impl is not None
+
+
+def test_an_alias_is_the_same_keyword_wherever_it_stands():
+    assert is_compiled(SimpleNamespace(compile_model=True))
+    assert is_compiled({"compile_model": True})
+    assert is_compiled(None, compile_model=True)
+    assert not is_compiled(SimpleNamespace(compile_model=False, something_else=1))
+
+
+@pytest.mark.parametrize("config", [{"compile_unet": True, "compile_model": False}, {"compile_model": False},
+                                    {"compile_unet": False}])  # fmt: skip
+def test_keywords_win_over_a_config_under_either_name(config):
+    for name in ("compile_unet", "compile_model"):
+        assert is_compiled(config, **{name: True})
+        assert is_compiled(SimpleNamespace(**config), **{name: True})
+        assert not is_compiled(config, **{name: False})
+
+
+def test_two_names_of_a_keyword_may_not_contradict_each_other():
+    message = "compile_model=False and compile_unet=True are one keyword"
+    with pytest.raises(UserError, match=message):
+        is_compiled({"compile_unet": True, "compile_model": False})
+    with pytest.raises(UserError, match=message):
+        is_compiled(SimpleNamespace(compile_unet=True, compile_model=False))
+    with pytest.raises(UserError, match=message):
+        is_compiled(None, compile_unet=True, compile_model=False)
+    assert is_compiled({"compile_unet": True, "compile_model": True})
+
+
+@pytest.mark.parametrize("model", [nn.Linear(4, 4).requires_grad_(False), nn.ReLU()])
+def test_a_model_with_nothing_to_train_is_told_before_anything_is_changed(model):
+    vae = Vae().half()
+    with pytest.raises(UserError, match=f"{type(model).__name__} has nothing to train"):
+        optix.compile(model, vae, **PLAIN)
+    assert all(p.requires_grad and p.dtype == torch.float16 for p in vae.parameters())
+
+
 def test_what_is_not_there_is_told(caplog):
     with pytest.raises(UserError, match=r"no keyword 'compile_vea'. Did you mean 'compile_vae'"):
         optix.compile(unet(), autoencoder(), compile_vea=False)
@@ -163,6 +215,43 @@ def test_two_processes_share_out_average_and_optimizer_and_train_as_one(tmp_path
     states = [share["states"] for share in shares]
     assert sum(states) == len(list(unet().parameters()))
     assert min(states) > 0
+
+
+@pytest.mark.multiprocess
+def test_average_and_weights_begin_alike_in_processes_of_different_seeds(tmp_path, spawn):
+    spawn(start_in, 2, tmp_path)
+    starts = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
+    drawn = [seeded(rank).state_dict() for rank in range(2)]
+    assert not torch.equal(drawn[0]["0.weight"], drawn[1]["0.weight"])
+    for way in ("ddp", "alone"):
+        first, second = (start[way] for start in starts)
+        for part in ("weights", "average"):
+            assert first[part].keys() == drawn[0].keys()
+            assert all(torch.equal(tensor, drawn[0][name]) for name, tensor in first[part].items())
+        assert all(torch.equal(tensor, drawn[0][name]) for name, tensor in second["weights"].items())
+        assert second["average"] == {}
+        assert first["owned"] | second["owned"] == {name for name in drawn[0] if "running" not in name}
+        assert first["owned"]
+        assert second["owned"]
+    for rank, start in enumerate(starts):  # nothing is shared: each keeps its own
+        assert all(torch.equal(tensor, drawn[rank][name]) for name, tensor in start["apart"].items())
+
+
+def seeded(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Conv2d(8, 8, 3).to(memory_format=torch.channels_last), nn.Linear(8, 8), nn.Linear(8, 4))
+    model.register_buffer("running", torch.rand(3))
+    return model
+
+
+def start_in(rank: int, world_size: int, folder) -> None:
+    found = {}
+    for way, ddp in (("ddp", True), ("alone", False)):
+        model, _, _, ema = optix.compile(seeded(rank), Vae(), use_ema=True, ddp=ddp, **PLAIN)
+        inner = model.module if ddp else model
+        found[way] = {"weights": inner.state_dict(), "average": ema.state_dict(model), "owned": set(ema.shadow)}
+    apart, *_ = optix.compile(seeded(rank), Vae(), ddp=False, hybrid_zero=False, **PLAIN)
+    torch.save({**found, "apart": apart.state_dict()}, folder / f"{rank}.pt")
 
 
 def train(samples: range) -> dict:

@@ -1,10 +1,12 @@
 """The figures of tools/quickstart/conditions.py, on videos whose figures are known."""
 
+import pytest
 import torch
 
 from opensora.models.vae.evaluate import reconstruct
+from opensora.utils.errors import UserError
 from tests.models.vaes import build
-from tools.quickstart.conditions import KINDS, describe, measured
+from tools.quickstart.conditions import KINDS, describe, keep_weights, measured
 
 
 def test_a_seamless_start_and_a_jump_are_told_apart(tmp_path):
@@ -25,3 +27,15 @@ def test_a_seamless_start_and_a_jump_are_told_apart(tmp_path):
     torch.testing.assert_close(figures[2]["step"], 5.0, atol=1e-2, rtol=0)
     assert "| a.mp4 | extension |" in describe(figures, tmp_path)
     assert "| a.mp4 | text to video | - | - |" in describe(figures, tmp_path)
+
+
+def test_samples_of_other_weights_are_not_in_the_way(tmp_path):
+    keep_weights(tmp_path / "new" / "folder", [])
+    keep_weights(tmp_path / "new" / "folder", [])
+    with pytest.raises(
+        UserError, match=r"folder has samples of other weights \(the shipped ones\): pass another --out"
+    ):
+        keep_weights(tmp_path / "new" / "folder", ["--ckpt-path=mine"])
+    keep_weights(tmp_path / "mine", ["--ckpt-path=mine"])
+    with pytest.raises(UserError, match=r"\(--ckpt-path=mine\)"):
+        keep_weights(tmp_path / "mine", [])

@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+import tools.quickstart.__main__
+import tools.quickstart.report
 from opensora.utils.errors import UserError
 from tools.quickstart.__main__ import (
     RECIPES,
@@ -47,11 +49,55 @@ def test_it_leaves_what_it_promises(finished):
 
 
 def test_an_interrupted_run_is_continued_and_a_finished_one_is_not(finished, tmp_path):
-    assert run_folder(tmp_path, "pretrained").name == "000-pretrained"
-    assert run_folder(tmp_path, "pretrained").name == "000-pretrained"
+    plain = {"start": "pretrained", "held_out": "paraphrase", "max_steps": None, "num_clips": None}
+    assert run_folder(tmp_path, plain).name == "000-pretrained"
+    assert run_folder(tmp_path, plain).name == "000-pretrained"
     (tmp_path / "000-pretrained" / "report.json").write_text("{}")
-    assert run_folder(tmp_path, "pretrained").name == "001-pretrained"
-    assert run_folder(tmp_path, "scratch").name == "002-scratch"
+    assert run_folder(tmp_path, plain).name == "001-pretrained"
+    assert run_folder(tmp_path, {**plain, "start": "scratch"}).name == "002-scratch"
+
+
+def test_an_interrupted_run_is_continued_with_its_own_options_alone(tmp_path, capsys):
+    plain = {"start": "scratch", "held_out": "paraphrase", "max_steps": 2, "num_clips": 2}
+    assert run_folder(tmp_path, plain).name == "000-scratch"
+    for number, other in enumerate(({"held_out": "blind"}, {"max_steps": None}, {"num_clips": 3}), start=1):
+        capsys.readouterr()
+        assert run_folder(tmp_path, plain | other).name == f"{number:03d}-scratch"
+        assert "was interrupted and had other options" in capsys.readouterr().out
+    assert run_folder(tmp_path, plain).name == "000-scratch"
+    assert "continuing" in capsys.readouterr().out
+    for half in ("", '{"start":'):  # of an interruption at the very start; older runs have none
+        (tmp_path / "000-scratch" / "options.json").write_text(half)
+        run = run_folder(tmp_path, plain)
+        assert int(run.name[:3]) > 3
+        (run / "report.json").write_text("{}")
+
+
+def test_other_options_leave_an_interrupted_run_as_it_is_and_come_to_their_end(monkeypatch, repo_root, tmp_path):
+    """Interrupted while it samples, then called with other held-out captions."""
+    monkeypatch.chdir(repo_root)
+    monkeypatch.setattr(tools.quickstart.__main__, "train", lambda config, outputs, options: outputs)
+    monkeypatch.setattr(tools.quickstart.report, "report", lambda *_: {})
+    monkeypatch.setattr(tools.quickstart.__main__, "describe", lambda *_: "")
+    places: list[str] = []
+
+    def sample(script, *options):
+        if script == "scripts/inference.py":
+            places.extend(option for option in options if option.startswith("--save-dir="))
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(tools.quickstart.__main__, "command", sample)
+    with pytest.raises(KeyboardInterrupt):
+        quickstart("pretrained", tmp_path, max_steps=2, num_clips=2)
+    before = {path: path.read_bytes() for path in (tmp_path / "000-pretrained").iterdir()}
+    assert {path.name for path in before} == {"clips.csv", "prompts.csv", "options.json"}
+    with pytest.raises(KeyboardInterrupt):
+        quickstart("pretrained", tmp_path, held_out="blind")
+    assert {path: path.read_bytes() for path in (tmp_path / "000-pretrained").iterdir()} == before
+    monkeypatch.setattr(tools.quickstart.__main__, "command", lambda *_: None)
+    quickstart("pretrained", tmp_path, held_out="blind")
+    assert (tmp_path / "001-pretrained" / "report.json").is_file()
+    assert places == [f"--save-dir={tmp_path / number / 'samples'}" for number in ("000-pretrained", "001-pretrained")]
 
 
 def test_training_goes_on_from_the_last_checkpoint(finished):

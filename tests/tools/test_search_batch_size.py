@@ -1,5 +1,6 @@
 """tools/search_batch_size.py: the search by arithmetic, real steps at toy size, and the file it writes."""
 
+import gc
 import sys
 from pathlib import Path
 
@@ -114,6 +115,32 @@ def test_real_steps_and_out_of_memory(cfg, monkeypatch):
     assert not trainer(clip, 1).fits
 
 
+NOVA_SIZES = ("--model.width=64", "--model.num_heads=2", "--model.video_depth=2", "--model.image_depth=2",
+              "--model.head_width=64", "--device=cpu", "--dtype=fp32", "--image-size=(32,64)")  # fmt: skip
+WAN = ("--vae.from_pretrained=None", "--vae.subfolder=None",
+       "--vae.architecture={'type':'AutoencoderKLWan','base_dim':8,'z_dim':16,'dim_mult':[1,1,1,1],'num_res_blocks':1}")  # fmt: skip
+
+
+@pytest.mark.parametrize("path", sorted(Path("configs/nova/train").resolve().glob("*.py")), ids=lambda path: path.stem)
+def test_steps_of_every_config_of_nova(path):
+    """Models of three stacks of blocks, without and with motion tokens."""
+    vae = WAN if "DiffusersVideoVAE" in str(parse_config(TrainConfig, PARTS, [str(path), "--data-path=r"]).vae) else ()
+    cfg = parse_config(TrainConfig, PARTS, [str(path), "--data-path=records", *NOVA_SIZES, *vae])
+    trainer = Trainer(cfg, CPU, NO_LIMITS, encoders=False)
+    (clip,) = clips_of(cfg)
+    assert trainer(clip, 1).fits
+    assert ("flow" in trainer.model.numbers) == (cfg.num_frames > 1)
+    assert trainer.model.in_channels == (16 if vae else 4)
+
+
+def test_the_numbers_that_a_model_wants_are_encoded_too():
+    """With --encoders; the flow is one that captions and pixels do not say."""
+    nova = "{'type':'NOVA','width':32,'num_heads':1,'video_depth':1,'image_depth':2,'head_depth':1}"
+    argv = [str(CONFIG), "--device=cpu", "--model", nova, "--scheduler={'type':'nova'}", "--grad-checkpoint=0"]
+    trainer = Trainer(parse_config(TrainConfig, PARTS, argv), CPU, NO_LIMITS, encoders=True)
+    assert trainer(Clip("64px", 4, 64, 96, 1), 1).fits
+
+
 def out_of_memory(loss) -> None:
     raise torch.OutOfMemoryError("CUDA out of memory")
 
@@ -128,6 +155,7 @@ def test_a_lora_and_checkpointing_are_as_in_training(cfg):
 
 def test_memory_of_a_cpu_has_a_peak_that_begins_anew():
     device = torch.device("cpu")
+    gc.collect()  # what other tests left would go in between
     reset_peak(device)
     before = peak_gib(device)
     block = torch.ones(2**26)  # a quarter of a GiB

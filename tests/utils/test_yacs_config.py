@@ -8,7 +8,14 @@ import torch
 from opensora.registry import DATASETS, MODELS, SCHEDULERS
 from opensora.utils.config import TrainConfig, parse_config
 from opensora.utils.errors import UserError
-from opensora.utils.yacs_config import architecture, deepspeed_overrides, default_cfg, read_yacs
+from opensora.utils.yacs_config import (
+    CfgNode,
+    architecture,
+    deepspeed_overrides,
+    default_cfg,
+    read_yacs,
+    to_train_config,
+)
 
 COMPONENTS = {"model": MODELS, "vae": MODELS, "text_encoder": MODELS, "scheduler": SCHEDULERS, "dataset": DATASETS}
 GUIDE = """
@@ -149,6 +156,89 @@ def test_what_there_is_not_is_told_at_once(tmp_path):
     (tmp_path / "typo.yml").write_text("TRAINN: {}\n")
     with pytest.raises(UserError, match=r"TRAINN is not a key of this config. Did you mean 'TRAIN'"):
         read_yacs(tmp_path / "typo.yml")
+
+
+CHANGED = {
+    "NUM_GPUS": 2, "RNG_SEED": 4, "GPU_ID": 1, "PIPELINE.TYPE": "nova_train_t2v", "PIPELINE.MODULES": {"vae": "elsewhere"},
+    "MODEL.TYPE": "unet", "MODEL.CONFIG": {"arch": ["vit_d2w64", "vit_d4w64", "mlp_d2w64"]}, "MODEL.WEIGHTS": "",
+    "MODEL.PRECISION": "float16", "SOLVER.BASE_LR": 1e-3, "SOLVER.MIN_LR": 1e-6, "SOLVER.WARM_UP_STEPS": 1,
+    "SOLVER.WARM_UP_FACTOR": 0.1, "SOLVER.LR_POLICY": "cosine_decay", "SOLVER.DECAY_STEPS": [10, 20], "SOLVER.DECAY_GAMMA": 0.9,
+    "SOLVER.MAX_STEPS": 7, "SOLVER.OPTIMIZER": "SGD", "SOLVER.ADAM_BETA2": 0.9, "SOLVER.WEIGHT_DECAY": 0.1,
+    "SOLVER.ACCUM_STEPS": 2, "SOLVER.DISPLAY": 1, "SOLVER.EMA_EVERY": 10, "SOLVER.SNAPSHOT_EVERY": 10,
+    "SOLVER.SNAPSHOT_PREFIX": "mine", "TRAIN.DATASET": "other", "TRAIN.DATASET2": "more", "TRAIN.LOADER": "mine",
+    "TRAIN.NUM_THREADS": 1, "TRAIN.BATCH_SIZE": 2, "TRAIN.MODEL_EMA": 0.5, "TRAIN.DEVICE_EMA": "cpu", "TRAIN.LOSS_REPEAT": 1,
+    "TRAIN.CHECKPOINTING": 1,
+}  # fmt: skip
+"""Each key of the guide's configs with a value that is not its default."""
+
+
+def leaves(node, path=""):
+    for key, value in node._values.items():
+        yield from leaves(value, f"{path}{key}.") if isinstance(value, CfgNode) else [f"{path}{key}"]
+
+
+def set_key(cfg, key, value):
+    *groups, name = key.split(".")
+    for group in groups:
+        cfg = getattr(cfg, group)
+    setattr(cfg, name, value)
+
+
+def ready(guide):
+    cfg = default_cfg()
+    cfg.merge(
+        {"PIPELINE": {"TYPE": "nova_train_t2i"}, "MODEL": {"WEIGHTS": str(guide / "nova")}, "TRAIN": {"DATASET": "d"}}
+    )
+    return cfg
+
+
+def tried(call, *args):
+    """What a call returns, and what a UserError of it says."""
+    try:
+        return call(*args), None
+    except UserError as error:
+        return None, str(error)
+
+
+def test_every_key_has_a_value_to_be_tried():
+    assert sorted(CHANGED) == sorted(leaves(default_cfg()))
+
+
+@pytest.mark.parametrize("key", CHANGED)
+def test_a_key_that_is_set_does_something_or_is_an_error(guide, key):
+    plain, cfg = ready(guide), ready(guide)
+    set_key(cfg, key, CHANGED[key])
+    values, message = tried(to_train_config, cfg)
+    assert (values != to_train_config(plain)) if message is None else (f"  {key}=" in message)
+
+
+@pytest.mark.parametrize("key", [key for key in CHANGED if not isinstance(CHANGED[key], str | list | dict)])
+@pytest.mark.parametrize("value", [0, -1])
+def test_a_number_that_is_too_small_is_no_failure_of_ours(guide, key, value):
+    cfg = ready(guide)
+    set_key(cfg, key, value)
+    (guide / "small.yml").write_text(str(cfg))
+    _, message = tried(parse_config, TrainConfig, COMPONENTS, ["--cfg", "small.yml"])
+    assert message is None or str(value) in message
+
+
+@pytest.mark.parametrize("value", [0, -5])
+def test_an_average_is_taken_every_so_many_steps(guide, value):
+    cfg = ready(guide)
+    cfg.SOLVER.EMA_EVERY = value
+    with pytest.raises(UserError, match=rf"SOLVER.EMA_EVERY={value}: .* at least 1; MODEL_EMA = 0 makes no average"):
+        to_train_config(cfg)
+    cfg.SOLVER.EMA_EVERY, cfg.TRAIN.MODEL_EMA = 1, 0
+    assert to_train_config(cfg)["ema_decay"] == 0
+
+
+@pytest.mark.parametrize("change", [{"DECAY_STEPS": [10, 20]}, {"DECAY_GAMMA": 0.9}, {"LR_POLICY": "steps_with_decay"}])
+@pytest.mark.parametrize("policy", ["", "cosine_decay"])
+def test_a_learning_rate_does_not_fall_in_steps(guide, change, policy):
+    cfg = ready(guide)
+    cfg.merge({"SOLVER": {"LR_POLICY": policy, **change}})
+    with pytest.raises(UserError, match=f"SOLVER.{next(iter(change))}="):
+        to_train_config(cfg)
 
 
 def test_a_deepspeed_file_chooses_engine_format_and_batch(guide):

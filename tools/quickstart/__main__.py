@@ -3,7 +3,7 @@
     python -m tools.quickstart [--from pretrained|scratch|nova]
 
 Every part is one of the commands a user would type; each is printed before it runs. A run that was interrupted is
-continued from its last checkpoint.
+continued from its last checkpoint, when the same options are given again; with others a new one begins.
 """
 
 import argparse
@@ -11,7 +11,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +24,7 @@ from opensora.utils.errors import UserError, exit_on_user_error
 
 ROOT = Path(__file__).resolve().parents[2]
 CLIPS = Path("assets/clips/clips.csv")
+OPTIONS = "options.json"  # in a run's folder: what it was started with
 
 
 class Recipe(NamedTuple):
@@ -94,7 +95,8 @@ def quickstart(
     num_clips: int | None = None,
 ) -> dict[str, Any]:
     """Run everything; returns the report that is also written to `<run>/report.json`."""
-    run, seconds = run_folder(out, start), Seconds()
+    given = {"start": start, "held_out": held_out, "max_steps": max_steps, "num_clips": num_clips}
+    run, seconds = run_folder(out, given), Seconds()
     recipe = RECIPES[start]
     limit = [] if max_steps is None else [f"--max-steps={max_steps}"]
     plan = read_plan(recipe, limit)
@@ -131,17 +133,30 @@ def quickstart(
     return figures
 
 
-def run_folder(out: Path, start: str) -> Path:
-    """The folder of an interrupted run of the same kind, or the next new one."""
+def run_folder(out: Path, options: Mapping[str, Any]) -> Path:
+    """The folder of the last run with these options, if it was interrupted, or the next new one."""
     out.mkdir(parents=True, exist_ok=True)
+    start = options["start"]
     runs = sorted(path for path in out.glob(f"[0-9][0-9][0-9]-{start}") if path.is_dir())
+    alike = [run for run in runs if options_of(run) == options]
+    if alike and not (alike[-1] / "report.json").exists():
+        print(f"continuing {alike[-1]}, which was interrupted")
+        return alike[-1]
     if runs and not (runs[-1] / "report.json").exists():
-        print(f"continuing {runs[-1]}, which was interrupted")
-        return runs[-1]
+        print(f"{runs[-1]} was interrupted and had other options: a new run begins")
     number = max((int(path.name[:3]) for path in out.glob("[0-9][0-9][0-9]-*")), default=-1) + 1
     run = out / f"{number:03d}-{start}"
     run.mkdir()
+    (run / OPTIONS).write_text(json.dumps(dict(options)) + "\n")
     return run
+
+
+def options_of(run: Path) -> dict[str, Any] | None:
+    """What a run was started with; None where that is not written, or only half."""
+    try:
+        return json.loads((run / OPTIONS).read_text())
+    except (OSError, json.JSONDecodeError):
+        return None
 
 
 def data_options(run: Path, out: Path) -> list[str]:

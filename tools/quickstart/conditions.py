@@ -24,8 +24,8 @@ from opensora.inference.sizes import saved_rate
 from opensora.models.vae.evaluate import reconstruct
 from opensora.registry import MODELS, build_module
 from opensora.utils.config import InferenceConfig, parse_config
-from opensora.utils.errors import exit_on_user_error
-from tools.quickstart.__main__ import CLIPS, RECIPES, command
+from opensora.utils.errors import UserError, exit_on_user_error
+from tools.quickstart.__main__ import CLIPS, OPTIONS, RECIPES, command, options_of
 from tools.quickstart.measure import psnr
 from tools.quickstart.pictures import Row, contact_sheet
 from tools.quickstart.report import read_clip
@@ -68,6 +68,7 @@ def show(out: Path, clips: list[str], weights: list[str]) -> list[dict[str, Any]
     assert cfg.image_size is not None, "the quickstart says its size in numbers"
     vae = build_module(cfg.vae, MODELS).requires_grad_(False).eval()
     table = pd.read_csv(CLIPS, keep_default_na=False).set_index("path")
+    keep_weights(out, weights)
     figures, rows = [], []
     for clip in clips:
         source = CLIPS.parent / clip
@@ -94,6 +95,21 @@ def show(out: Path, clips: list[str], weights: list[str]) -> list[dict[str, Any]
     (out / "figures.json").write_text(json.dumps(figures, indent=1) + "\n")
     print(describe(figures, out))
     return figures
+
+
+def keep_weights(out: Path, weights: list[str]) -> None:
+    """Note what a folder's samples are made with.
+
+    Raises:
+        UserError: those that are there are of other weights, and would be in the way.
+    """
+    made, wanted = options_of(out), {"weights": weights}
+    if made not in (None, wanted):
+        raise UserError(
+            f"{out} has samples of other weights ({' '.join(made['weights']) or 'the shipped ones'}): pass another --out."
+        )
+    out.mkdir(parents=True, exist_ok=True)
+    (out / OPTIONS).write_text(json.dumps(wanted) + "\n")
 
 
 def first_picture(source: Path, path: Path) -> Path:

@@ -2,7 +2,8 @@
 
     torchrun --standalone --nproc_per_node 8 scripts/train.py configs/nova/train/1x1024x1024.py --data-path RECORDS
 
-RECORDS is a folder of latents with captions; docs/nova.md shows how to write one.
+RECORDS is a folder of latents with captions; docs/nova.md shows how to write one. This model is for pictures alone: what videos
+start from is configs/nova/train/1x512x512.py.
 """
 
 # Define sampling size

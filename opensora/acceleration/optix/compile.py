@@ -75,38 +75,61 @@ def compile(
         The model (wrapped, with several processes), the VAE, the optimizer, and the average or None.
 
     Raises:
-        UserError: there is no such keyword or optimizer.
+        UserError: there is no such keyword or optimizer, a keyword and its other name contradict each other, or the model
+            has nothing to train.
     """
     chosen = _chosen(config, options)
+    device = _trained(model)[0].device
     torch.set_float32_matmul_precision("high")  # TF32, which is part of what Optix measured
     torch.backends.cudnn.allow_tf32 = True
-    device = next(model.parameters()).device
     _prepare_vae(vae, device, compiled=chosen["compile_vae"], channels_last=chosen["vae_channels_last"])
     _cast(model, chosen["model_dtype"])
     _speed_up(model, chosen)
+    model = _with_one_start(model, chosen)  # before what copies weights, or shares out their state
     average = ShardedEMA(model, chosen["dp_group"]) if chosen["use_ema"] else None
-    optimizer = _optimizer(model, chosen)
-    if chosen["ddp"] and _processes(chosen["dp_group"]) > 1:
-        model = DistributedDataParallel(model, process_group=chosen["dp_group"], gradient_as_bucket_view=True)
-    return model, vae, optimizer, average
+    return model, vae, _optimizer(_trained(model), chosen), average
 
 
 def _chosen(config: object, options: Mapping[str, Any]) -> dict[str, Any]:
+    names = [*DEFAULTS, *ALIASES]
     given = (
         config
         if isinstance(config, Mapping)
-        else {name: getattr(config, name) for name in DEFAULTS if hasattr(config, name)}
+        else {name: getattr(config, name) for name in names if hasattr(config, name)}
     )
-    values = {ALIASES.get(name, name): value for name, value in {**given, **options}.items()}
-    for name in values:
-        if name not in DEFAULTS:
+    for name in [*given, *options]:
+        if name not in names:
             raise UserError(
-                f"optix.compile has no keyword {name!r}.{did_you_mean(name, list(DEFAULTS))} It has: {', '.join(DEFAULTS)}."
+                f"optix.compile has no keyword {name!r}.{did_you_mean(name, names)} It has: {', '.join(DEFAULTS)}."
             )
-    chosen = {**DEFAULTS, **values}
+    keywords = _without_aliases(options)
+    rest = {name: value for name, value in given.items() if ALIASES.get(name, name) not in keywords}
+    chosen = {**DEFAULTS, **_without_aliases(rest), **keywords}
     if chosen["optim"] not in OPTIMIZERS:
         raise UserError(f"optix.compile: optim={chosen['optim']!r} is not one of {', '.join(OPTIMIZERS)}.")
     return chosen
+
+
+def _without_aliases(values: Mapping[str, Any]) -> dict[str, Any]:
+    named: dict[str, Any] = {}
+    for name, value in values.items():
+        own = ALIASES.get(name, name)
+        if named.setdefault(own, value) != value:
+            alias = next(alias for alias in values if ALIASES.get(alias) == own)
+            raise UserError(
+                f"optix.compile: {alias}={values[alias]!r} and {own}={values[own]!r} are one keyword: give one of them."
+            )
+    return named
+
+
+def _trained(model: nn.Module) -> list[nn.Parameter]:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trained:
+        raise UserError(
+            f"optix.compile: {type(model).__name__} has nothing to train: it has no parameters, or all of them are frozen. Call "
+            "requires_grad_(True) on what is to learn."
+        )
+    return trained
 
 
 def _prepare_vae(vae: nn.Module, device: torch.device, *, compiled: bool, channels_last: bool) -> None:
@@ -162,8 +185,27 @@ def _use_xformers(model: Any) -> None:
         logger.info("xformer: not used (%s); PyTorch's own attention is.", str(error).split("\n")[0])
 
 
-def _optimizer(model: nn.Module, chosen: Mapping[str, Any]) -> Optimizer:
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+def _with_one_start(model: nn.Module, chosen: Mapping[str, Any]) -> nn.Module:
+    """The model with the first process' weights in all of a group: DDP sends them, and here they are sent without it."""
+    group = chosen["dp_group"]
+    if _processes(group) == 1:
+        return model
+    if chosen["ddp"]:
+        return DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
+    if chosen["use_ema"] or chosen["hybrid_zero"]:  # each process answers for a share of what all have
+        _send_from_first(model, group)
+    return model
+
+
+@torch.no_grad()
+def _send_from_first(model: nn.Module, group: dist.ProcessGroup | None) -> None:
+    for tensor in (*model.parameters(), *model.buffers()):
+        sent = tensor.detach().contiguous()  # NCCL refuses channels-last kernels
+        dist.broadcast(sent, group=group, group_src=0)
+        tensor.copy_(sent)
+
+
+def _optimizer(trained: list[nn.Parameter], chosen: Mapping[str, Any]) -> Optimizer:
     kind = OPTIMIZERS[chosen["optim"]]
     settings = {"lr": chosen["learning_rate"], "weight_decay": chosen["weight_decay"], "fused": trained[0].is_cuda}
     if not chosen["hybrid_zero"] or _processes(chosen["dp_group"]) == 1:

@@ -128,10 +128,18 @@ class MaskedAutoregression:
             noise: [B, R, C, T, H, W].
             visible: [B, T, V] int64, the patches that are shown. Like t and noise, drawn when not given.
             generators: one for each sample. The share of hidden patches is one for the whole batch, of the first sample's.
+
+        Raises:
+            UserError: there are no later frames, and the losses are of those alone.
         """
         check_draws(t, noise, generators)
         parts, x0 = parts_of(model), at_least_fp32(x0)
         size = parts.check_size(x0.shape[2:])
+        if self.losses == "later" and size[0] == 1:
+            raise UserError(
+                "scheduler.losses='later' leaves nothing to learn from a video of one latent frame, which is its first. Train with "
+                "losses='all' or 'first', or from longer videos (num_frames, and in a bucket_config no bucket of pictures)."
+            )
         p = parts.image_patch
         num_patches = size[1] * size[2] // p**2
         if visible is None:

@@ -102,6 +102,16 @@ def test_the_loss_of_a_perfect_model_is_zero_and_visible_patches_do_not_count():
         torch.testing.assert_close(one, torch.full((2,), share))
 
 
+@pytest.mark.parametrize("losses", ["all", "first", "later"])
+def test_pictures_have_no_later_frames_to_learn_from(losses):
+    made, x0 = scheduler(losses=losses), torch.randn(2, 4, 1, 8, 8)
+    if losses != "later":
+        assert (made.training_losses(build(), x0, conditions(), generators=rngs(0, 1)) > 0.1).all()
+        return
+    with pytest.raises(UserError, match="'later' leaves nothing to learn from a video of one latent frame"):
+        made.training_losses(build(), x0, conditions(), generators=rngs(0, 1))
+
+
 def test_losses_are_of_each_sample_alone_where_what_is_shown_is_given():
     model, x0, made = build(), torch.randn(2, 4, *SIZE), scheduler()
     visible = made._draw_visible(rngs(5, 6), 3, 16, torch.device("cpu"))
