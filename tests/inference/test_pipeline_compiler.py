@@ -1,13 +1,16 @@
 """`compiler` and `compiler_config`: OneDiff's way to compile, from a config to the same video."""
 
+import shutil
 from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from opensora.acceleration.compiler.entry import record_of
 from opensora.acceleration.compiler.pipes import parts_of
 from opensora.inference.pipeline import VideoPipeline
+from opensora.registry import MODELS
 from opensora.utils.config import InferenceConfig, config_from_dict, to_dict
 from opensora.utils.errors import UserError
 
@@ -26,6 +29,49 @@ def test_wrong_options_are_told_before_anything_is_built(cfg, monkeypatch):
     monkeypatch.setattr("opensora.inference.pipeline.build_parts", lambda _: pytest.fail("built"))
     with pytest.raises(UserError, match="no word 'O4'"):
         VideoPipeline.from_config(replace(cfg, compiler="nexfort", compiler_config='{"mode": "O4"}'))
+
+
+NOVA = {
+    "type": "NOVA",
+    "width": 32,
+    "num_heads": 2,
+    "video_depth": 1,
+    "image_depth": 2,
+    "head_depth": 1,
+    "motion": False,
+}
+
+
+@pytest.fixture
+def nova(cfg, tmp_path):
+    """A config of a NOVA with random weights."""
+    from opensora.inference.build import COMPONENTS
+
+    model = MODELS.build({**NOVA, "caption_channels": 384, "model_max_length": 16})
+    save_file(model.state_dict(), tmp_path / "nova.safetensors")
+    scheduler = {"type": "nova", "num_sampling_steps": 2, "num_diffusion_steps": 1, "cfg_scale": 1.0}
+    model_config = {**NOVA, "from_pretrained": str(tmp_path / "nova.safetensors")}
+    values = {**to_dict(cfg), "num_frames": 1, "image_size": (32, 64), "model": model_config, "scheduler": scheduler}
+    return config_from_dict(InferenceConfig, values, COMPONENTS)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [('{"regional": false}', "compiling the whole would do nothing"), ('{"mode": "freezing"}', "leave freezing out")],
+)
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_nova_is_compiled_by_blocks_alone(nova, options, message):
+    with pytest.raises(UserError, match=f"NOVA.*{message}"):
+        VideoPipeline.from_config(replace(nova, dtype="bf16", compiler="nexfort", compiler_config=options))
+
+
+def test_a_compiled_nova_makes_the_same_picture_twice(nova):
+    expected = VideoPipeline.from_config(nova)(["a dog"])
+    torch._dynamo.reset()
+    pipeline = VideoPipeline.from_config(replace(nova, compiler="aot_eager"))
+    for _ in range(2):
+        torch.testing.assert_close(pipeline(["a dog"]), expected, atol=1e-4, rtol=1e-4)
+    assert any(call.sizes for call in record_of(pipeline.model).calls())
 
 
 @pytest.mark.parametrize(

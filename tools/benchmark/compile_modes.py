@@ -87,8 +87,8 @@ def parse_args() -> argparse.Namespace:
 
 
 def regional(mode: str) -> bool | None:
-    """Block by block, where the mode allows it: a CUDA graph holds the whole model."""
-    return None if "cudagraphs" in mode else True
+    """Block by block, where the mode allows it: a CUDA graph holds the whole model, and frozen blocks share no program."""
+    return None if {"cudagraphs", "freezing"} & set(mode.split(":")) else True
 
 
 def awake(model: Model) -> Model:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from opensora.acceleration.compiler.entry import record_of
+from opensora.acceleration.compiler.quantise import is_quantised
 from opensora.registry import did_you_mean
 from opensora.utils.errors import UserError
 from opensora.utils.lora import Adapter, merge_adapter, read_adapter
@@ -32,13 +33,7 @@ class Adapters:
     """
 
     def __init__(self, model: nn.Module, paths: Mapping[str, str | Path]) -> None:
-        record = record_of(model)
-        for word in ("freezing", "quant"):
-            if record is not None and word in record.options.words:
-                raise UserError(
-                    f"{type(model).__name__} was compiled with {word}, after which its weights cannot change; compile it without, or "
-                    "merge the LoRA first."
-                )
+        _check(model)
         self.model = model
         self.adapters = {name: read_adapter(path) for name, path in paths.items()}
         layers = dict(model.named_modules())
@@ -52,8 +47,10 @@ class Adapters:
         """Put the base plus `scale` times each named adapter into the weights; the others are out.
 
         Raises:
-            UserError: there is no such adapter, or it does not fit the model, whose weights are then the base's.
+            UserError: there is no such adapter, or it does not fit the model, whose weights are then the base's; or they cannot
+                change any more.
         """
+        _check(self.model)  # it may have been compiled since
         for name in scales:
             if name not in self.adapters:
                 raise UserError(
@@ -64,6 +61,19 @@ class Adapters:
             layers[name].weight.copy_(weight)
         if scales:
             merge_adapter(self.model, _sum({name: (self.adapters[name], scale) for name, scale in scales.items()}))
+
+
+def _check(model: nn.Module) -> None:
+    """Refuse a model whose weights cannot change: frozen, or quantised, which `compile` does with any backend."""
+    record = record_of(model)
+    words = set() if record is None else {"freezing", "quant"} & record.options.words
+    if any(map(is_quantised, model.modules())):
+        words.add("quant")
+    for word in sorted(words):
+        raise UserError(
+            f"{type(model).__name__} was compiled with {word}, after which its weights cannot change; compile it without, or "
+            "merge the LoRA first."
+        )
 
 
 def _sum(chosen: Mapping[str, tuple[Adapter, float]]) -> Adapter:

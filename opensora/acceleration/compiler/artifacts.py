@@ -49,13 +49,17 @@ def save_compiled(folder: str | Path, *compiled: Any) -> Path:
         The folder.
 
     Raises:
-        UserError: nothing was compiled yet.
+        UserError: nothing was compiled yet, or nothing that PyTorch keeps.
     """
     modules = _modules(compiled)
     entries = [_describe(module) for module in modules]
     if modules and not any(entry["sizes"] for entry in entries):
         raise UserError("save_compiled: nothing compiled yet; programs are made by the first call. Run the model once.")
     saved = torch.compiler.save_cache_artifacts()
+    if saved is None and any("freezing" in entry["options"]["mode"].split(":") for entry in entries):
+        raise UserError(
+            "save_compiled: PyTorch keeps no program with frozen weights that it has packed for a CPU. Compile without freezing."
+        )
     if saved is None:
         raise UserError("save_compiled: nothing compiled yet in this process. Compile a module and run it once.")
     files = {ARTIFACTS: saved[0], LIBRARIES: libraries.pack()}

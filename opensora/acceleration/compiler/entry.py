@@ -15,8 +15,8 @@ from opensora.acceleration.compiler.call import CompiledCall
 from opensora.acceleration.compiler.flags import cache_settings
 from opensora.acceleration.compiler.modes import MODES, inductor_settings
 from opensora.acceleration.compiler.options import BUCKETS, Given, Options, parse_options
-from opensora.acceleration.compiler.quantise import quantise
-from opensora.acceleration.compiler.regions import is_ours, repeated_blocks
+from opensora.acceleration.compiler.quantise import plan
+from opensora.acceleration.compiler.regions import is_called_by_parts, is_ours, repeated_blocks
 from opensora.acceleration.sliced_vae import to_channels_last
 from opensora.registry import did_you_mean
 from opensora.utils.errors import UserError
@@ -121,12 +121,13 @@ def compile_module(module: nn.Module, backend: str, options: Options) -> None:
     blocks = repeated_blocks(module)
     backend, regional = _resolve(name, backend, options, blocks=bool(blocks), ours=is_ours(module))
     _check_effect(name, backend, options)
-    _check_module(name, module, options)
-    restore(module)
+    _check_module(name, module, options, whole=backend != NONE and not regional)
+    quantise = plan(module, options) if "quant" in options.words else None
+    restore(module)  # after all that may refuse: the module is left as it was
     if options.memory_format is not None:
         set_memory_format(module, options.memory_format)
-    if "quant" in options.words:
-        quantise(module, options)
+    if quantise is not None:
+        quantise()
     if backend == NONE:
         return
     arguments = _arguments(backend, options, fullgraph=regional and is_ours(module))
@@ -151,6 +152,8 @@ def restore(module: nn.Module) -> None:
             target()._compiled_call_impl = None
     for handle in () if record is None else record.handles:
         handle.remove()
+    if record is not None and "freezing" in record.options.words and not _knows("isolate_recompiles"):
+        torch.compiler.reset()  # or the next compilation would find the program with the weights of before
     module._compiled_call_impl = None  # also what `module.compile()` did
 
 
@@ -171,7 +174,8 @@ def _resolve(name: str, backend: str, options: Options, *, blocks: bool, ours: b
         raise UserError(f"{name} does not say which blocks it repeats; leave regional out.")
     if "jit" in options.words:
         return (backend, True) if blocks else ("aot_eager", False)
-    whole = "cudagraphs" in options.words  # which block by block would overwrite each other's results
+    # graphs would overwrite each other's results block by block; with weights as constants blocks share no program
+    whole = bool(options.words & {"cudagraphs", "freezing"})
     return backend, ours and not whole if options.regional is None else options.regional
 
 
@@ -192,7 +196,17 @@ def _check_effect(name: str, backend: str, options: Options) -> None:
             warnings.warn(f"{name}: {' and '.join(sorted(idle))} has no effect without a GPU.", stacklevel=4)
 
 
-def _check_module(name: str, module: nn.Module, options: Options) -> None:
+def _check_module(name: str, module: nn.Module, options: Options, *, whole: bool) -> None:
+    if is_called_by_parts(module) and "freezing" in options.words:
+        raise UserError(
+            f"{name}: freezing makes constants of weights, and its sampler puts them into autocast's number format for each video: "
+            "leave freezing out."
+        )
+    if is_called_by_parts(module) and whole:
+        raise UserError(
+            f"{name} is called part by part when it samples, never as a whole, so that compiling the whole would do nothing: leave "
+            'out cudagraphs and "regional": false, and its blocks are compiled.'
+        )
     if "freezing" not in options.words:
         return
     if module.training:
@@ -213,8 +227,10 @@ def _arguments(backend: str, options: Options, *, fullgraph: bool = False) -> di
         "dynamic": dynamic,
         "fullgraph": fullgraph or options.fullgraph,
     }
-    if "recompile_limit" in inspect.signature(torch.compile).parameters:  # older ones stop at dynamo's own limit
+    if _knows("recompile_limit"):  # older ones stop at dynamo's own limit
         arguments["recompile_limit"] = RECOMPILE_LIMIT
+    if "freezing" in options.words and _knows("isolate_recompiles"):
+        arguments["isolate_recompiles"] = True  # a program with other weights as constants is never found
     if backend == INDUCTOR:
         from torch._inductor import config
 
@@ -223,6 +239,11 @@ def _arguments(backend: str, options: Options, *, fullgraph: bool = False) -> di
         settings = {key: value for key, value in wanted.items() if key in known}  # what this PyTorch knows
         arguments["options"] = {**settings, **options.inductor_overrides()}
     return arguments
+
+
+def _knows(argument: str) -> bool:
+    """Whether this PyTorch's `torch.compile` takes it."""
+    return argument in inspect.signature(torch.compile).parameters
 
 
 def _refuse_loading(module: nn.Module, *_: Any) -> None:

@@ -41,7 +41,7 @@ def flags_of(options: Options) -> list[Flag]:
         ("overrides.matmul_allow_tf32", matmul, "allow_tf32"),
     ):
         if name in options.overrides:
-            flags.append(Flag(owner, attribute, bool(options.overrides[name])))
+            flags.append(Flag(owner, attribute, options.overrides[name]))
     if options.dynamic is True:
         from torch.fx.experimental import _config as shapes
 
@@ -51,6 +51,11 @@ def flags_of(options: Options) -> list[Flag]:
         import torch._functorch.config as functorch
 
         flags.append(Flag(functorch, "enable_autograd_cache", True))
+    if "freezing" in options.words:
+        from torch._inductor import config as inductor
+
+        # dynamo looks here, not into the module's settings, whether weights are to be inputs of the program
+        flags.append(Flag(inductor, "freezing", True))
     return flags
 
 

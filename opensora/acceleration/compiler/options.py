@@ -10,18 +10,23 @@ own under "options":
 """
 
 import json
+import typing
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from types import NoneType
+from typing import Any, Literal
 
 from opensora.acceleration.compiler.modes import parse_mode
 from opensora.registry import did_you_mean
+from opensora.utils.config_schema import coerce, describe, members
 from opensora.utils.errors import UserError
 
-MEMORY_FORMATS = ("channels_last", "contiguous_format")
 FLAGS = ("overrides.conv_benchmark", "overrides.matmul_allow_tf32")
 BUCKETS = "buckets"
+# settings of inductor -> the word that sets them, whose rules a setting by itself would go round
+WORDS_ALONE = {"freezing": "freezing", "triton.cudagraphs": "cudagraphs"}
+PLAIN = (bool, int, float, str, list, dict, NoneType)
 
 Given = Mapping[str, Any] | str | None
 
@@ -35,22 +40,23 @@ class Options:
         dynamic: True: one program for all sizes; False: one for each; "buckets": one for each of a few sizes, as many as
             come; None: PyTorch's way, where a second size makes the program dynamic.
         memory_format: layout of the convolutions' weights; None: as they are.
-        regional: compile the repeated blocks, not the module around them. None: for our denoisers, and with "jit".
+        regional: compile the repeated blocks, not the module around them. None: with "jit", and for our denoisers, unless
+            with "cudagraphs" or "freezing".
         fullgraph: refuse what would interrupt the program. Our blocks always do.
-        quant_type: for "quant", see `quantise.TYPES`; None: what the device is good at.
+        quant_type: for "quant", see `quantise.TYPES`; None: what the device is good at and the weights' format allows.
         quant_min_features: linear layers narrower than this are not quantised.
         quant_skip: full names of layers that are not quantised either, see `quantise.worst`.
         overrides: settings with a dot.
     """
 
     mode: str = ""
-    dynamic: bool | str | None = None
-    memory_format: str | None = None
+    dynamic: bool | Literal["buckets"] | None = None
+    memory_format: Literal["channels_last", "contiguous_format"] | None = None
     regional: bool | None = None
     fullgraph: bool = False
     quant_type: str | None = None
     quant_min_features: int = 512
-    quant_skip: Sequence[str] = ()
+    quant_skip: list[str] = field(default_factory=list)
     overrides: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -85,18 +91,25 @@ def parse_options(given: Given) -> Options:
         UserError: no JSON, an unknown key, a wrong value, or options that exclude each other.
     """
     values = _as_dict(given)
-    nested = values.pop("options", None) or {}
+    nested = values.pop("options", None)
+    if not isinstance(nested, Mapping | None):
+        raise UserError(
+            f'compiler options: options={nested!r}, but it takes a dict of settings such as {{"inductor.epilogue_fusion": false}}.'
+        )
     dotted = {name: value for name, value in values.items() if "." in name}
     plain = {name: value for name, value in values.items() if "." not in name}
-    known = [one.name for one in fields(Options) if one.name != "overrides"]
+    known = typing.get_type_hints(Options)
+    del known["overrides"]
     for name in plain:
         if name not in known:
             raise UserError(
-                f"compiler options: no key {name!r}.{did_you_mean(name, known)} Keys: {', '.join(known)}, "
+                f"compiler options: no key {name!r}.{did_you_mean(name, list(known))} Keys: {', '.join(known)}, "
                 "and settings with a dot, such as inductor.epilogue_fusion."
             )
-    plain["mode"] = plain.get("mode") or ""
-    options = Options(**plain, overrides=_settings({**nested, **dotted}))
+    if plain.get("mode", "") is None:
+        plain["mode"] = ""
+    plain = _typed(plain, known)
+    options = Options(**plain, overrides=_settings({**(nested or {}), **dotted}))
     _check(options)
     return options
 
@@ -119,23 +132,58 @@ def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
     from torch._inductor import config
 
     known = config.get_config_copy()
-    kept = {}
+    kept, types = {}, dict.fromkeys(FLAGS, bool)
     for name, value in given.items():
-        if name in FLAGS or name.removeprefix("inductor.") in known:
+        setting = name.removeprefix("inductor.")
+        if word := WORDS_ALONE.get(setting):
+            raise UserError(
+                f'compiler options: {name} is what the word "{word}" sets, which has rules that go with it. Put the word into mode, '
+                f'"mode": "O3:{word}", or leave {name} out.'
+            )
+        if name in FLAGS or setting in known:
             kept[name] = value
         else:
             warnings.warn(f"compiler options: {name} is no setting of this PyTorch's inductor, left out.", stacklevel=4)
-    return kept
+        if setting in known:
+            types[name] = config.get_type(setting)  # type: ignore[attr-defined]
+    return _typed(kept, types)
+
+
+def _typed(values: Mapping[str, Any], types: Mapping[str, Any]) -> dict[str, Any]:
+    """The values as their types, an int as a float where one is due.
+
+    Raises:
+        UserError: names every value that is of another type.
+    """
+    typed, problems = {}, []
+    for name, value in values.items():
+        try:
+            typed[name] = coerce(value, types[name]) if all(map(_is_plain, _inside(types[name]))) else value
+        except TypeError:
+            problems.append(f"compiler options: {name}={value!r}, but it takes {describe(types[name])}.")
+    if problems:
+        raise UserError("\n".join(problems))
+    return typed
+
+
+def _inside(annotation: Any) -> Iterator[Any]:
+    """The alternatives of a type; of lists and dicts those of what they hold too."""
+    for member in members(annotation):
+        yield member
+        if typing.get_origin(member) in (list, dict):
+            for held in typing.get_args(member):
+                yield from _inside(held)
+
+
+def _is_plain(annotation: Any) -> bool:
+    """Whether JSON can write it, and `coerce` tell; inductor has settings of richer types, which it looks at itself."""
+    if typing.get_origin(annotation) is Literal:
+        return all(isinstance(value, str) for value in typing.get_args(annotation))
+    return (typing.get_origin(annotation) or annotation) in PLAIN
 
 
 def _check(options: Options) -> None:
     words = options.words  # an unknown word is an error here
-    if not isinstance(options.dynamic, bool | None) and options.dynamic != BUCKETS:
-        raise UserError(f'compiler options: dynamic={options.dynamic!r}; use true, false, "{BUCKETS}" or null.')
-    if options.memory_format not in (None, *MEMORY_FORMATS):
-        raise UserError(
-            f"compiler options: memory_format={options.memory_format!r} is none of {', '.join(MEMORY_FORMATS)}."
-        )
     if "cudagraphs" in words and options.dynamic is True:
         raise UserError(
             'compiler options: a CUDA graph has one size. With cudagraphs use "dynamic": "buckets", which records one graph for '

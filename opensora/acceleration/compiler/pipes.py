@@ -20,6 +20,7 @@ from opensora.acceleration.compiler.entry import (
     NONE,
     check_backend,
     compile_module,
+    restore,
     set_memory_format,
 )
 from opensora.acceleration.compiler.options import Given, Options, parse_options
@@ -131,12 +132,19 @@ def _compile_part(name: str, module: nn.Module, backend: str, options: Options) 
     if name.startswith(("vae.", "vqgan.")):
         drop.add("low-precision")
     if "jit" in options.words and not repeated_blocks(module) and backend == INDUCTOR:
-        logger.info("compile_pipe: %s repeats no blocks; with jit it stays eager.", name)
+        logger.info("compile_pipe: %s repeats no blocks; with jit it is eager.", name)
+        restore(module)
         return
     mode = options.mode if not drop & options.words else ":".join(sorted(options.words - drop))
     changes: dict[str, Any] = {"memory_format": None, "mode": mode}
     if "quant" in drop:
-        changes |= {"quant_type": None, "quant_skip": (), "regional": None, "fullgraph": False}
+        changes |= {
+            "quant_type": None,
+            "quant_skip": [],
+            "quant_min_features": 512,
+            "regional": None,
+            "fullgraph": False,
+        }
     compile_module(module, backend, replace(options, **changes))
 
 

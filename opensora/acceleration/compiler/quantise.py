@@ -6,8 +6,9 @@ do most, for the option `quant_skip`.
 """
 
 import copy
-from collections.abc import Callable, Mapping
-from typing import Any
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,26 +26,36 @@ TYPES: dict[str, tuple[str, str | None]] = {
     "int8_dynamic": ("Int8DynamicActivationInt8WeightConfig", None),
     "int8_weightonly": ("Int8WeightOnlyConfig", None),
 }
+BY_ROW = "fp8_e4m3_e4m3_dynamic"  # torchao takes bf16 weights alone
 FLOAT8_CAPABILITY = (8, 9)
 ONE_VECTOR = ("norm", "adaln", "embed", "modulation")
 
 
-def quantise(module: nn.Module, options: Options) -> int:
-    """Quantise the weights of linear layers in place; returns how many were. Names in the state dict stay.
+class Quantisation(NamedTuple):
+    """What was done to a module."""
+
+    kind: str
+    min_features: int
+    skip: tuple[str, ...]
+
+
+_DONE: weakref.WeakKeyDictionary[nn.Module, Quantisation] = weakref.WeakKeyDictionary()
+
+
+def plan(module: nn.Module, options: Options) -> Callable[[], None]:
+    """What quantises the weights of linear layers in place when it is called; names in the state dict stay.
+
+    Layers that were quantised with the same options are left as they are.
 
     Raises:
-        UserError: torchao is not installed, there is no such type, the device cannot compute it, or no layer is wide enough.
+        UserError: torchao is not installed, there is no such type, device or weights do not allow it, no layer is wide enough, or
+            the weights were quantised already in another way.
     """
-    kind = options.quant_type or _best(module)
-    if kind not in TYPES:
-        raise UserError(
-            f"compiler options: no quant_type {kind!r}.{did_you_mean(kind, list(TYPES))} Types: {', '.join(TYPES)}."
-        )
+    _check_name(options.quant_type)
     quantization = _torchao()
-    if kind.startswith("fp8") and _capability(module) < FLOAT8_CAPABILITY:
-        raise UserError(f"quant_type={kind!r} needs a GPU of compute capability 8.9 or later; use int8_dynamic.")
+    done = _done(module, options)
     chosen = _linears(module, options.quant_min_features)
-    if not chosen:
+    if not chosen and done is None:
         raise UserError(
             f'mode "quant": {type(module).__name__} has no linear layer of {options.quant_min_features} features in and out that is '
             "not quantised; set quant_min_features lower."
@@ -54,9 +65,21 @@ def quantise(module: nn.Module, options: Options) -> int:
             raise UserError(
                 f"quant_skip: {name!r} is no layer that would be quantised.{did_you_mean(name, list(chosen))}"
             )
-    ids = {id(layer) for name, layer in chosen.items() if name not in options.quant_skip}
-    quantization.quantize_(module, _config(quantization, kind), filter_fn=lambda layer, _: id(layer) in ids)
-    return len(ids)
+    layers = {name: layer for name, layer in chosen.items() if name not in options.quant_skip}
+    kind = options.quant_type or (_best(layers.values()) if done is None else done.kind)
+    _check_type(kind, layers)
+
+    def quantise() -> None:
+        ids = {id(layer) for layer in layers.values()}
+        quantization.quantize_(module, _config(quantization, kind), filter_fn=lambda layer, _: id(layer) in ids)
+        _DONE[module] = Quantisation(kind, options.quant_min_features, tuple(sorted(options.quant_skip)))
+
+    return quantise
+
+
+def is_quantised(layer: nn.Module) -> bool:
+    """Whether torchao holds the weights of a linear layer."""
+    return type(layer) is nn.Linear and type(layer.weight.data).__module__.startswith("torchao.")
 
 
 @torch.no_grad()
@@ -74,12 +97,16 @@ def layer_errors(
         Full name of the layer -> |quantised - as it is| / |as it is|.
 
     Raises:
-        UserError: torchao is not installed.
+        UserError: torchao is not installed, there is no such type, or device or weights do not allow it.
     """
+    _check_name(quant_type)
     quantization = _torchao()
-    config = _config(quantization, quant_type or _best(module))
+    layers = _linears(module, min_features)
+    kind = quant_type or _best(layers.values())
+    _check_type(kind, layers)
+    config = _config(quantization, kind)
     wanted, errors = call().float(), {}
-    for name, layer in _linears(module, min_features).items():
+    for name, layer in layers.items():
         parent, _, last = name.rpartition(".")
         twin = nn.Sequential(copy.deepcopy(layer))
         quantization.quantize_(twin, config)
@@ -125,10 +152,51 @@ def _linears(module: nn.Module, narrowest: int) -> dict[str, nn.Linear]:
     }
 
 
-def _best(module: nn.Module) -> str:
-    return "fp8_e4m3_e4m3_dynamic" if _capability(module) >= FLOAT8_CAPABILITY else "int8_dynamic"
+def _done(module: nn.Module, options: Options) -> Quantisation | None:
+    """How the module's weights were quantised; None: they are as they were loaded."""
+    if not any(map(is_quantised, module.modules())):
+        return None
+    done, name = _DONE.get(module), type(module).__name__
+    if done is None:
+        return None
+    asked = (options.quant_type or done.kind, options.quant_min_features, tuple(sorted(options.quant_skip)))
+    if done != asked:
+        raise UserError(
+            f"{name}: its weights are quantised already, with quant_type={done.kind!r}, quant_min_features={done.min_features} and "
+            f"quant_skip={list(done.skip)}, and what they were is lost. Use these again, or load the weights anew."
+        )
+    return done
 
 
-def _capability(module: nn.Module) -> tuple[int, int]:
-    device = next(module.parameters()).device
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+def _check_name(kind: str | None) -> None:
+    if kind not in (None, *TYPES):
+        raise UserError(
+            f"compiler options: no quant_type {kind!r}.{did_you_mean(str(kind), list(TYPES))} Types: {', '.join(TYPES)}."
+        )
+
+
+def _check_type(kind: str, layers: Mapping[str, nn.Linear]) -> None:
+    if layers and kind.startswith("fp8") and _capability(layers.values()) < FLOAT8_CAPABILITY:
+        raise UserError(f"quant_type={kind!r} needs a GPU of compute capability 8.9 or later; use int8_dynamic.")
+    for name, layer in layers.items():
+        if kind == BY_ROW and layer.weight.dtype != torch.bfloat16:
+            raise UserError(
+                f"quant_type={kind!r} needs weights in bf16, and those of {name} are {str(layer.weight.dtype).removeprefix('torch.')}. "
+                f"Use one of {', '.join(one for one in TYPES if one != BY_ROW)}, or convert the model to bf16 first."
+            )
+
+
+def _best(layers: Iterable[nn.Linear]) -> str:
+    """The fastest type that the GPU computes and that the weights' number format allows."""
+    layers = list(layers)
+    if _capability(layers) < FLOAT8_CAPABILITY:
+        return "int8_dynamic"
+    return BY_ROW if all(layer.weight.dtype == torch.bfloat16 for layer in layers) else f"{BY_ROW}_per_tensor"
+
+
+def _capability(layers: Iterable[nn.Linear]) -> tuple[int, int]:
+    """Of the GPU that all are on; (0, 0) where one is on none."""
+    devices = {layer.weight.device for layer in layers}
+    return min(
+        (torch.cuda.get_device_capability(one) if one.type == "cuda" else (0, 0) for one in devices), default=(0, 0)
+    )

@@ -19,6 +19,11 @@ def repeated_blocks(module: nn.Module) -> list[nn.Module]:
     return list(blocks) if isinstance(blocks, nn.ModuleList) else []
 
 
+def is_called_by_parts(module: nn.Module) -> bool:
+    """Whether its sampler calls its methods one by one, and never the module (NOVA)."""
+    return hasattr(module, "next_condition")
+
+
 def is_ours(module: nn.Module) -> bool:
     """Whether it is a denoiser of ours, whose blocks compile without interruption."""
     return inspect.ismethod(getattr(module, "transformer_blocks", None))

@@ -70,5 +70,21 @@ def test_what_cannot_be_switched_is_told(paths):
     frozen = compile(model(), options={"mode": "freezing"})
     with pytest.raises(UserError, match="compiled with freezing, after which its weights cannot change"):
         Adapters(frozen, folders)
+    made_first = Adapters(one := model(), folders)
+    compile(one, options={"mode": "freezing"})
+    with pytest.raises(UserError, match="compiled with freezing"):
+        made_first.use({"style": 1.0})
     with pytest.raises(UserError, match="does not fit this Linear"):
         Adapters(torch.nn.Linear(2, 2), folders).use({"style": 1.0})
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "none"])
+def test_adapters_made_before_weights_are_quantised_are_told(paths, backend):
+    pytest.importorskip("torchao")
+    loras = Adapters(one := model(), paths[0])
+    compile(one, backend=backend, options={"mode": "quant", "quant_min_features": 16})
+    for scales in ({"style": 1.0}, {}):
+        with pytest.raises(UserError, match="compiled with quant, after which its weights cannot change"):
+            loras.use(scales)
+    with pytest.raises(UserError, match="compiled with quant"):
+        Adapters(one, paths[0])

@@ -120,3 +120,14 @@ def test_clearing_the_cache(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="is no folder of its own"):
         clear_cache()
+
+
+@needs_compiler
+@torch.no_grad()
+def test_frozen_programs_that_pytorch_does_not_keep_are_told(tmp_path, monkeypatch):
+    module = compile(toy(), options={"mode": "freezing"})
+    module._compiled_call_impl.compiled = module._call_impl  # what a CPU's program says when it is saved
+    module(torch.randn(1, 3, 8, 8))
+    monkeypatch.setattr(torch.compiler, "save_cache_artifacts", lambda: None)
+    with pytest.raises(UserError, match=r"keeps no program with frozen weights .* Compile without freezing"):
+        save_compiled(tmp_path, module)

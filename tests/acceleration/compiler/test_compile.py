@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from opensora.acceleration.compiler import compile, layer_errors, worst
+from opensora.acceleration.compiler import compile, entry, layer_errors, quantise, worst
 from opensora.acceleration.compiler.entry import record_of, restore
 from opensora.acceleration.compiler.regions import repeated_blocks
-from opensora.registry import MODELS
+from opensora.registry import MODELS, SCHEDULERS
 from opensora.utils.errors import UserError
 from tests.acceleration.compiler.toys import Toy, pixart, toy
 from tests.models.denoisers import TOY, inputs
@@ -139,6 +139,102 @@ def test_freezing_wants_constant_weights():
         compile(adapted, options={"mode": "freezing"})
 
 
+@pytest.fixture
+def frozen(monkeypatch):
+    """Of each program with constants: inputs before and after weights were made constants."""
+    import torch._inductor.freezing as freezing
+
+    made, freeze = [], freezing.freeze
+
+    def counted(module, graph, inputs, *args):
+        out = freeze(module, graph, inputs, *args)
+        made.append((len(inputs), len(out[1])))
+        return out
+
+    monkeypatch.setattr(freezing, "freeze", counted)
+    return made
+
+
+@needs_compiler
+@torch.no_grad()
+def test_frozen_weights_are_no_inputs_of_the_program(frozen):
+    module, x = toy(), picture()
+    expected = module(x)
+    compile(module)(x)  # a program with the weights as inputs is not taken instead
+    compile(module, options={"mode": "freezing"})
+    torch.testing.assert_close(module(x), expected, atol=1e-5, rtol=1e-5)
+    assert frozen == [(1 + len(list(module.parameters())), 1)]
+    assert not torch._inductor.config.freezing
+    module(picture(2, 24, 16))  # as well in programs for later sizes
+    assert [kept for _, kept in frozen[1:]] in ([1], [2])  # with the size itself, if the program is dynamic
+
+
+@needs_compiler
+@pytest.mark.parametrize("isolates", [True, False], ids=["this PyTorch", "one without isolate_recompiles"])
+@torch.no_grad()
+def test_frozen_weights_that_changed_are_in_the_program_when_it_is_compiled_again(monkeypatch, isolates):
+    knows = entry._knows
+    monkeypatch.setattr(entry, "_knows", lambda argument: knows(argument) and (isolates or "isolate" not in argument))
+    module, x = toy(), picture()
+    compile(module, options={"mode": "freezing"})(x)
+    restore(module)
+    module.fc1.weight.mul_(2)
+    expected = module(x)
+    compile(module, options={"mode": "freezing"})
+    torch.testing.assert_close(module(x), expected, atol=1e-5, rtol=1e-5)
+
+
+@needs_compiler
+@torch.no_grad()
+def test_our_denoisers_are_frozen_as_a_whole(frozen):
+    model = MODELS.build({"type": "DiT-XL/2", **TOY, "depth": 2}).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(parameter.numel()))
+    cond = inputs(model)
+    expected = model(**cond)
+    compile(model, options={"mode": "freezing"})
+    assert len(record_of(model).calls()) == 1  # block by block each would be a program of its own
+    torch.testing.assert_close(model(**cond), expected, atol=1e-4, rtol=1e-4)
+    assert frozen
+    assert all(kept < given for given, kept in frozen)
+
+
+@pytest.mark.parametrize(
+    ("backend", "options", "message"),
+    [
+        ("aot_eager", {"regional": False}, 'would do nothing: leave out cudagraphs and "regional": false'),
+        ("nexfort", {"mode": "cudagraphs"}, 'would do nothing: leave out cudagraphs and "regional": false'),
+        ("nexfort", {"mode": "freezing"}, "leave freezing out"),
+        ("nexfort", {"mode": "freezing", "regional": True}, "leave freezing out"),
+    ],
+)
+@needs_compiler
+@pytest.mark.filterwarnings("ignore:NOVA. cudagraphs has no effect without a GPU")
+def test_a_model_whose_parts_are_called_is_compiled_by_blocks_or_not_at_all(backend, options, message):
+    model = nova()
+    with pytest.raises(UserError, match=message):
+        compile(model, backend=backend, options=options)
+    assert record_of(model) is None
+
+
+@torch.no_grad()
+def test_sampling_by_parts_runs_the_blocks_programs(programs):
+    model = nova()
+    compile(model, backend="counting")
+    scheduler = SCHEDULERS.build({"type": "nova", "num_sampling_steps": 1, "num_diffusion_steps": 1, "cfg_scale": 1.0})
+    scheduler.sample(model, torch.randn(1, 4, 1, 4, 4), {"y": torch.randn(1, 1, 4, 8)}, generators=[torch.Generator()])
+    assert programs
+    assert any(call.sizes for call in record_of(model).calls())
+
+
+def nova() -> nn.Module:
+    torch.manual_seed(0)
+    return MODELS.build(
+        {"type": "NOVA", "width": 32, "num_heads": 2, "video_depth": 1, "image_depth": 2, "head_depth": 1, "motion": False,
+         "caption_channels": 8, "model_max_length": 4}
+    ).eval()  # fmt: skip
+
+
 def test_switches_are_set_while_it_runs_and_put_back():
     matmul, seen = torch.backends.cuda.matmul, []
     before = matmul.allow_tf32, matmul.allow_bf16_reduced_precision_reduction
@@ -244,6 +340,83 @@ def test_quant_with_torchao():
     assert not torch.equal(got, expected)
     assert (got - expected).square().mean() < 1e-3 * expected.square().mean()
     assert type(model[2].weight.data) is torch.Tensor  # 8 features are left alone
+
+
+@needs_compiler
+@torch.no_grad()
+def test_quantised_weights_are_frozen(frozen):
+    pytest.importorskip("torchao")
+    model, x = wide(64), torch.randn(8, 64)
+    expected = model(x)
+    compile(model, options={"mode": "quant:freezing", "quant_min_features": 64, "quant_type": "int8_weightonly"})
+    assert (model(x) - expected).norm() < 0.05 * expected.norm()
+    assert [kept for _, kept in frozen] == [1]
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """Weights may be quantised to fp8 here, as on an H100; products are not computed."""
+    pytest.importorskip("torchao")
+    import torchao.quantization.quant_api as quant_api
+
+    monkeypatch.setattr(quantise, "_capability", lambda layers: (9, 0) if list(layers) else (0, 0))
+    monkeypatch.setattr(quant_api, "_check_hardware_support", lambda *_, **__: None, raising=False)
+
+
+def wide(features: int = 512) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(features, features), nn.GELU(), nn.Linear(features, features)).eval()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kind"),
+    [
+        (torch.float32, "fp8_e4m3_e4m3_dynamic_per_tensor"),
+        (torch.float16, "fp8_e4m3_e4m3_dynamic_per_tensor"),
+        (torch.bfloat16, "fp8_e4m3_e4m3_dynamic"),
+    ],
+)
+def test_quant_chooses_a_type_that_takes_the_weights(hopper, dtype, kind):
+    model = wide().to(dtype)
+    compile(model, backend="none", options={"mode": "quant"})
+    assert all(map(quantise.is_quantised, (model[0], model[2])))
+    assert quantise._DONE[model].kind == kind
+    weight = model[0].weight
+    compile(model, backend="none", options={"mode": "quant"})  # they are as they should be
+    assert model[0].weight is weight
+
+
+def test_a_type_that_does_not_take_the_weights_is_refused(hopper):
+    model = wide()
+    with pytest.raises(
+        UserError, match=r"needs weights in bf16, and those of 0 are float32\. Use one of fp8_e4m3_e4m3_dynamic_per"
+    ):
+        compile(model, backend="none", options={"mode": "quant", "quant_type": "fp8_e4m3_e4m3_dynamic"})
+    with pytest.raises(UserError, match="needs weights in bf16"):
+        layer_errors(model, lambda: model(torch.ones(1, 512)), "fp8_e4m3_e4m3_dynamic")
+    with pytest.raises(UserError, match="no quant_type 'int8'"):
+        layer_errors(model, lambda: model(torch.ones(1, 512)), "int8")
+    assert not any(map(quantise.is_quantised, model))
+
+
+@torch.no_grad()
+def test_compiling_quantised_weights_again(programs):
+    pytest.importorskip("torchao")
+    model, x = wide(64), torch.randn(4, 64)
+    options = {"mode": "quant", "quant_min_features": 64, "quant_skip": ["2"]}
+    compile(model, backend="counting", options=options)
+    before, weight = model(x), model[0].weight
+    compile(model, backend="counting", options={**options, "dynamic": True})
+    assert model[0].weight is weight
+    torch.testing.assert_close(model(x), before)
+    assert record_of(model).options.dynamic is True
+    with pytest.raises(UserError, match=r"quantised already, with .*'int8_dynamic', .*=64 and quant_skip=\['2'\]"):
+        compile(model, backend="counting", options={**options, "quant_type": "int8_weightonly"})
+    assert record_of(model).options.dynamic is True  # what is refused leaves the program of before
+    assert model._compiled_call_impl is not None
+    model[0].weight = nn.Parameter(torch.randn(64, 64))  # loaded anew
+    compile(model, backend="counting", options={**options, "quant_type": "int8_weightonly"})
+    assert quantise.is_quantised(model[0])
 
 
 @torch.no_grad()

@@ -117,7 +117,7 @@ def test_settings_with_a_dot_that_mean_nothing_are_told():
         ("[1]", "expected a dict"),
         ({"mod": "O3"}, "no key 'mod'. Did you mean 'mode'?"),
         ({"dynamic": "yes"}, "dynamic='yes'"),
-        ({"memory_format": "nhwc"}, "memory_format='nhwc' is none of channels_last"),
+        ({"memory_format": "nhwc"}, "memory_format='nhwc', but it takes 'channels_last' or 'contiguous_format'"),
         ({"mode": "cudagraphs", "dynamic": True}, 'use "dynamic": "buckets"'),
         ({"mode": "cudagraphs", "regional": True}, "cudagraphs needs the whole module"),
         ({"mode": "cudagraphs:jit"}, "cudagraphs needs the whole module"),
@@ -128,6 +128,62 @@ def test_settings_with_a_dot_that_mean_nothing_are_told():
 def test_wrong_options_say_what_to_do(options, message):
     with pytest.raises(UserError, match=re.escape(message)):
         parse_options(options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mode": 3}, "mode=3, but it takes str."),
+        ({"mode": ["O3"]}, "mode=['O3'], but it takes str."),
+        ({"mode": False}, "mode=False, but it takes str."),
+        ({"dynamic": 1}, "dynamic=1, but it takes bool or 'buckets' or None."),
+        ({"memory_format": True}, "memory_format=True, but it takes"),
+        ({"regional": "false"}, "regional='false', but it takes bool or None."),
+        ({"fullgraph": "false"}, "fullgraph='false', but it takes bool."),
+        ({"mode": "quant", "quant_type": 8}, "quant_type=8, but it takes str or None."),
+        ({"mode": "quant", "quant_min_features": "64"}, "quant_min_features='64', but it takes int."),
+        ({"mode": "quant", "quant_skip": "blocks"}, "quant_skip='blocks', but it takes list of str."),
+        ({"options": "x"}, "options='x', but it takes a dict of settings"),
+        ({"options": []}, "options=[], but it takes a dict of settings"),
+        ({"overrides.conv_benchmark": "false"}, "overrides.conv_benchmark='false', but it takes bool."),
+        ({"inductor.max_autotune": "yes"}, "inductor.max_autotune='yes', but it takes bool."),
+        ({"options": {"inductor.coordinate_descent_tuning": 1}}, "inductor.coordinate_descent_tuning=1, but it takes bool."),
+        ({"inductor.max_autotune_gemm_backends": ["ATEN"]}, "inductor.max_autotune_gemm_backends=['ATEN'], but it takes str."),
+    ],
+)  # fmt: skip
+def test_a_value_of_another_type_is_told(options, message):
+    with pytest.raises(UserError, match=re.escape(f"compiler options: {message}")):
+        parse_options(options)
+
+
+def test_values_of_other_types_are_told_together():
+    with pytest.raises(UserError, match=r"mode=3, .*\n.*fullgraph='no', but"):
+        parse_options({"mode": 3, "fullgraph": "no"})
+
+
+def test_settings_have_the_types_that_inductor_takes():
+    options = parse_options({"mode": None, "options": None, "inductor.cpu_gpu_bw": 20, "triton.multi_kernel": 1})
+    assert options.mode == ""
+    assert isinstance(options.overrides["inductor.cpu_gpu_bw"], float)
+    assert options.overrides["triton.multi_kernel"] == 1
+    _arguments("inductor", options)
+
+
+@pytest.mark.parametrize("value", [True, False])
+@pytest.mark.parametrize(
+    ("name", "word"),
+    [
+        ("inductor.freezing", "freezing"),
+        ("triton.cudagraphs", "cudagraphs"),
+        ("inductor.triton.cudagraphs", "cudagraphs"),
+    ],
+)
+def test_a_setting_that_a_word_sets_is_no_way_round_its_rules(name, word, value):
+    for given in ({name: value}, {"options": {name: value}}, {"options": {name.removeprefix("inductor."): value}}):
+        with pytest.raises(
+            UserError, match=f'is what the word "{word}" sets.*Put the word into mode, "mode": "O3:{word}"'
+        ):
+            parse_options(given)
 
 
 def test_graphs_in_buckets_are_allowed():

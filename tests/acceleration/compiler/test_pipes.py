@@ -108,6 +108,13 @@ def test_jit_compiles_what_repeats_blocks():
     assert len(record_of(pipe.transformer).calls()) == 2
 
 
+def test_jit_takes_an_earlier_program_off_what_it_leaves_eager():
+    pipe = compile_pipe(pixart(), backend="aot_eager")
+    compile_pipe(pipe, options={"mode": "jit"})
+    assert compiled_parts(pipe) == ["transformer"]
+    assert pipe.vae.decoder._compiled_call_impl is None
+
+
 def test_an_fp16_vae_that_overflows_becomes_fp32_and_takes_fp16():
     vae = autoencoder()
     vae.register_to_config(force_upcast=True)
