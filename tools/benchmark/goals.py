@@ -41,7 +41,20 @@ from opensora.utils.errors import UserError, exit_on_user_error
 from opensora.utils.recompute import parse_recompute
 from tools.benchmark.heading import heading, quiet
 from tools.benchmark.rivals import FLASH, RoundedWeights, diffusers_like, like_the_reference
-from tools.benchmark.train_step import Steps, build, forget, inputs, matmul_tflops, relative_error, start, timed, train
+from tools.benchmark.train_step import (
+    Steps,
+    add_experiments,
+    build,
+    forget,
+    inputs,
+    matmul_tflops,
+    relative_error,
+    start,
+    switched_on,
+    timed,
+    told,
+    train,
+)
 
 COLUMNS = (
     "setting", "way", "checkpointed", "ms/step", "samples/s", "at equal FLOPs", "of the reference", "TFLOP/s", "MFU", "peak GiB",
@@ -125,7 +138,9 @@ def main() -> None:
     device = torch.device(args.device)
     peak = args.peak_tflops or matmul_tflops(device, torch.bfloat16)
     known = "given" if args.peak_tflops else "measured"
-    print(f"{heading(device, 'tools.benchmark.goals')}, bf16; MFU of {peak:.4g} TFLOP/s ({known})\n")
+    print(
+        f"{heading(device, 'tools.benchmark.goals')}, bf16{''.join(f', {name}' for name in told(args))}; MFU of {peak:.4g} TFLOP/s ({known})\n"
+    )
     print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}", flush=True)
     with quiet():
         for name in args.settings:
@@ -144,11 +159,11 @@ def parse_args() -> argparse.Namespace:
         "--checkpoint", nargs="+", metavar="LEVEL", help="values of grad_checkpoint for our ways, in order"
     )
     parser.add_argument("--batch", type=int, help="in place of the settings' own")
-    parser.add_argument("--cast-once", action="store_true", help="for our ways, see the config's cast_once")
+    add_experiments(parser)
     parser.add_argument("--float8-recipe", default="rowwise", help="see opensora/acceleration/float8.py")
     parser.add_argument("--peak-tflops", type=float, help="of the device in bf16; measured when left out")
     parser.add_argument("--toy", action="store_true", help="tiny models and latents; always so on a CPU")
-    args = parser.parse_args()
+    args = switched_on(parser)
     args.toy = args.toy or args.device == "cpu"
     for level in args.checkpoint or ():
         parse_recompute(level)

@@ -23,7 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 from opensora.utils.errors import exit_on_user_error
 from opensora.utils.recompute import parse_recompute
 from tools.benchmark.heading import heading, quiet
-from tools.benchmark.train_step import build, inputs, start, timed, train
+from tools.benchmark.train_step import add_experiments, build, inputs, start, switched_on, timed, told, train
 
 KINDS = {
     "attention (cuDNN, flash, efficient)": r"sdpa|scaled_dot_product|flash|fmha|cudnn::fusion",
@@ -73,6 +73,7 @@ def main() -> None:
     device = torch.device(args.device)
     print(
         f"{heading(device, 'tools.benchmark.step_profile')}\n{args.model}, latent {'x'.join(map(str, args.latent))}, batch {args.batch}, "
+        f"{''.join(f'{name}, ' for name in told(args))}"
         f"{args.text_len} text tokens, {args.dtype}{f', float8 {args.float8}' if args.float8 else ''}, {args.blocks} blocks, "
         f"grad_checkpoint={args.checkpoint}\n",
         flush=True,
@@ -98,11 +99,11 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--float8", nargs="?", const="rowwise", metavar="RECIPE", help="float8 products; default rowwise"
     )
-    parser.add_argument("--cast-once", action="store_true", help="the config's cast_once")
+    add_experiments(parser)
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--steps", type=int, default=6, help="that are timed")
     parser.add_argument("--profiled", type=int, default=2, help="steps that are profiled")
-    args = parser.parse_args()
+    args = switched_on(parser)
     parse_recompute(args.checkpoint)
     return args
 

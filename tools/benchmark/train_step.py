@@ -21,7 +21,7 @@ import torch
 import torch._inductor.config
 from torch import Tensor, nn
 
-from opensora.acceleration import attention as acceleration_attention
+from opensora.acceleration import attention
 from opensora.acceleration.checkpointing import checkpoint_activations
 from opensora.acceleration.compile import compile_blocks
 from opensora.acceleration.distributed import World
@@ -85,7 +85,8 @@ def main() -> None:
 def told(args: argparse.Namespace) -> list[str]:
     """What else was asked for, for the heading."""
     frames = [f"frame_attention up to {args.frame_tokens} tokens"] if args.frame_tokens else []
-    return [*(["cast_once"] if args.cast_once else []), *frames, *args.inductor]
+    flags = {"cast_once": args.cast_once, "heads in two tiles": args.two_tiles}
+    return [*(name for name, is_on in flags.items() if is_on), *frames, *args.inductor]
 
 
 def parse_args() -> argparse.Namespace:
@@ -100,7 +101,24 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--text-len", type=int, default=120)
     parser.add_argument("--batch", type=int, default=defaults["batch"])
     parser.add_argument("--dtype", default=defaults["dtype"], choices=("fp32", "bf16", "fp16"))
+    add_experiments(parser)
+    parser.add_argument("--warmup", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=defaults["steps"])
+    parser.add_argument("--peak-tflops", type=float, help="of the device, in the number format; measured when left out")
+    return switched_on(parser)
+
+
+def add_experiments(parser: argparse.ArgumentParser) -> None:
+    """Options for what is not the default, as it was not measured yet or costs something."""
     parser.add_argument("--cast-once", action="store_true", help="the config's cast_once")
+    parser.add_argument(
+        "--frame-tokens",
+        type=int,
+        default=0,
+        metavar="N",
+        help="frames of up to N tokens take our kernel, see opensora/acceleration/frame_attention.py",
+    )
+    parser.add_argument("--two-tiles", action="store_true", help="few_keys_attention.py cuts heads into two tiles")
     parser.add_argument(
         "--inductor",
         nargs="+",
@@ -108,16 +126,26 @@ def parse_args() -> argparse.Namespace:
         metavar="NAME",
         help="settings of inductor to switch on, such as combo_kernels",
     )
-    parser.add_argument("--warmup", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=defaults["steps"])
-    parser.add_argument("--peak-tflops", type=float, help="of the device, in the number format; measured when left out")
+
+
+def switched_on(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The options, of which `add_experiments` changes this process."""
     args = parser.parse_args()
-    acceleration_attention.FRAME_TOKENS = args.frame_tokens
+    attention.FRAME_TOKENS = args.frame_tokens
+    if attention.HAS_TRITON:
+        attention.few_keys_attention.TILES = triton_tiles().tiles if args.two_tiles else triton_tiles().one_tile
     for name in args.inductor:
         if getattr(torch._inductor.config, name, None) is None:
             parser.error(f"--inductor: torch._inductor.config of torch {torch.__version__} has no {name}")
         setattr(torch._inductor.config, name, True)
     return args
+
+
+def triton_tiles() -> Any:
+    """A module that needs Triton."""
+    from opensora.acceleration import triton_tiles
+
+    return triton_tiles
 
 
 def cells(args: argparse.Namespace, model: str, blocks: str, checkpoint: str, peak: float) -> str:
