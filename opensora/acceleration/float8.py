@@ -30,12 +30,13 @@ Recipe = Literal["rowwise", "tensorwise", "rowwise_with_gw_hp"]
 CAPABILITY = (8, 9)
 """The first compute capability with float8 products: Ada, then Hopper."""
 _MULTIPLE = 16  # of the sizes of a float8 product
-_LAYERS = {
+LAYERS = {
     "attn": ("qkv", "proj"),
     "attn_temp": ("qkv", "proj"),
     "cross_attn": ("q_linear", "proj"),
     "mlp": ("fc1", "fc2"),
 }
+"""Part of a denoiser's block -> its linear layers that see all tokens."""
 
 
 def recipe_of(float8: bool | str) -> str | None:  # noqa: FBT001  (a config's value)
@@ -159,4 +160,4 @@ def _token_linears(model: Any) -> dict[str, nn.Linear]:
 
 def _sees_tokens(name: str) -> bool:
     part, _, layer = ".".join(name.split(".")[-2:]).partition(".")
-    return layer in _LAYERS.get(part, ())
+    return layer in LAYERS.get(part, ())

@@ -133,19 +133,14 @@ def switched_on(parser: argparse.ArgumentParser) -> argparse.Namespace:
     args = parser.parse_args()
     attention.FRAME_TOKENS = args.frame_tokens
     if attention.HAS_TRITON:
-        attention.few_keys_attention.TILES = triton_tiles().tiles if args.two_tiles else triton_tiles().one_tile
+        from opensora.acceleration import few_keys_attention, triton_tiles
+
+        few_keys_attention.TILES = triton_tiles.tiles if args.two_tiles else triton_tiles.one_tile
     for name in args.inductor:
         if getattr(torch._inductor.config, name, None) is None:
             parser.error(f"--inductor: torch._inductor.config of torch {torch.__version__} has no {name}")
         setattr(torch._inductor.config, name, True)
     return args
-
-
-def triton_tiles() -> Any:
-    """A module that needs Triton."""
-    from opensora.acceleration import triton_tiles
-
-    return triton_tiles
 
 
 def cells(args: argparse.Namespace, model: str, blocks: str, checkpoint: str, peak: float) -> str:

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from opensora.acceleration.float8 import LAYERS
 from opensora.utils.errors import UserError
 
-PARTS = frozenset({"attn", "attn_temp", "cross_attn", "mlp"})
+PARTS = frozenset(LAYERS)
 """What computes under autocast in a denoiser's block. Modulation does not."""
 
 
