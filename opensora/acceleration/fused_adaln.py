@@ -57,7 +57,9 @@ class _NormModulate(torch.autograd.Function):
         ctx.x_dtype, ctx.shift_dtype = x.dtype, shift.dtype
         # the compiler leaves the copy out; without it, it would have to know that an output is an input
         same = x.clone() if torch.compiler.is_compiling() else x
-        return same, (normed * (1 + scale).to(x.dtype) + shift.to(x.dtype)).to(dtype)
+        h = normed * (1 + scale).to(x.dtype) + shift.to(x.dtype)
+        # torch.compile of PyTorch 2.11 loses the gradient of a result that went through a `to` that changes nothing
+        return same, h if h.dtype == dtype else h.to(dtype)
 
     @staticmethod
     def backward(ctx, residual: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:  # type: ignore[no-untyped-def]

@@ -138,8 +138,9 @@ def main() -> None:
     device = torch.device(args.device)
     peak = args.peak_tflops or matmul_tflops(device, torch.bfloat16)
     known = "given" if args.peak_tflops else "measured"
+    memory = f", at most {args.memory_gib:g} GiB" if args.memory_gib else ""
     print(
-        f"{heading(device, 'tools.benchmark.goals')}, bf16{''.join(f', {name}' for name in told(args))}; MFU of {peak:.4g} TFLOP/s ({known})\n"
+        f"{heading(device, 'tools.benchmark.goals')}, bf16{''.join(f', {name}' for name in told(args))}{memory}; MFU of {peak:.4g} TFLOP/s ({known})\n"
     )
     print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}", flush=True)
     with quiet():
@@ -162,11 +163,15 @@ def parse_args() -> argparse.Namespace:
     add_experiments(parser)
     parser.add_argument("--float8-recipe", default="rowwise", help="see opensora/acceleration/float8.py")
     parser.add_argument("--peak-tflops", type=float, help="of the device in bf16; measured when left out")
+    parser.add_argument("--memory-gib", type=float, help="as if the card had no more: 79 for one of 80 GB")
     parser.add_argument("--toy", action="store_true", help="tiny models and latents; always so on a CPU")
     args = switched_on(parser)
     args.toy = args.toy or args.device == "cpu"
     for level in args.checkpoint or ():
         parse_recompute(level)
+    if args.memory_gib and args.device == "cuda":
+        whole = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, args.memory_gib * 2**30 / whole))
     return args
 
 
