@@ -16,15 +16,13 @@ from torch import Tensor
 # part of PyTorch's CUDA builds; without it short sequences take batched matrix products
 HAS_TRITON = torch.version.cuda is not None and importlib.util.find_spec("triton") is not None
 if HAS_TRITON:
-    from opensora.acceleration import few_keys_attention, frame_attention, short_attention
+    from opensora.acceleration import few_keys_attention, short_attention
     from opensora.acceleration.few_keys_attention import MAX_KEYS
     from opensora.acceleration.short_attention import MAX_HEAD_DIM, MAX_LENGTH
 
 SHORT_FORMATS = (torch.bfloat16, torch.float16)
 MANY_QUERIES = 1024
 """Fewer queries do not take the kernel for few keys, which was measured with 4096 of them."""
-FRAME_TOKENS = 0
-"""In training, frames of up to so many tokens take the kernel for frames; 0: none, as it was not measured on a GPU yet."""
 MATMUL_KEYS = 32
 """Up to this number of keys batched matrix products are as good as PyTorch's fused kernels on a GPU."""
 
@@ -72,20 +70,6 @@ def packed_attention(qkv: Tensor, num_heads: int, axis: str, kernel: str = "auto
     if kernel != "auto" or not HAS_TRITON or qkv.device.type != "cuda" or width // (3 * num_heads) > MAX_HEAD_DIM:
         return None
     return short_attention.attend_packed(qkv, num_heads) if axis == "time" and T <= MAX_LENGTH else None
-
-
-def attends_in_frames(x: Tensor, num_heads: int, axis: str, kernel: str = "auto") -> bool:
-    """Whether `frame_attention.attend_packed` is the way to train self-attention of these tokens, [B, T, S, D], behind a linear layer.
-
-    It gives the gradient of that layer's bias too, for which the layer takes it without gradient.
-    """
-    _, T, S, D = x.shape
-    alone = axis == "space" or (axis == "all" and T == 1)
-    if not (HAS_TRITON and kernel == "auto" and alone and x.device.type == "cuda" and torch.is_grad_enabled()):
-        return False
-    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
-    fits = min(FRAME_TOKENS, frame_attention.MAX_TOKENS) >= S and D // num_heads <= frame_attention.MAX_HEAD_DIM
-    return fits and dtype in SHORT_FORMATS
 
 
 def _few_keys(q: Tensor, k: Tensor) -> bool:

@@ -18,7 +18,6 @@ import triton.language as tl
 from torch import Tensor
 
 from opensora.acceleration.triton_calls import forward_pass, has_symbols
-from opensora.acceleration.triton_tiles import add_product, inner, load_rows, one_tile, store_rows, zeros
 
 MAX_KEYS = 128
 """With more, keys and values and their gradients no longer fit on the chip."""
@@ -27,8 +26,6 @@ _BLOCK = {"BLOCK_Q": 64}
 _FORWARD = {"num_warps": 4, "num_stages": 1}
 _BACKWARD = {"num_warps": 8, "num_stages": 1}
 """The fastest of those tried on an H100 with 120 keys of 72 channels."""
-TILES = one_tile
-"""How the channels of a head are cut; `triton_tiles.tiles` was not measured yet."""
 _PROGRAMS = {"forward": 2048, "backward": 512}
 """What keeps a large GPU busy: with fewer heads than that, the queries of a head are shared among programs."""
 
@@ -144,8 +141,8 @@ def _mask_arguments(mask: Tensor | None, placeholder: Tensor) -> tuple[Tensor, i
 
 def _sizes(strides: list[int], num_keys: int, d: int) -> dict[str, int]:
     """What the kernels know when they are compiled; ALIGN says whether rows can be read 16 bytes at a time."""
-    block_k = max(16, triton.next_power_of_2(num_keys))
-    return {"d": d, "ALIGN": math.gcd(8, *strides), "BLOCK_K": block_k, **TILES(d)}
+    block_k, block_d = (max(16, triton.next_power_of_2(n)) for n in (num_keys, d))
+    return {"d": d, "ALIGN": math.gcd(8, *strides), "BLOCK_K": block_k, "BLOCK_D": block_d}
 
 
 @triton.jit
@@ -153,6 +150,21 @@ def _start(stride_b, stride_h, H, ALIGN: tl.constexpr):  # type: ignore[no-untyp
     """Where this program's head begins."""
     b, h = (tl.program_id(1) // H).to(tl.int64), (tl.program_id(1) % H).to(tl.int64)
     return tl.multiple_of(b * stride_b + h * stride_h, ALIGN)
+
+
+@triton.jit
+def _rows(ptr, rows, stride, inside, d: tl.constexpr, BLOCK_D: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Some rows, 0 outside."""
+    channels = tl.arange(0, BLOCK_D)
+    where = inside[:, None] & (channels < d)[None, :]
+    return tl.load(ptr + rows[:, None] * stride + channels[None, :], mask=where, other=0.0)
+
+
+@triton.jit
+def _write(ptr, rows, stride, inside, value, d: tl.constexpr, BLOCK_D: tl.constexpr):  # type: ignore[no-untyped-def]
+    channels = tl.arange(0, BLOCK_D)
+    where = inside[:, None] & (channels < d)[None, :]
+    tl.store(ptr + rows[:, None] * stride + channels[None, :], value.to(ptr.dtype.element_ty), mask=where)
 
 
 @triton.jit
@@ -169,7 +181,7 @@ def _seen(mask_ptr, mask_stride, keys, H, L):  # type: ignore[no-untyped-def]
 def _few_keys_forward_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, mask_ptr, mask_stride,
     qb, qh, qn, kb, kh, kn, vb, vh, vn, ob, oh, on, H, N, L, share, scale,
-    d: tl.constexpr, ALIGN: tl.constexpr, BLOCK_K: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BLOCK_Q: tl.constexpr,
+    d: tl.constexpr, ALIGN: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     scale = tl.cast(scale, tl.float32)  # a compiled program passes numbers in fp64
     q_ptr += _start(qb, qh, H, ALIGN)
@@ -177,23 +189,22 @@ def _few_keys_forward_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     lse_ptr += tl.program_id(1).to(tl.int64) * N
     keys = tl.arange(0, BLOCK_K)
     seen = _seen(mask_ptr, mask_stride, keys, H, L)
-    k0, k1 = load_rows(k_ptr + _start(kb, kh, H, ALIGN), keys, kn, keys < L, d, D0, D1)
-    v0, v1 = load_rows(v_ptr + _start(vb, vh, H, ALIGN), keys, vn, keys < L, d, D0, D1)
+    k = _rows(k_ptr + _start(kb, kh, H, ALIGN), keys, kn, keys < L, d, BLOCK_D)
+    v = _rows(v_ptr + _start(vb, vh, H, ALIGN), keys, vn, keys < L, d, BLOCK_D)
     first = tl.program_id(0) * share
     for block in range(first, min(first + share, N), BLOCK_Q):
         queries = block + tl.arange(0, BLOCK_Q)
         inside = queries < N
-        q0, q1 = load_rows(q_ptr, queries, qn, inside, d, D0, D1)
-        scores = inner(q0, q1, k0, k1, D1) * (scale * 1.4426950408889634)  # exp(x) = 2^(x log2 e)
+        q = _rows(q_ptr, queries, qn, inside, d, BLOCK_D)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * 1.4426950408889634)  # exp(x) = 2^(x log2 e)
         scores = tl.where(seen[None, :], scores, float("-inf"))
         top = tl.max(scores, 1)
         top = tl.where(top == float("-inf"), 0.0, top)
         p = tl.exp2(scores - top[:, None])
         total = tl.sum(p, 1)
         total = tl.where(total == 0.0, 1.0, total)  # no key at all: the result is zero
-        out0, out1 = zeros(BLOCK_Q, D0, D1)
-        out0, out1 = add_product(out0, out1, p.to(v0.dtype), v0, v1, D1)
-        store_rows(o_ptr, queries, on, inside, out0 / total[:, None], out1 / total[:, None], d, D0, D1)
+        out = tl.dot(p.to(v.dtype), v, input_precision="ieee") / total[:, None]
+        _write(o_ptr, queries, on, inside, out, d, BLOCK_D)
         tl.store(lse_ptr + queries, top + tl.log2(total), mask=inside)
 
 
@@ -202,7 +213,7 @@ def _few_keys_backward_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     q_ptr, k_ptr, v_ptr, o_ptr, g_ptr, lse_ptr, dq_ptr, dk_ptr, dv_ptr, mask_ptr, mask_stride,
     qb, qh, qn, kb, kh, kn, vb, vh, vn, ob, oh, on, gb, gh, gn, dqb, dqh, dqn, dkb, dkh, dkn, dvb, dvh, dvn,
     share_stride, H, N, L, share, scale,
-    d: tl.constexpr, ALIGN: tl.constexpr, BLOCK_K: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BLOCK_Q: tl.constexpr,
+    d: tl.constexpr, ALIGN: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     q_ptr += _start(qb, qh, H, ALIGN)
     o_ptr += _start(ob, oh, H, ALIGN)
@@ -211,35 +222,31 @@ def _few_keys_backward_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     lse_ptr += tl.program_id(1).to(tl.int64) * N
     keys = tl.arange(0, BLOCK_K)
     seen = _seen(mask_ptr, mask_stride, keys, H, L)
-    k0, k1 = load_rows(k_ptr + _start(kb, kh, H, ALIGN), keys, kn, keys < L, d, D0, D1)
-    v0, v1 = load_rows(v_ptr + _start(vb, vh, H, ALIGN), keys, vn, keys < L, d, D0, D1)
-    dk0, dk1 = zeros(BLOCK_K, D0, D1)
-    dv0, dv1 = zeros(BLOCK_K, D0, D1)
+    k = _rows(k_ptr + _start(kb, kh, H, ALIGN), keys, kn, keys < L, d, BLOCK_D)
+    v = _rows(v_ptr + _start(vb, vh, H, ALIGN), keys, vn, keys < L, d, BLOCK_D)
+    dk = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
     first = tl.program_id(0) * share
     for block in range(first, min(first + share, N), BLOCK_Q):
         queries = block + tl.arange(0, BLOCK_Q)
         inside = queries < N
-        q0, q1 = load_rows(q_ptr, queries, qn, inside, d, D0, D1)
-        g0, g1 = load_rows(g_ptr, queries, gn, inside, d, D0, D1)
-        o0, o1 = load_rows(o_ptr, queries, on, inside, d, D0, D1)
+        q = _rows(q_ptr, queries, qn, inside, d, BLOCK_D)
+        g = _rows(g_ptr, queries, gn, inside, d, BLOCK_D)
+        o = _rows(o_ptr, queries, on, inside, d, BLOCK_D)
         lse = tl.load(lse_ptr + queries, mask=inside, other=0.0)
-        delta = tl.sum(g0.to(tl.float32) * o0.to(tl.float32), 1)  # [BLOCK_Q]: gradient · result
-        if D1 > 0:
-            delta += tl.sum(g1.to(tl.float32) * o1.to(tl.float32), 1)
-        scores = inner(k0, k1, q0, q1, D1)  # [BLOCK_K, BLOCK_Q], transposed
-        dp = inner(v0, v1, g0, g1, D1)
+        delta = tl.sum(g.to(tl.float32) * o.to(tl.float32), 1)  # [BLOCK_Q]: gradient · result
+        scores = tl.dot(k, tl.trans(q), input_precision="ieee")  # [BLOCK_K, BLOCK_Q], transposed
+        dp = tl.dot(v, tl.trans(g), input_precision="ieee")
         p = tl.exp2(scores * (scale * 1.4426950408889634) - lse[None, :])
         p = tl.where(seen[:, None], p, 0.0)
         # queries beyond N have gradient 0, so they add nothing to the sums over queries
-        ds = (p * (dp - delta[None, :]) * scale).to(k0.dtype)
-        dv0, dv1 = add_product(dv0, dv1, p.to(k0.dtype), g0, g1, D1)
-        dk0, dk1 = add_product(dk0, dk1, ds, q0, q1, D1)
-        dq0, dq1 = zeros(BLOCK_Q, D0, D1)
-        dq0, dq1 = add_product(dq0, dq1, tl.trans(ds), k0, k1, D1)
-        store_rows(dq_ptr, queries, dqn, inside, dq0, dq1, d, D0, D1)
+        ds = (p * (dp - delta[None, :]) * scale).to(k.dtype)
+        dv += tl.dot(p.to(k.dtype), g, input_precision="ieee")
+        dk += tl.dot(ds, q, input_precision="ieee")
+        _write(dq_ptr, queries, dqn, inside, tl.dot(tl.trans(ds), k, input_precision="ieee"), d, BLOCK_D)
     offset = tl.program_id(0).to(tl.int64) * share_stride
-    store_rows(dk_ptr + offset + _start(dkb, dkh, H, ALIGN), keys, dkn, keys < L, dk0, dk1, d, D0, D1)
-    store_rows(dv_ptr + offset + _start(dvb, dvh, H, ALIGN), keys, dvn, keys < L, dv0, dv1, d, D0, D1)
+    _write(dk_ptr + offset + _start(dkb, dkh, H, ALIGN), keys, dkn, keys < L, dk, d, BLOCK_D)
+    _write(dv_ptr + offset + _start(dvb, dvh, H, ALIGN), keys, dvn, keys < L, dv, d, BLOCK_D)
 
 
 # below the kernels: PyTorch looks for them when such an operator is made, to know when its cached programs are stale

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 
 
 def test_output_and_gradients_equal_the_formula_in_the_interpreter():
-    assert interpreted(HERE).count("equal") == 2 * 2 * len(SIZES)
+    assert interpreted(HERE).count("equal") == 2 * len(SIZES)
 
 
 def compare(size: tuple[int, ...], *, masked: bool, device: str, dtype: torch.dtype, tolerance: float) -> None:
@@ -81,13 +81,9 @@ def check_compilable() -> None:
 
 
 if __name__ == "__main__":
-    from opensora.acceleration import few_keys_attention as kernels
-    from opensora.acceleration.triton_tiles import one_tile, tiles
-
     check_compilable()
-    for kernels.TILES in (one_tile, tiles):
-        for size in SIZES:
-            for masked in (False, True):
-                compare(size, masked=masked, device="cpu", dtype=torch.float32, tolerance=1e-5)
-                without_gradients(size, masked=masked, device="cpu", dtype=torch.float32)
-                print("equal")
+    for size in SIZES:
+        for masked in (False, True):
+            compare(size, masked=masked, device="cpu", dtype=torch.float32, tolerance=1e-5)
+            without_gradients(size, masked=masked, device="cpu", dtype=torch.float32)
+            print("equal")

@@ -16,8 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from opensora.acceleration import few_keys_attention, frame_attention, fused_adaln, gelu_linear, short_attention
-from opensora.acceleration.triton_tiles import one_tile, tiles
+from opensora.acceleration import few_keys_attention, fused_adaln, gelu_linear, short_attention
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_BYTES = 227 * 1024  # that a program may take there
@@ -25,7 +24,6 @@ WIDE = ("lse_ptr", "mean_ptr", "rstd_ptr", "sums_ptr", "shifts_ptr", "scales_ptr
 """Pointers to fp32; the others are to bf16, or to what a case says."""
 
 SHORT = {"BLOCK_N": 16, "BLOCK_D": 128}
-FRAME = {"d": 72, **tiles(72)}
 CASES: dict[str, tuple[Any, dict[str, int], dict[str, int], dict[str, str]]] = {
     "short forward": (short_attention._short_attention_forward_kernel, SHORT, {"num_warps": 1}, {}),
     "short backward": (short_attention._short_attention_backward_kernel, SHORT, {"num_warps": 1}, {}),
@@ -49,18 +47,11 @@ CASES: dict[str, tuple[Any, dict[str, int], dict[str, int], dict[str, str]]] = {
     ),
 }
 FEW = {"mask_ptr": "*i1", "dk_ptr": "*fp32", "dv_ptr": "*fp32"}
-for name, cut in (("one tile", one_tile), ("two tiles", tiles)):
-    sizes = {"d": 72, "ALIGN": 8, "BLOCK_K": 128, **few_keys_attention._BLOCK, **cut(72)}
-    forward, backward = few_keys_attention._few_keys_forward_kernel, few_keys_attention._few_keys_backward_kernel
-    CASES[f"few keys forward, {name}"] = (forward, sizes, few_keys_attention._FORWARD, FEW)
-    CASES[f"few keys backward, {name}"] = (backward, sizes, few_keys_attention._BACKWARD, FEW)
-for name, kernel, blocks in (
-    ("forward", frame_attention._forward_kernel, frame_attention._FORWARD),
-    ("backward", frame_attention._backward_kernel, frame_attention._BACKWARD),
-):
-    sizes = {key: value for key, value in blocks.items() if key.startswith("BLOCK")}
-    options = {key: value for key, value in blocks.items() if not key.startswith("BLOCK")}
-    CASES[f"frames {name}"] = (kernel, {**FRAME, **sizes}, options, {})
+SIZES = {"d": 72, "ALIGN": 8, "BLOCK_K": 128, "BLOCK_D": 128, **few_keys_attention._BLOCK}
+CASES |= {
+    "few keys forward": (few_keys_attention._few_keys_forward_kernel, SIZES, few_keys_attention._FORWARD, FEW),
+    "few keys backward": (few_keys_attention._few_keys_backward_kernel, SIZES, few_keys_attention._BACKWARD, FEW),
+}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -81,7 +72,7 @@ def test_a_kernel_becomes_a_program(case):
 
 
 def test_every_kernel_is_here():
-    modules = (few_keys_attention, frame_attention, fused_adaln, gelu_linear, short_attention)
+    modules = (few_keys_attention, fused_adaln, gelu_linear, short_attention)
     kernels = {
         value.fn.__qualname__
         for module in modules

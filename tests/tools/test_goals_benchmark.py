@@ -8,7 +8,10 @@ from diffusers import DiTTransformer2DModel, LatteTransformer3DModel
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from opensora.acceleration.distributed import World
+from opensora.acceleration.engine import build_engine
 from tools.benchmark import goals, step_profile
+from tools.benchmark.exact import errors_of, exact
 from tools.benchmark.rivals import RoundedWeights, diffusers_like, like_the_reference
 from tools.benchmark.train_step import build, inputs
 
@@ -206,3 +209,20 @@ def test_the_profile_prints_both_tables(monkeypatch, capsys):
     assert shares["attention (cuDNN, flash, efficient)"] > 0
     assert sum(name.startswith("`") for name in shares) == step_profile.LARGEST
     assert "ms without the profiler, busy" in out
+
+
+def test_a_gradient_that_is_lost_shows():
+    model, other = (build("STDiT-XL/2", CPU, 6, **goals.TOY) for _ in range(2))
+    z, t, cond = inputs(model, 2, MODELS["STDiT-XL/2"], CPU)
+    right = exact(other, z, t, cond)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    engine = build_engine("ddp", model, optimizer, World(0, 1, CPU), dtype="fp32")
+    errors = errors_of(engine, z, t, cond, right)
+    assert errors.prediction < 1e-6
+    assert errors.gradient < 1e-5
+    assert all(weight.grad is None for weight in model.parameters())
+    block = model.transformer_blocks()[0]
+    block.register_forward_pre_hook(lambda _, args: (args[0].detach(), *args[1:]))
+    errors = errors_of(engine, z, t, cond, right)
+    assert errors.prediction < 1e-6
+    assert errors.gradient > 1e-3

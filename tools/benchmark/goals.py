@@ -14,8 +14,8 @@ A setting is a model, a size of latents and a batch. The ways to train it, all i
 
 "At equal FLOPs" is samples/s times the FLOPs of the way's own model over those of ours: only diffusers' models differ. "Of the
 reference" compares these rates. TFLOP/s count the matrix products of a forward pass three times; recomputation is no useful work.
-MFU is their share of --peak-tflops, or of a large bf16 product measured first. The error is |prediction - fp32| / |fp32| of the
-first sample, against eager fp32 without our kernels, with the same weights. Set-up is everything before the clock: building,
+MFU is their share of --peak-tflops, or of a large bf16 product measured first. The errors are |found - fp32| / |fp32| of the prediction
+for the first sample and of the gradients of all weights, against eager fp32 without our kernels (tools/benchmark/exact.py). Set-up is everything before the clock: building,
 compiling, warming up. Without a GPU, or with --toy, the same settings are shrunk to what a laptop does.
 """
 
@@ -30,7 +30,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.attention import sdpa_kernel
 
 from opensora.acceleration.checkpointing import checkpoint_activations
@@ -39,16 +39,15 @@ from opensora.acceleration.engine import build_engine
 from opensora.models.layers.modulation import plain_modulation
 from opensora.utils.errors import UserError, exit_on_user_error
 from opensora.utils.recompute import parse_recompute
+from tools.benchmark.exact import Errors, Exact, Steps, errors_of, exact
 from tools.benchmark.heading import heading, quiet
 from tools.benchmark.rivals import FLASH, RoundedWeights, diffusers_like, like_the_reference
 from tools.benchmark.train_step import (
-    Steps,
     add_experiments,
     build,
     forget,
     inputs,
     matmul_tflops,
-    relative_error,
     start,
     switched_on,
     timed,
@@ -58,7 +57,7 @@ from tools.benchmark.train_step import (
 
 COLUMNS = (
     "setting", "way", "checkpointed", "ms/step", "samples/s", "at equal FLOPs", "of the reference", "TFLOP/s", "MFU", "peak GiB",
-    "error", "set-up s",
+    "error", "gradient error", "set-up s",
 )  # fmt: skip
 WAYS = ("reference", "ours", "float8", "diffusers", "diffusers-autocast")
 OUT_OF_MEMORY = "out of memory"
@@ -126,7 +125,7 @@ class Result:
     seconds: float  # a step
     flops: int  # of a forward pass of one sample
     peak_bytes: int  # 0 on a CPU
-    error: float | None  # of the prediction, against fp32; None = it is another model
+    errors: Errors  # against fp32; none of another model
     setup_s: float
 
 
@@ -178,34 +177,34 @@ def parse_args() -> argparse.Namespace:
 def measure_setting(args: argparse.Namespace, name: str, setting: Setting, peak: float) -> None:
     """Print the lines of one setting."""
     device = torch.device(args.device)
-    exact = attempt(lambda: exact_prediction(setting, device), device)
-    if isinstance(exact, str):
-        print(line(name, "fp32", "-", exact), flush=True)
+    found = attempt(lambda: exactly(setting, device), device)
+    if isinstance(found, str):
+        print(line(name, "fp32", "-", found), flush=True)
         return
-    wanted, flops = exact
+    right, flops = found
     rate_of_reference, levels = None, tuple(args.checkpoint or setting.levels)
     first: str | None = None  # of the levels that fit
     for way in args.ways:
         if way == "float8" and isinstance(reason := attempt(partial(check, args.float8_recipe, device), device), str):
             print(line(name, way, "-", reason), flush=True)
             continue
-        level, found = first_that_fits(args, name, setting, way, levels_of(way, levels, first), wanted)
-        if found is None:
+        level, result = first_that_fits(args, name, setting, way, levels_of(way, levels, first), right)
+        if result is None:
             continue
-        rate = setting.batch / found.seconds * found.flops / flops
+        rate = setting.batch / result.seconds * result.flops / flops
         rate_of_reference = rate if way == "reference" else rate_of_reference
         times = "-" if rate_of_reference is None else f"{rate / rate_of_reference:.2f}"
-        print(line(name, way, level, *cells(setting, found, rate, times, peak)), flush=True)
+        print(line(name, way, level, *cells(setting, result, rate, times, peak)), flush=True)
         first = level if way == "ours" else first
 
 
 def first_that_fits(
-    args: argparse.Namespace, name: str, setting: Setting, way: str, levels: Sequence[str], wanted: Tensor
+    args: argparse.Namespace, name: str, setting: Setting, way: str, levels: Sequence[str], right: Exact
 ) -> tuple[str, Result | None]:
     """The first value of `grad_checkpoint` that works, and what it gives; each that does not is a line of the table."""
     failure = ""
     for level in levels:
-        found = attempt(partial(measure, args, setting, way, level, wanted), torch.device(args.device))
+        found = attempt(partial(measure, args, setting, way, level, right), torch.device(args.device))
         if isinstance(found, Result):
             return level, found
         print(line(name, way, level, found), flush=True)
@@ -240,19 +239,17 @@ def cells(setting: Setting, found: Result, rate: float, times: str, peak: float)
         f"{tflops:.3g}",
         f"{tflops / peak:.1%}",
         f"{found.peak_bytes / 2**30:.1f}" if found.peak_bytes else "-",
-        "-" if found.error is None else f"{found.error:.2g}",
+        *found.errors.cells(),
         f"{found.setup_s:.1f}",
     ]
 
 
-@torch.no_grad()
-def exact_prediction(setting: Setting, device: torch.device) -> tuple[Tensor, int]:
+def exactly(setting: Setting, device: torch.device) -> tuple[Exact, int]:
     """Ours for the first sample, eager in fp32 without our kernels, and the FLOPs of the forward pass of one sample."""
     model = build(setting.model, device, setting.text_len, **(setting.size or {}))
     like_the_reference(model)
     z, t, cond = inputs(model, setting.batch, setting.latent, device)
-    wanted = model(z[:1], t[:1], **{name: value[:1] for name, value in cond.items()})
-    return wanted, model.flops(setting.latent, cond["y"].shape[2])
+    return exact(model, z, t, cond), model.flops(setting.latent, cond["y"].shape[2])
 
 
 def attempt(call: Callable[[], Value], device: torch.device) -> Value | str:
@@ -273,7 +270,7 @@ def attempt(call: Callable[[], Value], device: torch.device) -> Value | str:
         forget(device)
 
 
-def measure(args: argparse.Namespace, setting: Setting, way: str, level: str, wanted: Tensor) -> Result:
+def measure(args: argparse.Namespace, setting: Setting, way: str, level: str, right: Exact) -> Result:
     """Build, compile, compare, train."""
     device = torch.device(args.device)
     began = time.perf_counter()
@@ -294,11 +291,12 @@ def measure(args: argparse.Namespace, setting: Setting, way: str, level: str, wa
     del model
     gc.collect()
     with trained.kernels():
-        error = None if way.startswith("diffusers") else relative_error(trained.engine, z, t, cond, wanted)
+        other = way.startswith("diffusers")
+        errors = Errors(None, None) if other else errors_of(trained.engine, z, t, cond, right)
         train(trained.engine, z, cond, range(setting.warmup))
         setup_s = time.perf_counter() - began
         seconds, memory = timed(trained.engine, z, cond, 0, setting.steps)
-    return Result(seconds, trained.flops, memory, error, setup_s)
+    return Result(seconds, trained.flops, memory, errors, setup_s)
 
 
 def as_the_reference(model: Any, setting: Setting, level: str) -> Trained:

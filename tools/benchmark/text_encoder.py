@@ -107,11 +107,22 @@ def write_encoder(folder: Path, size: str, dtype: torch.dtype) -> None:
         if "layer_norm" in name:
             weights[name] = weight.fill_(1).cpu()
         else:
-            weights[name] = weight.normal_(std=1.0 if "shared" in name else like.shape[-1] ** -0.5, generator=rng).cpu()
+            weights[name] = weight.normal_(std=std_of(name, like, config.d_kv), generator=rng).cpu()
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps({**config.to_dict(), "architectures": ["T5EncoderModel"]}))
     for file in VOCABULARY.glob("*[!d]"):  # not its README.md
         shutil.copy(file, folder)
+
+
+def std_of(name: str, weight: Tensor, d_kv: int) -> float:
+    """Of an initial weight, as T5's own are.
+
+    T5 does not divide its attention's scores by sqrt(d_kv): queries are smaller by that. With larger ones attention picks one token,
+    and which one depends on a rounding.
+    """
+    if "shared" in name:
+        return 1.0
+    return weight.shape[-1] ** -0.5 * (d_kv**-0.5 if name.endswith(".q.weight") else 1.0)
 
 
 def captions(batch: int) -> Iterator[list[str]]:

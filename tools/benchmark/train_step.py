@@ -5,23 +5,21 @@
 One line of a table for each combination. FLOPs are the model's own `flops()` times three (backward = 2 x forward);
 recomputation by activation checkpointing is not counted as useful work. MFU is their rate over that of a large matrix
 product, which is measured first on the same device, or given by --peak-tflops. The clock runs over all steps without
-waiting for the device in between, as in training. The error is |fast - eager fp32| / |eager fp32| of the prediction for the first
-step's size, with the same weights. Without a GPU the defaults are small enough for a laptop.
+waiting for the device in between, as in training. The errors are |fast - eager fp32| / |eager fp32| of the prediction for the first
+sample and of the gradients of all weights (tools/benchmark/exact.py). Without a GPU the defaults are small enough for a laptop.
 """
 
 import argparse
 import gc
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch._inductor.config
-from torch import Tensor, nn
+from torch import Tensor
 
-from opensora.acceleration import attention
 from opensora.acceleration.checkpointing import checkpoint_activations
 from opensora.acceleration.compile import compile_blocks
 from opensora.acceleration.distributed import World
@@ -30,26 +28,12 @@ from opensora.registry import MODELS, SCHEDULERS
 from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.seed import generators
 from tools.benchmark.compile_modes import awake
+from tools.benchmark.exact import Errors, Steps, errors_of, exact
 from tools.benchmark.heading import heading
 
 ON_GPU = {"models": ["STDiT-XL/2", "DiT-XL/2"], "latent": [16, 32, 32], "batch": 8, "dtype": "bf16", "steps": 20}
 ON_CPU = {"models": ["STDiT-XS/2", "DiT-S/2"], "latent": [4, 16, 16], "batch": 1, "dtype": "fp32", "steps": 5}
 CHECKPOINTED = {"none": "none", "half": "every:2", "all": "block"}
-
-
-class Steps(Protocol):
-    """What of an `Engine` takes a training step."""
-
-    model: nn.Module
-
-    def micro_step(self, *, last: bool) -> AbstractContextManager[None]:
-        """See `Engine.micro_step`."""
-
-    def backward(self, loss: Tensor) -> None:
-        """See `Engine.backward`."""
-
-    def step(self) -> Tensor:
-        """See `Engine.step`."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +43,7 @@ class Result:
     seconds: float  # a step
     flops: float  # useful, of a step
     peak_bytes: int  # 0 on a CPU
-    error: float  # of the prediction, against fp32
+    errors: Errors  # against fp32
 
 
 def main() -> None:
@@ -71,8 +55,8 @@ def main() -> None:
         f"{heading(device, 'tools.benchmark.train_step')}, {args.dtype}, batch {args.batch}, latent {'x'.join(map(str, args.latent))}, "
         f"{args.text_len} text tokens{''.join(f', {name}' for name in told(args))}; MFU of {peak:.4g} TFLOP/s ({'given' if args.peak_tflops else 'measured'})\n"
     )
-    print("| model | blocks | checkpointed | ms/step | samples/s | TFLOP/s | MFU | peak GiB | error |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    print("| model | blocks | checkpointed | ms/step | samples/s | TFLOP/s | MFU | peak GiB | error | gradient error |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
     for model in args.models:
         for blocks in args.blocks:
             for checkpoint in args.checkpoint:
@@ -84,9 +68,7 @@ def main() -> None:
 
 def told(args: argparse.Namespace) -> list[str]:
     """What else was asked for, for the heading."""
-    frames = [f"frame_attention up to {args.frame_tokens} tokens"] if args.frame_tokens else []
-    flags = {"cast_once": args.cast_once, "heads in two tiles": args.two_tiles}
-    return [*(name for name, is_on in flags.items() if is_on), *frames, *args.inductor]
+    return [*["cast_once"] * args.cast_once, *args.inductor]
 
 
 def parse_args() -> argparse.Namespace:
@@ -112,14 +94,6 @@ def add_experiments(parser: argparse.ArgumentParser) -> None:
     """Options for what is not the default, as it was not measured yet or costs something."""
     parser.add_argument("--cast-once", action="store_true", help="the config's cast_once")
     parser.add_argument(
-        "--frame-tokens",
-        type=int,
-        default=0,
-        metavar="N",
-        help="frames of up to N tokens take our kernel, see opensora/acceleration/frame_attention.py",
-    )
-    parser.add_argument("--two-tiles", action="store_true", help="few_keys_attention.py cuts heads into two tiles")
-    parser.add_argument(
         "--inductor",
         nargs="+",
         default=[],
@@ -131,11 +105,6 @@ def add_experiments(parser: argparse.ArgumentParser) -> None:
 def switched_on(parser: argparse.ArgumentParser) -> argparse.Namespace:
     """The options, of which `add_experiments` changes this process."""
     args = parser.parse_args()
-    attention.FRAME_TOKENS = args.frame_tokens
-    if attention.HAS_TRITON:
-        from opensora.acceleration import few_keys_attention, triton_tiles
-
-        few_keys_attention.TILES = triton_tiles.tiles if args.two_tiles else triton_tiles.one_tile
     for name in args.inductor:
         if getattr(torch._inductor.config, name, None) is None:
             parser.error(f"--inductor: torch._inductor.config of torch {torch.__version__} has no {name}")
@@ -148,13 +117,13 @@ def cells(args: argparse.Namespace, model: str, blocks: str, checkpoint: str, pe
     try:
         result = measure(args, model, blocks, checkpoint)
     except torch.OutOfMemoryError:
-        return "out of memory | - | - | - | - | -"
+        return "out of memory | - | - | - | - | - | -"
     finally:
         forget(torch.device(args.device))
     tflops = result.flops / result.seconds / 1e12
     memory = f"{result.peak_bytes / 2**30:.1f}" if result.peak_bytes else "-"
     speed = f"{result.seconds * 1e3:.1f} | {args.batch / result.seconds:.2f} | {tflops:.3g} | {tflops / peak:.1%}"
-    return f"{speed} | {memory} | {result.error:.2g}"
+    return f"{speed} | {memory} | {' | '.join(result.errors.cells())}"
 
 
 def measure(args: argparse.Namespace, name: str, blocks: str, checkpoint: str) -> Result:
@@ -162,12 +131,11 @@ def measure(args: argparse.Namespace, name: str, blocks: str, checkpoint: str) -
     device = torch.device(args.device)
     model = build(name, device, args.text_len)
     z, t, cond = inputs(model, args.batch, args.latent, device)
-    with torch.no_grad():
-        wanted = model(z, t, **cond)
+    right = exact(build(name, device, args.text_len), z, t, cond)
     engine = start(model, device, args.dtype, blocks, CHECKPOINTED[checkpoint], cast_once=args.cast_once)
-    error = relative_error(engine, z, t, cond, wanted)
+    errors = errors_of(engine, z, t, cond, right)
     seconds, memory = timed(engine, z, cond, args.warmup, args.steps)
-    return Result(seconds, 3.0 * args.batch * model.flops(tuple(args.latent), cond["y"].shape[2]), memory, error)
+    return Result(seconds, 3.0 * args.batch * model.flops(tuple(args.latent), cond["y"].shape[2]), memory, errors)
 
 
 def build(name: str, device: torch.device, text_len: int, **size: int) -> Any:
@@ -204,13 +172,6 @@ def inputs(
     for condition, value in (("fps", 8), ("height", 256), ("width", 256), ("num_frames", latent[0])):
         cond[condition] = torch.full((batch,), float(value), device=device)
     return z, torch.linspace(100, 900, batch, device=device), cond
-
-
-def relative_error(engine: Steps, z: Tensor, t: Tensor, cond: dict[str, Tensor], wanted: Tensor) -> float:
-    """|prediction - wanted| / |wanted| by the forward pass that training uses; `wanted` may be of the first samples only."""
-    with engine.micro_step(last=True):
-        found = engine.model(z, t, **cond).detach()[: len(wanted)]
-    return float((found - wanted).norm() / wanted.norm())
 
 
 def timed(engine: Steps, z: Tensor, cond: dict[str, Tensor], warmup: int, steps: int) -> tuple[float, int]:

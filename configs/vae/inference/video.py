@@ -1,7 +1,7 @@
-"""Reconstruct videos with a video VAE: the small one that configs/vae/train/video-small.py trains, which is not shipped yet (put it where
-`from_pretrained` says, or name it by --ckpt-path), or any of diffusers' (--ckpt-path, --vae.subfolder vae).
+"""Reconstruct videos with a video VAE: the small one that is shipped (configs/vae/train/video-small.py trained it), or any of
+diffusers' (--ckpt-path, --vae.subfolder vae).
 
-    python scripts/inference_vae.py configs/vae/inference/video.py --files assets/clips/white_dog.mp4 --ckpt-path RUN/vae
+    python scripts/inference_vae.py configs/vae/inference/video.py --files assets/clips/white_dog.mp4
     python scripts/inference_vae.py configs/vae/inference/video.py --data-path clips.csv --num-frames 33 \
         --ckpt-path Wan-AI/Wan2.1-T2V-1.3B-Diffusers --vae.subfolder vae
 """

@@ -8,13 +8,9 @@ from typing import Literal, Protocol, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
-from opensora.acceleration.attention import HAS_TRITON, attends_in_frames, attention, packed_attention
+from opensora.acceleration.attention import attention, packed_attention
 from opensora.models.layers.rope import apply_rotary
-
-if HAS_TRITON:
-    from opensora.acceleration import frame_attention
 
 Axis = Literal["space", "time", "all"]
 NormOrder = Literal["norm_then_rope", "rope_then_norm"]
@@ -122,10 +118,6 @@ class Attention(nn.Module):
 
     def whole(self, x: Tensor, rope: Tensor | None = None, grid: tuple[int, int] | None = None) -> Tensor:
         """`forward` where all tokens that see each other are here."""
-        plain = rope is None and self.is_plain and type(self.qkv) is nn.Linear  # an adapter may have taken its place
-        if plain and attends_in_frames(x, self.num_heads, self.axis, self.kernel):
-            qkv = linear(x, self.qkv.weight, self.qkv.bias.detach())
-            return self.proj(frame_attention.attend_packed(qkv, self.num_heads, self.qkv.bias))
         return self.proj(self.attend(self.qkv(x), rope, grid))
 
     def attend(self, qkv: Tensor, rope: Tensor | None = None, grid: tuple[int, int] | None = None) -> Tensor:
