@@ -39,8 +39,8 @@ DUMP_S = 200
 COMPILED = {"STDiT": False, "PixArt-Sigma-compressed": False, "DiT-text": True, "STDiT3": True}
 """Families that between them have every exchange, and whether they are compiled for many sizes."""
 ENGINES = {"ddp": {}, "fsdp2": {"fsdp_reshard": "zero3"}, "zero2-seq": {}}
-FP32 = 1e-4
-"""Of the largest value: matrix products of other shapes take other kernels, which add up in another order."""
+FP32 = 1e-3
+"""Of the largest value of each tensor: matrix products of other shapes take other kernels, which add up in another order."""
 BF16 = 1.5
 """How many times as far as one process in bf16 two may be from one in fp32."""
 LOSS = {"ddp": 1e-2, "fsdp2": 1e-2, "zero2-seq": 3e-2}

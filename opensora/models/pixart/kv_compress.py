@@ -8,7 +8,6 @@ released code drops that row or column instead.
 from typing import Literal, get_args
 
 import torch
-import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
@@ -55,10 +54,8 @@ class KVCompressAttention(Attention):
     def flops(self, T: int, S: int, grid: tuple[int, int] | None = None) -> int:
         """See `Attention.flops`."""
         assert grid is not None, "compressed attention needs to know the rows and columns of a frame"
-        dim = self.proj.in_features
         keys = T * self.num_keys(grid)
-        compression = 2 * 2 * keys * FACTOR**2 * dim if self.mode == "conv" else 0  # of keys and of values
-        return super().flops(T, S) - 2 * T * S * 2 * (T * S - keys) * dim + compression
+        return super().flops(T, S) - 2 * T * S * 2 * (T * S - keys) * self.proj.in_features
 
     def _reduce(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
         batch = x.shape[0]
@@ -73,15 +70,21 @@ class KVCompressAttention(Attention):
         """`[B, D, rows, columns]` -> half the rows and columns, rounded up; before the LayerNorm of "conv"."""
         if self.mode == "uniform":
             return planes[..., ::FACTOR, ::FACTOR]
-        planes = _whole_windows(planes)
-        return self.sr(planes) if self.mode == "conv" else F.avg_pool2d(planes, FACTOR)
+        windows = _windows(planes)
+        if self.mode == "ave":
+            return windows.mean(dim=(-3, -1))
+        # in a sum's words, not as a convolution: compiled, PyTorch 2.11 gets that one's memory layout wrong
+        weighed = windows * self.sr.weight.unsqueeze(3)  # [D, 1, FACTOR, 1, FACTOR]
+        return (weighed.sum(dim=(-3, -1)) + self.sr.bias[:, None, None]).to(planes.dtype)  # type: ignore[index]
 
 
-def _whole_windows(planes: Tensor) -> Tensor:
-    """Repeat the last row and column; where their number is even, no window of stride 2 reaches the copies.
+def _windows(planes: Tensor) -> Tensor:
+    """`[B, D, rows, columns] -> [B, D, rows / FACTOR, FACTOR, columns / FACTOR, FACTOR]`; the last row and column are repeated where needed.
 
-    A test for odd numbers would compile one program for them and one for even ones; padding in PyTorch's "replicate"
-    mode has no deterministic gradient on a GPU.
+    They always are, and cut off where no window reaches the copies: a test for odd numbers would compile one program for them and
+    one for even ones. Padding in PyTorch's "replicate" mode has no deterministic gradient on a GPU.
     """
-    planes = torch.cat([planes, planes[..., -1:, :]], dim=-2)
-    return torch.cat([planes, planes[..., -1:]], dim=-1)
+    rows, columns = (-(-n // FACTOR) for n in planes.shape[-2:])
+    planes = torch.cat([planes, planes[..., -1:, :]], dim=-2)[..., : FACTOR * rows, :]
+    planes = torch.cat([planes, planes[..., -1:]], dim=-1)[..., : FACTOR * columns]
+    return planes.unflatten(-2, (rows, FACTOR)).unflatten(-1, (columns, FACTOR))
