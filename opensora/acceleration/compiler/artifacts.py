@@ -49,12 +49,14 @@ def save_compiled(folder: str | Path, *compiled: Any) -> Path:
         The folder.
 
     Raises:
-        UserError: nothing was compiled yet, or nothing that PyTorch keeps.
+        UserError: nothing was compiled yet, or nothing that PyTorch keeps, or PyTorch is too old to.
     """
     modules = _modules(compiled)
     entries = [_describe(module) for module in modules]
     if modules and not any(entry["sizes"] for entry in entries):
         raise UserError("save_compiled: nothing compiled yet; programs are made by the first call. Run the model once.")
+    if not hasattr(torch.compiler, "save_cache_artifacts"):
+        raise UserError(f"save_compiled: PyTorch {torch.__version__} cannot save what it compiled; from 2.7 on it can.")
     saved = torch.compiler.save_cache_artifacts()
     if saved is None and any("freezing" in entry["options"]["mode"].split(":") for entry in entries):
         raise UserError(

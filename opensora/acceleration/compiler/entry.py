@@ -227,8 +227,11 @@ def _arguments(backend: str, options: Options, *, fullgraph: bool = False) -> di
         "dynamic": dynamic,
         "fullgraph": fullgraph or options.fullgraph,
     }
-    if _knows("recompile_limit"):  # older ones stop at dynamo's own limit
+    if _knows("recompile_limit"):
         arguments["recompile_limit"] = RECOMPILE_LIMIT
+    else:  # older ones have one limit for the whole process, beyond which they compute without a program
+        dynamo = torch._dynamo.config
+        dynamo.cache_size_limit = max(dynamo.cache_size_limit, RECOMPILE_LIMIT)
     if "freezing" in options.words and _knows("isolate_recompiles"):
         arguments["isolate_recompiles"] = True  # a program with other weights as constants is never found
     if backend == INDUCTOR:

@@ -118,7 +118,8 @@ def test_jit_takes_an_earlier_program_off_what_it_leaves_eager():
 def test_an_fp16_vae_that_overflows_becomes_fp32_and_takes_fp16():
     vae = autoencoder()
     vae.register_to_config(force_upcast=True)
-    pipe = compile_pipe(pixart(vae=vae.half()), backend="aot_eager")
+    # not aot_eager: PyTorch 2.11 and 2.6 are mistaken there about the strides of attention's result on a CPU
+    pipe = compile_pipe(pixart(vae=vae.half()), backend="eager")
     assert pipe.vae.dtype == torch.float32
     assert pipe.vae.decode(torch.randn(1, 4, 8, 8).half()).sample.dtype == torch.float32
     assert pipe.vae.encode(torch.randn(1, 3, 16, 16).half()).latent_dist.mean.dtype == torch.float32
