@@ -1,6 +1,7 @@
 """Activation checkpointing: what the backward pass needs is computed again instead of kept, or kept in the CPU's memory.
 
 Applied to a denoiser from outside, after `compile_blocks`: a `forward` is wrapped, and no name of a parameter changes.
+Inside a compiled block the compiler decides: it computes again what carries the tag that checkpointing gives an operation.
 The forward pass draws nothing at random (docs/adr/0006), so no generator has to be restored. Chen et al. 2016
 (arXiv:1604.06174); by operation as in Korthikanti et al. 2022 (arXiv:2205.05198), where what is cheap to compute for its
 size is computed again.
@@ -37,6 +38,13 @@ KEPT = {
 }
 """Whose results "selective" keeps, besides our own kernels. Not `bmm`: scores of an unfused attention are [B, H, N, N]."""
 
+TAGS_MISS_FUNCTIONS = "2.10" <= torch.__version__ < "2.12"
+"""Whether this PyTorch, compiling a checkpoint, tags nothing that a `torch.autograd.Function` computes, and so keeps it.
+
+Plain checkpointing tags the operations of its own graph; since 2.10 those in a function's graph no longer inherit that. Each
+operation is tagged as it is traced where checkpointing has a policy, and since 2.12 where it has none.
+"""
+
 
 def checkpoint_activations(
     blocks: Iterable[nn.Module],
@@ -55,13 +63,14 @@ def checkpoint_activations(
     """
     blocks = list(blocks)
     what = parse_recompute(level)
+    settings = (_SELECTIVE, _SELECTIVE) if what.part == "selective" else (_WHOLE, _WHOLE_COMPILED)
     for block in (blocks[i] for i in what.chosen(len(blocks), stacks)):
         part = getattr(block, "mlp", None) if what.part == "mlp" else block
         if part is None:
             raise UserError(
                 f"grad_checkpoint={level!r} means MLPs, and a {type(block).__name__} has none; try 'block'."
             )
-        wrap_forward(part, partial(_checkpointed, policy=_SELECTIVE if what.part == "selective" else {}))
+        wrap_forward(part, partial(_checkpointed, eager=settings[0], compiled=settings[1]))
 
 
 def offload_activations(model: nn.Module, *, min_bytes: int = OFFLOAD_BYTES) -> None:
@@ -151,7 +160,18 @@ def _keep_products(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> Check
     return CheckpointPolicy.MUST_SAVE if ours or name in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
 
+def _keep_nothing(_context: Any, _op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _everything_again() -> Any:
+    return create_selective_checkpoint_contexts(_keep_nothing)
+
+
+_everything_again.cache_hash = "opensora: everything again"  # type: ignore[attr-defined]  # else no program is cached on disk
 _SELECTIVE = {"context_fn": partial(create_selective_checkpoint_contexts, _keep_products)}
+_WHOLE: dict[str, Any] = {}
+_WHOLE_COMPILED = {"context_fn": _everything_again} if TAGS_MISS_FUNCTIONS else _WHOLE
 
 
 def _offloaded(forward: Callable[..., Any], mover: _Mover) -> Callable[..., Any]:
@@ -165,11 +185,14 @@ def _offloaded(forward: Callable[..., Any], mover: _Mover) -> Callable[..., Any]
     return wrapped
 
 
-def _checkpointed(forward: Callable[..., Any], policy: dict[str, Any]) -> Callable[..., Any]:
+def _checkpointed(forward: Callable[..., Any], eager: dict[str, Any], compiled: dict[str, Any]) -> Callable[..., Any]:
+    """With more arguments for `checkpoint`: what is eager, and what the compiler reads."""
+
     @wraps(forward)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **policy, **kwargs)
+        more = compiled if torch.compiler.is_compiling() else eager
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **more, **kwargs)
 
     return wrapped

@@ -165,6 +165,81 @@ def test_with_compiled_blocks(plain, level):
     torch._dynamo.reset()
 
 
+class Squash(torch.autograd.Function):
+    """A function of its own inside a compiled block, as those with kernels are; it keeps a result of what it computes."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, scale: Tensor) -> Tensor:
+        squashed = x.tanh()
+        ctx.save_for_backward(squashed, scale)
+        return squashed * scale.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
+        squashed, scale = ctx.saved_tensors
+        return grad * scale.to(grad.dtype) * (1 - squashed * squashed), (grad * squashed).sum((0, 1)).to(scale.dtype)
+
+
+class Squashing(nn.Module):
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(width, width), nn.Linear(width, width)
+        self.scale = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Squash.apply(self.fc2(Squash.apply(self.fc1(x), self.scale)), self.scale)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn, self.mlp = Squashing(), Squashing()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(x)
+        return x + self.mlp(x)
+
+
+def step(level: str, dtype: torch.dtype, backend: str | None = None) -> tuple[int, list[Tensor]]:
+    """Bytes kept by autograd beside the weights, and gradients, of blocks compiled with a backend, or eager ones."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(DEPTH)))
+    if backend is not None:
+        compile_blocks(model, backend=backend)
+    checkpoint_activations(model, level)
+    x = torch.randn(2, 16, 32, requires_grad=True)
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    with hooks, torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        out = model(x)
+    out.float().square().mean().backward()
+    for parameter in model.parameters():
+        kept.pop(parameter.untyped_storage().data_ptr(), None)
+    return sum(kept.values()), [x.grad, *(parameter.grad for parameter in model.parameters())]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("level", "programs"), [("block", 1), ("every:2", 2), ("mlp", 1), ("selective", 1)])
+def test_what_functions_compute_is_computed_again_when_compiled(level, programs, dtype):
+    """As without the compiler, which left to itself keeps it in PyTorch 2.10 and 2.11; blocks share a program as before."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    kept, found = step(level, dtype, "aot_eager")
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == programs
+    eager, expected = step(level, dtype)
+    torch.testing.assert_close(found, expected)
+    if level == "selective":  # whose store, without the compiler, is out of sight
+        eager = step("none", dtype)[0] - 1
+    assert kept <= eager
+    torch._dynamo.reset()
+
+
 def test_what_each_value_means():
     assert parse_recompute(False) == parse_recompute(0) == parse_recompute("none") == Recompute("nothing")
     assert parse_recompute(True) == parse_recompute("block") == parse_recompute("every:1") == Recompute("block")

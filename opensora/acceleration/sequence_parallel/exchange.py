@@ -10,7 +10,7 @@ to S after each spatial attention costs the same two all-to-alls of D channels a
 masks, temporal positions and the residual stream as they are.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import torch
@@ -90,12 +90,16 @@ class ByFrames:
     """
 
     ranks: Ranks
+    by_heads: ByHeads = field(init=False)  # made here, not in a compiled call: PyTorch 2.11 could not trace its making
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "by_heads", ByHeads(self.ranks))
 
     def __call__(self, attn: SelfAttention, x: Tensor, rope: Tensor | None, grid: Grid | None) -> Tensor:
         """Tokens `x [B, T, S / p, D]` -> `[B, T, S / p, D]`."""
         T = x.shape[1]
         if self.ranks.size > T:
-            return ByHeads(self.ranks)(attn, x, rope, grid)
+            return self.by_heads(attn, x, rope, grid)
         x = self.ranks.move(x, spread=1, join=2, length=num_places(grid))  # [B, T / p, S, D]
         return self.ranks.move(attn.whole(x, rope, grid), spread=2, join=1, length=T)
 
