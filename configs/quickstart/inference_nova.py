@@ -8,5 +8,13 @@ _base_ = ["inference.py"]
 model = dict(
     _delete_=True, type="NOVA", width=192, num_heads=3, video_depth=2, image_depth=4, head_depth=3, motion=False
 )
-scheduler = dict(_delete_=True, type="nova", num_sampling_steps=4, num_diffusion_steps=20, cfg_scale=1.0, shift=3.0)
+scheduler = dict(
+    _delete_=True,
+    type="nova",
+    num_sampling_steps=4,
+    num_diffusion_steps=20,
+    cfg_scale=1.0,
+    temperature=0.3,  # at 1 patches of other clips get in
+    shift=3.0,
+)
 batch_size = 21

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 import tools.quickstart.__main__
 import tools.quickstart.report
@@ -12,6 +13,7 @@ from tools.quickstart.__main__ import (
     checkpoints,
     data_options,
     model_of,
+    number_format,
     quickstart,
     read_plan,
     run_folder,
@@ -126,6 +128,28 @@ def test_the_plan_is_the_config_with_the_overrides(monkeypatch, repo_root):
     assert read_plan(RECIPES["pretrained"], ["--max-steps=3"]).train.max_steps == 3
     with pytest.raises(UserError, match="sets no max_steps"):
         read_plan(RECIPES["pretrained"], ["--max-steps=None"])
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "gpu", "told"),
+    [
+        ({"avx512_bf16": True, "amx_bf16": False}, False, ["--dtype=bf16", "--max-steps=1600"]),
+        ({"avx512_bf16": False, "amx_bf16": True}, False, ["--dtype=bf16", "--max-steps=1600"]),
+        ({"avx512_bf16": True}, True, []),
+        ({"avx512_bf16": False, "avx2": True}, False, []),
+        ({}, False, []),
+        (None, False, []),  # PyTorch that does not say
+    ],
+)
+def test_nova_trains_longer_in_bf16_where_the_cpu_has_it(monkeypatch, repo_root, capabilities, gpu, told):
+    monkeypatch.chdir(repo_root)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    if capabilities is None:
+        monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
+    else:
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
+    assert number_format(RECIPES["nova"], "configs/quickstart/nova_pictures.py") == told
+    assert number_format(RECIPES["pretrained"], RECIPES["pretrained"].train) == []
 
 
 @pytest.mark.slow

@@ -7,17 +7,28 @@ Names are those of the published weights: `blocks.N.{norm1, attn.qkv, attn.proj,
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from timm.layers import Mlp
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from opensora.models.layers.rope import apply_rotary
 
 Cache = list[tuple[Tensor, Tensor]]
 """Keys and values [B, H, N, d] of the tokens so far, of each block."""
+
+Lengths = Literal["few", "many"]
+"""How many lengths of sequences a block meets in its life."""
+
+FOR_MANY_LENGTHS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""PyTorch's kernels without cuDNN's, which it prefers on an H100 or H200: cuDNN builds a plan for each new length, forward and
+backward, for which the host takes tens of milliseconds and more. With few lengths that is soon over, and its kernels are faster.
+"""
 
 
 class CausalAttention(nn.Module):
@@ -37,13 +48,15 @@ class CausalAttention(nn.Module):
         allowed: Tensor | None = None,
         rotary: Tensor | None = None,
         past: tuple[Tensor, Tensor] | None = None,
+        lengths: Lengths = "few",
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """See `NovaBlock.forward`; also gives the keys and values of all tokens so far."""
         q, k, v = rearrange(self.qkv(x), "B N (three H d) -> three B H N d", three=3, H=self.num_heads)
         q, k = apply_rotary(q, rotary), apply_rotary(k, rotary)
         if past is not None:
             k, v = torch.cat([past[0], k], dim=2), torch.cat([past[1], v], dim=2)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed)
+        with sdpa_kernel(FOR_MANY_LENGTHS) if lengths == "many" else nullcontext():
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed)
         return self.proj(rearrange(out, "B H N d -> B N (H d)")), (k, v)
 
 
@@ -63,6 +76,7 @@ class NovaBlock(nn.Module):
         allowed: Tensor | None = None,
         rotary: Tensor | None = None,
         past: tuple[Tensor, Tensor] | None = None,
+        lengths: Lengths = "few",
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """One block.
 
@@ -71,11 +85,12 @@ class NovaBlock(nn.Module):
             allowed: [N, M] bool, which of the M tokens so far each may look at; None = all.
             rotary: [2, N, d] or [2, B, 1, N, d], see `apply_rotary`.
             past: keys and values of the M - N tokens before.
+            lengths: "many" where M is another one in each step: the kernel is one that needs no plan for it.
 
         Returns:
             [B, N, D], and keys and values of all M tokens.
         """
-        attended, cache = self.attn(x, allowed, rotary, past)
+        attended, cache = self.attn(x, allowed, rotary, past, lengths)
         x = x + self.norm1(attended)
         return x + self.norm2(self.mlp(x)), cache
 
@@ -133,11 +148,16 @@ class VisionTransformer(nn.Module):
         self.mixer = Mixer(dim, mixer_rank) if mixer_rank else None
 
     def run(
-        self, x: Tensor, blocks: Sequence[int], allowed: Tensor | None = None, rotary: Tensor | None = None
+        self,
+        x: Tensor,
+        blocks: Sequence[int],
+        allowed: Tensor | None = None,
+        rotary: Tensor | None = None,
+        lengths: Lengths = "few",
     ) -> Tensor:
         """Tokens `x [B, N, D]` through some of the blocks."""
         for i in blocks:
-            x, _ = self.blocks[i](x, allowed, rotary)
+            x, _ = self.blocks[i](x, allowed, rotary, lengths=lengths)
         return x
 
     def go_on(self, x: Tensor, cache: Cache | None, rotary: Tensor | None = None) -> tuple[Tensor, Cache]:

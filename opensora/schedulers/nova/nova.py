@@ -5,7 +5,8 @@ model predicts the velocity eps - x_0 of each (rectified flow, a timestep for ea
 a frame in a few steps of more and more patches in a random order, and each patch out of noise.
 
 Deviations: the noise of a patch is that of the pipeline's latent, so that a video depends on its own seed alone; guidance may
-rise over the steps of a frame.
+rise over the steps of a frame; patches may be made at a temperature, as in MAR (Li et al. 2024, arXiv:2406.11838, section 3.2),
+whose sampler adds noise at every step and scales that. Here an ODE is solved, and what is scaled is the noise it starts from.
 """
 
 import math
@@ -27,6 +28,7 @@ from opensora.schedulers.training import at_least_fp32, check_draws
 from opensora.utils.errors import UserError
 
 LOSSES = ("all", "first", "later")
+MAX_TEMPERATURE = 2.0  # noise of twice the length is far from all that training has seen
 
 
 @SCHEDULERS.register_module("nova")
@@ -44,6 +46,7 @@ class MaskedAutoregression:
         image_guidance_scale: float = 0.0,
         spatiotemporal_guidance_scale: float = 0.0,
         skip_layers: Sequence[int] = (),
+        temperature: float = 1.0,
         shift: float = 1.0,
         loss_repeat: int = 4,
         losses: str = "all",
@@ -60,6 +63,8 @@ class MaskedAutoregression:
         image_guidance_scale: how far to go away from what is predicted without text and without the frames before.
         spatiotemporal_guidance_scale: how far to go away from what the image encoder says without `skip_layers`.
         skip_layers: numbers of blocks of the image encoder.
+        temperature: what the noise that a patch is made from is multiplied with, from 0 to 2; below 1 patches are likelier ones
+            and vary less, at 0 they depend on their order alone.
         shift: of the noise levels, in training and sampling; above 1 there are more noisy ones.
         loss_repeat: noise draws for each patch.
         losses: "all" (the sum of both), "first" frames (images from text) or "later" frames (videos from an image).
@@ -81,10 +86,15 @@ class MaskedAutoregression:
                 f"scheduler.spatiotemporal_guidance_scale={spatiotemporal_guidance_scale} and skip_layers={self.scales.skip} "
                 "have an effect only together: set both, or neither."
             )
+        if not 0 <= temperature <= MAX_TEMPERATURE:
+            raise UserError(
+                f"scheduler.temperature={temperature} is not from 0 (the same patches from every noise) to {MAX_TEMPERATURE:g}; "
+                "1 is the noise as in training."
+            )
         if not 0 < min_mask_ratio < 1 or shift <= 0:
             raise UserError(f"scheduler: min_mask_ratio={min_mask_ratio} is in (0, 1), shift={shift} above 0.")
         self.num_sampling_steps, self.num_diffusion_steps = num_sampling_steps, num_diffusion_steps
-        self.shift, self.loss_repeat, self.losses = shift, loss_repeat, losses
+        self.temperature, self.shift, self.loss_repeat, self.losses = temperature, shift, loss_repeat, losses
         self.min_mask_ratio, self.num_timesteps = min_mask_ratio, num_timesteps
 
     @property
@@ -214,9 +224,8 @@ class MaskedAutoregression:
         order = torch.stack([torch.randperm(num_patches, generator=g, device=g.device) for g in generators])
         given = _given_frames(mask, len(z), T, z.device)
         scales = self._scales(guidance_scale)
-        plan = Plan(
-            order.to(z.device), known_patches(self.num_sampling_steps, num_patches), self._levels(), self.num_timesteps
-        )
+        known = known_patches(self.num_sampling_steps, num_patches)
+        plan = Plan(order.to(z.device), known, self._levels(), self.num_timesteps, self.temperature)
         return with_weights_cast(generate(parts, z, cond, null, given, plan, scales), parts, z.device)
 
     def _scales(self, guidance_scale: float | None) -> Scales:

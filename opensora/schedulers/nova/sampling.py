@@ -19,6 +19,7 @@ class Plan(NamedTuple):
     known: list[int]  # how many are there before each step, and at the end
     levels: list[float]  # of the noise, from 1 to 0
     num_timesteps: int
+    temperature: float = 1.0  # of the noise that patches are made from
 
 
 class Branch(NamedTuple):
@@ -59,7 +60,7 @@ def generate(
         if all_given[t]:
             x[:, :, t] = z[:, :, t]
             continue
-        noise = cut(z[:, :, t], model.image_patch)  # [B, N, c]
+        noise = plan.temperature * cut(z[:, :, t], model.image_patch)  # [B, N, c]
         patches = torch.zeros_like(noise)
         for k in range(num_steps):
             new = plan.order[:, plan.known[k] : plan.known[k + 1]]  # [B, n]

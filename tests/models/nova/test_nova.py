@@ -150,6 +150,39 @@ def test_sizes_that_are_no_whole_patches_are_refused():
         build().check_size((1, 6, 12))
 
 
+class Spy:
+    """Attention that keeps how many keys it was called with where cuDNN, which builds a plan for each length, was allowed."""
+
+    def __init__(self, monkeypatch):
+        self.planned, self.others = set(), set()
+        self.real = F.scaled_dot_product_attention
+        monkeypatch.setattr(F, "scaled_dot_product_attention", self)
+
+    def __call__(self, q, k, v, **options):
+        (self.planned if torch.backends.cuda.cudnn_sdp_enabled() else self.others).add(k.shape[2])
+        return self.real(q, k, v, **options)
+
+
+@POSITIONS
+def test_no_plan_of_attention_depends_on_how_many_patches_are_visible(monkeypatch, positions):
+    model, spy = build(positions=positions), Spy(monkeypatch)
+    for visible in (0, 1, 5, 9, 23):
+        model(**inputs(visible=visible))
+        assert torch.backends.cuda.cudnn_sdp_enabled()  # as it was
+    assert spy.planned == {7 + 2 + 3 * 6, 6 + 24}  # text, motion and all frames; conditions and all patches
+    assert spy.others == {6 + visible for visible in (0, 1, 5, 9, 23)}
+
+
+def test_a_kernel_for_many_lengths_changes_nothing_here_and_compiles():
+    model = build()
+    block, x = model.image_encoder.blocks[0], torch.randn(2, 9, 32)
+    few, many = (block(x, lengths=lengths)[0] for lengths in ("few", "many"))
+    assert torch.equal(few, many)
+    compile_blocks([block], backend="aot_eager")
+    torch.testing.assert_close(block(x, lengths="many")[0], few)
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
 def test_blocks_compile_as_a_whole():
     model, cond = build(), inputs()
     out = model(**cond)

@@ -13,6 +13,7 @@ from opensora.schedulers.nova.nova import known_patches
 from opensora.utils.errors import UserError
 from opensora.utils.seed import generators
 from tests.models.nova.test_nova import build, inputs
+from tests.schedulers.test_sampling import NoReading
 
 SIZE = (3, 8, 8)
 
@@ -212,6 +213,86 @@ def test_what_needs_a_prediction_without_text(options, needed):
 def test_half_of_the_guidance_by_a_weaker_encoder_is_refused(options):
     with pytest.raises(UserError, match="have an effect only together"):
         scheduler(**options)
+
+
+def sampled_from(model, z, temperature, mask=None, *, ids=(0, 1)):
+    cond = {name: value[: len(z)] for name, value in conditions().items()}
+    made = scheduler(temperature=temperature)
+    return made.sample(model, z, cond, mask=mask, guidance_scale=1.0, generators=rngs(*ids))
+
+
+def test_a_temperature_of_one_is_the_noise_as_it_is():
+    model, z = build(), torch.randn(2, 4, *SIZE)
+    plain = scheduler().sample(model, z, conditions(), guidance_scale=1.0, generators=rngs(0, 1))
+    assert torch.equal(sampled_from(model, z, 1.0), plain)
+
+
+def test_the_temperature_scales_the_noise_of_patches_that_are_made():
+    model, z = build(), torch.randn(2, 4, *SIZE)
+    for temperature in (0.5, 1.5):
+        cool = sampled_from(model, z, temperature)
+        assert torch.equal(cool, sampled_from(model, temperature * z, 1.0))
+        assert not torch.allclose(cool, sampled_from(model, z, 1.0))
+    for parameter in model.image_decoder.head.parameters():
+        torch.nn.init.zeros_(parameter)  # no velocity anywhere: a patch ends where it begins
+    assert torch.equal(sampled_from(model, z, 0.3), 0.3 * z)
+
+
+def test_without_any_temperature_patches_depend_on_their_order_alone():
+    model, z = build(), torch.randn(2, 4, *SIZE)
+    cold = sampled_from(model, z, 0.0)
+    assert torch.equal(cold, sampled_from(model, torch.randn_like(z), 0.0))
+    assert not torch.allclose(cold, sampled_from(model, z, 0.0, ids=(2, 3)))
+
+
+def test_given_frames_have_no_temperature():
+    model, z = build(), torch.randn(2, 4, *SIZE)
+    mask = torch.tensor([[0, 1, 1], [1, 1, 1]])
+    out = sampled_from(model, z, 0.0, mask)
+    assert torch.equal(out[0, :, 0], z[0, :, 0])
+    assert not torch.equal(out[1, :, 0], z[1, :, 0])
+
+
+def test_a_batch_with_a_temperature_samples_what_its_samples_alone_do():
+    model, z = build(), torch.randn(2, 4, *SIZE)
+    both = sampled_from(model, z, 0.4)
+    torch.testing.assert_close(both[:1], sampled_from(model, z[:1], 0.4, ids=(0,)), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("temperature", [-0.1, 2.1, math.nan, math.inf])
+def test_a_temperature_out_of_bounds_is_refused(temperature):
+    with pytest.raises(
+        UserError, match=r"scheduler.temperature=.* is not from 0 .* to 2; 1 is the noise as in training"
+    ):
+        scheduler(temperature=temperature)
+
+
+class Reads(NoReading):
+    """Counts what `NoReading` fails on."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.overloadpacket.__name__ in self.FORBIDDEN
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("positions", ["absolute", "rotary"])
+@pytest.mark.parametrize("mixer_rank", [0, 3])
+def test_a_training_step_reads_nothing_back_from_the_device(positions, mixer_rank):
+    """But for the share of hidden patches, which is drawn on the host (a CPU's generators are on it anyway)."""
+    model, made, x0 = build(positions=positions, mixer_rank=mixer_rank), scheduler(), torch.randn(2, 4, *SIZE)
+    mask = torch.tensor([[False, True, True], [True, True, True]])
+    visible = made._draw_visible(rngs(0, 1), 3, 16, torch.device("cpu"))
+    with NoReading():
+        made.training_losses(
+            model, x0, conditions(), mask=mask, visible=visible, generators=rngs(0, 1)
+        ).mean().backward()
+    with Reads() as reads:
+        made.training_losses(model, x0, conditions(), mask=mask, generators=rngs(0, 1)).mean().backward()
+    assert reads.count == 1
 
 
 def test_every_guidance_changes_the_result_and_none_is_the_conditional_model():
