@@ -12,8 +12,8 @@ from tools.quickstart.__main__ import (
     RECIPES,
     checkpoints,
     data_options,
+    length,
     model_of,
-    number_format,
     quickstart,
     read_plan,
     run_folder,
@@ -148,8 +148,12 @@ def test_nova_trains_longer_in_bf16_where_the_cpu_has_it(monkeypatch, repo_root,
         monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
     else:
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
-    assert number_format(RECIPES["nova"], "configs/quickstart/nova_pictures.py") == told
-    assert number_format(RECIPES["pretrained"], RECIPES["pretrained"].train) == []
+    config = "configs/quickstart/nova_pictures.py"
+    assert length(RECIPES["nova"], config, None) == told
+    assert length(RECIPES["nova"], config, 7) == [*told[:1], "--max-steps=7"]
+    pretrained = RECIPES["pretrained"]
+    assert length(pretrained, pretrained.train, None) == []
+    assert length(pretrained, pretrained.train, 7) == ["--max-steps=7"]
 
 
 @pytest.mark.slow

@@ -104,8 +104,7 @@ def quickstart(
     given = {"start": start, "held_out": held_out, "max_steps": max_steps, "num_clips": num_clips}
     run, seconds = run_folder(out, given), Seconds()
     recipe = RECIPES[start]
-    limit = [] if max_steps is None else [f"--max-steps={max_steps}"]
-    plan = read_plan(recipe, limit)
+    plan = read_plan(recipe, length(recipe, recipe.train, max_steps))
     table = pd.read_csv(CLIPS, keep_default_na=False)[:num_clips]
     table["paraphrase"] = table[held_out]
     table.to_csv(run / "clips.csv", index=False)
@@ -116,11 +115,10 @@ def quickstart(
     with seconds("training"):
         start_from = []
         if recipe.before is not None:
-            before = train(recipe.before, run / "before", [*data, *number_format(recipe, recipe.before), *limit])
+            before = train(recipe.before, run / "before", [*data, *length(recipe, recipe.before, max_steps)])
             start_from = [f"--ckpt-path={before}"]
-        checkpoint = train(
-            recipe.train, run / "runs", [*data, *number_format(recipe, recipe.train), *limit, *start_from]
-        )
+        options = [*data, *length(recipe, recipe.train, max_steps), *start_from]
+        checkpoint = train(recipe.train, run / "runs", options)
     with seconds("sampling"):
         prompts = write_prompts(table, run / "prompts.csv")
         options = [f"--ckpt-path={checkpoint}", f"--prompt-path={prompts}", *model_of(plan)]
@@ -186,13 +184,15 @@ def train(config: str, outputs: Path, options: Sequence[str]) -> Path:
     return checkpoints(outputs)[-1]
 
 
-def number_format(recipe: Recipe, config: str) -> list[str]:
-    """Overrides that train in bf16, and longer, where the recipe asks for it and this CPU has the arithmetic."""
+def length(recipe: Recipe, config: str, max_steps: int | None) -> list[str]:
+    """Overrides for a training of `max_steps`; in bf16, and without `max_steps` longer, where recipe and CPU are for that."""
     if recipe.bf16_steps is None or torch.cuda.is_available() or not has_bf16():
-        return []
-    steps = training_config(config).max_steps
-    assert steps is not None, "checked"
-    return ["--dtype=bf16", f"--max-steps={round(recipe.bf16_steps * steps)}"]
+        return [] if max_steps is None else [f"--max-steps={max_steps}"]
+    if max_steps is None:
+        in_config = training_config(config).max_steps
+        assert in_config is not None, "checked"
+        max_steps = round(recipe.bf16_steps * in_config)
+    return ["--dtype=bf16", f"--max-steps={max_steps}"]
 
 
 def has_bf16() -> bool:
