@@ -63,14 +63,14 @@ def checkpoint_activations(
     """
     blocks = list(blocks)
     what = parse_recompute(level)
-    settings = (_SELECTIVE, _SELECTIVE) if what.part == "selective" else (_WHOLE, _WHOLE_COMPILED)
+    eager, compiled = (_SELECTIVE, _SELECTIVE) if what.part == "selective" else (_WHOLE, _WHOLE_COMPILED)
     for block in (blocks[i] for i in what.chosen(len(blocks), stacks)):
         part = getattr(block, "mlp", None) if what.part == "mlp" else block
         if part is None:
             raise UserError(
                 f"grad_checkpoint={level!r} means MLPs, and a {type(block).__name__} has none; try 'block'."
             )
-        wrap_forward(part, partial(_checkpointed, eager=settings[0], compiled=settings[1]))
+        wrap_forward(part, partial(_checkpointed, eager=eager, compiled=compiled))
 
 
 def offload_activations(model: nn.Module, *, min_bytes: int = OFFLOAD_BYTES) -> None:

@@ -76,7 +76,7 @@ def _loss(prediction: Tensor) -> Tensor:
 def _gradients(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, weight in model.named_parameters():
         if weight.grad is not None:
-            yield name.removeprefix("module."), weight.grad
+            yield name, weight.grad
 
 
 def _gradient_error(model: nn.Module, right: dict[str, Tensor]) -> float:

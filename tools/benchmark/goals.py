@@ -15,8 +15,8 @@ A setting is a model, a size of latents and a batch. The ways to train it, all i
 "At equal FLOPs" is samples/s times the FLOPs of the way's own model over those of ours: only diffusers' models differ. "Of the
 reference" compares these rates. TFLOP/s count the matrix products of a forward pass three times; recomputation is no useful work.
 MFU is their share of --peak-tflops, or of a large bf16 product measured first. The errors are |found - fp32| / |fp32| of the prediction
-for the first sample and of the gradients of all weights, against eager fp32 without our kernels (tools/benchmark/exact.py). Set-up is everything before the clock: building,
-compiling, warming up. Without a GPU, or with --toy, the same settings are shrunk to what a laptop does.
+for the first sample and of the gradients of all weights, against eager fp32 without our kernels (tools/benchmark/exact.py). Set-up is
+everything before the clock: building, compiling, warming up. Without a GPU, or with --toy, the same settings are shrunk to what a laptop does.
 """
 
 import argparse

@@ -56,7 +56,7 @@ def save_compiled(folder: str | Path, *compiled: Any) -> Path:
     if modules and not any(entry["sizes"] for entry in entries):
         raise UserError("save_compiled: nothing compiled yet; programs are made by the first call. Run the model once.")
     if not hasattr(torch.compiler, "save_cache_artifacts"):
-        raise UserError(f"save_compiled: PyTorch {torch.__version__} cannot save what it compiled; from 2.7 on it can.")
+        raise UserError(f"save_compiled: PyTorch {torch.__version__} cannot save what it compiled; a newer one can.")
     saved = torch.compiler.save_cache_artifacts()
     if saved is None and any("freezing" in entry["options"]["mode"].split(":") for entry in entries):
         raise UserError(

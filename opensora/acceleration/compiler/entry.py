@@ -220,7 +220,7 @@ def _check_module(name: str, module: nn.Module, options: Options, *, whole: bool
 
 
 def _arguments(backend: str, options: Options, *, fullgraph: bool = False) -> dict[str, Any]:
-    """For `torch.compile`. Settings of inductor go with the module, and change nothing else in the process."""
+    """For `torch.compile`. Settings go with the module, and change nothing else in the process, but for the limit of older PyTorch."""
     dynamic = False if options.dynamic == BUCKETS else options.dynamic
     arguments: dict[str, Any] = {
         "backend": backend,
@@ -229,7 +229,7 @@ def _arguments(backend: str, options: Options, *, fullgraph: bool = False) -> di
     }
     if _knows("recompile_limit"):
         arguments["recompile_limit"] = RECOMPILE_LIMIT
-    else:  # older ones have one limit for the whole process, beyond which they compute without a program
+    else:  # it has one for the whole process, beyond which it computes without a program
         dynamo = torch._dynamo.config
         dynamo.cache_size_limit = max(dynamo.cache_size_limit, RECOMPILE_LIMIT)
     if "freezing" in options.words and _knows("isolate_recompiles"):

@@ -27,7 +27,7 @@ Lengths = Literal["few", "many"]
 
 FOR_MANY_LENGTHS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """PyTorch's kernels without cuDNN's, which it prefers on an H100 or H200: cuDNN builds a plan for each new length, forward and
-backward, for which the host takes tens of milliseconds and more. With few lengths that is soon over, and its kernels are faster.
+backward, for which the host is reported to take tens of milliseconds (not measured here yet). With few lengths that is soon over.
 """
 
 
