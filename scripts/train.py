@@ -102,7 +102,8 @@ def train(cfg: TrainConfig, world: World, stop: StopSignals, watchdog: Watchdog)
         refuse_illegal_sizes(dataset.buckets, vae, model.patch_size)
     encode = BatchEncoder(vae, text_encoder, model, world.device)
     optimizer = build_optimizer(cfg, model)
-    engine = build_engine(cfg.plugin, model, optimizer, world, **engine_settings(cfg), cast_once=cfg.cast_once)
+    settings = engine_settings(cfg) | {"cast_once": cfg.cast_once, "cuda_graphs": cfg.cuda_graphs}
+    engine = build_engine(cfg.plugin, model, optimizer, world, **settings)
     ema = build_ema(cfg, model, engine)
 
     global_batch = cfg.batch_size * world.dp_size if cfg.bucket_config is None else BATCHES_VARY

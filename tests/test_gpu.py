@@ -3,12 +3,16 @@
 import pytest
 import torch
 
+from opensora.acceleration.checkpointing import checkpoint_activations
 from opensora.acceleration.compile import compile_blocks
+from opensora.acceleration.cuda_graphs import record_training
 from opensora.acceleration.distributed import World
 from opensora.acceleration.engine import build_engine
 from opensora.models.layers import modulation
 from opensora.registry import MODELS, SCHEDULERS
+from opensora.utils.errors import UserError
 from opensora.utils.seed import generators
+from tests.acceleration import test_cuda_graphs as cuda_graphs
 from tests.acceleration import test_few_keys_attention as few_keys
 from tests.acceleration import test_fused_adaln as fused_adaln
 from tests.acceleration import test_gelu_linear as gelu_linear
@@ -81,6 +85,7 @@ def test_attention_to_few_keys_equals_the_formula(size, masked, dtype, tolerance
 
 @pytest.mark.parametrize("backend", [None, "inductor"])
 def test_attention_without_gradients_gives_the_operators_results(backend):
+    torch._dynamo.reset()
     for size in ((2, 5, 3, 16, 72), (1, 3, 2, 33, 64)):
         short.without_gradients(size, "cuda", torch.bfloat16, backend)
     for masked in (False, True):
@@ -111,10 +116,62 @@ def test_compiled_training_in_bf16_has_the_gradients_of_fp32(family, cast_once):
     assert (a - b).norm() < 5e-2 * b.norm()
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_recorded_training_equals_plain_training(family, compiled):
+    """CUDA graphs of several sizes, replayed in another order than recorded, with accumulated gradients."""
+    torch._dynamo.reset()
+    found = []
+    for graphs in (True, False):
+        model = build(family).train().cuda()
+        if compiled:
+            compile_blocks(model.transformer_blocks())
+        engine = cuda_graphs.engine_of(model, world=World(0, 1, torch.device("cuda")), graphs=graphs)
+        found.append((cuda_graphs.train(engine, model, steps=4, parts=3), model.state_dict()))
+    (told, state), (expected, wanted) = found
+    assert told == pytest.approx(expected, rel=1e-3)
+    moved = torch.cat([(value - build(family).state_dict()[name].cuda()).flatten() for name, value in wanted.items()])
+    apart = torch.cat([(state[name] - value).flatten() for name, value in wanted.items()])
+    assert apart.norm() < 1e-2 * moved.norm()
+
+
+@pytest.mark.parametrize("level", ["block", "selective", "mlp"])
+def test_recordings_of_checkpointed_blocks(level):
+    torch._dynamo.reset()
+    found = []
+    for graphs in (True, False):
+        model = build("STDiT3").train().cuda()
+        compile_blocks(model.transformer_blocks())
+        checkpoint_activations(model.transformer_blocks(), level)
+        engine = cuda_graphs.engine_of(model, world=World(0, 1, torch.device("cuda")), graphs=graphs)
+        found.append(cuda_graphs.train(engine, model, steps=3))
+    assert found[0] == pytest.approx(found[1], rel=1e-3)
+
+
+def test_a_recording_is_replayed_not_repeated(monkeypatch):
+    model = build("STDiT").train().cuda()
+    record_training(model)
+    cond, calls = on_gpu(inputs(model)), []
+    model(**cond).sum().backward()
+    monkeypatch.setattr(type(model.blocks[0]), "forward", lambda *_a, **_k: calls.append(1))
+    model(**cond).sum().backward()
+    assert not calls
+    assert all(weight.grad.isfinite().all() for weight in model.parameters() if weight.grad is not None)
+
+
+def test_what_waits_for_the_gpu_cannot_be_recorded():
+    model = build("STDiT").train().cuda()
+    model.blocks[0].register_forward_hook(lambda _m, _i, out: out * float(out.sum().isfinite()))
+    record_training(model)
+    with pytest.raises(UserError, match=r"cannot be recorded.*cuda_graphs=False"):
+        model(**on_gpu(inputs(model)))
+
+
 @pytest.mark.parametrize("size", [*gelu_linear.SIZES, (8, 4096, 1152, 4608)])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
 @pytest.mark.parametrize("backend", [None, "inductor"])
 def test_linear_with_gelu_equals_pytorchs(size, dtype, tolerance, backend):
+    torch._dynamo.reset()
     gelu_linear.compare(size, device="cuda", dtype=dtype, tolerance=tolerance, backend=backend)
 
 

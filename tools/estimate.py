@@ -1,7 +1,7 @@
 """What a training config needs, without a GPU and without any weights: parameters, memory, FLOPs, steps and hours.
 
     python -m tools.estimate CONFIG [--gpus 8] [--per-node 8] [--rows 1000000] [--peak-tflops 790] [--mfu 0.4] [--json]
-                             [--checkpoint none block every:2 mlp selective] [--batches 1 2 4 8] [--field value ...]
+                             [--checkpoint none block every:2 mlp selective selective:2] [--batches 1 2 4 8] [--field value ...]
 
 Models are built on PyTorch's "meta" device, which stores nothing; other flags are fields of the config. Where a table is
 there (`--data-path`), its rows and their buckets are counted, else `--rows` says how many there are.
@@ -48,7 +48,7 @@ from tools.frozen_parts import build_text, build_vae, text_bytes, vae_bytes
 GIB = 2**30
 PARTS = {"model": MODELS, "vae": MODELS, "text_encoder": MODELS, "scheduler": SCHEDULERS}
 ENGINES = ("ddp", "hybrid", "fsdp2 zero2", "fsdp2 zero3", "zero2")
-LEVELS = ("none", "block", "every:2", "mlp", "selective")
+LEVELS = ("none", "block", "every:2", "mlp", "selective", "selective:2")
 NO_TABLE = "--data-path=none-given.csv"
 
 

@@ -63,9 +63,11 @@ def checkpoint_activations(
     """
     blocks = list(blocks)
     what = parse_recompute(level)
-    eager, compiled = (_SELECTIVE, _SELECTIVE) if what.part == "selective" else (_WHOLE, _WHOLE_COMPILED)
-    for block in (blocks[i] for i in what.chosen(len(blocks), stacks)):
-        part = getattr(block, "mlp", None) if what.part == "mlp" else block
+    for block, again in zip(blocks, what.parts(len(blocks), stacks), strict=True):
+        if again == "nothing":
+            continue
+        eager, compiled = (_SELECTIVE, _SELECTIVE) if again == "selective" else (_WHOLE, _WHOLE_COMPILED)
+        part = getattr(block, "mlp", None) if again == "mlp" else block
         if part is None:
             raise UserError(
                 f"grad_checkpoint={level!r} means MLPs, and a {type(block).__name__} has none; try 'block'."

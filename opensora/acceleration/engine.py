@@ -138,4 +138,8 @@ def _idle(world: World, dtype: str, settings: Mapping[str, Any]) -> list[str]:
         )
     if settings.get("cast_once") and to_torch_dtype(dtype) == torch.float32:
         told.append(f"cast_once=True has no effect with dtype={dtype}, in which nothing is rounded.")
+    if settings.get("cuda_graphs") and world.device.type == "cpu":
+        told.append(
+            "cuda_graphs=True gains nothing on a CPU, which has no graphs: the passes are only called in another way."
+        )
     return told if world.is_main else []

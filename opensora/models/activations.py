@@ -70,22 +70,20 @@ def activation_bytes(
         compiled: whether the blocks are compiled.
     """
     blocks = model.transformer_blocks()
-    chosen = set(recompute.chosen(len(blocks)))
     units, again = 0.0, 0.0
-    for i, block in enumerate(blocks):
+    for block, part in zip(blocks, recompute.parts(len(blocks)), strict=True):
         of = block_units(block, num_bytes)
         less = COMPILED if compiled else 1.0
-        if i not in chosen:
-            units += of.whole * less
-            continue
-        kept, missing = _kept(of, recompute.part)
-        units += kept if recompute.part == "block" else kept * less
+        kept, missing = _kept(of, part)
+        units += kept if part == "block" else kept * less
         again = max(again, missing * less)
     return (units + again) * tokens * model.hidden_size * num_bytes
 
 
 def _kept(of: BlockUnits, part: str) -> tuple[float, float]:
-    """What a block that is chosen for `part` keeps, and what it computes again."""
+    """What a block keeps of which `part` is computed again, and what that is."""
+    if part == "nothing":
+        return of.whole, 0.0
     if part == "block":
         return 1.0, of.whole
     if part == "mlp":

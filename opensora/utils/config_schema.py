@@ -278,7 +278,7 @@ class TrainConfig(LoopConfig):
     grad_checkpoint: int | bool | str = option(
         "activations that the backward pass computes again: none or False, block or True, every:k for each k-th block, mlp, "
         "levels 0 to 3 (MLPs of none, a third, two thirds, all of the blocks; of NOVA, of so many of its stacks), selective (all but "
-        "matrix products)",
+        "matrix products), selective:k (that for each k-th block, the others whole)",
         default=False,
     )
     activation_offload: bool = option(
@@ -292,6 +292,11 @@ class TrainConfig(LoopConfig):
     cast_once: bool = option(
         "ddp: round the weights of the blocks' attention and MLPs together before a forward pass, not each where it is used; the "
         "same numbers by fewer kernels, for 2 bytes a weight",
+        default=False,
+    )
+    cuda_graphs: bool = option(
+        "ddp: record the forward and backward pass of each size once and replay it, for small batches, which the host is too slow "
+        "for; see acceleration.md",
         default=False,
     )
     peak_tflops: float | None = option(
@@ -325,13 +330,14 @@ class TrainConfig(LoopConfig):
     def problems(self) -> list[str]:
         problems = super().problems()
         problems += recompute_problems(self.grad_checkpoint)
-        if self.activation_offload and self.grad_checkpoint == "selective":
+        if self.activation_offload and str(self.grad_checkpoint).startswith("selective"):
             problems.append(
-                "activation_offload does not reach what grad_checkpoint='selective' keeps: use 'block' or 'mlp'."
+                f"activation_offload does not reach what grad_checkpoint={self.grad_checkpoint!r} keeps: use 'block' or 'mlp'."
             )
         problems += self._float8_problems()
         if self.cast_once and (self.plugin != "ddp" or to_torch_dtype(self.dtype) not in HALF):
             problems.append(f"cast_once=True has no effect with plugin={self.plugin!r} and dtype={self.dtype!r}.")
+        problems += self._cuda_graphs_problems()
         if self.lora is not None:
             problems += lora_problems(self.lora)
             if self.model.get("freeze") is not None:
@@ -341,6 +347,19 @@ class TrainConfig(LoopConfig):
                     "lora.dropout draws inside the blocks, which compile=True cannot; switch one of them off."
                 )
         return problems + self._data_problems() + self._validation_problems()
+
+    def _cuda_graphs_problems(self) -> list[str]:
+        if not self.cuda_graphs:
+            return []
+        rivals = {
+            f"plugin={self.plugin!r}": self.plugin != "ddp",
+            f"sp_size={self.sp_size}": self.sp_size > 1,
+            "activation_offload=True": self.activation_offload,
+            "cast_once=True": self.cast_once,
+        }
+        return [
+            f"cuda_graphs=True does not work with {name}: leave one of them out." for name, on in rivals.items() if on
+        ]
 
     def _float8_problems(self) -> list[str]:
         """What does not go with float8."""

@@ -6,6 +6,7 @@
     "mlp", 3            the MLP of every block
     1, 2                the MLPs of the first, of the first two of a model's three stacks; of one stack, of its first thirds
     "selective"         in every block all but matrix products and attention, whose results are kept
+    "selective:k"       the same in blocks 0, k, 2k, ..., and the other blocks whole: between "selective" and "block"
 
 Levels 0 to 3 are NOVA's (Deng et al. 2024, `gradient_checkpointing`), where each adds the MLPs of one more stack: video
 encoder, image encoder, decoder. Attention is never computed again. Other denoisers are one stack; a level adds a third of it.
@@ -18,7 +19,7 @@ from opensora.utils.errors import UserError
 
 LEVELS = (0, 1, 2, 3)
 THIRDS = 3
-WORDS = ("none", "block", "every:k", "mlp", "selective")
+WORDS = ("none", "block", "every:k", "mlp", "selective", "selective:k")
 
 
 class Recompute(NamedTuple):
@@ -26,7 +27,7 @@ class Recompute(NamedTuple):
 
     Attributes:
         part: "nothing", the whole "block", its "mlp", or by operation ("selective").
-        every: Of the blocks, every so manieth.
+        every: Of the blocks, every so manieth; of "selective", the others are computed again whole.
         thirds: Of the blocks, so many thirds, or of three stacks so many, from the first on.
     """
 
@@ -40,6 +41,12 @@ class Recompute(NamedTuple):
             return range(0)
         end = -(-depth * self.thirds // THIRDS) if stacks is None else sum(stacks[: self.thirds])
         return range(0, end, self.every)
+
+    def parts(self, depth: int, stacks: Sequence[int] | None = None) -> list[str]:
+        """What is computed again of each of the blocks: a value of `part`."""
+        chosen = self.chosen(depth, stacks)
+        others = "block" if self.part == "selective" else "nothing"
+        return [self.part if i in chosen else others for i in range(depth)]
 
 
 def parse_recompute(value: bool | int | str) -> Recompute:  # noqa: FBT001  (a config's value)
@@ -55,8 +62,8 @@ def parse_recompute(value: bool | int | str) -> Recompute:  # noqa: FBT001  (a c
             raise UserError(f"grad_checkpoint={value} is no level: they are 0 to 3, by MLPs. Or {', '.join(WORDS)}.")
         return Recompute("mlp", thirds=value) if value else Recompute("nothing")
     word, _, number = value.partition(":")
-    if word == "every" and number.isdecimal() and int(number) >= 1:
-        return Recompute("block", every=int(number))
+    if word in ("every", "selective") and number.isdecimal() and int(number) >= 1:
+        return Recompute("block" if word == "every" else "selective", every=int(number))
     names = {"none": "nothing", "block": "block", "mlp": "mlp", "selective": "selective"}
     if value not in names:
         raise UserError(f"grad_checkpoint={value!r} is not one of {', '.join(WORDS)} (k from 1), True, False, 0 to 3.")

@@ -23,8 +23,8 @@ from tools.benchmark.activation_memory import kept_bytes, measure
 
 DEPTH = 4
 # from what keeps most to what keeps least
-ORDER = ("none", 1, 2, "mlp", "selective", "every:2", "block")
-LEVELS = (False, True, 0, 3, "every:1", "every:3", *ORDER)
+ORDER = ("none", 1, 2, "mlp", "selective", "every:2", "selective:2", "block")
+LEVELS = (False, True, 0, 3, "every:1", "every:3", "selective:3", *ORDER)
 
 
 def toy(level: bool | int | str = "none", family: str = "STDiT") -> nn.Module:
@@ -49,7 +49,7 @@ def test_gradients_are_those_without_it(plain, level):
 
 
 @pytest.mark.parametrize("family", ["DiT-text", "LatteT2V", "PixArt-Sigma-compressed", "STDiT3"])
-@pytest.mark.parametrize("level", ["mlp", "selective"])
+@pytest.mark.parametrize("level", ["mlp", "selective", "selective:2"])
 def test_other_architectures(family, level):
     torch.testing.assert_close(gradients(toy(level, family)), gradients(toy("none", family)))
 
@@ -156,7 +156,7 @@ def test_nothing_is_computed_twice_without_gradients():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("level", ["block", "every:2", "mlp", "selective"])
+@pytest.mark.parametrize("level", ["block", "every:2", "mlp", "selective", "selective:2"])
 def test_with_compiled_blocks(plain, level):
     model = build("STDiT", depth=DEPTH).train()
     compile_blocks(model.transformer_blocks(), backend="aot_eager")
@@ -225,7 +225,7 @@ def step(level: str, dtype: torch.dtype, backend: str | None = None) -> tuple[in
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("level", "programs"), [("block", 1), ("every:2", 2), ("mlp", 1), ("selective", 1)])
+@pytest.mark.parametrize(("level", "programs"), [("block", 1), ("every:2", 2), ("mlp", 1), ("selective", 1), ("selective:2", 2)])
 def test_what_functions_compute_is_computed_again_when_compiled(level, programs, dtype):
     """As without the compiler, which left to itself keeps it in PyTorch 2.10 and 2.11; blocks share a program as before."""
     torch._dynamo.reset()
@@ -234,7 +234,7 @@ def test_what_functions_compute_is_computed_again_when_compiled(level, programs,
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == programs
     eager, expected = step(level, dtype)
     torch.testing.assert_close(found, expected)
-    if level == "selective":  # whose store, without the compiler, is out of sight
+    if level.startswith("selective"):  # whose store, without the compiler, is out of sight
         eager = step("none", dtype)[0] - 1
     assert kept <= eager
     torch._dynamo.reset()
@@ -248,11 +248,15 @@ def test_what_each_value_means():
         [], list(range(10)), list(range(19)), list(range(28)),
     ]  # fmt: skip
     assert list(parse_recompute("every:4").chosen(6)) == [0, 4]
+    assert parse_recompute("selective:1") == parse_recompute("selective") == Recompute("selective")
+    assert parse_recompute("every:2").parts(3) == ["block", "nothing", "block"]
+    assert parse_recompute("selective:2").parts(3) == ["selective", "block", "selective"]
+    assert parse_recompute(1).parts(3, (2, 1, 0)) == ["mlp", "mlp", "nothing"]
 
 
-@pytest.mark.parametrize("value", [4, -1, "every:0", "every:", "every:x", "blocks", "", "all"])
+@pytest.mark.parametrize("value", [4, -1, "every:0", "every:", "every:x", "selective:0", "selective:", "block:2", "blocks", "", "all"])
 def test_other_values_are_refused_with_those_there_are(value):
-    with pytest.raises(UserError, match=r"none, block, every:k, mlp, selective"):
+    with pytest.raises(UserError, match=r"none, block, every:k, mlp, selective, selective:k"):
         parse_recompute(value)
 
 

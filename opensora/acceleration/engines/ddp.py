@@ -2,22 +2,31 @@
 
 With `hybrid_zero` the processes of a node share out the optimizer's state: each takes the step for some of the weights
 and gives the others the result. Gradients still go over all processes, while weights travel inside a node only.
+
+With `cuda_graphs` no hook of PyTorch's DistributedDataParallel sees a gradient, since autograd does not run: all are averaged in
+one go before the optimizer's step, not while the backward pass goes on.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from opensora.acceleration.cuda_graphs import record_training
 from opensora.acceleration.distributed import World
 from opensora.acceleration.engines.base import MastersEngine
 from opensora.acceleration.engines.cast_once import CastOnce
 from opensora.acceleration.engines.masters import Masters
 from opensora.acceleration.engines.partition import Partition, node_size
 from opensora.registry import PLUGINS
+from opensora.utils.errors import UserError
+
+MESSAGE_BYTES = 64 << 20
+"""Of gradients that are averaged in one message."""
 
 
 @PLUGINS.register_module(name="ddp")
@@ -34,6 +43,11 @@ class DDPEngine(MastersEngine):
         shard_size: None = the processes of a node.
         optimizer_offload: take the step on the CPU, see `Masters`.
         cast_once: round the blocks' weights in one pass, see `cast_once.py`.
+        cuda_graphs: record the passes of each size and replay them, see `acceleration/cuda_graphs.py`. A CPU has no graphs, and
+            takes the same path without.
+
+    Raises:
+        UserError: `cuda_graphs` with `cast_once` or sequence parallelism.
     """
 
     def __init__(  # noqa: PLR0913  (keywords of build_engine)
@@ -48,7 +62,10 @@ class DDPEngine(MastersEngine):
         shard_size: int | None = None,
         optimizer_offload: bool = False,
         cast_once: bool = False,
+        cuda_graphs: bool = False,
     ) -> None:
+        if cuda_graphs and (cast_once or world.sp_size > 1):
+            raise UserError("cuda_graphs=True works without cast_once and with sp_size=1: switch one of them off.")
         weights = dict(model.named_parameters())
         self.partition: Partition | None = None
         if hybrid_zero and world.size > 1:
@@ -57,7 +74,10 @@ class DDPEngine(MastersEngine):
         masters = Masters(optimizer, weights, weights, mine=mine, offload=optimizer_offload)
         super().__init__(model, masters, world.device, dtype, grad_clip)
         self.casts = CastOnce(model, self.dtype) if cast_once and self.dtype != torch.float32 else None
-        self.model: nn.Module = DistributedDataParallel(model) if world.size > 1 else model
+        self.averages = cuda_graphs and world.size > 1
+        if cuda_graphs:
+            record_training(model)
+        self.model: nn.Module = DistributedDataParallel(model) if world.size > 1 and not cuda_graphs else model
 
     @contextmanager
     def micro_step(self, *, last: bool) -> Iterator[None]:
@@ -74,6 +94,8 @@ class DDPEngine(MastersEngine):
 
     def step(self) -> Tensor:
         """See `Engine.step`."""
+        if self.averages:
+            average([self.kept.weights[name] for name in self.kept.trained])
         norm = super().step()
         if self.partition is not None:
             self.partition.spread(self.kept.weights)
@@ -85,3 +107,31 @@ class DDPEngine(MastersEngine):
         if self.partition is not None:
             state = self.partition.gather(state, self.device)
         return state | self.loss_scale.state()
+
+
+@torch.no_grad()
+def average(weights: Sequence[Tensor]) -> None:
+    """Give each weight the mean of all processes' gradients, in place; where a process has none, it counts as zero.
+
+    All processes call it with the same weights.
+    """
+    first = 0
+    while first < len(weights):
+        size, last = 0, first
+        while last < len(weights) and (last == first or size + weights[last].nbytes <= MESSAGE_BYTES):
+            size += weights[last].nbytes
+            last += 1
+        _average_in_one_message(weights[first:last])
+        first = last
+
+
+def _average_in_one_message(weights: Sequence[Tensor]) -> None:
+    for weight in weights:
+        if weight.grad is None:
+            weight.grad = torch.zeros_like(weight)
+    gradients = [weight.grad for weight in weights if weight.grad is not None]
+    message = torch.cat([gradient.flatten() for gradient in gradients])
+    dist.all_reduce(message)
+    message /= dist.get_world_size()
+    parts = message.split([gradient.numel() for gradient in gradients])
+    torch._foreach_copy_(gradients, [part.view_as(gradient) for part, gradient in zip(parts, gradients, strict=True)])

@@ -73,6 +73,8 @@ class NOVA(nn.Module):
         from_pretrained: weights in published or own names.
     """
 
+    varying_lengths = True  # each training step shows another number of patches
+
     def __init__(
         self,
         *,

@@ -14,7 +14,7 @@ from opensora.utils.seed import generators
 from tests.models.nova.test_nova import build, inputs
 from tools.benchmark.activation_memory import kept_bytes
 
-LEVELS = (0, 1, 2, 3, "mlp", "block", "every:2", "selective")
+LEVELS = (0, 1, 2, 3, "mlp", "block", "every:2", "selective", "selective:2")
 SIZE = (2, 8, 8)
 
 

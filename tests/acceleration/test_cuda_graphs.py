@@ -1,0 +1,255 @@
+"""Training whose passes are recorded: the bits of training that is not, whatever is trained, checkpointed, compiled or averaged.
+
+A CPU has no graphs. There the passes are called again on the same places in memory, which is all of the code but the recording
+itself; that is tested by tests/test_gpu.py.
+"""
+
+import copy
+
+import pytest
+import torch
+
+from opensora.acceleration import cuda_graphs
+from opensora.acceleration.checkpointing import checkpoint_activations
+from opensora.acceleration.compile import compile_blocks
+from opensora.acceleration.cuda_graphs import Repeater, record_training
+from opensora.acceleration.distributed import World
+from opensora.acceleration.engine import build_engine
+from opensora.acceleration.engines import ddp
+from opensora.acceleration.lora import add_lora
+from opensora.registry import MODELS
+from opensora.utils.config import TrainConfig, parse_config
+from opensora.utils.errors import UserError
+from opensora.utils.lora import LoraOptions
+from tests.conftest import start_ranks
+from tests.models.denoisers import FAMILIES, build, inputs
+
+CPU = torch.device("cpu")
+ALONE = World(0, 1, CPU)
+SIZES = [(3, 6, 8), (1, 6, 4), (3, 6, 8), (2, 4, 4)]
+"""One returns; one is a picture."""
+
+
+def engine_of(model, *, dtype="bf16", graphs=True, world=ALONE):
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2)
+    return build_engine("ddp", model, optimizer, world, dtype=dtype, grad_clip=0.5, cuda_graphs=graphs)
+
+
+def train(engine, model, *, steps=2, parts=2, seed=0):
+    """Losses and norms of a few steps, whose micro-batches have different sizes."""
+    told, device = [], next(model.parameters()).device
+    for step in range(steps):
+        for part in range(parts):
+            number = parts * step + part
+            cond = inputs(model, size=SIZES[number % len(SIZES)], seed=100 * seed + number)
+            cond = {name: value.to(device) for name, value in cond.items()}
+            with engine.micro_step(last=part == parts - 1):
+                loss = (engine.model(**cond) - 0.3).square().mean() / parts
+            engine.backward(loss)
+            told.append(float(loss.detach()))
+        told.append(float(engine.step()))
+    return told
+
+
+def check_equal(model, **options):
+    """The same model trains the same with and without, bit by bit; returns what changed."""
+    plain = copy.deepcopy(model)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    assert train(engine_of(model, **options), model) == train(engine_of(plain, graphs=False, **options), plain)
+    state, expected = model.state_dict(), plain.state_dict()
+    assert all(torch.equal(state[name], expected[name]) for name in expected)
+    return [name for name in state if not torch.equal(state[name], before[name])]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_training_gives_the_same_bits(family, dtype):
+    assert check_equal(build(family).train(), dtype=dtype)
+
+
+def test_fp16_scales_the_loss_as_ever():
+    assert check_equal(build("STDiT").train(), dtype="fp16")
+
+
+@pytest.mark.parametrize("level", ["block", "mlp", "selective", "every:2"])
+def test_checkpointing_inside(level):
+    model = build("STDiT3").train()
+    plain = copy.deepcopy(model)
+    for each in (model, plain):
+        checkpoint_activations(each.transformer_blocks(), level)
+    assert train(engine_of(model), model) == train(engine_of(plain, graphs=False), plain)
+
+
+def test_compiled_blocks_inside():
+    model = build("STDiT").train()
+    plain = copy.deepcopy(model)
+    for each in (model, plain):
+        compile_blocks(each.transformer_blocks(), backend="aot_eager")
+    assert train(engine_of(model), model) == train(engine_of(plain, graphs=False), plain)
+
+
+def test_frozen_weights_stay_and_adapters_train():
+    assert all("attn_temp" in name for name in check_equal(build("STDiT", freeze="not_temporal").train()))
+    pytest.importorskip("peft", reason="pip install peft")
+    model = build("STDiT").train()
+    add_lora(model, LoraOptions(rank=2), seed=0)
+    assert all("lora" in name for name in check_equal(model))
+
+
+def test_a_weight_without_a_gradient_is_not_decayed():
+    """As without recordings: AdamW leaves it alone, where a gradient of zero would let it shrink."""
+    model = build("STDiT").train()
+    model.unused = torch.nn.Parameter(torch.ones(3))
+    changed = check_equal(model)
+    assert "unused" not in changed
+    assert model.unused.grad is None
+
+
+def test_one_recording_for_each_size_and_one_place_for_each_gradient():
+    model = build("DiT-text").train()
+    recordings, places = record_training(model), []
+    for size in (*SIZES, *SIZES):
+        model(**inputs(model, size=size)).sum().backward()
+        places.append([weight.grad.data_ptr() for weight in model.parameters() if weight.grad is not None])
+    assert len(recordings.made) == len(set(SIZES))
+    assert all(each == places[0] for each in places)
+
+
+def test_gradients_that_are_there_are_added_to():
+    model = build("DiT-text").train()
+    plain = copy.deepcopy(model)
+    record_training(model)
+    for each in (model, plain):
+        for weight in each.parameters():
+            weight.grad = torch.ones_like(weight)
+        each(**inputs(model)).sum().backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+def test_inputs_get_their_gradients():
+    model = build("STDiT").train()
+    plain = copy.deepcopy(model)
+    record_training(model)
+    found = []
+    for each in (model, model, plain):  # the second is a replay
+        cond = inputs(model)
+        x, y = cond["x"].requires_grad_(), cond["y"].requires_grad_()
+        each(**cond).square().sum().backward()
+        found.append((x.grad, y.grad))
+    assert all(torch.equal(a, b) for other in found[:2] for a, b in zip(other, found[2], strict=True))
+
+
+def test_without_gradients_nothing_is_recorded():
+    model = build("STDiT").train()
+    plain = copy.deepcopy(model)
+    recordings = record_training(model)
+    with torch.no_grad():
+        assert torch.equal(model(**inputs(model)), plain(**inputs(plain)))
+    assert not recordings.made
+
+
+def test_results_stay_when_the_next_pass_comes():
+    model = build("STDiT").train()
+    record_training(model)
+    first = model(**inputs(model, seed=1)).detach()
+    kept = first.clone()
+    model(**inputs(model, seed=2))
+    assert torch.equal(first, kept)
+
+
+def test_a_backward_pass_follows_its_own_forward_pass():
+    model = build("STDiT").train()
+    record_training(model)
+    first = model(**inputs(model, seed=1)).sum()
+    second = model(**inputs(model, seed=2)).sum()
+    with pytest.raises(RuntimeError, match="ran again before the backward pass of an earlier forward pass"):
+        first.backward()
+    second.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="cuda_graphs"):
+        second.backward()
+
+
+def test_sizes_that_never_return_are_told(monkeypatch):
+    monkeypatch.setattr(cuda_graphs, "MAX_SIZES", 2)
+    model = build("STDiT").train()
+    record_training(model)
+    for T in (1, 2, 2, 1):
+        model(**inputs(model, size=(T, 4, 4)))
+    with pytest.raises(
+        UserError, match=r"more than 2 sizes of its input, the last one \[2, 4, 3, 4, 4\].*cuda_graphs=False"
+    ):
+        model(**inputs(model, size=(3, 4, 4)))
+
+
+def test_what_cannot_be_recorded_is_told():
+    class NoGraphs(Repeater):
+        def record(self, call):
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nmore")
+
+    model = build("STDiT").train()
+    record_training(model, NoGraphs())
+    with pytest.raises(
+        UserError, match=r"STDiT cannot be recorded.*when stream is capturing Nothing.*cuda_graphs=False"
+    ):
+        model(**inputs(model))
+
+
+def test_an_error_of_the_model_itself_is_its_own():
+    model = build("STDiT").train()
+    record_training(model)
+    with pytest.raises(ValueError, match=r"expected \[B, 4, T, H, W\]") as error:
+        model(**inputs(model) | {"x": torch.zeros(2, 5, 3, 6, 8)})
+    assert "cuda_graphs" not in str(error.value)
+
+
+def test_nova_whose_sequences_vary_is_refused():
+    model = MODELS.build(
+        {"type": "NOVA", "width": 32, "num_heads": 2, "video_depth": 1, "image_depth": 2, "head_depth": 1}
+    )
+    with pytest.raises(UserError, match="a NOVA sees another number of patches in each step"):
+        engine_of(model)
+
+
+@pytest.mark.parametrize("rival", ["--plugin=fsdp2", "--cast-once=True", "--activation-offload=True", "--sp-size=2"])
+def test_a_config_is_told_what_does_not_go_with_it(rival):
+    config = ["configs/quickstart/pretrain.py", "--cuda-graphs"]
+    assert parse_config(TrainConfig, {}, config).cuda_graphs
+    name = rival.removeprefix("--").partition("=")[0].replace("-", "_")
+    with pytest.raises(UserError, match=f"cuda_graphs=True does not work with {name}="):
+        parse_config(TrainConfig, {}, [*config, rival])
+
+
+def test_engines_without_it_and_its_rivals_refuse():
+    model = build("STDiT").train()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(UserError, match="cuda_graphs=True has no effect with plugin='fsdp2'"):
+        build_engine("fsdp2", model, optimizer, ALONE, cuda_graphs=True)
+    with pytest.raises(UserError, match="without cast_once and with sp_size=1"):
+        build_engine("ddp", model, optimizer, ALONE, cuda_graphs=True, cast_once=True)
+
+
+def test_a_cpu_says_that_it_gains_nothing(caplog):
+    engine_of(build("STDiT").train())
+    assert "cuda_graphs=True gains nothing on a CPU" in caplog.text
+
+
+def on_two_processes(rank, folder):
+    """The same steps with and without, on different samples of each process; gradients go in several messages."""
+    import torch.distributed as dist
+
+    ddp.MESSAGE_BYTES = 40_000
+    dist.init_process_group("gloo", init_method=(folder / "rendezvous").as_uri(), rank=rank, world_size=2)
+    world, found = World(rank, 2, CPU), []
+    for graphs in (True, False):
+        model = build("STDiT").train()
+        engine = engine_of(model, world=world, graphs=graphs, dtype="fp32")
+        found.append((train(engine, model, seed=rank), model.state_dict()))
+    (told, state), (expected, wanted) = found
+    assert told == pytest.approx(expected, rel=1e-5)
+    assert all(torch.allclose(state[name], wanted[name], rtol=0, atol=1e-4) for name in wanted)
+    dist.destroy_process_group()
+
+
+def test_two_processes(tmp_path):
+    start_ranks(on_two_processes, (tmp_path,), 2, "cuda_graphs", 120)
