@@ -19,8 +19,19 @@ from tests.acceleration import test_gelu_linear as gelu_linear
 from tests.acceleration import test_short_attention as short
 from tests.acceleration.test_short_attention import SIZES, compare
 from tests.models.denoisers import FAMILIES, build, inputs
+from tests.models.test_denoisers import TWELVE_SIZES
 
 pytestmark = pytest.mark.gpu
+NOVA = {
+    "type": "NOVA",
+    "width": 64,
+    "num_heads": 1,
+    "video_depth": 2,
+    "image_depth": 4,
+    "head_depth": 2,
+    "motion": False,
+}
+NOVA |= {"caption_channels": 16, "model_max_length": 7}
 TOY = {"type": "STDiT-XXS/2", "caption_channels": 16, "model_max_length": 5}
 
 
@@ -227,3 +238,33 @@ def test_compiled_blocks_give_the_gradients_of_eager_ones_at_every_size(family):
             model(**cond).square().mean().backward()
         for a, b in zip(eager.parameters(), compiled.parameters(), strict=True):
             torch.testing.assert_close(a.grad, b.grad, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("family", ["STDiT", "DiT-text", "PixArt", "STDiT3", "LatteT2V"])
+def test_twelve_sizes_train_with_two_programs_for_each_kind_of_block(family):
+    """In bf16, with our kernels; sizes at which a GPU's kernels could want programs of their own."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = build(family).cuda().train()
+    compile_blocks(model.transformer_blocks(), varying_sizes=True)
+    for size in (*TWELVE_SIZES, (16, 32, 32), (17, 30, 34)):
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = model(**on_gpu(inputs(model, size=size))).float().square().mean()
+        loss.backward()
+    assert 0 < torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2 * 2
+
+
+def test_novas_numbers_of_visible_patches_share_programs():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = MODELS.build(NOVA).cuda().train()
+    compile_blocks(model.transformer_blocks())
+    scheduler = SCHEDULERS.build({"type": "nova"})
+    x, cond = torch.randn(2, 4, 1, 64, 64, device="cuda"), {"y": torch.randn(2, 1, 7, 16, device="cuda")}
+    for step in range(16):
+        rngs = generators(0, "nova", step, ids=range(2), device=torch.device("cuda"))
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = scheduler.training_losses(model, x, cond, generators=rngs).mean()
+        loss.backward()
+    # of the transformers: the video encoder's, and the two halves of the image encoder's; and one of the head's
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4

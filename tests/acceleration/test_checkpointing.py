@@ -225,7 +225,9 @@ def step(level: str, dtype: torch.dtype, backend: str | None = None) -> tuple[in
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("level", "programs"), [("block", 1), ("every:2", 2), ("mlp", 1), ("selective", 1), ("selective:2", 2)])
+@pytest.mark.parametrize(
+    ("level", "programs"), [("block", 1), ("every:2", 2), ("mlp", 1), ("selective", 1), ("selective:2", 2)]
+)
 def test_what_functions_compute_is_computed_again_when_compiled(level, programs, dtype):
     """As without the compiler, which left to itself keeps it in PyTorch 2.10 and 2.11; blocks share a program as before."""
     torch._dynamo.reset()
@@ -254,7 +256,9 @@ def test_what_each_value_means():
     assert parse_recompute(1).parts(3, (2, 1, 0)) == ["mlp", "mlp", "nothing"]
 
 
-@pytest.mark.parametrize("value", [4, -1, "every:0", "every:", "every:x", "selective:0", "selective:", "block:2", "blocks", "", "all"])
+@pytest.mark.parametrize(
+    "value", [4, -1, "every:0", "every:", "every:x", "selective:0", "selective:", "block:2", "blocks", "", "all"]
+)
 def test_other_values_are_refused_with_those_there_are(value):
     with pytest.raises(UserError, match=r"none, block, every:k, mlp, selective, selective:k"):
         parse_recompute(value)

@@ -50,6 +50,7 @@ from tools.benchmark.train_step import (
     matmul_tflops,
     start,
     switched_on,
+    switches,
     timed,
     told,
     train,
@@ -285,7 +286,7 @@ def measure(args: argparse.Namespace, setting: Setting, way: str, level: str, ri
         if way == "float8":
             to_float8(model, args.float8_recipe)
         trained = Trained(
-            start(model, device, "bf16", "compiled", level, cast_once=args.cast_once),
+            start(model, device, "bf16", "compiled", level, **switches(args)),
             model.flops(setting.latent, cond["y"].shape[2]),
         )
     del model

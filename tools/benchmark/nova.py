@@ -20,7 +20,7 @@ import torch
 
 from opensora.acceleration.checkpointing import checkpoint_activations
 from opensora.acceleration.compile import compile_blocks
-from opensora.acceleration.distributed import World
+from opensora.acceleration.distributed import World, prefer_expandable_segments
 from opensora.acceleration.engine import build_engine
 from opensora.registry import MODELS, SCHEDULERS
 from opensora.utils.dtype import to_torch_dtype
@@ -57,6 +57,7 @@ CPU = {"t2i": Case({**_TOY, "motion": False}, (1, 16, 16)), "t2v": Case(_TOY, (3
 def main() -> None:
     """The command line."""
     args = parse_args()
+    prefer_expandable_segments()
     device = torch.device(args.device)
     name = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     peak = args.peak_tflops or matmul_tflops(device, to_torch_dtype(args.dtype))

@@ -23,7 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 from opensora.utils.errors import exit_on_user_error
 from opensora.utils.recompute import parse_recompute
 from tools.benchmark.heading import heading, quiet
-from tools.benchmark.train_step import add_experiments, build, inputs, start, switched_on, timed, told, train
+from tools.benchmark.train_step import add_experiments, build, inputs, start, switched_on, switches, timed, told, train
 
 KINDS = {
     "attention (cuDNN, flash, efficient)": r"sdpa|scaled_dot_product|flash|fmha|cudnn::fusion",
@@ -121,7 +121,7 @@ def measure(args: argparse.Namespace) -> tuple[float, list[Kernel]]:
         from opensora.acceleration.float8 import convert_linears
 
         convert_linears(model, args.float8)
-    engine = start(model, device, args.dtype, args.blocks, args.checkpoint, cast_once=args.cast_once)
+    engine = start(model, device, args.dtype, args.blocks, args.checkpoint, **switches(args))
     seconds, _ = timed(engine, z, cond, args.warmup, args.steps)
     return seconds, kernels_of(
         lambda: train(engine, z, cond, range(args.warmup, args.warmup + args.profiled)), device.type

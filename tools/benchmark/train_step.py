@@ -22,7 +22,7 @@ from torch import Tensor
 
 from opensora.acceleration.checkpointing import checkpoint_activations
 from opensora.acceleration.compile import compile_blocks
-from opensora.acceleration.distributed import World
+from opensora.acceleration.distributed import World, prefer_expandable_segments
 from opensora.acceleration.engine import Engine, build_engine
 from opensora.registry import MODELS, SCHEDULERS
 from opensora.utils.dtype import to_torch_dtype
@@ -68,7 +68,7 @@ def main() -> None:
 
 def told(args: argparse.Namespace) -> list[str]:
     """What else was asked for, for the heading."""
-    return [*["cast_once"] * args.cast_once, *args.inductor]
+    return [*["cast_once"] * args.cast_once, *["cuda_graphs"] * args.cuda_graphs, *args.inductor]
 
 
 def parse_args() -> argparse.Namespace:
@@ -93,6 +93,7 @@ def parse_args() -> argparse.Namespace:
 def add_experiments(parser: argparse.ArgumentParser) -> None:
     """Options for what is not the default, as it was not measured yet or costs something."""
     parser.add_argument("--cast-once", action="store_true", help="the config's cast_once")
+    parser.add_argument("--cuda-graphs", action="store_true", help="the config's cuda_graphs")
     parser.add_argument(
         "--inductor",
         nargs="+",
@@ -102,9 +103,15 @@ def add_experiments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def switches(args: argparse.Namespace) -> dict[str, bool]:
+    """The fields of the config among the options of `add_experiments`."""
+    return {"cast_once": args.cast_once, "cuda_graphs": args.cuda_graphs}
+
+
 def switched_on(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """The options, of which `add_experiments` changes this process."""
+    """The options, of which `add_experiments` changes this process; its memory is as in training."""
     args = parser.parse_args()
+    prefer_expandable_segments()
     for name in args.inductor:
         if getattr(torch._inductor.config, name, None) is None:
             parser.error(f"--inductor: torch._inductor.config of torch {torch.__version__} has no {name}")
@@ -132,7 +139,7 @@ def measure(args: argparse.Namespace, name: str, blocks: str, checkpoint: str) -
     model = build(name, device, args.text_len)
     z, t, cond = inputs(model, args.batch, args.latent, device)
     right = exact(build(name, device, args.text_len), z, t, cond)
-    engine = start(model, device, args.dtype, blocks, CHECKPOINTED[checkpoint], cast_once=args.cast_once)
+    engine = start(model, device, args.dtype, blocks, CHECKPOINTED[checkpoint], **switches(args))
     errors = errors_of(engine, z, t, cond, right)
     seconds, memory = timed(engine, z, cond, args.warmup, args.steps)
     return Result(seconds, 3.0 * args.batch * model.flops(tuple(args.latent), cond["y"].shape[2]), memory, errors)
@@ -145,21 +152,19 @@ def build(name: str, device: torch.device, text_len: int, **size: int) -> Any:
         return awake(MODELS.build({"type": name}, model_max_length=text_len, **size)).train()
 
 
-def start(
-    model: Any, device: torch.device, dtype: str, blocks: str, checkpoint: str, *, cast_once: bool = False
-) -> Engine:
+def start(model: Any, device: torch.device, dtype: str, blocks: str, checkpoint: str, **switches: bool) -> Engine:
     """The engine, ready to train.
 
     Args:
         blocks: "eager" or "compiled".
-        checkpoint, cast_once: values of the config's `grad_checkpoint` and `cast_once`.
+        checkpoint: a value of the config's `grad_checkpoint`.
+        switches: more of its fields.
     """
     if blocks == "compiled":
         compile_blocks(model.transformer_blocks())
     checkpoint_activations(model.transformer_blocks(), checkpoint)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device.type == "cuda")
-    settings: dict[str, Any] = {"dtype": dtype, "grad_clip": 1.0, "cast_once": cast_once}
-    return build_engine("ddp", model, optimizer, World(0, 1, device), **settings)
+    return build_engine("ddp", model, optimizer, World(0, 1, device), dtype=dtype, grad_clip=1.0, **switches)
 
 
 def inputs(

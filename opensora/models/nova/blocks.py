@@ -156,6 +156,7 @@ class VisionTransformer(nn.Module):
         lengths: Lengths = "few",
     ) -> Tensor:
         """Tokens `x [B, N, D]` through some of the blocks."""
+        x = _as_the_sum(x)
         for i in blocks:
             x, _ = self.blocks[i](x, allowed, rotary, lengths=lengths)
         return x
@@ -163,7 +164,13 @@ class VisionTransformer(nn.Module):
     def go_on(self, x: Tensor, cache: Cache | None, rotary: Tensor | None = None) -> tuple[Tensor, Cache]:
         """Tokens that follow those of `cache` through all blocks and the norm; they see all of these and each other."""
         grown: Cache = []
+        x = _as_the_sum(x)
         for i, block in enumerate(self.blocks):
             x, entry = block(x, None, rotary, None if cache is None else cache[i])
             grown.append(entry)
         return self.norm(x), grown
+
+
+def _as_the_sum(x: Tensor) -> Tensor:
+    """In fp32 under autocast, as the first block's norms make it: then compiled blocks, the first among them, share a program."""
+    return x.float() if torch.is_autocast_enabled(x.device.type) else x
