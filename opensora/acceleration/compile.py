@@ -1,9 +1,15 @@
 """Compilation of a model, block by block: all blocks of a kind share one compiled program."""
 
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import nn
+
+RECOMPILE_LIMIT = 256
+"""Programs of a function. PyTorch's own limit is 8, beyond which a block that must be one graph is an error: Inductor's kernels alone may
+ask for four (lengths that are multiples of 8 or not, short or long ones), times number formats and kinds of blocks."""
 
 
 def compile_blocks(
@@ -18,4 +24,18 @@ def compile_blocks(
         backend: see `torch.compile`.
     """
     for block in blocks:
-        block.compile(fullgraph=True, dynamic=True if varying_sizes else None, backend=backend)
+        block.compile(fullgraph=True, dynamic=True if varying_sizes else None, backend=backend, **allow_many_programs())
+
+
+def allow_many_programs() -> dict[str, int]:
+    """The argument of `torch.compile` for it; PyTorch without one (up to 2.11) has a limit for the whole process, which is raised."""
+    if knows("recompile_limit"):
+        return {"recompile_limit": RECOMPILE_LIMIT}
+    dynamo = torch._dynamo.config
+    dynamo.cache_size_limit = max(dynamo.cache_size_limit, RECOMPILE_LIMIT)
+    return {}
+
+
+def knows(argument: str) -> bool:
+    """Whether this PyTorch's `torch.compile` takes it."""
+    return argument in inspect.signature(torch.compile).parameters

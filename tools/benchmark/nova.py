@@ -17,6 +17,7 @@ from itertools import count
 from typing import Any, NamedTuple
 
 import torch
+from torch._dynamo.utils import counters
 
 from opensora.acceleration.checkpointing import checkpoint_activations
 from opensora.acceleration.compile import compile_blocks
@@ -30,6 +31,7 @@ from tools.benchmark.train_step import matmul_tflops, synchronize
 
 TEXT = 256
 PROFILED_SETS = 4
+MOST_WARM_UP = 40
 
 
 class Profiled(NamedTuple):
@@ -126,8 +128,8 @@ def cells(
     if blocks == "compiled":
         compile_blocks(model.transformer_blocks())
     run = (training_step if part == "train" else sampling)(model, case, batch, args, device)
-    repeats = args.steps if part == "train" else 1
-    seconds = timed(run, device, warmup=3 if part == "train" else 1, repeats=repeats)
+    warm_up(run, at_least=6 if part == "train" else 1)
+    seconds = timed(run, device, repeats=args.steps if part == "train" else 1)
     T, H, W = case.latent
     patches, frames = batch * T * H * W / 4 / seconds, batch * T / seconds
     mfu = f"{3 * batch * model.flops(case.latent, TEXT) / seconds / peak / 1e12:.1%}" if part == "train" else "-"
@@ -137,14 +139,24 @@ def cells(
         return figures, None
     if part == "sample":
         run = sampling(model, case, batch, args, device, sets=PROFILED_SETS)
-        seconds = timed(run, device, warmup=1, repeats=1)
-    return figures, Profiled(seconds, kernels_of(lambda: timed(run, device, warmup=0, repeats=1), device.type))
-
-
-def timed(run: Callable[[], object], device: torch.device, warmup: int, repeats: int) -> float:
-    """Seconds of a run: the mean of `repeats`, without waiting for the device in between."""
-    for _ in range(warmup):
         run()
+        seconds = timed(run, device, repeats=1)
+    return figures, Profiled(seconds, kernels_of(lambda: timed(run, device, repeats=1), device.type))
+
+
+def warm_up(run: Callable[[], object], at_least: int) -> None:
+    """Run until there was no new program for some runs: in training another number of patches is visible each time."""
+    quiet = 0
+    for number in range(MOST_WARM_UP):
+        programs = counters["stats"]["unique_graphs"]
+        run()
+        quiet = quiet + 1 if counters["stats"]["unique_graphs"] == programs else 0
+        if number + 1 >= at_least and quiet >= at_least:
+            return
+
+
+def timed(run: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Seconds of a run: the mean of `repeats`, without waiting for the device in between."""
     synchronize(device)
     started = time.perf_counter()
     for _ in range(repeats):

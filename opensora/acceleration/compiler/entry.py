@@ -1,6 +1,5 @@
 """`compile`: a module in place, or a function."""
 
-import inspect
 import shutil
 import warnings
 import weakref
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from opensora.acceleration.compile import allow_many_programs, knows
 from opensora.acceleration.compiler.call import CompiledCall
 from opensora.acceleration.compiler.flags import cache_settings
 from opensora.acceleration.compiler.modes import MODES, inductor_settings
@@ -22,7 +22,6 @@ from opensora.registry import did_you_mean
 from opensora.utils.errors import UserError
 
 NEXFORT, INDUCTOR, NONE = "nexfort", "inductor", "none"
-RECOMPILE_LIMIT = 256  # nexfort never gave up on a new size; this many are a mistake
 WITHOUT_INDUCTOR = {"low-precision", "quant", "jit", "disable-runtime-fusion"}
 
 Compilable = TypeVar("Compilable", bound=Callable[..., Any])
@@ -152,7 +151,7 @@ def restore(module: nn.Module) -> None:
             target()._compiled_call_impl = None
     for handle in () if record is None else record.handles:
         handle.remove()
-    if record is not None and "freezing" in record.options.words and not _knows("isolate_recompiles"):
+    if record is not None and "freezing" in record.options.words and not knows("isolate_recompiles"):
         torch.compiler.reset()  # or the next compilation would find the program with the weights of before
     module._compiled_call_impl = None  # also what `module.compile()` did
 
@@ -227,12 +226,8 @@ def _arguments(backend: str, options: Options, *, fullgraph: bool = False) -> di
         "dynamic": dynamic,
         "fullgraph": fullgraph or options.fullgraph,
     }
-    if _knows("recompile_limit"):
-        arguments["recompile_limit"] = RECOMPILE_LIMIT
-    else:  # it has one for the whole process, beyond which it computes without a program
-        dynamo = torch._dynamo.config
-        dynamo.cache_size_limit = max(dynamo.cache_size_limit, RECOMPILE_LIMIT)
-    if "freezing" in options.words and _knows("isolate_recompiles"):
+    arguments |= allow_many_programs()  # nexfort never gave up on a new size
+    if "freezing" in options.words and knows("isolate_recompiles"):
         arguments["isolate_recompiles"] = True  # a program with other weights as constants is never found
     if backend == INDUCTOR:
         from torch._inductor import config
@@ -242,11 +237,6 @@ def _arguments(backend: str, options: Options, *, fullgraph: bool = False) -> di
         settings = {key: value for key, value in wanted.items() if key in known}  # what this PyTorch knows
         arguments["options"] = {**settings, **options.inductor_overrides()}
     return arguments
-
-
-def _knows(argument: str) -> bool:
-    """Whether this PyTorch's `torch.compile` takes it."""
-    return argument in inspect.signature(torch.compile).parameters
 
 
 def _refuse_loading(module: nn.Module, *_: Any) -> None:

@@ -173,8 +173,8 @@ def test_frozen_weights_are_no_inputs_of_the_program(frozen):
 @pytest.mark.parametrize("isolates", [True, False], ids=["this PyTorch", "one without isolate_recompiles"])
 @torch.no_grad()
 def test_frozen_weights_that_changed_are_in_the_program_when_it_is_compiled_again(monkeypatch, isolates):
-    knows = entry._knows
-    monkeypatch.setattr(entry, "_knows", lambda argument: knows(argument) and (isolates or "isolate" not in argument))
+    knows = entry.knows
+    monkeypatch.setattr(entry, "knows", lambda argument: knows(argument) and (isolates or "isolate" not in argument))
     module, x = toy(), picture()
     compile(module, options={"mode": "freezing"})(x)
     restore(module)
