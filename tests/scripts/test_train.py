@@ -17,6 +17,12 @@ def losses(run: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+def all_losses(run: Path) -> list[tuple[str, float]]:
+    """Those of validations too, by name."""
+    entries = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [(key, value) for entry in entries for key, value in entry.items() if "loss" in key]
+
+
 def tensors(run: Path, part: str) -> dict[str, torch.Tensor]:
     return open_checkpoint(complete_checkpoints(run)[-1]).tensors(part)
 
@@ -51,6 +57,24 @@ def test_k_then_resume_then_k_is_2k_bit_for_bit(train, workers):
     rest = train(*options, f"--load={load}", name="rest")
     assert_same_run(whole, rest)
     assert losses(whole)[5:] == losses(rest)
+
+
+def test_recorded_passes_train_the_same_bits_and_go_on_either_way(train):
+    """On a CPU, where `cuda_graphs` calls the passes again; with validation of the average in between."""
+    options = (
+        "--accumulation-steps=2",
+        "--grad-checkpoint=selective:2",
+        "--val-every=2",
+        "--val-data-path=assets/clips/clips.csv",
+    )
+    plain = train(*options, name="plain")
+    recorded = train(*options, "--cuda-graphs=True", name="recorded")
+    assert_same_run(plain, recorded)
+    of_plain, of_recorded = (all_losses(run) for run in (plain, recorded))
+    assert of_plain == of_recorded
+    assert len(of_plain) > 4
+    load = complete_checkpoints(recorded)[0]  # step 2
+    assert_same_run(plain, train(*options, f"--load={load}", name="rest"))
 
 
 def test_gradient_accumulation_equals_the_large_batch(train):
