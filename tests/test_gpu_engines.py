@@ -28,6 +28,8 @@ ENGINES = {
     "ddp": ("ddp", {}),
     "ddp hybrid": ("ddp", {"hybrid_zero": True}),
     "ddp offloaded": ("ddp", {"optimizer_offload": True}),
+    "ddp recorded": ("ddp", {"cuda_graphs": True}),
+    "ddp hybrid recorded": ("ddp", {"cuda_graphs": True, "hybrid_zero": True}),
     "fsdp2 zero2": ("fsdp2", {}),
     "fsdp2 zero3": ("fsdp2", {"fsdp_reshard": "zero3"}),
     "fsdp2 offloaded": ("fsdp2", {"optimizer_offload": True}),
