@@ -17,9 +17,9 @@ Memory of a GPU, in bytes, for N parameters of which n are trained, on G GPUs of
 and 2N more for the copies that autocast keeps with bf16 or fp16 (zero2 has none). With lora, n and what is averaged are the
 adapters'. Activations: see opensora/models/activations.py; with lora they are an upper bound. The VAE and the text encoder
 are counted as weights in their dtype: the processes of a node share those of a `shardformer`, and an encoder that leaves the
-GPU `between_uses` counts nothing. What they need while they work, the CUDA context (about 0.5 GiB) and what the allocator
-wastes are not counted. Hours count the denoiser's matrix products alone, at
-the assumed MFU: data, VAE and text encoder are on top, unless their results are cached.
+GPU `between_uses` counts nothing. A T5 that is no known one and has no config.json here is taken for T5-XXL, and a line says
+so. What they need while they work, the CUDA context (about 0.5 GiB) and what the allocator wastes are not counted. Hours count
+the denoiser's matrix products alone, at the assumed MFU: data, VAE and text encoder are on top, unless their results are cached.
 """
 
 import argparse
@@ -43,7 +43,7 @@ from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.errors import UserError, exit_on_user_error
 from opensora.utils.lora import LoraOptions
 from opensora.utils.recompute import parse_recompute
-from tools.frozen_parts import build_text, build_vae, text_bytes, vae_bytes
+from tools.frozen_parts import assumptions, build_text, build_vae, text_bytes, vae_bytes
 
 GIB = 2**30
 PARTS = {"model": MODELS, "vae": MODELS, "text_encoder": MODELS, "scheduler": SCHEDULERS}
@@ -260,6 +260,7 @@ def estimate(
     clips = clips_of(cfg, built, rows, table)
     return {
         "assumed": {**machines._asdict(), "dtype": cfg.dtype, "sp_size": cfg.sp_size, "compile": cfg.compile},
+        "notes": assumptions(cfg.text_encoder),
         "parameters": _parameters(cfg, built),
         "legal_sp_sizes": [n for n in range(1, machines.gpus + 1) if machines.gpus % n == 0],
         "memory_gib": list(memory_rows(cfg, built, clips, machines, levels, batches)),
@@ -296,6 +297,7 @@ def as_text(result: dict[str, Any]) -> str:
         [
             f"{a['gpus']} GPUs, {a['per_node']} a node, {a['dtype']}, sp_size={a['sp_size']} "
             f"(legal: {', '.join(map(str, result['legal_sp_sizes']))}); assumed {a['mfu']:.0%} of {a['peak_tflops']:g} TFLOP/s",
+            *(f"note: {note}" for note in result["notes"]),
             "",
             _table(result["parameters"]),
             "",

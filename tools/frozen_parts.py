@@ -5,6 +5,7 @@ An architecture is in `config.json`: of a local folder, or of a hub id that was 
 
 import inspect
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +36,39 @@ KNOWN_VAES: dict[str, dict[str, Any]] = {  # those that configs here name, and t
     PICTURE_VAE: PICTURE_ARCHITECTURE,
     **dict.fromkeys((f"stabilityai/stable-video-diffusion-img2vid{size}" for size in ("", "-xt")), LEVELS),
 }
-T5_XXL = {  # Google's v1.1
-    "d_model": 4096, "d_ff": 10240, "num_layers": 24, "num_heads": 64, "d_kv": 64, "vocab_size": 32128,
-    "feed_forward_proj": "gated-gelu",
-}  # fmt: skip
+V1_1 = {  # d_model, d_ff, layers, heads of 64; mT5 and UMT5 have the same with other vocabularies
+    "small": (512, 1024, 8, 6),
+    "base": (768, 2048, 12, 12),
+    "large": (1024, 2816, 24, 16),
+    "xl": (2048, 5120, 24, 32),
+    "xxl": (4096, 10240, 24, 64),
+}
+V1_0 = {  # and the width of a head
+    "small": (512, 2048, 6, 8, 64),
+    "base": (768, 3072, 12, 12, 64),
+    "large": (1024, 4096, 24, 16, 64),
+    "3b": (1024, 16384, 24, 32, 128),
+    "11b": (1024, 65536, 24, 128, 128),
+}
+VOCABULARIES = {"t5-v1_1": 32128, "flan-t5": 32128, "mt5": 250112, "umt5": 256384}
+T5_SIZES = ("d_model", "d_ff", "num_layers", "num_heads")
+
+
+def _t5(sizes: Sequence[int], gate: str, vocabulary: int = 32128) -> dict[str, Any]:
+    known = dict(zip((*T5_SIZES, "d_kv"), (*sizes, 64)[:5], strict=True))
+    return {**known, "feed_forward_proj": gate, "vocab_size": vocabulary}
+
+
+T5_XXL = _t5(V1_1["xxl"], "gated-gelu")
+KNOWN_T5S: dict[str, dict[str, Any]] = {
+    "DeepFloyd/t5-v1_1-xxl": T5_XXL,
+    **{
+        f"google/{family}-{size}": _t5(sizes, "gated-gelu", vocabulary)
+        for family, vocabulary in VOCABULARIES.items()
+        for size, sizes in V1_1.items()
+    },
+    **{f"{owner}t5-{size}": _t5(sizes, "relu") for owner in ("", "google-t5/") for size, sizes in V1_0.items()},
+}
 TEXT_LENGTH = 120
 
 
@@ -106,7 +136,7 @@ def build_text(component: dict[str, Any]) -> tuple[nn.Module | None, int | None,
     length = component.get("model_max_length", TEXT_LENGTH)
     found = config_of(name, None, component.get("cache_dir"))
     if kind == "t5":
-        config = transformers.T5Config(**(found or T5_XXL))
+        config = transformers.T5Config(**_t5_config(name, found))
         return transformers.T5EncoderModel(config), config.d_model, length
     if kind == "clip":
         clip = transformers.CLIPTextConfig(**(found or {}))  # OpenAI's ViT-B/32
@@ -116,6 +146,35 @@ def build_text(component: dict[str, Any]) -> tuple[nn.Module | None, int | None,
     auto = transformers.AutoConfig.for_model(**found)
     model = transformers.AutoModel.from_config(auto)
     return model.get_encoder() if auto.is_encoder_decoder else model, auto.hidden_size, length
+
+
+def _t5_config(name: str | None, found: dict[str, Any] | None) -> dict[str, Any]:
+    """What is known of a T5; `assumptions` tells of one that is taken for T5-XXL."""
+    if found is None:
+        return T5_XXL if name is None else KNOWN_T5S.get(name, T5_XXL)
+    if missing := [size for size in T5_SIZES if size not in found]:
+        raise UserError(
+            f"text encoder {name}: its {CONFIG} has no {missing[0]!r}, so it is no T5's. Pass the folder of the encoder itself "
+            "(of a pipeline, its text_encoder), or use type='hf'."
+        )
+    return found
+
+
+def assumptions(component: dict[str, Any], flag: str = "--text_encoder") -> list[str]:
+    """What `build_text` assumes of an encoder that it does not know, and how to say what is true; a line for each.
+
+    Args:
+        flag: the option of the command line that sets the component.
+    """
+    kind, name = component["type"], component.get("from_pretrained")
+    if kind == "cached":
+        return assumptions(component["encoder"], f"{flag}.encoder") if component.get("encoder") else []
+    if kind != "t5" or name is None or name in KNOWN_T5S or config_of(name, None, component.get("cache_dir")):
+        return []
+    return [
+        f"text encoder {name}: its sizes are not known here, assumed those of T5 v1.1 XXL (4762 million parameters, width "
+        f"{T5_XXL['d_model']}). If it is another, download it, or pass {flag}.from_pretrained=FOLDER with its {CONFIG}."
+    ]
 
 
 def vae_bytes(vae: nn.Module) -> float:

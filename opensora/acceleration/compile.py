@@ -6,10 +6,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._inductor import config
+
+from opensora.acceleration.graph_passes import DropRoundTrips
 
 RECOMPILE_LIMIT = 256
 """Programs of a function. PyTorch's own limit is 8, beyond which a block that must be one graph is an error: Inductor's kernels alone may
 ask for four (lengths that are multiples of 8 or not, short or long ones), times number formats and kinds of blocks."""
+
+DROP_ROUND_TRIPS = DropRoundTrips()
+"""One for all blocks, which would share no program otherwise."""
 
 
 def compile_blocks(
@@ -23,8 +29,14 @@ def compile_blocks(
             images, where the time axis is 1. Otherwise the first size gets a program of its own, which is faster.
         backend: see `torch.compile`.
     """
+    arguments: dict[str, Any] = {"dynamic": True if varying_sizes else None, "backend": backend}
+    arguments |= allow_many_programs()
+    if (
+        backend == "inductor" and config.post_grad_custom_pre_pass is None
+    ):  # a user's own stays; older PyTorch (2.6, 2.8) ignores it
+        arguments["options"] = {"post_grad_custom_pre_pass": DROP_ROUND_TRIPS}
     for block in blocks:
-        block.compile(fullgraph=True, dynamic=True if varying_sizes else None, backend=backend, **allow_many_programs())
+        block.compile(fullgraph=True, **arguments)
 
 
 def allow_many_programs() -> dict[str, int]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import T5Config
 
 from opensora.models.activations import activation_bytes, block_units
 from opensora.registry import MODELS
@@ -261,3 +262,69 @@ def test_stored_features_need_no_encoder():
         found, width, length = frozen_parts.build_text({"type": "cached", "cache_dir": "nowhere", "encoder": encoder})
     assert (found, width, length) == (None, 4096, 200)
     assert frozen_parts.text_bytes({"type": "cached"}, found, 8) == 0
+
+
+XXL = 4_762_310_656  # T5 v1.1's
+
+
+def text_million(result: dict) -> float:
+    return next(row["million"] for row in result["parameters"] if row["part"] == "text_encoder")
+
+
+@pytest.mark.parametrize(
+    ("name", "million"),  # of the encoder alone
+    [
+        ("DeepFloyd/t5-v1_1-xxl", XXL / 1e6),
+        ("google/flan-t5-xxl", XXL / 1e6),
+        ("google/t5-v1_1-small", 35.33),
+        ("google/t5-v1_1-xl", 1223.5),
+        ("google-t5/t5-base", 109.6),
+        ("google/mt5-xxl", 5655.2),
+    ],
+)
+def test_a_known_t5_has_its_own_size(name, million):
+    result = estimate(config_of(f"--text_encoder.from_pretrained={name}"), ONE_NODE, levels=["none"])
+    assert text_million(result) == pytest.approx(million, rel=1e-3)
+    assert result["notes"] == []
+
+
+def test_a_t5_that_is_not_known_is_told_of(capsys, monkeypatch):
+    def run(*argv: str) -> str:
+        options = ["--text_encoder.from_pretrained=owner/never-downloaded", "--checkpoint", "none", *argv]
+        monkeypatch.setattr(sys, "argv", ["estimate", "configs/opensora/train/16x256x256.py", *options])
+        main()
+        return capsys.readouterr().out
+
+    (line,) = [line for line in run().splitlines() if line.startswith("note: ")]
+    assert "owner/never-downloaded" in line
+    assert "assumed those of T5 v1.1 XXL (4762 million" in line
+    assert "--text_encoder.from_pretrained=FOLDER" in line
+    result = json.loads(run("--json"))
+    assert result["notes"] == [line.removeprefix("note: ")]
+    assert text_million(result) == XXL / 1e6
+
+
+def test_the_encoder_of_stored_features_is_told_of_too():
+    encoder = {"type": "t5", "from_pretrained": "owner/never-downloaded"}
+    (note,) = frozen_parts.assumptions({"type": "cached", "cache_dir": "nowhere", "encoder": encoder})
+    assert "--text_encoder.encoder.from_pretrained=FOLDER" in note
+    assert frozen_parts.assumptions({"type": "cached", "cache_dir": "nowhere"}) == []
+
+
+def test_a_t5_of_a_folder_has_the_sizes_of_its_config(tmp_path):
+    T5Config(d_model=96, d_ff=200, num_layers=3, num_heads=4, d_kv=24, vocab_size=500).save_pretrained(tmp_path)
+    cfg = config_of(f"--text_encoder.from_pretrained={tmp_path}")
+    result = estimate(cfg, ONE_NODE, levels=["none"])
+    attention, mlp = 4 * 96 * 96, 2 * 96 * 200
+    assert text_million(result) * 1e6 == pytest.approx(500 * 96 + 3 * (attention + mlp + 2 * 96) + 32 * 4 + 96)
+    assert result["notes"] == []
+    with torch.device("meta"):
+        assert frozen_parts.build_text(cfg.text_encoder)[1] == 96
+
+
+def test_a_folder_without_a_t5s_config_is_not_taken_for_one(tmp_path):
+    cfg = config_of(f"--text_encoder.from_pretrained={tmp_path}")
+    assert str(tmp_path) in estimate(cfg, ONE_NODE, levels=["none"])["notes"][0]
+    (tmp_path / "config.json").write_text('{"_class_name": "PixArtAlphaPipeline"}')
+    with pytest.raises(UserError, match=r"config\.json has no 'd_model', so it is no T5's"):
+        estimate(cfg, ONE_NODE, levels=["none"])

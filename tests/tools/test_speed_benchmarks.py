@@ -15,7 +15,7 @@ TOOLS = {
     "train_step": (train_step, f"{TINY} --models DiT-S/2 --blocks eager --checkpoint none all", 2, "error", 1e-5),
     "train_step bf16": (train_step, f"{TINY} --models DiT-S/2 --blocks eager --dtype bf16", 1, "error", 0.05),
     "sample": (sample, "--cases toy --ways eager offload-model --steps 2 --dtype fp32", 2, None, None),
-    "attention": (attention, "--toy --repeats 1", 18, "error", 1e-5),
+    "attention": (attention, "--toy --repeats 1", 21, "error", 1e-5),
     "attention bf16": (attention, "--toy --repeats 1 --dtype bf16 --cases text --kernels auto", 1, "of the gradient", 0.02),
     "vae": (vae, "--vaes sd --ways eager --formats fp32 bf16 --size 16 16 --frames 1 --seconds 0", 2, "error decode", 0.05),
     "dataloader": (dataloader, "--toy --workers 0 1 --epochs 2", 2, None, None),

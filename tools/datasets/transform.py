@@ -5,7 +5,8 @@
     python -m tools.datasets.transform vid_frame_extract IN.csv OUT.csv --folder frames --points 0.1 0.5 0.9
     python -m tools.datasets.transform vid_frame_extract IN.csv OUT.csv --folder frames --points_index 0 10 -1
 
-Columns of a row are kept; `source` is the file it is from. Files that cannot be read are counted and left out, with the
+Columns of a row are kept; `source` is the file it is from. It and `path` are relative to the new table's folder where they lie
+below it, else absolute. Files that cannot be read are counted and left out, with the
 reason, in OUT_dropped.csv. Videos are made smaller by tools.scene_cut.cut.
 """
 
@@ -154,13 +155,13 @@ def _made(
 
 def _rows(row: Row, file: Path, made: Made, base: Path) -> Iterator[Row]:
     for of in made if isinstance(made, list) else ():
-        place = Path(of["path"]).absolute()
-        yield {
-            **row,
-            **of,
-            "path": str(place.relative_to(base) if place.is_relative_to(base) else place),
-            "source": str(file),
-        }
+        yield {**row, **of, "path": _shown(Path(of["path"]), base), "source": _shown(file, base)}
+
+
+def _shown(file: Path, base: Path) -> str:
+    """As a table in the folder `base` names a file."""
+    place = file.absolute()
+    return str(place.relative_to(base) if place.is_relative_to(base) else place)
 
 
 def target_of(file: Path, folder: Path) -> Path:

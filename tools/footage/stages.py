@@ -26,7 +26,8 @@ from tools.datasets.stream import as_number, columns_of, read_blocks
 from tools.footage.recipe import Planned
 from tools.footage.rows import Row, divide_rows, read_rows, write_rows
 from tools.scene_cut.scorers import Cut, SceneDetect, clips_of, lost_of, rules_of
-from tools.scoring.job import Job, run
+from tools.scoring.carry import carry_over
+from tools.scoring.job import Job, parts_of, run
 from tools.scoring.registry import Scorer, scorer
 
 PROVENANCE = ("source", "scene", "start", "end", "start_frame", "end_frame")
@@ -64,17 +65,28 @@ class Work:
         """What it left out."""
         return self.folder / f"{self.stage.name}.dropped.jsonl"
 
+    @property
+    def scored(self) -> Path:
+        """Of a stage that looks at files, its table with what it found out of every row."""
+        return self.folder / f"{self.stage.name}.all.jsonl"
+
+    @property
+    def parts(self) -> Path:
+        """What it found out, row by row."""
+        return parts_of(self.scored)
+
     def write(self, decided: Iterable[tuple[Row, str]]) -> None:
         """Write (row, reason) pairs; an empty reason keeps a row."""
         divide_rows(self.kept, self.dropped, decided)
 
     def job(self, scorers: Mapping[str, Scorer], batch_size: int, part_rows: int) -> Path:
         """Have scorers go over the table; returns the table with their columns once all processes are done."""
-        out = self.folder / f"{self.stage.name}.all.jsonl"
-        if not out.is_file():
-            run(Job(self.before, out, scorers, self.folder, batch_size, part_rows), self.workers)
-        wait_for(out)
-        return out
+        if not self.scored.is_file():
+            job = Job(self.before, self.scored, scorers, self.folder, batch_size, part_rows)
+            carry_over(job, self.world)
+            run(job, self.workers)
+        wait_for(self.scored)
+        return self.scored
 
 
 def wait_for(path: Path) -> None:

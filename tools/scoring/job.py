@@ -29,6 +29,7 @@ from tools.scoring.parts import Advanced, Part, note_death, read_part, reopen, s
 from tools.scoring.registry import Comparing, Scorer, all_columns
 
 STATUS = "status"  # "ok" or what is wrong with the file, as `--info` writes it and `--remove-broken` reads it
+RECORD = "job.json"  # in the folder of the parts
 NO_PROGRESS = 20  # deaths of processes in a row without a row scored in between: it is not the files
 
 
@@ -57,7 +58,7 @@ class Job:
     @property
     def parts(self) -> Path:
         """The folder of the parts."""
-        return self.out.with_name(f"{self.out.name}.parts")
+        return parts_of(self.out)
 
     def added(self) -> list[str]:
         """The columns that the scorers add."""
@@ -66,6 +67,11 @@ class Job:
     def needed(self) -> list[str]:
         """The columns that the scorers read."""
         return list(dict.fromkeys(["path", *(column for chosen in self.scorers.values() for column in chosen.needs)]))
+
+
+def parts_of(out: Path) -> Path:
+    """The folder of the parts of a table that is to be written."""
+    return out.with_name(f"{out.name}.parts")
 
 
 def run(job: Job, workers: int = 1) -> Path:
@@ -113,12 +119,10 @@ def prepare(job: Job) -> None:
             f"python -m tools.datasets.datautil {job.table} --drop-columns {twice[0]}"
         )
     job.parts.mkdir(parents=True, exist_ok=True)
-    record, wanted = job.parts / "job.json", _fingerprint(job)
-    if not record.is_file():
-        with renamed(record) as partial:
-            partial.write_text(json.dumps(wanted, indent=1))
-    found = json.loads(record.read_text())
-    _forget_speed(found["scorers"])  # an older version wrote more of it down
+    wanted, found = fingerprint(job), recorded(job.parts)
+    if found is None:
+        record(job.parts, wanted)
+        found = recorded(job.parts) or {}  # which another process may have written
     if found != wanted:
         changed = sorted(key for key in {*found, *wanted} if found.get(key) != wanted.get(key))
         raise UserError(
@@ -217,12 +221,28 @@ class _Paths(NamedTuple):
         return (name for block in read_blocks(self.table, 1 << 14, ["path"]) for name in block["path"])
 
 
-def _fingerprint(job: Job) -> dict[str, Any]:
+def recorded(parts: Path) -> dict[str, Any] | None:
+    """The `fingerprint` of the job that the parts in a folder are of; None where there are none."""
+    path = parts / RECORD
+    if not path.is_file():
+        return None
+    found: dict[str, Any] = json.loads(path.read_text())
+    _forget_speed(found["scorers"])  # an older version wrote more of it down
+    return found
+
+
+def record(parts: Path, of: dict[str, Any]) -> None:
+    """Write down the `fingerprint` of the job that the parts in a folder are of."""
+    with renamed(parts / RECORD) as partial:
+        partial.write_text(json.dumps(of, indent=1))
+
+
+def fingerprint(job: Job) -> dict[str, Any]:
     """What parts depend on: nothing that only concerns speed, or how a server is reached."""
     settings = {name: dataclasses.asdict(chosen) for name, chosen in job.scorers.items()}  # type: ignore[call-overload]
     _forget_speed(settings)
-    record = {"table": file_hash(job.table), "folder": str(job.folder.resolve()), "scorers": settings}
-    found: dict[str, Any] = json.loads(json.dumps({**record, "part_rows": job.part_rows}))  # tuples become lists
+    made_of = {"table": file_hash(job.table), "folder": str(job.folder.resolve()), "scorers": settings}
+    found: dict[str, Any] = json.loads(json.dumps({**made_of, "part_rows": job.part_rows}))  # tuples become lists
     return found
 
 

@@ -8,9 +8,11 @@ killed from outside nobody notes anything: one batch is lost, and no file is bla
 
 To score again the rows that failed, `reopen` moves what there is of a part to `part-00000012.before`. The part is then done
 anew, but only the rows that failed or are not in there; their lines take the places of the old ones when the part is complete.
+A part may also begin as such a `.before`: see `tools.scoring.carry`.
 """
 
 import fcntl
+import itertools
 import json
 import os
 import time
@@ -137,7 +139,7 @@ def reopen(part: Part) -> int:
         there = part.done
         part.partial.unlink(missing_ok=True)  # of a process that was killed when the part was complete
     elif part.before.is_file() or not part.partial.is_file():
-        return sum("errors" in line for line in _lines_before(part))
+        return failed_in(part)
     else:
         there = part.partial
         with there.open("a+", encoding="utf-8") as file:
@@ -148,6 +150,29 @@ def reopen(part: Part) -> int:
         part.trying.unlink(missing_ok=True)
         there.replace(part.before)
     return failed
+
+
+def parts_in(folder: Path) -> list[Part]:
+    """The parts of which there is something in a folder, which need not be there."""
+    return [Part(folder, number) for number in sorted({int(path.stem[5:]) for path in folder.glob("part-*")})]
+
+
+def failed_in(part: Part) -> int:
+    """How many rows of a part failed when they were last looked at."""
+    return sum(bool(line.get("errors")) for line in lines_so_far(part).values())
+
+
+def lines_so_far(part: Part) -> dict[int, Line]:
+    """The newest line of each row that has one, of a part that is complete or not."""
+    if part.done.is_file():
+        return dict(enumerate(_lines_of(part.done)))
+    before = _lines_before(part)
+    lines = dict(enumerate(before))
+    if part.partial.is_file():
+        wanted = (row for row in itertools.count() if row >= len(before) or "errors" in before[row])
+        text = part.partial.read_text(encoding="utf-8")
+        lines.update(zip(wanted, map(json.loads, text[: text.rfind("\n") + 1].split("\n")[:-1]), strict=False))
+    return lines
 
 
 def _lines_before(part: Part) -> list[Line]:

@@ -22,12 +22,23 @@ def split_heads(x: Tensor, num_heads: int, axis: Axis) -> Tensor:
     "space": [B T, H, S, d], "time": [B, S, H, T, d], "all": [B, H, T S, d]. In PyTorch's own words, for at a sampler's
     sizes einops' take as long as the attention.
     """
-    B, T, S, width = x.shape
-    d = width // num_heads
+    return sequences(x.unflatten(-1, (num_heads, -1)), axis)
+
+
+def sequences(x: Tensor, axis: Axis) -> Tensor:
+    """`[B, T, S, H, d]` -> the sequences along the axis, see `split_heads`."""
+    B, T, S, H, d = x.shape
     if axis == "time":
-        return x.reshape(B, T, S, num_heads, d).permute(0, 2, 3, 1, 4)  # B T S H d -> B S H T d
+        return x.permute(0, 2, 3, 1, 4)  # B T S H d -> B S H T d
     rows, N = (B * T, S) if axis == "space" else (B, T * S)
-    return x.reshape(rows, N, num_heads, d).transpose(1, 2)  # rows H N d
+    return x.reshape(rows, N, H, d).transpose(1, 2)  # rows H N d
+
+
+def _along(rope: Tensor, axis: Axis, places: int) -> Tensor:
+    """A rotary table `[2, N, d]` for tokens `[B, T, S, H, d]` of which S is `places`."""
+    if axis == "time":
+        return rope[:, :, None, None]  # [2, T, 1, 1, d]
+    return rope[:, :, None] if axis == "space" else rope.unflatten(1, (-1, places))[:, :, :, None]
 
 
 def join_heads(x: Tensor, grid: tuple[int, int, int], axis: Axis) -> Tensor:
@@ -129,19 +140,26 @@ class Attention(nn.Module):
             if packed is not None:
                 return packed
         # split before rearranging: the gradients then come together by one concatenation
-        q, k, v = (split_heads(part, heads, self.axis) for part in qkv.chunk(3, dim=-1))  # each [..., H, N, d]
-        k, v = self.reduce_keys(k, v, grid)
-        return join_heads(self.weigh(q, k, v, rope), (B, T, S), self.axis)
+        if not self.keeps_keys:
+            q, k, v = (split_heads(part, heads, self.axis) for part in qkv.chunk(3, dim=-1))  # each [..., H, N, d]
+            k, v = self.reduce_keys(k, v, grid)
+            return join_heads(self.weigh(q, k, v, rope), (B, T, S), self.axis)
+        # normalise and rotate in the order in which the tokens lie: a compiler makes fewer passes of it
+        q, k, v = qkv.unflatten(-1, (3, heads, self.head_dim)).unbind(-3)  # each [B, T, S, H, d]
+        q, k = self._placed(q, k, None if rope is None else _along(rope, self.axis, S))
+        q, k, v = (sequences(part, self.axis) for part in (q, k, v))
+        return join_heads(attention(q, k, v, kernel=self.kernel), (B, T, S), self.axis)
 
     def weigh(self, q: Tensor, k: Tensor, v: Tensor, rope: Tensor | None = None) -> Tensor:
         """Positions, normalisation, softmax and sum: `q [..., H, N, d]`, `k, v [..., H, L, d]` -> q's shape."""
-        if rope is None and self.is_plain:
-            return attention(q, k, v, kernel=self.kernel)
-        if self.norm_order == "norm_then_rope":
-            q, k = apply_rotary(self.q_norm(q), rope), apply_rotary(self.k_norm(k), rope)
-        else:
-            q, k = self.q_norm(apply_rotary(q, rope)), self.k_norm(apply_rotary(k, rope))
+        q, k = self._placed(q, k, rope)
         return attention(q, k, v, kernel=self.kernel)
+
+    def _placed(self, q: Tensor, k: Tensor, rope: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Positions and normalisation; `rope` is a table for the axes that q and k have."""
+        if self.norm_order == "norm_then_rope":
+            return apply_rotary(self.q_norm(q), rope), apply_rotary(self.k_norm(k), rope)
+        return self.q_norm(apply_rotary(q, rope)), self.k_norm(apply_rotary(k, rope))
 
     def reduce_keys(self, k: Tensor, v: Tensor, grid: tuple[int, int] | None) -> tuple[Tensor, Tensor]:
         """A hook for variants that attend to fewer keys than there are queries; `k, v [..., H, N, d]`."""

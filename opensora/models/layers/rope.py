@@ -9,21 +9,27 @@ from torch import Tensor
 
 
 def rotary_table(dim: int, positions: Tensor, theta: float = 10000.0) -> Tensor:
-    """`positions [N]` -> cosines and sines `[2, N, dim]`, fp32; each pair of channels has the same angle."""
+    """`positions [N]` -> cosines and signed sines `[2, N, dim]`, fp32; each pair of channels has the same angle.
+
+    The sine is negative at the first channel of a pair, where the second one is subtracted.
+    """
     if dim % 2:
         raise ValueError(f"rotary positions need an even number of channels for each head, not {dim}.")
     k = torch.arange(0, dim, 2, dtype=torch.float64, device=positions.device)
     angles = positions.double()[:, None] * theta ** (-k / dim)  # [N, dim / 2]
-    angles = angles.repeat_interleave(2, dim=1)
-    return torch.stack([angles.cos(), angles.sin()]).float()
+    cos, sin = angles.cos(), angles.sin()
+    return torch.stack([torch.stack([cos, cos], dim=-1), torch.stack([-sin, sin], dim=-1)]).flatten(-2).float()
 
 
 def apply_rotary(x: Tensor, table: Tensor | None) -> Tensor:
-    """Rotate `x [..., N, D]` by `table [2, N, D]`, in fp32 and back to x's number format; None leaves x alone."""
+    """Rotate `x [..., N, D]` by `table [2, N, D]`, in fp32 and back to x's number format; None leaves x alone.
+
+    A table of more axes, `[2, ..., D]`, has an entry wherever x's axes do not repeat one. The other channel of a pair is fetched by a flip,
+    which a compiler turns into an index; of two stacked halves it makes a tensor in memory, twice as wide as the tokens.
+    """
     if table is None:
         return x
     cos, sin = table.unbind(0)
     wide = x.float()
-    even, odd = wide.unflatten(-1, (-1, 2)).unbind(-1)  # [..., N, D / 2]
-    turned = torch.stack([-odd, even], dim=-1).flatten(-2)
-    return (wide * cos + turned * sin).to(x.dtype)
+    other = wide.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    return (wide * cos + other * sin).to(x.dtype)

@@ -1,6 +1,7 @@
 """Splitting without leaks, looking, and new files from old ones; more frames between frames."""
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from tools.datasets import analyze
 from tools.datasets.datautil.__main__ import run as datautil
 from tools.datasets.split import groups_of, run, shares_of
 from tools.datasets.transform import img_rand_crop, img_resize, vid_frame_extract
+from tools.datasets.transform import main as transform_command
 from tools.datasets.transform import run as transform
 from tools.footage.__main__ import run as chain
 from tools.footage.rows import read_rows, write_rows
@@ -185,6 +187,37 @@ def test_as_many_rows_as_frames_are_asked_for(tmp_path):
     frame = np.asarray(Image.open(tmp_path / made[1]["path"])).astype(int)
     assert np.abs(frame - read_frames(CLIPS / "white_dog.mp4", last, 1)[0].numpy()).mean() < 4
     assert len(list(read_rows(tmp_path / "o_dropped.csv"))) == 1
+
+
+def test_a_source_is_found_from_where_the_new_table_is(tmp_path, monkeypatch):
+    """Its folder is neither that of the old table nor the one in which the command runs."""
+    for folder in ("in", "out/pictures", "elsewhere"):
+        (tmp_path / folder).mkdir(parents=True)
+    pictures = [tmp_path / "in" / "a.png", tmp_path / "out" / "pictures" / "b.png"]
+    for picture in pictures:
+        Image.fromarray(np.zeros((60, 90, 3), np.uint8)).save(picture)
+    write_rows(tmp_path / "in" / "t.csv", [{"path": "a.png"}, {"path": "../out/pictures/b.png"}])
+    monkeypatch.chdir(tmp_path)
+    options = ["img_resize", "in/t.csv", "out/o.csv", "--folder", "out/small", "--length", "45", "--num-workers", "1"]
+    monkeypatch.setattr(sys, "argv", ["transform", *options])
+    transform_command()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    made = list(read_rows(tmp_path / "out" / "o.csv"))
+    for row, picture in zip(made, pictures, strict=True):
+        assert (tmp_path / "out" / row["source"]).samefile(picture)
+        assert (tmp_path / "out" / row["path"]).is_file()
+    assert made[0]["source"] == str(pictures[0])  # as `path` is spelled where it lies outside
+    datautil([str(tmp_path / "out" / "o.csv"), "--abspath", "--output", str(tmp_path / "moved.csv")])
+    assert all(Path(row["source"]).is_file() for row in read_rows(tmp_path / "moved.csv"))
+
+
+def test_a_source_below_the_new_table_is_relative_to_it(tmp_path):
+    Image.fromarray(np.zeros((60, 90, 3), np.uint8)).save(tmp_path / "a.png")
+    write_rows(tmp_path / "t.csv", [{"path": str(tmp_path / "a.png")}])
+    transform(tmp_path / "t.csv", tmp_path / "o.csv", tmp_path / "small", partial(img_resize, length=45), 1)
+    (row,) = read_rows(tmp_path / "o.csv")
+    assert row["source"] == "a.png"
+    assert Path(row["path"]).parent == Path("small")
 
 
 def blob(x: float) -> np.ndarray:

@@ -19,7 +19,7 @@ from opensora.datasets.table_files import read_frame
 from opensora.utils.errors import UserError
 from tools.scoring.__main__ import chosen_scorers
 from tools.scoring.job import Job, compared, run
-from tools.scoring.parts import Part, score_part
+from tools.scoring.parts import Part, failed_in, lines_so_far, score_part
 from tools.scoring.registry import scorer
 
 ROOT = Path(__file__).parents[3]
@@ -211,6 +211,16 @@ def test_rows_that_failed_are_scored_again_also_of_parts_that_are_not_complete(t
     assert names_in(log) == [NAMES[3]]
     assert status_and_length(choosy.out) == lengths
     assert {path.suffix for path in choosy.parts.glob("part-*")} == {".jsonl"}
+
+
+def test_the_newest_lines_of_a_part_that_is_not_complete(tmp_path):
+    part = Part(tmp_path, 0)
+    assert lines_so_far(part) == {}
+    part.before.write_text('{"length": 1}\n{"errors": {"a": "none today"}}\n{"length": 3}\n{"errors": {}}\n')
+    assert failed_in(part) == 1
+    part.partial.write_text('{"length": 2}\n{"length": 4}\n{"length": 5}\n{"leng')  # rows 1, 3 and 4
+    assert lines_so_far(part) == {row: {"length": row + 1} for row in range(5)}
+    assert failed_in(part) == 0
 
 
 @pytest.mark.multiprocess
