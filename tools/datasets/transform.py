@@ -147,8 +147,11 @@ def _made(
             crashed=crashed,
         )
         for row, file, result in zip(block, files, made, strict=True):
+            if earlier := row.get("duplicate_of"):
+                row["duplicate_of"] = _shown(table.parent / str(earlier), base)
             if isinstance(result, str):
-                dropped.write(json.dumps({**row, "reason": result}, ensure_ascii=False, default=str) + "\n")
+                left_out = {**row, "path": _shown(file, base), "reason": result}
+                dropped.write(json.dumps(left_out, ensure_ascii=False, default=str) + "\n")
             yield from _rows(row, file, result, base)
     dropped.flush()
 

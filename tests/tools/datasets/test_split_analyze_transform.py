@@ -211,6 +211,20 @@ def test_a_source_is_found_from_where_the_new_table_is(tmp_path, monkeypatch):
     assert all(Path(row["source"]).is_file() for row in read_rows(tmp_path / "moved.csv"))
 
 
+def test_what_is_left_out_and_copies_are_found_from_the_new_table_too(tmp_path):
+    for folder in ("in", "out"):
+        (tmp_path / folder).mkdir()
+    Image.fromarray(np.zeros((60, 90, 3), np.uint8)).save(tmp_path / "in" / "a.png")
+    (tmp_path / "in" / "b.png").write_bytes(b"no picture")
+    rows = [{"path": "a.png", "duplicate_of": "b.png"}, {"path": "b.png", "duplicate_of": ""}]
+    write_rows(tmp_path / "in" / "t.csv", rows)
+    resize = partial(img_resize, length=45)
+    transform(tmp_path / "in" / "t.csv", tmp_path / "out" / "o.csv", tmp_path / "small", resize, 1)
+    (kept,), (left_out,) = (list(read_rows(tmp_path / "out" / name)) for name in ("o.csv", "o_dropped.csv"))
+    assert kept["duplicate_of"] == left_out["path"] == str(tmp_path / "in" / "b.png")
+    assert not left_out["duplicate_of"]
+
+
 def test_a_source_below_the_new_table_is_relative_to_it(tmp_path):
     Image.fromarray(np.zeros((60, 90, 3), np.uint8)).save(tmp_path / "a.png")
     write_rows(tmp_path / "t.csv", [{"path": str(tmp_path / "a.png")}])
