@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._higher_order_ops import wrap
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from opensora.acceleration.patching import wrap_forward
@@ -154,6 +155,14 @@ class _Mover:
         if self._stream is not None:
             torch.cuda.current_stream(layout.device).wait_stream(self._stream)
         return layout.filled_with(kept)
+
+
+def _not_of_our_contexts(record: logging.LogRecord) -> bool:
+    return "context_fn is passed to torch.utils.checkpoint" not in record.getMessage()
+
+
+# PyTorch warns whoever compiles a checkpoint with a policy of operations that are done in place, of which ours has none
+getattr(wrap, "log", logger).addFilter(_not_of_our_contexts)
 
 
 def _keep_products(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:

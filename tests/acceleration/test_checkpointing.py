@@ -242,6 +242,15 @@ def test_what_functions_compute_is_computed_again_when_compiled(level, programs,
     torch._dynamo.reset()
 
 
+def test_no_warning_of_what_no_block_does(capfd):
+    """Of operations in place, from PyTorch, whose warning comes once in a process."""
+    torch._logging.warning_once.cache_clear()
+    torch._dynamo.reset()
+    step("selective", torch.float32, "aot_eager")
+    assert "context_fn" not in capfd.readouterr().err
+    torch._dynamo.reset()
+
+
 def test_what_each_value_means():
     assert parse_recompute(False) == parse_recompute(0) == parse_recompute("none") == Recompute("nothing")
     assert parse_recompute(True) == parse_recompute("block") == parse_recompute("every:1") == Recompute("block")
