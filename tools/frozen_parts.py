@@ -69,6 +69,11 @@ KNOWN_T5S: dict[str, dict[str, Any]] = {
     },
     **{f"{owner}t5-{size}": _t5(sizes, "relu") for owner in ("", "google-t5/") for size, sizes in V1_0.items()},
 }
+CLIP_LARGE = {"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12, "projection_dim": 768}
+KNOWN_CLIPS: dict[str, dict[str, Any]] = {  # what of the text encoder is not as in transformers' own configuration
+    **{f"openai/clip-vit-base-patch{size}": {} for size in (16, 32)},
+    **{f"openai/clip-vit-large-patch14{size}": CLIP_LARGE for size in ("", "-336")},
+}
 TEXT_LENGTH = 120
 
 
@@ -139,7 +144,8 @@ def build_text(component: dict[str, Any]) -> tuple[nn.Module | None, int | None,
         config = transformers.T5Config(**_t5_config(name, found))
         return transformers.T5EncoderModel(config), config.d_model, length
     if kind == "clip":
-        clip = transformers.CLIPTextConfig(**(found or {}))  # OpenAI's ViT-B/32
+        known = KNOWN_CLIPS.get(name or "", {}) if found is None else found.get("text_config", found)
+        clip = transformers.CLIPTextConfig(**known)
         return transformers.CLIPTextModel(clip), clip.hidden_size, 1
     if found is None:
         return None, None, length
@@ -169,11 +175,17 @@ def assumptions(component: dict[str, Any], flag: str = "--text_encoder") -> list
     kind, name = component["type"], component.get("from_pretrained")
     if kind == "cached":
         return assumptions(component["encoder"], f"{flag}.encoder") if component.get("encoder") else []
-    if kind != "t5" or name is None or name in KNOWN_T5S or config_of(name, None, component.get("cache_dir")):
+    known = {"t5": KNOWN_T5S, "clip": KNOWN_CLIPS, "hf": {}}.get(kind)
+    if known is None or name is None or name in known or config_of(name, None, component.get("cache_dir")):
         return []
+    assumed = {
+        "t5": f"assumed those of T5 v1.1 XXL (4762 million parameters, width {T5_XXL['d_model']})",
+        "clip": "assumed those of OpenAI's ViT-B/32 (63 million parameters, width 512)",
+        "hf": "so that its weights count as nothing",
+    }[kind]
     return [
-        f"text encoder {name}: its sizes are not known here, assumed those of T5 v1.1 XXL (4762 million parameters, width "
-        f"{T5_XXL['d_model']}). If it is another, download it, or pass {flag}.from_pretrained=FOLDER with its {CONFIG}."
+        f"text encoder {name}: its sizes are not known here, {assumed}. If it is another, download it, or pass "
+        f"{flag}.from_pretrained=FOLDER with its {CONFIG}."
     ]
 
 

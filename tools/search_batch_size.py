@@ -42,7 +42,7 @@ from opensora.utils.errors import UserError, exit_on_user_error
 from opensora.utils.lora import LoraOptions
 from opensora.utils.seed import generators
 from tools.estimate import latent_size, read_config
-from tools.frozen_parts import build_text, build_vae
+from tools.frozen_parts import assumptions, build_text, build_vae
 
 GIB = 2**30
 FREE = 0.05  # of a GPU's memory that stays unused where no limit is given: sizes of a run differ from step to step
@@ -382,6 +382,8 @@ def main() -> None:
     world = init_world(cfg.device)
     if world.size > 1:
         raise UserError("the search is for one process: run it without torchrun.")
+    for note in () if args.encoders else assumptions(cfg.text_encoder):
+        print(f"note: {note}")
     trainer = Trainer(cfg, world, limits_of(args, world.device), encoders=args.encoders)
     results = search(cfg, trainer, base=args.base, base_seconds=args.base_seconds, even=args.goal == "even")
     print(write_config(args.out, args.config, cfg, results, world.device))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import T5Config
+from transformers import CLIPConfig, T5Config
 
 from opensora.models.activations import activation_bytes, block_units
 from opensora.registry import MODELS
@@ -320,6 +320,29 @@ def test_a_t5_of_a_folder_has_the_sizes_of_its_config(tmp_path):
     assert result["notes"] == []
     with torch.device("meta"):
         assert frozen_parts.build_text(cfg.text_encoder)[1] == 96
+
+
+@pytest.mark.parametrize(
+    ("name", "million"), [("openai/clip-vit-base-patch32", 63.2), ("openai/clip-vit-large-patch14", 123.1)]
+)
+def test_a_known_clip_has_its_own_size(name, million, tmp_path):
+    component = {"type": "clip", "from_pretrained": name}
+    with torch.device("meta"):
+        encoder, width, length = frozen_parts.build_text(component)
+    assert sum(p.numel() for p in encoder.parameters()) / 1e6 == pytest.approx(million, abs=0.1)
+    assert (width, length) == (encoder.config.hidden_size, 1)
+    assert frozen_parts.assumptions(component) == []
+    whole = CLIPConfig(text_config={"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128})
+    whole.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        assert frozen_parts.build_text({"type": "clip", "from_pretrained": str(tmp_path)})[1] == 64
+
+
+@pytest.mark.parametrize(("kind", "assumed"), [("clip", "those of OpenAI's ViT-B/32"), ("hf", "count as nothing")])
+def test_other_encoders_that_are_not_known_are_told_of(kind, assumed):
+    (note,) = frozen_parts.assumptions({"type": kind, "from_pretrained": "owner/never-downloaded"})
+    assert assumed in note
+    assert "--text_encoder.from_pretrained=FOLDER" in note
 
 
 def test_a_folder_without_a_t5s_config_is_not_taken_for_one(tmp_path):
