@@ -31,9 +31,8 @@ def compile_blocks(
     """
     arguments: dict[str, Any] = {"dynamic": True if varying_sizes else None, "backend": backend}
     arguments |= allow_many_programs()
-    if (
-        backend == "inductor" and config.post_grad_custom_pre_pass is None
-    ):  # a user's own stays; older PyTorch (2.6, 2.8) ignores it
+    # a user's own pass stays; older PyTorch (2.6, 2.8) ignores ours
+    if backend == "inductor" and config.post_grad_custom_pre_pass is None:
         arguments["options"] = {"post_grad_custom_pre_pass": DROP_ROUND_TRIPS}
     for block in blocks:
         block.compile(fullgraph=True, **arguments)

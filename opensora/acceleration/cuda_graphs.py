@@ -10,7 +10,6 @@ random (docs/adr/0006) or asked of the GPU inside; casts of weights by autocast 
 share one pool of memory, so that many take little more than the largest; therefore a backward pass must follow its own forward pass.
 """
 
-import itertools
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, Protocol
@@ -27,7 +26,7 @@ MAX_SIZES = 64
 WARM_UP = 3
 """Passes before a recording: what compilers, cuDNN and cuBLAS do at first cannot be recorded."""
 
-Call = Callable[[], None]
+Call = Callable[[], object]
 
 
 class Recorder(Protocol):
@@ -179,10 +178,10 @@ class Recordings:
 
     def __init__(self, forward: Forward, model: nn.Module, recorder: Recorder) -> None:
         self.forward, self.model, self.recorder = forward, model, recorder
+        self.device = next(model.parameters()).device
         self.gradients = Gradients()
         self.made: dict[Any, Recording] = {}
-        self._turns = itertools.count(1)
-        self.turn = 0  # the number of the last forward pass, whose activations are in the pool
+        self.turn: object = None  # of the last forward pass, whose activations are in the pool
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """As the model's `forward`."""
@@ -191,14 +190,9 @@ class Recordings:
         wants = torch.ones((), requires_grad=True)  # the result has a gradient, also where no input has one
         return _Replayed.apply(self, recording, wants, *inputs)
 
-    def begin(self) -> int:
-        """Another forward pass takes the pool; returns its number."""
-        self.turn = next(self._turns)
-        return self.turn
-
     def _recording(self, inputs: Sequence[Any], spec: TreeSpec) -> Recording:
         sizes = tuple(_size(value) for value in inputs)
-        cast = torch.get_autocast_dtype(self.model_device.type), torch.is_autocast_enabled(self.model_device.type)
+        cast = torch.get_autocast_dtype(self.device.type), torch.is_autocast_enabled(self.device.type)
         key = (str(spec), sizes, self.model.training, cast)
         if key not in self.made:
             if len(self.made) == MAX_SIZES:
@@ -229,16 +223,11 @@ class Recordings:
 
     def _check(self, inputs: Sequence[Any]) -> None:
         for value in inputs:
-            if isinstance(value, Tensor) and value.device.type != self.model_device.type:
+            if isinstance(value, Tensor) and value.device.type != self.device.type:
                 raise UserError(
-                    f"cuda_graphs: an input {_told([value])} of the model is on {value.device}, the model on {self.model_device}. "
+                    f"cuda_graphs: an input {_told([value])} of the model is on {value.device}, the model on {self.device}. "
                     "What is copied there inside of a recording would never change: move it before."
                 )
-
-    @property
-    def model_device(self) -> torch.device:
-        """Where the model is."""
-        return next(self.model.parameters()).device
 
 
 class _Replayed(torch.autograd.Function):
@@ -246,18 +235,19 @@ class _Replayed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, recordings: Recordings, recording: Recording, _wants: Tensor, *inputs: Any) -> Tensor:
-        ctx.recordings, ctx.recording, ctx.turn = recordings, recording, recordings.begin()
+        ctx.recordings, ctx.recording = recordings, recording
+        ctx.turn = recordings.turn = object()
         return recording.run_forward(inputs)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.turn != ctx.recordings.turn:
+        if ctx.turn is not ctx.recordings.turn:
             raise RuntimeError(
                 "cuda_graphs: the model ran again before the backward pass of an earlier forward pass, whose activations are gone. "
                 "Call backward after each forward pass, or use cuda_graphs=False."
             )
-        ctx.recordings.turn = 0  # a second backward pass finds nothing
+        ctx.recordings.turn = None  # a second backward pass finds nothing
         return None, None, None, *ctx.recording.run_backward(grad_out)
 
 

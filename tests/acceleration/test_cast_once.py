@@ -1,6 +1,7 @@
 """Weights that are rounded once a forward pass: the bits of autocast's, whatever is trained, checkpointed, compiled or averaged."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -29,12 +30,13 @@ def engine_of(model, *, world=ALONE, dtype="bf16", cast_once=True):
     return build_engine("ddp", model, optimizer, world, dtype=dtype, grad_clip=0.5, cast_once=cast_once)
 
 
-def train(engine, model, *, steps=2, parts=2, seed=0):
-    """Losses and norms of a few steps of a few micro-batches."""
+def train(engine, model, *, steps=2, parts=2, seed=0, sizes=(SIZE,)):
+    """Losses and norms of a few steps of a few micro-batches, whose sizes take turns."""
     told = []
     for step in range(steps):
         for part in range(parts):
-            cond = inputs(model, size=SIZE, seed=100 * seed + parts * step + part)
+            number = parts * step + part
+            cond = inputs(model, size=sizes[number % len(sizes)], seed=100 * seed + number)
             with engine.micro_step(last=part == parts - 1):
                 loss = (engine.model(**cond) - 0.3).square().mean() / parts
             engine.backward(loss)
@@ -43,11 +45,12 @@ def train(engine, model, *, steps=2, parts=2, seed=0):
     return told
 
 
-def check_equal(model, **options):
-    """The same model trains the same with and without, bit by bit."""
+def check_equal(model, engine_of=engine_of, plain_engine_of=None, **options):
+    """The same model trains the same with both engines, bit by bit; returns what changed."""
     plain = copy.deepcopy(model)
+    plain_engine_of = plain_engine_of or partial(engine_of, cast_once=False)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    assert train(engine_of(model), model, **options) == train(engine_of(plain, cast_once=False), plain, **options)
+    assert train(engine_of(model), model, **options) == train(plain_engine_of(plain), plain, **options)
     state, expected = model.state_dict(), plain.state_dict()
     assert all(torch.equal(state[name], expected[name]) for name in expected)
     return [name for name in state if not torch.equal(state[name], before[name])]

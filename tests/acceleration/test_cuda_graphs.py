@@ -5,6 +5,7 @@ itself; that is tested by tests/test_gpu.py.
 """
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from opensora.registry import MODELS
 from opensora.utils.config import TrainConfig, parse_config
 from opensora.utils.errors import UserError
 from opensora.utils.lora import LoraOptions
+from tests.acceleration import test_cast_once as cast_once
 from tests.conftest import start_ranks
 from tests.models.denoisers import FAMILIES, build, inputs
 
@@ -36,30 +38,13 @@ def engine_of(model, *, dtype="bf16", graphs=True, world=ALONE):
     return build_engine("ddp", model, optimizer, world, dtype=dtype, grad_clip=0.5, cuda_graphs=graphs)
 
 
-def train(engine, model, *, steps=2, parts=2, seed=0):
-    """Losses and norms of a few steps, whose micro-batches have different sizes."""
-    told, device = [], next(model.parameters()).device
-    for step in range(steps):
-        for part in range(parts):
-            number = parts * step + part
-            cond = inputs(model, size=SIZES[number % len(SIZES)], seed=100 * seed + number)
-            cond = {name: value.to(device) for name, value in cond.items()}
-            with engine.micro_step(last=part == parts - 1):
-                loss = (engine.model(**cond) - 0.3).square().mean() / parts
-            engine.backward(loss)
-            told.append(float(loss.detach()))
-        told.append(float(engine.step()))
-    return told
+train = partial(cast_once.train, sizes=SIZES)
 
 
 def check_equal(model, **options):
-    """The same model trains the same with and without, bit by bit; returns what changed."""
-    plain = copy.deepcopy(model)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    assert train(engine_of(model, **options), model) == train(engine_of(plain, graphs=False, **options), plain)
-    state, expected = model.state_dict(), plain.state_dict()
-    assert all(torch.equal(state[name], expected[name]) for name in expected)
-    return [name for name in state if not torch.equal(state[name], before[name])]
+    """See `cast_once.check_equal`."""
+    engines = (partial(engine_of, graphs=graphs, **options) for graphs in (True, False))
+    return cast_once.check_equal(model, *engines, sizes=SIZES)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

@@ -28,7 +28,7 @@ from opensora.datasets.read_video import open_clip
 from opensora.utils.errors import UserError, exit_on_user_error
 from tools.datasets.datautil.parallel import default_workers, map_rows
 from tools.datasets.stream import columns_of
-from tools.footage.rows import Row, read_rows, write_rows
+from tools.footage.rows import Row, read_rows, shown_from, write_rows
 
 QUALITY = 95  # of JPEG
 BLOCK = 1 << 14  # rows in memory at a time
@@ -148,9 +148,9 @@ def _made(
         )
         for row, file, result in zip(block, files, made, strict=True):
             if earlier := row.get("duplicate_of"):
-                row["duplicate_of"] = _shown(table.parent / str(earlier), base)
+                row["duplicate_of"] = shown_from(base, (table.parent / str(earlier)).absolute())
             if isinstance(result, str):
-                left_out = {**row, "path": _shown(file, base), "reason": result}
+                left_out = {**row, "path": shown_from(base, file.absolute()), "reason": result}
                 dropped.write(json.dumps(left_out, ensure_ascii=False, default=str) + "\n")
             yield from _rows(row, file, result, base)
     dropped.flush()
@@ -158,13 +158,8 @@ def _made(
 
 def _rows(row: Row, file: Path, made: Made, base: Path) -> Iterator[Row]:
     for of in made if isinstance(made, list) else ():
-        yield {**row, **of, "path": _shown(Path(of["path"]), base), "source": _shown(file, base)}
-
-
-def _shown(file: Path, base: Path) -> str:
-    """As a table in the folder `base` names a file."""
-    place = file.absolute()
-    return str(place.relative_to(base) if place.is_relative_to(base) else place)
+        path, source = (shown_from(base, each.absolute()) for each in (Path(of["path"]), file))
+        yield {**row, **of, "path": path, "source": source}
 
 
 def target_of(file: Path, folder: Path) -> Path:

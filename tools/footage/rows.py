@@ -65,6 +65,11 @@ def divide_rows(kept: Path, dropped: Path, decided: Iterable[tuple[Row, str]]) -
             (theirs if reason else ours).write(line + "\n")
 
 
+def shown_from(base: Path, place: Path) -> str:
+    """How a table in the absolute folder `base` names a file: from there where it lies below, else as it is."""
+    return str(place.relative_to(base) if place.is_relative_to(base) else place)
+
+
 def has_rows(source: Path) -> bool:
     """Whether a table has any."""
     return bool(source.stat().st_size) and bool(columns_of(source)) and next(read_rows(source), None) is not None

@@ -24,7 +24,7 @@ from tools.datasets.datautil.filter import LIMITS
 from tools.datasets.datautil.info import OK, measure
 from tools.datasets.stream import as_number, columns_of, read_blocks
 from tools.footage.recipe import Planned
-from tools.footage.rows import Row, divide_rows, read_rows, write_rows
+from tools.footage.rows import Row, divide_rows, read_rows, shown_from, write_rows
 from tools.scene_cut.scorers import Cut, SceneDetect, clips_of, lost_of, rules_of
 from tools.scoring.carry import carry_over
 from tools.scoring.job import Job, parts_of, run
@@ -317,16 +317,11 @@ def table(work: Work, output: str = "train.csv", columns: tuple[str, ...] | None
         for row in read_rows(work.before):
             if _has_text(row):
                 # what a row repeats is told by the path of another row
-                shown = {name: _shown(row[name], base) for name in ("path", "duplicate_of") if row.get(name)}
+                shown = {name: shown_from(base, Path(row[name])) for name in ("path", "duplicate_of") if row.get(name)}
                 yield {name: shown.get(name, row.get(name)) for name in names}
 
     write_rows(work.folder / output, rows(), names)  # before the stage counts as done
     work.write((row, "" if _has_text(row) else "without a caption") for row in read_rows(work.before))
-
-
-def _shown(path: str, base: Path) -> str:
-    place = Path(path)
-    return str(place.relative_to(base) if place.is_relative_to(base) else place)
 
 
 def _has_text(row: Row) -> bool:

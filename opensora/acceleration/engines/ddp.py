@@ -13,6 +13,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -115,23 +116,11 @@ def average(weights: Sequence[Tensor]) -> None:
 
     All processes call it with the same weights.
     """
-    first = 0
-    while first < len(weights):
-        size, last = 0, first
-        while last < len(weights) and (last == first or size + weights[last].nbytes <= MESSAGE_BYTES):
-            size += weights[last].nbytes
-            last += 1
-        _average_in_one_message(weights[first:last])
-        first = last
-
-
-def _average_in_one_message(weights: Sequence[Tensor]) -> None:
     for weight in weights:
         if weight.grad is None:
             weight.grad = torch.zeros_like(weight)
-    gradients = [weight.grad for weight in weights if weight.grad is not None]
-    message = torch.cat([gradient.flatten() for gradient in gradients])
-    dist.all_reduce(message)
-    message /= dist.get_world_size()
-    parts = message.split([gradient.numel() for gradient in gradients])
-    torch._foreach_copy_(gradients, [part.view_as(gradient) for part, gradient in zip(parts, gradients, strict=True)])
+    for gradients in _take_tensors([weight.grad for weight in weights], MESSAGE_BYTES):
+        message = _flatten_dense_tensors(gradients)
+        dist.all_reduce(message)
+        message /= dist.get_world_size()
+        torch._foreach_copy_(gradients, list(_unflatten_dense_tensors(message, gradients)))

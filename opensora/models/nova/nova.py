@@ -285,9 +285,8 @@ class NOVA(nn.Module):
             tokens, absent = tokens + space, absent + space
         at = visible[..., None].expand(-1, -1, self.width)  # [B, V, D]
         seen = torch.cat([condition.to(tokens.dtype), tokens.gather(1, at)], dim=1)
-        seen = encoder.run(
-            seen, _without(range(half), skip), None, _rotary_of(rotary, visible, Nc), lengths="many"
-        )  # as many as there are numbers of visible patches
+        # as many lengths as there are numbers of visible patches
+        seen = encoder.run(seen, _without(range(half), skip), None, _rotary_of(rotary, visible, Nc), lengths="many")
         whole = absent.scatter(1, at, seen[:, Nc:].to(absent.dtype))
         out = torch.cat([seen[:, :Nc], whole], dim=1)
         out = encoder.run(out, _without(range(half, 2 * half), skip), None, rotary)

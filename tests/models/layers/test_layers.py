@@ -9,7 +9,7 @@ from timm.layers import Mlp
 from torch import nn
 
 from opensora.acceleration.attention import layer_norm
-from opensora.models.layers.attention import Attention, CrossAttention, RMSNorm
+from opensora.models.layers.attention import Attention, CrossAttention, RMSNorm, join_heads, split_heads
 from opensora.models.layers.embedders import (
     CaptionEmbedder,
     LabelEmbedder,
@@ -133,6 +133,21 @@ def test_the_order_of_norm_and_rotation_matters_and_is_named():
     assert not torch.allclose(new(x, rope), legacy(x, rope), atol=1e-4)
     with pytest.raises(ValueError, match="rope_then_norm"):
         Attention(16, 4, norm_order="legacy")
+
+
+@pytest.mark.parametrize("axis", ["space", "time", "all"])
+@pytest.mark.parametrize("order", ["norm_then_rope", "rope_then_norm"])
+def test_positions_along_every_axis_are_those_of_its_sequences(axis, order):
+    """`attend` normalises and rotates tokens before they become sequences, `weigh` the sequences."""
+    torch.manual_seed(0)
+    attn, (B, T, S) = Attention(16, 4, axis=axis, qk_norm=True, norm_order=order), (2, 3, 5)
+    with torch.no_grad():
+        attn.q_norm.weight.normal_()
+        attn.k_norm.weight.normal_()
+    qkv = torch.randn(B, T, S, 48)
+    rope = rotary_table(4, torch.arange({"space": S, "time": T, "all": T * S}[axis]))
+    q, k, v = (split_heads(part, 4, axis) for part in qkv.chunk(3, dim=-1))
+    assert torch.equal(attn.attend(qkv, rope), join_heads(attn.weigh(q, k, v, rope), (B, T, S), axis))
 
 
 def test_rms_norm_equals_pytorchs():
