@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from opensora.acceleration.attention import _leaves_a_gpu_idle, attention
 from opensora.acceleration.checkpointing import checkpoint_activations
 from opensora.acceleration.compile import compile_blocks
 from opensora.acceleration.cuda_graphs import record_training
@@ -89,6 +90,27 @@ def test_attention_to_few_keys_equals_the_formula(size, masked, dtype, tolerance
             "the kernel is for 16 bits: so many keys in fp32 do not fit into shared memory, and are not sent to it"
         )
     few_keys.compare(size, masked=masked, device="cuda", dtype=dtype, tolerance=tolerance)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("backend", [None, "inductor"])
+def test_the_queries_of_one_sample_keep_a_gpu_busy(masked, backend):
+    """300 tokens of one caption are too many for our kernel, and too few programs for the backward pass of PyTorch's."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    leaves = [torch.randn(1, n, 16, 72, device="cuda", dtype=torch.bfloat16) for n in (8192, 300, 300)]
+    mask = torch.arange(300, device="cuda")[None] < 200 if masked else None
+    weight = torch.randn(1, 16, 8192, 72, device="cuda")
+    run = torch.compile(attention, fullgraph=True, backend=backend) if backend else attention
+    results = []
+    for attend in (run, few_keys.formula):
+        inputs = [leaf.clone().requires_grad_() for leaf in leaves]
+        out = attend(*(each.transpose(1, 2) for each in inputs), mask)
+        (out.float() * weight).sum().backward()
+        results.append([out.detach().float(), *(each.grad.float() for each in inputs)])
+    assert _leaves_a_gpu_idle(*(each.transpose(1, 2) for each in leaves[:2]))  # so that it is this which was compared
+    for ours, right in zip(*results, strict=True):
+        assert (ours - right).norm() < 1e-2 * right.norm()
 
 
 @pytest.mark.parametrize("backend", [None, "inductor"])

@@ -25,6 +25,8 @@ MANY_QUERIES = 1024
 """Fewer queries do not take the kernel for few keys, which was measured with 4096 of them."""
 MATMUL_KEYS = 32
 """Up to this number of keys batched matrix products are as good as PyTorch's fused kernels on a GPU."""
+QUERY_PARTS, KEYS_OF_A_PROGRAM, BUSY_PROGRAMS = 8, 128, 264
+"""See `_leaves_a_gpu_idle`; two programs for each of an H100's 132 multiprocessors."""
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, kernel: str = "auto") -> Tensor:
@@ -94,9 +96,37 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None) -> Tensor:
     return F.scaled_dot_product_attention(q4, k4, v4, attn_mask=allowed).reshape(q.shape)
 
 
+def _leaves_a_gpu_idle(q: Tensor, k: Tensor) -> bool:
+    """Whether the backward pass of PyTorch's kernels has too few programs, but many queries.
+
+    Each of its programs takes some keys of a head and walks over all queries: 300 tokens of one caption and 16 heads are 48.
+    """
+    if q.device.type != "cuda" or q.ndim != 4 or not torch.is_grad_enabled():
+        return False
+    (B, H, N, _), L = q.shape, k.shape[2]
+    if N % QUERY_PARTS or N < QUERY_PARTS * MANY_QUERIES:
+        return False
+    return B * H * ((L + KEYS_OF_A_PROGRAM - 1) // KEYS_OF_A_PROGRAM) < BUSY_PROGRAMS
+
+
+def _sdpa_in_parts(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, parts: int = QUERY_PARTS) -> Tensor:
+    """`_sdpa` of `q [B, H, N, D]`, N a multiple of `parts`, with the queries of a sample as those of so many samples."""
+    B, H, N, D = q.shape
+
+    def copies(x: Tensor) -> Tensor:
+        return x[:, None].expand(-1, parts, -1, -1, -1).flatten(0, 1)
+
+    apart = q.transpose(1, 2).reshape(B * parts, N // parts, H, D).transpose(1, 2)
+    mask = None if allowed is None else copies(allowed)
+    out = F.scaled_dot_product_attention(apart, copies(k), copies(v), attn_mask=mask)
+    return out.transpose(1, 2).reshape(B, N, H, D).transpose(1, 2)
+
+
 def _auto(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None) -> Tensor:
     if allowed is None and _few_keys(q, k):
         return few_keys_attention.attend(q, k, v, None)
+    if _leaves_a_gpu_idle(q, k):
+        return _sdpa_in_parts(q, k, v, allowed)
     if q.device.type != "cuda" or q.ndim == 4:
         return _sdpa(q, k, v, allowed)
     if HAS_TRITON and q.shape[-2] <= MAX_LENGTH and q.shape[-1] <= MAX_HEAD_DIM:

@@ -156,6 +156,7 @@ class Meter:
         self._epoch_steps: list[int] = []  # the first and the last
         self._window = _Window()
         self._since: float | None = None  # when the reading before was
+        self._retries = alloc_retries(world.device)  # until then
         self._begin: Any = None  # of the running batch
 
     def data_wait(self, batches: Iterable[T]) -> Iterator[T]:
@@ -201,7 +202,7 @@ class Meter:
     def read(self) -> Reading:
         """All figures since the reading before; all processes call it after the same step. Waits for the device."""
         window, self._window = self._window, _Window()
-        losses, norms, of_buckets, tokens, flops, peak_bytes = self._exchange(window)
+        losses, norms, of_buckets, tokens, flops, (peak_bytes, retries) = self._exchange(window)
         now = time.perf_counter()
         since, self._since = self._since, now
         steps = tuple(Step(*values) for values in zip(window.numbers, losses, norms, strict=True))
@@ -214,6 +215,8 @@ class Meter:
             figures |= self._speeds(window, now - since, tokens, flops)
         if peak_bytes:
             figures["peak_gib"] = peak_bytes / GIB
+        if retries:
+            figures["alloc_retries"] = retries
         named = {_name(size): total.figures() for size, total in zip(self.sizes, totals, strict=True) if total.samples}
         return Reading(steps, figures, named if len(self.sizes) > 1 else {})
 
@@ -229,12 +232,16 @@ class Meter:
         totals, self._epoch = self._epoch, [BucketTotal() for _ in self.sizes]
         return bucket_table(f"epoch {before}, steps {first} to {last}", self.sizes, totals)
 
-    def _exchange(self, window: _Window) -> tuple[list[float], list[float], list[list[float]], float, float, float]:
+    def _exchange(
+        self, window: _Window
+    ) -> tuple[list[float], list[float], list[list[float]], float, float, Sequence[float]]:
         """The figures of all processes, in one sum, one maximum and one wait for the device."""
         device, n = self.world.device, len(window.numbers)
         own = torch.tensor([window.tokens, window.flops], dtype=torch.float64, device=device)
         sums = torch.cat([torch.stack(window.step_losses), self._of_buckets.flatten(), own])
-        most = torch.tensor([_peak_bytes(device)], dtype=torch.float64, device=device)
+        before, self._retries = self._retries, alloc_retries(device)
+        memory = [_peak_bytes(device), self._retries - before]
+        most = torch.tensor(memory, dtype=torch.float64, device=device)
         self._of_buckets = torch.zeros_like(self._of_buckets)
         if self.world.size > 1:
             dist.all_reduce(sums)
@@ -246,7 +253,7 @@ class Meter:
         share = self.world.dp_size  # processes of one sample have counted it once each
         of_buckets = [[share * value for value in values[:k]], [share * value for value in values[k : 2 * k]]]
         tokens, flops = share * values[2 * k], share * values[2 * k + 1]
-        return losses, values[2 * k + 2 : -1], of_buckets, tokens, flops, values[-1]
+        return losses, values[2 * k + 2 : -2], of_buckets, tokens, flops, values[-2:]
 
     def _speeds(self, window: _Window, seconds: float, tokens: float, flops: float) -> dict[str, float]:
         speeds = {
@@ -347,3 +354,8 @@ def _seconds(begin: Any, end: Any) -> float:
 def _peak_bytes(device: torch.device) -> int:
     """The most memory that tensors took on the device since the start; 0 on a CPU, where it is not counted."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+
+
+def alloc_retries(device: torch.device) -> int:
+    """How often memory ran out, and was enough once PyTorch had freed what it keeps for later: each time the device stands still."""
+    return torch.cuda.memory_stats(device).get("num_alloc_retries", 0) if device.type == "cuda" else 0

@@ -30,6 +30,26 @@ def test_a_row_that_sees_nothing_gives_zeros_and_finite_gradients(kernel):
     assert q.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("order", ["tokens", "heads"])
+def test_queries_in_parts_give_the_same(masked, order):
+    shape = (2, 24, 3, 8) if order == "tokens" else (2, 3, 24, 8)  # of which dimension the tokens are, in memory
+    q = torch.randn(shape).transpose(1, 2) if order == "tokens" else torch.randn(shape)
+    k, v = torch.randn(2, 2, 3, 5, 8)
+    seen = torch.tensor([[True, True, False, True, False], [False, True, True, True, True]])
+    allowed = seen[:, None, None, :] if masked else None
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    found = module._sdpa_in_parts(*leaves, allowed, parts=4)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=allowed)
+    torch.testing.assert_close(found, expected)
+    weight = torch.randn_like(found)
+    grads = torch.autograd.grad(found, leaves, weight)
+    plain = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = torch.nn.functional.scaled_dot_product_attention(*plain, attn_mask=allowed)
+    for a, b in zip(grads, torch.autograd.grad(out, plain, weight), strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def test_unknown_kernel_lists_the_known():
     with pytest.raises(ValueError, match="auto, sdpa, math"):
         attention(*torch.randn(3, 1, 1, 2, 2).unbind(0), kernel="flush")

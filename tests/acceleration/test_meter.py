@@ -157,3 +157,27 @@ def test_batches_are_timed_on_the_gpu():
         reading = meter.read()
     assert 0 < reading.buckets["1x64x64"]["s_per_batch"] <= reading.figures["s_per_step"]
     assert reading.figures["peak_gib"] > 4096 * 4096 * 4 / 2**30
+
+
+@pytest.mark.gpu
+def test_memory_that_runs_out_is_said():
+    device = torch.device("cuda", torch.cuda.current_device())
+    meter = Meter(World(0, 1, device), build("STDiT"))
+
+    def figures():
+        meter.add({"whole": 2}, latent(SIZES[0], 2), {"y": torch.zeros(2, 1, L, 16)}, torch.ones((), device=device))
+        meter.step(1, torch.ones((), device=device))
+        return meter.read().figures
+
+    assert "alloc_retries" not in figures()
+    total, mib = torch.cuda.get_device_properties(device).total_memory, 2**20
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(device) + 1000 * mib) / total)
+    try:
+        left, middle, right = (torch.empty(size * mib, dtype=torch.uint8, device=device) for size in (400, 50, 400))
+        del left, right
+        large = torch.empty(600 * mib, dtype=torch.uint8, device=device)  # more than lies together
+        assert figures()["alloc_retries"] >= 1
+        assert "alloc_retries" not in figures()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    del middle, large

@@ -6,8 +6,8 @@ A case is one layer of STDiT-XL/2 (16 heads of 72 channels) at one size: `space`
 at one place) and `text` (tokens see a caption, of which half is padding). `auto`, `sdpa` and `math` are those of
 `opensora.acceleration.attention`; `cudnn`, `flash` and `efficient` are PyTorch's kernels by themselves, on a GPU. TFLOP/s count the
 two matrix products, and two and a half times as many for the backward pass. Errors are |kernel - fp32| / |fp32| of the output and
-of the queries' gradient, on the same inputs in the same run. Times are medians after warm-up, on inputs that take turns. On a GPU each call
-is recorded as a CUDA graph and replayed, so that the times are the GPU's, whatever the host needs to launch a kernel.
+of the queries' gradient, on the same inputs in the same run. Times are medians after warm-up, on inputs that take turns. A GPU sleeps
+until the host has launched all of a call, so that the times are the GPU's, whatever the host needs to launch a kernel.
 """
 
 import argparse
@@ -22,7 +22,6 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from opensora.acceleration.attention import KERNELS, attention
-from opensora.acceleration.cuda_graphs import CudaRecorder
 from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.errors import UserError, exit_on_user_error
 from tools.benchmark.heading import heading
@@ -34,6 +33,7 @@ PYTORCH = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
 INPUTS = 3  # sets of tensors that take turns
+NAP_S, CLOCK_HZ = 2e-3, 2e9  # for how long a GPU sleeps, and at most how fast its clock is
 
 
 class Case(NamedTuple):
@@ -157,18 +157,14 @@ def measure(args: argparse.Namespace, kernel: str, inputs: list[Any], wanted: tu
     grad = torch.autograd.grad(out, inputs[0][0], torch.ones_like(out))[0]
     errors = tuple(float((a.detach().float() - b).norm() / b.norm()) for a, b in zip((out, grad), wanted, strict=True))
     forward, both = [], []
-    for q, k, v, mask in inputs:
+    clock = clocked_by_the_gpu if out.is_cuda else clocked
+    for number in range(INPUTS + args.repeats):
+        q, k, v, mask = inputs[number % INPUTS]
         with torch.no_grad():
-            forward.append(timer(lambda: run(kernel, q, k, v, mask), q.device))  # noqa: B023
-        both.append(timer(lambda: there_and_back(kernel, q, k, v, mask), q.device))  # noqa: B023
-    forward_s, both_s = (medians(timers, args.repeats) for timers in (forward, both))
+            forward.append(clock(lambda: run(kernel, q, k, v, mask)))  # noqa: B023
+        both.append(clock(lambda: there_and_back(kernel, q, k, v, mask)))  # noqa: B023
+    forward_s, both_s = (statistics.median(seconds[INPUTS:]) for seconds in (forward, both))
     return Measured(forward_s, both_s, (errors[0], errors[1]))
-
-
-def medians(timers: list[Callable[[], float]], repeats: int) -> float:
-    """The median, after each timer ran once."""
-    seconds = [timers[number % len(timers)]() for number in range(repeats + len(timers))]
-    return statistics.median(seconds[len(timers) :])
 
 
 def run(kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -184,16 +180,6 @@ def there_and_back(kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | 
     torch.autograd.grad(out, (q, k, v), out)
 
 
-def timer(call: Callable[[], object], device: torch.device) -> Callable[[], float]:
-    """What does the work of `call` and gives the seconds it took."""
-    if device.type != "cuda":
-        return lambda: clocked(call)
-    recorder = CudaRecorder(device)
-    recorder.beside(call)
-    replay = recorder.record(call)
-    return lambda: clocked_by_the_gpu(replay)
-
-
 def clocked(call: Callable[[], object]) -> float:
     """Seconds."""
     start = time.perf_counter()
@@ -202,13 +188,18 @@ def clocked(call: Callable[[], object]) -> float:
 
 
 def clocked_by_the_gpu(call: Callable[[], object]) -> float:
-    """Seconds between two events on its stream."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    call()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / 1e3
+    """Seconds between two events on its stream, with the host well ahead."""
+    nap_s = NAP_S
+    while True:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(int(nap_s * CLOCK_HZ))
+        start.record()
+        launch_s = clocked(call)
+        end.record()
+        end.synchronize()
+        if launch_s < nap_s:
+            return start.elapsed_time(end) / 1e3
+        nap_s = 2 * launch_s
 
 
 if __name__ == "__main__":

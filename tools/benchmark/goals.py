@@ -16,7 +16,7 @@ A setting is a model, a size of latents and a batch. The ways to train it, all i
 reference" compares these rates. TFLOP/s count the matrix products of a forward pass three times; recomputation is no useful work.
 MFU is their share of --peak-tflops, or of a large bf16 product measured first. The errors are |found - fp32| / |fp32| of the prediction
 for the first sample and of the gradients of all weights, against eager fp32 without our kernels (tools/benchmark/exact.py). Set-up is
-everything before the clock: building, compiling, warming up. Without a GPU, or with --toy, the same settings are shrunk to what a laptop does.
+everything before the clock: building, compiling, warming up. For "retries" see tools/benchmark/train_step.py. Without a GPU, or with --toy, the same settings are shrunk to what a laptop does.
 """
 
 import argparse
@@ -43,6 +43,7 @@ from tools.benchmark.exact import Errors, Exact, Steps, errors_of, exact
 from tools.benchmark.heading import heading, quiet
 from tools.benchmark.rivals import FLASH, RoundedWeights, diffusers_like, like_the_reference
 from tools.benchmark.train_step import (
+    Timed,
     add_experiments,
     build,
     forget,
@@ -123,9 +124,8 @@ class Trained:
 class Result:
     """One line of the table."""
 
-    seconds: float  # a step
+    timed: Timed
     flops: int  # of a forward pass of one sample
-    peak_bytes: int  # 0 on a CPU
     errors: Errors  # against fp32; none of another model
     setup_s: float
 
@@ -192,7 +192,7 @@ def measure_setting(args: argparse.Namespace, name: str, setting: Setting, peak:
         level, result = first_that_fits(args, name, setting, way, levels_of(way, levels, first), right)
         if result is None:
             continue
-        rate = setting.batch / result.seconds * result.flops / flops
+        rate = setting.batch / result.timed.seconds * result.flops / flops
         rate_of_reference = rate if way == "reference" else rate_of_reference
         times = "-" if rate_of_reference is None else f"{rate / rate_of_reference:.2f}"
         print(line(name, way, level, *cells(setting, result, rate, times, peak)), flush=True)
@@ -231,15 +231,15 @@ def line(name: str, way: str, level: str, *cells: str) -> str:
 
 def cells(setting: Setting, found: Result, rate: float, times: str, peak: float) -> list[str]:
     """The figures of a line."""
-    tflops = 3 * setting.batch * found.flops / found.seconds / 1e12
+    seconds, tflops = found.timed.seconds, 3 * setting.batch * found.flops / found.timed.seconds / 1e12
     return [
-        f"{found.seconds * 1e3:.1f}",
-        f"{setting.batch / found.seconds:.3g}",
+        f"{seconds * 1e3:.1f}",
+        f"{setting.batch / seconds:.3g}",
         f"{rate:.3g}",
         times,
         f"{tflops:.3g}",
         f"{tflops / peak:.1%}",
-        f"{found.peak_bytes / 2**30:.1f}" if found.peak_bytes else "-",
+        found.timed.memory,
         *found.errors.cells(),
         f"{found.setup_s:.1f}",
     ]
@@ -296,8 +296,8 @@ def measure(args: argparse.Namespace, setting: Setting, way: str, level: str, ri
         errors = Errors(None, None) if other else errors_of(trained.engine, z, t, cond, right)
         train(trained.engine, z, cond, range(setting.warmup))
         setup_s = time.perf_counter() - began
-        seconds, memory = timed(trained.engine, z, cond, 0, setting.steps)
-    return Result(seconds, trained.flops, memory, errors, setup_s)
+        found = timed(trained.engine, z, cond, 0, setting.steps)
+    return Result(found, trained.flops, errors, setup_s)
 
 
 def as_the_reference(model: Any, setting: Setting, level: str) -> Trained:

@@ -122,7 +122,7 @@ def measure(args: argparse.Namespace) -> tuple[float, list[Kernel]]:
 
         convert_linears(model, args.float8)
     engine = start(model, device, args.dtype, args.blocks, args.checkpoint, **switches(args))
-    seconds, _ = timed(engine, z, cond, args.warmup, args.steps)
+    seconds = timed(engine, z, cond, args.warmup, args.steps).seconds
     return seconds, kernels_of(
         lambda: train(engine, z, cond, range(args.warmup, args.warmup + args.profiled)), device.type
     )

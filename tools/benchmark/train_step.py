@@ -1,11 +1,12 @@
 """Time training steps of denoisers: forward, backward, clipping, AdamW. No data, no VAE, no text encoder.
 
-    python -m tools.benchmark.train_step [--models STDiT-XL/2 DiT-XL/2] [--blocks eager compiled] [--checkpoint none all] ...
+    python -m tools.benchmark.train_step [--models STDiT-XL/2 DiT-XL/2] [--blocks eager compiled] [--checkpoint none block] ...
 
 One line of a table for each combination. FLOPs are the model's own `flops()` times three (backward = 2 x forward);
 recomputation by activation checkpointing is not counted as useful work. MFU is their rate over that of a large matrix
 product, which is measured first on the same device, or given by --peak-tflops. The clock runs over all steps without
-waiting for the device in between, as in training. The errors are |fast - eager fp32| / |eager fp32| of the prediction for the first
+waiting for the device in between, as in training. "retries" beside the memory: how often it ran out until PyTorch had freed what it
+keeps for later (`alloc_retries` of docs/training-log.md); such times are those of a GPU that is too full. The errors are |fast - eager fp32| / |eager fp32| of the prediction for the first
 sample and of the gradients of all weights (tools/benchmark/exact.py). Without a GPU the defaults are small enough for a laptop.
 """
 
@@ -14,7 +15,7 @@ import gc
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch._inductor.config
@@ -24,8 +25,11 @@ from opensora.acceleration.checkpointing import checkpoint_activations
 from opensora.acceleration.compile import compile_blocks
 from opensora.acceleration.distributed import World, prefer_expandable_segments
 from opensora.acceleration.engine import Engine, build_engine
+from opensora.acceleration.meter import alloc_retries
 from opensora.registry import MODELS, SCHEDULERS
 from opensora.utils.dtype import to_torch_dtype
+from opensora.utils.errors import exit_on_user_error
+from opensora.utils.recompute import parse_recompute
 from opensora.utils.seed import generators
 from tools.benchmark.compile_modes import awake
 from tools.benchmark.exact import Errors, Steps, errors_of, exact
@@ -33,19 +37,33 @@ from tools.benchmark.heading import heading
 
 ON_GPU = {"models": ["STDiT-XL/2", "DiT-XL/2"], "latent": [16, 32, 32], "batch": 8, "dtype": "bf16", "steps": 20}
 ON_CPU = {"models": ["STDiT-XS/2", "DiT-S/2"], "latent": [4, 16, 16], "batch": 1, "dtype": "fp32", "steps": 5}
-CHECKPOINTED = {"none": "none", "half": "every:2", "all": "block"}
+
+
+class Timed(NamedTuple):
+    """Some steps."""
+
+    seconds: float  # each
+    peak_bytes: int  # in use; 0 on a CPU
+    alloc_retries: int  # of all
+
+    @property
+    def memory(self) -> str:
+        """A cell of a table, in GiB."""
+        if not self.peak_bytes:
+            return "-"
+        return f"{self.peak_bytes / 2**30:.1f}{f', {self.alloc_retries} retries' if self.alloc_retries else ''}"
 
 
 @dataclass(frozen=True)
 class Result:
     """One line of the table."""
 
-    seconds: float  # a step
+    timed: Timed
     flops: float  # useful, of a step
-    peak_bytes: int  # 0 on a CPU
     errors: Errors  # against fp32
 
 
+@exit_on_user_error
 def main() -> None:
     """The command line."""
     args = parse_args()
@@ -78,7 +96,7 @@ def parse_args() -> argparse.Namespace:
     defaults: dict[str, Any] = ON_GPU if parser.parse_known_args()[0].device == "cuda" else ON_CPU
     parser.add_argument("--models", nargs="+", default=defaults["models"])
     parser.add_argument("--blocks", nargs="+", default=["eager", "compiled"], choices=("eager", "compiled"))
-    parser.add_argument("--checkpoint", nargs="+", default=["none"], choices=tuple(CHECKPOINTED))
+    parser.add_argument("--checkpoint", nargs="+", default=["none"], help="values of grad_checkpoint")
     parser.add_argument("--latent", type=int, nargs=3, default=defaults["latent"], metavar=("T", "H", "W"))
     parser.add_argument("--text-len", type=int, default=120)
     parser.add_argument("--batch", type=int, default=defaults["batch"])
@@ -87,7 +105,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--steps", type=int, default=defaults["steps"])
     parser.add_argument("--peak-tflops", type=float, help="of the device, in the number format; measured when left out")
-    return switched_on(parser)
+    args = switched_on(parser)
+    for level in args.checkpoint:
+        parse_recompute(level)
+    return args
 
 
 def add_experiments(parser: argparse.ArgumentParser) -> None:
@@ -127,10 +148,9 @@ def cells(args: argparse.Namespace, model: str, blocks: str, checkpoint: str, pe
         return "out of memory | - | - | - | - | - | -"
     finally:
         forget(torch.device(args.device))
-    tflops = result.flops / result.seconds / 1e12
-    memory = f"{result.peak_bytes / 2**30:.1f}" if result.peak_bytes else "-"
-    speed = f"{result.seconds * 1e3:.1f} | {args.batch / result.seconds:.2f} | {tflops:.3g} | {tflops / peak:.1%}"
-    return f"{speed} | {memory} | {' | '.join(result.errors.cells())}"
+    seconds, tflops = result.timed.seconds, result.flops / result.timed.seconds / 1e12
+    speed = f"{seconds * 1e3:.1f} | {args.batch / seconds:.2f} | {tflops:.3g} | {tflops / peak:.1%}"
+    return f"{speed} | {result.timed.memory} | {' | '.join(result.errors.cells())}"
 
 
 def measure(args: argparse.Namespace, name: str, blocks: str, checkpoint: str) -> Result:
@@ -139,10 +159,10 @@ def measure(args: argparse.Namespace, name: str, blocks: str, checkpoint: str) -
     model = build(name, device, args.text_len)
     z, t, cond = inputs(model, args.batch, args.latent, device)
     right = exact(build(name, device, args.text_len), z, t, cond)
-    engine = start(model, device, args.dtype, blocks, CHECKPOINTED[checkpoint], **switches(args))
+    engine = start(model, device, args.dtype, blocks, checkpoint, **switches(args))
     errors = errors_of(engine, z, t, cond, right)
-    seconds, memory = timed(engine, z, cond, args.warmup, args.steps)
-    return Result(seconds, 3.0 * args.batch * model.flops(tuple(args.latent), cond["y"].shape[2]), memory, errors)
+    flops = 3.0 * args.batch * model.flops(tuple(args.latent), cond["y"].shape[2])
+    return Result(timed(engine, z, cond, args.warmup, args.steps), flops, errors)
 
 
 def build(name: str, device: torch.device, text_len: int, **size: int) -> Any:
@@ -179,13 +199,15 @@ def inputs(
     return z, torch.linspace(100, 900, batch, device=device), cond
 
 
-def timed(engine: Steps, z: Tensor, cond: dict[str, Tensor], warmup: int, steps: int) -> tuple[float, int]:
-    """Seconds of a step, after the warm-up, and the most bytes that were in use; 0 on a CPU."""
+def timed(engine: Steps, z: Tensor, cond: dict[str, Tensor], warmup: int, steps: int) -> Timed:
+    """The steps after the warm-up."""
     train(engine, z, cond, range(warmup))
+    before = alloc_retries(z.device)
     if z.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     seconds = train(engine, z, cond, range(warmup, warmup + steps)) / steps
-    return seconds, torch.cuda.max_memory_allocated() if z.device.type == "cuda" else 0
+    memory = torch.cuda.max_memory_allocated() if z.device.type == "cuda" else 0
+    return Timed(seconds, memory, alloc_retries(z.device) - before)
 
 
 def forget(device: torch.device) -> None:
