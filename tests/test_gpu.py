@@ -20,6 +20,7 @@ from tests.acceleration import test_cuda_graphs as cuda_graphs
 from tests.acceleration import test_few_keys_attention as few_keys
 from tests.acceleration import test_fused_adaln as fused_adaln
 from tests.acceleration import test_gelu_linear as gelu_linear
+from tests.acceleration import test_head_norm as head_norm
 from tests.acceleration import test_short_attention as short
 from tests.acceleration.test_short_attention import SIZES, compare
 from tests.models.denoisers import FAMILIES, build, inputs
@@ -122,6 +123,15 @@ def test_attention_without_gradients_gives_the_operators_results(backend):
         few_keys.without_gradients(
             (2, 4, 1024, 120, 72), masked=masked, device="cuda", dtype=torch.bfloat16, backend=backend
         )
+
+
+@pytest.mark.parametrize("size", [*head_norm.SIZES, (2, 3, 70, 16, 72)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
+@pytest.mark.parametrize("backend", [None, "inductor"])
+def test_normalised_and_rotated_heads_equal_the_layers(size, dtype, tolerance, backend):
+    torch._dynamo.reset()
+    for axis in head_norm.AXES:
+        head_norm.compare(size, axis, device="cuda", dtype=dtype, tolerance=tolerance, backend=backend)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

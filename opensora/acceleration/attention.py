@@ -16,7 +16,7 @@ from torch import Tensor
 # part of PyTorch's CUDA builds; without it short sequences take batched matrix products
 HAS_TRITON = torch.version.cuda is not None and importlib.util.find_spec("triton") is not None
 if HAS_TRITON:
-    from opensora.acceleration import few_keys_attention, short_attention
+    from opensora.acceleration import few_keys_attention, head_norm, short_attention
     from opensora.acceleration.few_keys_attention import MAX_KEYS
     from opensora.acceleration.short_attention import MAX_HEAD_DIM, MAX_LENGTH
 
@@ -72,6 +72,29 @@ def packed_attention(qkv: Tensor, num_heads: int, axis: str, kernel: str = "auto
     if kernel != "auto" or not HAS_TRITON or qkv.device.type != "cuda" or width // (3 * num_heads) > MAX_HEAD_DIM:
         return None
     return short_attention.attend_packed(qkv, num_heads) if axis == "time" and T <= MAX_LENGTH else None
+
+
+def normed_heads(
+    x: Tensor, weight: Tensor, eps: float, table: Tensor | None, every: int, kernel: str = "auto"
+) -> Tensor | None:
+    """RMS-normalised and rotated heads of queries or keys, where a kernel for that exists; else None.
+
+    Args:
+        x: [B, T, S, H, D], in any strides.
+        weight: [D].
+        eps: added to the mean of squares.
+        table: rotary table [2, N, D], see `opensora.models.layers.rope`; None = no positions.
+        every: token i of the B T S is at position `(i // every) % N`.
+        kernel: see `attention`.
+
+    Returns:
+        [B, T, S, H, D] in x's number format, or None.
+    """
+    return head_norm.norm_heads(x, weight, eps, table, every) if kernel == "auto" and _heads_fit(x) else None
+
+
+def _heads_fit(x: Tensor) -> bool:
+    return HAS_TRITON and x.device.type == "cuda" and x.shape[-1] <= head_norm.MAX_HEAD_DIM and x.dtype != torch.float64
 
 
 def _few_keys(q: Tensor, k: Tensor) -> bool:

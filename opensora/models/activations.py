@@ -5,7 +5,8 @@ numbers per token (D: width), in the number format of the computation:
 
     LayerNorm and modulation   2     its input and its output
     self-attention             7     input, q, k, v, output twice (as attention leaves it and as the projection takes it), gate
-      with qk_norm             +4    in fp32 what is normalised, with and without its norm; +9 in half precision
+      with qk_norm             +4    in fp32 what is normalised, with and without its norm; +9 in half precision. A GPU's kernel
+                                     keeps 2 alone, so there the whole is an upper limit
     cross-attention            3     input, q, output
     MLP                        1 + 2 M + 1    input; hidden layer of width M D before and after GELU; gate
 

@@ -9,7 +9,7 @@ from typing import Literal, Protocol, get_args
 import torch
 from torch import Tensor, nn
 
-from opensora.acceleration.attention import attention, packed_attention
+from opensora.acceleration.attention import attention, normed_heads, packed_attention
 from opensora.models.layers.rope import apply_rotary
 
 Axis = Literal["space", "time", "all"]
@@ -146,9 +146,20 @@ class Attention(nn.Module):
             return join_heads(self.weigh(q, k, v, rope), (B, T, S), self.axis)
         # normalise and rotate in the order in which the tokens lie: a compiler makes fewer passes of it
         q, k, v = qkv.unflatten(-1, (3, heads, self.head_dim)).unbind(-3)  # each [B, T, S, H, d]
-        q, k = self._placed(q, k, None if rope is None else _along(rope, self.axis, S))
+        q, k = self._placed_tokens(q, k, rope)
         q, k, v = (sequences(part, self.axis) for part in (q, k, v))
         return join_heads(attention(q, k, v, kernel=self.kernel), (B, T, S), self.axis)
+
+    def _placed_tokens(self, q: Tensor, k: Tensor, rope: Tensor | None) -> tuple[Tensor, Tensor]:
+        """`_placed` of `[B, T, S, H, d]`; `rope` is the table for the positions along the axis."""
+        S, q_norm, k_norm = q.shape[2], self.q_norm, self.k_norm
+        if self.norm_order == "norm_then_rope" and isinstance(q_norm, RMSNorm) and isinstance(k_norm, RMSNorm):
+            every = S if self.axis == "time" else 1
+            q_placed = normed_heads(q, q_norm.weight, q_norm.eps, rope, every, self.kernel)
+            k_placed = normed_heads(k, k_norm.weight, k_norm.eps, rope, every, self.kernel)
+            if q_placed is not None and k_placed is not None:
+                return q_placed, k_placed
+        return self._placed(q, k, None if rope is None else _along(rope, self.axis, S))
 
     def weigh(self, q: Tensor, k: Tensor, v: Tensor, rope: Tensor | None = None) -> Tensor:
         """Positions, normalisation, softmax and sum: `q [..., H, N, d]`, `k, v [..., H, L, d]` -> q's shape."""
