@@ -37,7 +37,10 @@ KEPT = {
     "aten::_scaled_dot_product_flash_attention_for_cpu",
     "aten::_scaled_dot_product_fused_attention_overrideable",
 }
-"""Whose results "selective" keeps, besides our own kernels. Not `bmm`: scores of an unfused attention are [B, H, N, N]."""
+"""Whose results "selective" keeps, besides those of our own kernels that are dear. Not `bmm`: scores of an unfused attention are [B, H, N, N]."""
+
+CHEAP = {"opensora::norm_heads", "opensora::norm_heads_inlined"}
+"""Kernels of our own that only pass over memory."""
 
 TAGS_MISS_FUNCTIONS = "2.10" <= torch.__version__ < "2.12"
 """Whether this PyTorch, compiling a checkpoint, tags nothing that a `torch.autograd.Function` computes, and so keeps it.
@@ -167,7 +170,7 @@ getattr(wrap, "log", logger).addFilter(_not_of_our_contexts)
 
 def _keep_products(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
     name: str = op.name()
-    ours = name.startswith("opensora::") and not name.endswith("backward")
+    ours = name.startswith("opensora::") and not name.endswith("backward") and name not in CHEAP
     return CheckpointPolicy.MUST_SAVE if ours or name in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
 

@@ -22,6 +22,18 @@ def test_output_and_gradients_equal_the_layers_in_the_interpreter():
     assert interpreted(HERE).count("equal") == len(SIZES) * len(AXES) + 2
 
 
+def test_selective_checkpointing_computes_it_again():
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    from opensora.acceleration.checkpointing import _keep_products
+    from opensora.acceleration.few_keys_attention import few_keys_attention
+    from opensora.acceleration.head_norm import norm_heads_operator
+
+    cheap, dear = (_keep_products(None, each._opoverload) for each in (norm_heads_operator, few_keys_attention))
+    assert cheap == CheckpointPolicy.PREFER_RECOMPUTE
+    assert dear == CheckpointPolicy.MUST_SAVE
+
+
 def place(size: tuple[int, ...], axis: str | None) -> tuple[Tensor | None, Tensor | None, int]:
     """The table for positions along an axis, the same for tokens [B, T, S, H, d], and `every`."""
     _, T, S, _, d = size
