@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from opensora.acceleration.attention import _leaves_a_gpu_idle, attention
+import opensora.acceleration.attention as attention_module
+from opensora.acceleration.attention import attention
 from opensora.acceleration.checkpointing import checkpoint_activations
 from opensora.acceleration.compile import compile_blocks
 from opensora.acceleration.cuda_graphs import record_training
@@ -95,8 +96,10 @@ def test_attention_to_few_keys_equals_the_formula(size, masked, dtype, tolerance
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("backend", [None, "inductor"])
-def test_the_queries_of_one_sample_keep_a_gpu_busy(masked, backend):
+def test_the_queries_of_one_sample_keep_a_gpu_busy(masked, backend, monkeypatch):
     """300 tokens of one caption are too many for our kernel, and too few programs for the backward pass of PyTorch's."""
+    parts, in_parts = [], attention_module._sdpa_in_parts
+    monkeypatch.setattr(attention_module, "_sdpa_in_parts", lambda *args: parts.append(1) or in_parts(*args))
     torch._dynamo.reset()
     torch.manual_seed(0)
     leaves = [torch.randn(1, n, 16, 72, device="cuda", dtype=torch.bfloat16) for n in (8192, 300, 300)]
@@ -109,7 +112,7 @@ def test_the_queries_of_one_sample_keep_a_gpu_busy(masked, backend):
         out = attend(*(each.transpose(1, 2) for each in inputs), mask)
         (out.float() * weight).sum().backward()
         results.append([out.detach().float(), *(each.grad.float() for each in inputs)])
-    assert _leaves_a_gpu_idle(*(each.transpose(1, 2) for each in leaves[:2]))  # so that it is this which was compared
+    assert len(parts) == 1  # so that it is this which was compared
     for ours, right in zip(*results, strict=True):
         assert (ours - right).norm() < 1e-2 * right.norm()
 

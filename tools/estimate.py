@@ -199,7 +199,7 @@ def memory_rows(
     for engine, level, batch in itertools.product(ENGINES, levels, batches or (clip.batch,)):
         state = state_bytes(sizes, engine, machines, shard=_shard(cfg, machines), short=short)
         kept = activation_bytes(
-            built.model, batch * place, 2 if short else 4, parse_recompute(level), compiled=cfg.compile
+            built.model, batch * place, 2 if short else 4, parse_recompute(level), compiled=cfg.compile, kernels=True
         )
         gib = {"state": sum(state.values()) / GIB, "activations": kept / GIB, "frozen": frozen / GIB}
         row = {"engine": engine, "checkpoint": level, "clip": clip.name, "batch": batch}

@@ -119,15 +119,20 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None) -> Tensor:
     return F.scaled_dot_product_attention(q4, k4, v4, attn_mask=allowed).reshape(q.shape)
 
 
+def _on_gpu(x: Tensor) -> bool:
+    return x.device.type == "cuda"
+
+
 def _leaves_a_gpu_idle(q: Tensor, k: Tensor) -> bool:
     """Whether the backward pass of PyTorch's kernels has too few programs, but many queries.
 
     Each of its programs takes some keys of a head and walks over all queries: 300 tokens of one caption and 16 heads are 48.
     """
-    if q.device.type != "cuda" or q.ndim != 4 or not torch.is_grad_enabled():
+    if not _on_gpu(q) or q.ndim != 4 or not torch.is_grad_enabled():
         return False
     (B, H, N, _), L = q.shape, k.shape[2]
-    if N % QUERY_PARTS or N < QUERY_PARTS * MANY_QUERIES:
+    # few keys, as they are copied: not in self-attention. In this order, so that short sequences do not ask what divides them
+    if N < QUERY_PARTS * MANY_QUERIES or N < 2 * QUERY_PARTS * L or N % QUERY_PARTS:
         return False
     return B * H * ((L + KEYS_OF_A_PROGRAM - 1) // KEYS_OF_A_PROGRAM) < BUSY_PROGRAMS
 

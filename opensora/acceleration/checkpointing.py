@@ -39,7 +39,7 @@ KEPT = {
 }
 """Whose results "selective" keeps, besides those of our own kernels that are dear. Not `bmm`: scores of an unfused attention are [B, H, N, N]."""
 
-CHEAP = {"opensora::norm_heads", "opensora::norm_heads_inlined"}
+CHEAP = {"opensora::norm_heads"}
 """Kernels of our own that only pass over memory."""
 
 TAGS_MISS_FUNCTIONS = "2.10" <= torch.__version__ < "2.12"

@@ -42,12 +42,12 @@ def norm_heads(x: Tensor, weight: Tensor, eps: float, table: Tensor | None, ever
 
 
 def _forward(x: Tensor, weight: Tensor, eps: float, table: Tensor | None, every: int, kernel: Any = None) -> Tensor:
-    x = _by_token(x)
+    x, token = _by_token(x)
     H, d = x.shape[-2:]
     rows, out = x.numel() // d, x.new_empty(x.shape)
-    (kernel or _norm_heads_kernel)[(triton.cdiv(rows, _ROWS["BLOCK"]),)](
-        x, weight, *_positions(table, every, x), out, rows, x.stride(2), x.stride(3), eps,
-        H=H, d=d, **_sizes(x, d, table), **_ROWS,
+    (kernel or _norm_heads_forward_kernel)[(triton.cdiv(rows, _ROWS["BLOCK"]),)](
+        x, weight.contiguous(), *_positions(table, every, x), out, rows, token, x.stride(3), eps,
+        H=H, d=d, **_sizes(d, table, token, x.stride(3)), **_ROWS,
     )  # fmt: skip
     return out
 
@@ -68,14 +68,14 @@ def norm_heads_backward(
     grad: Tensor, x: Tensor, weight: Tensor, eps: float, table: Tensor | None, every: int
 ) -> tuple[Tensor, Tensor]:
     """The gradient of x, contiguous, and fp32 sums [P, d] of the weight's over parts of the rows."""
-    grad, x = _by_token(grad), _by_token(x)
+    (grad, grad_token), (x, token) = _by_token(grad), _by_token(x)
     H, d = x.shape[-2:]
     rows, dx = x.numel() // d, x.new_empty(x.shape)
     parts = triton.cdiv(rows, _ROWS["BLOCK"] * _STEPS)
-    weights = x.new_empty(parts, d, dtype=torch.float32)
+    weights, strides = x.new_empty(parts, d, dtype=torch.float32), (token, x.stride(3), grad_token, grad.stride(3))
     _norm_heads_backward_kernel[(parts,)](
-        grad, x, weight, *_positions(table, every, x), dx, weights, rows, x.stride(2), x.stride(3), grad.stride(2), grad.stride(3), eps,
-        STEPS=_STEPS, H=H, d=d, **_sizes(x, d, table, grad), **_ROWS,
+        grad, x, weight.contiguous(), *_positions(table, every, x), dx, weights, rows, *strides, eps,
+        STEPS=_STEPS, H=H, d=d, **_sizes(d, table, *strides), **_ROWS,
     )  # fmt: skip
     return dx, weights
 
@@ -101,21 +101,22 @@ def _grad(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:  # type
 norm_heads_operator.register_autograd(_grad, setup_context=_save)
 
 
-def _by_token(x: Tensor) -> Tensor:
-    """x itself, if its tokens follow each other at one distance, as those of a linear layer's output do."""
-    B, T, S, _, _ = x.shape
-    b, t, s, _, last = x.stride()
-    even = (T == 1 or t == S * s) and (B == 1 or b == T * S * s)
-    return x if last == 1 and even else x.contiguous()
+def _by_token(x: Tensor) -> tuple[Tensor, int]:
+    """x itself, if its tokens follow each other at one distance, as those of a linear layer's output do, else a copy; and the distance."""
+    (B, T, S, H, d), (b, t, s, _, last) = x.shape, x.stride()
+    axes = [(stride, before) for n, stride, before in ((S, s, 1), (T, t, S), (B, b, T * S)) if n > 1]
+    token = axes[0][0] // axes[0][1] if axes else H * d  # the stride of an axis of length 1 says nothing
+    if last == 1 and all(stride == token * before for stride, before in axes):
+        return x, token
+    return x.new_empty(x.shape).copy_(x), H * d  # `contiguous` leaves such strides as they are
 
 
 def _positions(table: Tensor | None, every: int, placeholder: Tensor) -> tuple[Tensor, int, int]:
     return (placeholder, 1, 1) if table is None else (table.contiguous(), every, table.shape[1])
 
 
-def _sizes(x: Tensor, d: int, table: Tensor | None, *others: Tensor) -> dict[str, int | bool]:
+def _sizes(d: int, table: Tensor | None, *strides: int) -> dict[str, int | bool]:
     """What the kernels know when they are compiled; ALIGN says whether rows can be read 16 bytes at a time."""
-    strides = [stride for each in (x, *others) for stride in each.stride()[2:4]]
     return {"ALIGN": math.gcd(8, d, *strides), "CHANNELS": triton.next_power_of_2(d), "ROTATE": table is not None}
 
 
@@ -129,7 +130,7 @@ def _other_of_pair(x, BLOCK: tl.constexpr, CHANNELS: tl.constexpr):  # type: ign
 @triton.jit
 def _starts(rows, stride_token, stride_head, H: tl.constexpr, ALIGN: tl.constexpr):  # type: ignore[no-untyped-def]
     """Where the rows begin, in 64 bits: a batch of long videos has more than 2^31 activations."""
-    return tl.multiple_of((rows // H).to(tl.int64) * stride_token + (rows % H) * stride_head, ALIGN)
+    return tl.multiple_of((rows // H).to(tl.int64) * stride_token + (rows % H).to(tl.int64) * stride_head, ALIGN)
 
 
 @triton.jit
@@ -141,7 +142,7 @@ def _turns(table_ptr, rows, columns, inside, every, N, H: tl.constexpr, d: tl.co
 
 
 @triton.jit
-def _norm_heads_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
+def _norm_heads_forward_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     x_ptr, weight_ptr, table_ptr, every, N, out_ptr, num_rows, xt, xh, eps,
     H: tl.constexpr, d: tl.constexpr, ALIGN: tl.constexpr, CHANNELS: tl.constexpr, ROTATE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -200,4 +201,4 @@ def norm_heads_inlined(x: Tensor, weight: Tensor, eps: float, table: Tensor | No
     """`norm_heads` without gradients, for compiled programs."""
     if has_symbols(x) or isinstance(every, torch.SymInt):
         return norm_heads_operator(x, weight, eps, table, every)
-    return _forward(x, weight, eps, table, every, torch.library.wrap_triton(_norm_heads_kernel))
+    return _forward(x, weight, eps, table, every, torch.library.wrap_triton(_norm_heads_forward_kernel))

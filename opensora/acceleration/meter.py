@@ -357,5 +357,5 @@ def _peak_bytes(device: torch.device) -> int:
 
 
 def alloc_retries(device: torch.device) -> int:
-    """How often memory ran out, and was enough once PyTorch had freed what it keeps for later: each time the device stands still."""
+    """How often memory ran out, so that PyTorch freed what it keeps for later: each time the device stands still."""
     return torch.cuda.memory_stats(device).get("num_alloc_retries", 0) if device.type == "cuda" else 0

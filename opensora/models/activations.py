@@ -5,8 +5,8 @@ numbers per token (D: width), in the number format of the computation:
 
     LayerNorm and modulation   2     its input and its output
     self-attention             7     input, q, k, v, output twice (as attention leaves it and as the projection takes it), gate
-      with qk_norm             +4    in fp32 what is normalised, with and without its norm; +9 in half precision. A GPU's kernel
-                                     keeps 2 alone, so there the whole is an upper limit
+      with qk_norm             +4    in fp32 what is normalised, with and without its norm; +9 in half precision; a
+                                     GPU's kernel (`acceleration/head_norm.py`) keeps its results alone, +2
     cross-attention            3     input, q, output
     MLP                        1 + 2 M + 1    input; hidden layer of width M D before and after GELU; gate
 
@@ -26,7 +26,7 @@ from opensora.models.layers.attention import Attention, CrossAttention
 from opensora.utils.recompute import Recompute
 
 NORM, SELF, CROSS = 2.0, 7.0, 3.0
-QK_NORM = {4: 4.0, 2: 9.0}  # by bytes of a number
+QK_NORM, KERNELS_QK_NORM = {4: 4.0, 2: 9.0}, 2.0  # by bytes of a number; with our kernel
 COMPILED = 7 / 8
 
 
@@ -38,12 +38,15 @@ class BlockUnits(NamedTuple):
     products: float  # outputs of matrix products and attention, which "selective" keeps
 
 
-def block_units(block: nn.Module, num_bytes: int) -> BlockUnits:
-    """What a block keeps; `num_bytes` of a number in the format of the computation."""
+def block_units(block: nn.Module, num_bytes: int, *, kernels: bool = False) -> BlockUnits:
+    """What a block keeps; `num_bytes` of a number in the format of the computation, `kernels` as of `activation_bytes`."""
     whole = mlp = products = 0.0
     for module in block.modules():
         if isinstance(module, Attention):
-            whole += SELF + (0.0 if isinstance(module.q_norm, nn.Identity) else QK_NORM[num_bytes])
+            whole += SELF
+            if not isinstance(module.q_norm, nn.Identity):
+                fused = kernels and module.norm_order == "norm_then_rope"
+                whole += KERNELS_QK_NORM if fused else QK_NORM[num_bytes]
             products += 5.0  # qkv, attention, projection
         elif isinstance(module, CrossAttention):
             whole += CROSS
@@ -59,7 +62,13 @@ def block_units(block: nn.Module, num_bytes: int) -> BlockUnits:
 
 
 def activation_bytes(
-    model: Denoiser, tokens: float, num_bytes: int, recompute: Recompute, *, compiled: bool = False
+    model: Denoiser,
+    tokens: float,
+    num_bytes: int,
+    recompute: Recompute,
+    *,
+    compiled: bool = False,
+    kernels: bool = False,
 ) -> float:
     """The largest sum of what is kept at one time.
 
@@ -69,11 +78,12 @@ def activation_bytes(
         num_bytes: 4 for fp32, 2 for bf16 and fp16.
         recompute: which parts are computed again.
         compiled: whether the blocks are compiled.
+        kernels: whether our kernels compute, as they do on a GPU.
     """
     blocks = model.transformer_blocks()
     units, again = 0.0, 0.0
     for block, part in zip(blocks, recompute.parts(len(blocks)), strict=True):
-        of = block_units(block, num_bytes)
+        of = block_units(block, num_bytes, kernels=kernels)
         less = COMPILED if compiled else 1.0
         kept, missing = _kept(of, part)
         units += kept if part == "block" else kept * less

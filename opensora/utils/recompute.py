@@ -77,3 +77,14 @@ def recompute_problems(value: bool | int | str) -> list[str]:  # noqa: FBT001  (
     except UserError as error:
         return [str(error)]
     return []
+
+
+def level_of(text: str) -> int | str:
+    """A value of `grad_checkpoint` from a command line.
+
+    Raises:
+        UserError: it is no such value.
+    """
+    level = int(text) if text.isdecimal() else text
+    parse_recompute(level)
+    return level

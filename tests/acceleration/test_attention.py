@@ -50,6 +50,26 @@ def test_queries_in_parts_give_the_same(masked, order):
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize(
+    ("size", "idle"),
+    [
+        ((1, 16, 54000, 300), True),  # one video, a caption
+        ((5, 16, 54000, 300), True),
+        ((6, 16, 54000, 300), False),  # 288 programs
+        ((1, 16, 8184, 300), False),  # few queries
+        ((1, 16, 54001, 300), False),  # no eight parts
+        ((1, 2, 16384, 16384), False),  # self-attention of the heads that one of eight processes has
+    ],
+)
+def test_who_leaves_a_gpu_idle(size, idle, monkeypatch):
+    B, H, N, L = size
+    monkeypatch.setattr(module, "_on_gpu", lambda _: True)
+    q, k = torch.empty(B, H, N, 8, device="meta"), torch.empty(B, H, L, 8, device="meta")
+    assert module._leaves_a_gpu_idle(q, k) == idle
+    with torch.no_grad():
+        assert not module._leaves_a_gpu_idle(q, k)
+
+
 def test_unknown_kernel_lists_the_known():
     with pytest.raises(ValueError, match="auto, sdpa, math"):
         attention(*torch.randn(3, 1, 1, 2, 2).unbind(0), kernel="flush")

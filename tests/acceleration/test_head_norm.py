@@ -12,26 +12,21 @@ from opensora.models.layers.rope import rotary_table
 from tests.acceleration.interpreter import interpreted
 
 HERE = Path(__file__).resolve()
-SIZES = [(2, 3, 5, 4, 72), (1, 40, 7, 2, 8), (2, 1, 3, 3, 64), (1, 2, 300, 1, 24)]  # B, T, S, H, d
+SIZES = [(2, 3, 5, 4, 72), (1, 40, 7, 2, 8), (2, 1, 3, 3, 64), (1, 2, 300, 1, 24), (2, 3, 1, 4, 8), (1, 1, 1, 2, 16)]
+"""B, T, S, H, d"""
 AXES = (None, "time", "space", "all")
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="this PyTorch has no Triton")
 
 
 def test_output_and_gradients_equal_the_layers_in_the_interpreter():
-    assert interpreted(HERE).count("equal") == len(SIZES) * len(AXES) + 2
+    assert interpreted(HERE).count("equal") == len(SIZES) * len(AXES) + 3
 
 
-def test_selective_checkpointing_computes_it_again():
-    from torch.utils.checkpoint import CheckpointPolicy
-
-    from opensora.acceleration.checkpointing import _keep_products
-    from opensora.acceleration.few_keys_attention import few_keys_attention
-    from opensora.acceleration.head_norm import norm_heads_operator
-
-    cheap, dear = (_keep_products(None, each._opoverload) for each in (norm_heads_operator, few_keys_attention))
-    assert cheap == CheckpointPolicy.PREFER_RECOMPUTE
-    assert dear == CheckpointPolicy.MUST_SAVE
+def test_a_table_of_another_length_is_an_error():
+    layer = Attention(16, 2, axis="time", qk_norm=True)
+    with pytest.raises(ValueError, match=r"7.*3 positions.*8 channels"):
+        layer(torch.randn(2, 3, 5, 16), rotary_table(8, torch.arange(7)))
 
 
 def place(size: tuple[int, ...], axis: str | None) -> tuple[Tensor | None, Tensor | None, int]:
@@ -52,6 +47,7 @@ def compare(
     dtype: torch.dtype,
     tolerance: float,
     backend: str | None = None,
+    dynamic: bool = False,
 ) -> None:
     """Result and gradients, of a third of a packed tensor, against our layers in fp64; the gradient comes in another order in memory."""
     from opensora.acceleration.head_norm import norm_heads
@@ -63,7 +59,7 @@ def compare(
     torch.nn.init.normal_(norm.weight, 1.0, 0.3)
     grad = torch.randn(B, S, H, T, d, device=device, dtype=dtype).permute(0, 3, 1, 2, 4)
     table, wide, every = (each.to(device) if isinstance(each, Tensor) else each for each in place(size, axis))
-    run = torch.compile(norm_heads, fullgraph=True, backend=backend) if backend else norm_heads
+    run = torch.compile(norm_heads, fullgraph=True, backend=backend, dynamic=dynamic) if backend else norm_heads
     own, weight = packed.clone().requires_grad_(), norm.weight.detach().clone().requires_grad_()
     out = run(own[:, :, :, 1], weight, norm.eps, table, every)
     out.backward(grad)
@@ -77,6 +73,15 @@ def compare(
     with torch.no_grad():
         without = run if device == "cuda" else norm_heads  # the interpreter cannot be compiled into a program
         assert torch.equal(without(packed[:, :, :, 1], weight, norm.eps, table, every), out), (size, axis)
+    if S == 1:  # strides of an axis of one token say nothing: tokens in another order than those after a copy
+        lying = packed[:, :, :, 1].permute(0, 2, 1, 3, 4).contiguous().permute(0, 2, 1, 3, 4)
+        turned = (
+            torch.randn(S, T, B, H, d, device=device, dtype=dtype)
+            .copy_(packed[:, :, :, 1].transpose(0, 2))
+            .transpose(0, 2)
+        )
+        for other in (lying, turned):
+            assert torch.equal(norm_heads(other, weight, norm.eps, table, every), out), (size, axis, other.stride())
     for ours, theirs in ((out, right), (own.grad, exact.grad), (weight.grad, weight64.grad)):
         error = (ours.double() - theirs).norm() / theirs.norm()
         assert error < tolerance, (size, axis, float(error))
@@ -102,6 +107,27 @@ def check_layer() -> None:
     assert len(calls) == 6
 
 
+def check_selective() -> None:
+    """Selective checkpointing computes it again, and no attention."""
+    import opensora.acceleration.attention as module
+    from opensora.acceleration.checkpointing import checkpoint_activations
+    from tests.acceleration.test_checkpointing import Products
+
+    torch.manual_seed(0)
+    counts = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_heads_fit", lambda _: True)
+        for level in ("none", "selective"):
+            layer = Attention(16, 2, axis="space", qk_norm=True)
+            checkpoint_activations([layer], level)
+            with Products() as products:
+                layer(torch.randn(2, 3, 5, 16, requires_grad=True)).sum().backward()
+            counts[level] = products.count
+    assert (counts["none"]["opensora::norm_heads"], counts["selective"]["opensora::norm_heads"]) == (2, 4)
+    name = "aten::_scaled_dot_product_flash_attention_for_cpu"
+    assert counts["none"][name] == counts["selective"][name] == 1
+
+
 def check_compilable() -> None:
     """What torch.compile assumes about the operators is true."""
     from opensora.acceleration.head_norm import norm_heads_backward, norm_heads_operator
@@ -118,10 +144,15 @@ if __name__ == "__main__":
     print("equal")
     check_layer()
     print("equal")
+    check_selective()
+    print("equal")
     for size in SIZES:
         for axis in AXES:
             torch._dynamo.reset()
-            compare(size, axis, device="cpu", dtype=torch.float32, tolerance=1e-6, backend="aot_eager")
+            for dynamic in (False, True) if size == SIZES[0] else ():
+                compare(
+                    size, axis, device="cpu", dtype=torch.float32, tolerance=1e-6, backend="aot_eager", dynamic=dynamic
+                )
             compare(size, axis, device="cpu", dtype=torch.float32, tolerance=1e-6)
             compare(size, axis, device="cpu", dtype=torch.bfloat16, tolerance=1e-2)
             print("equal")

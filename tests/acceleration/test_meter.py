@@ -1,5 +1,6 @@
 """What the log's figures mean: against figures worked out by hand, in one process and in two."""
 
+import gc
 import time
 from math import nan, prod
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import opensora.acceleration.meter as module
 from opensora.acceleration.distributed import World
 from opensora.acceleration.meter import Meter, Step, build_meter, describe_peak, device_peak
 from opensora.datasets.bucket import Buckets
@@ -142,6 +144,24 @@ def check_two(rank: int, world_size: int, folder: Path) -> None:
         assert figures["samples_per_s"] * took == pytest.approx(2 * world.dp_size)
         assert figures["tokens_per_s"] * took == pytest.approx(2 * world.dp_size * 16)
         assert figures["mfu"] * took * 1e12 * 2 == pytest.approx(2 * world.dp_size * cost)
+    check_memory(rank)
+
+
+def check_memory(rank: int) -> None:
+    """The most of any process: here there are no GPUs to ask."""
+    retries = iter(
+        [1, 1, 5 - 3 * rank, 5 - 3 * rank]
+    )  # of the first process four in the second window, of the other one
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "alloc_retries", lambda _: next(retries))
+        patch.setattr(module, "_peak_bytes", lambda _: (2 + rank) * 2**30)
+        meter = Meter(World(rank, 2, torch.device("cpu")), build("STDiT"), sizes=SIZES)
+        found = []
+        for step in meter.data_wait([1, 2, 3]):
+            take(meter, step, SIZES[0], 2, 1.0, whole=4)
+            found.append(meter.read().figures)
+    assert [each["peak_gib"] for each in found] == [3.0] * 3
+    assert [each.get("alloc_retries") for each in found] == [None, 4.0, None]
 
 
 @pytest.mark.gpu
@@ -163,6 +183,8 @@ def test_batches_are_timed_on_the_gpu():
 def test_memory_that_runs_out_is_said():
     device = torch.device("cuda", torch.cuda.current_device())
     meter = Meter(World(0, 1, device), build("STDiT"))
+    gc.collect()
+    torch.cuda.empty_cache()  # what others left would do
 
     def figures():
         meter.add({"whole": 2}, latent(SIZES[0], 2), {"y": torch.zeros(2, 1, L, 16)}, torch.ones((), device=device))

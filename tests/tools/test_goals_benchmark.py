@@ -168,7 +168,7 @@ def test_a_kernel_is_known_by_its_name(name):
     assert step_profile.kind_of(name) == KINDS[name]
 
 
-@pytest.mark.parametrize("module", ["short_attention", "few_keys_attention", "gelu_linear"])
+@pytest.mark.parametrize("module", ["short_attention", "few_keys_attention", "head_norm", "gelu_linear"])
 def test_our_triton_kernels_have_a_line_of_their_own(module):
     """By the names that Triton gives them, which are those of the functions."""
     kernels = pytest.importorskip(f"opensora.acceleration.{module}")

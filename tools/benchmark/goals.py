@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -38,7 +38,7 @@ from opensora.acceleration.distributed import World
 from opensora.acceleration.engine import build_engine
 from opensora.models.layers.modulation import plain_modulation
 from opensora.utils.errors import UserError, exit_on_user_error
-from opensora.utils.recompute import parse_recompute
+from opensora.utils.recompute import level_of
 from tools.benchmark.exact import Errors, Exact, Steps, errors_of, exact
 from tools.benchmark.heading import heading, quiet
 from tools.benchmark.rivals import FLASH, RoundedWeights, diffusers_like, like_the_reference
@@ -63,6 +63,7 @@ COLUMNS = (
 )  # fmt: skip
 WAYS = ("reference", "ours", "float8", "diffusers", "diffusers-autocast")
 OUT_OF_MEMORY = "out of memory"
+Level: TypeAlias = int | str  # of checkpointing
 TOY = {"hidden_size": 64, "depth": 2, "num_heads": 2, "caption_channels": 32}
 
 
@@ -157,7 +158,11 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=tuple(SETTINGS))
     parser.add_argument("--ways", nargs="+", default=list(WAYS[:4]), choices=WAYS)
     parser.add_argument(
-        "--checkpoint", nargs="+", metavar="LEVEL", help="values of grad_checkpoint for our ways, in order"
+        "--checkpoint",
+        nargs="+",
+        type=level_of,
+        metavar="LEVEL",
+        help="values of grad_checkpoint for our ways, in order",
     )
     parser.add_argument("--batch", type=int, help="in place of the settings' own")
     add_experiments(parser)
@@ -167,8 +172,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--toy", action="store_true", help="tiny models and latents; always so on a CPU")
     args = switched_on(parser)
     args.toy = args.toy or args.device == "cpu"
-    for level in args.checkpoint or ():
-        parse_recompute(level)
     if args.memory_gib and args.device == "cuda":
         whole = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, args.memory_gib * 2**30 / whole))
@@ -183,8 +186,9 @@ def measure_setting(args: argparse.Namespace, name: str, setting: Setting, peak:
         print(line(name, "fp32", "-", found), flush=True)
         return
     right, flops = found
-    rate_of_reference, levels = None, tuple(args.checkpoint or setting.levels)
-    first: str | None = None  # of the levels that fit
+    rate_of_reference = None
+    levels: Sequence[Level] = tuple(args.checkpoint or setting.levels)
+    first: Level | None = None  # of the levels that fit
     for way in args.ways:
         if way == "float8" and isinstance(reason := attempt(partial(check, args.float8_recipe, device), device), str):
             print(line(name, way, "-", reason), flush=True)
@@ -200,8 +204,8 @@ def measure_setting(args: argparse.Namespace, name: str, setting: Setting, peak:
 
 
 def first_that_fits(
-    args: argparse.Namespace, name: str, setting: Setting, way: str, levels: Sequence[str], right: Exact
-) -> tuple[str, Result | None]:
+    args: argparse.Namespace, name: str, setting: Setting, way: str, levels: Sequence[Level], right: Exact
+) -> tuple[Level, Result | None]:
     """The first value of `grad_checkpoint` that works, and what it gives; each that does not is a line of the table."""
     failure = ""
     for level in levels:
@@ -215,7 +219,7 @@ def first_that_fits(
     return levels[-1], None
 
 
-def levels_of(way: str, levels: Sequence[str], first: str | None) -> Sequence[str]:
+def levels_of(way: str, levels: Sequence[Level], first: Level | None) -> Sequence[Level]:
     """The values of `grad_checkpoint` to try for a way: `levels` are those for ours, of which `first` is known to fit."""
     if way == "reference":
         return ("block",)
@@ -224,9 +228,9 @@ def levels_of(way: str, levels: Sequence[str], first: str | None) -> Sequence[st
     return levels if first is None else levels[levels.index(first) :]
 
 
-def line(name: str, way: str, level: str, *cells: str) -> str:
+def line(name: str, way: str, level: Level, *cells: str) -> str:
     """A line of the table, filled up."""
-    return f"| {' | '.join([name, way, level, *cells, *['-'] * (len(COLUMNS) - 3 - len(cells))])} |"
+    return f"| {' | '.join([name, way, str(level), *cells, *['-'] * (len(COLUMNS) - 3 - len(cells))])} |"
 
 
 def cells(setting: Setting, found: Result, rate: float, times: str, peak: float) -> list[str]:
@@ -271,7 +275,7 @@ def attempt(call: Callable[[], Value], device: torch.device) -> Value | str:
         forget(device)
 
 
-def measure(args: argparse.Namespace, setting: Setting, way: str, level: str, right: Exact) -> Result:
+def measure(args: argparse.Namespace, setting: Setting, way: str, level: Level, right: Exact) -> Result:
     """Build, compile, compare, train."""
     device = torch.device(args.device)
     began = time.perf_counter()
@@ -300,7 +304,7 @@ def measure(args: argparse.Namespace, setting: Setting, way: str, level: str, ri
     return Result(found, trained.flops, errors, setup_s)
 
 
-def as_the_reference(model: Any, setting: Setting, level: str) -> Trained:
+def as_the_reference(model: Any, setting: Setting, level: Level) -> Trained:
     """The reference's settings, see `tools.benchmark.rivals`."""
     flops = model.flops(setting.latent, setting.text_len)
     like_the_reference(model)
@@ -315,7 +319,7 @@ def plain_kernels() -> Iterator[None]:
         yield
 
 
-def with_diffusers(model: Any, setting: Setting, device: torch.device, level: str, *, autocast: bool) -> Trained:
+def with_diffusers(model: Any, setting: Setting, device: torch.device, level: Level, *, autocast: bool) -> Trained:
     """Diffusers' model in place of ours, compiled block by block; `autocast` keeps its weights in fp32."""
     with device:
         theirs, flops = diffusers_like(model, setting.latent)

@@ -25,6 +25,7 @@ from opensora.acceleration.distributed import World, prefer_expandable_segments
 from opensora.acceleration.engine import build_engine
 from opensora.registry import MODELS, SCHEDULERS
 from opensora.utils.dtype import to_torch_dtype
+from opensora.utils.recompute import level_of
 from opensora.utils.seed import generators
 from tools.benchmark.step_profile import Kernel, kernels_of, write_kinds
 from tools.benchmark.train_step import matmul_tflops, synchronize
@@ -163,11 +164,6 @@ def timed(run: Callable[[], object], device: torch.device, repeats: int) -> floa
         run()
     synchronize(device)
     return (time.perf_counter() - started) / repeats
-
-
-def level_of(text: str) -> int | str:
-    """A value of `grad_checkpoint` from the command line."""
-    return int(text) if text.isdecimal() else text
 
 
 def inputs(model: Any, case: Case, batch: int, device: torch.device) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

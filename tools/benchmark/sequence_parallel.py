@@ -37,6 +37,7 @@ from opensora.registry import MODELS
 from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.errors import exit_on_user_error
 from opensora.utils.flops import FORWARDS_IN_A_STEP
+from opensora.utils.recompute import level_of
 from tools.benchmark.step_profile import busy_ms, gpu_kernels
 from tools.benchmark.train_step import train
 
@@ -70,7 +71,7 @@ class Work:
     engine: str = "ddp"
     settings: dict[str, Any] = field(default_factory=dict)
     blocks: str = "compiled"
-    checkpoint: str = "block"
+    checkpoint: int | str = "block"
     batch: int = 1
     text_len: int = 120
     dtype: str = "bf16"
@@ -131,7 +132,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--fsdp-reshard", default="zero2", choices=("zero2", "zero3"), help="of engine fsdp2")
     parser.add_argument("--shard-size", type=int, help="of engine fsdp2: processes that share the state; default all")
     parser.add_argument("--blocks", default="compiled", choices=("eager", "compiled"))
-    parser.add_argument("--checkpoint", default="block", help="a value of grad_checkpoint")
+    parser.add_argument("--checkpoint", type=level_of, default="block", help="a value of grad_checkpoint")
     parser.add_argument("--text-len", type=int, default=120)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--dtype", default=defaults["dtype"], choices=("fp32", "bf16", "fp16"))

@@ -21,7 +21,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from opensora.utils.errors import exit_on_user_error
-from opensora.utils.recompute import parse_recompute
+from opensora.utils.recompute import level_of
 from tools.benchmark.heading import heading, quiet
 from tools.benchmark.train_step import add_experiments, build, inputs, start, switched_on, switches, timed, told, train
 
@@ -29,6 +29,7 @@ KINDS = {
     "attention (cuDNN, flash, efficient)": r"sdpa|scaled_dot_product|flash|fmha|cudnn::fusion",
     "our short_attention": r"_short_attention_",
     "our few_keys_attention": r"_few_keys_",
+    "our head_norm": r"_norm_heads_",
     "our gelu_linear": r"_gelu_backward_kernel",
     "norm clipping": r"lpnorm|_foreach_norm|linalg_vector_norm",
     "optimizer": r"FusedAdam|fused_adam|multi_tensor_apply|aten::_foreach|Optimizer\.",
@@ -95,7 +96,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--text-len", type=int, default=defaults["text_len"])
     parser.add_argument("--dtype", default=defaults["dtype"], choices=("fp32", "bf16", "fp16"))
     parser.add_argument("--blocks", default=defaults["blocks"], choices=("eager", "compiled"))
-    parser.add_argument("--checkpoint", default="none", metavar="LEVEL", help="a value of the config's grad_checkpoint")
+    parser.add_argument(
+        "--checkpoint", type=level_of, default="none", metavar="LEVEL", help="a value of the config's grad_checkpoint"
+    )
     parser.add_argument(
         "--float8", nargs="?", const="rowwise", metavar="RECIPE", help="float8 products; default rowwise"
     )
@@ -103,9 +106,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--steps", type=int, default=6, help="that are timed")
     parser.add_argument("--profiled", type=int, default=2, help="steps that are profiled")
-    args = switched_on(parser)
-    parse_recompute(args.checkpoint)
-    return args
+    return switched_on(parser)
 
 
 def measure(args: argparse.Namespace) -> tuple[float, list[Kernel]]:

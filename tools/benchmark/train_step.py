@@ -29,7 +29,7 @@ from opensora.acceleration.meter import alloc_retries
 from opensora.registry import MODELS, SCHEDULERS
 from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.errors import exit_on_user_error
-from opensora.utils.recompute import parse_recompute
+from opensora.utils.recompute import level_of
 from opensora.utils.seed import generators
 from tools.benchmark.compile_modes import awake
 from tools.benchmark.exact import Errors, Steps, errors_of, exact
@@ -96,7 +96,7 @@ def parse_args() -> argparse.Namespace:
     defaults: dict[str, Any] = ON_GPU if parser.parse_known_args()[0].device == "cuda" else ON_CPU
     parser.add_argument("--models", nargs="+", default=defaults["models"])
     parser.add_argument("--blocks", nargs="+", default=["eager", "compiled"], choices=("eager", "compiled"))
-    parser.add_argument("--checkpoint", nargs="+", default=["none"], help="values of grad_checkpoint")
+    parser.add_argument("--checkpoint", nargs="+", type=level_of, default=["none"], help="values of grad_checkpoint")
     parser.add_argument("--latent", type=int, nargs=3, default=defaults["latent"], metavar=("T", "H", "W"))
     parser.add_argument("--text-len", type=int, default=120)
     parser.add_argument("--batch", type=int, default=defaults["batch"])
@@ -105,10 +105,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--steps", type=int, default=defaults["steps"])
     parser.add_argument("--peak-tflops", type=float, help="of the device, in the number format; measured when left out")
-    args = switched_on(parser)
-    for level in args.checkpoint:
-        parse_recompute(level)
-    return args
+    return switched_on(parser)
 
 
 def add_experiments(parser: argparse.ArgumentParser) -> None:
@@ -140,7 +137,7 @@ def switched_on(parser: argparse.ArgumentParser) -> argparse.Namespace:
     return args
 
 
-def cells(args: argparse.Namespace, model: str, blocks: str, checkpoint: str, peak: float) -> str:
+def cells(args: argparse.Namespace, model: str, blocks: str, checkpoint: int | str, peak: float) -> str:
     """The figures of one line, or why there are none."""
     try:
         result = measure(args, model, blocks, checkpoint)
@@ -153,7 +150,7 @@ def cells(args: argparse.Namespace, model: str, blocks: str, checkpoint: str, pe
     return f"{speed} | {result.timed.memory} | {' | '.join(result.errors.cells())}"
 
 
-def measure(args: argparse.Namespace, name: str, blocks: str, checkpoint: str) -> Result:
+def measure(args: argparse.Namespace, name: str, blocks: str, checkpoint: int | str) -> Result:
     """Build the model and time `args.steps` steps after `args.warmup`."""
     device = torch.device(args.device)
     model = build(name, device, args.text_len)
@@ -172,7 +169,7 @@ def build(name: str, device: torch.device, text_len: int, **size: int) -> Any:
         return awake(MODELS.build({"type": name}, model_max_length=text_len, **size)).train()
 
 
-def start(model: Any, device: torch.device, dtype: str, blocks: str, checkpoint: str, **switches: bool) -> Engine:
+def start(model: Any, device: torch.device, dtype: str, blocks: str, checkpoint: int | str, **switches: bool) -> Engine:
     """The engine, ready to train.
 
     Args:

@@ -152,7 +152,11 @@ class Attention(nn.Module):
 
     def _placed_tokens(self, q: Tensor, k: Tensor, rope: Tensor | None) -> tuple[Tensor, Tensor]:
         """`_placed` of `[B, T, S, H, d]`; `rope` is the table for the positions along the axis."""
-        S, q_norm, k_norm = q.shape[2], self.q_norm, self.k_norm
+        _, T, S, _, d = q.shape
+        positions = {"time": T, "space": S, "all": T * S}[self.axis]
+        if rope is not None and rope.shape != (2, positions, d):
+            raise ValueError(f"a rotary table {list(rope.shape)} for {positions} positions of heads with {d} channels")
+        q_norm, k_norm = self.q_norm, self.k_norm
         if self.norm_order == "norm_then_rope" and isinstance(q_norm, RMSNorm) and isinstance(k_norm, RMSNorm):
             every = S if self.axis == "time" else 1
             q_placed = normed_heads(q, q_norm.weight, q_norm.eps, rope, every, self.kernel)
