@@ -36,6 +36,7 @@ from opensora.datasets.bucket import refuse_illegal_sizes
 from opensora.datasets.dataloader import batch_bytes, build_loader, build_sampler
 from opensora.datasets.sampler import BatchSampler, seek
 from opensora.datasets.summary import summarise
+from opensora.datasets.table_files import refuse_missing
 from opensora.inference.validation import build_validation
 from opensora.models.class_condition import check_classes_of_data
 from opensora.models.encode import BatchEncoder, freeze
@@ -47,7 +48,7 @@ from opensora.utils.ckpt import open_checkpoint
 from opensora.utils.config import TrainConfig, parse_config, to_dict
 from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.errors import exit_on_user_error
-from opensora.utils.logging import RunLog, show_messages
+from opensora.utils.logging import RunLog, check_wandb, show_messages
 from opensora.utils.lora import LoraOptions
 from opensora.utils.lr_scheduler import set_lr
 from opensora.utils.run import BATCHES_VARY, RunState, changed_settings, check_run_folder, due
@@ -83,11 +84,25 @@ def main() -> None:
         if cfg.dry_run:
             dry_run(cfg, world)
             return
+        refuse_missing_inputs(cfg)
         on_main_first(partial(check_run_folder, cfg.outputs, cfg.exp_name, go_on=cfg.load == "latest"))
         with StopSignals(world) as stop, Watchdog(limit_s, world) as watchdog:
             train(cfg, world, stop, watchdog)
     finally:
         shutdown()
+
+
+def refuse_missing_inputs(cfg: TrainConfig) -> None:
+    """What is read only after the models are loaded has to be there before.
+
+    Raises:
+        UserError: a file, a folder or a package is missing.
+    """
+    refuse_missing(data_path=cfg.dataset.get("data_path"))
+    if cfg.val_every:
+        refuse_missing(val_data_path=cfg.val_data_path, val_prompt_path=cfg.val_prompt_path)
+    if cfg.wandb:
+        check_wandb()
 
 
 def train(cfg: TrainConfig, world: World, stop: StopSignals, watchdog: Watchdog) -> None:

@@ -39,6 +39,7 @@ from opensora.datasets.dataloader import batch_bytes, build_loader, build_sample
 from opensora.datasets.datasets import VideoTextDataset
 from opensora.datasets.files import BadFile
 from opensora.datasets.sampler import BatchSampler, SampleKey, seek
+from opensora.datasets.table_files import refuse_missing
 from opensora.inference.compare import save_sheet
 from opensora.models.vae.adversary import Adversary, Nobody, Player, saved_parts
 from opensora.models.vae.evaluate import Quality, mean_quality, quality, reconstruct
@@ -50,7 +51,7 @@ from opensora.utils.ckpt import load_strictly, open_checkpoint
 from opensora.utils.config import VAETrainConfig, parse_config, to_dict
 from opensora.utils.ema import EMA
 from opensora.utils.errors import UserError, exit_on_user_error
-from opensora.utils.logging import RunLog, show_messages
+from opensora.utils.logging import RunLog, check_wandb, show_messages
 from opensora.utils.lr_scheduler import set_lr
 from opensora.utils.run import RunState, Throughput, check_run_folder, due
 
@@ -73,6 +74,9 @@ def main() -> None:
     if world.is_main:
         show_messages()
     try:
+        refuse_missing(data_path=cfg.dataset.get("data_path"), eval_data_path=cfg.eval_data_path)
+        if cfg.wandb:
+            check_wandb()
         on_main_first(partial(check_run_folder, cfg.outputs, cfg.exp_name, go_on=cfg.load == "latest"))
         with StopSignals(world) as stop, Watchdog(limit_s, world) as watchdog:
             train(cfg, world, stop, watchdog)

@@ -56,9 +56,7 @@ def check_float8(recipe: str, device: torch.device, *, emulate: bool = False) ->
     try:
         import torchao.float8  # noqa: F401
     except ImportError as error:
-        raise UserError(
-            f"float8 needs torchao: pip install 'opensora[quant]', or leave float8 out ({error})."
-        ) from error
+        raise UserError(f"float8 needs torchao: pip install -e '.[quant]', or leave float8 out ({error}).") from error
     if emulate:
         return
     here = "a CPU has none"

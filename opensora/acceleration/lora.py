@@ -37,7 +37,7 @@ def check_lora() -> None:
         import peft  # noqa: F401
     except ImportError as error:
         raise UserError(
-            f"lora needs the package peft: pip install 'opensora[lora]' ({error}). Sampling with a LoRA works without."
+            f"lora needs the package peft: pip install -e '.[lora]' ({error}). Sampling with a LoRA works without."
         ) from error
 
 

@@ -153,6 +153,11 @@ def seek(cfg: LoopConfig, sampler: BatchSampler, state: RunState, *, may_be_done
     total = ahead.total_steps(cfg.epochs)
     if cfg.max_steps is not None:
         total = min(total, cfg.max_steps)
+    if not ahead.length and not may_be_done:
+        raise UserError(
+            "nothing to train: an epoch has no batch, whatever --epochs is. --dry-run prints what becomes of the rows, and "
+            "python -m tools.datasets.doctor what is wrong with them."
+        )
     if total <= state.step and not may_be_done:
         raise UserError(
             f"nothing to train: {cfg.epochs} epochs of {ahead.length} batches, accumulation_steps="

@@ -38,8 +38,7 @@ def read_frame(source: Path) -> pd.DataFrame:
             f"python -m tools.datasets.convert video {shlex.quote(str(source))} --output clips.csv"
         )
     if not source.is_file():
-        names = [path.name for path in source.parent.glob("*")] if source.parent.is_dir() else []
-        raise UserError(f"{source} does not exist.{did_you_mean(source.name, names)}")
+        raise _missing(source, str(source))
     with collection_paused():
         frame = _READERS[table_format(source)](source)
     columns = [str(column) for column in frame.columns]
@@ -47,6 +46,25 @@ def read_frame(source: Path) -> pd.DataFrame:
         raise UserError(f"{source} has more than one column {twice[0]!r}; rename one.")
     frame.columns = pd.Index(columns, dtype=object)
     return frame
+
+
+def refuse_missing(**paths: str | Path | None) -> None:
+    """See that files and folders are there, before what a run needs is loaded for minutes.
+
+    Args:
+        paths: by the names of the config's fields; None are none.
+
+    Raises:
+        UserError: one is not.
+    """
+    for field, path in paths.items():
+        if path is not None and not Path(path).exists():
+            raise _missing(Path(path), f"{field}={path}")
+
+
+def _missing(source: Path, what: str) -> UserError:
+    names = [path.name for path in source.parent.glob("*")] if source.parent.is_dir() else []
+    return UserError(f"{what} does not exist.{did_you_mean(source.name, names)}")
 
 
 def table_format(path: Path) -> str:

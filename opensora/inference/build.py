@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from opensora.inference.checks import check_size
+from opensora.inference.long_video import overlap
 from opensora.registry import MODELS, SCHEDULERS, Registry, build_module
 from opensora.utils.ckpt import MANIFEST
 from opensora.utils.config import InferenceConfig, config_from_dict, parse_config, to_dict
@@ -40,6 +41,8 @@ def build_parts(cfg: InferenceConfig) -> Parts:
     vae = _build(cfg.vae, MODELS)
     if isinstance(cfg.num_frames, int) and cfg.image_size is not None:
         check_size(vae, cfg.num_frames, cfg.image_size)
+    if isinstance(cfg.num_frames, int) and cfg.loop > 1:
+        overlap(vae, cfg.num_frames, cfg.condition_frame_length)  # refuses what cannot be shared
     text_encoder = _build(cfg.text_encoder, MODELS)
     model = _build(
         cfg.model,

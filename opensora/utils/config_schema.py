@@ -93,7 +93,9 @@ class LoopConfig(RunConfig):
     """What every training loop has: data, optimizer, checkpoints."""
 
     root: str | None = option("folder that the paths in the data file are relative to", None)
-    data_path: str | None = option("csv or parquet file with one clip a row", None)
+    data_path: str | None = option(
+        "csv, jsonl or parquet table with one clip a row; for datasets of folders the folder", None
+    )
     num_workers: int = option("worker processes of each data loader", 4, bounds=COUNT)
     dataset: Component = option(
         "dataset component, a VideoTextDataset when left out; keys it leaves out come from the fields of the same name",
@@ -712,7 +714,7 @@ class VAEInferenceConfig(RunConfig):
 
     vae: Component = option("VAE component")
     files: list[str] | None = option("videos and pictures; they win over data_path", None)
-    data_path: str | None = option("csv or parquet file with one video or picture a row", None)
+    data_path: str | None = option("csv, jsonl or parquet table with one video or picture a row", None)
     root: str | None = option("folder that the paths in the data file are relative to", None)
     num_frames: int | None = option(
         "frames of each video, from its first; None: all that make a legal number", None, bounds=AT_LEAST_ONE

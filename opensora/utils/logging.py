@@ -6,6 +6,7 @@ taken again. docs/training-log.md explains the entries.
 """
 
 import hashlib
+import importlib.util
 import json
 import logging
 import multiprocessing
@@ -175,13 +176,22 @@ def _wandb_image(path: Path) -> Any:
     return wandb.Image(str(path))
 
 
-def _wandb_run(folder: Path, config: dict[str, Any] | None) -> Any:
+def check_wandb() -> None:
+    """See that `wandb=True` will work, before what a run needs is loaded.
+
+    Raises:
+        UserError: the package is not installed.
+    """
     from opensora.utils.errors import UserError
 
-    try:
-        import wandb
-    except ImportError as error:
-        raise UserError("wandb=True, but the package is not installed: pip install 'opensora[wandb]'.") from error
+    if importlib.util.find_spec("wandb") is None:
+        raise UserError("wandb=True, but the package is not installed: pip install -e '.[wandb]'.")
+
+
+def _wandb_run(folder: Path, config: dict[str, Any] | None) -> Any:
+    check_wandb()
+    import wandb
+
     # one run for one folder, also when it goes on
     name = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
     return wandb.init(project="opensora", id=name, resume="allow", name=folder.name, dir=str(folder), config=config)

@@ -54,7 +54,7 @@ def _hub_id(name: str | Path) -> tuple[str, str | None]:
     # "runs/vea" beside a folder "runs", and "a/weights.pt", are misspelt paths
     if hub_id is None or Path(path.parts[0]).exists() or (hub_id[2] is None and path.suffix in SUFFIXES):
         raise UserError(
-            f"no weights at {name}: expected a checkpoint folder, a folder of diffusers, a .safetensors, .pt or .pth file, "
+            f"no weights at {name} (model.from_pretrained, --ckpt-path): expected a checkpoint folder, a folder of diffusers, a .safetensors, .pt or .pth file, "
             "or a hub id (owner/name or owner/name/file)."
         )
     return hub_id[1], hub_id[2]

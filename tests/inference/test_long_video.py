@@ -1,8 +1,11 @@
 """How segments of a long video overlap, for VAEs of every kind of clock."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from opensora.inference.build import build_parts
 from opensora.inference.long_video import Overlap, begin_with, overlap, total_frames
 from opensora.utils.errors import UserError
 
@@ -118,3 +121,10 @@ def test_what_is_taken_over_is_at_the_start(caplog):
     torch.testing.assert_close(mask, torch.tensor([[0.4, 0.4, 1, 1, 1], [0.4, 0.4, 1, 1, 0]]))
     assert given.dtype == torch.bool
     assert "1 latent frames of references have no effect" in caplog.text
+
+
+def test_what_a_segment_cannot_share_is_told_before_the_text_encoder_is_loaded(cfg):
+    cfg.text_encoder["from_pretrained"] = "./nowhere"
+    cfg = replace(cfg, loop=2, condition_frame_length=4)
+    with pytest.raises(UserError, match=r"segments of 4 frames .* cannot share 4 latent frames"):
+        build_parts(cfg)

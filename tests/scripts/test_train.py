@@ -1,5 +1,6 @@
 """scripts/train.py end to end at toy size: exact resume, ranks, accumulation, golden losses, user errors."""
 
+import importlib.util
 import json
 import os
 import shutil
@@ -189,6 +190,23 @@ class TestUserErrors:
             table.write_text(content)
             assert expected in self.fails(capsys, train, f"--data-path={table}")
         assert "gone.csv" in self.fails(capsys, train, f"--data-path={tmp_path / 'gone.csv'}")
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            (["--data-path=gone.csv"], "data_path=gone.csv does not exist"),
+            (["--val-every=2", "--val-data-path=gone.csv"], "val_data_path=gone.csv does not exist"),
+            (["--val-every=2", "--val-prompt-path=gone.txt"], "val_prompt_path=gone.txt does not exist"),
+        ],
+    )
+    def test_what_is_missing_is_told_before_anything_is_loaded(self, capsys, train, tmp_path, options, message):
+        """Nor is a VAE there: it would be the next thing to be looked at."""
+        assert message in self.fails(capsys, train, *options, "--vae.from_pretrained=./nowhere")
+        assert not (tmp_path / "bad").exists()
+
+    @pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="wandb is installed")
+    def test_wandb_is_looked_for_before_anything_is_loaded(self, capsys, train):
+        assert "'.[wandb]'" in self.fails(capsys, train, "--wandb=True", "--vae.from_pretrained=./nowhere")
 
     def test_unknown_key_names_the_nearest(self, capsys, train):
         assert "'depth'" in self.fails(capsys, train, "--model.depht=2")

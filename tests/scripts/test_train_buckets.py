@@ -106,6 +106,16 @@ def assert_same_run(a: Path, b: Path) -> None:
         assert [name for name in left if not torch.equal(left[name], right[name])] == []
 
 
+@pytest.mark.parametrize("options", [["--dry-run"], ["--dry-run=True", "--epochs=9"], []])
+def test_an_epoch_without_a_batch_is_not_helped_by_more_epochs(bucket_config, train_on, capsys, options):
+    config = bucket_config("STDiT2", bucket_config={"48px": {1000: (1.0, 1)}})  # longer than any clip
+    with pytest.raises(SystemExit, match="2"):
+        train_on(config, *options)
+    message = capsys.readouterr().err
+    assert "an epoch has no batch" in message
+    assert "tools.datasets.doctor" in message
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_k_then_resume_then_k_is_2k_bit_for_bit(model, bucket_config, train_on, train_script, monkeypatch):
     config, shapes = bucket_config(model), Counter()

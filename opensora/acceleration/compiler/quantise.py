@@ -128,7 +128,7 @@ def _torchao() -> Any:
     try:
         from torchao import quantization
     except ImportError as error:
-        raise UserError("mode 'quant' needs torchao: pip install 'opensora[quant]', or leave quant out.") from error
+        raise UserError("mode 'quant' needs torchao: pip install -e '.[quant]', or leave quant out.") from error
     return quantization
 
 
