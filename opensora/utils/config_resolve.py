@@ -14,8 +14,12 @@ from opensora.utils.config_schema import (
     KEY_ALIASES,
     REQUIRED,
     Field,
+    InferenceConfig,
     RunConfig,
     Schema,
+    TrainConfig,
+    VAEInferenceConfig,
+    VAETrainConfig,
     coerce,
     describe,
     members,
@@ -36,6 +40,13 @@ PLAIN: dict[Any, tuple[type, ...]] = {
     Literal: (str, int),
     Sequence: (list, tuple),
 }
+SCRIPTS: dict[Schema, str] = {
+    TrainConfig: "scripts/train.py",
+    InferenceConfig: "scripts/inference.py",
+    VAETrainConfig: "scripts/train_vae.py",
+    VAEInferenceConfig: "scripts/inference_vae.py",
+}
+OTHERS_FIELDS = 3  # so many that the schema does not know and another one does are no slip
 DEFAULT_DATASET = "VideoTextDataset"
 # fields that a dataset component takes over when it does not set them itself
 DATASET_FIELDS = (
@@ -64,7 +75,12 @@ class Draft:
         self.fields = schema_fields(self.schema)
 
     def take_file(self, values: Mapping[str, Any], origins: Origins) -> None:
-        """Take over the values of a file."""
+        """Take over the values of a file.
+
+        Raises:
+            UserError: it is one for another script.
+        """
+        self._refuse_others([key for key in values if key not in self.fields])
         self.origins.update(origins)
         for key, value in values.items():
             if key not in self.fields:
@@ -77,6 +93,14 @@ class Draft:
             if key == "batch_size" and value is None and values.get("bucket_config") is not None:
                 continue  # Open-Sora's way to say that buckets have their own
             self.values[key] = self._with_present_names(key, value)
+
+    def _refuse_others(self, unknown: Sequence[str]) -> None:
+        for other, script in SCRIPTS.items() if len(unknown) >= OTHERS_FIELDS else ():
+            if other is not self.schema and set(unknown) <= schema_fields(other).keys():
+                raise UserError(
+                    f"this is a config for {script}: {', '.join(map(repr, unknown[:OTHERS_FIELDS]))} and what is beside them "
+                    f"are fields of {other.__name__}, not of {self.schema.__name__}."
+                )
 
     def imports_with(self, command: Command) -> list[str]:
         """What is to be imported before any name is looked up: the command line's `imports`, or the file's."""

@@ -38,13 +38,17 @@ def find_weights(name: str | Path) -> Path:
 
 
 def refuse_misnamed(name: str | Path | None) -> None:
-    """See, without reading or fetching anything, that `name` can be weights at all; None are none.
+    """See, without reading or fetching anything, that a config's `model.from_pretrained` can be weights at all; None are none.
 
     Raises:
         UserError: there is neither a file nor a folder, and it is no hub id.
     """
-    if name is not None and not Path(name).expanduser().exists():
+    if name is None or Path(name).expanduser().exists():
+        return
+    try:
         _hub_id(name)
+    except UserError as error:
+        raise UserError(f"model.from_pretrained (--ckpt-path): {error}") from None
 
 
 def _hub_id(name: str | Path) -> tuple[str, str | None]:
@@ -54,7 +58,7 @@ def _hub_id(name: str | Path) -> tuple[str, str | None]:
     # "runs/vea" beside a folder "runs", and "a/weights.pt", are misspelt paths
     if hub_id is None or Path(path.parts[0]).exists() or (hub_id[2] is None and path.suffix in SUFFIXES):
         raise UserError(
-            f"no weights at {name} (model.from_pretrained, --ckpt-path): expected a checkpoint folder, a folder of diffusers, a .safetensors, .pt or .pth file, "
+            f"no weights at {name}: expected a checkpoint folder, a folder of diffusers, a .safetensors, .pt or .pth file, "
             "or a hub id (owner/name or owner/name/file)."
         )
     return hub_id[1], hub_id[2]
@@ -150,7 +154,7 @@ def _download(repo: str, *files: str) -> Path:
         # not hf_hub_download, which tries for half a minute where there is no network
         folder = huggingface_hub.snapshot_download(repo, allow_patterns=[escape(name) for name in (*files, *beside)])
     except (OSError, ValueError) as error:
-        raise hub_error(repo, "weights", error) from error
+        raise hub_error(f"{repo}/{files[0]}", "weights", error) from error
     if absent := [file for file in files if not (Path(folder) / file).is_file()]:
         raise UserError(f"weights: {repo} on the hub, or what is cached of it, has no file {', '.join(absent)}.")
     return Path(folder) / files[0]

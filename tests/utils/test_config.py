@@ -293,6 +293,18 @@ def test_all_problems_are_told_at_once(train):
         assert word in text
 
 
+def test_a_file_for_another_script_is_one_problem(train, infer):
+    message = complaint(infer, extra="lr = 1e-4\nepochs = 2\ngrad_clip = 1.0\n")
+    assert message.startswith("this is a config for scripts/train.py: 'lr', 'epochs', 'grad_clip' and"), message
+    assert "problems" not in message
+    assert "'lr' is not a field of InferenceConfig" in complaint(
+        infer, extra="lr = 1e-4\nepochs = 2\n"
+    )  # two may be slips
+    extra = "lr = 1e-4\nepochs = 2\ngrad_clip = 1.0\nepohcs = 3\n"
+    assert "'epohcs' is not a field" in complaint(infer, extra=extra)  # nobody's
+    assert "a config for scripts/inference.py" in complaint(train, extra="fps = 8\nprompt = 'a'\nsave_dir = '.'\n")
+
+
 def test_inference_fields(infer):
     cfg = infer(extra="save_fps = 12.5")
     assert (cfg.fps, cfg.save_fps, cfg.save_dir, cfg.num_sample, cfg.verbose) == (8, 12.5, "./samples", 1, 1)
