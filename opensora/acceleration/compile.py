@@ -6,16 +6,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._inductor import config
-
-from opensora.acceleration.graph_passes import DropRoundTrips
 
 RECOMPILE_LIMIT = 256
 """Programs of a function. PyTorch's own limit is 8, beyond which a block that must be one graph is an error: Inductor's kernels alone may
 ask for four (lengths that are multiples of 8 or not, short or long ones), times number formats and kinds of blocks."""
-
-DROP_ROUND_TRIPS = DropRoundTrips()
-"""One for all blocks, which would share no program otherwise."""
 
 
 def compile_blocks(
@@ -31,9 +25,8 @@ def compile_blocks(
     """
     arguments: dict[str, Any] = {"dynamic": True if varying_sizes else None, "backend": backend}
     arguments |= allow_many_programs()
-    # a user's own pass stays; older PyTorch (2.6, 2.8) ignores ours
-    if backend == "inductor" and config.post_grad_custom_pre_pass is None:
-        arguments["options"] = {"post_grad_custom_pre_pass": DROP_ROUND_TRIPS}
+    if backend == "inductor":
+        arguments |= _our_pass()
     for block in blocks:
         block.compile(fullgraph=True, **arguments)
 
@@ -50,3 +43,13 @@ def allow_many_programs() -> dict[str, int]:
 def knows(argument: str) -> bool:
     """Whether this PyTorch's `torch.compile` takes it."""
     return argument in inspect.signature(torch.compile).parameters
+
+
+def _our_pass() -> dict[str, Any]:
+    """Inductor is imported here, as that takes a second which a run without it does not need."""
+    from torch._inductor import config
+
+    from opensora.acceleration.graph_passes import DROP_ROUND_TRIPS
+
+    # a user's own pass stays; older PyTorch (2.6, 2.8) ignores ours
+    return {} if config.post_grad_custom_pre_pass else {"options": {"post_grad_custom_pre_pass": DROP_ROUND_TRIPS}}

@@ -32,6 +32,10 @@ class DropRoundTrips(CustomGraphPass):
         return get_hash_for_files((__file__,))
 
 
+DROP_ROUND_TRIPS = DropRoundTrips()
+"""One for all blocks, which would share no program otherwise."""
+
+
 def unchanged(node: Node) -> Node | None:
     """What a cast gives again, bit by bit; None where it does not, or is none."""
     if node.target is not CONVERT or not isinstance(source := node.args[0], Node):

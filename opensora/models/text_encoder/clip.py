@@ -1,8 +1,8 @@
 """CLIP's text tower (Radford et al. 2021, arXiv:2103.00020): one vector per caption, for DiT and Latte."""
 
 import torch
+import transformers
 from torch import Tensor
-from transformers import CLIPTextModel
 
 from opensora.models.text_encoder.cleaning import Clean
 from opensora.models.text_encoder.condition import TextCondition
@@ -35,7 +35,7 @@ class ClipEncoder(PretrainedTextEncoder):
         between_uses: BetweenUses = "keep",
     ) -> None:
         super().__init__(
-            CLIPTextModel,
+            transformers.CLIPTextModel,
             from_pretrained,
             model_max_length=model_max_length,
             dtype=dtype,

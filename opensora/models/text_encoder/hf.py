@@ -1,7 +1,7 @@
 """Any encoder that `transformers.AutoModel` loads, for example a small sentence encoder on a laptop."""
 
 import torch
-from transformers import AutoModel
+import transformers
 
 from opensora.models.text_encoder.cleaning import Clean
 from opensora.models.text_encoder.pretrained import BetweenUses, Padding, PretrainedTextEncoder
@@ -38,7 +38,7 @@ class HFTextEncoder(PretrainedTextEncoder):
         tokenizer: str | None = None,
     ) -> None:
         super().__init__(
-            AutoModel,
+            transformers.AutoModel,
             from_pretrained,
             model_max_length=model_max_length,
             dtype=dtype,

@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
-from transformers import AutoTokenizer
 from transformers.utils import cached_file
 
 from opensora.models.text_encoder.cleaning import Clean, cleaner
@@ -204,7 +203,7 @@ class PretrainedTextEncoder(nn.Module):
                 self.model.to("cpu")
 
     def _load_tokenizer(self) -> Any:
-        tokenizer = AutoTokenizer.from_pretrained(self._tokenizer_name, **self._hub)
+        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(self._tokenizer_name, **self._hub)
         if tokenizer.pad_token is None:  # of language models; masked, so that any token does
             tokenizer.pad_token = tokenizer.eos_token
         return tokenizer

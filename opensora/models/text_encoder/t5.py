@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from transformers import AutoConfig, MT5EncoderModel, T5EncoderModel, T5Tokenizer, UMT5EncoderModel
+import transformers
 
 from opensora.models.text_encoder.cleaning import Clean
 from opensora.models.text_encoder.fast import compile_blocks_of, shard_inside_node
@@ -11,7 +11,8 @@ from opensora.models.text_encoder.pretrained import BetweenUses, Padding, Pretra
 from opensora.registry import MODELS
 from opensora.utils.errors import UserError
 
-FAMILY: dict[str, Any] = {"t5": T5EncoderModel, "mt5": MT5EncoderModel, "umt5": UMT5EncoderModel}
+FAMILY = {"t5": "T5EncoderModel", "mt5": "MT5EncoderModel", "umt5": "UMT5EncoderModel"}
+"""Classes of transformers, by name: it imports what is asked for, and that takes seconds which a run without T5 does not need."""
 
 
 @MODELS.register_module("t5")
@@ -84,7 +85,7 @@ class T5Encoder(PretrainedTextEncoder):
         try:
             return super()._load_tokenizer()
         except ValueError:  # a UMT5 folder with a spiece.model alone, which `AutoTokenizer` cannot read
-            tokenizer: Any = T5Tokenizer
+            tokenizer: Any = transformers.T5Tokenizer
             return tokenizer.from_pretrained(self._name, **self._hub)
 
     def _load(self) -> Any:
@@ -103,7 +104,7 @@ class _Family:
     @staticmethod
     def from_pretrained(name: str, **options: Any) -> Any:
         hub = {key: options[key] for key in ("cache_dir", "local_files_only")}
-        kind = AutoConfig.from_pretrained(name, **hub).model_type
+        kind = transformers.AutoConfig.from_pretrained(name, **hub).model_type
         if kind not in FAMILY:
             raise UserError(f"text encoder {name} is a {kind}, not one of {', '.join(FAMILY)}; use type='hf'.")
-        return FAMILY[kind].from_pretrained(name, **options)
+        return getattr(transformers, FAMILY[kind]).from_pretrained(name, **options)

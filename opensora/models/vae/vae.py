@@ -7,8 +7,8 @@ Video Diffusion's (Blattmann et al. 2023, arXiv:2311.15127), with the same laten
 from collections.abc import Mapping
 from typing import Any
 
+import diffusers
 import torch
-from diffusers import AutoencoderKL, AutoencoderKLTemporalDecoder
 from einops import rearrange
 from torch import Tensor
 
@@ -111,7 +111,7 @@ class VideoAutoencoderKL(FrameVAE):
 
     @classmethod
     def _classes(cls) -> Mapping[str, Any]:
-        return {"AutoencoderKL": AutoencoderKL}
+        return {"AutoencoderKL": diffusers.AutoencoderKL}
 
     @classmethod
     def _complete(cls, architecture: dict[str, Any]) -> dict[str, Any]:
@@ -192,7 +192,7 @@ class VideoAutoencoderKLTemporalDecoder(FrameVAE):
 
     @classmethod
     def _classes(cls) -> Mapping[str, Any]:
-        return {"AutoencoderKLTemporalDecoder": AutoencoderKLTemporalDecoder}
+        return {"AutoencoderKLTemporalDecoder": diffusers.AutoencoderKLTemporalDecoder}
 
     @classmethod
     def _complete(cls, architecture: dict[str, Any]) -> dict[str, Any]:

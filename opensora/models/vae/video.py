@@ -18,7 +18,6 @@ from torch import Tensor
 from opensora.acceleration.sliced_vae import LOGVAR_RANGE
 from opensora.models.vae.base import MemoryFormat, Posterior
 from opensora.models.vae.diffusers_vae import DiffusersVAE, parameters_of
-from opensora.models.vae.wan_whole import decode_whole, enable_whole, encode_whole
 from opensora.registry import MODELS
 from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.errors import UserError
@@ -125,6 +124,21 @@ def _wan_decode(autoencoder: Any, z: Tensor) -> Tensor:
     return x if patch is None else _unpatchify(x, patch)
 
 
+# here, because they are made of classes of diffusers, which take a second to import
+
+
+def _wan_encode_whole(autoencoder: Any, x: Tensor) -> Tensor:
+    from opensora.models.vae.wan_whole import encode_whole
+
+    return encode_whole(autoencoder, x)
+
+
+def _wan_decode_whole(autoencoder: Any, z: Tensor) -> Tensor:
+    from opensora.models.vae.wan_whole import decode_whole
+
+    return decode_whole(autoencoder, z)
+
+
 def _unpatchify(x: Tensor, patch: int) -> Tensor:
     """[B, C w h, T, H, W] -> [B, C, T, H h, W w]: columns come before rows, as Wan 2.2 has them."""
     x = x.unflatten(1, (-1, patch, patch))  # [B, C, w, h, T, H, W]
@@ -186,7 +200,11 @@ def _vidtok_strides(config: Config) -> tuple[int, int, int]:
 WAN_CHUNK = 4  # frames that Wan's `encode` takes at a time after the first, whatever the stride
 FAMILIES: dict[str, Family] = {
     "AutoencoderKLWan": Family(
-        "z_dim", _wan_strides, step=lambda _: WAN_CHUNK, decode=_wan_decode, whole=(encode_whole, decode_whole)
+        "z_dim",
+        _wan_strides,
+        step=lambda _: WAN_CHUNK,
+        decode=_wan_decode,
+        whole=(_wan_encode_whole, _wan_decode_whole),
     ),
     "AutoencoderKLQwenImage": Family("z_dim", _wan_strides, step=lambda _: WAN_CHUNK, decode=_wan_decode),
     "AutoencoderKLHunyuanVideo": Family("latent_channels", _ratios),
@@ -339,6 +357,8 @@ class DiffusersVideoVAE(DiffusersVAE):
     def _choose_chunks(self) -> None:
         self._one_of("time_chunks", self.time_chunks, ("default", "whole", "chunked"))
         if self.family.whole is not None:
+            from opensora.models.vae.wan_whole import enable_whole
+
             enable_whole(self.autoencoder)
         if self.time_chunks == "default" or self.family.whole is not None:
             return
