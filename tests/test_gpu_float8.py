@@ -6,7 +6,7 @@ import torch
 from opensora.acceleration.float8 import CAPABILITY
 from tests.acceleration.test_float8 import WIDE, compare, train
 
-pytest.importorskip("torchao", reason="needs torchao: pip install 'opensora[quant]'")
+pytest.importorskip("torchao", reason="needs torchao: pip install -e '.[quant]'")
 pytestmark = pytest.mark.gpu
 RECIPES = ("rowwise", "tensorwise")
 

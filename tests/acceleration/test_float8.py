@@ -23,7 +23,7 @@ from tests.acceleration.test_fsdp2 import ALONE, engine_for
 from tests.acceleration.test_fsdp2 import train as train_whole_batch
 from tests.models.denoisers import FAMILIES, build, inputs
 
-pytest.importorskip("torchao", reason="needs torchao: pip install 'opensora[quant]'")
+pytest.importorskip("torchao", reason="needs torchao: pip install -e '.[quant]'")
 CPU = torch.device("cpu")
 COMPONENTS = {
     **dict.fromkeys(("model", "vae", "text_encoder"), MODELS),
@@ -248,12 +248,12 @@ def test_refusals():
 def test_without_torchao(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao", None)
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
-    with pytest.raises(UserError, match=r"needs torchao: pip install 'opensora\[quant\]'"):
+    with pytest.raises(UserError, match=r"needs torchao: pip install -e '.\[quant\]'"):
         check_float8("rowwise", CPU)
 
 
 def test_adapters_are_refused():
-    pytest.importorskip("peft", reason="needs peft: pip install 'opensora[lora]'")
+    pytest.importorskip("peft", reason="needs peft: pip install -e '.[lora]'")
     model = build("STDiT")
     add_lora(model, LoraOptions(), seed=0)
     with pytest.raises(UserError, match="does not go with LoRA"):

@@ -22,7 +22,7 @@ from opensora.utils.lora import (
 )
 from tests.models.denoisers import FAMILIES, build, inputs
 
-peft = pytest.importorskip("peft", reason="needs peft: pip install 'opensora[lora]'")
+peft = pytest.importorskip("peft", reason="needs peft: pip install -e '.[lora]'")
 from opensora.acceleration.lora import add_lora, target_names  # noqa: E402
 
 families = pytest.mark.parametrize("family", FAMILIES)

@@ -2,7 +2,7 @@
 
 import pytest
 
-pytest.importorskip("torchao", reason="needs torchao: pip install 'opensora[quant]'")
+pytest.importorskip("torchao", reason="needs torchao: pip install -e '.[quant]'")
 
 
 @pytest.mark.parametrize("option", ["--float8", "--float8=tensorwise"])

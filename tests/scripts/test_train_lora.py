@@ -11,7 +11,7 @@ from opensora.utils.lora import load_lora
 from tests.scripts.test_train import assert_same_run, losses
 from tools.lora import export, merge
 
-pytest.importorskip("peft", reason="needs peft: pip install 'opensora[lora]'")
+pytest.importorskip("peft", reason="needs peft: pip install -e '.[lora]'")
 SIZES = {"caption_channels": 16, "model_max_length": 12}
 LORA = ("--lora.rank=4.0", "--lora.target_modules=all-linear", "--lora.dropout=0.2")
 

@@ -9,7 +9,7 @@ from opensora.utils.errors import UserError
 from tools.benchmark import float8_loss
 from tools.benchmark.float8_loss import Latents, read_latents, save_latents, smooth
 
-pytest.importorskip("torchao", reason="needs torchao: pip install 'opensora[quant]'")
+pytest.importorskip("torchao", reason="needs torchao: pip install -e '.[quant]'")
 
 
 @pytest.fixture

@@ -146,7 +146,7 @@ def out_of_memory(loss) -> None:
 
 
 def test_a_lora_and_checkpointing_are_as_in_training(cfg):
-    pytest.importorskip("peft", reason="needs peft: pip install 'opensora[lora]'")
+    pytest.importorskip("peft", reason="needs peft: pip install -e '.[lora]'")
     argv = [str(CONFIG), *SMALL, "--lora.rank=2", "--grad-checkpoint=block"]
     trainer = Trainer(parse_config(TrainConfig, PARTS, argv), CPU, NO_LIMITS, encoders=False)
     assert trainer(clips_of(trainer.cfg)[-1], 1).fits

@@ -135,5 +135,5 @@ def test_other_processes_write_nothing(tmp_path, monkeypatch):
 
 def test_without_the_package_wandb_says_how_to_get_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(UserError, match=r"pip install 'opensora\[wandb\]'"):
+    with pytest.raises(UserError, match=r"pip install -e '.\[wandb\]'"):
         RunLog(tmp_path, wandb=True)

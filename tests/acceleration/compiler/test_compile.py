@@ -319,7 +319,7 @@ def test_a_cpu_without_a_compiler_is_told(monkeypatch):
 
 def test_quant_without_torchao(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao", None)
-    with pytest.raises(UserError, match=r"needs torchao: pip install 'opensora\[quant\]'"):
+    with pytest.raises(UserError, match=r"needs torchao: pip install -e '.\[quant\]'"):
         compile(toy(), options={"mode": "quant"})
 
 
