@@ -13,6 +13,7 @@ import hashlib
 import json
 import logging
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -38,6 +39,9 @@ from opensora.utils.run import RunState, environment, make_run_folder
 from opensora.utils.shards import Shard, shard_of
 
 logger = logging.getLogger(__name__)
+
+SEEN_S = 120.0
+"""In which a file that one process makes is there for all; network file systems remember for a minute that there is none."""
 
 Parts = Mapping[str, Mapping[str, Tensor]]
 Shards = dict[str, dict[str, Shard]]
@@ -68,6 +72,9 @@ class Saver:
         world: this process and the others.
         cfg: `ckpt_async`, `keep_last_n` and `keep_every_m`.
         manifest: what goes into every manifest, JSON: model, config, commit, versions.
+
+    Raises:
+        UserError: a process does not see the folder, or cannot write there; in all processes.
     """
 
     def __init__(self, run: Path, world: World, cfg: LoopConfig, manifest: Mapping[str, Any]) -> None:
@@ -79,6 +86,8 @@ class Saver:
         self._error: Exception | None = None
         # the others may have to wait for a slow disk longer than a step may take
         self._group = host_group(world, timedelta(seconds=2 * TIMEOUT_S))
+        if self._group is not None:
+            self._refuse_unshared()
 
     def save(self, state: RunState, parts: Parts) -> None:
         """Begin to write `run/epoch{E}-global_step{S}`; with `ckpt_async=False` it is complete on return.
@@ -125,6 +134,16 @@ class Saver:
         clear_leftovers(self.run)
         return secrets.token_hex(4)
 
+    def _refuse_unshared(self) -> None:
+        """Else the first checkpoint would be found out to be lost, after hours, when its files did not come together."""
+        mark = self.run / f".shared-{self._token}"
+        on_main_first(mark.touch)
+        said = self._first_of_all(None if self.world.is_main else _trouble_with(mark, self.world.rank))
+        if self.world.is_main:
+            mark.unlink()
+        if said:
+            raise UserError(f"{said}: outputs={self.cfg.outputs} must be a folder that all processes share.")
+
     def _write(self, writing: Writing, own: Shards, state: dict[str, Any], copied: Callable[[], None]) -> None:
         """All of the writing; what it raises is kept for `wait`."""
         begin = time.monotonic()
@@ -153,6 +172,22 @@ class Saver:
         answers: list[str | None] = [None] * self.world.size
         dist.all_gather_object(answers, said, group=self._group)
         return next((answer for answer in answers if answer is not None), None)
+
+
+def _trouble_with(mark: Path, rank: int) -> str | None:
+    """Why this process cannot write beside a file that another one has made; None = it can."""
+    who, end = f"process {rank} on {socket.gethostname()}", time.monotonic() + SEEN_S
+    try:
+        while not mark.exists():
+            if time.monotonic() > end:
+                return f"{who} does not see {mark.parent}"
+            time.sleep(0.1)
+        own = mark.with_name(f"{mark.name}-{rank}")
+        own.touch()
+        own.unlink()
+    except OSError as error:
+        return f"{who} cannot write to {mark.parent} ({error})"
+    return None
 
 
 class HostCopies:

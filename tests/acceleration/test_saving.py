@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from opensora.acceleration import saving
 from opensora.acceleration.distributed import World
 from opensora.acceleration.loop import checkpoint_to_load
 from opensora.acceleration.saving import Saver
@@ -332,3 +333,28 @@ def test_kill_9_at_twenty_random_moments(tmp_path):
         last = check_survivors(tmp_path, oldest=last)
         assert len(complete_checkpoints(tmp_path)) <= 3
     assert last > 5
+
+
+@pytest.mark.multiprocess
+def test_a_folder_that_is_not_shared_is_told_before_the_first_step(tmp_path, spawn):
+    spawn(make_savers, 2, tmp_path)
+    assert not list(tmp_path.rglob(".shared-*"))
+
+
+def make_savers(rank: int, world_size: int, folder: Path) -> None:
+    world, run, other = World(rank, world_size, torch.device("cpu")), folder / "run", folder / "of another node"
+    for path in (run, other):
+        path.mkdir(exist_ok=True)
+    Saver(run, world, LoopConfig(), {})  # a shared one
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saving, "SEEN_S", 0.3)
+        with pytest.raises(UserError, match=r"process 1 on .* does not see .*outputs=.* must be a folder that all"):
+            Saver(other if rank else run, world, LoopConfig(), {})
+        if rank:  # which root cannot be shown otherwise
+            patch.setattr(Path, "touch", refuse)
+        with pytest.raises(UserError, match=r"process 1 on .* cannot write to .*read-only.*must be a folder that all"):
+            Saver(run, world, LoopConfig(), {})
+
+
+def refuse(path: Path) -> None:
+    raise PermissionError(f"{path.name}: read-only")
