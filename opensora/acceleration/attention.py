@@ -69,7 +69,7 @@ def packed_attention(qkv: Tensor, num_heads: int, axis: str, kernel: str = "auto
         [B, T, S, D], or None.
     """
     _, T, _, width = qkv.shape
-    if kernel != "auto" or not HAS_TRITON or qkv.device.type != "cuda" or width // (3 * num_heads) > MAX_HEAD_DIM:
+    if kernel != "auto" or not HAS_TRITON or not _on_gpu(qkv) or width // (3 * num_heads) > MAX_HEAD_DIM:
         return None
     return short_attention.attend_packed(qkv, num_heads) if axis == "time" and T <= MAX_LENGTH else None
 
@@ -93,13 +93,17 @@ def normed_heads(
     return head_norm.norm_heads(x, weight, eps, table, every) if kernel == "auto" and _heads_fit(x) else None
 
 
+def _on_gpu(x: Tensor) -> bool:
+    return x.device.type == "cuda"
+
+
 def _heads_fit(x: Tensor) -> bool:
-    return HAS_TRITON and x.device.type == "cuda" and x.shape[-1] <= head_norm.MAX_HEAD_DIM and x.dtype != torch.float64
+    return HAS_TRITON and _on_gpu(x) and x.shape[-1] <= head_norm.MAX_HEAD_DIM and x.dtype != torch.float64
 
 
 def _few_keys(q: Tensor, k: Tensor) -> bool:
     """Whether there are few keys, but many queries."""
-    fits = HAS_TRITON and q.device.type == "cuda" and q.dtype in SHORT_FORMATS and q.shape[-1] <= MAX_HEAD_DIM
+    fits = HAS_TRITON and _on_gpu(q) and q.dtype in SHORT_FORMATS and q.shape[-1] <= MAX_HEAD_DIM
     return fits and q.ndim == 4 and k.shape[-2] <= MAX_KEYS and q.shape[-2] >= MANY_QUERIES
 
 
@@ -117,10 +121,6 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None) -> Tensor:
     # the fused kernels know one batch axis
     q4, k4, v4 = (each.flatten(0, -4) for each in (q, k, v))
     return F.scaled_dot_product_attention(q4, k4, v4, attn_mask=allowed).reshape(q.shape)
-
-
-def _on_gpu(x: Tensor) -> bool:
-    return x.device.type == "cuda"
 
 
 def _leaves_a_gpu_idle(q: Tensor, k: Tensor) -> bool:
@@ -155,7 +155,7 @@ def _auto(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None) -> Tensor:
         return few_keys_attention.attend(q, k, v, None)
     if _leaves_a_gpu_idle(q, k):
         return _sdpa_in_parts(q, k, v, allowed)
-    if q.device.type != "cuda" or q.ndim == 4:
+    if not _on_gpu(q) or q.ndim == 4:
         return _sdpa(q, k, v, allowed)
     if HAS_TRITON and q.shape[-2] <= MAX_LENGTH and q.shape[-1] <= MAX_HEAD_DIM:
         return short_attention.attend(q, k, v)

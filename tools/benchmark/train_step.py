@@ -6,8 +6,9 @@ One line of a table for each combination. FLOPs are the model's own `flops()` ti
 recomputation by activation checkpointing is not counted as useful work. MFU is their rate over that of a large matrix
 product, which is measured first on the same device, or given by --peak-tflops. The clock runs over all steps without
 waiting for the device in between, as in training. "retries" beside the memory: how often it ran out until PyTorch had freed what it
-keeps for later (`alloc_retries` of docs/training-log.md); such times are those of a GPU that is too full. The errors are |fast - eager fp32| / |eager fp32| of the prediction for the first
-sample and of the gradients of all weights (tools/benchmark/exact.py). Without a GPU the defaults are small enough for a laptop.
+keeps for later (`alloc_retries` of docs/training-log.md); such times are those of a GPU that is too full. The errors are
+|fast - eager fp32| / |eager fp32| of the prediction for the first sample and of the gradients of all weights
+(tools/benchmark/exact.py). Without a GPU the defaults are small enough for a laptop.
 """
 
 import argparse
