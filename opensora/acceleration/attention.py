@@ -104,7 +104,11 @@ def _heads_fit(x: Tensor) -> bool:
 def _few_keys(q: Tensor, k: Tensor) -> bool:
     """Whether there are few keys, but many queries."""
     fits = HAS_TRITON and _on_gpu(q) and q.dtype in SHORT_FORMATS and q.shape[-1] <= MAX_HEAD_DIM
-    return fits and q.ndim == 4 and k.shape[-2] <= MAX_KEYS and q.shape[-2] >= MANY_QUERIES
+    if not fits or q.ndim != 4 or k.shape[-2] > MAX_KEYS or q.shape[-2] < MANY_QUERIES:
+        return False
+    return (
+        q.shape[-2] * max(q.shape[1] * q.shape[-1], q.stride(-2)) < 2**31
+    )  # a sample's activations, which it counts in 32 bits
 
 
 def _math(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None) -> Tensor:

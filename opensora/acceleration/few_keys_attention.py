@@ -153,18 +153,21 @@ def _start(stride_b, stride_h, H, ALIGN: tl.constexpr):  # type: ignore[no-untyp
 
 
 @triton.jit
-def _rows(ptr, rows, stride, inside, d: tl.constexpr, BLOCK_D: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Some rows, 0 outside."""
-    channels = tl.arange(0, BLOCK_D)
-    where = inside[:, None] & (channels < d)[None, :]
-    return tl.load(ptr + rows[:, None] * stride + channels[None, :], mask=where, other=0.0)
+def _offsets(rows, stride, ALIGN: tl.constexpr, BLOCK_D: tl.constexpr):  # type: ignore[no-untyped-def]
+    return tl.multiple_of(rows * stride, ALIGN)[:, None] + tl.arange(0, BLOCK_D)[None, :]
 
 
 @triton.jit
-def _write(ptr, rows, stride, inside, value, d: tl.constexpr, BLOCK_D: tl.constexpr):  # type: ignore[no-untyped-def]
-    channels = tl.arange(0, BLOCK_D)
-    where = inside[:, None] & (channels < d)[None, :]
-    tl.store(ptr + rows[:, None] * stride + channels[None, :], value.to(ptr.dtype.element_ty), mask=where)
+def _rows(ptr, rows, stride, inside, d: tl.constexpr, ALIGN: tl.constexpr, BLOCK_D: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Some rows, 0 outside."""
+    where = inside[:, None] & (tl.arange(0, BLOCK_D) < d)[None, :]
+    return tl.load(ptr + _offsets(rows, stride, ALIGN, BLOCK_D), mask=where, other=0.0)
+
+
+@triton.jit
+def _write(ptr, rows, stride, inside, value, d: tl.constexpr, ALIGN: tl.constexpr, BLOCK_D: tl.constexpr):  # type: ignore[no-untyped-def]
+    where = inside[:, None] & (tl.arange(0, BLOCK_D) < d)[None, :]
+    tl.store(ptr + _offsets(rows, stride, ALIGN, BLOCK_D), value.to(ptr.dtype.element_ty), mask=where)
 
 
 @triton.jit
@@ -189,13 +192,13 @@ def _few_keys_forward_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     lse_ptr += tl.program_id(1).to(tl.int64) * N
     keys = tl.arange(0, BLOCK_K)
     seen = _seen(mask_ptr, mask_stride, keys, H, L)
-    k = _rows(k_ptr + _start(kb, kh, H, ALIGN), keys, kn, keys < L, d, BLOCK_D)
-    v = _rows(v_ptr + _start(vb, vh, H, ALIGN), keys, vn, keys < L, d, BLOCK_D)
+    k = _rows(k_ptr + _start(kb, kh, H, ALIGN), keys, kn, keys < L, d, ALIGN, BLOCK_D)
+    v = _rows(v_ptr + _start(vb, vh, H, ALIGN), keys, vn, keys < L, d, ALIGN, BLOCK_D)
     first = tl.program_id(0) * share
     for block in range(first, min(first + share, N), BLOCK_Q):
         queries = block + tl.arange(0, BLOCK_Q)
         inside = queries < N
-        q = _rows(q_ptr, queries, qn, inside, d, BLOCK_D)
+        q = _rows(q_ptr, queries, qn, inside, d, ALIGN, BLOCK_D)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * 1.4426950408889634)  # exp(x) = 2^(x log2 e)
         scores = tl.where(seen[None, :], scores, float("-inf"))
         top = tl.max(scores, 1)
@@ -204,7 +207,7 @@ def _few_keys_forward_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
         total = tl.sum(p, 1)
         total = tl.where(total == 0.0, 1.0, total)  # no key at all: the result is zero
         out = tl.dot(p.to(v.dtype), v, input_precision="ieee") / total[:, None]
-        _write(o_ptr, queries, on, inside, out, d, BLOCK_D)
+        _write(o_ptr, queries, on, inside, out, d, ALIGN, BLOCK_D)
         tl.store(lse_ptr + queries, top + tl.log2(total), mask=inside)
 
 
@@ -222,17 +225,17 @@ def _few_keys_backward_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     lse_ptr += tl.program_id(1).to(tl.int64) * N
     keys = tl.arange(0, BLOCK_K)
     seen = _seen(mask_ptr, mask_stride, keys, H, L)
-    k = _rows(k_ptr + _start(kb, kh, H, ALIGN), keys, kn, keys < L, d, BLOCK_D)
-    v = _rows(v_ptr + _start(vb, vh, H, ALIGN), keys, vn, keys < L, d, BLOCK_D)
+    k = _rows(k_ptr + _start(kb, kh, H, ALIGN), keys, kn, keys < L, d, ALIGN, BLOCK_D)
+    v = _rows(v_ptr + _start(vb, vh, H, ALIGN), keys, vn, keys < L, d, ALIGN, BLOCK_D)
     dk = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
     first = tl.program_id(0) * share
     for block in range(first, min(first + share, N), BLOCK_Q):
         queries = block + tl.arange(0, BLOCK_Q)
         inside = queries < N
-        q = _rows(q_ptr, queries, qn, inside, d, BLOCK_D)
-        g = _rows(g_ptr, queries, gn, inside, d, BLOCK_D)
-        o = _rows(o_ptr, queries, on, inside, d, BLOCK_D)
+        q = _rows(q_ptr, queries, qn, inside, d, ALIGN, BLOCK_D)
+        g = _rows(g_ptr, queries, gn, inside, d, ALIGN, BLOCK_D)
+        o = _rows(o_ptr, queries, on, inside, d, ALIGN, BLOCK_D)
         lse = tl.load(lse_ptr + queries, mask=inside, other=0.0)
         delta = tl.sum(g.to(tl.float32) * o.to(tl.float32), 1)  # [BLOCK_Q]: gradient · result
         scores = tl.dot(k, tl.trans(q), input_precision="ieee")  # [BLOCK_K, BLOCK_Q], transposed
@@ -243,10 +246,10 @@ def _few_keys_backward_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
         ds = (p * (dp - delta[None, :]) * scale).to(k.dtype)
         dv += tl.dot(p.to(k.dtype), g, input_precision="ieee")
         dk += tl.dot(ds, q, input_precision="ieee")
-        _write(dq_ptr, queries, dqn, inside, tl.dot(tl.trans(ds), k, input_precision="ieee"), d, BLOCK_D)
+        _write(dq_ptr, queries, dqn, inside, tl.dot(tl.trans(ds), k, input_precision="ieee"), d, ALIGN, BLOCK_D)
     offset = tl.program_id(0).to(tl.int64) * share_stride
-    _write(dk_ptr + offset + _start(dkb, dkh, H, ALIGN), keys, dkn, keys < L, dk, d, BLOCK_D)
-    _write(dv_ptr + offset + _start(dvb, dvh, H, ALIGN), keys, dvn, keys < L, dv, d, BLOCK_D)
+    _write(dk_ptr + offset + _start(dkb, dkh, H, ALIGN), keys, dkn, keys < L, dk, d, ALIGN, BLOCK_D)
+    _write(dv_ptr + offset + _start(dvb, dvh, H, ALIGN), keys, dvn, keys < L, dv, d, ALIGN, BLOCK_D)
 
 
 # below the kernels: PyTorch looks for them when such an operator is made, to know when its cached programs are stale

@@ -9,6 +9,7 @@ probabilities again from q and k, so that nothing but the inputs is kept.
 Gives the formula's results with fp32 softmax and fp32 accumulation; see docs/benchmarks/train_step.md for the gain.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -61,7 +62,7 @@ def _launch_forward(kernel: Any, q: Tensor, k: Tensor, v: Tensor, tokens: Tensor
     B, S, H, N, d = q.shape
     strides = (*q.stride()[:4], *k.stride()[:4], *v.stride()[:4], N * S * H * d, H * d, d, S * H * d)
     (kernel or _short_attention_forward_kernel)[(B * S * H,)](
-        q, k, v, tokens, *strides, S, H, N, d, d**-0.5, **_blocks(N, d)
+        q, k, v, tokens, *strides, S, H, N, d**-0.5, **_sizes(strides, N, d)
     )  # fmt: skip
 
 
@@ -162,20 +163,23 @@ def _empty_like_tokens(x: Tensor) -> Tensor:
 
 def _launch_backward(q: Tensor, tensors: tuple[Tensor, ...]) -> None:
     B, S, H, N, d = q.shape
-    strides = [stride for tensor in tensors for stride in tensor.stride()[:4]]
-    _short_attention_backward_kernel[(B * S * H,)](*tensors, *strides, S, H, N, d, d**-0.5, **_blocks(N, d))
+    strides = tuple(stride for tensor in tensors for stride in tensor.stride()[:4])
+    _short_attention_backward_kernel[(B * S * H,)](*tensors, *strides, S, H, N, d**-0.5, **_sizes(strides, N, d))
 
 
-def _blocks(N: int, d: int) -> dict[str, int]:
+def _sizes(strides: tuple[int, ...], N: int, d: int) -> dict[str, int]:
+    """What the kernels know when they are compiled; by `d` and ALIGN that rows can be read 16 bytes at a time."""
     block_n, block_d = max(16, triton.next_power_of_2(N)), max(16, triton.next_power_of_2(d))
-    return {"BLOCK_N": block_n, "BLOCK_D": block_d, "num_warps": 1 if block_n == 16 else 4}
+    warps = 1 if block_n == 16 else 4
+    return {"d": d, "ALIGN": math.gcd(8, *strides), "BLOCK_N": block_n, "BLOCK_D": block_d, "num_warps": warps}
 
 
 @triton.jit
-def _offsets(pid, sb, ss, sh, sn, S, H, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: PLR0913
+def _offsets(pid, sb, ss, sh, sn, S, H, ALIGN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: PLR0913
     place = pid // H
     start = (place // S).to(tl.int64) * sb + (place % S).to(tl.int64) * ss + (pid % H).to(tl.int64) * sh
-    return start + tl.arange(0, BLOCK_N)[:, None].to(tl.int64) * sn + tl.arange(0, BLOCK_D)[None, :]
+    rows = tl.multiple_of(start + tl.arange(0, BLOCK_N).to(tl.int64) * sn, ALIGN)
+    return rows[:, None] + tl.arange(0, BLOCK_D)[None, :]
 
 
 @triton.jit
@@ -190,17 +194,17 @@ def _probabilities(q, k, scale, N, BLOCK_N: tl.constexpr):  # type: ignore[no-un
 def _short_attention_forward_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     q_ptr, k_ptr, v_ptr, o_ptr,
     qb, qp, qh, qn, kb, kp, kh, kn, vb, vp, vh, vn, ob, op, oh, on,
-    S, H, N, d, scale, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    S, H, N, scale, d: tl.constexpr, ALIGN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     scale = tl.cast(scale, tl.float32)  # a compiled program passes numbers in fp64
     inside = (tl.arange(0, BLOCK_N)[:, None] < N) & (tl.arange(0, BLOCK_D)[None, :] < d)
-    q = tl.load(q_ptr + _offsets(pid, qb, qp, qh, qn, S, H, BLOCK_N, BLOCK_D), mask=inside, other=0.0)
-    k = tl.load(k_ptr + _offsets(pid, kb, kp, kh, kn, S, H, BLOCK_N, BLOCK_D), mask=inside, other=0.0)
-    v = tl.load(v_ptr + _offsets(pid, vb, vp, vh, vn, S, H, BLOCK_N, BLOCK_D), mask=inside, other=0.0)
+    q = tl.load(q_ptr + _offsets(pid, qb, qp, qh, qn, S, H, ALIGN, BLOCK_N, BLOCK_D), mask=inside, other=0.0)
+    k = tl.load(k_ptr + _offsets(pid, kb, kp, kh, kn, S, H, ALIGN, BLOCK_N, BLOCK_D), mask=inside, other=0.0)
+    v = tl.load(v_ptr + _offsets(pid, vb, vp, vh, vn, S, H, ALIGN, BLOCK_N, BLOCK_D), mask=inside, other=0.0)
     p = _probabilities(q, k, scale, N, BLOCK_N)
     out = tl.dot(p.to(v.dtype), v, input_precision="ieee")
-    tl.store(o_ptr + _offsets(pid, ob, op, oh, on, S, H, BLOCK_N, BLOCK_D), out.to(v.dtype), mask=inside)
+    tl.store(o_ptr + _offsets(pid, ob, op, oh, on, S, H, ALIGN, BLOCK_N, BLOCK_D), out.to(v.dtype), mask=inside)
 
 
 @triton.jit
@@ -208,24 +212,26 @@ def _short_attention_backward_kernel(  # type: ignore[no-untyped-def]  # noqa: P
     q_ptr, k_ptr, v_ptr, g_ptr, dq_ptr, dk_ptr, dv_ptr,
     qb, qp, qh, qn, kb, kp, kh, kn, vb, vp, vh, vn, gb, gp, gh, gn,
     dqb, dqp, dqh, dqn, dkb, dkp, dkh, dkn, dvb, dvp, dvh, dvn,
-    S, H, N, d, scale, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    S, H, N, scale, d: tl.constexpr, ALIGN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     inside = (tl.arange(0, BLOCK_N)[:, None] < N) & (tl.arange(0, BLOCK_D)[None, :] < d)
-    q = tl.load(q_ptr + _offsets(pid, qb, qp, qh, qn, S, H, BLOCK_N, BLOCK_D), mask=inside, other=0.0)
-    k = tl.load(k_ptr + _offsets(pid, kb, kp, kh, kn, S, H, BLOCK_N, BLOCK_D), mask=inside, other=0.0)
-    v = tl.load(v_ptr + _offsets(pid, vb, vp, vh, vn, S, H, BLOCK_N, BLOCK_D), mask=inside, other=0.0)
-    g = tl.load(g_ptr + _offsets(pid, gb, gp, gh, gn, S, H, BLOCK_N, BLOCK_D), mask=inside, other=0.0).to(v.dtype)
+    q = tl.load(q_ptr + _offsets(pid, qb, qp, qh, qn, S, H, ALIGN, BLOCK_N, BLOCK_D), mask=inside, other=0.0)
+    k = tl.load(k_ptr + _offsets(pid, kb, kp, kh, kn, S, H, ALIGN, BLOCK_N, BLOCK_D), mask=inside, other=0.0)
+    v = tl.load(v_ptr + _offsets(pid, vb, vp, vh, vn, S, H, ALIGN, BLOCK_N, BLOCK_D), mask=inside, other=0.0)
+    g = tl.load(g_ptr + _offsets(pid, gb, gp, gh, gn, S, H, ALIGN, BLOCK_N, BLOCK_D), mask=inside, other=0.0).to(
+        v.dtype
+    )
     p = _probabilities(q, k, scale, N, BLOCK_N)
-    # rows beyond N have gradient 0, so they add nothing to the columns' sums
-    dv = tl.dot(tl.trans(p).to(v.dtype), g, input_precision="ieee")
+    # rows beyond N have gradient 0, so they add nothing to the columns' sums; what is done is written, registers are few
+    dv = tl.dot(tl.trans(p).to(v.dtype), g, input_precision="ieee").to(q.dtype)
+    tl.store(dv_ptr + _offsets(pid, dvb, dvp, dvh, dvn, S, H, ALIGN, BLOCK_N, BLOCK_D), dv, mask=inside)
     dp = tl.dot(g, tl.trans(v), input_precision="ieee")
     ds = (p * (dp - tl.sum(p * dp, axis=1)[:, None]) * scale).to(q.dtype)
-    dq = tl.dot(ds, k, input_precision="ieee")
-    dk = tl.dot(tl.trans(ds), q, input_precision="ieee")
-    tl.store(dq_ptr + _offsets(pid, dqb, dqp, dqh, dqn, S, H, BLOCK_N, BLOCK_D), dq.to(q.dtype), mask=inside)
-    tl.store(dk_ptr + _offsets(pid, dkb, dkp, dkh, dkn, S, H, BLOCK_N, BLOCK_D), dk.to(q.dtype), mask=inside)
-    tl.store(dv_ptr + _offsets(pid, dvb, dvp, dvh, dvn, S, H, BLOCK_N, BLOCK_D), dv.to(q.dtype), mask=inside)
+    dq = tl.dot(ds, k, input_precision="ieee").to(q.dtype)
+    tl.store(dq_ptr + _offsets(pid, dqb, dqp, dqh, dqn, S, H, ALIGN, BLOCK_N, BLOCK_D), dq, mask=inside)
+    dk = tl.dot(tl.trans(ds), q, input_precision="ieee").to(q.dtype)
+    tl.store(dk_ptr + _offsets(pid, dkb, dkp, dkh, dkn, S, H, ALIGN, BLOCK_N, BLOCK_D), dk, mask=inside)
 
 
 # below the kernels: PyTorch looks for them when such an operator is made, to know when its cached programs are stale

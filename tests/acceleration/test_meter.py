@@ -187,7 +187,8 @@ def test_memory_that_runs_out_is_said():
     torch.cuda.empty_cache()  # what others left would do
 
     def figures():
-        meter.add({"whole": 2}, latent(SIZES[0], 2), {"y": torch.zeros(2, 1, L, 16)}, torch.ones((), device=device))
+        for _ in meter.data_wait([0]):
+            meter.add({"whole": 2}, latent(SIZES[0], 2), {"y": torch.zeros(2, 1, L, 16)}, torch.ones((), device=device))
         meter.step(1, torch.ones((), device=device))
         return meter.read().figures
 

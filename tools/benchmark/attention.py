@@ -2,13 +2,14 @@
 
     python -m tools.benchmark.attention [--cases space time text ...] [--kernels auto sdpa math ...] [--dtype bf16] [--toy]
 
-A case is one layer of STDiT-XL/2 (16 heads of 72 channels) at one size: `space` (tokens of a frame see each other), `time` (frames
-at one place) and `text` (tokens see a caption, of which half is padding). `auto`, `sdpa` and `math` are those of
-`opensora.acceleration.attention`; `cudnn`, `flash` and `efficient` are PyTorch's kernels by themselves, on a GPU. TFLOP/s count the
-two matrix products, and two and a half times as many for the backward pass. Errors are |kernel - fp32| / |fp32| of the output and
-of the queries' gradient, on the same inputs in the same run. Times are medians after warm-up, on inputs that take turns. A GPU sleeps
-until the host has launched all of a call, so that the times are the GPU's, whatever the host needs to launch a kernel. Forward passes alone
-are those of sampling, without gradients: for few samples and many keys `auto` takes another way where there are gradients.
+A case is one layer of STDiT-XL/2 (16 heads of 72 channels, which for each token lie one behind the other) at one size: `space`
+(tokens of a frame see each other), `time` (frames at one place) and `text` (tokens see a caption, of which half is padding).
+`auto`, `sdpa` and `math` are those of `opensora.acceleration.attention`; `cudnn`, `flash` and `efficient` are PyTorch's kernels
+by themselves, on a GPU. TFLOP/s count the two matrix products, and two and a half times as many for the backward pass. Errors
+are |kernel - fp32| / |fp32| of the output and of the queries' gradient, on the same inputs in the same run. Times are medians
+after warm-up, on inputs that take turns. A GPU sleeps until the host has launched all of a call, so that the times are the
+GPU's, whatever the host needs to launch a kernel. Forward passes alone are those of sampling, without gradients: for few
+samples and many keys `auto` takes another way where there are gradients.
 """
 
 import argparse
@@ -111,13 +112,14 @@ def parse_args() -> argparse.Namespace:
 def tensors(
     case: Case, device: torch.device, dtype: torch.dtype, seed: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """q, k, v as leaves, and the mask or None."""
+    """q, k, v [batch, places, heads, tokens, channels] as leaves, and the mask or None."""
     rng = torch.Generator(device).manual_seed(seed)
     places = () if case.places is None else (case.places,)
 
     def draw(tokens: int) -> Tensor:
-        shape = (case.batch, *places, HEADS, tokens, HEAD_DIM)
-        return torch.randn(shape, generator=rng, device=device).to(dtype).requires_grad_()
+        shape = (case.batch, tokens, *places, HEADS, HEAD_DIM)  # in memory, as linear layers write it
+        drawn = torch.randn(shape, generator=rng, device=device).to(dtype)
+        return drawn.movedim(1, -2).requires_grad_()
 
     mask = torch.arange(case.keys, device=device).expand(case.batch, -1) < case.keys // 2 if case.masked else None
     return draw(case.tokens), draw(case.keys), draw(case.keys), mask
