@@ -23,6 +23,7 @@ from opensora.acceleration.loop import (
     learning_rate,
     places,
     resume,
+    same_data,
     steps,
 )
 from opensora.acceleration.lora import add_lora, check_lora
@@ -122,7 +123,8 @@ def train(cfg: TrainConfig, world: World, stop: StopSignals, watchdog: Watchdog)
     ema = build_ema(cfg, model, engine)
 
     global_batch = cfg.batch_size * world.dp_size if cfg.bucket_config is None else BATCHES_VARY
-    state = RunState(data=dataset.fingerprint(), global_batch=global_batch, world=world.dp_size)
+    plan = "" if cfg.bucket_config is None else f"bucket_tail={cfg.bucket_tail!r}, bucket_order={cfg.bucket_order!r}"
+    state = RunState(data=same_data(dataset), global_batch=global_batch, world=world.dp_size, plan=plan)
     if source is not None:
         keep_place = not cfg.start_from_scratch
         state = resume(

@@ -28,6 +28,7 @@ from opensora.acceleration.loop import (
     learning_rate,
     places,
     resume,
+    same_data,
     steps,
 )
 from opensora.acceleration.meter import Reading, StepRecord
@@ -96,7 +97,7 @@ def train(cfg: VAETrainConfig, world: World, stop: StopSignals, watchdog: Watchd
     ema = build_ema(cfg, model.vae, engine)
     adversary = build_adversary(cfg, world)
 
-    state = RunState(data=dataset.fingerprint(), global_batch=cfg.batch_size * world.size, world=world.size)
+    state = RunState(data=same_data(dataset), global_batch=cfg.batch_size * world.size, world=world.size)
     if (source := on_main_first(partial(checkpoint_to_load, cfg))) is not None:
         state = go_on(cfg, source, state, ema, engine, adversary)
     sampler, total_steps = sampler_at(cfg, dataset, world, state, source)

@@ -190,6 +190,21 @@ def on_main_first(make: Callable[[], T]) -> T:
     return box[0]  # type: ignore[return-value]
 
 
+def refuse_different(own: str, what: str) -> None:
+    """See that `own` is the same in all processes; all of them call it.
+
+    Raises:
+        UserError: it is not; in all processes.
+    """
+    if not dist.is_initialized():
+        return
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, own)
+    if len(set(values)) > 1:
+        other = next(rank for rank, value in enumerate(values) if value != values[0])
+        raise UserError(f"{what} in process 0: {values[0]}; in process {other}: {values[other]}.")
+
+
 def barrier() -> None:
     """Wait for all processes."""
     if dist.is_initialized():

@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
+from opensora.acceleration.distributed import refuse_different
 from opensora.acceleration.engine import Engine
 from opensora.utils.ckpt import latest_checkpoint, open_checkpoint
 from opensora.utils.config_schema import LoopConfig
@@ -98,6 +99,19 @@ def resume(
     if not keep_place:
         return fresh.after(checkpoint.state)
     return fresh.resumed(checkpoint.state, str(source), other_data=other_data)
+
+
+def same_data(dataset: Any) -> str:
+    """The dataset's fingerprint, which is that of all processes: they take turns at its rows.
+
+    Raises:
+        UserError: they see other data.
+    """
+    fingerprint: str = dataset.fingerprint()
+    own = f"{len(dataset)} samples, {fingerprint}"
+    what = "processes see other data (is a mount slow, or a file not on all machines? The log says what was left out)"
+    refuse_different(own, what)
+    return fingerprint
 
 
 def steps(loader: Iterable[dict[str, Any]], accumulation: int) -> Iterator[list[dict[str, Any]]]:

@@ -66,6 +66,15 @@ def identity(path: str | Path) -> tuple[str, int, int]:
     return str(path), stat.st_size, stat.st_mtime_ns
 
 
+def refuse_unlisted(error: OSError) -> None:
+    """For `os.walk`, which passes over what it cannot list without a word.
+
+    Raises:
+        UserError: always.
+    """
+    raise UserError(f"{error.filename} cannot be listed ({error.strerror}); its files would be missing.") from error
+
+
 def too_few(path: str | Path, indices: Sequence[int], available: int) -> TooFewFrames:
     """The error for frames beyond a file's end."""
     if is_image(path):

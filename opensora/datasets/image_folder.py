@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from opensora.datasets.datasets import describe, naming_the_row
-from opensora.datasets.files import IMAGE_EXTENSIONS, IMAGE_FPS, is_image
+from opensora.datasets.files import IMAGE_EXTENSIONS, IMAGE_FPS, is_image, refuse_unlisted
 from opensora.datasets.read_video import read_frames
 from opensora.datasets.sampler import SampleKey
 from opensora.datasets.substitute import BadFiles
@@ -172,7 +172,7 @@ def _read_folder(folder: Path) -> tuple[Table, list[str]]:
 def _files_below(folder: Path, name: str) -> list[str]:
     """Paths relative to `folder` of the files below one of its folders, sorted; hidden ones are none."""
     found = []
-    for place, folders, files in os.walk(folder / name, followlinks=True):
+    for place, folders, files in os.walk(folder / name, onerror=refuse_unlisted, followlinks=True):
         folders[:] = sorted(inner for inner in folders if not inner.startswith("."))
         relative = os.path.relpath(place, folder)
         found += [f"{relative}/{file}" for file in files if not file.startswith(".")]

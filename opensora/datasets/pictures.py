@@ -138,6 +138,6 @@ def open_picture(path: Path) -> Iterator[Image.Image]:
     try:
         with Image.open(path) as file:
             yield file
-    # all that PIL raises
-    except (OSError, EOFError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+    # all that PIL raises; RuntimeError is AVIF's
+    except (OSError, EOFError, ValueError, SyntaxError, RuntimeError, Image.DecompressionBombError) as error:
         raise BadFile(f"{path} cannot be read as a picture ({error}); it is damaged or no picture.") from error

@@ -339,10 +339,17 @@ def _rows_where(table: Table, is_so: Callable[[str], bool]) -> np.ndarray:
 
 
 def _missing_files(table: Table, candidates: np.ndarray) -> BadRows:
-    rows = np.array([row for row in candidates.tolist() if not table.path(row).is_file()], np.int64)
+    rows = np.array([row for row in candidates.tolist() if not _is_file(table.path(row))], np.int64)
     what = "name a file that does not exist"
     remedy = f"Paths are relative to {table.folder.resolve()}; if the files lie elsewhere, set root (--root FOLDER)."
     return BadRows(rows, f"they {what}", lambda: complain_about_rows(table, rows.tolist(), what, remedy))
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name that no file system takes, or a mount that is away
+        return False
 
 
 def _look_for_some(table: Table, max_share: float) -> None:

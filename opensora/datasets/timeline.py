@@ -63,7 +63,7 @@ def open_video(path: str) -> Iterator[Opened]:
         BadFile: it cannot be opened, has no video, or is found damaged inside the block.
     """
     try:
-        container = av.open(path, metadata_errors="replace")
+        container = av.open(str(Path(path).absolute()), metadata_errors="replace")  # FFmpeg takes "00:01.mp4" for a URL
     except (av.FFmpegError, OSError) as error:
         raise BadFile(f"{path} cannot be opened as a video ({error.strerror}); it is damaged or no video.") from error
     try:
@@ -75,11 +75,13 @@ def open_video(path: str) -> Iterator[Opened]:
 
 @contextmanager
 def naming_damage(path: str) -> Iterator[None]:
-    """What FFmpeg complains of inside the block is a `BadFile`."""
+    """What FFmpeg complains of inside the block is a `BadFile`, and so are PyAV's slips over what FFmpeg found no fault with."""
     try:
         yield
     except av.FFmpegError as error:
         raise BadFile(f"{path} is damaged ({error.strerror}); re-encode it or remove its row.") from error
+    except IndexError as error:
+        raise BadFile(f"{path} is damaged ({error}); re-encode it or remove its row.") from error
 
 
 def _video_of(path: str, container: InputContainer) -> VideoStream:
@@ -90,6 +92,8 @@ def _video_of(path: str, container: InputContainer) -> VideoStream:
     for stream in container.streams:
         if stream.index != videos[0].index:
             stream.discard = av.stream.Discard.all
+    if videos[0].codec_context is None:
+        raise BadFile(f"{path}: its video has a codec that this FFmpeg does not know; re-encode it.")
     videos[0].codec_context.thread_count = 1  # loader workers are the parallelism; threads would fight over the cores
     return videos[0]
 

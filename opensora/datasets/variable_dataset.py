@@ -15,7 +15,7 @@ from opensora.datasets.bucket import Assignment, Buckets, Left
 from opensora.datasets.datasets import Choice, Item, describe, draw_choice, naming_the_row, read_clip, sampling_rule
 from opensora.datasets.files import BadFile, is_image
 from opensora.datasets.frame_times import frames_needed, is_slow
-from opensora.datasets.read_video import Decoding, probe
+from opensora.datasets.read_video import DEFAULT, Decoding, probe
 from opensora.datasets.sampler import BucketKey
 from opensora.datasets.substitute import BadFiles
 from opensora.datasets.table import UNKNOWN, Table, read_table
@@ -144,8 +144,11 @@ class VariableVideoTextDataset:
         """A hash of everything that decides the samples, except the pixels in the files."""
         sizes = b"".join(array.tobytes() for array in (self.num_frames, self.height, self.width))
         rate = () if self.target_fps is None else (self.target_fps,)
-        settings = (self.frame_interval, self.seed, self._transforms, self.buckets.fingerprint(), *rate)
+        decoding = () if self.decoding == DEFAULT else (self.decoding,)
+        settings = (self.frame_interval, self.seed, self._transforms, self.buckets.fingerprint(), *rate, *decoding)
         digest = hashlib.blake2b(sizes, digest_size=16)
+        if self._slow is not None:  # what of the rates decides the buckets
+            digest.update(np.asarray(self._intervals, np.float64).tobytes() + self._slow.tobytes())
         digest.update(repr((type(self).__name__, self.table.fingerprint(), settings)).encode())
         return digest.hexdigest()
 
@@ -176,7 +179,8 @@ def clip_sizes(table: Table, *, with_fps: bool = False) -> ClipSizes:
     frames, height, width = (np.array(column, np.int32) for column in (table.num_frames, table.height, table.width))
     sizes = ClipSizes(frames, height, width, table.fps.copy())
     unknown = (sizes.num_frames <= 0) | (sizes.height <= 0) | (sizes.width <= 0)
-    missing = np.flatnonzero(unknown | (np.isnan(sizes.fps) if with_fps else False))
+    no_rate = np.isnan(sizes.fps) & (sizes.num_frames != 1)  # a picture needs none
+    missing = np.flatnonzero(unknown | (no_rate if with_fps else False))
     if len(missing):
         columns = "num_frames, height, width and fps" if with_fps else "num_frames, height and width"
         logger.info(

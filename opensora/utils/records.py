@@ -13,9 +13,11 @@ a job that was killed loses only the shard it was filling, and processes that sh
 import hashlib
 import json
 import os
+import time
 import zlib
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -35,6 +37,7 @@ METADATA, INDEX = "METADATA", "index.safetensors"
 SHARD_BYTES = 256 * 2**20
 SHARD_RECORDS = 4096  # opening a shard reads a line for each tensor in it
 OPEN_SHARDS = 64
+ABANDONED_S = 600  # after which a file that is not complete is taken for that of a writer that was killed
 SCALARS = {"string": str, "int64": int, "float64": float}
 TENSORS = ("tensor", "bytes")
 
@@ -304,7 +307,10 @@ def read_metadata(path: Path, remedy: str) -> dict[str, Any]:
 
 
 def consolidate(path: str | Path) -> int:
-    """Make all finished shards readable, and remove what interrupted writers left; returns the number of records."""
+    """Make all finished shards readable, and remove what interrupted writers left; returns the number of records.
+
+    What is younger than `ABANDONED_S` may be of another writer that is at work.
+    """
     path = Path(path)
     metadata = read_metadata(path, "")
     names = _shard_names(path, metadata)
@@ -314,7 +320,9 @@ def consolidate(path: str | Path) -> int:
     _publish(temporary, path / INDEX)
     _write_metadata(path, {**metadata, "shards": names, "entries": len(rows.hi)})
     for leftover in path.glob("*.tmp"):
-        leftover.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):  # it has its name by now
+            if time.time() - leftover.stat().st_mtime > ABANDONED_S:
+                leftover.unlink()
     return len(rows.hi)
 
 

@@ -61,6 +61,7 @@ class RunState:
         segments: (ranks, batches) of the parts of that epoch that ran on other numbers of ranks.
         steps_before: Optimizer steps of the runs that this one took its averaged weights from.
         ahead: What the number of steps is counted from, see `count_ahead`.
+        plan: What else decides the order inside of an epoch, in words.
     """
 
     data: str
@@ -73,6 +74,7 @@ class RunState:
     segments: list[tuple[int, int]] = field(default_factory=list)
     steps_before: int = 0
     ahead: Ahead | None = None
+    plan: str = ""
 
     @property
     def folder_name(self) -> str:
@@ -125,8 +127,16 @@ class RunState:
         """
         done = replace(self, **{key: saved[key] for key in ("step", "micro_batch", "epoch")})
         done.steps_before = saved.get("steps_before", 0)
-        for key, what in (("data", "the dataset (its table or its settings)"), ("global_batch", "batch_size x ranks")):
-            if saved[key] == getattr(self, key):
+        # versions before buckets had epochs of one length and did not save where they began
+        begun = done.epoch * (done.micro_batch // done.epoch) if done.epoch else 0
+        begun = saved.get("epoch_start", begun)
+        for key, what in (
+            ("data", "the dataset (its table or its settings)"),
+            ("global_batch", "batch_size x ranks"),
+            ("plan", "the order of batches"),
+        ):
+            is_same = saved.get(key, self.plan) == getattr(self, key)
+            if is_same or (key == "plan" and done.micro_batch == begun):  # an epoch may begin in any order
                 continue
             change = f"{what} was {saved[key]}, now {getattr(self, key)}"
             if other_data == "next_epoch":
@@ -137,9 +147,7 @@ class RunState:
                 "setting; or go on with a new epoch with --other-data next_epoch; or keep weights and optimizer and "
                 "begin at step 0 with --start-from-scratch True."
             )
-        # versions before buckets had epochs of one length and did not save where they began
-        begun = done.epoch * (done.micro_batch // done.epoch) if done.epoch else 0
-        done = replace(done, epoch_start=saved.get("epoch_start", begun))
+        done = replace(done, epoch_start=begun)
         segments = [(int(ranks), int(batches)) for ranks, batches in saved.get("segments", [])]
         here = done.batch_in_epoch - sum(batches for _, batches in segments)
         if saved.get("world", self.world) != self.world and here:

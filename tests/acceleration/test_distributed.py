@@ -1,6 +1,7 @@
 """Where a process of a world stands."""
 
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,8 +11,12 @@ from opensora.acceleration.cfg_parallel import share_videos
 from opensora.acceleration.distributed import STEP_TIMEOUT, init_world, local_gpu
 from opensora.acceleration.engines.fsdp2 import make_mesh
 from opensora.acceleration.engines.partition import Partition
+from opensora.acceleration.loop import same_data
+from opensora.datasets.datasets import VideoTextDataset
 from opensora.utils.errors import UserError
 from tests.conftest import start_ranks
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_the_gpu_is_that_of_the_local_rank(monkeypatch):
@@ -59,3 +64,25 @@ def every_group_waits_as_long(rank, folder):
 def test_groups_wait_as_long_as_the_group_of_all(tmp_path):
     """PyTorch's own limit for a group of some is 10 minutes with NCCL, whatever that of all is: less than a first step may take."""
     start_ranks(every_group_waits_as_long, (tmp_path,), 4, "groups", 120)
+
+
+def others_see_a_file_more(rank, world_size, folder):
+    for place in (0, 1):
+        mine = folder / str(place)
+        clips = sorted((ROOT / "assets" / "clips").glob("*.mp4"))[: 21 - place]
+        if rank == 0:
+            mine.mkdir()
+            (mine / "clips.csv").write_text("path,text\n" + "".join(f"{clip},a\n" for clip in clips))
+    dist.barrier()
+    same = VideoTextDataset(str(folder / "0" / "clips.csv"), num_frames=4)
+    assert same_data(same) == same.fingerprint()
+    with pytest.raises(
+        UserError, match=r"other data .* in process 0: 21 samples, \w+; in process 1: 20 samples, \w+\."
+    ):
+        same_data(VideoTextDataset(str(folder / str(rank) / "clips.csv"), num_frames=4))
+
+
+@pytest.mark.multiprocess
+def test_processes_that_see_other_data_are_refused(spawn, tmp_path):
+    """Such as a file that one machine's mount does not show: rows would be trained on twice or never."""
+    spawn(others_see_a_file_more, 2, tmp_path)

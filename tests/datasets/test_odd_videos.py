@@ -1,5 +1,6 @@
 """Videos as the world has them: HDR, interlaced, of non-square pixels, unsteady, moving pictures, damaged in the middle."""
 
+from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path
 
@@ -356,3 +357,49 @@ def test_a_data_set_passes_on_how_to_decode(tmp_path, write_table):
         VideoTextDataset(table, 2, image_size=(16, 16), decode={"hdr": "refuse"})[SampleKey(0, 0)]
     with pytest.raises(UserError, match="decode: 'hdrr' is unknown"):
         VideoTextDataset(table, 2, image_size=(16, 16), decode={"hdrr": "refuse"})
+
+
+# ------------------------------------------------------------------------------------------- what FFmpeg cannot open
+
+
+def test_a_codec_that_ffmpeg_does_not_know(tmp_path, write_video):
+    path = write_video("a.mp4", numbered_frames(4))
+    path.write_bytes(path.read_bytes().replace(b"avc1", b"zzz1"))
+    for read in (probe, lambda file: read_frames(file, 0, 2)):
+        with pytest.raises(BadFile, match=r"a\.mp4: its video has a codec that this FFmpeg does not know"):
+            read(path)
+
+
+def test_a_name_with_a_colon(tmp_path, write_video, monkeypatch):
+    write_video("00:01:02.mp4", numbered_frames(4))
+    monkeypatch.chdir(tmp_path)
+    assert probe("00:01:02.mp4").num_frames == 4
+
+
+def test_bytes_that_lie(tmp_path, write_video, write_image):
+    """Damage of any kind is a `BadFile` or goes unnoticed; a decoder's own errors would end a training."""
+    rng = np.random.default_rng(0)
+    sound = [write_video(f"a.{kind}", numbered_frames(6), codec=codec) for kind, codec in CONTAINERS.items()]
+    sound += [write_image(f"a.{kind}", numbered_frames(1)[0]) for kind in ("avif", "webp", "png", "jpg", "tiff", "bmp")]
+    for path in sound:
+        data = np.frombuffer(path.read_bytes(), np.uint8)
+        for trial in range(12):
+            damaged = data.copy()
+            places = rng.integers(0, len(data), 1 + len(data) // 200)
+            damaged[places] ^= rng.integers(1, 256, len(places)).astype(np.uint8)
+            bad = tmp_path / f"bad{trial}{path.suffix}"
+            bad.write_bytes(damaged.tobytes())
+            with suppress(BadFile), open_clip(bad) as clip:
+                clip.read([0, clip.num_frames - 1])
+            with suppress(BadFile):
+                probe(bad)
+
+
+CONTAINERS = {
+    "mp4": "libx264",
+    "mkv": "libx264",
+    "ts": "mpeg2video",
+    "avi": "mpeg4",
+    "webm": "libvpx",
+    "mpg": "mpeg2video",
+}

@@ -152,6 +152,25 @@ def test_a_rate_of_its_own(tmp_path, table, write_video, write_table):
         VariableVideoTextDataset(str(rows), CONFIG, frame_interval=3, target_fps=8)
 
 
+def test_what_rates_and_decoding_decide_is_in_the_fingerprint(write_table):
+    stated = {"path": "gone.mp4", "text": "", "num_frames": 100, "height": 32, "width": 48}
+
+    def fingerprint(fps: float, **more: object) -> str:
+        rows = write_table([{**stated, "fps": fps}], "rates.csv")
+        (rows.parent / "gone.mp4").write_bytes(b"never opened")
+        return VariableVideoTextDataset(str(rows), {"32x48": {17: (1.0, 1)}}, target_fps=10, **more).fingerprint()
+
+    assert len({fingerprint(30), fingerprint(60), fingerprint(6), fingerprint(30, decode={"interlaced": "keep"})}) == 4
+
+
+def test_a_picture_needs_no_rate(write_table):
+    stated = {"path": "gone.png", "text": "", "num_frames": 1, "height": 32, "width": 48, "fps": ""}
+    rows = write_table([stated], "rates.csv")
+    (rows.parent / "gone.png").write_bytes(b"never opened")
+    dataset = VariableVideoTextDataset(str(rows), {"32x48": {1: (1.0, 1)}}, target_fps=10)
+    assert dataset.assign(0).left.tolist() == [Left.KEPT]
+
+
 def test_a_table_that_states_rates_saves_opening_the_files(write_table):
     stated = {"path": "gone.mp4", "text": "", "num_frames": 100, "height": 32, "width": 48}
     rows = write_table([{**stated, "fps": 30}, {**stated, "fps": 6}], "rates.csv")

@@ -1,6 +1,7 @@
 """Records: what is written is read, whatever stopped the writers; damage and foreign folders are told."""
 
 import json
+import os
 import pickle
 from pathlib import Path
 
@@ -118,7 +119,10 @@ def test_without_close_the_finished_shards_are_kept(tmp_path):
     del writer  # as if it were killed
     with pytest.raises(UserError, match="not finished: their writer was interrupted"):
         RecordReader(tmp_path)
-    (tmp_path / "00000009-x.safetensors.1.tmp").write_bytes(b"half")
+    half = tmp_path / "00000009-x.safetensors.1.tmp"
+    half.write_bytes(b"half")
+    os.utime(half, (0, 0))
+    (tmp_path / "00000010-y.safetensors.2.tmp").write_bytes(b"of a writer that is at work")
     resumed = RecordWriter(tmp_path, FEATURES)
     todo = [i for i in range(4) if str(i) not in resumed]
     assert 0 < len(todo) < 4
@@ -126,7 +130,7 @@ def test_without_close_the_finished_shards_are_kept(tmp_path):
         resumed.write(record(i), str(i))
     resumed.close()
     assert len(shards(tmp_path)) == written + 1
-    assert not list(tmp_path.glob("*.tmp"))
+    assert [file.name for file in tmp_path.glob("*.tmp")] == ["00000010-y.safetensors.2.tmp"]
     reader = RecordReader(tmp_path)
     for i in range(4):
         assert_same(record(i), reader.read(str(i)))

@@ -98,6 +98,16 @@ def test_other_data_begin_the_next_epoch_when_asked():
     assert RunState("abc", 4).resumed(saved, "c", other_data="next_epoch").batch_in_epoch == 4
 
 
+def test_another_order_of_batches_is_refused_inside_of_an_epoch():
+    saved = {**asdict(RunState("abc", 0, plan="mixed")), "step": 9, "micro_batch": 13, "epoch": 1, "epoch_start": 10}
+    assert RunState("abc", 0, plan="mixed").resumed(saved, "c").batch_in_epoch == 3
+    with pytest.raises(UserError, match="the order of batches was mixed, now same"):
+        RunState("abc", 0, plan="same").resumed(saved, "c")
+    assert RunState("abc", 0, plan="same").resumed({**saved, "epoch_start": 13}, "c").plan == "same"
+    saved.pop("plan")  # of a version that did not save it
+    assert RunState("abc", 0, plan="same").resumed(saved, "c").batch_in_epoch == 3
+
+
 def test_due():
     assert [due(step, 3) for step in (1, 2, 3, 6)] == [False, False, True, True]
     assert not due(3, 0)

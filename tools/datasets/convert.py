@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import pandas as pd
 
-from opensora.datasets.files import IMAGE_EXTENSIONS, VIDEO_EXTENSIONS
+from opensora.datasets.files import IMAGE_EXTENSIONS, VIDEO_EXTENSIONS, refuse_unlisted
 from opensora.datasets.image_folder import class_folders
 from opensora.datasets.table_files import read_frame, table_format
 from opensora.utils.errors import UserError, exit_on_user_error
@@ -114,7 +114,7 @@ def find_files(folder: Path, extensions: Sequence[str]) -> Found:
 
 def _walk(folder: Path, left_out: Counter[str]) -> Iterator[Path]:
     seen: set[str] = set()
-    for place, folders, names in os.walk(folder, followlinks=True):
+    for place, folders, names in os.walk(folder, onerror=refuse_unlisted, followlinks=True):
         real = os.path.realpath(place)
         if real in seen:
             folders.clear()

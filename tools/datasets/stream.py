@@ -308,12 +308,20 @@ def _array(pyarrow: Any, name: str, values: list[Any], types: dict[str, Any]) ->
     """A column as an arrow array of the type that it has shown before; its own where it is the first."""
     cells = [number_of(name, value) for value in values]
     if name in types:
+        if pyarrow.types.is_integer(types[name]):  # arrow would cut 10.5 to 10
+            _refuse_fractions(name, cells)
         return pyarrow.array(cells, types[name])
     array = pyarrow.array(cells)
     if array.type != pyarrow.null():
         whole = pyarrow.types.is_integer(array.type) and name not in INTEGERS
         types[name] = pyarrow.float64() if whole and name in NUMBERS else array.type
     return array
+
+
+def _refuse_fractions(name: str, cells: Sequence[Any]) -> None:
+    for cell in cells:
+        if isinstance(cell, float) and not cell.is_integer():
+            raise ValueError(f"column {name!r} begins with whole numbers, and has {cell} later")
 
 
 def _schema(pyarrow: Any, columns: Sequence[str], types: Mapping[str, Any]) -> Any:

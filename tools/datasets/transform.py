@@ -164,7 +164,7 @@ def _rows(row: Row, file: Path, made: Made, base: Path) -> Iterator[Row]:
 
 def target_of(file: Path, folder: Path) -> Path:
     """A name of its own in the folder; files in two folders may share theirs. Formats that PIL does not write become PNG."""
-    digest = hashlib.blake2b(str(file.absolute()).encode(), digest_size=4).hexdigest()
+    digest = hashlib.blake2b(str(file.absolute()).encode(), digest_size=8).hexdigest()
     suffix = file.suffix if file.suffix.lower() in (".jpg", ".jpeg", ".png") else ".png"
     return folder / f"{file.stem}-{digest}{suffix}"
 

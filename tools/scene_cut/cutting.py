@@ -33,6 +33,7 @@ IN_MP4 = ("h264", "hevc", "av1", "mpeg4")  # what players take in an MP4; other 
 STEADY = 0.02  # of a frame's time: times that are off by less are those of a constant rate
 TICKS = 90_000  # of a second, for rates that are not constant
 MOST_OPEN = 4  # clips that are encoded at a time, where scenes overlap: x264 takes 0.3 GB for each at 1080p
+EMPTY_PACKETS = 8  # that may lie at the end of a file
 
 
 class Clip(NamedTuple):
@@ -73,6 +74,7 @@ def cut_video(
     clips: list[Clip] = []
     if encoded:
         clips += _encode(footage, encoded, rules)
+        dropped += _undecoded(encoded, clips, footage.times())
     if copied:
         more, lost = _copy(footage, copied, rules)
         clips, dropped = clips + more, dropped + lost
@@ -121,8 +123,16 @@ def _passes(jobs: Sequence[Job]) -> Iterator[list[Job]]:
         jobs = later
 
 
+def _undecoded(jobs: Sequence[Job], clips: Sequence[Clip], times: np.ndarray) -> list[Dropped]:
+    """What clips at the end of a file lack of their pieces."""
+    ends = {clip.path: clip.end_frame for clip in clips}
+    short = [(piece, ends[str(target)]) for piece, target in jobs if ends[str(target)] < piece.end]
+    why = "the file's last packets hold no picture"
+    return [Dropped(piece.scene, float(times[end]), float(times[piece.end]), why) for piece, end in short]
+
+
 def _encode_together(footage: Footage, writers: Sequence["_Encoder"]) -> list[Clip]:
-    """One pass: each frame goes to all clips that it is in."""
+    """One pass: each frame goes to all clips that it is in. Of a few packets without a picture at the end clips are shorter."""
     waiting, seen = deque(writers), 0
     writing: list[_Encoder] = []
     clips: list[Clip] = []
@@ -136,6 +146,8 @@ def _encode_together(footage: Footage, writers: Sequence["_Encoder"]) -> list[Cl
         writing = [writer for writer in writing if writer.piece.end > seen]
         if not writing and not waiting:
             return clips
+    if not waiting and footage.num_frames - seen <= EMPTY_PACKETS:
+        return clips + [writer.close(seen) for writer in writing]
     raise BadFile(f"{footage.path}: only {seen} of {footage.num_frames} frames could be decoded; re-encode it.")
 
 
@@ -173,16 +185,16 @@ class _Encoder:
             self.output.mux(self.stream.encode(small))
             self.written, self.last = self.written + 1, pts
 
-    def close(self) -> Clip:
-        """Finish the file."""
+    def close(self, end: int | None = None) -> Clip:
+        """Finish the file; `end`: one behind the last frame there was, where it is not that of the piece."""
         assert self.output is not None, "the first frame of a piece is always shown"
         self.output.mux(self.stream.encode())
         self.output.close()
         size = self.stream.height, self.stream.width
         self.output = None
         self.partial.replace(self.target)
-        start, end = float(self.times[self.piece.start]), float(self.times[self.piece.end])
-        place = self.piece.scene, start, end, self.piece.start, self.piece.end
+        end = self.piece.end if end is None else end
+        place = self.piece.scene, float(self.times[self.piece.start]), float(self.times[end]), self.piece.start, end
         return Clip(str(self.target), *place, self.written, *size, float(self.rate), "encode")
 
     def discard(self) -> None:

@@ -5,17 +5,18 @@ The longer side becomes `LONG_SIDE` pixels; smaller files are enlarged, since a 
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from opensora.datasets.read_video import open_clip
+from opensora.datasets.read_video import TooFewFrames, open_clip
 from opensora.utils.errors import UserError
 
 LONG_SIDE = 576  # 324 x 576 of a 16:9 clip; Open-Sora's flow looked at 320 x 576
 KEY_POINTS = (0.1, 0.5, 0.9)  # of the clip's length, as Open-Sora's aesthetic score
 
 Row = dict[str, Any]
+T = TypeVar("T")
 
 
 class Pair(NamedTuple):
@@ -34,6 +35,11 @@ def each_file(paths: Sequence[Path], columns: Sequence[str], measure: Callable[[
             rows.append(measure(path))
         except (UserError, OSError) as error:
             rows.append(unread(columns, error))
+        # OpenCV's own, such as of pictures that are too narrow for optical flow: its class comes with its import
+        except Exception as error:
+            if type(error).__module__.split(".")[0] != "cv2":
+                raise
+            rows.append(unread(columns, error))
     return rows
 
 
@@ -49,10 +55,14 @@ def key_frames(path: Path, points: Sequence[float] = KEY_POINTS) -> list[np.ndar
         BadFile: the file cannot be read.
     """
     with open_clip(path) as clip:
-        indices = [round(point * (clip.num_frames - 1)) for point in points]
-        once = sorted(set(indices))
-        frames = dict(zip(once, clip.read(once), strict=True))
-    return [frames[index] for index in indices]
+
+        def read(num_frames: int) -> list[np.ndarray]:
+            indices = [round(point * (num_frames - 1)) for point in points]
+            once = sorted(set(indices))
+            frames = dict(zip(once, clip.read(once), strict=True))
+            return [frames[index] for index in indices]
+
+        return _of_what_there_is(read, clip.num_frames)
 
 
 def pairs(path: Path, fps: float, most: int) -> list[Pair]:
@@ -65,14 +75,28 @@ def pairs(path: Path, fps: float, most: int) -> list[Pair]:
         BadFile: the file cannot be read.
     """
     with open_clip(path) as clip:
-        if clip.num_frames < 2:
-            return []
-        shown = np.maximum.accumulate(clip.seconds())
-        starts, ends = _places(shown, 1 / fps, most)
-        once = sorted({*starts, *ends})
-        frames = dict(zip(once, (shrunk(frame) for frame in clip.read(once)), strict=True))
-    gaps = [float(shown[end] - shown[start]) or 1 / clip.fps for start, end in zip(starts, ends, strict=True)]
-    return [Pair(frames[a], frames[b], gap) for a, b, gap in zip(starts, ends, gaps, strict=True)]
+
+        def read(num_frames: int) -> list[Pair]:
+            if num_frames < 2:
+                return []
+            shown = np.maximum.accumulate(clip.seconds()[:num_frames])
+            starts, ends = _places(shown, 1 / fps, most)
+            once = sorted({*starts, *ends})
+            frames = dict(zip(once, (shrunk(frame) for frame in clip.read(once)), strict=True))
+            gaps = [float(shown[end] - shown[start]) or 1 / clip.fps for start, end in zip(starts, ends, strict=True)]
+            return [Pair(frames[a], frames[b], gap) for a, b, gap in zip(starts, ends, gaps, strict=True)]
+
+        return _of_what_there_is(read, clip.num_frames)
+
+
+def _of_what_there_is(read: Callable[[int], T], num_frames: int) -> T:
+    """`read` of a clip of that many frames, or of those there are where the last packets hold no picture, as training does it."""
+    try:
+        return read(num_frames)
+    except TooFewFrames as error:
+        if error.available < 1:
+            raise
+        return read(error.available)
 
 
 def pairs_of(frames: Sequence[np.ndarray], fps: float, most: int, frame_rate: float) -> list[Pair]:

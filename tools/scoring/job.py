@@ -22,6 +22,7 @@ from typing import Any, Literal, NamedTuple
 
 from tqdm import tqdm
 
+from opensora.datasets.table_files import table_format
 from opensora.utils.errors import UserError
 from tools.datasets.stream import Block, columns_of, count_rows, read_blocks, renamed, write_blocks
 from tools.eval.record import file_hash
@@ -158,7 +159,11 @@ def all_parts(job: Job, rows: int) -> list[Part]:
 
 
 def merge(job: Job, rows: int) -> None:
-    """Write the table with what the parts say, and print what could not be scored."""
+    """Write the table with what the parts say, and print what could not be scored.
+
+    Raises:
+        UserError: parquet cannot hold a column; the rows are in a JSONL file beside it then.
+    """
     whole_columns = compared(job, rows)
     columns = columns_of(job.table)
     failed: dict[str, int] = {}
@@ -174,7 +179,14 @@ def merge(job: Job, rows: int) -> None:
             yield block
 
     names = [*columns, *([] if STATUS in columns else [STATUS]), *job.added()]
-    write_blocks(job.out, names, blocks())
+    try:
+        write_blocks(job.out, names, blocks())
+    except UserError as error:
+        if table_format(job.out) != "parquet":
+            raise
+        instead = job.out.with_name(f"{job.out.name}.jsonl")
+        write_blocks(instead, names, blocks())
+        raise UserError(f"{job.out}: {error} All rows with their scores are in {instead}.") from error
     print(f"{job.out}: {rows} rows; new columns: {', '.join(job.added())}")
     for name, count in failed.items():
         print(f"  {name}: {count} files could not be read, or gave nothing; the reason is in the column {STATUS}")

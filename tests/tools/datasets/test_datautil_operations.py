@@ -52,9 +52,6 @@ def reference(rows, flag, value):
         there = [row for row in rows if row[value]]
         key = (lambda row: row["text"]) if value in ("text", "path") else (lambda row: float(row[value]))
         return sorted(there, key=key, reverse=flag == "sort") + [row for row in rows if not row[value]]
-    if flag in ("dedupe", "remove-text-duplication", "remove-path-duplication"):
-        column = value if flag == "dedupe" else flag.split("-")[1]
-        return list({row[column]: row for row in reversed(rows)}.values())[::-1] if rows else []
     simple = {
         "head": lambda: rows[:value],
         "remove-empty-caption": lambda: [row for row in rows if row["text"].strip()],
@@ -69,7 +66,7 @@ def reference(rows, flag, value):
 
 def first_rows(rows, column):
     seen = set()
-    return [row for row in rows if not (row[column] in seen or seen.add(row[column]))]
+    return [row for row in rows if not row[column] or not (row[column] in seen or seen.add(row[column]))]
 
 
 def random_step(rng):

@@ -1,5 +1,7 @@
 """Tables block by block against the readers and writers of whole tables."""
 
+import json
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -96,3 +98,18 @@ def test_what_is_wrong_is_named_and_leaves_no_file(tmp_path):
     with pytest.raises(UserError, match="more than one column 'path'"):
         columns_of(tmp_path / "d.csv")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["d.csv", "t.csv"]
+
+
+@pytest.mark.parametrize("block_rows", [3, 6])
+def test_parquet_cuts_no_number(tmp_path, block_rows):
+    rows = [{"path": "a.mp4", "seconds": 10}] * 3 + [{"path": "b.mp4", "seconds": 10.5}] * 3
+    source = tmp_path / "a.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write = lambda: write_blocks(tmp_path / "a.parquet", ["path", "seconds"], read_blocks(source, block_rows))  # noqa: E731
+    if block_rows == 3:  # the first block shows whole numbers
+        with pytest.raises(UserError, match=r"'seconds' begins with whole numbers, and has 10\.5 later.*write JSONL"):
+            write()
+    else:
+        assert write() == 6
+        [block] = read_blocks(tmp_path / "a.parquet", 10)
+        assert block["seconds"] == [10, 10, 10, 10.5, 10.5, 10.5]

@@ -11,6 +11,7 @@ import tracemalloc
 from dataclasses import dataclass
 from pathlib import Path
 
+import av
 import numpy as np
 import pandas as pd
 import pytest
@@ -277,3 +278,27 @@ def test_settings_of_the_command_line():
     }.items():
         with pytest.raises(UserError, match=message):
             chosen_scorers("flow", [setting], "cpu")
+
+
+def test_scores_that_parquet_cannot_hold_are_not_lost(table):
+    rows = read_frame(table)
+    rows["fps"] = ["24"] * 5 + ["unknown"] * (len(rows) - 5)
+    rows.to_csv(table, index=False)
+    with pytest.raises(UserError, match=r"cannot be written as parquet.*All rows with their scores are in .*jsonl"):
+        run(job(table, {"black": scorer("black")}, "out.parquet"), 0)
+    assert len(read_frame(table.with_name("out.parquet.jsonl"))["black"]) == len(NAMES)
+
+
+def test_pictures_that_are_too_narrow_for_flow_cost_their_own_row_alone(tmp_path):
+    for name, size in {"narrow.mp4": (1920, 16), "good.mp4": (64, 48)}.items():
+        with av.open(str(tmp_path / name), "w") as container:
+            stream = container.add_stream("libx264", rate=24)
+            stream.width, stream.height, stream.pix_fmt = *size, "yuv420p"
+            for value in range(8):
+                frame = np.full((size[1], size[0], 3), 20 * value, np.uint8)
+                container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+            container.mux(stream.encode())
+    narrow, good = scorer("flow").score([tmp_path / "narrow.mp4", tmp_path / "good.mp4"])
+    assert narrow["flow"] is None
+    assert narrow["error"]
+    assert good["flow"] is not None

@@ -131,13 +131,13 @@ ALIKE = "one of several alike (the first stays)"
 
 
 def _first_of(sheet: Sheet, values: pd.Series, what: str) -> Result:
-    again = values.duplicated().to_numpy()
+    again = (values.duplicated() & (values != "")).to_numpy()  # an empty cell says nothing
     return keep(sheet, ~again, [(f"with a {what} that came before", again)])
 
 
 @operation("dedupe", "unique_{}", group=ALIKE, metavar="COLUMN")
 def dedupe(sheet: Sheet, column: str) -> Result:
-    """keep the first row of each value of COLUMN, as text"""
+    """keep the first row of each value of COLUMN, as text; rows without one stay"""
     return _first_of(sheet, sheet.text(column), column)
 
 
@@ -149,7 +149,7 @@ def remove_path_duplication(sheet: Sheet, _: Any) -> Result:
 
 @operation("remove-text-duplication", "uniquetext", group=ALIKE)
 def remove_text_duplication(sheet: Sheet, _: Any) -> Result:
-    """keep the first row of each caption"""
+    """keep the first row of each caption; rows without one stay"""
     return _first_of(sheet, sheet.text("text"), "caption")
 
 

@@ -17,7 +17,19 @@ from opensora.datasets.table_files import cell_text, collection_paused, is_numer
 from opensora.utils.errors import UserError
 
 INTEGERS = ("num_frames", "height", "width", "resolution", "text_len", "ocr", "label", "duplicate_bits")
-FLOATS = ("aspect_ratio", "fps", "aes", "flow", "match", "filesize", "ocr_area", "sharpness", "black", "static")
+FLOATS = (
+    "aspect_ratio",
+    "fps",
+    "duration",
+    "aes",
+    "flow",
+    "match",
+    "filesize",
+    "ocr_area",
+    "sharpness",
+    "black",
+    "static",
+)
 NUMBERS = (*INTEGERS, *FLOATS)
 MISSING_WORDS = ("", "nan", "none", "null")  # in a column of numbers only, in any case
 
@@ -82,7 +94,8 @@ def _write_jsonl(frame: pd.DataFrame, target: Path) -> None:
 def _json_cells(column: pd.Series) -> list[str]:
     """Each value of a column as JSON; null where one is missing."""
     if is_numeric(column):
-        return ["null" if value is None else repr(value) for value in _objects(column)]
+        words = {"None": "null", "inf": "Infinity", "-inf": "-Infinity"}  # as Python's json reads them
+        return [words.get(text, text) for text in map(repr, _objects(column))]
     encode = json.JSONEncoder(ensure_ascii=False, default=cell_text).encode
     return [encode_basestring(value) if type(value) is str else encode(value) for value in _objects(column)]
 
