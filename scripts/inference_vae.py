@@ -17,7 +17,7 @@ from opensora.acceleration.distributed import init_world
 from opensora.datasets.read_video import frames_needed, is_image, probe, read_frames
 from opensora.datasets.table import read_table
 from opensora.datasets.transforms import get_transform, to_float
-from opensora.inference.compare import save_beside, save_sheet
+from opensora.inference.compare import save_beside, save_sheet, shown_frames
 from opensora.models.vae.evaluate import quality, reconstruct
 from opensora.registry import MODELS, build_module
 from opensora.utils.config import VAEInferenceConfig, parse_config
@@ -46,7 +46,7 @@ def main() -> None:
             x_hat = reconstruct(vae, x[None].to(device)).cpu()[0]
         file = save_beside(x, x_hat, folder / name, fps)
         measured = quality(x_hat[None], x[None])
-        sheet[f"{name}  {measured.psnr:.1f} dB"] = (x, x_hat)
+        sheet[f"{name}  {measured.psnr:.1f} dB"] = shown_frames((x, x_hat))
         size = " x ".join(map(str, x.shape[1:]))
         sys.stdout.write(f"{file}: {size}, PSNR {measured.psnr:.2f} dB, SSIM {measured.ssim:.4f}\n")
     sys.stdout.write(f"originals above reconstructions: {save_sheet(folder / 'sheet.png', sheet)}\n")

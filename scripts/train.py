@@ -3,7 +3,6 @@
 import logging
 import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,11 +17,12 @@ from opensora.acceleration.loop import (
     build_ema,
     build_optimizer,
     checkpoint_parts,
-    checkpoint_to_load,
     engine_settings,
     learning_rate,
     places,
+    refuse_idle_average,
     resume,
+    resumed_checkpoint,
     same_data,
     steps,
 )
@@ -45,14 +45,13 @@ from opensora.models.text_encoder.memo import MemoizedTextEncoder
 from opensora.registry import DATASETS, MODELS, SCHEDULERS, build_module
 from opensora.schedulers.mask_ratios import MaskRatios
 from opensora.schedulers.timesteps import count_samples_once
-from opensora.utils.ckpt import open_checkpoint
 from opensora.utils.config import TrainConfig, parse_config, to_dict
 from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.errors import exit_on_user_error
 from opensora.utils.logging import RunLog, check_wandb, show_messages
 from opensora.utils.lora import LoraOptions
 from opensora.utils.lr_scheduler import set_lr
-from opensora.utils.run import BATCHES_VARY, RunState, changed_settings, check_run_folder, due
+from opensora.utils.run import BATCHES_VARY, RunState, check_run_folder, due
 from opensora.utils.run_summary import effective_batch, parameter_table
 from opensora.utils.seed import generators
 from opensora.utils.weight_sources import refuse_misnamed
@@ -132,6 +131,7 @@ def train(cfg: TrainConfig, world: World, stop: StopSignals, watchdog: Watchdog)
         )
     sampler = sampler_of(cfg, dataset, world)
     total_steps = seek(cfg, sampler, state)
+    refuse_idle_average(cfg, total_steps)
     loader = build_loader(
         dataset,
         sampler,
@@ -185,15 +185,6 @@ def train(cfg: TrainConfig, world: World, stop: StopSignals, watchdog: Watchdog)
     saver.wait()
     log.line(f"{stop.reason or 'done'}: {run} at step {state.step}")
     log.close()
-
-
-def resumed_checkpoint(cfg: TrainConfig) -> Path | None:
-    """The checkpoint to go on from, if any; says which settings are not those of its run: some are meant, some are slips."""
-    source = checkpoint_to_load(cfg)
-    before = {} if source is None else open_checkpoint(source).manifest.get("config") or {}
-    if changes := changed_settings(before, to_dict(cfg)):
-        logger.warning("settings that are not those of %s: %s.", source, "; ".join(changes))
-    return source
 
 
 def build_data_and_models(cfg: TrainConfig, world: World) -> tuple[Any, Any, Any, Any]:

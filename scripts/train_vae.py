@@ -23,11 +23,12 @@ from opensora.acceleration.loop import (
     build_ema,
     build_optimizer,
     checkpoint_parts,
-    checkpoint_to_load,
     engine_settings,
     learning_rate,
     places,
+    refuse_idle_average,
     resume,
+    resumed_checkpoint,
     same_data,
     steps,
 )
@@ -98,7 +99,7 @@ def train(cfg: VAETrainConfig, world: World, stop: StopSignals, watchdog: Watchd
     adversary = build_adversary(cfg, world)
 
     state = RunState(data=same_data(dataset), global_batch=cfg.batch_size * world.size, world=world.size)
-    if (source := on_main_first(partial(checkpoint_to_load, cfg))) is not None:
+    if (source := on_main_first(partial(resumed_checkpoint, cfg))) is not None:
         state = go_on(cfg, source, state, ema, engine, adversary)
     sampler, total_steps = sampler_at(cfg, dataset, world, state, source)
     loader = build_loader(
@@ -139,13 +140,15 @@ def train(cfg: VAETrainConfig, world: World, stop: StopSignals, watchdog: Watchd
         grad_norm = engine.step()
         taken, grad_norm = guard.taken(grad_norm), adversary.step(state.step, grad_norm)
         state.advance(cfg.accumulation_steps, sampler.batches_in)
+        guard.but_for("the discriminator", state.step, grad_norm, taken=taken)
         record.step(state.step, grad_norm)
         ema.update(model.vae, state.steps_averaged, taken=taken)
         log.advance()
         last = stop.agreed() or state.step == total_steps
         if due(state.step, cfg.log_every) or due(state.step, cfg.ckpt_every) or last:
-            figures = guard.checked(reading := record.read())
-            figures |= means(of_good_steps(window, reading, cfg.accumulation_steps))
+            figures = guard.checked(reading := record.read()) | means(
+                of_good_steps(window, reading, cfg.accumulation_steps)
+            )
             log.metrics(state.step, **figures, lr=lr, epoch=state.epoch, **speed(state.step))
             window.clear()
         if held_out is not None and (due(state.step, cfg.eval_every) or state.step == total_steps):
@@ -220,7 +223,9 @@ def sampler_at(
     """
     sampler = build_sampler(dataset, cfg.batch_size, seed=cfg.seed, rank=world.rank, world_size=world.size)
     nothing_left = source is None or on_main_first(partial(is_exported, source.resolve().parent, state.step))
-    return sampler, seek(cfg, sampler, state, may_be_done=not nothing_left)
+    total_steps = seek(cfg, sampler, state, may_be_done=not nothing_left)
+    refuse_idle_average(cfg, total_steps)
+    return sampler, total_steps
 
 
 def build_adversary(cfg: VAETrainConfig, world: World) -> Player:

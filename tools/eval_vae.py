@@ -23,15 +23,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import pandas as pd
 import torch
 from einops import rearrange
 from torch import Tensor
 
 from opensora.datasets.read_video import probe, read_frames
 from opensora.datasets.table import read_table
+from opensora.datasets.table_files import read_frame
 from opensora.datasets.transforms import to_float
-from opensora.inference.compare import save_sheet
+from opensora.inference.compare import save_sheet, shown_frames
 from opensora.models.vae import DiffusersVideoVAE, VideoAutoencoderKL
 from opensora.models.vae.evaluate import Quality, mean_quality, quality, reconstruct
 from opensora.models.vae.lpips import LPIPS
@@ -74,7 +74,9 @@ class Measured(NamedTuple):
     source: str
     quality: Quality
     linear_psnr: float  # nan without the linear codec
-    versions: tuple[Tensor, ...]  # [3, T, H, W]: original, reconstruction and, with it, the linear codec's
+    versions: tuple[
+        Tensor, ...
+    ]  # [3, 5, H, W], the frames of a sheet: original, reconstruction and, with it, the linear codec's
 
 
 def fit_pca(videos: Iterable[Tensor], channels: int, patch: int = 8) -> LinearCodec:
@@ -106,7 +108,7 @@ def read_clips(table_path: Path, root: Path | None, vae: Any, num_frames: int) -
         UserError: the table or a file cannot be read, or no clip is left.
     """
     table = read_table(table_path, root, ())
-    rows = pd.read_csv(table_path, dtype=str) if table_path.suffix == ".csv" else pd.read_parquet(table_path)
+    rows = read_frame(table_path)
     sources = rows["source"] if "source" in rows else rows["path"]
     some = False
     for row in range(len(table)):
@@ -133,7 +135,7 @@ def measure(clips: Iterable[Clip], vae: Any, lpips: LPIPS | None, codec: LinearC
         if codec is not None:
             versions.append(codec(clip.video))
             linear = float(psnr(versions[2][None], clip.video[None]))
-        yield Measured(clip.name, clip.source, quality(x_hat, x, lpips), linear, tuple(versions))
+        yield Measured(clip.name, clip.source, quality(x_hat, x, lpips), linear, shown_frames(tuple(versions)))
 
 
 def by_source(rows: Iterable[Measured]) -> dict[str, tuple[Quality, float]]:

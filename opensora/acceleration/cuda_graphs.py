@@ -10,6 +10,7 @@ random (docs/adr/0006) or asked of the GPU inside; casts of weights by autocast 
 share one pool of memory, so that many take little more than the largest; therefore a backward pass must follow its own forward pass.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, Protocol
@@ -20,6 +21,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from opensora.acceleration.patching import Forward, wrap_forward
 from opensora.utils.errors import UserError
+
+logger = logging.getLogger(__name__)
 
 MAX_SIZES = 64
 """More than that, and sizes probably never repeat. A recording takes some MiB besides the pool."""
@@ -181,25 +184,34 @@ class Recordings:
         self.device = next(model.parameters()).device
         self.gradients = Gradients()
         self.made: dict[Any, Recording] = {}
+        self.is_full = False
         self.turn: object = None  # of the last forward pass, whose activations are in the pool
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """As the model's `forward`."""
         inputs, spec = tree_flatten((args, kwargs))
         recording = self._recording(inputs, spec)
+        if recording is None:
+            out: Tensor = self.forward(*args, **kwargs)
+            return out
         wants = torch.ones((), requires_grad=True)  # the result has a gradient, also where no input has one
         return _Replayed.apply(self, recording, wants, *inputs)
 
-    def _recording(self, inputs: Sequence[Any], spec: TreeSpec) -> Recording:
+    def _recording(self, inputs: Sequence[Any], spec: TreeSpec) -> Recording | None:
+        """That of inputs of this size; None beyond `MAX_SIZES`."""
         sizes = tuple(_size(value) for value in inputs)
         cast = torch.get_autocast_dtype(self.device.type), torch.is_autocast_enabled(self.device.type)
         key = (str(spec), sizes, self.model.training, cast)
         if key not in self.made:
             if len(self.made) == MAX_SIZES:
-                raise UserError(
-                    f"cuda_graphs: the model has met more than {MAX_SIZES} sizes of its input, the last one {_told(inputs)}. A "
-                    "recording for each pays only if they return: use fewer buckets, or cuda_graphs=False."
-                )
+                if not self.is_full:
+                    self.is_full = True
+                    logger.warning(
+                        "cuda_graphs: the model has met more than %d sizes of its input, the last one %s. Those beyond are "
+                        "computed without a recording, which pays only if sizes return: fewer buckets would.",
+                        MAX_SIZES, _told(inputs),
+                    )  # fmt: skip
+                return None
             self._check(inputs)
             self.made[key] = self._record(inputs, spec)
         return self.made[key]

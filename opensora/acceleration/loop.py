@@ -12,10 +12,12 @@ from torch import Tensor, nn
 from opensora.acceleration.distributed import refuse_different
 from opensora.acceleration.engine import Engine
 from opensora.utils.ckpt import latest_checkpoint, open_checkpoint
+from opensora.utils.config import to_dict
 from opensora.utils.config_schema import LoopConfig
 from opensora.utils.ema import EMA
+from opensora.utils.errors import UserError
 from opensora.utils.lr_scheduler import lr_at
-from opensora.utils.run import RunState
+from opensora.utils.run import RunState, changed_settings
 
 logger = logging.getLogger(__name__)
 
@@ -94,11 +96,33 @@ def resume(
     engine.load_model_state(checkpoint.tensors("model"), str(checkpoint.path))
     ema.load_state_dict(checkpoint.tensors("ema"))
     engine.load_optimizer_state(checkpoint.tensors("optimizer"))
+    if not keep_place:  # what the scheduler learnt of the timesteps begins anew, too
+        return fresh.after(checkpoint.state)
     if scheduler is not None:
         scheduler.load_state_dict(checkpoint.tensors("scheduler"))
-    if not keep_place:
-        return fresh.after(checkpoint.state)
     return fresh.resumed(checkpoint.state, str(source), other_data=other_data)
+
+
+def refuse_idle_average(cfg: LoopConfig, total_steps: int) -> None:
+    """See that the averaged weights, which sampling takes, will be others than those that training began with.
+
+    Raises:
+        UserError: the run ends before they take in anything.
+    """
+    if cfg.ema_every > total_steps:
+        raise UserError(
+            f"ema_every={cfg.ema_every} is more than the run's {total_steps} steps: the averaged weights, which sampling "
+            "takes, would be those that it began with. Lower it."
+        )
+
+
+def resumed_checkpoint(cfg: LoopConfig) -> Path | None:
+    """The checkpoint to go on from, if any; says which settings are not those of its run: some are meant, some are slips."""
+    source = checkpoint_to_load(cfg)
+    before = {} if source is None else open_checkpoint(source).manifest.get("config") or {}
+    if changes := changed_settings(before, to_dict(cfg)):
+        logger.warning("settings that are not those of %s: %s.", source, "; ".join(changes))
+    return source
 
 
 def same_data(dataset: Any) -> str:

@@ -52,6 +52,7 @@ class FiniteGuard:
         self.skipped = 0
         self.overflows_in_a_row = 0
         self._noted: list[_Noted] = []
+        self._partly: dict[int, str] = {}  # step -> what was left as it was
 
     def __call__(self, loss: Tensor, batch: Mapping[str, Any]) -> Tensor:
         """Note a micro-batch's loss []; what to differentiate in its place, the same number with the same gradient.
@@ -67,6 +68,11 @@ class FiniteGuard:
         With "skip" this waits for the device. With "stop" nothing that a dropped step leaves behind is ever saved.
         """
         return self.policy == "stop" or bool(torch.isfinite(grad_norm))
+
+    def but_for(self, what: str, number: int, grad_norm: Tensor, *, taken: bool) -> None:
+        """Note whether step `number`, counted from 1, was `taken` but for `what`, with which the gradient norm is no number."""
+        if taken and not self.taken(grad_norm):
+            self._partly[number] = what
 
     def checked(self, reading: Reading) -> dict[str, Any]:
         """The reading's figures for the log, if training may go on; all processes call it after the same step.
@@ -90,7 +96,7 @@ class FiniteGuard:
 
     def _decide(self, steps: Sequence[Step], bad: Sequence[int], where: Sequence[str]) -> None:
         told = "\n".join(
-            f"step {steps[i].number} was not taken: its loss is {steps[i].loss:g}, its gradient norm "
+            f"step {steps[i].number} was not taken{self._but(steps[i].number)}: its loss is {steps[i].loss:g}, its gradient norm "
             f"{steps[i].grad_norm:g}. {files}"
             for i, files in zip(bad, where, strict=True)
         )
@@ -106,6 +112,10 @@ class FiniteGuard:
             )
         if self.world.is_main:
             logger.warning("%s", told)
+
+    def _but(self, number: int) -> str:
+        what = self._partly.pop(number, None)
+        return "" if what is None else f" by {what}"
 
     def _where(self, noted: Sequence[_Noted], bad: Sequence[int], micro_batches: int) -> list[str]:
         """For each bad step the files of its bad batches, of all processes."""

@@ -92,24 +92,30 @@ class Saver:
     def save(self, state: RunState, parts: Parts) -> None:
         """Begin to write `run/epoch{E}-global_step{S}`; with `ckpt_async=False` it is complete on return.
 
+        So it is where the checkpoint before could not be written, as that may have had a cause that is over.
+
         Args:
             state: where the run stands.
             parts: name -> tensors, plain or DTensors, as each process has them.
 
         Raises:
-            UserError: this checkpoint, or the one before, could not be written; in all processes.
+            UserError: this checkpoint could not be written at once; in all processes.
         """
-        begin = time.monotonic()
-        self.wait()
+        begin, wait_for_it = time.monotonic(), not self.cfg.ckpt_async
+        try:
+            self.wait()
+        except UserError as error:
+            wait_for_it = True
+            logger.error("%s; the next one is written without going on meanwhile.", error)
         if (waited := time.monotonic() - begin) > 1:
             logger.warning("waited %.1f s for the checkpoint before; save less often, or to a faster disk.", waited)
         own = {part: _own_shards(tensors) for part, tensors in parts.items()}
         copied: Callable[[], None] = _nothing
-        if self.cfg.ckpt_async:
+        if not wait_for_it:
             own, copied = self._copies.take(own)
         writing = Writing(self.run / state.folder_name, f"{self._token}-{state.step}", self.world.rank, self.world.size)
         work = partial(self._write, writing, own, asdict(state), copied)
-        if self.cfg.ckpt_async:
+        if not wait_for_it:
             self._thread = threading.Thread(target=work, name="checkpoint writer")
             self._thread.start()
         else:
@@ -158,6 +164,8 @@ class Saver:
                 logger.info("saved %s in %.1f s%s", path, seconds, f", removed {gone} older" if gone else "")
         except Exception as error:  # noqa: BLE001  (raised by `wait`, in the loop's thread)
             self._error = error
+            if self.cfg.ckpt_async:  # `wait` comes perhaps an hour later
+                logger.error("%s could not be written: %s", writing.path, error)
             if writing.rank == 0:
                 writing.discard()
 

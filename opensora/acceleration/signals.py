@@ -17,7 +17,7 @@ import ctypes
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from queue import SimpleQueue
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
@@ -74,12 +74,16 @@ class StopSignals:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def until(self, items: Iterable[T]) -> Iterator[T]:
-        """The items, until `agreed` said that it is time to stop."""
+        """The items, until `agreed` said that it is time to stop; a generator of them is closed then, such as a watchdog's."""
         self._begun = True
-        for item in items:
-            yield item
-            if self.stopping:
-                break
+        try:
+            for item in items:
+                yield item
+                if self.stopping:
+                    break
+        finally:
+            if isinstance(items, Generator):
+                items.close()
 
     def agreed(self) -> bool:
         """Whether any process was told to stop; all of them must ask, after each step. The same answer for all."""

@@ -36,10 +36,16 @@ def save_sheet(path: Path, clips: Mapping[str, tuple[Tensor, ...]], columns: int
     return path
 
 
-def _strip(name: str, versions: tuple[Tensor, ...], columns: int) -> Image.Image:
+def shown_frames(versions: tuple[Tensor, ...], columns: int = 5) -> tuple[Tensor, ...]:
+    """Those frames of versions [3, T, H, W] that a sheet shows, in memory of their own: a table has many clips."""
     frames = versions[0].shape[1]
     chosen = np.linspace(0, frames - 1, min(columns, frames)).round().astype(int).tolist()
-    rows = [np.concatenate(list(to_uint8(version[:, chosen])), axis=1) for version in versions]  # [H, columns W, 3]
+    return tuple(version[:, chosen] for version in versions)
+
+
+def _strip(name: str, versions: tuple[Tensor, ...], columns: int) -> Image.Image:
+    shown = shown_frames(versions, columns)
+    rows = [np.concatenate(list(to_uint8(version)), axis=1) for version in shown]  # [H, columns W, 3]
     image = Image.fromarray(np.concatenate(rows, axis=0))
     height = ROW_HEIGHT * len(versions)
     image = image.resize((round(image.width * height / image.height), height), Image.Resampling.LANCZOS)

@@ -19,6 +19,7 @@ from torch import Tensor
 from opensora.inference.video_files import FASTEST_GIF, VideoFormat, write_png, write_video
 from opensora.utils.errors import UserError
 
+LONGEST_NAME = 200  # bytes of a given name; file systems take 255 of the whole
 EXTENSIONS = (".mp4", ".webm", ".gif", ".png")  # of all that this module writes
 
 
@@ -131,8 +132,11 @@ def sample_file_name(
         name = f"{_slug(prompt)}-{hashlib.blake2b(f'{index}:{prompt}'.encode(), digest_size=4).hexdigest()}"
     else:
         prefix = "sample" if sample_name is None else sample_name
-        if not re.fullmatch(r"[^/\\\0-\x1f]{1,100}", prefix) or prefix.startswith("."):
-            raise UserError(f"sample_name={prefix!r}: use 1 to 100 characters, no slash, no dot in front.")
+        is_name = re.fullmatch(r"[^/\\\0-\x1f]{1,100}", prefix) and not prefix.startswith(".")
+        if not is_name or len(prefix.encode()) > LONGEST_NAME:
+            raise UserError(
+                f"sample_name={prefix!r}: use 1 to 100 characters (at most {LONGEST_NAME} bytes), no slash, no dot in front."
+            )
         name = f"{prefix}_{index:04d}"
     return f"{name}-{sample_index}" if num_sample > 1 else name
 

@@ -5,6 +5,8 @@ makes the same videos as two batches of one. (To rounding: a matrix product may 
 a long video's segments take over belong to one sample of one call, and nothing is kept from one call to the next.
 """
 
+import dataclasses
+import logging
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from itertools import count
@@ -43,6 +45,8 @@ from opensora.utils.errors import UserError
 from opensora.utils.seed import generator, randn_like
 
 __all__ = ["Samples", "VideoPipeline", "check_finite", "check_size", "needs_null"]
+
+logger = logging.getLogger(__name__)
 
 OnStep = Callable[[SamplingStep], object]
 MOTION_FLOW = 5.0  # what NOVA's pipelines say where nobody does
@@ -115,6 +119,7 @@ class VideoPipeline:
         self.step_cache = step_cache
         self._defaults = defaults
         self.motion_flow = motion_flow
+        self._told_of_guidance = False
         self.place = Placement({"model": model, "vae": vae, "text_encoder": text_encoder}, self.device, offload)
 
     @property
@@ -269,6 +274,7 @@ class VideoPipeline:
         Raises:
             UserError: as `__call__`.
         """
+        request = self._with_an_effect(request)
         latent_size = check_size(self.vae, request.num_frames, request.image_size)
         shared = None
         if request.loop > 1:
@@ -282,6 +288,17 @@ class VideoPipeline:
         video = torch.cat([part for part in videos if part is not None], dim=2)
         check_finite(video, "frames", request.texts(0), request.indices, self._settings(request))
         return Samples(video.clamp_(-1, 1), list(latents))
+
+    def _with_an_effect(self, request: Request) -> Request:
+        """The request without guidance where the model is told nothing that it could be guided away from."""
+        if getattr(self.model, "condition", None) != "unconditional" or not needs_null(
+            self.scheduler, request.guidance_scale
+        ):
+            return request
+        if not self._told_of_guidance:
+            self._told_of_guidance = True
+            logger.warning("cfg_scale has no effect: the model is unconditional; sampling without guidance.")
+        return dataclasses.replace(request, guidance_scale=1.0)
 
     def _segments(
         self,
@@ -420,7 +437,8 @@ class VideoPipeline:
         steps = self.scheduler.sample_steps(
             model, z, cond, null=null, mask=mask, guidance_scale=guidance_scale, generators=generators
         )
-        timesteps = () if self.step_cache is None else self.scheduler.solver(z, generators).timesteps
+        levels = () if self.step_cache is None else self.scheduler.solver(z, generators).levels
+        timesteps = [1000 * level for level in levels]  # whatever the scheduler's own count from
         x = z
         # closed also where `on_step` raises: the exception's traceback holds on to the steps, and they to cast weights
         with _closing(steps), _sampling(self.step_cache, timesteps), tqdm(disable=not progress) as bar:

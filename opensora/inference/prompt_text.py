@@ -21,6 +21,9 @@ Scores = Mapping[str, float | str | None]
 
 SCORE_PHRASES = {"aes": "aesthetic score:", "flow": "motion score:", "camera_motion": "camera motion:"}
 SEGMENT = re.compile(r"\|([0-9]{1,9})\|")
+AT_THE_END = re.compile(
+    r"(?:^|\s*\b)(?:(?:aesthetic score|motion score): -?\d+(?:\.\d+)?\.\s*|camera motion: [^.:|]+\.\s*)+$"
+)
 KEY = re.compile(r"""\{\s*["']([^"'{}]*)["']\s*:""")
 
 
@@ -83,6 +86,11 @@ def with_scores(text: str, scores: Scores) -> str:
         if value is not None and phrase not in present:
             text = f"{text} {phrase} {value if isinstance(value, str) else f'{value:.1f}'}."
     return text.lstrip() if not present else text
+
+
+def without_scores(text: str) -> str:
+    """The reverse of `with_scores`: the text without the scores at its end."""
+    return AT_THE_END.sub("", text)
 
 
 def check_settings(values: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -200,6 +200,8 @@ def load_strictly(
 
 def _advice(missing: list[str], unexpected: list[str]) -> str:
     """What to change, where a file does not fit."""
+    if missing + unexpected == ["lora_forwards"]:  # `utils.lora.COUNTER`, which lies on top of this module
+        return "lora.dropout was 0 in the run that wrote the file, or is here, and not in both: it cannot be switched on or off."
     for names, what in ((missing, "without"), (unexpected, "with")):
         if any(".lora_" in name for name in names):
             return (

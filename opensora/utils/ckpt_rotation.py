@@ -45,9 +45,16 @@ def remove_old(run: Path, *, keep_last_n: int | None, keep_every_m: int | None, 
     gone = _not_kept(own[new + 1 :], keep_last_n - 1, keep_every_m)
     for path in gone:
         doomed = path.with_name(f".{path.name}.removed-{token}")
-        path.rename(doomed)
-        shutil.rmtree(doomed)
-    return gone
+        try:
+            path.rename(doomed)
+            shutil.rmtree(doomed)
+        except OSError as error:  # somebody protects it, or a file system is slow to let go: no reason to end a run
+            if doomed.exists() and _opened(doomed) is not None:
+                doomed.rename(path)
+            if path not in TOLD:
+                TOLD.add(path)
+                logger.warning("%s cannot be deleted (%s), and stays.", path, error)
+    return [path for path in gone if not path.exists()]
 
 
 def clear_leftovers(run: Path) -> None:
@@ -61,8 +68,12 @@ def clear_leftovers(run: Path) -> None:
         if left[3] == "old" and not (run / left[1]).exists():
             path.rename(run / left[1])
             logger.warning("%s: put back, the writing of its successor was interrupted.", run / left[1])
-        else:
+            continue
+        try:
             shutil.rmtree(path)
+        except OSError as error:
+            logger.warning("%s, left by an interrupted run, cannot be deleted (%s).", path, error)
+        else:
             logger.info("removed %s, left by an interrupted run", path)
 
 

@@ -344,6 +344,11 @@ class TrainConfig(LoopConfig):
             problems += lora_problems(self.lora)
             if self.model.get("freeze") is not None:
                 problems.append("model.freeze has no effect with lora, which freezes the whole model.")
+            problems += [
+                f"model.{name}=True has no effect with lora, which freezes the whole model; lora.target_modules says where adapters are."
+                for name in ("only_train_temporal", "freeze_y_embedder")
+                if self.model.get(name)
+            ]
             if self.compile and self.lora.get("dropout"):
                 problems.append(
                     "lora.dropout draws inside the blocks, which compile=True cannot; switch one of them off."

@@ -49,8 +49,11 @@ class EMA:
 
     @torch.no_grad()
     def update(self, model: nn.Module, step: int, *, taken: bool = True) -> None:
-        """Take in the weights after optimizer step number `step` (the first is 1); nothing where it was not `taken`."""
-        if step % self.every or not taken:
+        """Take in the weights after optimizer step number `step` (the first is 1); nothing where it was not `taken`.
+
+        With `every` above 1 they are taken in then too: of the steps before, some were.
+        """
+        if step % self.every or (not taken and self.every == 1):
             return
         decay = math.prod(min(self.decay, (1 + i) / (10 + i)) for i in range(step - self.every + 1, step + 1))
         trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}

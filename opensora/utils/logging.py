@@ -69,7 +69,8 @@ class RunLog:
         self._jsonl = (folder / "metrics.jsonl").open("a", buffering=1)
         from torch.utils.tensorboard import SummaryWriter
 
-        self._tensorboard = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1 if start else None)
+        again = (folder / "tensorboard").is_dir()  # steps after `start`, of a run that ended without a checkpoint, go
+        self._tensorboard = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1 if again else None)
         if wandb:
             self._sinks.append(_wandb_run(folder, config))
 
@@ -84,7 +85,10 @@ class RunLog:
         """Numbers of optimizer step `step` (counted from 1); a value may be a dict of numbers, by name, or of such dicts."""
         if self.folder is None:
             return
-        self._jsonl.write(json.dumps({"step": step, **values}) + "\n")  # a whole line at once
+        try:
+            self._jsonl.write(json.dumps({"step": step, **values}) + "\n")  # a whole line at once
+        except OSError as error:  # such as a full disk: the checkpoint that comes next matters more
+            self.line(f"step {step} is not in metrics.jsonl: {error}")
         flat = dict(_flat(values))
         for name, value in flat.items():
             self._tensorboard.add_scalar(name, value, step)

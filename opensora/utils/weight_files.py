@@ -32,7 +32,8 @@ MAX_HEADER = 100_000_000  # bytes; safetensors' own limit
 DAMAGED = (SafetensorError, RuntimeError, EOFError, ValueError, LookupError, AttributeError, TypeError, OSError)
 TAKE_OUT = (
     "import sys, torch; s = torch.load(sys.argv[1], map_location='cpu', weights_only=False); "
-    f"torch.save({{k: s[k] for k in {WRAPPERS} if k in s}}, sys.argv[2])"
+    "s = s.state_dict() if hasattr(s, 'state_dict') else s; "
+    f"torch.save({{k: s[k] for k in {WRAPPERS} if k in s}} or s, sys.argv[2])"
 )
 
 

@@ -155,16 +155,20 @@ def test_a_backward_pass_follows_its_own_forward_pass():
         second.backward()
 
 
-def test_sizes_that_never_return_are_told(monkeypatch):
+def test_sizes_that_never_return_are_told_and_computed_without_recordings(monkeypatch, caplog):
     monkeypatch.setattr(cuda_graphs, "MAX_SIZES", 2)
     model = build("STDiT").train()
-    record_training(model)
-    for T in (1, 2, 2, 1):
-        model(**inputs(model, size=(T, 4, 4)))
-    with pytest.raises(
-        UserError, match=r"more than 2 sizes of its input, the last one \[2, 4, 3, 4, 4\].*cuda_graphs=False"
-    ):
-        model(**inputs(model, size=(3, 4, 4)))
+    plain = copy.deepcopy(model)
+    recordings = record_training(model)
+    for T in (1, 2, 3, 2, 4, 1):
+        for each in (model, plain):
+            each(**inputs(each, size=(T, 4, 4))).square().mean().backward()
+    assert len(recordings.made) == 2
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (ours.grad is None) == (theirs.grad is None)
+        if ours.grad is not None:
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-7)
+    assert caplog.text.count("more than 2 sizes of its input, the last one [2, 4, 3, 4, 4]") == 1
 
 
 def test_what_cannot_be_recorded_is_told():

@@ -1,5 +1,6 @@
 """Saving while training goes on: a copy is written, errors are told, old checkpoints go, a crash at any moment is survived."""
 
+import errno
 import json
 import multiprocessing
 import os
@@ -18,6 +19,7 @@ from opensora.acceleration import saving
 from opensora.acceleration.distributed import World
 from opensora.acceleration.loop import checkpoint_to_load
 from opensora.acceleration.saving import Saver
+from opensora.utils import ckpt_files, ckpt_write
 from opensora.utils.ckpt import complete_checkpoints, latest_checkpoint, open_checkpoint
 from opensora.utils.ckpt_rotation import clear_leftovers, remove_old
 from opensora.utils.config_schema import LoopConfig
@@ -100,6 +102,26 @@ def test_a_writer_that_fails_is_heard(tmp_path, ckpt_async):
     assert names(run) == ["epoch0-global_step2"]
 
 
+def test_a_disk_that_was_full_for_a_moment_costs_one_checkpoint(tmp_path, monkeypatch, caplog):
+    saver, write = saver_of(tmp_path, ckpt_async=True), ckpt_files.write_tensors
+
+    def full(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(ckpt_write, "write_tensors", full)
+    saver.save(RunState("d", 1, step=1), parts(1.0))
+    saver._thread.join()
+    assert "epoch0-global_step1 could not be written" in caplog.text  # at once, not when the next one is due
+    monkeypatch.setattr(ckpt_write, "write_tensors", write)
+    saver.save(RunState("d", 1, step=2), parts(2.0))
+    assert names(tmp_path) == ["epoch0-global_step2"]  # complete on return
+    monkeypatch.setattr(ckpt_write, "write_tensors", full)
+    saver.save(RunState("d", 1, step=3), parts(3.0))
+    with pytest.raises(UserError, match="No space left"):  # it is still full
+        saver.save(RunState("d", 1, step=4), parts(4.0))
+    assert names(tmp_path) == ["epoch0-global_step2"]
+
+
 def test_every_file_says_where_it_comes_from(tmp_path):
     from safetensors import safe_open
 
@@ -135,6 +157,22 @@ class TestRotation:
             saver.save(RunState("d", 1, step=step), parts(float(step)))
         saver.wait()
         return [path.name.rpartition("step")[2] for path in complete_checkpoints(run)]
+
+    def test_what_cannot_be_deleted_stays_and_ends_no_run(self, tmp_path, monkeypatch, caplog):
+        delete = shutil.rmtree
+
+        def protected(path: Path, *args: object, **kwargs: object) -> None:
+            if "step10" in Path(path).name:
+                raise PermissionError(errno.EACCES, "Permission denied")
+            delete(path, *args, **kwargs)
+
+        monkeypatch.setattr(shutil, "rmtree", protected)
+        assert self.save_steps(tmp_path, range(10, 70, 10), keep_last_n=2) == ["10", "50", "60"]
+        assert caplog.text.count("epoch0-global_step10 cannot be deleted (") == 1
+        half = tmp_path / ".epoch0-global_step10.partial-x"
+        half.mkdir()
+        assert self.save_steps(tmp_path, [70], keep_last_n=2) == ["10", "60", "70"]
+        assert "step10.partial-x, left by an interrupted run, cannot be deleted" in caplog.text
 
     def test_the_newest_and_the_milestones_stay(self, tmp_path):
         assert self.save_steps(tmp_path / "all", range(10, 70, 10)) == ["10", "20", "30", "40", "50", "60"]

@@ -1,5 +1,7 @@
 """A hang ends within its time, in every process, with stacks and a message; slow work that is announced does not."""
 
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -12,6 +14,7 @@ import torch
 
 from opensora.acceleration import watchdog
 from opensora.acceleration.distributed import World
+from opensora.acceleration.signals import StopSignals
 from opensora.acceleration.watchdog import EXIT_CODE, Watchdog, patience
 
 HANG = """
@@ -114,3 +117,13 @@ def test_an_error_ends_the_watch(tmp_path, ended):
 def test_collective_calls_are_more_patient_than_the_watchdog():
     assert patience(60) > timedelta(hours=2)
     assert patience(3600 * 10) > timedelta(hours=40)
+
+
+def test_after_a_stop_signal_the_last_checkpoint_has_all_the_time_it_needs(tmp_path):
+    with StopSignals(alone()) as stop, Watchdog(1000, alone()) as dog:
+        watched = dog.watch([1, 2, 3], tmp_path)  # held here, as a training loop holds it
+        for _ in stop.until(watched):
+            assert dog._deadline is not None
+            os.kill(os.getpid(), signal.SIGUSR1)
+            stop.agreed()
+        assert dog._deadline is None

@@ -131,7 +131,10 @@ def test_settings_that_change_no_result_much(train, options):
 def test_start_from_scratch_keeps_weights_and_optimizer_only(train):
     first = train(name="first")
     load = complete_checkpoints(first)[-1]
-    again = train(f"--load={load}", "--start-from-scratch=True", "--max-steps=1", "--ckpt-every=1", name="again")
+    sampling = "--scheduler.timestep_sampling=loss-second-moment"  # another one, whose history begins here
+    again = train(
+        f"--load={load}", "--start-from-scratch=True", "--max-steps=1", "--ckpt-every=1", sampling, name="again"
+    )
     assert complete_checkpoints(again)[-1].name == "epoch0-global_step1"
     assert tensors(again, "optimizer")["blocks.0.mlp.fc1.weight/step"] == 5
 
@@ -142,6 +145,9 @@ class TestUserErrors:
             train(*options, name=name)
         assert exit_.value.code == 2
         return capsys.readouterr().err
+
+    def test_an_average_that_would_take_in_nothing(self, capsys, train):
+        assert "ema_every=50 is more than the run's" in self.fails(capsys, train, "--ema-every=50")
 
     def test_incomplete_checkpoint(self, capsys, train):
         run = train()

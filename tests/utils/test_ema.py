@@ -30,6 +30,22 @@ def test_decay_warms_up():
     assert abs(float(ema.state_dict()["weight"]) - (1 - 2 / 11)) < 1e-6
 
 
+def test_a_skipped_step_costs_no_other(monkeypatch):
+    """Weights that count the steps: the average lags behind them by as much as if the tenth of ten had been taken."""
+    model = nn.Linear(1, 1, bias=False)
+
+    def lag(skipped: set[int]) -> float:
+        ema = EMA(model, 0.9, every=10)
+        for step in range(1, 201):
+            if step not in skipped:
+                nn.init.constant_(model.weight, float(step))
+            ema.update(model, step, taken=step not in skipped)
+        return 200 - float(ema.state_dict()["weight"])
+
+    assert abs(lag({190}) - lag(set())) < 1  # without the tenth it was 10 * 0.9^10 = 3.5 more
+    assert lag(set(range(10, 210, 10))) < 10  # all windows count
+
+
 def test_buffers_and_frozen_weights_are_copied():
     model = nn.BatchNorm1d(2)
     model.weight.requires_grad_(False)

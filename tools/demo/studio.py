@@ -148,7 +148,7 @@ class Studio:
             "prompt_path": None,
             "start_index": None,
             "end_index": None,
-            "negative_prompt": [wish.negative_prompt] if wish.negative_prompt.strip() else None,
+            "negative_prompt": [wish.negative_prompt] if wish.negative_prompt.strip() else self._blank(),
             "reference_path": None,  # they stand in the prompt
             "mask_strategy": None,
             "image": None if wish.image is None else self.picture(wish.image),
@@ -164,6 +164,10 @@ class Studio:
             "save_dir": str(self.folder),
         }
         return config_from_dict(InferenceConfig, values, COMPONENTS)
+
+    def _blank(self) -> list[str] | None:
+        """What an empty field means: the text "", where the config says so, or the model's own "no text"."""
+        return [""] if self._first.negative_prompt == "" else None
 
     def _work(self, cfg: InferenceConfig, news: News, end: threading.Event) -> None:
         """The thread's work; whatever goes wrong is handed over too."""

@@ -24,6 +24,7 @@ from opensora.datasets.read_video import open_clip, read_indices
 from opensora.datasets.table_files import read_frame
 from opensora.datasets.transforms import to_float
 from opensora.inference.manifest import Finished, finished
+from opensora.inference.prompt_text import split_segments, without_scores
 from opensora.registry import MODELS, build_module
 from opensora.utils.errors import UserError, exit_on_user_error
 from tools.eval.record import file_hash, score_record, write_record
@@ -46,10 +47,19 @@ def spread_frames(path: Path, count: int) -> Tensor:
 
 
 def score_samples(samples: Sequence[Finished], clip: Clip, frames: int) -> dict[str, float]:
-    """The score of each sample, by file name."""
+    """The score of each sample, by file name; of a long video with several texts the mean over them."""
     if not samples:
         raise UserError("there are no samples with sidecars in that folder, so their prompts are not known.")
-    return {s.path.name: clip.similarity(spread_frames(s.path, frames), s.record["prompt"]) for s in samples}
+    scores = {}
+    for sample in samples:
+        shown, texts = spread_frames(sample.path, frames), plain_texts(sample.record["prompt"])
+        scores[sample.path.name] = sum(clip.similarity(shown, text) for text in texts) / len(texts)
+    return scores
+
+
+def plain_texts(prompt: str) -> list[str]:
+    """What a prompt says, without scores at its end; of one for the parts of a long video, the text of each."""
+    return [without_scores(segment.text) for segment in split_segments(prompt, "prompt")]
 
 
 def score_captions(table: Path, encoder: Any) -> dict[str, float]:

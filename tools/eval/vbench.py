@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from opensora.inference.manifest import finished
+from opensora.inference.prompt_text import without_scores
 from opensora.utils.errors import UserError, exit_on_user_error
 from tools.eval.record import score_record, write_record
 
@@ -115,6 +116,8 @@ def lay_out(folders: Sequence[Path], prompts: Sequence[Prompt], out: Path) -> li
     """
     wanted = {(prompt.text, k) for prompt in prompts for k in range(prompt.samples)}
     found = {key: sample for key, sample in _samples(folders) if key in wanted}
+    if others := sorted({sample.path.suffix for sample in found.values()} - {".mp4"}):
+        raise UserError(f"samples are {', '.join(others)} files; VBench takes mp4: sample with --save-format mp4.")
     if missing := wanted - found.keys():
         text, k = min(missing)
         raise UserError(
@@ -160,10 +163,11 @@ def totals(scores: Mapping[str, float]) -> dict[str, float]:
 
 
 def _samples(folders: Sequence[Path]) -> Iterator[tuple[tuple[str, int], Any]]:
+    """Each under its prompt as it stands, and as it is without scores (`--aes`), which VBench's list does not have."""
     for folder in folders:
         for sample in finished(folder):
-            if sample.path.suffix == ".mp4":
-                yield (sample.record["prompt"], sample.record["sample_index"]), sample
+            for text in {sample.record["prompt"], without_scores(sample.record["prompt"])}:
+                yield (text, sample.record["sample_index"]), sample
 
 
 def _file_name(prompt: str) -> str:

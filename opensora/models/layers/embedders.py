@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from opensora.acceleration.attention import without_autocast
 from opensora.models.layers.mlp import tanh_mlp
+from opensora.utils.errors import UserError
 
 
 class PatchEmbed3D(nn.Module):
@@ -118,6 +119,6 @@ class LabelEmbedder(nn.Module):
     def null(self, batch: int) -> Tensor:
         """The number of "no class" for a whole batch: `[batch, 1, 1, 1]` int64."""
         if not self.with_null:
-            raise ValueError("class_dropout_prob=0 leaves the model without a row for 'no class': use cfg_scale=1.")
+            raise UserError("class_dropout_prob=0 leaves the model without a row for 'no class': use cfg_scale=1.")
         device = self.embedding_table.weight.device
         return torch.full((batch, 1, 1, 1), self.num_classes, dtype=torch.int64, device=device)
