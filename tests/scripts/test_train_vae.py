@@ -372,7 +372,7 @@ class TestResumeWithOtherData:
         again = train(*gan, load, "--batch-size=5", "--start-from-scratch=True", *short, name="again")
         assert complete_checkpoints(again)[-1].name == "epoch0-global_step1"
         weights, average = tensors(first, "model"), tensors(first, "ema")
-        fifth = {name: torch.lerp(average[name], weights[name], 1 - (1 + 5) / (10 + 5)) for name in average}
+        fifth = {name: torch.lerp(average[name], weights[f"vae.{name}"], 1 - (1 + 5) / (10 + 5)) for name in average}
         before = {"model": weights, "ema": fifth, "discriminator": tensors(first, "discriminator")}
         for part, left in before.items():
             right = tensors(again, part)

@@ -128,8 +128,8 @@ def find_weights(weights: str) -> Path:
         except UserError as error:
             raise UserError(
                 f"LPIPS {weights!r} needs the package stlpips-pytorch (64 MB; `--no-deps`, for it asks for much that is "
-                "never used): pip install --no-deps stlpips-pytorch==0.0.2. Or name one of its weight files, or set the "
-                f"weight of lpips to 0. ({error})"
+                "never used): pip install --no-deps stlpips-pytorch==0.0.2. Or name one of its weight files, or do without it "
+                f"(--lpips none of a tool, a weight of 0 in a training's loss). ({error})"
             ) from error
     if not Path(weights).is_file():
         raise UserError(f"LPIPS: {weights!r} is neither {' nor '.join(FILES)} nor a file of weights.")
