@@ -437,8 +437,9 @@ class VideoPipeline:
         steps = self.scheduler.sample_steps(
             model, z, cond, null=null, mask=mask, guidance_scale=guidance_scale, generators=generators
         )
-        levels = () if self.step_cache is None else self.scheduler.solver(z, generators).levels
-        timesteps = [1000 * level for level in levels]  # whatever the scheduler's own count from
+        timesteps: Sequence[float] = ()
+        if self.step_cache is not None:
+            timesteps = of_thousand(self.scheduler, self.scheduler.solver(z, generators).timesteps)
         x = z
         # closed also where `on_step` raises: the exception's traceback holds on to the steps, and they to cast weights
         with _closing(steps), _sampling(self.step_cache, timesteps), tqdm(disable=not progress) as bar:
@@ -504,6 +505,14 @@ def needs_null(scheduler: Any, guidance_scale: float | None = None) -> bool:
     if hasattr(scheduler, "needs_null"):
         return bool(scheduler.needs_null(guidance_scale))
     return bool((scheduler.cfg_scale if guidance_scale is None else guidance_scale) != 1)
+
+
+def of_thousand(scheduler: Any, timesteps: Sequence[float]) -> list[float]:
+    """Timesteps on the scale 0 to 1000, on which step caches are set, whatever the scheduler counts to."""
+    last = getattr(scheduler, "num_timesteps", None)
+    if last is None and hasattr(scheduler, "diffusion_steps"):
+        last = scheduler.diffusion_steps * (scheduler.time_scale or 1)
+    return [1000 * t / (last or 1000) for t in timesteps]
 
 
 def _generators(request: Request, loop: int) -> list[torch.Generator]:

@@ -219,7 +219,7 @@ def test_names_from_hostile_prompts(tmp_path):
 def test_numbered_names():
     assert sample_file_name("p", 7) == "sample_0007"
     assert sample_file_name("p", 12345, 2, num_sample=3, sample_name="my run") == "my run_12345-2"
-    for bad in ("a/b", "", ".x", "a\nb", "x" * 101):
+    for bad in ("a/b", "", ".x", "a\nb", "x" * 101, "湖" * 90):
         with pytest.raises(UserError, match="sample_name"):
             sample_file_name("p", 0, sample_name=bad)
 

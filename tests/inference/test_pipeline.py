@@ -8,7 +8,8 @@ from safetensors.torch import load_file
 from opensora.datasets.read_video import probe
 from opensora.inference.manifest import describe_checkpoint, sidecar, write_sidecar
 from opensora.inference.manifest_inputs import inputs_of
-from opensora.inference.pipeline import Samples, VideoPipeline, check_finite, check_size
+from opensora.inference.pipeline import Samples, VideoPipeline, check_finite, check_size, of_thousand
+from opensora.registry import MODELS, SCHEDULERS, build_module
 from opensora.utils.ckpt import save_checkpoint
 from opensora.utils.config import InferenceConfig, config_from_dict, to_dict
 from opensora.utils.errors import UserError
@@ -217,3 +218,39 @@ def test_prompts_must_be_a_list_with_an_index_each(pipeline):
     for prompts, indices in ((A, None), ([], None), ([A, B], [0])):
         with pytest.raises(ValueError, match="expected a list of prompts"):
             pipeline(prompts, seed=1, prompt_indices=indices, **SIZE)
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "most"),
+    [
+        ({"type": "iddpm", "diffusion_steps": 4000}, 3999 / 4),
+        ({"type": "iddpm", "diffusion_steps": 4000, "rescale_timesteps": True}, 3999 / 4),
+        ({"type": "dpm-solver", "diffusion_steps": 2000}, 1999 / 2),
+        ({"type": "rflow", "num_timesteps": 1}, 1000),
+        ({"type": "iddpm"}, 999),
+    ],
+)
+def test_step_caches_are_told_timesteps_of_a_thousand(scheduler, most):
+    built = SCHEDULERS.build({**scheduler, "num_sampling_steps": 4})
+    solver = built.solver(torch.zeros(1, 4, 1, 2, 2), [torch.Generator()])
+    told = of_thousand(built, solver.timesteps)
+    assert told[0] == pytest.approx(most)
+    assert told == sorted(told, reverse=True)
+
+
+@pytest.mark.parametrize("encoder", ["hf", "classes"])
+def test_an_unconditional_model_is_sampled_without_guidance(cfg, encoder, caplog):
+    parts = [build_module(part, MODELS) for part in (cfg.vae, cfg.text_encoder)]
+    torch.manual_seed(0)
+    model = MODELS.build({"type": "Latte", "condition": "unconditional", "hidden_size": 32, "depth": 2, "num_heads": 2})
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=0.1)
+    text_encoder = parts[1] if encoder == "hf" else MODELS.build({"type": "classes", "num_classes": 3})
+    sizes = []
+    model.register_forward_pre_hook(lambda _, args: sizes.append(len(args[0])))
+    pipeline = VideoPipeline(model, parts[0], text_encoder, SCHEDULERS.build(cfg.scheduler))
+    size = {"num_frames": 4, "image_size": (32, 48), "fps": 8, "seed": 1}
+    guided = pipeline(["1"], guidance_scale=4.0, **size)
+    assert sizes == [1] * 3  # not doubled
+    assert torch.equal(guided, pipeline(["1"], guidance_scale=1.0, **size))
+    assert caplog.text.count("cfg_scale has no effect: the model is unconditional") == 1

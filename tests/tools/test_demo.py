@@ -106,6 +106,13 @@ def test_the_form_begins_with_all_that_the_command_says_and_makes_it(started, pi
         started("--image", "nowhere.png")
 
 
+def test_an_empty_negative_prompt_of_the_command_is_a_text(started):
+    """It is the encoder's "no text", which is not the model's own; a form cannot tell them apart."""
+    demo = started(*SMALL, "--cfg-scale", "4", "--negative-prompt", "", "--prompt", "a lake")
+    assert demo.settings(demo.first_wish()).negative_prompt == [""]
+    assert started(*SMALL, "--cfg-scale", "4", "--prompt", "a lake").settings(demo.first_wish()).negative_prompt is None
+
+
 def test_the_first_frame_of_a_video_is_a_picture_in_the_form(started):
     clip = next((ROOT / "assets/clips").glob("*.mp4"))
     kept = Path(started("--image", str(clip)).first_wish().image)

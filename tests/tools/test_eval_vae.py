@@ -1,6 +1,7 @@
 """The linear codec is the best one; what is measured is what the table says; LPIPS and CSV."""
 
 import csv
+import json
 import sys
 
 import numpy as np
@@ -16,7 +17,7 @@ from opensora.models.vae.metrics import psnr
 from opensora.utils.seed import generator
 from tests.datasets.videos import CLIPS
 from tests.models.vae.lpips_files import random_alex
-from tools.eval_vae import by_source, fit_pca, judge, main, read_clips
+from tools.eval_vae import by_source, fit_pca, judge, load_vae, main, read_clips
 
 TINY = {"block_out_channels": (8, 8), "norm_num_groups": 4, "mid_block_add_attention": False}
 WAN = {
@@ -80,6 +81,10 @@ def test_pictures_beside_a_linear_codec(run, tmp_path, capsys, lpips):
         rows.append(f"{i}.png,{'noise' if i else 'first'}")
     table = tmp_path / "table.csv"
     table.write_text("\n".join(rows))
+    jsonl = tmp_path / "table.jsonl"
+    jsonl.write_text(
+        "".join(json.dumps(dict(zip(rows[0].split(","), row.split(","), strict=True))) + "\n" for row in rows[1:])
+    )
     command = ["--vae", tmp_path / "vae", "--data-path", table, "--train-path", table, "--lpips", lpips]
     with pytest.raises(SystemExit) as stop:
         run(*command, "--sheet", tmp_path / "sheet.png", "--csv", tmp_path / "out" / "vae.csv")
@@ -96,6 +101,9 @@ def test_pictures_beside_a_linear_codec(run, tmp_path, capsys, lpips):
     for name in ("psnr", "ssim", "lpips", "saturation", "linear_psnr"):
         first, second, third, mean = (float(row[name]) for row in written)
         assert mean == pytest.approx((first + (second + third) / 2) / 2, rel=1e-4)
+    vae = load_vae(str(tmp_path / "vae"))
+    same = [[(clip.name, clip.source) for clip in read_clips(path, None, vae, 1)] for path in (table, jsonl)]
+    assert same[0] == same[1] == [("0.png", "first"), ("1.png", "noise"), ("2.png", "noise")]
 
 
 def test_videos_of_a_temporal_vae(run, tmp_path, capsys):

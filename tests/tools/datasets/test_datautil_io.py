@@ -149,3 +149,9 @@ def test_an_empty_table_keeps_its_columns(tmp_path):
         write_frames([pd.DataFrame({"path": [], "text": []}, dtype=object)], [tmp_path / f"t.{name}"])
         assert list(read_frame(tmp_path / f"t.{name}").columns) == ["path", "text"]
     assert (tmp_path / "t.csv").read_text() == "path,text\n"
+
+
+def test_numbers_without_end_are_read_as_they_are_written(tmp_path):
+    frame = pd.DataFrame({"path": ["a", "b", "c"], "aes": [np.inf, -np.inf, 1.5]})
+    write_frames([frame], [tmp_path / "t.jsonl"])
+    assert read_frame(tmp_path / "t.jsonl")["aes"].astype(float).tolist() == [np.inf, -np.inf, 1.5]

@@ -12,7 +12,7 @@ from transformers import BertTokenizerFast, CLIPConfig, CLIPModel
 
 from opensora.inference.manifest import finished, sidecar, write_samples
 from opensora.utils.errors import UserError
-from tools.eval.text_similarity import Clip, main, score_samples, spread_frames
+from tools.eval.text_similarity import Clip, main, plain_texts, score_samples, spread_frames
 
 CONFIG = {"seed": 1, "image_size": (40, 56), "num_frames": 5, "fps": 8}
 TOWER = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -119,3 +119,9 @@ def test_captions_against_prompts(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit, match="2"):
         main()
     assert "no column 'caption'; its columns are text, words" in capsys.readouterr().err
+
+
+def test_scores_and_bars_are_no_part_of_the_text():
+    assert plain_texts("a lake aesthetic score: 6.5. motion score: 5.0.") == ["a lake"]
+    assert plain_texts("|0|a lake aesthetic score: 6.5.|1|a storm camera motion: pan left.") == ["a lake", "a storm"]
+    assert plain_texts("the motion score: 5 of a lake") == ["the motion score: 5 of a lake"]

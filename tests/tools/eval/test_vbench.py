@@ -36,14 +36,14 @@ def run(monkeypatch):
     return run
 
 
-def make_samples(folder, prompts, count):
+def make_samples(folder, prompts, count, extension=".mp4"):
     video = torch.zeros(3, 2, 16, 16)
     for index, prompt in enumerate(prompts):
         for k in range(count):
             record = sidecar(
                 CONFIG, prompt=prompt, prompt_index=index, sample_index=k, save_fps=8, checkpoint=None, made_with={}
             )
-            write_samples([video], [folder / f"sample_{index}-{k}"], [record], device="cpu")
+            write_samples([video], [folder / f"sample_{index}-{k}"], [record], device="cpu", save_format=extension[1:])
 
 
 def test_prompts_become_lists_by_the_number_of_samples(info, tmp_path, run, capsys):
@@ -81,6 +81,19 @@ def test_samples_get_the_names_that_vbench_looks_for(info, tmp_path, run):
     with pytest.raises(SystemExit, match="2"):
         run(*arguments, "--dimension", "dynamic_degree")
     assert (out / names[0]).read_text() == "another file"
+
+
+def test_samples_made_with_scores_are_those_of_their_prompt(info, tmp_path, run, capsys):
+    make_samples(tmp_path / "five", ["a person is surfing aesthetic score: 6.5. motion score: 5.0."], 5)
+    arguments = ["--info", info, "--out", tmp_path / "o", "--dimension", "human_action"]
+    run("layout", tmp_path / "five", *arguments)
+    assert [path.name for path in sorted((tmp_path / "o").iterdir())] == [
+        f"a person is surfing-{k}.mp4" for k in range(5)
+    ]
+    make_samples(tmp_path / "webm", ["a person is surfing"], 5, ".webm")
+    with pytest.raises(SystemExit, match="2"):
+        run("layout", tmp_path / "webm", *arguments)
+    assert "samples are .webm files; VBench takes mp4" in capsys.readouterr().err
 
 
 def test_missing_samples_are_told(info, tmp_path, run, capsys):
