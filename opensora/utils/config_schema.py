@@ -280,7 +280,7 @@ class TrainConfig(LoopConfig):
     grad_checkpoint: int | bool | str = option(
         "activations that the backward pass computes again: none or False, block or True, every:k for each k-th block, mlp, "
         "levels 0 to 3 (MLPs of none, a third, two thirds, all of the blocks; of NOVA, of so many of its stacks), selective (all but "
-        "matrix products), selective:k (that for each k-th block, the others whole)",
+        "matrix products), selective:k (that for each k-th block, the others whole), selective+every:k (each k-th block whole, the others selective)",
         default=False,
     )
     activation_offload: bool = option(

@@ -24,7 +24,7 @@ from tools.benchmark.activation_memory import kept_bytes, measure
 DEPTH = 4
 # from what keeps most to what keeps least
 ORDER = ("none", 1, 2, "mlp", "selective", "every:2", "selective:2", "block")
-LEVELS = (False, True, 0, 3, "every:1", "every:3", "selective:3", *ORDER)
+LEVELS = (False, True, 0, 3, "every:1", "every:3", "selective:3", "selective+every:3", *ORDER)
 
 
 def toy(level: bool | int | str = "none", family: str = "STDiT") -> nn.Module:
@@ -262,11 +262,29 @@ def test_what_each_value_means():
     assert parse_recompute("selective:1") == parse_recompute("selective") == Recompute("selective")
     assert parse_recompute("every:2").parts(3) == ["block", "nothing", "block"]
     assert parse_recompute("selective:2").parts(3) == ["selective", "block", "selective"]
+    assert parse_recompute("selective+every:3").parts(5) == ["block", "selective", "selective", "block", "selective"]
+    assert parse_recompute("selective+every:1").parts(2) == parse_recompute("block").parts(2)
     assert parse_recompute(1).parts(3, (2, 1, 0)) == ["mlp", "mlp", "nothing"]
 
 
 @pytest.mark.parametrize(
-    "value", [4, -1, "every:0", "every:", "every:x", "selective:0", "selective:", "block:2", "blocks", "", "all"]
+    "value",
+    [
+        4,
+        -1,
+        "every:0",
+        "every:",
+        "every:x",
+        "selective:0",
+        "selective:",
+        "selective+every:0",
+        "selective+every",
+        "mlp+every:2",
+        "block:2",
+        "blocks",
+        "",
+        "all",
+    ],
 )
 def test_other_values_are_refused_with_those_there_are(value):
     with pytest.raises(UserError, match=r"none, block, every:k, mlp, selective, selective:k"):

@@ -24,7 +24,7 @@ from opensora.utils.dtype import to_torch_dtype
 from tools.benchmark.heading import heading
 
 LEVELS: tuple[int | str, ...] = (
-    "none", 1, 2, "mlp", "selective", "every:4", "every:2", "selective:2", "selective:4", "block",
+    "none", 1, 2, "mlp", "selective", "selective+every:8", "every:4", "every:2", "selective:2", "selective:4", "block",
 )  # fmt: skip
 
 

@@ -104,7 +104,9 @@ class Setting:
 SETTINGS = {
     "stdit-16x256": Setting("STDiT-XL/2", (16, 32, 32), 8),
     "stdit-16x512": Setting("STDiT-XL/2", (16, 64, 64), 2),
-    "stdit-64x512": Setting("STDiT-XL/2", (64, 64, 64), 1, levels=("selective", "every:2", "block"), warmup=2, steps=4),
+    "stdit-64x512": Setting(
+        "STDiT-XL/2", (64, 64, 64), 1, levels=("selective", "selective+every:8", "every:2", "block"), warmup=2, steps=4
+    ),
     "stdit3-51x360p": Setting("STDiT3-XL/2", (15, 45, 80), 2, 300, ("selective", "selective:2", "block"), 2, 4),
     "stdit3-51x720p": Setting("STDiT3-XL/2", (15, 90, 160), 1, 300, ("selective:2", "block"), 2, 3),
     "dit-256": Setting("DiT-XL/2", (1, 32, 32), 128, text_len=1),
