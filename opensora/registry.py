@@ -75,6 +75,14 @@ class Registry(_MMRegistry):
             if key != "type" and key not in taken
         ]
 
+    def get(self, key: str) -> Any:
+        """The constructor that is registered under a name; None = there is none.
+
+        MMEngine would import whatever a dotted name says: a config may be that of a checkpoint, which is data and runs nothing.
+        """
+        self.import_from_location()
+        return self.module_dict.get(key.removeprefix(f"{self.scope}."))
+
     def choices(self) -> list[str]:
         """All registered names, sorted."""
         self.import_from_location()

@@ -19,6 +19,8 @@ from opensora.inference.build import COMPONENTS
 from opensora.inference.jobs import Job, batches, jobs, records, request_of, stated_size
 from opensora.inference.manifest import already_made, write_samples
 from opensora.inference.pipeline import Defaults, VideoPipeline
+from opensora.inference.references import sources_of
+from opensora.inference.sizes import warn_of_given_frames
 from opensora.utils.config import InferenceConfig, parse_config
 from opensora.utils.errors import exit_on_user_error
 from opensora.utils.folders import make_writable
@@ -51,6 +53,8 @@ def sample(cfg: InferenceConfig, sharing: Sharing) -> None:
     if not todo:
         return
     make_writable(cfg.save_dir, "save_dir")
+    if any(sources_of(cfg, job.item) for job in todo):
+        warn_of_given_frames(cfg.model.get("from_pretrained"), cfg.model["type"])
     pipeline = pipeline or VideoPipeline.from_config(cfg, sharing=sharing)
     shows = cfg.verbose > 0 and sharing.leads
     for batch in tqdm(batches(todo, cfg.batch_size), unit="batch", disable=not shows or sharing.team > 0):

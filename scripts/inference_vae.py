@@ -34,7 +34,12 @@ IMAGE_SAVE_FPS = 1.0
 def main() -> None:
     """Reconstruct what the config names."""
     cfg = parse_config(VAEInferenceConfig, {"vae": MODELS})
-    device = init_world(cfg.device).device
+    world = init_world(cfg.device)
+    if world.size > 1:
+        raise UserError(
+            "inference_vae.py works in one process, and each of several would write the same files: run it without torchrun."
+        )
+    device = world.device
     show_messages()
     make_writable(cfg.save_dir, "save_dir")
     files = sources(cfg)

@@ -5,6 +5,7 @@ import sys
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -20,11 +21,12 @@ from opensora.acceleration.loop import (
     engine_settings,
     learning_rate,
     places,
-    refuse_idle_average,
     resume,
     resumed_checkpoint,
     same_data,
+    same_settings,
     steps,
+    warn_of_idle_average,
 )
 from opensora.acceleration.lora import add_lora, check_lora
 from opensora.acceleration.meter import build_meter, describe_peak, device_peak
@@ -33,7 +35,7 @@ from opensora.acceleration.saving import open_run
 from opensora.acceleration.sequence_parallel import parallelise
 from opensora.acceleration.signals import StopSignals
 from opensora.acceleration.watchdog import Watchdog, patience
-from opensora.datasets.bucket import refuse_illegal_sizes
+from opensora.datasets.bucket import NONE, refuse_illegal_sizes
 from opensora.datasets.dataloader import batch_bytes, build_loader, build_sampler
 from opensora.datasets.sampler import BatchSampler, seek
 from opensora.datasets.summary import summarise
@@ -52,7 +54,7 @@ from opensora.utils.logging import RunLog, check_wandb, show_messages
 from opensora.utils.lora import LoraOptions
 from opensora.utils.lr_scheduler import set_lr
 from opensora.utils.run import BATCHES_VARY, RunState, check_run_folder, due
-from opensora.utils.run_summary import effective_batch, parameter_table
+from opensora.utils.run_summary import class_list, effective_batch, parameter_table
 from opensora.utils.seed import generators
 from opensora.utils.weight_sources import refuse_misnamed
 
@@ -76,6 +78,7 @@ def main() -> None:
     if world.is_main:
         show_messages()
     try:
+        same_settings(cfg)
         check_engine(cfg.plugin, cfg.sp_size, device=world.device, dtype=cfg.dtype)
         if recipe := recipe_of(cfg.float8):
             check_float8(recipe, world.device)
@@ -131,7 +134,7 @@ def train(cfg: TrainConfig, world: World, stop: StopSignals, watchdog: Watchdog)
         )
     sampler = sampler_of(cfg, dataset, world)
     total_steps = seek(cfg, sampler, state)
-    refuse_idle_average(cfg, total_steps)
+    warn_of_idle_average(cfg, total_steps)
     loader = build_loader(
         dataset,
         sampler,
@@ -245,10 +248,12 @@ def dry_run(cfg: TrainConfig, world: World) -> None:
 
 def summary(cfg: TrainConfig, model: nn.Module, world: World, dataset: Any) -> str:
     """What is about to be trained, and on how much at once."""
-    buckets = dataset.buckets if cfg.bucket_config is not None else ()
+    filled = np.unique(dataset.assign(0).bucket) if cfg.bucket_config is not None else ()  # of tens, most may be empty
+    buckets = [dataset.buckets[int(number)] for number in filled if number != NONE]
     return (
         f"{cfg.model['type']}, {cfg.dtype} on {world.size} x {world.device.type}\n{parameter_table(model)}\n"
         f"{effective_batch(cfg.batch_size, world.dp_size, cfg.accumulation_steps, sp_size=world.sp_size, buckets=buckets)}"
+        f"{class_list(getattr(dataset, 'class_names', ()))}"
     )
 
 

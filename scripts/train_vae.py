@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from opensora.acceleration.compile import compile_blocks
-from opensora.acceleration.distributed import World, barrier, init_world, on_main_first, shutdown
+from opensora.acceleration.distributed import World, barrier, init_world, mean_over_ranks, on_main_first, shutdown
 from opensora.acceleration.engine import Engine, build_engine, check_engine
 from opensora.acceleration.loop import (
     build_ema,
@@ -26,11 +26,12 @@ from opensora.acceleration.loop import (
     engine_settings,
     learning_rate,
     places,
-    refuse_idle_average,
     resume,
     resumed_checkpoint,
     same_data,
+    same_settings,
     steps,
+    warn_of_idle_average,
 )
 from opensora.acceleration.meter import Reading, StepRecord
 from opensora.acceleration.safety import FiniteGuard
@@ -76,6 +77,7 @@ def main() -> None:
     if world.is_main:
         show_messages()
     try:
+        same_settings(cfg)
         refuse_missing(data_path=cfg.dataset.get("data_path"), eval_data_path=cfg.eval_data_path)
         if cfg.wandb:
             check_wandb()
@@ -224,7 +226,7 @@ def sampler_at(
     sampler = build_sampler(dataset, cfg.batch_size, seed=cfg.seed, rank=world.rank, world_size=world.size)
     nothing_left = source is None or on_main_first(partial(is_exported, source.resolve().parent, state.step))
     total_steps = seek(cfg, sampler, state, may_be_done=not nothing_left)
-    refuse_idle_average(cfg, total_steps)
+    warn_of_idle_average(cfg, total_steps)
     return sampler, total_steps
 
 
@@ -275,11 +277,12 @@ def of_good_steps(window: list[T], reading: Reading, micro_batches: int) -> list
 
 
 def means(window: list[dict[str, Tensor]]) -> dict[str, float]:
-    """The mean of each value over this process's window, and the PSNR in dB of its squared error (pictures span 2)."""
-    names = dict.fromkeys(name for step in window for name in step)  # the GAN's begin with its first step
-    values = {
-        name: float(torch.stack([step[name].float() for step in window if name in step]).mean()) for name in names
-    }
+    """The mean of each value over the window of all processes, and the PSNR in dB of the squared error (pictures span 2)."""
+    names = dict.fromkeys(
+        name for step in window for name in step
+    )  # the GAN's begin with its first step, in all processes
+    own = [torch.stack([step[name].float() for step in window if name in step]).mean() for name in names]
+    values = dict(zip(names, mean_over_ranks(torch.stack(own)).tolist(), strict=True)) if own else {}
     return values | ({"psnr": 10 * math.log10(4 / max(values["mse"], 1e-10))} if "mse" in values else {})
 
 

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from opensora.registry import (
+    MODELS,
     REGISTRIES,
+    PartError,
     Registry,
     build_module,
     describe_registered,
@@ -156,3 +158,12 @@ def test_as_a_program_it_lists_the_package_tables_not_its_own():
     done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=True)
     assert "  STDiT-XL/2 " in done.stdout
     assert "Warning" not in done.stderr
+
+
+@pytest.mark.parametrize("name", ["os.system", "os", "torch", "opensora.utils.run.due", "__main__.main"])
+def test_a_name_is_never_looked_up_as_a_python_object(registry, name):
+    """A checkpoint's config is data: its types must not reach what nobody registered."""
+    assert registry.get(name) is None
+    with pytest.raises(PartError, match="is not a registered part"):
+        registry.build({"type": name})
+    assert MODELS.get("opensora.STDiT-XL/2") is MODELS.get("STDiT-XL/2") is not None

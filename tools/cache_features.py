@@ -12,8 +12,11 @@ is told of it and the table does not say it. To train from the cache:
 
 import argparse
 import inspect
+import signal
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +36,7 @@ from opensora.datasets.cache.moments import (
     write_samples,
 )
 from opensora.datasets.cache.moments import DTYPES as MOMENT_DTYPES
+from opensora.datasets.cache.records_dataset import RecordVideoTextDataset
 from opensora.datasets.cache.text import DTYPES as TEXT_DTYPES
 from opensora.datasets.cache.text import captions_of, write_text
 from opensora.datasets.datasets import VideoTextDataset
@@ -66,9 +70,10 @@ def cache_features(argv: Sequence[str] | None = None) -> dict[str, Counts]:
         raise UserError("give --cache-dir: the config's dataset has no cache_dir.")
     if dataset["data_path"] is None:
         raise UserError("give --data-path: the config names no table of clips.")
-    if dataset.get("type") == RECORDS and set(args.what) != {"flow"}:
+    if dataset.get("type") == RECORDS and "moments" in args.what:
         raise UserError(
-            f"a {RECORDS} has its moments and captions already; what may be missing is the flow: --what flow."
+            f"a {RECORDS} has its moments already; what may be missing is the flow, and the features of its captions: "
+            "--what flow text."
         )
     refuse_other_datasets(dataset, args.what)
     if "moments" in args.what and not args.epochs:
@@ -76,7 +81,7 @@ def cache_features(argv: Sequence[str] | None = None) -> dict[str, Counts]:
     if (Path(folder) / "manifest.json").exists():
         warnings.warn(f"{folder} also holds files of an older format, which nothing reads: delete manifest.json and the "
                       "*.safetensors beside it.", stacklevel=2)  # fmt: skip
-    world = init_world(cfg.device)
+    world = init_world(cfg.device, timeout=timedelta(days=7))  # others may have longer clips, and more left to do
     job = Job(Path(folder), world, shard_bytes=round(args.shard_mb * 2**20))
     done = {}
     if "moments" in args.what:
@@ -93,7 +98,11 @@ def cache_features(argv: Sequence[str] | None = None) -> dict[str, Counts]:
         done |= cached_flow(cfg, dataset, job, asked="flow" in args.what)
     if "text" in args.what:
         encoder = build_module(text_encoder_of(cfg.text_encoder), MODELS).to(world.device)
-        captions = captions_of(_table(dataset, dataset.get("text_columns", ("text",))))
+        captions = (
+            RecordVideoTextDataset(str(dataset["data_path"])).all_captions()
+            if dataset.get("type") == RECORDS
+            else captions_of(_table(dataset, dataset.get("text_columns", ("text",))))
+        )
         done[TEXT] = write_text(captions, encoder, job._replace(dtype=args.text_dtype), batch_size=args.batch)
     return done
 
@@ -206,6 +215,9 @@ def main() -> None:
             raise UserError("\n".join([f"{len(damaged)} records are damaged:", *damaged]))
         print(f"{folder}: all records are whole")
         return
+    signal.signal(
+        signal.SIGTERM, lambda number, _: sys.exit(128 + number)
+    )  # else what is not written yet would be lost
     try:
         done = cache_features()
         if not dist.is_initialized() or dist.get_rank() == 0:

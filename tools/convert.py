@@ -8,7 +8,7 @@ model exactly, whose arguments can be changed with `--set depth=12 caption_chann
 the temporal attention of a PixArt file, is listed and has its initial value; but a table of "no text" that the input lacks
 is written as zeros, which are read as none. `--to diffusers` writes a folder with
 config.json and diffusion_pytorch_model.safetensors; what diffusers fixes in its config is set with `--option
-sample_size=64`. Nothing is overwritten, and an output is complete or not there.
+sample_size=64`. A model of your own is found with `--imports my_parts.py` (docs/own-parts.md). Nothing is overwritten, and an output is complete or not there.
 """
 
 import argparse
@@ -30,10 +30,12 @@ from opensora.registry import MODELS
 from opensora.utils.config_cli import parse_literal
 from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.errors import UserError, exit_on_user_error
+from opensora.utils.imports import import_parts
 from opensora.utils.logging import show_messages
 from opensora.utils.run import git_commit
 from opensora.utils.weight_files import refuse_existing, write_file
 
+COUNTS = ("hidden_size", "num_heads", "width")  # arguments that models divide by, or make tensors of
 DIFFUSERS_FILE = "diffusion_pytorch_model.safetensors"
 
 
@@ -82,6 +84,12 @@ def load(source: str, model: Mapping[str, Any]) -> Denoiser:
     constructor = MODELS.get(model["type"])
     if constructor is not None and not issubclass(inspect.unwrap(constructor), Denoiser):
         raise UserError(f"{model['type']} is no denoiser; only those are converted here.")
+    if wrong := [
+        f"{key}={model[key]!r}" for key in COUNTS if isinstance(model.get(key), int | float) and model[key] < 1
+    ]:
+        raise UserError(
+            f"{model['type']}: {', '.join(wrong)} must be a whole number from 1 (--set, or the config's model)."
+        )
     cfg = {**model, "from_pretrained": source}
     if problems := MODELS.problems(cfg):
         raise UserError("\n".join(problems))
@@ -90,7 +98,7 @@ def load(source: str, model: Mapping[str, Any]) -> Denoiser:
         built: Denoiser = MODELS.build(cfg)
     except UserError:
         raise
-    except (TypeError, ValueError) as error:  # an argument of --set
+    except (TypeError, ValueError, ZeroDivisionError) as error:  # an argument of --set
         raise UserError(f"{model['type']}: {error}") from error
     if not null_text_known(built) and isinstance(built.y_embedder, CaptionEmbedder):
         built.y_embedder.clear_null()
@@ -157,6 +165,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--to", required=True, choices=("diffusers", "safetensors"))
     parser.add_argument("--dtype", choices=("fp16", "bf16", "fp32"), default="fp32")
     parser.add_argument("--option", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="for diffusers")
+    parser.add_argument("--imports", nargs="+", default=(), metavar="FILE", help="files or modules of your own")
     return parser.parse_args()
 
 
@@ -167,6 +176,7 @@ def main() -> None:
     if args.option and args.to != "diffusers":
         raise UserError("--option is for --to diffusers only.")
     show_messages()
+    import_parts(args.imports)
     model = {"type": args.model, **pairs(args.set, "--set")}
     options = pairs(args.option, "--option")
     out = convert(args.input, args.output, model, to=args.to, dtype=args.dtype, options=options)

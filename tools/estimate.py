@@ -254,8 +254,7 @@ def estimate(
     Raises:
         UserError: the GPUs cannot be shared as the config says, or a part cannot be built.
     """
-    if machines.gpus % cfg.sp_size:
-        raise UserError(f"sp_size={cfg.sp_size} does not divide --gpus {machines.gpus}.")
+    _refuse_impossible(cfg, machines)
     built = build(cfg)
     clips = clips_of(cfg, built, rows, table)
     return {
@@ -266,6 +265,22 @@ def estimate(
         "memory_gib": list(memory_rows(cfg, built, clips, machines, levels, batches)),
         "time": list(time_rows(cfg, built, clips, machines)),
     }
+
+
+def _refuse_impossible(cfg: TrainConfig, machines: Machines) -> None:
+    """See that there are GPUs, and that they can be shared as the config says."""
+    for flag, value in (("--gpus", machines.gpus), ("--per-node", machines.per_node)):
+        if value < 1:
+            raise UserError(f"{flag} {value}: it must be at least 1.")
+    for flag, share in (("--peak-tflops", machines.peak_tflops), ("--mfu", machines.mfu)):
+        if not share > 0:
+            raise UserError(f"{flag} {share}: it must be above 0.")
+    for name, size in (("sp_size", cfg.sp_size), ("shard_size", cfg.shard_size)):
+        if size is not None and machines.gpus % size:
+            legal = [n for n in range(1, machines.gpus + 1) if machines.gpus % n == 0]
+            raise UserError(
+                f"{name}={size} does not divide --gpus {machines.gpus}. Here it can be {', '.join(map(str, legal))}."
+            )
 
 
 @exit_on_user_error

@@ -2,19 +2,24 @@
 
     python -m tools.lora export CHECKPOINT FOLDER [--part ema|model]
     python -m tools.lora merge LORA OUT.safetensors [--base WEIGHTS] [--config CONFIG] [--scale 1.0] [--dtype fp16|bf16|fp32]
+                         [--imports FILE ...]
 
 `export` writes peft's adapter_config.json and adapter_model.safetensors, a few MB; `scripts/inference.py --lora FOLDER`
 and peft read them. `merge` writes plain weights for `--ckpt-path`. LORA is a checkpoint folder of a LoRA run, which knows
 its model and base, or an exported folder, which needs --config (a training or sampling config with the model) and --base.
+A model of your own is found through the config's `imports` or --imports (docs/own-parts.md).
 """
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from opensora.registry import MODELS
 from opensora.utils.ckpt import MANIFEST, open_checkpoint, read_weights
 from opensora.utils.config import read_file
 from opensora.utils.errors import UserError, exit_on_user_error
+from opensora.utils.imports import import_parts, not_imported
 from opensora.utils.lora import Adapter, LoraOptions, factors_of, load_lora, write_adapter
 from opensora.utils.weight_files import refuse_existing, write_file
 from tools.convert import load, refuse_overflow
@@ -51,6 +56,7 @@ def merge(
     config: Path | None = None,
     scale: float = 1.0,
     dtype: str = "fp16",
+    imports: Sequence[str] | None = None,
 ) -> int:
     """Write the base's weights with the adapter merged in; returns the file's size in bytes.
 
@@ -60,12 +66,13 @@ def merge(
         config: a config file with the model; None: the run's own.
         scale: how much of the adapter.
         dtype: of the file.
+        imports: files or modules with parts of the user's own; None: those that the config file names.
 
     Raises:
         UserError: something does not fit, is missing, or `out` is there already.
     """
     refuse_existing(out)
-    component = _model_of(lora, config)
+    component = _model_of(lora, config, imports)
     base = base or component.get("from_pretrained")
     if base is None:
         raise UserError(
@@ -78,17 +85,35 @@ def merge(
     return write_file(model.state_dict(), out, dtype=dtype, header=header)
 
 
-def _model_of(lora: Path, config: Path | None) -> dict[str, Any]:
-    """The component of the base."""
+def _model_of(lora: Path, config: Path | None, imports: Sequence[str] | None) -> dict[str, Any]:
+    """The component of the base; what registers it is imported."""
+    values: dict[str, Any] = {}
     if config is not None:
-        model = read_file(config)[0].get("model")
+        values = read_file(config)[0]
     elif (lora / MANIFEST).is_file():
-        model = (open_checkpoint(lora).manifest.get("config") or {}).get("model")
+        values = open_checkpoint(lora).manifest.get("config") or {}
     else:
         raise UserError(f"{lora} does not say of which model it is; name a config with --config.")
-    if not isinstance(model, dict):
+    model, named = values.get("model"), _names(values.get("imports"), config or lora)
+    if not isinstance(model, dict) or not isinstance(model.get("type"), str):
         raise UserError(f"{config or lora} names no model.")
+    # a config file is the user's, a checkpoint may be somebody else's: the code that it names is not run unasked
+    import_parts(named if imports is None and config is not None else imports or ())
+    if MODELS.get(model["type"]) is None and (missing := not_imported(named)):
+        raise UserError(
+            f"{model['type']!r}, the model of {config or lora}, is not registered. It may come from {', '.join(missing)}, "
+            f"which is code and is not run unasked; if you trust it: --imports {' '.join(missing)}."
+        )
     return dict(model)
+
+
+def _names(imports: Any, source: Path) -> list[str]:
+    """A config's `imports`, checked."""
+    if imports is None:
+        return []
+    if not isinstance(imports, list | tuple) or not all(isinstance(name, str) for name in imports):
+        raise UserError(f"{source}: imports={imports!r}: expected a list of files (.py) and modules.")
+    return list(imports)
 
 
 def _shown_by(base: str) -> dict[str, int]:
@@ -113,11 +138,22 @@ def main() -> None:
     two.add_argument("--config", type=Path, help="config with the model, for an exported adapter")
     two.add_argument("--scale", type=float, default=1.0, help="how much of the adapter")
     two.add_argument("--dtype", choices=("fp16", "bf16", "fp32"), default="fp16")
+    two.add_argument(
+        "--imports", nargs="+", metavar="FILE", help="files or modules of your own, in place of the config's"
+    )
     args = parser.parse_args()
     if args.command == "export":
         print(export(args.checkpoint, args.out, part=args.part))
         return
-    size = merge(args.lora, args.out, base=args.base, config=args.config, scale=args.scale, dtype=args.dtype)
+    size = merge(
+        args.lora,
+        args.out,
+        base=args.base,
+        config=args.config,
+        scale=args.scale,
+        dtype=args.dtype,
+        imports=args.imports,
+    )
     print(f"{args.out}: {size / 1e6:.1f} MB")
 
 

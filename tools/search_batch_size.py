@@ -10,14 +10,16 @@ until a step does not fit, then the gap is halved; what runs out of memory is no
 or, without it, 95 % of the memory; on a CPU it means `--memory-gib` and `--max-seconds` for a step, one of which has to be
 given. `even` takes the batch whose step is nearest to the base's time. In each bucket its largest shape is tried.
 
-OUT.py starts from CONFIG and changes the batch sizes only; a table of what was measured is its docstring. One process: on
-several GPUs the engines that spread their state need less of each, so that what fits here fits there.
+OUT.py starts from CONFIG and has the batch sizes and the fields of the command line, so that it is what was measured, of
+which its docstring has a table. One process: on several GPUs the engines that spread their state need less of each, so that what fits here fits there.
 """
 
 import argparse
+import copy
 import gc
 import math
 import os
+import shlex
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -36,12 +38,15 @@ from opensora.acceleration.lora import add_lora
 from opensora.datasets.bucket import Buckets
 from opensora.datasets.bucket_config import parse_num_frames
 from opensora.models.encode import BatchEncoder, freeze
-from opensora.registry import MODELS, SCHEDULERS, build_module
-from opensora.utils.config import TrainConfig
+from opensora.registry import DATASETS, MODELS, SCHEDULERS, build_module
+from opensora.utils.config import TrainConfig, read_file
+from opensora.utils.config_cli import read_command
+from opensora.utils.config_resolve import Draft
 from opensora.utils.errors import UserError, exit_on_user_error
 from opensora.utils.lora import LoraOptions
 from opensora.utils.seed import generators
-from tools.estimate import latent_size, read_config
+from opensora.utils.yacs_config import deepspeed_overrides
+from tools.estimate import PARTS, latent_size, read_config
 from tools.frozen_parts import assumptions, build_text, build_vae
 
 GIB = 2**30
@@ -278,9 +283,14 @@ def _canonical(base: str | None) -> str:
 
 
 def write_config(
-    out: Path, source: Path, cfg: TrainConfig, results: dict[Clip, tuple[int, Outcome]], device: torch.device
+    out: Path,
+    source: Path,
+    cfg: TrainConfig,
+    results: dict[Clip, tuple[int, Outcome]],
+    device: torch.device,
+    fields: Sequence[str] = (),
 ) -> Path:
-    """Write a config that starts from `source` and has the batch sizes that were found.
+    """Write a config that starts from `source`, has what `fields` of the command line set, and the batch sizes that were found.
 
     A bucket of which not even one sample fits takes no more samples: (0.0, None).
 
@@ -292,25 +302,59 @@ def write_config(
         raise UserError(
             "not even one sample of any bucket fits; nothing is written. Use more checkpointing or smaller clips."
         )
+    settings = {name: repr(value) for name, value in changed_fields(source, fields).items()}
     if cfg.bucket_config is None:
-        setting = f"batch_size = {next(iter(found.values()))}\n"
+        settings["batch_size"] = repr(next(iter(found.values())))
     else:
-        setting = f"bucket_config = {_buckets_text(cfg.bucket_config, found)}\n"
+        settings["bucket_config"] = _buckets_text(
+            cfg.bucket_config, found, replace="_delete_" in settings.get("bucket_config", "")
+        )
+    setting = "".join(f"{name} = {text}\n" for name, text in settings.items())
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     table = "\n".join(
         f"    {clip.name} {clip.height}x{clip.width}: batch {batch}, {_words(outcome)}"
         for clip, (batch, outcome) in results.items()
     )
     base = os.path.relpath(source.resolve(), out.resolve().parent)
-    head = f'"""Batch sizes of {source.name}, measured by tools/search_batch_size.py.\n\n{name}, torch {torch.__version__}:\n'
+    given = f", with {shlex.join(fields)}" if fields else ""
+    head = f"Batch sizes of {source.name}{given}, measured by tools/search_batch_size.py.\n\n{name}, torch {torch.__version__}:\n"
+    # a path of Windows or a quote on the command line would end the docstring, or say another character
+    head, table = (text.replace("\\", "\\\\").replace('"', '\\"') for text in (head, table))
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(f'{head}\n{table}\n"""\n\n_base_ = [{base!r}]\n\n{setting}', encoding="utf-8")
+    out.write_text(f'"""{head}\n{table}\n"""\n\n_base_ = [{base!r}]\n\n{setting}', encoding="utf-8")
     return out
 
 
-def _buckets_text(config: dict[str, dict[int | str, Any]], found: dict[tuple[str, int], int]) -> str:
-    """A bucket_config as it is written in a file, with other batch sizes."""
-    lines = []
+def changed_fields(source: Path, fields: Sequence[str]) -> dict[str, Any]:
+    """What a command line changes in a config file, as a file that starts from it says so."""
+    before, origins, _ = read_file(source)
+    command = read_command(TrainConfig, fields)
+    draft = Draft(TrainConfig, {**PARTS, "dataset": DATASETS})
+    draft.take_file(copy.deepcopy(before), origins)
+    if command.deepspeed is not None:
+        draft.values |= deepspeed_overrides(Path(command.deepspeed))
+    draft.take_command(command)
+    dataset = draft.values.setdefault("dataset", {})
+    if not draft.values.get("data_path") and not dataset.get("data_path"):
+        before["data_path"] = draft.values["data_path"] = (
+            "none"  # a config is complete here without a table, see read_config
+        )
+    draft.finish()  # fields that the dataset has too are the same in both
+    if dataset.get("bucket_config") is not None:
+        dataset["bucket_config"] = None  # the top level has it
+    changed = {name: value for name, value in draft.values.items() if before.get(name, {}) != value}
+    # without the mark the base's keys would stay beside the others
+    return {
+        name: {"_delete_": True, **value} if isinstance(value, dict) and name in before else value
+        for name, value in changed.items()
+    }
+
+
+def _buckets_text(
+    config: dict[str, dict[int | str, Any]], found: dict[tuple[str, int], int], *, replace: bool = False
+) -> str:
+    """A bucket_config as it is written in a file, with other batch sizes; `replace`: of the base nothing is kept."""
+    lines = ["    '_delete_': True,\n"] if replace else []
     for resolution, entries in config.items():
         pairs = []
         for frames, (prob, size) in entries.items():
@@ -386,7 +430,7 @@ def main() -> None:
         print(f"note: {note}")
     trainer = Trainer(cfg, world, limits_of(args, world.device), encoders=args.encoders)
     results = search(cfg, trainer, base=args.base, base_seconds=args.base_seconds, even=args.goal == "even")
-    print(write_config(args.out, args.config, cfg, results, world.device))
+    print(write_config(args.out, args.config, cfg, results, world.device, fields))
 
 
 if __name__ == "__main__":

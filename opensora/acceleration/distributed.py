@@ -68,6 +68,7 @@ def init_world(device: str = "auto", sp_size: int = 1, timeout: timedelta = STEP
         raise UserError(f"device={device!r} is not one of auto, cpu, cuda.")
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("device='cuda', but PyTorch sees no GPU here. Use --device cpu, or check the driver.")
+    _refuse_alone_among_others()
     use_cuda = device != "cpu" and torch.cuda.is_available()
     place = local_gpu(torch.cuda.device_count()) if use_cuda else torch.device("cpu")
     if use_cuda:
@@ -107,6 +108,17 @@ def local_gpu(count: int) -> torch.device:
             "there are GPUs (torchrun --nproc_per_node), or look at CUDA_VISIBLE_DEVICES."
         )
     return torch.device("cuda", local_rank)
+
+
+def _refuse_alone_among_others() -> None:
+    """`srun` starts processes that know nothing of each other: each would train a whole run of its own."""
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
+    if "WORLD_SIZE" not in os.environ and "SLURM_PROCID" in os.environ and tasks.isdecimal() and int(tasks) > 1:
+        raise UserError(
+            f"srun has started {tasks} processes that do not know of each other. Start them with torchrun, or export MASTER_ADDR, "
+            "MASTER_PORT and WORLD_SIZE=$SLURM_NTASKS, and in each RANK=$SLURM_PROCID, LOCAL_RANK=$SLURM_LOCALID and "
+            "LOCAL_WORLD_SIZE=$SLURM_NTASKS_PER_NODE: docs/multi-node.md."
+        )
 
 
 def _check_sp_size(sp_size: int, size: int) -> None:

@@ -9,13 +9,12 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from opensora.acceleration.distributed import refuse_different
+from opensora.acceleration.distributed import on_main_first, refuse_different
 from opensora.acceleration.engine import Engine
 from opensora.utils.ckpt import latest_checkpoint, open_checkpoint
 from opensora.utils.config import to_dict
 from opensora.utils.config_schema import LoopConfig
 from opensora.utils.ema import EMA
-from opensora.utils.errors import UserError
 from opensora.utils.lr_scheduler import lr_at
 from opensora.utils.run import RunState, changed_settings
 
@@ -103,17 +102,13 @@ def resume(
     return fresh.resumed(checkpoint.state, str(source), other_data=other_data)
 
 
-def refuse_idle_average(cfg: LoopConfig, total_steps: int) -> None:
-    """See that the averaged weights, which sampling takes, will be others than those that training began with.
-
-    Raises:
-        UserError: the run ends before they take in anything.
-    """
+def warn_of_idle_average(cfg: LoopConfig, total_steps: int) -> None:
+    """Say so where the averaged weights, which sampling takes, will be those that training began with."""
     if cfg.ema_every > total_steps:
-        raise UserError(
-            f"ema_every={cfg.ema_every} is more than the run's {total_steps} steps: the averaged weights, which sampling "
-            "takes, would be those that it began with. Lower it."
-        )
+        logger.warning(
+            "ema_every=%d is more than the run's %d steps: the averaged weights, which sampling takes, will be those that it "
+            "begins with.", cfg.ema_every, total_steps,
+        )  # fmt: skip
 
 
 def resumed_checkpoint(cfg: LoopConfig) -> Path | None:
@@ -123,6 +118,21 @@ def resumed_checkpoint(cfg: LoopConfig) -> Path | None:
     if changes := changed_settings(before, to_dict(cfg)):
         logger.warning("settings that are not those of %s: %s.", source, "; ".join(changes))
     return source
+
+
+def same_settings(cfg: LoopConfig) -> None:
+    """See that all processes have the same config: other steps would hang them, another lr would let their weights drift apart.
+
+    Places of files may differ, as they do between machines.
+
+    Raises:
+        UserError: they have not.
+    """
+    own = to_dict(cfg)
+    others = changed_settings(on_main_first(lambda: own), own)
+    # "model.from_pretrained was /a/w.pt, now /b/w.pt"
+    differ = [said for said in others if "/" not in said.partition(" was ")[2]]
+    refuse_different("; ".join(differ) or "as there", "processes have other settings: as they are")
 
 
 def same_data(dataset: Any) -> str:

@@ -14,11 +14,13 @@ SIGINT is left alone: Ctrl-C ends the program at once, the first as well as the 
 """
 
 import ctypes
+import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Generator, Iterable, Iterator
-from queue import SimpleQueue
+from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
@@ -47,7 +49,7 @@ class StopSignals:
     def __init__(self, world: World) -> None:
         self.stopping, self.reason = False, ""
         self._told: set[int] = set()
-        self._begun = False
+        self._begun, self._process = False, os.getpid()
         self._before: dict[int, Any] = {}
         self._patience = _Patience()
         # on GPUs NCCL would make the host wait for the device in every step
@@ -55,7 +57,7 @@ class StopSignals:
 
     def __enter__(self) -> "StopSignals":
         if threading.current_thread() is threading.main_thread():  # nobody else may
-            self._patience.start()
+            self._patience.listen()
             self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
         return self
 
@@ -64,6 +66,7 @@ class StopSignals:
     ) -> None:
         if not self._before:
             return
+        self._patience.turn_away()
         for number, handler in self._before.items():
             signal.signal(number, signal.SIG_IGN if number in self._told else handler)
         if signal.SIGTERM not in self._told:
@@ -96,6 +99,8 @@ class StopSignals:
         return self.stopping
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:  # a child, which has this handler too, and the socket
+            return
         if not self._begun:
             raise SystemExit(128 + number)  # as the shell says that a signal ended a program
         self._told.add(number)
@@ -104,10 +109,11 @@ class StopSignals:
 
 
 class _Patience(threading.Thread):
-    """Lets SIGTERM end the process, as it does by default, `SAME_REQUEST_S` after the first call of `begin`.
+    """Lets SIGTERM end the process, as it does by default, `SAME_REQUEST_S` after the first one.
 
-    A handler written in Python would run in the main thread alone, and not while that waits in a collective call: the
-    very time when somebody sends SIGTERM again. So a thread has the system's own handler put back, past Python's.
+    A handler written in Python runs in the main thread alone, and not while that waits in a collective call: the very
+    time when somebody sends SIGTERM, and sends it again. So Python's handler in C writes the signal's number to a socket, at
+    once, and this thread reads it there; later it has the system's own handler put back, past Python's.
 
     Attributes:
         over: True when that is about to be done, or is.
@@ -116,20 +122,48 @@ class _Patience(threading.Thread):
     def __init__(self) -> None:
         super().__init__(name="patience after SIGTERM", daemon=True)
         self.over = False
-        self._calls: SimpleQueue[bool] = SimpleQueue()  # the one queue that a handler may use
+        self._ear, self._mouth = socket.socketpair()
+        self._mouth.setblocking(False)  # so it has to be, for a handler
+        self._before = -1
+
+    def listen(self) -> None:
+        """From now on hear of signals."""
+        self.start()
+        self._before = signal.set_wakeup_fd(self._mouth.fileno(), warn_on_full_buffer=False)
+        _LISTENING.add(self)
+
+    def turn_away(self) -> None:
+        """Hear of no more signals."""
+        _LISTENING.discard(self)
+        signal.set_wakeup_fd(self._before)
 
     def begin(self) -> None:
         """The first SIGTERM has come, or a further one, which changes nothing."""
-        self._calls.put(True)
+        with suppress(BlockingIOError):  # so many are waiting that one more says nothing
+            self._mouth.send(bytes([signal.SIGTERM]))
 
     def cancel(self) -> None:
         """None has come, and none will be noted."""
-        self._calls.put(False)
+        self._mouth.send(bytes([0]))
         self.join()
 
     def run(self) -> None:
         """Wait for the first call, and then for the time."""
-        if self._calls.get():
-            time.sleep(SAME_REQUEST_S)
-            self.over = True
-            ctypes.pythonapi.PyOS_setsig(ctypes.c_int(signal.SIGTERM), ctypes.c_void_p(signal.SIG_DFL))
+        while (heard := self._ear.recv(1)[0]) != signal.SIGTERM:
+            if heard == 0:
+                return
+        time.sleep(SAME_REQUEST_S)
+        self.over = True
+        ctypes.pythonapi.PyOS_setsig(ctypes.c_int(signal.SIGTERM), ctypes.c_void_p(signal.SIG_DFL))
+
+
+_LISTENING: set[_Patience] = set()
+
+
+def _hear_nothing_in_a_child() -> None:
+    """Else what ends a data worker would be taken for a signal to this process, through the socket that both have."""
+    if _LISTENING:
+        signal.set_wakeup_fd(-1)
+
+
+os.register_at_fork(after_in_child=_hear_nothing_in_a_child)

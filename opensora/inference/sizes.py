@@ -157,12 +157,23 @@ def warn_outside_training(size: VideoSize, checkpoint: str | None) -> None:
     )
 
 
+def warn_of_given_frames(checkpoint: str | None, model: str) -> None:
+    """Warn where a checkpoint of ours was not trained with given frames (`mask_ratios`), which a sample starts from.
+
+    NOVA makes one frame after another, and so is trained with given ones anyway.
+    """
+    config = _config_of(checkpoint)
+    if config and "mask_ratios" in config and not config["mask_ratios"] and not model.startswith("NOVA"):
+        logger.warning(
+            "%s was trained without mask_ratios, so it has never seen given frames: expect that what follows a reference does not fit it.",
+            checkpoint,
+        )
+
+
 def trained_sizes(checkpoint: str | None) -> set[TrainedSize]:
     """The sizes in the manifest of a checkpoint folder, or of the folder that holds the part `checkpoint`; none if unknown."""
-    place = Path(checkpoint) if checkpoint is not None else None
-    manifest = next((f for p in (place, place.parent) if (f := p / MANIFEST).is_file()), None) if place else None
-    config = json.loads(manifest.read_text(encoding="utf-8")).get("config") if manifest is not None else None
-    if not isinstance(config, Mapping):
+    config = _config_of(checkpoint)
+    if config is None:
         return set()
     if (buckets := config.get("bucket_config")) is not None:
         multiple = config.get("dataset", {}).get("size_multiple")
@@ -171,6 +182,14 @@ def trained_sizes(checkpoint: str | None) -> set[TrainedSize]:
         return set()
     frames = 1 if config.get("use_image_transform") else config["num_frames"]
     return {TrainedSize(frames, *config["image_size"])}
+
+
+def _config_of(checkpoint: str | None) -> Mapping[str, Any] | None:
+    """That in the manifest of a checkpoint folder, or of the folder that holds the part `checkpoint`; None if unknown."""
+    place = Path(checkpoint) if checkpoint is not None else None
+    manifest = next((f for p in (place, place.parent) if (f := p / MANIFEST).is_file()), None) if place else None
+    config = json.loads(manifest.read_text(encoding="utf-8")).get("config") if manifest is not None else None
+    return config if isinstance(config, Mapping) else None
 
 
 def _bucket_sizes(config: Mapping[str, Any], settings: Mapping[str, int]) -> set[TrainedSize]:

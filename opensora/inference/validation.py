@@ -263,13 +263,15 @@ class SampleVideos:
             video = self._sample(i)
             if video is None or not alone or self.world.sp_rank > 0:
                 continue
-            save_sample(video, folder / sample_file_name(self.prompts[i], i), self.fps)
+            with _without_ending_the_training():
+                save_sample(video, folder / sample_file_name(self.prompts[i], i), self.fps)
             chosen = torch.linspace(0, video.shape[1] - 1, min(SHEET_COLUMNS, video.shape[1])).round().long()
             frames[i] = video[:, chosen].half()  # [3, columns, H, W]
         frames = _gathered(frames)
         if self.world.is_main and frames:
             strips = {f"{i}: {self.prompts[i][:60]}": (frames[i].float(),) for i in sorted(frames)}
-            self.log.image("val/samples", save_sheet(folder / "sheet.jpg", strips, SHEET_COLUMNS), step)
+            with _without_ending_the_training():
+                self.log.image("val/samples", save_sheet(folder / "sheet.jpg", strips, SHEET_COLUMNS), step)
 
     def _sample(self, index: int) -> Tensor | None:
         """The video of a prompt [3, T, H, W], or None where it is not finite: a bad sample does not end a training."""
@@ -382,7 +384,18 @@ def _sampler(cfg: TrainConfig) -> dict[str, Any]:
     if cfg.val_scheduler is not None:
         return cfg.val_scheduler
     kept = {key: value for key, value in cfg.scheduler.items() if key != "timestep_respacing"}
+    if cfg.scheduler.get("prediction") == "previous_x":  # takes all timesteps
+        return kept
     return {"num_sampling_steps": SAMPLING_STEPS, **kept}
+
+
+@contextmanager
+def _without_ending_the_training() -> Iterator[None]:
+    """A disk that is full for a moment costs a picture; the checkpoint that comes next matters more."""
+    try:
+        yield
+    except OSError as error:
+        logger.warning("a sample of the validation could not be written: %s", error)
 
 
 def _gathered(frames: dict[int, Tensor]) -> dict[int, Tensor]:

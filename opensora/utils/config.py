@@ -69,7 +69,9 @@ def parse_config(
     draft = Draft(schema, registries or {})
     values, origins, problems = read_file(Path(command.config))
     if command.deepspeed is not None:
-        values |= deepspeed_overrides(Path(command.deepspeed))
+        overrides = deepspeed_overrides(Path(command.deepspeed))
+        values |= overrides
+        origins |= {(name,): f"--deepspeed {command.deepspeed}" for name in overrides}
     draft.problems += problems
     draft.take_file(values, origins)
     import_parts(draft.imports_with(command))
@@ -174,9 +176,9 @@ def _execute(path: Path) -> dict[str, Any]:
 
 
 def _without_scope(value: Any) -> Any:
-    """Plain dicts, without the mark that MMEngine leaves in what was taken from a base file."""
+    """Plain dicts, without the marks that MMEngine leaves in what was taken from a base file, or had nothing to replace."""
     if isinstance(value, dict):
-        return {key: _without_scope(item) for key, item in value.items() if key != "_scope_"}
+        return {key: _without_scope(item) for key, item in value.items() if key not in ("_scope_", "_delete_")}
     if isinstance(value, list | tuple):
         items = [_without_scope(item) for item in value]
         return tuple(items) if isinstance(value, tuple) else items

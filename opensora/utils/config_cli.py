@@ -202,14 +202,25 @@ def parse_bool(text: str) -> bool:
 
 
 def parse_literal(text: str) -> Any:
-    """A Python literal; what is none is the text itself."""
+    """A Python literal, in which `dict(a=1)` may stand as in a config file; what is none is the text itself."""
     words = {"none": None, "true": True, "false": False}
     if text.lower() in words:
         return words[text.lower()]
     try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+        return ast.literal_eval(_Dicts().visit(ast.parse(text.strip(), mode="eval")))
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
         return text
+
+
+class _Dicts(ast.NodeTransformer):
+    """`dict(a=1)` -> `{"a": 1}`."""
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        names = [keyword.arg for keyword in node.keywords]
+        if not isinstance(node.func, ast.Name) or node.func.id != "dict" or node.args or None in names:
+            return node
+        return ast.Dict([ast.Constant(name) for name in names], [keyword.value for keyword in node.keywords])
 
 
 def help_text(schema: Schema) -> str:

@@ -59,6 +59,8 @@ DATASET_FIELDS = (
     "bucket_config",
 )
 REPLACED_BY_BUCKETS = ("num_frames", "image_size", "batch_size")
+OF_EACH_PROMPT = ("reference_path", "mask_strategy")  # Open-Sora's lists have None where a prompt has none
+NOT_NEEDED = ("num_bucket_build_workers",)  # of Open-Sora's configs
 
 
 @dataclass
@@ -90,8 +92,14 @@ class Draft:
                 self._complain((key,), f"{key} holds {found}; a config holds plain data.")
             if key == "dataset" and value is None:
                 value = {}  # so a file may say that it leaves the dataset to the fields of the top level
-            if key == "batch_size" and value is None and values.get("bucket_config") is not None:
-                continue  # Open-Sora's way to say that buckets have their own
+            if values.get("bucket_config") is not None:
+                # Open-Sora's way to say that buckets have their own
+                if key == "batch_size" and value is None:
+                    continue
+                if key == "dataset" and isinstance(value, dict):
+                    value = {k: v for k, v in value.items() if k not in REPLACED_BY_BUCKETS or not _is_none(v)}
+            if key in OF_EACH_PROMPT and isinstance(value, list):
+                value = ["" if entry is None else entry for entry in value]
             self.values[key] = self._with_present_names(key, value)
 
     def _refuse_others(self, unknown: Sequence[str]) -> None:
@@ -114,7 +122,8 @@ class Draft:
         """Write what the command line sets over what the file set."""
         self.problems += command.problems
         self.problems += [self._unknown_flag(flag, key) for flag, key in command.unknown]
-        for setting in command.settings:
+        # whole fields first, wherever they stand: `--model.depth 2 --model "{...}"` means both
+        for setting in sorted(command.settings, key=lambda setting: len(setting.path) > 1):
             if len(setting.path) == 1:
                 self._replace(setting)
             else:
@@ -159,6 +168,8 @@ class Draft:
     def _unknown_key(self, key: str) -> str:
         if key in self.schema.aliases:
             return f"{key!r} is a name for the command line; in a file set {'.'.join(self.schema.aliases[key].path)}."
+        if key in NOT_NEEDED:
+            return f"{key!r} is not a field of {self.schema.__name__}: it is not needed here, leave it out."
         return f"{key!r} is not a field of {self.schema.__name__}.{did_you_mean(key, list(self.fields))}"
 
     def _unknown_flag(self, flag: str, key: str) -> str:
@@ -186,7 +197,10 @@ class Draft:
 
     def _replace(self, setting: Setting) -> None:
         name = setting.path[0]
-        self.values[name] = self._with_present_names(name, setting.value)
+        value = setting.value
+        if name in OF_EACH_PROMPT and isinstance(value, list):
+            value = ["" if entry == "None" else entry for entry in value]
+        self.values[name] = self._with_present_names(name, value)
         self.origins = {path: origin for path, origin in self.origins.items() if path[0] != name}
         self.origins[name,] = f"{COMMAND_LINE} {setting.flag}"
 
@@ -359,3 +373,8 @@ def wrong_type(value: Any, annotation: Any) -> str:
     if Literal in kinds and isinstance(value, str) and str not in kinds:
         fits = any(value in typing.get_args(member) for member in members(annotation))
     return "" if fits else describe(annotation)
+
+
+def _is_none(value: Any) -> bool:
+    """Whether it is None, or (None, None)."""
+    return value is None or (isinstance(value, list | tuple) and all(entry is None for entry in value))

@@ -12,6 +12,7 @@ import logging
 import multiprocessing
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,7 @@ class RunLog:
         self.folder = folder
         self._bar: tqdm | None = None
         self._sinks: list[Any] = []
+        self._silent: set[str] = set()  # what could not be written to
         if folder is None:
             return
         self._lines = _line_logger(folder)
@@ -90,8 +92,9 @@ class RunLog:
         except OSError as error:  # such as a full disk: the checkpoint that comes next matters more
             self.line(f"step {step} is not in metrics.jsonl: {error}")
         flat = dict(_flat(values))
-        for name, value in flat.items():
-            self._tensorboard.add_scalar(name, value, step)
+        with self._told_once("TensorBoard"):
+            for name, value in flat.items():
+                self._tensorboard.add_scalar(name, value, step)
         for sink in self._sinks:
             sink.log(flat, step=step)
         if self._bar is not None:
@@ -99,13 +102,24 @@ class RunLog:
             if shown:  # validation's numbers do not clear the bar
                 self._bar.set_postfix(shown, refresh=False)
 
+    @contextmanager
+    def _told_once(self, what: str) -> Iterator[None]:
+        """A full disk ends no run: the checkpoint that comes next matters more. TensorBoard's writer raises what befell it before."""
+        try:
+            yield
+        except OSError as error:
+            if what not in self._silent:
+                self._silent.add(what)
+                self.line(f"{what} has no more of this run: {error}")
+
     def image(self, name: str, path: Path, step: int) -> None:
         """A picture file, for TensorBoard and W&B."""
         if self.folder is None:
             return
         with Image.open(path) as picture:
             pixels = np.asarray(picture.convert("RGB"))
-        self._tensorboard.add_image(name, pixels, step, dataformats="HWC")
+        with self._told_once("TensorBoard"):
+            self._tensorboard.add_image(name, pixels, step, dataformats="HWC")
         for sink in self._sinks:
             sink.log({name: _wandb_image(path)}, step=step)
 

@@ -8,27 +8,33 @@ with `lora` is read too; its average is taken.
 """
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, TypeGuard, get_args
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from opensora.registry import did_you_mean
 from opensora.utils.ckpt import MANIFEST, open_checkpoint
 from opensora.utils.errors import UserError
+from opensora.utils.weight_files import read_file
 
 Preset = Literal["attention", "all-linear"]
 CONFIG_FILE, WEIGHT_FILE = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # how peft names a wrapped model's layers in its files
 FACTOR = re.compile(rf"^(?:{re.escape(PREFIX)})?(.+)\.lora_([AB])(?:\.\w+)?\.weight$")
+COPY_AGAIN = "Copy or download the folder again."
 COUNTER = "lora_forwards"  # see `opensora.acceleration.lora`
 # what peft can do beyond B A x, by its name in a config; a file that asks for one of these is refused
-UNKNOWN_KINDS = ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "lora_bias")
+UNKNOWN_KINDS = (
+    "use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "lora_bias", "layer_replication",
+    "alora_invocation_tokens", "use_qalora", "target_parameters", "fan_in_fan_out",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -122,7 +128,7 @@ def read_adapter(path: str | Path) -> Adapter:
     """An adapter from a folder of peft, its `adapter_model.safetensors`, or a checkpoint folder of a LoRA run.
 
     Raises:
-        UserError: there is none at `path`, or one that does more than add B A.
+        UserError: there is none at `path`, it is damaged, or it does more than add B A.
     """
     path = Path(path).expanduser()
     if (path / MANIFEST).is_file():
@@ -135,7 +141,7 @@ def read_adapter(path: str | Path) -> Adapter:
             "with lora=dict(...)."
         )
     scale = _scale_of(folder / CONFIG_FILE)  # refuses other kinds
-    return Adapter(factors_of(load_file(weights), weights), scale)
+    return Adapter(factors_of(read_file(weights), weights), scale)
 
 
 def write_adapter(adapter: Adapter, folder: Path, *, base: str | None = None) -> Path:
@@ -216,14 +222,30 @@ def _of_checkpoint(path: Path) -> Adapter:
 
 def _scale_of(file: Path) -> float:
     """alpha / rank, as an `adapter_config.json` says."""
-    config = json.loads(file.read_text(encoding="utf-8"))
+    config = _read_config(file)
     more = [key for key in UNKNOWN_KINDS if config.get(key)]
     if config.get("peft_type") != "LORA" or config.get("bias", "none") != "none" or more:
         kind = config.get("peft_type")
         raise UserError(f"{file}: {', '.join(more) or f'peft_type={kind!r}'}: only plain LoRA without bias is read.")
-    rank = config["r"]
-    return float(config["lora_alpha"]) / (rank**0.5 if config.get("use_rslora") else rank)
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if not _is_number(rank) or rank != int(rank) or rank < 1:
+        raise UserError(f"{file}: r={rank!r}, the rank, must be a whole number from 1. {COPY_AGAIN}")
+    if not _is_number(alpha):
+        raise UserError(f"{file}: lora_alpha={alpha!r} must be a number. {COPY_AGAIN}")
+    return float(alpha) / (rank**0.5 if config.get("use_rslora") else rank)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _read_config(file: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:  # of the text's encoding or of JSON
+        raise UserError(f"{file} is no valid JSON ({error}). {COPY_AGAIN}") from error
+    if not isinstance(config, dict):
+        raise UserError(
+            f"{file} holds a {type(config).__name__}; expected an object with peft_type, r and lora_alpha. {COPY_AGAIN}"
+        )
+    return config
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

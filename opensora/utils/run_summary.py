@@ -1,9 +1,11 @@
 """What a run says before its first step: which parts of the model are trained, and how many samples a step has."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from torch import nn
+
+SHOWN_CLASSES = 20
 
 
 class BucketOf(Protocol):
@@ -45,3 +47,14 @@ def effective_batch(
             f"  {name + ': ' if name else ''}{size} x {ranks} x {accumulation} = {size * ranks * accumulation}"
         )
     return "\n".join(lines)
+
+
+def class_list(names: Sequence[str]) -> str:
+    """A line that says which number is which class, for prompts are numbers; nothing where classes have no names."""
+    shown = [f"{number} = {name}" for number, name in enumerate(names[:SHOWN_CLASSES])]
+    more = (
+        f" and {len(names) - SHOWN_CLASSES} more, in the order of the folders' names"
+        if len(names) > SHOWN_CLASSES
+        else ""
+    )
+    return f"\nclasses: {', '.join(shown)}{more}" if names else ""

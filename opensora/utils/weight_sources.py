@@ -15,6 +15,7 @@ log = logging.getLogger(__name__)
 PIPELINE = "model_index.json"  # in the folder of a diffusers pipeline; the denoiser is in `transformer`
 COLOSSALAI_STATE = "running_states.json"  # beside `model` in a checkpoint of Open-Sora's own trainer
 SUFFIXES: dict[str, Kind] = {".safetensors": "safetensors", ".bin": "pickle", ".pt": "pickle", ".pth": "pickle"}
+SHARD = re.compile(r"-\d+-of-(\d+)\.")
 HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:/(.+))?")
 
 
@@ -97,8 +98,20 @@ def _entries(kinds: Mapping[str, Kind], shards: Callable[[str], Collection[str]]
     of_a_set = {shard for names in sets.values() for shard in names}
     entries = [name for name in kinds if name not in of_a_set]
     entries = [name for name in entries if _plain(name) == name or _plain(name) not in entries]
-    safe = [name for name in entries if all(kinds.get(file) == "safetensors" for file in sets.get(name, [name]))]
-    return safe or entries
+
+    def is_safe(file: str) -> bool:
+        # a shard that is missing or lies deeper is judged by its suffix, so that an incomplete set stays a candidate
+        return (kinds.get(file) or SUFFIXES.get(Path(file).suffix)) == "safetensors"
+
+    safe = [name for name in entries if all(map(is_safe, sets.get(name, [name])))]
+    # shards that no index names are a part of something, so they are never preferred to what is whole
+    return safe if any(not _is_part(name) for name in safe) else entries
+
+
+def _is_part(name: str) -> bool:
+    """Whether the name is that of one shard of several."""
+    numbers = SHARD.search(name)
+    return numbers is not None and int(numbers[1]) > 1
 
 
 def _plain(name: str) -> str:
@@ -107,11 +120,16 @@ def _plain(name: str) -> str:
 
 
 def _the_one(entries: list[str], where: str, candidates: list[str]) -> str:
-    if len(entries) == 1:
-        return entries[0]
     if not entries:
         raise UserError(f"no weights in {where}: no file there is safetensors or made by torch.save.")
-    shards = all(re.search(r"-\d+-of-\d+\.", name) for name in entries)
+    if len(entries) == 1 and _is_part(entries[0]):
+        raise UserError(
+            f"{entries[0]} in {where} is one shard of several, whose index (*.index.json) is missing or damaged. "
+            "Complete the download or the copy."
+        )
+    if len(entries) == 1:
+        return entries[0]
+    shards = all(SHARD.search(name) for name in entries)
     hint = " They look like shards, whose index (*.index.json) is missing." if shards else ""
     raise UserError(f"{len(entries)} sets of weights in {where}: {', '.join(entries)}. Name one of them.{hint}")
 

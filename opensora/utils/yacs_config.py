@@ -11,6 +11,7 @@ error too once they are set, with what to use instead. A DeepSpeed file (`--deep
 batch and clipping.
 """
 
+import ast
 import copy
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -48,6 +49,7 @@ ARCHITECTURE = (
     "video_base_size", "video_mixer_rank", "rotary_pos_embed",
 )  # fmt: skip
 """Keys of a published model's config; `image_size` is the data's here."""
+IMAGE_STRIDE = 8  # where a config does not say
 
 
 class CfgNode:
@@ -60,7 +62,9 @@ class CfgNode:
         object.__setattr__(self, "_values", own)
 
     def __getattr__(self, key: str) -> Any:
-        if key.startswith("__") or key not in self._values:
+        if key.startswith("_"):  # looked up by copy and pickle before there are values to look in
+            raise AttributeError(key)
+        if key not in self._values:
             raise AttributeError(self._unknown(key))
         return self._values[key]
 
@@ -77,23 +81,25 @@ class CfgNode:
         return {key: v.to_dict() if isinstance(v, CfgNode) else copy.deepcopy(v) for key, v in self._values.items()}
 
     def merge(self, values: Mapping[str, Any]) -> None:
-        """Take over values; the keys must be known.
+        """Take over values; the keys must be known. A group without values, `SOLVER:` in YAML, sets nothing.
 
         Raises:
-            UserError: one is not, or has another type.
+            UserError: a key is unknown, or a value has another type.
         """
         for key, value in values.items():
-            old = self._values.get(key)
-            try:
-                if isinstance(old, CfgNode) and isinstance(value, Mapping):
-                    old.merge(value)
-                else:
-                    setattr(self, key, value)
-            except AttributeError as error:
-                raise UserError(str(error)) from error
+            if key not in self._values:
+                raise UserError(self._unknown(key))
+            old = self._values[key]
+            if value is None and isinstance(old, CfgNode | dict):
+                continue
+            if isinstance(old, CfgNode) and isinstance(value, Mapping):
+                old.merge(value)
+            else:
+                setattr(self, key, value)
 
-    def _unknown(self, key: str) -> str:
-        return f"{self._path}{key} is not a key of this config.{did_you_mean(key, list(self._values))}"
+    def _unknown(self, key: Any) -> str:
+        # YAML's keys may be numbers
+        return f"{self._path}{key} is not a key of this config.{did_you_mean(str(key), list(self._values))}"
 
 
 def default_cfg() -> CfgNode:
@@ -197,11 +203,12 @@ def _deepspeed_value(key: str, value: Any) -> dict[str, Any] | None:
     if key in PRECISIONS_OF_DEEPSPEED and isinstance(value, dict) and value.keys() == {"enabled"}:
         return {"dtype": key} if value["enabled"] is True else {}
     if key == "zero_optimization" and isinstance(value, dict) and value.keys() == {"stage"}:
-        return STAGES.get(value["stage"])
+        stage = value["stage"]
+        return STAGES.get(stage) if type(stage) is int else None  # not True, which equals 1
     return None
 
 
-STAGES: dict[Any, dict[str, Any]] = {
+STAGES: dict[int, dict[str, Any]] = {
     0: {"plugin": "ddp"},
     1: {"plugin": "ddp", "hybrid_zero": True},
     2: {"plugin": "fsdp2"},
@@ -215,19 +222,32 @@ DEEPSPEED = {
 }
 
 
-def _typed(path: str, value: Any, old: Any) -> Any:
-    """The value in the type of the one before; int counts as float, and tuples as lists."""
+def _typed(path: str, given: Any, old: Any) -> Any:
+    """The value in the type of the one before; texts are read as yacs does, int counts as float, and tuples as lists."""
     if isinstance(old, CfgNode):
         raise UserError(f"{path} is a group of keys: set {path}.KEY.")
+    value = given if isinstance(old, str) else _decoded(given)
     if isinstance(old, float) and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
+    if isinstance(old, int) and isinstance(value, float) and value.is_integer():  # 1e5 steps
+        return int(value)
     if isinstance(old, list) and isinstance(value, tuple):
         return list(value)
     if isinstance(old, dict) and isinstance(value, Mapping):
         return dict(value)
     if type(value) is not type(old):
-        raise UserError(f"{path}={value!r}: expected {type(old).__name__}, not {type(value).__name__}.")
+        raise UserError(f"{path}={given!r}: expected {type(old).__name__}, not {type(value).__name__}.")
     return value
+
+
+def _decoded(value: Any) -> Any:
+    """A text as the Python literal that it is, as yacs reads it: for PyYAML `1e-4` is a text, as it lacks a point."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return ast.literal_eval(value)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):  # no literal
+        return value
 
 
 def _problems(node: CfgNode) -> Iterator[str]:
@@ -247,7 +267,11 @@ RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "there are nova_train_t2i and nova_train_t2v.",
     ),
     ("NUM_GPUS", lambda n: n == 1, "leave it 1 and start torchrun --nproc_per_node N scripts/train.py FILE."),
-    ("PIPELINE.MODULES", lambda names: set(names) <= set(MODULES), f"there are {', '.join(MODULES)}."),
+    (
+        "PIPELINE.MODULES",
+        lambda names: set(names) <= set(MODULES) and all(isinstance(folder, str) for folder in names.values()),
+        f"there are {', '.join(MODULES)}, each with the name of a folder.",
+    ),
     ("GPU_ID", lambda n: n == 0, "leave it 0 and set CUDA_VISIBLE_DEVICES in the environment."),
     ("MODEL.PRECISION", PRECISIONS.__contains__, f"there are {', '.join(PRECISIONS)}."),
     ("MODEL.TYPE", lambda name: name == "transformer", "the model is in the folder 'transformer' of MODEL.WEIGHTS."),
@@ -310,16 +334,17 @@ def architecture(config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         UserError: it is not of that form, or has a key that says nothing here.
     """
-    if unknown := [key for key in config if key not in ARCHITECTURE and not key.startswith("_")]:
+    if unknown := [key for key in config if key not in ARCHITECTURE and not str(key).startswith("_")]:
         raise UserError(
             f"the model's config has {unknown[0]}={config[unknown[0]]!r}, which says nothing here."
-            f"{did_you_mean(unknown[0], list(ARCHITECTURE))} Known are {', '.join(ARCHITECTURE)}."
+            f"{did_you_mean(str(unknown[0]), list(ARCHITECTURE))} Known are {', '.join(ARCHITECTURE)}."
         )
     if config.get("text_token_dim", 1) is None:
         raise UserError(
             "the model's config has text_token_dim=None, a model of classes; there is text to image and to video."
         )
-    found = {**_sizes(config.get("arch", ())), "patch_size": 15 // config.get("image_stride", 8) + 1}
+    _refuse_wrong_numbers(config)
+    found = {**_sizes(config.get("arch", ())), "patch_size": 15 // config.get("image_stride", IMAGE_STRIDE) + 1}
     if config.get("image_dim"):
         found["in_channels"] = config["image_dim"]
     if config.get("video_mixer_rank"):
@@ -330,6 +355,26 @@ def architecture(config: Mapping[str, Any]) -> dict[str, Any]:
     return found if base is None else found | {"base_size": base}
 
 
+def _refuse_wrong_numbers(config: Mapping[str, Any]) -> None:
+    forms: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+        ("image_stride", lambda n: _are_counts([n], 1), "a whole number from 1"),
+        ("video_base_size", lambda size: size is None or _are_counts(size, 3), "three whole numbers from 1, or None"),
+        ("image_base_size", lambda size: size is None or _are_counts(size, 2), "two whole numbers from 1, or None"),
+        ("video_mixer_rank", lambda n: n is None or type(n) is int, "a whole number, or None"),
+    )
+    for key, is_right, expected in forms:
+        if key in config and not is_right(config[key]):
+            raise UserError(f"the model's config has {key}={config[key]!r}; expected {expected}.")
+
+
+def _are_counts(values: Any, how_many: int) -> bool:
+    return (
+        isinstance(values, list | tuple)
+        and len(values) == how_many
+        and all(type(value) is int and value >= 1 for value in values)  # not True, which is an int
+    )
+
+
 def _sizes(arch: Sequence[str]) -> dict[str, Any]:
     try:
         (video, image, head) = (tuple(int(n) for n in name.partition("_d")[2].split("w")) for name in arch)
@@ -338,9 +383,9 @@ def _sizes(arch: Sequence[str]) -> dict[str, Any]:
             "width": width, "num_heads": HEADS.get(width, max(1, width // 64)), "video_depth": video[0],
             "image_depth": image[0], "head_depth": head[0], "head_width": head[1],
         }  # fmt: skip
-    except (ValueError, IndexError) as error:
+    except (ValueError, IndexError, TypeError, AttributeError) as error:  # also what is no list of texts
         raise UserError(
-            f"the model's config has arch={list(arch)}; expected three names such as vit_d16w1024, vit_d32w1024, mlp_d6w1024."
+            f"the model's config has arch={arch!r}; expected three names such as vit_d16w1024, vit_d32w1024, mlp_d6w1024."
         ) from error
     if image[1] != width:
         raise UserError(f"the model's config has arch={list(arch)}: the encoders have two widths.")
@@ -380,4 +425,12 @@ def _read_json(path: Path) -> dict[str, Any]:
             f"MODEL.WEIGHTS: there is no {path}. Name a pipeline's folder, or describe the model in MODEL.CONFIG, such as "
             '{"arch": ["vit_d16w1024", "vit_d32w1024", "mlp_d6w1024"]}.'
         )
-    return json.loads(path.read_text(encoding="utf-8"))
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # of the text's encoding or of JSON
+        raise UserError(f"{path} is no valid JSON ({error}). Copy or download the folder again.") from error
+    if not isinstance(config, dict):
+        raise UserError(
+            f"{path} holds a {type(config).__name__}; expected an object. Copy or download the folder again."
+        )
+    return config

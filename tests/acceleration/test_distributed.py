@@ -11,8 +11,9 @@ from opensora.acceleration.cfg_parallel import share_videos
 from opensora.acceleration.distributed import STEP_TIMEOUT, init_world, local_gpu
 from opensora.acceleration.engines.fsdp2 import make_mesh
 from opensora.acceleration.engines.partition import Partition
-from opensora.acceleration.loop import same_data
+from opensora.acceleration.loop import same_data, same_settings
 from opensora.datasets.datasets import VideoTextDataset
+from opensora.utils.config_schema import LoopConfig
 from opensora.utils.errors import UserError
 from tests.conftest import start_ranks
 
@@ -86,3 +87,27 @@ def others_see_a_file_more(rank, world_size, folder):
 def test_processes_that_see_other_data_are_refused(spawn, tmp_path):
     """Such as a file that one machine's mount does not show: rows would be trained on twice or never."""
     spawn(others_see_a_file_more, 2, tmp_path)
+
+
+def other_settings(rank, world_size, folder):
+    same_settings(LoopConfig())
+    same_settings(LoopConfig(outputs=f"/node{rank}/outputs"))  # places may differ
+    with pytest.raises(
+        UserError, match=r"other settings: .* in process 0: as there; in process 1: lr was .*, now 0\.5"
+    ):
+        same_settings(LoopConfig(lr=0.5 if rank else 0.1))
+
+
+@pytest.mark.multiprocess
+def test_processes_with_other_settings_are_refused(spawn, tmp_path):
+    """Such as a config that was changed on one machine: other steps hang a run, another lr lets its weights drift apart."""
+    spawn(other_settings, 2, tmp_path)
+
+
+def test_processes_of_srun_that_do_not_know_of_each_other_are_refused(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "8")
+    assert init_world("cpu").size == 1  # in a shell of salloc
+    monkeypatch.setenv("SLURM_PROCID", "3")
+    with pytest.raises(UserError, match=r"srun has started 8 processes .*LOCAL_WORLD_SIZE="):
+        init_world("cpu")

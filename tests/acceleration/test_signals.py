@@ -153,6 +153,44 @@ def test_a_sigterm_that_comes_later_ends_the_process_at_once(tmp_path, where):
         assert process.exitcode == -signal.SIGTERM
 
 
+def hang_in_a_call(folder: Path) -> None:
+    signals.SAME_REQUEST_S = 0.5
+    with StopSignals(WORLD) as stop:
+        for _ in stop.until(range(1)):
+            (folder / "stepping").touch()
+            hashlib.pbkdf2_hmac("sha256", b"", b"", 2**30)
+
+
+def test_also_where_the_first_one_comes_within_a_call_that_does_not_come_back(tmp_path):
+    """A collective call that another process never joins: no handler that is written in Python runs in it."""
+    with started(hang_in_a_call, tmp_path) as process:
+        wait_for(tmp_path / "stepping")
+        time.sleep(0.3)
+        os.kill(process.pid, signal.SIGTERM)
+        process.join(1)
+        assert process.exitcode is None
+        os.kill(process.pid, signal.SIGTERM)
+        process.join(10)
+        assert process.exitcode == -signal.SIGTERM
+
+
+def test_what_ends_a_child_is_no_signal_to_its_parent(monkeypatch):
+    """A loader ends its workers so; they have the parent's handlers, and its socket."""
+    monkeypatch.setattr(signals, "SAME_REQUEST_S", 0.01)
+    with StopSignals(WORLD) as stop:
+        list(stop.until(range(1)))
+        if (child := os.fork()) == 0:
+            time.sleep(30)
+            os._exit(0)
+        time.sleep(0.2)  # it has to have begun
+        os.kill(child, signal.SIGTERM)
+        time.sleep(0.2)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        assert not stop._patience.over  # as it would be by now, had it heard of a SIGTERM
+        assert not stop.agreed()
+
+
 def told_by_another(rank: int, world_size: int, tmp_path: Path) -> None:
     with StopSignals(World(rank, world_size, torch.device("cpu"))) as stop:
         for step in stop.until(count(1)):

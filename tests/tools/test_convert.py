@@ -165,6 +165,9 @@ def test_nothing_is_overwritten(made, tmp_path, to):
         ({"type": "DiTXL/2"}, r"Did you mean 'DiT-XL/2'\?"),
         ({"dept": 2}, r"takes no argument 'dept'. Did you mean 'depth'"),
         ({"hidden_size": 49}, "DiT-XL/2: "),
+        ({"hidden_size": 0}, "DiT-XL/2: hidden_size=0 must be a whole number from 1"),
+        ({"num_heads": 0}, "DiT-XL/2: num_heads=0 must be a whole number from 1"),
+        ({"hidden_size": -48, "num_heads": -2}, "hidden_size=-48, num_heads=-2 must be"),
         ({"depth": 3}, "does not fit"),
         ({"condition": "label_x"}, "label_x"),
     ],
@@ -195,9 +198,25 @@ class TestCommandLine:
         assert said.out == f"{tmp_path / 'out'}: 0.2 MB\n"
         assert "loaded " in said.err
 
+    def test_a_model_of_ones_own(self, made, tmp_path, monkeypatch):
+        source, state = made("DiT-class")
+        (tmp_path / "own_dit.py").write_text(
+            "from opensora.models.dit import DiT\nfrom opensora.registry import MODELS\n"
+            f"MODELS.register_variant('own-dit', DiT, condition='label_10', **{TOY})\n"
+        )
+        path = list(sys.path)
+        try:
+            command = [source, tmp_path / "out", "--model", "own-dit", "--to", "safetensors"]
+            self.run(monkeypatch, *command, "--imports", tmp_path / "own_dit.py")
+        finally:
+            sys.path[:] = path
+            MODELS.module_dict.pop("own-dit", None)
+        assert read_weights(tmp_path / "out").keys() == state.keys()
+
     @pytest.mark.parametrize(
         ("options", "message"),
         [
+            (["--to", "diffusers", "--set", "num_heads=0"], "num_heads=0 must be a whole number from 1"),
             (["--to", "diffusers", "--set", "depth"], "--set depth: write key=value"),
             (["--to", "safetensors", "--option", "sample_size=8"], "--option is for --to diffusers only"),
             (["--to", "safetensors"], "no weights at nowhere"),

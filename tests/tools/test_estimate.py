@@ -163,6 +163,28 @@ def test_gpus_that_cannot_be_shared(stdit):
         estimate(dataclasses.replace(stdit, sp_size=3), ONE_NODE)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"gpus": 0}, "--gpus 0: it must be at least 1"),
+        ({"gpus": -8}, "--gpus -8: it must be at least 1"),
+        ({"per_node": 0}, "--per-node 0: it must be at least 1"),
+        ({"peak_tflops": 0.0}, "--peak-tflops 0.0: it must be above 0"),
+        ({"mfu": 0.0}, "--mfu 0.0: it must be above 0"),
+    ],
+)
+def test_machines_that_there_are_not(stdit, change, message):
+    with pytest.raises(UserError, match=message):
+        estimate(stdit, ONE_NODE._replace(**change))
+
+
+def test_groups_are_of_one_size():
+    cfg = config_of("--plugin=fsdp2", "--shard-size=16")
+    with pytest.raises(UserError, match=r"shard_size=16 does not divide --gpus 2\. Here it can be 1, 2\."):
+        estimate(cfg, ONE_NODE._replace(gpus=2))
+    assert estimate(cfg, ONE_NODE._replace(gpus=32), levels=["none"])["memory_gib"]
+
+
 def config_of(*options: str) -> TrainConfig:
     return parse_config(TrainConfig, PARTS, ["configs/opensora/train/16x256x256.py", "--data-path=none.csv", *options])
 

@@ -73,6 +73,124 @@ def test_an_exported_adapter_needs_to_be_told_its_model(factors, base, tmp_path)
     assert merge(folder, tmp_path / "out.safetensors", base=str(base), config=tmp_path / "config.py") > 0
 
 
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("adapter_model.safetensors", LFS, "is a Git LFS pointer.*git lfs pull"),
+        ("adapter_model.safetensors", b"", "it is empty"),
+        ("adapter_config.json", LFS, r"adapter_config\.json is no valid JSON"),
+        ("adapter_config.json", b'{"r": 2', r"adapter_config\.json is no valid JSON"),
+        ("adapter_config.json", b"\xff\xfe", r"adapter_config\.json is no valid JSON"),
+        ("adapter_config.json", b"[1]", r"adapter_config\.json holds a list; expected an object"),
+    ],
+)
+def test_a_damaged_folder(factors, tmp_path, file, content, message):
+    folder = write_adapter(Adapter(factors, 1.0), tmp_path / "adapter")
+    (folder / file).write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        read_adapter(folder)
+
+
+def test_weights_that_are_cut_off(factors, tmp_path):
+    file = write_adapter(Adapter(factors, 1.0), tmp_path / "adapter") / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-10])
+    with pytest.raises(UserError, match="seems damaged"):
+        read_adapter(file)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("r", None, "r=None, the rank, must be a whole number from 1"),
+        ("r", 0, "r=0, the rank"),
+        ("r", "8", "r='8', the rank"),
+        ("lora_alpha", None, "lora_alpha=None must be a number"),
+        ("lora_alpha", float("nan"), "lora_alpha=nan must be a number"),
+        ("layer_replication", [[0, 4], [2, 5]], "layer_replication: only plain LoRA"),
+        ("alora_invocation_tokens", [1, 2], "alora_invocation_tokens: only plain LoRA"),
+        ("use_qalora", True, "use_qalora: only plain LoRA"),
+        ("target_parameters", ["mlp.weight"], "target_parameters: only plain LoRA"),
+        ("fan_in_fan_out", True, "fan_in_fan_out: only plain LoRA"),
+    ],
+)
+def test_a_config_that_says_no_scale_or_another_kind(factors, tmp_path, key, value, message):
+    file = write_adapter(Adapter(factors, 1.0), tmp_path / "adapter") / "adapter_config.json"
+    config = {**json.loads(file.read_text()), key: value}
+    file.write_text(json.dumps({name: item for name, item in config.items() if item is not None}))
+    with pytest.raises(UserError, match=message):
+        read_adapter(file.parent)
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """The name of a registered size of our own, in a file `own_size.py` of the working directory."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own_size.py").write_text(
+        "from opensora.models.stdit import STDiT\nfrom opensora.registry import MODELS\n"
+        'MODELS.register_variant("own-size", STDiT, depth=2, hidden_size=48, num_heads=2)\n'
+    )
+    modules, path = set(sys.modules), list(sys.path)
+    yield "own-size"
+    for name in set(sys.modules) - modules:
+        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+    sys.path[:] = path
+    MODELS.module_dict.pop("own-size", None)
+
+
+def own_base(path) -> str:
+    """Weights of that size."""
+    size = {"depth": 2, "hidden_size": 48, "num_heads": 2}
+    save_file(MODELS.build({**TOY, "type": "STDiT-XL/2", **size}).state_dict(), path)
+    return str(path)
+
+
+def run(monkeypatch, *argv: object) -> None:
+    monkeypatch.setattr(sys, "argv", ["lora", *map(str, argv)])
+    main()
+
+
+@pytest.mark.parametrize("how", ["the config", "the command line"])
+def test_a_model_of_ones_own(own, factors, tmp_path, monkeypatch, how):
+    base = own_base(tmp_path / "own.safetensors")
+    folder = write_adapter(Adapter(factors, 1.0), tmp_path / "adapter")
+    imports = 'imports = ["own_size.py"]\n' if how == "the config" else ""
+    (tmp_path / "config.py").write_text(f'model = dict(type="{own}")\n{imports}')
+    flags = [] if imports else ["--imports", "own_size.py"]
+    run(monkeypatch, "merge", folder, "out.safetensors", "--base", base, "--config", "config.py", *flags)
+    assert load_file("out.safetensors").keys() == load_file(base).keys()
+
+
+def test_a_checkpoint_does_not_run_the_code_that_it_names(own, factors, tmp_path, monkeypatch, capsys):
+    A, B = factors[LAYER]
+    state = {f"{LAYER}.lora_A.default.weight": A, f"{LAYER}.lora_B.default.weight": B}
+    model = {"type": own, "from_pretrained": own_base(tmp_path / "own.safetensors")}
+    manifest = {"config": {"model": model, "lora": {"rank": 2}, "imports": ["own_size.py"]}}
+    checkpoint = save_checkpoint(tmp_path / "run", {"model": state}, state={}, manifest=manifest)
+    with pytest.raises(SystemExit):
+        run(monkeypatch, "merge", checkpoint, "out.safetensors")
+    assert "if you trust it: --imports own_size.py" in capsys.readouterr().err
+    run(monkeypatch, "merge", checkpoint, "out.safetensors", "--imports", "own_size.py")
+    assert (tmp_path / "out.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('model = dict(type="x")\nimports = 3\n', "imports=3: expected a list"),
+        ("model = dict(depth=3)\n", "names no model"),
+    ],
+)
+def test_a_config_that_is_wrong(factors, tmp_path, content, message):
+    folder = write_adapter(Adapter(factors, 1.0), tmp_path / "adapter")
+    (tmp_path / "config.py").write_text(content)
+    with pytest.raises(UserError, match=message):
+        merge(folder, tmp_path / "out.safetensors", config=tmp_path / "config.py")
+
+
 def test_what_is_no_lora(tmp_path, base):
     plain = save_checkpoint(tmp_path / "plain", {"model": {}}, state={}, manifest={"config": {"lora": None}})
     with pytest.raises(UserError, match="run without lora"):

@@ -1,6 +1,8 @@
 """tools/search_batch_size.py: the search by arithmetic, real steps at toy size, and the file it writes."""
 
+import ast
 import gc
+import shlex
 import sys
 from pathlib import Path
 
@@ -8,9 +10,10 @@ import pytest
 import torch
 
 from opensora.acceleration.distributed import World
-from opensora.utils.config import TrainConfig, parse_config
+from opensora.registry import DATASETS
+from opensora.utils.config import TrainConfig, parse_config, to_dict
 from opensora.utils.errors import UserError
-from tools.estimate import PARTS
+from tools.estimate import PARTS, read_config
 from tools.search_batch_size import (
     Clip,
     Limits,
@@ -189,6 +192,46 @@ def test_a_config_without_buckets(tmp_path):
     assert clip == Clip("", 8, 96, 160, 8)
     out = write_config(tmp_path / "out.py", source, cfg, {clip: (5, Outcome(True, 1.0, 1.0))}, CPU.device)
     assert parse_config(TrainConfig, PARTS, [str(out)]).batch_size == 5
+
+
+@pytest.mark.parametrize(
+    ("source", "fields"),
+    [
+        ("train.py", ["--num-frames", "4", "--image-size", "32", "32", "--ema-decay", "0.5"]),
+        (
+            "train.py",
+            ["--model", "{'type':'STDiT2','depth':1,'hidden_size':48,'num_heads':2}", "--data-path=other.csv"],
+        ),
+        ("train.py", ["--dataset.num-frames=4", "--bucket-config=None", "--outputs", 'a "quote"\\x']),
+        ("buckets.py", ["--bucket-config={'64px':{4:(1.0,2)}}", "--model.depth=2"]),
+    ],
+)
+def test_what_the_command_line_sets_is_written_too(source, fields, tmp_path):
+    """Read back it is the config that was measured, but for batch sizes."""
+    path = Path("configs/quickstart").resolve() / source
+    cfg, _ = read_config(path, [field for field in fields if field != "--data-path=other.csv"])
+    if "--data-path=other.csv" in fields:  # read_config looks for it
+        cfg = parse_config(TrainConfig, {**PARTS, "dataset": DATASETS}, [str(path), *fields])
+    found = {clip: (5, Outcome(True, 0.5, 1.0)) for clip in clips_of(cfg)}
+    out = write_config(tmp_path / "out.py", path, cfg, found, CPU.device, fields)
+    again, expected = to_dict(read_config(out, ())[0]), to_dict(cfg)
+    for batched in (again, expected):
+        del batched["batch_size"]
+        batched["dataset"].pop("bucket_config", None)
+    buckets = again.pop("bucket_config"), expected.pop("bucket_config")
+    assert again == expected
+    assert buckets == ((None, None) if source == "train.py" else ({"64px": {4: (1.0, 5)}}, {"64px": {4: (1.0, 2)}}))
+    assert shlex.join(fields) in ast.get_docstring(ast.parse(out.read_text()))
+
+
+def test_buckets_that_a_dataset_has(tmp_path):
+    source = tmp_path / "source.py"
+    text = CONFIG.read_text().replace("text_columns=", 'bucket_config={"64px": {4: (1.0, 2)}}, text_columns=')
+    source.write_text(text.replace("bucket_config = {", "_unused = {"))
+    cfg, _ = read_config(source, ())
+    (clip,) = clips_of(cfg)
+    out = write_config(tmp_path / "out.py", source, cfg, {clip: (5, Outcome(True, 0.5, 1.0))}, CPU.device)
+    assert read_config(out, ())[0].dataset["bucket_config"] == {"64px": {4: (1.0, 5)}}
 
 
 def test_the_command_line(monkeypatch, tmp_path, capsys):

@@ -367,6 +367,36 @@ def test_the_older_spelling_of_flash_attention(train):
 # --- command line
 
 
+@pytest.mark.parametrize("whole", ["{'type': 'XL/2', 'space_scale': 0.5}", "dict(type='XL/2', space_scale=0.5)"])
+def test_a_key_and_its_component_may_stand_in_any_order(train, whole):
+    for argv in (["--model.depth", "2", "--model", whole], ["--model", whole, "--model.depth", "2"]):
+        assert train(*argv).model == {"type": "XL/2", "space_scale": 0.5, "depth": 2}
+    assert train("--ckpt-path", "w.pt", "--model", whole).model["from_pretrained"] == "w.pt"
+
+
+def test_a_call_of_anything_but_dict_is_text(train):
+    assert "expected" in complaint(train, "--model", "open('x')")
+    assert "expected" in complaint(train, "--model", "dict({'type': 'XL/2'})")
+
+
+def test_lists_of_open_sora_have_none_where_a_prompt_has_none(infer):
+    text = "prompt = ['a', 'b']\nreference_path = ['a.png', None]\nmask_strategy = ['0', None]"
+    assert infer(extra=text).reference_path == ["a.png", ""]
+    assert infer("--reference-path", "None", "b.png", extra=text).reference_path == ["", "b.png"]
+    assert infer(extra=text).mask_strategy == ["0", ""]
+
+
+def test_settings_that_buckets_have_may_be_none_in_the_dataset(train):
+    buckets = "bucket_config = {'256': {1: (1.0, 4)}}\ndataset = dict(type='VideoTextDataset', num_frames=None, image_size=(None, None))"
+    text = complaint(train, extra=buckets)  # another dataset than that of buckets
+    assert "image_size" not in text
+    assert "num_frames" not in text
+
+
+def test_a_mark_that_replaces_nothing_is_no_setting(train):
+    assert "_delete_" not in train(extra="model = dict(type='XL/2', _delete_=True)").model
+
+
 @pytest.mark.parametrize(
     ("argv", "field", "value"),
     [

@@ -3,7 +3,7 @@
 from torch import nn
 
 from opensora.datasets.bucket import Buckets
-from opensora.utils.run_summary import effective_batch, parameter_table
+from opensora.utils.run_summary import class_list, effective_batch, parameter_table
 
 
 def test_parameters_by_top_level_module():
@@ -33,3 +33,11 @@ def test_samples_of_a_step_by_bucket():
     lines = effective_batch(1, 4, 2, buckets=buckets).splitlines()[1:]
     assert len(lines) == sum(bucket.batch_size is not None for bucket in buckets)
     assert {line.split(": ")[1] for line in lines} == {"8 x 4 x 2 = 64", "2 x 4 x 2 = 16"}
+
+
+def test_classes_are_named_by_number():
+    assert class_list(["city", "dog & cup"]) == "\nclasses: 0 = city, 1 = dog & cup"
+    assert class_list([str(i) for i in range(1000)]).endswith(
+        "19 = 19 and 980 more, in the order of the folders' names"
+    )
+    assert class_list(()) == ""

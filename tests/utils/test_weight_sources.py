@@ -98,6 +98,42 @@ class TestFolders:
         with pytest.raises(UserError, match=r"index \(\*\.index\.json\) is missing"):
             read_weights(tmp_path)
 
+    @pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+    def test_another_file_is_not_taken_for_a_set_that_lacks_a_shard(self, tmp_path, suffix):
+        put_shards(tmp_path, 1, suffix=suffix)
+        (tmp_path / f"model-00002-of-00002.{suffix}").unlink()
+        with pytest.raises(UserError, match=rf"missing: model-00002-of-00002\.{suffix}"):
+            read_weights(tmp_path)
+        put(tmp_path / f"my_lora.{suffix}", 2)
+        with pytest.raises(UserError, match=r"2 sets of weights in .*index\.json, my_lora"):
+            read_weights(tmp_path)
+
+    def test_safe_shards_may_lie_deeper(self, tmp_path):
+        put_shards(tmp_path / "parts", 3)
+        weight_map = {"a": "parts/model-00001-of-00002.safetensors", "b": "parts/model-00002-of-00002.safetensors"}
+        (tmp_path / "x.index.json").write_text(json.dumps({"weight_map": weight_map}))
+        put(tmp_path / "pytorch_model.bin", 1)
+        assert value(tmp_path) == 3
+
+    @pytest.mark.parametrize("wrong", ["modle-00001-of-00002.safetensors", "model-00001-of-00002.bin"])
+    def test_a_lone_shard_is_not_taken_for_an_index_that_names_others(self, tmp_path, wrong):
+        put_shards(tmp_path, 1)
+        (tmp_path / "model-00002-of-00002.safetensors").unlink()
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": wrong, "b": wrong}}))
+        with pytest.raises(UserError, match=r"2 sets of weights"):
+            read_weights(tmp_path)
+
+    @pytest.mark.parametrize("index", [None, '{"weight_map": {"a": "model-0'])
+    def test_a_lone_shard_is_not_taken_for_the_whole(self, tmp_path, index):
+        put(tmp_path / "model-00001-of-00002.safetensors", 1)
+        if index is not None:
+            (tmp_path / "model.safetensors.index.json").write_text(index)  # cut off
+        with pytest.raises(UserError, match=r"is one shard of several, whose index .* is missing or damaged"):
+            read_weights(tmp_path)
+        assert value(tmp_path / "model-00001-of-00002.safetensors") == 1
+        (tmp_path / "model-00001-of-00002.safetensors").rename(tmp_path / "model-00001-of-00001.safetensors")
+        assert value(tmp_path) == 1
+
     def test_nothing_in_it(self, tmp_path):
         (tmp_path / "notes.txt").write_text("words")
         with pytest.raises(UserError, match="no weights in"):
@@ -237,6 +273,12 @@ class TestHub:
         with pytest.raises(UserError, match=r"2 sets of weights in .* on the hub: one\.pth, two\.pth"):
             read_weights(REPO)
         assert fetched == []
+
+    def test_a_set_that_lacks_a_shard(self, hub):
+        fetched = hub({"m.safetensors.index.json": INDEX, "m-1-of-2.safetensors": b"x", "my_lora.safetensors": b"x"})
+        with pytest.raises(UserError, match=r"2 sets of weights in .*: m\.safetensors\.index\.json, my_lora"):
+            read_weights(REPO)
+        assert fetched == ["m.safetensors.index.json"]
 
     def test_no_such_file_or_repository(self, hub):
         hub({"one.safetensors": save(tensors(1))})

@@ -1,9 +1,12 @@
 """NOVA's training guide: its snippets, with only the import changed, give our configs."""
 
+import copy
 import json
+import pickle
 
 import pytest
 import torch
+import yaml
 
 from opensora.registry import DATASETS, MODELS, SCHEDULERS
 from opensora.utils.config import TrainConfig, parse_config
@@ -110,6 +113,15 @@ def test_a_published_config_is_the_named_model():
         ({"video_mixer_ranks": 4}, "says nothing here. Did you mean 'video_mixer_rank'"),
         ({"text_token_dim": None}, "a model of classes"),
         ({"image_base_size": [64, 64]}, "latents of 60x96 and of 128x128"),
+        ({"video_base_size": [8]}, r"video_base_size=\[8\]; expected three whole numbers from 1"),
+        ({"video_base_size": 8}, "video_base_size=8; expected three"),
+        ({"image_base_size": [30]}, r"image_base_size=\[30\]; expected two whole numbers from 1"),
+        ({"image_stride": 0}, "image_stride=0; expected a whole number from 1"),
+        ({"image_stride": None}, "image_stride=None; expected a whole number from 1"),
+        ({"video_mixer_rank": "many"}, "video_mixer_rank='many'; expected a whole number"),
+        ({"arch": None}, "arch=None; expected three names"),
+        ({"arch": [1, 2, 3]}, r"arch=\[1, 2, 3\]; expected three names"),
+        ({1: 2}, "1=2, which says nothing here"),
     ],
 )
 def test_other_architectures_are_refused(change, message):
@@ -135,12 +147,72 @@ def test_keys_and_types_are_checked_where_they_are_set():
     cfg = default_cfg()
     with pytest.raises(AttributeError, match=r"SOLVER.BASELR is not a key of this config. Did you mean 'BASE_LR'"):
         cfg.SOLVER.BASELR = 1
-    with pytest.raises(UserError, match=r"SOLVER.MAX_STEPS='100': expected int, not str"):
-        cfg.SOLVER.MAX_STEPS = "100"
+    with pytest.raises(UserError, match=r"SOLVER.MAX_STEPS='a hundred': expected int, not str"):
+        cfg.SOLVER.MAX_STEPS = "a hundred"
     with pytest.raises(UserError, match=r"SOLVER is a group of keys"):
         cfg.SOLVER = {}
     cfg.SOLVER.BASE_LR = 1  # an integer is a number too
     assert cfg.SOLVER.BASE_LR == 1.0
+
+
+def test_texts_are_read_as_yacs_reads_them(guide):
+    (guide / "text.yml").write_text(
+        f"PIPELINE: {{TYPE: nova_train_t2i}}\nMODEL: {{WEIGHTS: '{guide / 'nova'}'}}\n"
+        "SOLVER: {BASE_LR: 1e-4, MAX_STEPS: 1e5, SNAPSHOT_PREFIX: 1e5}\nTRAIN: {DATASET: d}\n"
+    )
+    values = read_yacs(guide / "text.yml")
+    assert (values["lr"], values["max_steps"], values["exp_name"]) == (1e-4, 100_000, "1e5")
+    assert type(values["max_steps"]) is int
+    cfg = default_cfg()
+    cfg.SOLVER.BASE_LR, cfg.SOLVER.DECAY_STEPS, cfg.SOLVER.MAX_STEPS = "1e-3", "[10, 20]", "200"
+    assert (cfg.SOLVER.BASE_LR, cfg.SOLVER.DECAY_STEPS, cfg.SOLVER.MAX_STEPS) == (1e-3, [10, 20], 200)
+    for wrong in (1.5, "1.5", "1e-4", "[1]", "1e999"):
+        with pytest.raises(UserError, match=r"SOLVER.MAX_STEPS=.*: expected int, not"):
+            cfg.SOLVER.MAX_STEPS = wrong
+
+
+def test_a_config_can_be_copied():
+    cfg = default_cfg()
+    cfg.SOLVER.MAX_STEPS = 7
+    for copied in (copy.deepcopy(cfg), pickle.loads(pickle.dumps(cfg))):
+        assert str(copied) == str(cfg)
+        copied.SOLVER.MAX_STEPS = 8
+        assert cfg.SOLVER.MAX_STEPS == 7
+
+
+@pytest.mark.parametrize("text", ["SOLVER:\n", "TRAIN:\nSOLVER: {}\n", "MODEL: {CONFIG: }\nPIPELINE: {MODULES: }\n"])
+def test_an_empty_group_sets_nothing(guide, text):
+    (guide / "empty.yml").write_text(text)
+    cfg = default_cfg()
+    cfg.merge(yaml.safe_load(text))
+    assert str(cfg) == str(default_cfg())
+    with pytest.raises(UserError, match=r"MODEL.WEIGHTS=''"):
+        read_yacs(guide / "empty.yml")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("1: 2\n", "1 is not a key of this config"),
+        ("SOLVER: {2: 3}\n", "SOLVER.2 is not a key of this config"),
+        ("SOLVER: 3\n", "SOLVER is a group of keys"),
+        ("SOLVER: {BASE_LR: }\n", "SOLVER.BASE_LR=None: expected float"),
+        ("PIPELINE: {MODULES: {vae: 1}}\n", "MODULES={'vae': 1}: there are vae, .* each with the name of a folder"),
+    ],
+)
+def test_files_that_are_wrong(tmp_path, text, message):
+    (tmp_path / "wrong.yml").write_text(text)
+    with pytest.raises(UserError, match=message):
+        read_yacs(tmp_path / "wrong.yml")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [("{", "is no valid JSON"), ("[1]", "holds a list; expected an object")]
+)
+def test_a_damaged_folder(guide, content, message):
+    (guide / "nova" / "transformer" / "config.json").write_text(content)
+    with pytest.raises(UserError, match=rf"config\.json {message}"):
+        read_yacs(guide / "nova_d48w1024_1024px.yml")
 
 
 def test_what_there_is_not_is_told_at_once(tmp_path):
@@ -268,6 +340,8 @@ def test_a_deepspeed_file_chooses_engine_format_and_batch(guide):
         ({"bf16": {"enabled": True}, "fp16": {"enabled": False}}, {"dtype": "bf16"}),
         ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "fp16={'enabled': True}"),
         ({"fp16": {"enabled": True, "loss_scale": 0}}, "fp16=.*loss_scale"),
+        ({"zero_optimization": {"stage": [2]}}, r"zero_optimization={'stage': \[2\]}"),
+        ({"zero_optimization": {"stage": True}}, "zero_optimization={'stage': True}"),
         ({"zero_optimization": {"stage": 4}}, "zero_optimization={'stage': 4}"),
         ({"zero_optimization": {"stage": 2, "overlap_comm": True}}, "zero_optimization=.*overlap_comm"),
         ({"zero_optimization": 2}, "zero_optimization=2"),

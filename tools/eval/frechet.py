@@ -160,6 +160,9 @@ def read_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     """Measure and print."""
     args = read_arguments()
+    for name in ("num_samples", "batch_size", "real_frame_interval"):
+        if (value := getattr(args, name)) is not None and value < 1:
+            raise UserError(f"--{name.replace('_', '-')} {value} must be at least 1.")
     extractor = build_extractor(args)
     sampling = sampling_of(args, extractor)
     real_sampling = sampling._replace(frame_interval=args.real_frame_interval or sampling.frame_interval)

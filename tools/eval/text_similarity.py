@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from opensora.datasets.read_video import open_clip, read_indices
-from opensora.datasets.table_files import read_frame
+from opensora.datasets.table_files import list_rows, read_frame
 from opensora.datasets.transforms import to_float
 from opensora.inference.manifest import Finished, finished
 from opensora.inference.prompt_text import split_segments, without_scores
@@ -70,6 +70,13 @@ def score_captions(table: Path, encoder: Any) -> dict[str, float]:
         raise UserError(f"{table} has no column {missing[0]!r}; its columns are {', '.join(frame.columns)}.")
     if not len(frame):
         raise UserError(f"{table} has no rows.")
+    empty = [
+        row for row in range(len(frame)) if not all(str(frame[name].iat[row]).strip() for name in ("text", "caption"))
+    ]
+    if empty:
+        raise UserError(
+            f"{table}: rows {list_rows(empty, len(empty))} have no text or no caption; leave them out first."
+        )
     asked, said = (embeddings(encoder, frame[name].astype(str).tolist()) for name in ("text", "caption"))
     return {str(row): 100 * float(score) for row, score in enumerate((asked * said).sum(-1))}
 

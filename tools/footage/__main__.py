@@ -18,7 +18,7 @@ from tools.footage.recipe import read_recipe
 from tools.footage.report import write_report
 from tools.footage.retry import open_failed
 from tools.footage.rows import has_rows
-from tools.footage.stages import SHARED, STAGES, Work, wait_for
+from tools.footage.stages import SHARED, STAGES, Work, is_anothers, wait_for
 
 
 def run(
@@ -56,7 +56,7 @@ def run(
     done: list[Work] = []
     for work in works:
         stage = work.stage
-        if work.kept.is_file():
+        if work.kept.is_file() and not (rank == 0 and stage.type == "table" and is_anothers(work)):
             print(f"{stage.name}: done before")
         elif rank == 0 or stage.type in SHARED:
             print(f"{stage.name}", flush=True)

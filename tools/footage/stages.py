@@ -6,6 +6,7 @@ rows among all processes. The others read one table and write two, which takes s
 
 import hashlib
 import itertools
+import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from tools.datasets.datautil.columns import TRAINING
 from tools.datasets.datautil.filter import LIMITS
 from tools.datasets.datautil.info import OK, measure
 from tools.datasets.stream import as_number, columns_of, read_blocks
+from tools.eval.record import file_hash
 from tools.footage.recipe import Planned
 from tools.footage.rows import Row, divide_rows, read_rows, shown_from, write_rows
 from tools.scene_cut.scorers import Cut, SceneDetect, clips_of, lost_of, rules_of
@@ -82,7 +84,7 @@ class Work:
     def job(self, scorers: Mapping[str, Scorer], batch_size: int, part_rows: int) -> Path:
         """Have scorers go over the table; returns the table with their columns once all processes are done."""
         if not self.scored.is_file():
-            job = Job(self.before, self.scored, scorers, self.folder, batch_size, part_rows)
+            job = Job(self.before, self.scored, scorers, self.folder, batch_size, part_rows, title=self.stage.type)
             carry_over(job, self.world)
             run(job, self.workers)
         wait_for(self.scored)
@@ -320,8 +322,44 @@ def table(work: Work, output: str = "train.csv", columns: tuple[str, ...] | None
                 shown = {name: shown_from(base, Path(row[name])) for name in ("path", "duplicate_of") if row.get(name)}
                 yield {name: shown.get(name, row.get(name)) for name in names}
 
-    write_rows(work.folder / output, rows(), names)  # before the stage counts as done
+    target = work.folder / output
+    _refuse_to_replace(target)
+    fresh = target.with_name(f".new-{target.name}")
+    write_rows(fresh, rows(), names)
+    hashes = [
+        file_hash(file) for file in (fresh, target) if file.exists()
+    ]  # it may be killed before the next line but one
+    _note_of(target).write_text(json.dumps({"stage": work.stage.name, "hashes": hashes}) + "\n")
+    fresh.replace(target)  # before the stage counts as done
     work.write((row, "" if _has_text(row) else "without a caption") for row in read_rows(work.before))
+
+
+def is_anothers(work: Work) -> bool:
+    """Whether the output of a stage `table` that was done is gone, or another recipe's by now.
+
+    Raises:
+        UserError: somebody has changed it since.
+    """
+    output = work.folder / work.stage.settings.get("output", "train.csv")
+    note = _note_of(output)
+    if not note.is_file():  # of a version that kept none
+        return not output.exists()
+    _refuse_to_replace(output)
+    return not output.exists() or json.loads(note.read_text())["stage"] != work.stage.name
+
+
+def _note_of(output: Path) -> Path:
+    """What says which stage wrote a table, and its content then."""
+    return output.with_name(f".{output.name}.written")
+
+
+def _refuse_to_replace(output: Path) -> None:
+    note = _note_of(output)
+    if output.exists() and (not note.is_file() or file_hash(output) not in json.loads(note.read_text())["hashes"]):
+        raise UserError(
+            f"{output} is not as a chain has written it, and would be replaced. Give it another name, or set `output` of the "
+            "stage `table`; captions of your own belong into a table that is made of it."
+        )
 
 
 def _has_text(row: Row) -> bool:

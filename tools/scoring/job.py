@@ -46,6 +46,7 @@ class Job:
         batch_size: files that a scorer gets at a time.
         part_rows: rows of a part.
         again: which of the rows that were looked at by a run before are looked at again: "none" or "failed" ones.
+        title: of the bar that shows how far it is.
     """
 
     table: Path
@@ -55,6 +56,7 @@ class Job:
     batch_size: int = 16
     part_rows: int = 512
     again: Literal["none", "failed"] = "none"
+    title: str = "scoring"
 
     @property
     def parts(self) -> Path:
@@ -92,7 +94,7 @@ def run(job: Job, workers: int = 1) -> Path:
     if job.again == "failed":
         _reopen(all_parts(job, total), world)
     interval_s = 0.5 if sys.stderr.isatty() else 30  # between two states of the bar: a log keeps them all
-    with tqdm(total=total, desc="scoring", unit="row", leave=False, mininterval=interval_s, disable=rank > 0) as bar:
+    with tqdm(total=total, desc=job.title, unit="row", leave=False, mininterval=interval_s, disable=rank > 0) as bar:
         if world > 1:
             _supervise(job, [Share(rank, world, int(os.environ.get("LOCAL_RANK", 0)))], bar)
         elif workers:

@@ -3,7 +3,7 @@
     torchrun --standalone --nproc_per_node 8 scripts/train_vae.py configs/vae/train/17x256x256-gan.py --data-path clips.csv
 
 The network is Wan 2.1's (127 M parameters), the loss LDM's: L1 and LPIPS as a likelihood with learned variance, KL, and a
-hinge GAN whose weight adapts. The KL weight of Open-Sora and LDM, 1e-6 of sums, is 4.8e-5 of means here (256 x 3 pixel
+hinge GAN whose weight adapts. The KL weight of Open-Sora and LDM, 1e-6 of sums, is 2.1e-8 of means here (256 x 3 pixel
 numbers for 16 latent numbers). Not run to its end: no figures.
 """
 
@@ -15,7 +15,7 @@ dataset = dict(type="VideoTextDataset", transform_name="random_crop", text_colum
 num_workers = 8
 
 vae = dict(type="DiffusersVideoVAE", architecture=dict(type="AutoencoderKLWan"))
-loss = dict(l1=1.0, lpips=0.1, kl=4.8e-5, mse=0.0, pooled=0.0)
+loss = dict(l1=1.0, lpips=0.1, kl=2.1e-8, mse=0.0, pooled=0.0)
 lpips = "vgg"
 lpips_frames = 4
 reconstruction = "nll"

@@ -4,6 +4,7 @@ import shutil
 import warnings
 import weakref
 from collections.abc import Callable
+from types import MethodType
 from typing import Any, NamedTuple, TypeVar, overload
 
 import torch
@@ -102,6 +103,10 @@ class CompiledFunction:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The function itself."""
         return self.call(*args, **kwargs)
+
+    def __get__(self, owner: Any, kind: type | None = None) -> Callable[..., Any]:
+        """As Python does with functions: an object's attribute is a method of that object."""
+        return self if owner is None else MethodType(self, owner)
 
 
 def _compiled_function(function: Callable[..., Any], backend: str, options: Options) -> CompiledCall:

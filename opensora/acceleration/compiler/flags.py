@@ -5,8 +5,9 @@ So that a denoiser may compute in TF32 beside a VAE that does not. Programs are 
 
 import os
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -62,14 +63,79 @@ def flags_of(options: Options) -> list[Flag]:
 @contextmanager
 def switched(flags: list[Flag]) -> Iterator[None]:
     """Set all flags; put back what was there."""
-    before = [getattr(flag.owner, flag.name) for flag in flags]
-    try:
+    with ExitStack() as undo:
         for flag in flags:
-            setattr(flag.owner, flag.name, flag.value)
+            undo.callback(_set(flag))
         yield
-    finally:
-        for flag, value in zip(flags, before, strict=True):
-            setattr(flag.owner, flag.name, value)
+
+
+def _set(flag: Flag) -> Callable[[], None]:
+    """Set a flag; returns what puts back what was there."""
+    if flag.name == "allow_tf32":
+        matmul = flag.owner is torch.backends.cuda.matmul
+        return _set_matmul_tf32(allow=flag.value) if matmul else _set_cudnn_tf32(allow=flag.value)
+    before = getattr(flag.owner, flag.name)
+    setattr(flag.owner, flag.name, flag.value)
+    return partial(setattr, flag.owner, flag.name, before)
+
+
+# PyTorch 2.9 brought `fp32_precision` beside `allow_tf32`. Of the older one it keeps a value of its own, which cannot be read
+# while the newer says something else, and which sets the newer when it is set. So both are saved, and while the module runs
+# they agree, for the compiler reads both.
+
+
+def _set_matmul_tf32(*, allow: bool) -> Callable[[], None]:
+    cuda = _with_precision(torch.backends.cuda.matmul)
+    cpu = _with_precision(torch.backends.mkldnn, "matmul")  # the older value is one for both
+    before = [owner.fp32_precision for owner in (*cuda, *cpu)]
+    for owner in (*cuda, *cpu):
+        owner.fp32_precision = "ieee"  # agrees with all older values
+    older = torch.get_float32_matmul_precision()
+    cpu_before = before[len(cuda) :]
+    torch.set_float32_matmul_precision("highest" if not allow else "medium" if "bf16" in cpu_before else "high")
+    if allow:
+        for owner, precision in zip(cpu, cpu_before, strict=True):
+            _put_back(owner, precision)
+
+    def undo() -> None:
+        torch.set_float32_matmul_precision(older)
+        for owner, precision in zip((*cuda, *cpu), before, strict=True):
+            _put_back(owner, precision)
+
+    return undo
+
+
+def _set_cudnn_tf32(*, allow: bool) -> Callable[[], None]:
+    cudnn = torch.backends.cudnn
+    owners = [*_with_precision(cudnn, "conv"), *_with_precision(cudnn, "rnn")]
+    before = [owner.fp32_precision for owner in owners]
+    for owner in owners:
+        owner.fp32_precision = "tf32"
+    try:
+        older = cudnn.allow_tf32
+    except RuntimeError:  # it disagrees with "tf32"
+        older = False
+    cudnn.allow_tf32 = allow
+
+    def undo() -> None:
+        cudnn.allow_tf32 = older
+        for owner, precision in zip(owners, before, strict=True):
+            _put_back(owner, precision)
+
+    return undo
+
+
+def _with_precision(owner: Any, name: str | None = None) -> list[Any]:
+    """What has the newer setting, or nothing where PyTorch is older."""
+    found = owner if name is None else getattr(owner, name, None)
+    return [found] if hasattr(found, "fp32_precision") else []
+
+
+def _put_back(owner: Any, precision: str) -> None:
+    """Set what was read; a value that is inherited from `torch.backends.fp32_precision` goes on being so."""
+    owner.fp32_precision = "none"
+    if owner.fp32_precision != precision:
+        owner.fp32_precision = precision
 
 
 def cache_settings() -> dict[str, bool]:

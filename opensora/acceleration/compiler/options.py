@@ -12,7 +12,7 @@ own under "options":
 import json
 import typing
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import asdict, dataclass, field
 from types import NoneType
 from typing import Any, Literal
@@ -68,6 +68,14 @@ class Options:
     def short_sums(self) -> bool:
         """Whether fp16 and bf16 products may be summed in short formats."""
         return parse_mode(self.mode)[1]
+
+    def mode_without(self, drop: Set[str]) -> str:
+        """`mode` without some words. A combination is spelt out only where it has one of them, for O2 and O3 say more than their words."""
+        kept: list[str] = []
+        for word in self.mode.split(":"):
+            parts = parse_mode(word)[0]
+            kept += sorted(parts - drop) if parts & drop else [word]
+        return ":".join(kept)
 
     def inductor_overrides(self) -> dict[str, Any]:
         """The settings with a dot that are inductor's, by inductor's names."""

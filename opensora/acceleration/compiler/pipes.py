@@ -135,8 +135,7 @@ def _compile_part(name: str, module: nn.Module, backend: str, options: Options) 
         logger.info("compile_pipe: %s repeats no blocks; with jit it is eager.", name)
         restore(module)
         return
-    mode = options.mode if not drop & options.words else ":".join(sorted(options.words - drop))
-    changes: dict[str, Any] = {"memory_format": None, "mode": mode}
+    changes: dict[str, Any] = {"memory_format": None, "mode": options.mode_without(drop)}
     if "quant" in drop:
         changes |= {
             "quant_type": None,

@@ -92,6 +92,14 @@ class RecordVideoTextDataset:
         where = self.path / f"record-{key.index}"
         return {"moments": moments_of(record), **describe(key.index, where, caption, size, self.fps, scores)}
 
+    def all_captions(self) -> list[str]:
+        """What `_text` can choose for any record, each once."""
+        chosen: dict[str, None] = {}
+        for number in range(len(self)):
+            record = self.records.at(number, ("caption", "text"))
+            chosen |= {record["caption"]: None, (record["text"] or first_sentence(record["caption"])): None}
+        return list(chosen)
+
     def fingerprint(self) -> str:
         """A hash of what decides the samples: the records' checksums are in the names of their files."""
         names = self.records.content_names()
@@ -149,4 +157,8 @@ def moments_of(record: dict[str, Any]) -> Tensor:
 
 def _with_time(shape: Any) -> tuple[int, ...]:
     shape = tuple(int(n) for n in shape)
+    if len(shape) not in (3, 4):
+        raise UserError(
+            f"a record's shape is {'x'.join(map(str, shape))}; it is that of one clip's moments, [2 C, T, h, w] or [2 C, h, w]."
+        )
     return (shape[0], 1, *shape[1:]) if len(shape) == 3 else shape

@@ -133,22 +133,88 @@ AFTER_UNESCAPE = (
     Rule("colon that stands alone", r"\b\s+:\s+", ": "),
     Rule("no space after , . /", r"(\D[,./])\b", r"\1 "),
     Rule("white space", r"\s+", " "),
+)
+ENDS = (  # what they mean; `_trim` does it, in time linear in the text
     Rule("quotes around everything", r"^[\"']([\w\W]+)[\"']$", r"\1"),
     # a row at once, for removing ideographs leaves rows of commas; of one character, or rules between two passes would be missed
     Rule("punctuation at the start", r"^(['_,\-:;])(?:\s?\1)*"),
     Rule("punctuation at the end", r"(['_,\-:+])(?:\s?\1)*$"),
     Rule("nothing but a dot and a word", r"^\.\S+$"),
 )
-LEGACY = (*BEFORE_HTML, *AFTER_HTML, *AFTER_UNESCAPE)  # between them: HTML removed; ftfy and entities; see `_legacy`
+LEGACY = (
+    *BEFORE_HTML,
+    *AFTER_HTML,
+    *AFTER_UNESCAPE,
+    *ENDS,
+)  # between them: HTML removed; ftfy and entities; see `_legacy`
+
+
+AT_START = re.compile(r"(['_,\-:;])(?:\s?\1)*")
+AT_END = re.compile(r"(['_,\-:+])(?:\s?\1)*")  # of the text read backwards
+DOT_AND_WORD = re.compile(r"\.\S+")
+PAGES = re.compile(r"\b((?:page )+)((?:\d+ )*\d+)\b")
+HALVES = re.compile(r"((?:down)+)((?:load)+)|((?:ship)+)((?:ping)+)")  # of four letters each
+PERCENTS = re.compile(r"%(25)*")
 
 
 def _legacy(text: str) -> str:
-    text = _apply(BEFORE_HTML, unquote_plus(text).strip().lower())
+    """A pass; several at once where that is known to be the same: a pass over a long text takes long."""
+    cleaned = _legacy_pass(text)
+    depth = _depth(text)
+    if depth > 2 and cleaned == _without_levels(text, 1):
+        return _without_levels(text, depth - 1)  # what is around did not change, and would not before the last level
+    return cleaned
+
+
+def _depth(text: str) -> int:
+    """How many passes only take a level off each nest such as "page page page 1 2 3"; 0 where there is none."""
+    depths = [min(m[1].count(" "), m[2].count(" ") + 1) for m in PAGES.finditer(text)]
+    depths += [min(len(m[1] or m[3]), len(m[2] or m[4])) // 4 for m in HALVES.finditer(text)]
+    depths += [len(m[0]) // 2 for m in PERCENTS.finditer(text)]
+    return min(depths, default=0)
+
+
+def _without_levels(text: str, levels: int) -> str:
+    text = PAGES.sub(lambda m: m[1][len("page ") * levels :] + m[2].split(" ", levels)[levels], text)
+    text = HALVES.sub(lambda m: (m[1] or m[3])[4 * levels :] + (m[2] or m[4])[4 * levels :], text)
+    return PERCENTS.sub(lambda m: "%" + m[0][1 + 2 * levels :], text)
+
+
+def _legacy_pass(given: str) -> str:
+    text = _apply(BEFORE_HTML, unquote_plus(given).strip().lower())
     text = _apply(AFTER_HTML, _without_tags(text))
     if len(re.findall("[-_]", text)) > 3:  # this-is-my-cute-cat, this_is_my_cute_cat
         text = re.sub("[-_]", " ", text)
     text = _unescaped(_unescaped(ftfy.fix_text(text)))
-    return _apply(AFTER_UNESCAPE, text).strip()
+    text = _apply(AFTER_UNESCAPE, text)
+    # what no other rule changes, none changes after its ends are off; only "<" may begin a tag in one text and not in the other
+    return _trim(text, again=text == given and "<" not in text)
+
+
+def _trim(text: str, *, again: bool) -> str:
+    """Apply `ENDS`, and take the white space off; `again`: until nothing changes, as pass after pass would.
+
+    An underscore is a letter to the rules about words, so that they have another look after it is gone.
+    """
+    backwards, n = text[::-1], len(text)
+    begin, end = 0, n
+    while True:
+        before = begin, end
+        if end - begin > 2 and text[begin] in "\"'" and text[end - 1] in "\"'":
+            begin, end = begin + 1, end - 1
+        if row := AT_START.match(text, begin, end):
+            begin = row.end()
+        if row := AT_END.match(backwards, n - end, n - begin):
+            end = n - row.end()
+        if DOT_AND_WORD.fullmatch(text, begin, end):
+            begin = end
+        while begin < end and text[begin].isspace():
+            begin += 1
+        while begin < end and text[end - 1].isspace():
+            end -= 1
+        taken = text[before[0] : begin] + text[end : before[1]]
+        if not taken or not again or "_" in taken:
+            return text[begin:end]
 
 
 def _apply(rules: tuple[Rule, ...], text: str) -> str:

@@ -8,7 +8,7 @@ each a mean over pixels (over latent numbers for KL). With few latent channels a
 brightness, and stays there: its pictures are grey while their L1 looks fine. `pooled` asks for the mean colour of every
 latent cell, and brings colour within minutes. "nll" is the likelihood of a Laplace distribution whose scale is learned
 (Rombach et al. 2022): as pictures get better, their weight against KL and GAN grows. Open-Sora and LDM sum KL over the
-latents and rec over the pixels of a sample; their KL weight times (pixel numbers / latent numbers) is the weight here.
+latents and rec over the pixels of a sample; their KL weight times (latent numbers / pixel numbers) is the weight here.
 """
 
 from collections.abc import Mapping

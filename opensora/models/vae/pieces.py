@@ -40,6 +40,6 @@ class Pieces:
         # the whole clips travel: a cut is a copy, whose memory is not pinned
         video = video.to(self.device, non_blocking=True)
         cut = rearrange(video[:, :, start : start + count * length], "B C (n L) H W -> (B n) C L H W", n=count)
-        ids = [place * count + piece for place in places for piece in range(count)]
+        ids = [place * frames + piece for place in places for piece in range(count)]
         rngs = generators(self.seed, "train", step, ids=ids, device=self.device)
         return cut, rngs, offset

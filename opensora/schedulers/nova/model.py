@@ -13,6 +13,7 @@ class AutoregressiveModel(Protocol):
     """See `opensora.models.nova.nova.NOVA` for shapes."""
 
     image_patch: int
+    image_encoder: Any
     image_decoder: nn.Module
 
     def modules(self) -> Iterator[nn.Module]: ...

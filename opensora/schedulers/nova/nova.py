@@ -86,6 +86,13 @@ class MaskedAutoregression:
                 f"scheduler.spatiotemporal_guidance_scale={spatiotemporal_guidance_scale} and skip_layers={self.scales.skip} "
                 "have an effect only together: set both, or neither."
             )
+        if not 0 <= guidance_trunc <= num_timesteps or not 0 <= guidance_renorm <= 1:
+            raise UserError(
+                f"scheduler: guidance_trunc={guidance_trunc} is from 0 to num_timesteps={num_timesteps}, guidance_renorm="
+                f"{guidance_renorm} from 0 to 1."
+            )
+        if any(number < 0 for number in self.scales.skip):
+            raise UserError(f"scheduler.skip_layers={self.scales.skip}: blocks are numbered from 0.")
         if not 0 <= temperature <= MAX_TEMPERATURE:
             raise UserError(
                 f"scheduler.temperature={temperature} is not from 0 (the same patches from every noise) to {MAX_TEMPERATURE:g}; "
@@ -214,7 +221,7 @@ class MaskedAutoregression:
             generators: one for each sample, for the order of its patches, which all its frames share.
 
         Raises:
-            UserError: a frame is to be edited, or is given after one that is made.
+            UserError: a frame is to be edited, or is given after one that is made; or `skip_layers` names no block.
         """
         if generators is None:
             raise ValueError("the order of the patches is random: pass one generator per sample.")
@@ -224,6 +231,11 @@ class MaskedAutoregression:
         order = torch.stack([torch.randperm(num_patches, generator=g, device=g.device) for g in generators])
         given = _given_frames(mask, len(z), T, z.device)
         scales = self._scales(guidance_scale)
+        if beyond := [number for number in scales.skip if number >= len(parts.image_encoder.blocks)]:
+            raise UserError(
+                f"scheduler.skip_layers={scales.skip}: the image encoder has blocks 0 to {len(parts.image_encoder.blocks) - 1}, "
+                f"and no {beyond[0]}."
+            )
         known = known_patches(self.num_sampling_steps, num_patches)
         plan = Plan(order.to(z.device), known, self._levels(), self.num_timesteps, self.temperature)
         return with_weights_cast(generate(parts, z, cond, null, given, plan, scales), parts, z.device)

@@ -111,7 +111,7 @@ def test_clearing_the_cache(tmp_path, monkeypatch, capsys):
     folder = tmp_path / "cache"
     (folder / "fxgraph").mkdir(parents=True)
     (folder / "fxgraph" / "program").write_bytes(b"1234")
-    assert clear_cache(dry_run=True) == (folder, 4)
+    assert clear_cache(dry_run=True) == (folder, 4, [])
     assert folder.exists()
     main([])
     assert not folder.exists()
@@ -120,6 +120,49 @@ def test_clearing_the_cache(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="is no folder of its own"):
         clear_cache()
+
+
+@needs_compiler
+@torch.no_grad()
+def test_clearing_leaves_what_is_not_the_caches(tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "cache"  # such as /scratch/me, in which somebody has other things
+    others = [
+        "thesis.txt",
+        "ab/notes.txt",
+        "cache/model.bin",
+        "triton/setup.py",
+        "triton/python/a.py",
+        "dynamo/db",
+        "tmp/x",
+    ]
+    for name in others:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("mine")
+    (folder / "link").symlink_to(tmp_path)
+    kernel = folder / "triton" / "0" / "RVGIFLQAXRJOLLXKIQ2ENPUFSXGE6CM4OXDLWS5TWEB3FM4HQYTA"
+    kernel.mkdir(parents=True)
+    (kernel / "kernel.cubin").write_bytes(b"1")
+    torch.compile(lambda x: x.sin() * 3.25)(torch.randn(50))  # a kernel that no other test has loaded
+    assert list(folder.rglob("*.so"))
+    before = {path for path in folder.rglob("*") if path.is_file()}
+    main(["--dry-run"])
+    assert {path for path in folder.rglob("*") if path.is_file()} == before
+    capsys.readouterr()
+    main([])
+    assert {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} == set(others)
+    assert (folder / "link").is_symlink()
+    said = capsys.readouterr().out
+    for name in ("thesis.txt", "ab", "cache", "triton/setup.py", "triton/python", "dynamo", "tmp", "link"):
+        assert f"left alone, for PyTorch does not make it: {folder / name}\n" in said
+
+
+@needs_compiler
+@torch.no_grad()
+def test_a_cache_alone_is_deleted_with_its_folder(tmp_path):
+    torch.compile(lambda x: x.cos() * 4.25, dynamic=True)(torch.randn(50))  # a kernel that no other test has loaded
+    assert list((tmp_path / "cache").rglob("*.so"))
+    assert clear_cache().size > 1000
+    assert not (tmp_path / "cache").exists()
 
 
 @needs_compiler

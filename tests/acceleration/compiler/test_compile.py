@@ -4,6 +4,7 @@ Most tests compile with "aot_eager" or a backend that counts programs, which nee
 """
 
 import copy
+import operator
 import shutil
 import sys
 
@@ -13,6 +14,8 @@ from torch import nn
 
 from opensora.acceleration.compiler import compile, entry, layer_errors, quantise, worst
 from opensora.acceleration.compiler.entry import record_of, restore
+from opensora.acceleration.compiler.flags import flags_of, switched
+from opensora.acceleration.compiler.options import parse_options
 from opensora.acceleration.compiler.regions import repeated_blocks
 from opensora.registry import MODELS, SCHEDULERS
 from opensora.utils.errors import UserError
@@ -100,6 +103,29 @@ def test_functions_and_decorators(programs):
     assert len(programs) == 1
     with pytest.raises(UserError, match="double: quant is for modules"):
         compile(double, options={"mode": "quant"})
+
+
+def test_methods(programs):
+    class Scale:
+        factor = 3
+
+        @compile(backend="counting")
+        def times(self, x):
+            """Scaled."""
+            return self.factor * x
+
+        @staticmethod
+        @compile(backend="counting")
+        def twice(x):
+            return 2 * x
+
+    scale = Scale()
+    assert scale.times(torch.ones(2)).tolist() == [3, 3]
+    assert Scale.times(scale, x=torch.ones(2)).tolist() == [3, 3]
+    assert scale.twice(torch.ones(2)).tolist() == [2, 2]
+    assert scale.times.__self__ is scale
+    assert scale.times.__doc__ == "Scaled."
+    assert len(programs) == 2
 
 
 def test_training_a_compiled_module(programs):
@@ -250,6 +276,77 @@ def test_switches_are_set_while_it_runs_and_put_back():
     module(torch.ones(1))
     assert seen == [(True, True)]
     assert (matmul.allow_tf32, matmul.allow_bf16_reduced_precision_reduction) == before
+
+
+NEWER = hasattr(torch.backends.cuda.matmul, "fp32_precision")
+
+
+@pytest.fixture
+def _tf32():
+    """Puts back what the process began with."""
+    yield
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = True
+    if NEWER:
+        torch.backends.fp32_precision = torch.backends.cudnn.fp32_precision = "none"
+        torch.backends.cuda.matmul.fp32_precision = torch.backends.mkldnn.matmul.fp32_precision = "none"
+
+
+def tf32() -> dict[str, object]:
+    """Every setting of TF32, of either interface; what cannot be read is the error's name."""
+    backends, names = torch.backends, ["cuda.matmul.allow_tf32", "cudnn.allow_tf32"]
+    names += [
+        f"{owner}.fp32_precision" for owner in ("cuda.matmul", "cudnn", "cudnn.conv", "cudnn.rnn", "mkldnn.matmul")
+    ]
+    found: dict[str, object] = {}
+    for name, read in {
+        "older": torch.get_float32_matmul_precision,
+        **{name: lambda name=name: operator.attrgetter(name)(backends) for name in names[: None if NEWER else 2]},
+    }.items():
+        try:
+            found[name] = read()
+        except RuntimeError as error:
+            found[name] = type(error).__name__
+    return found
+
+
+@pytest.mark.usefixtures("_tf32")
+@pytest.mark.parametrize(
+    "options", [{"mode": "low-precision"}, {"overrides.matmul_allow_tf32": False}], ids=["on", "off"]
+)
+@pytest.mark.parametrize(
+    "program",
+    [
+        "pass",
+        "torch.backends.cuda.matmul.allow_tf32 = True",
+        "torch.set_float32_matmul_precision('medium')",
+        "torch.backends.cuda.matmul.fp32_precision = 'tf32'",
+        "torch.backends.cuda.matmul.fp32_precision = 'ieee'",
+        "torch.set_float32_matmul_precision('high'); torch.backends.cuda.matmul.fp32_precision = 'ieee'",
+        "torch.backends.fp32_precision = 'tf32'",
+        "torch.backends.cudnn.conv.fp32_precision = 'ieee'",
+        "torch.backends.cudnn.allow_tf32 = False; torch.backends.cudnn.rnn.fp32_precision = 'tf32'",
+        "torch.backends.mkldnn.matmul.fp32_precision = 'bf16'",
+    ],
+)
+def test_tf32_is_switched_whichever_of_pytorchs_interfaces_the_program_uses(program, options):
+    if "fp32_precision" in program and not NEWER:
+        pytest.skip("this PyTorch has no fp32_precision")
+    exec(program)
+    before, seen, flags = tf32(), {}, flags_of(parse_options(options))
+    with switched(flags):
+        seen = tf32()
+    assert tf32() == before
+    on = "mode" in options
+    assert "RuntimeError" not in {seen["older"], seen["cuda.matmul.allow_tf32"]}
+    assert seen["cuda.matmul.allow_tf32"] is on
+    assert not on or seen["cudnn.allow_tf32"] is True
+    if NEWER:
+        assert (seen["cuda.matmul.fp32_precision"] == "tf32") is on
+        assert not on or seen["mkldnn.matmul.fp32_precision"] == before["mkldnn.matmul.fp32_precision"]
+        torch.backends.fp32_precision = "tf32"  # what followed it before follows it now
+        if program == "pass":
+            assert torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 @torch.no_grad()

@@ -57,6 +57,23 @@ def test_parts_and_layout_and_results():
     assert kernel.is_contiguous()
 
 
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+@pytest.mark.filterwarnings("ignore:.* has no effect without a GPU")
+@pytest.mark.parametrize(("mode", "short"), [("O2:quant", False), ("quant:O3", True), ("O2", False)])
+def test_text_encoders_keep_the_combinations_promise(mode, short):
+    pytest.importorskip("torchao")
+    pipe = SimpleNamespace(text_encoder=nn.Linear(8, 8), transformer=nn.Linear(8, 8).eval(), vae=autoencoder())
+    options = {"mode": mode, **({"quant_min_features": 8} if "quant" in mode else {})}
+    compile_pipe(pipe, options=options)
+    options = record_of(pipe.text_encoder).options
+    assert "quant" not in options.words
+    assert "low-precision" in options.words
+    flags = {flag.name: flag.value for flag in record_of(pipe.text_encoder).calls()[0].flags}
+    assert flags["allow_fp16_reduced_precision_reduction"] is short
+    assert flags["allow_bf16_reduced_precision_reduction"] is short
+    assert record_of(pipe.vae.decoder).options.words == {"max-optimize", "max-autotune", "cache-all"}
+
+
 def test_parts_come_in_onediffs_order():
     names = ["vae", "transformer", "text_encoder_3", "unet", "text_encoder_2", "text_encoder", "prior", "decoder", "fast_unet",
              "controlnet", "image_encoder"]  # fmt: skip

@@ -209,6 +209,21 @@ def test_what_needs_a_prediction_without_text(options, needed):
     assert made.scales.branches(has_null=False)[0] == "text"
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"guidance_trunc": 5000},
+        {"guidance_trunc": -1},
+        {"guidance_renorm": 7},
+        {"guidance_renorm": -3},
+        {"skip_layers": (-1,), "spatiotemporal_guidance_scale": 1.0},
+    ],
+)
+def test_guidance_that_would_do_nothing_is_refused(options):
+    with pytest.raises(UserError, match=r"guidance_trunc|skip_layers"):
+        SCHEDULERS.build({"type": "nova", **options})
+
+
 @pytest.mark.parametrize("options", [{"skip_layers": (2,)}, {"spatiotemporal_guidance_scale": 1.0}])
 def test_half_of_the_guidance_by_a_weaker_encoder_is_refused(options):
     with pytest.raises(UserError, match="have an effect only together"):
@@ -310,7 +325,8 @@ def test_every_guidance_changes_the_result_and_none_is_the_conditional_model():
     for i, one in enumerate(results):
         assert one.isfinite().all()
         assert not any(torch.allclose(one, other) for other in results[i + 1 :])
-    torch.testing.assert_close(sampled(guidance_trunc=1001), plain)
+    with pytest.raises(UserError, match=r"the image encoder has blocks 0 to \d+, and no 40"):
+        sampled(spatiotemporal_guidance_scale=1.0, skip_layers=(40,))
 
 
 def test_a_guided_patch_is_no_longer_than_asked():
