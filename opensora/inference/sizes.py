@@ -220,5 +220,6 @@ def _told(name: str, exact: Size, size: Size, multiple: int) -> str:
 
 
 def _distance(a: TrainedSize, b: TrainedSize) -> float:
-    """Differences of length, height and width on a logarithmic scale."""
-    return sum(abs(math.log(x / y)) for x, y in zip(a, b, strict=True))
+    """Differences of length, height and width on a logarithmic scale, and of shape: a square picture wants a square."""
+    shape = abs(math.log(a.height / a.width * b.width / b.height))
+    return sum(abs(math.log(x / y)) for x, y in zip(a, b, strict=True)) + 2 * shape
