@@ -18,7 +18,7 @@ from tools.footage.recipe import read_recipe
 from tools.footage.report import write_report
 from tools.footage.retry import open_failed
 from tools.footage.rows import has_rows
-from tools.footage.stages import SHARED, STAGES, Work, is_anothers, wait_for
+from tools.footage.stages import CHECKS, SHARED, STAGES, Work, is_anothers, wait_for
 
 
 def run(
@@ -78,7 +78,7 @@ def run(
 def planned(recipe: Path, out: Path, workers: int, rank: int, world: int) -> list[Work]:
     """Where the stages of a recipe work, each on what the one before it keeps."""
     works: list[Work] = []
-    for stage in read_recipe(recipe, STAGES):
+    for stage in read_recipe(recipe, STAGES, CHECKS):
         works.append(Work(out, stage, works[-1].kept if works else out / "nothing", rank, world, workers))
     return works
 

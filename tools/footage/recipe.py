@@ -44,8 +44,12 @@ class Planned:
     name: str
 
 
-def read_recipe(path: Path, stages: Mapping[str, Callable[..., Any]]) -> list[Planned]:
-    """The stages of a recipe, checked against the functions that carry them out.
+def read_recipe(
+    path: Path,
+    stages: Mapping[str, Callable[..., Any]],
+    checks: Mapping[str, Callable[[Mapping[str, Any]], None]] | None = None,
+) -> list[Planned]:
+    """The stages of a recipe, checked against the functions that carry them out, and by `checks` of their own.
 
     Raises:
         UserError: all that is wrong with it.
@@ -60,7 +64,10 @@ def read_recipe(path: Path, stages: Mapping[str, Callable[..., Any]]) -> list[Pl
         if kind not in stages:
             problems.append(f"stage {number}: type={kind!r} is unknown.{did_you_mean(str(kind), list(stages))}")
             continue
-        problems += [f"stage {number} ({kind}): {problem}" for problem in _problems(stages[kind], settings)]
+        wrong = _problems(stages[kind], settings)
+        if not wrong and kind in (checks or {}):
+            wrong = _complaint((checks or {})[kind], settings)
+        problems += [f"stage {number} ({kind}): {problem}" for problem in wrong]
         digest = hashlib.blake2b(
             json.dumps([digest, kind, settings], sort_keys=True).encode(), digest_size=4
         ).hexdigest()
@@ -86,6 +93,14 @@ def _stages_in(path: Path) -> list[Settings]:
     if not isinstance(stages, list | tuple) or not all(isinstance(stage, dict) for stage in stages):
         raise UserError(f"{path}: `stages` must be a list of dicts, each with a `type`.")
     return list(stages)
+
+
+def _complaint(check: Callable[[Mapping[str, Any]], None], settings: Settings) -> list[str]:
+    try:
+        check(settings)
+    except UserError as error:
+        return [str(error).rstrip(".")]
+    return []
 
 
 def _problems(function: Callable[..., Any], settings: Settings) -> list[str]:

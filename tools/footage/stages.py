@@ -17,6 +17,7 @@ import numpy as np
 
 from opensora.datasets.files import VIDEO_EXTENSIONS
 from opensora.datasets.table_files import cell_text
+from opensora.registry import did_you_mean
 from opensora.utils.errors import UserError
 from tools.caption.captioner import Captioner
 from tools.datasets.convert import find_files
@@ -177,11 +178,7 @@ def caption(work: Work, batch_size: int = 16, part_rows: int = 512, **settings: 
     """Add captions; the settings are those of `tools.caption.captioner.Captioner`."""
     if isinstance(settings.get("scores"), list):
         settings["scores"] = tuple(settings["scores"])
-    try:
-        captioner = Captioner(**settings)
-    except TypeError as error:
-        raise UserError(f"stage caption: {error}.") from error
-    _score(work, {"caption": captioner}, batch_size, part_rows)
+    _score(work, {"caption": Captioner(**settings)}, batch_size, part_rows)
 
 
 def _score(work: Work, scorers: Mapping[str, Scorer], batch_size: int, part_rows: int) -> None:
@@ -198,8 +195,6 @@ def detect(work: Work, detector: str = "auto", threshold: float | None = None, p
 def cut(work: Work, part_rows: int = 64, **rules: Any) -> None:
     """Cut scenes into clips; the settings are those of `tools.scene_cut.pieces.Rules`."""
     chosen = rules_of(rules)
-    if unknown := sorted(set(rules) - set(vars(chosen))):
-        raise UserError(f"stage cut: {unknown[0]!r} is unknown. It has: {', '.join(vars(chosen))}.")
     clips = work.folder / f"{work.stage.name}.clips"
     out = work.job({"cut": Cut(str(clips.absolute()), chosen)}, 1, part_rows)
     if work.rank == 0:
@@ -277,7 +272,7 @@ def _bound(name: str) -> tuple[str, str]:
     """Column and side of `fmin` or `sharpness_min`."""
     prefix, side = name[:-3], name[-3:]
     if side not in ("min", "max"):
-        raise UserError(f"stage filter: {name!r} is unknown; limits end in min or max, such as fmin or sharpness_min.")
+        raise UserError(f"{name!r} is unknown; limits end in min or max, such as fmin or sharpness_min")
     return (LIMITS[prefix][0] if prefix in LIMITS else prefix.rstrip("_")), side
 
 
@@ -378,5 +373,37 @@ STAGES: dict[str, Callable[..., None]] = {
     "caption": caption,
     "table": table,
 }
+
+
+def _check_cut(rules: Mapping[str, Any]) -> None:
+    known = vars(rules_of(rules))
+    if unknown := sorted(set(rules) - {*known, "part_rows"}):
+        raise UserError(f"{unknown[0]!r} is unknown.{did_you_mean(unknown[0], list(known))} It has: {', '.join(known)}")
+
+
+def _check_filter(settings: Mapping[str, Any]) -> None:
+    for name in settings.keys() - {"equals", "empty"}:
+        _bound(name)
+
+
+def _check_score(settings: Mapping[str, Any]) -> None:
+    for name, own in (settings.get("scorers") or {}).items():
+        scorer(name, **own)
+
+
+def _check_caption(settings: Mapping[str, Any]) -> None:
+    try:
+        Captioner(**{name: value for name, value in settings.items() if name not in ("batch_size", "part_rows")})
+    except TypeError as error:
+        raise UserError(str(error)) from error
+
+
+CHECKS: dict[str, Callable[[Mapping[str, Any]], None]] = {
+    "cut": _check_cut,
+    "filter": _check_filter,
+    "score": _check_score,
+    "caption": _check_caption,
+}
+"""Of stages whose settings are those of others, before hours of other stages; each raises a `UserError`."""
 SHARED = ("probe", "detect", "cut", "score", "caption")
 """Stages that all processes work at."""

@@ -229,6 +229,18 @@ def test_recipes_report_all_that_is_wrong(tmp_path):
         read_recipe(path, stages.STAGES)
 
 
+def test_settings_of_late_stages_are_wrong_before_the_first_one_works(tmp_path, folder):
+    path = tmp_path / "r.yaml"
+    path.write_text(
+        f"stages:\n- {{type: find, folder: {folder}}}\n- {{type: cut, maxseconds: 20}}\n- {{type: filter, flowmn: 3}}\n"
+        "- {type: score, scorers: {flwo: {}}}\n- {type: caption, model: x, frame: 3}\n"
+    )
+    said = r"stage 2 \(cut\): 'maxseconds' is unknown. Did you mean 'max_seconds'.*stage 3 \(filter\): 'flowmn'.*'flwo' is no.*frame"
+    with pytest.raises(UserError, match=said):
+        run(path, tmp_path / "work")
+    assert not (tmp_path / "work").exists()
+
+
 CELLS = {  # of a column in each format, in the rows a to e
     "csv": ["0.9", "0.2", "", "1", "0"],
     "jsonl": [0.9, 0.2, None, True, 0],
