@@ -59,6 +59,7 @@ DATASET_FIELDS = (
     "bucket_config",
 )
 REPLACED_BY_BUCKETS = ("num_frames", "image_size", "batch_size")
+SWITCHES = {"val_every": "val_", "eval_every": "eval_"}
 OF_EACH_PROMPT = ("reference_path", "mask_strategy")  # Open-Sora's lists have None where a prompt has none
 NOT_NEEDED = ("num_bucket_build_workers",)  # of Open-Sora's configs
 
@@ -135,7 +136,12 @@ class Draft:
     def _replaced_by(self, command: Command) -> set[str]:
         """Fields of the file whose place fields of the command line take."""
         chosen = {setting.path[0] for setting in command.settings if setting.value is not None}
-        return {other for name in chosen for other in self.schema.replaces.get(name, ())} - chosen
+        replaced = {other for name in chosen for other in self.schema.replaces.get(name, ())}
+        # `--val-every 0` switches off what the file says of validation; in the file itself the two contradict each other
+        for switch in [setting.path[0] for setting in command.settings if setting.value == 0]:
+            if switch in SWITCHES:
+                replaced |= {name for name in self.fields if name.startswith(SWITCHES[switch])} - {switch}
+        return replaced - chosen
 
     def finish(self) -> Any:
         """Type every field, complete the dataset, check everything, and build the config.

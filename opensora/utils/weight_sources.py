@@ -87,9 +87,13 @@ def _is_colossalai(folder: Path) -> bool:
 
 
 def _kinds(folder: Path) -> dict[str, Kind]:
-    """What each file is that could hold weights. Shards may lie deeper; their index names them."""
+    """What each file is that could hold weights, or should: a damaged one must not make room for another beside it.
+
+    Shards may lie deeper; their index names them.
+    """
     files = [path for path in sorted(folder.iterdir()) if path.is_file() and not path.name.startswith(".")]
-    return {path.name: kind for path in files if (kind := kind_of(path)) is not None}
+    kinds = {path.name: kind_of(path) or ("safetensors" if path.suffix == ".safetensors" else None) for path in files}
+    return {name: kind for name, kind in kinds.items() if kind is not None}
 
 
 def _entries(kinds: Mapping[str, Kind], shards: Callable[[str], Collection[str]]) -> list[str]:

@@ -367,6 +367,14 @@ def test_the_older_spelling_of_flash_attention(train):
 # --- command line
 
 
+def test_validation_is_switched_off_by_one_word(train):
+    extra = "val_every = 5\nval_prompts = ['a']\nval_num_frames = 4\nval_image_size = (16, 16)"
+    cfg = train("--val-every", "0", extra=extra)
+    assert (cfg.val_every, cfg.val_prompts, cfg.val_num_frames) == (0, None, None)
+    assert "val_prompts" in complaint(train, extra=extra.replace("val_every = 5", "val_every = 0"))
+    assert "val_prompts" in complaint(train, "--val-every", "0", "--val-prompts", "a lake", extra=extra)
+
+
 @pytest.mark.parametrize("whole", ["{'type': 'XL/2', 'space_scale': 0.5}", "dict(type='XL/2', space_scale=0.5)"])
 def test_a_key_and_its_component_may_stand_in_any_order(train, whole):
     for argv in (["--model.depth", "2", "--model", whole], ["--model", whole, "--model.depth", "2"]):

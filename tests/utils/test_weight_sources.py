@@ -8,6 +8,7 @@ from safetensors.torch import save, save_file
 
 from opensora.utils.ckpt import read_weights, save_checkpoint
 from opensora.utils.errors import UserError
+from opensora.utils.weight_files import read_file
 from opensora.utils.weight_sources import find_weights, refuse_misnamed
 from tests.utils.hub import serve
 
@@ -322,3 +323,13 @@ class TestHub:
         for name in ("some-one/else", "some-one/else/w.pth", f"{REPO}/other.pth"):
             with pytest.raises(UserError, match=r"weights: .*(could not load|has no file)"):
                 read_weights(name)
+
+
+def test_a_damaged_file_makes_no_room_for_another(tmp_path):
+    """Such as a pointer of Git LFS beside an adapter: the adapter was taken for the weights."""
+    (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    with pytest.raises(UserError, match="LFS"):
+        read_file(find_weights(tmp_path))
+    save_file({"a": torch.ones(1)}, tmp_path / "other.safetensors")
+    with pytest.raises(UserError, match=r"2 sets of weights.*model\.safetensors, other\.safetensors"):
+        find_weights(tmp_path)
