@@ -1,13 +1,16 @@
 """Class numbers as prompts, for class-conditional DiT and Latte."""
 
 import warnings
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from opensora.models.text_encoder.condition import TextCondition
-from opensora.registry import MODELS
+from opensora.registry import MODELS, did_you_mean
 from opensora.utils.errors import UserError
+
+SHOWN = 20
 
 
 @MODELS.register_module("classes")
@@ -17,18 +20,23 @@ class ClassEncoder(nn.Module):
     Args:
         num_classes: Classes are 0 ... num_classes - 1; the N of the denoiser's condition="label_N".
         model_max_length: Accepted from older configs; a class is one token.
+        names: Of the classes, in the order of their numbers, as a training prints them; prompts may be names then, too.
     """
 
     output_dim = 1
     model_max_length = 1
 
-    def __init__(self, num_classes: int, model_max_length: int | None = None) -> None:
+    def __init__(
+        self, num_classes: int, model_max_length: int | None = None, names: Sequence[str] | None = None
+    ) -> None:
         super().__init__()
         if num_classes < 1:
             raise ValueError(f"num_classes={num_classes} is not positive.")
         if model_max_length not in (None, 1):
             warnings.warn(f"model_max_length={model_max_length} has no effect: a class is one token.", stacklevel=2)
-        self.num_classes = num_classes
+        if names is not None and (len(names) != num_classes or len(set(names)) != num_classes):
+            raise ValueError(f"names are {len(set(names))} different ones, and num_classes={num_classes}.")
+        self.num_classes, self.names = num_classes, list(names or ())
 
     def encode(self, texts: list[str]) -> TextCondition:
         """B numbers -> y [B, 1, 1, 1] int64, mask [B, 1], on the CPU.
@@ -45,8 +53,12 @@ class ClassEncoder(nn.Module):
 
     def _class_number(self, text: str) -> int:
         stripped = text.strip()
+        if stripped in self.names:
+            return self.names.index(stripped)
         if not stripped.isdecimal() or int(stripped) >= self.num_classes:
+            known = f", or one of {', '.join(self.names[:SHOWN])}" if self.names else ""
             raise UserError(
-                f"the prompt {text!r} is not a class: expected a whole number from 0 to {self.num_classes - 1}."
+                f"the prompt {text!r} is not a class: expected a whole number from 0 to {self.num_classes - 1}{known}."
+                f"{did_you_mean(stripped, self.names)}"
             )
         return int(stripped)

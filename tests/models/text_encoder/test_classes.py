@@ -79,3 +79,13 @@ def test_three_guided_steps_from_class_numbers_to_pixels(family):
     assert torch.allclose(one, unguided, atol=1e-5) == (family == "Latte-unconditional")
     with pytest.raises(UserError, match="'a dog'"):
         pipeline(["3", "a dog"], **size)
+
+
+def test_names_of_classes_are_prompts_too():
+    encoder = ClassEncoder(num_classes=3, names=["city", "dog & cup", "rabbit"])
+    assert encoder.encode(["dog & cup", " rabbit", "0"]).y.flatten().tolist() == [1, 2, 0]
+    with pytest.raises(UserError, match=r"0 to 2, or one of city, dog & cup, rabbit\. Did you mean 'rabbit'\?"):
+        encoder.encode(["rabit"])
+    for names in (["city"], ["city", "city", "rabbit"]):
+        with pytest.raises(ValueError, match="num_classes=3"):
+            ClassEncoder(num_classes=3, names=names)
