@@ -35,7 +35,7 @@ from opensora.acceleration.saving import open_run
 from opensora.acceleration.sequence_parallel import parallelise
 from opensora.acceleration.signals import StopSignals
 from opensora.acceleration.watchdog import Watchdog, patience
-from opensora.datasets.bucket import NONE, refuse_illegal_sizes
+from opensora.datasets.bucket import refuse_illegal_sizes
 from opensora.datasets.dataloader import batch_bytes, build_loader, build_sampler
 from opensora.datasets.sampler import BatchSampler, seek
 from opensora.datasets.summary import summarise
@@ -150,7 +150,7 @@ def train(cfg: TrainConfig, world: World, stop: StopSignals, watchdog: Watchdog)
     guard = FiniteGuard(world, cfg.on_nonfinite, cfg.max_skipped, scales_loss=engine.scales_loss)
     run, saver = open_run(cfg, world, cfg.model["type"])
     log = RunLog(run if world.is_main else None, start=state.step, wandb=cfg.wandb, config=to_dict(cfg))
-    log.line(f"{summary(cfg, model, world, dataset)}\n{describe_peak(peak)}")
+    log.line(f"{summary(cfg, model, world, dataset, sampler)}\n{describe_peak(peak)}")
     log.line(
         f"{summarise(dataset, sampler, world.dp_size, cfg.accumulation_steps)}\n{total_steps} steps, run folder {run}"
         + (f"\nresumed {source} at step {state.step}" if source is not None else "")
@@ -246,10 +246,12 @@ def dry_run(cfg: TrainConfig, world: World) -> None:
     seek(cfg, sampler, RunState(data="", global_batch=0))
 
 
-def summary(cfg: TrainConfig, model: nn.Module, world: World, dataset: Any) -> str:
+def summary(cfg: TrainConfig, model: nn.Module, world: World, dataset: Any, sampler: Any) -> str:
     """What is about to be trained, and on how much at once."""
-    filled = np.unique(dataset.assign(0).bucket) if cfg.bucket_config is not None else ()  # of tens, most may be empty
-    buckets = [dataset.buckets[int(number)] for number in filled if number != NONE]
+    filled = (
+        np.flatnonzero(sampler.plan(0).samples) if cfg.bucket_config is not None else ()
+    )  # of tens, most may be empty
+    buckets = [dataset.buckets[int(number)] for number in filled]
     return (
         f"{cfg.model['type']}, {cfg.dtype} on {world.size} x {world.device.type}\n{parameter_table(model)}\n"
         f"{effective_batch(cfg.batch_size, world.dp_size, cfg.accumulation_steps, sp_size=world.sp_size, buckets=buckets)}"

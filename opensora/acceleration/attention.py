@@ -106,9 +106,8 @@ def _few_keys(q: Tensor, k: Tensor) -> bool:
     fits = HAS_TRITON and _on_gpu(q) and q.dtype in SHORT_FORMATS and q.shape[-1] <= MAX_HEAD_DIM
     if not fits or q.ndim != 4 or k.shape[-2] > MAX_KEYS or q.shape[-2] < MANY_QUERIES:
         return False
-    return (
-        q.shape[-2] * max(q.shape[1] * q.shape[-1], q.stride(-2)) < 2**31
-    )  # a sample's activations, which it counts in 32 bits
+    # it counts a sample's activations in 32 bits
+    return q.shape[-2] * max(q.shape[1] * q.shape[-1], q.stride(-2)) < 2**31
 
 
 def _math(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None) -> Tensor:

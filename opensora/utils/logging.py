@@ -87,10 +87,8 @@ class RunLog:
         """Numbers of optimizer step `step` (counted from 1); a value may be a dict of numbers, by name, or of such dicts."""
         if self.folder is None:
             return
-        try:
+        with self._told_once("metrics.jsonl"):
             self._jsonl.write(json.dumps({"step": step, **values}) + "\n")  # a whole line at once
-        except OSError as error:  # such as a full disk: the checkpoint that comes next matters more
-            self.line(f"step {step} is not in metrics.jsonl: {error}")
         flat = dict(_flat(values))
         with self._told_once("TensorBoard"):
             for name, value in flat.items():
@@ -110,7 +108,7 @@ class RunLog:
         except OSError as error:
             if what not in self._silent:
                 self._silent.add(what)
-                self.line(f"{what} has no more of this run: {error}")
+                self.line(f"{what} does not have all of this run: {error}")
 
     def image(self, name: str, path: Path, step: int) -> None:
         """A picture file, for TensorBoard and W&B."""
@@ -139,8 +137,10 @@ class RunLog:
             self._bar.close()
         if self.folder is None:
             return
-        self._jsonl.close()
-        self._tensorboard.close()
+        with self._told_once("metrics.jsonl"):
+            self._jsonl.close()
+        with self._told_once("TensorBoard"):
+            self._tensorboard.close()
         for sink in self._sinks:
             sink.finish()
         for handler in list(self._lines.handlers):

@@ -5,6 +5,7 @@ import json
 import logging
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -137,3 +138,16 @@ def test_without_the_package_wandb_says_how_to_get_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UserError, match=r"pip install -e '.\[wandb\]'"):
         RunLog(tmp_path, wandb=True)
+
+
+def test_a_full_disk_ends_no_run(tmp_path):
+    """The checkpoint that comes after a line of the log matters more."""
+    log = RunLog(tmp_path)
+    log._jsonl.close()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(log, "_jsonl", Path("/dev/full").open("w", buffering=1))  # what the system says of a full disk
+        log.metrics(1, loss=1.0)
+        log.metrics(2, loss=1.0)
+        log.close()
+    told = (tmp_path / "log.txt").read_text()
+    assert told.count("metrics.jsonl does not have all of this run: [Errno 28]") == 1

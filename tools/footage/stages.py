@@ -321,9 +321,8 @@ def table(work: Work, output: str = "train.csv", columns: tuple[str, ...] | None
     _refuse_to_replace(target)
     fresh = target.with_name(f".new-{target.name}")
     write_rows(fresh, rows(), names)
-    hashes = [
-        file_hash(file) for file in (fresh, target) if file.exists()
-    ]  # it may be killed before the next line but one
+    # of both, for it may be killed before the fresh one has its name
+    hashes = [file_hash(file) for file in (fresh, target) if file.exists()]
     _note_of(target).write_text(json.dumps({"stage": work.stage.name, "hashes": hashes}) + "\n")
     fresh.replace(target)  # before the stage counts as done
     work.write((row, "" if _has_text(row) else "without a caption") for row in read_rows(work.before))
@@ -382,12 +381,16 @@ def _check_cut(rules: Mapping[str, Any]) -> None:
 
 
 def _check_filter(settings: Mapping[str, Any]) -> None:
-    for name in settings.keys() - {"equals", "empty"}:
-        _bound(name)
+    for name in settings:
+        if name not in ("equals", "empty"):
+            _bound(name)
 
 
 def _check_score(settings: Mapping[str, Any]) -> None:
-    for name, own in (settings.get("scorers") or {}).items():
+    scorers = settings["scorers"]
+    if not isinstance(scorers, Mapping) or not all(isinstance(own, Mapping) for own in scorers.values()):
+        raise UserError(f"scorers={scorers!r} is no dict of dicts, such as dict(flow=dict(), sharpness=dict())")
+    for name, own in scorers.items():
         scorer(name, **own)
 
 
