@@ -144,8 +144,9 @@ def test_a_full_disk_ends_no_run(tmp_path):
     """The checkpoint that comes after a line of the log matters more."""
     log = RunLog(tmp_path)
     log._jsonl.close()
+    full = Path("/dev/full").open("w", buffering=1)  # noqa: SIM115  (the log closes it, as far as that is possible)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(log, "_jsonl", Path("/dev/full").open("w", buffering=1))  # what the system says of a full disk
+        patch.setattr(log, "_jsonl", full)  # what the system says of a full disk
         log.metrics(1, loss=1.0)
         log.metrics(2, loss=1.0)
         log.close()
