@@ -67,11 +67,21 @@ CASES |= {
     "few keys forward": (few_keys_attention._few_keys_forward_kernel, SIZES, few_keys_attention._FORWARD, FEW),
     "few keys backward": (few_keys_attention._few_keys_backward_kernel, SIZES, few_keys_attention._BACKWARD, FEW),
 }
-NORM = {"H": 16, "d": 72, "ALIGN": 8, "CHANNELS": 128, "ROTATE": True, "BLOCK": head_norm._ROWS["BLOCK"]}
-ROWS = {"num_warps": head_norm._ROWS["num_warps"]}
+NORM = {"H": 16, "d": 72, "ALIGN": 8, "CHANNELS": 128, "ROTATE": True}
+FORWARD, BACKWARD = head_norm._FORWARD, head_norm._BACKWARD
 CASES |= {
-    "heads forward": (head_norm._norm_heads_forward_kernel, NORM, ROWS, {}),
-    "heads backward": (head_norm._norm_heads_backward_kernel, {**NORM, "STEPS": head_norm._STEPS}, ROWS, {}),
+    "heads forward": (
+        head_norm._norm_heads_forward_kernel,
+        {**NORM, "BLOCK": FORWARD["BLOCK"]},
+        {"num_warps": FORWARD["num_warps"]},
+        {},
+    ),
+    "heads backward": (
+        head_norm._norm_heads_backward_kernel,
+        {**NORM, "STEPS": head_norm._STEPS, "BLOCK": BACKWARD["BLOCK"]},
+        {"num_warps": BACKWARD["num_warps"]},
+        {},
+    ),
 }
 
 

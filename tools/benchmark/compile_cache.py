@@ -5,7 +5,7 @@
 Each row is a process of its own. `loaded` has an empty cache and what `save_compiled` wrote; the goal is under 35 % of `first`.
 The first step is timed from a built model to its end, loading of saved programs included; importing PyTorch and building the
 model are not, for no cache can help there. `processor s` counts the same stretch with the compilers that it started, and does not
-depend on what else the machine does; `imports, model` is what comes before. The last column is |found - wanted| / |wanted| of the
+depend on what else the machine does; `before that` counts the processor seconds of importing PyTorch and building the model. The last column is |found - wanted| / |wanted| of the
 prediction, of the first process: 0, or the rounding of other kernels where a mode chooses them by time.
 """
 
@@ -43,8 +43,8 @@ def main() -> None:
         return
     print(heading(device_here(), "tools.benchmark.compile_cache") + "\n")
     print(
-        "| process | first step s | of the first | compiler's imports s | loading s | processor s | of the first | imports, model s "
-        "| programs found | compiled | against the first |"
+        "| process | first step s | of the first | compiler's imports s | loading s | processor s | of the first "
+        "| before that: processor s | programs found | compiled | against the first |"
     )
     print("|---" * 11 + "|", flush=True)
     with tempfile.TemporaryDirectory() as folder:
