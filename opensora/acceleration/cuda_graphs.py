@@ -8,6 +8,10 @@ What a recording needs, and how it is given: inputs, result and gradients lie at
 the result is copied out, gradients are added to buffers that all sizes share); weights change where they lie; nothing is drawn at
 random (docs/adr/0006) or asked of the GPU inside; casts of weights by autocast are part of the recording. The recordings of all sizes
 share one pool of memory, so that many take little more than the largest; therefore a backward pass must follow its own forward pass.
+
+Processes that share a sample (sequence parallelism) record their exchanges too, which NCCL allows: they meet the same sizes in the
+same order, so that all of them record and replay together. NCCL waits at its end, for ever, for recordings of its messages to be
+given up (since 2.26), so that `distributed.shutdown` does that first.
 """
 
 import logging
@@ -16,9 +20,11 @@ from functools import wraps
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from opensora.acceleration.distributed import release_at_shutdown
 from opensora.acceleration.patching import Forward, wrap_forward
 from opensora.utils.errors import UserError
 
@@ -28,6 +34,9 @@ MAX_SIZES = 64
 """More than that, and sizes probably never repeat. A recording takes some MiB besides the pool."""
 WARM_UP = 3
 """Passes before a recording: what compilers, cuDNN and cuBLAS do at first cannot be recorded."""
+
+ALIGNED = 128
+"""Each gradient begins at a multiple of so many numbers, as fused optimizers read several at a time."""
 
 Call = Callable[[], object]
 
@@ -41,6 +50,9 @@ class Recorder(Protocol):
     def record(self, call: Call) -> Call:
         """Record `call` without doing it; returns what does the same work, on the same memory."""
 
+    def release(self) -> None:
+        """Give up all recordings, which cannot be replayed any more."""
+
 
 class CudaRecorder:
     """Records on a stream of its own, into one pool of memory."""
@@ -48,6 +60,7 @@ class CudaRecorder:
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)
         self.pool = torch.cuda.graph_pool_handle()
+        self.graphs: list[torch.cuda.CUDAGraph] = []
 
     def beside(self, call: Call) -> None:
         """See `Recorder.beside`."""
@@ -61,7 +74,14 @@ class CudaRecorder:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
             call()
+        self.graphs.append(graph)
         return graph.replay
+
+    def release(self) -> None:
+        """See `Recorder.release`."""
+        for graph in self.graphs:
+            graph.reset()
+        self.graphs.clear()
 
 
 class Repeater:
@@ -75,21 +95,30 @@ class Repeater:
         """See `Recorder.record`."""
         return call
 
+    def release(self) -> None:
+        """See `Recorder.release`."""
+
 
 class Gradients:
-    """One place for the gradient of each weight, whatever the size of the batch."""
+    """One place for the gradient of each weight, whatever the size of the batch; all lie in one buffer for each number format.
 
-    def __init__(self) -> None:
+    Args:
+        weights: that may get gradients.
+    """
+
+    def __init__(self, weights: Sequence[Tensor]) -> None:
+        self.weights = weights
         self.places: dict[Tensor, Tensor] = {}
+        self.buffers: list[Tensor] = []
 
     @torch.no_grad()
     def ready(self, weights: Sequence[Tensor]) -> None:
         """Let the weights' gradients lie at their places: zero where there was none, as it was where there was one."""
+        if not self.places:
+            self._allocate()
         fresh = []
         for weight in weights:
-            place = self.places.get(weight)
-            if place is None:
-                place = self.places[weight] = torch.empty_like(weight, requires_grad=False)
+            place = self.places[weight]
             if weight.grad is None:
                 fresh.append(place)
             elif weight.grad is not place:
@@ -97,6 +126,30 @@ class Gradients:
             weight.grad = place
         if fresh:
             torch._foreach_zero_(fresh)
+
+    @torch.no_grad()
+    def average(self) -> None:
+        """Give each weight the mean of all processes' gradients, in place; where a process has none, it counts as zero.
+
+        All processes call it, with a message for each number format.
+        """
+        self.ready(self.weights)
+        for buffer in self.buffers:
+            if dist.get_backend() == "nccl":
+                dist.all_reduce(buffer, op=dist.ReduceOp.AVG)
+            else:  # only NCCL divides
+                dist.all_reduce(buffer)
+                buffer /= dist.get_world_size()
+
+    def _allocate(self) -> None:
+        """The same in all processes, whichever weights get a gradient in which."""
+        for dtype in dict.fromkeys(weight.dtype for weight in self.weights):
+            weights = [weight for weight in self.weights if weight.dtype == dtype]
+            sizes = [-(-weight.numel() // ALIGNED) * ALIGNED for weight in weights]
+            buffer = torch.zeros(sum(sizes), dtype=dtype, device=weights[0].device)
+            self.buffers.append(buffer)
+            for weight, part in zip(weights, buffer.split(sizes), strict=True):
+                self.places[weight] = part[: weight.numel()].view(weight.shape)
 
 
 class Recording:
@@ -182,10 +235,12 @@ class Recordings:
     def __init__(self, forward: Forward, model: nn.Module, recorder: Recorder) -> None:
         self.forward, self.model, self.recorder = forward, model, recorder
         self.device = next(model.parameters()).device
-        self.gradients = Gradients()
+        self.weights = [weight for weight in model.parameters() if weight.requires_grad]
+        self.gradients = Gradients(self.weights)
         self.made: dict[Any, Recording] = {}
         self.is_full = False
         self.turn: object = None  # of the last forward pass, whose activations are in the pool
+        release_at_shutdown(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """As the model's `forward`."""
@@ -196,6 +251,12 @@ class Recordings:
             return out
         wants = torch.ones((), requires_grad=True)  # the result has a gradient, also where no input has one
         return _Replayed.apply(self, recording, wants, *inputs)
+
+    def release(self) -> None:
+        """Give up all recordings; another call would make them anew."""
+        self.made.clear()
+        self.turn = None
+        self.recorder.release()
 
     def _recording(self, inputs: Sequence[Any], spec: TreeSpec) -> Recording | None:
         """That of inputs of this size; None beyond `MAX_SIZES`."""
@@ -222,9 +283,8 @@ class Recordings:
             out: Tensor = self.forward(*args, **kwargs)
             return out
 
-        weights = [weight for weight in self.model.parameters() if weight.requires_grad]
         try:
-            return Recording(forward, weights, inputs, self.recorder, self.gradients)
+            return Recording(forward, self.weights, inputs, self.recorder, self.gradients)
         except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError) or "captur" not in str(error):
                 raise

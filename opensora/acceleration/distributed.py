@@ -1,10 +1,12 @@
 """Processes: one without torchrun, or those that torchrun started."""
 
+import atexit
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -171,8 +173,33 @@ def host_group(world: World, timeout: timedelta) -> dist.ProcessGroup | None:
     return group
 
 
+class Releasable(Protocol):
+    """Holds what must be given up before the process group."""
+
+    def release(self) -> None:
+        """Give it up; may be called again."""
+
+
+_held: "WeakSet[Releasable]" = WeakSet()
+
+
+def release_at_shutdown(holder: Releasable) -> None:
+    """Let `shutdown`, or else the end of Python, call `holder.release()` first, if it still lives."""
+    _held.add(holder)
+
+
+def release_all() -> None:
+    """What `shutdown` does before it leaves the process group."""
+    for holder in list(_held):
+        holder.release()
+
+
+atexit.register(release_all)  # an error may end a process without `shutdown`
+
+
 def shutdown() -> None:
     """Leave the process group, if there is one."""
+    release_all()
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -360,7 +360,6 @@ class TrainConfig(LoopConfig):
             return []
         rivals = {
             f"plugin={self.plugin!r}": self.plugin != "ddp",
-            f"sp_size={self.sp_size}": self.sp_size > 1,
             "activation_offload=True": self.activation_offload,
             "cast_once=True": self.cast_once,
         }

@@ -5,19 +5,21 @@ itself; that is tested by tests/test_gpu.py.
 """
 
 import copy
+import gc
 from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from opensora.acceleration import cuda_graphs
 from opensora.acceleration.checkpointing import checkpoint_activations
 from opensora.acceleration.compile import compile_blocks
 from opensora.acceleration.cuda_graphs import Repeater, record_training
-from opensora.acceleration.distributed import World
+from opensora.acceleration.distributed import World, init_world, shutdown
 from opensora.acceleration.engine import build_engine
-from opensora.acceleration.engines import ddp
 from opensora.acceleration.lora import add_lora
+from opensora.acceleration.sequence_parallel import parallelise
 from opensora.registry import MODELS
 from opensora.utils.config import TrainConfig, parse_config
 from opensora.utils.errors import UserError
@@ -200,7 +202,7 @@ def test_nova_whose_sequences_vary_is_refused():
         engine_of(model)
 
 
-@pytest.mark.parametrize("rival", ["--plugin=fsdp2", "--cast-once=True", "--activation-offload=True", "--sp-size=2"])
+@pytest.mark.parametrize("rival", ["--plugin=fsdp2", "--cast-once=True", "--activation-offload=True"])
 def test_a_config_is_told_what_does_not_go_with_it(rival):
     config = ["configs/quickstart/pretrain.py", "--cuda-graphs"]
     assert parse_config(TrainConfig, {}, config).cuda_graphs
@@ -214,7 +216,7 @@ def test_engines_without_it_and_its_rivals_refuse():
     optimizer = torch.optim.AdamW(model.parameters())
     with pytest.raises(UserError, match="cuda_graphs=True has no effect with plugin='fsdp2'"):
         build_engine("fsdp2", model, optimizer, ALONE, cuda_graphs=True)
-    with pytest.raises(UserError, match="without cast_once and with sp_size=1"):
+    with pytest.raises(UserError, match="does not work with cast_once=True"):
         build_engine("ddp", model, optimizer, ALONE, cuda_graphs=True, cast_once=True)
 
 
@@ -223,11 +225,32 @@ def test_a_cpu_says_that_it_gains_nothing(caplog):
     assert "cuda_graphs=True gains nothing on a CPU" in caplog.text
 
 
-def on_two_processes(rank, folder):
-    """The same steps with and without, on different samples of each process; gradients go in several messages."""
-    import torch.distributed as dist
+def test_recordings_are_given_up_before_the_process_group():
+    """NCCL would wait for them for ever."""
 
-    ddp.MESSAGE_BYTES = 40_000
+    class Counting(Repeater):
+        released = 0
+
+        def release(self):
+            self.released += 1
+
+    model, recorder = build("STDiT").train(), Counting()
+    recordings = record_training(model, recorder)
+    expected = model(**inputs(model)).detach()
+    assert recordings.made
+    shutdown()
+    assert not recordings.made
+    assert recorder.released == 1
+    assert torch.equal(model(**inputs(model)), expected)  # made anew
+    del recordings
+    model.forward = None
+    gc.collect()
+    shutdown()
+    assert recorder.released == 1  # nobody was left to ask it
+
+
+def on_two_processes(rank, folder):
+    """The same steps with and without, on different samples of each process."""
     dist.init_process_group("gloo", init_method=(folder / "rendezvous").as_uri(), rank=rank, world_size=2)
     world, found = World(rank, 2, CPU), []
     for graphs in (True, False):
@@ -240,5 +263,33 @@ def on_two_processes(rank, folder):
     dist.destroy_process_group()
 
 
-def test_two_processes(tmp_path):
-    start_ranks(on_two_processes, (tmp_path,), 2, "cuda_graphs", 120)
+def on_one_sample(rank, folder):
+    """Two processes that share samples, against one; then gradients of several number formats, which one process lacks."""
+    dist.init_process_group("gloo", init_method=(folder / "rendezvous").as_uri(), rank=rank, world_size=2)
+    for family in ("STDiT", "STDiT3", "DiT-text"):
+        found = []
+        for world in (init_world("cpu", sp_size=2), ALONE):
+            model = build(family).train()
+            parallelise(model, world.sp_group)
+            engine = engine_of(model, world=world, graphs=world is not ALONE, dtype="fp32")
+            found.append((train(engine, model, seed=0), model.state_dict()))
+        (told, state), (expected, wanted) = found
+        assert told == pytest.approx(expected, rel=1e-4), family
+        assert all(torch.allclose(state[name], wanted[name], rtol=0, atol=1e-4) for name in wanted), family
+
+    weights = [torch.ones(5), torch.ones(3, 2, dtype=torch.bfloat16), torch.ones(200), torch.ones(1)]
+    gradients = cuda_graphs.Gradients(weights)
+    if rank:
+        gradients.ready(weights[:3])
+        for weight, grad in zip(weights, (2.0, 4.0, 6.0), strict=False):
+            weight.grad.fill_(grad)
+    gradients.average()
+    assert [float(weight.grad.mean()) for weight in weights] == [1, 2, 3, 0]
+    assert all(weight.grad.shape == weight.shape and weight.grad.dtype == weight.dtype for weight in weights)
+    assert all(weight.grad.data_ptr() % 16 == 0 for weight in weights)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("together", [on_two_processes, on_one_sample])
+def test_two_processes(together, tmp_path):
+    start_ranks(together, (tmp_path,), 2, "cuda_graphs", 120)

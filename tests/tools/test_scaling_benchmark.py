@@ -41,13 +41,17 @@ def test_every_layout_fits_its_gpus():
                 assert n % row.work.sp_size == 0
                 assert n % row.work.settings.get("shard_size", 1) == 0
     assert "hsdp 4" in [row.layout for row in rows_of("weak", 8)]
-    assert [row.layout for row in rows_of("long-stdit3", 4)] == ["sp 4 dsp", "sp 4 ulysses", "dp 2 x sp 2 dsp"]
+    assert [row.layout for row in rows_of("long-stdit3", 4)] == [
+        "sp 4 dsp recorded", "sp 4 dsp", "sp 4 ulysses", "dp 2 x sp 2 dsp",
+    ]  # fmt: skip
 
 
 def test_efficiency_is_against_one_gpu(monkeypatch, capsys, tmp_path):
     """Two GPUs with twice the samples in 1.25 times the time are 80 %; a share of MFU is of both GPUs."""
     file = tmp_path / "r.jsonl"
-    two = replace(ONE, seconds=0.625, samples=16, tokens=16384, flops=2e12, exposed_s=0.1, sent_bytes=2**21)
+    two = replace(
+        ONE, seconds=0.625, samples=16, tokens=16384, flops=2e12, exposed_s=0.1, sent_bytes=2**21, idle_s=0.05
+    )
     entries = [
         {"key": "weak | 1 | ddp", "result": asdict(ONE), "beside": True, "on": "a card"},
         {"key": "weak | 2 | ddp", "result": asdict(two), "beside": False, "on": "a card"},
@@ -63,6 +67,7 @@ def test_efficiency_is_against_one_gpu(monkeypatch, capsys, tmp_path):
     assert (first["GPUs"], first["MFU"], first["efficiency"]) == ("1*", "25.0%", "-")
     assert (second["GPUs"], second["MFU"], second["efficiency"]) == ("2", "20.0%", "80.0%")
     assert (second["samples/s"], second["exposed ms/step"], second["sent MiB/forward"]) == ("25.6", "100.0", "2")
+    assert (first["idle ms/step"], second["idle ms/step"]) == ("-", "50.0")  # the first was not measured so
     assert (third["ms/step"], third["efficiency"]) == ("out of memory", "-")
 
 

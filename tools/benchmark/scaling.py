@@ -10,7 +10,7 @@ come; rows that have figures there are not measured again, so that a stopped run
 --parallel starts whatever fits on the GPUs that are free: rows of 1 and 2 GPUs beside each other. Such rows are marked with *: they share
 the host's processors, so where the host is the bottleneck, they are slower than alone.
 
-"efficiency" is samples/s over N times that of one GPU on the same samples: for `weak` of the same batch for each GPU, for `strong` of the
+"recorded" is `cuda_graphs=True`. "efficiency" is samples/s over N times that of one GPU on the same samples: for `weak` of the same batch for each GPU, for `strong` of the
 same batch for all, for the others of one sample. Without a GPU, or with --toy, the same rows are shrunk to what a laptop does.
 """
 
@@ -38,8 +38,8 @@ from tools.benchmark.heading import device_name, quiet, versions
 from tools.benchmark.sequence_parallel import Result, Work, figures, measured
 
 COLUMNS = (
-    "set", "GPUs", "layout", "batch/GPU", "ms/step", "samples/s", "tokens/s", "MFU", "exposed ms/step", "sent MiB/forward", "peak GiB",
-    "efficiency", "set-up s",
+    "set", "GPUs", "layout", "batch/GPU", "ms/step", "samples/s", "tokens/s", "MFU", "exposed ms/step", "idle ms/step", "sent MiB/forward",
+    "peak GiB", "efficiency", "set-up s",
 )  # fmt: skip
 MODULE = "tools.benchmark.scaling"
 GROUPS = {"weak": "data", "strong": "data", "stdit3": "data", "long-stdit": "sequence", "long-stdit3": "sequence"}
@@ -59,6 +59,7 @@ TOYS = {
     "long-stdit": "STDiT-XXS/2:4x8x8",
     "long-stdit3": "STDiT3-XS/2:3x6x10",
 }
+RECORDED = {"cuda_graphs": True}
 POLL_S, DUMP_S = 0.2, 3.0
 
 
@@ -167,17 +168,21 @@ def rows_of(name: str, n: int) -> list[Row]:
         if n == 1:
             return [Row(name, 1, "one", base)]
         shared = replace(base, sp_size=n, method="dsp")
-        rows = [Row(name, n, f"sp {n} dsp", shared)]
+        rows = [Row(name, n, f"sp {n} dsp recorded", replace(shared, settings=RECORDED))]
+        rows += [Row(name, n, f"sp {n} dsp", shared)]
         rows += [Row(name, n, f"sp {n} ulysses", replace(shared, method="ulysses"))]
         rows += [Row(name, n, f"dp 2 x sp {n // 2} dsp", replace(shared, sp_size=n // 2))] * (n > 2)
         return rows
     if n == 1:
         return [Row("weak" if name == "strong" else name, 1, "ddp", base)]
-    engines: list[tuple[str, dict[str, Any]]] = [("ddp", {}), ("fsdp2", {"engine": "fsdp2"})]
+    engines: list[tuple[str, dict[str, Any]]] = [
+        ("ddp recorded", {"settings": RECORDED}), ("ddp", {}), ("fsdp2", {"engine": "fsdp2"})
+    ]  # fmt: skip
     if name == "strong":
         return [Row(name, n, layout, replace(base, batch=base.batch // n, **way)) for layout, way in engines]
     if n > 2:
         engines += [(f"hsdp {n // 2}", {"engine": "fsdp2", "settings": {"shard_size": n // 2}})]
+    engines += [("ddp hybrid recorded", {"settings": RECORDED | {"hybrid_zero": True}})]
     engines += [("fsdp2 zero3", {"engine": "fsdp2", "settings": {"fsdp_reshard": "zero3"}})]
     engines += [("zero2", {"engine": "zero2"})]
     return [Row(name, n, layout, replace(base, **way)) for layout, way in engines]

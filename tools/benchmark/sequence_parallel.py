@@ -7,7 +7,8 @@ a VAE that shrinks by 8), a number of processes that share a sample, and a way t
 parallelism, `batch` samples for each process. "sent" is what a process sends in the all-to-alls of a forward pass, counted
 from shapes; the backward pass sends as much, and so does each recomputation. MFU is the model's own FLOPs, three times those of a
 forward pass, over the peak of all GPUs. "exposed" is communication that nothing hides: the time of one more step, under the profiler,
-in which a kernel of NCCL runs and no other kernel does; the median over the processes. It contains waiting for slower processes.
+in which a kernel of NCCL runs and no other kernel does; the median over the processes. It contains waiting for slower processes. "idle" is what the
+step takes less the time in which any kernel runs: the GPU waits for the host to launch the next one.
 Started without torchrun, it times one process. Without a GPU the defaults are small enough for a laptop.
 tools/benchmark/scaling.py runs many of these on several numbers of GPUs.
 """
@@ -18,7 +19,7 @@ import statistics
 import sys
 import time
 from dataclasses import dataclass, field
-from math import isnan, prod
+from math import isnan, nan, prod
 from typing import Any
 
 import torch
@@ -44,7 +45,8 @@ from tools.benchmark.train_step import train
 ON_GPU = {"cases": ["STDiT-XL/2:64x64x64", "STDiT3-XL/2:15x60x106"], "dtype": "bf16", "steps": 10, "warmup": 4}
 ON_CPU = {"cases": ["STDiT-XXS/2:4x8x8"], "dtype": "fp32", "steps": 3, "warmup": 1}
 COLUMNS = (
-    "case", "sp_size", "exchange", "ms/step", "samples/s", "tokens/s", "MFU", "exposed ms/step", "sent MiB/forward", "peak GiB",
+    "case", "sp_size", "exchange", "ms/step", "samples/s", "tokens/s", "MFU", "exposed ms/step", "idle ms/step", "sent MiB/forward",
+    "peak GiB",
 )  # fmt: skip
 
 
@@ -97,6 +99,7 @@ class Result:
     sent_bytes: int  # by one process in a forward pass
     peak_bytes: int  # 0 on a CPU
     setup_s: float  # everything before the clock starts: building, compiling, warming up
+    idle_s: float | None = None  # in which no kernel runs, a step; None where it was not measured
 
 
 @exit_on_user_error
@@ -130,6 +133,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--methods", nargs="+", default=["dsp", "ulysses"], choices=("auto", "dsp", "ulysses"))
     parser.add_argument("--engine", default="ddp")
     parser.add_argument("--fsdp-reshard", default="zero2", choices=("zero2", "zero3"), help="of engine fsdp2")
+    parser.add_argument("--cuda-graphs", action="store_true", help="of engine ddp: record the passes")
     parser.add_argument("--shard-size", type=int, help="of engine fsdp2: processes that share the state; default all")
     parser.add_argument("--blocks", default="compiled", choices=("eager", "compiled"))
     parser.add_argument("--checkpoint", type=level_of, default="block", help="a value of grad_checkpoint")
@@ -144,9 +148,9 @@ def parse_args() -> argparse.Namespace:
 
 def work_of(args: argparse.Namespace, case: str, sp_size: int, method: Method) -> Work:
     """One line's work."""
-    settings = {}
+    settings: dict[str, Any] = {"cuda_graphs": True} if args.cuda_graphs else {}
     if args.engine == "fsdp2":
-        settings = {"fsdp_reshard": args.fsdp_reshard, "shard_size": args.shard_size}
+        settings |= {"fsdp_reshard": args.fsdp_reshard, "shard_size": args.shard_size}
     return Work(
         case, sp_size, method, args.engine, settings, args.blocks, args.checkpoint, args.batch, args.text_len,
         args.dtype, args.warmup, args.steps,
@@ -157,6 +161,7 @@ def write_header(args: argparse.Namespace, world: World) -> None:
     """What was measured on."""
     name = torch.cuda.get_device_name() if world.device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     engine = f"{args.engine} ({args.fsdp_reshard})" if args.engine == "fsdp2" else args.engine
+    engine += " with cuda_graphs" * args.cuda_graphs
     peak = device_peak(world.device, to_torch_dtype(args.dtype), args.peak_tflops)
     told = "no MFU: the peak is not known" if peak is None else f"MFU of {peak.tflops:g} TFLOP/s"
     sys.stdout.write(
@@ -182,7 +187,7 @@ def figures(result: Result, processes: int, peak_tflops: float | None) -> list[s
         f"{result.samples / result.seconds:.3g}",
         f"{result.tokens / result.seconds:.4g}",
         f"{result.flops / result.seconds / (peak_tflops * 1e12 * processes):.1%}" if peak_tflops else "-",
-        "-" if result.exposed_s is None else f"{result.exposed_s * 1e3:.1f}",
+        *("-" if value is None else f"{value * 1e3:.1f}" for value in (result.exposed_s, result.idle_s)),
         f"{result.sent_bytes / 2**20:.4g}",
         f"{result.peak_bytes / 2**30:.1f}" if result.peak_bytes else "-",
     ]
@@ -221,14 +226,15 @@ def measure(work: Work, world: World) -> Result:
     sent = sent_bytes(work, model, world)
     z, cond = batch_of(work, world, model)
     engine = start(work, model, world)
-    train(engine, z, cond, range(work.warmup))
-    if world.device.type == "cuda":
+    if world.device.type == "cuda":  # now: recorded passes allocate while they are recorded, and never again
         torch.cuda.reset_peak_memory_stats()
+    train(engine, z, cond, range(work.warmup))
     setup_s = time.perf_counter() - began
     seconds = train(engine, z, cond, range(work.warmup, work.warmup + work.steps)) / work.steps
     memory = torch.cuda.max_memory_allocated() if world.device.type == "cuda" else 0
-    exposed = exposed_seconds(engine, z, cond, work.warmup + work.steps) if world.size > 1 else None
-    return Result(seconds, samples, samples * tokens, samples * flops, exposed, sent, memory, setup_s)
+    exposed, busy = exposed_and_busy_s(engine, z, cond, work.warmup + work.steps)
+    idle = None if busy is None else max(0.0, seconds - busy)
+    return Result(seconds, samples, samples * tokens, samples * flops, exposed, sent, memory, setup_s, idle)
 
 
 def sent_bytes(work: Work, model: Any, world: World) -> int:
@@ -251,19 +257,27 @@ def start(work: Work, model: Any, world: World) -> Engine:
     return build_engine(work.engine, model, optimizer, world, dtype=work.dtype, grad_clip=1.0, **work.settings)
 
 
-def exposed_seconds(engine: Engine, z: Tensor, cond: dict[str, Tensor], number: int) -> float | None:
-    """Of a step, the time in which NCCL's kernels run and no others do; the median over the processes, None on a CPU."""
+def exposed_and_busy_s(
+    engine: Engine, z: Tensor, cond: dict[str, Tensor], number: int
+) -> tuple[float | None, float | None]:
+    """Of a step, the time in which NCCL's kernels run and no others do, and in which any runs: medians over the processes.
+
+    None on a CPU; the first one also in a process without others.
+    """
     if z.device.type != "cuda":
-        return None
+        return None, None
     barrier()
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         train(engine, z, cond, range(number, number + 1))
     kernels = gpu_kernels(profiled)
-    own = busy_ms(kernels) - busy_ms(kernel for kernel in kernels if not kernel.name.startswith("nccl"))
-    of_all: list[float] = [0.0] * dist.get_world_size()
-    dist.all_gather_object(of_all, own / 1e3 if kernels else float("nan"))
-    middle = statistics.median(of_all)
-    return None if isnan(middle) else middle  # nan: the profiler saw nothing
+    busy = busy_ms(kernels) / 1e3 if kernels else nan  # nan: the profiler saw nothing
+    own = busy_ms(kernel for kernel in kernels if not kernel.name.startswith("nccl")) / 1e3
+    if not dist.is_initialized():
+        return None, None if isnan(busy) else busy
+    of_all = [(nan, nan)] * dist.get_world_size()
+    dist.all_gather_object(of_all, (busy - own, busy))
+    exposed, busy = (statistics.median(values) for values in zip(*of_all, strict=True))
+    return (None, None) if isnan(exposed) else (exposed, busy)
 
 
 def batch_of(work: Work, world: World, model: Any) -> tuple[Tensor, dict[str, Tensor]]:

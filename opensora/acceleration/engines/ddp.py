@@ -7,13 +7,11 @@ With `cuda_graphs` no hook of PyTorch's DistributedDataParallel sees a gradient,
 one go before the optimizer's step, not while the backward pass goes on.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -25,9 +23,6 @@ from opensora.acceleration.engines.masters import Masters
 from opensora.acceleration.engines.partition import Partition, node_size
 from opensora.registry import PLUGINS
 from opensora.utils.errors import UserError
-
-MESSAGE_BYTES = 64 << 20
-"""Of gradients that are averaged in one message."""
 
 
 @PLUGINS.register_module(name="ddp")
@@ -48,7 +43,7 @@ class DDPEngine(MastersEngine):
             takes the same path without.
 
     Raises:
-        UserError: `cuda_graphs` with `cast_once` or sequence parallelism.
+        UserError: `cuda_graphs` with `cast_once`.
     """
 
     def __init__(  # noqa: PLR0913  (keywords of build_engine)
@@ -65,8 +60,8 @@ class DDPEngine(MastersEngine):
         cast_once: bool = False,
         cuda_graphs: bool = False,
     ) -> None:
-        if cuda_graphs and (cast_once or world.sp_size > 1):
-            raise UserError("cuda_graphs=True works without cast_once and with sp_size=1: switch one of them off.")
+        if cuda_graphs and cast_once:
+            raise UserError("cuda_graphs=True does not work with cast_once=True: leave one of them out.")
         weights = dict(model.named_parameters())
         self.partition: Partition | None = None
         if hybrid_zero and world.size > 1:
@@ -75,10 +70,13 @@ class DDPEngine(MastersEngine):
         masters = Masters(optimizer, weights, weights, mine=mine, offload=optimizer_offload)
         super().__init__(model, masters, world.device, dtype, grad_clip)
         self.casts = CastOnce(model, self.dtype) if cast_once and self.dtype != torch.float32 else None
-        self.averages = cuda_graphs and world.size > 1
+        self.model: nn.Module = model
+        self.average: Callable[[], None] | None = None
         if cuda_graphs:
-            record_training(model)
-        self.model: nn.Module = DistributedDataParallel(model) if world.size > 1 and not cuda_graphs else model
+            gradients = record_training(model).gradients
+            self.average = gradients.average if world.size > 1 else None
+        elif world.size > 1:  # messages are gradients themselves, not copies
+            self.model = DistributedDataParallel(model, gradient_as_bucket_view=True)
 
     @contextmanager
     def micro_step(self, *, last: bool) -> Iterator[None]:
@@ -95,8 +93,8 @@ class DDPEngine(MastersEngine):
 
     def step(self) -> Tensor:
         """See `Engine.step`."""
-        if self.averages:
-            average([self.kept.weights[name] for name in self.kept.trained])
+        if self.average is not None:
+            self.average()
         norm = super().step()
         if self.partition is not None:
             self.partition.spread(self.kept.weights)
@@ -108,19 +106,3 @@ class DDPEngine(MastersEngine):
         if self.partition is not None:
             state = self.partition.gather(state, self.device)
         return state | self.loss_scale.state()
-
-
-@torch.no_grad()
-def average(weights: Sequence[Tensor]) -> None:
-    """Give each weight the mean of all processes' gradients, in place; where a process has none, it counts as zero.
-
-    All processes call it with the same weights.
-    """
-    for weight in weights:
-        if weight.grad is None:
-            weight.grad = torch.zeros_like(weight)
-    for gradients in _take_tensors([weight.grad for weight in weights], MESSAGE_BYTES):
-        message = _flatten_dense_tensors(gradients)
-        dist.all_reduce(message)
-        message /= dist.get_world_size()
-        torch._foreach_copy_(gradients, list(_unflatten_dense_tensors(message, gradients)))
