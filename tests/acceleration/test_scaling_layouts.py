@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from opensora.acceleration.distributed import World, init_world
+from opensora.acceleration.distributed import World, init_world, shutdown
 from opensora.acceleration.engine import Engine, build_engine
 from opensora.acceleration.saving import Saver
 from opensora.acceleration.sequence_parallel import parallelise
@@ -39,12 +39,14 @@ SIZE = (5, 6, 10)
 """Of the latent: neither its 5 frames nor the 3 x 5 tokens of a frame are a multiple of 2 or 4."""
 ENGINES = {
     "ddp": ("ddp", {}),
+    "ddp recorded": ("ddp", {"cuda_graphs": True}),
+    "ddp hybrid recorded": ("ddp", {"cuda_graphs": True, "hybrid_zero": True, "shard_size": 2}),
     "fsdp2 zero2": ("fsdp2", {}),
     "fsdp2 zero3": ("fsdp2", {"fsdp_reshard": "zero3"}),
     "hsdp": ("fsdp2", {"shard_size": 2}),
 }
 COLOSSALAI = {"zero2-seq": ("zero2-seq", {})}
-READERS = (("ddp", 1), ("fsdp2 zero2", 1), ("fsdp2 zero3", 4), ("ddp", 2))
+READERS = (("ddp", 1), ("fsdp2 zero2", 1), ("fsdp2 zero3", 4), ("ddp", 2), ("ddp recorded", 2))
 """What goes on with the checkpoint of a layout: engine and sp_size."""
 
 
@@ -229,7 +231,7 @@ def run_rank(rank: int, case: Case, folder: Path, device: str) -> None:
         sys.stderr.flush()
         raise
     print(f"{case}, process {rank}: {time.monotonic() - began:.1f} s", flush=True)
-    dist.destroy_process_group()
+    shutdown()
     faulthandler.cancel_dump_traceback_later()
 
 
