@@ -281,6 +281,11 @@ def _refuse_impossible(cfg: TrainConfig, machines: Machines) -> None:
             raise UserError(
                 f"{name}={size} does not divide --gpus {machines.gpus}. Here it can be {', '.join(map(str, legal))}."
             )
+    if cfg.hybrid_zero and machines.gpus % _shard(cfg, machines):
+        raise UserError(
+            f"hybrid_zero shares the state over a node, and --per-node {machines.per_node} does not divide --gpus {machines.gpus}. "
+            "Set shard_size, or give the GPUs of whole nodes."
+        )
 
 
 @exit_on_user_error
