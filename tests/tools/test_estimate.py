@@ -184,7 +184,7 @@ def test_groups_are_of_one_size():
         estimate(cfg, ONE_NODE._replace(gpus=2))
     assert estimate(cfg, ONE_NODE._replace(gpus=32), levels=["none"])["memory_gib"]
     nodes = ONE_NODE._replace(gpus=12, per_node=8)
-    with pytest.raises(UserError, match="--per-node 8 does not divide --gpus 12. Set shard_size"):
+    with pytest.raises(UserError, match=r"--per-node 8 does not divide --gpus 12\. Set shard_size"):
         estimate(config_of("--hybrid-zero=True"), nodes)
 
 
