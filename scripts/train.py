@@ -2,7 +2,9 @@
 
 import logging
 import sys
+from collections.abc import Mapping
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -40,7 +42,7 @@ from opensora.datasets.dataloader import batch_bytes, build_loader, build_sample
 from opensora.datasets.sampler import BatchSampler, seek
 from opensora.datasets.summary import summarise
 from opensora.datasets.table_files import refuse_missing
-from opensora.inference.validation import build_validation
+from opensora.inference.validation import build_validation, held_out_dataset
 from opensora.models.class_condition import check_classes_of_data
 from opensora.models.encode import BatchEncoder, freeze
 from opensora.models.text_encoder.memo import MemoizedTextEncoder
@@ -49,7 +51,7 @@ from opensora.schedulers.mask_ratios import MaskRatios
 from opensora.schedulers.timesteps import count_samples_once
 from opensora.utils.config import TrainConfig, parse_config, to_dict
 from opensora.utils.dtype import to_torch_dtype
-from opensora.utils.errors import exit_on_user_error
+from opensora.utils.errors import UserError, exit_on_user_error
 from opensora.utils.logging import RunLog, check_wandb, show_messages
 from opensora.utils.lora import LoraOptions
 from opensora.utils.lr_scheduler import set_lr
@@ -84,6 +86,7 @@ def main() -> None:
             check_float8(recipe, world.device)
         if cfg.lora is not None:
             check_lora()
+            refuse_without_base(cfg.model)
         if cfg.dry_run:
             dry_run(cfg, world)
             return
@@ -93,6 +96,18 @@ def main() -> None:
             train(cfg, world, stop, watchdog)
     finally:
         shutdown()
+
+
+def refuse_without_base(model: Mapping[str, Any]) -> None:
+    """Adapters of random weights learn nothing.
+
+    Raises:
+        UserError: the model could begin with given weights, and does not.
+    """
+    if "from_pretrained" in signature(MODELS.get(model["type"])).parameters and not model.get("from_pretrained"):
+        raise UserError(
+            "lora adapts a model, and none is given: set --ckpt-path (model.from_pretrained) to the weights of its base, in a resumed run too."
+        )
 
 
 def refuse_missing_inputs(cfg: TrainConfig) -> None:
@@ -196,6 +211,7 @@ def build_data_and_models(cfg: TrainConfig, world: World) -> tuple[Any, Any, Any
     device = world.device
     vae = freeze(build_module(cfg.vae, MODELS), device)
     dataset = build_module(cfg.dataset, DATASETS, seed=cfg.seed, vae_fingerprint=vae.fingerprint())
+    held_out_dataset(cfg, vae)  # a table that cannot be used is told now; validation, which comes last, reads it again
     text_encoder = freeze(build_module(cfg.text_encoder, MODELS), device)
     torch.manual_seed(cfg.seed)  # initial weights; nothing later draws from the global generator
     model = build_module(

@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from opensora.acceleration.compile import compile_blocks
 from opensora.acceleration.distributed import World, barrier, init_world, mean_over_ranks, on_main_first, shutdown
 from opensora.acceleration.engine import Engine, build_engine, check_engine
+from opensora.acceleration.engines.ddp import DDPEngine
 from opensora.acceleration.loop import (
     build_ema,
     build_optimizer,
@@ -96,7 +97,7 @@ def train(cfg: VAETrainConfig, world: World, stop: StopSignals, watchdog: Watchd
     dataset = build_module(cfg.dataset, DATASETS, seed=cfg.seed)
     held_out = HeldOut(cfg, world) if cfg.eval_data_path is not None else None
     optimizer = build_optimizer(cfg, model)
-    engine = build_engine(cfg.plugin, model, optimizer, world, **engine_settings(cfg))
+    engine = cast(DDPEngine, build_engine(cfg.plugin, model, optimizer, world, **engine_settings(cfg)))
     ema = build_ema(cfg, model.vae, engine)
     adversary = build_adversary(cfg, world)
 
@@ -134,7 +135,9 @@ def train(cfg: VAETrainConfig, world: World, stop: StopSignals, watchdog: Watchd
             with engine.micro_step(last=last):
                 x_hat, moments, logvar = engine.model(x, rngs)
                 loss = criterion(x_hat, x, moments, logvar, offset, pieces=len(x) // len(batch["video"]))
-                wish, game = adversary.wish(x_hat, loss.reconstruction, model.vae.last_layer, state.step)
+                wish, game = adversary.wish(
+                    x_hat, loss.reconstruction, model.vae.last_layer, state.step, engine.loss_scale
+                )
             engine.backward(guard(loss.total + wish, batch) * share)
             game |= adversary.learn(x, x_hat, state.step, last=last, share=share)
             record.add(loss.total)

@@ -15,6 +15,7 @@ from opensora.inference.manifest import frames_hash, read_sidecar
 from opensora.inference.output import save_sample
 from opensora.inference.remake import remake
 from opensora.utils.errors import UserError, exit_on_user_error
+from opensora.utils.folders import make_writable
 from opensora.utils.imports import import_parts
 from opensora.utils.logging import show_messages
 
@@ -35,6 +36,7 @@ def main() -> None:
     if args.out.resolve() == args.sidecar.parent.resolve():
         raise UserError(f"--out {args.out} is the folder of the sample itself, which is not to be replaced.")
     record = read_sidecar(args.sidecar)
+    make_writable(args.out, "out")  # before minutes of sampling
     video = remake(record, args.device)
     stem = args.out / args.sidecar.name.removesuffix(".json")
     path = save_sample(video, stem, Fraction(record["save_fps"]), save_format=record["config"]["save_format"])

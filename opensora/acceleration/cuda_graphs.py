@@ -131,8 +131,10 @@ class Gradients:
     def average(self) -> None:
         """Give each weight the mean of all processes' gradients, in place; where a process has none, it counts as zero.
 
-        All processes call it, with a message for each number format.
+        A weight that has none in any process has none afterwards. All processes call it, with a message for each number format.
         """
+        found = torch.tensor([weight.grad is not None for weight in self.weights], device=self.weights[0].device)
+        missing = [(i, weight) for i, weight in enumerate(self.weights) if weight.grad is None]
         self.ready(self.weights)
         for buffer in self.buffers:
             if dist.get_backend() == "nccl":
@@ -140,6 +142,12 @@ class Gradients:
             else:  # only NCCL divides
                 dist.all_reduce(buffer)
                 buffer /= dist.get_world_size()
+        found = found.to(torch.uint8)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        if missing:  # only then is the GPU waited for
+            anywhere = found.tolist()
+            for i, weight in missing:
+                weight.grad = weight.grad if anywhere[i] else None
 
     def _allocate(self) -> None:
         """The same in all processes, whichever weights get a gradient in which."""

@@ -10,7 +10,7 @@ from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from opensora.utils.errors import UserError
 
@@ -202,6 +202,15 @@ def shutdown() -> None:
     release_all()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@torch.no_grad()
+def send_from_first(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    """Give all processes of a group the weights and buffers that its first one has."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        sent = tensor.detach().contiguous()  # NCCL refuses channels-last kernels
+        dist.broadcast(sent, group=group, group_src=0)
+        tensor.copy_(sent)
 
 
 def mean_over_ranks(value: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from opensora.acceleration.distributed import World
+from opensora.acceleration.distributed import World, send_from_first
 from opensora.acceleration.engines import ddp, fsdp2, low_level_zero
 from opensora.acceleration.engines.partition import node_size
 from opensora.registry import PLUGINS
@@ -122,6 +122,8 @@ def build_engine(
             raise UserError(f"{key}={value!r} has no effect with plugin={name!r}: leave it out.")
     for idle in _idle(world, dtype, settings):
         logger.warning("%s", idle)
+    if world.size > 1:  # what a process read or drew otherwise would stay apart for ever
+        send_from_first(model)
     return PLUGINS.build(
         {"type": name}, model=model, optimizer=optimizer, world=world, dtype=dtype, grad_clip=grad_clip, **settings
     )

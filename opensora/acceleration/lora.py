@@ -79,13 +79,19 @@ def target_names(model: Any, targets: str | Sequence[str]) -> list[str]:
     """Full names of the linear layers, inside the blocks, that `LoraOptions.target_modules` means.
 
     Raises:
-        UserError: a name is that of no layer.
+        UserError: a name is that of no layer, or there are no such layers.
     """
     layers = list(_block_linears(model))
-    if targets == "all-linear":
-        return layers
-    if targets == "attention":
-        return [name for name in layers if "attn" in name.split(".")[-2]]
+    if targets in ("all-linear", "attention"):
+        meant = [name for name in layers if targets == "all-linear" or "attn" in name.split(".")[-2]]
+        if not meant:
+            what = "linear layer" if targets == "all-linear" else "linear layer inside of a module called attn"
+            ends = sorted({".".join(name.split(".")[-2:]) for name in layers})
+            raise UserError(
+                f"lora.target_modules={targets!r}: {type(model).__name__} has no {what} in its blocks. "
+                f"It has: {', '.join(ends) or 'none at all'}; name some of these."
+            )
+        return meant
     chosen = {end: [n for n in layers if n == end or n.endswith(f".{end}")] for end in targets}
     missing = [end for end, found in chosen.items() if not found]
     if missing:

@@ -139,7 +139,8 @@ def class_folders(folder: Path) -> list[str]:
 def _read(data_path: str, root: str | None, label_column: str, bad_files: BadFiles) -> tuple[Table, list[str]]:
     """The table whose only text column is the class number, and the names of the classes where they are known."""
     if not Path(data_path).is_dir():
-        return read_table(data_path, root, (label_column,), max_bad_share=bad_files.at_start), []
+        share = bad_files.at_start
+        return read_table(data_path, root, (label_column,), max_bad_share=share, columns_option="label_column"), []
     if root is not None:
         raise UserError(f"root={root!r} has no effect: data_path={data_path!r} is a folder, which holds the images.")
     return _read_folder(Path(data_path))

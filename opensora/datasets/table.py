@@ -133,6 +133,7 @@ def read_table(
     *,
     check_files: bool = True,
     max_bad_share: float = 0.0,
+    columns_option: str = "text_columns",
 ) -> Table:
     """Read a CSV, JSONL or parquet table; its paths are relative to `root`, or to the table's own folder.
 
@@ -140,13 +141,14 @@ def read_table(
         check_files: See that all files exist; of a very long table, that a sample of them does.
         max_bad_share: Rows that name no file, or say that theirs is broken (`status`, or `num_frames` 0), are left out up to
             this share of the table, and counted in the log and in `left_out`. 0: the first kind that is found is an error.
+        columns_option: The dataset's option that names `text_columns`, for messages.
 
     Raises:
         UserError: the table or a column is missing, it is malformed, or has more bad rows than allowed.
     """
     source = Path(data_path)
     frame = read_frame(source)
-    _check_columns(source, frame, ("path", *text_columns))
+    _check_columns(source, frame, ("path", *text_columns), columns_option)
     if not len(frame):
         raise UserError(f"{source} has a header but no rows; add one row for each clip.")
     if root is not None and not Path(root).is_dir():
@@ -202,7 +204,7 @@ def complain_about_rows(table: Table, rows: Sequence[int], problem: str, remedy:
 # ---------------------------------------------------------------------------------------------------- reading
 
 
-def _check_columns(source: Path, frame: pd.DataFrame, needed: Sequence[str]) -> None:
+def _check_columns(source: Path, frame: pd.DataFrame, needed: Sequence[str], option: str) -> None:
     columns = list(frame.columns)
     if not columns:
         raise UserError(
@@ -216,7 +218,7 @@ def _check_columns(source: Path, frame: pd.DataFrame, needed: Sequence[str]) -> 
             raise UserError(f"{message} The first line looks like data: put the header `path,text` above it.")
         message += did_you_mean(name.lower(), [column for column in columns if column != "path"])
         if name != "path":
-            message += " Which columns hold captions is set with dataset.text_columns."
+            message += f" Which it is, is set with dataset.{option}."
         raise UserError(message)
 
 

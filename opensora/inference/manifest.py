@@ -130,13 +130,22 @@ def write_samples(
         records: what `sidecar` says of each; `batch`, `place`, `hardware` and `frames` (a hash) are added.
         device: what they were made on.
         save_format: of the videos; a single frame is a PNG.
+
+    Raises:
+        UserError: a file cannot be written.
     """
     batch = [_place_in_batch(record) for record in records]
     written = []
     for place, (video, path, record) in enumerate(zip(videos, paths_without_ext, records, strict=True)):
         made = {"batch": batch, "place": place, "hardware": hardware(device), "frames": frames_hash(video)}
-        write_sidecar({**record, **made}, path)  # first: a video without one is taken for another program's
-        written.append(save_sample(video, path, Fraction(record["save_fps"]), save_format=save_format))
+        try:
+            write_sidecar({**record, **made}, path)  # first: a video without one is taken for another program's
+            written.append(save_sample(video, path, Fraction(record["save_fps"]), save_format=save_format))
+        except OSError as error:
+            raise UserError(
+                f"{path}: the sample cannot be written ({error.strerror or error}). Those before it are complete: make room there, and "
+                "the same command goes on."
+            ) from error
     return written
 
 

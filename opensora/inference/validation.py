@@ -143,9 +143,8 @@ def build_validation(
     """
     vae, text_encoder, model = encode.vae, encode.text_encoder, cast(Any, encode.denoiser)
     loss = samples = None
-    if cfg.val_every and cfg.val_data_path is not None:
-        component = {**cfg.dataset, "data_path": cfg.val_data_path}
-        dataset = build_module(component, DATASETS, seed=cfg.seed, vae_fingerprint=vae.fingerprint())
+    dataset = held_out_dataset(cfg, vae)
+    if dataset is not None:
         without_drops = BatchEncoder(vae, text_encoder, model, world.device, class_dropout_prob=0.0)
         loss = HeldOutLoss(cfg, world, dataset, without_drops, scheduler)
     if cfg.val_every and (cfg.val_prompts is not None or cfg.val_prompt_path is not None):
@@ -153,6 +152,18 @@ def build_validation(
         pipeline = VideoPipeline(model, vae, text_encoder, sampler, device=world.device, dtype=cfg.dtype)
         samples = SampleVideos(cfg, world, pipeline, run / "validation", log)
     return Validation(cfg.val_every, model, ema, loss, samples, log)
+
+
+def held_out_dataset(cfg: TrainConfig, vae: Any) -> Any | None:
+    """The clips of `val_data_path`, read with the settings of `dataset`; None where no loss of them is asked for.
+
+    Raises:
+        UserError: the table cannot be used.
+    """
+    if not cfg.val_every or cfg.val_data_path is None:
+        return None
+    component = {**cfg.dataset, "data_path": cfg.val_data_path}
+    return build_module(component, DATASETS, seed=cfg.seed, vae_fingerprint=vae.fingerprint())
 
 
 class HeldOutLoss:

@@ -6,7 +6,7 @@ rescaling of Lin et al. 2024 (section 3.4).
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -63,6 +63,20 @@ class Guidance(NamedTuple):
             ramp = (1 - math.cos(math.pi * (1 - level) ** self.power)) / 2
         return 1 + (self.scale - 1) * ramp if ramp != 1 else self.scale
 
+    def refuse_idle(self, levels: Sequence[float]) -> None:
+        """See that some step is guided, where there is a scale.
+
+        Raises:
+            UserError: none is; says at which noise levels the steps are.
+        """
+        if self.scale == 1 or any(self.scale_at(index, level) != 1 for index, level in enumerate(levels)):
+            return
+        shown = ", ".join(f"{level:.3g}" for level in levels)
+        raise UserError(
+            f"cfg_scale={self.scale:g} has no effect: no step is guided with scheduler.guidance interval={self.interval} and "
+            f"schedule={self.schedule!r}; the steps are at noise levels {shown}. Change these options, or set cfg_scale=1."
+        )
+
     def wrap(
         self, model: Denoiser, null: Condition | None, index: int, level: float, joined: Joined | None = None
     ) -> Denoiser:
@@ -116,7 +130,8 @@ def guidance_from_config(scale: float, channels: int | None, options: Mapping[st
 
 
 def _interval(value: Any) -> tuple[float, float]:
-    if len(value) != 2 or not 0 <= value[0] < value[1] <= 1:
+    pair = isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(part, int | float) for part in value)
+    if not pair or not 0 <= value[0] < value[1] <= 1:
         raise UserError(
             f"scheduler.guidance.interval={value!r}: expected (low, high) with 0 <= low < high <= 1, parts of the "
             "training time; 1 is pure noise."
@@ -126,6 +141,9 @@ def _interval(value: Any) -> tuple[float, float]:
 
 def _check_numbers(guidance: Guidance) -> None:
     _check_channels(guidance.channels)
+    for name in ("rescale", "power", "oscillation_start"):
+        if not isinstance(value := getattr(guidance, name), int | float):
+            raise UserError(f"scheduler.guidance.{name}={value!r}: expected a number.")
     if not 0 <= guidance.rescale <= 1:
         raise UserError(f"scheduler.guidance.rescale={guidance.rescale} is not in [0, 1].")
     if guidance.power <= 0 or guidance.oscillation_start < 0:

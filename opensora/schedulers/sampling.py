@@ -135,10 +135,15 @@ class Sampler(ABC):
                 comes back bit for bit. Between them z holds a reference that is edited from that noise level on.
             guidance_scale: overrides `cfg_scale`.
             generators: one per sample, for the noise of the steps and of edits; a deterministic sampler needs none.
+
+        Raises:
+            UserError: there is a scale, and no step at which it has an effect.
         """
         x = at_least_fp32(z)
         solver = self.solver(x, generators)
         guidance = self.guidance if guidance_scale is None else self.guidance._replace(scale=guidance_scale)
+        if null is not None:
+            guidance.refuse_idle(solver.levels)
         frames = None if mask is None else FrameMask(mask, solver.levels, x, generators, solver.noised)
         return _steps(solver, guidance, model, x, cond, null, frames)
 

@@ -358,6 +358,10 @@ def build_weights(choice: Choice | None, sampling: Choice, abar: np.ndarray, pre
 
 def _checked(choice: Choice, field: str, table: Mapping[str, Callable[..., Any]]) -> tuple[str, dict[str, Any]]:
     """Name and options of a choice, or a UserError."""
+    if not isinstance(choice, str | Mapping):
+        raise UserError(
+            f"scheduler.{field}={choice!r}: expected one of {', '.join(table)}, or dict(type=one of them, ...)."
+        )
     options = {} if isinstance(choice, str) else {key: value for key, value in choice.items() if key != "type"}
     name = choice if isinstance(choice, str) else choice.get("type")
     if not isinstance(name, str) or name not in table:
@@ -373,4 +377,6 @@ def _checked(choice: Choice, field: str, table: Mapping[str, Callable[..., Any]]
                 f"scheduler.{field}: {name!r} takes no {key!r}.{did_you_mean(key, known)} It takes: "
                 f"{', '.join(known) or 'nothing'}."
             )
+        if options[key] is not None and not isinstance(options[key], int | float):
+            raise UserError(f"scheduler.{field}.{key}={options[key]!r}: expected a number.")
     return name, options

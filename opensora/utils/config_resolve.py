@@ -332,7 +332,7 @@ class Draft:
             taken = _takes(registry, dataset["type"], name)
             if name == "use_image_transform" and not typed[name]:
                 continue
-            if not taken and name == "use_image_transform":
+            if registry is not None and not taken and name == "use_image_transform":
                 self._complain((name,), f"{name}=True has no effect: {dataset['type']} does not take it.")
             if taken and typed[name] is not None:
                 dataset[name] = typed[name]

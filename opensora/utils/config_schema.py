@@ -362,6 +362,7 @@ class TrainConfig(LoopConfig):
             f"plugin={self.plugin!r}": self.plugin != "ddp",
             "activation_offload=True": self.activation_offload,
             "cast_once=True": self.cast_once,
+            "lora.dropout, which draws inside the model": bool(self.lora and self.lora.get("dropout")),
         }
         return [
             f"cuda_graphs=True does not work with {name}: leave one of them out." for name, on in rivals.items() if on

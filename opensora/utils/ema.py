@@ -56,7 +56,8 @@ class EMA:
         if step % self.every or (not taken and self.every == 1):
             return
         decay = math.prod(min(self.decay, (1 + i) / (10 + i)) for i in range(step - self.every + 1, step + 1))
-        trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        parameters = model.named_parameters(remove_duplicate=False)  # the state has all names of tied weights
+        trained = {name for name, parameter in parameters if parameter.requires_grad}
         averaged: list[Tensor] = []
         weights: list[Tensor] = []
         for name, tensor in {**model.state_dict(), **self.masters()}.items():

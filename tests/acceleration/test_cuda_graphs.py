@@ -202,12 +202,14 @@ def test_nova_whose_sequences_vary_is_refused():
         engine_of(model)
 
 
-@pytest.mark.parametrize("rival", ["--plugin=fsdp2", "--cast-once=True", "--activation-offload=True"])
+@pytest.mark.parametrize(
+    "rival", ["--plugin=fsdp2", "--cast-once=True", "--activation-offload=True", "--lora.dropout=0.1"]
+)
 def test_a_config_is_told_what_does_not_go_with_it(rival):
-    config = ["configs/quickstart/pretrain.py", "--cuda-graphs"]
+    config = ["configs/quickstart/pretrain.py", "--cuda-graphs", *["--lora.rank=4"] * rival.startswith("--lora")]
     assert parse_config(TrainConfig, {}, config).cuda_graphs
     name = rival.removeprefix("--").partition("=")[0].replace("-", "_")
-    with pytest.raises(UserError, match=f"cuda_graphs=True does not work with {name}="):
+    with pytest.raises(UserError, match=f"cuda_graphs=True does not work with {name}"):
         parse_config(TrainConfig, {}, [*config, rival])
 
 
@@ -279,14 +281,19 @@ def on_one_sample(rank, folder):
 
     weights = [torch.ones(5), torch.ones(3, 2, dtype=torch.bfloat16), torch.ones(200), torch.ones(1)]
     gradients = cuda_graphs.Gradients(weights)
-    if rank:
-        gradients.ready(weights[:3])
-        for weight, grad in zip(weights, (2.0, 4.0, 6.0), strict=False):
-            weight.grad.fill_(grad)
-    gradients.average()
-    assert [float(weight.grad.mean()) for weight in weights] == [1, 2, 3, 0]
-    assert all(weight.grad.shape == weight.shape and weight.grad.dtype == weight.dtype for weight in weights)
-    assert all(weight.grad.data_ptr() % 16 == 0 for weight in weights)
+    for step in range(2):
+        if rank:
+            gradients.ready(weights[:3])
+            for weight, grad in zip(weights, (2.0, 4.0, 6.0 + step), strict=False):
+                weight.grad.fill_(grad)
+        gradients.average()
+        *some, nobodys = weights
+        assert [float(weight.grad.mean()) for weight in some] == [1, 2, 3 + step / 2]
+        assert all(weight.grad.shape == weight.shape and weight.grad.dtype == weight.dtype for weight in some)
+        assert all(weight.grad.data_ptr() % 16 == 0 for weight in some)
+        assert nobodys.grad is None  # an optimizer leaves it alone, as in one process
+        for weight in weights:
+            weight.grad = None
     dist.destroy_process_group()
 
 

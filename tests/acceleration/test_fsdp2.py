@@ -226,6 +226,20 @@ def every_denoiser_computes_as_unsharded(world):
                 )  # fmt: skip
 
 
+def all_begin_with_the_weights_of_the_first(engines, world):
+    """As DistributedDataParallel does it; a stale file on one node would keep its processes apart for ever."""
+    engines = {**engines, "ddp recorded": ("ddp", {"cuda_graphs": True})}
+    for label, (name, settings) in engines.items():
+        model = toy()
+        expected = {key: value.clone() for key, value in model.state_dict().items()}
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *model.buffers()):
+                tensor += world.rank
+        engine = engine_for(name, world, settings=settings, model=model)
+        for key, value in whole(engine.model_state()).items():
+            assert torch.equal(value, expected[key]), (label, key)
+
+
 def memory_is_shared(world):
     """State bytes in a process are the whole's, divided by the processes that share it; within what odd sizes cost."""
     total = sum(p.numel() for p in toy().parameters())
@@ -247,6 +261,7 @@ def on_two(rank, world_size, tmp_path):
     trains_alike(some, world, expected, {"fp32": [2], "bf16": [1]})
     state_moves_between_engines(some, world)
     averages_are_those_of_whole_weights({"fsdp2 zero2": SHARDED["fsdp2 zero2"]}, world)
+    all_begin_with_the_weights_of_the_first(SHARDED, world)
 
 
 def all_on_two(rank, world_size, tmp_path):

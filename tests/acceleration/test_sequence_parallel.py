@@ -234,7 +234,7 @@ def bf16_is_as_near_as_in_one_process():
 
 class TestWhatIsRefused:
     def test_a_model_without_hooks(self):
-        with pytest.raises(UserError, match="Linear cannot be spread"):
+        with pytest.raises(UserError, match="Linear cannot be spread over processes: it is no denoiser"):
             check_sequence_parallel(torch.nn.Linear(2, 2), 2)
 
     def test_frames_where_tokens_see_all_frames(self):

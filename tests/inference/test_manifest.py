@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -209,6 +210,20 @@ def test_a_batch_is_written_with_what_makes_it_again(tmp_path):
     assert b["frames"] == frames_hash(videos[1]) != frames_hash(videos[0])
     assert b["hardware"]["threads"] == torch.get_num_threads()
     assert all(already_made(tmp_path / name, r) for name, r in zip("ab", records, strict=True))
+
+
+@pytest.mark.parametrize("num_frames", [1, 4])
+def test_a_file_that_cannot_be_written_is_named(tmp_path, num_frames):
+    """As on a disk that fills: here the process may write no files of more than some bytes."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    video = torch.rand(3, num_frames, 16, 16, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (300, limits[1]))
+        with pytest.raises(UserError, match=r"sample_7: the sample cannot be written \(.*the same command goes on"):
+            write_samples([video], [tmp_path / "sample_7"], [record()], device="cpu")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(tmp_path.glob("*.mp4")) + list(tmp_path.glob("*.png"))
 
 
 def test_a_run_that_was_killed_goes_on_with_what_is_missing(tmp_path):

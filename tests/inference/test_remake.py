@@ -62,6 +62,19 @@ def test_a_sample_that_starts_from_a_picture(cfg, tmp_path):
     assert torch.equal(again(cfg, "sample_0001"), videos["sample_0001"])
 
 
+def test_a_folder_that_is_none_is_told_before_sampling(cfg, tmp_path, monkeypatch, capsys):
+    cfg = replace(cfg, prompt=["a"], save_dir=str(tmp_path / "s"))
+    sample(cfg)
+    (tmp_path / "taken").touch()
+    monkeypatch.setattr(tool, "remake", lambda *_: pytest.fail("it sampled"))
+    monkeypatch.setattr(
+        sys, "argv", ["remake", str(tmp_path / "s" / "sample_0000.json"), "--out", str(tmp_path / "taken")]
+    )
+    with pytest.raises(SystemExit):
+        tool.main()
+    assert "no files can be written there" in capsys.readouterr().err
+
+
 def test_the_command_says_whether_the_frames_are_the_same(cfg, tmp_path, monkeypatch, capsys):
     cfg = replace(cfg, prompt=["a white dog"], save_dir=str(tmp_path / "made"))
     sample(cfg)

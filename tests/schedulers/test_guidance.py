@@ -181,6 +181,19 @@ def test_outside_the_interval_the_batch_is_not_doubled(denoiser, rngs, inputs, n
     assert {len(call["x"]) for call in model.calls} == {2}
 
 
+@pytest.mark.parametrize("name", ["iddpm", "rflow", "dpm-solver"])
+def test_guidance_that_no_step_has_is_an_error(denoiser, rngs, inputs, name):
+    """Its scale, and a negative prompt with it, would be without effect."""
+    x, _, y, null = inputs
+    scheduler = SCHEDULERS.build({"type": name, "num_sampling_steps": 4, "guidance": {"interval": (0.9, 0.95)}})
+    with pytest.raises(
+        UserError, match=r"cfg_scale=3 has no effect: no step .*interval=\(0.9, 0.95\).* noise levels 1, "
+    ):
+        scheduler.sample(denoiser(2), x, {"y": y}, null={"y": null}, generators=rngs(), guidance_scale=3.0)
+    for calm in ({"null": None, "guidance_scale": 3.0}, {"null": {"y": null}, "guidance_scale": 1.0}):
+        assert scheduler.sample(denoiser(2), x, {"y": y}, generators=rngs(), **calm).isfinite().all()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -191,6 +204,10 @@ def test_outside_the_interval_the_batch_is_not_doubled(denoiser, rngs, inputs, n
         ({"oscillation_start": 3}, "set schedule='oscillating'"),
         ({"interval": (0.5, 0.2)}, "0 <= low < high <= 1"),
         ({"interval": (0.5,)}, "expected .low, high."),
+        ({"interval": 0.9}, "interval=0.9: expected .low, high."),
+        ({"interval": ("a", 1)}, "expected .low, high."),
+        ({"rescale": "x"}, "rescale='x': expected a number"),
+        ({"schedule": "power-cosine", "power": "x"}, "power='x': expected a number"),
         ({"rescale": 2.0}, "rescale=2.0 is not in"),
         ({"schedule": "power-cosine", "power": 0}, "power is above 0"),
     ],

@@ -72,7 +72,7 @@ def test_any_number_of_steps_is_finite_and_its_timesteps_are_distinct(denoiser, 
 def test_a_sample_does_not_depend_on_its_batch(denoiser, rngs, name):
     z, cond = start(3)
     mask = torch.tensor([[1.0, 0.5, 0.0], [1, 1, 1], [0.2, 1, 0.8]])
-    options = {"guidance": {"rescale": 0.7, "interval": (0.1, 0.9)}}
+    options = {"guidance": {"rescale": 0.7, "interval": (0.1, 0.9995)}}  # a shift of 1000 stays above 0.99
     scheduler = build(name, **options)
     null = torch.zeros_like(cond["y"])
     whole = scheduler.sample(

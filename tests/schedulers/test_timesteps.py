@@ -380,6 +380,8 @@ def _two_ranks(rank, world_size, tmp_path):
         ("speedy", "names none of uniform, .*Did you mean 'speed'"),
         ({"type": "speed", "K": 3}, "'speed' takes no 'K'.*It takes: k, tau, mirrored"),
         ({"k": 3}, "names none of"),
+        (5, "timestep_sampling=5: expected one of uniform"),
+        ({"type": "logit-normal", "loc": "x"}, "loc='x': expected a number"),
         ({"type": "speed", "tau": 2000}, "tau=2000 is not in"),
         ({"type": "speed", "k": 0}, "must be positive"),
         ({"type": "speedit", "threshold": 1e-9}, "never rises by less"),

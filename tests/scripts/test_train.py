@@ -212,6 +212,13 @@ class TestUserErrors:
         assert message in self.fails(capsys, train, *options, "--vae.from_pretrained=./nowhere")
         assert not (tmp_path / "bad").exists()
 
+    def test_a_table_of_validation_is_read_before_the_text_encoder(self, capsys, train, tmp_path):
+        table = tmp_path / "held_out.csv"
+        table.write_text("path,caption\nx.mp4,a cat\n")
+        options = ["--val-every=2", f"--val-data-path={table}", "--text-encoder.from_pretrained=./nowhere"]
+        assert "held_out.csv has no column 'text'" in self.fails(capsys, train, *options)
+        assert not (tmp_path / "bad").exists()
+
     @pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="wandb is installed")
     def test_wandb_is_looked_for_before_anything_is_loaded(self, capsys, train):
         assert "'.[wandb]'" in self.fails(capsys, train, "--wandb=True", "--vae.from_pretrained=./nowhere")

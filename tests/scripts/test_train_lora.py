@@ -63,6 +63,16 @@ def test_a_lora_from_training_to_plain_weights(train, base, tmp_path):
     assert all(torch.equal(tensor, before[name]) for name, tensor in load_file(tmp_path / "zero.safetensors").items())
 
 
+def test_adapters_of_random_weights_are_refused(train, base, tmp_path, capsys):
+    """Also where a run goes on and the base is forgotten."""
+    run = train(*LORA, f"--ckpt-path={base}", "--max-steps=1")
+    for options in ((), (f"--load={complete_checkpoints(run)[-1]}",)):
+        with pytest.raises(SystemExit):
+            train(*LORA, "--max-steps=2", *options, name="none")
+        assert "set --ckpt-path (model.from_pretrained)" in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
+
+
 @pytest.mark.multiprocess
 @pytest.mark.slow
 @pytest.mark.parametrize("plugin", ["ddp", "fsdp2"])

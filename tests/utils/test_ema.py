@@ -61,6 +61,22 @@ def test_buffers_and_frozen_weights_are_copied():
     assert (state["weight"] == 7).all()
 
 
+def test_tied_weights_are_averaged_under_both_names():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    model[1].weight = model[0].weight
+    ema = EMA(model, 0.5)
+    expected = model[0].weight.detach().clone()
+    for step in range(100, 103):
+        with torch.no_grad():
+            model[0].weight += 1
+        ema.update(model, step)
+        expected.lerp_(model[0].weight.detach(), 0.5)
+    for name in ("0.weight", "1.weight"):
+        torch.testing.assert_close(ema.state_dict()[name], expected)
+    with ema.applied_to(model):
+        torch.testing.assert_close(model[1].weight.detach(), expected)
+
+
 def test_the_average_is_its_own_memory():
     model = nn.Linear(2, 2)
     ema = EMA(model, 0.9)

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from opensora.acceleration.checkpointing import checkpoint_activations
 from opensora.acceleration.compile import compile_blocks
-from opensora.acceleration.distributed import STEP_TIMEOUT, neighbours
+from opensora.acceleration.distributed import STEP_TIMEOUT, neighbours, send_from_first
 from opensora.acceleration.engines.partition import node_size
 from opensora.acceleration.optix.fused_norm import fuse_layer_norms
 from opensora.acceleration.optix.sharded_ema import ShardedEMA
@@ -193,16 +193,8 @@ def _with_one_start(model: nn.Module, chosen: Mapping[str, Any]) -> nn.Module:
     if chosen["ddp"]:
         return DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
     if chosen["use_ema"] or chosen["hybrid_zero"]:  # each process answers for a share of what all have
-        _send_from_first(model, group)
+        send_from_first(model, group)
     return model
-
-
-@torch.no_grad()
-def _send_from_first(model: nn.Module, group: dist.ProcessGroup | None) -> None:
-    for tensor in (*model.parameters(), *model.buffers()):
-        sent = tensor.detach().contiguous()  # NCCL refuses channels-last kernels
-        dist.broadcast(sent, group=group, group_src=0)
-        tensor.copy_(sent)
 
 
 def _optimizer(trained: list[nn.Parameter], chosen: Mapping[str, Any]) -> Optimizer:

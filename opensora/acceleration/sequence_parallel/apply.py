@@ -77,10 +77,15 @@ def check_sequence_parallel(model: nn.Module, sp_size: int, *, method: Method = 
     if method not in get_args(Method):
         raise UserError(f"method={method!r} is not one of {', '.join(get_args(Method))}.")
     attentions = self_attentions(model)
-    if not hasattr(model, "spread") or not attentions:
+    if not hasattr(model, "spread"):
         raise UserError(
-            f"{type(model).__name__} cannot be spread over processes: sequence parallelism needs a denoiser of this "
-            "package, not in an engine yet. Use sp_size=1."
+            f"{type(model).__name__} cannot be spread over processes: it is no denoiser, or already inside of an engine. Call "
+            "parallelise before build_engine, or use sp_size=1."
+        )
+    if not attentions:
+        raise UserError(
+            f"{type(model).__name__} cannot be spread over processes: none of its layers is a self-attention of opensora.models.layers, "
+            "which exchange tokens. Use sp_size=1."
         )
     in_all = [attn for attn in attentions if attn.axis == "all"]
     if method == "dsp" and in_all:

@@ -6,7 +6,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from opensora.acceleration.step_cache.pab import KINDS, PAB, PRESETS, PABOptions, Skips
+from opensora.acceleration.step_cache.pab import KINDS, PAB, PRESETS, PABOptions, Skips, layers_of
 from opensora.acceleration.step_cache.steps import StepCache
 from opensora.acceleration.step_cache.teacache import TeaCache
 from opensora.utils.errors import UserError
@@ -36,6 +36,7 @@ def build_step_cache(
     kind = options.pop("type", None)
     if kind not in OPTIONS:
         raise UserError(f"step_cache.type={kind!r} is not one of {', '.join(OPTIONS)}.")
+    _refuse_without_hooks(kind, model)
     if unknown := [name for name in options if name not in OPTIONS[kind]]:
         raise UserError(f"step_cache has no {unknown[0]!r}; with type={kind!r} it has {', '.join(OPTIONS[kind])}.")
     if kind == "teacache":
@@ -52,6 +53,8 @@ def pab_options(options: Mapping[str, Any], model: nn.Module) -> PABOptions:
     ranges = options.get("ranges", preset.ranges)
     if not _numbers(ranges, 3) or min(ranges) < 1 or any(n != int(n) for n in ranges):
         raise UserError(f"step_cache.ranges={ranges!r}: expected three whole numbers from 1, for {', '.join(KINDS)}.")
+    if "mlp" in options:
+        _refuse_other_blocks(_skips(options["mlp"]), model)
     return PABOptions(
         (int(ranges[0]), int(ranges[1]), int(ranges[2])),
         _pairs(options.get("thresholds", preset.thresholds)),
@@ -92,6 +95,30 @@ def _skips(value: Any) -> Skips:
             f"step_cache.mlp={value!r}: expected {{timestep: (numbers of blocks, steps to skip), ...}}, such as "
             "{676: ((0, 1, 2), 2)}."
         ) from None
+
+
+def _refuse_without_hooks(kind: str, model: nn.Module) -> None:
+    """Blocks must have the parts, by the names, that the blocks of this package have."""
+    for block in model.transformer_blocks():  # type: ignore[operator]
+        if kind == "pab":
+            missing = None if hasattr(getattr(block, "attn", None), "axis") else "`attn`, a self-attention of opensora.models.layers"
+        else:
+            modulated = hasattr(block, "scale_shift_table") or hasattr(block, "adaLN_modulation")
+            missing = None if modulated and hasattr(block, "norm1") else "`norm1` and `scale_shift_table` or `adaLN_modulation`"
+        if missing:
+            raise UserError(
+                f"step_cache.type={kind!r}: the blocks of a {type(model).__name__} have no {missing}. Leave the step cache out."
+            )
+
+
+def _refuse_other_blocks(skips: Skips, model: nn.Module) -> None:
+    """A preset may name more blocks than a small model has; what is written for one may not."""
+    blocks = {number for kind, number, _ in layers_of(model.transformer_blocks()) if kind.startswith("mlp")}  # type: ignore[operator]
+    for timestep, (numbers, _) in skips.items():
+        if other := sorted(set(numbers) - blocks):
+            raise UserError(
+                f"step_cache.mlp: timestep {timestep} names block {other[0]}, and the blocks of a {type(model).__name__} are 0 to {max(blocks)}."
+            )
 
 
 def _numbers(value: Any, count: int) -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from opensora.acceleration.distributed import mean_over_ranks
 from opensora.acceleration.engine import Engine
+from opensora.acceleration.engines.update import LossScale
 from opensora.models.vae.discriminator import discriminator_loss, generator_loss
 from opensora.utils.lr_scheduler import set_lr
 
@@ -30,9 +31,9 @@ class Player(Protocol):
         """Learn at this fraction of the discriminator's learning rate."""
 
     def wish(
-        self, x_hat: Tensor, reconstruction: Tensor, last_layer: Tensor, step: int
+        self, x_hat: Tensor, reconstruction: Tensor, last_layer: Tensor, step: int, loss_scale: LossScale
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """What to add to the generator's loss at this step, and numbers for the log."""
+        """What to add to the generator's loss at this step, and numbers for the log; `loss_scale` is the generator's."""
 
     def learn(self, x: Tensor, x_hat: Tensor, step: int, *, last: bool, share: float) -> dict[str, Tensor]:
         """Add the gradients of one micro-batch, which is `share` of a step; numbers for the log."""
@@ -58,7 +59,7 @@ class Nobody:
         """See `Player.set_lr`."""
 
     def wish(
-        self, x_hat: Tensor, reconstruction: Tensor, last_layer: Tensor, step: int
+        self, x_hat: Tensor, reconstruction: Tensor, last_layer: Tensor, step: int, loss_scale: LossScale
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """See `Player.wish`."""
         return reconstruction.new_zeros(()), {}
@@ -111,7 +112,7 @@ class Adversary:
         set_lr(self.optimizer, self.lr * fraction)
 
     def wish(
-        self, x_hat: Tensor, reconstruction: Tensor, last_layer: Tensor, step: int
+        self, x_hat: Tensor, reconstruction: Tensor, last_layer: Tensor, step: int, loss_scale: LossScale
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """See `Player.wish`."""
         if step < self.start:
@@ -119,7 +120,9 @@ class Adversary:
         self.discriminator.requires_grad_(False)
         g = generator_loss(self.discriminator(x_hat))
         self.discriminator.requires_grad_(True)
-        factor = self._lambda(reconstruction, g, last_layer) if self.scale == "adaptive" else torch.ones_like(g)
+        factor = torch.ones_like(g)
+        if self.scale == "adaptive":
+            factor = self._lambda(reconstruction, g, last_layer, loss_scale)
         return self.weight * factor * g, {"g_loss": g.detach(), "g_scale": factor}
 
     def learn(self, x: Tensor, x_hat: Tensor, step: int, *, last: bool, share: float) -> dict[str, Tensor]:
@@ -148,13 +151,17 @@ class Adversary:
         self.engine.load_model_state(parts[PARTS[0]], source)
         self.engine.load_optimizer_state(parts[PARTS[1]])
 
-    def _lambda(self, reconstruction: Tensor, g: Tensor, last_layer: Tensor) -> Tensor:
-        """One number for all processes: of the gradients of the whole batch."""
+    def _lambda(self, reconstruction: Tensor, g: Tensor, last_layer: Tensor, loss_scale: LossScale) -> Tensor:
+        """One number for all processes: of the gradients of the whole batch, scaled as the loss is, or fp16 would lose them.
+
+        Where both overflow it is 0; the step is then not taken.
+        """
         norms = [
-            mean_over_ranks(torch.autograd.grad(loss, last_layer, retain_graph=True)[0].float()).norm()
+            mean_over_ranks(torch.autograd.grad(loss_scale(loss), last_layer, retain_graph=True)[0].float()).norm()
+            / loss_scale.scale
             for loss in (reconstruction, g)
         ]
-        return (norms[0] / (norms[1] + 1e-4)).clamp(0, LARGEST_LAMBDA).detach()
+        return (norms[0] / (norms[1] + 1e-4)).clamp(0, LARGEST_LAMBDA).nan_to_num(0.0).detach()
 
 
 def saved_parts(checkpoint: Any) -> dict[str, dict[str, Tensor]]:

@@ -132,8 +132,9 @@ class VideoAutoencoderPipeline(VideoVAE):
 
     @property
     def last_layer(self) -> nn.Parameter:
-        """The kernel of the decoder's last convolution."""
-        return self.spatial_vae.last_layer
+        """The kernel of the decoder's last convolution that is trained, if any is."""
+        last = self.spatial_vae.last_layer
+        return last if last.requires_grad else self.temporal_vae.last_layer
 
     def save_pretrained(self, folder: str | Path, dtype: str = "fp32") -> None:
         """Write `config.json` and `model.safetensors` in Open-Sora's names."""

@@ -327,8 +327,8 @@ def _respacing(num_sampling_steps: int | None, timestep_respacing: str | None) -
 
 
 def _checked_eta(eta: float, sampler: str) -> float:
-    if eta < 0:
-        raise UserError(f"scheduler.eta={eta} is negative; use 0 (deterministic) to 1 (as noisy as DDPM).")
+    if not 0 <= eta <= 1:
+        raise UserError(f"scheduler.eta={eta}: use 0 (deterministic) to 1 (as noisy as DDPM).")
     if eta and sampler != "ddim":
         raise UserError(f"scheduler.eta={eta} has no effect on the {sampler!r} sampler; set sampler='ddim'.")
     return eta

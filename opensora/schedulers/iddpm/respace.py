@@ -15,8 +15,10 @@ def spaced_timesteps(diffusion_steps: int, respacing: str | None) -> list[int]:
     if not respacing:
         return list(range(diffusion_steps))
     if respacing.startswith("ddim"):
-        return _integer_stride(diffusion_steps, _positive(respacing.removeprefix("ddim"), respacing))
-    timesteps = _sections(diffusion_steps, [_positive(part, respacing) for part in respacing.split(",")], respacing)
+        timesteps = _integer_stride(diffusion_steps, _positive(respacing.removeprefix("ddim"), respacing))
+    else:
+        sections = [_positive(part, respacing) for part in respacing.split(",")]
+        timesteps = _sections(diffusion_steps, sections, respacing)
     if timesteps == [0] and diffusion_steps > 1:
         raise UserError(
             f"num_sampling_steps / timestep_respacing {respacing!r} keeps timestep 0 only, where the input is almost "

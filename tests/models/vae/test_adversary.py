@@ -7,12 +7,14 @@ from torch.testing import assert_close
 
 from opensora.acceleration.distributed import World
 from opensora.acceleration.engine import build_engine
+from opensora.acceleration.engines.update import LossScale
 from opensora.models.vae.adversary import Adversary, Nobody
 from opensora.models.vae.discriminator import PatchDiscriminator, discriminator_loss, generator_loss
 from opensora.utils.errors import UserError
 from opensora.utils.seed import generator
 
 CPU = World(0, 1, torch.device("cpu"))
+PLAIN = LossScale(CPU.device, enabled=False)
 
 
 def video(*shape, seed=0):
@@ -67,16 +69,39 @@ def test_the_adaptive_weight_makes_both_gradients_equally_long(adversary):
     x = video(1, 3, 4, 32, 32)
     x_hat = layer(x)
     reconstruction = 7 * (x_hat - x).abs().mean()
-    wish, numbers = adversary.wish(x_hat, reconstruction, layer.weight, step=3)
+    wish, numbers = adversary.wish(x_hat, reconstruction, layer.weight, 3, PLAIN)
     length = [torch.autograd.grad(loss, layer.weight, retain_graph=True)[0].norm() for loss in (reconstruction, wish)]
     assert_close(length[0], length[1], rtol=0.05, atol=0)  # but for the 1e-4 below the fraction
     assert numbers["g_scale"] > 0
 
 
+def test_fp16_does_not_lose_the_gradients_that_the_adaptive_weight_compares(adversary):
+    """Of a mean over 3 million numbers, each of which is below what fp16 can hold."""
+    layer = nn.Conv3d(4, 3, 3, padding=1)
+    h, error = torch.randn(1, 4, 5, 256, 256), 0.005 * torch.randn(1, 3, 5, 256, 256)
+    found = {}
+    for dtype, scale in ((torch.float32, PLAIN), (torch.float16, LossScale(CPU.device, enabled=True))):
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            x_hat = layer(h)
+            reconstruction = (x_hat.float() - (x_hat.detach().float() + error)).square().mean()
+            found[dtype] = float(adversary.wish(x_hat, reconstruction, layer.weight, 3, scale)[1]["g_scale"])
+    assert found[torch.float16] == pytest.approx(found[torch.float32], rel=0.05)
+
+
+def test_gradients_that_overflow_do_not_spoil_the_loss(adversary):
+    """The step is skipped by its norm; a loss that is no number would be taken for bad data."""
+    layer = nn.Conv3d(3, 3, 1)
+    x_hat = layer(video(1, 3, 1, 32, 32))
+    scale = LossScale(CPU.device, enabled=True)
+    scale.scale = torch.tensor(torch.inf)
+    wish, numbers = adversary.wish(x_hat, x_hat.abs().mean(), layer.weight, 3, scale)
+    assert wish == numbers["g_scale"] == 0
+
+
 def test_the_discriminator_is_not_trained_by_the_generator(adversary):
     layer = nn.Conv3d(3, 3, 1)
     x_hat = layer(video(1, 3, 1, 32, 32))
-    wish, _ = adversary.wish(x_hat, x_hat.abs().mean(), layer.weight, step=3)
+    wish, _ = adversary.wish(x_hat, x_hat.abs().mean(), layer.weight, 3, PLAIN)
     wish.backward()
     assert layer.weight.grad.abs().sum() > 0
     assert all(p.grad is None and p.requires_grad for p in adversary.discriminator.parameters())
@@ -85,7 +110,7 @@ def test_the_discriminator_is_not_trained_by_the_generator(adversary):
 def test_nothing_happens_before_the_start(adversary):
     x = video(1, 3, 1, 32, 32)
     before = {name: value.clone() for name, value in adversary.engine.model_state().items()}
-    wish, numbers = adversary.wish(x, x.mean(), x, step=2)
+    wish, numbers = adversary.wish(x, x.mean(), x, 2, PLAIN)
     assert wish == 0
     assert numbers == adversary.learn(x, -x, 2, last=True, share=1.0) == {}
     assert adversary.step(2, torch.tensor(7.0)) == 7
@@ -109,5 +134,5 @@ def test_it_learns_to_tell_and_its_state_comes_back(adversary):
 
 def test_nobody_asks_for_nothing():
     x = torch.ones(1)
-    assert Nobody().wish(x, x.sum(), x, 0) == (0, {})
+    assert Nobody().wish(x, x.sum(), x, 0, PLAIN) == (0, {})
     assert Nobody().state() == Nobody().learn(x, x, 0, last=True, share=1.0) == {}

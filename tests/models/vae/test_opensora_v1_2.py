@@ -278,7 +278,9 @@ def test_training_can_leave_the_picture_vae_alone():
     vae = MODELS.build({"type": "OpenSoraVAE_V1_2", "freeze_vae_2d": True, **PARTS})
     assert not any(p.requires_grad for p in vae.spatial_vae.parameters())
     assert all(p.requires_grad for p in vae.temporal_vae.parameters())
-    assert vae.last_layer is vae.spatial_vae.last_layer
+    assert vae.last_layer is vae.temporal_vae.last_layer  # a discriminator's weight goes by its gradient
+    assert vae.last_layer.requires_grad
+    assert build("OpenSoraVAE_V1_2").requires_grad_(True).last_layer.shape[0] == 3
     with pytest.raises(UserError, match="cal_loss=True is not needed"):
         OpenSoraVAE_V1_2(cal_loss=True)
 

@@ -70,6 +70,7 @@ def test_an_illegal_ddim_count_lists_legal_ones_near_it():
         ("ddim", "not a positive integer"),
         ("10,,5", "not a positive integer"),
         ("1", "keeps timestep 0 only"),
+        ("ddim1", "keeps timestep 0 only"),
     ],
 )
 def test_mistakes_are_named(respacing, message):
