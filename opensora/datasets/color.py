@@ -1,4 +1,4 @@
-"""From a decoded frame to 8-bit RGB that looks right: matrix, range, transparency, square pixels, rotation, HDR.
+"""From a decoded frame to 8-bit RGB that looks right: matrix, range, transparency, square pixels, orientation, HDR.
 
 HDR (PQ or HLG in BT.2020) is tone-mapped to BT.709 for a screen of 203 cd/m2, the level of a white page in HDR (ITU-R
 BT.2408): light up to 100 cd/m2 stays in proportion, what is brighter is bent by the curve of ITU-R BT.2390-10, 5.4.1, for
@@ -6,8 +6,11 @@ a master of 1000 cd/m2, in the largest of R, G and B so that hues stay. Equation
 """
 
 import functools
+import math
+from typing import NamedTuple, cast
 
 import numpy as np
+from av.buffer import Buffer
 from av.video.frame import VideoFrame
 from av.video.reformatter import Interpolation
 from PIL import Image
@@ -38,7 +41,29 @@ TO_709 = np.array(  # linear BT.2020 -> linear BT.709, ITU-R BT.2407
 def displayed_size(frame: VideoFrame, pixel_aspect: float) -> tuple[int, int]:
     """Height and width as `to_rgb` gives them."""
     height, width = _with_square_pixels(frame, pixel_aspect)
-    return (width, height) if round(frame.rotation / 90) % 2 else (height, width)
+    return (width, height) if _orientation(frame).transposed else (height, width)
+
+
+def display_matrix(frame: VideoFrame) -> tuple[int, ...] | None:
+    """The 9 numbers by which the frame is turned and mirrored to be shown; None: it is shown as it is stored.
+
+    They are `av_display_matrix`'s, row by row: what is at (x, y) is shown at (m0 x + m3 y, m1 x + m4 y) / 2^16.
+    """
+    try:
+        data = cast("Buffer | None", frame.side_data.get("DISPLAYMATRIX"))  # PyAV types the list as one of its items
+    except ValueError:  # PyAV does not list what comes with a frame where it has no name for some of it, such as EXIF
+        return _rotation_matrix(frame.rotation) if frame.rotation else None
+    return None if data is None else tuple(memoryview(data).cast("i"))
+
+
+def is_mirrored(frame: VideoFrame) -> bool:
+    """Whether no rotation alone makes of the stored frame what is shown."""
+    return sum(_orientation(frame)) % 2 == 1
+
+
+def upright(frame: VideoFrame, pixels: np.ndarray) -> np.ndarray:
+    """Pixels [H, W, 3] of the stored frame, turned and mirrored as it is displayed."""
+    return _orientation(frame).applied_to(pixels)
 
 
 def to_rgb(path: str, frame: VideoFrame, pixel_aspect: float, decoding: Decoding) -> np.ndarray:
@@ -77,8 +102,39 @@ def to_rgb(path: str, frame: VideoFrame, pixel_aspect: float, decoding: Decoding
         rgb = tone_map(rgb, frame.color_trc)
     elif has_alpha:
         rgb = on_white(Image.fromarray(rgb))
-    # the rotation is counter-clockwise, like numpy's
-    return np.ascontiguousarray(np.rot90(rgb, round(frame.rotation / 90)))
+    return upright(frame, rgb)
+
+
+class _Orientation(NamedTuple):
+    """One of the eight ways to lay a picture on a screen: rows and columns are exchanged first, then it is mirrored."""
+
+    transposed: bool
+    left_to_right: bool
+    upside_down: bool
+
+    def applied_to(self, pixels: np.ndarray) -> np.ndarray:
+        """[H, W, 3], or [W, H, 3] where rows and columns are exchanged."""
+        if self.transposed:
+            pixels = pixels.transpose(1, 0, 2)
+        return np.ascontiguousarray(pixels[:: -1 if self.upside_down else 1, :: -1 if self.left_to_right else 1])
+
+
+def _orientation(frame: VideoFrame) -> _Orientation:
+    """The one nearest to the frame's display matrix."""
+    matrix = display_matrix(frame)
+    if matrix is None:
+        return _Orientation(False, False, False)
+    xx, xy, _, yx, yy = matrix[:5]  # "xy": how far down is shown what is further right
+    if abs(xx) + abs(yy) >= abs(xy) + abs(yx):
+        return _Orientation(False, xx < 0, yy < 0)
+    return _Orientation(True, yx < 0, xy < 0)
+
+
+def _rotation_matrix(degrees: int) -> tuple[int, ...]:
+    """As `display_matrix`, of a rotation counter-clockwise."""
+    one = 1 << 16
+    cos, sin = (round(one * f(math.radians(degrees))) for f in (math.cos, math.sin))
+    return cos, -sin, 0, sin, cos, 0, 0, 0, 1 << 30
 
 
 def _with_square_pixels(frame: VideoFrame, pixel_aspect: float) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -23,6 +23,7 @@ from opensora.utils.errors import UserError
 
 FORMATS = ("csv", "jsonl", "parquet")
 SHOWN_ROWS = 5  # of those that a message is about
+EXACT = 2**53  # whole numbers up to it are float64s as well
 BLOCK = 16_384  # rows that are taken apart at a time
 
 
@@ -80,6 +81,13 @@ def is_numeric(column: pd.Series) -> bool:
     return pd.api.types.is_numeric_dtype(column.dtype) and not pd.api.types.is_bool_dtype(column.dtype)
 
 
+def integer_type(least: int, most: int) -> Literal["Int64", "UInt64"] | None:
+    """What keeps whole numbers from `least` to `most` as they are, and hashes of 64 bits; None = nothing that pandas has."""
+    if least >= -(2**63) and most < 2**63:
+        return "Int64"
+    return "UInt64" if least >= 0 and most < 2**64 else None
+
+
 def strings(column: pd.Series) -> pd.Series:
     """A column as Python strings, "" where a value is missing; whole numbers have no decimal point."""
     if column.dtype == object and set(map(type, column)) <= {str}:
@@ -119,7 +127,7 @@ def cell_text(value: Any) -> str:
     """A value as text, such that equal values give equal text."""
     if isinstance(value, str):
         return value
-    if value is None or value is pd.NA or (isinstance(value, float) and value != value):
+    if value is None or value is pd.NA or value is pd.NaT or (isinstance(value, float) and value != value):
         return ""
     if isinstance(value, float | np.floating):
         return repr(float(value)).removesuffix(".0")
@@ -190,7 +198,7 @@ def _read_jsonl(source: Path) -> pd.DataFrame:
 
 def _record(source: Path, number: int, line: str) -> dict[str, Any]:
     try:
-        record = json.loads(line, object_pairs_hook=_without_repeats)
+        record = json.loads(line, object_pairs_hook=without_repeats)
     except ValueError as error:
         raise UserError(
             f"{source}, line {number}: no valid JSON ({error}); each line is an object of its own."
@@ -219,7 +227,12 @@ def refuse_half_characters(source: Path, number: int, record: Mapping[str, Any])
             ) from error
 
 
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON, for `json.loads`.
+
+    Raises:
+        ValueError: a name is there twice, and one of its values would be lost.
+    """
     if len(dict(pairs)) < len(pairs):
         raise ValueError("a name is there twice")
     return dict(pairs)
@@ -256,9 +269,11 @@ def _typed(values: list[Any]) -> Any:
     """The values of a column with the narrowest type that keeps them."""
     kinds = set(map(type, values))
     kinds.discard(type(None))
-    if kinds == {int} and all(abs(value) < 2**63 for value in values if value is not None):
-        return pd.array(values, dtype="Int64")
-    if kinds in ({float}, {int, float}):
+    whole = [value for value in values if type(value) is int] if int in kinds else [0]
+    least, most = min(whole), max(whole)
+    if kinds == {int} and (kind := integer_type(least, most)):
+        return pd.array(values, dtype=kind)
+    if kinds == {float} or (kinds == {int, float} and least >= -EXACT and most <= EXACT):
         return np.array([np.nan if value is None else value for value in values], np.float64)
     column = np.empty(len(values), dtype=object)
     column[:] = ["" if value is None else value for value in values] if kinds <= {str} else values
@@ -271,5 +286,5 @@ def _plain(column: pd.Series) -> Any:
         if pd.api.types.is_float_dtype(column.dtype):
             return column.to_numpy(np.float64, na_value=np.nan)
         return column
-    values = [None if value is pd.NA else value for value in column.to_numpy(object)]
+    values = [None if value is pd.NA or value is pd.NaT else value for value in column.to_numpy(object)]
     return _typed([value.tolist() if isinstance(value, np.ndarray) else value for value in values])

@@ -36,7 +36,7 @@ class Timeline:
         num_frames: Frames that are shown.
         fps: The rate while the video runs.
         times: [N] int64, when each is shown, in order.
-        keyframes: [K] int64, the times of keyframes, from which decoding can begin.
+        keyframes: [K] int64, the times of keyframes, from which decoding can begin; none where a seek changes the times.
         exact_keys: False: a keyframe may be shown a little later than its time here.
         time_base: Seconds of a unit.
     """
@@ -128,6 +128,8 @@ def _remember(known_by: Identity, timeline: Timeline) -> None:
 def _from_header(container: InputContainer, stream: VideoStream) -> Timeline | None:
     """The timeline of an MP4 or MOV of constant rate whose header is complete; None for all else."""
     entries = stream.index_entries
+    if stream.codec_context.name == "vp8":  # the header does not tell which frames are hidden
+        return None
     if "mp4" not in container.format.name or stream.start_time is None or not 1 < len(entries) == stream.frames:
         return None
     decoded_at = np.empty(len(entries), np.int64)
@@ -148,9 +150,9 @@ def _from_header(container: InputContainer, stream: VideoStream) -> Timeline | N
 
 
 def _from_packets(path: str, container: InputContainer, stream: VideoStream) -> Timeline:
-    in_header, is_mp4 = stream.frames, "mp4" in container.format.name
-    packets = [_Packet.of(packet) for packet in container.demux(stream) if packet.size]
-    shown = [packet for packet in packets if not packet.is_discard]
+    in_header, is_mp4, codec = stream.frames, "mp4" in container.format.name, stream.codec_context.name
+    packets = [_Packet.of(packet, codec) for packet in container.demux(stream) if packet.size]
+    shown = [packet for packet in packets if packet.is_shown]
     if any(packet.is_corrupt for packet in packets) or (is_mp4 and len(packets) < in_header):
         raise BadFile(
             f"{path} is truncated: {len(packets)} of {in_header or 'unknown'} frames are there; "
@@ -162,6 +164,8 @@ def _from_packets(path: str, container: InputContainer, stream: VideoStream) -> 
     guessed = container.format.name == "avi" and stream.codec_context.has_b_frames
     if guessed or len(times) < len(shown) or len(np.unique(times)) < len(times):
         times = keys = NO_TIMES
+    if not all(packet.begins_in_file for packet in packets):
+        keys = NO_TIMES  # FFmpeg guessed times, and would guess others after a seek
     return _timeline(stream, len(shown), np.sort(times), np.sort(keys), exact_keys=True)
 
 
@@ -171,12 +175,31 @@ class _Packet:
 
     pts: int | None
     is_keyframe: bool
-    is_discard: bool
+    is_shown: bool
     is_corrupt: bool
+    begins_in_file: bool  # False: it is inside what the file has as one packet, with one time, as in MPEG-PS
 
     @classmethod
-    def of(cls, packet: av.Packet) -> "_Packet":
-        return cls(packet.pts, packet.is_keyframe, packet.is_discard, packet.is_corrupt)
+    def of(cls, packet: av.Packet, codec: str) -> "_Packet":
+        is_shown = not packet.is_discard and not _is_hidden(packet, codec)
+        return cls(packet.pts, packet.is_keyframe, is_shown, packet.is_corrupt, packet.pos is not None)
+
+
+def _is_hidden(packet: av.Packet, codec: str) -> bool:
+    """Whether a packet is only there for others to refer to, and gives no frame: VP8's and VP9's alternate references.
+
+    AV1 and most VP9 files have such frames in one packet with a frame that is shown.
+    """
+    if codec == "vp8":  # RFC 6386, 9.1
+        return not memoryview(packet)[0] & 0b0001_0000
+    if codec != "vp9":
+        return False
+    # VP9 bitstream specification, 6.2 and annex B
+    head, last = memoryview(packet)[0], memoryview(packet)[-1]
+    is_superframe = last & 0b1110_0000 == 0b1100_0000
+    is_profile_3 = head & 0b0011_0000 == 0b0011_0000  # which has one bit more in front
+    shows = 0b0000_0101 if is_profile_3 else 0b0000_1010  # "show_existing_frame" and "show_frame"
+    return not is_superframe and not head & shows
 
 
 def _timeline(

@@ -1,17 +1,19 @@
 """Videos decoded by torchcodec instead of PyAV: the same frames at the same places, by another library.
 
 Which frame is the i-th, and when, is told by our own `timeline`, so that a clip does not depend on the backend. torchcodec
-turns frames by itself; it neither tone-maps, nor deinterlaces, nor stretches pixels, so files that need it are refused.
+turns frames by itself; it neither mirrors, tone-maps, deinterlaces nor stretches pixels, so files that need it are refused.
 """
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
-from opensora.datasets.color import HDR_NAMES, NEARLY_SQUARE
+from opensora.datasets.color import HDR_NAMES, NEARLY_SQUARE, is_mirrored
 from opensora.datasets.files import BadFile, TooFewFrames
+from opensora.datasets.pyav_clip import decoded
 from opensora.datasets.timeline import Identity, Timeline, open_timeline, open_video
 from opensora.utils.errors import UserError
 
@@ -26,14 +28,15 @@ def open_with_torchcodec(known_by: Identity) -> Iterator["TorchcodecClip"]:
     video_decoder = _import_decoder()
     with open_timeline(known_by) as (timeline, _):
         pass
-    yield TorchcodecClip(known_by[0], timeline, video_decoder)
+    yield TorchcodecClip(known_by, timeline, video_decoder)
 
 
 class TorchcodecClip:
     """A video; see `read_video.Clip`."""
 
-    def __init__(self, path: str, timeline: Timeline, video_decoder: Any) -> None:
-        self.path, self.timeline = path, timeline
+    def __init__(self, known_by: Identity, timeline: Timeline, video_decoder: Any) -> None:
+        self.path, self.timeline = known_by[0], timeline
+        self._known_by = known_by
         self.num_frames, self.fps = timeline.num_frames, timeline.fps
         self._video_decoder = video_decoder
 
@@ -72,6 +75,18 @@ class TorchcodecClip:
             raise BadFile(
                 f"{self.path} has pixels of {aspect:.3f} : 1, which torchcodec leaves so; use backend='pyav'."
             )
+        if _is_mirrored(*self._known_by):
+            raise BadFile(
+                f"{self.path} is stored mirrored, which torchcodec leaves so; use backend='pyav' or re-encode it."
+            )
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_mirrored(path: str, size: int, mtime_ns: int) -> bool:
+    """Remembered until the file changes, for it takes decoding a frame."""
+    with open_video(path) as opened:
+        first = next(decoded(*opened), None)
+        return first is not None and is_mirrored(first)
 
 
 def _import_decoder() -> Any:

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 ROUNDING = 1e-4  # of a frame: rates in tables are rounded
 
 
-@DATASETS.register_module()
+@DATASETS.register_module(name=["VariableVideoTextDataset", "VariableVideoText"])  # the second is its older spelling
 class VariableVideoTextDataset:
     """Clips and images of the sizes of a `bucket_config`, with a caption; see `bucket.py` for which goes where.
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from opensora.models.layers.embedders import CaptionEmbedder
 from opensora.models.recognise import recognise, star
+from opensora.models.settings import other_settings, refuse_other_heads, written_settings
 from opensora.utils.ckpt import load_strictly, open_checkpoint, read_weights
 from opensora.utils.ckpt_write import MANIFEST
 from opensora.utils.errors import UserError
@@ -54,16 +55,23 @@ Convert = Callable[[Mapping[str, Tensor], nn.Module], Conversion]
 def load_weights(model: nn.Module, path: str | Path, convert: Convert) -> str:
     """Load `path` (anything that `opensora.utils.ckpt.read_weights` reads) into `model`, strictly.
 
+    Where the file says what its model computes with (see `opensora.models.settings`), other settings are told as a warning.
+
     Returns:
         The table of what was loaded, converted, dropped and left at its initial value; it is also logged.
 
     Raises:
-        UserError: the file is missing, unsafe, or of another architecture. The model is then as it was.
+        UserError: the file is missing, unsafe, of another architecture, or of another number of heads. The model is then
+            as it was.
     """
-    state = read_weights(path)
+    file = _located(path)
+    state = read_weights(file or path)
+    written = written_settings(path, file)
     try:
         conversion = convert(state, model)
         _leave_out_zeros(conversion)
+        if written is not None and _same_shapes(conversion.tensors, model):
+            refuse_other_heads(written, model, path)
         missing = conversion.initial.keys() - conversion.tensors.keys()
         load_strictly(model, conversion.tensors, path, may_miss=missing)
     except UserError as error:
@@ -71,6 +79,8 @@ def load_weights(model: nn.Module, path: str | Path, convert: Convert) -> str:
     _settle_null_text(conversion, model)
     table = report(conversion, model, path)
     log.info(table)
+    if written is not None and (others := other_settings(written, model, path)):
+        log.warning(others)
     return table
 
 
@@ -80,9 +90,8 @@ def written_by(path: str | Path) -> str | None:
     Args:
         path: as for `load_weights`, which has read it: here nothing is reported that is wrong with it.
     """
-    folder = Path(path).expanduser()
-    if (folder / MANIFEST).is_file():
-        return cast(str | None, open_checkpoint(folder).manifest.get("model"))
+    if _is_checkpoint(path):
+        return cast(str | None, open_checkpoint(Path(path).expanduser()).manifest.get("model"))
     file = find_weights(path)
     if kind_of(file) != "safetensors":
         return None
@@ -138,6 +147,24 @@ def resize_rows(table: Tensor, rows: int) -> Tensor:
 def grow_patches(weight: Tensor, num_frames: int) -> Tensor:
     """A 2-D patch kernel `[D, C, p, p]` as the 3-D one `[D, C, num_frames, p, p]` that sees the frames' mean."""
     return weight.unsqueeze(2).repeat(1, 1, num_frames, 1, 1) / num_frames
+
+
+def _is_checkpoint(path: str | Path) -> bool:
+    return (Path(path).expanduser() / MANIFEST).is_file()
+
+
+def _located(path: str | Path) -> Path | None:
+    """The file that is read, so that a hub is asked once; None = a checkpoint of ours, or nothing, which reading tells."""
+    try:
+        return None if _is_checkpoint(path) else find_weights(path)
+    except UserError:
+        return None
+
+
+def _same_shapes(tensors: Mapping[str, Tensor], model: nn.Module) -> bool:
+    """Whether the sizes are the model's; if not, those are what there is to tell, and heads follow from them."""
+    own = model.state_dict()
+    return all(tensor.shape == own[name].shape for name, tensor in tensors.items() if name in own)
 
 
 def _leave_out_zeros(conversion: Conversion) -> None:

@@ -42,6 +42,7 @@ DEFAULTS: dict[str, Any] = {
 FREE = ("CONFIG", "MODULES")  # whose keys are the model's
 PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 HEADS = {768: 12, 1024: 16, 1536: 16}
+VAES = {"nova_train_t2i": "VideoAutoencoderKL", "nova_train_t2v": "DiffusersVideoVAE"}  # of diffusers
 MODULES = ("vae", "text_encoder", "tokenizer", "transformer", "scheduler")
 TEXT_TOKENS = 256
 ARCHITECTURE = (
@@ -322,10 +323,16 @@ def _components(node: CfgNode) -> dict[str, Any]:
             "trained": "all" if video else "image",
             **pretrained,
         },
-        "vae": {"type": "DiffusersVideoVAE" if video else "VideoAutoencoderKL", "from_pretrained": folders["vae"]},
+        "vae": {"type": _vae_type(Path(folders["vae"]), node.PIPELINE.TYPE), "from_pretrained": folders["vae"]},
         "text_encoder": text_encoder,
         "scheduler": {"type": "nova", "loss_repeat": node.TRAIN.LOSS_REPEAT, **_noise(Path(folders["scheduler"]))},
     }
+
+
+def _vae_type(folder: Path, kind: str) -> str:
+    """Of NOVA's own video VAE there is only the scale, which is all that training from records takes of a VAE."""
+    config = _read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
+    return "ScaleOnlyVAE" if config.get("_class_name") == "AutoencoderKLOpenSora" else VAES[kind]
 
 
 def architecture(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from opensora.datasets.read_video import Decoding, open_clip, probe, read_frames
 from opensora.datasets.sampler import SampleKey
 from opensora.datasets.timeline import _from_header, _from_packets, open_video
 from opensora.utils.errors import UserError
-from tests.datasets.videos import CLIPS, frame_numbers, numbered_frames
+from tests.datasets.videos import CLIPS, combs, frame_numbers, numbered_frames, write_interlaced
 
 QUICK = {"preset": "ultrafast"}
 
@@ -67,29 +67,6 @@ def test_hdr_can_be_refused(tmp_path, transfer, name):
 
 
 # -------------------------------------------------------------------------------------------------- interlaced
-
-
-def write_interlaced(path: Path, count: int = 20) -> Path:
-    """A white bar that moves 2 pixels with each field: the lines of a frame show two moments."""
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream("mpeg2video", rate=25, options={"flags": "+ildct+ilme", "g": "5", "qscale": "1"})
-        stream.height, stream.width, stream.pix_fmt = 64, 96, "yuv420p"
-        stream.codec_context.bit_rate = 8_000_000
-        for i in range(count):
-            rgb = np.zeros((64, 96, 3), np.uint8)
-            rgb[1::2, 4 * i : 4 * i + 12] = 255  # this encoder marks the bottom field as the first
-            rgb[0::2, 4 * i + 2 : 4 * i + 14] = 255
-            frame = av.VideoFrame.from_ndarray(rgb, format="rgb24").reformat(format="yuv420p")
-            frame.pts, frame.time_base = i, Fraction(1, 25)
-            container.mux(stream.encode(frame))
-        container.mux(stream.encode())
-    return path
-
-
-def combs(frames: torch.Tensor) -> float:
-    """How much a line differs from both its neighbours alike: of [T, H, W, 3] uint8."""
-    lines = frames[..., 0].float()
-    return float((lines[:, 1:-1] - (lines[:, :-2] + lines[:, 2:]) / 2).abs().mean())
 
 
 def test_interlaced_videos_are_deinterlaced(tmp_path):

@@ -11,6 +11,7 @@ from opensora.datasets.dataloader import build_loader, build_sampler
 from opensora.datasets.sampler import BucketKey, Place
 from opensora.datasets.summary import summarise
 from opensora.datasets.variable_dataset import VariableVideoTextDataset
+from opensora.registry import DATASETS
 from opensora.utils.errors import UserError
 from tests.datasets.videos import frame_numbers, numbered_frames
 
@@ -44,6 +45,16 @@ def test_a_sample_has_the_size_of_its_bucket_and_true_numbers(table):
         assert (item["height"], item["width"], item["num_frames"]) == (32, 48, item["video"].shape[1])
         assert {item[name].dtype for name in ("ar", "fps", "height", "width", "num_frames")} == {torch.float32}
     assert dataset.assign(0).left[3] == Left.SMALL
+
+
+def test_the_older_spelling_is_the_same_dataset(table):
+    old, new = (
+        DATASETS.build({"type": name, "data_path": str(table), "bucket_config": CONFIG})
+        for name in ("VariableVideoText", "VariableVideoTextDataset")
+    )
+    assert type(old) is type(new) is VariableVideoTextDataset
+    assert old.fingerprint() == new.fingerprint()
+    assert torch.equal(old[key_of(old, 0)]["video"], new[key_of(new, 0)]["video"])
 
 
 def test_every_frame_interval_is_exact_and_the_last_start_is_used(table):

@@ -5,13 +5,17 @@ Sizes are checked for 1 to 64 frames; the network runs at a few of them. Toleran
 normalisation nor attention) and, for the others, against the plain result with a stated bound.
 """
 
+import hashlib
 import inspect
+import json
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 from torch.testing import assert_close
 
+from opensora.datasets.cache.moments import clip_settings, refuse_other_settings
 from opensora.models.vae.base import VideoVAE
 from opensora.models.vae.video import FAMILIES, DiffusersVideoVAE
 from opensora.registry import MODELS
@@ -34,7 +38,8 @@ def legal(vae: VideoVAE, most: int = 64) -> list[int]:
 
 def test_every_registered_vae_and_every_class_of_diffusers_is_here():
     registered = {name for name in MODELS.choices() if "VAE" in name or "Autoencoder" in name}
-    assert registered == {cfg["type"] for cfg in VAES.values()}
+    without_network = {"ScaleOnlyVAE"}  # tests/models/vae/test_scale_only.py
+    assert registered == {cfg["type"] for cfg in VAES.values()} | without_network
     here = {cfg["architecture"]["type"] for cfg in VAES.values() if cfg["type"] == "DiffusersVideoVAE"}
     assert here == set(FAMILIES) == set(DiffusersVideoVAE._classes())
 
@@ -274,6 +279,41 @@ def test_tiles_lie_where_they_belong(name):
     assert (again - decoded).square().mean().sqrt() < 1.2 * decoded.std()
     small = video_of(vae, size=(side, side), batch=1)
     assert_close(tiled.moments(small), vae.moments(small), rtol=1e-4, atol=1e-5)
+
+
+@vaes
+def test_fingerprint_of_defaults_is_that_of_config_and_weights(name):
+    """The formula written out: caches of before stay valid."""
+    vae = build(name)
+    config = {key: value for key, value in vae._config().items() if not key.startswith("_")}
+    expected = hashlib.blake2b(json.dumps(config, sort_keys=True, default=list).encode(), digest_size=16)
+    for key, weight in sorted(vae._network().state_dict().items()):
+        expected.update(f"{key} {weight.dtype} {tuple(weight.shape)}".encode())
+        expected.update(weight.reshape(-1).contiguous().view(torch.uint8).numpy())
+    assert vae.fingerprint() == expected.hexdigest()
+    assert build(name, posterior="mode", micro_batch_size=2).fingerprint() == vae.fingerprint()
+
+
+@pytest.mark.parametrize("name", TILED)
+def test_fingerprint_knows_tiles(name):
+    """Also where a part of the VAE has them, as Open-Sora 1.2's picture VAE."""
+    side = 4 * build(name).strides[1]
+    plain, tiled, again, other = (
+        build(name, **settings).fingerprint()
+        for settings in (
+            {"tile_overlap": 0.5},
+            {"tile_size": side},
+            {"tile_size": side},
+            {"tile_size": side, "tile_overlap": 0.5},
+        )
+    )
+    assert tiled == again
+    assert len({build(name).fingerprint(), tiled, other}) == 3
+    assert plain == build(name).fingerprint()  # without tiles, nothing overlaps
+    shared = ((side, side), "center", "fp16")
+    with pytest.raises(UserError, match=rf"vae is {tiled}, not {plain}\. Write it with") as caught:
+        refuse_other_settings(Path("cache"), clip_settings(tiled, *shared), clip_settings(plain, *shared))
+    assert f"tile_size={side}" in str(caught.value)
 
 
 def test_a_tile_that_cuts_cells_is_refused():

@@ -143,6 +143,26 @@ def test_what_diffusers_has_not_is_told_and_leaves_nothing(made, tmp_path, famil
     assert [path.name for path in tmp_path.iterdir()] == ["w.safetensors"]
 
 
+def test_a_model_of_images_is_no_video_model_of_diffusers(made, tmp_path):
+    source, _ = made("LatteT2V")
+    with pytest.raises(UserError, match="mode='video', as it runs the temporal blocks"):
+        convert(source, tmp_path / "t", {**config("LatteT2V"), "mode": "images"}, to="diffusers")
+    assert [path.name for path in tmp_path.iterdir()] == ["w.safetensors"]
+
+
+def test_a_sample_size_of_diffusers_is_a_multiple_of_the_patch(made, tmp_path):
+    source, _ = made("DiT-class")
+    with pytest.raises(UserError, match="sample_size=9 must be a multiple of the patch, 2"):
+        convert(source, tmp_path / "t", config("DiT-class"), to="diffusers", options={"sample_size": 9})
+
+
+def test_other_heads_than_the_files_are_refused(made, tmp_path):
+    source, _ = made("PixArt")
+    folder = convert(source, tmp_path / "theirs", config("PixArt"), to="diffusers")
+    with pytest.raises(UserError, match=r"config\.json says num_attention_heads=2, the model has num_heads=4"):
+        convert(str(folder), tmp_path / "ours", {**config("PixArt"), "num_heads": 4}, to="safetensors")
+
+
 def test_what_a_file_lacks_by_nature_is_the_same_each_time(made, tmp_path):
     source, _ = made("PixArt")
     model = config("STDiT")

@@ -76,6 +76,18 @@ def test_the_guides_configs_are_ours(guide):
     assert video.vae["type"] == "DiffusersVideoVAE"
 
 
+@pytest.mark.parametrize("name", ["nova_d48w1024_480px", "nova_d48w1024_1024px"])
+def test_of_novas_own_video_vae_the_scale_is_taken(guide, name):
+    config = {"_class_name": "AutoencoderKLOpenSora", "latent_channels": 4, "scaling_factor": 0.5, "shift_factor": 2.0}
+    (guide / "nova" / "vae").mkdir()
+    (guide / "nova" / "vae" / "config.json").write_text(json.dumps(config))
+    vae = MODELS.build(parse_config(TrainConfig, COMPONENTS, [f"{name}.yml"]).vae)
+    assert (type(vae).__name__, vae.out_channels) == ("ScaleOnlyVAE", 4)
+    mean = torch.arange(8.0).view(1, 4, 1, 1, 2)
+    certain = torch.cat([mean, torch.full_like(mean, -30.0)], dim=1)
+    torch.testing.assert_close(vae.sample(certain), (mean - 2) * 0.5, rtol=0, atol=1e-5)
+
+
 def test_the_text_is_sorted_yaml_with_every_key(guide):
     text = (guide / "nova_d48w1024_1024px.yml").read_text()
     assert text.splitlines()[:3] == ["GPU_ID: 0", "MODEL:", "  CONFIG: {}"]

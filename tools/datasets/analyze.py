@@ -8,7 +8,10 @@ Reads the table row by row; 4 bytes for each number are held.
 import argparse
 import contextlib
 import html
+import itertools
+import re
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +29,7 @@ from tools.footage.rows import Row, read_rows
 
 MOST_WORDS = 30  # different values of a column of words, up to which they are counted
 BINS = 30
+LONGEST_NAME = 50  # characters of a file's name, each of up to 4 bytes
 
 
 def with_more(row: Row) -> Row:
@@ -83,16 +87,23 @@ def draw(numbers: dict[str, np.ndarray], folder: Path) -> list[Path]:
     from matplotlib.figure import Figure
 
     folder.mkdir(parents=True, exist_ok=True)
-    written = []
+    written: list[Path] = []
     for name, values in numbers.items():
         figure = Figure(figsize=(6, 3.5), layout="constrained")
         axes = figure.add_subplot()
         axes.hist(values, BINS)
         axes.set_xlabel(name)
         axes.set_ylabel("rows")
-        written.append(folder / f"{name.replace(' ', '_')}.png")
+        written.append(_picture_of(name, folder, written))
         figure.savefig(written[-1], dpi=110)
     return written
+
+
+def _picture_of(name: str, folder: Path, taken: Sequence[Path]) -> Path:
+    """A file of its own for a column, whatever its name is."""
+    safe = re.sub(r"[^\w.-]+", "_", name)[:LONGEST_NAME] or "_"
+    names = itertools.chain([safe], (f"{safe}-{i}" for i in itertools.count(2)))
+    return next(path for path in (folder / f"{each}.png" for each in names) if path not in taken)
 
 
 @exit_on_user_error

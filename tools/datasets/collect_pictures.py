@@ -23,6 +23,8 @@ import av
 import numpy as np
 from PIL import Image, ImageOps
 
+from opensora.datasets.color import upright
+
 PICTURES = {".jpg", ".jpeg", ".png", ".webp", ".tif", ".tiff", ".bmp", ".ppm", ".avif"}
 VIDEOS = {".mp4", ".avi", ".webm", ".mpg", ".mpeg", ".mov", ".mkv"}
 SMALLEST = 96  # a training crop must fit
@@ -119,10 +121,10 @@ def video_frames(file: io.BytesIO, short_side: int, at_most: int) -> Iterator[Im
 
 
 def _upright(frame: av.VideoFrame) -> Image.Image:
-    """The frame as a picture, with its matrix guessed as players do and its rotation applied."""
+    """The frame as a picture, with its matrix guessed as players do, the way it is displayed."""
     untagged_hd = frame.colorspace == av.video.reformatter.Colorspace.DEFAULT and frame.height >= 720
     rgb = frame.to_ndarray(format="rgb24", src_colorspace="ITU709" if untagged_hd else None)
-    return Image.fromarray(np.rot90(rgb, frame.rotation // 90).copy())
+    return Image.fromarray(upright(frame, rgb))
 
 
 def _thumbnail(picture: Image.Image) -> np.ndarray:

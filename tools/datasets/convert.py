@@ -29,6 +29,7 @@ from tools.datasets.datautil.info import add_info
 from tools.datasets.datautil.io import write_frames
 from tools.datasets.datautil.operations import Sheet
 from tools.datasets.datautil.parallel import default_workers
+from tools.datasets.datautil.paths import relative
 from tools.datasets.datautil.text import load_caption
 
 EXTENSIONS = {"video": VIDEO_EXTENSIONS, "image": IMAGE_EXTENSIONS}
@@ -58,8 +59,7 @@ def run(argv: Sequence[str] | None = None) -> Path:
         raise UserError(f"{folder} is no folder.")
     frame, left_out = KINDS[args.kind](folder, args)
     if args.paths == "relative":
-        base = output.parent.absolute()
-        frame["path"] = [os.path.relpath(path, base) for path in frame["path"]]
+        frame["path"] = relative(frame["path"], folder, output.parent)
     sheet = Sheet(frame, output.parent, workers=args.num_workers or default_workers())
     for message in _left_out_lines(left_out):
         print(message)

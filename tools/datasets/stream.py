@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from opensora.datasets.table_files import cell_text, list_rows, refuse_half_characters, table_format
+from opensora.datasets.table_files import cell_text, list_rows, refuse_half_characters, table_format, without_repeats
 from opensora.registry import did_you_mean
 from opensora.utils.errors import UserError
 from tools.datasets.datautil.io import INTEGERS, MISSING_WORDS, NUMBERS
@@ -179,7 +179,7 @@ def _records(source: Path) -> Iterator[dict[str, Any]]:
             if not line.strip():
                 continue
             try:
-                record = json.loads(line)
+                record = json.loads(line, object_pairs_hook=without_repeats)
             except ValueError as error:
                 raise UserError(f"{source}, line {number}: no valid JSON ({error}).") from error
             if not isinstance(record, dict):
@@ -310,12 +310,22 @@ def _array(pyarrow: Any, name: str, values: list[Any], types: dict[str, Any]) ->
     if name in types:
         if pyarrow.types.is_integer(types[name]):  # arrow would cut 10.5 to 10
             _refuse_fractions(name, cells)
-        return pyarrow.array(cells, types[name])
-    array = pyarrow.array(cells)
+        return _typed_array(pyarrow, name, cells, types[name])
+    try:
+        array = pyarrow.array(cells)
+    except OverflowError:  # hashes take all 64 bits
+        array = _typed_array(pyarrow, name, cells, pyarrow.uint64())
     if array.type != pyarrow.null():
         whole = pyarrow.types.is_integer(array.type) and name not in INTEGERS
         types[name] = pyarrow.float64() if whole and name in NUMBERS else array.type
     return array
+
+
+def _typed_array(pyarrow: Any, name: str, cells: Sequence[Any], kind: Any) -> Any:
+    try:
+        return pyarrow.array(cells, kind)
+    except OverflowError as error:
+        raise ValueError(f"column {name!r} has whole numbers of which {kind} does not hold all") from error
 
 
 def _refuse_fractions(name: str, cells: Sequence[Any]) -> None:

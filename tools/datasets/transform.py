@@ -25,10 +25,11 @@ from PIL import Image
 
 from opensora.datasets.files import is_image
 from opensora.datasets.read_video import open_clip
+from opensora.datasets.table_files import table_format
 from opensora.utils.errors import UserError, exit_on_user_error
 from tools.datasets.datautil.parallel import default_workers, map_rows
 from tools.datasets.stream import columns_of
-from tools.footage.rows import Row, read_rows, shown_from, write_rows
+from tools.footage.rows import Row, read_rows, shortened, shown_from, write_rows
 
 QUALITY = 95  # of JPEG
 BLOCK = 1 << 14  # rows in memory at a time
@@ -106,14 +107,13 @@ def run(table: Path, out: Path, folder: Path, make: Callable[[Path, Path], Made]
     """Transform all files of a table; returns how many rows the new one has.
 
     Raises:
-        UserError: the output exists, or there is no column path.
+        UserError: an output exists or is of no known format, or there is no column path.
     """
-    if out.exists():
-        raise UserError(f"{out} exists; name another.")
+    lost = out.with_name(f"{out.stem}_dropped{out.suffix}")
+    check_targets(table, out, lost)
     if "path" not in columns_of(table):
         raise UserError(f"{table} has no column 'path'.")
     out.parent.mkdir(parents=True, exist_ok=True)
-    lost = out.with_name(f"{out.stem}_dropped{out.suffix}")
     with tempfile.TemporaryDirectory(dir=out.parent) as between:
         dropped = Path(between) / "dropped.jsonl"
         with dropped.open("w", encoding="utf-8") as file:
@@ -130,6 +130,21 @@ def run(table: Path, out: Path, folder: Path, make: Callable[[Path, Path], Made]
     if losses:
         print(f"{lost}: {losses} files were left out, such as: {example}")
     return count
+
+
+def check_targets(table: Path, *targets: Path) -> None:
+    """Before anything is done: what is written is no file that somebody may still want.
+
+    Raises:
+        UserError: a target is the table itself, or of no known format, or exists.
+    """
+    for target in targets:
+        table_format(target)
+        if not target.exists():
+            continue
+        if table.exists() and target.samefile(table):
+            raise UserError(f"{target}, which OUT makes it write, is the table itself; name another OUT.")
+        raise UserError(f"{target} exists; name another OUT.")
 
 
 def _made(
@@ -166,7 +181,7 @@ def target_of(file: Path, folder: Path) -> Path:
     """A name of its own in the folder; files in two folders may share theirs. Formats that PIL does not write become PNG."""
     digest = hashlib.blake2b(str(file.absolute()).encode(), digest_size=8).hexdigest()
     suffix = file.suffix if file.suffix.lower() in (".jpg", ".jpeg", ".png") else ".png"
-    return folder / f"{file.stem}-{digest}{suffix}"
+    return folder / f"{shortened(file.stem)}-{digest}{suffix}"
 
 
 def read_arguments() -> argparse.Namespace:

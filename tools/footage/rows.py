@@ -11,6 +11,7 @@ from tools.datasets.stream import Block, columns_of, read_blocks, renamed, write
 
 Row = dict[str, Any]
 BLOCK = 4096
+LONGEST = 180  # bytes of a file's name in the names of what is made of it, which add up to 50
 
 
 def read_rows(source: Path) -> Iterator[Row]:
@@ -68,6 +69,11 @@ def divide_rows(kept: Path, dropped: Path, decided: Iterable[tuple[Row, str]]) -
 def shown_from(base: Path, place: Path) -> str:
     """How a table in the absolute folder `base` names a file: from there where it lies below, else as it is."""
     return str(place.relative_to(base) if place.is_relative_to(base) else place)
+
+
+def shortened(stem: str) -> str:
+    """A file's name such that others can be made of it: file systems take 255 bytes, which may be 60 characters."""
+    return stem.encode()[:LONGEST].decode(errors="ignore")
 
 
 def has_rows(source: Path) -> bool:

@@ -147,8 +147,17 @@ def run(source: Path, target: Path, niter: int, fps: float | None, middle: Middl
         raise UserError("--niter must be 1 or more, and --fps positive.")
     footage = Footage(source)
     frames = (footage.rgb(timed.frame) for timed in footage.frames())
-    rate = exact_fps(fps if fps is not None else footage.fps * 2**niter)
+    rate = exact_fps(fps if fps is not None else _kept_rate(footage) * 2**niter)
     return write(target, interpolated(frames, middle, niter), rate)
+
+
+def _kept_rate(footage: Footage) -> float:
+    """The constant rate at which the last frame is shown when it is shown in the film, whose rate may vary."""
+    steps, last = footage.num_frames - 1, float(footage.times()[-2])  # the last number is the end
+    # times are rounded: a rate within one tick is the better-known number
+    if not steps or abs(steps / footage.fps - last) <= footage.timeline.time_base:
+        return footage.fps
+    return steps / last
 
 
 @exit_on_user_error

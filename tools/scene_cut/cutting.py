@@ -11,24 +11,27 @@ Scenes may overlap and come in any order: each clip gets every frame of its own.
 import heapq
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import av
 import numpy as np
 from av.container import OutputContainer
 from av.video.frame import VideoFrame
 
+from opensora.datasets.color import display_matrix
 from opensora.datasets.files import BadFile
 from opensora.datasets.read_video import probe
-from opensora.datasets.timeline import open_video
+from opensora.datasets.timeline import naming_damage, open_video
+from opensora.utils.errors import UserError
 from tools.scene_cut.frames import Footage, Timed
 from tools.scene_cut.pieces import Dropped, Piece, Rules, choose_pieces
 
 BT709, LIMITED = 1, 1  # ITU-T H.273
+SUFFIXES = (".mp4", ".mkv")
 IN_MP4 = ("h264", "hevc", "av1", "mpeg4")  # what players take in an MP4; other codecs are copied into MKV
 STEADY = 0.02  # of a frame's time: times that are off by less are those of a constant rate
 TICKS = 90_000  # of a second, for rates that are not constant
@@ -72,19 +75,45 @@ def cut_video(
     copied = [job for job in jobs if rules.how == "copy" or (rules.how == "auto" and _begins_with_key(footage, job[0]))]
     encoded = [job for job in jobs if job not in copied]
     clips: list[Clip] = []
-    if encoded:
-        clips += _encode(footage, encoded, rules)
-        dropped += _undecoded(encoded, clips, footage.times())
-    if copied:
-        more, lost = _copy(footage, copied, rules)
-        clips, dropped = clips + more, dropped + lost
+    with _nothing_left(targets):
+        if encoded:
+            clips += _encode(footage, encoded, rules)
+            dropped += _undecoded(encoded, clips, footage.times())
+        if copied:
+            more, lost = _copy(footage, copied, rules)
+            clips, dropped = clips + more, dropped + lost
     clips.sort(key=lambda clip: (clip.start_frame, clip.end_frame, clip.scene))
     return clips, sorted(dropped, key=lambda part: part.start)
+
+
+@contextmanager
+def _nothing_left(targets: Sequence[Path]) -> Iterator[None]:
+    """Where the block fails, the clips that it had written are removed."""
+    try:
+        yield
+    except BadFile:
+        for target in targets:
+            for suffix in SUFFIXES:
+                target.with_suffix(suffix).unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def _naming_unwritable(footage: Footage) -> Iterator[None]:
+    """What FFmpeg cannot write inside the block is a `BadFile`: no video ends a job of many."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (av.FFmpegError, ValueError) as error:  # PyAV's own are ValueErrors, such as of formats that lack a codec
+        raise BadFile(f"{footage.path}: a clip of it cannot be written ({error}); try how='encode'.") from error
 
 
 # ---------------------------------------------------------------------------------------------------- encode
 
 Job = tuple[Piece, Path]
+Timing = Literal["constant", "sampled", "as shown"]
+"""Frames of a clip: all at one rate; those that are shown at the moments of one; all, at the times that they have."""
 
 
 def _encode(footage: Footage, jobs: Sequence[Job], rules: Rules) -> list[Clip]:
@@ -166,7 +195,7 @@ class _Encoder:
         self.output: OutputContainer | None = None
         self.stream: Any = None
         self.written, self.last = 0, -1  # frames, and the pts of the last
-        self.rate, self.is_steady = self._choose_rate()
+        self.rate, self.timing = self._choose_rate()
 
     def take(self, timed: Timed) -> None:
         """The next frame of the piece."""
@@ -204,22 +233,24 @@ class _Encoder:
         self.partial.unlink(missing_ok=True)
         self.target.unlink(missing_ok=True)
 
-    def _choose_rate(self) -> tuple[Fraction, bool]:
-        """Frames per second, and whether the clip has exactly that rate all through."""
-        fps = self.footage.fps
-        if self.rules.target_fps is not None and self.rules.target_fps < fps * (1 - STEADY):
-            return Fraction(self.rules.target_fps).limit_denominator(1001), True
-        steps = np.diff(self.times[self.piece.start : self.piece.end + 1])
-        is_steady = bool(np.abs(np.cumsum(steps - 1 / fps)).max() < STEADY / fps * max(1, len(steps) / 10))
-        return Fraction(fps).limit_denominator(1001), is_steady
+    def _choose_rate(self) -> tuple[Fraction, Timing]:
+        """Frames per second, and how frames come to their times."""
+        start, end, footage = self.piece.start, self.piece.end, self.footage
+        known = min(end, footage.num_frames - 1)  # a film's last frame has no end of its own
+        steps = np.diff(self.times[start : known + 1])
+        fps, is_constant = _rate_of(steps, end - start, footage.fps, float(footage.timeline.time_base))
+        wanted = self.rules.target_fps
+        if wanted is not None and wanted < fps * (1 - STEADY):
+            return as_fraction(wanted), "sampled"
+        return as_fraction(fps), "constant" if is_constant else "as shown"
 
     def _moments(self, timed: Timed) -> Iterator[int]:
         """The pts at which the clip shows the frame, in its time base."""
         start = float(self.times[self.piece.start])
         shown, until = timed.seconds - start, float(self.times[timed.index + 1]) - start
-        if not self.is_steady:
+        if self.timing == "as shown":
             yield max(round(shown * TICKS), self.last + 1)  # two frames may lie within a tick
-        elif self.rules.target_fps is not None and self.rate < Fraction(self.footage.fps * (1 - STEADY)):
+        elif self.timing == "sampled":
             # the frame that is shown at the moment k / rate, as sampling at a rate does it: where rates vary, a frame may
             # be shown at several; the first is, however short it is
             moment = self.written
@@ -231,7 +262,7 @@ class _Encoder:
 
     @property
     def time_base(self) -> Fraction:
-        return 1 / self.rate if self.is_steady else Fraction(1, TICKS)
+        return Fraction(1, TICKS) if self.timing == "as shown" else 1 / self.rate
 
     def _open(self, picture: np.ndarray) -> None:
         height, width = _even_size(picture.shape[0], picture.shape[1], self.rules.shorter_side)
@@ -244,6 +275,34 @@ class _Encoder:
         context.thread_count = 1  # one video per process is the parallelism
         context.colorspace = context.color_primaries = context.color_trc = BT709
         context.color_range = LIMITED
+
+
+def as_fraction(fps: float) -> Fraction:
+    """A rate as encoders take it; one below 1, as of a film of a frame an hour, by the seconds of a frame."""
+    return Fraction(fps).limit_denominator(1001) if fps >= 1 else 1 / (1 / Fraction(fps)).limit_denominator(1001)
+
+
+def _rate_of(steps: np.ndarray, num_frames: int, fps: float, tick: float) -> tuple[float, bool]:
+    """The rate of a piece, and whether it has exactly that one all through.
+
+    Args:
+        steps: seconds that its frames are shown; perhaps without the last of the `num_frames`.
+        fps: the rate of the film, which may have several; the better-known number where the piece has it.
+        tick: seconds of a unit of the film's times, to which steps are rounded.
+    """
+    inner = steps[: num_frames - 1]  # what a reader of the clip sees
+    if not len(inner):
+        return fps, _is_steady(steps, fps)
+    middle, mean = float(np.median(inner)), float(inner.mean())
+    own = fps if abs(middle - 1 / fps) <= tick else 1 / middle
+    for rate in (fps, own, 1 / mean):
+        if _is_steady(steps, rate):
+            return rate, True
+    return own, False
+
+
+def _is_steady(steps: np.ndarray, fps: float) -> bool:
+    return bool(np.abs(np.cumsum(steps - 1 / fps)).max(initial=0) < STEADY / fps * max(1, len(steps) / 10))
 
 
 def _even_size(height: int, width: int, shorter_side: int | None) -> tuple[int, int]:
@@ -260,13 +319,13 @@ def _begins_with_key(footage: Footage, piece: Piece) -> bool:
 
 
 def _copy(footage: Footage, jobs: Sequence[Job], rules: Rules) -> tuple[list[Clip], list[Dropped]]:
-    if not len(footage.timeline.times):
+    if not len(footage.timeline.times) or not len(footage.timeline.keyframes):
         raise BadFile(f"{footage.path}: its frames' times cannot be trusted, so it cannot be copied; use how='encode'.")
     times, clips, dropped = footage.times(), [], []
     first = next(footage.frames(), None)
-    rotation = 0 if first is None else int(first.frame.rotation)
+    matrix = None if first is None else display_matrix(first.frame)
     for piece, target in jobs:
-        span = _copy_piece(footage, piece, target, rotation)
+        span = _copy_piece(footage, piece, target, matrix)
         reason = "no keyframe in it: how='encode' would keep it"
         if span is not None:
             path, start, end = span
@@ -291,22 +350,22 @@ def _uncopied(piece: Piece, times: np.ndarray, start: int, end: int) -> list[Dro
     return [Dropped(piece.scene, float(times[a]), float(times[b]), why) for a, b, why in ends if a < b]
 
 
-def _copy_piece(footage: Footage, piece: Piece, target: Path, rotation: int) -> tuple[Path, int, int] | None:
+def _copy_piece(
+    footage: Footage, piece: Piece, target: Path, matrix: Sequence[int] | None
+) -> tuple[Path, int, int] | None:
     """The file and the frames [start, end) in it; None where there is no keyframe."""
     times = footage.timeline.times
     with open_video(str(footage.path)) as (container, stream):
-        packets = _closed_packets(container, stream, times, piece)
+        packets = _closed_packets(footage, container, stream, piece)
         first = next(packets, None)
         if first is None:
             return None
-        path = target if stream.codec_context.name in IN_MP4 else target.with_suffix(".mkv")
+        path = target if stream.codec_context.codec.canonical_name in IN_MP4 else target.with_suffix(".mkv")
         partial = path.with_name(f".{path.stem}.partial{path.suffix}")
         shown = [int(first.pts or 0)]
         try:
-            with av.open(str(partial), "w") as output:
-                copy = output.add_stream_from_template(stream)
-                if rotation:
-                    copy.set_display_rotation(rotation)
+            with _naming_unwritable(footage), av.open(str(partial), "w") as output:
+                copy = _same_stream(output, stream, matrix)
                 _mux(output, copy, first, shown[0])
                 for packet in packets:
                     shown.append(int(packet.pts or 0))
@@ -318,13 +377,37 @@ def _copy_piece(footage: Footage, piece: Piece, target: Path, rotation: int) -> 
     return path, start, last + 1
 
 
-def _closed_packets(container: Any, stream: Any, times: np.ndarray, piece: Piece) -> Iterator[av.Packet]:
-    """Packets that refer to none but each other, from the first keyframe of a piece on."""
+def _same_stream(output: OutputContainer, stream: Any, matrix: Sequence[int] | None) -> Any:
+    """A stream that takes packets of `stream`."""
+    # else PyAV looks for an encoder of the decoder's name; there is none of libdav1d, and of some codecs there is none at all
+    options = {} if _is_encoder(stream.codec_context.codec.name) else {"opaque": True}
+    copy = output.add_stream_from_template(stream, **options)
+    if matrix is not None:  # all of it: a rotation alone would lose a mirror
+        if not hasattr(copy, "set_display_matrix"):
+            raise ValueError(f"PyAV {av.__version__} cannot say how a film is turned")
+        copy.set_display_matrix(matrix)
+    return copy
+
+
+def _is_encoder(name: str) -> bool:
+    try:
+        return av.Codec(name, "w").is_encoder
+    except av.codec.codec.UnknownCodecError:
+        return False
+
+
+def _closed_packets(footage: Footage, container: Any, stream: Any, piece: Piece) -> Iterator[av.Packet]:
+    """Packets that refer to none but each other, from the first keyframe of a piece on.
+
+    Raises:
+        BadFile: the film is damaged there.
+    """
+    times = footage.timeline.times
     begin = int(times[piece.start])
     end = int(times[piece.end]) if piece.end < len(times) else None
     container.seek(begin, stream=stream, backward=True)
     key: int | None = None
-    for packet in container.demux(stream):
+    for packet in _demuxed(footage, container, stream):
         if packet.pts is None or not packet.size:
             continue
         if key is None and (not packet.is_keyframe or packet.pts < begin):
@@ -334,6 +417,16 @@ def _closed_packets(container: Any, stream: Any, times: np.ndarray, piece: Piece
         key = packet.pts if key is None else key
         if packet.pts >= key:  # frames before the keyframe that come behind it refer to the scene before
             yield packet
+
+
+def _demuxed(footage: Footage, container: Any, stream: Any) -> Iterator[av.Packet]:
+    packets = container.demux(stream)
+    while True:
+        with naming_damage(str(footage.path)):  # the reader's slips alone, none of who writes the packets
+            packet = next(packets, None)
+        if packet is None:
+            return
+        yield packet
 
 
 def _mux(output: OutputContainer, stream: Any, packet: av.Packet, start: int) -> None:

@@ -1,9 +1,10 @@
-"""All frames of a video once, in order, without holding more than one: what detecting and cutting both need.
+"""All frames of a video once, in order, without holding more than a few: what detecting and cutting both need.
 
 Frames are numbered and timed as `opensora.datasets.read_video` does, so that frame i here is frame i there.
 """
 
 from collections.abc import Iterator
+from itertools import chain, islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -73,20 +74,22 @@ class Footage:
         return displayed_size(frame, self.pixel_aspect)
 
     def _progressive(self, opened: Opened) -> Iterator[VideoFrame]:
+        """Frames that show one moment each. Up to the first interlaced one, which may be any, they are just passed on."""
         frames = self._sound(opened)
-        first = next(frames, None)
-        if first is None:
+        before: list[VideoFrame] = []  # the last frame that was passed on
+        for frame in frames:
+            if frame.interlaced_frame:
+                # the frame before is part of its missing lines
+                made = deinterlaced(opened[1], chain(before, [frame], frames))
+                yield from islice(made, len(before), None)
+                return
+            yield frame
+            before = [frame]
+        if not before:
             raise BadFile(f"{self.path}: no frame could be decoded; re-encode it or remove its row.")
-        rest = _with_first(first, frames)
-        yield from deinterlaced(opened[1], rest) if first.interlaced_frame else rest
 
     def _sound(self, opened: Opened) -> Iterator[VideoFrame]:
         for frame in decoded(*opened):
             if frame.is_corrupt:
                 raise BadFile(f"{self.path} is damaged: the frame at {frame.time} s is corrupt; re-encode it.")
             yield frame
-
-
-def _with_first(first: VideoFrame, rest: Iterator[VideoFrame]) -> Iterator[VideoFrame]:
-    yield first
-    yield from rest

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tools.footage.rows import shortened
 from tools.scene_cut.cutting import cut_video
 from tools.scene_cut.detectors import find_cuts, resolve, scenes_of
 from tools.scene_cut.frames import Footage
@@ -74,7 +75,7 @@ def stem_of(path: Path, cell: str, rules: Rules) -> str:
     that is cut again gets the same names.
     """
     made_of = "\0".join((str(path.absolute()), cell, repr(rules)))
-    return f"{path.stem}-{hashlib.blake2b(made_of.encode(), digest_size=8).hexdigest()}"
+    return f"{shortened(path.stem)}-{hashlib.blake2b(made_of.encode(), digest_size=8).hexdigest()}"
 
 
 @contextmanager

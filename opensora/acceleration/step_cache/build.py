@@ -101,10 +101,18 @@ def _refuse_without_hooks(kind: str, model: nn.Module) -> None:
     """Blocks must have the parts, by the names, that the blocks of this package have."""
     for block in model.transformer_blocks():  # type: ignore[operator]
         if kind == "pab":
-            missing = None if hasattr(getattr(block, "attn", None), "axis") else "`attn`, a self-attention of opensora.models.layers"
+            missing = (
+                None
+                if hasattr(getattr(block, "attn", None), "axis")
+                else "`attn`, a self-attention of opensora.models.layers"
+            )
         else:
             modulated = hasattr(block, "scale_shift_table") or hasattr(block, "adaLN_modulation")
-            missing = None if modulated and hasattr(block, "norm1") else "`norm1` and `scale_shift_table` or `adaLN_modulation`"
+            missing = (
+                None
+                if modulated and hasattr(block, "norm1")
+                else "`norm1` and `scale_shift_table` or `adaLN_modulation`"
+            )
         if missing:
             raise UserError(
                 f"step_cache.type={kind!r}: the blocks of a {type(model).__name__} have no {missing}. Leave the step cache out."

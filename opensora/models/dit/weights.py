@@ -15,6 +15,7 @@ from opensora.models.key_map import Rule, layer, tensor, to_ours, to_theirs
 from opensora.models.layers.blocks import AdaLNZeroBlock
 from opensora.models.layers.embedders import LabelEmbedder
 from opensora.models.loading import Conversion, grow_patches, pick
+from opensora.models.settings import tokens_of
 from opensora.registry import MODELS
 from opensora.utils.errors import UserError
 
@@ -158,10 +159,12 @@ def to_diffusers(model: "DiT", *, sample_size: int = 32) -> tuple[dict[str, Any]
         The constructor's arguments, and the state dict.
 
     Raises:
-        UserError: the model has what that format cannot hold; all of it is named.
+        UserError: the model has what that format cannot hold, all of which is named; or `sample_size` is no multiple of
+            the patch.
     """
     if problems := _not_in_diffusers(model):
         raise UserError(f"diffusers' DiTTransformer2DModel cannot hold this model: {'; '.join(problems)}.")
+    tokens_of(sample_size, model.patch_size[1])
     num_heads = cast(AdaLNZeroBlock, model.blocks[0]).attn.num_heads
     config = {
         "num_attention_heads": num_heads,

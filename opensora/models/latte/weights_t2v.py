@@ -90,6 +90,8 @@ def _sample_size(model: "LatteT2V") -> int:
     fitting = [side for side in sides if side // rows / max(side // 64, 1) == span]  # // 64 is diffusers' scale
     mlp = cast("AdaLNSingleBlock", model.blocks[0]).mlp
     needed = {
+        "mode='video', as it runs the temporal blocks; for images convert with mode='video' and call it with "
+        "enable_temporal_attentions=False": model.mode == "video",
         f"square patches, not {rows} x {columns}": rows == columns,
         f"another range of spatial positions than base_size / space_scale = {span:g}": bool(fitting),
         f"time_scale=1, not {model.time_scale}": model.time_scale == 1,

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from opensora.models.key_map import Rule, layer, tensor, to_ours, to_theirs
 from opensora.models.loading import NO_NULL_TEXT, NULL_TEXT, Conversion, fit_shapes, pick
+from opensora.models.settings import tokens_of
 from opensora.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -45,8 +46,9 @@ def convert(state: Mapping[str, Tensor], model: nn.Module) -> Conversion:
 def to_diffusers(model: "PixArt", *, sample_size: int | None = None) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The `config.json` and the state dict of the same model in diffusers, a `PixArtTransformer2DModel`.
 
-    Its positions are `i / interpolation_scale * base / length` with `base = sample_size / patch`, ours where
-    `model.base_size` is set. A model without it agrees at one size, squares of `sample_size`.
+    Its positions are `i / interpolation_scale * base / length` with `base = sample_size // patch`, a whole number. Ours
+    are the same where `model.base_size` is set: any range is that of a whole base and a scale that goes with it. A model
+    without it agrees at one size, squares of `sample_size`.
 
     Args:
         model: for images, that is without temporal positions. Its table of "no text" is left out.
@@ -54,15 +56,11 @@ def to_diffusers(model: "PixArt", *, sample_size: int | None = None) -> tuple[di
             with positions from 0 to 32.
 
     Raises:
-        UserError: diffusers cannot say this model.
+        UserError: diffusers cannot say this model, or `sample_size` is no multiple of the patch.
     """
     _check_expressible(model)
     patch = model.patch_size[1]
-    if model.base_size is not None and sample_size is not None:
-        raise UserError("sample_size: this model's positions do not depend on it, as base_size is set. Leave it out.")
-    side = sample_size or round((model.base_size or 32 * model.space_scale) * patch)
-    base = model.base_size or side / patch
-    scale = side / patch * model.space_scale / base
+    tokens, scale = _positions(model, sample_size)
     state = to_theirs(rules(len(model.blocks)), model.state_dict())
     del state["caption_projection.y_embedding"]
     config = {
@@ -74,7 +72,7 @@ def to_diffusers(model: "PixArt", *, sample_size: int | None = None) -> tuple[di
         "num_layers": len(model.blocks),
         "cross_attention_dim": model.hidden_size,
         "attention_bias": True,
-        "sample_size": side,
+        "sample_size": tokens * patch,
         "patch_size": patch,
         "activation_fn": "gelu-approximate",
         "norm_type": "ada_norm_single",
@@ -161,6 +159,19 @@ def _compressed(names: Mapping[str, Tensor]) -> set[int]:
 
 def _depth(state: Mapping[str, Tensor]) -> int:
     return 1 + max((int(name.split(".")[1]) for name in state if name.startswith("transformer_blocks.")), default=-1)
+
+
+def _positions(model: "PixArt", sample_size: int | None) -> tuple[int, float]:
+    """diffusers' base, in tokens, and its scale."""
+    if sample_size is not None:
+        if model.base_size is not None:
+            raise UserError(
+                "sample_size: this model's positions do not depend on it, as base_size is set. Leave it out."
+            )
+        return tokens_of(sample_size, model.patch_size[1]), model.space_scale
+    base = 32 * model.space_scale if model.base_size is None else model.base_size
+    tokens = max(1, round(base))
+    return tokens, model.space_scale if model.base_size is None else tokens * model.space_scale / base
 
 
 def _check_expressible(model: "PixArt") -> None:

@@ -248,7 +248,7 @@ class PretrainedTextEncoder(nn.Module):
                 return
 
     def _check_length(self, name: str) -> None:
-        limit = getattr(self.config, "max_position_embeddings", None)
+        limit = self._most_tokens()
         if self.model_max_length < 1 or (limit is not None and self.model_max_length > limit):
             raise UserError(
                 f"text encoder {name}: model_max_length={self.model_max_length} is not in 1..{limit or ''}."
@@ -257,6 +257,16 @@ class PretrainedTextEncoder(nn.Module):
             raise UserError(f"text encoder {name}: its tokenizer has no padding token; pick an encoder that has one.")
         if self.padding == "longest" and self.tokenizer.padding_side != "right":
             raise UserError(f"text encoder {name}: its tokenizer pads on the left; use padding='max_length'.")
+
+    def _most_tokens(self) -> int | None:
+        """How many positions there are for tokens; None where they have no end.
+
+        RoBERTa and its kin count positions from behind that of padding, which is the padding token's number.
+        """
+        limit = getattr(self.config, "max_position_embeddings", None)
+        tables = [table for name, table in self.model.named_modules() if name.endswith("position_embeddings")]
+        padding = [index for table in tables if (index := getattr(table, "padding_idx", None)) is not None]
+        return limit if limit is None else limit - max(padding, default=-1) - 1
 
 
 def _dtype_argument() -> str:

@@ -152,6 +152,14 @@ class VideoVAE(nn.Module):
         """How many units are decoded at a time."""
         return self.micro_batch_size
 
+    def _input_dtype(self, *, decoding: bool) -> torch.dtype:
+        """What the network is given its input in: the weights' number format, unless a subclass differs."""
+        return next(self._network().parameters()).dtype
+
+    def _latent_settings(self) -> dict[str, Any]:
+        """Settings beside `_config` with which latents are not those of the default; {} for the default."""
+        return {} if self.tile_size is None else {"tile_size": self.tile_size, "tile_overlap": float(self.tile_overlap)}
+
     # ------------------------------------------------------------------------------------- the contract
 
     def forward(self, x: Tensor, generators: Generators = None) -> tuple[Tensor, Tensor]:
@@ -262,13 +270,22 @@ class VideoVAE(nn.Module):
         return self._network().decoder.get_parameter(name)  # type: ignore[union-attr]
 
     def fingerprint(self) -> str:
-        """A hash of config and weights: latents cached under one fingerprint fit no other."""
+        """A hash of config and weights, and the settings that change latents: those cached under one fingerprint fit no other.
+
+        The settings stand in it as they are, so that a cache that is refused for one of them says which.
+        """
         config = {key: value for key, value in self._config().items() if not key.startswith("_")}
         digest = hashlib.blake2b(json.dumps(config, sort_keys=True, default=list).encode(), digest_size=16)
         for name, weight in sorted(self._network().state_dict().items()):
             digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
             digest.update(weight.detach().reshape(-1).cpu().contiguous().view(torch.uint8).numpy())
-        return digest.hexdigest()
+        settings = [
+            f"{name}.{key}={value}".lstrip(".")  # a VAE is a module of its own, by the name ""
+            for name, part in self.named_modules()
+            if isinstance(part, VideoVAE)
+            for key, value in part._latent_settings().items()
+        ]
+        return " ".join([digest.hexdigest(), *settings])
 
     def set_latent_statistics(self, **statistics: float | Sequence[float] | None) -> None:
         """Change `scaling_factor`, `shift_factor`, `latents_mean` or `latents_std` of the config and apply it."""
@@ -296,7 +313,7 @@ class VideoVAE(nn.Module):
 
     def _run(self, network: Network, x: Tensor, size: int | None, *, decoding: bool) -> Tensor:
         """`network` over units, micro-batches of `size` and tiles."""
-        units = self._units(x, decoding=decoding).to(next(self._network().parameters()).dtype)
+        units = self._units(x, decoding=decoding).to(self._input_dtype(decoding=decoding))
         parts = [self._run_tiles(network, part, size, decoding=decoding) for part in units.split(size or len(units))]
         return self._videos(torch.cat(parts) if len(parts) > 1 else parts[0], len(x), decoding=decoding).float()
 

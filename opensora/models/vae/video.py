@@ -9,11 +9,11 @@ pipelines, not by the VAE; the formulas here are those of the pipelines. Cosmos'
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import diffusers
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from opensora.acceleration.sliced_vae import LOGVAR_RANGE
 from opensora.models.vae.base import MemoryFormat, Posterior
@@ -38,6 +38,9 @@ class Family:
         encode: (autoencoder, x) -> moments [B, 2C, t, h, w].
         decode: (autoencoder, z) -> x.
         whole: `encode` and `decode` of all frames together, equal to the others but for rounding.
+        in_pieces: What diffusers' switches let go through time in pieces, with other results: "nothing", the "decoder", or
+            "both".
+        fourier_pixels: The encoder begins with waves of the pixels, so that pixels must come in fp32.
         one_at_a_time: The class fails for more than one video.
         statistics: "config": `STATISTICS` of the config; "buffers": `latents_mean` and `latents_std` are tensors of the
             weights' file, `scaling_factor` stands in the config.
@@ -50,6 +53,8 @@ class Family:
     encode: Network | None = None
     decode: Network | None = None
     whole: tuple[Network, Network] | None = None
+    in_pieces: Literal["nothing", "decoder", "both"] = "nothing"
+    fourier_pixels: bool = False
     one_at_a_time: bool = False
     statistics: str = "config"
 
@@ -163,6 +168,11 @@ def _allegro_decode(autoencoder: Any, z: Tensor) -> Tensor:
     return autoencoder.decoder(_by_frame(autoencoder.post_quant_conv, z))
 
 
+def _to_the_weights(layer: nn.Linear, inputs: tuple[Tensor]) -> tuple[Tensor]:
+    """A hook before a layer, which casts what it is given to the number format of its weights."""
+    return (inputs[0].to(layer.weight.dtype),)
+
+
 def _by_frame(layer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     frames = layer(x.transpose(1, 2).flatten(0, 1))  # [(B T), C, H, W]
     return frames.unflatten(0, (len(x), -1)).transpose(1, 2)
@@ -197,7 +207,9 @@ def _vidtok_strides(config: Config) -> tuple[int, int, int]:
     return time, space, space
 
 
+OF_NOVA = "AutoencoderKLOpenSora"
 WAN_CHUNK = 4  # frames that Wan's `encode` takes at a time after the first, whatever the stride
+LTX = Family("latent_channels", _ltx_strides, decode=_ltx_decode, in_pieces="both", statistics="buffers")
 FAMILIES: dict[str, Family] = {
     "AutoencoderKLWan": Family(
         "z_dim",
@@ -207,7 +219,7 @@ FAMILIES: dict[str, Family] = {
         whole=(_wan_encode_whole, _wan_decode_whole),
     ),
     "AutoencoderKLQwenImage": Family("z_dim", _wan_strides, step=lambda _: WAN_CHUNK, decode=_wan_decode),
-    "AutoencoderKLHunyuanVideo": Family("latent_channels", _ratios),
+    "AutoencoderKLHunyuanVideo": Family("latent_channels", _ratios, in_pieces="both"),
     # its attention takes the batch of its mask for heads (diffusers 0.42)
     "AutoencoderKLHunyuanVideo15": Family("latent_channels", _ratios, one_at_a_time=True),
     # two latent frames are decoded at a time, and only an odd number keeps the first frame apart
@@ -216,9 +228,10 @@ FAMILIES: dict[str, Family] = {
         _levels(lambda config: int(config["temporal_compression_ratio"])),
         step=lambda config: 2 * int(config["temporal_compression_ratio"]),
     ),
-    "AutoencoderKLLTXVideo": Family("latent_channels", _ltx_strides, decode=_ltx_decode, statistics="buffers"),
-    "AutoencoderKLLTX2Video": Family("latent_channels", _ltx_strides, decode=_ltx_decode, statistics="buffers"),
-    "AutoencoderKLMochi": Family("latent_channels", _mochi_strides),
+    "AutoencoderKLLTXVideo": LTX,
+    "AutoencoderKLLTX2Video": LTX,
+    # its encoder's attention looks at all frames
+    "AutoencoderKLMochi": Family("latent_channels", _mochi_strides, in_pieces="decoder", fourier_pixels=True),
     "AutoencoderKLAllegro": Family(
         "latent_channels",
         _levels(lambda config: int(config["temporal_compression_ratio"])),
@@ -303,11 +316,21 @@ class DiffusersVideoVAE(DiffusersVAE):
         self.strides = self.family.strides(config)
         self.time_chunks = time_chunks
         self._choose_chunks()
+        if self.family.fourier_pixels:
+            self.autoencoder.encoder.proj_in.register_forward_pre_hook(_to_the_weights)
         self._ready(to_torch_dtype(dtype), scaling_factor)
 
     @classmethod
     def _classes(cls) -> Mapping[str, Any]:
         return {name: getattr(diffusers, name) for name in FAMILIES if hasattr(diffusers, name)}
+
+    def _class_of(self, config: Config, name: str) -> Any:
+        if config.get("_class_name") == OF_NOVA:
+            raise UserError(
+                f"VAE: {name} is a {OF_NOVA}, NOVA's video VAE, whose network is not here. To train from its stored latents, set "
+                "vae.type='ScaleOnlyVAE'. To encode or decode, pass another VAE, and latents and a model of it: docs/nova.md."
+            )
+        return super()._class_of(config, name)
 
     @property
     def step(self) -> int:
@@ -354,7 +377,20 @@ class DiffusersVideoVAE(DiffusersVAE):
         cheap = num_frames == 1 or torch.is_grad_enabled()
         return self.family.whole if self.time_chunks == "whole" or (self.time_chunks == "default" and cheap) else None
 
+    def _input_dtype(self, *, decoding: bool) -> torch.dtype:
+        # rounded to bf16, pixels are up to 2^-9 off: a quarter of a period, of which Mochi's waves have 128 a unit
+        return torch.float32 if self.family.fourier_pixels and not decoding else super()._input_dtype(decoding=decoding)
+
+    def _latent_settings(self) -> dict[str, Any]:
+        settings = super()._latent_settings()
+        if self._encodes_otherwise:
+            settings["time_chunks"] = self.time_chunks
+        if self.family.fourier_pixels and next(self.autoencoder.parameters()).dtype != torch.float32:
+            settings["pixels"] = "fp32"  # caches of before this was so hold wrong latents
+        return settings
+
     def _choose_chunks(self) -> None:
+        self._encodes_otherwise = False  # than by default
         self._one_of("time_chunks", self.time_chunks, ("default", "whole", "chunked"))
         if self.family.whole is not None:
             from opensora.models.vae.wan_whole import enable_whole
@@ -362,13 +398,14 @@ class DiffusersVideoVAE(DiffusersVAE):
             enable_whole(self.autoencoder)
         if self.time_chunks == "default" or self.family.whole is not None:
             return
-        name = type(self.autoencoder).__name__
-        if not hasattr(self.autoencoder, "use_framewise_decoding"):
+        if self.family.in_pieces == "nothing":
+            name = type(self.autoencoder).__name__
             raise self._complaint(f"time_chunks={self.time_chunks!r}: {name} has one way; leave it 'default'.")
         chunked = self.time_chunks == "chunked"
         self.autoencoder.use_framewise_decoding = chunked
-        # Mochi's encoder cannot: its attention looks at all frames
-        self.autoencoder.use_framewise_encoding = chunked and "Mochi" not in name
+        if self.family.in_pieces == "both":
+            self._encodes_otherwise = self.autoencoder.use_framewise_encoding != chunked
+            self.autoencoder.use_framewise_encoding = chunked
 
     def _config(self) -> Mapping[str, Any]:
         config = dict(self.autoencoder.config)

@@ -235,6 +235,10 @@ class TestDiffusers:
         names = [name for name in state if "norm1.emb" in name]
         assert len({state[name].data_ptr() for name in names}) == len(names) < len(addresses)
 
+    def test_a_sample_size_that_is_no_multiple_of_the_patch_is_refused(self):
+        with pytest.raises(UserError, match="sample_size=9 must be a multiple of the patch, 2"):
+            to_diffusers(self.ours(self.CONFIGS[0], seed=2), sample_size=9)
+
     def test_copies_that_differ_or_are_missing_are_refused(self, tmp_path):
         name = "transformer_blocks.1.norm1.emb.timestep_embedder.linear_1.weight"
         state = self.theirs(self.CONFIGS[0]).state_dict()

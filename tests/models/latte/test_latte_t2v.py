@@ -114,12 +114,14 @@ class TestDiffusers:
             assert_same(model(**cond), run_reference(theirs, cond))
         assert (theirs.config.sample_size, theirs.pos_embed.interpolation_scale) == (sample_size, their_scale)
 
-    def test_equal_outputs_without_temporal_attention(self):
-        model = toy(mode="images")
-        cond = inputs(model)
+    @pytest.mark.parametrize("num_frames", [1, 3])
+    def test_images_are_made_by_the_video_model_without_temporal_attention(self, num_frames):
+        images, video = toy(mode="images"), toy()
+        video.load_state_dict(images.state_dict())
+        cond = inputs(images, size=(num_frames, 6, 8))
         with torch.no_grad():
-            theirs = run_reference(reference(model), cond, enable_temporal_attentions=False)
-            assert_same(model(**cond), theirs)
+            theirs = run_reference(reference(video), cond, enable_temporal_attentions=False)
+            assert_same(images(**cond), theirs)
 
     def test_their_weights_load_from_their_folder(self, tmp_path):
         torch.manual_seed(2)
@@ -159,6 +161,7 @@ class TestDiffusers:
             ({"base_size": 64}, "base_size / space_scale = 64"),
             ({"time_scale": 2.0, "no_temporal_pos_emb": True}, "time_scale=1, not 2.0; temporal positions"),
             ({"mlp_ratio": 2.0}, "mlp_ratio=4"),
+            ({"mode": "images"}, "mode='video', as it runs the temporal blocks; .* enable_temporal_attentions=False"),
         ],
     )
     def test_what_diffusers_cannot_express_is_refused(self, changes, problem):

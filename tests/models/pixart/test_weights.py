@@ -92,6 +92,35 @@ class TestDiffusers:
         assert_same(ours, other, size)
 
     @pytest.mark.parametrize(
+        ("family", "settings", "size"),
+        [
+            ("PixArt-Sigma", {"base_size": 16.5}, (8, 12)),
+            ("PixArt-Sigma", {"base_size": 0.3}, (8, 12)),
+            ("PixArt-Sigma", {"space_scale": 0.3}, (8, 12)),
+            ("PixArt-Sigma", {"space_scale": 0.7}, (8, 12)),
+            ("PixArt-Sigma", {"space_scale": 1.55}, (8, 12)),
+            ("PixArtMS", {"patch_size": (1, 4, 4), "space_scale": 1.3}, (12, 8)),
+            ("PixArt-Sigma", {"patch_size": (1, 3, 3), "space_scale": 0.55}, (9, 15)),
+        ],
+    )
+    def test_a_range_that_is_no_whole_number_of_patches_is_exact(self, family, settings, size):
+        """diffusers divides `sample_size // patch_size`, so that a remainder would be lost (13 % of the output)."""
+        from diffusers import PixArtTransformer2DModel
+
+        ours = build(family, **IMAGES, **settings)
+        config, state = to_diffusers(ours)
+        assert config["sample_size"] % config["patch_size"] == 0
+        other = PixArtTransformer2DModel.from_config(json.loads(json.dumps(config))).eval()
+        other.load_state_dict(state)
+        assert_same(ours, other, size)
+
+    @pytest.mark.parametrize(("sample_size", "patch_size"), [(9, 2), (1, 2), (0, 2), (-2, 2), (34, 4)])
+    def test_a_sample_size_that_is_no_multiple_of_the_patch_is_refused(self, sample_size, patch_size):
+        model = build("PixArt", **IMAGES, patch_size=(1, patch_size, patch_size))
+        with pytest.raises(UserError, match=f"sample_size={sample_size} must be a multiple of the patch, {patch_size}"):
+            to_diffusers(model, sample_size=sample_size)
+
+    @pytest.mark.parametrize(
         ("family", "settings", "size", "expected"),
         [
             ("PixArt", {"space_scale": 1.0}, None, (64, 1)),

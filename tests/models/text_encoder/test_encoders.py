@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 from torch.testing import assert_close
 from transformers import (
@@ -108,6 +109,31 @@ def test_clip_is_the_pooled_state(clip_folder):
     assert_close(y[:, 0, 0], expected)
     with pytest.raises(UserError, match=r"model_max_length=77 is not in 1..24"):
         ClipEncoder(clip_folder)
+
+
+@pytest.mark.parametrize(
+    ("kind", "padding"), [("Roberta", 1), ("XLMRoberta", 1), ("MPNet", 1), ("Camembert", 3), ("Bert", None)]
+)
+def test_positions_that_begin_behind_padding_leave_fewer_for_tokens(tmp_path, kind, padding):
+    """The longest caption that `transformers` takes is the longest that we take."""
+    save_tokenizer(tmp_path)
+    config_class, model_class = getattr(transformers, f"{kind}Config"), getattr(transformers, f"{kind}Model")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    config = config_class(vocab_size=60, max_position_embeddings=34, pad_token_id=padding or 0, **sizes)
+    model = model_class(config).eval()
+    model.save_pretrained(tmp_path)
+    most = 34 if padding is None else 34 - padding - 1
+    tokens = torch.full((1, most), 5)
+    with torch.no_grad():
+        expected = model(tokens).last_hidden_state
+        with pytest.raises((IndexError, RuntimeError)):
+            model(torch.full((1, most + 1), 5))
+    encoder = HFTextEncoder(str(tmp_path), model_max_length=most)
+    found = encoder.condition({"input_ids": tokens, "attention_mask": torch.ones_like(tokens)})
+    assert_close(found.y[:, 0], expected)
+    assert encoder.encode(["a lake " * 50]).mask.all()
+    with pytest.raises(UserError, match=rf"model_max_length={most + 1} is not in 1..{most}"):
+        HFTextEncoder(str(tmp_path), model_max_length=most + 1)
 
 
 @needs_minilm

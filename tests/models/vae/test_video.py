@@ -1,5 +1,6 @@
 """Diffusers' video VAEs through our contract equal diffusers called by hand, with the scaling of their pipelines."""
 
+import copy
 import json
 
 import diffusers
@@ -208,6 +209,64 @@ def test_hunyuan_in_pieces_of_time_is_near_the_whole():
         build("KLQwenImage", time_chunks="whole")
 
 
+@pytest.mark.parametrize("name", DIFFUSERS)
+def test_fingerprint_tells_pieces_of_time_where_they_change_latents(name):
+    """Longer than 16 frames, where HunyuanVideo and LTX begin to cut."""
+    default = build(name, posterior="mode")
+    x = video_of(default, default.legal_num_frames(33), size=default.strides[1:], batch=1)
+    latents = default.encode(x)
+    for chunks in ("whole", "chunked"):
+        if name.removeprefix("KL") not in ("HunyuanVideo", "LTXVideo", "LTX2Video", "Mochi", "Wan"):
+            with pytest.raises(UserError, match=f"Autoencoder{name} has one way"):
+                build(name, time_chunks=chunks)
+            continue
+        vae = build(name, posterior="mode", time_chunks=chunks)
+        same = torch.allclose(vae.encode(x), latents, rtol=1e-4, atol=1e-5)
+        assert (vae.fingerprint() == default.fingerprint()) == same
+
+
+def ramp(frames: int, height: int, width: int) -> torch.Tensor:
+    """A smooth picture [1, 3, T, H, W] with values that bf16 has not."""
+    rows, columns = torch.linspace(-1, 1, height)[:, None], torch.linspace(-0.9, 1, width)
+    return ((rows + columns) / 2).expand(1, 3, frames, height, width).contiguous()
+
+
+@pytest.mark.parametrize("settings", [{}, {"tile_size": 32}, {"time_chunks": "chunked"}, {"micro_batch_size": 1}])
+@pytest.mark.parametrize("kind", ["built", "cast", "autocast"])
+def test_mochi_in_bf16_sees_waves_of_pixels_in_fp32(settings, kind):
+    """Waves of 64 and 128 periods a unit. Of rounded pixels, latents are off by 0.55 to 0.8; the weights' rounding is 0.02 to 0.06."""
+    x = ramp(13, 48, 64)
+    reference = build("KLMochi", posterior="mode", **settings)
+    vae = build("KLMochi", posterior="mode", **settings, **({"dtype": "bf16"} if kind != "cast" else {}))
+    vae = copy.deepcopy(vae).to(torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
+        latents = vae.encode(x)
+    expected = reference.encode(x)
+    assert (latents - expected).norm() < 0.1 * expected.norm()
+    decoded, expected = vae.decode(latents, 13), reference.decode(latents, 13)
+    assert (decoded - expected).norm() < 0.1 * expected.norm()
+
+
+def test_mochi_caches_of_rounded_pixels_are_refused():
+    """Their fingerprint was the hash alone."""
+    assert " pixels=fp32" in build("KLMochi", dtype="bf16").fingerprint()
+    assert " " not in build("KLMochi").fingerprint() + build("KLWan", dtype="bf16").fingerprint()
+
+
+def test_mochi_in_fp32_has_diffusers_gradients():
+    vae = build("KLMochi").requires_grad_(True)
+    theirs = diffusers.AutoencoderKLMochi(**ARCHITECTURES["AutoencoderKLMochi"])
+    theirs.load_state_dict(vae.autoencoder.state_dict())
+    x = video_of(vae, 7, batch=1)
+    with torch.enable_grad():
+        vae.moments(x).square().mean().backward()
+        theirs.encode(x).latent_dist.parameters.square().mean().backward()
+    for (name, ours), reference in zip(
+        vae.autoencoder.encoder.named_parameters(), theirs.encoder.parameters(), strict=True
+    ):
+        assert_close(ours.grad, reference.grad, rtol=0, atol=0, msg=name)
+
+
 def test_folders_name_their_class(tmp_path):
     vae = build("KLWan")
     vae.save_pretrained(tmp_path / "model" / "vae", dtype="fp16")
@@ -240,6 +299,11 @@ def test_what_is_wrong_is_said(tmp_path):
         DiffusersVideoVAE(architecture={"type": "AutoencoderKLWan", "zdim": 3})
     with pytest.raises(UserError, match="Wan's code encodes 4 frames at a time"):
         build("KLWan", architecture={**VAES["KLWan"]["architecture"], "temperal_downsample": [True] * 3})
+    of_nova = tmp_path / "nova"
+    build("KLWan").save_pretrained(of_nova)
+    (of_nova / "config.json").write_text(json.dumps({"_class_name": "AutoencoderKLOpenSora"}))
+    with pytest.raises(UserError, match=r"network is not here. To train .* set vae.type='ScaleOnlyVAE'.*docs/nova.md"):
+        DiffusersVideoVAE(str(of_nova))
     build("VideoAutoencoderKL").save_pretrained(tmp_path)
     with pytest.raises(UserError, match="describes a AutoencoderKL; DiffusersVideoVAE loads AutoencoderKLWan"):
         DiffusersVideoVAE(str(tmp_path))

@@ -141,3 +141,19 @@ def test_mistakes(tmp_path):
         run(["image", str(tmp_path / "f"), "--output", str(tmp_path / "t.csv")])
     with pytest.raises(UserError, match="is no table"):
         run(["image", str(tmp_path / "f"), "--output", str(tmp_path / "t.txt")])
+
+
+@pytest.mark.parametrize("paths", ["absolute", "relative"])
+def test_paths_lead_to_the_files_where_the_tables_folder_is_a_link(tmp_path, paths):
+    touch(tmp_path / "videos", "a.mp4")
+    touch(tmp_path / "far" / "away" / "tables", "b/c.mp4")
+    (tmp_path / "link").symlink_to(tmp_path / "far" / "away" / "tables")
+    for folder in (tmp_path / "videos", tmp_path / "link", tmp_path / "far" / "away" / "tables"):
+        output = run(
+            ["video", str(folder), "--output", str(tmp_path / "link" / "t.csv"), "--paths", paths, "--overwrite"]
+        )
+        (path,) = read_frame(output)["path"]
+        assert (output.parent / path).is_file()
+        assert os.path.isabs(path) == (paths == "absolute")  # noqa: PTH117
+    if paths == "relative":
+        assert path == "b/c.mp4"

@@ -2,6 +2,7 @@
 
 import random
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -76,6 +77,20 @@ REFINED = {
     "It costs 3.50 dollars. And th": "It costs 3.50 dollars.",
     "雨が降る。そして": "雨が降る。",
     "The video shows": "The video shows",
+    "A street in St. Louis at night": "A street in St. Louis at night",
+    "Mr. Smith walks his dog in the park": "Mr. Smith walks his dog in the park",
+    "A U.S. flag waves over a field": "A U.S. flag waves over a field",
+    "An old man vs. a young boy playing chess": "An old man vs. a young boy playing chess",
+    "A bird, no. 5 in the series, sings": "A bird, no. 5 in the series, sings",
+    "John F. Kennedy speaks. The cro": "John F. Kennedy speaks.",
+    "At 5 p.m. she waits. Dr. Who com": "At 5 p.m. she waits.",
+    "A dog runs. He meets Mr.": "A dog runs.",
+    "A dog runs. It lives in the U.S.": "A dog runs. It lives in the U.S.",
+    "Apples, pears, etc.": "Apples, pears, etc.",
+    "The sign says no. A man": "The sign says no.",
+    "It is not Bob's. They don't. He": "It is not Bob's. They don't.",
+    "Sure-footed goats climb a cliff. Snow falls on them.": "Sure-footed goats climb a cliff. Snow falls on them.",
+    "Certainly, here it is: a cat.": "A cat.",
     "": "",
 }
 
@@ -101,6 +116,18 @@ def test_scores_in_words():
     again = with_scores("A dog.", 5.46, None, "")
     assert again == "A dog. aesthetic score: 5.5."
     assert with_scores(again, 5.46, None, "") == again
+
+
+@pytest.mark.parametrize("kind", ["txt", "json"])
+def test_a_row_without_a_path_has_no_caption_beside_it(tmp_path, do, kind):
+    (tmp_path / "in").mkdir()
+    for name in ("in", "in/a"):
+        (tmp_path / f"{name}.{kind}").write_text('{"text": "beside"}' if kind == "json" else "beside")
+    rows = [{"path": "a.mp4", "text": ""}, {"path": "", "text": "own"}]
+    for folder in (tmp_path / "in", Path("/")):
+        sheet, lines = do(rows, ("load-caption", kind), folder=folder)
+        assert sheet.text("text")[1] == "own"
+        assert "1 rows have no such file" in lines[0] or folder == Path("/")
 
 
 def test_operations_on_captions(do):

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from opensora.datasets.table import read_table
-from opensora.datasets.table_files import BLOCK, FORMATS, read_frame
+from opensora.datasets.table_files import BLOCK, FORMATS, read_frame, strings
 from opensora.utils.errors import UserError
 from tools.datasets.datautil.io import to_numbers, write_frames
 
@@ -155,3 +155,44 @@ def test_numbers_without_end_are_read_as_they_are_written(tmp_path):
     frame = pd.DataFrame({"path": ["a", "b", "c"], "aes": [np.inf, -np.inf, 1.5]})
     write_frames([frame], [tmp_path / "t.jsonl"])
     assert read_frame(tmp_path / "t.jsonl")["aes"].astype(float).tolist() == [np.inf, -np.inf, 1.5]
+
+
+BIG = [2**63 + 1, 2**64 - 1, 5, None]
+
+
+@pytest.mark.parametrize("first", ["jsonl", "parquet"])
+@pytest.mark.parametrize("second", FORMATS)
+def test_hashes_of_64_bits_come_out_as_they_went_in(tmp_path, first, second):
+    hashes = pd.array(BIG, dtype="UInt64")
+    write_frames([pd.DataFrame({"path": list("abcd"), "hash": hashes})], [tmp_path / f"t.{first}"])
+    write_frames([read_frame(tmp_path / f"t.{first}")], [tmp_path / f"u.{second}"])
+    assert strings(read_frame(tmp_path / f"u.{second}")["hash"]).tolist() == ["" if x is None else str(x) for x in BIG]
+
+
+@pytest.mark.parametrize("second", [[-1, 2**63 - 1], [3, 4], [2**63], [0.5, 2.0], [None, None]])
+@pytest.mark.parametrize("source", ["jsonl", "parquet"])
+@pytest.mark.parametrize("target", ["csv", "jsonl"])
+def test_merging_keeps_whole_numbers_of_64_bits(tmp_path, datautil, source, target, second):
+    hashes = pd.DataFrame({"path": list("abcd"), "hash": pd.array(BIG, dtype="UInt64")})
+    write_frames([hashes], [tmp_path / f"a.{source}"])
+    rows = [{"path": f"{i}.mp4", "hash": value} for i, value in enumerate(second)]
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = datautil(tmp_path / f"a.{source}", tmp_path / "b.jsonl", output=tmp_path / f"o.{target}")
+    wanted = ["" if value is None else str(value).removesuffix(".0") for value in [*BIG, *second]]
+    assert strings(out["hash"]).tolist() == wanted
+
+
+def test_what_parquet_cannot_hold_is_said(tmp_path):
+    frame = pd.DataFrame({"path": ["a", "b"], "n": pd.Series([2**64, -1], dtype=object)})
+    with pytest.raises(UserError, match="cannot be written as parquet"):
+        write_frames([frame], [tmp_path / "t.parquet"])
+
+
+@pytest.mark.parametrize("name", ["csv", "jsonl"])
+@pytest.mark.parametrize("unit", ["datetime64[ns]", "timedelta64[ns]"])
+def test_a_missing_date_is_an_empty_cell(tmp_path, name, unit):
+    pd.DataFrame({"path": ["a", "b"], "taken": pd.Series([1, None], dtype=unit)}).to_parquet(tmp_path / "t.parquet")
+    write_frames([read_frame(tmp_path / "t.parquet")], [tmp_path / f"u.{name}"])
+    cells = strings(read_frame(tmp_path / f"u.{name}")["taken"])
+    assert [bool(cell) for cell in cells] == [True, False]
+    assert "NaT" not in (tmp_path / f"u.{name}").read_text()

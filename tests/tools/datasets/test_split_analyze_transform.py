@@ -1,9 +1,11 @@
 """Splitting without leaks, looking, and new files from old ones; more frames between frames."""
 
 import sys
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 
+import av
 import numpy as np
 import pytest
 import torch
@@ -159,6 +161,13 @@ def test_a_page_of_histograms(tmp_path, monkeypatch):
     assert (tmp_path / "p" / "seconds.png").is_file()
 
 
+def test_histograms_of_columns_with_any_name(tmp_path):
+    names = ["a/b", "a_b", "a b", "../up", "x" * 300, "é" * 200, ""]
+    written = analyze.draw({name: np.arange(4.0) for name in names}, tmp_path / "p")
+    assert len(set(written)) == len(names)
+    assert sorted(written) == sorted((tmp_path / "p").iterdir())
+
+
 def test_pictures(tmp_path):
     pixels = np.random.default_rng(0).integers(0, 255, (60, 90, 3)).astype(np.uint8)
     Image.fromarray(pixels).save(tmp_path / "a.png")
@@ -225,6 +234,34 @@ def test_what_is_left_out_and_copies_are_found_from_the_new_table_too(tmp_path):
     assert not left_out["duplicate_of"]
 
 
+@pytest.mark.parametrize("name", ["o_dropped.csv", "o.csv"])
+@pytest.mark.parametrize("own", [True, False])
+def test_what_exists_is_refused_before_anything_is_done(tmp_path, name, own):
+    table, other = tmp_path / (name if own else "t.csv"), tmp_path / name
+    write_rows(table, [{"path": str(CLIPS / "white_dog.mp4")}, {"path": "absent.mp4"}])
+    if not own:
+        other.write_text("precious")
+    before = other.read_bytes()
+    with pytest.raises(UserError, match="is the table itself" if own else f"{name} exists; name another"):
+        transform(table, tmp_path / "o.csv", tmp_path / "f", partial(img_resize, length=45), 1)
+    assert other.read_bytes() == before
+    assert sorted(tmp_path.iterdir()) == sorted({table, other})
+
+
+def test_an_unknown_format_is_refused_before_anything_is_done(tmp_path):
+    write_rows(tmp_path / "t.csv", [{"path": str(CLIPS / "white_dog.mp4")}])
+    with pytest.raises(UserError, match="is no table"):
+        transform(tmp_path / "t.csv", tmp_path / "o.txt", tmp_path / "f", partial(img_resize, length=45), 1)
+    assert not (tmp_path / "f").exists()
+
+
+def test_a_picture_may_have_a_long_name(tmp_path):
+    name = "x" * 245 + ".png"
+    Image.fromarray(np.zeros((60, 90, 3), np.uint8)).save(tmp_path / name)
+    write_rows(tmp_path / "t.csv", [{"path": name}])
+    assert transform(tmp_path / "t.csv", tmp_path / "o.csv", tmp_path / "f", partial(img_resize, length=45), 1) == 1
+
+
 def test_a_source_below_the_new_table_is_relative_to_it(tmp_path):
     Image.fromarray(np.zeros((60, 90, 3), np.uint8)).save(tmp_path / "a.png")
     write_rows(tmp_path / "t.csv", [{"path": str(tmp_path / "a.png")}])
@@ -272,6 +309,23 @@ def test_counts_places_and_length(tmp_path):
     count = interpolate(source, tmp_path / "o.mp4", 1, None, FlowMiddle())
     assert count == 2 * probe(source).num_frames - 1 == probe(tmp_path / "o.mp4").num_frames
     assert probe(tmp_path / "o.mp4").fps == pytest.approx(2 * probe(source).fps)
+
+
+def test_a_variable_rate_lasts_as_long_as_it_did(tmp_path):
+    pts = [3000 * i for i in range(40)] + [120_000 + 9000 * i for i in range(12)]
+    with av.open(str(tmp_path / "v.mp4"), "w") as container:
+        stream = container.add_stream("libx264", rate=30, options={"bf": "0"})
+        stream.height, stream.width, stream.pix_fmt = 96, 128, "yuv420p"
+        stream.codec_context.time_base = Fraction(1, 90_000)
+        for i, at in enumerate(pts):
+            frame = av.VideoFrame.from_ndarray(blob(20 + i), format="rgb24")
+            frame.pts, frame.time_base = at, Fraction(1, 90_000)
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    count = interpolate(tmp_path / "v.mp4", tmp_path / "o.mp4", 1, None, lambda one, other: one)
+    made = probe(tmp_path / "o.mp4")
+    assert count == made.num_frames == 103
+    assert made.num_frames / made.fps == pytest.approx(pts[-1] / 90_000, rel=0.02)
 
 
 class Mean(torch.nn.Module):

@@ -113,3 +113,32 @@ def test_parquet_cuts_no_number(tmp_path, block_rows):
         assert write() == 6
         [block] = read_blocks(tmp_path / "a.parquet", 10)
         assert block["seconds"] == [10, 10, 10, 10.5, 10.5, 10.5]
+
+
+@pytest.mark.parametrize("target", KINDS)
+@pytest.mark.parametrize("source", ["jsonl", "parquet"])
+def test_hashes_of_64_bits_come_out_as_they_went_in(tmp_path, source, target):
+    hashes = [2**63 + 1, 5, None, 2**64 - 1]
+    frame = pd.DataFrame({"path": list("abcd"), "hash": pd.array(hashes, dtype="UInt64")})
+    write_frames([frame], [tmp_path / f"t.{source}"])
+    write_rows(tmp_path / f"u.{target}", read_rows(tmp_path / f"t.{source}"), ["path", "hash"])
+    found = [row["hash"] for row in read_rows(tmp_path / f"u.{target}")]
+    assert found == (["" if x is None else str(x) for x in hashes] if target == "csv" else hashes)
+
+
+@pytest.mark.parametrize("blocks", [[[2**63, -1]], [[1], [2**63]], [[2**64]], [[2**63], [-1]]])
+def test_whole_numbers_that_parquet_cannot_hold_are_said(tmp_path, blocks):
+    with pytest.raises(
+        UserError, match=r"column 'hash' has whole numbers of which u?int64 does not hold all.*write JSONL"
+    ):
+        write_blocks(tmp_path / "t.parquet", ["hash"], iter([{"hash": values} for values in blocks]))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("line", ['{"path": "a.mp4", "path": "b.mp4"}', '{"path": "a.mp4", "more": {"x": 1, "x": 2}}'])
+def test_a_name_that_is_there_twice_is_refused_as_by_the_reader_of_whole_tables(tmp_path, line):
+    path = tmp_path / "t.jsonl"
+    path.write_text(line + "\n")
+    for read in (columns_of, read_frame, lambda source: list(read_rows(source))):
+        with pytest.raises(UserError, match=r"line 1: no valid JSON \(a name is there twice\)"):
+            read(path)

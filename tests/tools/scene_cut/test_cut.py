@@ -8,12 +8,15 @@ import sys
 import time
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import av
 import numpy as np
 import pytest
 import torch
+from av.container import OutputContainer
 
+from opensora.datasets.color import display_matrix
 from opensora.datasets.read_video import probe, read_frames
 from tools.footage.rows import read_rows
 from tools.scene_cut import cut, cutting, scorers
@@ -154,6 +157,18 @@ def test_names_tell_apart_places_timestamps_and_rules():
     assert names == [scorers.stem_of(Path(path).absolute(), cell, rules) for path, cell, rules in made]
 
 
+def test_names_are_short_enough_whatever_the_video_is_called(folder, monkeypatch):
+    names = [f"{'x' * 240}a.mp4", f"{'x' * 240}b.mp4", f"{'日' * 83}.mp4"]
+    for name in names:
+        shutil.copy(FILM, folder / name)
+    source = table(folder / "t.csv", *[(name, [seconds(0, 20)]) for name in names])
+    assert run(monkeypatch, source, folder / "o.jsonl") == 0
+    rows = list(read_rows(folder / "o.jsonl"))
+    assert len({row["path"] for row in rows}) == len(rows) == 3
+    assert Path(rows[2]["path"]).name.startswith("日日")
+    assert scorers.stem_of(Path("a.mp4"), "", Rules()).startswith("a-")
+
+
 @pytest.mark.multiprocess
 def test_rows_that_are_alike_are_not_cut_at_the_same_time(tmp_path, monkeypatch):
     log = tmp_path / "log"
@@ -274,3 +289,117 @@ def test_a_frame_that_is_hardly_shown_is_a_clip_where_it_may_be(tmp_path):
     video = at_times(tmp_path / "v.mp4", read_frames(FILM, 0, 12), times)
     clips, _ = cut_video(Footage(video), [(6, 7)], Rules(min_seconds=0, target_fps=10), tmp_path / "c", "v")
     assert clips[0].num_frames == 1
+
+
+# ---------------------------------------------------------------------------------------------------- rates
+
+
+def at_rates(path: Path, *parts: tuple[int, Fraction], codec: str = "libx264") -> Path:
+    """A film of parts with numbers of frames and rates of their own."""
+    ticks = [0]
+    for count, rate in parts:
+        ticks += [round(90_000 / rate)] * count
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream(codec, rate=30, options={"g": "12", "bf": "0"})
+        stream.height, stream.width, stream.pix_fmt = 64, 96, "yuv420p"
+        stream.codec_context.time_base = Fraction(1, 90_000)
+        for i, pts in enumerate(np.cumsum(ticks)[:-1].tolist()):
+            frame = av.VideoFrame.from_ndarray(np.full((64, 96, 3), 8 + 2 * i % 240, np.uint8), format="rgb24")
+            frame.pts, frame.time_base = pts, Fraction(1, 90_000)
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    return path
+
+
+@pytest.mark.parametrize("suffix", [".mp4", ".mkv"])  # whose times are rounded to milliseconds
+def test_a_clip_has_the_rate_of_its_own_part_of_the_film(tmp_path, suffix):
+    video = at_rates(tmp_path / f"v{suffix}", (120, Fraction(30)), (40, Fraction(10)), (40, Fraction(24)))
+    scenes = [(0, 120), (120, 160), (160, 200)]
+    clips, _ = cut_video(Footage(video), scenes, Rules(min_seconds=0.5), tmp_path / "c", "v")
+    assert [clip.fps for clip in clips] == pytest.approx([30, 10, 24], rel=1e-3)
+    for clip in clips:
+        assert probe(clip.path).fps == pytest.approx(clip.fps, rel=1e-3)
+        assert Footage(Path(clip.path)).times()[-2] == pytest.approx((clip.num_frames - 1) / clip.fps, abs=2e-3)
+
+
+def test_a_part_is_brought_down_by_its_own_rate(tmp_path):
+    video = at_rates(tmp_path / "v.mp4", (40, Fraction(10)), (30, Fraction(30)))
+    rules = Rules(min_seconds=0.5, target_fps=15)
+    slow, fast = cut_video(Footage(video), [(0, 40), (40, 70)], rules, tmp_path / "c", "v")[0]
+    assert (slow.num_frames, slow.fps) == (40, 10)
+    assert (fast.num_frames, fast.fps) == (pytest.approx(15, abs=1), 15)
+
+
+@pytest.mark.parametrize("fps", [1 / 2400, 1 / 1500, 1 / 3, 0.4, 1.0, 24000 / 1001, 30.0])
+def test_any_rate_is_written_as_what_it_is(fps):
+    assert float(cutting.as_fraction(fps)) == pytest.approx(fps, rel=1e-6)
+
+
+@pytest.mark.parametrize("rules", [Rules(), Rules(target_fps=1 / 4000)])
+def test_a_frame_in_forty_minutes_is_cut(tmp_path, rules):
+    video = tmp_path / "v.mkv"
+    with av.open(str(video), "w") as container:
+        stream = container.add_stream("libx264", rate=Fraction(1, 2400), options={"bf": "0"})
+        stream.height, stream.width, stream.pix_fmt = 64, 96, "yuv420p"
+        for i in range(12):
+            frame = av.VideoFrame.from_ndarray(np.full((64, 96, 3), 8 + 20 * i, np.uint8), format="rgb24")
+            frame.pts, frame.time_base = 2400 * i, Fraction(1)
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    rules = Rules(max_seconds=None, target_fps=rules.target_fps)
+    (clip,), _ = cut_video(Footage(video), [(0, 10)], rules, tmp_path / "c", "v")
+    assert clip.fps == pytest.approx(rules.target_fps or 1 / 2400)
+    assert clip.num_frames == (10 if rules.target_fps is None else 6)
+
+
+# ---------------------------------------------------------------------------------------------------- copies
+
+
+@pytest.mark.parametrize("how", ["copy", "auto"])
+def test_av1_is_copied_although_its_decoder_is_no_encoder(folder, monkeypatch, how):
+    av1 = at_rates(folder / "av1.mp4", (60, Fraction(30)), codec="libsvtav1")
+    source = table(folder / "t.csv", (av1.name, [[0, 2]]), (FILM.name, [seconds(0, 20)]))
+    assert run(monkeypatch, source, folder / "o.jsonl", "--how", how) == 0
+    clip, _ = read_rows(folder / "o.jsonl")
+    assert (Path(clip["path"]).suffix, clip["num_frames"], clip["cut_by"]) == (".mp4", 60, "copy")
+    assert (read_frames(clip["path"], 0, 60) == read_frames(av1, 0, 60)).all()
+
+
+@pytest.mark.parametrize("error", [ValueError("no such codec in this format"), av.error.InvalidDataError(1, "bad")])
+def test_what_cannot_be_copied_is_a_bad_file_and_ends_no_job(folder, monkeypatch, error):
+    copied: list[str] = []
+    mux = cutting._mux
+
+    def refuse(output: OutputContainer, *args: Any) -> None:
+        if output.name not in copied:
+            copied.append(output.name)
+        if len(copied) == 2:  # the second clip of the film
+            raise error
+        mux(output, *args)
+
+    monkeypatch.setattr(cutting, "_mux", refuse)
+    source = table(folder / "t.csv", (FILM.name, [seconds(0, 20), seconds(0, 30)]), (DOG.name, [[0, 1]]))
+    assert run(monkeypatch, source, folder / "o.jsonl", "--how", "copy") == 0
+    (clip,), (lost,) = (list(read_rows(folder / name)) for name in ("o.jsonl", "o_dropped.jsonl"))
+    assert "a clip of it cannot be written" in lost["reason"]
+    assert list((folder / "clips").glob("*.mp4")) == [Path(clip["path"])]
+
+
+@pytest.mark.parametrize(("codec", "suffix"), [("libx264", ".mp4"), ("mjpeg", ".mkv")])
+@pytest.mark.parametrize("flips", [(0, True, False), (0, False, True), (90, True, False), (180, False, False)])
+def test_a_copy_is_turned_and_mirrored_as_the_film_is(tmp_path, codec, suffix, flips):
+    video = tmp_path / "v.mov"
+    with av.open(str(video), "w") as container:
+        stream = container.add_stream(codec, rate=25)
+        stream.height, stream.width, stream.pix_fmt = 64, 96, "yuv420p" if codec == "libx264" else "yuvj420p"
+        stream.set_display_rotation(*flips)
+        for picture in read_frames(FILM, 0, 20)[:, :64, :96].numpy():
+            frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(picture), format="rgb24")
+            container.mux(stream.encode(frame.reformat(format=stream.pix_fmt)))
+        container.mux(stream.encode())
+    (clip,), _ = cut_video(Footage(video), [(0, 20)], Rules(min_seconds=0.2, how="copy"), tmp_path / "c", "v")
+    matrix, copied = (display_matrix(next(Footage(Path(p)).frames()).frame) for p in (video, clip.path))
+    assert matrix is not None
+    assert copied == matrix
+    assert Path(clip.path).suffix == suffix
+    assert (read_frames(clip.path, 0, 20) == read_frames(video, 0, 20)).all()

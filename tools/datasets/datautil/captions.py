@@ -35,11 +35,19 @@ _OPENINGS = [
     re.compile(
         rf"^in\s+(?:the|this)\s+(?:\w+\s+)?{_SUBJECT}\s*,\s*(?:we\s+(?:can\s+)?see\s+|there\s+(?:is|are)\s+)?", re.I
     ),
-    re.compile(r"^(?:sure|certainly|of course)\b[^:.!\n]{0,80}[:.!]\s*", re.I),
+    re.compile(r"^(?:sure|certainly|of course)(?=[\s,!:.])[^:.!\n]{0,80}[:.!]\s*", re.I),
     re.compile(r"^(?:caption|description|answer)\s*:\s*", re.I),
     re.compile(r"^here\s+(?:is|'s)\s+[^:\n]{0,80}:\s*", re.I),
 ]
 _SENTENCE_END = re.compile(r"[.!?。！？…][\"')\]”’]*(?=\s|$)|[。！？]")
+
+_LAST_WORD = re.compile(r"[\w'’-]+(?:\.[\w'’-]+)*$")
+# Abbreviations: titles, which are other words in small letters; those before another word; before a number; and those that may
+# also end a sentence.
+_TITLE = re.compile(r"Capt|Col|Fr|Gen|Gov|Hon|Lt|Maj|Msgr|Pres|Rep|Rev|Sen|Sgt|Supt")
+_LEADING = re.compile(r"m[rsx]|mrs|messrs|mme|mlle|dr|prof|mt|vs|cf|approx|e\.g|i\.e", re.I)
+_NUMBERED = re.compile(r"nos?|figs?|vol|ch|sec|pp|jan|feb|mar|apr|jun|jul|aug|sept?|oct|nov|dec", re.I)
+_SHORT = re.compile(r"st|ft|jr|sr|etc|al|inc|ltd|co|corp|bros|dept|est|ave|blvd|rd|hwy|lbs?|oz|min|hrs?", re.I)
 
 
 def clean(text: str) -> str:
@@ -95,8 +103,22 @@ def _without_opening(text: str) -> str:
 
 
 def _whole_sentences(text: str) -> str:
-    ends = [match.end() for match in _SENTENCE_END.finditer(text)]
+    ends = [match.end() for match in _SENTENCE_END.finditer(text) if not _shortens(text, match)]
     return text[: ends[-1]] if ends else text
+
+
+def _shortens(text: str, point: re.Match[str]) -> bool:
+    """Whether a full stop belongs to an abbreviation ("St. Louis", "U.S. flag"); what may end a sentence ends that of the text."""
+    if not point.group().startswith("."):
+        return False
+    word = _LAST_WORD.search(text[: point.start()])
+    name, rest = word.group() if word else "", text[point.end() :]
+    if _TITLE.fullmatch(name) or _LEADING.fullmatch(name):
+        return True
+    if _NUMBERED.fullmatch(name):
+        return bool(re.match(r"\s+\d", rest))
+    is_letter = len(name.rpartition(".")[2]) == 1 and name[-1].isalpha()  # also of initials
+    return bool(rest.strip()) and (is_letter or bool(_SHORT.fullmatch(name)))
 
 
 def _capitalised(text: str) -> str:

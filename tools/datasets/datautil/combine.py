@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from opensora.datasets.table_files import is_numeric, read_frame, strings
+from opensora.datasets.table_files import EXACT, integer_type, is_numeric, read_frame, strings
 from opensora.registry import did_you_mean
 from opensora.utils.errors import UserError
 from tools.datasets.datautil.operations import Result, Sheet, keep, operation
@@ -70,9 +70,7 @@ def _stacked(name: str, frames: Sequence[pd.DataFrame]) -> pd.Series:
     """One column of all tables: numbers when it is numbers in all that have it, else objects; gaps are empty."""
     there = [frame[name] for frame in frames if name in frame.columns]
     numeric = [is_numeric(part) for part in there]
-    kind: Any = object
-    if all(numeric):
-        kind = np.float64 if any(pd.api.types.is_float_dtype(part.dtype) for part in there) else "Int64"
+    kind: Any = _type_of(there) if all(numeric) else object
     parts = []
     for frame in frames:
         if name not in frame.columns:
@@ -81,6 +79,17 @@ def _stacked(name: str, frames: Sequence[pd.DataFrame]) -> pd.Series:
             part = strings(frame[name]) if any(numeric) and not all(numeric) else frame[name].astype(kind)
         parts.append(part)
     return pd.concat(parts, ignore_index=True)
+
+
+def _type_of(parts: Sequence[pd.Series]) -> Any:
+    """The type that keeps the numbers of all parts as they are; objects where there is none."""
+    floating = [pd.api.types.is_float_dtype(part.dtype) for part in parts]
+    whole = [part for part, is_float in zip(parts, floating, strict=True) if not is_float]
+    ends = [int(end) for part in whole for end in (part.min(), part.max()) if not pd.isna(end)]
+    least, most = min(ends, default=0), max(ends, default=0)
+    if any(floating):
+        return np.float64 if least >= -EXACT and most <= EXACT else object
+    return integer_type(least, most) or object
 
 
 class _Other(NamedTuple):

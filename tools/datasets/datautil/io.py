@@ -108,7 +108,7 @@ def _write_parquet(frame: pd.DataFrame, target: Path) -> None:
         raise UserError(f"{target.name}: parquet needs pyarrow; pip install pyarrow, or write a CSV.") from error
     except UnicodeEncodeError:
         raise
-    except (TypeError, ValueError) as error:  # pyarrow's errors derive from these
+    except (TypeError, ValueError, OverflowError) as error:  # pyarrow's errors derive from these
         raise UserError(
             f"a column cannot be written as parquet ({error}); write JSONL, which takes mixed types."
         ) from error

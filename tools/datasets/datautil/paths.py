@@ -97,13 +97,14 @@ def relpath(sheet: Sheet, root: str) -> Result:
     """make paths relative to ROOT; train with --root ROOT"""
     folder = _folder(root)
     sheet.column("path")
-    columns = respelled(sheet.frame, sheet.folder, lambda names: _relative(names, sheet.folder, folder))
+    columns = respelled(sheet.frame, sheet.folder, lambda names: relative(names, sheet.folder, folder))
     outside = int(columns["path"].str.startswith("../").sum())
     note = f"{outside} files lie outside {root}" if outside else ""
     return Result(replace(sheet.with_columns(**columns), folder=folder), note=note)
 
 
-def _relative(names: pd.Series, old: Path, new: Path) -> pd.Series:
+def relative(names: pd.Series, old: Path, new: Path) -> pd.Series:
+    """Paths relative to `old`, or absolute, as paths relative to `new`, by which the files can be opened; URLs stay."""
     below = absolute(names, old).map(lambda name: _below(name, new.absolute()))
     outside = below.str.startswith("../").to_numpy(bool)
     if outside.any():  # `..` leads to the folders that there really are

@@ -76,7 +76,8 @@ def merge_cmotion(sheet: Sheet, _: Any) -> Result:
 def load_caption(sheet: Sheet, kind: str) -> Result:
     """take captions from the files beside the videos: a.txt, or "caption" or "text" of a.json, for a.mp4"""
     read = partial(_sidecar, kind=kind)
-    found = map_rows(read, sheet.files(), workers=sheet.workers, label="reading captions")
+    files = [file if name else None for file, name in zip(sheet.files(), sheet.text("path"), strict=True)]
+    found = map_rows(read, files, workers=sheet.workers, label="reading captions")
     old = sheet.text("text") if "text" in sheet.frame.columns else pd.Series([""] * len(sheet), dtype=object)
     new = [before if text is None else text for text, (_, before) in zip(found, old.items(), strict=True)]
     missing = sum(text is None for text in found)
@@ -86,7 +87,10 @@ def load_caption(sheet: Sheet, kind: str) -> Result:
     return Result(sheet.with_columns(text=_column(new)), note=note)
 
 
-def _sidecar(path: Path, kind: str) -> str | None:
+def _sidecar(path: Path | None, kind: str) -> str | None:
+    """The caption beside a file; None where there is none, as of a row without a path."""
+    if path is None:
+        return None
     try:
         text = path.with_suffix(f".{kind}").read_text(encoding="utf-8-sig")
     except FileNotFoundError:

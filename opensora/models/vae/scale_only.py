@@ -1,0 +1,81 @@
+"""A VAE of which only the scale of the latents is here, to train from stored moments.
+
+    z = (raw - shift) * scale,    raw ~ N(mean, var) of the moments
+
+NOVA's video VAE (`AutoencoderKLOpenSora` of `diffnext`) is a class of its own that neither diffusers nor we have. The caches
+that its guide builds hold its moments, and from these training takes nothing of a VAE but `sample`.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from torch import nn
+
+from opensora.models.vae.base import Posterior, VideoVAE
+from opensora.registry import MODELS
+from opensora.utils.errors import UserError
+from opensora.utils.pretrained import resolve_pretrained
+
+CONFIG = "config.json"
+NEEDED = ("latent_channels", "scaling_factor")
+
+
+@MODELS.register_module()
+class ScaleOnlyVAE(VideoVAE):
+    """Scales stored moments as the folder's `config.json` says; it neither encodes nor decodes, and says so when asked to.
+
+    Args:
+        from_pretrained: Folder with the `config.json` of a VAE: `latent_channels`, `scaling_factor` and, if there are any,
+            `shift_factor`, `latents_mean` and `latents_std`. Its weights are not read.
+        posterior: "sample" draws latents from N(mean, var); "mode" takes the mean.
+    """
+
+    def __init__(self, from_pretrained: str, posterior: Posterior = "sample") -> None:
+        super().__init__(posterior=posterior)
+        self.folder = resolve_pretrained(from_pretrained, what="VAE", any_of=[(CONFIG,)])
+        self.config = self._read(Path(self.folder) / CONFIG)
+        self.out_channels = int(self.config["latent_channels"])
+        self.set_latent_statistics()
+
+    def latent_frames(self, num_frames: int) -> int:
+        """Refused, like all that asks for the network."""
+        self._refuse()
+
+    def video_frames(self, latent_frames: int) -> int:
+        """Refused, like all that asks for the network."""
+        self._refuse()
+
+    def legal_num_frames(self, num_frames: int) -> int:
+        """Refused, like all that asks for the network."""
+        self._refuse()
+
+    def latent_size(self, size: tuple[int, int, int]) -> tuple[int, int, int]:
+        """Refused, like all that asks for the network."""
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise self._complaint(
+            f"of {self.config.get('_class_name', 'the VAE')} in {self.folder} there is only the scale here, which is enough to "
+            "train from stored latents. To encode or decode, take a VAE of docs/vae.md, and latents and a model of it."
+        )
+
+    def _read(self, file: Path) -> dict[str, Any]:
+        if not file.is_file():  # a hub id
+            raise self._complaint(
+                f"there is no folder {self.folder} with a {CONFIG}; download it and pass its local folder."
+            )
+        config = json.loads(file.read_text(encoding="utf-8"))
+        if missing := [name for name in NEEDED if config.get(name) is None]:
+            raise UserError(f"{file} does not say {' and '.join(missing)}, without which latents cannot be scaled.")
+        return config
+
+    def _network(self) -> nn.Module:
+        return self
+
+    def _config(self) -> Mapping[str, Any]:
+        return self.config
+
+    def _write_config(self, **values: Any) -> None:
+        self.config.update(values)
