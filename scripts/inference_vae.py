@@ -28,6 +28,8 @@ from opensora.utils.logging import show_messages
 
 logger = logging.getLogger("opensora.inference_vae")
 IMAGE_SAVE_FPS = 1.0
+SHEET = "sheet"
+SUFFIXES = (".mp4", ".png")
 
 
 @exit_on_user_error
@@ -43,6 +45,7 @@ def main() -> None:
     show_messages()
     make_writable(cfg.save_dir, "save_dir")
     files = sources(cfg)
+    refuse_replacing(files, Path(cfg.save_dir))
     vae = build_module({"posterior": "mode", **cfg.vae}, MODELS).requires_grad_(False).eval().to(device)
     folder, sheet = Path(cfg.save_dir), {}
     for path, name in named(files):
@@ -54,7 +57,7 @@ def main() -> None:
         sheet[f"{name}  {measured.psnr:.1f} dB"] = shown_frames((x, x_hat))
         size = " x ".join(map(str, x.shape[1:]))
         sys.stdout.write(f"{file}: {size}, PSNR {measured.psnr:.2f} dB, SSIM {measured.ssim:.4f}\n")
-    sys.stdout.write(f"originals above reconstructions: {save_sheet(folder / 'sheet.png', sheet)}\n")
+    sys.stdout.write(f"originals above reconstructions: {save_sheet(folder / f'{SHEET}.png', sheet)}\n")
 
 
 def sources(cfg: VAEInferenceConfig) -> list[Path]:
@@ -71,8 +74,24 @@ def sources(cfg: VAEInferenceConfig) -> list[Path]:
 def named(files: list[Path]) -> Iterator[tuple[Path, str]]:
     """Each file with a name for its result; files of one name are numbered."""
     stems = [path.stem for path in files]
+    taken = [*stems, SHEET]
     for number, (path, stem) in enumerate(zip(files, stems, strict=True)):
-        yield path, stem if stems.count(stem) == 1 else f"{number:04d}_{stem}"
+        yield path, stem if taken.count(stem) == 1 else f"{number:04d}_{stem}"
+
+
+def refuse_replacing(files: list[Path], folder: Path) -> None:
+    """See that no result is written where a source is.
+
+    Raises:
+        UserError: one would be.
+    """
+    originals = {path.resolve() for path in files}
+    results = [folder / f"{name}{suffix}" for _, name in named(files) for suffix in SUFFIXES]
+    for result in (*results, folder / f"{SHEET}.png"):
+        if result.resolve() in originals:
+            raise UserError(
+                f"save_dir={folder}: {result} is one of the files to reconstruct, and would be replaced. Choose another --save-dir."
+            )
 
 
 def read(path: Path, cfg: VAEInferenceConfig, vae: Any) -> tuple[Tensor, float]:

@@ -210,13 +210,14 @@ def time_rows(cfg: TrainConfig, built: Built, clips: Sequence[Clip], machines: M
     """Tokens, FLOPs, steps and hours of each clip size; None where the number of rows is not known."""
     groups = machines.gpus // cfg.sp_size
     rate = machines.peak_tflops * machines.mfu * 1e12  # of a GPU
+    share = _share_of_steps(cfg, clips, groups)
     for clip in clips:
         flops = 3 * built.model.flops(clip.latent, built.text_len)  # forward, and twice as much backward
         whole = clip.batch * groups * cfg.accumulation_steps
-        epoch = None if clip.rows is None else -(-clip.rows // whole)
-        steps = None if epoch is None else epoch * cfg.epochs
-        if steps is not None and cfg.max_steps is not None and len(clips) == 1:
-            steps = min(steps, cfg.max_steps)
+        epoch = _steps_of_epoch(clip, cfg, groups)
+        steps = None if epoch is None else round(epoch * cfg.epochs * share)
+        if epoch is None and len(clips) == 1:
+            steps = cfg.max_steps  # all that is known
         step_flops = flops * whole
         yield {
             "clip": clip.name,
@@ -230,6 +231,17 @@ def time_rows(cfg: TrainConfig, built: Built, clips: Sequence[Clip], machines: M
             "steps": steps,
             "hours": None if steps is None else steps * step_flops / machines.gpus / rate / 3600,
         }
+
+
+def _steps_of_epoch(clip: Clip, cfg: TrainConfig, groups: int) -> int | None:
+    return None if clip.rows is None else -(-clip.rows // (clip.batch * groups * cfg.accumulation_steps))
+
+
+def _share_of_steps(cfg: TrainConfig, clips: Sequence[Clip], groups: int) -> float:
+    """Of the steps of all epochs, those before `max_steps`: of each size alike."""
+    epochs = [_steps_of_epoch(clip, cfg, groups) for clip in clips]
+    total = None if None in epochs else sum(filter(None, epochs)) * cfg.epochs
+    return min(1.0, cfg.max_steps / total) if cfg.max_steps is not None and total else 1.0
 
 
 def estimate(
@@ -255,8 +267,15 @@ def estimate(
         UserError: the GPUs cannot be shared as the config says, or a part cannot be built.
     """
     _refuse_impossible(cfg, machines)
+    for flag, numbers in (("--rows", [] if rows is None else [rows]), ("--batches", batches)):
+        if any(number < 1 for number in numbers):
+            raise UserError(f"{flag} {' '.join(map(str, numbers))}: each must be at least 1.")
     built = build(cfg)
     clips = clips_of(cfg, built, rows, table)
+    if not clips:
+        raise UserError(
+            f"no row of {table} fits a bucket of bucket_config; `python -m tools.datasets.doctor` says why."
+        )
     return {
         "assumed": {**machines._asdict(), "dtype": cfg.dtype, "sp_size": cfg.sp_size, "compile": cfg.compile},
         "notes": assumptions(cfg.text_encoder),

@@ -215,6 +215,8 @@ def read_arguments() -> argparse.Namespace:
 def main() -> None:
     """Measure, print, judge."""
     args = read_arguments()
+    if args.per_source is not None and args.per_source < 1:
+        raise UserError(f"--per-source {args.per_source}: it must be at least 1; leave it out for all.")
     lpips = None if args.lpips == "none" else LPIPS(args.lpips).to(args.device)
     vae = load_vae(args.vae).to(args.device)
     codec = None
@@ -246,8 +248,8 @@ def picked(clips: Iterable[Clip], per_source: int | None) -> list[Clip]:
         groups[clip.source].append(clip)
     chosen = []
     for group in groups.values():
-        wanted = per_source or len(group)
-        chosen += group[:: max(len(group) // wanted, 1)][:wanted]
+        wanted = len(group) if per_source is None else min(per_source, len(group))
+        chosen += [group[i * len(group) // wanted] for i in range(wanted)]
     return chosen
 
 

@@ -392,11 +392,13 @@ def limits_of(args: argparse.Namespace, device: torch.device) -> Limits:
     """What the command line allows.
 
     Raises:
-        UserError: on a CPU nothing would stop the search.
+        UserError: on a CPU nothing would stop the search, or there is nothing to search.
     """
     gib, seconds = args.memory_gib, args.max_seconds
     if device.type == "cuda" and gib is None:
         gib = torch.cuda.get_device_properties(device).total_memory * (1 - FREE) / GIB
+    if args.max_batch < 1:
+        raise UserError(f"--max-batch {args.max_batch}: it must be at least 1.")
     if device.type == "cpu" and gib is None and seconds is None and args.goal == "largest":
         raise UserError("on a CPU, say what a step may take: --memory-gib 4 or --max-seconds 10.")
     return Limits(gib, seconds, args.max_batch)

@@ -12,6 +12,7 @@ import argparse
 import csv
 import json
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -109,16 +110,20 @@ def main() -> None:
     )
     parser.add_argument("--eval-options", default="--data-path assets/clips/held_out.csv")
     args = parser.parse_args()
+    if args.name in ("", ".", "..") or Path(args.name).name != args.name:
+        raise UserError(f"--name {args.name!r}: the name of one folder in {ASSETS}, without others in front of it.")
     if missing := [str(args.run / "vae" / name) for name in FILES if not (args.run / "vae" / name).is_file()]:
         raise UserError(f"{args.run} is no finished run: {', '.join(missing)} missing.")
     text = card(args.run, args)
-    target = ASSETS / args.name
-    shutil.rmtree(target, ignore_errors=True)
-    target.mkdir(parents=True)
-    for name in FILES:
-        shutil.copyfile(args.run / "vae" / name, target / name)
-    shutil.copyfile(args.run / "metrics.jsonl", target / "metrics.jsonl")
-    (target / "README.md").write_text(text)
+    ASSETS.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=ASSETS) as made:  # what was shipped stays until all is there
+        for name in FILES:
+            shutil.copyfile(args.run / "vae" / name, Path(made) / name)
+        shutil.copyfile(args.run / "metrics.jsonl", Path(made) / "metrics.jsonl")
+        (Path(made) / "README.md").write_text(text)
+        target = ASSETS / args.name
+        shutil.rmtree(target, ignore_errors=True)
+        shutil.copytree(made, target)
     print(text)
 
 

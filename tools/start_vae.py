@@ -41,6 +41,8 @@ def start(cfg: VAETrainConfig, out: Path, count: int) -> str:
     Raises:
         UserError: the config's VAE is no small Wan, or its samples are no clips.
     """
+    if count < 1:
+        raise UserError(f"--clips {count}: a start is fitted to at least one clip.")
     if cfg.num_frames < 5:
         raise UserError(f"num_frames={cfg.num_frames}: a linear start is fitted to clips of 5 frames or more.")
     torch.manual_seed(cfg.seed)

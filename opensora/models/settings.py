@@ -152,8 +152,7 @@ def _of_component(where: str, component: Any) -> Written | None:
     """
     if not isinstance(component, Mapping):
         return None
-    constructor = MODELS.get(str(component.get("type")))
-    if constructor is not None and HEADS in inspect.signature(constructor).parameters:  # no text encoder, no VAE
+    if _takes_heads(component.get("type")):
         try:
             with torch.device("meta"):
                 model = MODELS.build({key: value for key, value in component.items() if key not in NOT_COMPUTED_WITH})
@@ -161,7 +160,14 @@ def _of_component(where: str, component: Any) -> Written | None:
             pass
         else:
             return Written(where, families_of(model), settings_of(model), {})
+    elif component.get("type") in MODELS.choices():
+        return None
     return _heads_alone(where, component, HEADS)
+
+
+def _takes_heads(name: Any) -> bool:
+    """Whether a registered part has heads to choose, which no text encoder and no VAE has."""
+    return name in MODELS.choices() and HEADS in inspect.signature(MODELS.get(name)).parameters
 
 
 def _of_config(config: Any) -> Written | None:
@@ -171,7 +177,7 @@ def _of_config(config: Any) -> Written | None:
     if str(config.get("_class_name")) in OF_DIFFUSERS:
         return _of_diffusers(config)
     # Open-Sora's on the hub. What they leave out is not what our constructors take for it
-    return _heads_alone("config.json", config, HEADS) if config.get("model_type") in MODELS.choices() else None
+    return _heads_alone("config.json", config, HEADS) if _takes_heads(config.get("model_type")) else None
 
 
 def _of_diffusers(config: Mapping[str, Any]) -> Written | None:

@@ -8,6 +8,7 @@ import torch
 from diffusers import DiTTransformer2DModel, LatteTransformer3DModel, PixArtTransformer2DModel
 from safetensors.torch import save_file
 
+from opensora.models.settings import written_settings
 from opensora.registry import MODELS
 from opensora.utils.ckpt import save_checkpoint
 from opensora.utils.errors import UserError
@@ -290,3 +291,14 @@ class TestNothingSaid:
         MODELS.build(component("STDiT"))
         assert torch.equal(after, torch.get_rng_state())  # reading a header draws nothing
         assert next(built.parameters()).device.type == "cpu"
+
+
+@pytest.mark.parametrize("where", ["beside", "header"])
+def test_what_stands_there_of_a_text_encoder_says_nothing(tmp_path, where):
+    """A folder may hold a T5's config.json beside the denoiser's file."""
+    model = MODELS.build({"type": "PixArt", "hidden_size": 32, "depth": 1, "num_heads": 4, "caption_channels": 8})
+    other = {"type": "t5", "model_type": "t5", "num_heads": 64}
+    header = {"config": json.dumps(other)} if where == "header" else None
+    (tmp_path / "config.json").write_text(json.dumps(other if where == "beside" else {}))
+    save_file(model.state_dict(), tmp_path / "weights.safetensors", header)
+    assert written_settings(tmp_path / "weights.safetensors", tmp_path / "weights.safetensors") is None

@@ -1,6 +1,7 @@
 """scripts/inference_vae.py on a real clip and a picture: what it writes is the original beside what the VAE makes of it."""
 
 import importlib.util
+import shutil
 import sys
 from pathlib import Path
 
@@ -109,3 +110,19 @@ def test_mistakes_end_with_exit_code_2(run, capsys, options, message):
         run(*options)
     assert stop.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_no_source_is_replaced(run, tmp_path, picture, capsys):
+    """The result of a.mp4 is called a.mp4; that of sheet.png is not the sheet."""
+    video = tmp_path / "out" / "a.mp4"
+    video.parent.mkdir()
+    shutil.copy(CLIP, video)
+    with pytest.raises(SystemExit) as stop:
+        run("--files", video, "--num-frames=5")
+    assert stop.value.code == 2
+    assert "a.mp4 is one of the files to reconstruct, and would be replaced" in capsys.readouterr().err
+    assert video.read_bytes() == CLIP.read_bytes()
+    video.unlink()
+    named = picture[0].rename(picture[0].with_name("sheet.png"))
+    out = run("--files", named)
+    assert sorted(file.name for file in out.iterdir()) == ["0000_sheet.png", "sheet.png"]

@@ -11,7 +11,7 @@ import torch
 from transformers import CLIPConfig, T5Config
 
 from opensora.models.activations import activation_bytes, block_units
-from opensora.registry import MODELS
+from opensora.registry import DATASETS, MODELS
 from opensora.utils.config import TrainConfig, parse_config
 from opensora.utils.errors import UserError
 from opensora.utils.recompute import parse_recompute
@@ -376,3 +376,35 @@ def test_a_folder_without_a_t5s_config_is_not_taken_for_one(tmp_path):
     (tmp_path / "config.json").write_text('{"_class_name": "PixArtAlphaPipeline"}')
     with pytest.raises(UserError, match=r"config\.json has no 'd_model', so it is no T5's"):
         estimate(cfg, ONE_NODE, levels=["none"])
+
+
+def test_numbers_that_are_none_are_refused(stdit):
+    for options in ({"rows": -5}, {"batches": [0]}):
+        with pytest.raises(UserError, match="each must be at least 1"):
+            estimate(stdit, ONE_NODE, **options)
+
+
+def test_max_steps_is_the_end_also_with_buckets():
+    argv = ["configs/quickstart/held_out_buckets.py", "--data-path=assets/clips/clips.csv"]
+    found = {}
+    for steps in (None, 7):
+        options = [] if steps is None else [f"--max-steps={steps}"]
+        cfg = parse_config(TrainConfig, {**PARTS, "dataset": DATASETS}, [*argv, *options])
+        table = Path(argv[1].partition("=")[2])
+        found[steps] = estimate(cfg, Machines(1, 1, 790.0, 0.4), levels=["none"], table=table)["time"]
+    whole, short = (sum(row["steps"] for row in found[steps]) for steps in (None, 7))
+    assert len(found[7]) > 1
+    assert whole > 20
+    assert abs(short - 7) <= 1  # each size's are rounded
+    hours = [sum(row["hours"] for row in found[steps]) for steps in (None, 7)]
+    assert hours[1] == pytest.approx(hours[0] * short / whole, rel=0.2)
+
+
+def test_a_table_whose_rows_fit_no_bucket_is_told(tmp_path):
+    clip = Path("assets/clips/white_dog.mp4").resolve()
+    rows = f"path,text,paraphrase,num_frames,height,width,fps\n{clip},a dog,a dog,2,180,320,24\n"
+    (tmp_path / "short.csv").write_text(rows)
+    argv = ["configs/quickstart/held_out_buckets.py", f"--data-path={tmp_path / 'short.csv'}"]
+    cfg = parse_config(TrainConfig, {**PARTS, "dataset": DATASETS}, argv)
+    with pytest.raises(UserError, match=r"no row of .*short\.csv fits a bucket"):
+        estimate(cfg, ONE_NODE, levels=["none"], table=tmp_path / "short.csv")

@@ -3,6 +3,7 @@
 import csv
 import json
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from opensora.models.vae.metrics import psnr
 from opensora.utils.seed import generator
 from tests.datasets.videos import CLIPS
 from tests.models.vae.lpips_files import random_alex
-from tools.eval_vae import by_source, fit_pca, judge, load_vae, main, read_clips
+from tools.eval_vae import by_source, fit_pca, judge, load_vae, main, picked, read_clips
 
 TINY = {"block_out_channels": (8, 8), "norm_num_groups": 4, "mid_block_add_attention": False}
 WAN = {
@@ -151,3 +152,16 @@ def test_a_source_with_many_clips_does_not_decide():
     mean, linear = by_source(rows)["mean over sources"]
     assert mean == pytest.approx((30.0, 0.6, 0.3, 0.9))
     assert linear == 15.0
+
+
+def test_clips_of_a_source_are_evenly_picked():
+    clips = [SimpleNamespace(source=source, number=i) for source in "ab" for i in range(11)]
+    chosen = [clip.number for clip in picked(clips, 6) if clip.source == "b"]
+    assert chosen == [0, 1, 3, 5, 7, 9]
+    assert len(picked(clips, 20)) == len(picked(clips, None)) == 22
+
+
+def test_a_number_of_clips_is_at_least_one(run, capsys):
+    with pytest.raises(SystemExit):
+        run("--vae", "none", "--data-path", "none.csv", "--lpips", "none", "--per-source", "0")
+    assert "--per-source 0: it must be at least 1" in capsys.readouterr().err

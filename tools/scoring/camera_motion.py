@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from tools.scoring.fields import flow_method
-from tools.scoring.frames import Pair, Row, each_file, luma, pairs
+from tools.scoring.frames import Pair, Row, check_pairs, each_file, luma, pairs
 from tools.scoring.registry import SCORERS
 
 GRID = 8  # pixels between the places that are looked at
@@ -70,6 +70,9 @@ class CameraMotion:
     device: str = "cpu"
     columns = ("cmotion",)
     needs = ()
+
+    def __post_init__(self) -> None:
+        check_pairs("camera_motion", self.fps, self.pairs)
 
     def score(self, paths: list[Path], **needed: list[Any]) -> list[Row]:
         """A word; None for a picture."""

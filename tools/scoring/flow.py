@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from tools.scoring.fields import flow_method
-from tools.scoring.frames import Pair, Row, each_file, mean, pairs, pairs_of
+from tools.scoring.frames import Pair, Row, check_pairs, each_file, mean, pairs, pairs_of
 from tools.scoring.registry import SCORERS
 
 UNIT_S = 1 / 3
@@ -29,6 +29,9 @@ class Flow:
     device: str = "cpu"
     columns = ("flow",)
     needs = ()
+
+    def __post_init__(self) -> None:
+        check_pairs("flow", self.fps, self.pairs)
 
     def score(self, paths: list[Path], **needed: list[Any]) -> list[Row]:
         """0 for a still clip, some 10 for a fast one; None for a picture."""

@@ -65,6 +65,16 @@ def key_frames(path: Path, points: Sequence[float] = KEY_POINTS) -> list[np.ndar
         return _of_what_there_is(read, clip.num_frames)
 
 
+def check_pairs(name: str, fps: float, most: int) -> None:
+    """See that a scorer's pairs of frames can be.
+
+    Raises:
+        UserError: they cannot.
+    """
+    if not 0 < fps < float("inf") or most < 1:
+        raise UserError(f"{name}.fps={fps:g} and {name}.pairs={most}: fps must be above 0, and pairs at least 1.")
+
+
 def pairs(path: Path, fps: float, most: int) -> list[Pair]:
     """At most `most` pairs of frames about 1 / fps seconds apart, spread over the whole clip, shrunk; none of a picture.
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from tools.scoring.frames import Pair, Row, each_file, luma, mean, opencv, pairs
+from tools.scoring.frames import Pair, Row, check_pairs, each_file, luma, mean, opencv, pairs
 from tools.scoring.registry import SCORERS
 
 BLOCKS = (32, 18)  # width, height
@@ -25,6 +25,9 @@ class Static:
     pairs: int = 12
     columns = ("static",)
     needs = ()
+
+    def __post_init__(self) -> None:
+        check_pairs("static", self.fps, self.pairs)
 
     def score(self, paths: list[Path], **needed: list[Any]) -> list[Row]:
         """1 for a still clip, and for a picture."""

@@ -157,8 +157,11 @@ class VideoVAE(nn.Module):
         return next(self._network().parameters()).dtype
 
     def _latent_settings(self) -> dict[str, Any]:
-        """Settings beside `_config` with which latents are not those of the default; {} for the default."""
-        return {} if self.tile_size is None else {"tile_size": self.tile_size, "tile_overlap": float(self.tile_overlap)}
+        """Settings beside `_config` with which latents are not those of the default; {} for the default.
+
+        Tiles are none: latents of pictures within a tile are the same, those of larger ones nearly.
+        """
+        return {}
 
     # ------------------------------------------------------------------------------------- the contract
 

@@ -182,6 +182,24 @@ def test_merging_keeps_whole_numbers_of_64_bits(tmp_path, datautil, source, targ
     assert strings(out["hash"]).tolist() == wanted
 
 
+@pytest.mark.parametrize("target", ["parquet", "jsonl"])
+def test_whole_numbers_with_gaps_are_merged_as_whole_numbers(tmp_path, datautil, target):
+    """pandas makes floats of them."""
+    pd.DataFrame({"path": ["a", "b"], "hash": [2**60 + 1, 2**60 + 2]}).to_parquet(tmp_path / "a.parquet")
+    pd.DataFrame({"path": ["c", "d"], "hash": [3.0, None]}).to_parquet(tmp_path / "b.parquet")
+    out = datautil(tmp_path / "a.parquet", tmp_path / "b.parquet", output=tmp_path / f"o.{target}")
+    assert strings(out["hash"]).tolist() == [str(2**60 + 1), str(2**60 + 2), "3", ""]
+
+
+def test_a_column_of_mixed_numbers_stays_numbers(tmp_path, datautil):
+    (tmp_path / "a.jsonl").write_text(f'{{"path": "a", "f": 1.5}}\n{{"path": "b", "f": {2**60 + 1}}}\n')
+    (tmp_path / "b.jsonl").write_text('{"path": "c", "f": 3}\n')
+    datautil(tmp_path / "a.jsonl", tmp_path / "b.jsonl", output=tmp_path / "o.jsonl")
+    found = [json.loads(line)["f"] for line in (tmp_path / "o.jsonl").read_text().splitlines()]
+    assert found == [1.5, 2**60 + 1, 3]
+    assert type(found[2]) is not str
+
+
 def test_what_parquet_cannot_hold_is_said(tmp_path):
     frame = pd.DataFrame({"path": ["a", "b"], "n": pd.Series([2**64, -1], dtype=object)})
     with pytest.raises(UserError, match="cannot be written as parquet"):

@@ -136,3 +136,11 @@ def test_a_torchscript_network_gets_pixels_and_its_flow_is_scaled_back(tmp_path)
 def test_unknown_methods_and_missing_files_are_named(name):
     with pytest.raises(UserError, match=name.split(":")[0]):
         flow_method(name)
+
+
+@pytest.mark.parametrize("name", ["flow", "static", "camera_motion"])
+@pytest.mark.parametrize("settings", [{"fps": 0.0}, {"fps": -3.0}, {"pairs": 0}])
+def test_pairs_that_cannot_be_are_refused(name, settings):
+    """A negative rate gave scores, of other frames."""
+    with pytest.raises(UserError, match=f"{name}.fps=.* and {name}.pairs=.*: fps must be above 0"):
+        scorer(name, **settings)

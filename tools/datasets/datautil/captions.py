@@ -41,6 +41,7 @@ _OPENINGS = [
 ]
 _SENTENCE_END = re.compile(r"[.!?。！？…][\"')\]”’]*(?=\s|$)|[。！？]")
 
+LONGEST_WORD = 40  # letters in front of a full stop that are looked at
 _LAST_WORD = re.compile(r"[\w'’-]+(?:\.[\w'’-]+)*$")
 # Abbreviations: titles, which are other words in small letters; those before another word; before a number; and those that may
 # also end a sentence.
@@ -111,7 +112,7 @@ def _shortens(text: str, point: re.Match[str]) -> bool:
     """Whether a full stop belongs to an abbreviation ("St. Louis", "U.S. flag"); what may end a sentence ends that of the text."""
     if not point.group().startswith("."):
         return False
-    word = _LAST_WORD.search(text[: point.start()])
+    word = _LAST_WORD.search(text, max(0, point.start() - LONGEST_WORD), point.start())
     name, rest = word.group() if word else "", text[point.end() :]
     if _TITLE.fullmatch(name) or _LEADING.fullmatch(name):
         return True

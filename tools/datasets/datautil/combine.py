@@ -76,9 +76,15 @@ def _stacked(name: str, frames: Sequence[pd.DataFrame]) -> pd.Series:
         if name not in frame.columns:
             part = pd.Series(np.nan if all(numeric) else "", index=frame.index, dtype=kind)
         else:  # numbers beside text become text, as a CSV would have them
-            part = strings(frame[name]) if any(numeric) and not all(numeric) else frame[name].astype(kind)
+            mixed = any(numeric) and not all(numeric) and not all(map(_holds_numbers, there))
+            part = strings(frame[name]) if mixed else frame[name].astype(kind)
         parts.append(part)
     return pd.concat(parts, ignore_index=True)
+
+
+def _holds_numbers(part: pd.Series) -> bool:
+    """Of a column that may be of objects, as one is where floats and whole numbers beyond 2^53 are mixed."""
+    return is_numeric(part) or all(type(value) in (int, float) for value in part[part.notna()])
 
 
 def _type_of(parts: Sequence[pd.Series]) -> Any:
@@ -87,9 +93,18 @@ def _type_of(parts: Sequence[pd.Series]) -> Any:
     whole = [part for part, is_float in zip(parts, floating, strict=True) if not is_float]
     ends = [int(end) for part in whole for end in (part.min(), part.max()) if not pd.isna(end)]
     least, most = min(ends, default=0), max(ends, default=0)
-    if any(floating):
-        return np.float64 if least >= -EXACT and most <= EXACT else object
-    return integer_type(least, most) or object
+    if not any(floating):
+        return integer_type(least, most) or object
+    if least >= -EXACT and most <= EXACT:
+        return np.float64
+    gaps_alone = all(_is_whole(part) for part, is_float in zip(parts, floating, strict=True) if is_float)
+    return integer_type(least, most) or object if gaps_alone else object
+
+
+def _is_whole(part: pd.Series) -> bool:
+    """Floats that are whole numbers, as pandas makes them of whole numbers with gaps."""
+    known = part.dropna()
+    return bool((known % 1 == 0).all() and (known.abs() <= EXACT).all())
 
 
 class _Other(NamedTuple):
