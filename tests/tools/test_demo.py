@@ -13,6 +13,7 @@ import threading
 import time
 import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ from opensora.inference.sizes import video_size
 from opensora.registry import SCHEDULERS
 from opensora.utils.errors import UserError
 from tools.demo import __main__ as command
+from tools.demo import page as demo_page
 from tools.demo.studio import Cancelled, Studio, preview_of
 from tools.demo.wish import Wish, caption, said, wish_of, with_said
 
@@ -324,6 +326,24 @@ def test_settings_that_the_demo_cannot_use(monkeypatch):
     assert (cfg.save_dir, cfg.seed, own.port, own.host) == ("outputs/demo", 3, 8001, "127.0.0.1")
 
 
+def test_a_click_finds_its_sample_among_those_of_equal_captions(started, monkeypatch):
+    """A negative prompt is not in a caption, and the newest sample of a caption was taken for all of them."""
+    monkeypatch.setitem(sys.modules, "gradio", SimpleNamespace(SelectData=object))  # all that the handler wants of it
+    demo = started(*SMALL, "--num-sampling-steps", "2", "--cfg-scale", "2", "--prompt", "a lake", "--seed", "7")
+    for negative in ("blurry", "dark"):
+        list(demo.make(demo.first_wish()._replace(negative_prompt=negative)))
+    newest, oldest = demo.samples()
+    assert caption(newest) == caption(oldest)
+    choose, shown = demo_page._choose(demo), dict(demo_page._gallery(demo))
+    for sample in (newest, oldest):
+        record, text = choose(SimpleNamespace(value={"caption": shown[str(sample.path)]}))
+        assert record == sample.record
+        assert json.loads(text)["config"]["negative_prompt"] == sample.record["config"]["negative_prompt"]
+    assert oldest.record["config"]["negative_prompt"] == ["blurry"]
+    oldest.path.unlink()
+    assert choose(SimpleNamespace(value={"caption": shown[str(oldest.path)]}))[0] is None
+
+
 def test_the_page_is_built_and_its_handlers_work(studio, wish):
     pytest.importorskip("gradio", reason="pip install 'gradio>=6'")
     from tools.demo import page
@@ -340,7 +360,7 @@ def test_the_page_is_built_and_its_handlers_work(studio, wish):
     assert "Waiting" in shown[0][0]
     assert "Step 1 of 3" in shown[1][0]
     assert "Done in" in shown[-1][0]
-    assert shown[-1][4][0][1] == "a white dog (4 frames of 32x48, 3 steps, guidance 1, seed 5)"
+    assert shown[-1][4][0][1].startswith("a white dog (4 frames of 32x48, 3 steps, guidance 1, seed 5) [a_white_dog")
     failed = list(generate(Session(), *wish._replace(prompt="")))
     assert "prompt is empty" in failed[-1][0]
     hostile = list(generate(Session(), *wish._replace(height=33, prompt="<script>alert(1)</script>")))

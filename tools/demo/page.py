@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from opensora.utils.errors import UserError
 from tools.demo.studio import Cancelled, Studio, Update, all_settings
-from tools.demo.wish import Wish, caption, wish_of
+from tools.demo.wish import Wish, label, wish_of
 
 if TYPE_CHECKING:
     import gradio as gr
@@ -142,9 +142,9 @@ def _choose(studio: Studio) -> Any:
     import gradio as gr
 
     def choose(event: gr.SelectData) -> tuple[dict[str, Any] | None, str]:
-        caption_of_event = event.value["caption"]
+        wanted = event.value["caption"]  # its place in the gallery may be another's by now
         for sample in studio.samples():
-            if caption(sample) == caption_of_event:
+            if label(sample) == wanted:
                 return sample.record, all_settings(sample.record)
         return None, "This sample is no longer in the folder."
 
@@ -171,7 +171,7 @@ def _again(studio: Studio) -> Any:
 
 
 def _gallery(studio: Studio) -> list[tuple[str, str]]:
-    return [(str(sample.path), caption(sample)) for sample in studio.samples()]
+    return [(str(sample.path), label(sample)) for sample in studio.samples()]
 
 
 def _head(studio: Studio) -> str:

@@ -101,6 +101,11 @@ def caption(sample: Finished) -> str:
     return f"{record['prompt']} ({', '.join(parts)})"
 
 
+def label(sample: Finished) -> str:
+    """The caption and the file's name: no two samples of a folder have the same, whatever the caption leaves out."""
+    return f"{caption(sample)} [{sample.path.name}]"
+
+
 @cache
 def _built(scheduler: str) -> Said:
     """What a component, as JSON, comes to. A sidecar may name a scheduler that is none of this process."""

@@ -13,7 +13,7 @@ number of samples: compare only equal numbers, and see `--save-statistics` for k
 
 import argparse
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,19 +25,20 @@ from torch import Tensor
 from opensora.utils.errors import UserError, exit_on_user_error
 from tools.eval.clips import Clip, Sampling, read_clips
 from tools.eval.extractors import Extractor, add_arguments, build_extractor, sampling_of
-from tools.eval.record import score_record, write_record
+from tools.eval.record import refuse_unwritable, score_record, write_record
 
 
 class Gaussian(NamedTuple):
-    """Mean [D], covariance [D, D], both fp64, and the number of samples."""
+    """Mean [D], covariance [D, D], both fp64, the number of samples and, where that is known, of clips they are of."""
 
     mean: Tensor
     covariance: Tensor
     samples: int
+    clips: int | None = None
 
 
-def fit(features: Tensor) -> Gaussian:
-    """The Gaussian of features [N, D].
+def fit(features: Tensor, clips: int | None = None) -> Gaussian:
+    """The Gaussian of features [N, D] of some clips.
 
     Raises:
         UserError: fewer than two samples have no covariance.
@@ -56,7 +57,7 @@ def fit(features: Tensor) -> Gaussian:
         raise UserError("features are not finite; the extractor does not take these videos.")
     mean = x.mean(0)
     centred = x - mean
-    return Gaussian(mean, centred.T @ centred / (count - 1), count)
+    return Gaussian(mean, centred.T @ centred / (count - 1), count, clips)
 
 
 def frechet_distance(a: Gaussian, b: Gaussian) -> float:
@@ -82,24 +83,52 @@ def _root(matrix: Tensor) -> Tensor:
 def features_of(
     clips: Iterable[Clip], extractor: Extractor, batch_size: int, device: str = "cpu"
 ) -> tuple[Tensor, int]:
-    """Features [N, D] of all clips, on the CPU, and the number of clips."""
-    rows, batch, count = [], [], 0
-    for clip in clips:
-        batch.append(clip.video)
-        count += 1
-        if len(batch) == batch_size:
-            rows.append(extractor(torch.stack(batch).to(device)).cpu())
-            batch = []
-    if batch:
-        rows.append(extractor(torch.stack(batch).to(device)).cpu())
+    """Features [N, D] of all clips, on the CPU, and the number of clips.
+
+    Raises:
+        UserError: clips of another size, which `--resize none` lets through, have another number of features.
+    """
+    rows: list[Tensor] = []
+    count = 0
+    for batch in _batches(clips, batch_size):
+        features = extractor(torch.stack([clip.video for clip in batch]).to(device)).cpu()
+        if rows and features.shape[1] != rows[0].shape[1]:
+            height, width = batch[0].video.shape[-2:]
+            raise UserError(
+                f"{batch[0].path} is {height}x{width} and has {features.shape[1]} features, the clips before it are of another "
+                f"size and have {rows[0].shape[1]}. {extractor.name} needs one size: choose a --resize other than none."
+            )
+        rows.append(features)
+        count += len(batch)
     return torch.cat(rows), count
 
 
+def _batches(clips: Iterable[Clip], batch_size: int) -> Iterator[list[Clip]]:
+    """Clips in their order, as many as fit and of one size."""
+    batch: list[Clip] = []
+    for clip in clips:
+        if batch and (len(batch) == batch_size or clip.video.shape != batch[0].video.shape):
+            yield batch
+            batch = []
+        batch.append(clip)
+    if batch:
+        yield batch
+
+
 def save_statistics(path: Path, gaussian: Gaussian, settings: dict[str, Any]) -> None:
-    """Keep one side's Gaussian, with the settings it holds for."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Keep one side's Gaussian, with the settings it holds for.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
     header = {"count": str(gaussian.samples), "settings": _text(settings)}
-    save_file({"mean": gaussian.mean, "covariance": gaussian.covariance}, path, metadata=header)
+    if gaussian.clips is not None:
+        header["clips"] = str(gaussian.clips)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file({"mean": gaussian.mean, "covariance": gaussian.covariance}, path, metadata=header)
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path} cannot be written ({error}). Choose another --save-statistics.") from error
 
 
 def load_statistics(path: Path, settings: dict[str, Any]) -> Gaussian:
@@ -112,11 +141,12 @@ def load_statistics(path: Path, settings: dict[str, Any]) -> Gaussian:
         with safe_open(path, "pt") as file:
             header = file.metadata() or {}
             mean, covariance, count = file.get_tensor("mean"), file.get_tensor("covariance"), int(header["count"])
+            clips = int(header["clips"]) if "clips" in header else None  # files of before do not say it
     except (SafetensorError, OSError, KeyError, ValueError) as error:
         raise UserError(f"{path} holds no statistics of --save-statistics: {error}") from error
     if header["settings"] != _text(settings):
         raise UserError(f"{path} is of other settings: {header['settings']}; now {_text(settings)}.")
-    return Gaussian(mean, covariance, count)
+    return Gaussian(mean, covariance, count, clips)
 
 
 def _text(settings: dict[str, Any]) -> str:
@@ -126,11 +156,25 @@ def _text(settings: dict[str, Any]) -> str:
 def _side(source: Path, args: argparse.Namespace, extractor: Extractor, sampling: Sampling) -> Gaussian:
     """The Gaussian of a folder or table, or of a file of statistics."""
     if source.suffix == ".safetensors":
-        return load_statistics(source, side_settings(extractor, sampling))
+        return _kept(source, args.num_samples, side_settings(extractor, sampling))
     clips = read_clips(source, sampling, args.root, args.num_samples)
     features, count = features_of(clips, extractor, args.batch_size, args.device)
+    if args.num_samples is not None and count < args.num_samples:
+        warnings.warn(f"{source} has only {count} clips, --num-samples asks for {args.num_samples}.", stacklevel=2)
     print(f"{source}: {count} clips, {len(features)} features of {features.shape[1]} numbers")
-    return fit(features)
+    return fit(features, count)
+
+
+def _kept(path: Path, num_samples: int | None, settings: dict[str, Any]) -> Gaussian:
+    """The Gaussian of a file of statistics, whose clips cannot be made fewer afterwards."""
+    kept = load_statistics(path, settings)
+    if num_samples is not None and num_samples != kept.clips:
+        of = "a number of clips that it does not say" if kept.clips is None else f"{kept.clips} clips"
+        raise UserError(
+            f"--num-samples {num_samples} does not fit {path}, which holds the statistics of {of}. Leave --num-samples out, or "
+            "make the statistics again with it."
+        )
+    return kept
 
 
 def side_settings(extractor: Extractor, sampling: Sampling) -> dict[str, Any]:
@@ -144,7 +188,9 @@ def read_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--real", type=Path, required=True, help="folder, table, or a file of --save-statistics")
     parser.add_argument("--fake", type=Path, required=True, help="folder or table of samples")
     parser.add_argument("--root", type=Path, help="folder that a table's paths are relative to; default: its own")
-    parser.add_argument("--num-samples", type=int, help="clips of each side; default: all")
+    parser.add_argument(
+        "--num-samples", type=int, help="clips of each side, of statistics the number that they hold; default: all"
+    )
     parser.add_argument(
         "--real-frame-interval",
         type=int,
@@ -160,9 +206,13 @@ def read_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     """Measure and print."""
     args = read_arguments()
-    for name in ("num_samples", "batch_size", "real_frame_interval"):
+    for name in ("num_samples", "batch_size", "num_frames", "frame_interval", "real_frame_interval"):
         if (value := getattr(args, name)) is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} {value} must be at least 1.")
+    if args.size is not None and min(args.size) < 1:
+        raise UserError(f"--size {args.size[0]} {args.size[1]}: height and width must be at least 1.")
+    refuse_unwritable(args.out)
+    refuse_unwritable(args.save_statistics, "--save-statistics")
     extractor = build_extractor(args)
     sampling = sampling_of(args, extractor)
     real_sampling = sampling._replace(frame_interval=args.real_frame_interval or sampling.frame_interval)

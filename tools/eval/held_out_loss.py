@@ -25,7 +25,7 @@ from opensora.registry import DATASETS, MODELS, SCHEDULERS, build_module
 from opensora.utils.config import TrainConfig, parse_config, to_dict
 from opensora.utils.errors import UserError, exit_on_user_error
 from opensora.utils.lora import Adapter, merge_adapter, read_adapter
-from tools.eval.record import score_record, write_record
+from tools.eval.record import refuse_unwritable, score_record, write_record
 
 COMPONENTS = {"model": MODELS, "vae": MODELS, "text_encoder": MODELS, "scheduler": SCHEDULERS, "dataset": DATASETS}
 # settings of a training that change nothing here, left out of the record
@@ -129,6 +129,8 @@ def main() -> None:
     adapter = None if command.adapter is None else read_adapter(command.adapter)
     world = init_world(cfg.device, cfg.sp_size)
     try:
+        if world.is_main:
+            refuse_unwritable(out)
         with torch.no_grad():
             loss, table = measure(cfg, world, adapter)
     finally:

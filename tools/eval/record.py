@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from opensora.utils.errors import UserError
 from opensora.utils.run import environment
 
 
@@ -14,10 +15,40 @@ def score_record(tool: str, scores: Mapping[str, Any], settings: Mapping[str, An
     return {"tool": tool, "scores": dict(scores), "settings": dict(settings), **environment()}
 
 
+def refuse_unwritable(path: Path | None, option: str = "--out") -> None:
+    """See that a file can be written, before the work whose result it is to hold; nothing is left there.
+
+    Raises:
+        UserError: it cannot.
+    """
+    if path is None:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        is_new = not path.exists()
+        path.open("ab").close()  # what is in it stays
+        if is_new:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        raise _unwritable(path, error, option) from error
+
+
 def write_record(path: Path, record: Mapping[str, Any]) -> None:
-    """Write the record as JSON; paths become text."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=2, ensure_ascii=False, default=str) + "\n", encoding="utf-8")
+    """Write the record as JSON; paths become text.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    text = json.dumps(record, indent=2, ensure_ascii=False, default=str) + "\n"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise _unwritable(path, error, "--out") from error
+
+
+def _unwritable(path: Path, error: OSError, option: str) -> UserError:
+    return UserError(f"{path} cannot be written ({error}). Choose another {option}.")
 
 
 def file_hash(path: Path) -> str:

@@ -27,7 +27,7 @@ from opensora.inference.manifest import Finished, finished
 from opensora.inference.prompt_text import split_segments, without_scores
 from opensora.registry import MODELS, build_module
 from opensora.utils.errors import UserError, exit_on_user_error
-from tools.eval.record import file_hash, score_record, write_record
+from tools.eval.record import file_hash, refuse_unwritable, score_record, write_record
 from tools.scoring.clip import Clip
 
 
@@ -115,6 +115,7 @@ def read_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     """Measure and print."""
     args = read_arguments()
+    refuse_unwritable(args.out)
     if args.command == "clip":
         clip = Clip(args.clip, args.device)
         scores = score_samples(list(finished(args.samples)), clip, args.frames)

@@ -18,10 +18,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from opensora.inference.manifest import finished
+from opensora.inference.manifest import Finished, finished
 from opensora.inference.prompt_text import without_scores
 from opensora.utils.errors import UserError, exit_on_user_error
-from tools.eval.record import score_record, write_record
+from opensora.utils.folders import make_writable
+from tools.eval.record import refuse_unwritable, score_record, write_record
 
 SAMPLES, SAMPLES_OF_FLICKER = 5, 25
 FLICKER = "temporal_flickering"
@@ -96,7 +97,7 @@ def read_info(path: Path, dimensions: Sequence[str] = ()) -> list[Prompt]:
 
 def write_prompts(prompts: Sequence[Prompt], out: Path) -> dict[int, Path]:
     """One table a number of samples, for `scripts/inference.py --prompt-path TABLE --num-sample N`."""
-    out.mkdir(parents=True, exist_ok=True)
+    make_writable(out, "out")
     tables = {}
     for samples in sorted({prompt.samples for prompt in prompts}):
         path = out / f"prompts-{samples}.csv"
@@ -112,10 +113,10 @@ def lay_out(folders: Sequence[Path], prompts: Sequence[Prompt], out: Path) -> li
     """Link (or copy) samples into `out/PROMPT-K.mp4`; returns what each was made from.
 
     Raises:
-        UserError: some are missing, which VBench would not mention, or a prompt cannot be a file name.
+        UserError: some are missing, which VBench would not mention, or there twice, or a prompt cannot be a file name.
     """
     wanted = {(prompt.text, k) for prompt in prompts for k in range(prompt.samples)}
-    found = {key: sample for key, sample in _samples(folders) if key in wanted}
+    found = _found(folders, wanted)
     if others := sorted({sample.path.suffix for sample in found.values()} - {".mp4"}):
         raise UserError(f"samples are {', '.join(others)} files; VBench takes mp4: sample with --save-format mp4.")
     if missing := wanted - found.keys():
@@ -124,7 +125,7 @@ def lay_out(folders: Sequence[Path], prompts: Sequence[Prompt], out: Path) -> li
             f"{len(missing)} of {len(wanted)} samples are missing, such as number {k} of {text!r}: VBench would measure "
             "without them and say nothing. Sample them, or choose dimensions with --dimension."
         )
-    out.mkdir(parents=True, exist_ok=True)
+    make_writable(out, "out")
     rows = []
     for (text, k), sample in sorted(found.items()):
         _link(sample.path, out / f"{_file_name(text)}-{k}.mp4")
@@ -162,7 +163,26 @@ def totals(scores: Mapping[str, float]) -> dict[str, float]:
     return result
 
 
-def _samples(folders: Sequence[Path]) -> Iterator[tuple[tuple[str, int], Any]]:
+def _found(folders: Sequence[Path], wanted: set[tuple[str, int]]) -> dict[tuple[str, int], Finished]:
+    """The sample of each prompt and number.
+
+    Raises:
+        UserError: there are two files for one, and which of them is meant is not known.
+    """
+    found: dict[tuple[str, int], Finished] = {}
+    for (text, k), sample in _samples(folders):
+        if (text, k) not in wanted:
+            continue
+        first = found.setdefault((text, k), sample)
+        if first.path.resolve() != sample.path.resolve():  # the same folder may be named twice
+            raise UserError(
+                f"{first.path} and {sample.path} are both number {k} of {text!r}, and VBench measures one. Leave one of the "
+                "folders out, or move one of the files away."
+            )
+    return found
+
+
+def _samples(folders: Sequence[Path]) -> Iterator[tuple[tuple[str, int], Finished]]:
     """Each under its prompt as it stands, and as it is without scores (`--aes`), which VBench's list does not have."""
     for folder in folders:
         for sample in finished(folder):
@@ -197,7 +217,24 @@ def _read_result(path: Path) -> dict[str, float]:
     if not isinstance(content, dict):
         return {}
     known = {name.replace(" ", "_"): value for name, value in content.items()}
-    return {name: float(value[0]) for name, value in known.items() if name in DIMENSIONS and isinstance(value, list)}
+    measured = {name: value for name, value in known.items() if name in DIMENSIONS and isinstance(value, list)}
+    return {name: _score(value, f"{path}: {name}") for name, value in measured.items()}
+
+
+def _score(value: list[Any], where: str) -> float:
+    try:
+        return float(value[0])
+    except (IndexError, TypeError, ValueError) as error:
+        raise UserError(
+            f"{where} does not begin with a score; VBench was interrupted, or found no videos. Measure it again, or remove "
+            "it from the file."
+        ) from error
+
+
+def _record_of(out: Path) -> Path:
+    """The file beside a folder that says what is in it. A dot in the folder's name ("v1.0") cuts nothing off."""
+    folder = out.resolve() if out.name in ("", "..") else out
+    return folder.with_name(f"{folder.name}.json")
 
 
 def _prompts(args: argparse.Namespace) -> None:
@@ -209,9 +246,11 @@ def _prompts(args: argparse.Namespace) -> None:
 
 
 def _layout(args: argparse.Namespace) -> None:
+    record = _record_of(args.out)
+    refuse_unwritable(record)
     rows = lay_out(args.samples, read_info(args.info, args.dimension), args.out)
-    write_record(args.out.with_suffix(".json"), score_record("vbench layout", {}, {"samples": rows}))
-    print(f"{len(rows)} videos in {args.out}; what they were made from: {args.out.with_suffix('.json')}")
+    write_record(record, score_record("vbench layout", {}, {"samples": rows}))
+    print(f"{len(rows)} videos in {args.out}; what they were made from: {record}")
 
 
 def _import(args: argparse.Namespace) -> None:

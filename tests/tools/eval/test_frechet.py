@@ -27,6 +27,7 @@ from tools.eval.frechet import (
     save_statistics,
     side_settings,
 )
+from tools.eval.record import refuse_unwritable, write_record
 from tools.eval.transnetv2 import TransNetV2Features
 
 
@@ -156,6 +157,20 @@ def test_the_last_batch_is_not_lost(samples):
     torch.testing.assert_close(rows, features_of(clips, extractor, batch_size=1)[0])
 
 
+def test_clips_that_keep_their_sizes_are_batched_by_size(samples):
+    """It was an error of torch.stack, with every batch size but 1."""
+    rng = torch.Generator().manual_seed(1)
+    save_sample(torch.rand(3, 5, 48, 32, generator=rng) * 2 - 1, samples / "s1b", 8)  # between s1 and s2
+    extractor = build_extractor(arguments("--extractor", "layout"))
+    clips = list(read_clips(samples, Sampling(5, resize="none")))
+    rows, count = features_of(clips, extractor, batch_size=3)
+    assert (count, len(rows)) == (5, 25)
+    torch.testing.assert_close(rows, features_of(clips, extractor, batch_size=1)[0])
+    pixels = extractor._replace(run=lambda videos: videos.flatten(1))
+    with pytest.raises(UserError, match=r"s1b.mp4 is 48x32 and has .* choose a --resize other than none"):
+        features_of(clips, pixels, batch_size=3)
+
+
 def test_lpips_trunk_is_its_last_layer(tmp_path, monkeypatch):
     weights = random_alex(tmp_path / "alex.safetensors")
     monkeypatch.setitem(extractors.EXTRACTORS, str(weights), extractors.lpips_trunk)
@@ -250,6 +265,68 @@ def test_the_command_prints_and_records(samples, tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit, match="2"):
         main()
     assert "other settings" in capsys.readouterr().err
+
+
+@pytest.fixture
+def run(samples, monkeypatch):
+    """`options -> None`: the command with these options."""
+    command = ["frechet", "--fake", str(samples), "--extractor", "layout", "--num-frames", "5", "--device", "cpu"]
+
+    def run(*options) -> None:
+        monkeypatch.setattr(sys, "argv", [*command, *map(str, options)])
+        main()
+
+    return run
+
+
+@pytest.mark.filterwarnings("ignore:.*singular")
+def test_the_number_of_samples_holds_for_statistics_and_is_missed_where_there_are_fewer(samples, tmp_path, run, capsys):
+    kept = tmp_path / "real.safetensors"
+    run("--real", samples, "--save-statistics", kept, "--num-samples", 3)
+    run("--real", kept, "--num-samples", 3)
+    assert "15 real and 15 generated" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="2"):
+        run("--real", kept, "--num-samples", 2)
+    assert "--num-samples 2 does not fit" in (message := capsys.readouterr().err)
+    assert "the statistics of 3 clips" in message
+    with pytest.warns(UserWarning, match="samples has only 4 clips, --num-samples asks for 9"):
+        run("--real", samples, "--num-samples", 9)
+    extractor = build_extractor(arguments("--extractor", "layout"))
+    settings = side_settings(extractor, Sampling(5, 1, extractor.size))
+    save_statistics(kept, gaussian(192, 0), settings)  # as those of before, which do not say of how many clips they are
+    with pytest.raises(SystemExit, match="2"):
+        run("--real", kept, "--num-samples", 3)
+    assert "a number of clips that it does not say" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", [("--size", 0, 0), ("--num-frames", 0), ("--frame-interval", 0)])
+def test_numbers_below_one_are_told(samples, run, capsys, options):
+    with pytest.raises(SystemExit, match="2"):
+        run("--real", samples, *options)
+    assert "must be at least 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--out", "--save-statistics"])
+def test_files_that_cannot_be_written_are_told_before_the_work(samples, tmp_path, run, capsys, option):
+    (tmp_path / "file").write_text("kept")
+    for path in (tmp_path / "file" / "score.json", samples):
+        with pytest.raises(SystemExit, match="2"):
+            run("--real", tmp_path / "no clips", option, path)
+        assert f"{path} cannot be written" in (message := capsys.readouterr().err)
+        assert f"Choose another {option}" in message
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+def test_looking_whether_a_file_can_be_written_changes_nothing(tmp_path):
+    refuse_unwritable(tmp_path / "new" / "score.json")
+    assert list((tmp_path / "new").iterdir()) == []
+    (tmp_path / "old.json").write_text("kept")
+    refuse_unwritable(tmp_path / "old.json")
+    assert (tmp_path / "old.json").read_text() == "kept"
+    with pytest.raises(UserError, match="cannot be written"):
+        write_record(tmp_path, {})
+    with pytest.raises(UserError, match="Choose another --save-statistics"):
+        save_statistics(tmp_path, gaussian(3, 0), {})
 
 
 def test_real_clips_may_have_more_frames_a_second(samples, tmp_path, monkeypatch):

@@ -101,6 +101,24 @@ def test_the_command_measures_each_size_at_each_timestep(project, monkeypatch, c
     assert "lr" not in record["settings"]
 
 
+def test_a_record_that_cannot_be_written_is_told_before_the_work(project, monkeypatch, capsys):
+    monkeypatch.setattr("tools.eval.held_out_loss.measure", lambda *_: pytest.fail("measured first"))
+    (project / "file").write_text("")
+    command = [
+        "config.py",
+        "--ckpt-path",
+        "zero.safetensors",
+        "--val-data-path",
+        "clips.csv",
+        "--out",
+        "file/loss.json",
+    ]
+    monkeypatch.setattr(sys, "argv", ["held_out_loss", *command])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert "file/loss.json cannot be written" in capsys.readouterr().err
+
+
 LORA = 'lora = dict(rank=2, alpha=4, target_modules="all-linear", dropout=0.0)\n'
 
 

@@ -115,6 +115,11 @@ def test_captions_against_prompts(tmp_path, monkeypatch, capsys):
     main()
     each = json.loads(out.read_text())["scores"]["each"]
     assert each["0"] > 40 > 20 > each["1"]
+    monkeypatch.setattr(sys, "argv", [*sys.argv[:-1], str(table / "scores.json")])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert "scores.json cannot be written" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", [*sys.argv[:-1], str(out)])
     table.write_text("text,words\na,b\n")
     with pytest.raises(SystemExit, match="2"):
         main()

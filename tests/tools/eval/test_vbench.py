@@ -103,6 +103,43 @@ def test_missing_samples_are_told(info, tmp_path, run, capsys):
     assert "1 of 5 samples are missing, such as number 4 of 'a person is surfing'" in capsys.readouterr().err
 
 
+def test_two_samples_for_one_video_are_refused(info, tmp_path, run, capsys):
+    """The last folder's won, and nothing said so."""
+    make_samples(tmp_path / "old", ["a person is surfing"], 5)
+    make_samples(tmp_path / "new", ["a person is surfing aesthetic score: 6.5."], 5)
+    arguments = ["--info", info, "--out", tmp_path / "o", "--dimension", "human_action"]
+    with pytest.raises(SystemExit, match="2"):
+        run("layout", tmp_path / "old", tmp_path / "new", *arguments)
+    message = capsys.readouterr().err
+    assert (
+        f"{tmp_path / 'old' / 'sample_0-0.mp4'} and {tmp_path / 'new' / 'sample_0-0.mp4'} are both number 0" in message
+    )
+    assert not (tmp_path / "o").exists()
+    run("layout", tmp_path / "old", tmp_path / "old", *arguments)  # one folder named twice is still one
+    assert len(list((tmp_path / "o").iterdir())) == 5
+
+
+def test_folders_with_dots_have_records_of_their_own(info, tmp_path, run, monkeypatch, capsys):
+    make_samples(tmp_path / "five", ["a person is surfing"], 5)
+    arguments = ["layout", tmp_path / "five", "--info", info, "--dimension", "human_action", "--out"]
+    for name in ("v1.0", "v1.1"):
+        run(*arguments, tmp_path / name)
+        assert (tmp_path / f"{name}.json").is_file()
+    assert not (tmp_path / "v1.json").exists()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    run(*arguments, ".")
+    (tmp_path / "here" / "below").mkdir()
+    monkeypatch.chdir(tmp_path / "here" / "below")
+    (tmp_path / "here.json").unlink()
+    run(*arguments, "..")
+    assert (tmp_path / "here.json").is_file()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit, match="2"):
+        run(*arguments, tmp_path / "file")
+    assert "no files can be written there" in capsys.readouterr().err
+
+
 def test_a_prompt_that_is_no_file_name(tmp_path, run, capsys):
     info = tmp_path / "info.json"
     info.write_text(json.dumps([{"prompt_en": "either/or", "dimension": ["scene"]}]))
@@ -142,6 +179,14 @@ def test_scores_are_read_from_vbenchs_files(tmp_path, run, capsys):
         read_scores(results)
     with pytest.raises(UserError, match="no results"):
         read_scores(results / "a_full_info.json")
+
+
+@pytest.mark.parametrize("value", [[], [None], [[0.5]]])
+def test_a_result_without_a_score_is_told(tmp_path, value):
+    path = tmp_path / "a_eval_results.json"
+    path.write_text(json.dumps({"scene": value}))
+    with pytest.raises(UserError, match=r"a_eval_results.json: scene does not begin with a score"):
+        read_scores(path)
 
 
 def test_other_files_and_unknown_dimensions(info, tmp_path):
