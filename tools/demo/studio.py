@@ -41,6 +41,7 @@ from tools.demo.wish import Wish, prompt_of_item, said, with_said
 
 PREVIEWS = 8  # of one sampling run
 LARGEST_SEED = 2**31 - 1
+WORKER = "sampling"  # the name of the thread
 
 
 class Update(NamedTuple):
@@ -116,7 +117,7 @@ class Studio:
         cfg = self.settings(wish)
         end = self._cancel[owner] = threading.Event()
         news: News = queue.Queue()
-        worker = threading.Thread(target=self._work, args=(cfg, news, end), daemon=True)
+        worker = threading.Thread(target=self._work, args=(cfg, news, end), name=WORKER, daemon=True)
         worker.start()
         try:
             while True:

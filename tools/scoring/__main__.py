@@ -43,7 +43,7 @@ def chosen_scorers(wanted: str, settings: Sequence[str], device: str) -> dict[st
 
 def _with_settings(name: str, texts: dict[str, str], device: str) -> Scorer:
     base: Any = scorer(name)
-    scorer(name, **texts)  # an unknown setting is an error with a hint
+    scorer(name, **{field: getattr(base, field, None) for field in texts})  # an unknown setting is an error with a hint
     values = {field: _value(f"{name}.{field}", text, getattr(base, field)) for field, text in texts.items()}
     return scorer(name, **({"device": device} if hasattr(base, "device") else {}), **values)
 

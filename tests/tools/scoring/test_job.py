@@ -275,6 +275,7 @@ def test_settings_of_the_command_line():
         "black.frames=3": "no effect",
         "flow.fsp=3": "Did you mean 'fps'",
         "flow.fps=fast": "expected a value such as 3.0",
+        "flow.fps=-3": "fps must be above 0",
     }.items():
         with pytest.raises(UserError, match=message):
             chosen_scorers("flow", [setting], "cpu")
