@@ -23,9 +23,8 @@ from tests.acceleration import test_fused_adaln as fused_adaln
 from tests.acceleration import test_gelu_linear as gelu_linear
 from tests.acceleration import test_head_norm as head_norm
 from tests.acceleration import test_short_attention as short
-from tests.acceleration.test_short_attention import SIZES, compare
-from tests.models.denoisers import FAMILIES, build, inputs
-from tests.models.test_denoisers import TWELVE_SIZES
+from tests.acceleration.short_attention_checks import SIZES, compare
+from tests.models.denoisers import COMPILED_SIZES, FAMILIES, build, inputs
 
 pytestmark = pytest.mark.gpu
 NOVA = {
@@ -298,7 +297,7 @@ def test_many_sizes_train_with_few_programs(family):
     torch._dynamo.utils.counters.clear()
     model = build(family).cuda().train()
     compile_blocks(model.transformer_blocks(), varying_sizes=True)
-    for size in (*TWELVE_SIZES, (16, 32, 32), (17, 30, 34)):
+    for size in (*COMPILED_SIZES, (16, 32, 32), (17, 30, 34)):
         with torch.autocast("cuda", torch.bfloat16):
             loss = model(**on_gpu(inputs(model, size=size))).float().square().mean()
         loss.backward()

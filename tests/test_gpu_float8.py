@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from opensora.acceleration.float8 import CAPABILITY
-from tests.acceleration.test_float8 import WIDE, compare, train
+from tests.acceleration.float8_training import WIDE, compare, train
 
 pytest.importorskip("torchao", reason="needs torchao: pip install -e '.[quant]'")
 pytestmark = pytest.mark.gpu

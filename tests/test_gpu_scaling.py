@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.multiprocessing
 
-from tests.acceleration.test_scaling_layouts import Case, one_process_goes_on, run_rank, write_expected
+from tests.acceleration.scaling_layouts import Case, one_process_goes_on, run_rank, write_expected
 from tests.conftest import join_ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import av
 import numpy as np
@@ -23,6 +24,8 @@ Identity = tuple[str, int, int]
 Opened = tuple[InputContainer, VideoStream]
 
 NO_TIMES = np.empty(0, np.int64)
+# titles in other encodings than UTF-8 are no reason to refuse a video; PyAV 19 and newer never do, and know no such argument
+LENIENT: dict[str, Any] = {} if int(av.__version__.split(".")[0]) >= 19 else {"metadata_errors": "replace"}
 # few: datasets of short clips never come back in time, and a long video's times take 8 bytes a frame
 MAX_KNOWN = 256
 _known: "OrderedDict[Identity, Timeline]" = OrderedDict()  # whose every call is one step for other threads
@@ -63,7 +66,7 @@ def open_video(path: str) -> Iterator[Opened]:
         BadFile: it cannot be opened, has no video, or is found damaged inside the block.
     """
     try:
-        container = av.open(str(Path(path).absolute()), metadata_errors="replace")  # FFmpeg takes "00:01.mp4" for a URL
+        container = av.open(str(Path(path).absolute()), **LENIENT)  # absolute: FFmpeg takes "00:01.mp4" for a URL
     except (av.FFmpegError, OSError) as error:
         raise BadFile(f"{path} cannot be opened as a video ({error.strerror}); it is damaged or no video.") from error
     try:
@@ -207,7 +210,7 @@ def _timeline(
 ) -> Timeline:
     if not num_frames:
         raise BadFile(f"{stream.container.name} has a video stream without frames; fetch it again or remove its row.")
-    time_base = stream.time_base or Fraction(1, 90000)
+    time_base = Fraction(stream.time_base or Fraction(1, 90000))  # PyAV 19 has a rational type of its own
     return Timeline(num_frames, _frame_rate(stream, times), times, keyframes, exact_keys, time_base)
 
 

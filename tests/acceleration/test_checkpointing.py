@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from opensora.acceleration.checkpointing import (
     Layout,
@@ -18,6 +17,7 @@ from opensora.acceleration.checkpointing import (
 from opensora.acceleration.compile import compile_blocks
 from opensora.utils.errors import UserError
 from opensora.utils.recompute import Recompute, parse_recompute
+from tests.acceleration.products import Products
 from tests.models.denoisers import build, inputs
 from tools.benchmark.activation_memory import kept_bytes, measure
 
@@ -119,18 +119,6 @@ def test_what_is_computed_twice(level, blocks, mlps):
     assert [calls["block", i] for i in range(DEPTH)] == blocks
     # a hook that runs again stops where the last tensor that is needed is made, which is behind the first layer of an MLP
     assert [calls["mlp", i] for i in range(DEPTH)] == mlps
-
-
-class Products(TorchDispatchMode):
-    """Counts matrix products and attention."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count[func.name()] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def test_selective_computes_no_product_again():

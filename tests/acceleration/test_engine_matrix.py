@@ -13,7 +13,7 @@ import torch
 from opensora.acceleration.checkpointing import checkpoint_activations
 from opensora.acceleration.distributed import World, init_world
 from opensora.acceleration.sequence_parallel import parallelise
-from tests.acceleration.test_fsdp2 import ALONE, engine_for, toy, train
+from tests.acceleration.toy_training import ALONE, engine_for, toy, train
 
 ENGINES = {
     "ddp": ("ddp", {}),

@@ -10,16 +10,13 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from opensora.acceleration.checkpointing import checkpoint_activations
 from opensora.acceleration.compile import compile_blocks
 from opensora.acceleration.distributed import World, shutdown
-from opensora.acceleration.engine import build_engine
 from opensora.acceleration.engines.fsdp2 import make_mesh
 from opensora.acceleration.engines.partition import share_out
 from opensora.utils.ema import EMA
 from opensora.utils.errors import UserError
+from tests.acceleration.toy_training import ALONE, CPU, data, engine_for, toy, train
 from tests.models.denoisers import FAMILIES, build, inputs
 
-CPU = torch.device("cpu")
-ALONE = World(0, 1, CPU)
-STEPS, BATCH = 2, 8
 SHARDED = {
     "fsdp2 zero2": ("fsdp2", {}),
     "fsdp2 zero3": ("fsdp2", {"fsdp_reshard": "zero3"}),
@@ -37,45 +34,6 @@ GROUPS = {
 # the losses of bf16 and fp16 differ from one process's by sums in another order, which half precision rounds otherwise
 MATRIX = {"fp32": [1, 2], "bf16": [1, 2], "fp16": [1, 2]}  # dtype -> accumulation_steps
 TOLERANCE = {"fp32": 2e-6, "bf16": 2e-2, "fp16": 4e-3}
-
-
-def toy():
-    """A STDiT of odd sizes: 2 processes cannot cut its 75 hidden units evenly, 4 leave some without a part of its tables."""
-    torch.manual_seed(0)
-    return build("STDiT", hidden_size=60, num_heads=3, mlp_ratio=1.25).train()
-
-
-def data(step):
-    """A batch of 8 samples: the model's inputs, and what it should predict."""
-    rng = torch.Generator().manual_seed(step)
-    x = torch.randn(BATCH, 4, 2, 4, 4, generator=rng)
-    t = torch.randint(0, 1000, (BATCH,), generator=rng)
-    y = torch.randn(BATCH, 1, 7, 16, generator=rng)
-    return (x, t, y), torch.randn(BATCH, 8, 2, 4, 4, generator=rng)
-
-
-def engine_for(name, world, dtype="fp32", settings=None, model=None, lr=1e-2):
-    model = toy() if model is None else model
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
-    return build_engine(name, model, optimizer, world, dtype=dtype, grad_clip=0.5, **(settings or {}))
-
-
-def train(engine, world, accumulation=1, steps=range(STEPS)):
-    """Losses of the whole batch, and gradient norms, of some steps."""
-    seen = []
-    for step in steps:
-        (x, t, y), target = data(step)
-        own = torch.arange(BATCH).view(accumulation, world.dp_size, -1)[:, world.dp_rank]
-        total = torch.zeros(())
-        for i, rows in enumerate(own):
-            with engine.micro_step(last=i == accumulation - 1):
-                loss = (engine.model(x[rows], t[rows], y[rows]) - target[rows]).square().mean()
-            engine.backward(loss / accumulation)
-            total += loss.detach() / accumulation
-        if world.size > 1:
-            dist.all_reduce(total)
-        seen.append((float(total) / world.size, float(engine.step())))
-    return torch.tensor(seen)
 
 
 def whole(state):

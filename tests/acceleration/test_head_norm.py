@@ -111,7 +111,7 @@ def check_selective() -> None:
     """Selective checkpointing computes it again, and no attention."""
     import opensora.acceleration.attention as module
     from opensora.acceleration.checkpointing import checkpoint_activations
-    from tests.acceleration.test_checkpointing import Products
+    from tests.acceleration.products import Products
 
     torch.manual_seed(0)
     counts = {}

@@ -271,25 +271,29 @@ def test_references_of_a_prompt(video, picture, frame_wise):
 @pytest.mark.parametrize(
     ("num_frames", "changes", "message"),
     [
-        (16, {"reference_path": ["A;B"], "mask_strategy": ["0"]}, "prompt 0: mask_strategy: reference 1 has no effect"),
-        (16, {"reference_path": ["A"]}, "prompt 0: mask_strategy: reference 0 has no effect"),
-        (16, {"reference_path": ["A"], "mask_strategy": ["0,1"]}, "reference=1 does not exist; there is 1"),
-        (16, {"reference_path": ["A"], "mask_strategy": ["0,0,1"]}, "ref_start=1 is outside reference 0"),
-        (16, {"reference_path": ["A"], "mask_strategy": ["0,0,0,16"]}, "target_start=16 is outside the video"),
-        (1, {"image": "A"}, "prompt 0: --image: all 1 latent frames of the video are kept"),
         (
             16,
-            {"prompt": ['x{"reference_path": "A", "mask_strategy": "0"}'], "image": "A"},
+            {"reference_path": ["PNG;PNG"], "mask_strategy": ["0"]},
+            "prompt 0: mask_strategy: reference 1 has no effect",
+        ),
+        (16, {"reference_path": ["PNG"]}, "prompt 0: mask_strategy: reference 0 has no effect"),
+        (16, {"reference_path": ["PNG"], "mask_strategy": ["0,1"]}, "reference=1 does not exist; there is 1"),
+        (16, {"reference_path": ["PNG"], "mask_strategy": ["0,0,1"]}, "ref_start=1 is outside reference 0"),
+        (16, {"reference_path": ["PNG"], "mask_strategy": ["0,0,0,16"]}, "target_start=16 is outside the video"),
+        (1, {"image": "PNG"}, "prompt 0: --image: all 1 latent frames of the video are kept"),
+        (
+            16,
+            {"prompt": ['x{"reference_path": "PNG", "mask_strategy": "0"}'], "image": "PNG"},
             "reference_path and --image both",
         ),
-        (16, {"extend": "A", "condition_frame_length": 16}, "cannot share 16 latent frames"),
+        (16, {"extend": "PNG", "condition_frame_length": 16}, "cannot share 16 latent frames"),
     ],
 )
 def test_what_does_not_fit_together(picture, frame_wise, num_frames, changes, message):
     path = str(picture())
 
     def named(value):
-        return [named(v) for v in value] if isinstance(value, list) else value.replace("A", path).replace("B", path)
+        return [named(v) for v in value] if isinstance(value, list) else value.replace("PNG", path)
 
     changes = {k: v if isinstance(v, int) else named(v) for k, v in changes.items()}
     with pytest.raises(UserError, match=message):

@@ -12,6 +12,9 @@ from opensora.registry import MODELS
 L, C_TEXT = 7, 16
 TOY = {"depth": 2, "hidden_size": 48, "num_heads": 2, "caption_channels": C_TEXT, "model_max_length": L}
 
+COMPILED_SIZES = [(1, 8, 8), (4, 8, 12), (1, 6, 12), (7, 6, 10)]
+"""Of latents: two images and two videos that differ in every dimension."""
+
 DENOISERS = [name for name in MODELS.choices() if "hidden_size" in inspect.signature(MODELS.get(name)).parameters]
 """All registered names of denoisers."""
 

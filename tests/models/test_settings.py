@@ -13,7 +13,7 @@ from opensora.registry import MODELS
 from opensora.utils.ckpt import save_checkpoint
 from opensora.utils.errors import UserError
 from tests.models.denoisers import C_TEXT, FAMILIES, TOY, build, inputs
-from tests.models.pixart.test_weights import their_output
+from tests.models.pixart.theirs import their_output
 from tools.convert import convert
 from tools.export_weights import export_weights
 

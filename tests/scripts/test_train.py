@@ -10,29 +10,9 @@ import pytest
 import torch
 
 from opensora.utils.ckpt import complete_checkpoints, open_checkpoint
+from tests.scripts.runs import all_losses, assert_same_run, losses, tensors
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "stdit_iddpm.json"
-
-
-def losses(run: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
-def all_losses(run: Path) -> list[tuple[str, float]]:
-    """Those of validations too, by name."""
-    entries = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [(key, value) for entry in entries for key, value in entry.items() if "loss" in key]
-
-
-def tensors(run: Path, part: str) -> dict[str, torch.Tensor]:
-    return open_checkpoint(complete_checkpoints(run)[-1]).tensors(part)
-
-
-def assert_same_run(a: Path, b: Path) -> None:
-    for part in ("model", "ema", "optimizer"):
-        left, right = tensors(a, part), tensors(b, part)
-        assert left.keys() == right.keys()
-        assert [name for name in left if not torch.equal(left[name], right[name])] == []
 
 
 def test_a_run_leaves_what_the_docs_promise(train):

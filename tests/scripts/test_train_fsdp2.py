@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from opensora.utils.ckpt import complete_checkpoints
-from tests.scripts.test_train import assert_same_run, losses, tensors
+from tests.scripts.runs import assert_same_run, losses, tensors
 
 
 def test_one_process_trains_as_ddp_does(train):

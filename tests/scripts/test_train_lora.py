@@ -8,7 +8,7 @@ from opensora.registry import MODELS
 from opensora.utils.ckpt import complete_checkpoints, open_checkpoint, read_weights
 from opensora.utils.errors import UserError
 from opensora.utils.lora import load_lora
-from tests.scripts.test_train import assert_same_run, losses
+from tests.scripts.runs import assert_same_run, losses
 from tools.lora import export, merge
 
 pytest.importorskip("peft", reason="needs peft: pip install -e '.[lora]'")

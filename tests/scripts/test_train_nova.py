@@ -20,7 +20,7 @@ from opensora.models.vae.vae import VideoAutoencoderKL
 from opensora.utils.errors import UserError
 from opensora.utils.records import RecordWriter
 from opensora.utils.seed import generators
-from tests.models.nova.test_nova import build
+from tests.models.nova.toy import build
 from tools.cache_features import cache_features
 
 SIZES = {"width": 32, "num_heads": 1, "video_depth": 2, "image_depth": 4, "head_depth": 2, "caption_channels": 16,

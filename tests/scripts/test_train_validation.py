@@ -5,7 +5,7 @@ import json
 import torch
 
 from opensora.utils.ckpt import complete_checkpoints, open_checkpoint
-from tests.scripts.test_train import losses, tensors
+from tests.scripts.runs import losses, tensors
 
 
 def test_validation_changes_nothing_and_leaves_its_results(train, clips_csv):

@@ -11,7 +11,7 @@ from opensora.acceleration.compile import compile_blocks
 from opensora.registry import SCHEDULERS
 from opensora.utils.recompute import parse_recompute
 from opensora.utils.seed import generators
-from tests.models.nova.test_nova import build, inputs
+from tests.models.nova.toy import build, inputs
 from tools.benchmark.activation_memory import kept_bytes
 
 LEVELS = (0, 1, 2, 3, "mlp", "block", "every:2", "selective", "selective:2")

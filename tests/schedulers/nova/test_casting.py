@@ -5,8 +5,8 @@ import torch
 
 from opensora.acceleration.compile import compile_blocks
 from opensora.schedulers.nova.casting import weights_cast
-from tests.models.nova.test_nova import build, inputs
-from tests.schedulers.nova.test_nova import SIZE, conditions, rngs, scheduler
+from tests.models.nova.toy import build, inputs
+from tests.schedulers.nova.toy import SIZE, conditions, rngs, scheduler
 
 CPU = torch.device("cpu")
 

@@ -12,23 +12,9 @@ from opensora.schedulers.nova.model import cut, spread
 from opensora.schedulers.nova.nova import known_patches
 from opensora.utils.errors import UserError
 from opensora.utils.seed import generators
-from tests.models.nova.test_nova import build, inputs
-from tests.schedulers.test_sampling import NoReading
-
-SIZE = (3, 8, 8)
-
-
-def scheduler(**changes):
-    return SCHEDULERS.build({"type": "nova", "num_sampling_steps": 4, "num_diffusion_steps": 3, **changes})
-
-
-def conditions(batch=2):
-    cond = inputs(batch=batch)
-    return {name: cond[name] for name in ("y", "mask", "fps", "flow")}
-
-
-def rngs(*ids):
-    return generators(1, "nova", ids=ids)
+from tests.models.nova.toy import build
+from tests.schedulers.no_reading import NoReading
+from tests.schedulers.nova.toy import SIZE, conditions, rngs, scheduler
 
 
 @pytest.mark.parametrize(

@@ -10,38 +10,20 @@ import time
 from collections import Counter
 from pathlib import Path
 
-import av
-import numpy as np
 import pytest
 
 import opensora.models  # noqa: F401  (registers)
 from opensora.datasets.bucket_sampler import BucketBatchSampler
-from opensora.datasets.read_video import read_frames
 from opensora.datasets.variable_dataset import VariableVideoTextDataset
 from opensora.utils.errors import UserError
 from tests.forks import forked
+from tests.tools.footage.joined import join
 from tools.datasets import doctor
 from tools.footage import stages
 from tools.footage.__main__ import run
 from tools.footage.recipe import read_recipe
 from tools.footage.rows import read_rows, write_rows
 from tools.scoring import parts
-
-CLIPS = Path(__file__).parents[3] / "assets" / "clips"
-
-
-def join(path: Path, names: list[str]) -> None:
-    """A long video of shipped clips, 24 frames of each; of one with a * the first frame, 24 times."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream("libx264", rate=24, options={"crf": "10", "preset": "ultrafast"})
-        stream.height, stream.width, stream.pix_fmt = 144, 176, "yuv420p"
-        for name in names:
-            frames = read_frames(CLIPS / f"{name.rstrip('*')}.mp4", 0, 24).numpy()
-            for frame in frames[:1].repeat(24, 0) if name.endswith("*") else frames:
-                crop = np.ascontiguousarray(frame[:144, :176])
-                container.mux(stream.encode(av.VideoFrame.from_ndarray(crop, format="rgb24")))
-        container.mux(stream.encode())
 
 
 @pytest.fixture(scope="module")

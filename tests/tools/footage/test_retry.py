@@ -15,7 +15,7 @@ import pytest
 
 from opensora.utils.errors import UserError
 from tests.forks import forked
-from tests.tools.footage.test_footage import join
+from tests.tools.footage.joined import join
 from tools.footage import __main__ as command
 from tools.footage import stages
 from tools.footage.__main__ import run
