@@ -7,9 +7,9 @@ EXTRAS ?= dev,quickstart
 
 BIN := .venv/bin
 STAMP := .venv/.installed
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
-.PHONY: help setup quickstart quickstart-nova test test-slow test-gpu check format format-check lint type docs docs-check bench clean
+.PHONY: help setup quickstart quickstart-nova test test-slow test-extras test-gpu check format format-check lint type docs docs-check bench clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -30,15 +30,19 @@ quickstart-nova: setup  ## train a small NOVA on the clips, an autoregressive mo
 	$(BIN)/python -m tools.quickstart --from nova
 
 test: setup  ## run the CPU tests
-	$(PYTEST) -n $(WORKERS) --dist loadfile -m "not slow and not gpu"
+	$(PYTEST) -m "not slow and not gpu"
 
 test-slow: setup  ## run the CPU tests that take longer
 	$(PYTEST) -m "slow and not gpu"
 
+test-extras: setup  ## install what setup does not, and run the tests that need it
+	$(BIN)/python -m pip install --disable-pip-version-check -q -e '.[quant]'
+	$(PYTEST) -m "not gpu" $$(grep -rlF 'importorskip("torchao"' tests)
+
 test-gpu: setup  ## run the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu
 
-check: format-check lint type docs-check test  ## all that a change must pass
+check: format-check lint type docs-check test test-slow  ## all that a change must pass
 
 format: setup  ## format the code and mend what ruff can mend
 	$(BIN)/ruff check --fix-only .

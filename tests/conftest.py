@@ -12,7 +12,7 @@ import multiprocessing
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,6 +23,7 @@ import torch.multiprocessing
 
 ROOT = Path(__file__).resolve().parent.parent
 SPAWN_TIMEOUT_S = 120
+SLOW_CPU_S = 1.5
 PRELOADED = ["torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo", "opensora.models"]
 """Imported once, by the server that groups of processes are forked from: in each of them it takes 9 s of a CPU."""
 
@@ -40,6 +41,24 @@ class Finished(NamedTuple):
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    """A test that is not marked `slow` takes at most SLOW_CPU_S, its child processes included.
+
+    It warns of one that takes more, and fails one that takes twice as much where CI is set: a busy machine's caches and
+    clock are worth a factor of less than two, so that no test fails for them. What a test imports first is not its own.
+    """
+    modules, begin = len(sys.modules), os.times()
+    result = yield
+    used = sum(os.times()[:4]) - sum(begin[:4])
+    if used > SLOW_CPU_S and not item.get_closest_marker("slow") and len(sys.modules) - modules < 20:
+        text = f"{used:.1f} CPU seconds: make it smaller than {SLOW_CPU_S}, or mark it `slow`."
+        if used > 2 * SLOW_CPU_S and os.environ.get("CI"):
+            pytest.fail(text)
+        item.warn(pytest.PytestWarning(text))
+    return result
 
 
 @pytest.fixture(autouse=True)

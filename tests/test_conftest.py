@@ -1,10 +1,14 @@
 """The shared fixtures do what they promise: a failure in a process or a script is seen."""
 
+import contextlib
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from torch import distributed
+
+from tests import conftest
 
 
 def all_ranks_meet(rank: int, world_size: int, tmp_path: Path) -> None:
@@ -33,3 +37,23 @@ def test_run_script_returns_code_and_output(run_script, tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import sys, opensora\nprint(sys.argv[1])\nsys.exit('wrong')\n")
     assert run_script(str(script), "--flag") == (1, "--flag\n", "wrong\n")
+
+
+@pytest.mark.parametrize(("cpu_s", "ci"), [(0.3, "true"), (0.3, ""), (0.01, "true")])
+def test_a_slow_test_that_is_not_marked_fails_in_ci_and_warns_elsewhere(request, monkeypatch, cpu_s, ci):
+    with monkeypatch.context() as shorter:  # not when pytest's own hook looks at this test
+        shorter.setattr(conftest, "SLOW_CPU_S", 0.1)
+        shorter.setenv("CI", ci)
+        call = conftest.pytest_runtest_call(request.node)
+        next(call)
+        end = time.process_time() + cpu_s
+        while time.process_time() < end:
+            pass
+        if cpu_s < 0.1:
+            outcome = contextlib.nullcontext()
+        elif ci:
+            outcome = pytest.raises(pytest.fail.Exception, match="mark it `slow`")
+        else:
+            outcome = pytest.warns(pytest.PytestWarning, match="mark it `slow`")
+        with outcome:
+            next(call, None)
