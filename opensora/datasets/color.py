@@ -7,12 +7,12 @@ a master of 1000 cd/m2, in the largest of R, G and B so that hues stay. Equation
 
 import functools
 import math
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from av.buffer import Buffer
 from av.video.frame import VideoFrame
-from av.video.reformatter import Interpolation
+from av.video.reformatter import Interpolation, VideoReformatter
 from PIL import Image
 
 from opensora.datasets.decoding import Decoding
@@ -87,7 +87,8 @@ def to_rgb(path: str, frame: VideoFrame, pixel_aspect: float, decoding: Decoding
             "'tonemap'."
         )
     height, width = _with_square_pixels(frame, pixel_aspect)
-    rgb = frame.reformat(
+    rgb = reformat(
+        frame,
         height=height,
         width=width,
         # planes of their own are the same numbers as rgb24, and swscale makes them in half the time
@@ -103,6 +104,15 @@ def to_rgb(path: str, frame: VideoFrame, pixel_aspect: float, decoding: Decoding
     elif has_alpha:
         rgb = on_white(Image.fromarray(rgb))
     return upright(frame, rgb)
+
+
+def reformat(frame: VideoFrame, **settings: Any) -> VideoFrame:
+    """PyAV's `VideoFrame.reformat` in a context of its own.
+
+    PyAV 19 keeps one context a thread, and that may have begun threads of FFmpeg's: in a worker that is forked later they
+    are missing, and it would wait for them for ever.
+    """
+    return VideoReformatter().reformat(frame, **settings)
 
 
 class _Orientation(NamedTuple):

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+import av
 import pytest
 import torch
 
@@ -168,6 +169,14 @@ def test_the_limit_of_open_files_is_raised_as_far_as_it_may():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.strip() == "(512, 512)"
+
+
+@pytest.mark.timeout(100)
+def test_a_worker_does_not_wait_for_threads_of_the_process_it_came_from(dataset):
+    """PyAV 19 converts all frames of a thread in one context; the threads that it begins there are not forked."""
+    for size in (64, 96):
+        av.VideoFrame(32, 32, "yuv420p").reformat(width=size, height=size, format="rgb24")
+    assert len(list(build_dataloader(dataset, 2, seed=1, stop=2, num_workers=1))) == 2
 
 
 def test_workers_touch_no_gpu(dataset, monkeypatch):

@@ -18,6 +18,7 @@ from typing import Any
 import av
 import numpy as np
 
+from opensora.datasets.color import reformat
 from opensora.inference.output import exact_fps
 from opensora.utils.errors import UserError, exit_on_user_error
 from tools.scene_cut.frames import Footage
@@ -113,8 +114,13 @@ def write(target: Path, frames: Iterator[np.ndarray], rate: Fraction) -> int:
             for count, frame in enumerate(frames, start=1):
                 if count == 1:
                     _set_up(stream, frame)
-                picture = av.VideoFrame.from_ndarray(frame, format="rgb24").reformat(
-                    stream.width, stream.height, "yuv420p", dst_colorspace="ITU709", interpolation="AREA"
+                picture = reformat(
+                    av.VideoFrame.from_ndarray(frame, format="rgb24"),
+                    width=stream.width,
+                    height=stream.height,
+                    format="yuv420p",
+                    dst_colorspace="ITU709",
+                    interpolation="AREA",
                 )
                 picture.pts, picture.time_base = count - 1, 1 / rate
                 output.mux(stream.encode(picture))

@@ -22,7 +22,7 @@ import numpy as np
 from av.container import OutputContainer
 from av.video.frame import VideoFrame
 
-from opensora.datasets.color import display_matrix
+from opensora.datasets.color import display_matrix, reformat
 from opensora.datasets.files import BadFile
 from opensora.datasets.read_video import probe
 from opensora.datasets.timeline import naming_damage, open_video
@@ -206,8 +206,13 @@ class _Encoder:
         if self.output is None:
             self._open(picture)
         assert self.output is not None
-        small = VideoFrame.from_ndarray(picture, format="rgb24").reformat(
-            self.stream.width, self.stream.height, "yuv420p", dst_colorspace="ITU709", interpolation="AREA"
+        small = reformat(
+            VideoFrame.from_ndarray(picture, format="rgb24"),
+            width=self.stream.width,
+            height=self.stream.height,
+            format="yuv420p",
+            dst_colorspace="ITU709",
+            interpolation="AREA",
         )
         for pts in moments:
             small.pts, small.time_base = pts, self.time_base

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from av.video.frame import VideoFrame
 
-from opensora.datasets.color import displayed_size, to_rgb
+from opensora.datasets.color import displayed_size, reformat, to_rgb
 from opensora.datasets.decoding import DEFAULT
 from opensora.datasets.deinterlace import deinterlaced
 from opensora.datasets.files import BadFile, identity
@@ -63,7 +63,7 @@ class Footage:
     def small(self, width: int, height: int) -> Iterator[np.ndarray]:
         """Every frame shrunk to a size, whatever its shape: [height, width, 3] uint8 RGB, not turned upright."""
         for _, _, frame in self.frames():
-            yield frame.reformat(width=width, height=height, format="rgb24", interpolation="AREA").to_ndarray()
+            yield reformat(frame, width=width, height=height, format="rgb24", interpolation="AREA").to_ndarray()
 
     def rgb(self, frame: VideoFrame) -> np.ndarray:
         """[H, W, 3] uint8 as training sees the frame: upright, square pixels, HDR tone-mapped."""
