@@ -11,6 +11,7 @@ Each is applied until nothing changes, so that cleaning a clean caption does not
 a surrogate pair, which is no character and which no tokenizer takes, becomes U+FFFD in all three.
 """
 
+import contextlib
 import html
 import re
 from collections.abc import Callable
@@ -29,6 +30,10 @@ Clean = Literal["none", "basic", "legacy"]
 
 LEADING_ZEROS = re.compile(r"&#0+(?=[0-9])")
 NO_CHARACTER = re.compile(r"&#[1-9][0-9]{7,};?")  # code points end at 1114111; Python reads no number of 4301 digits
+
+
+# "<![" and no name of a marked section: Python's parser refused it until 3.12.3, and since then drops all that follows
+NO_SECTION = re.compile(r"<!\[(?!(?:temp|cdata|ignore|include|rcdata|if|else|endif)\b)", re.IGNORECASE)
 
 
 def cleaner(name: str) -> Callable[[str], str]:
@@ -75,10 +80,10 @@ def _short_entities(text: str) -> str:
 
 def _without_tags(text: str) -> str:
     text = _short_entities(text)
-    try:
-        return BeautifulSoup(text, features="html.parser").text
-    except ParserRejectedMarkup:  # "<![", and something that is no name
-        return re.sub("<[^<>]*>|<", "", text)
+    if not NO_SECTION.search(text):
+        with contextlib.suppress(ParserRejectedMarkup):
+            return BeautifulSoup(text, features="html.parser").text
+    return re.sub("<[^<>]*>|<", "", text)
 
 
 class Rule(NamedTuple):

@@ -95,9 +95,9 @@ def test_rows_of_what_is_removed_leave_nothing_behind():
     ids=lambda text: None if text is None else text[:12],
 )
 def test_long_captions_take_no_time(text, expected):
-    begin = time.perf_counter()
+    begin = time.process_time()
     cleaned = legacy(text)
-    assert time.perf_counter() - begin < 2  # a tenth of it here; pass after pass it was 10 to 1000
+    assert time.process_time() - begin < 5  # a twentieth of it here; pass after pass it was 10 to 1000
     assert expected is None or cleaned == expected
 
 
