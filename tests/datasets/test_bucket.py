@@ -98,6 +98,13 @@ def test_the_last_frame_counts(interval, needed):
     assert shares(buckets, needed, 240, 426, 10, frame_interval=per_row) == {("240p", 51): 5, "SHORT": 5}
 
 
+def test_a_picture_of_four_fifths_of_the_area_is_large_enough():
+    buckets = Buckets({"100px": {1: (1.0, 1)}, "50px": {1: (1.0, 1)}})
+    for size, resolution in (((80, 100), "100px"), ((79, 101), "50px"), ((40, 50), "50px")):
+        assert set(shares(buckets, 1, *size, 1)) == {(resolution, 1)}
+    assert set(shares(buckets, 1, 39, 51, 1)) == {"SMALL"}
+
+
 def test_clips_of_several_lengths():
     """Trimmed to the longest entry that fits, never filled up."""
     buckets = Buckets({"32x48": {1: (1.0, 1), 17: (1.0, 1), 33: (1.0, 1)}})

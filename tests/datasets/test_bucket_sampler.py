@@ -202,6 +202,16 @@ def test_going_on_with_other_numbers_of_processes(dataset, parts, world, tail, o
             assert sum(counts.values()) - len(used) <= copies
 
 
+@pytest.mark.parametrize("tail", ["keep", "pad"])
+@pytest.mark.parametrize("order", ORDERS)
+def test_what_two_processes_would_have_seen_again_one_does_not(tail, order):
+    """Three batches are filled up to two steps of two processes; after the first step, one process has one batch left."""
+    dataset = Clips([(1, 32, 48)] * 3, {"32x48": {1: (1.0, 1)}})
+    steps = epoch_of(samplers(dataset, 2, tail, order), Place(), 1)
+    steps += epoch_of(samplers(dataset, 1, tail, order), Place(0, 1, segments=((2, 1),)))
+    assert indices(steps) == Counter(range(3))
+
+
 @pytest.mark.parametrize("persistent", [False, True])
 def test_workers_change_nothing(persistent):
     """The order is that of the sampler for any number of workers, over three epochs of one loader."""

@@ -136,8 +136,8 @@ class NOVA(nn.Module):
         timestep: Tensor,
         y: Tensor,
         *,
-        noisy: Tensor,
-        visible: Tensor,
+        noisy: Tensor | None = None,
+        visible: Tensor | None = None,
         mask: Tensor | None = None,
         fps: Tensor | None = None,
         flow: Tensor | None = None,
@@ -157,7 +157,14 @@ class NOVA(nn.Module):
 
         Returns:
             [B, R, C, T, H, W] fp32.
+
+        Raises:
+            UserError: a scheduler of whole videos calls it, which has neither `noisy` nor `visible`.
         """
+        if noisy is None or visible is None:
+            raise UserError(
+                "NOVA is trained and sampled patch by patch: set scheduler.type='nova', or use another model."
+            )
         T, H, W = self.check_size(x.shape[2:])
         conditions = self.video_conditions(x, self.text_tokens(y, mask, fps, flow))  # [B, T, Nc, D]
         z = self.image_tokens(

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
+from einops import rearrange
 from torch.utils.flop_counter import FlopCounterMode
 
 from opensora.acceleration.checkpointing import checkpoint_activations
@@ -125,6 +127,44 @@ def test_text_time_and_frame_order_matter():
     timeless = toy(no_temporal_pos_emb=True)
     flipped = timeless(x.flip(2), t, y, mask=mask)
     torch.testing.assert_close(timeless(x, t, y, mask=mask).flip(2), flipped, atol=1e-5, rtol=1e-5)
+
+
+def test_the_blocks_are_what_their_weights_say():
+    """The formula, from the state dict: temporal positions enter once, before the first temporal attention."""
+    model, seen = toy(), []
+    for block in model.blocks:
+        block.register_forward_hook(lambda _, args, out: seen.append((args, out)))
+    x, t, y, mask = inputs()
+    model(x, t, y, mask=mask)
+    (x, y, t), w, D = seen[0][0][:3], model.state_dict(), 48  # x [B, T, S, D], y [B, L, D], t [B, 6, D]
+
+    def linear(name, x):
+        return F.linear(x, w[f"{name}.weight"], w[f"{name}.bias"])
+
+    def modulated(x, shift, scale):
+        return F.layer_norm(x, (D,), eps=1e-6) * (1 + scale) + shift
+
+    def attention(q, k, v, bias=0.0):
+        q, k, v = (rearrange(z, "... N (h d) -> ... h N d", h=2) for z in (q, k, v))
+        return rearrange((q @ k.mT / 24**0.5 + bias).softmax(-1) @ v, "... h N d -> ... N (h d)")
+
+    angles = torch.arange(3)[:, None] * 10000 ** (-torch.arange(D // 2) / (D // 2))
+    positions = torch.cat([angles.sin(), angles.cos()], dim=1)[:, None]  # [T, 1, D]
+    padding = torch.where(mask, 0.0, -torch.inf)[:, None, None, None]  # [B, 1, 1, 1, L]
+    for i in range(2):
+        p = f"blocks.{i}"
+        table = (w[f"{p}.scale_shift_table"] + t)[:, :, None, None]
+        shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = table.unbind(1)
+        qkv = linear(f"{p}.attn.qkv", modulated(x, shift, scale)).chunk(3, dim=-1)
+        x = x + gate * linear(f"{p}.attn.proj", attention(*qkv))
+        timed = rearrange(x + positions if i == 0 else x, "B T S D -> B S T D")
+        timed = attention(*linear(f"{p}.attn_temp.qkv", timed).chunk(3, dim=-1))
+        x = x + gate * linear(f"{p}.attn_temp.proj", rearrange(timed, "B S T D -> B T S D"))
+        k, v = linear(f"{p}.cross_attn.kv_linear", y)[:, None].chunk(2, dim=-1)
+        x = x + linear(f"{p}.cross_attn.proj", attention(linear(f"{p}.cross_attn.q_linear", x), k, v, padding))
+        hidden = F.gelu(linear(f"{p}.mlp.fc1", modulated(x, shift_mlp, scale_mlp)), approximate="tanh")
+        x = x + gate_mlp * linear(f"{p}.mlp.fc2", hidden)
+    torch.testing.assert_close(seen[-1][1], x, atol=1e-5, rtol=1e-5)
 
 
 def test_frame_mask_all_true_is_no_mask():
