@@ -20,7 +20,7 @@ from opensora.utils.config import TrainConfig
 from opensora.utils.errors import UserError
 from opensora.utils.seed import generators
 from tests.models import denoisers
-from tests.models.nova import test_nova as nova
+from tests.models.nova import toy as nova
 
 GOLDEN = Path(__file__).with_name("losses.json")
 WRITE = "python -m tests.golden.test_golden_losses"
