@@ -132,7 +132,7 @@ def start_ranks(target: Callable[..., None], args: tuple, world_size: int, what:
     """
     multiprocessing.set_forkserver_preload(PRELOADED)
     context = torch.multiprocessing.start_processes(
-        _begin_rank, (target, args, dict(os.environ)), nprocs=world_size, join=False, start_method="forkserver"
+        begin_rank, (target, args, dict(os.environ)), nprocs=world_size, join=False, start_method="forkserver"
     )
     join_ranks(context, f"{what} on {world_size} processes", timeout_s)
 
@@ -147,7 +147,7 @@ def join_ranks(context: torch.multiprocessing.ProcessContext, what: str, timeout
             raise TimeoutError(f"{what} took longer than {timeout_s} s")
 
 
-def _begin_rank(rank: int, target: Callable[..., None], args: tuple, environment: dict[str, str]) -> None:
+def begin_rank(rank: int, target: Callable[..., None], args: tuple, environment: dict[str, str]) -> None:
     os.environ.clear()  # the server's, from when it began
     os.environ.update(environment)
     torch.set_num_threads(1)

@@ -141,13 +141,13 @@ def together(toy_config, tmp_path):
             [str(port), str(toy_config), f"--outputs={tmp_path}", f"--exp-name={name}", *options]
             for port, (name, *options) in zip(free_ports(len(runs)), runs, strict=True)
         ]
-        start_ranks(_run_scripts, (processes, given), processes, "scripts/train.py", timeout_s)
+        start_ranks(run_scripts, (processes, given), processes, "scripts/train.py", timeout_s)
         return [tmp_path / name for name, *_ in runs]
 
     return run
 
 
-def _run_scripts(rank: int, size: int, runs: list[list[str]]) -> None:
+def run_scripts(rank: int, size: int, runs: list[list[str]]) -> None:
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1"}
     os.environ.update({name: str(value) for name, value in place.items()})
     script = load_script()

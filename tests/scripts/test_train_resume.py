@@ -1,23 +1,23 @@
 """scripts/train.py: a resume equals the uninterrupted run, for every engine and number of processes; signals; `latest`."""
 
 import json
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
 import torch
 
 from opensora.utils.ckpt import complete_checkpoints, open_checkpoint
-from tests.scripts.conftest import free_ports
+from tests.conftest import PRELOADED, begin_rank
+from tests.scripts.conftest import free_ports, run_scripts
 
-ROOT = Path(__file__).parents[2]
-RUN_MANY = Path(__file__).with_name("run_many.py")
 PARTS = ("model", "ema", "optimizer", "scheduler")
 # the resume at step 3 is inside the warm-up and inside an epoch, and the scheduler learns from the losses
 OPTIONS = (
@@ -46,33 +46,44 @@ def assert_same_end(a: Path, b: Path) -> None:
 
 
 @contextmanager
-def processes(size: int, config: Path, outputs: Path, *runs: tuple[str, ...]) -> Iterator[list[subprocess.Popen]]:
-    """`size` processes of one group, each of which runs scripts/train.py with each list of options in turn."""
-    ports = free_ports(len(runs))
-    given = json.dumps([[p, [str(config), f"--outputs={outputs}", *run]] for p, run in zip(ports, runs, strict=True)])
-    env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
-    env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+def processes(size: int, config: Path, outputs: Path, *runs: tuple[str, ...]) -> Iterator[list[BaseProcess]]:
+    """`size` processes of one group, each of which runs scripts/train.py with each list of options in turn.
+
+    Each leads a process group of its own, so that a signal can reach its data workers too.
+    """
+    given = [
+        [str(port), str(config), f"--outputs={outputs}", *run]
+        for port, run in zip(free_ports(len(runs)), runs, strict=True)
+    ]
+    multiprocessing.set_forkserver_preload(PRELOADED)
+    context = multiprocessing.get_context("forkserver")
     started = [
-        subprocess.Popen(
-            [sys.executable, str(RUN_MANY), given],
-            cwd=ROOT, env={**env, "RANK": str(r), "LOCAL_RANK": str(r)}, stderr=subprocess.PIPE, text=True,
-            start_new_session=True,
+        context.Process(
+            target=_alone_in_a_group, args=(rank, size, given, dict(os.environ), outputs / f"{rank}.stderr")
         )
-        for r in range(size)
-    ]  # fmt: skip
+        for rank in range(size)
+    ]
     try:
+        for process in started:
+            process.start()
         yield started
     finally:
         for process in started:
             process.kill()
-            process.communicate()
+            process.join()
 
 
-def finish(started: list[subprocess.Popen], timeout_s: float = 400) -> None:
+def _alone_in_a_group(rank: int, size: int, runs: list[list[str]], environment: dict[str, str], stderr: Path) -> None:
+    os.setpgid(0, 0)
+    os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+    begin_rank(rank, run_scripts, (size, runs), environment)
+
+
+def finish(started: list[BaseProcess], outputs: Path, timeout_s: float = 400) -> None:
     """Wait for all; each must end well."""
-    for process in started:
-        _, said = process.communicate(timeout=timeout_s)
-        assert process.returncode == 0, said[-3000:]
+    for rank, process in enumerate(started):
+        process.join(timeout_s)
+        assert process.exitcode == 0, (outputs / f"{rank}.stderr").read_text()[-3000:]
 
 
 @pytest.mark.parametrize(("plugin", "dtype"), [("ddp", "fp32"), ("fsdp2", "fp32"), ("ddp", "bf16"), ("fsdp2", "fp16")])
@@ -98,10 +109,10 @@ def test_engines_and_numbers_of_processes(train, toy_config, tmp_path):
     runs = [(*two, f"--plugin={plugin}", f"--exp-name={plugin}") for plugin in at]
     runs += [(*two, at[a], f"--plugin={b}", f"--exp-name={a}-{b}") for a, b in pairs]
     with processes(2, toy_config, tmp_path, *runs) as started:
-        finish(started)
+        finish(started, tmp_path)
     four = (*ACCUMULATED, "--batch-size=1", at["ddp"], "--plugin=fsdp2", "--exp-name=four")
     with processes(4, toy_config, tmp_path, four) as started:
-        finish(started)
+        finish(started, tmp_path)
     assert_same_end(tmp_path / "ddp", tmp_path / "ddp-ddp")
     assert_same_end(tmp_path / "fsdp2", tmp_path / "fsdp2-fsdp2")
     sharded = open_checkpoint(tmp_path / "fsdp2" / name)
@@ -163,12 +174,12 @@ def test_a_signal_to_one_process_ends_all_after_the_same_step_and_latest_goes_on
     with processes(2, toy_config, tmp_path, (*options, "--max-steps=100000")) as started:
         wait_for(lambda: steps_logged(run) >= 2)
         os.kill(started[1].pid, signal.SIGUSR1)
-        finish(started)
+        finish(started, tmp_path)
     (first,) = complete_checkpoints(run)
     step = open_checkpoint(first).state["step"]
     assert values(run, "step") == list(range(1, step + 1))
     with processes(2, toy_config, tmp_path, (*options, f"--max-steps={step + 2}")) as started:
-        finish(started)
+        finish(started, tmp_path)
     (last,) = complete_checkpoints(run)
     assert open_checkpoint(last).state["step"] == step + 2
     assert values(run, "step") == list(range(1, step + 3))
@@ -188,7 +199,7 @@ def test_sigterm_to_a_whole_process_group_with_data_workers(toy_config, tmp_path
     with processes(1, toy_config, tmp_path, options) as started:
         wait_for(lambda: steps_logged(run) >= 2)
         os.killpg(started[0].pid, signal.SIGTERM)
-        finish(started)
+        finish(started, tmp_path)
     (path,) = complete_checkpoints(run)
     assert open_checkpoint(path).state["step"] == entries(run)[-1]["step"]
 
@@ -202,7 +213,7 @@ def test_kill_9_leaves_a_run_that_latest_goes_on_with(toy_config, tmp_path):
         "--exp-name=run",
         "--ckpt-every=1",
         "--keep-last-n=2",
-        "--max-steps=40",
+        "--max-steps=24",
     )
     done = 0
     for _ in range(3):
@@ -211,10 +222,10 @@ def test_kill_9_leaves_a_run_that_latest_goes_on_with(toy_config, tmp_path):
             started[0].kill()
         done = last_step(tmp_path)
     with processes(1, toy_config, tmp_path, options) as started:
-        finish(started)
-    whole = (*options[:1], "--exp-name=whole", "--ckpt-every=0", "--max-steps=40")
+        finish(started, tmp_path)
+    whole = (*options[:1], "--exp-name=whole", "--ckpt-every=0", "--max-steps=24")
     with processes(1, toy_config, tmp_path, whole) as started:
-        finish(started)
+        finish(started, tmp_path)
     for part in PARTS[:3]:
         left, right = (open_checkpoint(complete_checkpoints(tmp_path / n)[-1]).tensors(part) for n in ("run", "whole"))
         assert [name for name in left if not torch.equal(left[name], right[name])] == []
