@@ -26,7 +26,7 @@ import argparse
 import itertools
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -323,7 +323,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[], help="per GPU; the config's when left out")
     parser.add_argument("--json", action="store_true")
     args, fields = parser.parse_known_args()
-    cfg, table = read_config(args.config, fields)
+    cfg, table = read_config(args.config, fields, vars(args))
     machines = Machines(args.gpus, args.per_node, args.peak_tflops, args.mfu)
     result = estimate(cfg, machines, levels=args.checkpoint, batches=args.batches, rows=args.rows, table=table)
     print(json.dumps(result, indent=1) if args.json else as_text(result))
@@ -362,17 +362,19 @@ def _cell(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def read_config(config: Path, fields: Sequence[str]) -> tuple[TrainConfig, Path | None]:
+def read_config(config: Path, fields: Sequence[str], options: Iterable[str] = ()) -> tuple[TrainConfig, Path | None]:
     """The config, and its table where that is there; without a table a config is complete here.
+
+    `options`: see `parse_config`.
 
     Raises:
         UserError: the config is wrong, or the table that the command line names is not there.
     """
-    values = read_file(config)[0]
+    values = read_file(config)[0] if config.is_file() else {}  # `parse_config` says what else is wrong, too
     named = values.get("data_path") or values.get("dataset", {}).get("data_path")
     given = any(field.replace("_", "-").startswith("--data-path") for field in fields)
     more = [] if named or given else [NO_TABLE]
-    cfg = parse_config(TrainConfig, {**PARTS, "dataset": DATASETS}, [str(config), *fields, *more])
+    cfg = parse_config(TrainConfig, {**PARTS, "dataset": DATASETS}, [str(config), *fields, *more], options=options)
     table = Path(cfg.dataset["data_path"])
     if given and not table.is_file():
         raise UserError(f"--data-path {table}: there is no such file.")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from opensora.registry import Registry, did_you_mean
-from opensora.utils.config_cli import Command, Setting, parse_bool
+from opensora.utils.config_cli import FLAGS, Command, Setting, dashed, parse_bool
 from opensora.utils.config_schema import (
     KEY_ALIASES,
     REQUIRED,
@@ -73,6 +73,7 @@ class Draft:
     values: dict[str, Any] = field(default_factory=dict)
     origins: Origins = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    options: Sequence[str] = ()  # of a tool, beside the fields
 
     def __post_init__(self) -> None:
         self.fields = schema_fields(self.schema)
@@ -119,10 +120,13 @@ class Draft:
             return []  # another type is complained about with everything else
         return [name for name in names if isinstance(name, str)]
 
+    def problems_of(self, command: Command) -> list[str]:
+        """What is wrong with the command line by itself."""
+        return command.problems + [self._unknown_flag(flag, key) for flag, key in command.unknown]
+
     def take_command(self, command: Command) -> None:
         """Write what the command line sets over what the file set."""
-        self.problems += command.problems
-        self.problems += [self._unknown_flag(flag, key) for flag, key in command.unknown]
+        self.problems += self.problems_of(command)
         # whole fields first, wherever they stand: `--model.depth 2 --model "{...}"` means both
         for setting in sorted(command.settings, key=lambda setting: len(setting.path) > 1):
             if len(setting.path) == 1:
@@ -181,8 +185,8 @@ class Draft:
     def _unknown_flag(self, flag: str, key: str) -> str:
         if owner := next((name for name in self.values if key in self._arguments(name)), None):
             return f"{flag} is not a field, but {owner} takes it: write --{owner}.{key}."
-        names = [name.replace("_", "-") for name in (*self.fields, *self.schema.aliases)]
-        hint = did_you_mean(key.replace("_", "-"), names).replace("mean '", "mean '--")
+        names = [dashed(name) for name in (*self.fields, *self.schema.aliases)] + [*FLAGS, *self.options]
+        hint = did_you_mean(dashed(key), names).replace("mean '", "mean '--")
         return f"{flag} is not a field of {self.schema.__name__}.{hint} --help lists all."
 
     def _with_present_names(self, name: str, value: Any) -> Any:

@@ -493,6 +493,7 @@ def test_options_may_stand_before_the_config(write):
     cfg = parse_config(TrainConfig, REGISTRIES, ["--wandb", path])
     assert cfg.wandb is True
     assert parse_config(TrainConfig, REGISTRIES, ["--image-size", "8", "16", path]).image_size == (8, 16)
+    assert parse_config(TrainConfig, REGISTRIES, ["--float8", "tensorwise", path]).float8 == "tensorwise"
 
 
 @pytest.mark.parametrize(
@@ -539,9 +540,50 @@ def test_a_name_of_the_command_line_is_explained_when_a_file_uses_it(train):
     assert "in a file set model.from_pretrained" in complaint(train, extra='ckpt_path = "x"')
 
 
-def test_no_config_at_all():
-    with pytest.raises(UserError, match="no config file given"):
-        parse_config(TrainConfig, REGISTRIES, [])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["--wandbb"],
+        ["--wandbb", "True"],
+        ["--wandbb=True"],
+        ["--wandbb", "--lr", "1"],
+        ["--lr", "1", "--wandbb"],
+        ["--wandbb", "notes.json", "--lr", "1"],
+    ],
+)
+def test_a_misspelt_flag_before_the_config_is_named_and_is_all_that_is_wrong(write, wrong):
+    with pytest.raises(UserError) as caught:
+        parse_config(TrainConfig, REGISTRIES, [*wrong, write(TRAIN)])
+    assert str(caught.value) == "--wandbb is not a field of TrainConfig. Did you mean '--wandb'? --help lists all."
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ([], ["no config file given"]),
+        (["--wandbb"], ["no config file given", "Did you mean '--wandb'?"]),
+        (["--wandbb", "gone.py"], ["config file gone.py does not exist", "Did you mean '--wandb'?"]),
+        (["gone.py", "--wandbb", "True"], ["config file gone.py does not exist", "Did you mean '--wandb'?"]),
+        (["--lr", "gone.py"], ["config file gone.py does not exist", "--lr: 'gone.py': expected float"]),
+        (
+            ["--exp-name", "gone.py"],
+            ["no config file given", "If --exp-name took it for a value, write the config first"],
+        ),
+        (["--val-prompts", "a", "b.py"], ["no config file given", "If --val-prompts took it for a value"]),
+        (["gone.py", "other.py"], ["gone.py does not exist", "'other.py': gone.py is the config already"]),
+    ],
+)
+def test_where_there_is_no_config_all_else_that_is_wrong_is_told_too(argv, expected):
+    with pytest.raises(UserError) as caught:
+        parse_config(TrainConfig, REGISTRIES, argv)
+    assert all(text in str(caught.value) for text in expected)
+
+
+def test_a_flag_that_is_no_field_may_have_been_meant_for_the_tool(write):
+    with pytest.raises(UserError, match="Did you mean '--print-config'"):
+        parse_config(TrainConfig, REGISTRIES, ["--print-confg", write(TRAIN)])
+    with pytest.raises(UserError, match=r"--adaptr is not a field of TrainConfig\. Did you mean '--adapter'\?"):
+        parse_config(TrainConfig, REGISTRIES, ["--adaptr", "x", write(TRAIN)], options=["adapter"])
 
 
 # --- dataset
