@@ -42,7 +42,7 @@ from opensora.utils.config import TrainConfig, parse_config, read_file
 from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.errors import UserError, exit_on_user_error
 from opensora.utils.lora import LoraOptions
-from opensora.utils.recompute import parse_recompute
+from opensora.utils.recompute import level_of, parse_recompute
 from tools.frozen_parts import assumptions, build_text, build_vae, text_bytes, vae_bytes
 
 GIB = 2**30
@@ -319,7 +319,9 @@ def main() -> None:
     parser.add_argument("--rows", type=int, help="rows of an epoch, where there is no table")
     parser.add_argument("--peak-tflops", type=float, default=790.0, help="of a GPU; an H100 in bf16 when left out")
     parser.add_argument("--mfu", type=float, default=0.4, help="share of it that training reaches")
-    parser.add_argument("--checkpoint", nargs="+", default=list(LEVELS), help="values of grad_checkpoint")
+    parser.add_argument(
+        "--checkpoint", nargs="+", type=level_of, default=list(LEVELS), help="values of grad_checkpoint"
+    )
     parser.add_argument("--batches", type=int, nargs="+", default=[], help="per GPU; the config's when left out")
     parser.add_argument("--json", action="store_true")
     args, fields = parser.parse_known_args()

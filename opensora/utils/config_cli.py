@@ -104,7 +104,8 @@ class _Reader:
         if alias is not None:
             path, annotation = alias
         elif not keys:
-            annotation = self.fields[name].annotation
+            older = self.fields[name].older
+            annotation = older.annotation if older else self.fields[name].annotation
         texts: list[str] = []
         try:
             texts = [attached] if equals else self._take_values(annotation)
@@ -151,7 +152,8 @@ class _Reader:
         seen: dict[tuple[str, ...], Setting] = {}
         for setting in self.command.settings:
             first = seen.setdefault(setting.path, setting)
-            if first.value != setting.value:
+            one_is_bool = len(setting.path) == 1 and isinstance(first.value, bool) != isinstance(setting.value, bool)
+            if first.value != setting.value or one_is_bool:  # True == 1
                 self.command.problems.append(
                     f"{first.flag} {first.value!r} and {setting.flag} {setting.value!r} both set "
                     f"{'.'.join(setting.path)}; keep one."

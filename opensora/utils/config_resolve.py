@@ -2,6 +2,8 @@
 
 import copy
 import inspect
+import logging
+import os
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,6 +28,8 @@ from opensora.utils.config_schema import (
     schema_fields,
 )
 from opensora.utils.errors import UserError
+
+logger = logging.getLogger(__name__)
 
 Origins = dict[tuple[str, ...], str]  # (field,) or (field, key) -> where its value was set
 
@@ -102,7 +106,7 @@ class Draft:
                     value = {k: v for k, v in value.items() if k not in REPLACED_BY_BUCKETS or not _is_none(v)}
             if key in OF_EACH_PROMPT and isinstance(value, list):
                 value = ["" if entry is None else entry for entry in value]
-            self.values[key] = self._with_present_names(key, value)
+            self.values[key] = self._present(key, value)
 
     def _refuse_others(self, unknown: Sequence[str]) -> None:
         for other, script in SCRIPTS.items() if len(unknown) >= OTHERS_FIELDS else ():
@@ -189,8 +193,15 @@ class Draft:
         hint = did_you_mean(dashed(key), names).replace("mean '", "mean '--")
         return f"{flag} is not a field of {self.schema.__name__}.{hint} --help lists all."
 
-    def _with_present_names(self, name: str, value: Any) -> Any:
-        """Give older spellings inside a component their present name."""
+    def _present(self, name: str, value: Any) -> Any:
+        """Give an older spelling, of a value or of names inside a component, its present one."""
+        older, origin = self.fields[name].older, self.origins.get((name,))
+        if older is not None and (new := older.present(value)) is not value:
+            if (
+                origin and new != str(value) and os.environ.get("RANK", "0") == "0"
+            ):  # nobody can mend what a checkpoint holds
+                logger.warning("%s=%r is written %r now (%s).", name, value, new, origin)
+            return new
         if not isinstance(value, dict):
             return value
         for old, new in KEY_ALIASES.get(name, {}).items():
@@ -210,9 +221,9 @@ class Draft:
         value = setting.value
         if name in OF_EACH_PROMPT and isinstance(value, list):
             value = ["" if entry == "None" else entry for entry in value]
-        self.values[name] = self._with_present_names(name, value)
         self.origins = {path: origin for path, origin in self.origins.items() if path[0] != name}
         self.origins[name,] = f"{COMMAND_LINE} {setting.flag}"
+        self.values[name] = self._present(name, value)
 
     def _set_key(self, setting: Setting) -> None:
         """Set a key inside a component, or deeper."""

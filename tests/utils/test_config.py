@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import FrozenInstanceError
 from typing import Any, Literal
@@ -19,7 +20,7 @@ from opensora.utils.config import (
     to_dict,
 )
 from opensora.utils.config_resolve import wrong_type
-from opensora.utils.config_schema import REQUIRED, coerce, schema_fields
+from opensora.utils.config_schema import REQUIRED, coerce, members, schema_fields
 from opensora.utils.errors import UserError
 
 PARTS = Registry("part")
@@ -709,6 +710,39 @@ def test_a_dumped_config_is_a_config(train, tmp_path):
     again = parse_config(TrainConfig, REGISTRIES, [str(path), "--num-frames", "4"])
     assert again.num_frames == again.dataset["num_frames"] == 4
     assert again.lr == cfg.lr
+
+
+OLDER = {True: "block", "yes": "block", "2": "mlp:2/3", "False": "none", 0: "none", 3: "mlp"}
+
+
+@pytest.mark.parametrize(("older", "present"), [*OLDER.items(), ("1", "mlp:1/3"), ("selective:2", "selective:2")])
+def test_older_spellings_of_checkpointing_become_the_one_there_is(train, caplog, older, present):
+    cfg = train("--grad-checkpoint", str(older))
+    assert cfg.grad_checkpoint == present
+    note = f"is written {present!r} now (command line --grad-checkpoint)"
+    assert (note in caplog.text) == (older != present)
+    caplog.clear()
+    assert config_from_dict(TrainConfig, to_dict(cfg) | {"grad_checkpoint": older}).grad_checkpoint == present
+    assert caplog.text == ""  # nobody can mend a checkpoint
+
+
+def test_checkpointing_by_a_bare_flag_and_by_two_that_python_holds_for_equal(write, train, caplog):
+    path = write(TRAIN + "grad_checkpoint = 1")
+    assert parse_config(TrainConfig, REGISTRIES, [path]).grad_checkpoint == "mlp:1/3"
+    assert re.search(r"grad_checkpoint=1 is written 'mlp:1/3' now \(.*config\.py:\d+\)", caplog.text)
+    assert parse_config(TrainConfig, REGISTRIES, ["--grad-checkpoint", path]).grad_checkpoint == "block"
+    assert "both set grad_checkpoint; keep one" in complaint(train, "--grad-checkpoint=True", "--grad-checkpoint=1")
+    assert "grad_checkpoint=1.5: expected str" in complaint(train, extra="grad_checkpoint = 1.5")
+
+
+@pytest.mark.parametrize("schema", [TrainConfig, InferenceConfig, VAETrainConfig])
+def test_no_field_takes_numbers_and_booleans_which_compare_equal(schema):
+    fields = schema_fields(schema).values()
+    assert not [
+        f.name
+        for f in fields
+        if {bool, int} <= set(members(f.annotation)) or {bool, float} <= set(members(f.annotation))
+    ]
 
 
 def test_bucket_sizes_survive_json(write, tmp_path):
