@@ -161,9 +161,9 @@ def test_a_config_opens_with_what_it_does_and_its_exact_command(config):
 @pytest.mark.parametrize(
     ("name", "frames", "interval", "size", "batch_size", "ckpt_every", "grad_checkpoint", "space", "time"),
     [
-        ("16x256x256", 16, 3, 256, 8, 1000, True, 0.5, 1.0),
-        ("16x512x512", 16, 3, 512, 8, 500, False, 1.0, 1.0),
-        ("64x512x512", 64, 2, 512, 4, 250, True, 1.0, 2 / 3),
+        ("16x256x256", 16, 3, 256, 8, 1000, "block", 0.5, 1.0),
+        ("16x512x512", 16, 3, 512, 8, 500, "none", 1.0, 1.0),
+        ("64x512x512", 64, 2, 512, 4, 250, "block", 1.0, 2 / 3),
     ],
 )
 def test_the_settings_of_open_sora_1_0(
@@ -183,12 +183,12 @@ def test_the_settings_of_open_sora_1_0(
 @pytest.mark.parametrize(
     ("name", "frames", "interval", "batch_size", "lr", "ckpt_every", "grad_checkpoint"),
     [
-        ("dit/train/1x256x256", 1, 1, 128, 1e-4, 1000, False),
-        ("dit/train/16x256x256", 16, 3, 8, 2e-5, 1000, False),
-        ("latte/train/16x256x256", 16, 3, 8, 2e-5, 1000, True),
-        ("pixart/train/16x256x256", 16, 3, 8, 2e-5, 1000, False),
-        ("pixart/train/1x512x512", 1, 1, 32, 2e-5, 1000, True),
-        ("pixart/train/64x512x512", 64, 2, 4, 2e-5, 250, True),
+        ("dit/train/1x256x256", 1, 1, 128, 1e-4, 1000, "none"),
+        ("dit/train/16x256x256", 16, 3, 8, 2e-5, 1000, "none"),
+        ("latte/train/16x256x256", 16, 3, 8, 2e-5, 1000, "block"),
+        ("pixart/train/16x256x256", 16, 3, 8, 2e-5, 1000, "none"),
+        ("pixart/train/1x512x512", 1, 1, 32, 2e-5, 1000, "block"),
+        ("pixart/train/64x512x512", 64, 2, 4, 2e-5, 250, "block"),
     ],
 )
 def test_how_open_sora_1_0_trains_the_other_families(

@@ -63,7 +63,7 @@ def cache_features(argv: Sequence[str] | None = None) -> dict[str, Counts]:
     for name, least in (("chunk", 1), ("batch", 1), ("epochs", 0), ("shard_mb", 1e-6)):
         if getattr(args, name) < least:
             raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least {least}.")
-    cfg = parse_config(TrainConfig, COMPONENTS, rest)
+    cfg = parse_config(TrainConfig, COMPONENTS, rest, options=vars(args))
     dataset = {**_shared(cfg), **(cfg.dataset or {})}
     folder = args.cache_dir or dataset.get("cache_dir")
     if folder is None:

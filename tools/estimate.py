@@ -26,7 +26,7 @@ import argparse
 import itertools
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,7 +42,7 @@ from opensora.utils.config import TrainConfig, parse_config, read_file
 from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.errors import UserError, exit_on_user_error
 from opensora.utils.lora import LoraOptions
-from opensora.utils.recompute import parse_recompute
+from opensora.utils.recompute import level_of, parse_recompute
 from tools.frozen_parts import assumptions, build_text, build_vae, text_bytes, vae_bytes
 
 GIB = 2**30
@@ -319,11 +319,13 @@ def main() -> None:
     parser.add_argument("--rows", type=int, help="rows of an epoch, where there is no table")
     parser.add_argument("--peak-tflops", type=float, default=790.0, help="of a GPU; an H100 in bf16 when left out")
     parser.add_argument("--mfu", type=float, default=0.4, help="share of it that training reaches")
-    parser.add_argument("--checkpoint", nargs="+", default=list(LEVELS), help="values of grad_checkpoint")
+    parser.add_argument(
+        "--checkpoint", nargs="+", type=level_of, default=list(LEVELS), help="values of grad_checkpoint"
+    )
     parser.add_argument("--batches", type=int, nargs="+", default=[], help="per GPU; the config's when left out")
     parser.add_argument("--json", action="store_true")
     args, fields = parser.parse_known_args()
-    cfg, table = read_config(args.config, fields)
+    cfg, table = read_config(args.config, fields, vars(args))
     machines = Machines(args.gpus, args.per_node, args.peak_tflops, args.mfu)
     result = estimate(cfg, machines, levels=args.checkpoint, batches=args.batches, rows=args.rows, table=table)
     print(json.dumps(result, indent=1) if args.json else as_text(result))
@@ -362,17 +364,19 @@ def _cell(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def read_config(config: Path, fields: Sequence[str]) -> tuple[TrainConfig, Path | None]:
+def read_config(config: Path, fields: Sequence[str], options: Iterable[str] = ()) -> tuple[TrainConfig, Path | None]:
     """The config, and its table where that is there; without a table a config is complete here.
+
+    `options`: see `parse_config`.
 
     Raises:
         UserError: the config is wrong, or the table that the command line names is not there.
     """
-    values = read_file(config)[0]
+    values = read_file(config)[0] if config.is_file() else {}  # `parse_config` says what else is wrong, too
     named = values.get("data_path") or values.get("dataset", {}).get("data_path")
     given = any(field.replace("_", "-").startswith("--data-path") for field in fields)
     more = [] if named or given else [NO_TABLE]
-    cfg = parse_config(TrainConfig, {**PARTS, "dataset": DATASETS}, [str(config), *fields, *more])
+    cfg = parse_config(TrainConfig, {**PARTS, "dataset": DATASETS}, [str(config), *fields, *more], options=options)
     table = Path(cfg.dataset["data_path"])
     if given and not table.is_file():
         raise UserError(f"--data-path {table}: there is no such file.")

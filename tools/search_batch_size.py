@@ -422,9 +422,9 @@ def main() -> None:
     args, fields = parser.parse_known_args()
     if (args.goal == "even") != ((args.base is not None) + (args.base_seconds is not None) == 1):
         raise UserError("--goal even needs one of --base and --base-seconds, and only it takes one.")
+    cfg, _ = read_config(args.config, fields, vars(args))
     if args.out.exists():
         raise UserError(f"{args.out} is there already; choose another name.")
-    cfg, _ = read_config(args.config, fields)
     world = init_world(cfg.device)
     if world.size > 1:
         raise UserError("the search is for one process: run it without torchrun.")

@@ -31,7 +31,9 @@ def main() -> None:
     parser.add_argument("--out", required=True, type=Path, help="folder to write")
     parser.add_argument("--clips", type=int, default=64, help="training samples to fit to")
     args, overrides = parser.parse_known_args()
-    cfg = parse_config(VAETrainConfig, {"vae": MODELS, "dataset": DATASETS}, [args.config, *overrides])
+    cfg = parse_config(
+        VAETrainConfig, {"vae": MODELS, "dataset": DATASETS}, [args.config, *overrides], options=vars(args)
+    )
     print(start(cfg, args.out, args.clips), flush=True)
 
 

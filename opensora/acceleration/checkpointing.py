@@ -52,7 +52,7 @@ operation is tagged as it is traced where checkpointing has a policy, and since 
 
 def checkpoint_activations(
     blocks: Iterable[nn.Module],
-    level: bool | int | str = "block",  # noqa: FBT001  (a config's value)
+    level: str = "block",
     stacks: Sequence[int] | None = None,
 ) -> None:
     """Checkpoint what `level` says (see `opensora.utils.recompute`); nothing happens without gradients.

@@ -13,7 +13,7 @@ from opensora.acceleration.distributed import on_main_first, refuse_different
 from opensora.acceleration.engine import Engine
 from opensora.utils.ckpt import latest_checkpoint, open_checkpoint
 from opensora.utils.config import to_dict
-from opensora.utils.config_schema import LoopConfig
+from opensora.utils.config_schema import LoopConfig, schema_fields
 from opensora.utils.ema import EMA
 from opensora.utils.lr_scheduler import lr_at
 from opensora.utils.run import RunState, changed_settings
@@ -115,6 +115,8 @@ def resumed_checkpoint(cfg: LoopConfig) -> Path | None:
     """The checkpoint to go on from, if any; says which settings are not those of its run: some are meant, some are slips."""
     source = checkpoint_to_load(cfg)
     before = {} if source is None else open_checkpoint(source).manifest.get("config") or {}
+    older = {name: f.older for name, f in schema_fields(type(cfg)).items() if f.older and name in before}
+    before |= {name: spelling.present(before[name]) for name, spelling in older.items()}
     if changes := changed_settings(before, to_dict(cfg)):
         logger.warning("settings that are not those of %s: %s.", source, "; ".join(changes))
     return source

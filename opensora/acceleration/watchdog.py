@@ -95,8 +95,10 @@ class Watchdog:
     def slowly(self) -> Iterator[None]:
         """Within a step: what takes long now and then, and has limits of its own. The step's time begins anew after it."""
         self._set(max(SLOWLY_S, self.limit_s))
-        yield
-        self._set(self.limit_s)
+        try:
+            yield
+        finally:  # whoever catches an error and goes on is watched as before
+            self._set(self.limit_s)
 
     def _set(self, seconds: float | None) -> None:
         with self._changed:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from opensora.models.class_condition import check_classes
+from opensora.models.layers.embedders import CaptionEmbedder
 from opensora.models.text_encoder.condition import TextCondition
 from opensora.models.vae.slicing import sliced_moments
 from opensora.utils.errors import UserError
@@ -130,13 +131,16 @@ def drop_text(
 ) -> TextCondition:
     """Replace each caption by "no text" with probability `prob`, by default the denoiser's `class_dropout_prob`.
 
-    The caption's mask stays, as in Open-Sora: "no text" is as long as the caption was, in training and in sampling.
+    The caption's mask stays, as in Open-Sora: "no text" is as long as the caption was, in training and in sampling. The denoiser
+    learns here what "no text" means, whatever file its weights came from, and may be guided from then on.
     """
     prob = denoiser.class_dropout_prob if prob is None else prob
     if prob == 0:
         return text
     dropped = rand(generators, text.y.device) < prob  # [B]
     null = denoiser.null_condition(len(dropped)).to(text.y)
+    if isinstance(embedder := getattr(denoiser, "y_embedder", None), CaptionEmbedder):
+        embedder.null_known = True
     return TextCondition(torch.where(dropped[:, None, None, None], null, text.y), text.mask)
 
 

@@ -11,15 +11,15 @@ import copy
 import json
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from mmengine.config import Config
 
 from opensora.registry import Registry, did_you_mean
-from opensora.utils.config_cli import help_text, read_command
-from opensora.utils.config_resolve import Draft, Origins
+from opensora.utils.config_cli import Command, dashed, help_text, names_config, read_command
+from opensora.utils.config_resolve import Draft, Origins, listing
 from opensora.utils.config_schema import (
     InferenceConfig,
     RunConfig,
@@ -47,7 +47,11 @@ AnyConfig = TypeVar("AnyConfig", bound=RunConfig)
 
 
 def parse_config(
-    schema: type[AnyConfig], registries: Mapping[str, Registry] | None = None, argv: Sequence[str] | None = None
+    schema: type[AnyConfig],
+    registries: Mapping[str, Registry] | None = None,
+    argv: Sequence[str] | None = None,
+    *,
+    options: Iterable[str] = (),
 ) -> AnyConfig:
     """Read the config that the command line names, with the overrides it carries, and check all of it.
 
@@ -55,6 +59,7 @@ def parse_config(
         schema: `TrainConfig`, `InferenceConfig`, `VAETrainConfig` or `VAEInferenceConfig`.
         registries: for each component field, where its type is registered; a field without one is not looked into.
         argv: the command line without the program; `sys.argv[1:]` when None.
+        options: names of what a tool has taken out of `argv` for itself; a flag that is no field may be one of them misspelt.
 
     Raises:
         UserError: lists everything that is wrong.
@@ -64,14 +69,11 @@ def parse_config(
     if command.help:
         sys.stdout.write(help_text(schema))
         raise SystemExit(0)
-    if command.config is None:
-        raise UserError("no config file given; usage: SCRIPT CONFIG [--field VALUE ...] (--help lists the fields).")
-    draft = Draft(schema, registries or {})
-    values, origins, problems = read_file(Path(command.config))
-    if command.deepspeed is not None:
-        overrides = deepspeed_overrides(Path(command.deepspeed))
-        values |= overrides
-        origins |= {(name,): f"--deepspeed {command.deepspeed}" for name in overrides}
+    draft = Draft(schema, registries or {}, options=[dashed(name) for name in options])
+    try:
+        values, origins, problems = _read_files(command)
+    except UserError as error:  # a wrong flag may be why there is no file
+        raise UserError(listing([str(error), *draft.problems_of(command)])) from error
     draft.problems += problems
     draft.take_file(values, origins)
     import_parts(draft.imports_with(command))
@@ -81,6 +83,26 @@ def parse_config(
         sys.stdout.write(provenance(config, draft.origins))
         raise SystemExit(0)
     return config
+
+
+def _read_files(command: Command) -> tuple[dict[str, Any], Origins, list[str]]:
+    """Values of the files that a command line names."""
+    if command.config is None:
+        swallowed = [
+            s.flag
+            for s in command.settings
+            if any(map(names_config, s.value if isinstance(s.value, list) else [s.value]))
+        ]
+        raise UserError(
+            "no config file given; usage: SCRIPT CONFIG [--field VALUE ...] (--help lists the fields)."
+            + "".join(f" If {flag} took it for a value, write the config first." for flag in swallowed)
+        )
+    values, origins, problems = read_file(Path(command.config))
+    if command.deepspeed is not None:
+        overrides = deepspeed_overrides(Path(command.deepspeed))
+        values |= overrides
+        origins |= {(name,): f"--deepspeed {command.deepspeed}" for name in overrides}
+    return values, origins, problems
 
 
 def config_from_dict(

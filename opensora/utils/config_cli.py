@@ -5,10 +5,13 @@ import types
 import typing
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from typing import Any, Literal
 
 from opensora.utils.config_schema import KEY_ALIASES, REQUIRED, Field, Schema, coerce, describe, members, schema_fields
 
+CONFIG_SUFFIXES = (".py", ".json", ".yml", ".yaml")
+FLAGS = ("cfg", "deepspeed", "print-config", "help")  # beside the fields
 TRUE, FALSE = ("true", "yes", "t", "y", "1"), ("false", "no", "f", "n", "0")
 
 
@@ -46,6 +49,7 @@ class _Reader:
         self.fields = schema_fields(schema)
         self.tokens = list(argv)
         self.command = Command()
+        self.passed_over: list[str] = []  # after flags that are wrong
 
     def read(self) -> Command:
         while self.tokens:
@@ -60,8 +64,12 @@ class _Reader:
                 self._read_flag(token)
             elif self.command.config is None and not token.startswith("-"):
                 self.command.config = token
+            elif names_config(token):
+                self.command.problems.append(f"{token!r}: {self.command.config} is the config already.")
             else:
                 self.command.problems.append(f"{token!r} on the command line belongs to no option.")
+        if self.command.config is None:  # `--wandbb configs/x.py`
+            self.command.config = next(filter(names_config, reversed(self.passed_over)), None)
         self._refuse_contradictions()
         return self.command
 
@@ -96,12 +104,15 @@ class _Reader:
         if alias is not None:
             path, annotation = alias
         elif not keys:
-            annotation = self.fields[name].annotation
+            older = self.fields[name].older
+            annotation = older.annotation if older else self.fields[name].annotation
+        texts: list[str] = []
         try:
             texts = [attached] if equals else self._take_values(annotation)
             value = parse_texts(texts, annotation)
         except ValueError as error:
             self.command.problems.append(f"{flag}: {error}.")
+            self.passed_over += texts
             return
         text = texts[0] if annotation is Any and texts else None
         self.command.settings.append(Setting(path, flag, value, text))
@@ -109,7 +120,7 @@ class _Reader:
     def _skip_values(self, equals: str) -> None:
         """Pass over the values of a flag that is wrong, so that they are not complained about as well."""
         if not equals:
-            self._take_until_flag()
+            self.passed_over += self._take_until_flag()
 
     def _take_until_flag(self) -> list[str]:
         count = next((i for i, token in enumerate(self.tokens) if _is_flag(token)), len(self.tokens))
@@ -127,7 +138,7 @@ class _Reader:
             return []
         if bare:
             raise ValueError(f"a value is missing, expected {describe(annotation)}")
-        if bool in kinds and self.command.config is None and self.tokens[0].lower() not in (*TRUE, *FALSE):
+        if bool in kinds and self.command.config is None and names_config(self.tokens[0]):
             return []  # `--wandb configs/x.py`
         if list in kinds:
             return self._take_until_flag()
@@ -141,7 +152,8 @@ class _Reader:
         seen: dict[tuple[str, ...], Setting] = {}
         for setting in self.command.settings:
             first = seen.setdefault(setting.path, setting)
-            if first.value != setting.value:
+            one_is_bool = len(setting.path) == 1 and isinstance(first.value, bool) != isinstance(setting.value, bool)
+            if first.value != setting.value or one_is_bool:  # True == 1
                 self.command.problems.append(
                     f"{first.flag} {first.value!r} and {setting.flag} {setting.value!r} both set "
                     f"{'.'.join(setting.path)}; keep one."
@@ -150,6 +162,11 @@ class _Reader:
 
 def _is_flag(token: str) -> bool:
     return token.startswith("--") or token == "-h"
+
+
+def names_config(value: Any) -> bool:
+    """Whether it is a text that ends as the name of a config file does."""
+    return isinstance(value, str) and PurePath(value).suffix in CONFIG_SUFFIXES
 
 
 def _is_number(text: str) -> bool:

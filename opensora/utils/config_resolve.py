@@ -2,6 +2,8 @@
 
 import copy
 import inspect
+import logging
+import os
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from opensora.registry import Registry, did_you_mean
-from opensora.utils.config_cli import Command, Setting, parse_bool
+from opensora.utils.config_cli import FLAGS, Command, Setting, dashed, parse_bool
 from opensora.utils.config_schema import (
     KEY_ALIASES,
     REQUIRED,
@@ -26,6 +28,8 @@ from opensora.utils.config_schema import (
     schema_fields,
 )
 from opensora.utils.errors import UserError
+
+logger = logging.getLogger(__name__)
 
 Origins = dict[tuple[str, ...], str]  # (field,) or (field, key) -> where its value was set
 
@@ -73,6 +77,7 @@ class Draft:
     values: dict[str, Any] = field(default_factory=dict)
     origins: Origins = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    options: Sequence[str] = ()  # of a tool, beside the fields
 
     def __post_init__(self) -> None:
         self.fields = schema_fields(self.schema)
@@ -101,7 +106,7 @@ class Draft:
                     value = {k: v for k, v in value.items() if k not in REPLACED_BY_BUCKETS or not _is_none(v)}
             if key in OF_EACH_PROMPT and isinstance(value, list):
                 value = ["" if entry is None else entry for entry in value]
-            self.values[key] = self._with_present_names(key, value)
+            self.values[key] = self._present(key, value)
 
     def _refuse_others(self, unknown: Sequence[str]) -> None:
         for other, script in SCRIPTS.items() if len(unknown) >= OTHERS_FIELDS else ():
@@ -119,10 +124,13 @@ class Draft:
             return []  # another type is complained about with everything else
         return [name for name in names if isinstance(name, str)]
 
+    def problems_of(self, command: Command) -> list[str]:
+        """What is wrong with the command line by itself."""
+        return command.problems + [self._unknown_flag(flag, key) for flag, key in command.unknown]
+
     def take_command(self, command: Command) -> None:
         """Write what the command line sets over what the file set."""
-        self.problems += command.problems
-        self.problems += [self._unknown_flag(flag, key) for flag, key in command.unknown]
+        self.problems += self.problems_of(command)
         # whole fields first, wherever they stand: `--model.depth 2 --model "{...}"` means both
         for setting in sorted(command.settings, key=lambda setting: len(setting.path) > 1):
             if len(setting.path) == 1:
@@ -181,12 +189,19 @@ class Draft:
     def _unknown_flag(self, flag: str, key: str) -> str:
         if owner := next((name for name in self.values if key in self._arguments(name)), None):
             return f"{flag} is not a field, but {owner} takes it: write --{owner}.{key}."
-        names = [name.replace("_", "-") for name in (*self.fields, *self.schema.aliases)]
-        hint = did_you_mean(key.replace("_", "-"), names).replace("mean '", "mean '--")
+        names = [dashed(name) for name in (*self.fields, *self.schema.aliases)] + [*FLAGS, *self.options]
+        hint = did_you_mean(dashed(key), names).replace("mean '", "mean '--")
         return f"{flag} is not a field of {self.schema.__name__}.{hint} --help lists all."
 
-    def _with_present_names(self, name: str, value: Any) -> Any:
-        """Give older spellings inside a component their present name."""
+    def _present(self, name: str, value: Any) -> Any:
+        """Give an older spelling, of a value or of names inside a component, its present one."""
+        older, origin = self.fields[name].older, self.origins.get((name,))
+        if older is not None and (new := older.present(value)) is not value:
+            if (
+                origin and new != str(value) and os.environ.get("RANK", "0") == "0"
+            ):  # nobody can mend what a checkpoint holds
+                logger.warning("%s=%r is written %r now (%s).", name, value, new, origin)
+            return new
         if not isinstance(value, dict):
             return value
         for old, new in KEY_ALIASES.get(name, {}).items():
@@ -206,9 +221,9 @@ class Draft:
         value = setting.value
         if name in OF_EACH_PROMPT and isinstance(value, list):
             value = ["" if entry == "None" else entry for entry in value]
-        self.values[name] = self._with_present_names(name, value)
         self.origins = {path: origin for path, origin in self.origins.items() if path[0] != name}
         self.origins[name,] = f"{COMMAND_LINE} {setting.flag}"
+        self.values[name] = self._present(name, value)
 
     def _set_key(self, setting: Setting) -> None:
         """Set a key inside a component, or deeper."""

@@ -8,7 +8,7 @@ How a file and a command line become one of them is in `config.py`.
 import re
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from math import isfinite
 from typing import Any, ClassVar, Literal, NamedTuple, Union
@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Union
 from opensora.registry import did_you_mean
 from opensora.utils.dtype import DTYPES, HALF, to_torch_dtype
 from opensora.utils.lora import lora_problems
-from opensora.utils.recompute import recompute_problems
+from opensora.utils.recompute import recompute_problems, spelled
 
 Component = dict[str, Any]  # dict(type=NAME, ...): a registered name and the arguments of its constructor
 
@@ -54,9 +54,23 @@ class Alias(NamedTuple):
     annotation: Any
 
 
-def option(doc: str, default: Any = REQUIRED, *, bounds: Bounds | None = None, choices: Sequence[str] = ()) -> Any:
+class Older(NamedTuple):
+    """What a field had before: files, command lines and checkpoints may still have it, a config has not."""
+
+    annotation: Any  # of all that may be written
+    present: Callable[[Any], Any]  # a value in its present spelling
+
+
+def option(
+    doc: str,
+    default: Any = REQUIRED,
+    *,
+    bounds: Bounds | None = None,
+    choices: Sequence[str] = (),
+    older: Older | None = None,
+) -> Any:
     """A dataclass field that carries its own documentation and limits."""
-    metadata = {"doc": doc, "bounds": bounds, "choices": tuple(choices)}
+    metadata = {"doc": doc, "bounds": bounds, "choices": tuple(choices), "older": older}
     if isinstance(default, dict):
         return field(default_factory=lambda: dict(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -277,11 +291,12 @@ class TrainConfig(LoopConfig):
         None,
     )
     cache_text: bool = option("keep encoded captions in memory", default=False)
-    grad_checkpoint: int | bool | str = option(
-        "activations that the backward pass computes again: none or False, block or True, every:k for each k-th block, mlp, "
-        "levels 0 to 3 (MLPs of none, a third, two thirds, all of the blocks; of NOVA, of so many of its stacks), selective (all but "
-        "matrix products), selective:k (that for each k-th block, the others whole), selective+every:k (each k-th block whole, the others selective)",
-        default=False,
+    grad_checkpoint: str = option(
+        "activations that the backward pass computes again: none, block, every:k for each k-th block, mlp, mlp:1/3 and mlp:2/3 "
+        "(MLPs of so many of the blocks, of NOVA one and two of its stacks), selective (all but matrix products), selective:k (that "
+        "for each k-th block, the others whole), selective+every:k (each k-th block whole, the others selective)",
+        "none",
+        older=Older(int | bool | str, spelled),
     )
     activation_offload: bool = option(
         "keep what the backward pass needs in the CPU's memory, if it is 1 MiB or more", default=False
@@ -332,7 +347,7 @@ class TrainConfig(LoopConfig):
     def problems(self) -> list[str]:
         problems = super().problems()
         problems += recompute_problems(self.grad_checkpoint)
-        if self.activation_offload and str(self.grad_checkpoint).startswith("selective"):
+        if self.activation_offload and self.grad_checkpoint.startswith("selective"):
             problems.append(
                 f"activation_offload does not reach what grad_checkpoint={self.grad_checkpoint!r} keeps: use 'block' or 'mlp'."
             )
@@ -752,6 +767,7 @@ class Field(NamedTuple):
     doc: str
     bounds: Bounds | None
     choices: tuple[str, ...]
+    older: Older | None = None
 
     @property
     def takes_keys(self) -> bool:
@@ -785,6 +801,7 @@ def schema_fields(schema: Schema) -> dict[str, Field]:
             f.metadata["doc"],
             f.metadata["bounds"],
             f.metadata["choices"],
+            f.metadata["older"],
         )
         for f in [*own, *inherited]
     }

@@ -1,26 +1,33 @@
 """The values of `grad_checkpoint`, and what each means: which parts of a denoiser are computed again in the backward pass.
 
-    False, 0, "none"    nothing
-    True, "block"       every block
+    "none"              nothing
+    "block"             every block
     "every:k"           blocks 0, k, 2k, ...
-    "mlp", 3            the MLP of every block
-    1, 2                the MLPs of the first, of the first two of a model's three stacks; of one stack, of its first thirds
+    "mlp"               the MLP of every block
+    "mlp:1/3", "mlp:2/3"  the MLPs of the first, of the first two of a model's three stacks; of one stack, of its first thirds
     "selective"         in every block all but matrix products and attention, whose results are kept
     "selective:k"       the same in blocks 0, k, 2k, ..., and the other blocks whole: between "selective" and "block"
     "selective+every:k" the other way round: blocks 0, k, 2k, ... whole, the others "selective", where that alone is a little too much
 
-Levels 0 to 3 are NOVA's (Deng et al. 2024, `gradient_checkpointing`), where each adds the MLPs of one more stack: video
+The thirds are levels 1 and 2 of NOVA (Deng et al. 2024, `gradient_checkpointing`), where each adds the MLPs of one more stack: video
 encoder, image encoder, decoder. Attention is never computed again. Other denoisers are one stack; a level adds a third of it.
+
+Once they were numbers, and `False` and `True` meant "none" and "block" as in Open-Sora: but `True` equals 1. What was written
+so is translated by `spelled`, and by nothing else.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from opensora.utils.errors import UserError
 
-LEVELS = (0, 1, 2, 3)
 THIRDS = 3
-WORDS = ("none", "block", "every:k", "mlp", "selective", "selective:k", "selective+every:k")
+WORDS = ("none", "block", "every:k", "mlp", "mlp:1/3", "mlp:2/3", "selective", "selective:k", "selective+every:k")
+SPELLED_BEFORE = {
+    **dict.fromkeys(("false", "no", "f", "n", "0"), "none"),
+    **dict.fromkeys(("true", "yes", "t", "y"), "block"),
+    **{"1": "mlp:1/3", "2": "mlp:2/3", "3": "mlp"},
+}
 NUMBERED = {"every": "block", "selective": "selective", "selective+every": "selective"}  # word before a ":k" -> part
 
 
@@ -54,29 +61,31 @@ class Recompute(NamedTuple):
         return [self.part if i in chosen and i not in whole else others for i in range(depth)]
 
 
-def parse_recompute(value: bool | int | str) -> Recompute:  # noqa: FBT001  (a config's value)
+def spelled(value: Any) -> Any:
+    """A value of `grad_checkpoint` in its one spelling; what never was one, as it is."""
+    text = str(value) if isinstance(value, int) else value
+    return SPELLED_BEFORE.get(text.lower(), text) if isinstance(text, str) else value
+
+
+def parse_recompute(value: str) -> Recompute:
     """What a value of `grad_checkpoint` means.
 
     Raises:
         UserError: it is no such value.
     """
-    if isinstance(value, bool):
-        return Recompute("block") if value else Recompute("nothing")
-    if isinstance(value, int):
-        if value not in LEVELS:
-            raise UserError(f"grad_checkpoint={value} is no level: they are 0 to 3, by MLPs. Or {', '.join(WORDS)}.")
-        return Recompute("mlp", thirds=value) if value else Recompute("nothing")
     word, _, number = value.partition(":")
     if word in NUMBERED and number.isdecimal() and int(number) >= 1:
         k, part = int(number), NUMBERED[word]
         return Recompute(part, whole=k) if "+" in word else Recompute(part, every=k)
+    if word == "mlp" and number in ("1/3", "2/3"):
+        return Recompute("mlp", thirds=int(number[0]))
     names = {"none": "nothing", "block": "block", "mlp": "mlp", "selective": "selective"}
     if value not in names:
-        raise UserError(f"grad_checkpoint={value!r} is not one of {', '.join(WORDS)} (k from 1), True, False, 0 to 3.")
+        raise UserError(f"grad_checkpoint={value!r} is not one of {', '.join(WORDS)} (k from 1).")
     return Recompute(names[value])
 
 
-def recompute_problems(value: bool | int | str) -> list[str]:  # noqa: FBT001  (a config's value)
+def recompute_problems(value: str) -> list[str]:
     """What is wrong with a value of `grad_checkpoint`."""
     try:
         parse_recompute(value)
@@ -85,12 +94,12 @@ def recompute_problems(value: bool | int | str) -> list[str]:  # noqa: FBT001  (
     return []
 
 
-def level_of(text: str) -> int | str:
+def level_of(text: str) -> str:
     """A value of `grad_checkpoint` from a command line.
 
     Raises:
         UserError: it is no such value.
     """
-    level = int(text) if text.isdecimal() else text
+    level: str = spelled(text)
     parse_recompute(level)
     return level

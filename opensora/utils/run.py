@@ -248,7 +248,7 @@ def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
     return [
         f"{'.'.join(name)} was {old.get(name, unset)}, now {new.get(name, unset)}"
         for name in names
-        if old.get(name) != new.get(name)
+        if (type(old.get(name)) is bool, old.get(name)) != (type(new.get(name)) is bool, new.get(name))  # True == 1
     ]
 
 

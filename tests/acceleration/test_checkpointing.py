@@ -23,11 +23,11 @@ from tools.benchmark.activation_memory import kept_bytes, measure
 
 DEPTH = 4
 # from what keeps most to what keeps least
-ORDER = ("none", 1, 2, "mlp", "selective", "every:2", "selective:2", "block")
-LEVELS = (False, True, 0, 3, "every:1", "every:3", "selective:3", "selective+every:3", *ORDER)
+ORDER = ("none", "mlp:1/3", "mlp:2/3", "mlp", "selective", "every:2", "selective:2", "block")
+LEVELS = ("every:1", "every:3", "selective:3", "selective+every:3", *ORDER)
 
 
-def toy(level: bool | int | str = "none", family: str = "STDiT") -> nn.Module:
+def toy(level: str = "none", family: str = "STDiT") -> nn.Module:
     model = build(family, depth=DEPTH).train()
     checkpoint_activations(model.transformer_blocks(), level)
     return model
@@ -81,7 +81,7 @@ def test_what_is_kept_of_a_large_model_needs_no_memory():
 def test_autograd_saves_less_too():
     """Counted another way: what passes the hooks of autograd, of which selective checkpointing's own store is no part."""
     counts = []
-    for level in ("none", 1, 2, "mlp", "every:2", "block"):
+    for level in ("none", "mlp:1/3", "mlp:2/3", "mlp", "every:2", "block"):
         saved: list[int] = []
 
         def pack(tensor: Tensor, saved: list[int] = saved) -> Tensor:
@@ -104,8 +104,8 @@ def test_autograd_saves_less_too():
         ("every:2", [2, 1, 2, 1], [2, 1, 2, 1]),
         ("every:3", [2, 1, 1, 2], [2, 1, 1, 2]),
         ("mlp", [1, 1, 1, 1], [2, 2, 2, 2]),
-        (1, [1, 1, 1, 1], [2, 2, 1, 1]),
-        (2, [1, 1, 1, 1], [2, 2, 2, 1]),
+        ("mlp:1/3", [1, 1, 1, 1], [2, 2, 1, 1]),
+        ("mlp:2/3", [1, 1, 1, 1], [2, 2, 2, 1]),
     ],
 )
 def test_what_is_computed_twice(level, blocks, mlps):
@@ -240,10 +240,9 @@ def test_no_warning_of_what_no_block_does(capfd):
 
 
 def test_what_each_value_means():
-    assert parse_recompute(False) == parse_recompute(0) == parse_recompute("none") == Recompute("nothing")
-    assert parse_recompute(True) == parse_recompute("block") == parse_recompute("every:1") == Recompute("block")
-    assert parse_recompute(3) == parse_recompute("mlp") == Recompute("mlp")
-    assert [list(parse_recompute(level).chosen(28)) for level in range(4)] == [
+    assert parse_recompute("none") == Recompute("nothing")
+    assert parse_recompute("block") == parse_recompute("every:1") == Recompute("block")
+    assert [list(parse_recompute(level).chosen(28)) for level in ("none", "mlp:1/3", "mlp:2/3", "mlp")] == [
         [], list(range(10)), list(range(19)), list(range(28)),
     ]  # fmt: skip
     assert list(parse_recompute("every:4").chosen(6)) == [0, 4]
@@ -252,14 +251,15 @@ def test_what_each_value_means():
     assert parse_recompute("selective:2").parts(3) == ["selective", "block", "selective"]
     assert parse_recompute("selective+every:3").parts(5) == ["block", "selective", "selective", "block", "selective"]
     assert parse_recompute("selective+every:1").parts(2) == parse_recompute("block").parts(2)
-    assert parse_recompute(1).parts(3, (2, 1, 0)) == ["mlp", "mlp", "nothing"]
+    assert parse_recompute("mlp:1/3").parts(3, (2, 1, 0)) == ["mlp", "mlp", "nothing"]
 
 
 @pytest.mark.parametrize(
     "value",
     [
-        4,
-        -1,
+        "4",
+        "mlp:3/3",
+        "mlp:1",
         "every:0",
         "every:",
         "every:x",
@@ -275,7 +275,7 @@ def test_what_each_value_means():
     ],
 )
 def test_other_values_are_refused_with_those_there_are(value):
-    with pytest.raises(UserError, match=r"none, block, every:k, mlp, selective, selective:k"):
+    with pytest.raises(UserError, match=r"none, block, every:k, mlp, mlp:1/3, mlp:2/3, selective, selective:k"):
         parse_recompute(value)
 
 

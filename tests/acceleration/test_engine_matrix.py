@@ -27,7 +27,7 @@ OF_FOUR = {
     "hsdp zero2": ("fsdp2", {"shard_size": 2}),
     "hsdp zero3": ("fsdp2", {"shard_size": 2, "fsdp_reshard": "zero3"}),
 }
-LEVELS = ("none", 1, 2, "mlp", "selective", "every:2", "selective:2", "block")
+LEVELS = ("none", "mlp:1/3", "mlp:2/3", "mlp", "selective", "every:2", "selective:2", "block")
 ACCUMULATION = (1, 2)
 # Of the losses (about 1) and the norms. In half precision sums in another order are rounded otherwise.
 TOLERANCE = {"fp32": 5e-6, "bf16": 2e-2, "fp16": 4e-3}
@@ -38,7 +38,7 @@ class Case(NamedTuple):
 
     engine: str
     sp_size: int
-    level: str | int
+    level: str
     accumulation: int
     dtype: str
 

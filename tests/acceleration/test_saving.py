@@ -17,12 +17,13 @@ import torch
 
 from opensora.acceleration import saving
 from opensora.acceleration.distributed import World
-from opensora.acceleration.loop import checkpoint_to_load
+from opensora.acceleration.loop import checkpoint_to_load, resumed_checkpoint
 from opensora.acceleration.saving import Saver
 from opensora.utils import ckpt_files, ckpt_write
-from opensora.utils.ckpt import complete_checkpoints, latest_checkpoint, open_checkpoint
+from opensora.utils.ckpt import complete_checkpoints, latest_checkpoint, open_checkpoint, save_checkpoint
 from opensora.utils.ckpt_rotation import clear_leftovers, remove_old
-from opensora.utils.config_schema import LoopConfig
+from opensora.utils.config import to_dict
+from opensora.utils.config_schema import LoopConfig, TrainConfig
 from opensora.utils.errors import UserError
 from opensora.utils.run import RunState
 from tests.forks import forked
@@ -257,6 +258,17 @@ class TestLatest:
         assert re.search(
             r"passed over: .*step11 is not a complete checkpoint: model/model.safetensors \(3 of", caplog.text
         )
+
+    @pytest.mark.parametrize(("then", "now", "told"), [(True, "block", ""), (1, "block", "was mlp:1/3, now block")])
+    def test_a_resume_compares_what_older_spellings_mean(self, tmp_path, caplog, then, now, told):
+        """`True` equals 1, and meant every block, while 1 meant some MLPs."""
+        parts: dict = {name: {} for name in ("model", "vae", "text_encoder", "scheduler")}
+        cfg = TrainConfig(**parts, grad_checkpoint=now, load=str(tmp_path / "c"))
+        manifest = {"config": {**to_dict(cfg), "grad_checkpoint": then}}
+        save_checkpoint(tmp_path / "c", {"model": {"w": torch.ones(1)}}, state={}, manifest=manifest)
+        resumed_checkpoint(cfg)
+        assert ("grad_checkpoint" in caplog.text) == bool(told)
+        assert told in caplog.text
 
     def test_a_run_without_any_begins_and_says_so(self, tmp_path, caplog):
         cfg = LoopConfig(outputs=str(tmp_path), exp_name="run", load="latest")

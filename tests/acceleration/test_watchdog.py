@@ -1,5 +1,6 @@
 """A hang ends within its time, in every process, with stacks and a message; slow work that is announced does not."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -112,6 +113,15 @@ def test_an_error_ends_the_watch(tmp_path, ended):
     time.sleep(0.4)
     assert not ended.is_set()
     assert not dog._thread.is_alive()
+
+
+def test_slow_work_that_fails_gives_its_time_back(tmp_path):
+    with Watchdog(1000, alone()) as dog:
+        for _ in dog.watch([1], tmp_path):
+            with contextlib.suppress(OSError), dog.slowly():
+                raise OSError("the disk is full")
+            assert dog._deadline is not None
+            assert dog._deadline - time.monotonic() <= 1000
 
 
 def test_collective_calls_are_more_patient_than_the_watchdog():

@@ -61,7 +61,7 @@ class TestSettings:
 
     def test_of_checkpointing(self, capsys, train):
         assert "none, block, every:k" in self.refused(capsys, train, "--grad-checkpoint=blocks")
-        assert "0 to 3" in self.refused(capsys, train, "--grad-checkpoint=4")
+        assert "mlp:1/3" in self.refused(capsys, train, "--grad-checkpoint=4")
         message = self.refused(capsys, train, "--grad-checkpoint=selective", "--activation-offload=True")
         assert "use 'block'" in message
 

@@ -134,7 +134,7 @@ def test_videos_are_trained_on_with_their_motion(train):
 
 
 def test_every_level_of_checkpointing_trains_alike(train):
-    """--grad-checkpoint wins over the guide's key; level 3, all three stacks, is that of the guide's snippets."""
+    """--grad-checkpoint wins over the guide's key; level 3, all three stacks, "mlp" here, is that of the guide's snippets."""
     cache_videos("./t2v_dataset")
     runs = [
         train("t2v", f"level{n}", "--vae.type=VideoAutoencoderKL", f"--grad-checkpoint={n}", steps=2) for n in range(4)

@@ -326,6 +326,15 @@ def test_settings_that_the_demo_cannot_use(monkeypatch):
     assert (cfg.save_dir, cfg.seed, own.port, own.host) == ("outputs/demo", 3, 8001, "127.0.0.1")
 
 
+def test_the_config_may_stand_behind_a_flag_and_a_misspelt_one_is_named(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert command.read_command(["--seed", "3", "configs/quickstart/inference.py"])[0].seed == 3
+    with pytest.raises(
+        UserError, match=r"^--portt is not a field of InferenceConfig\. Did you mean '--port'\? --help lists all\.$"
+    ):
+        command.read_command(["--portt", "8001", "configs/quickstart/inference.py"])
+
+
 def test_a_click_finds_its_sample_among_those_of_equal_captions(started, monkeypatch):
     """A negative prompt is not in a caption, and the newest sample of a caption was taken for all of them."""
     monkeypatch.setitem(sys.modules, "gradio", SimpleNamespace(SelectData=object))  # all that the handler wants of it

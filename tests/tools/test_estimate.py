@@ -57,7 +57,7 @@ def test_activations_are_those_that_autograd_saves(family, short):
     cond = inputs(model, size=(4, 24, 24))
     casts = 2 * sum(p.numel() for p in model.parameters() if p.ndim > 1) if short else 0
     tokens = 2 * math.prod(model.grid((4, 24, 24)))
-    estimated = activation_bytes(model, tokens, 2 if short else 4, parse_recompute(False)) + casts
+    estimated = activation_bytes(model, tokens, 2 if short else 4, parse_recompute("none")) + casts
     assert estimated == pytest.approx(saved_bytes(model, cond, short=short), rel=0.08)
 
 

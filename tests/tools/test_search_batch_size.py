@@ -234,6 +234,13 @@ def test_buckets_that_a_dataset_has(tmp_path):
     assert read_config(out, ())[0].dataset["bucket_config"] == {"64px": {4: (1.0, 5)}}
 
 
+def test_a_misspelt_option_before_the_config_is_named(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(sys, "argv", ["search", "--max-bach", "2", str(CONFIG), str(tmp_path / "out.py")])
+    with pytest.raises(SystemExit):
+        main()
+    assert "--max-bach is not a field of TrainConfig. Did you mean '--max-batch'?" in capsys.readouterr().err
+
+
 def test_the_command_line(monkeypatch, tmp_path, capsys):
     def run(*argv: str) -> None:
         monkeypatch.setattr(sys, "argv", ["search", str(CONFIG), str(tmp_path / "out.py"), *SMALL, *argv])

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import FrozenInstanceError
 from typing import Any, Literal
@@ -19,7 +20,7 @@ from opensora.utils.config import (
     to_dict,
 )
 from opensora.utils.config_resolve import wrong_type
-from opensora.utils.config_schema import REQUIRED, coerce, schema_fields
+from opensora.utils.config_schema import REQUIRED, coerce, members, schema_fields
 from opensora.utils.errors import UserError
 
 PARTS = Registry("part")
@@ -493,6 +494,7 @@ def test_options_may_stand_before_the_config(write):
     cfg = parse_config(TrainConfig, REGISTRIES, ["--wandb", path])
     assert cfg.wandb is True
     assert parse_config(TrainConfig, REGISTRIES, ["--image-size", "8", "16", path]).image_size == (8, 16)
+    assert parse_config(TrainConfig, REGISTRIES, ["--float8", "tensorwise", path]).float8 == "tensorwise"
 
 
 @pytest.mark.parametrize(
@@ -539,9 +541,50 @@ def test_a_name_of_the_command_line_is_explained_when_a_file_uses_it(train):
     assert "in a file set model.from_pretrained" in complaint(train, extra='ckpt_path = "x"')
 
 
-def test_no_config_at_all():
-    with pytest.raises(UserError, match="no config file given"):
-        parse_config(TrainConfig, REGISTRIES, [])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["--wandbb"],
+        ["--wandbb", "True"],
+        ["--wandbb=True"],
+        ["--wandbb", "--lr", "1"],
+        ["--lr", "1", "--wandbb"],
+        ["--wandbb", "notes.json", "--lr", "1"],
+    ],
+)
+def test_a_misspelt_flag_before_the_config_is_named_and_is_all_that_is_wrong(write, wrong):
+    with pytest.raises(UserError) as caught:
+        parse_config(TrainConfig, REGISTRIES, [*wrong, write(TRAIN)])
+    assert str(caught.value) == "--wandbb is not a field of TrainConfig. Did you mean '--wandb'? --help lists all."
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ([], ["no config file given"]),
+        (["--wandbb"], ["no config file given", "Did you mean '--wandb'?"]),
+        (["--wandbb", "gone.py"], ["config file gone.py does not exist", "Did you mean '--wandb'?"]),
+        (["gone.py", "--wandbb", "True"], ["config file gone.py does not exist", "Did you mean '--wandb'?"]),
+        (["--lr", "gone.py"], ["config file gone.py does not exist", "--lr: 'gone.py': expected float"]),
+        (
+            ["--exp-name", "gone.py"],
+            ["no config file given", "If --exp-name took it for a value, write the config first"],
+        ),
+        (["--val-prompts", "a", "b.py"], ["no config file given", "If --val-prompts took it for a value"]),
+        (["gone.py", "other.py"], ["gone.py does not exist", "'other.py': gone.py is the config already"]),
+    ],
+)
+def test_where_there_is_no_config_all_else_that_is_wrong_is_told_too(argv, expected):
+    with pytest.raises(UserError) as caught:
+        parse_config(TrainConfig, REGISTRIES, argv)
+    assert all(text in str(caught.value) for text in expected)
+
+
+def test_a_flag_that_is_no_field_may_have_been_meant_for_the_tool(write):
+    with pytest.raises(UserError, match="Did you mean '--print-config'"):
+        parse_config(TrainConfig, REGISTRIES, ["--print-confg", write(TRAIN)])
+    with pytest.raises(UserError, match=r"--adaptr is not a field of TrainConfig\. Did you mean '--adapter'\?"):
+        parse_config(TrainConfig, REGISTRIES, ["--adaptr", "x", write(TRAIN)], options=["adapter"])
 
 
 # --- dataset
@@ -667,6 +710,39 @@ def test_a_dumped_config_is_a_config(train, tmp_path):
     again = parse_config(TrainConfig, REGISTRIES, [str(path), "--num-frames", "4"])
     assert again.num_frames == again.dataset["num_frames"] == 4
     assert again.lr == cfg.lr
+
+
+OLDER = {True: "block", "yes": "block", "2": "mlp:2/3", "False": "none", 0: "none", 3: "mlp"}
+
+
+@pytest.mark.parametrize(("older", "present"), [*OLDER.items(), ("1", "mlp:1/3"), ("selective:2", "selective:2")])
+def test_older_spellings_of_checkpointing_become_the_one_there_is(train, caplog, older, present):
+    cfg = train("--grad-checkpoint", str(older))
+    assert cfg.grad_checkpoint == present
+    note = f"is written {present!r} now (command line --grad-checkpoint)"
+    assert (note in caplog.text) == (older != present)
+    caplog.clear()
+    assert config_from_dict(TrainConfig, to_dict(cfg) | {"grad_checkpoint": older}).grad_checkpoint == present
+    assert caplog.text == ""  # nobody can mend a checkpoint
+
+
+def test_checkpointing_by_a_bare_flag_and_by_two_that_python_holds_for_equal(write, train, caplog):
+    path = write(TRAIN + "grad_checkpoint = 1")
+    assert parse_config(TrainConfig, REGISTRIES, [path]).grad_checkpoint == "mlp:1/3"
+    assert re.search(r"grad_checkpoint=1 is written 'mlp:1/3' now \(.*config\.py:\d+\)", caplog.text)
+    assert parse_config(TrainConfig, REGISTRIES, ["--grad-checkpoint", path]).grad_checkpoint == "block"
+    assert "both set grad_checkpoint; keep one" in complaint(train, "--grad-checkpoint=True", "--grad-checkpoint=1")
+    assert "grad_checkpoint=1.5: expected str" in complaint(train, extra="grad_checkpoint = 1.5")
+
+
+@pytest.mark.parametrize("schema", [TrainConfig, InferenceConfig, VAETrainConfig])
+def test_no_field_takes_numbers_and_booleans_which_compare_equal(schema):
+    fields = schema_fields(schema).values()
+    assert not [
+        f.name
+        for f in fields
+        if {bool, int} <= set(members(f.annotation)) or {bool, float} <= set(members(f.annotation))
+    ]
 
 
 def test_bucket_sizes_survive_json(write, tmp_path):

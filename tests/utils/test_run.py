@@ -58,6 +58,8 @@ def test_a_resume_tells_which_settings_changed():
     ]
     assert changed_settings(before, {"scheduler": None}) == ["scheduler.type was iddpm, now not set"]
     assert changed_settings({}, now) == []
+    assert changed_settings({"part": {"levels": True}}, {"part": {"levels": 1}}) == ["part.levels was True, now 1"]
+    assert changed_settings({"part": {"scale": 1}}, {"part": {"scale": 1.0}}) == []
 
 
 def test_resume_refuses_other_data_and_other_batches():

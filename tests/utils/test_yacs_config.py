@@ -64,7 +64,7 @@ def test_the_guides_configs_are_ours(guide):
     assert (image.lr, video.lr) == (1e-4, 1e-5)
     assert (image.dtype, image.batch_size, image.max_steps, image.ckpt_every) == ("bf16", 1, 100, 100)
     assert image.ema_decay**100 == pytest.approx(0.98)
-    assert (image.ema_every, image.ema_device, image.grad_checkpoint) == (100, "cpu", 3)
+    assert (image.ema_every, image.ema_device, image.grad_checkpoint) == (100, "cpu", "mlp")
     assert image.dataset["type"] == "RecordVideoTextDataset"
     assert image.data_path == "./img_dataset"
     assert image.exp_name == "nova_d48w1024_1024px"

@@ -21,10 +21,11 @@ from torch.utils._pytree import tree_leaves
 from opensora.acceleration.checkpointing import checkpoint_activations
 from opensora.registry import MODELS
 from opensora.utils.dtype import to_torch_dtype
+from opensora.utils.recompute import level_of
 from tools.benchmark.heading import heading
 
-LEVELS: tuple[int | str, ...] = (
-    "none", 1, 2, "mlp", "selective", "selective+every:8", "every:4", "every:2", "selective:2", "selective:4", "block",
+LEVELS = (
+    "none", "mlp:1/3", "mlp:2/3", "mlp", "selective", "selective+every:8", "every:4", "every:2", "selective:2", "selective:4", "block",
 )  # fmt: skip
 
 
@@ -43,9 +44,7 @@ def parse_args() -> argparse.Namespace:
     """Options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="STDiT-XL/2")
-    parser.add_argument(
-        "--levels", nargs="+", default=LEVELS, type=lambda text: int(text) if text.isdecimal() else text
-    )
+    parser.add_argument("--levels", nargs="+", default=LEVELS, type=level_of)
     parser.add_argument("--latent", type=int, nargs=3, default=(16, 32, 32), metavar=("T", "H", "W"))
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--dtype", default="bf16", choices=("fp32", "bf16", "fp16"))
@@ -53,9 +52,7 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def measure(
-    name: str, level: int | str, latent: Sequence[int], batch: int, dtype: str, *, depth: int | None = None
-) -> int:
+def measure(name: str, level: str, latent: Sequence[int], batch: int, dtype: str, *, depth: int | None = None) -> int:
     """Bytes that the forward pass of a model leaves for its backward pass."""
     size = {} if depth is None else {"depth": depth}
     with FakeTensorMode():

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -63,7 +63,6 @@ COLUMNS = (
 )  # fmt: skip
 WAYS = ("reference", "ours", "float8", "diffusers", "diffusers-autocast")
 OUT_OF_MEMORY = "out of memory"
-Level: TypeAlias = int | str  # of checkpointing
 TOY = {"hidden_size": 64, "depth": 2, "num_heads": 2, "caption_channels": 32}
 
 
@@ -189,8 +188,8 @@ def measure_setting(args: argparse.Namespace, name: str, setting: Setting, peak:
         return
     right, flops = found
     rate_of_reference = None
-    levels: Sequence[Level] = tuple(args.checkpoint or setting.levels)
-    first: Level | None = None  # of the levels that fit
+    levels: Sequence[str] = tuple(args.checkpoint or setting.levels)
+    first: str | None = None  # of the levels that fit
     for way in args.ways:
         if way == "float8" and isinstance(reason := attempt(partial(check, args.float8_recipe, device), device), str):
             print(line(name, way, "-", reason), flush=True)
@@ -206,8 +205,8 @@ def measure_setting(args: argparse.Namespace, name: str, setting: Setting, peak:
 
 
 def first_that_fits(
-    args: argparse.Namespace, name: str, setting: Setting, way: str, levels: Sequence[Level], right: Exact
-) -> tuple[Level, Result | None]:
+    args: argparse.Namespace, name: str, setting: Setting, way: str, levels: Sequence[str], right: Exact
+) -> tuple[str, Result | None]:
     """The first value of `grad_checkpoint` that works, and what it gives; each that does not is a line of the table."""
     failure = ""
     for level in levels:
@@ -221,7 +220,7 @@ def first_that_fits(
     return levels[-1], None
 
 
-def levels_of(way: str, levels: Sequence[Level], first: Level | None) -> Sequence[Level]:
+def levels_of(way: str, levels: Sequence[str], first: str | None) -> Sequence[str]:
     """The values of `grad_checkpoint` to try for a way: `levels` are those for ours, of which `first` is known to fit."""
     if way == "reference":
         return ("block",)
@@ -230,7 +229,7 @@ def levels_of(way: str, levels: Sequence[Level], first: Level | None) -> Sequenc
     return levels if first is None else levels[levels.index(first) :]
 
 
-def line(name: str, way: str, level: Level, *cells: str) -> str:
+def line(name: str, way: str, level: str, *cells: str) -> str:
     """A line of the table, filled up."""
     return f"| {' | '.join([name, way, str(level), *cells, *['-'] * (len(COLUMNS) - 3 - len(cells))])} |"
 
@@ -277,7 +276,7 @@ def attempt(call: Callable[[], Value], device: torch.device) -> Value | str:
         forget(device)
 
 
-def measure(args: argparse.Namespace, setting: Setting, way: str, level: Level, right: Exact) -> Result:
+def measure(args: argparse.Namespace, setting: Setting, way: str, level: str, right: Exact) -> Result:
     """Build, compile, compare, train."""
     device = torch.device(args.device)
     began = time.perf_counter()
@@ -306,7 +305,7 @@ def measure(args: argparse.Namespace, setting: Setting, way: str, level: Level, 
     return Result(found, trained.flops, errors, setup_s)
 
 
-def as_the_reference(model: Any, setting: Setting, level: Level) -> Trained:
+def as_the_reference(model: Any, setting: Setting, level: str) -> Trained:
     """The reference's settings, see `tools.benchmark.rivals`."""
     flops = model.flops(setting.latent, setting.text_len)
     like_the_reference(model)
@@ -321,7 +320,7 @@ def plain_kernels() -> Iterator[None]:
         yield
 
 
-def with_diffusers(model: Any, setting: Setting, device: torch.device, level: Level, *, autocast: bool) -> Trained:
+def with_diffusers(model: Any, setting: Setting, device: torch.device, level: str, *, autocast: bool) -> Trained:
     """Diffusers' model in place of ours, compiled block by block; `autocast` keeps its weights in fp32."""
     with device:
         theirs, flops = diffusers_like(model, setting.latent)

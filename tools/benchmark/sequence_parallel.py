@@ -73,7 +73,7 @@ class Work:
     engine: str = "ddp"
     settings: dict[str, Any] = field(default_factory=dict)
     blocks: str = "compiled"
-    checkpoint: int | str = "block"
+    checkpoint: str = "block"
     batch: int = 1
     text_len: int = 120
     dtype: str = "bf16"

@@ -138,7 +138,7 @@ def switched_on(parser: argparse.ArgumentParser) -> argparse.Namespace:
     return args
 
 
-def cells(args: argparse.Namespace, model: str, blocks: str, checkpoint: int | str, peak: float) -> str:
+def cells(args: argparse.Namespace, model: str, blocks: str, checkpoint: str, peak: float) -> str:
     """The figures of one line, or why there are none."""
     try:
         result = measure(args, model, blocks, checkpoint)
@@ -151,7 +151,7 @@ def cells(args: argparse.Namespace, model: str, blocks: str, checkpoint: int | s
     return f"{speed} | {result.timed.memory} | {' | '.join(result.errors.cells())}"
 
 
-def measure(args: argparse.Namespace, name: str, blocks: str, checkpoint: int | str) -> Result:
+def measure(args: argparse.Namespace, name: str, blocks: str, checkpoint: str) -> Result:
     """Build the model and time `args.steps` steps after `args.warmup`."""
     device = torch.device(args.device)
     model = build(name, device, args.text_len)
@@ -170,7 +170,7 @@ def build(name: str, device: torch.device, text_len: int, **size: int) -> Any:
         return awake(MODELS.build({"type": name}, model_max_length=text_len, **size)).train()
 
 
-def start(model: Any, device: torch.device, dtype: str, blocks: str, checkpoint: int | str, **switches: bool) -> Engine:
+def start(model: Any, device: torch.device, dtype: str, blocks: str, checkpoint: str, **switches: bool) -> Engine:
     """The engine, ready to train.
 
     Args:

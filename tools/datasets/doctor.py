@@ -37,7 +37,7 @@ def main() -> None:
     """Examine, report, and exit with the verdict."""
     options, rest = _options(sys.argv[1:])
     show_messages()
-    cfg = parse_config(TrainConfig, REGISTRIES, rest)
+    cfg = parse_config(TrainConfig, REGISTRIES, rest, options=vars(options))
     dataset = build_module(cfg.dataset, DATASETS, seed=cfg.seed)
     sampler = build_sampler(
         dataset,

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from opensora.inference.build import COMPONENTS
+from opensora.utils import config_cli
 from opensora.utils.config import InferenceConfig, parse_config
 from opensora.utils.errors import UserError, exit_on_user_error
 from opensora.utils.logging import show_messages
@@ -36,11 +37,11 @@ def read_command(argv: Sequence[str]) -> tuple[InferenceConfig, argparse.Namespa
     parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 serves everybody who can reach this machine")
     parser.add_argument("--port", type=int, default=7860)
     own, rest = parser.parse_known_args(argv)
-    if not rest or rest[0].startswith("--"):
+    if config_cli.read_command(InferenceConfig, rest).config is None:
         rest = [QUICKSTART, *rest]
     if not any(argument.partition("=")[0] in ("--save-dir", "--save_dir") for argument in rest):
         rest += ["--save-dir", FOLDER]
-    cfg = parse_config(InferenceConfig, COMPONENTS, rest)
+    cfg = parse_config(InferenceConfig, COMPONENTS, rest, options=vars(own))
     if cfg.sp_size > 1 or cfg.cfg_parallel or cfg.num_sample > 1:
         raise UserError(
             "the demo makes one video at a time in one process: leave out sp_size, cfg_parallel and num_sample."

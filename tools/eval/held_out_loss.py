@@ -98,7 +98,7 @@ def read_command(argv: Sequence[str]) -> Command:
     parser.add_argument("--adapter", type=Path, help="LoRA to merge into the weights")
     parser.add_argument("--out", type=Path, help="write the losses and all settings to this JSON file")
     own, rest = parser.parse_known_args(argv)
-    cfg = parse_config(TrainConfig, COMPONENTS, [*rest, "--val-every", "1"])
+    cfg = parse_config(TrainConfig, COMPONENTS, [*rest, "--val-every", "1"], options=vars(own))
     if cfg.val_data_path is None:
         raise UserError("which clips? Name their table with --val-data-path.")
     if cfg.model.get("from_pretrained") is None:

@@ -20,7 +20,7 @@ num_workers = 4
 
 # Define acceleration
 dtype = "bf16"
-grad_checkpoint = False
+grad_checkpoint = "none"
 plugin = "ddp"
 sp_size = 1
 

@@ -19,7 +19,7 @@ num_workers = 4
 
 # Define acceleration
 dtype = "bf16"
-grad_checkpoint = 3  # the MLPs of all blocks
+grad_checkpoint = "mlp"
 plugin = "ddp"
 
 # Define model

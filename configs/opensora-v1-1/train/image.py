@@ -31,7 +31,7 @@ bucket_config = {
 
 # Define acceleration
 dtype = "bf16"
-grad_checkpoint = True
+grad_checkpoint = "block"
 plugin = "ddp"
 sp_size = 1
 

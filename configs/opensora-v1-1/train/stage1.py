@@ -42,7 +42,7 @@ mask_ratios = {
 
 # Define acceleration
 dtype = "bf16"
-grad_checkpoint = False
+grad_checkpoint = "none"
 plugin = "ddp"
 sp_size = 1
 

@@ -45,7 +45,7 @@ mask_ratios = {
 
 # Define acceleration
 dtype = "bf16"
-grad_checkpoint = True
+grad_checkpoint = "block"
 plugin = "ddp"
 sp_size = 1
 

@@ -27,7 +27,7 @@ bucket_config = {
 
 # Define acceleration
 dtype = "bf16"
-grad_checkpoint = False
+grad_checkpoint = "none"
 plugin = "ddp"
 sp_size = 1
 

@@ -20,7 +20,7 @@ num_workers = 4
 
 # Define acceleration
 dtype = "bf16"
-grad_checkpoint = True
+grad_checkpoint = "block"
 plugin = "ddp"
 sp_size = 1
 

@@ -21,6 +21,7 @@ from torch.nn.functional import pad
 from torch.optim import Optimizer
 
 from opensora.acceleration.distributed import World, join_alone
+from opensora.acceleration.engines.masters import COUNTER
 from opensora.acceleration.engines.update import FIRST_SCALE, GROWTH_INTERVAL, global_norm
 from opensora.registry import PLUGINS
 from opensora.utils.ckpt import load_strictly
@@ -141,7 +142,7 @@ class LowLevelZeroEngine:
         tensors = {}
         for name, master in self._masters.items():
             for key, value in self.zero.optim.state.get(master, {}).items():
-                sharded = torch.is_tensor(value) and value.shape == master.shape
+                sharded = key != COUNTER and torch.is_tensor(value) and value.shape == master.shape
                 tensors[f"{name}/{key}"] = self._whole(name, value) if sharded else torch.as_tensor(value).cpu()
         if self.scales_loss:
             scaler = self.zero.mixed_precision_mixin.grad_scaler
@@ -159,8 +160,8 @@ class LowLevelZeroEngine:
             if name in self._masters:
                 # a copy in any case: what is given may be mapped from a file, which would be kept
                 value, fused = state[path], self.zero.optim.defaults.get("fused")
-                own = self._part(value) if value.ndim else value
-                place = self.device if value.ndim or fused else "cpu"  # AdamW counts on the CPU unless it is fused
+                own = self._part(value) if key != COUNTER and value.shape == self.weights[name].shape else value
+                place = self.device if key != COUNTER or fused else "cpu"  # AdamW counts on the CPU unless it is fused
                 self.zero.optim.state[self._masters[name]][key] = own.to(place, copy=True)
         if self.scales_loss and "/scale" in state:
             scaler = self.zero.mixed_precision_mixin.grad_scaler

@@ -15,6 +15,13 @@ from torch.optim import Optimizer
 from opensora.utils.errors import UserError
 from opensora.utils.shards import Parts, fill
 
+COUNTER = "step"
+"""The state of PyTorch's optimizers that is no part of a weight's arithmetic: `Optimizer.load_state_dict` knows it by this name too.
+
+By its shape it would be taken for a moment where the weight is a number, as a learned scale is, and counted in that weight's
+format. Of the others, those with the shape of the weight are laid out as the weight is.
+"""
+
 
 class Master(NamedTuple):
     """A trained weight: the model's parameter, and what the optimizer has in its place."""
@@ -97,7 +104,7 @@ class Masters:
     def state(self) -> dict[str, Tensor]:
         """The optimizer's tensors of this process's masters, as `<parameter>/<state>`."""
         return {
-            f"{name}/{key}": self._placed(master, torch.as_tensor(value))
+            f"{name}/{key}": self._placed(master, key, torch.as_tensor(value))
             for name, master in self.by_name.items()
             for key, value in self.optimizer.state.get(master.leaf, {}).items()
         }
@@ -117,7 +124,7 @@ class Masters:
             if name not in self.weights:
                 raise UserError(f"the optimizer state is of another model: there is no parameter {name!r}.")
             if name in self.by_name:
-                self.optimizer.state[self.by_name[name].leaf][key] = self._loaded(self.by_name[name], state, path)
+                self.optimizer.state[self.by_name[name].leaf][key] = self._loaded(self.by_name[name], key, state, path)
 
     def _leaf(self, weight: Tensor) -> nn.Parameter:
         if self.offload:
@@ -133,10 +140,10 @@ class Masters:
         if self.offload and torch.cuda.is_available():
             torch.cuda.synchronize()
 
-    def _placed(self, master: Master, value: Tensor) -> Tensor:
+    def _placed(self, master: Master, key: str, value: Tensor) -> Tensor:
         """A state as what it is: part of a DTensor laid out as the weight, or the same in all processes."""
         weight = master.weight
-        if not isinstance(weight, DTensor) or value.shape != master.leaf.shape:
+        if not isinstance(weight, DTensor) or key == COUNTER or value.shape != master.leaf.shape:
             return value
         if value.device.type == weight.device_mesh.device_type:
             return DTensor.from_local(
@@ -146,13 +153,17 @@ class Masters:
         local(placed).copy_(value)
         return placed
 
-    def _loaded(self, master: Master, state: Mapping[str, Tensor], path: str) -> Tensor:
+    def _loaded(self, master: Master, key: str, state: Mapping[str, Tensor], path: str) -> Tensor:
         shape = state.shape(path) if isinstance(state, Parts) else tuple(state[path].shape)
-        if shape == tuple(master.weight.shape):
+        if key == COUNTER:  # AdamW counts in fp32, and on the CPU unless it is fused
+            defaults = self.optimizer.defaults
+            on_device = defaults.get("fused") or defaults.get("capturable")
+            value = torch.zeros(shape, device=master.leaf.device if on_device else "cpu")
+        elif shape == tuple(master.weight.shape):
             value = torch.zeros_like(master.leaf, requires_grad=False)
-        else:  # AdamW counts on the CPU unless it is fused
-            value = torch.zeros(shape, device=master.leaf.device if self.optimizer.defaults.get("fused") else "cpu")
-        placed = self._placed(master, value)
+        else:
+            value = torch.zeros(shape, device=master.leaf.device)
+        placed = self._placed(master, key, value)
         fill(placed, state, path)
         return local(placed)
 

@@ -14,6 +14,8 @@ from torch import Tensor
 from opensora.acceleration.distributed import World, neighbours
 from opensora.utils.errors import UserError
 
+MESSAGE_BYTES = 64 * 2**20  # of a copy, of which there may be two at a time
+
 
 def node_size(world_size: int) -> int:
     """Processes that torchrun started on this node; all, if something else started them."""
@@ -65,14 +67,10 @@ class Partition:
 
     @torch.no_grad()
     def spread(self, weights: Mapping[str, Tensor]) -> None:
-        """Each owner gives its weights to the group."""
-        works = [
-            dist.broadcast(weights[name].detach(), src=self.first + owner, group=self.group, async_op=True)
-            for name, owner in self.owner.items()
-        ]
-        for work in works:
-            if work is not None:
-                work.wait()
+        """Each owner gives its weights to the group, in messages of up to `MESSAGE_BYTES`: a model has hundreds of small ones."""
+        for owner in range(self.shard_size):
+            if theirs := [weights[name].detach() for name, its in self.owner.items() if its == owner]:
+                dist._broadcast_coalesced(self.group, theirs, MESSAGE_BYTES, owner)  # as DistributedDataParallel does
 
     @torch.no_grad()
     def gather(self, state: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:

@@ -71,7 +71,10 @@ class CaptionEmbedder(nn.Module):
     y_embedding: Tensor
 
     null_known: bool = True
-    """False: the weights came from a file without a table (see `opensora.models.loading`), and this one means nothing."""
+    """False: the weights came from a file without a table (see `opensora.models.loading`), and this one means nothing.
+
+    It gets a meaning where a training drops captions (`opensora.models.encode.drop_text`).
+    """
 
     def __init__(self, in_channels: int, dim: int, num_tokens: int) -> None:
         super().__init__()
@@ -83,12 +86,7 @@ class CaptionEmbedder(nn.Module):
         return self.y_proj(rearrange(y, "B 1 L C -> B L C"))
 
     def null(self, batch: int) -> Tensor:
-        """The features of "no text" for a whole batch: `[batch, 1, L, C]`.
-
-        A model that gets them in training learns what they mean, whatever file its weights came from.
-        """
-        if self.training:
-            self.null_known = True
+        """The features of "no text" for a whole batch: `[batch, 1, L, C]`."""
         return self.y_embedding[None, None].expand(batch, 1, -1, -1)
 
     @torch.no_grad()

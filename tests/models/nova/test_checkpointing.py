@@ -14,7 +14,7 @@ from opensora.utils.seed import generators
 from tests.models.nova.toy import build, inputs
 from tools.benchmark.activation_memory import kept_bytes
 
-LEVELS = (0, 1, 2, 3, "mlp", "block", "every:2", "selective", "selective:2")
+LEVELS = ("none", "mlp:1/3", "mlp:2/3", "mlp", "block", "every:2", "selective", "selective:2")
 SIZE = (2, 8, 8)
 
 
@@ -40,7 +40,7 @@ def losses_of(model) -> Tensor:
 
 @pytest.fixture(scope="module")
 def plain() -> list[Tensor]:
-    return learnt(False)
+    return learnt("none")
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -49,13 +49,13 @@ def test_losses_and_gradients_are_those_without_it(plain, level):
 
 
 def test_with_compiled_blocks(plain):
-    torch.testing.assert_close(learnt(3, compiled=True), plain, atol=1e-6, rtol=1e-4)
+    torch.testing.assert_close(learnt("mlp", compiled=True), plain, atol=1e-6, rtol=1e-4)
     torch._dynamo.reset()
 
 
 @pytest.mark.parametrize(
-    ("level", "again"), [(0, ()), (1, ("video_encoder",)), (2, ("video_encoder", "image_encoder")),
-                         (3, ("video_encoder", "image_encoder", "image_decoder"))])  # fmt: skip
+    ("level", "again"), [("none", ()), ("mlp:1/3", ("video_encoder",)), ("mlp:2/3", ("video_encoder", "image_encoder")),
+                         ("mlp", ("video_encoder", "image_encoder", "image_decoder"))])  # fmt: skip
 def test_each_level_adds_the_mlps_of_one_stack(level, again):
     model, calls = build().train(), Counter()
     for name in ("video_encoder", "image_encoder", "image_decoder"):
@@ -72,7 +72,7 @@ def test_each_level_adds_the_mlps_of_one_stack(level, again):
 
 def test_each_level_keeps_less():
     kept = []
-    for level in (0, 1, 2, 3):
+    for level in LEVELS[:4]:
         model = build().train()
         checkpoint_activations(model.transformer_blocks(), level, model.stack_depths)
         kept.append(kept_bytes(lambda model=model: losses_of(model)))
@@ -82,5 +82,5 @@ def test_each_level_keeps_less():
 
 def test_levels_of_the_published_depths():
     stacks = (16, 32, 6)
-    assert [len(parse_recompute(level).chosen(54, stacks)) for level in range(4)] == [0, 16, 48, 54]
+    assert [len(parse_recompute(level).chosen(54, stacks)) for level in LEVELS[:4]] == [0, 16, 48, 54]
     assert list(parse_recompute("every:20").chosen(54, stacks)) == [0, 20, 40]

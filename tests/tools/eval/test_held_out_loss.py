@@ -170,6 +170,11 @@ def test_a_lora_must_be_named(project):
     assert read_command([*command, "--lora", "None"]).adapter is None
 
 
+def test_a_misspelt_option_of_the_tool_is_named(project):
+    with pytest.raises(UserError, match=r"--adaptr is not a field of TrainConfig\. Did you mean '--adapter'\?"):
+        read_command(["--adaptr", "a", "config.py"])
+
+
 def test_clips_and_weights_must_be_named(project):
     with pytest.raises(UserError, match="val_data_path"):
         read_command(["config.py", "--ckpt-path", "zero.safetensors"])
