@@ -9,10 +9,13 @@ os.environ["TRANSFORMERS_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import multiprocessing
+import runpy
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import NamedTuple
 
@@ -109,6 +112,54 @@ def run_script() -> Callable[..., Finished]:
 
 
 @pytest.fixture
+def run_ranks(tmp_path: Path) -> Callable[..., str]:
+    """`run_ranks("scripts/train.py", *args)` runs it in two gloo processes, as torchrun does but without its start -> what they print.
+
+    Of `times=2` they run it twice, one after the other. What a process raises fails the test.
+    """
+
+    def run(script: str, *args: object, processes: int = 2, times: int = 1, timeout_s: float = 300) -> str:
+        said = tmp_path / f"said-{time.monotonic_ns()}"
+        said.mkdir()
+        given = (processes, free_ports(times), script, [str(each) for each in args], said)
+        start_ranks(_run_script, given, processes, script, timeout_s)
+        return "".join(path.read_text() for path in sorted(said.iterdir()))
+
+    return run
+
+
+def _run_script(rank: int, size: int, ports: list[str], script: str, arguments: list[str], said: Path) -> None:
+    os.environ.update(place_of(rank, size))
+    os.chdir(ROOT)
+    sys.argv = [script, *arguments]
+    with (said / str(rank)).open("w") as file, redirect_stdout(file), redirect_stderr(file):
+        for port in ports:
+            os.environ["MASTER_PORT"] = port
+            try:
+                runpy.run_path(str(ROOT / script), run_name="__main__")
+            except SystemExit as exit_:
+                if exit_.code:
+                    raise RuntimeError((said / str(rank)).read_text()) from exit_
+
+
+def place_of(rank: int, size: int) -> dict[str, str]:
+    """What torchrun tells a process of its place, without the port."""
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1"}
+    return {name: str(value) for name, value in place.items()}
+
+
+def free_ports(count: int) -> list[str]:
+    """Ports that nobody listens to."""
+    sockets = [socket.socket() for _ in range(count)]
+    for one in sockets:
+        one.bind(("127.0.0.1", 0))
+    ports = [str(one.getsockname()[1]) for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+@pytest.fixture
 def spawn() -> Callable[..., None]:
     """`spawn(fn, world_size, tmp_path)` calls `fn(rank, world_size, tmp_path)` in gloo processes of one group.
 
@@ -148,6 +199,7 @@ def join_ranks(context: torch.multiprocessing.ProcessContext, what: str, timeout
 
 
 def begin_rank(rank: int, target: Callable[..., None], args: tuple, environment: dict[str, str]) -> None:
+    """In a process of the fork server: call `target(rank, *args)` in the environment of the process that asked for it."""
     os.environ.clear()  # the server's, from when it began
     os.environ.update(environment)
     torch.set_num_threads(1)

@@ -1,21 +1,28 @@
 """The Triton kernels for attention to few keys, run on the CPU by Triton's interpreter. On a GPU: tests/test_gpu.py."""
 
 import importlib.util
-from pathlib import Path
 
 import pytest
 import torch
 
 from tests.acceleration.interpreter import interpreted
 
-HERE = Path(__file__).resolve()
 SIZES = [(2, 2, 70, 7, 72), (3, 1, 200, 20, 40), (1, 2, 16, 120, 64), (1, 1, 1, 1, 8)]  # B, H, N, L, d
+PARTS = {"_BLOCK": {"BLOCK_Q": 16}, "_PROGRAMS": {"forward": 4, "backward": 4}}
+INTERPRETED = [(2, 2, 18, 7, 24), (3, 1, 40, 20, 40), (1, 2, 16, 16, 16), (1, 1, 1, 1, 8)]
+"""With blocks of 16 queries, of which a program takes as many as it must: one, two or what is left of two."""
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="this PyTorch has no Triton")
 
 
-def test_output_and_gradients_equal_the_formula_in_the_interpreter():
-    assert interpreted(HERE).count("equal") == 2 * len(SIZES)
+@pytest.mark.parametrize("size", INTERPRETED)
+@pytest.mark.parametrize("masked", [False, True])
+def test_output_and_gradients_equal_the_formula_in_the_interpreter(size, masked):
+    from opensora.acceleration import few_keys_attention as module
+
+    with interpreted(module, **PARTS):
+        compare(size, masked=masked, device="cpu", dtype=torch.float32, tolerance=1e-5)
+        without_gradients(size, masked=masked, device="cpu", dtype=torch.float32)
 
 
 def compare(size: tuple[int, ...], *, masked: bool, device: str, dtype: torch.dtype, tolerance: float) -> None:
@@ -67,23 +74,14 @@ def formula(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tenso
     return (p @ v.float()).to(v.dtype)
 
 
-def check_compilable() -> None:
-    """What torch.compile assumes about the operators is true."""
-    from opensora.acceleration.few_keys_attention import few_keys_attention, few_keys_attention_backward
+def test_what_torch_compile_assumes_about_the_operators():
+    from opensora.acceleration import few_keys_attention as module
 
-    B, H, N, L, d = SIZES[0]
+    attention, attention_backward = module.few_keys_attention, module.few_keys_attention_backward
+    B, H, N, L, d = INTERPRETED[0]
     q, k, v = (torch.randn(B, n, H, d).transpose(1, 2) for n in (N, L, L))
     mask = torch.ones(B, L, dtype=torch.bool)
-    torch.library.opcheck(few_keys_attention, (q, k, v, mask))
-    torch.library.opcheck(few_keys_attention, (*(x.requires_grad_() for x in (q, k, v)), None))
-    q, k, v = (x.detach() for x in (q, k, v))
-    torch.library.opcheck(few_keys_attention_backward, (q, q, k, v, mask, *few_keys_attention(q, k, v, mask)))
-
-
-if __name__ == "__main__":
-    check_compilable()
-    for size in SIZES:
-        for masked in (False, True):
-            compare(size, masked=masked, device="cpu", dtype=torch.float32, tolerance=1e-5)
-            without_gradients(size, masked=masked, device="cpu", dtype=torch.float32)
-            print("equal")
+    with interpreted(module, **PARTS):
+        torch.library.opcheck(attention, (q, k, v, mask))
+        torch.library.opcheck(attention, (*(x.detach().requires_grad_() for x in (q, k, v)), None))
+        torch.library.opcheck(attention_backward, (q, q, k, v, mask, *attention(q, k, v, mask)))

@@ -1,7 +1,6 @@
 """The Triton kernel for short sequences, run on the CPU by Triton's own interpreter. On a GPU: tests/test_gpu.py."""
 
 import importlib.util
-from pathlib import Path
 
 import pytest
 import torch
@@ -9,13 +8,16 @@ import torch
 from tests.acceleration.interpreter import interpreted
 from tests.acceleration.short_attention_checks import SIZES, compare, on_parts
 
-HERE = Path(__file__).resolve()
-
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="this PyTorch has no Triton")
 
 
-def test_output_and_gradients_equal_the_formula_in_the_interpreter():
-    assert interpreted(HERE).count("equal") == len(SIZES)
+@pytest.mark.parametrize("size", SIZES)
+def test_output_and_gradients_equal_the_formula_in_the_interpreter(size):
+    from opensora.acceleration import short_attention
+
+    with interpreted(short_attention):
+        compare(size, "cpu", torch.float32, 1e-5)
+        without_gradients(size, "cpu", torch.float32)
 
 
 def without_gradients(size: tuple[int, ...], device: str, dtype: torch.dtype, backend: str | None = None) -> None:
@@ -36,22 +38,14 @@ def without_gradients(size: tuple[int, ...], device: str, dtype: torch.dtype, ba
         assert torch.equal(attend(tokens.clone().requires_grad_()), expected), size
 
 
-def check_compilable() -> None:
-    """What torch.compile assumes about the operators is true."""
+def test_what_torch_compile_assumes_about_the_operators():
     from opensora.acceleration import short_attention as ops
 
     B, S, H, N, d = SIZES[0]
     tokens = torch.randn(B, N, S, 3 * H * d)
     q, k, v = tokens.unflatten(-1, (3, H, d)).permute(3, 0, 2, 4, 1, 5).unbind(0)
-    torch.library.opcheck(ops.short_attention, (q, k, v))
-    torch.library.opcheck(ops.short_attention_backward, (q, q, k, v))
-    torch.library.opcheck(ops.short_attention_packed, (tokens.clone().requires_grad_(), H))
-    torch.library.opcheck(ops.short_attention_packed_backward, (tokens[..., : H * d].contiguous(), tokens, H))
-
-
-if __name__ == "__main__":
-    check_compilable()
-    for size in SIZES:
-        compare(size, "cpu", torch.float32, 1e-5)
-        without_gradients(size, "cpu", torch.float32)
-        print("equal")
+    with interpreted(ops):
+        torch.library.opcheck(ops.short_attention, (q, k, v))
+        torch.library.opcheck(ops.short_attention_backward, (q, q, k, v))
+        torch.library.opcheck(ops.short_attention_packed, (tokens.clone().requires_grad_(), H))
+        torch.library.opcheck(ops.short_attention_packed_backward, (tokens[..., : H * d].contiguous(), tokens, H))

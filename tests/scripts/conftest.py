@@ -2,7 +2,6 @@
 
 import importlib.util
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from tests.conftest import start_ranks
+from tests.conftest import free_ports, place_of, start_ranks
 
 ROOT = Path(__file__).parents[2]
 
@@ -138,7 +137,7 @@ def together(toy_config, tmp_path):
 
     def run(*runs: tuple[str, ...], processes: int = 2, timeout_s: float = 300) -> list[Path]:
         given = [
-            [str(port), str(toy_config), f"--outputs={tmp_path}", f"--exp-name={name}", *options]
+            [port, str(toy_config), f"--outputs={tmp_path}", f"--exp-name={name}", *options]
             for port, (name, *options) in zip(free_ports(len(runs)), runs, strict=True)
         ]
         start_ranks(run_scripts, (processes, given), processes, "scripts/train.py", timeout_s)
@@ -148,24 +147,13 @@ def together(toy_config, tmp_path):
 
 
 def run_scripts(rank: int, size: int, runs: list[list[str]]) -> None:
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1"}
-    os.environ.update({name: str(value) for name, value in place.items()})
+    """In a process of its own: scripts/train.py with each port and options in turn, as one of `size`."""
+    os.environ.update(place_of(rank, size))
     script = load_script()
     for port, *arguments in runs:
         os.environ["MASTER_PORT"] = port
         sys.argv = ["train.py", *arguments]
         script.main()
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens to."""
-    sockets = [socket.socket() for _ in range(count)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
 
 
 @pytest.fixture

@@ -41,10 +41,9 @@ def test_a_run_that_goes_on_in_its_folder_has_every_step_once(train):
 
 
 @pytest.mark.multiprocess
-def test_one_process_of_two_keeps_the_log(torchrun):
-    run = torchrun(
-        "--max-steps=3", "--ckpt-every=0", "--batch-size=2", "--activation-offload=True", "--grad-checkpoint=1"
-    )
+def test_one_process_of_two_keeps_the_log(together):
+    options = ("--max-steps=3", "--ckpt-every=0", "--batch-size=2", "--activation-offload=True", "--grad-checkpoint=1")
+    (run,) = together(("two", *options))
     assert [entry["step"] for entry in entries(run)] == [1, 2, 3]
     assert len(list((run / "tensorboard").iterdir())) == 1
     text = (run / "log.txt").read_text()
