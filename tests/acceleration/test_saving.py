@@ -59,6 +59,32 @@ def test_what_is_saved_is_what_was_there_when_it_was_called(tmp_path, ckpt_async
     assert names(tmp_path) == [f"epoch0-global_step{step}" for step in (1, 2, 3)]
 
 
+def test_all_is_on_the_disk_before_a_checkpoint_gets_its_name(tmp_path, monkeypatch):
+    """Else a power cut leaves a folder that looks complete, whose files are empty."""
+    flushed, at_rename = set(), {}
+    sync, rename = os.fsync, Path.rename
+
+    def fsync(file: int) -> None:
+        sync(file)
+        flushed.add(Path(f"/proc/self/fd/{file}").readlink())
+
+    def noting(path: Path, target: Path) -> Path:
+        if path.is_dir():
+            inside = (path, *path.rglob("*"))
+            at_rename[Path(target).name] = [str(each.relative_to(path)) for each in inside if each not in flushed]
+            assert len(inside) > 6  # two folders, two files of tensors, state, manifest
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Path, "rename", noting)
+    saver = saver_of(tmp_path.resolve(), ckpt_async=False)
+    saver.save(RunState("d", 1, step=1), parts(1.0))
+    assert at_rename == {"epoch0-global_step1": []}
+    flushed.clear()
+    saver.save(RunState("d", 1, step=2), parts(2.0))
+    assert tmp_path.resolve() in flushed  # the name itself
+
+
 def test_the_memory_for_copies_is_used_again(tmp_path):
     saver, own = saver_of(tmp_path), parts(1.0)
     saver.save(RunState("d", 1, step=1), own)

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from opensora.inference.jobs import Job, batches
 from opensora.inference.prompts import PromptItem, Segment, load_items, load_prompts
 from opensora.utils.config import InferenceConfig, config_from_dict
 from opensora.utils.errors import UserError
@@ -235,3 +236,21 @@ def test_a_setting_in_a_cell_and_in_the_text(tmp_path):
     file.write_text(json.dumps({"text": 'x{"seed": 1}', "seed": 2}))
     with pytest.raises(UserError, match="row 1: seed is set in the table and at the end of the text"):
         load_items(replace(CONFIG, prompt_path=str(file)))
+
+
+def test_prompts_with_a_guidance_of_their_own_share_no_batch_with_others(tmp_path):
+    """A request has one guidance scale, which is that of its first prompt."""
+    scales = (None, 3.0, None, 3.0)
+    made = [
+        Job(
+            PromptItem(
+                index=i, segments=(Segment(0, "a cat"),), overrides={} if scale is None else {"cfg_scale": scale}
+            ),
+            k,
+            tmp_path,
+        )
+        for k in range(2)
+        for i, scale in enumerate(scales)
+    ]
+    numbers = [[(job.sample_index, job.item.index) for job in batch] for batch in batches(made, batch_size=8)]
+    assert numbers == [[(k, i), (k, i + 2)] for k in range(2) for i in range(2)]

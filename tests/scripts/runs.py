@@ -8,8 +8,12 @@ import torch
 from opensora.utils.ckpt import complete_checkpoints, open_checkpoint
 
 
+def logged(run: Path, name: str) -> list[float]:
+    return [json.loads(line)[name] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
 def losses(run: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return logged(run, "loss")
 
 
 def all_losses(run: Path) -> list[tuple[str, float]]:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 import os
 import shutil
 from pathlib import Path
@@ -9,15 +10,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from opensora.acceleration.distributed import World
+from opensora.datasets.sampler import BatchKeys
 from opensora.utils.ckpt import complete_checkpoints, open_checkpoint
-from tests.scripts.runs import all_losses, assert_same_run, losses, tensors
+from opensora.utils.config import TrainConfig, parse_config
+from tests.scripts.runs import all_losses, assert_same_run, logged, losses, tensors
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "stdit_iddpm.json"
 
 
 def test_a_run_leaves_what_the_docs_promise(train):
-    run = train()
-    assert [p.name for p in complete_checkpoints(run)] == ["epoch0-global_step2", "epoch0-global_step4"]
+    run = train("--ckpt-every=3")
+    assert [p.name for p in complete_checkpoints(run)] == ["epoch0-global_step3", "epoch0-global_step4"]  # and the end
     for name in ("config.json", "environment.json", "log.txt", "metrics.jsonl", "tensorboard"):
         assert (run / name).exists(), name
     entry = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
@@ -62,6 +66,8 @@ def test_gradient_accumulation_equals_the_large_batch(train):
     large = train("--batch-size=4", name="large")
     small = train("--batch-size=2", "--accumulation-steps=2", name="small")
     torch.testing.assert_close(losses(large), losses(small), atol=1e-6, rtol=1e-5)
+    # Adam does not see the gradients' scale; clipping and other optimizers do
+    torch.testing.assert_close(logged(large, "grad_norm"), logged(small, "grad_norm"), atol=1e-6, rtol=1e-4)
     torch.testing.assert_close(tensors(large, "model"), tensors(small, "model"), atol=2e-5, rtol=1e-4)
 
 
@@ -108,6 +114,23 @@ def test_settings_that_change_no_result_much(train, options):
     torch.testing.assert_close(losses(plain), losses(other), atol=0, rtol=3e-2 if "bf16" in options[0] else 1e-5)
 
 
+def test_the_learning_rate_follows_the_schedule(train):
+    rates = logged(train("--lr=3e-3", "--lr-schedule=cosine", "--max-steps=6", "--ckpt-every=0"), "lr")
+    cosine = [1.5e-3 * (1 + math.cos(math.pi * done / 4)) for done in range(4)]
+    assert rates == pytest.approx([1e-3, 2e-3, *cosine])  # two steps of warm-up
+
+
+def test_processes_that_share_a_sample_read_the_same_rows(train_script, toy_config):
+    cfg = parse_config(TrainConfig, argv=[str(toy_config), "--batch-size=2"])
+
+    def first_batch(rank: int, size: int, sp_size: int = 1) -> BatchKeys:
+        world = World(rank, size, torch.device("cpu"), sp_size)
+        return next(train_script.sampler_of(cfg, range(64), world).placed())
+
+    assert [first_batch(rank, 4, 2) for rank in range(4)] == [first_batch(rank // 2, 2) for rank in range(4)]
+    assert first_batch(0, 2).keys != first_batch(1, 2).keys
+
+
 def test_start_from_scratch_keeps_weights_and_optimizer_only(train):
     first = train(name="first")
     load = complete_checkpoints(first)[-1]
@@ -117,6 +140,30 @@ def test_start_from_scratch_keeps_weights_and_optimizer_only(train):
     )
     assert complete_checkpoints(again)[-1].name == "epoch0-global_step1"
     assert tensors(again, "optimizer")["blocks.0.mlp.fc1.weight/step"] == 5
+    name = "blocks.0.mlp.fc1.weight"  # the average has seen 5 steps, so its decay is (1 + 5) / (10 + 5)
+    before, weights, after = tensors(first, "ema")[name], tensors(again, "model")[name], tensors(again, "ema")[name]
+    torch.testing.assert_close(after, torch.lerp(before, weights, 1 - 6 / 15))
+
+
+def test_the_optimizer_and_the_average_are_the_configs(train, train_script, monkeypatch):
+    """A field that does not arrive changes every loss by a little, which no tolerance tells from rounding."""
+    built = {}
+
+    def noting(name: str) -> None:
+        build = getattr(train_script, name)
+        monkeypatch.setattr(train_script, name, lambda *args, **kwargs: built.setdefault(name, build(*args, **kwargs)))
+
+    noting("build_engine")
+    noting("build_ema")
+    train(
+        "--max-steps=1", "--ckpt-every=0", "--warmup-steps=0", "--lr=3e-4", "--adam-betas=(0.8,0.95)", "--adam-eps=1e-5",
+        "--weight-decay=0.07", "--grad-clip=0.3", "--ema-decay=0.97", "--ema-every=3",
+    )  # fmt: skip
+    (group,) = built["build_engine"].optimizer.param_groups
+    given = {"lr": 3e-4, "betas": (0.8, 0.95), "eps": 1e-5, "weight_decay": 0.07}
+    assert {name: group[name] for name in given} == given
+    assert built["build_engine"].grad_clip == 0.3
+    assert (built["build_ema"].decay, built["build_ema"].every) == (0.97, 3)
 
 
 def test_an_average_that_takes_in_nothing_is_told(train, caplog):

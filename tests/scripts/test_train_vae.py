@@ -150,6 +150,29 @@ def test_k_then_resume_then_k_is_2k_bit_for_bit(train):
     assert weights[0] == weights[1]
 
 
+def test_accumulation_equals_the_large_batch(train):
+    gan = ("--discriminator", "{'type': 'PatchDiscriminator', 'dims': 2, 'channels': 8, 'num_layers': 1}")
+    once = ("--max-steps=1", "--ckpt-every=0", "--adversarial-scale=fixed")
+    large = train(*gan, *once, name="large")
+    small = train(*gan, *once, "--batch-size=2", "--accumulation-steps=2", name="small")
+    for name in ("loss", "g_loss", "d_loss", "grad_norm"):
+        assert entries(small)[0][name] == pytest.approx(entries(large)[0][name], rel=1e-4), name
+    moments = [tensors(run, "discriminator_optimizer") for run in (large, small)]
+    torch.testing.assert_close(*moments, rtol=1e-3, atol=1e-6)
+
+
+def test_the_discriminator_has_its_own_learning_rate_on_the_same_schedule(train, script, monkeypatch):
+    built, build = [], script.build_adversary
+    monkeypatch.setattr(script, "build_adversary", lambda *args: built.append(build(*args)) or built[-1])
+    train(
+        "--discriminator", "{'type': 'PatchDiscriminator', 'dims': 2, 'channels': 8, 'num_layers': 1}",
+        "--discriminator-lr=1e-3", "--adversarial-start=1", "--adversarial-weight=0.25", "--max-steps=2", "--ckpt-every=0",
+    )  # fmt: skip
+    (adversary,) = built
+    assert adversary.optimizer.param_groups[0]["lr"] == pytest.approx(1e-3 * 2 / 3)  # the second step of the warm-up
+    assert (adversary.start, adversary.weight) == (1, 0.25)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

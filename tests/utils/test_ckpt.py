@@ -129,6 +129,15 @@ def test_strict_loading_names_the_similar_key():
         load_strictly(model, {"weights": torch.zeros(2, 2), "bias": torch.zeros(2)}, "file.pt")
 
 
+def test_strict_loading_takes_neither_less_nor_more():
+    model = nn.Linear(2, 2)
+    whole = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}
+    for state in ({"weight": whole["weight"]}, {**whole, "scale": torch.zeros(2)}, {**whole, "bias": torch.zeros(3)}):
+        with pytest.raises(UserError, match="does not fit"):
+            load_strictly(model, state, "file.pt")
+    assert model.weight.abs().sum() > 0
+
+
 def test_manifest_lists_every_file(tmp_path):
     path = save(tmp_path / "a")
     listed = json.loads((path / "manifest.json").read_text())["files"]

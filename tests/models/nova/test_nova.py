@@ -229,11 +229,11 @@ def wave(x: float, *, sines_first: bool) -> torch.Tensor:
 def test_published_numbers_mean_what_they_meant():
     """Waves, the time axis and the order of the head's output, number by number as in the published implementation."""
     model = build(base_size=(16, 8, 12))
-    silu = F.silu
-    for name, x in (("flow", 5.0), ("fps", 12.0)):
+    silu, numbers = F.silu, {"flow": torch.tensor([5.0]), "fps": torch.tensor([12.0])}
+    motion = model.text_tokens(model.null_condition(1), None, **numbers)[0, -2:]  # behind the caption
+    for token, (name, x) in zip(motion, numbers.items(), strict=True):
         first, _, second = getattr(model.motion_embed, f"{name}_proj")
-        token = model.motion_embed(torch.tensor([5.0]), torch.tensor([12.0]))[0, ("flow", "fps").index(name)]
-        torch.testing.assert_close(token, second(silu(first(wave(x, sines_first=True)))))
+        torch.testing.assert_close(token, second(silu(first(wave(float(x), sines_first=True)))))
     time, (first, _, second) = model.video_pos_embed, model.video_pos_embed.time_proj
     for frame in range(9):  # 9 latent frames span the 16 of the training
         expected = time.norm(second(silu(first(wave(frame * 16 / 9, sines_first=True)))))

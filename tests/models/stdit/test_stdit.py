@@ -229,10 +229,11 @@ def test_freeze(freeze, part):
         toy(freeze="all")
 
 
-def test_space_scale_half_sees_the_span_of_the_larger_picture():
-    whole, half = toy(), toy(space_scale=0.5)
+@pytest.mark.parametrize(("scale", "size"), [("space_scale", (1, 4, 4)), ("time_scale", (3, 2, 2))])
+def test_a_scale_of_half_sees_the_span_of_the_larger_video(scale, size):
+    whole, half = toy(), toy(**{scale: 0.5})
     half.load_state_dict(whole.state_dict())
-    x, t, y, _ = inputs(size=(1, 4, 4))
+    x, t, y, _ = inputs(size=size)
     assert not torch.allclose(whole(x, t, y), half(x, t, y))
 
 
