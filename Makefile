@@ -9,7 +9,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
-.PHONY: help setup quickstart quickstart-nova test test-slow test-extras test-gpu check format format-check lint type docs docs-check bench clean
+.PHONY: help setup quickstart quickstart-nova test test-slow test-extras test-gpu test-mutants check format format-check lint type docs docs-check bench clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -41,6 +41,9 @@ test-extras: setup  ## install what setup does not, and run the tests that need 
 
 test-gpu: setup  ## run the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu
+
+test-mutants: setup  ## see that the tests notice the mistakes of tests/mutants, each in a copy of the code
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutants -j $(WORKERS)
 
 check: format-check lint type docs-check test test-slow  ## all that a change must pass
 

@@ -212,7 +212,7 @@ MUTANTS = (
         ("tests/models/latte/test_latte_t2v.py::TestDiffusers::test_equal_outputs_in_every_shape",)),
     Mutant("pixart_ratio_inverted", "opensora/models/pixart/pixart.py", "PixArt is told width / height",
         "size[:, :1] / size[:, 1:]", "size[:, 1:] / size[:, :1]",
-        ("tests/models/stdit/test_stdit2.py::TestWeights::test_pixart_ms_own_model_agrees_on_an_image", "tests/models/pixart/test_pixart.py",)),
+        ("tests/models/pixart/test_pixart.py::TestMicroConditions::test_the_ratio_is_height_over_width",)),
     Mutant("dit_given_frames_without_class", "opensora/models/dit/dit.py", "DiT's given frames are modulated without the text",
         "self.t_embedder(torch.zeros_like(timestep)) + condition", "self.t_embedder(torch.zeros_like(timestep))",
         ("tests/models/test_denoisers.py::test_frame_mask_all_false_is_timestep_zero",)),

@@ -149,6 +149,13 @@ class TestMicroConditions:
         with pytest.raises(ValueError, match=f"PixArtMS needs {name}="):
             model(**cond)
 
+    def test_the_ratio_is_height_over_width(self):
+        model, told = build("PixArtMS"), []
+        model.ar_embedder.register_forward_pre_hook(lambda _, given: told.append(given[0]))
+        cond = {**inputs(model), "height": torch.tensor([480.0, 512.0]), "width": torch.tensor([960.0, 256.0])}
+        model(**cond)
+        assert told[0].tolist() == [[0.5], [2.0]]
+
     def test_other_pixarts_do_not_look(self):
         model = build("PixArt-Sigma")
         cond = inputs(model)
