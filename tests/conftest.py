@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -157,6 +158,18 @@ def free_ports(count: int) -> list[str]:
     for one in sockets:
         one.close()
     return ports
+
+
+@pytest.fixture
+def without_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor does all but write code: what it would write it for is run as it is, which takes no C++ compiler."""
+    import torch._inductor.compile_fx as module
+    from torch._functorch.aot_autograd import make_boxed_func
+
+    def run(graph: torch.fx.GraphModule, *_: object, **settings: object) -> Callable[..., list]:
+        return make_boxed_func(graph.forward)
+
+    monkeypatch.setattr(module, "compile_fx", partial(module.compile_fx, inner_compile=run))
 
 
 @pytest.fixture

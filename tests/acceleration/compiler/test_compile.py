@@ -182,6 +182,7 @@ def frozen(monkeypatch):
 
 
 @needs_compiler
+@pytest.mark.usefixtures("without_code")
 @torch.no_grad()
 def test_frozen_weights_are_no_inputs_of_the_program(frozen):
     module, x = toy(), picture()
@@ -211,6 +212,7 @@ def test_frozen_weights_that_changed_are_in_the_program_when_it_is_compiled_agai
 
 
 @needs_compiler
+@pytest.mark.usefixtures("without_code")
 @torch.no_grad()
 def test_our_denoisers_are_frozen_as_a_whole(frozen):
     model = MODELS.build({"type": "DiT-XL/2", **TOY, "depth": 2}).eval()

@@ -27,6 +27,7 @@ def compiled_parts(pipe) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+@pytest.mark.usefixtures("without_code")
 def test_the_seeds_snippet(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     pipe = pixart()
