@@ -126,6 +126,7 @@ def test_the_prompts_of_a_config_are_there(config, monkeypatch):
         assert all(" " in prompt for prompt in prompts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [c for c in CONFIGS if schema_of(c) is VAETrainConfig])
 def test_the_vae_takes_the_clips_of_its_config(config):
     cfg = parse(config)

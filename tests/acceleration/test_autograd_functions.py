@@ -3,6 +3,8 @@
 import ast
 from pathlib import Path
 
+import pytest
+
 import opensora
 
 ROOT = Path(opensora.__file__).parent
@@ -27,6 +29,7 @@ def cast_results(forward: ast.FunctionDef) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_no_result_is_a_cast_that_may_change_nothing():
     # compiled by PyTorch 2.11, such a result gets no gradient, without any error: tests/test_gpu.py::test_adaln_equals_pytorchs
     found = {

@@ -212,6 +212,7 @@ def step(level: str, dtype: torch.dtype, backend: str | None = None) -> tuple[in
     return sum(kept.values()), [x.grad, *(parameter.grad for parameter in model.parameters())]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("level", "programs"), [("block", 1), ("every:2", 2), ("mlp", 1), ("selective", 1), ("selective:2", 2)]

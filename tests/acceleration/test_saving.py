@@ -363,6 +363,7 @@ def check_survivors(run: Path, oldest: int) -> int:
     return step
 
 
+@pytest.mark.slow
 def test_a_crash_before_any_call_that_changes_the_disk(tmp_path):
     context, moment, code = multiprocessing.get_context("fork"), 0, -9
     while code:
@@ -395,6 +396,7 @@ def save_for_ever(run: Path) -> None:
         saver.save(RunState("d", 1, step=step), parts(float(step), size=300_000))
 
 
+@pytest.mark.slow
 def test_kill_9_at_twenty_random_moments(tmp_path):
     """Each process goes on where the one before was killed, as a job that is started again does."""
     context, rng, last = multiprocessing.get_context("fork"), random.Random(7), 0

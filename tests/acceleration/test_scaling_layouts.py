@@ -50,6 +50,7 @@ def test_other_layouts_go_on_with_a_checkpoint(case, folder):
     one_process_goes_on(case, folder, torch.device("cpu"))
 
 
+@pytest.mark.slow
 def test_a_training_that_differs_is_told(folder):
     """Gradients 1 % too large, losses that are off by a thousandth, an average that was never updated."""
     expected = Outcome(*torch.load(folder / "expected.pt")["fp32"])

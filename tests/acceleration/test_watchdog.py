@@ -48,6 +48,7 @@ def hang(folder: Path, *launcher: str) -> tuple[subprocess.CompletedProcess, flo
     return done, time.monotonic() - begin
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_one_process_sleeps_and_all_say_so(tmp_path):
     done, seconds = hang(tmp_path, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
@@ -64,6 +65,7 @@ def test_one_process_sleeps_and_all_say_so(tmp_path):
         assert f"error: process {rank} of 2" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_process_alone(tmp_path):
     done, _ = hang(tmp_path)
     assert done.returncode == EXIT_CODE

@@ -166,6 +166,7 @@ def busy_threads():
     sys.setswitchinterval(before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("most", [1, 4])
 def test_threads_may_open_files_at_once(monkeypatch, busy_threads, most):
     """Two threads forgot the same file: KeyError in one of them, or a dict that changed while it was looked at."""

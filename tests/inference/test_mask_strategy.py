@@ -120,6 +120,7 @@ def test_formats():
         parse_mask_strategy("0", "old")
 
 
+@pytest.mark.slow
 @given(st.text(st.characters(codec="utf-8")) | st.text("0123456789,;=-. abefglmnoprt_", max_size=40))
 @example("9" * 10_000)
 @example("0,0,0,0,1,1e400")

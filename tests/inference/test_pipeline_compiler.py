@@ -15,6 +15,7 @@ from opensora.utils.config import InferenceConfig, config_from_dict, to_dict
 from opensora.utils.errors import UserError
 
 
+@pytest.mark.slow
 def test_a_compiled_pipeline_makes_the_same_video(cfg):
     expected = VideoPipeline.from_config(cfg)(["a dog"])
     torch._dynamo.reset()
@@ -65,6 +66,7 @@ def test_nova_is_compiled_by_blocks_alone(nova, options, message):
         VideoPipeline.from_config(replace(nova, dtype="bf16", compiler="nexfort", compiler_config=options))
 
 
+@pytest.mark.slow
 def test_a_compiled_nova_makes_the_same_picture_twice(nova):
     expected = VideoPipeline.from_config(nova)(["a dog"])
     torch._dynamo.reset()

@@ -121,6 +121,7 @@ def test_attention_is_counted_without_scores():
     assert _peak_bytes(nn.Identity(), call) == 2 * 4 * 2 * 5000 * 8  # q and the result
 
 
+@pytest.mark.slow
 def test_the_estimate_adds_up(cfg):
     pipeline = VideoPipeline.from_config(cfg)
     size = pipeline.vae.latent_size((4, 32, 48))
@@ -141,6 +142,7 @@ def test_the_estimate_adds_up(cfg):
     assert estimate(cached, request_for(), size).kept == (2 * 3 + 2) * 2 * (4 * 2 * 3) * 32 * 4
 
 
+@pytest.mark.slow
 def test_runs_of_a_size_are_estimated_once(cfg):
     pipeline = VideoPipeline.from_config(cfg)
     size = pipeline.vae.latent_size((4, 32, 48))

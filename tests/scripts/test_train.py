@@ -32,6 +32,7 @@ def test_a_run_leaves_what_the_docs_promise(train):
     assert torch.__version__.startswith(manifest["versions"]["torch"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_k_then_resume_then_k_is_2k_bit_for_bit(train, workers):
     # 10 steps of 4 over 21+ clips: the resume at step 5 is inside an epoch, the end is in the next one
@@ -44,6 +45,7 @@ def test_k_then_resume_then_k_is_2k_bit_for_bit(train, workers):
     assert losses(whole)[5:] == losses(rest)
 
 
+@pytest.mark.slow
 def test_recorded_passes_train_the_same_bits_and_go_on_either_way(train):
     """On a CPU, where `cuda_graphs` calls the passes again; with validation of the average in between."""
     options = (
@@ -71,6 +73,7 @@ def test_gradient_accumulation_equals_the_large_batch(train):
     torch.testing.assert_close(tensors(large, "model"), tensors(small, "model"), atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_two_processes_of_two_equal_one_of_four(train, torchrun):
     one = train("--batch-size=4", name="one")
@@ -99,6 +102,7 @@ def test_golden_losses(train, prediction):
     assert now == pytest.approx(golden[prediction], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_training_learns(train):
     run = train(
         "--max-steps=120", "--ckpt-every=0", "--scheduler.variance=fixed_small", "--model.pred_sigma=False", "--lr=5e-3",

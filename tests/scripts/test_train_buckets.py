@@ -116,6 +116,7 @@ def test_an_epoch_without_a_batch_is_not_helped_by_more_epochs(bucket_config, tr
     assert "tools.datasets.doctor" in message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_k_then_resume_then_k_is_2k_bit_for_bit(model, bucket_config, train_on, train_script, monkeypatch):
     config, shapes = bucket_config(model), Counter()
@@ -141,6 +142,7 @@ def test_k_then_resume_then_k_is_2k_bit_for_bit(model, bucket_config, train_on, 
     assert all(bucket.keys() == {"loss", "samples", "s_per_batch"} for e in entries for bucket in e["buckets"].values())
 
 
+@pytest.mark.slow
 def test_resume_across_epochs_with_workers_and_accumulation(bucket_config, train_on):
     config = bucket_config("STDiT2", accumulation_steps=2, max_steps=14, ckpt_every=9, epochs=3)
     whole = train_on(config, name="whole")

@@ -133,6 +133,7 @@ def test_videos_are_trained_on_with_their_motion(train):
     assert weights(run, 2).keys() == build(**SIZES).state_dict().keys()
 
 
+@pytest.mark.slow
 def test_every_level_of_checkpointing_trains_alike(train):
     """--grad-checkpoint wins over the guide's key; level 3, all three stacks, "mlp" here, is that of the guide's snippets."""
     cache_videos("./t2v_dataset")
@@ -203,6 +204,7 @@ lr, warmup_steps, ema_decay = 1e-2, 0, 0.9
 """
 
 
+@pytest.mark.slow
 def test_a_video_model_trains_from_a_cache_of_real_clips_and_a_resume_changes_nothing(
     tmp_path, toy_encoders, train_script, monkeypatch, repo_root
 ):

@@ -74,6 +74,7 @@ def finish(started: list[BaseProcess], timeout_s: float = 400) -> None:
         assert process.exitcode == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("plugin", "dtype"), [("ddp", "fp32"), ("fsdp2", "fp32"), ("ddp", "bf16"), ("fsdp2", "fp16")])
 def test_one_process(train, plugin, dtype):
     options = (*ACCUMULATED, f"--plugin={plugin}", f"--dtype={dtype}", "--batch-size=2")

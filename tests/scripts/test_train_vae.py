@@ -110,6 +110,7 @@ def tensors(run: Path, part: str) -> dict[str, torch.Tensor]:
     return open_checkpoint(complete_checkpoints(run)[-1]).tensors(part)
 
 
+@pytest.mark.slow
 def test_it_learns_and_leaves_a_vae_that_loads(train):
     run = train("--max-steps=32", "--ckpt-every=32", "--warmup-steps=4")
     log = entries(run)
@@ -328,6 +329,7 @@ class TestTheEndOfARun:
             shutil.copy(pictures.parent / f"{row}.png", table.parent)
         assert (train(*options, "--load=latest") / "vae" / "config.json").is_file()
 
+    @pytest.mark.slow
     def test_a_missing_export_is_all_that_a_resume_of_a_finished_run_makes(self, train, tmp_path, monkeypatch, capsys):
         def full_disk(vae, folder, dtype):
             folder.mkdir(exist_ok=True)
@@ -372,6 +374,7 @@ def no_disk(vae, folder, dtype):
 
 
 class TestResumeWithOtherData:
+    @pytest.mark.slow
     def test_it_is_refused_with_advice_that_works(self, train, pictures, tmp_path, capsys):
         load = f"--load={complete_checkpoints(train('--max-steps=4'))[-1]}"
         said = ends_with(lambda: train(load, "--batch-size=5", name="refused"), capsys)
@@ -467,6 +470,7 @@ def video_options(tmp_path_factory, pictures) -> list[str]:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_video_with_gan_and_nll_goes_on_bit_for_bit_and_leaves_all_it_should(train, video_options, capsys):
     whole = train(*video_options, name="whole")
     half = complete_checkpoints(whole)[0]

@@ -126,6 +126,7 @@ def test_the_command_and_its_check(folder, monkeypatch, capsys):
     assert "clips.csv does not exist" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_killed_job_goes_on_and_redoes_no_finished_file(folder, repo_root, clips_csv):
     """SIGKILL while it works on some of the repository's clips; every shard holds one clip."""

@@ -129,6 +129,7 @@ def test_pictures_and_files_that_cannot_be_read(folder, repo_root):
         run(folder, "--what", "flow")
 
 
+@pytest.mark.slow
 def test_records_without_flow_have_it_measured_on_what_the_vae_decodes(folder, repo_root):
     """The shipped VAE keeps enough of two real clips to tell the one that moves, and by how much."""
     from opensora.datasets.read_video import probe, read_frames

@@ -233,6 +233,7 @@ def test_steps_previews_and_a_sample_that_can_be_made_again(studio, wish):
     assert frames_hash(video) == record["frames"]
 
 
+@pytest.mark.slow
 def test_the_same_wish_gives_the_same_video_and_another_seed_another(studio, wish):
     def frames(**changes) -> str:
         sample = list(studio.make(wish._replace(**changes)))[-1].sample

@@ -81,6 +81,7 @@ def test_diffusers_model_has_the_nearest_flops_and_our_sizes(name):
     )  # no other number of layers is nearer; embedders besides
 
 
+@pytest.mark.slow
 def test_the_table_has_a_row_for_each_way_and_says_why_one_has_no_figures(monkeypatch, capsys):
     options = "--device cpu --settings stdit-16x256 dit-256 --ways reference float8 --peak-tflops 1"
     monkeypatch.setattr(sys, "argv", ["tool", *options.split()])
@@ -122,6 +123,7 @@ def test_compiled_ways_compute_what_they_should(setting, monkeypatch, capsys):
     assert float(theirs[goals.COLUMNS.index("ms/step")]) > 0
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_a_row_and_not_the_end():
     def too_large():
         raise torch.OutOfMemoryError("CUDA out of memory")

@@ -32,6 +32,7 @@ def finished(tmp_path_factory):
         patch.undo()
 
 
+@pytest.mark.slow
 def test_samples_show_what_their_prompts_say(finished):
     _, figures = finished
     assert figures["captions_right"] == 3
@@ -40,6 +41,7 @@ def test_samples_show_what_their_prompts_say(finished):
     assert figures["vae_psnr"] > figures["captions_psnr"]
 
 
+@pytest.mark.slow
 def test_it_leaves_what_it_promises(finished):
     out, figures = finished
     run = out / "000-pretrained"
@@ -50,6 +52,7 @@ def test_it_leaves_what_it_promises(finished):
     assert [path.name for path in checkpoints(run / "runs")] == ["epoch2-global_step2"]
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_is_continued_and_a_finished_one_is_not(finished, tmp_path):
     plain = {"start": "pretrained", "held_out": "paraphrase", "max_steps": None, "num_clips": None}
     assert run_folder(tmp_path, plain).name == "000-pretrained"
@@ -102,6 +105,7 @@ def test_other_options_leave_an_interrupted_run_as_it_is_and_come_to_their_end(m
     assert places == [f"--save-dir={tmp_path / number / 'samples'}" for number in ("000-pretrained", "001-pretrained")]
 
 
+@pytest.mark.slow
 def test_training_goes_on_from_the_last_checkpoint(finished):
     out, _ = finished
     run = out / "000-pretrained"

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from PIL import Image
 from transformers import CLIPModel
@@ -22,6 +23,7 @@ def table_of(printed, start):
     return [line for line in lines if line[0].startswith(start)]
 
 
+@pytest.mark.slow
 def test_it_prints_both_tables(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["scoring_gpu", *OPTIONS.split()])
     threads = torch.get_num_threads()
@@ -78,6 +80,7 @@ def test_sizes_are_those_of_the_published_networks(tmp_path):
     assert sum(weight.numel() + bias.numel() for weight, bias in layers) == 927_969
 
 
+@pytest.mark.slow
 def test_pictures_are_read_where_there_is_no_pyav(tmp_path):
     frames = [Image.new("RGB", (32, 24), color) for color in ("red", "blue")]
     frames[0].save(tmp_path / "two.webp", save_all=True, append_images=frames[1:], duration=400)

@@ -98,6 +98,7 @@ def test_even_steps_have_as_many_tokens_as_the_base_buckets(cfg):
         search(cfg, Law(), base="480p:51", even=True)
 
 
+@pytest.mark.slow
 def test_real_steps_and_out_of_memory(cfg, monkeypatch):
     trainer = Trainer(cfg, CPU, NO_LIMITS, encoders=False)
     clip = next(clip for clip in clips_of(cfg) if clip.name == "64px:4")
@@ -241,6 +242,7 @@ def test_a_misspelt_option_before_the_config_is_named(monkeypatch, tmp_path, cap
     assert "--max-bach is not a field of TrainConfig. Did you mean '--max-batch'?" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_command_line(monkeypatch, tmp_path, capsys):
     def run(*argv: str) -> None:
         monkeypatch.setattr(sys, "argv", ["search", str(CONFIG), str(tmp_path / "out.py"), *SMALL, *argv])

@@ -39,6 +39,7 @@ def test_the_seeds_snippet(tmp_path, monkeypatch):
     np.testing.assert_allclose(sampled(pipe), expected, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_parts_and_layout_and_results():
     pipe = pixart()
     names, expected = list(pipe.transformer.state_dict()), sampled(pipe)

@@ -153,6 +153,7 @@ def test_a_kernel_for_many_lengths_changes_nothing_here_and_compiles():
     assert torch.backends.cuda.cudnn_sdp_enabled()
 
 
+@pytest.mark.slow
 def test_blocks_compile_as_a_whole():
     model, cond = build(), inputs()
     out = model(**cond)

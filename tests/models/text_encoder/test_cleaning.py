@@ -116,6 +116,7 @@ PUNCTUATION = st.sampled_from([*ENDS_AND_NESTS.split(" "), " ", " ", " "])
 ROW = st.builds(lambda a, n: "".join(a) * n, st.lists(PUNCTUATION, min_size=1, max_size=3), st.integers(1, 6))
 
 
+@pytest.mark.slow
 @settings(max_examples=500, deadline=timedelta(seconds=20), derandomize=True)
 @given(text=st.lists(PUNCTUATION | ROW | NESTED, max_size=12).map("".join))
 @example("x downdownloadload.pdownloadng")

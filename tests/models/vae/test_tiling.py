@@ -84,6 +84,7 @@ def test_a_convolutional_vae_is_exact():
     assert (short.encode(x) - z).abs().max() > 1e-2
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_seams_of_a_trained_vae_cannot_be_seen(repo_root):
     """A real picture in tiles of 128: group normalisation makes tiles differ, but less than the VAE errs, and nowhere

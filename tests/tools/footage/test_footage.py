@@ -144,6 +144,7 @@ def in_a_process(*args: object, **settings: object) -> multiprocessing.Process:
     return process
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_killed_at_every_stage_it_ends_with_the_same_table_and_does_nothing_twice(recipe, tmp_path):
     whole, out, log = tmp_path / "whole", tmp_path / "killed", tmp_path / "log"
@@ -174,6 +175,7 @@ def clips_in(work: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in work.glob("*-cut-*.clips/*")}
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_ranks_share_the_rows_and_leave_the_same_table(recipe, tmp_path):
     run(recipe, tmp_path / "one")

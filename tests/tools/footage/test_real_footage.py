@@ -21,6 +21,9 @@ CUTS = [0, 30, 76, 137, 187, 242]  # of bikes.mp4, by two detectors of others
 ONE_ROW_A_ROW = ("probe", "unique", "detect", "score", "filter", "caption", "table")
 
 
+pytestmark = pytest.mark.slow  # all wait for the footage to be cut
+
+
 @pytest.fixture(scope="module")
 def films(tmp_path_factory) -> Path:
     """A folder of films with two copies, two damaged files and a text planted among them."""

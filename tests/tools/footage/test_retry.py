@@ -96,6 +96,7 @@ def restored(folder: Path, whole: Path) -> None:
         shutil.copyfile(path, folder / path.name)
 
 
+@pytest.mark.slow
 def test_what_failed_passes_and_what_succeeded_is_untouched(recipe, folder, whole, tmp_path, monkeypatch, capsys):
     out = tmp_path / "work"
     run(recipe, out)
@@ -140,6 +141,7 @@ def test_what_fails_again_changes_nothing_behind_it(recipe, tmp_path, capsys):
     assert "-probe-" in changed.pop()
 
 
+@pytest.mark.slow
 def test_where_nothing_failed_nothing_is_made_anew(tmp_path, whole, endpoint, capsys):
     recipe, out = write_recipe(tmp_path / "recipe.py", whole, endpoint), tmp_path / "work"
     run(recipe, out)
@@ -182,6 +184,7 @@ def moody():
     server.server_close()
 
 
+@pytest.mark.slow
 def test_captions_that_did_not_come_are_asked_for_again_with_those_of_new_clips(folder, whole, tmp_path, moody):
     server, url = moody
     recipe, out = write_recipe(tmp_path / "recipe.py", folder, url), tmp_path / "work"
@@ -234,6 +237,7 @@ PLACES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("going_on", ["none", "failed"])
 def test_killed_anywhere_it_goes_on_and_ends_with_the_same_table(recipe, folder, whole, tmp_path, going_on):
@@ -256,6 +260,7 @@ def test_killed_anywhere_it_goes_on_and_ends_with_the_same_table(recipe, folder,
     assert not [path for path in out.iterdir() if path.name.endswith((".fresh", ".outdated"))]
 
 
+@pytest.mark.slow
 def test_a_mended_file_that_is_an_earlier_copy_takes_the_place_of_a_later_one(recipe, folder, whole, tmp_path):
     out = tmp_path / "work"
     run(recipe, out)
@@ -275,6 +280,7 @@ def test_under_torchrun_it_is_refused_and_changes_nothing(recipe, folder, whole,
     assert {path: path.read_bytes() for path in out.glob("*.jsonl")} == before
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_retry_that_was_killed_is_not_mixed_up_by_torchrun(recipe, folder, whole, tmp_path):
     out = tmp_path / "work"

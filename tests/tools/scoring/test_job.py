@@ -75,6 +75,7 @@ def test_columns_are_added_and_everything_else_stays(table):
     assert out["sharpness"].astype(float).min() > 0
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
 def test_any_number_of_processes_gives_the_same_table(table, kind):
@@ -241,6 +242,7 @@ def test_under_torchrun_nothing_is_opened_again(table, monkeypatch):
         run(job(table, {"black": scorer("black")}, again="failed"))
 
 
+@pytest.mark.slow
 def test_what_is_compared_is_not_held_as_rows(table, tmp_path):
     count = 20_000
     rng = np.random.default_rng(0)

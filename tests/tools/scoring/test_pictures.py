@@ -20,6 +20,7 @@ from tools.scoring.registry import names, scorer
 CLIPS = Path(__file__).parents[3] / "assets" / "clips"
 
 
+@pytest.mark.slow
 def test_a_frozen_clip_is_static_and_a_walk_before_a_fixed_camera_is_not(tmp_path, moving):
     scene = seen(picture(0))
     walk = [scene.copy() for _ in range(24)]
@@ -155,6 +156,7 @@ has_ocr = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow
 @has_ocr
 def test_writing_is_found(tmp_path):
     scene = Image.fromarray(seen(picture(2), size=(360, 640)))
