@@ -11,6 +11,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 MAX_CHECKED_FILES = 100_000
 SAMPLE_OF_FILES = 1_000  # that are looked for where a table has more rows than that
 UNKNOWN = 0  # in `num_frames`, `height` and `width`
+WRONG = -1  # in a column of numbers that is not checked yet: the cell holds something else
 OK = "ok"  # in the column `status` of tools/datasets and tools/scoring; anything else says what is wrong with the file
 URL = re.compile(r"(https?|s3|gs|ftp)://")
 EXTENSIONS = (*VIDEO_EXTENSIONS, *IMAGE_EXTENSIONS)
@@ -36,8 +38,8 @@ NUMBERS = {
     "height": ("height in pixels", "a whole number from 1"),
     "width": ("width in pixels", "a whole number from 1"),
     "fps": ("rate", "a number above 0, such as 23.976"),
+    "flow": ("score", "a number from 0"),
 }
-FLOW = ("score", "a number from 0")
 Fault = tuple[np.ndarray, str, UserError]  # rows, why they are left out, and the error where there may be none of them
 
 
@@ -98,11 +100,10 @@ class Table:
         """The table but for some rows, which are counted under `reason`."""
         kept = np.ones(len(self), bool)
         kept[np.asarray(rows, np.int64)] = False
-        arrays = {name: getattr(self, name)[kept] for name in (*NUMBERS, "numbers")}
+        arrays = {name: values[kept] for name in (*NUMBERS, "numbers") if (values := getattr(self, name)) is not None}
         return replace(
             self,
             rows={name: column.only(kept) for name, column in self.rows.items()},
-            flow=None if self.flow is None else self.flow[kept],
             left_out={**self.left_out, reason: self.left_out.get(reason, 0) + int(np.sum(~kept))},
             **arrays,
         )
@@ -112,7 +113,7 @@ class Table:
         digest = hashlib.blake2b(repr(self.text_columns).encode(), digest_size=16)
         for column in ("path", *self.text_columns):
             for texts in self.rows[column].length_prefixed():
-                digest.update(texts)
+                digest.update(texts.data)
         digest.update(self.num_frames.tobytes())
         if self.flow is not None:
             digest.update(self.flow.tobytes())
@@ -139,26 +140,20 @@ def read_table(
     Raises:
         UserError: the table or a column is missing, it is malformed, or has more bad rows than allowed.
     """
-    source, wanted = Path(data_path), ("path", *text_columns)
-    texts, columns, total = _read(source, wanted, columns_option)
+    source = Path(data_path)
+    with collection_paused():
+        texts, numbers, total = _read(source, ("path", *text_columns), columns_option)
     if root is not None and not Path(root).is_dir():
         raise UserError(f"root: {root} is no folder; it is what the paths in {source} are relative to.")
     folder = source.parent if root is None else Path(root)
-    arrays: dict[str, Any] = {name: columns[name].values() for name in NUMBERS}
-    flow = columns["flow"].values() if columns["flow"].exists else None
-    table = Table(source, folder, texts, tuple(text_columns), **arrays, numbers=np.arange(total), flow=flow)
-    flow_rows, _, flow_error = columns["flow"].wrong_numbers(table)
-    if len(flow_rows):
-        raise flow_error
-    checks: list[Callable[[Table], Fault]] = [
-        _unknown_extensions,
-        _urls,
-        *(columns[name].wrong_numbers for name in NUMBERS),
-    ]
-    if columns["status"].values().any():  # one that says `ok` nowhere is somebody else's ("success"), and tells nothing
-        checks.insert(2, columns["status"].broken_files)
-    if check_files and total <= MAX_CHECKED_FILES:
-        checks.append(lambda table: _missing_files(table, range(len(table))))
+    columns = {name: texts[name] for name in ("path", *text_columns)}
+    table = Table(source, folder, columns, tuple(text_columns), **numbers, numbers=np.arange(total))
+    if table.flow is not None and (table.flow < 0).any():
+        raise _wrong_numbers("flow", table)[2]
+    checks: list[Callable[[Table], Fault]] = [_unknown_extensions, _urls]
+    checks += [partial(_broken_files, texts["status"])] if "status" in texts else []
+    checks += [partial(_wrong_numbers, name) for name in NUMBERS if name != "flow"]
+    checks += [partial(_missing_files, max_bad_share)] if check_files else []
     for check in checks:
         rows, reason, error = check(table)
         if not len(rows):
@@ -170,8 +165,6 @@ def read_table(
         more = f" and {len(rows) - SHOWN_ROWS} more" if len(rows) > SHOWN_ROWS else ""
         logger.warning("%s: %d of %d rows are left out: %s (%s%s).", source, len(rows), total, reason, shown, more)
         table = table.without(rows, reason)
-    if check_files and total > MAX_CHECKED_FILES:
-        _look_for_some(table, max_bad_share)
     return table
 
 
@@ -206,40 +199,40 @@ def extension_ids(paths: TextColumn) -> np.ndarray:
 # ---------------------------------------------------------------------------------------------------- reading
 
 
-def _read(
-    source: Path, wanted: Sequence[str], option: str
-) -> tuple[dict[str, TextColumn], dict[str, "_ParsedColumn"], int]:
-    """The columns of text and of numbers, and how many rows they have."""
-    texts = {name: TextBuilder() for name in wanted}
-    columns = {name: _ParsedColumn(name) for name in (*NUMBERS, "flow", "status")}
+def _read(source: Path, wanted: Sequence[str], option: str) -> tuple[dict[str, TextColumn], dict[str, Any], int]:
+    """The columns of text and of numbers, and how many rows they have; `flow` and `status` where the file has them."""
+    texts = {name: TextBuilder() for name in (*wanted, "status")}
+    numbers: dict[str, list[np.ndarray]] = {name: [] for name in NUMBERS}
     names: dict[str, None] = {}
     total = 0
-    with collection_paused():
-        for size, block in read_blocks(source, (*wanted, *columns)):
-            names |= dict.fromkeys(block)
-            if not size:  # a header: no need to read on where a column is missing
-                _check_columns(source, names, wanted, option)
-                continue
-            for name, builder in texts.items():
-                cells = block.get(name, [""] * size)
-                if not hasattr(cells, "buffers") and not {list, dict}.isdisjoint(map(type, cells)):
-                    row = next(row for row, cell in enumerate(cells, start=total + 1) if isinstance(cell, list | dict))
-                    remedy = "give each caption a column of its own"
-                    raise UserError(f"{source}, row {row}: {name!r} is not one value; {remedy}.")
-                builder.add(cells if hasattr(cells, "buffers") else cell_texts(cells))
-            for name, column in columns.items():
-                column.add(block.get(name), size, total)
-            total += size
-    if not names:
-        example = '{"path": "a.mp4", "text": "a lake"}'
-        raise UserError(f"{source} is empty; add one line for each clip, such as {example}.")
+    for size, block in read_blocks(source, (*texts, *numbers)):
+        names |= dict.fromkeys(block)
+        if not size:  # a header: no need to read on where a column is missing
+            _check_columns(source, names, wanted, option)
+        for name, builder in texts.items():
+            cells = block.get(name, [""] * size)
+            if isinstance(cells, list) and not {list, dict}.isdisjoint(map(type, cells)):
+                row = next(row for row, cell in enumerate(cells, total + 1) if isinstance(cell, list | dict))
+                raise UserError(
+                    f"{source}, row {row}: {name!r} is not one value; give each caption a column of its own."
+                )
+            builder.add(cells if hasattr(cells, "buffers") else cell_texts(cells))
+        for name, parts in numbers.items():
+            parts.append(_parse(name, block.get(name, [""]), size))
+        total += size
     _check_columns(source, names, wanted, option)
     if not total:
         raise UserError(f"{source} has a header but no rows; add one row for each clip.")
-    return {name: builder.column() for name, builder in texts.items()}, columns, total
+    numbers = {name: parts for name, parts in numbers.items() if name in names or name != "flow"}
+    there = {name: builder.column() for name, builder in texts.items() if name in names}
+    return there, {name: np.concatenate(parts) for name, parts in numbers.items()}, total
 
 
 def _check_columns(source: Path, columns: Iterable[str], needed: Sequence[str], option: str) -> None:
+    if not columns:
+        raise UserError(
+            f'{source} is empty; add one line for each clip, such as {{"path": "a.mp4", "text": "a lake"}}.'
+        )
     for name in needed:
         if name in columns:
             continue
@@ -252,67 +245,21 @@ def _check_columns(source: Path, columns: Iterable[str], needed: Sequence[str], 
         raise UserError(message)
 
 
-class _ParsedColumn:
-    """A column of numbers, or `status`, as it is read: the numbers, and the odd cells, which hold something else."""
-
-    def __init__(self, name: str) -> None:
-        self.name, self.exists = name, False
-        self.missing = np.nan if name in ("fps", "flow") else UNKNOWN
-        self._parts: list[np.ndarray] = []
-        self._rows, self._texts = [np.empty(0, np.int64)], [np.empty(0, object)]  # of odd cells
-
-    def add(self, cells: Any, size: int, start: int) -> None:
-        """The next `size` cells, from row `start` on; None where the file has no such column."""
-        if cells is None:
-            self._parts.append(np.full(size, self.missing))
-            return
-        self.exists = True
-        # a value is parsed once, for few of them differ; as text, for to_numeric reads "" as NaN but True as 1
-        if not isinstance(cells, pd.Series):
-            cells = np.array(cell_texts(cells.tolist() if hasattr(cells, "buffers") else cells), object)
-        codes, values = pd.factorize(cells, use_na_sentinel=False)
-        texts = np.array(cell_texts(values.tolist()), object)
-        numbers = np.asarray(pd.to_numeric(texts, errors="coerce"), np.float64)
-        if self.name == "status":
-            good = numbers = texts == OK
-        elif self.name == "flow":
-            good = (numbers >= 0) & (numbers < np.inf)
-        else:
-            good = (numbers > 0) & (numbers < 2**53) & ((self.name == "fps") | (numbers == np.floor(numbers)))
-        numbers = np.where(good, numbers, np.where(texts == "", self.missing, 0))
-        self._parts.append(numbers.astype(type(self.missing))[codes])
-        odd = ~good & (texts != "")
-        if odd.any():
-            rows = np.flatnonzero(odd[codes])
-            self._rows.append(rows + start)
-            self._texts.append(texts[codes[rows]])
-
-    def values(self) -> np.ndarray:
-        """[N] int64, or float64 for rates and scores; 0 where a cell is odd."""
-        return np.concatenate(self._parts)
-
-    def wrong_numbers(self, table: Table) -> Fault:
-        """Rows that hold something else than such a number, or nothing."""
-        rows, text = self._odd(table)
-        what, example = NUMBERS.get(self.name, FLOW)
-        numbers = table.numbers[rows]
-        shown = list_rows(numbers.tolist(), len(rows))
-        error = f"{table.source}: {self.name}={text!r} in row {shown.split(',')[0]} is no {what} (rows {shown}); write {example}, or leave the cell empty."
-        return rows, f"{self.name} is 0 or no {what}", UserError(error)
-
-    def broken_files(self, table: Table) -> Fault:
-        """Rows that say what is wrong with their file."""
-        rows, text = self._odd(table)
-        remedy = (
-            f"python -m tools.datasets.datautil {shlex.quote(str(table.source))} --remove-broken leaves such rows out."
-        )
-        return _fault(table, rows, f"have a status that is not {OK!r}", f"The first says {text!r}. {remedy}")
-
-    def _odd(self, table: Table) -> tuple[np.ndarray, str]:
-        """The table's rows of odd cells, and what the first of them says."""
-        odd, texts = np.concatenate(self._rows), np.concatenate(self._texts)
-        rows = np.flatnonzero(np.isin(table.numbers, odd)) if len(odd) else odd
-        return rows, texts[np.searchsorted(odd, table.numbers[rows[0]])] if len(rows) else ""
+def _parse(name: str, cells: Any, size: int) -> np.ndarray:
+    """[size] float64 for rates and scores, else int64. Empty cells are NaN or UNKNOWN, cells that hold something else WRONG."""
+    # A value is parsed once, for few of them differ; and as text, for to_numeric reads "" as NaN but True as 1.
+    if not isinstance(cells, pd.Series):
+        cells = np.array(cell_texts(cells), object)
+    codes, values = pd.factorize(cells, use_na_sentinel=False)
+    texts = np.array(cell_texts(values), object)
+    numbers = np.asarray(pd.to_numeric(texts, errors="coerce"), np.float64)
+    whole = name not in ("fps", "flow")
+    if name == "flow":
+        good = (numbers >= 0) & (numbers < np.inf)
+    else:
+        good = (numbers > 0) & (numbers < 2**53) & ((not whole) | (numbers == np.floor(numbers)))
+    parsed = np.where(good, numbers, np.where(texts == "", UNKNOWN if whole else np.nan, WRONG))
+    return np.broadcast_to(parsed.astype(np.int64 if whole else np.float64)[codes], size)
 
 
 # ---------------------------------------------------------------------------------------------------- checks
@@ -336,10 +283,54 @@ def _urls(table: Table) -> Fault:
     return _fault(table, rows, "name a URL", "Download the files first, and name them as they lie on disk.")
 
 
-def _missing_files(table: Table, candidates: Iterable[int]) -> Fault:
-    rows = np.array([row for row in candidates if not _is_file(table.path(row))], np.int64)
+def _broken_files(status: TextColumn, table: Table) -> Fault:
+    """Rows that say what is wrong with their file."""
+    is_ok = status.lengths == len(OK)
+    for i, letter in enumerate(OK.encode()):
+        is_ok[is_ok] = status.data[status.starts[is_ok] + i] == letter
+    # one that says `ok` nowhere is somebody else's ("success"), and tells nothing
+    odd = ~is_ok & (status.lengths > 0) & is_ok.any()
+    rows = np.flatnonzero(odd[table.numbers])
+    first = status[int(table.numbers[rows[0]])] if len(rows) else ""
+    remedy = f"python -m tools.datasets.datautil {shlex.quote(str(table.source))} --remove-broken leaves such rows out."
+    return _fault(table, rows, f"have a status that is not {OK!r}", f"The first says {first!r}. {remedy}")
+
+
+def _wrong_numbers(name: str, table: Table) -> Fault:
+    """Rows that hold something else than such a number, or nothing. What the first of them says is looked up in the file."""
+    rows = np.flatnonzero(getattr(table, name) < 0)
+    what, example = NUMBERS[name]
+    numbers, first, start = table.numbers[rows].tolist(), "", 0
+    for size, block in read_blocks(table.source, (name,)) if numbers else ():
+        if numbers[0] < start + size:
+            first = cell_texts(block[name])[numbers[0] - start]
+            break
+        start += size
+    error = UserError(
+        f"{table.source}: {name}={first!r} in row {numbers[0] + 1 if numbers else 0} is no {what} (rows "
+        f"{list_rows(numbers, len(numbers))}); write {example}, or leave the cell empty."
+    )
+    return rows, f"{name} is 0 or no {what}", error
+
+
+def _missing_files(max_share: float, table: Table) -> Fault:
+    """Of a table that is too long to look for every file, a sample must be there, but for the share that may be bad."""
+    candidates = np.arange(len(table))
+    is_long = len(table) > MAX_CHECKED_FILES
+    if is_long:
+        candidates = np.linspace(0, len(table) - 1, SAMPLE_OF_FILES).astype(np.int64)
+    rows = np.array([row for row in candidates.tolist() if not _is_file(table.path(row))], np.int64)
     remedy = f"Paths are relative to {table.folder.resolve()}; if the files lie elsewhere, set root (--root FOLDER)."
-    return _fault(table, rows, "name a file that does not exist", remedy)
+    fault = _fault(table, rows, "name a file that does not exist", remedy)
+    if not is_long:
+        return fault
+    if len(rows) > max_share * len(candidates):
+        raise UserError(f"of {len(candidates)} files that were looked for, {len(rows)} are not there. {fault[2]}")
+    logger.info(
+        "%s: %d rows are too many to look for every file at start; of %d that were looked for, %d are missing.",
+        table.source, len(table), len(candidates), len(rows),
+    )  # fmt: skip
+    return rows[:0], *fault[1:]
 
 
 def _is_file(path: Path) -> bool:
@@ -347,15 +338,3 @@ def _is_file(path: Path) -> bool:
         return path.is_file()
     except OSError:  # a name that no file system takes, or a mount that is away
         return False
-
-
-def _look_for_some(table: Table, max_share: float) -> None:
-    """Of a table that is too long to look for every file: a sample must be there, but for the share that may be bad."""
-    candidates = np.unique(np.linspace(0, len(table) - 1, SAMPLE_OF_FILES).astype(np.int64))
-    missing, _, error = _missing_files(table, candidates.tolist())
-    if len(missing) > max_share * len(candidates):
-        raise UserError(f"of {len(candidates)} files that were looked for, {len(missing)} are not there. {error}")
-    logger.info(
-        "%s: %d rows are too many to look for every file at start; of %d that were looked for, %d are missing.",
-        table.source, len(table), len(candidates), len(missing),
-    )  # fmt: skip

@@ -118,8 +118,7 @@ def integer_type(least: int, most: int) -> Literal["Int64", "UInt64"] | None:
 
 def strings(column: pd.Series) -> pd.Series:
     """A column as Python strings, "" where a value is missing; whole numbers have no decimal point."""
-    cells = column.array if is_numeric(column) else column.to_numpy(object)
-    return pd.Series(cell_texts(cells), index=column.index, dtype=object)
+    return pd.Series(cell_texts(column.array), index=column.index, dtype=object)
 
 
 def as_objects(values: Any) -> Any:
@@ -139,7 +138,7 @@ def list_rows(rows: Iterable[int], total: int) -> str:
 
 @contextmanager
 def collection_paused() -> Iterator[None]:
-    """No search for circular garbage, which tables have none of: it doubles the time of reading one."""
+    """No search for circular garbage, which tables have none of: it triples the time of reading one."""
     running = gc.isenabled()
     gc.disable()
     try:
@@ -149,8 +148,9 @@ def collection_paused() -> Iterator[None]:
             gc.enable()
 
 
-def cell_texts(values: Sequence[Any]) -> Sequence[str]:
+def cell_texts(values: Any) -> Sequence[str]:
     """`cell_text` of each, unless all are text already."""
+    values = values.tolist() if hasattr(values, "tolist") else values
     return values if set(map(type, values)) <= {str} else [cell_text(value) for value in values]
 
 
