@@ -187,9 +187,10 @@ def extension_ids(paths: TextColumn) -> np.ndarray:
         words = tails.view("<u8")[:, 0]
         for i, extension in enumerate(EXTENSIONS):
             width = len(extension)
-            ends_so = words >> np.uint64(64 - 8 * width) == np.uint64(int.from_bytes(extension.encode(), "little"))
-            before = tails[:, 7 - width]  # ".mp4" alone is a name without an extension
-            ids[first : first + BLOCK][ends_so & (lengths > width) & (before != ord("/")) & (before != ord("."))] = i
+            ending = np.uint64(int.from_bytes(extension.encode(), "little"))
+            rows = np.flatnonzero(words >> np.uint64(64 - 8 * width) == ending)
+            before = tails[rows, 7 - width]  # ".mp4" alone is a name without an extension
+            ids[first + rows[(lengths[rows] > width) & (before != ord("/")) & (before != ord("."))]] = i
     for row in np.flatnonzero(ids < 0).tolist():
         if (suffix := Path(paths[row]).suffix.lower()) in EXTENSIONS:
             ids[row] = EXTENSIONS.index(suffix)
@@ -209,23 +210,27 @@ def _read(source: Path, wanted: Sequence[str], option: str) -> tuple[dict[str, T
         names |= dict.fromkeys(block)
         if not size:  # a header: no need to read on where a column is missing
             _check_columns(source, names, wanted, option)
-        for name, builder in texts.items():
-            cells = block.get(name, [""] * size)
+        for name in filter(block.__contains__, texts):
+            cells, builder = block[name], texts[name]
             if isinstance(cells, list) and not {list, dict}.isdisjoint(map(type, cells)):
                 row = next(row for row, cell in enumerate(cells, total + 1) if isinstance(cell, list | dict))
                 raise UserError(
                     f"{source}, row {row}: {name!r} is not one value; give each caption a column of its own."
                 )
+            builder.pad(total)
             builder.add(cells if hasattr(cells, "buffers") else cell_texts(cells))
         for name, parts in numbers.items():
-            parts.append(_parse(name, block.get(name, [""]), size))
+            parts.append(_parse(name, block.get(name), size))
         total += size
     _check_columns(source, names, wanted, option)
     if not total:
         raise UserError(f"{source} has a header but no rows; add one row for each clip.")
-    numbers = {name: parts for name, parts in numbers.items() if name in names or name != "flow"}
     there = {name: builder.column() for name, builder in texts.items() if name in names}
-    return there, {name: np.concatenate(parts) for name, parts in numbers.items()}, total
+    return (
+        there,
+        {name: np.concatenate(numbers.pop(name)) for name in NUMBERS if name in names or name != "flow"},
+        total,
+    )
 
 
 def _check_columns(source: Path, columns: Iterable[str], needed: Sequence[str], option: str) -> None:
@@ -247,19 +252,19 @@ def _check_columns(source: Path, columns: Iterable[str], needed: Sequence[str], 
 
 def _parse(name: str, cells: Any, size: int) -> np.ndarray:
     """[size] float64 for rates and scores, else int64. Empty cells are NaN or UNKNOWN, cells that hold something else WRONG."""
+    is_whole = name not in ("fps", "flow")
+    empty = np.array(UNKNOWN if is_whole else np.nan)
+    if cells is None:
+        return np.broadcast_to(empty, size)
     # A value is parsed once, for few of them differ; and as text, for to_numeric reads "" as NaN but True as 1.
-    if not isinstance(cells, pd.Series):
-        cells = np.array(cell_texts(cells), object)
-    codes, values = pd.factorize(cells, use_na_sentinel=False)
-    texts = np.array(cell_texts(values), object)
+    codes, values = pd.factorize(cells if isinstance(cells, pd.Series) else np.array(cell_texts(cells), object))
+    texts = np.array([*cell_texts(values), ""], object)  # the last is that of code -1, which is NaN
     numbers = np.asarray(pd.to_numeric(texts, errors="coerce"), np.float64)
-    whole = name not in ("fps", "flow")
     if name == "flow":
         good = (numbers >= 0) & (numbers < np.inf)
     else:
-        good = (numbers > 0) & (numbers < 2**53) & ((not whole) | (numbers == np.floor(numbers)))
-    parsed = np.where(good, numbers, np.where(texts == "", UNKNOWN if whole else np.nan, WRONG))
-    return np.broadcast_to(parsed.astype(np.int64 if whole else np.float64)[codes], size)
+        good = (numbers > 0) & (numbers < 2**53) & ((not is_whole) | (numbers == np.floor(numbers)))
+    return np.where(good, numbers, np.where(texts == "", empty, WRONG)).astype(empty.dtype)[codes]
 
 
 # ---------------------------------------------------------------------------------------------------- checks

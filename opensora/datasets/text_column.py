@@ -78,10 +78,11 @@ class TextBuilder:
     """Makes a `TextColumn` block by block, in a buffer that grows in place."""
 
     def __init__(self) -> None:
-        self._data, self._lengths = bytearray(), [np.zeros(0, np.int32)]
+        self._data, self._lengths, self._count = bytearray(), [np.zeros(0, np.int32)], 0
 
     def add(self, cells: Any) -> None:
         """Python strings, or an arrow array of type string or large_string; a null is ""."""
+        self._count += len(cells)
         if hasattr(cells, "buffers"):
             cells = cells.fill_null("")
             wide = np.dtype(np.int64 if cells.type == "large_string" else np.int32)
@@ -90,9 +91,15 @@ class TextBuilder:
             self._data += memoryview(data or b"")[ends[0] : ends[-1]]
             self._lengths.append(np.diff(ends).astype(np.int32))
             return
-        encoded = [text.encode("utf-8", ERRORS) for text in cells]
-        self._data += b"".join(encoded)
-        self._lengths.append(np.fromiter(map(len, encoded), np.int32, len(encoded)))
+        joined = "".join(cells)
+        self._data += joined.encode("utf-8", ERRORS)
+        texts = cells if joined.isascii() else [text.encode("utf-8", ERRORS) for text in cells]
+        self._lengths.append(np.fromiter(map(len, texts), np.int32, len(texts)))
+
+    def pad(self, count: int) -> None:
+        """Empty texts, so that there are `count`."""
+        self._lengths.append(np.zeros(count - self._count, np.int32))
+        self._count = count
 
     def column(self) -> TextColumn:
         """All that was added."""
