@@ -40,7 +40,7 @@ NUMBERS = {
     "fps": ("rate", "a number above 0, such as 23.976"),
     "flow": ("score", "a number from 0"),
 }
-Fault = tuple[np.ndarray, str, UserError]  # rows, why they are left out, and the error where there may be none of them
+Fault = tuple[np.ndarray, str, Callable[[], UserError]]  # rows, why they are left out, the error where none may be
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ def read_table(
     columns = {name: texts[name] for name in ("path", *text_columns)}
     table = Table(source, folder, columns, tuple(text_columns), **numbers, numbers=np.arange(total))
     if table.flow is not None and (table.flow < 0).any():
-        raise _wrong_numbers("flow", table)[2]
+        raise _wrong_numbers("flow", table)[2]()
     checks: list[Callable[[Table], Fault]] = [_unknown_extensions, _urls]
     checks += [partial(_broken_files, texts["status"])] if "status" in texts else []
     checks += [partial(_wrong_numbers, name) for name in NUMBERS if name != "flow"]
@@ -160,7 +160,7 @@ def read_table(
             continue
         if total - len(table) + len(rows) > max_bad_share * total:
             limit = f"\nThese are more than max_bad_share={max_bad_share:g} of all rows." if max_bad_share else ""
-            raise UserError(f"{error}{limit}")
+            raise UserError(f"{error()}{limit}")
         shown = ", ".join(map(table.name, rows[:SHOWN_ROWS].tolist()))
         more = f" and {len(rows) - SHOWN_ROWS} more" if len(rows) > SHOWN_ROWS else ""
         logger.warning("%s: %d of %d rows are left out: %s (%s%s).", source, len(rows), total, reason, shown, more)
@@ -212,7 +212,7 @@ def _read(source: Path, wanted: Sequence[str], option: str) -> tuple[dict[str, T
             _check_columns(source, names, wanted, option)
         for name in filter(block.__contains__, texts):
             cells, builder = block[name], texts[name]
-            if isinstance(cells, list) and not {list, dict}.isdisjoint(map(type, cells)):
+            if name in wanted and isinstance(cells, list) and not {list, dict}.isdisjoint(map(type, cells)):
                 row = next(row for row, cell in enumerate(cells, total + 1) if isinstance(cell, list | dict))
                 raise UserError(
                     f"{source}, row {row}: {name!r} is not one value; give each caption a column of its own."
@@ -226,11 +226,8 @@ def _read(source: Path, wanted: Sequence[str], option: str) -> tuple[dict[str, T
     if not total:
         raise UserError(f"{source} has a header but no rows; add one row for each clip.")
     there = {name: builder.column() for name, builder in texts.items() if name in names}
-    return (
-        there,
-        {name: np.concatenate(numbers.pop(name)) for name in NUMBERS if name in names or name != "flow"},
-        total,
-    )
+    stated = [name for name in NUMBERS if name in names or name != "flow"]
+    return there, {name: np.concatenate(numbers.pop(name)) for name in stated}, total
 
 
 def _check_columns(source: Path, columns: Iterable[str], needed: Sequence[str], option: str) -> None:
@@ -271,7 +268,7 @@ def _parse(name: str, cells: Any, size: int) -> np.ndarray:
 
 
 def _fault(table: Table, rows: np.ndarray, what: str, remedy: str) -> Fault:
-    return rows, f"they {what}", complain_about_rows(table, rows, what, remedy)
+    return rows, f"they {what}", partial(complain_about_rows, table, rows, what, remedy)
 
 
 def _unknown_extensions(table: Table) -> Fault:
@@ -302,20 +299,25 @@ def _broken_files(status: TextColumn, table: Table) -> Fault:
 
 
 def _wrong_numbers(name: str, table: Table) -> Fault:
-    """Rows that hold something else than such a number, or nothing. What the first of them says is looked up in the file."""
+    """Rows that hold something else than such a number, or nothing."""
     rows = np.flatnonzero(getattr(table, name) < 0)
+    return rows, f"{name} is 0 or no {NUMBERS[name][0]}", partial(_complain_about_numbers, name, table, rows)
+
+
+def _complain_about_numbers(name: str, table: Table, rows: np.ndarray) -> UserError:
+    """What the first of the cells says is looked up in the file, for columns of numbers do not keep it."""
     what, example = NUMBERS[name]
-    numbers, first, start = table.numbers[rows].tolist(), "", 0
-    for size, block in read_blocks(table.source, (name,)) if numbers else ():
-        if numbers[0] < start + size:
-            first = cell_texts(block[name])[numbers[0] - start]
+    numbers = table.numbers[rows].tolist()
+    start, text = 0, ""
+    for size, block in read_blocks(table.source, (name,)):
+        if start <= numbers[0] < start + size:
+            text = cell_texts(block[name])[numbers[0] - start]
             break
         start += size
-    error = UserError(
-        f"{table.source}: {name}={first!r} in row {numbers[0] + 1 if numbers else 0} is no {what} (rows "
-        f"{list_rows(numbers, len(numbers))}); write {example}, or leave the cell empty."
+    return UserError(
+        f"{table.source}: {name}={text!r} in row {numbers[0] + 1} is no {what} (rows {list_rows(numbers, len(numbers))}); "
+        f"write {example}, or leave the cell empty."
     )
-    return rows, f"{name} is 0 or no {what}", error
 
 
 def _missing_files(max_share: float, table: Table) -> Fault:
@@ -330,7 +332,7 @@ def _missing_files(max_share: float, table: Table) -> Fault:
     if not is_long:
         return fault
     if len(rows) > max_share * len(candidates):
-        raise UserError(f"of {len(candidates)} files that were looked for, {len(rows)} are not there. {fault[2]}")
+        raise UserError(f"of {len(candidates)} files that were looked for, {len(rows)} are not there. {fault[2]()}")
     logger.info(
         "%s: %d rows are too many to look for every file at start; of %d that were looked for, %d are missing.",
         table.source, len(table), len(candidates), len(rows),

@@ -197,53 +197,46 @@ def _csv_blocks(source: Path, file: Iterable[str]) -> Iterator[Block]:
 
 def _jsonl_blocks(source: Path, file: Iterable[str]) -> Iterator[Block]:
     names: dict[str, None] = {}
-    lines = enumerate(file, start=1)
-    while block := list(islice(lines, BLOCK)):
-        records = [_record(source, number, line) for number, line in block if line.strip()]
-        names |= dict.fromkeys(name for record in records for name in record)
-        if records:
-            yield len(records), {name: [record.get(name) for record in records] for name in names}
+    records = json_records(source, file)
+    while block := list(islice(records, BLOCK)):
+        names |= dict.fromkeys(name for record in block for name in record)
+        yield len(block), {name: [record.get(name) for record in block] for name in names}
 
 
-def _record(source: Path, number: int, line: str) -> dict[str, Any]:
-    try:
-        record = json.loads(line, object_pairs_hook=without_repeats)
-    except ValueError as error:
-        raise UserError(
-            f"{source}, line {number}: no valid JSON ({error}); each line is an object of its own."
-        ) from error
-    if not isinstance(record, dict):
-        raise UserError(f'{source}, line {number}: not an object, such as {{"path": "a.mp4", "text": "a lake"}}.')
-    if "\\u" in line:  # an escape alone can bring a surrogate into text that was read as UTF-8
-        refuse_half_characters(source, number, record)
-    return record
-
-
-def refuse_half_characters(source: Path, number: int, record: Mapping[str, Any]) -> None:
-    """Surrogates without their other half, as a text that was cut in the middle of an emoji ends with, are no text.
+def json_records(source: Path, file: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """The objects of a JSONL file, one a line; `source` names it in messages.
 
     Raises:
-        UserError: there is one in a line of a JSONL file.
+        UserError: a line is no object, has a name twice, or half of a character.
     """
-    for name, value in record.items():
+    for number, line in enumerate(file, start=1):
+        if not line.strip():
+            continue
         try:
-            json.dumps({name: value}, ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:
-            half = error.object[error.start]
+            record = json.loads(line, object_pairs_hook=_without_repeats)
+        except ValueError as error:
             raise UserError(
-                f"{source}, line {number}: {name!a} has half of a character, {half!a}, which is no text; was it cut in "
-                "the middle of an emoji? Remove it."
+                f"{source}, line {number}: no valid JSON ({error}); each line is an object of its own."
             ) from error
+        if not isinstance(record, dict):
+            raise UserError(f'{source}, line {number}: not an object, such as {{"path": "a.mp4", "text": "a lake"}}.')
+        # An escape alone can bring a surrogate into text that was read as UTF-8. One without its other half, as a text that
+        # was cut in the middle of an emoji ends with, is no text.
+        for name, value in record.items() if "\\u" in line else ():
+            try:
+                json.dumps({name: value}, ensure_ascii=False).encode()
+            except UnicodeEncodeError as error:
+                half = error.object[error.start]
+                raise UserError(
+                    f"{source}, line {number}: {name!a} has half of a character, {half!a}, which is no text; was it cut in "
+                    "the middle of an emoji? Remove it."
+                ) from error
+        yield record
 
 
-def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON, for `json.loads`.
-
-    Raises:
-        ValueError: a name is there twice, and one of its values would be lost.
-    """
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(dict(pairs)) < len(pairs):
-        raise ValueError("a name is there twice")
+        raise ValueError("a name is there twice")  # and one of its values would be lost
     return dict(pairs)
 
 
