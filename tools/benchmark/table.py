@@ -22,7 +22,6 @@ from datetime import date
 from itertools import islice
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 import pyarrow
 from pyarrow.parquet import ParquetWriter
@@ -53,16 +52,15 @@ def rows_of_table(count: int) -> Iterator[tuple[object, ...]]:
 def write_tables(folder: Path, count: int) -> None:
     """The same rows as clips.csv and clips.parquet, and empty files that they name."""
     (folder / "files").mkdir()
-    for i in range(FILES):
-        for extension in ("jpg", "mp4"):
-            (folder / f"files/clip-{i:06d}.{extension}").touch()
+    for i in range(2 * FILES):
+        (folder / f"files/clip-{i // 2:06d}.{('jpg', 'mp4')[i % 2]}").touch()
     for shard in range(-(-count // FILES)):
         (folder / f"shard-{shard:06d}").symlink_to("files")
-    text, whole, real = pyarrow.string(), pyarrow.int64(), pyarrow.float64()
-    schema = pyarrow.schema(list(zip(COLUMNS, (text, text, whole, whole, whole, real), strict=True)))
+    types = (pyarrow.string(),) * 2 + (pyarrow.int64(),) * 3 + (pyarrow.float64(),)
+    schema = pyarrow.schema(list(zip(COLUMNS, types, strict=True)))
     rows = rows_of_table(count)
     with (
-        (folder / "clips.csv").open("w", newline="", encoding="utf-8") as file,
+        (folder / "clips.csv").open("w", newline="") as file,
         ParquetWriter(folder / "clips.parquet", schema) as parquet,
     ):
         lines = csv.writer(file, lineterminator="\n")
@@ -93,7 +91,7 @@ def measure(table: Path) -> None:
         from opensora.datasets.summary import summarise
         from opensora.registry import DATASETS
     config = Config.fromfile(CONFIG)
-    with phase(f"{kind}: all of the following"):
+    with phase(f"**{kind}: all three**"):
         with phase(f"{kind}: read and check"):
             dataset = DATASETS.build(dict(config.dataset, data_path=str(table), bucket_config=config.bucket_config))
         with phase(f"{kind}: fingerprint"):
@@ -112,7 +110,7 @@ def main() -> None:
     if args.measure:
         measure(args.measure)
         return
-    versions = f"Python {platform.python_version()}, numpy {np.__version__}, pandas {pd.__version__}, pyarrow {pyarrow.__version__}"
+    versions = f"Python {platform.python_version()}, pandas {pd.__version__}, pyarrow {pyarrow.__version__}"
     print(f"{args.rows} rows, {os.cpu_count()} cores, {versions}, {date.today().isoformat()}\n")
     with tempfile.TemporaryDirectory() as work:
         write_tables(Path(work), args.rows)
