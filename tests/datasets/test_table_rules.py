@@ -14,7 +14,7 @@ import pytest
 
 from opensora.datasets import table, table_files, text_column
 from opensora.datasets.table import EXTENSIONS, extension_ids, read_table
-from opensora.datasets.text_column import TextColumn
+from opensora.datasets.text_column import TextBuilder, TextColumn
 from opensora.datasets.variable_dataset import VariableVideoTextDataset
 from opensora.utils.errors import UserError
 
@@ -233,6 +233,19 @@ def test_a_caption_is_no_list_wherever_it_is(tmp_path):
 def write_lines(folder: Path, rows: list[dict]) -> Path:
     (folder / "t.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return folder / "t.jsonl"
+
+
+@pytest.mark.parametrize("kind", ["string", "large_string"])
+def test_arrow_texts_are_taken_as_they_are(kind):
+    """Also part of an array, and where bytes lie behind a null."""
+    arrow = pytest.importorskip("pyarrow")
+    texts = arrow.array(["out", "é", "hidden", "", "b", "out"], kind)
+    _, offsets, data = texts.buffers()
+    holed = arrow.Array.from_buffers(texts.type, 6, [arrow.py_buffer(bytes([0b111011])), offsets, data])
+    builder = TextBuilder()
+    for cells in (holed[1:5], ["x"], holed[:0], arrow.array([None], kind), holed[4:]):
+        builder.add(cells)
+    assert builder.column().tolist() == ["é", "", "", "b", "x", "", "b", "out"]
 
 
 def test_texts_behind_their_lengths():

@@ -59,15 +59,12 @@ def write_tables(folder: Path, count: int) -> None:
     types = (pyarrow.string(),) * 2 + (pyarrow.int64(),) * 3 + (pyarrow.float64(),)
     schema = pyarrow.schema(list(zip(COLUMNS, types, strict=True)))
     rows = rows_of_table(count)
-    with (
-        (folder / "clips.csv").open("w", newline="") as file,
-        ParquetWriter(folder / "clips.parquet", schema) as parquet,
-    ):
+    with (folder / "clips.csv").open("w", newline="") as file, ParquetWriter(folder / "clips.parquet", schema) as out:
         lines = csv.writer(file, lineterminator="\n")
         lines.writerow(COLUMNS)
         while block := list(islice(rows, 200_000)):
             lines.writerows(block)
-            parquet.write_table(pyarrow.table(list(zip(*block, strict=True)), schema))
+            out.write_table(pyarrow.table(list(zip(*block, strict=True)), schema))
 
 
 @contextmanager
