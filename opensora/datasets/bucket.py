@@ -27,7 +27,7 @@ from opensora.utils.errors import UserError
 from opensora.utils.seed import derive_seed
 
 AREA_SLACK = 0.8  # a picture may be enlarged to 1 / 0.8 of its area
-CHUNK = 1 << 17  # rows at a time: the arrays of a chunk stay in the processor's cache
+CHUNK = 1 << 15  # rows at a time: the arrays of a chunk stay in the processor's cache
 SHOWN = 8  # problems in one message
 NONE = -1  # the bucket of what is left out
 
@@ -176,7 +176,7 @@ class Buckets:
     ) -> tuple[np.ndarray, np.ndarray]:
         known = (frames >= 1) & (height >= 1) & (width >= 1)  # false for NaN too
         bucket = np.full(len(frames), NONE, np.int32)
-        large, fits = np.zeros(len(frames), bool), np.zeros(len(frames), bool)
+        large = np.zeros(len(frames), bool)
         area = np.where(known, height * width, 0)
         ratio = np.divide(height, width, out=np.ones(len(frames)), where=known)
         open_rows = np.flatnonzero(known)
@@ -186,13 +186,16 @@ class Buckets:
                 continue
             large[rows] = True
             entry = plan.choose(frames[rows], interval[rows], salt[rows])
-            fits[rows] |= plan.fits(frames[rows], interval[rows])
             for i, chosen in enumerate(plan.entries):
                 mine = rows[entry == i]
                 if chosen.keep_prob < 1:
                     mine = mine[_uniform(salt[mine], chosen.draw + 1) < chosen.keep_prob]
                 bucket[mine] = chosen.first_bucket + plan.shape[np.searchsorted(plan.borders, ratio[mine])]
             open_rows = open_rows[bucket[open_rows] == NONE]
+        fits = np.zeros(len(frames), bool)
+        for plan in self._plans if len(open_rows) else ():  # of few rows, as a rule
+            rows = open_rows[area[open_rows] >= AREA_SLACK * plan.area]
+            fits[rows] |= plan.fits(frames[rows], interval[rows])
         reasons = [bucket != NONE, ~known, ~large, fits, frames == 1]
         names = [Left.KEPT, Left.UNKNOWN, Left.SMALL, Left.CHANCE, Left.NO_IMAGES]
         return bucket, np.select(reasons, [np.int8(name) for name in names], np.int8(Left.SHORT))

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from opensora.datasets.files import IMAGE_FPS, BadFile, TooFewFrames, is_image
+from opensora.datasets.files import IMAGE_FPS, VIDEO_EXTENSIONS, BadFile, TooFewFrames, is_image
 from opensora.datasets.frame_times import AtRate, EveryNth, Rule, frames_needed, is_slow
 from opensora.datasets.read_video import DEFAULT, Decoding, count_frames, open_clip, read_indices
 from opensora.datasets.sampler import SampleKey
 from opensora.datasets.substitute import BadFiles
-from opensora.datasets.table import UNKNOWN, Table, complain_about_rows, read_table
+from opensora.datasets.table import UNKNOWN, Table, complain_about_rows, extension_ids, read_table
 from opensora.datasets.transforms import get_transform
 from opensora.registry import DATASETS
 from opensora.utils.errors import UserError
@@ -129,8 +129,8 @@ class ClipRows:
     def _refuse_pictures(self) -> None:
         if self.num_frames == 1:
             return
-        pictures = [row for row in range(len(self.table)) if is_image(self.table.path(row))]
-        if pictures:
+        maybe = np.flatnonzero(extension_ids(self.table.rows["path"]) >= len(VIDEO_EXTENSIONS))  # some of these move
+        if pictures := [row for row in maybe.tolist() if is_image(self.table.path(row))]:
             raise complain_about_rows(
                 self.table,
                 pictures,

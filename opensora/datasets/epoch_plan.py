@@ -127,7 +127,7 @@ def _rows_by_bucket(bucket: np.ndarray, count: int, seed: int, epoch: int) -> tu
     """Samples that have a bucket, grouped by it and shuffled inside: [n], and where each group begins: [buckets + 1]."""
     salt = np.uint64(derive_seed(seed, "order", epoch))
     rows = np.flatnonzero(bucket != NONE)
-    rows = rows[np.argsort(hash_numbers(rows.astype(np.uint64), salt), kind="stable")]
+    rows = rows[np.argsort(hash_numbers(rows.astype(np.uint64), salt))]  # no two hashes are equal: it maps one to one
     ids = bucket[rows].astype(np.int16 if count < 2**15 else np.int32)  # 16 bits sort by radix
     rows = rows[np.argsort(ids, kind="stable")]
     return rows, np.concatenate([[0], np.cumsum(np.bincount(ids, minlength=count))]).astype(np.int64)

@@ -21,7 +21,7 @@ from opensora.datasets.files import IMAGE_EXTENSIONS, IMAGE_FPS, is_image, refus
 from opensora.datasets.read_video import read_frames
 from opensora.datasets.sampler import SampleKey
 from opensora.datasets.substitute import BadFiles
-from opensora.datasets.table import Table, complain_about_rows, read_table
+from opensora.datasets.table import UNKNOWN, Table, complain_about_rows, read_table
 from opensora.datasets.text_column import TextColumn
 from opensora.datasets.transforms import get_transform
 from opensora.registry import DATASETS
@@ -182,7 +182,9 @@ def _files_below(folder: Path, name: str) -> list[str]:
 
 def _table_of(folder: Path, files: Sequence[str], labels: Sequence[str]) -> Table:
     rows = {"path": TextColumn.of(files), "label": TextColumn.of(labels)}
-    return Table(folder, folder, rows, ("label",), np.ones(len(files), np.int64))
+    numbers = np.arange(len(files))
+    unknown = np.full(len(files), UNKNOWN)
+    return Table(folder, folder, rows, ("label",), unknown + 1, unknown, unknown, np.full(len(files), np.nan), numbers)
 
 
 def _count_classes(table: Table, names: Sequence[str], column: str, wanted: int | None) -> int:

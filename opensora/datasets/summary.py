@@ -1,6 +1,5 @@
 """What becomes of the rows of a table in an epoch, in numbers and in words: for the log, for `--dry-run` and the doctor."""
 
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,7 +135,7 @@ def _of_buckets(
 
 
 def _reasons(dataset: Any, left: np.ndarray) -> dict[str, tuple[int, str]]:
-    counts = Counter(left.tolist())
+    counts = np.bincount(left, minlength=len(Left)).tolist()
     levels = dataset.buckets.levels
     smallest = levels[-1].resolution
     lengths = [entry.num_frames for level in levels for entry in level.entries if entry.num_frames > 1]

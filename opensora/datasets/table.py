@@ -1,24 +1,26 @@
 """The table of a dataset: one clip a row, in a CSV, JSONL or parquet file with the columns `path` and, usually, `text`.
 
 Captions are kept to the letter: "NA", "None" and "" are captions too. A row is kept or left out as a whole, and what is left
-out is counted by reason. Nothing that stays is an object for each row, so that worker processes share it (`text_column.py`).
+out is counted by reason. Nothing that stays is an object for each row, so that worker processes share it (`text_column.py`),
+and nothing is done row by row but for rows that are odd: ten million rows take half a minute (docs/benchmarks/table.md).
 """
 
 import hashlib
 import logging
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from opensora.datasets.files import IMAGE_EXTENSIONS, VIDEO_EXTENSIONS
-from opensora.datasets.table_files import SHOWN_ROWS, list_rows, read_frame, strings
-from opensora.datasets.text_column import TextColumn
+from opensora.datasets.table_files import SHOWN_ROWS, cell_texts, collection_paused, list_rows, read_blocks
+from opensora.datasets.text_column import BLOCK, TextBuilder, TextColumn
 from opensora.registry import did_you_mean
 from opensora.utils.errors import UserError
 
@@ -27,12 +29,18 @@ logger = logging.getLogger(__name__)
 MAX_CHECKED_FILES = 100_000
 SAMPLE_OF_FILES = 1_000  # that are looked for where a table has more rows than that
 UNKNOWN = 0  # in `num_frames`, `height` and `width`
+WRONG = -1  # in a column of numbers that is not checked yet: the cell holds something else
 OK = "ok"  # in the column `status` of tools/datasets and tools/scoring; anything else says what is wrong with the file
 URL = re.compile(r"(https?|s3|gs|ftp)://")
-
-
-def _unset() -> np.ndarray:
-    return np.empty(0, np.int64)
+EXTENSIONS = (*VIDEO_EXTENSIONS, *IMAGE_EXTENSIONS)
+NUMBERS = {
+    "num_frames": ("number of frames", "a whole number from 1"),
+    "height": ("height in pixels", "a whole number from 1"),
+    "width": ("width in pixels", "a whole number from 1"),
+    "fps": ("rate", "a number above 0, such as 23.976"),
+    "flow": ("score", "a number from 0"),
+}
+Fault = tuple[np.ndarray, str, Callable[[], UserError]]  # rows, why they are left out, the error where none may be
 
 
 @dataclass(frozen=True)
@@ -43,8 +51,8 @@ class Table:
         rows: `path` and the text columns.
         num_frames, height, width: [N] int64, UNKNOWN where the table does not say.
         fps: [N] float64, NaN where the table does not say.
-        flow: [N] float64, the optical-flow score, NaN where the cell is empty; None where the table has no such column.
         numbers: [N] int64, the rows' numbers in the file; they differ from 0 ... N - 1 where rows were left out.
+        flow: [N] float64, the optical-flow score, NaN where the cell is empty; None where the table has no such column.
         left_out: Why rows of the file are not here, and how many.
     """
 
@@ -53,24 +61,12 @@ class Table:
     rows: Mapping[str, TextColumn]
     text_columns: tuple[str, ...]
     num_frames: np.ndarray
-    height: np.ndarray = field(default_factory=_unset)
-    width: np.ndarray = field(default_factory=_unset)
-    fps: np.ndarray = field(default_factory=_unset)
-    numbers: np.ndarray = field(default_factory=_unset)
-    left_out: dict[str, int] = field(default_factory=dict)
+    height: np.ndarray
+    width: np.ndarray
+    fps: np.ndarray
+    numbers: np.ndarray
     flow: np.ndarray | None = None
-
-    def __post_init__(self) -> None:
-        unknown = np.full(len(self), UNKNOWN, np.int64)
-        nothing = {
-            "height": unknown,
-            "width": unknown,
-            "fps": np.full(len(self), np.nan),
-            "numbers": np.arange(len(self)),
-        }
-        for name, value in nothing.items():
-            if len(getattr(self, name)) != len(self):
-                object.__setattr__(self, name, value)
+    left_out: Mapping[str, int] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.rows["path"])
@@ -104,22 +100,20 @@ class Table:
         """The table but for some rows, which are counted under `reason`."""
         kept = np.ones(len(self), bool)
         kept[np.asarray(rows, np.int64)] = False
-        texts = {name: column.only(kept) for name, column in self.rows.items()}
-        return Table(
-            self.source, self.folder, texts, self.text_columns, self.num_frames[kept],
-            self.height[kept], self.width[kept], self.fps[kept], self.numbers[kept],
-            {**self.left_out, reason: self.left_out.get(reason, 0) + int(np.sum(~kept))},
-            None if self.flow is None else self.flow[kept],
-        )  # fmt: skip
+        arrays = {name: values[kept] for name in (*NUMBERS, "numbers") if (values := getattr(self, name)) is not None}
+        return replace(
+            self,
+            rows={name: column.only(kept) for name, column in self.rows.items()},
+            left_out={**self.left_out, reason: self.left_out.get(reason, 0) + int(np.sum(~kept))},
+            **arrays,
+        )
 
     def fingerprint(self) -> str:
         """A hash of paths as given, captions and lengths; not of the folder, so that data may move."""
         digest = hashlib.blake2b(repr(self.text_columns).encode(), digest_size=16)
         for column in ("path", *self.text_columns):
-            texts = self.rows[column]
-            for row in range(len(texts)):
-                data = texts.encoded(row)
-                digest.update(len(data).to_bytes(8, "little") + data)
+            for texts in self.rows[column].length_prefixed():
+                digest.update(texts.data)
         digest.update(self.num_frames.tobytes())
         if self.flow is not None:
             digest.update(self.flow.tobytes())
@@ -147,53 +141,34 @@ def read_table(
         UserError: the table or a column is missing, it is malformed, or has more bad rows than allowed.
     """
     source = Path(data_path)
-    frame = read_frame(source)
-    _check_columns(source, frame, ("path", *text_columns), columns_option)
-    if not len(frame):
-        raise UserError(f"{source} has a header but no rows; add one row for each clip.")
+    with collection_paused():
+        texts, numbers, total = _read(source, ("path", *text_columns), columns_option)
     if root is not None and not Path(root).is_dir():
         raise UserError(f"root: {root} is no folder; it is what the paths in {source} are relative to.")
-    rows = {name: _text(source, frame[name]) for name in dict.fromkeys(("path", *text_columns))}
-    columns = {name: _read_numbers(frame, name) for name in NUMBERS}
-    folder = Path(root) if root is not None else source.parent
-    values: dict[str, Any] = {name: columns[name].values for name in NUMBERS}
-    table = Table(source, folder, rows, tuple(text_columns), **values, flow=_read_flow(source, frame))
-    stated_broken = _Status.of(frame).bad_rows
-    for check in (_bad_extensions, _urls, stated_broken, *(columns[name].bad_rows for name in NUMBERS)):
-        table = _leave_out(table, check(table), len(frame), max_bad_share)
-    if check_files and len(table) <= MAX_CHECKED_FILES:
-        table = _leave_out(table, _missing_files(table, np.arange(len(table))), len(frame), max_bad_share)
-    elif check_files:
-        _look_for_some(table, max_bad_share)
+    folder = source.parent if root is None else Path(root)
+    columns = {name: texts[name] for name in ("path", *text_columns)}
+    table = Table(source, folder, columns, tuple(text_columns), **numbers, numbers=np.arange(total))
+    if table.flow is not None and (table.flow < 0).any():
+        raise _wrong_numbers("flow", table)[2]()
+    checks: list[Callable[[Table], Fault]] = [_unknown_extensions, _urls]
+    checks += [partial(_broken_files, texts["status"])] if "status" in texts else []
+    checks += [partial(_wrong_numbers, name) for name in NUMBERS if name != "flow"]
+    checks += [partial(_missing_files, max_bad_share)] if check_files else []
+    for check in checks:
+        rows, reason, error = check(table)
+        if not len(rows):
+            continue
+        if total - len(table) + len(rows) > max_bad_share * total:
+            limit = f"\nThese are more than max_bad_share={max_bad_share:g} of all rows." if max_bad_share else ""
+            raise UserError(f"{error()}{limit}")
+        shown = ", ".join(map(table.name, rows[:SHOWN_ROWS].tolist()))
+        more = f" and {len(rows) - SHOWN_ROWS} more" if len(rows) > SHOWN_ROWS else ""
+        logger.warning("%s: %d of %d rows are left out: %s (%s%s).", source, len(rows), total, reason, shown, more)
+        table = table.without(rows, reason)
     return table
 
 
-@dataclass(frozen=True)
-class BadRows:
-    """Rows of one fault."""
-
-    rows: np.ndarray
-    reason: str  # "5 rows are left out: " ...
-    error: Callable[[], UserError]
-
-
-def _leave_out(table: Table, bad: BadRows, total: int, max_share: float) -> Table:
-    if not len(bad.rows):
-        return table
-    so_far = total - len(table) + len(bad.rows)
-    if so_far > max_share * total:
-        error = bad.error()
-        limit = f"\nThese are more than max_bad_share={max_share:g} of all rows." if max_share else ""
-        raise UserError(f"{error}{limit}")
-    shown = ", ".join(table.name(row) for row in bad.rows[:SHOWN_ROWS].tolist())
-    more = f" and {len(bad.rows) - SHOWN_ROWS} more" if len(bad.rows) > SHOWN_ROWS else ""
-    logger.warning(
-        "%s: %d of %d rows are left out: %s (%s%s).", table.source, len(bad.rows), total, bad.reason, shown, more
-    )
-    return table.without(bad.rows, bad.reason)
-
-
-def complain_about_rows(table: Table, rows: Sequence[int], problem: str, remedy: str) -> UserError:
+def complain_about_rows(table: Table, rows: Sequence[int] | np.ndarray, problem: str, remedy: str) -> UserError:
     """An error that names the first few of the rows and their files."""
     lines = [f"  row {int(table.numbers[row]) + 1}: {table.path(row)}" for row in rows[:SHOWN_ROWS]]
     if len(rows) > SHOWN_ROWS:
@@ -201,11 +176,61 @@ def complain_about_rows(table: Table, rows: Sequence[int], problem: str, remedy:
     return UserError("\n".join([f"{table.source}: {len(rows)} of {len(table)} rows {problem}:", *lines, remedy]))
 
 
+def extension_ids(paths: TextColumn) -> np.ndarray:
+    """[N] int8, which of EXTENSIONS a path has, -1 where none; as `Path.suffix.lower()` tells, but for many paths at once."""
+    ids = np.full(len(paths), -1, np.int8)
+    for first in range(0, len(paths), BLOCK):
+        starts, lengths = paths.starts[first : first + BLOCK], paths.lengths[first : first + BLOCK]
+        # [n, 8] the last bytes, in lower case; of a shorter path also some of the one before it
+        tails = paths.data[np.maximum((starts + lengths)[:, None] + np.arange(-8, 0), 0)]
+        tails += np.uint8(32) * ((tails >= ord("A")) & (tails <= ord("Z")))
+        words = tails.view("<u8")[:, 0]
+        for i, extension in enumerate(EXTENSIONS):
+            width = len(extension)
+            ending = np.uint64(int.from_bytes(extension.encode(), "little"))
+            rows = np.flatnonzero(words >> np.uint64(64 - 8 * width) == ending)
+            before = tails[rows, 7 - width]  # ".mp4" alone is a name without an extension
+            ids[first + rows[(lengths[rows] > width) & (before != ord("/")) & (before != ord("."))]] = i
+    for row in np.flatnonzero(ids < 0).tolist():
+        if (suffix := Path(paths[row]).suffix.lower()) in EXTENSIONS:
+            ids[row] = EXTENSIONS.index(suffix)
+    return ids
+
+
 # ---------------------------------------------------------------------------------------------------- reading
 
 
-def _check_columns(source: Path, frame: pd.DataFrame, needed: Sequence[str], option: str) -> None:
-    columns = list(frame.columns)
+def _read(source: Path, wanted: Sequence[str], option: str) -> tuple[dict[str, TextColumn], dict[str, Any], int]:
+    """The columns of text and of numbers, and how many rows they have; `flow` and `status` where the file has them."""
+    texts = {name: TextBuilder() for name in (*wanted, "status")}
+    numbers: dict[str, list[np.ndarray]] = {name: [] for name in NUMBERS}
+    names: dict[str, None] = {}
+    total = 0
+    for size, block in read_blocks(source, (*texts, *numbers)):
+        names |= dict.fromkeys(block)
+        if not size:  # a header: no need to read on where a column is missing
+            _check_columns(source, names, wanted, option)
+        for name in filter(block.__contains__, texts):
+            cells, builder = block[name], texts[name]
+            if name in wanted and isinstance(cells, list) and not {list, dict}.isdisjoint(map(type, cells)):
+                row = next(row for row, cell in enumerate(cells, total + 1) if isinstance(cell, list | dict))
+                raise UserError(
+                    f"{source}, row {row}: {name!r} is not one value; give each caption a column of its own."
+                )
+            builder.pad(total)
+            builder.add(cells if hasattr(cells, "buffers") else cell_texts(cells))
+        for name, parts in numbers.items():
+            parts.append(_parse(name, block.get(name), size))
+        total += size
+    _check_columns(source, names, wanted, option)
+    if not total:
+        raise UserError(f"{source} has a header but no rows; add one row for each clip.")
+    there = {name: builder.column() for name, builder in texts.items() if name in names}
+    stated = [name for name in NUMBERS if name in names or name != "flow"]
+    return there, {name: np.concatenate(numbers.pop(name)) for name in stated}, total
+
+
+def _check_columns(source: Path, columns: Iterable[str], needed: Sequence[str], option: str) -> None:
     if not columns:
         raise UserError(
             f'{source} is empty; add one line for each clip, such as {{"path": "a.mp4", "text": "a lake"}}.'
@@ -214,7 +239,7 @@ def _check_columns(source: Path, frame: pd.DataFrame, needed: Sequence[str], opt
         if name in columns:
             continue
         message = f"{source} has no column {name!r}; its columns are: {', '.join(columns)}."
-        if any(Path(column).suffix.lower() in VIDEO_EXTENSIONS + IMAGE_EXTENSIONS for column in columns):
+        if any(Path(column).suffix.lower() in EXTENSIONS for column in columns):
             raise UserError(f"{message} The first line looks like data: put the header `path,text` above it.")
         message += did_you_mean(name.lower(), [column for column in columns if column != "path"])
         if name != "path":
@@ -222,129 +247,97 @@ def _check_columns(source: Path, frame: pd.DataFrame, needed: Sequence[str], opt
         raise UserError(message)
 
 
-def _text(source: Path, column: pd.Series) -> TextColumn:
-    """A column of text, "" where a value is missing."""
-    nested = column.map(lambda value: isinstance(value, list | dict)) if column.dtype == object else []
-    for row in np.flatnonzero(nested)[:1]:
-        raise UserError(
-            f"{source}, row {row + 1}: {column.name!r} is not one value; give each caption a column of its own."
-        )
-    return TextColumn.of(strings(column))
+def _parse(name: str, cells: Any, size: int) -> np.ndarray:
+    """[size] float64 for rates and scores, else int64. Empty cells are NaN or UNKNOWN, cells that hold something else WRONG."""
+    is_whole = name not in ("fps", "flow")
+    empty = np.array(UNKNOWN if is_whole else np.nan)
+    if cells is None:
+        return np.broadcast_to(empty, size)
+    # A value is parsed once, for few of them differ; and as text, for to_numeric reads "" as NaN but True as 1.
+    codes, values = pd.factorize(cells if isinstance(cells, pd.Series) else np.array(cell_texts(cells), object))
+    texts = np.array([*cell_texts(values), ""], object)  # the last is that of code -1, which is NaN
+    numbers = np.asarray(pd.to_numeric(texts, errors="coerce"), np.float64)
+    if name == "flow":
+        good = (numbers >= 0) & (numbers < np.inf)
+    else:
+        good = (numbers > 0) & (numbers < 2**53) & ((not is_whole) | (numbers == np.floor(numbers)))
+    return np.where(good, numbers, np.where(texts == "", empty, WRONG)).astype(empty.dtype)[codes]
 
 
-class _Status(NamedTuple):
-    """What the tools found wrong with files when they read them: `ok`, or why a file could not be used."""
-
-    text: np.ndarray | None  # [N] as the table has it
-
-    @classmethod
-    def of(cls, frame: pd.DataFrame) -> "_Status":
-        """The tools' column; one of that name where no row says `ok` is somebody else's ("success"), and tells nothing."""
-        text = strings(frame["status"]).to_numpy() if "status" in frame.columns else None
-        return cls(None if text is None or not (text == OK).any() else text)
-
-    def bad_rows(self, table: Table) -> BadRows:
-        """Rows that say what is wrong with their file."""
-        if self.text is None:
-            return BadRows(np.empty(0, np.int64), "", UserError)
-        text = self.text[table.numbers]
-        rows = np.flatnonzero((text != OK) & (text != ""))
-        what = f"have a status that is not {OK!r}"
-        return BadRows(rows, f"they {what}", lambda: self._error(table, rows, what, str(text[rows[0]])))
-
-    def _error(self, table: Table, rows: np.ndarray, what: str, first: str) -> UserError:
-        remedy = (
-            f"python -m tools.datasets.datautil {shlex.quote(str(table.source))} --remove-broken leaves such rows out."
-        )
-        return complain_about_rows(table, rows.tolist(), what, f"The first says {first!r}. {remedy}")
+# ---------------------------------------------------------------------------------------------------- checks
 
 
-class _Column(NamedTuple):
-    """A column of numbers, and what is wrong in it."""
-
-    name: str
-    values: np.ndarray  # [N], 0 or NaN where there is none
-    text: pd.Series | None  # as the table has it
-
-    def bad_rows(self, table: Table) -> BadRows:
-        """Rows that hold something else than a number above 0, or nothing."""
-        if self.text is None:
-            return BadRows(np.empty(0, np.int64), "", UserError)
-        text = self.text.to_numpy()[table.numbers]
-        values = self.values[table.numbers]
-        rows = np.flatnonzero((text != "") & ~(values > 0))
-        what, example = NUMBERS[self.name]
-        return BadRows(rows, f"{self.name} is 0 or no {what}", lambda: self._error(table, text, rows, what, example))
-
-    def _error(self, table: Table, text: np.ndarray, rows: np.ndarray, what: str, example: str) -> UserError:
-        numbers = table.numbers[rows]
-        return UserError(
-            f"{table.source}: {self.name}={text[rows[0]]!r} in row {numbers[0] + 1} is no {what} (rows "
-            f"{list_rows(map(int, numbers), len(numbers))}); write {example}, or leave the cell empty."
-        )
+def _fault(table: Table, rows: np.ndarray, what: str, remedy: str) -> Fault:
+    return rows, f"they {what}", partial(complain_about_rows, table, rows, what, remedy)
 
 
-NUMBERS = {
-    "num_frames": ("number of frames", "a whole number from 1"),
-    "height": ("height in pixels", "a whole number from 1"),
-    "width": ("width in pixels", "a whole number from 1"),
-    "fps": ("rate", "a number above 0, such as 23.976"),
-}
+def _unknown_extensions(table: Table) -> Fault:
+    rows = np.flatnonzero(extension_ids(table.rows["path"]) < 0)
+    return _fault(table, rows, "have no known extension", f"Known are {' '.join(EXTENSIONS)}.")
 
 
-def _read_numbers(frame: pd.DataFrame, name: str) -> _Column:
-    """int64, or float64 for `fps`; what is no such number is 0, and told from an empty cell by its text."""
-    whole = name != "fps"
-    if name not in frame.columns:
-        return _Column(name, np.full(len(frame), UNKNOWN if whole else np.nan, np.int64 if whole else np.float64), None)
-    text = strings(frame[name])
-    # to_numeric alone reads "" as NaN but "True" as 1
-    numbers = pd.to_numeric(text, errors="coerce").to_numpy(np.float64, na_value=np.nan)
-    good = np.isfinite(numbers) & (numbers > 0) & (numbers < 2**53)
-    if not whole:
-        return _Column(name, np.where(good, numbers, np.where(text == "", np.nan, 0.0)), text)
-    good &= numbers == np.floor(numbers)
-    return _Column(name, np.where(good, numbers, UNKNOWN).astype(np.int64), text)
+def _urls(table: Table) -> Fault:
+    paths = table.rows["path"]
+    maybe = np.zeros(len(paths), bool)
+    for i in range(2, 6):  # where "s3", "ftp", "http" and "https" have their colon
+        maybe |= paths.data[np.minimum(paths.starts + i, len(paths.data) - 1)] == ord(":")
+    rows = np.array([row for row in np.flatnonzero(maybe).tolist() if URL.match(paths[row])], np.int64)
+    return _fault(table, rows, "name a URL", "Download the files first, and name them as they lie on disk.")
 
 
-def _read_flow(source: Path, frame: pd.DataFrame) -> np.ndarray | None:
-    if "flow" not in frame.columns:
-        return None
-    text = strings(frame["flow"])
-    flow = pd.to_numeric(text, errors="coerce").to_numpy(np.float64, na_value=np.nan)
-    wrong = np.flatnonzero((text != "") & ~((flow >= 0) & (flow < np.inf)))
-    if len(wrong):
-        raise UserError(
-            f"{source}: flow={text.iat[wrong[0]]!r} in row {wrong[0] + 1} is no score (rows "
-            f"{list_rows(map(int, wrong), len(wrong))}); write a number from 0, or leave the cell empty."
-        )
-    return flow
+def _broken_files(status: TextColumn, table: Table) -> Fault:
+    """Rows that say what is wrong with their file."""
+    is_ok = status.lengths == len(OK)
+    for i, letter in enumerate(OK.encode()):
+        is_ok[is_ok] = status.data[status.starts[is_ok] + i] == letter
+    # one that says `ok` nowhere is somebody else's ("success"), and tells nothing
+    odd = ~is_ok & (status.lengths > 0) & is_ok.any()
+    rows = np.flatnonzero(odd[table.numbers])
+    first = status[int(table.numbers[rows[0]])] if len(rows) else ""
+    remedy = f"python -m tools.datasets.datautil {shlex.quote(str(table.source))} --remove-broken leaves such rows out."
+    return _fault(table, rows, f"have a status that is not {OK!r}", f"The first says {first!r}. {remedy}")
 
 
-def _bad_extensions(table: Table) -> BadRows:
-    extensions = VIDEO_EXTENSIONS + IMAGE_EXTENSIONS
-    rows = _rows_where(table, lambda name: Path(name).suffix.lower() not in extensions)
-    known = " ".join(extensions)
-    what = "have no known extension"
-    return BadRows(rows, f"they {what}", lambda: complain_about_rows(table, rows.tolist(), what, f"Known are {known}."))
+def _wrong_numbers(name: str, table: Table) -> Fault:
+    """Rows that hold something else than such a number, or nothing."""
+    rows = np.flatnonzero(getattr(table, name) < 0)
+    return rows, f"{name} is 0 or no {NUMBERS[name][0]}", partial(_complain_about_numbers, name, table, rows)
 
 
-def _urls(table: Table) -> BadRows:
-    rows = _rows_where(table, lambda name: URL.match(name) is not None)
-    remedy = "Download the files first, and name them as they lie on disk."
-    return BadRows(rows, "they name a URL", lambda: complain_about_rows(table, rows.tolist(), "name a URL", remedy))
+def _complain_about_numbers(name: str, table: Table, rows: np.ndarray) -> UserError:
+    """What the first of the cells says is looked up in the file, for columns of numbers do not keep it."""
+    what, example = NUMBERS[name]
+    numbers = table.numbers[rows].tolist()
+    start, text = 0, ""
+    for size, block in read_blocks(table.source, (name,)):
+        if start <= numbers[0] < start + size:
+            text = cell_texts(block[name])[numbers[0] - start]
+            break
+        start += size
+    return UserError(
+        f"{table.source}: {name}={text!r} in row {numbers[0] + 1} is no {what} (rows {list_rows(numbers, len(numbers))}); "
+        f"write {example}, or leave the cell empty."
+    )
 
 
-def _rows_where(table: Table, is_so: Callable[[str], bool]) -> np.ndarray:
-    """Numbers of the rows whose path is so."""
-    return np.array([row for row, name in enumerate(table.rows["path"]) if is_so(name)], np.int64)
-
-
-def _missing_files(table: Table, candidates: np.ndarray) -> BadRows:
+def _missing_files(max_share: float, table: Table) -> Fault:
+    """Of a table that is too long to look for every file, a sample must be there, but for the share that may be bad."""
+    candidates = np.arange(len(table))
+    is_long = len(table) > MAX_CHECKED_FILES
+    if is_long:
+        candidates = np.linspace(0, len(table) - 1, SAMPLE_OF_FILES).astype(np.int64)
     rows = np.array([row for row in candidates.tolist() if not _is_file(table.path(row))], np.int64)
-    what = "name a file that does not exist"
     remedy = f"Paths are relative to {table.folder.resolve()}; if the files lie elsewhere, set root (--root FOLDER)."
-    return BadRows(rows, f"they {what}", lambda: complain_about_rows(table, rows.tolist(), what, remedy))
+    fault = _fault(table, rows, "name a file that does not exist", remedy)
+    if not is_long:
+        return fault
+    if len(rows) > max_share * len(candidates):
+        raise UserError(f"of {len(candidates)} files that were looked for, {len(rows)} are not there. {fault[2]()}")
+    logger.info(
+        "%s: %d rows are too many to look for every file at start; of %d that were looked for, %d are missing.",
+        table.source, len(table), len(candidates), len(rows),
+    )  # fmt: skip
+    return rows[:0], *fault[1:]
 
 
 def _is_file(path: Path) -> bool:
@@ -352,17 +345,3 @@ def _is_file(path: Path) -> bool:
         return path.is_file()
     except OSError:  # a name that no file system takes, or a mount that is away
         return False
-
-
-def _look_for_some(table: Table, max_share: float) -> None:
-    """Of a table that is too long to look for every file: a sample must be there, but for the share that may be bad."""
-    candidates = np.unique(np.linspace(0, len(table) - 1, SAMPLE_OF_FILES).astype(np.int64))
-    missing = _missing_files(table, candidates)
-    if len(missing.rows) > max_share * len(candidates):
-        raise UserError(
-            f"of {len(candidates)} files that were looked for, {len(missing.rows)} are not there. {missing.error()}"
-        )
-    logger.info(
-        "%s: %d rows are too many to look for every file at start; of %d that were looked for, %d are missing.",
-        table.source, len(table), len(candidates), len(missing.rows),
-    )  # fmt: skip

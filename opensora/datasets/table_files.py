@@ -2,14 +2,14 @@
 
 Text is Python strings in columns of type object, "" where there is none. What a CSV says stays text until somebody wants
 numbers, so that "0.50" or "007" come out as they came in. A column of numbers of a typed format is a column of numbers.
-What training needs of a table is read by `opensora.datasets.table`; tables are written by tools/datasets.
+What training needs of a table is read by `opensora.datasets.table`, block by block; tables are written by tools/datasets.
 """
 
 import csv
 import gc
 import json
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -24,7 +24,8 @@ from opensora.utils.errors import UserError
 FORMATS = ("csv", "jsonl", "parquet")
 SHOWN_ROWS = 5  # of those that a message is about
 EXACT = 2**53  # whole numbers up to it are float64s as well
-BLOCK = 16_384  # rows that are taken apart at a time
+BLOCK = 4096  # rows at a time: what was parsed is still in the processor's cache when it is used
+Block = tuple[int, dict[str, Any]]  # how many rows, and the cells of each column
 
 
 def read_frame(source: Path) -> pd.DataFrame:
@@ -33,6 +34,27 @@ def read_frame(source: Path) -> pd.DataFrame:
     Raises:
         UserError: it is missing, damaged, of an unknown format, or has a column twice.
     """
+    if source.suffix.lower() == ".parquet" and source.is_file():
+        return _read_parquet(source)
+    columns: dict[str, list[Any]] = {}
+    count = 0
+    with collection_paused():
+        for size, block in read_blocks(source):
+            for name, cells in block.items():
+                columns.setdefault(name, [None] * count).extend(cells)
+            count += size
+    return _frame_of({name: _typed(cells) for name, cells in columns.items()}, count)
+
+
+def read_blocks(source: Path, columns: Collection[str] | None = None) -> Iterator[Block]:
+    """A table in blocks of rows, as read; of a parquet file only `columns`, where they are given.
+
+    The first block of a CSV or parquet file has no rows, and all columns. A block of a JSONL file has the columns that occurred so
+    far; None is in the cells of those that an object lacks.
+
+    Raises:
+        UserError: as `read_frame`.
+    """
     if source.is_dir():
         raise UserError(
             f"{source} is a folder; a table with one row for each of its files is needed: "
@@ -40,13 +62,19 @@ def read_frame(source: Path) -> pd.DataFrame:
         )
     if not source.is_file():
         raise _missing(source, str(source))
-    with collection_paused():
-        frame = _READERS[table_format(source)](source)
-    columns = [str(column) for column in frame.columns]
-    if twice := sorted({column for column in columns if columns.count(column) > 1}):
-        raise UserError(f"{source} has more than one column {twice[0]!r}; rename one.")
-    frame.columns = pd.Index(columns, dtype=object)
-    return frame
+    kind = table_format(source)
+    try:
+        if kind == "parquet":
+            yield from _parquet_blocks(source, columns)
+            return
+        with source.open(encoding="utf-8-sig", newline="" if kind == "csv" else None) as file:
+            yield from (_csv_blocks if kind == "csv" else _jsonl_blocks)(source, file)
+    except UnicodeDecodeError as error:
+        raise UserError(f"{source} is not UTF-8 text ({error}); save it as UTF-8.") from error
+    except csv.Error as error:
+        raise UserError(
+            f"{source} is no valid CSV ({error}); is a quote left open, or not doubled inside quotes?"
+        ) from error
 
 
 def refuse_missing(**paths: str | Path | None) -> None:
@@ -90,10 +118,7 @@ def integer_type(least: int, most: int) -> Literal["Int64", "UInt64"] | None:
 
 def strings(column: pd.Series) -> pd.Series:
     """A column as Python strings, "" where a value is missing; whole numbers have no decimal point."""
-    if column.dtype == object and set(map(type, column)) <= {str}:
-        return column
-    cells = column.array if is_numeric(column) else column.to_numpy(object)
-    return pd.Series([cell_text(value) for value in cells], index=column.index, dtype=object)
+    return pd.Series(cell_texts(column.array), index=column.index, dtype=object)
 
 
 def as_objects(values: Any) -> Any:
@@ -113,7 +138,7 @@ def list_rows(rows: Iterable[int], total: int) -> str:
 
 @contextmanager
 def collection_paused() -> Iterator[None]:
-    """No search for circular garbage, which tables have none of: it doubles the time of reading one."""
+    """No search for circular garbage, which tables have none of: it triples the time of reading one."""
     running = gc.isenabled()
     gc.disable()
     try:
@@ -121,6 +146,12 @@ def collection_paused() -> Iterator[None]:
     finally:
         if running:
             gc.enable()
+
+
+def cell_texts(values: Any) -> Sequence[str]:
+    """`cell_text` of each, unless all are text already."""
+    values = values.tolist() if hasattr(values, "tolist") else values
+    return values if set(map(type, values)) <= {str} else [cell_text(value) for value in values]
 
 
 def cell_text(value: Any) -> str:
@@ -141,127 +172,127 @@ def cell_text(value: Any) -> str:
 # ---------------------------------------------------------------------------------------------------- reading
 
 
-def _read_csv(source: Path) -> pd.DataFrame:
-    """With Python's reader: pandas' own fills and drops the cells of a row that has too few or too many."""
+def _csv_blocks(source: Path, file: Iterable[str]) -> Iterator[Block]:
+    """With Python's reader, as fast as pandas' (docs/benchmarks/table.md): that one fills up or drops the cells of a row that has
+    too few or too many, and takes text behind a closing quote."""
     csv.field_size_limit(1 << 30)  # captions may be long
-    try:
-        with source.open(newline="", encoding="utf-8-sig") as file:
-            lines = csv.reader(file, strict=True)
-            header = next(lines, [])
-            columns = _columns_of(source, header, filter(None, lines))
-    except UnicodeDecodeError as error:
-        raise UserError(f"{source} is not UTF-8 text ({error}); save it as UTF-8.") from error
-    except csv.Error as error:
-        raise UserError(
-            f"{source} is no valid CSV ({error}); is a quote left open, or not doubled inside quotes?"
-        ) from error
+    lines = csv.reader(file, strict=True)
+    header = next(lines, [])
     if not header:
         raise UserError(f"{source} is empty; its first line is the header `path,text`.")
-    return _frame_of(header, [np.array(column, dtype=object) for column in columns], len(columns[0]))
-
-
-def _columns_of(source: Path, header: Sequence[str], rows: Iterator[list[str]]) -> list[list[str]]:
-    """The cells by column. Block by block, so that few rows are there in two forms."""
-    columns: list[list[str]] = [[] for _ in header]
-    count = 0
-    while block := list(islice(rows, BLOCK)):
-        if bad := [row for row, cells in enumerate(block) if len(cells) != len(header)]:
-            rows_from = f"rows {list_rows((count + row for row in bad), len(bad))}"
+    _refuse_repeats(source, header)
+    yield 0, dict.fromkeys(header, ())
+    filled, count = filter(None, lines), 0
+    while rows := list(islice(filled, BLOCK)):
+        if set(map(len, rows)) != {len(header)}:
+            bad = [row for row, cells in enumerate(rows) if len(cells) != len(header)]
             raise UserError(
-                f"{source}: the header has {len(header)} columns, but row {count + bad[0] + 1} has {len(block[bad[0]])} "
-                f'cells ({rows_from}). Put a caption that holds a comma in "double quotes".'
+                f"{source}: the header has {len(header)} columns, but row {count + bad[0] + 1} has {len(rows[bad[0]])} cells "
+                f"(rows {list_rows((count + row for row in bad), len(bad))}). "
+                'Put a caption that holds a comma in "double quotes".'
             )
-        for column, of_block in zip(columns, zip(*block, strict=True), strict=True):
-            column.extend(of_block)
-        count += len(block)
-    return columns
+        yield len(rows), dict(zip(header, zip(*rows, strict=True), strict=True))
+        count += len(rows)
 
 
-def _read_jsonl(source: Path) -> pd.DataFrame:
-    """One object a line; a key that an object lacks is an empty cell."""
-    columns: dict[str, list[Any]] = {}
-    count = 0
-    try:
-        with source.open(encoding="utf-8-sig") as file:
-            lines = enumerate(file, start=1)
-            while block := list(islice(lines, BLOCK)):
-                records = [_record(source, number, line) for number, line in block if line.strip()]
-                for name in dict.fromkeys(name for record in records for name in record):
-                    columns.setdefault(name, [None] * count)
-                for name, column in columns.items():
-                    column.extend([record.get(name) for record in records])
-                count += len(records)
-    except UnicodeDecodeError as error:
-        raise UserError(f"{source} is not UTF-8 text ({error}); save it as UTF-8.") from error
-    return _frame_of(list(columns), [_typed(column) for column in columns.values()], count)
+def _jsonl_blocks(source: Path, file: Iterable[str]) -> Iterator[Block]:
+    names: dict[str, None] = {}
+    records = json_records(source, file)
+    while block := list(islice(records, BLOCK)):
+        names |= dict.fromkeys(name for record in block for name in record)
+        yield len(block), {name: [record.get(name) for record in block] for name in names}
 
 
-def _record(source: Path, number: int, line: str) -> dict[str, Any]:
-    try:
-        record = json.loads(line, object_pairs_hook=without_repeats)
-    except ValueError as error:
-        raise UserError(
-            f"{source}, line {number}: no valid JSON ({error}); each line is an object of its own."
-        ) from error
-    if not isinstance(record, dict):
-        raise UserError(f'{source}, line {number}: not an object, such as {{"path": "a.mp4", "text": "a lake"}}.')
-    if "\\u" in line:  # an escape alone can bring a surrogate into text that was read as UTF-8
-        refuse_half_characters(source, number, record)
-    return record
-
-
-def refuse_half_characters(source: Path, number: int, record: Mapping[str, Any]) -> None:
-    """Surrogates without their other half, as a text that was cut in the middle of an emoji ends with, are no text.
+def json_records(source: Path, file: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """The objects of a JSONL file, one a line; `source` names it in messages.
 
     Raises:
-        UserError: there is one in a line of a JSONL file.
+        UserError: a line is no object, has a name twice, or half of a character.
     """
-    for name, value in record.items():
+    for number, line in enumerate(file, start=1):
+        if not line.strip():
+            continue
         try:
-            json.dumps({name: value}, ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:
-            half = error.object[error.start]
+            record = json.loads(line, object_pairs_hook=_without_repeats)
+        except ValueError as error:
             raise UserError(
-                f"{source}, line {number}: {name!a} has half of a character, {half!a}, which is no text; was it cut in "
-                "the middle of an emoji? Remove it."
+                f"{source}, line {number}: no valid JSON ({error}); each line is an object of its own."
             ) from error
+        if not isinstance(record, dict):
+            raise UserError(f'{source}, line {number}: not an object, such as {{"path": "a.mp4", "text": "a lake"}}.')
+        # An escape alone can bring a surrogate into text that was read as UTF-8. One without its other half, as a text that
+        # was cut in the middle of an emoji ends with, is no text.
+        for name, value in record.items() if "\\u" in line else ():
+            try:
+                json.dumps({name: value}, ensure_ascii=False).encode()
+            except UnicodeEncodeError as error:
+                half = error.object[error.start]
+                raise UserError(
+                    f"{source}, line {number}: {name!a} has half of a character, {half!a}, which is no text; was it cut in "
+                    "the middle of an emoji? Remove it."
+                ) from error
+        yield record
 
 
-def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON, for `json.loads`.
-
-    Raises:
-        ValueError: a name is there twice, and one of its values would be lost.
-    """
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(dict(pairs)) < len(pairs):
-        raise ValueError("a name is there twice")
+        raise ValueError("a name is there twice")  # and one of its values would be lost
     return dict(pairs)
 
 
+def _refuse_repeats(source: Path, columns: Sequence[str]) -> None:
+    if twice := sorted({column for column in columns if columns.count(column) > 1}):
+        raise UserError(f"{source} has more than one column {twice[0]!r}; rename one.")
+
+
+def _parquet_blocks(source: Path, columns: Collection[str] | None) -> Iterator[Block]:
+    """Cells are an arrow array of strings, a Series of numbers, or a list of whatever else there is."""
+    with _readable_parquet(source):
+        import pyarrow.parquet
+
+        file = pyarrow.parquet.ParquetFile(source)
+    names = [name for name in file.schema_arrow.names if not name.startswith("__index_level_")]  # pandas' row numbers
+    _refuse_repeats(source, names)
+    yield 0, dict.fromkeys(names, ())
+    wanted = [name for name in names if columns is None or name in columns]
+    with _readable_parquet(source):
+        # in one thread: all processes of a machine read the table at once
+        for batch in file.iter_batches(1 << 16, columns=wanted, use_threads=False):
+            block: dict[str, Any] = {}
+            for name, cells in zip(batch.schema.names, batch.columns, strict=True):
+                block[name] = cells
+                if pyarrow.types.is_integer(cells.type) or pyarrow.types.is_floating(cells.type):
+                    block[name] = cells.to_pandas(integer_object_nulls=True)
+                elif cells.type not in (pyarrow.string(), pyarrow.large_string()):
+                    block[name] = cells.to_pylist()
+                else:
+                    cells.validate(full=True)  # that it is UTF-8
+            yield len(batch), block
+
+
 def _read_parquet(source: Path) -> pd.DataFrame:
-    try:
+    with _readable_parquet(source):
         frame = pd.read_parquet(source, dtype_backend="numpy_nullable")
+    named = any(name is not None for name in frame.index.names)
+    frame = frame.reset_index(drop=not named)  # pandas writes a named index as a column
+    names = [str(name) for name in frame.columns]
+    _refuse_repeats(source, names)
+    return _frame_of({name: _plain(frame.iloc[:, i]) for i, name in enumerate(names)}, len(frame))
+
+
+@contextmanager
+def _readable_parquet(source: Path) -> Iterator[None]:
+    try:
+        yield
     except ImportError as error:
         raise UserError(f"{source}: parquet needs pyarrow; pip install pyarrow, or use a CSV.") from error
     except (OSError, ValueError) as error:  # pyarrow's errors derive from these
         raise UserError(f"{source} is no readable parquet file: {error}") from error
-    named = any(name is not None for name in frame.index.names)
-    frame = frame.reset_index(drop=not named)  # pandas writes a named index as a column
-    columns: list[Any] = [_plain(frame.iloc[:, i]) for i in range(frame.shape[1])]
-    return _frame_of(list(frame.columns), columns, len(frame))
 
 
-_READERS: dict[str, Callable[[Path], pd.DataFrame]] = {
-    "csv": _read_csv,
-    "jsonl": _read_jsonl,
-    "parquet": _read_parquet,
-}
-
-
-def _frame_of(names: Sequence[str], columns: Sequence[Any], num_rows: int) -> pd.DataFrame:
-    """A table of columns whose names may repeat."""
-    frame = pd.DataFrame({i: as_objects(column) for i, column in enumerate(columns)}, index=pd.RangeIndex(num_rows))
-    frame.columns = pd.Index(names, dtype=object)
+def _frame_of(columns: Mapping[str, Any], num_rows: int) -> pd.DataFrame:
+    frame = pd.DataFrame({name: as_objects(column) for name, column in columns.items()}, index=pd.RangeIndex(num_rows))
+    frame.columns = pd.Index(columns, dtype=object)
     return frame
 
 

@@ -85,7 +85,9 @@ class VariableVideoTextDataset:
         self.bad_files = BadFiles(bad_files, max_bad_share, seed)
         self.decoding = Decoding.of(decode)
         self.buckets = Buckets(bucket_config, size_multiple, cost_power)
-        self._of_epoch: tuple[int, np.ndarray] | None = None  # an epoch's buckets, for stand-ins
+        self._assigned: tuple[int, Assignment] | None = (
+            None  # the epoch that was last asked for: plan, summary, stand-ins
+        )
         self.table = read_table(data_path, root, text_columns, max_bad_share=self.bad_files.at_start)
         self.frame_interval, self.target_fps, self.seed = frame_interval, target_fps, seed
         sizes = clip_sizes(self.table, with_fps=target_fps is not None)
@@ -107,12 +109,15 @@ class VariableVideoTextDataset:
 
     def assign(self, epoch: int) -> Assignment:
         """The bucket of every row in an epoch."""
+        if self._assigned is not None and self._assigned[0] == epoch:
+            return self._assigned[1]
         frames = self.num_frames if self._slow is None else np.where(self._slow, UNKNOWN, self.num_frames)
         assignment = self.buckets.assign(
             frames, self.height, self.width, seed=self.seed, epoch=epoch, frame_interval=self._intervals
         )
         if self._slow is not None:
             assignment.left[self._slow] = Left.SLOW
+        self._assigned = epoch, assignment
         return assignment
 
     def __getitem__(self, key: BucketKey) -> Item:
@@ -133,9 +138,7 @@ class VariableVideoTextDataset:
 
     def another(self, key: BucketKey, rng: torch.Generator) -> BucketKey | None:
         """Another sample of the same bucket in that epoch, to stand in for `key`."""
-        if self._of_epoch is None or self._of_epoch[0] != key.epoch:
-            self._of_epoch = key.epoch, self.assign(key.epoch).bucket
-        bucket = self._of_epoch[1]
+        bucket = self.assign(key.epoch).bucket
         rows = np.flatnonzero(bucket == bucket[key.index])
         rows = rows[rows != key.index]
         return key._replace(index=int(rows[int(torch.randint(len(rows), (1,), generator=rng))])) if len(rows) else None

@@ -42,7 +42,6 @@ def test_texts_come_out_as_they_went_in(monkeypatch, block):
     column = TextColumn.of(iter(TEXTS))
     assert len(column) == len(TEXTS)
     assert column.tolist() == list(column) == [column[row] for row in range(len(column))] == TEXTS
-    assert column.encoded(2) == TEXTS[2].encode()
     with pytest.raises(IndexError):
         column[len(TEXTS)]
     with pytest.raises(IndexError):

@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from opensora.datasets.table_files import cell_text, list_rows, refuse_half_characters, table_format, without_repeats
+from opensora.datasets.table_files import cell_text, json_records, list_rows, table_format
 from opensora.registry import did_you_mean
 from opensora.utils.errors import UserError
 from tools.datasets.datautil.io import INTEGERS, MISSING_WORDS, NUMBERS
@@ -175,18 +175,7 @@ def _jsonl_blocks(source: Path, rows: int, columns: Sequence[str]) -> Iterator[B
 
 def _records(source: Path) -> Iterator[dict[str, Any]]:
     with source.open(encoding="utf-8-sig") as file, _text_of(source):
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line, object_pairs_hook=without_repeats)
-            except ValueError as error:
-                raise UserError(f"{source}, line {number}: no valid JSON ({error}).") from error
-            if not isinstance(record, dict):
-                raise UserError(f'{source}, line {number}: not an object, such as {{"path": "a.mp4"}}.')
-            if "\\u" in line:  # an escape alone can bring a surrogate into text that was read as UTF-8
-                refuse_half_characters(source, number, record)
-            yield record
+        yield from json_records(source, file)
 
 
 def _parquet_names(source: Path) -> list[str]:
