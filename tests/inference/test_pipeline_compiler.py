@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch.torch_version import TorchVersion
 
 from opensora.acceleration.compiler.entry import record_of
 from opensora.acceleration.compiler.pipes import parts_of
@@ -67,6 +68,10 @@ def test_nova_is_compiled_by_blocks_alone(nova, options, message):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(
+    TorchVersion(torch.__version__) < (2, 14),
+    reason="aot_eager of PyTorch 2.11 gives the VAE's group_norm a layout that it refuses",
+)
 def test_a_compiled_nova_makes_the_same_picture_twice(nova):
     expected = VideoPipeline.from_config(nova)(["a dog"])
     torch._dynamo.reset()

@@ -181,8 +181,8 @@ def frozen(monkeypatch):
     return made
 
 
+@pytest.mark.slow
 @needs_compiler
-@pytest.mark.usefixtures("without_code")
 @torch.no_grad()
 def test_frozen_weights_are_no_inputs_of_the_program(frozen):
     module, x = toy(), picture()
