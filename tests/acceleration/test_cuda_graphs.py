@@ -74,7 +74,8 @@ def test_compiled_blocks_inside():
     plain = copy.deepcopy(model)
     for each in (model, plain):
         compile_blocks(each.transformer_blocks(), backend="aot_eager")
-    assert train(engine_of(model), model) == train(engine_of(plain, graphs=False), plain)
+    two = {"sizes": SIZES[:2]}
+    assert train(engine_of(model), model, **two) == train(engine_of(plain, graphs=False), plain, **two)
 
 
 def test_frozen_weights_stay_and_adapters_train():

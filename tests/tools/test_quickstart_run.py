@@ -1,6 +1,10 @@
 """The quickstart itself, on three clips: the shipped weights, every command, the files it promises, its measure."""
 
 import json
+import os
+import runpy
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +12,7 @@ import torch
 import tools.quickstart.__main__
 import tools.quickstart.report
 from opensora.utils.errors import UserError
+from tests.conftest import start_ranks
 from tools.quickstart.__main__ import (
     RECIPES,
     checkpoints,
@@ -20,11 +25,32 @@ from tools.quickstart.__main__ import (
     train,
 )
 
+ROOT = Path(__file__).parents[2]
+
+
+def command(*arguments: str) -> None:
+    """A command of the quickstart in a process of its own, but without the seconds in which Python imports everything."""
+    start_ranks(_run, (arguments,), 1, " ".join(arguments[:2]), 600)
+
+
+def _run(_: int, arguments: tuple[str, ...]) -> None:
+    os.chdir(ROOT)
+    sys.argv = [each for each in arguments if each != "-m"]
+    try:
+        if arguments[0] == "-m":
+            runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(arguments[0], run_name="__main__")
+    except SystemExit as exit_:
+        if exit_.code:
+            raise RuntimeError(f"{arguments} ended with {exit_.code}") from exit_
+
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     patch = pytest.MonkeyPatch()
-    patch.chdir(__file__.rsplit("/tests/", 1)[0])
+    patch.chdir(ROOT)
+    patch.setattr(tools.quickstart.__main__, "command", command)
     out = tmp_path_factory.mktemp("quickstart")
     try:
         yield out, quickstart("pretrained", out, max_steps=2, num_clips=3)
@@ -32,6 +58,7 @@ def finished(tmp_path_factory):
         patch.undo()
 
 
+@pytest.mark.multiprocess
 @pytest.mark.slow
 def test_samples_show_what_their_prompts_say(finished):
     _, figures = finished
@@ -105,6 +132,7 @@ def test_other_options_leave_an_interrupted_run_as_it_is_and_come_to_their_end(m
     assert places == [f"--save-dir={tmp_path / number / 'samples'}" for number in ("000-pretrained", "001-pretrained")]
 
 
+@pytest.mark.multiprocess
 @pytest.mark.slow
 def test_training_goes_on_from_the_last_checkpoint(finished):
     out, _ = finished
@@ -161,8 +189,10 @@ def test_nova_trains_longer_in_bf16_where_the_cpu_has_it(monkeypatch, repo_root,
 
 
 @pytest.mark.slow
+@pytest.mark.multiprocess
 def test_nova_learns_pictures_and_goes_on_with_videos(tmp_path, monkeypatch, repo_root):
     monkeypatch.chdir(repo_root)
+    monkeypatch.setattr(tools.quickstart.__main__, "command", command)
     figures = quickstart("nova", tmp_path, max_steps=2, num_clips=3)
     run = tmp_path / "000-nova"
     assert [path.name for path in checkpoints(run / "before")] == ["epoch2-global_step2"]

@@ -28,10 +28,11 @@ pytestmark = pytest.mark.slow  # all wait for the footage to be cut
 def films(tmp_path_factory) -> Path:
     """A folder of films with two copies, two damaged files and a text planted among them."""
     folder = tmp_path_factory.mktemp("films")
-    for name in ("bikes.mp4", "bigbuckbunny.mp4", "trailer_bbb.mp4"):
+    for name in ("bikes.mp4", "bigbuckbunny.mp4"):
         shutil.copy(real_clip(name), folder / name)
+    piece(real_clip("trailer_bbb.mp4"), folder / "trailer_bbb.mp4", 36, 52)
     if vtest := find_clip("vtest.avi")[0]:  # a package of Debian: not on every machine
-        shutil.copy(vtest, folder / vtest.name)
+        piece(vtest, folder / vtest.name, 0, 2)
     shutil.copy(CLIPS / "three_rodents.mp4", folder / "three_rodents.mp4")
     (folder / "deep").mkdir()
     shutil.copy(folder / "bikes.mp4", folder / "deep" / "same.mp4")
@@ -41,6 +42,22 @@ def films(tmp_path_factory) -> Path:
     (folder / "damaged.mp4").write_bytes(data[: len(data) // 2] + bytes(100_000) + data[len(data) // 2 + 100_000 :])
     (folder / "notes.txt").write_text("Bikes, then a bunny.")
     return folder
+
+
+def piece(source: Path, target: Path, start: float, end: float) -> None:
+    """Some seconds of a video, not coded again: from the keyframe before them to the one after."""
+    with av.open(str(source)) as whole, av.open(str(target), "w") as container:
+        video = whole.streams.video[0]
+        stream = container.add_stream_from_template(video)
+        whole.seek(int(start / video.time_base), stream=video)
+        begin = None
+        for packet in whole.demux(video):
+            if packet.dts is None or (packet.is_keyframe and packet.pts * packet.time_base >= end):
+                break
+            begin = packet.dts if begin is None else begin
+            packet.pts, packet.dts = packet.pts - begin, packet.dts - begin
+            packet.stream = stream
+            container.mux(packet)
 
 
 def smaller(source: Path, target: Path) -> None:
@@ -89,7 +106,7 @@ def of(rows: list[dict], name: str) -> list[dict]:
 def test_known_cuts_are_found(work):
     starts = [row["start_frame"] for row in of(kept(work, "cut") + dropped(work, "cut"), "bikes.mp4")]
     assert sorted(starts) == pytest.approx(CUTS, abs=1)
-    assert len(of(kept(work, "cut"), "trailer_bbb.mp4")) >= 5
+    assert len(of(kept(work, "cut"), "trailer_bbb.mp4")) >= 4
 
 
 def test_planted_copies_and_damage_are_reported(work):
