@@ -9,7 +9,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
-.PHONY: help setup quickstart quickstart-nova test test-slow test-extras test-gpu test-mutants check format format-check lint type docs docs-check bench clean
+.PHONY: help setup quickstart quickstart-nova test test-slow test-extras test-oldest test-gpu test-mutants check format format-check lint type docs docs-check bench clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -38,6 +38,11 @@ test-slow: setup  ## run the CPU tests that take longer
 test-extras: setup  ## install what setup does not, and run the tests that need it
 	$(BIN)/python -m pip install --disable-pip-version-check -q -e '.[quant]'
 	$(PYTEST) -m "not gpu" $$(grep -rlF 'importorskip("torchao"' tests)
+
+test-oldest:  ## run the CPU tests of `make test` with the oldest versions that pyproject.toml allows, in .venv-oldest
+	test -d .venv-oldest || $(PYTHON) -m venv .venv-oldest
+	.venv-oldest/bin/python -m pip install --disable-pip-version-check -q -c tests/oldest.txt -e '.[dev,quickstart]'
+	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not gpu"
 
 test-gpu: setup  ## run the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu

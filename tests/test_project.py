@@ -102,6 +102,14 @@ def test_no_test_module_imports_from_another():
     assert found == []
 
 
+def test_the_oldest_versions_are_those_that_are_allowed():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    allowed = [project["dependencies"], *project["optional-dependencies"].values()]
+    lowest = {re.match(r"([\w.-]+)>=([\d.]+)", each).groups() for some in allowed for each in some if ">=" in each}
+    pinned = [line for line in (ROOT / "tests" / "oldest.txt").read_text().splitlines() if not line.startswith("#")]
+    assert {tuple(line.split("==")) for line in pinned} == lowest
+
+
 def test_make_targets_named_in_the_docs_exist():
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.glob("*.md")]

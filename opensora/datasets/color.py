@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 from av.buffer import Buffer
 from av.video.frame import VideoFrame
-from av.video.reformatter import Interpolation, VideoReformatter
+from av.video.reformatter import VideoReformatter
 from PIL import Image
 
 from opensora.datasets.decoding import Decoding
@@ -25,10 +25,8 @@ HDR_NAMES = {PQ: "PQ", HLG: "HLG"}
 FULL_RANGE = 2
 # "exact" is within rounding of the equations; "fast" is 1.2/255 too dark on average and takes each chroma sample for four
 # pixels, up to 8/255 off at edges, in a sixth of the time
-SCALERS = {
-    "exact": Interpolation.BILINEAR | Interpolation.ACCURATE_RND | Interpolation.FULL_CHR_H_INT,
-    "fast": Interpolation.BILINEAR,
-}
+BILINEAR, FULL_CHR_H_INT, ACCURATE_RND = 0x2, 0x2000, 0x40000  # FFmpeg's SWS_ flags; PyAV 17 has no name for the last
+SCALERS = {"exact": BILINEAR | FULL_CHR_H_INT | ACCURATE_RND, "fast": BILINEAR}
 NEARLY_SQUARE = 0.005  # pixels that differ from squares by less are taken as squares
 
 WHITE_NITS, MASTER_NITS = 203.0, 1000.0

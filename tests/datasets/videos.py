@@ -7,7 +7,6 @@ from pathlib import Path
 import av
 import numpy as np
 import torch
-from av.video.reformatter import Interpolation
 from av.video.stream import VideoStream
 from torch import Tensor
 
@@ -70,6 +69,6 @@ def with_matrix(source: Path, target: Path, matrix: Sequence[int]) -> Path:
 
 def decoded_in_order(path: Path) -> np.ndarray:
     """[N, H, W, 3] uint8: all frames as FFmpeg gives them, neither turned nor deinterlaced; no code of ours is used."""
-    exact = Interpolation.BILINEAR | Interpolation.ACCURATE_RND | Interpolation.FULL_CHR_H_INT
+    exact = 0x2 | 0x2000 | 0x40000  # SWS_BILINEAR, SWS_FULL_CHR_H_INT, SWS_ACCURATE_RND
     with av.open(str(path)) as container:
         return np.stack([frame.to_ndarray(format="rgb24", interpolation=exact) for frame in container.decode(video=0)])

@@ -207,7 +207,7 @@ INDEX = json.dumps({"weight_map": {"a": "m-1-of-2.safetensors", "b": "m-2-of-2.s
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
     """Files -> a hub with one repository, an empty cache; gives the list of what was fetched."""
-    import huggingface_hub.constants as constants
+    from huggingface_hub import constants, file_download
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
@@ -218,9 +218,9 @@ def hub(tmp_path, monkeypatch):
         address, fetched = context.__enter__()
         running.append(context)
         monkeypatch.setattr(constants, "ENDPOINT", address)
-        monkeypatch.setattr(
-            constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/resolve/{revision}/{filename}"
-        )
+        for module in (constants, file_download):  # huggingface_hub before 1.0 reads the latter
+            url = address + "/{repo_id}/resolve/{revision}/{filename}"
+            monkeypatch.setattr(module, "HUGGINGFACE_CO_URL_TEMPLATE", url, raising=False)
         return fetched
 
     start.stop = lambda: [running.pop().__exit__(None, None, None) for _ in list(running)]
@@ -311,7 +311,7 @@ class TestHub:
 
     @pytest.mark.parametrize("how", ["offline mode", "no network"])
     def test_without_network_the_cache_is_read(self, hub, monkeypatch, how):
-        import huggingface_hub.constants as constants
+        from huggingface_hub import constants
 
         hub({"config.json": b"{}", "m.safetensors": save(tensors(1))})
         assert value(REPO) == 1

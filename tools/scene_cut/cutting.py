@@ -388,8 +388,6 @@ def _same_stream(output: OutputContainer, stream: Any, matrix: Sequence[int] | N
     options = {} if _is_encoder(stream.codec_context.codec.name) else {"opaque": True}
     copy = output.add_stream_from_template(stream, **options)
     if matrix is not None:  # all of it: a rotation alone would lose a mirror
-        if not hasattr(copy, "set_display_matrix"):
-            raise ValueError(f"PyAV {av.__version__} cannot say how a film is turned")
         copy.set_display_matrix(matrix)
     return copy
 

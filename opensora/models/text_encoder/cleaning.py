@@ -21,7 +21,7 @@ from urllib.parse import unquote_plus
 
 import ftfy
 from bs4 import BeautifulSoup
-from bs4.exceptions import ParserRejectedMarkup
+from bs4.builder import ParserRejectedMarkup
 from ftfy.fixes import fix_surrogates
 
 from opensora.utils.errors import UserError

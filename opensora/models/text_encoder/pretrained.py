@@ -211,7 +211,7 @@ class PretrainedTextEncoder(nn.Module):
     def _load(self) -> Any:
         try:
             model, info = self.model_class.from_pretrained(
-                self._name, **{_dtype_argument(): self.dtype}, output_loading_info=True, **self._hub
+                self._name, dtype=self.dtype, output_loading_info=True, **self._hub
             )
         except UserError:
             raise
@@ -267,11 +267,6 @@ class PretrainedTextEncoder(nn.Module):
         tables = [table for name, table in self.model.named_modules() if name.endswith("position_embeddings")]
         padding = [index for table in tables if (index := getattr(table, "padding_idx", None)) is not None]
         return limit if limit is None else limit - max(padding, default=-1) - 1
-
-
-def _dtype_argument() -> str:
-    major, minor = (int(part) for part in transformers.__version__.split(".")[:2])
-    return "dtype" if (major, minor) >= (4, 56) else "torch_dtype"
 
 
 def _check_weights(missing: Sequence[str], name: str) -> None:
