@@ -89,14 +89,11 @@ def clips_csv(repo_root: Path) -> Path:
 def run_script() -> Callable[..., Finished]:
     """`run_script("scripts/train.py", *args)` runs it from the repository's folder -> (code, stdout, stderr).
 
-    With `num_processes=2` it runs under torchrun; `timeout_s` (default 300) kills it and fails the test.
+    `timeout_s` (default 300) kills it and fails the test. Of several processes: `run_ranks`.
     """
 
-    def run(script: str, *args: object, num_processes: int | None = None, timeout_s: float = 300) -> Finished:
-        launcher: list[str] = []
-        if num_processes is not None:
-            launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}"]
-        argv = [sys.executable, *launcher, script, *map(str, args)]
+    def run(script: str, *args: object, timeout_s: float = 300) -> Finished:
+        argv = [sys.executable, script, *map(str, args)]
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         done = subprocess.run(
             argv,

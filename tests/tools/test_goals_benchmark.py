@@ -105,6 +105,7 @@ def test_the_table_has_a_row_for_each_way_and_says_why_one_has_no_figures(monkey
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("without_code")
 @pytest.mark.parametrize("setting", ["stdit-16x256", "dit-256"])
 def test_compiled_ways_compute_what_they_should(setting, monkeypatch, capsys):
     """Inductor's part is run on GPUs; here it would take a minute a setting."""

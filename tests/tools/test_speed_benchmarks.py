@@ -24,6 +24,7 @@ TOOLS = {
 }  # fmt: skip
 
 
+@pytest.mark.usefixtures("without_code")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TOOLS)
 def test_a_tool_prints_its_table(name, monkeypatch, capsys):

@@ -191,10 +191,9 @@ def test_ranks_share_the_rows_and_leave_the_same_table(recipe, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_under_torchrun(recipe, tmp_path, run_script):
+def test_under_torchrun(recipe, tmp_path, run_ranks):
     run(recipe, tmp_path / "one")
-    done = run_script("tools/footage/__main__.py", recipe, "--out", tmp_path / "two", num_processes=2)
-    assert done.code == 0, done.stderr
+    run_ranks("tools/footage/__main__.py", recipe, "--out", tmp_path / "two")
     assert (tmp_path / "two" / "train.csv").read_bytes() == (tmp_path / "one" / "train.csv").read_bytes()
 
 

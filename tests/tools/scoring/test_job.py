@@ -134,10 +134,9 @@ def test_killed_and_started_again_equals_one_go(table, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_under_torchrun_the_last_rank_merges(table, run_script, tmp_path):
+def test_under_torchrun_the_last_rank_merges(table, run_ranks, tmp_path):
     options = ("--scorers", "sharpness", "--root", CLIPS, "--part-rows", "4")
-    done = run_script("tools/scoring/__main__.py", table, *options, "--out", tmp_path / "two.csv", num_processes=2)
-    assert done.code == 0, done.stderr
+    run_ranks("tools/scoring/__main__.py", table, *options, "--out", tmp_path / "two.csv")
     one = run(job(table, {"sharpness": scorer("sharpness")}), 0)
     assert (tmp_path / "two.csv").read_bytes() == one.read_bytes()
 
