@@ -39,7 +39,7 @@ def test_run_script_returns_code_and_output(run_script, tmp_path):
     assert run_script(str(script), "--flag") == (1, "--flag\n", "wrong\n")
 
 
-@pytest.mark.parametrize(("cpu_s", "ci"), [(0.3, "true"), (0.3, ""), (0.01, "true")])
+@pytest.mark.parametrize(("cpu_s", "ci"), [(0.4, "true"), (0.2, ""), (0.01, "true")])
 def test_a_slow_test_that_is_not_marked_fails_in_ci_and_warns_elsewhere(request, monkeypatch, cpu_s, ci):
     with monkeypatch.context() as shorter:  # not when pytest's own hook looks at this test
         shorter.setattr(conftest, "SLOW_CPU_S", 0.1)

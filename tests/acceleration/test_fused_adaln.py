@@ -19,6 +19,7 @@ INTERPRETED = [(2, 3, 2, 24, 1), (2, 3, 9, 24, 3), (1, 1, 17, 40, 1), (3, 4, 1, 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="this PyTorch has no Triton")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", INTERPRETED)
 def test_output_and_gradients_equal_pytorchs_in_the_interpreter(size):
     from opensora.acceleration import fused_adaln
@@ -80,6 +81,7 @@ def compare(
         assert error < tolerance, (size, float(error))
 
 
+@pytest.mark.slow
 def test_what_torch_compile_assumes_about_the_operators():
     from opensora.acceleration import fused_adaln
 

@@ -38,6 +38,7 @@ def without_gradients(size: tuple[int, ...], device: str, dtype: torch.dtype, ba
         assert torch.equal(attend(tokens.clone().requires_grad_()), expected), size
 
 
+@pytest.mark.slow
 def test_what_torch_compile_assumes_about_the_operators():
     from opensora.acceleration import short_attention as ops
 

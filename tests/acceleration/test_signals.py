@@ -161,6 +161,7 @@ def hang_in_a_call(folder: Path) -> None:
             hashlib.pbkdf2_hmac("sha256", b"", b"", 2**30)
 
 
+@pytest.mark.slow
 def test_also_where_the_first_one_comes_within_a_call_that_does_not_come_back(tmp_path):
     """A collective call that another process never joins: no handler that is written in Python runs in it."""
     with started(hang_in_a_call, tmp_path) as process:

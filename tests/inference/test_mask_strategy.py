@@ -185,6 +185,7 @@ def test_starts_that_are_nowhere(text, message):
         place(text, 5, 16)
 
 
+@pytest.mark.slow
 @given(
     st.builds(
         Condition,

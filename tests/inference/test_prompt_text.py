@@ -162,6 +162,7 @@ def test_files():
     assert files_of(3) is files_of([""]) is files_of([3]) is None
 
 
+@pytest.mark.slow
 @given(st.text() | st.text("ab{}[]|\"':, 0129.-_\n", max_size=60))
 @example('{"":0}')
 @example('a{"reference_path":"\ud800"}')

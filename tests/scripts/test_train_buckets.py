@@ -211,6 +211,7 @@ def test_two_processes_share_out_the_buckets_and_one_goes_on(bucket_config, run_
     assert (state["world"], state["epoch"]) == (1, 0)
 
 
+@pytest.mark.slow
 def test_the_shipped_toy_config_trains(toy_encoders, train_on, monkeypatch):
     monkeypatch.chdir(ROOT)
     options = [

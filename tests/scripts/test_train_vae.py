@@ -137,6 +137,7 @@ def test_the_exported_statistics_whiten_the_latents(train, script):
     torch.testing.assert_close(z.std((0, 2, 3, 4), correction=0), torch.ones(4), rtol=0, atol=0.03)
 
 
+@pytest.mark.slow
 def test_k_then_resume_then_k_is_2k_bit_for_bit(train):
     whole = train(name="whole")
     half = complete_checkpoints(whole)[0]

@@ -8,6 +8,7 @@ from opensora.utils.ckpt import complete_checkpoints, open_checkpoint
 from tests.scripts.runs import losses, tensors
 
 
+@pytest.mark.slow
 def test_validation_changes_nothing_and_leaves_its_results(train, clips_csv):
     options = ("--max-steps=4", "--ckpt-every=4")
     plain = train(*options, name="plain")

@@ -107,6 +107,7 @@ def test_pictures_beside_a_linear_codec(run, tmp_path, capsys, lpips):
     assert same[0] == same[1] == [("0.png", "first"), ("1.png", "noise"), ("2.png", "noise")]
 
 
+@pytest.mark.slow
 def test_videos_of_a_temporal_vae(run, tmp_path, capsys):
     torch.manual_seed(0)
     DiffusersVideoVAE(architecture=WAN).save_pretrained(tmp_path / "vae")

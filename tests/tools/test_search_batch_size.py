@@ -137,6 +137,7 @@ def test_steps_of_every_config_of_nova(path):
     assert trainer.model.in_channels == (16 if vae else 4)
 
 
+@pytest.mark.slow
 def test_the_numbers_that_a_model_wants_are_encoded_too():
     """With --encoders; the flow is one that captions and pixels do not say."""
     nova = "{'type':'NOVA','width':32,'num_heads':1,'video_depth':1,'image_depth':2,'head_depth':1}"

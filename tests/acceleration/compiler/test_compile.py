@@ -196,6 +196,7 @@ def test_frozen_weights_are_no_inputs_of_the_program(frozen):
     assert [kept for _, kept in frozen[1:]] in ([1], [2])  # with the size itself, if the program is dynamic
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("isolates", [True, False], ids=["this PyTorch", "one without isolate_recompiles"])
 @torch.no_grad()
@@ -211,6 +212,7 @@ def test_frozen_weights_that_changed_are_in_the_program_when_it_is_compiled_agai
     torch.testing.assert_close(module(x), expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.usefixtures("without_code")
 @torch.no_grad()
@@ -351,6 +353,7 @@ def test_tf32_is_switched_whichever_of_pytorchs_interfaces_the_program_uses(prog
             assert torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_our_denoisers_compile_block_by_block(programs):
     torch.manual_seed(0)

@@ -134,6 +134,7 @@ def test_jit_takes_an_earlier_program_off_what_it_leaves_eager():
     assert pipe.vae.decoder._compiled_call_impl is None
 
 
+@pytest.mark.slow
 def test_an_fp16_vae_that_overflows_becomes_fp32_and_takes_fp16():
     vae = autoencoder()
     vae.register_to_config(force_upcast=True)

@@ -185,6 +185,7 @@ def test_statistics_survive_the_folder(name, statistics, dtype, tmp_path):
         assert loaded.fingerprint() == vae.fingerprint()
 
 
+@pytest.mark.slow
 def test_the_pieces_are_those_of_the_folder_unless_told(tmp_path):
     for size in (9, None):
         vae = build("OpenSoraVAE_V1_2", micro_frame_size=size)

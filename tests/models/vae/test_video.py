@@ -231,6 +231,7 @@ def ramp(frames: int, height: int, width: int) -> torch.Tensor:
     return ((rows + columns) / 2).expand(1, 3, frames, height, width).contiguous()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"tile_size": 32}, {"time_chunks": "chunked"}, {"micro_batch_size": 1}])
 @pytest.mark.parametrize("kind", ["built", "cast", "autocast"])
 def test_mochi_in_bf16_sees_waves_of_pixels_in_fp32(settings, kind):

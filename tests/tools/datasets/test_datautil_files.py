@@ -81,6 +81,7 @@ def test_broken_files_go_with_a_filter_that_says_so(odd_files, tmp_path, do):
     assert "5 whose file does not exist" in lines[0]
 
 
+@pytest.mark.slow
 def test_one_process_and_several_give_the_same(odd_files, tmp_path, clips_csv, do):
     good, bad = odd_files
     names = [*good, *bad, *(str(path) for path in sorted(clips_csv.parent.glob("*.mp4")))]
@@ -108,6 +109,7 @@ def square_or_die(number: int) -> int:
     return number**2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [2, 3])
 def test_a_row_that_kills_its_process_costs_that_row_alone(workers):
     found = map_rows(square_or_die, range(150), workers=workers, label="squares", crashed=lambda number: -number)

@@ -127,6 +127,7 @@ def test_what_failed_passes_and_what_succeeded_is_untouched(recipe, folder, whol
     assert (out / "report.html").read_text().count("<h2>") == (tmp_path / "fresh/report.html").read_text().count("<h2>")
 
 
+@pytest.mark.slow
 def test_what_fails_again_changes_nothing_behind_it(recipe, tmp_path, capsys):
     out = tmp_path / "work"
     run(recipe, out)

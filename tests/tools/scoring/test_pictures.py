@@ -114,6 +114,7 @@ def sets_of_hashes() -> dict[str, np.ndarray]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("few", [1, 40, 2000])
 @pytest.mark.parametrize("kind", sets_of_hashes())
 def test_duplicates_are_those_of_the_definition_however_they_are_searched(monkeypatch, kind, few):
