@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 import torch
 
 from opensora.utils.ckpt import complete_checkpoints, open_checkpoint
