@@ -36,7 +36,9 @@ def write_video(tmp_path: Path) -> Callable[..., Path]:
             for key, value in context.items():
                 setattr(stream.codec_context, key, value)
             for i, rgb in enumerate(frames):
-                frame = av.VideoFrame.from_ndarray(rgb, format="rgb24").reformat(
+                frame = av.VideoFrame.from_ndarray(rgb, format="rgb24")
+                frame.colorspace = matrix  # PyAV 17 takes BT.2020 from here alone
+                frame = frame.reformat(
                     format=pix_fmt, dst_colorspace=matrix, dst_color_range=context.get("color_range", 1)
                 )
                 frame.pts, frame.time_base = (times or range(len(frames)))[i], 1 / Fraction(rate)

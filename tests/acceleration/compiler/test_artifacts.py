@@ -25,6 +25,7 @@ def _fresh(tmp_path, monkeypatch):
 
 
 @needs_compiler
+@pytest.mark.skipif(not hasattr(torch.compiler, "save_cache_artifacts"), reason="PyTorch 2.6 cannot save programs")
 @torch.no_grad()
 def test_saved_programs_are_found_by_a_fresh_cache(tmp_path, monkeypatch):
     module, x = compile(toy()), torch.randn(2, 3, 16, 16)
@@ -171,6 +172,6 @@ def test_frozen_programs_that_pytorch_does_not_keep_are_told(tmp_path, monkeypat
     module = compile(toy(), options={"mode": "freezing"})
     module._compiled_call_impl.compiled = module._call_impl  # what a CPU's program says when it is saved
     module(torch.randn(1, 3, 8, 8))
-    monkeypatch.setattr(torch.compiler, "save_cache_artifacts", lambda: None)
+    monkeypatch.setattr(torch.compiler, "save_cache_artifacts", lambda: None, raising=False)
     with pytest.raises(UserError, match=r"keeps no program with frozen weights .* Compile without freezing"):
         save_compiled(tmp_path, module)

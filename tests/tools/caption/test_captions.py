@@ -51,6 +51,7 @@ def llava(request, tmp_path_factory):
         unk_token="<unk>",
         eos_token="</s>",
         additional_special_tokens=["<image>"],
+        model_input_names=["input_ids", "attention_mask"],
     )
     processor = LlavaProcessor(
         CLIPImageProcessor(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28}),
