@@ -121,7 +121,8 @@ print(json.dumps([peak() - before, sum(p.numel() * 4 for p in model.parameters()
 """
 
 
-@pytest.mark.parametrize(("width", "count"), [(2048, 16), pytest.param(16384, 1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("width", "count"), [(2048, 16), (16384, 1)])
 def test_loading_takes_little_memory_beside_the_model(tmp_path, repo_root, width, count):
     """256 MB of many tensors, and a single tensor of 1 GB: the peak is the model and at most a fifth."""
     from opensora.utils.ckpt import save_checkpoint
