@@ -29,10 +29,10 @@ quickstart: setup  ## train a small STDiT on the clips of assets/ and sample fro
 quickstart-nova: setup  ## train a small NOVA on the clips, an autoregressive model, and sample pictures and videos
 	$(BIN)/python -m tools.quickstart --from nova
 
-test: setup  ## run the CPU tests
+test: setup  ## run the CPU tests that are not marked slow
 	$(PYTEST) -m "not slow and not gpu"
 
-test-slow: setup  ## run the CPU tests that take longer
+test-slow: setup  ## run the CPU tests that are marked slow
 	$(PYTEST) -m "slow and not gpu"
 
 test-extras: setup  ## install what setup does not, and run the tests that need it

@@ -117,33 +117,39 @@ def run_ranks(tmp_path: Path) -> Callable[..., str]:
     """
 
     def run(script: str, *args: object, processes: int = 2, times: int = 1, timeout_s: float = 300) -> str:
-        said = tmp_path / f"said-{time.monotonic_ns()}"
-        said.mkdir()
-        given = (processes, free_ports(times), script, [str(each) for each in args], said)
+        printed = tmp_path / f"printed-{time.monotonic_ns()}"
+        printed.mkdir()
+        given = (processes, free_ports(times), script, [str(each) for each in args], printed)
         start_ranks(_run_script, given, processes, script, timeout_s)
-        return "".join(path.read_text() for path in sorted(said.iterdir()))
+        return "".join(path.read_text() for path in sorted(printed.iterdir()))
 
     return run
 
 
-def _run_script(rank: int, size: int, ports: list[str], script: str, arguments: list[str], said: Path) -> None:
-    os.environ.update(place_of(rank, size))
+def _run_script(rank: int, size: int, ports: list[str], script: str, arguments: list[str], printed: Path) -> None:
+    os.environ.update(rank_environment(rank, size))
     os.chdir(ROOT)
     sys.argv = [script, *arguments]
-    with (said / str(rank)).open("w") as file, redirect_stdout(file), redirect_stderr(file):
+    with (printed / str(rank)).open("w") as file, redirect_stdout(file), redirect_stderr(file):
         for port in ports:
             os.environ["MASTER_PORT"] = port
             try:
                 runpy.run_path(str(ROOT / script), run_name="__main__")
             except SystemExit as exit_:
                 if exit_.code:
-                    raise RuntimeError((said / str(rank)).read_text()) from exit_
+                    raise RuntimeError((printed / str(rank)).read_text()) from exit_
 
 
-def place_of(rank: int, size: int) -> dict[str, str]:
-    """What torchrun tells a process of its place, without the port."""
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1"}
-    return {name: str(value) for name, value in place.items()}
+def rank_environment(rank: int, size: int) -> dict[str, str]:
+    """The variables that torchrun sets for a rank, without the port."""
+    variables = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": size,
+        "MASTER_ADDR": "127.0.0.1",
+    }
+    return {name: str(value) for name, value in variables.items()}
 
 
 def free_ports(count: int) -> list[str]:

@@ -115,8 +115,8 @@ def resumed_checkpoint(cfg: LoopConfig) -> Path | None:
     """The checkpoint to go on from, if any; says which settings are not those of its run: some are meant, some are slips."""
     source = checkpoint_to_load(cfg)
     before = {} if source is None else open_checkpoint(source).manifest.get("config") or {}
-    older = {name: f.older for name, f in schema_fields(type(cfg)).items() if f.older and name in before}
-    before |= {name: spelling.present(before[name]) for name, spelling in older.items()}
+    legacy = {name: f.legacy for name, f in schema_fields(type(cfg)).items() if f.legacy and name in before}
+    before |= {name: spelling.translate(before[name]) for name, spelling in legacy.items()}
     if changes := changed_settings(before, to_dict(cfg)):
         logger.warning("settings that are not those of %s: %s.", source, "; ".join(changes))
     return source

@@ -104,4 +104,5 @@ class TextBuilder:
     def column(self) -> TextColumn:
         """All that was added."""
         lengths = np.concatenate(self._lengths)
-        return TextColumn(np.frombuffer(self._data, np.uint8), np.cumsum(lengths, dtype=np.int64) - lengths, lengths)
+        data = np.frombuffer(self._data or b"\0", np.uint8)  # so that it can be indexed where all texts are empty
+        return TextColumn(data, np.cumsum(lengths, dtype=np.int64) - lengths, lengths)

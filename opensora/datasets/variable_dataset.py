@@ -85,9 +85,8 @@ class VariableVideoTextDataset:
         self.bad_files = BadFiles(bad_files, max_bad_share, seed)
         self.decoding = Decoding.of(decode)
         self.buckets = Buckets(bucket_config, size_multiple, cost_power)
-        self._assigned: tuple[int, Assignment] | None = (
-            None  # the epoch that was last asked for: plan, summary, stand-ins
-        )
+        # of the epoch that was last asked for, by plan, summary and stand-ins
+        self._assigned: tuple[int, Assignment] | None = None
         self.table = read_table(data_path, root, text_columns, max_bad_share=self.bad_files.at_start)
         self.frame_interval, self.target_fps, self.seed = frame_interval, target_fps, seed
         sizes = clip_sizes(self.table, with_fps=target_fps is not None)

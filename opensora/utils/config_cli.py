@@ -11,7 +11,7 @@ from typing import Any, Literal
 from opensora.utils.config_schema import KEY_ALIASES, REQUIRED, Field, Schema, coerce, describe, members, schema_fields
 
 CONFIG_SUFFIXES = (".py", ".json", ".yml", ".yaml")
-FLAGS = ("cfg", "deepspeed", "print-config", "help")  # beside the fields
+FLAGS = ("cfg", "deepspeed", "print-config", "help")  # besides the fields
 TRUE, FALSE = ("true", "yes", "t", "y", "1"), ("false", "no", "f", "n", "0")
 
 
@@ -104,8 +104,8 @@ class _Reader:
         if alias is not None:
             path, annotation = alias
         elif not keys:
-            older = self.fields[name].older
-            annotation = older.annotation if older else self.fields[name].annotation
+            legacy = self.fields[name].legacy
+            annotation = legacy.annotation if legacy else self.fields[name].annotation
         texts: list[str] = []
         try:
             texts = [attached] if equals else self._take_values(annotation)

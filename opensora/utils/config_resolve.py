@@ -77,7 +77,7 @@ class Draft:
     values: dict[str, Any] = field(default_factory=dict)
     origins: Origins = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
-    options: Sequence[str] = ()  # of a tool, beside the fields
+    options: Sequence[str] = ()  # of a tool, besides the fields
 
     def __post_init__(self) -> None:
         self.fields = schema_fields(self.schema)
@@ -195,11 +195,10 @@ class Draft:
 
     def _present(self, name: str, value: Any) -> Any:
         """Give an older spelling, of a value or of names inside a component, its present one."""
-        older, origin = self.fields[name].older, self.origins.get((name,))
-        if older is not None and (new := older.present(value)) is not value:
-            if (
-                origin and new != str(value) and os.environ.get("RANK", "0") == "0"
-            ):  # nobody can mend what a checkpoint holds
+        legacy, origin = self.fields[name].legacy, self.origins.get((name,))
+        if legacy is not None and (new := legacy.translate(value)) is not value:
+            # without an origin it is of a checkpoint, where nobody can mend it
+            if origin and new != str(value) and os.environ.get("RANK", "0") == "0":
                 logger.warning("%s=%r is written %r now (%s).", name, value, new, origin)
             return new
         if not isinstance(value, dict):

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Union
 from opensora.registry import did_you_mean
 from opensora.utils.dtype import DTYPES, HALF, to_torch_dtype
 from opensora.utils.lora import lora_problems
-from opensora.utils.recompute import recompute_problems, spelled
+from opensora.utils.recompute import recompute_problems, translate_level
 
 Component = dict[str, Any]  # dict(type=NAME, ...): a registered name and the arguments of its constructor
 
@@ -54,11 +54,11 @@ class Alias(NamedTuple):
     annotation: Any
 
 
-class Older(NamedTuple):
+class Legacy(NamedTuple):
     """What a field had before: files, command lines and checkpoints may still have it, a config has not."""
 
     annotation: Any  # of all that may be written
-    present: Callable[[Any], Any]  # a value in its present spelling
+    translate: Callable[[Any], Any]  # a value to its present spelling
 
 
 def option(
@@ -67,10 +67,10 @@ def option(
     *,
     bounds: Bounds | None = None,
     choices: Sequence[str] = (),
-    older: Older | None = None,
+    legacy: Legacy | None = None,
 ) -> Any:
     """A dataclass field that carries its own documentation and limits."""
-    metadata = {"doc": doc, "bounds": bounds, "choices": tuple(choices), "older": older}
+    metadata = {"doc": doc, "bounds": bounds, "choices": tuple(choices), "legacy": legacy}
     if isinstance(default, dict):
         return field(default_factory=lambda: dict(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -296,7 +296,7 @@ class TrainConfig(LoopConfig):
         "(MLPs of so many of the blocks, of NOVA one and two of its stacks), selective (all but matrix products), selective:k (that "
         "for each k-th block, the others whole), selective+every:k (each k-th block whole, the others selective)",
         "none",
-        older=Older(int | bool | str, spelled),
+        legacy=Legacy(int | bool | str, translate_level),
     )
     activation_offload: bool = option(
         "keep what the backward pass needs in the CPU's memory, if it is 1 MiB or more", default=False
@@ -767,7 +767,7 @@ class Field(NamedTuple):
     doc: str
     bounds: Bounds | None
     choices: tuple[str, ...]
-    older: Older | None = None
+    legacy: Legacy | None = None
 
     @property
     def takes_keys(self) -> bool:
@@ -801,7 +801,7 @@ def schema_fields(schema: Schema) -> dict[str, Field]:
             f.metadata["doc"],
             f.metadata["bounds"],
             f.metadata["choices"],
-            f.metadata["older"],
+            f.metadata["legacy"],
         )
         for f in [*own, *inherited]
     }

@@ -13,7 +13,7 @@ The thirds are levels 1 and 2 of NOVA (Deng et al. 2024, `gradient_checkpointing
 encoder, image encoder, decoder. Attention is never computed again. Other denoisers are one stack; a level adds a third of it.
 
 Once they were numbers, and `False` and `True` meant "none" and "block" as in Open-Sora: but `True` equals 1. What was written
-so is translated by `spelled`, and by nothing else.
+so is translated by `translate_level`, and by nothing else.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from opensora.utils.errors import UserError
 
 THIRDS = 3
 WORDS = ("none", "block", "every:k", "mlp", "mlp:1/3", "mlp:2/3", "selective", "selective:k", "selective+every:k")
-SPELLED_BEFORE = {
+LEGACY_LEVELS = {
     **dict.fromkeys(("false", "no", "f", "n", "0"), "none"),
     **dict.fromkeys(("true", "yes", "t", "y"), "block"),
     **{"1": "mlp:1/3", "2": "mlp:2/3", "3": "mlp"},
@@ -61,10 +61,10 @@ class Recompute(NamedTuple):
         return [self.part if i in chosen and i not in whole else others for i in range(depth)]
 
 
-def spelled(value: Any) -> Any:
+def translate_level(value: Any) -> Any:
     """A value of `grad_checkpoint` in its one spelling; what never was one, as it is."""
     text = str(value) if isinstance(value, int) else value
-    return SPELLED_BEFORE.get(text.lower(), text) if isinstance(text, str) else value
+    return LEGACY_LEVELS.get(text.lower(), text) if isinstance(text, str) else value
 
 
 def parse_recompute(value: str) -> Recompute:
@@ -100,6 +100,6 @@ def level_of(text: str) -> str:
     Raises:
         UserError: it is no such value.
     """
-    level: str = spelled(text)
+    level: str = translate_level(text)
     parse_recompute(level)
     return level

@@ -22,7 +22,7 @@ import yaml
 
 from opensora.registry import did_you_mean
 from opensora.utils.errors import UserError
-from opensora.utils.recompute import spelled
+from opensora.utils.recompute import translate_level
 
 DEFAULTS: dict[str, Any] = {
     "NUM_GPUS": 1,
@@ -165,7 +165,7 @@ def to_train_config(node: CfgNode) -> dict[str, Any]:
         "log_every": solver.DISPLAY,
         "ckpt_every": solver.SNAPSHOT_EVERY,
         "exp_name": solver.SNAPSHOT_PREFIX or None,
-        "grad_checkpoint": spelled(train.CHECKPOINTING),
+        "grad_checkpoint": translate_level(train.CHECKPOINTING),
     }
 
 

@@ -129,6 +129,7 @@ def test_fingerprint(folder):
         ("path,text\n0.mp4,a\n1.mp4\n", r"2 columns, but row 2 has 1 cells"),
         ('path,text\n0.mp4,"open\n1.mp4,b\n', r"no valid CSV .*is a quote left open"),
         ('path,text\n0.mp4,"a sign says "open" here"\n', r"no valid CSV .*not doubled inside quotes"),
+        ('path,text\n"",a\n', r"1 of 1 rows have no known extension:\n  row 1: "),
         ("path,text\n0.txt,a\n", r"1 of 1 rows have no known extension:\n  row 1: .*0.txt\nKnown are .mp4"),
     ],
 )

@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from tests.conftest import free_ports, place_of, start_ranks
+from tests.conftest import free_ports, rank_environment, start_ranks
 
 ROOT = Path(__file__).parents[2]
 
@@ -148,7 +148,7 @@ def together(toy_config, tmp_path):
 
 def run_scripts(rank: int, size: int, runs: list[list[str]]) -> None:
     """In a process of its own: scripts/train.py with each port and options in turn, as one of `size`."""
-    os.environ.update(place_of(rank, size))
+    os.environ.update(rank_environment(rank, size))
     script = load_script()
     for port, *arguments in runs:
         os.environ["MASTER_PORT"] = port

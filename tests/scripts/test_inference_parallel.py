@@ -60,8 +60,8 @@ def config(tmp_path):
 def test_two_processes_make_the_files_of_one(config, run_ranks, tmp_path, options):
     folders = [tmp_path / "one", tmp_path / "two"]
     run_ranks("scripts/inference.py", config, "--save-dir", folders[0], processes=1)
-    said = run_ranks("scripts/inference.py", config, "--save-dir", folders[1], *options, times=2)
-    assert said.count("already made") == 3
+    printed = run_ranks("scripts/inference.py", config, "--save-dir", folders[1], *options, times=2)
+    assert printed.count("already made") == 3
     names = sorted(path.name for path in folders[0].iterdir())
     assert names == sorted(f"sample_{i:04d}{suffix}" for i in range(3) for suffix in (".json", ".mp4"))
     assert sorted(path.name for path in folders[1].iterdir()) == names

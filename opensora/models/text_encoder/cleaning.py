@@ -30,8 +30,6 @@ Clean = Literal["none", "basic", "legacy"]
 
 LEADING_ZEROS = re.compile(r"&#0+(?=[0-9])")
 NO_CHARACTER = re.compile(r"&#[1-9][0-9]{7,};?")  # code points end at 1114111; Python reads no number of 4301 digits
-
-
 # "<![" and no name of a marked section: Python's parser refused it until 3.12.3, and since then drops all that follows
 NO_SECTION = re.compile(r"<!\[(?!(?:temp|cdata|ignore|include|rcdata|if|else|endif)\b)", re.IGNORECASE)
 
