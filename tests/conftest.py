@@ -51,15 +51,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     """A test that is not marked `slow` takes at most SLOW_CPU_S, its child processes included.
 
-    It warns of one that takes more, and fails one that takes three times as much where CI is set: a busy machine's caches and
-    clock are worth a factor of two or more, and no test may fail for them. What a test imports first is not its own.
+    It warns of one that takes more, and where CI is set fails one that takes ten times as much: a busy machine and what PyTorch
+    sets up at its first use were seen to cost four times as much, and no test may fail for them. Imports are not counted.
     """
     modules, begin = len(sys.modules), os.times()
     result = yield
     used = sum(os.times()[:4]) - sum(begin[:4])
     if used > SLOW_CPU_S and not item.get_closest_marker("slow") and len(sys.modules) - modules < 20:
         text = f"{used:.1f} CPU seconds: make it smaller than {SLOW_CPU_S}, or mark it `slow`."
-        if used > 3 * SLOW_CPU_S and os.environ.get("CI"):
+        if used > 10 * SLOW_CPU_S and os.environ.get("CI"):
             pytest.fail(text)
         item.warn(pytest.PytestWarning(text))
     return result

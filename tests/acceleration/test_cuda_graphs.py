@@ -59,6 +59,7 @@ def test_fp16_scales_the_loss_as_ever():
     assert check_equal(build("STDiT").train(), dtype="fp16")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", ["block", "mlp", "selective", "every:2"])
 def test_checkpointing_inside(level):
     model = build("STDiT3").train()

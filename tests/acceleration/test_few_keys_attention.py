@@ -82,6 +82,7 @@ def formula(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tenso
     return (p @ v.float()).to(v.dtype)
 
 
+@pytest.mark.slow
 def test_what_torch_compile_assumes_about_the_operators():
     from opensora.acceleration import few_keys_attention as module
 

@@ -27,6 +27,7 @@ AXES = (None, "time", "space", "all")
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="this PyTorch has no Triton")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", INTERPRETED)
 def test_output_and_gradients_equal_the_layers_in_the_interpreter(size):
     from opensora.acceleration import head_norm
@@ -145,6 +146,7 @@ def test_selective_checkpointing_computes_it_again_and_no_attention():
     assert counts["none"][name] == counts["selective"][name] == 1
 
 
+@pytest.mark.slow
 def test_what_torch_compile_assumes_about_the_operators():
     from opensora.acceleration import head_norm
 

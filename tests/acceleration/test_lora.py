@@ -50,6 +50,7 @@ def test_the_first_step_sees_the_base(family):
     assert torch.equal(base(**inputs(base)), model(**inputs(base)))
 
 
+@pytest.mark.slow
 @families
 def test_merged_weights_give_the_adapters_output(family):
     base, model = build(family), adapted(family)

@@ -138,6 +138,7 @@ def hang(folder: Path, where: str) -> None:
     time.sleep(60)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["in a step", "in a call that does not come back", "after the end"])
 def test_a_sigterm_that_comes_later_ends_the_process_at_once(tmp_path, where):
     with started(hang, tmp_path, where) as process:

@@ -210,6 +210,7 @@ class Collecting(Counting):
         return super().__getitem__(key)
 
 
+@pytest.mark.slow
 def test_a_worker_leaves_the_garbage_of_the_process_it_came_from(tmp_path):
     """The end of a process group, for one, waits for threads that a forked process does not have."""
     told = tmp_path / "told"

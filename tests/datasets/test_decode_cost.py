@@ -67,6 +67,7 @@ def test_an_mp4_is_not_read_as_a_whole(long_video):
     assert process.io_counters().read_chars - before < 0.5 * size + header
 
 
+@pytest.mark.slow
 def test_two_hundred_decodes_keep_no_memory(write_video):
     path, process = write_video("a.mp4", numbered_frames(40, 128, 192), options={"g": "10"}), psutil.Process()
     length = probe(path).num_frames

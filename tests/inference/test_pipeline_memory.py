@@ -20,6 +20,7 @@ def request_for(prompts=(A,), **changes) -> Request:
     return Request(items=as_items(list(prompts)), seed=1, **{**SIZE, **changes})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["model", "block"])
 @pytest.mark.parametrize(
     "step_cache", [None, {"type": "pab", "thresholds": (0, 1000)}, {"type": "teacache", "threshold": 9.0}]

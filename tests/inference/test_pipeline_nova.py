@@ -44,6 +44,7 @@ def test_a_batch_is_its_samples_and_prompts_matter(nova):
     assert not torch.allclose(both[1:], sample(pipeline, ["rain"], prompt_indices=[1]))
 
 
+@pytest.mark.slow
 def test_motion_is_told(nova):
     one, other = (sample(nova(motion_flow=flow), ["a dog"]) for flow in (1, 20))
     assert not torch.allclose(one, other)
@@ -81,6 +82,7 @@ def test_guidance_acts_also_where_that_by_text_is_off(nova, guidance):
         sample(plain, ["a dog"], negative_prompts="rain")
 
 
+@pytest.mark.slow
 def test_a_picture_at_the_end_is_refused_and_one_at_the_beginning_is_kept(nova):
     picture = torch.zeros(3, 1, 32, 64)
     given = sample(nova(), ["a dog"], conditioning=[first_and_last(picture)])
@@ -90,6 +92,7 @@ def test_a_picture_at_the_end_is_refused_and_one_at_the_beginning_is_kept(nova):
             nova()(["a dog"], num_frames=3, image_size=(32, 64), conditioning=[conditioning])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", [{"step_cache": {"type": "pab"}}, {"cfg_parallel": True}])
 def test_what_works_on_whole_models_is_refused(nova, setting):
     with pytest.raises(UserError, match=f"{next(iter(setting))} has no effect with MaskedAutoregression"):

@@ -185,6 +185,7 @@ values = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(
     st.text(st.characters(exclude_characters="{|"), max_size=20),
     st.dictionaries(st.sampled_from([*SETTINGS]), values, min_size=1),

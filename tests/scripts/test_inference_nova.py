@@ -89,6 +89,7 @@ def test_text_to_video(sample, mixer):
     assert not np.array_equal(faster[0], videos[0])
 
 
+@pytest.mark.slow
 def test_image_to_video(sample, toy_encoders):
     """The first frame is the picture, as the VAE gives it back; what follows depends on it."""
     from opensora.models.vae.vae import VideoAutoencoderKL

@@ -112,6 +112,7 @@ def test_training_learns(train):
     assert sum(values[-30:]) / 30 < 0.7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [("--grad-checkpoint=True",), ("--dtype=bf16",), ("--cache-text=True",)])
 def test_settings_that_change_no_result_much(train, options):
     plain, other = train(name="plain"), train(*options, name="other")
@@ -135,6 +136,7 @@ def test_processes_that_share_a_sample_read_the_same_rows(train_script, toy_conf
     assert first_batch(0, 2).keys != first_batch(1, 2).keys
 
 
+@pytest.mark.slow
 def test_start_from_scratch_keeps_weights_and_optimizer_only(train):
     first = train(name="first")
     load = complete_checkpoints(first)[-1]

@@ -153,6 +153,7 @@ def test_resume_across_epochs_with_workers_and_accumulation(bucket_config, train
     assert_same_run(whole, rest)
 
 
+@pytest.mark.slow
 def test_other_data_begin_a_new_epoch_when_asked(bucket_config, train_on, capsys):
     first = train_on(bucket_config("STDiT2", max_steps=3, ckpt_every=0), name="first")
     load = f"--load={complete_checkpoints(first)[-1]}"

@@ -20,6 +20,7 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
     return open_checkpoint(complete_checkpoints(run)[-1]).tensors("model")
 
 
+@pytest.mark.slow
 def test_masks_are_trained_on_and_resumed(train):
     plain, masked = train("--num-frames=4", name="plain"), train(*MASKS, name="masked")
     assert all(0 < loss < 10 for loss in losses(masked))
@@ -31,6 +32,7 @@ def test_masks_are_trained_on_and_resumed(train):
     assert all(torch.equal(a, b) for a, b in zip(weights(masked).values(), weights(rest).values(), strict=True))
 
 
+@pytest.mark.slow
 def test_masks_do_not_depend_on_how_a_batch_is_cut(train):
     whole = train(*MASKS, "--batch-size=4", name="whole")
     cut = train(*MASKS, "--batch-size=2", "--accumulation-steps=2", name="cut")

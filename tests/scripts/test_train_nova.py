@@ -108,6 +108,7 @@ def weights(run, step, part="model"):
     return load_file(folder / part / f"{part}.safetensors")
 
 
+@pytest.mark.slow
 def test_pictures_are_trained_on_and_a_resume_changes_nothing(train, pipeline):
     cache_pictures(pipeline / "vae", "./t2i_dataset")
     whole = train("t2i", "whole")
@@ -145,6 +146,7 @@ def test_every_level_of_checkpointing_trains_alike(train):
         assert all(torch.equal(w, weights(runs[0], 2)[name]) for name, w in weights(run, 2).items())
 
 
+@pytest.mark.slow
 def test_averages_on_either_device_are_the_dense_ones(train, pipeline):
     """Every 2 steps, of the trained weights; what is frozen is as it was. On a GPU: tests/test_gpu_engines.py."""
     cache_pictures(pipeline / "vae", "./t2i_dataset")

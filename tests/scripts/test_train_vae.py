@@ -266,6 +266,7 @@ def test_a_step_that_is_no_number_ends_the_run_with_its_files(train, bad_data, t
                    for t in open_checkpoint(path).tensors(part).values())  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_step_that_is_no_number_is_skipped_and_counted(train, bad_data, capsys):
     """With a discriminator, whose step is not taken either; two epochs, so two of six steps."""
     gan = ["--discriminator", "{'type': 'PatchDiscriminator', 'dims': 2, 'channels': 8, 'num_layers': 1}"]
@@ -358,6 +359,7 @@ class TestTheEndOfARun:
         again = train(f"--load={complete_checkpoints(whole)[-1]}", name="again")
         assert (again / "vae" / "config.json").is_file()
 
+    @pytest.mark.slow
     def test_the_vae_of_fewer_steps_is_not_taken_for_that_of_a_longer_run(self, train, monkeypatch, capsys):
         run = train("--max-steps=4")
         short = VideoAutoencoderKL(str(run / "vae")).fingerprint()
@@ -391,6 +393,7 @@ class TestResumeWithOtherData:
             # 4 steps of 3 batches an epoch end in epoch 1, and epoch 2 begins; now 2 batches are an epoch
             assert [entry["epoch"] for entry in entries(rest)] == [2, 3, 3, 4]
 
+    @pytest.mark.slow
     def test_from_scratch_keeps_weights_average_and_optimizers(self, train):
         gan = ("--discriminator", "{'type': 'PatchDiscriminator', 'dims': 2, 'channels': 8, 'num_layers': 1}")
         first = train(*gan, "--max-steps=4", name="first")

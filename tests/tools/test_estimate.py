@@ -221,6 +221,7 @@ def test_tokens_follow_the_vae_of_a_folder(tmp_path):
     assert build(cfg).model.in_channels == 4
 
 
+@pytest.mark.slow
 def test_parts_of_a_pipeline_that_are_given(tmp_path):
     pipeline = {"type": "VideoAutoencoderPipeline", "from_pretrained": "owner/name", **VAE_PARTS}
     built = build(config_of("--vae", str(pipeline)))

@@ -19,6 +19,7 @@ CPU = torch.device("cpu")
 MODELS = {"STDiT-XL/2": (3, 5, 4), "STDiT3-XL/2": (3, 5, 4), "DiT-XL/2": (1, 4, 4)}  # latents
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_the_reference_is_the_same_function_in_another_order(name):
     ours, theirs = (build(name, CPU, 6, **goals.TOY) for _ in range(2))

@@ -125,6 +125,7 @@ WAN = ("--vae.from_pretrained=None", "--vae.subfolder=None",
        "--vae.architecture={'type':'AutoencoderKLWan','base_dim':8,'z_dim':16,'dim_mult':[1,1,1,1],'num_res_blocks':1}")  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", sorted(Path("configs/nova/train").resolve().glob("*.py")), ids=lambda path: path.stem)
 def test_steps_of_every_config_of_nova(path):
     """Models of three stacks of blocks, without and with motion tokens."""
@@ -150,6 +151,7 @@ def out_of_memory(loss) -> None:
     raise torch.OutOfMemoryError("CUDA out of memory")
 
 
+@pytest.mark.slow
 def test_a_lora_and_checkpointing_are_as_in_training(cfg):
     pytest.importorskip("peft", reason="needs peft: pip install -e '.[lora]'")
     argv = [str(CONFIG), *SMALL, "--lora.rank=2", "--grad-checkpoint=block"]
@@ -158,6 +160,7 @@ def test_a_lora_and_checkpointing_are_as_in_training(cfg):
     assert all("lora_" in name for name, p in trainer.model.named_parameters() if p.requires_grad)
 
 
+@pytest.mark.slow
 def test_memory_of_a_cpu_has_a_peak_that_begins_anew():
     device = torch.device("cpu")
     gc.collect()  # what other tests left would go in between

@@ -24,6 +24,7 @@ def _fresh(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.skipif(not hasattr(torch.compiler, "save_cache_artifacts"), reason="PyTorch 2.6 cannot save programs")
 @torch.no_grad()
@@ -123,6 +124,7 @@ def test_clearing_the_cache(tmp_path, monkeypatch, capsys):
         clear_cache()
 
 
+@pytest.mark.slow
 @needs_compiler
 @torch.no_grad()
 def test_clearing_leaves_what_is_not_the_caches(tmp_path, monkeypatch, capsys):
@@ -157,6 +159,7 @@ def test_clearing_leaves_what_is_not_the_caches(tmp_path, monkeypatch, capsys):
         assert f"left alone, for PyTorch does not make it: {folder / name}\n" in said
 
 
+@pytest.mark.slow
 @needs_compiler
 @torch.no_grad()
 def test_a_cache_alone_is_deleted_with_its_folder(tmp_path):

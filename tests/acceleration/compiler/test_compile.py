@@ -63,6 +63,7 @@ def test_one_program_serves_all_sizes(programs):
     assert len(programs) == 2
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_buckets_are_one_program_each(programs):
     module = compile(toy(), backend="counting", options={"dynamic": "buckets"})

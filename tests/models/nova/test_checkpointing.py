@@ -71,6 +71,7 @@ def test_each_level_adds_the_mlps_of_one_stack(level, again):
     assert calls["rest"] == sum(depths.values())
 
 
+@pytest.mark.slow
 def test_each_level_keeps_less():
     kept = []
     for level in LEVELS[:4]:

@@ -161,6 +161,7 @@ def test_blocks_compile_as_a_whole():
     torch.testing.assert_close(model(**cond), out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "mixer_rank"), [((1, 16, 16), 0), ((2, 16, 16), -1)])
 def test_flops_are_those_that_are_counted(size, mixer_rank):
     model, N = build(width=64, caption_channels=32, mixer_rank=mixer_rank), 64

@@ -48,6 +48,7 @@ NESTED = st.builds(lambda a, b, n: a * n + b * n, PIECES, PIECES, st.integers(1,
 WEB_TEXT = st.lists(PIECES | NESTED | st.just(" ") | st.text(st.characters(), max_size=4), max_size=20).map("".join)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["none", "basic", "legacy"])
 @settings(max_examples=200, deadline=timedelta(seconds=20), derandomize=True)
 @given(text=WEB_TEXT)

@@ -75,6 +75,7 @@ def test_the_adaptive_weight_makes_both_gradients_equally_long(adversary):
     assert numbers["g_scale"] > 0
 
 
+@pytest.mark.slow
 def test_fp16_does_not_lose_the_gradients_that_the_adaptive_weight_compares(adversary):
     """Of a mean over 3 million numbers, each of which is below what fp16 can hold."""
     layer = nn.Conv3d(4, 3, 3, padding=1)

@@ -169,6 +169,7 @@ STATISTICS = {  # what a training measures, and other ways to set them
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 @pytest.mark.parametrize("statistics", STATISTICS)
 @pytest.mark.parametrize("name", ["VideoAutoencoderPipeline", "OpenSoraVAE_V1_2"])

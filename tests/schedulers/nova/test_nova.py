@@ -321,6 +321,7 @@ def test_a_guided_patch_is_no_longer_than_asked():
     torch.testing.assert_close(out.norm(dim=-1), text.norm(dim=-1))
 
 
+@pytest.mark.slow
 def test_a_small_model_learns():
     model, made = build(caption_channels=16).train(), scheduler(loss_repeat=2)
     x0 = torch.randn(2, 4, 2, 8, 8) * 0.1 + torch.tensor([1.0, -1.0]).view(2, 1, 1, 1, 1)

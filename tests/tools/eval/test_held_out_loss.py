@@ -141,6 +141,7 @@ def measured(project, monkeypatch, *options: str) -> dict:
     return json.loads((project / "l.json").read_text())
 
 
+@pytest.mark.slow
 def test_a_lora_is_measured_with_its_adapter(project, monkeypatch):
     """The base was measured, and nothing said so."""
     model = random_model(project)

@@ -62,6 +62,7 @@ def reasons(out: Path, kind: str) -> list[str]:
     return [row["reason"] for row in read_rows(next(out.glob(f"*-{kind}-*.dropped.jsonl")))]
 
 
+@pytest.mark.slow
 def test_the_whole_way_to_training(recipe, folder, tmp_path, monkeypatch, capsys):
     out = tmp_path / "work"
     run(recipe, out)

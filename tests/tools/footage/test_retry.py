@@ -272,6 +272,7 @@ def test_a_mended_file_that_is_an_earlier_copy_takes_the_place_of_a_later_one(re
     assert dropped(out, "unique") == {"b_good.mp4": "same digest as an earlier row"}
 
 
+@pytest.mark.slow
 def test_under_torchrun_it_is_refused_and_changes_nothing(recipe, folder, whole, tmp_path):
     out = tmp_path / "work"
     run(recipe, out)

@@ -107,6 +107,7 @@ def test_pairs_are_as_far_apart_as_asked():
     assert max(found[0].first.shape) == 576
 
 
+@pytest.mark.slow
 def test_raft_with_weights_of_a_file_runs(tmp_path):
     torch.manual_seed(0)
     network = raft_small(weights=None).eval()
