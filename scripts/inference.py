@@ -15,13 +15,13 @@ from tqdm import tqdm
 
 from opensora.acceleration.cfg_parallel import Sharing, share_videos
 from opensora.acceleration.distributed import init_world, shutdown
+from opensora.config.load import InferenceConfig, parse_config
 from opensora.inference.build import COMPONENTS
 from opensora.inference.jobs import Job, batches, jobs, records, request_of, stated_size
 from opensora.inference.manifest import already_made, write_samples
 from opensora.inference.pipeline import Defaults, VideoPipeline
 from opensora.inference.references import sources_of
 from opensora.inference.sizes import warn_of_given_frames
-from opensora.utils.config import InferenceConfig, parse_config
 from opensora.utils.errors import exit_on_user_error
 from opensora.utils.folders import make_writable
 from opensora.utils.logging import show_messages

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from opensora.acceleration.distributed import init_world
-from opensora.datasets.read_video import frames_needed, is_image, probe, read_frames
-from opensora.datasets.table import read_table
+from opensora.config.load import VAEInferenceConfig, parse_config
+from opensora.datasets.table.table import read_table
 from opensora.datasets.transforms import get_transform, to_float
+from opensora.datasets.video.read_video import frames_needed, is_image, probe, read_frames
 from opensora.inference.compare import save_beside, save_sheet, shown_frames
 from opensora.models.vae.evaluate import quality, reconstruct
 from opensora.registry import MODELS, build_module
-from opensora.utils.config import VAEInferenceConfig, parse_config
 from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.errors import UserError, exit_on_user_error
 from opensora.utils.folders import make_writable

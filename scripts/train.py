@@ -16,7 +16,23 @@ from opensora.acceleration.compile import compile_blocks
 from opensora.acceleration.distributed import World, init_world, on_main_first, shutdown
 from opensora.acceleration.engine import build_engine, check_engine
 from opensora.acceleration.float8 import check_float8, convert_linears, recipe_of
-from opensora.acceleration.loop import (
+from opensora.acceleration.sequence_parallel import parallelise
+from opensora.checkpoint.weight_sources import refuse_misnamed
+from opensora.config.load import TrainConfig, parse_config, to_dict
+from opensora.config.lora import LoraOptions
+from opensora.datasets.buckets.bucket import refuse_illegal_sizes
+from opensora.datasets.dataloader import batch_bytes, build_loader, build_sampler
+from opensora.datasets.sampler import BatchSampler
+from opensora.datasets.summary import summarise
+from opensora.datasets.table.files import refuse_missing
+from opensora.models.class_condition import check_classes_of_data
+from opensora.models.text_encoder.memo import MemoizedTextEncoder
+from opensora.registry import DATASETS, MODELS, SCHEDULERS, build_module
+from opensora.schedulers.mask_ratios import MaskRatios
+from opensora.schedulers.timesteps import count_samples_once
+from opensora.training.batch_encoder import BatchEncoder, freeze
+from opensora.training.finite_guard import FiniteGuard
+from opensora.training.loop import (
     build_ema,
     build_optimizer,
     checkpoint_parts,
@@ -30,35 +46,19 @@ from opensora.acceleration.loop import (
     steps,
     warn_of_idle_average,
 )
-from opensora.acceleration.lora import add_lora, check_lora
-from opensora.acceleration.meter import build_meter, describe_peak, device_peak
-from opensora.acceleration.safety import FiniteGuard
-from opensora.acceleration.saving import open_run
-from opensora.acceleration.sequence_parallel import parallelise
-from opensora.acceleration.signals import StopSignals
-from opensora.acceleration.watchdog import Watchdog, patience
-from opensora.datasets.bucket import refuse_illegal_sizes
-from opensora.datasets.dataloader import batch_bytes, build_loader, build_sampler
-from opensora.datasets.sampler import BatchSampler, seek
-from opensora.datasets.summary import summarise
-from opensora.datasets.table_files import refuse_missing
-from opensora.inference.validation import build_validation, held_out_dataset
-from opensora.models.class_condition import check_classes_of_data
-from opensora.models.encode import BatchEncoder, freeze
-from opensora.models.text_encoder.memo import MemoizedTextEncoder
-from opensora.registry import DATASETS, MODELS, SCHEDULERS, build_module
-from opensora.schedulers.mask_ratios import MaskRatios
-from opensora.schedulers.timesteps import count_samples_once
-from opensora.utils.config import TrainConfig, parse_config, to_dict
+from opensora.training.lora import add_lora, check_lora
+from opensora.training.lr_scheduler import set_lr
+from opensora.training.meter import build_meter, describe_peak, device_peak
+from opensora.training.run import BATCHES_VARY, RunState, check_run_folder, due, seek
+from opensora.training.run_summary import class_list, effective_batch, parameter_table
+from opensora.training.saver import open_run
+from opensora.training.signals import StopSignals
+from opensora.training.validation import build_validation, held_out_dataset
+from opensora.training.watchdog import Watchdog, patience
 from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.errors import UserError, exit_on_user_error
 from opensora.utils.logging import RunLog, check_wandb, show_messages
-from opensora.utils.lora import LoraOptions
-from opensora.utils.lr_scheduler import set_lr
-from opensora.utils.run import BATCHES_VARY, RunState, check_run_folder, due
-from opensora.utils.run_summary import class_list, effective_batch, parameter_table
 from opensora.utils.seed import generators
-from opensora.utils.weight_sources import refuse_misnamed
 
 logger = logging.getLogger("opensora.train")
 COMPONENTS = {

@@ -20,7 +20,21 @@ from opensora.acceleration.compile import compile_blocks
 from opensora.acceleration.distributed import World, barrier, init_world, mean_over_ranks, on_main_first, shutdown
 from opensora.acceleration.engine import Engine, build_engine, check_engine
 from opensora.acceleration.engines.ddp import DDPEngine
-from opensora.acceleration.loop import (
+from opensora.checkpoint.load import load_strictly, open_checkpoint
+from opensora.config.load import VAETrainConfig, parse_config, to_dict
+from opensora.datasets.dataloader import batch_bytes, build_loader, build_sampler
+from opensora.datasets.datasets import VideoTextDataset
+from opensora.datasets.sampler import BatchSampler, SampleKey
+from opensora.datasets.table.files import refuse_missing
+from opensora.datasets.video.files import BadFile
+from opensora.inference.compare import save_sheet
+from opensora.models.vae.evaluate import Quality, mean_quality, quality, reconstruct
+from opensora.models.vae.statistics import measure_latents
+from opensora.registry import DATASETS, MODELS, build_module
+from opensora.training.adversary import Adversary, Nobody, Player, saved_parts
+from opensora.training.ema import EMA
+from opensora.training.finite_guard import FiniteGuard
+from opensora.training.loop import (
     build_ema,
     build_optimizer,
     checkpoint_parts,
@@ -34,30 +48,16 @@ from opensora.acceleration.loop import (
     steps,
     warn_of_idle_average,
 )
-from opensora.acceleration.meter import Reading, StepRecord
-from opensora.acceleration.safety import FiniteGuard
-from opensora.acceleration.saving import open_run
-from opensora.acceleration.signals import StopSignals
-from opensora.acceleration.watchdog import Watchdog, patience
-from opensora.datasets.dataloader import batch_bytes, build_loader, build_sampler
-from opensora.datasets.datasets import VideoTextDataset
-from opensora.datasets.files import BadFile
-from opensora.datasets.sampler import BatchSampler, SampleKey, seek
-from opensora.datasets.table_files import refuse_missing
-from opensora.inference.compare import save_sheet
-from opensora.models.vae.adversary import Adversary, Nobody, Player, saved_parts
-from opensora.models.vae.evaluate import Quality, mean_quality, quality, reconstruct
-from opensora.models.vae.losses import Reconstructor, VAELoss
-from opensora.models.vae.pieces import Pieces
-from opensora.models.vae.statistics import measure_latents
-from opensora.registry import DATASETS, MODELS, build_module
-from opensora.utils.ckpt import load_strictly, open_checkpoint
-from opensora.utils.config import VAETrainConfig, parse_config, to_dict
-from opensora.utils.ema import EMA
+from opensora.training.lr_scheduler import set_lr
+from opensora.training.meter import Reading, StepRecord
+from opensora.training.run import RunState, Throughput, check_run_folder, due, seek
+from opensora.training.saver import open_run
+from opensora.training.signals import StopSignals
+from opensora.training.vae_losses import Reconstructor, VAELoss
+from opensora.training.vae_pieces import Pieces
+from opensora.training.watchdog import Watchdog, patience
 from opensora.utils.errors import UserError, exit_on_user_error
 from opensora.utils.logging import RunLog, check_wandb, show_messages
-from opensora.utils.lr_scheduler import set_lr
-from opensora.utils.run import RunState, Throughput, check_run_folder, due
 
 T = TypeVar("T")
 logger = logging.getLogger("opensora.train_vae")

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torchvision.models import ResNet18_Weights
 
-from opensora.datasets.bucket import Buckets
+from opensora.config.load import InferenceConfig, TrainConfig, VAEInferenceConfig, VAETrainConfig, parse_config
+from opensora.config.schema import Schema
+from opensora.datasets.buckets.bucket import Buckets
 from opensora.inference.prompts import load_prompts
 from opensora.models.denoiser import Denoiser
 from opensora.registry import DATASETS, MODELS, SCHEDULERS, build_module
-from opensora.utils.config import InferenceConfig, TrainConfig, VAEInferenceConfig, VAETrainConfig, parse_config
-from opensora.utils.config_schema import Schema
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "configs").rglob("*.py"))

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from opensora.models.encode import drop_text
+from opensora.datasets.cache.records import RecordReader, RecordWriter
 from opensora.models.text_encoder.condition import TextCondition
 from opensora.schedulers.training import frame_mean
-from opensora.utils.records import RecordReader, RecordWriter
+from opensora.training.batch_encoder import drop_text
 from opensora.utils.seed import generators
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -81,7 +81,7 @@ def test_captions_that_are_no_file_names(tmp_path):
 def test_reading_videos_needs_no_torchvision():
     code = (
         "import sys; sys.modules['torchvision'] = None\n"
-        "from opensora.datasets.read_video import probe, read_frames\n"
+        "from opensora.datasets.video.read_video import probe, read_frames\n"
         f"assert read_frames({str(ROOT / 'assets/clips/white_dog.mp4')!r}, 3, 2).shape[0] == 2"
     )
     done = subprocess.run(

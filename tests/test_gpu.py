@@ -7,23 +7,23 @@ from pathlib import Path
 import pytest
 import torch
 
-import opensora.acceleration.attention as attention_module
-from opensora.acceleration.attention import attention
+import opensora.acceleration.kernels.attention as attention_module
 from opensora.acceleration.checkpointing import checkpoint_activations
 from opensora.acceleration.compile import compile_blocks
 from opensora.acceleration.cuda_graphs import record_training
 from opensora.acceleration.distributed import World
 from opensora.acceleration.engine import build_engine
+from opensora.acceleration.kernels.attention import attention
 from opensora.models.layers import modulation
 from opensora.registry import MODELS, SCHEDULERS
 from opensora.utils.seed import generators
 from tests.acceleration import test_cuda_graphs as cuda_graphs
-from tests.acceleration import test_few_keys_attention as few_keys
-from tests.acceleration import test_fused_adaln as fused_adaln
-from tests.acceleration import test_gelu_linear as gelu_linear
-from tests.acceleration import test_head_norm as head_norm
-from tests.acceleration import test_short_attention as short
-from tests.acceleration.short_attention_checks import SIZES, compare
+from tests.acceleration.kernels import test_adaln
+from tests.acceleration.kernels import test_few_keys_attention as few_keys
+from tests.acceleration.kernels import test_gelu_linear as gelu_linear
+from tests.acceleration.kernels import test_head_norm as head_norm
+from tests.acceleration.kernels import test_short_attention as short
+from tests.acceleration.kernels.short_attention_checks import SIZES, compare
 from tests.models.denoisers import COMPILED_SIZES, FAMILIES, build, inputs
 
 pytestmark = pytest.mark.gpu
@@ -236,13 +236,13 @@ def test_linear_with_gelu_equals_pytorchs(size, dtype, tolerance, backend):
     gelu_linear.compare(size, device="cuda", dtype=dtype, tolerance=tolerance, backend=backend)
 
 
-@pytest.mark.parametrize("size", [*fused_adaln.SIZES, (2, 16, 256, 1152, 1), (1, 3, 300, 4096, 3)])
+@pytest.mark.parametrize("size", [*test_adaln.SIZES, (2, 16, 256, 1152, 1), (1, 3, 300, 4096, 3)])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
 @pytest.mark.parametrize("backend", [None, "inductor"])
 def test_adaln_equals_pytorchs(size, dtype, tolerance, backend):
     torch._dynamo.reset()
-    for layer in (fused_adaln.fused, fused_adaln.wide):
-        fused_adaln.compare(size, device="cuda", dtype=dtype, tolerance=tolerance, backend=backend, layer=layer)
+    for layer in (test_adaln.fused, test_adaln.wide):
+        test_adaln.compare(size, device="cuda", dtype=dtype, tolerance=tolerance, backend=backend, layer=layer)
 
 
 @pytest.mark.parametrize("family", ["STDiT", "STDiT2", "STDiT3", "DiT-text", "PixArt"])

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from opensora.acceleration.compile import compile_blocks
 from opensora.acceleration.distributed import World
 from opensora.acceleration.engine import Engine, build_engine
-from opensora.utils.ema import EMA
-from opensora.utils.shards import gathered
+from opensora.checkpoint.shards import gathered
+from opensora.training.ema import EMA
 from tests.conftest import join_ranks
 from tests.models.denoisers import build
 

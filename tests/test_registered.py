@@ -141,7 +141,7 @@ def test_dataset(name, clips_csv, tmp_path):
     from opensora.datasets.cache import write_clips
     from opensora.datasets.cache.moments import Job
     from opensora.datasets.sampler import BucketKey, SampleKey
-    from opensora.datasets.table import read_table
+    from opensora.datasets.table.table import read_table
 
     table = tmp_path / "clips.csv"
     table.write_text("\n".join(clips_csv.read_text().splitlines()[:2]) + "\n")
@@ -160,7 +160,7 @@ def test_dataset(name, clips_csv, tmp_path):
         Image.new("RGB", (24, 16)).save(tmp_path / "images" / "lake" / "1.png")
         settings = {"data_path": str(tmp_path / "images"), "num_frames": 1, "image_size": (16, 24)}
     if name == "RecordVideoTextDataset":
-        from opensora.utils.records import RecordWriter
+        from opensora.datasets.cache.records import RecordWriter
 
         features = {"moments": "tensor", "shape": ["int64"], "caption": "string", "text": "string"}
         with RecordWriter(tmp_path / "records", features) as writer:

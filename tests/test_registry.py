@@ -161,7 +161,7 @@ def test_as_a_program_it_lists_the_package_tables_not_its_own():
     assert "Warning" not in done.stderr
 
 
-@pytest.mark.parametrize("name", ["os.system", "os", "torch", "opensora.utils.run.due", "__main__.main"])
+@pytest.mark.parametrize("name", ["os.system", "os", "torch", "opensora.training.run.due", "__main__.main"])
 def test_a_name_is_never_looked_up_as_a_python_object(registry, name):
     """A checkpoint's config is data: its types must not reach what nobody registered."""
     assert registry.get(name) is None

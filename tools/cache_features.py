@@ -23,6 +23,8 @@ from typing import Any
 import torch.distributed as dist
 
 from opensora.acceleration.distributed import init_world, shutdown
+from opensora.config.load import TrainConfig, parse_config
+from opensora.config.resolve import DEFAULT_DATASET
 from opensora.datasets.cache.flow import FOLDER as FLOW
 from opensora.datasets.cache.moments import (
     CLIPS,
@@ -36,20 +38,18 @@ from opensora.datasets.cache.moments import (
     write_samples,
 )
 from opensora.datasets.cache.moments import DTYPES as MOMENT_DTYPES
+from opensora.datasets.cache.records import RecordReader
 from opensora.datasets.cache.records_dataset import RecordVideoTextDataset
 from opensora.datasets.cache.text import DTYPES as TEXT_DTYPES
 from opensora.datasets.cache.text import captions_of, write_text
+from opensora.datasets.cache.text_features import FOLDER as TEXT
 from opensora.datasets.datasets import VideoTextDataset
-from opensora.datasets.decoding import Decoding
-from opensora.datasets.table import read_table
-from opensora.models.encode import freeze
+from opensora.datasets.table.table import read_table
+from opensora.datasets.video.decoding import Decoding
 from opensora.models.vae.slicing import SlicedEncoder
 from opensora.registry import DATASETS, MODELS, SCHEDULERS, build_module
-from opensora.utils.config import TrainConfig, parse_config
-from opensora.utils.config_resolve import DEFAULT_DATASET
+from opensora.training.batch_encoder import freeze
 from opensora.utils.errors import UserError, exit_on_user_error
-from opensora.utils.records import RecordReader
-from opensora.utils.text_features import FOLDER as TEXT
 from tools.cache_flow import RECORDS, cached_flow, wants_flow
 
 COMPONENTS = {"model": MODELS, "vae": MODELS, "text_encoder": MODELS, "scheduler": SCHEDULERS, "dataset": DATASETS}

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
+from opensora.config.load import TrainConfig
 from opensora.datasets.cache.flow import FOLDER, write_flow
 from opensora.datasets.cache.moments import Counts, Job, source_hash
 from opensora.datasets.cache.records_dataset import RecordVideoTextDataset, moments_of
-from opensora.datasets.files import is_image
-from opensora.datasets.table import Table, complain_about_rows, read_table
-from opensora.models.encode import freeze
+from opensora.datasets.table.table import Table, complain_about_rows, read_table
+from opensora.datasets.video.files import is_image
 from opensora.registry import DATASETS, MODELS, build_module
-from opensora.utils.config import TrainConfig
+from opensora.training.batch_encoder import freeze
 from opensora.utils.errors import UserError
 from opensora.utils.seed import generators
 from tools.scoring.flow import Flow

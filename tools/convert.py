@@ -23,17 +23,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opensora.checkpoint.weight_files import refuse_existing, write_file
+from opensora.config.command_line import parse_literal
 from opensora.models.denoiser import Denoiser
 from opensora.models.layers.embedders import CaptionEmbedder
 from opensora.models.loading import null_text_known
 from opensora.registry import MODELS
-from opensora.utils.config_cli import parse_literal
 from opensora.utils.dtype import to_torch_dtype
+from opensora.utils.environment import git_commit
 from opensora.utils.errors import UserError, exit_on_user_error
 from opensora.utils.imports import import_parts
 from opensora.utils.logging import show_messages
-from opensora.utils.run import git_commit
-from opensora.utils.weight_files import refuse_existing, write_file
 
 COUNTS = ("hidden_size", "num_heads", "width")  # arguments that models divide by, or make tensors of
 DIFFUSERS_FILE = "diffusion_pytorch_model.safetensors"

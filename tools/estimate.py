@@ -33,16 +33,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from opensora.acceleration.lora import target_names
-from opensora.datasets.bucket import Buckets
+from opensora.config.activation_checkpointing import level_of, parse_recompute
+from opensora.config.load import TrainConfig, parse_config, read_file
+from opensora.config.lora import LoraOptions
+from opensora.datasets.buckets.bucket import Buckets
 from opensora.models.activations import activation_bytes
 from opensora.models.denoiser import Denoiser
 from opensora.registry import DATASETS, MODELS, SCHEDULERS, build_module
-from opensora.utils.config import TrainConfig, parse_config, read_file
+from opensora.training.lora import target_names
 from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.errors import UserError, exit_on_user_error
-from opensora.utils.lora import LoraOptions
-from opensora.utils.recompute import level_of, parse_recompute
 from tools.frozen_parts import assumptions, build_text, build_vae, text_bytes, vae_bytes
 
 GIB = 2**30

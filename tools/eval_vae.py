@@ -27,10 +27,10 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from opensora.datasets.read_video import probe, read_frames
-from opensora.datasets.table import read_table
-from opensora.datasets.table_files import read_frame
+from opensora.datasets.table.files import read_frame
+from opensora.datasets.table.table import read_table
 from opensora.datasets.transforms import to_float
+from opensora.datasets.video.read_video import probe, read_frames
 from opensora.inference.compare import save_sheet, shown_frames
 from opensora.models.vae import DiffusersVideoVAE, VideoAutoencoderKL
 from opensora.models.vae.evaluate import Quality, mean_quality, quality, reconstruct

@@ -9,9 +9,9 @@ of other origins, and other formats: tools/convert.py.
 import argparse
 from pathlib import Path
 
-from opensora.utils.ckpt import open_checkpoint
+from opensora.checkpoint.load import open_checkpoint
+from opensora.checkpoint.weight_files import refuse_existing, write_file
 from opensora.utils.errors import UserError, exit_on_user_error
-from opensora.utils.weight_files import refuse_existing, write_file
 from tools.convert import refuse_overflow
 
 PARTS = ("ema", "model")

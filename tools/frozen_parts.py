@@ -14,6 +14,7 @@ import transformers
 from huggingface_hub import try_to_load_from_cache
 from torch import nn
 
+from opensora.checkpoint.pretrained import resolve_pretrained
 from opensora.models.vae.base import VideoVAE
 from opensora.models.vae.diffusers_vae import DiffusersVAE, parameters_of
 from opensora.models.vae.opensora_v1_2 import (
@@ -27,7 +28,6 @@ from opensora.models.vae.opensora_v1_2 import (
 from opensora.registry import MODELS
 from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.errors import UserError
-from opensora.utils.pretrained import resolve_pretrained
 
 LEVELS = {"block_out_channels": (128, 256, 512, 512), "layers_per_block": 2, "latent_channels": 4}
 SD_VAE = {**LEVELS, "norm_num_groups": 32}

@@ -11,9 +11,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from opensora.registry import DATASETS, MODELS, SCHEDULERS, Registry
-from opensora.utils.config_cli import dashed, type_text
-from opensora.utils.config_schema import (
+from opensora.config.command_line import dashed, type_text
+from opensora.config.schema import (
     KEY_ALIASES,
     REQUIRED,
     InferenceConfig,
@@ -22,6 +21,7 @@ from opensora.utils.config_schema import (
     VAETrainConfig,
     schema_fields,
 )
+from opensora.registry import DATASETS, MODELS, SCHEDULERS, Registry
 
 DOCS = Path(__file__).parent.parent / "docs" / "config.md"
 SCHEMAS: tuple[Schema, ...] = (TrainConfig, InferenceConfig, VAETrainConfig)
@@ -33,7 +33,7 @@ REGISTRIES = {
 
 HOW_TO = """# Config reference
 
-<!-- Written by tools/gen_config_docs.py; edit opensora/utils/config_schema.py and run it again. -->
+<!-- Written by tools/gen_config_docs.py; edit opensora/config/schema.py and run it again. -->
 
 A config is a Python file whose names are the fields below. `_base_ = ["other.py"]` starts from another file: what the
 file sets replaces what the base sets, key by key inside a component (with `_delete_=True` in it, as a whole). Names

@@ -15,13 +15,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from opensora.checkpoint.load import MANIFEST, open_checkpoint, read_weights
+from opensora.checkpoint.lora import Adapter, factors_of, load_lora, write_adapter
+from opensora.checkpoint.weight_files import refuse_existing, write_file
+from opensora.config.load import read_file
+from opensora.config.lora import LoraOptions
 from opensora.registry import MODELS
-from opensora.utils.ckpt import MANIFEST, open_checkpoint, read_weights
-from opensora.utils.config import read_file
 from opensora.utils.errors import UserError, exit_on_user_error
 from opensora.utils.imports import import_parts, not_imported
-from opensora.utils.lora import Adapter, LoraOptions, factors_of, load_lora, write_adapter
-from opensora.utils.weight_files import refuse_existing, write_file
 from tools.convert import load, refuse_overflow
 
 # arguments of a denoiser that a run takes from VAE and text encoder, and where its weights show them

@@ -33,19 +33,19 @@ from opensora.acceleration.compile import compile_blocks
 from opensora.acceleration.distributed import World, init_world
 from opensora.acceleration.engine import build_engine
 from opensora.acceleration.float8 import convert_linears, recipe_of
-from opensora.acceleration.loop import build_ema, build_optimizer, engine_settings
-from opensora.acceleration.lora import add_lora
-from opensora.datasets.bucket import Buckets
-from opensora.datasets.bucket_config import parse_num_frames
-from opensora.models.encode import BatchEncoder, freeze
+from opensora.config.command_line import read_command
+from opensora.config.load import TrainConfig, read_file
+from opensora.config.lora import LoraOptions
+from opensora.config.resolve import Draft
+from opensora.config.yacs import deepspeed_overrides
+from opensora.datasets.buckets.bucket import Buckets
+from opensora.datasets.buckets.config import parse_num_frames
 from opensora.registry import DATASETS, MODELS, SCHEDULERS, build_module
-from opensora.utils.config import TrainConfig, read_file
-from opensora.utils.config_cli import read_command
-from opensora.utils.config_resolve import Draft
+from opensora.training.batch_encoder import BatchEncoder, freeze
+from opensora.training.loop import build_ema, build_optimizer, engine_settings
+from opensora.training.lora import add_lora
 from opensora.utils.errors import UserError, exit_on_user_error
-from opensora.utils.lora import LoraOptions
 from opensora.utils.seed import generators
-from opensora.utils.yacs_config import deepspeed_overrides
 from tools.estimate import PARTS, latent_size, read_config
 from tools.frozen_parts import assumptions, build_text, build_vae
 

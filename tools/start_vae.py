@@ -12,12 +12,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from opensora.config.load import VAETrainConfig, parse_config
 from opensora.datasets.sampler import SampleKey
 from opensora.models.vae import DiffusersVideoVAE
 from opensora.models.vae.linear_start import decoded, start_linearly
 from opensora.models.vae.metrics import psnr
 from opensora.registry import DATASETS, MODELS, build_module
-from opensora.utils.config import VAETrainConfig, parse_config
 from opensora.utils.errors import UserError, exit_on_user_error
 
 SHOWN = 4  # clips that say how good the start is

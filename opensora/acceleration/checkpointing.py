@@ -18,8 +18,8 @@ from torch._higher_order_ops import wrap
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from opensora.acceleration.patching import wrap_forward
+from opensora.config.activation_checkpointing import parse_recompute
 from opensora.utils.errors import UserError
-from opensora.utils.recompute import parse_recompute
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ def checkpoint_activations(
     level: str = "block",
     stacks: Sequence[int] | None = None,
 ) -> None:
-    """Checkpoint what `level` says (see `opensora.utils.recompute`); nothing happens without gradients.
+    """Checkpoint what `level` says (see `opensora.config.activation_checkpointing`); nothing happens without gradients.
 
     Args:
         blocks: of a denoiser, in forward order.

@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from opensora.checkpoint.lora import FACTOR
 from opensora.registry import did_you_mean
 from opensora.utils.errors import UserError
-from opensora.utils.lora import FACTOR
 
 logger = logging.getLogger(__name__)
 

@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from opensora.datasets.files import IMAGE_FPS, VIDEO_EXTENSIONS, BadFile, TooFewFrames, is_image
-from opensora.datasets.frame_times import AtRate, EveryNth, Rule, frames_needed, is_slow
-from opensora.datasets.read_video import DEFAULT, Decoding, count_frames, open_clip, read_indices
 from opensora.datasets.sampler import SampleKey
 from opensora.datasets.substitute import BadFiles
-from opensora.datasets.table import UNKNOWN, Table, complain_about_rows, extension_ids, read_table
+from opensora.datasets.table.table import UNKNOWN, Table, complain_about_rows, extension_ids, read_table
 from opensora.datasets.transforms import get_transform
+from opensora.datasets.video.files import IMAGE_FPS, VIDEO_EXTENSIONS, BadFile, TooFewFrames, is_image
+from opensora.datasets.video.frame_times import AtRate, EveryNth, Rule, frames_needed, is_slow
+from opensora.datasets.video.read_video import DEFAULT, Decoding, count_frames, open_clip, read_indices
 from opensora.registry import DATASETS
 from opensora.utils.errors import UserError
 from opensora.utils.seed import generator

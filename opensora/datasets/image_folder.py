@@ -17,13 +17,13 @@ import numpy as np
 import torch
 
 from opensora.datasets.datasets import describe, naming_the_row
-from opensora.datasets.files import IMAGE_EXTENSIONS, IMAGE_FPS, is_image, refuse_unlisted
-from opensora.datasets.read_video import read_frames
 from opensora.datasets.sampler import SampleKey
 from opensora.datasets.substitute import BadFiles
-from opensora.datasets.table import UNKNOWN, Table, complain_about_rows, read_table
-from opensora.datasets.text_column import TextColumn
+from opensora.datasets.table.table import UNKNOWN, Table, complain_about_rows, read_table
+from opensora.datasets.table.text_column import TextColumn
 from opensora.datasets.transforms import get_transform
+from opensora.datasets.video.files import IMAGE_EXTENSIONS, IMAGE_FPS, is_image, refuse_unlisted
+from opensora.datasets.video.read_video import read_frames
 from opensora.registry import DATASETS
 from opensora.utils.errors import UserError
 from opensora.utils.seed import generator

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from opensora.datasets.datasets import describe, naming_the_row
-from opensora.datasets.read_video import IMAGE_FPS, TooFewFrames, is_image, open_clip, read_indices
 from opensora.datasets.sampler import SampleKey
-from opensora.datasets.table import complain_about_rows, read_table
+from opensora.datasets.table.table import complain_about_rows, read_table
 from opensora.datasets.transforms import get_transform, to_float
+from opensora.datasets.video.read_video import IMAGE_FPS, TooFewFrames, is_image, open_clip, read_indices
 from opensora.registry import DATASETS
 from opensora.utils.errors import UserError
 from opensora.utils.seed import generator

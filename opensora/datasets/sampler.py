@@ -6,9 +6,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from opensora.utils.config_schema import LoopConfig
 from opensora.utils.errors import UserError
-from opensora.utils.run import RunState
 from opensora.utils.seed import generator
 
 
@@ -136,33 +134,3 @@ class EpochBatchSampler:
             first = number % self.batches_per_epoch * self.global_batch + self.rank * self.batch_size
             places = torch.arange(first, first + self.batch_size) % self.num_samples
             yield [SampleKey(epoch, index) for index in order[places].tolist()]
-
-
-def seek(cfg: LoopConfig, sampler: BatchSampler, state: RunState, *, may_be_done: bool = False) -> int:
-    """Let the sampler begin where the run stands, and end where it ends.
-
-    Returns:
-        Optimizer steps of the whole run: those done, and those that `epochs` leave; `max_steps` at most.
-
-    Raises:
-        UserError: there is nothing to train, and the run may not be done.
-    """
-    place = Place(state.epoch, state.batch_in_epoch, tuple(state.segments))
-    sampler.seek(place, None)
-    ahead = state.count_ahead(sampler.batches_in, cfg.accumulation_steps)
-    total = ahead.total_steps(cfg.epochs)
-    if cfg.max_steps is not None:
-        total = min(total, cfg.max_steps)
-    if not ahead.length and not may_be_done:
-        raise UserError(
-            "nothing to train: an epoch has no batch, whatever --epochs is. --dry-run prints what becomes of the rows, and "
-            "python -m tools.datasets.doctor what is wrong with them."
-        )
-    if total <= state.step and not may_be_done:
-        raise UserError(
-            f"nothing to train: {cfg.epochs} epochs of {ahead.length} batches, accumulation_steps="
-            f"{cfg.accumulation_steps} and max_steps={cfg.max_steps} make {max(total, 0)} steps, and {state.step} are done. "
-            "Raise --epochs or --max-steps."
-        )
-    sampler.seek(place, max(total - state.step, 0) * cfg.accumulation_steps)
-    return total

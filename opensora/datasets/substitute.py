@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar
 
-from opensora.datasets.files import BadFile
+from opensora.datasets.video.files import BadFile
 from opensora.utils.errors import UserError
 from opensora.utils.seed import generator
 

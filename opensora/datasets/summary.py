@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from opensora.datasets.bucket import Bucket, Left
-from opensora.datasets.bucket_sampler import BucketBatchSampler
-from opensora.datasets.read_video import frames_needed
+from opensora.datasets.buckets.bucket import Bucket, Left
+from opensora.datasets.buckets.sampler import BucketBatchSampler
 from opensora.datasets.sampler import BatchSampler, EpochBatchSampler
+from opensora.datasets.video.read_video import frames_needed
 
 
 @dataclass(frozen=True)

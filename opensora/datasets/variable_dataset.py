@@ -11,15 +11,15 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from opensora.datasets.bucket import Assignment, Buckets, Left
+from opensora.datasets.buckets.bucket import Assignment, Buckets, Left
 from opensora.datasets.datasets import Choice, Item, describe, draw_choice, naming_the_row, read_clip, sampling_rule
-from opensora.datasets.files import BadFile, is_image
-from opensora.datasets.frame_times import frames_needed, is_slow
-from opensora.datasets.read_video import DEFAULT, Decoding, probe
 from opensora.datasets.sampler import BucketKey
 from opensora.datasets.substitute import BadFiles
-from opensora.datasets.table import UNKNOWN, Table, read_table
+from opensora.datasets.table.table import UNKNOWN, Table, read_table
 from opensora.datasets.transforms import get_transform
+from opensora.datasets.video.files import BadFile, is_image
+from opensora.datasets.video.frame_times import frames_needed, is_slow
+from opensora.datasets.video.read_video import DEFAULT, Decoding, probe
 from opensora.registry import DATASETS
 from opensora.utils.errors import UserError
 
@@ -41,7 +41,7 @@ class VariableVideoTextDataset:
     Args:
         data_path: Table with the columns `path` and `text_columns`. With `num_frames`, `height` and `width` it starts at
             once; without them every file is opened first.
-        bucket_config: See `bucket_config.py`.
+        bucket_config: See `buckets/config.py`.
         frame_interval: Take every n-th frame of a video, exactly.
         target_fps: Instead, take what is shown at so many frames a second, of videos of any rate; slower ones are in no
             bucket. A column `fps` saves opening the files.

@@ -7,15 +7,15 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from opensora.checkpoint.load import MANIFEST
+from opensora.checkpoint.lora import merge_adapter, read_adapter
+from opensora.checkpoint.weight_sources import refuse_misnamed
+from opensora.config.load import InferenceConfig, config_from_dict, parse_config, to_dict
 from opensora.inference.checks import check_size
 from opensora.inference.long_video import overlap
 from opensora.registry import MODELS, SCHEDULERS, Registry, build_module
-from opensora.utils.ckpt import MANIFEST
-from opensora.utils.config import InferenceConfig, config_from_dict, parse_config, to_dict
 from opensora.utils.errors import UserError
 from opensora.utils.imports import import_parts
-from opensora.utils.lora import merge_adapter, read_adapter
-from opensora.utils.weight_sources import refuse_misnamed
 
 COMPONENTS: dict[str, Registry] = {"model": MODELS, "vae": MODELS, "text_encoder": MODELS, "scheduler": SCHEDULERS}
 

@@ -17,7 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any
 from urllib.parse import urlsplit
 
-from opensora.datasets.files import IMAGE_EXTENSIONS, VIDEO_EXTENSIONS
+from opensora.datasets.video.files import IMAGE_EXTENSIONS, VIDEO_EXTENSIONS
 from opensora.utils.errors import UserError
 
 logger = logging.getLogger(__name__)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from opensora.config.load import InferenceConfig, to_dict
 from opensora.inference.manifest import describe_checkpoint, sidecar
 from opensora.inference.manifest_inputs import inputs_of
 from opensora.inference.output import check_rate, sample_file_name
@@ -17,9 +18,8 @@ from opensora.inference.references import conditioning, refuse_contradictions, r
 from opensora.inference.request import Request
 from opensora.inference.sizes import saved_rate
 from opensora.registry import MODELS, SCHEDULERS, Registry, build_module
-from opensora.utils.config import InferenceConfig, to_dict
+from opensora.utils.environment import environment
 from opensora.utils.errors import UserError, first_few
-from opensora.utils.run import environment
 
 
 class Job(NamedTuple):

@@ -25,12 +25,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from opensora.checkpoint.load import MANIFEST
+from opensora.config.load import changed_settings
+from opensora.config.schema import InferenceConfig
 from opensora.inference.output import EXTENSIONS, exact_fps, replace_file, save_sample, to_uint8, with_extension
 from opensora.inference.video_files import VideoFormat
-from opensora.utils.ckpt import MANIFEST
-from opensora.utils.config_schema import InferenceConfig
 from opensora.utils.errors import UserError, first_few
-from opensora.utils.run import changed_settings
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ def sidecar(
         prompt, prompt_index, sample_index: with the config's seed they fix the noise.
         save_fps: frame rate of the file (`fps` is the one that the model was told).
         checkpoint: what `describe_checkpoint` says.
-        made_with: what `opensora.utils.run.environment` says: versions, commit, command.
+        made_with: what `opensora.training.run.environment` says: versions, commit, command.
         inputs: what `opensora.inference.manifest_inputs.inputs_of` says: the other files that it is made from; None: not known.
     """
     record = {

@@ -25,7 +25,8 @@ from opensora.acceleration.distributed import init_world
 from opensora.acceleration.patching import wrap_forward
 from opensora.acceleration.step_cache.build import build_step_cache
 from opensora.acceleration.step_cache.steps import StepCache
-from opensora.datasets.files import IMAGE_FPS
+from opensora.config.load import InferenceConfig
+from opensora.datasets.video.files import IMAGE_FPS
 from opensora.inference.build import build_parts, inference_config
 from opensora.inference.checks import calls_parts, check_finite, check_size, refuse_for_parts
 from opensora.inference.conditions import Condition, condition, null_condition
@@ -39,7 +40,6 @@ from opensora.inference.request import Request, as_items
 from opensora.inference.sizes import video_size, warn_outside_training
 from opensora.models.class_condition import check_classes
 from opensora.schedulers.sampling import SamplingStep
-from opensora.utils.config import InferenceConfig
 from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.errors import UserError
 from opensora.utils.seed import generator, randn_like

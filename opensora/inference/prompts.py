@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-from opensora.datasets.table_files import read_frame
+from opensora.config.load import InferenceConfig
+from opensora.datasets.table.files import read_frame
 from opensora.inference.mask_strategy import check_references, parse_mask_strategy
 from opensora.inference.prompt_text import (
     SCORE_PHRASES,
@@ -27,7 +28,6 @@ from opensora.inference.prompt_text import (
     with_scores,
 )
 from opensora.registry import did_you_mean
-from opensora.utils.config import InferenceConfig
 from opensora.utils.errors import UserError, first_few
 
 __all__ = ["PromptItem", "Segment", "load_items", "load_prompts"]

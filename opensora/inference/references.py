@@ -19,9 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from opensora.datasets.frame_times import CLOSE, MAX_REPEATED
-from opensora.datasets.read_video import Clip, open_clip, read_indices
+from opensora.config.load import InferenceConfig
 from opensora.datasets.transforms import get_transform
+from opensora.datasets.video.frame_times import CLOSE, MAX_REPEATED
+from opensora.datasets.video.read_video import Clip, open_clip, read_indices
 from opensora.inference.fetch import fetch
 from opensora.inference.long_video import overlap
 from opensora.inference.mask_strategy import Condition, check_places, check_references, parse_mask_strategy
@@ -29,7 +30,6 @@ from opensora.inference.prompts import PromptItem
 from opensora.inference.references_fit import fitted, fitting_length, to_length
 from opensora.inference.sizes import saved_rate
 from opensora.models.vae.base import VideoVAE
-from opensora.utils.config import InferenceConfig
 from opensora.utils.errors import UserError, first_few
 from opensora.utils.seed import generator
 

@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opensora.config.load import InferenceConfig, config_from_dict
 from opensora.inference.build import COMPONENTS
 from opensora.inference.jobs import Job, request_of
 from opensora.inference.manifest import OF_A_BATCH, describe_checkpoint, hardware
 from opensora.inference.manifest_inputs import inputs_of
 from opensora.inference.pipeline import VideoPipeline
 from opensora.inference.prompts import PromptItem, load_items
-from opensora.utils.config import InferenceConfig, config_from_dict
+from opensora.utils.environment import environment
 from opensora.utils.errors import UserError
-from opensora.utils.run import environment
 
 logger = logging.getLogger(__name__)
 

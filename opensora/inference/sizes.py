@@ -17,13 +17,13 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from opensora.datasets.aspect import Size, get_resolution, image_size, rounded
-from opensora.datasets.bucket import Buckets
-from opensora.datasets.files import IMAGE_FPS
+from opensora.checkpoint.load import MANIFEST
+from opensora.config.load import InferenceConfig
+from opensora.config.schema import NUM_FRAMES
+from opensora.datasets.buckets.aspect import Size, get_resolution, image_size, rounded
+from opensora.datasets.buckets.bucket import Buckets
+from opensora.datasets.video.files import IMAGE_FPS
 from opensora.models.vae.base import VideoVAE
-from opensora.utils.ckpt import MANIFEST
-from opensora.utils.config import InferenceConfig
-from opensora.utils.config_schema import NUM_FRAMES
 from opensora.utils.errors import UserError
 
 logger = logging.getLogger(__name__)

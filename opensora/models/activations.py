@@ -6,7 +6,7 @@ numbers per token (D: width), in the number format of the computation:
     LayerNorm and modulation   2     its input and its output
     self-attention             7     input, q, k, v, output twice (as attention leaves it and as the projection takes it), gate
       with qk_norm             +4    in fp32 what is normalised, with and without its norm; +9 in half precision; a
-                                     GPU's kernel (`acceleration/head_norm.py`) keeps its results alone, +2
+                                     GPU's kernel (`acceleration/kernels/head_norm.py`) keeps its results alone, +2
     cross-attention            3     input, q, output
     MLP                        1 + 2 M + 1    input; hidden layer of width M D before and after GELU; gate
 
@@ -21,9 +21,9 @@ from typing import NamedTuple
 from timm.layers import Mlp
 from torch import nn
 
+from opensora.config.activation_checkpointing import Recompute
 from opensora.models.denoiser import Denoiser
 from opensora.models.layers.attention import Attention, CrossAttention
-from opensora.utils.recompute import Recompute
 
 NORM, SELF, CROSS = 2.0, 7.0, 3.0
 QK_NORM, KERNELS_QK_NORM = {4: 4.0, 2: 9.0}, 2.0  # by bytes of a number; with our kernel

@@ -15,14 +15,14 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from opensora.checkpoint.load import load_strictly, open_checkpoint, read_weights
+from opensora.checkpoint.save import MANIFEST
+from opensora.checkpoint.weight_files import kind_of
+from opensora.checkpoint.weight_sources import find_weights
 from opensora.models.layers.embedders import CaptionEmbedder
 from opensora.models.recognise import recognise, star
 from opensora.models.settings import other_settings, refuse_other_heads, written_settings
-from opensora.utils.ckpt import load_strictly, open_checkpoint, read_weights
-from opensora.utils.ckpt_write import MANIFEST
 from opensora.utils.errors import UserError
-from opensora.utils.weight_files import kind_of
-from opensora.utils.weight_sources import find_weights
 
 log = logging.getLogger(__name__)
 NULL_TEXT = "y_embedder.y_embedding"
@@ -53,7 +53,7 @@ Convert = Callable[[Mapping[str, Tensor], nn.Module], Conversion]
 
 
 def load_weights(model: nn.Module, path: str | Path, convert: Convert) -> str:
-    """Load `path` (anything that `opensora.utils.ckpt.read_weights` reads) into `model`, strictly.
+    """Load `path` (anything that `opensora.checkpoint.load.read_weights` reads) into `model`, strictly.
 
     Where the file says what its model computes with (see `opensora.models.settings`), other settings are told as a warning.
 

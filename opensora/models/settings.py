@@ -16,12 +16,12 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
+from opensora.checkpoint.load import open_checkpoint
+from opensora.checkpoint.weight_files import kind_of
 from opensora.models.denoiser import Denoiser
 from opensora.models.layers.attention import Attention
 from opensora.registry import MODELS
-from opensora.utils.ckpt import open_checkpoint
 from opensora.utils.errors import UserError
-from opensora.utils.weight_files import kind_of
 
 HEADS = "num_heads"
 RANGE = ("base_size", "space_scale")  # positions go from 0 to base_size / space_scale, where there is a base_size

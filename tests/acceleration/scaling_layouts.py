@@ -18,13 +18,13 @@ from torch.distributed.tensor import DTensor
 
 from opensora.acceleration.distributed import World, init_world, shutdown
 from opensora.acceleration.engine import Engine, build_engine
-from opensora.acceleration.saving import Saver
 from opensora.acceleration.sequence_parallel import parallelise
-from opensora.utils.ckpt import complete_checkpoints, open_checkpoint
-from opensora.utils.config_schema import LoopConfig
-from opensora.utils.ema import EMA
-from opensora.utils.run import RunState
-from opensora.utils.shards import gathered
+from opensora.checkpoint.load import complete_checkpoints, open_checkpoint
+from opensora.checkpoint.shards import gathered
+from opensora.config.schema import LoopConfig
+from opensora.training.ema import EMA
+from opensora.training.run import RunState
+from opensora.training.saver import Saver
 from tests.acceleration.sequence_parallel_cases import on
 from tests.models.denoisers import C_TEXT, L, build
 

@@ -12,10 +12,10 @@ from opensora.acceleration.compile import compile_blocks
 from opensora.acceleration.distributed import World
 from opensora.acceleration.engine import build_engine
 from opensora.acceleration.engines.cast_once import CastOnce, slots_of
-from opensora.acceleration.lora import add_lora
-from opensora.utils.config import TrainConfig, parse_config
+from opensora.config.load import TrainConfig, parse_config
+from opensora.config.lora import LoraOptions
+from opensora.training.lora import add_lora
 from opensora.utils.errors import UserError
-from opensora.utils.lora import LoraOptions
 from tests.conftest import start_ranks
 from tests.models.denoisers import FAMILIES, build, inputs
 

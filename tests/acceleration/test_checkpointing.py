@@ -15,8 +15,8 @@ from opensora.acceleration.checkpointing import (
     offload_activations,
 )
 from opensora.acceleration.compile import compile_blocks
+from opensora.config.activation_checkpointing import Recompute, parse_recompute
 from opensora.utils.errors import UserError
-from opensora.utils.recompute import Recompute, parse_recompute
 from tests.acceleration.products import Products
 from tests.models.denoisers import build, inputs
 from tools.benchmark.activation_memory import kept_bytes, measure

@@ -18,12 +18,12 @@ from opensora.acceleration.compile import compile_blocks
 from opensora.acceleration.cuda_graphs import Repeater, record_training
 from opensora.acceleration.distributed import World, init_world, shutdown
 from opensora.acceleration.engine import build_engine
-from opensora.acceleration.lora import add_lora
 from opensora.acceleration.sequence_parallel import parallelise
+from opensora.config.load import TrainConfig, parse_config
+from opensora.config.lora import LoraOptions
 from opensora.registry import MODELS
-from opensora.utils.config import TrainConfig, parse_config
+from opensora.training.lora import add_lora
 from opensora.utils.errors import UserError
-from opensora.utils.lora import LoraOptions
 from tests.acceleration import test_cast_once as cast_once
 from tests.conftest import start_ranks
 from tests.models.denoisers import FAMILIES, build, inputs

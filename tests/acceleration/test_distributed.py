@@ -11,9 +11,9 @@ from opensora.acceleration.cfg_parallel import share_videos
 from opensora.acceleration.distributed import STEP_TIMEOUT, init_world, local_gpu
 from opensora.acceleration.engines.fsdp2 import make_mesh
 from opensora.acceleration.engines.partition import Partition
-from opensora.acceleration.loop import same_data, same_settings
+from opensora.config.schema import LoopConfig
 from opensora.datasets.datasets import VideoTextDataset
-from opensora.utils.config_schema import LoopConfig
+from opensora.training.loop import same_data, same_settings
 from opensora.utils.errors import UserError
 from tests.conftest import start_ranks
 

@@ -11,12 +11,12 @@ from opensora.acceleration.checkpointing import checkpoint_activations
 from opensora.acceleration.compile import compile_blocks
 from opensora.acceleration.distributed import init_world
 from opensora.acceleration.float8 import check_float8, convert_linears, recipe_of
-from opensora.acceleration.lora import add_lora
 from opensora.acceleration.sequence_parallel import parallelise
+from opensora.config.load import TrainConfig, parse_config
+from opensora.config.lora import LoraOptions
 from opensora.registry import DATASETS, MODELS, SCHEDULERS
-from opensora.utils.config import TrainConfig, parse_config
+from opensora.training.lora import add_lora
 from opensora.utils.errors import UserError
-from opensora.utils.lora import LoraOptions
 from tests.acceleration.float8_training import WIDE, compare, gradients, relative, train
 from tests.acceleration.toy_training import ALONE, engine_for
 from tests.acceleration.toy_training import train as train_whole_batch

@@ -12,7 +12,7 @@ from opensora.acceleration.compile import compile_blocks
 from opensora.acceleration.distributed import World, shutdown
 from opensora.acceleration.engines.fsdp2 import make_mesh
 from opensora.acceleration.engines.partition import share_out
-from opensora.utils.ema import EMA
+from opensora.training.ema import EMA
 from opensora.utils.errors import UserError
 from tests.acceleration.toy_training import ALONE, CPU, data, engine_for, toy, train
 from tests.models.denoisers import FAMILIES, build, inputs

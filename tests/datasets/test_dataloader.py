@@ -20,7 +20,7 @@ from opensora.datasets.dataloader import bounded_prefetch, build_dataloader, col
 from opensora.datasets.datasets import VideoTextDataset
 from opensora.datasets.sampler import BatchKeys, SampleKey
 from opensora.utils.errors import UserError
-from tests.datasets.videos import numbered_frames
+from tests.datasets.video.videos import numbered_frames
 
 
 class Counting:

@@ -7,14 +7,14 @@ import torch
 
 from opensora.datasets.dataloader import build_sampler
 from opensora.datasets.datasets import VideoTextDataset
-from opensora.datasets.files import BadFile
-from opensora.datasets.read_video import count_frames
 from opensora.datasets.sampler import SampleKey
 from opensora.datasets.substitute import read_or_substitute
 from opensora.datasets.summary import summarise
+from opensora.datasets.video.files import BadFile
+from opensora.datasets.video.read_video import count_frames
 from opensora.registry import DATASETS
 from opensora.utils.errors import UserError
-from tests.datasets.videos import CLIPS, frame_numbers, numbered_frames
+from tests.datasets.video.videos import CLIPS, frame_numbers, numbered_frames
 
 SIZE = (16, 24)
 

@@ -9,7 +9,7 @@ from opensora.datasets.in_memory import InMemoryVideoDataset, pan
 from opensora.datasets.sampler import SampleKey
 from opensora.utils.errors import UserError
 from opensora.utils.seed import generator
-from tests.datasets.videos import CLIPS
+from tests.datasets.video.videos import CLIPS
 
 
 @pytest.fixture(scope="module")

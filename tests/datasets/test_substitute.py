@@ -5,11 +5,11 @@ import torch
 
 from opensora.datasets.dataloader import build_loader, build_sampler
 from opensora.datasets.datasets import VideoTextDataset
-from opensora.datasets.files import BadFile
 from opensora.datasets.sampler import Place, SampleKey
 from opensora.datasets.substitute import MAX_ATTEMPTS, BadFileCount, BadFiles, read_or_substitute
+from opensora.datasets.video.files import BadFile
 from opensora.utils.errors import UserError
-from tests.datasets.videos import numbered_frames
+from tests.datasets.video.videos import numbered_frames
 
 
 class Half:

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from opensora.datasets.bucket import NONE, Left
+from opensora.datasets.buckets.bucket import NONE, Left
 from opensora.datasets.dataloader import build_loader, build_sampler
 from opensora.datasets.sampler import BucketKey, Place
 from opensora.datasets.summary import summarise
 from opensora.datasets.variable_dataset import VariableVideoTextDataset
 from opensora.registry import DATASETS
 from opensora.utils.errors import UserError
-from tests.datasets.videos import frame_numbers, numbered_frames
+from tests.datasets.video.videos import frame_numbers, numbered_frames
 
 CONFIG = {"32x48": {1: (1.0, 2), 4: (1.0, 2), 8: (1.0, 1)}, "16x16": {1: (1.0, 2), 4: (1.0, 4)}}
 

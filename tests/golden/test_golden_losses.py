@@ -14,9 +14,9 @@ from torch import Tensor
 
 from opensora.acceleration.distributed import World
 from opensora.acceleration.engine import build_engine
-from opensora.acceleration.loop import build_ema, build_optimizer, engine_settings
+from opensora.config.load import TrainConfig
 from opensora.registry import MODELS, SCHEDULERS
-from opensora.utils.config import TrainConfig
+from opensora.training.loop import build_ema, build_optimizer, engine_settings
 from opensora.utils.errors import UserError
 from opensora.utils.seed import generators
 from tests.models import denoisers

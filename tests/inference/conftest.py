@@ -6,9 +6,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from opensora.config.load import InferenceConfig, config_from_dict
 from opensora.models.stdit.stdit import STDiT
 from opensora.models.vae.vae import VideoAutoencoderKL
-from opensora.utils.config import InferenceConfig, config_from_dict
 
 MODEL = {"hidden_size": 32, "depth": 2, "num_heads": 2}
 

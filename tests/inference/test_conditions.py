@@ -7,9 +7,9 @@ from safetensors.torch import save_file
 from opensora.inference import conditions
 from opensora.inference.conditions import condition, null_condition
 from opensora.inference.pipeline import VideoPipeline
-from opensora.models.encode import drop_text
 from opensora.models.text_encoder.condition import TextCondition
 from opensora.registry import SCHEDULERS
+from opensora.training.batch_encoder import drop_text
 from opensora.utils.errors import UserError
 from tests.models.denoisers import C_TEXT, L, build
 

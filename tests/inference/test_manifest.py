@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from opensora.config.load import InferenceConfig, config_from_dict
 from opensora.inference.jobs import jobs, records
 from opensora.inference.manifest import (
     already_made,
@@ -23,7 +24,6 @@ from opensora.inference.manifest import (
 from opensora.inference.manifest_inputs import content_hash, inputs_of
 from opensora.inference.output import save_sample, with_extension
 from opensora.inference.pipeline import Defaults
-from opensora.utils.config import InferenceConfig, config_from_dict
 from opensora.utils.errors import UserError
 
 CONFIG = {

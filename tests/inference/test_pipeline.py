@@ -5,15 +5,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from opensora.datasets.read_video import probe
+from opensora.checkpoint.load import save_checkpoint
+from opensora.config.load import InferenceConfig, config_from_dict, to_dict
+from opensora.datasets.video.read_video import probe
 from opensora.inference.manifest import describe_checkpoint, sidecar, write_sidecar
 from opensora.inference.manifest_inputs import inputs_of
 from opensora.inference.pipeline import Samples, VideoPipeline, check_finite, check_size, of_thousand
 from opensora.registry import MODELS, SCHEDULERS, build_module
-from opensora.utils.ckpt import save_checkpoint
-from opensora.utils.config import InferenceConfig, config_from_dict, to_dict
+from opensora.utils.environment import environment
 from opensora.utils.errors import UserError
-from opensora.utils.run import environment
 
 A, B = "a white dog on the floor", "a city street at night, seen from above"
 SIZE = {"num_frames": 4, "image_size": (32, 48), "fps": 8}

@@ -10,9 +10,9 @@ from torch.torch_version import TorchVersion
 
 from opensora.acceleration.compiler.entry import record_of
 from opensora.acceleration.compiler.pipes import parts_of
+from opensora.config.load import InferenceConfig, config_from_dict, to_dict
 from opensora.inference.pipeline import VideoPipeline
 from opensora.registry import MODELS
-from opensora.utils.config import InferenceConfig, config_from_dict, to_dict
 from opensora.utils.errors import UserError
 
 
@@ -98,6 +98,6 @@ def test_what_does_not_go_together_is_refused(cfg, settings, message):
 
 
 def test_the_command_line(cfg):
-    from opensora.utils.config_cli import parse_texts
+    from opensora.config.command_line import parse_texts
 
     assert parse_texts(['{"mode": "O3", "dynamic": true}'], str | None) == '{"mode": "O3", "dynamic": true}'

@@ -4,10 +4,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from opensora.config.load import InferenceConfig, config_from_dict, to_dict
 from opensora.inference.pipeline import VideoPipeline
 from opensora.inference.references import first_and_last
 from opensora.registry import MODELS
-from opensora.utils.config import InferenceConfig, config_from_dict, to_dict
 from opensora.utils.errors import UserError
 
 NOVA = {"type": "NOVA", "width": 32, "num_heads": 2, "video_depth": 2, "image_depth": 4, "head_depth": 2}

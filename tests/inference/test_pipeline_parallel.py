@@ -9,11 +9,11 @@ import torch
 
 from opensora.acceleration.cfg_parallel import share_videos
 from opensora.acceleration.distributed import World
+from opensora.config.load import InferenceConfig, config_from_dict, to_dict
 from opensora.inference.mask_strategy import Condition
 from opensora.inference.pipeline import VideoPipeline
 from opensora.inference.references import Conditioning
 from opensora.inference.request import Request, as_items
-from opensora.utils.config import InferenceConfig, config_from_dict, to_dict
 from opensora.utils.errors import UserError
 
 PROMPTS = ["a white dog on the floor", "a city street at night", "three boats"]

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
+from opensora.config.load import InferenceConfig, config_from_dict
 from opensora.inference.jobs import Job, batches
 from opensora.inference.prompts import PromptItem, Segment, load_items, load_prompts
-from opensora.utils.config import InferenceConfig, config_from_dict
 from opensora.utils.errors import UserError
 
 CONFIG = config_from_dict(

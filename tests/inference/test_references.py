@@ -10,6 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
+from opensora.config.load import InferenceConfig, config_from_dict
 from opensora.inference.mask_strategy import Condition, apply
 from opensora.inference.prompts import load_items
 from opensora.inference.references import (
@@ -23,7 +24,6 @@ from opensora.inference.references import (
     read_reference,
     refuse_missing,
 )
-from opensora.utils.config import InferenceConfig, config_from_dict
 from opensora.utils.errors import UserError
 from tests.models.vaes import build
 

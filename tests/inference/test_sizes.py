@@ -5,7 +5,8 @@ import logging
 
 import pytest
 
-from opensora.datasets.bucket_config import FRAME_ALIASES
+from opensora.config.load import InferenceConfig, TrainConfig, config_from_dict, parse_config, to_dict
+from opensora.datasets.buckets.config import FRAME_ALIASES
 from opensora.inference.build import inference_config
 from opensora.inference.sizes import (
     TrainedSize,
@@ -16,7 +17,6 @@ from opensora.inference.sizes import (
     warn_of_given_frames,
     warn_outside_training,
 )
-from opensora.utils.config import InferenceConfig, TrainConfig, config_from_dict, parse_config, to_dict
 from opensora.utils.errors import UserError
 from tests.models.vaes import build
 

@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from opensora.models.encode import drop_text
+from opensora.checkpoint.load import save_checkpoint
 from opensora.models.loading import (
     Conversion,
     grow_patches,
@@ -17,7 +17,7 @@ from opensora.models.loading import (
     written_by,
 )
 from opensora.models.text_encoder.condition import TextCondition
-from opensora.utils.ckpt import save_checkpoint
+from opensora.training.batch_encoder import drop_text
 from opensora.utils.errors import UserError
 from tests.models.denoisers import FAMILIES, build
 

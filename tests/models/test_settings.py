@@ -8,9 +8,9 @@ import torch
 from diffusers import DiTTransformer2DModel, LatteTransformer3DModel, PixArtTransformer2DModel
 from safetensors.torch import save_file
 
+from opensora.checkpoint.load import save_checkpoint
 from opensora.models.settings import written_settings
 from opensora.registry import MODELS
-from opensora.utils.ckpt import save_checkpoint
 from opensora.utils.errors import UserError
 from tests.models.denoisers import C_TEXT, FAMILIES, TOY, build, inputs
 from tests.models.pixart.theirs import their_output

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from opensora.utils.ckpt import complete_checkpoints, open_checkpoint
+from opensora.checkpoint.load import complete_checkpoints, open_checkpoint
 
 
 def logged(run: Path, name: str) -> list[float]:

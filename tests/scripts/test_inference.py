@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
+from opensora.checkpoint.load import save_checkpoint
 from opensora.models.stdit.stdit import STDiT
 from opensora.models.vae.vae import VideoAutoencoderKL
-from opensora.utils.ckpt import save_checkpoint
 
 ROOT = Path(__file__).parents[2]
 CONFIG = """

@@ -10,9 +10,9 @@ import pytest
 import torch
 from PIL import Image
 
+from opensora.checkpoint.load import save_checkpoint
 from opensora.models.stdit.stdit import STDiT
 from opensora.models.vae.vae import VideoAutoencoderKL
-from opensora.utils.ckpt import save_checkpoint
 
 CONFIG = """
 num_frames = 3

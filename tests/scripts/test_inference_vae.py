@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from opensora.datasets.read_video import probe, read_frames
+from opensora.datasets.video.read_video import probe, read_frames
 from opensora.models.vae import DiffusersVideoVAE
 
 ROOT = Path(__file__).parents[2]

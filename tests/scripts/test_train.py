@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from opensora.acceleration.distributed import World
+from opensora.checkpoint.load import complete_checkpoints, open_checkpoint
+from opensora.config.load import TrainConfig, parse_config
 from opensora.datasets.sampler import BatchKeys
-from opensora.utils.ckpt import complete_checkpoints, open_checkpoint
-from opensora.utils.config import TrainConfig, parse_config
 from tests.scripts.runs import all_losses, assert_same_run, logged, losses, tensors
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "stdit_iddpm.json"

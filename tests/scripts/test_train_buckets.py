@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from opensora.utils.ckpt import complete_checkpoints, open_checkpoint
+from opensora.checkpoint.load import complete_checkpoints, open_checkpoint
 
 ROOT = Path(__file__).parents[2]
 SMALL = {"depth": 2, "hidden_size": 48, "num_heads": 2, "input_sq_size": 32}

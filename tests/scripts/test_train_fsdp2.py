@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from opensora.utils.ckpt import complete_checkpoints
+from opensora.checkpoint.load import complete_checkpoints
 from tests.scripts.runs import assert_same_run, losses, tensors
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from opensora.utils.ckpt import complete_checkpoints
+from opensora.checkpoint.load import complete_checkpoints
 
 
 def entries(run: Path) -> list[dict]:

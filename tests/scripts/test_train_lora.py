@@ -4,10 +4,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from opensora.checkpoint.load import complete_checkpoints, open_checkpoint, read_weights
+from opensora.checkpoint.lora import load_lora
 from opensora.registry import MODELS
-from opensora.utils.ckpt import complete_checkpoints, open_checkpoint, read_weights
 from opensora.utils.errors import UserError
-from opensora.utils.lora import load_lora
 from tests.scripts.runs import assert_same_run, losses
 from tools.lora import export, merge
 

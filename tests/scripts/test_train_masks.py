@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from opensora.utils.ckpt import complete_checkpoints, open_checkpoint
+from opensora.checkpoint.load import complete_checkpoints, open_checkpoint
 from opensora.utils.errors import UserError
 
 MASKS = ("--num-frames=4", "--mask-ratios", '{"random": 0.5, "image_head": 0.25}')

@@ -12,13 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from opensora.datasets.cache.records import RecordWriter
 from opensora.datasets.cache.records_dataset import RecordVideoTextDataset, first_sentence
 from opensora.datasets.sampler import SampleKey
-from opensora.models.encode import BatchEncoder
 from opensora.models.text_encoder.hf import HFTextEncoder
 from opensora.models.vae.vae import VideoAutoencoderKL
+from opensora.training.batch_encoder import BatchEncoder
 from opensora.utils.errors import UserError
-from opensora.utils.records import RecordWriter
 from opensora.utils.seed import generators
 from tests.models.nova.toy import build
 from tools.cache_features import cache_features
@@ -33,7 +33,7 @@ def cache_pictures(vae_folder, folder, count=4):
     """The guide's section 1, for pictures; on a CPU, and in fp32 where its VAE computes in fp16."""
     from diffusers import AutoencoderKL
 
-    import opensora.utils.records as codewithgpu
+    import opensora.datasets.cache.records as codewithgpu
 
     device, dtype = torch.device("cpu"), torch.float32
     vae = AutoencoderKL.from_pretrained(vae_folder)
@@ -79,7 +79,7 @@ def train(train_script, pipeline, monkeypatch):
     """Write the guide's config with some keys, and run scripts/train.py with it; returns the run's folder."""
 
     def run(kind, prefix, *options, steps=4, snapshot=2):
-        from opensora.utils.yacs_config import default_cfg
+        from opensora.config.yacs import default_cfg
 
         cfg = default_cfg()
         cfg.PIPELINE.TYPE = f"nova_train_{kind}"

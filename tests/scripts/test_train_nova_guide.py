@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from opensora.config.load import TrainConfig, parse_config
+from opensora.datasets.cache.records import RecordWriter
 from opensora.registry import DATASETS, MODELS, SCHEDULERS, build_module
-from opensora.utils.config import TrainConfig, parse_config
-from opensora.utils.records import RecordWriter
 
 ROOT = Path(__file__).parents[2]
 REGISTRIES = {"model": MODELS, "vae": MODELS, "text_encoder": MODELS, "scheduler": SCHEDULERS, "dataset": DATASETS}

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from opensora.utils.ckpt import complete_checkpoints, open_checkpoint
+from opensora.checkpoint.load import complete_checkpoints, open_checkpoint
 from tests.conftest import PRELOADED, begin_rank, free_ports
 from tests.scripts.conftest import run_scripts
 

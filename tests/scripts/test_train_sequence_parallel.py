@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from opensora.utils.ckpt import complete_checkpoints, open_checkpoint
+from opensora.checkpoint.load import complete_checkpoints, open_checkpoint
 
 
 def metrics(run, name):

@@ -16,13 +16,13 @@ import torch
 from diffusers import AutoencoderKL
 from PIL import Image
 
+from opensora.checkpoint.load import complete_checkpoints, open_checkpoint
+from opensora.config.schema import LoopConfig, VAETrainConfig, schema_fields
 from opensora.datasets.datasets import VideoTextDataset
 from opensora.models.vae import DiffusersVideoVAE, VideoAutoencoderKL, VideoAutoencoderPipeline
 from opensora.registry import DATASETS
-from opensora.utils.ckpt import complete_checkpoints, open_checkpoint
-from opensora.utils.config_schema import LoopConfig, VAETrainConfig, schema_fields
+from opensora.training.run import RunState
 from opensora.utils.errors import UserError
-from opensora.utils.run import RunState
 from tests.conftest import start_ranks
 from tests.models.vae.lpips_files import random_alex
 from tests.scripts.conftest import free_ports

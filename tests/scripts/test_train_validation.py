@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from opensora.utils.ckpt import complete_checkpoints, open_checkpoint
+from opensora.checkpoint.load import complete_checkpoints, open_checkpoint
 from tests.scripts.runs import losses, tensors
 
 

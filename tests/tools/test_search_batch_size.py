@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from opensora.acceleration.distributed import World
+from opensora.config.load import TrainConfig, parse_config, to_dict
 from opensora.registry import DATASETS
-from opensora.utils.config import TrainConfig, parse_config, to_dict
 from opensora.utils.errors import UserError
 from tools.estimate import PARTS, read_config
 from tools.search_batch_size import (

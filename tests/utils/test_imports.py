@@ -4,9 +4,9 @@ import sys
 
 import pytest
 
+from opensora.config.load import InferenceConfig, config_from_dict, parse_config, to_dict
 from opensora.inference.build import COMPONENTS
 from opensora.registry import MODELS
-from opensora.utils.config import InferenceConfig, config_from_dict, parse_config, to_dict
 from opensora.utils.errors import UserError
 
 PART = """

@@ -19,9 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from opensora.acceleration.checkpointing import checkpoint_activations
+from opensora.config.activation_checkpointing import level_of
 from opensora.registry import MODELS
 from opensora.utils.dtype import to_torch_dtype
-from opensora.utils.recompute import level_of
 from tools.benchmark.heading import heading
 
 LEVELS = (

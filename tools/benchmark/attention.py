@@ -4,7 +4,7 @@
 
 A case is one layer of STDiT-XL/2 (16 heads of 72 channels, which for each token lie one behind the other) at one size: `space`
 (tokens of a frame see each other), `time` (frames at one place) and `text` (tokens see a caption, of which half is padding).
-`auto`, `sdpa` and `math` are those of `opensora.acceleration.attention`; `cudnn`, `flash` and `efficient` are PyTorch's kernels
+`auto`, `sdpa` and `math` are those of `opensora.acceleration.kernels.attention`; `cudnn`, `flash` and `efficient` are PyTorch's kernels
 by themselves, on a GPU. TFLOP/s count the two matrix products, and two and a half times as many for the backward pass. Errors
 are |kernel - fp32| / |fp32| of the output and of the queries' gradient, on the same inputs in the same run. Times are medians
 after warm-up, on inputs that take turns. A GPU sleeps until the host has launched all of a call, so that the times are the
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from opensora.acceleration.attention import KERNELS, attention
+from opensora.acceleration.kernels.attention import KERNELS, attention
 from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.errors import UserError, exit_on_user_error
 from tools.benchmark.heading import heading

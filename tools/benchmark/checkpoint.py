@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from opensora.acceleration.distributed import World
-from opensora.acceleration.saving import Saver
-from opensora.utils.ckpt import latest_checkpoint, open_checkpoint
-from opensora.utils.config_schema import LoopConfig
-from opensora.utils.run import RunState
+from opensora.checkpoint.load import latest_checkpoint, open_checkpoint
+from opensora.config.schema import LoopConfig
+from opensora.training.run import RunState
+from opensora.training.saver import Saver
 from tools.benchmark.heading import quiet
 
 TENSORS = 450  # of each part

@@ -28,8 +28,8 @@ from opensora.acceleration.float8 import check_float8, convert_linears
 from opensora.datasets.datasets import VideoTextDataset
 from opensora.datasets.sampler import SampleKey
 from opensora.registry import MODELS, SCHEDULERS
+from opensora.training.lr_scheduler import lr_at, set_lr
 from opensora.utils.errors import UserError, exit_on_user_error
-from opensora.utils.lr_scheduler import lr_at, set_lr
 from opensora.utils.seed import generator, generators
 from tools.benchmark.heading import heading, quiet
 

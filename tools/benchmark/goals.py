@@ -36,9 +36,9 @@ from torch.nn.attention import sdpa_kernel
 from opensora.acceleration.checkpointing import checkpoint_activations
 from opensora.acceleration.distributed import World
 from opensora.acceleration.engine import build_engine
+from opensora.config.activation_checkpointing import level_of
 from opensora.models.layers.modulation import plain_modulation
 from opensora.utils.errors import UserError, exit_on_user_error
-from opensora.utils.recompute import level_of
 from tools.benchmark.exact import Errors, Exact, Steps, errors_of, exact
 from tools.benchmark.heading import heading, quiet
 from tools.benchmark.rivals import FLASH, RoundedWeights, diffusers_like, like_the_reference

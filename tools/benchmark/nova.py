@@ -23,9 +23,9 @@ from opensora.acceleration.checkpointing import checkpoint_activations
 from opensora.acceleration.compile import compile_blocks
 from opensora.acceleration.distributed import World, prefer_expandable_segments
 from opensora.acceleration.engine import build_engine
+from opensora.config.activation_checkpointing import level_of
 from opensora.registry import MODELS, SCHEDULERS
 from opensora.utils.dtype import to_torch_dtype
-from opensora.utils.recompute import level_of
 from opensora.utils.seed import generators
 from tools.benchmark.step_profile import Kernel, kernels_of, write_kinds
 from tools.benchmark.train_step import matmul_tflops, synchronize

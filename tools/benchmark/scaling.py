@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 from opensora.acceleration.distributed import init_world, shutdown
-from opensora.acceleration.meter import device_peak
+from opensora.training.meter import device_peak
 from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.errors import UserError, exit_on_user_error
 from tools.benchmark.heading import device_name, quiet, versions

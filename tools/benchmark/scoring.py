@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from opensora.datasets.read_video import probe
+from opensora.datasets.video.read_video import probe
 from opensora.utils.errors import UserError, exit_on_user_error
 from tools.datasets.stream import read_blocks
 from tools.scoring.duplicate import FRAMES, Duplicate

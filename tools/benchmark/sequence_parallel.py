@@ -31,14 +31,14 @@ from opensora.acceleration.checkpointing import checkpoint_activations
 from opensora.acceleration.compile import compile_blocks
 from opensora.acceleration.distributed import World, barrier, init_world, shutdown
 from opensora.acceleration.engine import Engine, build_engine, check_engine
-from opensora.acceleration.meter import device_peak
 from opensora.acceleration.sequence_parallel import Method, parallelise
 from opensora.acceleration.sequence_parallel.volume import volume
+from opensora.config.activation_checkpointing import level_of
 from opensora.registry import MODELS
+from opensora.training.flops import FORWARDS_IN_A_STEP
+from opensora.training.meter import device_peak
 from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.errors import exit_on_user_error
-from opensora.utils.flops import FORWARDS_IN_A_STEP
-from opensora.utils.recompute import level_of
 from tools.benchmark.step_profile import busy_ms, gpu_kernels
 from tools.benchmark.train_step import train
 

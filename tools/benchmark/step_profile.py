@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from opensora.config.activation_checkpointing import level_of
 from opensora.utils.errors import exit_on_user_error
-from opensora.utils.recompute import level_of
 from tools.benchmark.heading import heading, quiet
 from tools.benchmark.train_step import add_experiments, build, inputs, start, switched_on, switches, timed, told, train
 

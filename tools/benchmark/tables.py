@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import tools.datasets.datautil.__main__  # noqa: F401  (operations register themselves)
-from opensora.datasets.table_files import FORMATS, read_frame
+from opensora.datasets.table.files import FORMATS, read_frame
 from tools.datasets.datautil.io import write_frames
 from tools.datasets.datautil.operations import Sheet, apply
 

@@ -26,11 +26,11 @@ from opensora.acceleration.checkpointing import checkpoint_activations
 from opensora.acceleration.compile import compile_blocks
 from opensora.acceleration.distributed import World, prefer_expandable_segments
 from opensora.acceleration.engine import Engine, build_engine
-from opensora.acceleration.meter import alloc_retries
+from opensora.config.activation_checkpointing import level_of
 from opensora.registry import MODELS, SCHEDULERS
+from opensora.training.meter import alloc_retries
 from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.errors import exit_on_user_error
-from opensora.utils.recompute import level_of
 from opensora.utils.seed import generators
 from tools.benchmark.compile_modes import awake
 from tools.benchmark.exact import Errors, Steps, errors_of, exact

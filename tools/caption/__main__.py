@@ -11,7 +11,7 @@ and may name columns: "Its title is {title}. Describe it." An endpoint's key is 
 import argparse
 from collections.abc import Sequence
 
-from opensora.datasets.table_files import cell_text
+from opensora.datasets.table.files import cell_text
 from opensora.utils.errors import UserError, exit_on_user_error
 from tools.caption.captioner import SCORES, Captioner
 from tools.caption.prompts import TEMPLATES, prompt_of

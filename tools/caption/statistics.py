@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from opensora.datasets.table_files import cell_text
+from opensora.datasets.table.files import cell_text
 from opensora.utils.errors import exit_on_user_error
 from tools.datasets.stream import read_blocks
 

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from PIL import Image
 
+from opensora.checkpoint.pretrained import hub_error, resolve_pretrained
 from opensora.utils.errors import UserError
-from opensora.utils.pretrained import hub_error, resolve_pretrained
 from tools.caption.captioner import Captioner, Failure, Frames
 
 RETRY_TEMPERATURE = 0.7  # the same question gives the same answer otherwise

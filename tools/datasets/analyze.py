@@ -16,10 +16,10 @@ from pathlib import Path
 
 import numpy as np
 
+from opensora.config.load import TrainConfig, parse_config
 from opensora.datasets.dataloader import build_sampler
 from opensora.datasets.summary import Summary, summarise
 from opensora.registry import DATASETS, build_module
-from opensora.utils.config import TrainConfig, parse_config
 from opensora.utils.errors import UserError, exit_on_user_error
 from tools.datasets.datautil.columns import _short
 from tools.datasets.doctor import REGISTRIES

@@ -22,8 +22,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from opensora.datasets.read_video import probe, read_frames
 from opensora.datasets.transforms import resize, to_float
+from opensora.datasets.video.read_video import probe, read_frames
 from opensora.inference.output import save_sample
 from opensora.utils.errors import exit_on_user_error
 from tools.datasets.collect_pictures import VIDEOS, Parser, find, kind, opened, real_name, still_pictures

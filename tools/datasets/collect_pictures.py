@@ -23,7 +23,7 @@ import av
 import numpy as np
 from PIL import Image, ImageOps
 
-from opensora.datasets.color import upright
+from opensora.datasets.video.color import upright
 
 PICTURES = {".jpg", ".jpeg", ".png", ".webp", ".tif", ".tiff", ".bmp", ".ppm", ".avif"}
 VIDEOS = {".mp4", ".avi", ".webm", ".mpg", ".mpeg", ".mov", ".mkv"}

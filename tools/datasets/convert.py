@@ -21,9 +21,9 @@ from typing import NamedTuple
 
 import pandas as pd
 
-from opensora.datasets.files import IMAGE_EXTENSIONS, VIDEO_EXTENSIONS, refuse_unlisted
 from opensora.datasets.image_folder import class_folders
-from opensora.datasets.table_files import read_frame, table_format
+from opensora.datasets.table.files import read_frame, table_format
+from opensora.datasets.video.files import IMAGE_EXTENSIONS, VIDEO_EXTENSIONS, refuse_unlisted
 from opensora.utils.errors import UserError, exit_on_user_error
 from tools.datasets.datautil.info import add_info
 from tools.datasets.datautil.io import write_frames

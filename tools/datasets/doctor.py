@@ -15,14 +15,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from opensora.datasets.bucket_sampler import BucketBatchSampler
+from opensora.config.load import TrainConfig, parse_config
+from opensora.datasets.buckets.sampler import BucketBatchSampler
 from opensora.datasets.dataloader import build_sampler
-from opensora.datasets.read_video import probe
 from opensora.datasets.sampler import BucketKey, SampleKey
 from opensora.datasets.summary import Summary, summarise
-from opensora.datasets.table import Table
+from opensora.datasets.table.table import Table
+from opensora.datasets.video.read_video import probe
 from opensora.registry import DATASETS, MODELS, SCHEDULERS, build_module
-from opensora.utils.config import TrainConfig, parse_config
 from opensora.utils.errors import UserError, exit_on_user_error
 from opensora.utils.logging import show_messages
 from tools.datasets.contact_sheet import Reading, draw_sheet, read_samples

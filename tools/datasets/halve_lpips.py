@@ -9,9 +9,9 @@ The first argument is "vgg", "alex" or a weight file of stlpips-pytorch. Distanc
 import argparse
 from pathlib import Path
 
+from opensora.checkpoint.weight_files import read_file, write_file
 from opensora.models.vae.lpips import find_weights
 from opensora.utils.errors import exit_on_user_error
-from opensora.utils.weight_files import read_file, write_file
 
 
 @exit_on_user_error

@@ -1,6 +1,6 @@
 """Tables of any length, block by block: only some thousand rows are in memory at a time.
 
-A block is a column of values for each name. What a CSV says stays text, as in `opensora.datasets.table_files`, whose readers
+A block is a column of values for each name. What a CSV says stays text, as in `opensora.datasets.table.files`, whose readers
 hold the whole table; numbers come from JSONL and parquet, and are written where the column's name says that it holds some.
 """
 
@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from opensora.datasets.table_files import cell_text, json_records, list_rows, table_format
+from opensora.datasets.table.files import cell_text, json_records, list_rows, table_format
 from opensora.registry import did_you_mean
 from opensora.utils.errors import UserError
 from tools.datasets.datautil.io import INTEGERS, MISSING_WORDS, NUMBERS

@@ -23,9 +23,9 @@ from typing import Any, TextIO
 import numpy as np
 from PIL import Image
 
-from opensora.datasets.files import is_image
-from opensora.datasets.read_video import open_clip
-from opensora.datasets.table_files import table_format
+from opensora.datasets.table.files import table_format
+from opensora.datasets.video.files import is_image
+from opensora.datasets.video.read_video import open_clip
 from opensora.utils.errors import UserError, exit_on_user_error
 from tools.datasets.datautil.parallel import default_workers, map_rows
 from tools.datasets.stream import columns_of

@@ -15,9 +15,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from opensora.config import command_line
+from opensora.config.load import InferenceConfig, parse_config
 from opensora.inference.build import COMPONENTS
-from opensora.utils import config_cli
-from opensora.utils.config import InferenceConfig, parse_config
 from opensora.utils.errors import UserError, exit_on_user_error
 from opensora.utils.logging import show_messages
 from tools.demo.page import build_page
@@ -37,7 +37,7 @@ def read_command(argv: Sequence[str]) -> tuple[InferenceConfig, argparse.Namespa
     parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 serves everybody who can reach this machine")
     parser.add_argument("--port", type=int, default=7860)
     own, rest = parser.parse_known_args(argv)
-    if config_cli.read_command(InferenceConfig, rest).config is None:
+    if command_line.read_command(InferenceConfig, rest).config is None:
         rest = [QUICKSTART, *rest]
     if not any(argument.partition("=")[0] in ("--save-dir", "--save_dir") for argument in rest):
         rest += ["--save-dir", FOLDER]

@@ -20,8 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from opensora.datasets.files import is_image
-from opensora.datasets.read_video import open_clip, read_indices
+from opensora.config.load import InferenceConfig, config_from_dict, to_dict
+from opensora.datasets.video.files import is_image
+from opensora.datasets.video.read_video import open_clip, read_indices
 from opensora.inference.build import COMPONENTS
 from opensora.inference.fetch import fetch
 from opensora.inference.jobs import jobs, records, request_of
@@ -35,7 +36,6 @@ from opensora.inference.sizes import video_size, warn_outside_training
 from opensora.inference.video_files import write_png
 from opensora.registry import SCHEDULERS, build_module
 from opensora.schedulers.sampling import SamplingStep
-from opensora.utils.config import InferenceConfig, config_from_dict, to_dict
 from opensora.utils.errors import UserError
 from tools.demo.wish import Wish, prompt_of_item, said, with_said
 

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from opensora.datasets.files import IMAGE_EXTENSIONS, VIDEO_EXTENSIONS
-from opensora.datasets.read_video import probe, read_frames
-from opensora.datasets.table import read_table
+from opensora.datasets.table.table import read_table
 from opensora.datasets.transforms import to_float
+from opensora.datasets.video.files import IMAGE_EXTENSIONS, VIDEO_EXTENSIONS
+from opensora.datasets.video.read_video import probe, read_frames
 from opensora.utils.errors import UserError
 
 Resize = Literal["antialias", "bilinear", "area", "none"]

@@ -2,7 +2,7 @@
 
     python -m tools.eval.held_out_loss TRAIN_CONFIG --ckpt-path WEIGHTS --val-data-path TABLE [--out loss.json] [--field value ...]
 
-It is the loss of training's validation (`opensora/inference/validation.py`), with the same fixed noise and timesteps, for
+It is the loss of training's validation (`opensora/training/validation.py`), with the same fixed noise and timesteps, for
 weights that are already there; all that a training config says about data, buckets and scheduler holds. `--val-num-samples`
 clips, evenly picked, at `--val-num-timesteps` timesteps. Under torchrun the processes share the clips. `--adapter LORA` (an
 exported adapter, or a checkpoint folder of a run with lora) is merged into WEIGHTS; `--lora None` measures WEIGHTS alone.
@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from opensora.acceleration.distributed import World, init_world, shutdown
+from opensora.checkpoint.lora import Adapter, merge_adapter, read_adapter
+from opensora.config.load import TrainConfig, parse_config, to_dict
 from opensora.inference.manifest import describe_checkpoint
-from opensora.inference.validation import HeldOutLoss, Key
-from opensora.models.encode import BatchEncoder, freeze
 from opensora.registry import DATASETS, MODELS, SCHEDULERS, build_module
-from opensora.utils.config import TrainConfig, parse_config, to_dict
+from opensora.training.batch_encoder import BatchEncoder, freeze
+from opensora.training.validation import HeldOutLoss, Key
 from opensora.utils.errors import UserError, exit_on_user_error
-from opensora.utils.lora import Adapter, merge_adapter, read_adapter
 from tools.eval.record import refuse_unwritable, score_record, write_record
 
 COMPONENTS = {"model": MODELS, "vae": MODELS, "text_encoder": MODELS, "scheduler": SCHEDULERS, "dataset": DATASETS}

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from opensora.utils.environment import environment
 from opensora.utils.errors import UserError
-from opensora.utils.run import environment
 
 
 def score_record(tool: str, scores: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:

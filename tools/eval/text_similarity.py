@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from opensora.datasets.read_video import open_clip, read_indices
-from opensora.datasets.table_files import list_rows, read_frame
+from opensora.datasets.table.files import list_rows, read_frame
 from opensora.datasets.transforms import to_float
+from opensora.datasets.video.read_video import open_clip, read_indices
 from opensora.inference.manifest import Finished, finished
 from opensora.inference.prompt_text import split_segments, without_scores
 from opensora.registry import MODELS, build_module

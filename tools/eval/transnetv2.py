@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from opensora.checkpoint.weight_files import read_file
 from opensora.utils.errors import UserError
-from opensora.utils.weight_files import read_file
 
 CELL = (27, 48)  # height and width that it was trained on
 FILTERS = (16, 32, 64)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from opensora.datasets.read_video import open_clip
+from opensora.datasets.video.read_video import open_clip
 from opensora.utils.errors import UserError
 from tools.datasets.plots import Figures, svg_histogram
 from tools.footage.rows import Row, read_rows

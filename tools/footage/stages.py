@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from opensora.datasets.files import VIDEO_EXTENSIONS
-from opensora.datasets.table_files import cell_text
+from opensora.datasets.table.files import cell_text
+from opensora.datasets.video.files import VIDEO_EXTENSIONS
 from opensora.registry import did_you_mean
 from opensora.utils.errors import UserError
 from tools.caption.captioner import Captioner

@@ -18,7 +18,7 @@ from typing import Any
 import av
 import numpy as np
 
-from opensora.datasets.color import reformat
+from opensora.datasets.video.color import reformat
 from opensora.inference.output import exact_fps
 from opensora.utils.errors import UserError, exit_on_user_error
 from tools.scene_cut.frames import Footage

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import pandas as pd
 import torch
 
-from opensora.utils.ckpt import complete_checkpoints
-from opensora.utils.config import InferenceConfig, TrainConfig, parse_config
+from opensora.checkpoint.load import complete_checkpoints
+from opensora.config.load import InferenceConfig, TrainConfig, parse_config
 from opensora.utils.errors import UserError, exit_on_user_error
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,11 +9,11 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from opensora.datasets.read_video import frames_needed, probe, read_frames
+from opensora.config.load import InferenceConfig
 from opensora.datasets.transforms import get_transform
+from opensora.datasets.video.read_video import frames_needed, probe, read_frames
 from opensora.inference.sizes import video_size
 from opensora.registry import MODELS, build_module
-from opensora.utils.config import InferenceConfig
 from tools.quickstart.measure import best_frame_psnr, nearest, psnr
 from tools.quickstart.pictures import Row, contact_sheet, loss_curve
 

@@ -11,7 +11,7 @@ import argparse
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from opensora.datasets.table_files import table_format
+from opensora.datasets.table.files import table_format
 from opensora.utils.errors import UserError, exit_on_user_error
 from tools.datasets.stream import renamed
 from tools.footage.rows import read_rows, write_rows

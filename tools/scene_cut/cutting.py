@@ -22,10 +22,10 @@ import numpy as np
 from av.container import OutputContainer
 from av.video.frame import VideoFrame
 
-from opensora.datasets.color import display_matrix, reformat
-from opensora.datasets.files import BadFile
-from opensora.datasets.read_video import probe
-from opensora.datasets.timeline import naming_damage, open_video
+from opensora.datasets.video.color import display_matrix, reformat
+from opensora.datasets.video.files import BadFile
+from opensora.datasets.video.read_video import probe
+from opensora.datasets.video.timeline import naming_damage, open_video
 from opensora.utils.errors import UserError
 from tools.scene_cut.frames import Footage, Timed
 from tools.scene_cut.pieces import Dropped, Piece, Rules, choose_pieces

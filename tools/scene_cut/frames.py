@@ -1,6 +1,6 @@
 """All frames of a video once, in order, without holding more than a few: what detecting and cutting both need.
 
-Frames are numbered and timed as `opensora.datasets.read_video` does, so that frame i here is frame i there.
+Frames are numbered and timed as `opensora.datasets.video.read_video` does, so that frame i here is frame i there.
 """
 
 from collections.abc import Iterator
@@ -11,12 +11,12 @@ from typing import NamedTuple
 import numpy as np
 from av.video.frame import VideoFrame
 
-from opensora.datasets.color import displayed_size, reformat, to_rgb
-from opensora.datasets.decoding import DEFAULT
-from opensora.datasets.deinterlace import deinterlaced
-from opensora.datasets.files import BadFile, identity
-from opensora.datasets.pyav_clip import decoded
-from opensora.datasets.timeline import Opened, Timeline, open_timeline, open_video
+from opensora.datasets.video.color import displayed_size, reformat, to_rgb
+from opensora.datasets.video.decoding import DEFAULT
+from opensora.datasets.video.deinterlace import deinterlaced
+from opensora.datasets.video.files import BadFile, identity
+from opensora.datasets.video.pyav_clip import decoded
+from opensora.datasets.video.timeline import Opened, Timeline, open_timeline, open_video
 
 
 class Timed(NamedTuple):

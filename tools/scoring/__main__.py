@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from opensora.datasets.table_files import table_format
+from opensora.datasets.table.files import table_format
 from opensora.utils.errors import UserError, exit_on_user_error
 from tools.scoring import job as jobs
 from tools.scoring.registry import Scorer, names, scorer

@@ -13,9 +13,9 @@ from einops import rearrange
 from torch import Tensor
 from transformers import AutoTokenizer, CLIPModel
 
+from opensora.checkpoint.pretrained import hub_error, resolve_pretrained
 from opensora.datasets.transforms import to_float
 from opensora.utils.errors import UserError
-from opensora.utils.pretrained import hub_error, resolve_pretrained
 from tools.scoring.frames import key_frames
 
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # of CLIP's training pictures

@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple
 
 from tqdm import tqdm
 
-from opensora.datasets.table_files import table_format
+from opensora.datasets.table.files import table_format
 from opensora.utils.errors import UserError
 from tools.datasets.stream import Block, columns_of, count_rows, read_blocks, renamed, write_blocks
 from tools.eval.record import file_hash

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from opensora.checkpoint.load import load_strictly, read_weights
 from opensora.datasets.sampler import SampleKey
 from opensora.models.denoiser import Denoiser, Size
 from opensora.models.layers.embedders import CaptionEmbedder
 from opensora.registry import DATASETS, MODELS, SCHEDULERS
 from opensora.schedulers.guidance import guidance_from_config
 from opensora.schedulers.sampling import Denoise, Sampler
-from opensora.utils.ckpt import load_strictly, read_weights
 from opensora.utils.seed import generator, randn_like
 
 

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from opensora.acceleration.compiler.entry import record_of
 from opensora.acceleration.compiler.quantise import is_quantised
+from opensora.checkpoint.lora import Adapter, merge_adapter, read_adapter
 from opensora.registry import did_you_mean
 from opensora.utils.errors import UserError
-from opensora.utils.lora import Adapter, merge_adapter, read_adapter
 
 
 class Adapters:

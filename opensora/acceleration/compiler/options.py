@@ -18,8 +18,8 @@ from types import NoneType
 from typing import Any, Literal
 
 from opensora.acceleration.compiler.modes import parse_mode
+from opensora.config.schema import coerce, describe, members
 from opensora.registry import did_you_mean
-from opensora.utils.config_schema import coerce, describe, members
 from opensora.utils.errors import UserError
 
 FLAGS = ("overrides.conv_benchmark", "overrides.matmul_allow_tf32")

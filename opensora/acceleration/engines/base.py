@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from opensora.acceleration.engines.masters import Masters
 from opensora.acceleration.engines.update import LossScale, clip_factor, global_norm, take_step
-from opensora.utils.ckpt import load_strictly
+from opensora.checkpoint.load import load_strictly
 from opensora.utils.dtype import to_torch_dtype
 
 

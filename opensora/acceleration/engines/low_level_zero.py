@@ -23,8 +23,8 @@ from torch.optim import Optimizer
 from opensora.acceleration.distributed import World, join_alone
 from opensora.acceleration.engines.masters import COUNTER
 from opensora.acceleration.engines.update import FIRST_SCALE, GROWTH_INTERVAL, global_norm
+from opensora.checkpoint.load import load_strictly
 from opensora.registry import PLUGINS
-from opensora.utils.ckpt import load_strictly
 from opensora.utils.dtype import HALF, to_torch_dtype
 from opensora.utils.errors import UserError
 

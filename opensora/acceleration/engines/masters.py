@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from opensora.checkpoint.shards import Parts, fill
 from opensora.utils.errors import UserError
-from opensora.utils.shards import Parts, fill
 
 COUNTER = "step"
 """The state of PyTorch's optimizers that is no part of a weight's arithmetic: `Optimizer.load_state_dict` knows it by this name too.

@@ -23,16 +23,16 @@ from opensora.datasets.cache.moments import (
     sample_settings,
     source_hash,
 )
+from opensora.datasets.cache.records import RecordReader
+from opensora.datasets.cache.text_features import TextFeatures
 from opensora.datasets.datasets import ClipRows, Item, describe, last_start, wrong_length
-from opensora.datasets.decoding import Decoding
-from opensora.datasets.files import IMAGE_FPS, BadFile, is_image
-from opensora.datasets.read_video import count_frames
 from opensora.datasets.sampler import SampleKey
-from opensora.datasets.table import MAX_CHECKED_FILES, UNKNOWN, complain_about_rows, read_table
+from opensora.datasets.table.table import MAX_CHECKED_FILES, UNKNOWN, complain_about_rows, read_table
+from opensora.datasets.video.decoding import Decoding
+from opensora.datasets.video.files import IMAGE_FPS, BadFile, is_image
+from opensora.datasets.video.read_video import count_frames
 from opensora.registry import DATASETS
 from opensora.utils.errors import UserError
-from opensora.utils.records import RecordReader
-from opensora.utils.text_features import TextFeatures
 
 SMALL = ("source", "num_frames", "fps")
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from opensora.datasets.cache.moments import Counts, Job, write_missing
+from opensora.datasets.cache.records import METADATA, RecordReader
 from opensora.utils.errors import UserError
-from opensora.utils.records import METADATA, RecordReader
 
 FOLDER = "flow"
 FEATURES = {"flow": "float64", "source": "string"}

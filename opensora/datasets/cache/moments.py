@@ -23,15 +23,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from opensora.acceleration.distributed import World, barrier, mean_over_ranks, on_main_first
-from opensora.datasets.decoding import DEFAULT, Decoding
-from opensora.datasets.files import TooFewFrames, is_image
-from opensora.datasets.read_video import probe, read_frames
-from opensora.datasets.sampler import SampleKey
-from opensora.datasets.table import Table
-from opensora.datasets.transforms import Transform, get_transform, is_random
-from opensora.utils.dtype import to_torch_dtype
-from opensora.utils.errors import UserError
-from opensora.utils.records import (
+from opensora.datasets.cache.records import (
     METADATA,
     SHARD_BYTES,
     RecordReader,
@@ -41,6 +33,14 @@ from opensora.utils.records import (
     read_metadata,
     refuse_other,
 )
+from opensora.datasets.sampler import SampleKey
+from opensora.datasets.table.table import Table
+from opensora.datasets.transforms import Transform, get_transform, is_random
+from opensora.datasets.video.decoding import DEFAULT, Decoding
+from opensora.datasets.video.files import TooFewFrames, is_image
+from opensora.datasets.video.read_video import probe, read_frames
+from opensora.utils.dtype import to_torch_dtype
+from opensora.utils.errors import UserError
 
 CLIPS, SAMPLES = "clips", "samples"
 CLIP_FEATURES = {

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from opensora.datasets.cache.flow import StoredFlow
+from opensora.datasets.cache.original_records import OriginalRecords, is_original
+from opensora.datasets.cache.records import RecordReader
 from opensora.datasets.datasets import Item, describe
 from opensora.datasets.sampler import SampleKey
 from opensora.registry import DATASETS
 from opensora.utils.errors import UserError
-from opensora.utils.original_records import OriginalRecords, is_original
-from opensora.utils.records import RecordReader
 from opensora.utils.seed import generator
 
 FIELDS = ("moments", "shape", "caption", "text")

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from opensora.datasets.cache.moments import Counts, Job, write_missing
-from opensora.datasets.table import Table
+from opensora.datasets.cache.text_features import FEATURES, FOLDER
+from opensora.datasets.table.table import Table
 from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.errors import UserError
-from opensora.utils.text_features import FEATURES, FOLDER
 
 NO_TEXT = ""  # the null condition of models without a table for it
 DTYPES = ("auto", "fp32", "bf16", "fp16")

@@ -9,7 +9,7 @@ do not know. Here a single frame, or patch of frames, never gets temporal positi
 the flag says, and several frames are Open-Sora's video.
 
 Further deviations from the released codes: position tables follow the input's size and are not saved; the model does
-not drop the condition by itself (see `opensora.models.encode`).
+not drop the condition by itself (see `opensora.training.batch_encoder`).
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from opensora.acceleration.attention import kernel_from_flag
+from opensora.acceleration.kernels.attention import kernel_from_flag
 from opensora.models.denoiser import Denoiser, Size
 from opensora.models.dit.weights import convert, to_diffusers
 from opensora.models.layers.attention import Attention, Axis

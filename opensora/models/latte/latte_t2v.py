@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal, cast, get_args
 import torch
 from torch import Tensor, nn
 
-from opensora.acceleration.attention import kernel_from_flag
+from opensora.acceleration.kernels.attention import kernel_from_flag
 from opensora.models.denoiser import Denoiser, Size, train_only
 from opensora.models.latte.weights_t2v import convert, to_diffusers
 from opensora.models.layers.attention import Attention, CrossAttention

@@ -9,7 +9,7 @@ from typing import Literal, Protocol, get_args
 import torch
 from torch import Tensor, nn
 
-from opensora.acceleration.attention import attention, normed_heads, packed_attention
+from opensora.acceleration.kernels.attention import attention, normed_heads, packed_attention
 from opensora.models.layers.rope import apply_rotary
 
 Axis = Literal["space", "time", "all"]
@@ -78,7 +78,7 @@ class Attention(nn.Module):
         qk_norm: RMS-normalise queries and keys, head by head (Henry et al. 2020).
         norm_order: whether rotary positions come after that normalisation, or before it as in the weights of
             Open-Sora 1.1.
-        kernel: see `opensora.acceleration.attention`.
+        kernel: see `opensora.acceleration.kernels.attention`.
     """
 
     exchange: Exchange | None = None

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from opensora.acceleration.attention import layer_norm
+from opensora.acceleration.kernels.attention import layer_norm
 from opensora.models.layers.attention import Attention, CrossAttention
 from opensora.models.layers.mlp import linear_flops, tanh_mlp
 from opensora.models.layers.modulation import AdaLN, gated, norm_modulate, per_frame

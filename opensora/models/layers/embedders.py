@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from opensora.acceleration.attention import without_autocast
+from opensora.acceleration.kernels.attention import without_autocast
 from opensora.models.layers.mlp import tanh_mlp
 from opensora.utils.errors import UserError
 
@@ -73,7 +73,7 @@ class CaptionEmbedder(nn.Module):
     null_known: bool = True
     """False: the weights came from a file without a table (see `opensora.models.loading`), and this one means nothing.
 
-    It gets a meaning where a training drops captions (`opensora.models.encode.drop_text`).
+    It gets a meaning where a training drops captions (`opensora.training.batch_encoder.drop_text`).
     """
 
     def __init__(self, in_channels: int, dim: int, num_tokens: int) -> None:

@@ -6,10 +6,10 @@ import torch
 from timm.layers import Mlp
 from torch import Tensor, nn
 
-from opensora.acceleration.attention import HAS_TRITON
+from opensora.acceleration.kernels.attention import HAS_TRITON
 
 if HAS_TRITON:
-    from opensora.acceleration.gelu_linear import linear_gelu
+    from opensora.acceleration.kernels.gelu_linear import linear_gelu
 
 
 class TanhMlp(Mlp):

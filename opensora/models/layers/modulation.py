@@ -14,10 +14,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from opensora.acceleration.attention import HAS_TRITON, LayerNorm, layer_norm, without_autocast
+from opensora.acceleration.kernels.attention import HAS_TRITON, LayerNorm, layer_norm, without_autocast
 
 if HAS_TRITON:
-    from opensora.acceleration import fused_adaln
+    from opensora.acceleration.kernels import adaln
 
 SHORT = (torch.bfloat16, torch.float16)
 _kernels = [True]  # whether they are taken where they can be; the last one counts
@@ -48,7 +48,7 @@ def norm_modulate(
     """
     dtype = x.dtype if dtype is None else dtype
     if type(norm) is LayerNorm and _is_fused(x, dtype, shift, scale):
-        return fused_adaln.norm_modulate(x, shift, scale, norm.eps, dtype)
+        return adaln.norm_modulate(x, shift, scale, norm.eps, dtype)
     return x, modulate(norm(x), shift, scale).to(dtype)
 
 
@@ -59,7 +59,7 @@ def gated(x: Tensor, gate: Tensor, branch: Tensor) -> Tensor:
     """
     wide = torch.float32 if torch.compiler.is_compiling() and x.dtype in SHORT else x.dtype
     if branch.shape == x.shape and _is_fused(x, branch.dtype, gate):
-        return fused_adaln.gate_residual(x, gate, branch, wide)
+        return adaln.gate_residual(x, gate, branch, wide)
     return x.to(wide) + gate.to(wide) * branch
 
 
@@ -68,7 +68,7 @@ def _is_fused(x: Tensor, dtype: torch.dtype, *vectors: Tensor) -> bool:
     if not (HAS_TRITON and x.is_cuda and _kernels[-1] and torch.is_grad_enabled() and dtype in SHORT):
         return False
     B, T, _, D = x.shape
-    return D <= fused_adaln.MAX_CHANNELS and all(
+    return D <= adaln.MAX_CHANNELS and all(
         each.shape[0] == B and each.shape[1] in (1, T) and each.shape[2] == 1 for each in vectors
     )
 

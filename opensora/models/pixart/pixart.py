@@ -18,7 +18,7 @@ and frame `i / time_scale`. All released weights but one see rows and columns fr
 They are weights for images: build the model with `no_temporal_pos_emb=True` to sample images from them.
 
 Deviations from the released code: positions follow the input's size and are not saved; captions are padded and masked
-instead of packed; the model does not drop text by itself (see `opensora.models.encode`).
+instead of packed; the model does not drop text by itself (see `opensora.training.batch_encoder`).
 """
 
 import math
@@ -28,7 +28,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from opensora.acceleration.attention import kernel_from_flag
+from opensora.acceleration.kernels.attention import kernel_from_flag
 from opensora.models.denoiser import Denoiser, Size, required, train_only
 from opensora.models.layers.attention import Attention, CrossAttention
 from opensora.models.layers.blocks import AdaLNSingleBlock

@@ -6,7 +6,7 @@ the timestep (adaLN-single); the temporal branch is not, and shares the spatial 
 starts at zero, so a PixArt initialisation is unchanged at step 0.
 
 Deviations from the released code: position tables follow the input's size and are not saved; captions are padded and
-masked instead of packed; the model does not drop text by itself (see `opensora.models.encode`).
+masked instead of packed; the model does not drop text by itself (see `opensora.training.batch_encoder`).
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from opensora.acceleration.attention import kernel_from_flag, layer_norm
+from opensora.acceleration.kernels.attention import kernel_from_flag, layer_norm
 from opensora.models.denoiser import Denoiser, Size, train_only
 from opensora.models.layers.attention import Attention, CrossAttention
 from opensora.models.layers.embedders import CaptionEmbedder

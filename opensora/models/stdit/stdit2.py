@@ -21,7 +21,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from opensora.acceleration.attention import kernel_from_flag, layer_norm
+from opensora.acceleration.kernels.attention import kernel_from_flag, layer_norm
 from opensora.models.denoiser import Denoiser, Size, required, train_only
 from opensora.models.layers.attention import Attention, CrossAttention, NormOrder
 from opensora.models.layers.embedders import CaptionEmbedder, ScalarEmbedder

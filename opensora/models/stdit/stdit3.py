@@ -24,7 +24,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from opensora.acceleration.attention import kernel_from_flag
+from opensora.acceleration.kernels.attention import kernel_from_flag
 from opensora.models.denoiser import Denoiser, Size, required, train_only
 from opensora.models.layers.attention import Attention, CrossAttention, NormOrder
 from opensora.models.layers.blocks import AdaLNSingleBlock

@@ -1,4 +1,3 @@
-from opensora.models.text_encoder.cached import CachedTextEncoder
 from opensora.models.text_encoder.classes import ClassEncoder
 from opensora.models.text_encoder.clip import ClipEncoder
 from opensora.models.text_encoder.condition import TextCondition

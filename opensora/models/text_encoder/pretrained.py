@@ -18,11 +18,11 @@ import transformers
 from torch import Tensor, nn
 from transformers.utils import cached_file
 
+from opensora.checkpoint.pretrained import hub_error, resolve_pretrained
 from opensora.models.text_encoder.cleaning import Clean, cleaner
 from opensora.models.text_encoder.condition import TextCondition
 from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.errors import UserError
-from opensora.utils.pretrained import hub_error, resolve_pretrained
 
 WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
 VOCABULARY = ("tokenizer.json", "spiece.model", "vocab.json", "vocab.txt", "tokenizer.model", "sentencepiece.bpe.model")

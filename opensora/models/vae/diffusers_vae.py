@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from opensora.checkpoint.pretrained import hub_error, resolve_pretrained
 from opensora.models.vae.base import STATISTICS, VideoVAE
 from opensora.registry import did_you_mean
 from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.errors import UserError
-from opensora.utils.pretrained import hub_error, resolve_pretrained
 
 CONFIG = "config.json"
 WEIGHTS = ("diffusion_pytorch_model*.safetensors", "diffusion_pytorch_model*.bin")

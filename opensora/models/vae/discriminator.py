@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 from einops import rearrange
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from opensora.registry import MODELS
 from opensora.utils.errors import UserError
@@ -51,16 +50,6 @@ class PatchDiscriminator(nn.Module):
             return self.layers(x)
         scores = self.layers(rearrange(x, "B C T H W -> (B T) C H W"))
         return rearrange(scores, "(B T) C H W -> B C T H W", B=len(x))
-
-
-def discriminator_loss(real: Tensor, fake: Tensor) -> Tensor:
-    """Hinge loss (Lim & Ye 2017, arXiv:1705.02894): mean of max(0, 1 - real) and max(0, 1 + fake)."""
-    return 0.5 * (F.relu(1 - real.float()).mean() + F.relu(1 + fake.float()).mean())
-
-
-def generator_loss(fake: Tensor) -> Tensor:
-    """What the generator is to lower: -mean of the scores of what it made."""
-    return -fake.float().mean()
 
 
 def _kernel(dims: int, stride: int, stride_in_time: int) -> Mapping[str, Any]:

@@ -15,9 +15,9 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from opensora.checkpoint.pretrained import resolve_pretrained
+from opensora.checkpoint.weight_files import read_file
 from opensora.utils.errors import UserError
-from opensora.utils.pretrained import resolve_pretrained
-from opensora.utils.weight_files import read_file
 
 PACKAGE_FOLDER = "package:stlpips_pytorch/weights/vST0.0"
 FILES = {"alex": "alex_shift_tolerant.pth", "vgg": "vgg_shift_tolerant.pth"}

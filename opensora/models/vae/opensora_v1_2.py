@@ -19,6 +19,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from opensora.checkpoint.weight_files import write_file
+from opensora.checkpoint.weight_sources import find_weights
 from opensora.models.loading import Conversion, load_weights
 from opensora.models.vae.base import MemoryFormat, Posterior, VideoVAE
 from opensora.models.vae.diffusers_vae import DiffusersVAE
@@ -26,8 +28,6 @@ from opensora.models.vae.temporal import statistics_of
 from opensora.registry import MODELS
 from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.errors import UserError
-from opensora.utils.weight_files import write_file
-from opensora.utils.weight_sources import find_weights
 
 FrameSize = int | Literal["saved"] | None
 

@@ -13,10 +13,10 @@ from typing import Any, NoReturn
 
 from torch import nn
 
+from opensora.checkpoint.pretrained import resolve_pretrained
 from opensora.models.vae.base import Posterior, VideoVAE
 from opensora.registry import MODELS
 from opensora.utils.errors import UserError
-from opensora.utils.pretrained import resolve_pretrained
 
 CONFIG = "config.json"
 NEEDED = ("latent_channels", "scaling_factor")

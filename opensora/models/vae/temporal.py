@@ -16,9 +16,9 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from opensora.checkpoint.load import load_strictly, read_weights
 from opensora.models.vae.base import MemoryFormat, Posterior, VideoVAE
 from opensora.registry import MODELS
-from opensora.utils.ckpt import load_strictly, read_weights
 from opensora.utils.dtype import to_torch_dtype
 
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from opensora.acceleration.compiler import Adapters, compile
+from opensora.checkpoint.lora import Adapter, merge_adapter, write_adapter
 from opensora.registry import MODELS
 from opensora.utils.errors import UserError
-from opensora.utils.lora import Adapter, merge_adapter, write_adapter
 from tests.models.denoisers import TOY, inputs
 
 

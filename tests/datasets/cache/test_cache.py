@@ -11,15 +11,16 @@ from torch import nn
 from opensora.acceleration.distributed import World
 from opensora.datasets.cache import CachedVideoTextDataset, moments, source_hash, write_clips, write_samples, write_text
 from opensora.datasets.cache.moments import Choices, Job, sample_settings
+from opensora.datasets.cache.records import METADATA, RecordReader
 from opensora.datasets.cache.text import captions_of
 from opensora.datasets.datasets import VideoTextDataset
-from opensora.datasets.decoding import Decoding
 from opensora.datasets.sampler import SampleKey
-from opensora.datasets.table import read_table
-from opensora.models.text_encoder import CachedTextEncoder, ClassEncoder, TextCondition
+from opensora.datasets.table.table import read_table
+from opensora.datasets.video.decoding import Decoding
+from opensora.inference.cached_text import CachedTextEncoder
+from opensora.models.text_encoder import ClassEncoder, TextCondition
 from opensora.models.vae.vae import VideoAutoencoderKL
 from opensora.utils.errors import UserError
-from opensora.utils.records import METADATA, RecordReader
 
 SIZE = (16, 24)
 ALONE = World(0, 1, torch.device("cpu"))

@@ -8,7 +8,7 @@ from einops import rearrange
 from timm.layers import Mlp
 from torch import nn
 
-from opensora.acceleration.attention import layer_norm
+from opensora.acceleration.kernels.attention import layer_norm
 from opensora.models.layers.attention import Attention, CrossAttention, RMSNorm, join_heads, split_heads
 from opensora.models.layers.embedders import (
     CaptionEmbedder,

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from opensora.acceleration.checkpointing import checkpoint_activations
 from opensora.acceleration.compile import compile_blocks
+from opensora.config.activation_checkpointing import parse_recompute
 from opensora.registry import SCHEDULERS
-from opensora.utils.recompute import parse_recompute
 from opensora.utils.seed import generators
 from tests.models.nova.toy import build, inputs
 from tools.benchmark.activation_memory import kept_bytes

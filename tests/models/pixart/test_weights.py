@@ -6,9 +6,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from opensora.checkpoint.load import save_checkpoint
 from opensora.models.loading import load_weights, report
 from opensora.models.pixart.weights import convert, to_diffusers
-from opensora.utils.ckpt import save_checkpoint
 from opensora.utils.errors import UserError
 from tests.models.denoisers import C_TEXT, L, build, inputs
 from tests.models.pixart.theirs import SIDE, their_output, theirs

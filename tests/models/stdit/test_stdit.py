@@ -7,11 +7,11 @@ from einops import rearrange
 from torch.utils.flop_counter import FlopCounterMode
 
 from opensora.acceleration.checkpointing import checkpoint_activations
+from opensora.checkpoint.load import save_checkpoint
 from opensora.models.loading import load_weights
 from opensora.models.stdit.stdit import STDiT
 from opensora.models.stdit.weights import convert
 from opensora.registry import MODELS
-from opensora.utils.ckpt import save_checkpoint
 from opensora.utils.errors import UserError
 
 L, C_TEXT = 7, 16

@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from opensora.checkpoint.load import save_checkpoint
 from opensora.models.loading import load_weights
 from opensora.models.stdit.stdit2 import STDiT2, size_positions
 from opensora.models.stdit.weights2 import convert
 from opensora.registry import MODELS
-from opensora.utils.ckpt import save_checkpoint
 from opensora.utils.errors import UserError
 from tests.models.denoisers import TOY, build, inputs, sample
 from tests.models.stdit import reference

@@ -7,11 +7,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from opensora.checkpoint.load import save_checkpoint
 from opensora.models.loading import load_weights
 from opensora.models.stdit.stdit3 import STDiT3
 from opensora.models.stdit.weights3 import convert
 from opensora.registry import MODELS
-from opensora.utils.ckpt import save_checkpoint
 from opensora.utils.errors import UserError
 from tests.models.denoisers import C_TEXT, TOY, L, build, inputs, sample
 from tests.models.stdit import reference

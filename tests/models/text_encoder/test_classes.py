@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from opensora.inference.pipeline import VideoPipeline
-from opensora.models.encode import drop_text
 from opensora.models.text_encoder import ClassEncoder, MemoizedTextEncoder
 from opensora.models.vae.vae import VideoAutoencoderKL
 from opensora.registry import MODELS, SCHEDULERS
+from opensora.training.batch_encoder import drop_text
 from opensora.utils.errors import UserError
 from opensora.utils.seed import generators
 from tests.models.denoisers import build

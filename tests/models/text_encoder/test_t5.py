@@ -21,10 +21,10 @@ from transformers import (
     UMT5EncoderModel,
 )
 
-from opensora.models.encode import freeze, null_text
 from opensora.models.text_encoder import ClassEncoder, MemoizedTextEncoder, T5Encoder
 from opensora.models.text_encoder.fast import compile_blocks_of
 from opensora.registry import MODELS
+from opensora.training.batch_encoder import freeze, null_text
 from opensora.utils.errors import UserError
 
 VOCABULARY = Path(__file__).resolve().parents[3] / "assets" / "tokenizers" / "t5"

@@ -5,12 +5,12 @@ import pytest
 import torch
 from skimage.metrics import peak_signal_noise_ratio, structural_similarity
 
-from opensora.datasets.read_video import read_frames
 from opensora.datasets.transforms import to_float
+from opensora.datasets.video.read_video import read_frames
 from opensora.models.vae.evaluate import mean_quality, quality
 from opensora.models.vae.metrics import psnr, saturation, ssim
 from opensora.utils.seed import generator
-from tests.datasets.videos import CLIPS
+from tests.datasets.video.videos import CLIPS
 
 
 @pytest.fixture(scope="module")

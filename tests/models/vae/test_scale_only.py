@@ -8,9 +8,9 @@ from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from torch.testing import assert_close
 
 from opensora.inference.checks import check_size
-from opensora.models.encode import freeze
 from opensora.models.vae.scale_only import ScaleOnlyVAE
 from opensora.models.vae.slicing import sliced_moments
+from opensora.training.batch_encoder import freeze
 from opensora.utils.errors import UserError
 from opensora.utils.seed import generators, randn_like
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from opensora.datasets.read_video import read_frames
 from opensora.datasets.transforms import to_float
+from opensora.datasets.video.read_video import read_frames
 from opensora.models.vae.evaluate import quality, reconstruct
-from tests.datasets.videos import CLIPS
+from tests.datasets.video.videos import CLIPS
 from tools.eval_vae import load_vae
 
 MODELS = Path(__file__).parents[3] / "assets" / "models"

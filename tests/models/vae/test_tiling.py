@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-from opensora.datasets.read_video import read_frames
+from opensora.datasets.video.read_video import read_frames
 from opensora.models.vae import VideoAutoencoderKL
 from opensora.models.vae.tiling import Tiles, ramp, tiled
 from opensora.utils.errors import UserError

@@ -22,7 +22,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from opensora.datasets.table_files import read_frame
+from opensora.datasets.table.files import read_frame
 from opensora.inference.prompt_text import with_scores
 from opensora.utils.errors import UserError
 from tools.caption.__main__ import captioner_of, main, read_arguments

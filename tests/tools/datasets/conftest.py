@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from opensora.datasets.table_files import read_frame
+from opensora.datasets.table.files import read_frame
 from tools.datasets.datautil.operations import Sheet, apply
 
 

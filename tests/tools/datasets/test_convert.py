@@ -6,8 +6,8 @@ import shutil
 import pytest
 from PIL import Image
 
-from opensora.datasets.table import read_table
-from opensora.datasets.table_files import read_frame
+from opensora.datasets.table.files import read_frame
+from opensora.datasets.table.table import read_table
 from opensora.utils.errors import UserError
 from tools.datasets.convert import run
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from opensora.datasets.table_files import read_frame
+from opensora.datasets.table.files import read_frame
 from opensora.inference import prompt_text
 from opensora.utils.errors import UserError
 from tools.datasets.datautil import captions

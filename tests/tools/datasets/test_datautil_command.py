@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from opensora.datasets.table import read_table
-from opensora.datasets.table_files import read_frame
+from opensora.datasets.table.files import read_frame
+from opensora.datasets.table.table import read_table
 from opensora.utils.errors import UserError
 from tools.datasets.datautil.__main__ import read_arguments, run
 

@@ -60,7 +60,7 @@ def test_info_measures_good_files_and_keeps_bad_ones(odd_files, tmp_path, do):
 
 
 def test_what_is_measured_is_what_the_shipped_table_says(clips_csv, do):
-    from opensora.datasets.table_files import read_frame
+    from opensora.datasets.table.files import read_frame
 
     frame = read_frame(clips_csv)
     sheet, _ = do(frame, ("info", True), folder=clips_csv.parent)

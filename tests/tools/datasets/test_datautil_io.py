@@ -6,8 +6,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from opensora.datasets.table import read_table
-from opensora.datasets.table_files import BLOCK, FORMATS, read_frame, strings
+from opensora.datasets.table.files import BLOCK, FORMATS, read_frame, strings
+from opensora.datasets.table.table import read_table
 from opensora.utils.errors import UserError
 from tools.datasets.datautil.io import to_numbers, write_frames
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from opensora.datasets.read_video import probe, read_frames
+from opensora.datasets.video.read_video import probe, read_frames
 from opensora.utils.errors import UserError
 from tools.datasets import analyze
 from tools.datasets.datautil.__main__ import run as datautil

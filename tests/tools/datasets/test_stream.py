@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from opensora.datasets.table_files import read_frame
+from opensora.datasets.table.files import read_frame
 from opensora.utils.errors import UserError
 from tools.datasets.datautil.io import write_frames
 from tools.datasets.stream import columns_of, count_rows, read_blocks, write_blocks

@@ -9,12 +9,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from opensora.checkpoint.lora import Adapter, merge_adapter, write_adapter
 from opensora.inference.output import save_sample
-from opensora.inference.validation import Key
 from opensora.models.stdit.stdit import STDiT
 from opensora.models.vae.vae import VideoAutoencoderKL
+from opensora.training.validation import Key
 from opensora.utils.errors import UserError
-from opensora.utils.lora import Adapter, merge_adapter, write_adapter
 from opensora.utils.seed import generators, randn_like
 from tools.eval.held_out_loss import by_size, lines, main, names_of, read_command
 

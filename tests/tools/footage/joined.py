@@ -6,7 +6,7 @@ import av
 import numpy as np
 
 import opensora.models  # noqa: F401  (registers)
-from opensora.datasets.read_video import read_frames
+from opensora.datasets.video.read_video import read_frames
 
 CLIPS = Path(__file__).parents[3] / "assets" / "clips"
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import opensora.models  # noqa: F401  (registers)
-from opensora.datasets.bucket_sampler import BucketBatchSampler
+from opensora.datasets.buckets.sampler import BucketBatchSampler
 from opensora.datasets.variable_dataset import VariableVideoTextDataset
 from opensora.utils.errors import UserError
 from tests.forks import forked

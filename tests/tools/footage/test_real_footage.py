@@ -10,7 +10,7 @@ from pathlib import Path
 import av
 import pytest
 
-from opensora.datasets.read_video import read_frames
+from opensora.datasets.video.read_video import read_frames
 from tests.real_clips import find_clip, real_clip
 from tools.datasets import doctor
 from tools.footage.__main__ import run

@@ -16,8 +16,8 @@ import pytest
 import torch
 from av.container import OutputContainer
 
-from opensora.datasets.color import display_matrix
-from opensora.datasets.read_video import probe, read_frames
+from opensora.datasets.video.color import display_matrix
+from opensora.datasets.video.read_video import probe, read_frames
 from tools.footage.rows import read_rows
 from tools.scene_cut import cut, cutting, scorers
 from tools.scene_cut.cutting import cut_video

@@ -8,8 +8,8 @@ import av
 import numpy as np
 import pytest
 
-from opensora.datasets.files import BadFile
-from opensora.datasets.read_video import probe, read_frames
+from opensora.datasets.video.files import BadFile
+from opensora.datasets.video.read_video import probe, read_frames
 from opensora.utils.errors import UserError
 from tests.real_clips import real_clip
 from tools.scene_cut.cutting import cut_video

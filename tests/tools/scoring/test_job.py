@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from opensora.datasets.table_files import read_frame
+from opensora.datasets.table.files import read_frame
 from opensora.utils.errors import UserError
 from tools.scoring.__main__ import chosen_scorers
 from tools.scoring.job import Job, compared, run

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image, ImageDraw, ImageFont
 from scipy.ndimage import gaussian_filter
 
-from opensora.datasets.read_video import read_frames
+from opensora.datasets.video.read_video import read_frames
 from opensora.utils.errors import UserError
 from tests.tools.scoring.videos import picture, seen, write_video
 from tools.scoring.duplicate import Duplicate, clip_hash, first_alike

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from opensora.datasets.table_files import FORMATS, read_frame, table_format
+from opensora.datasets.table.files import FORMATS, read_frame, table_format
 from opensora.utils.errors import UserError, exit_on_user_error
 from tools.datasets.datautil import columns, filter, info, paths, text  # their operations register themselves
 from tools.datasets.datautil.combine import find_tables, merge, same_file

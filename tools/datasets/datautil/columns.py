@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from opensora.datasets.table_files import strings
+from opensora.datasets.table.files import strings
 from opensora.utils.errors import UserError
 from tools.datasets.datautil.io import known_numbers
 from tools.datasets.datautil.operations import Result, Sheet, operation

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from opensora.datasets.table_files import EXACT, integer_type, is_numeric, read_frame, strings
+from opensora.datasets.table.files import EXACT, integer_type, is_numeric, read_frame, strings
 from opensora.registry import did_you_mean
 from opensora.utils.errors import UserError
 from tools.datasets.datautil.operations import Result, Sheet, keep, operation

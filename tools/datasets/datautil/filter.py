@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from opensora.datasets.files import IMAGE_EXTENSIONS, VIDEO_EXTENSIONS
+from opensora.datasets.video.files import IMAGE_EXTENSIONS, VIDEO_EXTENSIONS
 from opensora.utils.errors import UserError
 from tools.datasets.datautil.operations import OPERATIONS, Operation, Result, Run, Sheet, keep, operation
 from tools.datasets.datautil.paths import places

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from opensora.datasets.files import is_image
-from opensora.datasets.read_video import probe
+from opensora.datasets.video.files import is_image
+from opensora.datasets.video.read_video import probe
 from opensora.utils.errors import UserError
 from tools.datasets.datautil.operations import Result, Sheet, keep, operation
 from tools.datasets.datautil.parallel import map_rows

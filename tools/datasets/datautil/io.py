@@ -1,4 +1,4 @@
-"""Tables out, to CSV, JSONL and parquet, and cells as numbers. Tables are read by `opensora.datasets.table_files`."""
+"""Tables out, to CSV, JSONL and parquet, and cells as numbers. Tables are read by `opensora.datasets.table.files`."""
 
 import csv
 import json
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from opensora.datasets.table_files import cell_text, collection_paused, is_numeric, strings, table_format
+from opensora.datasets.table.files import cell_text, collection_paused, is_numeric, strings, table_format
 from opensora.utils.errors import UserError
 
 INTEGERS = ("num_frames", "height", "width", "resolution", "text_len", "ocr", "label", "duplicate_bits")

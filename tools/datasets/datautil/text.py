@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from opensora.checkpoint.pretrained import hub_error, resolve_pretrained
 from opensora.utils.errors import UserError
-from opensora.utils.pretrained import hub_error, resolve_pretrained
 from tools.datasets.datautil.captions import URL, append, camera_words, clean, refine, with_scores
 from tools.datasets.datautil.operations import Result, Sheet, keep, operation
 from tools.datasets.datautil.parallel import map_rows

@@ -1,0 +1,241 @@
+"""One attention function for every model: softmax(q k^T / sqrt(d)) v, by the kernel that suits the shapes.
+
+On a GPU `auto` takes Triton kernels of our own for the very short sequences of temporal attention (every kernel made
+for long sequences reaches only ~3 TFLOP/s there on an H100) and of captions, and PyTorch's
+scaled_dot_product_attention, which itself picks among cuDNN, flash, efficient and math, for the rest.
+"""
+
+import importlib.util
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# part of PyTorch's CUDA builds; without it short sequences take batched matrix products
+HAS_TRITON = torch.version.cuda is not None and importlib.util.find_spec("triton") is not None
+if HAS_TRITON:
+    from opensora.acceleration.kernels import few_keys_attention, head_norm, short_attention
+    from opensora.acceleration.kernels.few_keys_attention import MAX_KEYS
+    from opensora.acceleration.kernels.short_attention import MAX_HEAD_DIM, MAX_LENGTH
+
+SHORT_FORMATS = (torch.bfloat16, torch.float16)
+MANY_QUERIES = 1024
+"""Fewer queries do not take the kernel for few keys, which was measured with 4096 of them."""
+MATMUL_KEYS = 32
+"""Up to this number of keys batched matrix products are as good as PyTorch's fused kernels on a GPU."""
+QUERY_PARTS, KEYS_OF_A_PROGRAM, BUSY_PROGRAMS = 8, 128, 264
+"""See `_leaves_a_gpu_idle`; two programs for each of an H100's 132 multiprocessors."""
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, kernel: str = "auto") -> Tensor:
+    """Scaled dot-product attention, not causal.
+
+    Args:
+        q: queries [B, H, N, D], or [B, S, H, N, D] for sequences at S places, in any strides.
+        k, v: keys and values [B, H, L, D], or [B, S, H, L, D].
+        mask: [B, L] bool, True at the keys that may be seen. A row without any such key gives zeros. With [B, H, ...]
+            only.
+        kernel: "auto", "sdpa" or "math".
+
+    Returns:
+        q's shape, in v's dtype.
+    """
+    if kernel not in KERNELS:
+        raise ValueError(f"attention kernel {kernel!r} is not one of {', '.join(KERNELS)}.")
+    if mask is None:
+        return KERNELS[kernel](q, k, v, None)
+    if kernel == "auto" and _few_keys(q, k):
+        return few_keys_attention.attend(q, k, v, mask)
+    # a row without any key would give NaN: let it see all keys, with values of zero
+    seen = mask.any(dim=1)  # [B]
+    allowed = (mask | ~seen[:, None])[:, None, None, :]  # [B, 1, 1, L]
+    return KERNELS[kernel](q, k, v * seen[:, None, None, None].to(v.dtype), allowed)
+
+
+def packed_attention(qkv: Tensor, num_heads: int, axis: str, kernel: str = "auto") -> Tensor | None:
+    """Self-attention straight from the output of one linear layer, where a kernel for that exists; else None.
+
+    What is saved is memory traffic: the gradient of qkv is written as one tensor instead of being joined from three.
+
+    Args:
+        qkv: tokens [B, T, S, 3 D], the three parts one after the other, in each the heads.
+        num_heads: H; the width of a head is D / H.
+        axis: "space", "time" or "all": which tokens see each other.
+        kernel: see `attention`.
+
+    Returns:
+        [B, T, S, D], or None.
+    """
+    _, T, _, width = qkv.shape
+    if kernel != "auto" or not HAS_TRITON or not _on_gpu(qkv) or width // (3 * num_heads) > MAX_HEAD_DIM:
+        return None
+    return short_attention.attend_packed(qkv, num_heads) if axis == "time" and T <= MAX_LENGTH else None
+
+
+def normed_heads(
+    x: Tensor, weight: Tensor, eps: float, table: Tensor | None, every: int, kernel: str = "auto"
+) -> Tensor | None:
+    """RMS-normalised and rotated heads of queries or keys, where a kernel for that exists; else None.
+
+    Args:
+        x: [B, T, S, H, D], in any strides.
+        weight: [D].
+        eps: added to the mean of squares.
+        table: rotary table [2, N, D], see `opensora.models.layers.rope`; None = no positions.
+        every: token i of the B T S is at position `(i // every) % N`.
+        kernel: see `attention`.
+
+    Returns:
+        [B, T, S, H, D] in x's number format, or None.
+    """
+    return head_norm.norm_heads(x, weight, eps, table, every) if kernel == "auto" and _heads_fit(x) else None
+
+
+def _on_gpu(x: Tensor) -> bool:
+    return x.device.type == "cuda"
+
+
+def _heads_fit(x: Tensor) -> bool:
+    return HAS_TRITON and _on_gpu(x) and x.shape[-1] <= head_norm.MAX_HEAD_DIM and x.dtype != torch.float64
+
+
+def _few_keys(q: Tensor, k: Tensor) -> bool:
+    """Whether there are few keys, but many queries."""
+    fits = HAS_TRITON and _on_gpu(q) and q.dtype in SHORT_FORMATS and q.shape[-1] <= MAX_HEAD_DIM
+    if not fits or q.ndim != 4 or k.shape[-2] > MAX_KEYS or q.shape[-2] < MANY_QUERIES:
+        return False
+    # it counts a sample's activations in 32 bits
+    return q.shape[-2] * max(q.shape[1] * q.shape[-1], q.stride(-2)) < 2**31
+
+
+def _math(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None) -> Tensor:
+    scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)  # [B, H, N, L]
+    scores = scores.float()
+    if allowed is not None:
+        scores = scores.masked_fill(~allowed, float("-inf"))
+    return scores.softmax(dim=-1).to(v.dtype) @ v
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None) -> Tensor:
+    if q.ndim == 4:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed)
+    # the fused kernels know one batch axis
+    q4, k4, v4 = (each.flatten(0, -4) for each in (q, k, v))
+    return F.scaled_dot_product_attention(q4, k4, v4, attn_mask=allowed).reshape(q.shape)
+
+
+def _leaves_a_gpu_idle(q: Tensor, k: Tensor) -> bool:
+    """Whether the backward pass of PyTorch's kernels has too few programs, but many queries.
+
+    Each of its programs takes some keys of a head and walks over all queries: 300 tokens of one caption and 16 heads are 48.
+    """
+    if not _on_gpu(q) or q.ndim != 4 or not torch.is_grad_enabled():
+        return False
+    (B, H, N, _), L = q.shape, k.shape[2]
+    # few keys, as they are copied: not in self-attention. In this order, so that short sequences do not ask what divides them
+    if N < QUERY_PARTS * MANY_QUERIES or N < 2 * QUERY_PARTS * L or N % QUERY_PARTS:
+        return False
+    return B * H * ((L + KEYS_OF_A_PROGRAM - 1) // KEYS_OF_A_PROGRAM) < BUSY_PROGRAMS
+
+
+def _sdpa_in_parts(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, parts: int = QUERY_PARTS) -> Tensor:
+    """`_sdpa` of `q [B, H, N, D]`, N a multiple of `parts`, with the queries of a sample as those of so many samples."""
+    B, H, N, D = q.shape
+
+    def copies(x: Tensor) -> Tensor:
+        return x.repeat_interleave(parts, dim=0)  # in memory: who knows which kernels take a stride of 0
+
+    apart = q.transpose(1, 2).reshape(B * parts, N // parts, H, D).transpose(1, 2)
+    mask = None if allowed is None else copies(allowed)
+    out = F.scaled_dot_product_attention(apart, copies(k), copies(v), attn_mask=mask)
+    return out.transpose(1, 2).reshape(B, N, H, D).transpose(1, 2)
+
+
+def _auto(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None) -> Tensor:
+    if allowed is None and _few_keys(q, k):
+        return few_keys_attention.attend(q, k, v, None)
+    if _leaves_a_gpu_idle(q, k):
+        return _sdpa_in_parts(q, k, v, allowed)
+    if not _on_gpu(q) or q.ndim == 4:
+        return _sdpa(q, k, v, allowed)
+    if HAS_TRITON and q.shape[-2] <= MAX_LENGTH and q.shape[-1] <= MAX_HEAD_DIM:
+        return short_attention.attend(q, k, v)
+    return _math(q, k, v, allowed) if k.shape[-2] <= MATMUL_KEYS else _sdpa(q, k, v, allowed)
+
+
+KERNELS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]] = {
+    "auto": _auto,
+    "sdpa": _sdpa,
+    "math": _math,
+}
+
+
+def kernel_from_flag(*, enable_flash_attn: bool | None) -> str:
+    """The seed's `enable_flash_attn`: True or None is the fastest kernel there is, False the plain formula."""
+    return "math" if enable_flash_attn is False else "auto"
+
+
+class _WithoutAutocast:
+    """`torch.autocast(device_type, enabled=False)` for eager code: the switch alone, a tenth of the host's time."""
+
+    __slots__ = ("before", "device_type")
+
+    def __init__(self, device_type: str) -> None:
+        self.device_type, self.before = device_type, False
+
+    def __enter__(self) -> None:
+        self.before = torch.is_autocast_enabled(self.device_type)
+        torch.set_autocast_enabled(self.device_type, False)
+
+    def __exit__(self, *_: object) -> None:
+        torch.set_autocast_enabled(self.device_type, self.before)
+
+
+def without_autocast(device_type: str) -> AbstractContextManager[None]:
+    """Number formats as they are, inside of autocast; the weights that autocast has cast stay cast behind it."""
+    if torch.compiler.is_compiling():
+        return torch.autocast(device_type, enabled=False)
+    return _WithoutAutocast(device_type)
+
+
+class LayerNorm(torch.nn.LayerNorm):
+    """LayerNorm without affine parameters that keeps its input's number format under autocast.
+
+    The statistics are fp32 either way. Autocast would turn the whole result, and what the backward pass keeps of it,
+    into fp32: twice the memory for nothing, as the linear layer that follows rounds to the short format.
+    """
+
+    def __init__(self, dim: int, eps: float = 1e-6) -> None:
+        super().__init__(dim, eps=eps, elementwise_affine=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., dim] -> [..., dim]`."""
+        with without_autocast(x.device.type):
+            return F.layer_norm(x, self.normalized_shape, eps=self.eps)
+
+
+def layer_norm(dim: int, *, eps: float = 1e-6, fused: bool = False) -> torch.nn.Module:
+    """A LayerNorm without affine parameters; `fused` (the seed's `enable_layernorm_kernel`) asks for apex's kernel."""
+    if fused:
+        try:
+            from apex.normalization import FusedLayerNorm
+
+            return FusedLayerNorm(dim, elementwise_affine=False, eps=eps)
+        except ImportError:
+            _warn_no_apex()
+    return LayerNorm(dim, eps)
+
+
+_warned: set[str] = set()
+
+
+def _warn_no_apex() -> None:
+    if "apex" not in _warned:
+        _warned.add("apex")
+        import warnings
+
+        warnings.warn(
+            "enable_layernorm_kernel=True, but apex is not installed: using PyTorch's LayerNorm.", stacklevel=3
+        )

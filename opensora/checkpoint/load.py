@@ -1,0 +1,261 @@
+"""Checkpoints: folders that are either complete or not there.
+
+    <run>/epoch3-global_step1500/
+        manifest.json                what made it: config, commit, versions, step, data; every file with size and CRC-32
+        state.json                   step, position in the data, whatever else a resume needs
+        model/model.safetensors      fp32 weights; of sharded engines model-00000-of-00008.safetensors and so on
+        ema/ema.safetensors          fp32 averaged weights
+        optimizer/optimizer.safetensors
+
+How a folder is written is in `save.py`, how tensors lie in the files in `files.py`. No generator state is saved,
+because all randomness is a function of (seed, step, position): see `opensora.utils.seed`.
+"""
+
+import json
+import logging
+import re
+import secrets
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from opensora.checkpoint.files import SavedTensors, checksum
+from opensora.checkpoint.save import MANIFEST, STATE, Writing
+from opensora.checkpoint.shards import fill, shard_of
+from opensora.checkpoint.weight_files import read_file
+from opensora.checkpoint.weight_sources import find_weights
+from opensora.utils.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+RUNTIME_PREFIXES = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
+INTERRUPTED = re.compile(r"\.(.+)\.partial-[\w-]+")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint folder, opened for reading."""
+
+    path: Path
+    manifest: Mapping[str, Any]
+    state: Mapping[str, Any]
+
+    def tensors(self, part: str) -> SavedTensors:
+        """The tensors of `part`: "model", "ema", "optimizer" and what else was saved, on the CPU; empty if it was not.
+
+        They are read when they are asked for.
+        """
+        files = [name for name in self.manifest["files"] if Path(name).parent == Path(part)]
+        return SavedTensors(self.path / name for name in files)
+
+
+def save_checkpoint(
+    path: Path,
+    parts: Mapping[str, Mapping[str, Tensor]],
+    *,
+    state: Mapping[str, Any],
+    manifest: Mapping[str, Any],
+) -> Path:
+    """Write a checkpoint folder from one process; a crash at any moment leaves either no `path` or a complete one.
+
+    Args:
+        path: the folder to make. One that is already there is replaced when the new one is complete.
+        parts: name -> tensors, for example {"model": ..., "ema": ..., "optimizer": ...}.
+        state: small values for a resume, JSON.
+        manifest: what made this checkpoint, JSON.
+    """
+    writing = Writing(path, secrets.token_hex(4))
+    whole = {part: {name: shard_of(tensor) for name, tensor in tensors.items()} for part, tensors in parts.items()}
+    writing.write_own(whole, file_header(manifest))
+    return writing.commit(state, manifest)
+
+
+def file_header(manifest: Mapping[str, Any]) -> dict[str, str]:
+    """What each file says of itself, so that one that was taken out of its folder can still be told."""
+    told = {key: str(manifest[key]) for key in ("step", "model", "config_hash", "git_commit") if manifest.get(key)}
+    return {"format": "pt", **told}
+
+
+def open_checkpoint(path: str | Path, *, check: Literal["size", "checksum"] = "size") -> Checkpoint:
+    """Open a checkpoint folder for a resume.
+
+    Args:
+        check: "size" compares the size of every file with the manifest; "checksum" also reads them all.
+
+    Raises:
+        UserError: the folder is missing, is no checkpoint, is incomplete, or its files changed.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        raise UserError(f"no checkpoint at {path}: there is no such folder.{_found_inside(path.parent)}")
+    if not (path / MANIFEST).is_file():
+        raise UserError(
+            f"{path} is not a complete checkpoint: it has no {MANIFEST}, which is written last."
+            f"{_found_inside(path)}{_found_inside(path.parent)}"
+        )
+    manifest = json.loads((path / MANIFEST).read_text())
+    broken = [what for name, size in manifest["files"].items() if (what := _wrong_size(path, name, size))]
+    if not broken and check == "checksum":
+        broken = _changed(path, manifest)
+    if broken:
+        raise UserError(
+            f"{path} is not a complete checkpoint: {', '.join(broken)}. Load another one.{_found_inside(path.parent)}"
+        )
+    return Checkpoint(path, manifest, json.loads((path / STATE).read_text()))
+
+
+def latest_checkpoint(run: Path, *, check: Literal["size", "checksum"] = "size") -> Path | None:
+    """The newest complete checkpoint of a run; None = it has none. What is passed over for it is told in the log."""
+    for path in sorted(run.glob(".*.partial-*")):
+        if named := INTERRUPTED.fullmatch(path.name):
+            logger.warning("%s: the writing of %s was interrupted; it is passed over.", run, named[1])
+    for path in reversed(complete_checkpoints(run)):
+        try:
+            return open_checkpoint(path, check=check).path
+        except (UserError, OSError, ValueError, KeyError) as error:
+            logger.warning("passed over: %s", error)
+    return None
+
+
+def complete_checkpoints(run: Path) -> list[Path]:
+    """The checkpoints below a run's folder that have a manifest, oldest step first."""
+    found = []
+    for manifest in run.glob(f"[!.]*/{MANIFEST}"):
+        try:
+            content = json.loads(manifest.read_text())
+        except (OSError, ValueError):
+            continue  # not one of ours, or just removed
+        if isinstance(content, dict) and isinstance(content.get("files"), dict):
+            found.append((int(content.get("step", 0)), manifest.parent))
+    return [path for _, path in sorted(found)]
+
+
+def read_weights(path: str | Path) -> Mapping[str, Tensor]:
+    """Weights from one of our checkpoint folders (its EMA if there), or from whatever `find_weights` understands.
+
+    Formats are told apart by content, never by file name. A pickle with more than plain data in it is refused. The
+    tensors are mapped from disk where the format allows it: copy them, do not change them.
+
+    Raises:
+        UserError: there is nothing to read at `path`, or it is not weights.
+    """
+    folder = Path(path).expanduser()
+    if own := _own_weights(folder):
+        return own
+    try:
+        state = read_file(find_weights(path))
+    except UserError as error:
+        near = folder if folder.is_dir() else folder.parent
+        raise UserError(f"{error}{_found_inside(near)}") from error
+    result = {_strip_prefixes(name): tensor for name, tensor in state.items()}
+    if len(result) < len(state):
+        raise UserError(
+            f"{path} holds tensors twice, with and without one of the prefixes {', '.join(RUNTIME_PREFIXES)}."
+        )
+    return result
+
+
+def load_strictly(
+    model: nn.Module, state: Mapping[str, Tensor], source: str | Path, *, may_miss: Iterable[str] = ()
+) -> None:
+    """Copy `state` into `model`; every parameter and saved buffer must be there with its shape, and nothing else.
+
+    Where the model is sharded each process takes its part. Those named in `may_miss` need not be there, and keep their
+    values.
+
+    Raises:
+        UserError: names or shapes differ; the model is left as it was.
+    """
+    own = model.state_dict()
+    found: Callable[[str], Tensor] = state.meta if isinstance(state, SavedTensors) else state.__getitem__
+    both = sorted(own.keys() & state.keys())
+    missing = sorted(own.keys() - state.keys() - set(may_miss))
+    unexpected = sorted(state.keys() - own.keys())
+    reshaped = [
+        f"{name}: file {tuple(found(name).shape)}, model {tuple(own[name].shape)}"
+        for name in both
+        if found(name).shape != own[name].shape
+    ]
+    other_kind = [
+        f"{name}: file {_dtype(found(name))}, model {_dtype(own[name])}"
+        for name in both
+        if found(name).is_floating_point() != own[name].is_floating_point()
+    ]
+    if missing or unexpected or reshaped or other_kind:
+        raise UserError(
+            f"{source} does not fit this {type(model).__name__} ({len(own)} tensors; the file has {len(state)}).\n"
+            + _listing("missing in the file", missing, list(state))
+            + _listing("in the file only", unexpected, list(own))
+            + _listing("of another shape", reshaped)
+            + _listing("of another kind of number (quantised weights?)", other_kind)
+            + _advice(missing, unexpected)
+        )
+    for name in both:
+        fill(own[name], state, name)
+
+
+def _advice(missing: list[str], unexpected: list[str]) -> str:
+    """What to change, where a file does not fit."""
+    if missing + unexpected == ["lora_forwards"]:  # `utils.lora.COUNTER`, which lies on top of this module
+        return "lora.dropout was 0 in the run that wrote the file, or is here, and not in both: it cannot be switched on or off."
+    for names, what in ((missing, "without"), (unexpected, "with")):
+        if any(".lora_" in name for name in names):
+            return (
+                f"The file is of a run {what} lora. --load goes on with a run of the same kind; the base of a new lora is "
+                "named by --ckpt-path, and `python -m tools.lora merge` makes plain weights of one."
+            )
+    return "Check model.type and its sizes in the config: they must be those of the run that wrote the file."
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _listing(title: str, names: list[str], others: Iterable[str] = ()) -> str:
+    if not names:
+        return ""
+    lines = []
+    for name in names[:5]:
+        close = get_close_matches(name, others, n=1, cutoff=0.8)
+        lines.append(f"    {name}" + (f"   (similar: {close[0]})" if close else ""))
+    more = f"    ... and {len(names) - 5} more\n" if len(names) > 5 else ""
+    return f"  {len(names)} {title}:\n" + "\n".join(lines) + "\n" + more
+
+
+def _own_weights(folder: Path) -> SavedTensors | None:
+    """The weights in a checkpoint folder of ours; None = it is something else."""
+    if not (folder / MANIFEST).is_file():
+        return None
+    checkpoint = open_checkpoint(folder)
+    return checkpoint.tensors("ema") or checkpoint.tensors("model") or None
+
+
+def _wrong_size(folder: Path, name: str, size: int) -> str:
+    """What is wrong with a file of a checkpoint, or an empty string."""
+    if not (folder / name).is_file():
+        return f"{name} (missing)"
+    found = (folder / name).stat().st_size
+    return f"{name} ({found} of {size} bytes)" if found != size else ""
+
+
+def _changed(folder: Path, manifest: Mapping[str, Any]) -> list[str]:
+    """The files whose checksum is not the manifest's."""
+    if "crc32" not in manifest:
+        raise UserError(f"{folder} was written by a version without checksums; load it with --load-check size.")
+    wanted = manifest["crc32"].items()
+    return [f"{name} (its numbers changed)" for name, crc in wanted if f"{checksum(folder / name):08x}" != crc]
+
+
+def _found_inside(folder: Path) -> str:
+    found = complete_checkpoints(folder) if folder.is_dir() else []
+    return f" Complete checkpoints in {folder}: {', '.join(path.name for path in found)}." if found else ""
+
+
+def _strip_prefixes(name: str) -> str:
+    for prefix in RUNTIME_PREFIXES:
+        name = name.removeprefix(prefix).replace(f".{prefix}", ".")
+    return name

@@ -1,0 +1,273 @@
+"""The command line of a config: `CONFIG --field value --component.key value`, and the text of `--help`."""
+
+import ast
+import types
+import typing
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import PurePath
+from typing import Any, Literal
+
+from opensora.config.schema import KEY_ALIASES, REQUIRED, Field, Schema, coerce, describe, members, schema_fields
+
+CONFIG_SUFFIXES = (".py", ".json", ".yml", ".yaml")
+FLAGS = ("cfg", "deepspeed", "print-config", "help")  # besides the fields
+TRUE, FALSE = ("true", "yes", "t", "y", "1"), ("false", "no", "f", "n", "0")
+
+
+@dataclass
+class Setting:
+    """One thing that the command line sets."""
+
+    path: tuple[str, ...]  # (field,) or (component, key, ...)
+    flag: str  # as typed
+    value: Any
+    text: str | None = None  # the value as typed, where no schema declares its type
+
+
+@dataclass
+class Command:
+    """A command line, taken apart."""
+
+    config: str | None = None
+    deepspeed: str | None = None  # a DeepSpeed JSON, as NOVA's guide passes one
+    settings: list[Setting] = field(default_factory=list)
+    print_config: bool = False
+    help: bool = False
+    unknown: list[tuple[str, str]] = field(default_factory=list)  # (flag, key) of flags that name no field
+    problems: list[str] = field(default_factory=list)
+
+
+def read_command(schema: Schema, argv: Sequence[str]) -> Command:
+    """Take a command line apart, by the types that the schema declares."""
+    return _Reader(schema, argv).read()
+
+
+class _Reader:
+    def __init__(self, schema: Schema, argv: Sequence[str]) -> None:
+        self.schema = schema
+        self.fields = schema_fields(schema)
+        self.tokens = list(argv)
+        self.command = Command()
+        self.passed_over: list[str] = []  # after flags that are wrong
+
+    def read(self) -> Command:
+        while self.tokens:
+            token = self.tokens.pop(0)
+            if token in ("-h", "--help"):
+                self.command.help = True
+            elif token == "--print-config":
+                self.command.print_config = True
+            elif token.partition("=")[0] in ("--cfg", "--deepspeed"):
+                self._read_file_name(token)
+            elif _is_flag(token):
+                self._read_flag(token)
+            elif self.command.config is None and not token.startswith("-"):
+                self.command.config = token
+            elif names_config(token):
+                self.command.problems.append(f"{token!r}: {self.command.config} is the config already.")
+            else:
+                self.command.problems.append(f"{token!r} on the command line belongs to no option.")
+        if self.command.config is None:  # `--wandbb configs/x.py`
+            self.command.config = next(filter(names_config, reversed(self.passed_over)), None)
+        self._refuse_contradictions()
+        return self.command
+
+    def _read_file_name(self, token: str) -> None:
+        """`--cfg FILE` is another way to name the config."""
+        token, equals, attached = token.partition("=")
+        if equals:
+            self.tokens.insert(0, attached)
+        if not self.tokens or _is_flag(self.tokens[0]):
+            self.command.problems.append(f"{token}: a file name is missing.")
+        elif token == "--deepspeed":
+            self.command.deepspeed = self.tokens.pop(0)
+        elif self.command.config is not None:
+            self.command.problems.append(f"{token} {self.tokens.pop(0)}: {self.command.config} is the config already.")
+        else:
+            self.command.config = self.tokens.pop(0)
+
+    def _read_flag(self, token: str) -> None:
+        flag, equals, attached = token.partition("=")
+        name, *keys = (part.replace("-", "_") for part in flag[2:].split("."))
+        alias = None if keys else self.schema.aliases.get(name)
+        if alias is None and name not in self.fields:
+            self.command.unknown.append((flag, name))
+            self._skip_values(equals)
+            return
+        if keys and not (self.fields[name].takes_keys and all(keys)):
+            self.command.problems.append(f"{flag}: {name} is {describe(self.fields[name].annotation)}; it has no keys.")
+            self._skip_values(equals)
+            return
+        path: tuple[str, ...] = (name, *(KEY_ALIASES.get(name, {}).get(key, key) for key in keys))
+        annotation = Any if keys else None
+        if alias is not None:
+            path, annotation = alias
+        elif not keys:
+            legacy = self.fields[name].legacy
+            annotation = legacy.annotation if legacy else self.fields[name].annotation
+        texts: list[str] = []
+        try:
+            texts = [attached] if equals else self._take_values(annotation)
+            value = parse_texts(texts, annotation)
+        except ValueError as error:
+            self.command.problems.append(f"{flag}: {error}.")
+            self.passed_over += texts
+            return
+        text = texts[0] if annotation is Any and texts else None
+        self.command.settings.append(Setting(path, flag, value, text))
+
+    def _skip_values(self, equals: str) -> None:
+        """Pass over the values of a flag that is wrong, so that they are not complained about as well."""
+        if not equals:
+            self.passed_over += self._take_until_flag()
+
+    def _take_until_flag(self) -> list[str]:
+        count = next((i for i, token in enumerate(self.tokens) if _is_flag(token)), len(self.tokens))
+        return self._take(count)
+
+    def _take(self, count: int) -> list[str]:
+        taken, self.tokens = self.tokens[:count], self.tokens[count:]
+        return taken
+
+    def _take_values(self, annotation: Any) -> list[str]:
+        """As many values as the type wants."""
+        kinds = [typing.get_origin(member) or member for member in members(annotation)]
+        bare = not self.tokens or _is_flag(self.tokens[0])
+        if bare and (bool in kinds or annotation is Any):
+            return []
+        if bare:
+            raise ValueError(f"a value is missing, expected {describe(annotation)}")
+        if bool in kinds and self.command.config is None and names_config(self.tokens[0]):
+            return []  # `--wandb configs/x.py`
+        if list in kinds:
+            return self._take_until_flag()
+        if tuple in kinds and _is_number(self.tokens[0]):
+            size = next(len(typing.get_args(m)) for m in members(annotation) if typing.get_origin(m) is tuple)
+            numbers = [_is_number(token) for token in self.tokens[:size]]
+            return self._take(numbers.index(False) if False in numbers else len(numbers))
+        return self._take(1)
+
+    def _refuse_contradictions(self) -> None:
+        seen: dict[tuple[str, ...], Setting] = {}
+        for setting in self.command.settings:
+            first = seen.setdefault(setting.path, setting)
+            one_is_bool = len(setting.path) == 1 and isinstance(first.value, bool) != isinstance(setting.value, bool)
+            if first.value != setting.value or one_is_bool:  # True == 1
+                self.command.problems.append(
+                    f"{first.flag} {first.value!r} and {setting.flag} {setting.value!r} both set "
+                    f"{'.'.join(setting.path)}; keep one."
+                )
+
+
+def _is_flag(token: str) -> bool:
+    return token.startswith("--") or token == "-h"
+
+
+def names_config(value: Any) -> bool:
+    """Whether it is a text that ends as the name of a config file does."""
+    return isinstance(value, str) and PurePath(value).suffix in CONFIG_SUFFIXES
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def parse_texts(texts: Sequence[str], annotation: Any) -> Any:
+    """The values of one flag as the annotated type; no value at all is True.
+
+    Raises:
+        ValueError: they are not of that type.
+    """
+    if not texts:
+        return True
+    # None first, so that `--load None` is no folder called None
+    for member in sorted(members(annotation), key=lambda member: member is not types.NoneType):
+        try:
+            return coerce(_parse_member(texts, member), member)
+        except (TypeError, ValueError):
+            continue
+    raise ValueError(f"{' '.join(texts)!r}: expected {describe(annotation)}")
+
+
+def _parse_member(texts: Sequence[str], annotation: Any) -> Any:
+    origin, text = typing.get_origin(annotation), texts[0]
+    if annotation is bool:
+        return parse_bool(text)
+    if annotation in (int, float, str):
+        return annotation(text)
+    if origin is Literal:
+        return text
+    if origin is list:
+        literal = parse_literal(text) if len(texts) == 1 else None
+        item = typing.get_args(annotation)[0]
+        return literal if isinstance(literal, list) else [_parse_member([text], item) for text in texts]
+    return parse_literal(text) if len(texts) == 1 else [parse_literal(text) for text in texts]
+
+
+def parse_bool(text: str) -> bool:
+    """`true yes t y 1` or `false no f n 0`, in any case."""
+    if text.lower() in TRUE:
+        return True
+    if text.lower() in FALSE:
+        return False
+    raise ValueError(f"{text!r} is not a bool, write True or False")
+
+
+def parse_literal(text: str) -> Any:
+    """A Python literal, in which `dict(a=1)` may stand as in a config file; what is none is the text itself."""
+    words = {"none": None, "true": True, "false": False}
+    if text.lower() in words:
+        return words[text.lower()]
+    try:
+        return ast.literal_eval(_Dicts().visit(ast.parse(text.strip(), mode="eval")))
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        return text
+
+
+class _Dicts(ast.NodeTransformer):
+    """`dict(a=1)` -> `{"a": 1}`."""
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        names = [keyword.arg for keyword in node.keywords]
+        if not isinstance(node.func, ast.Name) or node.func.id != "dict" or node.args or None in names:
+            return node
+        return ast.Dict([ast.Constant(name) for name in names], [keyword.value for keyword in node.keywords])
+
+
+def help_text(schema: Schema) -> str:
+    """What `--help` prints."""
+    blocks = [
+        "usage: SCRIPT CONFIG [--field VALUE] [--component.key VALUE] [--print-config] [--help]",
+        f"{(schema.__doc__ or '').strip()}\nCONFIG is a Python file that sets fields; the command line overrides it.",
+        "fields:\n"
+        + "\n".join(_help_rows(dashed(f.name), value_text(f), f.doc) for f in schema_fields(schema).values()),
+        "short names for keys of components:\n"
+        + "\n".join(f"  --{dashed(name):<24}{'.'.join(alias.path)}" for name, alias in schema.aliases.items()),
+        "other:\n" + _help_rows("print-config", "", "show every value and where it was set, then stop"),
+    ]
+    return "\n\n".join(blocks) + "\n"
+
+
+def _help_rows(name: str, value: str, doc: str) -> str:
+    return f"  --{name:<24}{value}\n{'':28}{doc}" if value else f"  --{name:<24}{doc}"
+
+
+def dashed(name: str) -> str:
+    """A field's name as users of the command line write it."""
+    return name.replace("_", "-")
+
+
+def value_text(f: Field) -> str:
+    """Type and default of a field: `int, default 16`."""
+    return f"{type_text(f)}, " + ("required" if f.default is REQUIRED else f"default {f.default!r}")
+
+
+def type_text(f: Field) -> str:
+    """A field's type in words, or its choices."""
+    return " or ".join(f.choices) if f.choices else describe(f.annotation)

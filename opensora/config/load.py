@@ -1,0 +1,276 @@
+"""A config file and a command line become one checked, typed object (architecture D1).
+
+    cfg = parse_config(TrainConfig, {"model": MODELS, "vae": MODELS, "dataset": DATASETS})
+
+What fields there are is in `schema.py`, the grammar of the command line in `command_line.py`, and how values are
+merged and checked in `resolve.py`.
+"""
+
+import ast
+import copy
+import json
+import sys
+import traceback
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from mmengine.config import Config
+
+from opensora.config.command_line import Command, dashed, help_text, names_config, read_command
+from opensora.config.resolve import Draft, Origins, listing
+from opensora.config.schema import (
+    InferenceConfig,
+    RunConfig,
+    TrainConfig,
+    VAEInferenceConfig,
+    VAETrainConfig,
+    schema_fields,
+)
+from opensora.config.yacs import deepspeed_overrides, read_yacs
+from opensora.registry import Registry, did_you_mean
+from opensora.utils.errors import UserError
+from opensora.utils.imports import import_parts, not_imported
+
+__all__ = [
+    "InferenceConfig",
+    "TrainConfig",
+    "VAEInferenceConfig",
+    "VAETrainConfig",
+    "config_from_dict",
+    "dump_config",
+    "parse_config",
+    "to_dict",
+]
+
+HOW_TO_RESUME = ("load", "load_check", "exp_name", "outputs", "start_from_scratch", "other_data")
+AnyConfig = TypeVar("AnyConfig", bound=RunConfig)
+
+
+def parse_config(
+    schema: type[AnyConfig],
+    registries: Mapping[str, Registry] | None = None,
+    argv: Sequence[str] | None = None,
+    *,
+    options: Iterable[str] = (),
+) -> AnyConfig:
+    """Read the config that the command line names, with the overrides it carries, and check all of it.
+
+    Args:
+        schema: `TrainConfig`, `InferenceConfig`, `VAETrainConfig` or `VAEInferenceConfig`.
+        registries: for each component field, where its type is registered; a field without one is not looked into.
+        argv: the command line without the program; `sys.argv[1:]` when None.
+        options: names of what a tool has taken out of `argv` for itself; a flag that is no field may be one of them misspelt.
+
+    Raises:
+        UserError: lists everything that is wrong.
+        SystemExit: after `--help` and `--print-config`.
+    """
+    command = read_command(schema, sys.argv[1:] if argv is None else argv)
+    if command.help:
+        sys.stdout.write(help_text(schema))
+        raise SystemExit(0)
+    draft = Draft(schema, registries or {}, options=[dashed(name) for name in options])
+    try:
+        values, origins, problems = _read_files(command)
+    except UserError as error:  # a wrong flag may be why there is no file
+        raise UserError(listing([str(error), *draft.problems_of(command)])) from error
+    draft.problems += problems
+    draft.take_file(values, origins)
+    import_parts(draft.imports_with(command))
+    draft.take_command(command)
+    config = draft.finish()
+    if command.print_config:
+        sys.stdout.write(provenance(config, draft.origins))
+        raise SystemExit(0)
+    return config
+
+
+def _read_files(command: Command) -> tuple[dict[str, Any], Origins, list[str]]:
+    """Values of the files that a command line names."""
+    if command.config is None:
+        swallowed = [
+            s.flag
+            for s in command.settings
+            if any(map(names_config, s.value if isinstance(s.value, list) else [s.value]))
+        ]
+        raise UserError(
+            "no config file given; usage: SCRIPT CONFIG [--field VALUE ...] (--help lists the fields)."
+            + "".join(f" If {flag} took it for a value, write the config first." for flag in swallowed)
+        )
+    values, origins, problems = read_file(Path(command.config))
+    if command.deepspeed is not None:
+        overrides = deepspeed_overrides(Path(command.deepspeed))
+        values |= overrides
+        origins |= {(name,): f"--deepspeed {command.deepspeed}" for name in overrides}
+    return values, origins, problems
+
+
+def config_from_dict(
+    schema: type[AnyConfig], values: Mapping[str, Any], registries: Mapping[str, Registry] | None = None
+) -> AnyConfig:
+    """The config that a file with these values would give; the inverse of `to_dict`.
+
+    Its `imports` must have been imported already: the values may be a checkpoint's, which is data and runs nothing.
+
+    Raises:
+        UserError: lists everything that is wrong.
+    """
+    if missing := not_imported(values.get("imports") or ()):
+        raise UserError(
+            f"the stored config names parts from {', '.join(missing)}, which is code and is not run unasked. If you trust it, name "
+            f"it yourself: imports={missing!r} in the call, or --imports {' '.join(missing)} where there is a command line."
+        )
+    draft = Draft(schema, registries or {})
+    draft.take_file(copy.deepcopy(dict(values)), {})
+    return draft.finish()
+
+
+def to_dict(config: RunConfig) -> dict[str, Any]:
+    """All fields as plain data."""
+    return {name: copy.deepcopy(getattr(config, name)) for name in schema_fields(type(config))}
+
+
+def dump_config(config: RunConfig, path: Path | str) -> None:
+    """Write a config as JSON; `parse_config` reads the file back."""
+    Path(path).write_text(json.dumps(to_dict(config), indent=2) + "\n", encoding="utf-8")
+
+
+def read_file(path: Path) -> tuple[dict[str, Any], Origins, list[str]]:
+    """Values of a config file, where each was set (`file:line`), and what its values cannot show."""
+    if not path.is_file():
+        raise UserError(f"config file {path} does not exist.{_similar_file(path)}")
+    if path.suffix in (".yml", ".yaml"):
+        values = read_yacs(path)
+        return values, {(key,): str(path) for key in values}, []
+    if path.suffix not in (".py", ".json"):
+        raise UserError(
+            f"config file {path}: expected a .py file, a .json file written by an earlier run, or a .yml file of NOVA's guide."
+        )
+    tree = _parse(path) if path.suffix == ".py" else ast.Module([], [])
+    bases = [read_file(base) for base in _base_files(tree, path)]
+    values = {key: value for key, value in _execute(path).items() if not key.startswith("_")}
+    inherited = {key: item for base_values, _, _ in bases for key, item in base_values.items()}
+    origins: Origins = {key: origin for _, base_origins, _ in bases for key, origin in base_origins.items()}
+    lines = _assigned_lines(tree)
+    for key, value in values.items():
+        if path.suffix == ".py" and key not in lines and key in inherited:
+            continue
+        here = f"{path}:{lines[key]}" if key in lines else str(path)
+        origins[key,] = here
+        for inner, item in value.items() if isinstance(value, dict) else ():
+            before = inherited.get(key)
+            if not isinstance(before, dict) or inner not in before or before[inner] != item:
+                origins[key, inner] = here
+    return values, origins, [p for *_, problems in bases for p in problems] + _functions(tree, path)
+
+
+def _similar_file(path: Path) -> str:
+    siblings = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
+    return did_you_mean(path.name, siblings)
+
+
+def _parse(path: Path) -> ast.Module:
+    try:
+        return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+    except SyntaxError as error:
+        raise UserError(f"{path}:{error.lineno}: {error.msg}: {(error.text or '').strip()}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not a UTF-8 text file: {error}") from error
+
+
+def _execute(path: Path) -> dict[str, Any]:
+    """Run a config file. It is code: whatever it raises is told with the line that raised it."""
+    try:
+        # no environment variables, no file-name templates, no imports on the config's behalf: a config is plain data
+        config = Config.fromfile(
+            path,
+            use_predefined_variables=False,
+            use_environment_variables=False,
+            import_custom_modules=False,
+            lazy_import=False,
+        )
+    except Exception as error:
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).suffix == ".py"]
+        lines = [f for f in frames if "mmengine" not in f.filename and f.filename != __file__]
+        where = f"{lines[-1].filename}:{lines[-1].lineno}" if lines else str(path)
+        raise UserError(f"{where}: {type(error).__name__}: {error}") from error
+    return _without_scope(config.to_dict())
+
+
+def _without_scope(value: Any) -> Any:
+    """Plain dicts, without the marks that MMEngine leaves in what was taken from a base file, or had nothing to replace."""
+    if isinstance(value, dict):
+        return {key: _without_scope(item) for key, item in value.items() if key not in ("_scope_", "_delete_")}
+    if isinstance(value, list | tuple):
+        items = [_without_scope(item) for item in value]
+        return tuple(items) if isinstance(value, tuple) else items
+    return value
+
+
+def _base_files(tree: ast.Module, path: Path) -> Iterator[Path]:
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "_base_" for t in node.targets):
+            try:
+                names = ast.literal_eval(node.value)
+            except ValueError as error:
+                raise UserError(f"{path}:{node.lineno}: _base_ must be a file name or a list of them.") from error
+            for name in [names] if isinstance(names, str) else names:
+                yield path.parent / name
+
+
+def _assigned_lines(tree: ast.Module) -> dict[str, int]:
+    """The last line that assigns each name."""
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+    return {node.id: node.lineno for node in sorted(nodes, key=lambda node: node.lineno)}
+
+
+def _functions(tree: ast.Module, path: Path) -> list[str]:
+    """MMEngine drops functions without a word; a field written as one would silently keep its default."""
+    found = [(node.name, node.lineno) for node in tree.body if isinstance(node, ast.FunctionDef)]
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Lambda):
+            found += [(target.id, node.lineno) for target in node.targets if isinstance(target, ast.Name)]
+    return [
+        f"{name!r} is a function; a config holds plain data, name a helper _{name}. ({path}:{line})"
+        for name, line in found
+        if not name.startswith("_")
+    ]
+
+
+def provenance(config: RunConfig, origins: Origins) -> str:
+    """One line for each value: what it is and where it was set."""
+    rows = []
+    for name, value in to_dict(config).items():
+        items = value.items() if isinstance(value, dict) and schema_fields(type(config))[name].takes_keys else ()
+        for key, item in items:
+            rows.append((f"{name}.{key} = {item!r}", origins.get((name, key)) or origins.get((name,))))
+        if not items:
+            rows.append((f"{name} = {value!r}", origins.get((name,))))
+    width = min(max(len(left) for left, _ in rows), 80)
+    return "".join(f"{left:<{width}}  # {origin or 'default'}\n" for left, origin in rows)
+
+
+def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """`lr was 0.0001, now 0.001`, for every setting that a resumed run has otherwise; what says how to resume is left out.
+
+    Keys of components count one by one. A field that `before` is too old to know is passed over.
+    """
+    old, new = (_flat(json.loads(json.dumps(config))) for config in (before, now))  # JSON knows no tuples
+    known = {name for name in new if name[0] in before and name[0] not in HOW_TO_RESUME}
+    names = sorted(known | {name for name in old if name[0] in now and name[0] not in HOW_TO_RESUME})
+    unset = "not set"
+    return [
+        f"{'.'.join(name)} was {old.get(name, unset)}, now {new.get(name, unset)}"
+        for name in names
+        if (type(old.get(name)) is bool, old.get(name)) != (type(new.get(name)) is bool, new.get(name))  # True == 1
+    ]
+
+
+def _flat(config: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
+    """Each value under its path of keys; an empty dict is no value."""
+    flat: dict[tuple[str, ...], Any] = {}
+    for key, value in config.items():
+        inner = _flat(value) if isinstance(value, Mapping) else None
+        flat |= {(key,): value} if inner is None else {(key, *path): item for path, item in inner.items()}
+    return flat

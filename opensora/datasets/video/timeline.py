@@ -1,0 +1,231 @@
+"""When each frame of a video is shown, told from its packets without decoding any.
+
+Headers lie about the number of frames (`stream.frames`) and about the rate (`average_rate`) in many real files, and say
+nothing of them in MKV, WebM and MPEG. So the packets are listed. An MP4 of constant rate has them listed in its header,
+which saves reading a long file for a short clip: that list was exact for all such files that were tried.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+from av.container import InputContainer
+from av.video.stream import VideoStream
+
+from opensora.datasets.video.files import BadFile
+
+Identity = tuple[str, int, int]
+Opened = tuple[InputContainer, VideoStream]
+
+NO_TIMES = np.empty(0, np.int64)
+# titles in other encodings than UTF-8 are no reason to refuse a video; PyAV 19 and newer never do, and know no such argument
+LENIENT: dict[str, Any] = {} if int(av.__version__.split(".")[0]) >= 19 else {"metadata_errors": "replace"}
+# few: datasets of short clips never come back in time, and a long video's times take 8 bytes a frame
+MAX_KNOWN = 256
+_known: "OrderedDict[Identity, Timeline]" = OrderedDict()  # whose every call is one step for other threads
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Times are in units of the stream's time base. Both arrays are empty where a file's times cannot be trusted.
+
+    Attributes:
+        num_frames: Frames that are shown.
+        fps: The rate while the video runs.
+        times: [N] int64, when each is shown, in order.
+        keyframes: [K] int64, the times of keyframes, from which decoding can begin; none where a seek changes the times.
+        exact_keys: False: a keyframe may be shown a little later than its time here.
+        time_base: Seconds of a unit.
+    """
+
+    num_frames: int
+    fps: float
+    times: np.ndarray
+    keyframes: np.ndarray
+    exact_keys: bool
+    time_base: Fraction
+
+    def seconds(self) -> np.ndarray:
+        """[N] float64, seconds from the first frame; as `fps` has it where there are no times."""
+        if not len(self.times):
+            return np.arange(self.num_frames) / self.fps
+        return (self.times - self.times[0]) * float(self.time_base)
+
+
+@contextmanager
+def open_video(path: str) -> Iterator[Opened]:
+    """The container and its video, which decodes in one thread; closed at the end. Sound is not read.
+
+    Raises:
+        BadFile: it cannot be opened, has no video, or is found damaged inside the block.
+    """
+    try:
+        container = av.open(str(Path(path).absolute()), **LENIENT)  # absolute: FFmpeg takes "00:01.mp4" for a URL
+    except (av.FFmpegError, OSError) as error:
+        raise BadFile(f"{path} cannot be opened as a video ({error.strerror}); it is damaged or no video.") from error
+    try:
+        with naming_damage(path):
+            yield container, _video_of(path, container)
+    finally:
+        container.close()
+
+
+@contextmanager
+def naming_damage(path: str) -> Iterator[None]:
+    """What FFmpeg complains of inside the block is a `BadFile`, and so are PyAV's slips over what FFmpeg found no fault with."""
+    try:
+        yield
+    except av.FFmpegError as error:
+        raise BadFile(f"{path} is damaged ({error.strerror}); re-encode it or remove its row.") from error
+    except IndexError as error:
+        raise BadFile(f"{path} is damaged ({error}); re-encode it or remove its row.") from error
+
+
+def _video_of(path: str, container: InputContainer) -> VideoStream:
+    covers = [s for s in container.streams.video if s.disposition & av.stream.Disposition.attached_pic]
+    videos = [s for s in container.streams.video if s not in covers]
+    if not videos:
+        raise BadFile(f"{path} has no video stream{', only a cover picture' if covers else ''}.")
+    for stream in container.streams:
+        if stream.index != videos[0].index:
+            stream.discard = av.stream.Discard.all
+    if videos[0].codec_context is None:
+        raise BadFile(f"{path}: its video has a codec that this FFmpeg does not know; re-encode it.")
+    videos[0].codec_context.thread_count = 1  # loader workers are the parallelism; threads would fight over the cores
+    return videos[0]
+
+
+@contextmanager
+def open_timeline(known_by: Identity) -> Iterator[tuple[Timeline, Opened | None]]:
+    """The timeline of a file, and the file where it is still as it was opened; remembered for what `identity` tells of it.
+
+    Raises:
+        BadFile: it cannot be opened or is cut off.
+    """
+    if known := _known.get(known_by):
+        yield known, None
+        return
+    with open_video(known_by[0]) as opened:
+        in_header = _from_header(*opened)
+        timeline = in_header or _from_packets(known_by[0], *opened)
+        _remember(known_by, timeline)
+        yield timeline, opened if in_header else None
+
+
+def _remember(known_by: Identity, timeline: Timeline) -> None:
+    """Keep it, and forget the oldest. Threads may do so at once; a lock might be held by a thread that a fork left behind."""
+    _known[known_by] = timeline
+    while len(_known) > MAX_KNOWN:
+        try:
+            _known.popitem(last=False)
+        except KeyError:  # other threads took the last ones
+            return
+
+
+def _from_header(container: InputContainer, stream: VideoStream) -> Timeline | None:
+    """The timeline of an MP4 or MOV of constant rate whose header is complete; None for all else."""
+    entries = stream.index_entries
+    if stream.codec_context.name == "vp8":  # the header does not tell which frames are hidden
+        return None
+    if "mp4" not in container.format.name or stream.start_time is None or not 1 < len(entries) == stream.frames:
+        return None
+    decoded_at = np.empty(len(entries), np.int64)
+    keys, end = [], 0
+    for i, entry in enumerate(entries):
+        if entry.is_discard:
+            return None
+        decoded_at[i] = entry.timestamp
+        end = max(end, entry.pos + entry.size)
+        if entry.is_keyframe:
+            keys.append(i)
+    steps = np.unique(np.diff(decoded_at))
+    if len(steps) != 1 or steps[0] <= 0 or end > Path(container.name).stat().st_size:
+        return None
+    times = stream.start_time + steps[0] * np.arange(len(entries))
+    # a keyframe's i-th place in the file is its place in time, or earlier where frames after it are shown before it
+    return _timeline(stream, len(entries), times, times[keys], exact_keys=False)
+
+
+def _from_packets(path: str, container: InputContainer, stream: VideoStream) -> Timeline:
+    in_header, is_mp4, codec = stream.frames, "mp4" in container.format.name, stream.codec_context.name
+    packets = [_Packet.of(packet, codec) for packet in container.demux(stream) if packet.size]
+    shown = [packet for packet in packets if packet.is_shown]
+    if any(packet.is_corrupt for packet in packets) or (is_mp4 and len(packets) < in_header):
+        raise BadFile(
+            f"{path} is truncated: {len(packets)} of {in_header or 'unknown'} frames are there; "
+            "fetch it again or remove its row."
+        )
+    times = np.array([packet.pts for packet in shown if packet.pts is not None], np.int64)
+    keys = np.array([p.pts for p in packets if p.is_keyframe and p.pts is not None], np.int64)
+    # AVI stores no times of presentation: with B-frames they are guesses
+    guessed = container.format.name == "avi" and stream.codec_context.has_b_frames
+    if guessed or len(times) < len(shown) or len(np.unique(times)) < len(times):
+        times = keys = NO_TIMES
+    if not all(packet.begins_in_file for packet in packets):
+        keys = NO_TIMES  # FFmpeg guessed times, and would guess others after a seek
+    return _timeline(stream, len(shown), np.sort(times), np.sort(keys), exact_keys=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Packet:
+    """What is kept of a packet, without its bytes."""
+
+    pts: int | None
+    is_keyframe: bool
+    is_shown: bool
+    is_corrupt: bool
+    begins_in_file: bool  # False: it is inside what the file has as one packet, with one time, as in MPEG-PS
+
+    @classmethod
+    def of(cls, packet: av.Packet, codec: str) -> "_Packet":
+        is_shown = not packet.is_discard and not _is_hidden(packet, codec)
+        return cls(packet.pts, packet.is_keyframe, is_shown, packet.is_corrupt, packet.pos is not None)
+
+
+def _is_hidden(packet: av.Packet, codec: str) -> bool:
+    """Whether a packet is only there for others to refer to, and gives no frame: VP8's and VP9's alternate references.
+
+    AV1 and most VP9 files have such frames in one packet with a frame that is shown.
+    """
+    if codec == "vp8":  # RFC 6386, 9.1
+        return not memoryview(packet)[0] & 0b0001_0000
+    if codec != "vp9":
+        return False
+    # VP9 bitstream specification, 6.2 and annex B
+    head, last = memoryview(packet)[0], memoryview(packet)[-1]
+    is_superframe = last & 0b1110_0000 == 0b1100_0000
+    is_profile_3 = head & 0b0011_0000 == 0b0011_0000  # which has one bit more in front
+    shows = 0b0000_0101 if is_profile_3 else 0b0000_1010  # "show_existing_frame" and "show_frame"
+    return not is_superframe and not head & shows
+
+
+def _timeline(
+    stream: VideoStream, num_frames: int, times: np.ndarray, keyframes: np.ndarray, *, exact_keys: bool
+) -> Timeline:
+    if not num_frames:
+        raise BadFile(f"{stream.container.name} has a video stream without frames; fetch it again or remove its row.")
+    time_base = Fraction(stream.time_base or Fraction(1, 90000))  # PyAV 19 has a rational type of its own
+    return Timeline(num_frames, _frame_rate(stream, times), times, keyframes, exact_keys, time_base)
+
+
+def _frame_rate(stream: VideoStream, times: np.ndarray) -> float:
+    """The rate that the times agree with; `average_rate` alone is wrong where a frame is shown longer than others."""
+    # PyAV types the rates as always there; files without one exist
+    rates: list[Fraction | None] = [stream.guessed_rate, stream.base_rate, stream.average_rate]
+    candidates = [rate for rate in rates if rate]
+    if len(times) > 1 and stream.time_base:
+        ticks = float(np.median(np.diff(times)))
+        # times are rounded to the time base: a rate within one tick is the better-known number
+        for rate in candidates:
+            if abs(float(1 / rate / stream.time_base) - ticks) <= 1:
+                return float(rate)
+        return float(1 / (ticks * stream.time_base))
+    if not candidates:
+        raise BadFile(f"{stream.container.name}: no frame rate can be told from it; re-encode it.")
+    return float(candidates[0])

@@ -1,0 +1,152 @@
+"""An exponential moving average of a model's weights, always in fp32, laid out as the weights are.
+
+With decay 0.9999 the increment of a bf16 average is below half a unit in the last place, so it would never move. Of
+weights that are spread over processes each process averages its own shard.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from opensora.checkpoint.shards import fill, gathered, shard_of
+from opensora.utils.errors import UserError
+
+
+class EMA:
+    """`ema <- decay * ema + (1 - decay) * weights` after every optimizer step; buffers and frozen weights are copied.
+
+    The decay warms up as `min(decay, (1 + step) / (10 + step))`: without it the average is mostly the initialisation
+    for the first ten thousand steps.
+
+    Args:
+        model: after its engine was built, which may spread its weights.
+        decay: for each optimizer step.
+        every: take in the weights after every so many steps only, with the product of their decays: cheaper, and as slow
+            an average. What the weights were in between does not enter.
+        device: "model", or "cpu" to save 4 bytes a weight on the GPU.
+        masters: gives the fp32 weights that an engine keeps apart from the model's, see `Engine.masters`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        decay: float,
+        *,
+        every: int = 1,
+        device: Literal["model", "cpu"] = "model",
+        masters: Callable[[], Mapping[str, Tensor]] = dict,
+    ) -> None:
+        self.decay, self.every, self.masters = decay, every, masters
+        own = model.state_dict()
+        self.shapes = {name: tensor.shape for name, tensor in own.items()}
+        self.shadow = {name: _copy(tensor, device) for name, tensor in {**own, **masters()}.items()}
+
+    @torch.no_grad()
+    def update(self, model: nn.Module, step: int, *, taken: bool = True) -> None:
+        """Take in the weights after optimizer step number `step` (the first is 1); nothing where it was not `taken`.
+
+        With `every` above 1 they are taken in then too: of the steps before, some were.
+        """
+        if step % self.every or (not taken and self.every == 1):
+            return
+        decay = math.prod(min(self.decay, (1 + i) / (10 + i)) for i in range(step - self.every + 1, step + 1))
+        parameters = model.named_parameters(remove_duplicate=False)  # the state has all names of tied weights
+        trained = {name for name, parameter in parameters if parameter.requires_grad}
+        averaged: list[Tensor] = []
+        weights: list[Tensor] = []
+        for name, tensor in {**model.state_dict(), **self.masters()}.items():
+            own, new = _local(self.shadow[name]), _local(tensor)
+            if name not in trained:
+                own.copy_(new)
+            elif own.numel():
+                averaged.append(own)
+                weights.append(new.to(own))
+        if averaged:
+            torch._foreach_lerp_(averaged, weights, 1 - decay)
+
+    @contextmanager
+    def applied_to(self, model: nn.Module) -> Iterator[None]:
+        """Inside, the model has the averaged weights; afterwards the trained ones again, bit for bit.
+
+        For forward passes only. All processes enter and leave together, and run the model equally often inside: sharded
+        weights are gathered by all.
+        """
+        _drop_gathered(model)
+        own = model.state_dict()
+        kept = {name: _local(own[name]).to(_local(self.shadow[name]).device, copy=True) for name in own}
+        try:
+            with torch.no_grad():
+                for name, tensor in own.items():
+                    _local(tensor).copy_(self._as_in(tensor, name))
+            yield
+        finally:
+            _drop_gathered(model)
+            with torch.no_grad():
+                for name, tensor in own.items():
+                    _local(tensor).copy_(kept[name])
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The averaged weights, named as the model's; plain or DTensors as those are. All processes call it together."""
+        return {
+            name: self._whole(name) if tensor.shape != self.shapes[name] else tensor
+            for name, tensor in self.shadow.items()
+        }
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take over saved averages, whole ones.
+
+        Raises:
+            UserError: names or shapes differ.
+        """
+        if set(state) != self.shadow.keys():
+            differ = sorted(set(state) ^ self.shadow.keys())
+            raise UserError(
+                f"the averaged weights are of another model: {len(differ)} names are only here or only there, such as "
+                f"{', '.join(differ[:5])}. Check model.type and its sizes in the config."
+            )
+        for name, tensor in self.shadow.items():
+            try:
+                if tensor.shape == self.shapes[name]:
+                    fill(tensor, state, name)
+                else:
+                    fill(tensor, {name: state[name].flatten()}, name)
+            except ValueError as error:
+                raise UserError(f"the averaged weights are of another model: {error}.") from error
+
+    def _as_in(self, tensor: Tensor, name: str) -> Tensor:
+        """The average as this process has the weight."""
+        shadow = self.shadow[name]
+        alike = isinstance(shadow, DTensor) == isinstance(tensor, DTensor)
+        return _local(shadow) if alike else self._whole(name)
+
+    def _whole(self, name: str) -> Tensor:
+        """An average that is kept flat and in pieces, as a weight."""
+        shadow = self.shadow[name]
+        assert isinstance(shadow, DTensor)
+        return gathered(shadow).view(self.shapes[name])
+
+
+def _copy(tensor: Tensor, device: Literal["model", "cpu"]) -> Tensor:
+    """fp32 where it is a float, in memory of its own, a DTensor if it was one."""
+    dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
+    place = tensor.device if device == "model" else torch.device("cpu")
+    copy = torch.empty_like(tensor, dtype=dtype, device=place, requires_grad=False)
+    _local(copy).copy_(_local(tensor))
+    return copy
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return shard_of(tensor).local
+
+
+def _drop_gathered(model: nn.Module) -> None:
+    """Weights that fsdp2 gathered in a forward pass without a backward pass are kept; they are about to be outdated."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

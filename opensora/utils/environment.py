@@ -1,0 +1,64 @@
+"""What a run or a sample was made with: command, commit and versions."""
+
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+
+def environment() -> dict[str, Any]:
+    """The command, the commit and the versions in use."""
+    packages = ("opensora", "torch", "diffusers", "transformers", "numpy")
+    return {
+        "command": sys.argv,
+        "git_commit": git_commit(),
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in packages}},
+    }
+
+
+def command_line() -> str:
+    """What was typed, quoted for a shell: the working folder and the script, under torchrun if it runs there."""
+    env = os.environ
+    launcher = ["python"]
+    if "TORCHELASTIC_RUN_ID" in env:
+        nodes = int(env["WORLD_SIZE"]) // int(env["LOCAL_WORLD_SIZE"])
+        place = ["--standalone"] if nodes == 1 else ["--nnodes", str(nodes)]
+        launcher = ["torchrun", *place, "--nproc_per_node", env["LOCAL_WORLD_SIZE"]]
+    return f"cd {shlex.quote(str(Path.cwd()))} && {shlex.join([*launcher, *sys.argv])}"
+
+
+def git_commit() -> str | None:
+    """The commit of this source tree, with `-dirty` when files differ from it; None outside a repository."""
+    return _git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*").strip() or None
+
+
+def git_changes() -> str:
+    """The differences of this source tree from its commit, for `git apply`; empty without any, or outside a repository."""
+    return _git("diff", "HEAD", "--binary", "--no-ext-diff", "--no-color")
+
+
+def _git(*arguments: str) -> str:
+    """What git says about this source tree; empty where there is no git, or no repository."""
+    try:
+        done = subprocess.run(
+            ["git", *arguments],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            check=False,
+            errors="replace",
+        )
+    except FileNotFoundError:
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
