@@ -9,7 +9,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
-.PHONY: help setup quickstart quickstart-nova test test-slow test-extras test-oldest test-gpu test-mutants check format format-check lint type docs docs-check bench clean
+.PHONY: help setup quickstart quickstart-nova test test-slow test-nightly test-extras test-oldest test-gpu test-mutants check format format-check lint type docs docs-check bench clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -32,8 +32,11 @@ quickstart-nova: setup  ## train a small NOVA on the clips, an autoregressive mo
 test: setup  ## run the CPU tests that are not marked slow
 	$(PYTEST) -m "not slow and not gpu"
 
-test-slow: setup  ## run the CPU tests that are marked slow
-	$(PYTEST) -m "slow and not gpu"
+test-slow: setup  ## run the CPU tests that are marked slow, but not nightly
+	$(PYTEST) -m "slow and not nightly and not gpu"
+
+test-nightly: setup  ## run the CPU tests that are marked nightly
+	$(PYTEST) -m "nightly and not gpu"
 
 test-extras: setup  ## install what setup does not, and run the tests that need it
 	$(BIN)/python -m pip install --disable-pip-version-check -q -e '.[quant]'
@@ -50,7 +53,7 @@ test-gpu: setup  ## run the tests that need a CUDA device
 test-mutants: setup  ## see that the tests notice the mistakes of tests/mutants, each in a copy of the code
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutants -j $(WORKERS)
 
-check: format-check lint type docs-check test test-slow  ## all that a change must pass
+check: format-check lint type docs-check test test-slow test-nightly  ## all that a change must pass
 
 format: setup  ## format the code and mend what ruff can mend
 	$(BIN)/ruff check --fix-only .

@@ -78,6 +78,7 @@ sys.exit(pytest.main(["--collect-only", "-qq", "-p", "no:cacheprovider", "tests"
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_every_test_module_is_collected_where_only_the_core_and_pytest_are_installed():
     """test_gpu_float8.py was not, without torchao, so `make test` failed for whoever ran README's command."""

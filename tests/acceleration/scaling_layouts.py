@@ -28,7 +28,7 @@ from opensora.training.saver import Saver
 from tests.acceleration.sequence_parallel_cases import on
 from tests.models.denoisers import C_TEXT, L, build
 
-STEPS, SAVED_AT, BATCH = 20, 10, 8
+STEPS, SAVED_AT, BATCH = 6, 3, 8
 
 SIZE = (5, 6, 10)
 """Of the latent: neither its 5 frames nor the 3 x 5 tokens of a frame are a multiple of 2 or 4."""
@@ -56,7 +56,7 @@ class Tolerance(NamedTuple):
     average: float
 
 
-# Sums in another order are rounded otherwise, and 20 steps carry it on. ColossalAI's weights are in half precision everywhere,
+# Sums in another order are rounded otherwise, and each step carries it on. ColossalAI's weights are in half precision everywhere,
 # also in what autocast keeps in fp32.
 TOLERANCE = {"fp32": Tolerance(1e-4, 1e-3, 1e-3), "bf16": Tolerance(1e-2, 1e-1, 5e-2)}
 
@@ -170,7 +170,7 @@ def write_expected(folder: Path, device: torch.device) -> None:
     with exact_convolutions():
         for dtype in TOLERANCE:
             expected[dtype] = train(*start("ddp", alone, dtype), alone, range(STEPS))
-            assert expected[dtype].seen[-1, 0] < 0.8 * expected[dtype].seen[0, 0]
+            assert expected[dtype].seen[-1, 0] < 0.9 * expected[dtype].seen[0, 0]
     torch.save({dtype: tuple(outcome) for dtype, outcome in expected.items()}, folder / "expected.pt")
 
 

@@ -79,6 +79,7 @@ def test_checkpointing_computes_again_with_the_same_weights(level):
     assert train(engine_of(model), model) == train(engine_of(plain, cast_once=False), plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", ["none", pytest.param("block", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", ["STDiT", pytest.param("DiT-text", marks=pytest.mark.slow)])
 def test_compiled_blocks_have_no_casts_of_weights(family, level):

@@ -308,6 +308,7 @@ def test_what_is_moved_and_what_stays(monkeypatch):
     assert not moved
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_with_sharded_weights(spawn, tmp_path):
     spawn(check_sharded, 2, tmp_path)

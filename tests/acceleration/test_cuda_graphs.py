@@ -69,6 +69,7 @@ def test_checkpointing_inside(level):
     assert train(engine_of(model), model) == train(engine_of(plain, graphs=False), plain)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_compiled_blocks_inside():
     model = build("STDiT").train()

@@ -105,17 +105,20 @@ def all_on_four(rank, world_size, folder):
     trains_as_one(cases, engines, world_size, torch.load(folder / "expected.pt"))
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_two_processes_with_every_pair_of_settings(expected, spawn):
     spawn(some_on_two, 2, expected)
 
 
+@pytest.mark.nightly
 @pytest.mark.multiprocess
 @pytest.mark.slow
 def test_two_processes_with_all_settings_in_fp32(expected, spawn):
     spawn(all_on_two, 2, expected, timeout_s=600)
 
 
+@pytest.mark.nightly
 @pytest.mark.multiprocess
 @pytest.mark.slow
 def test_four_processes_with_every_pair_of_settings(expected, spawn):

@@ -259,11 +259,13 @@ def expected(tmp_path):
     assert seen["fp32"][-1, 0] < seen["fp32"][0, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_two_processes_train_as_one(expected, tmp_path, spawn):
     spawn(on_two, 2, tmp_path)
 
 
+@pytest.mark.nightly
 @pytest.mark.multiprocess
 @pytest.mark.slow
 @pytest.mark.parametrize("what", [all_on_two, the_rest_on_two, denoisers_on_two], ids=lambda what: what.__name__)

@@ -201,6 +201,7 @@ def test_what_is_not_there_is_told(caplog):
     assert "xformer: not used" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_two_processes_share_out_average_and_optimizer_and_train_as_one(tmp_path, spawn):
     spawn(train_in, 2, tmp_path)
@@ -218,6 +219,7 @@ def test_two_processes_share_out_average_and_optimizer_and_train_as_one(tmp_path
     assert min(states) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_average_and_weights_begin_alike_in_processes_of_different_seeds(tmp_path, spawn):
     spawn(start_in, 2, tmp_path)

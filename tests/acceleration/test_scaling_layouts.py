@@ -1,4 +1,4 @@
-"""dp x sp layouts of four and eight processes, over 20 steps: losses, gradient norms and averages of one process, and resumes.
+"""dp x sp layouts of four and eight processes, over 6 steps: losses, gradient norms and averages of one process, and resumes.
 
 Here over gloo; tests/test_gpu_scaling.py runs the same over NCCL. A layout is DP x SP: so many samples at once, each of them
 shared by so many processes.
@@ -33,6 +33,7 @@ def run_on_cpus(case: Case, folder: Path, timeout_s: float = 600) -> None:
     start_ranks(run_rank, (case, folder, "cpu"), case.size, str(case), timeout_s)
 
 
+@pytest.mark.nightly
 @pytest.mark.multiprocess
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -42,6 +43,7 @@ def test_layouts_train_as_one_process(case, folder):
     run_on_cpus(case, folder)
 
 
+@pytest.mark.nightly
 @pytest.mark.multiprocess
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [Case("resume", 2, 2), Case("resume", 2, 4), Case("resume", 4, 2)], ids=str)

@@ -24,12 +24,14 @@ FEW = ("STDiT2", "LatteT2V", "PixArt-Sigma-compressed")
 """Families that between them have every exchange, both kinds of block and rotary positions."""
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_processes_that_share_samples_equal_one(spawn, tmp_path, world_size):
     spawn(share_samples, world_size, tmp_path, timeout_s=500)
 
 
+@pytest.mark.nightly
 @pytest.mark.multiprocess
 @pytest.mark.slow
 def test_compiled_blocks_equal_eager_ones(spawn, tmp_path):

@@ -121,6 +121,7 @@ print(json.dumps([peak() - before, sum(p.numel() * 4 for p in model.parameters()
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize(("width", "count"), [(2048, 16), (16384, 1)])
 def test_loading_takes_little_memory_beside_the_model(tmp_path, repo_root, width, count):

@@ -143,6 +143,7 @@ class DeadlyFile:
         return self.dataset[key]
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_named_with_the_file_it_was_reading(dataset):
     loader = build_dataloader(DeadlyFile(dataset), 2, seed=1, stop=99, num_workers=1)
     with pytest.raises(UserError, match="a worker of the data loader was killed") as caught:
@@ -172,6 +173,7 @@ def test_the_limit_of_open_files_is_raised_as_far_as_it_may():
     assert done.stdout.strip() == "(512, 512)"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(100)
 def test_a_worker_does_not_wait_for_threads_of_the_process_it_came_from(dataset):
     """PyAV 19 converts all frames of a thread in one context; the threads that it begins there are not forked."""

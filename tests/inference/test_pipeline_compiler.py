@@ -16,6 +16,7 @@ from opensora.registry import MODELS
 from opensora.utils.errors import UserError
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_compiled_pipeline_makes_the_same_video(cfg):
     expected = VideoPipeline.from_config(cfg)(["a dog"])

@@ -47,6 +47,7 @@ def compare(rank: int, world_size: int, folder: Path) -> None:
             torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=1e-4)
 
 
+@pytest.mark.nightly
 @pytest.mark.multiprocess
 @pytest.mark.slow
 def test_four_processes_make_the_videos_of_one(cfg, spawn, tmp_path):
@@ -87,6 +88,7 @@ def unguided_at_times(cfg: InferenceConfig, cache: dict, **changes) -> Inference
     return replace(cfg, scheduler=scheduler, step_cache=cache, **changes)
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_guidance_on_two_processes(cfg, spawn, tmp_path):
     exact = {"none": VideoPipeline.from_config(cfg).sample(request_for(loop=1)).latents}

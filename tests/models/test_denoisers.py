@@ -176,6 +176,7 @@ def test_null_condition_fits_a_batch(family):
     assert model(**{**cond, "y": model.null_condition(2)}).isfinite().all()
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @families
 def test_many_sizes_compile_at_most_twice_for_each_kind_of_block(family):

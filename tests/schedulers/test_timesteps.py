@@ -348,6 +348,7 @@ class TestLossSecondMoment:
             assert torch.equal(sampling.state_dict()[name], value)
         assert sampling.probabilities().sum() == pytest.approx(1)
 
+    @pytest.mark.slow
     @pytest.mark.multiprocess
     def test_processes_agree(self, spawn, tmp_path):
         spawn(_two_ranks, 2, tmp_path)

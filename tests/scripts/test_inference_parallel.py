@@ -54,6 +54,7 @@ def config(tmp_path):
     return path
 
 
+@pytest.mark.nightly
 @pytest.mark.multiprocess
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ("--cfg-parallel", "True"), ("--sp-size", "2", "--offload", "block")])

@@ -82,6 +82,7 @@ def test_two_processes_of_two_equal_one_of_four(train, torchrun):
     torch.testing.assert_close(tensors(one, "model"), tensors(two, "model"), atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_accumulation_in_two_processes_equals_one_large_batch(train, together):
     one = train("--batch-size=4", name="one")

@@ -200,6 +200,7 @@ def test_mistakes(bucket_config, train_on, capsys, options, said):
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_two_processes_share_out_the_buckets_and_one_goes_on(bucket_config, run_ranks, train_on, tmp_path):
     config = bucket_config("STDiT3", bucket_order="same", max_steps=3, ckpt_every=0)

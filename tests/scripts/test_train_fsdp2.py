@@ -27,6 +27,7 @@ def test_settings_of_another_engine_are_refused(train, capsys):
         assert words in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_two_processes_and_a_resume_with_another_engine(train, together):

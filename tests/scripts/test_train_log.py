@@ -40,6 +40,7 @@ def test_a_run_that_goes_on_in_its_folder_has_every_step_once(train):
     assert all("lr" in entry for entry in entries(run))
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_one_process_of_two_keeps_the_log(together):
     options = ("--max-steps=3", "--ckpt-every=0", "--batch-size=2", "--activation-offload=True", "--grad-checkpoint=1")

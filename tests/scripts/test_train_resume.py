@@ -85,6 +85,7 @@ def test_one_process(train, plugin, dtype):
     assert values(whole, "lr")[3:] == values(rest, "lr")
 
 
+@pytest.mark.nightly
 @pytest.mark.multiprocess
 @pytest.mark.slow
 def test_engines_and_numbers_of_processes(train, together, tmp_path):
@@ -152,6 +153,7 @@ def steps_logged(run: Path) -> int:
     return len(entries(run)) if (run / "metrics.jsonl").is_file() else 0
 
 
+@pytest.mark.nightly
 @pytest.mark.multiprocess
 @pytest.mark.slow
 def test_a_signal_to_one_process_ends_all_after_the_same_step_and_latest_goes_on(toy_config, tmp_path):

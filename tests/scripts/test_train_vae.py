@@ -425,6 +425,7 @@ class TestResumeWithOtherData:
             assert named <= schema_fields(schema).keys(), schema
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_measurement_longer_than_a_step_may_take_does_not_end_the_other_processes(config, pictures, tmp_path):
     options = ["--max-steps=4", "--ckpt-every=0", "--batch-size=2", "--eval-every=2", f"--eval-data-path={pictures}"]

@@ -82,6 +82,7 @@ def test_diffusers_model_has_the_nearest_flops_and_our_sizes(name):
     )  # no other number of layers is nearer; embedders besides
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_table_has_a_row_for_each_way_and_says_why_one_has_no_figures(monkeypatch, capsys):
     options = "--device cpu --settings stdit-16x256 dit-256 --ways reference float8 --peak-tflops 1"
@@ -105,6 +106,7 @@ def test_the_table_has_a_row_for_each_way_and_says_why_one_has_no_figures(monkey
         assert float(row["samples/s"]) == float(row["at equal FLOPs"])
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.usefixtures("without_code")
 @pytest.mark.parametrize("setting", ["stdit-16x256", "dit-256"])

@@ -58,6 +58,7 @@ def finished(tmp_path_factory):
         patch.undo()
 
 
+@pytest.mark.nightly
 @pytest.mark.multiprocess
 @pytest.mark.slow
 def test_samples_show_what_their_prompts_say(finished):
@@ -188,6 +189,7 @@ def test_nova_trains_longer_in_bf16_where_the_cpu_has_it(monkeypatch, repo_root,
     assert length(pretrained, pretrained.train, 7) == ["--max-steps=7"]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_nova_learns_pictures_and_goes_on_with_videos(tmp_path, monkeypatch, repo_root):

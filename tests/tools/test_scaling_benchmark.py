@@ -81,6 +81,7 @@ def test_the_first_error_is_told(tmp_path):
     assert scaling.last_error(log) == f"see {log}"
 
 
+@pytest.mark.nightly
 @pytest.mark.multiprocess
 @pytest.mark.slow
 def test_a_row_that_fails_costs_no_other(monkeypatch, tmp_path):
@@ -122,6 +123,7 @@ def test_a_way_says_how_many_share_the_tokens(way, size):
     assert sample.sp_size(way, world) == size
 
 
+@pytest.mark.nightly
 @pytest.mark.multiprocess
 @pytest.mark.slow
 def test_four_processes_sample_what_one_does():

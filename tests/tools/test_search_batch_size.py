@@ -246,6 +246,7 @@ def test_a_misspelt_option_before_the_config_is_named(monkeypatch, tmp_path, cap
     assert "--max-bach is not a field of TrainConfig. Did you mean '--max-batch'?" in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_command_line(monkeypatch, tmp_path, capsys):
     def run(*argv: str) -> None:

@@ -364,6 +364,7 @@ def check_survivors(run: Path, oldest: int) -> int:
     return step
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_crash_before_any_call_that_changes_the_disk(tmp_path):
     context, moment, code = multiprocessing.get_context("fork"), 0, -9

@@ -48,6 +48,7 @@ def hang(folder: Path, *launcher: str) -> tuple[subprocess.CompletedProcess, flo
     return done, time.monotonic() - begin
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_one_process_sleeps_and_all_say_so(tmp_path):

@@ -34,6 +34,7 @@ def picture(batch: int = 2, height: int = 16, width: int = 16) -> torch.Tensor:
     return torch.randn(batch, 3, height, width, generator=torch.Generator().manual_seed(batch * height * width))
 
 
+@pytest.mark.slow
 @needs_compiler
 @torch.no_grad()
 def test_the_seeds_snippet(tmp_path, monkeypatch):

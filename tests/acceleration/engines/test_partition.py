@@ -1,5 +1,6 @@
 """Owners give their weights to the group in few messages, and to the bit."""
 
+import pytest
 import torch
 from torch.distributed.tensor.debug import CommDebugMode
 
@@ -35,5 +36,6 @@ def a_few_messages_give_all(rank, world_size, folder):
             assert weight.stride() == before[rank][name].stride()
 
 
+@pytest.mark.slow
 def test_weights_travel_in_a_message_for_each_owner_and_number_format(tmp_path, spawn):
     spawn(a_few_messages_give_all, 2, tmp_path)

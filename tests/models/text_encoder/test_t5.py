@@ -247,6 +247,7 @@ def encode_sharded(rank, world_size, tmp_path):
         freeze(moving, torch.device("cpu"))
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_two_processes_share_the_weights(tmp_path, spawn, folders):
     shutil.copytree(folders["t5"], tmp_path / "t5")

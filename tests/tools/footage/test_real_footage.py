@@ -103,6 +103,7 @@ def of(rows: list[dict], name: str) -> list[dict]:
     return [row for row in rows if Path(row.get("source") or row["path"]).name == name]
 
 
+@pytest.mark.nightly
 def test_known_cuts_are_found(work):
     starts = [row["start_frame"] for row in of(kept(work, "cut") + dropped(work, "cut"), "bikes.mp4")]
     assert sorted(starts) == pytest.approx(CUTS, abs=1)

@@ -238,6 +238,7 @@ PLACES = [
 ]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("going_on", ["none", "failed"])

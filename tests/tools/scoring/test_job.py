@@ -109,6 +109,7 @@ def test_a_file_that_kills_its_decoder_costs_its_own_row_alone(table, tmp_path):
     assert all(counts[name] == 1 for i, name in enumerate(NAMES) if i // 4 != 1)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_killed_and_started_again_equals_one_go(table, tmp_path):
