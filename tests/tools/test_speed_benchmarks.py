@@ -51,6 +51,7 @@ def test_a_tool_prints_its_table(name, monkeypatch, capsys):
         assert name not in ("train_step bf16", "attention bf16") or min(found) > 1e-5  # it is no fp32 that was compared
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_step_cache_samples_something_else(monkeypatch, capsys):
     """The column tells a way that computes something else from one that does not."""

@@ -48,6 +48,7 @@ def test_losses_and_gradients_are_those_without_it(plain, level):
     assert all(torch.equal(a, b) for a, b in zip(learnt(level), plain, strict=True))
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_with_compiled_blocks(plain):
     torch.testing.assert_close(learnt("mlp", compiled=True), plain, atol=1e-6, rtol=1e-4)

@@ -20,6 +20,7 @@ from tools.scoring.registry import names, scorer
 CLIPS = Path(__file__).parents[3] / "assets" / "clips"
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_frozen_clip_is_static_and_a_walk_before_a_fixed_camera_is_not(tmp_path, moving):
     scene = seen(picture(0))
