@@ -41,8 +41,8 @@ from opensora.datasets.cache.moments import DTYPES as MOMENT_DTYPES
 from opensora.datasets.cache.records import RecordReader
 from opensora.datasets.cache.records_dataset import RecordVideoTextDataset
 from opensora.datasets.cache.text import DTYPES as TEXT_DTYPES
+from opensora.datasets.cache.text import FOLDER as TEXT
 from opensora.datasets.cache.text import captions_of, write_text
-from opensora.datasets.cache.text_features import FOLDER as TEXT
 from opensora.datasets.datasets import VideoTextDataset
 from opensora.datasets.table.table import read_table
 from opensora.datasets.video.decoding import Decoding

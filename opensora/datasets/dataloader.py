@@ -237,7 +237,7 @@ class _Placed:
         self.sampler = sampler
 
     def __iter__(self) -> Iterator[BatchKeys]:
-        return self.sampler.placed()
+        return self.sampler.batch_keys()
 
     def __len__(self) -> int:
         return len(self.sampler)
@@ -254,7 +254,11 @@ class _Batches(Dataset):
             items = collate([self._read(key) for key in batch.keys])
         except UserError as error:
             return _Failure(str(error))
-        return {**items, "place": batch.first + torch.arange(len(batch.keys)), "whole": batch.whole}
+        return {
+            **items,
+            "sample_index": batch.first_index + torch.arange(len(batch.keys)),
+            "global_batch_size": batch.global_batch_size,
+        }
 
     def _read(self, key: SampleKey | BucketKey) -> dict[str, Any]:
         if (worker := get_worker_info()) and self.reading is not None:

@@ -84,7 +84,7 @@ class ClipRows:
         self.rule = sampling_rule(num_frames, frame_interval, target_fps)
         self.target_fps, self.short_clips = target_fps, short_clips
         self.needed = frames_needed(num_frames, frame_interval)
-        self._refuse_pictures()
+        self._refuse_images()
         self.dropped: dict[str, tuple[int, str]] = {}
         slow = self._too_slow()
         short = self._too_short(count or self._count, slow)
@@ -126,16 +126,16 @@ class ClipRows:
         at_rate = () if self.target_fps is None else (self.target_fps,)
         return self.num_frames, self.frame_interval, self.seed, len(self), *at_rate
 
-    def _refuse_pictures(self) -> None:
+    def _refuse_images(self) -> None:
         if self.num_frames == 1:
             return
         maybe = np.flatnonzero(extension_ids(self.table.rows["path"]) >= len(VIDEO_EXTENSIONS))  # some of these move
-        if pictures := [row for row in maybe.tolist() if is_image(self.table.path(row))]:
+        if images := [row for row in maybe.tolist() if is_image(self.table.path(row))]:
             raise complain_about_rows(
                 self.table,
-                pictures,
-                f"are pictures, which cannot give {self.num_frames} frames",
-                "Train on pictures with num_frames=1, or remove these rows.",
+                images,
+                f"are images, which cannot give {self.num_frames} frames",
+                "Train on images with num_frames=1, or remove these rows.",
             )
 
     def _too_slow(self) -> np.ndarray:
@@ -205,12 +205,12 @@ class VideoTextDataset:
 
     Args:
         data_path: CSV or parquet file with the columns `path` and `text_columns`.
-        num_frames: T. Pictures are allowed only when it is 1.
+        num_frames: T. Images are allowed only when it is 1.
         frame_interval: Take every n-th frame, exactly.
         image_size: Height and width.
         root: Folder that the paths are relative to; the table's own when None.
         transform_name: See `transforms.get_transform`.
-        use_image_transform: Give pictures ADM's transform instead.
+        use_image_transform: Give images ADM's transform instead.
         text_columns: Each sample takes one of these captions; empty ones are skipped. () where there are no captions.
         seed: With epoch and row, it decides caption, window and crop.
         short_clips: What to do with clips that are too short, or of which the table says that they are slower than
@@ -321,7 +321,7 @@ def read_clip(
         except TooFewFrames as error:
             if stated:
                 raise wrong_length(stated, error.available, path) from error
-            # packets that hold no picture: the last frames there are, instead of those that were announced
+            # packets that hold no image: the last frames there are, instead of those that were announced
             seconds = seconds[: error.available]
             starts = rule.num_starts(seconds)
             if starts == 0:

@@ -28,14 +28,14 @@ class BucketKey(NamedTuple):
 
 
 class BatchKeys(NamedTuple):
-    """A batch of one process, and its place in the batch that all processes share in this step."""
+    """A batch of one process, and its position in the batch that all processes share in this step."""
 
     keys: Sequence[SampleKey | BucketKey]
-    first: int
-    whole: int
+    first_index: int
+    global_batch_size: int
 
 
-class Place(NamedTuple):
+class DataPosition(NamedTuple):
     """Where a run stands in its data.
 
     Attributes:
@@ -55,10 +55,10 @@ class BatchSampler(Protocol):
     def batches_in(self, epoch: int) -> int:
         """Batches of each process in an epoch."""
 
-    def seek(self, place: Place, count: int | None) -> None:
-        """Yield `count` batches from `place` on."""
+    def seek(self, position: DataPosition, count: int | None) -> None:
+        """Yield `count` batches from `position` on."""
 
-    def placed(self) -> Iterator[BatchKeys]:
+    def batch_keys(self) -> Iterator[BatchKeys]:
         """This process' batches."""
 
     def __len__(self) -> int: ...
@@ -109,13 +109,13 @@ class EpochBatchSampler:
         """Micro-batches of each rank in an epoch; all epochs are alike."""
         return self.batches_per_epoch
 
-    def seek(self, place: Place, count: int | None) -> None:
-        """Yield `count` batches from `place` on; None: go on for ever."""
-        self.start = place.epoch * self.batches_per_epoch + place.batch
+    def seek(self, position: DataPosition, count: int | None) -> None:
+        """Yield `count` batches from `position` on; None: go on for ever."""
+        self.start = position.epoch * self.batches_per_epoch + position.batch
         self.stop = None if count is None else self.start + count
 
-    def placed(self) -> Iterator[BatchKeys]:
-        """The batches, each with its place in the global batch."""
+    def batch_keys(self) -> Iterator[BatchKeys]:
+        """The batches, each with its position in the global batch."""
         for keys in self:
             yield BatchKeys(keys, self.rank * self.batch_size, self.global_batch)
 
@@ -132,5 +132,5 @@ class EpochBatchSampler:
                 epoch = number // self.batches_per_epoch
                 order = torch.randperm(self.num_samples, generator=generator(self.seed, "order", epoch))
             first = number % self.batches_per_epoch * self.global_batch + self.rank * self.batch_size
-            places = torch.arange(first, first + self.batch_size) % self.num_samples
-            yield [SampleKey(epoch, index) for index in order[places].tolist()]
+            indices = torch.arange(first, first + self.batch_size) % self.num_samples
+            yield [SampleKey(epoch, index) for index in order[indices].tolist()]

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from opensora.datasets.buckets.bucket import Bucket, Left
+from opensora.datasets.buckets.bucket import Bucket, DropReason
 from opensora.datasets.buckets.sampler import BucketBatchSampler
 from opensora.datasets.sampler import BatchSampler, EpochBatchSampler
 from opensora.datasets.video.read_video import frames_needed
@@ -126,7 +126,7 @@ def _of_buckets(
         accumulation_steps=accumulation_steps,
         batches=plan.steps,
         samples_per_step=sizes,
-        left=_reasons(dataset, assignment.left),
+        left=_reasons(dataset, assignment.drop_reason),
         buckets=uses,
         repeated=sum(use.repeated for use in uses),
         dropped=dropped,
@@ -135,7 +135,7 @@ def _of_buckets(
 
 
 def _reasons(dataset: Any, left: np.ndarray) -> dict[str, tuple[int, str]]:
-    counts = np.bincount(left, minlength=len(Left)).tolist()
+    counts = np.bincount(left, minlength=len(DropReason)).tolist()
     levels = dataset.buckets.levels
     smallest = levels[-1].resolution
     lengths = [entry.num_frames for level in levels for entry in level.entries if entry.num_frames > 1]
@@ -144,24 +144,24 @@ def _reasons(dataset: Any, left: np.ndarray) -> dict[str, tuple[int, str]]:
     if dataset.target_fps is not None:
         pace = f"{(shortest - 1) / dataset.target_fps:.2f} s at target_fps={dataset.target_fps:g}"
     words = {
-        Left.UNKNOWN: ("no size is known", "Their files cannot be read: replace them or remove the rows."),
-        Left.SMALL: (
+        DropReason.UNKNOWN: ("no size is known", "Their files cannot be read: replace them or remove the rows."),
+        DropReason.SMALL: (
             "too small for every resolution",
             f"The smallest is {smallest.name}, from {round(0.8 * smallest.area)} pixels; add a smaller one.",
         ),
-        Left.SHORT: (
+        DropReason.SHORT: (
             "too short for every length",
             f"The shortest needs {pace} (a resolution may ask for more); add a shorter one, lower frame_interval or raise "
             "target_fps."
             if lengths
             else "There are entries for images only; add one for videos.",
         ),
-        Left.SLOW: (
+        DropReason.SLOW: (
             f"slower than target_fps={dataset.target_fps}",
             "Lower dataset.target_fps to their rate, or leave them out.",
         ),
-        Left.NO_IMAGES: ("images", "Add an entry of 1 frame to a resolution that they are large enough for."),
-        Left.CHANCE: (
+        DropReason.NO_IMAGES: ("images", "Add an entry of 1 frame to a resolution that they are large enough for."),
+        DropReason.CHANCE: (
             "not drawn in this epoch",
             "Each epoch draws anew; keep_prob 1.0 at the smallest resolution and length keeps all.",
         ),

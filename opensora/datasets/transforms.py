@@ -1,6 +1,6 @@
-"""From decoded frames to what a model sees: one size, numbers in [-1, 1]. The same code for videos and pictures.
+"""From decoded frames to what a model sees: one size, numbers in [-1, 1]. The same code for videos and images.
 
-Resizing is bilinear and antialiased on uint8, as in PIL; `adm_center` is the pictures' transform of ADM (Dhariwal & Nichol
+Resizing is bilinear and antialiased on uint8, as in PIL; `adm_center` is the images' transform of ADM (Dhariwal & Nichol
 2021, arXiv:2105.05233): halve with a box filter while twice too large, then bicubic, then crop.
 """
 

@@ -1,4 +1,4 @@
-"""Clips and pictures of many lengths and sizes: each sample is cut to the size of its bucket."""
+"""Clips and images of many lengths and sizes: each sample is cut to the size of its bucket."""
 
 import hashlib
 import logging
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from opensora.datasets.buckets.bucket import Assignment, Buckets, Left
+from opensora.datasets.buckets.bucket import Assignment, Buckets, DropReason
 from opensora.datasets.datasets import Choice, Item, describe, draw_choice, naming_the_row, read_clip, sampling_rule
 from opensora.datasets.sampler import BucketKey
 from opensora.datasets.substitute import BadFiles
@@ -115,7 +115,7 @@ class VariableVideoTextDataset:
             frames, self.height, self.width, seed=self.seed, epoch=epoch, frame_interval=self._intervals
         )
         if self._slow is not None:
-            assignment.left[self._slow] = Left.SLOW
+            assignment.drop_reason[self._slow] = DropReason.SLOW
         self._assigned = epoch, assignment
         return assignment
 
@@ -123,7 +123,7 @@ class VariableVideoTextDataset:
         row, path = key.index, self.table.path(key.index)
         choose = partial(self._choose, key)
         try:
-            # a picture has no rate that could be too low
+            # an image has no rate that could be too low
             rate = None if key.num_frames == 1 else self.target_fps
             rule = sampling_rule(key.num_frames, self.frame_interval, rate)
             frames, fps, choice = read_clip(self.table, row, rule, choose, self.decoding)
@@ -181,7 +181,7 @@ def clip_sizes(table: Table, *, with_fps: bool = False) -> ClipSizes:
     frames, height, width = (np.array(column, np.int32) for column in (table.num_frames, table.height, table.width))
     sizes = ClipSizes(frames, height, width, table.fps.copy())
     unknown = (sizes.num_frames <= 0) | (sizes.height <= 0) | (sizes.width <= 0)
-    no_rate = np.isnan(sizes.fps) & (sizes.num_frames != 1)  # a picture needs none
+    no_rate = np.isnan(sizes.fps) & (sizes.num_frames != 1)  # an image needs none
     missing = np.flatnonzero(unknown | (no_rate if with_fps else False))
     if len(missing):
         columns = "num_frames, height, width and fps" if with_fps else "num_frames, height and width"

@@ -28,7 +28,7 @@ from opensora.acceleration.distributed import World
 from opensora.config.schema import TrainConfig
 from opensora.datasets.buckets.bucket import NONE
 from opensora.datasets.dataloader import batch_bytes, build_loader
-from opensora.datasets.sampler import BatchKeys, BucketKey, Place, SampleKey
+from opensora.datasets.sampler import BatchKeys, BucketKey, DataPosition, SampleKey
 from opensora.datasets.video.files import IMAGE_FPS
 from opensora.inference.compare import save_sheet
 from opensora.inference.output import sample_file_name, save_sample
@@ -209,7 +209,7 @@ class HeldOutLoss:
             for k, t in enumerate(self.timesteps):
                 values = self._losses(model, z, cond, t, generators(self.cfg.seed, "validation", k, ids=batch.rows))
                 if batch.counts:
-                    losses[batch.first : batch.first + len(z), k] = values.double()
+                    losses[batch.first_index : batch.first_index + len(z), k] = values.double()
         if dist.is_initialized():
             dist.all_reduce(losses)  # every entry was written by one process
         return losses.cpu()
@@ -373,11 +373,11 @@ class _Given:
         """All of them."""
         return len(self)
 
-    def seek(self, place: Place, count: int | None) -> None:
+    def seek(self, position: DataPosition, count: int | None) -> None:
         """They begin at the beginning."""
-        assert place == Place(), "a list of batches is read from its beginning"
+        assert position == DataPosition(), "a list of batches is read from its beginning"
 
-    def placed(self) -> Iterator[BatchKeys]:
+    def batch_keys(self) -> Iterator[BatchKeys]:
         """The batches."""
         return iter(self.batches)
 

@@ -238,9 +238,9 @@ def test_reading_ahead_keeps_within_its_memory():
 
 def test_batches_know_their_place():
     ranks = [list(build_dataloader(Counting(), 2, seed=1, rank=r, world_size=2, stop=3)) for r in (0, 1)]
-    assert [batch["place"].tolist() for batch in ranks[0]] == [[0, 1]] * 3
-    assert [batch["place"].tolist() for batch in ranks[1]] == [[2, 3]] * 3
-    assert {batch["whole"] for batch in ranks[0] + ranks[1]} == {4}
+    assert [batch["sample_index"].tolist() for batch in ranks[0]] == [[0, 1]] * 3
+    assert [batch["sample_index"].tolist() for batch in ranks[1]] == [[2, 3]] * 3
+    assert {batch["global_batch_size"] for batch in ranks[0] + ranks[1]} == {4}
 
 
 def test_datasets_can_be_pickled(dataset):

@@ -5,7 +5,7 @@ import torch
 
 from opensora.datasets.dataloader import build_loader, build_sampler
 from opensora.datasets.datasets import VideoTextDataset
-from opensora.datasets.sampler import Place, SampleKey
+from opensora.datasets.sampler import DataPosition, SampleKey
 from opensora.datasets.substitute import MAX_ATTEMPTS, BadFileCount, BadFiles, read_or_substitute
 from opensora.datasets.video.files import BadFile
 from opensora.utils.errors import UserError
@@ -32,7 +32,7 @@ class Half:
 
 def batches(dataset, *, count=30, num_workers=0, rank=0, world_size=1, batch_size=4, first=0):
     sampler = build_sampler(dataset, batch_size, seed=1, rank=rank, world_size=world_size)
-    sampler.seek(Place(0, first), count)
+    sampler.seek(DataPosition(0, first), count)
     return build_loader(dataset, sampler, num_workers=num_workers)
 
 

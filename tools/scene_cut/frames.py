@@ -14,7 +14,7 @@ from av.video.frame import VideoFrame
 from opensora.datasets.video.color import displayed_size, reformat, to_rgb
 from opensora.datasets.video.decoding import DEFAULT
 from opensora.datasets.video.deinterlace import deinterlaced
-from opensora.datasets.video.files import BadFile, identity
+from opensora.datasets.video.files import BadFile, file_stat_key
 from opensora.datasets.video.pyav_clip import decoded
 from opensora.datasets.video.timeline import Opened, Timeline, open_timeline, open_video
 
@@ -36,7 +36,7 @@ class Footage:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with open_timeline(identity(path)) as (timeline, _):
+        with open_timeline(file_stat_key(path)) as (timeline, _):
             self.timeline: Timeline = timeline
         self.fps, self.num_frames = timeline.fps, timeline.num_frames
         self.pixel_aspect = 1.0

@@ -26,7 +26,7 @@ from opensora.datasets.buckets.config import Level, balanced_batch_sizes, parse_
 from opensora.utils.errors import UserError
 from opensora.utils.seed import derive_seed
 
-AREA_SLACK = 0.8  # a picture may be enlarged to 1 / 0.8 of its area
+AREA_SLACK = 0.8  # an image may be enlarged to 1 / 0.8 of its area
 CHUNK = 1 << 15  # rows at a time: the arrays of a chunk stay in the processor's cache
 SHOWN = 8  # problems in one message
 NONE = -1  # the bucket of what is left out
@@ -35,7 +35,7 @@ _GOLDEN, _MIX1, _MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111
 _MASK = (1 << 64) - 1
 
 
-class Left(IntEnum):
+class DropReason(IntEnum):
     """Why a sample is in no bucket."""
 
     KEPT = 0
@@ -69,10 +69,10 @@ class Bucket(NamedTuple):
 
 
 class Assignment(NamedTuple):
-    """Of each row: the index of its bucket or NONE, and why it has none."""
+    """The bucket of each row."""
 
-    bucket: np.ndarray  # [N] int32
-    left: np.ndarray  # [N] int8, values of `Left`
+    bucket: np.ndarray  # [N] int32, its index or NONE
+    drop_reason: np.ndarray  # [N] int8, values of `DropReason`
 
 
 class Buckets:
@@ -197,8 +197,8 @@ class Buckets:
             rows = open_rows[area[open_rows] >= AREA_SLACK * plan.area]
             fits[rows] |= plan.fits(frames[rows], interval[rows])
         reasons = [bucket != NONE, ~known, ~large, fits, frames == 1]
-        names = [Left.KEPT, Left.UNKNOWN, Left.SMALL, Left.CHANCE, Left.NO_IMAGES]
-        return bucket, np.select(reasons, [np.int8(name) for name in names], np.int8(Left.SHORT))
+        names = [DropReason.KEPT, DropReason.UNKNOWN, DropReason.SMALL, DropReason.CHANCE, DropReason.NO_IMAGES]
+        return bucket, np.select(reasons, [np.int8(name) for name in names], np.int8(DropReason.SHORT))
 
     def _with_batch_sizes(self, buckets: list[Bucket]) -> list[Bucket]:
         sizes = {(level.resolution.name, e.num_frames): e.batch_size for level in self.levels for e in level.entries}

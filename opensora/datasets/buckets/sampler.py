@@ -6,7 +6,7 @@ from typing import Protocol
 
 from opensora.datasets.buckets.bucket import Assignment, Buckets
 from opensora.datasets.buckets.epoch_plan import EpochPlan, Order, Segment, Tail
-from opensora.datasets.sampler import BatchKeys, BucketKey, Place
+from opensora.datasets.sampler import BatchKeys, BucketKey, DataPosition
 from opensora.utils.errors import UserError
 
 
@@ -22,7 +22,7 @@ class Bucketed(Protocol):
 class BucketBatchSampler:
     """Yields a process' batches, each a list of `BucketKey` of one bucket.
 
-    Which sample is in which batch is f(seed, epoch, number of processes); place and number of processes are all that a resumed
+    Which sample is in which batch is f(seed, epoch, number of processes); position and number of processes are all that a resumed
     run needs. It goes on exactly; on another number of processes, the rest of the epoch is shared out anew, and still no sample
     is lost or seen twice beyond the tail policy. Nothing is skipped over: no file is read for what was done before.
 
@@ -48,7 +48,7 @@ class BucketBatchSampler:
             raise ValueError(f"rank={rank}, world_size={world_size}")
         self.dataset, self.seed, self.rank, self.world_size = dataset, seed, rank, world_size
         self.tail, self.order = tail, order
-        self.start, self.count = Place(), None  # type: Place, int | None
+        self.start, self.count = DataPosition(), None  # type: DataPosition, int | None
         self._plan: EpochPlan | None = None
 
     def plan(self, epoch: int) -> EpochPlan:
@@ -70,11 +70,15 @@ class BucketBatchSampler:
         """Batches of each process in an epoch, with those of its earlier segments."""
         return self.plan(epoch).steps + sum(batches for _, batches in self._segments(epoch))
 
-    def seek(self, place: Place, count: int | None) -> None:
-        """Yield `count` batches from `place` on; None: go on for ever."""
-        if self._plan is not None and self._plan.epoch == place.epoch and self._segments(place.epoch) != place.segments:
+    def seek(self, position: DataPosition, count: int | None) -> None:
+        """Yield `count` batches from `position` on; None: go on for ever."""
+        if (
+            self._plan is not None
+            and self._plan.epoch == position.epoch
+            and self._segments(position.epoch) != position.segments
+        ):
             self._plan = None
-        self.start, self.count = place, count
+        self.start, self.count = position, count
 
     def __len__(self) -> int:
         if self.count is None:
@@ -82,10 +86,10 @@ class BucketBatchSampler:
         return self.count
 
     def __iter__(self) -> Iterator[list[BucketKey]]:
-        return (list(batch.keys) for batch in self.placed())  # type: ignore[arg-type]
+        return (list(batch.keys) for batch in self.batch_keys())  # type: ignore[arg-type]
 
-    def placed(self) -> Iterator[BatchKeys]:
-        """The batches, each with its place in the batch of all processes."""
+    def batch_keys(self) -> Iterator[BatchKeys]:
+        """The batches, each with its position in the batch of all processes."""
         return itertools.islice(self._all(), self.count)
 
     def _all(self) -> Iterator[BatchKeys]:

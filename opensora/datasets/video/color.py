@@ -114,7 +114,7 @@ def reformat(frame: VideoFrame, **settings: Any) -> VideoFrame:
 
 
 class _Orientation(NamedTuple):
-    """One of the eight ways to lay a picture on a screen: rows and columns are exchanged first, then it is mirrored."""
+    """One of the eight ways to lay an image on a screen: rows and columns are exchanged first, then it is mirrored."""
 
     transposed: bool
     left_to_right: bool

@@ -13,7 +13,7 @@ class Decoding:
     """How files are decoded; a dataset's `decode` is a dict of these.
 
     Args:
-        backend: "pyav", or "torchcodec" (to be installed, with FFmpeg's libraries); pictures are read by PIL.
+        backend: "pyav", or "torchcodec" (to be installed, with FFmpeg's libraries); images are read by PIL.
         hdr: Video in PQ or HLG: "tonemap" it to BT.709, or "refuse" the file.
         interlaced: Interlaced video: "deinterlace" it to one frame per pair of fields, "refuse" the file, or "keep" the combs.
         colors: "exact", or "fast": the conversion of video players, slightly dark (`color.py` has numbers); PyAV only.

@@ -1,4 +1,4 @@
-"""What counts as a video and what as a picture, and the errors for files that do not give what they should.
+"""What counts as a video and what as an image, and the errors for files that do not give what they should.
 
 Every error about one file is a `BadFile`: the loader may put another sample in its place (`substitute.py`). What is wrong
 with a table or a setting is a plain `UserError`, which always ends a run.
@@ -14,7 +14,7 @@ VIDEO_EXTENSIONS = (
 )  # fmt: skip
 IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".pgm", ".avif", ".avifs")
 MAYBE_MOVING = (".webp", ".avif", ".avifs")
-IMAGE_FPS = 120.0  # what Open-Sora tells its models about pictures
+IMAGE_FPS = 120.0  # what Open-Sora tells its models about images
 
 
 class BadFile(UserError):
@@ -33,11 +33,11 @@ class TooFewFrames(BadFile):
 
 
 def is_image(path: str | Path) -> bool:
-    """Whether a file is a picture of one frame: by its extension, unless it is a WebP or AVIF that moves."""
-    return Path(path).suffix.lower() in IMAGE_EXTENSIONS and not is_moving_picture(path)
+    """Whether a file is an image of one frame: by its extension, unless it is a WebP or AVIF that moves."""
+    return Path(path).suffix.lower() in IMAGE_EXTENSIONS and not is_animated(path)
 
 
-def is_moving_picture(path: str | Path) -> bool:
+def is_animated(path: str | Path) -> bool:
     """Whether a WebP or AVIF file has more than one frame, by its first bytes; False where there is no such file."""
     if Path(path).suffix.lower() not in MAYBE_MOVING:
         return False
@@ -51,7 +51,7 @@ def is_moving_picture(path: str | Path) -> bool:
     return head[4:12] == b"ftypavis"
 
 
-def identity(path: str | Path) -> tuple[str, int, int]:
+def file_stat_key(path: str | Path) -> tuple[str, int, int]:
     """Path, bytes and time of change: what is known of a file holds as long as this.
 
     Raises:
@@ -78,7 +78,7 @@ def refuse_unlisted(error: OSError) -> None:
 def too_few(path: str | Path, indices: Sequence[int], available: int) -> TooFewFrames:
     """The error for frames beyond a file's end."""
     if is_image(path):
-        message = f"{path} is a picture; frames {indices[0]} to {indices[-1]} were asked for."
+        message = f"{path} is an image; frames {indices[0]} to {indices[-1]} were asked for."
     else:
         message = f"{path} has {available} frames, but frames {indices[0]} to {indices[-1]} were asked for."
     return TooFewFrames(message, available)

@@ -1,4 +1,4 @@
-"""Pictures, still or moving, as frames: turned by their EXIF, transparency on white, any mode; cut-off files are refused.
+"""Images, still or moving, as frames: turned by their EXIF, transparency on white, any mode; cut-off files are refused.
 
 PIL reads them, also moving WebP and AVIF, which FFmpeg does not read.
 """
@@ -15,8 +15,8 @@ from PIL.TiffImagePlugin import TiffImageFile
 from opensora.datasets.video.files import IMAGE_FPS, BadFile
 
 
-class Picture:
-    """A picture; its pixels are decoded when they are read, its size is in its header."""
+class StillImage:
+    """An image; its pixels are decoded when they are read, its size is in its header."""
 
     num_frames, fps = 1, IMAGE_FPS
 
@@ -29,15 +29,15 @@ class Picture:
 
     def size(self) -> tuple[int, int]:
         """See `read_video.Clip`."""
-        return picture_size(self.path)
+        return image_size_of(self.path)
 
     def read(self, indices: Sequence[int]) -> list[np.ndarray]:
         """See `read_video.Clip`."""
-        return [read_picture(self.path) for _ in indices]
+        return [read_image(self.path) for _ in indices]
 
 
-class MovingPicture:
-    """A picture of several frames."""
+class AnimatedImage:
+    """An image of several frames."""
 
     def __init__(self, path: Path) -> None:
         self.path, self._seconds = path, frame_starts(path)
@@ -50,23 +50,23 @@ class MovingPicture:
 
     def size(self) -> tuple[int, int]:
         """See `read_video.Clip`."""
-        return picture_size(self.path)
+        return image_size_of(self.path)
 
     def read(self, indices: Sequence[int]) -> list[np.ndarray]:
         """See `read_video.Clip`."""
-        return read_moving_picture(self.path, indices)
+        return read_frames_of_image(self.path, indices)
 
 
-def read_picture(path: Path) -> np.ndarray:
+def read_image(path: Path) -> np.ndarray:
     """[H, W, 3] uint8, turned by its EXIF orientation, transparency on white."""
-    with open_picture(path) as file:
+    with open_image(path) as file:
         return _pixels(file)
 
 
-def read_moving_picture(path: Path, indices: Sequence[int]) -> list[np.ndarray]:
-    """Frames of a moving picture, in ascending order: [H, W, 3] uint8 each."""
+def read_frames_of_image(path: Path, indices: Sequence[int]) -> list[np.ndarray]:
+    """Frames of an animated image, in ascending order: [H, W, 3] uint8 each."""
     frames = []
-    with open_picture(path) as file:
+    with open_image(path) as file:
         for index in indices:
             file.seek(index)
             frames.append(_pixels(file))
@@ -74,9 +74,9 @@ def read_moving_picture(path: Path, indices: Sequence[int]) -> list[np.ndarray]:
 
 
 def frame_starts(path: Path) -> np.ndarray:
-    """[N] float64, seconds at which the frames of a moving picture begin."""
+    """[N] float64, seconds at which the frames of an animated image begin."""
     durations = []
-    with open_picture(path) as file:
+    with open_image(path) as file:
         for index in range(getattr(file, "n_frames", 1)):
             file.seek(index)
             file.load()
@@ -95,7 +95,7 @@ def _pixels(file: Image.Image) -> np.ndarray:
 
 
 def on_white(image: Image.Image) -> np.ndarray:
-    """[H, W, 3] uint8 of an RGBA picture."""
+    """[H, W, 3] uint8 of an RGBA image."""
     white = Image.new("RGBA", image.size, "white")
     return np.array(Image.alpha_composite(white, image).convert("RGB"))
 
@@ -107,9 +107,9 @@ def _from_16_bits(grey: np.ndarray) -> np.ndarray:
     return np.repeat((grey.astype(np.uint32) >> 8).astype(np.uint8)[..., None], 3, axis=2)
 
 
-def picture_size(path: Path) -> tuple[int, int]:
-    """Height and width as `read_picture` returns them, from the file's header: the pixels are decoded when they are read."""
-    with open_picture(path) as file:
+def image_size_of(path: Path) -> tuple[int, int]:
+    """Height and width as `read_image` returns them, from the file's header: the pixels are decoded when they are read."""
+    with open_image(path) as file:
         width, height = file.size
         if isinstance(file, TiffImageFile):  # some versions of PIL give the size as stored, some as displayed
             width, height = file.tag_v2[ExifTags.Base.ImageWidth], file.tag_v2[ExifTags.Base.ImageLength]
@@ -133,11 +133,11 @@ def _ends_with_pixels(path: Path) -> bool:
 
 
 @contextmanager
-def open_picture(path: Path) -> Iterator[Image.Image]:
+def open_image(path: Path) -> Iterator[Image.Image]:
     """PIL's image; what it cannot read is a `BadFile`."""
     try:
         with Image.open(path) as file:
             yield file
     # all that PIL raises; RuntimeError is AVIF's
     except (OSError, EOFError, ValueError, SyntaxError, RuntimeError, Image.DecompressionBombError) as error:
-        raise BadFile(f"{path} cannot be read as a picture ({error}); it is damaged or no picture.") from error
+        raise BadFile(f"{path} cannot be read as an image ({error}); it is damaged or no image.") from error

@@ -13,7 +13,7 @@ from opensora.datasets.video.color import displayed_size, to_rgb
 from opensora.datasets.video.decoding import Decoding
 from opensora.datasets.video.deinterlace import InterlacedFrame, deinterlaced
 from opensora.datasets.video.files import BadFile, too_few
-from opensora.datasets.video.timeline import Identity, Opened, Timeline, naming_damage, open_timeline, open_video
+from opensora.datasets.video.timeline import FileKey, Opened, Timeline, naming_damage, open_timeline, open_video
 
 SEEKS = 2  # keyframes that are tried, going back, before a file is decoded from its start
 
@@ -23,10 +23,10 @@ class _LandedLate(Exception):
 
 
 @contextmanager
-def open_with_pyav(known_by: Identity, decoding: Decoding) -> Iterator["PyavClip"]:
+def open_with_pyav(file_key: FileKey, decoding: Decoding) -> Iterator["PyavClip"]:
     """See `read_video.open_clip`."""
-    with open_timeline(known_by) as (timeline, opened):
-        yield PyavClip(known_by[0], timeline, opened, decoding)
+    with open_timeline(file_key) as (timeline, opened):
+        yield PyavClip(file_key[0], timeline, opened, decoding)
 
 
 class PyavClip:

@@ -20,7 +20,7 @@ from av.video.stream import VideoStream
 
 from opensora.datasets.video.files import BadFile
 
-Identity = tuple[str, int, int]
+FileKey = tuple[str, int, int]
 Opened = tuple[InputContainer, VideoStream]
 
 NO_TIMES = np.empty(0, np.int64)
@@ -28,7 +28,7 @@ NO_TIMES = np.empty(0, np.int64)
 LENIENT: dict[str, Any] = {} if int(av.__version__.split(".")[0]) >= 19 else {"metadata_errors": "replace"}
 # few: datasets of short clips never come back in time, and a long video's times take 8 bytes a frame
 MAX_KNOWN = 256
-_known: "OrderedDict[Identity, Timeline]" = OrderedDict()  # whose every call is one step for other threads
+_known: "OrderedDict[FileKey, Timeline]" = OrderedDict()  # whose every call is one step for other threads
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def _video_of(path: str, container: InputContainer) -> VideoStream:
     covers = [s for s in container.streams.video if s.disposition & av.stream.Disposition.attached_pic]
     videos = [s for s in container.streams.video if s not in covers]
     if not videos:
-        raise BadFile(f"{path} has no video stream{', only a cover picture' if covers else ''}.")
+        raise BadFile(f"{path} has no video stream{', only a cover image' if covers else ''}.")
     for stream in container.streams:
         if stream.index != videos[0].index:
             stream.discard = av.stream.Discard.all
@@ -102,25 +102,25 @@ def _video_of(path: str, container: InputContainer) -> VideoStream:
 
 
 @contextmanager
-def open_timeline(known_by: Identity) -> Iterator[tuple[Timeline, Opened | None]]:
-    """The timeline of a file, and the file where it is still as it was opened; remembered for what `identity` tells of it.
+def open_timeline(file_key: FileKey) -> Iterator[tuple[Timeline, Opened | None]]:
+    """The timeline of a file, and the file where it is still as it was opened; remembered for what `file_stat_key` gives.
 
     Raises:
         BadFile: it cannot be opened or is cut off.
     """
-    if known := _known.get(known_by):
+    if known := _known.get(file_key):
         yield known, None
         return
-    with open_video(known_by[0]) as opened:
+    with open_video(file_key[0]) as opened:
         in_header = _from_header(*opened)
-        timeline = in_header or _from_packets(known_by[0], *opened)
-        _remember(known_by, timeline)
+        timeline = in_header or _from_packets(file_key[0], *opened)
+        _remember(file_key, timeline)
         yield timeline, opened if in_header else None
 
 
-def _remember(known_by: Identity, timeline: Timeline) -> None:
+def _remember(file_key: FileKey, timeline: Timeline) -> None:
     """Keep it, and forget the oldest. Threads may do so at once; a lock might be held by a thread that a fork left behind."""
-    _known[known_by] = timeline
+    _known[file_key] = timeline
     while len(_known) > MAX_KNOWN:
         try:
             _known.popitem(last=False)

@@ -14,29 +14,29 @@ import numpy as np
 from opensora.datasets.video.color import HDR_NAMES, NEARLY_SQUARE, is_mirrored
 from opensora.datasets.video.files import BadFile, TooFewFrames
 from opensora.datasets.video.pyav_clip import decoded
-from opensora.datasets.video.timeline import Identity, Timeline, open_timeline, open_video
+from opensora.datasets.video.timeline import FileKey, Timeline, open_timeline, open_video
 from opensora.utils.errors import UserError
 
 
 @contextmanager
-def open_with_torchcodec(known_by: Identity) -> Iterator["TorchcodecClip"]:
+def open_with_torchcodec(file_key: FileKey) -> Iterator["TorchcodecClip"]:
     """See `read_video.open_clip`.
 
     Raises:
         UserError: torchcodec is not installed, or does not find FFmpeg's libraries.
     """
     video_decoder = _import_decoder()
-    with open_timeline(known_by) as (timeline, _):
+    with open_timeline(file_key) as (timeline, _):
         pass
-    yield TorchcodecClip(known_by, timeline, video_decoder)
+    yield TorchcodecClip(file_key, timeline, video_decoder)
 
 
 class TorchcodecClip:
     """A video; see `read_video.Clip`."""
 
-    def __init__(self, known_by: Identity, timeline: Timeline, video_decoder: Any) -> None:
-        self.path, self.timeline = known_by[0], timeline
-        self._known_by = known_by
+    def __init__(self, file_key: FileKey, timeline: Timeline, video_decoder: Any) -> None:
+        self.path, self.timeline = file_key[0], timeline
+        self._file_key = file_key
         self.num_frames, self.fps = timeline.num_frames, timeline.fps
         self._video_decoder = video_decoder
 
@@ -75,7 +75,7 @@ class TorchcodecClip:
             raise BadFile(
                 f"{self.path} has pixels of {aspect:.3f} : 1, which torchcodec leaves so; use backend='pyav'."
             )
-        if _is_mirrored(*self._known_by):
+        if _is_mirrored(*self._file_key):
             raise BadFile(
                 f"{self.path} is stored mirrored, which torchcodec leaves so; use backend='pyav' or re-encode it."
             )

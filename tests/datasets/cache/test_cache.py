@@ -17,6 +17,7 @@ from opensora.datasets.datasets import VideoTextDataset
 from opensora.datasets.sampler import SampleKey
 from opensora.datasets.table.table import read_table
 from opensora.datasets.video.decoding import Decoding
+from opensora.datasets.video.read_video import probe
 from opensora.inference.cached_text import CachedTextEncoder
 from opensora.models.text_encoder import ClassEncoder, TextCondition
 from opensora.models.vae.vae import VideoAutoencoderKL
@@ -337,15 +338,15 @@ def test_features_that_are_not_finite(tmp_path):
 
 
 def test_an_interrupted_call_goes_on_where_it_stopped(table, vae, tmp_path, monkeypatch):
-    encode, calls = moments._encode_clip, []
+    probed = []
 
-    def stop_at_the_second(path, *rest):
-        calls.append(path.name)
-        if len(calls) == 2:
+    def stop_at_the_second(path):
+        probed.append(path.name)
+        if len(probed) == 2:
             raise KeyboardInterrupt
-        return encode(path, *rest)
+        return probe(path)
 
-    monkeypatch.setattr(moments, "_encode_clip", stop_at_the_second)
+    monkeypatch.setattr(moments, "probe", stop_at_the_second)
     with pytest.raises(KeyboardInterrupt):
         write(table, tmp_path / "cache", vae)
     with pytest.raises(UserError, match="3 of 3 rows are not in the cache"):

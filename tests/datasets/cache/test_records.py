@@ -207,7 +207,7 @@ def test_foreign_folders_are_refused_with_the_reason(folder, tmp_path):
         RecordWriter(folder, FEATURES, settings={"vae": "def", "size": (1, 3)})
     with pytest.raises(UserError, match=r"made with other fields: flow is float64, not string"):
         RecordWriter(folder, {**FEATURES, "flow": "string"}, settings={"vae": "abc", "size": (1, 2)})
-    with pytest.raises(UserError, match=r"made with other fields: it has no flow here"):
+    with pytest.raises(UserError, match=r"made with other fields: flow is float64, not None"):
         RecordWriter(
             folder, {k: v for k, v in FEATURES.items() if k != "flow"}, settings={"vae": "abc", "size": (1, 2)}
         )

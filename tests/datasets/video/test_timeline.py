@@ -13,7 +13,7 @@ import torch
 from av.video.stream import VideoStream
 
 from opensora.datasets.video import timeline
-from opensora.datasets.video.files import identity
+from opensora.datasets.video.files import file_stat_key
 from opensora.datasets.video.read_video import probe, read_frames
 from opensora.datasets.video.timeline import NO_TIMES, Timeline, open_timeline
 from tests.datasets.video.videos import decoded_in_order, frame_numbers, numbered_frames, remux
@@ -147,7 +147,7 @@ def test_mpeg_with_a_time_for_each_frame_is_sought_in(write_video):
     coding = {"g": "6", "bf": "0", "sc_threshold": "1000000000", "b": "9000k"}
     for name in ("large.mpg", "large.ts"):
         path = write_video(name, list(noise), codec="mpeg2video", options=coding)
-        with open_timeline(identity(path)) as (found, _):
+        with open_timeline(file_stat_key(path)) as (found, _):
             assert np.searchsorted(found.times, found.keyframes).tolist() == [0, 6, 12, 18]
         full = read_frames(path, 0, 24)
         for start in range(20):
