@@ -218,7 +218,7 @@ class VideoTextDataset:
         bad_files: What the loader does when a file cannot be read: "substitute" another sample, and say so, or "error".
         max_bad_share: The share of substituted samples above which a run ends.
         target_fps: Take what is shown at so many frames a second, of videos of any rate, instead of every n-th frame.
-        decode: How files are decoded: a dict with the names of `decoding.Decoding`.
+        decode: How files are decoded: a dict with the names of `files.Decoding`.
     """
 
     def __init__(  # noqa: PLR0913

@@ -55,7 +55,7 @@ class VariableVideoTextDataset:
         bad_files: What a loader does about files that cannot be read: "substitute" another sample of the same bucket, or
             "error".
         max_bad_share: The share of such samples above which a run ends.
-        decode: How files are decoded: a dict with the names of `decoding.Decoding`.
+        decode: How files are decoded: a dict with the names of `files.Decoding`.
     """
 
     def __init__(  # noqa: PLR0913

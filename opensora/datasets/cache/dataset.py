@@ -29,8 +29,7 @@ from opensora.datasets.cache.text import TextFeatures
 from opensora.datasets.datasets import ClipRows, Item, describe, wrong_length
 from opensora.datasets.sampler import SampleKey
 from opensora.datasets.table.table import MAX_CHECKED_FILES, UNKNOWN, complain_about_rows, read_table
-from opensora.datasets.video.decoding import Decoding
-from opensora.datasets.video.files import IMAGE_FPS, BadFile, is_image
+from opensora.datasets.video.files import IMAGE_FPS, BadFile, Decoding, is_image
 from opensora.datasets.video.read_video import count_frames
 from opensora.registry import DATASETS
 from opensora.utils.errors import UserError

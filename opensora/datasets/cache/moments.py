@@ -34,8 +34,7 @@ from opensora.datasets.datasets import ClipRows
 from opensora.datasets.sampler import SampleKey
 from opensora.datasets.table.table import Table
 from opensora.datasets.transforms import get_transform, is_random
-from opensora.datasets.video.decoding import DEFAULT, Decoding
-from opensora.datasets.video.files import TooFewFrames, is_image
+from opensora.datasets.video.files import DEFAULT, Decoding, TooFewFrames, is_image
 from opensora.datasets.video.read_video import probe, read_frames
 from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.errors import UserError

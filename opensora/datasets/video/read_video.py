@@ -5,8 +5,8 @@ same frames of a full decode. Where a file's times cannot be trusted, it is deco
 """
 
 import functools
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -14,18 +14,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from opensora.datasets.video.decoding import DEFAULT, Decoding
 from opensora.datasets.video.files import (
+    DEFAULT,
+    IMAGE_EXTENSIONS,
     IMAGE_FPS,
     BadFile,
+    Decoding,
     TooFewFrames,
     file_stat_key,
-    is_animated,
     is_image,
     too_few,
 )
 from opensora.datasets.video.frame_times import EveryNth, frames_needed
-from opensora.datasets.video.images import AnimatedImage, StillImage
+from opensora.datasets.video.images import ImageClip
 
 __all__ = [
     "DEFAULT", "IMAGE_FPS", "Clip", "Decoding", "TooFewFrames", "VideoInfo", "count_frames", "frames_needed", "is_image", "open_clip",
@@ -109,24 +110,29 @@ def read_indices(path: str | Path, clip: Clip, indices: Sequence[int] | np.ndarr
     return torch.from_numpy(np.stack([frames[index] for index in indices]))
 
 
-def open_clip(path: str | Path, decoding: Decoding = DEFAULT) -> AbstractContextManager[Clip]:
+@contextmanager
+def open_clip(path: str | Path, decoding: Decoding = DEFAULT) -> Iterator[Clip]:
     """A video or image to read from; opened once, whatever is asked of it, and closed with everything it started.
 
     Raises:
         BadFile: it cannot be read.
+        UserError: torchcodec is asked for and not installed.
     """
     file_key = file_stat_key(path)
-    if is_image(path):
-        return nullcontext(StillImage(Path(path)))
-    if is_animated(path):
-        return nullcontext(AnimatedImage(Path(path)))
-    if decoding.backend == "torchcodec":
-        from opensora.datasets.video.torchcodec_clip import open_with_torchcodec
+    if Path(path).suffix.lower() in IMAGE_EXTENSIONS:
+        yield ImageClip(Path(path))
+        return
+    # here: images are read where there is no PyAV
+    from opensora.datasets.video.pyav_clip import PyavClip
+    from opensora.datasets.video.timeline import open_timeline
 
-        return open_with_torchcodec(file_key)
-    from opensora.datasets.video.pyav_clip import open_with_pyav  # here: images are read where there is no PyAV
+    with open_timeline(file_key) as (timeline, opened):
+        if decoding.backend == "torchcodec":
+            from opensora.datasets.video.torchcodec_clip import TorchcodecClip, import_decoder
 
-    return open_with_pyav(file_key, decoding)
+            yield TorchcodecClip(file_key, timeline, import_decoder())
+        else:
+            yield PyavClip(file_key[0], timeline, opened, decoding)
 
 
 @functools.lru_cache(maxsize=4096)

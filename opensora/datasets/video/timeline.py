@@ -1,4 +1,4 @@
-"""When each frame of a video is shown, told from its packets without decoding any.
+"""When each frame of a video is shown, from its packets without decoding any.
 
 Headers lie about the number of frames (`stream.frames`) and about the rate (`average_rate`) in many real files, and say
 nothing of them in MKV, WebM and MPEG. So the packets are listed. An MP4 of constant rate has them listed in its header,
@@ -7,7 +7,7 @@ which saves reading a long file for a short clip: that list was exact for all su
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -23,7 +23,6 @@ from opensora.datasets.video.files import BadFile
 FileKey = tuple[str, int, int]
 Opened = tuple[InputContainer, VideoStream]
 
-NO_TIMES = np.empty(0, np.int64)
 # titles in other encodings than UTF-8 are no reason to refuse a video; PyAV 19 and newer never do, and know no such argument
 LENIENT: dict[str, Any] = {} if int(av.__version__.split(".")[0]) >= 19 else {"metadata_errors": "replace"}
 # few: datasets of short clips never come back in time, and a long video's times take 8 bytes a frame
@@ -78,13 +77,17 @@ def open_video(path: str) -> Iterator[Opened]:
 
 @contextmanager
 def naming_damage(path: str) -> Iterator[None]:
-    """What FFmpeg complains of inside the block is a `BadFile`, and so are PyAV's slips over what FFmpeg found no fault with."""
+    """FFmpeg's errors inside the block become `BadFile`, and so do PyAV's slips over what FFmpeg accepts."""
     try:
         yield
-    except av.FFmpegError as error:
-        raise BadFile(f"{path} is damaged ({error.strerror}); re-encode it or remove its row.") from error
-    except IndexError as error:
-        raise BadFile(f"{path} is damaged ({error}); re-encode it or remove its row.") from error
+    except (av.FFmpegError, IndexError) as error:
+        reason = error.strerror if isinstance(error, av.FFmpegError) else error
+        raise BadFile(f"{path} is damaged ({reason}); re-encode it or remove its row.") from error
+
+
+def pixel_aspect(stream: VideoStream) -> float:
+    """Width of a pixel / its height."""
+    return float(stream.sample_aspect_ratio or 1)
 
 
 def _video_of(path: str, container: InputContainer) -> VideoStream:
@@ -103,7 +106,7 @@ def _video_of(path: str, container: InputContainer) -> VideoStream:
 
 @contextmanager
 def open_timeline(file_key: FileKey) -> Iterator[tuple[Timeline, Opened | None]]:
-    """The timeline of a file, and the file where it is still as it was opened; remembered for what `file_stat_key` gives.
+    """The timeline of a file, remembered by `file_stat_key`; and the file where it is still as it was opened.
 
     Raises:
         BadFile: it cannot be opened or is cut off.
@@ -112,20 +115,12 @@ def open_timeline(file_key: FileKey) -> Iterator[tuple[Timeline, Opened | None]]
         yield known, None
         return
     with open_video(file_key[0]) as opened:
-        in_header = _from_header(*opened)
-        timeline = in_header or _from_packets(file_key[0], *opened)
-        _remember(file_key, timeline)
-        yield timeline, opened if in_header else None
-
-
-def _remember(file_key: FileKey, timeline: Timeline) -> None:
-    """Keep it, and forget the oldest. Threads may do so at once; a lock might be held by a thread that a fork left behind."""
-    _known[file_key] = timeline
-    while len(_known) > MAX_KNOWN:
-        try:
-            _known.popitem(last=False)
-        except KeyError:  # other threads took the last ones
-            return
+        from_header = _from_header(*opened)
+        _known[file_key] = timeline = from_header or _from_packets(file_key[0], *opened)
+        while len(_known) > MAX_KNOWN:  # no lock, which a thread that a fork left behind might hold
+            with suppress(KeyError):  # other threads took the last ones
+                _known.popitem(last=False)
+        yield timeline, opened if from_header else None
 
 
 def _from_header(container: InputContainer, stream: VideoStream) -> Timeline | None:
@@ -154,38 +149,35 @@ def _from_header(container: InputContainer, stream: VideoStream) -> Timeline | N
 
 def _from_packets(path: str, container: InputContainer, stream: VideoStream) -> Timeline:
     in_header, is_mp4, codec = stream.frames, "mp4" in container.format.name, stream.codec_context.name
-    packets = [_Packet.of(packet, codec) for packet in container.demux(stream) if packet.size]
-    shown = [packet for packet in packets if packet.is_shown]
-    if any(packet.is_corrupt for packet in packets) or (is_mp4 and len(packets) < in_header):
+    times: list[int] = []  # of frames that are shown
+    keys: list[int] = []
+    num_packets = num_shown = 0
+    is_corrupt, begin_in_file = False, True
+    for packet in container.demux(stream):
+        if not packet.size:
+            continue
+        num_packets += 1
+        is_corrupt |= packet.is_corrupt
+        begin_in_file &= packet.pos is not None  # else it is part of what the file has as one packet, as in MPEG-PS
+        if not packet.is_discard and not _is_hidden(packet, codec):
+            num_shown += 1
+            if packet.pts is not None:
+                times.append(packet.pts)
+        if packet.is_keyframe and packet.pts is not None:
+            keys.append(packet.pts)
+    if is_corrupt or (is_mp4 and num_packets < in_header):
         raise BadFile(
-            f"{path} is truncated: {len(packets)} of {in_header or 'unknown'} frames are there; "
+            f"{path} is truncated: {num_packets} of {in_header or 'unknown'} frames are there; "
             "fetch it again or remove its row."
         )
-    times = np.array([packet.pts for packet in shown if packet.pts is not None], np.int64)
-    keys = np.array([p.pts for p in packets if p.is_keyframe and p.pts is not None], np.int64)
     # AVI stores no times of presentation: with B-frames they are guesses
     guessed = container.format.name == "avi" and stream.codec_context.has_b_frames
-    if guessed or len(times) < len(shown) or len(np.unique(times)) < len(times):
-        times = keys = NO_TIMES
-    if not all(packet.begins_in_file for packet in packets):
-        keys = NO_TIMES  # FFmpeg guessed times, and would guess others after a seek
-    return _timeline(stream, len(shown), np.sort(times), np.sort(keys), exact_keys=True)
-
-
-@dataclass(frozen=True, slots=True)
-class _Packet:
-    """What is kept of a packet, without its bytes."""
-
-    pts: int | None
-    is_keyframe: bool
-    is_shown: bool
-    is_corrupt: bool
-    begins_in_file: bool  # False: it is inside what the file has as one packet, with one time, as in MPEG-PS
-
-    @classmethod
-    def of(cls, packet: av.Packet, codec: str) -> "_Packet":
-        is_shown = not packet.is_discard and not _is_hidden(packet, codec)
-        return cls(packet.pts, packet.is_keyframe, is_shown, packet.is_corrupt, packet.pos is not None)
+    if guessed or len(times) < num_shown or len(set(times)) < len(times):
+        times, keys = [], []
+    if not begin_in_file:
+        keys = []  # FFmpeg guessed times, and would guess others after a seek
+    arrays = (np.array(sorted(values), np.int64) for values in (times, keys))
+    return _timeline(stream, num_shown, *arrays, exact_keys=True)
 
 
 def _is_hidden(packet: av.Packet, codec: str) -> bool:

@@ -1,12 +1,11 @@
-"""Videos decoded by torchcodec instead of PyAV: the same frames at the same places, by another library.
+"""Videos decoded by torchcodec instead of PyAV: the same frames with the same indices, by another library.
 
-Which frame is the i-th, and when, is told by our own `timeline`, so that a clip does not depend on the backend. torchcodec
+Our own `timeline` says which frame is the i-th, and when it is shown, so that a clip does not depend on the backend. torchcodec
 turns frames by itself; it neither mirrors, tone-maps, deinterlaces nor stretches pixels, so files that need it are refused.
 """
 
 import functools
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,21 +13,8 @@ import numpy as np
 from opensora.datasets.video.color import HDR_NAMES, NEARLY_SQUARE, is_mirrored
 from opensora.datasets.video.files import BadFile, TooFewFrames
 from opensora.datasets.video.pyav_clip import decoded
-from opensora.datasets.video.timeline import FileKey, Timeline, open_timeline, open_video
+from opensora.datasets.video.timeline import FileKey, Timeline, open_video, pixel_aspect
 from opensora.utils.errors import UserError
-
-
-@contextmanager
-def open_with_torchcodec(file_key: FileKey) -> Iterator["TorchcodecClip"]:
-    """See `read_video.open_clip`.
-
-    Raises:
-        UserError: torchcodec is not installed, or does not find FFmpeg's libraries.
-    """
-    video_decoder = _import_decoder()
-    with open_timeline(file_key) as (timeline, _):
-        pass
-    yield TorchcodecClip(file_key, timeline, video_decoder)
 
 
 class TorchcodecClip:
@@ -67,7 +53,7 @@ class TorchcodecClip:
 
     def _refuse_what_it_cannot(self) -> None:
         with open_video(self.path) as (_, stream):
-            aspect = float(stream.sample_aspect_ratio or 1)
+            aspect = pixel_aspect(stream)
             transfer = int(stream.codec_context.color_trc)
         if transfer in HDR_NAMES:
             raise BadFile(f"{self.path} is HDR ({HDR_NAMES[transfer]}), and decode['hdr'] is 'refuse'.")
@@ -89,7 +75,12 @@ def _is_mirrored(path: str, size: int, mtime_ns: int) -> bool:
         return first is not None and is_mirrored(first)
 
 
-def _import_decoder() -> Any:
+def import_decoder() -> Any:
+    """Its `VideoDecoder`.
+
+    Raises:
+        UserError: torchcodec is not installed, or does not find FFmpeg's libraries.
+    """
     try:
         from torchcodec.decoders import VideoDecoder
     except ImportError as error:

@@ -16,7 +16,7 @@ from opensora.datasets.cache.text import captions_of
 from opensora.datasets.datasets import VideoTextDataset
 from opensora.datasets.sampler import SampleKey
 from opensora.datasets.table.table import read_table
-from opensora.datasets.video.decoding import Decoding
+from opensora.datasets.video.files import Decoding
 from opensora.datasets.video.read_video import probe
 from opensora.inference.cached_text import CachedTextEncoder
 from opensora.models.text_encoder import ClassEncoder, TextCondition

@@ -15,7 +15,7 @@ from av.video.stream import VideoStream
 from opensora.datasets.video import timeline
 from opensora.datasets.video.files import file_stat_key
 from opensora.datasets.video.read_video import probe, read_frames
-from opensora.datasets.video.timeline import NO_TIMES, Timeline, open_timeline
+from opensora.datasets.video.timeline import Timeline, open_timeline
 from tests.datasets.video.videos import decoded_in_order, frame_numbers, numbered_frames, remux
 
 # ----------------------------------------------------------------------------------------------- hidden frames
@@ -177,7 +177,7 @@ def test_threads_may_open_files_at_once(monkeypatch, busy_threads, most):
 
     monkeypatch.setattr(timeline, "MAX_KNOWN", most)
     monkeypatch.setattr(timeline, "open_video", no_file)
-    monkeypatch.setattr(timeline, "_from_header", lambda *_: Timeline(1, 25.0, NO_TIMES, NO_TIMES, True, Fraction(1)))
+    monkeypatch.setattr(timeline, "_from_header", lambda *_: Timeline(1, 25.0, *[np.empty(0, np.int64)] * 2, True, Fraction(1)))
     monkeypatch.setattr(timeline, "_known", type(timeline._known)())
 
     def open_many(thread: int) -> None:
