@@ -13,8 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from opensora.datasets.buckets.epoch_plan import Order, Tail
-from opensora.datasets.buckets.sampler import BucketBatchSampler
+from opensora.datasets.buckets.sampler import BucketBatchSampler, Order, Tail
 from opensora.datasets.sampler import BatchKeys, BatchSampler, BucketKey, EpochBatchSampler, SampleKey
 from opensora.datasets.substitute import BadFileCount, read_or_substitute
 from opensora.utils.errors import UserError

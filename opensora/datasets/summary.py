@@ -116,7 +116,7 @@ def _of_buckets(
     uses = tuple(
         BucketUse(dataset.buckets[i], int(plan.samples[i]), int(batches[i]), int(seen[i])) for i in used.tolist()
     )
-    whole = plan.whole_batches[: plan.steps // accumulation_steps * accumulation_steps]
+    whole = plan.global_batch_sizes[: plan.steps // accumulation_steps * accumulation_steps]
     whole = whole.reshape(-1, accumulation_steps).sum(1)
     sizes = (int(whole.min()), float(whole.mean()), int(whole.max())) if len(whole) else (0, 0.0, 0)
     dropped = sum(use.dropped for use in uses)

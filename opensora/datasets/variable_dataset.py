@@ -41,7 +41,7 @@ class VariableVideoTextDataset:
     Args:
         data_path: Table with the columns `path` and `text_columns`. With `num_frames`, `height` and `width` it starts at
             once; without them every file is opened first.
-        bucket_config: See `buckets/config.py`.
+        bucket_config: See `buckets/bucket.py`.
         frame_interval: Take every n-th frame of a video, exactly.
         target_fps: Instead, take what is shown at so many frames a second, of videos of any rate; slower ones are in no
             bucket. A column `fps` saves opening the files.

@@ -6,8 +6,14 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from opensora.datasets.buckets.bucket import Buckets, DropReason, refuse_illegal_sizes
-from opensora.datasets.buckets.config import FRAME_ALIASES, parse_bucket_config, parse_num_frames
+from opensora.datasets.buckets.bucket import (
+    FRAME_ALIASES,
+    Buckets,
+    DropReason,
+    parse_bucket_config,
+    parse_num_frames,
+    refuse_illegal_sizes,
+)
 from opensora.utils.errors import UserError
 
 LONG = {1: (1.0, 475), 51: (1.0, 51), 102: ((1.0, 0.33), 27), 204: ((1.0, 0.1), 13), 408: ((1.0, 0.1), 6)}
@@ -156,8 +162,8 @@ def test_assignment_is_a_function_of_row_seed_and_epoch():
     frames, height, width = rng.integers(1, 500, 4000), rng.integers(100, 1200, 4000), rng.integers(100, 2000, 4000)
     whole = buckets.assign(frames, height, width, seed=1, epoch=2).bucket
     odd = np.arange(1, 4000, 2)
-    part = buckets.assign(frames[odd], height[odd], width[odd], seed=1, epoch=2, rows=odd).bucket
-    assert (part == whole[odd]).all()
+    others = np.where(np.arange(4000) % 2, frames, 1)  # what the other rows are makes no difference
+    assert (buckets.assign(others, height, width, seed=1, epoch=2).bucket[odd] == whole[odd]).all()
     for seed, epoch in ((1, 3), (2, 2)):
         assert (buckets.assign(frames, height, width, seed=seed, epoch=epoch).bucket != whole).mean() > 0.3
 

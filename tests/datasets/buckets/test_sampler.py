@@ -179,7 +179,7 @@ def test_going_on_with_other_numbers_of_processes(dataset, parts, world, tail, o
             return  # the epoch ends in this part
         steps = epoch_of(ranks, place, batches)
         check_steps(steps, dataset, assigned, order)
-        copies += int(ranks[0].plan(0).micro.size[ranks[0].plan(0).micro.repeated].sum())
+        copies += int(ranks[0].plan(0).micro["size"][ranks[0].plan(0).micro["repeated"]].sum())
         counts += indices(steps)
         segments = (*segments, (processes, batches))
     ranks = samplers(dataset, world, tail, order)
@@ -198,7 +198,7 @@ def test_going_on_with_other_numbers_of_processes(dataset, parts, world, tail, o
     else:
         assert counts.keys() == used
         if tail == "keep":
-            copies += int(ranks[0].plan(0).micro.size[ranks[0].plan(0).micro.repeated].sum())
+            copies += int(ranks[0].plan(0).micro["size"][ranks[0].plan(0).micro["repeated"]].sum())
             assert sum(counts.values()) - len(used) <= copies
 
 

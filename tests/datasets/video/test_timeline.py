@@ -177,7 +177,9 @@ def test_threads_may_open_files_at_once(monkeypatch, busy_threads, most):
 
     monkeypatch.setattr(timeline, "MAX_KNOWN", most)
     monkeypatch.setattr(timeline, "open_video", no_file)
-    monkeypatch.setattr(timeline, "_from_header", lambda *_: Timeline(1, 25.0, *[np.empty(0, np.int64)] * 2, True, Fraction(1)))
+    monkeypatch.setattr(
+        timeline, "_from_header", lambda *_: Timeline(1, 25.0, *[np.empty(0, np.int64)] * 2, True, Fraction(1))
+    )
     monkeypatch.setattr(timeline, "_known", type(timeline._known)())
 
     def open_many(thread: int) -> None:
