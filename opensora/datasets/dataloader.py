@@ -36,8 +36,8 @@ class SampleSource(Protocol):
 class BatchLoader:
     """An iterable over a sampler's batches; its length is their number.
 
-    Each batch also holds `place` [B] int64, its samples' places in the batch that all processes share in this step, and
-    `whole`, the number of samples of that batch.
+    Each batch also holds `sample_index` [B] int64, the indices of its samples in the global batch, which all processes share
+    in this step, and `global_batch_size`.
     """
 
     def __init__(self, loader: DataLoader, sampler: BatchSampler, reading: torch.Tensor, rank: int) -> None:
@@ -67,7 +67,7 @@ class BatchLoader:
     def reading(self) -> str:
         """What each worker read last, or reads now: for messages about hangs."""
         rows = [(i, *row) for i, row in enumerate(self._reading.tolist()) if row[0]]
-        return "; ".join(self._told(*row) for row in rows) or "The data are read by the process itself."
+        return "; ".join(self._reading_of(*row) for row in rows) or "The data are read by the process itself."
 
     def _no_files_left(self) -> UserError:
         limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -76,7 +76,7 @@ class BatchLoader:
             f"one. Raise the limit (`ulimit -n 65536` before the start; the machine allows {most}), or use fewer --num-workers."
         )
 
-    def _told(self, worker: int, pid: int, epoch: int, index: int) -> str:
+    def _reading_of(self, worker: int, pid: int, epoch: int, index: int) -> str:
         path_of = getattr(self.loader.dataset.dataset, "path_of", None)  # type: ignore[attr-defined]
         file = f"{path_of(index)}, " if path_of is not None else ""
         return f"worker {worker} (pid {pid}) was reading {file}sample {index} of epoch {epoch}"
@@ -87,7 +87,7 @@ class BatchLoader:
         dead = [int(pid) for pid in re.findall(r"\(pid(?:\(s\))? ([\d, ]+)\)", text) for pid in pid.split(",")]
         rows = [(i, *row) for i, row in enumerate(self._reading.tolist()) if row[0]]
         mine = [row for row in rows if row[1] in dead] or rows
-        reading = "; ".join(self._told(*row) for row in mine)
+        reading = "; ".join(self._reading_of(*row) for row in mine)
         ended_by = re.search(r"by signal: ([^.]+)", text)
         return UserError(
             f"process {self._rank}: a worker of the data loader was killed{f' ({ended_by[1]})' if ended_by else ''}. {reading}. "
@@ -144,8 +144,8 @@ def build_loader(
     loader: DataLoader = DataLoader(
         _Batches(dataset, reading),
         batch_size=None,  # the sampler's items are whole batches
-        sampler=_Placed(sampler),
-        collate_fn=_as_it_is,
+        sampler=sampler,
+        collate_fn=lambda batch: batch,
         num_workers=num_workers,
         prefetch_factor=prefetch if num_workers else None,
         pin_memory=pin_memory,
@@ -229,19 +229,6 @@ class _Failure:
         self.message = message
 
 
-class _Placed:
-    """A sampler's batches with their places, as PyTorch's loader takes them."""
-
-    def __init__(self, sampler: BatchSampler) -> None:
-        self.sampler = sampler
-
-    def __iter__(self) -> Iterator[BatchKeys]:
-        return self.sampler.batch_keys()
-
-    def __len__(self) -> int:
-        return len(self.sampler)
-
-
 class _Batches(Dataset):
     """Reads whole batches; notes what it reads in `reading` [workers, (pid, epoch, sample)], which outlives a worker."""
 
@@ -273,10 +260,6 @@ def _allow_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
-def _as_it_is(batch: Any) -> Any:
-    return batch
-
-
 def _start_worker(_worker: int) -> None:
     # What was garbage in the process that was forked is not this one's to collect: the end of a process group or of a
     # pool waits for threads that are not here, which hangs or aborts the worker.
@@ -286,10 +269,10 @@ def _start_worker(_worker: int) -> None:
     # process that started the worker ends it. A thread waits for that, as the sender can be told in no other way.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    threading.Thread(target=_end_when_told_by, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=_end_on_sigterm_of, args=(os.getppid(),), daemon=True).start()
 
 
-def _end_when_told_by(pid: int) -> None:
+def _end_on_sigterm_of(pid: int) -> None:
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != pid:
         pass
     os._exit(0)

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from opensora.datasets.datasets import describe, naming_the_row
+from opensora.datasets.datasets import another_sample, describe, naming_the_row
 from opensora.datasets.sampler import SampleKey
 from opensora.datasets.substitute import BadFiles
 from opensora.datasets.table.table import UNKNOWN, Table, complain_about_rows, read_table
@@ -106,10 +106,7 @@ class ImageFolderDataset:
 
     def another(self, key: SampleKey, rng: torch.Generator) -> SampleKey | None:
         """Another sample, all of which have one size."""
-        if len(self) == 1:
-            return None
-        steps = int(torch.randint(1, len(self), (1,), generator=rng))
-        return SampleKey(key.epoch, (key.index + steps) % len(self))
+        return another_sample(len(self), key, rng)
 
     @property
     def sample_bytes(self) -> int:

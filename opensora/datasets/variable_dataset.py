@@ -154,7 +154,7 @@ class VariableVideoTextDataset:
         digest.update(repr((type(self).__name__, self.table.fingerprint(), settings)).encode())
         return digest.hexdigest()
 
-    def _choose(self, key: BucketKey, num_starts: int) -> Choice:
+    def _choose(self, key: BucketKey, num_starts: int, available: int) -> Choice:
         if num_starts == 0:
             needed = f"the {frames_needed(key.num_frames, self.frame_interval)} frames"
             pace = f"frame_interval={self.frame_interval}"

@@ -75,7 +75,7 @@ class Key(NamedTuple):
 class Encoded(NamedTuple):
     """A batch of held-out clips, ready for the model, on the CPU."""
 
-    first: int  # place of its first clip among all
+    first_index: int  # of its first clip among all
     rows: list[int]
     z: Tensor  # [B, C, T, h, w]
     cond: dict[str, Tensor]
@@ -241,7 +241,7 @@ class HeldOutLoss:
             rows = [key.index for key in keys.keys]
             z, cond = self.encode(batch, generators(self.cfg.seed, "validation", "posterior", ids=rows))
             on_cpu = {name: value.cpu() for name, value in cond.items()}
-            yield Encoded(keys.first, rows, z.cpu(), on_cpu, alone and self.world.sp_rank == 0)
+            yield Encoded(keys.first_index, rows, z.cpu(), on_cpu, alone and self.world.sp_rank == 0)
 
 
 class SampleVideos:
@@ -377,8 +377,7 @@ class _Given:
         """They begin at the beginning."""
         assert position == DataPosition(), "a list of batches is read from its beginning"
 
-    def batch_keys(self) -> Iterator[BatchKeys]:
-        """The batches."""
+    def __iter__(self) -> Iterator[BatchKeys]:
         return iter(self.batches)
 
 

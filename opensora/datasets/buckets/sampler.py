@@ -44,7 +44,7 @@ class Bucketed(Protocol):
 
 
 class BucketBatchSampler:
-    """Yields a process' batches, each a list of `BucketKey` of one bucket.
+    """Yields a process' batches, each of one bucket, with `BucketKey`s.
 
     Which sample is in which batch is f(seed, epoch, number of processes); position and number of processes are all that a resumed
     run needs. It goes on exactly; on another number of processes, the rest of the epoch is shared out anew, and still no sample
@@ -109,11 +109,7 @@ class BucketBatchSampler:
             raise TypeError("a BucketBatchSampler without count has no length")
         return self.count
 
-    def __iter__(self) -> Iterator[list[BucketKey]]:
-        return (list(batch.keys) for batch in self.batch_keys())  # type: ignore[arg-type]
-
-    def batch_keys(self) -> Iterator[BatchKeys]:
-        """The batches, each with the indices of its samples in the batch of all processes."""
+    def __iter__(self) -> Iterator[BatchKeys]:
         return itertools.islice(self._all(), self.count)
 
     def _all(self) -> Iterator[BatchKeys]:

@@ -26,7 +26,7 @@ from opensora.datasets.cache.moments import (
 )
 from opensora.datasets.cache.records import METADATA, RecordReader, refuse_other
 from opensora.datasets.cache.text import TextFeatures
-from opensora.datasets.datasets import ClipRows, Item, describe, wrong_length
+from opensora.datasets.datasets import ClipRows, Item, describe, draw_choice, wrong_length
 from opensora.datasets.sampler import SampleKey
 from opensora.datasets.table.table import MAX_CHECKED_FILES, UNKNOWN, complain_about_rows, read_table
 from opensora.datasets.video.files import IMAGE_FPS, BadFile, Decoding, is_image
@@ -136,7 +136,8 @@ class CachedVideoTextDataset:
         if stated > stored:
             raise UserError(f"{self.table.where(row)}: {wrong_length(stated, stored, path)}")
         self._refuse_changed(row, record["source"], path)
-        choice = clips.choose(epoch, row, stated or record["num_frames"])
+        available = stated or record["num_frames"]
+        choice = clips.choose(epoch, row, available - clips.needed + 1, available)
         if stored < clips.needed:
             raise clips.too_short(row, stored)
         start = min(choice.start, stored - clips.needed)  # of fewer frames than the file announces, the last ones
@@ -150,7 +151,7 @@ class CachedVideoTextDataset:
         path = self.table.path(row)
         record = self.records.read(self._key(row, epoch % self.epochs))
         self._refuse_changed(row, record["source"], path)
-        choice = self.clips.choose_start(epoch, row, 1)  # of the caption: the window is in the record
+        choice = draw_choice(self.table, self.clips.seed, epoch, row, 1)  # of the caption: the window is in the record
         scores = self._scores(row, record["source"])
         described = describe(row, path, choice.caption, record["size"], record["fps"], scores)
         return {"moments": record["moments"].float().clone(), **described}

@@ -66,7 +66,7 @@ def epoch_of(ranks: list[BucketBatchSampler], place: DataPosition, count: int | 
         sampler.seek(place, None)
         left = sampler.batches_in(place.epoch) - place.batch
         sampler.seek(place, left if count is None else min(left, count))
-        steps.append(list(sampler.batch_keys()))
+        steps.append(list(sampler))
         assert len(steps[-1]) == len(sampler)
     assert len({len(batches) for batches in steps}) == 1
     return [list(step) for step in zip(*steps, strict=True)]
@@ -151,14 +151,14 @@ def test_resuming_anywhere_is_going_on(dataset, world, tail, order, done, data):
     whole = samplers(dataset, world, tail, order)
     for sampler in whole:
         sampler.seek(DataPosition(), sum(lengths))
-    every = [list(step) for step in zip(*(sampler.batch_keys() for sampler in whole), strict=True)]
+    every = [list(step) for step in zip(*(sampler for sampler in whole), strict=True)]
     epoch, batch = 0, done % sum(lengths)
     while batch >= lengths[epoch]:
         epoch, batch = epoch + 1, batch - lengths[epoch]
     rank = data.draw(st.integers(0, world - 1))
     again = samplers(dataset, world, tail, order)[rank]
     again.seek(DataPosition(epoch, batch), sum(lengths) - done % sum(lengths))
-    assert list(again.batch_keys()) == [step[rank] for step in every[done % sum(lengths) :]]
+    assert list(again) == [step[rank] for step in every[done % sum(lengths) :]]
     assert {key.epoch for batch in every[sum(lengths[:1]) + lengths[1] :] for b in batch for key in b.keys} == {2}
 
 
@@ -267,7 +267,7 @@ def test_an_epoch_without_batches_says_so():
     assert BucketBatchSampler(dataset, seed=1, world_size=4, tail="drop").batches_in(0) == 0
     assert BucketBatchSampler(dataset, seed=1, world_size=4, tail="keep").batches_in(0) == 1
     with pytest.raises(UserError, match="epoch 0 has no batch"):
-        next(BucketBatchSampler(dataset, seed=1, world_size=4, tail="drop").batch_keys())
+        next(iter(BucketBatchSampler(dataset, seed=1, world_size=4, tail="drop")))
 
 
 def test_one_sample_and_one_batch_are_not_lost():
