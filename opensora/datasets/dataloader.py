@@ -59,40 +59,35 @@ class BatchLoader:
                 logger.warning("%s", summary)
         except (RuntimeError, OSError) as error:
             if re.search(NO_FILES_LEFT, str(error)):
-                raise self._no_files_left() from error
+                limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+                raise UserError(
+                    f"process {self._rank}: too many open files, of which it may have {limit}: every tensor on its way from a "
+                    f"worker is one. Raise the limit (`ulimit -n 65536` before the start; the machine allows {most}), or use "
+                    "fewer --num-workers."
+                ) from error
             if "DataLoader worker" not in str(error):  # how PyTorch says that a worker is gone
                 raise
             raise self._worker_died(error) from error
 
-    def reading(self) -> str:
-        """What each worker read last, or reads now: for messages about hangs."""
-        rows = [(i, *row) for i, row in enumerate(self._reading.tolist()) if row[0]]
-        return "; ".join(self._reading_of(*row) for row in rows) or "The data are read by the process itself."
-
-    def _no_files_left(self) -> UserError:
-        limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        return UserError(
-            f"process {self._rank}: too many open files, of which it may have {limit}: every tensor on its way from a worker is "
-            f"one. Raise the limit (`ulimit -n 65536` before the start; the machine allows {most}), or use fewer --num-workers."
-        )
-
-    def _reading_of(self, worker: int, pid: int, epoch: int, index: int) -> str:
+    def reading(self, pids: Sequence[int] = ()) -> str:
+        """What each worker, or those with these process ids, read last or reads now: for messages about hangs."""
         path_of = getattr(self.loader.dataset.dataset, "path_of", None)  # type: ignore[attr-defined]
-        file = f"{path_of(index)}, " if path_of is not None else ""
-        return f"worker {worker} (pid {pid}) was reading {file}sample {index} of epoch {epoch}"
+        rows = [(i, *row) for i, row in enumerate(self._reading.tolist()) if row[0]]
+        lines = []
+        for worker, pid, epoch, index in [row for row in rows if row[1] in pids] or rows:
+            file = f"{path_of(index)}, " if path_of is not None else ""
+            lines.append(f"worker {worker} (pid {pid}) was reading {file}sample {index} of epoch {epoch}")
+        return "; ".join(lines) or "The data are read by the process itself."
 
     def _worker_died(self, error: Exception) -> UserError:
         """What became of a worker that a signal ended, which leaves no message of its own."""
         text = f"{error} {error.__cause__ or ''}"
         dead = [int(pid) for pid in re.findall(r"\(pid(?:\(s\))? ([\d, ]+)\)", text) for pid in pid.split(",")]
-        rows = [(i, *row) for i, row in enumerate(self._reading.tolist()) if row[0]]
-        mine = [row for row in rows if row[1] in dead] or rows
-        reading = "; ".join(self._reading_of(*row) for row in mine)
         ended_by = re.search(r"by signal: ([^.]+)", text)
         return UserError(
-            f"process {self._rank}: a worker of the data loader was killed{f' ({ended_by[1]})' if ended_by else ''}. {reading}. "
-            "When the machine ran out of memory (dmesg says so), use fewer --num-workers or a smaller --prefetch-gib; "
-            "when it is always the same file, remove its row."
+            f"process {self._rank}: a worker of the data loader was killed{f' ({ended_by[1]})' if ended_by else ''}. "
+            f"{self.reading(dead)}. When the machine ran out of memory (dmesg says so), use fewer --num-workers or a smaller "
+            "--prefetch-gib; when it is always the same file, remove its row."
         )
 
 
@@ -266,7 +261,7 @@ def _start_worker(_worker: int) -> None:
     gc.freeze()
     torch.set_num_threads(1)
     # A signal to the whole process group asks the training to end after its step, for which it needs batches: only the
-    # process that started the worker ends it. A thread waits for that, as the sender can be told in no other way.
+    # process that started the worker ends it. A thread waits for it, for a handler does not get the sender.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     threading.Thread(target=_end_on_sigterm_of, args=(os.getppid(),), daemon=True).start()

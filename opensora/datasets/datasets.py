@@ -28,7 +28,7 @@ Item = dict[str, Any]
 
 
 class Choice(NamedTuple):
-    """What is random about a sample; `rng` goes on to whatever else is drawn for it."""
+    """What is random about a sample; `rng` is used for whatever else is drawn for it."""
 
     caption: str
     start: int

@@ -83,7 +83,9 @@ class InMemoryVideoDataset:
             decoded = list(pool.map(self._decode, range(len(self.table))))
         self.videos = [frames for frames, _ in decoded]  # [T, H, W, 3] uint8 each
         self.fps = [fps for _, fps in decoded]
-        self.rows = [row for row in range(len(self.table)) for _ in range(self._weight(row, repeat_clips))]
+        self.rows: list[int] = []  # of each sample
+        for row, frames in enumerate(self.videos):
+            self.rows += [row] * (1 if is_image(self.table.path(row)) else len(frames) // self.needed * repeat_clips)
         self._settings = (num_frames, frame_interval, self.size, seed, pictures, len(self.rows))
         count, size = sum(map(len, self.videos)), sum(video.numel() for video in self.videos)
         logger.info(
@@ -119,14 +121,16 @@ class InMemoryVideoDataset:
         text = repr((type(self).__name__, self.table.fingerprint(), self._settings, [len(v) for v in self.videos]))
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
-    def _weight(self, row: int, repeat_clips: int) -> int:
-        """How many samples of an epoch a file gives."""
-        return 1 if is_image(self.table.path(row)) else len(self.videos[row]) // self.needed * repeat_clips
-
     def _decode(self, row: int) -> tuple[Tensor, float]:
+        """All frames of a file, and their rate; opened once, for an animated image is decoded each time that it is opened."""
         path = self.table.path(row)
         try:
-            frames, fps = _read(path)
+            with open_clip(path) as clip:
+                fps = clip.fps
+                try:
+                    frames = read_indices(path, clip, range(max(clip.num_frames, 1)))
+                except TooFewFrames as error:  # packets that hold no image
+                    frames = read_indices(path, clip, range(max(error.available, 1)))
         except UserError as error:
             raise naming_the_row(self.table, row, error) from error
         if not is_image(path) and len(frames) < self.needed:
@@ -137,19 +141,10 @@ class InMemoryVideoDataset:
         return frames, fps
 
 
-def _read(path: Path) -> tuple[Tensor, float]:
-    """All frames of a file, opened once, and their rate: an animated image is decoded each time that it is opened."""
-    with open_clip(path) as clip:
-        try:
-            return read_indices(path, clip, range(max(clip.num_frames, 1))), clip.fps
-        except TooFewFrames as error:  # packets that hold no image
-            return read_indices(path, clip, range(max(error.available, 1))), clip.fps
-
-
 def pan(image: Tensor, num_frames: int, size: tuple[int, int], rng: torch.Generator) -> Tensor:
-    """A camera's straight way over an image [H, W, 3] uint8: [3, num_frames, h, w] in [-1, 1].
+    """A camera's straight path over an image [H, W, 3] uint8: [3, num_frames, h, w] in [-1, 1].
 
-    It starts and ends at random places with random zooms, and mirrors the image half of the time.
+    It starts and ends at random positions with random zooms, and mirrors the image half of the time.
     """
     height, width = image.shape[:2]
     zoom_u, top_u, left_u = torch.rand(3, 2, generator=rng)  # at the start and at the end

@@ -14,7 +14,7 @@ class SampleKey(NamedTuple):
     """What a dataset is asked for: sample `index`, with the random choices of `epoch`."""
 
     epoch: int
-    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody asks of a key
+    index: int  # type: ignore[assignment]  # hides tuple.index, which is not used
 
 
 class BucketKey(NamedTuple):

@@ -27,7 +27,7 @@ MIN_CROP = 0.5  # the smallest random crop, as a fraction of the largest
 def get_transform(name: str, image_size: Size) -> Transform:
     """The transform of that name: `transform(frames, generator=None)`.
 
-    Names: "center" and "resize_crop" (cover, then crop the centre), "random_crop" (random size, place and mirroring),
+    Names: "center" and "resize_crop" (cover, then crop the centre), "random_crop" (random size, position and mirroring),
     "adm_center", "none" (keep the size).
     """
     if name not in TRANSFORMS:

@@ -1,4 +1,4 @@
-"""Clips and images of many lengths and sizes: each sample is cut to the size of its bucket."""
+"""Clips and images of many lengths and sizes: each sample is cropped to the size of its bucket."""
 
 import hashlib
 import logging
@@ -94,7 +94,10 @@ class VariableVideoTextDataset:
         self._intervals: int | np.ndarray = frame_interval
         self._slow: np.ndarray | None = None  # [N] bool, videos of too low a rate
         if target_fps is not None:
-            self._intervals, self._slow = _at_rate(sizes, target_fps)
+            videos = sizes.num_frames > 1  # an image is never too slow
+            self._slow = videos & is_slow(sizes.fps, target_fps)
+            # frames of the file to one of the clip
+            self._intervals = np.nan_to_num(np.where(videos, sizes.fps / target_fps - ROUNDING, 1.0), nan=1.0)
         self._transforms = (transform_name, "adm_center" if use_image_transform else transform_name)
         for name in self._transforms:
             get_transform(name, (16, 16))  # refuses an unknown name now
@@ -207,11 +210,3 @@ def clip_sizes(table: Table, *, with_fps: bool = False) -> ClipSizes:
             unreadable[0],
         )
     return sizes
-
-
-def _at_rate(sizes: ClipSizes, target_fps: float) -> tuple[np.ndarray, np.ndarray]:
-    """[N] frames of the file to one of the clip, and which rows are videos that are too slow; an image is never."""
-    videos = sizes.num_frames > 1
-    slow = videos & is_slow(sizes.fps, target_fps)
-    intervals = np.where(videos, sizes.fps / target_fps - ROUNDING, 1.0)
-    return np.nan_to_num(intervals, nan=1.0), slow

@@ -35,7 +35,7 @@ def test_a_clip_counts_once_for_each_of_its_windows(table):
     assert len(InMemoryVideoDataset(str(table), num_frames=5, frame_interval=4, image_size=(48, 64))) == 2 + 1
 
 
-def test_a_moving_image_is_a_clip_with_its_own_rate(tmp_path):
+def test_a_animated_image_is_a_clip_with_its_own_rate(tmp_path):
     pixels = np.random.default_rng(0).integers(0, 255, (12, 32, 32, 3), dtype=np.uint8)
     first, *others = (Image.fromarray(frame) for frame in pixels)
     first.save(tmp_path / "clip.webp", save_all=True, append_images=others, lossless=True, duration=40)

@@ -1,6 +1,6 @@
 """Which bucket a sample goes to in an epoch: a pure function of (row, seed, epoch), for all rows of a table at once.
 
-A bucket is (resolution, number of frames, shape); all its samples are cut to one size, so that they make a batch. The rule,
+A bucket is (resolution, number of frames, shape); all its samples are cropped to one size, so that they make a batch. The rule,
 Open-Sora's, for a sample of T frames of H x W:
 
  1. Resolutions are tried from the largest area to the smallest; one whose area is more than H W / 0.8 is passed over.

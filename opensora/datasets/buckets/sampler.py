@@ -1,6 +1,6 @@
 """Batches of a dataset with buckets, each of one size, planned epoch by epoch as a pure function of ids, seeds and settings.
 
-A bucket's samples are shuffled and cut into micro-batches of its batch size; micro-batches are put in order, and step i of
+A bucket's samples are shuffled and split into micro-batches of its batch size; micro-batches are put in order, and step i of
 process r takes the (i R + r)-th. What fills no whole micro-batch, and micro-batches that are too few for all R processes,
 are dealt with by the tail policy:
 
@@ -47,7 +47,7 @@ class BucketBatchSampler:
     """Yields a process' batches, each of one bucket, with `BucketKey`s.
 
     Which sample is in which batch is f(seed, epoch, number of processes); position and number of processes are all that a resumed
-    run needs. It goes on exactly; on another number of processes, the rest of the epoch is shared out anew, and still no sample
+    run needs. It continues exactly; on another number of processes, the rest of the epoch is shared out anew, and still no sample
     is lost or seen twice beyond the tail policy. Nothing is skipped over: no file is read for what was done before.
 
     Args:

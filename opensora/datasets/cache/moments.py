@@ -271,7 +271,7 @@ def write_missing(
 
 
 def source_hash(path: Path) -> str:
-    """Size and a hash of head, middle and tail: tells files apart without reading long ones, whatever their dates."""
+    """Size and a hash of head, middle and tail: distinguishes files without reading long ones in full, whatever their dates."""
     size = path.stat().st_size
     digest = hashlib.blake2b(digest_size=8)
     with path.open("rb") as file:

@@ -114,7 +114,7 @@ class OriginalRecords:
         return record
 
     def content_names(self) -> list[str]:
-        """What tells these records from others: shards with a hash of their index and their end."""
+        """What distinguishes these records from others: shards with a hash of their index and their end."""
         names = []
         for shard in sorted(self.path.glob("*.data")):
             digest = hashlib.blake2b(shard.with_suffix(".index").read_bytes(), digest_size=8)

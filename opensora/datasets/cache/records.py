@@ -5,7 +5,7 @@
     FOLDER/00000000-<hash>.safetensors   shards of many records each, in the order in which they were written
 
 A record is a dict with a fixed set of fields, its features. In a shard, record i is the tensors `i/FIELD`, and `i/record`: a
-checksum and JSON with the key, the small fields, and each tensor's number format, shape and checksum. Any reader of
+checksum and JSON with the key, the small fields, and each tensor's dtype, shape and checksum. Any reader of
 safetensors can open a shard; nothing is pickled. A shard appears whole or not at all, and is named after its content, so
 a job that was killed loses only the shard it was filling, and processes that share the work cannot overwrite each other.
 """
@@ -211,7 +211,7 @@ class RecordReader:
         return record
 
     def content_names(self) -> list[str]:
-        """What tells these records from others: shards are named after their content."""
+        """What distinguishes these records from others: shards are named after their content."""
         return sorted([INDEX, *self._shards])
 
     def check(self) -> Iterator[str]:

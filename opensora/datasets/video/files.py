@@ -17,7 +17,7 @@ VIDEO_EXTENSIONS = (
 )  # fmt: skip
 IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".pgm", ".avif", ".avifs")
 MAYBE_MOVING = (".webp", ".avif", ".avifs")
-IMAGE_FPS = 120.0  # what Open-Sora tells its models about images
+IMAGE_FPS = 120.0  # the fps that Open-Sora's models get for images
 
 
 class BadFile(UserError):

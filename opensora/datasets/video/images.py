@@ -1,4 +1,4 @@
-"""Images, still or animated, as frames: turned by their EXIF, transparency on white, any mode; cut-off files are refused.
+"""Images, still or animated, as frames: turned by their EXIF, transparency on white, any mode; truncated files are refused.
 
 PIL reads them, also animated WebP and AVIF, which FFmpeg does not read.
 """

@@ -109,7 +109,7 @@ def open_timeline(file_key: FileKey) -> Iterator[tuple[Timeline, Opened | None]]
     """The timeline of a file, remembered by `file_stat_key`; and the file where it is still as it was opened.
 
     Raises:
-        BadFile: it cannot be opened or is cut off.
+        BadFile: it cannot be opened or is truncated.
     """
     if known := _known.get(file_key):
         yield known, None
@@ -126,7 +126,7 @@ def open_timeline(file_key: FileKey) -> Iterator[tuple[Timeline, Opened | None]]
 def _from_header(container: InputContainer, stream: VideoStream) -> Timeline | None:
     """The timeline of an MP4 or MOV of constant rate whose header is complete; None for all else."""
     entries = stream.index_entries
-    if stream.codec_context.name == "vp8":  # the header does not tell which frames are hidden
+    if stream.codec_context.name == "vp8":  # the header does not say which frames are hidden
         return None
     if "mp4" not in container.format.name or stream.start_time is None or not 1 < len(entries) == stream.frames:
         return None
@@ -143,7 +143,7 @@ def _from_header(container: InputContainer, stream: VideoStream) -> Timeline | N
     if len(steps) != 1 or steps[0] <= 0 or end > Path(container.name).stat().st_size:
         return None
     times = stream.start_time + steps[0] * np.arange(len(entries))
-    # a keyframe's i-th place in the file is its place in time, or earlier where frames after it are shown before it
+    # a keyframe's index in the file is its index in time, or earlier where frames after it are shown before it
     return _timeline(stream, len(entries), times, times[keys], exact_keys=False)
 
 
@@ -219,5 +219,5 @@ def _frame_rate(stream: VideoStream, times: np.ndarray) -> float:
                 return float(rate)
         return float(1 / (ticks * stream.time_base))
     if not candidates:
-        raise BadFile(f"{stream.container.name}: no frame rate can be told from it; re-encode it.")
+        raise BadFile(f"{stream.container.name}: its frame rate is unknown; re-encode it.")
     return float(candidates[0])

@@ -204,7 +204,7 @@ def test_backward_steps_in_the_times(write_video, tmp_path):
 # ----------------------------------------------------------------------------------------------- other files
 
 
-def test_moving_images(tmp_path):
+def test_animated_images(tmp_path):
     frames = [Image.new("RGB", (40, 24), (20 * i + 10,) * 3) for i in range(10)]
     for name, options in [
         ("a.gif", {"duration": 100}), ("a.webp", {"duration": 100, "lossless": True}), ("a.apng", {"duration": 100}),
@@ -224,7 +224,7 @@ def test_a_webp_that_does_not_move_is_an_image(tmp_path):
     assert probe(tmp_path / "a.webp") == (1, 24, 40, 120.0)
 
 
-def test_transparent_moving_images_are_laid_on_white(tmp_path):
+def test_transparent_animated_images_are_laid_on_white(tmp_path):
     frames = []
     for i in range(3):
         pixels = np.zeros((24, 40, 4), np.uint8)

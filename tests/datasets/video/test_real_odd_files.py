@@ -111,7 +111,7 @@ def test_interlaced_or_cut_samples_are_named():
     ("name", "num_frames"),
     [("iss634.gif", 42), ("iss634.apng", 42), ("iss634.webp", 42), ("star.avifs", 5), ("chi.gif", 31)],
 )
-def test_moving_images(name, num_frames):
+def test_animated_images(name, num_frames):
     path = source(name)
     info = probe(path)
     assert abs(info.num_frames - num_frames) <= 1
