@@ -51,9 +51,9 @@ def test_a_stand_in_is_a_function_of_seed_epoch_and_sample():
 
 def test_every_file_that_was_tried_is_told():
     problems = [read_or_substitute(Half(range(20)), SampleKey(0, i))["bad_files"] for i in range(40)]
-    assert all(told == [] for told in problems[20:])
-    assert all(told[0] == f"{i}.mp4 is damaged." for i, told in enumerate(problems[:20]))
-    assert max(len(told) for told in problems) > 1  # a stand-in was bad, too
+    assert all(messages == [] for messages in problems[20:])
+    assert all(messages[0] == f"{i}.mp4 is damaged." for i, messages in enumerate(problems[:20]))
+    assert max(len(messages) for messages in problems) > 1  # a stand-in was bad, too
 
 
 def test_it_ends():
@@ -167,9 +167,9 @@ def test_stand_ins_of_a_data_set_are_whole_samples(table):
         assert bool(item["bad_files"]) == (i in (2, 5, 8))
         assert int(item["index"]) not in (2, 5, 8)
         assert item["video"].std() > 0  # no black frames
-    told = [read_or_substitute(dataset, SampleKey(0, i))["bad_files"][0] for i in (2, 5, 8)]
+    messages = [read_or_substitute(dataset, SampleKey(0, i))["bad_files"][0] for i in (2, 5, 8)]
     for i, (problem, what) in enumerate(
-        zip(told, ("cannot be opened as a video", "is truncated", "says num_frames=12"), strict=True)
+        zip(messages, ("cannot be opened as a video", "is truncated", "says num_frames=12"), strict=True)
     ):
         assert f"row {3 * i + 3}" in problem
         assert what in problem

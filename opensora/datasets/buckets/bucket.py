@@ -291,6 +291,7 @@ def _entry(name: str, key: Any, value: Any, problems: list[str]) -> Entry | None
     except UserError as error:
         problems.append(f"{name}: {error}{did_you_mean(str(key), list(FRAME_ALIASES)).rstrip('?')}")
         return None
+    keep: Any
     keep, size = value if isinstance(value, list | tuple) and len(value) == 2 else (None, None)
     keep, length = keep if isinstance(keep, list | tuple) and len(keep) == 2 else (keep, 1.0)
     if not all(isinstance(p, int | float) and not isinstance(p, bool) and 0 <= p <= 1 for p in (keep, length)):

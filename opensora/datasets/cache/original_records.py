@@ -142,6 +142,8 @@ def is_original(path: str | Path) -> bool:
 
 def _message(data: memoryview) -> dict[int, list[Any]]:
     """Number of a field -> its values: an int of a varint, else a view of the bytes. Raises `ValueError` or `IndexError`."""
+    at = 0
+    fields: dict[int, list[Any]] = {}
 
     def varint() -> int:
         nonlocal at
@@ -154,7 +156,6 @@ def _message(data: memoryview) -> dict[int, list[Any]]:
                 return value
         raise ValueError("a number of more than 64 bits")
 
-    at, fields = 0, {}  # type: int, dict[int, list[Any]]
     while at < len(data):
         tag = varint()
         number, wire_type = tag >> 3, tag & 7

@@ -59,13 +59,15 @@ def samplers(dataset: Clips, world: int, tail: str, order: str) -> list[BucketBa
     ]
 
 
-def epoch_of(ranks: list[BucketBatchSampler], place: DataPosition, count: int | None = None) -> list[list[BatchKeys]]:
+def epoch_of(
+    ranks: list[BucketBatchSampler], position: DataPosition, count: int | None = None
+) -> list[list[BatchKeys]]:
     """What is left of the epoch, or `count` steps of it: one list of batches for each step."""
     steps = []
     for sampler in ranks:
-        sampler.seek(place, None)
-        left = sampler.batches_in(place.epoch) - place.batch
-        sampler.seek(place, left if count is None else min(left, count))
+        sampler.seek(position, None)
+        left = sampler.batches_in(position.epoch) - position.batch
+        sampler.seek(position, left if count is None else min(left, count))
         steps.append(list(sampler))
         assert len(steps[-1]) == len(sampler)
     assert len({len(batches) for batches in steps}) == 1
@@ -78,7 +80,7 @@ def indices(steps: Sequence[Sequence[BatchKeys]]) -> Counter:
 
 def check_steps(steps: Sequence[Sequence[BatchKeys]], dataset: Clips, assigned: np.ndarray, order: str) -> None:
     for step in steps:
-        place = 0
+        index = 0
         for batch in step:
             assert len(batch.keys) > 0
             sizes = {key[2:] for key in batch.keys}
@@ -88,9 +90,9 @@ def check_steps(steps: Sequence[Sequence[BatchKeys]], dataset: Clips, assigned: 
             bucket = dataset.buckets[buckets.pop()]
             assert sizes == {(bucket.num_frames, bucket.height, bucket.width)}
             assert len(batch.keys) <= bucket.batch_size
-            assert batch.first_index == place  # places in the whole batch are 0, 1, 2, ... over the processes
-            place += len(batch.keys)
-        assert {batch.global_batch_size for batch in step} == {place}
+            assert batch.first_index == index  # indices in the global batch are 0, 1, 2, ... over the processes
+            index += len(batch.keys)
+        assert {batch.global_batch_size for batch in step} == {index}
         if order == "same":
             assert len({batch.keys[0][2:] for batch in step}) == 1
 
@@ -173,19 +175,19 @@ def test_going_on_with_other_numbers_of_processes(dataset, parts, world, tail, o
     copies = 0
     for processes, batches in parts:
         ranks = samplers(dataset, processes, tail, order)
-        place = DataPosition(0, sum(n for _, n in segments), segments)
-        ranks[0].seek(place, None)
-        if ranks[0].batches_in(0) - place.batch <= batches:
+        position = DataPosition(0, sum(n for _, n in segments), segments)
+        ranks[0].seek(position, None)
+        if ranks[0].batches_in(0) - position.batch <= batches:
             return  # the epoch ends in this part
-        steps = epoch_of(ranks, place, batches)
+        steps = epoch_of(ranks, position, batches)
         check_steps(steps, dataset, assigned, order)
         copies += int(ranks[0].plan(0).micro["size"][ranks[0].plan(0).micro["repeated"]].sum())
         counts += indices(steps)
         segments = (*segments, (processes, batches))
     ranks = samplers(dataset, world, tail, order)
-    place = DataPosition(0, sum(n for _, n in segments), segments)
-    ranks[0].seek(place, None)
-    steps = epoch_of(ranks, place)
+    position = DataPosition(0, sum(n for _, n in segments), segments)
+    ranks[0].seek(position, None)
+    steps = epoch_of(ranks, position)
     check_steps(steps, dataset, assigned, order)
     counts += indices(steps)
     used = set(np.flatnonzero(assigned != NONE).tolist())

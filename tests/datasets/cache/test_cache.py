@@ -177,20 +177,20 @@ SAMPLES_OF_3 = {"num_frames": 3, "frame_interval": 1, "content": "samples"}
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "told"),
+    ("name", "value", "reported"),
     [
         ("target_fps", 10.0, "10.0"),
         ("use_image_transform", True, "True"),
         ("decode", {"colors": "fast"}, r"\{'colors': 'fast'\}"),
     ],
 )
-def test_a_choice_that_decides_pixels_is_refused_where_it_differs(table, tmp_path, name, value, told):
+def test_a_choice_that_decides_pixels_is_refused_where_it_differs(table, tmp_path, name, value, reported):
     """A cache of another rate was taken for present, and opened."""
     for folder, written, other in (("with", {name: value}, {}), ("without", {}, {name: value})):
         cache = tmp_path / folder
         assert write_chosen(table, cache, **written) == (3, 0)
         assert write_chosen(table, cache, **written) == (0, 3)
-        is_, not_ = (told, "None") if written else ("None", told)
+        is_, not_ = (reported, "None") if written else ("None", reported)
         message = rf"made with other settings: {name} is {is_}, not {not_}\. .*--cache-dir ANOTHER_FOLDER"
         with pytest.raises(UserError, match=message):
             write_chosen(table, cache, **other)
@@ -491,9 +491,9 @@ def test_source_hash(tmp_path):
     content = bytearray(300_000)
     (tmp_path / "a").write_bytes(content)
     base = source_hash(tmp_path / "a")
-    for place in (0, 150_000, 299_999):
+    for offset in (0, 150_000, 299_999):
         changed = bytearray(content)
-        changed[place] = 1
+        changed[offset] = 1
         (tmp_path / "b").write_bytes(changed)
         assert source_hash(tmp_path / "b") != base
     assert base.startswith("300000-")

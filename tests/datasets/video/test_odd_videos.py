@@ -298,7 +298,7 @@ def test_wrong_settings(settings, message):
 
 
 def test_a_data_set_at_a_steady_rate(write_video, write_table):
-    """24, 30 and 12 frames a second, all seen at 6; what is too short is told or dropped, what is too slow is told."""
+    """24, 30 and 12 frames a second, all seen at 6; what is too short is reported or dropped, what is too slow is told."""
     for name, rate, count in (("a.mp4", 24, 40), ("b.mp4", 30, 40), ("c.mp4", 12, 7), ("d.mp4", 3, 40)):
         write_video(name, numbered_frames(count), rate=rate, options={"g": "8"})
     table = str(write_table([{"path": f"{n}.mp4", "text": n} for n in "abcd"]))
@@ -362,8 +362,8 @@ def test_bytes_that_lie(tmp_path, write_video, write_image):
         data = np.frombuffer(path.read_bytes(), np.uint8)
         for trial in range(12):
             damaged = data.copy()
-            places = rng.integers(0, len(data), 1 + len(data) // 200)
-            damaged[places] ^= rng.integers(1, 256, len(places)).astype(np.uint8)
+            offsets = rng.integers(0, len(data), 1 + len(data) // 200)
+            damaged[offsets] ^= rng.integers(1, 256, len(offsets)).astype(np.uint8)
             bad = tmp_path / f"bad{trial}{path.suffix}"
             bad.write_bytes(damaged.tobytes())
             with suppress(BadFile), open_clip(bad) as clip:

@@ -70,7 +70,7 @@ def test_hidden_frames_of_vp8_are_not_counted(write_video, tmp_path, kind):
 
 
 def test_hidden_frames_of_vp8_in_a_header_are_not_counted(write_video, tmp_path):
-    """FFmpeg does not write VP8 in MOV, so it is told that it is another codec."""
+    """FFmpeg does not write VP8 in MOV, so it gets the name of another codec."""
     source, path = write_video("plain.webm", numbered_frames(20), codec="libvpx"), tmp_path / "hidden.mov"
     with av.open(str(source)) as reader, av.open(str(path), "w") as writer:
         stream = writer.add_stream("mjpeg", rate=25)

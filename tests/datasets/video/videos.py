@@ -1,4 +1,4 @@
-"""Videos whose frames can be told apart."""
+"""Videos whose frames differ."""
 
 from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
