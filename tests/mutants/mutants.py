@@ -79,7 +79,7 @@ MUTANTS = (
         '"mask": text.mask.to(self.device)', '"mask": torch.ones_like(text.mask, device=self.device)',
         ("tests/training/test_batch_encoder.py",)),
     Mutant("file_fps_as_condition", "opensora/datasets/datasets.py", "the model gets the file's fps, whatever the frame interval",
-        "rule.fps(file_fps)", "file_fps",
+        "rule.fps(clip.fps)", "clip.fps",
         ("tests/datasets/test_datasets.py::test_a_sample",)),
     Mutant("vae_loss_not_divided", "scripts/train_vae.py", "gradients of a VAE grow with `accumulation_steps`",
         "wish, batch) * share", "wish, batch)",
