@@ -38,11 +38,11 @@ from opensora.training.loop import (
     checkpoint_parts,
     engine_settings,
     learning_rate,
-    places,
     resume,
     resumed_checkpoint,
     same_data,
     same_settings,
+    sample_indices,
     steps,
     warn_of_idle_average,
 )
@@ -178,7 +178,7 @@ def train(cfg: TrainConfig, world: World, stop: StopSignals, watchdog: Watchdog)
     watched = watchdog.watch(meter.data_wait(steps(loader, cfg.accumulation_steps)), run, loader.reading)
     for micro_batches in stop.until(watched):
         set_lr(optimizer, lr := learning_rate(cfg, state.step, total_steps))
-        for i, (batch, ids) in enumerate(zip(micro_batches, places(micro_batches), strict=True)):
+        for i, (batch, ids) in enumerate(zip(micro_batches, sample_indices(micro_batches), strict=True)):
             rngs = generators(cfg.seed, "train", state.step, ids=ids, device=world.device)
             z, cond = encode(batch, rngs)  # z [B, C, T, h, w]
             with engine.micro_step(last=i == cfg.accumulation_steps - 1):

@@ -40,11 +40,11 @@ from opensora.training.loop import (
     checkpoint_parts,
     engine_settings,
     learning_rate,
-    places,
     resume,
     resumed_checkpoint,
     same_data,
     same_settings,
+    sample_indices,
     steps,
     warn_of_idle_average,
 )
@@ -129,7 +129,7 @@ def train(cfg: VAETrainConfig, world: World, stop: StopSignals, watchdog: Watchd
     for micro_batches in stop.until(watched):
         set_lr(optimizer, lr := learning_rate(cfg, state.step, total_steps))
         adversary.set_lr(lr / cfg.lr)
-        for i, (batch, ids) in enumerate(zip(micro_batches, places(micro_batches), strict=True)):
+        for i, (batch, ids) in enumerate(zip(micro_batches, sample_indices(micro_batches), strict=True)):
             last = i == cfg.accumulation_steps - 1
             x, rngs, offset = pieces(batch["video"], ids, state.step, i)  # [N, 3, T, H, W]
             with engine.micro_step(last=last):

@@ -38,8 +38,7 @@ from opensora.config.load import TrainConfig, read_file
 from opensora.config.lora import LoraOptions
 from opensora.config.resolve import Draft
 from opensora.config.yacs import deepspeed_overrides
-from opensora.datasets.buckets.bucket import Buckets
-from opensora.datasets.buckets.config import parse_num_frames
+from opensora.datasets.buckets.bucket import Buckets, parse_num_frames
 from opensora.registry import DATASETS, MODELS, SCHEDULERS, build_module
 from opensora.training.batch_encoder import BatchEncoder, freeze
 from opensora.training.loop import build_ema, build_optimizer, engine_settings

@@ -157,15 +157,15 @@ def steps(loader: Iterable[dict[str, Any]], accumulation: int) -> Iterator[list[
         yield group
 
 
-def places(micro_batches: Sequence[Mapping[str, Any]]) -> Iterator[list[int]]:
-    """Each sample's place in the step's whole batch: the same whether ranks or micro-batches share it out.
+def sample_indices(micro_batches: Sequence[Mapping[str, Any]]) -> Iterator[list[int]]:
+    """The index of each sample in the global batch of the step: the same whether ranks or micro-batches share it out.
 
-    A batch says its samples' places in the batch of all ranks, since its size may differ by rank.
+    A batch gives the indices of its samples in the batch of all ranks, since its size may differ by rank.
     """
     first = 0
     for batch in micro_batches:
-        yield [first + place for place in batch["place"].tolist()]
-        first += batch["whole"]
+        yield [first + index for index in batch["sample_index"].tolist()]
+        first += batch["global_batch_size"]
 
 
 def learning_rate(cfg: LoopConfig, step: int, total_steps: int) -> float:

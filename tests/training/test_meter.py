@@ -23,7 +23,7 @@ def batch(size: tuple[int, int, int], count: int, whole: int | None = None) -> d
     numbers = {
         name: torch.full((count,), float(n)) for name, n in zip(("num_frames", "height", "width"), size, strict=True)
     }
-    return {"whole": whole or count, "path": ["a.mp4"] * count, **numbers}
+    return {"global_batch_size": whole or count, "path": ["a.mp4"] * count, **numbers}
 
 
 def latent(size: tuple[int, int, int], count: int) -> torch.Tensor:
@@ -191,7 +191,12 @@ def test_memory_that_runs_out_is_said():
 
     def figures():
         for _ in meter.data_wait([0]):
-            meter.add({"whole": 2}, latent(SIZES[0], 2), {"y": torch.zeros(2, 1, L, 16)}, torch.ones((), device=device))
+            meter.add(
+                {"global_batch_size": 2},
+                latent(SIZES[0], 2),
+                {"y": torch.zeros(2, 1, L, 16)},
+                torch.ones((), device=device),
+            )
         meter.step(1, torch.ones((), device=device))
         return meter.read().figures
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from opensora.datasets.cache.dataset import CachedVideoTextDataset
 from opensora.datasets.cache.moments import CLIP_FEATURES, CLIPS, clip_settings
 from opensora.datasets.cache.records import RecordWriter
-from opensora.datasets.cache.text_features import FEATURES, FOLDER
+from opensora.datasets.cache.text import FEATURES, FOLDER
 from opensora.datasets.dataloader import BatchLoader, build_dataloader
 from opensora.utils.errors import UserError, exit_on_user_error
 from tools.benchmark.heading import heading, quiet

@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from opensora.datasets.video import timeline
-from opensora.datasets.video.decoding import Decoding
+from opensora.datasets.video.files import Decoding
 from opensora.datasets.video.read_video import open_clip, probe, read_frames
 from opensora.utils.errors import UserError, exit_on_user_error
 
