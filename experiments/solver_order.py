@@ -1,8 +1,8 @@
 """The order of every deterministic sampler: how fast its error falls with the number of steps.
 
-    python -m tools.benchmark.solver_order [--steps 24 48 96 192 384] [--plot docs/images/solver_order.png]
+    python -m experiments.solver_order [--steps 24 48 96 192 384] [--plot docs/images/solver_order.png]
 
-The model is the exact denoiser of a Gaussian mixture in the plane (tools/benchmark/toy_mixture.py), all in fp64. A sampler of
+The model is the exact denoiser of a Gaussian mixture in the plane (experiments/toy_mixture.py), all in fp64. A sampler of
 order p has an error of O(N^-p) in N steps against the exact solution of the ODE, for which a fine solver stands (third order and
 2000 steps; midpoint for the rectified flow).
 Prints a markdown table: the error at the most steps, and the order, from the last doubling of the steps.
@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from experiments.toy_mixture import GaussianMixture, LevelOf, rectified_flow, variance_preserving
 from opensora.registry import SCHEDULERS
 from opensora.schedulers.noise_schedule import named_schedule
-from tools.benchmark.toy_mixture import GaussianMixture, LevelOf, rectified_flow, variance_preserving
 
 STEPS = (24, 48, 96, 192, 384)
 MIXTURE = GaussianMixture(num_modes=3, radius=1.0, std=0.5)  # smooth, so that few steps show the asymptotic order

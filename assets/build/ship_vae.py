@@ -1,7 +1,7 @@
 """Put a trained VAE into assets/models with its model card: what it is, how it was trained, what it measures.
 
     python -m tools.eval_vae --vae RUN/vae --data-path assets/clips/held_out.csv --csv RUN/held_out.csv --sheet docs/images/NAME.jpg
-    python -m tools.ship_vae RUN --name NAME --csv RUN/held_out.csv --about "One sentence." --hardware "one H100" \
+    python -m assets.build.ship_vae RUN --name NAME --csv RUN/held_out.csv --about "One sentence." --hardware "one H100" \
         --command "python scripts/train_vae.py CONFIG"
 
 Copied are the weights, their config and the run's `metrics.jsonl`. Every number of the card comes from the run's files; a
@@ -105,9 +105,7 @@ def main() -> None:
     parser.add_argument("--about", required=True, help="what it is, in a sentence or two")
     parser.add_argument("--command", required=True, help="how it was trained")
     parser.add_argument("--hardware", required=True)
-    parser.add_argument(
-        "--data", default="what `tools/datasets/clips.txt` lists, cut by `tools.datasets.collect_clips`"
-    )
+    parser.add_argument("--data", default="what `assets/build/clips.txt` lists, cut by `assets.build.collect_clips`")
     parser.add_argument("--eval-options", default="--data-path assets/clips/held_out.csv")
     args = parser.parse_args()
     if args.name in ("", ".", "..") or Path(args.name).name != args.name:

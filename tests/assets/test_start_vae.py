@@ -7,12 +7,12 @@ import pytest
 import torch
 from PIL import Image
 
+from assets.build.start_vae import main
 from opensora.datasets.in_memory import InMemoryVideoDataset
 from opensora.datasets.sampler import SampleKey
 from opensora.models.vae import DiffusersVideoVAE
 from opensora.models.vae.evaluate import reconstruct
 from opensora.models.vae.metrics import psnr
-from tools.start_vae import main
 
 CONFIG = "configs/vae/train/video-small.py"
 COUNT = 4
@@ -20,7 +20,7 @@ COUNT = 4
 
 @pytest.fixture(scope="module")
 def table(tmp_path_factory):
-    """Pictures of few numbers."""
+    """Images of few numbers."""
     folder = tmp_path_factory.mktemp("start")
     rng = np.random.default_rng(0)
     for i in range(COUNT):

@@ -1,6 +1,6 @@
 """Write LPIPS' weights as fp16 safetensors: half the size, to take along to a machine without a network.
 
-    python -m tools.datasets.halve_lpips vgg data/vae/lpips_vgg.safetensors
+    python -m assets.build.halve_lpips vgg data/vae/lpips_vgg.safetensors
     python scripts/train_vae.py CONFIG --lpips data/vae/lpips_vgg.safetensors
 
 The first argument is "vgg", "alex" or a weight file of stlpips-pytorch. Distances change by less than one part in a thousand.
