@@ -3,7 +3,7 @@
     python -m assets.build.fetch_sources --out data/sources
     python -m assets.build.collect_clips --out data/vae @assets/build/clips.txt
 
-A SOURCE is a video, a image, a gzipped one of either, or a folder of them; a line of an @file is one argument. Of a
+A SOURCE is a video, an image, a gzipped one of either, or a folder of them; a line of an @file is one argument. Of a
 video, runs of consecutive frames are taken, evenly spread over it, shrunk to a short side of 192 pixels and written as
 H.264; of a image, a JPEG. Written are `train.csv`, `train_all.csv` (with the sources named by --also, which are the
 quickstart's own clips) and `held_out.csv`: columns path, num_frames, source. The clips are for training, not for publishing:

@@ -3,7 +3,7 @@
     python -m assets.build.fetch_sources --out data/sources
     python -m assets.build.collect_images --out data/pictures @assets/build/images.txt
 
-A SOURCE is a video, a image, a gzipped one of either, or a folder of them. A line of an @file is one argument;
+A SOURCE is a video, an image, a gzipped one of either, or a folder of them. A line of an @file is one argument;
 empty lines and lines that start with # are skipped; `images.txt` beside this script lists the files that are
 worth taking. Written are JPEG files, `train.csv` and `held_out.csv` (columns path, source). A clip is sampled
 evenly, frames that hardly differ from the last one kept are skipped, and a large photograph also gives tiles.
