@@ -30,8 +30,7 @@ BENCHMARKS = {  # name -> module of this package with a function of that name, a
     "checkpoint": ("loading", "how long the train loop waits for a checkpoint"),
     "table": ("data", "what a long table costs before the first step, and in the tools for tables"),
     "footage": ("data", "probing, scene detection and cutting of videos"),
-    "scoring": ("scoring", "the scorers that need no weights, on one core"),
-    "scoring_gpu": ("scoring", "the scorers that want a GPU, and a captioner"),
+    "scoring": ("data", "the scorers that need no weights, on one core"),
 }
 
 
