@@ -83,7 +83,8 @@ def build(args: argparse.Namespace, batch: int, device: torch.device) -> tuple[A
 @torch.no_grad()
 def timed(model: Any, batch: Inputs, repeats: int, *, short: bool = True) -> tuple[Tensor, float, float]:
     """The prediction, seconds of the first call, and the median of `repeats` others, in bf16 unless not `short`."""
-    device, found = batch.z.device, []
+    device = batch.z.device
+    found: list[Tensor] = []
 
     def call() -> None:
         with torch.autocast(device.type, torch.bfloat16, enabled=short):

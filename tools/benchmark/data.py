@@ -170,7 +170,7 @@ def measure_datautil(file: Path) -> None:
     sheet = Sheet(read_frame(file), file.parent)
     whole = sheet.frame
     with phase(" ".join(f"`--{flag}`" for flag, _ in DATAUTIL)):
-        apply(sheet, DATAUTIL, [].append)
+        apply(sheet, DATAUTIL, lambda _: None)
     for name in FORMATS:
         target = file.parent / f"out.{name}"
         with phase(f"datautil: write {name}"):

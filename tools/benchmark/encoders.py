@@ -88,7 +88,8 @@ def vae(argv: Sequence[str]) -> None:
         calls: tuple[Callable[[], Tensor], ...] = (lambda: network.moments(x), lambda: network.decode(z, x.shape[2]))
         taken = [attempt(lambda: time_call(call, device, least_s)) for call in calls]  # noqa: B023
         times, peaks, found = ([one if isinstance(one, str) else one[i] for one in taken] for i in range(3))
-        return [*times, *peaks], found if all(isinstance(one, Tensor) for one in found) else [], x.shape[2]
+        tensors = [one for one in found if isinstance(one, Tensor)]
+        return [*times, *peaks], tensors if len(tensors) == len(calls) else [], x.shape[2]
 
     table = Table(SPEED_COLUMNS)
     with torch.inference_mode():
@@ -138,7 +139,7 @@ def build_vae(
     network.requires_grad_(False).eval()
     frames = network.legal_num_frames(args.frames)
     x = torch.rand(1, 3, frames, *size, generator=generator(0)) * 2 - 1
-    z = torch.randn(1, network.out_channels, *network.latent_size((frames, *size)), generator=generator(1))
+    z = torch.randn(1, network.out_channels, *network.latent_size((frames, size[0], size[1])), generator=generator(1))
     return network, x.to(device), z.to(device)
 
 

@@ -41,7 +41,7 @@ from opensora.models.layers.mlp import TanhMlp
 from opensora.models.layers.modulation import plain_modulation
 from tools.benchmark import denoisers
 from tools.benchmark.denoisers import Errors, Exact, Steps, Timed
-from tools.benchmark.measure import OUT_OF_MEMORY, Options, Table, attempt, matmul_tflops, quiet
+from tools.benchmark.measure import OUT_OF_MEMORY, Options, Table, attempt, matmul_tflops, quiet, synchronize
 
 COLUMNS = {
     "setting": "", "way": "", "checkpointed": "", "ms/step": ".1f", "samples/s": ".3g", "at equal FLOPs": ".3g",
@@ -216,8 +216,9 @@ def measure(
     engine: Steps
     around: Callable[[], AbstractContextManager[None]] = nullcontext
     if way == "ours":
-        how = {"dtype": "bf16", "compiled": True, "checkpoint": level, "cuda_graphs": cuda_graphs}
-        engine = denoisers.start(model, World(0, 1, device), **how)
+        engine = denoisers.start(
+            model, World(0, 1, device), dtype="bf16", compiled=True, checkpoint=level, cuda_graphs=cuda_graphs
+        )
     elif way == "reference":
         like_the_reference(model)
         checkpoint_activations(model.transformer_blocks(), level)
@@ -242,7 +243,7 @@ def measure(
         step = denoisers.training_step(engine, batch.z, batch.cond)
         for _ in range(setting.warmup):
             step()
-        denoisers.synchronize(device)
+        synchronize(device)
         setup_s = time.perf_counter() - began
         return Result(denoisers.timed(step, device, 0, setting.steps), flops, errors, setup_s)
 

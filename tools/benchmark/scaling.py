@@ -118,11 +118,10 @@ def plan(args: argparse.Namespace) -> list[Row]:
     sizes: dict[str, Any] = {"blocks": args.blocks, "warmup": args.warmup, "steps": args.steps}
     if args.toy:
         sizes = {"text_len": 8, "dtype": "fp32", "blocks": "eager", "warmup": 1, "steps": 2}
-    cases = {"case": TOYS} if args.toy else {}
-    return [
-        replace(row, work=replace(row.work, **sizes, **{key: value[row.set] for key, value in cases.items()}))
-        for row in {row.key: row for row in rows}.values()
-    ]
+    works = {row.key: replace(row.work, **sizes) for row in rows}
+    if args.toy:
+        works = {row.key: replace(works[row.key], case=TOYS[row.set]) for row in rows}
+    return [replace(row, work=works[row.key]) for row in {row.key: row for row in rows}.values()]
 
 
 def rows_of(name: str, n: int) -> list[Row]:

@@ -214,7 +214,8 @@ def sequence_parallel(argv: Sequence[str]) -> None:
             table = Table({"case": "", "sp_size": "d", "exchange": "", **SHARED_COLUMNS})
         for case in args.cases:
             for sp_size in args.sp_sizes or sorted({1, world.size}):
-                for method in args.methods if sp_size > 1 else ["auto"]:
+                methods: list[Method] = args.methods if sp_size > 1 else ["auto"]
+                for method in methods:
                     work = Work(
                         case, sp_size, method, args.engine, settings, args.blocks, args.checkpoint, args.batch, args.text_len,
                         args.dtype, args.warmup, args.steps,
