@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from itertools import count
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -154,10 +155,10 @@ def start(
 def training_step(engine: Steps, z: Tensor, cond: dict[str, Tensor], scheduler: str = "iddpm") -> Callable[[], None]:
     """A function that takes one step: forward, backward, clipping, AdamW."""
     losses = SCHEDULERS.build({"type": scheduler}).training_losses
-    numbers = iter(range(1 << 30))
+    steps = count()
 
     def step() -> None:
-        rngs = generators(0, "benchmark", next(numbers), ids=range(len(z)), device=z.device)
+        rngs = generators(0, "benchmark", next(steps), ids=range(len(z)), device=z.device)
         with engine.micro_step(last=True):
             loss = losses(engine.model, z, cond, generators=rngs).mean()
         engine.backward(loss)

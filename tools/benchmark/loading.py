@@ -317,11 +317,11 @@ def checkpoint(argv: Sequence[str]) -> None:
     options.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to measure")
     args = options.parse()
     device = options.device
-    numbers = int(args.gib * 2**30 / 4 / len(PARTS) / TENSORS)
+    numel = int(args.gib * 2**30 / 4 / len(PARTS) / TENSORS)
     parts: dict[str, dict[str, Tensor]] = {}
     for part, _, key in (name.partition("/") for name in PARTS):
         for i in range(TENSORS):
-            parts.setdefault(part, {})[f"blocks.{i}/{key}".rstrip("/")] = torch.randn(numbers, device=device)
+            parts.setdefault(part, {})[f"blocks.{i}/{key}".rstrip("/")] = torch.randn(numel, device=device)
     options.heading(f"{args.gib:g} GiB in {args.folder}, least of {args.repeats}")
     with quiet():
         table = Table(SAVE_COLUMNS)

@@ -227,8 +227,10 @@ def by_key(entries: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 def last_error(log: Path) -> str:
     """What the first process that died said last: a Python error, or that it took too long."""
     lines = [re.sub(r"^\[\w+\]: *", "", line.strip()) for line in log.read_text(errors="replace").splitlines()]
-    told = [line for line in lines if re.match(r"\w*(\.\w+)*Error\b.*:|Timeout \(", line) and not line.startswith("W")]
-    return (told[0] if told else f"see {log}").replace("|", "/")[:120]
+    errors = [
+        line for line in lines if re.match(r"\w*(\.\w+)*Error\b.*:|Timeout \(", line) and not line.startswith("W")
+    ]
+    return (errors[0] if errors else f"see {log}").replace("|", "/")[:120]
 
 
 def print_table(options: Options, args: argparse.Namespace) -> None:
