@@ -104,7 +104,7 @@ def test_the_table_has_a_row_for_each_way_and_says_why_one_has_no_figures(monkey
     )
     rows = table_of(capsys.readouterr().out)
     assert {(row["setting"], row["way"]) for row in rows} == {
-        (setting, way) for setting in ("stdit-16x256", "dit-256") for way in ("reference", "diffusers-autocast")
+        (setting, way) for setting in ("stdit-16x256", "dit-256") for way in ("reference", "diffusers")
     }
     assert len(rows) == 6  # diffusers with two levels of checkpointing
     for row in rows:
@@ -140,7 +140,7 @@ def test_each_way_tries_the_checkpointing_that_it_has():
     assert goals.levels_of("ours", levels) == levels
     assert goals.levels_of("reference", levels) == ("block",)
     assert goals.levels_of("diffusers", levels) == ("none", "block")
-    assert goals.levels_of("diffusers-autocast", levels[1:]) == ("block",)
+    assert goals.levels_of("diffusers", ("selective", "block")) == ("block",)
 
 
 def test_a_gradient_that_is_lost_shows():

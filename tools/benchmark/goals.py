@@ -33,7 +33,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from opensora.acceleration.checkpointing import checkpoint_activations
 from opensora.acceleration.distributed import World
-from opensora.acceleration.engine import build_engine
 from opensora.acceleration.engines.update import clip_factor, global_norm, take_step
 from opensora.config.activation_checkpointing import level_of
 from opensora.models.layers.attention import Attention, CrossAttention
@@ -48,7 +47,7 @@ COLUMNS = {
     "of the reference": ".2f", "TFLOP/s": ".3g", "MFU": ".1%", "peak GiB": "", "error": ".2g", "gradient error": ".2g",
     "set-up s": ".1f",
 }  # fmt: skip
-WAYS = ("reference", "ours", "diffusers", "diffusers-autocast")
+WAYS = ("reference", "ours", "diffusers")
 FLASH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
 """What the reference may use of PyTorch's attention: flash, or for sizes that it does not take what xformers has."""
 IN_ORDER = {"space": "B T S D -> (B T) S D", "time": "B T S D -> (B S) T D", "all": "B T S D -> B (T S) D"}
@@ -123,7 +122,7 @@ def goals(argv: Sequence[str]) -> None:
       `grad_checkpoint` in --checkpoint are tried in order (by default those of the setting, without what is sure not to fit into
       80 GB);
     - `diffusers`: diffusers' nearest model, its blocks compiled, weights in bf16; with its own gradient checkpointing where that is
-      needed. `diffusers-autocast` is the same with fp32 weights under autocast, to see which is faster.
+      needed.
 
     "At equal FLOPs" is samples/s times the FLOPs of the way's own model over those of ours: only diffusers' models differ. "Of the
     reference" compares these rates. TFLOP/s count the matrix products of a forward pass three times; recomputation is no useful
@@ -133,7 +132,7 @@ def goals(argv: Sequence[str]) -> None:
     """
     options = Options("goals", goals.__doc__, argv)
     options.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=tuple(SETTINGS))
-    options.add_argument("--ways", nargs="+", default=list(WAYS[:3]), choices=WAYS)
+    options.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
     options.add_argument(
         "--checkpoint", nargs="+", type=level_of, metavar="LEVEL", help="values of grad_checkpoint to try"
     )
@@ -200,7 +199,7 @@ def levels_of(way: str, levels: Sequence[str]) -> Sequence[str]:
     """The values of `grad_checkpoint` to try for a way, of which `levels` are those for ours."""
     if way == "reference":
         return ("block",)
-    if way.startswith("diffusers"):  # it has all or nothing
+    if way == "diffusers":  # it has all or nothing
         return ("none", "block") if levels[0] == "none" else ("block",)
     return levels
 
@@ -231,15 +230,11 @@ def measure(
             block.compile(dynamic=False)  # of two shapes and the same code: the second would become dynamic, and slower
         if level == "block":
             theirs.theirs.enable_gradient_checkpointing()
-        if way == "diffusers":
-            engine = RoundedWeights(theirs, autocast=False)
-        else:
-            optimizer = torch.optim.AdamW(theirs.parameters(), lr=1e-5, fused=device.type == "cuda")
-            engine = build_engine("ddp", theirs, optimizer, World(0, 1, device), dtype="bf16", grad_clip=1.0)
+        engine = RoundedWeights(theirs, autocast=False)
     del model
     gc.collect()
     with around():
-        errors = Errors(None, None) if "diffusers" in way else denoisers.errors_of(engine, batch, right)
+        errors = Errors(None, None) if way == "diffusers" else denoisers.errors_of(engine, batch, right)
         step = denoisers.training_step(engine, batch.z, batch.cond)
         for _ in range(setting.warmup):
             step()

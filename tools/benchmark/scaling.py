@@ -1,7 +1,6 @@
-"""Training steps over 1, 2, 4, 8 GPUs of one host: weak and strong scaling, engines, sequence parallelism; one table.
+"""Training steps over 1, 2, 4, 8 GPUs of one host, many layouts in one table.
 
-Rows of the same number of GPUs and group of sets are measured by the same processes, so that PyTorch is imported once for
-them. Where a row ends its processes, by an error or as it takes too long, new ones measure the rows after it.
+Where a row ends its processes, by an error or as it takes too long, new ones measure the rows after it.
 """
 
 import argparse
