@@ -8,6 +8,7 @@ import torch
 
 from opensora.registry import SCHEDULERS
 from opensora.utils.errors import UserError
+from tests.tools.markdown import table_of
 from tools.benchmark import profiling, sampling
 from tools.benchmark.__main__ import BENCHMARKS, run
 from tools.benchmark.measure import OUT_OF_MEMORY, Options, Table, attempt, psnr, relative_error
@@ -36,18 +37,6 @@ RUNS: dict[str, tuple[str, int, str | None, float]] = {
     "scoring": ("--clips 100", 2, None, 0),
 }
 ELSEWHERE = {"goals": "test_goals_benchmark.py", "scaling": "test_scaling_benchmark.py", "compile_cache": "below"}
-
-
-def table_of(printed: str) -> list[dict[str, str]]:
-    """Rows by column, of all tables one after another."""
-    rows, columns, lines = [], [], printed.splitlines()
-    for line, after in zip(lines, [*lines[1:], ""], strict=True):
-        cells = [cell.strip() for cell in line.strip("|").split(" | ")]
-        if after.startswith("|--"):
-            columns = cells
-        elif line.startswith("| "):
-            rows.append(dict(zip(columns, cells, strict=True)))
-    return rows
 
 
 @pytest.mark.usefixtures("without_code")
@@ -127,6 +116,7 @@ def test_rows_are_filled_up_and_numbers_formatted(capsys):
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_a_row_and_not_the_end():
     def fail(error):
         raise error

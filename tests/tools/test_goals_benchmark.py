@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from opensora.acceleration.distributed import World
 from opensora.acceleration.engine import build_engine
-from tests.tools.test_benchmarks import table_of
+from tests.tools.markdown import table_of
 from tools.benchmark import goals
 from tools.benchmark.__main__ import run
 from tools.benchmark.denoisers import TOY, build, errors_of, exact, inputs

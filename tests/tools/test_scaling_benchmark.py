@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from opensora.acceleration.distributed import World
-from tests.tools.test_benchmarks import table_of
+from tests.tools.markdown import table_of
 from tools.benchmark import sampling, scaling
 from tools.benchmark.__main__ import run
 from tools.benchmark.scaling import Row, by_key, read_results, rows_of

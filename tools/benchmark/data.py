@@ -49,7 +49,7 @@ def table(argv: Sequence[str]) -> None:
     `csv` and `parquet`: imports, and the table read, checked, hashed for a resume and planned over buckets, by the dataset and the
     sampler that `scripts/train.py` builds for configs/opensora-v1-2/train/stage1.py. `datautil`: reading, filters, sorting, writing
     each format. `footage`: its stages filter, unique and table. `split` and `analyze`: these tools, clips of videos, twenty of each.
-    Each part is a fresh process on one core; "peak" is the resident memory up to then, PyTorch included.
+    Each part has a fresh process and one core; "peak" is its memory up to then, PyTorch included.
     """
     options = Options("table", table.__doc__, argv, device="cpu")
     options.add("--rows", 10_000_000, 2000)
