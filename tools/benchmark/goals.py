@@ -121,8 +121,7 @@ def goals(argv: Sequence[str]) -> None:
     - `ours`: blocks compiled, the `ddp` engine in one process, and the least activation checkpointing that fits: the values of
       `grad_checkpoint` in --checkpoint are tried in order (by default those of the setting, without what is sure not to fit into
       80 GB);
-    - `diffusers`: diffusers' nearest model, its blocks compiled, weights in bf16; with its own gradient checkpointing where that is
-      needed.
+    - `diffusers`: diffusers' nearest model, its blocks compiled, weights in bf16; its own gradient checkpointing where needed.
 
     "At equal FLOPs" is samples/s times the FLOPs of the way's own model over those of ours: only diffusers' models differ. "Of the
     reference" compares these rates. TFLOP/s count the matrix products of a forward pass three times; recomputation is no useful
