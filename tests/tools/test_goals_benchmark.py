@@ -97,7 +97,7 @@ def test_the_table_has_a_row_for_each_way_and_says_why_one_has_no_figures(monkey
             "dit-256",
             "--ways",
             "reference",
-            "diffusers-autocast",
+            "diffusers",
             "--peak-tflops",
             "1",
         ]
