@@ -77,7 +77,7 @@ docs-check: setup
 	$(BIN)/python -m tools.gen_config_docs --check
 
 bench: setup  ## time the training step on this machine
-	$(BIN)/python -m tools.benchmark.train_step
+	$(BIN)/python -m tools.benchmark train_step
 
 clean:  ## remove caches and build files; .venv and outputs/ stay
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

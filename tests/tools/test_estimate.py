@@ -158,6 +158,18 @@ def test_the_command_line(capsys, monkeypatch, tmp_path):
     assert "there is no such file" in capsys.readouterr().err
 
 
+@pytest.mark.slow
+def test_activations_are_counted_on_request():
+    cfg = config_of("--model", "{'type': 'STDiT-XXS/2'}", "--dtype=fp32")
+    result = estimate(cfg, ONE_NODE, levels=["none", "block"], batches=[2], count_activations=True)
+    none, block = result["memory_gib"][:2]
+    assert none["counted"] == pytest.approx(none["activations"], rel=0.1)
+    assert block["counted"] < none["counted"] / 4
+    assert "counted" not in estimate(cfg, ONE_NODE, levels=["none"])["memory_gib"][0]
+    with pytest.raises(UserError, match="set --sp-size 1"):
+        estimate(dataclasses.replace(cfg, sp_size=2), ONE_NODE, count_activations=True)
+
+
 def test_gpus_that_cannot_be_shared(stdit):
     with pytest.raises(UserError, match="does not divide"):
         estimate(dataclasses.replace(stdit, sp_size=3), ONE_NODE)

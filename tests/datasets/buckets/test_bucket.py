@@ -235,7 +235,7 @@ def test_illegal_sizes_are_told_with_the_nearest_legal_one():
 
 @pytest.mark.slow
 def test_a_million_rows_need_little_time_and_memory():
-    """tools/benchmark/table.py measures ten million; here a bound so wide that only a fall back to Python loops breaks it."""
+    """`python -m tools.benchmark table` measures ten million; here a bound so wide that only a fall back to Python loops breaks it."""
     rng = np.random.default_rng(0)
     columns = (rng.integers(1, high, 1_000_000).astype(np.int32) for high in (600, 1200, 2000))
     start = time.process_time()

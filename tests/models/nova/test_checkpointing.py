@@ -12,7 +12,7 @@ from opensora.config.activation_checkpointing import parse_recompute
 from opensora.registry import SCHEDULERS
 from opensora.utils.seed import generators
 from tests.models.nova.toy import build, inputs
-from tools.benchmark.activation_memory import kept_bytes
+from tools.estimate import kept_bytes
 
 LEVELS = ("none", "mlp:1/3", "mlp:2/3", "mlp", "block", "every:2", "selective", "selective:2")
 SIZE = (2, 8, 8)
