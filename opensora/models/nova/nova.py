@@ -18,7 +18,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from opensora.models.denoiser import NUMBERS
+from opensora.models.denoiser import MICRO_CONDITIONS as NUMBERS
 from opensora.models.layers.init import init_zero
 from opensora.models.layers.mlp import linear_flops
 from opensora.models.loading import load_weights
