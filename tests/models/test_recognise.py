@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from opensora.models.recognise import recognise, star
+from opensora.models.loading import recognise, star
 from tests.models.denoisers import FAMILIES, build
 
 LABELS = {

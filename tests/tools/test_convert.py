@@ -9,8 +9,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from opensora.checkpoint.load import read_weights
-from opensora.models.loading import null_text_known
-from opensora.models.recognise import recognise
+from opensora.models.loading import null_text_known, recognise
 from opensora.models.text_encoder.condition import TextCondition
 from opensora.registry import MODELS
 from opensora.training.batch_encoder import drop_text

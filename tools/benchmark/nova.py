@@ -170,7 +170,7 @@ def inputs(model: Any, case: Case, batch: int, device: torch.device) -> tuple[to
     """Random latents and conditions."""
     x = torch.randn(batch, model.in_channels, *case.latent, device=device)
     cond = {"y": torch.randn(batch, 1, TEXT, model.text_embed.proj.in_features, device=device)}
-    if "flow" in model.numbers:
+    if "flow" in model.micro_conditions:
         cond |= {"fps": torch.full((batch,), 12.0, device=device), "flow": torch.full((batch,), 5.0, device=device)}
     return x, cond
 

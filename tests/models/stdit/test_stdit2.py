@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from opensora.checkpoint.load import save_checkpoint
 from opensora.models.loading import load_weights
 from opensora.models.stdit.stdit2 import STDiT2, size_positions
-from opensora.models.stdit.weights2 import convert
+from opensora.models.stdit.weights import convert_stdit2
 from opensora.registry import MODELS
 from opensora.utils.errors import UserError
 from tests.models.denoisers import TOY, build, inputs, sample
@@ -201,7 +201,7 @@ class TestWeights:
         sizeless = {n: v for n, v in pixart_file(lively()).items() if not n.startswith(("csize", "ar_"))}
         torch.save({"state_dict": sizeless}, tmp_path / "w.pth")
         model = MODELS.build({"type": "STDiT2-XL/2", **TOY})
-        table = load_weights(model, tmp_path / "w.pth", convert)
+        table = load_weights(model, tmp_path / "w.pth", convert_stdit2)
         for part in ("PixArt-alpha", "no temporal branch", "does not normalise", "no sizes", "made 3-D", "recomputed"):
             assert part in table
 
@@ -209,7 +209,7 @@ class TestWeights:
         old = build("STDiT")
         torch.save(old.state_dict(), tmp_path / "w.pth")
         model = STDiT2(**TOY)
-        table = load_weights(model, tmp_path / "w.pth", convert)
+        table = load_weights(model, tmp_path / "w.pth", convert_stdit2)
         assert "(STDiT)" in table
         assert "STDiT has no such part" in table
         new = model.state_dict()
