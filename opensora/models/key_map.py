@@ -94,6 +94,9 @@ def diffusers_depth(state: Mapping[str, Tensor]) -> int:
 def diffusers_config(model: Any, class_name: str, sample_size: int, **own: Any) -> dict[str, Any]:
     """The `config.json` of a denoiser in diffusers: what its transformers have in common, and what is `own`."""
     num_heads = model.blocks[0].attn.num_heads
+    if hasattr(model, "caption_channels"):  # PixArt and LatteT2V
+        own |= {"norm_type": "ada_norm_single", "cross_attention_dim": model.hidden_size, "attention_bias": True}
+        own |= {"caption_channels": model.caption_channels}
     return {
         "_class_name": class_name,
         "num_attention_heads": num_heads,
@@ -108,12 +111,6 @@ def diffusers_config(model: Any, class_name: str, sample_size: int, **own: Any) 
         "norm_eps": 1e-6,
         **own,
     }
-
-
-def adaln_single_config(model: Any, class_name: str, sample_size: int, **own: Any) -> dict[str, Any]:
-    """`diffusers_config` of PixArt and LatteT2V."""
-    common = {"norm_type": "ada_norm_single", "cross_attention_dim": model.hidden_size, "attention_bias": True}
-    return diffusers_config(model, class_name, sample_size, **common, caption_channels=model.caption_channels, **own)
 
 
 def patches_along(sample_size: int, patch: int) -> int:

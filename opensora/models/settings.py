@@ -48,13 +48,11 @@ class Written(NamedTuple):
         where: what states it, such as "header".
         families: names of the model's registered classes.
         values: argument of our constructors -> value.
-        words: argument -> how the file puts it, where it is otherwise.
     """
 
     where: str
     families: frozenset[str]
     values: Mapping[str, Any]
-    words: Mapping[str, str]
 
 
 def written_settings(path: str | Path, file: Path | None) -> Written | None:
@@ -82,12 +80,11 @@ def compare_settings(written: Written, model: nn.Module, path: str | Path) -> st
     Raises:
         UserError: it has another number of heads.
     """
-    theirs, own, words = written.values, settings_of(model), written.words
+    theirs, own = written.values, settings_of(model)
     if HEADS in theirs and HEADS in own and theirs[HEADS] != own[HEADS]:
         raise UserError(
-            f"{path}: its {written.where} says {words.get(HEADS, f'{HEADS}={theirs[HEADS]}')}, the model has "
-            f"{HEADS}={own[HEADS]}. No tensor's shape shows that, but attention would compute something else: set "
-            f"model.{HEADS}={theirs[HEADS]}."
+            f"{path}: its {written.where} says {theirs[HEADS]} attention heads, the model has {HEADS}={own[HEADS]}. No "
+            f"tensor's shape shows that, but attention would compute something else: set model.{HEADS}={theirs[HEADS]}."
         )
     shared = [name for name in (*RANGE, *SETTINGS) if name in theirs and name in own]
     differing = [name for name in shared if not _same(theirs[name], own[name])]
@@ -102,11 +99,7 @@ def compare_settings(written: Written, model: nn.Module, path: str | Path) -> st
             differing = [name for name in differing if name != "base_size"]
     if not differing:
         return ""
-    lines = [
-        f"  {name}: the file's {_text(theirs[name])}{f' ({words[name]})' if name in words else ''}, the model's "
-        f"{_text(own[name])}"
-        for name in differing
-    ]
+    lines = [f"  {name}: the file's {_text(theirs[name])}, the model's {_text(own[name])}" for name in differing]
     to_set = ", ".join(f"model.{name}={_text(theirs[name])}" for name in differing)
     return "\n".join(
         [
@@ -148,8 +141,9 @@ def _of_component(where: str, component: Any) -> Written | None:
         except OF_ANOTHER_VERSION:
             pass
         else:
-            return Written(where, families_of(model), settings_of(model), {})
-    return _heads_alone(where, component, HEADS)
+            return Written(where, families_of(model), settings_of(model))
+    heads = _heads(component, HEADS)
+    return Written(where, frozenset(), heads) if heads else None
 
 
 def _of_config(config: Any) -> Written | None:
@@ -159,16 +153,15 @@ def _of_config(config: Any) -> Written | None:
     if (name := str(config.get("_class_name"))) not in OF_DIFFUSERS:
         # what Open-Sora's leave out is not what our constructors take for it
         known = config.get("model_type") in MODELS.choices() and _takes_heads(config["model_type"])
-        return _heads_alone("config.json", config, HEADS) if known else None
+        heads = _heads(config, HEADS) if known else {}
+        return Written("config.json", frozenset(), heads) if heads else None
     family, always = OF_DIFFUSERS[name]
-    written = _heads_alone("config.json", config, "num_attention_heads")
-    values, words = (dict(written.values), dict(written.words)) if written else ({}, {})
+    values = _heads(config, "num_attention_heads") | always
     side, patch, scale = (config.get(key) for key in ("sample_size", "patch_size", "interpolation_scale"))
     if family != "DiT" and _is_count(side) and _is_count(patch):
-        words |= dict.fromkeys(RANGE, f"sample_size={side}, interpolation_scale={scale}")
         is_scale = isinstance(scale, int | float) and scale > 0
         values |= {"base_size": side // patch, "space_scale": scale if is_scale else max(side // 64, 1)}
-    return Written("config.json", frozenset({family}), values | always, words)
+    return Written("config.json", frozenset({family}), values)
 
 
 def _takes_heads(name: str) -> bool:
@@ -176,9 +169,8 @@ def _takes_heads(name: str) -> bool:
     return HEADS in inspect.signature(MODELS.get(name)).parameters
 
 
-def _heads_alone(where: str, config: Mapping[str, Any], key: str) -> Written | None:
-    heads = config.get(key)
-    return Written(where, frozenset(), {HEADS: heads}, {HEADS: f"{key}={heads}"}) if _is_count(heads) else None
+def _heads(config: Mapping[str, Any], key: str) -> dict[str, Any]:
+    return {HEADS: config[key]} if _is_count(config.get(key)) else {}
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from opensora.models.key_map import (
     Rule,
-    adaln_single_config,
     block,
+    diffusers_config,
     diffusers_depth,
     pixart_rules,
     tensor,
@@ -72,7 +72,7 @@ def to_diffusers(model: "LatteT2V", *, num_frames: int = 16) -> tuple[dict[str, 
     if not all(needed.values()):
         unmet = "; ".join(what for what, met in needed.items() if not met)
         raise UserError(f"diffusers' LatteTransformer3DModel cannot express this model. It would need: {unmet}.")
-    config = adaln_single_config(model, "LatteTransformer3DModel", fitting[0], video_length=num_frames)
+    config = diffusers_config(model, "LatteTransformer3DModel", fitting[0], video_length=num_frames)
     state = to_theirs(_rules(len(model.blocks)), model.state_dict())
     del state["caption_projection.y_embedding"]
     return config, state

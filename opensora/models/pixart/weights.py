@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from opensora.models.key_map import (
-    adaln_single_config,
+    diffusers_config,
     diffusers_depth,
     patches_along,
     pixart_rules,
@@ -100,7 +100,7 @@ def to_diffusers(model: "PixArt", *, sample_size: int | None = None) -> tuple[di
         tokens = patches_along(sample_size, ph)
     else:
         raise UserError("sample_size: this model's positions do not depend on it, as base_size is set. Leave it out.")
-    config = adaln_single_config(
+    config = diffusers_config(
         model,
         "PixArtTransformer2DModel",
         tokens * ph,

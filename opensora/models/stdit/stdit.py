@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from opensora.acceleration.kernels.attention import layer_norm
 from opensora.models.denoiser import AdaLNSingleDenoiser
-from opensora.models.layers.attention import Attention, CrossAttention
+from opensora.models.layers.attention import Attention, CrossAttention, NormOrder
 from opensora.models.layers.init import init_linears, init_small, init_zero
 from opensora.models.layers.mlp import linear_flops, tanh_mlp
 from opensora.models.layers.modulation import frame_modulation, gated, norm_modulate
@@ -28,11 +28,21 @@ from opensora.registry import MODELS
 class STDiTBlock(nn.Module):
     """Spatial attention, temporal attention, cross-attention, MLP."""
 
-    def __init__(self, dim: int, num_heads: int, mlp_ratio: float, *, kernel: str, fused_norm: bool) -> None:
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        mlp_ratio: float,
+        *,
+        qk_norm: bool = False,
+        norm_order: NormOrder = "norm_then_rope",
+        kernel: str,
+        fused_norm: bool,
+    ) -> None:
         super().__init__()
         self.norm1 = layer_norm(dim, fused=fused_norm)
-        self.attn = Attention(dim, num_heads, axis="space", kernel=kernel)
-        self.attn_temp = Attention(dim, num_heads, axis="time", kernel=kernel)
+        self.attn = Attention(dim, num_heads, axis="space", qk_norm=qk_norm, kernel=kernel)
+        self.attn_temp = Attention(dim, num_heads, axis="time", qk_norm=qk_norm, norm_order=norm_order, kernel=kernel)
         self.cross_attn = CrossAttention(dim, num_heads, kernel=kernel)
         self.norm2 = layer_norm(dim, fused=fused_norm)
         self.mlp = tanh_mlp(dim, int(dim * mlp_ratio))

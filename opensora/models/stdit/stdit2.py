@@ -22,45 +22,27 @@ from torch import Tensor, nn
 
 from opensora.acceleration.kernels.attention import layer_norm
 from opensora.models.denoiser import AdaLNSingleDenoiser, Size
-from opensora.models.layers.attention import Attention, CrossAttention, NormOrder
+from opensora.models.layers.attention import NormOrder
 from opensora.models.layers.embedders import ScalarEmbedder
 from opensora.models.layers.init import init_linears, init_small, init_zero
-from opensora.models.layers.mlp import linear_flops, tanh_mlp
+from opensora.models.layers.mlp import linear_flops
 from opensora.models.layers.modulation import AdaLN, frame_modulation, gated, norm_modulate
 from opensora.models.layers.pos_embed import grid_coordinates, sincos_grid
 from opensora.models.layers.rope import rotary_table
+from opensora.models.stdit.stdit import STDiTBlock
 from opensora.models.stdit.weights import convert_stdit2
 from opensora.registry import MODELS
 
 
-class STDiT2Block(nn.Module):
-    """Spatial attention, temporal attention, cross-attention, MLP; all but cross-attention modulated and gated.
+class STDiT2Block(STDiTBlock):
+    """STDiT's block, with all branches but cross-attention modulated and gated.
 
-    Names: STDiT's, and `scale_shift_table_temporal`, `{attn,attn_temp}.{q_norm,k_norm}`.
+    Names: also `scale_shift_table_temporal`, `{attn,attn_temp}.{q_norm,k_norm}`.
     """
 
-    def __init__(
-        self,
-        dim: int,
-        num_heads: int,
-        mlp_ratio: float,
-        *,
-        qk_norm: bool,
-        norm_order: NormOrder,
-        kernel: str,
-        fused_norm: bool,
-    ) -> None:
-        super().__init__()
-        self.norm1 = layer_norm(dim, fused=fused_norm)
-        self.attn = Attention(dim, num_heads, axis="space", qk_norm=qk_norm, kernel=kernel)
+    def __init__(self, dim: int, num_heads: int, mlp_ratio: float, *, fused_norm: bool, **attention: Any) -> None:
+        super().__init__(dim, num_heads, mlp_ratio, fused_norm=fused_norm, **attention)
         self.norm_temp = layer_norm(dim, fused=fused_norm)
-        self.attn_temp = Attention(
-            dim, num_heads, axis="time", qk_norm=qk_norm, norm_order=norm_order, kernel=kernel
-        )  # only here are there rotary positions, and an order to choose
-        self.cross_attn = CrossAttention(dim, num_heads, kernel=kernel)
-        self.norm2 = layer_norm(dim, fused=fused_norm)
-        self.mlp = tanh_mlp(dim, int(dim * mlp_ratio))
-        self.scale_shift_table = nn.Parameter(torch.randn(6, dim) / dim**0.5)
         self.scale_shift_table_temporal = nn.Parameter(torch.randn(3, dim) / dim**0.5)
 
     def forward(
@@ -86,11 +68,6 @@ class STDiT2Block(nn.Module):
         x = x + self.cross_attn(x.to(dtype), y, mask)
         x, h = norm_modulate(self.norm2, x, shift_mlp, scale_mlp, dtype)
         return gated(x, gate_mlp, self.mlp(h)).to(dtype)
-
-    def flops(self, T: int, S: int, text_len: int, grid: tuple[int, int] | None = None) -> int:
-        """Floating-point operations for one sample."""
-        attention = self.attn.flops(T, S) + self.attn_temp.flops(T, S) + self.cross_attn.flops(T * S, text_len)
-        return attention + linear_flops(self.mlp, T * S)
 
 
 @MODELS.register_module()
@@ -130,9 +107,9 @@ class STDiT2(AdaLNSingleDenoiser):
         self.fl_embedder = ScalarEmbedder(dim)
         self.fps_embedder = ScalarEmbedder(dim)
         self.y_embedder = self.caption_embedder()
-        options: dict[str, Any] = {"kernel": self.kernel, "fused_norm": self.fused_norm}
+        options: dict[str, Any] = {"qk_norm": qk_norm, "norm_order": self.norm_order, "kernel": self.kernel}
         self.blocks = nn.ModuleList(
-            STDiT2Block(dim, self.num_heads, self.mlp_ratio, qk_norm=qk_norm, norm_order=self.norm_order, **options)
+            STDiT2Block(dim, self.num_heads, self.mlp_ratio, fused_norm=self.fused_norm, **options)
             for _ in range(self.depth)
         )
         self.final_layer = self.output_layer()
