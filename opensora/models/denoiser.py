@@ -64,7 +64,8 @@ class Denoiser(nn.Module, ABC):
         super().__init_subclass__(**kwargs)
         own = list(inspect.signature(cls.__init__).parameters.values())[1:]
         if any(p.kind is p.VAR_KEYWORD for p in own):
-            parameters = {p.name: p for p in inspect.signature(cls.__base__).parameters.values()}  # type: ignore[arg-type]
+            base = next(base for base in cls.__mro__[1:] if issubclass(base, Denoiser))
+            parameters = {p.name: p for p in inspect.signature(base).parameters.values()}
             parameters |= {p.name: p for p in own if p.kind is not p.VAR_KEYWORD}
             cls.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]
         elif "__init__" in vars(cls):

@@ -1,4 +1,4 @@
-"""Architectures told from names: ours by building them, others by their published names."""
+"""Architectures recognised by names: ours by building them, others by their published names."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What a file says of its model, and no tensor shows: other heads are refused, other positions are told."""
+"""What a file says of its model, and no tensor shows: other heads are refused, other positions are a warning."""
 
 import json
 from pathlib import Path
@@ -143,7 +143,7 @@ class TestHeads:
         with pytest.raises(UserError, match=r"config\.json says 4 attention heads"):
             build("STDiT3", from_pretrained=str(tmp_path))
 
-    def test_a_file_of_other_sizes_is_told_as_such(self, tmp_path):
+    def test_a_file_of_other_sizes_is_reported_as_such(self, tmp_path):
         path = folder_of(pixart(), tmp_path / "transformer")
         with pytest.raises(UserError, match="does not fit this PixArt") as error:
             build("PixArt", hidden_size=96, from_pretrained=path)
@@ -164,11 +164,11 @@ class TestOthers:
     def test_one_warning_has_both_values_and_what_to_set(self, tmp_path, caplog):
         path = folder_of(pixart(), tmp_path / "transformer")
         build("PixArt-Sigma", **IMAGES, num_heads=4, base_size=20, from_pretrained=path)
-        told = warnings(caplog)
-        assert told.count(path) == 1
-        assert "space_scale: the file's 2, the model's 1" in told
-        assert "base_size: the file's 32, the model's 20" in told
-        assert "set model.base_size=32, model.space_scale=2." in told
+        warned = warnings(caplog)
+        assert warned.count(path) == 1
+        assert "space_scale: the file's 2, the model's 1" in warned
+        assert "base_size: the file's 32, the model's 20" in warned
+        assert "set model.base_size=32, model.space_scale=2." in warned
 
     @pytest.mark.parametrize("settings", [{"base_size": 16}, {"base_size": 32, "space_scale": 2.0}])
     def test_a_range_is_the_same_however_it_is_put(self, tmp_path, caplog, settings):
@@ -201,9 +201,9 @@ class TestOthers:
         assert "base_size" in warnings(caplog)
 
     @pytest.mark.parametrize(
-        ("settings", "told"), [({}, False), ({"base_size": 16}, True), ({"time_scale": 2.0}, True)]
+        ("settings", "warned"), [({}, False), ({"base_size": 16}, True), ({"time_scale": 2.0}, True)]
     )
-    def test_of_diffusers_latte(self, tmp_path, caplog, settings, told):
+    def test_of_diffusers_latte(self, tmp_path, caplog, settings, warned):
         torch.manual_seed(3)
         theirs = LatteTransformer3DModel(
             **SIZES, cross_attention_dim=48, in_channels=4, out_channels=8, sample_size=64, caption_channels=C_TEXT,
@@ -211,7 +211,7 @@ class TestOthers:
         )  # fmt: skip
         build("LatteT2V", num_heads=4, **settings, from_pretrained=folder_of(theirs, tmp_path / "transformer"))
         assert all(f"set model.{name}=" in warnings(caplog) for name in settings)
-        assert bool(warnings(caplog)) == told
+        assert bool(warnings(caplog)) == warned
 
     @OURS
     @pytest.mark.parametrize(
@@ -293,12 +293,12 @@ class TestNothingSaid:
         assert next(built.parameters()).device.type == "cpu"
 
 
-@pytest.mark.parametrize("where", ["beside", "header"])
+@pytest.mark.parametrize("where", ["folder", "header"])
 def test_what_stands_there_of_a_text_encoder_says_nothing(tmp_path, where):
-    """A folder may hold a T5's config.json beside the denoiser's file."""
+    """A folder may hold a T5's config.json next to the denoiser's file."""
     model = MODELS.build({"type": "PixArt", "hidden_size": 32, "depth": 1, "num_heads": 4, "caption_channels": 8})
     other = {"type": "t5", "model_type": "t5", "num_heads": 64}
     header = {"config": json.dumps(other)} if where == "header" else None
-    (tmp_path / "config.json").write_text(json.dumps(other if where == "beside" else {}))
+    (tmp_path / "config.json").write_text(json.dumps(other if where == "folder" else {}))
     save_file(model.state_dict(), tmp_path / "weights.safetensors", header)
     assert written_settings(tmp_path / "weights.safetensors", tmp_path / "weights.safetensors") is None

@@ -84,7 +84,7 @@ def convert(state: Mapping[str, Tensor], model: "DiT", source_type: str | None =
         result.tensors[CLASSES] = table[:-1]
         result.converted[CLASSES] = "the last row, 'no class', left out (class_dropout_prob=0)"
     elif table is not None and len(table) != (rows := embedder.embedding_table.num_embeddings):
-        why = f"the file's table has {len(table)} rows, the model's {rows}: other classes, learnt anew"
+        why = f"the file's table has {len(table)} rows, the model's {rows}: other classes, learned anew"
         _drop_classes(result, model, why)
     return result
 

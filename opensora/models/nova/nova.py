@@ -126,7 +126,7 @@ class NOVA(nn.Module):
         self.image_decoder = DiffusionMLP(head_depth, head_width or width, width, patch_size, in_channels)
 
         # as in MAR: Xavier's uniform weights; the head's modulation and output start at zero. Their size follows the width:
-        # with ViT's 0.02, much the same at a width of 1024, a small model takes longer until it heeds its conditions
+        # with ViT's 0.02, much the same at a width of 1024, a small model takes longer to follow its conditions
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Conv2d):
                 nn.init.xavier_uniform_(module.weight.flatten(1))
@@ -326,7 +326,7 @@ class NOVA(nn.Module):
     # ------------------------------------------------------------------------------------- what denoisers have
 
     def null_condition(self, batch: int) -> Tensor:
-        """The `y` of "no text" `[batch, 1, L, C_text]`: the learned tokens that fill a caption's padding."""
+        """The `y` of "no text" `[batch, 1, L, C_text]`: the fixed tokens that fill a caption's padding."""
         return self.text_embed.weight[None, None, : self.model_max_length].expand(batch, 1, -1, -1)
 
     def transformer_blocks(self) -> list[nn.Module]:

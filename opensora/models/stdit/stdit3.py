@@ -7,7 +7,7 @@ height and width only scale the positions, as in STDiT2.
 
 All branches of the temporal blocks give zero at first, and so does the frame rate's embedding: without `qk_norm`, an
 STDiT3 that starts from PixArt-Sigma gives for every frame what PixArt-Sigma gives for it, if their positions agree. The
-normalisation of queries and keys changes that, and is learnt anew.
+normalisation of queries and keys changes that, and is learned anew.
 
 Deviations from the released code:
 - Cross-attention of the spatial blocks and the final layer start at zero, as in PixArt and STDiT. There they do not,

@@ -1,4 +1,4 @@
-"""STDiT2: the published count and names, the equations, what it needs to be told, weights of its forerunners.
+"""STDiT2: the published count and names, the equations, its micro-conditions, weights of its forerunners.
 
 What every denoiser must do is tested in tests/models/test_denoisers.py.
 """
@@ -117,7 +117,7 @@ def test_positions_span_the_same_range_at_any_resolution():
     torch.testing.assert_close(table[0], counted[0])
     # 512 x 512 counts the patches of one row: channel 0 is sin(column)
     torch.testing.assert_close(table[0, :32, 0], torch.arange(32.0).sin())
-    # 256 x 256 by 16 x 16 patches: every other place of 512 x 512
+    # 256 x 256 by 16 x 16 patches: every other position of 512 x 512
     half = size_positions(16, (16, 16), side[1:], side[1:], 512)[0].reshape(16, 16, 16)
     torch.testing.assert_close(half, table[0].reshape(32, 32, 16)[::2, ::2])
     # 2 x 8 patches span what 4 x 4 do: row 1 is at 2, column 1 at 1 / 2
