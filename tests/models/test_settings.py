@@ -271,7 +271,7 @@ class TestNothingSaid:
     def test_heads_of_a_model_that_is_not_known_here(self, tmp_path):
         config = json.dumps({"type": "nobody's", "num_heads": 4})
         save_file(build("STDiT").state_dict(), tmp_path / "w.safetensors", metadata={"config": config})
-        with pytest.raises(UserError, match="set model.num_heads=4"):
+        with pytest.raises(UserError, match=r"set model\.num_heads=4"):
             build("STDiT", from_pretrained=str(tmp_path / "w.safetensors"))
 
     @pytest.mark.parametrize("config", [None, {}, {"model": None}, {"vae": {"type": "VideoAutoencoderKL"}}])

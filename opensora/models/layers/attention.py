@@ -34,13 +34,6 @@ def sequences(x: Tensor, axis: Axis) -> Tensor:
     return x.reshape(rows, N, H, d).transpose(1, 2)  # rows H N d
 
 
-def _along(rope: Tensor, axis: Axis, S: int) -> Tensor:
-    """A rotary table `[2, N, d]` for tokens `[B, T, S, H, d]`."""
-    if axis == "time":
-        return rope[:, :, None, None]  # [2, T, 1, 1, d]
-    return rope[:, :, None] if axis == "space" else rope.unflatten(1, (-1, S))[:, :, :, None]
-
-
 def join_heads(x: Tensor, grid: tuple[int, int, int], axis: Axis) -> Tensor:
     """`split_heads` undone, for `(B, T, S)` -> [B, T, S, H d]."""
     x = x.permute(0, 3, 1, 2, 4) if axis == "time" else x.transpose(1, 2)  # the heads' channels come last
@@ -164,7 +157,11 @@ class Attention(nn.Module):
             k_normed = normed_heads(k, k_norm.weight, k_norm.eps, rope, every, self.kernel)
             if q_normed is not None and k_normed is not None:
                 return q_normed, k_normed
-        return self._norm_and_rotate(q, k, None if rope is None else _along(rope, self.axis, S))
+        if rope is not None and self.axis == "all":
+            rope = rope.unflatten(1, (T, S))[:, :, :, None]  # [2, T, S, 1, d]
+        elif rope is not None:
+            rope = rope[:, :, None, None] if self.axis == "time" else rope[:, :, None]  # [2, T, 1, 1, d], [2, S, 1, d]
+        return self._norm_and_rotate(q, k, rope)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, rope: Tensor | None = None) -> Tensor:
         """Rotary positions, normalisation, softmax and weighted sum: `q [..., H, N, d]`, `k, v [..., H, L, d]` -> q's shape."""
@@ -186,12 +183,9 @@ class Attention(nn.Module):
         return grid[0] * grid[1]
 
     def flops(self, T: int, S: int, grid: tuple[int, int] | None = None) -> int:
-        """Floating-point operations for T x S tokens of one sample: 2 per multiply-add, matrix products only.
-
-        `grid`, the rows and columns of the S tokens, is for variants that override `reduce_keys`.
-        """
+        """Floating-point operations for T x S tokens of one sample, `grid` = rows and columns of S for `reduce_keys`."""
         dim = self.proj.in_features
-        keys = {"space": S, "time": T, "all": T * S}[self.axis]
+        keys = {"space": S, "time": T, "all": T * (S if grid is None else self.num_keys(grid))}[self.axis]
         return 2 * T * S * (4 * dim * dim + 2 * keys * dim)
 
 

@@ -114,26 +114,26 @@ class FinalLayer(nn.Module):
         super().__init__()
         self.norm_final = layer_norm(dim, fused=fused_norm)
         self.linear = nn.Linear(dim, patch_volume * out_channels)
-        self.scale_shift_table = nn.Parameter(torch.randn(2, dim) / dim**0.5)
+        self._add_modulation(dim)
 
     def forward(self, x: Tensor, t: Tensor, x_mask: Tensor | None = None, t0: Tensor | None = None) -> Tensor:
-        """`x [B, T, S, D]`, timestep embeddings `t, t0 [B, D]` -> `[B, T, S, patch_volume * out_channels]`."""
-        at_0 = None if t0 is None else self.scale_shift_table + t0[:, None]
-        shift, scale = frame_modulation(x_mask, self.scale_shift_table + t[:, None], at_0)
+        """`x [B, T, S, D]`, conditions `t, t0 [B, D]` -> `[B, T, S, patch_volume * out_channels]`."""
+        shift, scale = frame_modulation(x_mask, self._vectors(t), None if t0 is None else self._vectors(t0))
         return self.linear(norm_modulate(self.norm_final, x, shift, scale)[1])
 
+    def _add_modulation(self, dim: int) -> None:
+        self.scale_shift_table = nn.Parameter(torch.randn(2, dim) / dim**0.5)
 
-class AdaLNFinalLayer(nn.Module):
+    def _vectors(self, t: Tensor) -> Tensor:
+        """Shift and scale, `[B, D] -> [B, 2, D]`."""
+        return self.scale_shift_table + t[:, None]
+
+
+class AdaLNFinalLayer(FinalLayer):
     """Tokens -> patches, DiT's form. Names: `linear`, `adaLN_modulation.1`."""
 
-    def __init__(self, dim: int, patch_volume: int, out_channels: int, *, fused_norm: bool = False) -> None:
-        super().__init__()
-        self.norm_final = layer_norm(dim, fused=fused_norm)
-        self.linear = nn.Linear(dim, patch_volume * out_channels)
+    def _add_modulation(self, dim: int) -> None:
         self.adaLN_modulation = AdaLN(dim, 2)
 
-    def forward(self, x: Tensor, c: Tensor, x_mask: Tensor | None = None, c0: Tensor | None = None) -> Tensor:
-        """`x [B, T, S, D]`, conditions `c, c0 [B, D]` -> `[B, T, S, patch_volume * out_channels]`."""
-        at_0 = None if c0 is None else self.adaLN_modulation(c0)
-        shift, scale = frame_modulation(x_mask, self.adaLN_modulation(c), at_0)
-        return self.linear(norm_modulate(self.norm_final, x, shift, scale)[1])
+    def _vectors(self, t: Tensor) -> Tensor:
+        return self.adaLN_modulation(t)

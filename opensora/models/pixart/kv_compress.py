@@ -51,12 +51,6 @@ class KVCompressAttention(Attention):
         """See `Attention.num_keys`."""
         return -(-grid[0] // FACTOR) * -(-grid[1] // FACTOR)
 
-    def flops(self, T: int, S: int, grid: tuple[int, int] | None = None) -> int:
-        """See `Attention.flops`."""
-        assert grid is not None, "compressed attention needs to know the rows and columns of a frame"
-        keys = T * self.num_keys(grid)
-        return super().flops(T, S) - 2 * T * S * 2 * (T * S - keys) * self.proj.in_features
-
     def _reduce(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
         batch = x.shape[0]
         planes = rearrange(x, "B H (T R C) d -> (B T) (H d) R C", R=grid[0], C=grid[1])
