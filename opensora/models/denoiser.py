@@ -57,7 +57,7 @@ class Denoiser(nn.Module, ABC):
     """Set from outside where the tokens of a sample are sharded over processes; None = all are here."""
 
     y_embedder: Any
-    blocks: nn.ModuleList
+    blocks: Any
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Let `inspect.signature`, and so the registry, list the arguments that a subclass passes on as `**common`."""

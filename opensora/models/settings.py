@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from math import isclose
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from safetensors import safe_open
@@ -184,7 +184,7 @@ def _text(value: Any) -> str:
     return f"{value:.10g}" if isinstance(value, float) else repr(value)
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 

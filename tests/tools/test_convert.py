@@ -158,7 +158,7 @@ def test_a_sample_size_of_diffusers_is_a_multiple_of_the_patch(made, tmp_path):
 def test_other_heads_than_the_files_are_refused(made, tmp_path):
     source, _ = made("PixArt")
     folder = convert(source, tmp_path / "theirs", config("PixArt"), to="diffusers")
-    with pytest.raises(UserError, match=r"config\.json says num_attention_heads=2, the model has num_heads=4"):
+    with pytest.raises(UserError, match=r"config\.json says 2 attention heads, the model has num_heads=4"):
         convert(str(folder), tmp_path / "ours", {**config("PixArt"), "num_heads": 4}, to="safetensors")
 
 

@@ -155,7 +155,7 @@ class DiT(Denoiser):
     def flops(self, latent_size: Size, text_len: int) -> int:
         """See `Denoiser.flops`; `text_len` does not matter."""
         T, H, W = self.grid(latent_size)
-        blocks = sum(block.flops(T, H * W) for block in self.blocks)  # type: ignore[operator]
+        blocks = sum(block.flops(T, H * W) for block in self.blocks)
         condition = 0 if self.y_embedder is None else linear_flops(self.y_embedder, 1)
         final = linear_flops(self.final_layer.adaLN_modulation, 1)
         return blocks + condition + final + self.embed_flops(latent_size)

@@ -16,7 +16,7 @@ Deviations from the released code:
 - As in STDiT2: positions for each sample, padded and masked captions, no random text drop, no saved tables.
 """
 
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from einops import rearrange
 from torch import Tensor, nn
@@ -82,8 +82,10 @@ class STDiT3(AdaLNSingleDenoiser):
         init_linears(self, self.x_embedder.proj)
         init_small(self.t_embedder, self.t_block, self.y_embedder, self.fps_embedder)
         init_zero([self.fps_embedder.mlp[2], self.final_layer.linear])
-        init_zero(block.cross_attn.proj for block in self.transformer_blocks())
-        init_zero(layer for block in self.temporal_blocks for layer in (block.attn.proj, block.mlp.fc2))
+        for block in cast(list[AdaLNSingleBlock], self.transformer_blocks()):
+            init_zero([cast(CrossAttention, block.cross_attn).proj])
+            if block.attn.axis == "time":
+                init_zero([block.attn.proj, block.mlp.fc2])
         self.load_and_freeze(convert_stdit3)
         if only_train_temporal:
             self.train_only("temporal_blocks.")
