@@ -31,7 +31,7 @@ def wants_flow(model: Mapping[str, Any]) -> bool:
     if not str(model["type"]).startswith("NOVA"):
         return False
     with torch.device("meta"):
-        return "flow" in MODELS.build({**model, "from_pretrained": None}).numbers
+        return "flow" in MODELS.build({**model, "from_pretrained": None}).micro_conditions
 
 
 def cached_flow(cfg: TrainConfig, dataset: Mapping[str, Any], job: Job, *, asked: bool) -> dict[str, Counts]:

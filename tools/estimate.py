@@ -15,7 +15,7 @@ Memory of a GPU, in bytes, for N parameters of which n are trained, on G GPUs of
     zero2        2N weights + 2n gradients + (4n + 8n + 4N) / G
 
 and 2N more for the copies that autocast keeps with bf16 or fp16 (zero2 has none). With lora, n and what is averaged are the
-adapters'. Activations: see opensora/models/activations.py; with lora they are an upper bound. The VAE and the text encoder
+adapters'. Activations: see tools/activations.py; with lora they are an upper bound. The VAE and the text encoder
 are counted as weights in their dtype: the processes of a node share those of a `shardformer`, and an encoder that leaves the
 GPU `between_uses` counts nothing. A T5 that is no known one and has no config.json here is taken for T5-XXL, and a line says
 so. What they need while they work, the CUDA context (about 0.5 GiB) and what the allocator wastes are not counted. Hours count
@@ -47,12 +47,12 @@ from opensora.config.activation_checkpointing import level_of, parse_recompute
 from opensora.config.load import TrainConfig, parse_config, read_file
 from opensora.config.lora import LoraOptions
 from opensora.datasets.buckets.bucket import Buckets
-from opensora.models.activations import activation_bytes
 from opensora.models.denoiser import Denoiser
 from opensora.registry import DATASETS, MODELS, SCHEDULERS, build_module
 from opensora.training.lora import target_names
 from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.errors import UserError, exit_on_user_error
+from tools.activations import activation_bytes
 from tools.frozen_parts import assumptions, build_text, build_vae, text_bytes, vae_bytes
 
 GIB = 2**30

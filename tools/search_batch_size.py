@@ -150,7 +150,7 @@ class Trainer:
         size = clip.num_frames, clip.height, clip.width
         known = {"fps": 24.0, "height": size[1], "width": size[2], "num_frames": size[0], "flow": 5.0}
         numbers = {
-            name: float(known.get(name, 1)) for name in self.model.numbers
+            name: float(known.get(name, 1)) for name in self.model.micro_conditions
         }  # whatever they are, a step takes as long
         cond = {name: torch.full((batch,), value, device=self.device) for name, value in numbers.items()}
         if self.encode is not None:

@@ -344,7 +344,7 @@ class VideoPipeline:
         height, width = request.image_size
         known = {"fps": request.fps, "height": height, "width": width, "num_frames": request.num_frames}
         known["flow"] = self.motion_flow
-        numbers = {name: known[name] for name in self.model.numbers}
+        numbers = {name: known[name] for name in self.model.micro_conditions}
         negatives = [item.negative_prompt for item in request.items]
         guided = needs_null(self.scheduler, request.guidance_scale)
         told: list[tuple[Condition, Condition | None]] = []

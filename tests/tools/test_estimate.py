@@ -12,7 +12,6 @@ from transformers import CLIPConfig, T5Config
 
 from opensora.config.activation_checkpointing import parse_recompute
 from opensora.config.load import TrainConfig, parse_config
-from opensora.models.activations import activation_bytes, block_units
 from opensora.registry import DATASETS, MODELS
 from opensora.utils.errors import UserError
 from tests.models.denoisers import FAMILIES, inputs
@@ -20,6 +19,7 @@ from tests.models.vaes import PARTS as VAE_PARTS
 from tests.models.vaes import VAES
 from tests.models.vaes import build as build_vae
 from tools import frozen_parts
+from tools.activations import activation_bytes, block_units
 from tools.estimate import PARTS, Machines, build, estimate, main, read_config, sizes_of, state_bytes
 
 GIB = 2**30
@@ -67,7 +67,7 @@ def test_recomputing_keeps_less_in_the_expected_order():
     small, *_, large = kept = [activation_bytes(model, 100, 2, parse_recompute(level)) for level in levels]
     assert kept == sorted(kept)
     units = block_units(model.blocks[0], 2)
-    assert large / small == pytest.approx(6 * units.whole / (6 + units.whole))
+    assert large / small == pytest.approx(6 * units.total / (6 + units.total))
     assert activation_bytes(model, 100, 2, parse_recompute("selective")) < large
 
 

@@ -135,7 +135,7 @@ def test_steps_of_every_config_of_nova(path):
     trainer = Trainer(cfg, CPU, NO_LIMITS, encoders=False)
     (clip,) = clips_of(cfg)
     assert trainer(clip, 1).fits
-    assert ("flow" in trainer.model.numbers) == (cfg.num_frames > 1)
+    assert ("flow" in trainer.model.micro_conditions) == (cfg.num_frames > 1)
     assert trainer.model.in_channels == (16 if vae else 4)
 
 

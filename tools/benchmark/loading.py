@@ -23,10 +23,10 @@ from opensora.config.schema import LoopConfig
 from opensora.datasets.cache.dataset import CachedVideoTextDataset
 from opensora.datasets.cache.moments import CLIP_FEATURES, CLIPS, clip_settings
 from opensora.datasets.cache.records import RecordWriter
-from opensora.datasets.cache.text_features import FEATURES, FOLDER
+from opensora.datasets.cache.text import FEATURES, FOLDER
 from opensora.datasets.dataloader import build_dataloader
 from opensora.datasets.video import timeline
-from opensora.datasets.video.decoding import Decoding
+from opensora.datasets.video.files import Decoding
 from opensora.datasets.video.read_video import open_clip, probe, read_frames
 from opensora.training.run import RunState
 from opensora.training.saver import Saver

@@ -82,7 +82,7 @@ def nova(argv: Sequence[str]) -> None:
             model: Any = MODELS.build(case.model)
             x = torch.randn(batch, model.in_channels, *case.latent)
             cond = {"y": torch.randn(batch, 1, TEXT_LEN, model.text_embed.proj.in_features)}
-            if "flow" in model.numbers:
+            if "flow" in model.micro_conditions:
                 cond |= {"fps": torch.full((batch,), 12.0), "flow": torch.full((batch,), 5.0)}
         if part == "train":
             how = {"dtype": args.dtype, "compiled": blocks == "compiled", "checkpoint": args.checkpoint}

@@ -32,11 +32,11 @@ class SelfAttention(Protocol):
     qkv: nn.Linear
     proj: nn.Linear
 
-    def whole(self, x: Tensor, rope: Tensor | None = None, grid: Grid | None = None) -> Tensor: ...
+    def forward_local(self, x: Tensor, rope: Tensor | None = None, grid: Grid | None = None) -> Tensor: ...
 
-    def attend(self, qkv: Tensor, rope: Tensor | None = None, grid: Grid | None = None) -> Tensor: ...
+    def attend_qkv(self, qkv: Tensor, rope: Tensor | None = None, grid: Grid | None = None) -> Tensor: ...
 
-    def weigh(self, q: Tensor, k: Tensor, v: Tensor, rope: Tensor | None = None) -> Tensor: ...
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, rope: Tensor | None = None) -> Tensor: ...
 
     def reduce_keys(self, k: Tensor, v: Tensor, grid: Grid | None) -> tuple[Tensor, Tensor]: ...
 
@@ -66,7 +66,7 @@ class ByHeads:
         """Tokens `x [B, T, S / p, D]` -> `[B, T, S / p, D]`."""
         qkv = rearrange(attn.qkv(x), "B T S (K H d) -> B T S K H d", K=3, d=attn.head_dim)
         qkv = self.ranks.move(qkv, spread=4, join=2, length=num_places(grid))  # [B, T, S, 3, H / p, d]
-        out = attn.attend(rearrange(qkv, "B T S K H d -> B T S (K H d)"), rope, grid)
+        out = attn.attend_qkv(rearrange(qkv, "B T S K H d -> B T S (K H d)"), rope, grid)
         return attn.proj(self.back(attn, out))
 
     def back(self, attn: SelfAttention, out: Tensor) -> Tensor:
@@ -101,7 +101,7 @@ class ByFrames:
         if self.ranks.size > T:
             return self.by_heads(attn, x, rope, grid)
         x = self.ranks.move(x, spread=1, join=2, length=num_places(grid))  # [B, T / p, S, D]
-        return self.ranks.move(attn.whole(x, rope, grid), spread=2, join=1, length=T)
+        return self.ranks.move(attn.forward_local(x, rope, grid), spread=2, join=1, length=T)
 
     def traffic(self, attn: SelfAttention, batch: int, frames: int, grid: Grid) -> Traffic:
         """See `Traffic`."""
@@ -133,7 +133,7 @@ class ByHeadsOfFewerKeys:
         kv = rearrange(kv, "K B H (T S) d -> K B T S H d", T=frames)
         kv = self.ranks.move(kv, spread=4, join=2, length=T)  # [2, B, T, few, H / p, d]
         k, v = rearrange(kv, "K B T S H d -> K B H (T S) d").unbind(0)
-        out = attn.weigh(rearrange(q, "B T S H d -> B H (T S) d"), k, v, rope)
+        out = attn.attend(rearrange(q, "B T S H d -> B H (T S) d"), k, v, rope)
         return attn.proj(ByHeads(self.ranks).back(attn, rearrange(out, "B H (T S) d -> B T S (H d)", T=T)))
 
     def traffic(self, attn: SelfAttention, batch: int, frames: int, grid: Grid) -> Traffic:

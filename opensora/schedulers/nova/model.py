@@ -35,6 +35,8 @@ class AutoregressiveModel(Protocol):
         skip: Sequence[int] = (),
     ) -> Tensor: ...
 
+    def to_patches(self, frames: Tensor) -> Tensor: ...
+
     def to_frames(self, patches: Tensor, size: tuple[int, int]) -> Tensor: ...
 
     def check_size(self, size: Sequence[int]) -> tuple[int, int, int]: ...
@@ -55,14 +57,6 @@ def parts_of(model: Any) -> AutoregressiveModel:
             )
         inner = inner.module
     return cast(AutoregressiveModel, inner)
-
-
-def cut(frames: Tensor, patch: int) -> Tensor:
-    """`[..., C, H, W] -> [..., N, C p p]`, rows first, the channel slowest."""
-    *rest, C, H, W = frames.shape
-    grid = frames.reshape(*rest, C, H // patch, patch, W // patch, patch)
-    order = [*range(len(rest)), *(len(rest) + i for i in (1, 3, 0, 2, 4))]  # rows, columns, C, ph, pw
-    return grid.permute(order).reshape(*rest, (H // patch) * (W // patch), C * patch * patch)
 
 
 def spread(values: Tensor, size: tuple[int, int], patch: int) -> Tensor:

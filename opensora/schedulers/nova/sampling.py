@@ -8,7 +8,7 @@ from torch import Tensor
 
 from opensora.schedulers.guidance import Condition
 from opensora.schedulers.nova.guidance import Scales
-from opensora.schedulers.nova.model import AutoregressiveModel, cut
+from opensora.schedulers.nova.model import AutoregressiveModel
 from opensora.schedulers.sampling import SamplingStep
 
 
@@ -46,7 +46,9 @@ def generate(
     branches = _branches(model, cond, null, scales)
     pasts: dict[str, Any] = dict.fromkeys(branches)
     head: Any = model.image_decoder
-    times = head.time_cond_embed.of_time(torch.tensor(plan.levels[:-1], device=z.device) * plan.num_timesteps)
+    times = head.time_cond_embed.timestep_embedding(
+        torch.tensor(plan.levels[:-1], device=z.device) * plan.num_timesteps
+    )
     x = torch.zeros_like(z)
     all_given = given.all(dim=0).tolist()  # one wait for the device, before the loops
     for t in range(T):
@@ -60,7 +62,7 @@ def generate(
         if all_given[t]:
             x[:, :, t] = z[:, :, t]
             continue
-        noise = plan.temperature * cut(z[:, :, t], model.image_patch)  # [B, N, c]
+        noise = plan.temperature * model.to_patches(z[:, :, t])  # [B, N, c]
         patches = torch.zeros_like(noise)
         for k in range(num_steps):
             new = plan.order[:, plan.known[k] : plan.known[k + 1]]  # [B, n]

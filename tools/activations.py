@@ -1,7 +1,7 @@
 """How much a denoiser's forward pass keeps for its backward pass, from the model's shape alone.
 
 A formula, not a measurement: it counts the tensors that PyTorch's autograd saves in our blocks, once each, in units of D
-numbers per token (D: width), in the number format of the computation:
+values per token (D: width), in the dtype of the computation:
 
     LayerNorm and modulation   2     its input and its output
     self-attention             7     input, q, k, v, output twice (as attention leaves it and as the projection takes it), gate
@@ -10,9 +10,9 @@ numbers per token (D: width), in the number format of the computation:
     cross-attention            3     input, q, output
     MLP                        1 + 2 M + 1    input; hidden layer of width M D before and after GELU; gate
 
-A part that is computed again keeps its input alone, and needs room for itself once more while its turn comes. Beside
-that, autocast keeps a copy of every weight in the short format. Text tokens, embedders and the final layer are left out:
-a few percent. Compiled blocks compute some of it again: about an eighth less. tests/tools/test_estimate.py compares the
+A checkpointed part keeps its input alone, and needs its own memory once while it is recomputed. In
+addition, autocast keeps a copy of every weight in half precision. Text tokens, embedders and the final layer are left out:
+a few percent. Compiled blocks recompute some of it: about an eighth less. tests/tools/test_estimate.py compares the
 formula with what is saved, for every family of models.
 """
 
@@ -26,30 +26,30 @@ from opensora.models.denoiser import Denoiser
 from opensora.models.layers.attention import Attention, CrossAttention
 
 NORM, SELF, CROSS = 2.0, 7.0, 3.0
-QK_NORM, KERNELS_QK_NORM = {4: 4.0, 2: 9.0}, 2.0  # by bytes of a number; with our kernel
+QK_NORM, KERNELS_QK_NORM = {4: 4.0, 2: 9.0}, 2.0  # by bytes of a value; with our kernel
 COMPILED = 7 / 8
 
 
 class BlockUnits(NamedTuple):
     """Of one block, in units of D numbers per token."""
 
-    whole: float
+    total: float
     mlp: float  # of its MLP alone
     products: float  # outputs of matrix products and attention, which "selective" keeps
 
 
 def block_units(block: nn.Module, num_bytes: int, *, kernels: bool = False) -> BlockUnits:
-    """What a block keeps; `num_bytes` of a number in the format of the computation, `kernels` as of `activation_bytes`."""
-    whole = mlp = products = 0.0
+    """What a block keeps; `num_bytes`, `kernels`: see `activation_bytes`."""
+    total = mlp = products = 0.0
     for module in block.modules():
         if isinstance(module, Attention):
-            whole += SELF
+            total += SELF
             if not isinstance(module.q_norm, nn.Identity):
                 fused = kernels and module.norm_order == "norm_then_rope"
-                whole += KERNELS_QK_NORM if fused else QK_NORM[num_bytes]
+                total += KERNELS_QK_NORM if fused else QK_NORM[num_bytes]
             products += 5.0  # qkv, attention, projection
         elif isinstance(module, CrossAttention):
-            whole += CROSS
+            total += CROSS
             products += CROSS  # q, attention, projection
         elif isinstance(module, Mlp):
             assert isinstance(module.fc1, nn.Linear)
@@ -57,8 +57,8 @@ def block_units(block: nn.Module, num_bytes: int, *, kernels: bool = False) -> B
             mlp += 2 + 2 * ratio
             products += ratio + 1
         elif isinstance(module, nn.LayerNorm) or type(module).__name__.endswith("LayerNorm"):
-            whole += NORM
-    return BlockUnits(whole + mlp, mlp, products + 1)
+            total += NORM
+    return BlockUnits(total + mlp, mlp, products + 1)
 
 
 def activation_bytes(
@@ -76,7 +76,7 @@ def activation_bytes(
         model: a denoiser, on any device, also "meta".
         tokens: of all samples of a batch that this process holds, B N / sp_size.
         num_bytes: 4 for fp32, 2 for bf16 and fp16.
-        recompute: which parts are computed again.
+        recompute: which parts are checkpointed.
         compiled: whether the blocks are compiled.
         kernels: whether our kernels compute, as they do on a GPU.
     """
@@ -92,11 +92,11 @@ def activation_bytes(
 
 
 def _kept(of: BlockUnits, part: str) -> tuple[float, float]:
-    """What a block keeps of which `part` is computed again, and what that is."""
+    """What a block keeps of which `part` is checkpointed, and what is then recomputed."""
     if part == "nothing":
-        return of.whole, 0.0
+        return of.total, 0.0
     if part == "block":
-        return 1.0, of.whole
+        return 1.0, of.total
     if part == "mlp":
-        return of.whole - of.mlp + 1.0, of.mlp
-    return of.products, of.whole - of.products
+        return of.total - of.mlp + 1.0, of.mlp
+    return of.products, of.total - of.products
