@@ -15,7 +15,6 @@ from opensora.acceleration.checkpointing import checkpoint_activations, offload_
 from opensora.acceleration.compile import compile_blocks
 from opensora.acceleration.distributed import World, init_world, on_main_first, shutdown
 from opensora.acceleration.engine import build_engine, check_engine
-from opensora.acceleration.float8 import check_float8, convert_linears, recipe_of
 from opensora.acceleration.sequence_parallel import parallelise
 from opensora.checkpoint.weight_sources import refuse_misnamed
 from opensora.config.load import TrainConfig, parse_config, to_dict
@@ -82,8 +81,6 @@ def main() -> None:
     try:
         same_settings(cfg)
         check_engine(cfg.plugin, cfg.sp_size, device=world.device, dtype=cfg.dtype)
-        if recipe := recipe_of(cfg.float8):
-            check_float8(recipe, world.device)
         if cfg.lora is not None:
             check_lora()
             refuse_without_base(cfg.model)
@@ -135,8 +132,7 @@ def train(cfg: TrainConfig, world: World, stop: StopSignals, watchdog: Watchdog)
         refuse_illegal_sizes(dataset.buckets, vae, model.patch_size)
     encode = BatchEncoder(vae, text_encoder, model, world.device)
     optimizer = build_optimizer(cfg, model)
-    settings = engine_settings(cfg) | {"cast_once": cfg.cast_once, "cuda_graphs": cfg.cuda_graphs}
-    engine = build_engine(cfg.plugin, model, optimizer, world, **settings)
+    engine = build_engine(cfg.plugin, model, optimizer, world, **engine_settings(cfg), cuda_graphs=cfg.cuda_graphs)
     ema = build_ema(cfg, model, engine)
 
     global_batch = cfg.batch_size * world.dp_size if cfg.bucket_config is None else BATCHES_VARY
@@ -223,8 +219,6 @@ def build_data_and_models(cfg: TrainConfig, world: World) -> tuple[Any, Any, Any
     ).to(device)
     if cfg.lora is not None:
         add_lora(model, LoraOptions.of(cfg.lora), seed=cfg.seed)
-    if recipe := recipe_of(cfg.float8):
-        convert_linears(model, recipe)
     if cfg.compile:
         compile_blocks(model.transformer_blocks())
     checkpoint_activations(model.transformer_blocks(), cfg.grad_checkpoint, getattr(model, "stack_depths", None))

@@ -24,7 +24,6 @@ from opensora.acceleration.distributed import World, send_from_first
 from opensora.acceleration.engines import ddp, fsdp2, low_level_zero
 from opensora.acceleration.engines.partition import node_size
 from opensora.registry import PLUGINS
-from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -120,7 +119,7 @@ def build_engine(
     for key, value in settings.items():
         if key not in taken and value not in (None, False):
             raise UserError(f"{key}={value!r} has no effect with plugin={name!r}: leave it out.")
-    for idle in _idle(world, dtype, settings):
+    for idle in _idle(world, settings):
         logger.warning("%s", idle)
     if world.size > 1:  # what a process read or drew otherwise would stay apart for ever
         send_from_first(model)
@@ -129,7 +128,7 @@ def build_engine(
     )
 
 
-def _idle(world: World, dtype: str, settings: Mapping[str, Any]) -> list[str]:
+def _idle(world: World, settings: Mapping[str, Any]) -> list[str]:
     """What is asked for, is legal, and does nothing here."""
     told = []
     if settings.get("hybrid_zero") and min(settings.get("shard_size") or node_size(world.size), world.size) == 1:
@@ -138,8 +137,6 @@ def _idle(world: World, dtype: str, settings: Mapping[str, Any]) -> list[str]:
         told.append(
             "optimizer_offload=True saves nothing on a CPU: the optimizer's state is a copy in the same memory."
         )
-    if settings.get("cast_once") and to_torch_dtype(dtype) == torch.float32:
-        told.append(f"cast_once=True has no effect with dtype={dtype}, in which nothing is rounded.")
     if settings.get("cuda_graphs") and world.device.type == "cpu":
         told.append(
             "cuda_graphs=True gains nothing on a CPU, which has no graphs: the passes are only called in another way."

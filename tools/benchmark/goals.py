@@ -1,6 +1,6 @@
 """Training steps against the goals: our way beside the reference's and diffusers', on the same work, in one process.
 
-    python -m tools.benchmark.goals [--settings stdit-16x256 ...] [--ways reference ours float8 diffusers] [--peak-tflops 790] [--toy]
+    python -m tools.benchmark.goals [--settings stdit-16x256 ...] [--ways reference ours diffusers] [--peak-tflops 790] [--toy]
 
 A setting is a model, a size of latents and a batch. The ways to train it, all in bf16 and with fp32 master weights:
 
@@ -8,7 +8,6 @@ A setting is a model, a size of latents and a batch. The ways to train it, all i
   for the time by which to judge it;
 - `ours`: blocks compiled, the `ddp` engine in one process, and the least activation checkpointing that fits: the values of
   `grad_checkpoint` in --checkpoint are tried in order (by default those of the setting, without what is sure not to fit into 80 GB);
-- `float8`: the same with float8 matrix products (--float8-recipe); it begins with the checkpointing that `ours` ended with;
 - `diffusers`: diffusers' nearest model, its blocks compiled, weights in bf16; with its own gradient checkpointing where that is
   needed. `diffusers-autocast` is the same with fp32 weights under autocast, to see which is faster.
 
@@ -30,7 +29,6 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
 from torch.nn.attention import sdpa_kernel
 
 from opensora.acceleration.checkpointing import checkpoint_activations
@@ -61,7 +59,7 @@ COLUMNS = (
     "setting", "way", "checkpointed", "ms/step", "samples/s", "at equal FLOPs", "of the reference", "TFLOP/s", "MFU", "peak GiB",
     "error", "gradient error", "set-up s",
 )  # fmt: skip
-WAYS = ("reference", "ours", "float8", "diffusers", "diffusers-autocast")
+WAYS = ("reference", "ours", "diffusers", "diffusers-autocast")
 OUT_OF_MEMORY = "out of memory"
 TOY = {"hidden_size": 64, "depth": 2, "num_heads": 2, "caption_channels": 32}
 
@@ -157,7 +155,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
     parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=tuple(SETTINGS))
-    parser.add_argument("--ways", nargs="+", default=list(WAYS[:4]), choices=WAYS)
+    parser.add_argument("--ways", nargs="+", default=list(WAYS[:3]), choices=WAYS)
     parser.add_argument(
         "--checkpoint",
         nargs="+",
@@ -167,7 +165,6 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--batch", type=int, help="in place of the settings' own")
     add_experiments(parser)
-    parser.add_argument("--float8-recipe", default="rowwise", help="see opensora/acceleration/float8.py")
     parser.add_argument("--peak-tflops", type=float, help="of the device in bf16; measured when left out")
     parser.add_argument("--memory-gib", type=float, help="as if the card had no more: 79 for one of 80 GB")
     parser.add_argument("--toy", action="store_true", help="tiny models and latents; always so on a CPU")
@@ -189,19 +186,14 @@ def measure_setting(args: argparse.Namespace, name: str, setting: Setting, peak:
     right, flops = found
     rate_of_reference = None
     levels: Sequence[str] = tuple(args.checkpoint or setting.levels)
-    first: str | None = None  # of the levels that fit
     for way in args.ways:
-        if way == "float8" and isinstance(reason := attempt(partial(check, args.float8_recipe, device), device), str):
-            print(line(name, way, "-", reason), flush=True)
-            continue
-        level, result = first_that_fits(args, name, setting, way, levels_of(way, levels, first), right)
+        level, result = first_that_fits(args, name, setting, way, levels_of(way, levels), right)
         if result is None:
             continue
         rate = setting.batch / result.timed.seconds * result.flops / flops
         rate_of_reference = rate if way == "reference" else rate_of_reference
         times = "-" if rate_of_reference is None else f"{rate / rate_of_reference:.2f}"
         print(line(name, way, level, *cells(setting, result, rate, times, peak)), flush=True)
-        first = level if way == "ours" else first
 
 
 def first_that_fits(
@@ -220,13 +212,13 @@ def first_that_fits(
     return levels[-1], None
 
 
-def levels_of(way: str, levels: Sequence[str], first: str | None) -> Sequence[str]:
-    """The values of `grad_checkpoint` to try for a way: `levels` are those for ours, of which `first` is known to fit."""
+def levels_of(way: str, levels: Sequence[str]) -> Sequence[str]:
+    """The values of `grad_checkpoint` to try for a way: `levels` are those for ours."""
     if way == "reference":
         return ("block",)
     if way.startswith("diffusers"):  # it has all or nothing
         return ("none", "block") if levels[0] == "none" else ("block",)
-    return levels if first is None else levels[levels.index(first) :]
+    return levels
 
 
 def line(name: str, way: str, level: str, *cells: str) -> str:
@@ -288,8 +280,6 @@ def measure(args: argparse.Namespace, setting: Setting, way: str, level: str, ri
         trained = as_the_reference(model, setting, level)
         del cond["mask"]  # all tokens are real
     else:
-        if way == "float8":
-            to_float8(model, args.float8_recipe)
         trained = Trained(
             start(model, device, "bf16", "compiled", level, **switches(args)),
             model.flops(setting.latent, cond["y"].shape[2]),
@@ -335,24 +325,6 @@ def with_diffusers(model: Any, setting: Setting, device: torch.device, level: st
         return Trained(RoundedWeights(theirs, autocast=False), flops)
     optimizer = torch.optim.AdamW(theirs.parameters(), lr=1e-5, fused=device.type == "cuda")
     return Trained(build_engine("ddp", theirs, optimizer, World(0, 1, device), dtype="bf16", grad_clip=1.0), flops)
-
-
-def check(recipe: str, device: torch.device) -> None:
-    """Say early that float8 is impossible here.
-
-    Raises:
-        UserError: so it is.
-    """
-    from opensora.acceleration.float8 import check_float8
-
-    check_float8(recipe, device)
-
-
-def to_float8(model: nn.Module, recipe: str) -> None:
-    """Let the blocks' linear layers compute in float8."""
-    from opensora.acceleration.float8 import convert_linears
-
-    convert_linears(model, recipe)
 
 
 if __name__ == "__main__":

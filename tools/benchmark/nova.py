@@ -64,8 +64,7 @@ def main() -> None:
     device = torch.device(args.device)
     name = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     peak = args.peak_tflops or matmul_tflops(device, to_torch_dtype(args.dtype))
-    told = ", cast_once" if args.cast_once else ""
-    print(f"{name}, torch {torch.__version__}, {args.dtype}{told}, {TEXT} text tokens; MFU of {peak:.4g} TFLOP/s\n")
+    print(f"{name}, torch {torch.__version__}, {args.dtype}, {TEXT} text tokens; MFU of {peak:.4g} TFLOP/s\n")
     print("| case | what | batch | ms | patches/s | MFU | frames/s | peak GiB |\n|---|---|---|---|---|---|---|---|")
     cases = GPU if device.type == "cuda" else CPU
     for case in args.cases:
@@ -93,7 +92,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=4 if on_gpu else 1)
     parser.add_argument("--dtype", default="bf16" if on_gpu else "fp32", choices=("fp32", "bf16", "fp16"))
     parser.add_argument("--checkpoint", type=level_of, default="none", help="a value of grad_checkpoint")
-    parser.add_argument("--cast-once", action="store_true", help="the config's cast_once, in training")
     parser.add_argument("--steps", type=int, default=10 if on_gpu else 2)
     parser.add_argument("--sampling-steps", type=int, nargs=2, default=(64, 25) if on_gpu else (4, 2))
     parser.add_argument("--peak-tflops", type=float)
@@ -182,8 +180,7 @@ def training_step(
     checkpoint_activations(model.transformer_blocks(), args.checkpoint, model.stack_depths)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=device.type == "cuda")
-    settings: dict[str, Any] = {"dtype": args.dtype, "grad_clip": 1.0, "cast_once": args.cast_once}
-    engine = build_engine("ddp", model.train(), optimizer, World(0, 1, device), **settings)
+    engine = build_engine("ddp", model.train(), optimizer, World(0, 1, device), dtype=args.dtype, grad_clip=1.0)
     scheduler = SCHEDULERS.build({"type": "nova"})
     x, cond = inputs(model, case, batch, device)
     numbers = count()

@@ -1,6 +1,6 @@
 """Where the time of a training step goes, by kinds of kernels: matrix products, attention, fused pointwise kernels, copies, optimizer.
 
-    python -m tools.benchmark.step_profile [--model STDiT-XL/2] [--latent 16 32 32] [--batch 8] [--blocks compiled] [--float8 [RECIPE]]
+    python -m tools.benchmark.step_profile [--model STDiT-XL/2] [--latent 16 32 32] [--batch 8] [--blocks compiled]
 
 The step is that of tools/benchmark/train_step.py: forward, backward, clipping, fused AdamW; no data, VAE or text encoder. Some steps
 are timed, then some are profiled. The GPU is idle for what is left of the step without the profiler when its busy time in the
@@ -28,12 +28,9 @@ from tools.benchmark.train_step import add_experiments, build, inputs, start, sw
 KINDS = {
     "attention (cuDNN, flash, efficient)": r"sdpa|scaled_dot_product|flash|fmha|cudnn::fusion",
     "our short_attention": r"_short_attention_",
-    "our few_keys_attention": r"_few_keys_",
     "our head_norm": r"_norm_heads_",
-    "our gelu_linear": r"_gelu_backward_kernel",
     "norm clipping": r"lpnorm|_foreach_norm|linalg_vector_norm",
     "optimizer": r"FusedAdam|fused_adam|multi_tensor_apply|aten::_foreach|Optimizer\.",
-    "matrix products, float8": r"nvjet_(sm\d+_)?[qr]{2}|e4m3|e5m2|f8f8|scaled_mm",
     "matrix products": r"nvjet|cutlass|gemm|gemv|xmma|splitK|cublas|convolution|triton_tem_|^aten::(add|b|badd)?mm$|linear",
     "copies, casts, transposes": r"memcpy|memset|copy|CatArray|transpose|^aten::(clone|cat|contiguous|fill_|zero_)$",
     "fused by Inductor, reductions": r"^triton_(red|per)_",
@@ -75,7 +72,7 @@ def main() -> None:
     print(
         f"{heading(device, 'tools.benchmark.step_profile')}\n{args.model}, latent {'x'.join(map(str, args.latent))}, batch {args.batch}, "
         f"{''.join(f'{name}, ' for name in told(args))}"
-        f"{args.text_len} text tokens, {args.dtype}{f', float8 {args.float8}' if args.float8 else ''}, {args.blocks} blocks, "
+        f"{args.text_len} text tokens, {args.dtype}, {args.blocks} blocks, "
         f"grad_checkpoint={args.checkpoint}\n",
         flush=True,
     )
@@ -99,9 +96,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--checkpoint", type=level_of, default="none", metavar="LEVEL", help="a value of the config's grad_checkpoint"
     )
-    parser.add_argument(
-        "--float8", nargs="?", const="rowwise", metavar="RECIPE", help="float8 products; default rowwise"
-    )
     add_experiments(parser)
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--steps", type=int, default=6, help="that are timed")
@@ -110,18 +104,10 @@ def parse_args() -> argparse.Namespace:
 
 
 def measure(args: argparse.Namespace) -> tuple[float, list[Kernel]]:
-    """Seconds of a step without the profiler, and the kernels of the profiled steps.
-
-    Raises:
-        UserError: float8 does not work here.
-    """
+    """Seconds of a step without the profiler, and the kernels of the profiled steps."""
     device = torch.device(args.device)
     model = build(args.model, device, args.text_len)
     z, _, cond = inputs(model, args.batch, args.latent, device)
-    if args.float8:
-        from opensora.acceleration.float8 import convert_linears
-
-        convert_linears(model, args.float8)
     engine = start(model, device, args.dtype, args.blocks, args.checkpoint, **switches(args))
     seconds = timed(engine, z, cond, args.warmup, args.steps).seconds
     return seconds, kernels_of(

@@ -87,7 +87,7 @@ def main() -> None:
 
 def told(args: argparse.Namespace) -> list[str]:
     """What else was asked for, for the heading."""
-    return [*["cast_once"] * args.cast_once, *["cuda_graphs"] * args.cuda_graphs, *args.inductor]
+    return [*["cuda_graphs"] * args.cuda_graphs, *args.inductor]
 
 
 def parse_args() -> argparse.Namespace:
@@ -111,7 +111,6 @@ def parse_args() -> argparse.Namespace:
 
 def add_experiments(parser: argparse.ArgumentParser) -> None:
     """Options for what is not the default, as it was not measured yet or costs something."""
-    parser.add_argument("--cast-once", action="store_true", help="the config's cast_once")
     parser.add_argument("--cuda-graphs", action="store_true", help="the config's cuda_graphs")
     parser.add_argument(
         "--inductor",
@@ -124,7 +123,7 @@ def add_experiments(parser: argparse.ArgumentParser) -> None:
 
 def switches(args: argparse.Namespace) -> dict[str, bool]:
     """The fields of the config among the options of `add_experiments`."""
-    return {"cast_once": args.cast_once, "cuda_graphs": args.cuda_graphs}
+    return {"cuda_graphs": args.cuda_graphs}
 
 
 def switched_on(parser: argparse.ArgumentParser) -> argparse.Namespace:

@@ -10,7 +10,6 @@ one go before the optimizer's step, not while the backward pass goes on.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -18,11 +17,9 @@ from torch.optim import Optimizer
 from opensora.acceleration.cuda_graphs import record_training
 from opensora.acceleration.distributed import World
 from opensora.acceleration.engines.base import MastersEngine
-from opensora.acceleration.engines.cast_once import CastOnce
 from opensora.acceleration.engines.masters import Masters
 from opensora.acceleration.engines.partition import Partition, node_size
 from opensora.registry import PLUGINS
-from opensora.utils.errors import UserError
 
 
 @PLUGINS.register_module(name="ddp")
@@ -38,12 +35,8 @@ class DDPEngine(MastersEngine):
         hybrid_zero: share out the optimizer's state over `shard_size` processes.
         shard_size: None = the processes of a node.
         optimizer_offload: take the step on the CPU, see `Masters`.
-        cast_once: round the blocks' weights in one pass, see `cast_once.py`.
         cuda_graphs: record the passes of each size and replay them, see `acceleration/cuda_graphs.py`. A CPU has no graphs, and
             takes the same path without.
-
-    Raises:
-        UserError: `cuda_graphs` with `cast_once`.
     """
 
     def __init__(  # noqa: PLR0913  (keywords of build_engine)
@@ -57,11 +50,8 @@ class DDPEngine(MastersEngine):
         hybrid_zero: bool = False,
         shard_size: int | None = None,
         optimizer_offload: bool = False,
-        cast_once: bool = False,
         cuda_graphs: bool = False,
     ) -> None:
-        if cuda_graphs and cast_once:
-            raise UserError("cuda_graphs=True does not work with cast_once=True: leave one of them out.")
         weights = dict(model.named_parameters())
         self.partition: Partition | None = None
         if hybrid_zero and world.size > 1:
@@ -69,7 +59,6 @@ class DDPEngine(MastersEngine):
         mine = None if self.partition is None else self.partition.mine
         masters = Masters(optimizer, weights, weights, mine=mine, offload=optimizer_offload)
         super().__init__(model, masters, world.device, dtype, grad_clip)
-        self.casts = CastOnce(model, self.dtype) if cast_once and self.dtype != torch.float32 else None
         self.model: nn.Module = model
         self.average: Callable[[], None] | None = None
         if cuda_graphs:
@@ -82,14 +71,8 @@ class DDPEngine(MastersEngine):
     def micro_step(self, *, last: bool) -> Iterator[None]:
         """See `Engine.micro_step`."""
         alone = isinstance(self.model, DistributedDataParallel) and not last
-        rounded = nullcontext() if self.casts is None else self.casts.forward_pass()
-        with self.model.no_sync() if alone else nullcontext(), self.autocast(), rounded:  # type: ignore[operator]
+        with self.model.no_sync() if alone else nullcontext(), self.autocast():  # type: ignore[operator]
             yield
-
-    def backward(self, loss: Tensor) -> None:
-        """See `Engine.backward`."""
-        with nullcontext() if self.casts is None else self.casts.backward_pass():  # checkpointing computes again
-            super().backward(loss)
 
     def step(self) -> Tensor:
         """See `Engine.step`."""
