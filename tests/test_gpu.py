@@ -10,7 +10,7 @@ import torch
 import opensora.acceleration.kernels.attention as attention_module
 from opensora.acceleration.checkpointing import checkpoint_activations
 from opensora.acceleration.compile import compile_blocks
-from opensora.acceleration.cuda_graphs import record_training
+from opensora.acceleration.compile.cuda_graphs import record_training
 from opensora.acceleration.distributed import World
 from opensora.acceleration.engine import build_engine
 from opensora.acceleration.kernels.attention import attention
@@ -197,7 +197,7 @@ def test_a_recording_is_replayed_not_repeated(monkeypatch):
 
 WAITS = """
 import torch
-from opensora.acceleration.cuda_graphs import record_training
+from opensora.acceleration.compile.cuda_graphs import record_training
 from tests.models.denoisers import build, inputs
 model = build("STDiT").train().cuda()
 model.blocks[0].register_forward_hook(lambda _m, _i, out: out * float(out.sum().isfinite()))

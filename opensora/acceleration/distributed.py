@@ -205,7 +205,7 @@ def shutdown() -> None:
 
 
 @torch.no_grad()
-def send_from_first(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+def broadcast_params(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
     """Give all processes of a group the weights and buffers that its first one has."""
     for tensor in (*model.parameters(), *model.buffers()):
         sent = tensor.detach().contiguous()  # NCCL refuses channels-last kernels

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from opensora.acceleration.distributed import World, send_from_first
+from opensora.acceleration.distributed import World, broadcast_params
 from opensora.acceleration.engines import ddp, fsdp2, low_level_zero
 from opensora.acceleration.engines.partition import node_size
 from opensora.registry import PLUGINS
@@ -122,7 +122,7 @@ def build_engine(
     for idle in _idle(world, settings):
         logger.warning("%s", idle)
     if world.size > 1:  # what a process read or drew otherwise would stay apart for ever
-        send_from_first(model)
+        broadcast_params(model)
     return PLUGINS.build(
         {"type": name}, model=model, optimizer=optimizer, world=world, dtype=dtype, grad_clip=grad_clip, **settings
     )

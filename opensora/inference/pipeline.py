@@ -19,8 +19,7 @@ from tqdm import tqdm
 
 from opensora.acceleration.cfg_parallel import Sharing, share_videos, split_guidance
 from opensora.acceleration.compile import compile_blocks
-from opensora.acceleration.compiler import compile_pipe
-from opensora.acceleration.compiler.options import parse_options
+from opensora.acceleration.compiler import compile_pipe, parse_options
 from opensora.acceleration.distributed import init_world
 from opensora.acceleration.patching import wrap_forward
 from opensora.acceleration.step_cache.build import build_step_cache

@@ -11,10 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from opensora.acceleration import cuda_graphs
 from opensora.acceleration.checkpointing import checkpoint_activations
-from opensora.acceleration.compile import compile_blocks
-from opensora.acceleration.cuda_graphs import Repeater, record_training
+from opensora.acceleration.compile import compile_blocks, cuda_graphs
+from opensora.acceleration.compile.cuda_graphs import Repeater, record_training
 from opensora.acceleration.distributed import World, init_world, shutdown
 from opensora.acceleration.engine import build_engine
 from opensora.acceleration.sequence_parallel import parallelise

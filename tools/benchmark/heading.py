@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import date
 from importlib.util import find_spec
+from pathlib import Path
 
 import torch
-
-from opensora.acceleration.compiler.libraries import cpu_info
 
 
 def heading(device: torch.device, module: str, argv: list[str] | None = None) -> str:
@@ -55,5 +54,9 @@ def versions(device: torch.device) -> str:
 
 
 def _processor() -> str:
-    names = cpu_info("model name")
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else f"CPU {platform.machine()}"

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from opensora.acceleration.cuda_graphs import record_training
+from opensora.acceleration.compile.cuda_graphs import record_training
 from opensora.acceleration.distributed import World
 from opensora.acceleration.engines.base import MastersEngine
 from opensora.acceleration.engines.masters import Masters
-from opensora.acceleration.engines.partition import Partition, node_size
+from opensora.acceleration.engines.partition import Partition, gather_from_owners, node_size
 from opensora.registry import PLUGINS
 
 
@@ -35,7 +35,7 @@ class DDPEngine(MastersEngine):
         hybrid_zero: share out the optimizer's state over `shard_size` processes.
         shard_size: None = the processes of a node.
         optimizer_offload: take the step on the CPU, see `Masters`.
-        cuda_graphs: record the passes of each size and replay them, see `acceleration/cuda_graphs.py`. A CPU has no graphs, and
+        cuda_graphs: record the passes of each size and replay them, see `compile/cuda_graphs.py`. A CPU has no graphs, and
             takes the same path without.
     """
 
@@ -80,12 +80,13 @@ class DDPEngine(MastersEngine):
             self.average()
         norm = super().step()
         if self.partition is not None:
-            self.partition.spread(self.kept.weights)
+            self.partition.broadcast_params(self.kept.weights)
         return norm
 
     def optimizer_state(self) -> dict[str, Tensor]:
         """See `Engine.optimizer_state`; with `hybrid_zero` gathered from the node, on the CPU."""
         state = self.kept.state()
         if self.partition is not None:
-            state = self.partition.gather(state, self.device)
+            gathered = gather_from_owners(state, self.partition.group, self.device)
+            state = {name: tensor.cpu() for name, tensor in gathered}
         return state | self.loss_scale.state()

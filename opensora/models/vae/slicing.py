@@ -1,4 +1,4 @@
-"""Moments of one of our VAEs in micro-batches; `opensora.acceleration.sliced_vae` says why."""
+"""Moments of one of our VAEs in micro-batches; `opensora.acceleration.vae_slicing` says why."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from opensora.acceleration.sliced_vae import autocast_to, pictures_at_a_time
+from opensora.acceleration.vae_slicing import autocast_to, pictures_at_a_time
 from opensora.models.vae.base import VideoVAE
 
 

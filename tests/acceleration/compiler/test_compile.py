@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import nn
 
-from opensora.acceleration.compiler import compile, entry, layer_errors, quantise, worst
-from opensora.acceleration.compiler.entry import record_of, restore
-from opensora.acceleration.compiler.flags import flags_of, switched
-from opensora.acceleration.compiler.options import parse_options
-from opensora.acceleration.compiler.regions import repeated_blocks
+from opensora.acceleration.compile import module as module_file
+from opensora.acceleration.compile import quantise
+from opensora.acceleration.compile.blocks import repeated_blocks
+from opensora.acceleration.compile.module import flags_of, record_of, restore, switched
+from opensora.acceleration.compiler import compile, layer_errors, parse_options, worst
 from opensora.registry import MODELS, SCHEDULERS
 from opensora.utils.errors import UserError
 from tests.acceleration.compiler.toys import Toy, pixart, toy
@@ -203,8 +203,10 @@ def test_frozen_weights_are_no_inputs_of_the_program(frozen):
 @pytest.mark.parametrize("isolates", [True, False], ids=["this PyTorch", "one without isolate_recompiles"])
 @torch.no_grad()
 def test_frozen_weights_that_changed_are_in_the_program_when_it_is_compiled_again(monkeypatch, isolates):
-    knows = entry.knows
-    monkeypatch.setattr(entry, "knows", lambda argument: knows(argument) and (isolates or "isolate" not in argument))
+    knows = module_file.knows
+    monkeypatch.setattr(
+        module_file, "knows", lambda argument: knows(argument) and (isolates or "isolate" not in argument)
+    )
     module, x = toy(), picture()
     compile(module, options={"mode": "freezing"})(x)
     restore(module)
@@ -484,7 +486,7 @@ def test_quant_chooses_a_type_that_takes_the_weights(hopper, dtype, kind):
     model = wide().to(dtype)
     compile(model, backend="none", options={"mode": "quant"})
     assert all(map(quantise.is_quantised, (model[0], model[2])))
-    assert quantise._DONE[model].kind == kind
+    assert quantise._DONE[model][0] == kind
     weight = model[0].weight
     compile(model, backend="none", options={"mode": "quant"})  # they are as they should be
     assert model[0].weight is weight

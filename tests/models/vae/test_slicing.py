@@ -7,7 +7,7 @@ from einops import rearrange
 from torch import nn
 from torch.testing import assert_close
 
-from opensora.acceleration.sliced_vae import pictures_at_a_time
+from opensora.acceleration.vae_slicing import pictures_at_a_time
 from opensora.models.vae import VideoAutoencoderKL, sliced_vae
 from opensora.models.vae.slicing import SlicedEncoder, sliced_moments
 from opensora.utils.errors import UserError
