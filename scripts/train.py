@@ -13,7 +13,7 @@ from torch import nn
 
 from opensora.acceleration.checkpointing import checkpoint_activations, offload_activations
 from opensora.acceleration.compile import compile_blocks
-from opensora.acceleration.distributed import World, init_world, on_main_first, shutdown
+from opensora.acceleration.distributed import World, broadcast_from_rank0, init_world, shutdown
 from opensora.acceleration.engine import build_engine, check_engine
 from opensora.acceleration.sequence_parallel import parallelise
 from opensora.checkpoint.weight_sources import refuse_misnamed
@@ -88,7 +88,7 @@ def main() -> None:
             dry_run(cfg, world)
             return
         refuse_missing_inputs(cfg)
-        on_main_first(partial(check_run_folder, cfg.outputs, cfg.exp_name, go_on=cfg.load == "latest"))
+        broadcast_from_rank0(partial(check_run_folder, cfg.outputs, cfg.exp_name, go_on=cfg.load == "latest"))
         with StopSignals(world) as stop, Watchdog(limit_s, world) as watchdog:
             train(cfg, world, stop, watchdog)
     finally:
@@ -123,7 +123,7 @@ def refuse_missing_inputs(cfg: TrainConfig) -> None:
 def train(cfg: TrainConfig, world: World, stop: StopSignals, watchdog: Watchdog) -> None:
     """The whole run of one process."""
     masks = MaskRatios(cfg.mask_ratios)
-    source = on_main_first(partial(resumed_checkpoint, cfg))
+    source = broadcast_from_rank0(partial(resumed_checkpoint, cfg))
     scheduler = build_module(cfg.scheduler, SCHEDULERS)
     dataset, vae, text_encoder, model = build_data_and_models(cfg, world)
     count_samples_once(scheduler, world.sp_size)

@@ -10,7 +10,7 @@ import torch
 import opensora.acceleration.kernels.attention as attention_module
 from opensora.acceleration.checkpointing import checkpoint_activations
 from opensora.acceleration.compile import compile_blocks
-from opensora.acceleration.compile.cuda_graphs import record_training
+from opensora.acceleration.compile.cuda_graphs import capture_training
 from opensora.acceleration.distributed import World
 from opensora.acceleration.engine import build_engine
 from opensora.acceleration.kernels.attention import attention
@@ -186,7 +186,7 @@ def test_recordings_of_checkpointed_blocks(level):
 
 def test_a_recording_is_replayed_not_repeated(monkeypatch):
     model = build("STDiT").train().cuda()
-    record_training(model)
+    capture_training(model)
     cond, calls = on_gpu(inputs(model)), []
     model(**cond).sum().backward()
     monkeypatch.setattr(type(model.blocks[0]), "forward", lambda *_a, **_k: calls.append(1))
@@ -197,11 +197,11 @@ def test_a_recording_is_replayed_not_repeated(monkeypatch):
 
 WAITS = """
 import torch
-from opensora.acceleration.compile.cuda_graphs import record_training
+from opensora.acceleration.compile.cuda_graphs import capture_training
 from tests.models.denoisers import build, inputs
 model = build("STDiT").train().cuda()
 model.blocks[0].register_forward_hook(lambda _m, _i, out: out * float(out.sum().isfinite()))
-record_training(model)
+capture_training(model)
 model(**{name: value.cuda() for name, value in inputs(model).items()})
 """
 
@@ -213,7 +213,7 @@ def test_what_waits_for_the_gpu_cannot_be_recorded():
         [sys.executable, "-c", WAITS], cwd=root, capture_output=True, text=True, check=False, timeout=300
     )
     assert done.returncode
-    assert "cannot be recorded" in done.stderr, done.stderr
+    assert "cannot be captured" in done.stderr, done.stderr
     assert "cuda_graphs=False" in done.stderr
 
 

@@ -18,7 +18,7 @@ from torch._higher_order_ops import wrap
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from opensora.acceleration.patching import wrap_forward
-from opensora.config.activation_checkpointing import parse_recompute
+from opensora.config.activation_checkpointing import parse_level
 from opensora.utils.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ def checkpoint_activations(
         UserError: there is no such level, or it means MLPs and the blocks have no `mlp`.
     """
     blocks = list(blocks)
-    what = parse_recompute(level)
+    what = parse_level(level)
     for block, again in zip(blocks, what.parts(len(blocks), stacks), strict=True):
         if again == "nothing":
             continue

@@ -23,7 +23,7 @@ LOGVAR_RANGE = (-30.0, 20.0)  # diffusers' own clamp
 PICTURES = ((1000, 1), (700, 2), (500, 8), (0, 16))
 
 
-def pictures_at_a_time(height: int, width: int) -> int:
+def images_at_a_time(height: int, width: int) -> int:
     """How many pictures of this size (pixels) are encoded at a time."""
     return next(count for side, count in PICTURES if min(height, width) > side)
 
@@ -43,7 +43,7 @@ def sliced_vae(
     Args:
         vae: One of ours, or an `AutoencoderKL` of diffusers.
         x: Pictures [B, 3, H, W], or videos [B, T, 3, H, W] - frames before channels, unlike the result.
-        micro_bs: Pictures at a time; None: by their size (`pictures_at_a_time`). A VAE that encodes videos as a whole takes
+        micro_bs: Pictures at a time; None: by their size (`images_at_a_time`). A VAE that encodes videos as a whole takes
             as many videos as have so many frames, at least one.
         use_autocast: Compute in bf16 (True) or in the given format. (In fp16 the widely used VAEs overflow.)
         nhwc: Lay the encoder and its input out with channels last. The encoder keeps that layout.
@@ -136,7 +136,7 @@ def _diffusers_latents(
     """An `AutoencoderKL` frame by frame -> [B, C, T, h, w]."""
     layout = torch.channels_last if nhwc else torch.contiguous_format
     frames = rearrange(video, "B C T H W -> (B T) C H W").to(vae.dtype)
-    size = micro_bs or pictures_at_a_time(*frames.shape[-2:])
+    size = micro_bs or images_at_a_time(*frames.shape[-2:])
     count = len(frames)
     if count > size and getattr(vae.encoder, "_compiled_call_impl", None) is not None:
         # a shorter last part would be a second program

@@ -31,7 +31,7 @@ LEGACY_LEVELS = {
 NUMBERED = {"every": "block", "selective": "selective", "selective+every": "selective"}  # word before a ":k" -> part
 
 
-class Recompute(NamedTuple):
+class CheckpointLevel(NamedTuple):
     """Which parts are computed again.
 
     Attributes:
@@ -67,7 +67,7 @@ def translate_level(value: Any) -> Any:
     return LEGACY_LEVELS.get(text.lower(), text) if isinstance(text, str) else value
 
 
-def parse_recompute(value: str) -> Recompute:
+def parse_level(value: str) -> CheckpointLevel:
     """What a value of `grad_checkpoint` means.
 
     Raises:
@@ -76,19 +76,19 @@ def parse_recompute(value: str) -> Recompute:
     word, _, number = value.partition(":")
     if word in NUMBERED and number.isdecimal() and int(number) >= 1:
         k, part = int(number), NUMBERED[word]
-        return Recompute(part, whole=k) if "+" in word else Recompute(part, every=k)
+        return CheckpointLevel(part, whole=k) if "+" in word else CheckpointLevel(part, every=k)
     if word == "mlp" and number in ("1/3", "2/3"):
-        return Recompute("mlp", thirds=int(number[0]))
+        return CheckpointLevel("mlp", thirds=int(number[0]))
     names = {"none": "nothing", "block": "block", "mlp": "mlp", "selective": "selective"}
     if value not in names:
         raise UserError(f"grad_checkpoint={value!r} is not one of {', '.join(WORDS)} (k from 1).")
-    return Recompute(names[value])
+    return CheckpointLevel(names[value])
 
 
-def recompute_problems(value: str) -> list[str]:
+def level_problems(value: str) -> list[str]:
     """What is wrong with a value of `grad_checkpoint`."""
     try:
-        parse_recompute(value)
+        parse_level(value)
     except UserError as error:
         return [str(error)]
     return []
@@ -101,5 +101,5 @@ def level_of(text: str) -> str:
         UserError: it is no such value.
     """
     level: str = translate_level(text)
-    parse_recompute(level)
+    parse_level(level)
     return level

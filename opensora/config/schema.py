@@ -13,7 +13,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from math import isfinite
 from typing import Any, ClassVar, Literal, NamedTuple, Union
 
-from opensora.config.activation_checkpointing import recompute_problems, translate_level
+from opensora.config.activation_checkpointing import level_problems, translate_level
 from opensora.config.lora import lora_problems
 from opensora.registry import did_you_mean
 from opensora.utils.dtype import DTYPES, HALF, to_torch_dtype
@@ -355,7 +355,7 @@ class TrainConfig(LoopConfig):
 
     def problems(self) -> list[str]:
         problems = super().problems()
-        problems += recompute_problems(self.grad_checkpoint)
+        problems += level_problems(self.grad_checkpoint)
         if self.activation_offload and self.grad_checkpoint.startswith("selective"):
             problems.append(
                 f"activation_offload does not reach what grad_checkpoint={self.grad_checkpoint!r} keeps: use 'block' or 'mlp'."

@@ -23,14 +23,14 @@ NUMBERS = ("fps", "height", "width", "num_frames")
 """What every denoiser may be told of a video, [B] each."""
 
 
-class Spread(Protocol):
+class SequenceRanks(Protocol):
     """How tokens lie in several processes; see `opensora.acceleration.sequence_parallel`."""
 
     def split(self, x: Tensor) -> Tensor:
         """This process' part of the places of all tokens `x [B, T, S, D]`."""
 
-    def gather(self, x: Tensor, num_places: int) -> Tensor:
-        """All tokens `[B, T, num_places, ...]` from the parts `x` of all processes."""
+    def gather(self, x: Tensor, num_tokens: int) -> Tensor:
+        """All tokens `[B, T, num_tokens, ...]` from the parts `x` of all processes."""
 
 
 class Denoiser(nn.Module, ABC):
@@ -48,7 +48,7 @@ class Denoiser(nn.Module, ABC):
     numbers: tuple[str, ...] = NUMBERS
     """The numbers that training and sampling give to `forward`."""
 
-    spread: Spread | None = None
+    sp_ranks: SequenceRanks | None = None
     """Set from outside where the tokens of a sample are spread over processes; None = all are here."""
 
     def __init__(
@@ -144,7 +144,7 @@ class Denoiser(nn.Module, ABC):
 
     def enter_blocks(self, x: Tensor) -> Tensor:
         """Tokens `x [B, T', S, D]` with their spatial positions -> those that this process works on, until `unpatchify`."""
-        return x if self.spread is None else self.spread.split(x)
+        return x if self.sp_ranks is None else self.sp_ranks.split(x)
 
     def unpatchify(self, x: Tensor, latent_size: Sequence[int]) -> Tensor:
         """`x [B, T', S, patch * C] -> [B, C, *latent_size]` fp32; padding is cut off.
@@ -153,8 +153,8 @@ class Denoiser(nn.Module, ABC):
         """
         pt, ph, pw = self.patch_size
         _, H, W = self.grid(latent_size)
-        if self.spread is not None:
-            x = self.spread.gather(x, H * W)
+        if self.sp_ranks is not None:
+            x = self.sp_ranks.gather(x, H * W)
         x = rearrange(
             x, "B T (H W) (pt ph pw C) -> B C (T pt) (H ph) (W pw)", H=H, W=W, pt=pt, ph=ph, pw=pw
         )  # the channel is the fastest axis of a token's output, as in DiT

@@ -95,7 +95,7 @@ def _attention(attn: Attention, x: Tensor, rope: Tensor | None = None, grid: tup
     B, T, _, _ = x.shape
     qkv = attn.qkv(rearrange(x, IN_ORDER[attn.axis]))
     q, k, v = rearrange(qkv, "M N (k H d) -> k M H N d", k=3, H=attn.num_heads)
-    out = rearrange(attn.weigh(q, k, v, rope), "M H N d -> M N (H d)")
+    out = rearrange(attn.attend(q, k, v, rope), "M H N d -> M N (H d)")
     return rearrange(attn.proj(out), BACK[attn.axis], B=B, T=T)
 
 

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from opensora.acceleration.cfg_parallel import share_videos
+from opensora.acceleration.cfg_parallel import make_parallel_plan
 from opensora.acceleration.compile import compile_blocks
 from opensora.acceleration.compiler import compile
 from opensora.acceleration.distributed import World, init_world, shutdown
@@ -234,7 +234,7 @@ def timed(pipeline: VideoPipeline, request: Request, world: World, way: str, *, 
     decode_s = None
     if decoded:
         now = clock(world)
-        if pipeline.sharing.leads:
+        if pipeline.plan.is_leader:
             decode(pipeline, latents, request.num_frames)
         decode_s = clock(world) - now
     peak = torch.cuda.max_memory_allocated() if world.device.type == "cuda" else 0
@@ -258,9 +258,9 @@ def build(args: argparse.Namespace, case: Case, way: str, world: World) -> Video
         model: Any = awake(MODELS.build({**case.model, **text})).to(dtype)
     for part in (model, vae):
         part.requires_grad_(False).eval()
-    sharing = share_videos(world, sp_size(way, world), cfg_parallel=way.startswith("cfg"))
-    if sharing.sp_group is not None:
-        parallelise(model, sharing.sp_group)
+    plan = make_parallel_plan(world, sp_size(way, world), cfg_parallel=way.startswith("cfg"))
+    if plan.sp_group is not None:
+        parallelise(model, plan.sp_group)
     cache = build_step_cache({"type": "pab"} if way.startswith("pab") else None, model)
     if cache is not None:
         cache.install(model.transformer_blocks(), compiled=way == "pab-compiled")
@@ -280,7 +280,7 @@ def build(args: argparse.Namespace, case: Case, way: str, world: World) -> Video
         device=world.device,
         dtype=dtype,
         offload={"offload-model": "model", "offload-block": "block"}.get(way, "none"),  # type: ignore[arg-type]
-        sharing=sharing,
+        plan=plan,
         step_cache=cache,
     )
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from opensora.acceleration.compile.cuda_graphs import record_training
+from opensora.acceleration.compile.cuda_graphs import capture_training
 from opensora.acceleration.distributed import World
 from opensora.acceleration.engines.base import MastersEngine
 from opensora.acceleration.engines.masters import Masters
@@ -62,7 +62,7 @@ class DDPEngine(MastersEngine):
         self.model: nn.Module = model
         self.average: Callable[[], None] | None = None
         if cuda_graphs:
-            gradients = record_training(model).gradients
+            gradients = capture_training(model).gradients
             self.average = gradients.average if world.size > 1 else None
         elif world.size > 1:  # messages are gradients themselves, not copies
             self.model = DistributedDataParallel(model, gradient_as_bucket_view=True)

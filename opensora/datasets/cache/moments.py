@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from opensora.acceleration.distributed import World, barrier, mean_over_ranks, on_main_first
+from opensora.acceleration.distributed import World, barrier, broadcast_from_rank0, mean_over_ranks
 from opensora.datasets.cache.records import (
     METADATA,
     SHARD_BYTES,
@@ -240,7 +240,7 @@ def write_missing(
 ) -> Counts:
     """Write the records of CACHE/folder that are missing or no longer current; each process those of its own keys."""
     path, remedy = job.cache_dir / folder, REMEDY.format("ANOTHER_FOLDER")
-    on_main_first(partial(_prepare, path, features, settings, remedy))
+    broadcast_from_rank0(partial(_prepare, path, features, settings, remedy))
     writer = RecordWriter(path, features, settings=settings, shard_bytes=job.shard_bytes, remedy=remedy)
     reader = RecordReader(path, remedy=remedy)
     small = [name for name, kind in features.items() if kind != "tensor"]
@@ -255,7 +255,7 @@ def write_missing(
     finally:
         writer.flush()  # also when this process is stopped by an error
     barrier()
-    on_main_first(partial(consolidate, path))
+    broadcast_from_rank0(partial(consolidate, path))
     total = round(float(mean_over_ranks(torch.tensor(float(written), device=job.world.device))) * job.world.size)
     return Counts(total, len(keys) - total)
 

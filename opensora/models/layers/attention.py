@@ -125,13 +125,13 @@ class Attention(nn.Module):
         """
         if self.exchange is not None:
             return self.exchange(self, x, rope, grid)
-        return self.whole(x, rope, grid)
+        return self.local_forward(x, rope, grid)
 
-    def whole(self, x: Tensor, rope: Tensor | None = None, grid: tuple[int, int] | None = None) -> Tensor:
+    def local_forward(self, x: Tensor, rope: Tensor | None = None, grid: tuple[int, int] | None = None) -> Tensor:
         """`forward` where all tokens that see each other are here."""
-        return self.proj(self.attend(self.qkv(x), rope, grid))
+        return self.proj(self.attend_packed(self.qkv(x), rope, grid))
 
-    def attend(self, qkv: Tensor, rope: Tensor | None = None, grid: tuple[int, int] | None = None) -> Tensor:
+    def attend_packed(self, qkv: Tensor, rope: Tensor | None = None, grid: tuple[int, int] | None = None) -> Tensor:
         """Attention between the two linear layers, for any number H of heads: `qkv [B, T, S, 3 H d] -> [B, T, S, H d]`."""
         B, T, S, width = qkv.shape
         heads = width // (3 * self.head_dim)
@@ -143,7 +143,7 @@ class Attention(nn.Module):
         if not self.keeps_keys:
             q, k, v = (split_heads(part, heads, self.axis) for part in qkv.chunk(3, dim=-1))  # each [..., H, N, d]
             k, v = self.reduce_keys(k, v, grid)
-            return join_heads(self.weigh(q, k, v, rope), (B, T, S), self.axis)
+            return join_heads(self.attend(q, k, v, rope), (B, T, S), self.axis)
         # normalise and rotate in the order in which the tokens lie: a compiler makes fewer passes of it
         q, k, v = qkv.unflatten(-1, (3, heads, self.head_dim)).unbind(-3)  # each [B, T, S, H, d]
         q, k = self._placed_tokens(q, k, rope)
@@ -165,7 +165,7 @@ class Attention(nn.Module):
                 return q_placed, k_placed
         return self._placed(q, k, None if rope is None else _along(rope, self.axis, S))
 
-    def weigh(self, q: Tensor, k: Tensor, v: Tensor, rope: Tensor | None = None) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, rope: Tensor | None = None) -> Tensor:
         """Positions, normalisation, softmax and sum: `q [..., H, N, d]`, `k, v [..., H, L, d]` -> q's shape."""
         q, k = self._placed(q, k, rope)
         return attention(q, k, v, kernel=self.kernel)

@@ -138,7 +138,7 @@ def test_the_order_of_norm_and_rotation_matters_and_is_named():
 @pytest.mark.parametrize("axis", ["space", "time", "all"])
 @pytest.mark.parametrize("order", ["norm_then_rope", "rope_then_norm"])
 def test_positions_along_every_axis_are_those_of_its_sequences(axis, order):
-    """`attend` normalises and rotates tokens before they become sequences, `weigh` the sequences."""
+    """`attend_packed` normalises and rotates tokens before they become sequences, `attend` the sequences."""
     torch.manual_seed(0)
     attn, (B, T, S) = Attention(16, 4, axis=axis, qk_norm=True, norm_order=order), (2, 3, 5)
     with torch.no_grad():
@@ -147,7 +147,7 @@ def test_positions_along_every_axis_are_those_of_its_sequences(axis, order):
     qkv = torch.randn(B, T, S, 48)
     rope = rotary_table(4, torch.arange({"space": S, "time": T, "all": T * S}[axis]))
     q, k, v = (split_heads(part, 4, axis) for part in qkv.chunk(3, dim=-1))
-    assert torch.equal(attn.attend(qkv, rope), join_heads(attn.weigh(q, k, v, rope), (B, T, S), axis))
+    assert torch.equal(attn.attend_packed(qkv, rope), join_heads(attn.attend(q, k, v, rope), (B, T, S), axis))
 
 
 def test_rms_norm_equals_pytorchs():
