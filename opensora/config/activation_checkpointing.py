@@ -1,4 +1,4 @@
-"""The values of `grad_checkpoint`, and what each means: which parts of a denoiser are computed again in the backward pass.
+"""Activation checkpointing: the values of `grad_checkpoint`, and which parts of a denoiser each recomputes in the backward pass.
 
     "none"              nothing
     "block"             every block
@@ -10,10 +10,10 @@
     "selective+every:k" the other way round: blocks 0, k, 2k, ... whole, the others "selective", where that alone is a little too much
 
 The thirds are levels 1 and 2 of NOVA (Deng et al. 2024, `gradient_checkpointing`), where each adds the MLPs of one more stack: video
-encoder, image encoder, decoder. Attention is never computed again. Other denoisers are one stack; a level adds a third of it.
+encoder, image encoder, decoder. Attention is never recomputed. Other denoisers are one stack; a level adds a third of it.
 
-Once they were numbers, and `False` and `True` meant "none" and "block" as in Open-Sora: but `True` equals 1. What was written
-so is translated by `translate_level`, and by nothing else.
+Once they were numbers, and `False` and `True` meant "none" and "block" as in Open-Sora: but `True` equals 1. Such values are
+translated by `translate_level`, and by nothing else.
 """
 
 from collections.abc import Sequence
@@ -32,12 +32,12 @@ NUMBERED = {"every": "block", "selective": "selective", "selective+every": "sele
 
 
 class CheckpointLevel(NamedTuple):
-    """Which parts are computed again.
+    """Which parts are checkpointed, that is recomputed.
 
     Attributes:
         part: "nothing", the whole "block", its "mlp", or by operation ("selective").
-        every: Of the blocks, every so manieth; of "selective", the others are computed again whole.
-        whole: Of "selective", every so manieth block is computed again whole; 0 = none.
+        every: Every n-th block; of "selective", the others are recomputed whole.
+        whole: Of "selective", every n-th block is recomputed whole; 0 = none.
         thirds: Of the blocks, so many thirds, or of three stacks so many, from the first on.
     """
 
@@ -54,7 +54,7 @@ class CheckpointLevel(NamedTuple):
         return range(0, end, self.every)
 
     def parts(self, depth: int, stacks: Sequence[int] | None = None) -> list[str]:
-        """What is computed again of each of the blocks: a value of `part`."""
+        """What is recomputed of each of the blocks: a value of `part`."""
         chosen = self.chosen(depth, stacks)
         others = "block" if self.part == "selective" else "nothing"
         whole = range(0, depth, self.whole) if self.whole else range(0)

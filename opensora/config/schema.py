@@ -311,7 +311,7 @@ class TrainConfig(LoopConfig):
     )
     cache_text: bool = option("keep encoded captions in memory", default=False)
     grad_checkpoint: str = option(
-        "activations that the backward pass computes again: none, block, every:k for each k-th block, mlp, mlp:1/3 and mlp:2/3 "
+        "activation checkpointing, what the backward pass recomputes: none, block, every:k for each k-th block, mlp, mlp:1/3 and mlp:2/3 "
         "(MLPs of so many of the blocks, of NOVA one and two of its stacks), selective (all but matrix products), selective:k (that "
         "for each k-th block, the others whole), selective+every:k (each k-th block whole, the others selective)",
         "none",

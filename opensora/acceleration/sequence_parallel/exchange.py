@@ -11,7 +11,7 @@ masks, temporal positions and the residual stream as they are.
 """
 
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from einops import rearrange
@@ -40,18 +40,6 @@ class SelfAttention(Protocol):
 
     def reduce_keys(self, k: Tensor, v: Tensor, grid: Grid | None) -> tuple[Tensor, Tensor]: ...
 
-    def num_keys(self, grid: Grid) -> int: ...
-
-
-class Traffic(NamedTuple):
-    """What one process hands to all-to-alls in a forward pass."""
-
-    calls: int
-    elements: int  # (p - 1) / p of them go to others
-
-    def __add__(self, other: "Traffic") -> "Traffic":  # type: ignore[override]
-        return Traffic(self.calls + other.calls, self.elements + other.elements)
-
 
 @dataclass(frozen=True)
 class Ulysses:
@@ -75,12 +63,6 @@ class Ulysses:
         out = self.ranks.all_to_all(out, scatter=2, gather=3, length=attn.num_heads)
         return rearrange(out, "B T S H d -> B T S (H d)")
 
-    def traffic(self, attn: SelfAttention, batch: int, frames: int, grid: Grid) -> Traffic:
-        """See `Traffic`."""
-        tokens = batch * frames * self.ranks.share(tokens_per_frame(grid))
-        heads = self.ranks.size * self.ranks.share(attn.num_heads)
-        return Traffic(2, 4 * tokens * heads * attn.head_dim)
-
 
 @dataclass(frozen=True)
 class DSP:
@@ -102,14 +84,6 @@ class DSP:
             return self.by_heads(attn, x, rope, grid)
         x = self.ranks.all_to_all(x, scatter=1, gather=2, length=tokens_per_frame(grid))  # [B, T / p, S, D]
         return self.ranks.all_to_all(attn.local_forward(x, rope, grid), scatter=2, gather=1, length=T)
-
-    def traffic(self, attn: SelfAttention, batch: int, frames: int, grid: Grid) -> Traffic:
-        """See `Traffic`."""
-        if frames < self.ranks.size:
-            return Ulysses(self.ranks).traffic(attn, batch, frames, grid)
-        shares = self.ranks.share(frames), self.ranks.share(tokens_per_frame(grid))
-        # there and back, with both axes padded
-        return Traffic(2, 2 * batch * self.ranks.size * shares[0] * shares[1] * attn.num_heads * attn.head_dim)
 
 
 @dataclass(frozen=True)
@@ -135,14 +109,6 @@ class UlyssesShortKV:
         k, v = rearrange(kv, "K B T S H d -> K B H (T S) d").unbind(0)
         out = attn.attend(rearrange(q, "B T S H d -> B H (T S) d"), k, v, rope)
         return attn.proj(Ulysses(self.ranks).back(attn, rearrange(out, "B H (T S) d -> B T S (H d)", T=T)))
-
-    def traffic(self, attn: SelfAttention, batch: int, frames: int, grid: Grid) -> Traffic:
-        """See `Traffic`."""
-        size, share_t, share_s = self.ranks.size, self.ranks.share(frames), self.ranks.share(tokens_per_frame(grid))
-        heads = size * self.ranks.share(attn.num_heads)
-        queries = frames * share_s * heads  # and as many outputs
-        by_frames, by_heads = size * share_t * share_s * attn.num_heads, share_t * attn.num_keys(grid) * heads
-        return Traffic(4, 2 * batch * attn.head_dim * (queries + by_frames + by_heads))
 
 
 Exchange = Ulysses | DSP | UlyssesShortKV
