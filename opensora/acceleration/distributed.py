@@ -72,19 +72,19 @@ def init_world(device: str = "auto", sp_size: int = 1, timeout: timedelta = STEP
         raise UserError("device='cuda', but PyTorch sees no GPU here. Use --device cpu, or check the driver.")
     _refuse_alone_among_others()
     use_cuda = device != "cpu" and torch.cuda.is_available()
-    place = local_gpu(torch.cuda.device_count()) if use_cuda else torch.device("cpu")
+    own = local_gpu(torch.cuda.device_count()) if use_cuda else torch.device("cpu")
     if use_cuda:
         prefer_expandable_segments()
-        torch.cuda.set_device(place)
+        torch.cuda.set_device(own)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
-        dist.init_process_group(timeout=timeout, **_backend(place))
+        dist.init_process_group(timeout=timeout, **_backend(own))
     if not dist.is_initialized():
         _check_sp_size(sp_size, 1)
-        return World(0, 1, place)
+        return World(0, 1, own)
     rank, size = dist.get_rank(), dist.get_world_size()
     _check_sp_size(sp_size, size)
     group = None if sp_size == 1 else neighbours(rank, size, sp_size, timeout)
-    return World(rank, size, place, sp_size, group, timeout)
+    return World(rank, size, own, sp_size, group, timeout)
 
 
 def prefer_expandable_segments() -> None:
@@ -153,7 +153,7 @@ def join_alone(device: torch.device) -> None:
 
 
 def _backend(device: torch.device) -> dict[str, Any]:
-    """Which library talks to the others. NCCL is told its GPU: then it connects at once, and need not guess it later."""
+    """The library for communication. NCCL gets its GPU: then it connects at once, and need not guess it later."""
     if device.type != "cuda":
         return {"backend": "gloo"}
     index = torch.cuda.current_device() if device.index is None else device.index

@@ -103,7 +103,7 @@ def compile(
     if chosen["model_dtype"] is not None:
         if chosen["model_dtype"] != torch.float32:
             warnings.warn(
-                f"model_dtype={chosen['model_dtype']}: steps that are small beside a weight are lost in it. Leave it out to keep fp32 "
+                f"model_dtype={chosen['model_dtype']}: steps that are small compared with a weight are lost in it. Leave it out to keep fp32 "
                 "weights and compute in bf16 by autocast.",
                 stacklevel=2,
             )

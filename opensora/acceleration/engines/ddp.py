@@ -1,10 +1,10 @@
 """`ddp`: every process holds the whole model, in fp32; gradients are averaged after the last micro-batch of a step.
 
-With `hybrid_zero` the processes of a node share out the optimizer's state: each takes the step for some of the weights
+With `hybrid_zero` the processes of a node shard the optimizer's state: each takes the step for some of the weights
 and gives the others the result. Gradients still go over all processes, while weights travel inside a node only.
 
 With `cuda_graphs` no hook of PyTorch's DistributedDataParallel sees a gradient, since autograd does not run: all are averaged in
-one go before the optimizer's step, not while the backward pass goes on.
+one go before the optimizer's step, not during the backward pass.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,10 +32,10 @@ class DDPEngine(MastersEngine):
         world: this process and the others.
         dtype: of the forward pass.
         grad_clip: largest global gradient norm; 0 = no clipping.
-        hybrid_zero: share out the optimizer's state over `shard_size` processes.
+        hybrid_zero: shard the optimizer's state over `shard_size` processes.
         shard_size: None = the processes of a node.
         optimizer_offload: take the step on the CPU, see `Masters`.
-        cuda_graphs: record the passes of each size and replay them, see `compile/cuda_graphs.py`. A CPU has no graphs, and
+        cuda_graphs: capture the passes of each size and replay them, see `compile/cuda_graphs.py`. A CPU has no graphs, and
             takes the same path without.
     """
 

@@ -29,7 +29,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, kerne
     """Scaled dot-product attention, not causal.
 
     Args:
-        q: queries [B, H, N, D], or [B, S, H, N, D] for sequences at S places, in any strides.
+        q: queries [B, H, N, D], or [B, S, H, N, D] for S sequences a sample, in any strides.
         k, v: keys and values [B, H, L, D], or [B, S, H, L, D].
         mask: [B, L] bool, True at the keys that may be seen. A row without any such key gives zeros. With [B, H, ...]
             only.
@@ -82,7 +82,7 @@ def normed_heads(
         kernel: see `attention`.
 
     Returns:
-        [B, T, S, H, D] in x's number format, or None.
+        [B, T, S, H, D] in x's dtype, or None.
     """
     return head_norm.norm_heads(x, weight, eps, table, every) if kernel == "auto" and _heads_fit(x) else None
 
@@ -177,17 +177,17 @@ class _WithoutAutocast:
 
 
 def without_autocast(device_type: str) -> AbstractContextManager[None]:
-    """Number formats as they are, inside of autocast; the weights that autocast has cast stay cast behind it."""
+    """No autocast, inside of autocast; the weights that autocast has cast stay cast afterwards."""
     if torch.compiler.is_compiling():
         return torch.autocast(device_type, enabled=False)
     return _WithoutAutocast(device_type)
 
 
 class LayerNorm(torch.nn.LayerNorm):
-    """LayerNorm without affine parameters that keeps its input's number format under autocast.
+    """LayerNorm without affine parameters that keeps its input's dtype under autocast.
 
     The statistics are fp32 either way. Autocast would turn the whole result, and what the backward pass keeps of it,
-    into fp32: twice the memory for nothing, as the linear layer that follows rounds to the short format.
+    into fp32: twice the memory for nothing, as the linear layer that follows rounds to half precision.
     """
 
     def __init__(self, dim: int, eps: float = 1e-6) -> None:

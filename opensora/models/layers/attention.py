@@ -180,10 +180,6 @@ class Attention(nn.Module):
         """A hook for variants that attend to fewer keys than there are queries; `k, v [..., H, N, d]`."""
         return k, v
 
-    def num_keys(self, grid: tuple[int, int]) -> int:
-        """Keys of a frame that `reduce_keys` leaves."""
-        return grid[0] * grid[1]
-
     def flops(self, T: int, S: int, grid: tuple[int, int] | None = None) -> int:
         """Floating-point operations for T x S tokens of one sample: 2 per multiply-add, matrix products only.
 

@@ -47,14 +47,10 @@ class KVCompressAttention(Attention):
         assert grid is not None, "compressed attention needs to know the rows and columns of a frame"
         return self._reduce(k, grid), self._reduce(v, grid)
 
-    def num_keys(self, grid: tuple[int, int]) -> int:
-        """See `Attention.num_keys`."""
-        return -(-grid[0] // FACTOR) * -(-grid[1] // FACTOR)
-
     def flops(self, T: int, S: int, grid: tuple[int, int] | None = None) -> int:
         """See `Attention.flops`."""
         assert grid is not None, "compressed attention needs to know the rows and columns of a frame"
-        keys = T * self.num_keys(grid)
+        keys = T * -(-grid[0] // FACTOR) * -(-grid[1] // FACTOR)
         return super().flops(T, S) - 2 * T * S * 2 * (T * S - keys) * self.proj.in_features
 
     def _reduce(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
