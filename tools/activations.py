@@ -21,7 +21,7 @@ from typing import NamedTuple
 from timm.layers import Mlp
 from torch import nn
 
-from opensora.config.activation_checkpointing import Recompute
+from opensora.config.activation_checkpointing import CheckpointLevel
 from opensora.models.denoiser import Denoiser
 from opensora.models.layers.attention import Attention, CrossAttention
 
@@ -65,7 +65,7 @@ def activation_bytes(
     model: Denoiser,
     tokens: float,
     num_bytes: int,
-    recompute: Recompute,
+    recompute: CheckpointLevel,
     *,
     compiled: bool = False,
     kernels: bool = False,

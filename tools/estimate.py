@@ -43,7 +43,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from opensora.acceleration.checkpointing import checkpoint_activations
-from opensora.config.activation_checkpointing import level_of, parse_recompute
+from opensora.config.activation_checkpointing import level_of, parse_level
 from opensora.config.load import TrainConfig, parse_config, read_file
 from opensora.config.lora import LoraOptions
 from opensora.datasets.buckets.bucket import Buckets
@@ -212,7 +212,7 @@ def memory_rows(
     for engine, level, batch in itertools.product(ENGINES, levels, batches or (clip.batch,)):
         state = state_bytes(sizes, engine, machines, shard=_shard(cfg, machines), short=short)
         kept = activation_bytes(
-            built.model, batch * place, 2 if short else 4, parse_recompute(level), compiled=cfg.compile, kernels=True
+            built.model, batch * place, 2 if short else 4, parse_level(level), compiled=cfg.compile, kernels=True
         )
         gib = {"state": sum(state.values()) / GIB, "activations": kept / GIB, "frozen": frozen / GIB}
         row = {"engine": engine, "checkpoint": level, "clip": clip.name, "batch": batch}

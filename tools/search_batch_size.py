@@ -32,7 +32,6 @@ from opensora.acceleration.checkpointing import checkpoint_activations, offload_
 from opensora.acceleration.compile import compile_blocks
 from opensora.acceleration.distributed import World, init_world
 from opensora.acceleration.engine import build_engine
-from opensora.acceleration.float8 import convert_linears, recipe_of
 from opensora.config.command_line import read_command
 from opensora.config.load import TrainConfig, read_file
 from opensora.config.lora import LoraOptions
@@ -171,8 +170,6 @@ class Trainer:
         model = build_module({**cfg.model, "from_pretrained": None}, MODELS, **sizes).to(self.device)
         if cfg.lora is not None:
             add_lora(model, LoraOptions.of(cfg.lora), seed=cfg.seed)
-        if recipe := recipe_of(cfg.float8):
-            convert_linears(model, recipe)
         if cfg.compile:
             compile_blocks(model.transformer_blocks())
         checkpoint_activations(model.transformer_blocks(), cfg.grad_checkpoint, getattr(model, "stack_depths", None))

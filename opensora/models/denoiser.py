@@ -28,7 +28,7 @@ MICRO_CONDITIONS = ("fps", "height", "width", "num_frames")
 """What every denoiser may be conditioned on besides timestep and text, [B] each."""
 
 
-class Spread(Protocol):
+class SequenceRanks(Protocol):
     """How tokens are sharded over processes; see `opensora.acceleration.sequence_parallel`."""
 
     def split(self, x: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ class Denoiser(nn.Module, ABC):
     micro_conditions: tuple[str, ...] = MICRO_CONDITIONS
     """The micro-conditions that training and sampling pass to `forward`."""
 
-    spread: Spread | None = None
+    sp_ranks: SequenceRanks | None = None
     """Set from outside where the tokens of a sample are sharded over processes; None = all are here."""
 
     y_embedder: Any
@@ -170,7 +170,7 @@ class Denoiser(nn.Module, ABC):
 
     def enter_blocks(self, x: Tensor) -> Tensor:
         """Tokens `x [B, T', S, D]` with spatial positions -> this process' shard of them, until `unpatchify`."""
-        return x if self.spread is None else self.spread.split(x)
+        return x if self.sp_ranks is None else self.sp_ranks.split(x)
 
     def unpatchify(self, x: Tensor, latent_size: Sequence[int]) -> Tensor:
         """`x [B, T', S, patch * C] -> [B, C, *latent_size]` fp32; padding is cropped.
@@ -179,8 +179,8 @@ class Denoiser(nn.Module, ABC):
         """
         pt, ph, pw = self.patch_size
         _, H, W = self.grid(latent_size)
-        if self.spread is not None:
-            x = self.spread.gather(x, H * W)
+        if self.sp_ranks is not None:
+            x = self.sp_ranks.gather(x, H * W)
         x = rearrange(
             x, "B T (H W) (pt ph pw C) -> B C (T pt) (H ph) (W pw)", H=H, W=W, pt=pt, ph=ph, pw=pw
         )  # the channel is the fastest axis of a token's output, as in DiT

@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from opensora.acceleration.distributed import on_main_first, refuse_different
+from opensora.acceleration.distributed import broadcast_from_rank0, refuse_different
 from opensora.acceleration.engine import Engine
 from opensora.checkpoint.load import latest_checkpoint, open_checkpoint
 from opensora.config.load import changed_settings, to_dict
@@ -131,7 +131,7 @@ def same_settings(cfg: LoopConfig) -> None:
         UserError: they have not.
     """
     own = to_dict(cfg)
-    others = changed_settings(on_main_first(lambda: own), own)
+    others = changed_settings(broadcast_from_rank0(lambda: own), own)
     # "model.from_pretrained was /a/w.pt, now /b/w.pt"
     differ = [said for said in others if "/" not in said.partition(" was ")[2]]
     refuse_different("; ".join(differ) or "as there", "processes have other settings: as they are")

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from opensora.acceleration.cfg_parallel import share_videos
+from opensora.acceleration.cfg_parallel import make_parallel_plan
 from opensora.acceleration.compile import compile_blocks
 from opensora.acceleration.compiler import compile
 from opensora.acceleration.distributed import World, init_world, shutdown
@@ -188,7 +188,7 @@ def sample(argv: Sequence[str]) -> None:
         steps_s, decode_s = clock(world.device) - now, None
         if decoded:
             now = clock(world.device)
-            if pipeline.sharing.leads:
+            if pipeline.plan.is_leader:
                 with torch.no_grad(), pipeline.place.using("vae"):
                     pipeline.vae.decode(latents.to(pipeline.device), request.num_frames).cpu()
             decode_s = clock(world.device) - now
@@ -234,9 +234,9 @@ def build_pipeline(case: Case, way: str, world: World, scheduler: Any, number_fo
     model: Any = denoisers.build(case.model["type"], world.device, case.text[0], **{**case.model, **text}).to(dtype)
     for part in (model, vae):
         part.requires_grad_(False).eval()
-    sharing = share_videos(world, sp_size(way, world), cfg_parallel=way.startswith("cfg"))
-    if sharing.sp_group is not None:
-        parallelise(model, sharing.sp_group)
+    plan = make_parallel_plan(world, sp_size(way, world), cfg_parallel=way.startswith("cfg"))
+    if plan.sp_group is not None:
+        parallelise(model, plan.sp_group)
     cache = build_step_cache({"type": "pab"} if way.startswith("pab") else None, model)
     if cache is not None:
         cache.install(model.transformer_blocks(), compiled=way == "pab-compiled")
@@ -255,7 +255,7 @@ def build_pipeline(case: Case, way: str, world: World, scheduler: Any, number_fo
         device=world.device,
         dtype=dtype,
         offload={"offload-model": "model", "offload-block": "block"}.get(way, "none"),  # type: ignore[arg-type]
-        sharing=sharing,
+        plan=plan,
         step_cache=cache,
     )
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from opensora.acceleration.distributed import World, barrier, mean_over_ranks, on_main_first
+from opensora.acceleration.distributed import World, barrier, broadcast_from_rank0, mean_over_ranks
 from opensora.datasets.cache.records import (
     SHARD_BYTES,
     RecordReader,
@@ -251,7 +251,7 @@ def write_missing(
         prepare_folder(path, features, settings, remedy)
         consolidate(path)  # also what an interrupted call had finished
 
-    on_main_first(prepare)
+    broadcast_from_rank0(prepare)
     writer = RecordWriter(path, features, settings=settings, shard_bytes=job.shard_bytes, remedy=remedy)
     reader = RecordReader(path, remedy=remedy)
     written = 0
@@ -265,7 +265,7 @@ def write_missing(
     finally:
         writer.flush()  # also when this process is stopped by an error
     barrier()
-    on_main_first(partial(consolidate, path))
+    broadcast_from_rank0(partial(consolidate, path))
     total = round(float(mean_over_ranks(torch.tensor(float(written), device=job.world.device))) * job.world.size)
     return Counts(total, len(keys) - total)
 

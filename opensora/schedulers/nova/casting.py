@@ -15,7 +15,7 @@ from opensora.schedulers.nova.model import AutoregressiveModel
 from opensora.schedulers.sampling import SamplingStep
 
 ROUNDED = (nn.Linear, nn.Conv2d)
-"""Layers that autocast computes in its format; those derived from them, such as float8's, round as they like."""
+"""Layers that autocast computes in its format; those derived from them round as they like."""
 
 
 @contextmanager

@@ -1,9 +1,10 @@
-"""Encoding many frames without holding all their activations: micro-batches chosen by the size of a picture.
+"""Encoding with a VAE, ours or diffusers', in micro-batches chosen by the size of an image.
 
 An encoder's activations are several times as large as its input at full resolution, so 320 frames of 512x512 at once need
-far more memory than the denoiser. Their number does not change the result.
+far more memory than the denoiser. The micro-batch does not change the result.
 
-The formula by which a VAE's config scales its latents is here as well, for our own VAEs and for those of diffusers.
+It is here, below the models, because `optix` encodes with diffusers' VAEs; so is the formula by which a VAE's config scales
+its latents, which `opensora.models.vae` shares.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,13 +20,13 @@ from opensora.utils.seed import randn_like
 Generators = Sequence[torch.Generator] | torch.Generator | None
 
 LOGVAR_RANGE = (-30.0, 20.0)  # diffusers' own clamp
-# a picture whose shorter side has more pixels -> pictures at a time
-PICTURES = ((1000, 1), (700, 2), (500, 8), (0, 16))
+# an image whose shorter side has more pixels -> images at a time
+MICRO_BATCHES = ((1000, 1), (700, 2), (500, 8), (0, 16))
 
 
-def pictures_at_a_time(height: int, width: int) -> int:
-    """How many pictures of this size (pixels) are encoded at a time."""
-    return next(count for side, count in PICTURES if min(height, width) > side)
+def images_at_a_time(height: int, width: int) -> int:
+    """How many images of this size (pixels) are encoded at a time."""
+    return next(count for side, count in MICRO_BATCHES if min(height, width) > side)
 
 
 @torch.no_grad()
@@ -38,14 +39,14 @@ def sliced_vae(
     *,
     generators: Generators = None,
 ) -> Tensor:
-    """Encode pictures or videos in micro-batches, and scale the latents.
+    """Encode images or videos in micro-batches, and scale the latents.
 
     Args:
         vae: One of ours, or an `AutoencoderKL` of diffusers.
-        x: Pictures [B, 3, H, W], or videos [B, T, 3, H, W] - frames before channels, unlike the result.
-        micro_bs: Pictures at a time; None: by their size (`pictures_at_a_time`). A VAE that encodes videos as a whole takes
+        x: Images [B, 3, H, W], or videos [B, T, 3, H, W] - frames before channels, unlike the result.
+        micro_bs: Images at a time; None: by their size (`images_at_a_time`). A VAE that encodes videos as a whole takes
             as many videos as have so many frames, at least one.
-        use_autocast: Compute in bf16 (True) or in the given format. (In fp16 the widely used VAEs overflow.)
+        use_autocast: Compute in bf16 (True) or in the given dtype. (In fp16 the widely used VAEs overflow.)
         nhwc: Lay the encoder and its input out with channels last. The encoder keeps that layout.
         generators: For the posterior: one, or one for each of the B entries; None draws from torch's own.
 
@@ -136,7 +137,7 @@ def _diffusers_latents(
     """An `AutoencoderKL` frame by frame -> [B, C, T, h, w]."""
     layout = torch.channels_last if nhwc else torch.contiguous_format
     frames = rearrange(video, "B C T H W -> (B T) C H W").to(vae.dtype)
-    size = micro_bs or pictures_at_a_time(*frames.shape[-2:])
+    size = micro_bs or images_at_a_time(*frames.shape[-2:])
     count = len(frames)
     if count > size and getattr(vae.encoder, "_compiled_call_impl", None) is not None:
         # a shorter last part would be a second program

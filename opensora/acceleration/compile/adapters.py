@@ -4,8 +4,8 @@
     loras.use({"style": 0.8, "motion": 0.5})
     loras.use({})                               the base again, bit for bit
 
-Programs and CUDA graphs read weights where they lie; copying keeps the place. The base's own weights of the layers that an
-adapter changes are kept beside them, so that any number of exchanges adds no rounding.
+Programs and CUDA graphs read weights at fixed addresses, and copying keeps these. The base's own weights of the layers that
+an adapter changes are kept too, so that any number of exchanges adds no rounding.
 """
 
 from collections.abc import Mapping
@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from opensora.acceleration.compiler.entry import record_of
-from opensora.acceleration.compiler.quantise import is_quantised
+from opensora.acceleration.compile.module import record_of
+from opensora.acceleration.compile.quantise import is_quantised
 from opensora.checkpoint.lora import Adapter, merge_adapter, read_adapter
 from opensora.registry import did_you_mean
 from opensora.utils.errors import UserError
@@ -59,8 +59,18 @@ class Adapters:
         layers = dict(self.model.named_modules())
         for name, weight in self._base.items():
             layers[name].weight.copy_(weight)
+        # their factors side by side are one adapter that does what all of them do
+        factors: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        for name, scale in scales.items():
+            adapter = self.adapters[name]
+            for layer, (A, B) in adapter.factors.items():
+                factors.setdefault(layer, []).append((A.float(), scale * adapter.scale * B.float()))
+        joined = {
+            layer: (torch.cat([A for A, _ in pairs]), torch.cat([B for _, B in pairs], dim=1))
+            for layer, pairs in factors.items()
+        }
         if scales:
-            merge_adapter(self.model, _sum({name: (self.adapters[name], scale) for name, scale in scales.items()}))
+            merge_adapter(self.model, Adapter(joined, 1.0))
 
 
 def _check(model: nn.Module) -> None:
@@ -74,16 +84,3 @@ def _check(model: nn.Module) -> None:
             f"{type(model).__name__} was compiled with {word}, after which its weights cannot change; compile it without, or "
             "merge the LoRA first."
         )
-
-
-def _sum(chosen: Mapping[str, tuple[Adapter, float]]) -> Adapter:
-    """One adapter that does what several do together: their factors side by side."""
-    parts: dict[str, list[tuple[Tensor, Tensor]]] = {}
-    for adapter, scale in chosen.values():
-        for layer, (A, B) in adapter.factors.items():
-            parts.setdefault(layer, []).append((A.float(), scale * adapter.scale * B.float()))
-    joined = {
-        layer: (torch.cat([A for A, _ in pairs]), torch.cat([B for _, B in pairs], dim=1))
-        for layer, pairs in parts.items()
-    }
-    return Adapter(joined, 1.0)

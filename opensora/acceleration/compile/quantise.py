@@ -8,13 +8,13 @@ do most, for the option `quant_skip`.
 import copy
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from opensora.acceleration.compiler.options import Options
-from opensora.acceleration.compiler.regions import repeated_blocks
+from opensora.acceleration.compile.blocks import repeated_blocks
+from opensora.acceleration.compile.options import Options
 from opensora.registry import did_you_mean
 from opensora.utils.errors import UserError
 
@@ -30,16 +30,8 @@ BY_ROW = "fp8_e4m3_e4m3_dynamic"  # torchao takes bf16 weights alone
 FLOAT8_CAPABILITY = (8, 9)
 ONE_VECTOR = ("norm", "adaln", "embed", "modulation")
 
-
-class Quantisation(NamedTuple):
-    """What was done to a module."""
-
-    kind: str
-    min_features: int
-    skip: tuple[str, ...]
-
-
-_DONE: weakref.WeakKeyDictionary[nn.Module, Quantisation] = weakref.WeakKeyDictionary()
+# module -> quant_type, quant_min_features, quant_skip
+_DONE: weakref.WeakKeyDictionary[nn.Module, tuple[str, int, tuple[str, ...]]] = weakref.WeakKeyDictionary()
 
 
 def plan(module: nn.Module, options: Options) -> Callable[[], None]:
@@ -53,7 +45,13 @@ def plan(module: nn.Module, options: Options) -> Callable[[], None]:
     """
     _check_name(options.quant_type)
     quantization = _torchao()
-    done = _done(module, options)
+    done = _DONE.get(module) if any(map(is_quantised, module.modules())) else None
+    rest = (options.quant_min_features, tuple(sorted(options.quant_skip)))
+    if done is not None and done != (options.quant_type or done[0], *rest):
+        raise UserError(
+            f"{type(module).__name__}: its weights are quantised already, with quant_type={done[0]!r}, quant_min_features={done[1]} "
+            f"and quant_skip={list(done[2])}, and what they were is lost. Use these again, or load the weights anew."
+        )
     chosen = _linears(module, options.quant_min_features)
     if not chosen and done is None:
         raise UserError(
@@ -66,13 +64,13 @@ def plan(module: nn.Module, options: Options) -> Callable[[], None]:
                 f"quant_skip: {name!r} is no layer that would be quantised.{did_you_mean(name, list(chosen))}"
             )
     layers = {name: layer for name, layer in chosen.items() if name not in options.quant_skip}
-    kind = options.quant_type or (_best(layers.values()) if done is None else done.kind)
+    kind = options.quant_type or (_best(layers.values()) if done is None else done[0])
     _check_type(kind, layers)
 
     def quantise() -> None:
         ids = {id(layer) for layer in layers.values()}
         quantization.quantize_(module, _config(quantization, kind), filter_fn=lambda layer, _: id(layer) in ids)
-        _DONE[module] = Quantisation(kind, options.quant_min_features, tuple(sorted(options.quant_skip)))
+        _DONE[module] = (kind, *rest)
 
     return quantise
 
@@ -105,14 +103,14 @@ def layer_errors(
     kind = quant_type or _best(layers.values())
     _check_type(kind, layers)
     config = _config(quantization, kind)
-    wanted, errors = call().float(), {}
+    expected, errors = call().float(), {}
     for name, layer in layers.items():
         parent, _, last = name.rpartition(".")
         twin = nn.Sequential(copy.deepcopy(layer))
         quantization.quantize_(twin, config)
         setattr(module.get_submodule(parent), last, twin[0])
         try:
-            errors[name] = float((call().float() - wanted).norm() / wanted.norm())
+            errors[name] = float((call().float() - expected).norm() / expected.norm())
         finally:
             setattr(module.get_submodule(parent), last, layer)
     return errors
@@ -152,22 +150,6 @@ def _linears(module: nn.Module, narrowest: int) -> dict[str, nn.Linear]:
     }
 
 
-def _done(module: nn.Module, options: Options) -> Quantisation | None:
-    """How the module's weights were quantised; None: they are as they were loaded."""
-    if not any(map(is_quantised, module.modules())):
-        return None
-    done, name = _DONE.get(module), type(module).__name__
-    if done is None:
-        return None
-    asked = (options.quant_type or done.kind, options.quant_min_features, tuple(sorted(options.quant_skip)))
-    if done != asked:
-        raise UserError(
-            f"{name}: its weights are quantised already, with quant_type={done.kind!r}, quant_min_features={done.min_features} and "
-            f"quant_skip={list(done.skip)}, and what they were is lost. Use these again, or load the weights anew."
-        )
-    return done
-
-
 def _check_name(kind: str | None) -> None:
     if kind not in (None, *TYPES):
         raise UserError(
@@ -187,7 +169,7 @@ def _check_type(kind: str, layers: Mapping[str, nn.Linear]) -> None:
 
 
 def _best(layers: Iterable[nn.Linear]) -> str:
-    """The fastest type that the GPU computes and that the weights' number format allows."""
+    """The fastest type that the GPU computes and that the weights' dtype allows."""
     layers = list(layers)
     if _capability(layers) < FLOAT8_CAPABILITY:
         return "int8_dynamic"

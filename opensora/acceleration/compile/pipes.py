@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from opensora.acceleration.compiler import qkv
-from opensora.acceleration.compiler.entry import (
+from opensora.acceleration.compile.blocks import is_ours, repeated_blocks
+from opensora.acceleration.compile.module import (
     INDUCTOR,
     NEXFORT,
     NONE,
@@ -23,8 +23,7 @@ from opensora.acceleration.compiler.entry import (
     restore,
     set_memory_format,
 )
-from opensora.acceleration.compiler.options import Given, Options, parse_options
-from opensora.acceleration.compiler.regions import repeated_blocks
+from opensora.acceleration.compile.options import Given, Options, parse_options
 from opensora.utils.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -32,6 +31,7 @@ logger = logging.getLogger(__name__)
 TEXT_ENCODERS = ("text_encoder", "text_encoder_2", "image_encoder")
 DENOISERS = ("unet", "controlnet", "fast_unet", "prior", "decoder", "transformer", "model")  # ours is the last
 WHOLE_LAYOUT = (*DENOISERS, "vqgan", "vae")  # parts with convolutions
+JOINED_QKV = ("to_qkv", "to_kv", "to_added_qkv")
 
 Pipe = TypeVar("Pipe")
 
@@ -62,25 +62,35 @@ def compile_pipe(
         UserError: as `compile`; it has no such parts; or it cannot do what is asked for.
     """
     chosen, name = parse_options(options), check_backend(backend)
-    _check_pipe(pipe, chosen, name)
-    parts = [(part, module) for part, module in parts_of(pipe) if not _ignored(part, ignores)]
-    _check_ignores(pipe, ignores)
+    parts = parts_of(pipe)
+    _check_pipe(pipe, [part for part, _ in parts], chosen, name)
+    for one in ignores:
+        if not any(_ignored(part, [one]) for part, _ in parts):
+            known = ", ".join(part for part, _ in parts)
+            warnings.warn(f"compile_pipe: ignores={one!r} is no part of it; it has {known}.", stacklevel=2)
     if fuse_qkv_projections:
-        qkv.fuse_qkv_projections(pipe)
-    _upcast_vae(pipe, ignores)
+        _fuse_qkv_projections(pipe)
+    if not _ignored("vae", ignores):
+        _upcast_vae(getattr(pipe, "vae", None))
     if chosen.memory_format is not None:
         for attribute in WHOLE_LAYOUT:
             module = getattr(pipe, attribute, None)
             if isinstance(module, nn.Module) and not _ignored(attribute, ignores):
                 set_memory_format(module, chosen.memory_format)
     for part, module in parts:
-        _compile_part(part, module, name, chosen)
+        if not _ignored(part, ignores):
+            _compile_part(part, module, name, chosen)
     return pipe
 
 
 def parts_of(pipe: Any) -> list[tuple[str, nn.Module]]:
     """The parts that are compiled, in order, by name."""
-    parts = [(name, _transformer_of(getattr(pipe, name, None))) for name in TEXT_ENCODERS]
+    parts = []
+    for name in TEXT_ENCODERS:
+        encoder = getattr(pipe, name, None)
+        if isinstance(encoder, nn.Module) and type(encoder).forward is nn.Module.forward:
+            encoder = getattr(encoder, "model", None)  # of ours, the transformer inside is what is called
+        parts.append((name, encoder))
     parts += [(name, getattr(pipe, name, None)) for name in DENOISERS]
     vqgan = getattr(pipe, "vqgan", None)
     parts += [(f"vqgan.{name}", getattr(vqgan, name, None)) for name in ("down_blocks", "up_blocks")]
@@ -90,18 +100,41 @@ def parts_of(pipe: Any) -> list[tuple[str, nn.Module]]:
     return [(name, part) for name, part in parts if isinstance(part, nn.Module)]
 
 
-def _transformer_of(encoder: Any) -> Any:
-    """What is called in a text encoder: itself, or in ours the transformer inside."""
-    called = type(encoder).forward if isinstance(encoder, nn.Module) else None
-    return getattr(encoder, "model", None) if called is nn.Module.forward else encoder
+def unfuse_qkv_projections(pipe: Any) -> None:
+    """Undo `fuse_qkv_projections`; the state dicts have their first names again, for joined layers go, which diffusers would keep."""
+    for one in _able(pipe, "unfuse_qkv_projections"):
+        one.unfuse_qkv_projections()
+    for layer in (inner for module in _modules(pipe) for inner in module.modules()):
+        if getattr(layer, "fused_projections", None) is True:
+            for name in JOINED_QKV:
+                if hasattr(layer, name):
+                    delattr(layer, name)
+            layer.fused_projections = False  # type: ignore[assignment]
+
+
+def _fuse_qkv_projections(pipe: Any) -> None:
+    """By the pipeline's own method, or its denoisers'. Ours have one matrix as they are."""
+    able = _able(pipe, "fuse_qkv_projections")
+    for one in able:
+        one.fuse_qkv_projections()
+    if not able and not any(map(is_ours, _modules(pipe))):
+        raise UserError(f"fuse_qkv_projections: {type(pipe).__name__} has no way to do it; leave it out.")
+
+
+def _able(pipe: Any, method: str) -> list[Any]:
+    return [pipe] if hasattr(pipe, method) else [one for one in _modules(pipe) if hasattr(one, method)]
+
+
+def _modules(pipe: Any) -> list[nn.Module]:
+    return [part for part in vars(pipe).values() if isinstance(part, nn.Module)]
 
 
 def _ignored(name: str, ignores: Sequence[str]) -> bool:
     return any(name == one or name.startswith(f"{one}.") for one in ignores)
 
 
-def _check_pipe(pipe: Any, options: Options, backend: str) -> None:
-    if not any(name not in TEXT_ENCODERS for name, _ in parts_of(pipe)):
+def _check_pipe(pipe: Any, parts: Sequence[str], options: Options, backend: str) -> None:
+    if not set(parts) - set(TEXT_ENCODERS):
         raise UserError(f"compile_pipe: {type(pipe).__name__} has none of the parts {', '.join((*DENOISERS, 'vae'))}.")
     if backend == NONE:
         return
@@ -118,51 +151,33 @@ def _check_pipe(pipe: Any, options: Options, backend: str) -> None:
         )
 
 
-def _check_ignores(pipe: Any, ignores: Sequence[str]) -> None:
-    names = [name for name, _ in parts_of(pipe)]
-    for one in ignores:
-        if not any(_ignored(name, [one]) for name in names):
-            warnings.warn(f"compile_pipe: ignores={one!r} is no part of it; it has {', '.join(names)}.", stacklevel=3)
-
-
 def _compile_part(name: str, module: nn.Module, backend: str, options: Options) -> None:
-    drop: set[str] = set()
-    if name not in DENOISERS:
-        drop.add("quant")
-    if name.startswith(("vae.", "vqgan.")):
-        drop.add("low-precision")
     if "jit" in options.words and not repeated_blocks(module) and backend == INDUCTOR:
         logger.info("compile_pipe: %s repeats no blocks; with jit it is eager.", name)
         restore(module)
         return
-    changes: dict[str, Any] = {"memory_format": None, "mode": options.mode_without(drop)}
-    if "quant" in drop:
-        changes |= {
-            "quant_type": None,
-            "quant_skip": [],
-            "quant_min_features": 512,
-            "regional": None,
-            "fullgraph": False,
-        }
-    compile_module(module, backend, replace(options, **changes))
+    drop: set[str] = set()
+    changes: dict[str, Any] = {"memory_format": None}
+    if name not in DENOISERS:
+        drop.add("quant")
+        changes |= {"quant_type": None, "quant_skip": [], "quant_min_features": 512}
+        changes |= {"regional": None, "fullgraph": False}
+    if name.startswith(("vae.", "vqgan.")):
+        drop.add("low-precision")
+    compile_module(module, backend, replace(options, mode=options.mode_without(drop), **changes))
 
 
-def _upcast_vae(pipe: Any, ignores: Sequence[str]) -> None:
+def _upcast_vae(vae: Any) -> None:
     """Make an fp16 VAE fp32 that must not compute in fp16, and let it take fp16 latents and pixels still.
 
     diffusers would do it around each decoding, and compile two programs.
     """
-    vae = getattr(pipe, "vae", None)
-    if _ignored("vae", ignores) or not getattr(getattr(vae, "config", None), "force_upcast", False):
+    if not getattr(getattr(vae, "config", None), "force_upcast", False) or not isinstance(vae, nn.Module):
         return
-    if not isinstance(vae, nn.Module) or next(vae.parameters()).dtype != torch.float16:
+    if next(vae.parameters()).dtype != torch.float16:
         return
     vae.to(torch.float32)
     first = getattr(vae, "post_quant_conv", None) or getattr(vae.decoder, "conv_in", None)
     for layer in (first, getattr(vae.encoder, "conv_in", None)):
         if isinstance(layer, nn.Module):
-            layer.register_forward_pre_hook(_in_the_weights_format)
-
-
-def _in_the_weights_format(layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    return (inputs[0].to(next(layer.parameters()).dtype), *inputs[1:])
+            layer.register_forward_pre_hook(lambda layer, inputs: (inputs[0].to(layer.weight.dtype), *inputs[1:]))

@@ -1,16 +1,15 @@
-"""What was compiled, in a file for the next process: PyTorch's mega-cache behind a header that says for whom it is.
+"""What was compiled, in a folder for the next process: PyTorch's mega-cache with a header that says for whom it is.
 
     save_compiled("compiled/dit", pipe)      after the first calls
     load_compiled("compiled/dit", pipe)      after `compile_pipe`, before the first call
 
-The folder holds `header.json`, `artifacts.bin` and, from a CPU, `libraries.zip` (see `libraries`). Programs fit one version of torch and triton, one kind of GPU, and one
+The folder holds `header.json` and `artifacts.bin`. Programs fit one version of torch and triton, one kind of GPU, and one
 architecture with its options; a header that differs is refused with the reason, since PyTorch would compile anew in silence.
 The artefacts are code: load only what you saved.
 """
 
 import hashlib
 import json
-import logging
 import platform
 from collections.abc import Iterable
 from pathlib import Path
@@ -19,14 +18,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from opensora.acceleration.compiler import libraries
-from opensora.acceleration.compiler.entry import record_of
-from opensora.acceleration.compiler.pipes import parts_of
+from opensora.acceleration.compile.module import record_of
+from opensora.acceleration.compile.pipes import parts_of
 from opensora.utils.errors import UserError
 
-logger = logging.getLogger(__name__)
-
-HEADER, ARTIFACTS, LIBRARIES = "header.json", "artifacts.bin", "libraries.zip"
+HEADER, ARTIFACTS = "header.json", "artifacts.bin"
 FORMAT = 2
 
 
@@ -51,9 +47,8 @@ def save_compiled(folder: str | Path, *compiled: Any) -> Path:
     Raises:
         UserError: nothing was compiled yet, or nothing that PyTorch keeps, or PyTorch is too old to.
     """
-    modules = _modules(compiled)
-    entries = [_describe(module) for module in modules]
-    if modules and not any(entry["sizes"] for entry in entries):
+    entries = [_describe(module) for module in _modules(compiled)]
+    if entries and not any(entry["sizes"] for entry in entries):
         raise UserError("save_compiled: nothing compiled yet; programs are made by the first call. Run the model once.")
     if not hasattr(torch.compiler, "save_cache_artifacts"):
         raise UserError(f"save_compiled: PyTorch {torch.__version__} cannot save what it compiled; a newer one can.")
@@ -64,19 +59,13 @@ def save_compiled(folder: str | Path, *compiled: Any) -> Path:
         )
     if saved is None:
         raise UserError("save_compiled: nothing compiled yet in this process. Compile a module and run it once.")
-    files = {ARTIFACTS: saved[0], LIBRARIES: libraries.pack()}
-    header = {
-        "format": FORMAT,
-        **_machine(),
-        "modules": entries,
-        "processor": libraries.processor(),
-        "files": {name: {"bytes": len(data), "sha256": _checksum(data)} for name, data in files.items()},
-    }
+    data = saved[0]
+    file = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    header = {"format": FORMAT, **_machine(), "modules": entries, "files": {ARTIFACTS: file}}
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / HEADER).unlink(missing_ok=True)  # an interruption leaves no header beside artefacts of another time
-    for name, data in files.items():
-        (folder / name).write_bytes(data)
+    (folder / HEADER).unlink(missing_ok=True)  # an interruption leaves no header next to artefacts of another time
+    (folder / ARTIFACTS).write_bytes(data)
     (folder / HEADER).write_text(json.dumps(header, indent=2) + "\n", encoding="utf-8")
     return folder
 
@@ -89,19 +78,32 @@ def load_compiled(folder: str | Path, *compiled: Any) -> dict[str, Any]:
         compiled: the modules and pipelines of this process, compiled but not yet called; the header must describe each.
 
     Returns:
-        The header. `cache_counters` tells after the first calls whether programs were found.
+        The header. After the first calls `cache_counters` says whether programs were found.
 
     Raises:
         UserError: there is no such folder, a file is damaged, or it is for another machine, version, model or options.
     """
     folder = Path(folder)
-    header, files = _read(folder)
-    _refuse(folder, {key: (header.get(key), value) for key, value in _machine().items()})
+    try:
+        header = json.loads((folder / HEADER).read_text(encoding="utf-8"))
+        data = (folder / ARTIFACTS).read_bytes()
+    except FileNotFoundError as error:
+        raise UserError(
+            f"{folder} holds no compiled programs: {Path(error.filename).name} is missing. save_compiled makes it."
+        ) from error
+    except json.JSONDecodeError as error:
+        raise UserError(f"{folder / HEADER} is damaged ({error}). Delete the folder and save again.") from error
+    if header.get("format") != FORMAT:
+        raise UserError(
+            f"{folder / HEADER} has format {header.get('format')}, this version reads {FORMAT}; save again."
+        )
+    if hashlib.sha256(data).hexdigest() != header["files"][ARTIFACTS]["sha256"]:
+        raise UserError(f"{folder / ARTIFACTS} is damaged: its checksum differs. Delete the folder and save again.")
+    _refuse_different(folder, {key: (header.get(key), value) for key, value in _machine().items()})
     for module in _modules(compiled):
         _check_module(folder, header["modules"], _describe(module))
-    if torch.compiler.load_cache_artifacts(files[ARTIFACTS]) is None:
+    if torch.compiler.load_cache_artifacts(data) is None:
         raise UserError(f"{folder / ARTIFACTS}: PyTorch could not read it. Delete the folder and save again.")
-    _load_libraries(folder, files[LIBRARIES], header["processor"])
     return header
 
 
@@ -112,16 +114,6 @@ def cache_counters() -> Counters:
     # a program found in the outer of the two caches is usually looked up in the inner one too
     found = max(counters["inductor"]["fxgraph_cache_hit"], counters["aot_autograd"]["autograd_cache_hit"])
     return Counters(found, counters["inductor"]["fxgraph_cache_miss"])
-
-
-def _load_libraries(folder: Path, data: bytes, processor: str) -> None:
-    if data and processor != libraries.processor():
-        logger.info("%s: saved on another processor, so that C++ kernels are built again.", folder)
-        return
-    try:
-        libraries.unpack(data)
-    except ValueError as error:
-        raise UserError(f"{folder / LIBRARIES} is damaged ({error}). Delete the folder and save again.") from error
 
 
 def _modules(compiled: Iterable[Any]) -> list[nn.Module]:
@@ -136,7 +128,7 @@ def _modules(compiled: Iterable[Any]) -> list[nn.Module]:
 
 
 def _describe(module: nn.Module) -> dict[str, Any]:
-    """A module for the header: architecture, number format, options, sizes that it has seen."""
+    """A module for the header: architecture, dtype, options, sizes that it has seen."""
     record = record_of(module)
     assert record is not None, "only compiled modules are described"
     state = [(name, list(value.shape), str(value.dtype)) for name, value in module.state_dict().items()]
@@ -153,48 +145,20 @@ def _describe(module: nn.Module) -> dict[str, Any]:
 def _machine() -> dict[str, Any]:
     """What programs depend on besides the model; as JSON gives it back."""
     cuda = torch.cuda.is_available()
-    cpu = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
-    return {
-        "torch": torch.__version__,
-        "triton": _triton(),
-        "cuda": torch.version.cuda,
-        "python": ".".join(platform.python_version_tuple()[:2]),
-        "device": torch.cuda.get_device_name() if cuda else cpu,
-        "capability": list(torch.cuda.get_device_capability()) if cuda else None,
-    }
-
-
-def _triton() -> str | None:
     try:
         import triton
     except ImportError:
-        return None
-    return str(triton.__version__)
-
-
-def _read(folder: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """The header, and the other files by name."""
-    try:
-        header = json.loads((folder / HEADER).read_text(encoding="utf-8"))
-        files = {name: (folder / name).read_bytes() for name in header.get("files", ())}
-    except FileNotFoundError as error:
-        raise UserError(
-            f"{folder} holds no compiled programs: {Path(error.filename).name} is missing. save_compiled makes it."
-        ) from error
-    except json.JSONDecodeError as error:
-        raise UserError(f"{folder / HEADER} is damaged ({error}). Delete the folder and save again.") from error
-    if header.get("format") != FORMAT:
-        raise UserError(
-            f"{folder / HEADER} has format {header.get('format')}, this version reads {FORMAT}; save again."
-        )
-    for name, data in files.items():
-        if _checksum(data) != header["files"][name]["sha256"]:
-            raise UserError(f"{folder / name} is damaged: its checksum differs. Delete the folder and save again.")
-    return header, files
-
-
-def _checksum(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
+        triton = None
+    return {
+        "torch": torch.__version__,
+        "triton": None if triton is None else triton.__version__,
+        "cuda": torch.version.cuda,
+        "python": ".".join(platform.python_version_tuple()[:2]),
+        "device": torch.cuda.get_device_name()
+        if cuda
+        else f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
+        "capability": list(torch.cuda.get_device_capability()) if cuda else None,
+    }
 
 
 def _check_module(folder: Path, entries: list[dict[str, Any]], module: dict[str, Any]) -> None:
@@ -203,12 +167,11 @@ def _check_module(folder: Path, entries: list[dict[str, Any]], module: dict[str,
         saved = ", ".join(entry["class"] for entry in entries) or "no module"
         raise UserError(f"{folder} has no programs for {module['class']}, but for {saved}. Compile and save again.")
     keys = ("architecture", "dtype", "backend", "options")
-    matches = [sum(entry[key] == module[key] for key in keys) for entry in same_class]
-    nearest = same_class[matches.index(max(matches))]
-    _refuse(folder, {f"{key} of {module['class']}": (nearest[key], module[key]) for key in keys})
+    nearest = max(same_class, key=lambda entry: sum(entry[key] == module[key] for key in keys))
+    _refuse_different(folder, {f"{key} of {module['class']}": (nearest[key], module[key]) for key in keys})
 
 
-def _refuse(folder: Path, pairs: dict[str, tuple[Any, Any]]) -> None:
+def _refuse_different(folder: Path, pairs: dict[str, tuple[Any, Any]]) -> None:
     """An error that lists every pair of a saved and a present value that differ."""
     differing = [f"{what}: saved with {saved}, here {here}" for what, (saved, here) in pairs.items() if saved != here]
     if differing:
