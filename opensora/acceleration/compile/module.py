@@ -354,7 +354,7 @@ def _set_tf32(*, matmul: bool, allow: bool) -> Callable[[], None]:
     agree, for the compiler reads both.
     """
     backends, cudnn = torch.backends, torch.backends.cudnn
-    owners = (
+    owners: list[Any] = (
         [backends.cuda.matmul, getattr(backends.mkldnn, "matmul", None)]
         if matmul
         else [getattr(cudnn, "conv", None), getattr(cudnn, "rnn", None)]
