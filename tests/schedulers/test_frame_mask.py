@@ -177,8 +177,8 @@ def test_steps_in_which_nothing_changes_share_the_mask_and_leave_x_alone(z, rngs
         assert torch.equal(frames.active(index), mask > bound)
     assert frames.active(2) is frames.active(1)
     assert frames.active(1) is not frames.active(0)
-    assert frames.all_move == [False, False, False, True]
+    assert frames.all_denoised == [False, False, False, True]
     assert [frames.noise_entering(z, i) is z for i in range(4)] == [True, False, True, False]
     kept = FrameMask(mask > 0.5, [1.0, 0.5], z, None, identity)
     assert kept.active(1) is kept.active(0)
-    assert kept.all_move == [False, False]
+    assert kept.all_denoised == [False, False]

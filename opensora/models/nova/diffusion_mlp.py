@@ -31,10 +31,10 @@ class TimeCondEmbed(nn.Module):
 
     def forward(self, timestep: Tensor, z: Tensor) -> Tensor:
         """`timestep [...]`, `z [..., D_z] -> [..., D]`."""
-        return self.of_time(timestep) + self.condition_proj(z)
+        return self.timestep_embedding(timestep) + self.condition_proj(z)
 
-    def of_time(self, timestep: Tensor) -> Tensor:
-        """`[...] -> [..., D]`, the timestep's part."""
+    def timestep_embedding(self, timestep: Tensor) -> Tensor:
+        """`[...] -> [..., D]`."""
         waves = timestep_sinusoid(timestep.flatten(), NUM_FREQUENCIES).reshape(*timestep.shape, -1)
         return self.timestep_proj(waves.to(self.timestep_proj.fc1.weight.dtype))
 

@@ -300,6 +300,11 @@ class NOVA(nn.Module):
         assert whole.shape[1] >= V, "more visible patches than patches"
         return encoder.norm(out)[:, Nc:]
 
+    def to_patches(self, frames: Tensor) -> Tensor:
+        """`[..., C, H, W] -> [..., N, C p p]`, row-major, the channel slowest."""
+        p = self.image_patch
+        return rearrange(frames, "... C (h ph) (w pw) -> ... (h w) (C ph pw)", ph=p, pw=p)
+
     def to_frames(self, patches: Tensor, size: tuple[int, int]) -> Tensor:
         """`[..., N, C p p] -> [..., C, H, W]`."""
         p = self.image_patch

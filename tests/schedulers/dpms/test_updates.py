@@ -7,7 +7,7 @@ import pytest
 import torch
 from diffusers import DPMSolverMultistepScheduler, DPMSolverSinglestepScheduler
 
-from opensora.schedulers.dpms.process import CLEAN, VariancePreserving
+from opensora.schedulers.dpms.levels import CLEAN, VariancePreserving
 from opensora.schedulers.dpms.updates import RATES, Update, first_order, interpolating, phi
 from opensora.schedulers.noise_schedule import named_schedule
 

@@ -1,6 +1,6 @@
 import pytest
 
-from opensora.schedulers.iddpm.respace import spaced_timesteps
+from opensora.schedulers.iddpm.options import spaced_timesteps
 from opensora.utils.errors import UserError
 
 DDIM_STRIDES = {10: 100, 20: 50, 25: 40, 30: 34, 50: 20, 100: 10, 125: 8, 200: 5, 250: 4, 500: 2}

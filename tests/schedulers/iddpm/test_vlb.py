@@ -3,7 +3,7 @@ import math
 import torch
 from torch.distributions import Normal, kl_divergence
 
-from opensora.schedulers.iddpm.vlb import discretised_gaussian_log_likelihood, vlb_term
+from opensora.schedulers.iddpm.gaussian import discretised_gaussian_log_likelihood, vlb_term
 
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:

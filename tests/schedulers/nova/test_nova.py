@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from opensora.registry import SCHEDULERS
-from opensora.schedulers.nova.guidance import Scales
-from opensora.schedulers.nova.model import cut, spread
-from opensora.schedulers.nova.nova import known_patches
+from opensora.schedulers.nova.nova import known_patches, patches_to_cells
+from opensora.schedulers.nova.sampling import Scales
 from opensora.utils.errors import UserError
 from opensora.utils.seed import generators
 from tests.models.nova.toy import build
@@ -30,12 +29,13 @@ def test_every_step_adds_patches_along_a_cosine(num_steps, num_patches):
         assert known[half] == pytest.approx(num_patches * (1 - math.cos(math.pi / 2 * half / num_steps)), abs=1)
 
 
-def test_patches_are_cut_and_laid_in_the_order_of_the_models():
-    x, model = torch.arange(4 * 8 * 12.0).view(1, 4, 8, 12), build()
-    assert torch.equal(cut(x, 2), model.image_decoder.patch_embed.cut(x))
-    assert torch.equal(model.to_frames(cut(x, 2), (8, 12)), x)
-    number = spread(torch.arange(24.0), (8, 12), 2)
-    assert torch.equal(cut(number[None], 2)[..., 0], torch.arange(24.0))
+def test_patches_have_the_order_of_the_patch_embedding():
+    x, model = torch.randn(1, 4, 8, 12, generator=torch.Generator().manual_seed(0)), build()
+    patches, embed = model.to_patches(x), model.image_decoder.patch_embed
+    torch.testing.assert_close(embed.embed_patches(patches), embed(x))
+    assert torch.equal(model.to_frames(patches, (8, 12)), x)
+    values = patches_to_cells(torch.arange(24.0), (8, 12), 2)
+    assert torch.equal(model.to_patches(values[None])[..., 0], torch.arange(24.0))
 
 
 def test_what_is_hidden_and_how_noisy_it_is():
@@ -68,7 +68,7 @@ def test_the_loss_of_a_perfect_model_is_zero_and_visible_patches_do_not_count():
             super().__init__()
             off = torch.zeros(16)
             off[patch] = 1.0
-            self.off = spread(off, SIZE[1:], 2)
+            self.off = patches_to_cells(off, SIZE[1:], 2)
 
         def forward(self, x, t, **_):
             return noise - x[:, None] + self.off
@@ -135,7 +135,7 @@ def by_hand(model, z, cond, null):
                 z_both = [model.image_tokens(out[b : b + 1, :, t], visible, each, (8, 8)) for each in c]
                 scale = 1.5 + 1.5 * k / 3
                 for patch in new.tolist():
-                    x = cut(z[b, :, t], 2)[patch]
+                    x = model.to_patches(z[b, :, t])[patch]
                     for i in range(3):
                         time = torch.tensor(1000 * (1 - i / 3))
                         cond_v, null_v = (model.image_decoder(x, time, words[0, patch]) for words in z_both)
@@ -191,8 +191,6 @@ def test_what_needs_a_prediction_without_text(options, needed):
     made = scheduler(**options)
     assert made.needs_null() is needed
     assert made.needs_null(2.0)
-    assert ("null" in made.scales.branches(has_null=True)) is needed
-    assert made.scales.branches(has_null=False)[0] == "text"
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from opensora.schedulers.diffusion import (
+from opensora.schedulers.iddpm.gaussian import (
     eps_from_x_0,
     model_log_variance,
     posterior_mean,
