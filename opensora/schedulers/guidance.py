@@ -212,7 +212,8 @@ def _both_conditions(cond: Condition, null: Condition, batch: int) -> tuple[dict
     if stray := sorted(null.keys() - cond.keys() - {"mask"}):
         raise ValueError(f"the null condition has {stray}, which the condition lacks; it has {sorted(cond)}.")
     sides: tuple[dict[str, Any], dict[str, Any]] = dict(cond), {**cond, **null}
-    texts, masks = [side.get("y") for side in sides], [side.get("mask") for side in sides]
+    texts: list[Any] = [side.get("y") for side in sides]
+    masks: list[Any] = [side.get("mask") for side in sides]
     if all(y is not None and y.ndim > 1 for y in texts):
         lengths = [y.shape[-2] for y in texts]
         if lengths[0] != lengths[1] and masks[1] is masks[0]:

@@ -58,7 +58,10 @@ class Solver(Protocol):
 
 
 class Scheduler(ABC):
-    """What every scheduler has; `training_losses` of those that train is described in docs/architecture.md."""
+    """What every scheduler has; docs/architecture.md describes the `training_losses` of those that train.
+
+    `timestep_sampling`, where a scheduler has one, may learn while training.
+    """
 
     @property
     @abstractmethod
@@ -66,12 +69,15 @@ class Scheduler(ABC):
         """The guidance scale where `sample` is given none."""
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What a resume of training needs; nothing where a scheduler learns nothing."""
-        return {}
+        """What a resume of training needs: the history of "loss-second-moment", else nothing."""
+        sampling = getattr(self, "timestep_sampling", None)
+        return {} if sampling is None else sampling.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore what `state_dict` gave; a UserError when it is another scheduler's."""
-        if state:
+        """Restore what `state_dict` gave; a UserError when it is that of another scheduler or strategy."""
+        if (sampling := getattr(self, "timestep_sampling", None)) is not None:
+            sampling.load_state_dict(state)
+        elif state:
             raise UserError(
                 f"the checkpoint's scheduler learnt something ({', '.join(sorted(state))}), {type(self).__name__} does not: it is "
                 "another scheduler's."

@@ -16,9 +16,9 @@ def at_least_fp32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def check_draws(t: Tensor | None, noise: Tensor | None, generators: Sequence[torch.Generator] | None) -> None:
-    """Raise a ValueError when something has to be drawn and there are no generators."""
-    if generators is None and (t is None or noise is None):
+def check_draws(generators: Sequence[torch.Generator] | None, *values: Tensor | None) -> None:
+    """Raise a ValueError when one of the values has to be drawn and there are no generators."""
+    if generators is None and any(value is None for value in values):
         raise ValueError("training_losses draws t and noise: pass one generator per sample, or both of them.")
 
 

@@ -63,10 +63,10 @@ def model_log_variance(variance: str, raw: Tensor | None, like: Tensor, c: Coeff
     "learned_range" -1 is the posterior's variance, 1 is beta, between them the logarithms are interpolated, and nothing
     clamps (Nichol eq. 15).
     """
-    assert raw is not None or variance not in LEARNED, "a learned variance needs the model's variance channels"
-    if variance == "learned":
-        return raw
-    if variance == "learned_range":
+    if variance in LEARNED:
+        assert raw is not None, "a learned variance needs the model's variance channels"
+        if variance == "learned":
+            return raw
         if not isinstance(c.log_beta, Tensor) and not isinstance(c.log_posterior_variance, Tensor):
             middle, half = (c.log_beta + c.log_posterior_variance) / 2, (c.log_beta - c.log_posterior_variance) / 2
             return half * raw + middle

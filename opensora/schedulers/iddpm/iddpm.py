@@ -168,14 +168,6 @@ class IDDPM(Sampler):
         """What the model is conditioned on at each of `timesteps`."""
         return self.timesteps if self.time_scale is None else [t * self.time_scale for t in self.timesteps]
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """What a resume of training needs: the history of "loss-second-moment", else nothing."""
-        return self.timestep_sampling.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore what `state_dict` gave; a UserError when it is another strategy's."""
-        self.timestep_sampling.load_state_dict(state)
-
     def training_losses(
         self,
         model: Denoiser,
@@ -199,7 +191,7 @@ class IDDPM(Sampler):
 
         A timestep sampling that learns from losses does so here, where t is drawn and gradients are on.
         """
-        check_draws(t, noise, generators)
+        check_draws(generators, t, noise)
         x0 = at_least_fp32(x0)
         drawn = t is None
         if t is None:

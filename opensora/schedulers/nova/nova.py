@@ -87,7 +87,7 @@ class MaskedAutoregression(Scheduler):
                 f"scheduler: guidance_trunc={guidance_trunc} is from 0 to num_timesteps={num_timesteps}, guidance_renorm="
                 f"{guidance_renorm} from 0 to 1."
             )
-        if any(number < 0 for number in self.scales.skip):
+        if any(index < 0 for index in self.scales.skip):
             raise UserError(f"scheduler.skip_layers={self.scales.skip}: blocks are numbered from 0.")
         if not 0 <= temperature <= MAX_TEMPERATURE:
             raise UserError(
@@ -136,7 +136,8 @@ class MaskedAutoregression(Scheduler):
         Raises:
             UserError: there are no later frames, and the losses are of those alone.
         """
-        check_draws(t, noise, generators)
+        check_draws(generators, t, noise, visible)
+        rngs = generators or ()
         parts, x0 = parts_of(model), at_least_fp32(x0)
         size = parts.check_size(x0.shape[2:])
         if self.losses == "later" and size[0] == 1:
@@ -147,14 +148,12 @@ class MaskedAutoregression(Scheduler):
         p = parts.image_patch
         num_patches = size[1] * size[2] // p**2
         if visible is None:
-            visible = self._draw_visible(_required(generators), size[0], num_patches, x0.device)
+            visible = self._draw_visible(rngs, size[0], num_patches, x0.device)
         if t is None:
-            t = self._draw_times(_required(generators), (self.loss_repeat, size[0], num_patches), x0.device)
+            t = self._draw_times(rngs, (self.loss_repeat, size[0], num_patches), x0.device)
         if noise is None:
             shape = (self.loss_repeat, *x0.shape[1:])
-            noise = torch.stack([torch.randn(shape, generator=g, device=g.device) for g in _required(generators)]).to(
-                x0
-            )
+            noise = torch.stack([torch.randn(shape, generator=g, device=g.device) for g in rngs]).to(x0)
         sigma = patches_to_cells(t.to(x0.dtype) / self.num_timesteps, size[1:], p)[:, :, None]  # [B, R, 1, T, H, W]
         clean = x0[:, None]
         noisy = (1 - sigma) * clean + sigma * noise
@@ -223,9 +222,7 @@ class MaskedAutoregression(Scheduler):
     ) -> Tensor:
         """[B, T, V] int64. The hidden share is a normal variable of mean 1 and deviation 0.25, truncated to [min, 1]."""
         first = generators[0]
-        if (
-            first.device.type != "cpu"
-        ):  # the share is a size: for a value from the GPU the host would wait for all its work
+        if first.device.type != "cpu":  # the share is a size: the host would wait for all work of the GPU
             first = torch.Generator().manual_seed(first.initial_seed())
         low, high = (math.erf((edge - 1) / 0.25 / math.sqrt(2)) for edge in (self.min_mask_ratio, 1.0))
         u = low + (high - low) * torch.rand(1, generator=first, dtype=torch.float64)
@@ -275,14 +272,6 @@ def _conditioning_frames(mask: Tensor | None, batch: int, num_frames: int, devic
             "--last-image and later frames in mask_strategy."
         )
     return mask.to(device) == 0
-
-
-def _required(generators: Sequence[torch.Generator] | None) -> Sequence[torch.Generator]:
-    if generators is None:
-        raise ValueError(
-            "visible patches, t and noise are drawn where they are not given: pass one generator per sample."
-        )
-    return generators
 
 
 def parts_of(model: Any) -> Any:

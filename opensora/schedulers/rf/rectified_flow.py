@@ -102,14 +102,6 @@ class RectifiedFlow(Sampler):
         self.timestep_sampling = build_sampling(sampling, abar)
         self.loss_weights = build_weights(loss_weighting, sampling, abar, "velocity")
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """What a resume of training needs: the history of "loss-second-moment", else nothing."""
-        return self.timestep_sampling.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore what `state_dict` gave; a UserError when it is another strategy's."""
-        self.timestep_sampling.load_state_dict(state)
-
     def training_losses(
         self,
         model: Denoiser,
@@ -132,7 +124,7 @@ class RectifiedFlow(Sampler):
             t: [B] in [0, num_timesteps], after the shift. Like `noise` (x0's shape), drawn when not given.
             generators: one per sample: t is drawn first, then the noise.
         """
-        check_draws(t, noise, generators)
+        check_draws(generators, t, noise)
         x0 = at_least_fp32(x0)
         drawn = None
         if t is None:

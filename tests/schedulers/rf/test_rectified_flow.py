@@ -105,7 +105,7 @@ def test_the_variance_channels_of_a_model_are_not_used(denoiser, rngs, x0, cond)
     assert torch.equal(*losses)
     samples = [RectifiedFlow().sample(denoiser(n), x0, cond) for n in (1, 2)]
     assert torch.equal(*samples)
-    with pytest.raises(UserError, match="12 channels for 4-channel latents; expected 4, or 8"):
+    with pytest.raises(UserError, match="12 channels for 4-channel latents; this scheduler expects 4, or 8"):
         RectifiedFlow(2).sample(lambda x, t, **_: torch.cat([x] * 3, dim=1), x0, cond)
 
 
