@@ -33,7 +33,7 @@ class SamplingStep(NamedTuple):
 
 
 class Solver(Protocol):
-    """How one algorithm moves x. Made anew for each sampling run, so that it may keep a history."""
+    """How one algorithm updates x. A new one for each sampling run, so that it may keep a history."""
 
     @property
     def timesteps(self) -> Sequence[Time]:
@@ -57,16 +57,13 @@ class Solver(Protocol):
         ...
 
 
-class Scheduler(ABC):
+class Scheduler:
     """What every scheduler has; docs/architecture.md describes the `training_losses` of those that train.
 
     `timestep_sampling`, where a scheduler has one, may learn while training.
     """
 
-    @property
-    @abstractmethod
-    def cfg_scale(self) -> float:
-        """The guidance scale where `sample` is given none."""
+    sample_steps: Callable[..., Iterator[SamplingStep]]
 
     def state_dict(self) -> dict[str, Tensor]:
         """What a resume of training needs: the history of "loss-second-moment", else nothing."""
@@ -82,20 +79,6 @@ class Scheduler(ABC):
                 f"the checkpoint's scheduler learnt something ({', '.join(sorted(state))}), {type(self).__name__} does not: it is "
                 "another scheduler's."
             )
-
-    @abstractmethod
-    def sample_steps(
-        self,
-        model: Any,
-        z: Tensor,
-        cond: Condition,
-        *,
-        null: Condition | None = None,
-        mask: Tensor | None = None,
-        guidance_scale: float | None = None,
-        generators: Sequence[torch.Generator] | None = None,
-    ) -> Iterator[SamplingStep]:
-        """The steps one by one, each computed when asked for."""
 
     def sample(self, model: Any, z: Tensor, cond: Condition, *, progress: bool = False, **options: Any) -> Tensor:
         """x_0 [B, C, T, H, W], fp32, from the initial noise z of that shape: the end of `sample_steps`.
@@ -114,7 +97,7 @@ class Scheduler(ABC):
         return x
 
 
-class Sampler(Scheduler):
+class Sampler(Scheduler, ABC):
     """A scheduler whose samples go through the loop of this file."""
 
     guidance: Guidance
@@ -125,7 +108,7 @@ class Sampler(Scheduler):
 
     @property
     def cfg_scale(self) -> float:
-        """The guidance scale where `sample` is given none."""
+        """The guidance scale where a call of `sample` sets none."""
         return self.guidance.scale
 
     @property
@@ -188,7 +171,7 @@ def _steps(
         timestep = timestep_of(time, x)
         guided = guidance.wrap(model, null, index, level, cache)
         denoise = _denoise(guided, cond, x, active, denoised, {time: timestep})
-        # frames that are all denoised from the first step on have one history: a solver need not tell them apart
+        # frames that are all denoised from the first step on have one history: a solver need not keep track of them
         after, x_0 = solver.step(denoise, x, index, None if frames is None or frames.all_denoised[0] else active)
         if denoised is not None:
             after, x_0 = torch.where(denoised, after, x), torch.where(denoised, x_0, x)

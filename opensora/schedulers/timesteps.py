@@ -112,7 +112,7 @@ class Tabulated(TimestepSampling):
 
     def draw_time(self, generators: Generators, device: torch.device) -> Tensor:
         if device not in self._cumulative:
-            self._cumulative[device] = cumulative_of(self.density).to(device)
+            self._cumulative[device] = _cdf(self.density).to(device)
         return quantile(self._cumulative[device], rand(generators, device))
 
 
@@ -145,7 +145,7 @@ class LossSecondMoment(TimestepSampling):
 
     def draw_time(self, generators: Generators, device: torch.device) -> Tensor:
         self._move(device)
-        return quantile(cumulative_of(self.probabilities()), rand(generators, device))
+        return quantile(_cdf(self.probabilities()), rand(generators, device))
 
     def corrected(self, t: Tensor, losses: Tensor) -> Tensor:
         """losses / (T p(t)); stores the losses while gradients are on."""
@@ -200,7 +200,7 @@ def _gathered(x: Tensor, copies: int) -> Tensor:
     return torch.cat([part[:length] for part, length in zip(parts[alike], lengths[alike], strict=True)])
 
 
-def cumulative_of(density: Tensor) -> Tensor:
+def _cdf(density: Tensor) -> Tensor:
     """[T] -> [T + 1], from 0 to 1."""
     return torch.cat([density.new_zeros(1), density.cumsum(dim=0)])
 

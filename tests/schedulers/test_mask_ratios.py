@@ -72,7 +72,7 @@ def test_conditioning_frames_at_random():
 
 
 def test_kinds_come_as_often_as_they_should():
-    """At four deviations of a binomial of 20000; kinds are told apart by patterns that only they make at 16 frames."""
+    """At four deviations of a binomial of 20000; the kind itself is drawn."""
     masks, count = MaskRatios(OPENSORA_1_2), 20_000
     kinds = [masks.draw_kind(generator(7, "mask", i)) for i in range(count)]
     assert "intepolate" not in kinds
@@ -82,7 +82,7 @@ def test_kinds_come_as_often_as_they_should():
 
 
 def test_golden_masks():
-    """A change of these numbers changes the training runs of everybody who resumes one."""
+    """A change of these masks changes the training runs of everybody who resumes one."""
     masks = MaskRatios({"random": 0.5, "quarter_head_tail": 0.25, "interpolate": 0.25})
     drawn = masks(torch.zeros(6, 4, 8, 2, 2), generators(42, "train", 3, ids=range(6)))
     assert ["".join(".G"[not value] for value in row) for row in drawn.tolist()] == [

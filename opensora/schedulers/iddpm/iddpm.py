@@ -126,7 +126,7 @@ class IDDPM(Sampler):
             raise UserError(f"scheduler.clip_x0={clip_x0} must be positive; None does not clamp.")
         if num_sampling_steps is not None and timestep_respacing:
             raise UserError(
-                f"scheduler: num_sampling_steps={num_sampling_steps} and timestep_respacing={timestep_respacing!r} say the "
+                f"scheduler: num_sampling_steps={num_sampling_steps} and timestep_respacing={timestep_respacing!r} set the "
                 "same thing twice; keep one of them."
             )
         self.eta, self.clip_x0 = eta, clip_x0
@@ -141,7 +141,7 @@ class IDDPM(Sampler):
         if self.prediction == "eps" and abar[-1] == 0:
             raise UserError(
                 f"scheduler.prediction='eps' with noise_schedule={noise_schedule!r}, which ends in pure noise: there the "
-                "noise tells nothing about x_0. Use prediction='v' or 'x0'."
+                "noise has nothing of x_0. Use prediction='v' or 'x0'."
             )
         if self.prediction == "previous_x" and len(self.timesteps) < diffusion_steps:
             raise UserError(
@@ -186,7 +186,7 @@ class IDDPM(Sampler):
             x0: [B, C, T, H, W], scaled latents.
             mask: [B, T] bool. False frames are conditioning: they stay clean in x_t and out of the loss, which is the
                 mean over the True frames (0 when there is none).
-            t: [B] int64 in [0, diffusion_steps). Like `noise` (x0's shape), drawn when not given.
+            t: [B] int64 in [0, diffusion_steps). Like `noise` (x0's shape), drawn when None.
             generators: one per sample: t is drawn first, then the noise.
 
         A timestep sampling that learns from losses does so here, where t is drawn and gradients are on.

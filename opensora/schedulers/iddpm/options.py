@@ -35,14 +35,14 @@ def resolve_options(named: dict[str, str | None], legacy: dict[str, bool | None]
         if name is not None and name not in names:
             raise UserError(f"scheduler.{choice}={name!r} is not one of {', '.join(names)}.")
         left = names if name is None else (name,)
-        given = [] if name is None else [f"{choice}={name!r}"]
+        set_by = [] if name is None else [f"{choice}={name!r}"]
         for flag, (about, if_true, if_false) in LEGACY.items():
             value = legacy[flag]
             if about == choice and value is not None:
-                given.append(f"{flag}={value}")
+                set_by.append(f"{flag}={value}")
                 left = tuple(n for n in left if n in (if_true if value else if_false))
         if not left:
-            raise UserError(f"scheduler: {' and '.join(given)} contradict each other; keep {choice}=... alone.")
+            raise UserError(f"scheduler: {' and '.join(set_by)} contradict each other; keep {choice}=... alone.")
         resolved.append(left[0])
     prediction, variance, loss, sampler = resolved
     if loss == "rescaled_mse" and variance not in LEARNED:

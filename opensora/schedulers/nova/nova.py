@@ -1,6 +1,6 @@
 """Training and sampling of NOVA (Deng et al. 2024, arXiv:2412.14169), sections 3.3 and 3.4.
 
-Training shows a few patches of each frame and the whole frames before it; every other patch is noised on its own and the
+The model sees a few patches of each frame and all of the frames before it in training; every other patch is noised on its own and the
 model predicts the velocity eps - x_0 of each (rectified flow, a timestep for each patch). Sampling makes a video frame by frame,
 a frame in a few steps of more and more patches in a random order, and each patch out of noise.
 
@@ -102,7 +102,7 @@ class MaskedAutoregression(Scheduler):
 
     @property
     def cfg_scale(self) -> float:
-        """The guidance scale where `sample` is given none."""
+        """The guidance scale where a call of `sample` sets none."""
         return self.scales.scale
 
     def needs_null(self, guidance_scale: float | None = None) -> bool:
@@ -130,7 +130,7 @@ class MaskedAutoregression(Scheduler):
             mask: [B, T] bool; False frames are conditioning, and out of the loss.
             t: [B, R, T, N] in (0, T], of each patch; R is `loss_repeat`.
             noise: [B, R, C, T, H, W].
-            visible: [B, T, V] int64, the patches that are shown. Like t and noise, drawn when not given.
+            visible: [B, T, V] int64, the patches that are shown. Like t and noise, drawn when None.
             generators: one for each sample. The share of hidden patches is one for the whole batch, of the first sample's.
 
         Raises:
@@ -278,7 +278,7 @@ def parts_of(model: Any) -> Any:
     """The NOVA (`opensora.models.nova.nova`) whose parts are called one by one, which an engine may have wrapped.
 
     Raises:
-        UserError: it is a denoiser of whole videos.
+        UserError: it is a denoiser of entire videos.
     """
     inner = model
     while not hasattr(inner, "next_condition"):

@@ -175,7 +175,7 @@ def weights_cast(model: nn.Module, device: torch.device) -> Iterator[None]:
     half of all kernel launches. Results are the same; weights take half as much memory again.
 
     Weights that are elsewhere (block by block offload) or sharded (FSDP) are left to autocast, and what has been
-    replaced or moved meanwhile stays as it is. Outside autocast nothing is done.
+    replaced in the meantime stays as it is. Outside autocast nothing is done.
     """
     swapped = []
     if torch.is_autocast_enabled(device.type):

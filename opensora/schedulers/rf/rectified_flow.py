@@ -121,7 +121,7 @@ class RectifiedFlow(Sampler):
             x0: [B, C, T, H, W], scaled latents.
             mask: [B, T] bool. False frames are conditioning: they stay clean and out of the loss, which is the mean over
                 the True frames (0 when there is none).
-            t: [B] in [0, num_timesteps], after the shift. Like `noise` (x0's shape), drawn when not given.
+            t: [B] in [0, num_timesteps], after the shift. Like `noise` (x0's shape), drawn when None.
             generators: one per sample: t is drawn first, then the noise.
         """
         check_draws(generators, t, noise)
@@ -207,16 +207,18 @@ def _check_name(field: str, value: object, names: Sequence[str]) -> None:
 
 def _one(
     named: tuple[str, Any], legacy: tuple[str, bool | None], meaning: Mapping[bool, str], *, default: str
-) -> Any:  # a name, or the number of a shift
+) -> Any:  # a name, or the value of a shift
     """The choice that a name and its older boolean spelling make together."""
-    (name, value), (flag, given) = named, legacy
-    if given is None:
+    (name, value), (flag, flag_value) = named, legacy
+    if flag_value is None:
         return default if value is None else value
-    if value is None or value == meaning[given]:
-        return meaning[given]
-    if given and name == "shift" and value == "length":
+    if value is None or value == meaning[flag_value]:
+        return meaning[flag_value]
+    if flag_value and name == "shift" and value == "length":
         return value  # a transform, and which one
-    raise UserError(f"scheduler: {name}={value!r} and {flag}={given} contradict each other; keep {name}=... alone.")
+    raise UserError(
+        f"scheduler: {name}={value!r} and {flag}={flag_value} contradict each other; keep {name}=... alone."
+    )
 
 
 def _sampling_choice(
@@ -225,7 +227,7 @@ def _sampling_choice(
     """`timestep_sampling`, or Open-Sora's `sample_method` with its parameters."""
     if choice is not None and (sample_method, loc, scale) != (None, None, None):
         raise UserError(
-            "scheduler.timestep_sampling says the same as sample_method, loc and scale; keep timestep_sampling, with "
+            "scheduler.timestep_sampling sets the same as sample_method, loc and scale; keep timestep_sampling, with "
             "dict(type='logit-normal', loc=..., scale=...)."
         )
     if choice is not None:

@@ -1,6 +1,6 @@
 """Larger videos are trained and sampled at noisier times (Esser et al. 2024, section 5.3.2).
 
-The same noise hides less of an image with more cells, so that its time tau is moved towards 1:
+The same noise hides less of an image with more cells, so that its time tau is shifted towards 1:
 tau' = r tau / (1 + (r - 1) tau). Sizes are those of the latent, so nothing here depends on a VAE's strides.
 """
 

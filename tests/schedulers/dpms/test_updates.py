@@ -1,4 +1,4 @@
-"""The numbers of one solver step, against quadrature and against diffusers' formulas in fp64."""
+"""The coefficients of one solver step, against quadrature and against diffusers' formulas in fp64."""
 
 import math
 

@@ -7,7 +7,7 @@ DEFAULT = ("eps", "learned_range", "mse", "ancestral")
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("options", "expected"),
     [
         ({}, DEFAULT),
         # the reference's defaults, spelled out
@@ -33,13 +33,13 @@ DEFAULT = ("eps", "learned_range", "mse", "ancestral")
         ({"variance": "fixed_small", "sampler": "ddim"}, ("eps", "fixed_small", "mse", "ddim")),
     ],
 )
-def test_names_and_legacy_booleans(given, expected):
-    scheduler = IDDPM(**given)
+def test_names_and_legacy_booleans(options, expected):
+    scheduler = IDDPM(**options)
     assert (scheduler.prediction, scheduler.variance, scheduler.loss, scheduler.sampler) == expected
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("options", "message"),
     [
         ({"variance": "learned_range", "learn_sigma": False}, "variance='learned_range' and learn_sigma=False"),
         ({"variance": "fixed_large", "sigma_small": True}, "variance='fixed_large' and sigma_small=True"),
@@ -53,6 +53,6 @@ def test_names_and_legacy_booleans(given, expected):
         ({"loss": "rescaled_mse", "variance": "fixed_small"}, "variance='fixed_small' is fixed"),
     ],
 )
-def test_contradictions_and_unknown_names(given, message):
+def test_contradictions_and_unknown_names(options, message):
     with pytest.raises(UserError, match=message):
-        IDDPM(**given)
+        IDDPM(**options)
