@@ -47,7 +47,7 @@ def predicted_x_0(prediction: str, output: Tensor, x_t: Tensor, c: Coefficients)
 
 
 def eps_from_x_0(x_0: Tensor, x_t: Tensor, c: Coefficients) -> Tensor:
-    """The noise that leads from x_0 to x_t."""
+    """The noise in x_t."""
     return _add_scaled(x_t, -c.sqrt_alphas_cumprod, x_0) / c.sqrt_one_minus_alphas_cumprod
 
 

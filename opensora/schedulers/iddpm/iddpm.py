@@ -267,8 +267,8 @@ class IDDPM(Sampler):
     ) -> Tensor:
         """The noise z [B, C, T, H, W] from which DDIM with eta = 0 samples x0: its steps in reverse (Song, eq. 14).
 
-        x0 stands at the first timestep and is led to the last, each step with the prediction at its beginning. So
-        `sample(model, encode(model, x0, cond), cond, guidance_scale=1)` comes back the nearer to x0 the more steps there are.
+        Each step takes the prediction at its start, so that the more steps there are, the closer
+        `sample(model, encode(model, x0, cond), cond, guidance_scale=1)` is to x0.
         """
         x = at_least_fp32(x0)
         guidance = self.guidance._replace(scale=guidance_scale)
