@@ -8,6 +8,8 @@ EXTRAS ?= dev,quickstart
 BIN := .venv/bin
 STAMP := .venv/.installed
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+# Long tests: a worker that is done takes over what another has not begun.
+PYTEST_LONG := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 .PHONY: help setup quickstart quickstart-nova test test-slow test-nightly test-extras test-oldest test-gpu test-mutants check format format-check lint type docs docs-check bench clean
 
@@ -33,10 +35,10 @@ test: setup  ## run the CPU tests that are not marked slow
 	$(PYTEST) -m "not slow and not gpu"
 
 test-slow: setup  ## run the CPU tests that are marked slow, but not nightly
-	$(PYTEST) -m "slow and not nightly and not gpu"
+	$(PYTEST_LONG) -m "slow and not nightly and not gpu"
 
 test-nightly: setup  ## run the CPU tests that are marked nightly
-	$(PYTEST) -m "nightly and not gpu"
+	$(PYTEST_LONG) -m "nightly and not gpu"
 
 test-extras: setup  ## install what setup does not, and run the tests that need it
 	$(BIN)/python -m pip install --disable-pip-version-check -q -e '.[quant]'
@@ -75,7 +77,7 @@ docs-check: setup
 	$(BIN)/python -m tools.gen_config_docs --check
 
 bench: setup  ## time the training step on this machine
-	$(BIN)/python -m tools.benchmark.train_step
+	$(BIN)/python -m tools.benchmark train_step
 
 clean:  ## remove caches and build files; .venv and outputs/ stay
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

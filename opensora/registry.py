@@ -144,6 +144,10 @@ def describe_registered(name: str, registry: Registry) -> str:
     doc = inspect.getdoc(constructor) or "no description"
     if SEE_MODULE in doc:
         doc = f"{(sys.modules[origin.__module__].__doc__ or '').strip()}\n\n{doc}"
+    base = origin
+    while "common" in inspect.signature(base.__init__).parameters:  # arguments that the base documents
+        base = base.__base__
+        doc = f"{doc}\n\n{base.__name__}: {inspect.getdoc(base)}"
     parameters = [p for key, p in inspect.signature(constructor).parameters.items() if key != "self"]
     return "\n".join(
         [

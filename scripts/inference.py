@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from tqdm import tqdm
 
-from opensora.acceleration.cfg_parallel import Sharing, share_videos
+from opensora.acceleration.cfg_parallel import ParallelPlan, make_parallel_plan
 from opensora.acceleration.distributed import init_world, shutdown
 from opensora.config.load import InferenceConfig, parse_config
 from opensora.inference.build import COMPONENTS
@@ -35,35 +35,35 @@ def main() -> None:
     if world.is_main and cfg.verbose > 0:
         show_messages()
     try:
-        sample(cfg, share_videos(world, cfg.sp_size, cfg_parallel=cfg.cfg_parallel))
+        sample(cfg, make_parallel_plan(world, cfg.sp_size, cfg_parallel=cfg.cfg_parallel))
     finally:
         shutdown()
 
 
-def sample(cfg: InferenceConfig, sharing: Sharing) -> None:
+def sample(cfg: InferenceConfig, plan: ParallelPlan) -> None:
     """The samples of this process's team."""
-    mine = jobs(cfg)[sharing.team :: sharing.num_teams]  # before anything is made: every team must cut the same list
+    mine = jobs(cfg)[plan.dp_rank :: plan.dp_size]  # before anything is made: every team must cut the same list
     if not mine:
         return
     pipeline, size = None, stated_size(cfg)
     if size is None:  # by name: only the VAE knows
-        pipeline = VideoPipeline.from_config(cfg, sharing=sharing)
+        pipeline = VideoPipeline.from_config(cfg, plan=plan)
         size = pipeline.defaults
-    todo = sharing.agree_on(lambda: not_done(cfg, mine, size))
+    todo = plan.broadcast_from_rank0(lambda: not_done(cfg, mine, size))
     if not todo:
         return
     make_writable(cfg.save_dir, "save_dir")
     if any(sources_of(cfg, job.item) for job in todo):
         warn_of_given_frames(cfg.model.get("from_pretrained"), cfg.model["type"])
-    pipeline = pipeline or VideoPipeline.from_config(cfg, sharing=sharing)
-    shows = cfg.verbose > 0 and sharing.leads
-    for batch in tqdm(batches(todo, cfg.batch_size), unit="batch", disable=not shows or sharing.team > 0):
-        if cfg.verbose > 1 and sharing.leads:
+    pipeline = pipeline or VideoPipeline.from_config(cfg, plan=plan)
+    shows = cfg.verbose > 0 and plan.is_leader
+    for batch in tqdm(batches(todo, cfg.batch_size), unit="batch", disable=not shows or plan.dp_rank > 0):
+        if cfg.verbose > 1 and plan.is_leader:
             tqdm.write("\n".join(job.item.text for job in batch))
         made = pipeline.sample(
             request_of(cfg, batch, pipeline),
-            progress=cfg.verbose > 1 and sharing.leads and sharing.team == 0,
-            decode=sharing.leads,
+            progress=cfg.verbose > 1 and plan.is_leader and plan.dp_rank == 0,
+            decode=plan.is_leader,
         )
         if made.video is None:
             continue

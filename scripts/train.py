@@ -13,9 +13,8 @@ from torch import nn
 
 from opensora.acceleration.checkpointing import checkpoint_activations, offload_activations
 from opensora.acceleration.compile import compile_blocks
-from opensora.acceleration.distributed import World, init_world, on_main_first, shutdown
+from opensora.acceleration.distributed import World, broadcast_from_rank0, init_world, shutdown
 from opensora.acceleration.engine import build_engine, check_engine
-from opensora.acceleration.float8 import check_float8, convert_linears, recipe_of
 from opensora.acceleration.sequence_parallel import parallelise
 from opensora.checkpoint.weight_sources import refuse_misnamed
 from opensora.config.load import TrainConfig, parse_config, to_dict
@@ -38,11 +37,11 @@ from opensora.training.loop import (
     checkpoint_parts,
     engine_settings,
     learning_rate,
-    places,
     resume,
     resumed_checkpoint,
     same_data,
     same_settings,
+    sample_indices,
     steps,
     warn_of_idle_average,
 )
@@ -82,8 +81,6 @@ def main() -> None:
     try:
         same_settings(cfg)
         check_engine(cfg.plugin, cfg.sp_size, device=world.device, dtype=cfg.dtype)
-        if recipe := recipe_of(cfg.float8):
-            check_float8(recipe, world.device)
         if cfg.lora is not None:
             check_lora()
             refuse_without_base(cfg.model)
@@ -91,7 +88,7 @@ def main() -> None:
             dry_run(cfg, world)
             return
         refuse_missing_inputs(cfg)
-        on_main_first(partial(check_run_folder, cfg.outputs, cfg.exp_name, go_on=cfg.load == "latest"))
+        broadcast_from_rank0(partial(check_run_folder, cfg.outputs, cfg.exp_name, go_on=cfg.load == "latest"))
         with StopSignals(world) as stop, Watchdog(limit_s, world) as watchdog:
             train(cfg, world, stop, watchdog)
     finally:
@@ -126,7 +123,7 @@ def refuse_missing_inputs(cfg: TrainConfig) -> None:
 def train(cfg: TrainConfig, world: World, stop: StopSignals, watchdog: Watchdog) -> None:
     """The whole run of one process."""
     masks = MaskRatios(cfg.mask_ratios)
-    source = on_main_first(partial(resumed_checkpoint, cfg))
+    source = broadcast_from_rank0(partial(resumed_checkpoint, cfg))
     scheduler = build_module(cfg.scheduler, SCHEDULERS)
     dataset, vae, text_encoder, model = build_data_and_models(cfg, world)
     count_samples_once(scheduler, world.sp_size)
@@ -135,8 +132,7 @@ def train(cfg: TrainConfig, world: World, stop: StopSignals, watchdog: Watchdog)
         refuse_illegal_sizes(dataset.buckets, vae, model.patch_size)
     encode = BatchEncoder(vae, text_encoder, model, world.device)
     optimizer = build_optimizer(cfg, model)
-    settings = engine_settings(cfg) | {"cast_once": cfg.cast_once, "cuda_graphs": cfg.cuda_graphs}
-    engine = build_engine(cfg.plugin, model, optimizer, world, **settings)
+    engine = build_engine(cfg.plugin, model, optimizer, world, **engine_settings(cfg), cuda_graphs=cfg.cuda_graphs)
     ema = build_ema(cfg, model, engine)
 
     global_batch = cfg.batch_size * world.dp_size if cfg.bucket_config is None else BATCHES_VARY
@@ -178,7 +174,7 @@ def train(cfg: TrainConfig, world: World, stop: StopSignals, watchdog: Watchdog)
     watched = watchdog.watch(meter.data_wait(steps(loader, cfg.accumulation_steps)), run, loader.reading)
     for micro_batches in stop.until(watched):
         set_lr(optimizer, lr := learning_rate(cfg, state.step, total_steps))
-        for i, (batch, ids) in enumerate(zip(micro_batches, places(micro_batches), strict=True)):
+        for i, (batch, ids) in enumerate(zip(micro_batches, sample_indices(micro_batches), strict=True)):
             rngs = generators(cfg.seed, "train", state.step, ids=ids, device=world.device)
             z, cond = encode(batch, rngs)  # z [B, C, T, h, w]
             with engine.micro_step(last=i == cfg.accumulation_steps - 1):
@@ -223,8 +219,6 @@ def build_data_and_models(cfg: TrainConfig, world: World) -> tuple[Any, Any, Any
     ).to(device)
     if cfg.lora is not None:
         add_lora(model, LoraOptions.of(cfg.lora), seed=cfg.seed)
-    if recipe := recipe_of(cfg.float8):
-        convert_linears(model, recipe)
     if cfg.compile:
         compile_blocks(model.transformer_blocks())
     checkpoint_activations(model.transformer_blocks(), cfg.grad_checkpoint, getattr(model, "stack_depths", None))

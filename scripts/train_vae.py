@@ -17,7 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from opensora.acceleration.compile import compile_blocks
-from opensora.acceleration.distributed import World, barrier, init_world, mean_over_ranks, on_main_first, shutdown
+from opensora.acceleration.distributed import (
+    World,
+    barrier,
+    broadcast_from_rank0,
+    init_world,
+    mean_over_ranks,
+    shutdown,
+)
 from opensora.acceleration.engine import Engine, build_engine, check_engine
 from opensora.acceleration.engines.ddp import DDPEngine
 from opensora.checkpoint.load import load_strictly, open_checkpoint
@@ -40,11 +47,11 @@ from opensora.training.loop import (
     checkpoint_parts,
     engine_settings,
     learning_rate,
-    places,
     resume,
     resumed_checkpoint,
     same_data,
     same_settings,
+    sample_indices,
     steps,
     warn_of_idle_average,
 )
@@ -82,7 +89,7 @@ def main() -> None:
         refuse_missing(data_path=cfg.dataset.get("data_path"), eval_data_path=cfg.eval_data_path)
         if cfg.wandb:
             check_wandb()
-        on_main_first(partial(check_run_folder, cfg.outputs, cfg.exp_name, go_on=cfg.load == "latest"))
+        broadcast_from_rank0(partial(check_run_folder, cfg.outputs, cfg.exp_name, go_on=cfg.load == "latest"))
         with StopSignals(world) as stop, Watchdog(limit_s, world) as watchdog:
             train(cfg, world, stop, watchdog)
     finally:
@@ -102,7 +109,7 @@ def train(cfg: VAETrainConfig, world: World, stop: StopSignals, watchdog: Watchd
     adversary = build_adversary(cfg, world)
 
     state = RunState(data=same_data(dataset), global_batch=cfg.batch_size * world.size, world=world.size)
-    if (source := on_main_first(partial(resumed_checkpoint, cfg))) is not None:
+    if (source := broadcast_from_rank0(partial(resumed_checkpoint, cfg))) is not None:
         state = go_on(cfg, source, state, ema, engine, adversary)
     sampler, total_steps = sampler_at(cfg, dataset, world, state, source)
     loader = build_loader(
@@ -129,7 +136,7 @@ def train(cfg: VAETrainConfig, world: World, stop: StopSignals, watchdog: Watchd
     for micro_batches in stop.until(watched):
         set_lr(optimizer, lr := learning_rate(cfg, state.step, total_steps))
         adversary.set_lr(lr / cfg.lr)
-        for i, (batch, ids) in enumerate(zip(micro_batches, places(micro_batches), strict=True)):
+        for i, (batch, ids) in enumerate(zip(micro_batches, sample_indices(micro_batches), strict=True)):
             last = i == cfg.accumulation_steps - 1
             x, rngs, offset = pieces(batch["video"], ids, state.step, i)  # [N, 3, T, H, W]
             with engine.micro_step(last=last):
@@ -164,7 +171,7 @@ def train(cfg: VAETrainConfig, world: World, stop: StopSignals, watchdog: Watchd
                 saver.save(state, checkpoint_parts(engine, ema) | adversary.state())
     saver.wait()
     if not stop.stopping:
-        log.line(on_main_first(partial(export, cfg, ema, world.device, dataset, run, state.step)))
+        log.line(broadcast_from_rank0(partial(export, cfg, ema, world.device, dataset, run, state.step)))
     barrier()
     log.line(f"{stop.reason or 'done'}: {run} at step {state.step}")
     log.close()
@@ -227,7 +234,7 @@ def sampler_at(
         UserError: there is neither a step nor an export to make.
     """
     sampler = build_sampler(dataset, cfg.batch_size, seed=cfg.seed, rank=world.rank, world_size=world.size)
-    nothing_left = source is None or on_main_first(partial(is_exported, source.resolve().parent, state.step))
+    nothing_left = source is None or broadcast_from_rank0(partial(is_exported, source.resolve().parent, state.step))
     total_steps = seek(cfg, sampler, state, may_be_done=not nothing_left)
     warn_of_idle_average(cfg, total_steps)
     return sampler, total_steps
@@ -309,7 +316,7 @@ class HeldOut:
 
     def __call__(self, ema: EMA, lpips: nn.Module | None, run: Path, step: int) -> dict[str, float]:
         """Mean PSNR, SSIM and, where training has it, LPIPS; writes `held_out-<step>.png`."""
-        return on_main_first(partial(self._measure, ema, lpips, run / f"held_out-{step:06d}.png"))
+        return broadcast_from_rank0(partial(self._measure, ema, lpips, run / f"held_out-{step:06d}.png"))
 
     def _read(self) -> list[dict[str, Any]]:
         cfg = self.cfg

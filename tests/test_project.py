@@ -81,7 +81,7 @@ sys.exit(pytest.main(["--collect-only", "-qq", "-p", "no:cacheprovider", "tests"
 @pytest.mark.nightly
 @pytest.mark.slow
 def test_every_test_module_is_collected_where_only_the_core_and_pytest_are_installed():
-    """test_gpu_float8.py was not, without torchao, so `make test` failed for whoever ran README's command."""
+    """A module that imports an extra at its top would let `make test` fail for whoever ran README's command."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = {name: set(map(distribution, of)) for name, of in project["optional-dependencies"].items()}
     tools = extras["dev"] - set().union(*(of for name, of in extras.items() if name != "dev"))

@@ -87,8 +87,9 @@ def encoder_folders(tmp_path_factory):
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", model_max_length=8
-    )
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", model_max_length=8,
+        model_input_names=["input_ids", "attention_mask"],
+    )  # fmt: skip
     folder = tmp_path_factory.mktemp("encoders")
     for name, encoder in encoders.items():
         encoder.save_pretrained(folder / name)

@@ -41,11 +41,11 @@ from opensora.datasets.cache.moments import DTYPES as MOMENT_DTYPES
 from opensora.datasets.cache.records import RecordReader
 from opensora.datasets.cache.records_dataset import RecordVideoTextDataset
 from opensora.datasets.cache.text import DTYPES as TEXT_DTYPES
+from opensora.datasets.cache.text import FOLDER as TEXT
 from opensora.datasets.cache.text import captions_of, write_text
-from opensora.datasets.cache.text_features import FOLDER as TEXT
 from opensora.datasets.datasets import VideoTextDataset
 from opensora.datasets.table.table import read_table
-from opensora.datasets.video.decoding import Decoding
+from opensora.datasets.video.files import Decoding
 from opensora.models.vae.slicing import SlicedEncoder
 from opensora.registry import DATASETS, MODELS, SCHEDULERS, build_module
 from opensora.training.batch_encoder import freeze

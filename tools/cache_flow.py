@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from opensora.config.load import TrainConfig
-from opensora.datasets.cache.flow import FOLDER, write_flow
-from opensora.datasets.cache.moments import Counts, Job, source_hash
+from opensora.datasets.cache.flow import FEATURES, FOLDER
+from opensora.datasets.cache.moments import Counts, Job, source_hash, write_missing
 from opensora.datasets.cache.records_dataset import RecordVideoTextDataset, moments_of
 from opensora.datasets.table.table import Table, complain_about_rows, read_table
 from opensora.datasets.video.files import is_image
@@ -31,7 +31,7 @@ def wants_flow(model: Mapping[str, Any]) -> bool:
     if not str(model["type"]).startswith("NOVA"):
         return False
     with torch.device("meta"):
-        return "flow" in MODELS.build({**model, "from_pretrained": None}).numbers
+        return "flow" in MODELS.build({**model, "from_pretrained": None}).micro_conditions
 
 
 def cached_flow(cfg: TrainConfig, dataset: Mapping[str, Any], job: Job, *, asked: bool) -> dict[str, Counts]:
@@ -61,13 +61,15 @@ def _of_clips(table: Table, lacking: list[int], job: Job, chosen: Flow, settings
     if still := [row for row in rows.values() if is_image(table.path(row))]:
         raise complain_about_rows(table, still, "are pictures, in which nothing moves, and have no flow", STILL)
 
-    def measure(name: str) -> float:
+    def measure(name: str) -> dict[str, float]:
         found = chosen.score([table.path(rows[name])])[0]
         if found["flow"] is None:
             raise UserError(f"{table.where(rows[name])}: {found.get('error') or f'it has a single frame. {STILL}'}")
-        return float(found["flow"])
+        return {"flow": float(found["flow"])}
 
-    return write_flow(list(rows), measure, lambda name: source_hash(table.path(rows[name])), job, settings)
+    return write_missing(
+        job, FOLDER, FEATURES, settings, list(rows), measure, lambda name: source_hash(table.path(rows[name]))
+    )
 
 
 def _of_records(cfg: TrainConfig, job: Job, chosen: Flow, settings: dict[str, Any]) -> Counts:
@@ -81,14 +83,15 @@ def _of_records(cfg: TrainConfig, job: Job, chosen: Flow, settings: dict[str, An
         raise UserError(f"the records of {data.path} are pictures, in which nothing moves: set model.motion=False.")
 
     @torch.inference_mode()
-    def measure(key: str) -> float:
+    def measure(key: str) -> dict[str, float]:
         moments = moments_of(data.records[int(key)])[None].to(job.world.device)  # [1, 2C, T, h, w]
         z = vae.sample(moments, generators(0, "flow", ids=[int(key)], device=job.world.device))
         x = vae.decode(z)[0].clamp(-1, 1)  # [3, T, H, W]
         pixels = ((x + 1) * 127.5).round().byte().permute(1, 2, 3, 0).cpu().numpy()
         found = chosen.of_frames(list(pixels), data.fps)
         assert found is not None, "two frames or more"
-        return found
+        return {"flow": found}
 
     settings = {**settings, "vae": vae.fingerprint(), "fps_of_videos": data.fps}
-    return write_flow([str(i) for i in range(len(data))], measure, lambda _: data.content, job, settings)
+    keys = [str(i) for i in range(len(data))]
+    return write_missing(job, FOLDER, FEATURES, settings, keys, measure, lambda _: data.content)

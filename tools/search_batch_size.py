@@ -32,14 +32,12 @@ from opensora.acceleration.checkpointing import checkpoint_activations, offload_
 from opensora.acceleration.compile import compile_blocks
 from opensora.acceleration.distributed import World, init_world
 from opensora.acceleration.engine import build_engine
-from opensora.acceleration.float8 import convert_linears, recipe_of
 from opensora.config.command_line import read_command
 from opensora.config.load import TrainConfig, read_file
 from opensora.config.lora import LoraOptions
 from opensora.config.resolve import Draft
 from opensora.config.yacs import deepspeed_overrides
-from opensora.datasets.buckets.bucket import Buckets
-from opensora.datasets.buckets.config import parse_num_frames
+from opensora.datasets.buckets.bucket import Buckets, parse_num_frames
 from opensora.registry import DATASETS, MODELS, SCHEDULERS, build_module
 from opensora.training.batch_encoder import BatchEncoder, freeze
 from opensora.training.loop import build_ema, build_optimizer, engine_settings
@@ -151,7 +149,7 @@ class Trainer:
         size = clip.num_frames, clip.height, clip.width
         known = {"fps": 24.0, "height": size[1], "width": size[2], "num_frames": size[0], "flow": 5.0}
         numbers = {
-            name: float(known.get(name, 1)) for name in self.model.numbers
+            name: float(known.get(name, 1)) for name in self.model.micro_conditions
         }  # whatever they are, a step takes as long
         cond = {name: torch.full((batch,), value, device=self.device) for name, value in numbers.items()}
         if self.encode is not None:
@@ -172,8 +170,6 @@ class Trainer:
         model = build_module({**cfg.model, "from_pretrained": None}, MODELS, **sizes).to(self.device)
         if cfg.lora is not None:
             add_lora(model, LoraOptions.of(cfg.lora), seed=cfg.seed)
-        if recipe := recipe_of(cfg.float8):
-            convert_linears(model, recipe)
         if cfg.compile:
             compile_blocks(model.transformer_blocks())
         checkpoint_activations(model.transformer_blocks(), cfg.grad_checkpoint, getattr(model, "stack_depths", None))

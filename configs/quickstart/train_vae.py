@@ -1,7 +1,7 @@
 """Train the small picture VAE that the repository ships (assets/models/vae-quickstart), on one GPU.
 
-    python -m tools.datasets.fetch_sources --out data/sources
-    python -m tools.datasets.collect_pictures --out data/pictures @tools/datasets/pictures.txt
+    python -m assets.build.fetch_sources --out data/sources
+    python -m assets.build.collect_images --out data/pictures @assets/build/images.txt
     python scripts/train_vae.py configs/quickstart/train_vae.py
     python -m tools.eval_vae --vae outputs/quickstart-vae/000-VideoAutoencoderKL/vae \
         --data-path data/pictures/held_out.csv --train-path data/pictures/train.csv --sheet outputs/vae.png

@@ -7,13 +7,13 @@ the prediction, is the same on all of them; so the videos are those of one proce
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from opensora.acceleration.distributed import World, own_group
+from opensora.acceleration.distributed import World, broadcast_from_rank0, own_group
 from opensora.acceleration.step_cache.steps import computing
 from opensora.utils.errors import UserError
 
@@ -22,23 +22,23 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Sharing:
-    """How the processes that make one video share it.
+class ParallelPlan:
+    """How the processes that make one video divide its work.
 
-    The world is cut into teams of consecutive ranks. A team's first half predicts with the prompt, its second half without
-    (with `cfg_group`); each half shares the tokens (with `sp_group`).
+    The world is cut into replicas of consecutive ranks. The first half of a replica predicts with the prompt, the second
+    without (with `cfg_group`); each half shards the tokens (with `sp_group`).
 
     Attributes:
-        team, num_teams: which team this process is of, and how many there are: data parallelism.
-        leads: whether this process decodes and writes its team's videos.
-        sp_group: processes that share the tokens; None: one process has all of them.
+        dp_rank, dp_size: which replica this process is in, and how many there are: data parallelism.
+        is_leader: whether this process decodes and writes its replica's videos.
+        sp_group: processes that shard the tokens; None: one process has all of them.
         cfg_group: this process and its partner of the other half, in this order: with the prompt, without; None: both
             halves are one batch.
     """
 
-    team: int = 0
-    num_teams: int = 1
-    leads: bool = True
+    dp_rank: int = 0
+    dp_size: int = 1
+    is_leader: bool = True
     sp_group: dist.ProcessGroup | None = None
     cfg_group: dist.ProcessGroup | None = None
 
@@ -47,35 +47,23 @@ class Sharing:
         """Both groups, those that there are."""
         return tuple(group for group in (self.sp_group, self.cfg_group) if group is not None)
 
-    def agree(self, tensor: Tensor) -> Tensor:
-        """The leader's tensor, on all processes of the team: of one shape everywhere, whatever was computed."""
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """The leader's tensor, on all processes of the replica; of one shape everywhere."""
         tensor = tensor.contiguous()
         for group in self.groups:  # first within each half, then to the half without the prompt
             dist.broadcast(tensor, group=group, group_src=0)
         return tensor
 
-    def agree_on(self, make: Callable[[], T]) -> T:
-        """What `make` gives in the leader, on all processes of the team; an error of it is raised in all."""
-        if not self.groups:
-            return make()
-        box: list[Any] = [None, None]
-        if self.leads:
-            try:
-                box[0] = make()
-            except (UserError, OSError) as error:
-                box[1] = error
-        for group in self.groups:
-            dist.broadcast_object_list(box, group=group, group_src=0)
-        if box[1] is not None:
-            raise box[1]
-        return box[0]
+    def broadcast_from_rank0(self, make: Callable[[], T]) -> T:
+        """What `make` gives in the leader, on all processes of the replica; an error of it is raised in all."""
+        return broadcast_from_rank0(make, self.groups, is_leader=self.is_leader)
 
 
-def share_videos(world: World, sp_size: int = 1, *, cfg_parallel: bool = False) -> Sharing:
-    """Cut the world into teams; all processes must call this together.
+def make_parallel_plan(world: World, sp_size: int = 1, *, cfg_parallel: bool = False) -> ParallelPlan:
+    """Cut the world into replicas; all processes must call this together.
 
     Raises:
-        UserError: a team's size does not divide the number of processes.
+        UserError: a replica's size does not divide the number of processes.
     """
     size = sp_size * (2 if cfg_parallel else 1)
     if world.size % size:
@@ -85,14 +73,14 @@ def share_videos(world: World, sp_size: int = 1, *, cfg_parallel: bool = False) 
             "--nproc_per_node."
         )
     if size == 1:
-        return Sharing(world.rank, world.size)
-    teams = [range(first, first + size) for first in range(0, world.size, size)]
-    halves = [team[i : i + sp_size] for team in teams for i in range(0, size, sp_size)]
-    pairs = [(team[i], team[i + sp_size]) for team in teams for i in range(sp_size)] if cfg_parallel else []
-    return Sharing(
-        team=world.rank // size,
-        num_teams=len(teams),
-        leads=world.rank % size == 0,
+        return ParallelPlan(world.rank, world.size)
+    replicas = [range(first, first + size) for first in range(0, world.size, size)]
+    halves = [ranks[i : i + sp_size] for ranks in replicas for i in range(0, size, sp_size)]
+    pairs = [(ranks[i], ranks[i + sp_size]) for ranks in replicas for i in range(sp_size)] if cfg_parallel else []
+    return ParallelPlan(
+        dp_rank=world.rank // size,
+        dp_size=len(replicas),
+        is_leader=world.rank % size == 0,
         sp_group=own_group(halves, world.rank, world.timeout) if sp_size > 1 else None,
         cfg_group=own_group(pairs, world.rank, world.timeout) if cfg_parallel else None,
     )

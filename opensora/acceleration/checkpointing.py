@@ -1,16 +1,16 @@
-"""Activation checkpointing: what the backward pass needs is computed again instead of kept, or kept in the CPU's memory.
+"""Activation checkpointing and offloading: what the backward pass needs is recomputed, or kept in the CPU's memory.
 
 Applied to a denoiser from outside, after `compile_blocks`: a `forward` is wrapped, and no name of a parameter changes.
-Inside a compiled block the compiler decides: it computes again what carries the tag that checkpointing gives an operation.
+Inside a compiled block the compiler decides: it recomputes what carries the tag that checkpointing gives an operation.
 The forward pass draws nothing at random (docs/adr/0006), so no generator has to be restored. Chen et al. 2016
 (arXiv:1604.06174); by operation as in Korthikanti et al. 2022 (arXiv:2205.05198), where what is cheap to compute for its
-size is computed again.
+size is recomputed.
 """
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial, wraps
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from torch._higher_order_ops import wrap
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from opensora.acceleration.patching import wrap_forward
-from opensora.config.activation_checkpointing import parse_recompute
+from opensora.config.activation_checkpointing import parse_level
 from opensora.utils.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -66,12 +66,11 @@ def checkpoint_activations(
         UserError: there is no such level, or it means MLPs and the blocks have no `mlp`.
     """
     blocks = list(blocks)
-    what = parse_recompute(level)
-    for block, again in zip(blocks, what.parts(len(blocks), stacks), strict=True):
-        if again == "nothing":
+    for block, kind in zip(blocks, parse_level(level).parts(len(blocks), stacks), strict=True):
+        if kind == "nothing":
             continue
-        eager, compiled = (_SELECTIVE, _SELECTIVE) if again == "selective" else (_WHOLE, _WHOLE_COMPILED)
-        part = getattr(block, "mlp", None) if again == "mlp" else block
+        eager, compiled = (_SELECTIVE, _SELECTIVE) if kind == "selective" else (_WHOLE, _WHOLE_COMPILED)
+        part = getattr(block, "mlp", None) if kind == "mlp" else block
         if part is None:
             raise UserError(
                 f"grad_checkpoint={level!r} means MLPs, and a {type(block).__name__} has none; try 'block'."
@@ -83,64 +82,36 @@ def offload_activations(model: nn.Module, *, min_bytes: int = OFFLOAD_BYTES) -> 
     """Keep what the backward pass needs of `model`'s forward in the CPU's (pinned) memory.
 
     Tensors below `min_bytes` and those with the shape of a weight stay: weights are there anyway, and where an engine
-    gathers them they are its own. With checkpointing, what is moved is the inputs of the parts that are computed again.
+    gathers them they are its own. With activation checkpointing, what is moved is the inputs of the checkpointed parts.
+
+    PyTorch's `save_on_cpu` moves everything, and gives it back in other strides.
     """
     if next(model.parameters()).device.type == "cpu":
         logger.warning("activation_offload has no effect on a CPU: everything is in its memory already.")
     weights = {tuple(parameter.shape) for parameter in model.parameters() if parameter.ndim > 1}
     weights |= {shape[::-1] for shape in weights}  # a product saves its weight transposed
-    wrap_forward(model, partial(_offloaded, mover=_Mover(min_bytes, weights)))
+    wrap_forward(model, partial(_offloaded, offload=_Offload(min_bytes, weights)))
 
 
-class Layout(NamedTuple):
-    """Where and how a tensor lies.
+class _Offload:
+    """Copies saved tensors to the CPU and back, on a GPU on a side stream.
 
-    It has to come back so: kernels refuse rows that are no longer aligned, and a linear layer that is computed again takes another
-    path for tokens that have become contiguous, so that autograd meets other tensors than it saved.
+    They come back in their strides: kernels refuse rows that are no longer aligned, and a linear layer that is recomputed takes
+    another path for tokens that have become contiguous, so that autograd meets other tensors than it saved.
     """
-
-    device: torch.device
-    shape: torch.Size
-    stride: tuple[int, ...]
-
-    def filled_with(self, kept: Tensor) -> Tensor:
-        """A tensor that lies so, with the numbers of `kept`, in which what `expand` repeats is there once."""
-        if _overlaps(kept.shape, self.stride):
-            return kept.to(self.device, non_blocking=True).expand(self.shape)
-        out = torch.empty_strided(kept.shape, self.stride, dtype=kept.dtype, device=self.device)
-        return out.copy_(kept, non_blocking=True).expand(self.shape)
-
-
-def _without_repeats(tensor: Tensor) -> Tensor:
-    """One of each row, column, ... that `expand` repeats."""
-    return tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
-
-
-def _overlaps(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether elements may share memory, as those of `unfold` do: an axis is no longer than what lies inside of its stride."""
-    reach = 1  # of the axes with smaller strides
-    for length, step in sorted(zip(shape, stride, strict=True), key=lambda axis: axis[1]):
-        if length > 1 and step < reach:
-            return True
-        reach += (length - 1) * step
-    return False
-
-
-class _Mover:
-    """Copies saved tensors to the CPU and back; on a GPU beside its computing, on a stream of its own."""
 
     def __init__(self, min_bytes: int, stays: set[tuple[int, ...]]) -> None:
         self.min_bytes, self.stays = min_bytes, stays
         self._stream: torch.cuda.Stream | None = None
 
-    def pack(self, tensor: Tensor) -> tuple[Layout, Tensor]:
-        """How the tensor lies at home, and what is kept instead of it."""
-        layout = Layout(tensor.device, tensor.shape, tensor.stride())
-        once = _without_repeats(tensor)
+    def pack(self, tensor: Tensor) -> tuple[Tensor, torch.device, torch.Size, tuple[int, ...]]:
+        """What is kept instead of a tensor - one of each row, column, ... that `expand` repeats - and its layout."""
+        layout = tensor.device, tensor.shape, tensor.stride()
+        once = tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
         if once.numel() * once.element_size() < self.min_bytes or tuple(tensor.shape) in self.stays:
-            return layout, tensor
+            return tensor, *layout
         if tensor.device.type != "cuda":
-            return layout, tensor.cpu()
+            return once.cpu(), *layout
         kept = torch.empty(once.shape, dtype=tensor.dtype, pin_memory=True)
         if self._stream is None:
             self._stream = torch.cuda.Stream(tensor.device)
@@ -148,16 +119,18 @@ class _Mover:
         with torch.cuda.stream(self._stream):
             kept.copy_(once, non_blocking=True)
         tensor.record_stream(self._stream)  # its memory is reused only after the copy
-        return layout, kept
+        return kept, *layout
 
-    def unpack(self, packed: tuple[Layout, Tensor]) -> Tensor:
-        """The tensor at home again, in its strides."""
-        layout, kept = packed
-        if kept.device == layout.device:
+    def unpack(self, packed: tuple[Tensor, torch.device, torch.Size, tuple[int, ...]]) -> Tensor:
+        """The tensor on its device again, in its strides."""
+        kept, device, shape, stride = packed
+        if kept.shape == shape and kept.device == device and kept.stride() == stride:
             return kept
         if self._stream is not None:
-            torch.cuda.current_stream(layout.device).wait_stream(self._stream)
-        return layout.filled_with(kept)
+            torch.cuda.current_stream(device).wait_stream(self._stream)
+        # elements that share memory, such as those of `unfold`, are written several times with the same value
+        out = torch.empty_strided(kept.shape, stride, dtype=kept.dtype, device=device)
+        return out.copy_(kept, non_blocking=True).expand(shape)
 
 
 def _not_of_our_contexts(record: logging.LogRecord) -> bool:
@@ -178,22 +151,22 @@ def _keep_nothing(_context: Any, _op: Any, *_args: Any, **_kwargs: Any) -> Check
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _everything_again() -> Any:
+def _recompute_all() -> Any:
     return create_selective_checkpoint_contexts(_keep_nothing)
 
 
-_everything_again.cache_hash = "opensora: everything again"  # type: ignore[attr-defined]  # else no program is cached on disk
+_recompute_all.cache_hash = "opensora: everything again"  # type: ignore[attr-defined]  # else no program is cached on disk
 _SELECTIVE = {"context_fn": partial(create_selective_checkpoint_contexts, _keep_products)}
 _WHOLE: dict[str, Any] = {}
-_WHOLE_COMPILED = {"context_fn": _everything_again} if TAGS_MISS_FUNCTIONS else _WHOLE
+_WHOLE_COMPILED = {"context_fn": _recompute_all} if TAGS_MISS_FUNCTIONS else _WHOLE
 
 
-def _offloaded(forward: Callable[..., Any], mover: _Mover) -> Callable[..., Any]:
+def _offloaded(forward: Callable[..., Any], offload: _Offload) -> Callable[..., Any]:
     @wraps(forward)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        with torch.autograd.graph.saved_tensors_hooks(mover.pack, mover.unpack):
+        with torch.autograd.graph.saved_tensors_hooks(offload.pack, offload.unpack):
             return forward(*args, **kwargs)
 
     return wrapped

@@ -20,9 +20,9 @@ STEP_TIMEOUT = timedelta(minutes=30)
 
 @dataclass(frozen=True)
 class World:
-    """Where this process stands: `rank` of `size`, on `device`.
+    """This process: `rank` of `size`, on `device`.
 
-    With `sp_size` > 1, so many neighbours share each sample (sequence parallelism): ranks 0 ... sp_size - 1 are the
+    With `sp_size` > 1, that many neighbours share each sample (sequence parallelism): ranks 0 ... sp_size - 1 are the
     first `sp_group`, and a process's data are those of its `dp_rank`.
     """
 
@@ -72,33 +72,32 @@ def init_world(device: str = "auto", sp_size: int = 1, timeout: timedelta = STEP
         raise UserError("device='cuda', but PyTorch sees no GPU here. Use --device cpu, or check the driver.")
     _refuse_alone_among_others()
     use_cuda = device != "cpu" and torch.cuda.is_available()
-    place = local_gpu(torch.cuda.device_count()) if use_cuda else torch.device("cpu")
+    own = local_gpu(torch.cuda.device_count()) if use_cuda else torch.device("cpu")
     if use_cuda:
         prefer_expandable_segments()
-        torch.cuda.set_device(place)
+        torch.cuda.set_device(own)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
-        dist.init_process_group(timeout=timeout, **_backend(place))
+        dist.init_process_group(timeout=timeout, **_backend(own))
     if not dist.is_initialized():
         _check_sp_size(sp_size, 1)
-        return World(0, 1, place)
+        return World(0, 1, own)
     rank, size = dist.get_rank(), dist.get_world_size()
     _check_sp_size(sp_size, size)
     group = None if sp_size == 1 else neighbours(rank, size, sp_size, timeout)
-    return World(rank, size, place, sp_size, group, timeout)
+    return World(rank, size, own, sp_size, group, timeout)
 
 
 def prefer_expandable_segments() -> None:
-    """Let PyTorch's memory grow where it lies, before a GPU is used; what the environment says goes first.
+    """Ask for expandable memory segments, before a GPU is used, unless the environment says otherwise.
 
-    Otherwise batches of many sizes, and single large tensors, each want a segment of their own: an eager step of LatteT2V on 320 frames of
-    512x512 ran out of 78.5 GiB with 69.9 in use, 6.3 of them in pieces too small; so it needs 72.6 (docs/benchmarks/goals.md).
+    Without them fragmentation takes up to 8 % of an 80 GB card with batches of many sizes (docs/benchmarks/goals.md).
     """
     if "PYTORCH_ALLOC_CONF" not in os.environ:  # the newer name
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 
 def local_gpu(count: int) -> torch.device:
-    """The GPU of this process among the `count` of its machine: by torchrun's LOCAL_RANK, whatever its place in the world.
+    """The GPU of this process among the `count` of its machine, by torchrun's LOCAL_RANK.
 
     Raises:
         UserError: there is no such GPU.
@@ -154,7 +153,7 @@ def join_alone(device: torch.device) -> None:
 
 
 def _backend(device: torch.device) -> dict[str, Any]:
-    """Which library talks to the others. NCCL is told its GPU: then it connects at once, and need not guess it later."""
+    """The library for communication. NCCL gets its GPU: then it connects at once, and need not guess it later."""
     if device.type != "cuda":
         return {"backend": "gloo"}
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -205,8 +204,8 @@ def shutdown() -> None:
 
 
 @torch.no_grad()
-def send_from_first(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """Give all processes of a group the weights and buffers that its first one has."""
+def broadcast_params(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    """Broadcast the weights and buffers of a group's first process to all of it."""
     for tensor in (*model.parameters(), *model.buffers()):
         sent = tensor.detach().contiguous()  # NCCL refuses channels-last kernels
         dist.broadcast(sent, group=group, group_src=0)
@@ -222,20 +221,29 @@ def mean_over_ranks(value: Tensor) -> Tensor:
     return value / dist.get_world_size()
 
 
-def on_main_first(make: Callable[[], T]) -> T:
-    """Run `make` in the main process and give its result to all; an error of it is raised in all."""
-    if not dist.is_initialized():
+def broadcast_from_rank0(
+    make: Callable[[], T], groups: Sequence[dist.ProcessGroup | None] = (None,), *, is_leader: bool | None = None
+) -> T:
+    """Run `make` in one process and give its result to all; a UserError or OSError of it is raised in all.
+
+    Args:
+        make: gives something that can be pickled.
+        groups: are passed through in this order, each from its rank 0; None = all processes.
+        is_leader: whether `make` is run here; None = in rank 0 of the world.
+    """
+    if not dist.is_initialized() or not groups:
         return make()
-    box: list[object] = [None, None]
-    if dist.get_rank() == 0:
+    box: list[Any] = [None, None]
+    if dist.get_rank() == 0 if is_leader is None else is_leader:
         try:
             box[0] = make()
         except (UserError, OSError) as error:
             box[1] = error
-    dist.broadcast_object_list(box)
-    if isinstance(box[1], Exception):
+    for group in groups:
+        dist.broadcast_object_list(box, group=group, group_src=0)
+    if box[1] is not None:
         raise box[1]
-    return box[0]  # type: ignore[return-value]
+    return cast(T, box[0])
 
 
 def refuse_different(own: str, what: str) -> None:

@@ -2,9 +2,9 @@
 
 | name | weights, gradients, optimizer state | file in `engines/` |
 |---|---|---|
-| `ddp` | whole in each process; `hybrid_zero` spreads the optimizer's state over a node | ddp.py |
-| `fsdp2` | spread over the processes, PyTorch's `fully_shard`; like ZeRO-2 or ZeRO-3, with replicas (HSDP) or without | fsdp2.py |
-| `zero2`, `zero2-seq` | weights whole in bf16 or fp16, the rest spread, by ColossalAI | low_level_zero.py |
+| `ddp` | whole in each process; `hybrid_zero` shards the optimizer's state over a node | ddp.py |
+| `fsdp2` | sharded over the processes by PyTorch's `fully_shard`; like ZeRO-2 or ZeRO-3, with replicas (HSDP) or without | fsdp2.py |
+| `zero2`, `zero2-seq` | weights whole in bf16 or fp16, the rest sharded, by ColossalAI | low_level_zero.py |
 
 All keep fp32 master weights. All average gradients over the whole world, whatever `sp_size` is: sequence parallelism
 scales its gradients so that this is right.
@@ -20,11 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from opensora.acceleration.distributed import World, send_from_first
+from opensora.acceleration.distributed import World, broadcast_params
 from opensora.acceleration.engines import ddp, fsdp2, low_level_zero
 from opensora.acceleration.engines.partition import node_size
 from opensora.registry import PLUGINS
-from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -33,7 +32,7 @@ ENGINES = (ddp.DDPEngine, fsdp2.FSDP2Engine, low_level_zero.LowLevelZeroEngine)
 
 
 class Engine(Protocol):
-    """What a train loop needs to know about how training is spread over devices."""
+    """What a train loop needs of distributed training."""
 
     model: nn.Module
 
@@ -80,7 +79,7 @@ def check_engine(name: str, sp_size: int = 1, *, device: torch.device | None = N
     """Refuse what cannot work here, before anything is loaded.
 
     Raises:
-        UserError: the engine cannot run on this device or in this number format, or its package is not installed.
+        UserError: the engine cannot run on this device or in this dtype, or its package is not installed.
     """
     if name == "zero2-seq" and sp_size == 1:
         raise UserError("plugin='zero2-seq' is zero2 with sequence parallelism: set --sp-size, or use --plugin zero2.")
@@ -120,28 +119,26 @@ def build_engine(
     for key, value in settings.items():
         if key not in taken and value not in (None, False):
             raise UserError(f"{key}={value!r} has no effect with plugin={name!r}: leave it out.")
-    for idle in _idle(world, dtype, settings):
+    for idle in _idle(world, settings):
         logger.warning("%s", idle)
     if world.size > 1:  # what a process read or drew otherwise would stay apart for ever
-        send_from_first(model)
+        broadcast_params(model)
     return PLUGINS.build(
         {"type": name}, model=model, optimizer=optimizer, world=world, dtype=dtype, grad_clip=grad_clip, **settings
     )
 
 
-def _idle(world: World, dtype: str, settings: Mapping[str, Any]) -> list[str]:
+def _idle(world: World, settings: Mapping[str, Any]) -> list[str]:
     """What is asked for, is legal, and does nothing here."""
-    told = []
-    if settings.get("hybrid_zero") and min(settings.get("shard_size") or node_size(world.size), world.size) == 1:
-        told.append(f"hybrid_zero=True has no effect: of {world.size} processes, each has a group of its own.")
-    if settings.get("optimizer_offload") and world.device.type == "cpu":
-        told.append(
-            "optimizer_offload=True saves nothing on a CPU: the optimizer's state is a copy in the same memory."
-        )
-    if settings.get("cast_once") and to_torch_dtype(dtype) == torch.float32:
-        told.append(f"cast_once=True has no effect with dtype={dtype}, in which nothing is rounded.")
-    if settings.get("cuda_graphs") and world.device.type == "cpu":
-        told.append(
-            "cuda_graphs=True gains nothing on a CPU, which has no graphs: the passes are only called in another way."
-        )
-    return told if world.is_main else []
+    idle = {
+        f"hybrid_zero=True has no effect: of {world.size} processes, each has a group of its own.": (
+            settings.get("hybrid_zero") and min(settings.get("shard_size") or node_size(world.size), world.size) == 1
+        ),
+        "optimizer_offload=True saves nothing on a CPU: the optimizer's state is a copy in the same memory.": (
+            settings.get("optimizer_offload") and world.device.type == "cpu"
+        ),
+        "cuda_graphs=True gains nothing on a CPU, which has no graphs: the passes are only called in another way.": (
+            settings.get("cuda_graphs") and world.device.type == "cpu"
+        ),
+    }
+    return [message for message, is_idle in idle.items() if is_idle and world.is_main]

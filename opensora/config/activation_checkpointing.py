@@ -1,4 +1,4 @@
-"""The values of `grad_checkpoint`, and what each means: which parts of a denoiser are computed again in the backward pass.
+"""Activation checkpointing: the values of `grad_checkpoint`, and which parts of a denoiser each recomputes in the backward pass.
 
     "none"              nothing
     "block"             every block
@@ -10,10 +10,10 @@
     "selective+every:k" the other way round: blocks 0, k, 2k, ... whole, the others "selective", where that alone is a little too much
 
 The thirds are levels 1 and 2 of NOVA (Deng et al. 2024, `gradient_checkpointing`), where each adds the MLPs of one more stack: video
-encoder, image encoder, decoder. Attention is never computed again. Other denoisers are one stack; a level adds a third of it.
+encoder, image encoder, decoder. Attention is never recomputed. Other denoisers are one stack; a level adds a third of it.
 
-Once they were numbers, and `False` and `True` meant "none" and "block" as in Open-Sora: but `True` equals 1. What was written
-so is translated by `translate_level`, and by nothing else.
+Once they were numbers, and `False` and `True` meant "none" and "block" as in Open-Sora: but `True` equals 1. Such values are
+translated by `translate_level`, and by nothing else.
 """
 
 from collections.abc import Sequence
@@ -31,13 +31,13 @@ LEGACY_LEVELS = {
 NUMBERED = {"every": "block", "selective": "selective", "selective+every": "selective"}  # word before a ":k" -> part
 
 
-class Recompute(NamedTuple):
-    """Which parts are computed again.
+class CheckpointLevel(NamedTuple):
+    """Which parts are checkpointed, that is recomputed.
 
     Attributes:
         part: "nothing", the whole "block", its "mlp", or by operation ("selective").
-        every: Of the blocks, every so manieth; of "selective", the others are computed again whole.
-        whole: Of "selective", every so manieth block is computed again whole; 0 = none.
+        every: Every n-th block; of "selective", the others are recomputed whole.
+        whole: Of "selective", every n-th block is recomputed whole; 0 = none.
         thirds: Of the blocks, so many thirds, or of three stacks so many, from the first on.
     """
 
@@ -54,7 +54,7 @@ class Recompute(NamedTuple):
         return range(0, end, self.every)
 
     def parts(self, depth: int, stacks: Sequence[int] | None = None) -> list[str]:
-        """What is computed again of each of the blocks: a value of `part`."""
+        """What is recomputed of each of the blocks: a value of `part`."""
         chosen = self.chosen(depth, stacks)
         others = "block" if self.part == "selective" else "nothing"
         whole = range(0, depth, self.whole) if self.whole else range(0)
@@ -67,7 +67,7 @@ def translate_level(value: Any) -> Any:
     return LEGACY_LEVELS.get(text.lower(), text) if isinstance(text, str) else value
 
 
-def parse_recompute(value: str) -> Recompute:
+def parse_level(value: str) -> CheckpointLevel:
     """What a value of `grad_checkpoint` means.
 
     Raises:
@@ -76,19 +76,19 @@ def parse_recompute(value: str) -> Recompute:
     word, _, number = value.partition(":")
     if word in NUMBERED and number.isdecimal() and int(number) >= 1:
         k, part = int(number), NUMBERED[word]
-        return Recompute(part, whole=k) if "+" in word else Recompute(part, every=k)
+        return CheckpointLevel(part, whole=k) if "+" in word else CheckpointLevel(part, every=k)
     if word == "mlp" and number in ("1/3", "2/3"):
-        return Recompute("mlp", thirds=int(number[0]))
+        return CheckpointLevel("mlp", thirds=int(number[0]))
     names = {"none": "nothing", "block": "block", "mlp": "mlp", "selective": "selective"}
     if value not in names:
         raise UserError(f"grad_checkpoint={value!r} is not one of {', '.join(WORDS)} (k from 1).")
-    return Recompute(names[value])
+    return CheckpointLevel(names[value])
 
 
-def recompute_problems(value: str) -> list[str]:
+def level_problems(value: str) -> list[str]:
     """What is wrong with a value of `grad_checkpoint`."""
     try:
-        parse_recompute(value)
+        parse_level(value)
     except UserError as error:
         return [str(error)]
     return []
@@ -101,5 +101,5 @@ def level_of(text: str) -> str:
         UserError: it is no such value.
     """
     level: str = translate_level(text)
-    parse_recompute(level)
+    parse_level(level)
     return level

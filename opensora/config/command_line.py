@@ -91,7 +91,8 @@ class _Reader:
         flag, equals, attached = token.partition("=")
         name, *keys = (part.replace("-", "_") for part in flag[2:].split("."))
         alias = None if keys else self.schema.aliases.get(name)
-        if alias is None and name not in self.fields:
+        removed = None if keys else self.schema.removed.get(name)
+        if alias is None and name not in self.fields and removed is None:
             self.command.unknown.append((flag, name))
             self._skip_values(equals)
             return
@@ -101,7 +102,9 @@ class _Reader:
             return
         path: tuple[str, ...] = (name, *(KEY_ALIASES.get(name, {}).get(key, key) for key in keys))
         annotation = Any if keys else None
-        if alias is not None:
+        if removed is not None:
+            annotation = removed.annotation
+        elif alias is not None:
             path, annotation = alias
         elif not keys:
             legacy = self.fields[name].legacy
@@ -113,6 +116,9 @@ class _Reader:
         except ValueError as error:
             self.command.problems.append(f"{flag}: {error}.")
             self.passed_over += texts
+            return
+        if removed is not None:
+            self.command.problems += [problem] if (problem := removed.problem(name, value)) else []
             return
         text = texts[0] if annotation is Any and texts else None
         self.command.settings.append(Setting(path, flag, value, text))

@@ -88,9 +88,13 @@ class Draft:
         Raises:
             UserError: it is one for another script.
         """
-        self._refuse_others([key for key in values if key not in self.fields])
+        self._refuse_others([key for key in values if key not in self.fields and key not in self.schema.removed])
         self.origins.update(origins)
         for key, value in values.items():
+            if key in self.schema.removed:
+                if problem := self.schema.removed[key].problem(key, value):
+                    self._complain((key,), problem)
+                continue
             if key not in self.fields:
                 self._complain((key,), self._unknown_key(key))
                 continue
@@ -110,7 +114,7 @@ class Draft:
 
     def _refuse_others(self, unknown: Sequence[str]) -> None:
         for other, script in SCRIPTS.items() if len(unknown) >= OTHERS_FIELDS else ():
-            if other is not self.schema and set(unknown) <= schema_fields(other).keys():
+            if other is not self.schema and set(unknown) <= schema_fields(other).keys() | other.removed.keys():
                 raise UserError(
                     f"this is a config for {script}: {', '.join(map(repr, unknown[:OTHERS_FIELDS]))} and what is beside them "
                     f"are fields of {other.__name__}, not of {self.schema.__name__}."

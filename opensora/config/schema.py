@@ -13,7 +13,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from math import isfinite
 from typing import Any, ClassVar, Literal, NamedTuple, Union
 
-from opensora.config.activation_checkpointing import recompute_problems, translate_level
+from opensora.config.activation_checkpointing import level_problems, translate_level
 from opensora.config.lora import lora_problems
 from opensora.registry import did_you_mean
 from opensora.utils.dtype import DTYPES, HALF, to_torch_dtype
@@ -61,6 +61,17 @@ class Legacy(NamedTuple):
     translate: Callable[[Any], Any]  # a value to its present spelling
 
 
+class Removed(NamedTuple):
+    """A field that is gone. Files, command lines and checkpoints may still say that it is off."""
+
+    annotation: Any
+    why: str
+
+    def problem(self, name: str, value: Any) -> str:
+        """What is wrong with a value, or an empty string."""
+        return "" if value in (None, False) else f"{name}={value!r}: this field was removed: {self.why}"
+
+
 def option(
     doc: str,
     default: Any = REQUIRED,
@@ -85,6 +96,7 @@ class RunConfig:
     """What training and inference share."""
 
     aliases: ClassVar[Mapping[str, Alias]] = {}
+    removed: ClassVar[Mapping[str, Removed]] = {}
     # a field on the command line takes the place of these fields of the file, which say the same in another way
     replaces: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
@@ -261,6 +273,13 @@ class TrainConfig(LoopConfig):
     """Training of a denoiser: scripts/train.py."""
 
     aliases: ClassVar[Mapping[str, Alias]] = _GENERATION_ALIASES
+    removed: ClassVar[Mapping[str, Removed]] = {
+        "cast_once": Removed(bool | None, "it gained less than 3 % of a step. Leave it out, the results are the same."),
+        "float8": Removed(
+            bool | str | None,
+            "training in float8 was slower than in bf16, and failed with STDiT3. Leave it out to train in bf16.",
+        ),
+    }
 
     model: Component = option("denoiser component")
     vae: Component = option("VAE component")
@@ -292,7 +311,7 @@ class TrainConfig(LoopConfig):
     )
     cache_text: bool = option("keep encoded captions in memory", default=False)
     grad_checkpoint: str = option(
-        "activations that the backward pass computes again: none, block, every:k for each k-th block, mlp, mlp:1/3 and mlp:2/3 "
+        "activation checkpointing, what the backward pass recomputes: none, block, every:k for each k-th block, mlp, mlp:1/3 and mlp:2/3 "
         "(MLPs of so many of the blocks, of NOVA one and two of its stacks), selective (all but matrix products), selective:k (that "
         "for each k-th block, the others whole), selective+every:k (each k-th block whole, the others selective)",
         "none",
@@ -300,16 +319,6 @@ class TrainConfig(LoopConfig):
     )
     activation_offload: bool = option(
         "keep what the backward pass needs in the CPU's memory, if it is 1 MiB or more", default=False
-    )
-    float8: bool | Literal["rowwise", "tensorwise"] = option(
-        "the blocks' linear layers multiply in 8 bit, by torchao, scaled by rows (True, rowwise) or by tensors; GPUs from compute "
-        "capability 8.9; see acceleration.md",
-        default=False,
-    )
-    cast_once: bool = option(
-        "ddp: round the weights of the blocks' attention and MLPs together before a forward pass, not each where it is used; the "
-        "same numbers by fewer kernels, for 2 bytes a weight",
-        default=False,
     )
     cuda_graphs: bool = option(
         "ddp: record the forward and backward pass of each size once and replay it, for small batches, which the host is too slow "
@@ -346,14 +355,11 @@ class TrainConfig(LoopConfig):
 
     def problems(self) -> list[str]:
         problems = super().problems()
-        problems += recompute_problems(self.grad_checkpoint)
+        problems += level_problems(self.grad_checkpoint)
         if self.activation_offload and self.grad_checkpoint.startswith("selective"):
             problems.append(
                 f"activation_offload does not reach what grad_checkpoint={self.grad_checkpoint!r} keeps: use 'block' or 'mlp'."
             )
-        problems += self._float8_problems()
-        if self.cast_once and (self.plugin != "ddp" or to_torch_dtype(self.dtype) not in HALF):
-            problems.append(f"cast_once=True has no effect with plugin={self.plugin!r} and dtype={self.dtype!r}.")
         problems += self._cuda_graphs_problems()
         if self.lora is not None:
             problems += lora_problems(self.lora)
@@ -376,25 +382,11 @@ class TrainConfig(LoopConfig):
         rivals = {
             f"plugin={self.plugin!r}": self.plugin != "ddp",
             "activation_offload=True": self.activation_offload,
-            "cast_once=True": self.cast_once,
             "lora.dropout, which draws inside the model": bool(self.lora and self.lora.get("dropout")),
         }
         return [
             f"cuda_graphs=True does not work with {name}: leave one of them out." for name, on in rivals.items() if on
         ]
-
-    def _float8_problems(self) -> list[str]:
-        """What does not go with float8."""
-        if not self.float8:
-            return []
-        reasons = {
-            "lora: the frozen layers lie inside adapters": self.lora is not None,
-            f"plugin={self.plugin!r}, where weights are rounded to half precision before they are scaled: use ddp or fsdp2": (
-                self.plugin in ("zero2", "zero2-seq")
-            ),
-            f"dtype={self.dtype!r}: use bf16": to_torch_dtype(self.dtype) != to_torch_dtype("bf16"),
-        }
-        return [f"float8={self.float8!r} does not go with {what}." for what, is_so in reasons.items() if is_so]
 
     def _data_problems(self) -> list[str]:
         """What of buckets and masks does not go together."""

@@ -13,8 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from opensora.datasets.buckets.epoch_plan import Order, Tail
-from opensora.datasets.buckets.sampler import BucketBatchSampler
+from opensora.datasets.buckets.sampler import BucketBatchSampler, Order, Tail
 from opensora.datasets.sampler import BatchKeys, BatchSampler, BucketKey, EpochBatchSampler, SampleKey
 from opensora.datasets.substitute import BadFileCount, read_or_substitute
 from opensora.utils.errors import UserError
@@ -37,8 +36,8 @@ class SampleSource(Protocol):
 class BatchLoader:
     """An iterable over a sampler's batches; its length is their number.
 
-    Each batch also holds `place` [B] int64, its samples' places in the batch that all processes share in this step, and
-    `whole`, the number of samples of that batch.
+    Each batch also holds `sample_index` [B] int64, the indices of its samples in the global batch, which all processes share
+    in this step, and `global_batch_size`.
     """
 
     def __init__(self, loader: DataLoader, sampler: BatchSampler, reading: torch.Tensor, rank: int) -> None:
@@ -60,40 +59,35 @@ class BatchLoader:
                 logger.warning("%s", summary)
         except (RuntimeError, OSError) as error:
             if re.search(NO_FILES_LEFT, str(error)):
-                raise self._no_files_left() from error
+                limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+                raise UserError(
+                    f"process {self._rank}: too many open files, of which it may have {limit}: every tensor on its way from a "
+                    f"worker is one. Raise the limit (`ulimit -n 65536` before the start; the machine allows {most}), or use "
+                    "fewer --num-workers."
+                ) from error
             if "DataLoader worker" not in str(error):  # how PyTorch says that a worker is gone
                 raise
             raise self._worker_died(error) from error
 
-    def reading(self) -> str:
-        """What each worker read last, or reads now: for messages about hangs."""
-        rows = [(i, *row) for i, row in enumerate(self._reading.tolist()) if row[0]]
-        return "; ".join(self._told(*row) for row in rows) or "The data are read by the process itself."
-
-    def _no_files_left(self) -> UserError:
-        limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        return UserError(
-            f"process {self._rank}: too many open files, of which it may have {limit}: every tensor on its way from a worker is "
-            f"one. Raise the limit (`ulimit -n 65536` before the start; the machine allows {most}), or use fewer --num-workers."
-        )
-
-    def _told(self, worker: int, pid: int, epoch: int, index: int) -> str:
+    def reading(self, pids: Sequence[int] = ()) -> str:
+        """What each worker, or those with these process ids, read last or reads now: for messages about hangs."""
         path_of = getattr(self.loader.dataset.dataset, "path_of", None)  # type: ignore[attr-defined]
-        file = f"{path_of(index)}, " if path_of is not None else ""
-        return f"worker {worker} (pid {pid}) was reading {file}sample {index} of epoch {epoch}"
+        rows = [(i, *row) for i, row in enumerate(self._reading.tolist()) if row[0]]
+        lines = []
+        for worker, pid, epoch, index in [row for row in rows if row[1] in pids] or rows:
+            file = f"{path_of(index)}, " if path_of is not None else ""
+            lines.append(f"worker {worker} (pid {pid}) was reading {file}sample {index} of epoch {epoch}")
+        return "; ".join(lines) or "The data are read by the process itself."
 
     def _worker_died(self, error: Exception) -> UserError:
         """What became of a worker that a signal ended, which leaves no message of its own."""
         text = f"{error} {error.__cause__ or ''}"
         dead = [int(pid) for pid in re.findall(r"\(pid(?:\(s\))? ([\d, ]+)\)", text) for pid in pid.split(",")]
-        rows = [(i, *row) for i, row in enumerate(self._reading.tolist()) if row[0]]
-        mine = [row for row in rows if row[1] in dead] or rows
-        reading = "; ".join(self._told(*row) for row in mine)
         ended_by = re.search(r"by signal: ([^.]+)", text)
         return UserError(
-            f"process {self._rank}: a worker of the data loader was killed{f' ({ended_by[1]})' if ended_by else ''}. {reading}. "
-            "When the machine ran out of memory (dmesg says so), use fewer --num-workers or a smaller --prefetch-gib; "
-            "when it is always the same file, remove its row."
+            f"process {self._rank}: a worker of the data loader was killed{f' ({ended_by[1]})' if ended_by else ''}. "
+            f"{self.reading(dead)}. When the machine ran out of memory (dmesg says so), use fewer --num-workers or a smaller "
+            "--prefetch-gib; when it is always the same file, remove its row."
         )
 
 
@@ -145,8 +139,8 @@ def build_loader(
     loader: DataLoader = DataLoader(
         _Batches(dataset, reading),
         batch_size=None,  # the sampler's items are whole batches
-        sampler=_Placed(sampler),
-        collate_fn=_as_it_is,
+        sampler=sampler,
+        collate_fn=lambda batch: batch,
         num_workers=num_workers,
         prefetch_factor=prefetch if num_workers else None,
         pin_memory=pin_memory,
@@ -230,19 +224,6 @@ class _Failure:
         self.message = message
 
 
-class _Placed:
-    """A sampler's batches with their places, as PyTorch's loader takes them."""
-
-    def __init__(self, sampler: BatchSampler) -> None:
-        self.sampler = sampler
-
-    def __iter__(self) -> Iterator[BatchKeys]:
-        return self.sampler.placed()
-
-    def __len__(self) -> int:
-        return len(self.sampler)
-
-
 class _Batches(Dataset):
     """Reads whole batches; notes what it reads in `reading` [workers, (pid, epoch, sample)], which outlives a worker."""
 
@@ -254,7 +235,11 @@ class _Batches(Dataset):
             items = collate([self._read(key) for key in batch.keys])
         except UserError as error:
             return _Failure(str(error))
-        return {**items, "place": batch.first + torch.arange(len(batch.keys)), "whole": batch.whole}
+        return {
+            **items,
+            "sample_index": batch.first_index + torch.arange(len(batch.keys)),
+            "global_batch_size": batch.global_batch_size,
+        }
 
     def _read(self, key: SampleKey | BucketKey) -> dict[str, Any]:
         if (worker := get_worker_info()) and self.reading is not None:
@@ -270,23 +255,19 @@ def _allow_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
-def _as_it_is(batch: Any) -> Any:
-    return batch
-
-
 def _start_worker(_worker: int) -> None:
     # What was garbage in the process that was forked is not this one's to collect: the end of a process group or of a
     # pool waits for threads that are not here, which hangs or aborts the worker.
     gc.freeze()
     torch.set_num_threads(1)
     # A signal to the whole process group asks the training to end after its step, for which it needs batches: only the
-    # process that started the worker ends it. A thread waits for that, as the sender can be told in no other way.
+    # process that started the worker ends it. A thread waits for it, for a handler does not get the sender.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    threading.Thread(target=_end_when_told_by, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=_end_on_sigterm_of, args=(os.getppid(),), daemon=True).start()
 
 
-def _end_when_told_by(pid: int) -> None:
+def _end_on_sigterm_of(pid: int) -> None:
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != pid:
         pass
     os._exit(0)

@@ -28,7 +28,7 @@ Item = dict[str, Any]
 
 
 class Choice(NamedTuple):
-    """What is random about a sample; `rng` goes on to whatever else is drawn for it."""
+    """What is random about a sample; `rng` is used for whatever else is drawn for it."""
 
     caption: str
     start: int
@@ -60,7 +60,7 @@ class ClipRows:
     """The rows of a table that can give a clip, and the random choices for them.
 
     Datasets of pixels and of cached latents share it: the same (seed, epoch, index) means the same window and caption.
-    `count` gives the frames of a row whose number the table does not state.
+    `count` gives the frames of a row that has no `num_frames` in the table.
 
     Attributes:
         kept: [N] int64, the rows that can give one.
@@ -84,11 +84,27 @@ class ClipRows:
         self.rule = sampling_rule(num_frames, frame_interval, target_fps)
         self.target_fps, self.short_clips = target_fps, short_clips
         self.needed = frames_needed(num_frames, frame_interval)
-        self._refuse_pictures()
         self.dropped: dict[str, tuple[int, str]] = {}
-        slow = self._too_slow()
-        short = self._too_short(count or self._count, slow)
-        self.kept = np.flatnonzero(~(slow | short))
+        maybe = np.flatnonzero(extension_ids(table.rows["path"]) >= len(VIDEO_EXTENSIONS))  # some of these are animated
+        images = [row for row in maybe.tolist() if is_image(table.path(row))] if num_frames > 1 or target_fps else []
+        if images and num_frames > 1:
+            raise complain_about_rows(
+                table,
+                images,
+                f"are images, which cannot give {num_frames} frames",
+                "Train on images with num_frames=1, or remove these rows.",
+            )
+        bad = np.zeros(len(table), bool)
+        if isinstance(self.rule, AtRate):
+            bad = is_slow(table.fps, self.rule.target_fps)
+            bad[images] = False
+            self._complain_or_drop(
+                bad,
+                f"have fewer than the {target_fps:g} frames a second of target_fps, so that frames would be repeated",
+                f"slower than target_fps={target_fps:g}",
+                "Lower dataset.target_fps.",
+            )
+        self.kept = np.flatnonzero(~(bad | self._too_short(count, bad)))
 
     def __len__(self) -> int:
         return len(self.kept)
@@ -97,18 +113,10 @@ class ClipRows:
         """The table's row of sample `index`; they differ where short or slow clips were dropped."""
         return int(self.kept[index])
 
-    def choose(self, epoch: int, row: int, available: int) -> Choice:
-        """Caption and first frame of a sample whose file has `available` frames."""
-        if available < self.needed:
+    def choose(self, epoch: int, row: int, num_starts: int, available: int) -> Choice:
+        """Caption and first frame of a sample whose file has `available` frames, of which `num_starts` can begin a clip."""
+        if num_starts < 1:
             raise self.too_short(row, available)
-        return draw_choice(self.table, self.seed, epoch, row, available - self.needed + 1)
-
-    def choose_start(self, epoch: int, row: int, num_starts: int) -> Choice:
-        """`choose` for a file that has so many starts."""
-        if num_starts == 0:
-            available = count_frames(self.table.path(row))
-            stated = int(self.table.num_frames[row])
-            raise self.too_short(row, stated or available)
         return draw_choice(self.table, self.seed, epoch, row, num_starts)
 
     def too_short(self, row: int, available: int) -> UserError:
@@ -126,50 +134,32 @@ class ClipRows:
         at_rate = () if self.target_fps is None else (self.target_fps,)
         return self.num_frames, self.frame_interval, self.seed, len(self), *at_rate
 
-    def _refuse_pictures(self) -> None:
-        if self.num_frames == 1:
-            return
-        maybe = np.flatnonzero(extension_ids(self.table.rows["path"]) >= len(VIDEO_EXTENSIONS))  # some of these move
-        if pictures := [row for row in maybe.tolist() if is_image(self.table.path(row))]:
-            raise complain_about_rows(
-                self.table,
-                pictures,
-                f"are pictures, which cannot give {self.num_frames} frames",
-                "Train on pictures with num_frames=1, or remove these rows.",
-            )
-
-    def _too_slow(self) -> np.ndarray:
-        """[N] bool, videos of which the table says that they have fewer frames a second than are asked for."""
-        if self.target_fps is None:
-            return np.zeros(len(self.table), bool)
-        slow = is_slow(self.table.fps, self.target_fps)
-        slow[[row for row in np.flatnonzero(slow).tolist() if is_image(self.table.path(row))]] = False
-        what = (
-            f"have fewer than the {self.target_fps:g} frames a second of target_fps, so that frames would be repeated"
-        )
-        self._complain_or_drop(slow, what, f"slower than target_fps={self.target_fps:g}", "Lower dataset.target_fps.")
-        return slow
-
-    def _too_short(self, count: Callable[[int], int], others: np.ndarray) -> np.ndarray:
+    def _too_short(self, count: Callable[[int], int] | None, others: np.ndarray) -> np.ndarray:
         """[N] bool, clips of too few frames; `others` need not be looked at."""
-        lengths = self.table.num_frames
+        lengths, rule = self.table.num_frames, self.rule
         if self.short_clips == "drop" and self.needed > 1 and not lengths[~others].all():
             logger.info("%s: counting frames; a column num_frames would save this.", self.table.source)
-            unknown = np.flatnonzero((lengths == UNKNOWN) & ~others)
             lengths = lengths.copy()
-            lengths[unknown] = [count(row) for row in unknown.tolist()]
-        short = (lengths > 0) & (lengths < self._needed_of_each()) & ~others
+            for row in np.flatnonzero((lengths == UNKNOWN) & ~others).tolist():
+                try:
+                    lengths[row] = count(row) if count else count_frames(self.table.path(row))
+                except UserError as error:
+                    raise naming_the_row(self.table, row, error) from error
+        needed = np.full(len(lengths), self.needed, np.int64)
         what = (
             f"have fewer than the {self.needed} frames that num_frames={self.num_frames} at "
             f"frame_interval={self.frame_interval} needs"
         )
-        if isinstance(self.rule, AtRate):
-            what = f"are shorter than the {self.rule.span:.2f} s of num_frames={self.num_frames} at target_fps={self.target_fps:g}"
+        if isinstance(rule, AtRate):  # as far as the table has the rate of the file
+            known = np.isfinite(self.table.fps)
+            needed[known] = np.maximum(np.ceil(rule.span * self.table.fps[known] - 0.01).astype(np.int64) + 1, 1)
+            what = f"are shorter than the {rule.span:.2f} s of num_frames={self.num_frames} at target_fps={self.target_fps:g}"
+        short = (lengths > 0) & (lengths < needed) & ~others
         self._complain_or_drop(short, what, "too short", "Lower num_frames or frame_interval.")
         return short
 
     def _complain_or_drop(self, bad: np.ndarray, what: str, reason: str, remedy: str) -> None:
-        """What `short_clips` says is done with rows that cannot give a clip; an error where none would be left."""
+        """Treat rows that cannot give a clip as `short_clips` says; an error where none would be left."""
         number = int(bad.sum())
         if number == 0:
             return
@@ -179,21 +169,6 @@ class ClipRows:
             raise complain_about_rows(self.table, np.flatnonzero(bad).tolist(), what, advice)
         logger.warning("%s: %d of %d rows are dropped: they %s.", self.table.source, number, len(self.table), what)
         self.dropped[reason] = (number, remedy)
-
-    def _needed_of_each(self) -> np.ndarray:
-        """[N] frames that a row's file must have; at a target rate, as far as the table tells the file's own."""
-        needed = np.full(len(self.table), self.needed, np.int64)
-        if self.target_fps is not None:
-            known = np.isfinite(self.table.fps)
-            exact = (self.num_frames - 1) * self.table.fps[known] / self.target_fps
-            needed[known] = np.maximum(np.ceil(exact - 0.01).astype(np.int64) + 1, 1)
-        return needed
-
-    def _count(self, row: int) -> int:
-        try:
-            return count_frames(self.table.path(row))
-        except UserError as error:
-            raise UserError(f"{self.table.where(row)}: {error}") from error
 
 
 @DATASETS.register_module()
@@ -205,12 +180,12 @@ class VideoTextDataset:
 
     Args:
         data_path: CSV or parquet file with the columns `path` and `text_columns`.
-        num_frames: T. Pictures are allowed only when it is 1.
+        num_frames: T. Images are allowed only when it is 1.
         frame_interval: Take every n-th frame, exactly.
         image_size: Height and width.
         root: Folder that the paths are relative to; the table's own when None.
         transform_name: See `transforms.get_transform`.
-        use_image_transform: Give pictures ADM's transform instead.
+        use_image_transform: Give images ADM's transform instead.
         text_columns: Each sample takes one of these captions; empty ones are skipped. () where there are no captions.
         seed: With epoch and row, it decides caption, window and crop.
         short_clips: What to do with clips that are too short, or of which the table says that they are slower than
@@ -218,7 +193,7 @@ class VideoTextDataset:
         bad_files: What the loader does when a file cannot be read: "substitute" another sample, and say so, or "error".
         max_bad_share: The share of substituted samples above which a run ends.
         target_fps: Take what is shown at so many frames a second, of videos of any rate, instead of every n-th frame.
-        decode: How files are decoded: a dict with the names of `decoding.Decoding`.
+        decode: How files are decoded: a dict with the names of `files.Decoding`.
     """
 
     def __init__(  # noqa: PLR0913
@@ -260,7 +235,7 @@ class VideoTextDataset:
     def __getitem__(self, key: SampleKey) -> Item:
         row = self.clips.row(key.index)
         path = self.table.path(row)
-        choose = partial(self.clips.choose_start, key.epoch, row)
+        choose = partial(self.clips.choose, key.epoch, row)
         try:
             frames, fps, choice = read_clip(self.table, row, self.clips.rule, choose, self.decoding)
         except TooFewFrames as error:  # the file is too short, or ends before its own index says
@@ -280,10 +255,7 @@ class VideoTextDataset:
 
     def another(self, key: SampleKey, rng: torch.Generator) -> SampleKey | None:
         """Another sample, all of which have one size and length."""
-        if len(self) == 1:
-            return None
-        steps = int(torch.randint(1, len(self), (1,), generator=rng))
-        return SampleKey(key.epoch, (key.index + steps) % len(self))
+        return another_sample(len(self), key, rng)
 
     @property
     def sample_bytes(self) -> int:
@@ -298,30 +270,32 @@ class VideoTextDataset:
 
 
 def read_clip(
-    table: Table,
-    row: int,
-    rule: Rule,
-    choose: Callable[[int], Choice],
-    decoding: Decoding = DEFAULT,
+    table: Table, row: int, rule: Rule, choose: Callable[[int, int], Choice], decoding: Decoding = DEFAULT
 ) -> tuple[Tensor, float, Choice]:
     """Frames [T, H, W, 3] uint8 of a row's file, the clip's fps, and the choices behind them.
 
-    `choose` is told how many starts there are: 0 is its to refuse. Raises `UserError` where the file does not give what the
-    table says.
+    Args:
+        choose: Gets the number of possible starts, and of frames; it raises where there is no start.
+
+    Raises:
+        UserError: the file is bad, or not what the table says.
     """
     path, stated = table.path(row), int(table.num_frames[row])
     with open_clip(path, decoding) as clip:
         if stated > clip.num_frames:
             raise wrong_length(stated, clip.num_frames, path)
         seconds = clip.seconds()[: stated or None]
-        fps = _rate(path, rule, clip.fps)
-        choice = choose(rule.num_starts(seconds))
+        try:
+            fps = IMAGE_FPS if is_image(path) else rule.fps(clip.fps)
+        except BadFile as error:
+            raise BadFile(f"{path}: {error}") from error
+        choice = choose(rule.num_starts(seconds), len(seconds))
         try:
             frames = read_indices(path, clip, rule.indices(seconds, choice.start))
         except TooFewFrames as error:
             if stated:
                 raise wrong_length(stated, error.available, path) from error
-            # packets that hold no picture: the last frames there are, instead of those that were announced
+            # packets that hold no image: the last frames there are, instead of those that were announced
             seconds = seconds[: error.available]
             starts = rule.num_starts(seconds)
             if starts == 0:
@@ -331,14 +305,11 @@ def read_clip(
     return frames, fps, choice
 
 
-def _rate(path: Path, rule: Rule, file_fps: float) -> float:
-    """Of a clip from that file."""
-    if is_image(path):
-        return IMAGE_FPS
-    try:
-        return rule.fps(file_fps)
-    except BadFile as error:
-        raise BadFile(f"{path}: {error}") from error
+def another_sample(count: int, key: SampleKey, rng: torch.Generator) -> SampleKey | None:
+    """Any other of `count` samples; None where there is one alone."""
+    if count == 1:
+        return None
+    return SampleKey(key.epoch, (key.index + int(torch.randint(1, count, (1,), generator=rng))) % count)
 
 
 def naming_the_row(table: Table, row: int, error: UserError) -> UserError:
@@ -346,13 +317,6 @@ def naming_the_row(table: Table, row: int, error: UserError) -> UserError:
     where = table.where(row)
     kind = BadFile if isinstance(error, BadFile) else UserError  # the loader may substitute for a bad file
     return error if str(error).startswith(where) else kind(f"{where}: {error}")
-
-
-def last_start(available: int, needed: int, error: UserError) -> int:
-    """The start of the last window that fits, or `error` when none does."""
-    if available < needed:
-        raise error
-    return available - needed
 
 
 def describe(

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from opensora.datasets.datasets import describe, naming_the_row
+from opensora.datasets.datasets import another_sample, describe, naming_the_row
 from opensora.datasets.sampler import SampleKey
 from opensora.datasets.substitute import BadFiles
 from opensora.datasets.table.table import UNKNOWN, Table, complain_about_rows, read_table
@@ -80,7 +80,18 @@ class ImageFolderDataset:
             )
         self.bad_files = BadFiles(bad_files, max_bad_share, seed)
         self.seed = seed
-        self.table, self.class_names = _read(data_path, root, label_column, self.bad_files)
+        self.class_names: list[str] = []
+        if Path(data_path).is_dir():
+            if root is not None:
+                raise UserError(
+                    f"root={root!r} has no effect: data_path={data_path!r} is a folder, which holds the images."
+                )
+            self.table, self.class_names = _read_folder(Path(data_path))
+        else:
+            share = self.bad_files.at_start
+            self.table = read_table(
+                data_path, root, (label_column,), max_bad_share=share, columns_option="label_column"
+            )
         self.num_classes = _count_classes(self.table, self.class_names, label_column, num_classes)
         name = "adm_center" if use_image_transform else transform_name
         self.transform = get_transform(name, image_size)
@@ -106,10 +117,7 @@ class ImageFolderDataset:
 
     def another(self, key: SampleKey, rng: torch.Generator) -> SampleKey | None:
         """Another sample, all of which have one size."""
-        if len(self) == 1:
-            return None
-        steps = int(torch.randint(1, len(self), (1,), generator=rng))
-        return SampleKey(key.epoch, (key.index + steps) % len(self))
+        return another_sample(len(self), key, rng)
 
     @property
     def sample_bytes(self) -> int:
@@ -136,17 +144,8 @@ def class_folders(folder: Path) -> list[str]:
     return names
 
 
-def _read(data_path: str, root: str | None, label_column: str, bad_files: BadFiles) -> tuple[Table, list[str]]:
-    """The table whose only text column is the class number, and the names of the classes where they are known."""
-    if not Path(data_path).is_dir():
-        share = bad_files.at_start
-        return read_table(data_path, root, (label_column,), max_bad_share=share, columns_option="label_column"), []
-    if root is not None:
-        raise UserError(f"root={root!r} has no effect: data_path={data_path!r} is a folder, which holds the images.")
-    return _read_folder(Path(data_path))
-
-
 def _read_folder(folder: Path) -> tuple[Table, list[str]]:
+    """A table whose only text column is the class number, and the names of the classes."""
     names = class_folders(folder)
     files: list[str] = []
     labels: list[str] = []
@@ -167,33 +166,31 @@ def _read_folder(folder: Path) -> tuple[Table, list[str]]:
         )
     if others:
         logger.warning("%s: %d files in class folders are no images and are left out.", folder, others)
-    return _table_of(folder, files, labels), names
+    rows = {"path": TextColumn.of(files), "label": TextColumn.of(labels)}
+    unknown = np.full(len(files), UNKNOWN)
+    rates = np.full(len(files), np.nan)
+    return Table(folder, folder, rows, ("label",), unknown + 1, unknown, unknown, rates, np.arange(len(files))), names
 
 
 def _files_below(folder: Path, name: str) -> list[str]:
     """Paths relative to `folder` of the files below one of its folders, sorted; hidden ones are none."""
     found = []
-    for place, folders, files in os.walk(folder / name, onerror=refuse_unlisted, followlinks=True):
+    for parent, folders, files in os.walk(folder / name, onerror=refuse_unlisted, followlinks=True):
         folders[:] = sorted(inner for inner in folders if not inner.startswith("."))
-        relative = os.path.relpath(place, folder)
+        relative = os.path.relpath(parent, folder)
         found += [f"{relative}/{file}" for file in files if not file.startswith(".")]
     return sorted(found)
-
-
-def _table_of(folder: Path, files: Sequence[str], labels: Sequence[str]) -> Table:
-    rows = {"path": TextColumn.of(files), "label": TextColumn.of(labels)}
-    numbers = np.arange(len(files))
-    unknown = np.full(len(files), UNKNOWN)
-    return Table(folder, folder, rows, ("label",), unknown + 1, unknown, unknown, np.full(len(files), np.nan), numbers)
 
 
 def _count_classes(table: Table, names: Sequence[str], column: str, wanted: int | None) -> int:
     """The number of classes; every label is a whole number below it."""
     if names:
         if wanted not in (None, len(names)):
+            splits = [name for name in names if name.lower() in ("train", "val", "valid", "test")]
+            hint = f" Is the data rather in {splits[0]}?" if splits else ""
             raise UserError(
                 f"{table.source} has {len(names)} class folders, but num_classes={wanted} was asked for. The first are "
-                f"{', '.join(names[:SHOWN_CLASSES])}.{_split_hint(names)}"
+                f"{', '.join(names[:SHOWN_CLASSES])}.{hint}"
             )
         return len(names)
     labels = [label.strip() for label in table.rows[column]]
@@ -212,8 +209,3 @@ def _count_classes(table: Table, names: Sequence[str], column: str, wanted: int 
             "Classes count from 0.",
         )
     return max(numbers) + 1 if wanted is None else wanted
-
-
-def _split_hint(names: Sequence[str]) -> str:
-    splits = [name for name in names if name.lower() in ("train", "val", "valid", "test")]
-    return f" Is the data rather in {splits[0]}?" if splits else ""

@@ -1,6 +1,6 @@
-"""Clips and pictures in memory, for training that takes batches faster than files can be decoded, as a small VAE's does.
+"""Clips and images in memory, for training that takes batches faster than files can be decoded, as a small VAE's does.
 
-Every file is decoded once, at start, to uint8; a sample is then a crop. Pictures become clips by a camera that moves over
+Every file is decoded once, at start, to uint8; a sample is then a crop. Images become clips by a camera that moves over
 them, so that one table may hold both, and a still photograph teaches what motion of its detail looks like.
 """
 
@@ -26,16 +26,16 @@ from opensora.utils.seed import generator
 
 logger = logging.getLogger(__name__)
 
-Pictures = Literal["pan", "error"]
+StillMode = Literal["pan", "error"]
 MAX_ZOOM = 1.3  # of a moving camera: beyond, sampling without a filter would alias
 
 
 @DATASETS.register_module()
 class InMemoryVideoDataset:
-    """Random crops of clips and pictures, without captions; samples as of `VideoTextDataset`.
+    """Random crops of clips and images, without captions; samples as of `VideoTextDataset`.
 
     A clip of n windows (of `num_frames`, without overlap) counts as n samples of an epoch, and each of them draws its window
-    anew from the whole clip: a long video is seen more often than a picture, in proportion.
+    anew from the whole clip: a long video is seen more often than an image, in proportion.
 
     Args:
         data_path: CSV or parquet file with the column `path`.
@@ -45,8 +45,8 @@ class InMemoryVideoDataset:
             unless the file is smaller.
         root: Folder that the paths are relative to; the table's own when None.
         seed: With epoch and sample, it decides window, crop and camera.
-        pictures: What a picture is when `num_frames` > 1: "pan" moves and zooms over it, "error" refuses it.
-        repeat_clips: Count each window of a clip so many times, where pictures would outnumber them.
+        pictures: What an image is when `num_frames` > 1: "pan" moves and zooms over it, "error" refuses it.
+        repeat_clips: Count each window of a clip so many times, where images would outnumber them.
         num_threads: That decode files at start.
     """
 
@@ -58,7 +58,7 @@ class InMemoryVideoDataset:
         image_size: tuple[int, int] = (128, 128),
         root: str | None = None,
         seed: int = 42,
-        pictures: Pictures = "pan",
+        pictures: StillMode = "pan",
         repeat_clips: int = 1,
         num_threads: int = 8,
     ) -> None:
@@ -76,14 +76,16 @@ class InMemoryVideoDataset:
             raise complain_about_rows(
                 self.table,
                 stills,
-                f"are pictures, but num_frames={num_frames}",
+                f"are images, but num_frames={num_frames}",
                 "Set dataset.pictures='pan', or remove them.",
             )
         with ThreadPoolExecutor(max(num_threads, 1)) as pool:
             decoded = list(pool.map(self._decode, range(len(self.table))))
         self.videos = [frames for frames, _ in decoded]  # [T, H, W, 3] uint8 each
         self.fps = [fps for _, fps in decoded]
-        self.rows = [row for row in range(len(self.table)) for _ in range(self._weight(row, repeat_clips))]
+        self.rows: list[int] = []  # of each sample
+        for row, frames in enumerate(self.videos):
+            self.rows += [row] * (1 if is_image(self.table.path(row)) else len(frames) // self.needed * repeat_clips)
         self._settings = (num_frames, frame_interval, self.size, seed, pictures, len(self.rows))
         count, size = sum(map(len, self.videos)), sum(video.numel() for video in self.videos)
         logger.info(
@@ -119,14 +121,16 @@ class InMemoryVideoDataset:
         text = repr((type(self).__name__, self.table.fingerprint(), self._settings, [len(v) for v in self.videos]))
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
-    def _weight(self, row: int, repeat_clips: int) -> int:
-        """How many samples of an epoch a file gives."""
-        return 1 if is_image(self.table.path(row)) else len(self.videos[row]) // self.needed * repeat_clips
-
     def _decode(self, row: int) -> tuple[Tensor, float]:
+        """All frames of a file, and their rate; opened once, for an animated image is decoded each time that it is opened."""
         path = self.table.path(row)
         try:
-            frames, fps = _read(path)
+            with open_clip(path) as clip:
+                fps = clip.fps
+                try:
+                    frames = read_indices(path, clip, range(max(clip.num_frames, 1)))
+                except TooFewFrames as error:  # packets that hold no image
+                    frames = read_indices(path, clip, range(max(error.available, 1)))
         except UserError as error:
             raise naming_the_row(self.table, row, error) from error
         if not is_image(path) and len(frames) < self.needed:
@@ -137,21 +141,12 @@ class InMemoryVideoDataset:
         return frames, fps
 
 
-def _read(path: Path) -> tuple[Tensor, float]:
-    """All frames of a file, opened once, and their rate: a moving picture is decoded each time that it is opened."""
-    with open_clip(path) as clip:
-        try:
-            return read_indices(path, clip, range(max(clip.num_frames, 1))), clip.fps
-        except TooFewFrames as error:  # packets that hold no picture
-            return read_indices(path, clip, range(max(error.available, 1))), clip.fps
+def pan(image: Tensor, num_frames: int, size: tuple[int, int], rng: torch.Generator) -> Tensor:
+    """A camera's straight path over an image [H, W, 3] uint8: [3, num_frames, h, w] in [-1, 1].
 
-
-def pan(picture: Tensor, num_frames: int, size: tuple[int, int], rng: torch.Generator) -> Tensor:
-    """A camera's straight way over a picture [H, W, 3] uint8: [3, num_frames, h, w] in [-1, 1].
-
-    It starts and ends at random places with random zooms, and mirrors the picture half of the time.
+    It starts and ends at random positions with random zooms, and mirrors the image half of the time.
     """
-    height, width = picture.shape[:2]
+    height, width = image.shape[:2]
     zoom_u, top_u, left_u = torch.rand(3, 2, generator=rng)  # at the start and at the end
     mirrored = bool(torch.rand(1, generator=rng) < 0.5)
     largest = min(height / size[0], width / size[1])
@@ -161,13 +156,13 @@ def pan(picture: Tensor, num_frames: int, size: tuple[int, int], rng: torch.Gene
     h, w = (torch.lerp(zoom[0], zoom[1], way) * side for side in size)  # [T] each, of the crop
     top = torch.lerp(top_u[0], top_u[1], way) * (height - h)
     left = torch.lerp(left_u[0], left_u[1], way) * (width - w)
-    # centre and half size of the crop in grid_sample's coordinates, where the picture spans [-1, 1]
+    # centre and half size of the crop in grid_sample's coordinates, where the image spans [-1, 1]
     zeros = torch.zeros(num_frames)
     theta = torch.stack(
         [w / width, zeros, (2 * left + w) / width - 1, zeros, h / height, (2 * top + h) / height - 1], dim=1
     ).view(num_frames, 2, 3)
     grid = F.affine_grid(theta, [num_frames, 3, *size], align_corners=False)
-    source = rearrange(to_float(picture[None]), "C 1 H W -> 1 C H W").expand(num_frames, -1, -1, -1)
+    source = rearrange(to_float(image[None]), "C 1 H W -> 1 C H W").expand(num_frames, -1, -1, -1)
     frames = F.grid_sample(source, grid, mode="bilinear", padding_mode="border", align_corners=False)
     video = rearrange(frames, "T C H W -> C T H W")
     return (video.flip(3) if mirrored else video).contiguous()

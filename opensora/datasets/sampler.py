@@ -14,7 +14,7 @@ class SampleKey(NamedTuple):
     """What a dataset is asked for: sample `index`, with the random choices of `epoch`."""
 
     epoch: int
-    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody asks of a key
+    index: int  # type: ignore[assignment]  # hides tuple.index, which is not used
 
 
 class BucketKey(NamedTuple):
@@ -28,15 +28,20 @@ class BucketKey(NamedTuple):
 
 
 class BatchKeys(NamedTuple):
-    """A batch of one process, and its place in the batch that all processes share in this step."""
+    """A batch of one process.
+
+    Attributes:
+        first_index: Of its first sample in the global batch, which all processes share in this step.
+        global_batch_size: Samples of the global batch.
+    """
 
     keys: Sequence[SampleKey | BucketKey]
-    first: int
-    whole: int
+    first_index: int
+    global_batch_size: int
 
 
-class Place(NamedTuple):
-    """Where a run stands in its data.
+class DataPosition(NamedTuple):
+    """How far a run is in its data.
 
     Attributes:
         epoch: Counted from 0.
@@ -55,17 +60,17 @@ class BatchSampler(Protocol):
     def batches_in(self, epoch: int) -> int:
         """Batches of each process in an epoch."""
 
-    def seek(self, place: Place, count: int | None) -> None:
-        """Yield `count` batches from `place` on."""
+    def seek(self, position: DataPosition, count: int | None) -> None:
+        """Yield `count` batches from `position` on."""
 
-    def placed(self) -> Iterator[BatchKeys]:
+    def __iter__(self) -> Iterator[BatchKeys]:
         """This process' batches."""
 
     def __len__(self) -> int: ...
 
 
 class EpochBatchSampler:
-    """Yields this rank's micro-batches `start` ... `stop - 1` of the run, each a list of `SampleKey`.
+    """Yields this rank's micro-batches `start` ... `stop - 1` of the run, with `SampleKey`s.
 
     The order of an epoch is f(seed, epoch). It is extended from its own beginning to whole batches, so that every sample is
     seen in every epoch; `num_padded` says how many are seen once more. Rank r takes rows r*B ... (r+1)*B of a global
@@ -109,28 +114,24 @@ class EpochBatchSampler:
         """Micro-batches of each rank in an epoch; all epochs are alike."""
         return self.batches_per_epoch
 
-    def seek(self, place: Place, count: int | None) -> None:
-        """Yield `count` batches from `place` on; None: go on for ever."""
-        self.start = place.epoch * self.batches_per_epoch + place.batch
+    def seek(self, position: DataPosition, count: int | None) -> None:
+        """Yield `count` batches from `position` on; None: go on for ever."""
+        self.start = position.epoch * self.batches_per_epoch + position.batch
         self.stop = None if count is None else self.start + count
-
-    def placed(self) -> Iterator[BatchKeys]:
-        """The batches, each with its place in the global batch."""
-        for keys in self:
-            yield BatchKeys(keys, self.rank * self.batch_size, self.global_batch)
 
     def __len__(self) -> int:
         if self.stop is None:
             raise TypeError("an EpochBatchSampler without stop has no length")
         return max(self.stop - self.start, 0)
 
-    def __iter__(self) -> Iterator[list[SampleKey]]:
+    def __iter__(self) -> Iterator[BatchKeys]:
         numbers = itertools.count(self.start) if self.stop is None else range(self.start, self.stop)
         epoch, order = -1, torch.empty(0, dtype=torch.int64)
+        first_index = self.rank * self.batch_size
         for number in numbers:
             if number // self.batches_per_epoch != epoch:
                 epoch = number // self.batches_per_epoch
                 order = torch.randperm(self.num_samples, generator=generator(self.seed, "order", epoch))
-            first = number % self.batches_per_epoch * self.global_batch + self.rank * self.batch_size
-            places = torch.arange(first, first + self.batch_size) % self.num_samples
-            yield [SampleKey(epoch, index) for index in order[places].tolist()]
+            first = number % self.batches_per_epoch * self.global_batch + first_index
+            indices = order[torch.arange(first, first + self.batch_size) % self.num_samples]
+            yield BatchKeys([SampleKey(epoch, index) for index in indices.tolist()], first_index, self.global_batch)

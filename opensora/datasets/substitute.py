@@ -13,7 +13,7 @@ resumed run gets the same. Nothing is made up: a stand-in is a sample with its o
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 from opensora.datasets.video.files import BadFile
 from opensora.utils.errors import UserError
@@ -24,16 +24,6 @@ logger = logging.getLogger(__name__)
 MAX_ATTEMPTS = 8  # stand-ins that are tried for one sample; so many bad files in a row are no accident
 MIN_SAMPLES = 100  # a share of less than this says little: below it, the limit is that of this many samples
 SHOWN = 10  # bad files that are named one by one
-
-
-class Key(Protocol):
-    """`SampleKey` or `BucketKey`."""
-
-    @property
-    def epoch(self) -> int: ...
-
-    @property
-    def index(self) -> int: ...
 
 
 K = TypeVar("K", bound=Any)
@@ -96,7 +86,7 @@ def read_or_substitute(dataset: Any, key: K) -> dict[str, Any]:
 
 
 class BadFileCount:
-    """Counts the bad files that batches tell of, names them in the log, and ends a run that has too many.
+    """Counts the bad files of batches, names them in the log, and ends a run that has too many.
 
     It counts this process' samples from its start, and is counted anew after a resume.
     """
@@ -118,7 +108,12 @@ class BadFileCount:
         for problems in of_samples:
             self.substituted += bool(problems)
             for problem in problems:
-                self._note(problem)
+                known = self.problems.get(problem, 0)
+                self.problems[problem] = known + 1
+                if not known and len(self.problems) <= SHOWN:
+                    logger.warning("another sample is taken instead: %s", problem)
+                if not known and len(self.problems) == SHOWN:
+                    logger.warning("further bad files are counted, and named at the end.")
         if self.substituted > self.max_share * max(self.samples, MIN_SAMPLES):
             raise UserError(
                 f"{self.summary()}\nThis is more than max_bad_share={self.max_share:g} of "
@@ -134,11 +129,3 @@ class BadFileCount:
         more = [f"  and {len(named) - SHOWN} more"] if len(named) > SHOWN else []
         head = f"{self.substituted} of {self.samples} samples were replaced by others. What is wrong with {len(named)} files:"
         return "\n".join([head, *lines, *more])
-
-    def _note(self, problem: str) -> None:
-        known = self.problems.get(problem, 0)
-        self.problems[problem] = known + 1
-        if not known and len(self.problems) <= SHOWN:
-            logger.warning("another sample is taken instead: %s", problem)
-        if not known and len(self.problems) == SHOWN:
-            logger.warning("further bad files are counted, and named at the end.")

@@ -1,6 +1,6 @@
-"""From decoded frames to what a model sees: one size, numbers in [-1, 1]. The same code for videos and pictures.
+"""From decoded frames to what a model sees: one size, numbers in [-1, 1]. The same code for videos and images.
 
-Resizing is bilinear and antialiased on uint8, as in PIL; `adm_center` is the pictures' transform of ADM (Dhariwal & Nichol
+Resizing is bilinear and antialiased on uint8, as in PIL; `adm_center` is the images' transform of ADM (Dhariwal & Nichol
 2021, arXiv:2105.05233): halve with a box filter while twice too large, then bicubic, then crop.
 """
 
@@ -27,7 +27,7 @@ MIN_CROP = 0.5  # the smallest random crop, as a fraction of the largest
 def get_transform(name: str, image_size: Size) -> Transform:
     """The transform of that name: `transform(frames, generator=None)`.
 
-    Names: "center" and "resize_crop" (cover, then crop the centre), "random_crop" (random size, place and mirroring),
+    Names: "center" and "resize_crop" (cover, then crop the centre), "random_crop" (random size, position and mirroring),
     "adm_center", "none" (keep the size).
     """
     if name not in TRANSFORMS:

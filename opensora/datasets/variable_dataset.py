@@ -1,4 +1,4 @@
-"""Clips and pictures of many lengths and sizes: each sample is cut to the size of its bucket."""
+"""Clips and images of many lengths and sizes: each sample is cropped to the size of its bucket."""
 
 import hashlib
 import logging
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from opensora.datasets.buckets.bucket import Assignment, Buckets, Left
+from opensora.datasets.buckets.bucket import Assignment, Buckets, DropReason
 from opensora.datasets.datasets import Choice, Item, describe, draw_choice, naming_the_row, read_clip, sampling_rule
 from opensora.datasets.sampler import BucketKey
 from opensora.datasets.substitute import BadFiles
@@ -41,7 +41,7 @@ class VariableVideoTextDataset:
     Args:
         data_path: Table with the columns `path` and `text_columns`. With `num_frames`, `height` and `width` it starts at
             once; without them every file is opened first.
-        bucket_config: See `buckets/config.py`.
+        bucket_config: See `buckets/bucket.py`.
         frame_interval: Take every n-th frame of a video, exactly.
         target_fps: Instead, take what is shown at so many frames a second, of videos of any rate; slower ones are in no
             bucket. A column `fps` saves opening the files.
@@ -55,7 +55,7 @@ class VariableVideoTextDataset:
         bad_files: What a loader does about files that cannot be read: "substitute" another sample of the same bucket, or
             "error".
         max_bad_share: The share of such samples above which a run ends.
-        decode: How files are decoded: a dict with the names of `decoding.Decoding`.
+        decode: How files are decoded: a dict with the names of `files.Decoding`.
     """
 
     def __init__(  # noqa: PLR0913
@@ -94,7 +94,10 @@ class VariableVideoTextDataset:
         self._intervals: int | np.ndarray = frame_interval
         self._slow: np.ndarray | None = None  # [N] bool, videos of too low a rate
         if target_fps is not None:
-            self._intervals, self._slow = _at_rate(sizes, target_fps)
+            videos = sizes.num_frames > 1  # an image is never too slow
+            self._slow = videos & is_slow(sizes.fps, target_fps)
+            # frames of the file to one of the clip
+            self._intervals = np.nan_to_num(np.where(videos, sizes.fps / target_fps - ROUNDING, 1.0), nan=1.0)
         self._transforms = (transform_name, "adm_center" if use_image_transform else transform_name)
         for name in self._transforms:
             get_transform(name, (16, 16))  # refuses an unknown name now
@@ -115,7 +118,7 @@ class VariableVideoTextDataset:
             frames, self.height, self.width, seed=self.seed, epoch=epoch, frame_interval=self._intervals
         )
         if self._slow is not None:
-            assignment.left[self._slow] = Left.SLOW
+            assignment.drop_reason[self._slow] = DropReason.SLOW
         self._assigned = epoch, assignment
         return assignment
 
@@ -123,7 +126,7 @@ class VariableVideoTextDataset:
         row, path = key.index, self.table.path(key.index)
         choose = partial(self._choose, key)
         try:
-            # a picture has no rate that could be too low
+            # an image has no rate that could be too low
             rate = None if key.num_frames == 1 else self.target_fps
             rule = sampling_rule(key.num_frames, self.frame_interval, rate)
             frames, fps, choice = read_clip(self.table, row, rule, choose, self.decoding)
@@ -154,7 +157,7 @@ class VariableVideoTextDataset:
         digest.update(repr((type(self).__name__, self.table.fingerprint(), settings)).encode())
         return digest.hexdigest()
 
-    def _choose(self, key: BucketKey, num_starts: int) -> Choice:
+    def _choose(self, key: BucketKey, num_starts: int, available: int) -> Choice:
         if num_starts == 0:
             needed = f"the {frames_needed(key.num_frames, self.frame_interval)} frames"
             pace = f"frame_interval={self.frame_interval}"
@@ -181,7 +184,7 @@ def clip_sizes(table: Table, *, with_fps: bool = False) -> ClipSizes:
     frames, height, width = (np.array(column, np.int32) for column in (table.num_frames, table.height, table.width))
     sizes = ClipSizes(frames, height, width, table.fps.copy())
     unknown = (sizes.num_frames <= 0) | (sizes.height <= 0) | (sizes.width <= 0)
-    no_rate = np.isnan(sizes.fps) & (sizes.num_frames != 1)  # a picture needs none
+    no_rate = np.isnan(sizes.fps) & (sizes.num_frames != 1)  # an image needs none
     missing = np.flatnonzero(unknown | (no_rate if with_fps else False))
     if len(missing):
         columns = "num_frames, height, width and fps" if with_fps else "num_frames, height and width"
@@ -207,11 +210,3 @@ def clip_sizes(table: Table, *, with_fps: bool = False) -> ClipSizes:
             unreadable[0],
         )
     return sizes
-
-
-def _at_rate(sizes: ClipSizes, target_fps: float) -> tuple[np.ndarray, np.ndarray]:
-    """[N] frames of the file to one of the clip, and which rows are videos that are too slow; an image is never."""
-    videos = sizes.num_frames > 1
-    slow = videos & is_slow(sizes.fps, target_fps)
-    intervals = np.where(videos, sizes.fps / target_fps - ROUNDING, 1.0)
-    return np.nan_to_num(intervals, nan=1.0), slow

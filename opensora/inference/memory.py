@@ -76,12 +76,12 @@ def estimate(pipeline: Any, request: Request, latent_size: tuple[int, int, int])
     one_at_a_time = pipeline.step_cache is not None and pipeline.step_cache.per_sample
     batch = 1 if one_at_a_time else len(request.items)
     scale = pipeline.scheduler.cfg_scale if request.guidance_scale is None else request.guidance_scale
-    doubled = scale != 1 and _doubles(pipeline.scheduler) and pipeline.sharing.cfg_group is None
+    doubled = scale != 1 and _doubles(pipeline.scheduler) and pipeline.plan.cfg_group is None
     calls = 2 * batch if doubled else batch
     stream = pipeline.place.stream
     with nullcontext() if stream is None else stream.paused(), _in_one_process(model):
         denoising = _denoising_bytes(model, calls, latent_size, pipeline.dtype)
-    denoising //= 1 if pipeline.sharing.sp_group is None else dist.get_world_size(pipeline.sharing.sp_group)
+    denoising //= 1 if pipeline.plan.sp_group is None else dist.get_world_size(pipeline.plan.sp_group)
     tokens = calls * model.hidden_size * math.prod(model.grid(latent_size)) * pipeline.dtype.itemsize
     kept = 0 if pipeline.step_cache is None else pipeline.step_cache.num_kept * tokens
     decoding = _peak_bytes(vae, lambda: vae.decode(torch.empty(1, vae.out_channels, *latent_size), request.num_frames))
@@ -203,7 +203,7 @@ def _peak_bytes(module: nn.Module, call: Callable[[], object]) -> int:
 @contextmanager
 def _in_one_process(model: nn.Module) -> Iterator[None]:
     """Without sequence parallelism, whose exchanges need content."""
-    hooked = [(part, name) for part in model.modules() for name in ("spread", "exchange") if hasattr(part, name)]
+    hooked = [(part, name) for part in model.modules() for name in ("sp_ranks", "exchange") if hasattr(part, name)]
     before = [getattr(part, name) for part, name in hooked]
     for part, name in hooked:
         setattr(part, name, None)

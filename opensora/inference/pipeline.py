@@ -17,10 +17,9 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from opensora.acceleration.cfg_parallel import Sharing, share_videos, split_guidance
+from opensora.acceleration.cfg_parallel import ParallelPlan, make_parallel_plan, split_guidance
 from opensora.acceleration.compile import compile_blocks
-from opensora.acceleration.compiler import compile_pipe
-from opensora.acceleration.compiler.options import parse_options
+from opensora.acceleration.compiler import compile_pipe, parse_options
 from opensora.acceleration.distributed import init_world
 from opensora.acceleration.patching import wrap_forward
 from opensora.acceleration.step_cache.build import build_step_cache
@@ -87,7 +86,7 @@ class VideoPipeline:
         device: where everything works.
         dtype: number format of the denoiser's matrix products (autocast); the sampler computes in fp32.
         offload: where weights are while they do not work: see `opensora.inference.offload`.
-        sharing: the processes that make a video together; all of them must make the same calls.
+        plan: the processes that make a video together; all of them must make the same calls.
         step_cache: reuse between steps, installed; see `opensora.acceleration.step_cache`.
         defaults: settings for what a call leaves out; None: a call must say it all.
         motion_flow: the optical-flow score that models are told which want to know it (NOVA).
@@ -106,7 +105,7 @@ class VideoPipeline:
         device: torch.device | str = "cpu",
         dtype: torch.dtype | str = "fp32",
         offload: Policy = "none",
-        sharing: Sharing | None = None,
+        plan: ParallelPlan | None = None,
         step_cache: StepCache | None = None,
         defaults: Defaults | None = None,
         motion_flow: float = MOTION_FLOW,
@@ -115,7 +114,7 @@ class VideoPipeline:
         self.model, self.vae, self.text_encoder, self.scheduler = model, vae, text_encoder, scheduler
         self.device = torch.device(device)
         self.dtype = to_torch_dtype(dtype)
-        self.sharing = Sharing() if sharing is None else sharing
+        self.plan = ParallelPlan() if plan is None else plan
         self.step_cache = step_cache
         self._defaults = defaults
         self.motion_flow = motion_flow
@@ -149,14 +148,14 @@ class VideoPipeline:
 
     @classmethod
     def from_config(
-        cls, cfg: InferenceConfig, device: torch.device | str | None = None, sharing: Sharing | None = None
+        cls, cfg: InferenceConfig, device: torch.device | str | None = None, plan: ParallelPlan | None = None
     ) -> "VideoPipeline":
         """Build all parts that `cfg` names, on `device` (None = as `cfg.device` says), frozen.
 
         Args:
             cfg: the settings.
             device: where everything works.
-            sharing: None = as `cfg.sp_size` and `cfg.cfg_parallel` say, which all processes must ask for together.
+            plan: None = as `cfg.sp_size` and `cfg.cfg_parallel` say, which all processes must ask for together.
 
         Raises:
             UserError: a part cannot be built, the size is none that the VAE can make, or settings have no effect.
@@ -170,23 +169,23 @@ class VideoPipeline:
             {"cfg_parallel": cfg.cfg_parallel, "sp_size": cfg.sp_size > 1, "step_cache": cfg.step_cache},
         )
         world = init_world(cfg.device)
-        sharing = share_videos(world, cfg.sp_size, cfg_parallel=cfg.cfg_parallel) if sharing is None else sharing
+        plan = make_parallel_plan(world, cfg.sp_size, cfg_parallel=cfg.cfg_parallel) if plan is None else plan
         device = world.device if device is None else torch.device(device)
-        _check_guidance(parts.scheduler, sharing)
-        if sharing.sp_group is not None:
+        _check_guidance(parts.scheduler, plan)
+        if plan.sp_group is not None:
             from opensora.acceleration.sequence_parallel import parallelise
 
-            parallelise(parts.model, sharing.sp_group)
+            parallelise(parts.model, plan.sp_group)
         if cfg.vae_tiling is not None:
             tile_pictures(parts.vae, cfg.vae_tiling)
-        cache = build_step_cache(cfg.step_cache, parts.model, sharing.groups)
+        cache = build_step_cache(cfg.step_cache, parts.model, plan.groups)
         _inside_blocks(parts.model, cache, cfg)
         pipeline = cls(
             *parts,
             device=device,
             dtype=cfg.dtype,
             offload=cfg.offload,
-            sharing=sharing,
+            plan=plan,
             step_cache=cache,
             defaults=Defaults(size.num_frames, size.image_size, size.fps, size.save_fps, cfg.seed, float(cfg.fps)),
             motion_flow=MOTION_FLOW if cfg.motion_flow is None else cfg.motion_flow,
@@ -344,7 +343,7 @@ class VideoPipeline:
         height, width = request.image_size
         known = {"fps": request.fps, "height": height, "width": width, "num_frames": request.num_frames}
         known["flow"] = self.motion_flow
-        numbers = {name: known[name] for name in self.model.numbers}
+        numbers = {name: known[name] for name in self.model.micro_conditions}
         negatives = [item.negative_prompt for item in request.items]
         guided = needs_null(self.scheduler, request.guidance_scale)
         told: list[tuple[Condition, Condition | None]] = []
@@ -365,7 +364,7 @@ class VideoPipeline:
             for item, seed, start in zip(request.items, request.seeds, request.starts, strict=True):
                 given = [reference.to(self.device) for reference in start.references]
                 encoded = encode_references(self.vae, given, seed, item.index) if given else []
-                latents.append([self.sharing.agree(z) for z in encoded])
+                latents.append([self.plan.broadcast(z) for z in encoded])
         return latents
 
     def _taken(self, z: Tensor, video: Tensor | None, shared: Overlap, request: Request, loop: int) -> Tensor:
@@ -382,7 +381,7 @@ class VideoPipeline:
                 )
                 for frames, (seed, index) in zip(end, ids, strict=True)
             ]
-        return self.sharing.agree(torch.cat(parts))
+        return self.plan.broadcast(torch.cat(parts))
 
     def _denoised(
         self,
@@ -432,8 +431,8 @@ class VideoPipeline:
         model: Any = self._denoise
         if calls_parts(self.scheduler):  # it calls the model's parts one by one, each under autocast
             model = self.model
-        elif self.sharing.cfg_group is not None:
-            model = split_guidance(model, self.sharing.cfg_group, len(z))
+        elif self.plan.cfg_group is not None:
+            model = split_guidance(model, self.plan.cfg_group, len(z))
         steps = self.scheduler.sample_steps(
             model, z, cond, null=null, mask=mask, guidance_scale=guidance_scale, generators=generators
         )
@@ -522,8 +521,8 @@ def _generators(request: Request, loop: int) -> list[torch.Generator]:
     return [generator(seed, "inference", index, request.sample_index, *later) for seed, index in ids]
 
 
-def _check_guidance(scheduler: Any, sharing: Sharing) -> None:
-    if sharing.cfg_group is None:
+def _check_guidance(scheduler: Any, plan: ParallelPlan) -> None:
+    if plan.cfg_group is None:
         return
     if scheduler.cfg_scale == 1:
         raise UserError("cfg_parallel has no effect with cfg_scale=1: there is no guidance to share.")

@@ -13,25 +13,22 @@ def check_classes(text_encoder: Any, denoiser: Any) -> None:
     """See that both mean the same classes, or both mean text. An unconditional denoiser takes anything.
 
     Args:
-        text_encoder: "classes" has `num_classes`, others have not; one that remembers is asked for the `encoder` it
-            stands for.
+        text_encoder: "classes" has `num_classes`, others have not; a cache of features has the `encoder` it was made with.
         denoiser: its `y_embedder` has `num_classes` when it is conditioned on classes.
 
     Raises:
         UserError: they do not fit.
     """
     embedder = getattr(denoiser, "y_embedder", None)
-    encoder = getattr(text_encoder, "encoder", text_encoder)
-    if embedder is None or encoder is None:  # unconditional, or a cache that does not say what it was made with
+    if embedder is None or getattr(text_encoder, "encoder", text_encoder) is None:  # a cache may not know its encoder
         return
-    given = _classes_of(encoder)
-    taken = getattr(embedder, "num_classes", None)
+    given, taken = _num_classes(text_encoder), getattr(embedder, "num_classes", None)
     if given == taken:
         return
     name = type(denoiser).__name__
     if taken is None:
         raise UserError(
-            f"the text encoder 'classes' gives class numbers, but {name} takes text: set model.condition='label_{given}' "
+            f"the text encoder 'classes' gives class labels, but {name} takes text: set model.condition='label_{given}' "
             "(DiT and Latte), or name another text encoder."
         )
     if given is None:
@@ -51,7 +48,7 @@ def check_classes_of_data(dataset: Any, text_encoder: Any) -> None:
     Raises:
         UserError: it knows fewer.
     """
-    counted, known = getattr(dataset, "num_classes", None), _classes_of(getattr(text_encoder, "encoder", text_encoder))
+    counted, known = getattr(dataset, "num_classes", None), _num_classes(text_encoder)
     if counted is not None and known is not None and counted > known:
         raise UserError(
             f"the data have {counted} classes, but text_encoder.num_classes={known}. Set it and model.condition="
@@ -59,5 +56,6 @@ def check_classes_of_data(dataset: Any, text_encoder: Any) -> None:
         )
 
 
-def _classes_of(encoder: Any) -> int | None:
+def _num_classes(text_encoder: Any) -> int | None:
+    encoder = getattr(text_encoder, "encoder", text_encoder)
     return encoder.get("num_classes") if isinstance(encoder, Mapping) else getattr(encoder, "num_classes", None)

@@ -1,40 +1,45 @@
-"""What all denoisers share: the contract, the latent's way into tokens and back, and what older configs may pass.
+"""What all denoisers share: the contract, patchify and unpatchify; and the base of those that grew from PixArt.
 
-A denoiser obeys architecture.md's contract whatever is inside, so that any of them trains and samples with any
-scheduler. It draws nothing at random, knows no process group, and treats the samples of a batch apart.
+A denoiser obeys the contract of docs/architecture.md whatever is inside, so that any of them trains and samples with any
+scheduler. It draws nothing at random, knows no process group, and treats the samples of a batch independently.
 """
 
+import inspect
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Protocol
 
 import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from opensora.models.layers.embedders import PatchEmbed3D, ScalarEmbedder
+from opensora.acceleration.kernels.attention import kernel_from_flag
+from opensora.models.layers.embedders import CaptionEmbedder, PatchEmbed3D, ScalarEmbedder
+from opensora.models.layers.mlp import linear_flops
+from opensora.models.layers.modulation import AdaLN, FinalLayer
+from opensora.models.layers.pos_embed import grid_coordinates, sincos_1d
+from opensora.models.loading import Convert, load_weights
 from opensora.utils.errors import UserError
 
 Size = tuple[int, int, int]
 
+MICRO_CONDITIONS = ("fps", "height", "width", "num_frames")
+"""What every denoiser may be conditioned on besides timestep and text, [B] each."""
 
-NUMBERS = ("fps", "height", "width", "num_frames")
-"""What every denoiser may be told of a video, [B] each."""
 
-
-class Spread(Protocol):
-    """How tokens lie in several processes; see `opensora.acceleration.sequence_parallel`."""
+class SequenceRanks(Protocol):
+    """How tokens are sharded over processes; see `opensora.acceleration.sequence_parallel`."""
 
     def split(self, x: Tensor) -> Tensor:
-        """This process' part of the places of all tokens `x [B, T, S, D]`."""
+        """This process' shard, along S, of all tokens `x [B, T, S, D]`."""
 
-    def gather(self, x: Tensor, num_places: int) -> Tensor:
-        """All tokens `[B, T, num_places, ...]` from the parts `x` of all processes."""
+    def gather(self, x: Tensor, num_tokens: int) -> Tensor:
+        """All tokens `[B, T, num_tokens, ...]` from the shards `x` of all processes."""
 
 
 class Denoiser(nn.Module, ABC):
-    """Base of all denoisers. Names: `x_embedder`, `t_embedder`.
+    """Base of all denoisers. Names: `x_embedder`, `t_embedder`; expected of a subclass: `y_embedder`, `blocks`.
 
     Args:
         in_channels: channels of the latent.
@@ -45,11 +50,26 @@ class Denoiser(nn.Module, ABC):
         input_size: accepted from older configs, (T, H, W) of the latent; positions follow the input.
     """
 
-    numbers: tuple[str, ...] = NUMBERS
-    """The numbers that training and sampling give to `forward`."""
+    micro_conditions: tuple[str, ...] = MICRO_CONDITIONS
+    """The micro-conditions that training and sampling pass to `forward`."""
 
-    spread: Spread | None = None
-    """Set from outside where the tokens of a sample are spread over processes; None = all are here."""
+    sp_ranks: SequenceRanks | None = None
+    """Set from outside where the tokens of a sample are sharded over processes; None = all are here."""
+
+    y_embedder: Any
+    blocks: Any
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Let `inspect.signature`, and so the registry, list the arguments that a subclass passes on as `**common`."""
+        super().__init_subclass__(**kwargs)
+        own = list(inspect.signature(cls.__init__).parameters.values())[1:]
+        if any(p.kind is p.VAR_KEYWORD for p in own):
+            base = next(base for base in cls.__mro__[1:] if issubclass(base, Denoiser))
+            parameters = {p.name: p for p in inspect.signature(base).parameters.values()}
+            parameters |= {p.name: p for p in own if p.kind is not p.VAR_KEYWORD}
+            cls.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]
+        elif "__init__" in vars(cls):
+            cls.__signature__ = inspect.Signature(own)  # type: ignore[attr-defined]
 
     def __init__(
         self,
@@ -86,36 +106,33 @@ class Denoiser(nn.Module, ABC):
         *,
         mask: Tensor | None = None,
         x_mask: Tensor | None = None,
-        fps: Tensor | None = None,
-        height: Tensor | None = None,
-        width: Tensor | None = None,
-        num_frames: Tensor | None = None,
+        **sizes: Tensor | None,
     ) -> Tensor:
         """Predict noise (or v, or x_0) from a noisy latent.
 
         Args:
             x: latent [B, C, T, H, W], any size.
             timestep: [B], integers or floats in [0, 1000].
-            y: text features [B, 1, L, C_text], or class numbers [B, 1, 1, 1].
+            y: text features [B, 1, L, C_text], or class labels [B, 1, 1, 1].
             mask: [B, L] bool, True at real text tokens; None = all.
-            x_mask: [B, T] bool, True at latent frames being denoised; the others count as clean. None = all.
-            fps, height, width, num_frames: [B], the video's frame rate and its size in pixels and frames.
+            x_mask: [B, T] bool, True at denoised frames, False at conditioning frames, which are clean. None = all True.
+            sizes: fps, height, width, num_frames: [B], the video's frame rate and its size in pixels and frames.
 
         Returns:
             [B, C_out, T, H, W] fp32.
         """
 
     @abstractmethod
-    def null_condition(self, batch: int) -> Tensor:
-        """The `y` of "no text" or "no class"."""
-
-    @abstractmethod
-    def transformer_blocks(self) -> list[nn.Module]:
-        """The blocks in forward order, for compilation, activation checkpointing and sharding."""
-
-    @abstractmethod
     def flops(self, latent_size: Size, text_len: int) -> int:
         """Floating-point operations (2 per multiply-add, matrix products only) of one forward of one sample."""
+
+    def null_condition(self, batch: int) -> Tensor:
+        """The `y` of "no text" `[batch, 1, L, C_text]`, or of "no class" `[batch, 1, 1, 1]`."""
+        return self.y_embedder.null(batch)
+
+    def transformer_blocks(self) -> list[nn.Module]:
+        """The blocks in forward order, for compilation, activation checkpointing and sharding."""
+        return list(self.blocks)
 
     def to_diffusers(self, **options: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """The same model in diffusers: the content of its config.json, with the class's name, and its state dict.
@@ -130,7 +147,7 @@ class Denoiser(nn.Module, ABC):
         raise UserError(f"diffusers has no {type(self).__name__}: keep its weights as safetensors.")
 
     def grid(self, latent_size: Sequence[int]) -> Size:
-        """Patches along time, height and width for a latent of `latent_size`; a part of a patch counts as one."""
+        """Patches along time, height and width for a latent of `latent_size`, rounded up."""
         T, H, W = (-(-n // p) for n, p in zip(latent_size, self.patch_size, strict=True))
         return T, H, W
 
@@ -139,22 +156,31 @@ class Denoiser(nn.Module, ABC):
 
         As a view they would keep the convolution's layout, channels first, through all residual sums of all blocks.
         """
-        self._check_latent(x)
+        if x.ndim != 5 or x.shape[1] != self.in_channels:
+            raise ValueError(f"the latent has shape {tuple(x.shape)}; expected [B, {self.in_channels}, T, H, W].")
+        size = self.input_size
+        if size is not None and any(n is not None and n != m for n, m in zip(size, x.shape[2:], strict=True)):
+            warnings.warn(
+                f"input_size={tuple(size)} is not the size of the latent, {tuple(x.shape[2:])}: positions follow "
+                "the latent. Drop input_size from the config.",
+                stacklevel=3,
+            )
+            self.input_size = None
         return rearrange(self.x_embedder(x), "B D T H W -> B T (H W) D").contiguous()
 
     def enter_blocks(self, x: Tensor) -> Tensor:
-        """Tokens `x [B, T', S, D]` with their spatial positions -> those that this process works on, until `unpatchify`."""
-        return x if self.spread is None else self.spread.split(x)
+        """Tokens `x [B, T', S, D]` with spatial positions -> this process' shard of them, until `unpatchify`."""
+        return x if self.sp_ranks is None else self.sp_ranks.split(x)
 
     def unpatchify(self, x: Tensor, latent_size: Sequence[int]) -> Tensor:
-        """`x [B, T', S, patch * C] -> [B, C, *latent_size]` fp32; padding is cut off.
+        """`x [B, T', S, patch * C] -> [B, C, *latent_size]` fp32; padding is cropped.
 
-        Where the tokens are spread over processes, `x` is a part of them, and each process gets the whole result.
+        Where the tokens are sharded over processes, `x` is a shard, and each process gets the whole result.
         """
         pt, ph, pw = self.patch_size
         _, H, W = self.grid(latent_size)
-        if self.spread is not None:
-            x = self.spread.gather(x, H * W)
+        if self.sp_ranks is not None:
+            x = self.sp_ranks.gather(x, H * W)
         x = rearrange(
             x, "B T (H W) (pt ph pw C) -> B C (T pt) (H ph) (W pw)", H=H, W=W, pt=pt, ph=ph, pw=pw
         )  # the channel is the fastest axis of a token's output, as in DiT
@@ -170,6 +196,21 @@ class Denoiser(nn.Module, ABC):
         padded[:, :frames] = x_mask
         return rearrange(padded, "B (T pt) -> B T pt", pt=pt).any(dim=2)
 
+    def embed_timestep(
+        self, timestep: Tensor, x_mask: Tensor | None, extra: Tensor | float = 0.0
+    ) -> tuple[Tensor, Tensor | None]:
+        """The embeddings `[B, D]` of the timestep and of timestep 0, for conditioning frames; each plus `extra [B, D]`.
+
+        The second is None without `x_mask`.
+        """
+        t0 = None if x_mask is None else self.t_embedder(torch.zeros_like(timestep)) + extra
+        return self.t_embedder(timestep) + extra, t0
+
+    def temporal_positions(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        """Sine-cosine positions `[T, 1, D]` of the frames of tokens `x [B, T, S, D]`, divided by `scale`; in x's dtype."""
+        frames = grid_coordinates(x.shape[1], scale=scale, device=x.device)
+        return sincos_1d(self.hidden_size, frames).to(x.dtype)[:, None]
+
     def embed_flops(self, latent_size: Size) -> int:
         """Floating-point operations of the patch embedding, the timestep's MLP and the final linear layer."""
         T, H, W = self.grid(latent_size)
@@ -177,37 +218,125 @@ class Denoiser(nn.Module, ABC):
         patches = T * H * W * pt * ph * pw * (self.in_channels + self.out_channels) * self.hidden_size
         return 2 * (patches + self.t_embedder.num_frequencies * self.hidden_size + self.hidden_size**2)
 
-    def _check_latent(self, x: Tensor) -> None:
-        if x.ndim != 5 or x.shape[1] != self.in_channels:
-            raise ValueError(f"the latent has shape {tuple(x.shape)}; expected [B, {self.in_channels}, T, H, W].")
-        expected = self.input_size
-        if expected is not None and any(n is not None and n != m for n, m in zip(expected, x.shape[2:], strict=True)):
-            warnings.warn(
-                f"input_size={tuple(expected)} is not the size of the latent, {tuple(x.shape[2:])}: positions follow "
-                "the latent. Drop input_size from the config.",
-                stacklevel=3,
-            )
-            self.input_size = None
+    def required(self, sizes: Mapping[str, Tensor | None], *names: str) -> list[Tensor]:
+        """Micro-conditions that the model cannot do without, in fp32 [B] each.
+
+        Raises:
+            ValueError: one is missing.
+        """
+        for name in names:
+            if sizes.get(name) is None:
+                raise ValueError(f"{type(self).__name__} needs {name}=: a tensor [B].")
+        return [sizes[name].to(torch.float32) for name in names]  # type: ignore[union-attr]
+
+    def train_only(self, *parts: str, others: bool = False) -> None:
+        """Freeze every parameter without any of these parts in its name; `others`: those that have one instead.
+
+        Raises:
+            ValueError: nothing would be trained.
+        """
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(any(part in name for part in parts) != others)
+        if not any(parameter.requires_grad for parameter in self.parameters()):
+            raise ValueError("this choice of frozen parts leaves nothing to train.")
 
 
-def train_only(model: nn.Module, trained: Callable[[str], bool]) -> None:
-    """Freeze every parameter whose name `trained` rejects.
+class AdaLNSingleDenoiser(Denoiser):
+    """Base of PixArt and what grew from it: captions by cross-attention, the timestep by adaLN-single.
 
-    Raises:
-        ValueError: nothing would be trained.
+    A subclass creates, in this order (initial weights depend on it): embedders of its own, `y_embedder`, its blocks and
+    `final_layer`; then it sets initial weights and calls `load_and_freeze`. Names: also `t_block`.
+
+    Args:
+        in_channels: channels of the latent.
+        caption_channels: channels of the text features.
+        model_max_length: text tokens, the length of the table that stands for "no text".
+        hidden_size, num_heads, mlp_ratio: the transformer's size.
+        depth: blocks, or pairs of a spatial and a temporal block.
+        patch_size: latent frames, rows and columns in one token.
+        pred_sigma: predict `2 * in_channels` channels (mean and variance) instead of `in_channels`.
+        class_dropout_prob: how often training drops the caption.
+        no_temporal_pos_emb: leave out temporal positions (frames are then a set).
+        from_pretrained: weights to start from: a checkpoint folder, a folder of diffusers' transformer, a .safetensors or
+            a .pth file.
+        enable_flash_attn: None or True = fastest attention kernel, False = the plain formula.
+        enable_layernorm_kernel: apex's fused LayerNorm if installed.
+        input_size: accepted from older configs; the model takes any size.
     """
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(trained(name))
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ValueError("this choice of frozen parts leaves nothing to train.")
 
+    temporal_parts: ClassVar[tuple[str, ...]] = ()
+    """Parts of the names of what only the temporal branch uses: what `freeze="not_temporal"` trains."""
 
-def required(value: Tensor | None, name: str, model: nn.Module) -> Tensor:
-    """A condition that the model cannot do without, in fp32 [B].
+    def __init__(
+        self,
+        *,
+        in_channels: int = 4,
+        caption_channels: int = 4096,
+        model_max_length: int = 120,
+        hidden_size: int = 1152,
+        depth: int = 28,
+        num_heads: int = 16,
+        mlp_ratio: float = 4.0,
+        patch_size: Sequence[int] = (1, 2, 2),
+        pred_sigma: bool = True,
+        class_dropout_prob: float = 0.1,
+        no_temporal_pos_emb: bool = False,
+        from_pretrained: str | None = None,
+        enable_flash_attn: bool | None = None,
+        enable_layernorm_kernel: bool = False,
+        input_size: Sequence[int | None] | None = None,
+    ) -> None:
+        super().__init__(
+            in_channels=in_channels,
+            predicts_sigma=pred_sigma,
+            hidden_size=hidden_size,
+            patch_size=patch_size,
+            class_dropout_prob=class_dropout_prob,
+            input_size=input_size,
+        )
+        self.caption_channels, self.model_max_length = caption_channels, model_max_length
+        self.depth, self.num_heads, self.mlp_ratio = depth, num_heads, mlp_ratio
+        self.head_dim = hidden_size // num_heads
+        self.no_temporal_pos_emb = no_temporal_pos_emb
+        self.from_pretrained = from_pretrained
+        self.kernel = kernel_from_flag(enable_flash_attn=enable_flash_attn)
+        self.fused_norm = enable_layernorm_kernel
+        self.t_block = AdaLN(hidden_size, 6)
 
-    Raises:
-        ValueError: it is None.
-    """
-    if value is None:
-        raise ValueError(f"{type(model).__name__} needs {name}=: a tensor [B].")
-    return value.to(torch.float32)
+    def caption_embedder(self) -> CaptionEmbedder:
+        """A new `y_embedder`."""
+        return CaptionEmbedder(self.caption_channels, self.hidden_size, self.model_max_length)
+
+    def output_layer(self) -> FinalLayer:
+        """A new `final_layer`."""
+        pt, ph, pw = self.patch_size
+        return FinalLayer(self.hidden_size, pt * ph * pw, self.out_channels, fused_norm=self.fused_norm)
+
+    def load_and_freeze(self, convert: Convert, freeze: str | None = None) -> None:
+        """Load `from_pretrained`, and freeze what `freeze` says.
+
+        Args:
+            convert: of the architecture's weights.py.
+            freeze: "not_temporal" trains the temporal branch alone, where there is one; "text" trains all but
+                cross-attention and text; None = everything is trained.
+
+        Raises:
+            UserError: see `opensora.models.loading.load_weights`.
+            ValueError: `freeze` is something else.
+        """
+        if self.from_pretrained is not None:
+            load_weights(self, self.from_pretrained, convert)
+        choices = ("not_temporal", "text") if self.temporal_parts else ("text",)
+        if freeze is not None and freeze not in choices:
+            raise ValueError(f"freeze={freeze!r} is not one of {', '.join(map(repr, choices))}, None.")
+        if freeze == "not_temporal":
+            self.train_only(*self.temporal_parts)
+        elif freeze == "text":
+            self.train_only(".cross_attn.", "y_embedder.", others=True)
+
+    def flops(self, latent_size: Size, text_len: int) -> int:
+        """See `Denoiser.flops`."""
+        T, H, W = self.grid(latent_size)
+        blocks = sum(block.flops(T, H * W, text_len, (H, W)) for block in self.transformer_blocks())  # type: ignore[operator]
+        embed = linear_flops(self.t_block, 1) + linear_flops(self.y_embedder, text_len)
+        return blocks + embed + self.embed_flops(latent_size)

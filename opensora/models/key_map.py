@@ -1,7 +1,7 @@
 """Two-way translation of parameter names: one list of rules reads another code's weights and writes them.
 
-A rule says which of our tensors is which of theirs, for one architecture of a given depth. `layer` makes the rules of a
-layer's weight and bias, `tensor` that of a single tensor:
+A rule maps one of our tensors to theirs, for one architecture of a given depth. `layer` makes the rules of a layer's
+weight and bias, `tensor` that of a single tensor:
 
     rules = [
         *layer("x_embedder.proj", "pos_embed.proj", kind="patch"),
@@ -13,7 +13,7 @@ layer's weight and bias, `tensor` that of a single tensor:
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,63 +42,139 @@ def tensor(ours: str, *theirs: str, kind: Kind = "same") -> Rule:
     return Rule(ours, theirs, kind)
 
 
-def layer(ours: str, *theirs: str, kind: Kind = "same", bias: bool = True) -> list[Rule]:
-    """The rules of a layer: its weight and, if it has one, its bias."""
-    rules = [tensor(f"{ours}.weight", *(f"{name}.weight" for name in theirs), kind=kind)]
-    if bias:
-        kind_of_bias: Kind = "same" if kind == "patch" else kind
-        rules.append(tensor(f"{ours}.bias", *(f"{name}.bias" for name in theirs), kind=kind_of_bias))
+def layer(ours: str, *theirs: str, kind: Kind = "same") -> list[Rule]:
+    """The rules of a layer: its weight and its bias."""
+    kind_of_bias: Kind = "same" if kind == "patch" else kind
+    return [
+        tensor(f"{ours}.weight", *(f"{name}.weight" for name in theirs), kind=kind),
+        tensor(f"{ours}.bias", *(f"{name}.bias" for name in theirs), kind=kind_of_bias),
+    ]
+
+
+def block(ours: str, theirs: str) -> list[Rule]:
+    """What our block and diffusers' `BasicTransformerBlock` have in common: self-attention and MLP."""
+    return [
+        *layer(f"{ours}.attn.qkv", *(f"{theirs}.attn1.to_{part}" for part in "qkv"), kind="stack"),
+        *layer(f"{ours}.attn.proj", f"{theirs}.attn1.to_out.0"),
+        *layer(f"{ours}.mlp.fc1", f"{theirs}.ff.net.0.proj"),
+        *layer(f"{ours}.mlp.fc2", f"{theirs}.ff.net.2"),
+    ]
+
+
+def pixart_rules(depth: int) -> list[Rule]:
+    """PixArt's names and those of diffusers' `PixArtTransformer2DModel`, for `depth` blocks."""
+    embed = "adaln_single.emb"
+    rules = [
+        *layer("x_embedder.proj", "pos_embed.proj", kind="patch"),
+        *layer("t_block.1", "adaln_single.linear"),
+        tensor("y_embedder.y_embedding", "caption_projection.y_embedding"),  # in diffusers' first releases
+        *layer("final_layer.linear", "proj_out"),
+        tensor("final_layer.scale_shift_table", "scale_shift_table"),
+    ]
+    for i, index in enumerate((0, 2), start=1):
+        rules += layer(f"t_embedder.mlp.{index}", f"{embed}.timestep_embedder.linear_{i}")
+        rules += layer(f"csize_embedder.mlp.{index}", f"{embed}.resolution_embedder.linear_{i}")
+        rules += layer(f"ar_embedder.mlp.{index}", f"{embed}.aspect_ratio_embedder.linear_{i}")
+        rules += layer(f"y_embedder.y_proj.fc{i}", f"caption_projection.linear_{i}")
+    for i in range(depth):
+        ours, theirs = f"blocks.{i}", f"transformer_blocks.{i}"
+        rules += block(ours, theirs)
+        rules += [tensor(f"{ours}.scale_shift_table", f"{theirs}.scale_shift_table")]
+        rules += layer(f"{ours}.cross_attn.q_linear", f"{theirs}.attn2.to_q")
+        rules += layer(f"{ours}.cross_attn.kv_linear", f"{theirs}.attn2.to_k", f"{theirs}.attn2.to_v", kind="stack")
+        rules += layer(f"{ours}.cross_attn.proj", f"{theirs}.attn2.to_out.0")
     return rules
+
+
+def diffusers_depth(state: Mapping[str, Tensor]) -> int:
+    """The number of `transformer_blocks` of a state dict in diffusers' names."""
+    return 1 + max((int(name.split(".")[1]) for name in state if name.startswith("transformer_blocks.")), default=-1)
+
+
+def diffusers_config(model: Any, class_name: str, sample_size: int, **own: Any) -> dict[str, Any]:
+    """The `config.json` of a denoiser in diffusers: what its transformers have in common, and what is `own`."""
+    num_heads = model.blocks[0].attn.num_heads
+    if hasattr(model, "caption_channels"):  # PixArt and LatteT2V
+        own |= {"norm_type": "ada_norm_single", "cross_attention_dim": model.hidden_size, "attention_bias": True}
+        own |= {"caption_channels": model.caption_channels}
+    return {
+        "_class_name": class_name,
+        "num_attention_heads": num_heads,
+        "attention_head_dim": model.hidden_size // num_heads,
+        "in_channels": model.in_channels,
+        "out_channels": model.out_channels,
+        "num_layers": len(model.blocks),
+        "sample_size": sample_size,
+        "patch_size": model.patch_size[1],
+        "activation_fn": "gelu-approximate",
+        "norm_elementwise_affine": False,
+        "norm_eps": 1e-6,
+        **own,
+    }
+
+
+def patches_along(sample_size: int, patch: int) -> int:
+    """Tokens along the side of the latent that a model of diffusers is for, which divides without a remainder.
+
+    Raises:
+        UserError: there is one.
+    """
+    if sample_size < patch or sample_size % patch:
+        raise UserError(f"sample_size={sample_size} must be a multiple of the patch, {patch}.")
+    return sample_size // patch
 
 
 def to_ours(rules: Iterable[Rule], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Their tensors in our names. What no rule mentions keeps its name, so that a strict load reports it.
 
     Raises:
-        UserError: a tensor that must be whole is there in part, or copies that must be equal differ.
+        UserError: of the tensors that make up one of ours, some are missing, or copies that must be equal differ.
     """
     rest = dict(state)
     result: dict[str, Tensor] = {}
-    for rule in rules:
-        found = [name for name in rule.theirs if name in rest]
+    for ours, theirs, kind in rules:
+        found = [name for name in theirs if name in rest]
         if not found:
             continue  # reported as missing by a strict load
-        if len(found) < len(rule.theirs):
-            absent = ", ".join(sorted(set(rule.theirs) - set(found)))
+        if len(found) < len(theirs):
+            absent = ", ".join(sorted(set(theirs) - set(found)))
             raise UserError(f"the weights are incomplete: {found[0]} is there, but {absent} is not.")
-        result[rule.ours] = _read(rule, [rest.pop(name) for name in rule.theirs])
+        first, *others = tensors = [rest.pop(name) for name in theirs]
+        if kind == "stack":
+            first = torch.cat(tensors)
+        elif kind == "patch":
+            first = first.unsqueeze(2)  # [D, C, p, p] -> [D, C, 1, p, p]
+        elif differing := [
+            name for name, other in zip(theirs[1:], others, strict=True) if not torch.equal(first, other)
+        ]:
+            raise UserError(f"{theirs[0]} and {differing[0]} should be copies of each other, but they differ.")
+        result[ours] = first
     return result | rest
 
 
 def to_theirs(rules: Iterable[Rule], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Our tensors in their names. What no rule mentions keeps its name."""
+    """Our tensors in their names. What no rule mentions keeps its name.
+
+    Raises:
+        UserError: a patch of several frames, where theirs has one.
+    """
     rest = dict(state)
     result: dict[str, Tensor] = {}
-    for rule in rules:
-        if rule.ours not in rest:
+    for ours, theirs, kind in rules:
+        if ours not in rest:
             continue
-        result.update(zip(rule.theirs, _write(rule, rest.pop(rule.ours)), strict=True))
+        value = rest.pop(ours)
+        if kind == "stack":
+            values = [part.contiguous() for part in value.chunk(len(theirs))]
+        elif kind == "copies":
+            values = [value.clone() for _ in theirs]  # safetensors stores no tensor under two names
+        elif kind == "patch":
+            if value.shape[2] != 1:
+                raise UserError(
+                    f"{ours} covers {value.shape[2]} frames; the format to be written has patches of one frame only."
+                )
+            values = [value.squeeze(2)]
+        else:
+            values = [value]
+        result.update(zip(theirs, values, strict=True))
     return result | rest
-
-
-def _read(rule: Rule, tensors: list[Tensor]) -> Tensor:
-    if rule.kind == "stack":
-        return torch.cat(tensors)
-    if rule.kind == "patch":
-        return tensors[0].unsqueeze(2)  # [D, C, p, p] -> [D, C, 1, p, p]
-    for name, other in zip(rule.theirs[1:], tensors[1:], strict=True):
-        if not torch.equal(tensors[0], other):
-            raise UserError(f"{rule.theirs[0]} and {name} should be copies of each other, but they differ.")
-    return tensors[0]
-
-
-def _write(rule: Rule, tensor: Tensor) -> list[Tensor]:
-    if rule.kind == "stack":
-        return [part.contiguous() for part in tensor.chunk(len(rule.theirs))]
-    if rule.kind == "patch":
-        if tensor.shape[2] != 1:
-            raise UserError(
-                f"{rule.ours} covers {tensor.shape[2]} frames; the format to be written has patches of one frame only."
-            )
-        return [tensor.squeeze(2)]
-    return [tensor] * len(rule.theirs)

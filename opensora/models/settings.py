@@ -1,7 +1,7 @@
-"""What a model computes with that no tensor's shape shows, and what a file says of it.
+"""What a model computes with that no tensor's shape shows, and what a file states about it.
 
 The number of heads, the range of positions and the like change no name and no shape, so weights load into a model that
-differs in them and computes something else. Files that tell them: checkpoints of ours (manifest), files of `tools.convert`
+differs in them and computes something else. Files that state them: checkpoints of ours (manifest), files of `tools.convert`
 and `tools.export_weights` (header), and folders of diffusers, and of Open-Sora on the hub (`config.json`).
 """
 
@@ -18,7 +18,6 @@ from torch import nn
 
 from opensora.checkpoint.load import open_checkpoint
 from opensora.checkpoint.weight_files import kind_of
-from opensora.models.denoiser import Denoiser
 from opensora.models.layers.attention import Attention
 from opensora.registry import MODELS
 from opensora.utils.errors import UserError
@@ -31,7 +30,7 @@ OF_DIFFUSERS: dict[str, tuple[str, dict[str, Any]]] = {  # class -> ours, and wh
     "LatteTransformer3DModel": ("LatteT2V", {"no_temporal_pos_emb": False, "time_scale": 1.0}),
     "DiTTransformer2DModel": ("DiT", {}),
 }
-NOT_COMPUTED_WITH = {
+WITHOUT_EFFECT = {
     "from_pretrained",
     "input_size",
     "enable_flash_attn",
@@ -43,23 +42,21 @@ OF_ANOTHER_VERSION = (ArithmeticError, AttributeError, LookupError, RuntimeError
 
 
 class Written(NamedTuple):
-    """What a file says of the model that it is of.
+    """What a file states about its model.
 
     Args:
-        where: what says it, such as "header".
-        families: names of the model's classes, without those that all denoisers share.
+        where: what states it, such as "header".
+        families: names of the model's registered classes.
         values: argument of our constructors -> value.
-        words: argument -> how the file puts it, where it is otherwise.
     """
 
     where: str
     families: frozenset[str]
     values: Mapping[str, Any]
-    words: Mapping[str, str]
 
 
 def written_settings(path: str | Path, file: Path | None) -> Written | None:
-    """What the source of weights says of its model; None = nothing.
+    """What the source of weights states about its model; None = nothing.
 
     Args:
         path: what was loaded.
@@ -73,43 +70,40 @@ def written_settings(path: str | Path, file: Path | None) -> Written | None:
             header = (opened.metadata() or {}).get("config", "")
         if written := _of_component("header", _parse(header)):
             return written
-    beside = file.parent / "config.json"
-    return _of_config(_parse(beside.read_text(encoding="utf-8", errors="replace"))) if beside.is_file() else None
+    near = file.parent / "config.json"
+    return _of_config(_parse(near.read_text(encoding="utf-8", errors="replace"))) if near.is_file() else None
 
 
-def refuse_other_heads(written: Written, model: nn.Module, path: str | Path) -> None:
-    """See that the model has as many heads as the file's.
+def compare_settings(written: Written, model: nn.Module, path: str | Path) -> str:
+    """A warning where the model computes something else than the file's, with what to set; empty = it does not.
 
     Raises:
-        UserError: it has not.
+        UserError: it has another number of heads.
     """
-    theirs, own = written.values.get(HEADS), settings_of(model).get(HEADS)
-    if None in (theirs, own) or theirs == own:
-        return
-    raise UserError(
-        f"{path}: its {written.where} says {written.words.get(HEADS, f'{HEADS}={theirs}')}, the model has {HEADS}={own}. "
-        f"No tensor's shape shows that, but attention would compute something else: set model.{HEADS}={theirs}."
-    )
-
-
-def other_settings(written: Written, model: nn.Module, path: str | Path) -> str:
-    """What else makes the model compute something else than the file's, with what to set; empty = nothing."""
     theirs, own = written.values, settings_of(model)
+    if HEADS in theirs and HEADS in own and theirs[HEADS] != own[HEADS]:
+        raise UserError(
+            f"{path}: its {written.where} says {theirs[HEADS]} attention heads, the model has {HEADS}={own[HEADS]}. No "
+            f"tensor's shape shows that, but attention would compute something else: set model.{HEADS}={theirs[HEADS]}."
+        )
+    shared = [name for name in (*RANGE, *SETTINGS) if name in theirs and name in own]
+    differing = [name for name in shared if not _same(theirs[name], own[name])]
     related = not written.families.isdisjoint(families_of(model))
-    names = _differing_range(theirs, own, related)
-    if related:
-        names += [name for name in SETTINGS if name in theirs and name in own and not _same(theirs[name], own[name])]
-    if not names:
+    if not related:
+        differing = []
+    if set(RANGE) <= set(shared):  # two ranges compare whatever the architectures
+        if None not in (theirs["base_size"], own["base_size"]):
+            one, other = (values["base_size"] / values["space_scale"] for values in (theirs, own))
+            differing = [*(() if _same(one, other) else RANGE), *(name for name in differing if name not in RANGE)]
+        else:  # positions that count, and a range that is the same for squares of one size
+            differing = [name for name in differing if name != "base_size"]
+    if not differing:
         return ""
-    said = {name: f" ({words})" for name, words in written.words.items()}
-    lines = [
-        f"  {name}: the file's {_text(theirs[name])}{said.get(name, '')}, the model's {_text(own[name])}"
-        for name in names
-    ]
-    to_set = ", ".join(f"model.{name}={_text(theirs[name])}" for name in names)
+    lines = [f"  {name}: the file's {_text(theirs[name])}, the model's {_text(own[name])}" for name in differing]
+    to_set = ", ".join(f"model.{name}={_text(theirs[name])}" for name in differing)
     return "\n".join(
         [
-            f"{path}: by its {written.where} the file's model computes with other settings, which no tensor shows.",
+            f"{path}: according to its {written.where} the file's model has other settings, which no tensor shows.",
             *lines,
             f"To compute what it did, set {to_set}. To train on at another size or length they may differ.",
         ]
@@ -119,102 +113,71 @@ def other_settings(written: Written, model: nn.Module, path: str | Path) -> str:
 def settings_of(model: nn.Module) -> dict[str, Any]:
     """Those that the model has, by their argument's name."""
     found = {name: getattr(model, name) for name in (*RANGE, *SETTINGS) if hasattr(model, name)}
-    of_layers: dict[str, set[Any]] = {
-        HEADS: {layer.num_heads for layer in model.modules() if isinstance(getattr(layer, HEADS, None), int)},
-        # only along time are there rotary positions, and an order to choose
-        "norm_order": {
-            layer.norm_order for layer in model.modules() if isinstance(layer, Attention) and layer.axis == "time"
-        },
-    }
-    return found | {name: next(iter(values)) for name, values in of_layers.items() if len(values) == 1}
+    layers = list(model.modules())
+    heads = {layer.num_heads for layer in layers if isinstance(getattr(layer, HEADS, None), int)}
+    # only along time are there rotary positions, and an order to choose
+    orders = {layer.norm_order for layer in layers if isinstance(layer, Attention) and layer.axis == "time"}
+    return found | {name: next(iter(v)) for name, v in ((HEADS, heads), ("norm_order", orders)) if len(v) == 1}
 
 
 def families_of(model: nn.Module) -> frozenset[str]:
-    """The names of its classes, without those that all denoisers share."""
-    return frozenset(cls.__name__ for cls in type(model).__mro__ if cls not in Denoiser.__mro__)
-
-
-def tokens_of(sample_size: int, patch: int) -> int:
-    """Tokens along the side of the latent that a model of diffusers is for, which divides without a remainder.
-
-    Raises:
-        UserError: there is one.
-    """
-    if sample_size < patch or sample_size % patch:
-        raise UserError(f"sample_size={sample_size} must be a multiple of the patch, {patch}.")
-    return sample_size // patch
+    """The names of those of its classes that are registered, so without the bases that denoisers share."""
+    return frozenset(cls.__name__ for cls in type(model).__mro__ if cls in MODELS.module_dict.values())
 
 
 def _of_component(where: str, component: Any) -> Written | None:
-    """A config's model: that model is built without memory for its numbers, so that its constructor settles what it means.
+    """A config's model: it is built on the meta device, so that its constructor settles what the arguments mean.
 
-    One that cannot be built here, such as one of the user's own, still tells its heads.
+    One that cannot be built here, such as one of the user's own, still states its heads.
     """
     if not isinstance(component, Mapping):
         return None
-    if _takes_heads(component.get("type")):
+    if (name := component.get("type")) in MODELS.choices():
+        if not _takes_heads(name):
+            return None
         try:
             with torch.device("meta"):
-                model = MODELS.build({key: value for key, value in component.items() if key not in NOT_COMPUTED_WITH})
+                model = MODELS.build({key: value for key, value in component.items() if key not in WITHOUT_EFFECT})
         except OF_ANOTHER_VERSION:
             pass
         else:
-            return Written(where, families_of(model), settings_of(model), {})
-    elif component.get("type") in MODELS.choices():
-        return None
-    return _heads_alone(where, component, HEADS)
-
-
-def _takes_heads(name: Any) -> bool:
-    """Whether a registered part has heads to choose, which no text encoder and no VAE has."""
-    return name in MODELS.choices() and HEADS in inspect.signature(MODELS.get(name)).parameters
+            return Written(where, families_of(model), settings_of(model))
+    heads = _heads(component, HEADS)
+    return Written(where, frozenset(), heads) if heads else None
 
 
 def _of_config(config: Any) -> Written | None:
-    """A `config.json`, if it is that of a denoiser."""
+    """A `config.json`, if it is that of a denoiser: of diffusers, or of Open-Sora on the hub."""
     if not isinstance(config, Mapping):
         return None
-    if str(config.get("_class_name")) in OF_DIFFUSERS:
-        return _of_diffusers(config)
-    # Open-Sora's on the hub. What they leave out is not what our constructors take for it
-    return _heads_alone("config.json", config, HEADS) if _takes_heads(config.get("model_type")) else None
-
-
-def _of_diffusers(config: Mapping[str, Any]) -> Written | None:
-    family, always = OF_DIFFUSERS[config["_class_name"]]
-    written = _heads_alone("config.json", config, "num_attention_heads")
-    values, words = (dict(written.values), dict(written.words)) if written else ({}, {})
-    side, patch, scale = (config.get(name) for name in ("sample_size", "patch_size", "interpolation_scale"))
+    if (name := str(config.get("_class_name"))) not in OF_DIFFUSERS:
+        # what Open-Sora's leave out is not what our constructors take for it
+        known = config.get("model_type") in MODELS.choices() and _takes_heads(config["model_type"])
+        heads = _heads(config, HEADS) if known else {}
+        return Written("config.json", frozenset(), heads) if heads else None
+    family, always = OF_DIFFUSERS[name]
+    values = _heads(config, "num_attention_heads") | always
+    side, patch, scale = (config.get(key) for key in ("sample_size", "patch_size", "interpolation_scale"))
     if family != "DiT" and _is_count(side) and _is_count(patch):
-        words |= dict.fromkeys(RANGE, f"sample_size={side}, interpolation_scale={scale}")
-        values |= {"base_size": side // patch, "space_scale": scale if _is_scale(scale) else max(side // 64, 1)}
-    return Written("config.json", frozenset({family}), values | always, words)
+        is_scale = isinstance(scale, int | float) and scale > 0
+        values |= {"base_size": side // patch, "space_scale": scale if is_scale else max(side // 64, 1)}
+    return Written("config.json", frozenset({family}), values)
 
 
-def _heads_alone(where: str, config: Mapping[str, Any], key: str) -> Written | None:
-    heads = config.get(key)
-    return Written(where, frozenset(), {HEADS: heads}, {HEADS: f"{key}={heads}"}) if _is_count(heads) else None
+def _takes_heads(name: str) -> bool:
+    """Whether a registered model has heads to choose, which no text encoder and no VAE has."""
+    return HEADS in inspect.signature(MODELS.get(name)).parameters
 
 
-def _differing_range(theirs: Mapping[str, Any], own: Mapping[str, Any], related: bool) -> list[str]:  # noqa: FBT001
-    """Of RANGE, what makes positions differ. Two ranges compare whatever the architectures, else only related ones do."""
-    shared = [name for name in RANGE if name in theirs and name in own]
-    if len(shared) == len(RANGE):
-        if None not in (theirs["base_size"], own["base_size"]):
-            one, other = (values["base_size"] / values["space_scale"] for values in (theirs, own))
-            return [] if _same(one, other) else shared
-        shared.remove("base_size")  # positions that count, and a range that is the same for squares of one size
-    return [name for name in shared if related and not _same(theirs[name], own[name])]
+def _heads(config: Mapping[str, Any], key: str) -> dict[str, Any]:
+    return {HEADS: config[key]} if _is_count(config.get(key)) else {}
 
 
 def _same(one: Any, other: Any) -> bool:
     if isinstance(one, int | float) and isinstance(other, int | float):
         return isclose(one, other, rel_tol=1e-6)
-    return bool(_plain(one) == _plain(other))
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value  # JSON has no tuples
+    one, other = (list(value) if isinstance(value, tuple) else value for value in (one, other))  # JSON has no tuples
+    return bool(one == other)
 
 
 def _text(value: Any) -> str:
@@ -223,10 +186,6 @@ def _text(value: Any) -> str:
 
 def _is_count(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
-
-
-def _is_scale(value: Any) -> TypeGuard[float]:
-    return isinstance(value, int | float) and value > 0
 
 
 def _parse(text: str) -> Any:

@@ -18,11 +18,11 @@ from opensora.utils.errors import UserError
 from opensora.utils.seed import rand
 
 
-class Denoiser(Protocol):
-    """The part of a denoiser that encoding needs."""
+class ConditionalModel(Protocol):
+    """What encoding needs of a denoiser: `opensora.models.denoiser.Denoiser`, or NOVA."""
 
     class_dropout_prob: float
-    numbers: tuple[str, ...]
+    micro_conditions: tuple[str, ...]
 
     def null_condition(self, batch: int) -> Tensor:
         """The text features of "no text", [batch, 1, L, C]."""
@@ -47,7 +47,7 @@ class BatchEncoder:
         self,
         vae: Any,
         text_encoder: Any,
-        denoiser: Denoiser,
+        denoiser: ConditionalModel,
         device: torch.device,
         *,
         class_dropout_prob: float | None = None,
@@ -77,7 +77,7 @@ class BatchEncoder:
         z = self.vae.sample(moments.to(self.device), generators).float()
         text = stored_text(batch, self.device) or self.text_encoder.encode(batch["text"])
         text = drop_text(text, self.denoiser, generators, self.class_dropout_prob)
-        numbers = {key: number_of(batch, key).to(self.device) for key in self.denoiser.numbers}
+        numbers = {key: number_of(batch, key).to(self.device) for key in self.denoiser.micro_conditions}
         return z, {"y": text.y.to(self.device), "mask": text.mask.to(self.device), **numbers}
 
 
@@ -125,7 +125,7 @@ def null_text(text_encoder: Any, batch: int, negative_prompt: str = "") -> TextC
 
 def drop_text(
     text: TextCondition,
-    denoiser: Denoiser,
+    denoiser: ConditionalModel,
     generators: Sequence[torch.Generator],
     prob: float | None = None,
 ) -> TextCondition:

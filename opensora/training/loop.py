@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from opensora.acceleration.distributed import on_main_first, refuse_different
+from opensora.acceleration.distributed import broadcast_from_rank0, refuse_different
 from opensora.acceleration.engine import Engine
 from opensora.checkpoint.load import latest_checkpoint, open_checkpoint
 from opensora.config.load import changed_settings, to_dict
@@ -131,7 +131,7 @@ def same_settings(cfg: LoopConfig) -> None:
         UserError: they have not.
     """
     own = to_dict(cfg)
-    others = changed_settings(on_main_first(lambda: own), own)
+    others = changed_settings(broadcast_from_rank0(lambda: own), own)
     # "model.from_pretrained was /a/w.pt, now /b/w.pt"
     differ = [said for said in others if "/" not in said.partition(" was ")[2]]
     refuse_different("; ".join(differ) or "as there", "processes have other settings: as they are")
@@ -157,15 +157,15 @@ def steps(loader: Iterable[dict[str, Any]], accumulation: int) -> Iterator[list[
         yield group
 
 
-def places(micro_batches: Sequence[Mapping[str, Any]]) -> Iterator[list[int]]:
-    """Each sample's place in the step's whole batch: the same whether ranks or micro-batches share it out.
+def sample_indices(micro_batches: Sequence[Mapping[str, Any]]) -> Iterator[list[int]]:
+    """The index of each sample in the global batch of the step: the same whether ranks or micro-batches share it out.
 
-    A batch says its samples' places in the batch of all ranks, since its size may differ by rank.
+    A batch gives the indices of its samples in the batch of all ranks, since its size may differ by rank.
     """
     first = 0
     for batch in micro_batches:
-        yield [first + place for place in batch["place"].tolist()]
-        first += batch["whole"]
+        yield [first + index for index in batch["sample_index"].tolist()]
+        first += batch["global_batch_size"]
 
 
 def learning_rate(cfg: LoopConfig, step: int, total_steps: int) -> float:

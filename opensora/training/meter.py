@@ -182,7 +182,7 @@ class Meter:
         """
         window, loss, samples = self._window, loss.detach(), len(z)
         tokens, flops = self._cost((z.shape[2], z.shape[3], z.shape[4]), cond["y"].shape[2])
-        window.samples += batch["whole"]
+        window.samples += batch["global_batch_size"]
         window.tokens += samples * tokens
         window.flops += samples * flops
         window.batch_losses.append(loss)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from opensora.config.schema import LoopConfig
-from opensora.datasets.sampler import BatchSampler, Place
+from opensora.datasets.sampler import BatchSampler, DataPosition
 from opensora.utils.environment import command_line, environment, git_changes
 from opensora.utils.errors import UserError
 from opensora.utils.folders import make_writable
@@ -165,8 +165,8 @@ def seek(cfg: LoopConfig, sampler: BatchSampler, state: RunState, *, may_be_done
     Raises:
         UserError: there is nothing to train, and the run may not be done.
     """
-    place = Place(state.epoch, state.batch_in_epoch, tuple(state.segments))
-    sampler.seek(place, None)
+    position = DataPosition(state.epoch, state.batch_in_epoch, tuple(state.segments))
+    sampler.seek(position, None)
     ahead = state.count_ahead(sampler.batches_in, cfg.accumulation_steps)
     total = ahead.total_steps(cfg.epochs)
     if cfg.max_steps is not None:
@@ -182,7 +182,7 @@ def seek(cfg: LoopConfig, sampler: BatchSampler, state: RunState, *, may_be_done
             f"{cfg.accumulation_steps} and max_steps={cfg.max_steps} make {max(total, 0)} steps, and {state.step} are done. "
             "Raise --epochs or --max-steps."
         )
-    sampler.seek(place, max(total - state.step, 0) * cfg.accumulation_steps)
+    sampler.seek(position, max(total - state.step, 0) * cfg.accumulation_steps)
     return total
 
 

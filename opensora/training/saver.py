@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from opensora.acceleration.distributed import World, host_group, on_main_first
+from opensora.acceleration.distributed import World, broadcast_from_rank0, host_group
 from opensora.checkpoint.load import file_header
 from opensora.checkpoint.rotation import clear_leftovers, remove_old
 from opensora.checkpoint.save import TIMEOUT_S, Writing
@@ -61,7 +61,7 @@ def open_run(cfg: LoopConfig, world: World, model: str) -> tuple[Path, "Saver"]:
     """
     config = to_dict(cfg)
     make = partial(make_run_folder, cfg.outputs, cfg.exp_name, model, config, go_on=cfg.load == "latest")
-    run = on_main_first(make)
+    run = broadcast_from_rank0(make)
     return run, Saver(run, world, cfg, {"model": model, "config": config, **environment()})
 
 
@@ -81,7 +81,7 @@ class Saver:
     def __init__(self, run: Path, world: World, cfg: LoopConfig, manifest: Mapping[str, Any]) -> None:
         self.run, self.world, self.cfg = run, world, cfg
         self.manifest = {**manifest, "config_hash": config_hash(manifest.get("config"))}
-        self._token = on_main_first(self._begin)
+        self._token = broadcast_from_rank0(self._begin)
         self._copies = HostCopies(pin=world.device.type == "cuda")
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
@@ -144,7 +144,7 @@ class Saver:
     def _refuse_unshared(self) -> None:
         """Else the first checkpoint would be found out to be lost, after hours, when its files did not come together."""
         mark = self.run / f".shared-{self._token}"
-        on_main_first(mark.touch)
+        broadcast_from_rank0(mark.touch)
         said = self._first_of_all(None if self.world.is_main else _trouble_with(mark, self.world.rank))
         if self.world.is_main:
             mark.unlink()

@@ -66,7 +66,7 @@ class StopSignals:
     ) -> None:
         if not self._before:
             return
-        self._patience.turn_away()
+        self._patience.close()
         for number, handler in self._before.items():
             signal.signal(number, signal.SIG_IGN if number in self._told else handler)
         if signal.SIGTERM not in self._told:
@@ -132,7 +132,7 @@ class _Patience(threading.Thread):
         self._before = signal.set_wakeup_fd(self._mouth.fileno(), warn_on_full_buffer=False)
         _LISTENING.add(self)
 
-    def turn_away(self) -> None:
+    def close(self) -> None:
         """Hear of no more signals."""
         _LISTENING.discard(self)
         signal.set_wakeup_fd(self._before)

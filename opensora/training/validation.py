@@ -28,7 +28,7 @@ from opensora.acceleration.distributed import World
 from opensora.config.schema import TrainConfig
 from opensora.datasets.buckets.bucket import NONE
 from opensora.datasets.dataloader import batch_bytes, build_loader
-from opensora.datasets.sampler import BatchKeys, BucketKey, Place, SampleKey
+from opensora.datasets.sampler import BatchKeys, BucketKey, DataPosition, SampleKey
 from opensora.datasets.video.files import IMAGE_FPS
 from opensora.inference.compare import save_sheet
 from opensora.inference.output import sample_file_name, save_sample
@@ -75,7 +75,7 @@ class Key(NamedTuple):
 class Encoded(NamedTuple):
     """A batch of held-out clips, ready for the model, on the CPU."""
 
-    first: int  # place of its first clip among all
+    first_index: int  # of its first clip among all
     rows: list[int]
     z: Tensor  # [B, C, T, h, w]
     cond: dict[str, Tensor]
@@ -209,7 +209,7 @@ class HeldOutLoss:
             for k, t in enumerate(self.timesteps):
                 values = self._losses(model, z, cond, t, generators(self.cfg.seed, "validation", k, ids=batch.rows))
                 if batch.counts:
-                    losses[batch.first : batch.first + len(z), k] = values.double()
+                    losses[batch.first_index : batch.first_index + len(z), k] = values.double()
         if dist.is_initialized():
             dist.all_reduce(losses)  # every entry was written by one process
         return losses.cpu()
@@ -241,7 +241,7 @@ class HeldOutLoss:
             rows = [key.index for key in keys.keys]
             z, cond = self.encode(batch, generators(self.cfg.seed, "validation", "posterior", ids=rows))
             on_cpu = {name: value.cpu() for name, value in cond.items()}
-            yield Encoded(keys.first, rows, z.cpu(), on_cpu, alone and self.world.sp_rank == 0)
+            yield Encoded(keys.first_index, rows, z.cpu(), on_cpu, alone and self.world.sp_rank == 0)
 
 
 class SampleVideos:
@@ -373,12 +373,11 @@ class _Given:
         """All of them."""
         return len(self)
 
-    def seek(self, place: Place, count: int | None) -> None:
+    def seek(self, position: DataPosition, count: int | None) -> None:
         """They begin at the beginning."""
-        assert place == Place(), "a list of batches is read from its beginning"
+        assert position == DataPosition(), "a list of batches is read from its beginning"
 
-    def placed(self) -> Iterator[BatchKeys]:
-        """The batches."""
+    def __iter__(self) -> Iterator[BatchKeys]:
         return iter(self.batches)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from opensora.acceleration.cfg_parallel import Sharing, share_videos, split_guidance
+from opensora.acceleration.cfg_parallel import ParallelPlan, make_parallel_plan, split_guidance
 from opensora.acceleration.distributed import World
 from opensora.schedulers.guidance import classifier_free_guidance
 from opensora.utils.errors import UserError
@@ -31,7 +31,7 @@ def arguments(batch):
 
 def on_four_ranks(rank: int, world_size: int, _: Path) -> None:
     check_teams(rank)
-    group = share_videos(World(rank, world_size, torch.device("cpu")), cfg_parallel=True).cfg_group
+    group = make_parallel_plan(World(rank, world_size, torch.device("cpu")), cfg_parallel=True).cfg_group
     assert group is not None
     for batch in (1, 3):
         x, t, cond, null = arguments(batch)
@@ -46,20 +46,20 @@ def on_four_ranks(rank: int, world_size: int, _: Path) -> None:
 
 def check_teams(rank):
     world = World(rank, 4, torch.device("cpu"))
-    alone = share_videos(world)
-    assert (alone.team, alone.num_teams, alone.leads, alone.groups) == (rank, 4, True, ())
-    halves = share_videos(world, cfg_parallel=True)
-    assert (halves.team, halves.num_teams, halves.leads) == (rank // 2, 2, rank % 2 == 0)
+    alone = make_parallel_plan(world)
+    assert (alone.dp_rank, alone.dp_size, alone.is_leader, alone.groups) == (rank, 4, True, ())
+    halves = make_parallel_plan(world, cfg_parallel=True)
+    assert (halves.dp_rank, halves.dp_size, halves.is_leader) == (rank // 2, 2, rank % 2 == 0)
     assert halves.cfg_group is not None
     assert dist.get_process_group_ranks(halves.cfg_group) == [rank // 2 * 2, rank // 2 * 2 + 1]
-    both = share_videos(world, 2, cfg_parallel=True)
-    assert (both.team, both.num_teams, both.leads) == (0, 1, rank == 0)
+    both = make_parallel_plan(world, 2, cfg_parallel=True)
+    assert (both.dp_rank, both.dp_size, both.is_leader) == (0, 1, rank == 0)
     assert both.sp_group is not None
     assert both.cfg_group is not None
     assert dist.get_process_group_ranks(both.sp_group) == [rank // 2 * 2, rank // 2 * 2 + 1]
     assert dist.get_process_group_ranks(both.cfg_group) == [rank % 2, rank % 2 + 2]
     with pytest.raises(UserError, match=r"sp_size=3 with cfg_parallel takes 6 processes.*, 4"):
-        share_videos(world, 3, cfg_parallel=True)
+        make_parallel_plan(world, 3, cfg_parallel=True)
 
 
 def check_work_is_halved(group):
@@ -75,15 +75,15 @@ def check_work_is_halved(group):
 
 
 def check_agreement(rank, world_size):
-    sharing = share_videos(World(rank, world_size, torch.device("cpu")), 2, cfg_parallel=True)
-    assert torch.equal(sharing.agree(torch.full((2, 3), float(rank)).T), torch.zeros(3, 2))
-    assert sharing.agree_on(lambda: ["todo", rank]) == ["todo", 0]
+    plan = make_parallel_plan(World(rank, world_size, torch.device("cpu")), 2, cfg_parallel=True)
+    assert torch.equal(plan.broadcast(torch.full((2, 3), float(rank)).T), torch.zeros(3, 2))
+    assert plan.broadcast_from_rank0(lambda: ["todo", rank]) == ["todo", 0]
 
     def fails():
         raise UserError(f"rank {rank}")
 
     with pytest.raises(UserError, match="rank 0"):
-        sharing.agree_on(fails)
+        plan.broadcast_from_rank0(fails)
 
 
 @pytest.mark.multiprocess
@@ -92,8 +92,8 @@ def test_four_processes_do_what_one_does(spawn, tmp_path):
 
 
 def test_one_process_is_a_team_of_its_own():
-    sharing = share_videos(World(0, 1, torch.device("cpu")))
-    assert sharing == Sharing()
-    assert sharing.agree_on(lambda: 3) == 3
+    plan = make_parallel_plan(World(0, 1, torch.device("cpu")))
+    assert plan == ParallelPlan()
+    assert plan.broadcast_from_rank0(lambda: 3) == 3
     with pytest.raises(UserError, match="sp_size=2 takes 2 processes"):
-        share_videos(World(0, 1, torch.device("cpu")), 2)
+        make_parallel_plan(World(0, 1, torch.device("cpu")), 2)

@@ -9,17 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from opensora.acceleration.checkpointing import (
-    Layout,
-    _without_repeats,
+    _Offload,
     checkpoint_activations,
     offload_activations,
 )
 from opensora.acceleration.compile import compile_blocks
-from opensora.config.activation_checkpointing import Recompute, parse_recompute
+from opensora.config.activation_checkpointing import CheckpointLevel, parse_level
+from opensora.registry import MODELS
 from opensora.utils.errors import UserError
 from tests.acceleration.products import Products
 from tests.models.denoisers import build, inputs
-from tools.benchmark.activation_memory import kept_bytes, measure
+from tools.estimate import counted_bytes, kept_bytes
 
 DEPTH = 4
 # from what keeps most to what keeps least
@@ -75,7 +75,10 @@ def test_less_is_kept_in_the_stated_order():
 
 
 def test_what_is_kept_of_a_large_model_needs_no_memory():
-    assert measure("STDiT-XL/2", "block", (16, 32, 32), 8, "bf16", depth=2) < 2**30
+    assert (
+        counted_bytes(lambda: MODELS.build({"type": "STDiT-XL/2", "depth": 2}), (16, 32, 32), 8, "block", "bf16")
+        < 2**30
+    )
 
 
 def test_autograd_saves_less_too():
@@ -241,18 +244,18 @@ def test_no_warning_of_what_no_block_does(capfd):
 
 
 def test_what_each_value_means():
-    assert parse_recompute("none") == Recompute("nothing")
-    assert parse_recompute("block") == parse_recompute("every:1") == Recompute("block")
-    assert [list(parse_recompute(level).chosen(28)) for level in ("none", "mlp:1/3", "mlp:2/3", "mlp")] == [
+    assert parse_level("none") == CheckpointLevel("nothing")
+    assert parse_level("block") == parse_level("every:1") == CheckpointLevel("block")
+    assert [list(parse_level(level).chosen(28)) for level in ("none", "mlp:1/3", "mlp:2/3", "mlp")] == [
         [], list(range(10)), list(range(19)), list(range(28)),
     ]  # fmt: skip
-    assert list(parse_recompute("every:4").chosen(6)) == [0, 4]
-    assert parse_recompute("selective:1") == parse_recompute("selective") == Recompute("selective")
-    assert parse_recompute("every:2").parts(3) == ["block", "nothing", "block"]
-    assert parse_recompute("selective:2").parts(3) == ["selective", "block", "selective"]
-    assert parse_recompute("selective+every:3").parts(5) == ["block", "selective", "selective", "block", "selective"]
-    assert parse_recompute("selective+every:1").parts(2) == parse_recompute("block").parts(2)
-    assert parse_recompute("mlp:1/3").parts(3, (2, 1, 0)) == ["mlp", "mlp", "nothing"]
+    assert list(parse_level("every:4").chosen(6)) == [0, 4]
+    assert parse_level("selective:1") == parse_level("selective") == CheckpointLevel("selective")
+    assert parse_level("every:2").parts(3) == ["block", "nothing", "block"]
+    assert parse_level("selective:2").parts(3) == ["selective", "block", "selective"]
+    assert parse_level("selective+every:3").parts(5) == ["block", "selective", "selective", "block", "selective"]
+    assert parse_level("selective+every:1").parts(2) == parse_level("block").parts(2)
+    assert parse_level("mlp:1/3").parts(3, (2, 1, 0)) == ["mlp", "mlp", "nothing"]
 
 
 @pytest.mark.parametrize(
@@ -277,7 +280,7 @@ def test_what_each_value_means():
 )
 def test_other_values_are_refused_with_those_there_are(value):
     with pytest.raises(UserError, match=r"none, block, every:k, mlp, mlp:1/3, mlp:2/3, selective, selective:k"):
-        parse_recompute(value)
+        parse_level(value)
 
 
 def test_blocks_without_an_mlp():
@@ -350,13 +353,12 @@ LAYOUTS = {
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_what_comes_back_lies_as_it_lay(name):
     tensor = LAYOUTS[name]
-    once = _without_repeats(tensor)
-    back = Layout(tensor.device, tensor.shape, tensor.stride()).filled_with(once.contiguous())
+    offload = _Offload(0, set())
+    kept, _, *layout = offload.pack(tensor)
+    assert kept.numel() == (14 if name == "repeated" else tensor.numel())
+    back = offload.unpack((kept.contiguous().clone(), tensor.device, *layout))
     assert torch.equal(back, tensor)
-    if name != "sharing elements":  # those get room of their own
-        assert back.stride() == tensor.stride()
-    if name == "repeated":
-        assert once.numel() == 14
+    assert back.stride() == tensor.stride()
 
 
 @pytest.mark.gpu

@@ -6,16 +6,14 @@ itself; that is tested by tests/test_gpu.py.
 
 import copy
 import gc
-from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from opensora.acceleration import cuda_graphs
 from opensora.acceleration.checkpointing import checkpoint_activations
-from opensora.acceleration.compile import compile_blocks
-from opensora.acceleration.cuda_graphs import Repeater, record_training
+from opensora.acceleration.compile import compile_blocks, cuda_graphs
+from opensora.acceleration.compile.cuda_graphs import EagerCapture, capture_training
 from opensora.acceleration.distributed import World, init_world, shutdown
 from opensora.acceleration.engine import build_engine
 from opensora.acceleration.sequence_parallel import parallelise
@@ -24,7 +22,6 @@ from opensora.config.lora import LoraOptions
 from opensora.registry import MODELS
 from opensora.training.lora import add_lora
 from opensora.utils.errors import UserError
-from tests.acceleration import test_cast_once as cast_once
 from tests.conftest import start_ranks
 from tests.models.denoisers import FAMILIES, build, inputs
 
@@ -40,13 +37,30 @@ def engine_of(model, *, dtype="bf16", graphs=True, world=ALONE):
     return build_engine("ddp", model, optimizer, world, dtype=dtype, grad_clip=0.5, cuda_graphs=graphs)
 
 
-train = partial(cast_once.train, sizes=SIZES)
+def train(engine, model, *, steps=2, parts=2, seed=0, sizes=SIZES):
+    """Losses and norms of a few steps of a few micro-batches, whose sizes take turns."""
+    values = []
+    for step in range(steps):
+        for part in range(parts):
+            number = parts * step + part
+            cond = inputs(model, size=sizes[number % len(sizes)], seed=100 * seed + number)
+            with engine.micro_step(last=part == parts - 1):
+                loss = (engine.model(**cond) - 0.3).square().mean() / parts
+            engine.backward(loss)
+            values.append(float(loss.detach()))
+        values.append(float(engine.step()))
+    return values
 
 
 def check_equal(model, **options):
-    """See `cast_once.check_equal`."""
-    engines = (partial(engine_of, graphs=graphs, **options) for graphs in (True, False))
-    return cast_once.check_equal(model, *engines, sizes=SIZES)
+    """The same model trains the same with graphs and without, bit by bit; returns what changed."""
+    plain = copy.deepcopy(model)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    recorded = train(engine_of(model, graphs=True, **options), model)
+    assert recorded == train(engine_of(plain, graphs=False, **options), plain)
+    state, expected = model.state_dict(), plain.state_dict()
+    assert all(torch.equal(state[name], expected[name]) for name in expected)
+    return [name for name in state if not torch.equal(state[name], before[name])]
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -99,18 +113,18 @@ def test_a_weight_without_a_gradient_is_not_decayed():
 
 def test_one_recording_for_each_size_and_one_place_for_each_gradient():
     model = build("DiT-text").train()
-    recordings, places = record_training(model), []
+    pool, places = capture_training(model), []
     for size in (*SIZES, *SIZES):
         model(**inputs(model, size=size)).sum().backward()
         places.append([weight.grad.data_ptr() for weight in model.parameters() if weight.grad is not None])
-    assert len(recordings.made) == len(set(SIZES))
+    assert len(pool.runners) == len(set(SIZES))
     assert all(each == places[0] for each in places)
 
 
 def test_gradients_that_are_there_are_added_to():
     model = build("DiT-text").train()
     plain = copy.deepcopy(model)
-    record_training(model)
+    capture_training(model)
     for each in (model, plain):
         for weight in each.parameters():
             weight.grad = torch.ones_like(weight)
@@ -121,7 +135,7 @@ def test_gradients_that_are_there_are_added_to():
 def test_inputs_get_their_gradients():
     model = build("STDiT").train()
     plain = copy.deepcopy(model)
-    record_training(model)
+    capture_training(model)
     found = []
     for each in (model, model, plain):  # the second is a replay
         cond = inputs(model)
@@ -134,15 +148,15 @@ def test_inputs_get_their_gradients():
 def test_without_gradients_nothing_is_recorded():
     model = build("STDiT").train()
     plain = copy.deepcopy(model)
-    recordings = record_training(model)
+    pool = capture_training(model)
     with torch.no_grad():
         assert torch.equal(model(**inputs(model)), plain(**inputs(plain)))
-    assert not recordings.made
+    assert not pool.runners
 
 
 def test_results_stay_when_the_next_pass_comes():
     model = build("STDiT").train()
-    record_training(model)
+    capture_training(model)
     first = model(**inputs(model, seed=1)).detach()
     kept = first.clone()
     model(**inputs(model, seed=2))
@@ -151,7 +165,7 @@ def test_results_stay_when_the_next_pass_comes():
 
 def test_a_backward_pass_follows_its_own_forward_pass():
     model = build("STDiT").train()
-    record_training(model)
+    capture_training(model)
     first = model(**inputs(model, seed=1)).sum()
     second = model(**inputs(model, seed=2)).sum()
     with pytest.raises(RuntimeError, match="ran again before the backward pass of an earlier forward pass"):
@@ -165,11 +179,11 @@ def test_sizes_that_never_return_are_told_and_computed_without_recordings(monkey
     monkeypatch.setattr(cuda_graphs, "MAX_SIZES", 2)
     model = build("STDiT").train()
     plain = copy.deepcopy(model)
-    recordings = record_training(model)
+    pool = capture_training(model)
     for T in (1, 2, 3, 2, 4, 1):
         for each in (model, plain):
             each(**inputs(each, size=(T, 4, 4))).square().mean().backward()
-    assert len(recordings.made) == 2
+    assert len(pool.runners) == 2
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert (ours.grad is None) == (theirs.grad is None)
         if ours.grad is not None:
@@ -178,21 +192,21 @@ def test_sizes_that_never_return_are_told_and_computed_without_recordings(monkey
 
 
 def test_what_cannot_be_recorded_is_told():
-    class NoGraphs(Repeater):
-        def record(self, call):
+    class NoGraphs(EagerCapture):
+        def capture(self, call):
             raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nmore")
 
     model = build("STDiT").train()
-    record_training(model, NoGraphs())
+    capture_training(model, NoGraphs())
     with pytest.raises(
-        UserError, match=r"STDiT cannot be recorded.*when stream is capturing Nothing.*cuda_graphs=False"
+        UserError, match=r"STDiT cannot be captured.*when stream is capturing Nothing.*cuda_graphs=False"
     ):
         model(**inputs(model))
 
 
 def test_an_error_of_the_model_itself_is_its_own():
     model = build("STDiT").train()
-    record_training(model)
+    capture_training(model)
     with pytest.raises(ValueError, match=r"expected \[B, 4, T, H, W\]") as error:
         model(**inputs(model) | {"x": torch.zeros(2, 5, 3, 6, 8)})
     assert "cuda_graphs" not in str(error.value)
@@ -206,9 +220,7 @@ def test_nova_whose_sequences_vary_is_refused():
         engine_of(model)
 
 
-@pytest.mark.parametrize(
-    "rival", ["--plugin=fsdp2", "--cast-once=True", "--activation-offload=True", "--lora.dropout=0.1"]
-)
+@pytest.mark.parametrize("rival", ["--plugin=fsdp2", "--activation-offload=True", "--lora.dropout=0.1"])
 def test_a_config_is_told_what_does_not_go_with_it(rival):
     config = ["configs/quickstart/pretrain.py", "--cuda-graphs", *["--lora.rank=4"] * rival.startswith("--lora")]
     assert parse_config(TrainConfig, {}, config).cuda_graphs
@@ -217,13 +229,11 @@ def test_a_config_is_told_what_does_not_go_with_it(rival):
         parse_config(TrainConfig, {}, [*config, rival])
 
 
-def test_engines_without_it_and_its_rivals_refuse():
+def test_engines_without_it_refuse():
     model = build("STDiT").train()
     optimizer = torch.optim.AdamW(model.parameters())
     with pytest.raises(UserError, match="cuda_graphs=True has no effect with plugin='fsdp2'"):
         build_engine("fsdp2", model, optimizer, ALONE, cuda_graphs=True)
-    with pytest.raises(UserError, match="does not work with cast_once=True"):
-        build_engine("ddp", model, optimizer, ALONE, cuda_graphs=True, cast_once=True)
 
 
 def test_a_cpu_says_that_it_gains_nothing(caplog):
@@ -234,25 +244,25 @@ def test_a_cpu_says_that_it_gains_nothing(caplog):
 def test_recordings_are_given_up_before_the_process_group():
     """NCCL would wait for them for ever."""
 
-    class Counting(Repeater):
+    class Counting(EagerCapture):
         released = 0
 
         def release(self):
             self.released += 1
 
-    model, recorder = build("STDiT").train(), Counting()
-    recordings = record_training(model, recorder)
+    model, capture = build("STDiT").train(), Counting()
+    pool = capture_training(model, capture)
     expected = model(**inputs(model)).detach()
-    assert recordings.made
+    assert pool.runners
     shutdown()
-    assert not recordings.made
-    assert recorder.released == 1
+    assert not pool.runners
+    assert capture.released == 1
     assert torch.equal(model(**inputs(model)), expected)  # made anew
-    del recordings
+    del pool
     model.forward = None
     gc.collect()
     shutdown()
-    assert recorder.released == 1  # nobody was left to ask it
+    assert capture.released == 1  # nobody was left to ask it
 
 
 def on_two_processes(rank, folder):
@@ -284,10 +294,10 @@ def on_one_sample(rank, folder):
         assert all(torch.allclose(state[name], wanted[name], rtol=0, atol=1e-4) for name in wanted), family
 
     weights = [torch.ones(5), torch.ones(3, 2, dtype=torch.bfloat16), torch.ones(200), torch.ones(1)]
-    gradients = cuda_graphs.Gradients(weights)
+    gradients = cuda_graphs.GradientBuffers(weights)
     for step in range(2):
         if rank:
-            gradients.ready(weights[:3])
+            gradients.attach(weights[:3])
             for weight, grad in zip(weights, (2.0, 4.0, 6.0 + step), strict=False):
                 weight.grad.fill_(grad)
         gradients.average()

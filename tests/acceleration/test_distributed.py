@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from opensora.acceleration.cfg_parallel import share_videos
+from opensora.acceleration.cfg_parallel import make_parallel_plan
 from opensora.acceleration.distributed import STEP_TIMEOUT, init_world, local_gpu
 from opensora.acceleration.engines.fsdp2 import make_mesh
 from opensora.acceleration.engines.partition import Partition
@@ -44,7 +44,7 @@ def test_without_torchrun_there_is_one(monkeypatch):
 def every_group_waits_as_long(rank, folder):
     dist.init_process_group("gloo", init_method=(folder / "rendezvous").as_uri(), rank=rank, world_size=4)
     world = init_world("cpu", sp_size=2, timeout=timedelta(hours=3))
-    mesh, videos = make_mesh(world, 2), share_videos(world, 2, cfg_parallel=True)
+    mesh, videos = make_mesh(world, 2), make_parallel_plan(world, 2, cfg_parallel=True)
     groups = {
         (rank // 2 * 2, rank // 2 * 2 + 1): [
             world.sp_group,

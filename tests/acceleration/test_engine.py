@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from opensora.acceleration.checkpointing import checkpoint_activations
-from opensora.acceleration.distributed import World, init_world, mean_over_ranks, on_main_first
+from opensora.acceleration.distributed import World, broadcast_from_rank0, init_world, mean_over_ranks
 from opensora.acceleration.engine import build_engine, check_engine
 from opensora.acceleration.engines.update import GROWTH_INTERVAL, LossScale
 from opensora.utils.errors import UserError
@@ -237,7 +237,7 @@ def test_one_process_without_torchrun(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     world = init_world("cpu")
     assert (world.rank, world.size, world.is_main) == (0, 1, True)
-    assert on_main_first(lambda: 3) == 3
+    assert broadcast_from_rank0(lambda: 3) == 3
     assert mean_over_ranks(torch.tensor(2.0)) == 2
 
 

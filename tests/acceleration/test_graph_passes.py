@@ -7,7 +7,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from opensora.acceleration.compile import compile_blocks
-from opensora.acceleration.graph_passes import CONVERT, DropRoundTrips
+from opensora.acceleration.compile.graph_passes import CONVERT, DropRoundTrips
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 

@@ -192,7 +192,7 @@ def test_what_is_not_there_is_told(caplog):
         optix.compile(unet(), autoencoder(), optim="lion")
     with pytest.raises(UserError, match=r"Linear has no way to checkpoint activations"):
         optix.compile(nn.Linear(1, 1), autoencoder(), **EAGER)
-    with pytest.warns(UserWarning, match="steps that are small beside a weight are lost"):
+    with pytest.warns(UserWarning, match="steps that are small compared with a weight are lost"):
         model, *_ = optix.compile(unet(), autoencoder(), model_dtype=torch.bfloat16, **EAGER)
     assert next(model.parameters()).dtype == torch.bfloat16
     with caplog.at_level(logging.INFO):

@@ -74,11 +74,11 @@ def exchanges_move_what_they_say(world_size, rank):
     x = torch.arange(2 * 3 * 7 * 2.0).reshape(2, 3, 7, 2)  # 7 places, 3 frames
     part = ranks.split(x)
     assert torch.equal(ranks.gather(part, 7), x)
-    frames = ranks.move(part, spread=1, join=2, length=7)  # all places of some frames
+    frames = ranks.all_to_all(part, scatter=1, gather=2, length=7)  # all places of some frames
     first = rank * ranks.share(3)
     mine = x[:, first : first + ranks.share(3)]
     assert torch.equal(frames[:, : mine.shape[1]], mine)
-    assert torch.equal(ranks.move(frames, spread=2, join=1, length=3), part)
+    assert torch.equal(ranks.all_to_all(frames, scatter=2, gather=1, length=3), part)
 
 
 def sizes_may_cross(whole, conds):
@@ -236,7 +236,7 @@ def bf16_is_as_near_as_in_one_process():
 
 class TestWhatIsRefused:
     def test_a_model_without_hooks(self):
-        with pytest.raises(UserError, match="Linear cannot be spread over processes: it is no denoiser"):
+        with pytest.raises(UserError, match="Linear cannot be sharded over processes: it is no denoiser"):
             check_sequence_parallel(torch.nn.Linear(2, 2), 2)
 
     def test_frames_where_tokens_see_all_frames(self):
@@ -260,7 +260,7 @@ class TestWhatIsRefused:
     def test_one_process_is_left_alone(self):
         model = build("STDiT")
         parallelise(model, None)
-        assert model.spread is None
+        assert model.sp_ranks is None
 
 
 def test_dsp_sends_half_of_what_ulysses_does():

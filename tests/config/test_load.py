@@ -494,7 +494,21 @@ def test_options_may_stand_before_the_config(write):
     cfg = parse_config(TrainConfig, REGISTRIES, ["--wandb", path])
     assert cfg.wandb is True
     assert parse_config(TrainConfig, REGISTRIES, ["--image-size", "8", "16", path]).image_size == (8, 16)
-    assert parse_config(TrainConfig, REGISTRIES, ["--float8", "tensorwise", path]).float8 == "tensorwise"
+
+
+def test_removed_fields_may_be_off_and_nothing_else(write):
+    off = {"cast_once": False, "float8": False}
+    path = write(TRAIN)
+    cfg = parse_config(TrainConfig, REGISTRIES, [path, "--cast-once", "False", "--float8=None"])
+    assert cfg == parse_config(TrainConfig, REGISTRIES, [write(TRAIN + "cast_once = False\nfloat8 = False\n")])
+    assert config_from_dict(TrainConfig, to_dict(cfg) | off, REGISTRIES) == cfg  # of a checkpoint
+    assert off.keys().isdisjoint(to_dict(cfg))
+    with pytest.raises(UserError) as error:
+        parse_config(TrainConfig, REGISTRIES, [write(TRAIN + "cast_once = True\n"), "--float8", "rowwise"])
+    assert "cast_once=True: this field was removed: it gained less than 3 % of a step" in str(error.value)
+    assert "float8='rowwise': this field was removed: training in float8 was slower than in bf16" in str(error.value)
+    with pytest.raises(UserError, match=r"float8=True: this field was removed"):
+        parse_config(TrainConfig, REGISTRIES, ["--float8", path])
 
 
 @pytest.mark.parametrize(

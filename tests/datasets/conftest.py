@@ -1,4 +1,4 @@
-"""Small videos, pictures and tables, made for one test."""
+"""Small videos, images and tables, made for one test."""
 
 import csv
 from collections.abc import Callable, Sequence

@@ -196,11 +196,11 @@ def _refuse() -> None:
 class Garbage:
     """In a cycle, so that only the collector ends it; it tells in which process."""
 
-    def __init__(self, told: Path) -> None:
-        self.told, self.me = told, self
+    def __init__(self, log: Path) -> None:
+        self.log, self.me = log, self
 
     def __del__(self) -> None:
-        with self.told.open("a") as file:
+        with self.log.open("a") as file:
             file.write(f"{os.getpid()}\n")
 
 
@@ -215,16 +215,16 @@ class Collecting(Counting):
 @pytest.mark.slow
 def test_a_worker_leaves_the_garbage_of_the_process_it_came_from(tmp_path):
     """The end of a process group, for one, waits for threads that a forked process does not have."""
-    told = tmp_path / "told"
+    log = tmp_path / "log"
     gc.disable()
     try:
-        Garbage(told)
+        Garbage(log)
         assert len(list(build_dataloader(Collecting(), 2, seed=0, num_workers=2, stop=4))) == 4
-        assert not told.exists()
+        assert not log.exists()
         gc.collect()
     finally:
         gc.enable()
-    assert told.read_text() == f"{os.getpid()}\n"
+    assert log.read_text() == f"{os.getpid()}\n"
 
 
 def test_reading_ahead_keeps_within_its_memory():
@@ -238,9 +238,9 @@ def test_reading_ahead_keeps_within_its_memory():
 
 def test_batches_know_their_place():
     ranks = [list(build_dataloader(Counting(), 2, seed=1, rank=r, world_size=2, stop=3)) for r in (0, 1)]
-    assert [batch["place"].tolist() for batch in ranks[0]] == [[0, 1]] * 3
-    assert [batch["place"].tolist() for batch in ranks[1]] == [[2, 3]] * 3
-    assert {batch["whole"] for batch in ranks[0] + ranks[1]} == {4}
+    assert [batch["sample_index"].tolist() for batch in ranks[0]] == [[0, 1]] * 3
+    assert [batch["sample_index"].tolist() for batch in ranks[1]] == [[2, 3]] * 3
+    assert {batch["global_batch_size"] for batch in ranks[0] + ranks[1]} == {4}
 
 
 def test_datasets_can_be_pickled(dataset):

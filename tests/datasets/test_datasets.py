@@ -99,7 +99,7 @@ def test_pictures(write_image, write_table, write_video):
     pixels = np.random.default_rng(0).integers(0, 256, (64, 96, 3), np.uint8)
     write_image("a.png", pixels)
     write_video("b.mp4", numbered_frames(3))
-    table = str(write_table([{"path": "a.png", "text": "picture"}, {"path": "b.mp4", "text": "video"}]))
+    table = str(write_table([{"path": "a.png", "text": "image"}, {"path": "b.mp4", "text": "video"}]))
     plain = VideoTextDataset(table, num_frames=1, image_size=SIZE)
     item = plain[SampleKey(0, 0)]
     assert item["video"].shape == (3, 1, *SIZE)
@@ -109,7 +109,7 @@ def test_pictures(write_image, write_table, write_video):
     assert not torch.equal(adm[SampleKey(0, 0)]["video"], item["video"])
     assert torch.equal(adm[SampleKey(0, 1)]["video"], plain[SampleKey(0, 1)]["video"])
     with pytest.raises(
-        UserError, match=r"1 of 2 rows are pictures, which cannot give 4 frames:\n  row 1: .*\n.*num_frames=1"
+        UserError, match=r"1 of 2 rows are images, which cannot give 4 frames:\n  row 1: .*\n.*num_frames=1"
     ):
         VideoTextDataset(table, num_frames=4, image_size=SIZE)
 
@@ -225,7 +225,7 @@ def test_pictures_have_no_rate_that_could_be_too_low(write_image, write_table):
 
 @pytest.fixture
 def padded(write_video, write_table, tmp_path):
-    """A video of 10 frames whose last two of 12 packets hold no picture."""
+    """A video of 10 frames whose last two of 12 packets hold no image."""
     source, path = (
         write_video("whole.mkv", numbered_frames(10), codec="mpeg2video", options={"g": "1"}),
         tmp_path / "padded.mkv",

@@ -101,7 +101,7 @@ def test_other_files_are_counted(folder, caplog):
 
 
 def test_a_broken_image_is_named_and_another_can_take_its_place(folder):
-    (folder / "cat" / "1.jpg").write_bytes(b"no picture")
+    (folder / "cat" / "1.jpg").write_bytes(b"no image")
     dataset = ImageFolderDataset(str(folder), image_size=(8, 8))
     with pytest.raises(UserError, match=r"row 2: .*cat/1\.jpg"):
         dataset[SampleKey(0, 1)]

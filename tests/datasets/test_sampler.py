@@ -10,7 +10,7 @@ from opensora.utils.errors import UserError
 
 
 def batches(num_samples: int = 10, batch_size: int = 3, *, seed: int = 7, stop: int | None = 12, **more: int):
-    return list(EpochBatchSampler(num_samples, batch_size, seed=seed, stop=stop, **more))
+    return [batch.keys for batch in EpochBatchSampler(num_samples, batch_size, seed=seed, stop=stop, **more)]
 
 
 @pytest.mark.parametrize(("n", "batch", "world"), [(1, 4, 1), (1, 4, 4), (3, 1, 4), (10, 3, 1), (10, 2, 3), (8, 4, 2)])
@@ -18,7 +18,9 @@ def test_every_sample_in_every_epoch(n, batch, world):
     samplers = [EpochBatchSampler(n, batch, seed=1, rank=r, world_size=world, stop=None) for r in range(world)]
     per_epoch = samplers[0].batches_per_epoch
     for epoch in range(3):
-        keys = [key for s in samplers for b in islice(iter(s), epoch * per_epoch, (epoch + 1) * per_epoch) for key in b]
+        keys = [
+            key for s in samplers for b in islice(iter(s), epoch * per_epoch, (epoch + 1) * per_epoch) for key in b.keys
+        ]
         assert {key.epoch for key in keys} == {epoch}
         assert {key.index for key in keys} == set(range(n))
         assert len(keys) == n + samplers[0].num_padded == per_epoch * batch * world

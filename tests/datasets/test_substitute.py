@@ -5,7 +5,7 @@ import torch
 
 from opensora.datasets.dataloader import build_loader, build_sampler
 from opensora.datasets.datasets import VideoTextDataset
-from opensora.datasets.sampler import Place, SampleKey
+from opensora.datasets.sampler import DataPosition, SampleKey
 from opensora.datasets.substitute import MAX_ATTEMPTS, BadFileCount, BadFiles, read_or_substitute
 from opensora.datasets.video.files import BadFile
 from opensora.utils.errors import UserError
@@ -32,7 +32,7 @@ class Half:
 
 def batches(dataset, *, count=30, num_workers=0, rank=0, world_size=1, batch_size=4, first=0):
     sampler = build_sampler(dataset, batch_size, seed=1, rank=rank, world_size=world_size)
-    sampler.seek(Place(0, first), count)
+    sampler.seek(DataPosition(0, first), count)
     return build_loader(dataset, sampler, num_workers=num_workers)
 
 
@@ -51,9 +51,9 @@ def test_a_stand_in_is_a_function_of_seed_epoch_and_sample():
 
 def test_every_file_that_was_tried_is_told():
     problems = [read_or_substitute(Half(range(20)), SampleKey(0, i))["bad_files"] for i in range(40)]
-    assert all(told == [] for told in problems[20:])
-    assert all(told[0] == f"{i}.mp4 is damaged." for i, told in enumerate(problems[:20]))
-    assert max(len(told) for told in problems) > 1  # a stand-in was bad, too
+    assert all(messages == [] for messages in problems[20:])
+    assert all(messages[0] == f"{i}.mp4 is damaged." for i, messages in enumerate(problems[:20]))
+    assert max(len(messages) for messages in problems) > 1  # a stand-in was bad, too
 
 
 def test_it_ends():
@@ -167,9 +167,9 @@ def test_stand_ins_of_a_data_set_are_whole_samples(table):
         assert bool(item["bad_files"]) == (i in (2, 5, 8))
         assert int(item["index"]) not in (2, 5, 8)
         assert item["video"].std() > 0  # no black frames
-    told = [read_or_substitute(dataset, SampleKey(0, i))["bad_files"][0] for i in (2, 5, 8)]
+    messages = [read_or_substitute(dataset, SampleKey(0, i))["bad_files"][0] for i in (2, 5, 8)]
     for i, (problem, what) in enumerate(
-        zip(told, ("cannot be opened as a video", "is truncated", "says num_frames=12"), strict=True)
+        zip(messages, ("cannot be opened as a video", "is truncated", "says num_frames=12"), strict=True)
     ):
         assert f"row {3 * i + 3}" in problem
         assert what in problem

@@ -63,7 +63,7 @@ def test_none_keeps_the_size():
     assert torch.equal(get_transform("none", (8, 8))(wide := gradient(5, 9)), to_float(wide))
 
 
-def test_frames_are_transformed_alike_and_pictures_like_videos():
+def test_frames_are_transformed_alike_and_images_like_videos():
     frames = noise(3, 50, 70, 3)
     for name in TRANSFORMS:
         transform = get_transform(name, (16, 16))

@@ -1,4 +1,4 @@
-"""Samples of the size of their bucket, from videos and pictures, with true numbers; stand-ins from the same bucket."""
+"""Samples of the size of their bucket, from videos and images, with true numbers; stand-ins from the same bucket."""
 
 from fractions import Fraction
 
@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from opensora.datasets.buckets.bucket import NONE, Left
+from opensora.datasets.buckets.bucket import NONE, DropReason
 from opensora.datasets.dataloader import build_loader, build_sampler
-from opensora.datasets.sampler import BucketKey, Place
+from opensora.datasets.sampler import BucketKey, DataPosition
 from opensora.datasets.summary import summarise
 from opensora.datasets.variable_dataset import VariableVideoTextDataset
 from opensora.registry import DATASETS
@@ -44,7 +44,7 @@ def test_a_sample_has_the_size_of_its_bucket_and_true_numbers(table):
         assert item["ar"] == torch.tensor(32 / 48)
         assert (item["height"], item["width"], item["num_frames"]) == (32, 48, item["video"].shape[1])
         assert {item[name].dtype for name in ("ar", "fps", "height", "width", "num_frames")} == {torch.float32}
-    assert dataset.assign(0).left[3] == Left.SMALL
+    assert dataset.assign(0).drop_reason[3] == DropReason.SMALL
 
 
 def test_the_older_spelling_is_the_same_dataset(table):
@@ -82,7 +82,7 @@ def test_unreadable_files_are_in_no_bucket_and_said(table, tmp_path, write_table
     (tmp_path / "no.mp4").write_bytes(b"no video at all")
     rows = write_table([{"path": name, "text": ""} for name in ("no.mp4", "long.mp4")], "bad.csv")
     dataset = VariableVideoTextDataset(str(rows), CONFIG)
-    assert dataset.assign(0).left.tolist() == [Left.UNKNOWN, Left.KEPT]
+    assert dataset.assign(0).drop_reason.tolist() == [DropReason.UNKNOWN, DropReason.KEPT]
     assert "1 files cannot be read" in caplog.text
     assert dataset.assign(0).bucket[0] == NONE
     sampler = build_sampler(dataset, 1, seed=1)
@@ -91,7 +91,7 @@ def test_unreadable_files_are_in_no_bucket_and_said(table, tmp_path, write_table
 
 @pytest.fixture
 def partly_broken(tmp_path, write_image, write_table):
-    """Twelve pictures of two shapes; the table knows their sizes, and one file is broken."""
+    """Twelve images of two shapes; the table knows their sizes, and one file is broken."""
     rows = []
     for i in range(12):
         height, width = ((32, 48), (48, 32))[i % 2]
@@ -106,7 +106,7 @@ def test_a_stand_in_is_of_the_same_bucket_and_the_same_in_every_run(partly_broke
     dataset = VariableVideoTextDataset(str(partly_broken), {"40px": {1: (1.0, 3)}}, size_multiple=8)
     assert {bucket[3:5] for bucket in dataset.buckets} >= {(32, 48), (48, 32)}
     sampler = build_sampler(dataset, 1, seed=1)
-    sampler.seek(Place(), 3 * sampler.batches_in(0))
+    sampler.seek(DataPosition(), 3 * sampler.batches_in(0))
     loader = build_loader(dataset, sampler, num_workers=num_workers)
     batches = list(loader)
     assert loader.bad_files.substituted == 3
@@ -121,7 +121,7 @@ def test_a_stand_in_is_of_the_same_bucket_and_the_same_in_every_run(partly_broke
 def test_errors_when_asked(partly_broken):
     dataset = VariableVideoTextDataset(str(partly_broken), {"32px": {1: (1.0, 3)}}, bad_files="error")
     sampler = build_sampler(dataset, 1, seed=1)
-    sampler.seek(Place(), sampler.batches_in(0))
+    sampler.seek(DataPosition(), sampler.batches_in(0))
     with pytest.raises(UserError, match=r"broken.csv, row 5: .*4.png"):
         list(build_loader(dataset, sampler))
 
@@ -147,10 +147,15 @@ def test_mistakes(table):
 def test_a_rate_of_its_own(tmp_path, table, write_video, write_table):
     write_video("slow.mp4", numbered_frames(20), rate=Fraction(5))
     write_video("ten.mp4", numbered_frames(10), rate=Fraction(24))
-    names = ("long.mp4", "ten.mp4", "wide.png", "slow.mp4")  # 30 frames at 23.976, 10 at 24, a picture, 20 at 5
+    names = ("long.mp4", "ten.mp4", "wide.png", "slow.mp4")  # 30 frames at 23.976, 10 at 24, an image, 20 at 5
     rows = write_table([{"path": name, "text": ""} for name in names], "rates.csv")
     dataset = VariableVideoTextDataset(str(rows), CONFIG, target_fps=8)
-    assert dataset.assign(0).left.tolist() == [Left.KEPT, Left.KEPT, Left.KEPT, Left.SLOW]
+    assert dataset.assign(0).drop_reason.tolist() == [
+        DropReason.KEPT,
+        DropReason.KEPT,
+        DropReason.KEPT,
+        DropReason.SLOW,
+    ]
     assert [key_of(dataset, row).num_frames for row in range(3)] == [8, 4, 1]  # 1.21 s and 0.375 s of 0.875 and 0.375
     item = dataset[key_of(dataset, 0)]
     numbers = frame_numbers(((item["video"] + 1) * 127.5).permute(1, 2, 3, 0))
@@ -174,12 +179,12 @@ def test_what_rates_and_decoding_decide_is_in_the_fingerprint(write_table):
     assert len({fingerprint(30), fingerprint(60), fingerprint(6), fingerprint(30, decode={"interlaced": "keep"})}) == 4
 
 
-def test_a_picture_needs_no_rate(write_table):
+def test_an_image_needs_no_rate(write_table):
     stated = {"path": "gone.png", "text": "", "num_frames": 1, "height": 32, "width": 48, "fps": ""}
     rows = write_table([stated], "rates.csv")
     (rows.parent / "gone.png").write_bytes(b"never opened")
     dataset = VariableVideoTextDataset(str(rows), {"32x48": {1: (1.0, 1)}}, target_fps=10)
-    assert dataset.assign(0).left.tolist() == [Left.KEPT]
+    assert dataset.assign(0).drop_reason.tolist() == [DropReason.KEPT]
 
 
 def test_a_table_that_states_rates_saves_opening_the_files(write_table):
@@ -188,4 +193,4 @@ def test_a_table_that_states_rates_saves_opening_the_files(write_table):
     (rows.parent / "gone.mp4").write_bytes(b"never opened")
     dataset = VariableVideoTextDataset(str(rows), {"32x48": {17: (1.0, 1), 33: (1.0, 1)}}, target_fps=10)
     assert [dataset.buckets[i].num_frames for i in dataset.assign(0).bucket[:1]] == [33]  # 3.3 s hold 34 frames
-    assert dataset.assign(0).left.tolist() == [Left.KEPT, Left.SLOW]
+    assert dataset.assign(0).drop_reason.tolist() == [DropReason.KEPT, DropReason.SLOW]

@@ -53,7 +53,7 @@ def build(family: str) -> Any:
 def batch(model: Any, seed: int) -> tuple[Tensor, dict[str, Tensor]]:
     """Latents, and the conditions that the train loop gives."""
     cond = nova.inputs(seed=seed) if isinstance(model, nova.NOVA) else denoisers.inputs(model, seed=seed)
-    return cond["x"], {key: value for key, value in cond.items() if key in ("y", "mask", *model.numbers)}
+    return cond["x"], {key: value for key, value in cond.items() if key in ("y", "mask", *model.micro_conditions)}
 
 
 def run(family: str, trainer: str) -> tuple[dict[str, list[float]], list[str]]:

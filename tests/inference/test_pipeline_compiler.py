@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import save_file
 from torch.torch_version import TorchVersion
 
-from opensora.acceleration.compiler.entry import record_of
-from opensora.acceleration.compiler.pipes import parts_of
+from opensora.acceleration.compile.module import record_of
+from opensora.acceleration.compile.pipes import parts_of
 from opensora.config.load import InferenceConfig, config_from_dict, to_dict
 from opensora.inference.pipeline import VideoPipeline
 from opensora.registry import MODELS

@@ -122,6 +122,7 @@ def test_attention_is_counted_without_scores():
     assert _peak_bytes(nn.Identity(), call) == 2 * 4 * 2 * 5000 * 8  # q and the result
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_estimate_adds_up(cfg):
     pipeline = VideoPipeline.from_config(cfg)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from opensora.acceleration.cfg_parallel import share_videos
+from opensora.acceleration.cfg_parallel import make_parallel_plan
 from opensora.acceleration.distributed import World
 from opensora.config.load import InferenceConfig, config_from_dict, to_dict
 from opensora.inference.mask_strategy import Condition
@@ -38,9 +38,9 @@ def compare(rank: int, world_size: int, folder: Path) -> None:
         (2, True, {"step_cache": {"type": "teacache", "threshold": 9.0}}),
     ):
         changed = replace(cfg, sp_size=sp_size, cfg_parallel=cfg_parallel, **changes)
-        sharing = share_videos(world, sp_size, cfg_parallel=cfg_parallel)
-        made = VideoPipeline.from_config(changed, sharing=sharing).sample(request_for(), decode=sharing.leads)
-        assert (made.video is not None) == sharing.leads
+        plan = make_parallel_plan(world, sp_size, cfg_parallel=cfg_parallel)
+        made = VideoPipeline.from_config(changed, plan=plan).sample(request_for(), decode=plan.is_leader)
+        assert (made.video is not None) == plan.is_leader
         key = changes.get("step_cache", {"type": "none"})["type"]
         # fp32 rounding: sums over tokens are in another order
         for ours, theirs in zip(made.latents, exact[key], strict=True):
@@ -62,19 +62,19 @@ def test_four_processes_make_the_videos_of_one(cfg, spawn, tmp_path):
 
 def two_processes(rank: int, world_size: int, folder: Path) -> None:
     cfg = config_from_dict(InferenceConfig, json.loads((folder / "cfg.json").read_text()))
-    sharing = share_videos(World(rank, world_size, torch.device("cpu")), cfg_parallel=True)
+    plan = make_parallel_plan(World(rank, world_size, torch.device("cpu")), cfg_parallel=True)
     for scheduler, message in (
         ({**cfg.scheduler, "cfg_scale": 1.0}, "no effect with cfg_scale=1"),
         ({**cfg.scheduler, "guidance": {"batching": "split"}}, "no effect with scheduler.guidance.batching='split'"),
     ):
         with pytest.raises(UserError, match=message):
-            VideoPipeline.from_config(replace(cfg, scheduler=scheduler, cfg_parallel=True), sharing=sharing)
-    pipeline = VideoPipeline.from_config(replace(cfg, cfg_parallel=True), sharing=sharing)
+            VideoPipeline.from_config(replace(cfg, scheduler=scheduler, cfg_parallel=True), plan=plan)
+    pipeline = VideoPipeline.from_config(replace(cfg, cfg_parallel=True), plan=plan)
     made = pipeline.sample(request_for(loop=1)).latents
     exact = torch.load(folder / "exact.pt")
     torch.testing.assert_close(made[0], exact["none"][0], atol=2e-4, rtol=1e-4)
     for cache in CACHES:
-        pipeline = VideoPipeline.from_config(unguided_at_times(cfg, cache, cfg_parallel=True), sharing=sharing)
+        pipeline = VideoPipeline.from_config(unguided_at_times(cfg, cache, cfg_parallel=True), plan=plan)
         made = pipeline.sample(request_for(loop=1)).latents
         torch.testing.assert_close(made[0], exact[cache["type"]][0], atol=2e-4, rtol=1e-4)
 

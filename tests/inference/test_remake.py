@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from opensora.acceleration.cfg_parallel import Sharing
+from opensora.acceleration.cfg_parallel import ParallelPlan
 from opensora.inference.jobs import batches, jobs, records, request_of
 from opensora.inference.manifest import frames_hash, read_sidecar, write_samples
 from opensora.inference.pipeline import VideoPipeline
@@ -20,7 +20,7 @@ from tools import remake as tool
 
 def sample(cfg) -> dict[str, torch.Tensor]:
     """What scripts/inference.py does: the videos by name, and their files in cfg.save_dir."""
-    pipeline = VideoPipeline.from_config(cfg, sharing=Sharing())
+    pipeline = VideoPipeline.from_config(cfg, plan=ParallelPlan())
     videos = {}
     for batch in batches(jobs(cfg), cfg.batch_size):
         made = pipeline.sample(request_of(cfg, batch, pipeline)).video

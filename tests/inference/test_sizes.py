@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from opensora.config.load import InferenceConfig, TrainConfig, config_from_dict, parse_config, to_dict
-from opensora.datasets.buckets.config import FRAME_ALIASES
+from opensora.datasets.buckets.bucket import FRAME_ALIASES
 from opensora.inference.build import inference_config
 from opensora.inference.sizes import (
     TrainedSize,

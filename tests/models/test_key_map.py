@@ -9,7 +9,7 @@ from opensora.utils.errors import UserError
 RULES = [
     *layer("x.proj", "pos_embed.proj", kind="patch"),
     *layer("attn.qkv", "to_q", "to_k", "to_v", kind="stack"),
-    *layer("norm", "their_norm", bias=False),
+    tensor("norm.weight", "their_norm.weight"),
     tensor("classes", "block.0.classes", "block.1.classes", kind="copies"),
     tensor("table", "table"),
 ]

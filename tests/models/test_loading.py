@@ -1,4 +1,4 @@
-"""Loading: strict, told in a table, and helpful when the file is another's."""
+"""Loading: strict, reported in a table, and helpful when the file is another's."""
 
 import pytest
 import torch
@@ -6,16 +6,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from opensora.checkpoint.load import save_checkpoint
-from opensora.models.loading import (
-    Conversion,
-    grow_patches,
-    load_weights,
-    null_text_known,
-    pick,
-    report,
-    resize_rows,
-    written_by,
-)
+from opensora.models.loading import Conversion, load_weights, null_text_known, report, written_by
 from opensora.models.text_encoder.condition import TextCondition
 from opensora.training.batch_encoder import drop_text
 from opensora.utils.errors import UserError
@@ -42,8 +33,8 @@ def table(**parts):
 
 
 class TestTable:
-    def test_counts_and_number_format(self):
-        assert table() == ["Toy from w.pt (toy's)", "  loaded      18 of 18 tensors, 0.00 M numbers, float32"]
+    def test_counts_and_dtype(self):
+        assert table() == ["Toy from w.pt (toy's)", "  loaded      18 of 18 tensors, 0.00 M parameters, float32"]
 
     def test_reasons_are_grouped_and_names_collapsed(self):
         names = [name for name in Toy().state_dict() if ".attn_temp." in name]
@@ -60,12 +51,12 @@ class TestTable:
     def test_many_patterns_are_cut_short(self):
         assert "(a, b, c, ...)" in table(dropped=dict.fromkeys("abcdefg", "unused"))[2]
 
-    def test_what_may_be_missing_but_is_there_is_not_told(self):
+    def test_what_may_be_missing_but_is_there_is_not_reported(self):
         model = Toy()
         conversion = Conversion(model.state_dict(), "x", initial={"blocks.0.mlp.bias": "new"})
         assert "left as is" not in report(conversion, model, "w.pt")
 
-    def test_mixed_number_formats_are_counted(self):
+    def test_mixed_dtypes_are_counted(self):
         state = Toy().state_dict()
         state["blocks.0.mlp.bias"] = state["blocks.0.mlp.bias"].half()
         assert "float32 (17 tensors), float16 (1 tensors)" in report(Conversion(state, "x"), Toy(), "w")
@@ -89,7 +80,7 @@ class TestLoading:
         with pytest.raises(UserError, match=r"(?s)18 of another kind of number.*file int8, model float32"):
             load_weights(Toy(), tmp_path / "w", plain)
 
-    def test_the_model_owns_its_numbers(self, tmp_path):
+    def test_the_model_owns_its_weights(self, tmp_path):
         save_file(Toy().state_dict(), tmp_path / "w")
         model = Toy()
         load_weights(model, tmp_path / "w", plain)
@@ -181,7 +172,7 @@ class TestNoText:
         assert not null_text_known(model)
         assert not null_text_known(again)
 
-    def test_a_table_of_zeros_is_told_as_none(self, tmp_path):
+    def test_a_table_of_zeros_is_reported_as_none(self, tmp_path):
         state = build("PixArt").state_dict()
         state["y_embedder.y_embedding"] = torch.zeros(7, 16)
         save_file(state, tmp_path / "w")
@@ -202,17 +193,30 @@ class TestWrittenBy:
         assert written_by(next((folder / "model").glob("*.safetensors"))) == "DiT-S/2"
 
 
-class TestPieces:
-    def test_pick(self):
-        kept, dropped = pick({"a": torch.zeros(1), "b": torch.zeros(1)}, {"b": "why", "c": "not there"})
-        assert (list(kept), dropped) == (["a"], {"b": "why"})
+class TestConversion:
+    def test_drop_and_may_miss(self):
+        model, conversion = Toy(), Conversion({"a.x": torch.zeros(1), "b": torch.zeros(1)}, "x")
+        conversion.drop("why", "a.", "c")
+        conversion.may_miss(model, "new", ".attn_temp.bias")
+        assert (list(conversion.tensors), conversion.dropped) == (["b"], {"a.x": "why"})
+        assert conversion.initial == {f"blocks.{i}.attn_temp.bias": "new" for i in range(3)}
 
-    def test_resize_rows(self):
-        rows = torch.arange(6.0).reshape(3, 2)
-        assert torch.equal(resize_rows(rows, 2), rows[:2])
-        assert torch.equal(resize_rows(rows, 5)[3:], rows[2:].expand(2, 2))
+    @pytest.mark.parametrize("rows", [2, 5])
+    def test_the_no_text_table_gets_the_models_length(self, rows):
+        model, table = build("STDiT", model_max_length=rows), torch.arange(6.0).reshape(3, 2)
+        conversion = Conversion({"y_embedder.y_embedding": table}, "x")
+        conversion.fit_shapes(model)
+        fitted = conversion.tensors["y_embedder.y_embedding"]
+        assert torch.equal(fitted, table[[0, 1, 2, 2, 2][:rows]])
+        assert "3 rows" in conversion.converted["y_embedder.y_embedding"]
 
-    def test_grown_patches_see_the_mean_of_the_frames(self):
-        weight, x = torch.randn(5, 3, 2, 2), torch.randn(1, 3, 4, 2, 2)
-        out = nn.functional.conv3d(x, grow_patches(weight, 4))[:, :, 0]
+    @pytest.mark.parametrize("frame_axis", [False, True])
+    def test_grown_patches_see_the_mean_of_the_frames(self, frame_axis):
+        model, weight, x = build("STDiT", patch_size=(4, 2, 2)), torch.randn(5, 3, 2, 2), torch.randn(1, 3, 4, 2, 2)
+        linear = torch.randn(6, 8)
+        kernel = weight[:, :, None] if frame_axis else weight
+        conversion = Conversion({"x_embedder.proj.weight": kernel, "final_layer.linear.weight": linear}, "x")
+        conversion.fit_shapes(model)
+        out = nn.functional.conv3d(x, conversion.tensors["x_embedder.proj.weight"])[:, :, 0]
         torch.testing.assert_close(out, nn.functional.conv2d(x.mean(2), weight))
+        assert torch.equal(conversion.tensors["final_layer.linear.weight"], linear.repeat(4, 1))

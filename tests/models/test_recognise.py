@@ -1,9 +1,9 @@
-"""Architectures told from names: ours by building them, others by their published names."""
+"""Architectures recognised by names: ours by building them, others by their published names."""
 
 import pytest
 import torch
 
-from opensora.models.recognise import recognise, star
+from opensora.models.loading import recognise, star
 from tests.models.denoisers import FAMILIES, build
 
 LABELS = {

@@ -1,4 +1,4 @@
-"""What a file says of its model, and no tensor shows: other heads are refused, other positions are told."""
+"""What a file says of its model, and no tensor shows: other heads are refused, other positions are a warning."""
 
 import json
 from pathlib import Path
@@ -70,7 +70,7 @@ class TestHeads:
         """Loaded into 2 heads, 4 gave another output by 60 %, and nothing was said."""
         theirs = pixart()
         path = folder_of(theirs, tmp_path / "transformer")
-        message = r"config\.json says num_attention_heads=4, the model has num_heads=2.* set model\.num_heads=4"
+        message = r"config\.json says 4 attention heads, the model has num_heads=2.* set model\.num_heads=4"
         with pytest.raises(UserError, match=message):
             build("PixArt-Sigma", **IMAGES, from_pretrained=path)
         ours = build("PixArt-Sigma", **IMAGES, num_heads=4, base_size=32, space_scale=2.0, from_pretrained=path)
@@ -85,7 +85,7 @@ class TestHeads:
         pixart().save_pretrained(folder, **({"max_shard_size": "100KB"} if name == "shards" else {}))
         (tmp_path / "model_index.json").write_text("{}")
         paths = {"pipeline": tmp_path, "file": folder / "diffusion_pytorch_model.safetensors"}
-        with pytest.raises(UserError, match="num_attention_heads=4"):
+        with pytest.raises(UserError, match="says 4 attention heads"):
             build("PixArt", from_pretrained=str(paths.get(name, folder)))
 
     @pytest.mark.parametrize("family", ["DiT-class", "Latte-class"])
@@ -102,7 +102,7 @@ class TestHeads:
     @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in NORMED])
     def test_of_our_files(self, tmp_path, write, family, caplog):
         path = write(tmp_path, family, num_heads=4)
-        with pytest.raises(UserError, match=r"(header|manifest) says num_heads=4, the model has num_heads=2"):
+        with pytest.raises(UserError, match=r"(header|manifest) says 4 attention heads, the model has num_heads=2"):
             build(family, from_pretrained=path)
         build(family, num_heads=4, from_pretrained=path)
         assert not warnings(caplog)
@@ -128,7 +128,7 @@ class TestHeads:
             return tmp_path / "transformer" / "diffusion_pytorch_model.safetensors"
 
         monkeypatch.setattr("opensora.models.loading.find_weights", find)
-        with pytest.raises(UserError, match=r"owner/name: its config\.json says num_attention_heads=4"):
+        with pytest.raises(UserError, match=r"owner/name: its config\.json says 4 attention heads"):
             build("PixArt", from_pretrained="owner/name")
         assert asked == ["owner/name"]
 
@@ -140,10 +140,10 @@ class TestHeads:
     def test_of_open_soras_folders(self, tmp_path):
         save_file(build("STDiT3").state_dict(), tmp_path / "model.safetensors")
         (tmp_path / "config.json").write_text(json.dumps({"model_type": "STDiT3", "num_heads": 4, "depth": 2}))
-        with pytest.raises(UserError, match=r"config\.json says num_heads=4"):
+        with pytest.raises(UserError, match=r"config\.json says 4 attention heads"):
             build("STDiT3", from_pretrained=str(tmp_path))
 
-    def test_a_file_of_other_sizes_is_told_as_such(self, tmp_path):
+    def test_a_file_of_other_sizes_is_reported_as_such(self, tmp_path):
         path = folder_of(pixart(), tmp_path / "transformer")
         with pytest.raises(UserError, match="does not fit this PixArt") as error:
             build("PixArt", hidden_size=96, from_pretrained=path)
@@ -164,11 +164,11 @@ class TestOthers:
     def test_one_warning_has_both_values_and_what_to_set(self, tmp_path, caplog):
         path = folder_of(pixart(), tmp_path / "transformer")
         build("PixArt-Sigma", **IMAGES, num_heads=4, base_size=20, from_pretrained=path)
-        told = warnings(caplog)
-        assert told.count(path) == 1
-        assert "space_scale: the file's 2 (sample_size=64, interpolation_scale=2), the model's 1" in told
-        assert "base_size: the file's 32 (sample_size=64, interpolation_scale=2), the model's 20" in told
-        assert "set model.base_size=32, model.space_scale=2." in told
+        warned = warnings(caplog)
+        assert warned.count(path) == 1
+        assert "space_scale: the file's 2, the model's 1" in warned
+        assert "base_size: the file's 32, the model's 20" in warned
+        assert "set model.base_size=32, model.space_scale=2." in warned
 
     @pytest.mark.parametrize("settings", [{"base_size": 16}, {"base_size": 32, "space_scale": 2.0}])
     def test_a_range_is_the_same_however_it_is_put(self, tmp_path, caplog, settings):
@@ -201,9 +201,9 @@ class TestOthers:
         assert "base_size" in warnings(caplog)
 
     @pytest.mark.parametrize(
-        ("settings", "told"), [({}, False), ({"base_size": 16}, True), ({"time_scale": 2.0}, True)]
+        ("settings", "warned"), [({}, False), ({"base_size": 16}, True), ({"time_scale": 2.0}, True)]
     )
-    def test_of_diffusers_latte(self, tmp_path, caplog, settings, told):
+    def test_of_diffusers_latte(self, tmp_path, caplog, settings, warned):
         torch.manual_seed(3)
         theirs = LatteTransformer3DModel(
             **SIZES, cross_attention_dim=48, in_channels=4, out_channels=8, sample_size=64, caption_channels=C_TEXT,
@@ -211,7 +211,7 @@ class TestOthers:
         )  # fmt: skip
         build("LatteT2V", num_heads=4, **settings, from_pretrained=folder_of(theirs, tmp_path / "transformer"))
         assert all(f"set model.{name}=" in warnings(caplog) for name in settings)
-        assert bool(warnings(caplog)) == told
+        assert bool(warnings(caplog)) == warned
 
     @OURS
     @pytest.mark.parametrize(
@@ -271,7 +271,7 @@ class TestNothingSaid:
     def test_heads_of_a_model_that_is_not_known_here(self, tmp_path):
         config = json.dumps({"type": "nobody's", "num_heads": 4})
         save_file(build("STDiT").state_dict(), tmp_path / "w.safetensors", metadata={"config": config})
-        with pytest.raises(UserError, match="num_heads=4"):
+        with pytest.raises(UserError, match=r"set model\.num_heads=4"):
             build("STDiT", from_pretrained=str(tmp_path / "w.safetensors"))
 
     @pytest.mark.parametrize("config", [None, {}, {"model": None}, {"vae": {"type": "VideoAutoencoderKL"}}])
@@ -293,12 +293,12 @@ class TestNothingSaid:
         assert next(built.parameters()).device.type == "cpu"
 
 
-@pytest.mark.parametrize("where", ["beside", "header"])
+@pytest.mark.parametrize("where", ["folder", "header"])
 def test_what_stands_there_of_a_text_encoder_says_nothing(tmp_path, where):
-    """A folder may hold a T5's config.json beside the denoiser's file."""
+    """A folder may hold a T5's config.json next to the denoiser's file."""
     model = MODELS.build({"type": "PixArt", "hidden_size": 32, "depth": 1, "num_heads": 4, "caption_channels": 8})
     other = {"type": "t5", "model_type": "t5", "num_heads": 64}
     header = {"config": json.dumps(other)} if where == "header" else None
-    (tmp_path / "config.json").write_text(json.dumps(other if where == "beside" else {}))
+    (tmp_path / "config.json").write_text(json.dumps(other if where == "folder" else {}))
     save_file(model.state_dict(), tmp_path / "weights.safetensors", header)
     assert written_settings(tmp_path / "weights.safetensors", tmp_path / "weights.safetensors") is None

@@ -1,17 +1,17 @@
 """Every sampler finds the distribution behind an exact denoiser, and converges at the order of its theory.
 
-The data are points of a Gaussian mixture in the plane (tools/benchmark/toy_mixture.py). The distance of 8192
+The data are points of a Gaussian mixture in the plane (experiments/toy_mixture.py). The distance of 8192
 points from it is the sliced 2-Wasserstein distance.
 """
 
 import pytest
 import torch
 
+from experiments import solver_order
+from experiments.solver_order import cases, errors, form_of, level_law, measured_order
+from experiments.toy_mixture import GaussianMixture
 from opensora.registry import SCHEDULERS
 from opensora.utils.seed import generators
-from tools.benchmark import solver_order
-from tools.benchmark.solver_order import cases, errors, form_of, level_law, measured_order
-from tools.benchmark.toy_mixture import GaussianMixture
 
 MIXTURE = GaussianMixture()
 BOUND = 0.06  # of the distance; the standard deviation of a mode is 0.2, that of all data about 1.1

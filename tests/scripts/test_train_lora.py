@@ -73,6 +73,7 @@ def test_adapters_of_random_weights_are_refused(train, base, tmp_path, capsys):
     assert not (tmp_path / "none").exists()
 
 
+@pytest.mark.nightly
 @pytest.mark.multiprocess
 @pytest.mark.slow
 @pytest.mark.parametrize("plugin", ["ddp", "fsdp2"])

@@ -10,9 +10,8 @@ import pytest
 import torch
 from transformers import CLIPConfig, T5Config
 
-from opensora.config.activation_checkpointing import parse_recompute
+from opensora.config.activation_checkpointing import parse_level
 from opensora.config.load import TrainConfig, parse_config
-from opensora.models.activations import activation_bytes, block_units
 from opensora.registry import DATASETS, MODELS
 from opensora.utils.errors import UserError
 from tests.models.denoisers import FAMILIES, inputs
@@ -20,6 +19,7 @@ from tests.models.vaes import PARTS as VAE_PARTS
 from tests.models.vaes import VAES
 from tests.models.vaes import build as build_vae
 from tools import frozen_parts
+from tools.activations import activation_bytes, block_units
 from tools.estimate import PARTS, Machines, build, estimate, main, read_config, sizes_of, state_bytes
 
 GIB = 2**30
@@ -57,18 +57,18 @@ def test_activations_are_those_that_autograd_saves(family, short):
     cond = inputs(model, size=(4, 24, 24))
     casts = 2 * sum(p.numel() for p in model.parameters() if p.ndim > 1) if short else 0
     tokens = 2 * math.prod(model.grid((4, 24, 24)))
-    estimated = activation_bytes(model, tokens, 2 if short else 4, parse_recompute("none")) + casts
+    estimated = activation_bytes(model, tokens, 2 if short else 4, parse_level("none")) + casts
     assert estimated == pytest.approx(saved_bytes(model, cond, short=short), rel=0.08)
 
 
 def test_recomputing_keeps_less_in_the_expected_order():
     model = toy("STDiT", depth=6)
     levels = ("block", "every:2", "mlp", "none")
-    small, *_, large = kept = [activation_bytes(model, 100, 2, parse_recompute(level)) for level in levels]
+    small, *_, large = kept = [activation_bytes(model, 100, 2, parse_level(level)) for level in levels]
     assert kept == sorted(kept)
     units = block_units(model.blocks[0], 2)
-    assert large / small == pytest.approx(6 * units.whole / (6 + units.whole))
-    assert activation_bytes(model, 100, 2, parse_recompute("selective")) < large
+    assert large / small == pytest.approx(6 * units.total / (6 + units.total))
+    assert activation_bytes(model, 100, 2, parse_level("selective")) < large
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ def test_measurements_of_stdit_xl_on_two_gpus(stdit, engine, level, measured):
     # 2 H100s, batch 8, 4096 tokens, compiled blocks, bf16, no average: GiB. A prototype's, whose fsdp2 moved bf16 weights
     built = build(stdit)
     state = state_bytes(sizes_of(stdit, built.model), engine, ONE_NODE._replace(gpus=2), shard=2, short=True)
-    kept = activation_bytes(built.model, 8 * 4096, 2, parse_recompute(level), compiled=True)
+    kept = activation_bytes(built.model, 8 * 4096, 2, parse_level(level), compiled=True)
     assert (sum(state.values()) - state["average"] + kept) / GIB == pytest.approx(measured, rel=0.15)
 
 
@@ -156,6 +156,18 @@ def test_the_command_line(capsys, monkeypatch, tmp_path):
     with pytest.raises(SystemExit):
         run("--data-path", str(tmp_path / "nowhere.csv"))
     assert "there is no such file" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_activations_are_counted_on_request():
+    cfg = config_of("--model", "{'type': 'STDiT-XXS/2'}", "--dtype=fp32")
+    result = estimate(cfg, ONE_NODE, levels=["none", "block"], batches=[2], count_activations=True)
+    none, block = result["memory_gib"][:2]
+    assert none["counted"] == pytest.approx(none["activations"], rel=0.1)
+    assert block["counted"] < none["counted"] / 4
+    assert "counted" not in estimate(cfg, ONE_NODE, levels=["none"])["memory_gib"][0]
+    with pytest.raises(UserError, match="set --sp-size 1"):
+        estimate(dataclasses.replace(cfg, sp_size=2), ONE_NODE, count_activations=True)
 
 
 def test_gpus_that_cannot_be_shared(stdit):

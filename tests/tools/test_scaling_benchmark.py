@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from argparse import Namespace
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -11,17 +12,14 @@ import pytest
 import torch
 
 from opensora.acceleration.distributed import World
-from tools.benchmark import sample, scaling
-from tools.benchmark.scaling import Job, Row, Runner, rows_of
-from tools.benchmark.sequence_parallel import Result, Work
+from tests.tools.markdown import table_of
+from tools.benchmark import sampling, scaling
+from tools.benchmark.__main__ import run
+from tools.benchmark.scaling import Row, by_key, read_results, rows_of
+from tools.benchmark.training import Result, Work
 
 ROOT = Path(__file__).parents[2]
 ONE = Result(0.5, 8, 8192, 1e12, None, 0, 2**30, 10.0)
-
-
-def arguments(monkeypatch, *options: object):
-    monkeypatch.setattr(sys, "argv", ["scaling", *map(str, options)])
-    return scaling.parse_args()
 
 
 def test_weak_and_strong_scaling_have_the_batches_that_their_names_say():
@@ -46,37 +44,37 @@ def test_every_layout_fits_its_gpus():
     ]  # fmt: skip
 
 
-def test_efficiency_is_against_one_gpu(monkeypatch, capsys, tmp_path):
+def test_efficiency_is_against_one_gpu(capsys, tmp_path):
     """Two GPUs with twice the samples in 1.25 times the time are 80 %; a share of MFU is of both GPUs."""
     file = tmp_path / "r.jsonl"
     two = replace(
         ONE, seconds=0.625, samples=16, tokens=16384, flops=2e12, exposed_s=0.1, sent_bytes=2**21, idle_s=0.05
     )
     entries = [
-        {"key": "weak | 1 | ddp", "result": asdict(ONE), "beside": True, "on": "a card"},
-        {"key": "weak | 2 | ddp", "result": asdict(two), "beside": False, "on": "a card"},
+        {"key": "weak | 1 | ddp", "result": asdict(ONE), "on": "a card"},
+        {"key": "weak | 2 | ddp", "result": asdict(two), "on": "a card"},
         {"key": "strong | 2 | ddp", "said": "out of memory"},
     ]
     file.write_text("".join(json.dumps(entry) + "\n" for entry in entries) + '{"key": "half a li')
-    arguments(monkeypatch, "--results", file, "--table", "--peak-tflops", 8, "--gpus", 1, 2)
-    scaling.main()
-    head, _, titles, _, *rows = capsys.readouterr().out.splitlines()
-    assert "; a card; bf16, compiled blocks" in head
-    assert "MFU of 8 TFLOP/s a GPU; rows with * ran beside" in head
-    first, second, third = (dict(zip(titles.split(" | "), row.split(" | "), strict=True)) for row in rows)
-    assert (first["GPUs"], first["MFU"], first["efficiency"]) == ("1*", "25.0%", "-")
+    run(["scaling", "--results", str(file), "--table", "--peak-tflops", "8", "--gpus", "1", "2"])
+    printed = capsys.readouterr().out
+    assert "table of a card; bf16, compiled blocks, 3 + 6 steps; MFU of 8 TFLOP/s a GPU" in printed
+    first, second, third = table_of(printed)
+    assert (first["GPUs"], first["MFU"], first["efficiency"]) == ("1", "25.0%", "-")
     assert (second["GPUs"], second["MFU"], second["efficiency"]) == ("2", "20.0%", "80.0%")
     assert (second["samples/s"], second["exposed ms/step"], second["sent MiB/forward"]) == ("25.6", "100.0", "2")
     assert (first["idle ms/step"], second["idle ms/step"]) == ("-", "50.0")  # the first was not measured so
-    assert (third["ms/step"], third["efficiency"]) == ("out of memory", "-")
+    assert (first["peak GiB"], third["ms/step"], third["efficiency"]) == ("1.0", "out of memory", "-")
 
 
 def test_the_first_error_is_told(tmp_path):
     log = tmp_path / "log"
     log.write_text(
-        "[W1] Error: not this\nTraceback\n  raise\n[rank1]: ValueError: the | cause\nRuntimeError: a consequence\n"
+        "W1 Error: not this\nTraceback\n  raise\n[rank1]: ValueError: the | cause\nRuntimeError: a consequence\n"
     )
     assert scaling.last_error(log) == "ValueError: the / cause"
+    log.write_text("Timeout (0:02:00)!\nThread 0x1\n")
+    assert scaling.last_error(log) == "Timeout (0:02:00)!"
     log.write_text("killed")
     assert scaling.last_error(log) == f"see {log}"
 
@@ -84,35 +82,26 @@ def test_the_first_error_is_told(tmp_path):
 @pytest.mark.nightly
 @pytest.mark.multiprocess
 @pytest.mark.slow
-def test_a_row_that_fails_costs_no_other(monkeypatch, tmp_path):
+def test_a_row_that_fails_costs_no_other(tmp_path):
     """One that crashes, one that is refused, and two that are measured, by processes that are started twice."""
-    args = arguments(monkeypatch, "--device", "cpu", "--results", tmp_path / "r.jsonl", "--row-timeout", 100)
+    args = Namespace(device="cpu", results=tmp_path / "r.jsonl", row_timeout=100.0, timeout=1000.0)
     good = Row("weak", 2, "ddp", Work("STDiT-XXS/2:2x8x8", blocks="eager", dtype="fp32", text_len=8, warmup=1, steps=2))
     bad = replace(good, layout="bad", work=replace(good.work, case="STDiT-XXS/2:2x8"))
     refused = replace(good, layout="zero2", work=replace(good.work, engine="zero2"))
     shared = replace(good, layout="sp 2", work=replace(good.work, sp_size=2, method="dsp"))
-    runner = Runner(args, ["0", "1"], [bad, refused, good, shared])
-    runner.run()
-    found = scaling.read_results(args.results)
+    scaling.run([bad, refused, good, shared], args)
+    found = by_key(read_results(args.results))
     assert found["weak | 2 | bad"]["said"].startswith("failed: ValueError: not enough values")
     assert found["weak | 2 | zero2"]["said"].startswith("refused: plugin='zero2' needs a GPU")
     assert [found[f"weak | 2 | {name}"]["result"]["samples"] for name in ("ddp", "sp 2")] == [2, 1]
     assert found["weak | 2 | sp 2"]["result"]["sent_bytes"] > 0
-    assert runner.started == 2
-    assert runner.free == ["0", "1"]
+    scaling.run([bad, good, shared], replace_timeout(args))  # what has figures is not measured again
+    assert [entry["key"] for entry in read_results(args.results)[4:]] == ["weak | 2 | bad"]
 
 
-@pytest.mark.multiprocess
-@pytest.mark.slow
-def test_a_row_that_takes_too_long_is_ended(monkeypatch, tmp_path):
-    args = arguments(monkeypatch, "--device", "cpu", "--results", tmp_path / "r.jsonl", "--row-timeout", 0)
-    monkeypatch.setattr(scaling, "DUMP_S", 0.1)
-    jobs: list[Job] = []
-    begin = Runner.begin
-    monkeypatch.setattr(Runner, "begin", lambda self, job: (jobs.append(job), begin(self, job)))
-    Runner(args, ["0"], [Row("weak", 1, "ddp", Work("STDiT-XXS/2:2x8x8"))]).run()
-    assert scaling.read_results(args.results)["weak | 1 | ddp"]["said"].startswith("took longer than 0 s: see ")
-    assert all(process.poll() is not None for job in jobs for process in job.processes)
+def replace_timeout(args: Namespace) -> Namespace:
+    """So short that the first row does not end."""
+    return Namespace(**{**vars(args), "row_timeout": 0.001})
 
 
 @pytest.mark.parametrize(
@@ -120,7 +109,7 @@ def test_a_row_that_takes_too_long_is_ended(monkeypatch, tmp_path):
 )
 def test_a_way_says_how_many_share_the_tokens(way, size):
     world = World(0, 4, torch.device("cpu"))
-    assert sample.sp_size(way, world) == size
+    assert sampling.sp_size(way, world) == size
 
 
 @pytest.mark.nightly
@@ -137,7 +126,8 @@ def test_four_processes_sample_what_one_does():
         "--standalone",
         "--nproc_per_node=4",
         "-m",
-        sample.__name__,
+        "tools.benchmark",
+        "sample",
     ]
     environment = {
         **os.environ,

@@ -125,6 +125,7 @@ WAN = ("--vae.from_pretrained=None", "--vae.subfolder=None",
        "--vae.architecture={'type':'AutoencoderKLWan','base_dim':8,'z_dim':16,'dim_mult':[1,1,1,1],'num_res_blocks':1}")  # fmt: skip
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("path", sorted(Path("configs/nova/train").resolve().glob("*.py")), ids=lambda path: path.stem)
 def test_steps_of_every_config_of_nova(path):
@@ -134,10 +135,11 @@ def test_steps_of_every_config_of_nova(path):
     trainer = Trainer(cfg, CPU, NO_LIMITS, encoders=False)
     (clip,) = clips_of(cfg)
     assert trainer(clip, 1).fits
-    assert ("flow" in trainer.model.numbers) == (cfg.num_frames > 1)
+    assert ("flow" in trainer.model.micro_conditions) == (cfg.num_frames > 1)
     assert trainer.model.in_channels == (16 if vae else 4)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_numbers_that_a_model_wants_are_encoded_too():
     """With --encoders; the flow is one that captions and pixels do not say."""

@@ -15,7 +15,7 @@ from opensora.config.load import changed_settings
 from opensora.config.schema import LoopConfig
 from opensora.datasets.buckets.bucket import Buckets
 from opensora.datasets.dataloader import build_sampler
-from opensora.datasets.sampler import Place
+from opensora.datasets.sampler import DataPosition
 from opensora.training.run import RunState, check_run_folder, due, make_run_folder, seek
 from opensora.utils import environment as environment_module
 from opensora.utils.environment import git_changes
@@ -136,8 +136,8 @@ def take(dataset: Clips, state: RunState, ranks: int, batch_size: int, steps: in
     read: list[int] = []
     for rank in range(ranks):
         sampler = build_sampler(dataset, batch_size, seed=1, rank=rank, world_size=ranks)
-        sampler.seek(Place(state.epoch, state.batch_in_epoch, tuple(state.segments)), steps * accumulation)
-        read += [key.index for batch in sampler.placed() for key in batch.keys if key.epoch == 0]
+        sampler.seek(DataPosition(state.epoch, state.batch_in_epoch, tuple(state.segments)), steps * accumulation)
+        read += [key.index for batch in sampler for key in batch.keys if key.epoch == 0]
     for _ in range(steps):
         state.advance(accumulation, sampler.batches_in)
     return read
@@ -190,7 +190,7 @@ def test_a_run_has_its_epochs_whatever_changes_on_the_way(change, done):
         state = RunState("d", 0 if config else 4, world=ranks)
         state = state if saved is None else state.resumed(saved, "c")
         totals.append(seek(cfg, sampler, state))
-        assert sum(1 for _ in sampler.placed()) == (totals[-1] - state.step) * accumulation
+        assert sum(1 for _ in sampler) == (totals[-1] - state.step) * accumulation
         until = int(totals[0] * done) if saved is None else state.step + 1
         while state.step < until:
             state.advance(accumulation, sampler.batches_in)

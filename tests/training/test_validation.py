@@ -221,7 +221,7 @@ def test_nova_has_a_held_out_loss_of_fixed_draws(parts):
     batch = loss._encoded[1]
     rngs = generators(42, "validation", 2, ids=batch.rows)
     expected = run.scheduler.training_losses(run.model.eval(), batch.z, batch.cond, generators=rngs)
-    torch.testing.assert_close(table[batch.first : batch.first + 2, 2], expected.detach().double())
+    torch.testing.assert_close(table[batch.first_index : batch.first_index + 2, 2], expected.detach().double())
     run.validation(2)
     (entry,) = run.metrics()
     assert entry.keys() == {"step", "val/loss", "val/loss_trained"}
@@ -341,7 +341,7 @@ def test_batches_hold_evenly_picked_clips_of_one_size():
     keys, batches = held_out_batches(Rows(), 5, 2)
     assert [key.row for key in keys] == [0, 25, 50, 74, 99]
     assert [[k.index for k in batch.keys] for batch in batches] == [[0, 25], [50, 74], [99]]
-    assert [batch.first for batch in batches] == [0, 2, 4]
+    assert [batch.first_index for batch in batches] == [0, 2, 4]
 
 
 @pytest.mark.parametrize(("count", "size"), [(5, 2), (1, 4), (8, 4), (3, 1)])

@@ -1,21 +1,8 @@
-"""Time attention kernels at the shapes of our denoisers, and compare each with fp32.
+"""Attention kernels at the shapes of our denoisers, each compared with fp32."""
 
-    python -m tools.benchmark.attention [--cases space time text ...] [--kernels auto sdpa math ...] [--dtype bf16] [--toy]
-
-A case is one layer of STDiT-XL/2 (16 heads of 72 channels, which for each token lie one behind the other) at one size: `space`
-(tokens of a frame see each other), `time` (frames at one place) and `text` (tokens see a caption, of which half is padding).
-`auto`, `sdpa` and `math` are those of `opensora.acceleration.kernels.attention`; `cudnn`, `flash` and `efficient` are PyTorch's kernels
-by themselves, on a GPU. TFLOP/s count the two matrix products, and two and a half times as many for the backward pass. Errors
-are |kernel - fp32| / |fp32| of the output and of the queries' gradient, on the same inputs in the same run. Times are medians
-after warm-up, on inputs that take turns. A GPU sleeps until the host has launched all of a call, so that the times are the
-GPU's, whatever the host needs to launch a kernel. Forward passes alone are those of sampling, without gradients: for few
-samples and many keys `auto` takes another way where there are gradients.
-"""
-
-import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -23,11 +10,16 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from opensora.acceleration.kernels.attention import KERNELS, attention
+from opensora.acceleration.kernels.attention import KERNELS
+from opensora.acceleration.kernels.attention import attention as attend
 from opensora.utils.dtype import to_torch_dtype
-from opensora.utils.errors import UserError, exit_on_user_error
-from tools.benchmark.heading import heading
+from opensora.utils.errors import UserError
+from tools.benchmark.measure import Options, Table, attempt, relative_error
 
+COLUMNS = {
+    "case": "", "kernel": "", "forward ms": ".3f", "TFLOP/s": ".3g", "with backward ms": ".3f", "TFLOP/s ": ".3g", "error": ".2g",
+    "of the gradient": ".2g",
+}  # fmt: skip
 HEADS, HEAD_DIM, TEXT_TOKENS = 16, 72, 120
 PYTORCH = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -35,14 +27,14 @@ PYTORCH = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
 INPUTS = 3  # sets of tensors that take turns
-NAP_S, CLOCK_HZ = 2e-3, 3.5e9  # for how long a GPU sleeps, and a clock that none has
+SLEEP_S, CLOCK_HZ = 2e-3, 3.5e9  # for how long a GPU sleeps, and a clock that none has
 
 
 class Case(NamedTuple):
-    """Shapes of a layer: queries [batch, places, H, N, D], or without places, over `keys` keys."""
+    """Shapes of a layer: queries [batch, pixels, H, N, D], or without pixels, over `keys` keys."""
 
     batch: int
-    places: int | None
+    pixels: int | None
     tokens: int
     keys: int
     masked: bool = False
@@ -68,56 +60,53 @@ TOY = {
 }
 
 
-class Measured(NamedTuple):
-    """Of one kernel."""
+def attention(argv: Sequence[str]) -> None:
+    """Time attention kernels at the shapes of our denoisers, and compare each with fp32.
 
-    forward_s: float
-    both_s: float
-    errors: tuple[float, float]
-
-
-@exit_on_user_error
-def main() -> None:
-    """The command line."""
-    args = parse_args()
-    device = torch.device(args.device)
-    print(heading(device, "tools.benchmark.attention") + f", {args.dtype}\n")
-    print("| case | kernel | forward ms | TFLOP/s | with backward ms | TFLOP/s | error | of the gradient |")
-    print("|---|---|---|---|---|---|---|---|")
+    A case is one layer of STDiT-XL/2 (16 heads of 72 channels, which for each token lie one behind the other) at one size: `space`
+    (tokens of a frame see each other), `time` (frames at one pixel) and `text` (tokens see a caption, of which half is padding).
+    `auto`, `sdpa` and `math` are those of `opensora.acceleration.kernels.attention`; `cudnn`, `flash` and `efficient` are PyTorch's
+    kernels by themselves, on a GPU. TFLOP/s count the two matrix products, and two and a half times as many for the backward pass.
+    Errors are |kernel - fp32| / |fp32| of the output and of the queries' gradient, on the same inputs in the same run. Times are
+    medians after warm-up, on inputs that take turns. A GPU sleeps until the host has launched all of a call, so that the times are
+    the GPU's, whatever the host needs to launch a kernel. Forward passes alone are those of sampling, without gradients: for few
+    samples and many keys `auto` takes another way where there are gradients.
+    """
+    options = Options("attention", attention.__doc__, argv)
+    known = [*KERNELS, *PYTORCH]
+    options.add_argument("--cases", nargs="+", default=list(CASES), choices=tuple(CASES))
+    options.add("--kernels", known, list(KERNELS), choices=known)
+    options.add("--dtype", "bf16", "fp32", choices=("fp32", "bf16", "fp16"))
+    options.add("--repeats", 50, 1)
+    args, device = options.parse(), options.device
+    if device.type == "cpu" and (alone := [kernel for kernel in args.kernels if kernel in PYTORCH]):
+        raise UserError(f"--kernels {alone[0]}: a kernel of GPUs, and the device is {args.device}.")
+    options.heading(args.dtype)
+    table = Table(COLUMNS)
     for name in args.cases:
         case = (TOY if args.toy else CASES)[name]
         inputs = [tensors(case, device, to_torch_dtype(args.dtype), seed) for seed in range(INPUTS)]
-        wanted = reference(*inputs[0])
+        right = reference(*inputs[0])
+        flops = 4 * case.batch * (case.pixels or 1) * HEADS * case.tokens * case.keys * HEAD_DIM / 1e12
         for kernel in args.kernels:
-            print(f"| {name} | {kernel} | {cells(args, case, kernel, inputs, wanted)} |", flush=True)
-
-
-def parse_args() -> argparse.Namespace:
-    """Options, with defaults that suit the device."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
-    gpu = parser.parse_known_args()[0].device == "cuda"
-    known = [*KERNELS, *PYTORCH]
-    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=tuple(CASES))
-    parser.add_argument("--kernels", nargs="+", default=known if gpu else list(KERNELS), choices=known)
-    parser.add_argument("--dtype", default="bf16" if gpu else "fp32", choices=("fp32", "bf16", "fp16"))
-    parser.add_argument("--repeats", type=int, default=50 if gpu else 5)
-    parser.add_argument("--toy", action="store_true", help="tiny shapes, to see that it runs")
-    args = parser.parse_args()
-    if not gpu and (alone := [kernel for kernel in args.kernels if kernel in PYTORCH]):
-        raise UserError(f"--kernels {alone[0]}: a kernel of GPUs, and the device is {args.device}.")
-    return args
+            # PyTorch says by a RuntimeError that a kernel does not take such inputs
+            found = attempt(lambda: measure(kernel, inputs, right, args.repeats), RuntimeError)  # noqa: B023
+            if isinstance(found, str):
+                table.row(name, kernel, found)
+                continue
+            forward_s, both_s, errors = found
+            table.row(name, kernel, forward_s * 1e3, flops / forward_s, both_s * 1e3, 3.5 * flops / both_s, *errors)
 
 
 def tensors(
     case: Case, device: torch.device, dtype: torch.dtype, seed: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """q, k, v [batch, places, heads, tokens, channels] as leaves, and the mask or None."""
+    """q, k, v [batch, pixels, heads, tokens, channels] as leaves, and the mask or None."""
     rng = torch.Generator(device).manual_seed(seed)
-    places = () if case.places is None else (case.places,)
+    pixels = () if case.pixels is None else (case.pixels,)
 
     def draw(tokens: int) -> Tensor:
-        shape = (case.batch, tokens, *places, HEADS, HEAD_DIM)  # in memory, as linear layers write it
+        shape = (case.batch, tokens, *pixels, HEADS, HEAD_DIM)  # in memory, as linear layers write it
         drawn = torch.randn(shape, generator=rng, device=device).to(dtype)
         return drawn.movedim(1, -2).requires_grad_()
 
@@ -132,49 +121,36 @@ def reference(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Ten
     torch.backends.cuda.matmul.allow_tf32 = False
     for i in range(len(q)):
         q1, k1, v1 = (x[i : i + 1].detach().float().requires_grad_() for x in (q, k, v))
-        out = attention(q1, k1, v1, mask=None if mask is None else mask[i : i + 1], kernel="math")
+        out = attend(q1, k1, v1, mask=None if mask is None else mask[i : i + 1], kernel="math")
         grads.append(torch.autograd.grad(out, q1, torch.ones_like(out))[0])
         outputs.append(out.detach())
     torch.backends.cuda.matmul.allow_tf32 = before
     return torch.cat(outputs), torch.cat(grads)
 
 
-def cells(args: argparse.Namespace, case: Case, kernel: str, inputs: list[Any], wanted: tuple[Tensor, Tensor]) -> str:
-    """The figures of one line, or why there are none."""
-    try:
-        found = measure(args, kernel, inputs, wanted)
-    except torch.OutOfMemoryError:
-        return "out of memory | - | - | - | - | -"
-    except RuntimeError as error:  # PyTorch's way to say that a kernel does not take such inputs
-        return f"{str(error).splitlines()[0][:60]} | - | - | - | - | -"
-    flops = 4 * case.batch * (case.places or 1) * HEADS * case.tokens * case.keys * HEAD_DIM / 1e12
-    return (
-        f"{found.forward_s * 1e3:.3f} | {flops / found.forward_s:.3g} | {found.both_s * 1e3:.3f} | {3.5 * flops / found.both_s:.3g} | "
-        f"{found.errors[0]:.2g} | {found.errors[1]:.2g}"
-    )
-
-
-def measure(args: argparse.Namespace, kernel: str, inputs: list[Any], wanted: tuple[Tensor, Tensor]) -> Measured:
-    """Errors on the first inputs; medians over all."""
+def measure(
+    kernel: str, inputs: list[Any], right: tuple[Tensor, Tensor], repeats: int
+) -> tuple[float, float, list[float]]:
+    """Seconds of the forward pass and of both passes, medians over all inputs; errors on the first."""
     out = run(kernel, *inputs[0])
     grad = torch.autograd.grad(out, inputs[0][0], torch.ones_like(out))[0]
-    errors = tuple(float((a.detach().float() - b).norm() / b.norm()) for a, b in zip((out, grad), wanted, strict=True))
+    errors = [relative_error(found, exact) for found, exact in zip((out, grad), right, strict=True)]
     forward, both = [], []
     clock = clocked_by_the_gpu if out.is_cuda else clocked
-    for number in range(INPUTS + args.repeats):
+    for number in range(INPUTS + repeats):
         q, k, v, mask = inputs[number % INPUTS]
         with torch.no_grad():
             forward.append(clock(lambda: run(kernel, q, k, v, mask)))  # noqa: B023
         both.append(clock(lambda: there_and_back(kernel, q, k, v, mask)))  # noqa: B023
-    forward_s, both_s = (statistics.median(seconds[INPUTS:]) for seconds in (forward, both))
-    return Measured(forward_s, both_s, (errors[0], errors[1]))
+    forward_s, both_s = (statistics.median(times[INPUTS:]) for times in (forward, both))
+    return forward_s, both_s, errors
 
 
 def run(kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """The output of a kernel."""
     chosen = PYTORCH.get(kernel)
     with nullcontext() if chosen is None else sdpa_kernel(chosen):
-        return attention(q, k, v, mask, kernel if chosen is None else "sdpa")
+        return attend(q, k, v, mask, kernel if chosen is None else "sdpa")
 
 
 def there_and_back(kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
@@ -192,18 +168,14 @@ def clocked(call: Callable[[], object]) -> float:
 
 def clocked_by_the_gpu(call: Callable[[], object]) -> float:
     """Seconds between two events on its stream, with the host well ahead."""
-    nap_s = NAP_S
+    sleep_s = SLEEP_S
     while True:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(int(nap_s * CLOCK_HZ))
+        torch.cuda._sleep(int(sleep_s * CLOCK_HZ))
         start.record()
         launch_s = clocked(call)
         end.record()
         end.synchronize()
-        if launch_s < nap_s:
+        if launch_s < sleep_s:
             return start.elapsed_time(end) / 1e3
-        nap_s = 2 * launch_s
-
-
-if __name__ == "__main__":
-    main()
+        sleep_s = 2 * launch_s

@@ -1,72 +1,57 @@
-"""Training steps against the goals: our way beside the reference's and diffusers', on the same work, in one process.
+"""Training steps against the goals: our way next to the reference's settings and to diffusers' models, on the same work.
 
-    python -m tools.benchmark.goals [--settings stdit-16x256 ...] [--ways reference ours float8 diffusers] [--peak-tflops 790] [--toy]
+**The reference** is Open-Sora's own code. Its settings are re-created with our model, which has the same layers: eager, every
+block checkpointed, weights in bf16 with fp32 masters as its ColossalAI ZeRO-2 holds them, plain operations, flash attention
+over space and, on sequences [B S, T] whose tokens were copied into that order, over time. Its cross-attention is xformers' with
+a block-diagonal mask, which lets each sample see its own text: the same work as attention without a mask, as all tokens of
+the text are real here. On an H100 the reference's own code took 783 ms for a step of STDiT-XL/2 at 16x256x256, batch 8
+(STDiT 1.0); how near this comes is how to judge it. Open-Sora 1.2 computes temporal attention by the plain formula
+where there are more pixels than frames; here it is flash attention too.
 
-A setting is a model, a size of latents and a batch. The ways to train it, all in bf16 and with fp32 master weights:
-
-- `reference`: the reference's shipped settings, re-created with our model: see tools/benchmark/rivals.py for what that means, and
-  for the time by which to judge it;
-- `ours`: blocks compiled, the `ddp` engine in one process, and the least activation checkpointing that fits: the values of
-  `grad_checkpoint` in --checkpoint are tried in order (by default those of the setting, without what is sure not to fit into 80 GB);
-- `float8`: the same with float8 matrix products (--float8-recipe); it begins with the checkpointing that `ours` ended with;
-- `diffusers`: diffusers' nearest model, its blocks compiled, weights in bf16; with its own gradient checkpointing where that is
-  needed. `diffusers-autocast` is the same with fp32 weights under autocast, to see which is faster.
-
-"At equal FLOPs" is samples/s times the FLOPs of the way's own model over those of ours: only diffusers' models differ. "Of the
-reference" compares these rates. TFLOP/s count the matrix products of a forward pass three times; recomputation is no useful work.
-MFU is their share of --peak-tflops, or of a large bf16 product measured first. The errors are |found - fp32| / |fp32| of the prediction
-for the first sample and of the gradients of all weights, against eager fp32 without our kernels (tools/benchmark/exact.py). Set-up is
-everything before the clock: building, compiling, warming up. For "retries" see tools/benchmark/train_step.py. Without a GPU, or with --toy, the same settings are shrunk to what a laptop does.
+**diffusers** has no STDiT. Its `LatteTransformer3DModel` is of the same kind, with a whole block of its own, MLP included, for
+temporal attention: of the same width, it gets as many pairs of blocks as come nearest to the FLOPs of our model. Its
+FLOPs are those of all matrix products it makes, those on texts that it repeats for every frame too, which favours it when rates
+are scaled to equal FLOPs. It sees no mask, which is less work for it. `DiTTransformer2DModel` is DiT.
 """
 
 import argparse
 import gc
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
-from torch.nn.attention import sdpa_kernel
+import torch.nn.functional as F
+from einops import rearrange
+from timm.layers import Mlp
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from opensora.acceleration.checkpointing import checkpoint_activations
 from opensora.acceleration.distributed import World
-from opensora.acceleration.engine import build_engine
+from opensora.acceleration.engines.update import clip_factor, global_norm, take_step
 from opensora.config.activation_checkpointing import level_of
+from opensora.models.layers.attention import Attention, CrossAttention
+from opensora.models.layers.mlp import TanhMlp
 from opensora.models.layers.modulation import plain_modulation
-from opensora.utils.errors import UserError, exit_on_user_error
-from tools.benchmark.exact import Errors, Exact, Steps, errors_of, exact
-from tools.benchmark.heading import heading, quiet
-from tools.benchmark.rivals import FLASH, RoundedWeights, diffusers_like, like_the_reference
-from tools.benchmark.train_step import (
-    Timed,
-    add_experiments,
-    build,
-    forget,
-    inputs,
-    matmul_tflops,
-    start,
-    switched_on,
-    switches,
-    timed,
-    told,
-    train,
-)
+from tools.benchmark import denoisers
+from tools.benchmark.denoisers import Errors, Exact, Steps, Timed
+from tools.benchmark.measure import OUT_OF_MEMORY, Options, Table, attempt, matmul_tflops, quiet, synchronize
 
-COLUMNS = (
-    "setting", "way", "checkpointed", "ms/step", "samples/s", "at equal FLOPs", "of the reference", "TFLOP/s", "MFU", "peak GiB",
-    "error", "gradient error", "set-up s",
-)  # fmt: skip
-WAYS = ("reference", "ours", "float8", "diffusers", "diffusers-autocast")
-OUT_OF_MEMORY = "out of memory"
-TOY = {"hidden_size": 64, "depth": 2, "num_heads": 2, "caption_channels": 32}
-
-
-Value = TypeVar("Value")
+COLUMNS = {
+    "setting": "", "way": "", "checkpointed": "", "ms/step": ".1f", "samples/s": ".3g", "at equal FLOPs": ".3g",
+    "of the reference": ".2f", "TFLOP/s": ".3g", "MFU": ".1%", "peak GiB": "", "error": ".2g", "gradient error": ".2g",
+    "set-up s": ".1f",
+}  # fmt: skip
+WAYS = ("reference", "ours", "diffusers")
+FLASH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+"""What the reference may use of PyTorch's attention: flash, or for sizes that it does not take what xformers has."""
+IN_ORDER = {"space": "B T S D -> (B T) S D", "time": "B T S D -> (B S) T D", "all": "B T S D -> B (T S) D"}
+BACK = {"space": "(B T) S D -> B T S D", "time": "(B S) T D -> B T S D", "all": "B (T S) D -> B T S D"}
 
 
 @dataclass(frozen=True)
@@ -93,11 +78,15 @@ class Setting:
     size: dict[str, int] | None = None
 
     def shrunk(self) -> "Setting":
-        """The same for a laptop: as many frames as one or some, as many rows as an odd or an even number."""
+        """The same for a laptop: one or some frames as before, an odd or even number of rows as before."""
         T, H, _ = self.latent
         latent = (min(T, 3), 5 if H % 2 else 4, 4)
         text_len = min(self.text_len, 6)
-        return replace(self, latent=latent, batch=2, text_len=text_len, warmup=1, steps=2, size=TOY)
+        return replace(self, latent=latent, batch=2, text_len=text_len, warmup=1, steps=2, size=denoisers.TOY)
+
+    def build(self, device: torch.device) -> Any:
+        """The model."""
+        return denoisers.build(self.model, device, self.text_len, **(self.size or {}))
 
 
 SETTINGS = {
@@ -113,18 +102,8 @@ SETTINGS = {
 """51 frames of 360p or 720p are latents of 15 frames in the VAE of Open-Sora 1.2; all others are VAEs of frames."""
 
 
-@dataclass(frozen=True)
-class Trained:
-    """A model in its engine, and how it computes."""
-
-    engine: Steps
-    flops: int  # of a forward pass of one sample
-    kernels: Callable[[], AbstractContextManager[None]] = nullcontext  # what surrounds all of its work
-
-
-@dataclass(frozen=True)
-class Result:
-    """One line of the table."""
+class Result(NamedTuple):
+    """What came of a way to train."""
 
     timed: Timed
     flops: int  # of a forward pass of one sample
@@ -132,185 +111,135 @@ class Result:
     setup_s: float
 
 
-@exit_on_user_error
-def main() -> None:
-    """The command line."""
-    args = parse_args()
-    began = time.perf_counter()
-    device = torch.device(args.device)
-    peak = args.peak_tflops or matmul_tflops(device, torch.bfloat16)
-    known = "given" if args.peak_tflops else "measured"
-    memory = f", at most {args.memory_gib:g} GiB" if args.memory_gib else ""
-    print(
-        f"{heading(device, 'tools.benchmark.goals')}, bf16{''.join(f', {name}' for name in told(args))}{memory}; MFU of {peak:.4g} TFLOP/s ({known})\n"
+def goals(argv: Sequence[str]) -> None:
+    """Time training steps on the same work in one process: the reference's settings, ours, diffusers' models.
+
+    A setting is a model, a size of latents and a batch. The ways to train it, all in bf16 and with fp32 master weights:
+
+    - `reference`: the reference's shipped settings, re-created with our model: what that means, and the time by which to judge it,
+      is at the head of tools/benchmark/goals.py;
+    - `ours`: blocks compiled, the `ddp` engine in one process, and the least activation checkpointing that fits: the values of
+      `grad_checkpoint` in --checkpoint are tried in order (by default those of the setting, without what is sure not to fit into
+      80 GB);
+    - `diffusers`: diffusers' nearest model, its blocks compiled, weights in bf16; its own gradient checkpointing where needed.
+
+    "At equal FLOPs" is samples/s times the FLOPs of the way's own model over those of ours: only diffusers' models differ. "Of the
+    reference" compares these rates. TFLOP/s count the matrix products of a forward pass three times; recomputation is no useful
+    work. MFU is their share of --peak-tflops, or of a large bf16 product measured first. The errors are |found - fp32| / |fp32| of
+    the prediction for the first sample and of the gradients of all weights, against eager fp32 without our kernels. Set-up is
+    everything before the clock: building, compiling, warming up. For "retries" see `train_step --help`.
+    """
+    options = Options("goals", goals.__doc__, argv)
+    options.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=tuple(SETTINGS))
+    options.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
+    options.add_argument(
+        "--checkpoint", nargs="+", type=level_of, metavar="LEVEL", help="values of grad_checkpoint to try"
     )
-    print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}", flush=True)
+    options.add_argument("--batch", type=int, help="in place of the settings' own")
+    denoisers.add_switches(options)
+    options.add_argument("--peak-tflops", type=float, help="of the device in bf16; measured when left out")
+    options.add_argument("--memory-gib", type=float, help="as if the card had no more: 79 for one of 80 GB")
+    args = options.parse()
+    denoisers.switch_on(args.inductor)
+    began, device = time.perf_counter(), options.device
+    if args.memory_gib and device.type == "cuda":
+        whole = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, args.memory_gib * 2**30 / whole))
+    peak = args.peak_tflops or matmul_tflops(device, torch.bfloat16)
+    options.heading("bf16", f"MFU of {peak:.4g} TFLOP/s")
+    table = Table(COLUMNS)
     with quiet():
         for name in args.settings:
             setting = SETTINGS[name].shrunk() if args.toy else SETTINGS[name]
-            measure_setting(args, name, replace(setting, batch=args.batch or setting.batch), peak)
+            measure_setting(args, table, name, replace(setting, batch=args.batch or setting.batch), device, peak)
     print(f"\n{time.perf_counter() - began:.0f} s in all")
 
 
-def parse_args() -> argparse.Namespace:
-    """Options, with defaults that suit the device."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
-    parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=tuple(SETTINGS))
-    parser.add_argument("--ways", nargs="+", default=list(WAYS[:4]), choices=WAYS)
-    parser.add_argument(
-        "--checkpoint",
-        nargs="+",
-        type=level_of,
-        metavar="LEVEL",
-        help="values of grad_checkpoint for our ways, in order",
-    )
-    parser.add_argument("--batch", type=int, help="in place of the settings' own")
-    add_experiments(parser)
-    parser.add_argument("--float8-recipe", default="rowwise", help="see opensora/acceleration/float8.py")
-    parser.add_argument("--peak-tflops", type=float, help="of the device in bf16; measured when left out")
-    parser.add_argument("--memory-gib", type=float, help="as if the card had no more: 79 for one of 80 GB")
-    parser.add_argument("--toy", action="store_true", help="tiny models and latents; always so on a CPU")
-    args = switched_on(parser)
-    args.toy = args.toy or args.device == "cpu"
-    if args.memory_gib and args.device == "cuda":
-        whole = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, args.memory_gib * 2**30 / whole))
-    return args
+def measure_setting(
+    args: argparse.Namespace, table: Table, name: str, setting: Setting, device: torch.device, peak: float
+) -> None:
+    """Print the rows of one setting."""
 
+    def exactly() -> tuple[Exact, int]:
+        """Ours for the first sample, eager in fp32 without our kernels, and the FLOPs of its forward pass."""
+        model = setting.build(device)
+        like_the_reference(model)
+        batch = denoisers.inputs(model, setting.batch, setting.latent, device)
+        return denoisers.exact(model, batch), model.flops(setting.latent, batch.cond["y"].shape[2])
 
-def measure_setting(args: argparse.Namespace, name: str, setting: Setting, peak: float) -> None:
-    """Print the lines of one setting."""
-    device = torch.device(args.device)
-    found = attempt(lambda: exactly(setting, device), device)
-    if isinstance(found, str):
-        print(line(name, "fp32", "-", found), flush=True)
+    right = attempt(exactly, Exception)
+    if isinstance(right, str):
+        table.row(name, "fp32", "-", right)
         return
-    right, flops = found
     rate_of_reference = None
-    levels: Sequence[str] = tuple(args.checkpoint or setting.levels)
-    first: str | None = None  # of the levels that fit
     for way in args.ways:
-        if way == "float8" and isinstance(reason := attempt(partial(check, args.float8_recipe, device), device), str):
-            print(line(name, way, "-", reason), flush=True)
-            continue
-        level, result = first_that_fits(args, name, setting, way, levels_of(way, levels, first), right)
-        if result is None:
-            continue
-        rate = setting.batch / result.timed.seconds * result.flops / flops
-        rate_of_reference = rate if way == "reference" else rate_of_reference
-        times = "-" if rate_of_reference is None else f"{rate / rate_of_reference:.2f}"
-        print(line(name, way, level, *cells(setting, result, rate, times, peak)), flush=True)
-        first = level if way == "ours" else first
-
-
-def first_that_fits(
-    args: argparse.Namespace, name: str, setting: Setting, way: str, levels: Sequence[str], right: Exact
-) -> tuple[str, Result | None]:
-    """The first value of `grad_checkpoint` that works, and what it gives; each that does not is a line of the table."""
-    failure = ""
-    for level in levels:
-        found = attempt(partial(measure, args, setting, way, level, right), torch.device(args.device))
-        if isinstance(found, Result):
-            return level, found
-        print(line(name, way, level, found), flush=True)
-        if found == failure != OUT_OF_MEMORY:  # it fails in another way, and always
+        failure = ""
+        for level in levels_of(way, tuple(args.checkpoint or setting.levels)):
+            found = attempt(
+                partial(measure, setting, way, level, right[0], device, cuda_graphs=args.cuda_graphs), Exception
+            )
+            if isinstance(found, str):
+                table.row(name, way, level, found)
+                if found == failure != OUT_OF_MEMORY:  # no level of checkpointing mends this
+                    break
+                failure = found
+                continue
+            step_s = found.timed.seconds
+            rate = setting.batch / step_s * found.flops / right[1]
+            rate_of_reference = rate if way == "reference" else rate_of_reference
+            times = rate / rate_of_reference if rate_of_reference else None
+            tflops = 3 * setting.batch * found.flops / step_s / 1e12
+            speed = (step_s * 1e3, setting.batch / step_s, rate, times, tflops, tflops / peak)
+            table.row(name, way, level, *speed, found.timed.memory, *found.errors, found.setup_s)
             break
-        failure = found
-    return levels[-1], None
 
 
-def levels_of(way: str, levels: Sequence[str], first: str | None) -> Sequence[str]:
-    """The values of `grad_checkpoint` to try for a way: `levels` are those for ours, of which `first` is known to fit."""
+def levels_of(way: str, levels: Sequence[str]) -> Sequence[str]:
+    """The values of `grad_checkpoint` to try for a way, of which `levels` are those for ours."""
     if way == "reference":
         return ("block",)
-    if way.startswith("diffusers"):  # it has all or nothing
+    if way == "diffusers":  # it has all or nothing
         return ("none", "block") if levels[0] == "none" else ("block",)
-    return levels if first is None else levels[levels.index(first) :]
+    return levels
 
 
-def line(name: str, way: str, level: str, *cells: str) -> str:
-    """A line of the table, filled up."""
-    return f"| {' | '.join([name, way, str(level), *cells, *['-'] * (len(COLUMNS) - 3 - len(cells))])} |"
-
-
-def cells(setting: Setting, found: Result, rate: float, times: str, peak: float) -> list[str]:
-    """The figures of a line."""
-    seconds, tflops = found.timed.seconds, 3 * setting.batch * found.flops / found.timed.seconds / 1e12
-    return [
-        f"{seconds * 1e3:.1f}",
-        f"{setting.batch / seconds:.3g}",
-        f"{rate:.3g}",
-        times,
-        f"{tflops:.3g}",
-        f"{tflops / peak:.1%}",
-        found.timed.memory,
-        *found.errors.cells(),
-        f"{found.setup_s:.1f}",
-    ]
-
-
-def exactly(setting: Setting, device: torch.device) -> tuple[Exact, int]:
-    """Ours for the first sample, eager in fp32 without our kernels, and the FLOPs of the forward pass of one sample."""
-    model = build(setting.model, device, setting.text_len, **(setting.size or {}))
-    like_the_reference(model)
-    z, t, cond = inputs(model, setting.batch, setting.latent, device)
-    return exact(model, z, t, cond), model.flops(setting.latent, cond["y"].shape[2])
-
-
-def attempt(call: Callable[[], Value], device: torch.device) -> Value | str:
-    """What `call` gives, or why it gives nothing; in the end all is as before."""
-    try:
-        return call()
-    except UserError as error:
-        return str(error)
-    except Exception as error:  # noqa: BLE001  (whatever a library raises must not end the other lines)
-        if isinstance(error, torch.OutOfMemoryError) or "ALLOC_FAILED" in str(
-            error
-        ):  # the latter is cuBLAS' word for it
-            return OUT_OF_MEMORY
-        traceback.print_exc()
-        first = str(error).strip().partition("\n")[0]
-        return f"{type(error).__name__}: {first[:100]}"
-    finally:
-        forget(device)
-
-
-def measure(args: argparse.Namespace, setting: Setting, way: str, level: str, right: Exact) -> Result:
+def measure(
+    setting: Setting, way: str, level: str, right: Exact, device: torch.device, *, cuda_graphs: bool = False
+) -> Result:
     """Build, compile, compare, train."""
-    device = torch.device(args.device)
     began = time.perf_counter()
-    model = build(setting.model, device, setting.text_len, **(setting.size or {}))
-    z, t, cond = inputs(model, setting.batch, setting.latent, device)
-    if way.startswith("diffusers"):
-        trained = with_diffusers(model, setting, device, level, autocast=way == "diffusers-autocast")
-    elif way == "reference":
-        trained = as_the_reference(model, setting, level)
-        del cond["mask"]  # all tokens are real
-    else:
-        if way == "float8":
-            to_float8(model, args.float8_recipe)
-        trained = Trained(
-            start(model, device, "bf16", "compiled", level, **switches(args)),
-            model.flops(setting.latent, cond["y"].shape[2]),
+    model = setting.build(device)
+    batch = denoisers.inputs(model, setting.batch, setting.latent, device)
+    flops = model.flops(setting.latent, batch.cond["y"].shape[2])
+    engine: Steps
+    around: Callable[[], AbstractContextManager[None]] = nullcontext
+    if way == "ours":
+        engine = denoisers.start(
+            model, World(0, 1, device), dtype="bf16", compiled=True, checkpoint=level, cuda_graphs=cuda_graphs
         )
+    elif way == "reference":
+        like_the_reference(model)
+        checkpoint_activations(model.transformer_blocks(), level)
+        engine, around = RoundedWeights(model, autocast=True), plain_kernels
+        del batch.cond["mask"]  # all tokens are real
+    else:
+        with device:
+            theirs, flops = diffusers_like(model, setting.latent)
+        for block in theirs.train().transformer_blocks():
+            block.compile(dynamic=False)  # of two shapes and the same code: the second would become dynamic, and slower
+        if level == "block":
+            theirs.theirs.enable_gradient_checkpointing()
+        engine = RoundedWeights(theirs, autocast=False)
     del model
     gc.collect()
-    with trained.kernels():
-        other = way.startswith("diffusers")
-        errors = Errors(None, None) if other else errors_of(trained.engine, z, t, cond, right)
-        train(trained.engine, z, cond, range(setting.warmup))
+    with around():
+        errors = Errors(None, None) if way == "diffusers" else denoisers.errors_of(engine, batch, right)
+        step = denoisers.training_step(engine, batch.z, batch.cond)
+        for _ in range(setting.warmup):
+            step()
+        synchronize(device)
         setup_s = time.perf_counter() - began
-        found = timed(trained.engine, z, cond, 0, setting.steps)
-    return Result(found, trained.flops, errors, setup_s)
-
-
-def as_the_reference(model: Any, setting: Setting, level: str) -> Trained:
-    """The reference's settings, see `tools.benchmark.rivals`."""
-    flops = model.flops(setting.latent, setting.text_len)
-    like_the_reference(model)
-    checkpoint_activations(model.transformer_blocks(), level)
-    return Trained(RoundedWeights(model, autocast=True), flops, plain_kernels)
+        return Result(denoisers.timed(step, device, 0, setting.steps), flops, errors, setup_s)
 
 
 @contextmanager
@@ -320,40 +249,145 @@ def plain_kernels() -> Iterator[None]:
         yield
 
 
-def with_diffusers(model: Any, setting: Setting, device: torch.device, level: str, *, autocast: bool) -> Trained:
-    """Diffusers' model in place of ours, compiled block by block; `autocast` keeps its weights in fp32."""
-    with device:
-        theirs, flops = diffusers_like(model, setting.latent)
-    theirs.train()
-    for (
-        block
-    ) in theirs.transformer_blocks():  # of two shapes and the same code: the second would become dynamic, and slower
-        block.compile(dynamic=False)
-    if level == "block":
-        theirs.theirs.enable_gradient_checkpointing()
-    if not autocast:
-        return Trained(RoundedWeights(theirs, autocast=False), flops)
-    optimizer = torch.optim.AdamW(theirs.parameters(), lr=1e-5, fused=device.type == "cuda")
-    return Trained(build_engine("ddp", theirs, optimizer, World(0, 1, device), dtype="bf16", grad_clip=1.0), flops)
+class RoundedWeights:
+    """Trains weights in bf16 with fp32 masters, in one process, as `Steps`.
 
-
-def check(recipe: str, device: torch.device) -> None:
-    """Say early that float8 is impossible here.
-
-    Raises:
-        UserError: so it is.
+    Args:
+        model: on its device, in fp32; its weights and buffers become bf16.
+        autocast: compute under bf16 autocast, for models that keep some parameters in fp32.
+        grad_clip: largest global gradient norm.
     """
-    from opensora.acceleration.float8 import check_float8
 
-    check_float8(recipe, device)
+    def __init__(self, model: nn.Module, *, autocast: bool, grad_clip: float = 1.0) -> None:
+        trained = [weight for weight in model.parameters() if weight.requires_grad]
+        self.masters = [nn.Parameter(weight.detach().clone()) for weight in trained]
+        self.model = model.to(torch.bfloat16)
+        self.weights = [weight for weight in model.parameters() if weight.requires_grad]
+        self.device = self.weights[0].device
+        self.autocast, self.grad_clip = autocast, grad_clip
+        self.optimizer = torch.optim.AdamW(self.masters, lr=1e-5, fused=self.device.type == "cuda")
+
+    @contextmanager
+    def micro_step(self, *, last: bool) -> Iterator[None]:
+        """See `Engine.micro_step`."""
+        with torch.autocast(self.device.type, torch.bfloat16) if self.autocast else nullcontext():
+            yield
+
+    def backward(self, loss: Tensor) -> None:
+        """See `Engine.backward`."""
+        loss.backward()
+
+    @torch.no_grad()
+    def step(self) -> Tensor:
+        """See `Engine.step`."""
+        for master, weight in zip(self.masters, self.weights, strict=True):
+            master.grad = None if weight.grad is None else weight.grad.float()
+            weight.grad = None
+        gradients = [master.grad for master in self.masters if master.grad is not None]
+        norm = global_norm(gradients, self.device)
+        take_step(self.optimizer, gradients, clip_factor(norm, self.grad_clip), torch.isfinite(norm))
+        torch._foreach_copy_(list[Tensor](self.weights), list[Tensor](self.masters))
+        self.optimizer.zero_grad()
+        return norm
 
 
-def to_float8(model: nn.Module, recipe: str) -> None:
-    """Let the blocks' linear layers compute in float8."""
-    from opensora.acceleration.float8 import convert_linears
+def like_the_reference(model: nn.Module) -> None:
+    """Plain operations and PyTorch's attention in place of our kernels, in the order in which the reference computes."""
+    for module in model.modules():
+        if isinstance(module, Attention | CrossAttention):
+            module.kernel = "sdpa"
+        if isinstance(module, Attention):
+            module.forward = partial(_attention, module)  # type: ignore[method-assign]
+        elif isinstance(module, TanhMlp):
+            module.forward = partial(Mlp.forward, module)  # type: ignore[method-assign]
 
-    convert_linears(model, recipe)
+
+def _attention(attn: Attention, x: Tensor, rope: Tensor | None = None, grid: tuple[int, int] | None = None) -> Tensor:
+    """`Attention.forward` on tokens that are brought into its order first: `x [B, T, S, D]` -> the same."""
+    B, T, _, _ = x.shape
+    qkv = attn.qkv(rearrange(x, IN_ORDER[attn.axis]))
+    q, k, v = rearrange(qkv, "M N (k H d) -> k M H N d", k=3, H=attn.num_heads)
+    out = rearrange(attn.attend(q, k, v, rope), "M H N d -> M N (H d)")
+    return rearrange(attn.proj(out), BACK[attn.axis], B=B, T=T)
 
 
-if __name__ == "__main__":
-    main()
+class DiffusersModel(nn.Module):
+    """A model of diffusers with the signature of ours.
+
+    Args:
+        theirs: a `LatteTransformer3DModel` or a `DiTTransformer2DModel`.
+    """
+
+    def __init__(self, theirs: Any) -> None:
+        super().__init__()
+        self.theirs = theirs
+        self.takes_images = type(theirs).__name__ == "DiTTransformer2DModel"
+
+    def forward(self, x: Tensor, timestep: Tensor, y: Tensor, **_: Tensor) -> Tensor:
+        """`x [B, C, T, H, W]`, `timestep [B]`, `y [B, 1, L, C_text]` -> `[B, 2 C, T, H, W]` fp32."""
+        weights = self.theirs.proj_out_2 if self.takes_images else self.theirs.proj_out
+        H, W = x.shape[-2:]
+        latent = F.pad(x, (0, W % 2, 0, H % 2)).to(weights.weight.dtype)  # ours counts a part of a patch too
+        if self.takes_images:
+            classes = torch.zeros(len(x), dtype=torch.long, device=x.device)
+            out = self.theirs(latent[:, :, 0], timestep, classes).sample[:, :, None]
+        else:
+            out = self.theirs(latent, timestep, y[:, 0].to(latent.dtype)).sample
+        return out[..., :H, :W].float()
+
+    def transformer_blocks(self) -> list[nn.Module]:
+        """All that is worth compiling."""
+        return [*self.theirs.transformer_blocks, *getattr(self.theirs, "temporal_transformer_blocks", [])]
+
+
+def diffusers_like(model: Any, latent: Sequence[int]) -> tuple[DiffusersModel, int]:
+    """Diffusers' nearest model on the device that is set, and the FLOPs of its forward pass of one sample.
+
+    Args:
+        model: ours, a DiT or an STDiT, for width, heads and FLOPs.
+        latent: frames, rows and columns.
+    """
+    y = model.null_condition(1)
+    wanted = model.flops(tuple(latent), y.shape[2])
+    with torch.device("meta"):
+        x = torch.empty(1, model.in_channels, *latent)
+        one, two = (
+            _flops(_diffusers(model, latent, layers), x, torch.empty_like(y, device="meta")) for layers in (1, 2)
+        )
+    layers = max(1, round((wanted - one) / (two - one)) + 1)
+    return DiffusersModel(_diffusers(model, latent, layers)), one + (layers - 1) * (two - one)
+
+
+def _diffusers(model: Any, latent: Sequence[int], layers: int) -> Any:
+    from diffusers import DiTTransformer2DModel, LatteTransformer3DModel
+
+    heads = next(module.num_heads for module in model.modules() if isinstance(module, Attention))
+    common = {
+        "num_attention_heads": heads,
+        "attention_head_dim": model.hidden_size // heads,
+        "in_channels": model.in_channels,
+        "out_channels": model.out_channels,
+        "num_layers": layers,
+        "attention_bias": True,
+        "sample_size": latent[1] + latent[1] % 2,
+        "patch_size": model.patch_size[1],
+        "activation_fn": "gelu-approximate",
+        "norm_elementwise_affine": False,
+    }
+    if latent[0] == 1:
+        return DiTTransformer2DModel(**common)
+    return LatteTransformer3DModel(
+        **common,
+        cross_attention_dim=model.hidden_size,
+        norm_type="ada_norm_single",
+        norm_eps=1e-6,
+        caption_channels=model.caption_channels,
+        video_length=latent[0],
+    )
+
+
+def _flops(theirs: Any, x: Tensor, y: Tensor) -> int:
+    """Of the forward pass, counted on tensors without content."""
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        DiffusersModel(theirs)(x, torch.empty(len(x), device=x.device), y)
+    return counter.get_total_flops()

@@ -87,7 +87,7 @@ def choose(sampler: Any, count: int) -> Sequence[SampleKey | BucketKey]:
 
 def of_the_epoch(summary: Summary) -> list[str]:
     """What an epoch leaves out."""
-    lost = [f"{count} rows are left out: {reason}. {remedy}" for reason, (count, remedy) in summary.left.items()]
+    lost = [f"{count} rows are left out: {reason}. {remedy}" for reason, (count, remedy) in summary.left_out.items()]
     if summary.dropped:
         lost.append(f"{summary.dropped} samples fill no batch and are dropped; bucket_tail='keep' would keep them.")
     return [line for line in lost if "not drawn" not in line]  # chance is what the config asks for
@@ -150,8 +150,8 @@ def throughput(readings: Sequence[Reading]) -> str:
 
 def _first_batches(sampler: Any, count: int) -> list[list[SampleKey]]:
     batches = []
-    for keys in sampler:
-        batches.append(keys)
+    for batch in sampler:
+        batches.append(list(batch.keys))
         if sum(map(len, batches)) >= count or len(batches) >= sampler.batches_in(0):
             return batches
     return batches

@@ -12,11 +12,9 @@ import numpy as np
 from av.video.frame import VideoFrame
 
 from opensora.datasets.video.color import displayed_size, reformat, to_rgb
-from opensora.datasets.video.decoding import DEFAULT
-from opensora.datasets.video.deinterlace import deinterlaced
-from opensora.datasets.video.files import BadFile, identity
-from opensora.datasets.video.pyav_clip import decoded
-from opensora.datasets.video.timeline import Opened, Timeline, open_timeline, open_video
+from opensora.datasets.video.files import DEFAULT, BadFile, file_stat_key
+from opensora.datasets.video.pyav_clip import decoded, deinterlaced
+from opensora.datasets.video.timeline import Opened, Timeline, open_timeline, open_video, pixel_aspect
 
 
 class Timed(NamedTuple):
@@ -36,7 +34,7 @@ class Footage:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with open_timeline(identity(path)) as (timeline, _):
+        with open_timeline(file_stat_key(path)) as (timeline, _):
             self.timeline: Timeline = timeline
         self.fps, self.num_frames = timeline.fps, timeline.num_frames
         self.pixel_aspect = 1.0
@@ -54,7 +52,7 @@ class Footage:
         """
         times = self.times()
         with open_video(str(self.path)) as opened:
-            self.pixel_aspect = float(opened[1].sample_aspect_ratio or 1)
+            self.pixel_aspect = pixel_aspect(opened[1])
             for index, frame in enumerate(self._progressive(opened)):
                 if index >= self.num_frames:
                     return  # a frame that the packets do not announce has no time

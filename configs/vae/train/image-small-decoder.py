@@ -1,7 +1,7 @@
 """Sharpen the decoder of the small picture VAE (assets/models/vae-quickstart) with LPIPS; its latents stay what they are.
 
-    python -m tools.datasets.fetch_sources --out data/sources
-    python -m tools.datasets.collect_clips --out data/vae @tools/datasets/clips.txt
+    python -m assets.build.fetch_sources --out data/sources
+    python -m assets.build.collect_clips --out data/vae @assets/build/clips.txt
     python scripts/train_vae.py configs/vae/train/image-small-decoder.py
     python -m tools.eval_vae --vae outputs/vae/image-small-decoder/vae --data-path data/vae/held_out.csv --num-frames 1
 

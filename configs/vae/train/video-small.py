@@ -1,8 +1,8 @@
 """Train the small video VAE of assets/models/vae-video-small: 4x8x8, 16 channels, causal in time.
 
-    python -m tools.datasets.fetch_sources --out data/sources
-    python -m tools.datasets.collect_clips --out data/vae @tools/datasets/clips.txt
-    python -m tools.start_vae configs/vae/train/video-small.py --out outputs/vae-start --clips 48
+    python -m assets.build.fetch_sources --out data/sources
+    python -m assets.build.collect_clips --out data/vae @assets/build/clips.txt
+    python -m assets.build.start_vae configs/vae/train/video-small.py --out outputs/vae-start --clips 48
     python scripts/train_vae.py configs/vae/train/video-small.py --vae.from_pretrained outputs/vae-start --vae.architecture None
     python -m tools.eval_vae --vae outputs/vae/video-small/vae --data-path assets/clips/held_out.csv
 

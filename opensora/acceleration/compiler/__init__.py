@@ -9,13 +9,12 @@ nexfort itself is closed; its mode words are mapped to settings of inductor, see
 place: their class, their names in a state dict and their attributes stay as they are.
 """
 
-from opensora.acceleration.compiler.adapters import Adapters
-from opensora.acceleration.compiler.artifacts import cache_counters, load_compiled, save_compiled
-from opensora.acceleration.compiler.entry import compile
-from opensora.acceleration.compiler.modes import COMBINATIONS, MODES
-from opensora.acceleration.compiler.pipes import compile_pipe
-from opensora.acceleration.compiler.qkv import unfuse_qkv_projections
-from opensora.acceleration.compiler.quantise import layer_errors, worst
+from opensora.acceleration.compile.adapters import Adapters
+from opensora.acceleration.compile.module import compile
+from opensora.acceleration.compile.options import COMBINATIONS, MODES, parse_options
+from opensora.acceleration.compile.pipes import compile_pipe, unfuse_qkv_projections
+from opensora.acceleration.compile.quantise import layer_errors, worst
+from opensora.acceleration.compile.saved import cache_counters, load_compiled, save_compiled
 
 __all__ = [
     "COMBINATIONS",
@@ -26,6 +25,7 @@ __all__ = [
     "compile_pipe",
     "layer_errors",
     "load_compiled",
+    "parse_options",
     "save_compiled",
     "unfuse_qkv_projections",
     "worst",

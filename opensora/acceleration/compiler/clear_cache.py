@@ -8,31 +8,25 @@ dynamo make there is deleted; anything else is left alone and named. Running pro
 
 import argparse
 import re
-import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from opensora.utils.errors import UserError, exit_on_user_error
 
 HASH = r"[a-z2-7]{40,}"  # inductor's names: a letter, and SHA-256 in base 32
-TEMPORARY = r"\.\d+\.\d+\.tmp"  # a file that is being written, or was when the process ended
-HALF = rf"\.{HASH}\S*"  # and so of our own `libraries`
-# What PyTorch 2.6 to 2.14 makes: path in the folder, each part a pattern -> all that is below it is the cache's. The names of
-# folders alone do not tell, for people have folders called "cache" and "triton" as well; what is in them does.
-MADE: tuple[tuple[str, ...], ...] = (
-    (r"[a-z2-7]{2}", rf"{HASH}(\..+)?|{TEMPORARY}|{HALF}"),  # programs, kernels, libraries, measured settings
-    (
-        r"fxgraph|aotautograd|aoti_eager|autoheuristic|unhashed_kernel_inputs|precompiled_headers|torch_cutlass(_library)?",
-    ),
-    (r"locks", rf"({HASH}|[0-9a-f]{{40,}})\.lock"),
-    (r"triton", r"\d+", r"[A-Z2-7]{40,}|[0-9a-f]{40,}|tmp\.\S+"),
-    (r"cache", r"[0-9a-f]{40,}"),  # times of kernels, in a file for each kind of GPU
-    (r"dynamo", r"code_state_.+"),
-    (r"py3\d+_(cpu|cu\d+)",),
-    (r"halide-runtime-\S+",),
-    (r"memoizer_cache\.(json|lock)",),
+# Files that PyTorch 2.6 to 2.14 makes, by their paths in the folder. The names of folders alone do not tell, for people have folders
+# called "cache" and "triton" as well; what is in them does.
+MADE = re.compile(
+    rf"[a-z2-7]{{2}}/\.?({HASH}|\d+\.\d+\.tmp).*"  # programs, kernels, libraries, measured settings
+    r"|(fxgraph|aotautograd|aoti_eager|autoheuristic|unhashed_kernel_inputs|precompiled_headers|torch_cutlass(_library)?)/.+"
+    rf"|locks/({HASH}|[0-9a-f]{{40,}})\.lock"
+    r"|triton/\d+/([A-Z2-7]{40,}|[0-9a-f]{40,}|tmp\.[^/]+)/.+"
+    r"|cache/[0-9a-f]{40,}.*"  # times of kernels, in a file for each kind of GPU
+    r"|dynamo/code_state_.+"
+    r"|(py3\d+_(cpu|cu\d+)|halide-runtime-[^/]+)/.+"
+    r"|memoizer_cache\.(json|lock)"
 )
 
 
@@ -50,73 +44,36 @@ class Cleared(NamedTuple):
     left: list[Path]
 
 
-def cache_folder() -> Path:
-    """Where inductor keeps what it compiled."""
-    from torch._inductor.runtime.runtime_utils import cache_dir
-
-    return Path(cache_dir()).resolve()
-
-
 def clear_cache(*, dry_run: bool = False) -> Cleared:
     """Delete what PyTorch made in the folder, unless `dry_run`, and the folder itself if nothing else is in it.
 
     Raises:
         UserError: the folder is one that holds more than a cache: the home or the working folder, or one above.
     """
-    folder = cache_folder()
+    from torch._inductor.runtime.runtime_utils import cache_dir
+
+    folder = Path(cache_dir()).resolve()
     for holds_more in (Path.home().resolve(), Path.cwd().resolve()):
         if folder == holds_more or folder in holds_more.parents:
             raise UserError(
                 f"TORCHINDUCTOR_CACHE_DIR={folder} is no folder of its own; nothing is deleted. Name one for the cache alone."
             )
-    made, left = _sorted_out(folder, MADE) if folder.is_dir() else ([], [])
-    size = sum(file.lstat().st_size for path in made for file in _files(path))
-    if not dry_run:
-        for path in made:
-            _delete(path)
-        _delete_empty(folder, {path.parent for path in made})
-    return Cleared(folder, size, left)
-
-
-def _sorted_out(folder: Path, patterns: Sequence[tuple[str, ...]]) -> tuple[list[Path], list[Path]]:
-    """Paths that are the cache's, and those that are not."""
-    made: list[Path] = []
-    left: list[Path] = []
-    for path in sorted(folder.iterdir()):
-        rests = [pattern[1:] for pattern in patterns if re.fullmatch(pattern[0], path.name)]
-        if () in rests:
-            made.append(path)
-        elif rests and path.is_dir() and not path.is_symlink():
-            inside_made, inside_left = _sorted_out(path, rests)
-            made += inside_made
-            # one name for a folder of which nothing is the cache's
-            left += inside_left if inside_made or not inside_left else [path]
-        else:
-            left.append(path)
-    return made, left
-
-
-def _files(path: Path) -> Iterator[Path]:
-    if path.is_symlink() or path.is_file():
-        yield path
-    else:
-        yield from (file for file in path.rglob("*") if file.is_symlink() or file.is_file())
-
-
-def _delete(path: Path) -> None:
-    """Another process may have deleted it meanwhile."""
-    if path.is_symlink() or not path.is_dir():
-        path.unlink(missing_ok=True)
-    else:
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def _delete_empty(folder: Path, inside: set[Path]) -> None:
-    """The folders that what was deleted was in, up to the cache's own; empty ones only."""
-    chain = {folder} | {above for path in inside for above in (path, *path.parents) if folder in above.parents}
-    for path in sorted(chain, key=lambda path: len(path.parts), reverse=True):
-        if path.is_dir() and not any(path.iterdir()):
+    paths = sorted(folder.rglob("*"), reverse=True)  # what is in a folder comes before it
+    files = [path for path in paths if path.is_symlink() or not path.is_dir()]
+    made = {path for path in files if MADE.fullmatch(path.relative_to(folder).as_posix())}
+    size = sum(path.lstat().st_size for path in made)
+    above_made = {above for path in made for above in path.parents}
+    left = set()
+    for path in set(files) - made:  # a folder of which nothing is the cache's has one name
+        while path.parent != folder and path.parent not in above_made:
+            path = path.parent
+        left.add(path)
+    for path in made if not dry_run else ():
+        path.unlink(missing_ok=True)  # another process may have deleted it meanwhile
+    for path in (*paths, folder) if not dry_run else ():
+        if path in above_made and path.is_dir() and not any(path.iterdir()):
             path.rmdir()
+    return Cleared(folder, size, sorted(left))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -47,7 +47,7 @@ class MastersEngine:
         return self.dtype == torch.float16
 
     def autocast(self, *, keep_casts: bool = True) -> torch.autocast:
-        """The number format of a forward pass; `keep_casts` keeps a weight's cast until the pass has ended."""
+        """The dtype of a forward pass; `keep_casts` keeps a weight's cast until the pass has ended."""
         enabled = self.dtype != torch.float32
         return torch.autocast(self.device.type, self.dtype, enabled=enabled, cache_enabled=keep_casts)
 

@@ -1,28 +1,25 @@
 """`ddp`: every process holds the whole model, in fp32; gradients are averaged after the last micro-batch of a step.
 
-With `hybrid_zero` the processes of a node share out the optimizer's state: each takes the step for some of the weights
+With `hybrid_zero` the processes of a node shard the optimizer's state: each takes the step for some of the weights
 and gives the others the result. Gradients still go over all processes, while weights travel inside a node only.
 
 With `cuda_graphs` no hook of PyTorch's DistributedDataParallel sees a gradient, since autograd does not run: all are averaged in
-one go before the optimizer's step, not while the backward pass goes on.
+one go before the optimizer's step, not during the backward pass.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from opensora.acceleration.cuda_graphs import record_training
+from opensora.acceleration.compile.cuda_graphs import capture_training
 from opensora.acceleration.distributed import World
 from opensora.acceleration.engines.base import MastersEngine
-from opensora.acceleration.engines.cast_once import CastOnce
 from opensora.acceleration.engines.masters import Masters
-from opensora.acceleration.engines.partition import Partition, node_size
+from opensora.acceleration.engines.partition import Partition, gather_from_owners, node_size
 from opensora.registry import PLUGINS
-from opensora.utils.errors import UserError
 
 
 @PLUGINS.register_module(name="ddp")
@@ -35,15 +32,11 @@ class DDPEngine(MastersEngine):
         world: this process and the others.
         dtype: of the forward pass.
         grad_clip: largest global gradient norm; 0 = no clipping.
-        hybrid_zero: share out the optimizer's state over `shard_size` processes.
+        hybrid_zero: shard the optimizer's state over `shard_size` processes.
         shard_size: None = the processes of a node.
         optimizer_offload: take the step on the CPU, see `Masters`.
-        cast_once: round the blocks' weights in one pass, see `cast_once.py`.
-        cuda_graphs: record the passes of each size and replay them, see `acceleration/cuda_graphs.py`. A CPU has no graphs, and
+        cuda_graphs: capture the passes of each size and replay them, see `compile/cuda_graphs.py`. A CPU has no graphs, and
             takes the same path without.
-
-    Raises:
-        UserError: `cuda_graphs` with `cast_once`.
     """
 
     def __init__(  # noqa: PLR0913  (keywords of build_engine)
@@ -57,11 +50,8 @@ class DDPEngine(MastersEngine):
         hybrid_zero: bool = False,
         shard_size: int | None = None,
         optimizer_offload: bool = False,
-        cast_once: bool = False,
         cuda_graphs: bool = False,
     ) -> None:
-        if cuda_graphs and cast_once:
-            raise UserError("cuda_graphs=True does not work with cast_once=True: leave one of them out.")
         weights = dict(model.named_parameters())
         self.partition: Partition | None = None
         if hybrid_zero and world.size > 1:
@@ -69,11 +59,10 @@ class DDPEngine(MastersEngine):
         mine = None if self.partition is None else self.partition.mine
         masters = Masters(optimizer, weights, weights, mine=mine, offload=optimizer_offload)
         super().__init__(model, masters, world.device, dtype, grad_clip)
-        self.casts = CastOnce(model, self.dtype) if cast_once and self.dtype != torch.float32 else None
         self.model: nn.Module = model
         self.average: Callable[[], None] | None = None
         if cuda_graphs:
-            gradients = record_training(model).gradients
+            gradients = capture_training(model).gradients
             self.average = gradients.average if world.size > 1 else None
         elif world.size > 1:  # messages are gradients themselves, not copies
             self.model = DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -82,14 +71,8 @@ class DDPEngine(MastersEngine):
     def micro_step(self, *, last: bool) -> Iterator[None]:
         """See `Engine.micro_step`."""
         alone = isinstance(self.model, DistributedDataParallel) and not last
-        rounded = nullcontext() if self.casts is None else self.casts.forward_pass()
-        with self.model.no_sync() if alone else nullcontext(), self.autocast(), rounded:  # type: ignore[operator]
+        with self.model.no_sync() if alone else nullcontext(), self.autocast():  # type: ignore[operator]
             yield
-
-    def backward(self, loss: Tensor) -> None:
-        """See `Engine.backward`."""
-        with nullcontext() if self.casts is None else self.casts.backward_pass():  # checkpointing computes again
-            super().backward(loss)
 
     def step(self) -> Tensor:
         """See `Engine.step`."""
@@ -97,12 +80,13 @@ class DDPEngine(MastersEngine):
             self.average()
         norm = super().step()
         if self.partition is not None:
-            self.partition.spread(self.kept.weights)
+            self.partition.broadcast_params(self.kept.weights)
         return norm
 
     def optimizer_state(self) -> dict[str, Tensor]:
         """See `Engine.optimizer_state`; with `hybrid_zero` gathered from the node, on the CPU."""
         state = self.kept.state()
         if self.partition is not None:
-            state = self.partition.gather(state, self.device)
+            gathered = gather_from_owners(state, self.partition.group, self.device)
+            state = {name: tensor.cpu() for name, tensor in gathered}
         return state | self.loss_scale.state()

@@ -1,11 +1,11 @@
-"""`fsdp2`: weights, gradients and optimizer state are spread over processes by PyTorch's `fully_shard`.
+"""`fsdp2`: weights, gradients and optimizer state are sharded over processes by PyTorch's `fully_shard`.
 
 ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054) as in Zhao et al. 2023 (arXiv:2304.11277): each block of the model
 gathers its weights before it runs. "zero2" then keeps them until its backward pass; "zero3" drops them at once and gathers
-them again. With `shard_size` below the number of processes the state is spread over groups of neighbours, and these
+them again. With `shard_size` below the number of processes the state is sharded over groups of neighbours, and these
 are replicas of each other (HSDP).
 
-Weights travel in fp32 and autocast gives them the number format of the computation, as with `ddp`: one process, several,
+Weights travel in fp32 and autocast casts them to the dtype of the computation, as with `ddp`: one process, several,
 and `ddp` compute the same. Weights that travel in bf16 would be rounded where autocast keeps fp32, such as in the timestep's
 MLP and the modulation.
 """
@@ -102,7 +102,7 @@ def make_mesh(world: World, shard_size: int) -> DeviceMesh:
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, *, reshard_after_forward: bool) -> FSDPModule:
-    """Spread the parameters of each block, and then the rest, over the mesh."""
+    """Shard the parameters of each block, and then the rest, over the mesh."""
     # about changing the prediction in place, which no loss does
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     blocks = model.transformer_blocks() if hasattr(model, "transformer_blocks") else []  # type: ignore[operator]

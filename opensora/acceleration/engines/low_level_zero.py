@@ -1,7 +1,7 @@
 """`zero2` and `zero2-seq`: ZeRO stage 2 by ColossalAI's LowLevelZeroOptimizer (0.5.0), alone and under sequence parallelism.
 
 The model computes with trained weights in bf16 or fp16, whole in each process. fp32 masters, gradients and optimizer state
-are spread over the whole world: each weight is flattened, padded and cut into equal pieces. Gradients are averaged in
+are sharded over the whole world: each weight is flattened, padded and cut into equal chunks. Gradients are averaged in
 fp32, one micro-batch at a time.
 
 The optimizer is used without ColossalAI's booster, which would cast timesteps and sizes to bf16, and 513 to 514. What is
@@ -161,8 +161,8 @@ class LowLevelZeroEngine:
                 # a copy in any case: what is given may be mapped from a file, which would be kept
                 value, fused = state[path], self.zero.optim.defaults.get("fused")
                 own = self._part(value) if key != COUNTER and value.shape == self.weights[name].shape else value
-                place = self.device if key != COUNTER or fused else "cpu"  # AdamW counts on the CPU unless it is fused
-                self.zero.optim.state[self._masters[name]][key] = own.to(place, copy=True)
+                device = self.device if key != COUNTER or fused else "cpu"  # AdamW counts on the CPU unless it is fused
+                self.zero.optim.state[self._masters[name]][key] = own.to(device, copy=True)
         if self.scales_loss and "/scale" in state:
             scaler = self.zero.mixed_precision_mixin.grad_scaler
             scaler.scale.fill_(float(state["/scale"]))
@@ -177,12 +177,12 @@ class LowLevelZeroEngine:
             master.copy_(self._part(weights[name]))
 
     def _part(self, whole: Tensor) -> Tensor:
-        """This process's piece of a weight, flat and padded as ColossalAI cuts it."""
+        """This process's chunk of a weight, flat and padded as ColossalAI cuts it."""
         flat = pad(whole.flatten(), (0, -whole.numel() % self.size))
         return flat.chunk(self.size)[self.rank]
 
     def _flat(self, name: str, part: Tensor) -> DTensor:
-        """A weight, flat, of which each process holds its piece without the padding."""
+        """A weight, flat, of which each process holds its chunk without the padding."""
         count = self.weights[name].numel()
         own = part[: max(count - self.rank * part.numel(), 0)]
         return DTensor.from_local(own, self.mesh, [Shard(0)], shape=torch.Size([count]), stride=(1,))

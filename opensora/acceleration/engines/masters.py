@@ -18,8 +18,8 @@ from opensora.utils.errors import UserError
 COUNTER = "step"
 """The state of PyTorch's optimizers that is no part of a weight's arithmetic: `Optimizer.load_state_dict` knows it by this name too.
 
-By its shape it would be taken for a moment where the weight is a number, as a learned scale is, and counted in that weight's
-format. Of the others, those with the shape of the weight are laid out as the weight is.
+By its shape it would be taken for a moment where the weight is a scalar, as a learned scale is, and counted in that weight's
+dtype. Of the others, those with the shape of the weight are laid out as the weight is.
 """
 
 

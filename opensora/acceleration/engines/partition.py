@@ -5,7 +5,8 @@ Whole weights are shared out, the largest first, each to the process with the le
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -57,37 +58,36 @@ class Partition:
 
     def __init__(self, weights: Mapping[str, Tensor], world: World, shard_size: int) -> None:
         check_shard_size(shard_size, world.size)
-        self.first = world.rank // shard_size * shard_size
         self.group = neighbours(world.rank, world.size, shard_size, world.timeout)
         self.shard_size = shard_size
         trained = {name: weight.numel() for name, weight in weights.items() if weight.requires_grad}
         self.owner = share_out(trained, shard_size)
-        self.me = world.rank - self.first
-        self.mine = {name for name, owner in self.owner.items() if owner == self.me}
+        self.mine = {name for name, owner in self.owner.items() if owner == world.rank % shard_size}
 
     @torch.no_grad()
-    def spread(self, weights: Mapping[str, Tensor]) -> None:
-        """Each owner gives its weights to the group, in messages of up to `MESSAGE_BYTES`: a model has hundreds of small ones."""
+    def broadcast_params(self, weights: Mapping[str, Tensor]) -> None:
+        """Each owner sends its weights to the group, in messages of up to `MESSAGE_BYTES`: a model has hundreds of small ones."""
         for owner in range(self.shard_size):
             if theirs := [weights[name].detach() for name, its in self.owner.items() if its == owner]:
                 dist._broadcast_coalesced(self.group, theirs, MESSAGE_BYTES, owner)  # as DistributedDataParallel does
 
-    @torch.no_grad()
-    def gather(self, state: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-        """The tensors of all owners, in each process and on the CPU.
 
-        Args:
-            state: `<parameter>/<state>` of this process's own.
-            device: over which the group talks.
-        """
-        gathered: dict[str, Tensor] = {}
-        for owner in range(self.shard_size):
-            told: list[dict[str, Tensor] | None] = [None]
-            if owner == self.me:
-                told = [{name: torch.empty_like(tensor, device="meta") for name, tensor in state.items()}]
-            dist.broadcast_object_list(told, src=self.first + owner, group=self.group)
-            for name, form in (told[0] or {}).items():
-                tensor = state[name].to(device) if owner == self.me else torch.empty_like(form, device=device)
-                dist.broadcast(tensor, src=self.first + owner, group=self.group)
-                gathered[name] = tensor.cpu()
-        return gathered
+@torch.no_grad()
+def gather_from_owners(
+    own: Mapping[str, Tensor], group: dist.ProcessGroup | None, device: torch.device
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of all processes of a group by name, in each process and one at a time. All processes use them up.
+
+    Args:
+        own: of this process.
+        group: the owners; None = all processes.
+        device: over which the group communicates, and of the result.
+    """
+    for owner in range(dist.get_world_size(group)):
+        mine = owner == dist.get_rank(group)
+        box: list[Any] = [{name: (tuple(tensor.shape), tensor.dtype) for name, tensor in own.items()} if mine else None]
+        dist.broadcast_object_list(box, group=group, group_src=owner)
+        for name, (shape, dtype) in box[0].items():
+            tensor = own[name].to(device).contiguous() if mine else torch.empty(shape, dtype=dtype, device=device)
+            dist.broadcast(tensor, group=group, group_src=owner)
+            yield name, tensor

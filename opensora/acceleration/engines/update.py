@@ -1,6 +1,6 @@
 """The end of a training step: one number, the global gradient norm, decides everything.
 
-It gives the factor that clips; with fp16 it tells whether the scaled gradients overflowed; and a step whose norm is not
+It gives the factor that clips; with fp16 it shows whether the scaled gradients overflowed; and a step whose norm is not
 finite is not taken. All processes have the same norm, so they agree without another message.
 """
 

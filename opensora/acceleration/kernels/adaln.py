@@ -42,7 +42,7 @@ def norm_modulate(x: Tensor, shift: Tensor, scale: Tensor, eps: float, dtype: to
 
 
 def gate_residual(x: Tensor, gate: Tensor, branch: Tensor, dtype: torch.dtype) -> Tensor:
-    """x + gate branch in `dtype`, for `x, branch [B, T, S, D]` and `gate [B, 1 or T, 1, D]`; gradients in the branch's format."""
+    """x + gate branch in `dtype`, for `x, branch [B, T, S, D]` and `gate [B, 1 or T, 1, D]`; gradients in the branch's dtype."""
     return _Gate.apply(x, gate, branch, dtype)
 
 

@@ -1,8 +1,8 @@
 """One attention function for every model: softmax(q k^T / sqrt(d)) v, by the kernel that suits the shapes.
 
-On a GPU `auto` takes Triton kernels of our own for the very short sequences of temporal attention (every kernel made
-for long sequences reaches only ~3 TFLOP/s there on an H100) and of captions, and PyTorch's
-scaled_dot_product_attention, which itself picks among cuDNN, flash, efficient and math, for the rest.
+On a GPU `auto` takes a Triton kernel of our own for the very short sequences of temporal attention (every kernel made
+for long sequences reaches only ~3 TFLOP/s there on an H100), and PyTorch's scaled_dot_product_attention, which itself
+picks among cuDNN, flash, efficient and math, for the rest.
 """
 
 import importlib.util
@@ -16,16 +16,12 @@ from torch import Tensor
 # part of PyTorch's CUDA builds; without it short sequences take batched matrix products
 HAS_TRITON = torch.version.cuda is not None and importlib.util.find_spec("triton") is not None
 if HAS_TRITON:
-    from opensora.acceleration.kernels import few_keys_attention, head_norm, short_attention
-    from opensora.acceleration.kernels.few_keys_attention import MAX_KEYS
+    from opensora.acceleration.kernels import head_norm, short_attention
     from opensora.acceleration.kernels.short_attention import MAX_HEAD_DIM, MAX_LENGTH
 
-SHORT_FORMATS = (torch.bfloat16, torch.float16)
-MANY_QUERIES = 1024
-"""Fewer queries do not take the kernel for few keys, which was measured with 4096 of them."""
 MATMUL_KEYS = 32
 """Up to this number of keys batched matrix products are as good as PyTorch's fused kernels on a GPU."""
-QUERY_PARTS, KEYS_OF_A_PROGRAM, BUSY_PROGRAMS = 8, 128, 264
+QUERY_PARTS, MIN_QUERIES, KEYS_OF_A_PROGRAM, BUSY_PROGRAMS = 8, 8192, 128, 264
 """See `_leaves_a_gpu_idle`; two programs for each of an H100's 132 multiprocessors."""
 
 
@@ -33,7 +29,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, kerne
     """Scaled dot-product attention, not causal.
 
     Args:
-        q: queries [B, H, N, D], or [B, S, H, N, D] for sequences at S places, in any strides.
+        q: queries [B, H, N, D], or [B, S, H, N, D] for S sequences a sample, in any strides.
         k, v: keys and values [B, H, L, D], or [B, S, H, L, D].
         mask: [B, L] bool, True at the keys that may be seen. A row without any such key gives zeros. With [B, H, ...]
             only.
@@ -46,8 +42,6 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, kerne
         raise ValueError(f"attention kernel {kernel!r} is not one of {', '.join(KERNELS)}.")
     if mask is None:
         return KERNELS[kernel](q, k, v, None)
-    if kernel == "auto" and _few_keys(q, k):
-        return few_keys_attention.attend(q, k, v, mask)
     # a row without any key would give NaN: let it see all keys, with values of zero
     seen = mask.any(dim=1)  # [B]
     allowed = (mask | ~seen[:, None])[:, None, None, :]  # [B, 1, 1, L]
@@ -88,7 +82,7 @@ def normed_heads(
         kernel: see `attention`.
 
     Returns:
-        [B, T, S, H, D] in x's number format, or None.
+        [B, T, S, H, D] in x's dtype, or None.
     """
     return head_norm.norm_heads(x, weight, eps, table, every) if kernel == "auto" and _heads_fit(x) else None
 
@@ -99,15 +93,6 @@ def _on_gpu(x: Tensor) -> bool:
 
 def _heads_fit(x: Tensor) -> bool:
     return HAS_TRITON and _on_gpu(x) and x.shape[-1] <= head_norm.MAX_HEAD_DIM and x.dtype != torch.float64
-
-
-def _few_keys(q: Tensor, k: Tensor) -> bool:
-    """Whether there are few keys, but many queries."""
-    fits = HAS_TRITON and _on_gpu(q) and q.dtype in SHORT_FORMATS and q.shape[-1] <= MAX_HEAD_DIM
-    if not fits or q.ndim != 4 or k.shape[-2] > MAX_KEYS or q.shape[-2] < MANY_QUERIES:
-        return False
-    # it counts a sample's activations in 32 bits
-    return q.shape[-2] * max(q.shape[1] * q.shape[-1], q.stride(-2)) < 2**31
 
 
 def _math(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None) -> Tensor:
@@ -135,7 +120,7 @@ def _leaves_a_gpu_idle(q: Tensor, k: Tensor) -> bool:
         return False
     (B, H, N, _), L = q.shape, k.shape[2]
     # few keys, as they are copied: not in self-attention. In this order, so that short sequences do not ask what divides them
-    if N < QUERY_PARTS * MANY_QUERIES or N < 2 * QUERY_PARTS * L or N % QUERY_PARTS:
+    if N < MIN_QUERIES or N < 2 * QUERY_PARTS * L or N % QUERY_PARTS:
         return False
     return B * H * ((L + KEYS_OF_A_PROGRAM - 1) // KEYS_OF_A_PROGRAM) < BUSY_PROGRAMS
 
@@ -154,8 +139,6 @@ def _sdpa_in_parts(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, part
 
 
 def _auto(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None) -> Tensor:
-    if allowed is None and _few_keys(q, k):
-        return few_keys_attention.attend(q, k, v, None)
     if _leaves_a_gpu_idle(q, k):
         return _sdpa_in_parts(q, k, v, allowed)
     if not _on_gpu(q) or q.ndim == 4:
@@ -194,17 +177,17 @@ class _WithoutAutocast:
 
 
 def without_autocast(device_type: str) -> AbstractContextManager[None]:
-    """Number formats as they are, inside of autocast; the weights that autocast has cast stay cast behind it."""
+    """No autocast, inside of autocast; the weights that autocast has cast stay cast afterwards."""
     if torch.compiler.is_compiling():
         return torch.autocast(device_type, enabled=False)
     return _WithoutAutocast(device_type)
 
 
 class LayerNorm(torch.nn.LayerNorm):
-    """LayerNorm without affine parameters that keeps its input's number format under autocast.
+    """LayerNorm without affine parameters that keeps its input's dtype under autocast.
 
     The statistics are fp32 either way. Autocast would turn the whole result, and what the backward pass keeps of it,
-    into fp32: twice the memory for nothing, as the linear layer that follows rounds to the short format.
+    into fp32: twice the memory for nothing, as the linear layer that follows rounds to half precision.
     """
 
     def __init__(self, dim: int, eps: float = 1e-6) -> None:

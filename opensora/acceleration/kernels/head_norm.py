@@ -36,7 +36,7 @@ def norm_heads(x: Tensor, weight: Tensor, eps: float, table: Tensor | None, ever
         every: token i of the B T S is at position `(i // every) % N`.
 
     Returns:
-        [B, T, S, H, d], contiguous, in x's number format.
+        [B, T, S, H, d], contiguous, in x's dtype.
     """
     return forward_pass(norm_heads_operator, norm_heads_inlined, _forward, (x, weight), eps, table, every)
 

@@ -1,10 +1,10 @@
-"""Attention over very short sequences, such as the 16 frames at one place of a video, as one Triton kernel.
+"""Attention over very short sequences, such as the 16 frames of one spatial position of a video, as one Triton kernel.
 
 A fused attention kernel for long sequences is no better here than two batched matrix products, since there is next to
 nothing to compute: what counts is how often queries, keys and values travel through memory, and whether they must be
-copied into another order first. Here each program handles one head at one place: it reads its N rows of q, k and v in
-whatever order they lie in memory, does everything in registers, and writes N rows. The backward pass computes the
-probabilities again from q and k, so that nothing but the inputs is kept.
+copied into another order first. Here each program handles one head of one sequence: it reads its N rows of q, k and v in
+whatever order they lie in memory, does everything in registers, and writes N rows. The backward pass recomputes the
+probabilities from q and k, so that nothing but the inputs is kept.
 
 Gives the formula's results with fp32 softmax and fp32 accumulation; see docs/benchmarks/train_step.md for the gain.
 """
@@ -176,8 +176,8 @@ def _sizes(strides: tuple[int, ...], N: int, d: int) -> dict[str, int]:
 
 @triton.jit
 def _offsets(pid, sb, ss, sh, sn, S, H, ALIGN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: PLR0913
-    place = pid // H
-    start = (place // S).to(tl.int64) * sb + (place % S).to(tl.int64) * ss + (pid % H).to(tl.int64) * sh
+    sequence = pid // H
+    start = (sequence // S).to(tl.int64) * sb + (sequence % S).to(tl.int64) * ss + (pid % H).to(tl.int64) * sh
     rows = tl.multiple_of(start + tl.arange(0, BLOCK_N).to(tl.int64) * sn, ALIGN)
     return rows[:, None] + tl.arange(0, BLOCK_D)[None, :]
 

@@ -1,4 +1,4 @@
-"""Sequence parallelism: the tokens of a sample lie in several processes, and no model knows of it.
+"""Sequence parallelism: several processes shard the tokens of a sample, and no model knows of it.
 
 `parallelise(model, group)` is all that a program calls. See docs/sequence-parallelism.md.
 """

@@ -1,32 +1,34 @@
-"""Spread a denoiser over the processes of a group, from outside: by hooks that every denoiser and attention offers."""
+"""Shard a denoiser's tokens over the processes of a group, by hooks that every denoiser and attention has."""
 
 import warnings
-from collections.abc import Callable
-from typing import Literal, Protocol, cast, get_args
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, Protocol, cast, get_args
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
-from opensora.acceleration.sequence_parallel.collectives import Ranks
+from opensora.acceleration.sequence_parallel.collectives import Ranks, process_group
 from opensora.acceleration.sequence_parallel.exchange import (
-    ByFrames,
-    ByHeads,
-    ByHeadsOfFewerKeys,
+    DSP,
     Exchange,
     SelfAttention,
+    Ulysses,
+    UlyssesShortKV,
 )
-from opensora.acceleration.sequence_parallel.same_batch import check_first_batch
 from opensora.utils.errors import UserError
 
 Method = Literal["auto", "dsp", "ulysses"]
 WASTE = 0.25
 """A share of the attention's work on padding that deserves a warning."""
+CHECKSUM_PERIOD = 8191
+"""Of the weights of the checksum, which make it see the order of the elements."""
 
 
-class Spreadable(Protocol):
+class SequenceParallelizable(Protocol):
     """A denoiser, see `opensora.models.denoiser.Denoiser`."""
 
-    spread: Ranks | None
+    sp_ranks: Ranks | None
 
 
 class Hooked(SelfAttention, Protocol):
@@ -45,28 +47,28 @@ def parallelise(model: nn.Module, group: dist.ProcessGroup | None, *, method: Me
     Args:
         model: a denoiser, before or after `compile_blocks` and `checkpoint_activations`, not yet in an engine.
         group: whose ranks share a sample, such as `World.sp_group`.
-        method: how attention within frames exchanges: "dsp" spreads frames, "ulysses" heads; "auto" takes the cheaper,
-            "dsp". Attention among all tokens always spreads heads.
+        method: what attention within frames shards: "dsp" frames, "ulysses" heads; "auto" takes the cheaper, "dsp".
+            Attention among all tokens always shards heads.
 
     Raises:
         UserError: see `check_sequence_parallel`.
     """
     size = 1 if group is None else dist.get_world_size(group)
-    if size == 1 and not hasattr(model, "spread"):
+    if size == 1 and not hasattr(model, "sp_ranks"):
         return  # it is in one process, and cannot be otherwise
     check_sequence_parallel(model, size, method=method)
     ranks = None if group is None or size == 1 else Ranks.of(group)
-    cast(Spreadable, model).spread = ranks
+    cast(SequenceParallelizable, model).sp_ranks = ranks
     for attn in self_attentions(model):
         attn.exchange = None if ranks is None else exchange_of(attn, ranks, method)
     if ranks is not None:
-        check_first_batch(model, ranks)
+        check_same_batch(model, ranks)
 
 
 def check_sequence_parallel(model: nn.Module, sp_size: int, *, method: Method = "auto") -> None:
     """Refuse what cannot work, and warn of what wastes much.
 
-    Any number of frames, places, heads and text tokens works with any `sp_size`, as what does not divide is padded. That
+    Any number of frames, tokens, heads and text tokens works with any `sp_size`, as what does not divide is padded. That
     `sp_size` divides the number of processes is checked by `opensora.acceleration.distributed.init_world`.
 
     Raises:
@@ -77,25 +79,33 @@ def check_sequence_parallel(model: nn.Module, sp_size: int, *, method: Method = 
     if method not in get_args(Method):
         raise UserError(f"method={method!r} is not one of {', '.join(get_args(Method))}.")
     attentions = self_attentions(model)
-    if not hasattr(model, "spread"):
+    if not hasattr(model, "sp_ranks"):
         raise UserError(
-            f"{type(model).__name__} cannot be spread over processes: it is no denoiser, or already inside of an engine. Call "
+            f"{type(model).__name__} cannot be sharded over processes: it is no denoiser, or already inside of an engine. Call "
             "parallelise before build_engine, or use sp_size=1."
         )
     if not attentions:
         raise UserError(
-            f"{type(model).__name__} cannot be spread over processes: none of its layers is a self-attention of opensora.models.layers, "
+            f"{type(model).__name__} cannot be sharded over processes: none of its layers is a self-attention of opensora.models.layers, "
             "which exchange tokens. Use sp_size=1."
         )
     in_all = [attn for attn in attentions if attn.axis == "all"]
     if method == "dsp" and in_all:
         raise UserError(
-            f"method='dsp' spreads frames while tokens attend within them, but those of {type(model).__name__} attend to "
+            f"method='dsp' shards frames while tokens attend within them, but those of {type(model).__name__} attend to "
             "all frames at once: use 'ulysses' or 'auto'."
         )
     by_heads = in_all if method != "ulysses" else [attn for attn in attentions if attn.axis != "time"]
     if by_heads:
-        _warn_of_waste(by_heads[0].num_heads, sp_size)
+        num_heads = by_heads[0].num_heads
+        padded = -(-num_heads // sp_size) * sp_size
+        if (waste := 1 - num_heads / padded) > WASTE:
+            good = [n for n in range(1, num_heads + 1) if num_heads % n == 0]
+            warnings.warn(
+                f"sp_size={sp_size} shards {num_heads} heads: {waste:.0%} of the attention's work is padding. Nothing is "
+                f"lost with {', '.join(map(str, good))}.",
+                stacklevel=3,
+            )
 
 
 def self_attentions(model: nn.Module) -> list[Hooked]:
@@ -105,22 +115,50 @@ def self_attentions(model: nn.Module) -> list[Hooked]:
 
 def exchange_of(attn: SelfAttention, ranks: Ranks, method: Method = "auto") -> Exchange | None:
     """How this attention exchanges; None = not at all."""
-    if attn.axis == "time":  # each process has all frames of its places
+    if attn.axis == "time":  # each process has all frames of its tokens
         return None
-    by: Callable[[Ranks], Exchange] = ByHeads
+    by: Callable[[Ranks], Exchange] = Ulysses
     if not attn.keeps_keys:
-        by = ByHeadsOfFewerKeys
+        by = UlyssesShortKV
     elif attn.axis == "space" and method != "ulysses":
-        by = ByFrames
+        by = DSP
     return by(ranks)
 
 
-def _warn_of_waste(num_heads: int, sp_size: int) -> None:
-    padded = -(-num_heads // sp_size) * sp_size
-    if (waste := 1 - num_heads / padded) > WASTE:
-        good = [n for n in range(1, num_heads + 1) if num_heads % n == 0]
-        warnings.warn(
-            f"sp_size={sp_size} spreads {num_heads} heads: {waste:.0%} of the attention's work is padding. Nothing is "
-            f"lost with {', '.join(map(str, good))}.",
-            stacklevel=4,
+def check_same_batch(model: nn.Module, ranks: Ranks) -> None:
+    """Compare the inputs of the model's next call over the processes, once: other samples would fail nowhere, and teach nothing.
+
+    The call raises UserError in all of them if they differ.
+    """
+
+    def compare(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        handle.remove()
+        named = {**{f"argument {i}": value for i, value in enumerate(args)}, **kwargs}
+        refuse_different({name: value for name, value in named.items() if isinstance(value, Tensor)}, ranks)
+
+    handle = model.register_forward_pre_hook(compare, with_kwargs=True)
+
+
+def refuse_different(tensors: Mapping[str, Tensor], ranks: Ranks) -> None:
+    """See that all processes of the group have the same tensors, by a checksum of each.
+
+    Raises:
+        UserError: they have not; says which.
+    """
+    mine = {name: checksum(tensor) for name, tensor in tensors.items()}
+    all_of_them: list[dict[str, Any]] = [{} for _ in range(ranks.size)]
+    dist.all_gather_object(all_of_them, mine, group=process_group(ranks.group))
+    names = sorted({name for each in all_of_them for name in each})
+    different = [name for name in names if any(each.get(name) != all_of_them[0].get(name) for each in all_of_them)]
+    if different:
+        raise UserError(
+            f"the {ranks.size} processes that share a sample were given different {', '.join(different)}. Data must be "
+            "chosen by the data-parallel rank (World.dp_rank) and noise by the sample's index, never by the process."
         )
+
+
+def checksum(tensor: Tensor) -> tuple[tuple[int, ...], float, float]:
+    """Shape, sum, and sum weighted by position; the same tensor gives the same three on devices of one kind."""
+    flat = tensor.detach().flatten().double().nan_to_num()
+    weights = torch.arange(len(flat), device=flat.device) % CHECKSUM_PERIOD + 1
+    return tuple(tensor.shape), float(flat.sum()), float((flat * weights).sum())

@@ -17,30 +17,30 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 
 @torch.library.custom_op("opensora::exchange_axes", mutates_args=())
-def exchange_axes(x: Tensor, spread: int, join: int, length: int, group: str, size: int) -> Tensor:
-    """See `Ranks.move`. Packing is inside the operator: traced, the padding's sizes would make compilation take minutes."""
-    parts = _padded(x, spread, -x.shape[spread] % size)
-    parts = parts.unflatten(spread, (size, -1)).movedim(spread, 0).contiguous()  # part i is for process i
-    received = torch.empty_like(parts)  # part i is process i's share of axis `join`
-    dist.all_to_all_single(received, parts, group=_named(group))
-    return received.movedim(0, join).flatten(join, join + 1).narrow(join, 0, length).contiguous()
+def exchange_axes(x: Tensor, scatter: int, gather: int, length: int, group: str, size: int) -> Tensor:
+    """See `Ranks.all_to_all`. Packing is inside the operator: traced, the padding's sizes would make compilation take minutes."""
+    parts = _padded(x, scatter, -x.shape[scatter] % size)
+    parts = parts.unflatten(scatter, (size, -1)).movedim(scatter, 0).contiguous()  # part i is for process i
+    received = torch.empty_like(parts)  # part i is process i's share of axis `gather`
+    dist.all_to_all_single(received, parts, group=process_group(group))
+    return received.movedim(0, gather).flatten(gather, gather + 1).narrow(gather, 0, length).contiguous()
 
 
 @exchange_axes.register_fake
-def _(x: Tensor, spread: int, join: int, length: int, group: str, size: int) -> Tensor:
+def _(x: Tensor, scatter: int, gather: int, length: int, group: str, size: int) -> Tensor:
     shape = list(x.shape)
-    shape[spread], shape[join] = -(-shape[spread] // size), length
+    shape[scatter], shape[gather] = -(-shape[scatter] // size), length
     return x.new_empty(shape)
 
 
 def _keep_axes(ctx, inputs: tuple[Tensor, int, int, int, str, int], output: Tensor) -> None:  # type: ignore[no-untyped-def]
-    x, ctx.spread, ctx.join, _, ctx.group, ctx.size = inputs
-    ctx.length = x.shape[ctx.spread]
+    x, ctx.scatter, ctx.gather, _, ctx.group, ctx.size = inputs
+    ctx.length = x.shape[ctx.scatter]
 
 
 def _exchange_back(ctx, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:  # type: ignore[no-untyped-def]
     # the adjoint of padding is cutting, that of cutting is padding, and that of an all-to-all is the reverse one
-    back = exchange_axes(grad, ctx.join, ctx.spread, ctx.length, ctx.group, ctx.size)
+    back = exchange_axes(grad, ctx.gather, ctx.scatter, ctx.length, ctx.group, ctx.size)
     return back, None, None, None, None, None
 
 
@@ -52,7 +52,7 @@ def all_gather(x: Tensor, group: str, size: int) -> Tensor:
     """`x [...] -> [size, ...]`: the parts of all processes, in their order; the gradient comes back `size` times."""
     x = x.contiguous()
     out = x.new_empty(size, *x.shape)
-    dist.all_gather(list(out.unbind(0)), x, group=_named(group))
+    dist.all_gather(list(out.unbind(0)), x, group=process_group(group))
     return out
 
 
@@ -66,7 +66,7 @@ def _keep_group_and_size(ctx, inputs: tuple[Tensor, str, int], output: Tensor) -
 
 
 def _all_gather_grad(ctx, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[no-untyped-def]
-    rank = dist.get_rank(_resolve_process_group(ctx.group))
+    rank = dist.get_rank(process_group(ctx.group))
     return grad[rank] * ctx.size, None, None  # every process has the same grad: nothing to add up
 
 
@@ -75,10 +75,10 @@ all_gather.register_autograd(_all_gather_grad, setup_context=_keep_group_and_siz
 
 @dataclass(frozen=True)
 class Ranks:
-    """A process' place among the `size` that share a sample. Holds no state: any sizes may follow one another.
+    """A process' rank among the `size` that share a sample. Holds no state: any sizes may follow one another.
 
-    Tokens [B, T, S, D] are spread along S. An axis that `size` does not divide is padded with zeros at its end while it
-    is spread, and cut again where it is joined, before anything could attend to the padding.
+    Tokens [B, T, S, D] are sharded along S. An axis that `size` does not divide is padded with zeros at its end while it
+    is sharded, and cut again where it is gathered, before anything could attend to the padding.
     """
 
     group: str
@@ -87,7 +87,7 @@ class Ranks:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> "Ranks":
-        """The place of this process in `group`."""
+        """Of this process in `group`."""
         return cls(group.group_name, dist.get_world_size(group), dist.get_rank(group))
 
     def share(self, length: int) -> int:
@@ -95,28 +95,28 @@ class Ranks:
         return -(-length // self.size)
 
     def split(self, x: Tensor) -> Tensor:
-        """`x [B, T, S, ...]`, which all processes have -> this process' places `[B, T, share(S), ...]`."""
+        """`x [B, T, S, ...]`, which all processes have -> this process' tokens `[B, T, share(S), ...]`."""
         share = self.share(x.shape[2])
         part = x[:, :, self.rank * share : (self.rank + 1) * share]
         return _padded(part, 2, share - part.shape[2]).contiguous()
 
-    def gather(self, x: Tensor, num_places: int) -> Tensor:
-        """The reverse of `split`, to all processes: `x [B, T, share, ...] -> [B, T, num_places, ...]`."""
+    def gather(self, x: Tensor, num_tokens: int) -> Tensor:
+        """The reverse of `split`, to all processes: `x [B, T, share, ...] -> [B, T, num_tokens, ...]`."""
         parts = all_gather(x, self.group, self.size)  # [p, B, T, share, ...]
-        return parts.movedim(0, 2).flatten(2, 3).narrow(2, 0, num_places)
+        return parts.movedim(0, 2).flatten(2, 3).narrow(2, 0, num_tokens)
 
-    def move(self, x: Tensor, *, spread: int, join: int, length: int) -> Tensor:
-        """Spread one axis over the processes and join another one, by one all-to-all.
+    def all_to_all(self, x: Tensor, *, scatter: int, gather: int, length: int) -> Tensor:
+        """Scatter one axis over the processes and gather another one.
 
         Args:
-            x: all of axis `spread` and this process' share of axis `join`.
-            spread, join: axes of x.
-            length: the whole length of axis `join`.
+            x: all of axis `scatter` and this process' share of axis `gather`.
+            scatter, gather: axes of x.
+            length: the whole length of axis `gather`.
 
         Returns:
-            This process' share of axis `spread`, padded, and all of axis `join`.
+            This process' share of axis `scatter`, padded, and all of axis `gather`.
         """
-        return exchange_axes(x, spread, join, length, self.group, self.size)
+        return exchange_axes(x, scatter, gather, length, self.group, self.size)
 
 
 def _padded(x: Tensor, axis: int, by: int) -> Tensor:
@@ -124,11 +124,6 @@ def _padded(x: Tensor, axis: int, by: int) -> Tensor:
     return F.pad(x, [0, 0] * (x.ndim - 1 - axis) + [0, by]) if by else x
 
 
-def process_group(ranks: Ranks) -> dist.ProcessGroup:
-    """The group by its name."""
-    return _named(ranks.group)
-
-
-def _named(group: str) -> dist.ProcessGroup:
-    """Operators take strings, not groups. Newer versions of PyTorch want a type of their own for the string."""
-    return _resolve_process_group(cast(Any, group))
+def process_group(name: str) -> dist.ProcessGroup:
+    """A group by its name, as operators take strings. Newer versions of PyTorch want a type of their own for the string."""
+    return _resolve_process_group(cast(Any, name))

@@ -1,17 +1,17 @@
-"""How one self-attention computes when its tokens are spread over processes along S.
+"""How one self-attention computes when its tokens are sharded over processes along S.
 
-`ByFrames` is dynamic sequence parallelism (DSP, Zhao et al. 2024, arXiv:2403.10266) for attention within a frame: the
-spread axis becomes T for the time of the attention. `ByHeads` is DeepSpeed-Ulysses (Jacobs et al. 2023,
+`DSP` is dynamic sequence parallelism (DSP, Zhao et al. 2024, arXiv:2403.10266) for attention within a frame: the
+sharded axis becomes T for the time of the attention. `Ulysses` is DeepSpeed-Ulysses (Jacobs et al. 2023,
 arXiv:2309.14509): each process gets all tokens of some heads. Attention over time needs neither, as each process has
-all frames of its places.
+all frames of its tokens.
 
-DSP is usually told with tokens that stay spread over S or T until the next attention needs the other one. Coming back
+DSP is usually described with tokens that stay sharded over S or T until the next attention needs the other one. Coming back
 to S after each spatial attention costs the same two all-to-alls of D channels a pair of attentions, and keeps frame
 masks, temporal positions and the residual stream as they are.
 """
 
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from einops import rearrange
@@ -32,29 +32,17 @@ class SelfAttention(Protocol):
     qkv: nn.Linear
     proj: nn.Linear
 
-    def whole(self, x: Tensor, rope: Tensor | None = None, grid: Grid | None = None) -> Tensor: ...
+    def forward_local(self, x: Tensor, rope: Tensor | None = None, grid: Grid | None = None) -> Tensor: ...
 
-    def attend(self, qkv: Tensor, rope: Tensor | None = None, grid: Grid | None = None) -> Tensor: ...
+    def attend_qkv(self, qkv: Tensor, rope: Tensor | None = None, grid: Grid | None = None) -> Tensor: ...
 
-    def weigh(self, q: Tensor, k: Tensor, v: Tensor, rope: Tensor | None = None) -> Tensor: ...
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, rope: Tensor | None = None) -> Tensor: ...
 
     def reduce_keys(self, k: Tensor, v: Tensor, grid: Grid | None) -> tuple[Tensor, Tensor]: ...
 
-    def num_keys(self, grid: Grid) -> int: ...
-
-
-class Traffic(NamedTuple):
-    """What one process hands to all-to-alls in a forward pass."""
-
-    calls: int
-    elements: int  # (p - 1) / p of them go to others
-
-    def __add__(self, other: "Traffic") -> "Traffic":  # type: ignore[override]
-        return Traffic(self.calls + other.calls, self.elements + other.elements)
-
 
 @dataclass(frozen=True)
-class ByHeads:
+class Ulysses:
     """All tokens of some heads: one all-to-all of 3 D channels before the attention and one of D after it.
 
     Where the heads are not a multiple of the processes, heads of zeros fill up; they are dropped afterwards.
@@ -65,90 +53,70 @@ class ByHeads:
     def __call__(self, attn: SelfAttention, x: Tensor, rope: Tensor | None, grid: Grid | None) -> Tensor:
         """Tokens `x [B, T, S / p, D]` -> `[B, T, S / p, D]`."""
         qkv = rearrange(attn.qkv(x), "B T S (K H d) -> B T S K H d", K=3, d=attn.head_dim)
-        qkv = self.ranks.move(qkv, spread=4, join=2, length=num_places(grid))  # [B, T, S, 3, H / p, d]
-        out = attn.attend(rearrange(qkv, "B T S K H d -> B T S (K H d)"), rope, grid)
+        qkv = self.ranks.all_to_all(qkv, scatter=4, gather=2, length=tokens_per_frame(grid))  # [B, T, S, 3, H / p, d]
+        out = attn.attend_qkv(rearrange(qkv, "B T S K H d -> B T S (K H d)"), rope, grid)
         return attn.proj(self.back(attn, out))
 
     def back(self, attn: SelfAttention, out: Tensor) -> Tensor:
         """All tokens of some heads `[B, T, S, D / p]` -> all heads of some tokens `[B, T, S / p, D]`."""
         out = rearrange(out, "B T S (H d) -> B T S H d", d=attn.head_dim)
-        out = self.ranks.move(out, spread=2, join=3, length=attn.num_heads)
+        out = self.ranks.all_to_all(out, scatter=2, gather=3, length=attn.num_heads)
         return rearrange(out, "B T S H d -> B T S (H d)")
-
-    def traffic(self, attn: SelfAttention, batch: int, frames: int, grid: Grid) -> Traffic:
-        """See `Traffic`."""
-        tokens = batch * frames * self.ranks.share(num_places(grid))
-        heads = self.ranks.size * self.ranks.share(attn.num_heads)
-        return Traffic(2, 4 * tokens * heads * attn.head_dim)
 
 
 @dataclass(frozen=True)
-class ByFrames:
-    """All places of some frames: one all-to-all of D channels before and one after an attention within frames.
+class DSP:
+    """All tokens of some frames: one all-to-all of D channels before and one after an attention within frames.
 
-    With fewer frames than processes some would have nothing to do: then, as for images, `ByHeads`.
+    With fewer frames than processes some would have nothing to do: then, as for images, `Ulysses`.
     """
 
     ranks: Ranks
-    by_heads: ByHeads = field(init=False)  # made here, not in a compiled call: PyTorch 2.11 could not trace its making
+    by_heads: Ulysses = field(init=False)  # made here, not in a compiled call: PyTorch 2.11 could not trace its making
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "by_heads", ByHeads(self.ranks))
+        object.__setattr__(self, "by_heads", Ulysses(self.ranks))
 
     def __call__(self, attn: SelfAttention, x: Tensor, rope: Tensor | None, grid: Grid | None) -> Tensor:
         """Tokens `x [B, T, S / p, D]` -> `[B, T, S / p, D]`."""
         T = x.shape[1]
         if self.ranks.size > T:
             return self.by_heads(attn, x, rope, grid)
-        x = self.ranks.move(x, spread=1, join=2, length=num_places(grid))  # [B, T / p, S, D]
-        return self.ranks.move(attn.whole(x, rope, grid), spread=2, join=1, length=T)
-
-    def traffic(self, attn: SelfAttention, batch: int, frames: int, grid: Grid) -> Traffic:
-        """See `Traffic`."""
-        if frames < self.ranks.size:
-            return ByHeads(self.ranks).traffic(attn, batch, frames, grid)
-        shares = self.ranks.share(frames), self.ranks.share(num_places(grid))
-        # there and back, with both axes padded
-        return Traffic(2, 2 * batch * self.ranks.size * shares[0] * shares[1] * attn.num_heads * attn.head_dim)
+        x = self.ranks.all_to_all(x, scatter=1, gather=2, length=tokens_per_frame(grid))  # [B, T / p, S, D]
+        return self.ranks.all_to_all(attn.forward_local(x, rope, grid), scatter=2, gather=1, length=T)
 
 
 @dataclass(frozen=True)
-class ByHeadsOfFewerKeys:
-    """`ByHeads` for an attention that compresses its keys, for which it needs all heads of whole frames.
+class UlyssesShortKV:
+    """`Ulysses` for an attention that compresses its keys, for which it needs all heads of whole frames.
 
-    Keys and values are first spread by frames, compressed there, and only then, fewer, by heads.
+    Keys and values are first sharded by frames, compressed there, and only then, fewer, by heads.
     """
 
     ranks: Ranks
 
     def __call__(self, attn: SelfAttention, x: Tensor, rope: Tensor | None, grid: Grid | None) -> Tensor:
         """Tokens `x [B, T, S / p, D]` -> `[B, T, S / p, D]`."""
-        T, S = x.shape[1], num_places(grid)
+        T, S = x.shape[1], tokens_per_frame(grid)
         qkv = rearrange(attn.qkv(x), "B T S (K H d) -> K B T S H d", K=3, d=attn.head_dim)
-        q = self.ranks.move(qkv[0], spread=3, join=2, length=S)  # [B, T, S, H / p, d]
-        kv = self.ranks.move(qkv[1:], spread=2, join=3, length=S)  # [2, B, T / p, S, H, d]
+        q = self.ranks.all_to_all(qkv[0], scatter=3, gather=2, length=S)  # [B, T, S, H / p, d]
+        kv = self.ranks.all_to_all(qkv[1:], scatter=2, gather=3, length=S)  # [2, B, T / p, S, H, d]
         frames = kv.shape[2]
         k, v = rearrange(kv, "K B T S H d -> K B H (T S) d").unbind(0)
         kv = torch.stack(attn.reduce_keys(k, v, grid))
         kv = rearrange(kv, "K B H (T S) d -> K B T S H d", T=frames)
-        kv = self.ranks.move(kv, spread=4, join=2, length=T)  # [2, B, T, few, H / p, d]
+        kv = self.ranks.all_to_all(kv, scatter=4, gather=2, length=T)  # [2, B, T, few, H / p, d]
         k, v = rearrange(kv, "K B T S H d -> K B H (T S) d").unbind(0)
-        out = attn.weigh(rearrange(q, "B T S H d -> B H (T S) d"), k, v, rope)
-        return attn.proj(ByHeads(self.ranks).back(attn, rearrange(out, "B H (T S) d -> B T S (H d)", T=T)))
-
-    def traffic(self, attn: SelfAttention, batch: int, frames: int, grid: Grid) -> Traffic:
-        """See `Traffic`."""
-        size, share_t, share_s = self.ranks.size, self.ranks.share(frames), self.ranks.share(num_places(grid))
-        heads = size * self.ranks.share(attn.num_heads)
-        queries = frames * share_s * heads  # and as many outputs
-        by_frames, by_heads = size * share_t * share_s * attn.num_heads, share_t * attn.num_keys(grid) * heads
-        return Traffic(4, 2 * batch * attn.head_dim * (queries + by_frames + by_heads))
+        out = attn.attend(rearrange(q, "B T S H d -> B H (T S) d"), k, v, rope)
+        return attn.proj(Ulysses(self.ranks).back(attn, rearrange(out, "B H (T S) d -> B T S (H d)", T=T)))
 
 
-Exchange = ByHeads | ByFrames | ByHeadsOfFewerKeys
+Exchange = Ulysses | DSP | UlyssesShortKV
 
 
-def num_places(grid: Grid | None) -> int:
+def tokens_per_frame(grid: Grid | None) -> int:
     """S, the number of tokens of a frame."""
-    assert grid is not None, "an attention whose tokens are spread over processes needs the rows and columns of a frame"
+    assert grid is not None, (
+        "an attention whose tokens are sharded over processes needs the rows and columns of a frame"
+    )
     return grid[0] * grid[1]

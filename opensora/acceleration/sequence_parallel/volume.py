@@ -1,25 +1,16 @@
 """How many bytes sequence parallelism sends, counted from shapes alone."""
 
+import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol, cast
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from opensora.acceleration.sequence_parallel.apply import Method, exchange_of, self_attentions
 from opensora.acceleration.sequence_parallel.collectives import Ranks
-from opensora.acceleration.sequence_parallel.exchange import Traffic
-
-
-class Sized(Protocol):
-    """What counting needs of a denoiser; see `opensora.models.denoiser.Denoiser`."""
-
-    out_channels: int
-    patch_size: tuple[int, int, int]
-
-    def grid(self, latent_size: Sequence[int]) -> tuple[int, int, int]: ...
-
-    def transformer_blocks(self) -> list[nn.Module]: ...
 
 
 @dataclass(frozen=True)
@@ -35,6 +26,7 @@ class Volume:
         return self.all_to_all_bytes / blocks
 
 
+@torch.no_grad()
 def volume(
     model: nn.Module,
     sp_size: int,
@@ -54,14 +46,28 @@ def volume(
         itemsize: bytes of an element of the activations: 2 in bf16.
         method: see `parallelise`.
     """
-    sized, ranks = cast(Sized, model), Ranks("", sp_size, 0)
-    T, H, W = sized.grid(latent_size)
-    total = Traffic(0, 0)
+    denoiser, ranks = cast(Any, model), _CountingRanks("", sp_size, 0)
+    T, H, W = denoiser.grid(latent_size)
     for attn in self_attentions(model):
         exchange = exchange_of(attn, ranks, method)
         if exchange is not None:
-            total = total + exchange.traffic(attn, batch, T, (H, W))
-    pt, ph, pw = sized.patch_size
-    part = batch * T * ranks.share(H * W) * pt * ph * pw * sized.out_channels
-    sent = total.elements * (sp_size - 1) // sp_size
-    return Volume(total.calls, sent * itemsize, (sp_size - 1) * part * itemsize)
+            x = torch.empty(batch, T, ranks.share(H * W), attn.num_heads * attn.head_dim, device="meta")
+            exchange(copy.deepcopy(cast(nn.Module, attn)).to("meta"), x, None, (H, W))  # type: ignore[arg-type]
+    part = batch * T * ranks.share(H * W) * prod(denoiser.patch_size) * denoiser.out_channels
+    sent = sum(ranks.elements) * (sp_size - 1) // sp_size
+    return Volume(len(ranks.elements), sent * itemsize, (sp_size - 1) * part * itemsize)
+
+
+@dataclass(frozen=True)
+class _CountingRanks(Ranks):
+    """Counts elements instead of exchanging them."""
+
+    elements: list[int] = field(default_factory=list)  # of each all-to-all, padding included
+
+    def all_to_all(self, x: Tensor, *, scatter: int, gather: int, length: int) -> Tensor:
+        """See `Ranks.all_to_all`; without content."""
+        shape = list(x.shape)
+        shape[scatter] = self.share(shape[scatter])
+        self.elements.append(self.size * prod(shape))
+        shape[gather] = length
+        return x.new_empty(shape)

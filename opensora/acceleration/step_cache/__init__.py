@@ -1,4 +1,4 @@
-"""Reuse between sampling steps: neighbouring steps compute nearly the same, so some of it is kept instead of computed again.
+"""Reuse between sampling steps: neighbouring steps compute nearly the same, so some of it is kept instead of recomputed.
 
     cache = build_step_cache({"type": "pab"}, model)
     with cache.sampling(timesteps):

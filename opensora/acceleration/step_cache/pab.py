@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from opensora.acceleration.patching import Forward
-from opensora.acceleration.step_cache.steps import CallNumber, StepCache, like, part_of_batch, tokens_of
+from opensora.acceleration.step_cache.steps import CallNumber, StepCache, fits, part_of_batch, tokens_of
 
 KINDS = ("spatial", "temporal", "cross")
-Skips = Mapping[int, tuple[tuple[int, ...], int]]  # timestep -> (numbers of blocks, steps to skip)
+Skips = Mapping[int, tuple[Sequence[int], int]]  # timestep -> (numbers of blocks, steps to skip)
 
 
 @dataclass(frozen=True)
@@ -64,30 +64,34 @@ class _Layer:
     def __init__(self, cache: "PAB", kind: str, block: int, forward: Forward) -> None:
         self.cache, self.kind, self.block, self.forward = cache, kind, block, forward
         self.kept: dict[int, _Kept] = {}
+        self.sources: list[int] = []
         self.number = CallNumber()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         index = self.cache.index
         if index is None:
             return self.forward(*args, **kwargs)
+        if not self.sources:
+            self.sources = sources_of(self.cache.options, self.kind, self.block, self.cache.timesteps)
         call = self.number(index)
-        kept, since = self.kept.get(call), self.cache.computed_at(self.kind, self.block, index)
-        # `since` is older than what is kept where a size changed and came back, or a call was left out of a step
-        fresh = since < index and kept is not None and kept.step >= since
-        reused = fresh and kept is not None and like(kept.output, kept.part, tokens_of(args, kwargs))
+        kept, source = self.kept.get(call), self.sources[index]
+        # what is kept is older than its source where a size changed and came back, or a call was left out of a step
+        fresh = source < index and kept is not None and kept.step >= source
+        reused = fresh and kept is not None and fits(kept.output, kept.part, tokens_of(args, kwargs))
         self.cache._count(self.kind, reused=reused)
         if reused:
             assert kept is not None
             return kept.output
         output = self.forward(*args, **kwargs)
-        if self.cache.needed_after(self.kind, self.block, index):
-            self.kept[call] = _Kept(output, index, part_of_batch())
+        if index + 1 < len(self.sources) and self.sources[index + 1] <= index:  # the next step uses it
+            self.kept[call] = _Kept(output, index, part_of_batch.get())
         else:
             self.kept.pop(call, None)
         return output
 
     def forget(self) -> None:
         self.kept.clear()
+        self.sources = []
         self.number.forget()
 
 
@@ -100,12 +104,15 @@ class PAB(StepCache):
         super().__init__()
         self.options = options
         self._layers: list[_Layer] = []
-        self._plan: dict[tuple[str, int], list[int]] = {}
 
     def install(self, blocks: Sequence[nn.Module], *, compiled: bool = False) -> None:
         """See `StepCache.install`."""
         for kind, block, module in layers_of(blocks):
-            if not self._ever(kind, block):
+            if kind.startswith("mlp"):
+                reuses = any(block in numbers for numbers, _ in self.options.mlp.values())
+            else:
+                reuses = self.options.ranges[KINDS.index(kind)] > 1
+            if not reuses:
                 continue
 
             def around(forward: Forward, kind: str = kind, block: int = block) -> Forward:
@@ -124,7 +131,6 @@ class PAB(StepCache):
 
     def forget(self) -> None:
         """See `StepCache.forget`."""
-        self._plan.clear()
         for layer in self._layers:
             layer.forget()
 
@@ -133,60 +139,36 @@ class PAB(StepCache):
         super().remove()
         self._layers.clear()
 
-    def computed_at(self, kind: str, block: int, index: int) -> int:
-        """The step whose output step `index` uses: itself, or an earlier one."""
-        key = (kind, block if kind.startswith("mlp") else 0)  # attention has one plan for all blocks
-        if key not in self._plan:
-            self._plan[key] = self.options_plan(*key)
-        return self._plan[key][index]
 
-    def needed_after(self, kind: str, block: int, index: int) -> bool:
-        """Whether the next step uses the output of step `index`: what nothing uses is not kept."""
-        last = index + 1 == len(self.timesteps)
-        return not last and self.computed_at(kind, block, index + 1) <= index
-
-    def options_plan(self, kind: str, block: int) -> list[int]:
-        """For each step the one that computes what it uses."""
-        sources: list[int] = []
-        reused = self._mlp_reuse(block) if kind.startswith("mlp") else self._attention_reuse(kind)
-        for index, reuse in enumerate(reused):
-            sources.append(sources[-1] if reuse and sources else index)
-        return sources
-
-    def _attention_reuse(self, kind: str) -> list[bool]:
-        every = self.options.ranges[KINDS.index(kind)]
-        low, high = self.options.thresholds[KINDS.index(kind)]
-        return [index % every != 0 and low < t < high for index, t in enumerate(self.timesteps)]
-
-    def _mlp_reuse(self, block: int) -> list[bool]:
-        reuse = [False] * len(self.timesteps)
-        stored = {self._nearest(t): skip for t, (blocks, skip) in self.options.mlp.items() if block in blocks}
-        for index, skip in stored.items():
-            for after in range(index + 1, min(index + 1 + skip, len(reuse))):
-                reuse[after] = True
-        for index in stored:
-            reuse[index] = False
-        return reuse
-
-    def _nearest(self, timestep: float) -> int:
-        return min(range(len(self.timesteps)), key=lambda i: abs(self.timesteps[i] - timestep))
-
-    def _ever(self, kind: str, block: int) -> bool:
-        """Whether anything of this layer can be reused at all."""
-        if kind.startswith("mlp"):
-            return any(block in blocks for blocks, _ in self.options.mlp.values())
-        return self.options.ranges[KINDS.index(kind)] > 1
+def sources_of(options: PABOptions, kind: str, block: int, timesteps: Sequence[float]) -> list[int]:
+    """For each step, the one whose output a layer uses: the same step, or an earlier one."""
+    if kind.startswith("mlp"):
+        stored = {
+            min(range(len(timesteps)), key=lambda i, t=t: abs(timesteps[i] - t)): skip  # type: ignore[misc]
+            for t, (blocks, skip) in options.mlp.items()
+            if block in blocks
+        }
+        skipped = {index + n for index, skip in stored.items() for n in range(1, skip + 1)}
+        reuse = [index in skipped and index not in stored for index in range(len(timesteps))]
+    else:
+        every, (low, high) = options.ranges[KINDS.index(kind)], options.thresholds[KINDS.index(kind)]
+        reuse = [index % every != 0 and low < t < high for index, t in enumerate(timesteps)]
+    sources: list[int] = []
+    for index, again in enumerate(reuse):
+        sources.append(sources[-1] if again and sources else index)
+    return sources
 
 
 def layers_of(blocks: Sequence[nn.Module]) -> Iterator[tuple[str, int, nn.Module]]:
     """(kind, number of the block, layer) of every attention layer and MLP of a denoiser's blocks.
 
-    By the names that all blocks of this project use: `attn`, `attn_temp`, `cross_attn`, `mlp`; an attention tells by its
-    `axis` whether it looks over time. MLPs are "mlp spatial" or "mlp temporal", as their block's `attn` is.
+    By the names that all blocks of this project use: `attn`, `attn_temp`, `cross_attn`, `mlp`; an attention's `axis` says
+    whether it looks over time. MLPs are "mlp spatial" or "mlp temporal", as their block's `attn` is.
     """
     numbers = {"spatial": 0, "temporal": 0}
     for block in blocks:
-        along = _kind(block.attn)
+        attn: Any = block.attn
+        along = "temporal" if attn.axis == "time" else "spatial"
         number = numbers[along]
         numbers[along] += 1
         yield along, number, block.attn  # type: ignore[misc]
@@ -194,7 +176,3 @@ def layers_of(blocks: Sequence[nn.Module]) -> Iterator[tuple[str, int, nn.Module
             layer = getattr(block, name, None)
             if layer is not None:
                 yield kind, number, layer
-
-
-def _kind(attn: Any) -> str:
-    return "temporal" if attn.axis == "time" else "spatial"

@@ -1,4 +1,4 @@
-"""What step caches share: where sampling stands, what is kept for each call of the model, and counts."""
+"""What step caches share: the current step, what is kept for each call of the model, and counts."""
 
 import logging
 from abc import ABC, abstractmethod
@@ -14,7 +14,8 @@ from opensora.acceleration.patching import Forward, wrap_forward
 
 logger = logging.getLogger(__name__)
 
-_part: ContextVar[str] = ContextVar("part of a batch", default="whole")
+part_of_batch: ContextVar[str] = ContextVar("part of a batch", default="whole")
+"""What calls of the model are for, see `computing`; "whole" = for all of its batch."""
 
 
 class StepCache(ABC):
@@ -25,18 +26,18 @@ class StepCache(ABC):
 
     Attributes:
         per_sample: whether it decides by looking at the samples, so that only batches of one keep samples independent.
+        inside_blocks: whether it wraps layers within the blocks, which are then compiled with graph breaks, or whole blocks.
         computed, reused: how often each kind of thing was, since `sampling` began.
     """
 
     per_sample = False
     inside_blocks = False
-    """Whether it is put around layers within the blocks, which are then compiled in pieces, or around whole blocks."""
 
     def __init__(self) -> None:
         self.computed: Counter[str] = Counter()
         self.reused: Counter[str] = Counter()
         self.timesteps: list[float] = []
-        self.index: int | None = None  # of the present step; None: no sampling is going on
+        self.index: int | None = None  # of the current step; None: not sampling
         self._undo: list[Callable[[], None]] = []
 
     @abstractmethod
@@ -113,21 +114,16 @@ class CallNumber:
 @contextmanager
 def computing(part: str) -> Iterator[None]:
     """Inside, calls of the model are for this part of guidance's batch, such as those without the prompt."""
-    token = _part.set(part)
+    token = part_of_batch.set(part)
     try:
         yield
     finally:
-        _part.reset(token)
+        part_of_batch.reset(token)
 
 
-def part_of_batch() -> str:
-    """What this call is for, see `computing`; "whole" = for all of its batch."""
-    return _part.get()
-
-
-def like(kept: Tensor, part: str, x: Tensor) -> bool:
-    """Whether a tensor that was kept in a call for `part` fits tokens x: another batch, part of it, or size has nothing to do with it."""
-    return kept.shape == x.shape and kept.device == x.device and part == part_of_batch()
+def fits(kept: Tensor, part: str, x: Tensor) -> bool:
+    """Whether a tensor that was kept in a call for `part` fits tokens x; another batch, part of it, or size is unrelated."""
+    return kept.shape == x.shape and kept.device == x.device and part == part_of_batch.get()
 
 
 def tokens_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from opensora.acceleration.patching import Forward
-from opensora.acceleration.step_cache.steps import CallNumber, StepCache, like, part_of_batch, tokens_of
+from opensora.acceleration.step_cache.steps import CallNumber, StepCache, fits, part_of_batch, tokens_of
 
 
 class _Call:
@@ -35,7 +35,7 @@ class _Call:
 
 
 class TeaCache(StepCache):
-    """See the module's docstring. Looks at the numbers of the whole batch, and once a step waits for the device.
+    """See the module's docstring. Looks at the whole batch, and waits for the device once a step.
 
     Args:
         threshold: of the added distances; 0 computes every step.
@@ -86,8 +86,8 @@ class TeaCache(StepCache):
         now.entered = tokens_of(args, kwargs)
         modulated = modulated_input(block, now.entered, args[1:])
         before, now.modulated = now.modulated, modulated
-        known = before is not None and like(before, now.part, modulated) and now.residual is not None
-        now.part = part_of_batch()
+        known = before is not None and fits(before, now.part, modulated) and now.residual is not None
+        now.part = part_of_batch.get()
         if known:
             assert before is not None
             now.distance += self._distance(modulated, before)
@@ -121,7 +121,7 @@ def modulated_input(block: Any, x: Tensor, others: Sequence[Any]) -> Tensor:
     """What the first attention of a block sees, from the block's input x [B, T, S, D] and its further arguments.
 
     Blocks with a `scale_shift_table` (PixArt, STDiT) get (y, t), where t [B, K, D] is added to the table; blocks with an
-    `adaLN_modulation` (DiT) get c [B, D]. Frames that are given count like the others.
+    `adaLN_modulation` (DiT) get c [B, D]. Conditioning frames count like the others.
     """
     table = getattr(block, "scale_shift_table", None)
     vectors = block.adaLN_modulation(others[0]) if table is None else table[:2] + others[1][:, :2]  # [B, 2 or more, D]

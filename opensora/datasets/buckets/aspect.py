@@ -78,7 +78,10 @@ def get_resolution(name: str) -> Resolution:
         return Resolution(name, _PIXART_SIDES[name] ** 2, _pixart_sizes(_PIXART_SIDES[name]))
     if match := re.fullmatch(r"([1-9]\d*)px", name):
         area = int(match[1]) ** 2
-        return Resolution(name, area, {_key(h, w): _of_area(area, h / w) for h, w in _SQUARE_RATIOS})
+        sizes = {
+            _key(h, w): (round(math.sqrt(area * (h / w))), round(math.sqrt(area / (h / w)))) for h, w in _SQUARE_RATIOS
+        }
+        return Resolution(name, area, sizes)
     if match := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", name):
         size = int(match[1]), int(match[2])
         return Resolution(name, size[0] * size[1], {_key(*size): size})
@@ -145,34 +148,26 @@ def _key(height: int, width: int) -> str:
 
 
 def _p_sizes(name: str) -> dict[str, Size]:
+    """Landscape sizes have the height of that area, and the width from the height; others are their mirrors. 144p is truncated to
+    integers, the others are rounded to even ones."""
+
+    def side(value: float) -> int:
+        return int(value + 1e-9) if name == "144p" else 2 * math.floor(value / 2 + 0.5)
+
     sizes = {}
     for h, w in _P_RATIOS:
-        height, width = _p_size(name, min(h, w), max(h, w))
+        low, high = min(h, w), max(h, w)
+        height = side(math.sqrt(_P_AREAS[name] * low / high))
+        width = side(height * high / low)
         sizes[_key(h, w)] = (height, width) if h <= w else (width, height)
     return sizes
 
 
-def _p_size(name: str, h: int, w: int) -> Size:
-    """The landscape size: height of that area, width from the height. 144p is cut to integers, the others to even ones."""
-    height = math.sqrt(_P_AREAS[name] * h / w)
-    if name == "144p":
-        return int(height + 1e-9), int(int(height + 1e-9) * w / h + 1e-9)
-    return _even(height), _even(_even(height) * w / h)
-
-
-def _even(side: float) -> int:
-    return 2 * math.floor(side / 2 + 0.5)
-
-
 def _pixart_sizes(side: int) -> dict[str, Size]:
     mirrored = [(w, h) for h, w in reversed(_PIXART_HALF) if (h, w) != _PIXART_UNMIRRORED]
-    unit = 64 if side == 2880 else side // 16  # 2880 / 16 is no multiple of 64: cut to one
+    unit = 64 if side == 2880 else side // 16  # 2880 / 16 is no multiple of 64: truncated to one
 
     def pixels(n: int) -> int:
         return n * side // 16 // unit * unit
 
     return {_key(h, w): (pixels(h), pixels(w)) for h, w in (*_PIXART_HALF, (16, 16), *mirrored)}
-
-
-def _of_area(area: int, ratio: float) -> Size:
-    return round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))

@@ -1,6 +1,6 @@
 """Which bucket a sample goes to in an epoch: a pure function of (row, seed, epoch), for all rows of a table at once.
 
-A bucket is (resolution, number of frames, shape); all its samples are cut to one size, so that they make a batch. The rule,
+A bucket is (resolution, number of frames, shape); all its samples are cropped to one size, so that they make a batch. The rule,
 Open-Sora's, for a sample of T frames of H x W:
 
  1. Resolutions are tried from the largest area to the smallest; one whose area is more than H W / 0.8 is passed over.
@@ -10,6 +10,18 @@ Open-Sora's, for a sample of T frames of H x W:
  3. It stays with probability `keep_prob`; else, and where there is no such entry, the next resolution is tried.
  4. Its shape is the one whose ratio is nearest to H / W. What finds no entry is left out in this epoch.
 
+The config:
+
+    bucket_config = {
+        "480p": {1: (1.0, 52), 16: (0.5, 4), 32: (0.0, None)},       # resolution -> frames -> (keep_prob, batch_size)
+        "240p": {"2s": (1.0, 20), "4s": ((1.0, 0.33), 10)},          # ((keep_prob, length_prob), batch_size)
+    }
+
+`keep_prob`: how often a sample that is large and long enough for an entry stays in it; else it moves on to the next smaller
+resolution. `length_prob`: how often a length is considered at all; else a shorter one of the same resolution is tried.
+`(0.0, None)`: nothing stays; so clips of that length are kept out of the shorter entries of that resolution.
+`batch_size` is per process. "auto" takes it from the other entries: B (frames height width)^cost_power is the same for all.
+
 Random numbers come from a hash of (seed, epoch, row, entry): the same for any number of processes, and no draw depends on
 what was drawn for another row.
 """
@@ -17,25 +29,32 @@ what was drawn for another row.
 import hashlib
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from opensora.datasets.buckets.aspect import Size, rounded
-from opensora.datasets.buckets.config import Level, balanced_batch_sizes, parse_bucket_config
+from opensora.datasets.buckets.aspect import Resolution, Size, get_resolution, rounded
+from opensora.registry import did_you_mean
 from opensora.utils.errors import UserError
 from opensora.utils.seed import derive_seed
 
-AREA_SLACK = 0.8  # a picture may be enlarged to 1 / 0.8 of its area
+AREA_SLACK = 0.8  # an image may be enlarged to 1 / 0.8 of its area
 CHUNK = 1 << 15  # rows at a time: the arrays of a chunk stay in the processor's cache
 SHOWN = 8  # problems in one message
 NONE = -1  # the bucket of what is left out
+
+# Open-Sora 1.2's names: multiples of its VAE's 17 frames, in seconds at about 24 frames a second
+FRAME_ALIASES = {
+    "1x": 51, "2x": 102, "4x": 204, "8x": 408, "16x": 816,
+    "2s": 51, "4s": 102, "8s": 204, "16s": 408, "32s": 816,
+}  # fmt: skip
+EXPECTED = "(keep_prob, batch_size) or ((keep_prob, length_prob), batch_size)"
 
 _GOLDEN, _MIX1, _MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # of SplitMix64
 _MASK = (1 << 64) - 1
 
 
-class Left(IntEnum):
+class DropReason(IntEnum):
     """Why a sample is in no bucket."""
 
     KEPT = 0
@@ -45,6 +64,22 @@ class Left(IntEnum):
     NO_IMAGES = 4  # an image, and no resolution that it is large enough for has an entry of 1 frame
     CHANCE = 5  # the probabilities of all its entries together are below 1
     SLOW = 6  # a video of fewer frames a second than are asked for, set by the dataset
+
+
+class Entry(NamedTuple):
+    """One length of one resolution."""
+
+    num_frames: int
+    keep_prob: float
+    length_prob: float
+    batch_size: int | Literal["auto"] | None
+
+
+class Level(NamedTuple):
+    """One resolution with its lengths, the longest first."""
+
+    resolution: Resolution
+    entries: tuple[Entry, ...]
 
 
 class Bucket(NamedTuple):
@@ -69,17 +104,17 @@ class Bucket(NamedTuple):
 
 
 class Assignment(NamedTuple):
-    """Of each row: the index of its bucket or NONE, and why it has none."""
+    """The bucket of each row."""
 
-    bucket: np.ndarray  # [N] int32
-    left: np.ndarray  # [N] int8, values of `Left`
+    bucket: np.ndarray  # [N] int32, its index or NONE
+    drop_reason: np.ndarray  # [N] int8, values of `DropReason`
 
 
 class Buckets:
     """The buckets of a `bucket_config`.
 
     Args:
-        config: See `buckets/config.py`.
+        config: See the module's docstring.
         size_multiple: Sizes of the aspect tables are moved to the nearest multiple: VAE x patch, usually 16. Sizes that a
             config writes out ("240x424") stay. Shapes of one resolution that become one size are one bucket.
         cost_power: Batch sizes "auto" make batch_size (frames height width)^cost_power equal.
@@ -92,24 +127,29 @@ class Buckets:
         self, config: Mapping[str, Mapping[Any, Any]], size_multiple: int = 16, cost_power: float = 1.0
     ) -> None:
         self.levels = parse_bucket_config(config)
-        self.size_multiple, self.cost_power = size_multiple, cost_power
+        self.size_multiple = size_multiple
         self._plans: list[_LevelPlan] = []
-        buckets: list[Bucket] = []
+        batch_sizes = _batch_sizes(self.levels, cost_power)
+        self.buckets: list[Bucket] = []
         draw = 0
         for level in self.levels:
-            sizes = _sizes(level, size_multiple)
-            unique = list(dict.fromkeys(sizes.values()))
+            name, sizes = level.resolution.name, level.resolution.sizes
+            if "x" not in name.removesuffix("px"):  # a size that a config writes out stays
+                sizes = {key: rounded(size, size_multiple) for key, size in sizes.items()}
+            ratio_of_size: dict[Size, str] = {}
+            for key, size in sizes.items():
+                ratio_of_size.setdefault(size, key)
             entries = []
             for entry in level.entries:
-                entries.append(_EntryPlan(entry.num_frames, entry.keep_prob, entry.length_prob, len(buckets), draw))
+                entries.append(_EntryPlan(*entry[:3], first_bucket=len(self.buckets), draw=draw))
                 draw += 2
-                for size in unique:
-                    ratio = next(key for key, value in sizes.items() if value == size)
-                    buckets.append(Bucket(level.resolution.name, ratio, entry.num_frames, *size, None))
-            keys = np.array([float(key) for key in sizes])
-            shape = np.array([unique.index(size) for size in sizes.values()], np.int32)
-            self._plans.append(_LevelPlan(level.resolution.area, (keys[1:] + keys[:-1]) / 2, shape, tuple(entries)))
-        self.buckets = self._with_batch_sizes(buckets)
+                for size, ratio in ratio_of_size.items():
+                    batch_size = batch_sizes[name, entry.num_frames]
+                    self.buckets.append(Bucket(name, ratio, entry.num_frames, *size, batch_size))
+            ratios = np.array([float(key) for key in sizes])
+            shape = np.array([list(ratio_of_size).index(size) for size in sizes.values()], np.int32)
+            borders = (ratios[1:] + ratios[:-1]) / 2
+            self._plans.append(_LevelPlan(level.resolution.area, borders, shape, tuple(entries)))
 
     def __len__(self) -> int:
         return len(self.buckets)
@@ -125,13 +165,6 @@ class Buckets:
         """[buckets] int64, per process; 0 where a bucket takes nothing."""
         return np.array([bucket.batch_size or 0 for bucket in self.buckets], np.int64)
 
-    @property
-    def is_random(self) -> bool:
-        """Whether an epoch's buckets differ from another's."""
-        return any(
-            p not in (0, 1) for level in self.levels for e in level.entries for p in (e.keep_prob, e.length_prob)
-        )
-
     def assign(
         self,
         num_frames: np.ndarray,
@@ -141,72 +174,152 @@ class Buckets:
         seed: int,
         epoch: int,
         frame_interval: int | np.ndarray = 1,
-        rows: np.ndarray | None = None,
     ) -> Assignment:
         """The bucket of every sample in an epoch.
 
         Args:
             num_frames, height, width: [N] of the files; 0 where unknown.
             frame_interval: One for all, or [N]: how many frames of a file one frame of the clip is, whole or not.
-            rows: [N] numbers that name the samples to the random numbers; 0 ... N-1 when None.
         """
         count = len(num_frames)
-        bucket, left = np.full(count, NONE, np.int32), np.empty(count, np.int8)
-        salt = np.uint64(derive_seed(seed, "bucket", epoch))
+        bucket, reason = np.full(count, NONE, np.int32), np.empty(count, np.int8)
+        intervals = np.broadcast_to(frame_interval, count)
+        seed = derive_seed(seed, "bucket", epoch)
         for start in range(0, count, CHUNK):
-            part = slice(start, start + CHUNK)
-            names = np.arange(start, min(start + CHUNK, count)) if rows is None else rows[part]
-            interval = frame_interval[part] if isinstance(frame_interval, np.ndarray) else np.int64(frame_interval)
-            bucket[part], left[part] = self._assign(
+            part = slice(start, min(start + CHUNK, count))
+            bucket[part], reason[part] = self._assign(
                 num_frames[part].astype(np.int64),
                 height[part].astype(np.float64),
                 width[part].astype(np.float64),
-                np.broadcast_to(interval, len(names)),
-                hash_numbers(names.astype(np.uint64), salt),
+                intervals[part],
+                hash_numbers(np.arange(part.start, part.stop, dtype=np.uint64), np.uint64(seed)),
             )
-        return Assignment(bucket, left)
+        return Assignment(bucket, reason)
+
+    def _assign(
+        self, frames: np.ndarray, height: np.ndarray, width: np.ndarray, interval: np.ndarray, salt: np.ndarray
+    ) -> Assignment:
+        """`assign` for some rows, [n] each; `salt`: where the random numbers of each row begin."""
+        known = (frames >= 1) & (height >= 1) & (width >= 1)  # false for NaN too
+        area = np.where(known, height * width, 0)
+        ratio = np.divide(height, width, out=np.ones(len(frames)), where=known)
+        bucket = np.full(len(frames), NONE, np.int32)
+        is_large, is_long = np.zeros((2, len(frames)), bool)  # enough for any level, and for any entry of these
+        unassigned = np.flatnonzero(known)
+        for plan in self._plans:
+            rows = unassigned[area[unassigned] >= AREA_SLACK * plan.area]
+            is_large[rows] = True
+            length, step = frames[rows], interval[rows]
+            for entry in plan.entries:
+                able = length == 1
+                if entry.num_frames > 1:
+                    able = (length > 1) & (length >= (entry.num_frames - 1) * step + 1)
+                is_long[rows[able]] = True
+                if entry.length_prob < 1:
+                    able[able] = _uniform(salt[rows[able]], entry.draw) < entry.length_prob
+                chosen, others = rows[able], ~able
+                rows, length, step = rows[others], length[others], step[others]
+                if entry.keep_prob < 1:
+                    chosen = chosen[_uniform(salt[chosen], entry.draw + 1) < entry.keep_prob]
+                bucket[chosen] = entry.first_bucket + plan.shape[np.searchsorted(plan.borders, ratio[chosen])]
+            unassigned = unassigned[bucket[unassigned] == NONE]
+        conditions = [bucket != NONE, ~known, ~is_large, is_long, frames == 1]
+        reasons = [DropReason.KEPT, DropReason.UNKNOWN, DropReason.SMALL, DropReason.CHANCE, DropReason.NO_IMAGES]
+        values = [np.int8(reason) for reason in reasons]
+        return Assignment(bucket, np.select(conditions, values, np.int8(DropReason.SHORT)))
 
     def fingerprint(self) -> str:
         """A hash of all that decides buckets and batches."""
         text = repr((self.levels, self.buckets, self.size_multiple))
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
-    def _assign(
-        self, frames: np.ndarray, height: np.ndarray, width: np.ndarray, interval: np.ndarray, salt: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        known = (frames >= 1) & (height >= 1) & (width >= 1)  # false for NaN too
-        bucket = np.full(len(frames), NONE, np.int32)
-        large = np.zeros(len(frames), bool)
-        area = np.where(known, height * width, 0)
-        ratio = np.divide(height, width, out=np.ones(len(frames)), where=known)
-        open_rows = np.flatnonzero(known)
-        for plan in self._plans:
-            rows = open_rows[area[open_rows] >= AREA_SLACK * plan.area]
-            if not len(rows):
-                continue
-            large[rows] = True
-            entry = plan.choose(frames[rows], interval[rows], salt[rows])
-            for i, chosen in enumerate(plan.entries):
-                mine = rows[entry == i]
-                if chosen.keep_prob < 1:
-                    mine = mine[_uniform(salt[mine], chosen.draw + 1) < chosen.keep_prob]
-                bucket[mine] = chosen.first_bucket + plan.shape[np.searchsorted(plan.borders, ratio[mine])]
-            open_rows = open_rows[bucket[open_rows] == NONE]
-        fits = np.zeros(len(frames), bool)
-        for plan in self._plans if len(open_rows) else ():  # of few rows, as a rule
-            rows = open_rows[area[open_rows] >= AREA_SLACK * plan.area]
-            fits[rows] |= plan.fits(frames[rows], interval[rows])
-        reasons = [bucket != NONE, ~known, ~large, fits, frames == 1]
-        names = [Left.KEPT, Left.UNKNOWN, Left.SMALL, Left.CHANCE, Left.NO_IMAGES]
-        return bucket, np.select(reasons, [np.int8(name) for name in names], np.int8(Left.SHORT))
 
-    def _with_batch_sizes(self, buckets: list[Bucket]) -> list[Bucket]:
-        sizes = {(level.resolution.name, e.num_frames): e.batch_size for level in self.levels for e in level.entries}
-        # by entry, at the nominal area: all shapes of an entry have one batch size
-        areas = {level.resolution.name: level.resolution.area for level in self.levels}
-        costs = [float(frames * areas[name]) ** self.cost_power for name, frames in sizes]
-        resolved = dict(zip(sizes, balanced_batch_sizes(costs, list(sizes.values())), strict=True))
-        return [bucket._replace(batch_size=resolved[bucket.resolution, bucket.num_frames]) for bucket in buckets]
+def parse_bucket_config(config: Mapping[str, Mapping[Any, Any]]) -> list[Level]:
+    """The levels of a config, the largest area first.
+
+    Raises:
+        UserError: lists everything that is wrong with it.
+    """
+    problems: list[str] = []
+    levels = []
+    for name, values in config.items():
+        try:
+            resolution = get_resolution(str(name))
+        except UserError as error:
+            problems.append(str(error).rstrip("."))
+            continue
+        if not isinstance(values, Mapping) or not values:
+            problems.append(f"{name}: {values!r} is no dict of frames -> {EXPECTED}")
+            continue
+        entries = [entry for key, value in values.items() if (entry := _entry(str(name), key, value, problems))]
+        lengths = [entry.num_frames for entry in entries]
+        if twice := sorted({n for n in lengths if lengths.count(n) > 1}):
+            problems.append(f"{name}: {twice[0]} frames are there twice; an alias counts as its number")
+        levels.append(Level(resolution, tuple(sorted(entries, reverse=True))))
+    every = [entry for level in levels for entry in level.entries]
+    if not config:
+        problems.append("it is empty")
+    if levels and not any(entry.keep_prob > 0 for entry in every):
+        problems.append("every keep_prob is 0, so nothing would be trained on")
+    if any(entry.batch_size == "auto" for entry in every) and not any(isinstance(e.batch_size, int) for e in every):
+        problems.append("every batch size is 'auto'; give at least one as a number to measure the others by")
+    if problems:
+        raise UserError("\n".join(["bucket_config:", *(f"  {problem}." for problem in problems)]))
+    return sorted(levels, key=lambda level: -level.resolution.area)
+
+
+def parse_num_frames(text: int | str) -> int:
+    """Frames of 16, "16" or of an alias such as "2s" or "4x".
+
+    Raises:
+        UserError: it is none of these.
+    """
+    number = FRAME_ALIASES.get(str(text), text)
+    if isinstance(number, str) and number.isdecimal():
+        number = int(number)
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise UserError(
+            f"{text!r} is no number of frames: write an integer from 1, or one of {', '.join(FRAME_ALIASES)}"
+        )
+    return number
+
+
+def _entry(name: str, key: Any, value: Any, problems: list[str]) -> Entry | None:
+    where = f"{name}, {key!r}"
+    try:
+        num_frames = parse_num_frames(key)
+    except UserError as error:
+        problems.append(f"{name}: {error}{did_you_mean(str(key), list(FRAME_ALIASES)).rstrip('?')}")
+        return None
+    keep: Any
+    keep, size = value if isinstance(value, list | tuple) and len(value) == 2 else (None, None)
+    keep, length = keep if isinstance(keep, list | tuple) and len(keep) == 2 else (keep, 1.0)
+    if not all(isinstance(p, int | float) and not isinstance(p, bool) and 0 <= p <= 1 for p in (keep, length)):
+        problems.append(f"{where}: {value!r} is not {EXPECTED} with probabilities from 0 to 1")
+        return None
+    if keep == 0 and size is None:
+        return Entry(num_frames, 0.0, float(length), None)
+    if size != "auto" and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+        problems.append(
+            f"{where}: batch size {size!r} must be a number from 1 or 'auto'; None goes with keep_prob 0 only"
+        )
+        return None
+    if num_frames == 1 and length != 1:
+        problems.append(f"{where}: length_prob has no effect on images; write ({keep}, {size})")
+        return None
+    return Entry(num_frames, float(keep), float(length), size)
+
+
+def _batch_sizes(levels: list[Level], cost_power: float) -> dict[tuple[str, int], int | None]:
+    """(resolution, frames) -> batch size. "auto" is the largest whose batch costs no more than the cheapest that is given."""
+    sizes, costs = {}, {}
+    for level in levels:  # at the nominal area: all shapes of an entry have one batch size
+        for entry in level.entries:
+            name = level.resolution.name, entry.num_frames
+            sizes[name] = entry.batch_size
+            costs[name] = float(entry.num_frames * level.resolution.area) ** cost_power
+    budget = min((costs[name] * size for name, size in sizes.items() if isinstance(size, int)), default=0)
+    return {name: max(1, int(budget / costs[name] + 1e-9)) if size == "auto" else size for name, size in sizes.items()}
 
 
 class SizeRules(Protocol):
@@ -240,17 +353,12 @@ def refuse_illegal_sizes(buckets: Buckets, vae: SizeRules, patch_size: Sequence[
     problems = list(dict.fromkeys(problems))
     if problems:
         more = [f"  and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
-        raise UserError(
-            "\n".join(
-                [
-                    "bucket_config has sizes that VAE x patch do not take (frames, height x width):",
-                    *problems[:SHOWN],
-                    *more,
-                ]
-            )
-            + f"\nHeights and widths of named resolutions follow dataset.size_multiple={buckets.size_multiple}; "
+        head = "bucket_config has sizes that VAE x patch do not take (frames, height x width):"
+        tail = (
+            f"Heights and widths of named resolutions follow dataset.size_multiple={buckets.size_multiple}; "
             f"{max(units)} fits."
         )
+        raise UserError("\n".join([head, *problems[:SHOWN], *more, tail]))
 
 
 class _EntryPlan(NamedTuple):
@@ -266,33 +374,6 @@ class _LevelPlan(NamedTuple):
     borders: np.ndarray  # [R - 1] between neighbouring ratios
     shape: np.ndarray  # [R] ratio -> shape
     entries: tuple[_EntryPlan, ...]  # the longest first
-
-    def choose(self, frames: np.ndarray, interval: np.ndarray, salt: np.ndarray) -> np.ndarray:
-        """[n] index of the entry that a sample asks for, or -1."""
-        chosen = np.full(len(frames), -1, np.int8)
-        for i, entry in enumerate(self.entries):
-            able = (chosen < 0) & _able(entry.num_frames, frames, interval)
-            if entry.length_prob < 1:
-                rows = np.flatnonzero(able)
-                able[rows] = _uniform(salt[rows], entry.draw) < entry.length_prob
-            chosen[able] = i
-        return chosen
-
-    def fits(self, frames: np.ndarray, interval: np.ndarray) -> np.ndarray:
-        """[n] whether a sample is long enough for any entry."""
-        able = [_able(entry.num_frames, frames, interval) for entry in self.entries]
-        return np.logical_or.reduce(able)
-
-
-def _able(num_frames: int, frames: np.ndarray, interval: np.ndarray) -> np.ndarray:
-    return frames == 1 if num_frames == 1 else (frames > 1) & (frames >= (num_frames - 1) * interval + 1)
-
-
-def _sizes(level: Level, multiple: int) -> dict[str, Size]:
-    sizes = level.resolution.sizes
-    if "x" in level.resolution.name.removesuffix("px"):
-        return sizes
-    return {key: rounded(size, multiple) for key, size in sizes.items()}
 
 
 def hash_numbers(numbers: np.ndarray, salt: np.ndarray | np.uint64) -> np.ndarray:

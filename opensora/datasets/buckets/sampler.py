@@ -1,13 +1,37 @@
-"""Batches of a dataset with buckets: each of one size, planned epoch by epoch. See `epoch_plan.py` for the policies."""
+"""Batches of a dataset with buckets, each of one size, planned epoch by epoch as a pure function of ids, seeds and settings.
+
+A bucket's samples are shuffled and split into micro-batches of its batch size; micro-batches are put in order, and step i of
+process r takes the (i R + r)-th. What fills no whole micro-batch, and micro-batches that are too few for all R processes,
+are dealt with by the tail policy:
+
+    keep   every sample once: the last micro-batch of a bucket is smaller, and where processes would be left without one,
+           the last micro-batches are split. Only where there is nothing left to split (each holds one sample) are up
+           to R - 1 of them seen again.
+    pad    full micro-batches only: a bucket's last one, and the last step, are filled by beginning again.
+    drop   full micro-batches only: what does not fill one, and micro-batches beyond the last whole step, are left out.
+
+So every process has the same number of batches, whatever the policy. The order of steps is "mixed" (processes take
+micro-batches of any bucket) or "same" (all take one bucket's in a step, so that none waits for a larger one's).
+"""
 
 import itertools
-from collections.abc import Iterator
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from typing import Literal, Protocol
 
-from opensora.datasets.buckets.bucket import Assignment, Buckets
-from opensora.datasets.buckets.epoch_plan import EpochPlan, Order, Segment, Tail
-from opensora.datasets.sampler import BatchKeys, BucketKey, Place
+import numpy as np
+
+from opensora.datasets.buckets.bucket import NONE, Assignment, Buckets, hash_numbers
+from opensora.datasets.sampler import BatchKeys, BucketKey, DataPosition
 from opensora.utils.errors import UserError
+from opensora.utils.seed import derive_seed
+
+Tail = Literal["keep", "pad", "drop"]
+Order = Literal["mixed", "same"]
+Segment = tuple[int, int]  # processes, and how many batches each of them took
+
+# Micro-batches [M]: samples `first` ... `first + size - 1` of a bucket's order, beginning again at its end; `repeated`: it is
+# there once already
+MICRO_BATCH = np.dtype([("bucket", np.int64), ("first", np.int64), ("size", np.int64), ("repeated", bool)])
 
 
 class Bucketed(Protocol):
@@ -20,10 +44,10 @@ class Bucketed(Protocol):
 
 
 class BucketBatchSampler:
-    """Yields a process' batches, each a list of `BucketKey` of one bucket.
+    """Yields a process' batches, each of one bucket, with `BucketKey`s.
 
-    Which sample is in which batch is f(seed, epoch, number of processes); place and number of processes are all that a resumed
-    run needs. It goes on exactly; on another number of processes, the rest of the epoch is shared out anew, and still no sample
+    Which sample is in which batch is f(seed, epoch, number of processes); position and number of processes are all that a resumed
+    run needs. It continues exactly; on another number of processes, the rest of the epoch is shared out anew, and still no sample
     is lost or seen twice beyond the tail policy. Nothing is skipped over: no file is read for what was done before.
 
     Args:
@@ -48,10 +72,10 @@ class BucketBatchSampler:
             raise ValueError(f"rank={rank}, world_size={world_size}")
         self.dataset, self.seed, self.rank, self.world_size = dataset, seed, rank, world_size
         self.tail, self.order = tail, order
-        self.start, self.count = Place(), None  # type: Place, int | None
+        self.start, self.count = DataPosition(), None  # type: DataPosition, int | None
         self._plan: EpochPlan | None = None
 
-    def plan(self, epoch: int) -> EpochPlan:
+    def plan(self, epoch: int) -> "EpochPlan":
         """What is left of an epoch: all of it, but for the one that `seek` named with segments."""
         if self._plan is None or self._plan.epoch != epoch:
             self._plan = EpochPlan(
@@ -70,22 +94,22 @@ class BucketBatchSampler:
         """Batches of each process in an epoch, with those of its earlier segments."""
         return self.plan(epoch).steps + sum(batches for _, batches in self._segments(epoch))
 
-    def seek(self, place: Place, count: int | None) -> None:
-        """Yield `count` batches from `place` on; None: go on for ever."""
-        if self._plan is not None and self._plan.epoch == place.epoch and self._segments(place.epoch) != place.segments:
+    def seek(self, position: DataPosition, count: int | None) -> None:
+        """Yield `count` batches from `position` on; None: go on for ever."""
+        if (
+            self._plan is not None
+            and self._plan.epoch == position.epoch
+            and self._segments(position.epoch) != position.segments
+        ):
             self._plan = None
-        self.start, self.count = place, count
+        self.start, self.count = position, count
 
     def __len__(self) -> int:
         if self.count is None:
             raise TypeError("a BucketBatchSampler without count has no length")
         return self.count
 
-    def __iter__(self) -> Iterator[list[BucketKey]]:
-        return (list(batch.keys) for batch in self.placed())  # type: ignore[arg-type]
-
-    def placed(self) -> Iterator[BatchKeys]:
-        """The batches, each with its place in the batch of all processes."""
+    def __iter__(self) -> Iterator[BatchKeys]:
         return itertools.islice(self._all(), self.count)
 
     def _all(self) -> Iterator[BatchKeys]:
@@ -98,10 +122,144 @@ class BucketBatchSampler:
                     "--dry-run True shows what became of the samples."
                 )
             for step in range(done, plan.steps):
-                bucket, rows = plan.batch(step, self.rank)
+                bucket, rows, first_index, global_batch_size = plan.batch(step, self.rank)
                 size = self.dataset.buckets[bucket][2:5]  # frames, height, width
-                yield BatchKeys([BucketKey(epoch, row, *size) for row in rows], *plan.places(step, self.rank))
+                yield BatchKeys([BucketKey(epoch, row, *size) for row in rows], first_index, global_batch_size)
             done = 0
 
     def _segments(self, epoch: int) -> tuple[Segment, ...]:
         return self.start.segments if epoch == self.start.epoch else ()
+
+
+class EpochPlan:
+    """The batches of an epoch.
+
+    Args:
+        bucket: [N] of each sample, or NONE.
+        batch_sizes: [buckets] per process.
+        segments: What was taken from this epoch before by other numbers of processes, in order: the plan is for the rest.
+
+    Attributes:
+        steps: Batches of each process in what is left of the epoch.
+        samples: [buckets] samples of each bucket in the epoch.
+        seen: [buckets] how many the plan hands out, those that are seen again counted again.
+    """
+
+    def __init__(
+        self,
+        bucket: np.ndarray,
+        batch_sizes: np.ndarray,
+        *,
+        seed: int,
+        epoch: int,
+        world_size: int,
+        tail: Tail,
+        order: Order,
+        segments: Sequence[Segment] = (),
+    ) -> None:
+        self.epoch, self.world_size = epoch, world_size
+        self.rows, self.offsets = _rows_by_bucket(bucket, len(batch_sizes), seed, epoch)
+        self.samples = np.diff(self.offsets)
+        micro = _micro_batches(self.samples, batch_sizes, tail)
+        for number, (processes, batches) in enumerate(segments):
+            whole, left_over = _arrange(micro, processes, tail, order, derive_seed(seed, "steps", epoch, number))
+            rest = np.concatenate([whole[processes * batches :], left_over])
+            rest = rest[~rest["repeated"]]
+            micro = rest[np.lexsort((rest["first"], rest["bucket"]))]
+        salt = derive_seed(seed, "steps", epoch, len(segments))
+        self.micro, _ = _arrange(micro, world_size, tail, order, salt)
+        self.steps = len(self.micro) // world_size
+
+    @property
+    def seen(self) -> np.ndarray:
+        """See the class."""
+        micro = self.micro
+        return np.bincount(micro["bucket"], micro["size"], minlength=len(self.samples)).astype(np.int64)
+
+    @property
+    def batches(self) -> np.ndarray:
+        """[buckets] micro-batches of each bucket, over all processes."""
+        return np.bincount(self.micro["bucket"], minlength=len(self.samples))
+
+    @property
+    def global_batch_sizes(self) -> np.ndarray:
+        """[steps] samples of each step, over all processes."""
+        return self.micro["size"].reshape(-1, self.world_size).sum(1)
+
+    def batch(self, step: int, rank: int) -> tuple[int, list[int], int, int]:
+        """The bucket and the rows of a process in a step, the index of its first sample in the global batch, and its size."""
+        micro = self.micro[step * self.world_size : (step + 1) * self.world_size]
+        bucket, first, size = (int(micro[name][rank]) for name in ("bucket", "first", "size"))
+        order = (first + np.arange(size)) % int(self.samples[bucket])
+        rows = self.rows[self.offsets[bucket] + order].tolist()
+        return bucket, rows, int(micro["size"][:rank].sum()), int(micro["size"].sum())
+
+
+def _rows_by_bucket(bucket: np.ndarray, count: int, seed: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+    """Samples that have a bucket, grouped by it and shuffled inside: [n], and where each group begins: [buckets + 1]."""
+    salt = np.uint64(derive_seed(seed, "order", epoch))
+    rows = np.flatnonzero(bucket != NONE)
+    rows = rows[np.argsort(hash_numbers(rows.astype(np.uint64), salt))]  # no two hashes are equal: it maps one to one
+    ids = bucket[rows].astype(np.int16 if count < 2**15 else np.int32)  # 16 bits sort by radix
+    rows = rows[np.argsort(ids, kind="stable")]
+    return rows, np.concatenate([[0], np.cumsum(np.bincount(ids, minlength=count))]).astype(np.int64)
+
+
+def _micro_batches(samples: np.ndarray, batch_sizes: np.ndarray, tail: Tail) -> np.ndarray:
+    """The micro-batches of every bucket, in its order."""
+    sizes = np.maximum(batch_sizes, 1)
+    counts = samples // sizes if tail == "drop" else -(-samples // sizes)
+    micro = np.zeros(counts.sum(), MICRO_BATCH)
+    micro["bucket"] = bucket = np.repeat(np.arange(len(samples)), counts)
+    number = np.arange(len(micro)) - np.repeat(np.cumsum(counts) - counts, counts)
+    micro["first"], micro["size"] = number * sizes[bucket], sizes[bucket]
+    if tail == "keep":
+        micro["size"] = np.minimum(micro["size"], samples[bucket] - micro["first"])
+    return micro
+
+
+def _arrange(micro: np.ndarray, world_size: int, tail: Tail, order: Order, salt: int) -> tuple[np.ndarray, np.ndarray]:
+    """The micro-batches in the order of the steps, a whole number of steps; and what was left out for that."""
+    if order == "mixed":
+        return _fill_steps(micro[_shuffled(micro["bucket"], micro["first"], salt)], world_size, tail)
+    parts = [_fill_steps(micro[micro["bucket"] == b], world_size, tail) for b in np.unique(micro["bucket"])]
+    whole, left_over = (np.concatenate([micro[:0], *(part[i] for part in parts)]) for i in (0, 1))
+    steps = whole.reshape(-1, world_size)
+    return steps[_shuffled(steps["bucket"][:, 0], np.arange(len(steps)), salt)].reshape(-1), left_over
+
+
+def _shuffled(bucket: np.ndarray, number: np.ndarray, salt: int) -> np.ndarray:
+    names = bucket.astype(np.uint64) << np.uint64(40) | number.astype(np.uint64)
+    return np.argsort(hash_numbers(names, np.uint64(salt)), kind="stable")
+
+
+def _fill_steps(micro: np.ndarray, world_size: int, tail: Tail) -> tuple[np.ndarray, np.ndarray]:
+    """Make the number of micro-batches a multiple of the processes; and what was left out for that."""
+    count = len(micro)
+    missing = -count % world_size
+    if missing and tail == "drop":
+        whole = count - count % world_size
+        return micro[:whole], micro[whole:]
+    if missing and tail == "keep":
+        micro = _split(micro, world_size, missing)
+        missing -= len(micro) - count
+    again = micro[np.arange(missing) % max(len(micro), 1)]
+    again["repeated"] = True
+    return np.concatenate([micro, again]), micro[:0]
+
+
+def _split(micro: np.ndarray, world_size: int, missing: int) -> np.ndarray:
+    """Halve the largest of the last micro-batches until there are `missing` more, or all of them hold one sample."""
+    count = len(micro)
+    spare = np.cumsum((micro["size"] - 1)[::-1])  # more micro-batches that the last 1, 2, ... can become
+    # the last, incomplete step; that and the one before; ...
+    steps = np.arange(count % world_size, count + 1, world_size)
+    enough = np.flatnonzero(spare[steps - 1] >= missing)
+    last = int(steps[enough[0]]) if len(enough) else count
+    tail = micro[count - last :].tolist()  # (bucket, first, size, repeated)
+    for _ in range(min(missing, int(spare[-1]))):
+        i = max(range(len(tail)), key=lambda i: tail[i][2])
+        bucket, first, size, _ = tail[i]
+        half = (size + 1) // 2
+        tail[i : i + 1] = [(bucket, first, half, False), (bucket, first + half, size - half, False)]
+    return np.concatenate([micro[: count - last], np.array(tail, MICRO_BATCH)])

@@ -3,12 +3,14 @@
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from torch import Tensor
 
+from opensora.datasets.cache.flow import FOLDER as FLOW
 from opensora.datasets.cache.flow import StoredFlow
 from opensora.datasets.cache.moments import (
     CLIPS,
@@ -17,31 +19,27 @@ from opensora.datasets.cache.moments import (
     Choices,
     clip_settings,
     occurrences_of_rows,
-    refuse_other_settings,
     refuse_rate_of_clips,
     sample_key,
     sample_settings,
     source_hash,
 )
-from opensora.datasets.cache.records import RecordReader
-from opensora.datasets.cache.text_features import TextFeatures
-from opensora.datasets.datasets import ClipRows, Item, describe, last_start, wrong_length
+from opensora.datasets.cache.records import METADATA, RecordReader, refuse_other
+from opensora.datasets.cache.text import TextFeatures
+from opensora.datasets.datasets import ClipRows, Item, describe, draw_choice, wrong_length
 from opensora.datasets.sampler import SampleKey
 from opensora.datasets.table.table import MAX_CHECKED_FILES, UNKNOWN, complain_about_rows, read_table
-from opensora.datasets.video.decoding import Decoding
-from opensora.datasets.video.files import IMAGE_FPS, BadFile, is_image
+from opensora.datasets.video.files import IMAGE_FPS, BadFile, Decoding, is_image
 from opensora.datasets.video.read_video import count_frames
 from opensora.registry import DATASETS
 from opensora.utils.errors import UserError
-
-SMALL = ("source", "num_frames", "fps")
 
 
 @DATASETS.register_module()
 class CachedVideoTextDataset:
     """`VideoTextDataset` with `moments` [2C, T, h, w] float32 in place of `video`; the choices are the same.
 
-    Clips of which the table does not say how much moves (column `flow`) have it from the cache, if that was measured.
+    Where the table has no optical-flow score (column `flow`), it is that of the cache, if it was measured.
 
     Args:
         data_path: As for `VideoTextDataset`, like everything not named here.
@@ -50,9 +48,8 @@ class CachedVideoTextDataset:
             that decides them.
         content: "clips": windows of whole clips; "samples": the samples of the first epochs, again and again. Which of
             them the cache holds depends on the VAE, see the tool.
-        text: "captions": samples have `text`; "features": also `y` [1, L, D] and `mask` [L], the captions as the text
-            encoder gave them, so that it is not called.
-        vae_fingerprint: Of the VAE in use: the cache must be its own. None: it is not checked.
+        text: "captions": samples have `text`; "features": also the encoded caption, `y` [1, L, D] and `mask` [L].
+        vae_fingerprint: Of the VAE in use, which must be that of the cache. None: it is not checked.
         target_fps: With content "samples" only.
     """
 
@@ -93,17 +90,20 @@ class CachedVideoTextDataset:
         expected = clip_settings(vae, *shared, choices)
         if content == SAMPLES:
             expected = sample_settings(vae, (num_frames, frame_interval), *shared, seed, choices)
-        refuse_other_settings(self.cache_dir / content, found, expected)
-        if content == CLIPS:
-            self._refuse_missing()
+        refuse_other(self.cache_dir / content, found, expected, "settings", REMEDY.format("ANOTHER_FOLDER"))
         self.occurrence = occurrences_of_rows(self.table)  # [N]
+        if content == CLIPS:
+            self._refuse_missing_and_resized()
         self.clips = ClipRows(
             self.table, num_frames, frame_interval, seed, short_clips, count=self._count, target_fps=target_fps
         )
         self.epochs = self._count_epochs() if content == SAMPLES else 0
         self.text = TextFeatures(cache_dir) if text == "features" else None
         self.flow = self._stored_flow()
-        self._refuse_unknown_captions()
+        if self.text is not None and len(self.table) <= MAX_CHECKED_FILES:
+            wanted = (caption for row in range(len(self.table)) for caption in self.table.captions(row))
+            if missing := self.text.missing(wanted):
+                raise self.text.unknown(missing)
         self._verified = np.zeros(len(self.table), bool)
 
     def __len__(self) -> int:
@@ -127,77 +127,66 @@ class CachedVideoTextDataset:
         parts = (type(self).__name__, self.table.fingerprint(), self.clips.settings(), settings, *flow)
         return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
-    # ------------------------------------------------------------------------------------------------ whole clips
-
     def _window(self, epoch: int, row: int) -> Item:
+        """Of whole clips."""
         clips, path, stated = self.clips, self.table.path(row), int(self.table.num_frames[row])
-        record = self.records.read(self.table.name(row), (*SMALL, "moments"))
+        record = self.records.read(self.table.name(row), ("source", "num_frames", "fps", "moments"))
         moments: Tensor = record["moments"]  # [2C, stored frames, h, w]
         stored = moments.shape[1]
         if stated > stored:
             raise UserError(f"{self.table.where(row)}: {wrong_length(stated, stored, path)}")
         self._refuse_changed(row, record["source"], path)
-        choice = clips.choose(epoch, row, stated or record["num_frames"])
-        start = choice.start
-        if start + clips.needed > stored:
-            start = last_start(stored, clips.needed, clips.too_short(row, stored))
+        available = stated or record["num_frames"]
+        choice = clips.choose(epoch, row, available - clips.needed + 1, available)
+        if stored < clips.needed:
+            raise clips.too_short(row, stored)
+        start = min(choice.start, stored - clips.needed)  # of fewer frames than the file announces, the last ones
         moments = moments[:, start : start + clips.needed : clips.frame_interval].float().clone()
         fps = IMAGE_FPS if is_image(path) else record["fps"] / clips.frame_interval
         size, scores = (moments.shape[1], *self.image_size), self._scores(row, record["source"])
         return {"moments": moments, **describe(row, path, choice.caption, size, fps, scores)}
 
+    def _sample(self, epoch: int, row: int) -> Item:
+        """Of the samples of the first epochs."""
+        path = self.table.path(row)
+        record = self.records.read(self._key(row, epoch % self.epochs))
+        self._refuse_changed(row, record["source"], path)
+        choice = draw_choice(self.table, self.clips.seed, epoch, row, 1)  # of the caption: the window is in the record
+        scores = self._scores(row, record["source"])
+        described = describe(row, path, choice.caption, record["size"], record["fps"], scores)
+        return {"moments": record["moments"].float().clone(), **described}
+
+    def _key(self, row: int, epoch: int = 0) -> str:
+        name = self.table.name(row)
+        return name if self.content == CLIPS else sample_key(name, int(self.occurrence[row]), epoch)
+
     def _count(self, row: int) -> int:
         """Frames of a row's file; of one that is in no record, as one that was too short for a sample is, by the file."""
         if self._key(row) in self.records:
-            return self._small(row)["num_frames"]
+            return self.records.read(self._key(row), ("num_frames",))["num_frames"]
         try:
             return count_frames(self.table.path(row))
         except BadFile:
             return UNKNOWN
 
-    def _small(self, row: int) -> dict[str, Any]:
-        return self.records.read(self._key(row), SMALL)
-
-    def _key(self, row: int) -> str:
-        name = self.table.name(row)
-        return name if self.content == CLIPS else self._sample_key(row, 0)
-
-    def _sample_key(self, row: int, epoch: int) -> str:
-        return sample_key(self.table.name(row), int(self.occurrence[row]), epoch)
-
-    # ------------------------------------------------------------------------------------------------ fixed samples
-
-    def _sample(self, epoch: int, row: int) -> Item:
-        path = self.table.path(row)
-        record = self.records.read(self._sample_key(row, epoch % self.epochs))
-        self._refuse_changed(row, record["source"], path)
-        choice = self.clips.choose_start(epoch, row, 1)  # of the caption: the window is in the record
-        scores = self._scores(row, record["source"])
-        described = describe(row, path, choice.caption, record["size"], record["fps"], scores)
-        return {"moments": record["moments"].float().clone(), **described}
-
     def _count_epochs(self) -> int:
         rows = self.clips.kept.tolist()
-        missing = [row for row in rows if self._sample_key(row, 0) not in self.records]
-        if missing:
+        if missing := [row for row in rows if self._key(row) not in self.records]:
             raise complain_about_rows(self.table, missing, f"are not in the cache {self.cache_dir}", self.remedy)
         epochs = 1
-        while all(self._sample_key(row, epochs) in self.records for row in rows):
+        while all(self._key(row, epochs) in self.records for row in rows):
             epochs += 1
         return epochs
-
-    # ------------------------------------------------------------------------------------------------ flow
 
     def _stored_flow(self) -> StoredFlow | None:
         """The cache's scores, where the table lacks some."""
         lacking = self.table.without_flow()
-        found = StoredFlow.beside(self.cache_dir) if lacking else None
-        if found is not None:
-            names = {self.table.name(row): row for row in reversed(lacking)}
-            if missing := [names[name] for name in found.missing(names)]:
-                raise complain_about_rows(
-                    self.table, sorted(missing), "have no flow, here or in the cache", found.remedy
-                )
+        if not lacking or not (self.cache_dir / FLOW / METADATA).is_file():
+            return None
+        found = StoredFlow(self.cache_dir)
+        names = {self.table.name(row): row for row in reversed(lacking)}
+        if missing := sorted(names[name] for name in found.missing(names)):
+            raise complain_about_rows(self.table, missing, "have no flow, here or in the cache", found.remedy)
         return found
 
     def _scores(self, row: int, source: str) -> dict[str, float]:
@@ -206,40 +195,24 @@ class CachedVideoTextDataset:
             return scores
         return {**scores, "flow": self.flow.of(self.table.name(row), source)}
 
-    # ------------------------------------------------------------------------------------------------ what is refused
-
-    def _refuse_missing(self) -> None:
+    def _refuse_missing_and_resized(self) -> None:
         names = self.table.rows["path"].tolist()
         if missing := [row for row, name in enumerate(names) if name not in self.records]:
             raise complain_about_rows(self.table, missing, f"are not in the cache {self.cache_dir}", self.remedy)
-        if len(names) > MAX_CHECKED_FILES:
-            return
-        sizes = [(_size(self.table.path(row)), self._small(row)["source"]) for row in range(len(names))]
-        known = [int(source.partition("-")[0]) for _, source in sizes]
-        if changed := [i for i, (size, _) in enumerate(sizes) if size not in (None, known[i])]:
+        changed = []
+        for row, name in enumerate(names if len(names) <= MAX_CHECKED_FILES else ()):
+            size = self.records.read(name, ("source",))["source"].partition("-")[0]
+            with suppress(OSError):  # deleted or moved, which it may be
+                if self.table.path(row).stat().st_size != int(size):
+                    changed.append(row)
+        if changed:
             what = f"were changed after the cache {self.cache_dir} was written"
             raise complain_about_rows(self.table, changed, what, self.remedy)
 
     def _refuse_changed(self, row: int, source: str, path: Path) -> None:
         """Compare contents, once in each process; sizes were compared at the start."""
-        if self._verified[row]:
-            return
-        if path.is_file() and source_hash(path) != source:
+        if not self._verified[row] and path.is_file() and source_hash(path) != source:
             raise UserError(
                 f"{self.table.where(row)}: {path} was changed after the cache {self.cache_dir} was written. {self.remedy}"
             )
         self._verified[row] = True
-
-    def _refuse_unknown_captions(self) -> None:
-        if self.text is None or len(self.table) > MAX_CHECKED_FILES:
-            return
-        wanted = (caption for row in range(len(self.table)) for caption in self.table.captions(row))
-        if missing := self.text.missing(wanted):
-            raise self.text.unknown(missing)
-
-
-def _size(path: Path) -> int | None:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return None

@@ -11,7 +11,7 @@ fp16 keeps 11 bits of each value: a relative error of at most 2^-11 = 0.05 % whe
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -22,22 +22,19 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from opensora.acceleration.distributed import World, barrier, mean_over_ranks, on_main_first
+from opensora.acceleration.distributed import World, barrier, broadcast_from_rank0, mean_over_ranks
 from opensora.datasets.cache.records import (
-    METADATA,
     SHARD_BYTES,
     RecordReader,
     RecordWriter,
-    claim,
     consolidate,
-    read_metadata,
-    refuse_other,
+    prepare_folder,
 )
+from opensora.datasets.datasets import ClipRows
 from opensora.datasets.sampler import SampleKey
 from opensora.datasets.table.table import Table
-from opensora.datasets.transforms import Transform, get_transform, is_random
-from opensora.datasets.video.decoding import DEFAULT, Decoding
-from opensora.datasets.video.files import TooFewFrames, is_image
+from opensora.datasets.transforms import get_transform, is_random
+from opensora.datasets.video.files import DEFAULT, Decoding, TooFewFrames, is_image
 from opensora.datasets.video.read_video import probe, read_frames
 from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.errors import UserError
@@ -69,6 +66,7 @@ class SampleSource(Protocol):
     """What the cache asks of a dataset of pixels."""
 
     table: Table
+    clips: ClipRows
 
     def __len__(self) -> int: ...
 
@@ -83,7 +81,7 @@ class Counts(NamedTuple):
 
 
 class Job(NamedTuple):
-    """How to write: where, by whom, and in what number format."""
+    """How to write: where, by whom, and in what dtype."""
 
     cache_dir: Path
     world: World
@@ -131,11 +129,6 @@ def sample_settings(
     return {**clip_settings(vae, image_size, transform_name, dtype, choices), **window_settings}
 
 
-def refuse_other_settings(path: Path, found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """Raise a `UserError` that names what differs; what only one of them says is a choice that the other did not make."""
-    refuse_other(path, found, {**dict.fromkeys(found), **expected}, "settings", REMEDY.format("ANOTHER_FOLDER"))
-
-
 def sample_key(name: str, occurrence: int, epoch: int) -> str:
     """Of a row: its path in the table, and how many rows above it have the same one."""
     return f"{name}\n{occurrence}\n{epoch}"
@@ -152,7 +145,7 @@ def write_clips(
     choices: Choices = DEFAULTS,
     chunk: int = 32,
 ) -> Counts:
-    """Encode all frames of all clips. An interrupted call goes on where it stopped; every process of `job.world` calls it.
+    """Encode all frames of all clips; see `write_missing`.
 
     Args:
         chunk: Frames that are decoded and encoded at a time.
@@ -160,63 +153,70 @@ def write_clips(
     Raises:
         UserError: VAE, transform or target_fps cannot be cached so, or the folder holds a cache with other settings.
     """
-    _refuse_uncacheable(vae, image_size, transform_name)
+    other_way = "cache the samples of some epochs instead, with --epochs N and dataset.content='samples'."
+    if vae.latent_size((5, *image_size))[0] != 5:
+        raise UserError(
+            f"{type(vae).__name__} compresses time, so windows of its latents are no latents of windows; {other_way}"
+        )
+    if is_random(transform_name) or transform_name == "none":
+        raise UserError(
+            f"transform_name={transform_name!r} gives no fixed crop of image_size to cache; use 'center', or {other_way}"
+        )
     refuse_rate_of_clips(choices.target_fps)
     settings = clip_settings(vae.fingerprint(), image_size, transform_name, job.dtype, choices)
-    transform = get_transform(transform_name, image_size)
-    of_pictures = get_transform("adm_center" if choices.use_image_transform else transform_name, image_size)
+    video_transform = get_transform(transform_name, image_size)
+    image_transform = get_transform("adm_center" if choices.use_image_transform else transform_name, image_size)
     rows: dict[str, int] = {}
     for row in range(len(table)):
         rows.setdefault(table.name(row), row)  # a clip with several captions is encoded once
 
     def encode(name: str) -> dict[str, Any]:
         path = table.path(rows[name])
-        read = partial(read_frames, path, decoding=choices.decoding)
+        transform = image_transform if is_image(path) else video_transform
+        parts: list[Tensor] = []
         try:
-            moments, num_frames, fps = _encode_clip(
-                path, vae, of_pictures if is_image(path) else transform, job, chunk, read
-            )
+            info = probe(path)
+            start, end = 0, info.num_frames
+            while start < end:
+                try:
+                    frames = read_frames(path, start, min(chunk, end - start), decoding=choices.decoding)
+                except TooFewFrames as error:
+                    end = error.available
+                    continue
+                x = transform(frames)[None].to(job.world.device)  # [1, 3, n, H, W]
+                parts.append(_stored(vae.moments(x)[0], job.dtype, path))
+                start += len(frames)
         except UserError as error:
             raise UserError(f"{table.where(rows[name])}: {error}") from error
-        return {"moments": moments, "source": source_hash(path), "num_frames": num_frames, "fps": fps}
+        return {"moments": torch.cat(parts, dim=1), "num_frames": info.num_frames, "fps": info.fps}
 
-    def is_current(name: str, record: dict[str, Any]) -> bool:
-        return record["source"] == source_hash(table.path(rows[name]))
-
-    return write_missing(job, CLIPS, CLIP_FEATURES, settings, list(rows), encode, is_current)
+    return write_missing(
+        job, CLIPS, CLIP_FEATURES, settings, list(rows), encode, lambda name: source_hash(table.path(rows[name]))
+    )
 
 
 @torch.inference_mode()
 def write_samples(dataset: SampleSource, vae: Encoder, job: Job, settings: dict[str, Any], epochs: int) -> Counts:
     """Encode the samples of the first `epochs` epochs of a dataset of pixels; `settings`: see `sample_settings`."""
     table = dataset.table
-    rows = {}
-    for index, (row, occurrence) in enumerate(occurrences(dataset)):
-        for epoch in range(epochs):
-            rows[sample_key(table.name(row), occurrence, epoch)] = (row, SampleKey(epoch, index))
-
-    def encode(key: str) -> dict[str, Any]:
-        row, sample = rows[key]
-        item = dataset[sample]
-        path = table.path(row)
-        video = item["video"][None].to(job.world.device)  # [1, 3, T, H, W]
-        moments = _stored(vae.moments(video)[0], job.dtype, path)
-        size = [int(n) for n in item["video"].shape[1:]]
-        record = {"moments": moments, "source": source_hash(path), "num_frames": probe(path).num_frames, "size": size}
-        return {**record, "fps": float(item["fps"])}
-
-    def is_current(key: str, record: dict[str, Any]) -> bool:
-        return record["source"] == source_hash(table.path(rows[key][0]))
-
-    return write_missing(job, SAMPLES, SAMPLE_FEATURES, settings, list(rows), encode, is_current)
-
-
-def occurrences(dataset: Any) -> Iterator[tuple[int, int]]:
-    """For each sample: its row, and how many rows above it have the same path."""
-    counts = occurrences_of_rows(dataset.table)
+    counts = occurrences_of_rows(table)
+    samples = {}
     for index in range(len(dataset)):
         row = dataset.clips.row(index)
-        yield row, int(counts[row])
+        for epoch in range(epochs):
+            samples[sample_key(table.name(row), int(counts[row]), epoch)] = (table.path(row), SampleKey(epoch, index))
+
+    def encode(key: str) -> dict[str, Any]:
+        path, sample = samples[key]
+        item = dataset[sample]
+        moments = vae.moments(item["video"][None].to(job.world.device))[0]  # of [1, 3, T, H, W]
+        size = [int(n) for n in item["video"].shape[1:]]
+        record = {"moments": _stored(moments, job.dtype, path), "num_frames": probe(path).num_frames, "size": size}
+        return {**record, "fps": float(item["fps"])}
+
+    return write_missing(
+        job, SAMPLES, SAMPLE_FEATURES, settings, list(samples), encode, lambda key: source_hash(samples[key][0])
+    )
 
 
 def occurrences_of_rows(table: Table) -> np.ndarray:
@@ -236,39 +236,42 @@ def write_missing(
     settings: dict[str, Any],
     keys: Sequence[str],
     encode: Callable[[str], dict[str, Any]],
-    is_current: Callable[[str, dict[str, Any]], bool] = lambda key, record: True,
+    source: Callable[[str], str] | None = None,
 ) -> Counts:
-    """Write the records of CACHE/folder that are missing or no longer current; each process those of its own keys."""
+    """Write the records of CACHE/folder that are missing or out of date. Every process of `job.world` calls it, and writes
+    those of its own keys; an interrupted call continues where it stopped.
+
+    Args:
+        encode: The fields of the record with a key.
+        source: A hash of what it is made of, kept in its field `source`; None: keys say it all.
+    """
     path, remedy = job.cache_dir / folder, REMEDY.format("ANOTHER_FOLDER")
-    on_main_first(partial(_prepare, path, features, settings, remedy))
+
+    def prepare() -> None:
+        prepare_folder(path, features, settings, remedy)
+        consolidate(path)  # also what an interrupted call had finished
+
+    broadcast_from_rank0(prepare)
     writer = RecordWriter(path, features, settings=settings, shard_bytes=job.shard_bytes, remedy=remedy)
     reader = RecordReader(path, remedy=remedy)
-    small = [name for name, kind in features.items() if kind != "tensor"]
-    mine = keys[job.world.rank :: job.world.size]
     written = 0
     try:
-        for key in tqdm(mine, desc=folder, disable=not job.world.is_main):
-            if key in reader and is_current(key, reader.read(key, small)):
+        for key in tqdm(keys[job.world.rank :: job.world.size], desc=folder, disable=not job.world.is_main):
+            if key in reader and (source is None or reader.read(key, ("source",))["source"] == source(key)):
                 continue
-            writer.write(encode(key), key)
+            record = encode(key)
+            writer.write(record if source is None else {**record, "source": source(key)}, key)
             written += 1
     finally:
         writer.flush()  # also when this process is stopped by an error
     barrier()
-    on_main_first(partial(consolidate, path))
+    broadcast_from_rank0(partial(consolidate, path))
     total = round(float(mean_over_ranks(torch.tensor(float(written), device=job.world.device))) * job.world.size)
     return Counts(total, len(keys) - total)
 
 
-def _prepare(path: Path, features: dict[str, Any], settings: dict[str, Any], remedy: str) -> None:
-    if (path / METADATA).exists():
-        refuse_other_settings(path, read_metadata(path, remedy)["settings"], settings)
-    claim(path, features, settings, remedy=remedy)
-    consolidate(path)  # also what an interrupted call had finished
-
-
 def source_hash(path: Path) -> str:
-    """Size and a hash of head, middle and tail: tells files apart without reading long ones, whatever their dates."""
+    """Size and a hash of head, middle and tail: distinguishes files without reading long ones in full, whatever their dates."""
     size = path.stat().st_size
     digest = hashlib.blake2b(digest_size=8)
     with path.open("rb") as file:
@@ -276,19 +279,6 @@ def source_hash(path: Path) -> str:
             file.seek(offset)
             digest.update(file.read(PART))
     return f"{size}-{digest.hexdigest()}"
-
-
-def _refuse_uncacheable(vae: Encoder, image_size: tuple[int, int], transform_name: str) -> None:
-    if vae.latent_size((5, *image_size))[0] != 5:
-        raise UserError(
-            f"{type(vae).__name__} compresses time, so windows of its latents are no latents of windows; "
-            "cache the samples of some epochs instead, with --epochs N and dataset.content='samples'."
-        )
-    if is_random(transform_name) or transform_name == "none":
-        raise UserError(
-            f"transform_name={transform_name!r} gives no fixed crop of image_size to cache; use 'center', or cache the "
-            "samples of some epochs instead, with --epochs N and dataset.content='samples'."
-        )
 
 
 def refuse_rate_of_clips(target_fps: float | None) -> None:
@@ -300,29 +290,8 @@ def refuse_rate_of_clips(target_fps: float | None) -> None:
         )
 
 
-def _encode_clip(
-    path: Path, vae: Encoder, transform: Transform, job: Job, chunk: int, read: Callable[[int, int], Tensor]
-) -> tuple[Tensor, int, float]:
-    """All frames of a clip: moments [2C, T, h, w], the frames that `probe` counts, and the rate."""
-    info = probe(path)
-    parts: list[Tensor] = []
-    start, end = 0, info.num_frames
-    while start < end:
-        try:
-            frames = read(start, min(chunk, end - start))
-        except TooFewFrames as error:
-            end = error.available
-            continue
-        x = transform(frames)[None].to(job.world.device)  # [1, 3, n, H, W]
-        parts.append(_stored(vae.moments(x)[0], job.dtype, path))
-        start += len(frames)
-    return torch.cat(parts, dim=1), info.num_frames, info.fps
-
-
 def _stored(moments: Tensor, dtype: str, path: Path) -> Tensor:
     stored = moments.to(to_torch_dtype(dtype)).cpu()
     if not stored.isfinite().all():
-        raise UserError(
-            f"the VAE's moments of {path} are not finite in {dtype}; is it a VAE that runs in this number format?"
-        )
+        raise UserError(f"the VAE's moments of {path} are not finite in {dtype}; does this VAE run in this dtype?")
     return stored

@@ -2,7 +2,7 @@
 
     FOLDER/METADATA        JSON: entries, features (field -> BYTES, STRING, FLOAT32, INT64, or a list with one of them), version
     FOLDER/00000.data      the records of a shard, one behind the other
-    FOLDER/00000.index     a line for each of them: where it begins, and how many bytes it has
+    FOLDER/00000.index     a line for each of them: its offset, and its size in bytes
 
 A record is a protocol buffer (https://protobuf.dev/programming-guides/encoding) of these messages:
 
@@ -17,25 +17,19 @@ import hashlib
 import json
 import mmap
 import struct
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from opensora.datasets.cache.records import METADATA, Record, read_metadata
 from opensora.utils.errors import UserError
 
 VERSION = 1
 KINDS = {"BYTES": "bytes", "STRING": "string", "FLOAT32": "float64", "INT64": "int64"}
+NUMBERS = {"bytes": 1, "string": 1, "float64": 2, "int64": 3}  # of the fields of a Feature
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 TAIL = 64 * 1024  # bytes of a shard that are hashed
-
-
-class Place(NamedTuple):
-    """Where a record is."""
-
-    shard: Path
-    offset: int
-    size: int
+COPY_AGAIN = "copy the folder again, or write it anew."
 
 
 class OriginalRecords:
@@ -50,23 +44,46 @@ class OriginalRecords:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        metadata = _metadata(self.path)
+        if not (self.path / METADATA).is_file() and any(self.path.glob("*.data")):
+            raise UserError(f"{path} has records but no {METADATA}: its writer was not closed. Write the folder anew.")
+        if not is_original(self.path):
+            read_metadata(self.path, "Write it with a RecordWriter, and close it.")
+        metadata = json.loads((self.path / METADATA).read_text(encoding="utf-8"))
+        if missing := {"entries", "features", "version"} - metadata.keys():
+            raise UserError(f"{self.path / METADATA} does not say {', '.join(sorted(missing))}: write the folder anew.")
         if metadata["version"] != VERSION:
             raise UserError(f"{self.path / METADATA} has version {metadata['version']}, not {VERSION}.")
-        self.features: dict[str, Any] = {
-            name: _kind(self.path, name, kind) for name, kind in metadata["features"].items()
-        }
         self.settings: dict[str, Any] = {}
-        self._places = [place for shard in sorted(self.path.glob("*.data")) for place in _places(shard)]
-        if len(self._places) != metadata["entries"]:
+        self.features: dict[str, Any] = {}
+        for name, kind in metadata["features"].items():
+            is_list = isinstance(kind, list) and len(kind) == 1
+            one = kind[0] if is_list else kind
+            if not isinstance(one, str) or one not in KINDS:
+                raise UserError(
+                    f"{path}: the field {name!r} is {json.dumps(kind)}; what is read are {', '.join(KINDS)} and lists of "
+                    "these. Captions that were stored as a text encoder's features: write the words, and cache the "
+                    "features with `python -m tools.cache_features TRAIN_CONFIG --what text`."
+                )
+            self.features[name] = [KINDS[one]] if is_list else KINDS[one]
+        self._spans: list[tuple[Path, int, int]] = []  # shard, offset and size of each record
+        for shard in sorted(self.path.glob("*.data")):
+            index = shard.with_suffix(".index")
+            try:
+                lines = [tuple(map(int, line.split())) for line in index.read_text().splitlines()]
+                self._spans += [(shard, offset, size) for offset, size in lines]
+            except (OSError, ValueError) as error:
+                raise UserError(f"{index} cannot be read ({error}); {COPY_AGAIN}") from error
+            end = max((offset + size for offset, size in lines), default=0)
+            if end != shard.stat().st_size:
+                raise UserError(f"{shard} has {shard.stat().st_size} bytes, and {index.name} says {end}; {COPY_AGAIN}")
+        if len(self) != metadata["entries"]:
             raise UserError(
-                f"{self.path}: {METADATA} counts {metadata['entries']} records, the index files {len(self._places)}; copy the "
-                "folder again, or write it anew."
+                f"{path}: {METADATA} counts {metadata['entries']} records, the index files {len(self)}; {COPY_AGAIN}"
             )
         self._open: dict[Path, mmap.mmap] = {}
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._spans)
 
     def __getitem__(self, number: int) -> Record:
         """A record, in the order of writing."""
@@ -79,17 +96,25 @@ class OriginalRecords:
             IndexError: there are not so many.
             UserError: the file was damaged.
         """
-        place = self._places[number]
-        content = memoryview(self._opened(place.shard))[place.offset : place.offset + place.size]
+        shard, offset, size = self._spans[number]
+        if shard not in self._open:
+            with shard.open("rb") as file:
+                self._open[shard] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        record: Record = {}
+        wanted = self.features if fields is None else fields
         try:
-            return self._parse(content, self.features if fields is None else fields)
-        except (ValueError, IndexError, struct.error) as error:
-            raise UserError(
-                f"{place.shard}, record at {place.offset}, is damaged ({error}); copy the file again, or write the folder anew."
-            ) from error
+            for entry in _message(memoryview(self._open[shard])[offset : offset + size])[1]:
+                name, feature = (_message(entry)[number][-1] for number in (1, 2))
+                if (name := str(name, "utf-8")) in wanted and name in self.features:
+                    record[name] = _value(feature, self.features[name])
+            if missing := [name for name in wanted if name not in record]:
+                raise ValueError(f"it has no {', '.join(missing)}")
+        except (ValueError, IndexError, KeyError, TypeError, struct.error) as error:
+            raise UserError(f"{shard}, record at {offset}, is damaged ({error}); {COPY_AGAIN}") from error
+        return record
 
     def content_names(self) -> list[str]:
-        """What tells these records from others: shards with a hash of their index and their end."""
+        """What distinguishes these records from others: shards with a hash of their index and their end."""
         names = []
         for shard in sorted(self.path.glob("*.data")):
             digest = hashlib.blake2b(shard.with_suffix(".index").read_bytes(), digest_size=8)
@@ -101,22 +126,6 @@ class OriginalRecords:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_open": {}}
-
-    def _opened(self, shard: Path) -> mmap.mmap:
-        if shard not in self._open:
-            with shard.open("rb") as file:
-                self._open[shard] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        return self._open[shard]
-
-    def _parse(self, content: memoryview, wanted: Collection[str]) -> Record:
-        record: Record = {}
-        for entry in _numbered(content, 1):
-            name = bytes(_one(entry, 1)).decode()
-            if name in wanted and name in self.features:
-                record[name] = _value(_one(entry, 2), self.features[name])
-        if missing := [name for name in wanted if name not in record]:
-            raise ValueError(f"it has no {', '.join(missing)}")
-        return record
 
 
 def is_original(path: str | Path) -> bool:
@@ -131,117 +140,47 @@ def is_original(path: str | Path) -> bool:
     return isinstance(content, dict) and "version" in content and "format" not in content
 
 
-def _metadata(path: Path) -> dict[str, Any]:
-    if not (path / METADATA).is_file() and any(path.glob("*.data")):
-        raise UserError(f"{path} has records but no {METADATA}: its writer was not closed. Write the folder anew.")
-    if not is_original(path):
-        return read_metadata(path, "Write it with a RecordWriter, and close it.")
-    content = json.loads((path / METADATA).read_text(encoding="utf-8"))
-    if missing := {"entries", "features", "version"} - content.keys():
-        raise UserError(f"{path / METADATA} does not say {', '.join(sorted(missing))}: write the folder anew.")
-    return content
-
-
-def _kind(path: Path, name: str, kind: Any) -> Any:
-    """A kind of field in our words.
-
-    Raises:
-        UserError: it is nested, as stored text features are.
-    """
-    one = kind[0] if isinstance(kind, list) and len(kind) == 1 else kind
-    if not isinstance(one, str) or one not in KINDS:
-        raise UserError(
-            f"{path}: the field {name!r} is {json.dumps(kind)}; what is read are {', '.join(KINDS)} and lists of these. Captions "
-            "that were stored as a text encoder's features: write the words, and cache the features with `python -m "
-            "tools.cache_features TRAIN_CONFIG --what text`."
-        )
-    return [KINDS[one]] if isinstance(kind, list) else KINDS[one]
-
-
-def _places(shard: Path) -> list[Place]:
-    index = shard.with_suffix(".index")
-    try:
-        lines = [tuple(map(int, line.split())) for line in index.read_text().splitlines()]
-        places = [Place(shard, offset, size) for offset, size in lines]
-    except (OSError, ValueError) as error:
-        raise UserError(f"{index} cannot be read ({error}); copy the folder again, or write it anew.") from error
-    end = max((place.offset + place.size for place in places), default=0)
-    if end != shard.stat().st_size:
-        raise UserError(
-            f"{shard} has {shard.stat().st_size} bytes, and {index.name} says {end}; copy the folder again, or write it anew."
-        )
-    return places
-
-
-# ---------------------------------------------------------------------------------------------- protocol buffers
-
-
-def _fields(data: memoryview) -> Iterator[tuple[int, Any]]:
-    """Number and value of each field of a message: an int, or a view of the bytes."""
+def _message(data: memoryview) -> dict[int, list[Any]]:
+    """Number of a field -> its values: an int of a varint, else a view of the bytes. Raises `ValueError` or `IndexError`."""
     at = 0
+    fields: dict[int, list[Any]] = {}
+
+    def varint() -> int:
+        nonlocal at
+        value = 0
+        for shift in range(0, 70, 7):  # 7 bits a byte, the lowest first
+            byte = data[at]
+            at += 1
+            value |= (byte & 127) << shift
+            if byte < 128:
+                return value
+        raise ValueError("a number of more than 64 bits")
+
     while at < len(data):
-        tag, at = _varint(data, at)
-        number, kind = tag >> 3, tag & 7
-        if kind == VARINT:
-            value, at = _varint(data, at)
-            yield number, value
-            continue
-        if kind not in (FIXED64, BYTES, FIXED32):
-            raise ValueError(f"wire type {kind}")
-        length, at = _varint(data, at) if kind == BYTES else (8 if kind == FIXED64 else 4, at)
-        if at + length > len(data):
-            raise ValueError("a field ends behind the record")
-        yield number, data[at : at + length]
-        at += length
-
-
-def _numbered(data: memoryview, number: int) -> Iterator[memoryview]:
-    """The values of a repeated field of messages."""
-    for n, value in _fields(data):
-        if n == number:
-            yield _bytes(value)
-
-
-def _one(data: memoryview, number: int) -> memoryview:
-    """The value of a field of bytes or of a message."""
-    found = list(_numbered(data, number))
-    if not found:
-        raise ValueError(f"it has no field {number}")
-    return found[-1]
-
-
-def _bytes(value: Any) -> memoryview:
-    if not isinstance(value, memoryview):
-        raise ValueError("a number in place of bytes")
-    return value
-
-
-def _varint(data: memoryview, at: int) -> tuple[int, int]:
-    """A number in pieces of 7 bits, the lowest first, and where it ends."""
-    value = shift = 0
-    while True:
-        byte = data[at]
-        value |= (byte & 127) << shift
-        at, shift = at + 1, shift + 7
-        if byte < 128:
-            return value, at
-        if shift > 63:
-            raise ValueError("a number of more than 64 bits")
+        tag = varint()
+        number, wire_type = tag >> 3, tag & 7
+        value: Any
+        if wire_type == VARINT:
+            value = varint()
+        elif wire_type in (FIXED64, BYTES, FIXED32):
+            length = varint() if wire_type == BYTES else (8 if wire_type == FIXED64 else 4)
+            if at + length > len(data):
+                raise ValueError("a field ends behind the record")
+            value, at = data[at : at + length], at + length
+        else:
+            raise ValueError(f"wire type {wire_type}")
+        fields.setdefault(number, []).append(value)
+    return fields
 
 
 def _value(feature: memoryview, kind: Any) -> Any:
     """A Feature in Python's types."""
+    fields = _message(feature)
     if isinstance(kind, list):
-        return [_value(item, kind[0]) for item in _numbered(_one(feature, 4), 1)]
-    fields = dict(_fields(feature))
-    number = {"bytes": 1, "string": 1, "float64": 2, "int64": 3}[kind]
-    if number not in fields:
-        raise ValueError(f"a value is no {kind}")
-    value = fields[number]
+        return [_value(item, kind[0]) for item in _message(fields[4][-1]).get(1, [])]
+    value = fields[NUMBERS[kind]][-1]
     if kind == "int64":
-        if not isinstance(value, int):
-            raise ValueError("bytes in place of a number")
         return value - (1 << 64) if value >= 1 << 63 else value
     if kind == "float64":
-        return struct.unpack("<f", _bytes(value))[0]
-    return bytes(_bytes(value)) if kind == "bytes" else bytes(_bytes(value)).decode()
+        return struct.unpack("<f", value)[0]
+    return bytes(memoryview(value)) if kind == "bytes" else str(value, "utf-8")

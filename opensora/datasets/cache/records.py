@@ -1,11 +1,11 @@
 """Records in sharded files: what is expensive to compute, kept so that any of it can be read at any time.
 
-    FOLDER/METADATA                      JSON: format, features, settings, notes, shards, entries
+    FOLDER/METADATA                      JSON: format, features, settings, notes (not used), shards, entries
     FOLDER/index.safetensors             where each record is, sorted by a hash of its key
     FOLDER/00000000-<hash>.safetensors   shards of many records each, in the order in which they were written
 
 A record is a dict with a fixed set of fields, its features. In a shard, record i is the tensors `i/FIELD`, and `i/record`: a
-checksum and JSON with the key, the small fields, and each tensor's number format, shape and checksum. Any reader of
+checksum and JSON with the key, the small fields, and each tensor's dtype, shape and checksum. Any reader of
 safetensors can open a shard; nothing is pickled. A shard appears whole or not at all, and is named after its content, so
 a job that was killed loses only the shard it was filling, and processes that share the work cannot overwrite each other.
 """
@@ -16,7 +16,7 @@ import os
 import time
 import zlib
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -37,16 +37,17 @@ METADATA, INDEX = "METADATA", "index.safetensors"
 SHARD_BYTES = 256 * 2**20
 SHARD_RECORDS = 4096  # opening a shard reads a line for each tensor in it
 OPEN_SHARDS = 64
-ABANDONED_S = 600  # after which a file that is not complete is taken for that of a writer that was killed
+ABANDONED_S = 600  # after which a temporary file is taken for that of a writer that was killed
 SCALARS = {"string": str, "int64": int, "float64": float}
 TENSORS = ("tensor", "bytes")
+OTHER_FOLDER = "Write to another folder."
+UNREADABLE = (SafetensorError, OSError, ValueError, KeyError, TypeError)
 
-Features = Mapping[str, Any]
 Record = dict[str, Any]
 
 
 class RecordWriter:
-    """Appends records to a folder; where an earlier writer stopped, this one goes on.
+    """Appends records to a folder; where an earlier writer stopped, this one continues.
 
         with RecordWriter("latents", {"moments": "tensor", "caption": "string", "flow": "float64"}) as writer:
             writer.write({"moments": moments, "caption": "a lake", "flow": 5.0})
@@ -56,8 +57,7 @@ class RecordWriter:
         features: Field -> "tensor", "bytes", "string", "int64" or "float64"; or a list with one of the last three, such as
             ["int64"], for a list of them.
         settings: What the records depend on (JSON values). A folder with other settings or features is refused.
-        notes: Kept beside the settings, and not compared.
-        shard_bytes: A shard is written when so much has been gathered.
+        shard_bytes: A shard is written when so many bytes have been gathered.
         remedy: What an error tells the user to do.
 
     Raises:
@@ -67,18 +67,22 @@ class RecordWriter:
     def __init__(
         self,
         path: str | Path,
-        features: Features,
+        features: Mapping[str, Any],
         *,
         settings: Mapping[str, Any] | None = None,
-        notes: Mapping[str, Any] | None = None,
         shard_bytes: int = SHARD_BYTES,
-        remedy: str = "Write to another folder.",
+        remedy: str = OTHER_FOLDER,
     ) -> None:
-        self.path, self.features = Path(path), dict(features)
-        self.shard_bytes = shard_bytes
-        _check_features(self.features)
-        self._metadata = claim(self.path, self.features, settings, notes, remedy=remedy)
-        self._finished = _sorted(_all_rows(self.path, self._metadata))
+        self.path, self.features, self.shard_bytes = Path(path), dict(features), shard_bytes
+        for name, kind in self.features.items():
+            is_list = isinstance(kind, list) and len(kind) == 1
+            known = tuple(SCALARS) if is_list else (*SCALARS, *TENSORS)
+            if (kind[0] if is_list else kind) not in known or "/" in name or name == "record":
+                raise ValueError(
+                    f"feature {name!r}: {kind!r} is not one of {', '.join(known)} (or the name is reserved)."
+                )
+        metadata = prepare_folder(self.path, self.features, settings, remedy=remedy)
+        self._finished = _full_index(self.path, metadata, _shard_names(self.path, metadata))
         self._number = len(self._finished.hi)
         self._new: set[tuple[int, int]] = set()
         self._waiting: list[tuple[str, Record]] = []
@@ -86,7 +90,7 @@ class RecordWriter:
 
     def __contains__(self, key: str) -> bool:
         """Whether a record with this key is in a finished shard, or waits for its shard."""
-        return _hash(key) in self._new or _find(self._finished, _hash(key)) is not None
+        return _hash(key) in self._new or self._finished.find(key) is not None
 
     def write(self, record: Mapping[str, Any], key: str | None = None) -> None:
         """Add a record; one with the same key is replaced. `key`: by default the record's number.
@@ -97,7 +101,7 @@ class RecordWriter:
         if record.keys() != self.features.keys():
             raise ValueError(f"a record with {sorted(record)}, but the features are {sorted(self.features)}.")
         key = str(self._number) if key is None else key
-        copy = {name: _normal(name, kind, record[name]) for name, kind in self.features.items()}
+        copy = {name: _normalized(name, kind, record[name]) for name, kind in self.features.items()}
         self._waiting.append((key, copy))
         self._waiting_bytes += sum(value.nbytes for value in copy.values() if isinstance(value, Tensor))
         self._new.add(_hash(key))
@@ -113,13 +117,16 @@ class RecordWriter:
         digest = hashlib.blake2b(digest_size=8)
         for i, (key, record) in enumerate(self._waiting):
             stored = {name: value for name, value in record.items() if isinstance(value, Tensor)}
+            small = {name: value for name, value in record.items() if name not in stored}
+            content = {"key": key, "fields": small, "tensors": {name: _check(value) for name, value in stored.items()}}
+            text = json.dumps(content, ensure_ascii=False).encode()
+            text = zlib.crc32(text).to_bytes(4, "little") + text
+            digest.update(text)
             tensors |= {f"{i}/{name}": value for name, value in stored.items()}
-            tensors[f"{i}/record"] = _describe(key, record, stored)
-            digest.update(tensors[f"{i}/record"].numpy().tobytes())
+            tensors[f"{i}/record"] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         name = f"{self._number - len(self._waiting):08d}-{digest.hexdigest()}.safetensors"
-        temporary = self.path / f"{name}.{os.getpid()}.tmp"
-        save_file(tensors, temporary, metadata={"format": "pt", "records": str(len(self._waiting))})
-        _publish(temporary, self.path / name)
+        metadata = {"format": "pt", "records": str(len(self._waiting))}
+        _publish(self.path / name, lambda path: save_file(tensors, path, metadata=metadata))
         self._waiting, self._waiting_bytes = [], 0
 
     def close(self) -> None:
@@ -140,7 +147,8 @@ class RecordWriter:
 class RecordReader:
     """Random access to a folder of records, by key or by number. Files are mapped into memory, not read at once.
 
-    The checksums of a record's tensors are verified when a process reads one of them first. It may be used in worker processes, forked or not.
+    The checksums of a record are verified when a process first reads its tensors. It may be used in worker processes,
+    forked or not.
 
     Args:
         path: The folder.
@@ -157,36 +165,35 @@ class RecordReader:
             raise UserError(f"the records in {self.path} are not finished: their writer was interrupted. {remedy}")
         self.features: dict[str, Any] = metadata["features"]
         self.settings: dict[str, Any] = metadata["settings"]
-        self.notes: dict[str, Any] = metadata["notes"]
         self._shards: list[str] = metadata["shards"]
-        self._rows = _read_index(self.path, metadata)
+        self._index = _read_index(self.path, metadata)
         if missing := [name for name in self._shards if not (self.path / name).is_file()]:
             raise UserError(
                 f"{len(missing)} files of the cache {self.path} are missing, such as {missing[0]}. {remedy}"
             )
-        if len(self._rows.hi) != metadata["entries"]:
-            raise UserError(f"{self.path / INDEX} has {len(self._rows.hi)} of {metadata['entries']} records. {remedy}")
+        if len(self) != metadata["entries"]:
+            raise UserError(f"{self.path / INDEX} has {len(self)} of {metadata['entries']} records. {remedy}")
         self._verified = np.zeros(len(self), bool)
         self._order: np.ndarray | None = None
         self._open: OrderedDict[str, Any] = OrderedDict()
         self._process = os.getpid()
 
     def __len__(self) -> int:
-        return len(self._rows.hi)
+        return len(self._index.hi)
 
     def __contains__(self, key: str) -> bool:
-        return self._find(key) is not None
+        return self._index.find(key) is not None
 
     def __getitem__(self, number: int) -> Record:
-        """A record by its place, in the order of writing."""
+        """A record by its number, in the order of writing."""
         return self.at(number)
 
     def at(self, number: int, fields: Collection[str] | None = None) -> Record:
-        """Some fields of a record by its place, in the order of writing."""
+        """Some fields of a record by its number, in the order of writing."""
         if not -len(self) <= number < len(self):
             raise IndexError(number)
         if self._order is None:
-            self._order = np.lexsort((self._rows.position, self._rows.shard))
+            self._order = np.lexsort((self._index.position, self._index.shard))
         return self._read(int(self._order[number]), fields)[1]
 
     def read(self, key: str, fields: Collection[str] | None = None) -> Record:
@@ -196,7 +203,7 @@ class RecordReader:
             KeyError: there is no such record.
             UserError: the file was damaged.
         """
-        row = self._find(key)
+        row = self._index.find(key)
         if row is None:
             raise KeyError(key)
         found, record = self._read(row, fields)
@@ -204,7 +211,7 @@ class RecordReader:
         return record
 
     def content_names(self) -> list[str]:
-        """What tells these records from others: shards are named after their content."""
+        """What distinguishes these records from others: shards are named after their content."""
         return sorted([INDEX, *self._shards])
 
     def check(self) -> Iterator[str]:
@@ -219,19 +226,18 @@ class RecordReader:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_open": OrderedDict()}
 
-    def _find(self, key: str) -> int | None:
-        return _find(self._rows, _hash(key))
-
     def _read(self, row: int, fields: Collection[str] | None) -> tuple[str, Record]:
-        shard, i = self._shards[int(self._rows.shard[row])], int(self._rows.position[row])
+        """The key and the fields of a row of the index."""
+        shard, i = self._shards[int(self._index.shard[row])], int(self._index.position[row])
         where = f"{self.path / shard}, record {i}"
         try:
             opened = self._opened(shard)
-            key, record, checks = _parse(opened.get_tensor(f"{i}/record"))
+            content = _parse(opened.get_tensor(f"{i}/record"))
+            record, checks = content["fields"], content["tensors"]
             wanted = [name for name in checks if fields is None or name in fields]
             verify = bool(wanted) and not self._verified[row]
             tensors = {name: opened.get_tensor(f"{i}/{name}") for name in (checks if verify else wanted)}
-        except (SafetensorError, OSError, ValueError, KeyError) as error:
+        except UNREADABLE as error:
             raise UserError(f"{where} cannot be read ({error}); delete the file. {self.remedy}") from error
         if verify:
             if bad := [name for name in checks if checks[name] != _check(tensors[name])]:
@@ -239,9 +245,9 @@ class RecordReader:
                     f"{where}: {', '.join(bad)} is damaged (wrong checksum); delete the file. {self.remedy}"
                 )
             self._verified[row] = True
-        kinds = self.features
-        record |= {n: t.numpy().tobytes() if kinds[n] == "bytes" else t for n, t in tensors.items()}
-        return key, {name: value for name, value in record.items() if fields is None or name in fields}
+        for name, tensor in tensors.items():
+            record[name] = tensor.numpy().tobytes() if self.features[name] == "bytes" else tensor
+        return content["key"], {name: value for name, value in record.items() if fields is None or name in fields}
 
     def _opened(self, shard: str) -> Any:
         if self._process != os.getpid():  # a forked worker maps the files itself
@@ -254,15 +260,13 @@ class RecordReader:
         return self._open[shard]
 
 
-def claim(
+def prepare_folder(
     path: Path,
-    features: Features,
+    features: Mapping[str, Any],
     settings: Mapping[str, Any] | None = None,
-    notes: Mapping[str, Any] | None = None,
-    *,
-    remedy: str = "Write to another folder.",
+    remedy: str = OTHER_FOLDER,
 ) -> dict[str, Any]:
-    """Make the folder one for such records, or see that it is one; returns its metadata.
+    """Make a folder for such records, or check that it is one; returns its metadata.
 
     Raises:
         UserError: it holds records with other features or settings; the message names what differs.
@@ -274,16 +278,16 @@ def claim(
         refuse_other(path, found["settings"], mine["settings"], "settings", remedy)
         return found
     path.mkdir(parents=True, exist_ok=True)
-    metadata: dict[str, Any] = {"format": FORMAT, **mine, "notes": dict(notes or {}), "shards": [], "entries": None}
+    metadata: dict[str, Any] = {"format": FORMAT, **mine, "notes": {}, "shards": [], "entries": None}
     _write_metadata(path, metadata)
     return metadata
 
 
 def refuse_other(path: Path, found: Mapping[str, Any], expected: Mapping[str, Any], what: str, remedy: str) -> None:
-    """Raise a `UserError` that names each of the `expected` values that is not as `found`."""
+    """Raise a `UserError` that names what differs; what only one of the two has is None in the other."""
     expected = json.loads(json.dumps(expected))
-    wrong = [f"{key} is {found.get(key)}, not {value}" for key, value in expected.items() if found.get(key) != value]
-    wrong += [f"it has no {key} here" for key in found.keys() - expected.keys()] if what == "fields" else []
+    names = dict.fromkeys([*expected, *found])
+    wrong = [f"{n} is {found.get(n)}, not {expected.get(n)}" for n in names if found.get(n) != expected.get(n)]
     if wrong:
         raise UserError(f"the cache {path} was made with other {what}: {'; '.join(wrong)}. {remedy}")
 
@@ -314,55 +318,36 @@ def consolidate(path: str | Path) -> int:
     path = Path(path)
     metadata = read_metadata(path, "")
     names = _shard_names(path, metadata)
-    rows = _sorted(_last_of_each(_all_rows(path, metadata)))
-    temporary = path / f"{INDEX}.{os.getpid()}.tmp"
-    save_numpy(rows._asdict(), temporary)
-    _publish(temporary, path / INDEX)
-    _write_metadata(path, {**metadata, "shards": names, "entries": len(rows.hi)})
+    index = _full_index(path, metadata, names)
+    written_again = (index.hi[1:] == index.hi[:-1]) & (index.lo[1:] == index.lo[:-1])
+    index = Index(*(column[~np.append(written_again, False)[: len(index.hi)]] for column in index))
+    _publish(path / INDEX, lambda temporary: save_numpy(index._asdict(), temporary))
+    _write_metadata(path, {**metadata, "shards": names, "entries": len(index.hi)})
     for leftover in path.glob("*.tmp"):
         with suppress(FileNotFoundError):  # it has its name by now
             if time.time() - leftover.stat().st_mtime > ABANDONED_S:
                 leftover.unlink()
-    return len(rows.hi)
+    return len(index.hi)
 
 
-# ---------------------------------------------------------------------------------------------------- index
-
-
-class Rows(NamedTuple):
-    """Where records are: halves of the key's hash, shard number and place in the shard; each [N]."""
+class Index(NamedTuple):
+    """Where records are, each [N], sorted by the halves of the key's hash."""
 
     hi: np.ndarray  # uint64
     lo: np.ndarray  # uint64
-    shard: np.ndarray  # uint32
-    position: np.ndarray  # uint32
+    shard: np.ndarray  # uint32, number of the shard
+    position: np.ndarray  # uint32, number of the record in its shard
+
+    def find(self, key: str) -> int | None:
+        """The row of a key."""
+        hi, lo = _hash(key)
+        first, last = (int(np.searchsorted(self.hi, np.uint64(hi), side)) for side in ("left", "right"))
+        return next((row for row in range(first, last) if int(self.lo[row]) == lo), None)
 
 
 def _hash(key: str) -> tuple[int, int]:
     digest = hashlib.blake2b(key.encode(), digest_size=16).digest()
     return int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:], "little")
-
-
-def _find(rows: Rows, key: tuple[int, int]) -> int | None:
-    """The row of a key in sorted rows."""
-    hi, lo = key
-    row = int(np.searchsorted(rows.hi, np.uint64(hi)))
-    while row < len(rows.hi) and int(rows.hi[row]) == hi:
-        if int(rows.lo[row]) == lo:
-            return row
-        row += 1
-    return None
-
-
-def _sorted(rows: Rows) -> Rows:
-    order = np.lexsort((rows.lo, rows.hi))
-    return Rows(*(column[order] for column in rows))
-
-
-def _rows(hashes: Iterable[tuple[int, int]], shard: int) -> Rows:
-    pairs = np.array(list(hashes), np.uint64).reshape(-1, 2)
-    n = len(pairs)
-    return Rows(pairs[:, 0], pairs[:, 1], np.full(n, shard, np.uint32), np.arange(n, dtype=np.uint32))
 
 
 def _shard_names(path: Path, metadata: Mapping[str, Any]) -> list[str]:
@@ -371,56 +356,43 @@ def _shard_names(path: Path, metadata: Mapping[str, Any]) -> list[str]:
     return known + sorted({p.name for p in path.glob("*-*.safetensors")} - set(known))
 
 
-def _all_rows(path: Path, metadata: Mapping[str, Any]) -> Rows:
-    """Of all readable shards; those that are in the index are not opened, unless one has vanished."""
-    names = _shard_names(path, metadata)
-    indexed = metadata["shards"] if names[: len(metadata["shards"])] == metadata["shards"] else []
-    parts = [_read_index(path, metadata)] if indexed else []
-    for number, name in enumerate(names[len(indexed) :], start=len(indexed)):
-        parts.append(_rows(_keys_of(path / name), number))
-    return Rows(*(np.concatenate(columns) for columns in zip(_rows([], 0), *parts, strict=True)))
+def _full_index(path: Path, metadata: Mapping[str, Any], names: list[str]) -> Index:
+    """Of all finished shards, with a row for each time that a key was written, in order.
+
+    Shards that are in the index are not opened, unless one has vanished.
+    """
+    is_complete = names[: len(metadata["shards"])] == metadata["shards"]
+    parts = [_read_index(path, metadata if is_complete else {"shards": []})]
+    for number, name in enumerate(names):
+        if is_complete and number < len(metadata["shards"]):
+            continue
+        try:
+            with safe_open(path / name, framework="pt") as opened:
+                count = int(opened.metadata()["records"])
+                keys = [_hash(_parse(opened.get_tensor(f"{i}/record"))["key"]) for i in range(count)]
+        except UNREADABLE as error:
+            raise UserError(
+                f"{path / name} is damaged ({error}); delete it, and what it held is written again."
+            ) from error
+        hi, lo = np.array(keys, np.uint64).reshape(-1, 2).T
+        parts.append(Index(hi, lo, np.full(count, number, np.uint32), np.arange(count, dtype=np.uint32)))
+    every = Index(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+    order = np.lexsort((every.position, every.shard, every.lo, every.hi))
+    return Index(*(column[order] for column in every))
 
 
-def _keys_of(shard: Path) -> list[tuple[int, int]]:
-    try:
-        with safe_open(shard, framework="pt") as opened:
-            count = int(opened.metadata()["records"])
-            return [_hash(_parse(opened.get_tensor(f"{i}/record"))[0]) for i in range(count)]
-    except (SafetensorError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{shard} is damaged ({error}); delete it, and what it held is written again.") from error
-
-
-def _last_of_each(rows: Rows) -> Rows:
-    """A key that was written again keeps its last record."""
-    newest_first = np.lexsort((rows.position, rows.shard))[::-1]
-    pairs = np.stack([rows.hi, rows.lo], axis=1)[newest_first]
-    _, first = np.unique(pairs, axis=0, return_index=True)
-    return Rows(*(column[newest_first[first]] for column in rows))
-
-
-def _read_index(path: Path, metadata: Mapping[str, Any]) -> Rows:
+def _read_index(path: Path, metadata: Mapping[str, Any]) -> Index:
     if not metadata["shards"]:
-        return _rows([], 0)
+        return Index(*(np.empty(0, dtype) for dtype in (np.uint64, np.uint64, np.uint32, np.uint32)))
     try:
-        return Rows(**load_numpy(path / INDEX))
+        return Index(**load_numpy(path / INDEX))
     except (SafetensorError, OSError, TypeError) as error:
         raise UserError(
             f"{path / INDEX} cannot be read ({error}); delete {METADATA} and write the cache again."
         ) from error
 
 
-# ---------------------------------------------------------------------------------------------------- a record
-
-
-def _check_features(features: Features) -> None:
-    for name, kind in features.items():
-        inner = kind[0] if isinstance(kind, list) and len(kind) == 1 else kind
-        known = (*SCALARS,) if isinstance(kind, list) else (*SCALARS, *TENSORS)
-        if inner not in known or "/" in name or name == "record":
-            raise ValueError(f"feature {name!r}: {kind!r} is not one of {', '.join(known)} (or the name is reserved).")
-
-
-def _normal(name: str, kind: Any, value: Any) -> Any:
+def _normalized(name: str, kind: Any, value: Any) -> Any:
     """A field's value as it is kept: a contiguous tensor on the CPU, or plain Python."""
     if kind == "tensor":
         return (torch.from_numpy(value) if isinstance(value, np.ndarray) else value).detach().cpu().contiguous().clone()
@@ -434,34 +406,28 @@ def _normal(name: str, kind: Any, value: Any) -> Any:
 
 
 def _check(tensor: Tensor) -> list[Any]:
-    """Number format, shape and CRC-32 of a tensor."""
+    """Dtype, shape and CRC-32 of a tensor."""
     flat: Any = tensor.contiguous().reshape(-1).view(torch.uint8).numpy() if tensor.numel() else np.empty(0, np.uint8)
     return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), zlib.crc32(flat)]
 
 
-def _describe(key: str, record: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Tensor:
-    small = {name: value for name, value in record.items() if name not in tensors}
-    content = {"key": key, "fields": small, "tensors": {name: _check(value) for name, value in tensors.items()}}
-    text = json.dumps(content, ensure_ascii=False).encode()
-    return torch.frombuffer(bytearray(zlib.crc32(text).to_bytes(4, "little") + text), dtype=torch.uint8)
-
-
-def _parse(tensor: Tensor) -> tuple[str, Record, dict[str, list[Any]]]:
+def _parse(tensor: Tensor) -> dict[str, Any]:
+    """The JSON of a record: key, fields, tensors."""
     data = tensor.numpy().tobytes()
     if zlib.crc32(data[4:]) != int.from_bytes(data[:4], "little"):
         raise ValueError("its description is damaged: wrong checksum")
-    content = json.loads(data[4:])
-    return content["key"], content["fields"], content["tensors"]
+    return json.loads(data[4:])
 
 
-def _publish(temporary: Path, path: Path) -> None:
-    """Give a file its name when its content is on the disk."""
+def _publish(path: Path, write: Callable[[Path], object]) -> None:
+    """Write a file under another name, and give it its own when its content is on the disk."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    write(temporary)
     with temporary.open("rb") as file:
         os.fsync(file.fileno())
     temporary.replace(path)
 
 
 def _write_metadata(path: Path, metadata: Mapping[str, Any]) -> None:
-    temporary = path / f"{METADATA}.{os.getpid()}.tmp"
-    temporary.write_text(json.dumps(metadata, indent=1), encoding="utf-8")
-    _publish(temporary, path / METADATA)
+    text = json.dumps(metadata, indent=1)
+    _publish(path / METADATA, lambda temporary: temporary.write_text(text, encoding="utf-8"))

@@ -30,15 +30,15 @@ FIRST_SENTENCE = re.compile(r".*?[.!?](?=\s|$)", re.DOTALL)
 class RecordVideoTextDataset:
     """Samples of a folder that `RecordWriter`, or that of `codewithgpu`, wrote with the features of NOVA's guide; all of one size.
 
-    A sample is that of `CachedVideoTextDataset`: `moments` [2C, T, h, w] float32, `text`, numbers, and `flow` where records have
-    it.
+    A sample is that of `CachedVideoTextDataset`: `moments` [2C, T, h, w] float32, `text`, sizes, and `flow` where records
+    have it.
 
     Args:
         data_path: The folder.
         short_text_prob: How often a sample has its short text; of records without one, the caption's first sentence.
-        fps: Of all videos, which records do not say; 12 is NOVA's.
-        stride: Frames and pixels (time, height, width) of a latent cell: what sizes in pixels are told from.
-        seed: With epoch and number, it decides which of the two texts.
+        fps: Of all videos, which records do not have; 12 is NOVA's.
+        stride: Frames and pixels (time, height, width) of a latent cell.
+        seed: With epoch and index, it decides which of the two texts.
         cache_dir: Where `tools.cache_features --what flow` measured `flow` for records that have none.
         vae_fingerprint: Of the VAE in use; compared where the records' settings have `vae`.
 
@@ -69,16 +69,23 @@ class RecordVideoTextDataset:
             raise UserError(f"{data_path} holds latents of another VAE ({made_by}, not {vae_fingerprint}).")
         if not len(self.records):
             raise UserError(f"{data_path} holds no records.")
-        self.path, self.short_text_prob, self.fps, self.stride, self.seed = (
-            Path(data_path),
-            short_text_prob,
-            fps,
-            stride,
-            seed,
-        )
-        self.shape = self._one_shape()
+        self.path, self.seed = Path(data_path), seed
+        self.short_text_prob, self.fps, self.stride = short_text_prob, fps, stride
+        shapes = {_with_time(self.records.at(i, ("shape",))["shape"]) for i in range(len(self))}
+        if len(shapes) > 1:
+            shown = " and ".join("x".join(map(str, shape)) for shape in sorted(shapes)[:2])
+            raise UserError(f"{data_path}: records of {len(shapes)} sizes, such as {shown}; write one folder for each.")
+        self.shape = shapes.pop()  # 2C, T, h, w
         self.content = hashlib.blake2b(repr(self.records.content_names()).encode(), digest_size=8).hexdigest()
-        self.flow = self._stored_flow(cache_dir)
+        self.flow: StoredFlow | None = None
+        if cache_dir is not None:
+            if "flow" in self.records.features:
+                raise UserError(
+                    f"dataset.cache_dir={cache_dir!r} has no effect: the records of {data_path} have their flow. Leave it out."
+                )
+            self.flow = StoredFlow(cache_dir)
+            if missing := self.flow.missing(map(str, range(len(self)))):
+                raise UserError(f"{cache_dir} has no flow of {len(missing)} of {len(self)} records. {self.flow.remedy}")
 
     def __len__(self) -> int:
         return len(self.records)
@@ -87,13 +94,17 @@ class RecordVideoTextDataset:
         record = self.records[key.index]
         T, h, w = self.shape[1:]
         size = ((T - 1) * self.stride[0] + 1, h * self.stride[1], w * self.stride[2])
-        scores = {"flow": float(record["flow"])} if "flow" in record else self._scores(key.index)
-        caption = self._text(record, key)
-        where = self.path / f"record-{key.index}"
-        return {"moments": moments_of(record), **describe(key.index, where, caption, size, self.fps, scores)}
+        caption = record["caption"]
+        if float(torch.rand(1, generator=generator(self.seed, "text", key.epoch, key.index))) < self.short_text_prob:
+            caption = record["text"] or first_sentence(caption)
+        scores = {"flow": float(record["flow"])} if "flow" in record else {}
+        if self.flow is not None:
+            scores = {"flow": self.flow.of(str(key.index), self.content)}
+        path = self.path / f"record-{key.index}"
+        return {"moments": moments_of(record), **describe(key.index, path, caption, size, self.fps, scores)}
 
     def all_captions(self) -> list[str]:
-        """What `_text` can choose for any record, each once."""
+        """The captions that samples can have, each once."""
         chosen: dict[str, None] = {}
         for number in range(len(self)):
             record = self.records.at(number, ("caption", "text"))
@@ -106,34 +117,6 @@ class RecordVideoTextDataset:
         flow = () if self.flow is None else (self.flow.fingerprint(),)
         settings = (self.short_text_prob, self.fps, self.stride, self.seed, len(self), *flow)
         return hashlib.blake2b(repr((type(self).__name__, names, settings)).encode(), digest_size=16).hexdigest()
-
-    def _stored_flow(self, cache_dir: str | None) -> StoredFlow | None:
-        if cache_dir is None:
-            return None
-        if "flow" in self.records.features:
-            raise UserError(
-                f"dataset.cache_dir={cache_dir!r} has no effect: the records of {self.path} have their flow. Leave it out."
-            )
-        flow = StoredFlow(cache_dir)
-        if missing := flow.missing(map(str, range(len(self)))):
-            raise UserError(f"{cache_dir} has no flow of {len(missing)} of {len(self)} records. {flow.remedy}")
-        return flow
-
-    def _scores(self, number: int) -> dict[str, float]:
-        return {} if self.flow is None else {"flow": self.flow.of(str(number), self.content)}
-
-    def _text(self, record: dict[str, Any], key: SampleKey) -> str:
-        rng = generator(self.seed, "text", key.epoch, key.index)
-        if float(torch.rand(1, generator=rng)) >= self.short_text_prob:
-            return record["caption"]
-        return record["text"] or first_sentence(record["caption"])
-
-    def _one_shape(self) -> tuple[int, ...]:
-        shapes = {_with_time(self.records.at(i, ("shape",))["shape"]) for i in range(len(self))}
-        if len(shapes) > 1:
-            shown = " and ".join("x".join(map(str, shape)) for shape in sorted(shapes)[:2])
-            raise UserError(f"{self.path}: records of {len(shapes)} sizes, such as {shown}; write one folder for each.")
-        return shapes.pop()
 
 
 def first_sentence(caption: str) -> str:
@@ -156,6 +139,7 @@ def moments_of(record: dict[str, Any]) -> Tensor:
 
 
 def _with_time(shape: Any) -> tuple[int, ...]:
+    """[2C, T, h, w] of a record's shape, whose T may be missing."""
     shape = tuple(int(n) for n in shape)
     if len(shape) not in (3, 4):
         raise UserError(

@@ -1,17 +1,25 @@
-"""Writing encoded captions: each different caption once, found again by the caption itself."""
+"""Encoded captions in CACHE/text: each different caption once, found by the caption itself, so that rows may move and captions repeat.
+
+Only the tokens of a caption are kept; padding is read back as zeros. A denoiser cannot tell, for it never looks at masked
+tokens. `tools.cache_features` writes them.
+"""
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from opensora.datasets.cache.moments import Counts, Job, write_missing
-from opensora.datasets.cache.text_features import FEATURES, FOLDER
+from opensora.datasets.cache.records import RecordReader
 from opensora.datasets.table.table import Table
 from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.errors import UserError
 
+FOLDER = "text"
+FEATURES = {"y": "tensor", "mask": "tensor", "caption": "string"}
+REMEDY = "Write it with `python -m tools.cache_features TRAIN_CONFIG --what text --cache-dir {}`."
 NO_TEXT = ""  # the null condition of models without a table for it
 DTYPES = ("auto", "fp32", "bf16", "fp16")
 
@@ -28,6 +36,58 @@ class TextEncoder(Protocol):
     def fingerprint(self) -> str: ...
 
 
+class TextFeatures:
+    """Reads encoded captions.
+
+    Args:
+        cache_dir: Folder that `tools.cache_features` wrote.
+
+    Raises:
+        UserError: there is no such cache.
+    """
+
+    def __init__(self, cache_dir: str | Path) -> None:
+        self.cache_dir = Path(cache_dir)
+        self.remedy = REMEDY.format(self.cache_dir)
+        self.records = RecordReader(self.cache_dir / FOLDER, remedy=self.remedy)
+        self.settings: dict[str, Any] = self.records.settings
+        self.output_dim: int = self.settings["output_dim"]
+        self.model_max_length: int = self.settings["model_max_length"]
+        self.tokens: int = self.settings["tokens"]
+
+    def one(self, caption: str) -> tuple[Tensor, Tensor]:
+        """y [1, L, D] in the dtype of the cache, mask [L] bool.
+
+        Raises:
+            UserError: the caption is not in the cache.
+        """
+        try:
+            record = self.records.read(caption, ("y", "mask"))
+        except KeyError:
+            raise self.unknown([caption]) from None
+        stored = record["y"]  # [l, D], l <= L
+        y = stored.new_zeros(1, self.tokens, stored.shape[1])
+        y[0, : len(stored)] = stored
+        return y, record["mask"].clone()
+
+    def many(self, captions: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """y [B, 1, L, D], mask [B, L]; see `one`."""
+        y, mask = zip(*map(self.one, captions), strict=True)
+        return torch.stack(y), torch.stack(mask)
+
+    def missing(self, captions: Iterable[str]) -> list[str]:
+        """Those that are not in the cache, each once."""
+        return [caption for caption in dict.fromkeys(captions) if caption not in self.records]
+
+    def unknown(self, captions: Sequence[str]) -> UserError:
+        """The error for captions that are not in the cache."""
+        shown = ", ".join(repr(caption[:60]) for caption in captions[:3])
+        return UserError(
+            f"{len(captions)} captions are not in the text cache {self.cache_dir} ({len(self.records)} are), such as {shown}: "
+            f"were they changed after it was written? {self.remedy}"
+        )
+
+
 def captions_of(table: Table) -> list[str]:
     """All different captions of a table's text columns, in its order."""
     return list(dict.fromkeys(caption for row in range(len(table)) for caption in table.captions(row)))
@@ -35,18 +95,19 @@ def captions_of(table: Table) -> list[str]:
 
 @torch.inference_mode()
 def write_text(captions: Iterable[str], encoder: TextEncoder, job: Job, *, batch_size: int = 16) -> Counts:
-    """Encode captions and "no text". An interrupted call goes on where it stopped; every process of `job.world` calls it.
+    """Encode captions and "no text"; see `write_missing`.
 
-    `job.dtype`: "auto" = what loses nothing, which is the encoder's own number format.
+    `job.dtype`: "auto" = that of the encoder, which loses nothing.
 
     Raises:
         UserError: the folder holds features of another encoder, or features are not finite.
     """
     captions = list(dict.fromkeys(captions))
-    y, _ = encoder.encode(captions[:1])  # for its size
-    if y.is_floating_point() and NO_TEXT not in captions:  # a class number cannot be empty
-        captions.append(NO_TEXT)
-    dtype = storage_dtype(encoder, y, job.dtype)
+    y, _ = encoder.encode(captions[:1])  # for its size and dtype
+    dtype = y.dtype
+    if y.is_floating_point():
+        dtype = getattr(encoder, "dtype", y.dtype) if job.dtype == "auto" else to_torch_dtype(job.dtype)
+        captions = list(dict.fromkeys([*captions, NO_TEXT]))  # a class number cannot be empty
     settings = {
         "encoder": encoder.fingerprint(),
         "output_dim": encoder.output_dim,
@@ -54,41 +115,29 @@ def write_text(captions: Iterable[str], encoder: TextEncoder, job: Job, *, batch
         "tokens": y.shape[2],
         "dtype": str(dtype).removeprefix("torch."),
     }
-    batches = _Batches(captions[job.world.rank :: job.world.size], encoder, dtype, batch_size)
-    return write_missing(job, FOLDER, FEATURES, settings, captions, batches.one)
+    mine = captions[job.world.rank :: job.world.size]
+    index_of = {caption: i for i, caption in enumerate(mine)}
+    encoded: dict[str, dict[str, Any]] = {}
+
+    def encode(caption: str) -> dict[str, Any]:
+        """A caption is encoded with those that come after it in this process's list."""
+        nonlocal encoded
+        if caption not in encoded:
+            batch = mine[index_of[caption] : index_of[caption] + batch_size]
+            y, mask = encoder.encode(batch)
+            y, mask = y[:, 0].to(dtype).cpu(), mask.cpu()  # [B, L, D], [B, L]
+            encoded = {text: _record(*rows) for text, *rows in zip(batch, y, mask, batch, strict=True)}
+        return encoded.pop(caption)
+
+    return write_missing(job, FOLDER, FEATURES, settings, captions, encode)
 
 
-def storage_dtype(encoder: Any, y: Tensor, name: str) -> torch.dtype:
-    """The number format in which features y are kept."""
-    if not y.is_floating_point():
-        return y.dtype
-    return getattr(encoder, "dtype", y.dtype) if name == "auto" else to_torch_dtype(name)
-
-
-class _Batches:
-    """Encodes ahead: a caption is encoded with those that come after it in this process's list."""
-
-    def __init__(self, captions: Sequence[str], encoder: TextEncoder, dtype: torch.dtype, batch_size: int) -> None:
-        self.captions, self.encoder, self.dtype, self.batch_size = captions, encoder, dtype, batch_size
-        self.places = {caption: i for i, caption in enumerate(captions)}
-        self.ready: dict[str, dict[str, Any]] = {}
-
-    def one(self, caption: str) -> dict[str, Any]:
-        if caption not in self.ready:
-            first = self.places[caption]
-            self.ready = self._encode(self.captions[first : first + self.batch_size])
-        return self.ready.pop(caption)
-
-    def _encode(self, captions: Sequence[str]) -> dict[str, dict[str, Any]]:
-        y, mask = self.encoder.encode(list(captions))
-        y, mask = y[:, 0].to(self.dtype).cpu(), mask.cpu()  # [B, L, D], [B, L]
-        records = {}
-        for caption, rows, real in zip(captions, y, mask, strict=True):
-            length = int(real.nonzero().max()) + 1 if real.any() else 0
-            if rows.is_floating_point() and not rows[:length].isfinite().all():
-                raise UserError(
-                    f"the features of {caption[:60]!r} are not finite in {self.dtype}; store them with --text-dtype fp32, or "
-                    "let the encoder compute in bf16 or fp32 (text_encoder.dtype)."
-                )
-            records[caption] = {"y": rows[:length], "mask": real, "caption": caption}
-        return records
+def _record(y: Tensor, mask: Tensor, caption: str) -> dict[str, Any]:
+    """A record of y [L, D] up to the last real token of mask [L]."""
+    length = int(mask.nonzero().max()) + 1 if mask.any() else 0
+    if y.is_floating_point() and not y[:length].isfinite().all():
+        raise UserError(
+            f"the features of {caption[:60]!r} are not finite in {y.dtype}; store them with --text-dtype fp32, or let the "
+            "encoder compute in bf16 or fp32 (text_encoder.dtype)."
+        )
+    return {"y": y[:length], "mask": mask, "caption": caption}

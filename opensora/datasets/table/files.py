@@ -221,7 +221,7 @@ def json_records(source: Path, file: Iterable[str]) -> Iterator[dict[str, Any]]:
         if not isinstance(record, dict):
             raise UserError(f'{source}, line {number}: not an object, such as {{"path": "a.mp4", "text": "a lake"}}.')
         # An escape alone can bring a surrogate into text that was read as UTF-8. One without its other half, as a text that
-        # was cut in the middle of an emoji ends with, is no text.
+        # was truncated in the middle of an emoji ends with, is no text.
         for name, value in record.items() if "\\u" in line else ():
             try:
                 json.dumps({name: value}, ensure_ascii=False).encode()

@@ -177,7 +177,7 @@ def complain_about_rows(table: Table, rows: Sequence[int] | np.ndarray, problem:
 
 
 def extension_ids(paths: TextColumn) -> np.ndarray:
-    """[N] int8, which of EXTENSIONS a path has, -1 where none; as `Path.suffix.lower()` tells, but for many paths at once."""
+    """[N] int8, which of EXTENSIONS a path has, -1 where none; as `Path.suffix.lower()`, but for many paths at once."""
     ids = np.full(len(paths), -1, np.int8)
     for first in range(0, len(paths), BLOCK):
         starts, lengths = paths.starts[first : first + BLOCK], paths.lengths[first : first + BLOCK]
@@ -290,7 +290,7 @@ def _broken_files(status: TextColumn, table: Table) -> Fault:
     is_ok = status.lengths == len(OK)
     for i, letter in enumerate(OK.encode()):
         is_ok[is_ok] = status.data[status.starts[is_ok] + i] == letter
-    # one that says `ok` nowhere is somebody else's ("success"), and tells nothing
+    # a column without any `ok` is somebody else's ("success"), and is ignored
     odd = ~is_ok & (status.lengths > 0) & is_ok.any()
     rows = np.flatnonzero(odd[table.numbers])
     first = status[int(table.numbers[rows[0]])] if len(rows) else ""

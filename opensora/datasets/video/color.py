@@ -15,8 +15,7 @@ from av.video.frame import VideoFrame
 from av.video.reformatter import VideoReformatter
 from PIL import Image
 
-from opensora.datasets.video.decoding import Decoding
-from opensora.datasets.video.files import BadFile
+from opensora.datasets.video.files import BadFile, Decoding
 from opensora.datasets.video.images import on_white
 
 BT709, UNSPECIFIED, BT601, BT2020 = 1, 2, 6, 9  # numbers of ISO/IEC 23091-2, as FFmpeg counts
@@ -50,7 +49,11 @@ def display_matrix(frame: VideoFrame) -> tuple[int, ...] | None:
     try:
         data = cast("Buffer | None", frame.side_data.get("DISPLAYMATRIX"))  # PyAV types the list as one of its items
     except ValueError:  # PyAV does not list what comes with a frame where it has no name for some of it, such as EXIF
-        return _rotation_matrix(frame.rotation) if frame.rotation else None
+        if not frame.rotation:
+            return None
+        angle = math.radians(frame.rotation)  # counter-clockwise
+        cos, sin = round((1 << 16) * math.cos(angle)), round((1 << 16) * math.sin(angle))
+        return cos, -sin, 0, sin, cos, 0, 0, 0, 1 << 30
     return None if data is None else tuple(memoryview(data).cast("i"))
 
 
@@ -61,7 +64,10 @@ def is_mirrored(frame: VideoFrame) -> bool:
 
 def upright(frame: VideoFrame, pixels: np.ndarray) -> np.ndarray:
     """Pixels [H, W, 3] of the stored frame, turned and mirrored as it is displayed."""
-    return _orientation(frame).applied_to(pixels)
+    transposed, left_to_right, upside_down = _orientation(frame)
+    if transposed:
+        pixels = pixels.transpose(1, 0, 2)
+    return np.ascontiguousarray(pixels[:: -1 if upside_down else 1, :: -1 if left_to_right else 1])
 
 
 def to_rgb(path: str, frame: VideoFrame, pixel_aspect: float, decoding: Decoding) -> np.ndarray:
@@ -114,17 +120,11 @@ def reformat(frame: VideoFrame, **settings: Any) -> VideoFrame:
 
 
 class _Orientation(NamedTuple):
-    """One of the eight ways to lay a picture on a screen: rows and columns are exchanged first, then it is mirrored."""
+    """One of the eight ways to lay an image on a screen: rows and columns are exchanged first, then it is mirrored."""
 
     transposed: bool
     left_to_right: bool
     upside_down: bool
-
-    def applied_to(self, pixels: np.ndarray) -> np.ndarray:
-        """[H, W, 3], or [W, H, 3] where rows and columns are exchanged."""
-        if self.transposed:
-            pixels = pixels.transpose(1, 0, 2)
-        return np.ascontiguousarray(pixels[:: -1 if self.upside_down else 1, :: -1 if self.left_to_right else 1])
 
 
 def _orientation(frame: VideoFrame) -> _Orientation:
@@ -136,13 +136,6 @@ def _orientation(frame: VideoFrame) -> _Orientation:
     if abs(xx) + abs(yy) >= abs(xy) + abs(yx):
         return _Orientation(False, xx < 0, yy < 0)
     return _Orientation(True, yx < 0, xy < 0)
-
-
-def _rotation_matrix(degrees: int) -> tuple[int, ...]:
-    """As `display_matrix`, of a rotation counter-clockwise."""
-    one = 1 << 16
-    cos, sin = (round(one * f(math.radians(degrees))) for f in (math.cos, math.sin))
-    return cos, -sin, 0, sin, cos, 0, 0, 0, 1 << 30
 
 
 def _with_square_pixels(frame: VideoFrame, pixel_aspect: float) -> tuple[int, int]:

@@ -1,12 +1,15 @@
-"""What counts as a video and what as a picture, and the errors for files that do not give what they should.
+"""What counts as a video and what as an image, how files are decoded, and the errors for what files do not give.
 
 Every error about one file is a `BadFile`: the loader may put another sample in its place (`substitute.py`). What is wrong
 with a table or a setting is a plain `UserError`, which always ends a run.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any, Literal, get_args, get_type_hints
 
+from opensora.registry import did_you_mean
 from opensora.utils.errors import UserError
 
 VIDEO_EXTENSIONS = (
@@ -14,7 +17,7 @@ VIDEO_EXTENSIONS = (
 )  # fmt: skip
 IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".pgm", ".avif", ".avifs")
 MAYBE_MOVING = (".webp", ".avif", ".avifs")
-IMAGE_FPS = 120.0  # what Open-Sora tells its models about pictures
+IMAGE_FPS = 120.0  # the fps that Open-Sora's models get for images
 
 
 class BadFile(UserError):
@@ -33,11 +36,11 @@ class TooFewFrames(BadFile):
 
 
 def is_image(path: str | Path) -> bool:
-    """Whether a file is a picture of one frame: by its extension, unless it is a WebP or AVIF that moves."""
-    return Path(path).suffix.lower() in IMAGE_EXTENSIONS and not is_moving_picture(path)
+    """Whether a file is an image of one frame: by its extension, unless it is a WebP or AVIF that moves."""
+    return Path(path).suffix.lower() in IMAGE_EXTENSIONS and not is_animated(path)
 
 
-def is_moving_picture(path: str | Path) -> bool:
+def is_animated(path: str | Path) -> bool:
     """Whether a WebP or AVIF file has more than one frame, by its first bytes; False where there is no such file."""
     if Path(path).suffix.lower() not in MAYBE_MOVING:
         return False
@@ -51,7 +54,7 @@ def is_moving_picture(path: str | Path) -> bool:
     return head[4:12] == b"ftypavis"
 
 
-def identity(path: str | Path) -> tuple[str, int, int]:
+def file_stat_key(path: str | Path) -> tuple[str, int, int]:
     """Path, bytes and time of change: what is known of a file holds as long as this.
 
     Raises:
@@ -78,7 +81,50 @@ def refuse_unlisted(error: OSError) -> None:
 def too_few(path: str | Path, indices: Sequence[int], available: int) -> TooFewFrames:
     """The error for frames beyond a file's end."""
     if is_image(path):
-        message = f"{path} is a picture; frames {indices[0]} to {indices[-1]} were asked for."
+        message = f"{path} is an image; frames {indices[0]} to {indices[-1]} were asked for."
     else:
         message = f"{path} has {available} frames, but frames {indices[0]} to {indices[-1]} were asked for."
     return TooFewFrames(message, available)
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How files are decoded; a dataset's `decode` is a dict of these.
+
+    Args:
+        backend: "pyav", or "torchcodec" (to be installed, with FFmpeg's libraries); images are read by PIL.
+        hdr: Video in PQ or HLG: "tonemap" it to BT.709, or "refuse" the file.
+        interlaced: Interlaced video: "deinterlace" it to one frame per pair of fields, "refuse" the file, or "keep" the combs.
+        colors: "exact", or "fast": the conversion of video players, slightly dark (`color.py` has numbers); PyAV only.
+    """
+
+    backend: Literal["pyav", "torchcodec"] = "pyav"
+    hdr: Literal["tonemap", "refuse"] = "tonemap"
+    interlaced: Literal["deinterlace", "refuse", "keep"] = "deinterlace"
+    colors: Literal["exact", "fast"] = "exact"
+
+    def __post_init__(self) -> None:
+        for name, literal in get_type_hints(Decoding).items():
+            if getattr(self, name) not in (choices := get_args(literal)):
+                raise UserError(f"decode: {name}={getattr(self, name)!r} is not one of {', '.join(choices)}.")
+        if self.backend == "torchcodec" and (self.hdr, self.interlaced, self.colors) != ("refuse", "keep", "fast"):
+            raise UserError(
+                "decode: backend='torchcodec' neither tone-maps nor deinterlaces, and has its own colors; set hdr='refuse', "
+                "interlaced='keep' and colors='fast', or backend='pyav'."
+            )
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any] | None) -> "Decoding":
+        """From a config's dict.
+
+        Raises:
+            UserError: an unknown name or choice.
+        """
+        names = [field.name for field in fields(cls)]
+        for name in settings or {}:
+            if name not in names:
+                raise UserError(f"decode: {name!r} is unknown.{did_you_mean(name, names)} Names: {', '.join(names)}.")
+        return cls(**(settings or {}))
+
+
+DEFAULT = Decoding()

@@ -1,32 +1,29 @@
 """Videos decoded by PyAV: by seeking where a file's times can be trusted, else by counting from its start."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 
 import av
+import av.filter
 import numpy as np
 from av.container import InputContainer
 from av.video.frame import VideoFrame
 from av.video.stream import VideoStream
 
 from opensora.datasets.video.color import displayed_size, to_rgb
-from opensora.datasets.video.decoding import Decoding
-from opensora.datasets.video.deinterlace import InterlacedFrame, deinterlaced
-from opensora.datasets.video.files import BadFile, too_few
-from opensora.datasets.video.timeline import Identity, Opened, Timeline, naming_damage, open_timeline, open_video
+from opensora.datasets.video.files import BadFile, Decoding, too_few
+from opensora.datasets.video.timeline import Opened, Timeline, naming_damage, open_video, pixel_aspect
 
 SEEKS = 2  # keyframes that are tried, going back, before a file is decoded from its start
 
 
+class _InterlacedFrame(Exception):
+    """A frame that is wanted is interlaced."""
+
+
 class _LandedLate(Exception):
     """A seek ended behind the frame it was for."""
-
-
-@contextmanager
-def open_with_pyav(known_by: Identity, decoding: Decoding) -> Iterator["PyavClip"]:
-    """See `read_video.open_clip`."""
-    with open_timeline(known_by) as (timeline, opened):
-        yield PyavClip(known_by[0], timeline, opened, decoding)
 
 
 class PyavClip:
@@ -47,13 +44,13 @@ class PyavClip:
             frame = next(self._sound_frames(opened), None)
             if frame is None:
                 raise BadFile(f"{self.path}: no frame could be decoded; re-encode it or remove its row.")
-            return displayed_size(frame, _pixel_aspect(opened))
+            return displayed_size(frame, pixel_aspect(opened[1]))
 
     def read(self, indices: Sequence[int]) -> list[np.ndarray]:
         """See `read_video.Clip`."""
         try:
             return self._read(indices, deinterlace=False)
-        except InterlacedFrame as error:
+        except _InterlacedFrame as error:
             if self.decoding.interlaced == "refuse":
                 raise BadFile(
                     f"{self.path} is interlaced, and decode['interlaced'] is 'refuse'; deinterlace it or set 'deinterlace'."
@@ -129,8 +126,7 @@ class PyavClip:
         return deinterlaced(opened[1], frames) if deinterlace else frames
 
     def _sound_frames(self, opened: Opened) -> Iterator[VideoFrame]:
-        container, stream = opened
-        for frame in decoded(container, stream):
+        for frame in decoded(*opened):
             if frame.is_corrupt:
                 raise BadFile(
                     f"{self.path} is damaged: the frame at {frame.time} s is corrupt; re-encode it or remove its row."
@@ -139,14 +135,39 @@ class PyavClip:
 
     def _to_rgb(self, opened: Opened, frame: VideoFrame, *, deinterlace: bool) -> np.ndarray:
         if frame.interlaced_frame and not deinterlace and self.decoding.interlaced != "keep":
-            raise InterlacedFrame
-        return to_rgb(self.path, frame, _pixel_aspect(opened), self.decoding)
-
-
-def _pixel_aspect(opened: Opened) -> float:
-    return float(opened[1].sample_aspect_ratio or 1)
+            raise _InterlacedFrame
+        return to_rgb(self.path, frame, pixel_aspect(opened[1]), self.decoding)
 
 
 def decoded(container: InputContainer, stream: VideoStream) -> Iterator[VideoFrame]:
     """All frames from here on; apart, so that tests can count them."""
     yield from container.decode(stream)
+
+
+def deinterlaced(stream: VideoStream, frames: Iterable[VideoFrame]) -> Iterator[VideoFrame]:
+    """Frames of one moment each, by FFmpeg's bwdif filter, in place of interlaced ones, which show two in alternate lines.
+
+    As many frames at the same times; those that are not marked as interlaced are left as they are. A frame's missing lines
+    come from it and from its two neighbours, so a window needs one frame more on both sides.
+    """
+    graph = av.filter.Graph()
+    graph.threads = 1
+    source = graph.add_buffer(template=stream)
+    bwdif = graph.add("bwdif", "mode=send_frame:parity=auto:deint=interlaced")
+    sink = graph.add("buffersink")
+    source.link_to(bwdif)
+    bwdif.link_to(sink)
+    graph.configure()
+    for pushed in chain(frames, [None]):
+        graph.push(pushed)
+        while True:
+            try:
+                frame = graph.pull()
+            except (av.BlockingIOError, av.EOFError):  # it wants more, or is at its end
+                break
+            assert isinstance(frame, VideoFrame)
+            if frame.pts is not None and frame.time_base and stream.time_base:
+                # the filter counts in halves of the time base
+                frame.pts = round(frame.pts * frame.time_base / stream.time_base)
+                frame.time_base = stream.time_base
+            yield frame

@@ -1,12 +1,12 @@
-"""Decode just the frames a sample needs, exactly, from videos and pictures.
+"""Decode just the frames a sample needs, exactly, from videos and images.
 
 Frame i of a video is the i-th in order of presentation, whichever way it is reached: a window read by seeking equals the
 same frames of a full decode. Where a file's times cannot be trusted, it is decoded from its start and frames are counted.
 """
 
 import functools
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -14,18 +14,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from opensora.datasets.video.decoding import DEFAULT, Decoding
 from opensora.datasets.video.files import (
+    DEFAULT,
+    IMAGE_EXTENSIONS,
     IMAGE_FPS,
     BadFile,
+    Decoding,
     TooFewFrames,
-    identity,
+    file_stat_key,
     is_image,
-    is_moving_picture,
     too_few,
 )
 from opensora.datasets.video.frame_times import EveryNth, frames_needed
-from opensora.datasets.video.images import MovingPicture, Picture
+from opensora.datasets.video.images import ImageClip
 
 __all__ = [
     "DEFAULT", "IMAGE_FPS", "Clip", "Decoding", "TooFewFrames", "VideoInfo", "count_frames", "frames_needed", "is_image", "open_clip",
@@ -59,18 +60,18 @@ class Clip(Protocol):
 
 
 def count_frames(path: str | Path) -> int:
-    """Frames of a file, without decoding it; a picture has one."""
+    """Frames of a file, without decoding it; an image has one."""
     with open_clip(path) as clip:
         return clip.num_frames
 
 
 def probe(path: str | Path) -> VideoInfo:
-    """Size, length and rate of a file; remembered until the file changes. Decodes one frame, of a picture none.
+    """Size, length and rate of a file; remembered until the file changes. Decodes one frame, of an image none.
 
     Raises:
         BadFile: it cannot be read.
     """
-    return _probe(*identity(path))
+    return _probe(*file_stat_key(path))
 
 
 def read_frames(
@@ -80,7 +81,7 @@ def read_frames(
     frame_interval: int = 1,
     decoding: Decoding = DEFAULT,
 ) -> Tensor:
-    """Frames start, start + interval, ... of a video, or a picture as one frame: [T, H, W, 3] uint8 RGB.
+    """Frames start, start + interval, ... of a video, or an image as one frame: [T, H, W, 3] uint8 RGB.
 
     Raises:
         TooFewFrames: the file ends before the last of them.
@@ -109,24 +110,29 @@ def read_indices(path: str | Path, clip: Clip, indices: Sequence[int] | np.ndarr
     return torch.from_numpy(np.stack([frames[index] for index in indices]))
 
 
-def open_clip(path: str | Path, decoding: Decoding = DEFAULT) -> AbstractContextManager[Clip]:
-    """A video or picture to read from; opened once, whatever is asked of it, and closed with everything it started.
+@contextmanager
+def open_clip(path: str | Path, decoding: Decoding = DEFAULT) -> Iterator[Clip]:
+    """A video or image to read from; opened once, whatever is asked of it, and closed with everything it started.
 
     Raises:
         BadFile: it cannot be read.
+        UserError: torchcodec is asked for and not installed.
     """
-    known_by = identity(path)
-    if is_image(path):
-        return nullcontext(Picture(Path(path)))
-    if is_moving_picture(path):
-        return nullcontext(MovingPicture(Path(path)))
-    if decoding.backend == "torchcodec":
-        from opensora.datasets.video.torchcodec_clip import open_with_torchcodec
+    file_key = file_stat_key(path)
+    if Path(path).suffix.lower() in IMAGE_EXTENSIONS:
+        yield ImageClip(Path(path))
+        return
+    # here: images are read where there is no PyAV
+    from opensora.datasets.video.pyav_clip import PyavClip
+    from opensora.datasets.video.timeline import open_timeline
 
-        return open_with_torchcodec(known_by)
-    from opensora.datasets.video.pyav_clip import open_with_pyav  # here: pictures are read where there is no PyAV
+    with open_timeline(file_key) as (timeline, opened):
+        if decoding.backend == "torchcodec":
+            from opensora.datasets.video.torchcodec_clip import TorchcodecClip, import_decoder
 
-    return open_with_pyav(known_by, decoding)
+            yield TorchcodecClip(file_key, timeline, import_decoder())
+        else:
+            yield PyavClip(file_key[0], timeline, opened, decoding)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -1,4 +1,4 @@
-"""When each frame of a video is shown, told from its packets without decoding any.
+"""When each frame of a video is shown, from its packets without decoding any.
 
 Headers lie about the number of frames (`stream.frames`) and about the rate (`average_rate`) in many real files, and say
 nothing of them in MKV, WebM and MPEG. So the packets are listed. An MP4 of constant rate has them listed in its header,
@@ -7,7 +7,7 @@ which saves reading a long file for a short clip: that list was exact for all su
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -20,15 +20,14 @@ from av.video.stream import VideoStream
 
 from opensora.datasets.video.files import BadFile
 
-Identity = tuple[str, int, int]
+FileKey = tuple[str, int, int]
 Opened = tuple[InputContainer, VideoStream]
 
-NO_TIMES = np.empty(0, np.int64)
 # titles in other encodings than UTF-8 are no reason to refuse a video; PyAV 19 and newer never do, and know no such argument
 LENIENT: dict[str, Any] = {} if int(av.__version__.split(".")[0]) >= 19 else {"metadata_errors": "replace"}
 # few: datasets of short clips never come back in time, and a long video's times take 8 bytes a frame
 MAX_KNOWN = 256
-_known: "OrderedDict[Identity, Timeline]" = OrderedDict()  # whose every call is one step for other threads
+_known: "OrderedDict[FileKey, Timeline]" = OrderedDict()  # whose every call is one step for other threads
 
 
 @dataclass(frozen=True)
@@ -78,20 +77,24 @@ def open_video(path: str) -> Iterator[Opened]:
 
 @contextmanager
 def naming_damage(path: str) -> Iterator[None]:
-    """What FFmpeg complains of inside the block is a `BadFile`, and so are PyAV's slips over what FFmpeg found no fault with."""
+    """FFmpeg's errors inside the block become `BadFile`, and so do PyAV's slips over what FFmpeg accepts."""
     try:
         yield
-    except av.FFmpegError as error:
-        raise BadFile(f"{path} is damaged ({error.strerror}); re-encode it or remove its row.") from error
-    except IndexError as error:
-        raise BadFile(f"{path} is damaged ({error}); re-encode it or remove its row.") from error
+    except (av.FFmpegError, IndexError) as error:
+        reason = error.strerror if isinstance(error, av.FFmpegError) else error
+        raise BadFile(f"{path} is damaged ({reason}); re-encode it or remove its row.") from error
+
+
+def pixel_aspect(stream: VideoStream) -> float:
+    """Width of a pixel / its height."""
+    return float(stream.sample_aspect_ratio or 1)
 
 
 def _video_of(path: str, container: InputContainer) -> VideoStream:
     covers = [s for s in container.streams.video if s.disposition & av.stream.Disposition.attached_pic]
     videos = [s for s in container.streams.video if s not in covers]
     if not videos:
-        raise BadFile(f"{path} has no video stream{', only a cover picture' if covers else ''}.")
+        raise BadFile(f"{path} has no video stream{', only a cover image' if covers else ''}.")
     for stream in container.streams:
         if stream.index != videos[0].index:
             stream.discard = av.stream.Discard.all
@@ -102,36 +105,28 @@ def _video_of(path: str, container: InputContainer) -> VideoStream:
 
 
 @contextmanager
-def open_timeline(known_by: Identity) -> Iterator[tuple[Timeline, Opened | None]]:
-    """The timeline of a file, and the file where it is still as it was opened; remembered for what `identity` tells of it.
+def open_timeline(file_key: FileKey) -> Iterator[tuple[Timeline, Opened | None]]:
+    """The timeline of a file, remembered by `file_stat_key`; and the file where it is still as it was opened.
 
     Raises:
-        BadFile: it cannot be opened or is cut off.
+        BadFile: it cannot be opened or is truncated.
     """
-    if known := _known.get(known_by):
+    if known := _known.get(file_key):
         yield known, None
         return
-    with open_video(known_by[0]) as opened:
-        in_header = _from_header(*opened)
-        timeline = in_header or _from_packets(known_by[0], *opened)
-        _remember(known_by, timeline)
-        yield timeline, opened if in_header else None
-
-
-def _remember(known_by: Identity, timeline: Timeline) -> None:
-    """Keep it, and forget the oldest. Threads may do so at once; a lock might be held by a thread that a fork left behind."""
-    _known[known_by] = timeline
-    while len(_known) > MAX_KNOWN:
-        try:
-            _known.popitem(last=False)
-        except KeyError:  # other threads took the last ones
-            return
+    with open_video(file_key[0]) as opened:
+        from_header = _from_header(*opened)
+        _known[file_key] = timeline = from_header or _from_packets(file_key[0], *opened)
+        while len(_known) > MAX_KNOWN:  # no lock, which a thread that a fork left behind might hold
+            with suppress(KeyError):  # other threads took the last ones
+                _known.popitem(last=False)
+        yield timeline, opened if from_header else None
 
 
 def _from_header(container: InputContainer, stream: VideoStream) -> Timeline | None:
     """The timeline of an MP4 or MOV of constant rate whose header is complete; None for all else."""
     entries = stream.index_entries
-    if stream.codec_context.name == "vp8":  # the header does not tell which frames are hidden
+    if stream.codec_context.name == "vp8":  # the header does not say which frames are hidden
         return None
     if "mp4" not in container.format.name or stream.start_time is None or not 1 < len(entries) == stream.frames:
         return None
@@ -148,44 +143,41 @@ def _from_header(container: InputContainer, stream: VideoStream) -> Timeline | N
     if len(steps) != 1 or steps[0] <= 0 or end > Path(container.name).stat().st_size:
         return None
     times = stream.start_time + steps[0] * np.arange(len(entries))
-    # a keyframe's i-th place in the file is its place in time, or earlier where frames after it are shown before it
+    # a keyframe's index in the file is its index in time, or earlier where frames after it are shown before it
     return _timeline(stream, len(entries), times, times[keys], exact_keys=False)
 
 
 def _from_packets(path: str, container: InputContainer, stream: VideoStream) -> Timeline:
     in_header, is_mp4, codec = stream.frames, "mp4" in container.format.name, stream.codec_context.name
-    packets = [_Packet.of(packet, codec) for packet in container.demux(stream) if packet.size]
-    shown = [packet for packet in packets if packet.is_shown]
-    if any(packet.is_corrupt for packet in packets) or (is_mp4 and len(packets) < in_header):
+    times: list[int] = []  # of frames that are shown
+    keys: list[int] = []
+    num_packets = num_shown = 0
+    is_corrupt, begin_in_file = False, True
+    for packet in container.demux(stream):
+        if not packet.size:
+            continue
+        num_packets += 1
+        is_corrupt |= packet.is_corrupt
+        begin_in_file &= packet.pos is not None  # else it is part of what the file has as one packet, as in MPEG-PS
+        if not packet.is_discard and not _is_hidden(packet, codec):
+            num_shown += 1
+            if packet.pts is not None:
+                times.append(packet.pts)
+        if packet.is_keyframe and packet.pts is not None:
+            keys.append(packet.pts)
+    if is_corrupt or (is_mp4 and num_packets < in_header):
         raise BadFile(
-            f"{path} is truncated: {len(packets)} of {in_header or 'unknown'} frames are there; "
+            f"{path} is truncated: {num_packets} of {in_header or 'unknown'} frames are there; "
             "fetch it again or remove its row."
         )
-    times = np.array([packet.pts for packet in shown if packet.pts is not None], np.int64)
-    keys = np.array([p.pts for p in packets if p.is_keyframe and p.pts is not None], np.int64)
     # AVI stores no times of presentation: with B-frames they are guesses
     guessed = container.format.name == "avi" and stream.codec_context.has_b_frames
-    if guessed or len(times) < len(shown) or len(np.unique(times)) < len(times):
-        times = keys = NO_TIMES
-    if not all(packet.begins_in_file for packet in packets):
-        keys = NO_TIMES  # FFmpeg guessed times, and would guess others after a seek
-    return _timeline(stream, len(shown), np.sort(times), np.sort(keys), exact_keys=True)
-
-
-@dataclass(frozen=True, slots=True)
-class _Packet:
-    """What is kept of a packet, without its bytes."""
-
-    pts: int | None
-    is_keyframe: bool
-    is_shown: bool
-    is_corrupt: bool
-    begins_in_file: bool  # False: it is inside what the file has as one packet, with one time, as in MPEG-PS
-
-    @classmethod
-    def of(cls, packet: av.Packet, codec: str) -> "_Packet":
-        is_shown = not packet.is_discard and not _is_hidden(packet, codec)
-        return cls(packet.pts, packet.is_keyframe, is_shown, packet.is_corrupt, packet.pos is not None)
+    if guessed or len(times) < num_shown or len(set(times)) < len(times):
+        times, keys = [], []
+    if not begin_in_file:
+        keys = []  # FFmpeg guessed times, and would guess others after a seek
+    arrays = (np.array(sorted(values), np.int64) for values in (times, keys))
+    return _timeline(stream, num_shown, *arrays, exact_keys=True)
 
 
 def _is_hidden(packet: av.Packet, codec: str) -> bool:
@@ -227,5 +219,5 @@ def _frame_rate(stream: VideoStream, times: np.ndarray) -> float:
                 return float(rate)
         return float(1 / (ticks * stream.time_base))
     if not candidates:
-        raise BadFile(f"{stream.container.name}: no frame rate can be told from it; re-encode it.")
+        raise BadFile(f"{stream.container.name}: its frame rate is unknown; re-encode it.")
     return float(candidates[0])

@@ -1,12 +1,11 @@
-"""Videos decoded by torchcodec instead of PyAV: the same frames at the same places, by another library.
+"""Videos decoded by torchcodec instead of PyAV: the same frames with the same indices, by another library.
 
-Which frame is the i-th, and when, is told by our own `timeline`, so that a clip does not depend on the backend. torchcodec
+Our own `timeline` says which frame is the i-th, and when it is shown, so that a clip does not depend on the backend. torchcodec
 turns frames by itself; it neither mirrors, tone-maps, deinterlaces nor stretches pixels, so files that need it are refused.
 """
 
 import functools
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,29 +13,16 @@ import numpy as np
 from opensora.datasets.video.color import HDR_NAMES, NEARLY_SQUARE, is_mirrored
 from opensora.datasets.video.files import BadFile, TooFewFrames
 from opensora.datasets.video.pyav_clip import decoded
-from opensora.datasets.video.timeline import Identity, Timeline, open_timeline, open_video
+from opensora.datasets.video.timeline import FileKey, Timeline, open_video, pixel_aspect
 from opensora.utils.errors import UserError
-
-
-@contextmanager
-def open_with_torchcodec(known_by: Identity) -> Iterator["TorchcodecClip"]:
-    """See `read_video.open_clip`.
-
-    Raises:
-        UserError: torchcodec is not installed, or does not find FFmpeg's libraries.
-    """
-    video_decoder = _import_decoder()
-    with open_timeline(known_by) as (timeline, _):
-        pass
-    yield TorchcodecClip(known_by, timeline, video_decoder)
 
 
 class TorchcodecClip:
     """A video; see `read_video.Clip`."""
 
-    def __init__(self, known_by: Identity, timeline: Timeline, video_decoder: Any) -> None:
-        self.path, self.timeline = known_by[0], timeline
-        self._known_by = known_by
+    def __init__(self, file_key: FileKey, timeline: Timeline, video_decoder: Any) -> None:
+        self.path, self.timeline = file_key[0], timeline
+        self._file_key = file_key
         self.num_frames, self.fps = timeline.num_frames, timeline.fps
         self._video_decoder = video_decoder
 
@@ -67,7 +53,7 @@ class TorchcodecClip:
 
     def _refuse_what_it_cannot(self) -> None:
         with open_video(self.path) as (_, stream):
-            aspect = float(stream.sample_aspect_ratio or 1)
+            aspect = pixel_aspect(stream)
             transfer = int(stream.codec_context.color_trc)
         if transfer in HDR_NAMES:
             raise BadFile(f"{self.path} is HDR ({HDR_NAMES[transfer]}), and decode['hdr'] is 'refuse'.")
@@ -75,7 +61,7 @@ class TorchcodecClip:
             raise BadFile(
                 f"{self.path} has pixels of {aspect:.3f} : 1, which torchcodec leaves so; use backend='pyav'."
             )
-        if _is_mirrored(*self._known_by):
+        if _is_mirrored(*self._file_key):
             raise BadFile(
                 f"{self.path} is stored mirrored, which torchcodec leaves so; use backend='pyav' or re-encode it."
             )
@@ -89,7 +75,12 @@ def _is_mirrored(path: str, size: int, mtime_ns: int) -> bool:
         return first is not None and is_mirrored(first)
 
 
-def _import_decoder() -> Any:
+def import_decoder() -> Any:
+    """Its `VideoDecoder`.
+
+    Raises:
+        UserError: torchcodec is not installed, or does not find FFmpeg's libraries.
+    """
     try:
         from torchcodec.decoders import VideoDecoder
     except ImportError as error:

@@ -13,7 +13,7 @@ not drop the condition by itself (see `opensora.training.batch_encoder`).
 """
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from opensora.models.layers.embedders import CaptionEmbedder, LabelEmbedder
 from opensora.models.layers.init import init_linears, init_small, init_zero
 from opensora.models.layers.mlp import linear_flops
 from opensora.models.layers.modulation import AdaLNFinalLayer
-from opensora.models.layers.pos_embed import grid_coordinates, sincos_1d, sincos_2d
+from opensora.models.layers.pos_embed import sincos_grid
 from opensora.models.loading import load_weights, written_by
 from opensora.registry import MODELS
 
@@ -98,15 +98,21 @@ class DiT(Denoiser):
         attentions = [
             Attention(hidden_size, num_heads, axis=self.axes[i % len(self.axes)], kernel=kernel) for i in range(depth)
         ]
-        blocks = [AdaLNZeroBlock(attn, mlp_ratio, fused_norm=enable_layernorm_kernel) for attn in attentions]
-        self.blocks = nn.ModuleList(blocks)
+        self.blocks = nn.ModuleList(
+            AdaLNZeroBlock(attn, mlp_ratio, fused_norm=enable_layernorm_kernel) for attn in attentions
+        )
         self.final_layer = AdaLNFinalLayer(
             hidden_size, pt * ph * pw, self.out_channels, fused_norm=enable_layernorm_kernel
         )
 
-        self._initialize(blocks)
+        # zero makes each block the identity and the output 0 at first (section 3.2, "adaLN-Zero block")
+        init_linears(self, self.x_embedder.proj)
+        init_small(self.t_embedder, *([] if self.y_embedder is None else [self.y_embedder]))
+        init_zero(block.adaLN_modulation for block in self.blocks)
+        init_zero([self.final_layer.adaLN_modulation, self.final_layer.linear])
         if from_pretrained is not None:
-            self._load(from_pretrained)
+            path = from_pretrained
+            load_weights(self, path, lambda state, _: convert(state, self, written_by(path)))
 
     def forward(
         self,
@@ -116,14 +122,11 @@ class DiT(Denoiser):
         *,
         mask: Tensor | None = None,
         x_mask: Tensor | None = None,
-        fps: Tensor | None = None,
-        height: Tensor | None = None,
-        width: Tensor | None = None,
-        num_frames: Tensor | None = None,
+        **sizes: Tensor | None,
     ) -> Tensor:
         """See `Denoiser.forward`.
 
-        `y` is `[B, 1, 1, C_text]`, or class numbers `[B, 1, 1, 1]` (the number of classes itself = "no class"); an
+        `y` is `[B, 1, 1, C_text]`, or class labels `[B, 1, 1, 1]` (the number of classes itself = "no class"); an
         unconditional model ignores it. mask, fps, height, width and num_frames are not used.
 
         Raises:
@@ -132,13 +135,10 @@ class DiT(Denoiser):
         latent_size = x.shape[2:]
         _, H, W = self.grid(latent_size)
         x = self.patchify(x)  # [B, T, S, D]
-        rows, columns = (grid_coordinates(n, device=x.device) for n in (H, W))
-        x = self.enter_blocks(x + sincos_2d(self.hidden_size, rows, columns).to(x.dtype))
+        x = self.enter_blocks(x + sincos_grid(self.hidden_size, (H, W), device=x.device).to(x.dtype))
 
         x_mask = self.patch_mask(x_mask)
-        condition = self._embed_condition(y)  # [B, D], once for all frames and places
-        c = self.t_embedder(timestep) + condition
-        c0 = None if x_mask is None else self.t_embedder(torch.zeros_like(timestep)) + condition
+        c, c0 = self.embed_timestep(timestep, x_mask, self._embed_condition(y))  # [B, D]
         x = self._transform(x, c, x_mask, c0, (H, W))
         return self.unpatchify(self.final_layer(x, c, x_mask, c0), latent_size)
 
@@ -146,21 +146,16 @@ class DiT(Denoiser):
         """The `y` of "no text" `[batch, 1, 1, C_text]`, or of "no class" `[batch, 1, 1, 1]`; zeros if there is no `y`."""
         if self.y_embedder is None:
             return torch.zeros(batch, 1, 1, 1, device=self.x_embedder.proj.weight.device)
-        return self.y_embedder.null(batch)
-
-    def transformer_blocks(self) -> list[nn.Module]:
-        """See `Denoiser.transformer_blocks`."""
-        return list(self.blocks)
+        return super().null_condition(batch)
 
     def to_diffusers(self, **options: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """See `Denoiser.to_diffusers`."""
-        config, state = to_diffusers(self, **options)
-        return {"_class_name": "DiTTransformer2DModel", **config}, state
+        return to_diffusers(self, **options)
 
     def flops(self, latent_size: Size, text_len: int) -> int:
         """See `Denoiser.flops`; `text_len` does not matter."""
         T, H, W = self.grid(latent_size)
-        blocks = sum(cast(AdaLNZeroBlock, block).flops(T, H * W) for block in self.blocks)
+        blocks = sum(block.flops(T, H * W) for block in self.blocks)
         condition = 0 if self.y_embedder is None else linear_flops(self.y_embedder, 1)
         final = linear_flops(self.final_layer.adaLN_modulation, 1)
         return blocks + condition + final + self.embed_flops(latent_size)
@@ -170,14 +165,10 @@ class DiT(Denoiser):
     ) -> Tensor:
         """The blocks, and when temporal positions enter: `x [B, T, S, D] -> [B, T, S, D]`."""
         if x.shape[1] > 1 and not self.no_temporal_pos_emb:
-            x = x + self._temporal_positions(x)
+            x = x + self.temporal_positions(x)
         for block in self.blocks:
             x = block(x, c, x_mask, c0, grid)
         return x
-
-    def _temporal_positions(self, x: Tensor) -> Tensor:
-        positions = grid_coordinates(x.shape[1], device=x.device)
-        return sincos_1d(self.hidden_size, positions).to(x.dtype)[:, None]  # [T, 1, D]
 
     def _embed_condition(self, y: Tensor) -> Tensor | float:
         if self.y_embedder is None:
@@ -185,7 +176,7 @@ class DiT(Denoiser):
         if isinstance(self.y_embedder, LabelEmbedder):
             if y.is_floating_point() or y.numel() != len(y):
                 raise ValueError(
-                    f"{type(self).__name__} with condition={self.condition!r} takes one class number per sample, but y "
+                    f"{type(self).__name__} with condition={self.condition!r} takes one class label per sample, but y "
                     f"has shape {tuple(y.shape)}, {y.dtype}: use the text encoder 'classes'."
                 )
             return self.y_embedder(y)
@@ -195,16 +186,6 @@ class DiT(Denoiser):
                 f"shape {tuple(y.shape)}, {y.dtype}: use the text encoder 'clip', which pools the tokens."
             )
         return self.y_embedder(y).squeeze(1)  # [B, 1, D] -> [B, D]
-
-    def _initialize(self, blocks: Sequence[AdaLNZeroBlock]) -> None:
-        """Zero makes each block the identity and the output 0 at first (section 3.2, "adaLN-Zero block")."""
-        init_linears(self, self.x_embedder.proj)
-        init_small(self.t_embedder, *([] if self.y_embedder is None else [self.y_embedder]))
-        init_zero(block.adaLN_modulation for block in blocks)
-        init_zero([self.final_layer.adaLN_modulation, self.final_layer.linear])
-
-    def _load(self, path: str) -> None:
-        load_weights(self, path, lambda state, model: convert(state, model, written_by(path)))
 
 
 def _condition_embedder(

@@ -1,14 +1,12 @@
 """Latte, the latent diffusion transformer for videos (Ma et al. 2024, arXiv:2401.03048), variant 1 of its section 3.1.
 
-DiT's blocks, in turn over the tokens of a frame (even blocks) and over the frames at a place (odd blocks). Temporal
+DiT's blocks, in turn over the tokens of a frame (even blocks) and over the frames at each spatial position (odd blocks). Temporal
 positions are added once, right before the first temporal block, as in the released code and in Open-Sora.
 """
 
 from torch import Tensor
 
 from opensora.models.dit.dit import SIZES, DiT
-from opensora.models.latte.weights import convert
-from opensora.models.loading import load_weights, written_by
 from opensora.registry import MODELS
 
 
@@ -26,12 +24,9 @@ class Latte(DiT):
     ) -> Tensor:
         for i, block in enumerate(self.blocks):
             if i == 1 and not self.no_temporal_pos_emb:
-                x = x + self._temporal_positions(x)
+                x = x + self.temporal_positions(x)
             x = block(x, c, x_mask, c0, grid)
         return x
-
-    def _load(self, path: str) -> None:
-        load_weights(self, path, lambda state, model: convert(state, model, written_by(path)))
 
 
 for _size, _preset in SIZES.items():

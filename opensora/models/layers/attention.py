@@ -19,8 +19,8 @@ NormOrder = Literal["norm_then_rope", "rope_then_norm"]
 def split_heads(x: Tensor, num_heads: int, axis: Axis) -> Tensor:
     """Tokens `[B, T, S, H d]` -> heads of the sequences along the axis.
 
-    "space": [B T, H, S, d], "time": [B, S, H, T, d], "all": [B, H, T S, d]. In PyTorch's own words, for at a sampler's
-    sizes einops' take as long as the attention.
+    "space": [B T, H, S, d], "time": [B, S, H, T, d], "all": [B, H, T S, d]. Without einops, which at a
+    sampler's sizes takes as long as the attention.
     """
     return sequences(x.unflatten(-1, (num_heads, -1)), axis)
 
@@ -32,13 +32,6 @@ def sequences(x: Tensor, axis: Axis) -> Tensor:
         return x.permute(0, 2, 3, 1, 4)  # B T S H d -> B S H T d
     rows, N = (B * T, S) if axis == "space" else (B, T * S)
     return x.reshape(rows, N, H, d).transpose(1, 2)  # rows H N d
-
-
-def _along(rope: Tensor, axis: Axis, places: int) -> Tensor:
-    """A rotary table `[2, N, d]` for tokens `[B, T, S, H, d]` of which S is `places`."""
-    if axis == "time":
-        return rope[:, :, None, None]  # [2, T, 1, 1, d]
-    return rope[:, :, None] if axis == "space" else rope.unflatten(1, (-1, places))[:, :, :, None]
 
 
 def join_heads(x: Tensor, grid: tuple[int, int, int], axis: Axis) -> Tensor:
@@ -56,17 +49,17 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[..., dim] -> [..., dim]`, in x's number format."""
+        """`[..., dim] -> [..., dim]`, in x's dtype."""
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + self.eps)
         return (wide * self.weight).to(x.dtype)
 
 
 class Exchange(Protocol):
-    """How an attention computes when its tokens lie in several processes; see `opensora.acceleration.sequence_parallel`."""
+    """How an attention computes when its tokens are sharded over processes; see `opensora.acceleration.sequence_parallel`."""
 
     def __call__(self, attn: "Attention", x: Tensor, rope: Tensor | None, grid: tuple[int, int] | None) -> Tensor:
-        """What `attn(x, rope, grid)` would give for all tokens, of which `x` and the result are this process' part."""
+        """What `attn(x, rope, grid)` would give for all tokens, of which `x` and the result are this process' shard."""
 
 
 class Attention(nn.Module):
@@ -74,7 +67,8 @@ class Attention(nn.Module):
 
     Args:
         dim, num_heads: width, and the number of heads that share it.
-        axis: which tokens see each other: "space" = those of a frame, "time" = those at a place, "all".
+        axis: which tokens see each other: "space" = those of a frame, "time" = those at a
+            spatial position, "all".
         qk_norm: RMS-normalise queries and keys, head by head (Henry et al. 2020).
         norm_order: whether rotary positions come after that normalisation, or before it as in the weights of
             Open-Sora 1.1.
@@ -82,7 +76,7 @@ class Attention(nn.Module):
     """
 
     exchange: Exchange | None = None
-    """Set from outside where tokens are spread over processes; None = all tokens are here."""
+    """Set from outside where tokens are sharded over processes; None = all tokens are here."""
 
     def __init__(
         self,
@@ -125,13 +119,13 @@ class Attention(nn.Module):
         """
         if self.exchange is not None:
             return self.exchange(self, x, rope, grid)
-        return self.whole(x, rope, grid)
+        return self.forward_local(x, rope, grid)
 
-    def whole(self, x: Tensor, rope: Tensor | None = None, grid: tuple[int, int] | None = None) -> Tensor:
+    def forward_local(self, x: Tensor, rope: Tensor | None = None, grid: tuple[int, int] | None = None) -> Tensor:
         """`forward` where all tokens that see each other are here."""
-        return self.proj(self.attend(self.qkv(x), rope, grid))
+        return self.proj(self.attend_qkv(self.qkv(x), rope, grid))
 
-    def attend(self, qkv: Tensor, rope: Tensor | None = None, grid: tuple[int, int] | None = None) -> Tensor:
+    def attend_qkv(self, qkv: Tensor, rope: Tensor | None = None, grid: tuple[int, int] | None = None) -> Tensor:
         """Attention between the two linear layers, for any number H of heads: `qkv [B, T, S, 3 H d] -> [B, T, S, H d]`."""
         B, T, S, width = qkv.shape
         heads = width // (3 * self.head_dim)
@@ -139,19 +133,19 @@ class Attention(nn.Module):
             packed = packed_attention(qkv, heads, self.axis, self.kernel)
             if packed is not None:
                 return packed
-        # split before rearranging: the gradients then come together by one concatenation
+        # split before rearranging: one concatenation then joins the gradients
         if not self.keeps_keys:
             q, k, v = (split_heads(part, heads, self.axis) for part in qkv.chunk(3, dim=-1))  # each [..., H, N, d]
             k, v = self.reduce_keys(k, v, grid)
-            return join_heads(self.weigh(q, k, v, rope), (B, T, S), self.axis)
-        # normalise and rotate in the order in which the tokens lie: a compiler makes fewer passes of it
+            return join_heads(self.attend(q, k, v, rope), (B, T, S), self.axis)
+        # normalise and rotate in the tokens' own order: a compiler needs fewer passes
         q, k, v = qkv.unflatten(-1, (3, heads, self.head_dim)).unbind(-3)  # each [B, T, S, H, d]
-        q, k = self._placed_tokens(q, k, rope)
+        q, k = self._norm_and_rotate_tokens(q, k, rope)
         q, k, v = (sequences(part, self.axis) for part in (q, k, v))
         return join_heads(attention(q, k, v, kernel=self.kernel), (B, T, S), self.axis)
 
-    def _placed_tokens(self, q: Tensor, k: Tensor, rope: Tensor | None) -> tuple[Tensor, Tensor]:
-        """`_placed` of `[B, T, S, H, d]`; `rope` is the table for the positions along the axis."""
+    def _norm_and_rotate_tokens(self, q: Tensor, k: Tensor, rope: Tensor | None) -> tuple[Tensor, Tensor]:
+        """`_norm_and_rotate` of `[B, T, S, H, d]`; `rope` is the table for the positions along the axis."""
         _, T, S, _, d = q.shape
         positions = {"time": T, "space": S, "all": T * S}[self.axis]
         if rope is not None and rope.shape != (2, positions, d):
@@ -159,19 +153,23 @@ class Attention(nn.Module):
         q_norm, k_norm = self.q_norm, self.k_norm
         if self.norm_order == "norm_then_rope" and isinstance(q_norm, RMSNorm) and isinstance(k_norm, RMSNorm):
             every = S if self.axis == "time" else 1
-            q_placed = normed_heads(q, q_norm.weight, q_norm.eps, rope, every, self.kernel)
-            k_placed = normed_heads(k, k_norm.weight, k_norm.eps, rope, every, self.kernel)
-            if q_placed is not None and k_placed is not None:
-                return q_placed, k_placed
-        return self._placed(q, k, None if rope is None else _along(rope, self.axis, S))
+            q_normed = normed_heads(q, q_norm.weight, q_norm.eps, rope, every, self.kernel)
+            k_normed = normed_heads(k, k_norm.weight, k_norm.eps, rope, every, self.kernel)
+            if q_normed is not None and k_normed is not None:
+                return q_normed, k_normed
+        if rope is not None and self.axis == "all":
+            rope = rope.unflatten(1, (T, S))[:, :, :, None]  # [2, T, S, 1, d]
+        elif rope is not None:
+            rope = rope[:, :, None, None] if self.axis == "time" else rope[:, :, None]  # [2, T, 1, 1, d], [2, S, 1, d]
+        return self._norm_and_rotate(q, k, rope)
 
-    def weigh(self, q: Tensor, k: Tensor, v: Tensor, rope: Tensor | None = None) -> Tensor:
-        """Positions, normalisation, softmax and sum: `q [..., H, N, d]`, `k, v [..., H, L, d]` -> q's shape."""
-        q, k = self._placed(q, k, rope)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, rope: Tensor | None = None) -> Tensor:
+        """Rotary positions, normalisation, softmax and weighted sum: `q [..., H, N, d]`, `k, v [..., H, L, d]` -> q's shape."""
+        q, k = self._norm_and_rotate(q, k, rope)
         return attention(q, k, v, kernel=self.kernel)
 
-    def _placed(self, q: Tensor, k: Tensor, rope: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Positions and normalisation; `rope` is a table for the axes that q and k have."""
+    def _norm_and_rotate(self, q: Tensor, k: Tensor, rope: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Normalisation and rotary positions; `rope` is a table for the axes that q and k have."""
         if self.norm_order == "norm_then_rope":
             return apply_rotary(self.q_norm(q), rope), apply_rotary(self.k_norm(k), rope)
         return self.q_norm(apply_rotary(q, rope)), self.k_norm(apply_rotary(k, rope))
@@ -181,16 +179,13 @@ class Attention(nn.Module):
         return k, v
 
     def num_keys(self, grid: tuple[int, int]) -> int:
-        """Keys of a frame that `reduce_keys` leaves."""
+        """Keys per frame after `reduce_keys`."""
         return grid[0] * grid[1]
 
     def flops(self, T: int, S: int, grid: tuple[int, int] | None = None) -> int:
-        """Floating-point operations for T x S tokens of one sample: 2 per multiply-add, matrix products only.
-
-        `grid`, the rows and columns of the S tokens, is for variants that override `reduce_keys`.
-        """
+        """Floating-point operations for T x S tokens of one sample, `grid` = rows and columns of S for `reduce_keys`."""
         dim = self.proj.in_features
-        keys = {"space": S, "time": T, "all": T * S}[self.axis]
+        keys = {"space": S, "time": T, "all": T * (S if grid is None else self.num_keys(grid))}[self.axis]
         return 2 * T * S * (4 * dim * dim + 2 * keys * dim)
 
 

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from opensora.acceleration.kernels.attention import layer_norm
 from opensora.models.layers.attention import Attention, CrossAttention
 from opensora.models.layers.mlp import linear_flops, tanh_mlp
-from opensora.models.layers.modulation import AdaLN, gated, norm_modulate, per_frame
+from opensora.models.layers.modulation import AdaLN, frame_modulation, gated, norm_modulate
 
 
 class AdaLNZeroBlock(nn.Module):
@@ -15,7 +15,7 @@ class AdaLNZeroBlock(nn.Module):
     Names: `attn`, `mlp`, `adaLN_modulation.1`.
 
     Args:
-        attn: what attends to what.
+        attn: over space, time or all tokens.
         mlp_ratio: width of the MLP's hidden layer / width.
         fused_norm: ask for apex's LayerNorm.
     """
@@ -42,14 +42,14 @@ class AdaLNZeroBlock(nn.Module):
         Args:
             x: tokens [B, T, S, D].
             c: condition [B, D].
-            x_mask, c0: frames being denoised [B, T], and the condition of timestep 0, [B, D], for the others.
+            x_mask, c0: True at denoised frames [B, T], and the condition of timestep 0, [B, D], for conditioning frames.
             grid: see `Attention`.
 
         Returns:
             [B, T, S, D].
         """
         at_0 = None if c0 is None else self.adaLN_modulation(c0)
-        shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = per_frame(
+        shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = frame_modulation(
             x_mask, self.adaLN_modulation(c), at_0
         )
         x, h = norm_modulate(self.norm1, x, shift_msa, scale_msa)
@@ -69,7 +69,7 @@ class AdaLNSingleBlock(nn.Module):
     The text branch has neither norm nor gate. Names: `attn`, `cross_attn`, `mlp`, `scale_shift_table`.
 
     Args:
-        attn: what attends to what.
+        attn: over space, time or all tokens.
         cross_attn: None makes a block that does not see the text.
         mlp_ratio: width of the MLP's hidden layer / width.
         fused_norm: ask for apex's LayerNorm.
@@ -104,14 +104,14 @@ class AdaLNSingleBlock(nn.Module):
             x: tokens [B, T, S, D].
             y, mask: text [B, L, D], and [B, L] bool, True at real tokens.
             t: modulation of the timestep, [B, 6, D].
-            x_mask, t0: frames being denoised [B, T], and the modulation of timestep 0 for the others.
+            x_mask, t0: True at denoised frames [B, T], and the modulation of timestep 0 for conditioning frames.
             rope, grid: see `Attention`.
 
         Returns:
             [B, T, S, D].
         """
         at_0 = None if t0 is None else self.scale_shift_table + t0
-        shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = per_frame(
+        shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = frame_modulation(
             x_mask, self.scale_shift_table + t, at_0
         )
         x, h = norm_modulate(self.norm1, x, shift_msa, scale_msa)

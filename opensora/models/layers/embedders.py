@@ -44,7 +44,7 @@ class ScalarEmbedder(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(num_frequencies, dim), nn.SiLU(), nn.Linear(dim, dim))
 
     def forward(self, t: Tensor) -> Tensor:
-        """`t [B]`, integers or floats -> `[B, D]` in the weights' number format; `[B, K] -> [B, K D]`."""
+        """`t [B]`, integers or floats -> `[B, D]` in the weights' dtype; `[B, K] -> [B, K D]`."""
         scalars = t.reshape(-1)
         with without_autocast(t.device.type):
             weight = next(self.mlp.parameters())
@@ -73,7 +73,7 @@ class CaptionEmbedder(nn.Module):
     null_known: bool = True
     """False: the weights came from a file without a table (see `opensora.models.loading`), and this one means nothing.
 
-    It gets a meaning where a training drops captions (`opensora.training.batch_encoder.drop_text`).
+    Training that drops captions (`opensora.training.batch_encoder.drop_text`) gives it one.
     """
 
     def __init__(self, in_channels: int, dim: int, num_tokens: int) -> None:
@@ -91,17 +91,17 @@ class CaptionEmbedder(nn.Module):
 
     @torch.no_grad()
     def clear_null(self) -> None:
-        """Make the table zero, which says in files that there is none."""
+        """Make the table zero, which in files stands for "no table"."""
         self.y_embedding.zero_()
 
 
 class LabelEmbedder(nn.Module):
-    """Class number -> model width. Name: `embedding_table`.
+    """Class label -> model width. Name: `embedding_table`.
 
     Args:
         num_classes: classes are 0 ... num_classes - 1.
         dim: width.
-        with_null: add a row, number `num_classes`, that stands for "no class" in classifier-free guidance.
+        with_null: add a row, index `num_classes`, that stands for "no class" in classifier-free guidance.
     """
 
     def __init__(self, num_classes: int, dim: int, *, with_null: bool = True) -> None:
@@ -115,7 +115,7 @@ class LabelEmbedder(nn.Module):
         return self.embedding_table(y.reshape(-1).long())
 
     def null(self, batch: int) -> Tensor:
-        """The number of "no class" for a whole batch: `[batch, 1, 1, 1]` int64."""
+        """The label of "no class" for a whole batch: `[batch, 1, 1, 1]` int64."""
         if not self.with_null:
             raise UserError("class_dropout_prob=0 leaves the model without a row for 'no class': use cfg_scale=1.")
         device = self.embedding_table.weight.device

@@ -2,10 +2,10 @@
 
 Two forms are in use. adaLN-zero (DiT, Latte): each block maps the condition to its six vectors by its own linear layer.
 adaLN-single (PixArt-alpha, section 2.3, and all of STDiT): one linear layer serves the whole model, and each block adds
-its own learnt table. With frame masking (`x_mask`), frames that are only conditions are modulated as at timestep 0.
+its own learned table. With frame masking (`x_mask`), conditioning frames are modulated as at timestep 0.
 
 The sums of residual paths are the largest source of rounding errors in bf16. Compiled, they are fp32 within a block, where
-the compiler keeps them in registers or computes them again; between blocks, where they would be stored, they are rounded.
+the compiler keeps them in registers or recomputes them; between blocks, where they would be stored, they are rounded.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ if HAS_TRITON:
     from opensora.acceleration.kernels import adaln
 
 SHORT = (torch.bfloat16, torch.float16)
-_kernels = [True]  # whether they are taken where they can be; the last one counts
+_kernels = [True]  # whether they are used where possible; the last entry counts
 
 
 @contextmanager
@@ -34,16 +34,16 @@ def plain_modulation() -> Iterator[None]:
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """`x * (1 + scale) + shift` in x's number format; `x [B, T, S, D]`, the others broadcast over T and S."""
+    """`x * (1 + scale) + shift` in x's dtype; `x [B, T, S, D]`, the others broadcast over T and S."""
     return x * (1 + scale).to(x.dtype) + shift.to(x.dtype)
 
 
 def norm_modulate(
     norm: nn.Module, x: Tensor, shift: Tensor, scale: Tensor, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`x`, and `modulate(norm(x), shift, scale)` in the number format `dtype` (None: x's).
+    """`x`, and `modulate(norm(x), shift, scale)` in `dtype` (None: x's).
 
-    The residual path takes the `x` that is returned: where it is trained on a GPU in a short number format, one kernel gives all
+    The residual path takes the `x` that is returned: where it is trained on a GPU in half precision, one kernel gives all
     gradients, also their sum with the residual path's.
     """
     dtype = x.dtype if dtype is None else dtype
@@ -55,7 +55,7 @@ def norm_modulate(
 def gated(x: Tensor, gate: Tensor, branch: Tensor) -> Tensor:
     """`x + gate * branch`; `gate` broadcasts over T and S.
 
-    In x's number format; in fp32 when it is compiled, where that costs little. A block rounds what it returns.
+    In x's dtype; in fp32 when it is compiled, where that costs little. A block rounds what it returns.
     """
     wide = torch.float32 if torch.compiler.is_compiling() and x.dtype in SHORT else x.dtype
     if branch.shape == x.shape and _is_fused(x, branch.dtype, gate):
@@ -64,7 +64,7 @@ def gated(x: Tensor, gate: Tensor, branch: Tensor) -> Tensor:
 
 
 def _is_fused(x: Tensor, dtype: torch.dtype, *vectors: Tensor) -> bool:
-    """Whether the kernels take this: tokens in `dtype`, or in fp32 beside others in `dtype`."""
+    """Whether the kernels take this: tokens in `dtype`, or in fp32 next to others in `dtype`."""
     if not (HAS_TRITON and x.is_cuda and _kernels[-1] and torch.is_grad_enabled() and dtype in SHORT):
         return False
     B, T, _, D = x.shape
@@ -73,25 +73,21 @@ def _is_fused(x: Tensor, dtype: torch.dtype, *vectors: Tensor) -> bool:
     )
 
 
-def per_frame(x_mask: Tensor | None, at_t: Tensor, at_0: Tensor | None) -> Tensor:
-    """Modulation parameters for each frame.
+def frame_modulation(x_mask: Tensor | None, at_t: Tensor, at_0: Tensor | None) -> Tensor:
+    """Modulation vectors for each frame.
 
     Args:
-        x_mask: [B, T] bool, True where a frame is being denoised; None = all of them.
-        at_t: parameters for the sample's timestep, [B, K, D].
-        at_0: parameters for timestep 0, [B, K, D]; needed with `x_mask` only.
+        x_mask: [B, T] bool, True at denoised frames, False at conditioning frames; None = all are denoised.
+        at_t: vectors for the sample's timestep, [B, K, D].
+        at_0: vectors for timestep 0, [B, K, D]; needed with `x_mask` only.
 
     Returns:
         [K, B, 1 or T, 1, D].
     """
-    params = _vectors_first(at_t)
+    at_t = at_t.transpose(0, 1)[:, :, None, None]  # B K D -> K B 1 1 D
     if x_mask is None or at_0 is None:
-        return params
-    return torch.where(x_mask[None, :, :, None, None], params, _vectors_first(at_0))
-
-
-def _vectors_first(params: Tensor) -> Tensor:
-    return params.transpose(0, 1).unsqueeze(2).unsqueeze(2)  # B K D -> K B 1 1 D
+        return at_t
+    return torch.where(x_mask[None, :, :, None, None], at_t, at_0.transpose(0, 1)[:, :, None, None])
 
 
 class AdaLN(nn.Sequential):
@@ -118,26 +114,26 @@ class FinalLayer(nn.Module):
         super().__init__()
         self.norm_final = layer_norm(dim, fused=fused_norm)
         self.linear = nn.Linear(dim, patch_volume * out_channels)
-        self.scale_shift_table = nn.Parameter(torch.randn(2, dim) / dim**0.5)
+        self._add_modulation(dim)
 
     def forward(self, x: Tensor, t: Tensor, x_mask: Tensor | None = None, t0: Tensor | None = None) -> Tensor:
-        """`x [B, T, S, D]`, timestep embeddings `t, t0 [B, D]` -> `[B, T, S, patch_volume * out_channels]`."""
-        at_0 = None if t0 is None else self.scale_shift_table + t0[:, None]
-        shift, scale = per_frame(x_mask, self.scale_shift_table + t[:, None], at_0)
+        """`x [B, T, S, D]`, conditions `t, t0 [B, D]` -> `[B, T, S, patch_volume * out_channels]`."""
+        shift, scale = frame_modulation(x_mask, self._vectors(t), None if t0 is None else self._vectors(t0))
         return self.linear(norm_modulate(self.norm_final, x, shift, scale)[1])
 
+    def _add_modulation(self, dim: int) -> None:
+        self.scale_shift_table = nn.Parameter(torch.randn(2, dim) / dim**0.5)
 
-class AdaLNFinalLayer(nn.Module):
+    def _vectors(self, t: Tensor) -> Tensor:
+        """Shift and scale, `[B, D] -> [B, 2, D]`."""
+        return self.scale_shift_table + t[:, None]
+
+
+class AdaLNFinalLayer(FinalLayer):
     """Tokens -> patches, DiT's form. Names: `linear`, `adaLN_modulation.1`."""
 
-    def __init__(self, dim: int, patch_volume: int, out_channels: int, *, fused_norm: bool = False) -> None:
-        super().__init__()
-        self.norm_final = layer_norm(dim, fused=fused_norm)
-        self.linear = nn.Linear(dim, patch_volume * out_channels)
+    def _add_modulation(self, dim: int) -> None:
         self.adaLN_modulation = AdaLN(dim, 2)
 
-    def forward(self, x: Tensor, c: Tensor, x_mask: Tensor | None = None, c0: Tensor | None = None) -> Tensor:
-        """`x [B, T, S, D]`, conditions `c, c0 [B, D]` -> `[B, T, S, patch_volume * out_channels]`."""
-        at_0 = None if c0 is None else self.adaLN_modulation(c0)
-        shift, scale = per_frame(x_mask, self.adaLN_modulation(c), at_0)
-        return self.linear(norm_modulate(self.norm_final, x, shift, scale)[1])
+    def _vectors(self, t: Tensor) -> Tensor:
+        return self.adaLN_modulation(t)

@@ -25,6 +25,23 @@ def sincos_2d(dim: int, rows: Tensor, columns: Tensor) -> Tensor:
     return table.flatten(-3, -2)
 
 
+def sincos_grid(
+    dim: int,
+    grid: tuple[int, int],
+    *,
+    scale: float | Tensor = 1.0,
+    base: float | tuple[int, int] | None = None,
+    device: torch.device,
+) -> Tensor:
+    """`sincos_2d` of the coordinates of `grid`, rows and columns: `[H * W, dim]`, or `[B, H * W, dim]`.
+
+    `scale`, `base`: see `grid_coordinates`; two bases are those of the rows and the columns.
+    """
+    bases = base if isinstance(base, tuple) else (base, base)
+    rows, columns = (grid_coordinates(n, scale=scale, base=b, device=device) for n, b in zip(grid, bases, strict=True))
+    return sincos_2d(dim, rows, columns)
+
+
 def grid_coordinates(
     length: int, *, scale: float | Tensor = 1.0, base: float | None = None, device: torch.device | None = None
 ) -> Tensor:
@@ -34,10 +51,7 @@ def grid_coordinates(
     length of the side that the model was trained on, any length spans `base / scale` (PixArt-alpha's multi-scale models).
 
     Args:
-        length: how many.
         scale: a number, or [B] for samples of different size.
-        base: see above; None = coordinates simply count.
-        device: where.
 
     Returns:
         [length], or [B, length].

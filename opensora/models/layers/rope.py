@@ -22,10 +22,10 @@ def rotary_table(dim: int, positions: Tensor, theta: float = 10000.0) -> Tensor:
 
 
 def apply_rotary(x: Tensor, table: Tensor | None) -> Tensor:
-    """Rotate `x [..., N, D]` by `table [2, N, D]`, in fp32 and back to x's number format; None leaves x alone.
+    """Rotate `x [..., N, D]` by `table [2, N, D]`, in fp32 and back to x's dtype; None leaves x alone.
 
     A table of more axes, `[2, ..., D]`, has an entry wherever x's axes do not repeat one. The other channel of a pair is fetched by a flip,
-    which a compiler turns into an index; of two stacked halves it makes a tensor in memory, twice as wide as the tokens.
+    which a compiler turns into an index; stacking two halves would materialise a tensor twice as wide as the tokens.
     """
     if table is None:
         return x

@@ -1,4 +1,4 @@
-"""The transformers of NOVA (Deng et al. 2024, arXiv:2412.14169): normalisation behind each branch, inside the residual.
+"""The transformers of NOVA (Deng et al. 2024, arXiv:2412.14169): normalisation after each branch, inside the residual.
 
     x = x + LN(attention(x));  x = x + LN(MLP(x))
 
@@ -23,16 +23,16 @@ Cache = list[tuple[Tensor, Tensor]]
 """Keys and values [B, H, N, d] of the tokens so far, of each block."""
 
 Lengths = Literal["few", "many"]
-"""How many lengths of sequences a block meets in its life."""
+"""How many sequence lengths a block sees over time."""
 
 FOR_MANY_LENGTHS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """PyTorch's kernels without cuDNN's, which it prefers on an H100 or H200: cuDNN builds a plan for each new length, forward and
-backward, for which the host is reported to take tens of milliseconds (not measured here yet). With few lengths that is soon over.
+backward, reported to take tens of milliseconds of host time (not measured here). With few lengths that amortises.
 """
 
 
 class CausalAttention(nn.Module):
-    """Self-attention that may be masked, and may go on from keys and values of earlier tokens."""
+    """Self-attention that may be masked, and may continue from a cache of keys and values."""
 
     def __init__(self, dim: int, num_heads: int) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class CausalAttention(nn.Module):
         past: tuple[Tensor, Tensor] | None = None,
         lengths: Lengths = "few",
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """See `NovaBlock.forward`; also gives the keys and values of all tokens so far."""
+        """See `NovaBlock.forward`."""
         q, k, v = rearrange(self.qkv(x), "B N (three H d) -> three B H N d", three=3, H=self.num_heads)
         q, k = apply_rotary(q, rotary), apply_rotary(k, rotary)
         if past is not None:
@@ -82,10 +82,10 @@ class NovaBlock(nn.Module):
 
         Args:
             x: [B, N, D].
-            allowed: [N, M] bool, which of the M tokens so far each may look at; None = all.
+            allowed: [N, M] bool, which of the M tokens so far each may attend to; None = all.
             rotary: [2, N, d] or [2, B, 1, N, d], see `apply_rotary`.
             past: keys and values of the M - N tokens before.
-            lengths: "many" where M is another one in each step: the kernel is one that needs no plan for it.
+            lengths: "many" where M differs from step to step: a kernel that needs no plan for it.
 
         Returns:
             [B, N, D], and keys and values of all M tokens.
@@ -96,7 +96,7 @@ class NovaBlock(nn.Module):
 
 
 class PatchEmbed(nn.Module):
-    """A picture's latent -> tokens, by a convolution whose stride is its kernel. Name: `proj`."""
+    """An image's latent -> tokens, by a convolution whose stride is its kernel. Name: `proj`."""
 
     def __init__(self, patch_size: int, in_channels: int, dim: int) -> None:
         super().__init__()
@@ -104,17 +104,12 @@ class PatchEmbed(nn.Module):
         self.proj = nn.Conv2d(in_channels, dim, kernel_size=patch_size, stride=patch_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[B, C, H, W] -> [B, N, D]`, rows first, contiguous."""
+        """`[B, C, H, W] -> [B, N, D]`, row-major, contiguous."""
         return self.proj(x).flatten(2).transpose(1, 2).contiguous()
 
     def embed_patches(self, patches: Tensor) -> Tensor:
-        """`[..., C p p]`, the channel slowest, `-> [..., D]`: any patches, not only those of a whole picture."""
+        """`[..., C p p]`, the channel slowest, `-> [..., D]`: any patches, not only those of a whole image."""
         return F.linear(patches, self.proj.weight.flatten(1), self.proj.bias)
-
-    def cut(self, x: Tensor) -> Tensor:
-        """`[..., C, H, W] -> [..., N, C p p]`, as `embed_patches` takes them."""
-        p = self.patch_size
-        return rearrange(x, "... C (H ph) (W pw) -> ... (H W) (C ph pw)", ph=p, pw=p)
 
 
 class Mixer(nn.Module):
@@ -156,21 +151,21 @@ class VisionTransformer(nn.Module):
         lengths: Lengths = "few",
     ) -> Tensor:
         """Tokens `x [B, N, D]` through some of the blocks."""
-        x = _as_the_sum(x)
+        x = _match_norm_dtype(x)
         for i in blocks:
             x, _ = self.blocks[i](x, allowed, rotary, lengths=lengths)
         return x
 
-    def go_on(self, x: Tensor, cache: Cache | None, rotary: Tensor | None = None) -> tuple[Tensor, Cache]:
+    def decode_step(self, x: Tensor, cache: Cache | None, rotary: Tensor | None = None) -> tuple[Tensor, Cache]:
         """Tokens that follow those of `cache` through all blocks and the norm; they see all of these and each other."""
         grown: Cache = []
-        x = _as_the_sum(x)
+        x = _match_norm_dtype(x)
         for i, block in enumerate(self.blocks):
             x, entry = block(x, None, rotary, None if cache is None else cache[i])
             grown.append(entry)
         return self.norm(x), grown
 
 
-def _as_the_sum(x: Tensor) -> Tensor:
+def _match_norm_dtype(x: Tensor) -> Tensor:
     """In fp32 under autocast, as the first block's norms make it: then compiled blocks, the first among them, share a program."""
     return x.float() if torch.is_autocast_enabled(x.device.type) else x

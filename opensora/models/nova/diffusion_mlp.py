@@ -1,4 +1,4 @@
-"""NOVA's head: an MLP that denoises each patch on its own, told by the transformer what the patch should be.
+"""NOVA's head: an MLP that denoises each patch on its own, conditioned on the transformer's token for it.
 
 Li et al. 2024 (MAR, arXiv:2406.11838), section 3.2, with flow matching. Every token has a timestep of its own. Names are those
 of the published weights: `patch_embed.proj`, `time_cond_embed.{timestep_proj, condition_proj}.{fc1, fc2}`,
@@ -22,7 +22,7 @@ NORM_EPS = 1e-6  # where the condition scales and shifts; other norms have 1e-5
 
 
 class TimeCondEmbed(nn.Module):
-    """Timestep and condition of each token, added up."""
+    """The sum of the embeddings of each token's timestep and condition."""
 
     def __init__(self, condition_dim: int, dim: int) -> None:
         super().__init__()
@@ -35,8 +35,8 @@ class TimeCondEmbed(nn.Module):
 
     def timestep_embedding(self, timestep: Tensor) -> Tensor:
         """`[...] -> [..., D]`."""
-        waves = timestep_sinusoid(timestep.flatten(), NUM_FREQUENCIES).reshape(*timestep.shape, -1)
-        return self.timestep_proj(waves.to(self.timestep_proj.fc1.weight.dtype))
+        sinusoid = timestep_sinusoid(timestep.flatten(), NUM_FREQUENCIES).reshape(*timestep.shape, -1)
+        return self.timestep_proj(sinusoid.to(self.timestep_proj.fc1.weight.dtype))
 
 
 class Modulation(nn.Module):
@@ -48,7 +48,7 @@ class Modulation(nn.Module):
         self.proj = nn.Linear(dim, num_stats * dim)
 
     def forward(self, x: Tensor, condition: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """x normalised, scaled and shifted, and what is left of the stats; `condition` has been through SiLU."""
+        """x normalised, scaled and shifted, and the remaining vectors; `condition` has been through SiLU."""
         scale, shift, *rest = self.proj(condition).chunk(self.num_stats, dim=-1)
         return F.layer_norm(x, x.shape[-1:], eps=NORM_EPS) * (1 + scale) + shift, tuple(rest)
 
@@ -64,11 +64,11 @@ class HeadBlock(nn.Module):
 
     @property
     def mlp(self) -> nn.Module:
-        """What levels of activation checkpointing mean; its name in files is `proj`."""
+        """For activation checkpointing; its name in files is `proj`."""
         return self.proj
 
     def forward(self, x: Tensor, condition: Tensor) -> Tensor:
-        """`x, condition [..., D]`, the condition behind SiLU."""
+        """`x, condition [..., D]`, the condition after SiLU."""
         modulated, (gate,) = self.norm1(x, condition)
         return x + gate * self.norm2(self.proj(modulated))
 
@@ -78,7 +78,7 @@ class DiffusionMLP(nn.Module):
 
     Args:
         depth, dim: of the blocks.
-        condition_dim: width of the transformer that tells what is to become of a patch.
+        condition_dim: width of the transformer whose tokens are the condition.
         patch_size, in_channels: of the patches.
     """
 
@@ -90,8 +90,8 @@ class DiffusionMLP(nn.Module):
         self.norm = Modulation(dim, 2)
         self.head = nn.Linear(dim, patch_size**2 * in_channels)
 
-    def silent_layers(self) -> list[nn.Linear]:
-        """Those that start at zero, so that every block is the identity and the output 0."""
+    def zero_init_layers(self) -> list[nn.Linear]:
+        """Layers that start at zero, so that every block is the identity and the output 0."""
         return [self.head, self.norm.proj, *(cast(HeadBlock, block).norm1.proj for block in self.blocks)]
 
     def forward(self, patches: Tensor, timestep: Tensor, z: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ class DiffusionMLP(nn.Module):
         Args:
             patches: noised, [..., C p p].
             timestep: [...], in [0, 1000].
-            z: [..., D_z], what the transformer says.
+            z: [..., D_z], the transformer's tokens.
 
         Returns:
             [..., C p p] fp32.
@@ -108,11 +108,11 @@ class DiffusionMLP(nn.Module):
         return self.denoise(patches, self.time_cond_embed(timestep, z))
 
     def denoise(self, patches: Tensor, condition: Tensor) -> Tensor:
-        """`forward`, where timestep and condition are `[..., D]` already: a sampler asks about the same words at every noise level."""
+        """`forward`, with timestep and condition embedded already, `[..., D]`: a sampler has the same tokens at every noise level."""
         condition = F.silu(condition)  # once for all blocks
         x = self.patch_embed.embed_patches(patches)
         for block in self.blocks:
             x = block(x, condition)
         out = self.head(self.norm(x, condition)[0])
-        places = rearrange(out, "... (p C) -> ... C p", p=self.patch_embed.patch_size**2)
-        return places.to(torch.float32, memory_format=torch.contiguous_format).flatten(-2)  # cast and order in one copy
+        pixels = rearrange(out, "... (p C) -> ... C p", p=self.patch_embed.patch_size**2)
+        return pixels.to(torch.float32, memory_format=torch.contiguous_format).flatten(-2)  # cast and order in one copy

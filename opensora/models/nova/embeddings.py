@@ -1,7 +1,7 @@
-"""What enters NOVA beside pictures: text, motion, places in space and time, and the tokens that stand for nothing yet.
+"""What enters NOVA besides images: text, motion, positions in space and time, and the mask tokens.
 
 Names are those of the published weights: `text_embed.{proj, norm, weight}`, `motion_embed.{flow_proj, fps_proj}.{0, 2}`,
-`video_pos_embed.{norm, time_proj.0, time_proj.2}`, `mask_embed.{bos_token, mask_token}`. Waves have sines first, as in
+`video_pos_embed.{norm, time_proj.0, time_proj.2}`, `mask_embed.{bos_token, mask_token}`. Sinusoids have sines first, as in
 these weights; those of the head's timestep have cosines first.
 """
 
@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from opensora.models.layers.pos_embed import grid_coordinates, sincos_1d, sincos_2d
+from opensora.models.layers.pos_embed import sincos_1d
 from opensora.models.layers.rope import rotary_table
 
 NUM_FREQUENCIES = 256
@@ -19,7 +19,7 @@ Positions = Literal["absolute", "rotary"]
 
 
 class TextEmbed(nn.Module):
-    """Text features -> tokens. Where a caption has no token, a fixed random one stands; they alone are "no text"."""
+    """Text features -> tokens. Fixed random tokens fill a caption's padding; they alone are "no text"."""
 
     weight: Tensor
 
@@ -38,7 +38,7 @@ class TextEmbed(nn.Module):
 
 
 class MotionEmbed(nn.Module):
-    """How much moves (an optical-flow score) and frames per second -> two tokens."""
+    """Motion (an optical-flow score) and frames per second -> two tokens."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -50,14 +50,14 @@ class MotionEmbed(nn.Module):
         """`[B]` each `-> [B, 2, D]`."""
         dtype = next(self.parameters()).dtype
         tokens = [
-            project(sincos_1d(NUM_FREQUENCIES, number).to(dtype))
-            for project, number in ((self.flow_proj, flow), (self.fps_proj, fps))
+            project(sincos_1d(NUM_FREQUENCIES, value).to(dtype))
+            for project, value in ((self.flow_proj, flow), (self.fps_proj, fps))
         ]
         return torch.stack(tokens, dim=1)
 
 
 class VideoPosEmbed(nn.Module):
-    """The place of a latent frame in time, for absolute positions.
+    """Absolute positions of latent frames in time.
 
     Args:
         base_length: latent frames that the time axis spans, however many there are. None = frames count.
@@ -70,13 +70,13 @@ class VideoPosEmbed(nn.Module):
         self.norm = nn.LayerNorm(dim)
 
     def forward(self, frames: Tensor, num_frames: int) -> Tensor:
-        """Numbers of frames `[T]` of a video of so many latent frames -> `[T, D]`."""
+        """Indices `[T]` of frames of a video of `num_frames` latent frames -> `[T, D]`."""
         times = frames.double() * (1.0 if self.base_length is None else self.base_length / num_frames)
         return self.norm(self.time_proj(sincos_1d(NUM_FREQUENCIES, times).to(self.norm.weight.dtype)))
 
 
 class MaskEmbed(nn.Module):
-    """The token in place of a frame before the first, and that in place of a patch that is not there yet."""
+    """The token for the frame before the first, and that for a masked patch."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -84,16 +84,8 @@ class MaskEmbed(nn.Module):
         self.mask_token = nn.Parameter(torch.randn(1, dim) * 0.02)
 
 
-def space_table(dim: int, grid: tuple[int, int], base: tuple[int, int] | None, device: torch.device) -> Tensor:
-    """`[H W, D]` fp32: the fixed sine-cosine table, whose sides span `base` where it is given."""
-    rows, columns = (
-        grid_coordinates(n, base=None if base is None else base[i], device=device) for i, n in enumerate(grid)
-    )
-    return sincos_2d(dim, rows, columns)
-
-
 def rotary_3d(head_dim: int, frames: Tensor, grid: tuple[int, int], before: int) -> Tensor:
-    """Rotations `[2, before + T H W, head_dim]` of the tokens of frames `[T]`; those before them, without a place, stay.
+    """Rotations `[2, before + T H W, head_dim]` of the tokens of frames `[T]`; the identity for the `before` tokens.
 
     An eighth of the channels is for time, the rest for space.
     """

@@ -2,26 +2,27 @@
 
 A video is made frame by frame, and a frame patch by patch, in random order:
 
-    video encoder    block-causal over frames; of a caption and the frames before t it makes the tokens c_t  (section 3.2)
-    image encoder    sees c_t and the patches that are there already, and says what the others should be     (section 3.3)
-    head             an MLP that makes each patch out of noise, told by the image encoder                    (section 3.4)
+    video encoder    block-causal over frames; from the caption and the frames before t, the tokens c_t      (section 3.2)
+    image encoder    sees c_t and the visible patches, and predicts a token for each of the others           (section 3.3)
+    head             an MLP that denoises each patch, conditioned on the image encoder's output              (section 3.4)
 
 It is trained and sampled by the scheduler "nova". `width` is the transformers', 16 + 32 blocks deep; the video encoder's
 patches are twice as long as the others', so it has a quarter of the tokens. Differences from the other denoisers: the forward
 pass takes clean frames as well as noised ones, a timestep for each patch, and which patches are visible.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from opensora.models.denoiser import NUMBERS
+from opensora.models.denoiser import MICRO_CONDITIONS, Size
 from opensora.models.layers.init import init_zero
 from opensora.models.layers.mlp import linear_flops
-from opensora.models.loading import load_weights
+from opensora.models.layers.pos_embed import sincos_grid
+from opensora.models.loading import Conversion, load_weights
 from opensora.models.nova.blocks import Cache, VisionTransformer
 from opensora.models.nova.diffusion_mlp import DiffusionMLP
 from opensora.models.nova.embeddings import (
@@ -32,20 +33,16 @@ from opensora.models.nova.embeddings import (
     TextEmbed,
     VideoPosEmbed,
     rotary_3d,
-    space_table,
 )
-from opensora.models.nova.weights import convert
 from opensora.registry import MODELS
 from opensora.utils.errors import UserError
 
-Size = tuple[int, int, int]
-
 
 class Past(NamedTuple):
-    """What the frames so far leave behind for the next."""
+    """The state of frame-by-frame sampling."""
 
     cache: Cache
-    first: Tensor | None  # [B, 1, Nc, D], the video encoder's word on the first frame; where there is a mixer
+    first: Tensor | None  # [B, 1, Nc, D], the video encoder's output for the first frame; where there is a mixer
 
 
 MEAN_VISIBLE = 0.133
@@ -108,6 +105,8 @@ class NOVA(nn.Module):
             raise ValueError(f"positions={positions!r} is not 'absolute' or 'rotary'.")
         if positions == "rotary" and base_size is not None:
             raise ValueError("base_size is for absolute positions; rotary ones always count. Leave it out.")
+        if trained not in ("all", "image"):
+            raise ValueError(f"trained={trained!r} is not 'all' or 'image'.")
         if mixer_rank < -1:
             raise ValueError(f"mixer_rank={mixer_rank} is not -1 (full), 0 (no mixer) or a rank.")
         self.in_channels = self.out_channels = in_channels
@@ -118,15 +117,28 @@ class NOVA(nn.Module):
         self.class_dropout_prob = class_dropout_prob
         self.text_embed = TextEmbed(caption_channels, width)
         self.motion_embed = MotionEmbed(width) if motion else None
-        self.numbers = (*NUMBERS, "flow") if motion else NUMBERS
+        self.micro_conditions = (*MICRO_CONDITIONS, "flow") if motion else MICRO_CONDITIONS
         base_length = None if base_size is None else base_size[0]
         self.video_pos_embed = VideoPosEmbed(width, base_length) if positions == "absolute" else None
         self.mask_embed = MaskEmbed(width)
         self.video_encoder = VisionTransformer(video_depth, width, num_heads, 2 * patch_size, in_channels, mixer_rank)
         self.image_encoder = VisionTransformer(image_depth, width, num_heads, patch_size, in_channels)
         self.image_decoder = DiffusionMLP(head_depth, head_width or width, width, patch_size, in_channels)
-        self._initialize()
-        self._freeze(trained)
+
+        # as in MAR: Xavier's uniform weights; the head's modulation and output start at zero. Their size follows the width:
+        # with ViT's 0.02, much the same at a width of 1024, a small model takes longer to follow its conditions
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Conv2d):
+                nn.init.xavier_uniform_(module.weight.flatten(1))
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+        init_zero(self.image_decoder.zero_init_layers())
+
+        # training on images has no gradient for some parts, and no use for others
+        encoder = self.video_encoder
+        of_videos = (self.video_pos_embed, encoder.patch_embed, encoder.mixer) if trained == "image" else ()
+        for part in filter(None, (self.motion_embed, *of_videos)):
+            part.requires_grad_(False)
         if from_pretrained is not None:
             load_weights(self, from_pretrained, convert)
 
@@ -146,14 +158,14 @@ class NOVA(nn.Module):
         """The velocity eps - x of every patch of every frame, in one pass (training).
 
         Args:
-            x: clean latent [B, C, T, H, W]; frame t is made of those before it and of its own visible patches.
+            x: clean latent [B, C, T, H, W]; frame t is predicted from those before it and its own visible patches.
             timestep: [B, R, T, N], in [0, 1000], of each patch: N = H W / patch^2.
             y: text features [B, 1, L, C_text].
             noisy: [B, R, C, T, H, W], R noised copies of x.
-            visible: [B, T, V] int64, numbers of the patches that the image encoder sees, rows first.
+            visible: [B, T, V] int64, indices of the patches that the image encoder sees, row-major.
             mask: [B, L] bool, True at real text tokens.
             fps, flow: [B], frame rate and optical-flow score; needed where the model has motion tokens.
-            sizes: height, width and num_frames, which do not matter here.
+            sizes: height, width and num_frames, which are not used.
 
         Returns:
             [B, R, C, T, H, W] fp32.
@@ -174,7 +186,7 @@ class NOVA(nn.Module):
             (H, W),
         )
         z = rearrange(z, "(B T) N D -> B 1 T N D", T=T)
-        patches = self.image_decoder.patch_embed.cut(noisy.transpose(2, 3))  # [B, R, T, N, C p p]
+        patches = self.to_patches(noisy.transpose(2, 3))  # [B, R, T, N, C p p]
         return self.to_frames(self.image_decoder(patches, timestep, z), (H, W)).transpose(2, 3)
 
     # ------------------------------------------------------------------------------------- the parts, for sampling
@@ -193,7 +205,7 @@ class NOVA(nn.Module):
         return torch.cat([tokens, self.motion_embed(flow.float(), fps.float()).to(tokens.dtype)], dim=1)
 
     def video_conditions(self, x: Tensor, text: Tensor) -> Tensor:
-        """What the frames before it say about each frame: `x [B, C, T, H, W]` -> `[B, T, Nc, D]`, all frames at once."""
+        """The condition of each frame, from those before it: `x [B, C, T, H, W]` -> `[B, T, Nc, D]`, all frames at once."""
         T, L = x.shape[2], text.shape[1]
         frames = torch.arange(T, device=x.device)
         grid = self.coarse_grid(x.shape[3:])
@@ -213,13 +225,13 @@ class NOVA(nn.Module):
     def next_condition(
         self, previous: Tensor | None, text: Tensor, frame: int, size: Size, past: Past | None
     ) -> tuple[Tensor, Past]:
-        """`video_conditions` of one frame, from that before it and what those before that left.
+        """`video_conditions` of one frame, from the frame before it and the cache of the earlier ones.
 
         Args:
             previous: [B, C, H, W], or None for the first frame, in front of which the text goes.
             text: of `text_tokens`.
-            frame, size: its number, and (T, H, W) of the whole latent.
-            past: that the frame before gave.
+            frame, size: its index, and (T, H, W) of the whole latent.
+            past: returned for the frame before; None for the first.
 
         Returns:
             [B, Nc, D], and the past of the next frame.
@@ -233,7 +245,7 @@ class NOVA(nn.Module):
             tokens = torch.cat([text.to(tokens.dtype), tokens], dim=1)
         rotary = self._rotary(frames, grid, before=before)
         encoder = self.video_encoder
-        out, cache = encoder.go_on(tokens, None if past is None else past.cache, rotary)
+        out, cache = encoder.decode_step(tokens, None if past is None else past.cache, rotary)
         out = out[:, before:]
         if encoder.mixer is None:
             return out, Past(cache, None)
@@ -245,7 +257,7 @@ class NOVA(nn.Module):
     def frame_tokens(
         self, x: Tensor, frames: Tensor, num_frames: int, grid: tuple[int, int], *, first: bool = True
     ) -> Tensor:
-        """What stands for the frames `frames [T]` in the video encoder: the frame before each, `[B, T, Nc, D]`.
+        """The video encoder's input for the frames with indices `frames [T]`: the frame before each, `[B, T, Nc, D]`.
 
         `first`: the first of them has none before it, and `x [B, C, T - 1, H, W]` is those of the others.
         """
@@ -257,7 +269,7 @@ class NOVA(nn.Module):
             tokens = torch.cat([nothing, tokens], dim=1)
         if self.video_pos_embed is None:
             return tokens
-        space = space_table(self.width, grid, self._base(2 * self.image_patch), x.device)
+        space = self._space_positions(grid, 2 * self.image_patch, x.device)
         time = self.video_pos_embed(frames, num_frames)
         return tokens + (space + time[:, None]).to(tokens.dtype)  # [B, T, Nc, D]
 
@@ -269,10 +281,10 @@ class NOVA(nn.Module):
         size: tuple[int, int],
         skip: Sequence[int] = (),
     ) -> Tensor:
-        """What each patch of a frame should be, from the visible ones and the condition.
+        """A token for each patch of a frame, from the visible ones and the condition.
 
         Args:
-            x: [B, C, H, W]; only visible patches are looked at.
+            x: [B, C, H, W]; only visible patches are seen.
             visible: [B, V] int64.
             condition: [B, Nc, D].
             size: (H, W).
@@ -288,16 +300,17 @@ class NOVA(nn.Module):
         tokens = encoder.patch_embed(x)
         absent = self.mask_embed.mask_token.to(tokens.dtype).expand_as(tokens)
         if rotary is None:
-            space = space_table(self.width, fine, self._base(self.image_patch), x.device).to(tokens.dtype)
+            space = self._space_positions(fine, self.image_patch, x.device).to(tokens.dtype)
             tokens, absent = tokens + space, absent + space
         at = visible[..., None].expand(-1, -1, self.width)  # [B, V, D]
         seen = torch.cat([condition.to(tokens.dtype), tokens.gather(1, at)], dim=1)
-        # as many lengths as there are numbers of visible patches
-        seen = encoder.run(seen, _without(range(half), skip), None, _rotary_of(rotary, visible, Nc), lengths="many")
-        whole = absent.scatter(1, at, seen[:, Nc:].to(absent.dtype))
-        out = torch.cat([seen[:, :Nc], whole], dim=1)
-        out = encoder.run(out, _without(range(half, 2 * half), skip), None, rotary)
-        assert whole.shape[1] >= V, "more visible patches than patches"
+        # as many sequence lengths as counts of visible patches
+        first, second = ([i for i in part if i not in skip] for part in (range(half), range(half, 2 * half)))
+        seen = encoder.run(seen, first, None, _rotary_of(rotary, visible, Nc), lengths="many")
+        full = absent.scatter(1, at, seen[:, Nc:].to(absent.dtype))
+        out = torch.cat([seen[:, :Nc], full], dim=1)
+        out = encoder.run(out, second, None, rotary)
+        assert full.shape[1] >= V, "more visible patches than patches"
         return encoder.norm(out)[:, Nc:]
 
     def to_patches(self, frames: Tensor) -> Tensor:
@@ -313,7 +326,7 @@ class NOVA(nn.Module):
     # ------------------------------------------------------------------------------------- what denoisers have
 
     def null_condition(self, batch: int) -> Tensor:
-        """The `y` of "no text" `[batch, 1, L, C_text]`: the tokens that stand where a caption has none."""
+        """The `y` of "no text" `[batch, 1, L, C_text]`: the fixed tokens that fill a caption's padding."""
         return self.text_embed.weight[None, None, : self.model_max_length].expand(batch, 1, -1, -1)
 
     def transformer_blocks(self) -> list[nn.Module]:
@@ -322,7 +335,7 @@ class NOVA(nn.Module):
 
     @property
     def stack_depths(self) -> tuple[int, int, int]:
-        """Blocks of the video encoder, the image encoder and the head: what levels of activation checkpointing go by."""
+        """Blocks of the video encoder, the image encoder and the head: levels of activation checkpointing count these."""
         return len(self.video_encoder.blocks), len(self.image_encoder.blocks), len(self.image_decoder.blocks)
 
     def flops(self, latent_size: Size, text_len: int) -> int:
@@ -345,7 +358,13 @@ class NOVA(nn.Module):
         if self.video_encoder.mixer is not None:
             video += linear_flops(self.video_encoder.mixer, (T - 1) * coarse)
         head += linear_flops(self.image_decoder.norm, fine) + linear_flops(self.image_decoder.time_cond_embed, fine)
-        return video + T * (image + head) + linear_flops(self.text_embed, text_len) + self._patch_flops(T, fine, coarse)
+        p2 = self.image_patch**2 * self.in_channels
+        widths = (
+            4 * coarse * (T - 1) * self.width,
+            fine * T * self.width,
+            fine * T * self.image_decoder.head.in_features,
+        )
+        return video + T * (image + head) + linear_flops(self.text_embed, text_len) + 2 * p2 * sum(widths)
 
     def check_size(self, size: Sequence[int]) -> Size:
         """The size of a latent.
@@ -359,7 +378,7 @@ class NOVA(nn.Module):
             near = [max(1, round(n / p)) * p for n in (H, W)]
             raise UserError(
                 f"NOVA takes latents whose height and width are multiples of {p}; {H}x{W} is not. The nearest is "
-                f"{near[0]}x{near[1]}: choose image_size by that."
+                f"{near[0]}x{near[1]}: choose image_size accordingly."
             )
         return T, H, W
 
@@ -371,46 +390,14 @@ class NOVA(nn.Module):
         """The video encoder's patches along height and width."""
         return size[0] // (2 * self.image_patch), size[1] // (2 * self.image_patch)
 
-    def _patch_flops(self, num_frames: int, fine: int, coarse: int) -> int:
-        """Of the three patch embeddings."""
-        p2 = self.image_patch**2 * self.in_channels
-        widths = 4 * coarse * (num_frames - 1) * self.width, fine * num_frames * self.width
-        return 2 * p2 * (sum(widths) + fine * num_frames * self.image_decoder.head.in_features)
-
-    def _base(self, patch: int) -> tuple[int, int] | None:
-        return None if self.base_size is None else (self.base_size[1] // patch, self.base_size[2] // patch)
+    def _space_positions(self, grid: tuple[int, int], patch: int, device: torch.device) -> Tensor:
+        """`[H W, D]` fp32: the fixed sine-cosine table, whose sides span those of `base_size` where it is given."""
+        base = None if self.base_size is None else (self.base_size[1] // patch, self.base_size[2] // patch)
+        return sincos_grid(self.width, grid, base=base, device=device)
 
     def _rotary(self, frames: Tensor, grid: tuple[int, int], *, before: int) -> Tensor | None:
-        """Rotations `[2, before + T N, d]`; those of a caption or of conditions, which stand before, turn nothing."""
+        """Rotations `[2, before + T N, d]`; the identity for the caption or conditions, which come before."""
         return None if self.positions == "absolute" else rotary_3d(self.head_dim, frames, grid, before)
-
-    def _initialize(self) -> None:
-        """As in MAR: Xavier's uniform weights; the head's modulation and output start at zero.
-
-        Their size follows the width. With ViT's 0.02, which is much the same at a width of 1024, a small model takes
-        longer until it heeds its conditions.
-        """
-        for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Conv2d):
-                nn.init.xavier_uniform_(module.weight.flatten(1))
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
-        init_zero(self.image_decoder.silent_layers())
-
-    def _freeze(self, trained: str) -> None:
-        """Leave out what a training of images has no gradient or no use for."""
-        if trained not in ("all", "image"):
-            raise ValueError(f"trained={trained!r} is not 'all' or 'image'.")
-        if self.motion_embed is not None:
-            self.motion_embed.requires_grad_(False)
-        if trained == "image":
-            for part in (
-                self.video_pos_embed,
-                self.video_encoder.patch_embed,
-                self.video_encoder.mixer,
-            ):
-                if part is not None:
-                    part.requires_grad_(False)
 
 
 def block_causal(text_len: int, num_frames: int, tokens_per_frame: int, device: torch.device | None = None) -> Tensor:
@@ -428,8 +415,16 @@ def _rotary_of(rotary: Tensor | None, visible: Tensor, num_condition: int) -> Te
     return rotary[:, torch.cat([condition, visible + num_condition], dim=1)][:, :, None]
 
 
-def _without(blocks: range, skip: Sequence[int]) -> list[int]:
-    return [i for i in blocks if i not in skip]
+def convert(state: Mapping[str, Tensor], model: nn.Module) -> Conversion:
+    """Published weights, whose names are our own, or own ones. Position tables are dropped; images need no motion tokens."""
+    result = Conversion(dict(state), "NOVA")
+    tables = ("pos_embed.space_embed", "pos_embed.time_embed", "pos_embed.weight", "rope.weight")
+    result.drop("computed for every size", *(name for name in state if name.endswith(tables)))
+    if not any(name.startswith("motion_embed.") for name in state):
+        result.may_miss(model, "the file has no motion tokens", "motion_embed.")
+    elif not any(name.startswith("motion_embed.") for name in model.state_dict()):
+        result.drop("this model has no motion tokens", "motion_embed.")
+    return result
 
 
 SIZES = {"d48w768": (768, 12), "d48w1024": (1024, 16), "d48w1536": (1536, 16)}

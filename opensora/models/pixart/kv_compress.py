@@ -1,4 +1,4 @@
-"""Attention with fewer keys than queries, for large pictures (PixArt-Sigma, Chen et al. 2024, section 3.3).
+"""Attention with fewer keys than queries, for large images (PixArt-Sigma, Chen et al. 2024, section 3.3).
 
 Each window of 2 x 2 neighbouring keys, and of values, becomes one; queries stay as they are. Frames are compressed one
 by one. Windows that reach over the last row or column repeat it, so that they hold the mean of what is there; the
@@ -27,7 +27,7 @@ class KVCompressAttention(Attention):
 
     Args:
         dim, num_heads, qk_norm, kernel: see `Attention`.
-        mode: "conv" = learnt weights for each channel of the window, the mean at first, then LayerNorm; "ave" = the
+        mode: "conv" = learned weights for each channel of the window, the mean at first, then LayerNorm; "ave" = the
             mean; "uniform" = the first of the window.
     """
 
@@ -51,12 +51,6 @@ class KVCompressAttention(Attention):
         """See `Attention.num_keys`."""
         return -(-grid[0] // FACTOR) * -(-grid[1] // FACTOR)
 
-    def flops(self, T: int, S: int, grid: tuple[int, int] | None = None) -> int:
-        """See `Attention.flops`."""
-        assert grid is not None, "compressed attention needs to know the rows and columns of a frame"
-        keys = T * self.num_keys(grid)
-        return super().flops(T, S) - 2 * T * S * 2 * (T * S - keys) * self.proj.in_features
-
     def _reduce(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
         batch = x.shape[0]
         planes = rearrange(x, "B H (T R C) d -> (B T) (H d) R C", R=grid[0], C=grid[1])
@@ -73,16 +67,15 @@ class KVCompressAttention(Attention):
         windows = _windows(planes)
         if self.mode == "ave":
             return windows.mean(dim=(-3, -1))
-        # in a sum's words, not as a convolution: compiled, PyTorch 2.11 gets that one's memory layout wrong
-        weighed = windows * self.sr.weight.unsqueeze(3)  # [D, 1, FACTOR, 1, FACTOR]
-        return (weighed.sum(dim=(-3, -1)) + self.sr.bias[:, None, None]).to(planes.dtype)  # type: ignore[index]
+        # as a sum, not a convolution, whose memory layout PyTorch 2.11 gets wrong when compiled
+        weighted = windows * self.sr.weight.unsqueeze(3)  # [D, 1, FACTOR, 1, FACTOR]
+        return (weighted.sum(dim=(-3, -1)) + self.sr.bias[:, None, None]).to(planes.dtype)  # type: ignore[index]
 
 
 def _windows(planes: Tensor) -> Tensor:
     """`[B, D, rows, columns] -> [B, D, rows / FACTOR, FACTOR, columns / FACTOR, FACTOR]`; the last row and column are repeated where needed.
 
-    They always are, and cut off where no window reaches the copies: a test for odd numbers would compile one program for them and
-    one for even ones. Padding in PyTorch's "replicate" mode has no deterministic gradient on a GPU.
+    Always padded, then cropped to whole windows: a test for odd sizes would compile one program for them and one for even ones. Padding in PyTorch's "replicate" mode has no deterministic gradient on a GPU.
     """
     rows, columns = (-(-n // FACTOR) for n in planes.shape[-2:])
     planes = torch.cat([planes, planes[..., -1:, :]], dim=-2)[..., : FACTOR * rows, :]

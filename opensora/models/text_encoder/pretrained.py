@@ -229,11 +229,11 @@ class PretrainedTextEncoder(nn.Module):
         length = tokens["input_ids"].shape[1]
         if length == self.model_max_length and not self._told_of_a_cut:
             self._warn_if_cut(texts, tokens["attention_mask"])
-        # of nothing but empty captions some tokenizers make no token, and transformers take at least one
+        # of nothing but empty captions some tokenizers make no token, transformers 4 in floats, and models take at least one
         steps = max(-(-length // LENGTH_STEP), 1)
         behind = min(steps * LENGTH_STEP, self.model_max_length) - length
         fill = {"input_ids": self.tokenizer.pad_token_id}
-        return {name: F.pad(tensor, (0, behind), value=fill.get(name, 0)) for name, tensor in tokens.items()}
+        return {name: F.pad(tensor.long(), (0, behind), value=fill.get(name, 0)) for name, tensor in tokens.items()}
 
     def _warn_if_cut(self, texts: Sequence[str], mask: Tensor) -> None:
         for row in mask.all(dim=1).nonzero().flatten().tolist():

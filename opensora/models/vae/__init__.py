@@ -1,4 +1,4 @@
-from opensora.acceleration.sliced_vae import sliced_vae
+from opensora.acceleration.vae_slicing import sliced_vae
 from opensora.models.vae.discriminator import PatchDiscriminator
 from opensora.models.vae.opensora_v1_2 import OpenSoraVAE_V1_2, VideoAutoencoderPipeline
 from opensora.models.vae.scale_only import ScaleOnlyVAE

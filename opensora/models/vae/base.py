@@ -20,7 +20,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from opensora.acceleration.sliced_vae import LOGVAR_RANGE, Generators, per_frame, scale_and_shift, to_channels_last
+from opensora.acceleration.vae_slicing import LOGVAR_RANGE, Generators, per_frame, scale_and_shift, to_channels_last
 from opensora.models.vae.tiling import Tiles, tiled
 from opensora.utils.errors import UserError
 from opensora.utils.seed import randn_like

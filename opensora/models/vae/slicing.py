@@ -1,4 +1,4 @@
-"""Moments of one of our VAEs in micro-batches; `opensora.acceleration.sliced_vae` says why."""
+"""Moments of one of our VAEs in micro-batches; `opensora.acceleration.vae_slicing` says why."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from opensora.acceleration.sliced_vae import autocast_to, pictures_at_a_time
+from opensora.acceleration.vae_slicing import autocast_to, images_at_a_time
 from opensora.models.vae.base import VideoVAE
 
 
@@ -49,7 +49,7 @@ class SlicedEncoder:
 def _micro_batches(vae: VideoVAE, x: Tensor, pictures: int | None) -> Iterator[None]:
     """So many `pictures` at a time; None: by their size, where a VAE or a part of it has no number of its own."""
     before = [(part, part.micro_batch_size) for part in vae.modules() if isinstance(part, VideoVAE)]
-    size = pictures or pictures_at_a_time(x.shape[3], x.shape[4])
+    size = pictures or images_at_a_time(x.shape[3], x.shape[4])
     for part, chosen in before:
         if pictures is not None or chosen is None:
             part.micro_batch_size = part.units_of(size, x.shape[2])

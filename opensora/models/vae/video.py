@@ -15,7 +15,7 @@ import diffusers
 import torch
 from torch import Tensor, nn
 
-from opensora.acceleration.sliced_vae import LOGVAR_RANGE
+from opensora.acceleration.vae_slicing import LOGVAR_RANGE
 from opensora.models.vae.base import MemoryFormat, Posterior
 from opensora.models.vae.diffusers_vae import DiffusersVAE, parameters_of
 from opensora.registry import MODELS

@@ -11,7 +11,7 @@ from opensora.schedulers.guidance import Condition
 from opensora.schedulers.sampling import SamplingStep
 
 AUTOCAST_LAYERS = (nn.Linear, nn.Conv2d)
-"""Layers that autocast computes in its dtype; those derived from them, such as float8's, round as they like."""
+"""Layers that autocast computes in its dtype; those derived from them round as they like."""
 
 
 class Scales(NamedTuple):

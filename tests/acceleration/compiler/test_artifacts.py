@@ -1,16 +1,13 @@
 """Saved programs: found by a process that has none, refused by one that they do not fit. And the command that deletes a cache."""
 
-import io
 import json
 import shutil
-import zipfile
 
 import pytest
 import torch
 
 from opensora.acceleration.compiler import cache_counters, compile, load_compiled, save_compiled
 from opensora.acceleration.compiler.clear_cache import clear_cache, main
-from opensora.acceleration.compiler.libraries import unpack
 from opensora.utils.errors import UserError
 from tests.acceleration.compiler.toys import toy
 
@@ -41,18 +38,13 @@ def test_saved_programs_are_found_by_a_fresh_cache(tmp_path, monkeypatch):
 
     torch._dynamo.reset()
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "other"))
-    moved = save_compiled(tmp_path / "moved", module)  # libraries are in the process, and files in the folder of before
-    assert packed(moved) == packed(folder) != []
     again = compile(toy())
     assert load_compiled(folder, again) == header
-    libraries = built(tmp_path / "other")
-    assert libraries
     before = cache_counters()
     torch.testing.assert_close(again(x), expected, atol=0, rtol=0)
     after = cache_counters()
     assert after.hits > before.hits
     assert after.misses == before.misses
-    assert built(tmp_path / "other") == libraries  # the C++ compiler had nothing to do
 
     with pytest.raises(UserError, match=r"options of Toy: saved with .*'dynamic': None.*, here .*'dynamic': True"):
         load_compiled(folder, compile(toy(), options={"dynamic": True}))
@@ -65,41 +57,20 @@ def test_saved_programs_are_found_by_a_fresh_cache(tmp_path, monkeypatch):
     check_refusals(folder, header)
 
 
-def packed(folder) -> list[str]:
-    """Names of the libraries that were saved."""
-    with zipfile.ZipFile(folder / "libraries.zip") as archive:
-        return archive.namelist()
-
-
-def built(cache) -> set:
-    """Names and times of the libraries in a cache."""
-    return {(file.name, file.stat().st_mtime_ns) for file in cache.rglob("*.so")}
-
-
 def check_refusals(folder, header) -> None:
     """What is wrong with the files themselves."""
     (folder / "header.json").write_text(json.dumps({**header, "torch": "1.0", "device": "another"}))
     with pytest.raises(UserError, match=r"torch: saved with 1.0, here .*; device: saved with another"):
         load_compiled(folder)
     (folder / "header.json").write_text(json.dumps(header))
-    for name in ("artifacts.bin", "libraries.zip"):
-        whole = (folder / name).read_bytes()
-        (folder / name).write_bytes(b"short")
-        with pytest.raises(UserError, match=f"{name} is damaged: its checksum differs"):
-            load_compiled(folder)
-        (folder / name).write_bytes(whole)
+    whole = (folder / "artifacts.bin").read_bytes()
+    (folder / "artifacts.bin").write_bytes(b"short")
+    with pytest.raises(UserError, match=r"artifacts.bin is damaged: its checksum differs"):
+        load_compiled(folder)
+    (folder / "artifacts.bin").write_bytes(whole)
     (folder / "header.json").write_text("{")
     with pytest.raises(UserError, match="is damaged"):
         load_compiled(folder)
-
-
-@pytest.mark.parametrize("name", ["../escaped.so", "ab/cabc.py", "/ab/cabc.so", "ab/../../cabc.so"])
-def test_only_libraries_are_unpacked(name):
-    packed = io.BytesIO()
-    with zipfile.ZipFile(packed, "w") as archive:
-        archive.writestr(name, b"1")
-    with pytest.raises(ValueError, match="is no library"):
-        unpack(packed.getvalue())
 
 
 def test_there_must_be_something_to_save_and_to_load(tmp_path):

@@ -7,12 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from opensora.acceleration.compiler import COMBINATIONS, MODES
-from opensora.acceleration.compiler.entry import _arguments
-from opensora.acceleration.compiler.flags import cache_settings, flags_of
-from opensora.acceleration.compiler.modes import inductor_settings, parse_mode
-from opensora.acceleration.compiler.options import FLAGS, Options, parse_options
-from opensora.acceleration.compiler.quantise import TYPES
+from opensora.acceleration.compile.module import _arguments, cache_settings, flags_of
+from opensora.acceleration.compile.options import FLAGS, Options, parse_mode
+from opensora.acceleration.compile.quantise import TYPES
+from opensora.acceleration.compiler import COMBINATIONS, MODES, parse_options
 from opensora.utils.errors import UserError
 
 PAGE = Path(__file__).parents[3] / "docs" / "compiler.md"
@@ -33,15 +31,18 @@ DOCUMENTED = [
 def test_documented_modes_in_any_order(mode):
     words = mode.split(":")
     assert parse_mode(mode) == parse_mode(":".join(reversed(words)))
-    assert inductor_settings(parse_mode(mode)[0]) == inductor_settings(parse_mode(":".join(reversed(words)))[0])
-    parse_options({"mode": mode})
+    settings = [
+        parse_options({"mode": ":".join(order)}).inductor_settings() for order in (words, list(reversed(words)))
+    ]
+    assert settings[0] == settings[1]
 
 
 def test_inductor_knows_every_setting():
     from torch._inductor import config
 
     # PyTorch 2.6 has no prologue_fusion
-    assert inductor_settings(frozenset(MODES)).keys() <= config.get_config_copy().keys() | {"prologue_fusion"}
+    settings = {setting for word in MODES.values() for setting in word}
+    assert settings <= config.get_config_copy().keys() | {"prologue_fusion"}
 
 
 @pytest.mark.parametrize("word", MODES)
@@ -49,11 +50,9 @@ def test_a_word_reaches_the_compiler_and_its_row_in_the_docs_says_what_it_sets(w
     from torch._inductor import config
 
     given = _arguments("inductor", parse_options({"mode": word}))["options"]
-    assert given == given | {
-        name: value for name, value in MODES[word].inductor.items() if name in config.get_config_copy()
-    }
-    assert not _arguments("inductor", parse_options(None))["options"].keys() & MODES[word].inductor.keys()
-    assert MODES[word].inductor.keys() <= set(re.findall(r"`([\w.]+)`", row_of(word)))
+    assert given == given | {name: value for name, value in MODES[word].items() if name in config.get_config_copy()}
+    assert not _arguments("inductor", parse_options(None))["options"].keys() & MODES[word].keys()
+    assert MODES[word].keys() <= set(re.findall(r"`([\w.]+)`", row_of(word)))
 
 
 def test_the_docs_list_every_word_option_and_type():
@@ -103,7 +102,10 @@ def test_json_is_a_dict_and_neither_is_changed():
     options = parse_options(given)
     assert options == parse_options(before)
     assert json.dumps(given) == before
-    assert options.inductor_overrides() == {"epilogue_fusion": False, "triton.unique_kernel_names": True}
+    assert options.inductor_settings() == MODES["cache-all"] | MODES["max-autotune"] | MODES["max-optimize"] | {
+        "epilogue_fusion": False,
+        "triton.unique_kernel_names": True,
+    }
     assert parse_options(None) == parse_options("") == parse_options({})
 
 
@@ -111,7 +113,7 @@ def test_settings_with_a_dot_that_mean_nothing_are_told():
     with pytest.warns(UserWarning, match="inductor.optimize_linear_epilogue is no setting"):
         options = parse_options({"inductor.optimize_linear_epilogue": False, "overrides.conv_benchmark": True})
     assert list(options.overrides) == ["overrides.conv_benchmark"]
-    assert options.inductor_overrides() == {}
+    assert options.inductor_settings() == {}
     assert [(flag.name, flag.value) for flag in flags_of(options)] == [("benchmark", True)]
 
 

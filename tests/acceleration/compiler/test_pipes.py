@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from opensora.acceleration.compile.module import record_of
+from opensora.acceleration.compile.pipes import parts_of
 from opensora.acceleration.compiler import compile_pipe, unfuse_qkv_projections
-from opensora.acceleration.compiler.entry import record_of
-from opensora.acceleration.compiler.pipes import parts_of
 from opensora.utils.errors import UserError
 from tests.acceleration.compiler.toys import autoencoder, pixart, sampled
 

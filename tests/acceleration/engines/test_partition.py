@@ -29,7 +29,7 @@ def a_few_messages_give_all(rank, world_size, folder):
         weights = weights_of(rank)
         shared = Partition(weights, init_world("cpu"), world_size)
         with CommDebugMode() as calls:
-            shared.spread(weights)
+            shared.broadcast_params(weights)
         assert most // 2 < calls.get_total_counts() <= most
         for name, weight in weights.items():
             assert torch.equal(weight, before[shared.owner[name]][name]), name

@@ -27,6 +27,7 @@ AXES = (None, "time", "space", "all")
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="this PyTorch has no Triton")
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("size", INTERPRETED)
 def test_output_and_gradients_equal_the_layers_in_the_interpreter(size):

@@ -20,14 +20,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-import opensora.acceleration
-from opensora.acceleration.kernels import adaln, few_keys_attention, gelu_linear, head_norm, short_attention
+import opensora.acceleration.kernels
+from opensora.acceleration.kernels import adaln, head_norm, short_attention
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_BYTES = 227 * 1024  # that a program may take there
-WIDE = tuple(
-    f"{name}_ptr" for name in ["lse", "mean", "rstd", "sums", "shifts", "scales", "gates", "weight", "weights", "table"]
-)
+WIDE = tuple(f"{name}_ptr" for name in ["mean", "rstd", "shifts", "scales", "gates", "weight", "weights", "table"])
 """Pointers to fp32; the others are to bf16, or to what a case says."""
 EVEN = ("C", "group_rows", "num_rows")
 """Numbers of which Triton sees that 16 divides them, as it does of each pointer. It does not of the distance between heads of 72 channels."""
@@ -42,12 +40,6 @@ CASES: dict[str, tuple[Any, dict[str, int], dict[str, int], dict[str, str]]] = {
         {"num_warps": 4},
         {},
     ),
-    "gelu": (
-        gelu_linear._gelu_backward_kernel,
-        {"ROWS": gelu_linear.ROWS, "BLOCK_ROWS": gelu_linear._BLOCK_ROWS, "COLUMNS": gelu_linear.COLUMNS},
-        {"num_warps": gelu_linear._WARPS},
-        {},
-    ),
     "norm": (
         adaln._norm_modulate_backward_kernel,
         {"ROWS": adaln.ROWS, "BLOCK_ROWS": adaln._NORM_ROWS, "CHANNELS": 2048},
@@ -60,12 +52,6 @@ CASES: dict[str, tuple[Any, dict[str, int], dict[str, int], dict[str, str]]] = {
         {"num_warps": adaln._GATE_WARPS},
         {"gate_ptr": "*fp32"},
     ),
-}
-FEW = {"mask_ptr": "*i1", "dk_ptr": "*fp32", "dv_ptr": "*fp32"}
-SIZES = {"d": 72, "ALIGN": 8, "BLOCK_K": 128, "BLOCK_D": 128, **few_keys_attention._BLOCK}
-CASES |= {
-    "few keys forward": (few_keys_attention._few_keys_forward_kernel, SIZES, few_keys_attention._FORWARD, FEW),
-    "few keys backward": (few_keys_attention._few_keys_backward_kernel, SIZES, few_keys_attention._BACKWARD, FEW),
 }
 NORM = {"H": 16, "d": 72, "ALIGN": 8, "CHANNELS": 128, "ROTATE": True}
 FORWARD, BACKWARD = head_norm._FORWARD, head_norm._BACKWARD
@@ -119,9 +105,11 @@ def divided_by_16(parameters: list[int]) -> Any:
 
 
 def test_every_kernel_is_here():
-    files = Path(opensora.acceleration.__path__[0]).rglob("*.py")
+    files = Path(opensora.acceleration.kernels.__path__[0]).glob("*.py")
     modules = [
-        importlib.import_module(f"opensora.acceleration.{f.stem}") for f in files if "@triton.jit" in f.read_text()
+        importlib.import_module(f"opensora.acceleration.kernels.{f.stem}")
+        for f in files
+        if "@triton.jit" in f.read_text()
     ]
     kernels = {
         value.fn.__qualname__

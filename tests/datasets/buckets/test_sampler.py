@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from opensora.datasets.buckets.bucket import NONE, Assignment, Buckets
 from opensora.datasets.buckets.sampler import BucketBatchSampler
 from opensora.datasets.dataloader import build_loader
-from opensora.datasets.sampler import BatchKeys, BucketKey, Place
+from opensora.datasets.sampler import BatchKeys, BucketKey, DataPosition
 from opensora.utils.errors import UserError
 
 TAILS, ORDERS = ("keep", "pad", "drop"), ("mixed", "same")
@@ -59,14 +59,16 @@ def samplers(dataset: Clips, world: int, tail: str, order: str) -> list[BucketBa
     ]
 
 
-def epoch_of(ranks: list[BucketBatchSampler], place: Place, count: int | None = None) -> list[list[BatchKeys]]:
+def epoch_of(
+    ranks: list[BucketBatchSampler], position: DataPosition, count: int | None = None
+) -> list[list[BatchKeys]]:
     """What is left of the epoch, or `count` steps of it: one list of batches for each step."""
     steps = []
     for sampler in ranks:
-        sampler.seek(place, None)
-        left = sampler.batches_in(place.epoch) - place.batch
-        sampler.seek(place, left if count is None else min(left, count))
-        steps.append(list(sampler.placed()))
+        sampler.seek(position, None)
+        left = sampler.batches_in(position.epoch) - position.batch
+        sampler.seek(position, left if count is None else min(left, count))
+        steps.append(list(sampler))
         assert len(steps[-1]) == len(sampler)
     assert len({len(batches) for batches in steps}) == 1
     return [list(step) for step in zip(*steps, strict=True)]
@@ -78,7 +80,7 @@ def indices(steps: Sequence[Sequence[BatchKeys]]) -> Counter:
 
 def check_steps(steps: Sequence[Sequence[BatchKeys]], dataset: Clips, assigned: np.ndarray, order: str) -> None:
     for step in steps:
-        place = 0
+        index = 0
         for batch in step:
             assert len(batch.keys) > 0
             sizes = {key[2:] for key in batch.keys}
@@ -88,9 +90,9 @@ def check_steps(steps: Sequence[Sequence[BatchKeys]], dataset: Clips, assigned: 
             bucket = dataset.buckets[buckets.pop()]
             assert sizes == {(bucket.num_frames, bucket.height, bucket.width)}
             assert len(batch.keys) <= bucket.batch_size
-            assert batch.first == place  # places in the whole batch are 0, 1, 2, ... over the processes
-            place += len(batch.keys)
-        assert {batch.whole for batch in step} == {place}
+            assert batch.first_index == index  # indices in the global batch are 0, 1, 2, ... over the processes
+            index += len(batch.keys)
+        assert {batch.global_batch_size for batch in step} == {index}
         if order == "same":
             assert len({batch.keys[0][2:] for batch in step}) == 1
 
@@ -135,10 +137,10 @@ def test_an_epoch_is_what_the_policy_says(dataset, world, tail, order, epoch):
     if ranks[0].batches_in(epoch) == 0:
         assert tail == "drop" or (assigned == NONE).all()
         return
-    steps = epoch_of(ranks, Place(epoch))
+    steps = epoch_of(ranks, DataPosition(epoch))
     check_steps(steps, dataset, assigned, order)
     check_counts(steps, assigned, dataset, world, tail, order)
-    assert steps == epoch_of(samplers(dataset, world, tail, order), Place(epoch))
+    assert steps == epoch_of(samplers(dataset, world, tail, order), DataPosition(epoch))
 
 
 @settings(max_examples=EXAMPLES, deadline=None, database=None)
@@ -150,15 +152,15 @@ def test_resuming_anywhere_is_going_on(dataset, world, tail, order, done, data):
         return
     whole = samplers(dataset, world, tail, order)
     for sampler in whole:
-        sampler.seek(Place(), sum(lengths))
-    every = [list(step) for step in zip(*(sampler.placed() for sampler in whole), strict=True)]
+        sampler.seek(DataPosition(), sum(lengths))
+    every = [list(step) for step in zip(*(sampler for sampler in whole), strict=True)]
     epoch, batch = 0, done % sum(lengths)
     while batch >= lengths[epoch]:
         epoch, batch = epoch + 1, batch - lengths[epoch]
     rank = data.draw(st.integers(0, world - 1))
     again = samplers(dataset, world, tail, order)[rank]
-    again.seek(Place(epoch, batch), sum(lengths) - done % sum(lengths))
-    assert list(again.placed()) == [step[rank] for step in every[done % sum(lengths) :]]
+    again.seek(DataPosition(epoch, batch), sum(lengths) - done % sum(lengths))
+    assert list(again) == [step[rank] for step in every[done % sum(lengths) :]]
     assert {key.epoch for batch in every[sum(lengths[:1]) + lengths[1] :] for b in batch for key in b.keys} == {2}
 
 
@@ -173,19 +175,19 @@ def test_going_on_with_other_numbers_of_processes(dataset, parts, world, tail, o
     copies = 0
     for processes, batches in parts:
         ranks = samplers(dataset, processes, tail, order)
-        place = Place(0, sum(n for _, n in segments), segments)
-        ranks[0].seek(place, None)
-        if ranks[0].batches_in(0) - place.batch <= batches:
+        position = DataPosition(0, sum(n for _, n in segments), segments)
+        ranks[0].seek(position, None)
+        if ranks[0].batches_in(0) - position.batch <= batches:
             return  # the epoch ends in this part
-        steps = epoch_of(ranks, place, batches)
+        steps = epoch_of(ranks, position, batches)
         check_steps(steps, dataset, assigned, order)
-        copies += int(ranks[0].plan(0).micro.size[ranks[0].plan(0).micro.repeated].sum())
+        copies += int(ranks[0].plan(0).micro["size"][ranks[0].plan(0).micro["repeated"]].sum())
         counts += indices(steps)
         segments = (*segments, (processes, batches))
     ranks = samplers(dataset, world, tail, order)
-    place = Place(0, sum(n for _, n in segments), segments)
-    ranks[0].seek(place, None)
-    steps = epoch_of(ranks, place)
+    position = DataPosition(0, sum(n for _, n in segments), segments)
+    ranks[0].seek(position, None)
+    steps = epoch_of(ranks, position)
     check_steps(steps, dataset, assigned, order)
     counts += indices(steps)
     used = set(np.flatnonzero(assigned != NONE).tolist())
@@ -198,7 +200,7 @@ def test_going_on_with_other_numbers_of_processes(dataset, parts, world, tail, o
     else:
         assert counts.keys() == used
         if tail == "keep":
-            copies += int(ranks[0].plan(0).micro.size[ranks[0].plan(0).micro.repeated].sum())
+            copies += int(ranks[0].plan(0).micro["size"][ranks[0].plan(0).micro["repeated"]].sum())
             assert sum(counts.values()) - len(used) <= copies
 
 
@@ -207,8 +209,8 @@ def test_going_on_with_other_numbers_of_processes(dataset, parts, world, tail, o
 def test_what_two_processes_would_have_seen_again_one_does_not(tail, order):
     """Three batches are filled up to two steps of two processes; after the first step, one process has one batch left."""
     dataset = Clips([(1, 32, 48)] * 3, {"32x48": {1: (1.0, 1)}})
-    steps = epoch_of(samplers(dataset, 2, tail, order), Place(), 1)
-    steps += epoch_of(samplers(dataset, 1, tail, order), Place(0, 1, segments=((2, 1),)))
+    steps = epoch_of(samplers(dataset, 2, tail, order), DataPosition(), 1)
+    steps += epoch_of(samplers(dataset, 1, tail, order), DataPosition(0, 1, segments=((2, 1),)))
     assert indices(steps) == Counter(range(3))
 
 
@@ -223,12 +225,12 @@ def test_workers_change_nothing(persistent):
         sampler = BucketBatchSampler(dataset, seed=1)
         lengths = [BucketBatchSampler(dataset, seed=1).batches_in(epoch) for epoch in range(3)]
         if not persistent:  # one pass over all
-            sampler.seek(Place(), sum(lengths))
+            sampler.seek(DataPosition(), sum(lengths))
             return [batch["key"].tolist() for batch in build_loader(dataset, sampler, num_workers=num_workers)]
         loader = build_loader(dataset, sampler, num_workers=num_workers, persistent_workers=True)
         found = []
         for epoch, length in enumerate(lengths):
-            sampler.seek(Place(epoch), length)
+            sampler.seek(DataPosition(epoch), length)
             found += [batch["key"].tolist() for batch in loader]
         return found
 
@@ -241,10 +243,10 @@ def test_workers_change_nothing(persistent):
 def test_what_was_done_is_not_read_again(done):
     dataset = Clips([SIZES[i % 3] for i in range(30)], {"32x48": {1: (1.0, 4)}})
     sampler = BucketBatchSampler(dataset, seed=3)
-    sampler.seek(Place(0, done), 8 - done)
+    sampler.seek(DataPosition(0, done), 8 - done)
     batches = list(build_loader(dataset, sampler))
     assert len(dataset.read) == sum(len(batch["key"]) for batch in batches) == 30 - 4 * done
-    assert [batch["whole"] for batch in batches][-1] == 2
+    assert [batch["global_batch_size"] for batch in batches][-1] == 2
 
 
 def test_places_in_the_whole_batch():
@@ -252,11 +254,13 @@ def test_places_in_the_whole_batch():
     dataset = Clips([(1, 32, 48)] * 7 + [(2, 32, 48)] * 6, {"32x48": {1: (1.0, 5), 2: (1.0, 2)}})
     loaders = []
     for sampler in samplers(dataset, 2, "keep", "mixed"):
-        sampler.seek(Place(), sampler.batches_in(0))
+        sampler.seek(DataPosition(), sampler.batches_in(0))
         loaders.append(list(build_loader(dataset, sampler)))
     for left, right in zip(*loaders, strict=True):
-        assert torch.cat([left["place"], right["place"]]).tolist() == list(range(left["whole"]))
-        assert left["whole"] == right["whole"] == len(left["key"]) + len(right["key"])
+        assert torch.cat([left["sample_index"], right["sample_index"]]).tolist() == list(
+            range(left["global_batch_size"])
+        )
+        assert left["global_batch_size"] == right["global_batch_size"] == len(left["key"]) + len(right["key"])
     assert len({len(left["key"]) for left, _ in zip(*loaders, strict=True)}) > 1
 
 
@@ -265,15 +269,15 @@ def test_an_epoch_without_batches_says_so():
     assert BucketBatchSampler(dataset, seed=1, world_size=4, tail="drop").batches_in(0) == 0
     assert BucketBatchSampler(dataset, seed=1, world_size=4, tail="keep").batches_in(0) == 1
     with pytest.raises(UserError, match="epoch 0 has no batch"):
-        next(BucketBatchSampler(dataset, seed=1, world_size=4, tail="drop").placed())
+        next(iter(BucketBatchSampler(dataset, seed=1, world_size=4, tail="drop")))
 
 
 def test_one_sample_and_one_batch_are_not_lost():
     one = Clips([(1, 32, 48)], {"32x48": {1: (1.0, 4)}})
     for world in (1, 4):
-        steps = epoch_of(samplers(one, world, "pad", "mixed"), Place())
+        steps = epoch_of(samplers(one, world, "pad", "mixed"), DataPosition())
         assert [[len(batch.keys) for batch in step] for step in steps] == [[4] * world]
-        steps = epoch_of(samplers(one, world, "keep", "mixed"), Place())
+        steps = epoch_of(samplers(one, world, "keep", "mixed"), DataPosition())
         assert [[len(batch.keys) for batch in step] for step in steps] == [[1] * world]
 
 
@@ -282,7 +286,7 @@ def test_epochs_and_seeds_differ():
     orders = [
         [
             key.index
-            for batch in epoch_of([BucketBatchSampler(dataset, seed=seed)], Place(epoch))
+            for batch in epoch_of([BucketBatchSampler(dataset, seed=seed)], DataPosition(epoch))
             for key in batch[0].keys
         ]
         for seed in (1, 2)

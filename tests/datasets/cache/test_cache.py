@@ -16,7 +16,8 @@ from opensora.datasets.cache.text import captions_of
 from opensora.datasets.datasets import VideoTextDataset
 from opensora.datasets.sampler import SampleKey
 from opensora.datasets.table.table import read_table
-from opensora.datasets.video.decoding import Decoding
+from opensora.datasets.video.files import Decoding
+from opensora.datasets.video.read_video import probe
 from opensora.inference.cached_text import CachedTextEncoder
 from opensora.models.text_encoder import ClassEncoder, TextCondition
 from opensora.models.vae.vae import VideoAutoencoderKL
@@ -176,20 +177,20 @@ SAMPLES_OF_3 = {"num_frames": 3, "frame_interval": 1, "content": "samples"}
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "told"),
+    ("name", "value", "reported"),
     [
         ("target_fps", 10.0, "10.0"),
         ("use_image_transform", True, "True"),
         ("decode", {"colors": "fast"}, r"\{'colors': 'fast'\}"),
     ],
 )
-def test_a_choice_that_decides_pixels_is_refused_where_it_differs(table, tmp_path, name, value, told):
+def test_a_choice_that_decides_pixels_is_refused_where_it_differs(table, tmp_path, name, value, reported):
     """A cache of another rate was taken for present, and opened."""
     for folder, written, other in (("with", {name: value}, {}), ("without", {}, {name: value})):
         cache = tmp_path / folder
         assert write_chosen(table, cache, **written) == (3, 0)
         assert write_chosen(table, cache, **written) == (0, 3)
-        is_, not_ = (told, "None") if written else ("None", told)
+        is_, not_ = (reported, "None") if written else ("None", reported)
         message = rf"made with other settings: {name} is {is_}, not {not_}\. .*--cache-dir ANOTHER_FOLDER"
         with pytest.raises(UserError, match=message):
             write_chosen(table, cache, **other)
@@ -337,15 +338,15 @@ def test_features_that_are_not_finite(tmp_path):
 
 
 def test_an_interrupted_call_goes_on_where_it_stopped(table, vae, tmp_path, monkeypatch):
-    encode, calls = moments._encode_clip, []
+    probed = []
 
-    def stop_at_the_second(path, *rest):
-        calls.append(path.name)
-        if len(calls) == 2:
+    def stop_at_the_second(path):
+        probed.append(path.name)
+        if len(probed) == 2:
             raise KeyboardInterrupt
-        return encode(path, *rest)
+        return probe(path)
 
-    monkeypatch.setattr(moments, "_encode_clip", stop_at_the_second)
+    monkeypatch.setattr(moments, "probe", stop_at_the_second)
     with pytest.raises(KeyboardInterrupt):
         write(table, tmp_path / "cache", vae)
     with pytest.raises(UserError, match="3 of 3 rows are not in the cache"):
@@ -490,9 +491,9 @@ def test_source_hash(tmp_path):
     content = bytearray(300_000)
     (tmp_path / "a").write_bytes(content)
     base = source_hash(tmp_path / "a")
-    for place in (0, 150_000, 299_999):
+    for offset in (0, 150_000, 299_999):
         changed = bytearray(content)
-        changed[place] = 1
+        changed[offset] = 1
         (tmp_path / "b").write_bytes(changed)
         assert source_hash(tmp_path / "b") != base
     assert base.startswith("300000-")

@@ -156,14 +156,14 @@ def test_other_folders_are_refused(copy, change, message):
 def test_damaged_records_are_told_or_differ_in_what_was_damaged(copy):
     """A byte of a length or a tag is found; one of a value cannot be, for the format has no checksums."""
     path = copy / "00001.data"
-    content, told = path.read_bytes(), 0
-    for place in range(len(content)):
-        path.write_bytes(content[:place] + bytes([content[place] ^ 255]) + content[place + 1 :])
+    content, reported = path.read_bytes(), 0
+    for offset in range(len(content)):
+        path.write_bytes(content[:offset] + bytes([content[offset] ^ 255]) + content[offset + 1 :])
         with contextlib.suppress(UserError):
             assert OriginalRecords(copy)[2] != written(2)
             continue
-        told += 1
-    assert 30 < told < len(content)
+        reported += 1
+    assert 30 < reported < len(content)
     path.write_bytes(b"\x0b" + content[1:])
     with pytest.raises(UserError, match=r"00001.data, record at 0, is damaged \(wire type 3\)"):
         OriginalRecords(copy)[2]

@@ -1,4 +1,4 @@
-"""Records: what is written is read, whatever stopped the writers; damage and foreign folders are told."""
+"""Records: what is written is read, whatever stopped the writers; damage and foreign folders are reported."""
 
 import json
 import os
@@ -155,9 +155,9 @@ def test_any_flipped_byte_of_a_shard_is_detected(folder):
     content = shard.read_bytes()
     expected = {str(i): record(i) for i in range(7)}
     padding = 0
-    for place in range(0, len(content), 3):
+    for offset in range(0, len(content), 3):
         flipped = bytearray(content)
-        flipped[place] ^= 1 << place % 8
+        flipped[offset] ^= 1 << offset % 8
         shard.write_bytes(flipped)
         reader = RecordReader(folder)
         problems = list(reader.check())
@@ -207,7 +207,7 @@ def test_foreign_folders_are_refused_with_the_reason(folder, tmp_path):
         RecordWriter(folder, FEATURES, settings={"vae": "def", "size": (1, 3)})
     with pytest.raises(UserError, match=r"made with other fields: flow is float64, not string"):
         RecordWriter(folder, {**FEATURES, "flow": "string"}, settings={"vae": "abc", "size": (1, 2)})
-    with pytest.raises(UserError, match=r"made with other fields: it has no flow here"):
+    with pytest.raises(UserError, match=r"made with other fields: flow is float64, not None"):
         RecordWriter(
             folder, {k: v for k, v in FEATURES.items() if k != "flow"}, settings={"vae": "abc", "size": (1, 2)}
         )

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from opensora.datasets.table.table import text_column
+from opensora.datasets.table import text_column
 from opensora.datasets.table.text_column import TextColumn
 
 TEXTS = ["", "a", "émoji 🎬", "two\nlines", "", "湖, at dawn", "\0", "z" * 1000, os.fsdecode(b"caf\xe9.png"), ""]

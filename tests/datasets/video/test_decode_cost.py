@@ -17,7 +17,7 @@ MINUTES_10 = 6000  # frames, at 10 a second
 
 @pytest.fixture(scope="module")
 def long_video(tmp_path_factory) -> dict[str, Path]:
-    """Ten minutes of small pictures in three containers."""
+    """Ten minutes of small images in three containers."""
     folder = tmp_path_factory.mktemp("long")
     paths = {name: folder / name for name in ("long.mp4", "long.mkv", "long.ts")}
     grey = [av.VideoFrame.from_ndarray(np.full((32, 32, 3), i, np.uint8), format="rgb24") for i in range(0, 256, 4)]

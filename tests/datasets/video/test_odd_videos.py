@@ -1,4 +1,4 @@
-"""Videos as the world has them: HDR, interlaced, of non-square pixels, unsteady, moving pictures, damaged in the middle."""
+"""Videos as the world has them: HDR, interlaced, of non-square pixels, unsteady, animated images, damaged in the middle."""
 
 from contextlib import suppress
 from fractions import Fraction
@@ -204,7 +204,7 @@ def test_backward_steps_in_the_times(write_video, tmp_path):
 # ----------------------------------------------------------------------------------------------- other files
 
 
-def test_moving_pictures(tmp_path):
+def test_animated_images(tmp_path):
     frames = [Image.new("RGB", (40, 24), (20 * i + 10,) * 3) for i in range(10)]
     for name, options in [
         ("a.gif", {"duration": 100}), ("a.webp", {"duration": 100, "lossless": True}), ("a.apng", {"duration": 100}),
@@ -219,12 +219,12 @@ def test_moving_pictures(tmp_path):
         assert levels == pytest.approx([50, 110, 170], abs=1)
 
 
-def test_a_webp_that_does_not_move_is_a_picture(tmp_path):
+def test_a_webp_that_does_not_move_is_an_image(tmp_path):
     Image.new("RGB", (40, 24), "red").save(tmp_path / "a.webp", exif=Image.Exif())
     assert probe(tmp_path / "a.webp") == (1, 24, 40, 120.0)
 
 
-def test_transparent_moving_pictures_are_laid_on_white(tmp_path):
+def test_transparent_animated_images_are_laid_on_white(tmp_path):
     frames = []
     for i in range(3):
         pixels = np.zeros((24, 40, 4), np.uint8)
@@ -247,7 +247,7 @@ def test_names_in_capitals(write_video):
 
 @pytest.mark.parametrize("seconds", [0.1, 3.0])
 def test_sound_is_left_alone(write_video, tmp_path, seconds):
-    """Sound that is shorter or longer than the picture, beside it."""
+    """Sound that is shorter or longer than the image, beside it."""
     source, path = write_video("silent.mp4", numbered_frames(25)), tmp_path / "sound.mp4"
     with av.open(str(source)) as reader, av.open(str(path), "w") as writer:
         video = writer.add_stream_from_template(reader.streams.video[0])
@@ -298,7 +298,7 @@ def test_wrong_settings(settings, message):
 
 
 def test_a_data_set_at_a_steady_rate(write_video, write_table):
-    """24, 30 and 12 frames a second, all seen at 6; what is too short is told or dropped, what is too slow is told."""
+    """24, 30 and 12 frames a second, all seen at 6; what is too short is reported or dropped, what is too slow is told."""
     for name, rate, count in (("a.mp4", 24, 40), ("b.mp4", 30, 40), ("c.mp4", 12, 7), ("d.mp4", 3, 40)):
         write_video(name, numbered_frames(count), rate=rate, options={"g": "8"})
     table = str(write_table([{"path": f"{n}.mp4", "text": n} for n in "abcd"]))
@@ -362,8 +362,8 @@ def test_bytes_that_lie(tmp_path, write_video, write_image):
         data = np.frombuffer(path.read_bytes(), np.uint8)
         for trial in range(12):
             damaged = data.copy()
-            places = rng.integers(0, len(data), 1 + len(data) // 200)
-            damaged[places] ^= rng.integers(1, 256, len(places)).astype(np.uint8)
+            offsets = rng.integers(0, len(data), 1 + len(data) // 200)
+            damaged[offsets] ^= rng.integers(1, 256, len(offsets)).astype(np.uint8)
             bad = tmp_path / f"bad{trial}{path.suffix}"
             bad.write_bytes(damaged.tobytes())
             with suppress(BadFile), open_clip(bad) as clip:

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from opensora.datasets.video.color import display_matrix, is_mirrored
-from opensora.datasets.video.files import BadFile, identity
+from opensora.datasets.video.files import BadFile, file_stat_key
 from opensora.datasets.video.read_video import Decoding, open_clip, probe, read_frames
 from opensora.datasets.video.timeline import open_timeline
 from opensora.datasets.video.torchcodec_clip import TorchcodecClip
@@ -113,7 +113,7 @@ def test_what_comes_with_a_frame_may_be_unknown_to_pyav():
 
 def test_torchcodec_does_not_mirror_and_is_not_given_such_files(write_video, tmp_path):
     path = with_matrix(write_video("stored.mp4", lopsided(3)), tmp_path / "shown.mp4", (1, 0, 0, -1))
-    with open_timeline(identity(path)) as (timeline, _):
-        clip = TorchcodecClip(identity(path), timeline, video_decoder=None)
+    with open_timeline(file_stat_key(path)) as (timeline, _):
+        clip = TorchcodecClip(file_stat_key(path), timeline, video_decoder=None)
     with pytest.raises(BadFile, match=r"shown.mp4 is stored mirrored, which torchcodec leaves so; use backend='pyav'"):
         clip.read([0])

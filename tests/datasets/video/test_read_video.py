@@ -173,7 +173,7 @@ def test_unreadable_files(write_video, tmp_path):
         ("noise.mp4", b"this is no video" * 99, "noise.mp4 cannot be opened as a video"),
         ("cut.mp4", video[: len(video) // 2], "cut.mp4 cannot be opened as a video"),  # its index is at the end
         ("empty.png", b"", "empty.png is empty"),
-        ("noise.png", b"this is no picture", "noise.png cannot be read as a picture"),
+        ("noise.png", b"this is no image", "noise.png cannot be read as an image"),
     ]:
         (tmp_path / name).write_bytes(content)
         with pytest.raises(UserError, match=message):
@@ -190,7 +190,7 @@ def test_truncated_video_whose_index_is_whole(tmp_path):
         read_frames(path, 0, 1)
 
 
-def test_sound_without_pictures(tmp_path):
+def test_sound_without_images(tmp_path):
     path = tmp_path / "sound.mp4"
     with av.open(str(path), "w") as container:
         stream = container.add_stream("aac", rate=16000)
@@ -202,7 +202,7 @@ def test_sound_without_pictures(tmp_path):
         probe(path)
 
 
-# ---------------------------------------------------------------------------------------------------- pictures
+# ---------------------------------------------------------------------------------------------------- images
 
 
 def test_extensions():
@@ -211,12 +211,12 @@ def test_extensions():
     assert not is_image("a.mp4")
 
 
-def test_picture_is_one_frame(write_image):
+def test_image_is_one_frame(write_image):
     pixels = np.random.default_rng(0).integers(0, 256, (5, 7, 3), np.uint8)
     path = write_image("a.png", pixels)
     assert np.array_equal(read_frames(path, 0, 1)[0], pixels)
     assert probe(path) == (1, 5, 7, 120.0)
-    with pytest.raises(TooFewFrames, match="is a picture"):
+    with pytest.raises(TooFewFrames, match="is an image"):
         read_frames(path, 0, 2)
 
 
@@ -256,12 +256,12 @@ def test_the_size_of_a_png_with_exif_behind_its_pixels(write_image):
 
 
 @pytest.mark.parametrize("name", ["a.jpg", "a.png", "a.bmp"])
-def test_probing_a_picture_decodes_none_of_its_pixels(write_image, name):
+def test_probing_an_image_decodes_none_of_its_pixels(write_image, name):
     path = write_image(name, np.random.default_rng(0).integers(0, 256, (64, 96, 3), np.uint8))
     content = path.read_bytes()
     path.write_bytes(content[: len(content) // 2])  # the header is whole, the pixels are not
     assert probe(path) == (1, 64, 96, 120.0)
-    with pytest.raises(UserError, match="cannot be read as a picture"):
+    with pytest.raises(UserError, match="cannot be read as an image"):
         read_frames(path, 0, 1)
 
 
@@ -286,9 +286,9 @@ def test_other_modes(tmp_path, mode, level):
     assert np.abs(frame.astype(int) - level).max() <= 2
 
 
-def test_truncated_picture(write_image, tmp_path):
+def test_truncated_image(write_image, tmp_path):
     pixels = np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)
     content = write_image("a.jpg", pixels).read_bytes()
     (tmp_path / "cut.jpg").write_bytes(content[: len(content) // 2])
-    with pytest.raises(UserError, match=r"cut.jpg cannot be read as a picture"):
+    with pytest.raises(UserError, match=r"cut.jpg cannot be read as an image"):
         read_frames(tmp_path / "cut.jpg", 0, 1)

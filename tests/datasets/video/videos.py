@@ -1,4 +1,4 @@
-"""Videos whose frames can be told apart."""
+"""Videos whose frames differ."""
 
 from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
@@ -10,7 +10,7 @@ import torch
 from av.video.stream import VideoStream
 from torch import Tensor
 
-CLIPS = Path(__file__).parents[2] / "assets" / "clips"
+CLIPS = Path(__file__).parents[3] / "assets" / "clips"
 
 
 def numbered_frames(count: int, height: int = 48, width: int = 64) -> list[np.ndarray]:

@@ -326,7 +326,7 @@ class TestWeights:
         torch.testing.assert_close(model.state_dict(), before)
 
     @pytest.mark.parametrize("num_classes", [3, 9, 200])
-    def test_another_number_of_classes_is_learnt_anew(self, num_classes, tmp_path):
+    def test_another_number_of_classes_is_learned_anew(self, num_classes, tmp_path):
         file, model = toy(seed=1), toy(seed=2, condition=f"label_{num_classes}")
         before = model.state_dict()[CLASSES].clone()
         table = load(model, official(file), tmp_path)

@@ -6,8 +6,8 @@ from safetensors.torch import save_file
 
 from opensora.checkpoint.load import save_checkpoint
 from opensora.models.dit.dit import DiT
+from opensora.models.dit.weights import convert
 from opensora.models.latte.latte import Latte
-from opensora.models.latte.weights import convert
 from opensora.models.layers.pos_embed import sincos_1d
 from opensora.models.loading import load_weights
 from opensora.registry import MODELS

@@ -7,7 +7,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from opensora.models.latte.latte_t2v import LatteT2V
-from opensora.models.latte.weights_t2v import convert, to_diffusers
+from opensora.models.latte.weights import convert, to_diffusers
 from opensora.models.layers.pos_embed import sincos_2d
 from opensora.registry import MODELS
 from opensora.utils.errors import UserError
@@ -23,7 +23,7 @@ def toy(**changes) -> LatteT2V:
 
 def reference(model: LatteT2V, num_frames: int = 16) -> LatteTransformer3DModel:
     config, state = to_diffusers(model, num_frames=num_frames)
-    theirs = LatteTransformer3DModel(**config)
+    theirs = LatteTransformer3DModel.from_config(config)
     theirs.load_state_dict(state)
     return theirs.eval()
 
@@ -49,7 +49,7 @@ def blocks_of(*parts: str) -> list[str]:
 def test_xl_has_the_published_number_of_parameters():
     with torch.device("meta"):
         model = MODELS.build({"type": "LatteT2V-XL/2"})
-        theirs = LatteTransformer3DModel(**to_diffusers(model)[0])
+        theirs = LatteTransformer3DModel.from_config(to_diffusers(model)[0])
     assert sum(p.numel() for p in model.parameters()) == 1_057_246_880
     assert sum(p.numel() for p in theirs.parameters()) == 1_057_246_880
     assert theirs.config.sample_size == 64
@@ -192,19 +192,27 @@ class TestModes:
         flipped = model(**{**cond, "x": cond["x"].flip(2)})
         torch.testing.assert_close(model(**cond).flip(2), flipped, atol=1e-5, rtol=1e-5)
 
+    def tokens(self, model: LatteT2V, size: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
+        """What enters the first block minus the patches' embedding: spatial positions; after it, those of time."""
+        seen = {}
+        model.blocks[0].register_forward_pre_hook(lambda _, args: seen.update(space=args[0]))
+        model.blocks[0].register_forward_hook(lambda *args: seen.update(out=args[2]))
+        model.temporal_blocks[0].register_forward_pre_hook(lambda _, args: seen.update(time=args[0]))
+        cond = {**inputs(model, size=size), "x": torch.zeros(2, 4, *size)}
+        with torch.no_grad():
+            model(**cond)
+        return seen["space"][0, 0] - model.x_embedder.proj.bias, (seen["time"] - seen["out"])[0, :, 0]
+
     def test_time_scale_half_sees_the_span_of_twice_as_many_frames(self):
-        whole, half = toy(), toy(time_scale=0.5)
-        x = torch.zeros(1, 5, 1, 48)
-        torch.testing.assert_close(half._temporal_positions(x[:, :3]), whole._temporal_positions(x)[::2])
+        whole, half = self.tokens(toy(), (5, 2, 2))[1], self.tokens(toy(time_scale=0.5), (3, 2, 2))[1]
+        torch.testing.assert_close(half, whole[::2], atol=1e-5, rtol=0)
 
     def test_rows_and_columns_span_the_same_positions_at_every_resolution(self):
-        model, scaled = toy(base_size=None), toy(base_size=None, space_scale=0.5)
-        x = torch.zeros(1, 1, 1, 48)
         rows = torch.arange(4) * 8.0  # 4 rows over a range of 32
         expected = sincos_2d(48, rows, torch.arange(2) * 16.0)
-        for either in (model, scaled):
-            torch.testing.assert_close(either._spatial_positions(x, (4, 2)), expected, atol=1e-6, rtol=0)
-        narrow = toy(base_size=16)._spatial_positions(x, (4, 2))
+        for either in (toy(base_size=None), toy(base_size=None, space_scale=0.5)):
+            torch.testing.assert_close(self.tokens(either, (1, 8, 4))[0], expected, atol=1e-6, rtol=0)
+        narrow = self.tokens(toy(base_size=16), (1, 8, 4))[0]
         torch.testing.assert_close(narrow, sincos_2d(48, rows / 2, torch.arange(2) * 8.0), atol=1e-6, rtol=0)
 
     @pytest.mark.parametrize(("freeze", "trained"), [("not_temporal", TEMPORAL), ("text", "blocks.0.attn.")])

@@ -17,7 +17,7 @@ from opensora.models.layers.embedders import (
     ScalarEmbedder,
     timestep_sinusoid,
 )
-from opensora.models.layers.modulation import per_frame
+from opensora.models.layers.modulation import frame_modulation
 from opensora.models.layers.pos_embed import grid_coordinates, sincos_1d, sincos_2d
 from opensora.models.layers.rope import apply_rotary, rotary_table
 
@@ -138,7 +138,7 @@ def test_the_order_of_norm_and_rotation_matters_and_is_named():
 @pytest.mark.parametrize("axis", ["space", "time", "all"])
 @pytest.mark.parametrize("order", ["norm_then_rope", "rope_then_norm"])
 def test_positions_along_every_axis_are_those_of_its_sequences(axis, order):
-    """`attend` normalises and rotates tokens before they become sequences, `weigh` the sequences."""
+    """`attend_qkv` normalises and rotates tokens before they become sequences, `attend` the sequences."""
     torch.manual_seed(0)
     attn, (B, T, S) = Attention(16, 4, axis=axis, qk_norm=True, norm_order=order), (2, 3, 5)
     with torch.no_grad():
@@ -147,7 +147,7 @@ def test_positions_along_every_axis_are_those_of_its_sequences(axis, order):
     qkv = torch.randn(B, T, S, 48)
     rope = rotary_table(4, torch.arange({"space": S, "time": T, "all": T * S}[axis]))
     q, k, v = (split_heads(part, 4, axis) for part in qkv.chunk(3, dim=-1))
-    assert torch.equal(attn.attend(qkv, rope), join_heads(attn.weigh(q, k, v, rope), (B, T, S), axis))
+    assert torch.equal(attn.attend_qkv(qkv, rope), join_heads(attn.attend(q, k, v, rope), (B, T, S), axis))
 
 
 def test_rms_norm_equals_pytorchs():
@@ -190,7 +190,7 @@ def test_diffusers_agrees_on_rotary_positions():
     torch.testing.assert_close(apply_rotary(x, rotary_table(16, torch.arange(9))), apply_rotary_emb(x, (cos, sin)))
 
 
-def test_numbers_are_embedded_one_by_one_and_outside_autocast():
+def test_scalars_are_embedded_one_by_one_and_outside_autocast():
     embedder = ScalarEmbedder(8)
     sizes = torch.tensor([[513.0, 514.0], [1080.0, 1920.0]])
     together = embedder(sizes)
@@ -210,7 +210,7 @@ def test_labels_and_the_row_of_no_class():
         LabelEmbedder(10, 8, with_null=False).null(1)
 
 
-def test_layer_norm_keeps_the_number_format_under_autocast():
+def test_layer_norm_keeps_the_dtype_under_autocast():
     x = torch.randn(2, 3, 16)
     with torch.autocast("cpu", torch.bfloat16):
         short = layer_norm(16)(x.bfloat16())
@@ -231,9 +231,9 @@ def test_caption_embedder_names_and_null():
     assert "y_embedding" in embedder.state_dict()
 
 
-def test_per_frame_picks_the_timestep_of_each_frame():
+def test_frame_modulation_picks_the_timestep_of_each_frame():
     at_t, at_0 = torch.full((2, 6, 4), 1.0), torch.full((2, 6, 4), -1.0)
     mask = torch.tensor([[True, False, True], [False, False, True]])
-    out = per_frame(mask, at_t, at_0)
+    out = frame_modulation(mask, at_t, at_0)
     assert out.shape == (6, 2, 3, 1, 4)
     assert torch.equal(out[0, :, :, 0, 0] > 0, mask)

@@ -257,7 +257,7 @@ def test_published_numbers_mean_what_they_meant():
 
 
 def test_rotary_places_are_those_of_the_published_implementation():
-    """Text and conditions are at place 0; the image encoder's patches, too, are those of frame 0."""
+    """Text and conditions are at position 0; the image encoder's patches, too, are those of frame 0."""
     rng = torch.Generator().manual_seed(0)
     q, k = torch.randn(2, 64, generator=rng)
 
@@ -270,7 +270,7 @@ def test_rotary_places_are_those_of_the_published_implementation():
     assert score(table, 1, 4) == pytest.approx(float(q @ k), abs=1e-4)
     assert score(table, 0, 5) == pytest.approx(
         float(q @ k), abs=1e-4
-    )  # the first token of frame 0 is at place 0 as well
+    )  # the first token of frame 0 is at position 0 as well
     at = lambda t, h, w: 5 + t * 24 + h * 6 + w  # noqa: E731
     assert score(table, at(0, 1, 2), at(1, 3, 3)) == pytest.approx(score(table, at(1, 0, 4), at(2, 2, 5)), abs=1e-4)
     moved = {

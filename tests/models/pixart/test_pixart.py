@@ -150,11 +150,11 @@ class TestMicroConditions:
             model(**cond)
 
     def test_the_ratio_is_height_over_width(self):
-        model, told = build("PixArtMS"), []
-        model.ar_embedder.register_forward_pre_hook(lambda _, given: told.append(given[0]))
+        model, seen = build("PixArtMS"), []
+        model.ar_embedder.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
         cond = {**inputs(model), "height": torch.tensor([480.0, 512.0]), "width": torch.tensor([960.0, 256.0])}
         model(**cond)
-        assert told[0].tolist() == [[0.5], [2.0]]
+        assert seen[0].tolist() == [[0.5], [2.0]]
 
     def test_other_pixarts_do_not_look(self):
         model = build("PixArt-Sigma")

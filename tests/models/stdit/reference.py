@@ -1,4 +1,4 @@
-"""Open-Sora's models once more, straight from the equations: one sample, loops over frames and places, plain sums.
+"""Open-Sora's models once more, straight from the equations: one sample, loops over frames and positions, plain sums.
 
 Weights are a state dict `p` of the model under test. Tokens are X [T, S, D], text y [L, D], real tokens only.
 """
@@ -89,10 +89,10 @@ def tokens(p, x, height, width):
     for i in range(h):
         for j in range(w):
             row, column = i * base / h / scale, j * base / w / scale
-            place = [f(position * a) for position in (column, row) for f in (math.sin, math.cos) for a in waves]
+            encoding = [f(position * a) for position in (column, row) for f in (math.sin, math.cos) for a in waves]
             patch = x[:, :, 2 * i : 2 * i + 2, 2 * j : 2 * j + 2]
             content = torch.einsum("ctpq,dcpq->td", patch, kernel[:, :, 0]) + p["x_embedder.proj.bias"]
-            X[:, i * w + j] = content + torch.tensor(place)
+            X[:, i * w + j] = content + torch.tensor(encoding)
     return X
 
 

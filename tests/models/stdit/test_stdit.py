@@ -10,7 +10,7 @@ from opensora.acceleration.checkpointing import checkpoint_activations
 from opensora.checkpoint.load import save_checkpoint
 from opensora.models.loading import load_weights
 from opensora.models.stdit.stdit import STDiT
-from opensora.models.stdit.weights import convert
+from opensora.models.stdit.weights import convert_stdit
 from opensora.registry import MODELS
 from opensora.utils.errors import UserError
 
@@ -271,7 +271,7 @@ class TestWeights:
         before = {k: v.clone() for k, v in model.state_dict().items()}
         torch.save(toy(depth=3).state_dict(), tmp_path / "w.pth")
         with pytest.raises(UserError):
-            load_weights(model, tmp_path / "w.pth", convert)
+            load_weights(model, tmp_path / "w.pth", convert_stdit)
         torch.testing.assert_close(model.state_dict(), before)
 
     def test_nothing_there(self):

@@ -1,4 +1,4 @@
-"""STDiT2: the published count and names, the equations, what it needs to be told, weights of its forerunners.
+"""STDiT2: the published count and names, the equations, its micro-conditions, weights of its forerunners.
 
 What every denoiser must do is tested in tests/models/test_denoisers.py.
 """
@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from opensora.checkpoint.load import save_checkpoint
 from opensora.models.loading import load_weights
 from opensora.models.stdit.stdit2 import STDiT2, size_positions
-from opensora.models.stdit.weights2 import convert
+from opensora.models.stdit.weights import convert_stdit2
 from opensora.registry import MODELS
 from opensora.utils.errors import UserError
 from tests.models.denoisers import TOY, build, inputs, sample
@@ -117,7 +117,7 @@ def test_positions_span_the_same_range_at_any_resolution():
     torch.testing.assert_close(table[0], counted[0])
     # 512 x 512 counts the patches of one row: channel 0 is sin(column)
     torch.testing.assert_close(table[0, :32, 0], torch.arange(32.0).sin())
-    # 256 x 256 by 16 x 16 patches: every other place of 512 x 512
+    # 256 x 256 by 16 x 16 patches: every other position of 512 x 512
     half = size_positions(16, (16, 16), side[1:], side[1:], 512)[0].reshape(16, 16, 16)
     torch.testing.assert_close(half, table[0].reshape(32, 32, 16)[::2, ::2])
     # 2 x 8 patches span what 4 x 4 do: row 1 is at 2, column 1 at 1 / 2
@@ -201,7 +201,7 @@ class TestWeights:
         sizeless = {n: v for n, v in pixart_file(lively()).items() if not n.startswith(("csize", "ar_"))}
         torch.save({"state_dict": sizeless}, tmp_path / "w.pth")
         model = MODELS.build({"type": "STDiT2-XL/2", **TOY})
-        table = load_weights(model, tmp_path / "w.pth", convert)
+        table = load_weights(model, tmp_path / "w.pth", convert_stdit2)
         for part in ("PixArt-alpha", "no temporal branch", "does not normalise", "no sizes", "made 3-D", "recomputed"):
             assert part in table
 
@@ -209,7 +209,7 @@ class TestWeights:
         old = build("STDiT")
         torch.save(old.state_dict(), tmp_path / "w.pth")
         model = STDiT2(**TOY)
-        table = load_weights(model, tmp_path / "w.pth", convert)
+        table = load_weights(model, tmp_path / "w.pth", convert_stdit2)
         assert "(STDiT)" in table
         assert "STDiT has no such part" in table
         new = model.state_dict()

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from opensora.checkpoint.load import save_checkpoint
 from opensora.models.loading import load_weights
 from opensora.models.stdit.stdit3 import STDiT3
-from opensora.models.stdit.weights3 import convert
+from opensora.models.stdit.weights import convert_stdit3
 from opensora.registry import MODELS
 from opensora.utils.errors import UserError
 from tests.models.denoisers import C_TEXT, TOY, L, build, inputs, sample
@@ -179,7 +179,7 @@ class TestWeights:
         state["y_embedder.y_embedding"] = torch.randn(3, C_TEXT)
         torch.save({"state_dict": state}, tmp_path / "w.pth")
         model = STDiT3(**TOY)
-        table = load_weights(model, tmp_path / "w.pth", convert)
+        table = load_weights(model, tmp_path / "w.pth", convert_stdit3)
         for part in ("PixArt-Sigma", "no temporal blocks", "no frame rate", "does not normalise", "made 3-D", "made 7"):
             assert part in table
         block = model.spatial_blocks[1].state_dict()

@@ -45,8 +45,9 @@ def save_tokenizer(folder, *, begin=None, pad="<pad>", end="</s>", around=True):
         special_tokens=[(token, tokenizer.token_to_id(token)) for token in (begin, end) if token],
     )
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token=pad, eos_token=end, unk_token="<unk>", bos_token=begin
-    )
+        tokenizer_object=tokenizer, pad_token=pad, eos_token=end, unk_token="<unk>", bos_token=begin,
+        model_input_names=["input_ids", "attention_mask"],
+    )  # fmt: skip
     fast.save_pretrained(folder)
     return fast
 

@@ -31,7 +31,7 @@ def random_alex(path: Path) -> Path:
 
 
 def package_folder() -> Path | None:
-    """Where stlpips_pytorch lies: installed, or unpacked by tools/datasets/fetch_sources.py."""
+    """Where stlpips_pytorch lies: installed, or unpacked by assets/build/fetch_sources.py."""
     spec = importlib.util.find_spec("stlpips_pytorch")
     if spec is not None and spec.submodule_search_locations:
         return Path(next(iter(spec.submodule_search_locations)))

@@ -7,7 +7,7 @@ from einops import rearrange
 from torch import nn
 from torch.testing import assert_close
 
-from opensora.acceleration.sliced_vae import pictures_at_a_time
+from opensora.acceleration.vae_slicing import images_at_a_time
 from opensora.models.vae import VideoAutoencoderKL, sliced_vae
 from opensora.models.vae.slicing import SlicedEncoder, sliced_moments
 from opensora.utils.errors import UserError
@@ -69,13 +69,13 @@ def test_a_video_vae_is_cut_by_videos():
 
 
 def test_pictures_at_a_time_follow_height_and_width():
-    assert [pictures_at_a_time(*size) for size in [(1024, 1024), (1001, 2000), (1000, 1000), (720, 1280)]] == [
+    assert [images_at_a_time(*size) for size in [(1024, 1024), (1001, 2000), (1000, 1000), (720, 1280)]] == [
         1,
         1,
         2,
         2,
     ]
-    assert [pictures_at_a_time(*size) for size in [(576, 1024), (512, 512), (500, 500), (256, 4000)]] == [8, 8, 16, 16]
+    assert [images_at_a_time(*size) for size in [(576, 1024), (512, 512), (500, 500), (256, 4000)]] == [8, 8, 16, 16]
 
 
 def test_channels_last_is_by_size_of_the_picture_too(frames):

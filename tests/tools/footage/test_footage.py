@@ -85,7 +85,7 @@ def test_the_whole_way_to_training(recipe, folder, tmp_path, monkeypatch, capsys
     dataset = VariableVideoTextDataset(str(out / "train.csv"), {"96px": {16: (1.0, 2)}})
     sampler = BucketBatchSampler(dataset, seed=0)
     batches = itertools.islice(iter(sampler), sampler.batches_in(0))  # it has no end
-    items = [dataset[key] for batch in batches for key in batch]
+    items = [dataset[key] for batch in batches for key in batch.keys]
     assert len(items) == 4
     assert {tuple(item["video"].shape[:2]) for item in items} == {(3, 16)}
     config = tmp_path / "config.py"

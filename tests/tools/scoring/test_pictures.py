@@ -1,6 +1,7 @@
 """Scorers that look at single pictures: static, black, sharpness, duplicates, writing."""
 
 import importlib.util
+import subprocess
 import sys
 import tracemalloc
 from pathlib import Path
@@ -20,6 +21,7 @@ from tools.scoring.registry import names, scorer
 CLIPS = Path(__file__).parents[3] / "assets" / "clips"
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_frozen_clip_is_static_and_a_walk_before_a_fixed_camera_is_not(tmp_path, moving):
     scene = seen(picture(0))
@@ -202,3 +204,20 @@ def test_unknown_scorers_and_settings_are_errors():
         scorer("flwo")
     with pytest.raises(UserError, match="no setting 'fsp'"):
         scorer("flow", fsp=3)
+
+
+@pytest.mark.slow
+def test_images_are_read_where_there_is_no_pyav(tmp_path):
+    frames = [Image.new("RGB", (32, 24), color) for color in ("red", "blue")]
+    frames[0].save(tmp_path / "two.webp", save_all=True, append_images=frames[1:], duration=400)
+    code = (
+        "import sys; sys.modules['av'] = None\n"
+        "from pathlib import Path\n"
+        "from tools.scoring.frames import key_frames\n"
+        f"print([frame[0, 0].argmax() for frame in key_frames(Path({str(tmp_path / 'two.webp')!r}), (0, 1))])"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=Path(__file__).parents[3]
+    )
+    assert run.returncode == 0, run.stderr
+    assert [int(digit) for digit in run.stdout if digit in "012"] == [0, 2]

@@ -1,0 +1,264 @@
+"""Optix's interface: one call that prepares denoiser, VAE, optimizer and EMA for memory-efficient training.
+
+    from opensora.acceleration import optix
+
+    model, vae, opt, ema = optix.compile(model, vae, learning_rate=1e-5, weight_decay=1e-5, use_ema=True)
+    latents = optix.sliced_vae(vae, pixels, use_autocast=True, nhwc=True)
+
+It works on our models and on diffusers' U-Nets and transformers. Keywords and their defaults are those of Optix's README;
+docs/optix.md lists what differs from its code.
+
+ZeRO stage 1 and the EMA are here once more, since a user of Optix has a plain optimizer and a loop of his own, and no engine:
+PyTorch's `ZeroRedundancyOptimizer` is such an optimizer, and `engines/partition.py` is what `ddp` makes of the engines' step.
+"""
+
+import logging
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from opensora.acceleration.checkpointing import checkpoint_activations
+from opensora.acceleration.compile.blocks import compile_blocks, is_ours
+from opensora.acceleration.distributed import STEP_TIMEOUT, broadcast_params, neighbours
+from opensora.acceleration.engines.partition import gather_from_owners, node_size, share_out
+from opensora.acceleration.vae_slicing import encoders_of, sliced_vae, to_channels_last
+from opensora.registry import did_you_mean
+from opensora.utils.errors import UserError
+
+__all__ = ["DEFAULTS", "ShardedEMA", "compile", "sliced_vae"]
+
+logger = logging.getLogger(__name__)
+
+DEFAULTS: dict[str, Any] = {
+    "use_ema": False,
+    "compile_vae": True,
+    "ddp": True,
+    "dp_group": None,
+    "gradient_checkpointing": True,
+    "xformer": True,
+    "fusedln": True,
+    "compile_unet": False,
+    "vae_channels_last": True,
+    "optim": "adamw",
+    "learning_rate": 1e-5,
+    "weight_decay": 0,
+    "hybrid_zero": True,
+    "model_dtype": None,  # None: as the model is
+}
+OPTIMIZERS = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+ALIASES = {"compile_model": "compile_unet"}  # the name that Optix's code reads
+
+
+def compile(
+    model: nn.Module, vae: nn.Module, config: object = None, **options: Any
+) -> tuple[nn.Module, nn.Module, Optimizer, "ShardedEMA | None"]:
+    """Prepare a denoiser and its VAE for training.
+
+    Args:
+        model: a denoiser of ours or of diffusers, on its device; changed in place.
+        vae: is frozen, in fp32, on the model's device.
+        config: an object or mapping with values of the keywords; what it lacks has its default.
+        options: the keywords, which win over `config`:
+            use_ema: make an EMA of the weights, sharded over the processes.
+            compile_vae, vae_channels_last: of the VAE's encoder.
+            ddp: wrap the model in DistributedDataParallel, if there are several processes.
+            dp_group: the processes that average gradients and shard the optimizer's state; None = all.
+            gradient_checkpointing: activation checkpointing.
+            xformer: ask diffusers' models for xformers' attention. Where it is not installed PyTorch's own is as good.
+            fusedln: apex's LayerNorm, where it is installed and the model is not compiled.
+            compile_unet (or compile_model): torch.compile the denoiser, block by block where it has blocks.
+            optim, learning_rate, weight_decay: "adam", "adamw" or "sgd".
+            hybrid_zero: shard the optimizer's state inside each node; with a dp_group inside that.
+            model_dtype: cast the model's weights; fp32 masters are lost.
+
+    Returns:
+        The model (wrapped, with several processes), the VAE, the optimizer, and the EMA or None.
+
+    Raises:
+        UserError: there is no such keyword or optimizer, a keyword and its other name contradict each other, or the model
+            has nothing to train.
+    """
+    chosen = _chosen(config, options)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trained:
+        raise UserError(
+            f"optix.compile: {type(model).__name__} has nothing to train: it has no parameters, or all of them are frozen. Call "
+            "requires_grad_(True) on what is to learn."
+        )
+    torch.set_float32_matmul_precision("high")  # TF32, which is part of what Optix measured
+    torch.backends.cudnn.allow_tf32 = True
+    vae.requires_grad_(False).eval().to(trained[0].device, torch.float32)
+    for encoder in encoders_of(vae):
+        if chosen["vae_channels_last"]:
+            to_channels_last(encoder)
+        if chosen["compile_vae"]:
+            encoder.compile()
+    if chosen["model_dtype"] is not None:
+        if chosen["model_dtype"] != torch.float32:
+            warnings.warn(
+                f"model_dtype={chosen['model_dtype']}: steps that are small compared with a weight are lost in it. Leave it out to keep fp32 "
+                "weights and compute in bf16 by autocast.",
+                stacklevel=2,
+            )
+        model.to(chosen["model_dtype"])
+    _speed_up(model, chosen)
+
+    # all processes of a group begin with the first one's weights, before anything copies these or shards their state
+    group = chosen["dp_group"]
+    several = dist.is_initialized() and dist.get_world_size(group) > 1
+    if several and chosen["ddp"]:
+        model = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
+    elif several and (chosen["use_ema"] or chosen["hybrid_zero"]):
+        broadcast_params(model, group)
+    ema = ShardedEMA(model, group) if chosen["use_ema"] else None
+
+    kind = OPTIMIZERS[chosen["optim"]]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    settings = {"lr": chosen["learning_rate"], "weight_decay": chosen["weight_decay"], "fused": trained[0].is_cuda}
+    if not several or not chosen["hybrid_zero"]:
+        return model, vae, kind(trained, **settings), ema
+    group = group or _node_group()
+    return model, vae, ZeroRedundancyOptimizer(trained, kind, process_group=group, **settings), ema
+
+
+def _chosen(config: object, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Every keyword's value."""
+    names = [*DEFAULTS, *ALIASES]
+    if isinstance(config, Mapping):
+        given = dict(config)
+    else:
+        given = {name: getattr(config, name) for name in names if hasattr(config, name)}
+    for name in [*given, *options]:
+        if name not in names:
+            raise UserError(
+                f"optix.compile has no keyword {name!r}.{did_you_mean(name, names)} It has: {', '.join(DEFAULTS)}."
+            )
+    keywords = _without_aliases(options)
+    rest = {name: value for name, value in given.items() if ALIASES.get(name, name) not in keywords}
+    chosen = {**DEFAULTS, **_without_aliases(rest), **keywords}
+    if chosen["optim"] not in OPTIMIZERS:
+        raise UserError(f"optix.compile: optim={chosen['optim']!r} is not one of {', '.join(OPTIMIZERS)}.")
+    return chosen
+
+
+def _without_aliases(values: Mapping[str, Any]) -> dict[str, Any]:
+    for alias, name in ALIASES.items():
+        if alias in values and values.get(name, values[alias]) != values[alias]:
+            raise UserError(
+                f"optix.compile: {alias}={values[alias]!r} and {name}={values[name]!r} are one keyword: give one of them."
+            )
+    return {ALIASES.get(name, name): value for name, value in values.items()}
+
+
+def _speed_up(model: Any, chosen: Mapping[str, Any]) -> None:
+    """Attention, LayerNorm, compilation and activation checkpointing."""
+    blocks = model.transformer_blocks() if is_ours(model) else None  # in diffusers, it is a list
+    if chosen["xformer"] and hasattr(model, "enable_xformers_memory_efficient_attention"):
+        try:
+            model.enable_xformers_memory_efficient_attention()
+        except (ImportError, ValueError, AttributeError) as error:  # diffusers' ways to say no
+            logger.info("xformer: not used (%s); PyTorch's own attention is.", str(error).split("\n")[0])
+    if chosen["fusedln"] and chosen["compile_unet"]:
+        logger.info("fusedln: a compiled model fuses its LayerNorms itself; apex's would be a graph break.")
+    elif chosen["fusedln"]:
+        _fuse_layer_norms(model)
+    if chosen["compile_unet"]:
+        model.compile() if blocks is None else compile_blocks(blocks)
+    if chosen["gradient_checkpointing"]:
+        if blocks is not None:
+            checkpoint_activations(blocks)
+        elif hasattr(model, "enable_gradient_checkpointing"):
+            model.enable_gradient_checkpointing()
+        else:
+            raise UserError(
+                f"optix.compile: {type(model).__name__} has no way to checkpoint activations; pass gradient_checkpointing=False."
+            )
+
+
+def _fuse_layer_norms(model: nn.Module) -> None:
+    """Exchange every `nn.LayerNorm` for apex's fused one, with its weights; subclasses do something else, and stay."""
+    try:
+        from apex.normalization import FusedLayerNorm
+    except ImportError:
+        logger.info("fusedln: apex is not installed, PyTorch's LayerNorm is used.")
+        return
+    for parent in list(model.modules()):
+        for name, norm in list(parent.named_children()):
+            if type(norm) is nn.LayerNorm:
+                fused = FusedLayerNorm(norm.normalized_shape, eps=norm.eps, elementwise_affine=norm.elementwise_affine)
+                fused.weight, fused.bias = norm.weight, norm.bias
+                setattr(parent, name, fused)
+
+
+def _node_group() -> dist.ProcessGroup | None:
+    """The processes of this node; None = all, where the world is no whole number of nodes."""
+    size, world = node_size(dist.get_world_size()), dist.get_world_size()
+    if size == world or world % size:
+        return None
+    return neighbours(dist.get_rank(), world, size, STEP_TIMEOUT)
+
+
+class ShardedEMA:
+    """fp32 EMA of a model's parameters, of which each process of a group keeps a share.
+
+    Whole parameters are shared out, the largest first, so that the shares are nearly equal (Optix fills them in the order
+    of declaration, and may leave one with everything). Nothing is sent until the EMA is saved. Without other processes it is
+    a plain EMA.
+
+    Args:
+        model: whole in each process, and the same in all; it may be wrapped in DistributedDataParallel.
+        group: the processes; None = all.
+    """
+
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group or (dist.group.WORLD if dist.is_initialized() else None)
+        self.size = dist.get_world_size(group) if dist.is_initialized() else 1
+        self.rank = dist.get_rank(group) if dist.is_initialized() else 0
+        parameters = dict(_inner(model).named_parameters())
+        self.device = next(iter(parameters.values())).device
+        self.owner = share_out({name: p.numel() for name, p in parameters.items()}, self.size)
+        self.shadow = {
+            name: p.detach().float().clone() for name, p in parameters.items() if self.owner[name] == self.rank
+        }
+
+    @torch.no_grad()
+    def update(self, model: nn.Module, decay: float = 0.9999, *, only_trainable: bool = True) -> None:
+        """`ema <- decay * ema + (1 - decay) * weights`; with decay 0 it is the weights.
+
+        Args:
+            only_trainable: frozen parameters are copied, not averaged, so that they are right even if they were loaded late.
+        """
+        for name, parameter in _inner(model).named_parameters():
+            if name not in self.shadow:
+                continue
+            if only_trainable and not parameter.requires_grad:
+                self.shadow[name].copy_(parameter)
+            else:
+                self.shadow[name].lerp_(parameter.float(), 1 - decay)
+
+    @torch.no_grad()
+    def state_dict(self, model: nn.Module | None = None) -> dict[str, Tensor]:
+        """The whole EMA, and the buffers of `model`, in the first process; {} in the others. All processes call it."""
+        if self.group is None:
+            state = {name: tensor.clone() for name, tensor in self.shadow.items()}
+        else:
+            gathered = gather_from_owners(self.shadow, self.group, self.device)
+            state = {name: tensor.clone() for name, tensor in gathered if self.rank == 0}
+        if model is not None and self.rank == 0:
+            state |= {name: buffer.detach().clone() for name, buffer in _inner(model).named_buffers()}
+        return state
+
+    def verify_with_gt(self, averages: dict[str, Tensor]) -> bool:
+        """Whether this process' share equals an EMA that was kept whole, bit for bit."""
+        return all(torch.equal(tensor, averages[name]) for name, tensor in self.shadow.items())
+
+
+def _inner(model: nn.Module) -> nn.Module:
+    return model.module if isinstance(model, DistributedDataParallel) else model

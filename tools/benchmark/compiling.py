@@ -1,0 +1,166 @@
+"""What the compiler gives: the modes of `opensora.acceleration.compiler`, and how long a process waits for its first step."""
+
+import argparse
+import copy
+import importlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opensora.acceleration.compiler import cache_counters, compile, load_compiled, save_compiled
+from opensora.utils.errors import UserError
+from tools.benchmark import denoisers
+from tools.benchmark.denoisers import Inputs
+from tools.benchmark.measure import Options, Table, attempt, processor_s, psnr, relative_error, seconds, synchronize
+
+MODES = (
+    "jit", "max-autotune", "max-optimize", "O2", "O3", "O3:freezing", "cudagraphs", "O3:cudagraphs", "O3:cudagraphs:freezing", "O3:quant",
+)  # fmt: skip
+MODE_COLUMNS = {"mode": "", "first call s": ".1f", "ms per step": ".2f", "speed-up": ".2f", "PSNR dB": ".1f"}
+CACHE_COLUMNS = {
+    "process": "", "first step s": ".1f", "of the first": ".0%", "compiler's imports s": ".1f", "loading s": ".1f",
+    "processor s": ".1f", "of the first ": ".0%", "before that: processor s": ".1f", "programs found": "d", "compiled": "d",
+    "against the first": ".2g",
+}  # fmt: skip
+
+
+def compile_modes(argv: Sequence[str]) -> None:
+    """Time one forward pass of a denoiser, eager and compiled with each mode of `opensora.acceleration.compiler`.
+
+    All modes run on the same weights and inputs in one process, under bf16 autocast. A row gives the first call (which compiles),
+    the median of later ones, and the PSNR of the prediction against eager's, with eager's largest value as peak; `eager fp32`
+    against eager says how far bf16 itself is. A mode that cannot run on this machine gives its reason in place of numbers.
+    """
+    options = Options("compile_modes", compile_modes.__doc__, argv)
+    add_model(options)
+    options.add("--batch", 2, 2, help="2 is one video with guidance")
+    options.add("--modes", list(MODES), ["jit"])
+    options.add("--repeats", 20, 3, help="calls, of whose times the median is taken")
+    args = options.parse()
+    model, batch = build(args, args.batch, options.device)
+    options.heading(f"{args.model}, latents {args.latent}, batch {args.batch}, bf16")
+    table = Table(MODE_COLUMNS)
+    eager, first_s, eager_s = timed(model, batch, args.repeats)
+    table.row("eager", first_s, eager_s * 1e3, 1.0, float("inf"))
+    exact, first_s, fp32_s = timed(model, batch, args.repeats, short=False)
+    table.row("eager fp32", first_s, fp32_s * 1e3, eager_s / fp32_s, psnr(exact, eager))
+    for mode in args.modes:
+        # block by block, but for a CUDA graph, which holds the whole model, and frozen blocks, which share no program
+        how = {"mode": mode, "regional": None if {"cudagraphs", "freezing"} & set(mode.split(":")) else True}
+        found = attempt(lambda: timed(compile(copy.deepcopy(model), options=how), batch, args.repeats), UserError)  # noqa: B023
+        if isinstance(found, str):
+            table.row(mode, found)
+            continue
+        prediction, first_s, step_s = found
+        table.row(mode, first_s, step_s * 1e3, eager_s / step_s, psnr(prediction, eager))
+
+
+def add_model(options: Options) -> None:
+    """Which model, at which size."""
+    options.add_argument("--model", default="STDiT-XL/2", help="a registered denoiser; --toy makes it small")
+    options.add("--latent", [16, 32, 32], [4, 8, 8], nargs=3, metavar=("T", "H", "W"))
+
+
+def build(args: argparse.Namespace, batch: int, device: torch.device) -> tuple[Any, Inputs]:
+    """The model without gradients, and what it is called with."""
+    size = {"text_len": 16, **denoisers.TOY} if args.toy else {}
+    model = denoisers.build(args.model, device, **size).eval().requires_grad_(requires_grad=False)
+    return model, denoisers.inputs(model, batch, args.latent, device)
+
+
+@torch.no_grad()
+def timed(model: Any, batch: Inputs, repeats: int, *, short: bool = True) -> tuple[Tensor, float, float]:
+    """The prediction, seconds of the first call, and the median of `repeats` others, in bf16 unless not `short`."""
+    device = batch.z.device
+    found: list[Tensor] = []
+
+    def call() -> None:
+        with torch.autocast(device.type, torch.bfloat16, enabled=short):
+            found[:] = [model(batch.z, batch.t, **batch.cond)]
+
+    # two more to warm up: CUDA graphs are recorded in the second
+    times = [seconds(call, device) for _ in range(1 + 2 + repeats)]
+    return found[0].float(), times[0], statistics.median(times[3:])
+
+
+def compile_cache(argv: Sequence[str]) -> None:
+    """Time how long a process waits for its first compiled step: with empty caches, an earlier one's caches, saved programs.
+
+    Each row is a process of its own. `loaded` has an empty cache and what `save_compiled` wrote; the goal is under 35 % of `first`.
+    The first step is timed from a built model to its end, loading of saved programs included; importing PyTorch and building the
+    model are not, for no cache can help there. `processor s` counts the same stretch with the compilers that it started, and does
+    not depend on what else the machine does; `before that` counts the processor seconds of importing PyTorch and building the model.
+    The last column is |found - first| / |first| of the predictions: 0, or the rounding of other kernels where a mode chooses them by
+    time.
+    """
+    options = Options("compile_cache", compile_cache.__doc__, argv, device="any")
+    add_model(options)
+    options.add_argument("--mode", default="O3")
+    options.add_argument("--whole", action="store_true", help="compile the whole model, not block by block")
+    options.add_argument("--process", choices=("save", "plain", "load"), help=argparse.SUPPRESS)
+    options.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    args = options.parse()
+    if args.process is not None:
+        print(json.dumps(first_call(args, options.device)))
+        return
+    options.heading()
+    table = Table(CACHE_COLUMNS)
+    with tempfile.TemporaryDirectory() as folder:
+        first: dict[str, Any] = {}
+        for name, process, cache in (("first", "save", "a"), ("loaded", "load", "b"), ("same cache", "plain", "a")):
+            caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/{cache}", "TRITON_CACHE_DIR": f"{folder}/{cache}/triton"}
+            command = [
+                sys.executable,
+                "-m",
+                "tools.benchmark",
+                "compile_cache",
+                *argv,
+                "--process",
+                process,
+                "--folder",
+                folder,
+            ]
+            done = subprocess.run(command, env={**os.environ, **caches}, stdout=subprocess.PIPE, text=True, check=True)
+            run = json.loads(done.stdout.splitlines()[-1])
+            first = first or run
+            error = relative_error(torch.load(run["prediction"]), torch.load(first["prediction"]))
+            if not error <= 0.01:  # in bf16, compilers choose kernels by time, and another kernel may round otherwise
+                raise UserError(f"{name}: the prediction is {error:.2g} away from that of the first process.")
+            shares = [run[key] / first[key] for key in ("seconds", "processor")]
+            table.row(
+                name, run["seconds"], shares[0], run["imports"], run["loading"], run["processor"], shares[1], run["before"],
+                run["hits"], run["misses"], error,
+            )  # fmt: skip
+
+
+@torch.no_grad()
+def first_call(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """Seconds from a built model to the end of its first step, loading of saved programs included."""
+    model, batch = build(args, 2, device)
+    before, start = processor_s(), time.perf_counter()
+    importlib.import_module("torch._inductor.compile_fx")  # `compile` would, and what it imports
+    imports = time.perf_counter() - start
+    compile(model, options={"mode": args.mode, "regional": not args.whole})
+    loading = 0.0
+    if args.process == "load":
+        loading = seconds(lambda: load_compiled(args.folder / "saved", model), device)
+    with torch.autocast(device.type, torch.bfloat16):
+        prediction = model(batch.z, batch.t, **batch.cond)
+    synchronize(device)
+    taken, processor = time.perf_counter() - start, processor_s() - before
+    if args.process == "save":
+        save_compiled(args.folder / "saved", model)
+    file = args.folder / f"{args.process}.pt"
+    torch.save(prediction.float().cpu(), file)
+    times = {"seconds": taken, "imports": imports, "loading": loading, "processor": processor, "before": before}
+    return {**times, "prediction": str(file), **cache_counters()._asdict()}
