@@ -178,7 +178,7 @@ def train(cfg: TrainConfig, world: World, stop: StopSignals, watchdog: Watchdog)
             rngs = generators(cfg.seed, "train", state.step, ids=ids, device=world.device)
             z, cond = encode(batch, rngs)  # z [B, C, T, h, w]
             with engine.micro_step(last=i == cfg.accumulation_steps - 1):
-                mask = masks(z, rngs)  # [B, T], False at given frames; None = none are given
+                mask = masks(z, rngs)  # [B, T], False at conditioning frames; None: there are none
                 loss = scheduler.training_losses(engine.model, z, cond, mask=mask, generators=rngs).mean()
             engine.backward(guard(loss, batch) / cfg.accumulation_steps)
             meter.add(batch, z, cond, loss)

@@ -438,7 +438,7 @@ class VideoPipeline:
         )
         timesteps: Sequence[float] = ()
         if self.step_cache is not None:
-            timesteps = of_thousand(self.scheduler, self.scheduler.solver(z, generators).timesteps)
+            timesteps = scale_to_1000(self.scheduler, self.scheduler.solver(z, generators).timesteps)
         x = z
         # closed also where `on_step` raises: the exception's traceback holds on to the steps, and they to cast weights
         with _closing(steps), _sampling(self.step_cache, timesteps), tqdm(disable=not progress) as bar:
@@ -506,7 +506,7 @@ def needs_null(scheduler: Any, guidance_scale: float | None = None) -> bool:
     return bool((scheduler.cfg_scale if guidance_scale is None else guidance_scale) != 1)
 
 
-def of_thousand(scheduler: Any, timesteps: Sequence[float]) -> list[float]:
+def scale_to_1000(scheduler: Any, timesteps: Sequence[float]) -> list[float]:
     """Timesteps on the scale 0 to 1000, on which step caches are set, whatever the scheduler counts to."""
     last = getattr(scheduler, "num_timesteps", None)
     if last is None and hasattr(scheduler, "diffusion_steps"):

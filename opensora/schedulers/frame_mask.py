@@ -1,4 +1,4 @@
-"""Frames that are given: kept, or edited from some noise level on. The same rules in every sampler."""
+"""Conditioning frames, which are kept, and frames that are edited from some noise level on. The same in every sampler."""
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
@@ -25,7 +25,7 @@ class FrameMask:
         generators: one per sample; needed by a mask of floats, which may ask for edits.
 
     Attributes:
-        all_move: of each step, whether the sampler moves all frames of all samples in it.
+        all_denoised: of each step, whether all frames of all samples are denoised in it.
     """
 
     def __init__(
@@ -40,31 +40,36 @@ class FrameMask:
             raise ValueError(f"mask has shape {tuple(mask.shape)}, expected [B, T] = [{z.shape[0]}, {z.shape[2]}].")
         self.mask = mask.to(z.device)
         self.noised = noised
-        # a frame moves in the steps whose bound is below its value: half-way to the next level
+        # a frame is denoised in the steps whose bound is below its value: half-way to the next level
         self.bounds = [*((level + after) / 2 for level, after in pairwise(levels)), 0.0]
         self.edit_noise = None
+        bounds = torch.zeros(len(levels))
         if mask.is_floating_point():
-            self.edit_noise = _edit_noise(z, generators)
+            if generators is None:
+                raise ValueError("a fractional mask draws noise: pass one generator per sample, or a boolean mask.")
+            # forked, so that the steps' noise of a sample is the same whether or not a frame of it is edited
+            forked = [generator(g.initial_seed(), "edit", device=g.device) for g in generators]
+            self.edit_noise = randn_like(z, forked)
+            bounds = torch.tensor(self.bounds, dtype=mask.dtype)
         # read once, so that the steps in which nothing changes launch nothing; after that nobody waits for the device
         values = mask.cpu()
-        bounds = torch.tensor(self.bounds, dtype=mask.dtype) if mask.is_floating_point() else torch.zeros(len(levels))
-        moving = values > bounds[:, None, None]  # [num_steps, B, T]
-        self.all_move: list[bool] = moving.flatten(1).all(dim=1).tolist()
-        edited = (moving & (values < 1)).flatten(1).sum(dim=1).tolist()
+        denoised = values > bounds[:, None, None]  # [num_steps, B, T]
+        self.all_denoised: list[bool] = denoised.flatten(1).all(dim=1).tolist()
+        edited = (denoised & (values < 1)).flatten(1).sum(dim=1).tolist()
         self._enters = [before < now for before, now in pairwise([0, *edited])]
-        changes = [0, *(moving[1:] != moving[:-1]).flatten(1).any(dim=1).tolist()]
-        self._stage = list(accumulate(changes))  # steps of one stage move the same frames
+        changes = [0, *(denoised[1:] != denoised[:-1]).flatten(1).any(dim=1).tolist()]
+        self._stage = list(accumulate(changes))  # steps of one stage denoise the same frames
         self._active: dict[int, Tensor] = {}
 
     def active(self, index: int) -> Tensor:
-        """[B, T] bool: the frames that the sampler moves in this step (0 is the first, the noisiest).
+        """[B, T] bool: the frames that are denoised in this step (0 is the first, the noisiest).
 
-        Steps that move the same frames give the same tensor.
+        Steps that denoise the same frames give the same tensor.
         """
         stage = self._stage[index]
         if stage not in self._active:
-            moves = self.mask > self.bounds[index] if self.mask.is_floating_point() else self.mask.bool()
-            self._active[stage] = moves
+            active = self.mask > self.bounds[index] if self.mask.is_floating_point() else self.mask.bool()
+            self._active[stage] = active
         return self._active[stage]
 
     def noise_entering(self, x: Tensor, index: int) -> Tensor:
@@ -73,16 +78,9 @@ class FrameMask:
             return x
         before = self.bounds[index - 1] if index > 0 else 1.0
         entering = (self.mask > self.bounds[index]) & (self.mask <= before) & (self.mask < 1)
-        return torch.where(per_frame(entering), self.noised(x, self.edit_noise, index), x)
+        return torch.where(expand_frames(entering), self.noised(x, self.edit_noise, index), x)
 
 
-def per_frame(mask: Tensor) -> Tensor:
+def expand_frames(mask: Tensor) -> Tensor:
     """[B, T] -> [B, 1, T, 1, 1]."""
     return mask[:, None, :, None, None]
-
-
-def _edit_noise(z: Tensor, generators: Sequence[torch.Generator] | None) -> Tensor:
-    if generators is None:
-        raise ValueError("a fractional mask draws noise: pass one generator per sample, or a boolean mask.")
-    # forked, so that the steps' noise of a sample is the same whether or not a frame of it is edited
-    return randn_like(z, [generator(g.initial_seed(), "edit", device=g.device) for g in generators])

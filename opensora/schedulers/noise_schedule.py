@@ -1,11 +1,10 @@
-"""Noise schedules and the numbers that follow from them: beta_t, abar_t and the posterior q(x_{t-1} | x_t, x_0).
+"""Noise schedules and the coefficients that follow from them: beta_t, abar_t and the posterior q(x_{t-1} | x_t, x_0).
 
 Equations of Ho et al. 2020 ("Ho") and Nichol & Dhariwal 2021 ("Nichol"). abar is `alphas_cumprod`.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,21 +14,21 @@ from torch import Tensor
 from opensora.registry import did_you_mean
 from opensora.utils.errors import UserError
 
-Number = float | Tensor
+Scalar = float | Tensor
 
 
 class Coefficients(NamedTuple):
     """The schedule at a timestep t: floats, or a tensor [B, 1, ...] each for the timesteps of a batch."""
 
-    alphas_cumprod: Number
-    alphas_cumprod_prev: Number  # at t - 1; 1 where there is none
-    sqrt_alphas_cumprod: Number
-    sqrt_one_minus_alphas_cumprod: Number
-    posterior_mean_coef_x_0: Number  # Ho eq. 7
-    posterior_mean_coef_x_t: Number
-    log_posterior_variance: Number  # Ho eq. 7; at t = 0, where it is -inf, the value at t = 1
-    log_beta: Number
-    log_fixed_large: Number  # log beta; at t = 0 the posterior's at t = 1, as OpenAI's code has it
+    alphas_cumprod: Scalar
+    alphas_cumprod_prev: Scalar  # at t - 1; 1 where there is none
+    sqrt_alphas_cumprod: Scalar
+    sqrt_one_minus_alphas_cumprod: Scalar
+    posterior_mean_coef_x_0: Scalar  # Ho eq. 7
+    posterior_mean_coef_x_t: Scalar
+    log_posterior_variance: Scalar  # Ho eq. 7; at t = 0, where it is -inf, the value at t = 1
+    log_beta: Scalar
+    log_fixed_large: Scalar  # log beta; at t = 0 the posterior's at t = 1, as OpenAI's code has it
 
 
 class Schedule:
@@ -58,18 +57,21 @@ class Schedule:
         return Schedule(self.table["alphas_cumprod"][list(timesteps)])
 
 
+NAMES = ("linear", "squaredcos_cap_v2", "cosine", "scaled_linear", "quad", "warmup10", "warmup50", "const", "jsd")
+
+
 def named_schedule(name: str, diffusion_steps: int) -> Schedule:
-    """One of `BETAS`: "linear" (Ho, section 4), "squaredcos_cap_v2" or "cosine" (Nichol eq. 17), "scaled_linear" (Stable
+    """One of `NAMES`: "linear" (Ho, section 4), "squaredcos_cap_v2" or "cosine" (Nichol eq. 17), "scaled_linear" (Stable
     Diffusion), and OpenAI's "quad", "warmup10", "warmup50", "const" and "jsd".
 
     All betas but those of the cosine and "jsd" are scaled by 1000 / diffusion_steps, so that the last timestep is as
     noisy whatever their number. "jsd" ends in pure noise, abar = 0.
     """
-    if name not in BETAS:
+    if name not in NAMES:
         raise UserError(
-            f"scheduler.noise_schedule={name!r} is not one of {', '.join(BETAS)}.{did_you_mean(str(name), list(BETAS))}"
+            f"scheduler.noise_schedule={name!r} is not one of {', '.join(NAMES)}.{did_you_mean(str(name), list(NAMES))}"
         )
-    betas = BETAS[name](diffusion_steps) if diffusion_steps > 0 else np.empty(0)
+    betas = _betas(name, diffusion_steps) if diffusion_steps > 0 else np.empty(0)
     if not len(betas) or betas.max() > 1 or (betas.max() == 1 and name != "jsd"):
         raise UserError(
             f"scheduler.diffusion_steps={diffusion_steps} is too few for noise_schedule={name!r}, whose betas are "
@@ -78,51 +80,27 @@ def named_schedule(name: str, diffusion_steps: int) -> Schedule:
     return Schedule(np.cumprod(1 - betas))
 
 
-FIRST, LAST = 1e-4, 0.02  # Ho, section 4
-SD_FIRST, SD_LAST = 0.00085, 0.012  # Rombach et al. 2022
-
-
-def _linear(steps: int) -> np.ndarray:
+def _betas(name: str, steps: int) -> np.ndarray:
+    """[steps] fp64."""
     scale = 1000 / steps
-    return np.linspace(FIRST * scale, LAST * scale, steps, dtype=np.float64)
+    first, last = (0.00085, 0.012) if name == "scaled_linear" else (1e-4, 0.02)  # Rombach et al. 2022; Ho, section 4
+    if name == "linear":
+        return np.linspace(first * scale, last * scale, steps)
+    if name in ("scaled_linear", "quad"):  # linear in the square root of beta
+        return np.linspace(first**0.5, last**0.5, steps) ** 2 * scale
+    if name == "jsd":
+        return 1 / np.linspace(steps, 1, steps)
+    if name in ("cosine", "squaredcos_cap_v2"):
 
+        def alphas_cumprod(u: float) -> float:
+            return math.cos((u + 0.008) / 1.008 * math.pi / 2) ** 2
 
-def _squares(first: float, last: float, steps: int) -> np.ndarray:
-    """Linear in the square root of beta."""
-    return np.linspace(first**0.5, last**0.5, steps, dtype=np.float64) ** 2 * (1000 / steps)
-
-
-def _warmup(fraction: float, steps: int) -> np.ndarray:
-    """Constant after a linear beginning."""
-    betas = np.full(steps, LAST, dtype=np.float64)
-    length = int(steps * fraction)
-    betas[:length] = np.linspace(FIRST, LAST, length)
-    return betas * (1000 / steps)
-
-
-def _jsd(steps: int) -> np.ndarray:
-    return 1 / np.linspace(steps, 1, steps, dtype=np.float64)
-
-
-def _squared_cosine(steps: int) -> np.ndarray:
-    def alphas_cumprod(u: float) -> float:
-        return math.cos((u + 0.008) / 1.008 * math.pi / 2) ** 2
-
-    betas = [1 - alphas_cumprod((t + 1) / steps) / alphas_cumprod(t / steps) for t in range(steps)]
-    return np.minimum(np.array(betas, dtype=np.float64), 0.999)
-
-
-BETAS: dict[str, Callable[[int], np.ndarray]] = {
-    "linear": _linear,
-    "squaredcos_cap_v2": _squared_cosine,
-    "cosine": _squared_cosine,
-    "scaled_linear": partial(_squares, SD_FIRST, SD_LAST),
-    "quad": partial(_squares, FIRST, LAST),
-    "warmup10": partial(_warmup, 0.1),
-    "warmup50": partial(_warmup, 0.5),
-    "const": partial(_warmup, 0.0),
-    "jsd": _jsd,
-}
+        betas = np.array([1 - alphas_cumprod((t + 1) / steps) / alphas_cumprod(t / steps) for t in range(steps)])
+        return np.minimum(betas, 0.999)
+    betas = np.full(steps, last)
+    length = int(steps * {"const": 0.0, "warmup10": 0.1, "warmup50": 0.5}[name])
+    betas[:length] = np.linspace(first, last, length)
+    return betas * scale
 
 
 def _table(alphas_cumprod: np.ndarray) -> dict[str, np.ndarray]:

@@ -1,19 +1,20 @@
-"""The one loop of all samplers: guidance, frame masks, number format, progress. An algorithm supplies a `Solver`.
+"""The one loop of all samplers: guidance, frame masks, dtype, progress. An algorithm supplies a `Solver`.
 
-The loop never waits for the device: whatever depends on a step is a Python number known before sampling starts, which
+The loop never waits for the device: whatever depends on a step is a Python float known before sampling starts, which
 reaches the device as an argument of a kernel, and masks act through `torch.where`.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from contextlib import closing
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from opensora.schedulers.frame_mask import FrameMask, per_frame
-from opensora.schedulers.guidance import Condition, Denoiser, Guidance, Joined
+from opensora.schedulers.frame_mask import FrameMask, expand_frames
+from opensora.schedulers.guidance import Condition, ConditionCache, Denoiser, Guidance
 from opensora.schedulers.training import at_least_fp32, predict
 from opensora.utils.errors import UserError
 
@@ -26,13 +27,13 @@ class SamplingStep(NamedTuple):
 
     index: int  # type: ignore[assignment]  # 0 is the first step, num_steps - 1 the last; hides tuple.index
     num_steps: int
-    timestep: Tensor  # [B]: what the model was told
+    timestep: Tensor  # [B]: what the model was conditioned on
     x: Tensor  # [B, C, T, H, W] after the step
     x_0: Tensor  # the prediction of the end, for previews
 
 
 class Solver(Protocol):
-    """How one algorithm moves x. Made anew for each sampling run, so that it may keep a history."""
+    """How one algorithm updates x. A new one for each sampling run, so that it may keep a history."""
 
     @property
     def timesteps(self) -> Sequence[Time]:
@@ -51,13 +52,53 @@ class Solver(Protocol):
     def step(self, denoise: Denoise, x: Tensor, index: int, active: Tensor | None) -> tuple[Tensor, Tensor]:
         """x after the step, and the predicted x_0.
 
-        `active` [B, T] bool says which frames move: whatever is returned for the others is dropped. None: all.
+        `active` [B, T] bool: the frames that are denoised; whatever is returned for the others is dropped. None: all.
         """
         ...
 
 
-class Sampler(ABC):
-    """The sampling half of a scheduler."""
+class Scheduler:
+    """What every scheduler has; docs/architecture.md describes the `training_losses` of those that train.
+
+    `timestep_sampling`, where a scheduler has one, may learn while training.
+    """
+
+    sample_steps: Callable[..., Iterator[SamplingStep]]
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What a resume of training needs: the history of "loss-second-moment", else nothing."""
+        sampling = getattr(self, "timestep_sampling", None)
+        return {} if sampling is None else sampling.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restore what `state_dict` gave; a UserError when it is that of another scheduler or strategy."""
+        if (sampling := getattr(self, "timestep_sampling", None)) is not None:
+            sampling.load_state_dict(state)
+        elif state:
+            raise UserError(
+                f"the checkpoint's scheduler learnt something ({', '.join(sorted(state))}), {type(self).__name__} does not: it is "
+                "another scheduler's."
+            )
+
+    def sample(self, model: Any, z: Tensor, cond: Condition, *, progress: bool = False, **options: Any) -> Tensor:
+        """x_0 [B, C, T, H, W], fp32, from the initial noise z of that shape: the end of `sample_steps`.
+
+        Args:
+            progress: show a bar.
+            options: those of `sample_steps`.
+        """
+        steps: Any = self.sample_steps(model, z, cond, **options)
+        x = z
+        with closing(steps), tqdm(disable=not progress) as bar:
+            for step in steps:
+                bar.total = step.num_steps
+                bar.update()
+                x = step.x
+        return x
+
+
+class Sampler(Scheduler, ABC):
+    """A scheduler whose samples go through the loop of this file."""
 
     guidance: Guidance
 
@@ -66,52 +107,14 @@ class Sampler(ABC):
         """The solver of one run; raises a ValueError when it draws noise and there are no generators."""
 
     @property
-    @abstractmethod
-    def num_sampling_steps(self) -> int:
-        """Steps of a run."""
-
-    @property
     def cfg_scale(self) -> float:
-        """The guidance scale where `sample` is given none."""
+        """The guidance scale where a call of `sample` sets none."""
         return self.guidance.scale
 
     @property
     def cfg_channel(self) -> int | None:
         """How many channels are guided; None: all."""
         return self.guidance.channels
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """What a resume of training needs; nothing where a scheduler learns nothing."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore what `state_dict` gave; a UserError when it is another scheduler's."""
-        if state:
-            raise UserError(
-                f"the checkpoint's scheduler learnt something ({', '.join(sorted(state))}), {type(self).__name__} does not: it is "
-                "another scheduler's."
-            )
-
-    def sample(
-        self,
-        model: Denoiser,
-        z: Tensor,
-        cond: Condition,
-        *,
-        null: Condition | None = None,
-        mask: Tensor | None = None,
-        guidance_scale: float | None = None,
-        generators: Sequence[torch.Generator] | None = None,
-        progress: bool = False,
-    ) -> Tensor:
-        """x_0 [B, C, T, H, W], fp32, from the initial noise z of that shape: the end of `sample_steps`."""
-        steps = self.sample_steps(
-            model, z, cond, null=null, mask=mask, guidance_scale=guidance_scale, generators=generators
-        )
-        x = z
-        for step in tqdm(steps, total=self.num_sampling_steps, disable=not progress):
-            x = step.x
-        return x
 
     def sample_steps(
         self,
@@ -131,7 +134,7 @@ class Sampler(ABC):
             z: [B, C, T, H, W] noise; fp64 is sampled in fp64, everything else in fp32.
             cond, null: the condition, and the entries of it that differ for the unconditional pass (a negative prompt
                 is such a `y` with its own `mask`); without `null` or with a scale of 1 there is no guidance.
-            mask: [B, T]; 1 or True generates a frame from the noise in z. At 0 or False z holds a given frame, which
+            mask: [B, T]; 1 or True generates a frame from the noise in z. At 0 or False z holds a conditioning frame, which
                 comes back bit for bit. Between them z holds a reference that is edited from that noise level on.
             guidance_scale: overrides `cfg_scale`.
             generators: one per sample, for the noise of the steps and of edits; a deterministic sampler needs none.
@@ -158,49 +161,44 @@ def _steps(
     null: Condition | None,
     frames: FrameMask | None,
 ) -> Iterator[SamplingStep]:
-    joined: Joined = {}
+    cache: ConditionCache = {}
     num_steps = len(solver.timesteps)
-    for index in range(num_steps):
-        active = moves = None
+    for index, (time, level) in enumerate(zip(solver.timesteps, solver.levels, strict=True)):
+        active = denoised = None  # [B, T], and the same [B, 1, T, 1, 1] where some frames are kept
         if frames is not None:
             x, active = frames.noise_entering(x, index), frames.active(index)
-            moves = None if frames.all_move[index] else per_frame(active)
-        guided = guidance.wrap(model, null, index, solver.levels[index], joined)
-        told = timestep_of(solver.timesteps[index], x)
-        # frames that all move from the first step on have one history: a solver need not tell them apart
-        moving = None if frames is None or frames.all_move[0] else active
-        after, x_0 = solver.step(
-            _denoise(guided, cond, x, (active, moves), (solver.timesteps[index], told)), x, index, moving
-        )
-        if moves is not None:
-            after, x_0 = torch.where(moves, after, x), torch.where(moves, x_0, x)
+            denoised = None if frames.all_denoised[index] else expand_frames(active)
+        timestep = timestep_of(time, x)
+        guided = guidance.wrap(model, null, index, level, cache)
+        denoise = _denoise(guided, cond, x, active, denoised, {time: timestep})
+        # frames that are all denoised from the first step on have one history: a solver need not keep track of them
+        after, x_0 = solver.step(denoise, x, index, None if frames is None or frames.all_denoised[0] else active)
+        if denoised is not None:
+            after, x_0 = torch.where(denoised, after, x), torch.where(denoised, x_0, x)
         x = after
-        yield SamplingStep(index, num_steps, told, x, x_0)
+        yield SamplingStep(index, num_steps, timestep, x, x_0)
 
 
 def _denoise(
     model: Denoiser,
     cond: Condition,
     start: Tensor,
-    active: tuple[Tensor | None, Tensor | None],
-    told: tuple[Time, Tensor],
+    active: Tensor | None,
+    denoised: Tensor | None,
+    timesteps: Mapping[Time, Tensor],
 ) -> Denoise:
-    """The model within a step from `start`; it sees the frames that do not move as they are there, bit for bit.
+    """The model within a step from `start`, where kept frames are as they are there, bit for bit."""
 
-    Args:
-        active: what the model is told, and the same [B, 1, T, 1, 1] where not all frames move.
-        told: the step's own timestep, as a number and as a tensor.
-    """
-
-    def denoise(x: Tensor, timestep: Time) -> Tensor:
-        if active[1] is not None and x is not start:
-            x = torch.where(active[1], x, start)
-        return predict(model, x, told[1] if timestep is told[0] else timestep_of(timestep, x), cond, active[0])
+    def denoise(x: Tensor, time: Time) -> Tensor:
+        if denoised is not None and x is not start:
+            x = torch.where(denoised, x, start)
+        timestep = timesteps[time] if time in timesteps else timestep_of(time, x)
+        return predict(model, x, timestep, cond, active)
 
     return denoise
 
 
-def timestep_of(timestep: Time, x: Tensor) -> Tensor:
-    """[B]: int64, or x's format, never less than fp32."""
-    dtype = torch.int64 if isinstance(timestep, int) else x.dtype
-    return torch.full((len(x),), timestep, device=x.device, dtype=dtype)
+def timestep_of(time: Time, x: Tensor) -> Tensor:
+    """[B]: int64, or x's dtype, never less than fp32."""
+    dtype = torch.int64 if isinstance(time, int) else x.dtype
+    return torch.full((len(x),), time, device=x.device, dtype=dtype)

@@ -1,8 +1,8 @@
 """Which noise levels training visits, and how much each counts: strategies named in the config, for every scheduler.
 
 A sampling strategy is a density over the T timesteps (over T equal parts of the time, where time is continuous). Each
-sample draws one number from its own generator and the density's inverse maps it, so that a timestep does not depend on
-the batch. A weight multiplies the MSE of a sample.
+sample draws one value from its own generator and the distribution's quantile function maps it, so that a timestep does
+not depend on the batch. A weight multiplies the MSE of a sample.
 
 SpeeDiT and SpeeD (Wang et al. 2025, "A closer look at time steps", arXiv:2405.17403) mirror half of a batch around a
 timestep m ("dual sampling"). Here that half is folded into the density: the same distribution, without pairs.
@@ -71,7 +71,7 @@ class TimestepSampling(ABC):
 
 
 def count_samples_once(scheduler: object, processes_per_sample: int) -> None:
-    """Tell a scheduler that so many neighbouring processes are given the same samples; call it before training."""
+    """Set how many neighbouring processes have the same samples; call it before training."""
     sampling = getattr(scheduler, "timestep_sampling", None)
     if isinstance(sampling, TimestepSampling):
         sampling.processes_per_sample = processes_per_sample
@@ -81,11 +81,9 @@ class Uniform(TimestepSampling):
     """Every timestep as often."""
 
     def draw_time(self, generators: Generators, device: torch.device) -> Tensor:
-        """One uniform number each."""
         return rand(generators, device)
 
     def draw(self, generators: Generators, device: torch.device) -> Tensor:
-        """One integer each."""
         return randint(self.num_timesteps, generators, device)
 
 
@@ -99,7 +97,6 @@ class LogitNormal(TimestepSampling):
         self.loc, self.scale = loc, scale
 
     def draw_time(self, generators: Generators, device: torch.device) -> Tensor:
-        """The sigmoid of one normal number each."""
         normal = torch.cat([torch.randn(1, generator=g, device=g.device) for g in generators]).to(device)
         return torch.sigmoid(self.loc + self.scale * normal).clamp(max=1 - 2**-24)
 
@@ -114,9 +111,8 @@ class Tabulated(TimestepSampling):
         self._cumulative: dict[torch.device, Tensor] = {}  # copied once: a copy at every step would stall the GPU
 
     def draw_time(self, generators: Generators, device: torch.device) -> Tensor:
-        """The inverse of the distribution function at one uniform number each."""
         if device not in self._cumulative:
-            self._cumulative[device] = _cumulative(self.density).to(device)
+            self._cumulative[device] = _cdf(self.density).to(device)
         return quantile(self._cumulative[device], rand(generators, device))
 
 
@@ -148,9 +144,8 @@ class LossSecondMoment(TimestepSampling):
         return torch.where(warm, learned, torch.full_like(learned, 1 / self.num_timesteps))
 
     def draw_time(self, generators: Generators, device: torch.device) -> Tensor:
-        """As `Tabulated`, with the density of the moment."""
         self._move(device)
-        return quantile(_cumulative(self.probabilities()), rand(generators, device))
+        return quantile(_cdf(self.probabilities()), rand(generators, device))
 
     def corrected(self, t: Tensor, losses: Tensor) -> Tensor:
         """losses / (T p(t)); stores the losses while gradients are on."""
@@ -161,7 +156,7 @@ class LossSecondMoment(TimestepSampling):
         return losses * importance
 
     def update(self, t: Tensor, losses: Tensor) -> None:
-        """Store the losses of all samples, in the order of the ranks; one that is no number teaches nothing."""
+        """Store the losses of all samples, in the order of the ranks, but for those that are not finite."""
         self._move(losses.device)
         t, losses = (_gathered(x, self.processes_per_sample) for x in (t, losses.detach().float()))
         finite = losses.isfinite()
@@ -174,11 +169,9 @@ class LossSecondMoment(TimestepSampling):
         self.counts.index_add_(0, t, torch.ones_like(t))
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Losses [T, history] and how many were seen [T]."""
         return {"losses": self.losses[:-1].clone(), "counts": self.counts[:-1].clone()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore losses and counts."""
         super().load_state_dict(state)
         for name, own in (("losses", self.losses), ("counts", self.counts)):
             if state[name].shape != own[:-1].shape:
@@ -194,7 +187,7 @@ class LossSecondMoment(TimestepSampling):
 
 
 def _gathered(x: Tensor, copies: int) -> Tensor:
-    """x [B] of all processes, whose batches may differ in size, in the order of their ranks; of `copies` alike the first."""
+    """x [B] of all processes in the order of their ranks, whatever the sizes; of `copies` processes alike the first."""
     if not dist.is_initialized():
         return x
     world = dist.get_world_size()
@@ -207,8 +200,9 @@ def _gathered(x: Tensor, copies: int) -> Tensor:
     return torch.cat([part[:length] for part, length in zip(parts[alike], lengths[alike], strict=True)])
 
 
-def _cumulative(density: Tensor) -> Tensor:
-    return torch.cat([density.new_zeros(1), density.cumsum(dim=0)])  # [T + 1]
+def _cdf(density: Tensor) -> Tensor:
+    """[T] -> [T + 1], from 0 to 1."""
+    return torch.cat([density.new_zeros(1), density.cumsum(dim=0)])
 
 
 def quantile(cumulative: Tensor, u: Tensor) -> Tensor:

@@ -1,12 +1,13 @@
-"""What the training losses of all schedulers share: number format, given frames, the mean over frames."""
+"""What the training losses of all schedulers share: dtype, conditioning frames, the mean over frames."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from opensora.schedulers.frame_mask import per_frame
+from opensora.schedulers.frame_mask import expand_frames
 from opensora.schedulers.guidance import Condition, Denoiser
+from opensora.utils.errors import UserError
 from opensora.utils.seed import randn_like
 
 
@@ -15,26 +16,40 @@ def at_least_fp32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def check_draws(t: Tensor | None, noise: Tensor | None, generators: Sequence[torch.Generator] | None) -> None:
-    """Raise a ValueError when something has to be drawn and there are no generators."""
-    if generators is None and (t is None or noise is None):
+def check_draws(generators: Sequence[torch.Generator] | None, *values: Tensor | None) -> None:
+    """Raise a ValueError when one of the values has to be drawn and there are no generators."""
+    if generators is None and any(value is None for value in values):
         raise ValueError("training_losses draws t and noise: pass one generator per sample, or both of them.")
 
 
 def draw_noise(x_0: Tensor, noise: Tensor | None, generators: Sequence[torch.Generator] | None) -> Tensor:
-    """The noise that is given, or one drawn for each sample, in x_0's format."""
+    """The caller's noise, or noise drawn for each sample, in x_0's dtype."""
     return randn_like(x_0, generators) if noise is None else noise.to(x_0.dtype)
 
 
-def keep_given(x_t: Tensor, x_0: Tensor, mask: Tensor | None) -> Tensor:
-    """x_t with the frames that are given (mask [B, T] bool, False) clean."""
-    return x_t if mask is None else torch.where(per_frame(mask), x_t, x_0)
+def keep_conditioning_frames(x_t: Tensor, x_0: Tensor, mask: Tensor | None) -> Tensor:
+    """x_t with the conditioning frames (mask [B, T] bool, False) clean."""
+    return x_t if mask is None else torch.where(expand_frames(mask), x_t, x_0)
 
 
 def predict(model: Denoiser, x_t: Tensor, t: Tensor, cond: Condition, x_mask: Tensor | None) -> Tensor:
-    """The model's output in x_t's format; the model is told x_mask where there is one."""
-    given = {} if x_mask is None else {"x_mask": x_mask}
-    return model(x_t, t, **cond, **given).to(x_t.dtype)
+    """The model's output in x_t's dtype; x_mask is passed on where there is one."""
+    mask = {} if x_mask is None else {"x_mask": x_mask}
+    return model(x_t, t, **cond, **mask).to(x_t.dtype)
+
+
+def without_variance(output: Tensor, num_channels: int) -> Tensor:
+    """The first C channels of a model's output; a learned variance behind them is not used.
+
+    Raises:
+        UserError: there are neither C nor 2C channels.
+    """
+    if output.shape[1] not in (num_channels, 2 * num_channels):
+        raise UserError(
+            f"the model returned {output.shape[1]} channels for {num_channels}-channel latents; this scheduler expects "
+            f"{num_channels}, or {2 * num_channels} with a variance, which is not used."
+        )
+    return output[:, :num_channels]
 
 
 def frame_mean(x: Tensor, mask: Tensor | None) -> Tensor:

@@ -80,14 +80,14 @@ def test_no_mask_takes_the_fast_path(denoiser, rngs, z, cond, name):
 
 @every_sampler
 def test_a_fraction_edits_from_its_noise_level(denoiser, rngs, z, cond, name):
-    """Whatever the sampler: kept before, moved after, from a mixture of the frame and noise."""
+    """Whatever the sampler: kept before, denoised after, from a mixture of the frame and noise."""
     scheduler = build(name)
     model = denoiser(factor(scheduler))
     mask = torch.tensor([[0.4, 0, 1], [1, 0.39, 0.99]])
     steps = list(scheduler.sample_steps(model, z, cond, mask=mask, generators=rngs()))
-    moved = torch.stack([~(step.x == z).flatten(3).all(dim=3).all(dim=1) for step in steps])  # [steps, B, T]
-    assert torch.equal(moved, moved.cummax(dim=0).values)  # once it moves, it goes on
-    count = moved.sum(dim=0)
+    changed = torch.stack([~(step.x == z).flatten(3).all(dim=3).all(dim=1) for step in steps])  # [steps, B, T]
+    assert torch.equal(changed, changed.cummax(dim=0).values)  # once denoised, to the end
+    count = changed.sum(dim=0)
     assert count[0, 1] == 0
     assert count[0, 2] == count[1, 0] == count[1, 2] == 10
     assert 2 <= count[0, 0] == count[1, 1] <= 5
@@ -102,13 +102,13 @@ def test_the_steps_and_the_noise_of_an_edit_in_iddpm(denoiser, rngs, z, cond):
     scheduler = build("ancestral")
     model = denoiser(1)
     out = scheduler.sample(model, z, cond, mask=torch.tensor([[0.3, 0, 1], [1, 0.29, 0.96]]), generators=rngs())
-    active = torch.stack([call["x_mask"] for call in model.calls]).sum(dim=0)  # steps in which each frame moves
+    active = torch.stack([call["x_mask"] for call in model.calls]).sum(dim=0)  # steps in which each frame is denoised
     assert active.tolist() == [[3, 0, 10], [10, 3, 10]]
     reference = z[0, :, 0]
     entered = model.calls[7]["x"][0, :, 0]
     c = scheduler.sampling_schedule.at(2)
     noise = (entered - c.sqrt_alphas_cumprod * reference) / c.sqrt_one_minus_alphas_cumprod
-    assert abs(noise.mean()) < 0.4  # 100 numbers: 4 standard errors
+    assert abs(noise.mean()) < 0.4  # 100 values: 4 standard errors
     assert abs(noise.std() - 1) < 0.3
     assert not torch.equal(out[0, :, 0], reference)
     assert not torch.equal(model.calls[0]["x"][1, :, 2], z[1, :, 2])  # 0.96 of 10 steps: noised before the first
@@ -128,7 +128,7 @@ def test_a_shifted_flow_edits_from_the_level_that_is_asked_for(denoiser, rngs, z
 
 
 @pytest.mark.parametrize("name", ["ancestral", "ddim, eta", "euler"])
-def test_editing_one_frame_does_not_move_the_noise_of_others(denoiser, rngs, z, cond, name):
+def test_editing_one_frame_leaves_the_noise_of_others(denoiser, rngs, z, cond, name):
     scheduler = build(name)
     plain = scheduler.sample(denoiser(1), z, cond, mask=torch.ones(2, 3, dtype=torch.bool), generators=rngs())
     edit = scheduler.sample(denoiser(1), z, cond, mask=torch.tensor([[0.5, 1, 1], [1, 1, 1]]), generators=rngs())
@@ -138,7 +138,7 @@ def test_editing_one_frame_does_not_move_the_noise_of_others(denoiser, rngs, z, 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_any_mask_on_any_levels(seed):
-    """Each edited frame enters exactly once, at the level nearest to its value; 0 never moves, 1 always."""
+    """Each edited frame enters exactly once, at the level nearest to its value; 0 is never denoised, 1 always."""
     g = torch.Generator().manual_seed(seed)
     falling = torch.rand(seed % 12, generator=g).sort(descending=True).values
     levels = [1.0, *(0.001 + 0.99 * falling).tolist()]
@@ -177,8 +177,8 @@ def test_steps_in_which_nothing_changes_share_the_mask_and_leave_x_alone(z, rngs
         assert torch.equal(frames.active(index), mask > bound)
     assert frames.active(2) is frames.active(1)
     assert frames.active(1) is not frames.active(0)
-    assert frames.all_move == [False, False, False, True]
+    assert frames.all_denoised == [False, False, False, True]
     assert [frames.noise_entering(z, i) is z for i in range(4)] == [True, False, True, False]
     kept = FrameMask(mask > 0.5, [1.0, 0.5], z, None, identity)
     assert kept.active(1) is kept.active(0)
-    assert kept.all_move == [False, False]
+    assert kept.all_denoised == [False, False]

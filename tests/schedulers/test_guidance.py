@@ -129,7 +129,7 @@ def test_rescale_follows_lin_et_al(denoiser, inputs):
     torch.testing.assert_close(full.std(dim=(1, 2, 3, 4)), cond.std(dim=(1, 2, 3, 4)))
 
 
-def test_rescale_looks_at_the_frames_that_move(denoiser, inputs):
+def test_rescale_looks_at_the_denoised_frames(denoiser, inputs):
     x, t, y, null = inputs
     mask = torch.tensor([[True, False, True]] * 2)
     guided = classifier_free_guidance(denoiser(1), {"y": null}, 7.0, rescale=1.0)

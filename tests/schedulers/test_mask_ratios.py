@@ -1,9 +1,9 @@
-"""Masks of given frames: which there are, how often, and that every length has them."""
+"""Masks of conditioning frames: which there are, how often, and that every length has them."""
 
 import pytest
 import torch
 
-from opensora.schedulers.mask_ratios import GIVEN_SHARE, RULES, MaskRatios
+from opensora.schedulers.mask_ratios import KINDS, RANDOM_SHARE, MaskRatios
 from opensora.schedulers.rf.rectified_flow import RectifiedFlow
 from opensora.utils.errors import UserError
 from opensora.utils.seed import generator, generators
@@ -23,13 +23,13 @@ OPENSORA_1_2 = {
 
 
 def draws(kind: str, num_frames: int, count: int) -> list[str]:
-    """Masks as text: "G" is given, "." is learnt."""
+    """Masks as text: "G" is a conditioning frame, "." is learnt."""
     masks = MaskRatios({kind: 1.0})
     rng = generator(0, kind)
     return ["".join(".G"[not value] for value in masks.draw(num_frames, rng).tolist()) for _ in range(count)]
 
 
-@pytest.mark.parametrize("kind", RULES)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_frames", [1, 2, 3, 4, 5])
 def test_every_kind_for_every_short_length_leaves_a_frame_to_learn(kind, num_frames):
     """The case of Open-Sora #612: fewer than four latent frames, 1000 draws of each kind."""
@@ -61,10 +61,10 @@ def test_the_masks_of_a_kind(kind, num_frames, possible):
     assert set(draws(kind, num_frames, 500)) == possible
 
 
-def test_frames_given_at_random():
-    """The share of given frames is uniform in [0.1, 0.9]: mean 0.5, and of 1000 frames a variance of 0.8^2 / 12."""
+def test_conditioning_frames_at_random():
+    """The share of conditioning frames is uniform in [0.1, 0.9]: mean 0.5, and of 1000 frames a variance of 0.8^2 / 12."""
     shares = torch.tensor([mask.count("G") / 1000 for mask in draws("random", 1000, 2000)])
-    low, high = GIVEN_SHARE
+    low, high = RANDOM_SHARE
     assert shares.mean() == pytest.approx(0.5, abs=0.02)  # 4 standard errors
     assert shares.std() == pytest.approx((high - low) / 12**0.5, abs=0.02)
     assert low - 0.06 < shares.min() < low + 0.03
@@ -72,9 +72,9 @@ def test_frames_given_at_random():
 
 
 def test_kinds_come_as_often_as_they_should():
-    """At four deviations of a binomial of 20000; kinds are told apart by patterns that only they make at 16 frames."""
+    """At four deviations of a binomial of 20000; the kind itself is drawn."""
     masks, count = MaskRatios(OPENSORA_1_2), 20_000
-    kinds = [masks._kind(generator(7, "mask", i)) for i in range(count)]
+    kinds = [masks.draw_kind(generator(7, "mask", i)) for i in range(count)]
     assert "intepolate" not in kinds
     for name, p in {**OPENSORA_1_2, "identity": 0.8}.items():
         kind = "interpolate" if name == "intepolate" else name
@@ -82,7 +82,7 @@ def test_kinds_come_as_often_as_they_should():
 
 
 def test_golden_masks():
-    """A change of these numbers changes the training runs of everybody who resumes one."""
+    """A change of these masks changes the training runs of everybody who resumes one."""
     masks = MaskRatios({"random": 0.5, "quarter_head_tail": 0.25, "interpolate": 0.25})
     drawn = masks(torch.zeros(6, 4, 8, 2, 2), generators(42, "train", 3, ids=range(6)))
     assert ["".join(".G"[not value] for value in row) for row in drawn.tolist()] == [
@@ -95,7 +95,7 @@ def test_golden_masks():
     ]
 
 
-def test_a_mask_is_a_function_of_seed_step_and_place():
+def test_a_mask_is_a_function_of_seed_step_and_index():
     masks, z = MaskRatios({"random": 1.0}), torch.zeros(4, 4, 8, 2, 2)
     whole = masks(z, generators(1, "train", 5, ids=range(4)))
     halves = [masks(z[:2], generators(1, "train", 5, ids=ids)) for ids in ([0, 1], [2, 3])]
@@ -112,7 +112,7 @@ def test_masks_leave_the_noise_of_a_step_alone():
 
 
 @pytest.mark.parametrize("ratios", [None, {}, {"identity": 1.0}, {"random": 0.0}])
-def test_where_nothing_is_given_there_is_no_mask(ratios):
+def test_without_conditioning_frames_there_is_no_mask(ratios):
     """None takes the models' fast path."""
     assert MaskRatios(ratios)(torch.zeros(2, 4, 8, 2, 2), generators(0, ids=range(2))) is None
     assert MaskRatios({"random": 1.0})(torch.zeros(2, 4, 1, 2, 2), generators(0, ids=range(2))) is None

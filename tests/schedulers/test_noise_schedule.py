@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from opensora.schedulers.noise_schedule import BETAS, Schedule, named_schedule
+from opensora.schedulers.noise_schedule import NAMES, Schedule, named_schedule
 from opensora.utils.errors import UserError
 
 T = [0, 100, 250, 500, 750, 999]
@@ -53,7 +53,7 @@ def test_betas_of_the_other_schedules(name, first, middle, last):
         assert betas[length - 1 :] == pytest.approx(0.02)
 
 
-@pytest.mark.parametrize("name", BETAS)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("steps", [1000, 250, 4000])
 def test_every_schedule_is_finite_falls_and_keeps_its_last_level(name, steps):
     table = named_schedule(name, steps).table

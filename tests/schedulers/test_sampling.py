@@ -51,8 +51,8 @@ def test_steps_end_where_sample_does_and_a_caller_may_stop(denoiser, rngs, name)
     few = list(itertools.islice(scheduler.sample_steps(model, z, cond, generators=rngs()), 3))
     assert len(model.calls) <= 6  # computed when asked for; second-order steps call twice
     assert torch.equal(few[2].x, steps[2].x)
-    told = [call["timestep"] for call in model.calls]
-    assert all(any(torch.equal(step.timestep, t) for t in told) for step in few)
+    seen = [call["timestep"] for call in model.calls]
+    assert all(any(torch.equal(step.timestep, t) for t in seen) for step in few)
 
 
 @every_sampler
@@ -75,7 +75,7 @@ def test_a_sample_does_not_depend_on_its_batch(denoiser, rngs, name):
     options = {"guidance": {"rescale": 0.7, "interval": (0.1, 0.9995)}}  # a shift of 1000 stays above 0.99
     scheduler = build(name, **options)
     null = torch.zeros_like(cond["y"])
-    whole = scheduler.sample(
+    batch = scheduler.sample(
         denoiser(factor(name)), z, cond, null={"y": null}, mask=mask, generators=rngs([4, 5, 6])
     )  # fmt: skip
     for b in range(3):
@@ -88,7 +88,7 @@ def test_a_sample_does_not_depend_on_its_batch(denoiser, rngs, name):
             mask=mask[r],
             generators=rngs([4 + b]),
         )
-        torch.testing.assert_close(whole[r], one, rtol=1e-4, atol=1e-4)  # batches take other vector paths
+        torch.testing.assert_close(batch[r], one, rtol=1e-4, atol=1e-4)  # batches take other vector paths
 
 
 @every_sampler

@@ -1,4 +1,4 @@
-"""Timestep strategies and weights against the published numbers, and in every scheduler."""
+"""Timestep strategies and weights against the published values, and in every scheduler."""
 
 from itertools import pairwise
 
@@ -233,20 +233,20 @@ def test_weights_of_a_flow(denoiser):
 
 
 @pytest.mark.parametrize("settings", [s for s in SCHEDULER_SETTINGS if "diffusion_steps" not in s], ids=str)
-def test_the_model_is_told_every_timestep_apart_under_autocast(settings):
+def test_the_model_gets_distinct_timesteps_under_autocast(settings):
     """bf16 has 8 bits: of a thousand timesteps it keeps 507 apart."""
-    told = []
+    seen = []
 
     def model(x, timestep, **cond):
-        told.append(timestep)
+        seen.append(timestep)
         return toy_model(x, timestep, **cond)
 
     scheduler = SCHEDULERS.build(settings)
     with torch.autocast("cpu", torch.bfloat16):
         x0, t = torch.zeros(1000, 1, 1, 1, 1), torch.arange(1000)
         scheduler.training_losses(model, x0.bfloat16(), {}, t=t, noise=torch.zeros_like(x0))
-    assert len(told[0].unique()) == 1000
-    assert len(told[0].bfloat16().unique()) == 507
+    assert len(seen[0].unique()) == 1000
+    assert len(seen[0].bfloat16().unique()) == 507
 
 
 class TestLossSecondMoment:
@@ -339,7 +339,7 @@ class TestLossSecondMoment:
         with pytest.raises(UserError, match="history changed"):
             learned.load_state_dict(other.state_dict())
 
-    def test_a_loss_that_is_no_number_teaches_nothing(self):
+    def test_a_loss_that_is_not_finite_is_not_stored(self):
         """Training may go on after such a step (on_nonfinite="skip"), and the density must stay one."""
         sampling, expected = (self.full(history=2) for _ in range(2))
         sampling.update(torch.tensor([0, 1, 1]), torch.tensor([torch.nan, torch.inf, 7.0]))

@@ -168,7 +168,7 @@ class DataFlow(Sampler):
         return self._num_sampling_steps
 
     def solver(self, z: Tensor, generators: Sequence[torch.Generator] | None) -> EulerSteps:
-        """The sampling half; guidance, given frames and previews come with the base class."""
+        """The sampling half; guidance, conditioning frames and previews come with the base class."""
         return EulerSteps(self.num_sampling_steps)
 
     def training_losses(self, model, x0, cond, *, mask=None, t=None, noise=None, generators=None) -> Tensor:  # [B]

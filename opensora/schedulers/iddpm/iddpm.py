@@ -1,12 +1,13 @@
 """IDDPM: training loss and sampling of discrete-time diffusion (Ho et al. 2020; Nichol & Dhariwal 2021).
 
 As in DiT and Open-Sora, with these additions and deviations:
-- v-prediction (Salimans & Ho 2022) and DDIM (Song et al. 2021) beside the ancestral sampler;
-- training always visits all `diffusion_steps`; `num_sampling_steps` and `timestep_respacing` speak of sampling only;
+- v-prediction (Salimans & Ho 2022) and DDIM (Song et al. 2021) next to the ancestral sampler;
+- training always visits all `diffusion_steps`; `num_sampling_steps` and `timestep_respacing` are for sampling only;
 - noise comes from one generator per sample, so a sample does not depend on its batch;
 - kept frames leave the sampler bit-identical, and an edit takes `round(mask * steps)` steps.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,24 +16,30 @@ from torch import Tensor
 from tqdm import tqdm
 
 from opensora.registry import SCHEDULERS
-from opensora.schedulers.diffusion import (
+from opensora.schedulers.guidance import Condition, Denoiser, guidance_from_config
+from opensora.schedulers.iddpm.gaussian import (
+    LEARNED,
     eps_from_x_0,
     model_log_variance,
     posterior_mean,
     predicted_x_0,
     prediction_target,
+    prior_term,
     q_sample,
+    vlb_term,
 )
-from opensora.schedulers.guidance import Condition, Denoiser, guidance_from_config
-from opensora.schedulers.iddpm.options import LEARNED, resolve_options
-from opensora.schedulers.iddpm.output import Output, split_output
-from opensora.schedulers.iddpm.respace import spaced_timesteps
-from opensora.schedulers.iddpm.solver import ReverseSolver
-from opensora.schedulers.iddpm.vlb import prior_term, vlb_term
+from opensora.schedulers.iddpm.options import resolve_options, spaced_timesteps
 from opensora.schedulers.noise_schedule import Coefficients, named_schedule
-from opensora.schedulers.sampling import Sampler, Time, timestep_of
-from opensora.schedulers.timesteps import build_sampling, build_weights
-from opensora.schedulers.training import at_least_fp32, check_draws, draw_noise, frame_mean, keep_given, predict
+from opensora.schedulers.sampling import Denoise, Sampler, Solver, Time, timestep_of
+from opensora.schedulers.timesteps import Choice, build_sampling, build_weights
+from opensora.schedulers.training import (
+    at_least_fp32,
+    check_draws,
+    draw_noise,
+    frame_mean,
+    keep_conditioning_frames,
+    predict,
+)
 from opensora.utils.errors import UserError
 from opensora.utils.seed import randn_like
 
@@ -69,8 +76,8 @@ class IDDPM(Sampler):
         cfg_scale: float = 4.0,
         cfg_channel: int | None = None,
         guidance: Mapping[str, Any] | None = None,
-        timestep_sampling: str | Mapping[str, Any] | None = None,
-        loss_weighting: str | Mapping[str, Any] | None = None,
+        timestep_sampling: Choice | None = None,
+        loss_weighting: Choice | None = None,
         *,
         rescale_timesteps: bool = False,
         learn_sigma: bool | None = None,
@@ -92,14 +99,12 @@ class IDDPM(Sampler):
             times diffusion_steps / 1000), "kl" (the VLB alone) or "rescaled_kl" (times diffusion_steps).
         sampler: "ancestral" or "ddim"; `eta` is DDIM's: 0 deterministic, 1 as noisy as DDPM.
         clip_x0: clamp each predicted x_0 to [-clip_x0, clip_x0] while sampling: 1.0 suits pixels; None, no clamp, latents.
-        cfg_scale, cfg_channel: default guidance scale, and how many channels it guides (None: all).
-        guidance: further options of guidance, dict(schedule=, power=, oscillation_start=, interval=, rescale=,
-            batching=); see `opensora.schedulers.guidance.Guidance`.
+        cfg_scale, cfg_channel, guidance: see `opensora.schedulers.guidance.Guidance`.
         timestep_sampling: "uniform" (default), "logit-normal", "speedit", "speed" or "loss-second-moment", or
             dict(type=NAME, option=...); see opensora/schedulers/timesteps.py.
         loss_weighting: of the MSE: "none", "p2", "min-snr" or "speed", or dict(type=NAME, option=...); by default that
             of the timestep sampling: "speedit" brings "p2", "speed" brings "speed".
-        rescale_timesteps: tell the model t * 1000 / diffusion_steps.
+        rescale_timesteps: condition the model on t * 1000 / diffusion_steps.
         learn_sigma, predict_xstart, sigma_small, use_kl, rescale_learned_sigmas, faster: older spellings of
             `variance`, `prediction`, `loss` and (faster=True) timestep_sampling="speedit"; an error where they
             contradict those.
@@ -113,18 +118,45 @@ class IDDPM(Sampler):
             "rescale_learned_sigmas": rescale_learned_sigmas,
         }
         self.prediction, self.variance, self.loss, self.sampler = resolve_options(named, legacy)
-        self.eta, self.clip_x0 = _checked_eta(eta, sampler), _checked_clip(clip_x0)
+        if not 0 <= eta <= 1:
+            raise UserError(f"scheduler.eta={eta}: use 0 (deterministic) to 1 (as noisy as DDPM).")
+        if eta and sampler != "ddim":
+            raise UserError(f"scheduler.eta={eta} has no effect on the {sampler!r} sampler; set sampler='ddim'.")
+        if clip_x0 is not None and clip_x0 <= 0:
+            raise UserError(f"scheduler.clip_x0={clip_x0} must be positive; None does not clamp.")
+        if num_sampling_steps is not None and timestep_respacing:
+            raise UserError(
+                f"scheduler: num_sampling_steps={num_sampling_steps} and timestep_respacing={timestep_respacing!r} set the "
+                "same thing twice; keep one of them."
+            )
+        self.eta, self.clip_x0 = eta, clip_x0
         self.guidance = guidance_from_config(cfg_scale, cfg_channel, guidance)
         self.diffusion_steps = diffusion_steps
         self.schedule = named_schedule(noise_schedule, diffusion_steps)
-        self.timesteps = spaced_timesteps(diffusion_steps, _respacing(num_sampling_steps, timestep_respacing))
+        respacing = timestep_respacing if num_sampling_steps is None else num_sampling_steps
+        self.timesteps = spaced_timesteps(diffusion_steps, None if respacing is None else str(respacing))
         self.sampling_schedule = self.schedule.respaced(self.timesteps)
         self.time_scale = 1000 / diffusion_steps if rescale_timesteps else None
-        self._check_prediction(noise_schedule)
         abar = self.schedule.table["alphas_cumprod"]
+        if self.prediction == "eps" and abar[-1] == 0:
+            raise UserError(
+                f"scheduler.prediction='eps' with noise_schedule={noise_schedule!r}, which ends in pure noise: there the "
+                "noise has nothing of x_0. Use prediction='v' or 'x0'."
+            )
+        if self.prediction == "previous_x" and len(self.timesteps) < diffusion_steps:
+            raise UserError(
+                "scheduler.prediction='previous_x' predicts one training timestep back, so that none can be left out: "
+                "drop num_sampling_steps and timestep_respacing, or predict 'eps', 'x0' or 'v'."
+            )
+        if self.loss in ("kl", "rescaled_kl"):  # a loss without an MSE has nothing to weigh
+            if loss_weighting not in (None, "none"):
+                raise UserError(
+                    f"scheduler.loss_weighting={loss_weighting!r} weighs the MSE, which loss={self.loss!r} has not."
+                )
+            loss_weighting = "none"
         sampling = _sampling_choice(timestep_sampling, faster=faster)
         self.timestep_sampling = build_sampling(sampling, abar)
-        self.loss_weights = build_weights(self._weighting_choice(loss_weighting), sampling, abar, self.prediction)
+        self.loss_weights = build_weights(loss_weighting, sampling, abar, self.prediction)
 
     @property
     def num_sampling_steps(self) -> int:
@@ -133,16 +165,8 @@ class IDDPM(Sampler):
 
     @property
     def model_times(self) -> Sequence[Time]:
-        """What the model is told at each of `timesteps`."""
+        """What the model is conditioned on at each of `timesteps`."""
         return self.timesteps if self.time_scale is None else [t * self.time_scale for t in self.timesteps]
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """What a resume of training needs: the history of "loss-second-moment", else nothing."""
-        return self.timestep_sampling.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore what `state_dict` gave; a UserError when it is another strategy's."""
-        self.timestep_sampling.load_state_dict(state)
 
     def training_losses(
         self,
@@ -160,14 +184,14 @@ class IDDPM(Sampler):
         Args:
             model: called as `model(x_t, t, **cond)`, with `x_mask=mask` when there is a mask.
             x0: [B, C, T, H, W], scaled latents.
-            mask: [B, T] bool. False frames are given: they stay clean in x_t and out of the loss, which is the mean
-                over the True frames (0 when there is none).
-            t: [B] int64 in [0, diffusion_steps). Like `noise` (x0's shape), drawn when not given.
+            mask: [B, T] bool. False frames are conditioning: they stay clean in x_t and out of the loss, which is the
+                mean over the True frames (0 when there is none).
+            t: [B] int64 in [0, diffusion_steps). Like `noise` (x0's shape), drawn when None.
             generators: one per sample: t is drawn first, then the noise.
 
         A timestep sampling that learns from losses does so here, where t is drawn and gradients are on.
         """
-        check_draws(t, noise, generators)
+        check_draws(generators, t, noise)
         x0 = at_least_fp32(x0)
         drawn = t is None
         if t is None:
@@ -176,17 +200,59 @@ class IDDPM(Sampler):
         noise = draw_noise(x0, noise, generators)
         c = self.schedule.gather(t, x0.ndim)
         mask = None if mask is None else mask.bool()
-        x_t = keep_given(q_sample(x0, noise, c), x0, mask)
-        output = self._predict(model, x_t, t, cond, mask)
-        losses = frame_mean(self._elementwise_loss(output, x0, x_t, noise, t, c), mask)
+        x_t = keep_conditioning_frames(q_sample(x0, noise, c), x0, mask)
+        timestep = t if self.time_scale is None else t.to(x0.dtype) * self.time_scale
+        prediction, raw_variance = self.split(predict(model, x_t, timestep, cond, mask), x0.shape[1])
+        if self.loss in ("kl", "rescaled_kl"):
+            x_0 = predicted_x_0(self.prediction, prediction, x_t, c)
+            loss = self._vlb(raw_variance, x_0, x0, x_t, t, c)
+            loss = loss * self.diffusion_steps if self.loss == "rescaled_kl" else loss
+        else:
+            loss = (prediction_target(self.prediction, x0, noise, c) - prediction) ** 2
+            if self.loss_weights is not None:
+                loss = loss * self.loss_weights(t).reshape(-1, *[1] * (loss.ndim - 1))
+            if self.variance in LEARNED:  # the mean is detached: only the variance learns from the VLB (Nichol eq. 16)
+                x_0 = predicted_x_0(self.prediction, prediction.detach(), x_t, c)
+                vlb = self._vlb(raw_variance, x_0, x0, x_t, t, c)
+                loss = loss + (vlb * (self.diffusion_steps / 1000) if self.loss == "rescaled_mse" else vlb)
+        losses = frame_mean(loss, mask)
         return self.timestep_sampling.corrected(t, losses) if drawn else losses
 
-    def solver(self, z: Tensor, generators: Sequence[torch.Generator] | None) -> ReverseSolver:
+    def split(self, output: Tensor, num_channels: int) -> tuple[Tensor, Tensor | None]:
+        """[B, C or 2C, T, H, W] -> the prediction [B, C, T, H, W], and the variance channels alike if it is learned.
+
+        Raises:
+            UserError: the number of channels is not what `variance` asks for.
+        """
+        learned = self.variance in LEARNED
+        expected = 2 * num_channels if learned else num_channels
+        if output.shape[1] != expected:
+            remedy = (
+                "True, or scheduler.variance to 'fixed_small' or 'fixed_large'"
+                if learned
+                else "False, or scheduler.variance='learned_range'"
+            )
+            raise UserError(
+                f"scheduler.variance={self.variance!r}, but the model returned {output.shape[1]} channels for "
+                f"{num_channels}-channel latents instead of {expected}: set model.pred_sigma={remedy}."
+            )
+        prediction, *raw_variance = output.chunk(2, dim=1) if learned else (output,)
+        return prediction, raw_variance[0] if learned else None
+
+    def _vlb(
+        self, raw_variance: Tensor | None, x_0_of_model: Tensor, x_0: Tensor, x_t: Tensor, t: Tensor, c: Coefficients
+    ) -> Tensor:
+        mean = posterior_mean(x_0_of_model, x_t, c)
+        log_variance = model_log_variance(self.variance, raw_variance, mean, c)
+        true = posterior_mean(x_0, x_t, c), model_log_variance("fixed_small", None, mean, c)
+        return vlb_term(x_0, true, (mean, log_variance), t)
+
+    def solver(self, z: Tensor, generators: Sequence[torch.Generator] | None) -> Solver:
         """The ancestral or the DDIM sampler; without noise (DDIM with eta = 0) it needs no generators."""
         noisy = self.sampler == "ancestral" or self.eta > 0
         if noisy and generators is None and self.num_sampling_steps > 1:
             raise ValueError(f"the {self.sampler} sampler draws noise: pass one generator per sample.")
-        return ReverseSolver(self, generators)
+        return _Run(self, generators)
 
     @torch.no_grad()
     def encode(
@@ -201,17 +267,16 @@ class IDDPM(Sampler):
     ) -> Tensor:
         """The noise z [B, C, T, H, W] from which DDIM with eta = 0 samples x0: its steps in reverse (Song, eq. 14).
 
-        x0 stands at the first timestep and is led to the last, each step with the prediction at its beginning. So
-        `sample(model, encode(model, x0, cond), cond, guidance_scale=1)` comes back the nearer to x0 the more steps there are.
+        Each step takes the prediction at its start, so that the more steps there are, the closer
+        `sample(model, encode(model, x0, cond), cond, guidance_scale=1)` is to x0.
         """
         x = at_least_fp32(x0)
         guidance = self.guidance._replace(scale=guidance_scale)
         for i in tqdm(range(len(self.timesteps) - 1), disable=not progress):
             here, there = self.sampling_schedule.at(i), self.sampling_schedule.at(i + 1)
             guided = guidance.wrap(model, null, i, (i + 1) / len(self.timesteps))
-            raw = predict(guided, x, timestep_of(self.model_times[i], x), cond, None)
-            output = split_output(raw, x.shape[1], self.variance)
-            x_0 = predicted_x_0(self.prediction, output.prediction, x, here)
+            output = predict(guided, x, timestep_of(self.model_times[i], x), cond, None)
+            x_0 = predicted_x_0(self.prediction, self.split(output, x.shape[1])[0], x, here)
             x = q_sample(x_0, eps_from_x_0(x_0, x, here), there)
         return x
 
@@ -227,19 +292,21 @@ class IDDPM(Sampler):
     ) -> BitsPerDim:
         """The variational bound on -log2 p(x0) over the sampler's timesteps, per dimension; x0 [B, C, T, H, W].
 
-        The likelihood of x_0 counts 8-bit pixels in [-1, 1]; of latents the sum says no more than which model is better.
+        The likelihood of x_0 counts 8-bit pixels in [-1, 1]; for latents the sum only compares models.
         """
         x0 = at_least_fp32(x0)
         schedule, terms = self.sampling_schedule, []
         for i in tqdm(reversed(range(len(self.timesteps))), total=len(self.timesteps), disable=not progress):
             c, noise = schedule.at(i), randn_like(x0, generators)
             x_t = q_sample(x0, noise, c)
-            raw = predict(model, x_t, timestep_of(self.model_times[i], x_t), cond, None)
-            output = split_output(raw, x0.shape[1], self.variance)
-            x_0 = self._clipped(predicted_x_0(self.prediction, output.prediction, x_t, c))
+            output = predict(model, x_t, timestep_of(self.model_times[i], x_t), cond, None)
+            prediction, raw_variance = self.split(output, x0.shape[1])
+            x_0 = predicted_x_0(self.prediction, prediction, x_t, c)
+            if self.clip_x0 is not None:
+                x_0 = x_0.clamp(-self.clip_x0, self.clip_x0)
             step = torch.full((len(x0),), i, device=x0.device)
             parts = (
-                self._vlb(output.variance, x_0, x0, x_t, step, c),
+                self._vlb(raw_variance, x_0, x0, x_t, step, c),
                 (x_0 - x0) ** 2,
                 (eps_from_x_0(x_0, x_t, c) - noise) ** 2,
             )
@@ -248,64 +315,52 @@ class IDDPM(Sampler):
         prior = frame_mean(prior_term(x0, schedule.at(schedule.num_timesteps - 1)), None)
         return BitsPerDim(vlb.sum(dim=1) + prior, prior, vlb, x_0_mse, mse)
 
-    def _predict(self, model: Denoiser, x_t: Tensor, t: Tensor, cond: Condition, x_mask: Tensor | None) -> Output:
-        told = t if self.time_scale is None else t.to(x_t.dtype) * self.time_scale
-        return split_output(predict(model, x_t, told, cond, x_mask), x_t.shape[1], self.variance)
 
-    def _elementwise_loss(
-        self, output: Output, x_0: Tensor, x_t: Tensor, noise: Tensor, t: Tensor, c: Coefficients
-    ) -> Tensor:
-        predicted = output.prediction
-        if self.loss in ("kl", "rescaled_kl"):
-            vlb = self._vlb(output.variance, predicted_x_0(self.prediction, predicted, x_t, c), x_0, x_t, t, c)
-            return vlb * self.diffusion_steps if self.loss == "rescaled_kl" else vlb
-        mse = (prediction_target(self.prediction, x_0, noise, c) - predicted) ** 2
-        if self.loss_weights is not None:
-            mse = mse * self.loss_weights(t).reshape(-1, *[1] * (mse.ndim - 1))
-        if self.variance not in LEARNED:
-            return mse
-        # the mean is detached: only the variance learns from the VLB (Nichol eq. 16)
-        x_0_of_model = predicted_x_0(self.prediction, predicted.detach(), x_t, c)
-        vlb = self._vlb(output.variance, x_0_of_model, x_0, x_t, t, c)
-        return mse + (vlb * (self.diffusion_steps / 1000) if self.loss == "rescaled_mse" else vlb)
+class _Run:
+    """One run of the ancestral or the DDIM sampler, from the last timestep of a respaced schedule to the first."""
 
-    def _vlb(
-        self, raw_variance: Tensor | None, x_0_of_model: Tensor, x_0: Tensor, x_t: Tensor, t: Tensor, c: Coefficients
-    ) -> Tensor:
-        mean = posterior_mean(x_0_of_model, x_t, c)
-        log_variance = model_log_variance(self.variance, raw_variance, mean, c)
-        true = posterior_mean(x_0, x_t, c), model_log_variance("fixed_small", None, mean, c)
-        return vlb_term(x_0, true, (mean, log_variance), t)
+    def __init__(self, scheduler: IDDPM, generators: Sequence[torch.Generator] | None) -> None:
+        self.scheduler, self.generators = scheduler, generators
+        self.timesteps = scheduler.model_times[::-1]
+        num_steps = len(self.timesteps)
+        # by steps, not by abar: a mask of 0.3 edits in three of ten steps, as in the reference
+        self.levels = [(num_steps - index) / num_steps for index in range(num_steps)]
 
-    def _clipped(self, x_0: Tensor) -> Tensor:
-        return x_0 if self.clip_x0 is None else x_0.clamp(-self.clip_x0, self.clip_x0)
+    def noised(self, x_0: Tensor, noise: Tensor, index: int) -> Tensor:
+        return q_sample(x_0, noise, self._coefficients(index))
 
-    def _check_prediction(self, noise_schedule: str) -> None:
-        if self.prediction == "eps" and self.schedule.table["alphas_cumprod"][-1] == 0:
-            raise UserError(
-                f"scheduler.prediction='eps' with noise_schedule={noise_schedule!r}, which ends in pure noise: there the "
-                "noise says nothing about x_0. Use prediction='v' or 'x0'."
-            )
-        if self.prediction == "previous_x" and len(self.timesteps) < self.diffusion_steps:
-            raise UserError(
-                "scheduler.prediction='previous_x' predicts one training timestep back, so that none can be left out: "
-                "drop num_sampling_steps and timestep_respacing, or predict 'eps', 'x0' or 'v'."
-            )
+    def step(self, denoise: Denoise, x: Tensor, index: int, active: Tensor | None) -> tuple[Tensor, Tensor]:
+        """x_{t-1} by Ho et al. 2020, algorithm 2, or Song et al. 2021, eq. 12 and 16, and x_0; the last draws nothing."""
+        s, c = self.scheduler, self._coefficients(index)
+        prediction, raw_variance = s.split(denoise(x, self.timesteps[index]), x.shape[1])
+        x_0 = predicted_x_0(s.prediction, prediction, x, c)
+        if s.clip_x0 is not None:
+            x_0 = x_0.clamp(-s.clip_x0, s.clip_x0)
+        is_last = index == len(self.timesteps) - 1
+        if s.sampler == "ancestral":
+            mean = posterior_mean(x_0, x, c)
+            log_variance = model_log_variance(s.variance, raw_variance, x, c)
+            if not is_last:
+                mean = torch.addcmul(mean, torch.exp(0.5 * log_variance), randn_like(mean, self.generators))
+            return mean, x_0
+        abar, abar_prev = float(c.alphas_cumprod), float(c.alphas_cumprod_prev)
+        sigma = s.eta * math.sqrt((1 - abar_prev) / (1 - abar) * (1 - abar / abar_prev))
+        # eps is taken from x_0, so that a clamped x_0 is felt in both
+        direction = math.sqrt(max(1 - abar_prev - sigma**2, 0.0)) * eps_from_x_0(x_0, x, c)
+        mean = torch.add(direction, x_0, alpha=math.sqrt(abar_prev))
+        if s.eta > 0 and not is_last:
+            mean.add_(randn_like(mean, self.generators), alpha=sigma)
+        return mean, x_0
 
-    def _weighting_choice(self, given: str | Mapping[str, Any] | None) -> str | Mapping[str, Any] | None:
-        """A loss without an MSE has nothing to weigh."""
-        if self.loss not in ("kl", "rescaled_kl"):
-            return given
-        if given not in (None, "none"):
-            raise UserError(f"scheduler.loss_weighting={given!r} weighs the MSE, which loss={self.loss!r} has not.")
-        return "none"
+    def _coefficients(self, index: int) -> Coefficients:
+        return self.scheduler.sampling_schedule.at(len(self.timesteps) - 1 - index)
 
 
 SCHEDULERS.register_variant("iddpm-speed", IDDPM, faster=True)
 
 
-def _sampling_choice(choice: str | Mapping[str, Any] | None, *, faster: bool | None) -> str | Mapping[str, Any]:
-    """`timestep_sampling`, or what SpeeDiT's and Open-Sora's `faster` says where it is not set."""
+def _sampling_choice(choice: Choice | None, *, faster: bool | None) -> Choice:
+    """`timestep_sampling`, or where it is not set what SpeeDiT's and Open-Sora's `faster` stands for."""
     if choice is None:
         return "speedit" if faster else "uniform"
     if faster is False and choice != "uniform":
@@ -313,28 +368,3 @@ def _sampling_choice(choice: str | Mapping[str, Any] | None, *, faster: bool | N
     if faster and choice in ("uniform", {"type": "uniform"}):
         raise UserError("scheduler: faster=True and timestep_sampling='uniform' contradict each other; drop one.")
     return choice
-
-
-def _respacing(num_sampling_steps: int | None, timestep_respacing: str | None) -> str | None:
-    if num_sampling_steps is None:
-        return None if timestep_respacing is None else str(timestep_respacing)
-    if timestep_respacing:
-        raise UserError(
-            f"scheduler: num_sampling_steps={num_sampling_steps} and timestep_respacing={timestep_respacing!r} say the "
-            "same thing twice; keep one of them."
-        )
-    return str(num_sampling_steps)
-
-
-def _checked_eta(eta: float, sampler: str) -> float:
-    if not 0 <= eta <= 1:
-        raise UserError(f"scheduler.eta={eta}: use 0 (deterministic) to 1 (as noisy as DDPM).")
-    if eta and sampler != "ddim":
-        raise UserError(f"scheduler.eta={eta} has no effect on the {sampler!r} sampler; set sampler='ddim'.")
-    return eta
-
-
-def _checked_clip(clip_x0: float | None) -> float | None:
-    if clip_x0 is not None and clip_x0 <= 0:
-        raise UserError(f"scheduler.clip_x0={clip_x0} must be positive; None does not clamp.")
-    return clip_x0

@@ -1,6 +1,6 @@
 """Training and sampling of NOVA (Deng et al. 2024, arXiv:2412.14169), sections 3.3 and 3.4.
 
-Training shows a few patches of each frame and the whole frames before it; every other patch is noised on its own and the
+The model sees a few patches of each frame and all of the frames before it in training; every other patch is noised on its own and the
 model predicts the velocity eps - x_0 of each (rectified flow, a timestep for each patch). Sampling makes a video frame by frame,
 a frame in a few steps of more and more patches in a random order, and each patch out of noise.
 
@@ -10,20 +10,16 @@ whose sampler adds noise at every step and scales that. Here an ODE is solved, a
 """
 
 import math
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from opensora.registry import SCHEDULERS
 from opensora.schedulers.guidance import Condition
-from opensora.schedulers.nova.casting import with_weights_cast
-from opensora.schedulers.nova.guidance import Scales
-from opensora.schedulers.nova.model import parts_of, spread
-from opensora.schedulers.nova.sampling import Plan, generate
-from opensora.schedulers.sampling import SamplingStep
+from opensora.schedulers.nova.sampling import Plan, Scales, generate
+from opensora.schedulers.sampling import SamplingStep, Scheduler
 from opensora.schedulers.training import at_least_fp32, check_draws
 from opensora.utils.errors import UserError
 
@@ -32,7 +28,7 @@ MAX_TEMPERATURE = 2.0  # noise of twice the length is far from all that training
 
 
 @SCHEDULERS.register_module("nova")
-class MaskedAutoregression:
+class MaskedAutoregression(Scheduler):
     """Frame by frame, patches in random order, each by flow matching."""
 
     def __init__(  # noqa: PLR0913 - the choices that NOVA's pipelines offer
@@ -54,22 +50,22 @@ class MaskedAutoregression:
         num_timesteps: int = 1000,
     ) -> None:
         """Args:
-        num_sampling_steps: steps in which the patches of a frame appear, along a cosine; 128 for the best pictures.
-        num_diffusion_steps: steps from noise to a patch; 100 for the best pictures.
+        num_sampling_steps: steps in which the patches of a frame appear, along a cosine; 128 for the best images.
+        num_diffusion_steps: steps from noise to a patch; 100 for the best images.
         cfg_scale, min_cfg_scale: guidance at the last and the first step of a frame, linear between; None: constant.
         guidance_trunc: timesteps, of `num_timesteps`, below which there is no guidance.
         guidance_renorm: the least factor by which a guided prediction is shrunk to the length of the conditional one;
             1: never.
         image_guidance_scale: how far to go away from what is predicted without text and without the frames before.
-        spatiotemporal_guidance_scale: how far to go away from what the image encoder says without `skip_layers`.
-        skip_layers: numbers of blocks of the image encoder.
-        temperature: what the noise that a patch is made from is multiplied with, from 0 to 2; below 1 patches are likelier ones
-            and vary less, at 0 they depend on their order alone.
+        spatiotemporal_guidance_scale: how far to go away from what the image encoder predicts without `skip_layers`.
+        skip_layers: indices of blocks of the image encoder.
+        temperature: factor of the noise that a patch is made from, from 0 to 2; below 1 patches are likelier ones and vary
+            less, at 0 they depend on their order alone.
         shift: of the noise levels, in training and sampling; above 1 there are more noisy ones.
         loss_repeat: noise draws for each patch.
         losses: "all" (the sum of both), "first" frames (images from text) or "later" frames (videos from an image).
         min_mask_ratio: the least share of a frame's patches that is hidden in training; 1 is the likeliest.
-        num_timesteps: T; the model is told sigma T.
+        num_timesteps: T; the model is conditioned on sigma T.
         """
         self.scales = Scales(
             cfg_scale, min_cfg_scale, guidance_trunc / num_timesteps, guidance_renorm, image_guidance_scale,
@@ -91,7 +87,7 @@ class MaskedAutoregression:
                 f"scheduler: guidance_trunc={guidance_trunc} is from 0 to num_timesteps={num_timesteps}, guidance_renorm="
                 f"{guidance_renorm} from 0 to 1."
             )
-        if any(number < 0 for number in self.scales.skip):
+        if any(index < 0 for index in self.scales.skip):
             raise UserError(f"scheduler.skip_layers={self.scales.skip}: blocks are numbered from 0.")
         if not 0 <= temperature <= MAX_TEMPERATURE:
             raise UserError(
@@ -106,21 +102,12 @@ class MaskedAutoregression:
 
     @property
     def cfg_scale(self) -> float:
-        """The guidance scale where `sample` is given none."""
+        """The guidance scale where a call of `sample` sets none."""
         return self.scales.scale
 
     def needs_null(self, guidance_scale: float | None = None) -> bool:
         """Whether `sample` needs `null`: also without guidance by text there may be guidance by the frames before."""
         return self._scales(guidance_scale).needs_null
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Nothing is learnt."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Nothing was learnt."""
-        if state:
-            raise UserError("the checkpoint's scheduler learnt something, 'nova' does not: it is another scheduler's.")
 
     def training_losses(
         self,
@@ -140,62 +127,45 @@ class MaskedAutoregression:
             model: a NOVA, or an engine's wrapper of one.
             x0: [B, C, T, H, W], scaled latents.
             cond: the model's conditions.
-            mask: [B, T] bool; False frames are given, and out of the loss.
+            mask: [B, T] bool; False frames are conditioning, and out of the loss.
             t: [B, R, T, N] in (0, T], of each patch; R is `loss_repeat`.
             noise: [B, R, C, T, H, W].
-            visible: [B, T, V] int64, the patches that are shown. Like t and noise, drawn when not given.
+            visible: [B, T, V] int64, the patches that are shown. Like t and noise, drawn when None.
             generators: one for each sample. The share of hidden patches is one for the whole batch, of the first sample's.
 
         Raises:
             UserError: there are no later frames, and the losses are of those alone.
         """
-        check_draws(t, noise, generators)
+        check_draws(generators, t, noise, visible)
+        rngs = generators or ()
         parts, x0 = parts_of(model), at_least_fp32(x0)
         size = parts.check_size(x0.shape[2:])
         if self.losses == "later" and size[0] == 1:
             raise UserError(
                 "scheduler.losses='later' leaves nothing to learn from a video of one latent frame, which is its first. Train with "
-                "losses='all' or 'first', or from longer videos (num_frames, and in a bucket_config no bucket of pictures)."
+                "losses='all' or 'first', or from longer videos (num_frames, and in a bucket_config no bucket of images)."
             )
         p = parts.image_patch
         num_patches = size[1] * size[2] // p**2
         if visible is None:
-            visible = self._draw_visible(_given(generators), size[0], num_patches, x0.device)
+            visible = self._draw_visible(rngs, size[0], num_patches, x0.device)
         if t is None:
-            t = self._draw_times(_given(generators), (self.loss_repeat, size[0], num_patches), x0.device)
+            t = self._draw_times(rngs, (self.loss_repeat, size[0], num_patches), x0.device)
         if noise is None:
             shape = (self.loss_repeat, *x0.shape[1:])
-            noise = torch.stack([torch.randn(shape, generator=g, device=g.device) for g in _given(generators)]).to(x0)
-        sigma = spread(t.to(x0.dtype) / self.num_timesteps, size[1:], p)[:, :, None]  # [B, R, 1, T, H, W]
+            noise = torch.stack([torch.randn(shape, generator=g, device=g.device) for g in rngs]).to(x0)
+        sigma = patches_to_cells(t.to(x0.dtype) / self.num_timesteps, size[1:], p)[:, :, None]  # [B, R, 1, T, H, W]
         clean = x0[:, None]
         noisy = (1 - sigma) * clean + sigma * noise
         velocity = model(x0, t, noisy=noisy, visible=visible, **cond).to(x0.dtype)  # type: ignore[operator]
         hidden = torch.ones(len(x0), size[0], num_patches, device=x0.device).scatter(2, visible, 0.0)
-        where = spread(hidden, size[1:], p)[:, None]  # [B, 1, T, H, W]
-        errors = (((velocity - (noise - clean)) ** 2).mean(dim=(1, 2)) * where[:, 0]).sum(dim=(2, 3))  # [B, T]
-        return self._total(errors / where[:, 0].sum(dim=(2, 3)).clamp(min=1), mask)
-
-    def sample(
-        self,
-        model: object,
-        z: Tensor,
-        cond: Condition,
-        *,
-        null: Condition | None = None,
-        mask: Tensor | None = None,
-        guidance_scale: float | None = None,
-        generators: Sequence[torch.Generator] | None = None,
-        progress: bool = False,
-    ) -> Tensor:
-        """x_0 [B, C, T, H, W] fp32: the end of `sample_steps`."""
-        steps = self.sample_steps(
-            model, z, cond, null=null, mask=mask, guidance_scale=guidance_scale, generators=generators
-        )
-        x = z
-        with closing(steps):
-            for step in tqdm(steps, total=self.num_sampling_steps * z.shape[2], disable=not progress):
-                x = step.x
-        return x
+        weight = patches_to_cells(hidden, size[1:], p)  # [B, T, H, W]
+        errors = (((velocity - (noise - clean)) ** 2).mean(dim=(1, 2)) * weight).sum(dim=(2, 3))  # [B, T]
+        losses = errors / weight.sum(dim=(2, 3)).clamp(min=1)
+        learnt = torch.ones_like(losses) if mask is None else mask.to(losses)
+        first = losses[:, 0] * learnt[:, 0]
+        later = (losses * learnt)[:, 1:].sum(1) / learnt[:, 1:].sum(1).clamp(min=1)
+        return {"all": first + later, "first": first, "later": later}[self.losses].float()
 
     def sample_steps(
         self,
@@ -207,21 +177,21 @@ class MaskedAutoregression:
         mask: Tensor | None = None,
         guidance_scale: float | None = None,
         generators: Sequence[torch.Generator] | None = None,
-    ) -> Generator[SamplingStep, None, None]:
+    ) -> Iterator[SamplingStep]:
         """The steps one by one: after each, more patches of one frame are there.
 
-        Under autocast the weights are in its number format until the steps are at their end or closed.
+        Under autocast the weights are in its dtype until the steps are exhausted or closed.
 
         Args:
             model: a NOVA.
-            z: [B, C, T, H, W]: the noise that each patch is made from; where a frame is given, the frame.
+            z: [B, C, T, H, W]: the noise that each patch is made from; a conditioning frame itself.
             cond, null: the condition, and the entries of it that differ without text.
-            mask: [B, T]; False (0) frames are given, such as the first one of a video from an image. They come first.
+            mask: [B, T]; False (0) frames are conditioning, such as the first one of a video from an image. They come first.
             guidance_scale: overrides `cfg_scale`.
             generators: one for each sample, for the order of its patches, which all its frames share.
 
         Raises:
-            UserError: a frame is to be edited, or is given after one that is made; or `skip_layers` names no block.
+            UserError: a frame is to be edited, or conditions earlier ones; or `skip_layers` names no block.
         """
         if generators is None:
             raise ValueError("the order of the patches is random: pass one generator per sample.")
@@ -229,33 +199,31 @@ class MaskedAutoregression:
         T, H, W = parts.check_size(z.shape[2:])
         num_patches = H * W // parts.image_patch**2
         order = torch.stack([torch.randperm(num_patches, generator=g, device=g.device) for g in generators])
-        given = _given_frames(mask, len(z), T, z.device)
+        keep = _conditioning_frames(mask, len(z), T, z.device)
         scales = self._scales(guidance_scale)
-        if beyond := [number for number in scales.skip if number >= len(parts.image_encoder.blocks)]:
+        num_blocks = len(parts.image_encoder.blocks)
+        if beyond := [index for index in scales.skip if index >= num_blocks]:
             raise UserError(
-                f"scheduler.skip_layers={scales.skip}: the image encoder has blocks 0 to {len(parts.image_encoder.blocks) - 1}, "
-                f"and no {beyond[0]}."
+                f"scheduler.skip_layers={scales.skip}: the image encoder has blocks 0 to {num_blocks - 1}, and no {beyond[0]}."
             )
         known = known_patches(self.num_sampling_steps, num_patches)
-        plan = Plan(order.to(z.device), known, self._levels(), self.num_timesteps, self.temperature)
-        return with_weights_cast(generate(parts, z, cond, null, given, plan, scales), parts, z.device)
+        levels = [self._shifted(1 - i / self.num_diffusion_steps) for i in range(self.num_diffusion_steps + 1)]
+        plan = Plan(order.to(z.device), known, levels, self.num_timesteps, self.temperature, scales)
+        return generate(parts, z, cond, null, keep, plan)
 
     def _scales(self, guidance_scale: float | None) -> Scales:
         return self.scales if guidance_scale is None else self.scales._replace(scale=guidance_scale)
 
-    def _levels(self) -> list[float]:
-        """Noise levels from 1 to 0."""
-        steps = [1 - i / self.num_diffusion_steps for i in range(self.num_diffusion_steps + 1)]
-        return [self.shift * s / (1 + (self.shift - 1) * s) for s in steps]
+    def _shifted(self, sigma: Any) -> Any:
+        return self.shift * sigma / (1 + (self.shift - 1) * sigma)
 
     def _draw_visible(
         self, generators: Sequence[torch.Generator], num_frames: int, num_patches: int, device: torch.device
     ) -> Tensor:
-        """[B, T, V] int64. The hidden share is a normal number of mean 1 and deviation 0.25, cut off to [min, 1].
-
-        How many patches are shown is a size, which the host has to know.
-        """
-        first = _on_the_host(generators[0])
+        """[B, T, V] int64. The hidden share is a normal variable of mean 1 and deviation 0.25, truncated to [min, 1]."""
+        first = generators[0]
+        if first.device.type != "cpu":  # the share is a size: the host would wait for all work of the GPU
+            first = torch.Generator().manual_seed(first.initial_seed())
         low, high = (math.erf((edge - 1) / 0.25 / math.sqrt(2)) for edge in (self.min_mask_ratio, 1.0))
         u = low + (high - low) * torch.rand(1, generator=first, dtype=torch.float64)
         ratio = float(1 + 0.25 * math.sqrt(2) * torch.erfinv(u))
@@ -269,14 +237,7 @@ class MaskedAutoregression:
         """[B, R, T, N] fp32, logit-normal (Esser et al. 2024), one of `num_timesteps` levels from 1 to T, shifted."""
         draws = torch.stack([torch.randn(shape, generator=g, device=g.device) for g in generators]).to(device)
         sigma = ((draws.sigmoid() * self.num_timesteps).floor() + 1).clamp(max=self.num_timesteps) / self.num_timesteps
-        return self.shift * sigma / (1 + (self.shift - 1) * sigma) * self.num_timesteps
-
-    def _total(self, losses: Tensor, mask: Tensor | None) -> Tensor:
-        """[B, T] -> [B]: the first frame's, and the mean of the later ones'."""
-        weight = torch.ones_like(losses) if mask is None else mask.to(losses)
-        first = losses[:, 0] * weight[:, 0]
-        later = (losses * weight)[:, 1:].sum(1) / weight[:, 1:].sum(1).clamp(min=1)
-        return {"all": first + later, "first": first, "later": later}[self.losses].float()
+        return self._shifted(sigma) * self.num_timesteps
 
 
 def known_patches(num_steps: int, num_patches: int) -> list[int]:
@@ -294,38 +255,43 @@ def known_patches(num_steps: int, num_patches: int) -> list[int]:
     return known
 
 
-def _given_frames(mask: Tensor | None, batch: int, num_frames: int, device: torch.device) -> Tensor:
-    """[B, T] bool.
-
-    Raises:
-        UserError: a frame is to be edited from a noise level on, which has no meaning here, or is given after one that is
-            made, which could not lead to it.
-    """
+def _conditioning_frames(mask: Tensor | None, batch: int, num_frames: int, device: torch.device) -> Tensor:
+    """[B, T] bool; a UserError for frames to be edited, and for conditioning frames after generated ones."""
     if mask is None:
         return torch.zeros(batch, num_frames, dtype=torch.bool, device=device)
     if ((mask != 0) & (mask != 1)).any():
         raise UserError(
-            "the scheduler 'nova' makes a frame or keeps it; an edit ratio between 0 and 1 has no meaning here. Use 0 or 1 in "
+            "the scheduler 'nova' generates a frame or keeps it; an edit ratio between 0 and 1 has no meaning here. Use 0 or 1 in "
             "mask_strategy."
         )
-    made = mask != 0
-    if (made[:, :-1] & ~made[:, 1:]).any():
+    generated = mask != 0
+    if (generated[:, :-1] & ~generated[:, 1:]).any():
         raise UserError(
-            "the scheduler 'nova' makes frame after frame, and none of them sees a later one: a frame that is given after one "
-            "that is made would only replace what it made there. Give the first frames (--image, --extend), and leave out "
-            "--last-image and later places in mask_strategy."
+            "the scheduler 'nova' generates frame after frame, and none of them sees a later one: a conditioning frame after a "
+            "generated one would have no effect on it. Condition on the first frames (--image, --extend), and leave out "
+            "--last-image and later frames in mask_strategy."
         )
     return mask.to(device) == 0
 
 
-def _given(generators: Sequence[torch.Generator] | None) -> Sequence[torch.Generator]:
-    if generators is None:
-        raise ValueError("what is not given has to be drawn: pass one generator per sample.")
-    return generators
+def parts_of(model: Any) -> Any:
+    """The NOVA (`opensora.models.nova.nova`) whose parts are called one by one, which an engine may have wrapped.
+
+    Raises:
+        UserError: it is a denoiser of entire videos.
+    """
+    inner = model
+    while not hasattr(inner, "next_condition"):
+        if not hasattr(inner, "module"):
+            raise UserError(
+                f"the scheduler 'nova' trains and samples patch by patch, which {type(model).__name__} cannot: use a NOVA "
+                "model, or another scheduler."
+            )
+        inner = inner.module
+    return inner
 
 
-def _on_the_host(generator: torch.Generator) -> torch.Generator:
-    """A generator like it on the CPU: for a number from the GPU the host would wait until all work there is done."""
-    if generator.device.type == "cpu":
-        return generator
-    return torch.Generator().manual_seed(generator.initial_seed())
+def patches_to_cells(values: Tensor, size: tuple[int, int], patch: int) -> Tensor:
+    """A value for each patch `[..., N]` -> for each latent cell `[..., H, W]`."""
+    grid = values.unflatten(-1, (size[0] // patch, size[1] // patch))
+    return torch.repeat_interleave(torch.repeat_interleave(grid, patch, dim=-1), patch, dim=-2)

@@ -2,7 +2,7 @@
 
 x_tau = (1 - tau) x_0 + tau noise, and the target is v = x_0 - noise, as in Open-Sora 1.2. Deviations from it:
 - the shift for large videos takes the latent's size, at any length, in training and sampling alike, and for one size of
-  a batch (theirs counted 17-frame pieces, so that shorter videos had tau = 0);
+  a batch (theirs counted 17-frame chunks, so that shorter videos had tau = 0);
 - discrete timesteps are 1, ..., T instead of 0, ..., T - 1: T, pure noise, is where sampling starts;
 - second-order samplers; noise from one generator per sample.
 """
@@ -17,14 +17,21 @@ from torch import Tensor
 from opensora.registry import SCHEDULERS
 from opensora.schedulers.guidance import Condition, Denoiser, guidance_from_config
 from opensora.schedulers.rf.shift import check_shift, shift_ratio, shifted
-from opensora.schedulers.rf.solver import SOLVERS, FlowSolver, flow, velocity_of
-from opensora.schedulers.sampling import Sampler
-from opensora.schedulers.timesteps import build_sampling, build_weights, flow_alphas_cumprod
-from opensora.schedulers.training import at_least_fp32, check_draws, draw_noise, frame_mean, keep_given, predict
+from opensora.schedulers.sampling import Denoise, Sampler, Solver, Time
+from opensora.schedulers.timesteps import Choice, build_sampling, build_weights, flow_alphas_cumprod
+from opensora.schedulers.training import (
+    at_least_fp32,
+    check_draws,
+    draw_noise,
+    frame_mean,
+    keep_conditioning_frames,
+    predict,
+    without_variance,
+)
 from opensora.utils.errors import UserError
 
+SAMPLERS = ("euler", "heun", "midpoint")
 TIMES = ("continuous", "discrete")
-Choice = str | Mapping[str, Any]
 
 
 @SCHEDULERS.register_module("rflow")
@@ -54,9 +61,8 @@ class RectifiedFlow(Sampler):
     ) -> None:
         """Args:
         num_sampling_steps: steps from noise to data; "heun" calls the model 2 N - 1 times, "midpoint" 2 N times.
-        num_timesteps: T; the model is told tau * T.
-        cfg_scale, cfg_channel: default guidance scale, and how many channels it guides (None: all).
-        guidance: further options of guidance; see `opensora.schedulers.guidance.Guidance`.
+        num_timesteps: T; the model is conditioned on tau * T.
+        cfg_scale, cfg_channel, guidance: see `opensora.schedulers.guidance.Guidance`.
         sampler: "euler", or of second order "heun" or "midpoint".
         time: "continuous" (default), or "discrete": integers from 1 to T, in training and sampling.
         shift: "none" (default), "resolution" (Open-Sora 1.2) or "length" (2.0), which depend on the latent's size, or a
@@ -74,7 +80,7 @@ class RectifiedFlow(Sampler):
             raise UserError(
                 f"scheduler: num_sampling_steps={num_sampling_steps} and num_timesteps={num_timesteps} are at least 1."
             )
-        _check_name("sampler", sampler, SOLVERS)
+        _check_name("sampler", sampler, SAMPLERS)
         self.guidance = guidance_from_config(cfg_scale, cfg_channel, guidance)
         self.num_timesteps, self.sampler = num_timesteps, sampler
         self.time = _one(
@@ -87,25 +93,14 @@ class RectifiedFlow(Sampler):
             default="none",
         )  # fmt: skip
         check_shift(self.shift, transform_scale)
-        self.shift_base, self.transform_scale = _checked_base(shift_base), transform_scale
-        self._num_sampling_steps = num_sampling_steps
+        if len(shift_base) != 2 or min(shift_base) < 1:
+            raise UserError(f"scheduler.shift_base={shift_base!r}: expected (rows, columns) of a latent frame.")
+        self.shift_base, self.transform_scale = tuple(shift_base), transform_scale
+        self.num_sampling_steps = num_sampling_steps
         sampling = _sampling_choice(timestep_sampling, sample_method, loc, scale)
         abar = flow_alphas_cumprod(num_timesteps)
         self.timestep_sampling = build_sampling(sampling, abar)
         self.loss_weights = build_weights(loss_weighting, sampling, abar, "velocity")
-
-    @property
-    def num_sampling_steps(self) -> int:
-        """Steps from noise to data."""
-        return self._num_sampling_steps
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """What a resume of training needs: the history of "loss-second-moment", else nothing."""
-        return self.timestep_sampling.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore what `state_dict` gave; a UserError when it is another strategy's."""
-        self.timestep_sampling.load_state_dict(state)
 
     def training_losses(
         self,
@@ -124,12 +119,12 @@ class RectifiedFlow(Sampler):
             model: called as `model(x_tau, t, **cond)`, with `x_mask=mask` when there is a mask; of 2C channels the
                 second half is not used.
             x0: [B, C, T, H, W], scaled latents.
-            mask: [B, T] bool. False frames are given: they stay clean and out of the loss, which is the mean over
+            mask: [B, T] bool. False frames are conditioning: they stay clean and out of the loss, which is the mean over
                 the True frames (0 when there is none).
-            t: [B] in [0, num_timesteps], after the shift. Like `noise` (x0's shape), drawn when not given.
+            t: [B] in [0, num_timesteps], after the shift. Like `noise` (x0's shape), drawn when None.
             generators: one per sample: t is drawn first, then the noise.
         """
-        check_draws(t, noise, generators)
+        check_draws(generators, t, noise)
         x0 = at_least_fp32(x0)
         drawn = None
         if t is None:
@@ -138,43 +133,71 @@ class RectifiedFlow(Sampler):
         noise = draw_noise(x0, noise, generators)
         tau = (t.to(x0.dtype) / self.num_timesteps).reshape(-1, *[1] * (x0.ndim - 1))
         mask = None if mask is None else mask.bool()
-        x_tau = keep_given(flow(x0, noise, tau), x0, mask)
-        output = velocity_of(predict(model, x_tau, t, cond, mask), x0.shape[1])
-        losses = frame_mean((x0 - noise - output) ** 2, mask)
+        x_tau = keep_conditioning_frames((1 - tau) * x0 + tau * noise, x0, mask)
+        v = without_variance(predict(model, x_tau, t, cond, mask), x0.shape[1])
+        losses = frame_mean((x0 - noise - v) ** 2, mask)
         if self.loss_weights is not None:
             losses = losses * self.loss_weights(self.timestep_sampling.bin(t.float() / self.num_timesteps))
         return losses if drawn is None else self.timestep_sampling.corrected(drawn, losses)
 
-    def solver(self, z: Tensor, generators: Sequence[torch.Generator] | None) -> FlowSolver:
-        """Steps at times that suit the latent's size; deterministic, so that no generators are needed."""
-        taus = self._sampling_times(z.shape[2:])
-        return FlowSolver(self.sampler, taus, self.num_timesteps, discrete=self.time == "discrete")
-
-    def _sampling_times(self, latent_size: Sequence[int]) -> list[float]:
-        N, ratio = self.num_sampling_steps, self._ratio(latent_size)
-        taus = [shifted(1 - i / N, ratio) for i in range(N)]
-        if self.time == "continuous":
-            return taus
-        times = [max(round(tau * self.num_timesteps), 1) for tau in taus]
-        if any(a <= b for a, b in pairwise(times)):
-            raise UserError(
-                f"scheduler.num_sampling_steps={N} with time='discrete': two steps fall on one of the "
-                f"{self.num_timesteps} timesteps (shift {ratio:.3g}); take fewer steps, or time='continuous'."
-            )
-        return [time / self.num_timesteps for time in times]
-
     def _draw(self, generators: Sequence[torch.Generator], x0: Tensor) -> tuple[Tensor, Tensor]:
-        """The drawn part of the time [B] int64, of num_timesteps, and the shifted timestep that the model is told [B]."""
-        ratio = self._ratio(x0.shape[2:])
+        """The drawn part of the time [B] int64, of num_timesteps, and the shifted timestep [B]."""
+        sampling, ratio = self.timestep_sampling, self._ratio(x0.shape[2:])
         if self.time == "continuous":
-            tau = self.timestep_sampling.draw_time(generators, x0.device)
-            return self.timestep_sampling.bin(tau), shifted(tau, ratio) * self.num_timesteps
-        drawn = self.timestep_sampling.draw(generators, x0.device)
+            tau = sampling.draw_time(generators, x0.device)
+            return sampling.bin(tau), shifted(tau, ratio) * self.num_timesteps
+        drawn = sampling.draw(generators, x0.device)
         tau = shifted((drawn + 1) / self.num_timesteps, ratio)
         return drawn, (tau * self.num_timesteps).round().long().clamp(1, self.num_timesteps)
 
     def _ratio(self, latent_size: Sequence[int]) -> float:
         return shift_ratio(self.shift, latent_size, self.shift_base, self.transform_scale)
+
+    def solver(self, z: Tensor, generators: Sequence[torch.Generator] | None) -> Solver:
+        """Steps at times that suit the latent's size; deterministic, so that no generators are needed."""
+        N, ratio = self.num_sampling_steps, self._ratio(z.shape[2:])
+        taus = [shifted(1 - i / N, ratio) for i in range(N)]
+        if self.time == "discrete":
+            times = [max(round(tau * self.num_timesteps), 1) for tau in taus]
+            if any(a <= b for a, b in pairwise(times)):
+                raise UserError(
+                    f"scheduler.num_sampling_steps={N} with time='discrete': two steps fall on one of the "
+                    f"{self.num_timesteps} timesteps (shift {ratio:.3g}); take fewer steps, or time='continuous'."
+                )
+            taus = [time / self.num_timesteps for time in times]
+        return _Run(self, taus)
+
+
+class _Run:
+    """One run of the flow's ODE dx / d tau = -v from noise (tau = 1) to data (tau = 0), at falling `taus`."""
+
+    def __init__(self, scheduler: RectifiedFlow, taus: list[float]) -> None:
+        self.scheduler, self.levels = scheduler, taus
+        self.timesteps = [self._time(tau) for tau in taus]
+
+    def noised(self, x_0: Tensor, noise: Tensor, index: int) -> Tensor:
+        tau = self.levels[index]
+        return (1 - tau) * x_0 + tau * noise
+
+    def step(self, denoise: Denoise, x: Tensor, index: int, active: Tensor | None) -> tuple[Tensor, Tensor]:
+        """x at the next time, and x_0 as predicted at the start of the step."""
+
+        def velocity(x: Tensor, tau: float) -> Tensor:
+            return without_variance(denoise(x, self._time(tau)), x.shape[1])
+
+        tau, after = self.levels[index], [*self.levels, 0.0][index + 1]
+        v = velocity(x, tau)
+        x_0 = torch.add(x, v, alpha=tau)
+        if self.scheduler.sampler == "midpoint":
+            middle = (tau + after) / 2
+            v = velocity(torch.add(x, v, alpha=tau - middle), middle)
+        elif self.scheduler.sampler == "heun" and after > 0:  # at tau = 0 one Euler step keeps the order
+            v = (v + velocity(torch.add(x, v, alpha=tau - after), after)) / 2
+        return torch.add(x, v, alpha=tau - after), x_0
+
+    def _time(self, tau: float) -> Time:
+        time = tau * self.scheduler.num_timesteps
+        return round(time) if self.scheduler.time == "discrete" else time
 
 
 def _check_name(field: str, value: object, names: Sequence[str]) -> None:
@@ -182,24 +205,20 @@ def _check_name(field: str, value: object, names: Sequence[str]) -> None:
         raise UserError(f"scheduler.{field}={value!r} is not one of {', '.join(names)}.")
 
 
-def _checked_base(base: Sequence[int]) -> tuple[int, int]:
-    if len(base) != 2 or min(base) < 1:
-        raise UserError(f"scheduler.shift_base={base!r}: expected (rows, columns) of a latent frame.")
-    return base[0], base[1]
-
-
 def _one(
     named: tuple[str, Any], legacy: tuple[str, bool | None], meaning: Mapping[bool, str], *, default: str
-) -> Any:  # a name, or the number of a shift
+) -> Any:  # a name, or the value of a shift
     """The choice that a name and its older boolean spelling make together."""
-    (name, value), (flag, given) = named, legacy
-    if given is None:
+    (name, value), (flag, flag_value) = named, legacy
+    if flag_value is None:
         return default if value is None else value
-    if value is None or value == meaning[given]:
-        return meaning[given]
-    if given and name == "shift" and value == "length":
+    if value is None or value == meaning[flag_value]:
+        return meaning[flag_value]
+    if flag_value and name == "shift" and value == "length":
         return value  # a transform, and which one
-    raise UserError(f"scheduler: {name}={value!r} and {flag}={given} contradict each other; keep {name}=... alone.")
+    raise UserError(
+        f"scheduler: {name}={value!r} and {flag}={flag_value} contradict each other; keep {name}=... alone."
+    )
 
 
 def _sampling_choice(
@@ -208,7 +227,7 @@ def _sampling_choice(
     """`timestep_sampling`, or Open-Sora's `sample_method` with its parameters."""
     if choice is not None and (sample_method, loc, scale) != (None, None, None):
         raise UserError(
-            "scheduler.timestep_sampling says the same as sample_method, loc and scale; keep timestep_sampling, with "
+            "scheduler.timestep_sampling sets the same as sample_method, loc and scale; keep timestep_sampling, with "
             "dict(type='logit-normal', loc=..., scale=...)."
         )
     if choice is not None:

@@ -1,6 +1,6 @@
 """Larger videos are trained and sampled at noisier times (Esser et al. 2024, section 5.3.2).
 
-The same noise hides less of a picture with more cells, so that its time tau is moved towards 1:
+The same noise hides less of an image with more cells, so that its time tau is shifted towards 1:
 tau' = r tau / (1 + (r - 1) tau). Sizes are those of the latent, so nothing here depends on a VAE's strides.
 """
 
@@ -14,8 +14,6 @@ from opensora.utils.errors import UserError
 
 Tau = TypeVar("Tau", float, Tensor)
 SHIFTS = ("none", "resolution", "length")
-CELLS = (1024, 16384)  # of a latent frame: 256 and 4096 tokens of 2x2 cells, between which "length" draws its line
-RATIOS = (1.0, 3.0)
 
 
 def check_shift(shift: str | float, scale: float) -> None:
@@ -51,8 +49,8 @@ def shift_ratio(
         return 1.0
     if shift == "resolution":
         return math.sqrt(H * W / (base_size[0] * base_size[1])) * math.sqrt(T) * scale
-    slope = (RATIOS[1] - RATIOS[0]) / (CELLS[1] - CELLS[0])
-    line = RATIOS[0] + slope * (H * W - CELLS[0])
+    # of a latent frame: 1024 and 16384 cells are 256 and 4096 tokens of 2 x 2 cells
+    line = 1.0 + (3.0 - 1.0) / (16384 - 1024) * (H * W - 1024)
     return line * math.sqrt(T) * scale
 
 

@@ -119,7 +119,7 @@ def test_the_middle_stage_of_the_third_singlestep_order_is_the_papers():
 def test_steps_in_the_noise_level(skip_type, theirs_by, num_steps):
     """Theirs end at sigma_min before the clean end, so they are ours with one step less and a call at timestep 0.
 
-    They round the timesteps that the model is told, but not the levels; the model here does not look at the time.
+    They round the timesteps that the model gets, but not the levels; the model here does not look at the time.
     """
     reference = DPMSolverMultistepScheduler(final_sigmas_type="zero", lower_order_final=False, **{theirs_by: True})
     scheduler = DPMSolver(num_steps - 1, skip_type=skip_type, final="denoise_to_zero", lower_order_final="never")

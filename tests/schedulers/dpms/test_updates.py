@@ -1,4 +1,4 @@
-"""The numbers of one solver step, against quadrature and against diffusers' formulas in fp64."""
+"""The coefficients of one solver step, against quadrature and against diffusers' formulas in fp64."""
 
 import math
 
@@ -7,7 +7,7 @@ import pytest
 import torch
 from diffusers import DPMSolverMultistepScheduler, DPMSolverSinglestepScheduler
 
-from opensora.schedulers.dpms.process import CLEAN, VariancePreserving
+from opensora.schedulers.dpms.levels import CLEAN, VariancePreserving
 from opensora.schedulers.dpms.updates import RATES, Update, first_order, interpolating, phi
 from opensora.schedulers.noise_schedule import named_schedule
 

@@ -97,7 +97,7 @@ def test_a_perfect_model_has_no_loss(x0):
 
 
 class Linear(nn.Module):
-    """Two layers, so that the gradients of the prediction and of the variance are told apart."""
+    """Two layers, so that the gradients of the prediction and of the variance are separate."""
 
     def __init__(self, variance: bool = True) -> None:
         super().__init__()
@@ -143,8 +143,8 @@ def test_masked_training(denoiser, x0, cond):
     losses = scheduler.training_losses(model, x0, cond, mask=mask, t=t, noise=noise)
     (call,) = model.calls
     assert torch.equal(call["x_mask"], mask)
-    given = ~mask[:, None, :, None, None].expand(SHAPE)
-    assert torch.equal(call["x"][given], x0[given])
+    conditioning = ~mask[:, None, :, None, None].expand(SHAPE)
+    assert torch.equal(call["x"][conditioning], x0[conditioning])
 
     # the toy denoiser does not mix frames: the loss is that of the generated frames alone
     def alone(b, frames):
@@ -247,13 +247,6 @@ def test_never_reads_a_value_back_from_the_device(denoiser, rngs, x0, cond, sett
     assert scheduler.training_losses(denoiser(2), x, on_device, mask=mask.to("meta"), generators=rngs()).shape == (2,)
 
 
-def test_progress_shows_a_bar(denoiser, rngs, x0, cond, capsys):
-    IDDPM(3).sample(denoiser(2), x0, cond, generators=rngs())
-    assert capsys.readouterr().err == ""
-    IDDPM(3).sample(denoiser(2), x0, cond, generators=rngs(), progress=True)
-    assert "3/3" in capsys.readouterr().err
-
-
 def test_a_wrong_number_of_channels_names_both_settings(denoiser, rngs, x0, cond):
     with pytest.raises(UserError, match=r"returned 4 channels .* instead of 8: set model.pred_sigma=True") as caught:
         IDDPM().training_losses(denoiser(1), x0, cond, generators=rngs())
@@ -292,13 +285,13 @@ def test_missing_generators_are_an_error(denoiser, x0, cond):
 
 
 def test_a_learned_log_variance_has_the_loss_of_its_range(denoiser, x0, cond):
-    """The same variance said directly: the same loss."""
+    """The same variance, returned directly: the same loss."""
     noise, t = torch.randn_like(x0), torch.tensor([200, 700])
     ranged = IDDPM()
     c = ranged.schedule.gather(t, 5)
 
-    def direct(x, timestep, **given):
-        prediction, raw = denoiser(2)(x, timestep, **given).chunk(2, dim=1)
+    def direct(x, timestep, **kwargs):
+        prediction, raw = denoiser(2)(x, timestep, **kwargs).chunk(2, dim=1)
         fraction = (raw + 1) / 2
         return torch.cat([prediction, fraction * c.log_beta + (1 - fraction) * c.log_posterior_variance], dim=1)
 
@@ -319,7 +312,7 @@ def test_the_previous_x_is_trained_as_the_posteriors_mean(x0):
     torch.testing.assert_close(scheduler.training_losses(perfect, x0, {}, t=t, noise=noise), torch.zeros(2))
 
 
-def test_rescaled_timesteps_are_told_as_if_there_were_a_thousand(denoiser, rngs, x0, cond):
+def test_rescaled_timesteps_are_on_the_scale_of_a_thousand(denoiser, rngs, x0, cond):
     scheduler = IDDPM(4, diffusion_steps=250, rescale_timesteps=True)
     model = denoiser(2)
     scheduler.training_losses(model, x0, cond, t=torch.tensor([3, 249]), noise=x0)

@@ -7,8 +7,8 @@ import diffusers
 import pytest
 import torch
 
-from opensora.schedulers.diffusion import posterior_mean
 from opensora.schedulers.iddpm import IDDPM
+from opensora.schedulers.iddpm.gaussian import posterior_mean
 
 PREDICTION_TYPES = {"eps": "epsilon", "x0": "sample", "v": "v_prediction"}
 SCHEDULES = ["linear", "squaredcos_cap_v2"]

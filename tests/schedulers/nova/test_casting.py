@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from opensora.acceleration.compile import compile_blocks
-from opensora.schedulers.nova.casting import weights_cast
+from opensora.schedulers.nova.sampling import weights_cast
 from tests.models.nova.toy import build, inputs
 from tests.schedulers.nova.toy import SIZE, conditions, rngs, scheduler
 

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from opensora.registry import SCHEDULERS
-from opensora.schedulers.nova.guidance import Scales
-from opensora.schedulers.nova.model import spread
-from opensora.schedulers.nova.nova import known_patches
+from opensora.schedulers.nova.nova import known_patches, patches_to_cells
+from opensora.schedulers.nova.sampling import Scales
 from opensora.utils.errors import UserError
 from opensora.utils.seed import generators
 from tests.models.nova.toy import build
@@ -35,7 +34,7 @@ def test_patches_have_the_order_of_the_patch_embedding():
     patches, embed = model.to_patches(x), model.image_decoder.patch_embed
     torch.testing.assert_close(embed.embed_patches(patches), embed(x))
     assert torch.equal(model.to_frames(patches, (8, 12)), x)
-    values = spread(torch.arange(24.0), (8, 12), 2)
+    values = patches_to_cells(torch.arange(24.0), (8, 12), 2)
     assert torch.equal(model.to_patches(values[None])[..., 0], torch.arange(24.0))
 
 
@@ -60,7 +59,7 @@ def test_the_loss_of_a_perfect_model_is_zero_and_visible_patches_do_not_count():
     noise = torch.randn(2, 4, 4, *SIZE)
     visible = torch.arange(5).expand(2, 3, 5)
 
-    class Told(torch.nn.Module):
+    class Shifted(torch.nn.Module):
         """The real model's parts with an answer that is off at one patch."""
 
         module = model
@@ -69,14 +68,14 @@ def test_the_loss_of_a_perfect_model_is_zero_and_visible_patches_do_not_count():
             super().__init__()
             off = torch.zeros(16)
             off[patch] = 1.0
-            self.off = spread(off, SIZE[1:], 2)
+            self.off = patches_to_cells(off, SIZE[1:], 2)
 
         def forward(self, x, t, **_):
             return noise - x[:, None] + self.off
 
     made = scheduler()
     losses = [
-        made.training_losses(Told(p), x0, conditions(), noise=noise, visible=visible, generators=rngs(0, 1))
+        made.training_losses(Shifted(p), x0, conditions(), noise=noise, visible=visible, generators=rngs(0, 1))
         for p in (0, 9)
     ]
     torch.testing.assert_close(losses[0], torch.zeros(2), atol=1e-6, rtol=0)
@@ -85,13 +84,13 @@ def test_the_loss_of_a_perfect_model_is_zero_and_visible_patches_do_not_count():
     )  # 1 of 11 hidden patches, in the first frame and later
     for name, share in (("first", 1 / 11), ("later", 1 / 11)):
         one = scheduler(losses=name).training_losses(
-            Told(9), x0, conditions(), noise=noise, visible=visible, generators=rngs(0, 1)
+            Shifted(9), x0, conditions(), noise=noise, visible=visible, generators=rngs(0, 1)
         )
         torch.testing.assert_close(one, torch.full((2,), share))
 
 
 @pytest.mark.parametrize("losses", ["all", "first", "later"])
-def test_pictures_have_no_later_frames_to_learn_from(losses):
+def test_images_have_no_later_frames_to_learn_from(losses):
     made, x0 = scheduler(losses=losses), torch.randn(2, 4, 1, 8, 8)
     if losses != "later":
         assert (made.training_losses(build(), x0, conditions(), generators=rngs(0, 1)) > 0.1).all()
@@ -100,7 +99,7 @@ def test_pictures_have_no_later_frames_to_learn_from(losses):
         made.training_losses(build(), x0, conditions(), generators=rngs(0, 1))
 
 
-def test_losses_are_of_each_sample_alone_where_what_is_shown_is_given():
+def test_losses_are_of_each_sample_alone_when_all_share_the_visible_patches():
     model, x0, made = build(), torch.randn(2, 4, *SIZE), scheduler()
     visible = made._draw_visible(rngs(5, 6), 3, 16, torch.device("cpu"))
     both = made.training_losses(model, x0, conditions(), visible=visible, generators=rngs(5, 6))
@@ -111,7 +110,7 @@ def test_losses_are_of_each_sample_alone_where_what_is_shown_is_given():
 
 
 @pytest.mark.parametrize(("positions", "mixer_rank"), [("absolute", 0), ("rotary", 0), ("absolute", 3), ("rotary", -1)])
-def test_sampling_equals_a_loop_that_computes_everything_anew(positions, mixer_rank):
+def test_sampling_equals_a_loop_without_cache(positions, mixer_rank):
     model, made = build(positions=positions, mixer_rank=mixer_rank), scheduler(cfg_scale=3.0, min_cfg_scale=1.5)
     z, cond = torch.randn(2, 4, *SIZE), conditions()
     null = {"y": model.null_condition(2)}
@@ -155,7 +154,7 @@ def test_a_batch_samples_what_its_samples_alone_do():
         torch.testing.assert_close(both[b : b + 1], alone, atol=1e-5, rtol=1e-4)
 
 
-def test_given_frames_come_back_bit_for_bit_and_are_seen():
+def test_conditioning_frames_come_back_bit_for_bit_and_are_seen():
     model, made, z = build(), scheduler(), torch.randn(2, 4, *SIZE)
     mask = torch.tensor([[0, 1, 1], [1, 1, 1]])
     out = made.sample(model, z, conditions(), mask=mask, guidance_scale=1.0, generators=rngs(0, 1))
@@ -170,9 +169,9 @@ def test_given_frames_come_back_bit_for_bit_and_are_seen():
         made.sample(model, z, conditions(), mask=torch.full((2, 3), 0.5), generators=rngs(0, 1))
 
 
-@pytest.mark.parametrize("given", [[1, 1, 0], [1, 0, 1], [0, 1, 0]])
-def test_a_frame_that_is_given_after_one_that_is_made_is_refused(given):
-    z, mask = torch.randn(2, 4, *SIZE), torch.tensor([[1, 1, 1], given])
+@pytest.mark.parametrize("second", [[1, 1, 0], [1, 0, 1], [0, 1, 0]])
+def test_a_conditioning_frame_after_a_generated_one_is_refused(second):
+    z, mask = torch.randn(2, 4, *SIZE), torch.tensor([[1, 1, 1], second])
     with pytest.raises(UserError, match=r"none of them sees a later one.*leave out --last-image"):
         scheduler().sample(build(), z, conditions(), mask=mask, generators=rngs(0, 1))
 
@@ -192,8 +191,6 @@ def test_what_needs_a_prediction_without_text(options, needed):
     made = scheduler(**options)
     assert made.needs_null() is needed
     assert made.needs_null(2.0)
-    assert ("null" in made.scales.branches(has_null=True)) is needed
-    assert made.scales.branches(has_null=False)[0] == "text"
 
 
 @pytest.mark.parametrize(
@@ -247,7 +244,7 @@ def test_without_any_temperature_patches_depend_on_their_order_alone():
     assert not torch.allclose(cold, sampled_from(model, z, 0.0, ids=(2, 3)))
 
 
-def test_given_frames_have_no_temperature():
+def test_conditioning_frames_have_no_temperature():
     model, z = build(), torch.randn(2, 4, *SIZE)
     mask = torch.tensor([[0, 1, 1], [1, 1, 1]])
     out = sampled_from(model, z, 0.0, mask)

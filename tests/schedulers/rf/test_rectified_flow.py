@@ -105,7 +105,7 @@ def test_the_variance_channels_of_a_model_are_not_used(denoiser, rngs, x0, cond)
     assert torch.equal(*losses)
     samples = [RectifiedFlow().sample(denoiser(n), x0, cond) for n in (1, 2)]
     assert torch.equal(*samples)
-    with pytest.raises(UserError, match="12 channels for 4-channel latents; expected 4, or 8"):
+    with pytest.raises(UserError, match="12 channels for 4-channel latents; this scheduler expects 4, or 8"):
         RectifiedFlow(2).sample(lambda x, t, **_: torch.cat([x] * 3, dim=1), x0, cond)
 
 
@@ -116,8 +116,8 @@ def test_masked_training(denoiser, x0, cond):
     losses = RectifiedFlow().training_losses(model, x0, cond, mask=mask, t=t, noise=noise)
     (call,) = model.calls
     assert torch.equal(call["x_mask"], mask)
-    given = ~mask[:, None, :, None, None].expand(SHAPE)
-    assert torch.equal(call["x"][given], x0[given])
+    conditioning = ~mask[:, None, :, None, None].expand(SHAPE)
+    assert torch.equal(call["x"][conditioning], x0[conditioning])
     alone = RectifiedFlow().training_losses(
         denoiser(1), x0[1:, :, 2:], {"y": cond["y"][1:]}, t=t[1:], noise=noise[1:, :, 2:]
     )
@@ -129,7 +129,7 @@ def test_masked_training(denoiser, x0, cond):
 
 
 def drawn(scheduler, size=(1, 1, 1), batch=2000, denoise=None):
-    """The timesteps that a training batch is told."""
+    """The model's timesteps in a training batch."""
     seen = []
 
     def model(x, timestep, **_):
@@ -220,7 +220,7 @@ def test_drawn_times_never_leave_their_range_under_a_large_shift():
         ({"shift_base": (64,)}, "expected .rows, columns."),
         ({"sample_method": "cosmap"}, "not one of uniform, logit-normal"),
         ({"loc": 1.0}, "no effect with sample_method='uniform'"),
-        ({"sample_method": "logit-normal", "timestep_sampling": "uniform"}, "says the same"),
+        ({"sample_method": "logit-normal", "timestep_sampling": "uniform"}, "sets the same"),
         ({"loss_weighting": "min-srn"}, "Did you mean 'min-snr'"),
         ({"guidance": {"rescal": 1.0}}, "Did you mean 'rescale'"),
     ],

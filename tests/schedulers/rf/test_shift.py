@@ -40,8 +40,8 @@ def test_the_scale_and_plain_numbers():
 @pytest.mark.parametrize("ratio", [1e-3, 0.5, 1.0, 3.0, 1000.0])
 def test_ends_stay_and_the_inverse_is_the_inverse_ratio(ratio):
     tau = torch.linspace(0, 1, 101, dtype=torch.float64)
-    moved = shifted(tau, ratio)
-    assert moved[0] == 0
-    assert moved[-1] == 1
-    assert (moved.diff() > 0).all()
-    torch.testing.assert_close(shifted(moved, 1 / ratio), tau)
+    out = shifted(tau, ratio)
+    assert out[0] == 0
+    assert out[-1] == 1
+    assert (out.diff() > 0).all()
+    torch.testing.assert_close(shifted(out, 1 / ratio), tau)

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from opensora.schedulers.dpms.grid import SKIP_TYPES, rounded
-from opensora.schedulers.dpms.plan import Solver, block_orders, blocks, multistep, singlestep
-from opensora.schedulers.dpms.process import CLEAN, VariancePreserving
+from opensora.schedulers.dpms import DPMSolver
+from opensora.schedulers.dpms.levels import CLEAN, SKIP_TYPES, VariancePreserving
+from opensora.schedulers.dpms.updates import block_orders, multistep, singlestep
 from opensora.schedulers.noise_schedule import named_schedule
 
 ABAR = named_schedule("linear", 1000).table["alphas_cumprod"]
@@ -33,18 +33,18 @@ def test_the_level_of_a_lambda(schedule):
 
 def test_where_sampling_starts():
     """The linear schedule ends at lambda = -5.06, the cosine far below, where alpha is almost 0."""
-    assert PROCESS.noisiest(-5.1) == 999
+    assert PROCESS.noisiest(-5.1).timestep == 999
     assert PROCESS.level(999).half_log_snr == pytest.approx(-5.06, abs=0.005)
     cosine = VariancePreserving(named_schedule("squaredcos_cap_v2", 1000).table["alphas_cumprod"])
     start = cosine.noisiest(-5.1)
-    assert cosine.level(start).half_log_snr >= -5.1 > cosine.level(start + 1).half_log_snr
-    assert 985 < start < 999
+    assert start.half_log_snr >= -5.1 > cosine.level(start.timestep + 1).half_log_snr
+    assert 985 < start.timestep < 999
 
 
 @pytest.mark.parametrize("skip_type", SKIP_TYPES)
 @pytest.mark.parametrize("num_intervals", [1, 2, 3, 20, 250])
 def test_a_grid_falls_from_the_first_level_to_the_last(skip_type, num_intervals):
-    levels = SKIP_TYPES[skip_type](PROCESS, FIRST, LAST, num_intervals)
+    levels = PROCESS.grid(skip_type, FIRST, LAST, num_intervals)
     timesteps = [level.timestep for level in levels]
     assert len(levels) == num_intervals + 1
     assert timesteps[0] == pytest.approx(999, abs=1e-6)
@@ -55,7 +55,7 @@ def test_a_grid_falls_from_the_first_level_to_the_last(skip_type, num_intervals)
 
 def test_the_spacings():
     def of(skip_type, value):
-        return np.diff([value(level) for level in SKIP_TYPES[skip_type](PROCESS, FIRST, LAST, 10)])
+        return np.diff([value(level) for level in PROCESS.grid(skip_type, FIRST, LAST, 10)])
 
     for steps in (
         of("time_uniform", lambda level: level.timestep),
@@ -72,9 +72,9 @@ def test_rounded_timesteps_are_those_of_diffusers(num_intervals):
 
     scheduler = DPMSolverMultistepScheduler()
     scheduler.set_timesteps(num_intervals)
-    levels = rounded(PROCESS, SKIP_TYPES["time_uniform"](PROCESS, FIRST, LAST, num_intervals))
-    assert [level.timestep for level in levels[:-1]] == scheduler.timesteps.tolist()
-    sigmas = [level.sigma / level.alpha for level in levels[:-1]]
+    levels = [step.level for step in DPMSolver(num_intervals, timesteps="integer").plan]
+    assert [level.timestep for level in levels] == scheduler.timesteps.tolist()
+    sigmas = [level.sigma / level.alpha for level in levels]
     np.testing.assert_allclose(scheduler.sigmas[:-1].numpy(), sigmas, rtol=1e-4)  # theirs are fp32
 
 
@@ -108,10 +108,10 @@ def test_blocks_of_full_order_and_before_a_clean_end():
 @pytest.mark.parametrize("order", [1, 2, 3])
 @pytest.mark.parametrize("end", [LAST, CLEAN])
 def test_every_plan_calls_the_model_once_a_step(num_steps, order, end):
-    levels = [*SKIP_TYPES["time_uniform"](PROCESS, FIRST, LAST, num_steps)[:-1], end]
-    solver = Solver("dpmsolver++", order, midpoint=True)
-    orders = block_orders(num_steps, order, lower_order_final=False, ends_clean=end is CLEAN)
-    for steps in (multistep(solver, levels, lower_order_final=False), singlestep(solver, blocks(levels, orders))):
+    final = "zero" if end is CLEAN else "sigma_min"
+    levels = PROCESS.grid("time_uniform", FIRST, LAST, num_steps)
+    for method in ("multistep", "singlestep"):
+        steps = DPMSolver(num_steps, method=method, order=order, final=final, lower_order_final="never").plan
         assert [step.level for step in steps] == levels[:-1]
         for i, step in enumerate(steps):
             for n, update in enumerate(step.updates):
@@ -121,16 +121,15 @@ def test_every_plan_calls_the_model_once_a_step(num_steps, order, end):
 
 
 def test_multistep_warms_up_and_cools_down():
-    levels = SKIP_TYPES["time_uniform"](PROCESS, FIRST, LAST, 6)
-    solver = Solver("dpmsolver++", 3, midpoint=True)
-    orders = [len(step.updates) for step in multistep(solver, levels, lower_order_final=True)]
-    assert orders == [1, 2, 3, 3, 2, 1]
-    assert [len(step.updates) for step in multistep(solver, levels, lower_order_final=False)] == [1, 2, 3, 3, 3, 3]
+    levels = PROCESS.grid("time_uniform", FIRST, LAST, 6)
+    for lower, orders in ((True, [1, 2, 3, 3, 2, 1]), (False, [1, 2, 3, 3, 3, 3])):
+        steps = multistep(levels, "dpmsolver++", 3, midpoint=True, lower_order_final=lower)
+        assert [len(step.updates) for step in steps] == orders
 
 
 def test_a_frame_that_enters_inside_a_block_steps_from_level_to_level():
-    levels = SKIP_TYPES["time_uniform"](PROCESS, FIRST, LAST, 3)
-    steps = singlestep(Solver("dpmsolver++", 3, midpoint=True), [levels])
+    levels = PROCESS.grid("time_uniform", FIRST, LAST, 3)
+    steps = singlestep([levels], "dpmsolver++", midpoint=True)
     assert [update.base for update in steps[2].updates] == [0, 0, 2]
     assert steps[2].updates[0] == steps[2].updates[1]
     assert steps[2].updates[2].weights[1] == 0  # the paper's third order leaves out the middle

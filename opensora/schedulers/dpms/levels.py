@@ -1,6 +1,6 @@
 """Noise levels in continuous time: x = alpha x_0 + sigma eps, at every timestep between those of training.
 
-Lu et al. 2022a, "DPM-Solver", appendix D.4: between two training timesteps log alpha is linear in t. All solvers work in
+Between two training timesteps log alpha is linear in t (Lu et al. 2022a, appendix D.4). All solvers work in
 lambda = log(alpha / sigma), half the logarithm of the signal-to-noise ratio, which rises while sampling.
 """
 
@@ -10,6 +10,9 @@ from typing import NamedTuple
 import numpy as np
 
 from opensora.utils.errors import UserError
+
+SKIP_TYPES = ("time_uniform", "logSNR", "time_quadratic", "karras")
+RHO = 7.0  # Karras et al. 2022, eq. 5: larger values bring the levels closer together at the clean end
 
 
 class Level(NamedTuple):
@@ -47,8 +50,8 @@ class VariancePreserving:
         falling = np.arange(len(self.log_alphas))[::-1]
         return self.level(float(np.interp(log_alpha, self.log_alphas[::-1], falling)))
 
-    def noisiest(self, min_half_log_snr: float) -> float:
-        """The last training timestep whose lambda is at least this, where sampling may start."""
+    def noisiest(self, min_half_log_snr: float) -> Level:
+        """At the last training timestep whose lambda is at least this, where sampling may start."""
         half_log_snr = self.log_alphas - 0.5 * np.log(-np.expm1(2 * self.log_alphas))
         visible = np.flatnonzero(half_log_snr >= min_half_log_snr)
         if len(visible) < 2:
@@ -56,4 +59,22 @@ class VariancePreserving:
                 f"scheduler.min_half_log_snr={min_half_log_snr} leaves no timestep to start from: this schedule runs from "
                 f"{half_log_snr[-1]:.2f} (noise) to {half_log_snr[0]:.2f} (data)."
             )
-        return float(visible[-1])
+        return self.level(float(visible[-1]))
+
+    def grid(self, skip_type: str, first: Level, last: Level, num_steps: int) -> list[Level]:
+        """`num_steps` + 1 levels from the noisiest to the cleanest.
+
+        Args:
+            skip_type: equal steps of t ("time_uniform", the authors' advice for latents), of sqrt(t + 1)
+                ("time_quadratic"), of lambda ("logSNR", for pixels at low resolution), or of (sigma / alpha)^(1 / RHO)
+                ("karras").
+        """
+        if skip_type == "logSNR":
+            return [self.level_of(h) for h in np.linspace(first.half_log_snr, last.half_log_snr, num_steps + 1)]
+        if skip_type == "karras":
+            start, end = ((level.sigma / level.alpha) ** (1 / RHO) for level in (first, last))
+            return [self.level_of(-math.log(s)) for s in (np.linspace(start, end, num_steps + 1) ** RHO).tolist()]
+        if skip_type == "time_quadratic":
+            roots = np.linspace(math.sqrt(first.timestep + 1), math.sqrt(last.timestep + 1), num_steps + 1)
+            return [self.level(t) for t in (roots**2 - 1).tolist()]
+        return [self.level(t) for t in np.linspace(first.timestep, last.timestep, num_steps + 1).tolist()]
