@@ -10,8 +10,7 @@ from PIL import Image
 from opensora.datasets.in_memory import InMemoryVideoDataset
 from opensora.datasets.sampler import SampleKey
 from opensora.models.vae import DiffusersVideoVAE
-from opensora.models.vae.evaluate import reconstruct
-from opensora.models.vae.metrics import psnr
+from opensora.models.vae.metrics import psnr, reconstruct
 from tools.start_vae import main
 
 CONFIG = "configs/vae/train/video-small.py"

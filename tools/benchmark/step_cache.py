@@ -19,8 +19,7 @@ from opensora.acceleration.step_cache.build import build_step_cache
 from opensora.acceleration.step_cache.steps import StepCache
 from opensora.inference.pipeline import VideoPipeline
 from opensora.inference.prompts import load_prompts
-from opensora.models.vae.evaluate import Quality, mean_quality, quality
-from opensora.models.vae.lpips import LPIPS
+from opensora.models.vae.metrics import LPIPS, Quality, mean_quality, quality
 from opensora.utils.errors import UserError, exit_on_user_error
 
 CACHES: dict[str, dict[str, Any]] = {
