@@ -1,4 +1,4 @@
-"""Train the small picture VAE that the repository ships (assets/models/vae-quickstart), on one GPU.
+"""Train the small image VAE that the repository ships (assets/models/vae-quickstart), on one GPU.
 
     python -m tools.datasets.fetch_sources --out data/sources
     python -m tools.datasets.collect_pictures --out data/pictures @tools/datasets/pictures.txt

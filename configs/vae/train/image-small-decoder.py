@@ -1,4 +1,4 @@
-"""Sharpen the decoder of the small picture VAE (assets/models/vae-quickstart) with LPIPS; its latents stay what they are.
+"""Sharpen the decoder of the small image VAE (assets/models/vae-quickstart) with LPIPS; its latents stay what they are.
 
     python -m tools.datasets.fetch_sources --out data/sources
     python -m tools.datasets.collect_clips --out data/vae @tools/datasets/clips.txt
