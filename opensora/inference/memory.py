@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from opensora.inference.checks import calls_parts
 from opensora.inference.request import Request
 from opensora.models.vae.base import VideoVAE
-from opensora.models.vae.tiling import Tiles
+from opensora.models.vae.splitting import check_tile_size
 from opensora.utils.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -159,7 +159,7 @@ def tile_pictures(vae: nn.Module, size: int) -> None:
     """
     parts = [part for part in vae.modules() if isinstance(part, VideoVAE) and part.in_channels == 3]
     picture_vae = parts[-1]  # the innermost: parts come after what they are parts of
-    Tiles(size, picture_vae.tile_overlap, picture_vae.strides[1:])
+    check_tile_size(size, picture_vae.strides[1:])
     picture_vae.tile_size = size
 
 

@@ -3,7 +3,7 @@
 A VAE may take any number of frames and yet make one latent frame of several: Open-Sora 1.2's fills the beginning of a piece up
 to a multiple of 4. The first latent frame of 10 frames stands for two of them, that of a whole piece of 17 for one. Put into a
 whole piece, latents of 10 frames would be seen a frame late, and one be lost. So a reference that ends with a part of
-a piece is cut to where that part has the lead (`vae.lead`) of the piece of the video that it is put to.
+a piece is cut to where that part has the causal padding (`vae.causal_padding`) of the piece of the video that it is put to.
 """
 
 import logging
@@ -87,13 +87,14 @@ def fitting_length(
     for k in range(math.ceil(place.length / chunk)):
         begin, target_begin = (start // chunk * size + k * size for start in (place.ref_start, place.target_start))
         has, takes = min(size, count - begin), min(size, num_frames - target_begin)
-        lead = vae.lead(takes)
-        if vae.lead(has) == lead:
+        padding = vae.causal_padding(takes)
+        if vae.causal_padding(has) == padding:
             continue
-        spare = min(has, takes) - lead
+        first = vae.strides[0] - padding  # frames that the first latent frame stands for
+        spare = min(has, takes) - first
         if spare < 0:  # not even the first latent frame can be filled
-            return begin + (0 if k else lead)
-        return begin + lead + spare // vae.strides[0] * vae.strides[0]
+            return begin + (0 if k else first)
+        return begin + first + spare // vae.strides[0] * vae.strides[0]
     return count
 
 

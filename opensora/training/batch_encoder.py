@@ -13,7 +13,6 @@ from torch import Tensor
 from opensora.models.class_condition import check_classes
 from opensora.models.layers.embedders import CaptionEmbedder
 from opensora.models.text_encoder.condition import TextCondition
-from opensora.models.vae.slicing import sliced_moments
 from opensora.utils.errors import UserError
 from opensora.utils.seed import rand
 
@@ -73,7 +72,7 @@ class BatchEncoder:
         Returns:
             Latents z [B, C, T, h, w] fp32, and the denoiser's conditions (y, mask, fps, height, width, num_frames).
         """
-        moments = batch["moments"] if "moments" in batch else sliced_moments(self.vae, batch["video"].to(self.device))
+        moments = batch["moments"] if "moments" in batch else self.vae.sliced_moments(batch["video"].to(self.device))
         z = self.vae.sample(moments.to(self.device), generators).float()
         text = stored_text(batch, self.device) or self.text_encoder.encode(batch["text"])
         text = drop_text(text, self.denoiser, generators, self.class_dropout_prob)

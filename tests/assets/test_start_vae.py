@@ -11,8 +11,7 @@ from assets.build.start_vae import main
 from opensora.datasets.in_memory import InMemoryVideoDataset
 from opensora.datasets.sampler import SampleKey
 from opensora.models.vae import DiffusersVideoVAE
-from opensora.models.vae.evaluate import reconstruct
-from opensora.models.vae.metrics import psnr
+from opensora.models.vae.metrics import psnr, reconstruct
 
 CONFIG = "configs/vae/train/video-small.py"
 COUNT = 4

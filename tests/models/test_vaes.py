@@ -74,8 +74,8 @@ def test_the_nearest_lengths_below_and_above(name):
 
 
 @vaes
-def test_pieces_are_encoded_by_themselves(name):
-    """The latents of a video are those of its pieces: that is what makes it right to put a reference where one begins."""
+def test_chunks_are_encoded_by_themselves(name):
+    """The latents of a video are those of its chunks: that is what makes it right to put a reference where one begins."""
     vae = build(name)
     vae.posterior = "mode"
     chunk = vae.chunk_latent_frames
@@ -84,9 +84,9 @@ def test_pieces_are_encoded_by_themselves(name):
     frames = vae.video_frames(chunk)
     assert vae.legal_num_frames(frames) == frames
     x = video_of(vae, 3 * frames, batch=1)
-    pieces = [vae.encode(piece) for piece in x.split(frames, dim=2)]
-    assert {piece.shape[2] for piece in pieces} == {chunk}
-    assert_close(torch.cat(pieces, dim=2), vae.encode(x), rtol=1e-4, atol=1e-5)
+    chunks = [vae.encode(part) for part in x.split(frames, dim=2)]
+    assert {z.shape[2] for z in chunks} == {chunk}
+    assert_close(torch.cat(chunks, dim=2), vae.encode(x), rtol=1e-4, atol=1e-5)
 
 
 @vaes
@@ -262,8 +262,8 @@ TILED = [name for name, cfg in VAES.items() if "tile_size" in inspect.signature(
 
 @pytest.mark.parametrize("name", TILED)
 def test_tiles_lie_where_they_belong(name):
-    """Roughly: an untrained network on noise has no smooth picture to hide seams in. Tiles in wrong places give an error of
-    1.4 times the spread; `tests/models/vae/test_tiling.py` is exact."""
+    """Roughly: an untrained network on noise has no smooth image to hide seams in. Misplaced tiles give an error of
+    1.4 times the spread; `tests/models/vae/test_splitting.py` is exact."""
     vae = build(name)
     side = 4 * vae.strides[1]
     tiled = build(name, tile_size=side, tile_overlap=0.5)
@@ -294,7 +294,7 @@ def test_fingerprint_of_defaults_is_that_of_config_and_weights(name):
 
 @pytest.mark.parametrize("name", TILED)
 def test_fingerprint_is_the_same_with_tiles(name):
-    """Validation of a training from a cache may decode in tiles, and pictures within a tile have the same latents."""
+    """Validation of a training from a cache may decode in tiles, and images within a tile have the same latents."""
     side = 4 * build(name).strides[1]
     assert build(name, tile_size=side).fingerprint() == build(name).fingerprint()
 

@@ -9,8 +9,8 @@ from opensora.models.vae.base import VideoVAE
 from opensora.registry import MODELS
 from opensora.utils.seed import generator
 
-PICTURES = {"block_out_channels": (8, 8, 16), "layers_per_block": 1, "norm_num_groups": 4}
-KL = {**PICTURES, "mid_block_add_attention": False}
+IMAGES = {"block_out_channels": (8, 8, 16), "layers_per_block": 1, "norm_num_groups": 4}
+KL = {**IMAGES, "mid_block_add_attention": False}
 SVD = {"block_out_channels": (32, 32), "layers_per_block": 2}
 COG = {
     "block_out_channels": (8, 8, 8, 8),

@@ -164,15 +164,15 @@ def test_accumulation_equals_the_large_batch(train):
 
 
 def test_the_discriminator_has_its_own_learning_rate_on_the_same_schedule(train, script, monkeypatch):
-    built, build = [], script.build_adversary
-    monkeypatch.setattr(script, "build_adversary", lambda *args: built.append(build(*args)) or built[-1])
+    built, build = [], script.build_adversarial_loss
+    monkeypatch.setattr(script, "build_adversarial_loss", lambda *args: built.append(build(*args)) or built[-1])
     train(
         "--discriminator", "{'type': 'PatchDiscriminator', 'dims': 2, 'channels': 8, 'num_layers': 1}",
         "--discriminator-lr=1e-3", "--adversarial-start=1", "--adversarial-weight=0.25", "--max-steps=2", "--ckpt-every=0",
     )  # fmt: skip
-    (adversary,) = built
-    assert adversary.optimizer.param_groups[0]["lr"] == pytest.approx(1e-3 * 2 / 3)  # the second step of the warm-up
-    assert (adversary.start, adversary.weight) == (1, 0.25)
+    (adversarial,) = built
+    assert adversarial.optimizer.param_groups[0]["lr"] == pytest.approx(1e-3 * 2 / 3)  # the second step of the warm-up
+    assert (adversarial.start, adversarial.weight) == (1, 0.25)
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ PIPELINE = {
 
 @pytest.mark.parametrize("per_channel", [False, True])
 def test_a_vae_of_two_parts_leaves_one_that_loads(train, monkeypatch, per_channel):
-    monkeypatch.setattr("opensora.models.vae.statistics.LatentStatistics.per_channel", per_channel)
+    monkeypatch.setattr("opensora.training.vae.LatentStatistics.per_channel", per_channel)
     run = train("--vae", str(PIPELINE), "--max-steps=2", "--ckpt-every=2", "--warmup-steps=1")
     vae = VideoAutoencoderPipeline(from_pretrained=str(run / "vae"), posterior="mode")
     ema = tensors(run, "ema")

@@ -13,8 +13,7 @@ from PIL import Image
 from torch.testing import assert_close
 
 from opensora.models.vae import DiffusersVideoVAE, VideoAutoencoderKL
-from opensora.models.vae.evaluate import Quality
-from opensora.models.vae.metrics import psnr
+from opensora.models.vae.metrics import Quality, psnr
 from opensora.utils.seed import generator
 from tests.datasets.video.videos import CLIPS
 from tests.models.vae.lpips_files import random_alex

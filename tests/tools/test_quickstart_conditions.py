@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from opensora.models.vae.evaluate import reconstruct
+from opensora.models.vae.metrics import reconstruct
 from opensora.utils.errors import UserError
 from tests.models.vaes import build
 from tools.quickstart.conditions import KINDS, describe, keep_weights, measured

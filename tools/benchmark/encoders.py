@@ -16,9 +16,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import T5Config, T5EncoderModel
 
-from opensora.models.text_encoder import T5Encoder
-from opensora.models.text_encoder.fast import compile_blocks_of
-from opensora.models.text_encoder.pretrained import Padding, PretrainedTextEncoder
+from opensora.models.text_encoder.hf import HFTextEncoder, Padding
+from opensora.models.text_encoder.t5 import T5Encoder, compile_blocks_of
 from opensora.models.vae.base import VideoVAE
 from opensora.registry import MODELS
 from opensora.utils.dtype import DTYPES, to_torch_dtype
@@ -205,7 +204,7 @@ def text_encoder(argv: Sequence[str]) -> None:
             table.row(label, *found[:3], relative_error(found.y * real, first.y * real))
 
 
-def set_way(encoder: PretrainedTextEncoder, *, fast: bool, padding: Padding) -> None:
+def set_way(encoder: HFTextEncoder, *, fast: bool, padding: Padding) -> None:
     """Make the encoder what `shardformer` and `padding` in its constructor would make it."""
     encoder.padding = padding
     for block in encoder.model.encoder.block:

@@ -24,8 +24,7 @@ from opensora.inference.pipeline import VideoPipeline
 from opensora.inference.prompts import load_prompts
 from opensora.inference.request import Request, as_items
 from opensora.models.text_encoder.condition import TextCondition
-from opensora.models.vae.evaluate import mean_quality, quality
-from opensora.models.vae.lpips import LPIPS
+from opensora.models.vae.metrics import LPIPS, mean_quality, quality
 from opensora.registry import MODELS, SCHEDULERS
 from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.errors import UserError

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from einops import rearrange, reduce
 from torch import Tensor
 
-from opensora.models.vae.lpips import LPIPS, find_weights
+from opensora.models.vae.metrics import LPIPS, find_weights
 from opensora.registry import did_you_mean
 from opensora.utils.errors import UserError
 from tools.eval.clips import Sampling

@@ -22,7 +22,7 @@ from opensora.config.load import InferenceConfig, parse_config
 from opensora.datasets.video.read_video import read_frames
 from opensora.inference.references import read_reference
 from opensora.inference.sizes import saved_rate
-from opensora.models.vae.evaluate import reconstruct
+from opensora.models.vae.metrics import reconstruct
 from opensora.registry import MODELS, build_module
 from opensora.utils.errors import UserError, exit_on_user_error
 from tools.quickstart.__main__ import CLIPS, OPTIONS, RECIPES, command, options_of

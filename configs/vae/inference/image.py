@@ -1,6 +1,6 @@
-"""Reconstruct pictures, or videos frame by frame, with Stable Diffusion's VAE.
+"""Reconstruct images, or videos frame by frame, with Stable Diffusion's VAE.
 
-python scripts/inference_vae.py configs/vae/inference/image.py --files picture.png --save-dir samples/vae
+python scripts/inference_vae.py configs/vae/inference/image.py --files image.png --save-dir samples/vae
 python scripts/inference_vae.py configs/vae/inference/image.py --ckpt-path assets/models/vae-quickstart --data-path clips.csv
 """
 

@@ -1,4 +1,4 @@
-"""Train a video VAE of full size from scratch, 4x8x8 and 16 channels, pictures and videos together, with a GAN at the end.
+"""Train a video VAE of full size from scratch, 4x8x8 and 16 channels, images and videos together, with a GAN at the end.
 
     torchrun --standalone --nproc_per_node 8 scripts/train_vae.py configs/vae/train/17x256x256-gan.py --data-path clips.csv
 
@@ -10,7 +10,7 @@ numbers for 16 latent numbers). Not run to its end: no figures.
 num_frames = 17
 frame_interval = 1
 image_size = (256, 256)
-mixed_lengths = [17, 17, 17, 9, 1]  # one batch in five is pictures, as in Open-Sora's stage 1
+mixed_lengths = [17, 17, 17, 9, 1]  # one batch in five is images, as in Open-Sora's stage 1
 dataset = dict(type="VideoTextDataset", transform_name="random_crop", text_columns=())
 num_workers = 8
 

@@ -1,4 +1,4 @@
-"""Sharpen the decoder of the small picture VAE (assets/models/vae-quickstart) with LPIPS; its latents stay what they are.
+"""Sharpen the decoder of the small image VAE (assets/models/vae-quickstart) with LPIPS; its latents stay what they are.
 
     python -m assets.build.fetch_sources --out data/sources
     python -m assets.build.collect_clips --out data/vae @assets/build/clips.txt

@@ -15,7 +15,7 @@ weights, and is behind that start after 881 steps.
 data_path = "data/vae/train.csv"
 eval_data_path = "assets/clips/held_out.csv"
 eval_every = 1566
-dataset = dict(type="InMemoryVideoDataset", pictures="pan", repeat_clips=2)  # seven of ten samples are pictures
+dataset = dict(type="InMemoryVideoDataset", pictures="pan", repeat_clips=2)  # seven of ten samples are images
 num_frames = 17  # no single frames: a clip's first frame is one, for this VAE
 image_size = (128, 128)
 num_workers = 14

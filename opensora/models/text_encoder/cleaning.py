@@ -43,11 +43,7 @@ def cleaner(name: str) -> Callable[[str], str]:
     if name not in get_args(Clean):
         raise UserError(f"clean={name!r} is not one of {', '.join(get_args(Clean))}.")
     passes: dict[str, Callable[[str], str]] = {"none": str, "basic": _basic, "legacy": _legacy}
-    return partial(_clean, passes[name])
-
-
-def _clean(one_pass: Callable[[str], str], text: str) -> str:
-    return until_stable(one_pass, fix_surrogates(text))
+    return partial(until_stable, passes[name])
 
 
 def until_stable(one_pass: Callable[[str], str], text: str) -> str:
@@ -56,6 +52,7 @@ def until_stable(one_pass: Callable[[str], str], text: str) -> str:
     As many passes as it takes: a caption nests "page page 1 2" or "%252541" as deeply as it likes. Passes end, for what makes
     a text longer is a space, or replaces a character that no rule makes.
     """
+    text = fix_surrogates(text)
     seen = {text: 0}  # text -> the pass it came from
     while (cleaned := one_pass(text)) not in seen:
         seen[text := cleaned] = len(seen)
@@ -63,12 +60,8 @@ def until_stable(one_pass: Callable[[str], str], text: str) -> str:
 
 
 def _basic(text: str) -> str:
-    text = _unescaped(ftfy.fix_text(text))
+    text = html.unescape(_short_entities(ftfy.fix_text(text)))
     return " ".join(text.split())
-
-
-def _unescaped(text: str) -> str:
-    return html.unescape(_short_entities(text))
 
 
 def _short_entities(text: str) -> str:
@@ -155,40 +148,14 @@ LEGACY = (
 AT_START = re.compile(r"(['_,\-:;])(?:\s?\1)*")
 AT_END = re.compile(r"(['_,\-:+])(?:\s?\1)*")  # of the text read backwards
 DOT_AND_WORD = re.compile(r"\.\S+")
-PAGES = re.compile(r"\b((?:page )+)((?:\d+ )*\d+)\b")
-HALVES = re.compile(r"((?:down)+)((?:load)+)|((?:ship)+)((?:ping)+)")  # of four letters each
-PERCENTS = re.compile(r"%(25)*")
 
 
-def _legacy(text: str) -> str:
-    """A pass; several at once where that is known to be the same: a pass over a long text takes long."""
-    cleaned = _legacy_pass(text)
-    depth = _depth(text)
-    if depth > 2 and cleaned == _without_levels(text, 1):
-        return _without_levels(text, depth - 1)  # what is around did not change, and would not before the last level
-    return cleaned
-
-
-def _depth(text: str) -> int:
-    """How many passes only take a level off each nest such as "page page page 1 2 3"; 0 where there is none."""
-    depths = [min(m[1].count(" "), m[2].count(" ") + 1) for m in PAGES.finditer(text)]
-    depths += [min(len(m[1] or m[3]), len(m[2] or m[4])) // 4 for m in HALVES.finditer(text)]
-    depths += [len(m[0]) // 2 for m in PERCENTS.finditer(text)]
-    return min(depths, default=0)
-
-
-def _without_levels(text: str, levels: int) -> str:
-    text = PAGES.sub(lambda m: m[1][len("page ") * levels :] + m[2].split(" ", levels)[levels], text)
-    text = HALVES.sub(lambda m: (m[1] or m[3])[4 * levels :] + (m[2] or m[4])[4 * levels :], text)
-    return PERCENTS.sub(lambda m: "%" + m[0][1 + 2 * levels :], text)
-
-
-def _legacy_pass(given: str) -> str:
+def _legacy(given: str) -> str:
     text = _apply(BEFORE_HTML, unquote_plus(given).strip().lower())
     text = _apply(AFTER_HTML, _without_tags(text))
     if len(re.findall("[-_]", text)) > 3:  # this-is-my-cute-cat, this_is_my_cute_cat
         text = re.sub("[-_]", " ", text)
-    text = _unescaped(_unescaped(ftfy.fix_text(text)))
+    text = html.unescape(_short_entities(html.unescape(_short_entities(ftfy.fix_text(text)))))
     text = _apply(AFTER_UNESCAPE, text)
     # what no other rule changes, none changes after its ends are off; only "<" may begin a tag in one text and not in the other
     return _trim(text, again=text == given and "<" not in text)

@@ -1,27 +1,57 @@
-"""Any encoder that `transformers.AutoModel` loads, for example a small sentence encoder on a laptop."""
+"""Frozen text encoders of Hugging Face's `transformers` behind the text contract (D6): any of them, and CLIP's text tower.
+
+An encoder cleans captions, by the rules that its `clean` names, and nothing else does: what `encode` is given is the caption
+as it was written.
+"""
+
+import hashlib
+import json
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, get_args
 
 import torch
+import torch.nn.functional as F
 import transformers
+from torch import Tensor, nn
+from transformers.utils import cached_file
 
-from opensora.models.text_encoder.cleaning import Clean
-from opensora.models.text_encoder.pretrained import BetweenUses, Padding, PretrainedTextEncoder
+from opensora.checkpoint.pretrained import hub_error, resolve_pretrained
+from opensora.models.text_encoder.cleaning import Clean, cleaner
+from opensora.models.text_encoder.condition import TextCondition
 from opensora.registry import MODELS
+from opensora.utils.dtype import to_torch_dtype
+from opensora.utils.errors import UserError
+
+WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
+VOCABULARY = ("tokenizer.json", "spiece.model", "vocab.json", "vocab.txt", "tokenizer.model", "sentencepiece.bpe.model")
+Padding = Literal["max_length", "longest"]
+BetweenUses = Literal["keep", "cpu", "unload"]
+LENGTH_STEP = 8  # "longest" is rounded up to a multiple: tensor cores like it, and compiled programs see fewer lengths
+SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # how much of a weight file is hashed
 
 
 @MODELS.register_module("hf")
-class HFTextEncoder(PretrainedTextEncoder):
-    """The last hidden state of every token: y [B, 1, L, D], mask [B, L].
+class HFTextEncoder(nn.Module):
+    """Any encoder that `transformers.AutoModel` loads, for example a small sentence encoder on a laptop.
+
+    The last hidden state of every token: y [B, 1, L, D], mask [B, L]. A subclass may say which other class of
+    `transformers` it is, and what of its output is the text.
 
     Args:
         from_pretrained: Folder with encoder and tokenizer, `package:PACKAGE/folder` = a folder inside an installed
             package, or hub id.
         model_max_length: Captions are padded and cut to so many tokens.
-        dtype: Number format of the weights.
+        dtype: Of the weights and the computation.
         cache_dir: Where the hub's files are kept.
         local_files_only: Do not ask the hub.
         clean: What is done to captions: "none", "basic" or "legacy", see docs/text.md.
-        padding: "max_length", or "longest": compute only up to the longest caption of a batch; y is zero behind it.
-        between_uses: "keep" the weights on the device, hold them on the "cpu", or "unload" them.
+        padding: "max_length": the transformer sees padding up to model_max_length; "longest": only up to the longest caption of
+            a batch, and y is zero behind it. Real tokens differ by rounding at most.
+        between_uses: Where the weights are when nothing is encoded: "keep" on the device; on the "cpu"; or "unload", which
+            frees them and reads them again for the next call.
         tokenizer: Folder or hub id of the tokenizer, where it is not with the weights, as in NOVA's pipelines.
     """
 
@@ -37,15 +67,241 @@ class HFTextEncoder(PretrainedTextEncoder):
         between_uses: BetweenUses = "keep",
         tokenizer: str | None = None,
     ) -> None:
-        super().__init__(
-            transformers.AutoModel,
+        super().__init__()
+        self.clean_name, self.clean = clean, cleaner(clean)
+        for name, value, known in (("padding", padding, Padding), ("between_uses", between_uses, BetweenUses)):
+            if value not in get_args(known):
+                raise UserError(
+                    f"text encoder {from_pretrained}: {name}={value!r} is not one of {', '.join(get_args(known))}."
+                )
+        self.padding, self.between_uses = padding, between_uses
+        self.from_pretrained = from_pretrained
+        self.dtype = to_torch_dtype(dtype)
+        self.sharded = False
+        self._warned_of_a_cut = False
+        self._device = torch.device("cpu")
+        self._hub = {"cache_dir": cache_dir, "local_files_only": local_files_only}
+        self._name = resolve_pretrained(
             from_pretrained,
-            model_max_length=model_max_length,
-            dtype=dtype,
-            cache_dir=cache_dir,
-            local_files_only=local_files_only,
-            clean=clean,
-            padding=padding,
-            between_uses=between_uses,
-            tokenizer=tokenizer,
+            what="text encoder",
+            any_of=[("config.json",), WEIGHTS, *([VOCABULARY] if tokenizer is None else [])],
         )
+        self._tokenizer_name = (
+            self._name if tokenizer is None else resolve_pretrained(tokenizer, what="tokenizer", any_of=[VOCABULARY])
+        )
+        try:
+            self.tokenizer: Any = self._load_tokenizer()
+        except (OSError, ValueError) as error:
+            raise hub_error(from_pretrained, "text encoder", error) from error
+        self.model: Any = self._load()
+        self.config: Any = self.model.config
+        self.output_dim: int = self.config.hidden_size
+        self.model_max_length = model_max_length
+        limit = self._most_tokens()
+        if model_max_length < 1 or (limit is not None and model_max_length > limit):
+            raise self._error(f"model_max_length={model_max_length} is not in 1..{limit or ''}.")
+        if self.tokenizer.pad_token is None:
+            raise self._error("its tokenizer has no padding token; pick an encoder that has one.")
+        if padding == "longest" and self.tokenizer.padding_side != "right":
+            raise self._error("its tokenizer pads on the left; use padding='max_length'.")
+
+    def train(self, mode: bool = True) -> "HFTextEncoder":  # noqa: FBT001, FBT002  (nn.Module's signature)
+        """Stays in eval mode: it is frozen, and dropout would change the text."""
+        return super().train(False)
+
+    @torch.no_grad()
+    def encode(self, texts: Sequence[str]) -> TextCondition:
+        """B captions -> y [B, 1, L, D] fp32, mask [B, L] bool, on the encoder's device.
+
+        Raises:
+            UserError: the computation overflowed in fp16.
+        """
+        texts = [self.clean(text) for text in texts]
+        tokens = self._tokenize(texts)
+        with self._ready():
+            y, mask = self.condition({name: tensor.to(self.device) for name, tensor in tokens.items()})
+        if self.dtype == torch.float16 and not y.isfinite().all():
+            raise self._error("its features are not finite in fp16; set text_encoder.dtype to bf16 or fp32.")
+        return TextCondition(y, mask)
+
+    def condition(self, tokens: dict[str, Tensor]) -> TextCondition:
+        """Tokens (each [B, l] int64) -> the text; this default gives the last hidden state of every token."""
+        hidden = self.model(**tokens).last_hidden_state  # [B, l, D]
+        behind = self.model_max_length - hidden.shape[1]
+        y = F.pad(hidden.float(), (0, 0, 0, behind))[:, None]  # [B, 1, L, D]
+        return TextCondition(y, F.pad(tokens["attention_mask"].bool(), (0, behind)))
+
+    def unload(self) -> None:
+        """Free the weights now; the next `encode` reads them again."""
+        if self.sharded:
+            raise self._error("sharded weights stay; leave shardformer off to unload.")
+        self.model = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        if self.between_uses == "keep" and self.model is not None:
+            return next(self.model.parameters()).device
+        return self._device
+
+    @property
+    def loaded(self) -> bool:
+        """Whether the weights are in memory."""
+        return self.model is not None
+
+    def fingerprint(self) -> str:
+        """A hash of what features depend on: weight files (64 samples of each), config, tokenizer, length, cleaning, dtype."""
+        config = cached_file(self._name, "config.json", **self._hub)
+        folder = Path(str(config)).parent
+        digest = hashlib.blake2b(digest_size=16)
+        settings = (type(self).__name__, self.model_max_length, self.clean_name, str(self.dtype))
+        content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        content = {key: value for key, value in content.items() if key not in ("_name_or_path", "transformers_version")}
+        digest.update(json.dumps([settings, content], sort_keys=True).encode())
+        files = {p for pattern in (*WEIGHTS, *VOCABULARY) for p in folder.glob(pattern)}
+        if self._tokenizer_name != self._name:
+            files |= {p for pattern in VOCABULARY for p in Path(self._tokenizer_name).glob(pattern)}
+        for path in sorted(files):
+            digest.update(path.name.encode() + _sampled_hash(path))
+        return digest.hexdigest()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "HFTextEncoder":  # noqa: FBT001, FBT002
+        """What `.to`, `.half`, `.cuda` and the like do, of this module or of one around it (nn.Module's hook for them).
+
+        Weights that are not kept on the device only learn where they will be. For another dtype they are read from the files
+        again, so that features are what a new encoder of that `dtype` gives: casting could not bring back what the dtype before
+        has rounded away, and would take from T5 the layers that stay fp32 in fp16.
+        """
+        probe = fn(torch.empty(0, dtype=self.dtype, device=self._device))
+        if probe.dtype != self.dtype:
+            if self.sharded:
+                raise self._error("sharded weights keep their dtype; set text_encoder.dtype.")
+            self.dtype = probe.dtype
+            if self.model is not None:
+                device = next(self.model.parameters()).device
+                self.model = None  # before the others are read: one copy at a time
+                self.model = self._load().to(device)
+        self._device = probe.device
+        if self.between_uses != "keep":
+            return self
+        as_it_is = lambda t: t.is_floating_point() and t.dtype != self.dtype  # noqa: E731
+        return super()._apply(lambda t: t.to(self._device) if as_it_is(t) else fn(t), recurse)
+
+    @contextmanager
+    def _ready(self) -> Iterator[None]:
+        """With the weights on the device; afterwards where they belong between uses."""
+        if self.model is None:
+            self.model = self._load().to(self._device)
+        elif self.between_uses != "keep":
+            self.model.to(self._device)
+        try:
+            yield
+        finally:
+            if self.between_uses == "unload":
+                self.unload()
+            elif self.between_uses == "cpu":
+                self.model.to("cpu")
+
+    def _load_tokenizer(self) -> Any:
+        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(self._tokenizer_name, **self._hub)
+        if tokenizer.pad_token is None:  # of language models; masked, so that any token does
+            tokenizer.pad_token = tokenizer.eos_token
+        return tokenizer
+
+    def _from_files(self, **options: Any) -> Any:
+        return transformers.AutoModel.from_pretrained(self._name, **options)
+
+    def _load(self) -> Any:
+        try:
+            model, info = self._from_files(dtype=self.dtype, output_loading_info=True, **self._hub)
+        except UserError:
+            raise
+        except (OSError, ValueError) as error:
+            raise hub_error(self.from_pretrained, "text encoder", error) from error
+        # a pooler is a head that not every checkpoint has, and that no text of ours uses
+        if absent := sorted(key for key in info["missing_keys"] if "pooler" not in key):
+            raise self._error(f"its files lack {len(absent)} weights, such as {absent[0]}.")
+        if model.config.is_encoder_decoder and hasattr(model, "decoder"):
+            model = model.get_encoder()
+        return model.requires_grad_(False).eval()
+
+    def _tokenize(self, texts: list[str]) -> dict[str, Tensor]:
+        tokens = self.tokenizer(
+            texts, max_length=self.model_max_length, padding=self.padding, truncation=True, return_tensors="pt"
+        )
+        length = tokens["input_ids"].shape[1]
+        full = tokens["attention_mask"].all(dim=1).nonzero().flatten().tolist()
+        for row in full if length == self.model_max_length and not self._warned_of_a_cut else ():
+            count = len(self.tokenizer(texts[row], truncation=False, verbose=False)["input_ids"])
+            if count > self.model_max_length:
+                warnings.warn(
+                    f"a caption of {count} tokens is cut to model_max_length={self.model_max_length}: "
+                    f"{texts[row][:60]!r}... (reported once)",
+                    stacklevel=4,  # who calls `encode`, which is decorated
+                )
+                self._warned_of_a_cut = True
+                break
+        # of nothing but empty captions some tokenizers make no token, and transformers 4 in floats, and models take at least one
+        steps = max(-(-length // LENGTH_STEP), 1)
+        behind = min(steps * LENGTH_STEP, self.model_max_length) - length
+        fill = {"input_ids": self.tokenizer.pad_token_id}
+        return {name: F.pad(tensor.long(), (0, behind), value=fill.get(name, 0)) for name, tensor in tokens.items()}
+
+    def _most_tokens(self) -> int | None:
+        """How many positions there are for tokens; None where they have no end.
+
+        RoBERTa and its kin count positions from behind that of padding, which is the padding token's number.
+        """
+        limit = getattr(self.config, "max_position_embeddings", None)
+        tables = [table for name, table in self.model.named_modules() if name.endswith("position_embeddings")]
+        padding = [index for table in tables if (index := getattr(table, "padding_idx", None)) is not None]
+        return limit if limit is None else limit - max(padding, default=-1) - 1
+
+    def _error(self, text: str) -> UserError:
+        return UserError(f"text encoder {self.from_pretrained}: {text}")
+
+
+@MODELS.register_module("clip")
+class ClipEncoder(HFTextEncoder):
+    """CLIP's text tower (Radford et al. 2021, arXiv:2103.00020): one vector per caption, for DiT and Latte.
+
+    The pooled output, that is the state at the end-of-text token: y [B, 1, 1, D], mask [B, 1].
+
+    Args:
+        from_pretrained: Folder with text tower and tokenizer, or hub id.
+        model_max_length, dtype, cache_dir, local_files_only, clean, between_uses: See `HFTextEncoder`.
+    """
+
+    def __init__(
+        self,
+        from_pretrained: str = "openai/clip-vit-base-patch32",
+        model_max_length: int = 77,
+        dtype: str | torch.dtype = "fp32",
+        cache_dir: str | None = None,
+        local_files_only: bool = False,  # noqa: FBT001, FBT002  (Open-Sora's signature)
+        clean: Clean = "none",
+        between_uses: BetweenUses = "keep",
+    ) -> None:
+        super().__init__(
+            from_pretrained, model_max_length, dtype, cache_dir, local_files_only, clean, between_uses=between_uses
+        )
+
+    def _from_files(self, **options: Any) -> Any:
+        return transformers.CLIPTextModel.from_pretrained(self._name, **options)
+
+    def condition(self, tokens: dict[str, Tensor]) -> TextCondition:
+        """Tokens (each [B, L] int64) -> the pooled text."""
+        pooled = self.model(**tokens).pooler_output  # [B, D]
+        mask = torch.ones(len(pooled), 1, dtype=torch.bool, device=pooled.device)
+        return TextCondition(pooled[:, None, None].float(), mask)
+
+
+def _sampled_hash(path: Path) -> bytes:
+    """The size of a file, and a hash of samples all over it: files of gigabytes in a moment."""
+    size = path.stat().st_size
+    digest = hashlib.blake2b(str(size).encode(), digest_size=16)
+    with path.open("rb") as file:
+        for offset in sorted({max(size - SAMPLE_BYTES, 0) * i // (SAMPLES - 1) for i in range(SAMPLES)}):
+            file.seek(offset)
+            digest.update(file.read(SAMPLE_BYTES))
+    return digest.digest()

@@ -1,23 +1,11 @@
 """A text encoder that encodes each caption once: a small data set's captions come back every epoch."""
 
 from collections import OrderedDict
-from typing import Protocol
 
 import torch
-from torch import Tensor
 
-from opensora.models.text_encoder.condition import TextCondition
+from opensora.models.text_encoder.condition import TextCondition, TextEncoder
 from opensora.utils.errors import UserError
-
-
-class TextEncoder(Protocol):
-    """The text contract (architecture D6)."""
-
-    output_dim: int
-    model_max_length: int
-
-    def encode(self, texts: list[str]) -> TextCondition:
-        """B captions -> y [B, 1, L, D], mask [B, L]."""
 
 
 class MemoizedTextEncoder:
@@ -52,24 +40,18 @@ class MemoizedTextEncoder:
         if unknown:
             y, mask = self.encoder.encode(unknown)
             self._device = y.device
-            rows |= {text: TextCondition(*row) for text, row in zip(unknown, _rows_on_cpu(y, mask), strict=True)}
+            for text, *row in zip(unknown, y.cpu(), mask.cpu(), strict=True):
+                rows[text] = TextCondition(
+                    *(tensor.clone() for tensor in row)
+                )  # it must not keep its whole batch alive
         for text, row in rows.items():
-            self._keep(text, row)
+            self.num_bytes += 0 if text in self._kept else _size(row)
+            self._kept[text] = row
+            self._kept.move_to_end(text)
+            while self.num_bytes > self.max_bytes:
+                self.num_bytes -= _size(self._kept.popitem(last=False)[1])
         y, mask = (torch.stack(parts) for parts in zip(*(rows[text] for text in texts), strict=True))
         return TextCondition(y.to(self._device), mask.to(self._device))
-
-    def _keep(self, text: str, row: TextCondition) -> None:
-        if text not in self._kept:
-            self.num_bytes += _size(row)
-        self._kept[text] = row
-        self._kept.move_to_end(text)
-        while self.num_bytes > self.max_bytes:
-            self.num_bytes -= _size(self._kept.popitem(last=False)[1])
-
-
-def _rows_on_cpu(y: Tensor, mask: Tensor) -> list[tuple[Tensor, Tensor]]:
-    # clones: a row must not keep its whole batch alive
-    return [(a.clone(), b.clone()) for a, b in zip(y.cpu(), mask.cpu(), strict=True)]
 
 
 def _size(row: TextCondition) -> int:

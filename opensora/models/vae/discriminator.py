@@ -1,7 +1,7 @@
-"""A network that tells videos from reconstructions, patch by patch, and the losses of the game against it.
+"""A network that tells videos from reconstructions, patch by patch.
 
 PatchGAN of Isola et al. 2017 (arXiv:1611.07004), as VQGAN uses it (Esser et al. 2021, arXiv:2012.09841), in two or three
-dimensions. GroupNorm takes the place of BatchNorm: a verdict then does not depend on what else is in the batch, and there
+dimensions. GroupNorm takes the place of BatchNorm: scores then do not depend on what else is in the batch, and there
 is no running state to save or to share between processes.
 """
 
@@ -21,7 +21,7 @@ class PatchDiscriminator(nn.Module):
     """Real or not, for every patch of about 70 pixels (with 3 layers).
 
     Args:
-        dims: 2 judges every frame alone; 3 judges motion too, and takes pictures (T = 1) as well.
+        dims: 2 judges every frame alone; 3 judges motion too, and takes images (T = 1) as well.
         channels: Of the first layer; each next one has twice as many, up to eight times.
         num_layers: Layers that halve the size. In time the first one does not, so 3 layers see 4 frames as one.
     """

@@ -1,32 +1,40 @@
-"""The video VAE of Open-Sora 1.2: a picture VAE, and a temporal VAE over its latents.
+"""The video VAE of Open-Sora 1.2: an image VAE, and a temporal VAE over its latents.
 
-    x [B, 3, T, H, W] -> picture latents [B, 4, T, H/8, W/8] -> in pieces of 17 frames -> z [B, 4, t, H/8, W/8]
+    x [B, 3, T, H, W] -> image latents [B, 4, T, H/8, W/8] -> in chunks of 17 frames -> z [B, 4, t, H/8, W/8]
 
-Each piece of `micro_frame_size` frames is encoded and decoded by itself, so that memory does not grow with length:
-t = 5 (T div 17) + ceil((T mod 17) / 4). Latents are scaled as z = (raw - shift) / scale, one number a channel.
+Each chunk of `micro_frame_size` frames is encoded and decoded by itself, so that memory does not grow with length:
+t = 5 (T div 17) + ceil((T mod 17) / 4). Latents are scaled as z = (raw - shift) / scale, one value a channel.
 
-Deviations from the published code: it draws the picture latents from their posterior, here they are its mean, so that the
+The temporal VAE is after MAGVIT-v2 (Yu et al. 2023, arXiv:2310.05737): residual blocks of group normalisation, SiLU and causal
+convolution; time is halved by strided convolutions, and doubled by convolutions to twice the channels that become frames.
+Space keeps its size. Frames that are missing to a multiple of the stride are zeros in front (causal padding), which decoding
+drops again. Names of layers are those of the published weights.
+
+Deviations from the published code: it draws the image latents from their posterior, here they are its mean, so that the
 moments of a video are a function of it and can be stored; and it returns unscaled latents with `cal_loss`, here `forward`
-returns what a loss needs. Like that code, and unlike the config of the picture VAE (0.13025), it scales picture latents by
+returns what a loss needs. Like that code, and unlike the config of the image VAE (0.13025), it scales image latents by
 0.18215: the temporal weights were trained so.
 """
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from opensora.checkpoint.load import load_strictly, read_weights
 from opensora.checkpoint.weight_files import write_file
 from opensora.checkpoint.weight_sources import find_weights
 from opensora.models.loading import Conversion, load_weights
 from opensora.models.vae.base import MemoryFormat, Posterior, VideoVAE
 from opensora.models.vae.diffusers_vae import DiffusersVAE
-from opensora.models.vae.temporal import statistics_of
+from opensora.models.vae.splitting import chunk_lengths
 from opensora.registry import MODELS
-from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.errors import UserError
 
 FrameSize = int | Literal["saved"] | None
@@ -34,41 +42,37 @@ FrameSize = int | Literal["saved"] | None
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 OURS, THEIRS = "spatial_vae.autoencoder.", "spatial_vae.module."
-SPATIAL = "spatial_vae."  # theirs as `read_weights` gives it: it drops ".module"
+SPATIAL = "spatial_vae."
 STATISTICS_FILE = ("scale", "shift")  # tensors of the published file
 SCALE, SHIFT = (3.85, 2.32, 2.33, 3.06), (-0.10, 0.34, 0.27, 0.98)
-PICTURE_SCALING = 0.18215
 FROM_HUB = ("from_pretrained", "subfolder", "cache_dir", "local_files_only", "architecture", "scaling_factor")
 MICRO_FRAME_SIZE = 17
-PICTURE_VAE = "PixArt-alpha/pixart_sigma_sdxlvae_T5_diffusers"  # in its folder vae
-PICTURE_ARCHITECTURE = {
+IMAGE_SCALING = 0.18215
+IMAGE_VAE = "PixArt-alpha/pixart_sigma_sdxlvae_T5_diffusers"  # in its folder vae
+IMAGE_ARCHITECTURE = {
     "block_out_channels": (128, 256, 512, 512),
     "layers_per_block": 2,
     "latent_channels": 4,
     "norm_num_groups": 32,
     "sample_size": 1024,
-    "scaling_factor": PICTURE_SCALING,
+    "scaling_factor": IMAGE_SCALING,
 }
 
 
 @MODELS.register_module()
 class VideoAutoencoderPipeline(VideoVAE):
-    """A picture VAE followed by a temporal VAE; the module's docstring has the formulas.
+    """An image VAE followed by a temporal VAE; the module's docstring has the formulas.
 
     Args:
-        vae_2d: Component dict of the picture VAE; None: as `config.json` beside the weights says.
+        vae_2d: Component dict of the image VAE; None: as `config.json` beside the weights says.
         vae_temporal: Component dict of the temporal VAE; None: as `config.json` says.
         from_pretrained: Weights of both: a folder, a file or a hub id, in Open-Sora's names; None: the parts' own.
-        micro_frame_size: Frames of a piece; None: the whole video at once; "saved": as `config.json` beside the weights
+        micro_frame_size: Frames of a chunk; None: the whole video at once; "saved": as `config.json` beside the weights
             says, and the whole video where there is none.
         freeze_vae_2d: Train the temporal VAE alone.
-        scale, shift: Of the latents, z = (raw - shift) / scale: a number, or one a channel. Those of `config.json` win, and
+        scale, shift: Of the latents, z = (raw - shift) / scale: one value, or one a channel. Those of `config.json` win, and
             those of the weights' file before all.
-        posterior: "sample" draws latents from N(mean, var); "mode" takes the mean.
-        micro_batch_size: At most so many videos at a time; pictures have `vae_2d`'s own micro_batch_size and tile_size.
-        dtype: Number format of the weights.
-        memory_format: "channels_last" is the layout in which GPUs convolve fastest, in bf16 and fp16.
-        compile: Compile the parts' encoders and decoders.
+        **options: See `VideoVAE`. `micro_batch_size` counts videos: images have that of `vae_2d`, and its tile_size.
     """
 
     spatial_vae: VideoVAE
@@ -83,52 +87,51 @@ class VideoAutoencoderPipeline(VideoVAE):
         freeze_vae_2d: bool = False,  # noqa: FBT001, FBT002  (Open-Sora's signature)
         scale: float | Sequence[float] = 1.0,
         shift: float | Sequence[float] = 0.0,
-        posterior: Posterior = "sample",
-        micro_batch_size: int | None = None,
-        dtype: str | torch.dtype = "fp32",
-        memory_format: MemoryFormat = "contiguous",
-        compile: bool = False,  # noqa: FBT001, FBT002
+        **options: Any,
     ) -> None:
-        # memory format and compilation are the parts' affair
-        super().__init__(posterior=posterior, micro_batch_size=micro_batch_size)
-        written = written_config(from_pretrained)
-        self.parts = self._parts(vae_2d, vae_temporal, from_pretrained, written)
-        settings = {"memory_format": memory_format, "compile": compile}
-        self.spatial_vae = MODELS.build(self.parts["vae_2d"], posterior="mode", **settings)
-        self.temporal_vae = MODELS.build(self.parts["vae_temporal"], **settings)
+        of_parts = {key: options.pop(key) for key in ("memory_format", "compile") if key in options}
+        super().__init__(**options)
+        saved = saved_config(from_pretrained)
+        components: dict[str, dict[str, Any]] = {}
+        for name, given in (("vae_2d", vae_2d), ("vae_temporal", vae_temporal)):
+            if given is None and name not in saved:
+                raise self._error(f"{name} is needed: there is no {CONFIG} beside the weights that describes it.")
+            components[name] = dict(given if given is not None else saved[name])
+        if from_pretrained is not None and components["vae_2d"].get("from_pretrained") == IMAGE_VAE:
+            settings = {key: value for key, value in components["vae_2d"].items() if key not in FROM_HUB}
+            components["vae_2d"] = image_vae() | settings  # its weights are in our file
+        self.components = components
+        self.spatial_vae = MODELS.build(components["vae_2d"], posterior="mode", **of_parts)
+        self.temporal_vae = MODELS.build(components["vae_temporal"], **of_parts)
         if self.spatial_vae.out_channels != self.temporal_vae.in_channels or self.spatial_vae.strides[0] != 1:
-            raise self._complaint("vae_2d must work frame by frame, with as many channels as vae_temporal takes.")
-        self.micro_frame_size = self._frame_size(micro_frame_size, written)
+            raise self._error("vae_2d must work frame by frame, with as many channels as vae_temporal takes.")
+        size = saved.get("micro_frame_size") if micro_frame_size == "saved" else micro_frame_size
+        if size is not None and (not isinstance(size, int) or size < 1):
+            raise self._error(f"micro_frame_size={size!r}; use a positive number, None or 'saved'.")
+        self.micro_frame_size: int | None = size
         self.out_channels = self.temporal_vae.out_channels
-        by_time, (_, by_height, by_width) = self.temporal_vae.strides[0], self.spatial_vae.strides
-        self.strides = (by_time, by_height, by_width)
+        self.strides = (self.temporal_vae.strides[0], *self.spatial_vae.strides[1:])
         if freeze_vae_2d:
             self.spatial_vae.requires_grad_(False)
-        scale, shift = (written.get(name, value) for name, value in zip(STATISTICS_FILE, (scale, shift), strict=True))
-        self.values: dict[str, Any] = statistics_of(scale, shift, self.out_channels)
+        self.config = _statistics_of(saved.get("scale", scale), saved.get("shift", shift), self.out_channels)
         if from_pretrained is not None:
             load_weights(self, from_pretrained, convert)
-        self._ready(to_torch_dtype(dtype))
+        self._ready()
 
     def latent_frames(self, num_frames: int) -> int:
-        """Of whole pieces and the rest."""
-        return sum(self.temporal_vae.latent_frames(frames) for frames in self._pieces(num_frames))
+        """Of whole chunks and the rest."""
+        return sum(map(self.temporal_vae.latent_frames, chunk_lengths(num_frames, self.micro_frame_size)))
 
     def video_frames(self, latent_frames: int) -> int:
         """The longest video with so many latent frames."""
-        if self.micro_frame_size is None:
-            return self.temporal_vae.video_frames(latent_frames)
-        whole, rest = divmod(latent_frames, self.temporal_vae.latent_frames(self.micro_frame_size))
-        return whole * self.micro_frame_size + (self.temporal_vae.video_frames(rest) if rest else 0)
+        chunk = self.chunk_latent_frames
+        chunks, rest = divmod(latent_frames, chunk) if chunk else (0, latent_frames)
+        return chunks * (self.micro_frame_size or 0) + (self.temporal_vae.video_frames(rest) if rest else 0)
 
     @property
     def chunk_latent_frames(self) -> int | None:
-        """Of a piece of `micro_frame_size` frames."""
+        """Of a chunk of `micro_frame_size` frames."""
         return None if self.micro_frame_size is None else self.temporal_vae.latent_frames(self.micro_frame_size)
-
-    def legal_num_frames(self, num_frames: int) -> int:
-        """Any number of frames, from 1."""
-        return max(int(num_frames), 1)
 
     @property
     def last_layer(self) -> nn.Parameter:
@@ -138,13 +141,17 @@ class VideoAutoencoderPipeline(VideoVAE):
 
     def save_pretrained(self, folder: str | Path, dtype: str = "fp32") -> None:
         """Write `config.json` and `model.safetensors` in Open-Sora's names."""
-        folder, statistics = Path(folder), self._statistics()
+        folder, statistics, spatial = Path(folder), self._statistics(), self.components["vae_2d"]
+        if isinstance(self.spatial_vae, DiffusersVAE):  # that builds the same image VAE without its own weights
+            architecture = _own_config(self.spatial_vae)
+            if len(self.spatial_vae._classes()) > 1:
+                architecture["type"] = type(self.spatial_vae.autoencoder).__name__
+            size = self.spatial_vae.micro_batch_size
+            spatial = {"type": spatial["type"], "architecture": architecture, "micro_batch_size": size}
         config = {
             "model_type": type(self).__name__,
-            "vae_2d": described(self.spatial_vae, self.parts["vae_2d"]),
-            "vae_temporal": {
-                key: value for key, value in self.parts["vae_temporal"].items() if key != "from_pretrained"
-            },
+            "vae_2d": spatial,
+            "vae_temporal": {k: v for k, v in self.components["vae_temporal"].items() if k != "from_pretrained"},
             "micro_frame_size": self.micro_frame_size,
             "scale": statistics["latents_std"],
             "shift": statistics["latents_mean"],
@@ -156,85 +163,47 @@ class VideoAutoencoderPipeline(VideoVAE):
         (folder / CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
 
     def _encode(self, x: Tensor) -> Tensor:
-        pictures = self.spatial_vae.encode(x)  # [N, C, T, h, w]
-        pieces = pictures.split(self.micro_frame_size or x.shape[2], dim=2)
-        return torch.cat([self.temporal_vae.moments(piece) for piece in pieces], dim=2)
+        images = self.spatial_vae.encode(x)  # [N, C, T, h, w]
+        chunks = images.split(self.micro_frame_size or x.shape[2], dim=2)
+        return torch.cat([self.temporal_vae.moments(chunk) for chunk in chunks], dim=2)
 
     def _decode(self, z: Tensor, num_frames: int) -> Tensor:
-        frames = self._pieces(num_frames)
-        pieces = z.split([self.temporal_vae.latent_frames(n) for n in frames], dim=2)
-        pictures = [self.temporal_vae.decode(piece, n) for piece, n in zip(pieces, frames, strict=True)]
-        return self.spatial_vae.decode(torch.cat(pictures, dim=2), num_frames)
-
-    def _pieces(self, num_frames: int) -> list[int]:
-        """Numbers of frames of the pieces."""
-        size = self.micro_frame_size or num_frames
-        return [min(size, num_frames - start) for start in range(0, num_frames, size)]
-
-    def _parts(
-        self,
-        vae_2d: Mapping[str, Any] | None,
-        vae_temporal: Mapping[str, Any] | None,
-        from_pretrained: str | None,
-        written: Mapping[str, Any],
-    ) -> dict[str, dict[str, Any]]:
-        given = {"vae_2d": vae_2d, "vae_temporal": vae_temporal}
-        for name, part in given.items():
-            if part is None and name not in written:
-                raise self._complaint(f"{name} is needed: there is no {CONFIG} beside the weights that describes it.")
-        parts = {name: dict(part if part is not None else written[name]) for name, part in given.items()}
-        if from_pretrained is not None and parts["vae_2d"].get("from_pretrained") == PICTURE_VAE:
-            settings = {key: value for key, value in parts["vae_2d"].items() if key not in FROM_HUB}
-            parts["vae_2d"] = picture_vae(None) | settings  # its weights are in our file
-        return parts
-
-    def _frame_size(self, given: FrameSize, written: Mapping[str, Any]) -> int | None:
-        size = written.get("micro_frame_size") if given == "saved" else given
-        if size is not None and (not isinstance(size, int) or size < 1):
-            raise self._complaint(f"micro_frame_size={size!r}; use a positive number, None or 'saved'.")
-        return size
-
-    def _network(self) -> nn.Module:
-        return self
+        frames = chunk_lengths(num_frames, self.micro_frame_size)
+        chunks = z.split([self.temporal_vae.latent_frames(n) for n in frames], dim=2)
+        images = [self.temporal_vae.decode(chunk, n) for chunk, n in zip(chunks, frames, strict=True)]
+        return self.spatial_vae.decode(torch.cat(images, dim=2), num_frames)
 
     def _config(self) -> Mapping[str, Any]:
-        parts = {"spatial": own_config(self.spatial_vae), "temporal": own_config(self.temporal_vae)}
+        parts = {"spatial": _own_config(self.spatial_vae), "temporal": _own_config(self.temporal_vae)}
         return {"micro_frame_size": self.micro_frame_size, **self._statistics(), **parts}
 
     def _statistics(self) -> dict[str, list[float]]:
         """However they were set, as Open-Sora writes them: z = (raw - latents_mean) / latents_std."""
-        factor = float(self.values.get("scaling_factor") or 1.0)
-        mean, std = self.values.get("latents_mean"), self.values.get("latents_std")
+        factor = float(self.config.get("scaling_factor") or 1.0)
+        mean, std = self.config.get("latents_mean"), self.config.get("latents_std")
         if mean is None or std is None:
-            mean, std = [float(self.values.get("shift_factor") or 0.0)] * self.out_channels, [1.0] * self.out_channels
+            mean, std = [float(self.config.get("shift_factor") or 0.0)] * self.out_channels, [1.0] * self.out_channels
         mean, std = (torch.tensor(values, dtype=torch.float64, device="cpu").flatten() for values in (mean, std))
         return {"latents_mean": mean.tolist(), "latents_std": (std / factor).tolist()}
-
-    def _write_config(self, **values: Any) -> None:
-        self.values.update(values)
 
 
 @MODELS.register_module()
 class OpenSoraVAE_V1_2(VideoAutoencoderPipeline):
-    """Open-Sora 1.2's VAE, 4 x 8 x 8 with 4 channels: `VideoAutoencoderPipeline` with its parts, scale and pieces.
+    """Open-Sora 1.2's VAE, 4 x 8 x 8 with 4 channels: `VideoAutoencoderPipeline` with its parts, scale and chunks.
 
     Args:
-        micro_batch_size: Pictures that the picture VAE takes at a time, where `vae_2d` does not say it.
-        micro_frame_size: Frames of a piece; None: the whole video at once; "saved": as `config.json` beside the weights
+        micro_batch_size: Images that the image VAE takes at a time, where `vae_2d` does not say it.
+        micro_frame_size: Frames of a chunk; None: the whole video at once; "saved": as `config.json` beside the weights
             says, and 17 where there is none.
-        from_pretrained: The published weights: folder, file or hub id ("hpcai-tech/OpenSora-VAE-v1.2"). None: the picture
+        from_pretrained: The published weights: folder, file or hub id ("hpcai-tech/OpenSora-VAE-v1.2"). None: the image
             VAE of PixArt-Sigma from the hub, and an untrained temporal VAE.
-        local_files_only: Do not ask the hub for the picture VAE.
+        local_files_only: Do not ask the hub for the image VAE.
         freeze_vae_2d: Train the temporal VAE alone.
         cal_loss: Kept for old configs; must be False, since `forward` returns what a loss needs.
-        vae_2d: Component dict in place of the picture VAE; None: as `config.json` says, if it is there.
+        vae_2d: Component dict in place of the image VAE; None: as `config.json` says, if it is there.
         vae_temporal: Component dict in place of the temporal VAE; None: as `config.json` says, if it is there.
-        posterior: "sample" draws latents from N(mean, var); "mode" takes the mean.
-        dtype: Number format of the weights.
-        tile_size: Encode and decode pictures larger than this (pixels) in overlapping square tiles; None: whole.
-        tile_overlap: Overlap of neighbouring tiles, as a part of a tile.
-        memory_format: "channels_last" is the layout in which GPUs convolve fastest, in bf16 and fp16.
-        compile: Compile the parts' encoders and decoders.
+        posterior, dtype, memory_format, compile: See `VideoVAE`.
+        tile_size, tile_overlap: Of the image VAE, see `DiffusersVAE`.
     """
 
     def __init__(
@@ -247,31 +216,31 @@ class OpenSoraVAE_V1_2(VideoAutoencoderPipeline):
         cal_loss: bool = False,  # noqa: FBT001, FBT002
         vae_2d: Mapping[str, Any] | None = None,
         vae_temporal: Mapping[str, Any] | None = None,
-        posterior: Posterior = "sample",
-        dtype: str | torch.dtype = "fp32",
         tile_size: int | None = None,
         tile_overlap: float = 0.25,
+        posterior: Posterior = "sample",
+        dtype: str | torch.dtype = "fp32",
         memory_format: MemoryFormat = "contiguous",
         compile: bool = False,  # noqa: FBT001, FBT002
     ) -> None:
         if cal_loss:
             raise UserError("OpenSoraVAE_V1_2: cal_loss=True is not needed: forward() returns what a loss needs.")
-        written = written_config(from_pretrained)
-        pictures: dict[str, Any] = {"micro_batch_size": micro_batch_size}
+        saved = saved_config(from_pretrained)
+        images: dict[str, Any] = {"micro_batch_size": micro_batch_size}
         if vae_2d is not None:
-            pictures |= vae_2d
+            images |= vae_2d
         elif from_pretrained is not None:
-            pictures = {**written.get("vae_2d", picture_vae(None)), **pictures}
+            images = saved.get("vae_2d", image_vae()) | images
         else:
-            hub = {"from_pretrained": PICTURE_VAE, "subfolder": "vae", "local_files_only": local_files_only}
-            pictures |= {"type": "VideoAutoencoderKL", **hub, "scaling_factor": PICTURE_SCALING}
+            hub = {"from_pretrained": IMAGE_VAE, "subfolder": "vae", "local_files_only": local_files_only}
+            images |= {"type": "VideoAutoencoderKL", **hub, "scaling_factor": IMAGE_SCALING}
         if tile_size is not None:
-            pictures |= {"tile_size": tile_size, "tile_overlap": tile_overlap}
-        if micro_frame_size == "saved" and "micro_frame_size" not in written:
+            images |= {"tile_size": tile_size, "tile_overlap": tile_overlap}
+        if micro_frame_size == "saved" and "micro_frame_size" not in saved:
             micro_frame_size = MICRO_FRAME_SIZE
         super().__init__(
-            vae_2d=pictures,
-            vae_temporal=vae_temporal or written.get("vae_temporal", {"type": "VAE_Temporal_SD"}),
+            vae_2d=images,
+            vae_temporal=vae_temporal or saved.get("vae_temporal", {"type": "VAE_Temporal_SD"}),
             from_pretrained=from_pretrained,
             micro_frame_size=micro_frame_size,
             freeze_vae_2d=freeze_vae_2d,
@@ -284,22 +253,17 @@ class OpenSoraVAE_V1_2(VideoAutoencoderPipeline):
         )
 
 
-def picture_vae(micro_batch_size: int | None) -> dict[str, Any]:
-    """Component dict of the picture VAE, without weights."""
-    return {
-        "type": "VideoAutoencoderKL",
-        "architecture": PICTURE_ARCHITECTURE,
-        "micro_batch_size": micro_batch_size,
-    }
+def image_vae() -> dict[str, Any]:
+    """Component dict of the image VAE, without weights."""
+    return {"type": "VideoAutoencoderKL", "architecture": IMAGE_ARCHITECTURE}
 
 
-def written_config(from_pretrained: str | None) -> dict[str, Any]:
+def saved_config(from_pretrained: str | None) -> dict[str, Any]:
     """What `config.json` beside the weights says; {} where there is none."""
     if from_pretrained is None:
         return {}
-    place = Path(from_pretrained).expanduser()
-    folder = place if place.is_dir() else find_weights(from_pretrained).parent
-    file = folder / CONFIG
+    path = Path(from_pretrained).expanduser()
+    file = (path if path.is_dir() else find_weights(from_pretrained).parent) / CONFIG
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
@@ -308,31 +272,24 @@ def convert(state: Mapping[str, Tensor], model: nn.Module) -> Conversion:
     assert isinstance(model, VideoAutoencoderPipeline)
     found = {name: state[name] for name in STATISTICS_FILE if name in state}
     if len(found) == len(STATISTICS_FILE):
-        scale, shift = (one_or_all(found[name].float().flatten().tolist()) for name in STATISTICS_FILE)
-        read = statistics_of(scale, shift, model.out_channels)
+        per_channel = [found[name].float().flatten().tolist() for name in STATISTICS_FILE]
+        scale, shift = (values[0] if len(values) == 1 else values for values in per_channel)
+        read = _statistics_of(scale, shift, model.out_channels)
         # a file in fp16 has them rounded, where the config has them exactly
-        if any(not equal_in(found["scale"].dtype, model.values[name], numbers) for name, numbers in read.items()):
-            model.values = read
-    tensors = {own_name(name): tensor for name, tensor in state.items() if name not in found}
+        stored = found["scale"].dtype
+        rounded = lambda values: torch.tensor(values, device="cpu").to(stored)  # noqa: E731
+        if any(not torch.equal(rounded(model.config[name]), rounded(values)) for name, values in read.items()):
+            model.config = read
+    tensors = {
+        # `read_weights` has dropped ".module" of the published names
+        OURS + name.removeprefix(SPATIAL).removeprefix("module.").removeprefix("autoencoder.")
+        if name.startswith(SPATIAL)
+        else name: tensor
+        for name, tensor in state.items()
+        if name not in found
+    }
     reason = "the scale of the latents, read into the config"
     return Conversion(tensors, "Open-Sora 1.2 VAE", dropped=dict.fromkeys(found, reason))
-
-
-def equal_in(dtype: torch.dtype, a: Sequence[float], b: Sequence[float]) -> bool:
-    """Whether numbers are the same, once they are rounded to `dtype`."""
-    return torch.equal(*(torch.tensor(values, device="cpu").to(dtype) for values in (a, b)))
-
-
-def own_name(name: str) -> str:
-    """The published name of a tensor -> ours."""
-    if not name.startswith(SPATIAL):
-        return name
-    return OURS + name.removeprefix(SPATIAL).removeprefix("module.").removeprefix("autoencoder.")
-
-
-def one_or_all(values: list[float]) -> float | list[float]:
-    """[x] -> x: one number for all channels."""
-    return values[0] if len(values) == 1 else values
 
 
 def published_name(name: str) -> str:
@@ -340,16 +297,204 @@ def published_name(name: str) -> str:
     return THEIRS + name.removeprefix(OURS) if name.startswith(OURS) else name
 
 
-def described(vae: VideoVAE, part: Mapping[str, Any]) -> dict[str, Any]:
-    """A component dict that builds the same picture VAE without its own weights."""
-    if not isinstance(vae, DiffusersVAE):
-        return dict(part)
-    architecture = own_config(vae)
-    if len(vae._classes()) > 1:
-        architecture["type"] = type(vae.autoencoder).__name__
-    return {"type": part["type"], "architecture": architecture, "micro_batch_size": vae.micro_batch_size}
+def _statistics_of(scale: float | Sequence[float], shift: float | Sequence[float], channels: int) -> dict[str, Any]:
+    """Open-Sora's z = (raw - shift) / scale as entries of `STATISTICS`."""
+    mean, std = (
+        [float(value)] * channels if isinstance(value, int | float) else [float(v) for v in value]
+        for value in (shift, scale)
+    )
+    return {"latents_mean": mean, "latents_std": std}
 
 
-def own_config(vae: VideoVAE) -> dict[str, Any]:
+def _own_config(vae: VideoVAE) -> dict[str, Any]:
     """Without diffusers' notes, such as where the VAE came from, which differ from one run to the next."""
     return {key: value for key, value in vae._config().items() if not key.startswith("_")}
+
+
+@MODELS.register_module()
+class VAE_Temporal(VideoVAE):
+    """Compresses time by 2 for each True of `temporal_downsample`; works on an image VAE's latents [B, C, T, h, w].
+
+    Args:
+        in_out_channels: Of what it compresses.
+        latent_embed_dim: Channels between the encoder or decoder and the 1x1x1 convolutions next to the latents.
+        embed_dim: Channels of its latents.
+        filters: Width of the first level.
+        num_res_blocks: A level.
+        channel_multipliers: Width of each level, in `filters`.
+        temporal_downsample: For each level but the last, whether time is halved after it.
+        num_groups: Of the group normalisations.
+        from_pretrained: Weights in these names; None: untrained.
+        scale, shift: Of its latents, z = (raw - shift) / scale: one value, or one a channel.
+        **options: See `VideoVAE`.
+    """
+
+    def __init__(
+        self,
+        in_out_channels: int = 4,
+        latent_embed_dim: int = 4,
+        embed_dim: int = 4,
+        filters: int = 128,
+        num_res_blocks: int = 4,
+        channel_multipliers: Sequence[int] = (1, 2, 2, 4),
+        temporal_downsample: Sequence[bool] = (True, True, False),
+        num_groups: int = 32,
+        from_pretrained: str | None = None,
+        scale: float | Sequence[float] = 1.0,
+        shift: float | Sequence[float] = 0.0,
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        if len(temporal_downsample) != len(channel_multipliers) - 1:
+            raise self._error(
+                f"temporal_downsample={tuple(temporal_downsample)} needs one entry less than "
+                f"channel_multipliers={tuple(channel_multipliers)}."
+            )
+        self.in_channels, self.out_channels = in_out_channels, embed_dim
+        self.strides = (2 ** sum(temporal_downsample), 1, 1)
+        widths = [filters * multiplier for multiplier in channel_multipliers]
+        shape = (widths, num_res_blocks, tuple(temporal_downsample), num_groups)
+        self.encoder = Encoder(in_out_channels, 2 * latent_embed_dim, *shape)
+        self.quant_conv = CausalConv3d(2 * latent_embed_dim, 2 * embed_dim, 1)
+        self.post_quant_conv = CausalConv3d(embed_dim, latent_embed_dim, 1)
+        self.decoder = Decoder(in_out_channels, latent_embed_dim, *shape)
+        self.config = {
+            "type": "VAE_Temporal",
+            "widths": widths,
+            "num_res_blocks": num_res_blocks,
+            "temporal_downsample": list(temporal_downsample),
+            "num_groups": num_groups,
+            **_statistics_of(scale, shift, embed_dim),
+        }
+        if from_pretrained is not None:
+            load_strictly(self, read_weights(from_pretrained), from_pretrained)
+        self._ready()
+
+    def _encode(self, x: Tensor) -> Tensor:
+        x = F.pad(x, (0, 0, 0, 0, self.causal_padding(x.shape[2]), 0))
+        return self.quant_conv(self.encoder(self._layout(x)))
+
+    def _decode(self, z: Tensor, num_frames: int) -> Tensor:
+        return self.decoder(self.post_quant_conv(z))[:, :, self.causal_padding(num_frames) :]
+
+
+MODELS.register_variant("VAE_Temporal_SD", VAE_Temporal, temporal_downsample=(False, True, True))
+
+
+# ------------------------------------------------------------------------------------------- the temporal VAE's network
+
+
+class CausalConv3d(nn.Module):
+    """A convolution over frames up to the present one, [B, C, T, H, W] -> [B, C', T / stride, H, W]."""
+
+    def __init__(self, channels: int, out_channels: int, kernel: int, *, stride: int = 1, bias: bool = True) -> None:
+        super().__init__()
+        space = kernel // 2
+        self.padding = (space, space, space, space, kernel - stride, 0)  # width, height, time; time in front only
+        self.conv = nn.Conv3d(channels, out_channels, kernel, stride=(stride, 1, 1), bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """See the class."""
+        return self.conv(F.pad(x, self.padding))
+
+
+class ResBlock(nn.Module):
+    """x + conv(act(norm(conv(act(norm(x)))))); a 1x1x1 convolution fits x where the channels change."""
+
+    def __init__(self, channels: int, out_channels: int, num_groups: int) -> None:
+        super().__init__()
+        self.norm1 = nn.GroupNorm(num_groups, channels)
+        self.conv1 = CausalConv3d(channels, out_channels, 3, bias=False)
+        self.norm2 = nn.GroupNorm(num_groups, out_channels)
+        self.conv2 = CausalConv3d(out_channels, out_channels, 3, bias=False)
+        if channels != out_channels:
+            self.conv3 = CausalConv3d(channels, out_channels, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, C, T, H, W] -> [B, C', T, H, W]."""
+        h = self.conv1(F.silu(self.norm1(x)))
+        h = self.conv2(F.silu(self.norm2(h)))
+        return (self.conv3(x) if hasattr(self, "conv3") else x) + h
+
+
+class Encoder(nn.Module):
+    """[B, C, T, H, W] -> [B, embed_channels, T / stride, H, W]."""
+
+    def __init__(
+        self,
+        channels: int,
+        embed_channels: int,
+        widths: Sequence[int],
+        num_res_blocks: int,
+        downsample: Sequence[bool],
+        num_groups: int,
+    ) -> None:
+        super().__init__()
+        self.conv_in = CausalConv3d(channels, widths[0], 3, bias=False)
+        ins = [widths[0], *widths[:-1]]
+        self.block_res_blocks = nn.ModuleList(
+            _res_blocks(before, width, num_res_blocks, num_groups) for before, width in zip(ins, widths, strict=True)
+        )
+        self.conv_blocks = nn.ModuleList(
+            CausalConv3d(width, width, 3, stride=2) if halve else nn.Identity()
+            for width, halve in zip(widths[:-1], downsample, strict=False)
+        )
+        self.res_blocks = _res_blocks(widths[-1], widths[-1], num_res_blocks, num_groups)
+        self.norm1 = nn.GroupNorm(num_groups, widths[-1])
+        self.conv2 = CausalConv3d(widths[-1], embed_channels, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """See the class."""
+        x = self.conv_in(x)
+        for i, blocks in enumerate(self.block_res_blocks):
+            for block in blocks:  # type: ignore[attr-defined]
+                x = block(x)
+            if i < len(self.conv_blocks):
+                x = self.conv_blocks[i](x)
+        for block in self.res_blocks:
+            x = block(x)
+        return self.conv2(F.silu(self.norm1(x)))
+
+
+class Decoder(nn.Module):
+    """[B, embed_channels, T, H, W] -> [B, C, T stride, H, W]."""
+
+    def __init__(
+        self,
+        channels: int,
+        embed_channels: int,
+        widths: Sequence[int],
+        num_res_blocks: int,
+        downsample: Sequence[bool],
+        num_groups: int,
+    ) -> None:
+        super().__init__()
+        self.conv1 = CausalConv3d(embed_channels, widths[-1], 3)
+        self.res_blocks = _res_blocks(widths[-1], widths[-1], num_res_blocks, num_groups)
+        ins = [*widths[1:], widths[-1]]
+        self.block_res_blocks = nn.ModuleList(
+            _res_blocks(before, width, num_res_blocks, num_groups) for before, width in zip(ins, widths, strict=True)
+        )
+        self.conv_blocks = nn.ModuleList(
+            CausalConv3d(width, 2 * width, 3) if double else nn.Identity()
+            for width, double in zip(widths[1:], downsample, strict=False)
+        )
+        self.norm1 = nn.GroupNorm(num_groups, widths[0])
+        self.conv_out = CausalConv3d(widths[0], channels, 3)
+
+    def forward(self, z: Tensor) -> Tensor:
+        """See the class."""
+        x = self.conv1(z)
+        for block in self.res_blocks:
+            x = block(x)
+        for i in reversed(range(len(self.block_res_blocks))):
+            for block in self.block_res_blocks[i]:  # type: ignore[attr-defined]
+                x = block(x)
+            if i > 0 and isinstance(self.conv_blocks[i - 1], CausalConv3d):
+                x = rearrange(self.conv_blocks[i - 1](x), "B (C two) T H W -> B C (T two) H W", two=2)
+        return self.conv_out(F.silu(self.norm1(x)))
+
+
+def _res_blocks(channels: int, width: int, count: int, num_groups: int) -> nn.ModuleList:
+    ins = [channels] + [width] * count
+    return nn.ModuleList(ResBlock(before, after, num_groups) for before, after in pairwise(ins))

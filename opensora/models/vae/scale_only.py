@@ -7,11 +7,8 @@ that its guide builds hold its moments, and from these training takes nothing of
 """
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
-
-from torch import nn
+from typing import NoReturn
 
 from opensora.checkpoint.pretrained import resolve_pretrained
 from opensora.models.vae.base import Posterior, VideoVAE
@@ -35,47 +32,22 @@ class ScaleOnlyVAE(VideoVAE):
     def __init__(self, from_pretrained: str, posterior: Posterior = "sample") -> None:
         super().__init__(posterior=posterior)
         self.folder = resolve_pretrained(from_pretrained, what="VAE", any_of=[(CONFIG,)])
-        self.config = self._read(Path(self.folder) / CONFIG)
+        file = Path(self.folder) / CONFIG
+        if not file.is_file():  # a hub id
+            raise self._error(
+                f"there is no folder {self.folder} with a {CONFIG}; download it and pass its local folder."
+            )
+        self.config = json.loads(file.read_text(encoding="utf-8"))
+        if missing := [name for name in NEEDED if self.config.get(name) is None]:
+            raise UserError(f"{file} does not say {' and '.join(missing)}, without which latents cannot be scaled.")
         self.out_channels = int(self.config["latent_channels"])
         self.set_latent_statistics()
 
-    def latent_frames(self, num_frames: int) -> int:
+    def latent_frames(self, num_frames: int) -> NoReturn:
         """Refused, like all that asks for the network."""
-        self._refuse()
-
-    def video_frames(self, latent_frames: int) -> int:
-        """Refused, like all that asks for the network."""
-        self._refuse()
-
-    def legal_num_frames(self, num_frames: int) -> int:
-        """Refused, like all that asks for the network."""
-        self._refuse()
-
-    def latent_size(self, size: tuple[int, int, int]) -> tuple[int, int, int]:
-        """Refused, like all that asks for the network."""
-        self._refuse()
-
-    def _refuse(self) -> NoReturn:
-        raise self._complaint(
+        raise self._error(
             f"of {self.config.get('_class_name', 'the VAE')} in {self.folder} there is only the scale here, which is enough to "
             "train from stored latents. To encode or decode, take a VAE of docs/vae.md, and latents and a model of it."
         )
 
-    def _read(self, file: Path) -> dict[str, Any]:
-        if not file.is_file():  # a hub id
-            raise self._complaint(
-                f"there is no folder {self.folder} with a {CONFIG}; download it and pass its local folder."
-            )
-        config = json.loads(file.read_text(encoding="utf-8"))
-        if missing := [name for name in NEEDED if config.get(name) is None]:
-            raise UserError(f"{file} does not say {' and '.join(missing)}, without which latents cannot be scaled.")
-        return config
-
-    def _network(self) -> nn.Module:
-        return self
-
-    def _config(self) -> Mapping[str, Any]:
-        return self.config
-
-    def _write_config(self, **values: Any) -> None:
-        self.config.update(values)
+    video_frames = legal_num_frames = latent_size = latent_frames

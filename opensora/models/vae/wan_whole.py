@@ -1,8 +1,8 @@
-"""Wan's VAE over a whole clip at once, equal to diffusers' loop over pieces of four frames.
+"""Wan's VAE over a whole clip at once, equal to diffusers' loop over chunks of four frames.
 
 diffusers' `AutoencoderKLWan` encodes 1 + 4 + 4 + ... frames in a loop, and keeps the last frames of every layer for the next
 turn: little memory, but five times as many kernels for 17 frames, each a quarter as large. All its layers are causal, so one
-pass over the clip gives the same numbers, if the two layers that change the number of frames treat the first one as the
+pass over the clip gives the same values, if the two layers that change the number of frames treat the first one as the
 loop does:
 
     halving    y_0 = x_0,  y_k = conv(x_{2k-2}, x_{2k-1}, x_{2k})
@@ -69,7 +69,7 @@ class WholeResample(WanResample):
         frames = x.shape[2]
         if self.mode == "upsample3d" and frames > 1:
             pairs = rearrange(self.time_conv(x[:, :, 1:]), "B (two C) T H W -> B T two H W C", two=2)
-            # channels stay innermost, where they were so: the layout in which GPUs convolve fastest
+            # channels stay innermost where they were: the layout in which GPUs convolve fastest
             x = torch.cat([rearrange(x[:, :, :1], "B C T H W -> B T H W C"), pairs.flatten(1, 2)], dim=1)
             x = rearrange(x, "B T H W C -> B C T H W")
         x = self._by_frame(x)

@@ -9,7 +9,6 @@ from urllib.parse import unquote_plus
 import ftfy
 import pytest
 from diffusers import PixArtAlphaPipeline
-from ftfy.fixes import fix_surrogates
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -43,9 +42,9 @@ LOOKED_FOR = (
     "page 1 12 123456 down load download free shipping click for on : ; , . .. - _ ' \" + % %25 %41 & amp; &amp; &lt; &#65; "
     "&# 0 < > <b> </b> <! <![ <!-- --> <? [ ] ( ) / \\\\n www. .com @ a cat 一 湖 jc 6640 vc 2x3 png . \ud800 \udc00 \x00 ﬁ İ Ã ©"
 )
-PIECES = st.sampled_from(LOOKED_FOR.split(" "))
-NESTED = st.builds(lambda a, b, n: a * n + b * n, PIECES, PIECES, st.integers(1, 40))
-WEB_TEXT = st.lists(PIECES | NESTED | st.just(" ") | st.text(st.characters(), max_size=4), max_size=20).map("".join)
+PARTS = st.sampled_from(LOOKED_FOR.split(" "))
+NESTED = st.builds(lambda a, b, n: a * n + b * n, PARTS, PARTS, st.integers(1, 40))
+WEB_TEXT = st.lists(PARTS | NESTED | st.just(" ") | st.text(st.characters(), max_size=4), max_size=20).map("".join)
 
 
 @pytest.mark.slow
@@ -88,10 +87,6 @@ def test_rows_of_what_is_removed_leave_nothing_behind():
         ("a cat" + " ;," * 3000, None),
         ("кот" + " : ," * 2500, "кот"),
         ("кот" + "," * 10_000 + "a", None),
-        ("page " * 1400 + "1 " * 1400, ""),
-        ("a cat, " + "page " * 1000 + "1 " * 800 + "12 dogs", None),
-        ("down" * 1250 + "load" * 1250, ""),
-        ("ship" * 1250 + "ping" * 1250, ""),
     ],
     ids=lambda text: None if text is None else text[:12],
 )
@@ -108,7 +103,7 @@ def plain_pass(text):
     text = cleaning._apply(cleaning.AFTER_HTML, cleaning._without_tags(text))
     if len(re.findall("[-_]", text)) > 3:
         text = re.sub("[-_]", " ", text)
-    text = cleaning._unescaped(cleaning._unescaped(ftfy.fix_text(text)))
+    text = html.unescape(cleaning._short_entities(html.unescape(cleaning._short_entities(ftfy.fix_text(text)))))
     return cleaning._apply((*cleaning.AFTER_UNESCAPE, *cleaning.ENDS), text).strip()
 
 
@@ -123,8 +118,8 @@ ROW = st.builds(lambda a, n: "".join(a) * n, st.lists(PUNCTUATION, min_size=1, m
 @example("x downdownloadload.pdownloadng")
 @example("click for page page page 1 2 3 4")
 @example("downdowndownloadloadload page page page 1 2 3")
-def test_passes_at_once_are_pass_after_pass(text):
-    assert legacy(text) == until_stable(plain_pass, fix_surrogates(text))
+def test_ends_at_once_are_pass_after_pass(text):
+    assert legacy(text) == until_stable(plain_pass, text)
 
 
 def test_texts_that_become_each_other_have_one_result():
@@ -176,6 +171,6 @@ def test_what_legacy_does():
         re.compile(rule.pattern)
 
 
-def test_unknown_names_are_told():
+def test_unknown_names_are_refused():
     with pytest.raises(UserError, match=r"clean='Basic' is not one of none, basic, legacy"):
         cleaner("Basic")

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from opensora.models.text_encoder import ClassEncoder, MemoizedTextEncoder, T5Encoder
-from opensora.models.text_encoder.fast import compile_blocks_of
+from opensora.models.text_encoder.t5 import compile_blocks_of
 from opensora.registry import MODELS
 from opensora.training.batch_encoder import freeze, null_text
 from opensora.utils.errors import UserError
@@ -290,7 +290,7 @@ def test_no_text_of_the_encoders_own(folders):
 
 
 def test_mistakes_are_told(folders, tmp_path):
-    with pytest.raises(UserError, match="padding='long' is none of max_length, longest"):
+    with pytest.raises(UserError, match="padding='long' is not one of max_length, longest"):
         T5Encoder(folders["t5"], padding="long")
     with pytest.raises(UserError, match="between_uses='disk' is none of keep, cpu, unload"):
         T5Encoder(folders["t5"], between_uses="disk")

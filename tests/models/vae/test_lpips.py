@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
-from opensora.models.vae.lpips import LPIPS
+from opensora.models.vae.metrics import LPIPS
 from opensora.utils.errors import UserError
 from opensora.utils.seed import generator
 from tests.models.vae.lpips_files import package_folder, random_alex
@@ -60,7 +60,7 @@ def test_it_is_the_formula(lpips, weights):
     assert_close(lpips(x_hat, x), by_the_formula(load_file(weights), x_hat, x), rtol=1e-4, atol=1e-6)
 
 
-def test_equal_pictures_have_distance_0_and_videos_the_mean_of_their_frames(lpips):
+def test_equal_images_have_distance_0_and_videos_the_mean_of_their_frames(lpips):
     x_hat, x = pair(2, 3, 3, 32, 40)
     assert lpips(x, x).abs().max() == 0
     frames = torch.stack([lpips(x_hat[:, :, t], x[:, :, t]) for t in range(3)])

@@ -7,8 +7,7 @@ from skimage.metrics import peak_signal_noise_ratio, structural_similarity
 
 from opensora.datasets.transforms import to_float
 from opensora.datasets.video.read_video import read_frames
-from opensora.models.vae.evaluate import mean_quality, quality
-from opensora.models.vae.metrics import psnr, saturation, ssim
+from opensora.models.vae.metrics import mean_quality, psnr, quality, saturation, ssim
 from opensora.utils.seed import generator
 from tests.datasets.video.videos import CLIPS
 
@@ -52,7 +51,7 @@ def test_each_sample_of_a_batch_is_measured_alone(clip):
         assert alone[0] != alone[1]
 
 
-def test_small_pictures_are_refused_by_ssim():
+def test_small_images_are_refused_by_ssim():
     with pytest.raises(ValueError, match="at least 11 x 11"):
         ssim(torch.zeros(1, 3, 1, 10, 40), torch.zeros(1, 3, 1, 10, 40))
 

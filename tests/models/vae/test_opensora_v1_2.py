@@ -1,4 +1,4 @@
-"""Open-Sora 1.2's VAE: lengths, pieces, published names and shapes, scaling, and causality in time."""
+"""Open-Sora 1.2's VAE: lengths, chunks, published names and shapes, scaling, and causality in time."""
 
 import json
 import math
@@ -9,8 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
 from opensora.models.vae import OpenSoraVAE_V1_2, VAE_Temporal, VideoAutoencoderPipeline
-from opensora.models.vae.opensora_v1_2 import picture_vae, published_name
-from opensora.models.vae.slicing import sliced_moments
+from opensora.models.vae.opensora_v1_2 import image_vae, published_name
 from opensora.registry import MODELS
 from opensora.utils.errors import UserError
 from opensora.utils.seed import generator
@@ -29,7 +28,7 @@ def _no_grad():
 def full_size():
     """Without memory, at full size."""
     with torch.device("meta"):
-        return OpenSoraVAE_V1_2(vae_2d=picture_vae(4))
+        return OpenSoraVAE_V1_2(vae_2d=image_vae())
 
 
 def test_lengths(full_size):
@@ -43,11 +42,11 @@ def test_lengths(full_size):
     assert [full_size.video_frames(t) for t in (1, 4, 5, 6, 15)] == [4, 16, 17, 21, 51]
 
 
-def test_leads_of_pieces(full_size):
-    """The frames that zeros in front leave of the first latent frame's four."""
-    assert [full_size.lead(frames) for frames in range(1, 18)] == [1, 2, 3, 4] * 4 + [1]
-    assert build("VideoAutoencoderKL").lead(1) == build("KLWan").lead(9) == 1
-    assert build("KLAllegro").lead(8) == 4
+def test_causal_padding_of_chunks(full_size):
+    """The frames of the first latent frame's four that are zeros in front."""
+    assert [full_size.causal_padding(frames) for frames in range(1, 18)] == [3, 2, 1, 0] * 4 + [3]
+    assert build("KLWan").causal_padding(9) == 3
+    assert build("VideoAutoencoderKL").causal_padding(1) == build("KLAllegro").causal_padding(8) == 0
 
 
 def test_scale_of_the_latents(full_size):
@@ -143,7 +142,7 @@ def test_a_pipelines_config_rebuilds_it_without_the_hub(tmp_path):
     loaded = VideoAutoencoderPipeline(from_pretrained=str(tmp_path), micro_frame_size=5).eval()
     x = video_of(vae, 7)
     assert_close(loaded.moments(x), vae.moments(x), rtol=1e-4, atol=1e-5)
-    # what Open-Sora's own config.json says about the picture VAE is a place on the hub: its weights are in the file
+    # what Open-Sora's own config.json names as the image VAE is a hub id: its weights are in the file
     config["vae_2d"] = {
         "type": "VideoAutoencoderKL",
         "from_pretrained": "PixArt-alpha/pixart_sigma_sdxlvae_T5_diffusers",
@@ -187,13 +186,13 @@ def test_statistics_survive_the_folder(name, statistics, dtype, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_pieces_are_those_of_the_folder_unless_told(tmp_path):
+def test_the_chunks_are_those_of_the_folder_by_default(tmp_path):
     for size in (9, None):
         vae = build("OpenSoraVAE_V1_2", micro_frame_size=size)
         vae.save_pretrained(tmp_path)
         for kind in (OpenSoraVAE_V1_2, VideoAutoencoderPipeline):
-            for place in (tmp_path, tmp_path / "model.safetensors"):
-                assert kind(from_pretrained=str(place)).micro_frame_size == size
+            for path in (tmp_path, tmp_path / "model.safetensors"):
+                assert kind(from_pretrained=str(path)).micro_frame_size == size
             assert kind(from_pretrained=str(tmp_path), micro_frame_size=5).micro_frame_size == 5
             assert kind(from_pretrained=str(tmp_path), micro_frame_size=None).micro_frame_size is None
     (tmp_path / "config.json").unlink()
@@ -204,7 +203,7 @@ def test_the_pieces_are_those_of_the_folder_unless_told(tmp_path):
             OpenSoraVAE_V1_2(micro_frame_size=wrong, **PARTS)
 
 
-def test_any_picture_vae_of_diffusers_is_described_without_its_weights(tmp_path):
+def test_any_image_vae_of_diffusers_is_described_without_its_weights(tmp_path):
     parts = {**PARTS, "vae_2d": VAES["VideoAutoencoderKLTemporalDecoder"]}
     vae = build("VideoAutoencoderPipeline", **parts)
     vae.spatial_vae.set_latent_statistics(scaling_factor=0.4)
@@ -213,9 +212,9 @@ def test_any_picture_vae_of_diffusers_is_described_without_its_weights(tmp_path)
     assert loaded.fingerprint() == vae.fingerprint()
 
 
-def test_the_published_config_keeps_settings_of_the_picture_vae(tmp_path, monkeypatch):
-    """It names a place on the hub, whose weights the file has."""
-    monkeypatch.setattr("opensora.models.vae.opensora_v1_2.PICTURE_ARCHITECTURE", PARTS["vae_2d"]["architecture"])
+def test_the_published_config_keeps_settings_of_the_image_vae(tmp_path, monkeypatch):
+    """It names a hub id, whose weights the file has."""
+    monkeypatch.setattr("opensora.models.vae.opensora_v1_2.IMAGE_ARCHITECTURE", PARTS["vae_2d"]["architecture"])
     build("OpenSoraVAE_V1_2").save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     hub = "PixArt-alpha/pixart_sigma_sdxlvae_T5_diffusers"
@@ -226,24 +225,23 @@ def test_the_published_config_keeps_settings_of_the_picture_vae(tmp_path, monkey
     assert (vae.spatial_vae.micro_batch_size, vae.spatial_vae.tile_size) == (2, 32)
 
 
-def test_pieces_are_encoded_and_decoded_by_themselves():
+def test_chunks_are_encoded_and_decoded_by_themselves():
     vae = build("OpenSoraVAE_V1_2", posterior="mode")
     x = video_of(vae, 21)
     z = vae.encode(x)
     assert z.shape[2] == 3 + 3 + 1
-    pieces = x.split(9, dim=2)
-    assert_close(z, torch.cat([vae.encode(piece) for piece in pieces], dim=2), rtol=1e-4, atol=1e-5)
+    assert_close(z, torch.cat([vae.encode(chunk) for chunk in x.split(9, dim=2)], dim=2), rtol=1e-4, atol=1e-5)
     decoded = [vae.decode(part, n) for part, n in zip(z.split([3, 3, 1], dim=2), (9, 9, 3), strict=True)]
     assert_close(vae.decode(z, 21), torch.cat(decoded, dim=2), rtol=1e-4, atol=1e-5)
 
 
-def test_moments_are_those_of_the_picture_latents_mean():
+def test_moments_are_those_of_the_image_latents_mean():
     vae = build("OpenSoraVAE_V1_2")
     x = video_of(vae, 9)
-    pictures = vae.spatial_vae.sample(vae.spatial_vae.moments(x))
+    images = vae.spatial_vae.sample(vae.spatial_vae.moments(x))
     mean = vae.spatial_vae.moments(x).chunk(2, dim=1)[0] * vae.spatial_vae.scaling_factor.view(1, -1, 1, 1, 1)
-    assert_close(pictures, mean)
-    assert_close(vae.moments(x), vae.temporal_vae.moments(pictures), rtol=1e-4, atol=1e-5)
+    assert_close(images, mean)
+    assert_close(vae.moments(x), vae.temporal_vae.moments(images), rtol=1e-4, atol=1e-5)
     raw = vae.moments(x).chunk(2, dim=1)[0]
     vae.posterior = "mode"
     shift, scale = (torch.tensor(v).view(1, 4, 1, 1, 1) for v in ((-0.10, 0.34, 0.27, 0.98), (3.85, 2.32, 2.33, 3.06)))
@@ -276,7 +274,7 @@ def test_time_is_causal_and_zeros_go_in_front():
     assert_close(vae.decode(changed, 12)[:, :, :8], vae.decode(z, 12)[:, :, :8])
 
 
-def test_training_can_leave_the_picture_vae_alone():
+def test_training_can_leave_the_image_vae_alone():
     vae = MODELS.build({"type": "OpenSoraVAE_V1_2", "freeze_vae_2d": True, **PARTS})
     assert not any(p.requires_grad for p in vae.spatial_vae.parameters())
     assert all(p.requires_grad for p in vae.temporal_vae.parameters())
@@ -287,13 +285,13 @@ def test_training_can_leave_the_picture_vae_alone():
         OpenSoraVAE_V1_2(cal_loss=True)
 
 
-def test_tiles_and_micro_batches_are_the_picture_vaes():
+def test_tiles_and_micro_batches_are_the_image_vaes():
     vae = build("OpenSoraVAE_V1_2", tile_size=32, micro_batch_size=2)
     assert vae.spatial_vae.tile_size == 32
     assert vae.tile_size is None
     assert vae.spatial_vae.micro_batch_size == 2
     vae = build("OpenSoraVAE_V1_2", micro_batch_size=2, vae_2d={**PARTS["vae_2d"], "micro_batch_size": 3})
-    assert vae.spatial_vae.micro_batch_size == 3  # what is said of the picture VAE itself
+    assert vae.spatial_vae.micro_batch_size == 3  # set for the image VAE itself
     assert build("OpenSoraVAE_V1_2").spatial_vae.micro_batch_size == 4
 
 
@@ -302,13 +300,13 @@ def test_tiles_and_micro_batches_are_the_picture_vaes():
     [(None, None, [16, 2]), (4, None, [4, 4, 4, 4, 2]), (4, 7, [7, 7, 4]), (None, 7, [7, 7, 4])],
 )
 @pytest.mark.parametrize("name", ["VideoAutoencoderPipeline", "OpenSoraVAE_V1_2"])
-def test_pictures_of_a_video_go_through_in_micro_batches(name, own, micro_bs, seen):
+def test_frames_of_a_video_go_through_in_micro_batches(name, own, micro_bs, seen):
     vae = build(name, vae_2d={**PARTS["vae_2d"], "micro_batch_size": own})
     x = video_of(vae, 18)
     expected = vae.moments(x)
     sizes: list[int] = []
     vae.spatial_vae.autoencoder.encoder.register_forward_pre_hook(lambda _, inputs: sizes.append(len(inputs[0])))
-    assert_close(sliced_moments(vae, x, micro_bs), expected, rtol=1e-4, atol=1e-5)
+    assert_close(vae.sliced_moments(x, micro_bs), expected, rtol=1e-4, atol=1e-5)
     assert sizes == 2 * seen  # video by video
     assert (vae.micro_batch_size, vae.spatial_vae.micro_batch_size, vae.temporal_vae.micro_batch_size) == (
         None,

@@ -8,7 +8,7 @@ from torch.testing import assert_close
 
 from opensora.datasets.transforms import to_float
 from opensora.datasets.video.read_video import read_frames
-from opensora.models.vae.evaluate import quality, reconstruct
+from opensora.models.vae.metrics import quality, reconstruct
 from tests.datasets.video.videos import CLIPS
 from tools.eval_vae import load_vae
 

@@ -1,4 +1,4 @@
-"""sliced_vae equals one call, for pictures and videos, for our VAEs and diffusers' own."""
+"""sliced_vae equals one call, for images and videos, for our VAEs and diffusers' own."""
 
 import pytest
 import torch
@@ -9,7 +9,6 @@ from torch.testing import assert_close
 
 from opensora.acceleration.vae_slicing import images_at_a_time
 from opensora.models.vae import VideoAutoencoderKL, sliced_vae
-from opensora.models.vae.slicing import SlicedEncoder, sliced_moments
 from opensora.utils.errors import UserError
 from opensora.utils.seed import generator, generators
 from tests.models.vaes import KL, build
@@ -47,17 +46,17 @@ def test_videos_in_any_micro_batches(frames, micro_bs):
 
 
 @pytest.mark.parametrize("micro_bs", [None, 2])
-def test_pictures_and_diffusers_own_class(frames, micro_bs):
+def test_images_and_diffusers_own_class(frames, micro_bs):
     vae = build("VideoAutoencoderKL")
-    pictures = frames[:, 0]
-    z = sliced_vae(vae, pictures, micro_bs, generators=generator(5))
+    images = frames[:, 0]
+    z = sliced_vae(vae, images, micro_bs, generators=generator(5))
     assert z.shape == (2, 4, 4, 6)
-    assert_close(sliced_vae(vae.autoencoder, pictures, micro_bs, generators=generator(5)), z, rtol=1e-4, atol=1e-5)
-    theirs = vae.autoencoder.encode(pictures).latent_dist.sample(generator(5)) * vae.autoencoder.config.scaling_factor
+    assert_close(sliced_vae(vae.autoencoder, images, micro_bs, generators=generator(5)), z, rtol=1e-4, atol=1e-5)
+    theirs = vae.autoencoder.encode(images).latent_dist.sample(generator(5)) * vae.autoencoder.config.scaling_factor
     assert_close(z, theirs, rtol=1e-4, atol=1e-5)
 
 
-def test_a_video_vae_is_cut_by_videos():
+def test_a_video_vae_is_split_by_videos():
     vae = build("KLWan")
     x = torch.rand(3, 5, 3, 8, 8, generator=generator(0)) * 2 - 1
     expected = vae.encode(rearrange(x, "B T C H W -> B C T H W"), generators(1, ids=[0, 1, 2]))
@@ -78,7 +77,7 @@ def test_pictures_at_a_time_follow_height_and_width():
     assert [images_at_a_time(*size) for size in [(576, 1024), (512, 512), (500, 500), (256, 4000)]] == [8, 8, 16, 16]
 
 
-def test_channels_last_is_by_size_of_the_picture_too(frames):
+def test_channels_last_is_by_size_of_the_image_too(frames):
     """A tensor with channels last keeps its logical shape, so its height is not mistaken for channels."""
     vae = build("VideoAutoencoderKL")
     expected = sliced_vae(vae, frames, generators=generator(0))
@@ -102,16 +101,8 @@ def test_autocast_computes_in_bf16_and_returns_fp32(frames):
 def test_the_vaes_own_micro_batch_comes_before_the_rule(frames):
     vae = build("VideoAutoencoderKL", micro_batch_size=4)
     seen = sizes_seen(vae.autoencoder.encoder)
-    sliced_moments(vae, rearrange(frames, "B T C H W -> B C T H W"))
+    vae.sliced_moments(rearrange(frames, "B T C H W -> B C T H W"))
     assert seen == [4, 4, 2]
-
-
-def test_what_the_cache_stores_is_what_the_vae_gives(frames):
-    vae, x = build("VideoAutoencoderKL"), rearrange(frames, "B T C H W -> B C T H W")
-    encoder = SlicedEncoder(vae)
-    assert_close(encoder.moments(x), vae.moments(x), rtol=1e-4, atol=1e-5)
-    assert encoder.fingerprint() == vae.fingerprint()
-    assert encoder.latent_size((5, 16, 24)) == (5, 4, 6)
 
 
 def test_compiled_networks_see_one_size(frames):
@@ -155,13 +146,13 @@ def test_shifted_latents_of_diffusers(frames):
 def test_latents_that_diffusers_scales_by_channel(frames):
     """What training a VAE here exports: each channel has its mean and standard deviation."""
     statistics = {"latents_mean": [0.1, -0.2, 0.3, 0.0], "latents_std": [2.0, 1.5, 1.0, 0.5]}
-    for numbers in (
+    for settings in (
         {**statistics, "scaling_factor": 1.0},
         {**statistics, "scaling_factor": 0.5, "shift_factor": 0.3},  # which is ignored beside a mean
         {"latents_mean": statistics["latents_mean"], "scaling_factor": 0.5},
     ):
-        theirs = AutoencoderKL(**vae_arguments(), **numbers).eval()
-        ours = VideoAutoencoderKL(architecture={**KL, **numbers}).eval()
+        theirs = AutoencoderKL(**vae_arguments(), **settings).eval()
+        ours = VideoAutoencoderKL(architecture={**KL, **settings}).eval()
         ours.autoencoder.load_state_dict(theirs.state_dict())
         z = sliced_vae(theirs, frames, generators=generator(0))
         assert_close(z, sliced_vae(ours, frames, generators=generator(0)), rtol=1e-4, atol=1e-5)

@@ -63,9 +63,9 @@ def test_micro_batches_change_nothing(vae, video, micro_batch_size):
 
 
 def test_a_batch_equals_its_samples(vae, video):
-    whole = vae.encode(video, generators(3, ids=[10, 11]))
+    both = vae.encode(video, generators(3, ids=[10, 11]))
     for b in range(2):
-        assert_close(vae.encode(video[b : b + 1], generators(3, ids=[10 + b])), whole[b : b + 1], rtol=1e-5, atol=1e-5)
+        assert_close(vae.encode(video[b : b + 1], generators(3, ids=[10 + b])), both[b : b + 1], rtol=1e-5, atol=1e-5)
 
 
 def test_mode_needs_no_noise(vae, video):
@@ -160,7 +160,7 @@ def test_the_fingerprint_is_that_of_weights_and_config(tmp_path, vae):
     assert second.fingerprint() != first.fingerprint()
 
 
-def test_it_is_registered_and_says_what_is_wrong(tmp_path, vae):
+def test_it_is_registered_and_mistakes_are_refused(tmp_path, vae):
     assert MODELS.build({"type": "VideoAutoencoderKL", "architecture": TINY}).out_channels == 4
     for arguments in ({}, {"from_pretrained": "x", "architecture": TINY}):
         with pytest.raises(UserError, match="exactly one of"):
@@ -204,8 +204,8 @@ def test_a_temporal_decoder_equals_diffusers_and_sees_other_frames():
     changed[:, :, 4] += 1
     assert not torch.allclose(vae.decode(changed, 5)[:, :, 3], decoded[:, :, 3], atol=1e-4)
     vae.decode_chunk_size = 3
-    pieces = [vae.decode(part, part.shape[2]) for part in z.split(3, dim=2)]
-    assert_close(vae.decode(z, 5), torch.cat(pieces, dim=2), rtol=1e-4, atol=1e-5)
+    chunks = [vae.decode(chunk, chunk.shape[2]) for chunk in z.split(3, dim=2)]
+    assert_close(vae.decode(z, 5), torch.cat(chunks, dim=2), rtol=1e-4, atol=1e-5)
     with pytest.raises(UserError, match="decode_chunk_size=0"):
         build("VideoAutoencoderKLTemporalDecoder", decode_chunk_size=0)
 

@@ -37,7 +37,7 @@ def test_equals_diffusers_with_the_same_weights(name):
         assert_close(decoded.clamp(-1, 1), vae.autoencoder.decode(mean).sample.clamp(-1, 1), rtol=1e-3, atol=1e-4)
 
 
-def test_allegro_equals_diffusers_where_one_tile_is_the_whole():
+def test_allegro_equals_diffusers_where_one_tile_holds_all():
     vae = build("KLAllegro", posterior="mode")
     theirs = vae.autoencoder
     theirs.enable_tiling()
@@ -81,17 +81,17 @@ def test_wan_2_2_has_patches_of_its_own(is_residual):
 
 @pytest.mark.parametrize("frames", [1, 5, 9, 17])
 @pytest.mark.parametrize("is_residual", [False, True])
-def test_wan_at_once_is_diffusers_loop_over_pieces_and_so_are_its_gradients(is_residual, frames):
+def test_wan_at_once_is_diffusers_loop_over_chunks_and_so_are_its_gradients(is_residual, frames):
     sizes = {**ARCHITECTURES["AutoencoderKLWan"], "dim_mult": [1, 2, 2], "is_residual": is_residual}
     architecture = {"type": "AutoencoderKLWan", **sizes}
-    pieces, whole = (
+    chunked, whole = (
         DiffusersVideoVAE(architecture=architecture, posterior="mode", time_chunks=chunks)
         for chunks in ("chunked", "whole")
     )
-    whole.load_state_dict(pieces.state_dict())
-    x = video_of(pieces, frames, batch=2)
+    whole.load_state_dict(chunked.state_dict())
+    x = video_of(chunked, frames, batch=2)
     results = []
-    for vae, loop in ((pieces, True), (whole, False)):
+    for vae, loop in ((chunked, True), (whole, False)):
         video = x.clone().requires_grad_()
         with torch.enable_grad():
             if loop:  # diffusers' layers, untouched by ours
@@ -114,7 +114,7 @@ def test_wan_at_once_is_diffusers_loop_over_pieces_and_so_are_its_gradients(is_r
 
 
 def test_wan_is_whole_by_default_where_that_needs_no_more_memory(monkeypatch):
-    """Gradients keep all activations anyway; a single frame is one piece."""
+    """Gradients keep all activations anyway; a single frame is one chunk."""
     vae = build("KLWan")
     calls = []
     forward = vae.autoencoder.encoder.forward
@@ -129,7 +129,7 @@ def test_wan_is_whole_by_default_where_that_needs_no_more_memory(monkeypatch):
 
 
 def test_scaling_is_that_of_the_pipelines():
-    """One number for Hunyuan, CogVideoX, Allegro, Magvit; mean and std a channel for Wan, Mochi; tensors for LTX."""
+    """One value for Hunyuan, CogVideoX, Allegro, Magvit; mean and std a channel for Wan, Mochi; tensors for LTX."""
     for name in ("KLHunyuanVideo", "KLHunyuanVideo15", "KLCogVideoX", "KLAllegro", "KLMagvit"):
         vae = build(name)
         factor = vae.autoencoder.config.scaling_factor
@@ -198,10 +198,10 @@ def test_ltx_may_halve_space_and_time_apart():
     assert vae.decode(vae.encode(x), 4).shape == x.shape
 
 
-def test_hunyuan_in_pieces_of_time_is_near_the_whole():
-    default, whole, pieces = (build("KLHunyuanVideo", time_chunks=c) for c in ("default", "whole", "chunked"))
+def test_hunyuan_in_chunks_is_near_the_whole():
+    default, whole, chunked = (build("KLHunyuanVideo", time_chunks=c) for c in ("default", "whole", "chunked"))
     x = video_of(default, 33, batch=1)
-    assert_close(pieces.moments(x), default.moments(x), rtol=0, atol=0)
+    assert_close(chunked.moments(x), default.moments(x), rtol=0, atol=0)
     assert not torch.allclose(whole.moments(x), default.moments(x), atol=1e-4)
     short = video_of(default, 9, batch=1)
     assert_close(whole.moments(short), default.moments(short), rtol=1e-4, atol=1e-5)
@@ -210,8 +210,8 @@ def test_hunyuan_in_pieces_of_time_is_near_the_whole():
 
 
 @pytest.mark.parametrize("name", DIFFUSERS)
-def test_fingerprint_tells_pieces_of_time_where_they_change_latents(name):
-    """Longer than 16 frames, where HunyuanVideo and LTX begin to cut."""
+def test_fingerprint_tells_chunks_where_they_change_latents(name):
+    """Longer than 16 frames, where HunyuanVideo and LTX begin to split."""
     default = build(name, posterior="mode")
     x = video_of(default, default.legal_num_frames(33), size=default.strides[1:], batch=1)
     latents = default.encode(x)
@@ -226,7 +226,7 @@ def test_fingerprint_tells_pieces_of_time_where_they_change_latents(name):
 
 
 def ramp(frames: int, height: int, width: int) -> torch.Tensor:
-    """A smooth picture [1, 3, T, H, W] with values that bf16 has not."""
+    """A smooth image [1, 3, T, H, W] with values that bf16 does not have."""
     rows, columns = torch.linspace(-1, 1, height)[:, None], torch.linspace(-0.9, 1, width)
     return ((rows + columns) / 2).expand(1, 3, frames, height, width).contiguous()
 
@@ -291,7 +291,7 @@ def test_statistics_that_a_class_does_not_know_are_kept_too(tmp_path, caplog):
     assert "ignored" not in caplog.text
 
 
-def test_what_is_wrong_is_said(tmp_path):
+def test_mistakes_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"architecture needs a type\. Types: AutoencoderKLWan"):
         DiffusersVideoVAE(architecture={})
     with pytest.raises(UserError, match="Did you mean 'AutoencoderKLWan'"):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from opensora.inference.output import save_sample
-from opensora.models.vae.lpips import LPIPS
+from opensora.models.vae.metrics import LPIPS
 from opensora.utils.errors import UserError
 from tests.models.vae.lpips_files import random_alex
 from tools.eval import extractors

@@ -1,5 +1,7 @@
 """Tiles: exact where a network sees no further than a quarter of the overlap, near on trained weights."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -7,7 +9,7 @@ from torch.testing import assert_close
 
 from opensora.datasets.video.read_video import read_frames
 from opensora.models.vae import VideoAutoencoderKL
-from opensora.models.vae.tiling import Tiles, ramp, tiled
+from opensora.models.vae.splitting import check_tile_size, chunk_lengths, tiled
 from opensora.utils.errors import UserError
 from opensora.utils.seed import generator
 from tests.models.vaes import build
@@ -21,45 +23,55 @@ def grow(z):
     return F.interpolate(z, scale_factor=(1, 4, 4))
 
 
+def test_chunks_are_whole_but_for_the_last():
+    assert chunk_lengths(21, 9) == [9, 9, 3]
+    assert chunk_lengths(18, 9) == [9, 9]
+    assert chunk_lengths(21, None) == [21]
+
+
 @pytest.mark.parametrize("size", [(64, 64), (32, 32), (36, 100), (68, 32), (128, 44)])
 @pytest.mark.parametrize("overlap", [0.0, 0.25, 0.5])
 def test_networks_that_see_one_cell_are_exact(size, overlap):
     x = torch.rand(2, 3, 2, *size, generator=generator(0))
-    tiles = Tiles(32, overlap, (4, 4))
-    z = tiled(pool, x, tiles, (1, 1), (0.25, 0.25))
+    z = tiled(pool, x, 32, overlap, (4, 4), decoding=False)
     assert_close(z, pool(x))
-    assert_close(tiled(grow, z, tiles, (4, 4), (4, 4)), grow(z))
+    assert_close(tiled(grow, z, 32, overlap, (4, 4), decoding=True), grow(z))
 
 
-def test_tiles_cover_a_picture_and_have_one_size():
+@pytest.mark.parametrize("length", range(4, 300, 12))
+def test_tiles_cover_an_image_and_have_one_size(length):
+    """The network learns where a tile begins from what it is given: every pixel holds its own column."""
+    starts, sides = [], set()
+
+    def network(x):
+        starts.append(int(x[0, 0, 0, 0, 0]))
+        sides.add(tuple(x.shape[-2:]))
+        return x
+
+    x = torch.arange(float(length)).expand(1, 3, 1, 32, length)
+    assert_close(tiled(network, x, 32, 0.25, (1, 1), decoding=False), x)
+    assert sides == {(32, min(length, 32))}
+    assert starts[0] == 0
+    assert starts[-1] == max(length - 32, 0)
+    assert all(8 <= start + 32 - after <= 32 for start, after in pairwise(starts))
+
+
+def test_neighbours_blend_linearly_and_their_rims_count_nothing():
+    """Two tiles of which one gives zeros and the other ones: the result is the second one's weight."""
     calls = []
 
     def network(x):
-        calls.append(tuple(x.shape[-2:]))
-        return x
+        calls.append(x)
+        return torch.full_like(x, len(calls) - 1.0)
 
-    x = torch.rand(1, 3, 1, 50, 90, generator=generator(0))
-    assert_close(tiled(network, x, Tiles(32, 0.25, (1, 1)), (1, 1), (1, 1)), x)
-    assert calls == [(32, 32)] * (2 * 4)
-    for length in range(1, 300):
-        starts, overlap = Tiles(32, 0.25, (4, 4)).cut(length // 4 * 4, 0)
-        ends = [start + 32 for start in starts]
-        assert starts[0] == 0
-        assert length < 32 or ends[-1] == length // 4 * 4
-        assert all(end - start >= overlap for end, start in zip(ends[:-1], starts[1:], strict=True))
-        assert all(start % 4 == 0 for start in starts)
-
-
-def test_neighbours_weigh_one_together_and_nothing_at_their_rims():
-    overlap = 16
-    weights = ramp(64, overlap, torch.zeros(1))
-    assert_close(weights[-overlap:] + weights[:overlap], torch.ones(overlap))
-    assert weights[: overlap // 4].max() == 0
-    assert weights[overlap - overlap // 4 : -overlap + overlap // 4].min() == 1
+    weight = tiled(network, torch.zeros(1, 1, 64, 112), 64, 0.25, (1, 1), decoding=False)[0, 0, 0]
+    assert weight[: 48 + 4].max() == 0  # the second tile begins at 48; a quarter of the overlap of 16 is 4
+    assert weight[64 - 4 :].min() == 1
+    assert_close(weight[52:60], (torch.arange(8) + 0.5) / 8)
 
 
 def reach(network, x) -> int:
-    """How far from its own place the middle of the output looks, in numbers of x, along the height."""
+    """How far from its own position the middle of the output looks, in entries of x, along the height."""
     x = x.clone().requires_grad_(True)
     out = network(x)
     middle = out.shape[-2] // 2
@@ -87,7 +99,7 @@ def test_a_convolutional_vae_is_exact():
 @pytest.mark.slow
 @torch.no_grad()
 def test_seams_of_a_trained_vae_cannot_be_seen(repo_root):
-    """A real picture in tiles of 128: group normalisation makes tiles differ, but less than the VAE errs, and nowhere
+    """A real image in tiles of 128: group normalisation makes tiles differ, but less than the VAE errs, and nowhere
     abruptly."""
     folder = str(repo_root / "assets" / "models" / "vae-quickstart")
     plain, blended, butted = (
@@ -118,4 +130,4 @@ def psnr(a, b):
 
 def test_what_cannot_be_cut_is_refused():
     with pytest.raises(UserError, match="tile_size=20 is no multiple of the VAE's 8 pixels; try 16"):
-        Tiles(20, 0.25, (8, 8))
+        check_tile_size(20, (8, 8))
