@@ -109,6 +109,21 @@ class Registry(_MMRegistry):
         self.register_module(name=name, module=variant)
 
 
+def inherit_signature(cls: type) -> None:
+    """Let `inspect.signature`, and so the registry, list the base class' arguments for the `**options` of a constructor.
+
+    To be called from the base's `__init_subclass__`; arguments that a class names itself are its own.
+    """
+    if "__init__" not in vars(cls):
+        return
+    own = list(inspect.signature(vars(cls)["__init__"]).parameters.values())[1:]
+    if own and own[-1].kind is inspect.Parameter.VAR_KEYWORD:
+        names = {parameter.name for parameter in own}
+        inherited = inspect.signature(cls.__bases__[0]).parameters.values()
+        own[-1:] = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in inherited if p.name not in names]
+    cls.__signature__ = inspect.Signature(own)  # type: ignore[attr-defined]
+
+
 def _parameters(constructor: Callable[..., Any]) -> list[str]:
     return [name for name in inspect.signature(constructor).parameters if name != "self"]
 

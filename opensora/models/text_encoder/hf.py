@@ -21,7 +21,7 @@ from transformers.utils import cached_file
 from opensora.checkpoint.pretrained import hub_error, resolve_pretrained
 from opensora.models.text_encoder.cleaning import Clean, cleaner
 from opensora.models.text_encoder.condition import TextCondition
-from opensora.registry import MODELS
+from opensora.registry import MODELS, inherit_signature
 from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.errors import UserError
 
@@ -54,6 +54,10 @@ class HFTextEncoder(nn.Module):
             frees them and reads them again for the next call.
         tokenizer: Folder or hub id of the tokenizer, where it is not with the weights, as in NOVA's pipelines.
     """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        inherit_signature(cls)
 
     def __init__(
         self,
@@ -269,22 +273,14 @@ class ClipEncoder(HFTextEncoder):
 
     Args:
         from_pretrained: Folder with text tower and tokenizer, or hub id.
-        model_max_length, dtype, cache_dir, local_files_only, clean, between_uses: See `HFTextEncoder`.
+        model_max_length: Captions are padded and cut to so many tokens.
+        **options: See `HFTextEncoder`.
     """
 
     def __init__(
-        self,
-        from_pretrained: str = "openai/clip-vit-base-patch32",
-        model_max_length: int = 77,
-        dtype: str | torch.dtype = "fp32",
-        cache_dir: str | None = None,
-        local_files_only: bool = False,  # noqa: FBT001, FBT002  (Open-Sora's signature)
-        clean: Clean = "none",
-        between_uses: BetweenUses = "keep",
+        self, from_pretrained: str = "openai/clip-vit-base-patch32", model_max_length: int = 77, **options: Any
     ) -> None:
-        super().__init__(
-            from_pretrained, model_max_length, dtype, cache_dir, local_files_only, clean, between_uses=between_uses
-        )
+        super().__init__(from_pretrained, model_max_length, **options)
 
     def _from_files(self, **options: Any) -> Any:
         return transformers.CLIPTextModel.from_pretrained(self._name, **options)

@@ -40,10 +40,8 @@ class MemoizedTextEncoder:
         if unknown:
             y, mask = self.encoder.encode(unknown)
             self._device = y.device
-            for text, *row in zip(unknown, y.cpu(), mask.cpu(), strict=True):
-                rows[text] = TextCondition(
-                    *(tensor.clone() for tensor in row)
-                )  # it must not keep its whole batch alive
+            for new, own_y, own_mask in zip(unknown, y.cpu(), mask.cpu(), strict=True):
+                rows[new] = TextCondition(own_y.clone(), own_mask.clone())  # views would keep their whole batch alive
         for text, row in rows.items():
             self.num_bytes += 0 if text in self._kept else _size(row)
             self._kept[text] = row

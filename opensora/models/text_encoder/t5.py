@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from opensora.models.text_encoder.cleaning import Clean
-from opensora.models.text_encoder.hf import BetweenUses, HFTextEncoder, Padding
+from opensora.models.text_encoder.hf import HFTextEncoder
 from opensora.registry import MODELS
 
 FAMILY = {"t5": "T5EncoderModel", "mt5": "MT5EncoderModel", "umt5": "UMT5EncoderModel"}
@@ -31,7 +31,7 @@ class T5Encoder(HFTextEncoder):
             processes, weights that those of a node share (FSDP).
         clean: What is done to captions: "none", "basic" (mends encodings and white space, any language), or "legacy" (what
             Open-Sora 1.x and PixArt did: lower case, no Chinese, no links), see docs/text.md.
-        dtype, cache_dir, local_files_only, padding, between_uses: See `HFTextEncoder`.
+        **options: See `HFTextEncoder`.
     """
 
     fast = False
@@ -40,20 +40,15 @@ class T5Encoder(HFTextEncoder):
         self,
         from_pretrained: str = "DeepFloyd/t5-v1_1-xxl",
         model_max_length: int = 120,
-        dtype: str | torch.dtype = "fp32",
-        cache_dir: str | None = None,
-        local_files_only: bool = False,  # noqa: FBT001, FBT002  (Open-Sora's signature)
-        shardformer: bool = False,  # noqa: FBT001, FBT002
+        *,
+        shardformer: bool = False,
         clean: Clean = "basic",
-        padding: Padding = "max_length",
-        between_uses: BetweenUses = "keep",
+        **options: Any,
     ) -> None:
-        super().__init__(
-            from_pretrained, model_max_length, dtype, cache_dir, local_files_only, clean, padding, between_uses
-        )
+        super().__init__(from_pretrained, model_max_length, clean=clean, **options)
         self.fast = shardformer
         if shardformer:
-            compile_blocks_of(self.model, varying_sizes=padding == "longest")
+            compile_blocks_of(self.model, varying_sizes=self.padding == "longest")
 
     def shard(self) -> "T5Encoder":
         """With `shardformer`, let the processes of a node share the weights. From then on all must encode equally often.

@@ -12,7 +12,6 @@ ignored. A VAE is built trainable; who only uses it calls `vae.requires_grad_(Fa
 """
 
 import hashlib
-import inspect
 import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +31,7 @@ from opensora.acceleration.vae_slicing import (
     to_channels_last,
 )
 from opensora.models.vae.splitting import check_tile_size, tiled
+from opensora.registry import inherit_signature
 from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.errors import UserError
 from opensora.utils.seed import randn_like
@@ -84,14 +84,7 @@ class VideoVAE(nn.Module):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if "__init__" not in vars(cls):
-            return
-        own = list(inspect.signature(cls.__init__).parameters.values())[1:]
-        if own and own[-1].kind is inspect.Parameter.VAR_KEYWORD:
-            names = {parameter.name for parameter in own}
-            inherited = inspect.signature(cls.__bases__[0]).parameters.values()
-            own[-1:] = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in inherited if p.name not in names]
-        cls.__signature__ = inspect.Signature(own)  # type: ignore[attr-defined]
+        inherit_signature(cls)
 
     def __init__(
         self,

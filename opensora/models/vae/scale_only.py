@@ -8,7 +8,7 @@ that its guide builds hold its moments, and from these training takes nothing of
 
 import json
 from pathlib import Path
-from typing import NoReturn
+from typing import Any
 
 from opensora.checkpoint.pretrained import resolve_pretrained
 from opensora.models.vae.base import Posterior, VideoVAE
@@ -43,11 +43,10 @@ class ScaleOnlyVAE(VideoVAE):
         self.out_channels = int(self.config["latent_channels"])
         self.set_latent_statistics()
 
-    def latent_frames(self, num_frames: int) -> NoReturn:
-        """Refused, like all that asks for the network."""
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         raise self._error(
             f"of {self.config.get('_class_name', 'the VAE')} in {self.folder} there is only the scale here, which is enough to "
             "train from stored latents. To encode or decode, take a VAE of docs/vae.md, and latents and a model of it."
         )
 
-    video_frames = legal_num_frames = latent_size = latent_frames
+    latent_frames = video_frames = legal_num_frames = latent_size = _refuse

@@ -80,7 +80,7 @@ def tiled(
             weight = _inside(ramps[0], top, height)[:, None] * _inside(ramps[1], left, width)[None, :]
             where = (..., slice(top, top + part.shape[-2]), slice(left, left + part.shape[-1]))
             out[where] += part * weight
-            weights[where] += weight  # type: ignore[index]
+            weights[where] += weight
     assert out is not None
     assert weights is not None
     return out / weights

@@ -292,7 +292,7 @@ def test_no_text_of_the_encoders_own(folders):
 def test_mistakes_are_told(folders, tmp_path):
     with pytest.raises(UserError, match="padding='long' is not one of max_length, longest"):
         T5Encoder(folders["t5"], padding="long")
-    with pytest.raises(UserError, match="between_uses='disk' is none of keep, cpu, unload"):
+    with pytest.raises(UserError, match="between_uses='disk' is not one of keep, cpu, unload"):
         T5Encoder(folders["t5"], between_uses="disk")
     with pytest.raises(UserError, match="clean='all' is not one of"):
         T5Encoder(folders["t5"], clean="all")
