@@ -37,14 +37,16 @@ def build_parts(cfg: InferenceConfig) -> Parts:
     """
     refuse_misnamed(cfg.model.get("from_pretrained"))
     adapter = None if cfg.lora is None else read_adapter(cfg.lora)
-    scheduler = _build(cfg.scheduler, SCHEDULERS)  # what is quickly found to be wrong comes before minutes of loading
-    vae = _build(cfg.vae, MODELS)
+    scheduler = build_part(
+        cfg.scheduler, SCHEDULERS
+    )  # what is quickly found to be wrong comes before minutes of loading
+    vae = build_part(cfg.vae, MODELS)
     if isinstance(cfg.num_frames, int) and cfg.image_size is not None:
         check_size(vae, cfg.num_frames, cfg.image_size)
     if isinstance(cfg.num_frames, int) and cfg.loop > 1:
         overlap(vae, cfg.num_frames, cfg.condition_frame_length)  # refuses what cannot be shared
-    text_encoder = _build(cfg.text_encoder, MODELS)
-    model = _build(
+    text_encoder = build_part(cfg.text_encoder, MODELS)
+    model = build_part(
         cfg.model,
         MODELS,
         in_channels=vae.out_channels,
@@ -99,19 +101,7 @@ def _of_checkpoint(folder: Path) -> dict[str, Any]:
             "as ckpt_path."
         )
     known = {field.name for field in fields(InferenceConfig)}
-    shared = {
-        "model",
-        "vae",
-        "text_encoder",
-        "scheduler",
-        "seed",
-        "dtype",
-        "device",
-        "num_frames",
-        "image_size",
-        "frame_interval",
-        "imports",
-    }
+    shared = {*COMPONENTS, "seed", "dtype", "device", "num_frames", "image_size", "frame_interval", "imports"}
     if trained.get("bucket_config") is not None:
         shared -= {"num_frames", "image_size"}
     values = {name: value for name, value in trained.items() if name in known & shared}
@@ -119,7 +109,8 @@ def _of_checkpoint(folder: Path) -> dict[str, Any]:
     return values
 
 
-def _build(component: dict[str, Any], registry: Registry, **runtime: Any) -> Any:
+def build_part(component: Mapping[str, Any], registry: Registry, **runtime: Any) -> Any:
+    """One registered part; an argument that its constructor refuses is a `UserError`."""
     try:
         return build_module(component, registry, **runtime)
     except UserError:
