@@ -11,8 +11,8 @@ from opensora.checkpoint.load import MANIFEST
 from opensora.checkpoint.lora import merge_adapter, read_adapter
 from opensora.checkpoint.weight_sources import refuse_misnamed
 from opensora.config.load import InferenceConfig, config_from_dict, parse_config, to_dict
-from opensora.inference.checks import check_size
 from opensora.inference.long_video import overlap
+from opensora.inference.sizes import check_size
 from opensora.registry import MODELS, SCHEDULERS, Registry, build_module
 from opensora.utils.errors import UserError
 from opensora.utils.imports import import_parts
@@ -21,7 +21,7 @@ COMPONENTS: dict[str, Registry] = {"model": MODELS, "vae": MODELS, "text_encoder
 
 
 class Parts(NamedTuple):
-    """What sampling needs; models are frozen and in eval mode."""
+    """The parts of a pipeline; models are frozen and in eval mode."""
 
     model: Any
     vae: Any
@@ -107,6 +107,11 @@ def _of_checkpoint(folder: Path) -> dict[str, Any]:
     values = {name: value for name, value in trained.items() if name in known & shared}
     values["model"] = {**values["model"], "from_pretrained": str(folder)}
     return values
+
+
+def calls_parts(scheduler: Any) -> bool:
+    """Whether a sampler calls a model's parts one by one (NOVA's), instead of the whole model once a step."""
+    return not hasattr(scheduler, "solver")
 
 
 def build_part(component: Mapping[str, Any], registry: Registry, **runtime: Any) -> Any:

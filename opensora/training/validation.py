@@ -31,8 +31,9 @@ from opensora.datasets.dataloader import batch_bytes, build_loader
 from opensora.datasets.sampler import BatchKeys, BucketKey, DataPosition, SampleKey
 from opensora.datasets.video.files import IMAGE_FPS
 from opensora.inference.output import sample_file_name, save_image_grid, save_sample
-from opensora.inference.pipeline import VideoPipeline, check_size
+from opensora.inference.pipeline import VideoPipeline
 from opensora.inference.prompts import load_prompts
+from opensora.inference.sizes import check_size
 from opensora.registry import DATASETS, SCHEDULERS, build_module
 from opensora.training.batch_encoder import BatchEncoder
 from opensora.training.run import due

@@ -9,7 +9,8 @@ from opensora.checkpoint.load import save_checkpoint
 from opensora.config.load import InferenceConfig, config_from_dict, to_dict
 from opensora.datasets.video.read_video import probe
 from opensora.inference.manifest import describe_checkpoint, inputs_of, sidecar, write_sidecar
-from opensora.inference.pipeline import Samples, VideoPipeline, check_finite, check_size, of_thousand
+from opensora.inference.pipeline import Samples, VideoPipeline, check_finite, scale_to_1000
+from opensora.inference.sizes import check_size
 from opensora.registry import MODELS, SCHEDULERS, build_module
 from opensora.utils.environment import environment
 from opensora.utils.errors import UserError
@@ -233,7 +234,7 @@ def test_prompts_must_be_a_list_with_an_index_each(pipeline):
 def test_step_caches_are_told_timesteps_of_a_thousand(scheduler, most):
     built = SCHEDULERS.build({**scheduler, "num_sampling_steps": 4})
     solver = built.solver(torch.zeros(1, 4, 1, 2, 2), [torch.Generator()])
-    told = of_thousand(built, solver.timesteps)
+    told = scale_to_1000(built, solver.timesteps)
     assert told[0] == pytest.approx(most)
     assert told == sorted(told, reverse=True)
 

@@ -30,8 +30,7 @@ from opensora.inference.jobs import jobs, records, request_of
 from opensora.inference.manifest import Finished, finished, write_samples
 from opensora.inference.output import sample_file_name, to_uint8
 from opensora.inference.pipeline import Defaults, VideoPipeline
-from opensora.inference.prompt_text import split_settings
-from opensora.inference.prompts import PromptItem, load_items
+from opensora.inference.prompts import PromptItem, load_items, split_settings
 from opensora.inference.references import refuse_missing
 from opensora.inference.sizes import video_size, warn_outside_training
 from opensora.registry import SCHEDULERS, build_module
