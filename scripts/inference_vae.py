@@ -18,7 +18,7 @@ from opensora.config.load import VAEInferenceConfig, parse_config
 from opensora.datasets.table.table import read_table
 from opensora.datasets.transforms import get_transform, to_float
 from opensora.datasets.video.read_video import frames_needed, is_image, probe, read_frames
-from opensora.inference.compare import save_beside, save_sheet, shown_frames
+from opensora.inference.output import save_image_grid, save_side_by_side, shown_frames
 from opensora.models.vae.metrics import quality, reconstruct
 from opensora.registry import MODELS, build_module
 from opensora.utils.dtype import to_torch_dtype
@@ -52,12 +52,12 @@ def main() -> None:
         x, fps = read(path, cfg, vae)
         with torch.autocast(device.type, to_torch_dtype(cfg.dtype), enabled=cfg.dtype != "fp32"):
             x_hat = reconstruct(vae, x[None].to(device)).cpu()[0]
-        file = save_beside(x, x_hat, folder / name, fps)
+        file = save_side_by_side(x, x_hat, folder / name, fps)
         measured = quality(x_hat[None], x[None])
         sheet[f"{name}  {measured.psnr:.1f} dB"] = shown_frames((x, x_hat))
         size = " x ".join(map(str, x.shape[1:]))
         sys.stdout.write(f"{file}: {size}, PSNR {measured.psnr:.2f} dB, SSIM {measured.ssim:.4f}\n")
-    sys.stdout.write(f"originals above reconstructions: {save_sheet(folder / f'{SHEET}.png', sheet)}\n")
+    sys.stdout.write(f"originals above reconstructions: {save_image_grid(folder / f'{SHEET}.png', sheet)}\n")
 
 
 def sources(cfg: VAEInferenceConfig) -> list[Path]:

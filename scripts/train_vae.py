@@ -34,7 +34,7 @@ from opensora.datasets.datasets import VideoTextDataset
 from opensora.datasets.sampler import BatchSampler, SampleKey
 from opensora.datasets.table.files import refuse_missing
 from opensora.datasets.video.files import BadFile
-from opensora.inference.compare import save_sheet
+from opensora.inference.output import save_image_grid
 from opensora.models.vae.metrics import Quality, mean_quality, quality, reconstruct
 from opensora.registry import DATASETS, MODELS, build_module
 from opensora.training.adversarial import AdversarialLoss, NoDiscriminator, saved_state
@@ -340,7 +340,7 @@ class HeldOut:
             rows.append(quality(x_hat, x, lpips))
             if len(sheet) < SHEET_CLIPS:
                 sheet[f"{Path(item['path']).stem}, {item['index']}"] = (x[0].cpu(), x_hat[0].cpu())
-        save_sheet(sheet_path, sheet)
+        save_image_grid(sheet_path, sheet)
         values = mean_quality(rows)._asdict()
         return {f"held_out_{name}": value for name, value in values.items() if not math.isnan(value)}
 

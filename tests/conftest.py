@@ -28,6 +28,7 @@ import torch.multiprocessing
 ROOT = Path(__file__).resolve().parent.parent
 SPAWN_TIMEOUT_S = 120
 SLOW_CPU_S = 1.5
+TOY_STDIT = {"hidden_size": 32, "depth": 2, "num_heads": 2}
 PRELOADED = ["torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo", "opensora.models"]
 """Imported once, by the server that groups of processes are forked from: in each of them it takes 9 s of a CPU."""
 
@@ -83,6 +84,25 @@ def repo_root() -> Path:
 def clips_csv(repo_root: Path) -> Path:
     """The table of the clips that the repository ships."""
     return repo_root / "assets" / "clips" / "clips.csv"
+
+
+@pytest.fixture(scope="session")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `model.safetensors`, of an STDiT of toy size, and `vae/`, both random."""
+    from safetensors.torch import save_file
+
+    from opensora.models.stdit.stdit import STDiT
+    from opensora.models.vae.vae import VideoAutoencoderKL
+
+    folder = tmp_path_factory.mktemp("weights")
+    generator = torch.Generator().manual_seed(0)
+    model = STDiT(caption_channels=384, model_max_length=16, **TOY_STDIT)
+    # a new STDiT predicts zero: with weights everywhere, the prompt has an effect
+    state = {name: 0.1 * torch.randn(w.shape, generator=generator) for name, w in model.state_dict().items()}
+    save_file(state, folder / "model.safetensors")
+    architecture = {"latent_channels": 4, "block_out_channels": (8, 8, 8, 8), "norm_num_groups": 4}
+    VideoAutoencoderKL(architecture=architecture).save_pretrained(folder / "vae")
+    return folder
 
 
 @pytest.fixture

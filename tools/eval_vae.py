@@ -31,7 +31,7 @@ from opensora.datasets.table.files import read_frame
 from opensora.datasets.table.table import read_table
 from opensora.datasets.transforms import to_float
 from opensora.datasets.video.read_video import probe, read_frames
-from opensora.inference.compare import save_sheet, shown_frames
+from opensora.inference.output import save_image_grid, shown_frames
 from opensora.models.vae import DiffusersVideoVAE, VideoAutoencoderKL
 from opensora.models.vae.metrics import LPIPS, Quality, mean_quality, psnr, quality, reconstruct
 from opensora.utils.errors import UserError, exit_on_user_error
@@ -231,7 +231,7 @@ def main() -> None:
     if args.sheet is not None:
         last = {row.source: row for row in rows}  # one clip of each source
         shown = [(f"{source}  {row.quality.psnr:.1f} dB", row.versions) for source, row in last.items()]
-        save_sheet(args.sheet, dict(shown[:LARGEST_SHEET]))
+        save_image_grid(args.sheet, dict(shown[:LARGEST_SHEET]))
         print(f"originals above reconstructions{' above the linear codec' if codec else ''}: {args.sheet}")
     lowest = min((name for name in means if name != "mean over sources"), key=lambda name: means[name][0].saturation)
     print(f"lowest saturation ratio: {means[lowest][0].saturation:.3f} ({lowest})")

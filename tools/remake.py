@@ -11,9 +11,9 @@ import sys
 from fractions import Fraction
 from pathlib import Path
 
+from opensora.inference.jobs import remake
 from opensora.inference.manifest import frames_hash, read_sidecar
 from opensora.inference.output import save_sample
-from opensora.inference.remake import remake
 from opensora.utils.errors import UserError, exit_on_user_error
 from opensora.utils.folders import make_writable
 from opensora.utils.imports import import_parts

@@ -11,8 +11,8 @@ from opensora.checkpoint.load import MANIFEST
 from opensora.checkpoint.lora import merge_adapter, read_adapter
 from opensora.checkpoint.weight_sources import refuse_misnamed
 from opensora.config.load import InferenceConfig, config_from_dict, parse_config, to_dict
-from opensora.inference.checks import check_size
 from opensora.inference.long_video import overlap
+from opensora.inference.sizes import check_size
 from opensora.registry import MODELS, SCHEDULERS, Registry, build_module
 from opensora.utils.errors import UserError
 from opensora.utils.imports import import_parts
@@ -21,7 +21,7 @@ COMPONENTS: dict[str, Registry] = {"model": MODELS, "vae": MODELS, "text_encoder
 
 
 class Parts(NamedTuple):
-    """What sampling needs; models are frozen and in eval mode."""
+    """The parts of a pipeline; models are frozen and in eval mode."""
 
     model: Any
     vae: Any
@@ -37,14 +37,16 @@ def build_parts(cfg: InferenceConfig) -> Parts:
     """
     refuse_misnamed(cfg.model.get("from_pretrained"))
     adapter = None if cfg.lora is None else read_adapter(cfg.lora)
-    scheduler = _build(cfg.scheduler, SCHEDULERS)  # what is quickly found to be wrong comes before minutes of loading
-    vae = _build(cfg.vae, MODELS)
+    scheduler = build_part(
+        cfg.scheduler, SCHEDULERS
+    )  # what is quickly found to be wrong comes before minutes of loading
+    vae = build_part(cfg.vae, MODELS)
     if isinstance(cfg.num_frames, int) and cfg.image_size is not None:
         check_size(vae, cfg.num_frames, cfg.image_size)
     if isinstance(cfg.num_frames, int) and cfg.loop > 1:
         overlap(vae, cfg.num_frames, cfg.condition_frame_length)  # refuses what cannot be shared
-    text_encoder = _build(cfg.text_encoder, MODELS)
-    model = _build(
+    text_encoder = build_part(cfg.text_encoder, MODELS)
+    model = build_part(
         cfg.model,
         MODELS,
         in_channels=vae.out_channels,
@@ -99,19 +101,7 @@ def _of_checkpoint(folder: Path) -> dict[str, Any]:
             "as ckpt_path."
         )
     known = {field.name for field in fields(InferenceConfig)}
-    shared = {
-        "model",
-        "vae",
-        "text_encoder",
-        "scheduler",
-        "seed",
-        "dtype",
-        "device",
-        "num_frames",
-        "image_size",
-        "frame_interval",
-        "imports",
-    }
+    shared = {*COMPONENTS, "seed", "dtype", "device", "num_frames", "image_size", "frame_interval", "imports"}
     if trained.get("bucket_config") is not None:
         shared -= {"num_frames", "image_size"}
     values = {name: value for name, value in trained.items() if name in known & shared}
@@ -119,7 +109,13 @@ def _of_checkpoint(folder: Path) -> dict[str, Any]:
     return values
 
 
-def _build(component: dict[str, Any], registry: Registry, **runtime: Any) -> Any:
+def calls_parts(scheduler: Any) -> bool:
+    """Whether a sampler calls a model's parts one by one (NOVA's), instead of the whole model once a step."""
+    return not hasattr(scheduler, "solver")
+
+
+def build_part(component: Mapping[str, Any], registry: Registry, **runtime: Any) -> Any:
+    """One registered part; an argument that its constructor refuses is a `UserError`."""
     try:
         return build_module(component, registry, **runtime)
     except UserError:

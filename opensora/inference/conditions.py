@@ -1,4 +1,4 @@
-"""What the denoiser is told beside the latents: the text, "no text" for guidance, the video's numbers."""
+"""What conditions the denoiser besides the latents: the text, "no text" for guidance, and numbers such as the frame rate."""
 
 import logging
 from collections.abc import Sequence
@@ -12,11 +12,12 @@ from opensora.models.loading import null_text_known
 from opensora.models.text_encoder.condition import TextCondition
 from opensora.utils.errors import UserError
 
-log = logging.getLogger(__name__)
-Condition = dict[str, Tensor]
+logger = logging.getLogger(__name__)
 
 
-def condition(text_encoder: Any, texts: Sequence[str], numbers: dict[str, float], device: torch.device) -> Condition:
+def condition(
+    text_encoder: Any, texts: Sequence[str], numbers: dict[str, float], device: torch.device
+) -> dict[str, Tensor]:
     """Text features `y [B, 1, L, D]`, their `mask [B, L]`, and each number as [B], fp32."""
     text = text_encoder.encode(list(texts))
     vectors = {name: torch.full((len(texts),), float(value), device=device) for name, value in numbers.items()}
@@ -24,8 +25,8 @@ def condition(text_encoder: Any, texts: Sequence[str], numbers: dict[str, float]
 
 
 def null_condition(
-    model: Any, text_encoder: Any, cond: Condition, negative_prompts: Sequence[str | None], *, guided: bool
-) -> Condition | None:
+    model: Any, text_encoder: Any, cond: dict[str, Tensor], negative_prompts: Sequence[str | None], *, guided: bool
+) -> dict[str, Tensor] | None:
     """What guidance steers away from; None where there is no guidance, since not every model has one.
 
     Two things are called "no text". A model that was trained with dropped captions has features of its own for it, which take
@@ -54,13 +55,24 @@ def null_condition(
     if not given and not empty:
         return {"y": y}
     if empty:
-        text = _empty_prompt(text_encoder, len(empty))
+        _log_once(
+            'the weights have no "no text" of their own: where no negative prompt is given, guidance uses the encoding of an '
+            "empty prompt, as diffusers does."
+        )
+        try:
+            text = text_encoder.encode([""])
+        except UserError as error:
+            raise UserError(
+                f'the weights have no "no text" of their own, and the text encoder gives none of "": {error}\n'
+                "Encode with the text encoder itself, give every prompt a negative prompt, or sample with --cfg-scale 1."
+            ) from error
         y[empty] = _fitting(text, y).to(y)
-        if not _as_long_as_the_caption(model, text):
+        # an empty prompt under the caption's mask needs the features of padding, which not every encoder gives
+        has_padding = bool(text.y[:, 0][~text.mask.bool()].any())
+        if getattr(model, "empty_prompt_mask", "own") != "caption" or not has_padding:
             mask[empty] = text.mask.to(mask)
     if given:
-        encoder = getattr(text_encoder, "encoder", text_encoder)
-        if hasattr(encoder, "num_classes"):
+        if hasattr(getattr(text_encoder, "encoder", text_encoder), "num_classes"):
             raise UserError(
                 'negative_prompt: this model knows classes, and its only "no class" is its own; leave it out.'
             )
@@ -69,41 +81,16 @@ def null_condition(
     return {"y": y, "mask": mask}
 
 
-def _empty_prompt(text_encoder: Any, count: int) -> TextCondition:
-    """The features of "", `count` times.
-
-    Raises:
-        UserError: the text encoder is a cache without them.
-    """
-    _say_once(
-        'the weights have no "no text" of their own: where no negative prompt is given, guidance uses the encoding of an '
-        "empty prompt, as diffusers does."
-    )
-    try:
-        text = text_encoder.encode([""])
-    except UserError as error:
-        raise UserError(
-            f'the weights have no "no text" of their own, and the text encoder gives none of "": {error}\n'
-            "Encode with the text encoder itself, give every prompt a negative prompt, or sample with --cfg-scale 1."
-        ) from error
-    return TextCondition(text.y.expand(count, *text.y.shape[1:]), text.mask.expand(count, -1))
-
-
 def _fitting(text: TextCondition, y: Tensor) -> Tensor:
     """The text's features, if they have the shape of the model's own "no text" `y`."""
     if text.y.shape[1:] != y.shape[1:]:
         raise UserError(
-            f'negative_prompt: the text encoder gives {tuple(text.y.shape[1:])} numbers, the model\'s own "no text" has '
+            f'negative_prompt: the text encoder gives features {tuple(text.y.shape[1:])}, the model\'s own "no text" has '
             f"{tuple(y.shape[1:])}; give every prompt of the batch a negative prompt, or none."
         )
     return text.y
 
 
-def _as_long_as_the_caption(model: Any, text: TextCondition) -> bool:
-    """Whether an empty prompt takes the caption's mask; it needs the features of padding, which not every encoder gives."""
-    return getattr(model, "empty_prompt_mask", "own") == "caption" and bool(text.y[:, 0][~text.mask.bool()].any())
-
-
 @cache
-def _say_once(message: str) -> None:
-    log.info(message)
+def _log_once(message: str) -> None:
+    logger.info(message)

@@ -1,25 +1,32 @@
-"""What a sampling run makes: every sample with its name and its record, and batches of those that can be made together.
+"""What a sampling run makes: every sample with its name and its sidecar, and batches that can be made together.
 
-The record of a sample holds a config for this sample alone: sizes as numbers, the prompt's own references, mask strategy,
-negative prompt, seed and guidance. So it says how to make it again, whatever list the prompt came from.
+A sidecar holds a config for its sample alone: sizes as numbers, the prompt's own references, mask strategy, negative prompt,
+seed and guidance. So `remake` needs nothing else, whatever list the prompt came from.
 """
 
+import dataclasses
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from opensora.config.load import InferenceConfig, to_dict
-from opensora.inference.manifest import describe_checkpoint, sidecar
-from opensora.inference.manifest_inputs import inputs_of
+import torch
+from torch import Tensor
+
+from opensora.config.load import InferenceConfig, config_from_dict, to_dict
+from opensora.inference.build import COMPONENTS, build_part
+from opensora.inference.manifest import OF_A_BATCH, describe_checkpoint, hardware, inputs_of, sidecar
 from opensora.inference.output import check_rate, sample_file_name
 from opensora.inference.pipeline import Defaults, VideoPipeline, needs_null
 from opensora.inference.prompts import PromptItem, load_items
 from opensora.inference.references import conditioning, refuse_contradictions, refuse_missing, sources_of
 from opensora.inference.request import Request
 from opensora.inference.sizes import saved_rate
-from opensora.registry import MODELS, SCHEDULERS, Registry, build_module
+from opensora.registry import MODELS, SCHEDULERS
 from opensora.utils.environment import environment
 from opensora.utils.errors import UserError, first_few
+
+logger = logging.getLogger(__name__)
 
 
 class Job(NamedTuple):
@@ -36,7 +43,7 @@ def jobs(cfg: InferenceConfig) -> list[Job]:
     What is wrong with any of them is found here, as far as it can be without weights.
 
     Raises:
-        UserError: the prompts cannot be read, a file that one starts from is not there, or settings have no effect.
+        UserError: the prompts cannot be read, a reference file does not exist, or settings have no effect.
     """
     items = load_items(cfg)
     refuse_missing(cfg, items)
@@ -45,11 +52,16 @@ def jobs(cfg: InferenceConfig) -> list[Job]:
     if cfg.condition_frame_edit == 1:
         raise UserError("condition_frame_edit=1 would make the shared frames anew: use less than 1, or 0 to keep them.")
     _check_texts(cfg, items)
-    return [Job(item, k, Path(cfg.save_dir) / _name(cfg, item, k)) for k in range(cfg.num_sample) for item in items]
+    naming = {"num_sample": cfg.num_sample, "sample_name": cfg.sample_name, "prompt_as_path": cfg.prompt_as_path}
+    return [
+        Job(item, k, Path(cfg.save_dir) / sample_file_name(item.text, item.index, k, **naming))
+        for k in range(cfg.num_sample)
+        for item in items
+    ]
 
 
 def stated_size(cfg: InferenceConfig) -> Defaults | None:
-    """The size of the videos, if the config says it in numbers; a name means what the VAE makes of it."""
+    """The size of the videos, if the config gives it in numbers; what a name means depends on the VAE."""
     if not isinstance(cfg.num_frames, int) or cfg.image_size is None:
         return None
     return Defaults(cfg.num_frames, cfg.image_size, float(cfg.fps), saved_rate(cfg), cfg.seed)
@@ -59,23 +71,21 @@ def records(cfg: InferenceConfig, made: Sequence[Job], size: Defaults) -> Iterat
     """The sidecar of each job; see the module's docstring."""
     checkpoint, made_with, config = describe_checkpoint(cfg.model.get("from_pretrained")), environment(), to_dict(cfg)
     for job in made:
-        sources = sources_of(cfg, job.item)
         yield sidecar(
-            config | own_settings(cfg, job.item, size),
+            config | _own_settings(cfg, job.item, size),
             prompt=prompt_of(job.item),
             prompt_index=job.item.index,
             sample_index=job.sample_index,
             save_fps=size.save_fps,
             checkpoint=checkpoint,
-            inputs=inputs_of(config, sources),
+            inputs=inputs_of(config, sources_of(cfg, job.item)),
             made_with=made_with,
         )
 
 
-def own_settings(cfg: InferenceConfig, item: PromptItem, size: Defaults) -> dict[str, Any]:
+def _own_settings(cfg: InferenceConfig, item: PromptItem, size: Defaults) -> dict[str, Any]:
     """The fields of the config as they are for one prompt."""
     overrides = item.overrides
-    scheduler = {**cfg.scheduler, "cfg_scale": overrides["cfg_scale"]} if "cfg_scale" in overrides else cfg.scheduler
     return {
         "num_frames": size.num_frames,
         "duration": None,
@@ -85,7 +95,7 @@ def own_settings(cfg: InferenceConfig, item: PromptItem, size: Defaults) -> dict
         "aspect_ratio_order": "height:width",
         "save_fps": size.save_fps,
         "seed": int(overrides.get("seed", cfg.seed)),
-        "scheduler": scheduler,
+        "scheduler": {**cfg.scheduler, **{key: overrides[key] for key in ("cfg_scale",) if key in overrides}},
         "reference_path": [";".join(item.references)] if item.references else None,
         "mask_strategy": None if item.mask_strategy is None else [item.mask_strategy],
         "negative_prompt": None if item.negative_prompt is None else [item.negative_prompt],
@@ -110,9 +120,13 @@ def batches(todo: Iterable[Job], batch_size: int) -> list[list[Job]]:
 def request_of(
     cfg: InferenceConfig, batch: Sequence[Job], pipeline: VideoPipeline, size: Defaults | None = None
 ) -> Request:
-    """What a batch of jobs asks of a pipeline that was built from `cfg`; reads the references.
+    """The request for a batch of jobs; reads the references.
 
-    `size`: what `cfg` asks for, where the pipeline was built from a config of another size.
+    Args:
+        cfg: the config that `pipeline` was built from.
+        batch: see `batches`.
+        pipeline: makes the samples.
+        size: of the videos, where `cfg` differs from the pipeline's config.
 
     Raises:
         UserError: a reference cannot be had, or does not fit.
@@ -134,6 +148,51 @@ def request_of(
     )
 
 
+def remake(record: Mapping[str, Any], device: torch.device | str | None = None) -> Tensor:
+    """The video [3, T, H, W] in [-1, 1] of a sidecar's sample, fp32, on the CPU: the same bits, if `differences` finds none.
+
+    Args:
+        record: from `manifest.read_sidecar`. The whole batch that it names is sampled.
+        device: where to sample; None: as the sidecar's config says.
+
+    Raises:
+        UserError: the sidecar does not name its batch, or a part or a reference is no longer there.
+    """
+    if "batch" not in record:
+        raise UserError("the sidecar does not name the batch of its sample: an older version wrote it.")
+    whole_list = dict.fromkeys(("prompt_path", "start_index", "end_index"))
+    one_process = {"num_sample": 1, "sp_size": 1, "cfg_parallel": False}
+    values = {**record["config"], **whole_list, **one_process, "prompt": [record["prompt"]]}
+    cfg = config_from_dict(InferenceConfig, values, COMPONENTS)
+    pipeline = VideoPipeline.from_config(cfg, device)
+    for difference in differences(record, pipeline.device):
+        logger.warning("%s; the bits may differ.", difference)
+    batch = []
+    for entry in record["batch"]:
+        own = {name: entry[name] for name in OF_A_BATCH if name != "seed"}
+        (item,) = load_items(dataclasses.replace(cfg, prompt=[entry["prompt"]], **own))
+        item = dataclasses.replace(item, index=entry["prompt_index"], overrides={"seed": entry["seed"]})
+        batch.append(Job(item, entry["sample_index"], Path()))
+    video = pipeline.sample(request_of(cfg, batch, pipeline)).video
+    assert video is not None, "decoding is asked for"
+    return video[record["place"]]
+
+
+def differences(record: Mapping[str, Any], device: torch.device | str) -> list[str]:
+    """What has changed since the sample was made, as far as its sidecar shows: hardware, versions, files, processes."""
+    config, versions = record["config"], environment()["versions"]
+    inputs: Mapping[str, Any] = record.get("inputs", {})  # older sidecars have none
+    inputs_now = inputs_of(config, list(inputs.get("references", ())))
+    pairs = {
+        "hardware": (record.get("hardware"), hardware(device)),
+        "checkpoint": (record["checkpoint"], describe_checkpoint(config["model"].get("from_pretrained"))),
+        **{name: (was, inputs_now[kind].get(name)) for kind, each in inputs.items() for name, was in each.items()},
+        **{name: (was, versions.get(name)) for name, was in record.get("versions", {}).items()},
+        **{name: (config[name], now) for name, now in (("sp_size", 1), ("cfg_parallel", False)) if name in config},
+    }
+    return [f"{name} was {was}, now {now}" for name, (was, now) in pairs.items() if was != now]
+
+
 def _check_texts(cfg: InferenceConfig, items: Sequence[PromptItem]) -> None:
     """See that prompts are classes where the model knows classes, and that negative prompts have an effect."""
     negative = [item for item in items if item.negative_prompt is not None]
@@ -142,14 +201,14 @@ def _check_texts(cfg: InferenceConfig, items: Sequence[PromptItem]) -> None:
         problems += [
             f"prompt {item.index}: negative_prompt has no effect on classes; leave it out." for item in negative
         ]
-        classes = _built(cfg.text_encoder, MODELS)
+        classes = build_part(cfg.text_encoder, MODELS)
         for item in items:
             try:
                 classes.encode([segment.text for segment in item.segments])
             except UserError as error:
                 problems.append(f"prompt {item.index}: {error}")
     elif negative:
-        scheduler = _built(cfg.scheduler, SCHEDULERS)
+        scheduler = build_part(cfg.scheduler, SCHEDULERS)
         problems += [
             f"prompt {item.index}: negative_prompt has no effect with cfg_scale=1; raise --cfg-scale, or leave it out."
             for item in negative
@@ -157,24 +216,3 @@ def _check_texts(cfg: InferenceConfig, items: Sequence[PromptItem]) -> None:
         ]
     if problems:
         raise UserError("\n".join(first_few(problems)))
-
-
-def _built(component: Mapping[str, Any], registry: Registry) -> Any:
-    """A part that has no weights and is made at once."""
-    try:
-        return build_module(component, registry)
-    except UserError:
-        raise
-    except ValueError as error:  # how a constructor refuses an argument
-        raise UserError(f"{component['type']}: {error}") from error
-
-
-def _name(cfg: InferenceConfig, item: PromptItem, sample_index: int) -> str:
-    return sample_file_name(
-        item.text,
-        item.index,
-        sample_index,
-        num_sample=cfg.num_sample,
-        sample_name=cfg.sample_name,
-        prompt_as_path=cfg.prompt_as_path,
-    )

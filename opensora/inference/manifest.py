@@ -1,12 +1,11 @@
-"""What lies beside a sample: a JSON file ("sidecar") that says how to make it again, and to know it when it is there.
+"""Sidecars: the JSON file next to each sample, from which the sample can be recognised and made again.
 
-The sidecars of a folder are its manifest. Each is written by the process that makes the sample, so nothing is shared and
-nothing can be torn: the sidecar first, then the sample under a temporary name, which is its own only when complete. A
-finished sample is therefore one that has both files, and an interrupted run goes on with those that have not.
+The sidecars of a folder are its manifest. The process that makes a sample writes the sidecar first, then the sample under a
+temporary name that is replaced when it is complete. A finished sample has both files, and an interrupted run continues with
+those that do not.
 
-Made again bit for bit means: with the same weights, versions, hardware and *batch*. A matrix product may sum in another
-order for another number of rows, so the sidecar names the prompts that shared the forward pass; `tools/remake.py` samples
-them together (`remake.py`) and compares the frames with the hash that the sidecar holds.
+"Again" means bit for bit, with the same weights, versions, hardware and *batch*: a matrix product may sum in another order for
+another number of rows, so the sidecar names the prompts that shared the forward pass (see `jobs.remake`).
 """
 
 import dataclasses
@@ -18,7 +17,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from fractions import Fraction
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,49 +27,60 @@ from torch import Tensor
 from opensora.checkpoint.load import MANIFEST
 from opensora.config.load import changed_settings
 from opensora.config.schema import InferenceConfig
-from opensora.inference.output import EXTENSIONS, exact_fps, replace_file, save_sample, to_uint8, with_extension
-from opensora.inference.video_files import VideoFormat
+from opensora.inference.output import (
+    EXTENSIONS,
+    VideoFormat,
+    exact_fps,
+    replace_file,
+    save_sample,
+    to_uint8,
+    with_extension,
+)
 from opensora.utils.errors import UserError, first_few
 
 logger = logging.getLogger(__name__)
 
-# fields of the config that say which samples are made, where they go and how the work is shared out, but not what a
-# sample looks like
-NOT_OF_A_SAMPLE = {
-    "prompt",
-    "prompt_path",
-    "start_index",
-    "end_index",
-    "num_sample",
-    "batch_size",
-    "save_dir",
-    "sample_name",
-    "prompt_as_path",
-    "verbose",
-    "device",
-    "sp_size",
-    "cfg_parallel",
-    "offload",
-    "reference_cache",
-}
-OF_A_SAMPLE = {
-    "prompt",
-    "prompt_index",
-    "sample_index",
-    "seed",
-    "image_size",
-    "num_frames",
-    "fps",
-    "save_fps",
-    "checkpoint",
-    "inputs",
-}
-# fields of the config, as they are for one prompt, in which the samples of a batch may differ
+# fields of the config that do not change what a sample looks like
+_NOT_OF_A_SAMPLE = frozenset(
+    [
+        "prompt",
+        "prompt_path",
+        "start_index",
+        "end_index",
+        "num_sample",
+        "batch_size",
+        "save_dir",
+        "sample_name",
+        "prompt_as_path",
+        "verbose",
+        "device",
+        "sp_size",
+        "cfg_parallel",
+        "offload",
+        "reference_cache",
+    ]
+)
+# entries of the sidecar, next to its config, that do
+_OF_A_SAMPLE = frozenset(
+    [
+        "prompt",
+        "prompt_index",
+        "sample_index",
+        "seed",
+        "image_size",
+        "num_frames",
+        "fps",
+        "save_fps",
+        "checkpoint",
+        "inputs",
+    ]
+)
+# fields of the config in which the samples of a batch may differ
 OF_A_BATCH = ("seed", "reference_path", "mask_strategy", "negative_prompt")
 
 
 class Finished(NamedTuple):
-    """A sample that is complete: its file, and what its sidecar says."""
+    """A complete sample: its file and its sidecar."""
 
     path: Path
     record: dict[str, Any]
@@ -92,26 +102,23 @@ def sidecar(
     Args:
         config: the resolved config; its `seed`, `image_size`, `num_frames` and `fps` are repeated on top.
         prompt, prompt_index, sample_index: with the config's seed they fix the noise.
-        save_fps: frame rate of the file (`fps` is the one that the model was told).
-        checkpoint: what `describe_checkpoint` says.
-        made_with: what `opensora.training.run.environment` says: versions, commit, command.
-        inputs: what `opensora.inference.manifest_inputs.inputs_of` says: the other files that it is made from; None: not known.
+        save_fps: frame rate of the file (`fps` is the one that conditions the model).
+        checkpoint: from `describe_checkpoint`.
+        made_with: from `opensora.utils.environment.environment`: versions, commit, command.
+        inputs: from `inputs_of`; None: not known.
     """
     record = {
         "prompt": prompt,
         "prompt_index": prompt_index,
         "sample_index": sample_index,
-        "seed": config["seed"],
-        "image_size": config["image_size"],
-        "num_frames": config["num_frames"],
-        "fps": config["fps"],
+        **{name: config[name] for name in ("seed", "image_size", "num_frames", "fps")},
         "save_fps": str(exact_fps(save_fps)),
         "checkpoint": checkpoint,
         "config": dict(config),
         **made_with,
         **({} if inputs is None else {"inputs": inputs}),
     }
-    return json.loads(json.dumps(record))  # tuples become lists: what a reader of the file gets
+    return json.loads(json.dumps(record))  # tuples become lists, as in the file
 
 
 def write_samples(
@@ -127,17 +134,21 @@ def write_samples(
     Args:
         videos: B videos [3, T, H, W] in [-1, 1].
         paths_without_ext: where each goes.
-        records: what `sidecar` says of each; `batch`, `place`, `hardware` and `frames` (a hash) are added.
+        records: the `sidecar` of each; `batch`, `place` (its index in the batch), `hardware` and `frames` (a hash) are added.
         device: what they were made on.
         save_format: of the videos; a single frame is a PNG.
 
     Raises:
         UserError: a file cannot be written.
     """
-    batch = [_place_in_batch(record) for record in records]
+    batch = [
+        {key: record[key] for key in ("prompt", "prompt_index", "sample_index")}
+        | {key: record["config"].get(key) for key in OF_A_BATCH}
+        for record in records
+    ]
     written = []
-    for place, (video, path, record) in enumerate(zip(videos, paths_without_ext, records, strict=True)):
-        made = {"batch": batch, "place": place, "hardware": hardware(device), "frames": frames_hash(video)}
+    for index, (video, path, record) in enumerate(zip(videos, paths_without_ext, records, strict=True)):
+        made = {"batch": batch, "place": index, "hardware": hardware(device), "frames": frames_hash(video)}
         try:
             write_sidecar({**record, **made}, path)  # first: a video without one is taken for another program's
             written.append(save_sample(video, path, Fraction(record["save_fps"]), save_format=save_format))
@@ -167,17 +178,16 @@ def read_sidecar(path: str | Path) -> dict[str, Any]:
         record = json.loads(Path(path).read_text(encoding="utf-8"))
         _settings(record)
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}). Name the .json file beside a sample.") from error
+        raise UserError(f"{path}: cannot be read ({error.strerror}). Name the .json file next to a sample.") from error
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise UserError(f"{path} is no sidecar of a sample: name the .json file beside a sample.") from None
+        raise UserError(f"{path} is no sidecar of a sample: name the .json file next to a sample.") from None
     return record
 
 
 def finished(folder: str | Path) -> Iterator[Finished]:
     """The complete samples of a folder that have a sidecar, by name."""
     for path in sorted(Path(folder).glob("*.json")):
-        stem = path.with_name(path.name.removesuffix(".json"))
-        files = _files_of(stem)
+        files = _files_of(path.with_name(path.name.removesuffix(".json")))
         if files:
             try:
                 yield Finished(files[0], read_sidecar(path))
@@ -188,9 +198,8 @@ def finished(folder: str | Path) -> Iterator[Finished]:
 def already_made(path_without_ext: str | Path, record: Mapping[str, Any]) -> bool:
     """True when a finished sample of that name was made with the settings of `record`, False when there is none.
 
-    Versions and commit are not compared; weights' paths and times of change are, and what is in reference files. A field of the
-    config that the sidecar does not know, being older, counts as having its default; files of which it does not know what
-    was in them count as unchanged, and that is told.
+    Compared are settings, paths and times of change of weights, and the content of reference files, but not versions. A config
+    field that an older sidecar lacks counts as its default; inputs that it lacks count as unchanged, which is logged.
 
     Raises:
         UserError: the name is taken by something else. A sample is never overwritten.
@@ -203,7 +212,7 @@ def already_made(path_without_ext: str | Path, record: Mapping[str, Any]) -> boo
         old = _settings(read_sidecar(path))
     except UserError:
         raise UserError(
-            f"{taken[0]} exists, but {path.name} beside it does not tell how it was made. "
+            f"{taken[0]} exists, but {path.name} next to it does not tell how it was made. "
             "Choose another save_dir or delete the file."
         ) from None
     new = _settings(record)
@@ -221,24 +230,70 @@ def already_made(path_without_ext: str | Path, record: Mapping[str, Any]) -> boo
 
 
 def describe_checkpoint(path: str | Path | None) -> dict[str, Any] | None:
-    """The weights that a config names: path, time of change (UTC), and training step and commit where they are known.
+    """Weights named by a config: path, time of change (UTC), and training step and commit where they are known.
 
     The time tells a checkpoint from a later one of the same name.
     """
     if path is None:
         return None
-    place = Path(path).expanduser()
-    files = [file for file in [place, *place.rglob("*")] if file.is_file()]
-    changed = max((file.stat().st_mtime for file in files), default=None)
-    manifest = json.loads((place / MANIFEST).read_text()) if (place / MANIFEST).is_file() else {}
+    root = Path(path).expanduser()
+    changed = max((file.stat().st_mtime for file in [root, *root.rglob("*")] if file.is_file()), default=None)
+    manifest = json.loads((root / MANIFEST).read_text()) if (root / MANIFEST).is_file() else {}
+    time = None if changed is None else datetime.fromtimestamp(changed, timezone.utc).isoformat(timespec="seconds")
     return {
         "path": str(path),
-        "changed": None
-        if changed is None
-        else datetime.fromtimestamp(changed, timezone.utc).isoformat(timespec="seconds"),
+        "changed": time,
         "step": manifest.get("step"),
         "git_commit": manifest.get("git_commit"),
     }
+
+
+def inputs_of(config: Mapping[str, Any], sources: Sequence[str]) -> dict[str, Any]:
+    """The files that a sample is made from besides its checkpoint.
+
+    Returns:
+        `references`: a hash of the content of each local image or video; a URL is known by its name alone.
+        `weights`: `describe_checkpoint` of adapter, VAE and text encoder, since hashing gigabytes may take longer than sampling.
+
+    Args:
+        config: the resolved config.
+        sources: files and addresses that the sample starts from.
+    """
+    weights = {} if config.get("lora") is None else {"lora": config["lora"]}  # a sidecar may be older than the field
+    for part in ("model", "vae", "text_encoder"):
+        weights.update(_files_in(config[part], part))
+    weights.pop("model.from_pretrained", None)  # the sidecar's `checkpoint`
+    return {
+        "references": {source: content_hash(source) for source in dict.fromkeys(sources) if "://" not in source},
+        "weights": {name: describe_checkpoint(value) for name, value in weights.items()},
+    }
+
+
+def content_hash(path: str | Path) -> str | None:
+    """A hash of a file's content; None where there is no file. A file is read again only when size or time have changed."""
+    try:
+        stat = Path(path).stat()
+        return _hash_of(str(path), stat.st_size, stat.st_mtime_ns)
+    except OSError:
+        return None
+
+
+@lru_cache(maxsize=4096)
+def _hash_of(path: str, size: int, mtime_ns: int) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    with Path(path).open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _files_in(component: Mapping[str, Any], name: str) -> Iterator[tuple[str, str]]:
+    """(`vae.vae_2d.from_pretrained`, path) for each argument of a component, nested ones too, that names files."""
+    for key, value in component.items():
+        if isinstance(value, Mapping):
+            yield from _files_in(value, f"{name}.{key}")
+        elif key in ("from_pretrained", "tokenizer") and isinstance(value, str):
+            yield f"{name}.{key}", value
 
 
 def hardware(device: torch.device | str) -> dict[str, Any]:
@@ -254,20 +309,14 @@ def frames_hash(video: Tensor) -> str:
     return hashlib.blake2b(str(frames.shape).encode() + frames.tobytes(), digest_size=16).hexdigest()
 
 
-def _place_in_batch(record: Mapping[str, Any]) -> dict[str, Any]:
-    """What makes one sample of a batch another than its neighbours."""
-    top = {key: record[key] for key in ("prompt", "prompt_index", "sample_index")}
-    return top | {key: record["config"].get(key) for key in OF_A_BATCH}
-
-
 def _files_of(path_without_ext: str | Path) -> list[Path]:
     return [path for ext in EXTENSIONS if (path := with_extension(path_without_ext, ext)).exists()]
 
 
 def _settings(record: Mapping[str, Any]) -> dict[str, Any]:
     """The entries of a sidecar that decide what its sample looks like, the config's under their own names."""
-    top = {key: value for key, value in record.items() if key in OF_A_SAMPLE}
-    config = {key: value for key, value in (_defaults() | record["config"]).items() if key not in NOT_OF_A_SAMPLE}
+    top = {key: value for key, value in record.items() if key in _OF_A_SAMPLE}
+    config = {key: value for key, value in (_defaults() | record["config"]).items() if key not in _NOT_OF_A_SAMPLE}
     return config | top
 
 

@@ -9,13 +9,14 @@ A string says what a video takes from its references, in groups joined by ";":
                   string tells the two orders apart, so that only `format="five-fields"` reads it.
     named fields  "ref=0, at=-1, length=1, edit=0.4", in any order, in either format.
 
-Starts and lengths count LATENT frames, negative starts from the end. Latents that a VAE makes in pieces fit only where a
-piece begins: starts move to the nearest such place, and a length that does not fit is cut; both are told. (Open-Sora 1.2
-also kept starts from moving up to a last piece that is not whole.)
+Starts and lengths count LATENT frames, negative starts from the end. Latents that a VAE makes in chunks fit only where a chunk
+begins: starts move to the nearest such frame, and a length that does not fit is shortened; both are logged. (Open-Sora 1.2 also
+kept starts from moving up to a last chunk that is not full.)
 """
 
 import logging
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple, get_args
 
@@ -41,12 +42,13 @@ class Condition(NamedTuple):
     edit_ratio: float = 0.0  # 0 keeps the frames, 1 makes them anew, between them: how far into the noise they go
 
 
-class Placed(NamedTuple):
+class ConditionedNoise(NamedTuple):
     """What a sampler starts from."""
 
-    z: Tensor  # [B, C, T, h, w]: noise, with the latents of given frames in place
-    # [B, T]: None = all frames are generated; bool, True = generated; fp32 where frames are edited, see `FrameMask`
-    mask: Tensor | None
+    z: Tensor  # [B, C, T, h, w]: noise with the latents of the conditioning frames
+    mask: (
+        Tensor | None
+    )  # [B, T]: None = all generated; bool, True = generated; fp32 where frames are edited (`FrameMask`)
 
 
 ORDERS: Mapping[str, tuple[str, ...]] = {
@@ -60,7 +62,7 @@ NAMES = (*Condition._fields, *SHORT_NAMES)
 def parse_mask_strategy(
     text: str | None, format: Format = "six-fields", where: str = "mask_strategy"
 ) -> list[Condition]:
-    """The conditions that a string asks for; none for an empty one.
+    """The conditions of a string; none for an empty one.
 
     Args:
         text: see above.
@@ -91,17 +93,17 @@ def apply(
     *,
     loop: int = 0,
     align: int = 1,
-) -> Placed:
-    """Put what the conditions ask of one loop into noise.
+) -> ConditionedNoise:
+    """Put the conditioning frames of one loop into noise.
 
     Args:
         conditions: for each of B samples; those of other loops are left alone.
         references: for each of B samples, the scaled latents [C, t, h, w] of its references.
         z: [B, C, T, h, w], noise; it is not changed.
-        mask: [B, T] to begin with, where some frames are given already, which no condition makes anew; None = all are
+        mask: [B, T] to begin with, where z has conditioning frames already, which no condition makes anew; None = all are
             generated.
         loop: the part of a long video that is about to be made.
-        align: latent frames of a piece that the VAE makes by itself (`vae.chunk_latent_frames`, or 1).
+        align: latent frames of a chunk that the VAE makes by itself (`vae.chunk_latent_frames`, or 1).
 
     Raises:
         UserError: a condition names a reference or a frame that is not there.
@@ -114,39 +116,43 @@ def apply(
         raise UserError(f"align={align}: expected a number of latent frames, at least 1.")
     chosen = [[c for c in sample if c.loop == loop] for sample in conditions]
     if not any(chosen):
-        return Placed(z, mask)
+        return ConditionedNoise(z, mask)
     noise, z = z, z.clone()
     values = z.new_ones(z.shape[0], z.shape[2], dtype=torch.float32) if mask is None else mask.float().clone()
     for b, sample in enumerate(chosen):
         for condition in sample:
-            reference = _reference(condition, references[b], b)
+            if condition.reference >= len(references[b]):
+                raise UserError(
+                    f"mask_strategy {describe(condition)}: reference={condition.reference} does not exist; sample {b} has "
+                    f"{len(references[b])}, counted from 0."
+                )
+            reference = references[b][condition.reference]
             if reference.shape[0] != z.shape[1] or reference.shape[2:] != z.shape[3:]:
                 raise ValueError(
                     f"latents of a reference have shape {tuple(reference.shape)}, the video's {tuple(z.shape[1:])}."
                 )
-            place = resolve(condition, reference.shape[1], z.shape[2], align)
-            _tell(condition, place, reference.shape[1], z.shape[2], align)
-            target = slice(place.target_start, place.target_start + place.length)
-            if place.edit_ratio == 1:  # generated from what is in z: noise, also where another group has written
+            fixed = _resolve_and_log(condition, reference.shape[1], z.shape[2], align)
+            target = slice(fixed.target_start, fixed.target_start + fixed.length)
+            if fixed.edit_ratio == 1:  # generated from what is in z: noise, also where another group has written
                 if mask is not None and not (mask[b, target] == 1).all():
-                    raise ValueError(f"{describe(condition)}: frames that the mask says are given have no noise in z.")
+                    raise ValueError(f"{describe(condition)}: frames that the mask keeps have no noise in z.")
                 z[b, :, target] = noise[b, :, target]
             else:
-                z[b, :, target] = reference[:, place.ref_start : place.ref_start + place.length].to(z)
-            values[b, target] = place.edit_ratio
+                z[b, :, target] = reference[:, fixed.ref_start : fixed.ref_start + fixed.length].to(z)
+            values[b, target] = fixed.edit_ratio
     fractional = any(0 < c.edit_ratio < 1 for sample in chosen for c in sample)
-    if fractional or (mask is not None and mask.is_floating_point()):
-        return Placed(z, values)
-    return Placed(z, values.bool())
+    if not fractional and (mask is None or not mask.is_floating_point()):
+        values = values.bool()
+    return ConditionedNoise(z, values)
 
 
 def resolve(condition: Condition, reference_frames: int, target_frames: int, align: int = 1) -> Condition:
-    """A condition with starts counted from 0 and at the beginning of a piece, and a length that fits.
+    """A condition with starts counted from 0 and moved to the nearest chunk, and a length that fits.
 
     Args:
         condition: as it was asked for.
         reference_frames, target_frames: latent frames of the reference and of the video.
-        align: latent frames of a piece.
+        align: latent frames of a chunk.
 
     Raises:
         UserError: it begins outside the reference or the video.
@@ -162,12 +168,26 @@ def resolve(condition: Condition, reference_frames: int, target_frames: int, ali
                 f"mask_strategy {describe(condition)}: {name}={start} is outside {of}, which has {frames} latent frames: use "
                 f"{-frames} to {frames - 1}."
             )
-        starts[name] = _nearest_piece(start % frames, frames, align)
+        start %= frames
+        down = start // align * align
+        up = down + align
+        starts[name] = up if up < frames and up - start < start - down else down
     room = min(reference_frames - starts["ref_start"], target_frames - starts["target_start"])
     return condition._replace(**starts, length=min(condition.length, room))
 
 
-def check_places(
+def _resolve_and_log(condition: Condition, reference_frames: int, target_frames: int, align: int) -> Condition:
+    fixed = resolve(condition, reference_frames, target_frames, align)
+    asked = condition.ref_start % reference_frames, condition.target_start % target_frames
+    if (fixed.ref_start, fixed.target_start) != asked:
+        message = "mask_strategy %s: moved to where chunks of %d latent frames begin: %s."
+        logger.info(message, describe(condition), align, describe(fixed))
+    if fixed.length < condition.length:
+        logger.info("mask_strategy %s: shortened to the %d latent frames that fit.", describe(condition), fixed.length)
+    return fixed
+
+
+def check_conditions(
     conditions: Sequence[Condition],
     reference_frames: Sequence[int],
     target_frames: int,
@@ -182,9 +202,9 @@ def check_places(
         conditions: of one prompt.
         reference_frames: latent frames of its references.
         target_frames: latent frames of the video.
-        align: latent frames of a piece.
+        align: latent frames of a chunk.
         where: what messages call the conditions.
-        shared: latent frames that each loop but the first takes over from the one before, whatever conditions say.
+        shared: latent frames that each loop but the first takes over from the one before, whatever its conditions.
 
     Raises:
         UserError: one is outside its reference or the video, or in what is taken over, or nothing is left to be made.
@@ -194,31 +214,24 @@ def check_places(
         for condition in conditions:
             if condition.loop != loop:
                 continue
-            place = resolve(condition, reference_frames[condition.reference], target_frames, align)
-            _check_taken_over(place, shared if loop else 0, where)
-            frames = range(place.target_start, place.target_start + place.length)
+            fixed = resolve(condition, reference_frames[condition.reference], target_frames, align)
+            text, taken = describe(fixed), f"loop {loop} begins with {shared} latent frames of the one before"
+            lost = min(shared - fixed.target_start, fixed.length) if loop else 0
+            if lost == fixed.length:
+                raise UserError(
+                    f"{where}: {text} has no effect, for {taken}; use at={shared} or later, or lower condition_frame_length."
+                )
+            if lost > 0:
+                logger.warning("%s: the first %d latent frames of %s have no effect, for %s.", where, lost, text, taken)
+            frames = range(fixed.target_start, fixed.target_start + fixed.length)
             if both := sorted(kept.keys() & set(frames)):
-                logger.warning("%s: latent frame %d is set twice; %s wins.", where, both[0], describe(place))
-            kept.update(dict.fromkeys(frames, place.edit_ratio))
+                logger.warning("%s: latent frame %d is set twice; %s wins.", where, both[0], text)
+            kept.update(dict.fromkeys(frames, fixed.edit_ratio))
         if len(kept) == target_frames and not any(kept.values()):
             raise UserError(
                 f"{where}: all {target_frames} latent frames of the video are kept from references, so that nothing is left to be "
                 "made; lower length, raise num_frames, or edit with an edit_ratio above 0."
             )
-
-
-def _check_taken_over(place: Condition, shared: int, where: str) -> None:
-    """Refuse a condition whose frames are all taken over from the loop before, and tell of those that some are."""
-    lost = min(shared - place.target_start, place.length)
-    if lost <= 0:
-        return
-    taken = f"loop {place.loop} begins with {shared} latent frames of the one before"
-    if lost == place.length:
-        raise UserError(
-            f"{where}: {describe(place)} has no effect, for {taken}; use at={shared} or later, or lower "
-            "condition_frame_length."
-        )
-    logger.warning("%s: the first %d latent frames of %s have no effect, for %s.", where, lost, describe(place), taken)
 
 
 def describe(condition: Condition) -> str:
@@ -228,11 +241,7 @@ def describe(condition: Condition) -> str:
 
 
 def check_references(conditions: Sequence[Condition], num_references: int, where: str = "mask_strategy") -> None:
-    """See that every condition has its reference, and every reference a condition.
-
-    Raises:
-        UserError: one is missing, or a reference would have no effect.
-    """
+    """Raise a `UserError` unless every condition has its reference, and every reference a condition."""
     used = {condition.reference for condition in conditions}
     if missing := sorted(used - set(range(num_references))):
         raise UserError(
@@ -246,38 +255,17 @@ def check_references(conditions: Sequence[Condition], num_references: int, where
         )
 
 
-def _tell(asked: Condition, placed: Condition, reference_frames: int, target_frames: int, align: int) -> None:
-    """Say what of a condition was changed."""
-    if (placed.ref_start, placed.target_start) != (
-        asked.ref_start % reference_frames,
-        asked.target_start % target_frames,
-    ):
-        logger.info(
-            "mask_strategy %s: moved to where pieces of %d latent frames begin: %s.",
-            describe(asked),
-            align,
-            describe(placed),
-        )
-    if placed.length < asked.length:
-        logger.info("mask_strategy %s: cut to the %d latent frames that fit.", describe(asked), placed.length)
-
-
 def _condition(group: str, order: Sequence[str], where: str) -> Condition:
     """One group."""
     parts = [part.strip() for part in group.split(",")]
-    if any("=" in part for part in parts):
-        given = _named(parts, where)
-    else:
+    texts: dict[str, str] = {}
+    if not any("=" in part for part in parts):
         if len(parts) > len(order):
             raise UserError(f"{where}: {len(parts)} fields; there are at most {len(order)}: {','.join(order)}.")
-        given = dict(zip(order, parts, strict=False))
-    return Condition(**{field: _value(field, text, where) for field, text in given.items()})  # type: ignore[arg-type]
-
-
-def _named(parts: Sequence[str], where: str) -> dict[str, str]:
-    given: dict[str, str] = {}
+        texts = dict(zip(order, parts, strict=False))
+        parts = []
     for part in parts:
-        name, equals, text = (piece.strip() for piece in part.partition("="))
+        name, equals, text = (side.strip() for side in part.partition("="))
         if not equals:
             raise UserError(f"{where}: {part!r} has no name; name all fields of a group or none, such as ref=0,at=-1.")
         if name not in NAMES:
@@ -285,53 +273,26 @@ def _named(parts: Sequence[str], where: str) -> dict[str, str]:
                 f"{where}: {name!r} is no field.{did_you_mean(name, list(NAMES))} Fields: {', '.join(NAMES)}."
             )
         field = SHORT_NAMES.get(name, name)
-        if field in given:
+        if field in texts:
             raise UserError(f"{where}: {field} is set twice; keep one.")
-        given[field] = text
-    return given
+        texts[field] = text
+    return Condition(**{field: _value(field, text, where) for field, text in texts.items()})  # type: ignore[arg-type]
 
 
 def _value(field: str, text: str, where: str) -> int | float:
     """The number of one field."""
     if field == "edit_ratio":
-        ratio = _float(text)
-        if ratio is None or not 0 <= ratio <= 1:
+        try:
+            ratio = float(text)
+        except ValueError:
+            ratio = math.nan
+        if not 0 <= ratio <= 1:  # nor NaN
             raise UserError(f"{where}: edit_ratio={text!r}; expected a number from 0 (keep) to 1 (make anew).")
         return ratio
-    number = _integer(text)
-    if number is None:
+    # int() of very long strings raises, and no video has 10^9 frames
+    if not re.fullmatch(r"-?[0-9]{1,9}", text):
         raise UserError(f"{where}: {field}={text!r}; expected a whole number.")
-    least = {"length": 1, "loop": 0, "reference": 0}.get(field)
+    number, least = int(text), {"length": 1, "loop": 0, "reference": 0}.get(field)
     if least is not None and number < least:
         raise UserError(f"{where}: {field}={number}; must be at least {least}.")
     return number
-
-
-def _integer(text: str) -> int | None:
-    digits = text.removeprefix("-")
-    # a length bound: int() of very long strings raises, and no video has 10^9 frames
-    return int(text) if digits.isascii() and digits.isdecimal() and len(digits) < 10 else None
-
-
-def _float(text: str) -> float | None:
-    try:
-        value = float(text)
-    except ValueError:
-        return None
-    return value if math.isfinite(value) else None
-
-
-def _reference(condition: Condition, references: Sequence[Tensor], sample: int) -> Tensor:
-    if condition.reference >= len(references):
-        raise UserError(
-            f"mask_strategy {describe(condition)}: reference={condition.reference} does not exist; sample {sample} has "
-            f"{len(references)}, counted from 0."
-        )
-    return references[condition.reference]
-
-
-def _nearest_piece(start: int, frames: int, align: int) -> int:
-    """The nearest multiple of `align` in [0, frames); of two, the smaller."""
-    down = start // align * align
-    up = down + align
-    return up if up < frames and up - start < start - down else down

@@ -1,4 +1,4 @@
-"""How much of a GPU's memory a run needs, told before it starts; and what helps where it does not suffice.
+"""How much of a GPU's memory a run needs, before it starts; and what helps where it does not suffice.
 
 Activations are not guessed: denoiser and decoder run once with tensors that have a shape and no content, while what is
 allocated and freed is counted. Attention counts as what its fast kernels take, which never hold the scores. The estimate leaves
@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from opensora.inference.checks import calls_parts
+from opensora.inference.build import calls_parts
 from opensora.inference.request import Request
 from opensora.models.vae.base import VideoVAE
 from opensora.models.vae.splitting import check_tile_size
@@ -36,7 +36,7 @@ GIB = 2**30
 class Estimate(NamedTuple):
     """Bytes on the device."""
 
-    weights: dict[str, int]  # of model, vae, text_encoder
+    weights: dict[str, int]  # of model, vae, text_encoder, and of all blocks of the model
     one_block: int  # the largest block of the denoiser
     denoising: int  # activations of one call of the denoiser
     kept: int  # what a step cache keeps
@@ -48,29 +48,19 @@ class Estimate(NamedTuple):
         working = self.denoising + self.kept
         if policy == "none":
             return model + vae + text + max(working, self.decoding)
-        on_device = model if policy == "model" else self.rest + 3 * self.one_block
+        on_device = model if policy == "model" else model - self.weights["blocks"] + 3 * self.one_block
         return max(text, on_device + working, vae + self.decoding)
-
-    @property
-    def rest(self) -> int:
-        """The denoiser without its blocks, at most."""
-        return self.weights["model"] - self.blocks
-
-    @property
-    def blocks(self) -> int:
-        """All blocks of the denoiser."""
-        return self.weights["blocks"]
 
 
 def estimate(pipeline: Any, request: Request, latent_size: tuple[int, int, int]) -> Estimate:
     """What a run of `pipeline` for `request` needs; takes a second or so, and computes nothing."""
     model, vae, encoder = pipeline.model, pipeline.vae, pipeline.text_encoder
     encoder = getattr(encoder, "encoder", encoder)
-    blocks = [num_bytes(block) for block in model.transformer_blocks()]
+    blocks = [_num_bytes(block) for block in model.transformer_blocks()]
     sizes = {
-        "model": num_bytes(model),
-        "vae": num_bytes(vae),
-        "text_encoder": num_bytes(encoder),
+        "model": _num_bytes(model),
+        "vae": _num_bytes(vae),
+        "text_encoder": _num_bytes(encoder),
         "blocks": sum(blocks),
     }
     one_at_a_time = pipeline.step_cache is not None and pipeline.step_cache.per_sample
@@ -79,8 +69,15 @@ def estimate(pipeline: Any, request: Request, latent_size: tuple[int, int, int])
     doubled = scale != 1 and _doubles(pipeline.scheduler) and pipeline.plan.cfg_group is None
     calls = 2 * batch if doubled else batch
     stream = pipeline.place.stream
+
+    def denoise() -> Tensor:
+        x, vector = torch.empty(calls, model.in_channels, *latent_size), torch.empty(calls)
+        y, numbers = model.null_condition(calls), dict.fromkeys(("fps", "height", "width", "num_frames"), vector)
+        with torch.autocast("cpu", pipeline.dtype, enabled=pipeline.dtype != torch.float32):
+            return model.forward(x, vector, y, **numbers)  # without its hooks, which may look at values
+
     with nullcontext() if stream is None else stream.paused(), _in_one_process(model):
-        denoising = _denoising_bytes(model, calls, latent_size, pipeline.dtype)
+        denoising = _peak_bytes(model, denoise)
     denoising //= 1 if pipeline.plan.sp_group is None else dist.get_world_size(pipeline.plan.sp_group)
     tokens = calls * model.hidden_size * math.prod(model.grid(latent_size)) * pipeline.dtype.itemsize
     kept = 0 if pipeline.step_cache is None else pipeline.step_cache.num_kept * tokens
@@ -103,7 +100,7 @@ def estimate_once(pipeline: Any, request: Request, latent_size: tuple[int, int, 
 
 
 def warn_if_short(pipeline: Any, request: Request, latent_size: tuple[int, int, int]) -> None:
-    """Before a run on a GPU, say what it will need if that is more than there is."""
+    """Before a run on a GPU, warn if it needs more memory than there is."""
     if pipeline.device.type != "cuda" or calls_parts(pipeline.scheduler):  # parts: no call stands for a step
         return
     needed = int(MARGIN * estimate_once(pipeline, request, latent_size).peak(pipeline.place.policy))
@@ -119,8 +116,8 @@ def warn_if_short(pipeline: Any, request: Request, latent_size: tuple[int, int, 
 
 
 @contextmanager
-def explained(pipeline: Any, request: Request) -> Iterator[None]:
-    """Turn running out of memory into a `UserError` that says which setting helps."""
+def oom_report(pipeline: Any, request: Request) -> Iterator[None]:
+    """Turn running out of memory into a `UserError` that names the settings which help."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -151,19 +148,19 @@ def _doubles(scheduler: Any) -> bool:
     return not calls_parts(scheduler) and scheduler.guidance.batching == "joint"
 
 
-def tile_pictures(vae: nn.Module, size: int) -> None:
-    """Let a VAE, or the one of its parts that sees the pictures, encode and decode in tiles of `size` pixels.
+def tile_images(vae: nn.Module, size: int) -> None:
+    """Let a VAE, or the one of its parts that takes pixels, encode and decode in tiles of `size` pixels.
 
     Raises:
         UserError: the size is no multiple of a latent cell.
     """
     parts = [part for part in vae.modules() if isinstance(part, VideoVAE) and part.in_channels == 3]
-    picture_vae = parts[-1]  # the innermost: parts come after what they are parts of
-    check_tile_size(size, picture_vae.strides[1:])
-    picture_vae.tile_size = size
+    image_vae = parts[-1]  # the innermost: parts come after what they are parts of
+    check_tile_size(size, image_vae.strides[1:])
+    image_vae.tile_size = size
 
 
-def num_bytes(part: Any) -> int:
+def _num_bytes(part: Any) -> int:
     """Of the parameters and buffers of a module; 0 for what is none."""
     if not isinstance(part, nn.Module):
         return 0
@@ -171,20 +168,8 @@ def num_bytes(part: Any) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in unique.values())
 
 
-def _denoising_bytes(model: Any, batch: int, latent_size: tuple[int, int, int], dtype: torch.dtype) -> int:
-    """Of one call."""
-
-    def call() -> Tensor:
-        x, vector = torch.empty(batch, model.in_channels, *latent_size), torch.empty(batch)
-        y, numbers = model.null_condition(batch), dict.fromkeys(("fps", "height", "width", "num_frames"), vector)
-        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-            return model.forward(x, vector, y, **numbers)  # without its hooks, which may look at numbers
-
-    return _peak_bytes(model, call)
-
-
 def _peak_bytes(module: nn.Module, call: Callable[[], object]) -> int:
-    """The largest number of bytes that are allocated at a time while `call` runs, beside the module's weights."""
+    """The largest number of bytes that are allocated at a time while `call` runs, besides the module's weights."""
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     # as if on a CPU: own kernels of GPUs do not know tensors without content
     with (

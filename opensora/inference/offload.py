@@ -1,4 +1,4 @@
-"""Weights that wait in the CPU's memory while they do not work: text encoder, denoiser, VAE, or block by block.
+"""Weights that wait in the CPU's memory while they are not used: text encoder, denoiser, VAE, or block by block.
 
 The CPU keeps the weights for good. To load is to copy them to the device, to unload is to forget that copy, so that
 nothing is ever copied back. Under the policy "block" the denoiser's blocks are copied one ahead of the computation, on a
@@ -19,39 +19,43 @@ from opensora.acceleration.patching import Forward, wrap_forward
 Policy = Literal["none", "model", "block"]
 
 
-class Hosted:
-    """Tensors of modules that are at home on the CPU.
+class OffloadedModule:
+    """Tensors of a module that stay in the CPU's memory, and are copied to the device while they are used.
 
     Args:
         tensors: parameters and buffers.
-        device: where they work; for a GPU the CPU's copies are pinned, as fast copies need.
+        device: where they are used; for a GPU the host copies are pinned, as asynchronous copies need.
     """
 
     def __init__(self, tensors: Iterable[Tensor], device: torch.device) -> None:
         self.device = device
         unique = {id(tensor): tensor for tensor in tensors}  # weights may be tied
-        self.pairs = [(tensor, _at_home(tensor.data, device)) for tensor in unique.values()]
+        self.pairs: list[tuple[Tensor, Tensor]] = []  # with the host copy
+        for tensor in unique.values():
+            host = tensor.data.to("cpu")
+            pin = device.type == "cuda" and not host.is_pinned()
+            self.pairs.append((tensor, host.pin_memory() if pin else host))
         self.loaded = True
         self.unload()
 
     def load(self) -> None:
         """Copy to the device, on the present stream."""
         if not self.loaded:
-            for tensor, home in self.pairs:
-                tensor.data = home.to(self.device, non_blocking=True, copy=True)
+            for tensor, host in self.pairs:
+                tensor.data = host.to(self.device, non_blocking=True, copy=True)
         self.loaded = True
 
     def unload(self) -> None:
         """Forget the device's copy."""
         if self.loaded:
-            for tensor, home in self.pairs:
-                tensor.data = home
+            for tensor, host in self.pairs:
+                tensor.data = host
         self.loaded = False
 
     @property
     def num_bytes(self) -> int:
         """Of all tensors."""
-        return sum(home.numel() * home.element_size() for _, home in self.pairs)
+        return sum(host.numel() * host.element_size() for _, host in self.pairs)
 
 
 class BlockStream:
@@ -64,7 +68,7 @@ class BlockStream:
 
     def __init__(self, blocks: Sequence[nn.Module], device: torch.device) -> None:
         self.device = device
-        self.blocks = [Hosted(_tensors(block), device) for block in blocks]
+        self.blocks = [OffloadedModule(_tensors(block), device) for block in blocks]
         self.side = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._arrivals: dict[int, torch.cuda.Event] = {}
         self._paused = False
@@ -150,7 +154,7 @@ class Placement:
     def __init__(self, parts: Mapping[str, Any], device: torch.device, policy: Policy = "none") -> None:
         self.policy = policy
         self.stream: BlockStream | None = None
-        self._hosted: dict[str, Hosted] = {}
+        self._offloaded: dict[str, OffloadedModule] = {}
         for name, part in parts.items():
             module = getattr(part, "encoder", part) if name == "text_encoder" else part
             if not isinstance(module, nn.Module):
@@ -163,13 +167,13 @@ class Placement:
             if blocks:
                 self.stream = BlockStream(blocks, device)
             streamed = {id(tensor) for block in blocks for tensor in _tensors(block)}
-            self._hosted[name] = Hosted((t for t in _tensors(module) if id(t) not in streamed), device)
+            self._offloaded[name] = OffloadedModule((t for t in _tensors(module) if id(t) not in streamed), device)
 
     @contextmanager
     def using(self, name: str) -> Iterator[None]:
         """With the part `name` on the device."""
         stream = self.stream if name == "model" else None
-        moved = [part for part in (self._hosted.get(name), stream) if part is not None]
+        moved = [part for part in (self._offloaded.get(name), stream) if part is not None]
         for part in moved:
             part.load()
         try:
@@ -181,8 +185,3 @@ class Placement:
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:
     return chain(module.parameters(), module.buffers())
-
-
-def _at_home(tensor: Tensor, device: torch.device) -> Tensor:
-    home = tensor.to("cpu")
-    return home.pin_memory() if device.type == "cuda" and not home.is_pinned() else home

@@ -8,7 +8,7 @@ a long video's segments take over belong to one sample of one call, and nothing 
 import dataclasses
 import logging
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,29 +26,27 @@ from opensora.acceleration.step_cache.build import build_step_cache
 from opensora.acceleration.step_cache.steps import StepCache
 from opensora.config.load import InferenceConfig
 from opensora.datasets.video.files import IMAGE_FPS
-from opensora.inference.build import build_parts, inference_config
-from opensora.inference.checks import calls_parts, check_finite, check_size, refuse_for_parts
-from opensora.inference.conditions import Condition, condition, null_condition
+from opensora.inference.build import build_parts, calls_parts, inference_config
+from opensora.inference.conditions import condition, null_condition
 from opensora.inference.long_video import Overlap, begin_with, overlap
 from opensora.inference.mask_strategy import apply
-from opensora.inference.memory import explained, tile_pictures, warn_if_short
+from opensora.inference.memory import oom_report, tile_images, warn_if_short
 from opensora.inference.offload import Placement, Policy
 from opensora.inference.prompts import PromptItem
-from opensora.inference.references import Conditioning, encode_references, piece_of
+from opensora.inference.references import Conditioning, alignment, encode_references
 from opensora.inference.request import Request, as_items
-from opensora.inference.sizes import video_size, warn_outside_training
+from opensora.inference.sizes import check_size, video_size, warn_outside_training
 from opensora.models.class_condition import check_classes
 from opensora.schedulers.sampling import SamplingStep
 from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.errors import UserError
 from opensora.utils.seed import generator, randn_like
 
-__all__ = ["Samples", "VideoPipeline", "check_finite", "check_size", "needs_null"]
-
 logger = logging.getLogger(__name__)
 
 OnStep = Callable[[SamplingStep], object]
-MOTION_FLOW = 5.0  # what NOVA's pipelines say where nobody does
+Cond = dict[str, Tensor]  # conditions of the denoiser by name
+MOTION_FLOW = 5.0  # default of NOVA's pipelines
 
 
 class Defaults(NamedTuple):
@@ -56,10 +54,12 @@ class Defaults(NamedTuple):
 
     num_frames: int
     image_size: tuple[int, int]
-    fps: float  # what the model is told
+    fps: float  # conditions the model
     save_fps: float  # of the file
     seed: int
-    video_fps: float | None = None  # what the model is told of several frames, where these defaults make a picture
+    video_fps: float | None = (
+        None  # conditions the model where a call asks for several frames, and these defaults for one
+    )
 
 
 class Samples(NamedTuple):
@@ -79,20 +79,20 @@ class VideoPipeline:
         save_sample(pipeline(["a white dog on the floor"])[0], "dog", fps=pipeline.defaults.save_fps)
 
     Args:
-        model: a denoiser; its weights keep their number format.
+        model: a denoiser; its weights keep their dtype.
         vae: decodes the latents.
         text_encoder: encodes the prompts.
         scheduler: the sampler, with its number of steps and guidance.
         device: where everything works.
-        dtype: number format of the denoiser's matrix products (autocast); the sampler computes in fp32.
+        dtype: of the denoiser's matrix products (autocast); the sampler computes in fp32.
         offload: where weights are while they do not work: see `opensora.inference.offload`.
         plan: the processes that make a video together; all of them must make the same calls.
         step_cache: reuse between steps, installed; see `opensora.acceleration.step_cache`.
-        defaults: settings for what a call leaves out; None: a call must say it all.
-        motion_flow: the optical-flow score that models are told which want to know it (NOVA).
+        defaults: settings for what a call leaves out; None: a call leaves nothing out.
+        motion_flow: the optical-flow score, for models conditioned on it (NOVA).
 
     Raises:
-        UserError: text encoder and denoiser do not mean the same: classes or text, and how many classes.
+        UserError: text encoder and denoiser disagree: classes or text, or how many classes.
     """
 
     def __init__(  # noqa: PLR0913  (what a pipeline is made from; keyword-only)
@@ -118,12 +118,12 @@ class VideoPipeline:
         self.step_cache = step_cache
         self._defaults = defaults
         self.motion_flow = motion_flow
-        self._told_of_guidance = False
+        self._warned_of_guidance = False
         self.place = Placement({"model": model, "vae": vae, "text_encoder": text_encoder}, self.device, offload)
 
     @property
     def defaults(self) -> Defaults:
-        """What the config says that the pipeline was built from."""
+        """Those of the config that the pipeline was built from."""
         if self._defaults is None:
             raise ValueError("this pipeline was not built from a config: say what to make in the call.")
         return self._defaults
@@ -160,24 +160,31 @@ class VideoPipeline:
         Raises:
             UserError: a part cannot be built, the size is none that the VAE can make, or settings have no effect.
         """
-        parse_options(cfg.compiler_config)  # its mistakes are told before minutes of loading
+        parse_options(cfg.compiler_config)  # a mistake is reported before minutes of loading
         parts = build_parts(cfg)
         size = video_size(cfg, parts.vae, parts.model.patch_size)
         warn_outside_training(size, cfg.model.get("from_pretrained"))
-        refuse_for_parts(
-            parts.scheduler,
-            {"cfg_parallel": cfg.cfg_parallel, "sp_size": cfg.sp_size > 1, "step_cache": cfg.step_cache},
-        )
+        whole_model = {"cfg_parallel": cfg.cfg_parallel, "sp_size": cfg.sp_size > 1, "step_cache": cfg.step_cache}
+        if calls_parts(parts.scheduler) and (found := [name for name, value in whole_model.items() if value]):
+            raise UserError(
+                f"{found[0]} has no effect with {type(parts.scheduler).__name__}, which calls the model's parts one by one: "
+                "leave it out."
+            )
         world = init_world(cfg.device)
         plan = make_parallel_plan(world, cfg.sp_size, cfg_parallel=cfg.cfg_parallel) if plan is None else plan
         device = world.device if device is None else torch.device(device)
-        _check_guidance(parts.scheduler, plan)
+        if plan.cfg_group is not None and parts.scheduler.cfg_scale == 1:
+            raise UserError("cfg_parallel has no effect with cfg_scale=1: there is no guidance to share.")
+        if plan.cfg_group is not None and (batching := parts.scheduler.guidance.batching) != "joint":
+            raise UserError(
+                f"cfg_parallel has no effect with scheduler.guidance.batching={batching!r}; leave one of them out."
+            )
         if plan.sp_group is not None:
             from opensora.acceleration.sequence_parallel import parallelise
 
             parallelise(parts.model, plan.sp_group)
         if cfg.vae_tiling is not None:
-            tile_pictures(parts.vae, cfg.vae_tiling)
+            tile_images(parts.vae, cfg.vae_tiling)
         cache = build_step_cache(cfg.step_cache, parts.model, plan.groups)
         _inside_blocks(parts.model, cache, cfg)
         pipeline = cls(
@@ -218,13 +225,13 @@ class VideoPipeline:
     ) -> Tensor:
         """Sample one video for each prompt.
 
-        What is None, of the first four, is the config's that the pipeline was built from.
+        Of the first four, None takes the value of the config that the pipeline was built from.
 
         Args:
             prompts: B prompts, or items with all that belongs to a prompt.
             num_frames: frames of a video, or of a segment of a long one; one that the VAE takes.
             image_size: (height, width) in pixels; multiples of the VAE's factor.
-            fps: frame rate that the model is told; None: of one frame, a picture, it is 120, as in training.
+            fps: frame rate that conditions the model; None: of one frame, an image, it is 120, as in training.
             seed, prompt_indices, sample_index: fix the noise; indices default to 0, 1, ... B - 1.
             guidance_scale: None = the scheduler's own.
             negative_prompts: what to steer away from: one for all, or one for each; None: the model's "no text".
@@ -240,13 +247,17 @@ class VideoPipeline:
         Raises:
             UserError: the size is none that the VAE can make, the device's memory does not suffice, or a result is not finite.
         """
-        num_frames = self._default("num_frames", num_frames)
+        num_frames = self.defaults.num_frames if num_frames is None else num_frames
+        if fps is None and num_frames == 1:
+            fps = IMAGE_FPS  # as in training
+        elif fps is None:
+            fps = self.defaults.fps if self.defaults.video_fps is None else self.defaults.video_fps
         request = Request(
             items=as_items(prompts, prompt_indices, negative_prompts),
             num_frames=num_frames,
-            image_size=self._default("image_size", image_size),
-            fps=self._told_fps(num_frames) if fps is None else fps,
-            seed=self._default("seed", seed),
+            image_size=self.defaults.image_size if image_size is None else image_size,
+            fps=fps,
+            seed=self.defaults.seed if seed is None else seed,
             conditioning=conditioning,
             align=align,
             sample_index=int(sample_index),
@@ -278,7 +289,7 @@ class VideoPipeline:
         shared = None
         if request.loop > 1:
             shared = overlap(self.vae, request.num_frames, request.condition_frame_length)
-        with _evaluating(self.model, self.vae, self.text_encoder), explained(self, request):
+        with _evaluating(self.model, self.vae, self.text_encoder), oom_report(self, request):
             warn_if_short(self, request, latent_size)
             segments = self._segments(request, latent_size, shared, progress=progress, on_step=on_step, decode=decode)
             latents, videos = zip(*segments, strict=True)
@@ -289,13 +300,12 @@ class VideoPipeline:
         return Samples(video.clamp_(-1, 1), list(latents))
 
     def _with_an_effect(self, request: Request) -> Request:
-        """The request without guidance where the model is told nothing that it could be guided away from."""
-        if getattr(self.model, "condition", None) != "unconditional" or not needs_null(
-            self.scheduler, request.guidance_scale
-        ):
+        """The request without guidance where the model is unconditional."""
+        unconditional = getattr(self.model, "condition", None) == "unconditional"
+        if not unconditional or not needs_null(self.scheduler, request.guidance_scale):
             return request
-        if not self._told_of_guidance:
-            self._told_of_guidance = True
+        if not self._warned_of_guidance:
+            self._warned_of_guidance = True
             logger.warning("cfg_scale has no effect: the model is unconditional; sampling without guidance.")
         return dataclasses.replace(request, guidance_scale=1.0)
 
@@ -310,25 +320,19 @@ class VideoPipeline:
         decode: bool,
     ) -> Iterator[tuple[Tensor, Tensor | None]]:
         """The latents of each segment, and those of its frames that are new, if they are decoded."""
-        told = self._conditions(request)
+        conds = self._conditions(request)
         references = self._references(request)
         conditions = [start.conditions for start in request.starts]
         taken: Tensor | None = None
         for loop in range(request.loop):
             generators = _generators(request, loop)
             noise = torch.empty(len(request.items), self.vae.out_channels, *latent_size, device=self.device)
-            placed = apply(
-                conditions,
-                references,
-                randn_like(noise, generators),
-                loop=loop,
-                align=piece_of(self.vae, request.align),
-            )
-            z, mask = placed
+            align = alignment(self.vae, request.align)
+            z, mask = apply(conditions, references, randn_like(noise, generators), loop=loop, align=align)
             if taken is not None:
                 z, mask = begin_with(taken, z, mask, request.condition_frame_edit)
             scale = request.guidance_scale
-            z = self._denoised(z, mask, *told[loop], scale, generators, progress=progress, on_step=on_step)
+            z = self._denoised(z, mask, *conds[loop], scale, generators, progress=progress, on_step=on_step)
             check_finite(z, "latents", request.texts(loop), request.indices, self._settings(request))
             again = shared is not None and loop + 1 < request.loop and not shared.keeps_latents
             video = self._decoded(z, request.num_frames) if decode or again else None
@@ -338,29 +342,29 @@ class VideoPipeline:
                 video = video[:, :, shared.num_frames :]
             yield z.cpu(), video if decode else None
 
-    def _conditions(self, request: Request) -> list[tuple[Condition, Condition | None]]:
-        """For each segment what the model is told, and what guidance steers away from."""
+    def _conditions(self, request: Request) -> list[tuple[Cond, Cond | None]]:
+        """For each segment the model's conditions, and what guidance steers away from."""
         height, width = request.image_size
         known = {"fps": request.fps, "height": height, "width": width, "num_frames": request.num_frames}
         known["flow"] = self.motion_flow
         numbers = {name: known[name] for name in self.model.micro_conditions}
         negatives = [item.negative_prompt for item in request.items]
         guided = needs_null(self.scheduler, request.guidance_scale)
-        told: list[tuple[Condition, Condition | None]] = []
+        conds: list[tuple[Cond, Cond | None]] = []
         with self.place.using("text_encoder"):  # the model's own "no text" is computed where the model is
             for loop in range(request.loop):
-                if told and request.texts(loop) == request.texts(loop - 1):
-                    told.append(told[-1])
+                if conds and request.texts(loop) == request.texts(loop - 1):
+                    conds.append(conds[-1])
                     continue
                 cond = condition(self.text_encoder, request.texts(loop), numbers, self.device)
                 null = null_condition(self.model, self.text_encoder, cond, negatives, guided=guided)
-                told.append((cond, null))
-        return told
+                conds.append((cond, null))
+        return conds
 
     def _references(self, request: Request) -> list[list[Tensor]]:
         """The latents [C, t, h, w] of each sample's references, on the device."""
         latents = []
-        with self._vae_at_work():
+        with self.place.using("vae"):
             for item, seed, start in zip(request.items, request.seeds, request.starts, strict=True):
                 given = [reference.to(self.device) for reference in start.references]
                 encoded = encode_references(self.vae, given, seed, item.index) if given else []
@@ -374,7 +378,7 @@ class VideoPipeline:
         assert video is not None, "frames are decoded where latents cannot be taken over"
         end = video[:, :, -shared.num_frames :].clamp(-1, 1)
         ids = zip(request.seeds, request.indices, strict=True)
-        with self._vae_at_work():
+        with self.place.using("vae"):
             parts = [
                 self.vae.encode(
                     frames[None].to(self.device), [generator(seed, "overlap", index, request.sample_index, loop)]
@@ -387,8 +391,8 @@ class VideoPipeline:
         self,
         z: Tensor,
         mask: Tensor | None,
-        cond: Condition,
-        null: Condition | None,
+        cond: Cond,
+        null: Cond | None,
         guidance_scale: float | None,
         generators: Sequence[torch.Generator],
         *,
@@ -418,8 +422,8 @@ class VideoPipeline:
     def _run_steps(
         self,
         z: Tensor,
-        cond: Condition,
-        null: Condition | None,
+        cond: Cond,
+        null: Cond | None,
         mask: Tensor | None,
         guidance_scale: float | None,
         generators: Sequence[torch.Generator],
@@ -427,7 +431,7 @@ class VideoPipeline:
         progress: bool,
         on_step: OnStep | None,
     ) -> Tensor:
-        """The sampler's steps, with the step cache told of each."""
+        """The sampler's steps, each announced to the step cache."""
         model: Any = self._denoise
         if calls_parts(self.scheduler):  # it calls the model's parts one by one, each under autocast
             model = self.model
@@ -441,7 +445,11 @@ class VideoPipeline:
             timesteps = scale_to_1000(self.scheduler, self.scheduler.solver(z, generators).timesteps)
         x = z
         # closed also where `on_step` raises: the exception's traceback holds on to the steps, and they to cast weights
-        with _closing(steps), _sampling(self.step_cache, timesteps), tqdm(disable=not progress) as bar:
+        with (
+            closing(steps) if isinstance(steps, Generator) else nullcontext(),
+            nullcontext() if self.step_cache is None else self.step_cache.sampling(timesteps),
+            tqdm(disable=not progress) as bar,
+        ):
             for index in count():
                 if self.step_cache is not None and index < len(timesteps):
                     self.step_cache.step(index)
@@ -457,7 +465,7 @@ class VideoPipeline:
         raise AssertionError("the loop ends with the steps")
 
     def _autocast(self, *, enabled: bool = True) -> torch.autocast:
-        """The number format of the denoiser's matrix products."""
+        """The dtype of the denoiser's matrix products."""
         enabled = enabled and self.dtype != torch.float32
         return torch.autocast(self.device.type, self.dtype if enabled else None, enabled=enabled)
 
@@ -468,24 +476,11 @@ class VideoPipeline:
 
     def _decoded(self, z: Tensor, num_frames: int) -> Tensor:
         """Videos [B, 3, T, H, W] on the CPU; one at a time, for pixels take far more memory than latents."""
-        with self._vae_at_work():
+        with self.place.using("vae"):
             return torch.cat([self.vae.decode(one[None], num_frames).float().cpu() for one in z])
 
-    def _vae_at_work(self) -> AbstractContextManager[None]:
-        return self.place.using("vae")
-
-    def _default(self, name: str, value: Any) -> Any:
-        """What a call says, or the config."""
-        return getattr(self.defaults, name) if value is None else value
-
-    def _told_fps(self, num_frames: int) -> float:
-        """What the model is told where the call does not say it: as `sizes.video_size`, for the frames of this call."""
-        if num_frames == 1:
-            return IMAGE_FPS
-        return self.defaults.fps if self.defaults.video_fps is None else self.defaults.video_fps
-
     def _settings(self, request: Request) -> str:
-        """What a message says about a sampling run."""
+        """A sampling run in a message."""
         scale = self.scheduler.cfg_scale if request.guidance_scale is None else request.guidance_scale
         height, width = request.image_size
         return (
@@ -494,8 +489,19 @@ class VideoPipeline:
         )
 
 
+def check_finite(values: Tensor, what: str, prompts: Sequence[str], indices: Sequence[int], settings: str) -> None:
+    """Raise a `UserError` that names the prompts for which `values [B, ...]` are not finite."""
+    bad = [b for b, row in enumerate(values) if not row.isfinite().all()]
+    if bad:
+        names = "; ".join(f"prompt {indices[b]} {prompts[b][:80]!r}" for b in bad)
+        raise UserError(
+            f"{what} are not finite (NaN or infinite) for {names} ({settings}). Nothing is saved for this batch. "
+            "Try --dtype fp32 or a lower --cfg-scale; if that does not help, the checkpoint is broken."
+        )
+
+
 def needs_null(scheduler: Any, guidance_scale: float | None = None) -> bool:
-    """Whether a sampler wants a prediction without text; one with further kinds of guidance (NOVA's) says so itself.
+    """Whether a sampler wants a prediction without text; one with further kinds of guidance (NOVA's) decides itself.
 
     Args:
         scheduler: the sampler.
@@ -521,17 +527,6 @@ def _generators(request: Request, loop: int) -> list[torch.Generator]:
     return [generator(seed, "inference", index, request.sample_index, *later) for seed, index in ids]
 
 
-def _check_guidance(scheduler: Any, plan: ParallelPlan) -> None:
-    if plan.cfg_group is None:
-        return
-    if scheduler.cfg_scale == 1:
-        raise UserError("cfg_parallel has no effect with cfg_scale=1: there is no guidance to share.")
-    if scheduler.guidance.batching != "joint":
-        raise UserError(
-            f"cfg_parallel has no effect with scheduler.guidance.batching={scheduler.guidance.batching!r}; leave one of them out."
-        )
-
-
 def _inside_blocks(model: Any, cache: StepCache | None, cfg: InferenceConfig) -> None:
     """Put a step cache around layers, and compile the blocks around it; without one, compile them as they are."""
     blocks = model.transformer_blocks()
@@ -545,15 +540,6 @@ def _inside_blocks(model: Any, cache: StepCache | None, cfg: InferenceConfig) ->
         return
     for block in blocks:  # only what they compute: what comes around them is decided in Python
         wrap_forward(block, lambda forward: torch.compile(forward, fullgraph=not inside))
-
-
-def _closing(steps: Iterator[SamplingStep]) -> AbstractContextManager[Any]:
-    """Closes steps that are a generator; others hold on to nothing."""
-    return closing(steps) if isinstance(steps, Generator) else nullcontext()
-
-
-def _sampling(cache: StepCache | None, timesteps: Sequence[float]) -> AbstractContextManager[None]:
-    return nullcontext() if cache is None else cache.sampling(timesteps)
 
 
 @contextmanager

@@ -1,41 +1,46 @@
-"""What a sampling run is asked for: prompts, each with all that belongs to it.
+"""Prompts: where they are read from, and what is written inside them.
 
-A prompt's index is its place in the complete list, before `start_index` and `end_index` cut it: a run over a part of
-a file makes the same videos as a run over all of it.
+    a calm lake{"reference_path": "lake.png", "mask_strategy": "0"}     settings of this prompt, as JSON (Open-Sora 1.1)
+    |0|a calm lake|2|a storm over the lake                              the text changes from loop 2 on
+    a calm lake aesthetic score: 6.5. motion score: 5.0.                as captions were written in training (Open-Sora 1.2)
+
+Everything else is text: brackets, braces and bars included. Braces are settings only at the end of the prompt, and when a key in
+them is a setting's name, or nearly.
+
+A prompt's index is its position in the complete list, before `start_index` and `end_index` select a part of it: a run over a part
+of a file makes the same videos as a run over all of it.
 """
 
 import json
 import logging
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pandas as pd
-
 from opensora.config.load import InferenceConfig
 from opensora.datasets.table.files import read_frame
 from opensora.inference.mask_strategy import check_references, parse_mask_strategy
-from opensora.inference.prompt_text import (
-    SCORE_PHRASES,
-    SETTINGS,
-    Segment,
-    check_settings,
-    files_of,
-    split_segments,
-    split_settings,
-    with_scores,
-)
 from opensora.registry import did_you_mean
 from opensora.utils.errors import UserError, first_few
 
-__all__ = ["PromptItem", "Segment", "load_items", "load_prompts"]
-
 logger = logging.getLogger(__name__)
 
-TABLES = (".csv", ".jsonl")
-OVERRIDES = ("seed", "cfg_scale")
+SCORE_PHRASES = {"aes": "aesthetic score:", "flow": "motion score:", "camera_motion": "camera motion:"}
+SEGMENT = re.compile(r"\|([0-9]{1,9})\|")
+AT_THE_END = re.compile(
+    r"(?:^|\s*\b)(?:(?:aesthetic score|motion score): -?\d+(?:\.\d+)?\.\s*|camera motion: [^.:|]+\.\s*)+$"
+)
+KEY = re.compile(r"""\{\s*["']([^"'{}]*)["']\s*:""")
+
+
+class Segment(NamedTuple):
+    """The text of a long video from one of its loops on."""
+
+    loop: int
+    text: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,10 +48,10 @@ class PromptItem:
     """One prompt.
 
     Attributes:
-        index: its place in the complete list.
+        index: its position in the complete list.
         segments: the texts, at least one; the first is of loop 0.
         references: files or URLs, which conditions count from 0.
-        mask_strategy: as written; see `opensora.inference.mask_strategy`. None = nothing was said.
+        mask_strategy: as written; see `opensora.inference.mask_strategy`. None = not set.
         negative_prompt: what to steer away from, "" = the encoder's "no text"; None = the model's own.
         overrides: settings of this prompt alone: `seed` (int), `cfg_scale` (float).
     """
@@ -68,30 +73,28 @@ class PromptItem:
         return [segment.text for segment in self.segments if segment.loop <= loop][-1]
 
 
-class Row(NamedTuple):
+class _Row(NamedTuple):
     """A prompt as it is written."""
 
-    number: int  # its place in the complete list
+    index: int  # in the complete list
     text: str
     settings: Mapping[str, Any]  # cells of a table
     where: str  # for messages
 
 
 def load_items(cfg: InferenceConfig) -> list[PromptItem]:
-    """The prompts that a config asks for, `[start_index:end_index]` of the complete list, with all that belongs to them.
+    """The prompts that a config asks for, `[start_index:end_index]` of the complete list, with their settings.
 
-    What a prompt says of itself, in JSON at its end or in a table's cells, wins over the config. Read of the config:
-    `prompt` or `prompt_path`, `start_index`, `end_index`; `reference_path` and `mask_strategy`, one for each prompt;
-    `negative_prompt`, one for each or one for all; `aes`, `flow`, `camera_motion`, which every text gets that does not
-    have them; `loop`, the number of parts that texts and conditions may speak of.
+    A prompt's own settings, in JSON at its end or in a table's cells, win over the config's: `reference_path` and `mask_strategy`,
+    one for each prompt; `negative_prompt`, one for each or one for all; `aes`, `flow`, `camera_motion`, which every text gets that
+    does not have them. `loop` limits the loops of texts and conditions.
 
     Raises:
         UserError: no prompt is left, a file cannot be read, or prompts are malformed; the message lists them.
     """
     rows = _rows(cfg.prompt, cfg.prompt_path, cfg.start_index, cfg.end_index)
-    given = _from_config(cfg, len(rows))
     items, problems = [], []
-    for row, settings in zip(rows, given, strict=True):
+    for row, settings in zip(rows, _from_config(cfg, len(rows)), strict=True):
         try:
             items.append(_item(row, settings, cfg))
         except UserError as error:
@@ -107,7 +110,7 @@ def load_prompts(
     start_index: int | None = None,
     end_index: int | None = None,
 ) -> list[str]:
-    """The prompts of a run as they are written, `[start_index:end_index]` of the complete list; `load_items` takes them apart.
+    """The prompts of a run as they are written, `[start_index:end_index]` of the complete list; see `load_items`.
 
     Args:
         prompt: the prompts themselves; wins over `prompt_path`.
@@ -121,32 +124,26 @@ def load_prompts(
     return [row.text for row in _rows(prompt, prompt_path, start_index, end_index)]
 
 
-def _item(row: Row, given: Mapping[str, Any], cfg: InferenceConfig) -> PromptItem:
+def _item(row: _Row, given: Mapping[str, Any], cfg: InferenceConfig) -> PromptItem:
     """One row with its settings: the config's, the table's, and those at the end of the text."""
-    text, inline = split_settings(row.text, row.where)
-    cells = check_settings(row.settings, row.where)
+    where = row.where
+    text, inline = split_settings(row.text, where)
+    cells = check_settings(row.settings, where)
     if twice := sorted(cells.keys() & inline.keys()):
-        raise UserError(f"{row.where}: {twice[0]} is set in the table and at the end of the text; keep one.")
+        raise UserError(f"{where}: {twice[0]} is set in the table and at the end of the text; keep one.")
     settings = {**given, **cells, **inline}
-    scores = {name: settings.get(name) for name in SCORE_PHRASES}
-    segments = split_segments(text, row.where)
+    segments = split_segments(text, where)
     item = PromptItem(
-        index=row.number,
-        segments=tuple(Segment(loop, with_scores(words, scores)) for loop, words in segments),
+        index=row.index,
+        segments=tuple(Segment(loop, with_scores(words, settings)) for loop, words in segments),
         references=settings.get("reference_path", ()),
         mask_strategy=settings.get("mask_strategy"),
         negative_prompt=settings.get("negative_prompt"),
-        overrides={name: settings[name] for name in OVERRIDES if name in settings},
+        overrides={name: settings[name] for name in ("seed", "cfg_scale") if name in settings},
     )
-    _check_conditions(item, cfg, row.where)
-    return item
-
-
-def _check_conditions(item: PromptItem, cfg: InferenceConfig, where: str) -> None:
-    """See that nothing speaks of a loop that will not be made, that the strategy can be read, and fits the references."""
     conditions = parse_mask_strategy(item.mask_strategy, cfg.mask_strategy_format, f"{where}: mask_strategy")
     for what, loop in (
-        *((f"segment |{segment.loop}|", segment.loop) for segment in item.segments),
+        *((f"segment |{segment.loop}|", segment.loop) for segment in segments),
         *((f"mask_strategy={item.mask_strategy!r}", condition.loop) for condition in conditions),
     ):
         if loop >= cfg.loop:
@@ -156,18 +153,14 @@ def _check_conditions(item: PromptItem, cfg: InferenceConfig, where: str) -> Non
     if conditions and not item.references:
         raise UserError(f"{where}: mask_strategy={item.mask_strategy!r} has no effect without reference_path.")
     check_references(conditions, len(item.references), f"{where}: mask_strategy")
+    return item
 
 
 def _from_config(cfg: InferenceConfig, count: int) -> list[dict[str, Any]]:
-    """What the config says for each of `count` prompts."""
+    """The config's settings for each of `count` prompts."""
     scores = check_settings({name: getattr(cfg, name) for name in SCORE_PHRASES}, "config")
     given: list[dict[str, Any]] = [dict(scores) for _ in range(count)]
-    kinds: dict[str, Callable[[str], Any]] = {
-        "reference_path": files_of,
-        "mask_strategy": str,
-        "negative_prompt": str,
-    }
-    for name, kind in kinds.items():
+    for name in ("reference_path", "mask_strategy", "negative_prompt"):
         values = getattr(cfg, name)
         if values is None:
             continue
@@ -181,42 +174,38 @@ def _from_config(cfg: InferenceConfig, count: int) -> list[dict[str, Any]]:
         empty_is_meant = name == "negative_prompt" and not any(value.strip() for value in values)
         for settings, value in zip(given, values, strict=True):
             if value.strip() or empty_is_meant:
-                settings[name] = kind(value)
+                settings[name] = files_of(value) if name == "reference_path" else value
     return given
 
 
 def _rows(
     prompt: str | Sequence[str] | None, prompt_path: str | Path | None, start: int | None, end: int | None
-) -> list[Row]:
+) -> list[_Row]:
     """The chosen part of the list."""
     if prompt is not None:
         texts = [prompt] if isinstance(prompt, str) else list(prompt)
-        rows, source = [Row(i, text, {}, f"prompt {i}") for i, text in enumerate(texts)], "prompt"
+        rows, source = [_Row(i, text, {}, f"prompt {i}") for i, text in enumerate(texts)], "prompt"
     elif prompt_path is not None:
         rows, source = _read(Path(prompt_path)), str(prompt_path)
     else:
         raise UserError('nothing to sample: give --prompt "a calm lake at dawn" or --prompt-path FILE.')
     if not rows:
         raise UserError(f"{source}: there is no prompt in it.")
-    return _slice(rows, start or 0, end, source)
-
-
-def _slice(rows: list[Row], start: int, end: int | None, source: str) -> list[Row]:
-    if start < 0 or (end is not None and end < 0):
+    if (start or 0) < 0 or (end or 0) < 0:
         raise UserError(f"start_index={start}, end_index={end}: give positions counted from 0, or leave them out.")
     chosen = rows[start:end]
     if not chosen:
         raise UserError(
-            f"start_index={start}, end_index={end} leave no prompt: {source} has {len(rows)}, "
+            f"start_index={start or 0}, end_index={end} leave no prompt: {source} has {len(rows)}, "
             f"numbered 0 to {len(rows) - 1}."
         )
     return chosen
 
 
-def _read(path: Path) -> list[Row]:
+def _read(path: Path) -> list[_Row]:
     if not path.is_file():
         raise UserError(f"prompt_path={path}: there is no such file.")
-    if path.suffix.lower() in TABLES:
+    if path.suffix.lower() in (".csv", ".jsonl"):
         return _read_table(path)
     try:
         # utf-8-sig: spreadsheets put a byte-order mark in front, which is no part of the first prompt
@@ -225,56 +214,187 @@ def _read(path: Path) -> list[Row]:
     except UnicodeDecodeError as error:
         raise UserError(f"prompt_path={path} is not UTF-8 text ({error}); save it as UTF-8.") from error
     lines = [(number, line) for number, line in lines if line and not line.startswith("#")]
-    return [Row(i, line, {}, f"{path}, line {number}") for i, (number, line) in enumerate(lines)]
+    return [_Row(i, line, {}, f"{path}, line {number}") for i, (number, line) in enumerate(lines)]
 
 
-def _read_table(path: Path) -> list[Row]:
+def _read_table(path: Path) -> list[_Row]:
     """One prompt a row: its column `text`, and columns named after settings."""
     frame = read_frame(path)
     names = list(frame.columns)
     if "text" not in names:
         raise UserError(f"prompt_path={path}: no column 'text'; its columns are {', '.join(names) or '(none)'}.")
-    _tell_unused(path, [name for name in names if name not in ("text", *SETTINGS)])
-    columns = {name: _values(frame[name]) for name in ("text", *SETTINGS) if name in names}
-    texts = columns.pop("text")
-    columns = {name: [None if _is_blank(value) else value for value in values] for name, values in columns.items()}
-    if "negative_prompt" in columns and path.suffix.lower() == ".jsonl":
-        columns["negative_prompt"] = _as_written(path, "negative_prompt")
-    return [
-        Row(i, _cell_text(text, where), {name: values[i] for name, values in columns.items()}, where)
-        for i, text in enumerate(texts)
-        for where in [f"{path}, row {i + 1}"]
-    ]
-
-
-def _values(column: pd.Series) -> list[Any]:
-    """The cells of a column as Python's own values; None where there is none."""
-    values = column.to_numpy(object).tolist()
-    return [None if value is pd.NA or (isinstance(value, float) and math.isnan(value)) else value for value in values]
+    unused = [name for name in names if name not in ("text", *SETTINGS)]
+    hints = {name: did_you_mean(name, list(SETTINGS)) for name in unused}
+    for name, hint in hints.items():
+        if hint:
+            logger.warning("prompt_path=%s: the column %r is not used.%s", path, name, hint)
+    if rest := [name for name, hint in hints.items() if not hint]:
+        logger.info("prompt_path=%s: columns that are not used: %s.", path, ", ".join(rest))
+    table = frame[[name for name in ("text", *SETTINGS) if name in names]].astype(object)
+    table = table.where(table.notna(), None).to_dict("records")
+    negatives = [None if _is_blank(cells.get("negative_prompt")) else cells.get("negative_prompt") for cells in table]
+    if (
+        "negative_prompt" in names and path.suffix.lower() == ".jsonl"
+    ):  # where "" is a text, which the table does not keep
+        with path.open(encoding="utf-8-sig") as file:
+            negatives = [json.loads(line).get("negative_prompt") for line in file if line.strip()]
+    rows = []
+    for i, (cells, negative) in enumerate(zip(table, negatives, strict=True)):
+        text, where = cells.pop("text"), f"{path}, row {i + 1}"
+        if text is not None and (isinstance(text, bool) or not isinstance(text, str | int)):
+            raise UserError(f"{where}: text={text!r}; expected a text or a class number.")
+        rows.append(_Row(i, "" if text is None else str(text), {**cells, "negative_prompt": negative}, where))
+    return rows
 
 
 def _is_blank(value: Any) -> bool:
     return isinstance(value, str) and not value.strip()
 
 
-def _as_written(path: Path, name: str) -> list[Any]:
-    """A column of a JSONL file in which "" and nothing are two things, as they are not in a table."""
-    with path.open(encoding="utf-8-sig") as file:
-        return [json.loads(line).get(name) for line in file if line.strip()]
+def split_settings(prompt: str, where: str) -> tuple[str, dict[str, Any]]:
+    """The prompt without the JSON at its end, and the checked settings in it; the prompt as it is where there are none.
+
+    Raises:
+        UserError: the JSON is broken, or a setting is unknown, repeated or of the wrong kind.
+    """
+    for match in KEY.finditer(prompt):
+        found, problem = None, ""
+        try:
+            found = json.loads(prompt[match.start() :], object_pairs_hook=_without_repeats)
+        except (ValueError, RecursionError) as error:
+            problem = str(error)
+        names = [match[1]] if found is None else list(found)
+        if not any(name in SETTINGS or did_you_mean(name, list(SETTINGS)) for name in names):
+            continue
+        if found is None:
+            raise UserError(
+                f"{where}: the settings at its end are no valid JSON ({problem}); write them as "
+                '{"reference_path": "a.png", "mask_strategy": "0"}, after the text.'
+            )
+        return prompt[: match.start()].rstrip(), check_settings(found, where)
+    return prompt, {}
 
 
-def _cell_text(value: Any, where: str) -> str:
-    """A prompt, or in JSON also a class number."""
-    if value is None:
-        return ""
-    if isinstance(value, str) or (isinstance(value, int) and not isinstance(value, bool)):
-        return str(value)
-    raise UserError(f"{where}: text={value!r}; expected a text or a class number.")
+def split_segments(text: str, where: str) -> tuple[Segment, ...]:
+    """The segments of `|0|a lake|2|a storm`; a text that does not begin with a number between bars is one segment.
+
+    Raises:
+        UserError: the numbers do not begin with 0 and ascend, or a segment has no text.
+    """
+    stripped = text.strip()
+    if not SEGMENT.match(stripped):
+        return (Segment(0, text),)
+    _, *parts = SEGMENT.split(stripped)
+    segments = tuple(Segment(int(loop), words.strip()) for loop, words in zip(parts[::2], parts[1::2], strict=True))
+    loops = [segment.loop for segment in segments]
+    if loops[0] != 0:
+        raise UserError(f"{where}: its segments begin with |{loops[0]}|; the first is |0|.")
+    if loops != sorted(set(loops)):
+        raise UserError(f"{where}: its segments are numbered {loops}; numbers ascend, each once.")
+    if empty := [segment.loop for segment in segments if not segment.text]:
+        raise UserError(f"{where}: segment |{empty[0]}| has no text.")
+    return segments
 
 
-def _tell_unused(path: Path, names: Sequence[str]) -> None:
-    for name in names:
-        if hint := did_you_mean(name, list(SETTINGS)):
-            logger.warning("prompt_path=%s: the column %r is not used.%s", path, name, hint)
-    if rest := [name for name in names if not did_you_mean(name, list(SETTINGS))]:
-        logger.info("prompt_path=%s: columns that are not used: %s.", path, ", ".join(rest))
+def with_scores(text: str, scores: Mapping[str, float | str | None]) -> str:
+    """The text with the scores that are set and not in it already: numbers with one decimal, words as they are.
+
+    `with_scores("a lake", {"aes": 6.5})` is "a lake aesthetic score: 6.5."
+    """
+    present = text.lower()
+    for name, phrase in SCORE_PHRASES.items():
+        value = scores.get(name)
+        if value is not None and phrase not in present:
+            text = f"{text} {phrase} {value if isinstance(value, str) else f'{value:.1f}'}."
+    return text.lstrip() if not present else text
+
+
+def without_scores(text: str) -> str:
+    """The reverse of `with_scores`: the text without the scores at its end."""
+    return AT_THE_END.sub("", text)
+
+
+def check_settings(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Settings of one prompt, each of its type; those that are None or an empty string are left out.
+
+    A `negative_prompt` of "" stays: it is the encoder's "no text", which is not the model's own.
+
+    Raises:
+        UserError: a name is unknown, or a value is of the wrong kind.
+    """
+    checked = {}
+    for name, value in values.items():
+        if name not in SETTINGS:
+            known = list(SETTINGS)
+            raise UserError(
+                f"{where}: {name!r} is no setting.{did_you_mean(name, known)} Settings: {', '.join(known)}."
+            )
+        if value is None or (_is_blank(value) and name != "negative_prompt"):
+            continue
+        kind, expected = SETTINGS[name]
+        result = kind(value)
+        if result is None:
+            raise UserError(f"{where}: {name}={value!r}; expected {expected}.")
+        checked[name] = result
+    return checked
+
+
+def files_of(value: Any) -> tuple[str, ...] | None:
+    """Files or URLs: joined by ";" in a string, or a list of them."""
+    if isinstance(value, list | tuple):
+        return tuple(value) if all(isinstance(file, str) and file.strip() for file in value) else None
+    return tuple(part.strip() for part in value.split(";") if part.strip()) if isinstance(value, str) else None
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _strategy(value: Any) -> str | None:
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else _text(value)
+
+
+def _integer(value: Any) -> int | None:
+    if isinstance(value, str) and re.fullmatch(r"\s*-?[0-9]{1,18}\s*", value):
+        return int(value)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        return None
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _score(value: Any) -> float | str | None:
+    """A number, or a word such as "excellent"; None for anything else, NaN and infinity too."""
+    if not isinstance(value, str):
+        return _number(value)
+    try:
+        float(value)
+    except ValueError:
+        return value.strip() or None
+    return _number(value)
+
+
+SETTINGS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "reference_path": (files_of, "files or URLs, joined by ';' or as a list"),
+    "mask_strategy": (_strategy, "a string such as '0;0,1,0,-1,1'"),
+    "negative_prompt": (_text, "a text"),
+    "seed": (_integer, "a whole number"),
+    "cfg_scale": (_number, "a number"),
+    "aes": (_score, "a number or a word"),
+    "flow": (_score, "a number or a word"),
+    "camera_motion": (_text, "words such as 'pan left'"),
+}
+
+
+def _without_repeats(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    names = [name for name, _ in pairs]
+    if repeated := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(f"{repeated!r} is there twice")
+    return dict(pairs)

@@ -1,17 +1,22 @@
-"""Pictures and videos that a sample starts from, and what the video takes from them.
+"""Images and videos that a sample starts from, and which of its frames they become.
 
-    reference_path + mask_strategy     whatever the strategy says (see `mask_strategy.py`), every frame of each file
-    --image FIRST [--last-image LAST]  picture to video, and interpolation between two pictures
+    reference_path + mask_strategy     as the strategy says (see `mask_strategy.py`), every frame of each file
+    --image FIRST [--last-image LAST]  image to video, and interpolation between two images
     --extend VIDEO                     the result begins with the end of a video
     --edit VIDEO --edit-ratio R        a variant of a video: noised up to R of the way, and denoised again
 
-Every number of frames is asked from the VAE, also how long a reference may be for its place (`references_fit.py`). References
-are covered by the target size and cut in the middle, as in training.
+References are resized to cover the target size and cropped in the middle, as in training, and have lengths that the VAE takes.
+
+Lengths also decide what latents mean. A VAE may take any number of frames and yet make one latent frame of several: Open-Sora
+1.2's pads the beginning of a chunk up to a multiple of 4, so that the first latent frame of 10 frames stands for two of them,
+that of a whole chunk of 17 for one. In a whole chunk, latents of 10 frames would be seen a frame late, and one be lost. So a
+reference that ends with a part of a chunk is shortened to where that part has the causal padding (`vae.causal_padding`) of the chunk of
+the video that it becomes.
 """
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,9 +30,15 @@ from opensora.datasets.video.frame_times import CLOSE, MAX_REPEATED
 from opensora.datasets.video.read_video import Clip, open_clip, read_indices
 from opensora.inference.fetch import fetch
 from opensora.inference.long_video import overlap
-from opensora.inference.mask_strategy import Condition, check_places, check_references, parse_mask_strategy
+from opensora.inference.mask_strategy import (
+    Condition,
+    check_conditions,
+    check_references,
+    describe,
+    parse_mask_strategy,
+    resolve,
+)
 from opensora.inference.prompts import PromptItem
-from opensora.inference.references_fit import fitted, fitting_length, to_length
 from opensora.inference.sizes import saved_rate
 from opensora.models.vae.base import VideoVAE
 from opensora.utils.errors import UserError, first_few
@@ -37,7 +48,6 @@ logger = logging.getLogger(__name__)
 
 MAX_FRAMES = 2048  # of one reference; more would fill memory for frames that no model takes
 AT_A_TIME = 32  # frames that are decoded at full size at the same time
-SHORTCUTS = ("image", "last_image", "extend", "edit")
 
 
 class Conditioning(NamedTuple):
@@ -53,16 +63,15 @@ NO_CONDITIONING = Conditioning([], [])
 def conditioning(
     cfg: InferenceConfig, item: PromptItem, vae: VideoVAE, num_frames: int, image_size: tuple[int, int]
 ) -> Conditioning:
-    """The references of a prompt, and what the video takes from them.
+    """The references of a prompt, and which frames they become.
 
-    From `item.references` with `item.mask_strategy`, or from the config's `image`, `last_image`, `extend`, `edit`. Read of the
-    config also: `edit_ratio`, `condition_frame_length`, `mask_strategy_format`, `align`, `reference_cache`,
-    and `fps`, `frame_interval`, `save_fps`: frames of `extend` and `edit` are taken at the rate of the result.
+    From `item.references` with `item.mask_strategy`, or from the config's `image`, `last_image`, `extend`, `edit`. Frames of the
+    last two are taken at the rate of the result.
 
     Args:
         cfg: the config.
         item: the prompt.
-        vae: knows the lengths it takes and the latent frames of a piece.
+        vae: knows the lengths it takes and the latent frames of a chunk.
         num_frames, image_size: of the video to make (height, width), which the VAE takes.
 
     Raises:
@@ -70,22 +79,28 @@ def conditioning(
     """
     refuse_contradictions(cfg, [item])
     used = _shortcuts(cfg)
-    load = _Loader(Path(cfg.reference_cache), vae, image_size)
-    given = _by_shortcut(cfg, load, vae, num_frames) if used else _by_strategy(cfg, item, load)
-    where, align = f"prompt {item.index}: " + (f"--{used[0]}" if used else "mask_strategy"), piece_of(vae, cfg.align)
-    given = Conditioning(*fitted(given.references, given.conditions, vae, num_frames, align, where))
-    lengths = [vae.latent_frames(reference.shape[1]) for reference in given.references]
+    where = f"prompt {item.index}: " + (f"--{used[0]}" if used else "mask_strategy")
+
+    def read(source: str, num_frames: int | None = None, *, rate: float | None = None, end: bool = False) -> Tensor:
+        path = fetch(source, Path(cfg.reference_cache))
+        return read_reference(path, vae, image_size, num_frames, rate=rate, end=end)
+
+    if used:
+        start = _from_shortcuts(cfg, read, vae, num_frames)
+    else:
+        conditions = parse_mask_strategy(item.mask_strategy, cfg.mask_strategy_format, where)
+        check_references(conditions, len(item.references), where)
+        start = Conditioning([read(source) for source in item.references], conditions)
+    align = alignment(vae, cfg.align)
+    start = _fitted(start, vae, num_frames, align, where)
+    lengths = [vae.latent_frames(reference.shape[1]) for reference in start.references]
     shared = overlap(vae, num_frames, cfg.condition_frame_length).latent_frames if cfg.loop > 1 else 0
-    check_places(given.conditions, lengths, vae.latent_frames(num_frames), align, where, shared=shared)
-    return given
+    check_conditions(start.conditions, lengths, vae.latent_frames(num_frames), align, where, shared=shared)
+    return start
 
 
 def refuse_contradictions(cfg: InferenceConfig, items: Sequence[PromptItem]) -> None:
-    """See that a run's shortcuts fit its prompts and its length, before anything is loaded.
-
-    Raises:
-        UserError: they do not.
-    """
+    """Raise a `UserError` where a run's shortcuts do not fit its prompts or its length, before anything is loaded."""
     used = _shortcuts(cfg)
     if clash := [item.index for item in items if used and item.references]:
         raise UserError(
@@ -99,8 +114,7 @@ def refuse_contradictions(cfg: InferenceConfig, items: Sequence[PromptItem]) -> 
         )
     if cfg.align is not None and not used and not any(item.references for item in items):
         raise UserError(f"align={cfg.align} has no effect: no prompt has references that could be moved.")
-    given = any(item.mask_strategy is not None for item in items)
-    if cfg.mask_strategy_format != "six-fields" and not given:
+    if cfg.mask_strategy_format != "six-fields" and all(item.mask_strategy is None for item in items):
         raise UserError(f"mask_strategy_format={cfg.mask_strategy_format!r} has no effect without mask_strategy.")
 
 
@@ -110,69 +124,64 @@ def sources_of(cfg: InferenceConfig, item: PromptItem) -> list[str]:
 
 
 def refuse_missing(cfg: InferenceConfig, items: Sequence[PromptItem]) -> None:
-    """See that every file that a run starts from is there, before minutes of loading and hours of sampling.
-
-    Raises:
-        UserError: names those that are not.
-    """
-    sources = [(f"--{name.replace('_', '-')}", getattr(cfg, name)) for name in SHORTCUTS]
+    """Raise a `UserError` that names local references which do not exist, before minutes of loading and hours of sampling."""
+    sources = [(f"--{name.replace('_', '-')}", getattr(cfg, name)) for name in _shortcuts(cfg)]
     sources += [(f"prompt {item.index}: reference_path", source) for item in items for source in item.references]
     missing = [
         f"{where}: there is no file {source}."
         for where, source in sources
-        if source is not None and "://" not in source and not Path(source).is_file()
+        if "://" not in source and not Path(source).is_file()
     ]
     if missing:
         raise UserError("\n".join(first_few(missing)))
 
 
 def first_and_last(first: Tensor | None, last: Tensor | None = None, loop: int = 1) -> Conditioning:
-    """A video of `loop` segments that begins with one picture, ends with another, or both; [3, T, H, W] each."""
-    given = [(first, Condition()), (last, _end(loop))]
-    chosen = [(picture, place) for picture, place in given if picture is not None]
+    """A video of `loop` segments that begins with one image, ends with another, or both; [3, T, H, W] each."""
+    images = [(first, Condition()), (last, Condition(loop=loop - 1, target_start=-1))]
+    chosen = [(image, condition) for image, condition in images if image is not None]
     return Conditioning(
-        [picture for picture, _ in chosen], [place._replace(reference=i) for i, (_, place) in enumerate(chosen)]
+        [image for image, _ in chosen], [condition._replace(reference=i) for i, (_, condition) in enumerate(chosen)]
     )
 
 
 def extension(
     video: Tensor, vae: VideoVAE, last: Tensor | None = None, *, num_frames: int | None = None, loop: int = 1
 ) -> Conditioning:
-    """A video that begins with the end of another, and ends with a picture, if one is given.
+    """A video that begins with the end of another, and ends with an image, if one is given.
 
     Args:
-        video: [3, T, H, W], the end of what is continued; frames in front that do not fit are left out, and that is told.
+        video: [3, T, H, W], the end of what is continued; frames in front that do not fit are left out, which is logged.
         vae: knows how many fit.
-        last: [3, T, H, W], the picture.
-        num_frames: of the video to make, or of a segment of it; None: the pieces of the VAE that `video` is put to are whole.
+        last: [3, T, H, W], the image.
+        num_frames: of the video to make, or of a segment of it; None: `video` becomes whole chunks of the VAE.
         loop: segments of the video to make.
     """
     count = video.shape[1]
-    fits = fitting_length(vae, count, Condition(length=vae.latent_frames(count)), num_frames)
+    fits = _fitting_length(vae, count, Condition(length=vae.latent_frames(count)), num_frames)
     if fits < count:
-        logger.info("extend: %d frames in front are left out, for the VAE's pieces begin otherwise.", count - fits)
-    video = to_length(video, fits, end=True)
-    conditions = [Condition(length=vae.latent_frames(fits))]
-    if last is None:
-        return Conditioning([video], conditions)
-    return Conditioning([video, last], [*conditions, _end(loop)._replace(reference=1)])
+        logger.info("extend: %d frames in front are left out, for the VAE's chunks begin otherwise.", count - fits)
+    ending = first_and_last(None, last, loop)
+    return Conditioning(
+        [_to_length(video, fits, end=True), *ending.references],
+        [Condition(length=vae.latent_frames(fits)), *(c._replace(reference=1) for c in ending.conditions)],
+    )
 
 
 def edit(video: Tensor, vae: VideoVAE, num_frames: int, ratio: float) -> Conditioning:
     """A variant of `video [3, T, H, W]`: SDEdit (Meng et al. 2022), from `ratio` of the way into the noise."""
     count = video.shape[1]
-    fits = fitting_length(vae, count, Condition(length=vae.latent_frames(count)), num_frames)
-    video = to_length(video, fits)
+    fits = _fitting_length(vae, count, Condition(length=vae.latent_frames(count)), num_frames)
     if min(count, fits) < num_frames:
-        of_these = "" if fits == count else f", of which {fits} fit its pieces"
+        of_these = "" if fits == count else f", of which {fits} fit its chunks"
         logger.warning("edit: the video has %d frames%s; the rest of %d is made anew.", count, of_these, num_frames)
-    return Conditioning([video], [Condition(length=vae.latent_frames(video.shape[1]), edit_ratio=ratio)])
+    return Conditioning([_to_length(video, fits)], [Condition(length=vae.latent_frames(fits), edit_ratio=ratio)])
 
 
 def encode_references(vae: VideoVAE, references: Sequence[Tensor], seed: int, prompt_index: int) -> list[Tensor]:
     """Scaled latents [C, t_i, h, w], fp32, of references [3, T_i, H, W], on the VAE's device.
 
-    The posterior's noise depends on seed, prompt and place of the reference, and on nothing else.
+    The posterior's noise depends on seed, prompt and index of the reference, and on nothing else.
     """
     device = next(vae.parameters()).device
     with torch.no_grad():
@@ -191,7 +200,7 @@ def read_reference(
     rate: float | None = None,
     end: bool = False,
 ) -> Tensor:
-    """A picture or a video as [3, T, H, W] in [-1, 1], cut to the size, and to a length that the VAE takes.
+    """An image or a video as [3, T, H, W] in [-1, 1], cropped to the size, of a length that the VAE takes.
 
     Args:
         path: the file.
@@ -223,62 +232,6 @@ def read_reference(
     return video
 
 
-class _Loader:
-    """Reads files and URLs at the size of one run's videos."""
-
-    def __init__(self, cache: Path, vae: VideoVAE, image_size: tuple[int, int]) -> None:
-        self.cache, self.vae, self.image_size = cache, vae, image_size
-
-    def __call__(
-        self, source: str, num_frames: int | None = None, *, rate: float | None = None, end: bool = False
-    ) -> Tensor:
-        """[3, T, H, W]; see `read_reference`."""
-        path = fetch(source, self.cache)
-        return read_reference(path, self.vae, self.image_size, num_frames, rate=rate, end=end)
-
-    def picture(self, source: str | None) -> Tensor | None:
-        """[3, T, H, W]: a picture, or the first frame of a video, as often as the VAE's shortest video needs it."""
-        return None if source is None else self(source, 1)
-
-
-def _by_shortcut(cfg: InferenceConfig, load: _Loader, vae: VideoVAE, num_frames: int) -> Conditioning:
-    """What --image, --last-image, --extend and --edit say."""
-    if cfg.edit is not None:
-        return edit(load(cfg.edit, num_frames, rate=saved_rate(cfg)), vae, num_frames, cfg.edit_ratio)
-    last = load.picture(cfg.last_image)
-    if cfg.extend is not None:
-        shared = overlap(vae, num_frames, cfg.condition_frame_length)
-        end = load(cfg.extend, shared.num_frames, rate=saved_rate(cfg), end=True)
-        extended = extension(end, vae, last, num_frames=num_frames, loop=cfg.loop)
-        begins_with = extended.references[0].shape[1]
-        logger.info("extend: the video begins with the last %d frames of %s.", begins_with, cfg.extend)
-        return extended
-    return first_and_last(load.picture(cfg.image), last, cfg.loop)
-
-
-def _shortcuts(cfg: InferenceConfig) -> list[str]:
-    """Those that the config uses."""
-    return [name for name in SHORTCUTS if getattr(cfg, name) is not None]
-
-
-def _end(loop: int) -> Condition:
-    """Where the picture goes that ends a video of so many segments."""
-    return Condition(loop=loop - 1, target_start=-1)
-
-
-def _by_strategy(cfg: InferenceConfig, item: PromptItem, load: _Loader) -> Conditioning:
-    """What reference_path and mask_strategy say."""
-    where = f"prompt {item.index}: mask_strategy"
-    conditions = parse_mask_strategy(item.mask_strategy, cfg.mask_strategy_format, where)
-    check_references(conditions, len(item.references), where)
-    return Conditioning([load(source) for source in item.references], conditions)
-
-
-def piece_of(vae: VideoVAE, align: int | None = None) -> int:
-    """Latent frames to whose multiples references are moved: as the config says, or the VAE's pieces, or any."""
-    return align or vae.chunk_latent_frames or 1
-
-
 def _frames_at(path: Path, clip: Clip, rate: float | None, *, end: bool) -> np.ndarray:
     """Indices [N] of a clip's frames: all of them, or those shown at `rate`, counted from its first or from its last."""
     if rate is None or clip.num_frames == 1:
@@ -290,3 +243,119 @@ def _frames_at(path: Path, clip: Clip, rate: float | None, *, end: bool) -> np.n
     if end:
         wanted += seconds[-1] - wanted[-1]
     return np.searchsorted(seconds, wanted + CLOSE, side="right") - 1
+
+
+def alignment(vae: VideoVAE, align: int | None = None) -> int:
+    """Latent frames to whose multiples references are moved: the config's, or the VAE's chunk, or 1."""
+    return align or vae.chunk_latent_frames or 1
+
+
+def _shortcuts(cfg: InferenceConfig) -> list[str]:
+    return [name for name in ("image", "last_image", "extend", "edit") if getattr(cfg, name) is not None]
+
+
+def _from_shortcuts(cfg: InferenceConfig, read: Callable[..., Tensor], vae: VideoVAE, num_frames: int) -> Conditioning:
+    """What --image, --last-image, --extend and --edit ask for; `read(source, num_frames, rate=, end=)` gives [3, T, H, W]."""
+    if cfg.edit is not None:
+        return edit(read(cfg.edit, num_frames, rate=saved_rate(cfg)), vae, num_frames, cfg.edit_ratio)
+    # an image, or the first frame of a video, as often as the VAE's shortest video needs it
+    last = None if cfg.last_image is None else read(cfg.last_image, 1)
+    if cfg.extend is None:
+        return first_and_last(None if cfg.image is None else read(cfg.image, 1), last, cfg.loop)
+    shared = overlap(vae, num_frames, cfg.condition_frame_length)
+    end = read(cfg.extend, shared.num_frames, rate=saved_rate(cfg), end=True)
+    start = extension(end, vae, last, num_frames=num_frames, loop=cfg.loop)
+    frames = start.references[0].shape[1]
+    logger.info("extend: the video begins with the last %d frames of %s.", frames, cfg.extend)
+    return start
+
+
+def _fitted(start: Conditioning, vae: VideoVAE, num_frames: int, align: int, where: str) -> Conditioning:
+    """References [3, T_i, H, W] of lengths that fit, and their conditions; what is left out or repeated is logged.
+
+    Args:
+        start: of one prompt.
+        vae: knows its chunks.
+        num_frames: of the video, or of a segment of it.
+        align: latent frames to whose multiples references are moved.
+        where: what messages call the conditions.
+
+    Raises:
+        UserError: a condition is outside its reference or the video, or two of one reference need it at different lengths.
+    """
+    videos, conditions = list(start.references), list(start.conditions)
+    for i, video in enumerate(start.references):
+        uses = [k for k, condition in enumerate(conditions) if condition.reference == i]
+        count = video.shape[1]
+        before = vae.latent_frames(count)
+        # a start from the end is meant of the whole file
+        fixed = {k: conditions[k]._replace(ref_start=conditions[k].ref_start % before) for k in uses}
+        lengths = sorted({_fitting_length(vae, count, conditions[k], num_frames, align) for k in uses}) or [count]
+        for length in lengths:
+            if len(lengths) == 1 or all(
+                condition.ref_start < vae.latent_frames(length)
+                and _fitting_length(vae, length, condition, num_frames, align) == length
+                for condition in fixed.values()
+            ):
+                break
+        else:
+            raise UserError(
+                f"{where}: groups take {count} frames of one reference to chunks of the VAE that begin differently "
+                f"({'; '.join(describe(conditions[k]) for k in uses)}): name its file twice in reference_path, once for each group."
+            )
+        if length == count:
+            continue
+        done = f"{count - length} are left out" if length < count else "the last is repeated"
+        logger.info(
+            "%s: reference %d has %d frames, and %s: with %d its last chunk begins as the video's does.",
+            where, i, count, done, length,
+        )  # fmt: skip
+        videos[i] = _to_length(video, length)
+        if vae.latent_frames(length) != before:
+            for k in uses:
+                conditions[k] = fixed[k]
+    return Conditioning(videos, conditions)
+
+
+def _fitting_length(
+    vae: VideoVAE, count: int, condition: Condition, num_frames: int | None = None, align: int | None = None
+) -> int:
+    """The number of frames to which a reference must be shortened, or repeated, for one condition.
+
+    Args:
+        vae: knows its chunks.
+        count: frames of the reference, which the VAE takes.
+        condition: what the video takes from it.
+        num_frames: of the video, or of a segment of it; None: as many whole chunks as the reference needs.
+        align: latent frames to whose multiples references are moved; None: the VAE's chunks.
+    """
+    chunk = vae.chunk_latent_frames
+    size = max(count, num_frames or 0) if chunk is None else vae.video_frames(chunk)
+    if num_frames is None:
+        num_frames = count if chunk is None else math.ceil(count / size) * size
+    latents, target = vae.latent_frames(count), vae.latent_frames(num_frames)
+    fixed = resolve(condition, latents, target, align or chunk or 1)
+    chunk = chunk or max(latents, target)
+    if fixed.ref_start % chunk or fixed.target_start % chunk:
+        return count  # inside a chunk, which only `align` asks for: no length makes it fit
+    for k in range(math.ceil(fixed.length / chunk)):
+        begin, target_begin = (start // chunk * size + k * size for start in (fixed.ref_start, fixed.target_start))
+        has, takes = min(size, count - begin), min(size, num_frames - target_begin)
+        padding = vae.causal_padding(takes)
+        if vae.causal_padding(has) == padding:
+            continue
+        first = vae.strides[0] - padding  # frames that the first latent frame stands for
+        spare = min(has, takes) - first
+        if spare < 0:  # not even the first latent frame can be filled
+            return begin + (0 if k else first)
+        return begin + first + spare // vae.strides[0] * vae.strides[0]
+    return count
+
+
+def _to_length(video: Tensor, length: int, *, end: bool = False) -> Tensor:
+    """[3, T, H, W] -> [3, length, H, W]: the first frames, or the last; where there are too few, the outermost is repeated."""
+    count = video.shape[1]
+    if length <= count:
+        return video[:, count - length :] if end else video[:, :length]
+    edge = (video[:, :1] if end else video[:, -1:]).expand(-1, length - count, -1, -1)
+    return torch.cat([edge, video] if end else [video, edge], dim=1)

@@ -30,10 +30,10 @@ from opensora.datasets.buckets.bucket import NONE
 from opensora.datasets.dataloader import batch_bytes, build_loader
 from opensora.datasets.sampler import BatchKeys, BucketKey, DataPosition, SampleKey
 from opensora.datasets.video.files import IMAGE_FPS
-from opensora.inference.compare import save_sheet
-from opensora.inference.output import sample_file_name, save_sample
-from opensora.inference.pipeline import VideoPipeline, check_size
+from opensora.inference.output import sample_file_name, save_image_grid, save_sample
+from opensora.inference.pipeline import VideoPipeline
 from opensora.inference.prompts import load_prompts
+from opensora.inference.sizes import check_size
 from opensora.registry import DATASETS, SCHEDULERS, build_module
 from opensora.training.batch_encoder import BatchEncoder
 from opensora.training.run import due
@@ -282,7 +282,7 @@ class SampleVideos:
         if self.world.is_main and frames:
             strips = {f"{i}: {self.prompts[i][:60]}": (frames[i].float(),) for i in sorted(frames)}
             with _without_ending_the_training():
-                self.log.image("val/samples", save_sheet(folder / "sheet.jpg", strips, SHEET_COLUMNS), step)
+                self.log.image("val/samples", save_image_grid(folder / "sheet.jpg", strips, SHEET_COLUMNS), step)
 
     def _sample(self, index: int) -> Tensor | None:
         """The video of a prompt [3, T, H, W], or None where it is not finite: a bad sample does not end a training."""

@@ -3,28 +3,9 @@
 import importlib.util
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
 from opensora.config.load import InferenceConfig, config_from_dict
-from opensora.models.stdit.stdit import STDiT
-from opensora.models.vae.vae import VideoAutoencoderKL
-
-MODEL = {"hidden_size": 32, "depth": 2, "num_heads": 2}
-
-
-@pytest.fixture(scope="session")
-def weights(tmp_path_factory):
-    """A folder with `model.safetensors` and `vae/`."""
-    folder = tmp_path_factory.mktemp("weights")
-    generator = torch.Generator().manual_seed(0)
-    model = STDiT(caption_channels=384, model_max_length=16, **MODEL)
-    # a new STDiT predicts zero: with weights everywhere, the prompt has an effect
-    state = {name: 0.1 * torch.randn(w.shape, generator=generator) for name, w in model.state_dict().items()}
-    save_file(state, folder / "model.safetensors")
-    architecture = {"latent_channels": 4, "block_out_channels": (8, 8, 8, 8), "norm_num_groups": 4}
-    VideoAutoencoderKL(architecture=architecture).save_pretrained(folder / "vae")
-    return folder
+from tests.conftest import TOY_STDIT
 
 
 @pytest.fixture
@@ -38,7 +19,7 @@ def cfg(weights):
             "num_frames": 4,
             "fps": 8,
             "image_size": (32, 48),
-            "model": {"type": "STDiT", "from_pretrained": str(weights / "model.safetensors"), **MODEL},
+            "model": {"type": "STDiT", "from_pretrained": str(weights / "model.safetensors"), **TOY_STDIT},
             "vae": {"type": "VideoAutoencoderKL", "from_pretrained": str(weights / "vae")},
             "text_encoder": {
                 "type": "hf",

@@ -34,8 +34,8 @@ class Words:
 
 
 @pytest.fixture(autouse=True)
-def nothing_said():
-    conditions._say_once.cache_clear()
+def nothing_logged():
+    conditions._log_once.cache_clear()
 
 
 @pytest.fixture

@@ -13,15 +13,16 @@ from opensora.config.load import InferenceConfig, config_from_dict
 from opensora.inference.jobs import jobs, records
 from opensora.inference.manifest import (
     already_made,
+    content_hash,
     describe_checkpoint,
     finished,
     frames_hash,
+    inputs_of,
     read_sidecar,
     sidecar,
     write_samples,
     write_sidecar,
 )
-from opensora.inference.manifest_inputs import content_hash, inputs_of
 from opensora.inference.output import save_sample, with_extension
 from opensora.inference.pipeline import Defaults
 from opensora.utils.errors import UserError

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from opensora.inference.mask_strategy import (
     Condition,
     apply,
-    check_places,
+    check_conditions,
     check_references,
     describe,
     parse_mask_strategy,
@@ -225,11 +225,11 @@ def test_references_and_conditions_need_each_other():
 
 def test_a_video_that_is_all_given_is_refused_and_overlaps_are_told(caplog):
     with pytest.raises(UserError, match="p: all 4 latent frames of the video are kept"):
-        check_places(parse_mask_strategy("0,0,0,0,2;0,0,0,2,2"), [9], 4, 1, "p")
-    check_places(parse_mask_strategy("0,0,0,0,2;0,0,0,2,2,0.5"), [9], 4, 1, "p")  # the end is edited
-    check_places(parse_mask_strategy("0,0,0,0,3;1,0,0,0,3"), [9], 4, 1, "p")
+        check_conditions(parse_mask_strategy("0,0,0,0,2;0,0,0,2,2"), [9], 4, 1, "p")
+    check_conditions(parse_mask_strategy("0,0,0,0,2;0,0,0,2,2,0.5"), [9], 4, 1, "p")  # the end is edited
+    check_conditions(parse_mask_strategy("0,0,0,0,3;1,0,0,0,3"), [9], 4, 1, "p")
     assert not caplog.records
-    check_places(parse_mask_strategy("0;0,1,0,-1"), [1, 1], 5, 5, "p")  # one piece: both begin at its beginning
+    check_conditions(parse_mask_strategy("0;0,1,0,-1"), [1, 1], 5, 5, "p")  # one piece: both begin at its beginning
     assert "latent frame 0 is set twice; loop=0,ref=1,from=0,at=0" in caplog.text
 
 
@@ -281,8 +281,8 @@ def test_pieces_are_kept_together_and_changes_are_told(caplog):
     caplog.set_level(logging.INFO)
     placed = apply([parse_mask_strategy("0,0,-4,0,9")], [latents(15)], torch.zeros(1, 2, 15, 1, 1), align=5)
     assert placed.z[0, 0, :5, 0, 0].tolist() == [110, 111, 112, 113, 114]
-    assert "moved to where pieces of 5 latent frames begin: loop=0,ref=0,from=10,at=0" in caplog.text
-    assert "cut to the 5 latent frames that fit" in caplog.text
+    assert "moved to where chunks of 5 latent frames begin: loop=0,ref=0,from=10,at=0" in caplog.text
+    assert "shortened to the 5 latent frames that fit" in caplog.text
     caplog.clear()
     apply([parse_mask_strategy("0,0,-5,0,5")], [latents(15)], torch.zeros(1, 2, 15, 1, 1), align=5)
     assert not caplog.records
@@ -338,19 +338,19 @@ def test_frames_that_are_made_anew_are_noise():
     over = apply([parse_mask_strategy("0,0,0,0,3;0,0,0,1,2,1;0,0,0,4,1,0.5")], [latents(3)], z)
     assert over.mask.tolist() == [[0, 1, 1, 1, 0.5, 1]]
     assert over.z[0, 0, :, 0, 0].tolist() == [100, *z[0, 0, 1:4, 0, 0].tolist(), 100, z[0, 0, 5, 0, 0]]
-    with pytest.raises(ValueError, match="frames that the mask says are given have no noise"):
+    with pytest.raises(ValueError, match="frames that the mask keeps have no noise"):
         apply([parse_mask_strategy("0,0,0,0,1,1")], [latents(1)], over.z, over.mask)
 
 
 def test_what_a_loop_takes_over_is_no_place_for_a_reference(caplog):
     with pytest.raises(UserError, match=r"p: loop=1,ref=0,from=0,at=0,length=1,edit=0 has no effect.*begins with 4"):
-        check_places(parse_mask_strategy("1,0,0,0,1"), [1], 16, 1, "p", shared=4)
+        check_conditions(parse_mask_strategy("1,0,0,0,1"), [1], 16, 1, "p", shared=4)
     with pytest.raises(UserError, match="at=5 or later"):
-        check_places(parse_mask_strategy("1,0,0,2,1"), [1], 15, 5, "p", shared=5)  # moved to where a piece begins
+        check_conditions(parse_mask_strategy("1,0,0,2,1"), [1], 15, 5, "p", shared=5)  # moved to where a piece begins
     with pytest.raises(UserError, match="loop=2"):
-        check_places(parse_mask_strategy("0;2,0,0,-16,3"), [3], 16, 1, "p", shared=4)
-    check_places(parse_mask_strategy("0;1,0,0,4,1;1,0,0,-1,1"), [1], 16, 1, "p", shared=4)
-    check_places(parse_mask_strategy("1,0,0,0,1"), [1], 16, 1, "p")
+        check_conditions(parse_mask_strategy("0;2,0,0,-16,3"), [3], 16, 1, "p", shared=4)
+    check_conditions(parse_mask_strategy("0;1,0,0,4,1;1,0,0,-1,1"), [1], 16, 1, "p", shared=4)
+    check_conditions(parse_mask_strategy("1,0,0,0,1"), [1], 16, 1, "p")
     assert not caplog.records
-    check_places(parse_mask_strategy("1,0,0,2,5"), [5], 16, 1, "p", shared=4)
+    check_conditions(parse_mask_strategy("1,0,0,2,5"), [5], 16, 1, "p", shared=4)
     assert "p: the first 2 latent frames of loop=1,ref=0,from=0,at=2,length=5,edit=0 have no effect" in caplog.text

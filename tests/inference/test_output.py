@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from opensora.inference.output import check_rate, exact_fps, sample_file_name, save_sample, to_uint8
-from opensora.inference.video_files import PALETTE_FRAMES
+from opensora.inference.output import PALETTE_FRAMES, check_rate, exact_fps, sample_file_name, save_sample, to_uint8
 from opensora.utils.errors import UserError
 
 

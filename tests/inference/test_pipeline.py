@@ -8,9 +8,9 @@ from safetensors.torch import load_file
 from opensora.checkpoint.load import save_checkpoint
 from opensora.config.load import InferenceConfig, config_from_dict, to_dict
 from opensora.datasets.video.read_video import probe
-from opensora.inference.manifest import describe_checkpoint, sidecar, write_sidecar
-from opensora.inference.manifest_inputs import inputs_of
-from opensora.inference.pipeline import Samples, VideoPipeline, check_finite, check_size, scale_to_1000
+from opensora.inference.manifest import describe_checkpoint, inputs_of, sidecar, write_sidecar
+from opensora.inference.pipeline import Samples, VideoPipeline, check_finite, scale_to_1000
+from opensora.inference.sizes import check_size
 from opensora.registry import MODELS, SCHEDULERS, build_module
 from opensora.utils.environment import environment
 from opensora.utils.errors import UserError

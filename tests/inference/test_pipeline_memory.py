@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from opensora.inference.memory import _peak_bytes, advice, estimate, estimate_once, explained, tile_pictures
-from opensora.inference.offload import BlockStream, Hosted, Placement
+from opensora.inference.memory import _peak_bytes, advice, estimate, estimate_once, oom_report, tile_images
+from opensora.inference.offload import BlockStream, OffloadedModule, Placement
 from opensora.inference.pipeline import VideoPipeline
 from opensora.inference.request import Request, as_items
 from opensora.utils.errors import UserError
@@ -31,7 +31,7 @@ def test_offloading_changes_no_bit(cfg, policy, step_cache):
     moved = VideoPipeline.from_config(replace(cfg, offload=policy))
     assert torch.equal(plain, moved([A], seed=1, **SIZE))
     assert torch.equal(plain, moved([A], seed=1, **SIZE))  # and again, after everything went home
-    parts = [*moved.place._hosted.values(), *(moved.place.stream.blocks if policy == "block" else [])]
+    parts = [*moved.place._offloaded.values(), *(moved.place.stream.blocks if policy == "block" else [])]
     assert len(parts) == (3 if policy == "model" else 5)
     assert not any(part.loaded for part in parts)
 
@@ -43,7 +43,7 @@ def test_blocks_come_one_ahead_and_go(cfg):
     stream, seen = pipeline.place.stream, []
     assert stream is not None
     for block in pipeline.model.blocks:
-        block.attn.register_forward_hook(lambda *_: seen.append([hosted.loaded for hosted in stream.blocks]))
+        block.attn.register_forward_hook(lambda *_: seen.append([offloaded.loaded for offloaded in stream.blocks]))
     pipeline([A], seed=1, guidance_scale=1.0, **SIZE)
     one, none = True, False
     first = [[one, one, none, none], [one, one, one, none], [one, none, one, one], [one, one, none, one]]
@@ -54,14 +54,14 @@ def test_blocks_come_one_ahead_and_go(cfg):
 def test_weights_work_on_a_copy_and_come_home():
     layer = nn.Linear(3, 3)
     home = layer.weight.data_ptr()
-    hosted = Hosted(layer.parameters(), torch.device("cpu"))
-    hosted.load()
+    offloaded = OffloadedModule(layer.parameters(), torch.device("cpu"))
+    offloaded.load()
     assert layer.weight.data_ptr() != home
-    hosted.unload()
+    offloaded.unload()
     assert layer.weight.data_ptr() == home
-    assert hosted.num_bytes == 4 * (9 + 3)
+    assert offloaded.num_bytes == 4 * (9 + 3)
     tied = nn.ModuleList([layer, layer])
-    assert Hosted(tied.parameters(), torch.device("cpu")).num_bytes == hosted.num_bytes
+    assert OffloadedModule(tied.parameters(), torch.device("cpu")).num_bytes == offloaded.num_bytes
 
 
 def test_a_stream_can_be_removed():
@@ -76,7 +76,7 @@ def test_a_stream_can_be_removed():
 def test_an_encoder_with_an_order_of_its_own_keeps_it(cfg):
     text_encoder = {**cfg.text_encoder, "between_uses": "unload"}
     pipeline = VideoPipeline.from_config(replace(cfg, text_encoder=text_encoder, offload="model"))
-    assert "text_encoder" not in pipeline.place._hosted
+    assert "text_encoder" not in pipeline.place._offloaded
     plain = VideoPipeline.from_config(cfg)([A], seed=1, **SIZE)
     assert torch.equal(pipeline([A], seed=1, **SIZE), plain)
     assert not pipeline.text_encoder.loaded
@@ -89,7 +89,7 @@ def test_tiles_decode_nearly_the_same(cfg):
     tiled = pipeline([A], seed=1, num_frames=2, image_size=(64, 96), fps=8)
     assert 0 < (plain - tiled).abs().mean() < 0.1
     with pytest.raises(UserError, match="tile_size=60"):
-        tile_pictures(pipeline.vae, 60)
+        tile_images(pipeline.vae, 60)
 
 
 class Chain(nn.Module):
@@ -163,7 +163,7 @@ def test_out_of_memory_says_what_helps(cfg):
             UserError,
             match=r"out of memory on cpu with 2 videos of 4 frames of 32x48: no more\. What helps: --batch-size 1",
         ),
-        explained(pipeline, request_for([A, A])),
+        oom_report(pipeline, request_for([A, A])),
     ):
         raise torch.OutOfMemoryError("no more.\ndetails")
     tiled = VideoPipeline.from_config(replace(cfg, vae_tiling=64, offload="block", dtype="bf16"))

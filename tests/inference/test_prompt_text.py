@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from opensora.inference.prompt_text import (
+from opensora.inference.prompts import (
     SETTINGS,
     check_settings,
     files_of,

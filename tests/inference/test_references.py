@@ -15,12 +15,12 @@ from opensora.inference.mask_strategy import Condition, apply
 from opensora.inference.prompts import load_items
 from opensora.inference.references import (
     NO_CONDITIONING,
+    alignment,
     conditioning,
     edit,
     encode_references,
     extension,
     first_and_last,
-    piece_of,
     read_reference,
     refuse_missing,
 )
@@ -301,8 +301,8 @@ def test_what_does_not_fit_together(picture, frame_wise, num_frames, changes, me
 
 
 def test_pieces(frame_wise, in_pieces, causal):
-    assert [piece_of(vae) for vae in (frame_wise, in_pieces, causal)] == [1, 5, 1]
-    assert piece_of(in_pieces, 1) == 1
+    assert [alignment(vae) for vae in (frame_wise, in_pieces, causal)] == [1, 5, 1]
+    assert alignment(in_pieces, 1) == 1
 
 
 def test_latents_depend_on_seed_prompt_and_place_alone(video, picture, in_pieces):
@@ -321,7 +321,7 @@ def test_kept_frames_come_back_as_the_vae_gives_them(video, in_pieces):
     extended = given(vae, 51, extend=video(40))
     latents = encode_references(vae, extended.references, 1, 0)
     z = torch.randn(1, vae.out_channels, *vae.latent_size((51, *SIZE)), generator=torch.Generator().manual_seed(0))
-    placed = apply([extended.conditions], [latents], z, align=piece_of(vae))
+    placed = apply([extended.conditions], [latents], z, align=alignment(vae))
     assert placed.mask.tolist() == [[False] * 5 + [True] * 10]
     with torch.no_grad():
         whole, alone = vae.decode(placed.z, 51), vae.decode(latents[0][None], 17)
@@ -359,7 +359,7 @@ def decoded(vae, start, num_frames):
     z = torch.randn(
         1, vae.out_channels, *vae.latent_size((num_frames, *SIZE)), generator=torch.Generator().manual_seed(0)
     )
-    placed = apply([start.conditions], [latents], z, align=piece_of(vae))
+    placed = apply([start.conditions], [latents], z, align=alignment(vae))
     with torch.no_grad():
         alone = [vae.decode(x[None], ref.shape[1])[0] for x, ref in zip(latents, start.references, strict=True)]
         return vae.decode(placed.z, num_frames)[0], alone

@@ -10,10 +10,9 @@ import torch
 from PIL import Image
 
 from opensora.acceleration.cfg_parallel import ParallelPlan
-from opensora.inference.jobs import batches, jobs, records, request_of
+from opensora.inference.jobs import batches, differences, jobs, records, remake, request_of
 from opensora.inference.manifest import frames_hash, read_sidecar, write_samples
 from opensora.inference.pipeline import VideoPipeline
-from opensora.inference.remake import differences, remake
 from opensora.utils.errors import UserError
 from tools import remake as tool
 

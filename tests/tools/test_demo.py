@@ -21,10 +21,10 @@ import torch
 from PIL import Image
 
 from opensora.datasets.video.read_video import open_clip, probe, read_indices
+from opensora.inference.jobs import remake
 from opensora.inference.manifest import Finished, frames_hash, read_sidecar
 from opensora.inference.pipeline import Defaults, VideoPipeline
 from opensora.inference.prompts import load_items
-from opensora.inference.remake import remake
 from opensora.inference.sizes import video_size
 from opensora.registry import SCHEDULERS
 from opensora.utils.errors import UserError

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
 from opensora.config.load import InferenceConfig, config_from_dict, to_dict
@@ -29,11 +30,9 @@ from opensora.inference.jobs import jobs, records, request_of
 from opensora.inference.manifest import Finished, finished, write_samples
 from opensora.inference.output import sample_file_name, to_uint8
 from opensora.inference.pipeline import Defaults, VideoPipeline
-from opensora.inference.prompt_text import split_settings
-from opensora.inference.prompts import PromptItem, load_items
+from opensora.inference.prompts import PromptItem, load_items, split_settings
 from opensora.inference.references import refuse_missing
 from opensora.inference.sizes import video_size, warn_outside_training
-from opensora.inference.video_files import write_png
 from opensora.registry import SCHEDULERS, build_module
 from opensora.schedulers.sampling import SamplingStep
 from opensora.utils.errors import UserError
@@ -219,7 +218,7 @@ class Studio:
             shutil.copyfile(file, kept)
         else:
             with open_clip(file) as clip:
-                write_png(read_indices(file, clip, [0])[0].numpy(), kept)
+                Image.fromarray(read_indices(file, clip, [0])[0].numpy()).save(kept)
         return str(kept)
 
 

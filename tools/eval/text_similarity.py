@@ -24,7 +24,7 @@ from opensora.datasets.table.files import list_rows, read_frame
 from opensora.datasets.transforms import to_float
 from opensora.datasets.video.read_video import open_clip, read_indices
 from opensora.inference.manifest import Finished, finished
-from opensora.inference.prompt_text import split_segments, without_scores
+from opensora.inference.prompts import split_segments, without_scores
 from opensora.registry import MODELS, build_module
 from opensora.utils.errors import UserError, exit_on_user_error
 from tools.eval.record import file_hash, refuse_unwritable, score_record, write_record

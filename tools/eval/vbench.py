@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from opensora.inference.manifest import Finished, finished
-from opensora.inference.prompt_text import without_scores
+from opensora.inference.prompts import without_scores
 from opensora.utils.errors import UserError, exit_on_user_error
 from opensora.utils.folders import make_writable
 from tools.eval.record import refuse_unwritable, score_record, write_record

@@ -7,7 +7,7 @@ import torch
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from torch.testing import assert_close
 
-from opensora.inference.checks import check_size
+from opensora.inference.sizes import check_size
 from opensora.models.vae.scale_only import ScaleOnlyVAE
 from opensora.training.batch_encoder import freeze
 from opensora.utils.errors import UserError

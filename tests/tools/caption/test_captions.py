@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from opensora.datasets.table.files import read_frame
-from opensora.inference.prompt_text import with_scores
+from opensora.inference.prompts import with_scores
 from opensora.utils.errors import UserError
 from tools.caption.__main__ import captioner_of, main, read_arguments
 from tools.caption.captioner import EMPTY, Captioner, describer, suffixed

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from opensora.datasets.table.files import read_frame
-from opensora.inference import prompt_text
+from opensora.inference import prompts
 from opensora.utils.errors import UserError
 from tools.datasets.datautil import captions
 from tools.datasets.datautil.captions import clean, refine, with_scores
@@ -111,7 +111,7 @@ def test_captions_of_the_clips_are_clean_already(clips_csv):
 def test_scores_in_words():
     assert (
         with_scores("A dog.", 5.5, 10, "pan_left")
-        == prompt_text.with_scores("A dog.", {"aes": 5.5, "flow": 10, "camera_motion": "pan left"})
+        == prompts.with_scores("A dog.", {"aes": 5.5, "flow": 10, "camera_motion": "pan left"})
         == "A dog. aesthetic score: 5.5. motion score: 10.0. camera motion: pan left."
     )
     assert with_scores("A dog.", None, None, "unclassified") == "A dog."

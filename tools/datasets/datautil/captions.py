@@ -7,7 +7,7 @@ import warnings
 import ftfy
 from bs4 import BeautifulSoup, MarkupResemblesLocatorWarning
 
-from opensora.inference import prompt_text
+from opensora.inference import prompts
 
 PASSES = 16  # cleaning is repeated until nothing changes; "&amp;amp;lt;" needs one for each layer
 
@@ -127,7 +127,7 @@ def _capitalised(text: str) -> str:
 
 
 def with_scores(text: str, aes: float | None, flow: float | None, cmotion: str) -> str:
-    """The caption with its scores, as `opensora.inference.prompt_text` writes them into prompts: each a sentence.
+    """The caption with its scores, as `opensora.inference.prompts` writes them into prompts: each a sentence.
 
     Open-Sora 1.2 trained with commas between them and sampled with full stops; here a model is asked in the words it learnt.
 
@@ -137,7 +137,7 @@ def with_scores(text: str, aes: float | None, flow: float | None, cmotion: str) 
         cmotion: camera motion; "" and "unclassified" = unknown.
     """
     scores = {"aes": aes, "flow": flow, "camera_motion": camera_words(cmotion) or None}
-    return prompt_text.with_scores(text.rstrip(), scores) if any(v is not None for v in scores.values()) else text
+    return prompts.with_scores(text.rstrip(), scores) if any(v is not None for v in scores.values()) else text
 
 
 def camera_words(cmotion: str) -> str:
