@@ -8,13 +8,22 @@ How a file and a command line become one of them is in `config.py`.
 import re
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from math import isfinite
 from typing import Any, ClassVar, Literal, NamedTuple, Union
 
-from opensora.config.activation_checkpointing import level_problems, translate_level
+from opensora.config.activation_checkpointing import level_problems
 from opensora.config.lora import lora_problems
+from opensora.config.upgrade import (
+    GENERATION_ALIASES,
+    MULTI_RESOLUTION,
+    REMOVED_TRAIN,
+    REMOVED_VAE_TRAIN,
+    VAE_ALIASES,
+    Alias,
+    Removed,
+)
 from opensora.registry import did_you_mean
 from opensora.utils.dtype import DTYPES, HALF, to_torch_dtype
 
@@ -23,10 +32,6 @@ Component = dict[str, Any]  # dict(type=NAME, ...): a registered name and the ar
 REQUIRED: Any = MISSING
 LOSS_TERMS = ("l1", "mse", "pooled", "lpips", "kl")
 NUM_FRAMES = r"[0-9]{1,9}|[0-9]{1,6}(\.[0-9]{1,6})?[sx]"  # a number, seconds, or multiples of two seconds
-# multi_resolution -> beginnings of the models that it is for
-TOLD_SIZES = {"PixArtMS": "PixArt(MS|[-_]1B|[-_]?Sigma)", "STDiT2": "STDiT[23]", "OpenSora": "STDiT[23]"}
-# older spellings of keys inside components
-KEY_ALIASES: dict[str, dict[str, str]] = {"model": {"enable_flashattn": "enable_flash_attn"}}
 
 
 class Bounds(NamedTuple):
@@ -47,41 +52,15 @@ class Bounds(NamedTuple):
         return ""
 
 
-class Alias(NamedTuple):
-    """A short command-line name for a key inside a component."""
-
-    path: tuple[str, str]
-    annotation: Any
-
-
-class Legacy(NamedTuple):
-    """What a field had before: files, command lines and checkpoints may still have it, a config has not."""
-
-    annotation: Any  # of all that may be written
-    translate: Callable[[Any], Any]  # a value to its present spelling
-
-
-class Removed(NamedTuple):
-    """A field that is gone. Files, command lines and checkpoints may still say that it is off."""
-
-    annotation: Any
-    why: str
-
-    def problem(self, name: str, value: Any) -> str:
-        """What is wrong with a value, or an empty string."""
-        return "" if value in (None, False) else f"{name}={value!r}: this field was removed: {self.why}"
-
-
 def option(
     doc: str,
     default: Any = REQUIRED,
     *,
     bounds: Bounds | None = None,
     choices: Sequence[str] = (),
-    legacy: Legacy | None = None,
 ) -> Any:
     """A dataclass field that carries its own documentation and limits."""
-    metadata = {"doc": doc, "bounds": bounds, "choices": tuple(choices), "legacy": legacy}
+    metadata = {"doc": doc, "bounds": bounds, "choices": tuple(choices)}
     if isinstance(default, dict):
         return field(default_factory=lambda: dict(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -147,15 +126,6 @@ class LoopConfig(RunConfig):
     ema_device: Literal["model", "cpu"] = option(
         "where the averaged weights are; cpu saves 4 bytes a weight on the GPU", "model"
     )
-    plugin: Literal["ddp", "fsdp2", "zero2", "zero2-seq"] = option(
-        "engine of distributed training: ddp holds everything in each process, fsdp2 spreads it; zero2 and, with sp_size > 1, "
-        "zero2-seq are ColossalAI's",
-        "ddp",
-    )
-    fsdp_reshard: Literal["zero2", "zero3"] = option(
-        "fsdp2 between a block's forward and backward pass: keep its weights, or drop them and gather them again",
-        "zero2",
-    )
     shard_size: int | None = option(
         "neighbouring processes that share one copy of what is spread; None: all with fsdp2, with hybrid_zero those of a node",
         None,
@@ -209,7 +179,6 @@ class LoopConfig(RunConfig):
         problems = super().problems()
         if self.load == "latest" and self.exp_name is None:
             problems.append("load='latest' needs exp_name, the run to go on with.")
-        problems += self._engine_problems()
         if self.max_skipped != 10 and self.on_nonfinite != "skip":
             problems.append(f"max_skipped={self.max_skipped} has no effect without on_nonfinite='skip'.")
         if self.load_check != "size" and self.load is None:
@@ -233,53 +202,13 @@ class LoopConfig(RunConfig):
                 )
         return problems
 
-    def _engine_problems(self) -> list[str]:
-        """Settings that this engine does not have."""
-        colossalai = self.plugin in ("zero2", "zero2-seq")
-        idle = {
-            "fsdp_reshard": self.fsdp_reshard != "zero2" and self.plugin != "fsdp2",
-            "hybrid_zero": self.hybrid_zero and colossalai,
-            "optimizer_offload": self.optimizer_offload and colossalai,
-            "shard_size": self.shard_size is not None and colossalai,
-        }
-        problems = [
-            f"{name}={getattr(self, name)!r} has no effect with plugin={self.plugin!r}."
-            for name, is_idle in idle.items()
-            if is_idle
-        ]
-        if self.plugin == "ddp" and self.shard_size is not None and not self.hybrid_zero:
-            problems.append(f"shard_size={self.shard_size} has no effect with plugin='ddp' without hybrid_zero=True.")
-        if self.plugin == "fsdp2" and self.shard_size is not None and self.hybrid_zero:
-            problems.append(f"hybrid_zero=True has no effect with shard_size={self.shard_size}, which says the same.")
-        if colossalai and to_torch_dtype(self.dtype) not in HALF:
-            problems.append(
-                f"dtype={self.dtype!r}: plugin={self.plugin!r} computes in bf16 or fp16; use fsdp2, or bf16."
-            )
-        return problems
-
-
-_GENERATION_ALIASES = {
-    "ckpt_path": Alias(("model", "from_pretrained"), str | None),
-    "cfg_scale": Alias(("scheduler", "cfg_scale"), float),
-    "num_sampling_steps": Alias(("scheduler", "num_sampling_steps"), int),
-    "cfg_channel": Alias(("scheduler", "cfg_channel"), int | None),
-    "flash_attn": Alias(("model", "enable_flash_attn"), bool),
-    "layernorm_kernel": Alias(("model", "enable_layernorm_kernel"), bool),
-}
-
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(LoopConfig):
     """Training of a denoiser: scripts/train.py."""
 
-    aliases: ClassVar[Mapping[str, Alias]] = _GENERATION_ALIASES
-    removed: ClassVar[Mapping[str, Removed]] = {
-        "cast_once": Removed(bool | None, "it gained less than 3 % of a step. Leave it out, the results are the same."),
-        "float8": Removed(
-            bool | str | None,
-            "training in float8 was slower than in bf16, and failed with STDiT3. Leave it out to train in bf16.",
-        ),
-    }
+    aliases: ClassVar[Mapping[str, Alias]] = GENERATION_ALIASES
+    removed: ClassVar[Mapping[str, Removed]] = REMOVED_TRAIN
 
     model: Component = option("denoiser component")
     vae: Component = option("VAE component")
@@ -315,7 +244,6 @@ class TrainConfig(LoopConfig):
         "(MLPs of so many of the blocks, of NOVA one and two of its stacks), selective (all but matrix products), selective:k (that "
         "for each k-th block, the others whole), selective+every:k (each k-th block whole, the others selective)",
         "none",
-        legacy=Legacy(int | bool | str, translate_level),
     )
     activation_offload: bool = option(
         "keep what the backward pass needs in the CPU's memory, if it is 1 MiB or more", default=False
@@ -327,6 +255,15 @@ class TrainConfig(LoopConfig):
     )
     peak_tflops: float | None = option(
         "dense TFLOP/s of one device in dtype, for the MFU; None: by the name of the GPU", None, bounds=POSITIVE
+    )
+    plugin: Literal["ddp", "fsdp2", "zero2", "zero2-seq"] = option(
+        "engine of distributed training: ddp holds everything in each process, fsdp2 spreads it; zero2 and, with sp_size > 1, "
+        "zero2-seq are ColossalAI's",
+        "ddp",
+    )
+    fsdp_reshard: Literal["zero2", "zero3"] = option(
+        "fsdp2 between a block's forward and backward pass: keep its weights, or drop them and gather them again",
+        "zero2",
     )
     sp_size: int = option("processes that share one sample; 1 switches it off", 1, bounds=AT_LEAST_ONE)
     lora: Component | None = option(
@@ -360,7 +297,7 @@ class TrainConfig(LoopConfig):
             problems.append(
                 f"activation_offload does not reach what grad_checkpoint={self.grad_checkpoint!r} keeps: use 'block' or 'mlp'."
             )
-        problems += self._cuda_graphs_problems()
+        problems += self._engine_problems() + self._cuda_graphs_problems()
         if self.lora is not None:
             problems += lora_problems(self.lora)
             if self.model.get("freeze") is not None:
@@ -375,6 +312,30 @@ class TrainConfig(LoopConfig):
                     "lora.dropout draws inside the blocks, which compile=True cannot; switch one of them off."
                 )
         return problems + self._data_problems() + self._validation_problems()
+
+    def _engine_problems(self) -> list[str]:
+        """Settings that this engine does not have."""
+        colossalai = self.plugin in ("zero2", "zero2-seq")
+        idle = {
+            "fsdp_reshard": self.fsdp_reshard != "zero2" and self.plugin != "fsdp2",
+            "hybrid_zero": self.hybrid_zero and colossalai,
+            "optimizer_offload": self.optimizer_offload and colossalai,
+            "shard_size": self.shard_size is not None and colossalai,
+        }
+        problems = [
+            f"{name}={getattr(self, name)!r} has no effect with plugin={self.plugin!r}."
+            for name, is_idle in idle.items()
+            if is_idle
+        ]
+        if self.plugin == "ddp" and self.shard_size is not None and not self.hybrid_zero:
+            problems.append(f"shard_size={self.shard_size} has no effect with plugin='ddp' without hybrid_zero=True.")
+        if self.plugin == "fsdp2" and self.shard_size is not None and self.hybrid_zero:
+            problems.append(f"hybrid_zero=True has no effect with shard_size={self.shard_size}, which says the same.")
+        if colossalai and to_torch_dtype(self.dtype) not in HALF:
+            problems.append(
+                f"dtype={self.dtype!r}: plugin={self.plugin!r} computes in bf16 or fp16; use fsdp2, or bf16."
+            )
+        return problems
 
     def _cuda_graphs_problems(self) -> list[str]:
         if not self.cuda_graphs:
@@ -437,7 +398,7 @@ class TrainConfig(LoopConfig):
 class InferenceConfig(RunConfig):
     """Sampling: scripts/inference.py."""
 
-    aliases: ClassVar[Mapping[str, Alias]] = _GENERATION_ALIASES
+    aliases: ClassVar[Mapping[str, Alias]] = GENERATION_ALIASES
     replaces: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "num_frames": ("duration",),
         "duration": ("num_frames",),
@@ -597,7 +558,7 @@ class InferenceConfig(RunConfig):
         if self.aspect_ratio_order != "height:width" and ":" not in (self.aspect_ratio or ""):
             problems.append(f"aspect_ratio_order={self.aspect_ratio_order!r} has no effect without aspect_ratio='H:W'.")
         told = "PixArtMS" if self.multi_resolution is True else self.multi_resolution or ""
-        if not re.match(TOLD_SIZES.get(told, ""), str(self.model.get("type"))):
+        if not re.match(MULTI_RESOLUTION.get(told, ""), str(self.model.get("type"))):
             problems.append(
                 f"multi_resolution={self.multi_resolution!r} does not fit model.type={self.model.get('type')!r}; set it to "
                 "False: a model that knows of sizes is told them anyway."
@@ -629,7 +590,8 @@ class InferenceConfig(RunConfig):
 class VAETrainConfig(LoopConfig):
     """Training of a VAE: scripts/train_vae.py."""
 
-    aliases: ClassVar[Mapping[str, Alias]] = {"ckpt_path": Alias(("vae", "from_pretrained"), str | None)}
+    aliases: ClassVar[Mapping[str, Alias]] = VAE_ALIASES
+    removed: ClassVar[Mapping[str, Removed]] = REMOVED_VAE_TRAIN
 
     vae: Component = option("VAE component")
     loss: dict[str, float] = option(
@@ -677,10 +639,8 @@ class VAETrainConfig(LoopConfig):
 
     def problems(self) -> list[str]:
         problems = super().problems()
-        if self.plugin != "ddp":
-            problems.append(
-                f"plugin={self.plugin!r}: a VAE is trained with ddp. hybrid_zero=True spreads its optimizer's state."
-            )
+        if self.shard_size is not None and not self.hybrid_zero:
+            problems.append(f"shard_size={self.shard_size} has no effect without hybrid_zero=True.")
         for term, weight in self.loss.items():
             if term not in LOSS_TERMS:
                 hint = did_you_mean(term, list(LOSS_TERMS))
@@ -722,7 +682,7 @@ class VAETrainConfig(LoopConfig):
 class VAEInferenceConfig(RunConfig):
     """Reconstruction by a VAE: scripts/inference_vae.py."""
 
-    aliases: ClassVar[Mapping[str, Alias]] = {"ckpt_path": Alias(("vae", "from_pretrained"), str | None)}
+    aliases: ClassVar[Mapping[str, Alias]] = VAE_ALIASES
 
     vae: Component = option("VAE component")
     files: list[str] | None = option("videos and pictures; they win over data_path", None)
@@ -759,7 +719,6 @@ class Field(NamedTuple):
     doc: str
     bounds: Bounds | None
     choices: tuple[str, ...]
-    legacy: Legacy | None = None
 
     @property
     def takes_keys(self) -> bool:
@@ -793,7 +752,6 @@ def schema_fields(schema: Schema) -> dict[str, Field]:
             f.metadata["doc"],
             f.metadata["bounds"],
             f.metadata["choices"],
-            f.metadata["legacy"],
         )
         for f in [*own, *inherited]
     }
