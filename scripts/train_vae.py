@@ -25,7 +25,7 @@ from opensora.acceleration.distributed import (
     mean_over_ranks,
     shutdown,
 )
-from opensora.acceleration.engine import Engine, build_engine, check_engine
+from opensora.acceleration.engine import Engine, build_engine
 from opensora.acceleration.engines.ddp import DDPEngine
 from opensora.checkpoint.load import load_strictly, open_checkpoint
 from opensora.config.load import VAETrainConfig, parse_config, to_dict
@@ -96,13 +96,12 @@ def main() -> None:
 
 def train(cfg: VAETrainConfig, world: World, stop: StopSignals, watchdog: Watchdog) -> None:
     """The whole run of one process."""
-    check_engine(cfg.plugin)
     model, chunks_of = build_vae(cfg, world.device)
     criterion = VAELoss(cfg.loss, cfg.lpips, cfg.lpips_frames).to(world.device)
     dataset = build_module(cfg.dataset, DATASETS, seed=cfg.seed)
     held_out = HeldOut(cfg, world) if cfg.eval_data_path is not None else None
     optimizer = build_optimizer(cfg, model)
-    engine = cast(DDPEngine, build_engine(cfg.plugin, model, optimizer, world, **engine_settings(cfg)))
+    engine = cast(DDPEngine, build_engine("ddp", model, optimizer, world, **engine_settings(cfg)))
     ema = build_ema(cfg, model.vae, engine)
     adversarial = build_adversarial_loss(cfg, world)
 
@@ -244,7 +243,7 @@ def build_adversarial_loss(cfg: VAETrainConfig, world: World) -> AdversarialLoss
         return NoDiscriminator()
     discriminator: nn.Module = build_module(cfg.discriminator, MODELS).to(world.device).train()
     optimizer = build_optimizer(cfg, discriminator)
-    engine = build_engine(cfg.plugin, discriminator, optimizer, world, **engine_settings(cfg))
+    engine = build_engine("ddp", discriminator, optimizer, world, **engine_settings(cfg))
     return AdversarialLoss(
         discriminator,
         engine,

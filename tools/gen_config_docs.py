@@ -13,7 +13,6 @@ from typing import Any
 
 from opensora.config.command_line import dashed, type_text
 from opensora.config.schema import (
-    KEY_ALIASES,
     REQUIRED,
     InferenceConfig,
     Schema,
@@ -21,6 +20,7 @@ from opensora.config.schema import (
     VAETrainConfig,
     schema_fields,
 )
+from opensora.config.upgrade import KEY_ALIASES
 from opensora.registry import DATASETS, MODELS, SCHEDULERS, Registry
 
 DOCS = Path(__file__).parent.parent / "docs" / "config.md"

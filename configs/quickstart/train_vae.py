@@ -30,7 +30,6 @@ loss = dict(l1=1.0, mse=4.0, pooled=1.0, kl=1e-5)
 
 dtype = "bf16"
 compile = False
-plugin = "ddp"
 
 seed = 42
 outputs = "outputs/quickstart-vae"

@@ -12,22 +12,17 @@
 The thirds are levels 1 and 2 of NOVA (Deng et al. 2024, `gradient_checkpointing`), where each adds the MLPs of one more stack: video
 encoder, image encoder, decoder. Attention is never recomputed. Other denoisers are one stack; a level adds a third of it.
 
-Once they were numbers, and `False` and `True` meant "none" and "block" as in Open-Sora: but `True` equals 1. Such values are
-translated by `translate_level`, and by nothing else.
+Numbers, False and True are older spellings, see `upgrade.py`.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from opensora.config.upgrade import translate_level
 from opensora.utils.errors import UserError
 
 THIRDS = 3
 WORDS = ("none", "block", "every:k", "mlp", "mlp:1/3", "mlp:2/3", "selective", "selective:k", "selective+every:k")
-LEGACY_LEVELS = {
-    **dict.fromkeys(("false", "no", "f", "n", "0"), "none"),
-    **dict.fromkeys(("true", "yes", "t", "y"), "block"),
-    **{"1": "mlp:1/3", "2": "mlp:2/3", "3": "mlp"},
-}
 NUMBERED = {"every": "block", "selective": "selective", "selective+every": "selective"}  # word before a ":k" -> part
 
 
@@ -59,12 +54,6 @@ class CheckpointLevel(NamedTuple):
         others = "block" if self.part == "selective" else "nothing"
         whole = range(0, depth, self.whole) if self.whole else range(0)
         return [self.part if i in chosen and i not in whole else others for i in range(depth)]
-
-
-def translate_level(value: Any) -> Any:
-    """A value of `grad_checkpoint` in its one spelling; what never was one, as it is."""
-    text = str(value) if isinstance(value, int) else value
-    return LEGACY_LEVELS.get(text.lower(), text) if isinstance(text, str) else value
 
 
 def parse_level(value: str) -> CheckpointLevel:

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any, Literal
 
-from opensora.config.schema import KEY_ALIASES, REQUIRED, Field, Schema, coerce, describe, members, schema_fields
+from opensora.config.schema import REQUIRED, Field, Schema, coerce, describe, members, schema_fields
+from opensora.config.upgrade import KEY_ALIASES, LEGACY
 
 CONFIG_SUFFIXES = (".py", ".json", ".yml", ".yaml")
 FLAGS = ("cfg", "deepspeed", "print-config", "help")  # besides the fields
@@ -107,8 +108,7 @@ class _Reader:
         elif alias is not None:
             path, annotation = alias
         elif not keys:
-            legacy = self.fields[name].legacy
-            annotation = legacy.annotation if legacy else self.fields[name].annotation
+            annotation = (LEGACY.get(name) or self.fields[name]).annotation
         texts: list[str] = []
         try:
             texts = [attached] if equals else self._take_values(annotation)

@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 from opensora.config.command_line import FLAGS, Command, Setting, dashed, parse_bool
 from opensora.config.schema import (
-    KEY_ALIASES,
     REQUIRED,
     Field,
     InferenceConfig,
@@ -26,6 +25,7 @@ from opensora.config.schema import (
     members,
     schema_fields,
 )
+from opensora.config.upgrade import KEY_ALIASES, LEGACY, NONE_IS_EMPTY, NOT_NEEDED
 from opensora.registry import Registry, did_you_mean
 from opensora.utils.errors import UserError
 
@@ -64,8 +64,6 @@ DATASET_FIELDS = (
 )
 REPLACED_BY_BUCKETS = ("num_frames", "image_size", "batch_size")
 SWITCHES = {"val_every": "val_", "eval_every": "eval_"}
-OF_EACH_PROMPT = ("reference_path", "mask_strategy")  # Open-Sora's lists have None where a prompt has none
-NOT_NEEDED = ("num_bucket_build_workers",)  # of Open-Sora's configs
 
 
 @dataclass
@@ -108,7 +106,7 @@ class Draft:
                     continue
                 if key == "dataset" and isinstance(value, dict):
                     value = {k: v for k, v in value.items() if k not in REPLACED_BY_BUCKETS or not _is_none(v)}
-            if key in OF_EACH_PROMPT and isinstance(value, list):
+            if key in NONE_IS_EMPTY and isinstance(value, list):
                 value = ["" if entry is None else entry for entry in value]
             self.values[key] = self._present(key, value)
 
@@ -199,7 +197,7 @@ class Draft:
 
     def _present(self, name: str, value: Any) -> Any:
         """Give an older spelling, of a value or of names inside a component, its present one."""
-        legacy, origin = self.fields[name].legacy, self.origins.get((name,))
+        legacy, origin = LEGACY.get(name), self.origins.get((name,))
         if legacy is not None and (new := legacy.translate(value)) is not value:
             # without an origin it is of a checkpoint, where nobody can mend it
             if origin and new != str(value) and os.environ.get("RANK", "0") == "0":
@@ -222,7 +220,7 @@ class Draft:
     def _replace(self, setting: Setting) -> None:
         name = setting.path[0]
         value = setting.value
-        if name in OF_EACH_PROMPT and isinstance(value, list):
+        if name in NONE_IS_EMPTY and isinstance(value, list):
             value = ["" if entry == "None" else entry for entry in value]
         self.origins = {path: origin for path, origin in self.origins.items() if path[0] != name}
         self.origins[name,] = f"{COMMAND_LINE} {setting.flag}"

@@ -8,13 +8,22 @@ How a file and a command line become one of them is in `config.py`.
 import re
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from math import isfinite
 from typing import Any, ClassVar, Literal, NamedTuple, Union
 
-from opensora.config.activation_checkpointing import level_problems, translate_level
+from opensora.config.activation_checkpointing import level_problems
 from opensora.config.lora import lora_problems
+from opensora.config.upgrade import (
+    GENERATION_ALIASES,
+    MULTI_RESOLUTION,
+    REMOVED_TRAIN,
+    REMOVED_VAE_TRAIN,
+    VAE_ALIASES,
+    Alias,
+    Removed,
+)
 from opensora.registry import did_you_mean
 from opensora.utils.dtype import DTYPES, HALF, to_torch_dtype
 
@@ -23,10 +32,6 @@ Component = dict[str, Any]  # dict(type=NAME, ...): a registered name and the ar
 REQUIRED: Any = MISSING
 LOSS_TERMS = ("l1", "mse", "pooled", "lpips", "kl")
 NUM_FRAMES = r"[0-9]{1,9}|[0-9]{1,6}(\.[0-9]{1,6})?[sx]"  # a number, seconds, or multiples of two seconds
-# multi_resolution -> beginnings of the models that it is for
-TOLD_SIZES = {"PixArtMS": "PixArt(MS|[-_]1B|[-_]?Sigma)", "STDiT2": "STDiT[23]", "OpenSora": "STDiT[23]"}
-# older spellings of keys inside components
-KEY_ALIASES: dict[str, dict[str, str]] = {"model": {"enable_flashattn": "enable_flash_attn"}}
 
 
 class Bounds(NamedTuple):
@@ -47,41 +52,15 @@ class Bounds(NamedTuple):
         return ""
 
 
-class Alias(NamedTuple):
-    """A short command-line name for a key inside a component."""
-
-    path: tuple[str, str]
-    annotation: Any
-
-
-class Legacy(NamedTuple):
-    """What a field had before: files, command lines and checkpoints may still have it, a config has not."""
-
-    annotation: Any  # of all that may be written
-    translate: Callable[[Any], Any]  # a value to its present spelling
-
-
-class Removed(NamedTuple):
-    """A field that is gone. Files, command lines and checkpoints may still say that it is off."""
-
-    annotation: Any
-    why: str
-
-    def problem(self, name: str, value: Any) -> str:
-        """What is wrong with a value, or an empty string."""
-        return "" if value in (None, False) else f"{name}={value!r}: this field was removed: {self.why}"
-
-
 def option(
     doc: str,
     default: Any = REQUIRED,
     *,
     bounds: Bounds | None = None,
     choices: Sequence[str] = (),
-    legacy: Legacy | None = None,
 ) -> Any:
     """A dataclass field that carries its own documentation and limits."""
-    metadata = {"doc": doc, "bounds": bounds, "choices": tuple(choices), "legacy": legacy}
+    metadata = {"doc": doc, "bounds": bounds, "choices": tuple(choices)}
     if isinstance(default, dict):
         return field(default_factory=lambda: dict(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -113,6 +92,16 @@ class RunConfig:
         """What is wrong between fields, each of which has the right type."""
         return []
 
+    def without_effect(self, *reasons: tuple[bool, str, Sequence[str]]) -> list[str]:
+        """What is set and does nothing: of each (whether it holds, reason, fields) those fields that are not their default."""
+        known = schema_fields(type(self))
+        return [
+            f"{name}={getattr(self, name)!r} has no effect {reason}."
+            for holds, reason, names in reasons
+            for name in names
+            if holds and getattr(self, name) != known[name].default
+        ]
+
 
 @dataclass(frozen=True, kw_only=True)
 class LoopConfig(RunConfig):
@@ -120,12 +109,16 @@ class LoopConfig(RunConfig):
 
     root: str | None = option("folder that the paths in the data file are relative to", None)
     data_path: str | None = option(
-        "csv, jsonl or parquet table with one clip a row; for datasets of folders the folder", None
+        "csv, jsonl or parquet table with one clip per row; for datasets of folders the folder", None
     )
     num_workers: int = option("worker processes of each data loader", 4, bounds=COUNT)
     dataset: Component = option(
         "dataset component, a VideoTextDataset when left out; keys it leaves out come from the fields of the same name",
         {},
+    )
+    frame_interval: int = option("take every n-th frame of the video", 1, bounds=AT_LEAST_ONE)
+    prefetch_gib: float = option(
+        "memory that batches read ahead may take in each process, in GiB", 8.0, bounds=POSITIVE
     )
     batch_size: int = option("samples per process and step", 1, bounds=AT_LEAST_ONE)
     accumulation_steps: int = option("batches per optimizer step", 1, bounds=AT_LEAST_ONE)
@@ -138,31 +131,22 @@ class LoopConfig(RunConfig):
     adam_betas: tuple[float, float] = option("AdamW's averaging coefficients", (0.9, 0.999), bounds=FRACTION)
     adam_eps: float = option("AdamW's epsilon", 1e-8, bounds=POSITIVE)
     grad_clip: float = option("largest gradient norm; 0 switches clipping off", 1.0, bounds=COUNT)
-    ema_decay: float = option("decay of the averaged weights", 0.9999, bounds=FRACTION)
+    ema_decay: float = option("decay of the EMA weights", 0.9999, bounds=FRACTION)
     ema_every: int = option(
-        "optimizer steps between two updates of the averaged weights, which decay as much as in so many updates",
+        "optimizer steps between two updates of the EMA weights; each update decays as much as that many",
         1,
         bounds=AT_LEAST_ONE,
     )
     ema_device: Literal["model", "cpu"] = option(
-        "where the averaged weights are; cpu saves 4 bytes a weight on the GPU", "model"
-    )
-    plugin: Literal["ddp", "fsdp2", "zero2", "zero2-seq"] = option(
-        "engine of distributed training: ddp holds everything in each process, fsdp2 spreads it; zero2 and, with sp_size > 1, "
-        "zero2-seq are ColossalAI's",
-        "ddp",
-    )
-    fsdp_reshard: Literal["zero2", "zero3"] = option(
-        "fsdp2 between a block's forward and backward pass: keep its weights, or drop them and gather them again",
-        "zero2",
+        "where the EMA weights are; cpu saves 4 bytes per weight on the GPU", "model"
     )
     shard_size: int | None = option(
-        "neighbouring processes that share one copy of what is spread; None: all with fsdp2, with hybrid_zero those of a node",
+        "neighbouring processes that share one copy of the sharded state; None: all with fsdp2, with hybrid_zero those of a node",
         None,
         bounds=AT_LEAST_ONE,
     )
     hybrid_zero: bool = option(
-        "ddp: spread the optimizer's state inside each node; fsdp2: spread everything inside each node", default=False
+        "ddp: shard the optimizer's state inside each node; fsdp2: shard everything inside each node", default=False
     )
     optimizer_offload: bool = option(
         "ddp and fsdp2: keep the optimizer's state on the CPU and take its steps there", default=False
@@ -173,7 +157,7 @@ class LoopConfig(RunConfig):
     log_every: int = option("optimizer steps between two lines of the log", 10, bounds=AT_LEAST_ONE)
     ckpt_every: int = option("optimizer steps between two checkpoints; 0: only at the end", 250, bounds=COUNT)
     ckpt_async: bool = option(
-        "write checkpoints while training goes on, from a copy in the host's memory", default=True
+        "write checkpoints while training continues, from a copy in the host's memory", default=True
     )
     keep_last_n: int | None = option(
         "newest checkpoints to keep; older ones are deleted once a newer one is complete; None: all",
@@ -189,11 +173,11 @@ class LoopConfig(RunConfig):
         bounds=POSITIVE,
     )
     on_nonfinite: Literal["stop", "skip"] = option(
-        "a step whose loss or gradient is no number is not taken: stop then, or skip it and go on", "stop"
+        "a step whose loss or gradient is NaN or infinite is not taken: stop then, or skip it and continue", "stop"
     )
     max_skipped: int = option("with on_nonfinite='skip': skipped steps above which training ends", 10, bounds=COUNT)
     load: str | None = option(
-        "checkpoint folder to resume from; latest: go on with the run exp_name, in its folder, from its newest complete "
+        "checkpoint folder to resume from; latest: continue the run exp_name, in its folder, from its newest complete "
         "checkpoint",
         None,
     )
@@ -207,86 +191,38 @@ class LoopConfig(RunConfig):
 
     def problems(self) -> list[str]:
         problems = super().problems()
+        problems += self.without_effect(
+            (self.on_nonfinite != "skip", "without on_nonfinite='skip'", ["max_skipped"]),
+            (self.load is None, "without load", ["load_check", "start_from_scratch", "other_data"]),
+            (self.keep_last_n is None, "without keep_last_n: all are kept", ["keep_every_m"]),
+        )
         if self.load == "latest" and self.exp_name is None:
-            problems.append("load='latest' needs exp_name, the run to go on with.")
-        problems += self._engine_problems()
-        if self.max_skipped != 10 and self.on_nonfinite != "skip":
-            problems.append(f"max_skipped={self.max_skipped} has no effect without on_nonfinite='skip'.")
-        if self.load_check != "size" and self.load is None:
-            problems.append(f"load_check={self.load_check!r} has no effect without load.")
-        if self.start_from_scratch and self.load is None:
-            problems.append("start_from_scratch=True has no effect without load.")
+            problems.append("load='latest' needs exp_name, the run to continue.")
         if self.start_from_scratch and self.load == "latest":
             problems.append(
-                "start_from_scratch=True cannot go into the folder of the run that load='latest' goes on with; name the "
-                "checkpoint's folder in load, and a new exp_name."
+                "start_from_scratch=True cannot use the folder of the run that load='latest' continues; set load to the "
+                "checkpoint's folder, and a new exp_name."
             )
-        if self.other_data != "refuse" and self.load is None:
-            problems.append(f"other_data={self.other_data!r} has no effect without load.")
-        if self.keep_every_m is not None:
-            if self.keep_last_n is None:
-                problems.append(f"keep_every_m={self.keep_every_m} has no effect without keep_last_n: all are kept.")
-            if self.ckpt_every and self.keep_every_m % self.ckpt_every:
-                problems.append(
-                    f"keep_every_m={self.keep_every_m} is no multiple of ckpt_every={self.ckpt_every}, so most such steps "
-                    "have no checkpoint."
-                )
-        return problems
-
-    def _engine_problems(self) -> list[str]:
-        """Settings that this engine does not have."""
-        colossalai = self.plugin in ("zero2", "zero2-seq")
-        idle = {
-            "fsdp_reshard": self.fsdp_reshard != "zero2" and self.plugin != "fsdp2",
-            "hybrid_zero": self.hybrid_zero and colossalai,
-            "optimizer_offload": self.optimizer_offload and colossalai,
-            "shard_size": self.shard_size is not None and colossalai,
-        }
-        problems = [
-            f"{name}={getattr(self, name)!r} has no effect with plugin={self.plugin!r}."
-            for name, is_idle in idle.items()
-            if is_idle
-        ]
-        if self.plugin == "ddp" and self.shard_size is not None and not self.hybrid_zero:
-            problems.append(f"shard_size={self.shard_size} has no effect with plugin='ddp' without hybrid_zero=True.")
-        if self.plugin == "fsdp2" and self.shard_size is not None and self.hybrid_zero:
-            problems.append(f"hybrid_zero=True has no effect with shard_size={self.shard_size}, which says the same.")
-        if colossalai and to_torch_dtype(self.dtype) not in HALF:
+        if self.keep_every_m is not None and self.ckpt_every and self.keep_every_m % self.ckpt_every:
             problems.append(
-                f"dtype={self.dtype!r}: plugin={self.plugin!r} computes in bf16 or fp16; use fsdp2, or bf16."
+                f"keep_every_m={self.keep_every_m} is not a multiple of ckpt_every={self.ckpt_every}, so most such steps "
+                "have no checkpoint."
             )
         return problems
-
-
-_GENERATION_ALIASES = {
-    "ckpt_path": Alias(("model", "from_pretrained"), str | None),
-    "cfg_scale": Alias(("scheduler", "cfg_scale"), float),
-    "num_sampling_steps": Alias(("scheduler", "num_sampling_steps"), int),
-    "cfg_channel": Alias(("scheduler", "cfg_channel"), int | None),
-    "flash_attn": Alias(("model", "enable_flash_attn"), bool),
-    "layernorm_kernel": Alias(("model", "enable_layernorm_kernel"), bool),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(LoopConfig):
     """Training of a denoiser: scripts/train.py."""
 
-    aliases: ClassVar[Mapping[str, Alias]] = _GENERATION_ALIASES
-    removed: ClassVar[Mapping[str, Removed]] = {
-        "cast_once": Removed(bool | None, "it gained less than 3 % of a step. Leave it out, the results are the same."),
-        "float8": Removed(
-            bool | str | None,
-            "training in float8 was slower than in bf16, and failed with STDiT3. Leave it out to train in bf16.",
-        ),
-    }
+    aliases: ClassVar[Mapping[str, Alias]] = GENERATION_ALIASES
+    removed: ClassVar[Mapping[str, Removed]] = REMOVED_TRAIN
 
     model: Component = option("denoiser component")
     vae: Component = option("VAE component")
     text_encoder: Component = option("text encoder component")
     scheduler: Component = option("diffusion component")
     num_frames: int = option("frames of a clip", 16, bounds=AT_LEAST_ONE)
-    frame_interval: int = option("take every n-th frame of the video", 1, bounds=AT_LEAST_ONE)
     image_size: tuple[int, int] = option("height and width of a clip in pixels", (256, 256), bounds=AT_LEAST_ONE)
     use_image_transform: bool = option("the data are images", default=False)
     bucket_config: dict[str, dict[int | str, Any]] | None = option(
@@ -301,21 +237,17 @@ class TrainConfig(LoopConfig):
     bucket_order: Literal["mixed", "same"] = option(
         "same: in each step all processes take a batch of one bucket, so that none waits for a larger one", "mixed"
     )
-    prefetch_gib: float = option(
-        "memory that batches read ahead may take in each process, in GiB", 8.0, bounds=POSITIVE
-    )
     dry_run: bool = option("print what an epoch of the data would be, and stop", default=False)
     mask_ratios: dict[str, float] | None = option(
-        "how often frames of a clip are given, and the rest is learnt: kind of mask -> probability; see schedulers.md",
+        "how often frames of a clip are conditioning frames: kind of mask -> probability; see schedulers.md",
         None,
     )
     cache_text: bool = option("keep encoded captions in memory", default=False)
     grad_checkpoint: str = option(
-        "activation checkpointing, what the backward pass recomputes: none, block, every:k for each k-th block, mlp, mlp:1/3 and mlp:2/3 "
+        "activation checkpointing: none, block, every:k for each k-th block, mlp, mlp:1/3 and mlp:2/3 "
         "(MLPs of so many of the blocks, of NOVA one and two of its stacks), selective (all but matrix products), selective:k (that "
         "for each k-th block, the others whole), selective+every:k (each k-th block whole, the others selective)",
         "none",
-        legacy=Legacy(int | bool | str, translate_level),
     )
     activation_offload: bool = option(
         "keep what the backward pass needs in the CPU's memory, if it is 1 MiB or more", default=False
@@ -327,6 +259,15 @@ class TrainConfig(LoopConfig):
     )
     peak_tflops: float | None = option(
         "dense TFLOP/s of one device in dtype, for the MFU; None: by the name of the GPU", None, bounds=POSITIVE
+    )
+    plugin: Literal["ddp", "fsdp2", "zero2", "zero2-seq"] = option(
+        "engine of distributed training: ddp holds everything in each process, fsdp2 shards it; zero2 and, with sp_size > 1, "
+        "zero2-seq are ColossalAI's",
+        "ddp",
+    )
+    fsdp_reshard: Literal["zero2", "zero3"] = option(
+        "fsdp2 between a block's forward and backward pass: keep its weights, or drop them and gather them again",
+        "zero2",
     )
     sp_size: int = option("processes that share one sample; 1 switches it off", 1, bounds=AT_LEAST_ONE)
     lora: Component | None = option(
@@ -347,20 +288,19 @@ class TrainConfig(LoopConfig):
         "height and width of those videos in pixels; None: image_size", None, bounds=AT_LEAST_ONE
     )
     val_fps: int | float | None = option(
-        "frames per second of those videos, as the model is told; None: 24 / frame_interval, 120 for a picture",
+        "frames per second of those videos, as conditioning; None: 24 / frame_interval, 120 for an image",
         None,
         bounds=POSITIVE,
     )
     val_scheduler: Component | None = option("sampler of those videos; None: scheduler, with 30 sampling steps", None)
 
     def problems(self) -> list[str]:
-        problems = super().problems()
-        problems += level_problems(self.grad_checkpoint)
+        problems = super().problems() + level_problems(self.grad_checkpoint)
         if self.activation_offload and self.grad_checkpoint.startswith("selective"):
             problems.append(
                 f"activation_offload does not reach what grad_checkpoint={self.grad_checkpoint!r} keeps: use 'block' or 'mlp'."
             )
-        problems += self._cuda_graphs_problems()
+        problems += self._engine_problems()
         if self.lora is not None:
             problems += lora_problems(self.lora)
             if self.model.get("freeze") is not None:
@@ -376,51 +316,53 @@ class TrainConfig(LoopConfig):
                 )
         return problems + self._data_problems() + self._validation_problems()
 
-    def _cuda_graphs_problems(self) -> list[str]:
-        if not self.cuda_graphs:
-            return []
+    def _engine_problems(self) -> list[str]:
+        """Settings that this engine does not have."""
+        engine, colossalai = f"with plugin={self.plugin!r}", self.plugin in ("zero2", "zero2-seq")
+        same = f"with shard_size={self.shard_size}, which says the same"
+        problems = self.without_effect(
+            (self.plugin != "fsdp2", engine, ["fsdp_reshard"]),
+            (colossalai, engine, ["hybrid_zero", "optimizer_offload", "shard_size"]),
+            (self.plugin == "ddp" and not self.hybrid_zero, f"{engine} without hybrid_zero=True", ["shard_size"]),
+            (self.plugin == "fsdp2" and self.shard_size is not None, same, ["hybrid_zero"]),
+        )
+        if colossalai and to_torch_dtype(self.dtype) not in HALF:
+            problems.append(
+                f"dtype={self.dtype!r}: plugin={self.plugin!r} computes in bf16 or fp16; use fsdp2, or bf16."
+            )
         rivals = {
             f"plugin={self.plugin!r}": self.plugin != "ddp",
             "activation_offload=True": self.activation_offload,
             "lora.dropout, which draws inside the model": bool(self.lora and self.lora.get("dropout")),
         }
-        return [
-            f"cuda_graphs=True does not work with {name}: leave one of them out." for name, on in rivals.items() if on
+        return problems + [
+            f"cuda_graphs=True does not work with {name}: leave one of them out."
+            for name, on in rivals.items()
+            if self.cuda_graphs and on
         ]
 
     def _data_problems(self) -> list[str]:
-        """What of buckets and masks does not go together."""
-        problems = []
-        if self.bucket_config is not None and "VariableVideoText" not in str(self.dataset.get("type")):
+        """Buckets and masks that contradict other settings."""
+        buckets, variable = self.bucket_config is not None, "VariableVideoText" in str(self.dataset.get("type"))
+        problems = self.without_effect((not buckets, "without bucket_config", ["bucket_tail", "bucket_order"]))
+        if buckets and not variable:
             problems.append("bucket_config has no effect without dataset=dict(type='VariableVideoTextDataset').")
-        if self.bucket_config is None:
-            if "VariableVideoText" in str(self.dataset.get("type")):
-                problems.append("a VariableVideoTextDataset needs a bucket_config.")
-            for name, default in (("bucket_tail", "keep"), ("bucket_order", "mixed")):
-                if getattr(self, name) != default:
-                    problems.append(f"{name}={getattr(self, name)!r} has no effect without bucket_config.")
-        if self.mask_ratios is not None and self.num_frames == 1 and self.bucket_config is None:
-            problems.append("mask_ratios has no effect with num_frames=1: of a picture nothing can be given.")
+        if variable and not buckets:
+            problems.append("a VariableVideoTextDataset needs a bucket_config.")
+        if self.mask_ratios is not None and self.num_frames == 1 and not buckets:
+            problems.append("mask_ratios has no effect with num_frames=1: an image has no conditioning frames.")
         return problems
 
     def _validation_problems(self) -> list[str]:
-        """What of `val_*` contradicts itself or would do nothing."""
-        defaults = {name: f.default for name, f in schema_fields(type(self)).items()}
+        """`val_*` that contradict each other or do nothing."""
         samples = self.val_prompts is not None or self.val_prompt_path is not None
-        reasons = {
-            "val_every": (not self.val_every, [name for name in defaults if name.startswith("val_")]),
-            "val_data_path": (self.val_data_path is None, ["val_num_samples", "val_num_timesteps"]),
-            "val_prompts or val_prompt_path": (
-                not samples,
-                ["val_num_frames", "val_image_size", "val_fps", "val_scheduler"],
-            ),
-        }
-        problems = [
-            f"{name}={getattr(self, name)!r} has no effect without {what}."
-            for what, (idle, names) in reasons.items()
-            for name in names
-            if idle and getattr(self, name) != defaults[name]
-        ]
+        all_of_them = [name for name in schema_fields(type(self)) if name.startswith("val_")]
+        of_samples = ["val_num_frames", "val_image_size", "val_fps", "val_scheduler"]
+        problems = self.without_effect(
+            (not self.val_every, "without val_every", all_of_them),
+            (self.val_data_path is None, "without val_data_path", ["val_num_samples", "val_num_timesteps"]),
+            (not samples, "without val_prompts or val_prompt_path", of_samples),
+        )
         if self.val_every and self.val_data_path is None and not samples:
             problems.append(f"val_every={self.val_every} has nothing to do: set val_data_path or val_prompts.")
         if self.val_prompts is not None and self.val_prompt_path is not None:
@@ -437,7 +379,7 @@ class TrainConfig(LoopConfig):
 class InferenceConfig(RunConfig):
     """Sampling: scripts/inference.py."""
 
-    aliases: ClassVar[Mapping[str, Alias]] = _GENERATION_ALIASES
+    aliases: ClassVar[Mapping[str, Alias]] = GENERATION_ALIASES
     replaces: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "num_frames": ("duration",),
         "duration": ("num_frames",),
@@ -450,7 +392,7 @@ class InferenceConfig(RunConfig):
     text_encoder: Component = option("text encoder component")
     scheduler: Component = option("diffusion component")
     num_frames: int | str | None = option(
-        'frames to generate; 1 is an image. "4s": about 4 seconds in whole pieces of the VAE, "2x": twice two seconds',
+        'frames to generate; 1 is an image. "4s": about 4 seconds in whole chunks of the VAE, "2x": twice two seconds',
         None,
         bounds=AT_LEAST_ONE,
     )
@@ -466,7 +408,7 @@ class InferenceConfig(RunConfig):
         "height:width",
     )
     multi_resolution: Literal["PixArtMS", "STDiT2", "OpenSora"] | bool = option(
-        "Open-Sora's name for models that are told the size; they always are, so that it only has to fit the model",
+        "Open-Sora's name for models with size conditioning; has no effect, but must fit the model",
         default=False,
     )
     frame_interval: int = option(
@@ -475,11 +417,11 @@ class InferenceConfig(RunConfig):
     save_fps: int | float | None = option("frames per second of the saved video", None, bounds=POSITIVE)
     batch_size: int = option("prompts per forward pass", 1, bounds=AT_LEAST_ONE)
     prompt: list[str] | None = option("prompts; they win over prompt_path", None)
-    prompt_path: str | None = option("text file with one prompt a line, or csv file with a column `text`", None)
+    prompt_path: str | None = option("text file with one prompt per line, or csv file with a column `text`", None)
     start_index: int | None = option("first prompt to use, counted from 0", None, bounds=COUNT)
     end_index: int | None = option("prompt before which to stop", None, bounds=COUNT)
     reference_path: list[str] | None = option(
-        'pictures and videos that a prompt starts from, one entry for each prompt: files or URLs joined by ";"', None
+        'images and videos that a prompt starts from, one entry for each prompt: files or URLs joined by ";"', None
     )
     mask_strategy: list[str] | None = option(
         "what a prompt takes from its references, one entry for each prompt; see inference.md", None
@@ -488,10 +430,10 @@ class InferenceConfig(RunConfig):
         "order of a mask_strategy's fields: of Open-Sora 1.1 and 1.2, or of the oldest documents", "six-fields"
     )
     align: int | None = option(
-        "latent frames to whose multiples references are moved; None: the pieces of the VAE", None, bounds=AT_LEAST_ONE
+        "latent frames to whose multiples references are moved; None: the chunks of the VAE", None, bounds=AT_LEAST_ONE
     )
-    image: str | None = option("picture that is the first frame of every video", None)
-    last_image: str | None = option("picture that is the end of every video", None)
+    image: str | None = option("image that is the first frame of every video", None)
+    last_image: str | None = option("image that is the last frame of every video", None)
     extend: str | None = option("video that every result continues", None)
     edit: str | None = option("video that every result is a variant of", None)
     edit_ratio: float = option("how far edit changes its video: 0 not at all, 1 wholly", 0.5, bounds=FRACTION)
@@ -499,9 +441,7 @@ class InferenceConfig(RunConfig):
     aes: int | float | str | None = option("aesthetic score, added to every prompt that has none", None)
     flow: int | float | str | None = option("motion score, added to every prompt that has none", None)
     camera_motion: str | None = option("camera motion, added to every prompt that has none", None)
-    motion_flow: int | float | None = option(
-        "optical-flow score that NOVA's video models are told; None: 5", None, bounds=COUNT
-    )
+    motion_flow: int | float | None = option("optical-flow score for NOVA's video models; None: 5", None, bounds=COUNT)
     num_sample: int = option("videos for each prompt", 1, bounds=AT_LEAST_ONE)
     save_dir: str = option("folder for the results", "./samples")
     sample_name: str | None = option("start of the names of the result files", None)
@@ -539,7 +479,7 @@ class InferenceConfig(RunConfig):
         "none",
     )
     vae_tiling: int | None = option(
-        "encode and decode pictures larger than this (pixels) in tiles of that size; None: as the VAE's config says",
+        "encode and decode frames larger than this (pixels) in tiles of that size; None: as the VAE's config says",
         None,
         bounds=AT_LEAST_ONE,
     )
@@ -552,37 +492,36 @@ class InferenceConfig(RunConfig):
     compiler_config: str | None = option('JSON for compiler, such as {"mode": "O3", "dynamic": true}', None)
 
     def problems(self) -> list[str]:
+        kind = str(self.model.get("type"))
         problems = super().problems()
+        problems += self.without_effect(
+            (not kind.startswith("NOVA"), f"on a {kind}: use flow", ["motion_flow"]),
+            (self.lora is None, "without lora", ["lora_scale"]),
+            (self.num_frames == 1, "on an image: num_frames=1 makes a PNG", ["save_format"]),
+            (self.loop == 1 and self.extend is None, "with loop=1", ["condition_frame_length"]),
+            (self.loop == 1, "with loop=1", ["condition_frame_edit"]),
+            (self.compiler is None, "without compiler", ["compiler_config"]),
+            (self.resolution is None, "without resolution", ["aspect_ratio"]),
+            (":" not in (self.aspect_ratio or ""), "without aspect_ratio='H:W'", ["aspect_ratio_order"]),
+            (self.edit is None, "without edit", ["edit_ratio"]),
+            (
+                self.text_encoder.get("type") == "classes",
+                "on classes, which are numbers, not texts",
+                ["aes", "flow", "camera_motion"],
+            ),
+        )
         if self.start_index is not None and self.end_index is not None and self.start_index >= self.end_index:
             problems.append(f"start_index={self.start_index} and end_index={self.end_index} leave no prompt.")
-        if self.motion_flow is not None and not str(self.model.get("type")).startswith("NOVA"):
-            problems.append(f"motion_flow={self.motion_flow:g} has no effect on a {self.model.get('type')}: use flow.")
-        if self.lora is None and self.lora_scale != 1:
-            problems.append(f"lora_scale={self.lora_scale:g} has no effect without lora.")
-        if self.num_frames == 1 and self.save_format != "mp4":
-            problems.append(f"save_format={self.save_format!r} has no effect on a picture: num_frames=1 makes a PNG.")
-        if self.loop == 1:
-            if self.condition_frame_length is not None and self.extend is None:
-                problems.append(f"condition_frame_length={self.condition_frame_length} has no effect with loop=1.")
-            if self.condition_frame_edit:
-                problems.append(f"condition_frame_edit={self.condition_frame_edit} has no effect with loop=1.")
-        return problems + self._size_problems() + self._reference_problems() + self._compiler_problems()
-
-    def _compiler_problems(self) -> list[str]:
-        """What of `compiler` contradicts something else or would do nothing."""
-        if self.compiler is None:
-            return [] if self.compiler_config is None else ["compiler_config has no effect without compiler."]
-        problems = []
-        if self.compile:
+        if self.compiler is not None and self.compile:
             problems.append("compile and compiler both compile the model; keep one.")
-        if self.step_cache is not None:
+        if self.compiler is not None and self.step_cache is not None:
             problems.append("compiler does not work around a step_cache; use compile=True with it.")
-        if self.offload == "block":
+        if self.compiler is not None and self.offload == "block":
             problems.append("compiler does not work around offload='block'; use compile=True with it.")
-        return problems
+        return problems + self._size_problems() + self._reference_problems()
 
     def _size_problems(self) -> list[str]:
-        """What of size and length is missing, contradicts itself or would do nothing."""
+        """Size and length: missing, or set in two ways."""
         problems = []
         for one, other in (("num_frames", "duration"), ("image_size", "resolution")):
             values = getattr(self, one), getattr(self, other)
@@ -592,36 +531,24 @@ class InferenceConfig(RunConfig):
                 problems.append(f"{one}={values[0]!r} and {other}={values[1]!r} say the same; keep one.")
         if isinstance(self.num_frames, str) and not re.fullmatch(NUM_FRAMES, self.num_frames):
             problems.append(f"num_frames={self.num_frames!r}: expected a number, or seconds such as '4s', or '2x'.")
-        if self.aspect_ratio is not None and self.resolution is None:
-            problems.append(f"aspect_ratio={self.aspect_ratio!r} has no effect without resolution.")
-        if self.aspect_ratio_order != "height:width" and ":" not in (self.aspect_ratio or ""):
-            problems.append(f"aspect_ratio_order={self.aspect_ratio_order!r} has no effect without aspect_ratio='H:W'.")
-        told = "PixArtMS" if self.multi_resolution is True else self.multi_resolution or ""
-        if not re.match(TOLD_SIZES.get(told, ""), str(self.model.get("type"))):
+        family = "PixArtMS" if self.multi_resolution is True else self.multi_resolution or ""
+        if not re.match(MULTI_RESOLUTION.get(family, ""), str(self.model.get("type"))):
             problems.append(
                 f"multi_resolution={self.multi_resolution!r} does not fit model.type={self.model.get('type')!r}; set it to "
-                "False: a model that knows of sizes is told them anyway."
+                "False: a model with size conditioning gets the size anyway."
             )
         return problems
 
     def _reference_problems(self) -> list[str]:
-        """What of references and scores contradicts itself or would do nothing."""
-        problems = []
+        """References that contradict each other."""
         used = [name for name in ("reference_path", "image", "extend", "edit") if getattr(self, name) is not None]
         if self.last_image is not None and (clash := [name for name in used if name in ("reference_path", "edit")]):
             used = [*clash, "last_image"]
+        problems = []
         if len(used) > 1:
             problems.append(f"{', '.join(used)} say different things of the same frames; keep one.")
         if self.mask_strategy is not None and used and used != ["reference_path"]:
             problems.append(f"mask_strategy has no effect with {used[0]}, which has its own; use reference_path.")
-        if self.edit is None and self.edit_ratio != 0.5:
-            problems.append(f"edit_ratio={self.edit_ratio:g} has no effect without edit.")
-        if self.text_encoder.get("type") == "classes":
-            problems += [
-                f"{name}={value!r} has no effect on classes, which are numbers and no texts."
-                for name in ("aes", "flow", "camera_motion")
-                if (value := getattr(self, name)) is not None
-            ]
         return problems
 
 
@@ -629,7 +556,8 @@ class InferenceConfig(RunConfig):
 class VAETrainConfig(LoopConfig):
     """Training of a VAE: scripts/train_vae.py."""
 
-    aliases: ClassVar[Mapping[str, Alias]] = {"ckpt_path": Alias(("vae", "from_pretrained"), str | None)}
+    aliases: ClassVar[Mapping[str, Alias]] = VAE_ALIASES
+    removed: ClassVar[Mapping[str, Removed]] = REMOVED_VAE_TRAIN
 
     vae: Component = option("VAE component")
     loss: dict[str, float] = option(
@@ -656,31 +584,21 @@ class VAETrainConfig(LoopConfig):
     discriminator_lr: float | None = option("learning rate of the discriminator; None: lr", None, bounds=POSITIVE)
     num_frames: int = option("frames of a clip; 1 trains on images", 1, bounds=AT_LEAST_ONE)
     mixed_lengths: list[int] | None = option(
-        "every batch is split into pieces of one of these numbers of frames, drawn anew; name one twice to see it twice as often",
+        "every batch is split into chunks of one of these numbers of frames, drawn anew; list one twice to draw it twice as often",
         None,
     )
-    frame_interval: int = option("take every n-th frame of the video", 1, bounds=AT_LEAST_ONE)
     image_size: tuple[int, int] = option("height and width of the crop in pixels", (96, 96), bounds=AT_LEAST_ONE)
-    eval_data_path: str | None = option(
-        "table of held-out clips for PSNR, SSIM and LPIPS of the averaged weights", None
-    )
+    eval_data_path: str | None = option("table of held-out clips for PSNR, SSIM and LPIPS of the EMA weights", None)
     eval_every: int = option(
         "optimizer steps between two such measurements; the last one is at the end", 1000, bounds=AT_LEAST_ONE
     )
     eval_num_samples: int = option("clips of that table, evenly picked", 16, bounds=AT_LEAST_ONE)
-    prefetch_gib: float = option(
-        "memory that batches read ahead may take in each process, in GiB", 8.0, bounds=POSITIVE
-    )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "loss", {**dict.fromkeys(LOSS_TERMS, 0.0), **self.loss})  # frozen
 
     def problems(self) -> list[str]:
         problems = super().problems()
-        if self.plugin != "ddp":
-            problems.append(
-                f"plugin={self.plugin!r}: a VAE is trained with ddp. hybrid_zero=True spreads its optimizer's state."
-            )
         for term, weight in self.loss.items():
             if term not in LOSS_TERMS:
                 hint = did_you_mean(term, list(LOSS_TERMS))
@@ -691,42 +609,28 @@ class VAETrainConfig(LoopConfig):
             problems.append("loss: every weight is 0, nothing would be learnt.")
         if self.trained == "decoder" and self.loss.get("kl"):
             problems.append(f"loss.kl={self.loss['kl']} has no effect with trained='decoder': set it to 0.")
-        return problems + self._without_effect() + self._bad_lengths()
-
-    def _without_effect(self) -> list[str]:
-        """Fields that something else in the config makes idle."""
-        reasons = {
-            "a discriminator": (
-                self.discriminator is None,
-                ("adversarial_weight", "adversarial_scale", "adversarial_start", "discriminator_lr"),
-            ),
-            "reconstruction='nll'": (self.reconstruction != "nll", ("logvar_init",)),
-            "a weight of loss.lpips": (not self.loss.get("lpips"), ("lpips_frames",)),
-        }
-        defaults = {name: f.default for name, f in schema_fields(type(self)).items()}
-        return [
-            f"{name}={getattr(self, name)!r} has no effect without {what}."
-            for what, (idle, names) in reasons.items()
-            for name in names
-            if idle and getattr(self, name) != defaults[name]
-        ]
-
-    def _bad_lengths(self) -> list[str]:
-        wrong = [n for n in self.mixed_lengths or [] if not 1 <= n <= self.num_frames]
         if self.mixed_lengths == []:
-            return ["mixed_lengths is empty; None keeps whole clips."]
-        return [f"mixed_lengths: {wrong} must be from 1 to num_frames={self.num_frames}."] if wrong else []
+            problems.append("mixed_lengths is empty; None keeps whole clips.")
+        if wrong := [n for n in self.mixed_lengths or [] if not 1 <= n <= self.num_frames]:
+            problems.append(f"mixed_lengths: {wrong} must be from 1 to num_frames={self.num_frames}.")
+        gan = ["adversarial_weight", "adversarial_scale", "adversarial_start", "discriminator_lr"]
+        return problems + self.without_effect(
+            (not self.hybrid_zero, "without hybrid_zero=True", ["shard_size"]),
+            (self.discriminator is None, "without a discriminator", gan),
+            (self.reconstruction != "nll", "without reconstruction='nll'", ["logvar_init"]),
+            (not self.loss.get("lpips"), "without a weight of loss.lpips", ["lpips_frames"]),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class VAEInferenceConfig(RunConfig):
     """Reconstruction by a VAE: scripts/inference_vae.py."""
 
-    aliases: ClassVar[Mapping[str, Alias]] = {"ckpt_path": Alias(("vae", "from_pretrained"), str | None)}
+    aliases: ClassVar[Mapping[str, Alias]] = VAE_ALIASES
 
     vae: Component = option("VAE component")
-    files: list[str] | None = option("videos and pictures; they win over data_path", None)
-    data_path: str | None = option("csv, jsonl or parquet table with one video or picture a row", None)
+    files: list[str] | None = option("videos and images; they win over data_path", None)
+    data_path: str | None = option("csv, jsonl or parquet table with one video or image per row", None)
     root: str | None = option("folder that the paths in the data file are relative to", None)
     num_frames: int | None = option(
         "frames of each video, from its first; None: all that make a legal number", None, bounds=AT_LEAST_ONE
@@ -759,7 +663,6 @@ class Field(NamedTuple):
     doc: str
     bounds: Bounds | None
     choices: tuple[str, ...]
-    legacy: Legacy | None = None
 
     @property
     def takes_keys(self) -> bool:
@@ -793,7 +696,6 @@ def schema_fields(schema: Schema) -> dict[str, Field]:
             f.metadata["doc"],
             f.metadata["bounds"],
             f.metadata["choices"],
-            f.metadata["legacy"],
         )
         for f in [*own, *inherited]
     }

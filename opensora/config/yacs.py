@@ -13,38 +13,30 @@ batch and clipping.
 
 import ast
 import copy
+import functools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from opensora.config.activation_checkpointing import translate_level
+from opensora.config.upgrade import (
+    DEEPSPEED_FIELDS,
+    DEEPSPEED_STAGES,
+    PIPELINE_MODULES,
+    YACS_DEFAULTS,
+    YACS_DTYPES,
+    YACS_FIELDS,
+    YACS_RULES,
+    translate_level,
+)
 from opensora.registry import did_you_mean
 from opensora.utils.errors import UserError
 
-DEFAULTS: dict[str, Any] = {
-    "NUM_GPUS": 1,
-    "RNG_SEED": 3,
-    "GPU_ID": 0,
-    "PIPELINE": {"TYPE": "", "MODULES": {}},
-    "MODEL": {"TYPE": "transformer", "CONFIG": {}, "WEIGHTS": "", "PRECISION": "bfloat16"},
-    "SOLVER": {
-        "BASE_LR": 1e-4, "MIN_LR": 0.0, "WARM_UP_STEPS": 250, "WARM_UP_FACTOR": 0.001, "LR_POLICY": "", "DECAY_STEPS": [],
-        "DECAY_GAMMA": 0.5, "MAX_STEPS": 2**31 - 1, "OPTIMIZER": "AdamW", "ADAM_BETA2": 0.95, "WEIGHT_DECAY": 0.02,
-        "ACCUM_STEPS": 1, "DISPLAY": 20, "EMA_EVERY": 100, "SNAPSHOT_EVERY": 5000, "SNAPSHOT_PREFIX": "model",
-    },
-    "TRAIN": {
-        "DATASET": "", "DATASET2": "", "LOADER": "vae_train", "NUM_THREADS": 4, "BATCH_SIZE": 1, "MODEL_EMA": 0.99,
-        "DEVICE_EMA": "gpu", "LOSS_REPEAT": 4, "CHECKPOINTING": 2,
-    },
-}  # fmt: skip
 FREE = ("CONFIG", "MODULES")  # whose keys are the model's
-PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 HEADS = {768: 12, 1024: 16, 1536: 16}
 VAES = {"nova_train_t2i": "VideoAutoencoderKL", "nova_train_t2v": "DiffusersVideoVAE"}  # of diffusers
-MODULES = ("vae", "text_encoder", "tokenizer", "transformer", "scheduler")
 TEXT_TOKENS = 256
 ARCHITECTURE = (
     "arch", "image_dim", "image_size", "image_stride", "text_token_dim", "text_token_len", "image_base_size",
@@ -82,6 +74,10 @@ class CfgNode:
         """Plain values."""
         return {key: v.to_dict() if isinstance(v, CfgNode) else copy.deepcopy(v) for key, v in self._values.items()}
 
+    def at(self, path: str) -> Any:
+        """The value of a dotted key such as "SOLVER.BASE_LR"."""
+        return functools.reduce(getattr, path.split("."), self)
+
     def merge(self, values: Mapping[str, Any]) -> None:
         """Take over values; the keys must be known. A group without values, `SOLVER:` in YAML, sets nothing.
 
@@ -106,7 +102,7 @@ class CfgNode:
 
 def default_cfg() -> CfgNode:
     """A config with the guide's defaults."""
-    return CfgNode(copy.deepcopy(DEFAULTS))
+    return CfgNode(copy.deepcopy(YACS_DEFAULTS))
 
 
 cfg = default_cfg()
@@ -135,35 +131,25 @@ def to_train_config(node: CfgNode) -> dict[str, Any]:
     Raises:
         UserError: lists every key that has no meaning here.
     """
-    problems = list(_problems(node))
-    if problems:
+    if problems := [
+        f"{key}={value!r}: {remedy}" for key, supported, remedy in YACS_RULES if not supported(value := node.at(key))
+    ]:
         raise UserError("this config asks for what there is not here:\n" + "\n".join(f"  {p}" for p in problems))
     solver, train = node.SOLVER, node.TRAIN
-    ema_decay = (
-        train.MODEL_EMA ** (1 / solver.EMA_EVERY) if train.MODEL_EMA else 0.0
-    )  # theirs decays once in so many steps
     return {
         **_components(node),
-        "seed": node.RNG_SEED,
-        "dtype": PRECISIONS[node.MODEL.PRECISION],
+        **{field: node.at(key) for field, key in YACS_FIELDS.items()},
+        "dtype": YACS_DTYPES[node.MODEL.PRECISION],
         "dataset": {"type": "RecordVideoTextDataset", "data_path": train.DATASET},
-        "data_path": train.DATASET,
-        "num_workers": train.NUM_THREADS,
-        "batch_size": train.BATCH_SIZE,
-        "accumulation_steps": solver.ACCUM_STEPS,
         "epochs": 10**6,
-        "max_steps": None if DEFAULTS["SOLVER"]["MAX_STEPS"] == solver.MAX_STEPS else solver.MAX_STEPS,
-        "lr": float(solver.BASE_LR),
+        "max_steps": None if YACS_DEFAULTS["SOLVER"]["MAX_STEPS"] == solver.MAX_STEPS else solver.MAX_STEPS,
         "lr_schedule": "cosine" if solver.LR_POLICY == "cosine_decay" else "constant",
-        "warmup_steps": solver.WARM_UP_STEPS,
         "adam_betas": (0.9, solver.ADAM_BETA2),
-        "weight_decay": solver.WEIGHT_DECAY,
         "grad_clip": 0.0,
-        "ema_decay": ema_decay,
+        # NOVA's EMA decays once in EMA_EVERY steps
+        "ema_decay": train.MODEL_EMA ** (1 / solver.EMA_EVERY) if train.MODEL_EMA else 0.0,
         "ema_every": solver.EMA_EVERY if train.MODEL_EMA else 1,
         "ema_device": "cpu" if train.DEVICE_EMA == "cpu" else "model",
-        "log_every": solver.DISPLAY,
-        "ckpt_every": solver.SNAPSHOT_EVERY,
         "exp_name": solver.SNAPSHOT_PREFIX or None,
         "grad_checkpoint": translate_level(train.CHECKPOINTING),
     }
@@ -185,14 +171,14 @@ def deepspeed_overrides(path: Path) -> dict[str, Any]:
     unknown = []
     for key, value in content.items():
         found = _deepspeed_value(key, value)
-        if found is None or (key in PRECISIONS_OF_DEEPSPEED and found and "dtype" in values):
+        if found is None or (key in ("bf16", "fp16") and found and "dtype" in values):
             unknown.append(f"{key}={value!r}")
         else:
             values |= found
     if unknown:
         raise UserError(
             f"--deepspeed {path}: nothing here answers to {'; '.join(unknown)}. It may have one of bf16 and fp16 with 'enabled', "
-            f"zero_optimization with 'stage' 0 to 3, and {', '.join(DEEPSPEED)} as numbers; everything else is a field of the "
+            f"zero_optimization with 'stage' 0 to 3, and {', '.join(DEEPSPEED_FIELDS)} as numbers; everything else is a field of the "
             "config (--help)."
         )
     return values
@@ -200,28 +186,16 @@ def deepspeed_overrides(path: Path) -> dict[str, Any]:
 
 def _deepspeed_value(key: str, value: Any) -> dict[str, Any] | None:
     """The fields that a key sets; None where it means nothing here."""
-    if key in DEEPSPEED:
-        return {DEEPSPEED[key]: value} if isinstance(value, int | float) and not isinstance(value, bool) else None
-    if key in PRECISIONS_OF_DEEPSPEED and isinstance(value, dict) and value.keys() == {"enabled"}:
+    if key in DEEPSPEED_FIELDS:
+        return (
+            {DEEPSPEED_FIELDS[key]: value} if isinstance(value, int | float) and not isinstance(value, bool) else None
+        )
+    if key in ("bf16", "fp16") and isinstance(value, dict) and value.keys() == {"enabled"}:
         return {"dtype": key} if value["enabled"] is True else {}
     if key == "zero_optimization" and isinstance(value, dict) and value.keys() == {"stage"}:
         stage = value["stage"]
-        return STAGES.get(stage) if type(stage) is int else None  # not True, which equals 1
+        return DEEPSPEED_STAGES.get(stage) if type(stage) is int else None  # not True, which equals 1
     return None
-
-
-STAGES: dict[int, dict[str, Any]] = {
-    0: {"plugin": "ddp"},
-    1: {"plugin": "ddp", "hybrid_zero": True},
-    2: {"plugin": "fsdp2"},
-    3: {"plugin": "fsdp2", "fsdp_reshard": "zero3"},
-}
-PRECISIONS_OF_DEEPSPEED = ("bf16", "fp16")
-DEEPSPEED = {
-    "train_micro_batch_size_per_gpu": "batch_size",
-    "gradient_accumulation_steps": "accumulation_steps",
-    "gradient_clipping": "grad_clip",
-}
 
 
 def _typed(path: str, given: Any, old: Any) -> Any:
@@ -252,64 +226,10 @@ def _decoded(value: Any) -> Any:
         return value
 
 
-def _problems(node: CfgNode) -> Iterator[str]:
-    """Every key whose value has no meaning here, with what to do about it."""
-    for key, is_right, remedy in RULES:
-        value: Any = node
-        for name in key.split("."):
-            value = getattr(value, name)
-        if not is_right(value):
-            yield f"{key}={value!r}: {remedy}"
-
-
-RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    (
-        "PIPELINE.TYPE",
-        ("nova_train_t2i", "nova_train_t2v").__contains__,
-        "there are nova_train_t2i and nova_train_t2v.",
-    ),
-    ("NUM_GPUS", lambda n: n == 1, "leave it 1 and start torchrun --nproc_per_node N scripts/train.py FILE."),
-    (
-        "PIPELINE.MODULES",
-        lambda names: set(names) <= set(MODULES) and all(isinstance(folder, str) for folder in names.values()),
-        f"there are {', '.join(MODULES)}, each with the name of a folder.",
-    ),
-    ("GPU_ID", lambda n: n == 0, "leave it 0 and set CUDA_VISIBLE_DEVICES in the environment."),
-    ("MODEL.PRECISION", PRECISIONS.__contains__, f"there are {', '.join(PRECISIONS)}."),
-    ("MODEL.TYPE", lambda name: name == "transformer", "the model is in the folder 'transformer' of MODEL.WEIGHTS."),
-    ("MODEL.WEIGHTS", bool, "name the folder that has vae, text_encoder and transformer."),
-    ("TRAIN.DATASET", bool, "name the folder of records."),
-    ("TRAIN.DATASET2", lambda name: not name, "write all fields into one folder of records."),
-    ("TRAIN.LOADER", lambda name: name == "vae_train", "there is vae_train."),
-    ("SOLVER.LR_POLICY", ("", "cosine_decay").__contains__, "there are '' (constant) and cosine_decay."),
-    (
-        "SOLVER.DECAY_STEPS",
-        lambda steps: not steps,
-        "the learning rate does not fall in steps; leave it [] and set LR_POLICY to 'cosine_decay' for one that falls.",
-    ),
-    (
-        "SOLVER.DECAY_GAMMA",
-        DEFAULTS["SOLVER"]["DECAY_GAMMA"].__eq__,
-        "the learning rate does not fall in steps, by this factor or another; leave it 0.5.",
-    ),
-    ("SOLVER.MIN_LR", lambda lr: lr == 0, "the learning rate falls to 0."),
-    ("SOLVER.OPTIMIZER", lambda name: name == "AdamW", "there is AdamW."),
-    (
-        "SOLVER.WARM_UP_FACTOR",
-        lambda x: x == 0.001,
-        "the warm-up rises from 1 / (steps + 1) of the rate; leave it 0.001.",
-    ),
-    ("TRAIN.CHECKPOINTING", (0, 1, 2, 3).__contains__, "there are levels 0 to 3."),
-    ("TRAIN.DEVICE_EMA", ("cpu", "cuda", "gpu", "").__contains__, "there are cpu and cuda."),
-    ("SOLVER.EMA_EVERY", lambda steps: steps >= 1, "a number of steps is at least 1; MODEL_EMA = 0 makes no average."),
-    ("TRAIN.MODEL_EMA", lambda decay: 0 <= decay < 1, "a decay is in [0, 1)."),
-)
-
-
 def _components(node: CfgNode) -> dict[str, Any]:
     """Model, VAE, text encoder and scheduler of a pipeline's folder."""
     weights, modules, video = Path(node.MODEL.WEIGHTS), node.PIPELINE.MODULES, node.PIPELINE.TYPE.endswith("t2v")
-    folders = {name: modules.get(name, str(weights / name)) for name in MODULES}
+    folders = {name: modules.get(name, str(weights / name)) for name in PIPELINE_MODULES}
     config = node.MODEL.CONFIG or _read_json(Path(folders["transformer"]) / "config.json")
     pretrained = {} if node.MODEL.CONFIG else {"from_pretrained": folders["transformer"]}
     tokens = config.get("text_token_len") or TEXT_TOKENS

@@ -13,7 +13,8 @@ from opensora.acceleration.distributed import broadcast_from_rank0, refuse_diffe
 from opensora.acceleration.engine import Engine
 from opensora.checkpoint.load import latest_checkpoint, open_checkpoint
 from opensora.config.load import changed_settings, to_dict
-from opensora.config.schema import LoopConfig, schema_fields
+from opensora.config.schema import LoopConfig, TrainConfig
+from opensora.config.upgrade import LEGACY
 from opensora.training.ema import EMA
 from opensora.training.lr_scheduler import lr_at
 from opensora.training.run import RunState
@@ -45,7 +46,9 @@ def build_optimizer(cfg: LoopConfig, model: nn.Module) -> torch.optim.Optimizer:
 def engine_settings(cfg: LoopConfig) -> dict[str, Any]:
     """What a config says about its engine, as arguments of `build_engine`."""
     names = ["dtype", "grad_clip", "hybrid_zero", "shard_size", "optimizer_offload"]
-    return {name: getattr(cfg, name) for name in [*names, *(["fsdp_reshard"] if cfg.plugin == "fsdp2" else [])]}
+    if isinstance(cfg, TrainConfig) and cfg.plugin == "fsdp2":
+        names.append("fsdp_reshard")
+    return {name: getattr(cfg, name) for name in names}
 
 
 def build_ema(cfg: LoopConfig, model: nn.Module, engine: Engine) -> EMA:
@@ -115,8 +118,7 @@ def resumed_checkpoint(cfg: LoopConfig) -> Path | None:
     """The checkpoint to go on from, if any; says which settings are not those of its run: some are meant, some are slips."""
     source = checkpoint_to_load(cfg)
     before = {} if source is None else open_checkpoint(source).manifest.get("config") or {}
-    legacy = {name: f.legacy for name, f in schema_fields(type(cfg)).items() if f.legacy and name in before}
-    before |= {name: spelling.translate(before[name]) for name, spelling in legacy.items()}
+    before |= {name: LEGACY[name].translate(before[name]) for name in LEGACY.keys() & before.keys()}
     if changes := changed_settings(before, to_dict(cfg)):
         logger.warning("settings that are not those of %s: %s.", source, "; ".join(changes))
     return source

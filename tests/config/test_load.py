@@ -511,6 +511,19 @@ def test_removed_fields_may_be_off_and_nothing_else(write):
         parse_config(TrainConfig, REGISTRIES, ["--float8", path])
 
 
+def test_vae_training_has_one_engine(write):
+    path = write('vae = dict(type="vae")\ndata_path = "x.csv"\n')
+    cfg = parse_config(VAETrainConfig, REGISTRIES, [path, "--plugin=ddp"])
+    old = {"plugin": "ddp", "fsdp_reshard": "zero2"}  # of a checkpoint
+    assert config_from_dict(VAETrainConfig, to_dict(cfg) | old, REGISTRIES) == cfg
+    assert old.keys().isdisjoint(to_dict(cfg))
+    for argv in (["--plugin=fsdp2"], ["--fsdp-reshard=zero3"]):
+        with pytest.raises(UserError, match="a VAE is trained with ddp"):
+            parse_config(VAETrainConfig, REGISTRIES, [path, *argv])
+    with pytest.raises(UserError, match="shard_size=2 has no effect without hybrid_zero=True"):
+        parse_config(VAETrainConfig, REGISTRIES, [path, "--shard-size=2"])
+
+
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [

@@ -310,7 +310,7 @@ def test_a_number_that_is_too_small_is_no_failure_of_ours(guide, key, value):
 def test_an_average_is_taken_every_so_many_steps(guide, value):
     cfg = ready(guide)
     cfg.SOLVER.EMA_EVERY = value
-    with pytest.raises(UserError, match=rf"SOLVER.EMA_EVERY={value}: .* at least 1; MODEL_EMA = 0 makes no average"):
+    with pytest.raises(UserError, match=rf"SOLVER.EMA_EVERY={value}: .* at least 1; MODEL_EMA = 0 makes no EMA"):
         to_train_config(cfg)
     cfg.SOLVER.EMA_EVERY, cfg.TRAIN.MODEL_EMA = 1, 0
     assert to_train_config(cfg)["ema_decay"] == 0

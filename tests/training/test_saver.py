@@ -306,7 +306,7 @@ class TestLatest:
         said = "\n".join(LoopConfig(load="latest").problems() + LoopConfig(keep_every_m=5).problems())
         assert "load='latest' needs exp_name" in said
         assert "keep_every_m=5 has no effect without keep_last_n" in said
-        assert "no multiple of ckpt_every=250" in said
+        assert "not a multiple of ckpt_every=250" in said
         assert "load_check='checksum' has no effect" in LoopConfig(load_check="checksum").problems()[0]
 
     def test_leftovers_go_and_what_was_being_replaced_comes_back(self, tmp_path):

@@ -24,7 +24,6 @@ adversarial_weight = 0.5
 adversarial_start = 100000
 
 dtype = "bf16"
-plugin = "ddp"
 
 seed = 42
 outputs = "outputs"

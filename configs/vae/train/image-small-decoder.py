@@ -24,7 +24,6 @@ lpips = "vgg"
 
 dtype = "bf16"
 compile = False
-plugin = "ddp"
 
 seed = 42
 outputs = "outputs/vae"

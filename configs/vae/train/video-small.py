@@ -43,7 +43,6 @@ lpips_frames = 2
 
 dtype = "bf16"
 compile = True
-plugin = "ddp"
 
 seed = 42
 outputs = "outputs/vae"
