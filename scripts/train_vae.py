@@ -156,7 +156,7 @@ def train(cfg: VAETrainConfig, world: World, stop: StopSignals, watchdog: Watchd
         last = stop.agreed() or state.step == total_steps
         if due(state.step, cfg.log_every) or due(state.step, cfg.ckpt_every) or last:
             figures = guard.checked(reading := record.read()) | means(
-                of_good_steps(window, reading, cfg.accumulation_steps)
+                finite_steps(window, reading, cfg.accumulation_steps)
             )
             log.metrics(state.step, **figures, lr=lr, epoch=state.epoch, **speed(state.step))
             window.clear()
@@ -277,8 +277,8 @@ def go_on(
     return state
 
 
-def of_good_steps(window: list[T], reading: Reading, micro_batches: int) -> list[T]:
-    """What belongs to steps that are numbers, of one item for each of their `micro_batches`."""
+def finite_steps(window: list[T], reading: Reading, micro_batches: int) -> list[T]:
+    """The items of steps that are finite, of one item for each of their `micro_batches`."""
     return [item for i, item in enumerate(window) if reading.steps[i // micro_batches].is_finite]
 
 
@@ -292,7 +292,7 @@ def means(window: list[dict[str, Tensor]]) -> dict[str, float]:
     return values | ({"psnr": 10 * math.log10(4 / max(values["mse"], 1e-10))} if "mse" in values else {})
 
 
-def averaged(cfg: VAETrainConfig, ema: EMA, device: torch.device) -> Any:
+def ema_vae(cfg: VAETrainConfig, ema: EMA, device: torch.device) -> Any:
     """A VAE with the EMA weights, not compiled, for its batches have other sizes; its latents are posterior means."""
     vae: Any = build_module({**cfg.vae, "posterior": "mode"}, MODELS)
     load_strictly(vae, ema.state_dict(), "the EMA weights")
@@ -330,7 +330,7 @@ class HeldOut:
         return [dataset[SampleKey(0, index)] for index in chosen]
 
     def _measure(self, ema: EMA, lpips: nn.Module | None, sheet_path: Path) -> dict[str, float]:
-        vae = averaged(self.cfg, ema, self.device)
+        vae = ema_vae(self.cfg, ema, self.device)
         rows: list[Quality] = []
         sheet: dict[str, tuple[Tensor, ...]] = {}
         for item in self.items:
@@ -350,7 +350,7 @@ def export(cfg: VAETrainConfig, ema: EMA, device: torch.device, dataset: Any, ru
     With the encoder kept the statistics are kept too: a denoiser that knows the latents knows them scaled so. The folder
     gets its name when it is complete, so that a resume can tell whether the export is still to be made.
     """
-    vae, report = averaged(cfg, ema, device), "the encoder was not trained: latents are scaled as before"
+    vae, report = ema_vae(cfg, ema, device), "the encoder was not trained: latents are scaled as before"
     if cfg.trained == "all":
         chosen = range(0, len(dataset), max(len(dataset) // STATISTICS_SAMPLES, 1))[:STATISTICS_SAMPLES]
         statistics = measure_latents(vae, videos(dataset, chosen))

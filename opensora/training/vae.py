@@ -1,4 +1,4 @@
-"""What the training of a VAE needs beside the loop: the loss, clips of mixed lengths, and the latents' statistics at the end.
+"""What the training of a VAE needs besides the loop: the loss, clips of mixed lengths, and the latents' statistics at the end.
 
     rec  = l1 |x^ - x| + mse (x^ - x)^2 + pooled |P(x^) - P(x)| + lpips LPIPS(x^, x),   P = mean over 8x8 pixels
     loss = rec + kl KL(q(z|x) || N(0, 1))                      reconstruction "plain"

@@ -1,4 +1,4 @@
-"""scripts/inference_vae.py on a real clip and a picture: what it writes is the original beside what the VAE makes of it."""
+"""scripts/inference_vae.py on a real clip and an image: what it writes is the original next to what the VAE makes of it."""
 
 import importlib.util
 import shutil
@@ -58,14 +58,14 @@ def run(script, vae, tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def picture(tmp_path):
+def image(tmp_path):
     pixels = np.random.default_rng(0).integers(0, 255, (34, 49, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(tmp_path / "noise.png")
     return tmp_path / "noise.png", pixels
 
 
-def test_originals_stand_beside_reconstructions(run, picture, vae, capsys):
-    path, pixels = picture
+def test_originals_stand_next_to_reconstructions(run, image, vae, capsys):
+    path, pixels = image
     out = run("--num-frames=5", "--image-size", 48, 64, "--files", CLIP, path)
     clip = probe(out / "white_dog.mp4")
     assert clip[:3] == (5, 48, 128)
@@ -74,15 +74,15 @@ def test_originals_stand_beside_reconstructions(run, picture, vae, capsys):
     assert "PSNR" in capsys.readouterr().out
 
     out = run("--files", path)  # its own size, cut to cells of 4 pixels from the middle
-    beside = np.asarray(Image.open(out / "noise.png"))
-    assert beside.shape == (32, 96, 3)
+    frame = np.asarray(Image.open(out / "noise.png"))
+    assert frame.shape == (32, 96, 3)
     original = pixels[1:33, 0:48]
-    assert np.array_equal(beside[:, :48], original)
+    assert np.array_equal(frame[:, :48], original)
     model = DiffusersVideoVAE(str(vae), posterior="mode").eval()
     x = torch.from_numpy(original.copy()).permute(2, 0, 1)[None, :, None] / 127.5 - 1
     with torch.no_grad():
         expected = (model.decode(model.encode(x), num_frames=1).clamp(-1, 1)[0, :, 0].permute(1, 2, 0) + 1) * 127.5
-    assert np.abs(beside[:, 48:] - expected.numpy()).max() < 0.51
+    assert np.abs(frame[:, 48:] - expected.numpy()).max() < 0.51
 
 
 def test_a_whole_video_is_the_longest_that_the_vae_takes(run, tmp_path):
@@ -112,7 +112,7 @@ def test_mistakes_end_with_exit_code_2(run, capsys, options, message):
     assert message in capsys.readouterr().err
 
 
-def test_no_source_is_replaced(run, tmp_path, picture, capsys):
+def test_no_source_is_replaced(run, tmp_path, image, capsys):
     """The result of a.mp4 is called a.mp4; that of sheet.png is not the sheet."""
     video = tmp_path / "out" / "a.mp4"
     video.parent.mkdir()
@@ -123,6 +123,6 @@ def test_no_source_is_replaced(run, tmp_path, picture, capsys):
     assert "a.mp4 is one of the files to reconstruct, and would be replaced" in capsys.readouterr().err
     assert video.read_bytes() == CLIP.read_bytes()
     video.unlink()
-    named = picture[0].rename(picture[0].with_name("sheet.png"))
+    named = image[0].rename(image[0].with_name("sheet.png"))
     out = run("--files", named)
     assert sorted(file.name for file in out.iterdir()) == ["0000_sheet.png", "sheet.png"]

@@ -31,25 +31,25 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def pictures(tmp_path_factory) -> Path:
-    """A table of ten smooth coloured pictures of two sources."""
-    folder = tmp_path_factory.mktemp("pictures")
+def images(tmp_path_factory) -> Path:
+    """A table of ten smooth coloured images of two sources."""
+    folder = tmp_path_factory.mktemp("images")
     rng = np.random.default_rng(0)
     rows = ["path,source"]
     for i in range(10):
         colours = Image.fromarray(rng.integers(0, 255, (3, 4, 3), dtype=np.uint8))
         colours.resize((52, 40), Image.Resampling.BICUBIC).save(folder / f"{i}.png")
         rows.append(f"{i}.png,{'even' if i % 2 == 0 else 'odd'}")
-    (folder / "pictures.csv").write_text("\n".join(rows) + "\n")
-    return folder / "pictures.csv"
+    (folder / "images.csv").write_text("\n".join(rows) + "\n")
+    return folder / "images.csv"
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory, pictures) -> Path:
+def config(tmp_path_factory, images) -> Path:
     path = tmp_path_factory.mktemp("config") / "toy_vae.py"
     path.write_text(
         f'''"""Toy."""
-data_path = {str(pictures)!r}
+data_path = {str(images)!r}
 dataset = dict(type="VideoTextDataset", transform_name="random_crop", text_columns=())
 image_size = (16, 24)
 num_workers = 0
@@ -237,7 +237,7 @@ def test_a_vae_that_cannot_be_trained_so_is_refused_at_once(train, tmp_path, cap
 
 
 class OneBadPicture(VideoTextDataset):
-    """A picture of the table has a pixel that is no number."""
+    """An image of the table has a pixel that is NaN."""
 
     def __getitem__(self, key):
         item = super().__getitem__(key)
@@ -293,42 +293,42 @@ def ends_with(run, capsys) -> str:
     return capsys.readouterr().err
 
 
-def table_with_bad_rows(pictures: Path, folder: Path, *bad: int) -> Path:
-    """A copy of the pictures and their table, in which these rows' files are cut off."""
-    shutil.copytree(pictures.parent, folder)
+def table_with_bad_rows(images: Path, folder: Path, *bad: int) -> Path:
+    """A copy of the images and their table, in which these rows' files are cut off."""
+    shutil.copytree(images.parent, folder)
     for row in bad:
         path = folder / f"{row}.png"
         path.write_bytes(path.read_bytes()[:-200])
-    return folder / pictures.name
+    return folder / images.name
 
 
 class TestTheEndOfARun:
     """`vae/` is there, and whole, or can still be had."""
 
-    def test_a_file_that_cannot_be_read_costs_its_own_sample_only(self, train, pictures, tmp_path, capsys):
+    def test_a_file_that_cannot_be_read_costs_its_own_sample_only(self, train, images, tmp_path, capsys):
         """With either policy: with "error" one that the few steps of training have not met."""
-        table = table_with_bad_rows(pictures, tmp_path / "bad", 3)
-        told = "1 of 10 samples cannot be read, and the statistics of the latents leave them out"
+        table = table_with_bad_rows(images, tmp_path / "bad", 3)
+        report = "1 of 10 samples cannot be read, and the statistics of the latents leave them out"
         run = train(f"--data-path={table}", "--max-steps=4", "--dataset.max-bad-share=0.5")
         assert VideoAutoencoderKL(str(run / "vae")).out_channels == 4
         said = capsys.readouterr().err
-        assert told in said
-        assert "3.png" in said.partition(told)[2]
+        assert report in said
+        assert "3.png" in said.partition(report)[2]
         run = train(
             f"--data-path={table}", "--max-steps=1", "--batch-size=1", "--dataset.bad-files=error", "--warmup-steps=0",
             name="strict",
         )  # fmt: skip
         assert (run / "vae" / "config.json").is_file()
 
-    def test_where_most_files_cannot_be_read_it_says_so_and_can_be_repeated(self, train, pictures, tmp_path, capsys):
-        table = table_with_bad_rows(pictures, tmp_path / "bad", *range(6))
+    def test_where_most_files_cannot_be_read_it_says_so_and_can_be_repeated(self, train, images, tmp_path, capsys):
+        table = table_with_bad_rows(images, tmp_path / "bad", *range(6))
         options = (f"--data-path={table}", "--max-steps=1", "--dataset.max-bad-share=1")
         said = ends_with(lambda: train(*options), capsys)
         assert "6 of 10 samples" in said
         assert "--load latest" in said
         assert not (tmp_path / "run" / "vae").exists()
         for row in range(6):
-            shutil.copy(pictures.parent / f"{row}.png", table.parent)
+            shutil.copy(images.parent / f"{row}.png", table.parent)
         assert (train(*options, "--load=latest") / "vae" / "config.json").is_file()
 
     @pytest.mark.slow
@@ -378,15 +378,15 @@ def no_disk(vae, folder, dtype):
 
 class TestResumeWithOtherData:
     @pytest.mark.slow
-    def test_it_is_refused_with_advice_that_works(self, train, pictures, tmp_path, capsys):
+    def test_it_is_refused_with_advice_that_works(self, train, images, tmp_path, capsys):
         load = f"--load={complete_checkpoints(train('--max-steps=4'))[-1]}"
         said = ends_with(lambda: train(load, "--batch-size=5", name="refused"), capsys)
         assert "batch_size x ranks was 4, now 5" in said
         assert "--other-data next_epoch" in said
         assert "--start-from-scratch True" in said
         fewer = tmp_path / "fewer.csv"
-        rows = pictures.read_text().splitlines()[:9]
-        fewer.write_text("\n".join([rows[0], *(str(pictures.parent / row) for row in rows[1:])]) + "\n")
+        rows = images.read_text().splitlines()[:9]
+        fewer.write_text("\n".join([rows[0], *(str(images.parent / row) for row in rows[1:])]) + "\n")
         for name, options in {"batch": ("--batch-size=5",), "data": (f"--data-path={fewer}",)}.items():
             rest = train(load, *options, "--other-data=next_epoch", name=name)
             assert [entry["step"] for entry in entries(rest)] == [5, 6, 7, 8]
@@ -427,8 +427,8 @@ class TestResumeWithOtherData:
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_a_measurement_longer_than_a_step_may_take_does_not_end_the_other_processes(config, pictures, tmp_path):
-    options = ["--max-steps=4", "--ckpt-every=0", "--batch-size=2", "--eval-every=2", f"--eval-data-path={pictures}"]
+def test_a_measurement_longer_than_a_step_may_take_does_not_end_the_other_processes(config, images, tmp_path):
+    options = ["--max-steps=4", "--ckpt-every=0", "--batch-size=2", "--eval-every=2", f"--eval-data-path={images}"]
     # 6 s; the steps take milliseconds, and process 1 is in the next one's all-reduce while process 0 measures
     argv = [str(config), f"--outputs={tmp_path}", "--exp-name=run", "--step-timeout-min=0.1", *options]
     start_ranks(_measure_slowly, (free_ports(1)[0], argv), 2, "scripts/train_vae.py", 120)
@@ -452,12 +452,12 @@ def _measure_slowly(rank: int, port: int, argv: list[str]) -> None:
 
 
 @pytest.fixture(scope="module")
-def video_options(tmp_path_factory, pictures) -> list[str]:
-    """A causal video VAE on real clips and pictures, with all that can be switched on."""
+def video_options(tmp_path_factory, images) -> list[str]:
+    """A causal video VAE on real clips and images, with all that can be switched on."""
     folder = tmp_path_factory.mktemp("video")
     clips = ROOT / "assets/clips"
     rows = "".join(f"{clips / name}\n" for name in ("white_dog.mp4", "cup_portrait.mp4"))
-    (folder / "train.csv").write_text(f"path\n{rows}{pictures.parent / '0.png'}\n")
+    (folder / "train.csv").write_text(f"path\n{rows}{images.parent / '0.png'}\n")
     (folder / "held_out.csv").write_text(f"path\n{clips / 'city_teal.mp4'}\n")
     architecture = {
         "type": "AutoencoderKLWan", "base_dim": 8, "z_dim": 4, "dim_mult": [1, 1], "num_res_blocks": 1,

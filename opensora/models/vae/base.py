@@ -154,7 +154,7 @@ class VideoVAE(nn.Module):
         return next(self._network().parameters()).dtype
 
     def _latent_settings(self) -> dict[str, Any]:
-        """Settings beside `_config` with which latents are not those of the default; {} for the default.
+        """Settings other than `_config` with which latents are not those of the default; {} for the default.
 
         Tiles are none: latents of images within a tile are the same, those of larger ones nearly.
         """

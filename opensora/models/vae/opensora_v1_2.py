@@ -64,10 +64,10 @@ class VideoAutoencoderPipeline(VideoVAE):
     """An image VAE followed by a temporal VAE; the module's docstring has the formulas.
 
     Args:
-        vae_2d: Component dict of the image VAE; None: as `config.json` beside the weights says.
+        vae_2d: Component dict of the image VAE; None: as `config.json` next to the weights says.
         vae_temporal: Component dict of the temporal VAE; None: as `config.json` says.
         from_pretrained: Weights of both: a folder, a file or a hub id, in Open-Sora's names; None: the parts' own.
-        micro_frame_size: Frames of a chunk; None: the whole video at once; "saved": as `config.json` beside the weights
+        micro_frame_size: Frames of a chunk; None: the whole video at once; "saved": as `config.json` next to the weights
             says, and the whole video where there is none.
         freeze_vae_2d: Train the temporal VAE alone.
         scale, shift: Of the latents, z = (raw - shift) / scale: one value, or one a channel. Those of `config.json` win, and
@@ -95,7 +95,7 @@ class VideoAutoencoderPipeline(VideoVAE):
         components: dict[str, dict[str, Any]] = {}
         for name, given in (("vae_2d", vae_2d), ("vae_temporal", vae_temporal)):
             if given is None and name not in saved:
-                raise self._error(f"{name} is needed: there is no {CONFIG} beside the weights that describes it.")
+                raise self._error(f"{name} is needed: there is no {CONFIG} next to the weights that describes it.")
             components[name] = dict(given if given is not None else saved[name])
         if from_pretrained is not None and components["vae_2d"].get("from_pretrained") == IMAGE_VAE:
             settings = {key: value for key, value in components["vae_2d"].items() if key not in FROM_HUB}
@@ -193,7 +193,7 @@ class OpenSoraVAE_V1_2(VideoAutoencoderPipeline):
 
     Args:
         micro_batch_size: Images that the image VAE takes at a time, where `vae_2d` does not say it.
-        micro_frame_size: Frames of a chunk; None: the whole video at once; "saved": as `config.json` beside the weights
+        micro_frame_size: Frames of a chunk; None: the whole video at once; "saved": as `config.json` next to the weights
             says, and 17 where there is none.
         from_pretrained: The published weights: folder, file or hub id ("hpcai-tech/OpenSora-VAE-v1.2"). None: the image
             VAE of PixArt-Sigma from the hub, and an untrained temporal VAE.
@@ -259,7 +259,7 @@ def image_vae() -> dict[str, Any]:
 
 
 def saved_config(from_pretrained: str | None) -> dict[str, Any]:
-    """What `config.json` beside the weights says; {} where there is none."""
+    """What `config.json` next to the weights says; {} where there is none."""
     if from_pretrained is None:
         return {}
     path = Path(from_pretrained).expanduser()

@@ -148,7 +148,7 @@ def test_latents_that_diffusers_scales_by_channel(frames):
     statistics = {"latents_mean": [0.1, -0.2, 0.3, 0.0], "latents_std": [2.0, 1.5, 1.0, 0.5]}
     for settings in (
         {**statistics, "scaling_factor": 1.0},
-        {**statistics, "scaling_factor": 0.5, "shift_factor": 0.3},  # which is ignored beside a mean
+        {**statistics, "scaling_factor": 0.5, "shift_factor": 0.3},  # which is ignored next to a mean
         {"latents_mean": statistics["latents_mean"], "scaling_factor": 0.5},
     ):
         theirs = AutoencoderKL(**vae_arguments(), **settings).eval()
