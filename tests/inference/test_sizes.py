@@ -14,7 +14,7 @@ from opensora.inference.sizes import (
     named_length,
     trained_sizes,
     video_size,
-    warn_of_given_frames,
+    warn_of_conditioning_frames,
     warn_outside_training,
 )
 from opensora.utils.errors import UserError
@@ -318,6 +318,6 @@ def test_what_is_not_known_is_not_warned_of(tmp_path, caplog):
 )
 def test_frames_are_given_to_a_model_that_has_never_seen_given_ones(tmp_path, caplog, config, model, said):
     (tmp_path / "manifest.json").write_text(json.dumps({"config": config}))
-    warn_of_given_frames(str(tmp_path), model)
+    warn_of_conditioning_frames(str(tmp_path), model)
     assert ("was trained without mask_ratios" in caplog.text) == said
-    warn_of_given_frames(None, model)  # weights from elsewhere
+    warn_of_conditioning_frames(None, model)  # weights from elsewhere
