@@ -66,11 +66,6 @@ def overlap(vae: Any, num_frames: int, latent_frames: int | None = None) -> Over
     return Overlap(latent_frames, shared, keeps)
 
 
-def total_frames(loop: int, num_frames: int, shared: int) -> int:
-    """loop (N - P) + P."""
-    return loop * (num_frames - shared) + shared
-
-
 def begin_with(taken: Tensor, z: Tensor, mask: Tensor | None, edit_ratio: float) -> tuple[Tensor, Tensor]:
     """A segment's initial z and mask with the frames that it takes over.
 

@@ -21,6 +21,7 @@ from opensora.acceleration.cfg_parallel import ParallelPlan, make_parallel_plan,
 from opensora.acceleration.compile import compile_blocks
 from opensora.acceleration.compiler import compile_pipe, parse_options
 from opensora.acceleration.distributed import init_world
+from opensora.acceleration.offload import Placement, Policy
 from opensora.acceleration.patching import wrap_forward
 from opensora.acceleration.step_cache.build import build_step_cache
 from opensora.acceleration.step_cache.steps import StepCache
@@ -31,7 +32,6 @@ from opensora.inference.conditions import condition, null_condition
 from opensora.inference.long_video import Overlap, begin_with, overlap
 from opensora.inference.mask_strategy import apply
 from opensora.inference.memory import oom_report, tile_images, warn_if_short
-from opensora.inference.offload import Placement, Policy
 from opensora.inference.prompts import PromptItem
 from opensora.inference.references import Conditioning, alignment, encode_references
 from opensora.inference.request import Request, as_items
@@ -85,7 +85,7 @@ class VideoPipeline:
         scheduler: the sampler, with its number of steps and guidance.
         device: where everything works.
         dtype: of the denoiser's matrix products (autocast); the sampler computes in fp32.
-        offload: where weights are while they do not work: see `opensora.inference.offload`.
+        offload: where weights are while they are not used: see `opensora.acceleration.offload`.
         plan: the processes that make a video together; all of them must make the same calls.
         step_cache: reuse between steps, installed; see `opensora.acceleration.step_cache`.
         defaults: settings for what a call leaves out; None: a call leaves nothing out.
@@ -242,7 +242,7 @@ class VideoPipeline:
             on_step: called after each step, for previews; what it raises ends the sampling.
 
         Returns:
-            Videos [B, 3, T, H, W] in [-1, 1], fp32, on the CPU; T is `num_frames`, or `total_frames` of a long video.
+            Videos [B, 3, T, H, W] in [-1, 1], fp32, on the CPU; T is `num_frames`, more for a long video.
 
         Raises:
             UserError: the size is none that the VAE can make, the device's memory does not suffice, or a result is not finite.

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from opensora.acceleration.offload import BlockStream, OffloadedModule, Placement
 from opensora.inference.memory import _peak_bytes, advice, estimate, oom_report, tile_images
-from opensora.inference.offload import BlockStream, OffloadedModule, Placement
 from opensora.inference.pipeline import VideoPipeline
 from opensora.inference.request import Request, as_items
 from opensora.utils.errors import UserError

@@ -78,7 +78,7 @@ def test_slice(tmp_path):
     assert [(item.index, item.text) for item in chosen] == [(1, "b"), (2, "c")]
 
 
-def test_every_mistake_is_told(tmp_path):
+def test_every_mistake_is_reported(tmp_path):
     (tmp_path / "empty.txt").write_text("\n# only a comment\n")
     (tmp_path / "latin.txt").write_bytes("café".encode("latin-1"))
     (tmp_path / "none.csv").write_text("path,caption\na,b\n")
@@ -234,7 +234,7 @@ def test_the_five_field_order_is_asked_for():
     assert items(prompt, mask_strategy_format="five-fields")[0].mask_strategy == "1,0;0"
 
 
-def test_all_bad_prompts_are_told_at_once(tmp_path):
+def test_all_bad_prompts_are_reported_at_once(tmp_path):
     file = tmp_path / "p.txt"
     file.write_text("ok\n" + 'x{"seed": "y"}\n' * 7)
     with pytest.raises(UserError) as caught:
@@ -373,7 +373,7 @@ def test_settings_at_the_end(prompt, text, settings):
 
 
 @pytest.mark.parametrize(("prompt", "message"), BROKEN)
-def test_settings_that_are_broken_are_told(prompt, message):
+def test_settings_that_are_broken_are_reported(prompt, message):
     with pytest.raises(UserError, match=re.compile(message, re.DOTALL)) as caught:
         split_settings(prompt, "prompt 4")
     assert str(caught.value).startswith("prompt 4: ")
@@ -420,7 +420,7 @@ def test_files():
 @example('{"":0}')
 @example('a{"reference_path":"\ud800"}')
 @example('{"aes":[[[[')
-def test_any_prompt_is_text_or_refused_with_its_place(prompt):
+def test_any_prompt_is_text_or_refused_by_name(prompt):
     try:
         text, settings = split_settings(prompt, "prompt 0")
         segments = split_segments(text, "prompt 0")
