@@ -21,7 +21,7 @@ from opensora.inference.jobs import Job, batches, jobs, records, request_of, sta
 from opensora.inference.manifest import already_made, write_samples
 from opensora.inference.pipeline import Defaults, VideoPipeline
 from opensora.inference.references import sources_of
-from opensora.inference.sizes import warn_of_given_frames
+from opensora.inference.sizes import warn_of_conditioning_frames
 from opensora.utils.errors import exit_on_user_error
 from opensora.utils.folders import make_writable
 from opensora.utils.logging import show_messages
@@ -54,7 +54,7 @@ def sample(cfg: InferenceConfig, plan: ParallelPlan) -> None:
         return
     make_writable(cfg.save_dir, "save_dir")
     if any(sources_of(cfg, job.item) for job in todo):
-        warn_of_given_frames(cfg.model.get("from_pretrained"), cfg.model["type"])
+        warn_of_conditioning_frames(cfg.model.get("from_pretrained"), cfg.model["type"])
     pipeline = pipeline or VideoPipeline.from_config(cfg, plan=plan)
     shows = cfg.verbose > 0 and plan.is_leader
     for batch in tqdm(batches(todo, cfg.batch_size), unit="batch", disable=not shows or plan.dp_rank > 0):

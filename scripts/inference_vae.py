@@ -18,7 +18,7 @@ from opensora.config.load import VAEInferenceConfig, parse_config
 from opensora.datasets.table.table import read_table
 from opensora.datasets.transforms import get_transform, to_float
 from opensora.datasets.video.read_video import frames_needed, is_image, probe, read_frames
-from opensora.inference.output import save_image_grid, save_side_by_side, shown_frames
+from opensora.inference.output import save_image_grid, save_sample, shown_frames
 from opensora.models.vae.metrics import quality, reconstruct
 from opensora.registry import MODELS, build_module
 from opensora.utils.dtype import to_torch_dtype
@@ -52,7 +52,9 @@ def main() -> None:
         x, fps = read(path, cfg, vae)
         with torch.autocast(device.type, to_torch_dtype(cfg.dtype), enabled=cfg.dtype != "fp32"):
             x_hat = reconstruct(vae, x[None].to(device)).cpu()[0]
-        file = save_side_by_side(x, x_hat, folder / name, fps)
+        file = save_sample(
+            torch.cat([x, x_hat.to(x)], dim=3), folder / name, fps
+        )  # original left, reconstruction right
         measured = quality(x_hat[None], x[None])
         sheet[f"{name}  {measured.psnr:.1f} dB"] = shown_frames((x, x_hat))
         size = " x ".join(map(str, x.shape[1:]))

@@ -1,6 +1,6 @@
-"""References from the web: fetched once, looked at before they are kept, stored under a hash of their whole address.
+"""References from the web: fetched once, checked before they are kept, stored under a hash of their full address.
 
-An answer that is no picture or video is refused, whatever its address is called; two addresses with the same last part
+An answer that is no image or video is refused, whatever its address is called; two addresses with the same last part
 cannot collide; a file is complete or not there, also when several processes fetch it at once.
 """
 
@@ -24,13 +24,12 @@ logger = logging.getLogger(__name__)
 
 TIMEOUT_S = 30.0  # without a byte
 MAX_BYTES = 1 << 30
-BLOCK = 1 << 20
 # kinds whose extension Python's table lacks, or has another of
 EXTENSIONS = {
     "image/webp": ".webp", "image/avif": ".avif", "image/bmp": ".bmp", "video/webm": ".webm", "video/x-matroska": ".mkv",
     "video/mp4": ".mp4", "video/quicktime": ".mov", "video/x-msvideo": ".avi", "image/jpeg": ".jpg", "image/tiff": ".tif",
 }  # fmt: skip
-UNTOLD = ("application/octet-stream", "binary/octet-stream")  # servers that do not know what they have
+UNKNOWN = ("application/octet-stream", "binary/octet-stream")  # from servers that do not know the type
 
 
 def is_url(source: str) -> bool:
@@ -42,7 +41,7 @@ def fetch(source: str, cache: Path, *, timeout_s: float = TIMEOUT_S, max_bytes: 
     """A local file for a path, which is returned as it is, or for an http(s) URL, which is fetched unless `cache` has it.
 
     Raises:
-        UserError: the server refuses or does not answer, what it sends is no picture or video, too large or cut off.
+        UserError: the server refuses or does not answer, what it sends is no image or video, too large or truncated.
     """
     if not is_url(source):
         if "://" in source:
@@ -53,16 +52,17 @@ def fetch(source: str, cache: Path, *, timeout_s: float = TIMEOUT_S, max_bytes: 
         return kept[0]
     try:
         request = urllib.request.Request(source, headers={"User-Agent": "opensora"})
-        with _opener().open(request, timeout=timeout_s) as answer:
-            extension = _extension(source, answer.headers)
-            length = _length(source, answer.headers, max_bytes)
-            return _keep(answer, cache / f"{name}{extension}", source, length, max_bytes)
+        with urllib.request.build_opener(_WebOnly).open(request, timeout=timeout_s) as answer:
+            return _keep(answer, cache / f"{name}{_extension(source, answer.headers)}", source, max_bytes)
     except urllib.error.HTTPError as error:
         raise UserError(
             f"reference {source}: the server answers {error.code} {error.reason}; check the address."
         ) from error
+    except UserError:
+        raise
     except (OSError, ValueError, http.client.HTTPException) as error:  # no connection, time-out, a malformed address
-        raise _as_user_error(source, error) from error
+        reason = getattr(error, "reason", None) or str(error) or type(error).__name__
+        raise UserError(f"reference {source} cannot be fetched: {reason}.") from error
 
 
 class _WebOnly(urllib.request.HTTPRedirectHandler):
@@ -76,51 +76,40 @@ class _WebOnly(urllib.request.HTTPRedirectHandler):
         return super().redirect_request(req, fp, code, msg, headers, newurl)
 
 
-def _opener() -> urllib.request.OpenerDirector:
-    return urllib.request.build_opener(_WebOnly)
-
-
-def _as_user_error(source: str, error: Exception) -> UserError:
-    if isinstance(error, UserError):
-        return error
-    reason = getattr(error, "reason", None) or str(error) or type(error).__name__
-    return UserError(f"reference {source} cannot be fetched: {reason}.")
-
-
 def _extension(source: str, headers: Mapping[str, str]) -> str:
-    """By the kind of content; by the address only where the server does not tell."""
-    kind = (headers.get("Content-Type") or UNTOLD[0]).partition(";")[0].strip().lower()
+    """By the type of the content; by the address only where the server does not know the type."""
+    kind = (headers.get("Content-Type") or UNKNOWN[0]).partition(";")[0].strip().lower()
     known = (*IMAGE_EXTENSIONS, *VIDEO_EXTENSIONS)
     named = PurePosixPath(urlsplit(source).path).suffix.lower()
-    extension = named if kind in UNTOLD else EXTENSIONS.get(kind) or mimetypes.guess_extension(kind) or ""
-    if kind.startswith(("image/", "video/")) and extension not in known:
+    is_media = kind.startswith(("image/", "video/"))
+    extension = named if kind in UNKNOWN else EXTENSIONS.get(kind) or mimetypes.guess_extension(kind) or ""
+    if is_media and extension not in known:
         extension = named
-    if extension not in known or not (kind in UNTOLD or kind.startswith(("image/", "video/"))):
+    if extension not in known or not (kind in UNKNOWN or is_media):
         raise UserError(
-            f"reference {source}: the server sends {kind!r}, no picture or video that is known; is it the address of a page?"
+            f"reference {source}: the server sends {kind!r}, no image or video that is known; is it the address of a page?"
         )
     return extension
 
 
-def _length(source: str, headers: Mapping[str, str], max_bytes: int) -> int | None:
-    text = headers.get("Content-Length") or ""
+def _keep(answer: Any, target: Path, source: str, max_bytes: int) -> Path:
+    """Write what arrives under a temporary name, and rename it when it is complete."""
+    text = answer.headers.get("Content-Length") or ""
     length = int(text) if text.isdecimal() else None
+    too_large = UserError(
+        f"reference {source}: larger than {max_bytes} bytes; fetch it yourself, and give the file's path."
+    )
     if length is not None and length > max_bytes:
-        raise _too_large(source, max_bytes)
-    return length
-
-
-def _keep(answer: Any, target: Path, source: str, length: int | None, max_bytes: int) -> Path:
-    """Write what arrives under a name of its own, and rename it when it is complete."""
+        raise too_large
     target.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(prefix=f".{target.name}.partial-", dir=target.parent)
     partial, count = Path(name), 0
     try:
         with os.fdopen(handle, "wb") as file:
-            while block := answer.read(BLOCK):
+            while block := answer.read(1 << 20):
                 count += len(block)
                 if count > max_bytes:
-                    raise _too_large(source, max_bytes)
+                    raise too_large
                 file.write(block)
         if not count or (length is not None and count != length):
             raise UserError(f"reference {source}: {count} bytes of {length} arrived; try again.")
@@ -129,7 +118,3 @@ def _keep(answer: Any, target: Path, source: str, length: int | None, max_bytes:
         partial.unlink(missing_ok=True)
     logger.info("reference %s: %d bytes, kept as %s", source, count, target)
     return target
-
-
-def _too_large(source: str, max_bytes: int) -> UserError:
-    return UserError(f"reference {source}: larger than {max_bytes} bytes; fetch it yourself, and give the file's path.")

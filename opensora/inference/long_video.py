@@ -1,11 +1,11 @@
 """Long videos: segments of a length that the model knows, each of which begins with the end of the one before.
 
-With `loop` segments of N frames that share P frames with their neighbour the whole has loop (N - P) + P frames. The overlap
-is stated in latent frames, L; P is what the VAE makes of them.
+`loop` segments of N frames that share P frames with their neighbours make a video of loop (N - P) + P frames. The overlap is
+set in latent frames, L; P is what the VAE makes of them.
 
 What a segment takes over are latents. Where the VAE codes the end of a segment apart from its beginning (every frame
-by itself, or in pieces), they are the latents themselves, so that nothing is lost from segment to segment. Where it does
-not, as a video there is one piece, the last P decoded frames are encoded anew.
+by itself, or in chunks), they are the latents themselves, so that nothing is lost from segment to segment. Where it does
+not, as a video is one chunk there, the last P decoded frames are encoded anew.
 """
 
 import logging
@@ -31,15 +31,15 @@ def overlap(vae: Any, num_frames: int, latent_frames: int | None = None) -> Over
     """How segments of `num_frames` can overlap.
 
     Args:
-        vae: knows its latent frames, and the pieces in which it makes them (`chunk_latent_frames`).
+        vae: knows its latent frames, and the chunks in which it makes them (`chunk_latent_frames`).
         num_frames: N, of a segment.
         latent_frames: L; None: about a quarter of a segment (Open-Sora 1.1 shares 4 of 16, 1.2 5 of 15).
 
     Raises:
         UserError: the segment is too short, or latents of another video do not fit there.
     """
-    total, piece = vae.latent_frames(num_frames), vae.chunk_latent_frames
-    step = piece or 1
+    total, chunk = vae.latent_frames(num_frames), vae.chunk_latent_frames
+    step = chunk or 1
     if latent_frames is None:
         latent_frames = max(total // 4 // step, 1) * step
     if latent_frames % step:
@@ -49,7 +49,7 @@ def overlap(vae: Any, num_frames: int, latent_frames: int | None = None) -> Over
             f"of {step}; the nearest is {near}."
         )
     shared = vae.video_frames(latent_frames)
-    if piece is None:  # an overlap begins as a segment does, whose first latent frame may stand for fewer frames
+    if chunk is None:  # an overlap begins as a segment does, whose first latent frame may stand for fewer frames
         shared -= vae.video_frames(total) - num_frames
     if latent_frames >= total or shared >= num_frames:
         raise UserError(
@@ -62,13 +62,8 @@ def overlap(vae: Any, num_frames: int, latent_frames: int | None = None) -> Over
             f"{vae.legal_num_frames(shared)} frames, {vae.latent_frames(vae.legal_num_frames(shared))} latent ones."
         )
     before = total - latent_frames
-    keeps = piece is not None and before % step == 0 and vae.video_frames(before) == num_frames - shared
+    keeps = chunk is not None and before % step == 0 and vae.video_frames(before) == num_frames - shared
     return Overlap(latent_frames, shared, keeps)
-
-
-def total_frames(loop: int, num_frames: int, shared: int) -> int:
-    """loop (N - P) + P."""
-    return loop * (num_frames - shared) + shared
 
 
 def begin_with(taken: Tensor, z: Tensor, mask: Tensor | None, edit_ratio: float) -> tuple[Tensor, Tensor]:
@@ -76,8 +71,8 @@ def begin_with(taken: Tensor, z: Tensor, mask: Tensor | None, edit_ratio: float)
 
     Args:
         taken: [B, C, L, h, w] latents of the end of the segment before.
-        z: [B, C, t, h, w] noise, perhaps with other given frames; it is not changed.
-        mask: [B, t] of those, or None; the frames taken over win, and that is told.
+        z: [B, C, t, h, w] noise, perhaps with other conditioning frames; it is not changed.
+        mask: [B, t] of those, or None; the frames taken over win, which is logged.
         edit_ratio: 0 keeps them, above 0 they are edited from that noise level on.
 
     Returns:

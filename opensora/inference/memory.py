@@ -52,8 +52,17 @@ class Estimate(NamedTuple):
         return max(text, on_device + working, vae + self.decoding)
 
 
+_known: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], Estimate]] = weakref.WeakKeyDictionary()
+"""Estimates by pipeline, and by what distinguishes its runs."""
+
+
 def estimate(pipeline: Any, request: Request, latent_size: tuple[int, int, int]) -> Estimate:
-    """What a run of `pipeline` for `request` needs; takes a second or so, and computes nothing."""
+    """The memory that a run of `pipeline` for `request` needs; takes seconds for a large model, once for runs of one size."""
+    known = _known.setdefault(pipeline, {})
+    tiles = tuple(part.tile_size for part in pipeline.vae.modules() if isinstance(part, VideoVAE))
+    key = (len(request.items), request.num_frames, latent_size, request.guidance_scale, pipeline.dtype, tiles)
+    if key in known:
+        return known[key]
     model, vae, encoder = pipeline.model, pipeline.vae, pipeline.text_encoder
     encoder = getattr(encoder, "encoder", encoder)
     blocks = [_num_bytes(block) for block in model.transformer_blocks()]
@@ -82,20 +91,7 @@ def estimate(pipeline: Any, request: Request, latent_size: tuple[int, int, int])
     tokens = calls * model.hidden_size * math.prod(model.grid(latent_size)) * pipeline.dtype.itemsize
     kept = 0 if pipeline.step_cache is None else pipeline.step_cache.num_kept * tokens
     decoding = _peak_bytes(vae, lambda: vae.decode(torch.empty(1, vae.out_channels, *latent_size), request.num_frames))
-    return Estimate(sizes, max(blocks, default=0), denoising, kept, decoding)
-
-
-_known: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], Estimate]] = weakref.WeakKeyDictionary()
-"""Estimates by pipeline, and by what distinguishes its runs."""
-
-
-def estimate_once(pipeline: Any, request: Request, latent_size: tuple[int, int, int]) -> Estimate:
-    """`estimate`, which takes seconds for a large model, remembered for further runs of the same size."""
-    known = _known.setdefault(pipeline, {})
-    tiles = tuple(part.tile_size for part in pipeline.vae.modules() if isinstance(part, VideoVAE))
-    key = (len(request.items), request.num_frames, latent_size, request.guidance_scale, pipeline.dtype, tiles)
-    if key not in known:
-        known[key] = estimate(pipeline, request, latent_size)
+    known[key] = Estimate(sizes, max(blocks, default=0), denoising, kept, decoding)
     return known[key]
 
 
@@ -103,7 +99,7 @@ def warn_if_short(pipeline: Any, request: Request, latent_size: tuple[int, int, 
     """Before a run on a GPU, warn if it needs more memory than there is."""
     if pipeline.device.type != "cuda" or calls_parts(pipeline.scheduler):  # parts: no call stands for a step
         return
-    needed = int(MARGIN * estimate_once(pipeline, request, latent_size).peak(pipeline.place.policy))
+    needed = int(MARGIN * estimate(pipeline, request, latent_size).peak(pipeline.place.policy))
     free, _ = torch.cuda.mem_get_info(pipeline.device)
     available = free + torch.cuda.memory_reserved(pipeline.device)  # the weights that are there are a part of the need
     if needed > available:

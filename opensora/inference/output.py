@@ -200,11 +200,6 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def save_side_by_side(x: Tensor, x_hat: Tensor, path_without_ext: str | Path, fps: float) -> Path:
-    """Write originals (left) next to reconstructions (right), both [3, T, H, W] in [-1, 1], as mp4, or PNG when T is 1."""
-    return save_sample(torch.cat([x, x_hat.to(x)], dim=3), path_without_ext, fps)
-
-
 def save_image_grid(path: Path, clips: Mapping[str, tuple[Tensor, ...]], columns: int = 5) -> Path:
     """Write a contact sheet: of each clip, `columns` frames of every version [3, T, H, W] in [-1, 1], one version per row.
 

@@ -21,6 +21,7 @@ from opensora.acceleration.cfg_parallel import ParallelPlan, make_parallel_plan,
 from opensora.acceleration.compile import compile_blocks
 from opensora.acceleration.compiler import compile_pipe, parse_options
 from opensora.acceleration.distributed import init_world
+from opensora.acceleration.offload import Placement, Policy
 from opensora.acceleration.patching import wrap_forward
 from opensora.acceleration.step_cache.build import build_step_cache
 from opensora.acceleration.step_cache.steps import StepCache
@@ -31,7 +32,6 @@ from opensora.inference.conditions import condition, null_condition
 from opensora.inference.long_video import Overlap, begin_with, overlap
 from opensora.inference.mask_strategy import apply
 from opensora.inference.memory import oom_report, tile_images, warn_if_short
-from opensora.inference.offload import Placement, Policy
 from opensora.inference.prompts import PromptItem
 from opensora.inference.references import Conditioning, alignment, encode_references
 from opensora.inference.request import Request, as_items
@@ -85,7 +85,7 @@ class VideoPipeline:
         scheduler: the sampler, with its number of steps and guidance.
         device: where everything works.
         dtype: of the denoiser's matrix products (autocast); the sampler computes in fp32.
-        offload: where weights are while they do not work: see `opensora.inference.offload`.
+        offload: where weights are while they are not used: see `opensora.acceleration.offload`.
         plan: the processes that make a video together; all of them must make the same calls.
         step_cache: reuse between steps, installed; see `opensora.acceleration.step_cache`.
         defaults: settings for what a call leaves out; None: a call leaves nothing out.
@@ -236,13 +236,13 @@ class VideoPipeline:
             guidance_scale: None = the scheduler's own.
             negative_prompts: what to steer away from: one for all, or one for each; None: the model's "no text".
             conditioning: references of each sample, see `opensora.inference.references`.
-            align: latent frames to whose multiples references are moved; None: the VAE's pieces.
+            align: latent frames to whose multiples references are moved; None: the VAE's chunks.
             loop, condition_frame_length, condition_frame_edit: a long video, see `opensora.inference.long_video`.
             progress: show a bar over the sampling steps.
             on_step: called after each step, for previews; what it raises ends the sampling.
 
         Returns:
-            Videos [B, 3, T, H, W] in [-1, 1], fp32, on the CPU; T is `num_frames`, or `total_frames` of a long video.
+            Videos [B, 3, T, H, W] in [-1, 1], fp32, on the CPU; T is `num_frames`, more for a long video.
 
         Raises:
             UserError: the size is none that the VAE can make, the device's memory does not suffice, or a result is not finite.
@@ -332,7 +332,8 @@ class VideoPipeline:
             if taken is not None:
                 z, mask = begin_with(taken, z, mask, request.condition_frame_edit)
             scale = request.guidance_scale
-            z = self._denoised(z, mask, *conds[loop], scale, generators, progress=progress, on_step=on_step)
+            with self.place.using("model"):
+                z = self._denoised(z, mask, *conds[loop], scale, generators, progress=progress, on_step=on_step)
             check_finite(z, "latents", request.texts(loop), request.indices, self._settings(request))
             again = shared is not None and loop + 1 < request.loop and not shared.keeps_latents
             video = self._decoded(z, request.num_frames) if decode or again else None
@@ -400,38 +401,23 @@ class VideoPipeline:
         on_step: OnStep | None,
     ) -> Tensor:
         """x_0 of a batch: all at once, or sample by sample for a step cache that looks at the samples."""
-        size = 1 if self.step_cache is not None and self.step_cache.per_sample else len(z)
-        done = []
-        with self.place.using("model"):
-            for first in range(0, len(z), size):
-                rows = slice(first, first + size)
-                done.append(
-                    self._run_steps(
-                        z[rows],
-                        {name: value[rows] for name, value in cond.items()},
-                        None if null is None else {name: value[rows] for name, value in null.items()},
-                        None if mask is None else mask[rows],
-                        guidance_scale,
-                        generators[rows],
-                        progress=progress,
-                        on_step=on_step,
-                    )
+        cache = self.step_cache
+        if cache is not None and cache.per_sample and len(z) > 1:
+            rows = [slice(b, b + 1) for b in range(len(z))]
+            one_by_one = [
+                self._denoised(
+                    z[row],
+                    None if mask is None else mask[row],
+                    {name: value[row] for name, value in cond.items()},
+                    None if null is None else {name: value[row] for name, value in null.items()},
+                    guidance_scale,
+                    generators[row],
+                    progress=progress,
+                    on_step=on_step,
                 )
-        return torch.cat(done)
-
-    def _run_steps(
-        self,
-        z: Tensor,
-        cond: Cond,
-        null: Cond | None,
-        mask: Tensor | None,
-        guidance_scale: float | None,
-        generators: Sequence[torch.Generator],
-        *,
-        progress: bool,
-        on_step: OnStep | None,
-    ) -> Tensor:
-        """The sampler's steps, each announced to the step cache."""
+                for row in rows
+            ]
+            return torch.cat(one_by_one)
         model: Any = self._denoise
         if calls_parts(self.scheduler):  # it calls the model's parts one by one, each under autocast
             model = self.model
@@ -441,18 +427,18 @@ class VideoPipeline:
             model, z, cond, null=null, mask=mask, guidance_scale=guidance_scale, generators=generators
         )
         timesteps: Sequence[float] = ()
-        if self.step_cache is not None:
+        if cache is not None:
             timesteps = scale_to_1000(self.scheduler, self.scheduler.solver(z, generators).timesteps)
         x = z
         # closed also where `on_step` raises: the exception's traceback holds on to the steps, and they to cast weights
         with (
             closing(steps) if isinstance(steps, Generator) else nullcontext(),
-            nullcontext() if self.step_cache is None else self.step_cache.sampling(timesteps),
+            nullcontext() if cache is None else cache.sampling(timesteps),
             tqdm(disable=not progress) as bar,
         ):
             for index in count():
-                if self.step_cache is not None and index < len(timesteps):
-                    self.step_cache.step(index)
+                if cache is not None and index < len(timesteps):
+                    cache.step(index)
                 with self._autocast(enabled=calls_parts(self.scheduler)):
                     step = next(steps, None)
                 if step is None:

@@ -1,4 +1,4 @@
-"""What a pipeline is asked to make: a batch of prompts, each with its references, and one size for all."""
+"""A request to a pipeline: a batch of prompts, each with its references, and one size for all."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ class Request:
     Attributes:
         items: B prompts; their order does not matter for what is made of each.
         conditioning: what each starts from; empty: from noise alone.
-        align: latent frames to whose multiples references are moved; None: the VAE's pieces.
+        align: latent frames to whose multiples references are moved; None: the VAE's chunks.
         num_frames: of a segment, which the VAE takes.
         image_size: (height, width) in pixels, multiples of the VAE's factor.
-        fps: frame rate that the model is told.
+        fps: frame rate that conditions the model.
         seed: with an item's index and `sample_index` it fixes the noise; an item's own seed wins.
         sample_index: which of several videos of the same prompts.
         guidance_scale: None = the scheduler's own.
@@ -47,8 +47,10 @@ class Request:
             raise UserError(
                 f"loop={self.loop}, condition_frame_edit={self.condition_frame_edit}: loop is at least 1, the other in [0, 1)."
             )
-        for item, given in zip(self.items, self.starts, strict=True):
-            late = [name for name, loops in self._loops(item, given) for k in loops if k >= self.loop]
+        for item, start in zip(self.items, self.starts, strict=True):
+            loops = [("a text", segment.loop) for segment in item.segments]
+            loops += [("a condition", condition.loop) for condition in start.conditions]
+            late = [name for name, loop in loops if loop >= self.loop]
             if late:
                 raise UserError(
                     f"prompt {item.index}: {late[0]} of a loop that is not made: there are {self.loop}, counted from 0; raise "
@@ -62,7 +64,7 @@ class Request:
 
     @property
     def indices(self) -> list[int]:
-        """The prompts' places in the complete list."""
+        """The index of each prompt in the complete list."""
         return [item.index for item in self.items]
 
     @property
@@ -74,20 +76,13 @@ class Request:
         """The prompts of a segment."""
         return [item.text_at(loop) for item in self.items]
 
-    @staticmethod
-    def _loops(item: PromptItem, given: Conditioning) -> list[tuple[str, list[int]]]:
-        return [
-            ("a text", [segment.loop for segment in item.segments]),
-            ("a condition", [condition.loop for condition in given.conditions]),
-        ]
-
 
 def as_items(
     prompts: Sequence[str | PromptItem],
     indices: Sequence[int] | None = None,
     negative_prompts: Sequence[str | None] | str | None = None,
 ) -> list[PromptItem]:
-    """Prompts as they come from Python: strings get an index each and, perhaps, what to steer away from.
+    """Prompts from Python: strings get an index and, if given, a negative prompt each.
 
     Args:
         prompts: strings, or complete items.
@@ -102,12 +97,12 @@ def as_items(
     if len(negatives) != len(prompts):
         raise ValueError(f"{len(negatives)} negative prompts for {len(prompts)} prompts.")
     items = []
-    for place, (prompt, negative) in enumerate(zip(prompts, negatives, strict=True)):
+    for i, (prompt, negative) in enumerate(zip(prompts, negatives, strict=True)):
         if isinstance(prompt, PromptItem):
             if indices is not None or negative is not None:
                 raise ValueError("a PromptItem has its own index and negative prompt; give those of strings only.")
             items.append(prompt)
             continue
-        index = place if indices is None else int(indices[place])
+        index = i if indices is None else int(indices[i])
         items.append(PromptItem(index=index, segments=(Segment(0, prompt),), negative_prompt=negative))
     return items

@@ -1,11 +1,11 @@
 """How large and how long a video is: from "480p", "16:9", "4s" to frames, height and width that VAE and model take.
 
-Lengths: a number; "4s", seconds at the rate of the file; "2x", multiples of two seconds. Where a VAE works in pieces, names
-give whole pieces: two seconds are as few of them as last that long, and even numbers of seconds are multiples of that. With
+Lengths: a number; "4s", seconds at the rate of the file; "2x", multiples of two seconds. Where a VAE works in chunks, names
+give full chunks: two seconds are as few of them as last that long, and even numbers of seconds are multiples of that. With
 the VAE and the 24 frames a second of Open-Sora 1.2 these are its names: "2s" and "1x" are 51 frames, "4s" is 102.
 
 Shapes: "9:16" is HEIGHT:WIDTH for Open-Sora 1.x, hence landscape, and WIDTH:HEIGHT for Open-Sora 2.0 and in everyday language,
-hence portrait. `aspect_ratio_order` says which is meant, and what came of it is told.
+hence portrait. `aspect_ratio_order` says which is meant, and the size is logged.
 """
 
 import json
@@ -37,7 +37,7 @@ class VideoSize(NamedTuple):
     num_frames: int
     height: int
     width: int
-    fps: float  # what the model is told; 120 for a picture, as in training
+    fps: float  # conditions the model; 120 for an image, as in training
     save_fps: float  # of the file
 
     @property
@@ -58,7 +58,7 @@ class TrainedSize(NamedTuple):
 
 
 def video_size(cfg: InferenceConfig, vae: VideoVAE, patch_size: Sequence[int] = (1, 2, 2)) -> VideoSize:
-    """The size that a config asks for; what came of names is told.
+    """The size that a config asks for; what names stand for is logged.
 
     Read of the config: `num_frames` or `duration`; `image_size`, or `resolution` with `aspect_ratio` and
     `aspect_ratio_order`; `fps`, `frame_interval`, `save_fps`.
@@ -72,8 +72,8 @@ def video_size(cfg: InferenceConfig, vae: VideoVAE, patch_size: Sequence[int] = 
         UserError: a name is unknown, or the VAE takes no such size or length.
     """
     save_fps = saved_rate(cfg)
-    num_frames = frames_of(cfg, vae, save_fps)
-    height, width = cfg.image_size or named_size(cfg, vae, patch_size)
+    num_frames = _num_frames(cfg, vae, save_fps)
+    height, width = cfg.image_size or _named_size(cfg, vae, patch_size)
     vae.latent_size((num_frames, height, width))  # refuses what the VAE does not take
     fps = IMAGE_FPS if num_frames == 1 else float(cfg.fps)
     return VideoSize(num_frames, height, width, fps, save_fps)
@@ -98,7 +98,7 @@ def saved_rate(cfg: InferenceConfig) -> float:
     return float(cfg.fps / cfg.frame_interval if cfg.save_fps is None else cfg.save_fps)
 
 
-def frames_of(cfg: InferenceConfig, vae: VideoVAE, save_fps: float) -> int:
+def _num_frames(cfg: InferenceConfig, vae: VideoVAE, save_fps: float) -> int:
     """The number of frames that `num_frames` or `duration` ask for, at `save_fps` frames a second."""
     if cfg.duration is not None:
         asked = f"duration={cfg.duration:g}"
@@ -115,7 +115,7 @@ def frames_of(cfg: InferenceConfig, vae: VideoVAE, save_fps: float) -> int:
 
 
 def named_length(name: str, vae: VideoVAE, fps: float) -> int:
-    """Frames of "51", "4s" or "2x", in whole pieces where the VAE has pieces.
+    """Frames of "51", "4s" or "2x", in full chunks where the VAE has chunks.
 
     Raises:
         UserError: it is none of these, or far too long.
@@ -124,16 +124,20 @@ def named_length(name: str, vae: VideoVAE, fps: float) -> int:
         raise UserError(f"num_frames={name!r}: expected a number, or seconds such as '4s', or '2x'.")
     seconds = Fraction(name.rstrip("sx")) * (NAMED_SECONDS if name.endswith("x") else 1)
     if not seconds:
-        raise UserError(f"num_frames={name!r} is no length; use '1s', or 1 for a picture.")
+        raise UserError(f"num_frames={name!r} is no length; use '1s', or 1 for an image.")
     if name.isdecimal():
         return int(name)
-    units = seconds / NAMED_SECONDS
-    if vae.chunk_latent_frames is not None and units.denominator == 1:
-        return int(units) * _whole_pieces(NAMED_SECONDS * fps, vae)
-    return _whole_pieces(float(seconds) * fps, vae)
+    repeats, chunk = 1, vae.chunk_latent_frames
+    if chunk is not None and (seconds / NAMED_SECONDS).denominator == 1:
+        repeats, seconds = int(seconds / NAMED_SECONDS), Fraction(NAMED_SECONDS)
+    least = math.ceil(float(seconds) * fps - 1e-6)  # 2 * 23.976 is no more than itself
+    if chunk is not None:
+        size = vae.video_frames(chunk)
+        least = math.ceil(least / size) * size
+    return repeats * vae.legal_num_frames_over(max(least, 1))
 
 
-def named_size(cfg: InferenceConfig, vae: VideoVAE, patch_size: Sequence[int]) -> Size:
+def _named_size(cfg: InferenceConfig, vae: VideoVAE, patch_size: Sequence[int]) -> Size:
     """Height and width of `resolution` in the shape of `aspect_ratio`, as multiples of what VAE and patches take."""
     if cfg.resolution is None:
         raise UserError("image_size is missing; set it, or resolution.")
@@ -150,36 +154,41 @@ def named_size(cfg: InferenceConfig, vae: VideoVAE, patch_size: Sequence[int]) -
         exact = image_size(cfg.resolution, cfg.aspect_ratio, order=cfg.aspect_ratio_order)
         shape = f" {cfg.aspect_ratio} ({cfg.aspect_ratio_order})" if ":" in cfg.aspect_ratio else f" {cfg.aspect_ratio}"
     size = rounded(exact, multiple)
-    logger.info("%s", _told(f"{cfg.resolution}{shape}", exact, size, multiple))
+    height, width = size
+    kind = "square" if height == width else "landscape" if width > height else "portrait"
+    moved = "" if exact == size else f", moved from {exact[0]}x{exact[1]} to multiples of {multiple}"
+    name = f"{cfg.resolution}{shape}"
+    logger.info("resolution %s: %dx%d pixels (height x width), %s%s.", name, height, width, kind, moved)
     return size
 
 
 def warn_outside_training(size: VideoSize, checkpoint: str | None) -> None:
-    """Warn where a checkpoint of ours was trained on other sizes or lengths; where that is not known, nothing is said."""
+    """Warn where a checkpoint of ours was trained on other sizes or lengths; silent where that is not known."""
     trained = trained_sizes(checkpoint)
     asked = TrainedSize(size.num_frames, size.height, size.width)
     if not trained or asked in trained:
         return
-    nearest = min(trained, key=lambda known: _distance(known, asked))
+
+    def distance(known: TrainedSize) -> float:
+        """Differences of length, height and width on a logarithmic scale, and of shape: a square image wants a square."""
+        shape = abs(math.log(known.height / known.width * asked.width / asked.height))
+        return sum(abs(math.log(x / y)) for x, y in zip(known, asked, strict=True)) + 2 * shape
+
+    nearest = min(trained, key=distance)
     among = f"one of {len(trained)} sizes" if len(trained) > 1 else "the only size"
-    logger.warning(
-        "%s is no size that %s was trained on: expect worse videos. The nearest is %s, %s.",
-        asked,
-        checkpoint,
-        nearest,
-        among,
-    )
+    message = "%s is no size that %s was trained on: expect worse videos. The nearest is %s, %s."
+    logger.warning(message, asked, checkpoint, nearest, among)
 
 
-def warn_of_given_frames(checkpoint: str | None, model: str) -> None:
-    """Warn where a checkpoint of ours was not trained with given frames (`mask_ratios`), which a sample starts from.
+def warn_of_conditioning_frames(checkpoint: str | None, model: str) -> None:
+    """Warn before conditioning frames are used with a checkpoint of ours that was trained without (`mask_ratios`).
 
-    NOVA makes one frame after another, and so is trained with given ones anyway.
+    NOVA makes one frame after another, and so is trained with them anyway.
     """
     config = _config_of(checkpoint)
     if config and "mask_ratios" in config and not config["mask_ratios"] and not model.startswith("NOVA"):
         logger.warning(
-            "%s was trained without mask_ratios, so it has never seen given frames: expect that what follows a reference does not fit it.",
+            "%s was trained without mask_ratios, so it has never seen conditioning frames: expect that what follows a reference does not fit it.",
             checkpoint,
         )
 
@@ -191,7 +200,12 @@ def trained_sizes(checkpoint: str | None) -> set[TrainedSize]:
         return set()
     if (buckets := config.get("bucket_config")) is not None:
         multiple = config.get("dataset", {}).get("size_multiple")
-        return _bucket_sizes(buckets, {} if multiple is None else {"size_multiple": multiple})
+        settings = {} if multiple is None else {"size_multiple": multiple}
+        levels = {  # JSON has string keys only
+            name: {int(key) if key.isdecimal() else key: value for key, value in entries.items()}
+            for name, entries in buckets.items()
+        }
+        return {TrainedSize(b.num_frames, b.height, b.width) for b in Buckets(levels, **settings) if b.batch_size}
     if not {"num_frames", "image_size"} <= config.keys():
         return set()
     frames = 1 if config.get("use_image_transform") else config["num_frames"]
@@ -200,40 +214,8 @@ def trained_sizes(checkpoint: str | None) -> set[TrainedSize]:
 
 def _config_of(checkpoint: str | None) -> Mapping[str, Any] | None:
     """That in the manifest of a checkpoint folder, or of the folder that holds the part `checkpoint`; None if unknown."""
-    place = Path(checkpoint) if checkpoint is not None else None
-    manifest = next((f for p in (place, place.parent) if (f := p / MANIFEST).is_file()), None) if place else None
-    config = json.loads(manifest.read_text(encoding="utf-8")).get("config") if manifest is not None else None
-    return config if isinstance(config, Mapping) else None
-
-
-def _bucket_sizes(config: Mapping[str, Any], settings: Mapping[str, int]) -> set[TrainedSize]:
-    levels = {name: {_frames(key): value for key, value in entries.items()} for name, entries in config.items()}
-    return {TrainedSize(b.num_frames, b.height, b.width) for b in Buckets(levels, **settings) if b.batch_size}
-
-
-def _frames(key: str) -> int | str:
-    """JSON has string keys only."""
-    return int(key) if key.isdecimal() else key
-
-
-def _whole_pieces(frames: float, vae: VideoVAE) -> int:
-    """The shortest legal video of at least so many frames that ends where a piece of the VAE ends."""
-    least = math.ceil(frames - 1e-6)  # 2 * 23.976 is no more than itself
-    if vae.chunk_latent_frames is not None:
-        piece = vae.video_frames(vae.chunk_latent_frames)
-        least = math.ceil(least / piece) * piece
-    return vae.legal_num_frames_over(max(least, 1))
-
-
-def _told(name: str, exact: Size, size: Size, multiple: int) -> str:
-    """What came of a named size."""
-    height, width = size
-    shape = "square" if height == width else "landscape" if width > height else "portrait"
-    moved = "" if exact == size else f", moved from {exact[0]}x{exact[1]} to multiples of {multiple}"
-    return f"resolution {name}: {height}x{width} pixels (height x width), {shape}{moved}."
-
-
-def _distance(a: TrainedSize, b: TrainedSize) -> float:
-    """Differences of length, height and width on a logarithmic scale, and of shape: a square picture wants a square."""
-    shape = abs(math.log(a.height / a.width * b.width / b.height))
-    return sum(abs(math.log(x / y)) for x, y in zip(a, b, strict=True)) + 2 * shape
+    folders = [] if checkpoint is None else [Path(checkpoint), Path(checkpoint).parent]
+    for manifest in (folder / MANIFEST for folder in folders if (folder / MANIFEST).is_file()):
+        config = json.loads(manifest.read_text(encoding="utf-8")).get("config")
+        return config if isinstance(config, Mapping) else None
+    return None

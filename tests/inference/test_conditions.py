@@ -87,7 +87,7 @@ def test_latte_gets_the_empty_prompts_own_tokens_where_padding_has_no_features(f
 
 
 @pytest.mark.parametrize("family", ["PixArt", "LatteT2V"])
-def test_negative_prompts_beside_empty_ones(from_diffusers, family):
+def test_negative_prompts_with_empty_ones(from_diffusers, family):
     model = from_diffusers(family)
     null = steered_from(model, ["blurry", None])  # of fewer tokens than the captions
     given, empty = Words().encode(["blurry"]), steered_from(model, [None, None])

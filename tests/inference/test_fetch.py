@@ -117,7 +117,7 @@ def test_the_kind_is_what_the_server_says(server, tmp_path, path, suffix):
     [
         ("/missing.png", "the server answers 404 Not Found; check the address"),
         ("/broken.png", "the server answers 500"),
-        ("/page.png", "the server sends 'text/html', no picture or video.*is it the address of a page"),
+        ("/page.png", "the server sends 'text/html', no image or video.*is it the address of a page"),
         ("/data", "the server sends 'application/octet-stream'"),
         ("/empty.png", "0 bytes of 0 arrived"),
         ("/cut.png", "bytes of 1000 arrived|cannot be fetched: IncompleteRead"),

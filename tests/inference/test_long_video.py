@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from opensora.inference.build import build_parts
-from opensora.inference.long_video import Overlap, begin_with, overlap, total_frames
+from opensora.inference.long_video import Overlap, begin_with, overlap
 from opensora.utils.errors import UserError
 
 
@@ -24,7 +24,7 @@ class FrameByFrame:
         return n
 
 
-class Pieces:
+class Chunks:
     """Open-Sora 1.2: 17 frames are 5 latent ones."""
 
     chunk_latent_frames = 5
@@ -60,9 +60,9 @@ class Causal:
         (FrameByFrame(), 16, 4, Overlap(4, 4, keeps_latents=True)),
         (FrameByFrame(), 16, None, Overlap(4, 4, keeps_latents=True)),  # as Open-Sora 1.1
         (FrameByFrame(), 3, None, Overlap(1, 1, keeps_latents=True)),
-        (Pieces(), 51, None, Overlap(5, 17, keeps_latents=True)),  # as Open-Sora 1.2
-        (Pieces(), 102, 10, Overlap(10, 34, keeps_latents=True)),
-        (Pieces(), 60, 5, Overlap(5, 17, keeps_latents=False)),  # its last piece is not whole
+        (Chunks(), 51, None, Overlap(5, 17, keeps_latents=True)),  # as Open-Sora 1.2
+        (Chunks(), 102, 10, Overlap(10, 34, keeps_latents=True)),
+        (Chunks(), 60, 5, Overlap(5, 17, keeps_latents=False)),  # its last chunk is not whole
         (Causal(), 17, 2, Overlap(2, 5, keeps_latents=False)),  # as a beginning, a latent frame means something else
         (Causal(), 49, None, Overlap(3, 9, keeps_latents=False)),
     ],
@@ -74,8 +74,8 @@ def test_overlaps_follow_the_vae(vae, num_frames, length, expected):
 @pytest.mark.parametrize(
     ("vae", "num_frames", "length", "message"),
     [
-        (Pieces(), 51, 4, "multiple of 5; the nearest is 5"),
-        (Pieces(), 17, None, r"segments of 17 frames \(5 latent frames\) cannot share 5"),
+        (Chunks(), 51, 4, "multiple of 5; the nearest is 5"),
+        (Chunks(), 17, None, r"segments of 17 frames \(5 latent frames\) cannot share 5"),
         (FrameByFrame(), 16, 16, "cannot share 16"),
         (FrameByFrame(), 1, None, "raise num_frames"),
         (Causal(), 1, None, "raise num_frames"),
@@ -86,15 +86,10 @@ def test_what_cannot_overlap_is_refused(vae, num_frames, length, message):
         overlap(vae, num_frames, length)
 
 
-def test_three_segments_of_16_frames():
-    assert total_frames(3, 16, 4) == 3 * (16 - 4) + 4
-    assert total_frames(1, 16, 4) == 16
-
-
 def test_an_overlap_begins_as_a_segment_does():
-    """One piece, filled up in front: 51 frames are 13 latent ones, the first of which stands for three."""
+    """One chunk, filled up in front: 51 frames are 13 latent ones, the first of which stands for three."""
 
-    class Whole(Pieces):
+    class Whole(Chunks):
         chunk_latent_frames = None
 
         def latent_frames(self, n):
@@ -123,7 +118,7 @@ def test_what_is_taken_over_is_at_the_start(caplog):
     assert "1 latent frames of references have no effect" in caplog.text
 
 
-def test_what_a_segment_cannot_share_is_told_before_the_text_encoder_is_loaded(cfg):
+def test_what_a_segment_cannot_share_is_reported_before_the_text_encoder_is_loaded(cfg):
     cfg.text_encoder["from_pretrained"] = "./nowhere"
     cfg = replace(cfg, loop=2, condition_frame_length=4)
     with pytest.raises(UserError, match=r"segments of 4 frames .* cannot share 4 latent frames"):

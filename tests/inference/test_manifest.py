@@ -1,4 +1,4 @@
-"""Sidecars: what lies beside a sample, how a finished one is known, and that a batch can go on where it stopped."""
+"""Sidecars: the file next to a sample, how a finished one is known, and that a batch can go on where it stopped."""
 
 import json
 import logging
@@ -122,7 +122,7 @@ def run_from(tmp_path, **changes):
 
 
 @pytest.mark.parametrize("how", ["image", "reference_path"])
-def test_a_reference_whose_content_has_changed_is_told(tmp_path, how):
+def test_a_reference_whose_content_has_changed_is_reported(tmp_path, how):
     path, ref = tmp_path / "made" / "sample_0000", str(tmp_path / "ref.png")
     given = (
         {"image": ref}
@@ -151,7 +151,7 @@ def test_a_reference_whose_content_has_changed_is_told(tmp_path, how):
         ("text", "text_encoder.from_pretrained"),
     ],
 )
-def test_weights_that_have_changed_are_told(tmp_path, folder, name):
+def test_weights_that_have_changed_are_reported(tmp_path, folder, name):
     path, record = tmp_path / "made" / "sample_0000", run_from(tmp_path)
     write_sidecar(record(), path)
     save_sample(torch.zeros(3, 2, 8, 8), path, fps=8)
@@ -159,9 +159,9 @@ def test_weights_that_have_changed_are_told(tmp_path, folder, name):
     os.utime(tmp_path / folder / "weights", (1, 1))
     with pytest.raises(
         UserError, match=rf"other settings \(inputs.weights.{name}.changed was 2\d+-.*, now 1970"
-    ) as told:
+    ) as reported:
         already_made(path, record())
-    assert told.value.args[0].count(", now ") == 1
+    assert reported.value.args[0].count(", now ") == 1
 
 
 def test_an_older_sidecar_that_does_not_know_its_inputs_counts_as_made_from_the_same(tmp_path, caplog):

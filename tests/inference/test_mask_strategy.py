@@ -102,7 +102,7 @@ def test_strings(text, expected):
 
 
 @pytest.mark.parametrize(("text", "message"), INVALID)
-def test_what_is_wrong_is_told_with_its_group_and_field(text, message):
+def test_what_is_wrong_is_reported_with_its_group_and_field(text, message):
     with pytest.raises(UserError, match=message) as caught:
         parse_mask_strategy(text, where="prompt 3: mask_strategy")
     assert str(caught.value).startswith("prompt 3: mask_strategy=")
@@ -124,7 +124,7 @@ def test_formats():
 @given(st.text(st.characters(codec="utf-8")) | st.text("0123456789,;=-. abefglmnoprt_", max_size=40))
 @example("9" * 10_000)
 @example("0,0,0,0,1,1e400")
-def test_any_string_is_read_or_refused_with_its_place(text):
+def test_any_string_is_read_or_refused_by_name(text):
     try:
         conditions = parse_mask_strategy(text)
     except UserError as error:
@@ -138,7 +138,7 @@ def test_any_string_is_read_or_refused_with_its_place(text):
 # ------------------------------------------------------------------------------------------------ places
 
 
-def place(text: str, reference: int, target: int, align: int = 1) -> tuple[int, int, int]:
+def resolved(text: str, reference: int, target: int, align: int = 1) -> tuple[int, int, int]:
     (condition,) = parse_mask_strategy(text)
     found = resolve(condition, reference, target, align)
     return found.ref_start, found.target_start, found.length
@@ -154,13 +154,13 @@ def place(text: str, reference: int, target: int, align: int = 1) -> tuple[int, 
         ("0,0,0,0,99", 20, 16, 1, (0, 0, 16)),  # what does not fit into the video
         ("0,0,-4,0,8", 20, 16, 1, (16, 0, 4)),  # or goes beyond the reference
         ("0,0,0,-4,8", 20, 16, 1, (0, 12, 4)),
-        # pieces of 5 latent frames, as the VAE of Open-Sora 1.2 makes: the nearest beginning
+        # chunks of 5 latent frames, as the VAE of Open-Sora 1.2 makes: the nearest beginning
         ("0,0,0,-1", 1, 15, 5, (0, 10, 1)),
         ("0,0,0,2", 1, 15, 5, (0, 0, 1)),
         ("0,0,0,3", 1, 15, 5, (0, 5, 1)),
         ("0,0,0,12", 1, 15, 5, (0, 10, 1)),
         ("0,0,0,13", 1, 15, 5, (0, 10, 1)),  # 15 is not in the video
-        ("0,0,0,14", 1, 16, 5, (0, 15, 1)),  # a last piece that is not whole
+        ("0,0,0,14", 1, 16, 5, (0, 15, 1)),  # a last chunk that is not whole
         ("0,0,-5,0,5", 15, 15, 5, (10, 0, 5)),
         ("0,0,-4,0,5", 15, 15, 5, (10, 0, 5)),
         ("0,0,0,0,7", 15, 15, 5, (0, 0, 7)),
@@ -168,7 +168,7 @@ def place(text: str, reference: int, target: int, align: int = 1) -> tuple[int, 
     ],
 )
 def test_starts_and_lengths_in_the_video(text, reference, target, align, expected):
-    assert place(text, reference, target, align) == expected
+    assert resolved(text, reference, target, align) == expected
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_starts_and_lengths_in_the_video(text, reference, target, align, expecte
 )
 def test_starts_that_are_nowhere(text, message):
     with pytest.raises(UserError, match=message):
-        place(text, 5, 16)
+        resolved(text, 5, 16)
 
 
 @pytest.mark.slow
@@ -223,13 +223,13 @@ def test_references_and_conditions_need_each_other():
     check_references([], 0)
 
 
-def test_a_video_that_is_all_given_is_refused_and_overlaps_are_told(caplog):
+def test_a_video_that_is_all_given_is_refused_and_overlaps_are_reported(caplog):
     with pytest.raises(UserError, match="p: all 4 latent frames of the video are kept"):
         check_conditions(parse_mask_strategy("0,0,0,0,2;0,0,0,2,2"), [9], 4, 1, "p")
     check_conditions(parse_mask_strategy("0,0,0,0,2;0,0,0,2,2,0.5"), [9], 4, 1, "p")  # the end is edited
     check_conditions(parse_mask_strategy("0,0,0,0,3;1,0,0,0,3"), [9], 4, 1, "p")
     assert not caplog.records
-    check_conditions(parse_mask_strategy("0;0,1,0,-1"), [1, 1], 5, 5, "p")  # one piece: both begin at its beginning
+    check_conditions(parse_mask_strategy("0;0,1,0,-1"), [1, 1], 5, 5, "p")  # one chunk: both begin at its beginning
     assert "latent frame 0 is set twice; loop=0,ref=1,from=0,at=0" in caplog.text
 
 
@@ -277,7 +277,7 @@ def test_a_mask_is_boolean_until_something_is_edited():
     assert anew.mask.tolist() == [[True] * 4]
 
 
-def test_pieces_are_kept_together_and_changes_are_told(caplog):
+def test_chunks_are_kept_together_and_changes_are_reported(caplog):
     caplog.set_level(logging.INFO)
     placed = apply([parse_mask_strategy("0,0,-4,0,9")], [latents(15)], torch.zeros(1, 2, 15, 1, 1), align=5)
     assert placed.z[0, 0, :5, 0, 0].tolist() == [110, 111, 112, 113, 114]
@@ -342,11 +342,11 @@ def test_frames_that_are_made_anew_are_noise():
         apply([parse_mask_strategy("0,0,0,0,1,1")], [latents(1)], over.z, over.mask)
 
 
-def test_what_a_loop_takes_over_is_no_place_for_a_reference(caplog):
+def test_what_a_loop_takes_over_is_no_frame_for_a_reference(caplog):
     with pytest.raises(UserError, match=r"p: loop=1,ref=0,from=0,at=0,length=1,edit=0 has no effect.*begins with 4"):
         check_conditions(parse_mask_strategy("1,0,0,0,1"), [1], 16, 1, "p", shared=4)
     with pytest.raises(UserError, match="at=5 or later"):
-        check_conditions(parse_mask_strategy("1,0,0,2,1"), [1], 15, 5, "p", shared=5)  # moved to where a piece begins
+        check_conditions(parse_mask_strategy("1,0,0,2,1"), [1], 15, 5, "p", shared=5)  # moved to where a chunk begins
     with pytest.raises(UserError, match="loop=2"):
         check_conditions(parse_mask_strategy("0;2,0,0,-16,3"), [3], 16, 1, "p", shared=4)
     check_conditions(parse_mask_strategy("0;1,0,0,4,1;1,0,0,-1,1"), [1], 16, 1, "p", shared=4)

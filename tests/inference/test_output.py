@@ -224,7 +224,7 @@ def test_numbered_names():
             sample_file_name("p", 0, sample_name=bad)
 
 
-def test_rates_that_a_format_cannot_hold_are_told_before_there_is_a_video():
+def test_rates_that_a_format_cannot_hold_are_reported_before_there_is_a_video():
     for save_format, fps in (("mp4", 60), ("webm", 60), ("gif", 50), ("gif", 24)):
         check_rate(save_format, fps)
     with pytest.raises(UserError, match=r"save_format='gif' with 60 frames per second.*no more than 50.*--save-fps"):

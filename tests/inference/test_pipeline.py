@@ -68,15 +68,17 @@ def test_what_a_call_leaves_out_is_the_configs(pipeline, cfg):
         bare([A], seed=1)
 
 
-def test_a_picture_is_told_the_rate_of_pictures_and_a_video_its_own(cfg, pipeline, monkeypatch):
+def test_an_image_gets_the_rate_of_images_and_a_video_its_own(cfg, pipeline, monkeypatch):
     """Whatever the config makes: the call's number of frames decides, as training does."""
     still = VideoPipeline.from_config(replace(cfg, num_frames=1))
-    told = []
+    reported = []
     for made in (pipeline, still):
-        monkeypatch.setattr(made, "sample", lambda request, **_: told.append(request.fps) or Samples(torch.ones(1), []))
+        monkeypatch.setattr(
+            made, "sample", lambda request, **_: reported.append(request.fps) or Samples(torch.ones(1), [])
+        )
         for options in ({"num_frames": 1}, {"num_frames": 4}, {}, {"num_frames": 1, "fps": 30}):
             made([A], **options)
-    assert told == [120, 8, 8, 30, 120, 8, 120, 30]
+    assert reported == [120, 8, 8, 30, 120, 8, 120, 30]
     assert still.defaults.fps == 120
 
 
@@ -231,7 +233,7 @@ def test_prompts_must_be_a_list_with_an_index_each(pipeline):
         ({"type": "iddpm"}, 999),
     ],
 )
-def test_step_caches_are_told_timesteps_of_a_thousand(scheduler, most):
+def test_step_caches_get_timesteps_of_a_thousand(scheduler, most):
     built = SCHEDULERS.build({**scheduler, "num_sampling_steps": 4})
     solver = built.solver(torch.zeros(1, 4, 1, 2, 2), [torch.Generator()])
     timesteps = scale_to_1000(built, solver.timesteps)

@@ -28,7 +28,7 @@ def test_a_compiled_pipeline_makes_the_same_video(cfg):
     torch.testing.assert_close(pipeline(["a dog"]), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_wrong_options_are_told_before_anything_is_built(cfg, monkeypatch):
+def test_wrong_options_are_reported_before_anything_is_built(cfg, monkeypatch):
     monkeypatch.setattr("opensora.inference.pipeline.build_parts", lambda _: pytest.fail("built"))
     with pytest.raises(UserError, match="no word 'O4'"):
         VideoPipeline.from_config(replace(cfg, compiler="nexfort", compiler_config='{"mode": "O4"}'))
@@ -73,7 +73,7 @@ def test_nova_is_compiled_by_blocks_alone(nova, options, message):
     TorchVersion(torch.__version__) < (2, 14),
     reason="aot_eager of PyTorch 2.11 gives the VAE's group_norm a layout that it refuses",
 )
-def test_a_compiled_nova_makes_the_same_picture_twice(nova):
+def test_a_compiled_nova_makes_the_same_image_twice(nova):
     expected = VideoPipeline.from_config(nova)(["a dog"])
     torch._dynamo.reset()
     pipeline = VideoPipeline.from_config(replace(nova, compiler="eager"))

@@ -23,15 +23,15 @@ def pipeline(cfg):
     return VideoPipeline.from_config(cfg)
 
 
-def pictures(frames: int, seed: int) -> torch.Tensor:
+def images(frames: int, seed: int) -> torch.Tensor:
     """[3, frames, 32, 48] in [-1, 1]."""
     return torch.rand(3, frames, 32, 48, generator=torch.Generator().manual_seed(seed)) * 2 - 1
 
 
-FIRST = Conditioning([pictures(1, 0)], [Condition()])
-FIRST_AND_LAST = Conditioning([pictures(1, 1), pictures(1, 2)], [Condition(), Condition(reference=1, target_start=-1)])
-EXTENSION = Conditioning([pictures(3, 3)], [Condition(ref_start=-2, length=2)])
-EDIT = Conditioning([pictures(4, 4)], [Condition(length=4, edit_ratio=0.6)])
+FIRST = Conditioning([images(1, 0)], [Condition()])
+FIRST_AND_LAST = Conditioning([images(1, 1), images(1, 2)], [Condition(), Condition(reference=1, target_start=-1)])
+EXTENSION = Conditioning([images(3, 3)], [Condition(ref_start=-2, length=2)])
+EDIT = Conditioning([images(4, 4)], [Condition(length=4, edit_ratio=0.6)])
 NOTHING = Conditioning([], [])
 
 
@@ -72,8 +72,8 @@ def test_an_edit_of_ratio_1_is_the_plain_sample(pipeline):
         torch.testing.assert_close(sample(pipeline, [A], [given]).latents[0], plain)
 
 
-def test_a_last_picture_ends_the_last_segment(pipeline):
-    given = first_and_last(pictures(1, 1), pictures(1, 2), loop=3)
+def test_a_last_image_ends_the_last_segment(pipeline):
+    given = first_and_last(images(1, 1), images(1, 2), loop=3)
     made = sample(pipeline, [A], [given], loop=3, condition_frame_length=1)
     first, last = encode_references(pipeline.vae, given.references, 1, 0)
     assert torch.equal(made.latents[0][0, :, 0], first[:, 0])
@@ -110,7 +110,7 @@ def test_shared_frames_can_be_edited(pipeline):
 
 
 def test_conditions_do_not_leak_from_sample_to_sample_nor_into_the_references(pipeline):
-    given = Conditioning([pictures(1, 0)], [Condition()])
+    given = Conditioning([images(1, 0)], [Condition()])
     items = as_items([A])
     first, second = (
         pipeline.sample(Request(items=items, conditioning=[given], loop=2, sample_index=k, seed=1, **SIZE))
@@ -129,7 +129,7 @@ def test_each_segment_has_its_own_text_and_conditions(pipeline):
     one, two = (pipeline.sample(Request(items=[i], loop=2, seed=1, **SIZE)).latents for i in (*as_items([A]), item))
     assert torch.equal(one[0], two[0])
     assert not torch.equal(one[1], two[1])
-    late = Conditioning([pictures(1, 5)], [Condition(loop=1, target_start=-1)])
+    late = Conditioning([images(1, 5)], [Condition(loop=1, target_start=-1)])
     made = sample(pipeline, [A], [late], loop=2).latents
     assert torch.equal(made[0], one[0])
     assert torch.equal(made[1][0, :, -1], encode_references(pipeline.vae, late.references, 1, 0)[0][:, 0])
@@ -140,7 +140,7 @@ def test_each_segment_has_its_own_text_and_conditions(pipeline):
 
 
 def test_segments_of_a_causal_vae_are_encoded_anew(pipeline):
-    """Wan's VAE takes 4k + 1 frames, in one piece."""
+    """Wan's VAE takes 4k + 1 frames, in one chunk."""
     wan = build("KLWan", posterior="mode")
     causal = VideoPipeline(pipeline.model, wan, pipeline.text_encoder, pipeline.scheduler)
     options = {"num_frames": 13, "image_size": (16, 24), "fps": 8, "seed": 1, "loop": 3, "condition_frame_length": 2}
@@ -182,7 +182,7 @@ def test_classes_have_no_negative_prompt(pipeline):
 
 
 def test_models_that_look_at_numbers_get_them(pipeline):
-    """STDiT3 modulates given frames as at timestep 0 and is told the frame rate."""
+    """STDiT3 modulates conditioning frames as at timestep 0 and is conditioned on the frame rate."""
     torch.manual_seed(0)
     model = STDiT3(caption_channels=384, model_max_length=16, hidden_size=32, depth=1, num_heads=2)
     with torch.no_grad():

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from opensora.inference.memory import _peak_bytes, advice, estimate, estimate_once, oom_report, tile_images
-from opensora.inference.offload import BlockStream, OffloadedModule, Placement
+from opensora.acceleration.offload import BlockStream, OffloadedModule, Placement
+from opensora.inference.memory import _peak_bytes, advice, estimate, oom_report, tile_images
 from opensora.inference.pipeline import VideoPipeline
 from opensora.inference.request import Request, as_items
 from opensora.utils.errors import UserError
@@ -148,12 +148,11 @@ def test_the_estimate_adds_up(cfg):
 def test_runs_of_a_size_are_estimated_once(cfg):
     pipeline = VideoPipeline.from_config(cfg)
     size = pipeline.vae.latent_size((4, 32, 48))
-    known = estimate_once(pipeline, request_for(), size)
-    assert known == estimate(pipeline, request_for(), size)
-    assert estimate_once(pipeline, request_for(), size) is known
+    known = estimate(pipeline, request_for(), size)
+    assert estimate(pipeline, request_for(), size) is known
     for other in (request_for([A] * 3), request_for(guidance_scale=1.0)):
-        assert estimate_once(pipeline, other, size) == estimate(pipeline, other, size) != known
-    assert estimate_once(VideoPipeline.from_config(replace(cfg, dtype="bf16")), request_for(), size) != known
+        assert estimate(pipeline, other, size) != known
+    assert estimate(VideoPipeline.from_config(replace(cfg, dtype="bf16")), request_for(), size) != known
 
 
 def test_out_of_memory_says_what_helps(cfg):

@@ -1,4 +1,4 @@
-"""NOVA through the one sampling path: a batch is its samples, motion is told, a first frame is kept, idle settings are refused."""
+"""NOVA through the one sampling path: a batch is its samples, motion conditions the model, a first frame is kept, idle settings are refused."""
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ def test_a_batch_is_its_samples_and_prompts_matter(nova):
 
 
 @pytest.mark.slow
-def test_motion_is_told(nova):
+def test_motion_conditions_the_model(nova):
     one, other = (sample(nova(motion_flow=flow), ["a dog"]) for flow in (1, 20))
     assert not torch.allclose(one, other)
     torch.testing.assert_close(sample(nova(), ["a dog"]), sample(nova(motion_flow=5), ["a dog"]))
@@ -83,11 +83,11 @@ def test_guidance_acts_also_where_that_by_text_is_off(nova, guidance):
 
 
 @pytest.mark.slow
-def test_a_picture_at_the_end_is_refused_and_one_at_the_beginning_is_kept(nova):
-    picture = torch.zeros(3, 1, 32, 64)
-    given = sample(nova(), ["a dog"], conditioning=[first_and_last(picture)])
+def test_an_image_at_the_end_is_refused_and_one_at_the_beginning_is_kept(nova):
+    image = torch.zeros(3, 1, 32, 64)
+    given = sample(nova(), ["a dog"], conditioning=[first_and_last(image)])
     assert not torch.allclose(given, sample(nova(), ["a dog"]))
-    for conditioning in (first_and_last(None, picture), first_and_last(picture, picture)):
+    for conditioning in (first_and_last(None, image), first_and_last(image, image)):
         with pytest.raises(UserError, match="leave out --last-image"):
             nova()(["a dog"], num_frames=3, image_size=(32, 64), conditioning=[conditioning])
 

@@ -20,8 +20,8 @@ PROMPTS = ["a white dog on the floor", "a city street at night", "three boats"]
 
 
 def request_for(**changes) -> Request:
-    picture = torch.rand(3, 1, 32, 48, generator=torch.Generator().manual_seed(0)) * 2 - 1
-    given = [Conditioning([picture], [Condition()]), *[Conditioning([], [])] * 2]
+    image = torch.rand(3, 1, 32, 48, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    given = [Conditioning([image], [Condition()]), *[Conditioning([], [])] * 2]
     items = as_items(PROMPTS, None, [None, "blurry", None])
     options = {"num_frames": 5, "image_size": (32, 48), "fps": 8, "seed": 1, "loop": 2, "conditioning": given}
     return Request(items=items, **{**options, **changes})

@@ -1,4 +1,4 @@
-"""Pictures and videos as references: size, length, rate, and what the video takes from them."""
+"""Images and videos as references: size, length, rate, and what the video takes from them."""
 
 import logging
 from dataclasses import replace
@@ -49,14 +49,14 @@ def frame_wise():
 
 
 @pytest.fixture(scope="module")
-def in_pieces():
-    """17 frames are a piece of 5 latent frames, as in Open-Sora 1.2."""
+def in_chunks():
+    """17 frames are a chunk of 5 latent frames, as in Open-Sora 1.2."""
     return build("OpenSoraVAE_V1_2", micro_frame_size=17)
 
 
 @pytest.fixture(scope="module")
 def causal():
-    """4 k + 1 frames, one piece."""
+    """4 k + 1 frames, one chunk."""
     return build("KLWan")
 
 
@@ -81,8 +81,8 @@ def video(tmp_path):
 
 
 @pytest.fixture
-def picture(tmp_path):
-    """`picture(name, grey)`: a PNG of one grey level."""
+def image(tmp_path):
+    """`image(name, grey)`: a PNG of one grey level."""
 
     def write(name="first.png", grey=128, size=(100, 60)):
         path = tmp_path / name
@@ -106,7 +106,7 @@ def given(vae, num_frames=51, **changes):
 PATHS = ("image", "last_image", "extend", "edit")
 
 
-def test_pictures_are_covered_and_cut_in_the_middle(tmp_path, frame_wise):
+def test_images_are_covered_and_cropped_in_the_middle(tmp_path, frame_wise):
     pixels = np.zeros((60, 200, 3), np.uint8)
     pixels[:, 90:110] = 255  # at 32 x 107 columns 48 to 58.7; 29 are cut off on the left
     Image.fromarray(pixels).save(tmp_path / "wide.png")
@@ -127,13 +127,13 @@ def test_a_video_keeps_its_frames(video, frame_wise):
     assert numbers(read_reference(video(4), frame_wise, SIZE, 99)) == [0, 1, 2, 3]
 
 
-def test_lengths_are_the_vaes_and_what_is_left_out_is_told(video, picture, causal, caplog):
+def test_lengths_are_the_vaes_and_what_is_left_out_is_reported(video, image, causal, caplog):
     caplog.set_level(logging.INFO)
     assert numbers(read_reference(video(8), causal, SIZE)) == [0, 1, 2, 3, 4]
     assert "5 of 8 frames are used; it takes 4k + 1 frames" in caplog.text
     assert numbers(read_reference(video(8), causal, SIZE, end=True)) == [3, 4, 5, 6, 7]
-    whole_groups = build("KLAllegro")  # 4 k frames: a picture is repeated
-    assert read_reference(picture(), whole_groups, SIZE).shape[1] == whole_groups.legal_num_frames(1) > 1
+    whole_groups = build("KLAllegro")  # 4 k frames: an image is repeated
+    assert read_reference(image(), whole_groups, SIZE).shape[1] == whole_groups.legal_num_frames(1) > 1
     short = read_reference(video(2), whole_groups, SIZE)
     assert numbers(short) == [0, 1, *[1] * (short.shape[1] - 2)]
 
@@ -179,9 +179,9 @@ def test_nothing_is_given(frame_wise):
     assert first_and_last(None) == NO_CONDITIONING
 
 
-def test_a_first_picture_and_a_last_one(picture, frame_wise, in_pieces):
-    first, last = picture("a.png", 50), picture("b.png", 200)
-    for vae in (frame_wise, in_pieces):
+def test_a_first_image_and_a_last_one(image, frame_wise, in_chunks):
+    first, last = image("a.png", 50), image("b.png", 200)
+    for vae in (frame_wise, in_chunks):
         both = given(vae, image=first, last_image=last)
         assert both.conditions == [Condition(), Condition(reference=1, target_start=-1)]
         assert [round((float(x.mean()) + 1) * 127.5) for x in both.references] == [50, 200]
@@ -196,7 +196,7 @@ def test_a_first_picture_and_a_last_one(picture, frame_wise, in_pieces):
     [
         ("VideoAutoencoderKL", 16, None, 4, 4),  # a quarter, as in Open-Sora 1.1
         ("VideoAutoencoderKL", 16, 6, 6, 6),
-        ("OpenSoraVAE_V1_2", 51, None, 17, 5),  # a piece, as in 1.2
+        ("OpenSoraVAE_V1_2", 51, None, 17, 5),  # a chunk, as in 1.2
         ("OpenSoraVAE_V1_2", 102, 10, 34, 10),
         ("KLWan", 33, None, 5, 2),
         ("KLWan", 33, 3, 9, 3),
@@ -210,14 +210,14 @@ def test_extending_a_video_by_its_end(video, name, num_frames, length, frames, l
     assert vae.latent_frames(frames) == latent
 
 
-def test_extending_at_the_rate_of_the_result_and_towards_a_picture(video, picture, frame_wise):
-    extended = given(frame_wise, 16, extend=video(40), last_image=picture("end.png", 200), frame_interval=3)
+def test_extending_at_the_rate_of_the_result_and_towards_an_image(video, image, frame_wise):
+    extended = given(frame_wise, 16, extend=video(40), last_image=image("end.png", 200), frame_interval=3)
     assert numbers(extended.references[0]) == [30, 33, 36, 39]
     assert extended.conditions == [Condition(length=4), Condition(reference=1, target_start=-1)]
 
 
-def test_editing_a_video(video, in_pieces, frame_wise, caplog):
-    edited = given(in_pieces, 34, edit=video(40), edit_ratio=0.3)
+def test_editing_a_video(video, in_chunks, frame_wise, caplog):
+    edited = given(in_chunks, 34, edit=video(40), edit_ratio=0.3)
     assert edited.conditions == [Condition(length=10, edit_ratio=0.3)]
     assert numbers(edited.references[0]) == list(range(34))
     assert not caplog.records
@@ -227,10 +227,10 @@ def test_editing_a_video(video, in_pieces, frame_wise, caplog):
     assert edit(short.references[0], frame_wise, 10, 0.2).conditions == [Condition(length=10, edit_ratio=0.2)]
 
 
-def test_a_last_picture_ends_the_last_of_several_segments(video, picture, frame_wise, in_pieces):
-    end = picture("b.png", 200)
-    for vae, num_frames in ((frame_wise, 16), (in_pieces, 51)):
-        both = given(vae, num_frames, image=picture(), last_image=end, loop=3)
+def test_a_last_image_ends_the_last_of_several_segments(video, image, frame_wise, in_chunks):
+    end = image("b.png", 200)
+    for vae, num_frames in ((frame_wise, 16), (in_chunks, 51)):
+        both = given(vae, num_frames, image=image(), last_image=end, loop=3)
         assert both.conditions == [Condition(), Condition(loop=2, reference=1, target_start=-1)]
         alone = given(vae, num_frames, last_image=end, loop=3)
         assert alone.conditions == [Condition(loop=2, target_start=-1)]
@@ -243,9 +243,9 @@ def test_several_segments_have_no_video_to_be_edited(video, frame_wise):
         given(frame_wise, 16, edit=video(40), loop=3)
 
 
-def test_what_a_segment_takes_over_is_no_place_for_a_reference(picture, frame_wise, in_pieces, caplog):
-    path = [str(picture())]
-    for vae, num_frames in ((frame_wise, 16), (in_pieces, 51)):
+def test_what_a_segment_takes_over_is_no_frame_for_a_reference(image, frame_wise, in_chunks, caplog):
+    path = [str(image())]
+    for vae, num_frames in ((frame_wise, 16), (in_chunks, 51)):
         with pytest.raises(
             UserError, match=r"prompt 0: mask_strategy: loop=1,ref=0,.* has no effect, for loop 1 begins with"
         ):
@@ -257,8 +257,8 @@ def test_what_a_segment_takes_over_is_no_place_for_a_reference(picture, frame_wi
     assert not caplog.records
 
 
-def test_references_of_a_prompt(video, picture, frame_wise):
-    files = f"{picture('a.png', 50)};{video(20)}"
+def test_references_of_a_prompt(video, image, frame_wise):
+    files = f"{image('a.png', 50)};{video(20)}"
     found = given(frame_wise, 16, reference_path=[files], mask_strategy=["0;0,1,-4,-4,4"])
     assert found.conditions == [Condition(), Condition(reference=1, ref_start=-4, target_start=-4, length=4)]
     assert [x.shape[1] for x in found.references] == [1, 20]
@@ -289,8 +289,8 @@ def test_references_of_a_prompt(video, picture, frame_wise):
         (16, {"extend": "PNG", "condition_frame_length": 16}, "cannot share 16 latent frames"),
     ],
 )
-def test_what_does_not_fit_together(picture, frame_wise, num_frames, changes, message):
-    path = str(picture())
+def test_what_does_not_fit_together(image, frame_wise, num_frames, changes, message):
+    path = str(image())
 
     def named(value):
         return [named(v) for v in value] if isinstance(value, list) else value.replace("PNG", path)
@@ -300,24 +300,24 @@ def test_what_does_not_fit_together(picture, frame_wise, num_frames, changes, me
         given(frame_wise, num_frames, **changes)
 
 
-def test_pieces(frame_wise, in_pieces, causal):
-    assert [alignment(vae) for vae in (frame_wise, in_pieces, causal)] == [1, 5, 1]
-    assert alignment(in_pieces, 1) == 1
+def test_chunks(frame_wise, in_chunks, causal):
+    assert [alignment(vae) for vae in (frame_wise, in_chunks, causal)] == [1, 5, 1]
+    assert alignment(in_chunks, 1) == 1
 
 
-def test_latents_depend_on_seed_prompt_and_place_alone(video, picture, in_pieces):
-    references = [read_reference(video(17), in_pieces, SIZE), read_reference(picture(), in_pieces, SIZE)]
-    latents = encode_references(in_pieces, references, 1, 0)
+def test_latents_depend_on_seed_prompt_and_index_alone(video, image, in_chunks):
+    references = [read_reference(video(17), in_chunks, SIZE), read_reference(image(), in_chunks, SIZE)]
+    latents = encode_references(in_chunks, references, 1, 0)
     assert [z.shape[1] for z in latents] == [5, 1]
-    again = encode_references(in_pieces, references[:1], 1, 0)
+    again = encode_references(in_chunks, references[:1], 1, 0)
     assert torch.equal(latents[0], again[0])
     for seed, index in ((2, 0), (1, 1)):
-        assert not torch.equal(latents[0], encode_references(in_pieces, references, seed, index)[0])
+        assert not torch.equal(latents[0], encode_references(in_chunks, references, seed, index)[0])
 
 
-def test_kept_frames_come_back_as_the_vae_gives_them(video, in_pieces):
+def test_kept_frames_come_back_as_the_vae_gives_them(video, in_chunks):
     """The decoded beginning of an extension equals the reference's own reconstruction."""
-    vae = in_pieces
+    vae = in_chunks
     extended = given(vae, 51, extend=video(40))
     latents = encode_references(vae, extended.references, 1, 0)
     z = torch.randn(1, vae.out_channels, *vae.latent_size((51, *SIZE)), generator=torch.Generator().manual_seed(0))
@@ -339,12 +339,12 @@ def test_missing_files_are_named_before_anything_is_loaded(tmp_path):
         refuse_missing(replace(CONFIG, last_image="nope.png"), load_items(CONFIG))
 
 
-# ------------------------------------------------------------------------------------------------ pieces that are not whole
+# ------------------------------------------------------------------------------------------------ chunks that are not whole
 
 
 @pytest.fixture
-def in_causal_pieces():
-    """Without the group norms, which look at all frames of a piece, a piece's beginning is decoded as it would be alone."""
+def in_causal_chunks():
+    """Without the group norms, which look at all frames of a chunk, a chunk's beginning is decoded as it would be alone."""
     vae = build("OpenSoraVAE_V1_2", micro_frame_size=17, posterior="mode")
     for module in list(vae.temporal_vae.modules()):
         for name, child in module.named_children():
@@ -368,12 +368,12 @@ def decoded(vae, start, num_frames):
 @pytest.mark.parametrize(
     ("count", "num_frames", "kept"), [(10, 51, 9), (9, 51, 9), (16, 51, 13), (3, 51, 1), (17, 51, 17), (40, 17 * 8, 34)]
 )
-def test_the_end_of_a_short_clip_is_extended_without_a_shift(video, in_causal_pieces, caplog, count, num_frames, kept):
+def test_the_end_of_a_short_clip_is_extended_without_a_shift(video, in_causal_chunks, caplog, count, num_frames, kept):
     caplog.set_level(logging.INFO)
-    extended = given(in_causal_pieces, num_frames, extend=video(count))
+    extended = given(in_causal_chunks, num_frames, extend=video(count))
     assert numbers(extended.references[0]) == list(range(count))[-kept:]
-    assert extended.conditions == [Condition(length=in_causal_pieces.latent_frames(kept))]
-    whole, (alone,) = decoded(in_causal_pieces, extended, num_frames)
+    assert extended.conditions == [Condition(length=in_causal_chunks.latent_frames(kept))]
+    whole, (alone,) = decoded(in_causal_chunks, extended, num_frames)
     torch.testing.assert_close(whole[:, :kept], alone, atol=1e-4, rtol=1e-4)
     assert ("frames in front are left out" in caplog.text) is (kept not in (count, 34))
 
@@ -381,20 +381,20 @@ def test_the_end_of_a_short_clip_is_extended_without_a_shift(video, in_causal_pi
 @pytest.mark.parametrize(
     ("count", "num_frames", "kept"),
     [
-        (40, 51, 39),  # two pieces, and five of six frames
+        (40, 51, 39),  # two chunks, and five of six frames
         (20, 51, 18),
-        (24, 25, 21),  # the video's last piece has 8 frames, as many as fill two latent frames
+        (24, 25, 21),  # the video's last chunk has 8 frames, as many as fill two latent frames
         (25, 25, 25),
         (30, 25, 25),
         (21, 25, 21),
     ],
 )
 @pytest.mark.parametrize("how", ["edit", "reference_path"])
-def test_a_clip_that_ends_with_a_part_of_a_piece_is_cut_to_what_fits(
-    video, in_causal_pieces, caplog, how, count, num_frames, kept
+def test_a_clip_that_ends_with_a_part_of_a_chunk_is_shortened_to_what_fits(
+    video, in_causal_chunks, caplog, how, count, num_frames, kept
 ):
     caplog.set_level(logging.INFO)
-    vae, path = in_causal_pieces, video(count)
+    vae, path = in_causal_chunks, video(count)
     start = (
         given(vae, num_frames, edit=path, edit_ratio=0.5)
         if how == "edit"
@@ -407,18 +407,18 @@ def test_a_clip_that_ends_with_a_part_of_a_piece_is_cut_to_what_fits(
         assert (f"{count - kept} are left out" in caplog.text) is (count != kept)
 
 
-def test_a_picture_at_a_last_piece_that_is_filled_up_otherwise(picture, in_causal_pieces, caplog):
-    """The last 8 of 25 frames begin with a latent frame that stands for four, so that the picture is shown four times."""
+def test_an_image_at_a_last_chunk_that_is_filled_up_otherwise(image, in_causal_chunks, caplog):
+    """The last 8 of 25 frames begin with a latent frame that stands for four, so that the image is shown four times."""
     caplog.set_level(logging.INFO)
-    start = given(in_causal_pieces, 25, last_image=picture())
+    start = given(in_causal_chunks, 25, last_image=image())
     assert start.references[0].shape[1] == 4
     assert "--last_image: reference 0 has 1 frames, and the last is repeated: with 4" in caplog.text
-    whole, (alone,) = decoded(in_causal_pieces, start, 25)
+    whole, (alone,) = decoded(in_causal_chunks, start, 25)
     torch.testing.assert_close(whole[:, 17:21], alone, atol=1e-4, rtol=1e-4)
-    assert given(in_causal_pieces, 26, last_image=picture()).references[0].shape[1] == 1
+    assert given(in_causal_chunks, 26, last_image=image()).references[0].shape[1] == 1
 
 
-def test_one_piece_that_is_filled_up_in_front(video):
+def test_one_chunk_that_is_filled_up_in_front(video):
     whole = build("OpenSoraVAE_V1_2", micro_frame_size=None)  # 51 frames: the first latent frame stands for three
     assert numbers(given(whole, 51, extend=video(40)).references[0]) == list(range(29, 40))
     assert numbers(given(whole, 51, edit=video(40)).references[0]) == list(range(39))
@@ -426,28 +426,28 @@ def test_one_piece_that_is_filled_up_in_front(video):
     assert numbers(given(whole, 52, edit=video(40)).references[0]) == list(range(40))
 
 
-def test_starts_from_the_end_are_those_of_the_whole_file(video, in_pieces):
-    """4 frames in a last piece of 8: where 7 of a reference's last piece cannot fit, fewer latent frames are left."""
-    start = given(in_pieces, 25, reference_path=[str(video(24))], mask_strategy=["0,0,-2,-2,2"])
+def test_starts_from_the_end_are_those_of_the_whole_file(video, in_chunks):
+    """4 frames in a last chunk of 8: where 7 of a reference's last chunk cannot fit, fewer latent frames are left."""
+    start = given(in_chunks, 25, reference_path=[str(video(24))], mask_strategy=["0,0,-2,-2,2"])
     assert numbers(start.references[0]) == list(range(21))
-    assert in_pieces.latent_frames(21) == 6 < in_pieces.latent_frames(24)
+    assert in_chunks.latent_frames(21) == 6 < in_chunks.latent_frames(24)
     assert start.conditions == [Condition(ref_start=5, target_start=-2, length=2)]
 
 
-def test_groups_that_need_a_reference_at_two_lengths(video, in_pieces):
-    path, strategy = str(video(24)), "0,0,-2,0,2;0,0,-2,-2,2"  # into a whole piece, and into one of 8 frames
+def test_groups_that_need_a_reference_at_two_lengths(video, in_chunks):
+    path, strategy = str(video(24)), "0,0,-2,0,2;0,0,-2,-2,2"  # into a whole chunk, and into one of 8 frames
     with pytest.raises(
         UserError, match=r"groups take 24 frames of one reference.*name its file twice in reference_path"
     ):
-        given(in_pieces, 25, reference_path=[path], mask_strategy=[strategy])
-    twice = given(in_pieces, 25, reference_path=[f"{path};{path}"], mask_strategy=["0,0,-2,0,2;0,1,-2,-2,2"])
+        given(in_chunks, 25, reference_path=[path], mask_strategy=[strategy])
+    twice = given(in_chunks, 25, reference_path=[f"{path};{path}"], mask_strategy=["0,0,-2,0,2;0,1,-2,-2,2"])
     assert [x.shape[1] for x in twice.references] == [22, 21]
-    fine = given(in_pieces, 25, reference_path=[path], mask_strategy=["0,0,0,0,5;0,0,-2,-2,2"])
+    fine = given(in_chunks, 25, reference_path=[path], mask_strategy=["0,0,0,0,5;0,0,-2,-2,2"])
     assert [x.shape[1] for x in fine.references] == [21]
 
 
-def test_plain_functions_cut_too(in_pieces):
+def test_plain_functions_shorten_too(in_chunks):
     clip = torch.rand(3, 10, *SIZE)
-    assert torch.equal(extension(clip, in_pieces).references[0], clip[:, 1:])
-    assert torch.equal(extension(clip, in_pieces, num_frames=8).references[0], clip[:, 2:])
-    assert torch.equal(edit(clip, in_pieces, 51, 0.5).references[0], clip[:, :9])
+    assert torch.equal(extension(clip, in_chunks).references[0], clip[:, 1:])
+    assert torch.equal(extension(clip, in_chunks, num_frames=8).references[0], clip[:, 2:])
+    assert torch.equal(edit(clip, in_chunks, 51, 0.5).references[0], clip[:, :9])

@@ -53,7 +53,7 @@ def test_each_sample_of_a_batch(cfg, tmp_path):
     assert differences(record, "cpu") == []
 
 
-def test_a_sample_that_starts_from_a_picture(cfg, tmp_path):
+def test_a_sample_that_starts_from_an_image(cfg, tmp_path):
     pixels = np.random.default_rng(0).integers(0, 255, (40, 60, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(tmp_path / "first.png")
     cfg = replace(cfg, prompt=["a", "b"], image=str(tmp_path / "first.png"), batch_size=2, save_dir=str(tmp_path / "s"))
@@ -61,7 +61,7 @@ def test_a_sample_that_starts_from_a_picture(cfg, tmp_path):
     assert torch.equal(again(cfg, "sample_0001"), videos["sample_0001"])
 
 
-def test_a_folder_that_is_none_is_told_before_sampling(cfg, tmp_path, monkeypatch, capsys):
+def test_a_folder_that_is_none_is_reported_before_sampling(cfg, tmp_path, monkeypatch, capsys):
     cfg = replace(cfg, prompt=["a"], save_dir=str(tmp_path / "s"))
     sample(cfg)
     (tmp_path / "taken").touch()
@@ -98,7 +98,7 @@ def test_the_command_says_whether_the_frames_are_the_same(cfg, tmp_path, monkeyp
     assert "is not to be replaced" in capsys.readouterr().err
 
 
-def test_what_has_changed_since_is_told(cfg, tmp_path):
+def test_what_has_changed_since_is_reported(cfg, tmp_path):
     cfg = replace(cfg, prompt=["a"], save_dir=str(tmp_path))
     sample(cfg)
     record = read_sidecar(tmp_path / "sample_0000.json")
@@ -109,15 +109,17 @@ def test_what_has_changed_since_is_told(cfg, tmp_path):
         "checkpoint": {**record["checkpoint"], "changed": "2001-01-01T00:00:00+00:00"},
         "config": {**record["config"], "sp_size": 2},
     }
-    told = differences(old, "cpu")
-    assert len(told) == 4
+    reported = differences(old, "cpu")
+    assert len(reported) == 4
     for name in ("hardware was {'device': 'another'", "torch was 1.0", "checkpoint was", "sp_size was 2, now 1"):
-        assert any(name in line for line in told)
+        assert any(name in line for line in reported)
     Image.new("RGB", (8, 8), "red").save(tmp_path / "a.png")
     weights = {name: {**value, "step": 7} for name, value in record["inputs"]["weights"].items()}
     assert set(weights) == {"vae.from_pretrained", "text_encoder.from_pretrained"}
-    told = differences({**record, "inputs": {"references": {str(tmp_path / "a.png"): "0"}, "weights": weights}}, "cpu")
-    assert [line.partition(" was ")[0] for line in told] == [str(tmp_path / "a.png"), *weights]
+    reported = differences(
+        {**record, "inputs": {"references": {str(tmp_path / "a.png"): "0"}, "weights": weights}}, "cpu"
+    )
+    assert [line.partition(" was ")[0] for line in reported] == [str(tmp_path / "a.png"), *weights]
     assert differences({k: v for k, v in record.items() if k != "inputs"}, "cpu") == []
     del old["batch"]
     with pytest.raises(UserError, match="older version"):

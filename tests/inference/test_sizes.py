@@ -14,7 +14,7 @@ from opensora.inference.sizes import (
     named_length,
     trained_sizes,
     video_size,
-    warn_of_given_frames,
+    warn_of_conditioning_frames,
     warn_outside_training,
 )
 from opensora.utils.errors import UserError
@@ -39,7 +39,7 @@ def frame_wise():
 
 
 @pytest.fixture(scope="module")
-def in_pieces():
+def in_chunks():
     return build("OpenSoraVAE_V1_2", micro_frame_size=17)
 
 
@@ -53,18 +53,18 @@ def test_numbers_are_taken_as_they_are(frame_wise):
     assert video_size(config(frame_interval=3), frame_wise).save_fps == 8
     assert video_size(config(frame_interval=3, save_fps=23.976), frame_wise).save_fps == 23.976
     assert video_size(config(num_frames="51"), frame_wise).num_frames == 51
-    picture = video_size(config(num_frames=1), frame_wise)
-    assert (picture.fps, picture.image_size) == (120, (32, 48))  # what pictures had in training
+    image = video_size(config(num_frames=1), frame_wise)
+    assert (image.fps, image.image_size) == (120, (32, 48))  # what images had in training
 
 
 @pytest.mark.parametrize(("name", "frames"), FRAME_ALIASES.items())
-def test_the_names_of_open_sora_1_2(in_pieces, name, frames):
+def test_the_names_of_open_sora_1_2(in_chunks, name, frames):
     """With its VAE and its 24 frames a second."""
-    assert named_length(name, in_pieces, 24) == frames
+    assert named_length(name, in_chunks, 24) == frames
 
 
 @pytest.mark.parametrize(
-    ("name", "fps", "every_frame", "pieces", "four_k_1"),
+    ("name", "fps", "every_frame", "chunks", "four_k_1"),
     [
         ("1s", 24, 24, 34, 25),
         ("2s", 8, 16, 17, 17),
@@ -79,9 +79,9 @@ def test_the_names_of_open_sora_1_2(in_pieces, name, frames):
         ("16", 24, 16, 16, 16),
     ],
 )
-def test_names_with_other_rates_and_vaes(frame_wise, in_pieces, causal, name, fps, every_frame, pieces, four_k_1):
-    lengths = [named_length(name, vae, fps) for vae in (frame_wise, in_pieces, causal)]
-    assert lengths == [every_frame, pieces, four_k_1]
+def test_names_with_other_rates_and_vaes(frame_wise, in_chunks, causal, name, fps, every_frame, chunks, four_k_1):
+    lengths = [named_length(name, vae, fps) for vae in (frame_wise, in_chunks, causal)]
+    assert lengths == [every_frame, chunks, four_k_1]
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_lengths_that_the_vae_does_not_take(causal):
         video_size(config(), causal)
 
 
-def test_everything_wrong_with_size_and_references_is_told_at_once():
+def test_everything_wrong_with_size_and_references_is_reported_at_once():
     with pytest.raises(UserError) as caught:
         config(
             num_frames="4 s",
@@ -214,7 +214,7 @@ def test_settings_without_effect(fields, message):
     ("name", "model"),
     [("PixArtMS", "PixArtMS-XL/2"), (True, "PixArtMS-XL/2"), ("STDiT2", "STDiT2-XL/2"), ("OpenSora", "STDiT3-XL/2")],
 )
-def test_models_that_are_told_the_size(name, model):
+def test_models_conditioned_on_the_size(name, model):
     assert config(multi_resolution=name, model={"type": model}).multi_resolution == name
 
 
@@ -316,8 +316,8 @@ def test_what_is_not_known_is_not_warned_of(tmp_path, caplog):
         ({}, "STDiT3-XL/2", False),  # of a version that did not know them
     ],
 )
-def test_frames_are_given_to_a_model_that_has_never_seen_given_ones(tmp_path, caplog, config, model, said):
+def test_frames_are_kept_by_a_model_that_has_never_seen_conditioning_frames(tmp_path, caplog, config, model, said):
     (tmp_path / "manifest.json").write_text(json.dumps({"config": config}))
-    warn_of_given_frames(str(tmp_path), model)
+    warn_of_conditioning_frames(str(tmp_path), model)
     assert ("was trained without mask_ratios" in caplog.text) == said
-    warn_of_given_frames(None, model)  # weights from elsewhere
+    warn_of_conditioning_frames(None, model)  # weights from elsewhere

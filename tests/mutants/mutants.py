@@ -248,7 +248,7 @@ MUTANTS = (
         ("tests/inference/test_long_video.py", "tests/inference/test_pipeline_conditions.py",)),
     Mutant("negative_prompt_with_the_captions_mask", "opensora/inference/conditions.py", "a negative prompt is as long as the prompt",
         "y[given], mask[given] = _fitting(text, y).to(y), text.mask.to(mask)", "y[given] = _fitting(text, y).to(y)",
-        ("tests/inference/test_conditions.py::test_negative_prompts_beside_empty_ones",)),
+        ("tests/inference/test_conditions.py::test_negative_prompts_with_empty_ones",)),
     Mutant("saved_at_the_models_fps", "opensora/inference/sizes.py", "files play too fast",
         "cfg.fps / cfg.frame_interval if cfg.save_fps is None", "cfg.fps if cfg.save_fps is None",
         ("tests/inference/test_sizes.py",)),

@@ -19,7 +19,7 @@ from opensora.acceleration.distributed import World, init_world, shutdown
 from opensora.acceleration.sequence_parallel import parallelise
 from opensora.acceleration.step_cache.build import build_step_cache
 from opensora.acceleration.step_cache.steps import StepCache
-from opensora.inference.memory import estimate_once
+from opensora.inference.memory import estimate
 from opensora.inference.pipeline import VideoPipeline
 from opensora.inference.prompts import load_prompts
 from opensora.inference.request import Request, as_items
@@ -173,10 +173,10 @@ def sample(argv: Sequence[str]) -> None:
             fps=24,
             seed=0,
         )
-        estimate = None
+        needed = None
         if decoded:  # takes seconds for a large video
             latent_size = pipeline.vae.latent_size((request.num_frames, *request.image_size))
-            estimate = estimate_once(pipeline, request, latent_size).peak(pipeline.place.policy) / 2**30
+            needed = estimate(pipeline, request, latent_size).peak(pipeline.place.policy) / 2**30
         if args.warmup_steps is not None:
             pipeline.scheduler = SCHEDULERS.build({**case.scheduler, "num_sampling_steps": args.warmup_steps})
         pipeline.sample(request, decode=decoded)  # compiles, and picks kernels
@@ -192,7 +192,7 @@ def sample(argv: Sequence[str]) -> None:
                     pipeline.vae.decode(latents.to(pipeline.device), request.num_frames).cpu()
             decode_s = clock(world.device) - now
         videos = world.size if way == "dp" else 1
-        return Run(steps_s, decode_s, videos, peak_gib(world.device), estimate, latents.float().cpu())
+        return Run(steps_s, decode_s, videos, peak_gib(world.device), needed, latents.float().cpu())
 
     table = None
     try:
