@@ -77,7 +77,10 @@ def parse_config(
         raise UserError(listing([str(error), *draft.problems_of(command)])) from error
     draft.problems += problems
     draft.take_file(values, origins)
-    import_parts(draft.imports_with(command))
+    chosen = [setting.value for setting in command.settings if setting.path == ("imports",)]
+    imports = chosen[-1] if chosen else draft.values.get("imports")
+    if isinstance(imports, list | tuple):  # another type is a problem that is reported with all others
+        import_parts([name for name in imports if isinstance(name, str)])
     draft.take_command(command)
     config = draft.finish()
     if command.print_config:

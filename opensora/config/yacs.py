@@ -249,24 +249,7 @@ def architecture(config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         UserError: it is not of that form, or has a key that says nothing here.
     """
-    if unknown := [key for key in config if key not in ARCHITECTURE and not str(key).startswith("_")]:
-        raise UserError(
-            f"the model's config has {unknown[0]}={config[unknown[0]]!r}, which says nothing here."
-            f"{did_you_mean(str(unknown[0]), list(ARCHITECTURE))} Known are {', '.join(ARCHITECTURE)}."
-        )
-    if config.get("text_token_dim", 1) is None:
-        raise UserError(
-            "the model's config has text_token_dim=None, a model of classes; there is text to image and to video."
-        )
-    for key, (length, expected) in ARCHITECTURE_NUMBERS.items():
-        value = config.get(key)
-        if key not in config or (value is None and key != "image_stride"):
-            continue
-        numbers = value if length else [value]
-        whole = isinstance(numbers, list | tuple) and len(numbers) == (length or 1)
-        whole = whole and all(type(n) is int for n in numbers)  # not True, which is an int
-        if not whole or (key != "video_mixer_rank" and min(numbers) < 1):
-            raise UserError(f"the model's config has {key}={value!r}; expected {expected}.")
+    _refuse_wrong_keys(config)
     arch, patch = config.get("arch", ()), 15 // config.get("image_stride", IMAGE_STRIDE) + 1
     try:
         ((depth, width), (image_depth, image_width), (head_depth, head_width)) = (
@@ -298,6 +281,27 @@ def architecture(config: Mapping[str, Any]) -> dict[str, Any]:
             )
         found["base_size"] = [video[0], *coarse]
     return found
+
+
+def _refuse_wrong_keys(config: Mapping[str, Any]) -> None:
+    if unknown := [key for key in config if key not in ARCHITECTURE and not str(key).startswith("_")]:
+        raise UserError(
+            f"the model's config has {unknown[0]}={config[unknown[0]]!r}, which says nothing here."
+            f"{did_you_mean(str(unknown[0]), list(ARCHITECTURE))} Known are {', '.join(ARCHITECTURE)}."
+        )
+    if config.get("text_token_dim", 1) is None:
+        raise UserError(
+            "the model's config has text_token_dim=None, a model of classes; there is text to image and to video."
+        )
+    for key, (length, expected) in ARCHITECTURE_NUMBERS.items():
+        value = config.get(key)
+        if key not in config or (value is None and key != "image_stride"):
+            continue
+        numbers = value if length else [value]
+        whole = isinstance(numbers, list | tuple) and len(numbers) == (length or 1)
+        whole = whole and all(type(n) is int for n in numbers)  # not True, which is an int
+        if not whole or (key != "video_mixer_rank" and min(numbers) < 1):
+            raise UserError(f"the model's config has {key}={value!r}; expected {expected}.")
 
 
 def _noise(folder: Path) -> dict[str, Any]:
