@@ -1,4 +1,4 @@
-"""Activation checkpointing: the values of `grad_checkpoint`, and which parts of a denoiser each recomputes in the backward pass.
+"""Activation checkpointing: the values of `grad_checkpoint`, and which parts of a denoiser each checkpoints.
 
     "none"              nothing
     "block"             every block
@@ -10,7 +10,7 @@
     "selective+every:k" the other way round: blocks 0, k, 2k, ... whole, the others "selective", where that alone is a little too much
 
 The thirds are levels 1 and 2 of NOVA (Deng et al. 2024, `gradient_checkpointing`), where each adds the MLPs of one more stack: video
-encoder, image encoder, decoder. Attention is never recomputed. Other denoisers are one stack; a level adds a third of it.
+encoder, image encoder, decoder. Of MLP levels, attention is never checkpointed. Other denoisers are one stack; a level adds a third of it.
 
 Numbers, False and True are older spellings, see `upgrade.py`.
 """
@@ -27,12 +27,12 @@ NUMBERED = {"every": "block", "selective": "selective", "selective+every": "sele
 
 
 class CheckpointLevel(NamedTuple):
-    """Which parts are checkpointed, that is recomputed.
+    """Which parts are checkpointed.
 
     Attributes:
         part: "nothing", the whole "block", its "mlp", or by operation ("selective").
-        every: Every n-th block; of "selective", the others are recomputed whole.
-        whole: Of "selective", every n-th block is recomputed whole; 0 = none.
+        every: Every n-th block; of "selective", the others are checkpointed whole.
+        whole: Of "selective", every n-th block is checkpointed whole; 0 = none.
         thirds: Of the blocks, so many thirds, or of three stacks so many, from the first on.
     """
 
@@ -49,7 +49,7 @@ class CheckpointLevel(NamedTuple):
         return range(0, end, self.every)
 
     def parts(self, depth: int, stacks: Sequence[int] | None = None) -> list[str]:
-        """What is recomputed of each of the blocks: a value of `part`."""
+        """What is checkpointed of each of the blocks: a value of `part`."""
         chosen = self.chosen(depth, stacks)
         others = "block" if self.part == "selective" else "nothing"
         whole = range(0, depth, self.whole) if self.whole else range(0)
@@ -60,7 +60,7 @@ def parse_level(value: str) -> CheckpointLevel:
     """What a value of `grad_checkpoint` means.
 
     Raises:
-        UserError: it is no such value.
+        UserError: it is not such a value.
     """
     word, _, number = value.partition(":")
     if word in NUMBERED and number.isdecimal() and int(number) >= 1:
@@ -87,7 +87,7 @@ def level_of(text: str) -> str:
     """A value of `grad_checkpoint` from a command line.
 
     Raises:
-        UserError: it is no such value.
+        UserError: it is not such a value.
     """
     level: str = translate_level(text)
     parse_level(level)

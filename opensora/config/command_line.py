@@ -1,6 +1,7 @@
 """The command line of a config: `CONFIG --field value --component.key value`, and the text of `--help`."""
 
 import ast
+import itertools
 import types
 import typing
 from collections.abc import Sequence
@@ -60,7 +61,7 @@ class _Reader:
             elif token == "--print-config":
                 self.command.print_config = True
             elif token.partition("=")[0] in ("--cfg", "--deepspeed"):
-                self._read_file_name(token)
+                self._read_file_name(*token.partition("="))
             elif _is_flag(token):
                 self._read_flag(token)
             elif self.command.config is None and not token.startswith("-"):
@@ -71,44 +72,52 @@ class _Reader:
                 self.command.problems.append(f"{token!r} on the command line belongs to no option.")
         if self.command.config is None:  # `--wandbb configs/x.py`
             self.command.config = next(filter(names_config, reversed(self.passed_over)), None)
-        self._refuse_contradictions()
+        seen: dict[tuple[str, ...], Setting] = {}
+        for setting in self.command.settings:
+            first = seen.setdefault(setting.path, setting)
+            one_is_bool = len(setting.path) == 1 and isinstance(first.value, bool) != isinstance(setting.value, bool)
+            if first.value != setting.value or one_is_bool:  # True == 1
+                self.command.problems.append(
+                    f"{first.flag} {first.value!r} and {setting.flag} {setting.value!r} both set "
+                    f"{'.'.join(setting.path)}; keep one."
+                )
         return self.command
 
-    def _read_file_name(self, token: str) -> None:
+    def _read_file_name(self, flag: str, equals: str, attached: str) -> None:
         """`--cfg FILE` is another way to name the config."""
-        token, equals, attached = token.partition("=")
-        if equals:
-            self.tokens.insert(0, attached)
-        if not self.tokens or _is_flag(self.tokens[0]):
-            self.command.problems.append(f"{token}: a file name is missing.")
-        elif token == "--deepspeed":
-            self.command.deepspeed = self.tokens.pop(0)
+        if not equals and (not self.tokens or _is_flag(self.tokens[0])):
+            self.command.problems.append(f"{flag}: a file name is missing.")
+            return
+        name = attached if equals else self.tokens.pop(0)
+        if flag == "--deepspeed":
+            self.command.deepspeed = name
         elif self.command.config is not None:
-            self.command.problems.append(f"{token} {self.tokens.pop(0)}: {self.command.config} is the config already.")
+            self.command.problems.append(f"{flag} {name}: {self.command.config} is the config already.")
         else:
-            self.command.config = self.tokens.pop(0)
+            self.command.config = name
 
     def _read_flag(self, token: str) -> None:
         flag, equals, attached = token.partition("=")
         name, *keys = (part.replace("-", "_") for part in flag[2:].split("."))
         alias = None if keys else self.schema.aliases.get(name)
         removed = None if keys else self.schema.removed.get(name)
-        if alias is None and name not in self.fields and removed is None:
-            self.command.unknown.append((flag, name))
-            self._skip_values(equals)
-            return
-        if keys and not (self.fields[name].takes_keys and all(keys)):
-            self.command.problems.append(f"{flag}: {name} is {describe(self.fields[name].annotation)}; it has no keys.")
-            self._skip_values(equals)
-            return
+        declared = self.fields.get(name)
         path: tuple[str, ...] = (name, *(KEY_ALIASES.get(name, {}).get(key, key) for key in keys))
-        annotation = Any if keys else None
+        annotation: Any = Any
         if removed is not None:
             annotation = removed.annotation
         elif alias is not None:
             path, annotation = alias
+        elif declared is None:
+            self.command.unknown.append((flag, name))
+        elif keys and not (declared.takes_keys and all(keys)):
+            self.command.problems.append(f"{flag}: {name} is {describe(declared.annotation)}; it has no keys.")
+            declared = None
         elif not keys:
-            annotation = (LEGACY.get(name) or self.fields[name]).annotation
+            annotation = (LEGACY.get(name) or declared).annotation
+        if not (removed or alias or declared):
+            self.passed_over += [] if equals else self._take(self._until_flag())  # not reported as well
+            return
         texts: list[str] = []
         try:
             texts = [attached] if equals else self._take_values(annotation)
@@ -118,19 +127,14 @@ class _Reader:
             self.passed_over += texts
             return
         if removed is not None:
-            self.command.problems += [problem] if (problem := removed.problem(name, value)) else []
+            self.command.problems += filter(None, [removed.problem(name, value)])
             return
         text = texts[0] if annotation is Any and texts else None
         self.command.settings.append(Setting(path, flag, value, text))
 
-    def _skip_values(self, equals: str) -> None:
-        """Pass over the values of a flag that is wrong, so that they are not complained about as well."""
-        if not equals:
-            self.passed_over += self._take_until_flag()
-
-    def _take_until_flag(self) -> list[str]:
-        count = next((i for i, token in enumerate(self.tokens) if _is_flag(token)), len(self.tokens))
-        return self._take(count)
+    def _until_flag(self) -> int:
+        """How many values come before the next flag."""
+        return next((i for i, token in enumerate(self.tokens) if _is_flag(token)), len(self.tokens))
 
     def _take(self, count: int) -> list[str]:
         taken, self.tokens = self.tokens[:count], self.tokens[count:]
@@ -147,23 +151,11 @@ class _Reader:
         if bool in kinds and self.command.config is None and names_config(self.tokens[0]):
             return []  # `--wandb configs/x.py`
         if list in kinds:
-            return self._take_until_flag()
+            return self._take(self._until_flag())
         if tuple in kinds and _is_number(self.tokens[0]):
             size = next(len(typing.get_args(m)) for m in members(annotation) if typing.get_origin(m) is tuple)
-            numbers = [_is_number(token) for token in self.tokens[:size]]
-            return self._take(numbers.index(False) if False in numbers else len(numbers))
+            return self._take(len(list(itertools.takewhile(_is_number, self.tokens[:size]))))
         return self._take(1)
-
-    def _refuse_contradictions(self) -> None:
-        seen: dict[tuple[str, ...], Setting] = {}
-        for setting in self.command.settings:
-            first = seen.setdefault(setting.path, setting)
-            one_is_bool = len(setting.path) == 1 and isinstance(first.value, bool) != isinstance(setting.value, bool)
-            if first.value != setting.value or one_is_bool:  # True == 1
-                self.command.problems.append(
-                    f"{first.flag} {first.value!r} and {setting.flag} {setting.value!r} both set "
-                    f"{'.'.join(setting.path)}; keep one."
-                )
 
 
 def _is_flag(token: str) -> bool:
@@ -248,30 +240,24 @@ class _Dicts(ast.NodeTransformer):
 
 def help_text(schema: Schema) -> str:
     """What `--help` prints."""
+    lines = []
+    for f in schema_fields(schema).values():
+        default = "required" if f.default is REQUIRED else f"default {f.default!r}"
+        lines.append(f"  --{dashed(f.name):<24}{type_text(f)}, {default}\n{'':28}{f.doc}")
     blocks = [
         "usage: SCRIPT CONFIG [--field VALUE] [--component.key VALUE] [--print-config] [--help]",
         f"{(schema.__doc__ or '').strip()}\nCONFIG is a Python file that sets fields; the command line overrides it.",
-        "fields:\n"
-        + "\n".join(_help_rows(dashed(f.name), value_text(f), f.doc) for f in schema_fields(schema).values()),
+        "fields:\n" + "\n".join(lines),
         "short names for keys of components:\n"
         + "\n".join(f"  --{dashed(name):<24}{'.'.join(alias.path)}" for name, alias in schema.aliases.items()),
-        "other:\n" + _help_rows("print-config", "", "show every value and where it was set, then stop"),
+        f"other:\n  --{'print-config':<24}show every value and where it was set, then stop",
     ]
     return "\n\n".join(blocks) + "\n"
-
-
-def _help_rows(name: str, value: str, doc: str) -> str:
-    return f"  --{name:<24}{value}\n{'':28}{doc}" if value else f"  --{name:<24}{doc}"
 
 
 def dashed(name: str) -> str:
     """A field's name as users of the command line write it."""
     return name.replace("_", "-")
-
-
-def value_text(f: Field) -> str:
-    """Type and default of a field: `int, default 16`."""
-    return f"{type_text(f)}, " + ("required" if f.default is REQUIRED else f"default {f.default!r}")
 
 
 def type_text(f: Field) -> str:

@@ -43,6 +43,7 @@ __all__ = [
     "to_dict",
 ]
 
+FileContent = tuple[dict[str, Any], Origins, list[str]]  # values, where each was set, problems
 HOW_TO_RESUME = ("load", "load_check", "exp_name", "outputs", "start_from_scratch", "other_data")
 AnyConfig = TypeVar("AnyConfig", bound=RunConfig)
 
@@ -77,7 +78,10 @@ def parse_config(
         raise UserError(listing([str(error), *draft.problems_of(command)])) from error
     draft.problems += problems
     draft.take_file(values, origins)
-    import_parts(draft.imports_with(command))
+    chosen = [setting.value for setting in command.settings if setting.path == ("imports",)]
+    imports = chosen[-1] if chosen else draft.values.get("imports")
+    if isinstance(imports, list | tuple):  # another type is a problem that is reported with all others
+        import_parts([name for name in imports if isinstance(name, str)])
     draft.take_command(command)
     config = draft.finish()
     if command.print_config:
@@ -86,7 +90,7 @@ def parse_config(
     return config
 
 
-def _read_files(command: Command) -> tuple[dict[str, Any], Origins, list[str]]:
+def _read_files(command: Command) -> FileContent:
     """Values of the files that a command line names."""
     if command.config is None:
         swallowed = [
@@ -136,10 +140,11 @@ def dump_config(config: RunConfig, path: Path | str) -> None:
     Path(path).write_text(json.dumps(to_dict(config), indent=2) + "\n", encoding="utf-8")
 
 
-def read_file(path: Path) -> tuple[dict[str, Any], Origins, list[str]]:
+def read_file(path: Path) -> FileContent:
     """Values of a config file, where each was set (`file:line`), and what its values cannot show."""
     if not path.is_file():
-        raise UserError(f"config file {path} does not exist.{_similar_file(path)}")
+        hint = did_you_mean(path.name, [sibling.name for sibling in path.parent.glob("*.py")])
+        raise UserError(f"config file {path} does not exist.{hint}")
     if path.suffix in (".yml", ".yaml"):
         values = read_yacs(path)
         return values, {(key,): str(path) for key in values}, []
@@ -147,12 +152,25 @@ def read_file(path: Path) -> tuple[dict[str, Any], Origins, list[str]]:
         raise UserError(
             f"config file {path}: expected a .py file, a .json file written by an earlier run, or a .yml file of NOVA's guide."
         )
-    tree = _parse(path) if path.suffix == ".py" else ast.Module([], [])
+    tree = ast.Module([], [])
+    if path.suffix == ".py":
+        try:
+            tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+        except SyntaxError as error:
+            raise UserError(f"{path}:{error.lineno}: {error.msg}: {(error.text or '').strip()}") from error
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path} is not a UTF-8 text file: {error}") from error
     bases = [read_file(base) for base in _base_files(tree, path)]
     values = {key: value for key, value in _execute(path).items() if not key.startswith("_")}
+    return values, _origins(path, tree, values, bases), [p for *_, ps in bases for p in ps] + _functions(tree, path)
+
+
+def _origins(path: Path, tree: ast.Module, values: Mapping[str, Any], bases: Sequence[FileContent]) -> Origins:
+    """Where each value of a file was set: in the file itself, or in one of its bases."""
     inherited = {key: item for base_values, _, _ in bases for key, item in base_values.items()}
     origins: Origins = {key: origin for _, base_origins, _ in bases for key, origin in base_origins.items()}
-    lines = _assigned_lines(tree)
+    names = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+    lines = {node.id: node.lineno for node in sorted(names, key=lambda node: node.lineno)}  # the last that assigns each
     for key, value in values.items():
         if path.suffix == ".py" and key not in lines and key in inherited:
             continue
@@ -162,25 +180,11 @@ def read_file(path: Path) -> tuple[dict[str, Any], Origins, list[str]]:
             before = inherited.get(key)
             if not isinstance(before, dict) or inner not in before or before[inner] != item:
                 origins[key, inner] = here
-    return values, origins, [p for *_, problems in bases for p in problems] + _functions(tree, path)
-
-
-def _similar_file(path: Path) -> str:
-    siblings = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
-    return did_you_mean(path.name, siblings)
-
-
-def _parse(path: Path) -> ast.Module:
-    try:
-        return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
-    except SyntaxError as error:
-        raise UserError(f"{path}:{error.lineno}: {error.msg}: {(error.text or '').strip()}") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not a UTF-8 text file: {error}") from error
+    return origins
 
 
 def _execute(path: Path) -> dict[str, Any]:
-    """Run a config file. It is code: whatever it raises is told with the line that raised it."""
+    """Run a config file. It is code: whatever it raises is reported with the line that raised it."""
     try:
         # no environment variables, no file-name templates, no imports on the config's behalf: a config is plain data
         config = Config.fromfile(
@@ -217,12 +221,6 @@ def _base_files(tree: ast.Module, path: Path) -> Iterator[Path]:
                 raise UserError(f"{path}:{node.lineno}: _base_ must be a file name or a list of them.") from error
             for name in [names] if isinstance(names, str) else names:
                 yield path.parent / name
-
-
-def _assigned_lines(tree: ast.Module) -> dict[str, int]:
-    """The last line that assigns each name."""
-    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
-    return {node.id: node.lineno for node in sorted(nodes, key=lambda node: node.lineno)}
 
 
 def _functions(tree: ast.Module, path: Path) -> list[str]:

@@ -1,14 +1,14 @@
 """The fields of each kind of config: name, type, default and meaning, declared once.
 
 `--help`, `docs/config.md` and every check read these classes; nothing else in the project states a default of a config.
-How a file and a command line become one of them is in `config.py`.
+How a file and a command line become one of them is in `load.py`.
 """
 # ruff: noqa: RUF009  `option` returns a dataclass field, so nothing is shared between instances
 
 import re
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from math import isfinite
 from typing import Any, ClassVar, Literal, NamedTuple, Union
@@ -732,42 +732,38 @@ def coerce(value: Any, annotation: Any) -> Any:
     """`value` as the annotated type: an int where a float is due, a list where a tuple is due.
 
     Raises:
-        TypeError: it is something else.
+        TypeError: it is not of that type.
     """
     for member in members(annotation):
-        for fitting in _fit(value, member):
-            return fitting
+        try:
+            return _coerce_member(value, member)
+        except TypeError:
+            continue
     raise TypeError(f"expected {describe(annotation)}")
 
 
-def _fit(value: Any, annotation: Any) -> Iterator[Any]:
-    """Yield `value` as the annotated type, once, if it fits."""
+def _coerce_member(value: Any, annotation: Any) -> Any:
+    """`coerce` for one alternative of a union."""
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
-    if annotation is Any:
-        yield value
-    elif origin is Literal:
-        if isinstance(value, str) and value in args:
-            yield value
-    elif annotation is float:
-        if isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value):
-            yield float(value)
-    elif origin is None:
-        if isinstance(value, annotation) and not (annotation is int and isinstance(value, bool)):
-            yield value
-    else:
-        yield from _fit_container(value, origin, args)
-
-
-def _fit_container(value: Any, origin: type, args: tuple[Any, ...]) -> Iterator[Any]:
-    try:
-        if origin is dict and isinstance(value, Mapping):
-            yield {_key(key, args[0]): coerce(item, args[1]) for key, item in value.items()}
-        elif origin is list and isinstance(value, list | tuple):
-            yield [coerce(item, args[0]) for item in value]
-        elif origin is tuple and isinstance(value, list | tuple) and len(value) == len(args):
-            yield tuple(coerce(item, arg) for item, arg in zip(value, args, strict=True))
-    except TypeError:
-        return
+    is_bool = isinstance(value, bool)
+    if annotation is Any or (origin is Literal and isinstance(value, str) and value in args):
+        return value
+    if annotation is float and isinstance(value, int | float) and not is_bool and isfinite(value):
+        return float(value)
+    if origin is dict and isinstance(value, Mapping):
+        return {_key(key, args[0]): coerce(item, args[1]) for key, item in value.items()}
+    if origin is list and isinstance(value, list | tuple):
+        return [coerce(item, args[0]) for item in value]
+    if origin is tuple and isinstance(value, list | tuple) and len(value) == len(args):
+        return tuple(coerce(item, arg) for item, arg in zip(value, args, strict=True))
+    if (
+        origin is None
+        and annotation is not float
+        and isinstance(value, annotation)
+        and not (annotation is int and is_bool)
+    ):
+        return value
+    raise TypeError
 
 
 def _key(key: Any, annotation: Any) -> Any:

@@ -6,16 +6,17 @@
 
     python scripts/train.py nova.yml                # or --cfg nova.yml
 
-Keys and defaults are the guide's; an unknown key, or a value of another type, is an error. Keys without a meaning here are an
-error too once they are set, with what to use instead. A DeepSpeed file (`--deepspeed zero2.json`) sets engine, number format,
-batch and clipping.
+Keys and defaults are the guide's; an unknown key, or a value of another type, is an error. So is setting a key that is not
+supported; the message says what to use instead. A DeepSpeed file (`--deepspeed zero2.json`) sets engine, dtype, batch and
+clipping.
 """
 
 import ast
+import contextlib
 import copy
 import functools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,12 @@ ARCHITECTURE = (
     "video_base_size", "video_mixer_rank", "rotary_pos_embed",
 )  # fmt: skip
 """Keys of a published model's config; `image_size` is the data's here."""
+ARCHITECTURE_NUMBERS: dict[str, tuple[int, str]] = {  # key -> length of a list or 0, what is expected
+    "image_stride": (0, "a whole number from 1"),
+    "video_base_size": (3, "three whole numbers from 1, or None"),
+    "image_base_size": (2, "two whole numbers from 1, or None"),
+    "video_mixer_rank": (0, "a whole number, or None"),
+}
 IMAGE_STRIDE = 8  # where a config does not say
 
 
@@ -112,7 +119,7 @@ def read_yacs(path: Path) -> dict[str, Any]:
     """The values of a YAML file as those of a `TrainConfig`.
 
     Raises:
-        UserError: the file is no such config, or asks for what there is not.
+        UserError: the file is not such a config, or sets what is not supported.
     """
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -129,12 +136,12 @@ def to_train_config(node: CfgNode) -> dict[str, Any]:
     """The values of a `TrainConfig` that train what the guide's config would.
 
     Raises:
-        UserError: lists every key that has no meaning here.
+        UserError: lists every key that is not supported.
     """
     if problems := [
         f"{key}={value!r}: {remedy}" for key, supported, remedy in YACS_RULES if not supported(value := node.at(key))
     ]:
-        raise UserError("this config asks for what there is not here:\n" + "\n".join(f"  {p}" for p in problems))
+        raise UserError("this config sets what is not supported:\n" + "\n".join(f"  {p}" for p in problems))
     solver, train = node.SOLVER, node.TRAIN
     return {
         **_components(node),
@@ -156,10 +163,10 @@ def to_train_config(node: CfgNode) -> dict[str, Any]:
 
 
 def deepspeed_overrides(path: Path) -> dict[str, Any]:
-    """What a DeepSpeed JSON means here: engine, number format, batch, accumulation and clipping.
+    """What a DeepSpeed JSON means here: engine, dtype, batch, accumulation and clipping.
 
     Raises:
-        UserError: it is no JSON object, or has a key without a meaning here.
+        UserError: it is not a JSON object, or has a key that is not supported.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -170,39 +177,35 @@ def deepspeed_overrides(path: Path) -> dict[str, Any]:
     values: dict[str, Any] = {}
     unknown = []
     for key, value in content.items():
-        found = _deepspeed_value(key, value)
-        if found is None or (key in ("bf16", "fp16") and found and "dtype" in values):
+        found: dict[str, Any] | None = None
+        inner = value if isinstance(value, dict) else {}
+        if key in DEEPSPEED_FIELDS and isinstance(value, int | float) and not isinstance(value, bool):
+            found = {DEEPSPEED_FIELDS[key]: value}
+        elif key in ("bf16", "fp16") and inner.keys() == {"enabled"}:
+            found = {"dtype": key} if inner["enabled"] is True else {}
+            found = None if found and "dtype" in values else found  # both of them
+        elif key == "zero_optimization" and inner.keys() == {"stage"} and type(inner["stage"]) is int:  # not True
+            found = DEEPSPEED_STAGES.get(inner["stage"])
+        if found is None:
             unknown.append(f"{key}={value!r}")
-        else:
-            values |= found
+        values |= found or {}
     if unknown:
         raise UserError(
-            f"--deepspeed {path}: nothing here answers to {'; '.join(unknown)}. It may have one of bf16 and fp16 with 'enabled', "
+            f"--deepspeed {path}: not supported: {'; '.join(unknown)}. It may have one of bf16 and fp16 with 'enabled', "
             f"zero_optimization with 'stage' 0 to 3, and {', '.join(DEEPSPEED_FIELDS)} as numbers; everything else is a field of the "
             "config (--help)."
         )
     return values
 
 
-def _deepspeed_value(key: str, value: Any) -> dict[str, Any] | None:
-    """The fields that a key sets; None where it means nothing here."""
-    if key in DEEPSPEED_FIELDS:
-        return (
-            {DEEPSPEED_FIELDS[key]: value} if isinstance(value, int | float) and not isinstance(value, bool) else None
-        )
-    if key in ("bf16", "fp16") and isinstance(value, dict) and value.keys() == {"enabled"}:
-        return {"dtype": key} if value["enabled"] is True else {}
-    if key == "zero_optimization" and isinstance(value, dict) and value.keys() == {"stage"}:
-        stage = value["stage"]
-        return DEEPSPEED_STAGES.get(stage) if type(stage) is int else None  # not True, which equals 1
-    return None
-
-
 def _typed(path: str, given: Any, old: Any) -> Any:
     """The value in the type of the one before; texts are read as yacs does, int counts as float, and tuples as lists."""
     if isinstance(old, CfgNode):
         raise UserError(f"{path} is a group of keys: set {path}.KEY.")
-    value = given if isinstance(old, str) else _decoded(given)
+    value = given
+    if isinstance(given, str) and not isinstance(old, str):  # to PyYAML `1e-4` is a text, as it lacks a point
+        with contextlib.suppress(ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+            value = ast.literal_eval(given)
     if isinstance(old, float) and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if isinstance(old, int) and isinstance(value, float) and value.is_integer():  # 1e5 steps
@@ -216,44 +219,28 @@ def _typed(path: str, given: Any, old: Any) -> Any:
     return value
 
 
-def _decoded(value: Any) -> Any:
-    """A text as the Python literal that it is, as yacs reads it: for PyYAML `1e-4` is a text, as it lacks a point."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return ast.literal_eval(value)
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):  # no literal
-        return value
-
-
 def _components(node: CfgNode) -> dict[str, Any]:
     """Model, VAE, text encoder and scheduler of a pipeline's folder."""
     weights, modules, video = Path(node.MODEL.WEIGHTS), node.PIPELINE.MODULES, node.PIPELINE.TYPE.endswith("t2v")
     folders = {name: modules.get(name, str(weights / name)) for name in PIPELINE_MODULES}
     config = node.MODEL.CONFIG or _read_json(Path(folders["transformer"]) / "config.json")
     pretrained = {} if node.MODEL.CONFIG else {"from_pretrained": folders["transformer"]}
-    tokens = config.get("text_token_len") or TEXT_TOKENS
-    text_encoder = {"type": "hf", "from_pretrained": folders["text_encoder"], "model_max_length": tokens}
+    text_encoder = {"type": "hf", "from_pretrained": folders["text_encoder"]}
+    text_encoder["model_max_length"] = config.get("text_token_len") or TEXT_TOKENS
     if Path(folders["tokenizer"]).is_dir():
         text_encoder["tokenizer"] = folders["tokenizer"]
+    vae_config = Path(folders["vae"]) / "config.json"
+    vae_type = VAES[node.PIPELINE.TYPE]
+    if vae_config.is_file() and _read_json(vae_config).get("_class_name") == "AutoencoderKLOpenSora":
+        vae_type = "ScaleOnlyVAE"  # of NOVA's own video VAE there is only the scale: enough to train from records
+    trained = {"motion": video, "trained": "all" if video else "image"}
+    noise = _noise(Path(folders["scheduler"]))
     return {
-        "model": {
-            "type": "NOVA",
-            **architecture(config),
-            "motion": video,
-            "trained": "all" if video else "image",
-            **pretrained,
-        },
-        "vae": {"type": _vae_type(Path(folders["vae"]), node.PIPELINE.TYPE), "from_pretrained": folders["vae"]},
+        "model": {"type": "NOVA", **architecture(config), **trained, **pretrained},
+        "vae": {"type": vae_type, "from_pretrained": folders["vae"]},
         "text_encoder": text_encoder,
-        "scheduler": {"type": "nova", "loss_repeat": node.TRAIN.LOSS_REPEAT, **_noise(Path(folders["scheduler"]))},
+        "scheduler": {"type": "nova", "loss_repeat": node.TRAIN.LOSS_REPEAT, **noise},
     }
-
-
-def _vae_type(folder: Path, kind: str) -> str:
-    """Of NOVA's own video VAE there is only the scale, which is all that training from records takes of a VAE."""
-    config = _read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
-    return "ScaleOnlyVAE" if config.get("_class_name") == "AutoencoderKLOpenSora" else VAES[kind]
 
 
 def architecture(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -262,6 +249,41 @@ def architecture(config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         UserError: it is not of that form, or has a key that says nothing here.
     """
+    _refuse_wrong_keys(config)
+    arch, patch = config.get("arch", ()), 15 // config.get("image_stride", IMAGE_STRIDE) + 1
+    try:
+        ((depth, width), (image_depth, image_width), (head_depth, head_width)) = (
+            tuple(int(n) for n in name.partition("_d")[2].split("w"))[:2] for name in arch
+        )
+    except (ValueError, TypeError, AttributeError) as error:  # also what is not a list of texts
+        raise UserError(
+            f"the model's config has arch={arch!r}; expected three names such as vit_d16w1024, vit_d32w1024, mlp_d6w1024."
+        ) from error
+    if image_width != width:
+        raise UserError(f"the model's config has arch={list(arch)}: the encoders have two widths.")
+    found: dict[str, Any] = {
+        "width": width, "num_heads": HEADS.get(width, max(1, width // 64)), "video_depth": depth, "image_depth": image_depth,
+        "head_depth": head_depth, "head_width": head_width, "patch_size": patch,
+    }  # fmt: skip
+    if config.get("image_dim"):
+        found["in_channels"] = config["image_dim"]
+    if config.get("video_mixer_rank"):
+        found["mixer_rank"] = max(config["video_mixer_rank"], -1)
+    video, image = config.get("video_base_size"), config.get("image_base_size")  # in patches of the two encoders
+    if config.get("rotary_pos_embed"):
+        found["positions"] = "rotary"
+    elif video is not None:
+        coarse, fine = (2 * patch * video[1], 2 * patch * video[2]), tuple(patch * n for n in image or ())
+        if image is not None and fine != coarse:
+            raise UserError(
+                f"the model's config has video_base_size={list(video)} and image_base_size={list(image)}: latents of {coarse[0]}x"
+                f"{coarse[1]} and of {fine[0]}x{fine[1]}. They must have one size."
+            )
+        found["base_size"] = [video[0], *coarse]
+    return found
+
+
+def _refuse_wrong_keys(config: Mapping[str, Any]) -> None:
     if unknown := [key for key in config if key not in ARCHITECTURE and not str(key).startswith("_")]:
         raise UserError(
             f"the model's config has {unknown[0]}={config[unknown[0]]!r}, which says nothing here."
@@ -271,66 +293,15 @@ def architecture(config: Mapping[str, Any]) -> dict[str, Any]:
         raise UserError(
             "the model's config has text_token_dim=None, a model of classes; there is text to image and to video."
         )
-    _refuse_wrong_numbers(config)
-    found = {**_sizes(config.get("arch", ())), "patch_size": 15 // config.get("image_stride", IMAGE_STRIDE) + 1}
-    if config.get("image_dim"):
-        found["in_channels"] = config["image_dim"]
-    if config.get("video_mixer_rank"):
-        found["mixer_rank"] = max(config["video_mixer_rank"], -1)
-    if config.get("rotary_pos_embed"):
-        return found | {"positions": "rotary"}
-    base = _base_size(config.get("video_base_size"), config.get("image_base_size"), found["patch_size"])
-    return found if base is None else found | {"base_size": base}
-
-
-def _refuse_wrong_numbers(config: Mapping[str, Any]) -> None:
-    forms: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-        ("image_stride", lambda n: _are_counts([n], 1), "a whole number from 1"),
-        ("video_base_size", lambda size: size is None or _are_counts(size, 3), "three whole numbers from 1, or None"),
-        ("image_base_size", lambda size: size is None or _are_counts(size, 2), "two whole numbers from 1, or None"),
-        ("video_mixer_rank", lambda n: n is None or type(n) is int, "a whole number, or None"),
-    )
-    for key, is_right, expected in forms:
-        if key in config and not is_right(config[key]):
-            raise UserError(f"the model's config has {key}={config[key]!r}; expected {expected}.")
-
-
-def _are_counts(values: Any, how_many: int) -> bool:
-    return (
-        isinstance(values, list | tuple)
-        and len(values) == how_many
-        and all(type(value) is int and value >= 1 for value in values)  # not True, which is an int
-    )
-
-
-def _sizes(arch: Sequence[str]) -> dict[str, Any]:
-    try:
-        (video, image, head) = (tuple(int(n) for n in name.partition("_d")[2].split("w")) for name in arch)
-        width = video[1]
-        found = {
-            "width": width, "num_heads": HEADS.get(width, max(1, width // 64)), "video_depth": video[0],
-            "image_depth": image[0], "head_depth": head[0], "head_width": head[1],
-        }  # fmt: skip
-    except (ValueError, IndexError, TypeError, AttributeError) as error:  # also what is no list of texts
-        raise UserError(
-            f"the model's config has arch={arch!r}; expected three names such as vit_d16w1024, vit_d32w1024, mlp_d6w1024."
-        ) from error
-    if image[1] != width:
-        raise UserError(f"the model's config has arch={list(arch)}: the encoders have two widths.")
-    return found
-
-
-def _base_size(video: Sequence[int] | None, image: Sequence[int] | None, patch: int) -> list[int] | None:
-    """(T, H, W) of the latent, from its size in the video encoder's patches and in the image encoder's."""
-    if video is None:
-        return None
-    coarse, fine = (2 * patch * video[1], 2 * patch * video[2]), tuple(patch * n for n in image or ())
-    if image is not None and fine != coarse:
-        raise UserError(
-            f"the model's config has video_base_size={list(video)} and image_base_size={list(image)}: latents of {coarse[0]}x"
-            f"{coarse[1]} and of {fine[0]}x{fine[1]}. They are of one size."
-        )
-    return [video[0], *coarse]
+    for key, (length, expected) in ARCHITECTURE_NUMBERS.items():
+        value = config.get(key)
+        if key not in config or (value is None and key != "image_stride"):
+            continue
+        numbers = value if length else [value]
+        whole = isinstance(numbers, list | tuple) and len(numbers) == (length or 1)
+        whole = whole and all(type(n) is int for n in numbers)  # not True, which is an int
+        if not whole or (key != "video_mixer_rank" and min(numbers) < 1):
+            raise UserError(f"the model's config has {key}={value!r}; expected {expected}.")
 
 
 def _noise(folder: Path) -> dict[str, Any]:

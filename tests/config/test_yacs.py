@@ -336,7 +336,7 @@ def test_a_deepspeed_file_chooses_engine_format_and_batch(guide):
     (guide / "zero2_bf16.json").write_text(
         json.dumps({**deepspeed, "optimizer": {"type": "Adam"}, "steps_per_print": 10})
     )
-    with pytest.raises(UserError, match=r"nothing here answers to optimizer=.*; steps_per_print=10"):
+    with pytest.raises(UserError, match=r"not supported: optimizer=.*; steps_per_print=10"):
         parse_config(TrainConfig, {}, command)
 
 
