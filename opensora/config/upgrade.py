@@ -113,6 +113,7 @@ YACS_FIELDS = {
     "ckpt_every": "SOLVER.SNAPSHOT_EVERY",
 }
 """Our field -> the key with the same meaning."""
+PIPELINE_MODULES = ("vae", "text_encoder", "tokenizer", "transformer", "scheduler")
 YACS_RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
         "PIPELINE.TYPE",
@@ -156,7 +157,6 @@ YACS_RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("TRAIN.MODEL_EMA", lambda decay: 0 <= decay < 1, "a decay is in [0, 1)."),
 )
 """(key, whether its value is supported, what to do otherwise)."""
-PIPELINE_MODULES = ("vae", "text_encoder", "tokenizer", "transformer", "scheduler")
 
 # --- DeepSpeed
 

@@ -52,7 +52,11 @@ def jobs(cfg: InferenceConfig) -> list[Job]:
     if cfg.condition_frame_edit == 1:
         raise UserError("condition_frame_edit=1 would make the shared frames anew: use less than 1, or 0 to keep them.")
     _check_texts(cfg, items)
-    naming = {"num_sample": cfg.num_sample, "sample_name": cfg.sample_name, "prompt_as_path": cfg.prompt_as_path}
+    naming: dict[str, Any] = {
+        "num_sample": cfg.num_sample,
+        "sample_name": cfg.sample_name,
+        "prompt_as_path": cfg.prompt_as_path,
+    }
     return [
         Job(item, k, Path(cfg.save_dir) / sample_file_name(item.text, item.index, k, **naming))
         for k in range(cfg.num_sample)

@@ -76,7 +76,7 @@ class PromptItem:
 class _Row(NamedTuple):
     """A prompt as it is written."""
 
-    index: int  # in the complete list
+    index: int  # type: ignore[assignment]  # in the complete list
     text: str
     settings: Mapping[str, Any]  # cells of a table
     where: str  # for messages
