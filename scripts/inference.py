@@ -3,7 +3,7 @@
 Processes of torchrun share the prompts among them, or with `--sp-size` and `--cfg-parallel` the work on each video; each
 video is what a single process would make. docs/inference.md describes prompts, references, sizes, memory and speed.
 
-Frame rates: `fps` is what the model is told; the file gets `save_fps`, or else `fps / frame_interval`, as an exact
+Frame rates: `fps` conditions the model; the file gets `save_fps`, or else `fps / frame_interval`, as an exact
 fraction. Names: see `opensora.inference.output.sample_file_name`; numbers count from the start of the prompt list,
 so a run with `start_index=100` begins with `sample_0100`. A sample that is already there with the same settings is not
 made again, one with other settings is an error, and nothing is overwritten: an interrupted run continues when repeated.
@@ -42,7 +42,7 @@ def main() -> None:
 
 def sample(cfg: InferenceConfig, plan: ParallelPlan) -> None:
     """The samples of this process's team."""
-    mine = jobs(cfg)[plan.dp_rank :: plan.dp_size]  # before anything is made: every team must cut the same list
+    mine = jobs(cfg)[plan.dp_rank :: plan.dp_size]  # before anything is made: every team must split the same list
     if not mine:
         return
     pipeline, size = None, stated_size(cfg)
@@ -79,7 +79,7 @@ def sample(cfg: InferenceConfig, plan: ParallelPlan) -> None:
 
 
 def not_done(cfg: InferenceConfig, mine: Sequence[Job], size: Defaults) -> list[Job]:
-    """The jobs whose samples no earlier run has made; says which it has."""
+    """The jobs whose samples no earlier run has made; the others are printed."""
     todo = []
     for job, record in zip(mine, records(cfg, mine, size), strict=True):
         if not already_made(job.path, record):

@@ -1,9 +1,9 @@
-"""Make a sample again from the JSON file beside it, and see whether it is the same bit for bit.
+"""Make a sample again from the JSON file next to it, and compare the frames bit for bit.
 
     python -m tools.remake samples/sample_0003.json [--out remade/]
 
 Weights and references must be where the file says. The exit code is 0 when the frames are the same, and 1 when they differ;
-what is known to have changed since is told. The sample is written to `--out` under its old name.
+what is known to have changed since is logged. The sample is written to `--out` under its old name.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from opensora.utils.logging import show_messages
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sidecar", type=Path, help="the .json file beside a sample")
+    parser.add_argument("sidecar", type=Path, help="the .json file next to a sample")
     parser.add_argument("--out", type=Path, default=Path("remade"), help="folder for the new sample")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: as the sidecar's config says")
     parser.add_argument(

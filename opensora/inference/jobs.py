@@ -156,7 +156,7 @@ def remake(record: Mapping[str, Any], device: torch.device | str | None = None) 
     """The video [3, T, H, W] in [-1, 1] of a sidecar's sample, fp32, on the CPU: the same bits, if `differences` finds none.
 
     Args:
-        record: from `manifest.read_sidecar`. The whole batch that it names is sampled.
+        record: from `manifest.read_sidecar`. The batch that it names is sampled completely.
         device: where to sample; None: as the sidecar's config says.
 
     Raises:

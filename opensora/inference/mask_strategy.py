@@ -1,6 +1,6 @@
 """Which frames of a video come from references, and how much they may change: strings, conditions, latents.
 
-A string says what a video takes from its references, in groups joined by ";":
+A string lists what a video takes from its references, in groups joined by ";":
 
     six fields    "loop,reference,ref_start,target_start,length,edit_ratio", as Open-Sora 1.1 and 1.2; fields left out at the
                   end are 0,0,0,0,1,0. "0" keeps the first reference as the first frame, "0;0,1,0,-1,1" also puts the second

@@ -43,7 +43,7 @@ ROW_HEIGHT = 128  # pixels of a row of images in a contact sheet
 GAP = 4
 
 
-class Codec(NamedTuple):
+class _Codec(NamedTuple):
     """An encoder of PyAV, its options, the container's, and the range of its quality."""
 
     encoder: str
@@ -55,12 +55,12 @@ class Codec(NamedTuple):
 
 CODECS = {
     # 17 is visually lossless: a sample is looked at for the model's artefacts, not the encoder's. "faststart" puts the
-    # index in front, so that a browser can start before it has the whole file. Without "mbtree": at widths such as 48 and 160
+    # index in front, so that a browser can start before it has the complete file. Without "mbtree": at widths such as 48 and 160
     # it reads memory that nobody wrote (x264 core 165), and the same frames then make different files
-    "mp4": Codec("libx264", {"mbtree": "0"}, {"movflags": "+faststart"}, "17", 51),
+    "mp4": _Codec("libx264", {"mbtree": "0"}, {"movflags": "+faststart"}, "17", 51),
     # "b=0" makes crf the only rule of quality; the speed is the fastest that is not meant for live video. "bitexact" leaves
     # out a random number that would make every file another one
-    "webm": Codec(
+    "webm": _Codec(
         "libvpx-vp9", {"b": "0", "deadline": "good", "cpu-used": "4", "row-mt": "1"}, {"fflags": "+bitexact"}, "18", 63
     ),
 }
@@ -230,7 +230,7 @@ def shown_frames(versions: tuple[Tensor, ...], columns: int = 5) -> tuple[Tensor
     return tuple(version[:, chosen] for version in versions)
 
 
-def _encode(frames: np.ndarray, file: Path, rate: Fraction, codec: Codec, quality: str) -> None:
+def _encode(frames: np.ndarray, file: Path, rate: Fraction, codec: _Codec, quality: str) -> None:
     """4:2:0, BT.709, limited range."""
     import av  # here: images are written where there is no PyAV
 
@@ -245,7 +245,7 @@ def _encode(frames: np.ndarray, file: Path, rate: Fraction, codec: Codec, qualit
         context.colorspace = context.color_primaries = context.color_trc = BT709
         context.color_range = LIMITED
         for i, pixels in enumerate(frames):
-            frame = av.VideoFrame.from_ndarray(to_yuv420(pixels), format="yuv420p")
+            frame = av.VideoFrame.from_ndarray(_to_yuv420(pixels), format="yuv420p")
             frame.pts, frame.time_base = i, 1 / rate
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
@@ -261,7 +261,7 @@ def _write_gif(frames: np.ndarray, file: Path, rate: Fraction) -> None:
     images[0].save(file, save_all=True, append_images=images[1:], duration=durations, loop=0, optimize=False)
 
 
-def to_yuv420(pixels: np.ndarray) -> np.ndarray:
+def _to_yuv420(pixels: np.ndarray) -> np.ndarray:
     """RGB `pixels [H, W, 3]` uint8, even sizes -> planes Y, Cb, Cr under each other, `[H * 3 / 2, W]` uint8.
 
     BT.709-6, limited range; colour is averaged over 2 x 2 pixels.

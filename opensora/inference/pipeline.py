@@ -125,7 +125,7 @@ class VideoPipeline:
     def defaults(self) -> Defaults:
         """Those of the config that the pipeline was built from."""
         if self._defaults is None:
-            raise ValueError("this pipeline was not built from a config: say what to make in the call.")
+            raise ValueError("this pipeline was not built from a config: the call must give size, rate and seed.")
         return self._defaults
 
     @classmethod
@@ -367,8 +367,7 @@ class VideoPipeline:
         latents = []
         with self.place.using("vae"):
             for item, seed, start in zip(request.items, request.seeds, request.starts, strict=True):
-                given = [reference.to(self.device) for reference in start.references]
-                encoded = encode_references(self.vae, given, seed, item.index) if given else []
+                encoded = encode_references(self.vae, start.references, seed, item.index) if start.references else []
                 latents.append([self.plan.broadcast(z) for z in encoded])
         return latents
 
@@ -419,7 +418,7 @@ class VideoPipeline:
             ]
             return torch.cat(one_by_one)
         model: Any = self._denoise
-        if calls_parts(self.scheduler):  # it calls the model's parts one by one, each under autocast
+        if calls_parts(self.scheduler):  # each part under autocast
             model = self.model
         elif self.plan.cfg_group is not None:
             model = split_guidance(model, self.plan.cfg_group, len(z))

@@ -76,7 +76,7 @@ class PromptItem:
 class _Row(NamedTuple):
     """A prompt as it is written."""
 
-    index: int  # type: ignore[assignment]  # in the complete list
+    number: int  # index in the complete list
     text: str
     settings: Mapping[str, Any]  # cells of a table
     where: str  # for messages
@@ -134,7 +134,7 @@ def _item(row: _Row, given: Mapping[str, Any], cfg: InferenceConfig) -> PromptIt
     settings = {**given, **cells, **inline}
     segments = split_segments(text, where)
     item = PromptItem(
-        index=row.index,
+        index=row.number,
         segments=tuple(Segment(loop, with_scores(words, settings)) for loop, words in segments),
         references=settings.get("reference_path", ()),
         mask_strategy=settings.get("mask_strategy"),

@@ -9,7 +9,7 @@ References are resized to cover the target size and cropped in the middle, as in
 
 Lengths also decide what latents mean. A VAE may take any number of frames and yet make one latent frame of several: Open-Sora
 1.2's pads the beginning of a chunk up to a multiple of 4, so that the first latent frame of 10 frames stands for two of them,
-that of a whole chunk of 17 for one. In a whole chunk, latents of 10 frames would be seen a frame late, and one be lost. So a
+that of a full chunk of 17 for one. In a full chunk, latents of 10 frames would be seen a frame late, and one be lost. So a
 reference that ends with a part of a chunk is shortened to where that part has the causal padding (`vae.causal_padding`) of the chunk of
 the video that it becomes.
 """
@@ -154,7 +154,7 @@ def extension(
         video: [3, T, H, W], the end of what is continued; frames in front that do not fit are left out, which is logged.
         vae: knows how many fit.
         last: [3, T, H, W], the image.
-        num_frames: of the video to make, or of a segment of it; None: `video` becomes whole chunks of the VAE.
+        num_frames: of the video to make, or of a segment of it; None: `video` becomes full chunks of the VAE.
         loop: segments of the video to make.
     """
     count = video.shape[1]
@@ -326,7 +326,7 @@ def _fitting_length(
         vae: knows its chunks.
         count: frames of the reference, which the VAE takes.
         condition: what the video takes from it.
-        num_frames: of the video, or of a segment of it; None: as many whole chunks as the reference needs.
+        num_frames: of the video, or of a segment of it; None: as many full chunks as the reference needs.
         align: latent frames to whose multiples references are moved; None: the VAE's chunks.
     """
     chunk = vae.chunk_latent_frames
