@@ -297,7 +297,7 @@ def _refuse_wrong_keys(config: Mapping[str, Any]) -> None:
         value = config.get(key)
         if key not in config or (value is None and key != "image_stride"):
             continue
-        numbers = value if length else [value]
+        numbers: Any = value if length else [value]
         whole = isinstance(numbers, list | tuple) and len(numbers) == (length or 1)
         whole = whole and all(type(n) is int for n in numbers)  # not True, which is an int
         if not whole or (key != "video_mixer_rank" and min(numbers) < 1):
