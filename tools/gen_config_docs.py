@@ -38,7 +38,7 @@ HOW_TO = """# Config reference
 A config is a Python file whose names are the fields below. `_base_ = ["other.py"]` starts from another file: what the
 file sets replaces what the base sets, key by key inside a component (with `_delete_=True` in it, as a whole). Names
 that start with `_` and imported modules are ignored; any other name that is no field is an error, and so is an
-argument that a component's constructor does not take. All problems are told at once.
+argument that a component's constructor does not take. All problems are reported together.
 
 ## On the command line
 

@@ -13,7 +13,7 @@ from opensora.config.schema import REQUIRED, Field, Schema, coerce, describe, me
 from opensora.config.upgrade import KEY_ALIASES, LEGACY
 
 CONFIG_SUFFIXES = (".py", ".json", ".yml", ".yaml")
-FLAGS = ("cfg", "deepspeed", "print-config", "help")  # besides the fields
+FLAGS = ("cfg", "deepspeed", "print-config", "help")  # that are not fields
 TRUE, FALSE = ("true", "yes", "t", "y", "1"), ("false", "no", "f", "n", "0")
 
 

@@ -73,7 +73,7 @@ class Draft:
     values: dict[str, Any] = field(default_factory=dict)
     origins: Origins = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
-    options: Sequence[str] = ()  # of a tool, besides the fields
+    options: Sequence[str] = ()  # of a tool, which are not fields
 
     def __post_init__(self) -> None:
         self.fields = schema_fields(self.schema)

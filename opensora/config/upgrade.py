@@ -99,6 +99,7 @@ YACS_DEFAULTS: dict[str, Any] = {
         "DEVICE_EMA": "gpu", "LOSS_REPEAT": 4, "CHECKPOINTING": 2,
     },
 }  # fmt: skip
+PIPELINE_MODULES = ("vae", "text_encoder", "tokenizer", "transformer", "scheduler")
 YACS_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 YACS_FIELDS = {
     "seed": "RNG_SEED",
@@ -124,7 +125,7 @@ YACS_RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
         "PIPELINE.MODULES",
         lambda names: set(names) <= set(PIPELINE_MODULES) and all(isinstance(folder, str) for folder in names.values()),
-        "there are vae, text_encoder, tokenizer, transformer, scheduler, each with the name of a folder.",
+        f"there are {', '.join(PIPELINE_MODULES)}, each with the name of a folder.",
     ),
     ("GPU_ID", lambda n: n == 0, "leave it 0 and set CUDA_VISIBLE_DEVICES in the environment."),
     ("MODEL.PRECISION", YACS_DTYPES.__contains__, f"there are {', '.join(YACS_DTYPES)}."),

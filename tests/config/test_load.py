@@ -1,4 +1,4 @@
-"""What a config file and a command line may say, and what is told when they say it wrong."""
+"""What a config file and a command line may set, and how mistakes in them are reported."""
 
 import inspect
 import json
@@ -189,12 +189,12 @@ def test_a_missing_base_file_is_named(write):
         ("filename = 3", "filename is reserved"),
     ],
 )
-def test_a_broken_file_is_told_with_its_line(write, text, expected):
+def test_a_broken_file_is_reported_with_its_line(write, text, expected):
     with pytest.raises(UserError, match=expected):
         parse_config(TrainConfig, REGISTRIES, [write(text)])
 
 
-def test_a_broken_base_file_is_told_with_its_line(write):
+def test_a_broken_base_file_is_reported_with_its_line(write):
     write("seed = (", "base.py")
     with pytest.raises(UserError, match=r"base.py:1"):
         parse_config(TrainConfig, REGISTRIES, [write('_base_ = "base.py"')])
@@ -263,11 +263,11 @@ def test_near_types_are_taken(train):
         ("use_image_transform = True", "use_image_transform=True has no effect: VideoTextDataset does not take it"),
     ],
 )
-def test_a_wrong_value_is_told_with_field_value_expectation_and_place(train, line, expected):
+def test_a_wrong_value_is_reported_with_field_value_expectation_and_origin(train, line, expected):
     assert expected in complaint(train, extra=line)
 
 
-def test_the_place_is_file_and_line(train):
+def test_the_origin_is_file_and_line(train):
     line = (TRAIN + "lr = 'abc'").splitlines().index("lr = 'abc'") + 1
     assert f"config.py:{line})" in complaint(train, extra="lr = 'abc'")
 
@@ -278,7 +278,7 @@ def test_a_required_field_is_missed(train):
     assert "scheduler is missing" in text
 
 
-def test_all_problems_are_told_at_once(train):
+def test_all_problems_are_reported_at_once(train):
     text = complaint(
         train,
         "--model.depht",
@@ -335,19 +335,19 @@ def test_vae_training_names_its_loss_terms(write):
 # --- components
 
 
-def test_an_unknown_type_is_told_with_its_neighbour(train):
+def test_an_unknown_type_is_reported_with_its_neighbour(train):
     text = complaint(train, "--model.type", "XL/3")
     assert "'XL/3' is not a registered part. Did you mean 'XL/2'?" in text
     assert "command line --model.type" in text
 
 
-def test_an_unknown_argument_is_told_with_its_neighbour_and_place(train):
+def test_an_unknown_argument_is_reported_with_its_neighbour_and_origin(train):
     assert "takes no argument 'depht'. Did you mean 'depth'?" in complaint(train, "--model.depht", "2")
     assert "(command line --model.depht)" in complaint(train, "--model.depht", "2")
     assert "config.py:" in complaint(train, extra='vae = dict(type="vae", micro_batch=1)')
 
 
-def test_a_component_without_type_is_told(train):
+def test_a_component_without_type_is_reported(train):
     assert "expected dict(type=NAME, ...)" in complaint(train, extra="vae = dict(micro_batch_size=1)")
 
 
@@ -601,7 +601,7 @@ def test_a_misspelt_flag_before_the_config_is_named_and_is_all_that_is_wrong(wri
         (["gone.py", "other.py"], ["gone.py does not exist", "'other.py': gone.py is the config already"]),
     ],
 )
-def test_where_there_is_no_config_all_else_that_is_wrong_is_told_too(argv, expected):
+def test_where_there_is_no_config_all_else_that_is_wrong_is_reported_too(argv, expected):
     with pytest.raises(UserError) as caught:
         parse_config(TrainConfig, REGISTRIES, argv)
     assert all(text in str(caught.value) for text in expected)
@@ -693,7 +693,7 @@ def test_print_config_says_where_each_value_was_set(write, capsys):
     assert origin["batch_size = 1"] == "default"
 
 
-def test_print_config_still_tells_problems(train):
+def test_print_config_still_reports_problems(train):
     assert "batch_size" in complaint(train, "--print-config", "--batch-size", "0")
 
 

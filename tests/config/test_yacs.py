@@ -227,7 +227,7 @@ def test_a_damaged_folder(guide, content, message):
         read_yacs(guide / "nova_d48w1024_1024px.yml")
 
 
-def test_what_there_is_not_is_told_at_once(tmp_path):
+def test_what_there_is_not_is_reported_at_once(tmp_path):
     cfg = default_cfg()
     cfg.merge({"PIPELINE": {"TYPE": "nova_train_c2i", "MODULES": {"unet": "x"}}, "NUM_GPUS": 8, "SOLVER": {"LR_POLICY": "steps_with_decay", "MIN_LR": 1e-6},
                "TRAIN": {"DATASET2": "more", "CHECKPOINTING": 4, "DEVICE_EMA": "disk"}})  # fmt: skip
