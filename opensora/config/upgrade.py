@@ -114,7 +114,6 @@ YACS_FIELDS = {
     "ckpt_every": "SOLVER.SNAPSHOT_EVERY",
 }
 """Our field -> the key with the same meaning."""
-PIPELINE_MODULES = ("vae", "text_encoder", "tokenizer", "transformer", "scheduler")
 YACS_RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
         "PIPELINE.TYPE",
