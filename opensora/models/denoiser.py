@@ -4,7 +4,6 @@ A denoiser obeys the contract of docs/architecture.md whatever is inside, so tha
 scheduler. It draws nothing at random, knows no process group, and treats the samples of a batch independently.
 """
 
-import inspect
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -20,6 +19,7 @@ from opensora.models.layers.mlp import linear_flops
 from opensora.models.layers.modulation import AdaLN, FinalLayer
 from opensora.models.layers.pos_embed import grid_coordinates, sincos_1d
 from opensora.models.loading import Convert, load_weights
+from opensora.registry import inherit_signature
 from opensora.utils.errors import UserError
 
 Size = tuple[int, int, int]
@@ -62,14 +62,7 @@ class Denoiser(nn.Module, ABC):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Let `inspect.signature`, and so the registry, list the arguments that a subclass passes on as `**common`."""
         super().__init_subclass__(**kwargs)
-        own = list(inspect.signature(cls.__init__).parameters.values())[1:]
-        if any(p.kind is p.VAR_KEYWORD for p in own):
-            base = next(base for base in cls.__mro__[1:] if issubclass(base, Denoiser))
-            parameters = {p.name: p for p in inspect.signature(base).parameters.values()}
-            parameters |= {p.name: p for p in own if p.kind is not p.VAR_KEYWORD}
-            cls.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]
-        elif "__init__" in vars(cls):
-            cls.__signature__ = inspect.Signature(own)  # type: ignore[attr-defined]
+        inherit_signature(cls)
 
     def __init__(
         self,
