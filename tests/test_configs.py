@@ -16,7 +16,9 @@ from opensora.models.denoiser import Denoiser
 from opensora.registry import DATASETS, MODELS, SCHEDULERS, build_module
 
 ROOT = Path(__file__).parent.parent
-CONFIGS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "configs").rglob("*.py"))
+CONFIGS = sorted(
+    path.relative_to(ROOT).as_posix() for path in (ROOT / "configs").rglob("*.py") if path.parent.name != "_base_"
+)
 TEXT_CHANNELS = {"t5": 4096, "clip": 512, "classes": 1, "hf": 384}  # of the encoders that the configs name
 REGISTRIES = {"model": MODELS, "vae": MODELS, "text_encoder": MODELS, "scheduler": SCHEDULERS, "dataset": DATASETS}
 REGISTRIES["discriminator"] = MODELS

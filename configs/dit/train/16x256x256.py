@@ -7,24 +7,13 @@ configs/dit/train/1x256x256.py.
         --data-path clips.csv --ckpt-path DiT-XL-2-256x256.pt
 """
 
-# Define sampling size
+_base_ = ["../../_base_/train.py", "../../_base_/sd_vae.py", "../../_base_/clip.py"]
 num_frames = 16
 frame_interval = 3  # sample every 3rd frame
 image_size = (256, 256)
 
-# Define dataset
-root = None
-data_path = None  # --data-path
-use_image_transform = False
-num_workers = 4
-
-# Define acceleration
-dtype = "bf16"
 grad_checkpoint = "none"
-plugin = "ddp"
-sp_size = 1
 
-# Define model
 model = dict(
     type="DiT-XL/2",
     condition="text",  # a caption is one vector
@@ -32,30 +21,10 @@ model = dict(
     enable_flash_attn=True,
     enable_layernorm_kernel=True,
 )
-vae = dict(
-    type="VideoAutoencoderKL",
-    from_pretrained="stabilityai/sd-vae-ft-ema",
-)
-text_encoder = dict(
-    type="clip",
-    from_pretrained="openai/clip-vit-base-patch32",
-    model_max_length=77,
-)
 scheduler = dict(
     type="iddpm",
     timestep_respacing="",  # all 1000 timesteps
 )
 
-# Others
-seed = 42
-outputs = "outputs"
-wandb = False
-
-epochs = 1000  # just large enough, stop when satisfied
-log_every = 10
-ckpt_every = 1000
-load = None
-
 batch_size = 8
 lr = 2e-5
-grad_clip = 1.0

@@ -7,22 +7,17 @@ A prompt is a class number, 0 to 100, in the alphabetical order of UCF101's name
 those of the file.
 """
 
-# Define sampling size
+_base_ = ["../../_base_/sample.py", "../../_base_/sd_vae.py"]
 num_frames = 16
 fps = 24 // 3  # the model was trained on every 3rd frame
 image_size = (256, 256)
 
-# Define model
 model = dict(
     type="Latte-XL/2",
     condition="label_101",
     enable_flash_attn=True,
     enable_layernorm_kernel=True,
     from_pretrained="PRETRAINED_MODEL",  # --ckpt-path
-)
-vae = dict(
-    type="VideoAutoencoderKL",
-    from_pretrained="stabilityai/sd-vae-ft-ema",
 )
 text_encoder = dict(
     type="classes",
@@ -34,10 +29,5 @@ scheduler = dict(
     cfg_scale=7.0,
     cfg_channel=None,  # all channels are guided
 )
-dtype = "fp16"
 
-# Others
-batch_size = 2
-seed = 42
 prompt_path = "./assets/texts/ucf101_id.txt"
-save_dir = "./samples"

@@ -6,12 +6,11 @@
 The settings are Latte's: 50 steps of DDIM. Another source of the weights is a folder or file on disk.
 """
 
-# Define sampling size
+_base_ = ["../../_base_/sample.py", "../../_base_/sd_vae.py", "../../_base_/t5.py"]
 num_frames = 16
 fps = 24 // 3  # the model was trained on every 3rd frame
 image_size = (512, 512)
 
-# Define model
 model = dict(
     type="LatteT2V-XL/2",
     space_scale=1.0,
@@ -20,17 +19,7 @@ model = dict(
     enable_layernorm_kernel=True,
     from_pretrained="PRETRAINED_MODEL",  # --ckpt-path
 )
-vae = dict(
-    type="VideoAutoencoderKL",
-    from_pretrained="stabilityai/sd-vae-ft-ema",
-    micro_batch_size=128,
-)
-text_encoder = dict(
-    type="t5",
-    from_pretrained="DeepFloyd/t5-v1_1-xxl",
-    model_max_length=120,
-    clean="legacy",  # as Latte's pipeline cleans prompts
-)
+vae = dict(micro_batch_size=128)
 scheduler = dict(
     type="iddpm",
     sampler="ddim",
@@ -38,10 +27,5 @@ scheduler = dict(
     cfg_scale=7.5,
     cfg_channel=None,  # all channels are guided
 )
-dtype = "fp16"
 
-# Others
 batch_size = 1
-seed = 42
-prompt_path = "./assets/texts/t2v_samples.txt"
-save_dir = "./samples"

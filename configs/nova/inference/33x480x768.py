@@ -3,12 +3,11 @@
 python scripts/inference.py configs/nova/inference/33x480x768.py --ckpt-path WEIGHTS --prompt "a calm lake at dawn"
 """
 
-# Define sampling size
+_base_ = "../../_base_/sample.py"
 num_frames = 33
 fps = 12
 image_size = (480, 768)
 
-# Define model
 model = dict(type="NOVA-d48w1024-T2V", base_size=(16, 60, 96), from_pretrained="PRETRAINED_MODEL")  # --ckpt-path
 vae = dict(type="DiffusersVideoVAE", from_pretrained="Wan-AI/Wan2.1-T2V-1.3B-Diffusers", subfolder="vae")
 text_encoder = dict(type="hf", from_pretrained="microsoft/phi-2", model_max_length=256, dtype="bf16")
@@ -21,8 +20,4 @@ scheduler = dict(
 motion_flow = 5  # how much moves
 dtype = "bf16"
 
-# Others
 batch_size = 1
-seed = 42
-prompt_path = "./assets/texts/t2v_samples.txt"
-save_dir = "./samples"

@@ -1,10 +1,10 @@
-"""Train NOVA's video model on pictures of 512x512: what configs/nova/train/33x480x768.py starts from.
+"""Train NOVA's video model on images of 512x512: what configs/nova/train/33x480x768.py starts from.
 
     torchrun --standalone --nproc_per_node 8 scripts/train.py configs/nova/train/1x512x512.py --data-path RECORDS
 
-RECORDS is a folder of latents with captions; docs/nova.md shows how to write one. They are of the video's VAE, a picture as a
+RECORDS is a folder of latents with captions; docs/nova.md shows how to write one. They are of the video's VAE, an image as a
 video of one frame: a model's first layers and its head fit the latents of one VAE alone, and the head is the video model's. The
-published video model began with pictures of this size.
+published video model began with images of this size.
 """
 
 _base_ = ["33x480x768.py"]

@@ -8,42 +8,19 @@ checkpoint of configs/nova/train/1x512x512.py: the published video model began f
 we use; Wan 2.1's has the same strides and 16 channels.
 """
 
-# Define sampling size
+_base_ = "../../_base_/nova.py"
 num_frames = 33
 image_size = (480, 768)
 
-# Define dataset
-data_path = None  # --data-path
-dataset = dict(type="RecordVideoTextDataset", short_text_prob=0.5, fps=12.0)
-num_workers = 4
+dataset = dict(fps=12.0)
 
-# Define acceleration
-dtype = "bf16"
-grad_checkpoint = "mlp"
-plugin = "ddp"
-
-# Define model
 model = dict(
     type="NOVA-d48w1024-T2V",
     base_size=(16, 60, 96),
     from_pretrained=None,  # --ckpt-path
 )
 vae = dict(type="DiffusersVideoVAE", from_pretrained="Wan-AI/Wan2.1-T2V-1.3B-Diffusers", subfolder="vae")
-text_encoder = dict(type="hf", from_pretrained="microsoft/phi-2", model_max_length=256, dtype="bf16")
-scheduler = dict(type="nova", loss_repeat=4)
 
-# Others
-seed = 1337
-outputs = "outputs"
-epochs = 1000
 max_steps = 60_000
-log_every = 20
-ckpt_every = 5000
 batch_size = 3
-lr = 1e-4
-adam_betas = (0.9, 0.95)
-weight_decay = 0.02
-grad_clip = 1.0
 ema_decay = 0.97 ** (1 / 100)  # 0.97 once in 100 steps
-ema_every = 100
-ema_device = "cpu"

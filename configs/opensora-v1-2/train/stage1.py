@@ -4,20 +4,9 @@ Start from adapt.py. Batch sizes are its authors', for 80 GB.
 
     torchrun --standalone --nproc_per_node 8 scripts/train.py configs/opensora-v1-2/train/stage1.py \
         --data-path clips.csv --ckpt-path ADAPTED
-
-Before it, see what becomes of your data: `python -m tools.datasets.doctor configs/opensora-v1-2/train/stage1.py
---data-path clips.csv --processes 8`. How to read bucket_config: docs/datasets.md.
 """
 
-# Define dataset
-dataset = dict(
-    type="VariableVideoTextDataset",
-    transform_name="resize_crop",
-)
-root = None
-data_path = None  # --data-path
-frame_interval = 1
-num_workers = 8
+_base_ = ["../../_base_/buckets.py", "../../_base_/stdit3.py"]
 
 # resolution: {frames: (probability, batch size of each process)}
 bucket_config = {
@@ -47,52 +36,15 @@ mask_ratios = {
     "image_head_tail": 0.025,
 }
 
-# Define acceleration
-dtype = "bf16"
-grad_checkpoint = "block"
-plugin = "ddp"
-sp_size = 1
-
-# Define model
-model = dict(
-    type="STDiT3-XL/2",
-    input_sq_size=512,  # pixels of the square at which positions count patches
-    qk_norm=True,
-    freeze_y_embedder=True,
-    from_pretrained=None,  # --ckpt-path
-    enable_flash_attn=True,
-    enable_layernorm_kernel=True,
-)
-vae = dict(
-    type="OpenSoraVAE_V1_2",
-    from_pretrained="hpcai-tech/OpenSora-VAE-v1.2",
-    micro_frame_size=17,
-    micro_batch_size=4,
-)
-text_encoder = dict(
-    type="t5",
-    from_pretrained="DeepFloyd/t5-v1_1-xxl",
-    model_max_length=300,
-    clean="legacy",  # as Open-Sora 1.2 cleans captions, and sampling does
-)
+model = dict(freeze_y_embedder=True)
 scheduler = dict(
     type="rflow",
     use_timestep_transform=True,
     sample_method="logit-normal",
 )
 
-# Others
-seed = 42
-outputs = "outputs"
-wandb = False
-
-epochs = 1000  # just large enough, stop when satisfied
-log_every = 10
 ckpt_every = 200
-load = None
-
 lr = 1e-4
 warmup_steps = 1000
 adam_eps = 1e-15
 ema_decay = 0.99
-grad_clip = 1.0

@@ -6,24 +6,11 @@ Open-Sora 1.0 starts from PixArt-XL-2-512x512 and took 80,000 steps on 64 GPUs (
         --data-path clips.csv
 """
 
-# Define sampling size
+_base_ = ["../../_base_/train.py", "../../_base_/sd_vae.py", "../../_base_/t5.py"]
 num_frames = 16
 frame_interval = 3  # sample every 3rd frame
 image_size = (256, 256)
 
-# Define dataset
-root = None
-data_path = None  # --data-path
-use_image_transform = False
-num_workers = 4
-
-# Define acceleration
-dtype = "bf16"
-grad_checkpoint = "block"
-plugin = "ddp"
-sp_size = 1
-
-# Define model
 model = dict(
     type="STDiT-XL/2",
     space_scale=0.5,  # new / old height
@@ -32,32 +19,11 @@ model = dict(
     enable_flash_attn=True,
     enable_layernorm_kernel=True,
 )
-vae = dict(
-    type="VideoAutoencoderKL",
-    from_pretrained="stabilityai/sd-vae-ft-ema",
-)
-text_encoder = dict(
-    type="t5",
-    from_pretrained="DeepFloyd/t5-v1_1-xxl",
-    model_max_length=120,
-    clean="legacy",  # as Open-Sora 1.0 cleans captions, and sampling does
-    shardformer=True,
-)
+text_encoder = dict(shardformer=True)
 scheduler = dict(
     type="iddpm",
     timestep_respacing="",  # all 1000 timesteps
 )
 
-# Others
-seed = 42
-outputs = "outputs"
-wandb = False
-
-epochs = 1000  # just large enough, stop when satisfied
-log_every = 10
-ckpt_every = 1000
-load = None
-
 batch_size = 8
 lr = 2e-5
-grad_clip = 1.0

@@ -3,33 +3,22 @@
     torchrun --standalone --nproc_per_node 1 scripts/inference.py configs/pixart/inference/1x1024MS.py \
         --ckpt-path PixArt-XL-2-1024-MS.pth --prompt-path assets/texts/t2i_samples.txt
 
-The model is told height and width: `--image-size 768 1344` is a wide picture.
+The model is conditioned on height and width: `--image-size 768 1344` is a wide image.
 20 steps of DPM-Solver, as PixArt samples; `--scheduler.type iddpm --num-sampling-steps 100` is its other way.
 """
 
-# Define sampling size
+_base_ = ["../../_base_/sample.py", "../../_base_/sd_vae.py", "../../_base_/t5.py"]
 num_frames = 1
-fps = 1  # a picture; the model is not told
+fps = 1  # an image; the model takes no frame rate
 image_size = (1024, 1024)
 
-# Define model
 model = dict(
     type="PixArtMS-XL/2",
     space_scale=2.0,  # new / old height: the base model is 512x512
-    no_temporal_pos_emb=True,  # a picture has no time
+    no_temporal_pos_emb=True,  # an image has no time
     enable_flash_attn=True,
     enable_layernorm_kernel=True,
     from_pretrained="PRETRAINED_MODEL",  # --ckpt-path
-)
-vae = dict(
-    type="VideoAutoencoderKL",
-    from_pretrained="stabilityai/sd-vae-ft-ema",
-)
-text_encoder = dict(
-    type="t5",
-    from_pretrained="DeepFloyd/t5-v1_1-xxl",
-    model_max_length=120,
-    clean="legacy",  # as PixArt's captions were in training
 )
 scheduler = dict(
     type="dpm-solver",  # DPM-Solver++, second order, multistep
@@ -37,10 +26,6 @@ scheduler = dict(
     cfg_scale=4.5,
     cfg_channel=None,  # all channels are guided
 )
-dtype = "fp16"
 
-# Others
 batch_size = 1
-seed = 42
 prompt_path = "./assets/texts/t2i_samples.txt"
-save_dir = "./samples"

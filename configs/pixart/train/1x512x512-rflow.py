@@ -1,7 +1,7 @@
 """Train PixArt-XL/2 on captioned images of 512x512 as a rectified flow, otherwise as 1x512x512.py does.
 
     torchrun --standalone --nproc_per_node 8 scripts/train.py configs/pixart/train/1x512x512-rflow.py \
-        --data-path pictures.csv --ckpt-path PixArt-XL-2-512x512.pth
+        --data-path images.csv --ckpt-path PixArt-XL-2-512x512.pth
 
 Sample with configs/pixart/inference/1x512x512-rflow.py.
 """

@@ -3,60 +3,28 @@
 Start from PixArt's weights.
 
     torchrun --standalone --nproc_per_node 8 scripts/train.py configs/pixart/train/1x512x512.py \
-        --data-path pictures.csv --ckpt-path PixArt-XL-2-512x512.pth
+        --data-path images.csv --ckpt-path PixArt-XL-2-512x512.pth
 """
 
-# Define sampling size
+_base_ = ["../../_base_/train.py", "../../_base_/sd_vae.py", "../../_base_/t5.py"]
 num_frames = 1
 frame_interval = 1
 image_size = (512, 512)
 
-# Define dataset
-root = None
-data_path = None  # --data-path
 use_image_transform = True
-num_workers = 4
 
-# Define acceleration
-dtype = "bf16"
-grad_checkpoint = "block"
-plugin = "ddp"
-sp_size = 1
-
-# Define model
 model = dict(
     type="PixArt-XL/2",
     space_scale=1.0,
-    no_temporal_pos_emb=True,  # a picture has no time
+    no_temporal_pos_emb=True,  # an image has no time
     from_pretrained=None,  # --ckpt-path
     enable_flash_attn=True,
     enable_layernorm_kernel=True,
-)
-vae = dict(
-    type="VideoAutoencoderKL",
-    from_pretrained="stabilityai/sd-vae-ft-ema",
-)
-text_encoder = dict(
-    type="t5",
-    from_pretrained="DeepFloyd/t5-v1_1-xxl",
-    model_max_length=120,
-    clean="legacy",  # as Open-Sora 1.0 cleans captions, and sampling does
 )
 scheduler = dict(
     type="iddpm",
     timestep_respacing="",  # all 1000 timesteps
 )
 
-# Others
-seed = 42
-outputs = "outputs"
-wandb = False
-
-epochs = 1000  # just large enough, stop when satisfied
-log_every = 10
-ckpt_every = 1000
-load = None
-
 batch_size = 32
 lr = 2e-5
-grad_clip = 1.0

@@ -43,7 +43,6 @@ lpips_frames = 2
 
 dtype = "bf16"
 compile = True
-
 seed = 42
 outputs = "outputs/vae"
 exp_name = "video-small"

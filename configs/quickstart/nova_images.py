@@ -1,7 +1,7 @@
 """Train a small NOVA on single frames of the repository's clips, from random weights: the first part of `make quickstart-nova`.
 
-python -m tools.cache_features configs/quickstart/nova_pictures.py
-python scripts/train.py configs/quickstart/nova_pictures.py
+python -m tools.cache_features configs/quickstart/nova_images.py
+python scripts/train.py configs/quickstart/nova_images.py
 
 `make quickstart-nova` takes a third more steps, in bf16, where the CPU has bf16 arithmetic: as long, and nearer to the clips.
 
