@@ -2,7 +2,7 @@
 PYTHON ?= python3
 # Tests run in this many processes of one thread each.
 WORKERS ?= 2
-# What setup installs beside the project.
+# What setup installs along with the project.
 EXTRAS ?= dev,quickstart
 
 BIN := .venv/bin
@@ -28,7 +28,7 @@ $(STAMP): pyproject.toml
 quickstart: setup  ## train a small STDiT on the clips of assets/ and sample from it; FROM=scratch starts from nothing
 	$(BIN)/python -m tools.quickstart $(if $(FROM),--from $(FROM))
 
-quickstart-nova: setup  ## train a small NOVA on the clips, an autoregressive model, and sample pictures and videos
+quickstart-nova: setup  ## train a small NOVA on the clips, an autoregressive model, and sample images and videos
 	$(BIN)/python -m tools.quickstart --from nova
 
 test: setup  ## run the CPU tests that are not marked slow

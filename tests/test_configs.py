@@ -229,7 +229,7 @@ def test_how_released_weights_are_sampled(name, model: dict[str, Any], steps, sc
 
 @pytest.mark.parametrize("config", [c for c in OF_DENOISERS if parse(c).text_encoder["type"] == "t5"])
 def test_captions_are_cleaned_as_those_of_the_released_weights(config):
-    """PixArt, Latte-1 and Open-Sora 1.x; a sampling config is also for what the training config beside it makes."""
+    """PixArt, Latte-1 and Open-Sora 1.x; a sampling config is also for what its training config makes."""
     assert Path(config).parts[1].startswith(("opensora", "pixart", "latte"))
     assert parse(config).text_encoder["clean"] == "legacy"
 

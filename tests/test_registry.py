@@ -1,4 +1,4 @@
-"""Names that hit, and what is told about those that miss."""
+"""Names that are found, and the message for those that are not."""
 
 import inspect
 import subprocess

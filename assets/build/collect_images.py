@@ -4,7 +4,7 @@
     python -m assets.build.collect_images --out data/images @assets/build/images.txt
 
 A SOURCE is a video, an image, a gzipped one of either, or a folder of them. A line of an @file is one argument;
-empty lines and lines that start with # are skipped; `images.txt` beside this script lists the files that are
+empty lines and lines that start with # are skipped; `images.txt` next to this script lists the files that are
 worth taking. Written are JPEG files, `train.csv` and `held_out.csv` (columns path, source). A clip is sampled
 evenly, frames that hardly differ from the last one kept are skipped, and a large photograph also gives tiles.
 Images are only ever made smaller (area average).

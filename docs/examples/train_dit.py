@@ -1,9 +1,9 @@
-"""Train DiT-XL/2 (Peebles & Xie, arXiv:2212.09748) on classes through Optix's call, on random pictures.
+"""Train DiT-XL/2 (Peebles & Xie, arXiv:2212.09748) on classes through Optix's call, on random images.
 
     python docs/examples/train_dit.py --toy
     torchrun --nproc_per_node 8 docs/examples/train_dit.py --batch-size 32 --size 256
 
-It shows the loop, and how much memory and time a step takes; data of your own take the place of `pictures` and `classes`.
+It shows the loop, and how much memory and time a step takes; data of your own take the place of `images` and `classes`.
 For training in earnest there is scripts/train.py, which is made of the same parts.
 """
 
@@ -36,10 +36,10 @@ def main() -> None:
     )
     for step in range(args.steps):
         start = time.perf_counter()
-        pictures = torch.rand(args.batch_size, 3, args.size, args.size, device=world.device) * 2 - 1
+        images = torch.rand(args.batch_size, 3, args.size, args.size, device=world.device) * 2 - 1
         classes = torch.randint(1000, (args.batch_size, 1, 1, 1), device=world.device)
         rngs = generators("example", world.rank, step, ids=range(args.batch_size))  # draw timesteps and noise
-        z = optix.sliced_vae(vae, pictures, use_autocast=True, nhwc=True).unsqueeze(2)  # [B, 4, 1, H/8, W/8]
+        z = optix.sliced_vae(vae, images, use_autocast=True, nhwc=True).unsqueeze(2)  # [B, 4, 1, H/8, W/8]
         with torch.autocast(world.device.type, torch.bfloat16):
             loss = scheduler.training_losses(model, z, {"y": classes}, generators=rngs).mean()
         loss.backward()
@@ -52,8 +52,8 @@ def main() -> None:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batch-size", type=int, default=2, help="pictures for each process")
-    parser.add_argument("--size", type=int, default=256, help="of the pictures, in pixels")
+    parser.add_argument("--batch-size", type=int, default=2, help="images for each process")
+    parser.add_argument("--size", type=int, default=256, help="of the images, in pixels")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--toy", action="store_true", help="a tiny model and two steps of 16 pixels, for a CPU")
     args = parser.parse_args()

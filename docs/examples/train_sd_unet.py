@@ -1,10 +1,10 @@
-"""Train Stable Diffusion's U-Net (Rombach et al., arXiv:2112.10752) through Optix's call, on random pictures and texts.
+"""Train Stable Diffusion's U-Net (Rombach et al., arXiv:2112.10752) through Optix's call, on random images and texts.
 
     python docs/examples/train_sd_unet.py --toy
     torchrun --nproc_per_node 8 docs/examples/train_sd_unet.py --batch-size 16 --size 512
     python docs/examples/train_sd_unet.py --pretrained FOLDER      # in diffusers' format, with unet/ and vae/
 
-It shows the loop, and how much memory and time a step takes; data of your own take the place of `pictures` and `text`.
+It shows the loop, and how much memory and time a step takes; data of your own take the place of `images` and `text`.
 """
 
 import argparse
@@ -39,9 +39,9 @@ def main() -> None:
     noise_schedule = DDPMScheduler(beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012)
     for step in range(args.steps):
         start = time.perf_counter()
-        pictures = torch.rand(args.batch_size, 3, args.size, args.size, device=world.device) * 2 - 1
+        images = torch.rand(args.batch_size, 3, args.size, args.size, device=world.device) * 2 - 1
         text = torch.randn(args.batch_size, 77, 768, device=world.device)
-        z = optix.sliced_vae(vae, pictures, use_autocast=True, nhwc=True)  # [B, 4, H/8, W/8]
+        z = optix.sliced_vae(vae, images, use_autocast=True, nhwc=True)  # [B, 4, H/8, W/8]
         noise, t = torch.randn_like(z), torch.randint(1000, (len(z),), device=world.device)
         with torch.autocast(world.device.type, torch.bfloat16):
             predicted = model(noise_schedule.add_noise(z, noise, t), t, text).sample
@@ -57,8 +57,8 @@ def main() -> None:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pretrained", help="folder in diffusers' format; without it weights are random")
-    parser.add_argument("--batch-size", type=int, default=2, help="pictures for each process")
-    parser.add_argument("--size", type=int, default=512, help="of the pictures, in pixels")
+    parser.add_argument("--batch-size", type=int, default=2, help="images for each process")
+    parser.add_argument("--size", type=int, default=512, help="of the images, in pixels")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--toy", action="store_true", help="a tiny model and two steps of 16 pixels, for a CPU")
     args = parser.parse_args()

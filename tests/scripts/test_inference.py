@@ -99,14 +99,14 @@ def test_sample_then_skip_then_refuse(tmp_path, main_in_process, capsys):
 
     options = ["--compiler", "aot_eager", "--compiler-config", '{"mode": "low-precision"}']
     main_in_process("--save-dir", "compiled", *options)
-    eager, compiled = (pictures(tmp_path / folder / "sample_0002-1.mp4") for folder in ("samples", "compiled"))
+    eager, compiled = (frames_of(tmp_path / folder / "sample_0002-1.mp4") for folder in ("samples", "compiled"))
     assert np.abs(eager - compiled).max() <= 2  # of 255; rounding before the video is coded
     with pytest.raises(SystemExit, match="2"):
         main_in_process("--save-dir", "other", *options[:3], '{"mode": "O4"}')
     assert "no word 'O4'" in capsys.readouterr().err
 
 
-def pictures(path: Path) -> np.ndarray:
+def frames_of(path: Path) -> np.ndarray:
     with av.open(path) as video:
         return np.stack([frame.to_ndarray(format="rgb24") for frame in video.decode(video=0)]).astype(int)
 

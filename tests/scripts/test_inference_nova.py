@@ -91,7 +91,7 @@ def test_text_to_video(sample, mixer):
 
 @pytest.mark.slow
 def test_image_to_video(sample, toy_encoders):
-    """The first frame is the picture, as the VAE gives it back; what follows depends on it."""
+    """The first frame is the image, as the VAE gives it back; what follows depends on it."""
     from opensora.models.vae.vae import VideoAutoencoderKL
 
     first = np.kron(np.random.default_rng(0).integers(0, 256, (4, 8, 3), np.uint8), np.ones((8, 8, 1), np.uint8))

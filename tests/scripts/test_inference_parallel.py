@@ -26,7 +26,7 @@ dtype = "fp32"
 device = "cpu"
 batch_size = 2
 prompt = [
-    'a white dog{{"reference_path": "{picture}", "mask_strategy": "0"}}',
+    'a white dog{{"reference_path": "{image}", "mask_strategy": "0"}}',
     'a city{{"negative_prompt": "blurry", "seed": 5}}',
     '|0|a lake|1|a storm{{"cfg_scale": 3.0}}',
 ]
@@ -47,10 +47,10 @@ def config(tmp_path):
     save_checkpoint(tmp_path / "checkpoint", {"model": state}, state={}, manifest={"step": 1, "model": "STDiT"})
     architecture = {"latent_channels": 4, "block_out_channels": (8, 8, 8, 8), "norm_num_groups": 4}
     VideoAutoencoderKL(architecture=architecture).save_pretrained(tmp_path / "vae")
-    picture = tmp_path / "picture.png"
-    Image.fromarray(np.random.default_rng(0).integers(0, 255, (32, 48, 3), dtype=np.uint8)).save(picture)
+    image = tmp_path / "image.png"
+    Image.fromarray(np.random.default_rng(0).integers(0, 255, (32, 48, 3), dtype=np.uint8)).save(image)
     path = tmp_path / "config.py"
-    path.write_text(CONFIG.format(checkpoint=str(tmp_path / "checkpoint"), vae=str(tmp_path / "vae"), picture=picture))
+    path.write_text(CONFIG.format(checkpoint=str(tmp_path / "checkpoint"), vae=str(tmp_path / "vae"), image=image))
     return path
 
 

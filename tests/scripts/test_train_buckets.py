@@ -1,4 +1,4 @@
-"""scripts/train.py on clips and pictures of several sizes: STDiT2 and STDiT3 over buckets, exact resume, dry runs."""
+"""scripts/train.py on clips and images of several sizes: STDiT2 and STDiT3 over buckets, exact resume, dry runs."""
 
 import csv
 import json

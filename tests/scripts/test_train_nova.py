@@ -30,7 +30,7 @@ FLUSH = ("--num-workers=0", "--device=cpu", "--dtype=fp32", "--text-encoder.mode
 
 
 def cache_pictures(vae_folder, folder, count=4):
-    """The guide's section 1, for pictures; on a CPU, and in fp32 where its VAE computes in fp16."""
+    """The guide's section 1, for images; on a CPU, and in fp32 where its VAE computes in fp16."""
     from diffusers import AutoencoderKL
 
     import opensora.datasets.cache.records as codewithgpu
@@ -210,7 +210,7 @@ lr, warmup_steps, ema_decay = 1e-2, 0, 0.9
 def test_a_video_model_trains_from_a_cache_of_real_clips_and_a_resume_changes_nothing(
     tmp_path, toy_encoders, train_script, monkeypatch, repo_root
 ):
-    """The table says nothing of flow: it is measured with the moments, and training is told of it."""
+    """The table has no flow: it is measured with the moments, and training is conditioned on it."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "clips.csv").write_text(
         "path,text\npink_clouds.mp4,the sky\nwhite_dog.mp4,a white dog\ncup_tilted.mp4,a cup\n"
@@ -234,7 +234,9 @@ def test_a_video_model_trains_from_a_cache_of_real_clips_and_a_resume_changes_no
     (tmp_path / "clips.csv").write_text(
         "path,text,flow\npink_clouds.mp4,the sky,1\nwhite_dog.mp4,a white dog,1\ncup_tilted.mp4,a cup,1\n"
     )
-    assert losses(train("told"))[-1] != losses(whole)[-1]  # the head starts at zero: conditions enter after two steps
+    assert (
+        losses(train("conditioned"))[-1] != losses(whole)[-1]
+    )  # the head starts at zero: conditions enter after two steps
 
 
 def test_a_tenth_of_the_captions_is_dropped(pipeline):

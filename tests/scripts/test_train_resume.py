@@ -113,7 +113,7 @@ def test_engines_and_numbers_of_processes(train, together, tmp_path):
         torch.testing.assert_close(values(tmp_path / name, "loss"), values(one, "loss")[done:], atol=1e-5, rtol=1e-5)
 
 
-# on two processes: sequence parallelism, checkpointing, accumulation, number formats, every way to spread state
+# on two processes: sequence parallelism, checkpointing, accumulation, dtypes, every way to shard state
 TOGETHER = {
     "sp": ("--sp-size=2", "--plugin=ddp", "--accumulation-steps=2", "--grad-checkpoint=block"),
     "sp-zero3": ("--sp-size=2", "--plugin=fsdp2", "--fsdp-reshard=zero3", "--dtype=bf16", "--grad-checkpoint=mlp"),

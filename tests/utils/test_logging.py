@@ -150,5 +150,5 @@ def test_a_full_disk_ends_no_run(tmp_path):
         log.metrics(1, loss=1.0)
         log.metrics(2, loss=1.0)
         log.close()
-    told = (tmp_path / "log.txt").read_text()
-    assert told.count("metrics.jsonl does not have all of this run: [Errno 28]") == 1
+    log = (tmp_path / "log.txt").read_text()
+    assert log.count("metrics.jsonl does not have all of this run: [Errno 28]") == 1

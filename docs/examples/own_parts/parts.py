@@ -81,8 +81,8 @@ class TokenMLP(Denoiser):
         """See `Denoiser.forward`; the caption is the mean of its real tokens, and x_mask and sizes are not used."""
         text = self.y_embedder(y).squeeze(1)  # [B, L, D]
         real = torch.ones_like(text[..., :1]) if mask is None else mask[..., None].to(text)
-        told = self.t_embedder(timestep) + (text * real).sum(1) / real.sum(1).clamp(min=1)  # [B, D]
-        tokens = self.patchify(x) + told[:, None, None]
+        condition = self.t_embedder(timestep) + (text * real).sum(1) / real.sum(1).clamp(min=1)  # [B, D]
+        tokens = self.patchify(x) + condition[:, None, None]
         for block in self.blocks:
             tokens = block(tokens)
         return self.unpatchify(self.final(tokens), x.shape[2:])
@@ -141,7 +141,7 @@ class EulerSteps:
 
     def __init__(self, num_steps: int) -> None:
         self.levels = [1 - i / num_steps for i in range(num_steps)]  # noise left before each step
-        self.timesteps = [1000 * level for level in self.levels]  # what the model is told
+        self.timesteps = [1000 * level for level in self.levels]  # the model's conditioning timesteps
 
     def noised(self, x_0: Tensor, noise: Tensor, index: int) -> Tensor:
         """x_0 at the level of a step, for frames that are edited."""
