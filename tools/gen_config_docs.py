@@ -1,11 +1,13 @@
-"""Write docs/config.md from the config schemas and the registered components.
+"""Write docs/config.md from the config schemas and the registered components, and configs/README.md from the configs' docstrings.
 
-python -m tools.gen_config_docs           # write the file
-python -m tools.gen_config_docs --check   # exit 1 when the file is not what would be written
+python -m tools.gen_config_docs           # write both
+python -m tools.gen_config_docs --check   # exit 1 when a file is not what would be written
 """
 
 import argparse
+import ast
 import inspect
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,7 +25,7 @@ from opensora.config.schema import (
 from opensora.config.upgrade import KEY_ALIASES
 from opensora.registry import DATASETS, MODELS, SCHEDULERS, Registry
 
-DOCS = Path(__file__).parent.parent / "docs" / "config.md"
+ROOT = Path(__file__).parent.parent
 SCHEMAS: tuple[Schema, ...] = (TrainConfig, InferenceConfig, VAETrainConfig)
 REGISTRIES = {
     "Models, VAEs and text encoders (`model`, `vae`, `text_encoder`)": MODELS,
@@ -62,14 +64,16 @@ they are one setting, so two different values in one file are an error, and the 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when docs/config.md is stale")
-    text = generate()
-    if not parser.parse_args().check:
-        DOCS.parent.mkdir(exist_ok=True)
-        DOCS.write_text(text, encoding="utf-8")
-    elif not DOCS.exists() or DOCS.read_text(encoding="utf-8") != text:
-        print(f"{DOCS} is stale: run `python -m tools.gen_config_docs`.", file=sys.stderr)
-        sys.exit(1)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when a file is stale")
+    check = parser.parse_args().check
+    stale = False
+    for path, text in ((ROOT / "docs/config.md", generate()), (ROOT / "configs/README.md", list_configs())):
+        if not check:
+            path.write_text(text, encoding="utf-8")
+        elif not path.exists() or path.read_text(encoding="utf-8") != text:
+            print(f"{path} is stale: run `python -m tools.gen_config_docs`.", file=sys.stderr)
+            stale = True
+    sys.exit(stale)
 
 
 def generate() -> str:
@@ -121,6 +125,35 @@ def default_text(default: Any) -> str:
     if default is inspect.Parameter.empty:
         return "required"
     return f"`{default.__name__ if callable(default) else repr(default)}`"
+
+
+CONFIGS_HEAD = """# Configs
+
+<!-- Written by tools/gen_config_docs.py from the docstrings; edit those and run it again. -->
+
+The task of each config, the weights it starts from (`--ckpt-path`), the hardware it is set for (memory as `python -m tools.estimate CONFIG` estimates it)
+and its command. `_base_` holds
+what several of them share. How to write one: [structure](../docs/structure.md); every field: [config](../docs/config.md).
+"""
+
+
+def list_configs() -> str:
+    """The whole of configs/README.md: a table for each folder."""
+    folders: dict[str, list[tuple[str, ...]]] = {}
+    for path in sorted((ROOT / "configs").rglob("*.py")):
+        name = path.relative_to(ROOT / "configs")
+        if name.parts[0] == "_base_":
+            continue
+        text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        task = " ".join(text.split("\n\n")[0].split()).rstrip(".")
+        stated = [re.search(rf"^{key}: (.*)\.$", text, re.MULTILINE) for key in ("Weights", "Hardware")]
+        weights, hardware = (match.group(1) if match else "" for match in stated)
+        commands = re.findall(r"^ *((?:torchrun|python) (?:.*\\\n)*.*)$", text, re.MULTILINE)
+        command = "<br>".join(f"`{' '.join(line.replace(chr(92), ' ').split())}`" for line in commands)
+        link = f"[{name.name}]({name.as_posix()})"
+        folders.setdefault(name.parent.as_posix(), []).append((link, task, weights, hardware, command))
+    head = ("config", "task", "weights", "hardware", "command")
+    return "\n".join([CONFIGS_HEAD, *(f"## {folder}\n\n{table(head, rows)}" for folder, rows in folders.items())])
 
 
 def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:

@@ -1,6 +1,9 @@
 """The quickstart's clips in sizes and lengths that the shipped model was not trained on: its loss in each bucket.
 
 python -m tools.eval.held_out_loss configs/quickstart/held_out_buckets.py
+
+Weights: assets/models/stdit-quickstart.
+Hardware: 2 CPU cores.
 """
 
 _base_ = "./buckets.py"

@@ -1,6 +1,9 @@
 """Sample from the quickstart's model.
 
 python scripts/inference.py configs/quickstart/inference.py --ckpt-path CHECKPOINT --prompt "a white dog on the floor"
+
+Weights: from configs/quickstart/train.py.
+Hardware: 2 CPU cores.
 """
 
 num_frames = 8

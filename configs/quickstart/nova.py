@@ -1,6 +1,9 @@
 """Go on with the small NOVA of nova_images.py, on videos: the second part of `make quickstart-nova`.
 
 python scripts/train.py configs/quickstart/nova.py --ckpt-path CHECKPOINT
+
+Weights: from nova_images.py.
+Hardware: 2 CPU cores.
 """
 
 _base_ = ["nova_images.py"]

@@ -6,6 +6,9 @@ python scripts/train.py configs/quickstart/nova_images.py
 `make quickstart-nova` takes a third more steps, in bf16, where the CPU has bf16 arithmetic: as long, and nearer to the clips.
 
 Most patches of a frame are hidden: of so few clips, a few visible patches say which one it is, and the text would be ignored.
+
+Weights: random.
+Hardware: 2 CPU cores.
 """
 
 _base_ = ["train.py"]

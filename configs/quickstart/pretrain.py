@@ -4,6 +4,9 @@
     python scripts/train.py configs/quickstart/pretrain.py
     python -m tools.export_weights outputs/quickstart-pretrain/000-STDiT-XS-2/epoch*-global_step4361 \
         assets/models/stdit-quickstart/model.safetensors --dtype fp16
+
+Weights: random.
+Hardware: 1 GPU.
 """
 
 _base_ = ["train.py"]

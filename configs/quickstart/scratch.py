@@ -5,6 +5,9 @@
 
 A quarter of the tokens of configs/quickstart/train.py (patches of 4x4 latent cells), so that a CPU takes enough steps
 to learn the layout and colours of the clips.
+
+Weights: random.
+Hardware: 2 CPU cores.
 """
 
 _base_ = ["train.py"]

@@ -2,6 +2,9 @@
 
 python -m tools.cache_features configs/quickstart/train.py
 python scripts/train.py configs/quickstart/train.py
+
+Weights: assets/models/stdit-quickstart.
+Hardware: 2 CPU cores.
 """
 
 num_frames = 8

@@ -7,6 +7,9 @@
         --data-path data/images/held_out.csv --train-path data/images/train.csv --sheet outputs/vae.png
 
 3.3 M parameters, 6.5 MB in fp16; latents of 4 channels at an eighth of the size. `loss.pooled` is what brings colour.
+
+Weights: random.
+Hardware: 1 GPU.
 """
 
 data_path = "data/images/train.csv"

@@ -5,6 +5,9 @@
 
 A prompt is a class number, 0 to 999: `--prompt 340` is a zebra. assets/texts/imagenet_labels.txt names the classes of
 the file.
+
+Weights: released by DiT's authors.
+Hardware: 1 GPU.
 """
 
 _base_ = ["../../_base_/sample.py", "../../_base_/sd_vae.py"]

@@ -3,8 +3,11 @@
     torchrun --standalone --nproc_per_node 1 scripts/inference.py configs/dit/inference/1x256x256.py \
         --ckpt-path WEIGHTS --prompt-path assets/texts/t2i_samples.txt
 
-No such weights were released. As in Open-Sora, 20 steps of DPM-Solver; `--scheduler.type iddpm --num-sampling-steps 100`
+As in Open-Sora, 20 steps of DPM-Solver; `--scheduler.type iddpm --num-sampling-steps 100`
 takes longer.
+
+Weights: none released.
+Hardware: 1 GPU.
 """
 
 _base_ = ["../../_base_/sample.py", "../../_base_/sd_vae.py", "../../_base_/clip.py"]

@@ -7,6 +7,9 @@ The data are a folder with a folder of images for each class, or a table with th
 than ImageNet set the number of classes three times:
 
     --dataset.num_classes 10 --text_encoder.num_classes 10 --model.condition label_10
+
+Weights: random.
+Hardware: 8 GPUs.
 """
 
 _base_ = ["../../_base_/train.py", "../../_base_/sd_vae.py"]

@@ -2,6 +2,9 @@
 
     torchrun --standalone --nproc_per_node 8 scripts/train.py configs/dit/train/1x256x256.py \
         --data-path images.csv
+
+Weights: random.
+Hardware: 8 GPUs, 58 GiB each.
 """
 
 _base_ = ["../../_base_/train.py", "../../_base_/sd_vae.py", "../../_base_/clip.py"]

@@ -5,6 +5,9 @@
 
 A prompt is a class number, 0 to 100, in the alphabetical order of UCF101's names; assets/texts/ucf101_labels.txt names
 those of the file.
+
+Weights: released by Latte's authors.
+Hardware: 1 GPU.
 """
 
 _base_ = ["../../_base_/sample.py", "../../_base_/sd_vae.py"]

@@ -5,6 +5,9 @@
 
 As in Open-Sora, 20 steps of DPM-Solver; `--scheduler.type iddpm --num-sampling-steps 100` takes longer. For captions with
 released weights see 16x512x512-t2v.py.
+
+Weights: none released.
+Hardware: 1 GPU.
 """
 
 _base_ = ["../../_base_/sample.py", "../../_base_/sd_vae.py", "../../_base_/clip.py"]

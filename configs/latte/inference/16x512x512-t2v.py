@@ -4,6 +4,9 @@
         --ckpt-path maxin-cn/Latte-1 --prompt-path assets/texts/t2v_samples.txt
 
 The settings are Latte's: 50 steps of DDIM. Another source of the weights is a folder or file on disk.
+
+Weights: hub: maxin-cn/Latte-1.
+Hardware: 1 GPU.
 """
 
 _base_ = ["../../_base_/sample.py", "../../_base_/sd_vae.py", "../../_base_/t5.py"]

@@ -5,6 +5,9 @@ weights, whose classes are left out.
 
     torchrun --standalone --nproc_per_node 8 scripts/train.py configs/latte/train/16x256x256.py \
         --data-path clips.csv --ckpt-path DiT-XL-2-256x256.pt
+
+Weights: DiT's ImageNet weights.
+Hardware: 8 GPUs, 20 GiB each.
 """
 
 _base_ = ["../../_base_/train.py", "../../_base_/sd_vae.py", "../../_base_/clip.py"]

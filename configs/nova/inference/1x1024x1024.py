@@ -1,6 +1,9 @@
 """Sample images of 1024x1024 with NOVA-d48w1024.
 
 python scripts/inference.py configs/nova/inference/1x1024x1024.py --ckpt-path WEIGHTS --prompt "a calm lake at dawn"
+
+Weights: from configs/nova/train/1x1024x1024.py.
+Hardware: 1 GPU.
 """
 
 _base_ = "../../_base_/sample.py"

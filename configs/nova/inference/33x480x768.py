@@ -1,6 +1,9 @@
 """Sample 33 frames of 480x768 with NOVA's video model.
 
 python scripts/inference.py configs/nova/inference/33x480x768.py --ckpt-path WEIGHTS --prompt "a calm lake at dawn"
+
+Weights: from configs/nova/train/33x480x768.py.
+Hardware: 1 GPU.
 """
 
 _base_ = "../../_base_/sample.py"

@@ -4,6 +4,9 @@
 
 RECORDS is a folder of latents with captions; docs/nova.md shows how to write one. This model is for images alone: what videos
 start from is configs/nova/train/1x512x512.py.
+
+Weights: random.
+Hardware: 8 GPUs.
 """
 
 _base_ = "../../_base_/nova.py"

@@ -5,6 +5,9 @@
 RECORDS is a folder of latents with captions; docs/nova.md shows how to write one. They are of the video's VAE, an image as a
 video of one frame: a model's first layers and its head fit the latents of one VAE alone, and the head is the video model's. The
 published video model began with images of this size.
+
+Weights: random.
+Hardware: 8 GPUs.
 """
 
 _base_ = ["33x480x768.py"]

@@ -6,6 +6,9 @@
 RECORDS is a folder of latents with captions and a motion score (flow); docs/nova.md shows how to write one. IMAGE_MODEL is a
 checkpoint of configs/nova/train/1x512x512.py: the published video model began from an image model. Its VAE is in no package that
 we use; Wan 2.1's has the same strides and 16 channels.
+
+Weights: from configs/nova/train/1x512x512.py.
+Hardware: 8 GPUs.
 """
 
 _base_ = "../../_base_/nova.py"

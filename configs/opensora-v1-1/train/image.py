@@ -1,9 +1,10 @@
 """Train STDiT2-XL/2 on captioned images from 256x256 to 1080p, with the buckets of Open-Sora 1.1.
 
-Start from PixArt's weights.
-
     torchrun --standalone --nproc_per_node 8 scripts/train.py configs/opensora-v1-1/train/image.py \
         --data-path images.csv --ckpt-path PixArt-XL-2-1024-MS.pth
+
+Weights: PixArt's.
+Hardware: 8 GPUs.
 """
 
 _base_ = ["../../_base_/buckets.py", "../../_base_/stdit2.py"]

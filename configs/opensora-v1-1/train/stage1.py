@@ -1,9 +1,10 @@
 """Train STDiT2-XL/2 on images and videos of 144p to 240p: the first stage of Open-Sora 1.1.
 
-Start from PixArt's weights. Batch sizes are its authors', for 80 GB.
-
     torchrun --standalone --nproc_per_node 8 scripts/train.py configs/opensora-v1-1/train/stage1.py \
         --data-path clips.csv --ckpt-path PixArt-XL-2-1024-MS.pth
+
+Weights: PixArt's.
+Hardware: 8 GPUs of 80 GB (its authors' batch sizes).
 """
 
 _base_ = ["../../_base_/buckets.py", "../../_base_/stdit2.py"]

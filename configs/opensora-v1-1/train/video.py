@@ -1,9 +1,10 @@
 """Train STDiT2-XL/2 on videos of 240p to 720p and on images: the bucket example of Open-Sora's documentation.
 
-Start from PixArt's weights or from those of image.py.
-
     torchrun --standalone --nproc_per_node 8 scripts/train.py configs/opensora-v1-1/train/video.py \
         --data-path clips.csv --ckpt-path PixArt-XL-2-1024-MS.pth
+
+Weights: PixArt's, or from image.py.
+Hardware: 8 GPUs.
 """
 
 _base_ = ["../../_base_/buckets.py", "../../_base_/stdit2.py"]

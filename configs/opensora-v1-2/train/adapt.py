@@ -4,6 +4,9 @@ STDiT3 has spatial and temporal blocks; images train the spatial ones.
 
     torchrun --standalone --nproc_per_node 8 scripts/train.py configs/opensora-v1-2/train/adapt.py \
         --data-path images.csv --ckpt-path PixArt-Sigma-XL-2-2K-MS.pth
+
+Weights: PixArt-Sigma's.
+Hardware: 8 GPUs.
 """
 
 _base_ = ["../../_base_/buckets.py", "../../_base_/stdit3.py"]

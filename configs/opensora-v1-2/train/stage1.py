@@ -1,9 +1,10 @@
 """Train STDiT3-XL/2 on images and videos of 144p to 360p, up to 408 frames: the first stage of Open-Sora 1.2.
 
-Start from adapt.py. Batch sizes are its authors', for 80 GB.
-
     torchrun --standalone --nproc_per_node 8 scripts/train.py configs/opensora-v1-2/train/stage1.py \
         --data-path clips.csv --ckpt-path ADAPTED
+
+Weights: from adapt.py.
+Hardware: 8 GPUs of 80 GB (its authors' batch sizes).
 """
 
 _base_ = ["../../_base_/buckets.py", "../../_base_/stdit3.py"]

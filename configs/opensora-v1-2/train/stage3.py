@@ -1,9 +1,10 @@
 """Train STDiT3-XL/2 on images and videos of 144p to 720p: the third stage of Open-Sora 1.2.
 
-Start from stage 2. Batch sizes are its authors', for 80 GB.
-
     torchrun --standalone --nproc_per_node 8 scripts/train.py configs/opensora-v1-2/train/stage3.py \
         --data-path clips.csv --ckpt-path STAGE_2
+
+Weights: from stage2.py.
+Hardware: 8 GPUs of 80 GB (its authors' batch sizes).
 """
 
 _base_ = "stage1.py"

@@ -2,6 +2,9 @@
 
     torchrun --standalone --nproc_per_node 1 scripts/inference.py configs/opensora/inference/16x256x256.py \
         --ckpt-path WEIGHTS --prompt-path assets/texts/t2v_samples.txt
+
+Weights: Open-Sora 1.0's, or from configs/opensora/train/16x256x256.py.
+Hardware: 1 GPU.
 """
 
 _base_ = ["../../_base_/sample.py", "../../_base_/sd_vae.py", "../../_base_/t5.py"]

@@ -2,6 +2,9 @@
 
     torchrun --standalone --nproc_per_node 1 scripts/inference.py configs/opensora/inference/16x512x512-rflow.py \
         --ckpt-path WEIGHTS --prompt-path assets/texts/t2v_samples.txt
+
+Weights: from a training of your own.
+Hardware: 1 GPU.
 """
 
 _base_ = ["16x512x512.py"]

@@ -2,6 +2,9 @@
 
     torchrun --standalone --nproc_per_node 1 scripts/inference.py configs/opensora/inference/64x512x512.py \
         --ckpt-path WEIGHTS --prompt-path assets/texts/t2v_samples.txt
+
+Weights: from configs/opensora/train/64x512x512.py.
+Hardware: 1 GPU.
 """
 
 _base_ = "16x512x512.py"

@@ -4,6 +4,9 @@ Open-Sora 1.0 starts from PixArt-XL-2-512x512 and took 80,000 steps on 64 GPUs (
 
     torchrun --standalone --nproc_per_node 8 scripts/train.py configs/opensora/train/16x256x256.py \
         --data-path clips.csv
+
+Weights: random, or PixArt-XL-2-512x512.pth as Open-Sora 1.0.
+Hardware: 8 GPUs, 25 GiB each.
 """
 
 _base_ = ["../../_base_/train.py", "../../_base_/sd_vae.py", "../../_base_/t5.py"]

@@ -1,9 +1,10 @@
 """Train STDiT-XL/2 on 16 frames of 512x512, with the settings of Open-Sora 1.0.
 
-Start from the weights of configs/opensora/train/16x256x256.py.
-
     torchrun --standalone --nproc_per_node 8 scripts/train.py configs/opensora/train/16x512x512.py \
         --data-path clips.csv --ckpt-path WEIGHTS
+
+Weights: from configs/opensora/train/16x256x256.py.
+Hardware: 8 GPUs, 265 GiB each as Open-Sora 1.0 sets it, 38 with `--grad-checkpoint block`.
 """
 
 _base_ = "16x256x256.py"

@@ -4,6 +4,9 @@
         --ckpt-path WEIGHTS --prompt-path assets/texts/t2v_samples.txt
 
 As in Open-Sora, 20 steps of DPM-Solver; `--scheduler.type iddpm --num-sampling-steps 100` takes longer.
+
+Weights: from configs/pixart/train/16x256x256.py.
+Hardware: 1 GPU.
 """
 
 _base_ = ["../../_base_/sample.py", "../../_base_/sd_vae.py", "../../_base_/t5.py"]

@@ -5,6 +5,9 @@
 
 The model is conditioned on height and width: `--image-size 768 1344` is a wide image.
 20 steps of DPM-Solver, as PixArt samples; `--scheduler.type iddpm --num-sampling-steps 100` is its other way.
+
+Weights: released by PixArt's authors.
+Hardware: 1 GPU.
 """
 
 _base_ = ["../../_base_/sample.py", "../../_base_/sd_vae.py", "../../_base_/t5.py"]

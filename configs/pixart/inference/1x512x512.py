@@ -4,6 +4,9 @@
         --ckpt-path PixArt-XL-2-512x512.pth --prompt-path assets/texts/t2i_samples.txt
 
 20 steps of DPM-Solver, as PixArt samples; `--scheduler.type iddpm --num-sampling-steps 100` is its other way.
+
+Weights: released by PixArt's authors.
+Hardware: 1 GPU.
 """
 
 _base_ = "1x256x256.py"

@@ -1,9 +1,12 @@
 """Train PixArt-XL/2 on 16 frames of 256x256, with the settings of Open-Sora 1.0.
 
-Start from PixArt's weights; every token of the clip attends to every other.
+Every token of the clip attends to every other.
 
     torchrun --standalone --nproc_per_node 8 scripts/train.py configs/pixart/train/16x256x256.py \
         --data-path clips.csv --ckpt-path PixArt-XL-2-512x512.pth
+
+Weights: PixArt's.
+Hardware: 8 GPUs, 80 GiB each as Open-Sora 1.0 sets it, 37 with `--grad-checkpoint block`.
 """
 
 _base_ = ["../../_base_/train.py", "../../_base_/sd_vae.py", "../../_base_/t5.py"]

@@ -4,6 +4,9 @@
         --data-path images.csv --ckpt-path PixArt-XL-2-512x512.pth
 
 Sample with configs/pixart/inference/1x512x512-rflow.py.
+
+Weights: PixArt's.
+Hardware: 8 GPUs, 36 GiB each.
 """
 
 _base_ = ["1x512x512.py"]

@@ -1,9 +1,10 @@
 """Train PixArt-XL/2 on captioned images of 512x512, with the settings of Open-Sora 1.0.
 
-Start from PixArt's weights.
-
     torchrun --standalone --nproc_per_node 8 scripts/train.py configs/pixart/train/1x512x512.py \
         --data-path images.csv --ckpt-path PixArt-XL-2-512x512.pth
+
+Weights: PixArt's.
+Hardware: 8 GPUs, 36 GiB each.
 """
 
 _base_ = ["../../_base_/train.py", "../../_base_/sd_vae.py", "../../_base_/t5.py"]

@@ -1,10 +1,13 @@
 """Train PixArt-XL/2 on 64 frames of 512x512, with the settings of Open-Sora 1.0.
 
-Start from PixArt's weights; every token of the clip attends to every other. A clip has 65,536 of them,
+Every token of the clip attends to every other. A clip has 65,536 of them,
 so this is far slower than STDiT on such clips (configs/opensora/train/64x512x512.py).
 
     torchrun --standalone --nproc_per_node 8 scripts/train.py configs/pixart/train/64x512x512.py \
         --data-path clips.csv --ckpt-path WEIGHTS
+
+Weights: PixArt's.
+Hardware: 8 GPUs, 62 GiB each.
 """
 
 _base_ = "16x256x256.py"

@@ -2,6 +2,9 @@
 
 python scripts/inference_vae.py configs/vae/inference/image.py --files image.png --save-dir samples/vae
 python scripts/inference_vae.py configs/vae/inference/image.py --ckpt-path assets/models/vae-quickstart --data-path clips.csv
+
+Weights: hub: stabilityai/sd-vae-ft-ema.
+Hardware: 1 GPU.
 """
 
 vae = dict(type="VideoAutoencoderKL", from_pretrained="stabilityai/sd-vae-ft-ema", micro_batch_size=8)

@@ -5,6 +5,9 @@
 The network is Wan 2.1's (127 M parameters), the loss LDM's: L1 and LPIPS as a likelihood with learned variance, KL, and a
 hinge GAN whose weight adapts. The KL weight of Open-Sora and LDM, 1e-6 of sums, is 2.1e-8 of means here (256 x 3 pixel
 numbers for 16 latent numbers). Not run to its end: no figures.
+
+Weights: random.
+Hardware: 8 GPUs.
 """
 
 num_frames = 17

@@ -10,6 +10,9 @@ The network is Wan 2.2's in small: pixels folded 2 x 2, residual paths around ev
 no frame sees a later one. One step sees 8 clips of 17 x 128 x 128, and takes 0.06 s on one H200, compiled; docs/vae-training.md gives
 the reasons of the settings, the model card the figures. Without the third line (and the fourth's options) it starts from random
 weights, and is behind that start after 881 steps.
+
+Weights: random, or the linear start of assets/build/start_vae.py.
+Hardware: 1 GPU.
 """
 
 data_path = "data/vae/train.csv"
