@@ -97,7 +97,7 @@ class Networks(nn.Module):
 def train(laws: Sequence[Law], seeds: Sequence[int], num_steps: int, batch: int, measure_at: Sequence[int]) -> Curves:
     """All runs together; run r has law r // len(seeds) and seed r % len(seeds)."""
     networks = Networks(list(seeds) * len(laws))
-    average = Networks(list(seeds) * len(laws))
+    ema = Networks(list(seeds) * len(laws))
     optimizer = torch.optim.Adam(networks.parameters(), lr=1e-3)
     alphas_cumprod = torch.from_numpy(ALPHAS_CUMPROD).float()
     rngs = [generator(seed, "batches") for seed in seeds]
@@ -114,9 +114,9 @@ def train(laws: Sequence[Law], seeds: Sequence[int], num_steps: int, batch: int,
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        _update(average, networks, min(EMA_DECAY, step / (step + 10)))
+        _update(ema, networks, min(EMA_DECAY, step / (step + 10)))
         if step in measure_at:
-            measured.append((excess_loss(average), distances(average, len(seeds))))
+            measured.append((excess_loss(ema), distances(ema, len(seeds))))
     curves = (torch.stack(part).reshape(len(measured), len(laws), len(seeds)) for part in zip(*measured, strict=True))
     return Curves(list(measure_at), *curves)
 
@@ -128,8 +128,8 @@ def _batch(rng: torch.Generator, batch: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @torch.no_grad()
-def _update(average: Networks, networks: Networks, decay: float) -> None:
-    for mean, parameter in zip(average.parameters(), networks.parameters(), strict=True):
+def _update(ema: Networks, networks: Networks, decay: float) -> None:
+    for mean, parameter in zip(ema.parameters(), networks.parameters(), strict=True):
         mean.lerp_(parameter, 1 - decay)
 
 

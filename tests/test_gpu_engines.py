@@ -97,7 +97,7 @@ def assert_near(found: torch.Tensor, expected: torch.Tensor, tolerances: tuple[f
 
 
 def compare(rank: int, size: int, folder: Path, engines: dict, tolerances: dict) -> None:
-    """Losses, norms, state that round-trips bit for bit, an average that is the weights' own."""
+    """Losses, norms, state that round-trips bit for bit, an EMA laid out as the weights."""
     world, expected = World(rank, size, torch.device("cuda", rank)), torch.load(folder / "expected.pt")
     for label, (name, settings) in engines.items():
         for dtype in ("bf16", "fp16"):

@@ -105,11 +105,11 @@ def distance(a: list[Tensor], b: list[Tensor]) -> float:
 
 def near_in_bf16(whole: Denoiser, cond: dict[str, Tensor], what: str) -> None:
     """As near to fp32 as one process is."""
-    spread = deepcopy(whole)
-    parallelise(spread, dist.group.WORLD)
+    sharded = deepcopy(whole)
+    parallelise(sharded, dist.group.WORLD)
     out, right = gradients(whole, cond)
     with torch.autocast(out.device.type, torch.bfloat16):
-        (one, of_one), (two, of_two) = gradients(whole, cond), gradients(spread, cond)
+        (one, of_one), (two, of_two) = gradients(whole, cond), gradients(sharded, cond)
     assert distance([two], [out]) < BF16 * distance([one], [out]), what
     assert distance(mean_of_ranks(of_two), right) < BF16 * distance(of_one, right), what
 

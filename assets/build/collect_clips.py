@@ -4,7 +4,7 @@
     python -m assets.build.collect_clips --out data/vae @assets/build/clips.txt
 
 A SOURCE is a video, an image, a gzipped one of either, or a folder of them; a line of an @file is one argument. Of a
-video, runs of consecutive frames are taken, evenly spread over it, shrunk to a short side of 192 pixels and written as
+video, runs of consecutive frames are taken, evenly spaced over it, shrunk to a short side of 192 pixels and written as
 H.264; of a image, a JPEG. Written are `train.csv`, `train_all.csv` (with the sources named by --also, which are the
 quickstart's own clips) and `held_out.csv`: columns path, num_frames, source. The clips are for training, not for publishing:
 the licences of their sources differ.
@@ -35,7 +35,7 @@ EVEN = 2  # H.264 halves the colour planes
 
 
 def runs(num_frames: int, at_most: int) -> Iterator[tuple[int, int]]:
-    """(first frame, length) of runs of `RUN` frames, evenly spread, `at_most` frames together; the whole if it is short."""
+    """(first frame, length) of runs of `RUN` frames, evenly spaced, `at_most` frames together; the whole if it is short."""
     count = max(1, min(num_frames, at_most) // RUN)
     length = min(num_frames, RUN if num_frames >= RUN else num_frames)
     if num_frames <= at_most and count == 1:

@@ -4,7 +4,7 @@
     torchrun --nproc_per_node 8 docs/examples/train_latte_t2v.py --num-frames 320 --size 512
 
 Optix's own memory test, on random videos and random features in place of T5's. What makes it fit: videos are encoded a few
-frames at a time (`sliced_vae`), activations of every block are computed again, and the optimizer's state and the average are
+frames at a time (`sliced_vae`), every block is checkpointed, and the optimizer's state and the EMA are
 shared out over the processes. A step of this size is slow; start with fewer frames.
 """
 

@@ -57,7 +57,7 @@ def batch(model: Any, seed: int) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def run(family: str, trainer: str) -> tuple[dict[str, list[float]], list[str]]:
-    """The pair's numbers, two for each name, and the parameters that no step gave a gradient."""
+    """The pair's values, two for each name, and the parameters that no step gave a gradient."""
     cfg = TrainConfig(model={}, vae={}, text_encoder={}, scheduler={}, dataset={}, dtype="fp32", lr=1e-3)
     model, scheduler = build(family).train(), SCHEDULERS.build({"type": trainer})
     world = World(0, 1, torch.device("cpu"))
@@ -76,7 +76,7 @@ def run(family: str, trainer: str) -> tuple[dict[str, list[float]], list[str]]:
     moved = {name for name, tensor in engine.optimizer_state().items() if name.endswith("/exp_avg_sq") and tensor.any()}
     idle = [name for name, p in model.named_parameters() if p.requires_grad and f"{name}/exp_avg_sq" not in moved]
 
-    numbers = {"losses": [sum(losses) / 10, losses[-1]]}
+    values = {"losses": [sum(losses) / 10, losses[-1]]}
     z, cond = batch(model.eval(), seed=10)
     with ema.applied_to(model):
         for name in [trainer, *(name for name, by in TRAINED_BY.items() if by == trainer)]:
@@ -85,8 +85,8 @@ def run(family: str, trainer: str) -> tuple[dict[str, list[float]], list[str]]:
             x = SCHEDULERS.build({"type": name, **few}).sample(
                 model, z, cond, null=null, guidance_scale=2.0, generators=rngs
             )
-            numbers[name] = [x.std().item(), (x - z).abs().mean().item()]
-    return numbers, idle
+            values[name] = [x.std().item(), (x - z).abs().mean().item()]
+    return values, idle
 
 
 def near(golden: dict[str, list[float]]) -> dict[str, Any]:
@@ -96,10 +96,10 @@ def near(golden: dict[str, list[float]]) -> dict[str, Any]:
 @pytest.mark.parametrize(("family", "trainer"), PAIRS)
 def test_ten_steps_and_a_sample(family, trainer):
     golden = json.loads(GOLDEN.read_text()).get(f"{family} {trainer}")
-    assert golden is not None, f"{WRITE} writes the numbers of this pair"
-    numbers, idle = run(family, trainer)
+    assert golden is not None, f"{WRITE} writes the values of this pair"
+    values, idle = run(family, trainer)
     assert idle == []
-    assert numbers == near(golden), f"if it is meant: {WRITE}, and say why in the commit"
+    assert values == near(golden), f"if it is meant: {WRITE}, and say why in the commit"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -128,8 +128,8 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     rows, known = [], json.loads(GOLDEN.read_text())
     for pair in PAIRS:
-        name, (numbers, _) = " ".join(pair), run(*pair)
-        if name not in known or numbers != near(known[name]):  # what another CPU rounds otherwise stays as it is
-            known[name] = {what: [float(f"{x:.6g}") for x in two] for what, two in numbers.items()}
+        name, (values, _) = " ".join(pair), run(*pair)
+        if name not in known or values != near(known[name]):  # what another CPU rounds otherwise stays as it is
+            known[name] = {what: [float(f"{x:.6g}") for x in two] for what, two in values.items()}
         rows.append(f"{json.dumps(name)}: {json.dumps(known[name])}")
     GOLDEN.write_text("{\n" + ",\n".join(rows) + "\n}\n")

@@ -47,7 +47,7 @@ def test_k_then_resume_then_k_is_2k_bit_for_bit(train, workers):
 
 @pytest.mark.slow
 def test_recorded_passes_train_the_same_bits_and_go_on_either_way(train):
-    """On a CPU, where `cuda_graphs` calls the passes again; with validation of the average in between."""
+    """On a CPU, where `cuda_graphs` calls the passes again; with validation of the EMA in between."""
     options = (
         "--accumulation-steps=2",
         "--grad-checkpoint=selective:2",
@@ -147,7 +147,7 @@ def test_start_from_scratch_keeps_weights_and_optimizer_only(train):
     )
     assert complete_checkpoints(again)[-1].name == "epoch0-global_step1"
     assert tensors(again, "optimizer")["blocks.0.mlp.fc1.weight/step"] == 5
-    name = "blocks.0.mlp.fc1.weight"  # the average has seen 5 steps, so its decay is (1 + 5) / (10 + 5)
+    name = "blocks.0.mlp.fc1.weight"  # the EMA has seen 5 steps, so its decay is (1 + 5) / (10 + 5)
     before, weights, after = tensors(first, "ema")[name], tensors(again, "model")[name], tensors(again, "ema")[name]
     torch.testing.assert_close(after, torch.lerp(before, weights, 1 - 6 / 15))
 

@@ -64,7 +64,7 @@ def test_a_lora_from_training_to_plain_weights(train, base, tmp_path):
 
 
 def test_adapters_of_random_weights_are_refused(train, base, tmp_path, capsys):
-    """Also where a run goes on and the base is forgotten."""
+    """Also where a run resumes and the base is forgotten."""
     run = train(*LORA, f"--ckpt-path={base}", "--max-steps=1")
     for options in ((), (f"--load={complete_checkpoints(run)[-1]}",)):
         with pytest.raises(SystemExit):

@@ -215,8 +215,8 @@ def test_a_video_model_trains_from_a_cache_of_real_clips_and_a_resume_changes_no
     (tmp_path / "clips.csv").write_text(
         "path,text\npink_clouds.mp4,the sky\nwhite_dog.mp4,a white dog\ncup_tilted.mp4,a cup\n"
     )
-    places = {name: str(path) for name, path in toy_encoders.items()}
-    (tmp_path / "config.py").write_text(CLIPS.format(root=str(repo_root / "assets" / "clips"), **places))
+    folders = {name: str(path) for name, path in toy_encoders.items()}
+    (tmp_path / "config.py").write_text(CLIPS.format(root=str(repo_root / "assets" / "clips"), **folders))
     assert cache_features(["config.py"]) == {"clips": (3, 0), "flow": (3, 0)}
 
     def train(name, *options):

@@ -68,7 +68,7 @@ def _lead(rank: int, size: int, run: list[str], environment: dict[str, str]) -> 
 
 
 def finish(started: list[BaseProcess], timeout_s: float = 400) -> None:
-    """Wait for all; each must end well. What it says of its end is in the test's output."""
+    """Wait for all; each must end well. Its last lines is in the test's output."""
     for process in started:
         process.join(timeout_s)
         assert process.exitcode == 0
@@ -126,7 +126,7 @@ TOGETHER = {
 @pytest.mark.multiprocess
 @pytest.mark.slow
 def test_two_processes_with_all_there_is(train, together, tmp_path):
-    """Each to the bit; and a run on two processes that share samples goes on in one."""
+    """Each to the bit; and a run on two processes that share samples resumes on one."""
     common = ("--max-steps=4", "--ckpt-every=2", OPTIONS[-1], "--batch-size=2")
     whole = together(*((name, *common, *options) for name, options in TOGETHER.items()))
     half = [f"--load={complete_checkpoints(run)[0]}" for run in whole]
@@ -194,7 +194,7 @@ def test_sigterm_to_a_whole_process_group_with_data_workers(toy_config, tmp_path
 
 @pytest.mark.slow
 def test_kill_9_leaves_a_run_that_latest_goes_on_with(toy_config, tmp_path):
-    """A checkpoint every step, killed three times; the learnt numbers are those of a run that nobody killed."""
+    """A checkpoint every step, killed three times; the learnt state is those of a run that nobody killed."""
     options = (
         "--batch-size=2",
         "--load=latest",

@@ -401,8 +401,8 @@ class TestResumeWithOtherData:
         short = ("--max-steps=1", "--lr=1e-9", "--discriminator-lr=1e-9", "--warmup-steps=0")
         again = train(*gan, load, "--batch-size=5", "--start-from-scratch=True", *short, name="again")
         assert complete_checkpoints(again)[-1].name == "epoch0-global_step1"
-        weights, average = tensors(first, "model"), tensors(first, "ema")
-        fifth = {name: torch.lerp(average[name], weights[f"vae.{name}"], 1 - (1 + 5) / (10 + 5)) for name in average}
+        weights, ema = tensors(first, "model"), tensors(first, "ema")
+        fifth = {name: torch.lerp(ema[name], weights[f"vae.{name}"], 1 - (1 + 5) / (10 + 5)) for name in ema}
         before = {"model": weights, "ema": fifth, "discriminator": tensors(first, "discriminator")}
         for part, left in before.items():
             right = tensors(again, part)

@@ -1,4 +1,4 @@
-"""scripts/train.py with validation: the training goes on as if there were none."""
+"""scripts/train.py with validation: the training is the same as without."""
 
 import json
 

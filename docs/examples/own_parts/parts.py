@@ -20,7 +20,7 @@ from opensora.utils.seed import generator, randn_like
 
 
 class MLPBlock(nn.Module):
-    """Mixes channels, then sums up the other places: no attention."""
+    """Mixes channels, then sums up the other positions: no attention."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -121,17 +121,17 @@ class MovingSquares:
         for t in range(self.num_frames):
             x = (left + (t if right else -t)) % (width - 8)
             video[:, t, top : top + 8, x : x + 8] = 1.0
-        numbers = {"fps": 8, "num_frames": self.num_frames, "height": height, "width": width}
+        sizes = {"fps": 8, "num_frames": self.num_frames, "height": height, "width": width}
         return {
             "video": video,  # [3, T, H, W] in [-1, 1]
             "text": f"a white square moves {'right' if right else 'left'}",
-            **{name: torch.tensor(float(value)) for name, value in numbers.items()},
+            **{name: torch.tensor(float(value)) for name, value in sizes.items()},
             "index": torch.tensor(key.index),
             "path": f"square {key.index}",
         }
 
     def fingerprint(self) -> str:
-        """Names the data, so that a resume goes on only with the same."""
+        """Names the data, so that a resume requires the same."""
         settings = repr((self.num_clips, self.num_frames, self.image_size, self.seed))
         return hashlib.blake2b(settings.encode(), digest_size=16).hexdigest()
 
