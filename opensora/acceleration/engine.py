@@ -45,9 +45,8 @@ class Engine(Protocol):
     def step(self) -> Tensor:
         """Clip, take the optimizer step, clear the gradients.
 
-        A step is all or nothing, in all processes alike: when the gradient is not finite, weights and optimizer state
-        stay as they were, bit for bit, and only the gradients are cleared. It is up to the caller to count such steps
-        and to stop. With fp16 a few of them are normal work, see `scales_loss`.
+        When the gradient is not finite, weights and optimizer state stay as they were, bit for bit, in all processes. The
+        caller counts such steps; with fp16 a few are normal, see `scales_loss`.
 
         Returns:
             The global gradient norm before clipping, over all weights of all processes, fp32 [] on the device; inf or
@@ -56,8 +55,7 @@ class Engine(Protocol):
 
     @property
     def scales_loss(self) -> bool:
-        """Whether the loss is scaled (fp16): a norm that is not finite then halves the scale, and is no cause for alarm
-        until it happens many times in a row."""
+        """Whether the loss is scaled (fp16), whose scale a norm that is not finite halves."""
 
     def masters(self) -> Mapping[str, Tensor]:
         """fp32 weights by name, where they are kept apart from the model's; flat DTensors. Empty for most engines."""
@@ -119,20 +117,10 @@ def build_engine(
     for key, value in settings.items():
         if key not in taken and value not in (None, False):
             raise UserError(f"{key}={value!r} has no effect with plugin={name!r}: leave it out.")
-    for idle in _idle(world, settings):
-        logger.warning("%s", idle)
-    if world.size > 1:  # what a process read or drew otherwise would stay apart for ever
-        broadcast_params(model)
-    return PLUGINS.build(
-        {"type": name}, model=model, optimizer=optimizer, world=world, dtype=dtype, grad_clip=grad_clip, **settings
-    )
-
-
-def _idle(world: World, settings: Mapping[str, Any]) -> list[str]:
-    """What is asked for, is legal, and does nothing here."""
-    idle = {
+    shards = min(settings.get("shard_size") or node_size(world.size), world.size)
+    idle = {  # what is asked for, is legal, and does nothing here
         f"hybrid_zero=True has no effect: of {world.size} processes, each has a group of its own.": (
-            settings.get("hybrid_zero") and min(settings.get("shard_size") or node_size(world.size), world.size) == 1
+            settings.get("hybrid_zero") and shards == 1
         ),
         "optimizer_offload=True saves nothing on a CPU: the optimizer's state is a copy in the same memory.": (
             settings.get("optimizer_offload") and world.device.type == "cpu"
@@ -141,4 +129,11 @@ def _idle(world: World, settings: Mapping[str, Any]) -> list[str]:
             settings.get("cuda_graphs") and world.device.type == "cpu"
         ),
     }
-    return [message for message, is_idle in idle.items() if is_idle and world.is_main]
+    for message, is_idle in idle.items():
+        if is_idle and world.is_main:
+            logger.warning(message)
+    if world.size > 1:  # what a process read or drew otherwise would stay apart for ever
+        broadcast_params(model)
+    return PLUGINS.build(
+        {"type": name}, model=model, optimizer=optimizer, world=world, dtype=dtype, grad_clip=grad_clip, **settings
+    )

@@ -9,7 +9,7 @@ from torch import nn
 from opensora.acceleration.checkpointing import checkpoint_activations
 from opensora.acceleration.distributed import World, broadcast_from_rank0, init_world, mean_over_ranks
 from opensora.acceleration.engine import build_engine, check_engine
-from opensora.acceleration.engines.update import GROWTH_INTERVAL, LossScale
+from opensora.acceleration.engines.base import GROWTH_INTERVAL, LossScale
 from opensora.utils.errors import UserError
 
 CPU = World(0, 1, torch.device("cpu"))

@@ -15,7 +15,7 @@ from opensora.acceleration.distributed import World, init_world
 from opensora.acceleration.engine import build_engine
 from opensora.acceleration.sequence_parallel import check_sequence_parallel, parallelise
 from opensora.acceleration.sequence_parallel.collectives import Ranks, all_gather
-from opensora.acceleration.sequence_parallel.volume import volume
+from tools.benchmark.volume import volume
 from opensora.utils.errors import UserError
 from tests.acceleration.sequence_parallel_cases import SIZES, assert_near, compare, gradients, masked_inputs
 from tests.models.denoisers import FAMILIES, build, inputs
@@ -278,5 +278,5 @@ def test_volume_of_a_block_in_closed_form():
     with torch.device("meta"):
         model = MODELS.build({"type": "STDiT-XL/2"})
     sent = volume(model, 4, (64, 64, 64), itemsize=2)
-    assert sent.per_block(28) == 2 * (64 * 1024 * 1152 / 4) * 3 / 4 * 2
+    assert sent.all_to_all_bytes == 28 * 2 * (64 * 1024 * 1152 / 4) * 3 / 4 * 2
     assert sent.all_to_alls == 2 * 28

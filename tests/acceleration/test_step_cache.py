@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from opensora.acceleration.patching import wrap_forward
-from opensora.acceleration.step_cache.build import build_step_cache, pab_options, preset_for
+from opensora.acceleration.step_cache import build_step_cache
 from opensora.acceleration.step_cache.pab import PAB, PRESETS, PABOptions, layers_of
 from opensora.acceleration.step_cache.teacache import TeaCache, modulated_input
 from opensora.models.dit.dit import DiT
@@ -260,11 +260,10 @@ def test_kinds_and_numbers_of_layers():
 
 
 def test_presets_follow_the_family(model):
-    assert preset_for(model) == "opensora"
-    assert preset_for(Latte(caption_channels=16, **SMALL)) == "latte"
-    assert preset_for(DiT(caption_channels=16, **SMALL)) == "cogvideox"
-    changed = pab_options({"ranges": (3, 5, 7), "thresholds": (100, 900), "mlp": {}}, model)
-    assert changed == PABOptions((3, 5, 7), ((100.0, 900.0),) * 3, {})
+    for one, preset in ((model, "opensora"), (Latte(caption_channels=16, **SMALL), "latte"), (DiT(caption_channels=16, **SMALL), "cogvideox")):
+        assert build_step_cache({"type": "pab"}, one).options == PRESETS[preset]
+    changed = build_step_cache({"type": "pab", "ranges": (3, 5, 7), "thresholds": (100, 900), "mlp": {}}, model)
+    assert changed.options == PABOptions((3, 5, 7), ((100.0, 900.0),) * 3, {})
     assert build_step_cache(None, model) is None
     assert build_step_cache({"type": "teacache", "threshold": 0.3}, model).threshold == 0.3
 

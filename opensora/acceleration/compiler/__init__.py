@@ -10,10 +10,8 @@ place: their class, their names in a state dict and their attributes stay as the
 """
 
 from opensora.acceleration.compile.adapters import Adapters
-from opensora.acceleration.compile.module import compile
-from opensora.acceleration.compile.options import COMBINATIONS, MODES, parse_options
+from opensora.acceleration.compile.nexfort import COMBINATIONS, MODES, compile, parse_options
 from opensora.acceleration.compile.pipes import compile_pipe, unfuse_qkv_projections
-from opensora.acceleration.compile.quantise import layer_errors, worst
 from opensora.acceleration.compile.saved import cache_counters, load_compiled, save_compiled
 
 __all__ = [
@@ -23,10 +21,8 @@ __all__ = [
     "cache_counters",
     "compile",
     "compile_pipe",
-    "layer_errors",
     "load_compiled",
     "parse_options",
     "save_compiled",
     "unfuse_qkv_projections",
-    "worst",
 ]

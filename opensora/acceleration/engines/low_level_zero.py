@@ -21,8 +21,7 @@ from torch.nn.functional import pad
 from torch.optim import Optimizer
 
 from opensora.acceleration.distributed import World, join_alone
-from opensora.acceleration.engines.masters import COUNTER
-from opensora.acceleration.engines.update import FIRST_SCALE, GROWTH_INTERVAL, global_norm
+from opensora.acceleration.engines.base import COUNTER, FIRST_SCALE, GROWTH_INTERVAL, global_norm
 from opensora.checkpoint.load import load_strictly
 from opensora.registry import PLUGINS
 from opensora.utils.dtype import HALF, to_torch_dtype
@@ -65,7 +64,7 @@ class LowLevelZeroEngine:
         grad_clip: largest global gradient norm; 0 = no clipping.
 
     Raises:
-        UserError: what `check` raises.
+        UserError: see `check`.
     """
 
     def __init__(
@@ -118,15 +117,22 @@ class LowLevelZeroEngine:
     def step(self) -> Tensor:
         """See `Engine.step`."""
         gradients = [g for i in range(self.zero.num_param_groups) for g in self.zero.get_working_grads_by_group_id(i)]
-        norm = global_norm([g.float() for g in gradients], self.device, self.mesh.get_group()) / self._scale()
+        norm = global_norm([g.float() for g in gradients], self.device, self.mesh.get_group())
+        if self.scales_loss:
+            norm = norm / float(self.zero.mixed_precision_mixin.grad_scaler.scale)
         if self.scales_loss or torch.isfinite(norm):  # with fp16 it sees for itself, and lowers its scale
             self.zero.step()
         self.zero.zero_grad()
         return norm
 
     def masters(self) -> Mapping[str, Tensor]:
-        """See `Engine.masters`."""
-        return {name: self._flat(name, master) for name, master in self._masters.items()}
+        """See `Engine.masters`; each process holds its chunk, without the padding."""
+        flat = {}
+        for name, master in self._masters.items():
+            count = self.weights[name].numel()
+            own = master[: max(count - self.rank * master.numel(), 0)]
+            flat[name] = DTensor.from_local(own, self.mesh, [Shard(0)], shape=torch.Size([count]), stride=(1,))
+        return flat
 
     def model_state(self) -> dict[str, Tensor]:
         """See `Engine.model_state`: gathered, on the CPU."""
@@ -168,9 +174,6 @@ class LowLevelZeroEngine:
             scaler.scale.fill_(float(state["/scale"]))
             scaler._growth_step = int(state["/_growth_tracker"])
 
-    def _scale(self) -> float:
-        return float(self.zero.mixed_precision_mixin.grad_scaler.scale) if self.scales_loss else 1.0
-
     @torch.no_grad()
     def _fill_masters(self, weights: Mapping[str, Tensor]) -> None:
         for name, master in self._masters.items():
@@ -180,12 +183,6 @@ class LowLevelZeroEngine:
         """This process's chunk of a weight, flat and padded as ColossalAI cuts it."""
         flat = pad(whole.flatten(), (0, -whole.numel() % self.size))
         return flat.chunk(self.size)[self.rank]
-
-    def _flat(self, name: str, part: Tensor) -> DTensor:
-        """A weight, flat, of which each process holds its chunk without the padding."""
-        count = self.weights[name].numel()
-        own = part[: max(count - self.rank * part.numel(), 0)]
-        return DTensor.from_local(own, self.mesh, [Shard(0)], shape=torch.Size([count]), stride=(1,))
 
     def _whole(self, name: str, part: Tensor) -> Tensor:
         weight = self.weights[name]

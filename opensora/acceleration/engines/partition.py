@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from opensora.acceleration.distributed import World, neighbours
 from opensora.utils.errors import UserError
 
 MESSAGE_BYTES = 64 * 2**20  # of a copy, of which there may be two at a time
@@ -47,29 +46,12 @@ def share_out(sizes: Mapping[str, int], parts: int) -> dict[str, int]:
     return owner
 
 
-class Partition:
-    """The weights, shared out over a group of `shard_size` neighbouring processes.
-
-    Args:
-        weights: name -> parameter.
-        world: this process and the others; every process makes one, for making groups is a collective call.
-        shard_size: processes of a group.
-    """
-
-    def __init__(self, weights: Mapping[str, Tensor], world: World, shard_size: int) -> None:
-        check_shard_size(shard_size, world.size)
-        self.group = neighbours(world.rank, world.size, shard_size, world.timeout)
-        self.shard_size = shard_size
-        trained = {name: weight.numel() for name, weight in weights.items() if weight.requires_grad}
-        self.owner = share_out(trained, shard_size)
-        self.mine = {name for name, owner in self.owner.items() if owner == world.rank % shard_size}
-
-    @torch.no_grad()
-    def broadcast_params(self, weights: Mapping[str, Tensor]) -> None:
-        """Each owner sends its weights to the group, in messages of up to `MESSAGE_BYTES`: a model has hundreds of small ones."""
-        for owner in range(self.shard_size):
-            if theirs := [weights[name].detach() for name, its in self.owner.items() if its == owner]:
-                dist._broadcast_coalesced(self.group, theirs, MESSAGE_BYTES, owner)  # as DistributedDataParallel does
+@torch.no_grad()
+def broadcast_from_owners(weights: Mapping[str, Tensor], owner: Mapping[str, int], group: dist.ProcessGroup) -> None:
+    """Each owner sends its weights to the group, in messages of up to `MESSAGE_BYTES`: a model has hundreds of small ones."""
+    for rank in sorted(set(owner.values())):
+        theirs = [weights[name].detach() for name, its in owner.items() if its == rank]
+        dist._broadcast_coalesced(group, theirs, MESSAGE_BYTES, rank)  # as DistributedDataParallel does
 
 
 @torch.no_grad()

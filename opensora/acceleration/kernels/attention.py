@@ -6,8 +6,8 @@ picks among cuDNN, flash, efficient and math, for the rest.
 """
 
 import importlib.util
+import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 
 import torch
 import torch.nn.functional as F
@@ -51,7 +51,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, kerne
 def packed_attention(qkv: Tensor, num_heads: int, axis: str, kernel: str = "auto") -> Tensor | None:
     """Self-attention straight from the output of one linear layer, where a kernel for that exists; else None.
 
-    What is saved is memory traffic: the gradient of qkv is written as one tensor instead of being joined from three.
+    The gradient of qkv is then written as one tensor instead of being joined from three.
 
     Args:
         qkv: tokens [B, T, S, 3 D], the three parts one after the other, in each the heads.
@@ -65,25 +65,13 @@ def packed_attention(qkv: Tensor, num_heads: int, axis: str, kernel: str = "auto
     _, T, _, width = qkv.shape
     if kernel != "auto" or not HAS_TRITON or not _on_gpu(qkv) or width // (3 * num_heads) > MAX_HEAD_DIM:
         return None
-    return short_attention.attend_packed(qkv, num_heads) if axis == "time" and T <= MAX_LENGTH else None
+    return short_attention.short_attention_packed(qkv, num_heads) if axis == "time" and T <= MAX_LENGTH else None
 
 
 def normed_heads(
     x: Tensor, weight: Tensor, eps: float, table: Tensor | None, every: int, kernel: str = "auto"
 ) -> Tensor | None:
-    """RMS-normalised and rotated heads of queries or keys, where a kernel for that exists; else None.
-
-    Args:
-        x: [B, T, S, H, D], in any strides.
-        weight: [D].
-        eps: added to the mean of squares.
-        table: rotary table [2, N, D], see `opensora.models.layers.rope`; None = no positions.
-        every: token i of the B T S is at position `(i // every) % N`.
-        kernel: see `attention`.
-
-    Returns:
-        [B, T, S, H, D] in x's dtype, or None.
-    """
+    """`head_norm.norm_heads` with the same arguments, where that exists; else None. `kernel`: see `attention`."""
     return head_norm.norm_heads(x, weight, eps, table, every) if kernel == "auto" and _heads_fit(x) else None
 
 
@@ -144,7 +132,7 @@ def _auto(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None) -> Tensor:
     if not _on_gpu(q) or q.ndim == 4:
         return _sdpa(q, k, v, allowed)
     if HAS_TRITON and q.shape[-2] <= MAX_LENGTH and q.shape[-1] <= MAX_HEAD_DIM:
-        return short_attention.attend(q, k, v)
+        return short_attention.short_attention(q, k, v)
     return _math(q, k, v, allowed) if k.shape[-2] <= MATMUL_KEYS else _sdpa(q, k, v, allowed)
 
 
@@ -160,27 +148,9 @@ def kernel_from_flag(*, enable_flash_attn: bool | None) -> str:
     return "math" if enable_flash_attn is False else "auto"
 
 
-class _WithoutAutocast:
-    """`torch.autocast(device_type, enabled=False)` for eager code: the switch alone, a tenth of the host's time."""
-
-    __slots__ = ("before", "device_type")
-
-    def __init__(self, device_type: str) -> None:
-        self.device_type, self.before = device_type, False
-
-    def __enter__(self) -> None:
-        self.before = torch.is_autocast_enabled(self.device_type)
-        torch.set_autocast_enabled(self.device_type, False)
-
-    def __exit__(self, *_: object) -> None:
-        torch.set_autocast_enabled(self.device_type, self.before)
-
-
-def without_autocast(device_type: str) -> AbstractContextManager[None]:
+def without_autocast(device_type: str) -> torch.autocast:
     """No autocast, inside of autocast; the weights that autocast has cast stay cast afterwards."""
-    if torch.compiler.is_compiling():
-        return torch.autocast(device_type, enabled=False)
-    return _WithoutAutocast(device_type)
+    return torch.autocast(device_type, enabled=False)
 
 
 class LayerNorm(torch.nn.LayerNorm):
@@ -199,6 +169,9 @@ class LayerNorm(torch.nn.LayerNorm):
             return F.layer_norm(x, self.normalized_shape, eps=self.eps)
 
 
+_warned: set[str] = set()
+
+
 def layer_norm(dim: int, *, eps: float = 1e-6, fused: bool = False) -> torch.nn.Module:
     """A LayerNorm without affine parameters; `fused` (the seed's `enable_layernorm_kernel`) asks for apex's kernel."""
     if fused:
@@ -207,18 +180,9 @@ def layer_norm(dim: int, *, eps: float = 1e-6, fused: bool = False) -> torch.nn.
 
             return FusedLayerNorm(dim, elementwise_affine=False, eps=eps)
         except ImportError:
-            _warn_no_apex()
+            if "apex" not in _warned:
+                _warned.add("apex")
+                warnings.warn(
+                    "enable_layernorm_kernel=True, but apex is not installed: using PyTorch's LayerNorm.", stacklevel=2
+                )
     return LayerNorm(dim, eps)
-
-
-_warned: set[str] = set()
-
-
-def _warn_no_apex() -> None:
-    if "apex" not in _warned:
-        _warned.add("apex")
-        import warnings
-
-        warnings.warn(
-            "enable_layernorm_kernel=True, but apex is not installed: using PyTorch's LayerNorm.", stacklevel=3
-        )

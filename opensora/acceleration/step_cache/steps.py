@@ -28,6 +28,7 @@ class StepCache(ABC):
         per_sample: whether it decides by looking at the samples, so that only batches of one keep samples independent.
         inside_blocks: whether it wraps layers within the blocks, which are then compiled with graph breaks, or whole blocks.
         computed, reused: how often each kind of thing was, since `sampling` began.
+        timesteps, index: of this sampling run, and the current step's; None outside of one.
     """
 
     per_sample = False
@@ -37,7 +38,7 @@ class StepCache(ABC):
         self.computed: Counter[str] = Counter()
         self.reused: Counter[str] = Counter()
         self.timesteps: list[float] = []
-        self.index: int | None = None  # of the current step; None: not sampling
+        self.index: int | None = None
         self._undo: list[Callable[[], None]] = []
 
     @abstractmethod
@@ -86,9 +87,6 @@ class StepCache(ABC):
         """The calls that follow belong to step `index`."""
         self.index = index
 
-    def _count(self, kind: str, *, reused: bool) -> None:
-        (self.reused if reused else self.computed)[kind] += 1
-
     def _wrap(self, module: nn.Module, wrap: Callable[[Forward], Forward]) -> None:
         self._undo.append(wrap_forward(module, wrap))
 
@@ -97,18 +95,13 @@ class CallNumber:
     """Numbers the calls of one module within a step: 0, 1, ..."""
 
     def __init__(self) -> None:
-        self._index: int | None = None
-        self._calls = 0
+        self._index, self._calls = -1, 0
 
     def __call__(self, index: int) -> int:
         """The number of this call, in step `index`."""
         self._calls = self._calls + 1 if index == self._index else 0
         self._index = index
         return self._calls
-
-    def forget(self) -> None:
-        """The next call is number 0."""
-        self._index = None
 
 
 @contextmanager
