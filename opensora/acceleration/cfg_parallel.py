@@ -17,7 +17,6 @@ from opensora.acceleration.distributed import World, broadcast_from_rank0, own_g
 from opensora.acceleration.step_cache.steps import computing
 from opensora.utils.errors import UserError
 
-Model = Callable[..., Tensor]
 T = TypeVar("T")
 
 
@@ -72,21 +71,18 @@ def make_parallel_plan(world: World, sp_size: int = 1, *, cfg_parallel: bool = F
             f"does not divide the number of processes, {world.size}: start a multiple of {size} with torchrun "
             "--nproc_per_node."
         )
-    if size == 1:
-        return ParallelPlan(world.rank, world.size)
-    replicas = [range(first, first + size) for first in range(0, world.size, size)]
-    halves = [ranks[i : i + sp_size] for ranks in replicas for i in range(0, size, sp_size)]
-    pairs = [(ranks[i], ranks[i + sp_size]) for ranks in replicas for i in range(sp_size)] if cfg_parallel else []
+    halves = [range(first, first + sp_size) for first in range(0, world.size, sp_size)]
+    pairs = [(first + i, first + i + sp_size) for first in range(0, world.size, size) for i in range(sp_size)]
     return ParallelPlan(
         dp_rank=world.rank // size,
-        dp_size=len(replicas),
+        dp_size=world.size // size,
         is_leader=world.rank % size == 0,
         sp_group=own_group(halves, world.rank, world.timeout) if sp_size > 1 else None,
         cfg_group=own_group(pairs, world.rank, world.timeout) if cfg_parallel else None,
     )
 
 
-def split_guidance(model: Model, group: dist.ProcessGroup, batch: int) -> Model:
+def split_guidance(model: Callable[..., Tensor], group: dist.ProcessGroup, batch: int) -> Callable[..., Tensor]:
     """A model that computes one half of [cond; null] here and gets the other half from the partner.
 
     Args:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._higher_order_ops import wrap
+from torch._higher_order_ops import wrap as wrap_operator
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from opensora.acceleration.patching import wrap_forward
@@ -37,7 +37,7 @@ KEPT = {
     "aten::_scaled_dot_product_flash_attention_for_cpu",
     "aten::_scaled_dot_product_fused_attention_overrideable",
 }
-"""Whose results "selective" keeps, besides those of our own kernels that are dear. Not `bmm`: scores of an unfused attention are [B, H, N, N]."""
+"""Whose results "selective" keeps, and our own kernels' but `CHEAP`. Not `bmm`: scores of an unfused attention are [B, H, N, N]."""
 
 CHEAP = {"opensora::norm_heads"}
 """Kernels of our own that only pass over memory."""
@@ -69,7 +69,7 @@ def checkpoint_activations(
     for block, kind in zip(blocks, parse_level(level).parts(len(blocks), stacks), strict=True):
         if kind == "nothing":
             continue
-        eager, compiled = (_SELECTIVE, _SELECTIVE) if kind == "selective" else (_WHOLE, _WHOLE_COMPILED)
+        eager, compiled = (_SELECTIVE, _SELECTIVE) if kind == "selective" else ({}, _WHOLE_COMPILED)
         part = getattr(block, "mlp", None) if kind == "mlp" else block
         if part is None:
             raise UserError(
@@ -90,7 +90,19 @@ def offload_activations(model: nn.Module, *, min_bytes: int = OFFLOAD_BYTES) -> 
         logger.warning("activation_offload has no effect on a CPU: everything is in its memory already.")
     weights = {tuple(parameter.shape) for parameter in model.parameters() if parameter.ndim > 1}
     weights |= {shape[::-1] for shape in weights}  # a product saves its weight transposed
-    wrap_forward(model, partial(_offloaded, offload=_Offload(min_bytes, weights)))
+    offload = _Offload(min_bytes, weights)
+
+    def wrap(forward: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(forward)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            with torch.autograd.graph.saved_tensors_hooks(offload.pack, offload.unpack):
+                return forward(*args, **kwargs)
+
+        return wrapped
+
+    wrap_forward(model, wrap)
 
 
 class _Offload:
@@ -133,12 +145,8 @@ class _Offload:
         return out.copy_(kept, non_blocking=True).expand(shape)
 
 
-def _not_of_our_contexts(record: logging.LogRecord) -> bool:
-    return "context_fn is passed to torch.utils.checkpoint" not in record.getMessage()
-
-
 # PyTorch warns whoever compiles a checkpoint with a policy of operations that are done in place, of which ours has none
-getattr(wrap, "log", logger).addFilter(_not_of_our_contexts)
+getattr(wrap_operator, "log", logger).addFilter(lambda record: "context_fn is passed to torch" not in record.getMessage())
 
 
 def _keep_products(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
@@ -147,34 +155,17 @@ def _keep_products(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> Check
     return CheckpointPolicy.MUST_SAVE if ours or name in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _keep_nothing(_context: Any, _op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.PREFER_RECOMPUTE
-
-
 def _recompute_all() -> Any:
-    return create_selective_checkpoint_contexts(_keep_nothing)
+    return create_selective_checkpoint_contexts(lambda *_, **__: CheckpointPolicy.PREFER_RECOMPUTE)
 
 
 _recompute_all.cache_hash = "opensora: everything again"  # type: ignore[attr-defined]  # else no program is cached on disk
+# arguments of `checkpoint`
 _SELECTIVE = {"context_fn": partial(create_selective_checkpoint_contexts, _keep_products)}
-_WHOLE: dict[str, Any] = {}
-_WHOLE_COMPILED = {"context_fn": _recompute_all} if TAGS_MISS_FUNCTIONS else _WHOLE
-
-
-def _offloaded(forward: Callable[..., Any], offload: _Offload) -> Callable[..., Any]:
-    @wraps(forward)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        with torch.autograd.graph.saved_tensors_hooks(offload.pack, offload.unpack):
-            return forward(*args, **kwargs)
-
-    return wrapped
+_WHOLE_COMPILED: dict[str, Any] = {"context_fn": _recompute_all} if TAGS_MISS_FUNCTIONS else {}
 
 
 def _checkpointed(forward: Callable[..., Any], eager: dict[str, Any], compiled: dict[str, Any]) -> Callable[..., Any]:
-    """With more arguments for `checkpoint`: what is eager, and what the compiler reads."""
-
     @wraps(forward)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():

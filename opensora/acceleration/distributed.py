@@ -63,14 +63,20 @@ def init_world(device: str = "auto", sp_size: int = 1, timeout: timedelta = STEP
         timeout: after which a collective call that waits for another process is an error.
 
     Raises:
-        UserError: a GPU is asked for and there is none, there are fewer than processes on this machine, or `sp_size` does
-            not divide the number of processes.
+        UserError: a GPU is asked for and there is none, there are fewer than processes on this machine, `sp_size` does
+            not divide the number of processes, or srun started processes that know nothing of each other.
     """
     if device not in ("auto", "cpu", "cuda"):
         raise UserError(f"device={device!r} is not one of auto, cpu, cuda.")
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("device='cuda', but PyTorch sees no GPU here. Use --device cpu, or check the driver.")
-    _refuse_alone_among_others()
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
+    if "WORLD_SIZE" not in os.environ and "SLURM_PROCID" in os.environ and tasks.isdecimal() and int(tasks) > 1:
+        raise UserError(  # each would train a whole run of its own
+            f"srun has started {tasks} processes that do not know of each other. Start them with torchrun, or export MASTER_ADDR, "
+            "MASTER_PORT and WORLD_SIZE=$SLURM_NTASKS, and in each RANK=$SLURM_PROCID, LOCAL_RANK=$SLURM_LOCALID and "
+            "LOCAL_WORLD_SIZE=$SLURM_NTASKS_PER_NODE: docs/multi-node.md."
+        )
     use_cuda = device != "cpu" and torch.cuda.is_available()
     own = local_gpu(torch.cuda.device_count()) if use_cuda else torch.device("cpu")
     if use_cuda:
@@ -78,11 +84,16 @@ def init_world(device: str = "auto", sp_size: int = 1, timeout: timedelta = STEP
         torch.cuda.set_device(own)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
         dist.init_process_group(timeout=timeout, **_backend(own))
-    if not dist.is_initialized():
-        _check_sp_size(sp_size, 1)
+    several = dist.is_initialized()
+    rank, size = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
+    if size % sp_size:
+        legal = [str(n) for n in range(1, size + 1) if size % n == 0]
+        raise UserError(
+            f"sp_size={sp_size} does not divide the number of processes, {size}. Here it can be {', '.join(legal)}; or start more "
+            "processes with torchrun --nproc_per_node."
+        )
+    if not several:
         return World(0, 1, own)
-    rank, size = dist.get_rank(), dist.get_world_size()
-    _check_sp_size(sp_size, size)
     group = None if sp_size == 1 else neighbours(rank, size, sp_size, timeout)
     return World(rank, size, own, sp_size, group, timeout)
 
@@ -109,26 +120,6 @@ def local_gpu(count: int) -> torch.device:
             "there are GPUs (torchrun --nproc_per_node), or look at CUDA_VISIBLE_DEVICES."
         )
     return torch.device("cuda", local_rank)
-
-
-def _refuse_alone_among_others() -> None:
-    """`srun` starts processes that know nothing of each other: each would train a whole run of its own."""
-    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
-    if "WORLD_SIZE" not in os.environ and "SLURM_PROCID" in os.environ and tasks.isdecimal() and int(tasks) > 1:
-        raise UserError(
-            f"srun has started {tasks} processes that do not know of each other. Start them with torchrun, or export MASTER_ADDR, "
-            "MASTER_PORT and WORLD_SIZE=$SLURM_NTASKS, and in each RANK=$SLURM_PROCID, LOCAL_RANK=$SLURM_LOCALID and "
-            "LOCAL_WORLD_SIZE=$SLURM_NTASKS_PER_NODE: docs/multi-node.md."
-        )
-
-
-def _check_sp_size(sp_size: int, size: int) -> None:
-    if size % sp_size:
-        legal = [n for n in range(1, size + 1) if size % n == 0]
-        raise UserError(
-            f"sp_size={sp_size} does not divide the number of processes, {size}. Here it can be "
-            f"{', '.join(map(str, legal))}; or start more processes with torchrun --nproc_per_node."
-        )
 
 
 def own_group(groups: Iterable[Sequence[int]], rank: int, timeout: timedelta) -> dist.ProcessGroup:
@@ -165,11 +156,7 @@ def host_group(world: World, timeout: timedelta) -> dist.ProcessGroup | None:
 
     All processes must call it.
     """
-    if world.size == 1:
-        return None
-    group = dist.new_group(backend="gloo", timeout=timeout)
-    assert isinstance(group, dist.ProcessGroup), "every process is in the group of all"
-    return group
+    return None if world.size == 1 else cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout))
 
 
 class Releasable(Protocol):
@@ -187,13 +174,11 @@ def release_at_shutdown(holder: Releasable) -> None:
     _held.add(holder)
 
 
+@atexit.register  # an error may end a process without `shutdown`
 def release_all() -> None:
     """What `shutdown` does before it leaves the process group."""
     for holder in list(_held):
         holder.release()
-
-
-atexit.register(release_all)  # an error may end a process without `shutdown`
 
 
 def shutdown() -> None:
@@ -256,9 +241,9 @@ def refuse_different(own: str, what: str) -> None:
         return
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, own)
-    if len(set(values)) > 1:
-        other = next(rank for rank, value in enumerate(values) if value != values[0])
-        raise UserError(f"{what} in process 0: {values[0]}; in process {other}: {values[other]}.")
+    for rank, value in enumerate(values):
+        if value != values[0]:
+            raise UserError(f"{what} in process 0: {values[0]}; in process {rank}: {value}.")
 
 
 def barrier() -> None:

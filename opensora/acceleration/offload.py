@@ -28,15 +28,13 @@ class OffloadedModule:
     """
 
     def __init__(self, tensors: Iterable[Tensor], device: torch.device) -> None:
-        self.device = device
+        self.device, self.loaded = device, False
         unique = {id(tensor): tensor for tensor in tensors}  # weights may be tied
         self.pairs: list[tuple[Tensor, Tensor]] = []  # with the host copy
         for tensor in unique.values():
             host = tensor.data.to("cpu")
-            pin = device.type == "cuda" and not host.is_pinned()
-            self.pairs.append((tensor, host.pin_memory() if pin else host))
-        self.loaded = True
-        self.unload()
+            tensor.data = host.pin_memory() if device.type == "cuda" and not host.is_pinned() else host
+            self.pairs.append((tensor, tensor.data))
 
     def load(self) -> None:
         """Copy to the device, on the present stream."""
@@ -51,11 +49,6 @@ class OffloadedModule:
             for tensor, host in self.pairs:
                 tensor.data = host
         self.loaded = False
-
-    @property
-    def num_bytes(self) -> int:
-        """Of all tensors."""
-        return sum(host.numel() * host.element_size() for _, host in self.pairs)
 
 
 class BlockStream:
@@ -72,13 +65,8 @@ class BlockStream:
         self.side = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._arrivals: dict[int, torch.cuda.Event] = {}
         self._paused = False
-        self._undo = [wrap_forward(block, self._around(i)) for i, block in enumerate(blocks)]
-
-    def remove(self) -> None:
-        """Leave the blocks on the CPU, and call them as they are."""
-        self.unload()
-        while self._undo:
-            self._undo.pop()()
+        for number, block in enumerate(blocks):
+            wrap_forward(block, self._around(number))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -106,7 +94,12 @@ class BlockStream:
             def call(*args: Any, **kwargs: Any) -> Any:
                 if self._paused:
                     return forward(*args, **kwargs)
-                self._arrive(number)
+                self._fetch(number)
+                if (event := self._arrivals.pop(number, None)) is not None:
+                    present = torch.cuda.current_stream(self.device)
+                    present.wait_event(event)
+                    for tensor, _ in self.blocks[number].pairs:
+                        tensor.data.record_stream(present)  # its memory must stay until this stream has used it
                 self._fetch(number % (len(self.blocks) - 1) + 1 if len(self.blocks) > 1 else 0)
                 out = forward(*args, **kwargs)
                 if number > 0:
@@ -120,25 +113,12 @@ class BlockStream:
     def _fetch(self, number: int) -> None:
         """Begin to copy a block."""
         block = self.blocks[number]
-        if block.loaded:
-            return
-        if self.side is None:
+        if self.side is None or block.loaded:
             block.load()
             return
         with torch.cuda.stream(self.side):
             block.load()
             self._arrivals[number] = self.side.record_event()
-
-    def _arrive(self, number: int) -> None:
-        """Make the present stream wait until a block is there."""
-        self._fetch(number)
-        event = self._arrivals.pop(number, None)
-        if event is None:
-            return
-        present = torch.cuda.current_stream(self.device)
-        present.wait_event(event)
-        for tensor, _ in self.blocks[number].pairs:
-            tensor.data.record_stream(present)  # its memory must not be given away before this stream has used it
 
 
 class Placement:

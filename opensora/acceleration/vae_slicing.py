@@ -62,10 +62,25 @@ def sliced_vae(
     if nhwc:
         for encoder in encoders_of(vae):
             to_channels_last(encoder)
-    if hasattr(vae, "sliced_moments"):
+    if hasattr(vae, "sliced_moments"):  # ours
         z = vae.sample(vae.sliced_moments(video, micro_bs, use_autocast, nhwc), generators)
-    else:
-        z = _diffusers_latents(vae, video, micro_bs, use_autocast, generators, nhwc=nhwc)
+    else:  # frame by frame
+        layout = torch.channels_last if nhwc else torch.contiguous_format
+        frames = rearrange(video, "B C T H W -> (B T) C H W").to(vae.dtype)
+        size = micro_bs or images_at_a_time(*frames.shape[-2:])
+        count = len(frames)
+        if count > size and getattr(vae.encoder, "_compiled_call_impl", None) is not None:
+            # a shorter last part would be a second program
+            frames = torch.cat([frames, frames[-1:].expand(-count % size, -1, -1, -1)])
+        with autocast_to(video.device, use_autocast):
+            parts = [
+                vae.encode(part.contiguous(memory_format=layout)).latent_dist.parameters for part in frames.split(size)
+            ]
+        moments = rearrange(torch.cat(parts)[:count].float(), "(B T) C H W -> B C T H W", B=len(video))
+        mean, logvar = moments.chunk(2, dim=1)
+        z = mean + (0.5 * logvar.clamp(*LOGVAR_RANGE)).exp() * randn_like(mean, generators)
+        scale, shift = scale_and_shift(vae.config, z.shape[1], whose=type(vae).__name__)
+        z = (z - per_frame(shift, z)) * per_frame(scale, z)
     if not z.isfinite().all():
         how = "use_autocast=torch.bfloat16, or without autocast" if use_autocast else "weights in fp32 or bf16"
         raise UserError(f"sliced_vae: the latents are not finite; try {how}.")
@@ -123,31 +138,3 @@ def autocast_to(device: torch.device, chosen: bool | torch.dtype) -> torch.autoc
     """What `use_autocast` asks for."""
     dtype = chosen if isinstance(chosen, torch.dtype) else torch.bfloat16
     return torch.autocast(device.type, dtype, enabled=chosen is not False)
-
-
-def _diffusers_latents(
-    vae: Any,
-    video: Tensor,
-    micro_bs: int | None,
-    use_autocast: bool | torch.dtype,  # noqa: FBT001
-    generators: Generators,
-    *,
-    nhwc: bool,
-) -> Tensor:
-    """An `AutoencoderKL` frame by frame -> [B, C, T, h, w]."""
-    layout = torch.channels_last if nhwc else torch.contiguous_format
-    frames = rearrange(video, "B C T H W -> (B T) C H W").to(vae.dtype)
-    size = micro_bs or images_at_a_time(*frames.shape[-2:])
-    count = len(frames)
-    if count > size and getattr(vae.encoder, "_compiled_call_impl", None) is not None:
-        # a shorter last part would be a second program
-        frames = torch.cat([frames, frames[-1:].expand(-count % size, -1, -1, -1)])
-    with autocast_to(video.device, use_autocast):
-        parts = [
-            vae.encode(part.contiguous(memory_format=layout)).latent_dist.parameters for part in frames.split(size)
-        ]
-    moments = rearrange(torch.cat(parts)[:count].float(), "(B T) C H W -> B C T H W", B=len(video))
-    mean, logvar = moments.chunk(2, dim=1)
-    z = mean + (0.5 * logvar.clamp(*LOGVAR_RANGE)).exp() * randn_like(mean, generators)
-    scale, shift = scale_and_shift(vae.config, z.shape[1], whose=type(vae).__name__)
-    return (z - per_frame(shift, z)) * per_frame(scale, z)

@@ -157,24 +157,11 @@ def test_an_alias_is_the_same_keyword_wherever_it_stands():
     assert not is_compiled(SimpleNamespace(compile_model=False, something_else=1))
 
 
-@pytest.mark.parametrize("config", [{"compile_unet": True, "compile_model": False}, {"compile_model": False},
-                                    {"compile_unet": False}])  # fmt: skip
+@pytest.mark.parametrize("config", [{"compile_model": False}, {"compile_unet": False}])
 def test_keywords_win_over_a_config_under_either_name(config):
     for name in ("compile_unet", "compile_model"):
         assert is_compiled(config, **{name: True})
         assert is_compiled(SimpleNamespace(**config), **{name: True})
-        assert not is_compiled(config, **{name: False})
-
-
-def test_two_names_of_a_keyword_may_not_contradict_each_other():
-    message = "compile_model=False and compile_unet=True are one keyword"
-    with pytest.raises(UserError, match=message):
-        is_compiled({"compile_unet": True, "compile_model": False})
-    with pytest.raises(UserError, match=message):
-        is_compiled(SimpleNamespace(compile_unet=True, compile_model=False))
-    with pytest.raises(UserError, match=message):
-        is_compiled(None, compile_unet=True, compile_model=False)
-    assert is_compiled({"compile_unet": True, "compile_model": True})
 
 
 @pytest.mark.parametrize("model", [nn.Linear(4, 4).requires_grad_(False), nn.ReLU()])

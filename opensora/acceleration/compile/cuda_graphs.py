@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from opensora.acceleration.distributed import release_at_shutdown
 from opensora.acceleration.patching import Forward, wrap_forward
@@ -101,8 +101,13 @@ class GradientBuffers:
     @torch.no_grad()
     def attach(self, weights: Sequence[Tensor]) -> None:
         """Let the weights' gradients lie in the buffers: zero where there was none, as it was where there was one."""
-        if not self.views:
-            self._allocate()
+        for dtype in dict.fromkeys(weight.dtype for weight in self.weights) if not self.views else ():
+            own = [weight for weight in self.weights if weight.dtype == dtype]
+            sizes = [-(-weight.numel() // ALIGNED) * ALIGNED for weight in own]
+            buffer = torch.zeros(sum(sizes), dtype=dtype, device=own[0].device)
+            self.buffers.append(buffer)
+            for weight, part in zip(own, buffer.split(sizes), strict=True):
+                self.views[weight] = part[: weight.numel()].view(weight.shape)
         fresh = []
         for weight in weights:
             view = self.views[weight]
@@ -136,23 +141,12 @@ class GradientBuffers:
             for i, weight in missing:
                 weight.grad = weight.grad if anywhere[i] else None
 
-    def _allocate(self) -> None:
-        """The same in all processes, whichever weights get a gradient in which."""
-        for dtype in dict.fromkeys(weight.dtype for weight in self.weights):
-            weights = [weight for weight in self.weights if weight.dtype == dtype]
-            sizes = [-(-weight.numel() // ALIGNED) * ALIGNED for weight in weights]
-            buffer = torch.zeros(sum(sizes), dtype=dtype, device=weights[0].device)
-            self.buffers.append(buffer)
-            for weight, part in zip(weights, buffer.split(sizes), strict=True):
-                self.views[weight] = part[: weight.numel()].view(weight.shape)
-
 
 class CUDAGraphRunner:
     """The two passes for one size of the input.
 
     Args:
         forward: takes the inputs and gives one tensor.
-        weights: that may get gradients.
         inputs: of the first call; tensors and whatever else.
         capture, gradients: shared by all sizes.
     """
@@ -160,7 +154,6 @@ class CUDAGraphRunner:
     def __init__(
         self,
         forward: Callable[[Sequence[Any]], Tensor],
-        weights: Sequence[Tensor],
         inputs: Sequence[Any],
         capture: EagerCapture,
         gradients: GradientBuffers,
@@ -173,7 +166,7 @@ class CUDAGraphRunner:
         self.weights: list[Tensor] = []  # that get a gradient
         self.out = self.grad_out = torch.empty(())
         torch.clear_autocast_cache()  # casts of weights are part of the graph, and of no other pass
-        capture.on_side_stream(lambda: self._warm_up(weights))
+        capture.on_side_stream(self._warm_up)
         self.grad_out = torch.empty_like(self.out, requires_grad=False)
         self.out = torch.empty(())  # frees the autograd graph of the last pass
         torch.clear_autocast_cache()
@@ -207,8 +200,9 @@ class CUDAGraphRunner:
                 static.grad = None
         self.out.backward(self.grad_out)
 
-    def _warm_up(self, weights: Sequence[Tensor]) -> None:
+    def _warm_up(self) -> None:
         """Some passes whose gradients are dropped, which show what weights get some."""
+        weights = self.gradients.weights
         kept = [weight.grad for weight in weights]
         for weight in weights:
             weight.grad = None
@@ -233,8 +227,7 @@ class CUDAGraphPool:
     def __init__(self, forward: Forward, model: nn.Module, capture: EagerCapture) -> None:
         self.forward, self.model, self.capture = forward, model, capture
         self.device = next(model.parameters()).device
-        self.weights = [weight for weight in model.parameters() if weight.requires_grad]
-        self.gradients = GradientBuffers(self.weights)
+        self.gradients = GradientBuffers([weight for weight in model.parameters() if weight.requires_grad])
         self.runners: dict[Any, CUDAGraphRunner] = {}
         self.is_full = False
         self.latest: object = None  # the last forward pass, whose activations are in the pool
@@ -243,30 +236,13 @@ class CUDAGraphPool:
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """As the model's `forward`."""
         inputs, spec = tree_flatten((args, kwargs))
-        runner = self._runner(inputs, spec)
-        if runner is None:
-            out: Tensor = self.forward(*args, **kwargs)
-            return out
-        needs_grad = torch.ones((), requires_grad=True)  # the result has a gradient, also where no input has one
-        return _Replayed.apply(self, runner, needs_grad, *inputs)
-
-    def release(self) -> None:
-        """Free all graphs; another call would capture them anew."""
-        self.runners.clear()
-        self.latest = None
-        self.capture.release()
-
-    def _runner(self, inputs: Sequence[Any], spec: TreeSpec) -> CUDAGraphRunner | None:
-        """That of inputs of this size; None beyond `MAX_SIZES`."""
         sizes = tuple(
             (tuple(value.shape), value.dtype, value.requires_grad) if isinstance(value, Tensor) else value
             for value in inputs
         )
         cast = torch.get_autocast_dtype(self.device.type), torch.is_autocast_enabled(self.device.type)
         key = (str(spec), sizes, self.model.training, cast)
-        if key in self.runners:
-            return self.runners[key]
-        if len(self.runners) == MAX_SIZES:
+        if key not in self.runners and len(self.runners) == MAX_SIZES:
             if not self.is_full:
                 self.is_full = True
                 logger.warning(
@@ -274,21 +250,34 @@ class CUDAGraphPool:
                     "computed without a graph, which pays only if sizes return: fewer buckets would.",
                     MAX_SIZES, _described(inputs),
                 )  # fmt: skip
-            return None
+            out: Tensor = self.forward(*args, **kwargs)
+            return out
+        if key not in self.runners:
+            self.runners[key] = self._captured(inputs, lambda static: tree_unflatten(list(static), spec))
+        needs_grad = torch.ones((), requires_grad=True)  # the result has a gradient, also where no input has one
+        return _Replayed.apply(self, self.runners[key], needs_grad, *inputs)
+
+    def release(self) -> None:
+        """Free all graphs; another call would capture them anew."""
+        self.runners.clear()
+        self.latest = None
+        self.capture.release()
+
+    def _captured(self, inputs: Sequence[Any], arguments: Callable[[Sequence[Any]], Any]) -> CUDAGraphRunner:
         for value in inputs:
             if isinstance(value, Tensor) and value.device.type != self.device.type:
                 raise UserError(
-                    f"cuda_graphs: an input {_described([value])} of the model is on {value.device}, the model on {self.device}. "
+                    f"cuda_graphs: an input {list(value.shape)} of the model is on {value.device}, the model on {self.device}. "
                     "What is copied there inside of a graph would never change: move it before."
                 )
 
         def forward(static: Sequence[Any]) -> Tensor:
-            args, kwargs = tree_unflatten(list(static), spec)
+            args, kwargs = arguments(static)
             out: Tensor = self.forward(*args, **kwargs)
             return out
 
         try:
-            self.runners[key] = CUDAGraphRunner(forward, self.weights, inputs, self.capture, self.gradients)
+            return CUDAGraphRunner(forward, inputs, self.capture, self.gradients)
         except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError) or "captur" not in str(error):
                 raise
@@ -296,7 +285,6 @@ class CUDAGraphPool:
                 f"cuda_graphs: a {type(self.model).__name__} cannot be captured for inputs {_described(inputs)}: "
                 f"{str(error).strip().partition(chr(10))[0]} Nothing inside may wait for the GPU. Use cuda_graphs=False."
             ) from error
-        return self.runners[key]
 
 
 class _Replayed(torch.autograd.Function):
@@ -353,5 +341,4 @@ def capture_training(model: nn.Module, capture: EagerCapture | None = None) -> C
 
 
 def _described(inputs: Sequence[Any]) -> str:
-    """For a message."""
     return ", ".join(str(list(value.shape)) if isinstance(value, Tensor) else repr(value) for value in inputs)
