@@ -146,7 +146,9 @@ class _Offload:
 
 
 # PyTorch warns whoever compiles a checkpoint with a policy of operations that are done in place, of which ours has none
-getattr(wrap_operator, "log", logger).addFilter(lambda record: "context_fn is passed to torch" not in record.getMessage())
+getattr(wrap_operator, "log", logger).addFilter(
+    lambda record: "context_fn is passed to torch" not in record.getMessage()
+)
 
 
 def _keep_products(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:

@@ -70,7 +70,7 @@ class Engine(Protocol):
         """The optimizer's tensors as `<parameter>/<state>`, plain or DTensors, and the loss scale as `/<state>`."""
 
     def load_optimizer_state(self, state: Mapping[str, Tensor]) -> None:
-        """The reverse of `optimizer_state`, from whole tensors; after the weights."""
+        """The reverse of `optimizer_state`, from whole tensors; after the weights. UserError: they are of another model."""
 
 
 def check_engine(name: str, sp_size: int = 1, *, device: torch.device | None = None, dtype: str = "bf16") -> None:

@@ -62,18 +62,7 @@ def compile(
         model: a denoiser of ours or of diffusers, on its device; changed in place.
         vae: is frozen, in fp32, on the model's device.
         config: an object or mapping with values of the keywords; what it lacks has its default.
-        options: the keywords, which win over `config`:
-            use_ema: make an EMA of the weights, sharded over the processes.
-            compile_vae, vae_channels_last: of the VAE's encoder.
-            ddp: wrap the model in DistributedDataParallel, if there are several processes.
-            dp_group: the processes that average gradients and shard the optimizer's state; None = all.
-            gradient_checkpointing: activation checkpointing.
-            xformer: ask diffusers' models for xformers' attention. Where it is not installed PyTorch's own is as good.
-            fusedln: apex's LayerNorm, where it is installed and the model is not compiled.
-            compile_unet (or compile_model): torch.compile the denoiser, block by block where it has blocks.
-            optim, learning_rate, weight_decay: "adam", "adamw" or "sgd".
-            hybrid_zero: shard the optimizer's state inside each node; with a dp_group inside that.
-            model_dtype: cast the model's weights; fp32 masters are lost.
+        options: the keywords, which win over `config`; see docs/optix.md.
 
     Returns:
         The model (wrapped, with several processes), the VAE, the optimizer, and the EMA or None.
@@ -81,22 +70,11 @@ def compile(
     Raises:
         UserError: there is no such keyword or optimizer, or the model has nothing to train, or no way to checkpoint activations.
     """
-    names, chosen = [*DEFAULTS, *ALIASES], dict(DEFAULTS)
-    if not isinstance(config, Mapping):
-        config = {name: getattr(config, name) for name in names if hasattr(config, name)}
-    for name, value in (*config.items(), *options.items()):
-        if name not in names:
-            raise UserError(
-                f"optix.compile has no keyword {name!r}.{did_you_mean(name, names)} It has: {', '.join(DEFAULTS)}."
-            )
-        chosen[ALIASES.get(name, name)] = value
-    if chosen["optim"] not in OPTIMIZERS:
-        raise UserError(f"optix.compile: optim={chosen['optim']!r} is not one of {', '.join(OPTIMIZERS)}.")
+    chosen = _keywords(config, options)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
         raise UserError(
-            f"optix.compile: {type(model).__name__} has nothing to train: it has no parameters, or all of them are frozen. Call "
-            "requires_grad_(True) on what is to learn."
+            f"optix.compile: {type(model).__name__} has nothing to train: call requires_grad_(True) on what is to learn."
         )
     torch.set_float32_matmul_precision("high")  # TF32, which is part of what Optix measured
     torch.backends.cudnn.allow_tf32 = True
@@ -135,6 +113,21 @@ def compile(
     if group is None and size < world and world % size == 0:  # else the nodes' processes are not a group each
         group = neighbours(dist.get_rank(), world, size, STEP_TIMEOUT)
     return model, vae, ZeroRedundancyOptimizer(trained, kind, process_group=group, **settings), ema
+
+
+def _keywords(config: object, options: Mapping[str, Any]) -> dict[str, Any]:
+    names, chosen = [*DEFAULTS, *ALIASES], dict(DEFAULTS)
+    if not isinstance(config, Mapping):
+        config = {name: getattr(config, name) for name in names if hasattr(config, name)}
+    for name, value in (*config.items(), *options.items()):
+        if name not in names:
+            raise UserError(
+                f"optix.compile has no keyword {name!r}.{did_you_mean(name, names)} It has: {', '.join(DEFAULTS)}."
+            )
+        chosen[ALIASES.get(name, name)] = value
+    if chosen["optim"] not in OPTIMIZERS:
+        raise UserError(f"optix.compile: optim={chosen['optim']!r} is not one of {', '.join(OPTIMIZERS)}.")
+    return chosen
 
 
 def _speed_up(model: Any, chosen: Mapping[str, Any]) -> None:
@@ -176,11 +169,7 @@ def _fuse_layer_norms(model: nn.Module) -> None:
 
 
 class ShardedEMA:
-    """fp32 EMA of a model's parameters, of which each process of a group keeps a share.
-
-    Whole parameters are shared out, the largest first, so that the shares are nearly equal (Optix fills them in the order
-    of declaration, and may leave one with everything). Nothing is sent until the EMA is saved. Without other processes it is
-    a plain EMA.
+    """fp32 EMA of a model's parameters, of which each process of a group keeps a share; nothing is sent until it is saved.
 
     Args:
         model: whole in each process, and the same in all; it may be wrapped in DistributedDataParallel.
@@ -214,7 +203,9 @@ class ShardedEMA:
     @torch.no_grad()
     def state_dict(self, model: nn.Module | None = None) -> dict[str, Tensor]:
         """The whole EMA, and the buffers of `model`, in the first process; {} in the others. All processes call it."""
-        gathered = self.shadow.items() if self.group is None else gather_from_owners(self.shadow, self.group, self.device)
+        gathered = (
+            self.shadow.items() if self.group is None else gather_from_owners(self.shadow, self.group, self.device)
+        )
         state = {name: tensor.clone() for name, tensor in gathered if self.rank == 0}
         if model is not None and self.rank == 0:
             state |= {name: buffer.detach().clone() for name, buffer in _inner(model).named_buffers()}

@@ -15,10 +15,10 @@ from opensora.acceleration.distributed import World, init_world
 from opensora.acceleration.engine import build_engine
 from opensora.acceleration.sequence_parallel import check_sequence_parallel, parallelise
 from opensora.acceleration.sequence_parallel.collectives import Ranks, all_gather
-from tools.benchmark.volume import volume
 from opensora.utils.errors import UserError
 from tests.acceleration.sequence_parallel_cases import SIZES, assert_near, compare, gradients, masked_inputs
 from tests.models.denoisers import FAMILIES, build, inputs
+from tools.benchmark.volume import volume
 
 FEW = ("STDiT2", "LatteT2V", "PixArt-Sigma-compressed")
 """Families that between them have every exchange, both kinds of block and rotary positions."""

@@ -260,7 +260,11 @@ def test_kinds_and_numbers_of_layers():
 
 
 def test_presets_follow_the_family(model):
-    for one, preset in ((model, "opensora"), (Latte(caption_channels=16, **SMALL), "latte"), (DiT(caption_channels=16, **SMALL), "cogvideox")):
+    for one, preset in (
+        (model, "opensora"),
+        (Latte(caption_channels=16, **SMALL), "latte"),
+        (DiT(caption_channels=16, **SMALL), "cogvideox"),
+    ):
         assert build_step_cache({"type": "pab"}, one).options == PRESETS[preset]
     changed = build_step_cache({"type": "pab", "ranges": (3, 5, 7), "thresholds": (100, 900), "mlp": {}}, model)
     assert changed.options == PABOptions((3, 5, 7), ((100.0, 900.0),) * 3, {})

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from opensora.acceleration.compile.nexfort import record_of
 from opensora.acceleration.compile.quantise import is_quantised
-from opensora.checkpoint.lora import Adapter, merge_adapter, read_adapter
+from opensora.checkpoint.lora import merge_adapter, read_adapter
 from opensora.registry import did_you_mean
 from opensora.utils.errors import UserError
 
@@ -48,8 +48,7 @@ class Adapters:
         """Put the base plus `scale` times each named adapter into the weights; the others are out.
 
         Raises:
-            UserError: there is no such adapter, or it does not fit the model, whose weights are then the base's; or they cannot
-                change any more.
+            UserError: there is no such adapter, it does not fit the model, or the weights cannot change any more.
         """
         self._check()  # it may have been compiled since
         for name in scales:
@@ -58,18 +57,9 @@ class Adapters:
                     f"no LoRA {name!r}.{did_you_mean(name, list(self.adapters))} There are: {', '.join(self.adapters)}."
                 )
         for name, weight in self._base.items():
-            self.model.get_submodule(name).weight.copy_(weight)  # type: ignore[operator, union-attr]
-        # their factors joined along the rank are one adapter that does what all of them do
-        joined: dict[str, tuple[Tensor, Tensor]] = {}
+            self.model.get_parameter(f"{name}.weight").copy_(weight)
         for name, scale in scales.items():
-            adapter = self.adapters[name]
-            for layer, (A, B) in adapter.factors.items():
-                A, B = A.float(), scale * adapter.scale * B.float()
-                if layer in joined:
-                    A, B = torch.cat([joined[layer][0], A]), torch.cat([joined[layer][1], B], dim=1)
-                joined[layer] = A, B
-        if joined:
-            merge_adapter(self.model, Adapter(joined, 1.0))
+            merge_adapter(self.model, self.adapters[name], scale)
 
     def _check(self) -> None:
         record = record_of(self.model)

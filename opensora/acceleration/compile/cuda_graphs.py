@@ -65,7 +65,6 @@ class GraphCapture(EagerCapture):
         self.graphs: list[torch.cuda.CUDAGraph] = []
 
     def on_side_stream(self, call: Call) -> None:
-        """See `EagerCapture.on_side_stream`."""
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             call()
@@ -80,7 +79,6 @@ class GraphCapture(EagerCapture):
         return graph.replay
 
     def release(self) -> None:
-        """See `EagerCapture.release`."""
         for graph in self.graphs:
             graph.reset()
         self.graphs.clear()

@@ -27,9 +27,8 @@ class DropRoundTrips(CustomGraphPass):
             first = source.args[0] if source.target is CONVERT else None
             if _dtype(source) is node.args[1]:
                 node.replace_all_uses_with(source)
-            elif isinstance(first, Node) and _dtype(first) is node.args[1]:
-                if _dtype(first) in SHORT and source.args[1] in WIDE:
-                    node.replace_all_uses_with(first)
+            elif isinstance(first, Node) and _dtype(first) is node.args[1] in SHORT and source.args[1] in WIDE:
+                node.replace_all_uses_with(first)
         graph.eliminate_dead_code()
 
     def uuid(self) -> Any:

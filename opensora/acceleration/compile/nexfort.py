@@ -5,11 +5,11 @@ import os
 import typing
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import wraps
-from typing import Any, Literal, NamedTuple, TypeVar, overload
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -44,16 +44,12 @@ MODES: dict[str, dict[str, bool]] = {
     "disable-runtime-fusion": {"epilogue_fusion": False, "prologue_fusion": False},
 }
 COMBINATIONS = dict.fromkeys(("O2", "O3"), ("max-optimize", "max-autotune", "low-precision", "cache-all"))
-FLAGS = ("overrides.conv_benchmark", "overrides.matmul_allow_tf32")
-# settings that are more than a setting: dynamo, and rules, go with the word
-WORDS_ALONE = {"freezing": "freezing", "triton.cudagraphs": "cudagraphs"}
 CACHE_VARIABLES = {
     "NEXFORT_GRAPH_CACHE": "fx_graph_cache",
     "NEXFORT_ENABLE_TRITON_AUTOTUNE_CACHE": "autotune_local_cache",
 }
 
 Given = Mapping[str, Any] | str | None
-Compilable = TypeVar("Compilable", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,10 +64,11 @@ class Options:
         regional: compile the repeated blocks, not the module around them. None: with "jit", and for our denoisers, unless
             with "cudagraphs" or "freezing".
         fullgraph: refuse graph breaks. Our blocks always do.
-        quant_type: for "quant", see `quantise.TYPES`; None: what the device is good at and the weights' dtype allows.
+        quant_type: for "quant", see `quantise.TYPES`; None: what the device is good at and the weights' dtype allows. Layers that
+            are quantised already stay as they are.
         quant_min_features: linear layers narrower than this are not quantised.
         quant_skip: full names of layers that are not quantised either.
-        overrides: settings with a dot: `inductor.X`, `triton.X`, and `FLAGS`.
+        overrides: inductor's settings with a dot: `inductor.X`, `triton.X`.
 
     Raises:
         UserError: a word is unknown, or options exclude each other.
@@ -88,22 +85,18 @@ class Options:
     overrides: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        given, known = self.mode.split(":"), [*MODES, *COMBINATIONS]
-        for word in filter(None, given):
+        known = [*MODES, *COMBINATIONS]
+        for word in self.given:
             if word not in known:
                 raise UserError(
                     f"mode {self.mode!r}: no word {word!r}.{did_you_mean(word, known)} Words: {', '.join(known)}."
                 )
-        if {"O2", "O3"} <= {*given}:
+        if {"O2", "O3"} <= {*self.given}:
             raise UserError(f"mode {self.mode!r}: O2 and O3 differ in precision; keep one.")
-        if "cudagraphs" in self.words and self.dynamic is True:
+        if "cudagraphs" in self.words and (self.dynamic is True or self.regional or "jit" in self.words):
             raise UserError(
-                'compiler options: a CUDA graph has one size. With cudagraphs use "dynamic": "buckets", which records one graph for '
-                "each size and wants few of them, or leave one of the two out."
-            )
-        if "cudagraphs" in self.words and (self.regional or "jit" in self.words):
-            raise UserError(
-                "compiler options: cudagraphs needs the whole module, and regional and jit compile its blocks; keep one."
+                "compiler options: a CUDA graph is of the whole module and has one size; with cudagraphs leave out regional and jit, and use "
+                '"dynamic": "buckets".'
             )
         if "quant" not in self.words and (self.quant_type, self.quant_min_features, *self.quant_skip) != (None, 512):
             raise UserError(
@@ -111,14 +104,19 @@ class Options:
             )
 
     @property
+    def given(self) -> list[str]:
+        """The words of `mode` as they were given."""
+        return [word.strip() for word in self.mode.split(":") if word.strip()]
+
+    @property
     def words(self) -> frozenset[str]:
         """The words of `mode`, with combinations spelt out."""
-        return frozenset(part for word in self.mode.split(":") if word for part in COMBINATIONS.get(word, (word,)))
+        return frozenset(part for word in self.given for part in COMBINATIONS.get(word, (word,)))
 
     @property
     def reduced_precision(self) -> bool:
         """Whether fp16 and bf16 products may be accumulated in reduced precision, which O3 allows and O2 does not."""
-        return "low-precision" in self.words and "O2" not in self.mode.split(":")
+        return "low-precision" in self.words and "O2" not in self.given
 
     def inductor_settings(self) -> dict[str, Any]:
         """Inductor's settings by name, as far as this PyTorch has them; those with a dot win."""
@@ -144,47 +142,41 @@ def parse_options(given: Given) -> Options:
     from torch._inductor import config
 
     try:
-        given = json.loads(given or "{}") if isinstance(given, str) else given
-    except json.JSONDecodeError as error:
+        values = dict(json.loads(given or "{}") if isinstance(given, str) else given or {})
+        overrides = {**(values.pop("options", None) or {})}
+    except (TypeError, ValueError) as error:
         raise UserError(
-            f'compiler options: {given!r} is not JSON ({error}). Write them as \'{{"mode": "O3"}}\'.'
+            f'compiler options: expected a dict or JSON such as {{"mode": "O3"}}, got {given!r} ({error}).'
         ) from error
-    if not isinstance(given, Mapping | None) or not isinstance((given or {}).get("options"), Mapping | None):
-        raise UserError(f'compiler options: expected a dict such as {{"mode": "O3", "options": {{}}}}, got {given!r}.')
-    keys = {key: value for key, value in (given or {}).items() if key != "options" and "." not in key}
-    dotted = {**((given or {}).get("options") or {}), **{k: v for k, v in (given or {}).items() if "." in k}}
-    types = typing.get_type_hints(Options)
+    overrides |= {name: values.pop(name) for name in list(values) if "." in name}
+    types, known = typing.get_type_hints(Options), config.get_config_copy()
     del types["overrides"]
-    for key in keys.keys() - types:
+    for name in values.keys() - types:
         raise UserError(
-            f"compiler options: no key {key!r}.{did_you_mean(key, list(types))} Keys: {', '.join(types)}, "
+            f"compiler options: no key {name!r}.{did_you_mean(name, list(types))} Keys: {', '.join(types)}, "
             "and settings with a dot, such as inductor.epilogue_fusion."
         )
-    keys["mode"] = "" if keys.get("mode") is None else keys["mode"]
-    known = config.get_config_copy()
-    for name in list(dotted):
+    if values.get("mode", "") is None:
+        values["mode"] = ""
+    for name in list(overrides):
         setting = name.removeprefix("inductor.")
-        if word := WORDS_ALONE.get(setting):
-            raise UserError(f'compiler options: {name} is what the word "{word}" sets: put the word into mode.')
-        if name in FLAGS:
-            types[name] = bool
-        elif setting not in known:
-            warnings.warn(
-                f"compiler options: {name} is not a setting of this PyTorch's inductor, left out.", stacklevel=3
-            )
-            del dotted[name]
+        if setting in ("freezing", "triton.cudagraphs"):
+            raise UserError(f"compiler options: {name} is more than a setting: put {setting.split('.')[-1]} into mode.")
+        if setting not in known:
+            warnings.warn(f"compiler options: {name} is not a setting of this PyTorch's inductor.", stacklevel=3)
+            del overrides[name]
         elif (kind := config.get_type(setting)) in (bool, int, float, str):  # type: ignore[attr-defined]
             types[name] = kind  # inductor itself checks richer types
     problems = []
-    for values in (keys, dotted):
-        for name, value in values.items():
+    for some in (values, overrides):
+        for name, value in some.items():
             try:
-                values[name] = coerce(value, types.get(name, Any))
+                some[name] = coerce(value, types.get(name, Any))
             except TypeError:
                 problems.append(f"compiler options: {name}={value!r}, but it takes {describe(types[name])}.")
     if problems:
         raise UserError("\n".join(problems))
-    return Options(**keys, overrides=dotted)
+    return Options(**values, overrides=overrides)
 
 
 class Record(NamedTuple):
@@ -203,10 +195,6 @@ def record_of(module: nn.Module) -> Record | None:
     return _RECORDS.get(module)
 
 
-@overload
-def compile(module: Compilable, *, backend: str = ..., options: Given = ...) -> Compilable: ...
-@overload
-def compile(module: None = ..., *, backend: str = ..., options: Given = ...) -> Callable[[Compilable], Compilable]: ...
 def compile(module: Any = None, *, backend: str = NEXFORT, options: Given = None) -> Any:
     """Compile a module in place, or a function.
 
@@ -249,17 +237,12 @@ def check_backend(backend: str) -> str:
 
 
 def set_precision(options: Options) -> None:
-    """Set what PyTorch has for the whole process only: TF32, reduced precision, cuDNN's measuring."""
-    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    """For "low-precision": TF32 and the precision of sums, which PyTorch has for the whole process only."""
     if "low-precision" in options.words:
         torch.set_float32_matmul_precision("high")
-        cudnn.allow_tf32 = True
-        matmul.allow_fp16_reduced_precision_reduction = options.reduced_precision
-        matmul.allow_bf16_reduced_precision_reduction = options.reduced_precision
-    if (allow := options.overrides.get("overrides.matmul_allow_tf32")) is not None:
-        torch.set_float32_matmul_precision("high" if allow else "highest")
-    if (measure := options.overrides.get("overrides.conv_benchmark")) is not None:
-        cudnn.benchmark = measure
+        torch.backends.cudnn.allow_tf32 = True
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = options.reduced_precision
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = options.reduced_precision
 
 
 def compile_module(module: nn.Module, backend: str, options: Options) -> None:
@@ -322,10 +305,7 @@ def _with_options(compiled: Any, name: str, options: Options) -> Any:
     @wraps(compiled)
     def call(*args: Any, **kwargs: Any) -> Any:
         if freezing and torch.is_grad_enabled():
-            raise UserError(
-                f"{name} was compiled with freezing, which is for inference: call it under torch.no_grad(), or compile it "
-                "without freezing."
-            )
+            raise UserError(f"{name} was compiled with freezing: call it under torch.no_grad(), or compile it without.")
         with ExitStack() as stack:
             if freezing:  # dynamo looks here whether weights are inputs of the program, not into its options
                 stack.enter_context(inductor.patch(freezing=True))
@@ -359,6 +339,5 @@ def _arguments(backend: str, options: Options, *, fullgraph: bool = False) -> di
 
 def _refuse_loading(module: nn.Module, *_: Any) -> None:
     raise UserError(
-        f"{type(module).__name__} was compiled with freezing: its weights are constants of the program. Load them first, and "
-        "compile then; or compile without freezing."
+        f"{type(module).__name__} was compiled with freezing: its weights are constants of the program. Load them before compiling."
     )

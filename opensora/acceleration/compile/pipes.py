@@ -5,10 +5,8 @@ text encoder of SD3) it stays out: it runs once a prompt.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
 
 from opensora.acceleration.compile import is_ours, repeated_blocks
@@ -17,6 +15,7 @@ from opensora.acceleration.compile.nexfort import (
     NEXFORT,
     NONE,
     Given,
+    Options,
     check_backend,
     compile_module,
     parse_options,
@@ -27,7 +26,6 @@ from opensora.utils.errors import UserError
 
 TEXT_ENCODERS = ("text_encoder", "text_encoder_2", "image_encoder")
 DENOISERS = ("unet", "controlnet", "fast_unet", "prior", "decoder", "transformer", "model")  # ours is the last
-JOINED_QKV = ("to_qkv", "to_kv", "to_added_qkv")
 
 Pipe = TypeVar("Pipe")
 
@@ -43,7 +41,7 @@ def compile_pipe(
     """Compile the parts of a pipeline in place.
 
     `quant` and `regional` reach the denoiser alone, `memory_format` all but text encoders; `jit` leaves parts eager that repeat no
-    blocks. An fp16 VAE that overflows in fp16 (`force_upcast`) becomes fp32 first.
+    blocks.
 
     Args:
         pipe: of diffusers, or a `VideoPipeline`.
@@ -80,16 +78,17 @@ def compile_pipe(
         for one in able:
             one.fuse_qkv_projections()
     set_precision(chosen)
-    if "vae" not in ignores:
-        _upcast_vae(getattr(pipe, "vae", None))
     for name, module in parts:
         if any(f"{name}.".startswith(f"{one}.") for one in ignores):
             continue
         own = chosen
         if name not in DENOISERS:
-            mode = ":".join(word for word in chosen.mode.split(":") if word != "quant")
-            own = replace(chosen, mode=mode, quant_type=None, quant_skip=[], quant_min_features=512, regional=None,
-                          fullgraph=False, memory_format=None if name in TEXT_ENCODERS else chosen.memory_format)  # fmt: skip
+            own = Options(
+                mode=":".join(word for word in chosen.given if word != "quant"),
+                dynamic=chosen.dynamic,
+                memory_format=None if name in TEXT_ENCODERS else chosen.memory_format,
+                overrides=chosen.overrides,
+            )
         if "jit" in chosen.words and not repeated_blocks(module) and backend == INDUCTOR:
             restore(module)
         else:
@@ -112,32 +111,3 @@ def parts_of(pipe: Any) -> list[tuple[str, nn.Module]]:
     inside = list(vae.modules()) if isinstance(vae, nn.Module) else []  # ours has diffusers' inside, or two
     parts += [(f"vae.{name}", getattr(one, name, None)) for name in ("decoder", "encoder") for one in inside]
     return [(name, part) for name, part in parts if isinstance(part, nn.Module)]
-
-
-def unfuse_qkv_projections(pipe: Any) -> None:
-    """Undo `fuse_qkv_projections`; the state dicts have their first names again, for joined layers go, which diffusers would keep."""
-    modules = [module for module in vars(pipe).values() if isinstance(module, nn.Module)]
-    for one in [pipe] if hasattr(pipe, "unfuse_qkv_projections") else modules:
-        if hasattr(one, "unfuse_qkv_projections"):
-            one.unfuse_qkv_projections()
-    for layer in (inner for module in modules for inner in module.modules()):
-        if getattr(layer, "fused_projections", None) is True:
-            for name in JOINED_QKV:
-                if hasattr(layer, name):
-                    delattr(layer, name)
-            layer.fused_projections = False  # type: ignore[assignment]
-
-
-def _upcast_vae(vae: Any) -> None:
-    """Make an fp16 VAE fp32 that must not compute in fp16, and let it take fp16 latents and pixels still.
-
-    diffusers would do it around each decoding, and compile two programs.
-    """
-    must = isinstance(vae, nn.Module) and getattr(getattr(vae, "config", None), "force_upcast", False)
-    if not must or next(vae.parameters()).dtype != torch.float16:
-        return
-    vae.to(torch.float32)
-    first = getattr(vae, "post_quant_conv", None) or getattr(vae.decoder, "conv_in", None)
-    for layer in (first, getattr(vae.encoder, "conv_in", None)):
-        if isinstance(layer, nn.Module):
-            layer.register_forward_pre_hook(lambda layer, inputs: (inputs[0].to(layer.weight.dtype), *inputs[1:]))

@@ -4,7 +4,6 @@ Narrow layers, and those that see one vector a sample (modulation, embeddings), 
 there matters most.
 """
 
-import weakref
 from collections.abc import Sequence
 
 import torch
@@ -25,16 +24,13 @@ TYPES: dict[str, tuple[str, str | None]] = {
 BY_ROW = "fp8_e4m3_e4m3_dynamic"  # torchao takes bf16 weights alone
 ONE_VECTOR = ("norm", "adaln", "embed", "modulation")
 
-# module -> quant_type, quant_min_features, quant_skip
-_DONE: weakref.WeakKeyDictionary[nn.Module, tuple[str, int, tuple[str, ...]]] = weakref.WeakKeyDictionary()
-
 
 def quantise(module: nn.Module, kind: str | None, min_features: int, skip: Sequence[str]) -> None:
     """Quantise the weights of linear layers in place; names in the state dict stay. See `Options` for the arguments.
 
     Raises:
-        UserError: torchao is not installed, there is no such type, device or weights do not allow it, no layer is wide enough, or
-            the weights were quantised already in another way. Nothing is changed then.
+        UserError: torchao is not installed, there is no such type, device or weights do not allow it, or no layer is wide enough.
+            Nothing is changed then.
     """
     if kind not in (None, *TYPES):
         raise UserError(
@@ -44,20 +40,12 @@ def quantise(module: nn.Module, kind: str | None, min_features: int, skip: Seque
         from torchao import quantization
     except ImportError as error:
         raise UserError("mode 'quant' needs torchao: pip install -e '.[quant]', or leave quant out.") from error
-    if any(map(is_quantised, module.modules())) and (done := _DONE.get(module)):
-        if done != (kind or done[0], min_features, tuple(sorted(skip))):
-            raise UserError(
-                f"{type(module).__name__}: its weights are quantised already, with quant_type={done[0]!r}, quant_min_features={done[1]} "
-                f"and quant_skip={list(done[2])}, and what they were is lost. Use these again, or load the weights anew."
-            )
-        return
     inside = {id(layer) for root in repeated_blocks(module) or [module] for layer in root.modules()}
     layers = {
         name: layer
         for name, layer in module.named_modules()
         if id(layer) in inside
         and type(layer) is nn.Linear
-        and not is_quantised(layer)
         and min(layer.in_features, layer.out_features) >= min_features
         and not any(word in name.lower() for word in ONE_VECTOR)
     }
@@ -71,6 +59,9 @@ def quantise(module: nn.Module, kind: str | None, min_features: int, skip: Seque
             f'mode "quant": {type(module).__name__} has no linear layer of {min_features} features in and out to quantise; set '
             "quant_min_features lower."
         )
+    ids = {id(layer) for layer in layers.values() if not is_quantised(layer)}
+    if not ids:
+        return
     float8 = all(takes_float8(layer.weight.device) for layer in layers.values())
     bf16 = all(layer.weight.dtype == torch.bfloat16 for layer in layers.values())
     if kind is None:  # the fastest that the GPU computes and that the weights' dtype allows
@@ -84,10 +75,8 @@ def quantise(module: nn.Module, kind: str | None, min_features: int, skip: Seque
         )
     name, granularity = TYPES[kind]
     arguments = {} if granularity is None else {"granularity": getattr(quantization, granularity)()}
-    ids = {id(layer) for layer in layers.values()}
     config = getattr(quantization, name)(**arguments)
     quantization.quantize_(module, config, filter_fn=lambda layer, _: id(layer) in ids)
-    _DONE[module] = (kind, min_features, tuple(sorted(skip)))
 
 
 def takes_float8(device: torch.device) -> bool:

@@ -13,7 +13,7 @@ import json
 import platform
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,13 +24,6 @@ from opensora.utils.errors import UserError
 
 HEADER, ARTIFACTS = "header.json", "artifacts.bin"
 FORMAT = 2
-
-
-class Counters(NamedTuple):
-    """How often this process found a program in its caches, and how often it had to compile."""
-
-    hits: int
-    misses: int
 
 
 def save_compiled(folder: str | Path, *compiled: Any) -> Path:
@@ -74,7 +67,7 @@ def load_compiled(folder: str | Path, *compiled: Any) -> dict[str, Any]:
         compiled: the modules and pipelines of this process, compiled but not yet called; the header must describe each.
 
     Returns:
-        The header. After the first calls `cache_counters` says whether programs were found.
+        The header.
 
     Raises:
         UserError: there is no such folder, a file is damaged, or it is for another machine, version, model or options.
@@ -102,15 +95,6 @@ def load_compiled(folder: str | Path, *compiled: Any) -> dict[str, Any]:
     if not intact or torch.compiler.load_cache_artifacts(data) is None:
         raise UserError(f"{folder / ARTIFACTS} is damaged. Delete the folder and save again.")
     return header
-
-
-def cache_counters() -> Counters:
-    """Programs found in the caches and programs compiled, in this process so far."""
-    from torch._dynamo.utils import counters
-
-    # a program found in the outer of the two caches is usually looked up in the inner one too
-    found = max(counters["inductor"]["fxgraph_cache_hit"], counters["aot_autograd"]["autograd_cache_hit"])
-    return Counters(found, counters["inductor"]["fxgraph_cache_miss"])
 
 
 def _describe(compiled: Iterable[Any]) -> list[dict[str, Any]]:

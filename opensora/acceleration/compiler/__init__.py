@@ -11,18 +11,16 @@ place: their class, their names in a state dict and their attributes stay as the
 
 from opensora.acceleration.compile.adapters import Adapters
 from opensora.acceleration.compile.nexfort import COMBINATIONS, MODES, compile, parse_options
-from opensora.acceleration.compile.pipes import compile_pipe, unfuse_qkv_projections
-from opensora.acceleration.compile.saved import cache_counters, load_compiled, save_compiled
+from opensora.acceleration.compile.pipes import compile_pipe
+from opensora.acceleration.compile.saved import load_compiled, save_compiled
 
 __all__ = [
     "COMBINATIONS",
     "MODES",
     "Adapters",
-    "cache_counters",
     "compile",
     "compile_pipe",
     "load_compiled",
     "parse_options",
     "save_compiled",
-    "unfuse_qkv_projections",
 ]

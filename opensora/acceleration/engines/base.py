@@ -61,9 +61,8 @@ class LossScale:
 
     def state(self) -> dict[str, Tensor]:
         """For a checkpoint; empty when it is not used."""
-        if not self.enabled:
-            return {}
-        return {"/scale": self.scale.double(), "/_growth_tracker": self.good_steps.double()}
+        state = {"/scale": self.scale.double(), "/_growth_tracker": self.good_steps.double()}
+        return state if self.enabled else {}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """The reverse of `state`; without one the scale begins anew."""
@@ -128,15 +127,12 @@ def take_step(
 
 
 class MastersEngine:
-    """An engine whose model holds the fp32 masters, whole or as DTensors.
+    """An engine (see `Engine`) whose model holds the fp32 masters, whole or as DTensors.
 
     Args:
         model: with names and state as in checkpoints.
-        optimizer: over parameters in `given`, not used yet; from now on it changes `leaves`.
-        given: name -> the parameter that the optimizer was made with.
-        world: this process.
-        dtype: of the computation; fp16 scales the loss.
-        grad_clip: largest global gradient norm; 0 = no clipping.
+        optimizer, world, dtype, grad_clip: see `build_engine`.
+        given: name -> the parameter that the optimizer was made with; from now on it has `leaves` in their place.
         mine: names that this process's optimizer changes; None = all.
         offload: keep what the optimizer works on, and its state, on the CPU, and take the step there. It saves 8 bytes for each
             fp32 weight on the device with AdamW, and takes time for copies and the slower step.
@@ -179,8 +175,7 @@ class MastersEngine:
 
     @property
     def scales_loss(self) -> bool:
-        """See `Engine.scales_loss`: fp16 gradients underflow otherwise; bf16 and fp32 do not need it."""
-        return self.dtype == torch.float16
+        return self.dtype == torch.float16  # whose gradients underflow otherwise
 
     def autocast(self, *, keep_casts: bool = True) -> torch.autocast:
         """The dtype of a forward pass; `keep_casts` keeps a weight's cast until the pass has ended."""
@@ -188,12 +183,10 @@ class MastersEngine:
         return torch.autocast(self.device.type, self.dtype, enabled=enabled, cache_enabled=keep_casts)
 
     def backward(self, loss: Tensor) -> None:
-        """See `Engine.backward`."""
         self.loss_scale(loss).backward()
 
     @torch.no_grad()
     def step(self) -> Tensor:
-        """See `Engine.step`."""
         gradients = [local(g) for name in self.trained if (g := self.weights[name].grad) is not None]
         norm = global_norm(gradients, self.device, self.norm_group) / self.loss_scale.scale
         if not self._up_to_date:
@@ -225,19 +218,15 @@ class MastersEngine:
         return norm
 
     def masters(self) -> Mapping[str, Tensor]:
-        """See `Engine.masters`: none, the model has them."""
-        return {}
+        return {}  # the model has them
 
     def model_state(self) -> dict[str, Tensor]:
-        """See `Engine.model_state`."""
         return self.raw_model.state_dict()
 
     def load_model_state(self, state: Mapping[str, Tensor], source: str) -> None:
-        """See `Engine.load_model_state`."""
         load_strictly(self.raw_model, state, source)
 
     def optimizer_state(self) -> dict[str, Tensor]:
-        """See `Engine.optimizer_state`: of this process's weights."""
         state = {
             f"{name}/{key}": self._placed(name, key, torch.as_tensor(value))
             for name, leaf in self.leaves.items()
@@ -246,11 +235,6 @@ class MastersEngine:
         return state | self.loss_scale.state()
 
     def load_optimizer_state(self, state: Mapping[str, Tensor]) -> None:
-        """See `Engine.load_optimizer_state`; a process takes its part.
-
-        Raises:
-            UserError: the state is of another model.
-        """
         self.optimizer.state.clear()
         self._up_to_date = not self.offload
         defaults = self.optimizer.defaults

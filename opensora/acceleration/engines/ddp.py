@@ -33,11 +33,7 @@ class DDPEngine(MastersEngine):
     """Data parallelism by PyTorch's DistributedDataParallel, in one process or in several.
 
     Args:
-        model: on its device, in fp32.
-        optimizer: over the model's trainable parameters.
-        world: this process and the others.
-        dtype: of the forward pass.
-        grad_clip: largest global gradient norm; 0 = no clipping.
+        model, optimizer, world, dtype, grad_clip: see `build_engine`.
         hybrid_zero: shard the optimizer's state over `shard_size` neighbouring processes.
         shard_size: None = the processes of a node.
         optimizer_offload: take the step on the CPU, see `MastersEngine`.
@@ -82,13 +78,11 @@ class DDPEngine(MastersEngine):
 
     @contextmanager
     def micro_step(self, *, last: bool) -> Iterator[None]:
-        """See `Engine.micro_step`."""
         alone = isinstance(self.model, DistributedDataParallel) and not last
         with self.model.no_sync() if alone else nullcontext(), self.autocast():  # type: ignore[operator]
             yield
 
     def step(self) -> Tensor:
-        """See `Engine.step`."""
         if self.average is not None:
             self.average()
         norm = super().step()

@@ -33,11 +33,7 @@ class FSDP2Engine(MastersEngine):
     """Sharded data parallelism; the model is changed in place, its parameters become DTensors.
 
     Args:
-        model: on its device, in fp32; blocks are those of its `transformer_blocks()`, if it has any.
-        optimizer: over the model's trainable parameters.
-        world: this process and the others; a process without others makes a process group for itself.
-        dtype: of the forward pass.
-        grad_clip: largest global gradient norm; 0 = no clipping.
+        model, optimizer, world, dtype, grad_clip: see `build_engine`; blocks are those of the model's `transformer_blocks()`.
         fsdp_reshard: "zero2" or "zero3", see the module.
         shard_size: processes that share the state; None = all.
         hybrid_zero: `shard_size` is the number of processes of a node.

@@ -54,14 +54,10 @@ def check(name: str, device: torch.device, dtype: str) -> None:
 
 
 class LowLevelZeroEngine:
-    """ColossalAI's ZeRO stage 2; the model's trained weights become bf16 or fp16.
+    """ColossalAI's ZeRO stage 2; the model's trained weights become bf16 or fp16. See `Engine`; states are gathered, on the CPU.
 
     Args:
-        model: on its GPU, in fp32.
-        optimizer: over the model's trainable parameters.
-        world: this process and the others; a process without others makes a process group for itself.
-        dtype: "bf16" or "fp16".
-        grad_clip: largest global gradient norm; 0 = no clipping.
+        model, optimizer, world, dtype, grad_clip: see `build_engine`.
 
     Raises:
         UserError: see `check`.
@@ -100,22 +96,18 @@ class LowLevelZeroEngine:
 
     @property
     def scales_loss(self) -> bool:
-        """See `Engine.scales_loss`."""
         return self.dtype == torch.float16
 
     @contextmanager
     def micro_step(self, *, last: bool) -> Iterator[None]:
-        """See `Engine.micro_step`; with stage 2 the gradients of every micro-batch are shared at once."""
         with torch.autocast("cuda", self.dtype):
             yield
 
     def backward(self, loss: Tensor) -> None:
-        """See `Engine.backward`."""
         self.zero.backward(loss)
 
     @torch.no_grad()
     def step(self) -> Tensor:
-        """See `Engine.step`."""
         gradients = [g for i in range(self.zero.num_param_groups) for g in self.zero.get_working_grads_by_group_id(i)]
         norm = global_norm([g.float() for g in gradients], self.device, self.mesh.get_group())
         if self.scales_loss:
@@ -126,7 +118,7 @@ class LowLevelZeroEngine:
         return norm
 
     def masters(self) -> Mapping[str, Tensor]:
-        """See `Engine.masters`; each process holds its chunk, without the padding."""
+        # each process holds its chunk, without the padding
         flat = {}
         for name, master in self._masters.items():
             count = self.weights[name].numel()
@@ -135,16 +127,13 @@ class LowLevelZeroEngine:
         return flat
 
     def model_state(self) -> dict[str, Tensor]:
-        """See `Engine.model_state`: gathered, on the CPU."""
         return self.model.state_dict() | {name: self._whole(name, master) for name, master in self._masters.items()}
 
     def load_model_state(self, state: Mapping[str, Tensor], source: str) -> None:
-        """See `Engine.load_model_state`."""
         load_strictly(self.model, state, source)
         self._fill_masters(state)
 
     def optimizer_state(self) -> dict[str, Tensor]:
-        """See `Engine.optimizer_state`: gathered, on the CPU."""
         tensors = {}
         for name, master in self._masters.items():
             for key, value in self.zero.optim.state.get(master, {}).items():
@@ -157,7 +146,6 @@ class LowLevelZeroEngine:
         return tensors
 
     def load_optimizer_state(self, state: Mapping[str, Tensor]) -> None:
-        """See `Engine.load_optimizer_state`."""
         self.zero.optim.state.clear()
         for path in state:
             name, key = path.rsplit("/", 1)

@@ -4,7 +4,7 @@
 """
 
 import warnings
-from typing import Any, Literal, Protocol, cast, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -25,12 +25,6 @@ WASTE = 0.25
 """A share of the attention's work on padding that deserves a warning."""
 CHECKSUM_PERIOD = 8191
 """Of the weights of the checksum, which make it see the order of the elements."""
-
-
-class Hooked(SelfAttention, Protocol):
-    """A self-attention with its hook."""
-
-    exchange: Exchange | None
 
 
 def parallelise(model: Any, group: dist.ProcessGroup | None, *, method: Method = "auto") -> None:
@@ -104,9 +98,9 @@ def check_sequence_parallel(model: nn.Module, sp_size: int, *, method: Method = 
             )
 
 
-def self_attentions(model: nn.Module) -> list[Hooked]:
-    """The self-attentions of a denoiser, in forward order."""
-    return [cast(Hooked, module) for module in model.modules() if hasattr(module, "exchange")]
+def self_attentions(model: nn.Module) -> list[SelfAttention]:
+    """The self-attentions of a denoiser, in forward order; each has a hook `exchange`."""
+    return [module for module in model.modules() if hasattr(module, "exchange")]
 
 
 def exchange_of(attn: SelfAttention, ranks: Ranks, method: Method = "auto") -> Exchange | None:

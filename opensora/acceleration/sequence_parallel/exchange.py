@@ -11,34 +11,19 @@ masks, temporal positions and the residual stream as they are.
 """
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any
 
 import torch
 from einops import rearrange
-from torch import Tensor, nn
+from torch import Tensor
 
 from opensora.acceleration.sequence_parallel.collectives import Ranks
 
-Grid = tuple[int, int]
+Grid = tuple[int, int]  # rows and columns of a frame
 
 
-class SelfAttention(Protocol):
-    """What an exchange needs of `opensora.models.layers.attention.Attention`; see there."""
-
-    axis: str
-    num_heads: int
-    head_dim: int
-    keeps_keys: bool
-    qkv: nn.Linear
-    proj: nn.Linear
-
-    def forward_local(self, x: Tensor, rope: Tensor | None = None, grid: Grid | None = None) -> Tensor: ...
-
-    def attend_qkv(self, qkv: Tensor, rope: Tensor | None = None, grid: Grid | None = None) -> Tensor: ...
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, rope: Tensor | None = None) -> Tensor: ...
-
-    def reduce_keys(self, k: Tensor, v: Tensor, grid: Grid | None) -> tuple[Tensor, Tensor]: ...
+SelfAttention = Any
+"""An `opensora.models.layers.attention.Attention`, which acceleration cannot import."""
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,6 @@ class PAB(StepCache):
         self._layers: list[_Layer] = []
 
     def install(self, blocks: Sequence[nn.Module], *, compiled: bool = False) -> None:
-        """See `StepCache.install`."""
         for kind, block, module in layers_of(blocks):
             if kind.startswith("mlp"):
                 reuses = any(block in numbers for numbers, _ in self.options.mlp.values())
@@ -116,12 +115,10 @@ class PAB(StepCache):
         return len(self._layers)
 
     def forget(self) -> None:
-        """See `StepCache.forget`."""
         for layer in self._layers:
             layer.forget()
 
     def remove(self) -> None:
-        """See `StepCache.remove`."""
         super().remove()
         self._layers.clear()
 

@@ -75,7 +75,6 @@ class TeaCache(StepCache):
         return 3
 
     def forget(self) -> None:
-        """See `StepCache.forget`."""
         self._calls: dict[int, _Call] = {}
         self._now = _Call()
         self._number = CallNumber()

@@ -219,7 +219,9 @@ def test_our_denoisers_are_frozen_as_a_whole(frozen):
     assert all(kept < given for given, kept in frozen)
 
 
-@pytest.mark.parametrize("options", [{"regional": False}, {"mode": "cudagraphs"}, {"mode": "freezing", "regional": True}])
+@pytest.mark.parametrize(
+    "options", [{"regional": False}, {"mode": "cudagraphs"}, {"mode": "freezing", "regional": True}]
+)
 def test_a_model_whose_parts_are_called_is_compiled_by_blocks_or_not_at_all(options):
     model = nova()
     with pytest.raises(UserError, match="compiled by blocks alone: leave out freezing, cudagraphs"):
@@ -370,8 +372,9 @@ def test_quant_chooses_a_type_that_takes_the_weights(hopper, dtype, kind):
     model = wide().to(dtype)
     compile(model, backend="none", options={"mode": "quant"})
     assert all(map(quantise.is_quantised, (model[0], model[2])))
-    assert quantise._DONE[model][0] == kind
     weight = model[0].weight
+    assert type(weight.data).__name__ == ("Float8Tensor")
+    assert (weight.data.scale.numel() > 1) == (kind == "fp8_e4m3_e4m3_dynamic")  # by row
     compile(model, backend="none", options={"mode": "quant"})  # they are as they should be
     assert model[0].weight is weight
 
@@ -394,8 +397,8 @@ def test_compiling_quantised_weights_again(programs):
     assert model[0].weight is weight
     torch.testing.assert_close(model(x), before)
     assert record_of(model).options.dynamic is True
-    with pytest.raises(UserError, match=r"quantised already, with .*'int8_dynamic', .*=64 and quant_skip=\['2'\]"):
-        compile(model, backend="counting", options={**options, "quant_type": "int8_weightonly"})
+    with pytest.raises(UserError, match="quant_skip: '3' is not a layer"):
+        compile(model, backend="counting", options={**options, "quant_skip": ["3"]})
     assert record_of(model).options.dynamic is True  # what is refused leaves the program of before
     assert model._compiled_call_impl is not None
     model[0].weight = nn.Parameter(torch.randn(64, 64))  # loaded anew

@@ -12,7 +12,7 @@ from torch import nn
 from opensora.acceleration.compile.nexfort import record_of
 from opensora.acceleration.compile.pipes import parts_of
 from opensora.acceleration.compile.quantise import is_quantised
-from opensora.acceleration.compiler import compile_pipe, unfuse_qkv_projections
+from opensora.acceleration.compiler import compile_pipe
 from opensora.utils.errors import UserError
 from tests.acceleration.compiler.toys import autoencoder, pixart, sampled
 
@@ -93,20 +93,18 @@ def test_ignores_are_names_or_their_beginnings(ignores, left):
 
 
 def test_an_ignore_that_is_no_part_is_told():
-    with pytest.raises(UserError, match="ignores='va' is not a part of it; it has transformer, vae.decoder, vae.encoder"):
+    with pytest.raises(
+        UserError, match=r"ignores='va' is not a part of it; it has transformer, vae.decoder, vae.encoder"
+    ):
         compile_pipe(pixart(), backend="aot_eager", ignores=["va"])
 
 
-def test_fused_projections_compute_the_same_and_can_be_undone():
+def test_fused_projections_compute_the_same():
     pipe = pixart()
-    names, expected = set(pipe.transformer.state_dict()), sampled(pipe)
+    expected = sampled(pipe)
     compile_pipe(pipe, backend="none", fuse_qkv_projections=True)
     assert any("to_qkv" in name for name in pipe.transformer.state_dict())
     np.testing.assert_allclose(sampled(pipe), expected, atol=1e-5)
-    unfuse_qkv_projections(pipe)
-    assert set(pipe.transformer.state_dict()) == names
-    np.testing.assert_array_equal(sampled(pipe), expected)
-    pipe.transformer = nn.Linear(1, 1)
     with pytest.raises(UserError, match="has no way to do it"):
         compile_pipe(SimpleNamespace(unet=nn.Linear(1, 1)), backend="none", fuse_qkv_projections=True)
 
@@ -122,17 +120,6 @@ def test_jit_takes_an_earlier_program_off_what_it_leaves_eager():
     compile_pipe(pipe, options={"mode": "jit"})
     assert compiled_parts(pipe) == ["transformer"]
     assert pipe.vae.decoder._compiled_call_impl is None
-
-
-@pytest.mark.slow
-def test_an_fp16_vae_that_overflows_becomes_fp32_and_takes_fp16():
-    vae = autoencoder()
-    vae.register_to_config(force_upcast=True)
-    # not aot_eager: PyTorch 2.11 and 2.6 are mistaken there about the strides of attention's result on a CPU
-    pipe = compile_pipe(pixart(vae=vae.half()), backend="eager")
-    assert pipe.vae.dtype == torch.float32
-    assert pipe.vae.decode(torch.randn(1, 4, 8, 8).half()).sample.dtype == torch.float32
-    assert pipe.vae.encode(torch.randn(1, 3, 16, 16).half()).latent_dist.mean.dtype == torch.float32
 
 
 def test_what_a_pipeline_cannot_do_is_refused():
