@@ -1,8 +1,8 @@
 """Guidance on two processes: one predicts with the prompt, the other without, and they exchange the predictions.
 
 Classifier-free guidance calls the model on [cond; null] as one batch. Here each of two groups of processes computes its
-half of that batch, so that each device has half the work and half the activations. The sampler, and all that comes after
-the prediction, is the same on all of them; so the videos are those of one process.
+half of that batch, so that each device has half the work and half the activations. The rest is the same on all of them, and the
+videos are those of one process.
 """
 
 from collections.abc import Callable

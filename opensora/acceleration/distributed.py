@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 from weakref import WeakSet
 
 import torch
@@ -86,12 +86,7 @@ def init_world(device: str = "auto", sp_size: int = 1, timeout: timedelta = STEP
         dist.init_process_group(timeout=timeout, **_backend(own))
     several = dist.is_initialized()
     rank, size = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
-    if size % sp_size:
-        legal = [str(n) for n in range(1, size + 1) if size % n == 0]
-        raise UserError(
-            f"sp_size={sp_size} does not divide the number of processes, {size}. Here it can be {', '.join(legal)}; or start more "
-            "processes with torchrun --nproc_per_node."
-        )
+    check_group_size("sp_size", sp_size, size)
     if not several:
         return World(0, 1, own)
     group = None if sp_size == 1 else neighbours(rank, size, sp_size, timeout)
@@ -125,11 +120,20 @@ def local_gpu(count: int) -> torch.device:
 def own_group(groups: Iterable[Sequence[int]], rank: int, timeout: timedelta) -> dist.ProcessGroup:
     """The group of process `rank` among `groups`, which hold every process once.
 
-    All processes must call it: every one makes every group. `timeout` is needed, since a group does not take over the one of
-    the group of all: PyTorch gives it 10 minutes with NCCL.
+    All processes must call it: every one makes every group, which would wait 10 minutes by PyTorch's default with NCCL.
     """
     made = [(dist.new_group(list(ranks), timeout=timeout), ranks) for ranks in groups]
     return next(cast(dist.ProcessGroup, group) for group, ranks in made if rank in ranks)
+
+
+def check_group_size(name: str, group_size: int, size: int) -> None:
+    """Refuse groups of neighbours that would not be of one size, with a UserError."""
+    if size % group_size:
+        legal = [str(n) for n in range(1, size + 1) if size % n == 0]
+        raise UserError(
+            f"{name}={group_size} does not divide the number of processes, {size}. Here it can be {', '.join(legal)}; or start more "
+            "processes with torchrun --nproc_per_node."
+        )
 
 
 def neighbours(rank: int, size: int, group_size: int, timeout: timedelta) -> dist.ProcessGroup:
@@ -159,17 +163,10 @@ def host_group(world: World, timeout: timedelta) -> dist.ProcessGroup | None:
     return None if world.size == 1 else cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout))
 
 
-class Releasable(Protocol):
-    """Holds what must be given up before the process group."""
-
-    def release(self) -> None:
-        """Give it up; may be called again."""
+_held: WeakSet[Any] = WeakSet()
 
 
-_held: "WeakSet[Releasable]" = WeakSet()
-
-
-def release_at_shutdown(holder: Releasable) -> None:
+def release_at_shutdown(holder: Any) -> None:
     """Let `shutdown`, or else the end of Python, call `holder.release()` first, if it still lives."""
     _held.add(holder)
 

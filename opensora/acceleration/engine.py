@@ -6,8 +6,7 @@
 | `fsdp2` | sharded over the processes by PyTorch's `fully_shard`; like ZeRO-2 or ZeRO-3, with replicas (HSDP) or without | fsdp2.py |
 | `zero2`, `zero2-seq` | weights whole in bf16 or fp16, the rest sharded, by ColossalAI | low_level_zero.py |
 
-All keep fp32 master weights. All average gradients over the whole world, whatever `sp_size` is: sequence parallelism
-scales its gradients so that this is right.
+All keep fp32 master weights, and average gradients over the whole world: sequence parallelism scales its own to fit.
 """
 
 import inspect
@@ -64,7 +63,7 @@ class Engine(Protocol):
         """The weights, fp32, as they lie in memory: plain, or DTensors."""
 
     def load_model_state(self, state: Mapping[str, Tensor], source: str) -> None:
-        """Take whole weights from `state`, which was read from `source`; strict in names and shapes."""
+        """Take whole weights that were read from `source`; strict in names and shapes."""
 
     def optimizer_state(self) -> dict[str, Tensor]:
         """The optimizer's tensors as `<parameter>/<state>`, plain or DTensors, and the loss scale as `/<state>`."""
@@ -79,11 +78,10 @@ def check_engine(name: str, sp_size: int = 1, *, device: torch.device | None = N
     Raises:
         UserError: the engine cannot run on this device or in this dtype, or its package is not installed.
     """
-    if name == "zero2-seq" and sp_size == 1:
-        raise UserError("plugin='zero2-seq' is zero2 with sequence parallelism: set --sp-size, or use --plugin zero2.")
-    if name == "zero2" and sp_size > 1:
-        raise UserError(f"plugin='zero2' with sp_size={sp_size} is called zero2-seq: use --plugin zero2-seq.")
     if name in low_level_zero.NAMES:
+        right = "zero2-seq" if sp_size > 1 else "zero2"
+        if name != right:
+            raise UserError(f"plugin={name!r} with sp_size={sp_size}: use --plugin {right}, or another --sp-size.")
         low_level_zero.check(name, device or torch.device("cuda" if torch.cuda.is_available() else "cpu"), dtype)
 
 

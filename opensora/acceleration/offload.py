@@ -24,7 +24,7 @@ class OffloadedModule:
 
     Args:
         tensors: parameters and buffers.
-        device: where they are used; for a GPU the host copies are pinned, as asynchronous copies need.
+        device: where they are used; for a GPU the host copies are pinned.
     """
 
     def __init__(self, tensors: Iterable[Tensor], device: torch.device) -> None:
@@ -52,12 +52,7 @@ class OffloadedModule:
 
 
 class BlockStream:
-    """Brings blocks to the device as they are called.
-
-    Args:
-        blocks: of a denoiser, in forward order.
-        device: where they work.
-    """
+    """Brings a denoiser's blocks, which come in forward order, to the device as they are called."""
 
     def __init__(self, blocks: Sequence[nn.Module], device: torch.device) -> None:
         self.device = device

@@ -1,10 +1,7 @@
 """Encoding with a VAE, ours or diffusers', in micro-batches chosen by the size of an image.
 
-An encoder's activations are several times as large as its input at full resolution, so 320 frames of 512x512 at once need
-far more memory than the denoiser. The micro-batch does not change the result.
-
-It is here, below the models, because `optix` encodes with diffusers' VAEs; so is the formula by which a VAE's config scales
-its latents, which `opensora.models.vae` shares.
+An encoder's activations at full resolution are far larger than the denoiser's. The micro-batch does not change the result.
+It is here because `optix` encodes with diffusers' VAEs, as is how a VAE's config scales latents, which `models.vae` shares.
 """
 
 from collections.abc import Mapping, Sequence

@@ -71,7 +71,7 @@ class GraphCapture(EagerCapture):
         torch.cuda.current_stream().wait_stream(self.stream)
 
     def capture(self, call: Call) -> Call:
-        """See `EagerCapture.capture`, which here does not do the work; other threads, such as one that pins batches, may go on."""
+        # this does not do the work; other threads, such as one that pins batches, may go on
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
             call()
@@ -85,11 +85,7 @@ class GraphCapture(EagerCapture):
 
 
 class GradientBuffers:
-    """A fixed address for the gradient of each weight, whatever the size of the batch; all lie in one buffer for each dtype.
-
-    Args:
-        weights: that may get gradients.
-    """
+    """A fixed address for the gradient of each of the weights, whatever the size of the batch; one buffer for each dtype."""
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
         self.weights = weights
@@ -214,13 +210,7 @@ class CUDAGraphRunner:
 
 
 class CUDAGraphPool:
-    """The graphs of a model, one runner for each size, made when they are needed.
-
-    Args:
-        forward: the model's, which gives one tensor.
-        model: for its weights and its mode.
-        capture: of the device.
-    """
+    """The graphs of a model, one runner for each size, made when they are needed; called as the model's `forward`."""
 
     def __init__(self, forward: Forward, model: nn.Module, capture: EagerCapture) -> None:
         self.forward, self.model, self.capture = forward, model, capture
@@ -232,7 +222,6 @@ class CUDAGraphPool:
         release_at_shutdown(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """As the model's `forward`."""
         inputs, spec = tree_flatten((args, kwargs))
         sizes = tuple(
             (tuple(value.shape), value.dtype, value.requires_grad) if isinstance(value, Tensor) else value
@@ -286,8 +275,6 @@ class CUDAGraphPool:
 
 
 class _Replayed(torch.autograd.Function):
-    """A runner as one operation."""
-
     @staticmethod
     def forward(ctx: Any, pool: CUDAGraphPool, runner: CUDAGraphRunner, _needs_grad: Tensor, *inputs: Any) -> Tensor:
         ctx.pool, ctx.runner = pool, runner

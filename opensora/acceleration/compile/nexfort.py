@@ -14,7 +14,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils.hooks import RemovableHandle
 
 from opensora.acceleration.compile import allow_many_programs, is_ours, knows, repeated_blocks
 from opensora.acceleration.compile.quantise import quantise
@@ -184,7 +183,6 @@ class Record(NamedTuple):
 
     backend: str
     options: Options
-    handle: RemovableHandle | None  # of the hook that refuses to load weights
 
 
 _RECORDS: weakref.WeakKeyDictionary[nn.Module, Record] = weakref.WeakKeyDictionary()
@@ -279,17 +277,15 @@ def compile_module(module: nn.Module, backend: str, options: Options) -> None:
     for target in blocks if regional else [module]:
         target.compile(**arguments)
         target._compiled_call_impl = _with_options(target._compiled_call_impl, name, options)
-    handle = module.register_load_state_dict_pre_hook(_refuse_loading) if "freezing" in words else None
-    _RECORDS[module] = Record(backend, options, handle)
+    module.register_load_state_dict_pre_hook(_refuse_loading)
+    _RECORDS[module] = Record(backend, options)
 
 
 def restore(module: nn.Module) -> None:
     """Take compilation off a module and all inside it. Memory format and quantised weights stay."""
     record = _RECORDS.pop(module, None)
-    if record is not None and record.handle is not None:  # of freezing
-        record.handle.remove()
-        if not knows("isolate_recompiles"):
-            torch.compiler.reset()  # or the next compilation would find the program with the weights of before
+    if record is not None and "freezing" in record.options.words and not knows("isolate_recompiles"):
+        torch.compiler.reset()  # or the next compilation would find the program with the weights of before
     for one in module.modules():
         one._compiled_call_impl = None
 
@@ -338,6 +334,9 @@ def _arguments(backend: str, options: Options, *, fullgraph: bool = False) -> di
 
 
 def _refuse_loading(module: nn.Module, *_: Any) -> None:
-    raise UserError(
-        f"{type(module).__name__} was compiled with freezing: its weights are constants of the program. Load them before compiling."
-    )
+    record = record_of(module)
+    if record is not None and "freezing" in record.options.words:
+        name = type(module).__name__
+        raise UserError(
+            f"{name} was compiled with freezing: its weights are constants of the program. Load them before."
+        )

@@ -16,15 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from opensora.acceleration.compile.cuda_graphs import capture_training
-from opensora.acceleration.distributed import World, neighbours
+from opensora.acceleration.distributed import World, check_group_size, neighbours
 from opensora.acceleration.engines.base import MastersEngine
-from opensora.acceleration.engines.partition import (
-    broadcast_from_owners,
-    check_shard_size,
-    gather_from_owners,
-    node_size,
-    share_out,
-)
+from opensora.acceleration.engines.partition import broadcast_from_owners, gather_from_owners, node_size, share_out
 from opensora.registry import PLUGINS
 
 
@@ -63,7 +57,7 @@ class DDPEngine(MastersEngine):
         mine = None
         if hybrid_zero and world.size > 1:
             shard_size = shard_size or node_size(world.size)
-            check_shard_size(shard_size, world.size)
+            check_group_size("shard_size", shard_size, world.size)
             self.group = neighbours(world.rank, world.size, shard_size, world.timeout)
             self.owner = share_out({name: w.numel() for name, w in weights.items() if w.requires_grad}, shard_size)
             mine = [name for name, owner in self.owner.items() if owner == world.rank % shard_size]

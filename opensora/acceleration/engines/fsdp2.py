@@ -21,9 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.optim import Optimizer
 
-from opensora.acceleration.distributed import World, join_alone, own_group
+from opensora.acceleration.distributed import World, check_group_size, join_alone, own_group
 from opensora.acceleration.engines.base import MastersEngine
-from opensora.acceleration.engines.partition import check_shard_size, node_size
+from opensora.acceleration.engines.partition import node_size
 from opensora.registry import PLUGINS
 from opensora.utils.errors import UserError
 
@@ -88,7 +88,7 @@ def make_mesh(world: World, shard_size: int) -> DeviceMesh:
     Raises:
         UserError: `shard_size` does not divide the number of processes.
     """
-    check_shard_size(shard_size, world.size)
+    check_group_size("shard_size", shard_size, world.size)
     join_alone(world.device)
     if shard_size == world.size:
         return init_device_mesh(world.device.type, (shard_size,), mesh_dim_names=("shard",))

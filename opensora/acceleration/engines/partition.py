@@ -12,28 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from opensora.utils.errors import UserError
-
 MESSAGE_BYTES = 64 * 2**20  # of a copy, of which there may be two at a time
 
 
 def node_size(world_size: int) -> int:
     """Processes that torchrun started on this node; all, if something else started them."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-
-
-def check_shard_size(shard_size: int, world_size: int) -> None:
-    """Refuse groups that are not of one size.
-
-    Raises:
-        UserError: `shard_size` does not divide the number of processes.
-    """
-    if world_size % shard_size:
-        legal = [n for n in range(1, world_size + 1) if world_size % n == 0]
-        raise UserError(
-            f"shard_size={shard_size} does not divide the number of processes, {world_size}. Here it can be "
-            f"{', '.join(map(str, legal))}."
-        )
 
 
 def share_out(sizes: Mapping[str, int], parts: int) -> dict[str, int]:

@@ -100,10 +100,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None) -> Tensor:
 
 
 def _leaves_a_gpu_idle(q: Tensor, k: Tensor) -> bool:
-    """Whether the backward pass of PyTorch's kernels has too few programs, but many queries.
-
-    Each of its programs takes some keys of a head and walks over all queries: 300 tokens of one caption and 16 heads are 48.
-    """
+    """Whether the backward pass of PyTorch's kernels has few programs, each of which takes some keys of a head, but many queries."""
     if not _on_gpu(q) or q.ndim != 4 or not torch.is_grad_enabled():
         return False
     (B, H, N, _), L = q.shape, k.shape[2]
@@ -169,9 +166,6 @@ class LayerNorm(torch.nn.LayerNorm):
             return F.layer_norm(x, self.normalized_shape, eps=self.eps)
 
 
-_warned: set[str] = set()
-
-
 def layer_norm(dim: int, *, eps: float = 1e-6, fused: bool = False) -> torch.nn.Module:
     """A LayerNorm without affine parameters; `fused` (the seed's `enable_layernorm_kernel`) asks for apex's kernel."""
     if fused:
@@ -179,10 +173,8 @@ def layer_norm(dim: int, *, eps: float = 1e-6, fused: bool = False) -> torch.nn.
             from apex.normalization import FusedLayerNorm
 
             return FusedLayerNorm(dim, elementwise_affine=False, eps=eps)
-        except ImportError:
-            if "apex" not in _warned:
-                _warned.add("apex")
-                warnings.warn(
-                    "enable_layernorm_kernel=True, but apex is not installed: using PyTorch's LayerNorm.", stacklevel=2
-                )
+        except ImportError:  # Python shows it once
+            warnings.warn(
+                "enable_layernorm_kernel=True, but apex is not installed: using PyTorch's LayerNorm.", stacklevel=2
+            )
     return LayerNorm(dim, eps)

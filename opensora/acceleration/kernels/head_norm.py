@@ -1,10 +1,9 @@
 """RMS normalisation of queries and keys with rotary positions, as one Triton kernel for each pass.
 
-A head is a row of some 64 to 128 channels, and there is one for each token and head: a long video has millions. Compilers
-make reductions of them that take two rows a program, or read each row twice. Here a program takes a block of rows, and the
-backward pass gives the gradients of rows and weights at once; the weights' are summed over the rows of a program in registers, one partial sum
-each is written in fp32, and these few are added after it, so that the result is deterministic. All arithmetic is fp32.
-See docs/benchmarks/goals.md for what it is about.
+A head is a row of some 64 to 128 channels, and a long video has millions. Compilers make reductions of them that take two rows
+a program, or read each row twice. Here a program takes a block of rows, and the backward pass gives the gradients of rows and
+weights at once, the weights' as fp32 sums for each program, which are added after it: the result is deterministic. All arithmetic is
+fp32. See docs/benchmarks/goals.md for the gain.
 """
 
 import math

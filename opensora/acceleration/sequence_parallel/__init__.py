@@ -11,13 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from opensora.acceleration.sequence_parallel.collectives import Ranks, process_group
-from opensora.acceleration.sequence_parallel.exchange import (
-    DSP,
-    Exchange,
-    SelfAttention,
-    Ulysses,
-    UlyssesShortKV,
-)
+from opensora.acceleration.sequence_parallel.exchange import DSP, SelfAttention, Ulysses, UlyssesShortKV
 from opensora.utils.errors import UserError
 
 Method = Literal["auto", "dsp", "ulysses"]
@@ -58,8 +52,7 @@ def parallelise(model: Any, group: dist.ProcessGroup | None, *, method: Method =
 def check_sequence_parallel(model: nn.Module, sp_size: int, *, method: Method = "auto") -> None:
     """Refuse what cannot work, and warn of what wastes much.
 
-    Any number of frames, tokens, heads and text tokens works with any `sp_size`, as what does not divide is padded. That
-    `sp_size` divides the number of processes is checked by `opensora.acceleration.distributed.init_world`.
+    Any number of frames, tokens, heads and text tokens works with any `sp_size`, as what does not divide is padded.
 
     Raises:
         UserError: sp_size or method is not legal, or the model has no hooks.
@@ -103,7 +96,7 @@ def self_attentions(model: nn.Module) -> list[SelfAttention]:
     return [module for module in model.modules() if hasattr(module, "exchange")]
 
 
-def exchange_of(attn: SelfAttention, ranks: Ranks, method: Method = "auto") -> Exchange | None:
+def exchange_of(attn: SelfAttention, ranks: Ranks, method: Method = "auto") -> Ulysses | None:
     """How this attention exchanges; None = not at all."""
     if attn.axis == "time":  # each process has all frames of its tokens
         return None
@@ -113,10 +106,7 @@ def exchange_of(attn: SelfAttention, ranks: Ranks, method: Method = "auto") -> E
 
 
 def _compare_first_batch(model: nn.Module, ranks: Ranks) -> None:
-    """Compare the inputs of the model's next call over the processes, once: other samples would fail nowhere, and teach nothing.
-
-    The call raises UserError in all of them if they differ.
-    """
+    """Compare the inputs of the model's next call over the processes: other samples would fail nowhere, and teach nothing."""
 
     def compare(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         handle.remove()

@@ -92,13 +92,12 @@ class StepCache(ABC):
 
 
 class CallNumber:
-    """Numbers the calls of one module within a step: 0, 1, ..."""
+    """Numbers the calls of one module within step `index`: 0, 1, ..."""
 
     def __init__(self) -> None:
         self._index, self._calls = -1, 0
 
     def __call__(self, index: int) -> int:
-        """The number of this call, in step `index`."""
         self._calls = self._calls + 1 if index == self._index else 0
         self._index = index
         return self._calls
