@@ -83,15 +83,12 @@ def make_parallel_plan(world: World, sp_size: int = 1, *, cfg_parallel: bool = F
 
 
 def split_guidance(model: Callable[..., Tensor], group: dist.ProcessGroup, batch: int) -> Callable[..., Tensor]:
-    """A model that computes one half of [cond; null] here and gets the other half from the partner.
+    """A model that computes one half of [cond; null] here and gets the other half from the partner, with the same results on both.
 
     Args:
         model: called as `model(x, timestep, **cond)`, every entry [B, ...] or None.
         group: two processes; rank 0 of it computes the first half.
         batch: the number of samples. A call with twice as many is guidance's; any other is computed by both processes.
-
-    Returns:
-        A model with the same results on both processes.
     """
 
     def halved(x: Tensor, timestep: Tensor, **cond: Tensor | None) -> Tensor:

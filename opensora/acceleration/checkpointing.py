@@ -51,9 +51,7 @@ operation is tagged as it is traced where checkpointing has a policy, and since 
 
 
 def checkpoint_activations(
-    blocks: Iterable[nn.Module],
-    level: str = "block",
-    stacks: Sequence[int] | None = None,
+    blocks: Iterable[nn.Module], level: str = "block", stacks: Sequence[int] | None = None
 ) -> None:
     """Checkpoint what `level` says (see `opensora.config.activation_checkpointing`); nothing happens without gradients.
 
@@ -108,8 +106,8 @@ def offload_activations(model: nn.Module, *, min_bytes: int = OFFLOAD_BYTES) -> 
 class _Offload:
     """Copies saved tensors to the CPU and back, on a GPU on a side stream.
 
-    They come back in their strides: kernels refuse rows that are no longer aligned, and a linear layer that is recomputed takes
-    another path for tokens that have become contiguous, so that autograd meets other tensors than it saved.
+    They come back in their strides: kernels refuse rows that are not aligned, and a recomputed linear layer takes another path for
+    tokens that have become contiguous.
     """
 
     def __init__(self, min_bytes: int, stays: set[tuple[int, ...]]) -> None:

@@ -60,7 +60,7 @@ def init_world(device: str = "auto", sp_size: int = 1, timeout: timedelta = STEP
     Args:
         device: "cpu", "cuda", or "auto" = a GPU if there is one.
         sp_size: processes that share a sample.
-        timeout: after which a collective call that waits for another process is an error.
+        timeout: of a collective call that waits for another process.
 
     Raises:
         UserError: a GPU is asked for and there is none, there are fewer than processes on this machine, `sp_size` does
@@ -94,20 +94,14 @@ def init_world(device: str = "auto", sp_size: int = 1, timeout: timedelta = STEP
 
 
 def prefer_expandable_segments() -> None:
-    """Ask for expandable memory segments, before a GPU is used, unless the environment says otherwise.
-
-    Without them fragmentation takes up to 8 % of an 80 GB card with batches of many sizes (docs/benchmarks/goals.md).
-    """
+    """Ask for expandable memory segments before a GPU is used: fragmentation took up to 8 % of an 80 GB card without
+    (docs/benchmarks/goals.md)."""
     if "PYTORCH_ALLOC_CONF" not in os.environ:  # the newer name
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 
 def local_gpu(count: int) -> torch.device:
-    """The GPU of this process among the `count` of its machine, by torchrun's LOCAL_RANK.
-
-    Raises:
-        UserError: there is no such GPU.
-    """
+    """The GPU of this process among the `count` of its machine, by torchrun's LOCAL_RANK; UserError: there is none."""
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if local_rank >= count:
         raise UserError(
@@ -156,10 +150,7 @@ def _backend(device: torch.device) -> dict[str, Any]:
 
 
 def host_group(world: World, timeout: timedelta) -> dist.ProcessGroup | None:
-    """A gloo group of all processes, for what they ask each other without waiting for their devices; None = no others.
-
-    All processes must call it.
-    """
+    """A gloo group of all processes, which all must call for; None = no others. It waits for no device."""
     return None if world.size == 1 else cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout))
 
 
@@ -229,11 +220,7 @@ def broadcast_from_rank0(
 
 
 def refuse_different(own: str, what: str) -> None:
-    """See that `own` is the same in all processes; all of them call it.
-
-    Raises:
-        UserError: it is not; in all processes.
-    """
+    """A UserError in all processes, which all call this, if `own` is not the same in them."""
     if not dist.is_initialized():
         return
     values: list[Any] = [None] * dist.get_world_size()

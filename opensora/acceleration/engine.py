@@ -115,21 +115,14 @@ def build_engine(
     for key, value in settings.items():
         if key not in taken and value not in (None, False):
             raise UserError(f"{key}={value!r} has no effect with plugin={name!r}: leave it out.")
-    shards = min(settings.get("shard_size") or node_size(world.size), world.size)
-    idle = {  # what is asked for, is legal, and does nothing here
-        f"hybrid_zero=True has no effect: of {world.size} processes, each has a group of its own.": (
-            settings.get("hybrid_zero") and shards == 1
-        ),
-        "optimizer_offload=True saves nothing on a CPU: the optimizer's state is a copy in the same memory.": (
-            settings.get("optimizer_offload") and world.device.type == "cpu"
-        ),
-        "cuda_graphs=True gains nothing on a CPU, which has no graphs: the passes are only called in another way.": (
-            settings.get("cuda_graphs") and world.device.type == "cpu"
-        ),
-    }
-    for message, is_idle in idle.items():
-        if is_idle and world.is_main:
-            logger.warning(message)
+    on_cpu, shards = world.device.type == "cpu", min(settings.get("shard_size") or node_size(world.size), world.size)
+    for key, is_idle, why in (
+        ("hybrid_zero", shards == 1, f"of {world.size} processes, each has a group of its own"),
+        ("optimizer_offload", on_cpu, "the optimizer's state is a copy in a CPU's memory anyway"),
+        ("cuda_graphs", on_cpu, "a CPU has no graphs, and the passes are only called in another way"),
+    ):
+        if settings.get(key) and is_idle and world.is_main:
+            logger.warning("%s=True has no effect here: %s.", key, why)
     if world.size > 1:  # what a process read or drew otherwise would stay apart for ever
         broadcast_params(model)
     return PLUGINS.build(

@@ -6,8 +6,9 @@ stream of their own: at any time two of them are on the device, and the first, w
 the CPU, all of this happens too and changes nothing.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from typing import Any, Literal
 
@@ -20,12 +21,7 @@ Policy = Literal["none", "model", "block"]
 
 
 class OffloadedModule:
-    """Tensors of a module that stay in the CPU's memory, and are copied to the device while they are used.
-
-    Args:
-        tensors: parameters and buffers.
-        device: where they are used; for a GPU the host copies are pinned.
-    """
+    """Parameters and buffers that stay in the CPU's memory, pinned for a GPU, and are copied to the device while they are used."""
 
     def __init__(self, tensors: Iterable[Tensor], device: torch.device) -> None:
         self.device, self.loaded = device, False
@@ -61,7 +57,7 @@ class BlockStream:
         self._arrivals: dict[int, torch.cuda.Event] = {}
         self._paused = False
         for number, block in enumerate(blocks):
-            wrap_forward(block, self._around(number))
+            wrap_forward(block, lambda forward, number=number: partial(self._call, number, forward))  # type: ignore[misc]
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -84,26 +80,20 @@ class BlockStream:
             block.unload()
         self._arrivals.clear()
 
-    def _around(self, number: int) -> Callable[[Forward], Forward]:
-        def wrap(forward: Forward) -> Forward:
-            def call(*args: Any, **kwargs: Any) -> Any:
-                if self._paused:
-                    return forward(*args, **kwargs)
-                self._fetch(number)
-                if (event := self._arrivals.pop(number, None)) is not None:
-                    present = torch.cuda.current_stream(self.device)
-                    present.wait_event(event)
-                    for tensor, _ in self.blocks[number].pairs:
-                        tensor.data.record_stream(present)  # its memory must stay until this stream has used it
-                self._fetch(number % (len(self.blocks) - 1) + 1 if len(self.blocks) > 1 else 0)
-                out = forward(*args, **kwargs)
-                if number > 0:
-                    self.blocks[number].unload()
-                return out
-
-            return call
-
-        return wrap
+    def _call(self, number: int, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        if self._paused:
+            return forward(*args, **kwargs)
+        self._fetch(number)
+        if (event := self._arrivals.pop(number, None)) is not None:
+            present = torch.cuda.current_stream(self.device)
+            present.wait_event(event)
+            for tensor, _ in self.blocks[number].pairs:
+                tensor.data.record_stream(present)  # its memory must stay until this stream has used it
+        self._fetch(number % (len(self.blocks) - 1) + 1 if len(self.blocks) > 1 else 0)
+        out = forward(*args, **kwargs)
+        if number > 0:
+            self.blocks[number].unload()
+        return out
 
     def _fetch(self, number: int) -> None:
         """Begin to copy a block."""
@@ -122,8 +112,7 @@ class Placement:
     Args:
         parts: by name; those without weights are left alone. `model` has `transformer_blocks()`.
         device: where they work.
-        policy: "none" keeps all of them there, "model" brings each when it works, "block" also the denoiser's blocks one by
-            one.
+        policy: "none" keeps all there, "model" brings each when it works, "block" also the denoiser's blocks one by one.
     """
 
     def __init__(self, parts: Mapping[str, Any], device: torch.device, policy: Policy = "none") -> None:

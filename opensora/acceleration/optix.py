@@ -86,9 +86,9 @@ def compile(
             encoder.compile()
     if (dtype := chosen["model_dtype"]) is not None:
         if dtype != torch.float32:
+            advice = "Leave it out to keep fp32 weights and compute in bf16 by autocast."
             warnings.warn(
-                f"model_dtype={dtype}: steps that are small compared with a weight are lost in it. Leave it out to keep fp32 weights and "
-                "compute in bf16 by autocast.",
+                f"model_dtype={dtype}: steps that are small compared with a weight are lost in it. {advice}",
                 stacklevel=2,
             )
         model.to(dtype)
@@ -169,11 +169,9 @@ def _fuse_layer_norms(model: nn.Module) -> None:
 
 
 class ShardedEMA:
-    """fp32 EMA of a model's parameters, of which each process of a group keeps a share; nothing is sent until it is saved.
+    """fp32 EMA of a model's parameters, of which each process of a group (None = all) keeps a share.
 
-    Args:
-        model: whole in each process, and the same in all; it may be wrapped in DistributedDataParallel.
-        group: the processes; None = all.
+    The model, which may be wrapped in DistributedDataParallel, is whole and the same in all. Nothing is sent until it is saved.
     """
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
@@ -187,11 +185,7 @@ class ShardedEMA:
 
     @torch.no_grad()
     def update(self, model: nn.Module, decay: float = 0.9999, *, only_trainable: bool = True) -> None:
-        """`ema <- decay * ema + (1 - decay) * weights`; with decay 0 it is the weights.
-
-        Args:
-            only_trainable: frozen parameters are copied, not averaged, so that they are right even if they were loaded late.
-        """
+        """`ema <- decay * ema + (1 - decay) * weights`; `only_trainable` copies frozen ones, which may have been loaded late."""
         for name, parameter in _inner(model).named_parameters():
             if name not in self.shadow:
                 continue

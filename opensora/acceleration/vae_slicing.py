@@ -36,10 +36,9 @@ def sliced_vae(
     *,
     generators: Generators = None,
 ) -> Tensor:
-    """Encode images or videos in micro-batches, and scale the latents.
+    """Encode images or videos in micro-batches with a VAE of ours or an `AutoencoderKL` of diffusers, and scale the latents.
 
     Args:
-        vae: One of ours, or an `AutoencoderKL` of diffusers.
         x: Images [B, 3, H, W], or videos [B, T, 3, H, W] - frames before channels, unlike the result.
         micro_bs: Images at a time; None: by their size (`images_at_a_time`). A VAE that encodes videos as a whole takes
             as many videos as have so many frames, at least one.
@@ -48,10 +47,7 @@ def sliced_vae(
         generators: For the posterior: one, or one for each of the B entries; None draws from torch's own.
 
     Returns:
-        Latents [B, C, h, w] or [B, C, t, h, w], fp32.
-
-    Raises:
-        UserError: The latents are not finite.
+        Latents [B, C, h, w] or [B, C, t, h, w], fp32. UserError: they are not finite.
     """
     if x.dim() not in (4, 5):
         raise ValueError(f"sliced_vae takes [B, 3, H, W] or [B, T, 3, H, W], got {tuple(x.shape)}")

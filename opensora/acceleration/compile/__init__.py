@@ -1,7 +1,4 @@
-"""Compilation: blocks for training (all of a kind share one program), CUDA graphs, and OneDiff's interface for inference.
-
-Users import the last one from `opensora.acceleration.compiler`.
-"""
+"""Compilation block by block: all of a kind share one program. For OneDiff's interface see `opensora.acceleration.compiler`."""
 
 import inspect
 from collections.abc import Callable, Iterable

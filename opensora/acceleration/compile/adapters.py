@@ -4,8 +4,7 @@
     loras.use({"style": 0.8, "motion": 0.5})
     loras.use({})                               the base again, bit for bit
 
-Programs and CUDA graphs read weights at fixed addresses, and copying keeps these. The base's own weights of the layers that
-an adapter changes are kept too, so that any number of exchanges adds no rounding.
+The base's own weights of the layers that an adapter changes are kept, so that any number of exchanges adds no rounding.
 """
 
 from collections.abc import Mapping

@@ -1,18 +1,15 @@
 """CUDA graphs for training: a model's forward and backward pass are captured once for each size of its input, then replayed.
 
-A step launches some thousands of kernels. With small batches the GPU does each in less time than the host needs to launch the
-next, and waits. A graph is one launch. Applied from outside, around a denoiser's `forward`: no name of a parameter changes,
-and the loss, clipping, optimizer and EMA stay as they are.
+With small batches the GPU is done with each kernel before the host has launched the next; a graph is one launch for all. Applied from
+outside, around a denoiser's `forward`: parameters' names, loss, clipping, optimizer and EMA stay as they are.
 
-What a graph needs, and how it is given: inputs, result and gradients have fixed addresses (inputs are copied there, the
-result is copied out, gradients are added to buffers that all sizes share); weights change in place; nothing is drawn at
-random (docs/adr/0006) or asked of the GPU inside; casts of weights by autocast are part of the graph. The graphs of all sizes
-share one memory pool, so that many take little more than the largest; therefore a backward pass must follow its own forward
-pass.
+What a graph needs: inputs, result and gradients have fixed addresses (inputs are copied there, the result is copied out, gradients
+are added to buffers that all sizes share); weights change in place; nothing is drawn at random (docs/adr/0006) or asked of the GPU
+inside; casts of weights by autocast are part of the graph. The graphs of all sizes share one memory pool, so that many take little
+more than the largest; therefore a backward pass must follow its own forward pass.
 
-Processes that share a sample (sequence parallelism) capture their exchanges too, which NCCL allows: they meet the same sizes
-in the same order, so that all of them capture and replay together. NCCL waits at its end, for ever, until graphs of its
-messages are freed (since 2.26), so that `distributed.shutdown` does that first.
+Processes that share a sample (sequence parallelism) capture their exchanges too: they meet the same sizes in the same order. NCCL
+waits at its end, for ever, until graphs of its messages are freed (since 2.26), so that `distributed.shutdown` does that first.
 """
 
 import logging
@@ -137,13 +134,7 @@ class GradientBuffers:
 
 
 class CUDAGraphRunner:
-    """The two passes for one size of the input.
-
-    Args:
-        forward: takes the inputs and gives one tensor.
-        inputs: of the first call; tensors and whatever else.
-        capture, gradients: shared by all sizes.
-    """
+    """The two passes for one size of the input, captured for the `inputs` of a first call, tensors and whatever else."""
 
     def __init__(
         self,
@@ -195,7 +186,7 @@ class CUDAGraphRunner:
         self.out.backward(self.grad_out)
 
     def _warm_up(self) -> None:
-        """Some passes whose gradients are dropped, which show what weights get some."""
+        # their gradients are dropped; they show what weights get some
         weights = self.gradients.weights
         kept = [weight.grad for weight in weights]
         for weight in weights:
@@ -294,9 +285,7 @@ class _Replayed(torch.autograd.Function):
 
 
 def capture_training(model: nn.Module, capture: EagerCapture | None = None) -> CUDAGraphPool:
-    """Let a model's passes with gradients be captured and replayed; those without are as they were.
-
-    Apply it last, after compilation and activation checkpointing. A first call of each size takes several times as long.
+    """Let a model's passes with gradients be captured and replayed. Apply it after compilation and activation checkpointing.
 
     Args:
         model: on its device; its `forward` gives one tensor and draws nothing at random.

@@ -57,14 +57,12 @@ class Options:
 
     Attributes:
         mode: words joined by colons, see `MODES` and `COMBINATIONS`.
-        dynamic: True: one program for all sizes; False or "buckets": one for each, as many as come; None: PyTorch's way,
-            where a second size makes the program dynamic.
+        dynamic: True: one program for all sizes; False or "buckets": one for each; None: a second size makes it dynamic.
         memory_format: layout of the convolutions' weights; None: as they are.
         regional: compile the repeated blocks, not the module around them. None: with "jit", and for our denoisers, unless
             with "cudagraphs" or "freezing".
         fullgraph: refuse graph breaks. Our blocks always do.
-        quant_type: for "quant", see `quantise.TYPES`; None: what the device is good at and the weights' dtype allows. Layers that
-            are quantised already stay as they are.
+        quant_type: for "quant", see `quantise.TYPES`; None: what device and weights allow. Layers that are quantised stay so.
         quant_min_features: linear layers narrower than this are not quantised.
         quant_skip: full names of layers that are not quantised either.
         overrides: inductor's settings with a dot: `inductor.X`, `triton.X`.
@@ -199,13 +197,10 @@ def compile(module: Any = None, *, backend: str = NEXFORT, options: Given = None
     Compiling what is compiled already does it anew, with the new options. Nothing is computed before the first call.
 
     Args:
-        module: a module, a function, or None to decorate one.
+        module: a module, which is returned; a function; or None to decorate one.
         backend: "nexfort" and "inductor" are the same; "none" leaves (or makes) a module uncompiled; else a name of
             `torch._dynamo.list_backends()` such as "aot_eager", which needs no C++ compiler.
         options: a dict or JSON, see `Options`.
-
-    Returns:
-        The module itself; or a compiled function.
 
     Raises:
         UserError: options are wrong, exclude each other, or do not work with this module.

@@ -1,7 +1,6 @@
 """`compile_pipe`: the parts of a pipeline, in OneDiff's order; of diffusers, or of ours.
 
-The two know their parts by attributes, so that no pipeline is imported here. Where OneDiff leaves a part out (the third
-text encoder of SD3) it stays out: it runs once a prompt.
+Where OneDiff leaves a part out (the third text encoder of SD3) it stays out: it runs once a prompt.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,6 @@
 """Quantised linear layers through torchao, for the mode word "quant".
 
-Narrow layers, and those that see one vector a sample (modulation, embeddings), are left alone: they take no time, and precision
-there matters most.
+Narrow layers, and those that see one vector a sample (modulation, embeddings), are left alone: they take no time.
 """
 
 from collections.abc import Sequence

@@ -27,15 +27,10 @@ FORMAT = 2
 
 
 def save_compiled(folder: str | Path, *compiled: Any) -> Path:
-    """Save what this process has compiled so far.
+    """Save what this process has compiled so far in `folder`, which is made, and returned.
 
     Args:
-        folder: is made; what was saved there before is replaced.
-        compiled: modules and pipelines that `compile` and `compile_pipe` took, and that ran; the header describes them. Without
-            any it describes the machine alone.
-
-    Returns:
-        The folder.
+        compiled: modules and pipelines that `compile` and `compile_pipe` took, and that ran; the header describes them.
 
     Raises:
         UserError: nothing was compiled yet that PyTorch keeps, or PyTorch is too old to.
@@ -60,14 +55,10 @@ def save_compiled(folder: str | Path, *compiled: Any) -> Path:
 
 
 def load_compiled(folder: str | Path, *compiled: Any) -> dict[str, Any]:
-    """Load what `save_compiled` saved, so that first calls need not compile.
+    """Load what `save_compiled` saved, so that first calls need not compile; returns the header.
 
     Args:
-        folder: of `save_compiled`.
         compiled: the modules and pipelines of this process, compiled but not yet called; the header must describe each.
-
-    Returns:
-        The header.
 
     Raises:
         UserError: there is no such folder, a file is damaged, or it is for another machine, version, model or options.

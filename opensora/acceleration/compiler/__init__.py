@@ -5,18 +5,15 @@
     compile(module, backend="nexfort", options={"mode": "O3"})
     pipe = compile_pipe(pipe, backend="nexfort", options='{"mode": "O3", "memory_format": "channels_last"}')
 
-nexfort itself is closed; its mode words are mapped to settings of inductor, see docs/compiler.md. Modules are compiled in
-place: their class, their names in a state dict and their attributes stay as they are.
+nexfort itself is closed; its mode words are mapped to settings of inductor, see docs/compiler.md.
 """
 
 from opensora.acceleration.compile.adapters import Adapters
-from opensora.acceleration.compile.nexfort import COMBINATIONS, MODES, compile, parse_options
+from opensora.acceleration.compile.nexfort import compile, parse_options
 from opensora.acceleration.compile.pipes import compile_pipe
 from opensora.acceleration.compile.saved import load_compiled, save_compiled
 
 __all__ = [
-    "COMBINATIONS",
-    "MODES",
     "Adapters",
     "compile",
     "compile_pipe",

@@ -22,10 +22,7 @@ MADE = re.compile(
 
 
 def clear_cache(*, dry_run: bool = False) -> tuple[Path, int]:
-    """Delete PyTorch's cache on disk, unless `dry_run`.
-
-    Returns:
-        The folder, and how many bytes were or would be deleted.
+    """Delete PyTorch's cache on disk, unless `dry_run`; returns its folder, and how many bytes were or would be deleted.
 
     Raises:
         UserError: the folder holds something that PyTorch does not make there; nothing is deleted.

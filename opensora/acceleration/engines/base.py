@@ -36,11 +36,8 @@ class LossScale:
     """The factor that keeps fp16 gradients above underflow (Micikevicius et al. 2018, arXiv:1710.03740, section 3.2).
 
     Halved by a step that overflows, doubled after 2000 that do not. It stays on the device: nothing waits for it.
-    torch.amp.GradScaler does the same for an optimizer that sees all gradients; here it may see a share of them.
-
-    Args:
-        device: where the loss is.
-        enabled: False leaves the loss as it is.
+    torch.amp.GradScaler does the same for an optimizer that sees all gradients; here it may see a share of them. Not
+    `enabled`, it leaves the loss as it is.
     """
 
     def __init__(self, device: torch.device, *, enabled: bool) -> None:
@@ -73,13 +70,7 @@ class LossScale:
 
 @torch.no_grad()
 def global_norm(gradients: Iterable[Tensor], device: torch.device, group: dist.ProcessGroup | None = None) -> Tensor:
-    """The 2-norm of all gradients together, fp32 [].
-
-    Args:
-        gradients: this process's.
-        device: of the result.
-        group: processes that hold the other parts; None = there are none.
-    """
+    """The 2-norm of all gradients together, fp32 [] on `device`; `group` are the processes that hold other parts of them."""
     norm = nn.utils.get_total_norm([gradient for gradient in gradients if gradient.numel()]).to(device)
     if group is None:
         return norm.float()
@@ -92,20 +83,16 @@ def global_norm(gradients: Iterable[Tensor], device: torch.device, group: dist.P
 def take_step(
     optimizer: Optimizer, gradients: Sequence[Tensor], norm: Tensor, grad_clip: float, scale: Tensor | None = None
 ) -> Tensor:
-    """Clip and take the optimizer's step, if the gradients are finite.
+    """Clip and take the optimizer's step, if the gradients are finite; returns whether they are, bool [].
 
     A fused optimizer multiplies while it reads, and skips without asking the device: a pass over all gradients and a
     wait less.
 
     Args:
-        optimizer: its parameters have their gradients.
-        gradients: the same gradients, to be changed in place.
+        gradients: of the optimizer's parameters, to be changed in place.
         norm: the global norm [].
         grad_clip: largest norm; 0 = no clipping.
         scale: what the gradients are multiplied by, [], and the norm is not; None = 1.
-
-    Returns:
-        Whether they are finite, bool [].
     """
     finite = torch.isfinite(norm)
     factor = (grad_clip / (norm + EPSILON)).clamp(max=1.0) if grad_clip else None

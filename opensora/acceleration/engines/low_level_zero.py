@@ -4,9 +4,7 @@ The model computes with trained weights in bf16 or fp16, whole in each process. 
 are sharded over the whole world: each weight is flattened, padded and cut into equal chunks. Gradients are averaged in
 fp32, one micro-batch at a time.
 
-The optimizer is used without ColossalAI's booster, which would cast timesteps and sizes to bf16, and 513 to 514. What is
-used of it: its constructor, `backward`, `step`, `zero_grad`, `get_working_grads_by_group_id`, `get_working_to_master_map`,
-`optim` and, with fp16, `mixed_precision_mixin.grad_scaler`.
+The optimizer is used without ColossalAI's booster, which would cast timesteps and sizes to bf16, and 513 to 514.
 """
 
 from collections.abc import Iterator, Mapping
@@ -48,8 +46,7 @@ def check(name: str, device: torch.device, dtype: str) -> None:
         from colossalai.zero import LowLevelZeroOptimizer  # noqa: F401
     except ImportError as error:
         raise UserError(
-            f"plugin={name!r} needs ColossalAI, and it cannot be imported ({error}). Install it with\n  {INSTALL}\n"
-            "or use --plugin fsdp2, which needs nothing more."
+            f"plugin={name!r} needs ColossalAI ({error}). Install it with\n  {INSTALL}\nor use --plugin fsdp2."
         ) from error
 
 

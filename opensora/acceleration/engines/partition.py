@@ -42,12 +42,9 @@ def broadcast_from_owners(weights: Mapping[str, Tensor], owner: Mapping[str, int
 def gather_from_owners(
     own: Mapping[str, Tensor], group: dist.ProcessGroup | None, device: torch.device
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of all processes of a group by name, in each process and one at a time. All processes use them up.
+    """The `own` tensors of all processes of a group (None = all) by name, in each process and one at a time, on `device`.
 
-    Args:
-        own: of this process.
-        group: the owners; None = all processes.
-        device: over which the group communicates, and of the result.
+    All processes use them up.
     """
     for owner in range(dist.get_world_size(group)):
         mine = owner == dist.get_rank(group)

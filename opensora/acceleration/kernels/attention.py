@@ -151,10 +151,9 @@ def without_autocast(device_type: str) -> torch.autocast:
 
 
 class LayerNorm(torch.nn.LayerNorm):
-    """LayerNorm without affine parameters that keeps its input's dtype under autocast.
+    """LayerNorm without affine parameters that keeps its input's dtype under autocast; the statistics are fp32 either way.
 
-    The statistics are fp32 either way. Autocast would turn the whole result, and what the backward pass keeps of it,
-    into fp32: twice the memory for nothing, as the linear layer that follows rounds to half precision.
+    Autocast would make the result fp32: twice the memory for nothing, as the linear layer that follows rounds it.
     """
 
     def __init__(self, dim: int, eps: float = 1e-6) -> None:

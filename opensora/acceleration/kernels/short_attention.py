@@ -1,12 +1,10 @@
 """Attention over very short sequences, such as the 16 frames of one spatial position of a video, as one Triton kernel.
 
-A fused attention kernel for long sequences is no better here than two batched matrix products, since there is next to
-nothing to compute: what counts is how often queries, keys and values travel through memory, and whether they must be
-copied into another order first. Here each program handles one head of one sequence: it reads its N rows of q, k and v in
+There is next to nothing to compute: what counts is how often queries, keys and values travel through memory, and whether they
+must be copied into another order first. Here each program handles one head of one sequence: it reads its N rows of q, k and v in
 whatever order they lie in memory, does everything in registers, and writes N rows. The backward pass recomputes the
-probabilities from q and k, so that nothing but the inputs is kept.
-
-Gives the formula's results with fp32 softmax and fp32 accumulation; see docs/benchmarks/train_step.md for the gain.
+probabilities from q and k, so that nothing but the inputs is kept. Softmax and sums are fp32. See docs/benchmarks/train_step.md for
+the gain.
 """
 
 import math

@@ -106,15 +106,9 @@ class Ranks:
         return parts.movedim(0, 2).flatten(2, 3).narrow(2, 0, num_tokens)
 
     def all_to_all(self, x: Tensor, *, scatter: int, gather: int, length: int) -> Tensor:
-        """Scatter one axis over the processes and gather another one.
+        """Scatter one axis over the processes and gather another one, of `length`.
 
-        Args:
-            x: all of axis `scatter` and this process' share of axis `gather`.
-            scatter, gather: axes of x.
-            length: the whole length of axis `gather`.
-
-        Returns:
-            This process' share of axis `scatter`, padded, and all of axis `gather`.
+        All of axis `scatter` and this process' share of axis `gather` -> its share of `scatter`, padded, and all of `gather`.
         """
         return exchange_axes(x, scatter, gather, length, self.group, self.size)
 

@@ -4,8 +4,7 @@
     cache.install(model.transformer_blocks())
     with cache.sampling(timesteps):
         for index in range(len(timesteps)):
-            cache.step(index)
-            ...                     # the step's calls of the model
+            cache.step(index)       # then the step's calls of the model
 
 `pab` keeps the outputs of attention and MLP layers, `teacache` skips all blocks of a step. Both are put around a model's
 blocks from outside, change its results slightly, and do nothing outside `sampling`.

@@ -1,11 +1,8 @@
 """Pyramid attention broadcast (Zhao et al. 2024, arXiv:2408.12588): attention outputs are reused over several steps.
 
-Outputs of attention change little in the middle of sampling, those of cross-attention least, of spatial attention most.
-Within a range of timesteps each kind is computed every n-th step and its output - before gate and residual - is broadcast
-to the steps between. The output is kept, not the scores: no fast kernel gives those. In a few blocks the MLP is
-skipped likewise, from given timesteps on.
-
-An output is reused in step i if i mod n != 0 and low < t < high. So it is never older than n - 1 steps.
+Outputs of attention change little in the middle of sampling, those of cross-attention least, of spatial attention most. Each kind
+is computed every n-th step, and its output - before gate and residual - is reused in step i if i mod n != 0 and low < t < high, so
+that it is never older than n - 1 steps. In a few blocks the MLP is skipped likewise, from given timesteps on.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -21,8 +21,8 @@ part_of_batch: ContextVar[str] = ContextVar("part of a batch", default="whole")
 class StepCache(ABC):
     """Base of the step caches.
 
-    A step may call the model several times: with and without the prompt, or twice in a solver of second order. Each
-    such call is compared with the call of the same number in the step before, never with another one.
+    A step may call the model several times, as with and without the prompt. Each such call is compared with the call of the
+    same number in the step before.
 
     Attributes:
         per_sample: whether it decides by looking at the samples, so that only batches of one keep samples independent.
@@ -43,11 +43,9 @@ class StepCache(ABC):
 
     @abstractmethod
     def install(self, blocks: Sequence[nn.Module], *, compiled: bool = False) -> None:
-        """Put the cache around a model's blocks.
+        """Put the cache around a model's blocks, in forward order.
 
-        Args:
-            blocks: in forward order.
-            compiled: the blocks will be compiled around a cache that is inside them; it compiles what it wraps.
+        `compiled`: they will be compiled around a cache that is inside them, which compiles what it wraps.
         """
 
     @property

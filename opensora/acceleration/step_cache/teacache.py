@@ -13,6 +13,7 @@ Deviation: the published method maps d through a polynomial that is fitted to ea
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,21 +54,18 @@ class TeaCache(StepCache):
     def install(self, blocks: Sequence[nn.Module], *, compiled: bool = False) -> None:
         """See `StepCache.install`; blocks that are compiled must be so already."""
         first, last = blocks[0], blocks[-1]
+
+        def call(block: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+            if self.index is None:
+                return forward(*args, **kwargs)
+            x = tokens_of(args, kwargs)
+            if block is first:
+                self._decide(self.index, x, modulated_input(block, x, args[1:]))
+            out = x if self._now.skipping else forward(*args, **kwargs)
+            return self._leave(out) if block is last else out
+
         for block in blocks:
-
-            def around(forward: Forward, block: nn.Module = block) -> Forward:
-                def call(*args: Any, **kwargs: Any) -> Any:
-                    if self.index is None:
-                        return forward(*args, **kwargs)
-                    x = tokens_of(args, kwargs)
-                    if block is first:
-                        self._decide(self.index, x, modulated_input(block, x, args[1:]))
-                    out = x if self._now.skipping else forward(*args, **kwargs)
-                    return self._leave(out) if block is last else out
-
-                return call
-
-            self._wrap(block, around)
+            self._wrap(block, lambda forward, block=block: partial(call, block, forward))  # type: ignore[misc]
 
     @property
     def num_kept(self) -> int:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from opensora.acceleration.compile.nexfort import Options, _arguments
+from opensora.acceleration.compile.nexfort import COMBINATIONS, MODES, Options, _arguments
 from opensora.acceleration.compile.quantise import TYPES
-from opensora.acceleration.compiler import COMBINATIONS, MODES, parse_options
+from opensora.acceleration.compiler import parse_options
 from opensora.utils.errors import UserError
 
 PAGE = Path(__file__).parents[3] / "docs" / "compiler.md"
