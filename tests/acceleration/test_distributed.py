@@ -93,7 +93,7 @@ def test_processes_that_see_other_data_are_refused(spawn, tmp_path):
 
 def other_settings(rank, world_size, folder):
     same_settings(LoopConfig())
-    same_settings(LoopConfig(outputs=f"/node{rank}/outputs"))  # places may differ
+    same_settings(LoopConfig(outputs=f"/node{rank}/outputs"))  # paths may differ
     with pytest.raises(
         UserError, match=r"other settings: .* in process 0: as there; in process 1: lr was .*, now 0\.5"
     ):

@@ -201,7 +201,7 @@ def test_settings_without_effect_are_refused():
         build_engine("ddp", model, optimizer, CPU, fsdp_reshard="zero3")
 
 
-def test_what_does_nothing_here_is_told(caplog):
+def test_what_does_nothing_here_is_reported(caplog):
     """Legal settings, for the same config runs elsewhere too."""
     for settings, words in (
         ({"hybrid_zero": True}, "hybrid_zero=True has no effect here: of 1 processes"),

@@ -74,7 +74,7 @@ def test_hits_are_those_of_the_published_settings(model, preset, timesteps, reus
         assert cache.computed[kind] == count * (len(timesteps) - hits)
 
 
-def test_a_cache_without_effect_is_told(model, caplog):
+def test_a_cache_without_effect_is_reported(model, caplog):
     """Four steps leave none between the thresholds that is not the first of its range."""
     cache = installed(model, PAB(PABOptions((2, 2, 2), ((450, 700),) * 3, {})))
     run(model, cache, [999, 749, 499, 249])
@@ -296,7 +296,7 @@ def test_mistakes_in_the_config_are_named(model, config, message):
 
 @pytest.mark.slow
 def test_compiled_blocks_do_the_same(model):
-    """With the cache inside blocks they are compiled in pieces; the backend only records, for a CPU has no fast one."""
+    """With the cache inside blocks they are compiled in parts; the backend compiles nothing, for a CPU has no fast one."""
     timesteps = [900, 800, 700, 600, 500]
     cache = installed(model, PAB(PRESETS["opensora"]))
     expected = run(model, cache, timesteps)

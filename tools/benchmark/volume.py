@@ -46,7 +46,7 @@ def volume(
         exchange = exchange_of(attn, ranks, method)
         if exchange is not None:
             x = torch.empty(batch, T, ranks.share(H * W), attn.num_heads * attn.head_dim, device="meta")
-            exchange(copy.deepcopy(cast(nn.Module, attn)).to("meta"), x, None, (H, W))  # type: ignore[arg-type]
+            exchange(copy.deepcopy(cast(nn.Module, attn)).to("meta"), x, None, (H, W))
     return Volume(len(ranks.elements), sum(ranks.elements) * (sp_size - 1) // sp_size * itemsize)
 
 

@@ -49,7 +49,9 @@ class _Layer:
 
     def __init__(self, cache: "PAB", kind: str, block: int, forward: Forward) -> None:
         self.cache, self.kind, self.block, self.forward = cache, kind, block, forward
-        self.forget()
+        self.kept: dict[int, tuple[Tensor, int, str]] = {}
+        self.sources: list[int] = []
+        self.number = CallNumber()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         index = self.cache.index
@@ -73,9 +75,7 @@ class _Layer:
         return output
 
     def forget(self) -> None:
-        self.kept: dict[int, tuple[Tensor, int, str]] = {}
-        self.sources: list[int] = []
-        self.number = CallNumber()
+        self.kept, self.sources, self.number = {}, [], CallNumber()
 
 
 class PAB(StepCache):

@@ -75,7 +75,7 @@ def test_there_must_be_something_to_save_and_to_load(tmp_path):
         save_compiled(tmp_path, toy())
 
 
-def test_nothing_compiled_is_told(tmp_path, monkeypatch):
+def test_nothing_compiled_is_reported(tmp_path, monkeypatch):
     module = compile(toy(), backend="aot_eager")
     monkeypatch.setattr(torch.compiler, "save_cache_artifacts", lambda: None, raising=False)
     with pytest.raises(UserError, match="nothing compiled yet that PyTorch keeps"):

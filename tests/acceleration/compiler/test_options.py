@@ -103,7 +103,7 @@ def test_json_is_a_dict_and_neither_is_changed():
     assert parse_options(None) == parse_options("") == parse_options({})
 
 
-def test_settings_with_a_dot_that_mean_nothing_are_told():
+def test_settings_with_a_dot_that_mean_nothing_are_reported():
     with pytest.warns(UserWarning, match="inductor.optimize_linear_epilogue is not a setting"):
         options = parse_options({"inductor.optimize_linear_epilogue": False})
     assert options.inductor_settings() == {}
@@ -141,12 +141,12 @@ def test_wrong_options_say_what_to_do(options, message):
         ({"options": {"inductor.coordinate_descent_tuning": 1}}, "inductor.coordinate_descent_tuning=1, but it takes bool."),
     ],
 )  # fmt: skip
-def test_a_value_of_another_type_is_told(options, message):
+def test_a_value_of_another_type_is_reported(options, message):
     with pytest.raises(UserError, match=re.escape(f"compiler options: {message}")):
         parse_options(options)
 
 
-def test_values_of_other_types_are_told_together():
+def test_values_of_other_types_are_reported_together():
     with pytest.raises(UserError, match=r"mode=3, .*\n.*fullgraph='no', but"):
         parse_options({"mode": 3, "fullgraph": "no"})
 

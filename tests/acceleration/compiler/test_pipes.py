@@ -92,7 +92,7 @@ def test_ignores_are_names_or_their_beginnings(ignores, left):
     assert compiled_parts(pipe) == left
 
 
-def test_an_ignore_that_is_no_part_is_told():
+def test_an_ignore_that_is_no_part_is_refused():
     with pytest.raises(
         UserError, match=r"ignores='va' is not a part of it; it has transformer, vae.decoder, vae.encoder"
     ):
