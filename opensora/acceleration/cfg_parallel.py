@@ -22,10 +22,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """How the processes that make one video divide its work.
+    """How the processes that make one video divide its work: a replica of consecutive ranks.
 
-    The world is cut into replicas of consecutive ranks. The first half of a replica predicts with the prompt, the second
-    without (with `cfg_group`); each half shards the tokens (with `sp_group`).
+    Its first half predicts with the prompt, the second without (with `cfg_group`); each shards the tokens (with `sp_group`).
 
     Attributes:
         dp_rank, dp_size: which replica this process is in, and how many there are: data parallelism.

@@ -1,7 +1,7 @@
 """Activation checkpointing and offloading: what the backward pass needs is recomputed, or kept in the CPU's memory.
 
-Applied to a denoiser from outside, after `compile_blocks`: a `forward` is wrapped, and no name of a parameter changes.
-Inside a compiled block the compiler decides: it recomputes what carries the tag that checkpointing gives an operation.
+Applied to a denoiser from outside, after `compile_blocks`. Inside a compiled block the compiler decides: it recomputes what carries
+the tag that checkpointing gives an operation.
 The forward pass draws nothing at random (docs/adr/0006), so no generator has to be restored. Chen et al. 2016
 (arXiv:1604.06174); by operation as in Korthikanti et al. 2022 (arXiv:2205.05198), where what is cheap to compute for its
 size is recomputed.
@@ -30,7 +30,6 @@ KEPT = {
     "aten::mm",
     "aten::addmm",
     "aten::linear",
-    "aten::_scaled_mm",
     "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_efficient_attention",
     "aten::_scaled_dot_product_cudnn_attention",
@@ -43,11 +42,7 @@ CHEAP = {"opensora::norm_heads"}
 """Kernels of our own that only pass over memory."""
 
 TAGS_MISS_FUNCTIONS = "2.10" <= torch.__version__ < "2.12"
-"""Whether this PyTorch, compiling a checkpoint, tags nothing that a `torch.autograd.Function` computes, and so keeps it.
-
-Plain checkpointing tags the operations of its own graph; since 2.10 those in a function's graph no longer inherit that. Each
-operation is tagged as it is traced where checkpointing has a policy, and since 2.12 where it has none.
-"""
+"""Whether this PyTorch, compiling a checkpoint without a policy, does not recompute what a `torch.autograd.Function` computes."""
 
 
 def checkpoint_activations(

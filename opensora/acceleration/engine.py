@@ -44,12 +44,10 @@ class Engine(Protocol):
     def step(self) -> Tensor:
         """Clip, take the optimizer step, clear the gradients.
 
-        When the gradient is not finite, weights and optimizer state stay as they were, bit for bit, in all processes. The
-        caller counts such steps; with fp16 a few are normal, see `scales_loss`.
+        When the gradient is not finite, weights and optimizer state stay as they were, bit for bit, in all processes.
 
         Returns:
-            The global gradient norm before clipping, over all weights of all processes, fp32 [] on the device; inf or
-            nan when the step was dropped.
+            The global gradient norm before clipping, fp32 [] on the device; inf or nan when the step was dropped.
         """
 
     @property

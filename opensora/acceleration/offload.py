@@ -33,14 +33,12 @@ class OffloadedModule:
             self.pairs.append((tensor, tensor.data))
 
     def load(self) -> None:
-        """Copy to the device, on the present stream."""
         if not self.loaded:
             for tensor, host in self.pairs:
                 tensor.data = host.to(self.device, non_blocking=True, copy=True)
         self.loaded = True
 
     def unload(self) -> None:
-        """Forget the device's copy."""
         if self.loaded:
             for tensor, host in self.pairs:
                 tensor.data = host
@@ -73,7 +71,6 @@ class BlockStream:
         self.blocks[0].load()
 
     def unload(self) -> None:
-        """Forget every copy on the device."""
         if self.side is not None:
             self.side.synchronize()
         for block in self.blocks:
@@ -96,7 +93,6 @@ class BlockStream:
         return out
 
     def _fetch(self, number: int) -> None:
-        """Begin to copy a block."""
         block = self.blocks[number]
         if self.side is None or block.loaded:
             block.load()

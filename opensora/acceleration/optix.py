@@ -5,8 +5,8 @@
     model, vae, opt, ema = optix.compile(model, vae, learning_rate=1e-5, weight_decay=1e-5, use_ema=True)
     latents = optix.sliced_vae(vae, pixels, use_autocast=True, nhwc=True)
 
-It works on our models and on diffusers' U-Nets and transformers, for a plain optimizer and a loop of one's own: hence its own ZeRO stage 1
-and EMA. Keywords and their defaults are those of Optix's README; docs/optix.md lists what differs from its code.
+It works on our models and on diffusers', for a plain optimizer and a loop of one's own: hence its own ZeRO stage 1 and EMA. Keywords and
+defaults are those of Optix's README; docs/optix.md lists what differs from its code.
 """
 
 import logging

@@ -128,6 +128,5 @@ def to_channels_last(module: nn.Module) -> None:
 
 
 def autocast_to(device: torch.device, chosen: bool | torch.dtype) -> torch.autocast:  # noqa: FBT001
-    """What `use_autocast` asks for."""
     dtype = chosen if isinstance(chosen, torch.dtype) else torch.bfloat16
     return torch.autocast(device.type, dtype, enabled=chosen is not False)

@@ -112,9 +112,9 @@ class GradientBuffers:
 
     @torch.no_grad()
     def average(self) -> None:
-        """Give each weight the mean of all processes' gradients, in place; where a process has none, it counts as zero.
+        """Give each weight the mean of all processes' gradients, where none counts as zero; all processes call it.
 
-        A weight that has none in any process has none afterwards. All processes call it, with a message for each dtype.
+        A weight that has none in any process has none afterwards.
         """
         found = torch.tensor([weight.grad is not None for weight in self.weights], device=self.weights[0].device)
         missing = [(i, weight) for i, weight in enumerate(self.weights) if weight.grad is None]

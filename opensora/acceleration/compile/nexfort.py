@@ -43,10 +43,6 @@ MODES: dict[str, dict[str, bool]] = {
     "disable-runtime-fusion": {"epilogue_fusion": False, "prologue_fusion": False},
 }
 COMBINATIONS = dict.fromkeys(("O2", "O3"), ("max-optimize", "max-autotune", "low-precision", "cache-all"))
-CACHE_VARIABLES = {
-    "NEXFORT_GRAPH_CACHE": "fx_graph_cache",
-    "NEXFORT_ENABLE_TRITON_AUTOTUNE_CACHE": "autotune_local_cache",
-}
 
 Given = Mapping[str, Any] | str | None
 
@@ -322,9 +318,9 @@ def _arguments(backend: str, options: Options, *, fullgraph: bool = False) -> di
     if "freezing" in options.words and knows("isolate_recompiles"):
         arguments["isolate_recompiles"] = True  # a program with other weights as constants is never found
     if backend == INDUCTOR:
-        variables = {key: os.environ.get(name, "") for name, key in CACHE_VARIABLES.items()}
-        caches = {key: value.lower() in ("1", "true", "on", "yes") for key, value in variables.items() if value}
-        arguments["options"] = {**caches, **options.inductor_settings()}
+        cache = os.environ.get("NEXFORT_GRAPH_CACHE", "")
+        own = {"fx_graph_cache": cache.lower() in ("1", "true", "on", "yes")} if cache else {}
+        arguments["options"] = own | options.inductor_settings()
     return arguments
 
 

@@ -20,7 +20,7 @@ if HAS_TRITON:
     from opensora.acceleration.kernels.short_attention import MAX_HEAD_DIM, MAX_LENGTH
 
 MATMUL_KEYS = 32
-"""Up to this number of keys batched matrix products are as good as PyTorch's fused kernels on a GPU."""
+"""Up to so many keys batched matrix products are as good as PyTorch's fused kernels on a GPU."""
 QUERY_PARTS, MIN_QUERIES, KEYS_OF_A_PROGRAM, BUSY_PROGRAMS = 8, 8192, 128, 264
 """See `_leaves_a_gpu_idle`; two programs for each of an H100's 132 multiprocessors."""
 

@@ -16,7 +16,7 @@ from torch import Tensor
 MAX_HEAD_DIM = 256
 """A program holds whole rows in registers."""
 _FORWARD, _BACKWARD = {"BLOCK": 32, "num_warps": 4}, {"BLOCK": 16, "num_warps": 8}
-"""Rows of a program at a time, and its warps: the fastest of some sixty on an H200 for 15 x 3600 tokens, or within 5 % of it."""
+"""Rows of a program at a time, and its warps: the fastest of some sixty on an H200, or within 5 % of it."""
 _STEPS = 16
 """Blocks of rows whose gradients of the weights a program sums up."""
 

@@ -5,9 +5,8 @@ sharded axis becomes T for the time of the attention. `Ulysses` is DeepSpeed-Uly
 arXiv:2309.14509): each process gets all tokens of some heads. Attention over time needs neither, as each process has
 all frames of its tokens.
 
-DSP is usually described with tokens that stay sharded over S or T until the next attention needs the other one. Coming back
-to S after each spatial attention costs the same two all-to-alls of D channels a pair of attentions, and keeps frame
-masks, temporal positions and the residual stream as they are.
+DSP is usually described with tokens that stay sharded over S or T until the next attention needs the other one. Coming back to S
+costs the same two all-to-alls a pair of attentions, and keeps frame masks, temporal positions and the residual stream as they are.
 """
 
 from dataclasses import dataclass
@@ -85,6 +84,5 @@ class UlyssesShortKV(Ulysses):
 
 
 def tokens_per_frame(grid: Grid | None) -> int:
-    """S, the number of tokens of a frame."""
     assert grid is not None, "an attention whose tokens are sharded needs the rows and columns of a frame"
     return grid[0] * grid[1]

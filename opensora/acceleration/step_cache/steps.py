@@ -73,10 +73,10 @@ class StepCache(ABC):
         try:
             yield
             if self.computed and not self.reused:
+                name, count = type(self).__name__, len(self.timesteps)
                 logger.warning(
-                    "step_cache: %s reused nothing in %d steps, and has no effect here. Use more sampling steps, or other thresholds.",
-                    type(self).__name__, len(self.timesteps),
-                )  # fmt: skip
+                    "step_cache: %s reused nothing in %d steps: take more, or other thresholds.", name, count
+                )
         finally:
             self.index = None
             self.forget()
