@@ -20,7 +20,6 @@ from opensora.utils.seed import generators
 from tests.acceleration import test_cuda_graphs as cuda_graphs
 from tests.acceleration.kernels import test_adaln
 from tests.acceleration.kernels import test_head_norm as head_norm
-from tests.acceleration.kernels import test_short_attention as short
 from tests.acceleration.kernels.short_attention_checks import SIZES, compare
 from tests.models.denoisers import COMPILED_SIZES, FAMILIES, build, inputs
 
@@ -108,13 +107,6 @@ def formula(q, k, v, mask):
     if mask is not None:
         scores = scores.masked_fill(~mask[:, None, None], float("-inf"))
     return (scores.softmax(-1) @ v.float()).to(v.dtype)
-
-
-@pytest.mark.parametrize("backend", [None, "inductor"])
-def test_attention_without_gradients_gives_the_operators_results(backend):
-    torch._dynamo.reset()
-    for size in ((2, 5, 3, 16, 72), (1, 3, 2, 33, 64)):
-        short.without_gradients(size, "cuda", torch.bfloat16, backend)
 
 
 @pytest.mark.parametrize("size", [*head_norm.SIZES, (2, 3, 70, 16, 72)])

@@ -1,8 +1,8 @@
 """Guidance on two processes: one predicts with the prompt, the other without, and they exchange the predictions.
 
 Classifier-free guidance calls the model on [cond; null] as one batch. Here each of two groups of processes computes its
-half of that batch, so that each device has half the work and half the activations. The sampler, and all that comes after
-the prediction, is the same on all of them; so the videos are those of one process.
+half of that batch, so that each device has half the work and half the activations. The rest is the same on all of them, and the
+videos are those of one process.
 """
 
 from collections.abc import Callable
@@ -17,16 +17,14 @@ from opensora.acceleration.distributed import World, broadcast_from_rank0, own_g
 from opensora.acceleration.step_cache.steps import computing
 from opensora.utils.errors import UserError
 
-Model = Callable[..., Tensor]
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """How the processes that make one video divide its work.
+    """How the processes that make one video divide its work: a replica of consecutive ranks.
 
-    The world is cut into replicas of consecutive ranks. The first half of a replica predicts with the prompt, the second
-    without (with `cfg_group`); each half shards the tokens (with `sp_group`).
+    Its first half predicts with the prompt, the second without (with `cfg_group`); each shards the tokens (with `sp_group`).
 
     Attributes:
         dp_rank, dp_size: which replica this process is in, and how many there are: data parallelism.
@@ -72,30 +70,24 @@ def make_parallel_plan(world: World, sp_size: int = 1, *, cfg_parallel: bool = F
             f"does not divide the number of processes, {world.size}: start a multiple of {size} with torchrun "
             "--nproc_per_node."
         )
-    if size == 1:
-        return ParallelPlan(world.rank, world.size)
-    replicas = [range(first, first + size) for first in range(0, world.size, size)]
-    halves = [ranks[i : i + sp_size] for ranks in replicas for i in range(0, size, sp_size)]
-    pairs = [(ranks[i], ranks[i + sp_size]) for ranks in replicas for i in range(sp_size)] if cfg_parallel else []
+    halves = [range(first, first + sp_size) for first in range(0, world.size, sp_size)]
+    pairs = [(first + i, first + i + sp_size) for first in range(0, world.size, size) for i in range(sp_size)]
     return ParallelPlan(
         dp_rank=world.rank // size,
-        dp_size=len(replicas),
+        dp_size=world.size // size,
         is_leader=world.rank % size == 0,
         sp_group=own_group(halves, world.rank, world.timeout) if sp_size > 1 else None,
         cfg_group=own_group(pairs, world.rank, world.timeout) if cfg_parallel else None,
     )
 
 
-def split_guidance(model: Model, group: dist.ProcessGroup, batch: int) -> Model:
-    """A model that computes one half of [cond; null] here and gets the other half from the partner.
+def split_guidance(model: Callable[..., Tensor], group: dist.ProcessGroup, batch: int) -> Callable[..., Tensor]:
+    """A model that computes one half of [cond; null] here and gets the other half from the partner, with the same results on both.
 
     Args:
         model: called as `model(x, timestep, **cond)`, every entry [B, ...] or None.
         group: two processes; rank 0 of it computes the first half.
         batch: the number of samples. A call with twice as many is guidance's; any other is computed by both processes.
-
-    Returns:
-        A model with the same results on both processes.
     """
 
     def halved(x: Tensor, timestep: Tensor, **cond: Tensor | None) -> Tensor:

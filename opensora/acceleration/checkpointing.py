@@ -1,7 +1,7 @@
 """Activation checkpointing and offloading: what the backward pass needs is recomputed, or kept in the CPU's memory.
 
-Applied to a denoiser from outside, after `compile_blocks`: a `forward` is wrapped, and no name of a parameter changes.
-Inside a compiled block the compiler decides: it recomputes what carries the tag that checkpointing gives an operation.
+Applied to a denoiser from outside, after `compile_blocks`. Inside a compiled block the compiler decides: it recomputes what carries
+the tag that checkpointing gives an operation.
 The forward pass draws nothing at random (docs/adr/0006), so no generator has to be restored. Chen et al. 2016
 (arXiv:1604.06174); by operation as in Korthikanti et al. 2022 (arXiv:2205.05198), where what is cheap to compute for its
 size is recomputed.
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._higher_order_ops import wrap
+from torch._higher_order_ops import wrap as wrap_operator
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from opensora.acceleration.patching import wrap_forward
@@ -30,30 +30,23 @@ KEPT = {
     "aten::mm",
     "aten::addmm",
     "aten::linear",
-    "aten::_scaled_mm",
     "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_efficient_attention",
     "aten::_scaled_dot_product_cudnn_attention",
     "aten::_scaled_dot_product_flash_attention_for_cpu",
     "aten::_scaled_dot_product_fused_attention_overrideable",
 }
-"""Whose results "selective" keeps, besides those of our own kernels that are dear. Not `bmm`: scores of an unfused attention are [B, H, N, N]."""
+"""Whose results "selective" keeps, and our own kernels' but `CHEAP`. Not `bmm`: scores of an unfused attention are [B, H, N, N]."""
 
 CHEAP = {"opensora::norm_heads"}
 """Kernels of our own that only pass over memory."""
 
 TAGS_MISS_FUNCTIONS = "2.10" <= torch.__version__ < "2.12"
-"""Whether this PyTorch, compiling a checkpoint, tags nothing that a `torch.autograd.Function` computes, and so keeps it.
-
-Plain checkpointing tags the operations of its own graph; since 2.10 those in a function's graph no longer inherit that. Each
-operation is tagged as it is traced where checkpointing has a policy, and since 2.12 where it has none.
-"""
+"""Whether this PyTorch, compiling a checkpoint without a policy, does not recompute what a `torch.autograd.Function` computes."""
 
 
 def checkpoint_activations(
-    blocks: Iterable[nn.Module],
-    level: str = "block",
-    stacks: Sequence[int] | None = None,
+    blocks: Iterable[nn.Module], level: str = "block", stacks: Sequence[int] | None = None
 ) -> None:
     """Checkpoint what `level` says (see `opensora.config.activation_checkpointing`); nothing happens without gradients.
 
@@ -69,7 +62,7 @@ def checkpoint_activations(
     for block, kind in zip(blocks, parse_level(level).parts(len(blocks), stacks), strict=True):
         if kind == "nothing":
             continue
-        eager, compiled = (_SELECTIVE, _SELECTIVE) if kind == "selective" else (_WHOLE, _WHOLE_COMPILED)
+        eager, compiled = (_SELECTIVE, _SELECTIVE) if kind == "selective" else ({}, _WHOLE_COMPILED)
         part = getattr(block, "mlp", None) if kind == "mlp" else block
         if part is None:
             raise UserError(
@@ -90,14 +83,26 @@ def offload_activations(model: nn.Module, *, min_bytes: int = OFFLOAD_BYTES) -> 
         logger.warning("activation_offload has no effect on a CPU: everything is in its memory already.")
     weights = {tuple(parameter.shape) for parameter in model.parameters() if parameter.ndim > 1}
     weights |= {shape[::-1] for shape in weights}  # a product saves its weight transposed
-    wrap_forward(model, partial(_offloaded, offload=_Offload(min_bytes, weights)))
+    offload = _Offload(min_bytes, weights)
+
+    def wrap(forward: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(forward)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            with torch.autograd.graph.saved_tensors_hooks(offload.pack, offload.unpack):
+                return forward(*args, **kwargs)
+
+        return wrapped
+
+    wrap_forward(model, wrap)
 
 
 class _Offload:
     """Copies saved tensors to the CPU and back, on a GPU on a side stream.
 
-    They come back in their strides: kernels refuse rows that are no longer aligned, and a linear layer that is recomputed takes
-    another path for tokens that have become contiguous, so that autograd meets other tensors than it saved.
+    They come back in their strides: kernels refuse rows that are not aligned, and a recomputed linear layer takes another path for
+    tokens that have become contiguous.
     """
 
     def __init__(self, min_bytes: int, stays: set[tuple[int, ...]]) -> None:
@@ -133,12 +138,10 @@ class _Offload:
         return out.copy_(kept, non_blocking=True).expand(shape)
 
 
-def _not_of_our_contexts(record: logging.LogRecord) -> bool:
-    return "context_fn is passed to torch.utils.checkpoint" not in record.getMessage()
-
-
 # PyTorch warns whoever compiles a checkpoint with a policy of operations that are done in place, of which ours has none
-getattr(wrap, "log", logger).addFilter(_not_of_our_contexts)
+getattr(wrap_operator, "log", logger).addFilter(
+    lambda record: "context_fn is passed to torch" not in record.getMessage()
+)
 
 
 def _keep_products(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
@@ -147,34 +150,17 @@ def _keep_products(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> Check
     return CheckpointPolicy.MUST_SAVE if ours or name in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _keep_nothing(_context: Any, _op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.PREFER_RECOMPUTE
-
-
 def _recompute_all() -> Any:
-    return create_selective_checkpoint_contexts(_keep_nothing)
+    return create_selective_checkpoint_contexts(lambda *_, **__: CheckpointPolicy.PREFER_RECOMPUTE)
 
 
 _recompute_all.cache_hash = "opensora: everything again"  # type: ignore[attr-defined]  # else no program is cached on disk
+# arguments of `checkpoint`
 _SELECTIVE = {"context_fn": partial(create_selective_checkpoint_contexts, _keep_products)}
-_WHOLE: dict[str, Any] = {}
-_WHOLE_COMPILED = {"context_fn": _recompute_all} if TAGS_MISS_FUNCTIONS else _WHOLE
-
-
-def _offloaded(forward: Callable[..., Any], offload: _Offload) -> Callable[..., Any]:
-    @wraps(forward)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        with torch.autograd.graph.saved_tensors_hooks(offload.pack, offload.unpack):
-            return forward(*args, **kwargs)
-
-    return wrapped
+_WHOLE_COMPILED: dict[str, Any] = {"context_fn": _recompute_all} if TAGS_MISS_FUNCTIONS else {}
 
 
 def _checkpointed(forward: Callable[..., Any], eager: dict[str, Any], compiled: dict[str, Any]) -> Callable[..., Any]:
-    """With more arguments for `checkpoint`: what is eager, and what the compiler reads."""
-
     @wraps(forward)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():

@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 from weakref import WeakSet
 
 import torch
@@ -60,17 +60,23 @@ def init_world(device: str = "auto", sp_size: int = 1, timeout: timedelta = STEP
     Args:
         device: "cpu", "cuda", or "auto" = a GPU if there is one.
         sp_size: processes that share a sample.
-        timeout: after which a collective call that waits for another process is an error.
+        timeout: of a collective call that waits for another process.
 
     Raises:
-        UserError: a GPU is asked for and there is none, there are fewer than processes on this machine, or `sp_size` does
-            not divide the number of processes.
+        UserError: a GPU is asked for and there is none, there are fewer than processes on this machine, `sp_size` does
+            not divide the number of processes, or srun started processes that know nothing of each other.
     """
     if device not in ("auto", "cpu", "cuda"):
         raise UserError(f"device={device!r} is not one of auto, cpu, cuda.")
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("device='cuda', but PyTorch sees no GPU here. Use --device cpu, or check the driver.")
-    _refuse_alone_among_others()
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
+    if "WORLD_SIZE" not in os.environ and "SLURM_PROCID" in os.environ and tasks.isdecimal() and int(tasks) > 1:
+        raise UserError(  # each would train a whole run of its own
+            f"srun has started {tasks} processes that do not know of each other. Start them with torchrun, or export MASTER_ADDR, "
+            "MASTER_PORT and WORLD_SIZE=$SLURM_NTASKS, and in each RANK=$SLURM_PROCID, LOCAL_RANK=$SLURM_LOCALID and "
+            "LOCAL_WORLD_SIZE=$SLURM_NTASKS_PER_NODE: docs/multi-node.md."
+        )
     use_cuda = device != "cpu" and torch.cuda.is_available()
     own = local_gpu(torch.cuda.device_count()) if use_cuda else torch.device("cpu")
     if use_cuda:
@@ -78,30 +84,24 @@ def init_world(device: str = "auto", sp_size: int = 1, timeout: timedelta = STEP
         torch.cuda.set_device(own)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
         dist.init_process_group(timeout=timeout, **_backend(own))
-    if not dist.is_initialized():
-        _check_sp_size(sp_size, 1)
+    several = dist.is_initialized()
+    rank, size = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
+    check_group_size("sp_size", sp_size, size)
+    if not several:
         return World(0, 1, own)
-    rank, size = dist.get_rank(), dist.get_world_size()
-    _check_sp_size(sp_size, size)
     group = None if sp_size == 1 else neighbours(rank, size, sp_size, timeout)
     return World(rank, size, own, sp_size, group, timeout)
 
 
 def prefer_expandable_segments() -> None:
-    """Ask for expandable memory segments, before a GPU is used, unless the environment says otherwise.
-
-    Without them fragmentation takes up to 8 % of an 80 GB card with batches of many sizes (docs/benchmarks/goals.md).
-    """
+    """Ask for expandable memory segments before a GPU is used: fragmentation took up to 8 % of an 80 GB card without
+    (docs/benchmarks/goals.md)."""
     if "PYTORCH_ALLOC_CONF" not in os.environ:  # the newer name
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 
 def local_gpu(count: int) -> torch.device:
-    """The GPU of this process among the `count` of its machine, by torchrun's LOCAL_RANK.
-
-    Raises:
-        UserError: there is no such GPU.
-    """
+    """The GPU of this process among the `count` of its machine, by torchrun's LOCAL_RANK; UserError: there is none."""
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if local_rank >= count:
         raise UserError(
@@ -111,34 +111,23 @@ def local_gpu(count: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def _refuse_alone_among_others() -> None:
-    """`srun` starts processes that know nothing of each other: each would train a whole run of its own."""
-    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
-    if "WORLD_SIZE" not in os.environ and "SLURM_PROCID" in os.environ and tasks.isdecimal() and int(tasks) > 1:
-        raise UserError(
-            f"srun has started {tasks} processes that do not know of each other. Start them with torchrun, or export MASTER_ADDR, "
-            "MASTER_PORT and WORLD_SIZE=$SLURM_NTASKS, and in each RANK=$SLURM_PROCID, LOCAL_RANK=$SLURM_LOCALID and "
-            "LOCAL_WORLD_SIZE=$SLURM_NTASKS_PER_NODE: docs/multi-node.md."
-        )
-
-
-def _check_sp_size(sp_size: int, size: int) -> None:
-    if size % sp_size:
-        legal = [n for n in range(1, size + 1) if size % n == 0]
-        raise UserError(
-            f"sp_size={sp_size} does not divide the number of processes, {size}. Here it can be "
-            f"{', '.join(map(str, legal))}; or start more processes with torchrun --nproc_per_node."
-        )
-
-
 def own_group(groups: Iterable[Sequence[int]], rank: int, timeout: timedelta) -> dist.ProcessGroup:
     """The group of process `rank` among `groups`, which hold every process once.
 
-    All processes must call it: every one makes every group. `timeout` is needed, since a group does not take over the one of
-    the group of all: PyTorch gives it 10 minutes with NCCL.
+    All processes must call it: every one makes every group, which would wait 10 minutes by PyTorch's default with NCCL.
     """
     made = [(dist.new_group(list(ranks), timeout=timeout), ranks) for ranks in groups]
     return next(cast(dist.ProcessGroup, group) for group, ranks in made if rank in ranks)
+
+
+def check_group_size(name: str, group_size: int, size: int) -> None:
+    """Refuse groups of neighbours that would not be of one size, with a UserError."""
+    if size % group_size:
+        legal = [str(n) for n in range(1, size + 1) if size % n == 0]
+        raise UserError(
+            f"{name}={group_size} does not divide the number of processes, {size}. Here it can be {', '.join(legal)}; or start more "
+            "processes with torchrun --nproc_per_node."
+        )
 
 
 def neighbours(rank: int, size: int, group_size: int, timeout: timedelta) -> dist.ProcessGroup:
@@ -161,39 +150,23 @@ def _backend(device: torch.device) -> dict[str, Any]:
 
 
 def host_group(world: World, timeout: timedelta) -> dist.ProcessGroup | None:
-    """A gloo group of all processes, for what they ask each other without waiting for their devices; None = no others.
-
-    All processes must call it.
-    """
-    if world.size == 1:
-        return None
-    group = dist.new_group(backend="gloo", timeout=timeout)
-    assert isinstance(group, dist.ProcessGroup), "every process is in the group of all"
-    return group
+    """A gloo group of all processes, which all must call for; None = no others. It waits for no device."""
+    return None if world.size == 1 else cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout))
 
 
-class Releasable(Protocol):
-    """Holds what must be given up before the process group."""
-
-    def release(self) -> None:
-        """Give it up; may be called again."""
+_held: WeakSet[Any] = WeakSet()
 
 
-_held: "WeakSet[Releasable]" = WeakSet()
-
-
-def release_at_shutdown(holder: Releasable) -> None:
+def release_at_shutdown(holder: Any) -> None:
     """Let `shutdown`, or else the end of Python, call `holder.release()` first, if it still lives."""
     _held.add(holder)
 
 
+@atexit.register  # an error may end a process without `shutdown`
 def release_all() -> None:
     """What `shutdown` does before it leaves the process group."""
     for holder in list(_held):
         holder.release()
-
-
-atexit.register(release_all)  # an error may end a process without `shutdown`
 
 
 def shutdown() -> None:
@@ -247,18 +220,14 @@ def broadcast_from_rank0(
 
 
 def refuse_different(own: str, what: str) -> None:
-    """See that `own` is the same in all processes; all of them call it.
-
-    Raises:
-        UserError: it is not; in all processes.
-    """
+    """A UserError in all processes, which all call this, if `own` is not the same in them."""
     if not dist.is_initialized():
         return
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, own)
-    if len(set(values)) > 1:
-        other = next(rank for rank, value in enumerate(values) if value != values[0])
-        raise UserError(f"{what} in process 0: {values[0]}; in process {other}: {values[other]}.")
+    for rank, value in enumerate(values):
+        if value != values[0]:
+            raise UserError(f"{what} in process 0: {values[0]}; in process {rank}: {value}.")
 
 
 def barrier() -> None:

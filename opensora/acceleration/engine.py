@@ -6,8 +6,7 @@
 | `fsdp2` | sharded over the processes by PyTorch's `fully_shard`; like ZeRO-2 or ZeRO-3, with replicas (HSDP) or without | fsdp2.py |
 | `zero2`, `zero2-seq` | weights whole in bf16 or fp16, the rest sharded, by ColossalAI | low_level_zero.py |
 
-All keep fp32 master weights. All average gradients over the whole world, whatever `sp_size` is: sequence parallelism
-scales its gradients so that this is right.
+All keep fp32 master weights, and average gradients over the whole world: sequence parallelism scales its own to fit.
 """
 
 import inspect
@@ -45,19 +44,15 @@ class Engine(Protocol):
     def step(self) -> Tensor:
         """Clip, take the optimizer step, clear the gradients.
 
-        A step is all or nothing, in all processes alike: when the gradient is not finite, weights and optimizer state
-        stay as they were, bit for bit, and only the gradients are cleared. It is up to the caller to count such steps
-        and to stop. With fp16 a few of them are normal work, see `scales_loss`.
+        When the gradient is not finite, weights and optimizer state stay as they were, bit for bit, in all processes.
 
         Returns:
-            The global gradient norm before clipping, over all weights of all processes, fp32 [] on the device; inf or
-            nan when the step was dropped.
+            The global gradient norm before clipping, fp32 [] on the device; inf or nan when the step was dropped.
         """
 
     @property
     def scales_loss(self) -> bool:
-        """Whether the loss is scaled (fp16): a norm that is not finite then halves the scale, and is no cause for alarm
-        until it happens many times in a row."""
+        """Whether the loss is scaled (fp16), whose scale a norm that is not finite halves."""
 
     def masters(self) -> Mapping[str, Tensor]:
         """fp32 weights by name, where they are kept apart from the model's; flat DTensors. Empty for most engines."""
@@ -66,13 +61,13 @@ class Engine(Protocol):
         """The weights, fp32, as they lie in memory: plain, or DTensors."""
 
     def load_model_state(self, state: Mapping[str, Tensor], source: str) -> None:
-        """Take whole weights from `state`, which was read from `source`; strict in names and shapes."""
+        """Take whole weights that were read from `source`; strict in names and shapes."""
 
     def optimizer_state(self) -> dict[str, Tensor]:
         """The optimizer's tensors as `<parameter>/<state>`, plain or DTensors, and the loss scale as `/<state>`."""
 
     def load_optimizer_state(self, state: Mapping[str, Tensor]) -> None:
-        """The reverse of `optimizer_state`, from whole tensors; after the weights."""
+        """The reverse of `optimizer_state`, from whole tensors; after the weights. UserError: they are of another model."""
 
 
 def check_engine(name: str, sp_size: int = 1, *, device: torch.device | None = None, dtype: str = "bf16") -> None:
@@ -81,11 +76,10 @@ def check_engine(name: str, sp_size: int = 1, *, device: torch.device | None = N
     Raises:
         UserError: the engine cannot run on this device or in this dtype, or its package is not installed.
     """
-    if name == "zero2-seq" and sp_size == 1:
-        raise UserError("plugin='zero2-seq' is zero2 with sequence parallelism: set --sp-size, or use --plugin zero2.")
-    if name == "zero2" and sp_size > 1:
-        raise UserError(f"plugin='zero2' with sp_size={sp_size} is called zero2-seq: use --plugin zero2-seq.")
     if name in low_level_zero.NAMES:
+        right = "zero2-seq" if sp_size > 1 else "zero2"
+        if name != right:
+            raise UserError(f"plugin={name!r} with sp_size={sp_size}: use --plugin {right}, or another --sp-size.")
         low_level_zero.check(name, device or torch.device("cuda" if torch.cuda.is_available() else "cpu"), dtype)
 
 
@@ -119,26 +113,16 @@ def build_engine(
     for key, value in settings.items():
         if key not in taken and value not in (None, False):
             raise UserError(f"{key}={value!r} has no effect with plugin={name!r}: leave it out.")
-    for idle in _idle(world, settings):
-        logger.warning("%s", idle)
+    on_cpu, shards = world.device.type == "cpu", min(settings.get("shard_size") or node_size(world.size), world.size)
+    for key, is_idle, why in (
+        ("hybrid_zero", shards == 1, f"of {world.size} processes, each has a group of its own"),
+        ("optimizer_offload", on_cpu, "the optimizer's state is a copy in a CPU's memory anyway"),
+        ("cuda_graphs", on_cpu, "a CPU has no graphs, and the passes are only called in another way"),
+    ):
+        if settings.get(key) and is_idle and world.is_main:
+            logger.warning("%s=True has no effect here: %s.", key, why)
     if world.size > 1:  # what a process read or drew otherwise would stay apart for ever
         broadcast_params(model)
     return PLUGINS.build(
         {"type": name}, model=model, optimizer=optimizer, world=world, dtype=dtype, grad_clip=grad_clip, **settings
     )
-
-
-def _idle(world: World, settings: Mapping[str, Any]) -> list[str]:
-    """What is asked for, is legal, and does nothing here."""
-    idle = {
-        f"hybrid_zero=True has no effect: of {world.size} processes, each has a group of its own.": (
-            settings.get("hybrid_zero") and min(settings.get("shard_size") or node_size(world.size), world.size) == 1
-        ),
-        "optimizer_offload=True saves nothing on a CPU: the optimizer's state is a copy in the same memory.": (
-            settings.get("optimizer_offload") and world.device.type == "cpu"
-        ),
-        "cuda_graphs=True gains nothing on a CPU, which has no graphs: the passes are only called in another way.": (
-            settings.get("cuda_graphs") and world.device.type == "cpu"
-        ),
-    }
-    return [message for message, is_idle in idle.items() if is_idle and world.is_main]

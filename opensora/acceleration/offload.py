@@ -6,8 +6,9 @@ stream of their own: at any time two of them are on the device, and the first, w
 the CPU, all of this happens too and changes nothing.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from typing import Any, Literal
 
@@ -20,51 +21,32 @@ Policy = Literal["none", "model", "block"]
 
 
 class OffloadedModule:
-    """Tensors of a module that stay in the CPU's memory, and are copied to the device while they are used.
-
-    Args:
-        tensors: parameters and buffers.
-        device: where they are used; for a GPU the host copies are pinned, as asynchronous copies need.
-    """
+    """Parameters and buffers that stay in the CPU's memory, pinned for a GPU, and are copied to the device while they are used."""
 
     def __init__(self, tensors: Iterable[Tensor], device: torch.device) -> None:
-        self.device = device
+        self.device, self.loaded = device, False
         unique = {id(tensor): tensor for tensor in tensors}  # weights may be tied
         self.pairs: list[tuple[Tensor, Tensor]] = []  # with the host copy
         for tensor in unique.values():
             host = tensor.data.to("cpu")
-            pin = device.type == "cuda" and not host.is_pinned()
-            self.pairs.append((tensor, host.pin_memory() if pin else host))
-        self.loaded = True
-        self.unload()
+            tensor.data = host.pin_memory() if device.type == "cuda" and not host.is_pinned() else host
+            self.pairs.append((tensor, tensor.data))
 
     def load(self) -> None:
-        """Copy to the device, on the present stream."""
         if not self.loaded:
             for tensor, host in self.pairs:
                 tensor.data = host.to(self.device, non_blocking=True, copy=True)
         self.loaded = True
 
     def unload(self) -> None:
-        """Forget the device's copy."""
         if self.loaded:
             for tensor, host in self.pairs:
                 tensor.data = host
         self.loaded = False
 
-    @property
-    def num_bytes(self) -> int:
-        """Of all tensors."""
-        return sum(host.numel() * host.element_size() for _, host in self.pairs)
-
 
 class BlockStream:
-    """Brings blocks to the device as they are called.
-
-    Args:
-        blocks: of a denoiser, in forward order.
-        device: where they work.
-    """
+    """Brings a denoiser's blocks, which come in forward order, to the device as they are called."""
 
     def __init__(self, blocks: Sequence[nn.Module], device: torch.device) -> None:
         self.device = device
@@ -72,13 +54,8 @@ class BlockStream:
         self.side = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._arrivals: dict[int, torch.cuda.Event] = {}
         self._paused = False
-        self._undo = [wrap_forward(block, self._around(i)) for i, block in enumerate(blocks)]
-
-    def remove(self) -> None:
-        """Leave the blocks on the CPU, and call them as they are."""
-        self.unload()
-        while self._undo:
-            self._undo.pop()()
+        for number, block in enumerate(blocks):
+            wrap_forward(block, lambda forward, number=number: partial(self._call, number, forward))  # type: ignore[misc]
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -94,51 +71,35 @@ class BlockStream:
         self.blocks[0].load()
 
     def unload(self) -> None:
-        """Forget every copy on the device."""
         if self.side is not None:
             self.side.synchronize()
         for block in self.blocks:
             block.unload()
         self._arrivals.clear()
 
-    def _around(self, number: int) -> Callable[[Forward], Forward]:
-        def wrap(forward: Forward) -> Forward:
-            def call(*args: Any, **kwargs: Any) -> Any:
-                if self._paused:
-                    return forward(*args, **kwargs)
-                self._arrive(number)
-                self._fetch(number % (len(self.blocks) - 1) + 1 if len(self.blocks) > 1 else 0)
-                out = forward(*args, **kwargs)
-                if number > 0:
-                    self.blocks[number].unload()
-                return out
-
-            return call
-
-        return wrap
+    def _call(self, number: int, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        if self._paused:
+            return forward(*args, **kwargs)
+        self._fetch(number)
+        if (event := self._arrivals.pop(number, None)) is not None:
+            present = torch.cuda.current_stream(self.device)
+            present.wait_event(event)
+            for tensor, _ in self.blocks[number].pairs:
+                tensor.data.record_stream(present)  # its memory must stay until this stream has used it
+        self._fetch(number % (len(self.blocks) - 1) + 1 if len(self.blocks) > 1 else 0)
+        out = forward(*args, **kwargs)
+        if number > 0:
+            self.blocks[number].unload()
+        return out
 
     def _fetch(self, number: int) -> None:
-        """Begin to copy a block."""
         block = self.blocks[number]
-        if block.loaded:
-            return
-        if self.side is None:
+        if self.side is None or block.loaded:
             block.load()
             return
         with torch.cuda.stream(self.side):
             block.load()
             self._arrivals[number] = self.side.record_event()
-
-    def _arrive(self, number: int) -> None:
-        """Make the present stream wait until a block is there."""
-        self._fetch(number)
-        event = self._arrivals.pop(number, None)
-        if event is None:
-            return
-        present = torch.cuda.current_stream(self.device)
-        present.wait_event(event)
-        for tensor, _ in self.blocks[number].pairs:
-            tensor.data.record_stream(present)  # its memory must not be given away before this stream has used it
 
 
 class Placement:
@@ -147,8 +108,7 @@ class Placement:
     Args:
         parts: by name; those without weights are left alone. `model` has `transformer_blocks()`.
         device: where they work.
-        policy: "none" keeps all of them there, "model" brings each when it works, "block" also the denoiser's blocks one by
-            one.
+        policy: "none" keeps all there, "model" brings each when it works, "block" also the denoiser's blocks one by one.
     """
 
     def __init__(self, parts: Mapping[str, Any], device: torch.device, policy: Policy = "none") -> None:

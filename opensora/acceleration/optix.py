@@ -5,11 +5,8 @@
     model, vae, opt, ema = optix.compile(model, vae, learning_rate=1e-5, weight_decay=1e-5, use_ema=True)
     latents = optix.sliced_vae(vae, pixels, use_autocast=True, nhwc=True)
 
-It works on our models and on diffusers' U-Nets and transformers. Keywords and their defaults are those of Optix's README;
-docs/optix.md lists what differs from its code.
-
-ZeRO stage 1 and the EMA are here once more, since a user of Optix has a plain optimizer and a loop of his own, and no engine:
-PyTorch's `ZeroRedundancyOptimizer` is such an optimizer, and `engines/partition.py` is what `ddp` makes of the engines' step.
+It works on our models and on diffusers', for a plain optimizer and a loop of one's own: hence its own ZeRO stage 1 and EMA. Keywords and
+defaults are those of Optix's README; docs/optix.md lists what differs from its code.
 """
 
 import logging
@@ -25,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from opensora.acceleration.checkpointing import checkpoint_activations
-from opensora.acceleration.compile.blocks import compile_blocks, is_ours
+from opensora.acceleration.compile import compile_blocks, is_ours
 from opensora.acceleration.distributed import STEP_TIMEOUT, broadcast_params, neighbours
 from opensora.acceleration.engines.partition import gather_from_owners, node_size, share_out
 from opensora.acceleration.vae_slicing import encoders_of, sliced_vae, to_channels_last
@@ -65,32 +62,19 @@ def compile(
         model: a denoiser of ours or of diffusers, on its device; changed in place.
         vae: is frozen, in fp32, on the model's device.
         config: an object or mapping with values of the keywords; what it lacks has its default.
-        options: the keywords, which win over `config`:
-            use_ema: make an EMA of the weights, sharded over the processes.
-            compile_vae, vae_channels_last: of the VAE's encoder.
-            ddp: wrap the model in DistributedDataParallel, if there are several processes.
-            dp_group: the processes that average gradients and shard the optimizer's state; None = all.
-            gradient_checkpointing: activation checkpointing.
-            xformer: ask diffusers' models for xformers' attention. Where it is not installed PyTorch's own is as good.
-            fusedln: apex's LayerNorm, where it is installed and the model is not compiled.
-            compile_unet (or compile_model): torch.compile the denoiser, block by block where it has blocks.
-            optim, learning_rate, weight_decay: "adam", "adamw" or "sgd".
-            hybrid_zero: shard the optimizer's state inside each node; with a dp_group inside that.
-            model_dtype: cast the model's weights; fp32 masters are lost.
+        options: the keywords, which win over `config`; see docs/optix.md.
 
     Returns:
         The model (wrapped, with several processes), the VAE, the optimizer, and the EMA or None.
 
     Raises:
-        UserError: there is no such keyword or optimizer, a keyword and its other name contradict each other, or the model
-            has nothing to train.
+        UserError: there is no such keyword or optimizer, or the model has nothing to train, or no way to checkpoint activations.
     """
-    chosen = _chosen(config, options)
+    chosen = _keywords(config, options)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
         raise UserError(
-            f"optix.compile: {type(model).__name__} has nothing to train: it has no parameters, or all of them are frozen. Call "
-            "requires_grad_(True) on what is to learn."
+            f"optix.compile: {type(model).__name__} has nothing to train: call requires_grad_(True) on what is to learn."
         )
     torch.set_float32_matmul_precision("high")  # TF32, which is part of what Optix measured
     torch.backends.cudnn.allow_tf32 = True
@@ -100,14 +84,14 @@ def compile(
             to_channels_last(encoder)
         if chosen["compile_vae"]:
             encoder.compile()
-    if chosen["model_dtype"] is not None:
-        if chosen["model_dtype"] != torch.float32:
+    if (dtype := chosen["model_dtype"]) is not None:
+        if dtype != torch.float32:
+            advice = "Leave it out to keep fp32 weights and compute in bf16 by autocast."
             warnings.warn(
-                f"model_dtype={chosen['model_dtype']}: steps that are small compared with a weight are lost in it. Leave it out to keep fp32 "
-                "weights and compute in bf16 by autocast.",
+                f"model_dtype={dtype}: steps that are small compared with a weight are lost in it. {advice}",
                 stacklevel=2,
             )
-        model.to(chosen["model_dtype"])
+        model.to(dtype)
     _speed_up(model, chosen)
 
     # all processes of a group begin with the first one's weights, before anything copies these or shards their state
@@ -124,37 +108,26 @@ def compile(
     settings = {"lr": chosen["learning_rate"], "weight_decay": chosen["weight_decay"], "fused": trained[0].is_cuda}
     if not several or not chosen["hybrid_zero"]:
         return model, vae, kind(trained, **settings), ema
-    group = group or _node_group()
+    world = dist.get_world_size()
+    size = node_size(world)
+    if group is None and size < world and world % size == 0:  # else the nodes' processes are not a group each
+        group = neighbours(dist.get_rank(), world, size, STEP_TIMEOUT)
     return model, vae, ZeroRedundancyOptimizer(trained, kind, process_group=group, **settings), ema
 
 
-def _chosen(config: object, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Every keyword's value."""
-    names = [*DEFAULTS, *ALIASES]
-    if isinstance(config, Mapping):
-        given = dict(config)
-    else:
-        given = {name: getattr(config, name) for name in names if hasattr(config, name)}
-    for name in [*given, *options]:
+def _keywords(config: object, options: Mapping[str, Any]) -> dict[str, Any]:
+    names, chosen = [*DEFAULTS, *ALIASES], dict(DEFAULTS)
+    if not isinstance(config, Mapping):
+        config = {name: getattr(config, name) for name in names if hasattr(config, name)}
+    for name, value in (*config.items(), *options.items()):
         if name not in names:
             raise UserError(
                 f"optix.compile has no keyword {name!r}.{did_you_mean(name, names)} It has: {', '.join(DEFAULTS)}."
             )
-    keywords = _without_aliases(options)
-    rest = {name: value for name, value in given.items() if ALIASES.get(name, name) not in keywords}
-    chosen = {**DEFAULTS, **_without_aliases(rest), **keywords}
+        chosen[ALIASES.get(name, name)] = value
     if chosen["optim"] not in OPTIMIZERS:
         raise UserError(f"optix.compile: optim={chosen['optim']!r} is not one of {', '.join(OPTIMIZERS)}.")
     return chosen
-
-
-def _without_aliases(values: Mapping[str, Any]) -> dict[str, Any]:
-    for alias, name in ALIASES.items():
-        if alias in values and values.get(name, values[alias]) != values[alias]:
-            raise UserError(
-                f"optix.compile: {alias}={values[alias]!r} and {name}={values[name]!r} are one keyword: give one of them."
-            )
-    return {ALIASES.get(name, name): value for name, value in values.items()}
 
 
 def _speed_up(model: Any, chosen: Mapping[str, Any]) -> None:
@@ -165,9 +138,7 @@ def _speed_up(model: Any, chosen: Mapping[str, Any]) -> None:
             model.enable_xformers_memory_efficient_attention()
         except (ImportError, ValueError, AttributeError) as error:  # diffusers' ways to say no
             logger.info("xformer: not used (%s); PyTorch's own attention is.", str(error).split("\n")[0])
-    if chosen["fusedln"] and chosen["compile_unet"]:
-        logger.info("fusedln: a compiled model fuses its LayerNorms itself; apex's would be a graph break.")
-    elif chosen["fusedln"]:
+    if chosen["fusedln"] and not chosen["compile_unet"]:  # compiled, they are fused as they are
         _fuse_layer_norms(model)
     if chosen["compile_unet"]:
         model.compile() if blocks is None else compile_blocks(blocks)
@@ -197,44 +168,24 @@ def _fuse_layer_norms(model: nn.Module) -> None:
                 setattr(parent, name, fused)
 
 
-def _node_group() -> dist.ProcessGroup | None:
-    """The processes of this node; None = all, where the world is no whole number of nodes."""
-    size, world = node_size(dist.get_world_size()), dist.get_world_size()
-    if size == world or world % size:
-        return None
-    return neighbours(dist.get_rank(), world, size, STEP_TIMEOUT)
-
-
 class ShardedEMA:
-    """fp32 EMA of a model's parameters, of which each process of a group keeps a share.
+    """fp32 EMA of a model's parameters, of which each process of a group (None = all) keeps a share.
 
-    Whole parameters are shared out, the largest first, so that the shares are nearly equal (Optix fills them in the order
-    of declaration, and may leave one with everything). Nothing is sent until the EMA is saved. Without other processes it is
-    a plain EMA.
-
-    Args:
-        model: whole in each process, and the same in all; it may be wrapped in DistributedDataParallel.
-        group: the processes; None = all.
+    The model, which may be wrapped in DistributedDataParallel, is whole and the same in all. Nothing is sent until it is saved.
     """
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
         self.group = group or (dist.group.WORLD if dist.is_initialized() else None)
-        self.size = dist.get_world_size(group) if dist.is_initialized() else 1
+        size = dist.get_world_size(group) if dist.is_initialized() else 1
         self.rank = dist.get_rank(group) if dist.is_initialized() else 0
         parameters = dict(_inner(model).named_parameters())
         self.device = next(iter(parameters.values())).device
-        self.owner = share_out({name: p.numel() for name, p in parameters.items()}, self.size)
-        self.shadow = {
-            name: p.detach().float().clone() for name, p in parameters.items() if self.owner[name] == self.rank
-        }
+        owner = share_out({name: p.numel() for name, p in parameters.items()}, size)
+        self.shadow = {name: p.detach().float().clone() for name, p in parameters.items() if owner[name] == self.rank}
 
     @torch.no_grad()
     def update(self, model: nn.Module, decay: float = 0.9999, *, only_trainable: bool = True) -> None:
-        """`ema <- decay * ema + (1 - decay) * weights`; with decay 0 it is the weights.
-
-        Args:
-            only_trainable: frozen parameters are copied, not averaged, so that they are right even if they were loaded late.
-        """
+        """`ema <- decay * ema + (1 - decay) * weights`; `only_trainable` copies frozen ones, which may have been loaded late."""
         for name, parameter in _inner(model).named_parameters():
             if name not in self.shadow:
                 continue
@@ -246,18 +197,13 @@ class ShardedEMA:
     @torch.no_grad()
     def state_dict(self, model: nn.Module | None = None) -> dict[str, Tensor]:
         """The whole EMA, and the buffers of `model`, in the first process; {} in the others. All processes call it."""
-        if self.group is None:
-            state = {name: tensor.clone() for name, tensor in self.shadow.items()}
-        else:
-            gathered = gather_from_owners(self.shadow, self.group, self.device)
-            state = {name: tensor.clone() for name, tensor in gathered if self.rank == 0}
+        gathered = (
+            self.shadow.items() if self.group is None else gather_from_owners(self.shadow, self.group, self.device)
+        )
+        state = {name: tensor.clone() for name, tensor in gathered if self.rank == 0}
         if model is not None and self.rank == 0:
             state |= {name: buffer.detach().clone() for name, buffer in _inner(model).named_buffers()}
         return state
-
-    def verify_with_gt(self, averages: dict[str, Tensor]) -> bool:
-        """Whether this process' share equals an EMA that was kept whole, bit for bit."""
-        return all(torch.equal(tensor, averages[name]) for name, tensor in self.shadow.items())
 
 
 def _inner(model: nn.Module) -> nn.Module:

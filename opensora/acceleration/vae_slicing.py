@@ -1,10 +1,7 @@
 """Encoding with a VAE, ours or diffusers', in micro-batches chosen by the size of an image.
 
-An encoder's activations are several times as large as its input at full resolution, so 320 frames of 512x512 at once need
-far more memory than the denoiser. The micro-batch does not change the result.
-
-It is here, below the models, because `optix` encodes with diffusers' VAEs; so is the formula by which a VAE's config scales
-its latents, which `opensora.models.vae` shares.
+An encoder's activations at full resolution are far larger than the denoiser's. The micro-batch does not change the result.
+It is here because `optix` encodes with diffusers' VAEs, as is how a VAE's config scales latents, which `models.vae` shares.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,10 +36,9 @@ def sliced_vae(
     *,
     generators: Generators = None,
 ) -> Tensor:
-    """Encode images or videos in micro-batches, and scale the latents.
+    """Encode images or videos in micro-batches with a VAE of ours or an `AutoencoderKL` of diffusers, and scale the latents.
 
     Args:
-        vae: One of ours, or an `AutoencoderKL` of diffusers.
         x: Images [B, 3, H, W], or videos [B, T, 3, H, W] - frames before channels, unlike the result.
         micro_bs: Images at a time; None: by their size (`images_at_a_time`). A VAE that encodes videos as a whole takes
             as many videos as have so many frames, at least one.
@@ -51,10 +47,7 @@ def sliced_vae(
         generators: For the posterior: one, or one for each of the B entries; None draws from torch's own.
 
     Returns:
-        Latents [B, C, h, w] or [B, C, t, h, w], fp32.
-
-    Raises:
-        UserError: The latents are not finite.
+        Latents [B, C, h, w] or [B, C, t, h, w], fp32. UserError: they are not finite.
     """
     if x.dim() not in (4, 5):
         raise ValueError(f"sliced_vae takes [B, 3, H, W] or [B, T, 3, H, W], got {tuple(x.shape)}")
@@ -62,10 +55,25 @@ def sliced_vae(
     if nhwc:
         for encoder in encoders_of(vae):
             to_channels_last(encoder)
-    if hasattr(vae, "sliced_moments"):
+    if hasattr(vae, "sliced_moments"):  # ours
         z = vae.sample(vae.sliced_moments(video, micro_bs, use_autocast, nhwc), generators)
-    else:
-        z = _diffusers_latents(vae, video, micro_bs, use_autocast, generators, nhwc=nhwc)
+    else:  # frame by frame
+        layout = torch.channels_last if nhwc else torch.contiguous_format
+        frames = rearrange(video, "B C T H W -> (B T) C H W").to(vae.dtype)
+        size = micro_bs or images_at_a_time(*frames.shape[-2:])
+        count = len(frames)
+        if count > size and getattr(vae.encoder, "_compiled_call_impl", None) is not None:
+            # a shorter last part would be a second program
+            frames = torch.cat([frames, frames[-1:].expand(-count % size, -1, -1, -1)])
+        with autocast_to(video.device, use_autocast):
+            parts = [
+                vae.encode(part.contiguous(memory_format=layout)).latent_dist.parameters for part in frames.split(size)
+            ]
+        moments = rearrange(torch.cat(parts)[:count].float(), "(B T) C H W -> B C T H W", B=len(video))
+        mean, logvar = moments.chunk(2, dim=1)
+        z = mean + (0.5 * logvar.clamp(*LOGVAR_RANGE)).exp() * randn_like(mean, generators)
+        scale, shift = scale_and_shift(vae.config, z.shape[1], whose=type(vae).__name__)
+        z = (z - per_frame(shift, z)) * per_frame(scale, z)
     if not z.isfinite().all():
         how = "use_autocast=torch.bfloat16, or without autocast" if use_autocast else "weights in fp32 or bf16"
         raise UserError(f"sliced_vae: the latents are not finite; try {how}.")
@@ -120,34 +128,5 @@ def to_channels_last(module: nn.Module) -> None:
 
 
 def autocast_to(device: torch.device, chosen: bool | torch.dtype) -> torch.autocast:  # noqa: FBT001
-    """What `use_autocast` asks for."""
     dtype = chosen if isinstance(chosen, torch.dtype) else torch.bfloat16
     return torch.autocast(device.type, dtype, enabled=chosen is not False)
-
-
-def _diffusers_latents(
-    vae: Any,
-    video: Tensor,
-    micro_bs: int | None,
-    use_autocast: bool | torch.dtype,  # noqa: FBT001
-    generators: Generators,
-    *,
-    nhwc: bool,
-) -> Tensor:
-    """An `AutoencoderKL` frame by frame -> [B, C, T, h, w]."""
-    layout = torch.channels_last if nhwc else torch.contiguous_format
-    frames = rearrange(video, "B C T H W -> (B T) C H W").to(vae.dtype)
-    size = micro_bs or images_at_a_time(*frames.shape[-2:])
-    count = len(frames)
-    if count > size and getattr(vae.encoder, "_compiled_call_impl", None) is not None:
-        # a shorter last part would be a second program
-        frames = torch.cat([frames, frames[-1:].expand(-count % size, -1, -1, -1)])
-    with autocast_to(video.device, use_autocast):
-        parts = [
-            vae.encode(part.contiguous(memory_format=layout)).latent_dist.parameters for part in frames.split(size)
-        ]
-    moments = rearrange(torch.cat(parts)[:count].float(), "(B T) C H W -> B C T H W", B=len(video))
-    mean, logvar = moments.chunk(2, dim=1)
-    z = mean + (0.5 * logvar.clamp(*LOGVAR_RANGE)).exp() * randn_like(mean, generators)
-    scale, shift = scale_and_shift(vae.config, z.shape[1], whose=type(vae).__name__)
-    return (z - per_frame(shift, z)) * per_frame(scale, z)

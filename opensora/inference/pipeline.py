@@ -23,8 +23,7 @@ from opensora.acceleration.compiler import compile_pipe, parse_options
 from opensora.acceleration.distributed import init_world
 from opensora.acceleration.offload import Placement, Policy
 from opensora.acceleration.patching import wrap_forward
-from opensora.acceleration.step_cache.build import build_step_cache
-from opensora.acceleration.step_cache.steps import StepCache
+from opensora.acceleration.step_cache import StepCache, build_step_cache
 from opensora.config.load import InferenceConfig
 from opensora.datasets.video.files import IMAGE_FPS
 from opensora.inference.build import build_parts, calls_parts, inference_config

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from opensora.acceleration.distributed import mean_over_ranks
 from opensora.acceleration.engine import Engine
-from opensora.acceleration.engines.update import LossScale
+from opensora.acceleration.engines.base import LossScale
 from opensora.training.lr_scheduler import set_lr
 
 LARGEST_LAMBDA = 1e4

@@ -35,8 +35,8 @@ SIZE = (5, 6, 10)
 
 ENGINES = {
     "ddp": ("ddp", {}),
-    "ddp recorded": ("ddp", {"cuda_graphs": True}),
-    "ddp hybrid recorded": ("ddp", {"cuda_graphs": True, "hybrid_zero": True, "shard_size": 2}),
+    "ddp graphs": ("ddp", {"cuda_graphs": True}),
+    "ddp hybrid graphs": ("ddp", {"cuda_graphs": True, "hybrid_zero": True, "shard_size": 2}),
     "fsdp2 zero2": ("fsdp2", {}),
     "fsdp2 zero3": ("fsdp2", {"fsdp_reshard": "zero3"}),
     "hsdp": ("fsdp2", {"shard_size": 2}),
@@ -44,16 +44,16 @@ ENGINES = {
 
 COLOSSALAI = {"zero2-seq": ("zero2-seq", {})}
 
-READERS = (("ddp", 1), ("fsdp2 zero2", 1), ("fsdp2 zero3", 4), ("ddp", 2), ("ddp recorded", 2))
+READERS = (("ddp", 1), ("fsdp2 zero2", 1), ("fsdp2 zero3", 4), ("ddp", 2), ("ddp graphs", 2))
 """What goes on with the checkpoint of a layout: engine and sp_size."""
 
 
 class Tolerance(NamedTuple):
-    """Of losses and gradient norms: relative; of averages: their distance over how far the average moved."""
+    """Of losses and gradient norms: relative; of EMAs: their distance over how far the EMA moved."""
 
     loss: float
     norm: float
-    average: float
+    ema: float
 
 
 # Sums in another order are rounded otherwise, and each step carries it on. ColossalAI's weights are in half precision everywhere,
@@ -89,10 +89,10 @@ class Case(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Of a training: losses and norms [steps, 2], and the averaged weights, whole."""
+    """Of a training: losses and norms [steps, 2], and the whole EMA."""
 
     seen: Tensor
-    average: dict[str, Tensor]
+    ema: dict[str, Tensor]
 
 
 def toy() -> nn.Module:
@@ -182,14 +182,13 @@ def compare(found: Outcome, expected: Outcome, tolerance: Tolerance, what: str) 
     begin = toy().state_dict()
     names = [name for name in begin if begin[name].is_floating_point()]
     apart, moved = (
-        float(torch.cat([(expected.average[n] - other[n]).flatten() for n in names]).norm())
-        for other in (found.average, begin)
+        float(torch.cat([(expected.ema[n] - other[n]).flatten() for n in names]).norm()) for other in (found.ema, begin)
     )
     errors = Tolerance(loss, norm, apart / moved)
-    told = ", ".join(f"{name} {error:.2g}" for name, error in errors._asdict().items())
+    shown = ", ".join(f"{name} {error:.2g}" for name, error in errors._asdict().items())
     if not dist.is_initialized() or dist.get_rank() == 0:
-        print(f"{what}: {told}", flush=True)
-    assert all(error < most for error, most in zip(errors, tolerance, strict=True)), f"{what}: {told}, not {tolerance}"
+        print(f"{what}: {shown}", flush=True)
+    assert all(error < most for error, most in zip(errors, tolerance, strict=True)), f"{what}: {shown}, not {tolerance}"
 
 
 def assert_same_on_all(state: dict[str, Tensor], what: str) -> None:
@@ -197,7 +196,7 @@ def assert_same_on_all(state: dict[str, Tensor], what: str) -> None:
     digest = hashlib.sha256(b"".join(tensor.contiguous().numpy().tobytes() for tensor in state.values())).hexdigest()
     digests = [None] * dist.get_world_size()
     dist.all_gather_object(digests, digest)
-    assert len(set(digests)) == 1, f"{what}: processes have different averages"
+    assert len(set(digests)) == 1, f"{what}: processes have different EMAs"
 
 
 def run_rank(rank: int, case: Case, folder: Path, device: str) -> None:
@@ -232,7 +231,7 @@ def layouts(case: Case, folder: Path, device: str, expected: dict[str, Outcome])
     for engine in ENGINES:
         for dtype, tolerance in TOLERANCE.items():
             found = train(*start(engine, world, dtype), world, range(STEPS))
-            assert_same_on_all(found.average, f"{engine} {dtype}")
+            assert_same_on_all(found.ema, f"{engine} {dtype}")
             compare(found, expected[dtype], tolerance, f"{case}, {engine}, {dtype}")
 
 
@@ -252,7 +251,7 @@ def colossalai(case: Case, folder: Path, device: str, expected: dict[str, Outcom
     """zero2-seq trains as one process, to its tolerance, and ddp goes on with its checkpoint."""
     run = folder / f"{case} run"
     written = writes("zero2-seq", init_world(device, case.sp), run, "bf16")
-    assert_same_on_all(written.average, f"{case}")
+    assert_same_on_all(written.ema, f"{case}")
     compare(written, expected["bf16"], THEIRS, f"{case}, zero2-seq, bf16")
     found = goes_on("ddp", init_world(device), run, "bf16")
     compare(found, written, THEIRS, f"{case}, resumed by ddp")
@@ -271,7 +270,7 @@ def writes(engine: str, world: World, run: Path, dtype: str) -> Outcome:
     saver.wait()
     dist.barrier()
     after = train(training, ema, world, range(SAVED_AT, STEPS))
-    return Outcome(torch.cat([before.seen, after.seen]), after.average)
+    return Outcome(torch.cat([before.seen, after.seen]), after.ema)
 
 
 def goes_on(engine: str, world: World, run: Path, dtype: str) -> Outcome:

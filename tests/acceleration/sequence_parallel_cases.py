@@ -70,15 +70,15 @@ def compare(
     prepare: Callable[[Denoiser], object] = lambda model: None,
     tolerance: float = 1e-5,
 ) -> None:
-    """A copy spread over all processes gives the outputs and the gradients of `whole`."""
-    spread = deepcopy(whole)
-    prepare(spread)
-    parallelise(spread, dist.group.WORLD)
+    """A copy sharded over all processes gives the outputs and the gradients of `whole`."""
+    sharded = deepcopy(whole)
+    prepare(sharded)
+    parallelise(sharded, dist.group.WORLD)
     names = [name for name, p in whole.named_parameters() if p.requires_grad]
     for cond in conds:
         case = f"{what} {tuple(cond['x'].shape[2:])}"
         expected, right = gradients(whole, cond)
-        out, mine = gradients(spread, cond)
+        out, mine = gradients(sharded, cond)
         assert_near(out, expected, case, tolerance)
         for name, a, b in zip(names, mean_of_ranks(mine), right, strict=True):
             assert_near(a, b, f"{case}: gradient of {name}", tolerance)

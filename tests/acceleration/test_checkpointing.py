@@ -1,4 +1,4 @@
-"""Activation checkpointing: the same gradients at every level, less kept in the stated order, blocks computed again as stated."""
+"""Activation checkpointing: the same gradients at every level, less kept in the stated order, blocks recomputed as stated."""
 
 import copy
 from collections import Counter
@@ -192,7 +192,7 @@ class Block(nn.Module):
 
 
 def step(level: str, dtype: torch.dtype, backend: str | None = None) -> tuple[int, list[Tensor]]:
-    """Bytes kept by autograd beside the weights, and gradients, of blocks compiled with a backend, or eager ones."""
+    """Bytes kept by autograd next to the weights, and gradients, of blocks compiled with a backend, or eager ones."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Block() for _ in range(DEPTH)))
     if backend is not None:
@@ -318,7 +318,7 @@ def test_with_sharded_weights(spawn, tmp_path):
 
 
 def check_sharded(rank: int, world_size: int, folder: Path) -> None:
-    """FSDP2 gathers a block's weights again for what is computed again."""
+    """FSDP2 gathers a block's weights again for what is recomputed."""
     from torch.distributed.fsdp import fully_shard
 
     whole = toy()

@@ -1,6 +1,6 @@
-"""Training whose passes are recorded: the bits of training that is not, whatever is trained, checkpointed, compiled or averaged.
+"""Training with CUDA graphs: the bits of training without, whatever is trained, checkpointed or compiled, with its EMA.
 
-A CPU has no graphs. There the passes are called again on the same places in memory, which is all of the code but the recording
+A CPU has no graphs. There the passes are called again on the same addresses, which is all of the code but the capture
 itself; that is tested by tests/test_gpu.py.
 """
 
@@ -28,7 +28,7 @@ from tests.models.denoisers import FAMILIES, build, inputs
 CPU = torch.device("cpu")
 ALONE = World(0, 1, CPU)
 SIZES = [(3, 6, 8), (1, 6, 4), (3, 6, 8), (2, 4, 4)]
-"""One returns; one is a picture."""
+"""One returns; one is an image."""
 
 
 def engine_of(model, *, dtype="bf16", graphs=True, world=ALONE):
@@ -56,8 +56,8 @@ def check_equal(model, **options):
     """The same model trains the same with graphs and without, bit by bit; returns what changed."""
     plain = copy.deepcopy(model)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    recorded = train(engine_of(model, graphs=True, **options), model)
-    assert recorded == train(engine_of(plain, graphs=False, **options), plain)
+    captured = train(engine_of(model, graphs=True, **options), model)
+    assert captured == train(engine_of(plain, graphs=False, **options), plain)
     state, expected = model.state_dict(), plain.state_dict()
     assert all(torch.equal(state[name], expected[name]) for name in expected)
     return [name for name in state if not torch.equal(state[name], before[name])]
@@ -103,7 +103,7 @@ def test_frozen_weights_stay_and_adapters_train():
 
 
 def test_a_weight_without_a_gradient_is_not_decayed():
-    """As without recordings: AdamW leaves it alone, where a gradient of zero would let it shrink."""
+    """As without graphs: AdamW leaves it alone, where a gradient of zero would let it shrink."""
     model = build("STDiT").train()
     model.unused = torch.nn.Parameter(torch.ones(3))
     changed = check_equal(model)
@@ -111,14 +111,14 @@ def test_a_weight_without_a_gradient_is_not_decayed():
     assert model.unused.grad is None
 
 
-def test_one_recording_for_each_size_and_one_place_for_each_gradient():
+def test_one_graph_for_each_size_and_one_address_for_each_gradient():
     model = build("DiT-text").train()
-    pool, places = capture_training(model), []
+    pool, addresses = capture_training(model), []
     for size in (*SIZES, *SIZES):
         model(**inputs(model, size=size)).sum().backward()
-        places.append([weight.grad.data_ptr() for weight in model.parameters() if weight.grad is not None])
+        addresses.append([weight.grad.data_ptr() for weight in model.parameters() if weight.grad is not None])
     assert len(pool.runners) == len(set(SIZES))
-    assert all(each == places[0] for each in places)
+    assert all(each == addresses[0] for each in addresses)
 
 
 def test_gradients_that_are_there_are_added_to():
@@ -145,7 +145,7 @@ def test_inputs_get_their_gradients():
     assert all(torch.equal(a, b) for other in found[:2] for a, b in zip(other, found[2], strict=True))
 
 
-def test_without_gradients_nothing_is_recorded():
+def test_without_gradients_nothing_is_captured():
     model = build("STDiT").train()
     plain = copy.deepcopy(model)
     pool = capture_training(model)
@@ -175,7 +175,7 @@ def test_a_backward_pass_follows_its_own_forward_pass():
         second.backward()
 
 
-def test_sizes_that_never_return_are_told_and_computed_without_recordings(monkeypatch, caplog):
+def test_sizes_that_never_return_are_reported_and_computed_without_graphs(monkeypatch, caplog):
     monkeypatch.setattr(cuda_graphs, "MAX_SIZES", 2)
     model = build("STDiT").train()
     plain = copy.deepcopy(model)
@@ -191,7 +191,7 @@ def test_sizes_that_never_return_are_told_and_computed_without_recordings(monkey
     assert caplog.text.count("more than 2 sizes of its input, the last one [2, 4, 3, 4, 4]") == 1
 
 
-def test_what_cannot_be_recorded_is_told():
+def test_what_cannot_be_captured_is_reported():
     class NoGraphs(EagerCapture):
         def capture(self, call):
             raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nmore")
@@ -221,7 +221,7 @@ def test_nova_whose_sequences_vary_is_refused():
 
 
 @pytest.mark.parametrize("rival", ["--plugin=fsdp2", "--activation-offload=True", "--lora.dropout=0.1"])
-def test_a_config_is_told_what_does_not_go_with_it(rival):
+def test_what_does_not_go_with_it_is_refused(rival):
     config = ["configs/quickstart/pretrain.py", "--cuda-graphs", *["--lora.rank=4"] * rival.startswith("--lora")]
     assert parse_config(TrainConfig, {}, config).cuda_graphs
     name = rival.removeprefix("--").partition("=")[0].replace("-", "_")
@@ -238,10 +238,10 @@ def test_engines_without_it_refuse():
 
 def test_a_cpu_says_that_it_gains_nothing(caplog):
     engine_of(build("STDiT").train())
-    assert "cuda_graphs=True gains nothing on a CPU" in caplog.text
+    assert "cuda_graphs=True has no effect here" in caplog.text
 
 
-def test_recordings_are_given_up_before_the_process_group():
+def test_graphs_are_freed_before_the_process_group():
     """NCCL would wait for them for ever."""
 
     class Counting(EagerCapture):
@@ -273,14 +273,14 @@ def on_two_processes(rank, folder):
         model = build("STDiT").train()
         engine = engine_of(model, world=world, graphs=graphs, dtype="fp32")
         found.append((train(engine, model, seed=rank), model.state_dict()))
-    (told, state), (expected, wanted) = found
-    assert told == pytest.approx(expected, rel=1e-5)
+    (values, state), (expected, wanted) = found
+    assert values == pytest.approx(expected, rel=1e-5)
     assert all(torch.allclose(state[name], wanted[name], rtol=0, atol=1e-4) for name in wanted)
     dist.destroy_process_group()
 
 
 def on_one_sample(rank, folder):
-    """Two processes that share samples, against one; then gradients of several number formats, which one process lacks."""
+    """Two processes that share samples, against one; then gradients of several dtypes, which one process lacks."""
     dist.init_process_group("gloo", init_method=(folder / "rendezvous").as_uri(), rank=rank, world_size=2)
     for family in ("STDiT", "STDiT3", "DiT-text"):
         found = []
@@ -289,8 +289,8 @@ def on_one_sample(rank, folder):
             parallelise(model, world.sp_group)
             engine = engine_of(model, world=world, graphs=world is not ALONE, dtype="fp32")
             found.append((train(engine, model, seed=0), model.state_dict()))
-        (told, state), (expected, wanted) = found
-        assert told == pytest.approx(expected, rel=1e-4), family
+        (values, state), (expected, wanted) = found
+        assert values == pytest.approx(expected, rel=1e-4), family
         assert all(torch.allclose(state[name], wanted[name], rtol=0, atol=1e-4) for name in wanted), family
 
     weights = [torch.ones(5), torch.ones(3, 2, dtype=torch.bfloat16), torch.ones(200), torch.ones(1)]

@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from opensora.acceleration.cfg_parallel import make_parallel_plan
 from opensora.acceleration.distributed import STEP_TIMEOUT, init_world, local_gpu
+from opensora.acceleration.engines.ddp import DDPEngine
 from opensora.acceleration.engines.fsdp2 import make_mesh
-from opensora.acceleration.engines.partition import Partition
 from opensora.config.schema import LoopConfig
 from opensora.datasets.datasets import VideoTextDataset
 from opensora.training.loop import same_data, same_settings
@@ -45,11 +45,13 @@ def every_group_waits_as_long(rank, folder):
     dist.init_process_group("gloo", init_method=(folder / "rendezvous").as_uri(), rank=rank, world_size=4)
     world = init_world("cpu", sp_size=2, timeout=timedelta(hours=3))
     mesh, videos = make_mesh(world, 2), make_parallel_plan(world, 2, cfg_parallel=True)
+    model = torch.nn.Linear(2, 2)
+    hybrid = DDPEngine(model, torch.optim.SGD(model.parameters()), world, hybrid_zero=True, shard_size=2)
     groups = {
         (rank // 2 * 2, rank // 2 * 2 + 1): [
             world.sp_group,
             mesh.get_group("shard"),
-            Partition({"w": torch.nn.Parameter(torch.ones(2))}, world, 2).group,
+            hybrid.group,
             videos.sp_group,
         ],
         (rank % 2, rank % 2 + 2): [mesh.get_group("replicate"), videos.cfg_group],
@@ -91,7 +93,7 @@ def test_processes_that_see_other_data_are_refused(spawn, tmp_path):
 
 def other_settings(rank, world_size, folder):
     same_settings(LoopConfig())
-    same_settings(LoopConfig(outputs=f"/node{rank}/outputs"))  # places may differ
+    same_settings(LoopConfig(outputs=f"/node{rank}/outputs"))  # paths may differ
     with pytest.raises(
         UserError, match=r"other settings: .* in process 0: as there; in process 1: lr was .*, now 0\.5"
     ):

@@ -96,7 +96,7 @@ def a_bad_sample_anywhere_drops_the_step_everywhere(engines, world):
 
 
 def averages_are_those_of_whole_weights(engines, world):
-    """Exactly: each process's shards, gathered, against an average of the gathered weights."""
+    """Exactly: each process's shards, gathered, against an EMA of the gathered weights."""
     for name, settings in engines.values():
         for every, device in ((1, "model"), (2, "cpu")):
             engine = engine_for(name, world, "fp32", settings)
@@ -116,7 +116,7 @@ def averages_are_those_of_whole_weights(engines, world):
 
 
 def averages_follow_flat_masters(world):
-    """As zero2 keeps them: half-precision weights, and fp32 pieces of them, flat."""
+    """As zero2 keeps them: half-precision weights, and fp32 chunks of them, flat."""
     mesh = make_mesh(world, world.size)
     exact = {name: torch.randn(shape) for name, shape in (("weight", (3, 5)), ("bias", (3,)))}
     dist.broadcast(exact["weight"], 0)
@@ -144,15 +144,15 @@ def averages_follow_flat_masters(world):
     assert all(torch.equal(whole(other.state_dict())[name], value) for name, value in expected.items())
 
 
-def swaps(ema, engine, averages):
-    """Inside the context the model predicts with the averages, outside with its own weights, and it trains on."""
+def swaps(ema, engine, state):
+    """Inside the context the model predicts with the EMA, outside with its own weights, and it trains on."""
     trained = whole(engine.model_state())
     (x, t, y), _ = data(9)
     plain = toy().eval()
     with torch.no_grad():
         own = engine.raw_model(x, t, y)  # fsdp2 keeps what it gathered
         with ema.applied_to(engine.raw_model):
-            plain.load_state_dict(averages)
+            plain.load_state_dict(state)
             torch.testing.assert_close(engine.raw_model(x, t, y), plain(x, t, y))
         assert torch.equal(engine.raw_model(x, t, y), own)
     assert all(torch.equal(value, trained[name]) for name, value in whole(engine.model_state()).items())
@@ -186,7 +186,7 @@ def every_denoiser_computes_as_unsharded(world):
 
 def all_begin_with_the_weights_of_the_first(engines, world):
     """As DistributedDataParallel does it; a stale file on one node would keep its processes apart for ever."""
-    engines = {**engines, "ddp recorded": ("ddp", {"cuda_graphs": True})}
+    engines = {**engines, "ddp graphs": ("ddp", {"cuda_graphs": True})}
     for label, (name, settings) in engines.items():
         model = toy()
         expected = {key: value.clone() for key, value in model.state_dict().items()}
@@ -285,7 +285,7 @@ def test_four_processes_in_groups_train_as_one(expected, tmp_path, spawn):
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("reshard", ["zero2", "zero3"])
 def test_one_process_computes_exactly_as_ddp(dtype, reshard):
-    """The same number formats whether the state is spread or not: Automodel #3589."""
+    """The same dtypes whether the state is sharded or not: Automodel #3589."""
     expected = train(engine_for("ddp", ALONE, dtype), ALONE, accumulation=2)
     with alone() as world:
         found = train(engine_for("fsdp2", world, dtype, {"fsdp_reshard": reshard}), world, accumulation=2)

@@ -12,11 +12,11 @@ from opensora.acceleration.compile.graph_passes import CONVERT, DropRoundTrips
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
 
-def traced(formats, first):
-    """A graph that casts `first` to one format after another, with something behind it, and is changed."""
+def traced(dtypes, first):
+    """A graph that casts `first` to one dtype after another, with something behind it, and is changed."""
 
     def function(x):
-        for each in formats:
+        for each in dtypes:
             x = torch.ops.prims.convert_element_type(x, each)
         return torch.ops.aten.sin(x)
 
@@ -37,7 +37,7 @@ def test_there_and_back_is_dropped(short, wide):
 
 
 @pytest.mark.parametrize(
-    ("formats", "first"),
+    ("dtypes", "first"),
     [
         ([BF16, F32], F32),
         ([F16, BF16], BF16),
@@ -47,11 +47,11 @@ def test_there_and_back_is_dropped(short, wide):
         ([F32, F64], BF16),
     ],
 )
-def test_casts_that_round_or_change_the_format_stay(formats, first):
-    assert traced(formats, first) == formats
+def test_casts_that_round_or_change_the_dtype_stay(dtypes, first):
+    assert traced(dtypes, first) == dtypes
 
 
-def test_a_cast_to_the_format_that_is_there_is_dropped():
+def test_a_cast_to_the_dtype_that_is_there_is_dropped():
     assert traced([F32], F32) == []
     assert traced([BF16, BF16, F32], F32) == [BF16, F32]
 

@@ -1,4 +1,4 @@
-"""dp x sp layouts of four and eight processes, over 6 steps: losses, gradient norms and averages of one process, and resumes.
+"""dp x sp layouts of four and eight processes, over 6 steps: losses, gradient norms and EMA of one process, and resumes.
 
 Here over gloo; tests/test_gpu_scaling.py runs the same over NCCL. A layout is DP x SP: so many samples at once, each of them
 shared by so many processes.
@@ -53,14 +53,14 @@ def test_other_layouts_go_on_with_a_checkpoint(case, folder):
 
 
 @pytest.mark.slow
-def test_a_training_that_differs_is_told(folder):
-    """Gradients 1 % too large, losses that are off by a thousandth, an average that was never updated."""
+def test_a_training_that_differs_is_reported(folder):
+    """Gradients 1 % too large, losses that are off by a thousandth, an EMA that was never updated."""
     expected = Outcome(*torch.load(folder / "expected.pt")["fp32"])
     begin = {name: value.float() for name, value in toy().state_dict().items()}
     compare(expected, expected, TOLERANCE["fp32"], "the same")
     for wrong in (
-        Outcome(expected.seen * torch.tensor([1.0, 1.01]), expected.average),
-        Outcome(expected.seen * torch.tensor([1.001, 1.0]), expected.average),
+        Outcome(expected.seen * torch.tensor([1.0, 1.01]), expected.ema),
+        Outcome(expected.seen * torch.tensor([1.001, 1.0]), expected.ema),
         Outcome(expected.seen, begin),
     ):
         with pytest.raises(AssertionError, match="wrong: "):

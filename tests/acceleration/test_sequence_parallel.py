@@ -15,10 +15,10 @@ from opensora.acceleration.distributed import World, init_world
 from opensora.acceleration.engine import build_engine
 from opensora.acceleration.sequence_parallel import check_sequence_parallel, parallelise
 from opensora.acceleration.sequence_parallel.collectives import Ranks, all_gather
-from opensora.acceleration.sequence_parallel.volume import volume
 from opensora.utils.errors import UserError
 from tests.acceleration.sequence_parallel_cases import SIZES, assert_near, compare, gradients, masked_inputs
 from tests.models.denoisers import FAMILIES, build, inputs
+from tools.benchmark.volume import volume
 
 FEW = ("STDiT2", "LatteT2V", "PixArt-Sigma-compressed")
 """Families that between them have every exchange, both kinds of block and rotary positions."""
@@ -71,10 +71,10 @@ def exchanges_move_what_they_say(world_size, rank):
     assert torch.equal(all_gather(view, group, world_size), gathered)
 
     ranks = Ranks.of(dist.group.WORLD)
-    x = torch.arange(2 * 3 * 7 * 2.0).reshape(2, 3, 7, 2)  # 7 places, 3 frames
+    x = torch.arange(2 * 3 * 7 * 2.0).reshape(2, 3, 7, 2)  # 7 tokens a frame, 3 frames
     part = ranks.split(x)
     assert torch.equal(ranks.gather(part, 7), x)
-    frames = ranks.all_to_all(part, scatter=1, gather=2, length=7)  # all places of some frames
+    frames = ranks.all_to_all(part, scatter=1, gather=2, length=7)  # all tokens of some frames
     first = rank * ranks.share(3)
     mine = x[:, first : first + ranks.share(3)]
     assert torch.equal(frames[:, : mine.shape[1]], mine)
@@ -83,11 +83,11 @@ def exchanges_move_what_they_say(world_size, rank):
 
 def sizes_may_cross(whole, conds):
     """Three forward passes of different sizes before the backward pass, which computes them again."""
-    spread = deepcopy(whole)
-    checkpoint_activations(spread.transformer_blocks())
-    parallelise(spread, dist.group.WORLD)
+    sharded = deepcopy(whole)
+    checkpoint_activations(sharded.transformer_blocks())
+    parallelise(sharded, dist.group.WORLD)
     results = []
-    for model in (whole, spread):
+    for model in (whole, sharded):
         model.zero_grad()
         sum(model(**cond).square().mean() for cond in conds).backward()
         results.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
@@ -126,12 +126,12 @@ def train(model, world, conds, engine="ddp"):
 def five_steps_equal_one_process(world_size, families):
     world = init_world("cpu", world_size)
     for family in families:
-        one, spread = build(family).train(), build(family).train()
-        parallelise(spread, world.sp_group)
+        one, sharded = build(family).train(), build(family).train()
+        parallelise(sharded, world.sp_group)
         conds = [masked_inputs(one, SIZES[step % len(SIZES)], seed=step) for step in range(5)]
         expected = train(one, World(0, 1, torch.device("cpu")), conds)
-        assert_near(train(spread, world, conds), expected, f"{family}: losses of 5 steps")
-        for (name, a), b in zip(spread.named_parameters(), one.parameters(), strict=True):
+        assert_near(train(sharded, world, conds), expected, f"{family}: losses of 5 steps")
+        for (name, a), b in zip(sharded.named_parameters(), one.parameters(), strict=True):
             assert_near(a, b, f"{family}: {name} after 5 steps")
 
 
@@ -140,15 +140,15 @@ def two_pairs_equal_one_process(rank):
     world = init_world("cpu", 2)
     assert (world.dp_rank, world.sp_rank, world.dp_size) == (rank // 2, rank % 2, 2)
     for family, engine in [*((family, "ddp") for family in FEW), ("STDiT2", "fsdp2")]:
-        one, spread = build(family).train(), build(family).train()
-        parallelise(spread, world.sp_group)
+        one, sharded = build(family).train(), build(family).train()
+        parallelise(sharded, world.sp_group)
         conds = [masked_inputs(one, (3, 6, 8), seed=step) for step in range(5)]
         mine = [{name: value[world.dp_rank :][:1] for name, value in cond.items()} for cond in conds]
         expected = train(one, World(0, 1, torch.device("cpu")), conds)
-        losses = train(spread, world, mine, engine)
+        losses = train(sharded, world, mine, engine)
         dist.all_reduce(losses)
         assert_near(losses / 4, expected, f"{family}, {engine}: losses of 2 x 2 processes")
-        for (name, a), b in zip(spread.named_parameters(), one.parameters(), strict=True):
+        for (name, a), b in zip(sharded.named_parameters(), one.parameters(), strict=True):
             whole = a.full_tensor() if isinstance(a, DTensor) else a
             assert_near(whole, b, f"{family}, {engine}: {name} after 5 steps of 2 x 2 processes")
 
@@ -223,13 +223,13 @@ def bf16_is_as_near_as_in_one_process():
     for family in FEW:
         model = build(family)
         cond = masked_inputs(model, (3, 6, 8))
-        spread = deepcopy(model)
-        parallelise(spread, dist.group.WORLD)
+        sharded = deepcopy(model)
+        parallelise(sharded, dist.group.WORLD)
         exact, right = gradients(model, cond)
         with torch.autocast("cpu", torch.bfloat16):
-            (short, grads), (out, spread_grads) = gradients(model, cond), gradients(spread, cond)
+            (short, grads), (out, sharded_grads) = gradients(model, cond), gradients(sharded, cond)
         assert (out - exact).norm() < 1.5 * (short - exact).norm() + 1e-3
-        flat = [torch.cat([g.flatten() for g in each]) for each in (right, grads, spread_grads)]
+        flat = [torch.cat([g.flatten() for g in each]) for each in (right, grads, sharded_grads)]
         dist.all_reduce(flat[2])
         assert (flat[2] / 2 - flat[0]).norm() < 1.5 * (flat[1] - flat[0]).norm() + 1e-3
 
@@ -249,7 +249,7 @@ class TestWhatIsRefused:
         with pytest.raises(UserError, match="auto, dsp, ulysses"):
             check_sequence_parallel(build("STDiT"), 2, method="ring")
 
-    def test_much_padding_is_told_with_what_would_have_none(self):
+    def test_much_padding_is_reported_with_what_would_have_none(self):
         with pytest.warns(UserWarning, match="50% of the attention's work is padding.* with 1, 2"):
             check_sequence_parallel(build("DiT-text"), 4)
 
@@ -278,5 +278,5 @@ def test_volume_of_a_block_in_closed_form():
     with torch.device("meta"):
         model = MODELS.build({"type": "STDiT-XL/2"})
     sent = volume(model, 4, (64, 64, 64), itemsize=2)
-    assert sent.per_block(28) == 2 * (64 * 1024 * 1152 / 4) * 3 / 4 * 2
+    assert sent.all_to_all_bytes == 28 * 2 * (64 * 1024 * 1152 / 4) * 3 / 4 * 2
     assert sent.all_to_alls == 2 * 28

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from opensora.acceleration.patching import wrap_forward
-from opensora.acceleration.step_cache.build import build_step_cache, pab_options, preset_for
+from opensora.acceleration.step_cache import build_step_cache
 from opensora.acceleration.step_cache.pab import PAB, PRESETS, PABOptions, layers_of
 from opensora.acceleration.step_cache.teacache import TeaCache, modulated_input
 from opensora.models.dit.dit import DiT
@@ -74,7 +74,7 @@ def test_hits_are_those_of_the_published_settings(model, preset, timesteps, reus
         assert cache.computed[kind] == count * (len(timesteps) - hits)
 
 
-def test_a_cache_without_effect_is_told(model, caplog):
+def test_a_cache_without_effect_is_reported(model, caplog):
     """Four steps leave none between the thresholds that is not the first of its range."""
     cache = installed(model, PAB(PABOptions((2, 2, 2), ((450, 700),) * 3, {})))
     run(model, cache, [999, 749, 499, 249])
@@ -260,11 +260,14 @@ def test_kinds_and_numbers_of_layers():
 
 
 def test_presets_follow_the_family(model):
-    assert preset_for(model) == "opensora"
-    assert preset_for(Latte(caption_channels=16, **SMALL)) == "latte"
-    assert preset_for(DiT(caption_channels=16, **SMALL)) == "cogvideox"
-    changed = pab_options({"ranges": (3, 5, 7), "thresholds": (100, 900), "mlp": {}}, model)
-    assert changed == PABOptions((3, 5, 7), ((100.0, 900.0),) * 3, {})
+    for one, preset in (
+        (model, "opensora"),
+        (Latte(caption_channels=16, **SMALL), "latte"),
+        (DiT(caption_channels=16, **SMALL), "cogvideox"),
+    ):
+        assert build_step_cache({"type": "pab"}, one).options == PRESETS[preset]
+    changed = build_step_cache({"type": "pab", "ranges": (3, 5, 7), "thresholds": (100, 900), "mlp": {}}, model)
+    assert changed.options == PABOptions((3, 5, 7), ((100.0, 900.0),) * 3, {})
     assert build_step_cache(None, model) is None
     assert build_step_cache({"type": "teacache", "threshold": 0.3}, model).threshold == 0.3
 
@@ -293,7 +296,7 @@ def test_mistakes_in_the_config_are_named(model, config, message):
 
 @pytest.mark.slow
 def test_compiled_blocks_do_the_same(model):
-    """With the cache inside blocks they are compiled in pieces; the backend only records, for a CPU has no fast one."""
+    """With the cache inside blocks they are compiled in parts; the backend compiles nothing, for a CPU has no fast one."""
     timesteps = [900, 800, 700, 600, 500]
     cache = installed(model, PAB(PRESETS["opensora"]))
     expected = run(model, cache, timesteps)

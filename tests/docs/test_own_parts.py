@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from opensora.acceleration.sequence_parallel.apply import check_sequence_parallel
-from opensora.acceleration.step_cache.build import build_step_cache
+from opensora.acceleration.sequence_parallel import check_sequence_parallel
+from opensora.acceleration.step_cache import build_step_cache
 from opensora.inference.pipeline import VideoPipeline
 from opensora.registry import REGISTRIES
 from opensora.training.lora import target_names

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 from torch.torch_version import TorchVersion
 
-from opensora.acceleration.compile.module import record_of
+from opensora.acceleration.compile.nexfort import record_of
 from opensora.acceleration.compile.pipes import parts_of
 from opensora.config.load import InferenceConfig, config_from_dict, to_dict
 from opensora.inference.pipeline import VideoPipeline
@@ -60,7 +60,7 @@ def nova(cfg, tmp_path):
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [('{"regional": false}', "compiling the whole would do nothing"), ('{"mode": "freezing"}', "leave freezing out")],
+    [('{"regional": false}', "compiled by blocks alone"), ('{"mode": "freezing"}', "compiled by blocks alone")],
 )
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_nova_is_compiled_by_blocks_alone(nova, options, message):
@@ -79,7 +79,6 @@ def test_a_compiled_nova_makes_the_same_image_twice(nova):
     pipeline = VideoPipeline.from_config(replace(nova, compiler="eager"))
     for _ in range(2):
         torch.testing.assert_close(pipeline(["a dog"]), expected, atol=1e-4, rtol=1e-4)
-    assert any(call.sizes for call in record_of(pipeline.model).calls())
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from opensora.acceleration.offload import BlockStream, OffloadedModule, Placement
+from opensora.acceleration.offload import OffloadedModule, Placement
 from opensora.inference.memory import _peak_bytes, advice, estimate, oom_report, tile_images
 from opensora.inference.pipeline import VideoPipeline
 from opensora.inference.request import Request, as_items
@@ -59,18 +59,13 @@ def test_weights_work_on_a_copy_and_come_home():
     assert layer.weight.data_ptr() != home
     offloaded.unload()
     assert layer.weight.data_ptr() == home
-    assert offloaded.num_bytes == 4 * (9 + 3)
     tied = nn.ModuleList([layer, layer])
-    assert OffloadedModule(tied.parameters(), torch.device("cpu")).num_bytes == offloaded.num_bytes
+    assert len(OffloadedModule(tied.parameters(), torch.device("cpu")).pairs) == len(offloaded.pairs) == 2
 
 
-def test_a_stream_can_be_removed():
-    blocks = [nn.Linear(2, 2) for _ in range(2)]
-    stream = BlockStream(blocks, torch.device("cpu"))
-    stream.remove()
-    assert all("forward" not in block.__dict__ for block in blocks)
+def test_parts_without_weights_are_left_alone():
     with Placement({"vae": None, "text_encoder": object()}, torch.device("cpu"), "model").using("vae"):
-        pass  # parts without weights are left alone
+        pass
 
 
 def test_an_encoder_with_an_order_of_its_own_keeps_it(cfg):

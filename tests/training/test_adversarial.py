@@ -7,7 +7,7 @@ from torch.testing import assert_close
 
 from opensora.acceleration.distributed import World
 from opensora.acceleration.engine import build_engine
-from opensora.acceleration.engines.update import LossScale
+from opensora.acceleration.engines.base import LossScale
 from opensora.models.vae.discriminator import PatchDiscriminator
 from opensora.training.adversarial import AdversarialLoss, NoDiscriminator, hinge_loss
 from opensora.utils.errors import UserError

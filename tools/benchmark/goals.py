@@ -33,7 +33,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from opensora.acceleration.checkpointing import checkpoint_activations
 from opensora.acceleration.distributed import World
-from opensora.acceleration.engines.update import clip_factor, global_norm, take_step
+from opensora.acceleration.engines.base import global_norm, take_step
 from opensora.config.activation_checkpointing import level_of
 from opensora.models.layers.attention import Attention, CrossAttention
 from opensora.models.layers.mlp import TanhMlp
@@ -285,7 +285,7 @@ class RoundedWeights:
             weight.grad = None
         gradients = [master.grad for master in self.masters if master.grad is not None]
         norm = global_norm(gradients, self.device)
-        take_step(self.optimizer, gradients, clip_factor(norm, self.grad_clip), torch.isfinite(norm))
+        take_step(self.optimizer, gradients, norm, self.grad_clip)
         torch._foreach_copy_(list[Tensor](self.weights), list[Tensor](self.masters))
         self.optimizer.zero_grad()
         return norm

@@ -17,8 +17,7 @@ from opensora.acceleration.compile import compile_blocks
 from opensora.acceleration.compiler import compile
 from opensora.acceleration.distributed import World, init_world, shutdown
 from opensora.acceleration.sequence_parallel import parallelise
-from opensora.acceleration.step_cache.build import build_step_cache
-from opensora.acceleration.step_cache.steps import StepCache
+from opensora.acceleration.step_cache import StepCache, build_step_cache
 from opensora.inference.memory import estimate
 from opensora.inference.pipeline import VideoPipeline
 from opensora.inference.prompts import load_prompts

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from opensora.acceleration.distributed import World, barrier, init_world, shutdown
 from opensora.acceleration.engine import check_engine
 from opensora.acceleration.sequence_parallel import Method
-from opensora.acceleration.sequence_parallel.volume import volume
 from opensora.config.activation_checkpointing import level_of
 from opensora.training.flops import FORWARDS_IN_A_STEP
 from opensora.training.meter import device_peak
@@ -22,6 +21,7 @@ from tools.benchmark import denoisers
 from tools.benchmark.denoisers import Errors, Steps, Timed
 from tools.benchmark.measure import Options, Table, attempt, matmul_tflops, quiet, seconds
 from tools.benchmark.profiling import Kernel, busy_ms, kernels_of, print_profile
+from tools.benchmark.volume import volume
 
 DTYPES = ("fp32", "bf16", "fp16")
 COLUMNS = {

@@ -1,18 +1,15 @@
 """CUDA graphs for training: a model's forward and backward pass are captured once for each size of its input, then replayed.
 
-A step launches some thousands of kernels. With small batches the GPU does each in less time than the host needs to launch the
-next, and waits. A graph is one launch. Applied from outside, around a denoiser's `forward`: no name of a parameter changes,
-and the loss, clipping, optimizer and EMA stay as they are.
+With small batches the GPU is done with each kernel before the host has launched the next; a graph is one launch for all. Applied from
+outside, around a denoiser's `forward`: parameters' names, loss, clipping, optimizer and EMA stay as they are.
 
-What a graph needs, and how it is given: inputs, result and gradients have fixed addresses (inputs are copied there, the
-result is copied out, gradients are added to buffers that all sizes share); weights change in place; nothing is drawn at
-random (docs/adr/0006) or asked of the GPU inside; casts of weights by autocast are part of the graph. The graphs of all sizes
-share one memory pool, so that many take little more than the largest; therefore a backward pass must follow its own forward
-pass.
+What a graph needs: inputs, result and gradients have fixed addresses (inputs are copied there, the result is copied out, gradients
+are added to buffers that all sizes share); weights change in place; nothing is drawn at random (docs/adr/0006) or asked of the GPU
+inside; casts of weights by autocast are part of the graph. The graphs of all sizes share one memory pool, so that many take little
+more than the largest; therefore a backward pass must follow its own forward pass.
 
-Processes that share a sample (sequence parallelism) capture their exchanges too, which NCCL allows: they meet the same sizes
-in the same order, so that all of them capture and replay together. NCCL waits at its end, for ever, until graphs of its
-messages are freed (since 2.26), so that `distributed.shutdown` does that first.
+Processes that share a sample (sequence parallelism) capture their exchanges too: they meet the same sizes in the same order. NCCL
+waits at its end, for ever, until graphs of its messages are freed (since 2.26), so that `distributed.shutdown` does that first.
 """
 
 import logging
@@ -23,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from opensora.acceleration.distributed import release_at_shutdown
 from opensora.acceleration.patching import Forward, wrap_forward
@@ -65,14 +62,13 @@ class GraphCapture(EagerCapture):
         self.graphs: list[torch.cuda.CUDAGraph] = []
 
     def on_side_stream(self, call: Call) -> None:
-        """See `EagerCapture.on_side_stream`."""
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             call()
         torch.cuda.current_stream().wait_stream(self.stream)
 
     def capture(self, call: Call) -> Call:
-        """See `EagerCapture.capture`, which here does not do the work; other threads, such as one that pins batches, may go on."""
+        # this does not do the work; other threads, such as one that pins batches, may go on
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
             call()
@@ -80,18 +76,13 @@ class GraphCapture(EagerCapture):
         return graph.replay
 
     def release(self) -> None:
-        """See `EagerCapture.release`."""
         for graph in self.graphs:
             graph.reset()
         self.graphs.clear()
 
 
 class GradientBuffers:
-    """A fixed address for the gradient of each weight, whatever the size of the batch; all lie in one buffer for each dtype.
-
-    Args:
-        weights: that may get gradients.
-    """
+    """A fixed address for the gradient of each of the weights, whatever the size of the batch; one buffer for each dtype."""
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
         self.weights = weights
@@ -101,8 +92,13 @@ class GradientBuffers:
     @torch.no_grad()
     def attach(self, weights: Sequence[Tensor]) -> None:
         """Let the weights' gradients lie in the buffers: zero where there was none, as it was where there was one."""
-        if not self.views:
-            self._allocate()
+        for dtype in dict.fromkeys(weight.dtype for weight in self.weights) if not self.views else ():
+            own = [weight for weight in self.weights if weight.dtype == dtype]
+            sizes = [-(-weight.numel() // ALIGNED) * ALIGNED for weight in own]
+            buffer = torch.zeros(sum(sizes), dtype=dtype, device=own[0].device)
+            self.buffers.append(buffer)
+            for weight, part in zip(own, buffer.split(sizes), strict=True):
+                self.views[weight] = part[: weight.numel()].view(weight.shape)
         fresh = []
         for weight in weights:
             view = self.views[weight]
@@ -116,9 +112,9 @@ class GradientBuffers:
 
     @torch.no_grad()
     def average(self) -> None:
-        """Give each weight the mean of all processes' gradients, in place; where a process has none, it counts as zero.
+        """Give each weight the mean of all processes' gradients, where none counts as zero; all processes call it.
 
-        A weight that has none in any process has none afterwards. All processes call it, with a message for each dtype.
+        A weight that has none in any process has none afterwards.
         """
         found = torch.tensor([weight.grad is not None for weight in self.weights], device=self.weights[0].device)
         missing = [(i, weight) for i, weight in enumerate(self.weights) if weight.grad is None]
@@ -136,31 +132,13 @@ class GradientBuffers:
             for i, weight in missing:
                 weight.grad = weight.grad if anywhere[i] else None
 
-    def _allocate(self) -> None:
-        """The same in all processes, whichever weights get a gradient in which."""
-        for dtype in dict.fromkeys(weight.dtype for weight in self.weights):
-            weights = [weight for weight in self.weights if weight.dtype == dtype]
-            sizes = [-(-weight.numel() // ALIGNED) * ALIGNED for weight in weights]
-            buffer = torch.zeros(sum(sizes), dtype=dtype, device=weights[0].device)
-            self.buffers.append(buffer)
-            for weight, part in zip(weights, buffer.split(sizes), strict=True):
-                self.views[weight] = part[: weight.numel()].view(weight.shape)
-
 
 class CUDAGraphRunner:
-    """The two passes for one size of the input.
-
-    Args:
-        forward: takes the inputs and gives one tensor.
-        weights: that may get gradients.
-        inputs: of the first call; tensors and whatever else.
-        capture, gradients: shared by all sizes.
-    """
+    """The two passes for one size of the input, captured for the `inputs` of a first call, tensors and whatever else."""
 
     def __init__(
         self,
         forward: Callable[[Sequence[Any]], Tensor],
-        weights: Sequence[Tensor],
         inputs: Sequence[Any],
         capture: EagerCapture,
         gradients: GradientBuffers,
@@ -173,7 +151,7 @@ class CUDAGraphRunner:
         self.weights: list[Tensor] = []  # that get a gradient
         self.out = self.grad_out = torch.empty(())
         torch.clear_autocast_cache()  # casts of weights are part of the graph, and of no other pass
-        capture.on_side_stream(lambda: self._warm_up(weights))
+        capture.on_side_stream(self._warm_up)
         self.grad_out = torch.empty_like(self.out, requires_grad=False)
         self.out = torch.empty(())  # frees the autograd graph of the last pass
         torch.clear_autocast_cache()
@@ -207,8 +185,9 @@ class CUDAGraphRunner:
                 static.grad = None
         self.out.backward(self.grad_out)
 
-    def _warm_up(self, weights: Sequence[Tensor]) -> None:
-        """Some passes whose gradients are dropped, which show what weights get some."""
+    def _warm_up(self) -> None:
+        # their gradients are dropped; they show what weights get some
+        weights = self.gradients.weights
         kept = [weight.grad for weight in weights]
         for weight in weights:
             weight.grad = None
@@ -222,51 +201,26 @@ class CUDAGraphRunner:
 
 
 class CUDAGraphPool:
-    """The graphs of a model, one runner for each size, made when they are needed.
-
-    Args:
-        forward: the model's, which gives one tensor.
-        model: for its weights and its mode.
-        capture: of the device.
-    """
+    """The graphs of a model, one runner for each size, made when they are needed; called as the model's `forward`."""
 
     def __init__(self, forward: Forward, model: nn.Module, capture: EagerCapture) -> None:
         self.forward, self.model, self.capture = forward, model, capture
         self.device = next(model.parameters()).device
-        self.weights = [weight for weight in model.parameters() if weight.requires_grad]
-        self.gradients = GradientBuffers(self.weights)
+        self.gradients = GradientBuffers([weight for weight in model.parameters() if weight.requires_grad])
         self.runners: dict[Any, CUDAGraphRunner] = {}
         self.is_full = False
         self.latest: object = None  # the last forward pass, whose activations are in the pool
         release_at_shutdown(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """As the model's `forward`."""
         inputs, spec = tree_flatten((args, kwargs))
-        runner = self._runner(inputs, spec)
-        if runner is None:
-            out: Tensor = self.forward(*args, **kwargs)
-            return out
-        needs_grad = torch.ones((), requires_grad=True)  # the result has a gradient, also where no input has one
-        return _Replayed.apply(self, runner, needs_grad, *inputs)
-
-    def release(self) -> None:
-        """Free all graphs; another call would capture them anew."""
-        self.runners.clear()
-        self.latest = None
-        self.capture.release()
-
-    def _runner(self, inputs: Sequence[Any], spec: TreeSpec) -> CUDAGraphRunner | None:
-        """That of inputs of this size; None beyond `MAX_SIZES`."""
         sizes = tuple(
             (tuple(value.shape), value.dtype, value.requires_grad) if isinstance(value, Tensor) else value
             for value in inputs
         )
         cast = torch.get_autocast_dtype(self.device.type), torch.is_autocast_enabled(self.device.type)
         key = (str(spec), sizes, self.model.training, cast)
-        if key in self.runners:
-            return self.runners[key]
-        if len(self.runners) == MAX_SIZES:
+        if key not in self.runners and len(self.runners) == MAX_SIZES:
             if not self.is_full:
                 self.is_full = True
                 logger.warning(
@@ -274,21 +228,34 @@ class CUDAGraphPool:
                     "computed without a graph, which pays only if sizes return: fewer buckets would.",
                     MAX_SIZES, _described(inputs),
                 )  # fmt: skip
-            return None
+            out: Tensor = self.forward(*args, **kwargs)
+            return out
+        if key not in self.runners:
+            self.runners[key] = self._captured(inputs, lambda static: tree_unflatten(list(static), spec))
+        needs_grad = torch.ones((), requires_grad=True)  # the result has a gradient, also where no input has one
+        return _Replayed.apply(self, self.runners[key], needs_grad, *inputs)
+
+    def release(self) -> None:
+        """Free all graphs; another call would capture them anew."""
+        self.runners.clear()
+        self.latest = None
+        self.capture.release()
+
+    def _captured(self, inputs: Sequence[Any], arguments: Callable[[Sequence[Any]], Any]) -> CUDAGraphRunner:
         for value in inputs:
             if isinstance(value, Tensor) and value.device.type != self.device.type:
                 raise UserError(
-                    f"cuda_graphs: an input {_described([value])} of the model is on {value.device}, the model on {self.device}. "
+                    f"cuda_graphs: an input {list(value.shape)} of the model is on {value.device}, the model on {self.device}. "
                     "What is copied there inside of a graph would never change: move it before."
                 )
 
         def forward(static: Sequence[Any]) -> Tensor:
-            args, kwargs = tree_unflatten(list(static), spec)
+            args, kwargs = arguments(static)
             out: Tensor = self.forward(*args, **kwargs)
             return out
 
         try:
-            self.runners[key] = CUDAGraphRunner(forward, self.weights, inputs, self.capture, self.gradients)
+            return CUDAGraphRunner(forward, inputs, self.capture, self.gradients)
         except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError) or "captur" not in str(error):
                 raise
@@ -296,12 +263,9 @@ class CUDAGraphPool:
                 f"cuda_graphs: a {type(self.model).__name__} cannot be captured for inputs {_described(inputs)}: "
                 f"{str(error).strip().partition(chr(10))[0]} Nothing inside may wait for the GPU. Use cuda_graphs=False."
             ) from error
-        return self.runners[key]
 
 
 class _Replayed(torch.autograd.Function):
-    """A runner as one operation."""
-
     @staticmethod
     def forward(ctx: Any, pool: CUDAGraphPool, runner: CUDAGraphRunner, _needs_grad: Tensor, *inputs: Any) -> Tensor:
         ctx.pool, ctx.runner = pool, runner
@@ -321,9 +285,7 @@ class _Replayed(torch.autograd.Function):
 
 
 def capture_training(model: nn.Module, capture: EagerCapture | None = None) -> CUDAGraphPool:
-    """Let a model's passes with gradients be captured and replayed; those without are as they were.
-
-    Apply it last, after compilation and activation checkpointing. A first call of each size takes several times as long.
+    """Let a model's passes with gradients be captured and replayed. Apply it after compilation and activation checkpointing.
 
     Args:
         model: on its device; its `forward` gives one tensor and draws nothing at random.
@@ -353,5 +315,4 @@ def capture_training(model: nn.Module, capture: EagerCapture | None = None) -> C
 
 
 def _described(inputs: Sequence[Any]) -> str:
-    """For a message."""
     return ", ".join(str(list(value.shape)) if isinstance(value, Tensor) else repr(value) for value in inputs)

@@ -13,12 +13,12 @@ import json
 import platform
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
-from opensora.acceleration.compile.module import record_of
+from opensora.acceleration.compile.nexfort import record_of
 from opensora.acceleration.compile.pipes import parts_of
 from opensora.utils.errors import UserError
 
@@ -26,59 +26,39 @@ HEADER, ARTIFACTS = "header.json", "artifacts.bin"
 FORMAT = 2
 
 
-class Counters(NamedTuple):
-    """How often this process found a program in its caches, and how often it had to compile."""
-
-    hits: int
-    misses: int
-
-
 def save_compiled(folder: str | Path, *compiled: Any) -> Path:
-    """Save what this process has compiled so far.
+    """Save what this process has compiled so far in `folder`, which is made, and returned.
 
     Args:
-        folder: is made; what was saved there before is replaced.
-        compiled: modules and pipelines that `compile` and `compile_pipe` took, and that ran; the header describes them. Without
-            any it describes the machine alone.
-
-    Returns:
-        The folder.
+        compiled: modules and pipelines that `compile` and `compile_pipe` took, and that ran; the header describes them.
 
     Raises:
-        UserError: nothing was compiled yet, or nothing that PyTorch keeps, or PyTorch is too old to.
+        UserError: nothing was compiled yet that PyTorch keeps, or PyTorch is too old to.
     """
-    entries = [_describe(module) for module in _modules(compiled)]
-    if entries and not any(entry["sizes"] for entry in entries):
-        raise UserError("save_compiled: nothing compiled yet; programs are made by the first call. Run the model once.")
+    entries = _describe(compiled)
     if not hasattr(torch.compiler, "save_cache_artifacts"):
         raise UserError(f"save_compiled: PyTorch {torch.__version__} cannot save what it compiled; a newer one can.")
     saved = torch.compiler.save_cache_artifacts()
-    if saved is None and any("freezing" in entry["options"]["mode"].split(":") for entry in entries):
-        raise UserError(
-            "save_compiled: PyTorch keeps no program with frozen weights that it has packed for a CPU. Compile without freezing."
-        )
     if saved is None:
-        raise UserError("save_compiled: nothing compiled yet in this process. Compile a module and run it once.")
-    data = saved[0]
-    file = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        raise UserError(
+            "save_compiled: nothing compiled yet that PyTorch keeps. Programs are made by the first call: run the model once; and compile "
+            "without freezing, whose programs a CPU does not keep."
+        )
+    file = {"bytes": len(saved[0]), "sha256": hashlib.sha256(saved[0]).hexdigest()}
     header = {"format": FORMAT, **_machine(), "modules": entries, "files": {ARTIFACTS: file}}
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / HEADER).unlink(missing_ok=True)  # an interruption leaves no header next to artefacts of another time
-    (folder / ARTIFACTS).write_bytes(data)
+    (folder / ARTIFACTS).write_bytes(saved[0])
     (folder / HEADER).write_text(json.dumps(header, indent=2) + "\n", encoding="utf-8")
     return folder
 
 
 def load_compiled(folder: str | Path, *compiled: Any) -> dict[str, Any]:
-    """Load what `save_compiled` saved, so that first calls need not compile.
+    """Load what `save_compiled` saved, so that first calls need not compile; returns the header.
 
     Args:
-        folder: of `save_compiled`.
         compiled: the modules and pipelines of this process, compiled but not yet called; the header must describe each.
-
-    Returns:
-        The header. After the first calls `cache_counters` says whether programs were found.
 
     Raises:
         UserError: there is no such folder, a file is damaged, or it is for another machine, version, model or options.
@@ -93,53 +73,40 @@ def load_compiled(folder: str | Path, *compiled: Any) -> dict[str, Any]:
         ) from error
     except json.JSONDecodeError as error:
         raise UserError(f"{folder / HEADER} is damaged ({error}). Delete the folder and save again.") from error
-    if header.get("format") != FORMAT:
+    differing = _differences({"format": FORMAT, **_machine()}, header)
+    for module in _describe(compiled):
+        same_class = [entry for entry in header.get("modules", ()) if entry["class"] == module["class"]]
+        ways = [_differences(module, entry, of=f" of {module['class']}") for entry in same_class]
+        differing += min(ways or [[f"it has no programs for {module['class']}"]], key=len)
+    if differing:
         raise UserError(
-            f"{folder / HEADER} has format {header.get('format')}, this version reads {FORMAT}; save again."
+            f"{folder}: its programs do not fit. {'; '.join(differing)}. Compile without them, and save again."
         )
-    if hashlib.sha256(data).hexdigest() != header["files"][ARTIFACTS]["sha256"]:
-        raise UserError(f"{folder / ARTIFACTS} is damaged: its checksum differs. Delete the folder and save again.")
-    _refuse_different(folder, {key: (header.get(key), value) for key, value in _machine().items()})
-    for module in _modules(compiled):
-        _check_module(folder, header["modules"], _describe(module))
-    if torch.compiler.load_cache_artifacts(data) is None:
-        raise UserError(f"{folder / ARTIFACTS}: PyTorch could not read it. Delete the folder and save again.")
+    intact = hashlib.sha256(data).hexdigest() == header["files"][ARTIFACTS]["sha256"]
+    if not intact or torch.compiler.load_cache_artifacts(data) is None:
+        raise UserError(f"{folder / ARTIFACTS} is damaged. Delete the folder and save again.")
     return header
 
 
-def cache_counters() -> Counters:
-    """Programs found in the caches and programs compiled, in this process so far."""
-    from torch._dynamo.utils import counters
-
-    # a program found in the outer of the two caches is usually looked up in the inner one too
-    found = max(counters["inductor"]["fxgraph_cache_hit"], counters["aot_autograd"]["autograd_cache_hit"])
-    return Counters(found, counters["inductor"]["fxgraph_cache_miss"])
-
-
-def _modules(compiled: Iterable[Any]) -> list[nn.Module]:
-    modules: list[nn.Module] = []
+def _describe(compiled: Iterable[Any]) -> list[dict[str, Any]]:
+    """Each module for the header: architecture, dtype, options."""
+    entries: list[dict[str, Any]] = []
     for one in compiled:
         inside = [one] if isinstance(one, nn.Module) else [module for _, module in parts_of(one)]
-        with_record = [module for module in inside if record_of(module) is not None]
-        if not with_record:
+        found = [(module, record) for module in inside if (record := record_of(module)) is not None]
+        if not found:
             raise UserError(f"{type(one).__name__} is not compiled; call compile or compile_pipe first.")
-        modules += with_record
-    return modules
-
-
-def _describe(module: nn.Module) -> dict[str, Any]:
-    """A module for the header: architecture, dtype, options, sizes that it has seen."""
-    record = record_of(module)
-    assert record is not None, "only compiled modules are described"
-    state = [(name, list(value.shape), str(value.dtype)) for name, value in module.state_dict().items()]
-    return {
-        "class": type(module).__name__,
-        "architecture": hashlib.sha256(json.dumps(state).encode()).hexdigest(),
-        "dtype": sorted({str(parameter.dtype).removeprefix("torch.") for parameter in module.parameters()}),
-        "backend": record.backend,
-        "options": record.options.describe(),
-        "sizes": sorted({json.dumps(sizes) for call in record.calls() for sizes in call.sizes}),
-    }
+        for module, record in found:
+            state = [(name, list(value.shape), str(value.dtype)) for name, value in module.state_dict().items()]
+            entry = {
+                "class": type(module).__name__,
+                "architecture": hashlib.sha256(json.dumps(state).encode()).hexdigest(),
+                "dtype": sorted({str(parameter.dtype).removeprefix("torch.") for parameter in module.parameters()}),
+                "backend": record.backend,
+                "options": record.options.describe(),
+            }
+            entries.append(entry)
+    return entries
 
 
 def _machine() -> dict[str, Any]:
@@ -149,32 +116,16 @@ def _machine() -> dict[str, Any]:
         import triton
     except ImportError:
         triton = None
+    cpu = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
     return {
         "torch": torch.__version__,
         "triton": None if triton is None else triton.__version__,
         "cuda": torch.version.cuda,
         "python": ".".join(platform.python_version_tuple()[:2]),
-        "device": torch.cuda.get_device_name()
-        if cuda
-        else f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
+        "device": torch.cuda.get_device_name() if cuda else cpu,
         "capability": list(torch.cuda.get_device_capability()) if cuda else None,
     }
 
 
-def _check_module(folder: Path, entries: list[dict[str, Any]], module: dict[str, Any]) -> None:
-    same_class = [entry for entry in entries if entry["class"] == module["class"]]
-    if not same_class:
-        saved = ", ".join(entry["class"] for entry in entries) or "no module"
-        raise UserError(f"{folder} has no programs for {module['class']}, but for {saved}. Compile and save again.")
-    keys = ("architecture", "dtype", "backend", "options")
-    nearest = max(same_class, key=lambda entry: sum(entry[key] == module[key] for key in keys))
-    _refuse_different(folder, {f"{key} of {module['class']}": (nearest[key], module[key]) for key in keys})
-
-
-def _refuse_different(folder: Path, pairs: dict[str, tuple[Any, Any]]) -> None:
-    """An error that lists every pair of a saved and a present value that differ."""
-    differing = [f"{what}: saved with {saved}, here {here}" for what, (saved, here) in pairs.items() if saved != here]
-    if differing:
-        raise UserError(
-            f"{folder}: its programs do not fit. {'; '.join(differing)}. Compile without them, and save again."
-        )
+def _differences(here: dict[str, Any], saved: dict[str, Any], of: str = "") -> list[str]:
+    return [f"{key}{of}: saved with {saved.get(key)}, here {here[key]}" for key in here if saved.get(key) != here[key]]

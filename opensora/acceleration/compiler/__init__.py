@@ -5,28 +5,19 @@
     compile(module, backend="nexfort", options={"mode": "O3"})
     pipe = compile_pipe(pipe, backend="nexfort", options='{"mode": "O3", "memory_format": "channels_last"}')
 
-nexfort itself is closed; its mode words are mapped to settings of inductor, see docs/compiler.md. Modules are compiled in
-place: their class, their names in a state dict and their attributes stay as they are.
+nexfort itself is closed; its mode words are mapped to settings of inductor, see docs/compiler.md.
 """
 
 from opensora.acceleration.compile.adapters import Adapters
-from opensora.acceleration.compile.module import compile
-from opensora.acceleration.compile.options import COMBINATIONS, MODES, parse_options
-from opensora.acceleration.compile.pipes import compile_pipe, unfuse_qkv_projections
-from opensora.acceleration.compile.quantise import layer_errors, worst
-from opensora.acceleration.compile.saved import cache_counters, load_compiled, save_compiled
+from opensora.acceleration.compile.nexfort import compile, parse_options
+from opensora.acceleration.compile.pipes import compile_pipe
+from opensora.acceleration.compile.saved import load_compiled, save_compiled
 
 __all__ = [
-    "COMBINATIONS",
-    "MODES",
     "Adapters",
-    "cache_counters",
     "compile",
     "compile_pipe",
-    "layer_errors",
     "load_compiled",
     "parse_options",
     "save_compiled",
-    "unfuse_qkv_projections",
-    "worst",
 ]

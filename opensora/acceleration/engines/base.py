@@ -1,50 +1,168 @@
-"""What `ddp` and `fsdp2` do alike: autocast, backward, the end of the step, and their state."""
+"""What `ddp` and `fsdp2` do alike: autocast, backward, the optimizer's step on the fp32 weights, and their state.
 
-from collections.abc import Mapping
+The model holds the fp32 masters, whole or as shards. The optimizer works on plain tensors: these weights, this process's shards of
+them, or copies on the CPU. So any optimizer runs at its full speed, fused, with `fsdp2` as with `ddp`.
+
+One number, the global gradient norm, decides the end of a step. It gives the factor that clips; with fp16 it shows whether the
+scaled gradients overflowed; and a step whose norm is not finite is not taken. All processes have the same norm, so they agree
+without another message.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
-from opensora.acceleration.engines.masters import Masters
-from opensora.acceleration.engines.update import LossScale, clip_factor, global_norm, take_step
+from opensora.acceleration.distributed import World
 from opensora.checkpoint.load import load_strictly
+from opensora.checkpoint.shards import Parts, fill
 from opensora.utils.dtype import to_torch_dtype
+from opensora.utils.errors import UserError
+
+FIRST_SCALE = 2.0**16
+GROWTH_INTERVAL = 2000
+EPSILON = 1e-6  # of torch.nn.utils.clip_grad_norm_
+COUNTER = "step"
+"""The state of PyTorch's optimizers that is no moment of a weight: `Optimizer.load_state_dict` knows it by this name too.
+
+By its shape it would be taken for one where the weight is a scalar. Of the others, those with the weight's shape are laid out as it is.
+"""
+
+
+class LossScale:
+    """The factor that keeps fp16 gradients above underflow (Micikevicius et al. 2018, arXiv:1710.03740, section 3.2).
+
+    Halved by a step that overflows, doubled after 2000 that do not. It stays on the device: nothing waits for it.
+    torch.amp.GradScaler does the same for an optimizer that sees all gradients; here it may see a share of them. Not
+    `enabled`, it leaves the loss as it is.
+    """
+
+    def __init__(self, device: torch.device, *, enabled: bool) -> None:
+        self.enabled = enabled
+        self.scale = torch.tensor(FIRST_SCALE if enabled else 1.0, device=device)
+        self.good_steps = torch.zeros((), dtype=torch.int64, device=device)
+
+    def __call__(self, loss: Tensor) -> Tensor:
+        """The loss to differentiate."""
+        return loss * self.scale.to(loss.device) if self.enabled else loss
+
+    def update(self, finite: Tensor) -> None:
+        """Learn from a step whose gradients were finite, bool [], or not."""
+        if self.enabled:
+            grows = finite & (self.good_steps + 1 == GROWTH_INTERVAL)
+            self.good_steps = torch.where(finite & ~grows, self.good_steps + 1, 0)
+            self.scale = torch.where(finite, torch.where(grows, self.scale * 2, self.scale), self.scale / 2)
+
+    def state(self) -> dict[str, Tensor]:
+        """For a checkpoint; empty when it is not used."""
+        state = {"/scale": self.scale.double(), "/_growth_tracker": self.good_steps.double()}
+        return state if self.enabled else {}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """The reverse of `state`; without one the scale begins anew."""
+        if self.enabled and "/scale" in state:
+            self.scale = state["/scale"].to(self.scale)
+            self.good_steps = state["/_growth_tracker"].to(self.good_steps)
+
+
+@torch.no_grad()
+def global_norm(gradients: Iterable[Tensor], device: torch.device, group: dist.ProcessGroup | None = None) -> Tensor:
+    """The 2-norm of all gradients together, fp32 [] on `device`; `group` are the processes that hold other parts of them."""
+    norm = nn.utils.get_total_norm([gradient for gradient in gradients if gradient.numel()]).to(device)
+    if group is None:
+        return norm.float()
+    total = norm.double().square()
+    dist.all_reduce(total, group=group)
+    return total.sqrt().float()
+
+
+@torch.no_grad()
+def take_step(
+    optimizer: Optimizer, gradients: Sequence[Tensor], norm: Tensor, grad_clip: float, scale: Tensor | None = None
+) -> Tensor:
+    """Clip and take the optimizer's step, if the gradients are finite; returns whether they are, bool [].
+
+    A fused optimizer multiplies while it reads, and skips without asking the device: a pass over all gradients and a
+    wait less.
+
+    Args:
+        gradients: of the optimizer's parameters, to be changed in place.
+        norm: the global norm [].
+        grad_clip: largest norm; 0 = no clipping.
+        scale: what the gradients are multiplied by, [], and the norm is not; None = 1.
+    """
+    finite = torch.isfinite(norm)
+    factor = (grad_clip / (norm + EPSILON)).clamp(max=1.0) if grad_clip else None
+    if scale is not None:
+        factor = (1 if factor is None else factor) / scale
+    if optimizer.defaults.get("fused") and gradients:
+        device = gradients[0].device
+        fused = {"found_inf": (~finite).to(device, torch.float32)}
+        fused |= {} if factor is None else {"grad_scale": (1 / factor).to(device)}
+        vars(optimizer).update(fused)  # as torch.amp.GradScaler hands them over
+        optimizer.step()
+        for name in fused:
+            delattr(optimizer, name)
+    elif finite:
+        if factor is not None and gradients:
+            torch._foreach_mul_(list(gradients), factor.to(gradients[0].device))
+        optimizer.step()
+    return finite
 
 
 class MastersEngine:
-    """An engine whose model holds the fp32 masters, whole or as shards.
+    """An engine (see `Engine`) whose model holds the fp32 masters, whole or as DTensors.
 
     Args:
         model: with names and state as in checkpoints.
-        masters: of its trained weights.
-        device: of the model.
-        dtype: of the computation; fp16 scales the loss.
-        grad_clip: largest global gradient norm; 0 = no clipping.
+        optimizer, world, dtype, grad_clip: see `build_engine`.
+        given: name -> the parameter that the optimizer was made with; from now on it has `leaves` in their place.
+        mine: names that this process's optimizer changes; None = all.
+        offload: keep what the optimizer works on, and its state, on the CPU, and take the step there. It saves 8 bytes for each
+            fp32 weight on the device with AdamW, and takes time for copies and the slower step.
         norm_group: processes that hold the other parts of the gradients; None = each process has all.
+
+    Raises:
+        UserError: the optimizer has parameters that the model does not have.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         model: nn.Module,
-        masters: Masters,
-        device: torch.device,
+        optimizer: Optimizer,
+        given: Mapping[str, Tensor],
+        world: World,
         dtype: str,
         grad_clip: float,
+        *,
+        mine: Iterable[str] | None = None,
+        offload: bool = False,
         norm_group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.raw_model = model
-        self.kept = masters
-        self.optimizer = masters.optimizer
-        self.device, self.dtype = device, to_torch_dtype(dtype)
-        self.grad_clip = grad_clip
-        self.norm_group = norm_group
-        self.loss_scale = LossScale(device, enabled=self.scales_loss)
+        self.raw_model, self.optimizer, self.offload = model, optimizer, offload
+        self.device, self.dtype = world.device, to_torch_dtype(dtype)
+        self.grad_clip, self.norm_group = grad_clip, norm_group
+        self.loss_scale = LossScale(self.device, enabled=self.scales_loss)
+        self.weights = dict(model.named_parameters())
+        names = {parameter: name for name, parameter in given.items()}
+        if any(parameter not in names for group in optimizer.param_groups for parameter in group["params"]):
+            raise UserError("the optimizer has parameters that the model does not have: make it from this model's.")
+        kept = set(self.weights if mine is None else mine)
+        self.trained: list[str] = []
+        self.leaves: dict[str, nn.Parameter] = {}  # what the optimizer has in a weight's place
+        for group in optimizer.param_groups:
+            own = [names[parameter] for parameter in group["params"]]
+            self.trained += own
+            self.leaves |= {name: self._leaf(self.weights[name]) for name in own if name in kept}
+            group["params"] = [self.leaves[name] for name in own if name in kept]
+        self._up_to_date = not offload  # a copy is made as late as possible: weights may be loaded before
 
     @property
     def scales_loss(self) -> bool:
-        """See `Engine.scales_loss`: fp16 gradients underflow otherwise; bf16 and fp32 do not need it."""
-        return self.dtype == torch.float16
+        return self.dtype == torch.float16  # whose gradients underflow otherwise
 
     def autocast(self, *, keep_casts: bool = True) -> torch.autocast:
         """The dtype of a forward pass; `keep_casts` keeps a weight's cast until the pass has ended."""
@@ -52,38 +170,101 @@ class MastersEngine:
         return torch.autocast(self.device.type, self.dtype, enabled=enabled, cache_enabled=keep_casts)
 
     def backward(self, loss: Tensor) -> None:
-        """See `Engine.backward`."""
         self.loss_scale(loss).backward()
 
     @torch.no_grad()
     def step(self) -> Tensor:
-        """See `Engine.step`."""
-        norm = global_norm(self.kept.gradients(), self.device, self.norm_group) / self.loss_scale.scale
-        factor, finite = clip_factor(norm, self.grad_clip), torch.isfinite(norm)
-        if self.loss_scale.enabled:
-            factor = (1 if factor is None else factor) / self.loss_scale.scale
-        take_step(self.optimizer, self.kept.receive(), factor, finite)
-        self.loss_scale.update(finite)
-        self.kept.deliver()
+        gradients = [local(g) for name in self.trained if (g := self.weights[name].grad) is not None]
+        norm = global_norm(gradients, self.device, self.norm_group) / self.loss_scale.scale
+        if not self._up_to_date:
+            for name, leaf in self.leaves.items():
+                leaf.copy_(local(self.weights[name]))
+            self._up_to_date = True
+        for name, leaf in self.leaves.items():
+            gradient = self.weights[name].grad
+            if leaf is self.weights[name]:
+                continue
+            if gradient is None or not self.offload:
+                leaf.grad = None if gradient is None else local(gradient)
+            else:
+                if leaf.grad is None:
+                    leaf.grad = torch.empty_like(leaf, pin_memory=gradient.is_cuda)
+                leaf.grad.copy_(local(gradient), non_blocking=True)
+        if self.offload and torch.cuda.is_available():
+            torch.cuda.synchronize()
+        gradients = [leaf.grad for leaf in self.leaves.values() if leaf.grad is not None]
+        scale = self.loss_scale.scale if self.loss_scale.enabled else None
+        self.loss_scale.update(take_step(self.optimizer, gradients, norm, self.grad_clip, scale))
+        for name, leaf in self.leaves.items():
+            if self.offload:
+                local(self.weights[name]).copy_(leaf, non_blocking=True)  # done before the next step synchronizes
+            elif leaf is not self.weights[name]:
+                leaf.grad = None
+        for name in self.trained:
+            self.weights[name].grad = None
         return norm
 
     def masters(self) -> Mapping[str, Tensor]:
-        """See `Engine.masters`: none, the model has them."""
-        return {}
+        return {}  # the model has them
 
     def model_state(self) -> dict[str, Tensor]:
-        """See `Engine.model_state`."""
         return self.raw_model.state_dict()
 
     def load_model_state(self, state: Mapping[str, Tensor], source: str) -> None:
-        """See `Engine.load_model_state`."""
         load_strictly(self.raw_model, state, source)
 
     def optimizer_state(self) -> dict[str, Tensor]:
-        """See `Engine.optimizer_state`."""
-        return self.kept.state() | self.loss_scale.state()
+        state = {
+            f"{name}/{key}": self._placed(name, key, torch.as_tensor(value))
+            for name, leaf in self.leaves.items()
+            for key, value in self.optimizer.state.get(leaf, {}).items()
+        }
+        return state | self.loss_scale.state()
 
     def load_optimizer_state(self, state: Mapping[str, Tensor]) -> None:
-        """See `Engine.load_optimizer_state`."""
-        self.kept.load_state(state)
+        self.optimizer.state.clear()
+        self._up_to_date = not self.offload
+        defaults = self.optimizer.defaults
+        for path in state:
+            name, key = path.rsplit("/", 1)
+            if name and name not in self.weights:
+                raise UserError(f"the optimizer state is of another model: there is no parameter {name!r}.")
+            if name not in self.leaves:
+                continue
+            leaf = self.leaves[name]
+            shape = state.shape(path) if isinstance(state, Parts) else tuple(state[path].shape)
+            if key == COUNTER:  # AdamW counts in fp32, and on the CPU unless it is fused
+                on_device = defaults.get("fused") or defaults.get("capturable")
+                value = torch.zeros(shape, device=leaf.device if on_device else "cpu")
+            elif shape == tuple(self.weights[name].shape):
+                value = torch.zeros_like(leaf, requires_grad=False)
+            else:
+                value = torch.zeros(shape, device=leaf.device)
+            placed = self._placed(name, key, value)
+            fill(placed, state, path)
+            self.optimizer.state[leaf][key] = local(placed)
         self.loss_scale.load_state({path: state[path] for path in state if path.startswith("/")})
+
+    def _leaf(self, weight: nn.Parameter) -> nn.Parameter:
+        if self.offload:
+            return nn.Parameter(torch.empty_like(local(weight), device="cpu", pin_memory=weight.is_cuda))
+        return nn.Parameter(local(weight)) if isinstance(weight, DTensor) else weight  # the same memory
+
+    def _placed(self, name: str, key: str, value: Tensor) -> Tensor:
+        """A state as what it is: part of a DTensor laid out as the weight, or the same in all processes."""
+        weight = self.weights[name]
+        if not isinstance(weight, DTensor) or key == COUNTER or value.shape != self.leaves[name].shape:
+            return value
+        if value.device.type == weight.device_mesh.device_type:
+            return DTensor.from_local(
+                value, weight.device_mesh, weight.placements, shape=weight.shape, stride=weight.stride()
+            )
+        placed = torch.empty_like(weight, device=value.device, requires_grad=False)
+        local(placed).copy_(value)
+        return placed
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This process's part, without autograd, in the same memory."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

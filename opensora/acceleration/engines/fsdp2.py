@@ -21,14 +21,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.optim import Optimizer
 
-from opensora.acceleration.distributed import World, join_alone, own_group
+from opensora.acceleration.distributed import World, check_group_size, join_alone, own_group
 from opensora.acceleration.engines.base import MastersEngine
-from opensora.acceleration.engines.masters import Masters
-from opensora.acceleration.engines.partition import check_shard_size, node_size
+from opensora.acceleration.engines.partition import node_size
 from opensora.registry import PLUGINS
 from opensora.utils.errors import UserError
-
-Reshard = Literal["zero2", "zero3"]
 
 
 @PLUGINS.register_module(name="fsdp2")
@@ -36,15 +33,11 @@ class FSDP2Engine(MastersEngine):
     """Sharded data parallelism; the model is changed in place, its parameters become DTensors.
 
     Args:
-        model: on its device, in fp32; blocks are those of its `transformer_blocks()`, if it has any.
-        optimizer: over the model's trainable parameters.
-        world: this process and the others; a process without others makes a process group for itself.
-        dtype: of the forward pass.
-        grad_clip: largest global gradient norm; 0 = no clipping.
+        model, optimizer, world, dtype, grad_clip: see `build_engine`; blocks are those of the model's `transformer_blocks()`.
         fsdp_reshard: "zero2" or "zero3", see the module.
         shard_size: processes that share the state; None = all.
         hybrid_zero: `shard_size` is the number of processes of a node.
-        optimizer_offload: take the step on the CPU, see `Masters`.
+        optimizer_offload: take the step on the CPU, see `MastersEngine`.
 
     Raises:
         UserError: `shard_size` does not divide the number of processes.
@@ -58,31 +51,34 @@ class FSDP2Engine(MastersEngine):
         dtype: str = "bf16",
         grad_clip: float = 0.0,
         *,
-        fsdp_reshard: Reshard = "zero2",
+        fsdp_reshard: Literal["zero2", "zero3"] = "zero2",
         shard_size: int | None = None,
         hybrid_zero: bool = False,
         optimizer_offload: bool = False,
     ) -> None:
         if fsdp_reshard not in ("zero2", "zero3"):
             raise UserError(f"fsdp_reshard={fsdp_reshard!r} is not one of 'zero2', 'zero3'.")
-        if hybrid_zero and shard_size is None:
-            shard_size = node_size(world.size)
-        self.reshard = fsdp_reshard
-        self.mesh = make_mesh(world, shard_size or world.size)
+        self.reshard = fsdp_reshard == "zero3"
+        self.mesh = make_mesh(world, shard_size or (node_size(world.size) if hybrid_zero else world.size))
         given = dict(model.named_parameters())
-        self.model: FSDPModule = shard(model, self.mesh, reshard_after_forward=fsdp_reshard == "zero3")
-        weights = dict(model.named_parameters())
-        masters = Masters(optimizer, given, weights, offload=optimizer_offload)
-        super().__init__(model, masters, world.device, dtype, grad_clip, self.mesh.get_group("shard"))
+        # about changing the prediction in place, which no loss does
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+        for block in model.transformer_blocks() if hasattr(model, "transformer_blocks") else []:  # type: ignore[operator]
+            fully_shard(block, mesh=self.mesh, reshard_after_forward=self.reshard)
+        self.model: FSDPModule = fully_shard(model, mesh=self.mesh, reshard_after_forward=False)  # needed again at once
+        if hasattr(model, "null_condition"):
+            register_fsdp_forward_method(model, "null_condition")  # may use an embedder's weights
+        super().__init__(model, optimizer, given, world, dtype, grad_clip, offload=optimizer_offload,
+                         norm_group=self.mesh.get_group("shard"))  # fmt: skip
 
     @contextmanager
     def micro_step(self, *, last: bool) -> Iterator[None]:
         """See `Engine.micro_step`. Until the last micro-batch, gradients stay where they are, and with "zero2" weights do."""
         self.model.set_requires_gradient_sync(last)
         self.model.set_is_last_backward(last)
-        self.model.set_reshard_after_backward(last or self.reshard == "zero3")
+        self.model.set_reshard_after_backward(last or self.reshard)
         # a kept cast would outlive the weights that "zero3" has just dropped
-        with self.autocast(keep_casts=self.reshard == "zero2"):
+        with self.autocast(keep_casts=not self.reshard):
             yield
 
 
@@ -92,23 +88,10 @@ def make_mesh(world: World, shard_size: int) -> DeviceMesh:
     Raises:
         UserError: `shard_size` does not divide the number of processes.
     """
-    check_shard_size(shard_size, world.size)
+    check_group_size("shard_size", shard_size, world.size)
     join_alone(world.device)
     if shard_size == world.size:
         return init_device_mesh(world.device.type, (shard_size,), mesh_dim_names=("shard",))
     ranks = torch.arange(world.size).view(-1, shard_size)  # a row is a group of neighbours, a column their replicas
     groups = [own_group(lines.tolist(), world.rank, world.timeout) for lines in (ranks.T, ranks)]
     return DeviceMesh.from_group(groups, world.device.type, mesh=ranks, mesh_dim_names=("replicate", "shard"))
-
-
-def shard(model: nn.Module, mesh: DeviceMesh, *, reshard_after_forward: bool) -> FSDPModule:
-    """Shard the parameters of each block, and then the rest, over the mesh."""
-    # about changing the prediction in place, which no loss does
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    blocks = model.transformer_blocks() if hasattr(model, "transformer_blocks") else []  # type: ignore[operator]
-    for block in blocks:
-        fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward)
-    root = fully_shard(model, mesh=mesh, reshard_after_forward=False)  # it is needed again at once
-    if hasattr(model, "null_condition"):
-        register_fsdp_forward_method(model, "null_condition")  # may use an embedder's weights
-    return root

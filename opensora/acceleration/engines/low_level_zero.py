@@ -4,9 +4,7 @@ The model computes with trained weights in bf16 or fp16, whole in each process. 
 are sharded over the whole world: each weight is flattened, padded and cut into equal chunks. Gradients are averaged in
 fp32, one micro-batch at a time.
 
-The optimizer is used without ColossalAI's booster, which would cast timesteps and sizes to bf16, and 513 to 514. What is
-used of it: its constructor, `backward`, `step`, `zero_grad`, `get_working_grads_by_group_id`, `get_working_to_master_map`,
-`optim` and, with fp16, `mixed_precision_mixin.grad_scaler`.
+The optimizer is used without ColossalAI's booster, which would cast timesteps and sizes to bf16, and 513 to 514.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,8 +19,7 @@ from torch.nn.functional import pad
 from torch.optim import Optimizer
 
 from opensora.acceleration.distributed import World, join_alone
-from opensora.acceleration.engines.masters import COUNTER
-from opensora.acceleration.engines.update import FIRST_SCALE, GROWTH_INTERVAL, global_norm
+from opensora.acceleration.engines.base import COUNTER, FIRST_SCALE, GROWTH_INTERVAL, global_norm
 from opensora.checkpoint.load import load_strictly
 from opensora.registry import PLUGINS
 from opensora.utils.dtype import HALF, to_torch_dtype
@@ -49,23 +46,18 @@ def check(name: str, device: torch.device, dtype: str) -> None:
         from colossalai.zero import LowLevelZeroOptimizer  # noqa: F401
     except ImportError as error:
         raise UserError(
-            f"plugin={name!r} needs ColossalAI, and it cannot be imported ({error}). Install it with\n  {INSTALL}\n"
-            "or use --plugin fsdp2, which needs nothing more."
+            f"plugin={name!r} needs ColossalAI ({error}). Install it with\n  {INSTALL}\nor use --plugin fsdp2."
         ) from error
 
 
 class LowLevelZeroEngine:
-    """ColossalAI's ZeRO stage 2; the model's trained weights become bf16 or fp16.
+    """ColossalAI's ZeRO stage 2; the model's trained weights become bf16 or fp16. See `Engine`; states are gathered, on the CPU.
 
     Args:
-        model: on its GPU, in fp32.
-        optimizer: over the model's trainable parameters.
-        world: this process and the others; a process without others makes a process group for itself.
-        dtype: "bf16" or "fp16".
-        grad_clip: largest global gradient norm; 0 = no clipping.
+        model, optimizer, world, dtype, grad_clip: see `build_engine`.
 
     Raises:
-        UserError: what `check` raises.
+        UserError: see `check`.
     """
 
     def __init__(
@@ -101,44 +93,44 @@ class LowLevelZeroEngine:
 
     @property
     def scales_loss(self) -> bool:
-        """See `Engine.scales_loss`."""
         return self.dtype == torch.float16
 
     @contextmanager
     def micro_step(self, *, last: bool) -> Iterator[None]:
-        """See `Engine.micro_step`; with stage 2 the gradients of every micro-batch are shared at once."""
         with torch.autocast("cuda", self.dtype):
             yield
 
     def backward(self, loss: Tensor) -> None:
-        """See `Engine.backward`."""
         self.zero.backward(loss)
 
     @torch.no_grad()
     def step(self) -> Tensor:
-        """See `Engine.step`."""
         gradients = [g for i in range(self.zero.num_param_groups) for g in self.zero.get_working_grads_by_group_id(i)]
-        norm = global_norm([g.float() for g in gradients], self.device, self.mesh.get_group()) / self._scale()
+        norm = global_norm([g.float() for g in gradients], self.device, self.mesh.get_group())
+        if self.scales_loss:
+            norm = norm / float(self.zero.mixed_precision_mixin.grad_scaler.scale)
         if self.scales_loss or torch.isfinite(norm):  # with fp16 it sees for itself, and lowers its scale
             self.zero.step()
         self.zero.zero_grad()
         return norm
 
     def masters(self) -> Mapping[str, Tensor]:
-        """See `Engine.masters`."""
-        return {name: self._flat(name, master) for name, master in self._masters.items()}
+        # each process holds its chunk, without the padding
+        flat = {}
+        for name, master in self._masters.items():
+            count = self.weights[name].numel()
+            own = master[: max(count - self.rank * master.numel(), 0)]
+            flat[name] = DTensor.from_local(own, self.mesh, [Shard(0)], shape=torch.Size([count]), stride=(1,))
+        return flat
 
     def model_state(self) -> dict[str, Tensor]:
-        """See `Engine.model_state`: gathered, on the CPU."""
         return self.model.state_dict() | {name: self._whole(name, master) for name, master in self._masters.items()}
 
     def load_model_state(self, state: Mapping[str, Tensor], source: str) -> None:
-        """See `Engine.load_model_state`."""
         load_strictly(self.model, state, source)
         self._fill_masters(state)
 
     def optimizer_state(self) -> dict[str, Tensor]:
-        """See `Engine.optimizer_state`: gathered, on the CPU."""
         tensors = {}
         for name, master in self._masters.items():
             for key, value in self.zero.optim.state.get(master, {}).items():
@@ -151,7 +143,6 @@ class LowLevelZeroEngine:
         return tensors
 
     def load_optimizer_state(self, state: Mapping[str, Tensor]) -> None:
-        """See `Engine.load_optimizer_state`."""
         self.zero.optim.state.clear()
         for path in state:
             name, key = path.rsplit("/", 1)
@@ -168,9 +159,6 @@ class LowLevelZeroEngine:
             scaler.scale.fill_(float(state["/scale"]))
             scaler._growth_step = int(state["/_growth_tracker"])
 
-    def _scale(self) -> float:
-        return float(self.zero.mixed_precision_mixin.grad_scaler.scale) if self.scales_loss else 1.0
-
     @torch.no_grad()
     def _fill_masters(self, weights: Mapping[str, Tensor]) -> None:
         for name, master in self._masters.items():
@@ -180,12 +168,6 @@ class LowLevelZeroEngine:
         """This process's chunk of a weight, flat and padded as ColossalAI cuts it."""
         flat = pad(whole.flatten(), (0, -whole.numel() % self.size))
         return flat.chunk(self.size)[self.rank]
-
-    def _flat(self, name: str, part: Tensor) -> DTensor:
-        """A weight, flat, of which each process holds its chunk without the padding."""
-        count = self.weights[name].numel()
-        own = part[: max(count - self.rank * part.numel(), 0)]
-        return DTensor.from_local(own, self.mesh, [Shard(0)], shape=torch.Size([count]), stride=(1,))
 
     def _whole(self, name: str, part: Tensor) -> Tensor:
         weight = self.weights[name]

@@ -12,29 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from opensora.acceleration.distributed import World, neighbours
-from opensora.utils.errors import UserError
-
 MESSAGE_BYTES = 64 * 2**20  # of a copy, of which there may be two at a time
 
 
 def node_size(world_size: int) -> int:
     """Processes that torchrun started on this node; all, if something else started them."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-
-
-def check_shard_size(shard_size: int, world_size: int) -> None:
-    """Refuse groups that are not of one size.
-
-    Raises:
-        UserError: `shard_size` does not divide the number of processes.
-    """
-    if world_size % shard_size:
-        legal = [n for n in range(1, world_size + 1) if world_size % n == 0]
-        raise UserError(
-            f"shard_size={shard_size} does not divide the number of processes, {world_size}. Here it can be "
-            f"{', '.join(map(str, legal))}."
-        )
 
 
 def share_out(sizes: Mapping[str, int], parts: int) -> dict[str, int]:
@@ -47,41 +30,21 @@ def share_out(sizes: Mapping[str, int], parts: int) -> dict[str, int]:
     return owner
 
 
-class Partition:
-    """The weights, shared out over a group of `shard_size` neighbouring processes.
-
-    Args:
-        weights: name -> parameter.
-        world: this process and the others; every process makes one, for making groups is a collective call.
-        shard_size: processes of a group.
-    """
-
-    def __init__(self, weights: Mapping[str, Tensor], world: World, shard_size: int) -> None:
-        check_shard_size(shard_size, world.size)
-        self.group = neighbours(world.rank, world.size, shard_size, world.timeout)
-        self.shard_size = shard_size
-        trained = {name: weight.numel() for name, weight in weights.items() if weight.requires_grad}
-        self.owner = share_out(trained, shard_size)
-        self.mine = {name for name, owner in self.owner.items() if owner == world.rank % shard_size}
-
-    @torch.no_grad()
-    def broadcast_params(self, weights: Mapping[str, Tensor]) -> None:
-        """Each owner sends its weights to the group, in messages of up to `MESSAGE_BYTES`: a model has hundreds of small ones."""
-        for owner in range(self.shard_size):
-            if theirs := [weights[name].detach() for name, its in self.owner.items() if its == owner]:
-                dist._broadcast_coalesced(self.group, theirs, MESSAGE_BYTES, owner)  # as DistributedDataParallel does
+@torch.no_grad()
+def broadcast_from_owners(weights: Mapping[str, Tensor], owner: Mapping[str, int], group: dist.ProcessGroup) -> None:
+    """Each owner sends its weights to the group, in messages of up to `MESSAGE_BYTES`: a model has hundreds of small ones."""
+    for rank in sorted(set(owner.values())):
+        theirs = [weights[name].detach() for name, its in owner.items() if its == rank]
+        dist._broadcast_coalesced(group, theirs, MESSAGE_BYTES, rank)  # as DistributedDataParallel does
 
 
 @torch.no_grad()
 def gather_from_owners(
     own: Mapping[str, Tensor], group: dist.ProcessGroup | None, device: torch.device
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of all processes of a group by name, in each process and one at a time. All processes use them up.
+    """The `own` tensors of all processes of a group (None = all) by name, in each process and one at a time, on `device`.
 
-    Args:
-        own: of this process.
-        group: the owners; None = all processes.
-        device: over which the group communicates, and of the result.
+    All processes use them up.
     """
     for owner in range(dist.get_world_size(group)):
         mine = owner == dist.get_rank(group)

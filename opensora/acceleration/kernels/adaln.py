@@ -1,11 +1,10 @@
 """adaLN whose backward pass reads each tensor once.
 
-A normalised and modulated token row h = LN(x) (1 + scale) + shift has three gradients: that of x needs two sums over the
-row's channels, and those of shift and scale are sums over all rows that share them. Left to the compiler these are separate
-passes over tensors of the size of the tokens, and so is the sum with the gradient that x gets from the residual path. Here
-one kernel does it all: a program takes some rows of one sample (or frame), keeps their column sums in registers, and writes
-one partial sum each in fp32; the few partial sums are added after it, so the result is deterministic. A gate's backward pass
-is done in the same way. The forward passes are PyTorch's own, which the compiler fuses with what is around them.
+A token row h = LN(x) (1 + scale) + shift has three gradients: that of x needs two sums over the row's channels, and those of
+shift and scale are sums over all rows that share them. Left to the compiler these are separate passes over the tokens, and so is
+the sum with the residual path's gradient. Here a program takes some rows of one sample (or frame), keeps their column sums in
+registers, and writes one partial sum each in fp32; the few are added after it, so the result is deterministic. A gate's backward
+pass is done in the same way. The forward passes are PyTorch's own, which the compiler fuses with what is around them.
 """
 
 import torch
@@ -89,13 +88,7 @@ class _Gate(torch.autograd.Function):
 def norm_modulate_backward(
     grad: Tensor, residual: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The backward pass of `norm_modulate`, all contiguous.
-
-    Args:
-        grad, residual: gradients of both results, [B, T, S, D].
-        x: [B, T, S, D].
-        mean, rstd: of x's rows, [B, T, S, 1] in fp32.
-        scale: [B, 1 or T, 1, D].
+    """The backward pass of `norm_modulate`: `grad, residual` of both results, `x [B, T, S, D]`, `mean, rstd [B, T, S, 1]` in fp32.
 
     Returns:
         The gradient of x, and fp32 sums [G, P, D] of those of shift and scale over parts of the rows that share them.

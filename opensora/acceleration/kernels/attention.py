@@ -6,8 +6,8 @@ picks among cuDNN, flash, efficient and math, for the rest.
 """
 
 import importlib.util
+import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,7 @@ if HAS_TRITON:
     from opensora.acceleration.kernels.short_attention import MAX_HEAD_DIM, MAX_LENGTH
 
 MATMUL_KEYS = 32
-"""Up to this number of keys batched matrix products are as good as PyTorch's fused kernels on a GPU."""
+"""Up to so many keys batched matrix products are as good as PyTorch's fused kernels on a GPU."""
 QUERY_PARTS, MIN_QUERIES, KEYS_OF_A_PROGRAM, BUSY_PROGRAMS = 8, 8192, 128, 264
 """See `_leaves_a_gpu_idle`; two programs for each of an H100's 132 multiprocessors."""
 
@@ -51,7 +51,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, kerne
 def packed_attention(qkv: Tensor, num_heads: int, axis: str, kernel: str = "auto") -> Tensor | None:
     """Self-attention straight from the output of one linear layer, where a kernel for that exists; else None.
 
-    What is saved is memory traffic: the gradient of qkv is written as one tensor instead of being joined from three.
+    The gradient of qkv is then written as one tensor instead of being joined from three.
 
     Args:
         qkv: tokens [B, T, S, 3 D], the three parts one after the other, in each the heads.
@@ -65,25 +65,13 @@ def packed_attention(qkv: Tensor, num_heads: int, axis: str, kernel: str = "auto
     _, T, _, width = qkv.shape
     if kernel != "auto" or not HAS_TRITON or not _on_gpu(qkv) or width // (3 * num_heads) > MAX_HEAD_DIM:
         return None
-    return short_attention.attend_packed(qkv, num_heads) if axis == "time" and T <= MAX_LENGTH else None
+    return short_attention.short_attention_packed(qkv, num_heads) if axis == "time" and T <= MAX_LENGTH else None
 
 
 def normed_heads(
     x: Tensor, weight: Tensor, eps: float, table: Tensor | None, every: int, kernel: str = "auto"
 ) -> Tensor | None:
-    """RMS-normalised and rotated heads of queries or keys, where a kernel for that exists; else None.
-
-    Args:
-        x: [B, T, S, H, D], in any strides.
-        weight: [D].
-        eps: added to the mean of squares.
-        table: rotary table [2, N, D], see `opensora.models.layers.rope`; None = no positions.
-        every: token i of the B T S is at position `(i // every) % N`.
-        kernel: see `attention`.
-
-    Returns:
-        [B, T, S, H, D] in x's dtype, or None.
-    """
+    """`head_norm.norm_heads` with the same arguments, where that exists; else None. `kernel`: see `attention`."""
     return head_norm.norm_heads(x, weight, eps, table, every) if kernel == "auto" and _heads_fit(x) else None
 
 
@@ -112,10 +100,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None) -> Tensor:
 
 
 def _leaves_a_gpu_idle(q: Tensor, k: Tensor) -> bool:
-    """Whether the backward pass of PyTorch's kernels has too few programs, but many queries.
-
-    Each of its programs takes some keys of a head and walks over all queries: 300 tokens of one caption and 16 heads are 48.
-    """
+    """Whether the backward pass of PyTorch's kernels has few programs, each of which takes some keys of a head, but many queries."""
     if not _on_gpu(q) or q.ndim != 4 or not torch.is_grad_enabled():
         return False
     (B, H, N, _), L = q.shape, k.shape[2]
@@ -144,7 +129,7 @@ def _auto(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None) -> Tensor:
     if not _on_gpu(q) or q.ndim == 4:
         return _sdpa(q, k, v, allowed)
     if HAS_TRITON and q.shape[-2] <= MAX_LENGTH and q.shape[-1] <= MAX_HEAD_DIM:
-        return short_attention.attend(q, k, v)
+        return short_attention.short_attention(q, k, v)
     return _math(q, k, v, allowed) if k.shape[-2] <= MATMUL_KEYS else _sdpa(q, k, v, allowed)
 
 
@@ -160,34 +145,15 @@ def kernel_from_flag(*, enable_flash_attn: bool | None) -> str:
     return "math" if enable_flash_attn is False else "auto"
 
 
-class _WithoutAutocast:
-    """`torch.autocast(device_type, enabled=False)` for eager code: the switch alone, a tenth of the host's time."""
-
-    __slots__ = ("before", "device_type")
-
-    def __init__(self, device_type: str) -> None:
-        self.device_type, self.before = device_type, False
-
-    def __enter__(self) -> None:
-        self.before = torch.is_autocast_enabled(self.device_type)
-        torch.set_autocast_enabled(self.device_type, False)
-
-    def __exit__(self, *_: object) -> None:
-        torch.set_autocast_enabled(self.device_type, self.before)
-
-
-def without_autocast(device_type: str) -> AbstractContextManager[None]:
+def without_autocast(device_type: str) -> torch.autocast:
     """No autocast, inside of autocast; the weights that autocast has cast stay cast afterwards."""
-    if torch.compiler.is_compiling():
-        return torch.autocast(device_type, enabled=False)
-    return _WithoutAutocast(device_type)
+    return torch.autocast(device_type, enabled=False)
 
 
 class LayerNorm(torch.nn.LayerNorm):
-    """LayerNorm without affine parameters that keeps its input's dtype under autocast.
+    """LayerNorm without affine parameters that keeps its input's dtype under autocast; the statistics are fp32 either way.
 
-    The statistics are fp32 either way. Autocast would turn the whole result, and what the backward pass keeps of it,
-    into fp32: twice the memory for nothing, as the linear layer that follows rounds to half precision.
+    Autocast would make the result fp32: twice the memory for nothing, as the linear layer that follows rounds it.
     """
 
     def __init__(self, dim: int, eps: float = 1e-6) -> None:
@@ -206,19 +172,8 @@ def layer_norm(dim: int, *, eps: float = 1e-6, fused: bool = False) -> torch.nn.
             from apex.normalization import FusedLayerNorm
 
             return FusedLayerNorm(dim, elementwise_affine=False, eps=eps)
-        except ImportError:
-            _warn_no_apex()
+        except ImportError:  # Python shows it once
+            warnings.warn(
+                "enable_layernorm_kernel=True, but apex is not installed: using PyTorch's LayerNorm.", stacklevel=2
+            )
     return LayerNorm(dim, eps)
-
-
-_warned: set[str] = set()
-
-
-def _warn_no_apex() -> None:
-    if "apex" not in _warned:
-        _warned.add("apex")
-        import warnings
-
-        warnings.warn(
-            "enable_layernorm_kernel=True, but apex is not installed: using PyTorch's LayerNorm.", stacklevel=3
-        )

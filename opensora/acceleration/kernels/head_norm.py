@@ -1,30 +1,27 @@
 """RMS normalisation of queries and keys with rotary positions, as one Triton kernel for each pass.
 
-A head is a row of some 64 to 128 channels, and there is one for each token and head: a long video has millions. Compilers
-make reductions of them that take two rows a program, or read each row twice. Here a program takes a block of rows, and the
-backward pass gives the gradients of rows and weights at once; the weights' are summed over the rows of a program in registers, one partial sum
-each is written in fp32, and these few are added after it, so that the result is deterministic. All arithmetic is fp32.
-See docs/benchmarks/goals.md for what it is about.
+A head is a row of some 64 to 128 channels, and a long video has millions. Compilers make reductions of them that take two rows
+a program, or read each row twice. Here a program takes a block of rows, and the backward pass gives the gradients of rows and
+weights at once, the weights' as fp32 sums for each program, which are added after it: the result is deterministic. All arithmetic is
+fp32. See docs/benchmarks/goals.md for the gain.
 """
 
 import math
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from opensora.acceleration.kernels.triton_calls import forward_pass, has_symbols
-
 MAX_HEAD_DIM = 256
 """A program holds whole rows in registers."""
 _FORWARD, _BACKWARD = {"BLOCK": 32, "num_warps": 4}, {"BLOCK": 16, "num_warps": 8}
-"""Rows of a program at a time, and its warps: the fastest of some sixty on an H200 for 15 x 3600 tokens, or within 5 % of it."""
+"""Rows of a program at a time, and its warps: the fastest of some sixty on an H200, or within 5 % of it."""
 _STEPS = 16
 """Blocks of rows whose gradients of the weights a program sums up."""
 
 
+@torch.library.custom_op("opensora::norm_heads", mutates_args=())
 def norm_heads(x: Tensor, weight: Tensor, eps: float, table: Tensor | None, every: int) -> Tensor:
     """`x / rms(x) * weight`, rotated by `table`: `opensora.models.layers`' RMSNorm and apply_rotary.
 
@@ -38,27 +35,17 @@ def norm_heads(x: Tensor, weight: Tensor, eps: float, table: Tensor | None, ever
     Returns:
         [B, T, S, H, d], contiguous, in x's dtype.
     """
-    return forward_pass(norm_heads_operator, norm_heads_inlined, _forward, (x, weight), eps, table, every)
-
-
-def _forward(x: Tensor, weight: Tensor, eps: float, table: Tensor | None, every: int, kernel: Any = None) -> Tensor:
     x, token = _by_token(x)
     H, d = x.shape[-2:]
     rows, out = x.numel() // d, x.new_empty(x.shape)
-    (kernel or _norm_heads_forward_kernel)[(triton.cdiv(rows, _FORWARD["BLOCK"]),)](
+    _norm_heads_forward_kernel[(triton.cdiv(rows, _FORWARD["BLOCK"]),)](
         x, weight.contiguous(), *_positions(table, every, x), out, rows, token, x.stride(3), eps,
         H=H, d=d, **_sizes(d, table, token, x.stride(3)), **_FORWARD,
     )  # fmt: skip
     return out
 
 
-@torch.library.custom_op("opensora::norm_heads", mutates_args=())
-def norm_heads_operator(x: Tensor, weight: Tensor, eps: float, table: Tensor | None, every: int) -> Tensor:
-    """See `norm_heads`."""
-    return _forward(x, weight, eps, table, every)
-
-
-@norm_heads_operator.register_fake
+@norm_heads.register_fake
 def _(x: Tensor, weight: Tensor, eps: float, table: Tensor | None, every: int) -> Tensor:
     return x.new_empty(x.shape)
 
@@ -98,7 +85,7 @@ def _grad(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:  # type
     return dx, weights.sum(0).to(weight.dtype), None, None, None
 
 
-norm_heads_operator.register_autograd(_grad, setup_context=_save)
+norm_heads.register_autograd(_grad, setup_context=_save)
 
 
 def _by_token(x: Tensor) -> tuple[Tensor, int]:
@@ -193,12 +180,3 @@ def _norm_heads_backward_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR091
         to = _starts(rows, H * d, d, H, ALIGN)[:, None] + columns[None, :]
         tl.store(dx_ptr + to, (rstd * (of_normed - normed * along)).to(dx_ptr.dtype.element_ty), mask=inside)
     tl.store(weights_ptr + tl.program_id(0) * d + columns, tl.sum(total, 0), mask=columns < d)
-
-
-# below the kernels: PyTorch looks for them when such an operator is made, to know when its cached programs are stale
-@torch.library.triton_op("opensora::norm_heads_inlined", mutates_args=())
-def norm_heads_inlined(x: Tensor, weight: Tensor, eps: float, table: Tensor | None, every: int) -> Tensor:
-    """`norm_heads` without gradients, for compiled programs."""
-    if has_symbols(x) or isinstance(every, torch.SymInt):
-        return norm_heads_operator(x, weight, eps, table, every)
-    return _forward(x, weight, eps, table, every, torch.library.wrap_triton(_norm_heads_forward_kernel))

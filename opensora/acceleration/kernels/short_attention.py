@@ -1,12 +1,10 @@
 """Attention over very short sequences, such as the 16 frames of one spatial position of a video, as one Triton kernel.
 
-A fused attention kernel for long sequences is no better here than two batched matrix products, since there is next to
-nothing to compute: what counts is how often queries, keys and values travel through memory, and whether they must be
-copied into another order first. Here each program handles one head of one sequence: it reads its N rows of q, k and v in
+There is next to nothing to compute: what counts is how often queries, keys and values travel through memory, and whether they
+must be copied into another order first. Here each program handles one head of one sequence: it reads its N rows of q, k and v in
 whatever order they lie in memory, does everything in registers, and writes N rows. The backward pass recomputes the
-probabilities from q and k, so that nothing but the inputs is kept.
-
-Gives the formula's results with fp32 softmax and fp32 accumulation; see docs/benchmarks/train_step.md for the gain.
+probabilities from q and k, so that nothing but the inputs is kept. Softmax and sums are fp32. See docs/benchmarks/train_step.md for
+the gain.
 """
 
 import math
@@ -17,59 +15,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from opensora.acceleration.kernels.triton_calls import forward_pass, has_symbols
-
 MAX_LENGTH = 64
 """Longest sequence: beyond, the rows of one head no longer fit into the registers of a few warps."""
 MAX_HEAD_DIM = 128
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+@torch.library.custom_op("opensora::short_attention", mutates_args=())
+def short_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """softmax(q k^T / sqrt(d)) v for `q, k, v [B, S, H, N, d]` in any strides, N <= MAX_LENGTH -> the same shape.
 
     The result lies in memory as [B, N, S, H, d], which is the order of tokens.
     """
-    return forward_pass(short_attention, short_attention_inlined, _forward, (q, k, v))
-
-
-def attend_packed(qkv: Tensor, num_heads: int) -> Tensor:
-    """Attention over time straight from a linear layer's output: `qkv [B, N, S, 3 H d] -> [B, N, S, H d]`.
-
-    The same as `attend` of its three parts, but the gradient is written as one tensor: joining the gradients of q, k
-    and v afterwards would cost half as much as the attention.
-    """
-    return forward_pass(short_attention_packed, short_attention_packed_inlined, _forward_packed, (qkv,), num_heads)
-
-
-def _forward(q: Tensor, k: Tensor, v: Tensor, kernel: Any = None) -> Tensor:
     q, k, v = (_rows_whole(each) for each in (q, k, v))
-    B, S, H, N, d = q.shape
-    tokens = q.new_empty(B, N, S, H, d)
-    _launch_forward(kernel, q, k, v, tokens)
-    return tokens.permute(0, 2, 3, 1, 4)
-
-
-def _forward_packed(qkv: Tensor, num_heads: int, kernel: Any = None) -> Tensor:
-    q, k, v = _parts(qkv.contiguous(), num_heads)
-    B, S, H, N, d = q.shape
-    tokens = qkv.new_empty(B, N, S, H * d)
-    _launch_forward(kernel, q, k, v, tokens)
-    return tokens
-
-
-def _launch_forward(kernel: Any, q: Tensor, k: Tensor, v: Tensor, tokens: Tensor) -> None:
-    """Write [B, N, S, H d] into `tokens`, which the compiler wants to see whole, not as a view."""
-    B, S, H, N, d = q.shape
-    strides = (*q.stride()[:4], *k.stride()[:4], *v.stride()[:4], N * S * H * d, H * d, d, S * H * d)
-    (kernel or _short_attention_forward_kernel)[(B * S * H,)](
-        q, k, v, tokens, *strides, S, H, N, d**-0.5, **_sizes(strides, N, d)
-    )  # fmt: skip
-
-
-@torch.library.custom_op("opensora::short_attention", mutates_args=())
-def short_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """See `attend`."""
-    return _forward(q, k, v)
+    out = _empty_like_tokens(q)
+    _launch(_short_attention_forward_kernel, q, k, v, out)
+    return out
 
 
 @short_attention.register_fake
@@ -82,7 +42,7 @@ def short_attention_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor) -> t
     """Gradients of q, k and v, each [B, S, H, N, d]."""
     grad, q, k, v = (_rows_whole(each) for each in (grad, q, k, v))
     grads = (_empty_like_tokens(q), _empty_like_tokens(q), _empty_like_tokens(q))
-    _launch_backward(q, (q, k, v, grad, *grads))
+    _launch(_short_attention_backward_kernel, q, k, v, grad, *grads)
     return grads
 
 
@@ -104,8 +64,15 @@ short_attention.register_autograd(_grad, setup_context=_save)
 
 @torch.library.custom_op("opensora::short_attention_packed", mutates_args=())
 def short_attention_packed(qkv: Tensor, num_heads: int) -> Tensor:
-    """See `attend_packed`."""
-    return _forward_packed(qkv, num_heads)
+    """Attention over time straight from a linear layer's output: `qkv [B, N, S, 3 H d] -> [B, N, S, H d]`.
+
+    The same as `short_attention` of its three parts, but the gradient is written as one tensor: joining the gradients of q, k
+    and v afterwards would cost half as much as the attention.
+    """
+    qkv = qkv.contiguous()
+    tokens = qkv.new_empty(*qkv.shape[:-1], qkv.shape[-1] // 3)
+    _launch(_short_attention_forward_kernel, *_parts(qkv, num_heads), _heads(tokens, num_heads))
+    return tokens
 
 
 @short_attention_packed.register_fake
@@ -118,8 +85,7 @@ def short_attention_packed_backward(grad: Tensor, qkv: Tensor, num_heads: int) -
     """The gradient of qkv, [B, N, S, 3 H d]."""
     qkv, grad = qkv.contiguous(), _rows_whole(_heads(grad, num_heads))
     grad_qkv = torch.empty_like(qkv)
-    q, k, v = _parts(qkv, num_heads)
-    _launch_backward(q, (q, k, v, grad, *_parts(grad_qkv, num_heads)))
+    _launch(_short_attention_backward_kernel, *_parts(qkv, num_heads), grad, *_parts(grad_qkv, num_heads))
     return grad_qkv
 
 
@@ -161,17 +127,16 @@ def _empty_like_tokens(x: Tensor) -> Tensor:
     return x.new_empty(B, N, S, H, d).permute(0, 2, 3, 1, 4)
 
 
-def _launch_backward(q: Tensor, tensors: tuple[Tensor, ...]) -> None:
-    B, S, H, N, d = q.shape
+def _launch(kernel: Any, *tensors: Tensor) -> None:
+    """A program for each head of each sequence; `tensors` are [B, S, H, N, d], inputs first."""
+    B, S, H, N, d = tensors[0].shape
     strides = tuple(stride for tensor in tensors for stride in tensor.stride()[:4])
-    _short_attention_backward_kernel[(B * S * H,)](*tensors, *strides, S, H, N, d**-0.5, **_sizes(strides, N, d))
-
-
-def _sizes(strides: tuple[int, ...], N: int, d: int) -> dict[str, int]:
-    """What the kernels know when they are compiled; by `d` and ALIGN that rows can be read 16 bytes at a time."""
     block_n, block_d = max(16, triton.next_power_of_2(N)), max(16, triton.next_power_of_2(d))
-    warps = 1 if block_n == 16 else 4
-    return {"d": d, "ALIGN": math.gcd(8, *strides), "BLOCK_N": block_n, "BLOCK_D": block_d, "num_warps": warps}
+    # by `d` and ALIGN the compiler knows that rows can be read 16 bytes at a time
+    kernel[(B * S * H,)](
+        *tensors, *strides, S, H, N, d**-0.5, d=d, ALIGN=math.gcd(8, *strides), BLOCK_N=block_n, BLOCK_D=block_d,
+        num_warps=1 if block_n == 16 else 4,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -232,20 +197,3 @@ def _short_attention_backward_kernel(  # type: ignore[no-untyped-def]  # noqa: P
     tl.store(dq_ptr + _offsets(pid, dqb, dqp, dqh, dqn, S, H, ALIGN, BLOCK_N, BLOCK_D), dq, mask=inside)
     dk = tl.dot(tl.trans(ds), q, input_precision="ieee").to(q.dtype)
     tl.store(dk_ptr + _offsets(pid, dkb, dkp, dkh, dkn, S, H, ALIGN, BLOCK_N, BLOCK_D), dk, mask=inside)
-
-
-# below the kernels: PyTorch looks for them when such an operator is made, to know when its cached programs are stale
-@torch.library.triton_op("opensora::short_attention_inlined", mutates_args=())
-def short_attention_inlined(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """`short_attention` without gradients, for compiled programs."""
-    if has_symbols(q, k, v):
-        return short_attention(q, k, v)
-    return _forward(q, k, v, torch.library.wrap_triton(_short_attention_forward_kernel))
-
-
-@torch.library.triton_op("opensora::short_attention_packed_inlined", mutates_args=())
-def short_attention_packed_inlined(qkv: Tensor, num_heads: int) -> Tensor:
-    """`short_attention_packed` without gradients, for compiled programs."""
-    if has_symbols(qkv):
-        return short_attention_packed(qkv, num_heads)
-    return _forward_packed(qkv, num_heads, torch.library.wrap_triton(_short_attention_forward_kernel))

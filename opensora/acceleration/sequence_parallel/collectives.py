@@ -1,9 +1,8 @@
 """The two exchanges that sequence parallelism is made of, as operators that differentiate and compile.
 
-Both are custom operators, so that a compiled block holds them as they are, and groups go by name, which a graph can
-keep. Each process of a group computes the same loss from the same whole prediction. So that the mean of the processes'
-parameter gradients is the gradient, `all_gather` multiplies what flows back by the number of processes: then each has
-that many times its tokens' share, whatever the parameter, and an engine averages as if all were data-parallel.
+Both are custom operators, which a compiled block holds as they are; groups go by name, which a graph can keep. Each process of a
+group computes the same loss from the same whole prediction. So that the mean of the processes' parameter gradients is the gradient,
+`all_gather` multiplies what flows back by the number of processes, and an engine averages as if all were data-parallel.
 """
 
 from dataclasses import dataclass
@@ -87,7 +86,6 @@ class Ranks:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> "Ranks":
-        """Of this process in `group`."""
         return cls(group.group_name, dist.get_world_size(group), dist.get_rank(group))
 
     def share(self, length: int) -> int:
@@ -106,21 +104,14 @@ class Ranks:
         return parts.movedim(0, 2).flatten(2, 3).narrow(2, 0, num_tokens)
 
     def all_to_all(self, x: Tensor, *, scatter: int, gather: int, length: int) -> Tensor:
-        """Scatter one axis over the processes and gather another one.
+        """Scatter one axis over the processes and gather another one, of `length`.
 
-        Args:
-            x: all of axis `scatter` and this process' share of axis `gather`.
-            scatter, gather: axes of x.
-            length: the whole length of axis `gather`.
-
-        Returns:
-            This process' share of axis `scatter`, padded, and all of axis `gather`.
+        All of axis `scatter` and this process' share of axis `gather` -> its share of `scatter`, padded, and all of `gather`.
         """
         return exchange_axes(x, scatter, gather, length, self.group, self.size)
 
 
 def _padded(x: Tensor, axis: int, by: int) -> Tensor:
-    """Zeros at the end of an axis."""
     return F.pad(x, [0, 0] * (x.ndim - 1 - axis) + [0, by]) if by else x
 
 

@@ -5,40 +5,24 @@ sharded axis becomes T for the time of the attention. `Ulysses` is DeepSpeed-Uly
 arXiv:2309.14509): each process gets all tokens of some heads. Attention over time needs neither, as each process has
 all frames of its tokens.
 
-DSP is usually described with tokens that stay sharded over S or T until the next attention needs the other one. Coming back
-to S after each spatial attention costs the same two all-to-alls of D channels a pair of attentions, and keeps frame
-masks, temporal positions and the residual stream as they are.
+DSP is usually described with tokens that stay sharded over S or T until the next attention needs the other one. Coming back to S
+costs the same two all-to-alls a pair of attentions, and keeps frame masks, temporal positions and the residual stream as they are.
 """
 
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from einops import rearrange
-from torch import Tensor, nn
+from torch import Tensor
 
 from opensora.acceleration.sequence_parallel.collectives import Ranks
 
-Grid = tuple[int, int]
+Grid = tuple[int, int]  # rows and columns of a frame
 
 
-class SelfAttention(Protocol):
-    """What an exchange needs of `opensora.models.layers.attention.Attention`; see there."""
-
-    axis: str
-    num_heads: int
-    head_dim: int
-    keeps_keys: bool
-    qkv: nn.Linear
-    proj: nn.Linear
-
-    def forward_local(self, x: Tensor, rope: Tensor | None = None, grid: Grid | None = None) -> Tensor: ...
-
-    def attend_qkv(self, qkv: Tensor, rope: Tensor | None = None, grid: Grid | None = None) -> Tensor: ...
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, rope: Tensor | None = None) -> Tensor: ...
-
-    def reduce_keys(self, k: Tensor, v: Tensor, grid: Grid | None) -> tuple[Tensor, Tensor]: ...
+SelfAttention = Any
+"""An `opensora.models.layers.attention.Attention`, which acceleration cannot import."""
 
 
 @dataclass(frozen=True)
@@ -64,39 +48,27 @@ class Ulysses:
         return rearrange(out, "B T S H d -> B T S (H d)")
 
 
-@dataclass(frozen=True)
-class DSP:
+class DSP(Ulysses):
     """All tokens of some frames: one all-to-all of D channels before and one after an attention within frames.
 
     With fewer frames than processes some would have nothing to do: then, as for images, `Ulysses`.
     """
 
-    ranks: Ranks
-    by_heads: Ulysses = field(init=False)  # made here, not in a compiled call: PyTorch 2.11 could not trace its making
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "by_heads", Ulysses(self.ranks))
-
     def __call__(self, attn: SelfAttention, x: Tensor, rope: Tensor | None, grid: Grid | None) -> Tensor:
-        """Tokens `x [B, T, S / p, D]` -> `[B, T, S / p, D]`."""
         T = x.shape[1]
         if self.ranks.size > T:
-            return self.by_heads(attn, x, rope, grid)
+            return Ulysses.__call__(self, attn, x, rope, grid)
         x = self.ranks.all_to_all(x, scatter=1, gather=2, length=tokens_per_frame(grid))  # [B, T / p, S, D]
         return self.ranks.all_to_all(attn.forward_local(x, rope, grid), scatter=2, gather=1, length=T)
 
 
-@dataclass(frozen=True)
-class UlyssesShortKV:
+class UlyssesShortKV(Ulysses):
     """`Ulysses` for an attention that compresses its keys, for which it needs all heads of whole frames.
 
     Keys and values are first sharded by frames, compressed there, and only then, fewer, by heads.
     """
 
-    ranks: Ranks
-
     def __call__(self, attn: SelfAttention, x: Tensor, rope: Tensor | None, grid: Grid | None) -> Tensor:
-        """Tokens `x [B, T, S / p, D]` -> `[B, T, S / p, D]`."""
         T, S = x.shape[1], tokens_per_frame(grid)
         qkv = rearrange(attn.qkv(x), "B T S (K H d) -> K B T S H d", K=3, d=attn.head_dim)
         q = self.ranks.all_to_all(qkv[0], scatter=3, gather=2, length=S)  # [B, T, S, H / p, d]
@@ -108,15 +80,9 @@ class UlyssesShortKV:
         kv = self.ranks.all_to_all(kv, scatter=4, gather=2, length=T)  # [2, B, T, few, H / p, d]
         k, v = rearrange(kv, "K B T S H d -> K B H (T S) d").unbind(0)
         out = attn.attend(rearrange(q, "B T S H d -> B H (T S) d"), k, v, rope)
-        return attn.proj(Ulysses(self.ranks).back(attn, rearrange(out, "B H (T S) d -> B T S (H d)", T=T)))
-
-
-Exchange = Ulysses | DSP | UlyssesShortKV
+        return attn.proj(self.back(attn, rearrange(out, "B H (T S) d -> B T S (H d)", T=T)))
 
 
 def tokens_per_frame(grid: Grid | None) -> int:
-    """S, the number of tokens of a frame."""
-    assert grid is not None, (
-        "an attention whose tokens are sharded over processes needs the rows and columns of a frame"
-    )
+    assert grid is not None, "an attention whose tokens are sharded needs the rows and columns of a frame"
     return grid[0] * grid[1]

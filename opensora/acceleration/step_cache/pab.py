@@ -1,16 +1,13 @@
 """Pyramid attention broadcast (Zhao et al. 2024, arXiv:2408.12588): attention outputs are reused over several steps.
 
-Outputs of attention change little in the middle of sampling, those of cross-attention least, of spatial attention most.
-Within a range of timesteps each kind is computed every n-th step and its output - before gate and residual - is broadcast
-to the steps between. The output is kept, not the scores: no fast kernel gives those. In a few blocks the MLP is
-skipped likewise, from given timesteps on.
-
-An output is reused in step i if i mod n != 0 and low < t < high. So it is never older than n - 1 steps.
+Outputs of attention change little in the middle of sampling, those of cross-attention least, of spatial attention most. Each kind
+is computed every n-th step, and its output - before gate and residual - is reused in step i if i mod n != 0 and low < t < high, so
+that it is never older than n - 1 steps. In a few blocks the MLP is skipped likewise, from given timesteps on.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +16,6 @@ from opensora.acceleration.patching import Forward
 from opensora.acceleration.step_cache.steps import CallNumber, StepCache, fits, part_of_batch, tokens_of
 
 KINDS = ("spatial", "temporal", "cross")
-Skips = Mapping[int, tuple[Sequence[int], int]]  # timestep -> (numbers of blocks, steps to skip)
 
 
 @dataclass(frozen=True)
@@ -36,34 +32,24 @@ class PABOptions:
 
     ranges: tuple[int, int, int]
     thresholds: tuple[tuple[float, float], tuple[float, float], tuple[float, float]]
-    mlp: Skips
+    mlp: Mapping[int, tuple[Sequence[int], int]]
 
 
 _FIRST_FIVE = (tuple(range(5)), 2)
 PRESETS: dict[str, PABOptions] = {
-    "opensora": PABOptions(
-        (2, 4, 6), ((450, 930), (450, 930), (450, 930)), {676: _FIRST_FIVE, 788: _FIRST_FIVE, 864: _FIRST_FIVE}
-    ),
-    "latte": PABOptions(
-        (2, 3, 6), ((100, 800), (100, 800), (100, 800)), dict.fromkeys((720, 640, 560, 480, 400), _FIRST_FIVE)
-    ),
-    "cogvideox": PABOptions((2, 1, 1), ((100, 850), (100, 850), (100, 850)), {}),
+    "opensora": PABOptions((2, 4, 6), ((450, 930),) * 3, dict.fromkeys((676, 788, 864), _FIRST_FIVE)),
+    "latte": PABOptions((2, 3, 6), ((100, 800),) * 3, dict.fromkeys((720, 640, 560, 480, 400), _FIRST_FIVE)),
+    "cogvideox": PABOptions((2, 1, 1), ((100, 850),) * 3, {}),
 }
 """The seed systems' settings; the last is for models that attend to all tokens at once."""
 
 
-class _Kept(NamedTuple):
-    output: Tensor
-    step: int  # that computed it
-    part: str  # of the batch that it is for
-
-
 class _Layer:
-    """One attention layer or MLP with its memory: an output for each call of a step."""
+    """One attention layer or MLP with its memory: for each call of a step an output, its step, and its part of the batch."""
 
     def __init__(self, cache: "PAB", kind: str, block: int, forward: Forward) -> None:
         self.cache, self.kind, self.block, self.forward = cache, kind, block, forward
-        self.kept: dict[int, _Kept] = {}
+        self.kept: dict[int, tuple[Tensor, int, str]] = {}
         self.sources: list[int] = []
         self.number = CallNumber()
 
@@ -73,26 +59,23 @@ class _Layer:
             return self.forward(*args, **kwargs)
         if not self.sources:
             self.sources = sources_of(self.cache.options, self.kind, self.block, self.cache.timesteps)
-        call = self.number(index)
-        kept, source = self.kept.get(call), self.sources[index]
-        # what is kept is older than its source where a size changed and came back, or a call was left out of a step
-        fresh = source < index and kept is not None and kept.step >= source
-        reused = fresh and kept is not None and fits(kept.output, kept.part, tokens_of(args, kwargs))
-        self.cache._count(self.kind, reused=reused)
-        if reused:
-            assert kept is not None
-            return kept.output
+        call, source = self.number(index), self.sources[index]
+        if source < index and call in self.kept:
+            output, step, part = self.kept[call]
+            # it is older than its source where a size changed and came back, or a call was left out of a step
+            if step >= source and fits(output, part, tokens_of(args, kwargs)):
+                self.cache.reused[self.kind] += 1
+                return output
+        self.cache.computed[self.kind] += 1
         output = self.forward(*args, **kwargs)
         if index + 1 < len(self.sources) and self.sources[index + 1] <= index:  # the next step uses it
-            self.kept[call] = _Kept(output, index, part_of_batch.get())
+            self.kept[call] = output, index, part_of_batch.get()
         else:
             self.kept.pop(call, None)
         return output
 
     def forget(self) -> None:
-        self.kept.clear()
-        self.sources = []
-        self.number.forget()
+        self.kept, self.sources, self.number = {}, [], CallNumber()
 
 
 class PAB(StepCache):
@@ -106,7 +89,6 @@ class PAB(StepCache):
         self._layers: list[_Layer] = []
 
     def install(self, blocks: Sequence[nn.Module], *, compiled: bool = False) -> None:
-        """See `StepCache.install`."""
         for kind, block, module in layers_of(blocks):
             if kind.startswith("mlp"):
                 reuses = any(block in numbers for numbers, _ in self.options.mlp.values())
@@ -130,12 +112,10 @@ class PAB(StepCache):
         return len(self._layers)
 
     def forget(self) -> None:
-        """See `StepCache.forget`."""
         for layer in self._layers:
             layer.forget()
 
     def remove(self) -> None:
-        """See `StepCache.remove`."""
         super().remove()
         self._layers.clear()
 
@@ -167,12 +147,11 @@ def layers_of(blocks: Sequence[nn.Module]) -> Iterator[tuple[str, int, nn.Module
     """
     numbers = {"spatial": 0, "temporal": 0}
     for block in blocks:
-        attn: Any = block.attn
-        along = "temporal" if attn.axis == "time" else "spatial"
+        along = "temporal" if block.attn.axis == "time" else "spatial"  # type: ignore[union-attr]
         number = numbers[along]
         numbers[along] += 1
-        yield along, number, block.attn  # type: ignore[misc]
-        for name, kind in (("attn_temp", "temporal"), ("cross_attn", "cross"), ("mlp", f"mlp {along}")):
+        names = (("attn", along), ("attn_temp", "temporal"), ("cross_attn", "cross"), ("mlp", f"mlp {along}"))
+        for name, kind in names:
             layer = getattr(block, name, None)
             if layer is not None:
                 yield kind, number, layer

@@ -21,13 +21,14 @@ part_of_batch: ContextVar[str] = ContextVar("part of a batch", default="whole")
 class StepCache(ABC):
     """Base of the step caches.
 
-    A step may call the model several times: with and without the prompt, or twice in a solver of second order. Each
-    such call is compared with the call of the same number in the step before, never with another one.
+    A step may call the model several times, as with and without the prompt. Each such call is compared with the call of the
+    same number in the step before.
 
     Attributes:
         per_sample: whether it decides by looking at the samples, so that only batches of one keep samples independent.
         inside_blocks: whether it wraps layers within the blocks, which are then compiled with graph breaks, or whole blocks.
         computed, reused: how often each kind of thing was, since `sampling` began.
+        timesteps, index: of this sampling run, and the current step's; None outside of one.
     """
 
     per_sample = False
@@ -37,16 +38,14 @@ class StepCache(ABC):
         self.computed: Counter[str] = Counter()
         self.reused: Counter[str] = Counter()
         self.timesteps: list[float] = []
-        self.index: int | None = None  # of the current step; None: not sampling
+        self.index: int | None = None
         self._undo: list[Callable[[], None]] = []
 
     @abstractmethod
     def install(self, blocks: Sequence[nn.Module], *, compiled: bool = False) -> None:
-        """Put the cache around a model's blocks.
+        """Put the cache around a model's blocks, in forward order.
 
-        Args:
-            blocks: in forward order.
-            compiled: the blocks will be compiled around a cache that is inside them; it compiles what it wraps.
+        `compiled`: they will be compiled around a cache that is inside them, which compiles what it wraps.
         """
 
     @property
@@ -74,10 +73,10 @@ class StepCache(ABC):
         try:
             yield
             if self.computed and not self.reused:
+                name, count = type(self).__name__, len(self.timesteps)
                 logger.warning(
-                    "step_cache: %s reused nothing in %d steps, and has no effect here. Use more sampling steps, or other thresholds.",
-                    type(self).__name__, len(self.timesteps),
-                )  # fmt: skip
+                    "step_cache: %s reused nothing in %d steps: take more, or other thresholds.", name, count
+                )
         finally:
             self.index = None
             self.forget()
@@ -86,29 +85,20 @@ class StepCache(ABC):
         """The calls that follow belong to step `index`."""
         self.index = index
 
-    def _count(self, kind: str, *, reused: bool) -> None:
-        (self.reused if reused else self.computed)[kind] += 1
-
     def _wrap(self, module: nn.Module, wrap: Callable[[Forward], Forward]) -> None:
         self._undo.append(wrap_forward(module, wrap))
 
 
 class CallNumber:
-    """Numbers the calls of one module within a step: 0, 1, ..."""
+    """Numbers the calls of one module within step `index`: 0, 1, ..."""
 
     def __init__(self) -> None:
-        self._index: int | None = None
-        self._calls = 0
+        self._index, self._calls = -1, 0
 
     def __call__(self, index: int) -> int:
-        """The number of this call, in step `index`."""
         self._calls = self._calls + 1 if index == self._index else 0
         self._index = index
         return self._calls
-
-    def forget(self) -> None:
-        """The next call is number 0."""
-        self._index = None
 
 
 @contextmanager

@@ -12,6 +12,8 @@ Deviation: the published method maps d through a polynomial that is fitted to ea
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,16 +24,16 @@ from opensora.acceleration.patching import Forward
 from opensora.acceleration.step_cache.steps import CallNumber, StepCache, fits, part_of_batch, tokens_of
 
 
+@dataclass
 class _Call:
     """What is kept for the calls of one number."""
 
-    def __init__(self) -> None:
-        self.modulated: Tensor | None = None  # of the step before
-        self.distance = 0.0  # added up since the blocks were computed
-        self.residual: Tensor | None = None
-        self.entered: Tensor | None = None  # the blocks' input in this step
-        self.part = ""  # of the batch, in the step before
-        self.skipping = False
+    modulated: Tensor | None = None  # of the step before
+    distance: float = 0.0  # added up since the blocks were computed
+    residual: Tensor | None = None
+    entered: Tensor | None = None  # the blocks' input in this step
+    part: str = ""  # of the batch, in the step before
+    skipping: bool = False
 
 
 class TeaCache(StepCache):
@@ -47,27 +49,23 @@ class TeaCache(StepCache):
     def __init__(self, threshold: float, groups: Sequence[dist.ProcessGroup] = ()) -> None:
         super().__init__()
         self.threshold, self.groups = threshold, tuple(groups)
-        self._calls: dict[int, _Call] = {}
-        self._now = _Call()
-        self._number = CallNumber()
+        self.forget()
 
     def install(self, blocks: Sequence[nn.Module], *, compiled: bool = False) -> None:
         """See `StepCache.install`; blocks that are compiled must be so already."""
         first, last = blocks[0], blocks[-1]
+
+        def call(block: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+            if self.index is None:
+                return forward(*args, **kwargs)
+            x = tokens_of(args, kwargs)
+            if block is first:
+                self._decide(self.index, x, modulated_input(block, x, args[1:]))
+            out = x if self._now.skipping else forward(*args, **kwargs)
+            return self._leave(out) if block is last else out
+
         for block in blocks:
-
-            def around(forward: Forward, block: nn.Module = block) -> Forward:
-                def call(*args: Any, **kwargs: Any) -> Any:
-                    if self.index is None:
-                        return forward(*args, **kwargs)
-                    if block is first:
-                        self._decide(block, args, kwargs)
-                    out = tokens_of(args, kwargs) if self._now.skipping else forward(*args, **kwargs)
-                    return self._leave(out) if block is last else out
-
-                return call
-
-            self._wrap(block, around)
+            self._wrap(block, lambda forward, block=block: partial(call, block, forward))  # type: ignore[misc]
 
     @property
     def num_kept(self) -> int:
@@ -75,27 +73,28 @@ class TeaCache(StepCache):
         return 3
 
     def forget(self) -> None:
-        """See `StepCache.forget`."""
-        self._calls.clear()
+        self._calls: dict[int, _Call] = {}
         self._now = _Call()
-        self._number.forget()
+        self._number = CallNumber()
 
-    def _decide(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        assert self.index is not None
-        now = self._now = self._calls.setdefault(self._number(self.index), _Call())
-        now.entered = tokens_of(args, kwargs)
-        modulated = modulated_input(block, now.entered, args[1:])
-        before, now.modulated = now.modulated, modulated
-        known = before is not None and fits(before, now.part, modulated) and now.residual is not None
+    def _decide(self, index: int, x: Tensor, modulated: Tensor) -> None:
+        now = self._now = self._calls.setdefault(self._number(index), _Call())
+        before, now.modulated, now.entered = now.modulated, modulated, x
+        known = before is not None and now.residual is not None and fits(before, now.part, modulated)
         now.part = part_of_batch.get()
         if known:
             assert before is not None
-            now.distance += self._distance(modulated, before)
-        at_an_end = self.index in (0, len(self.timesteps) - 1)
+            change = (modulated - before).abs().sum(dtype=torch.float32)
+            sums = torch.stack([change, before.abs().sum(dtype=torch.float32)])
+            for group in self.groups:
+                dist.all_reduce(sums, group=group)
+            difference, size = sums.tolist()
+            now.distance += difference / max(size, 1e-12)
+        at_an_end = index in (0, len(self.timesteps) - 1)
         now.skipping = known and not at_an_end and now.distance < self.threshold
         if not now.skipping:
             now.distance = 0.0
-        self._count("step", reused=now.skipping)
+        (self.reused if now.skipping else self.computed)["step"] += 1
 
     def _leave(self, out: Tensor) -> Tensor:
         """After the last block; what the model adds between its blocks is a part of the residual."""
@@ -108,13 +107,6 @@ class TeaCache(StepCache):
             now.residual = out - now.entered
         now.entered = None
         return out
-
-    def _distance(self, modulated: Tensor, before: Tensor) -> float:
-        sums = torch.stack([(modulated - before).abs().sum(dtype=torch.float32), before.abs().sum(dtype=torch.float32)])
-        for group in self.groups:
-            dist.all_reduce(sums, group=group)
-        difference, size = sums.tolist()
-        return difference / max(size, 1e-12)
 
 
 def modulated_input(block: Any, x: Tensor, others: Sequence[Any]) -> Tensor:

@@ -19,3 +19,12 @@ def programs(monkeypatch):
     monkeypatch.setitem(torch._dynamo.backends.registry._BACKENDS, "counting", None)
     monkeypatch.setitem(torch._dynamo.backends.registry._COMPILER_FNS, "counting", counting)
     return made
+
+
+@pytest.fixture(autouse=True)
+def _precision():
+    """Modes with low-precision set it for the process."""
+    matmul, before = torch.backends.cuda.matmul, torch.get_float32_matmul_precision()
+    yield
+    torch.set_float32_matmul_precision(before)
+    matmul.allow_bf16_reduced_precision_reduction = matmul.allow_fp16_reduced_precision_reduction = True

@@ -63,7 +63,7 @@ def test_switching_compiles_nothing_and_ends_at_the_base(paths, programs):
     assert len(programs) == count
 
 
-def test_what_cannot_be_switched_is_told(paths):
+def test_what_cannot_be_switched_is_reported(paths):
     folders, _ = paths
     with pytest.raises(UserError, match=r"no LoRA 'stile'. Did you mean 'style'"):
         Adapters(model(), folders).use({"stile": 1.0})
@@ -79,7 +79,7 @@ def test_what_cannot_be_switched_is_told(paths):
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "none"])
-def test_adapters_made_before_weights_are_quantised_are_told(paths, backend):
+def test_adapters_made_before_weights_are_quantised_are_reported(paths, backend):
     pytest.importorskip("torchao")
     loras = Adapters(one := model(), paths[0])
     compile(one, backend=backend, options={"mode": "quant", "quant_min_features": 16})

@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 
-from opensora.acceleration.compiler import cache_counters, compile, load_compiled, save_compiled
+from opensora.acceleration.compiler import compile, load_compiled, save_compiled
 from opensora.acceleration.compiler.clear_cache import clear_cache, main
 from opensora.utils.errors import UserError
 from tests.acceleration.compiler.toys import toy
@@ -27,24 +27,19 @@ def _fresh(tmp_path, monkeypatch):
 @torch.no_grad()
 def test_saved_programs_are_found_by_a_fresh_cache(tmp_path, monkeypatch):
     module, x = compile(toy()), torch.randn(2, 3, 16, 16)
-    with pytest.raises(UserError, match="nothing compiled yet; programs are made by the first call"):
-        save_compiled(tmp_path / "saved", module)
     expected = module(x)
     folder = save_compiled(tmp_path / "saved", module)
     header = json.loads((folder / "header.json").read_text())
     assert header["torch"] == torch.__version__
     assert header["modules"][0]["class"] == "Toy"
-    assert json.loads(header["modules"][0]["sizes"][0]) == [[2, 3, 16, 16]]
 
     torch._dynamo.reset()
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "other"))
     again = compile(toy())
     assert load_compiled(folder, again) == header
-    before = cache_counters()
+    misses = torch._dynamo.utils.counters["inductor"]["fxgraph_cache_miss"]
     torch.testing.assert_close(again(x), expected, atol=0, rtol=0)
-    after = cache_counters()
-    assert after.hits > before.hits
-    assert after.misses == before.misses
+    assert torch._dynamo.utils.counters["inductor"]["fxgraph_cache_miss"] == misses
 
     with pytest.raises(UserError, match=r"options of Toy: saved with .*'dynamic': None.*, here .*'dynamic': True"):
         load_compiled(folder, compile(toy(), options={"dynamic": True}))
@@ -52,7 +47,7 @@ def test_saved_programs_are_found_by_a_fresh_cache(tmp_path, monkeypatch):
     wider.fc1 = torch.nn.Linear(8, 16, bias=False)
     with pytest.raises(UserError, match="architecture of Toy"):
         load_compiled(folder, compile(wider))
-    with pytest.raises(UserError, match="no programs for Linear, but for Toy"):
+    with pytest.raises(UserError, match="has no programs for Linear"):
         load_compiled(folder, compile(torch.nn.Linear(1, 1)))
     check_refusals(folder, header)
 
@@ -65,7 +60,7 @@ def check_refusals(folder, header) -> None:
     (folder / "header.json").write_text(json.dumps(header))
     whole = (folder / "artifacts.bin").read_bytes()
     (folder / "artifacts.bin").write_bytes(b"short")
-    with pytest.raises(UserError, match=r"artifacts.bin is damaged: its checksum differs"):
+    with pytest.raises(UserError, match=r"artifacts.bin is damaged"):
         load_compiled(folder)
     (folder / "artifacts.bin").write_bytes(whole)
     (folder / "header.json").write_text("{")
@@ -80,54 +75,42 @@ def test_there_must_be_something_to_save_and_to_load(tmp_path):
         save_compiled(tmp_path, toy())
 
 
+def test_nothing_compiled_is_reported(tmp_path, monkeypatch):
+    module = compile(toy(), backend="aot_eager")
+    monkeypatch.setattr(torch.compiler, "save_cache_artifacts", lambda: None, raising=False)
+    with pytest.raises(UserError, match="nothing compiled yet that PyTorch keeps"):
+        save_compiled(tmp_path, module)
+
+
 def test_clearing_the_cache(tmp_path, monkeypatch, capsys):
     folder = tmp_path / "cache"
+    assert clear_cache() == (folder, 0)
     (folder / "fxgraph").mkdir(parents=True)
     (folder / "fxgraph" / "program").write_bytes(b"1234")
-    assert clear_cache(dry_run=True) == (folder, 4, [])
+    assert clear_cache(dry_run=True) == (folder, 4)
     assert folder.exists()
     main([])
     assert not folder.exists()
     assert "MiB deleted" in capsys.readouterr().out
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match="is no folder of its own"):
+
+
+@pytest.mark.parametrize("name", ["thesis.txt", "notes/a.txt", "fxgraph"])
+def test_a_folder_that_holds_something_else_is_left_alone(tmp_path, monkeypatch, name):
+    file = tmp_path / "cache" / name
+    file.parent.mkdir(parents=True)
+    if name == "fxgraph":
+        file.symlink_to(tmp_path)
+    else:
+        file.write_text("mine")
+    (tmp_path / "cache" / "triton").mkdir()
+    with pytest.raises(UserError, match=rf"is not a folder for the cache alone: it holds {name.partition('/')[0]}"):
         clear_cache()
-
-
-@pytest.mark.slow
-@needs_compiler
-@torch.no_grad()
-def test_clearing_leaves_what_is_not_the_caches(tmp_path, monkeypatch, capsys):
-    folder = tmp_path / "cache"  # such as /scratch/me, in which somebody has other things
-    others = [
-        "thesis.txt",
-        "ab/notes.txt",
-        "cache/model.bin",
-        "triton/setup.py",
-        "triton/python/a.py",
-        "dynamo/db",
-        "tmp/x",
-    ]
-    for name in others:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text("mine")
-    (folder / "link").symlink_to(tmp_path)
-    kernel = folder / "triton" / "0" / "RVGIFLQAXRJOLLXKIQ2ENPUFSXGE6CM4OXDLWS5TWEB3FM4HQYTA"
-    kernel.mkdir(parents=True)
-    (kernel / "kernel.cubin").write_bytes(b"1")
-    torch.compile(lambda x: x.sin() * 3.25)(torch.randn(50))  # a kernel that no other test has loaded
-    assert list(folder.rglob("*.so"))
-    before = {path for path in folder.rglob("*") if path.is_file()}
-    main(["--dry-run"])
-    assert {path for path in folder.rglob("*") if path.is_file()} == before
-    capsys.readouterr()
-    main([])
-    assert {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} == set(others)
-    assert (folder / "link").is_symlink()
-    said = capsys.readouterr().out
-    for name in ("thesis.txt", "ab", "cache", "triton/setup.py", "triton/python", "dynamo", "tmp", "link"):
-        assert f"left alone, for PyTorch does not make it: {folder / name}\n" in said
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr("pathlib.Path.home", lambda: tmp_path / "cache")
+    with pytest.raises(UserError, match="is not a folder for the cache alone"):
+        clear_cache()
+    assert file.exists()
+    assert (tmp_path / "cache" / "triton").exists()
 
 
 @pytest.mark.slow
@@ -136,16 +119,5 @@ def test_clearing_leaves_what_is_not_the_caches(tmp_path, monkeypatch, capsys):
 def test_a_cache_alone_is_deleted_with_its_folder(tmp_path):
     torch.compile(lambda x: x.cos() * 4.25, dynamic=True)(torch.randn(50))  # a kernel that no other test has loaded
     assert list((tmp_path / "cache").rglob("*.so"))
-    assert clear_cache().size > 1000
+    assert clear_cache()[1] > 1000
     assert not (tmp_path / "cache").exists()
-
-
-@needs_compiler
-@torch.no_grad()
-def test_frozen_programs_that_pytorch_does_not_keep_are_told(tmp_path, monkeypatch):
-    module = compile(toy(), options={"mode": "freezing"})
-    module._compiled_call_impl.compiled = module._call_impl  # what a CPU's program says when it is saved
-    module(torch.randn(1, 3, 8, 8))
-    monkeypatch.setattr(torch.compiler, "save_cache_artifacts", lambda: None, raising=False)
-    with pytest.raises(UserError, match=r"keeps no program with frozen weights .* Compile without freezing"):
-        save_compiled(tmp_path, module)

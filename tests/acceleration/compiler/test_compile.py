@@ -4,7 +4,6 @@ Most tests compile with "aot_eager" or a backend that counts programs, which nee
 """
 
 import copy
-import operator
 import shutil
 import sys
 
@@ -12,11 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from opensora.acceleration.compile import module as module_file
-from opensora.acceleration.compile import quantise
-from opensora.acceleration.compile.blocks import repeated_blocks
-from opensora.acceleration.compile.module import flags_of, record_of, restore, switched
-from opensora.acceleration.compiler import compile, layer_errors, parse_options, worst
+from opensora.acceleration.compile import nexfort, quantise, repeated_blocks
+from opensora.acceleration.compile.nexfort import record_of, restore
+from opensora.acceleration.compiler import compile
 from opensora.registry import MODELS, SCHEDULERS
 from opensora.utils.errors import UserError
 from tests.acceleration.compiler.toys import Toy, pixart, toy
@@ -83,7 +80,6 @@ def test_compiling_again_does_not_nest(programs):
     again(image())
     assert again is module
     assert len(programs) == 2
-    assert not isinstance(again._compiled_call_impl.compiled, type(again._compiled_call_impl))
     wrapped = torch.compile(toy())
     assert compile(wrapped, backend="counting") is wrapped._orig_mod
     plain = compile(module, backend="none")
@@ -102,8 +98,8 @@ def test_functions_and_decorators(programs):
     again = compile(double, backend="counting")
     assert again(torch.ones(2)).tolist() == [2, 2]
     assert again.__wrapped__ is double.__wrapped__
-    assert len(programs) == 1
-    with pytest.raises(UserError, match="double: quant is for modules"):
+    assert compile(double, backend="none") is double.__wrapped__
+    with pytest.raises(UserError, match="double is a function: quant, jit"):
         compile(double, options={"mode": "quant"})
 
 
@@ -150,21 +146,13 @@ def test_freezing_wants_constant_weights():
         module(image())
     with pytest.raises(UserError, match="compiled with freezing: its weights are constants"):
         module.load_state_dict(module.state_dict())
-    module._compiled_call_impl.compiled = module._call_impl  # what follows is before and after the program
-    with torch.no_grad():
-        module(image())
-        module(image())
-        module.fc1.weight.mul_(2)
-        with pytest.raises(UserError, match="its weights changed since"):
-            module(image())
-        restore(module)
-        module.load_state_dict(module.state_dict())
-    with pytest.raises(UserError, match="is in training mode"):
-        compile(toy().train(), options={"mode": "freezing"})
+    restore(module)
+    module.load_state_dict(module.state_dict())
     adapted = toy()
     adapted.fc1.lora_A = nn.Linear(8, 2)
-    with pytest.raises(UserError, match="has an adapter"):
-        compile(adapted, options={"mode": "freezing"})
+    for wrong in (toy().train(), adapted):
+        with pytest.raises(UserError, match=r"call .eval\(\) and merge adapters"):
+            compile(wrong, options={"mode": "freezing"})
 
 
 @pytest.fixture
@@ -203,10 +191,8 @@ def test_frozen_weights_are_no_inputs_of_the_program(frozen):
 @pytest.mark.parametrize("isolates", [True, False], ids=["this PyTorch", "one without isolate_recompiles"])
 @torch.no_grad()
 def test_frozen_weights_that_changed_are_in_the_program_when_it_is_compiled_again(monkeypatch, isolates):
-    knows = module_file.knows
-    monkeypatch.setattr(
-        module_file, "knows", lambda argument: knows(argument) and (isolates or "isolate" not in argument)
-    )
+    knows = nexfort.knows
+    monkeypatch.setattr(nexfort, "knows", lambda argument: knows(argument) and (isolates or "isolate" not in argument))
     module, x = toy(), image()
     compile(module, options={"mode": "freezing"})(x)
     restore(module)
@@ -227,27 +213,19 @@ def test_our_denoisers_are_frozen_as_a_whole(frozen):
     cond = inputs(model)
     expected = model(**cond)
     compile(model, options={"mode": "freezing"})
-    assert len(record_of(model).calls()) == 1  # block by block each would be a program of its own
+    assert compiled_calls(model) == [model]  # block by block each would be a program of its own
     torch.testing.assert_close(model(**cond), expected, atol=1e-4, rtol=1e-4)
     assert frozen
     assert all(kept < given for given, kept in frozen)
 
 
 @pytest.mark.parametrize(
-    ("backend", "options", "message"),
-    [
-        ("aot_eager", {"regional": False}, 'would do nothing: leave out cudagraphs and "regional": false'),
-        ("nexfort", {"mode": "cudagraphs"}, 'would do nothing: leave out cudagraphs and "regional": false'),
-        ("nexfort", {"mode": "freezing"}, "leave freezing out"),
-        ("nexfort", {"mode": "freezing", "regional": True}, "leave freezing out"),
-    ],
+    "options", [{"regional": False}, {"mode": "cudagraphs"}, {"mode": "freezing", "regional": True}]
 )
-@needs_compiler
-@pytest.mark.filterwarnings("ignore:NOVA. cudagraphs has no effect without a GPU")
-def test_a_model_whose_parts_are_called_is_compiled_by_blocks_or_not_at_all(backend, options, message):
+def test_a_model_whose_parts_are_called_is_compiled_by_blocks_or_not_at_all(options):
     model = nova()
-    with pytest.raises(UserError, match=message):
-        compile(model, backend=backend, options=options)
+    with pytest.raises(UserError, match="compiled by blocks alone: leave out freezing, cudagraphs"):
+        compile(model, options=options)
     assert record_of(model) is None
 
 
@@ -258,7 +236,6 @@ def test_sampling_by_parts_runs_the_blocks_programs(programs):
     scheduler = SCHEDULERS.build({"type": "nova", "num_sampling_steps": 1, "num_diffusion_steps": 1, "cfg_scale": 1.0})
     scheduler.sample(model, torch.randn(1, 4, 1, 4, 4), {"y": torch.randn(1, 1, 4, 8)}, generators=[torch.Generator()])
     assert programs
-    assert any(call.sizes for call in record_of(model).calls())
 
 
 def nova() -> nn.Module:
@@ -269,92 +246,17 @@ def nova() -> nn.Module:
     ).eval()  # fmt: skip
 
 
-def test_switches_are_set_while_it_runs_and_put_back():
-    matmul, seen = torch.backends.cuda.matmul, []
-    before = matmul.allow_tf32, matmul.allow_bf16_reduced_precision_reduction
-
-    class Looks(nn.Module):
-        def forward(self, x):
-            seen.append((matmul.allow_tf32, matmul.allow_bf16_reduced_precision_reduction))
-            return x
-
-    module = Looks()
-    compile(module, backend="aot_eager", options={"mode": "low-precision"})
-    module._compiled_call_impl.compiled = module._call_impl
-    module(torch.ones(1))
-    assert seen == [(True, True)]
-    assert (matmul.allow_tf32, matmul.allow_bf16_reduced_precision_reduction) == before
+@pytest.mark.parametrize(("mode", "reduced"), [("O2", False), ("low-precision", True)])
+def test_low_precision_is_set_for_the_process(mode, reduced):
+    compile(toy(), options={"mode": mode})
+    assert torch.get_float32_matmul_precision() == "high"
+    assert torch.backends.cudnn.allow_tf32
+    assert torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction is reduced
+    assert torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction is reduced
 
 
-NEWER = hasattr(torch.backends.cuda.matmul, "fp32_precision")
-
-
-@pytest.fixture
-def _tf32():
-    """Puts back what the process began with."""
-    yield
-    torch.set_float32_matmul_precision("highest")
-    torch.backends.cudnn.allow_tf32 = True
-    if NEWER:
-        torch.backends.fp32_precision = torch.backends.cudnn.fp32_precision = "none"
-        torch.backends.cuda.matmul.fp32_precision = torch.backends.mkldnn.matmul.fp32_precision = "none"
-
-
-def tf32() -> dict[str, object]:
-    """Every setting of TF32, of either interface; what cannot be read is the error's name."""
-    backends, names = torch.backends, ["cuda.matmul.allow_tf32", "cudnn.allow_tf32"]
-    names += [
-        f"{owner}.fp32_precision" for owner in ("cuda.matmul", "cudnn", "cudnn.conv", "cudnn.rnn", "mkldnn.matmul")
-    ]
-    found: dict[str, object] = {}
-    for name, read in {
-        "older": torch.get_float32_matmul_precision,
-        **{name: lambda name=name: operator.attrgetter(name)(backends) for name in names[: None if NEWER else 2]},
-    }.items():
-        try:
-            found[name] = read()
-        except RuntimeError as error:
-            found[name] = type(error).__name__
-    return found
-
-
-@pytest.mark.usefixtures("_tf32")
-@pytest.mark.parametrize(
-    "options", [{"mode": "low-precision"}, {"overrides.matmul_allow_tf32": False}], ids=["on", "off"]
-)
-@pytest.mark.parametrize(
-    "program",
-    [
-        "pass",
-        "torch.backends.cuda.matmul.allow_tf32 = True",
-        "torch.set_float32_matmul_precision('medium')",
-        "torch.backends.cuda.matmul.fp32_precision = 'tf32'",
-        "torch.backends.cuda.matmul.fp32_precision = 'ieee'",
-        "torch.set_float32_matmul_precision('high'); torch.backends.cuda.matmul.fp32_precision = 'ieee'",
-        "torch.backends.fp32_precision = 'tf32'",
-        "torch.backends.cudnn.conv.fp32_precision = 'ieee'",
-        "torch.backends.cudnn.allow_tf32 = False; torch.backends.cudnn.rnn.fp32_precision = 'tf32'",
-        "torch.backends.mkldnn.matmul.fp32_precision = 'bf16'",
-    ],
-)
-def test_tf32_is_switched_whichever_of_pytorchs_interfaces_the_program_uses(program, options):
-    if "fp32_precision" in program and not NEWER:
-        pytest.skip("this PyTorch has no fp32_precision")
-    exec(program)
-    before, seen, flags = tf32(), {}, flags_of(parse_options(options))
-    with switched(flags):
-        seen = tf32()
-    assert tf32() == before
-    on = "mode" in options
-    assert "RuntimeError" not in {seen["older"], seen["cuda.matmul.allow_tf32"]}
-    assert seen["cuda.matmul.allow_tf32"] is on
-    assert not on or seen["cudnn.allow_tf32"] is True
-    if NEWER:
-        assert (seen["cuda.matmul.fp32_precision"] == "tf32") is on
-        assert not on or seen["mkldnn.matmul.fp32_precision"] == before["mkldnn.matmul.fp32_precision"]
-        torch.backends.fp32_precision = "tf32"  # what followed it before follows it now
-        if program == "pass":
-            assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+def compiled_calls(module: nn.Module) -> list[nn.Module]:
+    return [one for one in module.modules() if one._compiled_call_impl is not None]
 
 
 @pytest.mark.slow
@@ -385,25 +287,17 @@ def test_blocks_of_diffusers():
     assert repeated_blocks(toy()) == []
     compile(transformer, backend="aot_eager", options={"regional": True})
     assert transformer._compiled_call_impl is None
-    assert len(record_of(transformer).calls()) == 2
+    assert compiled_calls(transformer) == repeated_blocks(transformer)
 
 
 @pytest.mark.parametrize(
     ("backend", "options", "message"),
     [
         ("nexfrt", {}, "no compiler backend 'nexfrt'. Did you mean 'nexfort'"),
-        ("oneflow", {}, "no compiler backend 'oneflow'"),
-        (
-            "aot_eager",
-            {"mode": "O3"},
-            "cache-all, max-autotune, max-optimize would have no effect with backend 'aot_eager'",
-        ),
-        ("aot_eager", {"inductor.epilogue_fusion": False}, "inductor.epilogue_fusion would have no effect"),
-        ("nexfort", {"mode": "jit:max-autotune"}, "max-autotune would have no effect"),
         ("aot_eager", {"regional": True}, "Toy does not say which blocks it repeats"),
     ],
 )
-def test_what_would_have_no_effect_is_refused(backend, options, message):
+def test_what_cannot_work_is_refused(backend, options, message):
     with pytest.raises(UserError, match=message):
         compile(toy(), backend=backend, options=options)
 
@@ -413,14 +307,6 @@ def test_jit_without_blocks_works_without_inductor():
     module = compile(toy(), options={"mode": "jit:disable-runtime-fusion"})
     assert record_of(module).backend == "aot_eager"
     torch.testing.assert_close(module(image()), toy()(image()))
-
-
-def test_a_cpu_without_a_compiler_is_told(monkeypatch):
-    if torch.cuda.is_available():
-        pytest.skip("about machines without a GPU")
-    monkeypatch.setenv("PATH", "")
-    with pytest.raises(UserError, match='needs a C\\+\\+ compiler; install g\\+\\+, or use backend="aot_eager"'):
-        compile(toy())
 
 
 def test_quant_without_torchao(monkeypatch):
@@ -465,7 +351,7 @@ def hopper(monkeypatch):
     pytest.importorskip("torchao")
     import torchao.quantization.quant_api as quant_api
 
-    monkeypatch.setattr(quantise, "_capability", lambda layers: (9, 0) if list(layers) else (0, 0))
+    monkeypatch.setattr(quantise, "takes_float8", lambda _: True)
     monkeypatch.setattr(quant_api, "_check_hardware_support", lambda *_, **__: None, raising=False)
 
 
@@ -486,22 +372,17 @@ def test_quant_chooses_a_type_that_takes_the_weights(hopper, dtype, kind):
     model = wide().to(dtype)
     compile(model, backend="none", options={"mode": "quant"})
     assert all(map(quantise.is_quantised, (model[0], model[2])))
-    assert quantise._DONE[model][0] == kind
     weight = model[0].weight
+    assert type(weight.data).__name__ == ("Float8Tensor")
+    assert (weight.data.scale.numel() > 1) == (kind == "fp8_e4m3_e4m3_dynamic")  # by row
     compile(model, backend="none", options={"mode": "quant"})  # they are as they should be
     assert model[0].weight is weight
 
 
 def test_a_type_that_does_not_take_the_weights_is_refused(hopper):
     model = wide()
-    with pytest.raises(
-        UserError, match=r"needs weights in bf16, and those of 0 are float32\. Use one of fp8_e4m3_e4m3_dynamic_per"
-    ):
+    with pytest.raises(UserError, match=r"needs weights in bf16: .* use one of fp8_e4m3_e4m3_dynamic_per"):
         compile(model, backend="none", options={"mode": "quant", "quant_type": "fp8_e4m3_e4m3_dynamic"})
-    with pytest.raises(UserError, match="needs weights in bf16"):
-        layer_errors(model, lambda: model(torch.ones(1, 512)), "fp8_e4m3_e4m3_dynamic")
-    with pytest.raises(UserError, match="no quant_type 'int8'"):
-        layer_errors(model, lambda: model(torch.ones(1, 512)), "int8")
     assert not any(map(quantise.is_quantised, model))
 
 
@@ -516,8 +397,8 @@ def test_compiling_quantised_weights_again(programs):
     assert model[0].weight is weight
     torch.testing.assert_close(model(x), before)
     assert record_of(model).options.dynamic is True
-    with pytest.raises(UserError, match=r"quantised already, with .*'int8_dynamic', .*=64 and quant_skip=\['2'\]"):
-        compile(model, backend="counting", options={**options, "quant_type": "int8_weightonly"})
+    with pytest.raises(UserError, match="quant_skip: '3' is not a layer"):
+        compile(model, backend="counting", options={**options, "quant_skip": ["3"]})
     assert record_of(model).options.dynamic is True  # what is refused leaves the program of before
     assert model._compiled_call_impl is not None
     model[0].weight = nn.Parameter(torch.randn(64, 64))  # loaded anew
@@ -526,24 +407,11 @@ def test_compiling_quantised_weights_again(programs):
 
 
 @torch.no_grad()
-def test_the_layers_that_quantisation_harms_most_are_found_and_left_alone():
+def test_layers_that_are_named_are_left_alone():
     pytest.importorskip("torchao")
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4))).eval()
-    model[1].weight[:, 0] *= 1000  # one large value in each row, beside which int8 loses the others
-    model[0].weight[0] = 0
-    model[0].bias[0] = 0
-    x, names = torch.randn(16, 32), list(model.state_dict())
-    expected = model(x)
-    errors = layer_errors(model, lambda: model(x), "int8_weightonly", 32)
-    assert torch.equal(model(x), expected)
-    assert list(errors) == ["0", "1", "2", "3"]
-    assert worst(errors, 0.75) == ["1"]
-    assert worst(errors, 1.0) == []
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(3))).eval()
     options = {"mode": "quant", "quant_type": "int8_weightonly", "quant_min_features": 32, "quant_skip": ["1"]}
-    with pytest.raises(UserError, match=r"quant_skip: 'first' is no layer that would be quantised"):
+    with pytest.raises(UserError, match=r"quant_skip: 'first' is not a layer that would be quantised"):
         compile(model, backend="aot_eager", options={**options, "quant_skip": ["first"]})
     compile(model, backend="aot_eager", options=options)
-    assert [type(layer.weight.data) is torch.Tensor for layer in model] == [False, True, False, False]
-    assert list(model.state_dict()) == names
-    assert (model(x) - expected).norm() < errors["1"] * expected.norm()
+    assert [quantise.is_quantised(layer) for layer in model] == [True, False, True]

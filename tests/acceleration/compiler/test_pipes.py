@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from opensora.acceleration.compile.module import record_of
+from opensora.acceleration.compile.nexfort import record_of
 from opensora.acceleration.compile.pipes import parts_of
-from opensora.acceleration.compiler import compile_pipe, unfuse_qkv_projections
+from opensora.acceleration.compile.quantise import is_quantised
+from opensora.acceleration.compiler import compile_pipe
 from opensora.utils.errors import UserError
 from tests.acceleration.compiler.toys import autoencoder, pixart, sampled
 
@@ -50,8 +51,6 @@ def test_parts_and_layout_and_results():
     assert compiled_parts(pipe) == ["transformer", "vae.decoder", "vae.encoder"]
     kernel = pipe.vae.decoder.conv_in.weight
     assert kernel.is_contiguous(memory_format=torch.channels_last)
-    assert record_of(pipe.transformer).options.words == {"low-precision"}
-    assert record_of(pipe.vae.decoder).options.words == set()
     assert list(pipe.transformer.state_dict()) == names
     np.testing.assert_allclose(sampled(pipe), expected, atol=1e-5)
     compile_pipe(pipe, backend="none", options={"memory_format": "contiguous_format"})
@@ -59,21 +58,12 @@ def test_parts_and_layout_and_results():
     assert kernel.is_contiguous()
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-@pytest.mark.filterwarnings("ignore:.* has no effect without a GPU")
-@pytest.mark.parametrize(("mode", "short"), [("O2:quant", False), ("quant:O3", True), ("O2", False)])
-def test_text_encoders_keep_the_combinations_promise(mode, short):
+def test_only_denoisers_are_quantised():
     pytest.importorskip("torchao")
     pipe = SimpleNamespace(text_encoder=nn.Linear(8, 8), transformer=nn.Linear(8, 8).eval(), vae=autoencoder())
-    options = {"mode": mode, **({"quant_min_features": 8} if "quant" in mode else {})}
-    compile_pipe(pipe, options=options)
-    options = record_of(pipe.text_encoder).options
-    assert "quant" not in options.words
-    assert "low-precision" in options.words
-    flags = {flag.name: flag.value for flag in record_of(pipe.text_encoder).calls()[0].flags}
-    assert flags["allow_fp16_reduced_precision_reduction"] is short
-    assert flags["allow_bf16_reduced_precision_reduction"] is short
-    assert record_of(pipe.vae.decoder).options.words == {"max-optimize", "max-autotune", "cache-all"}
+    compile_pipe(pipe, backend="aot_eager", options={"mode": "quant:cache-all", "quant_min_features": 8})
+    assert [is_quantised(part) for part in (pipe.text_encoder, pipe.transformer)] == [False, True]
+    assert record_of(pipe.text_encoder).options.words == record_of(pipe.vae.decoder).options.words == {"cache-all"}
 
 
 def test_parts_come_in_onediffs_order():
@@ -102,21 +92,19 @@ def test_ignores_are_names_or_their_beginnings(ignores, left):
     assert compiled_parts(pipe) == left
 
 
-def test_an_ignore_that_is_no_part_is_told():
-    with pytest.warns(UserWarning, match="ignores='va' is no part of it; it has transformer, vae.decoder, vae.encoder"):
+def test_an_ignore_that_is_no_part_is_refused():
+    with pytest.raises(
+        UserError, match=r"ignores='va' is not a part of it; it has transformer, vae.decoder, vae.encoder"
+    ):
         compile_pipe(pixart(), backend="aot_eager", ignores=["va"])
 
 
-def test_fused_projections_compute_the_same_and_can_be_undone():
+def test_fused_projections_compute_the_same():
     pipe = pixart()
-    names, expected = set(pipe.transformer.state_dict()), sampled(pipe)
+    expected = sampled(pipe)
     compile_pipe(pipe, backend="none", fuse_qkv_projections=True)
     assert any("to_qkv" in name for name in pipe.transformer.state_dict())
     np.testing.assert_allclose(sampled(pipe), expected, atol=1e-5)
-    unfuse_qkv_projections(pipe)
-    assert set(pipe.transformer.state_dict()) == names
-    np.testing.assert_array_equal(sampled(pipe), expected)
-    pipe.transformer = nn.Linear(1, 1)
     with pytest.raises(UserError, match="has no way to do it"):
         compile_pipe(SimpleNamespace(unet=nn.Linear(1, 1)), backend="none", fuse_qkv_projections=True)
 
@@ -124,7 +112,7 @@ def test_fused_projections_compute_the_same_and_can_be_undone():
 def test_jit_compiles_what_repeats_blocks():
     pipe = compile_pipe(pixart(), options={"mode": "jit"})
     assert compiled_parts(pipe) == ["transformer"]
-    assert len(record_of(pipe.transformer).calls()) == 2
+    assert [block._compiled_call_impl is not None for block in pipe.transformer.transformer_blocks] == [True, True]
 
 
 def test_jit_takes_an_earlier_program_off_what_it_leaves_eager():
@@ -134,17 +122,6 @@ def test_jit_takes_an_earlier_program_off_what_it_leaves_eager():
     assert pipe.vae.decoder._compiled_call_impl is None
 
 
-@pytest.mark.slow
-def test_an_fp16_vae_that_overflows_becomes_fp32_and_takes_fp16():
-    vae = autoencoder()
-    vae.register_to_config(force_upcast=True)
-    # not aot_eager: PyTorch 2.11 and 2.6 are mistaken there about the strides of attention's result on a CPU
-    pipe = compile_pipe(pixart(vae=vae.half()), backend="eager")
-    assert pipe.vae.dtype == torch.float32
-    assert pipe.vae.decode(torch.randn(1, 4, 8, 8).half()).sample.dtype == torch.float32
-    assert pipe.vae.encode(torch.randn(1, 3, 16, 16).half()).latent_dist.mean.dtype == torch.float32
-
-
 def test_what_a_pipeline_cannot_do_is_refused():
     with pytest.raises(UserError, match="SimpleNamespace has none of the parts unet"):
         compile_pipe(SimpleNamespace())
@@ -152,8 +129,8 @@ def test_what_a_pipeline_cannot_do_is_refused():
     with pytest.raises(UserError, match="a step cache decides in Python"):
         compile_pipe(SimpleNamespace(model=unet, step_cache=object()))
     offloaded = SimpleNamespace(model=unet, place=SimpleNamespace(policy="model"))
-    with pytest.raises(UserError, match="offload='model' moves weights"):
+    with pytest.raises(UserError, match="moves weights"):
         compile_pipe(offloaded, options={"mode": "freezing"})
     offloaded.place.policy = "block"
-    with pytest.raises(UserError, match="offload='block' moves weights"):
+    with pytest.raises(UserError, match="moves weights"):
         compile_pipe(offloaded)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class Toy(nn.Module):
-    """A convolution and an MLP, for pictures of any size."""
+    """A convolution and an MLP, for images of any size."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def pixart(**changes: Any) -> PixArtAlphaPipeline:
 
 
 def sampled(pipe: PixArtAlphaPipeline, height: int = 16, width: int = 24) -> np.ndarray:
-    """A picture [1, H, W, 3] of two steps; the same noise and text for every pipeline."""
+    """An image [1, H, W, 3] of two steps; the same noise and text for every pipeline."""
     text = torch.randn(1, 5, 12, generator=torch.Generator().manual_seed(1))
     mask = torch.ones(1, 5)
     return pipe(

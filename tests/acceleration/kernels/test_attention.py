@@ -82,7 +82,6 @@ def test_the_seeds_flags():
 
 def test_layer_norm_falls_back_with_a_warning():
     x = torch.randn(2, 8)
-    module._warned.clear()
     with pytest.warns(UserWarning, match="apex is not installed"):
         norm = layer_norm(8, fused=True)
     torch.testing.assert_close(norm(x), torch.nn.functional.layer_norm(x, (8,), eps=1e-6))

@@ -155,6 +155,6 @@ def test_what_torch_compile_assumes_about_the_operators():
     table = rotary_table(8, torch.arange(3))
     learned = (x.clone().requires_grad_(), weight.clone().requires_grad_())
     with interpreted(head_norm):
-        torch.library.opcheck(head_norm.norm_heads_operator, (x, weight, 1e-6, table, 5))
-        torch.library.opcheck(head_norm.norm_heads_operator, (*learned, 1e-6, None, 1))
+        torch.library.opcheck(head_norm.norm_heads, (x, weight, 1e-6, table, 5))
+        torch.library.opcheck(head_norm.norm_heads, (*learned, 1e-6, None, 1))
         torch.library.opcheck(head_norm.norm_heads_backward, (x, x.clone(), weight, 1e-6, table, 5))

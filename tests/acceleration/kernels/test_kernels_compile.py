@@ -97,7 +97,7 @@ def test_a_kernel_becomes_a_program(case):
 
 
 def divided_by_16(parameters: list[int]) -> Any:
-    """What Triton is told of them."""
+    """What Triton knows of them."""
     of_triton_3_2 = getattr(triton.backends.compiler, "AttrsDescriptor", None)
     if of_triton_3_2 is not None:
         return of_triton_3_2.from_hints(dict.fromkeys(parameters, 16))

@@ -4,26 +4,20 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
-from opensora.acceleration.sequence_parallel.apply import Method, exchange_of, self_attentions
+from opensora.acceleration.sequence_parallel import Method, exchange_of, self_attentions
 from opensora.acceleration.sequence_parallel.collectives import Ranks
 
 
-@dataclass(frozen=True)
-class Volume:
-    """What one process does in one forward pass; a backward pass sends as much again, but for the gather."""
+class Volume(NamedTuple):
+    """What one process sends to others in a forward pass, without the gather at its end; a backward pass sends as much."""
 
     all_to_alls: int
-    all_to_all_bytes: int  # sent to other processes
-    gather_bytes: int  # received from other processes, at the end
-
-    def per_block(self, blocks: int) -> float:
-        """Bytes that an average block sends."""
-        return self.all_to_all_bytes / blocks
+    all_to_all_bytes: int
 
 
 @torch.no_grad()
@@ -46,16 +40,14 @@ def volume(
         itemsize: bytes of an element of the activations: 2 in bf16.
         method: see `parallelise`.
     """
-    denoiser, ranks = cast(Any, model), _CountingRanks("", sp_size, 0)
-    T, H, W = denoiser.grid(latent_size)
+    ranks = _CountingRanks("", sp_size, 0)
+    T, H, W = cast(Any, model).grid(latent_size)
     for attn in self_attentions(model):
         exchange = exchange_of(attn, ranks, method)
         if exchange is not None:
             x = torch.empty(batch, T, ranks.share(H * W), attn.num_heads * attn.head_dim, device="meta")
-            exchange(copy.deepcopy(cast(nn.Module, attn)).to("meta"), x, None, (H, W))  # type: ignore[arg-type]
-    part = batch * T * ranks.share(H * W) * prod(denoiser.patch_size) * denoiser.out_channels
-    sent = sum(ranks.elements) * (sp_size - 1) // sp_size
-    return Volume(len(ranks.elements), sent * itemsize, (sp_size - 1) * part * itemsize)
+            exchange(copy.deepcopy(cast(nn.Module, attn)).to("meta"), x, None, (H, W))
+    return Volume(len(ranks.elements), sum(ranks.elements) * (sp_size - 1) // sp_size * itemsize)
 
 
 @dataclass(frozen=True)
