@@ -13,9 +13,9 @@ from torch import Tensor
 
 from opensora.datasets.sampler import SampleKey
 from opensora.datasets.substitute import BadFiles
-from opensora.datasets.table.table import UNKNOWN, Table, complain_about_rows, extension_ids, read_table
+from opensora.datasets.table.table import UNKNOWN, Table, complain_about_rows, has_extension, read_table
 from opensora.datasets.transforms import get_transform
-from opensora.datasets.video.files import IMAGE_FPS, VIDEO_EXTENSIONS, BadFile, TooFewFrames, is_image
+from opensora.datasets.video.files import IMAGE_EXTENSIONS, IMAGE_FPS, BadFile, TooFewFrames, is_image
 from opensora.datasets.video.frame_times import AtRate, EveryNth, Rule, frames_needed, is_slow
 from opensora.datasets.video.read_video import DEFAULT, Decoding, count_frames, open_clip, read_indices
 from opensora.registry import DATASETS
@@ -85,7 +85,7 @@ class ClipRows:
         self.target_fps, self.short_clips = target_fps, short_clips
         self.needed = frames_needed(num_frames, frame_interval)
         self.dropped: dict[str, tuple[int, str]] = {}
-        maybe = np.flatnonzero(extension_ids(table.rows["path"]) >= len(VIDEO_EXTENSIONS))  # some of these are animated
+        maybe = np.flatnonzero(has_extension(table.rows["path"], IMAGE_EXTENSIONS))  # some of these are animated
         images = [row for row in maybe.tolist() if is_image(table.path(row))] if num_frames > 1 or target_fps else []
         if images and num_frames > 1:
             raise complain_about_rows(

@@ -159,7 +159,6 @@ def read_with_opencv(path: str, indices: Sequence[int]) -> np.ndarray:
 READERS: dict[str, tuple[Reader, str]] = {  # name -> function and package; all but ours convert colours as `fast` does
     "opensora": (read_with_opensora(Decoding()), "av"),
     "opensora-fast": (read_with_opensora(Decoding(colors="fast")), "av"),
-    "torchcodec": (read_with_opensora(Decoding("torchcodec", "refuse", "keep", "fast")), "torchcodec"),
     "decord": (read_with_decord, "decord"),
     "opencv": (read_with_opencv, "opencv-python"),
 }
@@ -174,8 +173,7 @@ def decode(argv: Sequence[str]) -> None:
     hardly matter. Rounds of the readers alternate; the table has the median of rounds, and their range. Frames are compared with
     ours: a reader that gives other frames is not faster.
 
-    Without files it takes assets/clips. decord and opencv are compared where they are installed, torchcodec where it also finds
-    FFmpeg's libraries; none of them is needed.
+    Without files it takes assets/clips. decord and opencv are compared where they are installed; neither is needed.
     """
     options = Options("decode", decode.__doc__, argv, device="cpu")
     options.add_argument("files", nargs="*", type=Path)

@@ -9,7 +9,7 @@ import csv
 import gc
 import json
 import shlex
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -17,6 +17,8 @@ from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
+import pyarrow.parquet as pq
+from pyarrow import types
 
 from opensora.registry import did_you_mean
 from opensora.utils.errors import UserError
@@ -34,23 +36,41 @@ def read_frame(source: Path) -> pd.DataFrame:
     Raises:
         UserError: it is missing, damaged, of an unknown format, or has a column twice.
     """
-    if source.suffix.lower() == ".parquet" and source.is_file():
-        return _read_parquet(source)
-    columns: dict[str, list[Any]] = {}
+    columns: dict[str, Any] = {}
     count = 0
-    with collection_paused():
-        for size, block in read_blocks(source):
-            for name, cells in block.items():
-                columns.setdefault(name, [None] * count).extend(cells)
-            count += size
-    return _frame_of({name: _typed(cells) for name, cells in columns.items()}, count)
+    if source.suffix.lower() == ".parquet" and source.is_file():
+        with _readable_parquet(source):
+            frame = pd.read_parquet(source, dtype_backend="numpy_nullable")
+        named = any(name is not None for name in frame.index.names)
+        frame = frame.reset_index(drop=not named)  # pandas writes a named index as a column
+        names, count = [str(name) for name in frame.columns], len(frame)
+        _refuse_repeats(source, names)
+        for i, name in enumerate(names):
+            column = frame.iloc[:, i]
+            if is_numeric(column):
+                is_float = pd.api.types.is_float_dtype(column.dtype)
+                columns[name] = column.to_numpy(np.float64, na_value=np.nan) if is_float else column
+            else:
+                cells = [None if cell is pd.NA or cell is pd.NaT else cell for cell in column.to_numpy(object)]
+                columns[name] = _typed([cell.tolist() if isinstance(cell, np.ndarray) else cell for cell in cells])
+    else:
+        with collection_paused():
+            for size, block in read_blocks(source):
+                for name, cells in block.items():
+                    columns.setdefault(name, [None] * count).extend(cells)
+                count += size
+        columns = {name: _typed(cells) for name, cells in columns.items()}
+    frame = pd.DataFrame({name: as_objects(column) for name, column in columns.items()}, index=pd.RangeIndex(count))
+    frame.columns = pd.Index(columns, dtype=object)
+    return frame
 
 
 def read_blocks(source: Path, columns: Collection[str] | None = None) -> Iterator[Block]:
     """A table in blocks of rows, as read; of a parquet file only `columns`, where they are given.
 
     The first block of a CSV or parquet file has no rows, and all columns. A block of a JSONL file has the columns that occurred so
-    far; None is in the cells of those that an object lacks.
+    far; None is in the cells of those that an object lacks. Cells are a sequence of Python's values; in a parquet file an arrow
+    array of strings, or a numpy array of numbers.
 
     Raises:
         UserError: as `read_frame`.
@@ -65,7 +85,8 @@ def read_blocks(source: Path, columns: Collection[str] | None = None) -> Iterato
     kind = table_format(source)
     try:
         if kind == "parquet":
-            yield from _parquet_blocks(source, columns)
+            with _readable_parquet(source):
+                yield from _parquet_blocks(source, columns)
             return
         with source.open(encoding="utf-8-sig", newline="" if kind == "csv" else None) as file:
             yield from (_csv_blocks if kind == "csv" else _jsonl_blocks)(source, file)
@@ -246,54 +267,33 @@ def _refuse_repeats(source: Path, columns: Sequence[str]) -> None:
 
 
 def _parquet_blocks(source: Path, columns: Collection[str] | None) -> Iterator[Block]:
-    """Cells are an arrow array of strings, a Series of numbers, or a list of whatever else there is."""
-    with _readable_parquet(source):
-        import pyarrow.parquet
-
-        file = pyarrow.parquet.ParquetFile(source)
+    file = pq.ParquetFile(source)
     names = [name for name in file.schema_arrow.names if not name.startswith("__index_level_")]  # pandas' row numbers
     _refuse_repeats(source, names)
     yield 0, dict.fromkeys(names, ())
     wanted = [name for name in names if columns is None or name in columns]
-    with _readable_parquet(source):
-        # in one thread: all processes of a machine read the table at once
-        for batch in file.iter_batches(1 << 16, columns=wanted, use_threads=False):
-            block: dict[str, Any] = {}
-            for name, cells in zip(batch.schema.names, batch.columns, strict=True):
+    # in one thread: all processes of a machine read the table at once
+    for batch in file.iter_batches(1 << 16, columns=wanted, use_threads=False):
+        block: dict[str, Any] = {}
+        for name, cells in zip(batch.schema.names, batch.columns, strict=True):
+            if types.is_string(cells.type) or types.is_large_string(cells.type):
+                cells.validate(full=True)  # that it is UTF-8
                 block[name] = cells
-                if pyarrow.types.is_integer(cells.type) or pyarrow.types.is_floating(cells.type):
-                    block[name] = cells.to_pandas(integer_object_nulls=True)
-                elif cells.type not in (pyarrow.string(), pyarrow.large_string()):
-                    block[name] = cells.to_pylist()
-                else:
-                    cells.validate(full=True)  # that it is UTF-8
-            yield len(batch), block
-
-
-def _read_parquet(source: Path) -> pd.DataFrame:
-    with _readable_parquet(source):
-        frame = pd.read_parquet(source, dtype_backend="numpy_nullable")
-    named = any(name is not None for name in frame.index.names)
-    frame = frame.reset_index(drop=not named)  # pandas writes a named index as a column
-    names = [str(name) for name in frame.columns]
-    _refuse_repeats(source, names)
-    return _frame_of({name: _plain(frame.iloc[:, i]) for i, name in enumerate(names)}, len(frame))
+            elif types.is_integer(cells.type) or types.is_floating(cells.type):
+                block[name] = cells.to_pandas(integer_object_nulls=True).to_numpy()
+            else:
+                block[name] = cells.to_pylist()
+        yield len(batch), block
 
 
 @contextmanager
 def _readable_parquet(source: Path) -> Iterator[None]:
     try:
         yield
-    except ImportError as error:
-        raise UserError(f"{source}: parquet needs pyarrow; pip install pyarrow, or use a CSV.") from error
+    except UserError:
+        raise
     except (OSError, ValueError) as error:  # pyarrow's errors derive from these
         raise UserError(f"{source} is no readable parquet file: {error}") from error
-
-
-def _frame_of(columns: Mapping[str, Any], num_rows: int) -> pd.DataFrame:
-    frame = pd.DataFrame({name: as_objects(column) for name, column in columns.items()}, index=pd.RangeIndex(num_rows))
-    frame.columns = pd.Index(columns, dtype=object)
-    return frame
 
 
 def _typed(values: list[Any]) -> Any:
@@ -309,13 +309,3 @@ def _typed(values: list[Any]) -> Any:
     column = np.empty(len(values), dtype=object)
     column[:] = ["" if value is None else value for value in values] if kinds <= {str} else values
     return column
-
-
-def _plain(column: pd.Series) -> Any:
-    """A column as pandas read it -> numbers, or Python objects with "" for a missing text."""
-    if is_numeric(column):
-        if pd.api.types.is_float_dtype(column.dtype):
-            return column.to_numpy(np.float64, na_value=np.nan)
-        return column
-    values = [None if value is pd.NA or value is pd.NaT else value for value in column.to_numpy(object)]
-    return _typed([value.tolist() if isinstance(value, np.ndarray) else value for value in values])

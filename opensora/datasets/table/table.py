@@ -1,25 +1,24 @@
 """The table of a dataset: one clip a row, in a CSV, JSONL or parquet file with the columns `path` and, usually, `text`.
 
 Captions are kept to the letter: "NA", "None" and "" are captions too. A row is kept or left out as a whole, and what is left
-out is counted by reason. Nothing that stays is an object for each row, so that worker processes share it (`text_column.py`),
-and nothing is done row by row but for rows that are odd: ten million rows take half a minute (docs/benchmarks/table.md).
+out is counted by reason. Columns are arrow and numpy arrays, which worker processes share, and are checked as a whole: ten
+million rows take half a minute (docs/benchmarks/table.md).
 """
 
 import hashlib
 import logging
-import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 
 from opensora.datasets.table.files import SHOWN_ROWS, cell_texts, collection_paused, list_rows, read_blocks
-from opensora.datasets.table.text_column import BLOCK, TextBuilder, TextColumn
+from opensora.datasets.table.text_column import TextColumn, encode
 from opensora.datasets.video.files import IMAGE_EXTENSIONS, VIDEO_EXTENSIONS
 from opensora.registry import did_you_mean
 from opensora.utils.errors import UserError
@@ -31,7 +30,6 @@ SAMPLE_OF_FILES = 1_000  # that are looked for where a table has more rows than 
 UNKNOWN = 0  # in `num_frames`, `height` and `width`
 WRONG = -1  # in a column of numbers that is not checked yet: the cell holds something else
 OK = "ok"  # in the column `status` of tools/datasets and tools/scoring; anything else says what is wrong with the file
-URL = re.compile(r"(https?|s3|gs|ftp)://")
 EXTENSIONS = (*VIDEO_EXTENSIONS, *IMAGE_EXTENSIONS)
 NUMBERS = {
     "num_frames": ("number of frames", "a whole number from 1"),
@@ -40,7 +38,6 @@ NUMBERS = {
     "fps": ("rate", "a number above 0, such as 23.976"),
     "flow": ("score", "a number from 0"),
 }
-Fault = tuple[np.ndarray, str, Callable[[], UserError]]  # rows, why they are left out, the error where none may be
 
 
 @dataclass(frozen=True)
@@ -69,7 +66,7 @@ class Table:
     left_out: Mapping[str, int] = field(default_factory=dict)
 
     def __len__(self) -> int:
-        return len(self.rows["path"])
+        return len(self.numbers)
 
     def name(self, row: int) -> str:
         """The path as the table gives it."""
@@ -85,11 +82,11 @@ class Table:
         return [caption for caption in captions if caption] or [""]
 
     def scores(self, row: int) -> dict[str, float]:
-        """What the table says of a row's video beside its size: `flow`, if it has that column."""
+        """`flow`, if the table has that column."""
         return {} if self.flow is None else {"flow": float(self.flow[row])}
 
     def without_flow(self) -> list[int]:
-        """The rows of which the table does not say how much moves."""
+        """The rows whose optical-flow score is not known."""
         return list(range(len(self))) if self.flow is None else np.flatnonzero(np.isnan(self.flow)).tolist()
 
     def where(self, row: int) -> str:
@@ -113,7 +110,7 @@ class Table:
         digest = hashlib.blake2b(repr(self.text_columns).encode(), digest_size=16)
         for column in ("path", *self.text_columns):
             for texts in self.rows[column].length_prefixed():
-                digest.update(texts.data)
+                digest.update(texts)
         digest.update(self.num_frames.tobytes())
         if self.flow is not None:
             digest.update(self.flow.tobytes())
@@ -148,16 +145,11 @@ def read_table(
     folder = source.parent if root is None else Path(root)
     columns = {name: texts[name] for name in ("path", *text_columns)}
     table = Table(source, folder, columns, tuple(text_columns), **numbers, numbers=np.arange(total))
-    if table.flow is not None and (table.flow < 0).any():
-        raise _wrong_numbers("flow", table)[2]()
-    checks: list[Callable[[Table], Fault]] = [_unknown_extensions, _urls]
-    checks += [partial(_broken_files, texts["status"])] if "status" in texts else []
-    checks += [partial(_wrong_numbers, name) for name in NUMBERS if name != "flow"]
-    checks += [partial(_missing_files, max_bad_share)] if check_files else []
-    for check in checks:
-        rows, reason, error = check(table)
+
+    def leave_out(rows: np.ndarray, reason: str, error: Callable[[], UserError]) -> None:
+        nonlocal table
         if not len(rows):
-            continue
+            return
         if total - len(table) + len(rows) > max_bad_share * total:
             limit = f"\nThese are more than max_bad_share={max_bad_share:g} of all rows." if max_bad_share else ""
             raise UserError(f"{error()}{limit}")
@@ -165,6 +157,31 @@ def read_table(
         more = f" and {len(rows) - SHOWN_ROWS} more" if len(rows) > SHOWN_ROWS else ""
         logger.warning("%s: %d of %d rows are left out: %s (%s%s).", source, len(rows), total, reason, shown, more)
         table = table.without(rows, reason)
+
+    def leave_out_where(bad: np.ndarray, what: str, remedy: str) -> None:
+        rows = np.flatnonzero(bad)
+        leave_out(rows, f"they {what}", lambda: complain_about_rows(table, rows, what, remedy))
+
+    if table.flow is not None and (wrong := np.flatnonzero(table.flow < 0)).size:
+        raise _wrong_numbers("flow", table, wrong)
+    is_unknown = ~has_extension(table.rows["path"], EXTENSIONS)
+    leave_out_where(is_unknown, "have no known extension", f"Known are {' '.join(EXTENSIONS)}.")
+    is_url = table.rows["path"].matches(r"^(https?|s3|gs|ftp)://")
+    leave_out_where(is_url, "name a URL", "Download the files first, and name them as they lie on disk.")
+    if "status" in texts and texts["status"].matches(f"^{OK}$").any():  # else it is somebody else's column
+        status = texts["status"]
+        is_odd = ~status.matches(f"^({OK})?$")[table.numbers]
+        first = status[int(table.numbers[is_odd][0])] if is_odd.any() else ""
+        remedy = f"python -m tools.datasets.datautil {shlex.quote(str(source))} --remove-broken leaves such rows out."
+        leave_out_where(is_odd, f"have a status that is not {OK!r}", f"The first says {first!r}. {remedy}")
+    for name in NUMBERS:
+        if name != "flow":
+            wrong = np.flatnonzero(getattr(table, name) < 0)
+            what = f"{name} is 0 or no {NUMBERS[name][0]}"
+            leave_out(wrong, what, lambda name=name, rows=wrong: _wrong_numbers(name, table, rows))  # type: ignore[misc]
+    if check_files:
+        missing = _missing_files(table, max_bad_share)
+        leave_out_where(missing, "name a file that does not exist", _where_files_lie(table))
     return table
 
 
@@ -176,33 +193,15 @@ def complain_about_rows(table: Table, rows: Sequence[int] | np.ndarray, problem:
     return UserError("\n".join([f"{table.source}: {len(rows)} of {len(table)} rows {problem}:", *lines, remedy]))
 
 
-def extension_ids(paths: TextColumn) -> np.ndarray:
-    """[N] int8, which of EXTENSIONS a path has, -1 where none; as `Path.suffix.lower()`, but for many paths at once."""
-    ids = np.full(len(paths), -1, np.int8)
-    for first in range(0, len(paths), BLOCK):
-        starts, lengths = paths.starts[first : first + BLOCK], paths.lengths[first : first + BLOCK]
-        # [n, 8] the last bytes, in lower case; of a shorter path also some of the one before it
-        tails = paths.data[np.maximum((starts + lengths)[:, None] + np.arange(-8, 0), 0)]
-        tails += np.uint8(32) * ((tails >= ord("A")) & (tails <= ord("Z")))
-        words = tails.view("<u8")[:, 0]
-        for i, extension in enumerate(EXTENSIONS):
-            width = len(extension)
-            ending = np.uint64(int.from_bytes(extension.encode(), "little"))
-            rows = np.flatnonzero(words >> np.uint64(64 - 8 * width) == ending)
-            before = tails[rows, 7 - width]  # ".mp4" alone is a name without an extension
-            ids[first + rows[(lengths[rows] > width) & (before != ord("/")) & (before != ord("."))]] = i
-    for row in np.flatnonzero(ids < 0).tolist():
-        if (suffix := Path(paths[row]).suffix.lower()) in EXTENSIONS:
-            ids[row] = EXTENSIONS.index(suffix)
-    return ids
-
-
-# ---------------------------------------------------------------------------------------------------- reading
+def has_extension(paths: TextColumn, extensions: Sequence[str]) -> np.ndarray:
+    """[N] bool, whether a path's `Path.suffix.lower()` is one of them, for all paths at once."""
+    names = "|".join(extension.removeprefix(".") for extension in extensions)
+    return paths.matches(rf"(?i)[^/]\.({names})(/\.?)*$")
 
 
 def _read(source: Path, wanted: Sequence[str], option: str) -> tuple[dict[str, TextColumn], dict[str, Any], int]:
     """The columns of text and of numbers, and how many rows they have; `flow` and `status` where the file has them."""
-    texts = {name: TextBuilder() for name in (*wanted, "status")}
+    texts: dict[str, list[pa.Array]] = {name: [] for name in (*wanted, "status")}
     numbers: dict[str, list[np.ndarray]] = {name: [] for name in NUMBERS}
     names: dict[str, None] = {}
     total = 0
@@ -210,24 +209,26 @@ def _read(source: Path, wanted: Sequence[str], option: str) -> tuple[dict[str, T
         names |= dict.fromkeys(block)
         if not size:  # a header: no need to read on where a column is missing
             _check_columns(source, names, wanted, option)
+            continue
         for name in filter(block.__contains__, texts):
-            cells, builder = block[name], texts[name]
+            cells = block[name]
             if name in wanted and isinstance(cells, list) and not {list, dict}.isdisjoint(map(type, cells)):
                 row = next(row for row, cell in enumerate(cells, total + 1) if isinstance(cell, list | dict))
                 raise UserError(
                     f"{source}, row {row}: {name!r} is not one value; give each caption a column of its own."
                 )
-            builder.pad(total)
-            builder.add(cells if hasattr(cells, "buffers") else cell_texts(cells))
+            if total and not texts[name]:  # a column that begins late
+                texts[name].append(encode([""] * total))
+            texts[name].append(encode(cells if isinstance(cells, pa.Array) else cell_texts(cells)))
         for name, parts in numbers.items():
             parts.append(_parse(name, block.get(name), size))
         total += size
     _check_columns(source, names, wanted, option)
     if not total:
         raise UserError(f"{source} has a header but no rows; add one row for each clip.")
-    there = {name: builder.column() for name, builder in texts.items() if name in names}
+    columns = {name: TextColumn(pa.chunked_array(texts[name])) for name in texts if name in names}
     stated = [name for name in NUMBERS if name in names or name != "flow"]
-    return there, {name: np.concatenate(numbers.pop(name)) for name in stated}, total
+    return columns, {name: np.concatenate(numbers.pop(name)) for name in stated}, total
 
 
 def _check_columns(source: Path, columns: Iterable[str], needed: Sequence[str], option: str) -> None:
@@ -242,9 +243,7 @@ def _check_columns(source: Path, columns: Iterable[str], needed: Sequence[str], 
         if any(Path(column).suffix.lower() in EXTENSIONS for column in columns):
             raise UserError(f"{message} The first line looks like data: put the header `path,text` above it.")
         message += did_you_mean(name.lower(), [column for column in columns if column != "path"])
-        if name != "path":
-            message += f" Which it is, is set with dataset.{option}."
-        raise UserError(message)
+        raise UserError(message + (f" Which it is, is set with dataset.{option}." if name != "path" else ""))
 
 
 def _parse(name: str, cells: Any, size: int) -> np.ndarray:
@@ -254,7 +253,7 @@ def _parse(name: str, cells: Any, size: int) -> np.ndarray:
     if cells is None:
         return np.broadcast_to(empty, size)
     # A value is parsed once, for few of them differ; and as text, for to_numeric reads "" as NaN but True as 1.
-    codes, values = pd.factorize(cells if isinstance(cells, pd.Series) else np.array(cell_texts(cells), object))
+    codes, values = pd.factorize(cells if isinstance(cells, np.ndarray) else np.array(cell_texts(cells), object))
     texts = np.array([*cell_texts(values), ""], object)  # the last is that of code -1, which is NaN
     numbers = np.asarray(pd.to_numeric(texts, errors="coerce"), np.float64)
     if name == "flow":
@@ -264,48 +263,8 @@ def _parse(name: str, cells: Any, size: int) -> np.ndarray:
     return np.where(good, numbers, np.where(texts == "", empty, WRONG)).astype(empty.dtype)[codes]
 
 
-# ---------------------------------------------------------------------------------------------------- checks
-
-
-def _fault(table: Table, rows: np.ndarray, what: str, remedy: str) -> Fault:
-    return rows, f"they {what}", partial(complain_about_rows, table, rows, what, remedy)
-
-
-def _unknown_extensions(table: Table) -> Fault:
-    rows = np.flatnonzero(extension_ids(table.rows["path"]) < 0)
-    return _fault(table, rows, "have no known extension", f"Known are {' '.join(EXTENSIONS)}.")
-
-
-def _urls(table: Table) -> Fault:
-    paths = table.rows["path"]
-    maybe = np.zeros(len(paths), bool)
-    for i in range(2, 6):  # where "s3", "ftp", "http" and "https" have their colon
-        maybe |= paths.data[np.minimum(paths.starts + i, len(paths.data) - 1)] == ord(":")
-    rows = np.array([row for row in np.flatnonzero(maybe).tolist() if URL.match(paths[row])], np.int64)
-    return _fault(table, rows, "name a URL", "Download the files first, and name them as they lie on disk.")
-
-
-def _broken_files(status: TextColumn, table: Table) -> Fault:
-    """Rows that say what is wrong with their file."""
-    is_ok = status.lengths == len(OK)
-    for i, letter in enumerate(OK.encode()):
-        is_ok[is_ok] = status.data[status.starts[is_ok] + i] == letter
-    # a column without any `ok` is somebody else's ("success"), and is ignored
-    odd = ~is_ok & (status.lengths > 0) & is_ok.any()
-    rows = np.flatnonzero(odd[table.numbers])
-    first = status[int(table.numbers[rows[0]])] if len(rows) else ""
-    remedy = f"python -m tools.datasets.datautil {shlex.quote(str(table.source))} --remove-broken leaves such rows out."
-    return _fault(table, rows, f"have a status that is not {OK!r}", f"The first says {first!r}. {remedy}")
-
-
-def _wrong_numbers(name: str, table: Table) -> Fault:
-    """Rows that hold something else than such a number, or nothing."""
-    rows = np.flatnonzero(getattr(table, name) < 0)
-    return rows, f"{name} is 0 or no {NUMBERS[name][0]}", partial(_complain_about_numbers, name, table, rows)
-
-
-def _complain_about_numbers(name: str, table: Table, rows: np.ndarray) -> UserError:
-    """What the first of the cells says is looked up in the file, for columns of numbers do not keep it."""
+def _wrong_numbers(name: str, table: Table, rows: np.ndarray) -> UserError:
+    """The error for cells that hold no such number; what the first says is looked up in the file."""
     what, example = NUMBERS[name]
     numbers = table.numbers[rows].tolist()
     start, text = 0, ""
@@ -320,28 +279,28 @@ def _complain_about_numbers(name: str, table: Table, rows: np.ndarray) -> UserEr
     )
 
 
-def _missing_files(max_share: float, table: Table) -> Fault:
-    """Of a table that is too long to look for every file, a sample must be there, but for the share that may be bad."""
-    candidates = np.arange(len(table))
-    is_long = len(table) > MAX_CHECKED_FILES
-    if is_long:
-        candidates = np.linspace(0, len(table) - 1, SAMPLE_OF_FILES).astype(np.int64)
-    rows = np.array([row for row in candidates.tolist() if not _is_file(table.path(row))], np.int64)
-    remedy = f"Paths are relative to {table.folder.resolve()}; if the files lie elsewhere, set root (--root FOLDER)."
-    fault = _fault(table, rows, "name a file that does not exist", remedy)
-    if not is_long:
-        return fault
-    if len(rows) > max_share * len(candidates):
-        raise UserError(f"of {len(candidates)} files that were looked for, {len(rows)} are not there. {fault[2]()}")
+def _where_files_lie(table: Table) -> str:
+    return f"Paths are relative to {table.folder.resolve()}; if the files lie elsewhere, set root (--root FOLDER)."
+
+
+def _missing_files(table: Table, max_share: float) -> np.ndarray:
+    """[N] bool. Of a table that is too long to look for every file, a sample must be there, but for the share that may be bad."""
+
+    def is_missing(row: int) -> bool:
+        try:
+            return not table.path(row).is_file()
+        except OSError:  # a name that no file system takes, or a mount that is away
+            return True
+
+    if len(table) <= MAX_CHECKED_FILES:
+        return np.array([is_missing(row) for row in range(len(table))], bool)
+    sample = np.linspace(0, len(table) - 1, SAMPLE_OF_FILES).astype(np.int64).tolist()
+    rows = [row for row in sample if is_missing(row)]
+    if len(rows) > max_share * len(sample):
+        error = complain_about_rows(table, rows, "name a file that does not exist", _where_files_lie(table))
+        raise UserError(f"of {len(sample)} files that were looked for, {len(rows)} are not there. {error}")
     logger.info(
         "%s: %d rows are too many to look for every file at start; of %d that were looked for, %d are missing.",
-        table.source, len(table), len(candidates), len(rows),
+        table.source, len(table), len(sample), len(rows),
     )  # fmt: skip
-    return rows[:0], *fault[1:]
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except OSError:  # a name that no file system takes, or a mount that is away
-        return False
+    return np.zeros(len(table), bool)

@@ -57,11 +57,6 @@ def display_matrix(frame: VideoFrame) -> tuple[int, ...] | None:
     return None if data is None else tuple(memoryview(data).cast("i"))
 
 
-def is_mirrored(frame: VideoFrame) -> bool:
-    """Whether no rotation alone makes of the stored frame what is shown."""
-    return sum(_orientation(frame)) % 2 == 1
-
-
 def upright(frame: VideoFrame, pixels: np.ndarray) -> np.ndarray:
     """Pixels [H, W, 3] of the stored frame, turned and mirrored as it is displayed."""
     transposed, left_to_right, upside_down = _orientation(frame)

@@ -92,26 +92,26 @@ class Decoding:
     """How files are decoded; a dataset's `decode` is a dict of these.
 
     Args:
-        backend: "pyav", or "torchcodec" (to be installed, with FFmpeg's libraries); images are read by PIL.
+        backend: "pyav", the only one.
         hdr: Video in PQ or HLG: "tonemap" it to BT.709, or "refuse" the file.
         interlaced: Interlaced video: "deinterlace" it to one frame per pair of fields, "refuse" the file, or "keep" the combs.
-        colors: "exact", or "fast": the conversion of video players, slightly dark (`color.py` has numbers); PyAV only.
+        colors: "exact", or "fast": the conversion of video players, slightly dark (`color.py` has numbers).
     """
 
-    backend: Literal["pyav", "torchcodec"] = "pyav"
+    backend: Literal["pyav"] = "pyav"
     hdr: Literal["tonemap", "refuse"] = "tonemap"
     interlaced: Literal["deinterlace", "refuse", "keep"] = "deinterlace"
     colors: Literal["exact", "fast"] = "exact"
 
     def __post_init__(self) -> None:
+        if self.backend == "torchcodec":
+            raise UserError(
+                "decode: backend='torchcodec' is gone, as it was no faster than PyAV (docs/benchmarks/decode.md); leave it out, "
+                "and keep the other names."
+            )
         for name, literal in get_type_hints(Decoding).items():
             if getattr(self, name) not in (choices := get_args(literal)):
                 raise UserError(f"decode: {name}={getattr(self, name)!r} is not one of {', '.join(choices)}.")
-        if self.backend == "torchcodec" and (self.hdr, self.interlaced, self.colors) != ("refuse", "keep", "fast"):
-            raise UserError(
-                "decode: backend='torchcodec' neither tone-maps nor deinterlaces, and has its own colors; set hdr='refuse', "
-                "interlaced='keep' and colors='fast', or backend='pyav'."
-            )
 
     @classmethod
     def of(cls, settings: Mapping[str, Any] | None) -> "Decoding":

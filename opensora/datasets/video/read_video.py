@@ -116,7 +116,6 @@ def open_clip(path: str | Path, decoding: Decoding = DEFAULT) -> Iterator[Clip]:
 
     Raises:
         BadFile: it cannot be read.
-        UserError: torchcodec is asked for and not installed.
     """
     file_key = file_stat_key(path)
     if Path(path).suffix.lower() in IMAGE_EXTENSIONS:
@@ -127,12 +126,7 @@ def open_clip(path: str | Path, decoding: Decoding = DEFAULT) -> Iterator[Clip]:
     from opensora.datasets.video.timeline import open_timeline
 
     with open_timeline(file_key) as (timeline, opened):
-        if decoding.backend == "torchcodec":
-            from opensora.datasets.video.torchcodec_clip import TorchcodecClip, import_decoder
-
-            yield TorchcodecClip(file_key, timeline, import_decoder())
-        else:
-            yield PyavClip(file_key[0], timeline, opened, decoding)
+        yield PyavClip(file_key[0], timeline, opened, decoding)
 
 
 @functools.lru_cache(maxsize=4096)

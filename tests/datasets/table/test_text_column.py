@@ -1,6 +1,7 @@
 """Columns of text: what was put in comes out, and worker processes share it."""
 
 import os
+import pickle
 import random
 import subprocess
 import sys
@@ -44,8 +45,7 @@ def test_texts_come_out_as_they_went_in(monkeypatch, block):
     assert column.tolist() == list(column) == [column[row] for row in range(len(column))] == TEXTS
     with pytest.raises(IndexError):
         column[len(TEXTS)]
-    with pytest.raises(IndexError):
-        column[-1]
+    assert pickle.loads(pickle.dumps(column)).tolist() == TEXTS  # to workers that are spawned
     assert TextColumn.of([]).tolist() == []
 
 
@@ -53,7 +53,11 @@ def test_some_of_the_texts():
     column, rng = TextColumn.of(TEXTS), random.Random(0)
     for _ in range(20):
         kept = np.array([rng.random() < 0.5 for _ in TEXTS])
-        assert column.only(kept).tolist() == [text for text, keep in zip(TEXTS, kept, strict=True) if keep]
+        texts = [text for text, keep in zip(TEXTS, kept, strict=True) if keep]
+        assert column.only(kept).tolist() == texts
+        encoded = [os.fsencode(text) for text in texts]
+        lengths_and_texts = b"".join(len(text).to_bytes(8, "little") + text for text in encoded)
+        assert b"".join(column.only(kept).length_prefixed()) == lengths_and_texts
         assert column.only(kept).only(np.zeros(kept.sum(), bool)).tolist() == []
 
 

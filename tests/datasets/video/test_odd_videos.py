@@ -285,9 +285,9 @@ def test_damage_in_the_middle_is_found_when_it_is_read(write_video):
 @pytest.mark.parametrize(("settings", "message"), [
     ({"hdr": "clip"}, "hdr='clip' is not one of tonemap, refuse"),
     ({"interlaced": True}, "interlaced=True is not one of"),
-    ({"backend": "decord"}, "backend='decord' is not one of pyav, torchcodec"),
+    ({"backend": "decord"}, "backend='decord' is not one of pyav"),
     ({"hdrs": "refuse"}, r"'hdrs' is unknown. Did you mean 'hdr'\?"),
-    ({"backend": "torchcodec"}, "neither tone-maps nor deinterlaces, .* set hdr='refuse'"),
+    ({"backend": "torchcodec"}, "'torchcodec' is gone, .*leave it out"),
 ])  # fmt: skip
 def test_wrong_settings(settings, message):
     with pytest.raises(UserError, match=message):
