@@ -1,4 +1,4 @@
-"""The flow of a cache: how much moves in each clip of which the table, or the records, do not say it.
+"""The optical-flow scores of a cache, for clips that have none in the table or the records.
 
 Part of `tools.cache_features`; the score is that of `tools.scoring`, which is why it is measured here and not in the datasets.
 """
@@ -27,7 +27,7 @@ STILL = "Write their cells of the column 'flow' into the table, or train a model
 
 
 def wants_flow(model: Mapping[str, Any]) -> bool:
-    """Whether the model of a config is told how much moves."""
+    """Whether the model of a config is conditioned on the optical-flow score."""
     if not str(model["type"]).startswith("NOVA"):
         return False
     with torch.device("meta"):
@@ -35,10 +35,10 @@ def wants_flow(model: Mapping[str, Any]) -> bool:
 
 
 def cached_flow(cfg: TrainConfig, dataset: Mapping[str, Any], job: Job, *, asked: bool) -> dict[str, Counts]:
-    """Measure what is not known; returns nothing where the table says it all and nobody `asked`.
+    """Measure the scores that are missing; returns nothing where none is and nobody `asked`.
 
     Raises:
-        UserError: a clip cannot be read, or is a picture.
+        UserError: a clip cannot be read, or is an image.
     """
     chosen = scorer("flow")
     assert isinstance(chosen, Flow)
@@ -59,7 +59,7 @@ def _of_clips(table: Table, lacking: list[int], job: Job, chosen: Flow, settings
     for row in lacking:
         rows.setdefault(table.name(row), row)
     if still := [row for row in rows.values() if is_image(table.path(row))]:
-        raise complain_about_rows(table, still, "are pictures, in which nothing moves, and have no flow", STILL)
+        raise complain_about_rows(table, still, "are images, in which nothing moves, and have no flow", STILL)
 
     def measure(name: str) -> dict[str, float]:
         found = chosen.score([table.path(rows[name])])[0]
@@ -80,7 +80,7 @@ def _of_records(cfg: TrainConfig, job: Job, chosen: Flow, settings: dict[str, An
     if "flow" in data.records.features:
         raise UserError(f"the records of {data.path} have their flow; there is nothing to measure (--what flow).")
     if data.shape[1] == 1:
-        raise UserError(f"the records of {data.path} are pictures, in which nothing moves: set model.motion=False.")
+        raise UserError(f"the records of {data.path} are images, in which nothing moves: set model.motion=False.")
 
     @torch.inference_mode()
     def measure(key: str) -> dict[str, float]:

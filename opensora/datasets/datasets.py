@@ -12,12 +12,19 @@ import torch
 from torch import Tensor
 
 from opensora.datasets.sampler import SampleKey
-from opensora.datasets.substitute import BadFiles
 from opensora.datasets.table.table import UNKNOWN, Table, complain_about_rows, has_extension, read_table
 from opensora.datasets.transforms import get_transform
-from opensora.datasets.video.files import IMAGE_EXTENSIONS, IMAGE_FPS, BadFile, TooFewFrames, is_image
-from opensora.datasets.video.frame_times import AtRate, EveryNth, Rule, frames_needed, is_slow
-from opensora.datasets.video.read_video import DEFAULT, Decoding, count_frames, open_clip, read_indices
+from opensora.datasets.video.files import (
+    DEFAULT,
+    IMAGE_EXTENSIONS,
+    IMAGE_FPS,
+    BadFile,
+    BadFiles,
+    Decoding,
+    TooFewFrames,
+    is_image,
+)
+from opensora.datasets.video.read_video import FrameRule, count_frames, is_slow, open_clip, read_indices
 from opensora.registry import DATASETS
 from opensora.utils.errors import UserError
 from opensora.utils.seed import generator
@@ -33,19 +40,6 @@ class Choice(NamedTuple):
     caption: str
     start: int
     rng: torch.Generator
-
-
-def sampling_rule(num_frames: int, frame_interval: int, target_fps: float | None) -> Rule:
-    """Every `frame_interval`-th frame, or frames at `target_fps`.
-
-    Raises:
-        UserError: both are asked for, or numbers out of range.
-    """
-    if target_fps is None:
-        return EveryNth(num_frames, frame_interval)
-    if frame_interval != 1:
-        raise UserError(f"frame_interval={frame_interval} and target_fps={target_fps} exclude one another; give one.")
-    return AtRate(num_frames, target_fps)
 
 
 def draw_choice(table: Table, seed: int, epoch: int, row: int, num_starts: int) -> Choice:
@@ -75,36 +69,45 @@ class ClipRows:
         seed: int,
         short_clips: Literal["error", "drop"],
         *,
-        count: Callable[[int], int] | None = None,
+        count: Callable[[int], int],
         target_fps: float | None = None,
     ) -> None:
         if short_clips not in ("error", "drop"):
             raise UserError(f"short_clips={short_clips!r} is not one of error, drop.")
         self.table, self.num_frames, self.frame_interval, self.seed = table, num_frames, frame_interval, seed
-        self.rule = sampling_rule(num_frames, frame_interval, target_fps)
-        self.target_fps, self.short_clips = target_fps, short_clips
-        self.needed = frames_needed(num_frames, frame_interval)
+        self.rule = rule = FrameRule(num_frames, frame_interval, target_fps)
+        self.target_fps, self.short_clips, self.needed = target_fps, short_clips, rule.needed
         self.dropped: dict[str, tuple[int, str]] = {}
         maybe = np.flatnonzero(has_extension(table.rows["path"], IMAGE_EXTENSIONS))  # some of these are animated
         images = [row for row in maybe.tolist() if is_image(table.path(row))] if num_frames > 1 or target_fps else []
         if images and num_frames > 1:
-            raise complain_about_rows(
-                table,
-                images,
-                f"are images, which cannot give {num_frames} frames",
-                "Train on images with num_frames=1, or remove these rows.",
-            )
-        bad = np.zeros(len(table), bool)
-        if isinstance(self.rule, AtRate):
-            bad = is_slow(table.fps, self.rule.target_fps)
-            bad[images] = False
-            self._complain_or_drop(
-                bad,
-                f"have fewer than the {target_fps:g} frames a second of target_fps, so that frames would be repeated",
-                f"slower than target_fps={target_fps:g}",
-                "Lower dataset.target_fps.",
-            )
-        self.kept = np.flatnonzero(~(bad | self._too_short(count, bad)))
+            what = f"are images, which cannot give {num_frames} frames"
+            remedy = "Train on images with num_frames=1, or remove these rows."
+            raise complain_about_rows(table, images, what, remedy)
+        slow = np.zeros(len(table), bool)
+        if target_fps is not None:
+            slow = is_slow(table.fps, target_fps)
+            slow[images] = False
+            what = f"have fewer than the {target_fps:g} frames a second of target_fps, so that frames would be repeated"
+            self._complain_or_drop(slow, what, f"slower than target_fps={target_fps:g}", "Lower dataset.target_fps.")
+        lengths = table.num_frames
+        if short_clips == "drop" and self.needed > 1 and not lengths[~slow].all():
+            logger.info("%s: counting frames; a column num_frames would save this.", table.source)
+            lengths = lengths.copy()
+            for row in np.flatnonzero((lengths == UNKNOWN) & ~slow).tolist():
+                try:
+                    lengths[row] = count(row)
+                except UserError as error:
+                    raise naming_the_row(table, row, error) from error
+        needed = np.full(len(lengths), self.needed, np.int64)
+        what = f"have fewer than the {self.needed} frames that num_frames={num_frames} at frame_interval={frame_interval} needs"
+        if target_fps is not None:  # as far as the table has the rate of the file
+            known = np.isfinite(table.fps)
+            needed[known] = np.maximum(np.ceil(rule.span * table.fps[known] - 0.01).astype(np.int64) + 1, 1)
+            what = f"are shorter than the {rule.span:.2f} s of num_frames={num_frames} at target_fps={target_fps:g}"
+        short = (lengths > 0) & (lengths < needed) & ~slow
+        self._complain_or_drop(short, what, "too short", "Lower num_frames or frame_interval.")
+        self.kept = np.flatnonzero(~(slow | short))
 
     def __len__(self) -> int:
         return len(self.kept)
@@ -122,7 +125,7 @@ class ClipRows:
     def too_short(self, row: int, available: int) -> UserError:
         """The error for a clip that has too few frames; a bad file where short clips should have been dropped."""
         needs = f"num_frames={self.num_frames} at frame_interval={self.frame_interval} needs {self.needed}"
-        if isinstance(self.rule, AtRate):
+        if self.target_fps is not None:
             needs = f"num_frames={self.num_frames} at target_fps={self.target_fps:g} needs {self.rule.span:.2f} s"
         return (BadFile if self.short_clips == "drop" else UserError)(
             f"{self.table.where(row)}: {self.table.path(row)} has {available} frames, but {needs}. Use shorter clips, or leave "
@@ -130,33 +133,9 @@ class ClipRows:
         )
 
     def settings(self) -> tuple[Any, ...]:
-        """What, beside the table, decides the choices."""
+        """What, next to the table, decides the choices."""
         at_rate = () if self.target_fps is None else (self.target_fps,)
         return self.num_frames, self.frame_interval, self.seed, len(self), *at_rate
-
-    def _too_short(self, count: Callable[[int], int] | None, others: np.ndarray) -> np.ndarray:
-        """[N] bool, clips of too few frames; `others` need not be looked at."""
-        lengths, rule = self.table.num_frames, self.rule
-        if self.short_clips == "drop" and self.needed > 1 and not lengths[~others].all():
-            logger.info("%s: counting frames; a column num_frames would save this.", self.table.source)
-            lengths = lengths.copy()
-            for row in np.flatnonzero((lengths == UNKNOWN) & ~others).tolist():
-                try:
-                    lengths[row] = count(row) if count else count_frames(self.table.path(row))
-                except UserError as error:
-                    raise naming_the_row(self.table, row, error) from error
-        needed = np.full(len(lengths), self.needed, np.int64)
-        what = (
-            f"have fewer than the {self.needed} frames that num_frames={self.num_frames} at "
-            f"frame_interval={self.frame_interval} needs"
-        )
-        if isinstance(rule, AtRate):  # as far as the table has the rate of the file
-            known = np.isfinite(self.table.fps)
-            needed[known] = np.maximum(np.ceil(rule.span * self.table.fps[known] - 0.01).astype(np.int64) + 1, 1)
-            what = f"are shorter than the {rule.span:.2f} s of num_frames={self.num_frames} at target_fps={self.target_fps:g}"
-        short = (lengths > 0) & (lengths < needed) & ~others
-        self._complain_or_drop(short, what, "too short", "Lower num_frames or frame_interval.")
-        return short
 
     def _complain_or_drop(self, bad: np.ndarray, what: str, reason: str, remedy: str) -> None:
         """Treat rows that cannot give a clip as `short_clips` says; an error where none would be left."""
@@ -179,7 +158,7 @@ class VideoTextDataset:
     `frame_interval`), `height`, `width`, `num_frames` (float32 numbers), `index` (the table's row) and `path`.
 
     Args:
-        data_path: CSV or parquet file with the columns `path` and `text_columns`.
+        data_path: CSV, JSONL or parquet file with the columns `path` and `text_columns`.
         num_frames: T. Images are allowed only when it is 1.
         frame_interval: Take every n-th frame, exactly.
         image_size: Height and width.
@@ -215,11 +194,12 @@ class VideoTextDataset:
     ) -> None:
         self.decoding = Decoding.of(decode)
         self.bad_files = BadFiles(bad_files, max_bad_share, seed)
-        self.table = read_table(data_path, root, text_columns, max_bad_share=self.bad_files.at_start)
-        count = self._frames_if_readable if bad_files == "substitute" else None
+        self.table = table = read_table(data_path, root, text_columns, max_bad_share=self.bad_files.at_start)
+        count = frames_if_readable if bad_files == "substitute" else count_frames
         self.clips = ClipRows(
-            self.table, num_frames, frame_interval, seed, short_clips, count=count, target_fps=target_fps
-        )
+            table, num_frames, frame_interval, seed, short_clips,
+            count=lambda row: count(table.path(row)), target_fps=target_fps,
+        )  # fmt: skip
         self.transform = get_transform(transform_name, image_size)
         self.image_transform = get_transform("adm_center" if use_image_transform else transform_name, image_size)
         decoded = () if self.decoding == DEFAULT else (self.decoding,)
@@ -246,13 +226,6 @@ class VideoTextDataset:
         video = transform(frames, generator=choice.rng)  # [3, T, H, W]
         return {"video": video, **describe(row, path, choice.caption, video.shape[1:], fps, self.table.scores(row))}
 
-    def _frames_if_readable(self, row: int) -> int:
-        """Frames of a row's file; of a bad one UNKNOWN, for it is replaced when its turn comes."""
-        try:
-            return count_frames(self.table.path(row))
-        except BadFile:
-            return UNKNOWN
-
     def another(self, key: SampleKey, rng: torch.Generator) -> SampleKey | None:
         """Another sample, all of which have one size and length."""
         return another_sample(len(self), key, rng)
@@ -270,7 +243,7 @@ class VideoTextDataset:
 
 
 def read_clip(
-    table: Table, row: int, rule: Rule, choose: Callable[[int, int], Choice], decoding: Decoding = DEFAULT
+    table: Table, row: int, rule: FrameRule, choose: Callable[[int, int], Choice], decoding: Decoding = DEFAULT
 ) -> tuple[Tensor, float, Choice]:
     """Frames [T, H, W, 3] uint8 of a row's file, the clip's fps, and the choices behind them.
 
@@ -305,6 +278,14 @@ def read_clip(
     return frames, fps, choice
 
 
+def frames_if_readable(path: Path) -> int:
+    """Frames of a file; of a bad one UNKNOWN, for it is replaced when its turn comes."""
+    try:
+        return count_frames(path)
+    except BadFile:
+        return UNKNOWN
+
+
 def another_sample(count: int, key: SampleKey, rng: torch.Generator) -> SampleKey | None:
     """Any other of `count` samples; None where there is one alone."""
     if count == 1:
@@ -322,7 +303,7 @@ def naming_the_row(table: Table, row: int, error: UserError) -> UserError:
 def describe(
     row: int, path: Path, caption: str, size: Sequence[int], fps: float, scores: Mapping[str, float] | None = None
 ) -> Item:
-    """What goes with a clip of `size` (T, H, W); `scores`: what else its table says, see `Table.scores`."""
+    """What goes with a clip of `size` (T, H, W); `scores`: see `Table.scores`."""
     numbers = {"fps": fps, "num_frames": size[0], "height": size[1], "width": size[2], **(scores or {})}
     return {
         "text": caption,

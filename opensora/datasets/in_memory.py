@@ -19,14 +19,14 @@ from opensora.datasets.datasets import describe, naming_the_row
 from opensora.datasets.sampler import SampleKey
 from opensora.datasets.table.table import complain_about_rows, read_table
 from opensora.datasets.transforms import get_transform, to_float
-from opensora.datasets.video.read_video import IMAGE_FPS, TooFewFrames, is_image, open_clip, read_indices
+from opensora.datasets.video.files import IMAGE_FPS, TooFewFrames, is_image
+from opensora.datasets.video.read_video import frames_needed, open_clip, read_indices
 from opensora.registry import DATASETS
 from opensora.utils.errors import UserError
 from opensora.utils.seed import generator
 
 logger = logging.getLogger(__name__)
 
-StillMode = Literal["pan", "error"]
 MAX_ZOOM = 1.3  # of a moving camera: beyond, sampling without a filter would alias
 
 
@@ -58,7 +58,7 @@ class InMemoryVideoDataset:
         image_size: tuple[int, int] = (128, 128),
         root: str | None = None,
         seed: int = 42,
-        pictures: StillMode = "pan",
+        pictures: Literal["pan", "error"] = "pan",
         repeat_clips: int = 1,
         num_threads: int = 8,
     ) -> None:
@@ -69,28 +69,21 @@ class InMemoryVideoDataset:
         self.table = read_table(data_path, root, ())
         self.num_frames, self.frame_interval, self.seed = num_frames, frame_interval, seed
         self.size = (int(image_size[0]), int(image_size[1]))
-        self.needed = (num_frames - 1) * frame_interval + 1
+        self.needed = frames_needed(num_frames, frame_interval)
         self.crop = get_transform("random_crop", self.size)
         stills = [row for row in range(len(self.table)) if is_image(self.table.path(row))]
         if stills and num_frames > 1 and pictures == "error":
-            raise complain_about_rows(
-                self.table,
-                stills,
-                f"are images, but num_frames={num_frames}",
-                "Set dataset.pictures='pan', or remove them.",
-            )
+            what = f"are images, but num_frames={num_frames}"
+            raise complain_about_rows(self.table, stills, what, "Set dataset.pictures='pan', or remove them.")
         with ThreadPoolExecutor(max(num_threads, 1)) as pool:
             decoded = list(pool.map(self._decode, range(len(self.table))))
-        self.videos = [frames for frames, _ in decoded]  # [T, H, W, 3] uint8 each
-        self.fps = [fps for _, fps in decoded]
+        self.videos, self.fps = zip(*decoded, strict=True)  # [T, H, W, 3] uint8 each
         self.rows: list[int] = []  # of each sample
         for row, frames in enumerate(self.videos):
             self.rows += [row] * (1 if is_image(self.table.path(row)) else len(frames) // self.needed * repeat_clips)
         self._settings = (num_frames, frame_interval, self.size, seed, pictures, len(self.rows))
-        count, size = sum(map(len, self.videos)), sum(video.numel() for video in self.videos)
-        logger.info(
-            "%s: %d files, %d frames, %.2f GB in memory", self.table.source, len(self.videos), count, size / 1e9
-        )
+        size = sum(video.numel() for video in self.videos)
+        logger.info("%s: %d files, %.2f GB in memory", self.table.source, len(self.videos), size / 1e9)
 
     def __len__(self) -> int:
         return len(self.rows)

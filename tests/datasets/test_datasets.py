@@ -5,10 +5,9 @@ import numpy as np
 import pytest
 import torch
 
-from opensora.datasets.dataloader import build_sampler
+from opensora.datasets.dataloader import build_sampler, read_or_substitute
 from opensora.datasets.datasets import VideoTextDataset
 from opensora.datasets.sampler import SampleKey
-from opensora.datasets.substitute import read_or_substitute
 from opensora.datasets.summary import summarise
 from opensora.datasets.video.files import BadFile
 from opensora.datasets.video.read_video import count_frames

@@ -3,11 +3,10 @@
 import pytest
 import torch
 
-from opensora.datasets.dataloader import build_loader, build_sampler
+from opensora.datasets.dataloader import MAX_ATTEMPTS, BadFileCount, build_loader, build_sampler, read_or_substitute
 from opensora.datasets.datasets import VideoTextDataset
 from opensora.datasets.sampler import DataPosition, SampleKey
-from opensora.datasets.substitute import MAX_ATTEMPTS, BadFileCount, BadFiles, read_or_substitute
-from opensora.datasets.video.files import BadFile
+from opensora.datasets.video.files import BadFile, BadFiles
 from opensora.utils.errors import UserError
 from tests.datasets.video.videos import numbered_frames
 

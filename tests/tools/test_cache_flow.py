@@ -121,7 +121,7 @@ def test_pictures_and_files_that_cannot_be_read(folder, repo_root):
 
     Image.new("RGB", (24, 16)).save(folder / "still.png")
     pd.DataFrame({"path": ["pink_clouds.mp4", "still.png"], "text": "a"}).to_csv(folder / "clips.csv", index=False)
-    with pytest.raises(UserError, match=r"(?s)are pictures, in which nothing moves.*still.png.*motion=False"):
+    with pytest.raises(UserError, match=r"(?s)are images, in which nothing moves.*still.png.*motion=False"):
         run(folder, "--what", "flow")
     (folder / "bad.mp4").write_bytes(b"no video")
     pd.DataFrame({"path": ["bad.mp4"], "text": "a"}).to_csv(folder / "clips.csv", index=False)

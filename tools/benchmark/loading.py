@@ -21,10 +21,11 @@ from opensora.acceleration.distributed import World
 from opensora.checkpoint.load import latest_checkpoint, open_checkpoint
 from opensora.config.schema import LoopConfig
 from opensora.datasets.cache.dataset import CachedVideoTextDataset
-from opensora.datasets.cache.moments import CLIP_FEATURES, CLIPS, clip_settings
+from opensora.datasets.cache.moments import CLIP_FEATURES, CLIPS, cache_settings
 from opensora.datasets.cache.records import RecordWriter
 from opensora.datasets.cache.text import FEATURES, FOLDER
-from opensora.datasets.dataloader import build_dataloader
+from opensora.datasets.dataloader import build_loader
+from opensora.datasets.sampler import EpochBatchSampler
 from opensora.datasets.video import timeline
 from opensora.datasets.video.files import Decoding
 from opensora.datasets.video.read_video import open_clip, probe, read_frames
@@ -76,7 +77,8 @@ def dataloader(argv: Sequence[str]) -> None:
         for workers in args.workers:
             dataset = CachedVideoTextDataset(str(table), name, args.latent[0], image_size=size, text="features")
             stop = args.epochs * args.clips // args.batch
-            batches = iter(build_dataloader(dataset, args.batch, seed=0, num_workers=workers, stop=stop))
+            sampler = EpochBatchSampler(len(dataset), args.batch, seed=0, stop=stop)
+            batches = iter(build_loader(dataset, sampler, num_workers=workers))
             used, start = processor_s(), time.perf_counter()
             for _ in range(args.clips // args.batch):
                 next(batches)
@@ -93,7 +95,7 @@ def write_cache(folder: Path, args: argparse.Namespace) -> Path:
     of_text = {"output_dim": args.width, "model_max_length": TOKENS, "tokens": TOKENS, "dtype": "bfloat16"}
     mask = torch.arange(TOKENS) < args.tokens
     with (
-        RecordWriter(folder / CLIPS, CLIP_FEATURES, settings=clip_settings("random", size, "center", "fp16")) as clips,
+        RecordWriter(folder / CLIPS, CLIP_FEATURES, settings=cache_settings("random", size, "center", "fp16")) as clips,
         RecordWriter(folder / FOLDER, FEATURES, settings={"encoder": "random", **of_text}) as texts,
     ):
         for clip in range(args.clips):

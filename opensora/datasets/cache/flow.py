@@ -2,7 +2,6 @@
 (`docs/scoring.md`). Datasets only read it, for models that are conditioned on it (NOVA).
 """
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,30 +10,19 @@ from opensora.utils.errors import UserError
 
 FOLDER = "flow"
 FEATURES = {"flow": "float64", "source": "string"}
-REMEDY = "Measure it with `python -m tools.cache_features TRAIN_CONFIG --cache-dir {} --what flow`."
 
 
 class StoredFlow:
-    """Reads the scores of a cache.
-
-    Raises:
-        UserError: there are none.
-    """
+    """The scores of a cache, by the key of a clip; a `UserError` where there are none."""
 
     def __init__(self, cache_dir: str | Path) -> None:
-        self.remedy = REMEDY.format(cache_dir)
+        self.remedy = (
+            f"Measure it with `python -m tools.cache_features TRAIN_CONFIG --cache-dir {cache_dir} --what flow`."
+        )
         self.records = RecordReader(Path(cache_dir) / FOLDER, remedy=self.remedy)
 
-    def missing(self, keys: Iterable[str]) -> list[str]:
-        """Those that were not measured."""
-        return [key for key in keys if key not in self.records]
-
     def of(self, key: str, source: str) -> float:
-        """The score of a clip with this content.
-
-        Raises:
-            UserError: it was measured on other content.
-        """
+        """The score of a clip; a `UserError` where it was measured on other content than `source`."""
         record = self.records.read(key)
         if record["source"] != source:
             raise UserError(f"{self.records.path}: {key} was changed after its flow was measured. {self.remedy}")

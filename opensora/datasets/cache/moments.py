@@ -23,14 +23,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from opensora.acceleration.distributed import World, barrier, broadcast_from_rank0, mean_over_ranks
-from opensora.datasets.cache.records import (
-    SHARD_BYTES,
-    RecordReader,
-    RecordWriter,
-    consolidate,
-    prepare_folder,
-)
-from opensora.datasets.datasets import ClipRows
+from opensora.datasets.cache.records import SHARD_BYTES, RecordReader, RecordWriter, consolidate, prepare_folder
+from opensora.datasets.datasets import VideoTextDataset
 from opensora.datasets.sampler import SampleKey
 from opensora.datasets.table.table import Table
 from opensora.datasets.transforms import get_transform, is_random
@@ -62,17 +56,6 @@ class Encoder(Protocol):
     def fingerprint(self) -> str: ...
 
 
-class SampleSource(Protocol):
-    """What the cache asks of a dataset of pixels."""
-
-    table: Table
-    clips: ClipRows
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, key: SampleKey) -> dict[str, Any]: ...
-
-
 class Counts(NamedTuple):
     """Records of the whole job: made now, and there already."""
 
@@ -90,48 +73,29 @@ class Job(NamedTuple):
 
 
 class Choices(NamedTuple):
-    """What decides the pixels of a `VideoTextDataset` beside window and transform; its defaults."""
+    """What decides the pixels of a `VideoTextDataset` next to window and transform; its defaults."""
 
     use_image_transform: bool = False
     decoding: Decoding = DEFAULT
     target_fps: float | None = None
 
-    def settings(self) -> dict[str, Any]:
-        """What is no default: caches that were written before there was a choice have none of these."""
-        decode = {name: value for name, value in asdict(self.decoding).items() if value != getattr(DEFAULT, name)}
-        chosen = {"use_image_transform": self.use_image_transform, "decode": decode, "target_fps": self.target_fps}
-        return {name: value for name, value in chosen.items() if value}
-
 
 DEFAULTS = Choices()
 
 
-def clip_settings(
-    vae: str, image_size: Sequence[int], transform_name: str, dtype: str, choices: Choices = DEFAULTS
+def cache_settings(
+    vae: str, image_size: Sequence[int], transform_name: str, dtype: str, choices: Choices = DEFAULTS, **window: int
 ) -> dict[str, Any]:
-    """What all records of CACHE/clips depend on."""
+    """What all records of CACHE/clips depend on; those of CACHE/samples also on `num_frames`, `frame_interval` and `seed`.
+
+    Choices that are the default are left out: caches that were written before there was a choice have none of these.
+    """
+    decode = {name: value for name, value in asdict(choices.decoding).items() if value != getattr(DEFAULT, name)}
+    chosen = {**choices._asdict(), "decode": decode}
+    del chosen["decoding"]
     size = [int(n) for n in image_size]
-    return {"vae": vae, "image_size": size, "transform_name": transform_name, "dtype": dtype, **choices.settings()}
-
-
-def sample_settings(
-    vae: str,
-    window: tuple[int, int],
-    image_size: Sequence[int],
-    transform_name: str,
-    dtype: str,
-    seed: int,
-    choices: Choices = DEFAULTS,
-) -> dict[str, Any]:
-    """What all records of CACHE/samples depend on; `window` is (num_frames, frame_interval)."""
-    num_frames, frame_interval = window
-    window_settings = {"num_frames": num_frames, "frame_interval": frame_interval, "seed": seed}
-    return {**clip_settings(vae, image_size, transform_name, dtype, choices), **window_settings}
-
-
-def sample_key(name: str, occurrence: int, epoch: int) -> str:
-    """Of a row: its path in the table, and how many rows above it have the same one."""
-    return f"{name}\n{occurrence}\n{epoch}"
+    settings = {"vae": vae, "image_size": size, "transform_name": transform_name, "dtype": dtype}
+    return {**settings, **{name: value for name, value in chosen.items() if value}, **window}
 
 
 @torch.inference_mode()
@@ -145,10 +109,7 @@ def write_clips(
     choices: Choices = DEFAULTS,
     chunk: int = 32,
 ) -> Counts:
-    """Encode all frames of all clips; see `write_missing`.
-
-    Args:
-        chunk: Frames that are decoded and encoded at a time.
+    """Encode all frames of all clips, decoding and encoding `chunk` of them at a time; see `write_missing`.
 
     Raises:
         UserError: VAE, transform or target_fps cannot be cached so, or the folder holds a cache with other settings.
@@ -163,7 +124,7 @@ def write_clips(
             f"transform_name={transform_name!r} gives no fixed crop of image_size to cache; use 'center', or {other_way}"
         )
     refuse_rate_of_clips(choices.target_fps)
-    settings = clip_settings(vae.fingerprint(), image_size, transform_name, job.dtype, choices)
+    settings = cache_settings(vae.fingerprint(), image_size, transform_name, job.dtype, choices)
     video_transform = get_transform(transform_name, image_size)
     image_transform = get_transform("adm_center" if choices.use_image_transform else transform_name, image_size)
     rows: dict[str, int] = {}
@@ -190,43 +151,49 @@ def write_clips(
             raise UserError(f"{table.where(rows[name])}: {error}") from error
         return {"moments": torch.cat(parts, dim=1), "num_frames": info.num_frames, "fps": info.fps}
 
-    return write_missing(
-        job, CLIPS, CLIP_FEATURES, settings, list(rows), encode, lambda name: source_hash(table.path(rows[name]))
-    )
+    def source(name: str) -> str:
+        return source_hash(table.path(rows[name]))
+
+    return write_missing(job, CLIPS, CLIP_FEATURES, settings, list(rows), encode, source)
 
 
 @torch.inference_mode()
-def write_samples(dataset: SampleSource, vae: Encoder, job: Job, settings: dict[str, Any], epochs: int) -> Counts:
-    """Encode the samples of the first `epochs` epochs of a dataset of pixels; `settings`: see `sample_settings`."""
+def write_samples(dataset: VideoTextDataset, vae: Encoder, job: Job, settings: dict[str, Any], epochs: int) -> Counts:
+    """Encode the samples of the first `epochs` epochs of a dataset of pixels; `settings`: see `cache_settings`."""
     table = dataset.table
-    counts = occurrences_of_rows(table)
+    occurrence = occurrences_of_rows(table)
     samples = {}
     for index in range(len(dataset)):
         row = dataset.clips.row(index)
         for epoch in range(epochs):
-            samples[sample_key(table.name(row), int(counts[row]), epoch)] = (table.path(row), SampleKey(epoch, index))
+            samples[sample_key(table.name(row), occurrence[row], epoch)] = (table.path(row), SampleKey(epoch, index))
 
     def encode(key: str) -> dict[str, Any]:
         path, sample = samples[key]
         item = dataset[sample]
         moments = vae.moments(item["video"][None].to(job.world.device))[0]  # of [1, 3, T, H, W]
-        size = [int(n) for n in item["video"].shape[1:]]
-        record = {"moments": _stored(moments, job.dtype, path), "num_frames": probe(path).num_frames, "size": size}
-        return {**record, "fps": float(item["fps"])}
+        record = {"moments": _stored(moments, job.dtype, path), "num_frames": probe(path).num_frames}
+        return {**record, "size": list(item["video"].shape[1:]), "fps": float(item["fps"])}
 
-    return write_missing(
-        job, SAMPLES, SAMPLE_FEATURES, settings, list(samples), encode, lambda key: source_hash(samples[key][0])
-    )
+    def source(key: str) -> str:
+        return source_hash(samples[key][0])
+
+    return write_missing(job, SAMPLES, SAMPLE_FEATURES, settings, list(samples), encode, source)
+
+
+def sample_key(name: str, occurrence: int, epoch: int) -> str:
+    """The key of a row's sample: its path in the table, how many rows above it have the same one, and the epoch."""
+    return f"{name}\n{occurrence}\n{epoch}"
 
 
 def occurrences_of_rows(table: Table) -> np.ndarray:
     """[N] int64, how many rows above each have the same path."""
     seen: Counter[str] = Counter()
-    counts = np.empty(len(table), np.int64)
+    occurrence = np.empty(len(table), np.int64)
     for row, name in enumerate(table.rows["path"]):
-        counts[row] = seen[name]
+        occurrence[row] = seen[name]
         seen[name] += 1
-    return counts
+    return occurrence
 
 
 def write_missing(

@@ -19,7 +19,6 @@ from opensora.utils.errors import UserError
 
 FOLDER = "text"
 FEATURES = {"y": "tensor", "mask": "tensor", "caption": "string"}
-REMEDY = "Write it with `python -m tools.cache_features TRAIN_CONFIG --what text --cache-dir {}`."
 NO_TEXT = ""  # the null condition of models without a table for it
 DTYPES = ("auto", "fp32", "bf16", "fp16")
 
@@ -37,36 +36,24 @@ class TextEncoder(Protocol):
 
 
 class TextFeatures:
-    """Reads encoded captions.
-
-    Args:
-        cache_dir: Folder that `tools.cache_features` wrote.
-
-    Raises:
-        UserError: there is no such cache.
-    """
+    """Reads encoded captions from the folder that `tools.cache_features` wrote; a `UserError` where there are none."""
 
     def __init__(self, cache_dir: str | Path) -> None:
         self.cache_dir = Path(cache_dir)
-        self.remedy = REMEDY.format(self.cache_dir)
+        command = f"python -m tools.cache_features TRAIN_CONFIG --what text --cache-dir {cache_dir}"
+        self.remedy = f"Write it with `{command}`."
         self.records = RecordReader(self.cache_dir / FOLDER, remedy=self.remedy)
         self.settings: dict[str, Any] = self.records.settings
         self.output_dim: int = self.settings["output_dim"]
         self.model_max_length: int = self.settings["model_max_length"]
-        self.tokens: int = self.settings["tokens"]
 
     def one(self, caption: str) -> tuple[Tensor, Tensor]:
-        """y [1, L, D] in the dtype of the cache, mask [L] bool.
-
-        Raises:
-            UserError: the caption is not in the cache.
-        """
-        try:
-            record = self.records.read(caption, ("y", "mask"))
-        except KeyError:
-            raise self.unknown([caption]) from None
+        """y [1, L, D] in the dtype of the cache, mask [L] bool; a `UserError` where the caption is not in the cache."""
+        if caption not in self.records:
+            raise self.unknown([caption])
+        record = self.records.read(caption, ("y", "mask"))
         stored = record["y"]  # [l, D], l <= L
-        y = stored.new_zeros(1, self.tokens, stored.shape[1])
+        y = stored.new_zeros(1, self.settings["tokens"], stored.shape[1])
         y[0, : len(stored)] = stored
         return y, record["mask"].clone()
 
@@ -95,9 +82,7 @@ def captions_of(table: Table) -> list[str]:
 
 @torch.inference_mode()
 def write_text(captions: Iterable[str], encoder: TextEncoder, job: Job, *, batch_size: int = 16) -> Counts:
-    """Encode captions and "no text"; see `write_missing`.
-
-    `job.dtype`: "auto" = that of the encoder, which loses nothing.
+    """Encode captions and "no text"; see `write_missing`. `job.dtype`: "auto" = that of the encoder, which loses nothing.
 
     Raises:
         UserError: the folder holds features of another encoder, or features are not finite.
@@ -117,7 +102,7 @@ def write_text(captions: Iterable[str], encoder: TextEncoder, job: Job, *, batch
     }
     mine = captions[job.world.rank :: job.world.size]
     index_of = {caption: i for i, caption in enumerate(mine)}
-    encoded: dict[str, dict[str, Any]] = {}
+    encoded: dict[str, Any] = {}
 
     def encode(caption: str) -> dict[str, Any]:
         """A caption is encoded with those that come after it in this process's list."""
@@ -125,19 +110,14 @@ def write_text(captions: Iterable[str], encoder: TextEncoder, job: Job, *, batch
         if caption not in encoded:
             batch = mine[index_of[caption] : index_of[caption] + batch_size]
             y, mask = encoder.encode(batch)
-            y, mask = y[:, 0].to(dtype).cpu(), mask.cpu()  # [B, L, D], [B, L]
-            encoded = {text: _record(*rows) for text, *rows in zip(batch, y, mask, batch, strict=True)}
-        return encoded.pop(caption)
+            encoded = {text: row for text, *row in zip(batch, y[:, 0].to(dtype).cpu(), mask.cpu(), strict=True)}
+        y, mask = encoded.pop(caption)  # [L, D], [L]
+        y = y[: int(mask.nonzero().max()) + 1 if mask.any() else 0]
+        if y.is_floating_point() and not y.isfinite().all():
+            raise UserError(
+                f"the features of {caption[:60]!r} are not finite in {y.dtype}; store them with --text-dtype fp32, or let the "
+                "encoder compute in bf16 or fp32 (text_encoder.dtype)."
+            )
+        return {"y": y, "mask": mask, "caption": caption}
 
     return write_missing(job, FOLDER, FEATURES, settings, captions, encode)
-
-
-def _record(y: Tensor, mask: Tensor, caption: str) -> dict[str, Any]:
-    """A record of y [L, D] up to the last real token of mask [L]."""
-    length = int(mask.nonzero().max()) + 1 if mask.any() else 0
-    if y.is_floating_point() and not y[:length].isfinite().all():
-        raise UserError(
-            f"the features of {caption[:60]!r} are not finite in {y.dtype}; store them with --text-dtype fp32, or let the "
-            "encoder compute in bf16 or fp32 (text_encoder.dtype)."
-        )
-    return {"y": y[:length], "mask": mask, "caption": caption}

@@ -1,6 +1,6 @@
 """What counts as a video and what as an image, how files are decoded, and the errors for what files do not give.
 
-Every error about one file is a `BadFile`: the loader may put another sample in its place (`substitute.py`). What is wrong
+Every error about one file is a `BadFile`: the loader may put another sample in its place (`dataloader.py`). What is wrong
 with a table or a setting is a plain `UserError`, which always ends a run.
 """
 
@@ -33,6 +33,32 @@ class TooFewFrames(BadFile):
 
     def __reduce__(self) -> tuple[type, tuple[str, int]]:
         return type(self), (str(self), self.available)
+
+
+@dataclass(frozen=True)
+class BadFiles:
+    """What to do with samples whose file cannot be read.
+
+    Args:
+        policy: "substitute" another sample of the same size and length, or raise the "error".
+        max_share: The share of bad samples above which a run ends, in each process; of the first 100 at least.
+        seed: Of the choice of stand-ins.
+    """
+
+    policy: Literal["substitute", "error"] = "substitute"
+    max_share: float = 0.05
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.policy not in ("substitute", "error"):
+            raise UserError(f"bad_files={self.policy!r} is not one of substitute, error.")
+        if not 0 <= self.max_share <= 1:
+            raise UserError(f"max_bad_share={self.max_share} is no share: give a number from 0 to 1, such as 0.05.")
+
+    @property
+    def at_start(self) -> float:
+        """The share of a table's rows that may be left out before training because their file is missing or broken."""
+        return self.max_share if self.policy == "substitute" else 0.0
 
 
 def is_image(path: str | Path) -> bool:

@@ -13,9 +13,8 @@ from PIL import Image
 from opensora.datasets.datasets import VideoTextDataset
 from opensora.datasets.sampler import SampleKey
 from opensora.datasets.video.color import nits_to_pq
-from opensora.datasets.video.files import BadFile
-from opensora.datasets.video.frame_times import AtRate
-from opensora.datasets.video.read_video import Decoding, open_clip, probe, read_frames, read_indices
+from opensora.datasets.video.files import BadFile, Decoding
+from opensora.datasets.video.read_video import FrameRule, open_clip, probe, read_frames, read_indices
 from opensora.datasets.video.timeline import _from_header, _from_packets, open_video
 from opensora.utils.errors import UserError
 from tests.datasets.video.videos import CLIPS, combs, frame_numbers, numbered_frames, write_interlaced
@@ -148,7 +147,7 @@ def test_a_video_of_variable_rate_at_a_steady_one(write_video):
     """Frames at 0, 1, 2, 10, 11, 12, ... thirtieths: what is shown at every fifth."""
     times = [0, 1, 2, 10, 11, 12, 13, 14, 40, 41, 42, 43]
     path = write_video("vfr.mp4", numbered_frames(12), times=times, rate=30, options={"g": "4"})
-    rule = AtRate(9, 6)  # 0, 5, 10, ... 40 thirtieths
+    rule = FrameRule(9, target_fps=6)  # 0, 5, 10, ... 40 thirtieths
     with open_clip(path) as clip:
         assert clip.seconds() == pytest.approx(np.array(times) / 30, abs=1e-3)
         assert rule.num_starts(clip.seconds()) == 3  # 40 thirtieths after frame 2 there is still one

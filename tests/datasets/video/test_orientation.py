@@ -9,9 +9,7 @@ import pytest
 from PIL import Image
 
 from opensora.datasets.video.color import display_matrix
-from opensora.datasets.video.files import file_stat_key
 from opensora.datasets.video.read_video import Decoding, open_clip, probe, read_frames
-from opensora.datasets.video.timeline import open_timeline
 from tests.datasets.video.videos import combs, decoded_in_order, with_matrix, write_interlaced
 from tools.scene_cut.frames import Footage
 
