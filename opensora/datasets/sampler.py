@@ -28,29 +28,19 @@ class BucketKey(NamedTuple):
 
 
 class BatchKeys(NamedTuple):
-    """A batch of one process.
-
-    Attributes:
-        first_index: Of its first sample in the global batch, which all processes share in this step.
-        global_batch_size: Samples of the global batch.
-    """
+    """A batch of one process."""
 
     keys: Sequence[SampleKey | BucketKey]
-    first_index: int
+    first_index: int  # of its first sample in the global batch, which all processes share in this step
     global_batch_size: int
 
 
 class DataPosition(NamedTuple):
-    """How far a run is in its data.
+    """How far a run is in its data."""
 
-    Attributes:
-        epoch: Counted from 0.
-        batch: Batches that each process took of this epoch.
-        segments: (processes, batches) for each earlier part of this epoch that ran on another number of processes.
-    """
-
-    epoch: int = 0
-    batch: int = 0
+    epoch: int = 0  # counted from 0
+    batch: int = 0  # batches that each process took of this epoch
+    # (processes, batches) for each earlier part of this epoch that ran on another number of processes
     segments: tuple[tuple[int, int], ...] = ()
 
 
@@ -61,7 +51,7 @@ class BatchSampler(Protocol):
         """Batches of each process in an epoch."""
 
     def seek(self, position: DataPosition, count: int | None) -> None:
-        """Yield `count` batches from `position` on."""
+        """Yield `count` batches from `position` on; None: go on for ever."""
 
     def __iter__(self) -> Iterator[BatchKeys]:
         """This process' batches."""
@@ -111,11 +101,11 @@ class EpochBatchSampler:
         return self.batches_per_epoch * self.global_batch - self.num_samples
 
     def batches_in(self, epoch: int) -> int:
-        """Micro-batches of each rank in an epoch; all epochs are alike."""
+        """See `BatchSampler`; all epochs are alike."""
         return self.batches_per_epoch
 
     def seek(self, position: DataPosition, count: int | None) -> None:
-        """Yield `count` batches from `position` on; None: go on for ever."""
+        """See `BatchSampler`."""
         self.start = position.epoch * self.batches_per_epoch + position.batch
         self.stop = None if count is None else self.start + count
 
