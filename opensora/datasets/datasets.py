@@ -50,6 +50,30 @@ def draw_choice(table: Table, seed: int, epoch: int, row: int, num_starts: int) 
     return Choice(caption, int(torch.randint(num_starts, (1,), generator=rng)), rng)
 
 
+class TableDataset:
+    """Samples of the rows of a table; `rows` [N] has the row of each."""
+
+    table: Table
+    rows: Sequence[int] | np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def path_of(self, index: int) -> Path:
+        """The file of sample `index`."""
+        return self.table.path(int(self.rows[index]))
+
+    def another(self, key: SampleKey, rng: torch.Generator) -> SampleKey | None:
+        """Any other sample, all of which have one size and length; None where there is one alone."""
+        if len(self) == 1:
+            return None
+        return SampleKey(key.epoch, (key.index + int(torch.randint(1, len(self), (1,), generator=rng))) % len(self))
+
+    def _hash(self, *settings: Any) -> str:
+        text = repr((type(self).__name__, self.table.fingerprint(), *settings))
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
 class ClipRows:
     """The rows of a table that can give a clip, and the random choices for them.
 
@@ -109,13 +133,6 @@ class ClipRows:
         self._complain_or_drop(short, what, "too short", "Lower num_frames or frame_interval.")
         self.kept = np.flatnonzero(~(slow | short))
 
-    def __len__(self) -> int:
-        return len(self.kept)
-
-    def row(self, index: int) -> int:
-        """The table's row of sample `index`; they differ where short or slow clips were dropped."""
-        return int(self.kept[index])
-
     def choose(self, epoch: int, row: int, num_starts: int, available: int) -> Choice:
         """Caption and first frame of a sample whose file has `available` frames, of which `num_starts` can begin a clip."""
         if num_starts < 1:
@@ -135,7 +152,7 @@ class ClipRows:
     def settings(self) -> tuple[Any, ...]:
         """What, next to the table, decides the choices."""
         at_rate = () if self.target_fps is None else (self.target_fps,)
-        return self.num_frames, self.frame_interval, self.seed, len(self), *at_rate
+        return self.num_frames, self.frame_interval, self.seed, len(self.kept), *at_rate
 
     def _complain_or_drop(self, bad: np.ndarray, what: str, reason: str, remedy: str) -> None:
         """Treat rows that cannot give a clip as `short_clips` says; an error where none would be left."""
@@ -151,7 +168,7 @@ class ClipRows:
 
 
 @DATASETS.register_module()
-class VideoTextDataset:
+class VideoTextDataset(TableDataset):
     """Clips of one length and size, with a caption.
 
     A sample is a dict: `video` [3, T, H, W] float32 in [-1, 1], `text`, `fps` (of the clip: the file's rate divided by
@@ -200,20 +217,14 @@ class VideoTextDataset:
             table, num_frames, frame_interval, seed, short_clips,
             count=lambda row: count(table.path(row)), target_fps=target_fps,
         )  # fmt: skip
+        self.rows = self.clips.kept
         self.transform = get_transform(transform_name, image_size)
         self.image_transform = get_transform("adm_center" if use_image_transform else transform_name, image_size)
         decoded = () if self.decoding == DEFAULT else (self.decoding,)
         self._settings = (tuple(image_size), transform_name, use_image_transform, *decoded)
 
-    def __len__(self) -> int:
-        return len(self.clips)
-
-    def path_of(self, index: int) -> Path:
-        """The file of sample `index`."""
-        return self.table.path(self.clips.row(index))
-
     def __getitem__(self, key: SampleKey) -> Item:
-        row = self.clips.row(key.index)
+        row = int(self.rows[key.index])
         path = self.table.path(row)
         choose = partial(self.clips.choose, key.epoch, row)
         try:
@@ -226,10 +237,6 @@ class VideoTextDataset:
         video = transform(frames, generator=choice.rng)  # [3, T, H, W]
         return {"video": video, **describe(row, path, choice.caption, video.shape[1:], fps, self.table.scores(row))}
 
-    def another(self, key: SampleKey, rng: torch.Generator) -> SampleKey | None:
-        """Another sample, all of which have one size and length."""
-        return another_sample(len(self), key, rng)
-
     @property
     def sample_bytes(self) -> int:
         """Of one sample's video; 0 where files keep their size."""
@@ -238,8 +245,7 @@ class VideoTextDataset:
 
     def fingerprint(self) -> str:
         """A hash of everything that decides the samples, except the pixels in the files."""
-        text = repr((type(self).__name__, self.table.fingerprint(), self.clips.settings(), self._settings))
-        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        return self._hash(self.clips.settings(), self._settings)
 
 
 def read_clip(
@@ -284,13 +290,6 @@ def frames_if_readable(path: Path) -> int:
         return count_frames(path)
     except BadFile:
         return UNKNOWN
-
-
-def another_sample(count: int, key: SampleKey, rng: torch.Generator) -> SampleKey | None:
-    """Any other of `count` samples; None where there is one alone."""
-    if count == 1:
-        return None
-    return SampleKey(key.epoch, (key.index + int(torch.randint(1, count, (1,), generator=rng))) % count)
 
 
 def naming_the_row(table: Table, row: int, error: UserError) -> UserError:

@@ -6,16 +6,14 @@ ImageNet those are its usual numbers), or a column of a table. The text encoder 
 Videos with classes need no dataset of their own: `VideoTextDataset` with text_columns=("label",) reads a table of them.
 """
 
-import hashlib
 import logging
 import os
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import torch
 
-from opensora.datasets.datasets import another_sample, describe, naming_the_row
+from opensora.datasets.datasets import TableDataset, describe, naming_the_row
 from opensora.datasets.sampler import SampleKey
 from opensora.datasets.table.table import UNKNOWN, Table, complain_about_rows, read_table
 from opensora.datasets.table.text_column import TextColumn
@@ -32,7 +30,7 @@ SHOWN_CLASSES = 3
 
 
 @DATASETS.register_module()
-class ImageFolderDataset:
+class ImageFolderDataset(TableDataset):
     """Images and their class numbers: a folder with a folder for each class, or a table with a column of numbers.
 
     A sample has the keys of `VideoTextDataset`; `video` is [3, 1, H, W], `text` is the class as the text encoder "classes"
@@ -41,15 +39,11 @@ class ImageFolderDataset:
     Args:
         data_path: A folder CLASS/.../image.jpg, or a table (CSV, parquet) with the columns `path` and `label_column`.
         num_frames, frame_interval: 1; named only because training configs do.
-        image_size: Height and width.
         root: Folder that the paths of a table are relative to; the table's own when None. Not for folders.
-        transform_name: See `transforms.get_transform`.
-        use_image_transform: Give ADM's transform instead.
         label_column: Column of a table that holds whole numbers from 0.
         num_classes: What labels must stay below, and the number of class folders; None = as many as there are.
-        seed: With epoch and row, it decides random crops.
-        bad_files: What the loader does when a file cannot be read: "substitute" another sample, and say so, or "error".
-        max_bad_share: The share of substituted samples above which a run ends.
+        image_size, transform_name, use_image_transform, seed, bad_files, max_bad_share: as of `VideoTextDataset`; ADM's transform
+            is given to all.
 
     Attributes:
         num_classes: as given, or counted.
@@ -99,16 +93,10 @@ class ImageFolderDataset:
                     f"{data_path} has {self.num_classes} class folders, but num_classes={num_classes} was asked for. The first "
                     f"are {', '.join(self.class_names[:SHOWN_CLASSES])}.{hint}"
                 )
+        self.rows = range(len(self.table))
         name = "adm_center" if use_image_transform else transform_name
         self.transform = get_transform(name, image_size)
         self._settings = (tuple(image_size), name, seed)
-
-    def __len__(self) -> int:
-        return len(self.table)
-
-    def path_of(self, index: int) -> Path:
-        """The file of sample `index`."""
-        return self.table.path(index)
 
     def __getitem__(self, key: SampleKey) -> dict[str, Any]:
         row = key.index
@@ -121,10 +109,6 @@ class ImageFolderDataset:
         label = self.table.captions(row)[0].strip()
         return {"video": video, **describe(row, path, label, video.shape[1:], IMAGE_FPS)}
 
-    def another(self, key: SampleKey, rng: torch.Generator) -> SampleKey | None:
-        """Another sample, all of which have one size."""
-        return another_sample(len(self), key, rng)
-
     @property
     def sample_bytes(self) -> int:
         """Of one sample's image; 0 where files keep their size."""
@@ -133,8 +117,7 @@ class ImageFolderDataset:
 
     def fingerprint(self) -> str:
         """A hash of everything that decides the samples, except the pixels in the files."""
-        text = repr((type(self).__name__, self.table.fingerprint(), self._settings))
-        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        return self._hash(self._settings)
 
 
 def class_folders(folder: Path) -> list[str]:

@@ -4,10 +4,8 @@ Every file is decoded once, at start, to uint8; a sample is then a crop. Images 
 them, so that one table may hold both, and a still photograph teaches what motion of its detail looks like.
 """
 
-import hashlib
 import logging
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -15,7 +13,7 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn import functional as F
 
-from opensora.datasets.datasets import describe, naming_the_row
+from opensora.datasets.datasets import TableDataset, describe, naming_the_row
 from opensora.datasets.sampler import SampleKey
 from opensora.datasets.table.table import complain_about_rows, read_table
 from opensora.datasets.transforms import get_transform, to_float
@@ -31,20 +29,17 @@ MAX_ZOOM = 1.3  # of a moving camera: beyond, sampling without a filter would al
 
 
 @DATASETS.register_module()
-class InMemoryVideoDataset:
+class InMemoryVideoDataset(TableDataset):
     """Random crops of clips and images, without captions; samples as of `VideoTextDataset`.
 
     A clip of n windows (of `num_frames`, without overlap) counts as n samples of an epoch, and each of them draws its window
     anew from the whole clip: a long video is seen more often than an image, in proportion.
 
     Args:
-        data_path: CSV or parquet file with the column `path`.
-        num_frames: T.
-        frame_interval: Take every n-th frame.
-        image_size: Height and width of the crop. Of a clip it covers between half of what fits and all of it, never enlarged
-            unless the file is smaller.
-        root: Folder that the paths are relative to; the table's own when None.
-        seed: With epoch and sample, it decides window, crop and camera.
+        data_path: Table with the column `path`.
+        image_size: Of the crop. Of a clip it covers between half of what fits and all of it, never enlarged unless the file is
+            smaller.
+        num_frames, frame_interval, root, seed: as of `VideoTextDataset`.
         pictures: What an image is when `num_frames` > 1: "pan" moves and zooms over it, "error" refuses it.
         repeat_clips: Count each window of a clip so many times, where images would outnumber them.
         num_threads: That decode files at start.
@@ -78,19 +73,13 @@ class InMemoryVideoDataset:
         with ThreadPoolExecutor(max(num_threads, 1)) as pool:
             decoded = list(pool.map(self._decode, range(len(self.table))))
         self.videos, self.fps = zip(*decoded, strict=True)  # [T, H, W, 3] uint8 each
-        self.rows: list[int] = []  # of each sample
+        rows: list[int] = []
         for row, frames in enumerate(self.videos):
-            self.rows += [row] * (1 if is_image(self.table.path(row)) else len(frames) // self.needed * repeat_clips)
-        self._settings = (num_frames, frame_interval, self.size, seed, pictures, len(self.rows))
+            rows += [row] * (1 if is_image(self.table.path(row)) else len(frames) // self.needed * repeat_clips)
+        self.rows = rows
+        self._settings = (num_frames, frame_interval, self.size, seed, pictures, len(rows))
         size = sum(video.numel() for video in self.videos)
         logger.info("%s: %d files, %.2f GB in memory", self.table.source, len(self.videos), size / 1e9)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def path_of(self, index: int) -> Path:
-        """The file of sample `index`."""
-        return self.table.path(self.rows[index])
 
     def __getitem__(self, key: SampleKey) -> dict[str, Any]:
         row = self.rows[key.index]
@@ -111,8 +100,7 @@ class InMemoryVideoDataset:
 
     def fingerprint(self) -> str:
         """A hash of everything that decides the samples, except the pixels in the files."""
-        text = repr((type(self).__name__, self.table.fingerprint(), self._settings, [len(v) for v in self.videos]))
-        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        return self._hash(self._settings, [len(video) for video in self.videos])
 
     def _decode(self, row: int) -> tuple[Tensor, float]:
         """All frames of a file, and their rate; opened once, for an animated image is decoded each time that it is opened."""

@@ -3,7 +3,6 @@
 import hashlib
 import logging
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -11,7 +10,7 @@ import torch
 from tqdm import tqdm
 
 from opensora.datasets.buckets.bucket import Assignment, Buckets, DropReason
-from opensora.datasets.datasets import Choice, Item, describe, draw_choice, naming_the_row, read_clip
+from opensora.datasets.datasets import Choice, Item, TableDataset, describe, draw_choice, naming_the_row, read_clip
 from opensora.datasets.sampler import BucketKey
 from opensora.datasets.table.table import UNKNOWN, Table, read_table
 from opensora.datasets.transforms import get_transform
@@ -26,7 +25,7 @@ ROUNDING = 1e-4  # of a frame: rates in tables are rounded
 
 
 @DATASETS.register_module(name=["VariableVideoTextDataset", "VariableVideoText"])  # the second is its older spelling
-class VariableVideoTextDataset:
+class VariableVideoTextDataset(TableDataset):
     """Clips and images of the sizes of a `bucket_config`, with a caption; see `bucket.py` for which goes where.
 
     Images are clips of one frame, for entries of 1 frame. Rows whose file has no readable size are in no bucket; the summary of
@@ -39,20 +38,12 @@ class VariableVideoTextDataset:
         data_path: Table with the columns `path` and `text_columns`. With `num_frames`, `height` and `width` it starts at
             once; without them every file is opened first.
         bucket_config: See `buckets/bucket.py`.
-        frame_interval: Take every n-th frame of a video, exactly.
-        target_fps: Instead, take what is shown at so many frames a second, of videos of any rate; slower ones are in no
-            bucket. A column `fps` saves opening the files.
-        root: Folder that the paths are relative to; the table's own when None.
+        target_fps: As of `VideoTextDataset`; slower videos are in no bucket. A column `fps` saves opening the files.
         transform_name: See `transforms.get_transform`; one that gives the size it is asked for.
-        use_image_transform: Give images ADM's transform instead.
-        text_columns: Each sample takes one of these captions; empty ones are skipped. () where there are no captions.
         seed: With epoch and row, it decides bucket, caption, window and crop.
         size_multiple: Heights and widths of the aspect tables are moved to the nearest multiple of it: VAE x patch.
         cost_power: p of batch sizes "auto", which make batch_size (frames height width)^p equal. 1: equal tokens.
-        bad_files: What a loader does about files that cannot be read: "substitute" another sample of the same bucket, or
-            "error".
-        max_bad_share: The share of such samples above which a run ends.
-        decode: How files are decoded: a dict with the names of `files.Decoding`.
+        frame_interval, root, use_image_transform, text_columns, bad_files, max_bad_share, decode: as of `VideoTextDataset`.
     """
 
     def __init__(  # noqa: PLR0913
@@ -88,6 +79,7 @@ class VariableVideoTextDataset:
         # of the epoch that was last asked for, by plan, summary and stand-ins
         self._assigned: tuple[int, Assignment] | None = None
         self.table = read_table(data_path, root, text_columns, max_bad_share=self.bad_files.at_start)
+        self.rows = range(len(self.table))
         self.frame_interval, self.target_fps, self.seed = frame_interval, target_fps, seed
         # [N] int32 each, UNKNOWN of files that cannot be read; and [N] float64
         self.num_frames, self.height, self.width, fps = _sizes_and_rates(self.table, with_fps=target_fps is not None)
@@ -98,13 +90,6 @@ class VariableVideoTextDataset:
             self._slow = videos & is_slow(fps, target_fps)
             # frames of the file to one of the clip
             self._intervals = np.nan_to_num(np.where(videos, fps / target_fps - ROUNDING, 1.0), nan=1.0)
-
-    def __len__(self) -> int:
-        return len(self.table)
-
-    def path_of(self, index: int) -> Path:
-        """The file of sample `index`."""
-        return self.table.path(index)
 
     def assign(self, epoch: int) -> Assignment:
         """The bucket of every row in an epoch."""
@@ -144,7 +129,7 @@ class VariableVideoTextDataset:
         ar = torch.tensor(key.height / key.width, dtype=torch.float32)
         return {"video": video, **describe(row, path, choice.caption, key[2:], fps, self.table.scores(row)), "ar": ar}
 
-    def another(self, key: BucketKey, rng: torch.Generator) -> BucketKey | None:
+    def another(self, key: BucketKey, rng: torch.Generator) -> BucketKey | None:  # type: ignore[override]
         """Another sample of the same bucket in that epoch, to stand in for `key`."""
         bucket = self.assign(key.epoch).bucket
         rows = np.flatnonzero(bucket == bucket[key.index])

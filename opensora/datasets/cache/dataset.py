@@ -1,6 +1,5 @@
 """Training from what `tools.cache_features` wrote: the samples of `VideoTextDataset`, without decoding and encoding."""
 
-import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -25,7 +24,15 @@ from opensora.datasets.cache.moments import (
 )
 from opensora.datasets.cache.records import METADATA, RecordReader, refuse_other
 from opensora.datasets.cache.text import TextFeatures
-from opensora.datasets.datasets import ClipRows, Item, describe, draw_choice, frames_if_readable, wrong_length
+from opensora.datasets.datasets import (
+    ClipRows,
+    Item,
+    TableDataset,
+    describe,
+    draw_choice,
+    frames_if_readable,
+    wrong_length,
+)
 from opensora.datasets.sampler import SampleKey
 from opensora.datasets.table.table import MAX_CHECKED_FILES, complain_about_rows, read_table
 from opensora.datasets.video.files import IMAGE_FPS, Decoding, is_image
@@ -34,7 +41,7 @@ from opensora.utils.errors import UserError
 
 
 @DATASETS.register_module()
-class CachedVideoTextDataset:
+class CachedVideoTextDataset(TableDataset):
     """`VideoTextDataset` with `moments` [2C, T, h, w] float32 in place of `video`; the choices are the same.
 
     Where the table has no optical-flow score (column `flow`), it is that of the cache, if it was measured.
@@ -100,12 +107,12 @@ class CachedVideoTextDataset:
         self.clips = ClipRows(
             self.table, num_frames, frame_interval, seed, short_clips, count=self._count, target_fps=target_fps
         )
+        self.rows = self.clips.kept
         self.epochs = 0
         if content == SAMPLES:
-            rows = self.clips.kept.tolist()
-            self._refuse_missing(rows)
+            self._refuse_missing(self.rows.tolist())
             self.epochs = 1
-            while all(self._key(row, self.epochs) in self.records for row in rows):
+            while all(self._key(row, self.epochs) in self.records for row in self.rows.tolist()):
                 self.epochs += 1
         self.text = TextFeatures(cache_dir) if text == "features" else None
         if self.text is not None and len(self.table) <= MAX_CHECKED_FILES:
@@ -122,15 +129,8 @@ class CachedVideoTextDataset:
                 raise complain_about_rows(self.table, unknown, what, self.flow.remedy)
         self._verified = np.zeros(len(self.table), bool)
 
-    def __len__(self) -> int:
-        return len(self.clips)
-
-    def path_of(self, index: int) -> Path:
-        """The file of sample `index`."""
-        return self.table.path(self.clips.row(index))
-
     def __getitem__(self, key: SampleKey) -> Item:
-        row = self.clips.row(key.index)
+        row = int(self.rows[key.index])
         path, scores = self.table.path(row), self.table.scores(row)
         record = self.records.read(self._key(row, key.epoch % max(self.epochs, 1)))
         # contents are compared once in each process; sizes were compared at the start
@@ -156,8 +156,7 @@ class CachedVideoTextDataset:
         """A hash of everything that decides the samples."""
         settings = [*sorted(self.records.settings.items()), self.content, self.epochs, self.text and self.text.settings]
         flow = () if self.flow is None else (self.flow.fingerprint(),)
-        parts = (type(self).__name__, self.table.fingerprint(), self.clips.settings(), settings, *flow)
-        return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
+        return self._hash(self.clips.settings(), settings, *flow)
 
     def _window(self, epoch: int, row: int, record: dict[str, Any]) -> tuple[Tensor, str, float]:
         """A window of the moments of a whole clip, its caption and its rate."""

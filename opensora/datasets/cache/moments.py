@@ -164,7 +164,7 @@ def write_samples(dataset: VideoTextDataset, vae: Encoder, job: Job, settings: d
     occurrence = occurrences_of_rows(table)
     samples = {}
     for index in range(len(dataset)):
-        row = dataset.clips.row(index)
+        row = int(dataset.rows[index])
         for epoch in range(epochs):
             samples[sample_key(table.name(row), occurrence[row], epoch)] = (table.path(row), SampleKey(epoch, index))
 

@@ -27,7 +27,7 @@ class _LandedLate(Exception):
 
 
 class PyavClip:
-    """A video; see `read_video.Clip`. It is opened anew for each read but the first: a decoder that was used is no fresh one."""
+    """A video; see `read_video.Clip`. It is opened anew for each read but the first, for a used decoder is no fresh one."""
 
     def __init__(self, path: str, timeline: Timeline, opened: Opened | None, decoding: Decoding) -> None:
         self.path, self.timeline, self.decoding = path, timeline, decoding
