@@ -19,13 +19,13 @@ import signal
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from opensora.datasets.buckets.sampler import BucketBatchSampler, Order, Tail
-from opensora.datasets.sampler import BatchKeys, BatchSampler, BucketKey, EpochBatchSampler, SampleKey
+from opensora.datasets.sampler import BatchKeys, BatchSampler, EpochBatchSampler
 from opensora.datasets.video.files import BadFile, BadFiles
 from opensora.utils.errors import UserError
 from opensora.utils.seed import generator
@@ -40,12 +40,6 @@ NO_FILES_LEFT = "Too many open files|received 0 items of ancdata"
 MAX_ATTEMPTS = 8  # stand-ins that are tried for one sample; so many bad files in a row are no accident
 MIN_SAMPLES = 100  # a share of less than this says little: below it, the limit is that of this many samples
 SHOWN = 10  # bad files that are named one by one
-
-
-class SampleSource(Protocol):
-    """What a loader asks of a dataset."""
-
-    def __getitem__(self, key: Any) -> dict[str, Any]: ...
 
 
 class BatchLoader:
@@ -66,8 +60,8 @@ class BatchLoader:
     def __iter__(self) -> Iterator[Batch]:
         try:
             for batch in self.loader:
-                if isinstance(batch, _Failure):
-                    raise UserError(batch.message)
+                if isinstance(batch, str):
+                    raise UserError(batch)
                 self.bad_files.add(batch)
                 yield batch
             if summary := self.bad_files.summary():
@@ -108,7 +102,7 @@ def build_sampler(
 
 
 def build_loader(
-    dataset: SampleSource,
+    dataset: Any,
     sampler: BatchSampler,
     *,
     num_workers: int = 0,
@@ -198,8 +192,7 @@ def read_or_substitute(dataset: Any, key: Any) -> dict[str, Any]:
     """A sample, or one in its place; `bad_files` of it lists what was wrong with the files that were tried before.
 
     Raises:
-        BadFile: policy "error".
-        UserError: none of the stand-ins could be read either, or there is none.
+        UserError: none of the stand-ins could be read either, or there is none; a `BadFile` with policy "error".
     """
     wanted: BadFiles | None = getattr(dataset, "bad_files", None)
     if wanted is None or wanted.policy == "error":
@@ -230,11 +223,7 @@ class BadFileCount:
         self.problems: Counter[str] = Counter()
 
     def add(self, batch: Mapping[str, Any]) -> None:
-        """Count a batch.
-
-        Raises:
-            UserError: more than `max_share` of the samples so far needed a stand-in.
-        """
+        """Count a batch; a `UserError` where more than `max_share` of the samples so far needed a stand-in."""
         for problems in batch.get("bad_files", ()):
             self.samples += 1
             self.substituted += bool(problems)
@@ -263,27 +252,26 @@ class BadFileCount:
         return "\n".join([head, *lines, *more])
 
 
-class _Failure:
-    """A user's mistake on its way out of a worker, where an exception would gain a traceback of the worker."""
-
-    def __init__(self, message: str) -> None:
-        self.message = message
-
-
 class _Batches(Dataset):
     """Reads whole batches; what each worker reads is noted in memory that outlives it."""
 
-    def __init__(self, dataset: SampleSource, num_workers: int = 0) -> None:
+    def __init__(self, dataset: Any, num_workers: int = 0) -> None:
         self.dataset = dataset
         self._reading = torch.full((max(num_workers, 1), 2), -1, dtype=torch.int64).share_memory_()  # epoch, sample
 
-    def __getitem__(self, batch: BatchKeys) -> Batch | _Failure:
+    def __getitem__(self, batch: BatchKeys) -> Batch | str:
+        """A batch, or the message of a `UserError`: an exception would gain a traceback of the worker."""
+        items = []
         try:
-            items = collate([self._read(key) for key in batch.keys])
+            for key in batch.keys:
+                if worker := get_worker_info():
+                    self._reading[worker.id] = torch.tensor([key.epoch, key.index])
+                items.append(read_or_substitute(self.dataset, key))
+            collated = collate(items)
         except UserError as error:
-            return _Failure(str(error))
+            return str(error)
         return {
-            **items,
+            **collated,
             "sample_index": batch.first_index + torch.arange(len(batch.keys)),
             "global_batch_size": batch.global_batch_size,
         }
@@ -297,11 +285,6 @@ class _Batches(Dataset):
                 file = f"{path_of(index)}, " if path_of is not None else ""
                 lines.append(f"worker {worker} was reading {file}sample {index} of epoch {epoch}")
         return "; ".join(lines)
-
-    def _read(self, key: SampleKey | BucketKey) -> dict[str, Any]:
-        if worker := get_worker_info():
-            self._reading[worker.id] = torch.tensor([key.epoch, key.index])
-        return read_or_substitute(self.dataset, key)
 
 
 def _allow_open_files() -> None:

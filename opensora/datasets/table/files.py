@@ -99,14 +99,7 @@ def read_blocks(source: Path, columns: Collection[str] | None = None) -> Iterato
 
 
 def refuse_missing(**paths: str | Path | None) -> None:
-    """See that files and folders are there, before what a run needs is loaded for minutes.
-
-    Args:
-        paths: by the names of the config's fields; None are none.
-
-    Raises:
-        UserError: one is not.
-    """
+    """Raise a `UserError` where a file or folder, given by the name of its config field, is not there; None are none."""
     for field, path in paths.items():
         if path is not None and not Path(path).exists():
             raise _missing(Path(path), f"{field}={path}")
@@ -131,7 +124,7 @@ def is_numeric(column: pd.Series) -> bool:
 
 
 def integer_type(least: int, most: int) -> Literal["Int64", "UInt64"] | None:
-    """What keeps whole numbers from `least` to `most` as they are, and hashes of 64 bits; None = nothing that pandas has."""
+    """What keeps whole numbers from `least` to `most` as they are; None = nothing that pandas has."""
     if least >= -(2**63) and most < 2**63:
         return "Int64"
     return "UInt64" if least >= 0 and most < 2**64 else None
@@ -194,8 +187,7 @@ def cell_text(value: Any) -> str:
 
 
 def _csv_blocks(source: Path, file: Iterable[str]) -> Iterator[Block]:
-    """With Python's reader, as fast as pandas' (docs/benchmarks/table.md): that one fills up or drops the cells of a row that has
-    too few or too many, and takes text behind a closing quote."""
+    """With Python's reader: pandas' and arrow's take text behind a closing quote (docs/benchmarks/table.md)."""
     csv.field_size_limit(1 << 30)  # captions may be long
     lines = csv.reader(file, strict=True)
     header = next(lines, [])
@@ -230,35 +222,33 @@ def json_records(source: Path, file: Iterable[str]) -> Iterator[dict[str, Any]]:
     Raises:
         UserError: a line is no object, has a name twice, or half of a character.
     """
+
+    def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(dict(pairs)) < len(pairs):
+            raise ValueError("a name is there twice")  # and one of its values would be lost
+        return dict(pairs)
+
     for number, line in enumerate(file, start=1):
         if not line.strip():
             continue
         try:
-            record = json.loads(line, object_pairs_hook=_without_repeats)
+            record = json.loads(line, object_pairs_hook=without_repeats)
         except ValueError as error:
             raise UserError(
                 f"{source}, line {number}: no valid JSON ({error}); each line is an object of its own."
             ) from error
         if not isinstance(record, dict):
             raise UserError(f'{source}, line {number}: not an object, such as {{"path": "a.mp4", "text": "a lake"}}.')
-        # An escape alone can bring a surrogate into text that was read as UTF-8. One without its other half, as a text that
-        # was truncated in the middle of an emoji ends with, is no text.
+        # an escape can be a surrogate without its other half, as where a text was truncated in the middle of an emoji
         for name, value in record.items() if "\\u" in line else ():
             try:
                 json.dumps({name: value}, ensure_ascii=False).encode()
             except UnicodeEncodeError as error:
-                half = error.object[error.start]
                 raise UserError(
-                    f"{source}, line {number}: {name!a} has half of a character, {half!a}, which is no text; was it cut in "
-                    "the middle of an emoji? Remove it."
+                    f"{source}, line {number}: {name!a} has half of a character, {error.object[error.start]!a}, which is no text; "
+                    "was it cut in the middle of an emoji? Remove it."
                 ) from error
         yield record
-
-
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len(dict(pairs)) < len(pairs):
-        raise ValueError("a name is there twice")  # and one of its values would be lost
-    return dict(pairs)
 
 
 def _refuse_repeats(source: Path, columns: Sequence[str]) -> None:

@@ -10,6 +10,7 @@ import logging
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 MAX_CHECKED_FILES = 100_000
 SAMPLE_OF_FILES = 1_000  # that are looked for where a table has more rows than that
+MISSING = "name a file that does not exist"
 UNKNOWN = 0  # in `num_frames`, `height` and `width`
 WRONG = -1  # in a column of numbers that is not checked yet: the cell holds something else
 OK = "ok"  # in the column `status` of tools/datasets and tools/scoring; anything else says what is wrong with the file
@@ -131,7 +133,7 @@ def read_table(
     Args:
         check_files: See that all files exist; of a very long table, that a sample of them does.
         max_bad_share: Rows that name no file, or say that theirs is broken (`status`, or `num_frames` 0), are left out up to
-            this share of the table, and counted in the log and in `left_out`. 0: the first kind that is found is an error.
+            this share of the table, and counted by reason. 0: the first kind that is found is an error.
         columns_option: The dataset's option that names `text_columns`, for messages.
 
     Raises:
@@ -158,30 +160,28 @@ def read_table(
         logger.warning("%s: %d of %d rows are left out: %s (%s%s).", source, len(rows), total, reason, shown, more)
         table = table.without(rows, reason)
 
-    def leave_out_where(bad: np.ndarray, what: str, remedy: str) -> None:
-        rows = np.flatnonzero(bad)
+    def leave_out_files(rows: Sequence[int] | np.ndarray, what: str, remedy: str) -> None:
+        rows = np.asarray(rows, np.int64)
         leave_out(rows, f"they {what}", lambda: complain_about_rows(table, rows, what, remedy))
 
     if table.flow is not None and (wrong := np.flatnonzero(table.flow < 0)).size:
         raise _wrong_numbers("flow", table, wrong)
-    is_unknown = ~has_extension(table.rows["path"], EXTENSIONS)
-    leave_out_where(is_unknown, "have no known extension", f"Known are {' '.join(EXTENSIONS)}.")
-    is_url = table.rows["path"].matches(r"^(https?|s3|gs|ftp)://")
-    leave_out_where(is_url, "name a URL", "Download the files first, and name them as they lie on disk.")
-    if "status" in texts and texts["status"].matches(f"^{OK}$").any():  # else it is somebody else's column
-        status = texts["status"]
-        is_odd = ~status.matches(f"^({OK})?$")[table.numbers]
-        first = status[int(table.numbers[is_odd][0])] if is_odd.any() else ""
+    unknown = np.flatnonzero(~has_extension(table.rows["path"], EXTENSIONS))
+    leave_out_files(unknown, "have no known extension", f"Known are {' '.join(EXTENSIONS)}.")
+    urls = np.flatnonzero(table.rows["path"].matches(r"^(https?|s3|gs|ftp)://"))
+    leave_out_files(urls, "name a URL", "Download the files first, and name them as they lie on disk.")
+    status = texts.get("status")
+    if status is not None and status.matches(f"^{OK}$").any():  # else it is somebody else's column
+        odd = np.flatnonzero(~status.matches(f"^({OK})?$")[table.numbers])
+        first = status[int(table.numbers[odd[0]])] if len(odd) else ""
         remedy = f"python -m tools.datasets.datautil {shlex.quote(str(source))} --remove-broken leaves such rows out."
-        leave_out_where(is_odd, f"have a status that is not {OK!r}", f"The first says {first!r}. {remedy}")
-    for name in NUMBERS:
-        if name != "flow":
-            wrong = np.flatnonzero(getattr(table, name) < 0)
-            what = f"{name} is 0 or no {NUMBERS[name][0]}"
-            leave_out(wrong, what, lambda name=name, rows=wrong: _wrong_numbers(name, table, rows))  # type: ignore[misc]
+        leave_out_files(odd, f"have a status that is not {OK!r}", f"The first says {first!r}. {remedy}")
+    for name in ("num_frames", "height", "width", "fps"):
+        wrong = np.flatnonzero(getattr(table, name) < 0)
+        leave_out(wrong, f"{name} is 0 or no {NUMBERS[name][0]}", partial(_wrong_numbers, name, table, wrong))
     if check_files:
-        missing = _missing_files(table, max_bad_share)
-        leave_out_where(missing, "name a file that does not exist", _where_files_lie(table))
+        remedy = f"Paths are relative to {folder.resolve()}; if the files lie elsewhere, set root (--root FOLDER)."
+        leave_out_files(_missing_files(table, max_bad_share, remedy), MISSING, remedy)
     return table
 
 
@@ -279,28 +279,28 @@ def _wrong_numbers(name: str, table: Table, rows: np.ndarray) -> UserError:
     )
 
 
-def _where_files_lie(table: Table) -> str:
-    return f"Paths are relative to {table.folder.resolve()}; if the files lie elsewhere, set root (--root FOLDER)."
-
-
-def _missing_files(table: Table, max_share: float) -> np.ndarray:
-    """[N] bool. Of a table that is too long to look for every file, a sample must be there, but for the share that may be bad."""
-
-    def is_missing(row: int) -> bool:
+def _missing_files(table: Table, max_share: float, remedy: str) -> list[int]:
+    """The rows whose file is not there. Of a table that is too long to look for every file, a sample must be there, but for
+    the share that may be bad."""
+    is_long = len(table) > MAX_CHECKED_FILES
+    candidates: Iterable[int] = range(len(table))
+    if is_long:
+        candidates = np.linspace(0, len(table) - 1, SAMPLE_OF_FILES).astype(np.int64).tolist()
+    rows = []
+    for row in candidates:
         try:
-            return not table.path(row).is_file()
+            is_there = table.path(row).is_file()
         except OSError:  # a name that no file system takes, or a mount that is away
-            return True
-
-    if len(table) <= MAX_CHECKED_FILES:
-        return np.array([is_missing(row) for row in range(len(table))], bool)
-    sample = np.linspace(0, len(table) - 1, SAMPLE_OF_FILES).astype(np.int64).tolist()
-    rows = [row for row in sample if is_missing(row)]
-    if len(rows) > max_share * len(sample):
-        error = complain_about_rows(table, rows, "name a file that does not exist", _where_files_lie(table))
-        raise UserError(f"of {len(sample)} files that were looked for, {len(rows)} are not there. {error}")
+            is_there = False
+        if not is_there:
+            rows.append(row)
+    if not is_long:
+        return rows
+    if len(rows) > max_share * SAMPLE_OF_FILES:
+        error = complain_about_rows(table, rows, MISSING, remedy)
+        raise UserError(f"of {SAMPLE_OF_FILES} files that were looked for, {len(rows)} are not there. {error}")
     logger.info(
         "%s: %d rows are too many to look for every file at start; of %d that were looked for, %d are missing.",
-        table.source, len(table), len(sample), len(rows),
+        table.source, len(table), SAMPLE_OF_FILES, len(rows),
     )  # fmt: skip
-    return np.zeros(len(table), bool)
+    return []

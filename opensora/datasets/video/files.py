@@ -62,7 +62,7 @@ class BadFiles:
 
 
 def is_image(path: str | Path) -> bool:
-    """Whether a file is an image of one frame: by its extension, unless it is a WebP or AVIF that moves."""
+    """Whether a file is an image of one frame: by its extension, unless it is an animated WebP or AVIF."""
     return Path(path).suffix.lower() in IMAGE_EXTENSIONS and not is_animated(path)
 
 
@@ -96,21 +96,14 @@ def file_stat_key(path: str | Path) -> tuple[str, int, int]:
 
 
 def refuse_unlisted(error: OSError) -> None:
-    """For `os.walk`, which passes over what it cannot list without a word.
-
-    Raises:
-        UserError: always.
-    """
+    """For `os.walk`, which passes over what it cannot list without a word: raises a `UserError`."""
     raise UserError(f"{error.filename} cannot be listed ({error.strerror}); its files would be missing.") from error
 
 
 def too_few(path: str | Path, indices: Sequence[int], available: int) -> TooFewFrames:
     """The error for frames beyond a file's end."""
-    if is_image(path):
-        message = f"{path} is an image; frames {indices[0]} to {indices[-1]} were asked for."
-    else:
-        message = f"{path} has {available} frames, but frames {indices[0]} to {indices[-1]} were asked for."
-    return TooFewFrames(message, available)
+    has = "is an image;" if is_image(path) else f"has {available} frames, but"
+    return TooFewFrames(f"{path} {has} frames {indices[0]} to {indices[-1]} were asked for.", available)
 
 
 @dataclass(frozen=True)
@@ -141,11 +134,7 @@ class Decoding:
 
     @classmethod
     def of(cls, settings: Mapping[str, Any] | None) -> "Decoding":
-        """From a config's dict.
-
-        Raises:
-            UserError: an unknown name or choice.
-        """
+        """From a config's dict; a `UserError` for an unknown name or choice."""
         names = [field.name for field in fields(cls)]
         for name in settings or {}:
             if name not in names:

@@ -135,11 +135,7 @@ def count_frames(path: str | Path) -> int:
 
 
 def probe(path: str | Path) -> VideoInfo:
-    """Size, length and rate of a file; remembered until the file changes. Decodes one frame, of an image none.
-
-    Raises:
-        BadFile: it cannot be read.
-    """
+    """Size, length and rate of a file; remembered until the file changes. Decodes one frame, of an image none."""
     return _probe(*file_stat_key(path))
 
 
@@ -152,12 +148,7 @@ def _probe(path: str, size: int, mtime_ns: int) -> VideoInfo:
 def read_frames(
     path: str | Path, start: int, num_frames: int, frame_interval: int = 1, decoding: Decoding = DEFAULT
 ) -> Tensor:
-    """Frames start, start + interval, ... of a video, or an image as one frame: [T, H, W, 3] uint8 RGB.
-
-    Raises:
-        TooFewFrames: the file ends before the last of them.
-        BadFile: it cannot be read.
-    """
+    """Frames start, start + interval, ... of a video, or an image as one frame; returns and raises as `read_indices`."""
     if start < 0:
         raise ValueError(f"start={start}")
     with open_clip(path, decoding) as clip:
@@ -183,11 +174,7 @@ def read_indices(path: str | Path, clip: Clip, indices: Sequence[int] | np.ndarr
 
 @contextmanager
 def open_clip(path: str | Path, decoding: Decoding = DEFAULT) -> Iterator[Clip]:
-    """A video or image to read from; opened once, whatever is asked of it, and closed with everything it started.
-
-    Raises:
-        BadFile: it cannot be read.
-    """
+    """A video or image to read from, opened once, whatever is asked of it. All here raise a `BadFile` where it cannot be read."""
     file_key = file_stat_key(path)
     if Path(path).suffix.lower() in IMAGE_EXTENSIONS:
         yield ImageClip(Path(path))
