@@ -26,7 +26,8 @@ import torch.distributed as dist
 from opensora.acceleration.distributed import init_world, shutdown
 from opensora.config.load import TrainConfig, parse_config
 from opensora.config.resolve import DEFAULT_DATASET
-from opensora.datasets.cache.flow import FOLDER as FLOW
+from opensora.datasets.cache.features import DTYPES as TEXT_DTYPES
+from opensora.datasets.cache.features import FLOW, TEXT, captions_of, write_text
 from opensora.datasets.cache.moments import (
     CLIPS,
     SAMPLES,
@@ -41,9 +42,6 @@ from opensora.datasets.cache.moments import (
 from opensora.datasets.cache.moments import DTYPES as MOMENT_DTYPES
 from opensora.datasets.cache.records import RecordReader
 from opensora.datasets.cache.records_dataset import RecordVideoTextDataset
-from opensora.datasets.cache.text import DTYPES as TEXT_DTYPES
-from opensora.datasets.cache.text import FOLDER as TEXT
-from opensora.datasets.cache.text import captions_of, write_text
 from opensora.datasets.datasets import VideoTextDataset
 from opensora.datasets.table.table import read_table
 from opensora.datasets.video.files import Decoding

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from opensora.config.load import TrainConfig
-from opensora.datasets.cache.flow import FEATURES, FOLDER
-from opensora.datasets.cache.moments import Counts, Job, source_hash, write_missing
+from opensora.datasets.cache.features import FLOW, FLOW_FEATURES
+from opensora.datasets.cache.moments import Counts, Job, write_missing
 from opensora.datasets.cache.records_dataset import RecordVideoTextDataset, moments_of
 from opensora.datasets.table.table import Table, complain_about_rows, read_table
 from opensora.datasets.video.files import is_image
@@ -44,14 +44,14 @@ def cached_flow(cfg: TrainConfig, dataset: Mapping[str, Any], job: Job, *, asked
     assert isinstance(chosen, Flow)
     settings = {key: value for key, value in dataclasses.asdict(chosen).items() if key != "device"}
     if dataset.get("type") == RECORDS:
-        return {FOLDER: _of_records(cfg, job, chosen, settings)}
+        return {FLOW: _of_records(cfg, job, chosen, settings)}
     table = read_table(dataset["data_path"], dataset["root"], text_columns=())
     lacking = table.without_flow()
     if not lacking:
         if asked:
             raise UserError(f"{table.source} has the flow of every clip; there is nothing to measure (--what flow).")
         return {}
-    return {FOLDER: _of_clips(table, lacking, job, chosen, settings)}
+    return {FLOW: _of_clips(table, lacking, job, chosen, settings)}
 
 
 def _of_clips(table: Table, lacking: list[int], job: Job, chosen: Flow, settings: dict[str, Any]) -> Counts:
@@ -67,9 +67,8 @@ def _of_clips(table: Table, lacking: list[int], job: Job, chosen: Flow, settings
             raise UserError(f"{table.where(rows[name])}: {found.get('error') or f'it has a single frame. {STILL}'}")
         return {"flow": float(found["flow"])}
 
-    return write_missing(
-        job, FOLDER, FEATURES, settings, list(rows), measure, lambda name: source_hash(table.path(rows[name]))
-    )
+    sources = {name: table.path(row) for name, row in rows.items()}
+    return write_missing(job, FLOW, FLOW_FEATURES, settings, measure, sources)
 
 
 def _of_records(cfg: TrainConfig, job: Job, chosen: Flow, settings: dict[str, Any]) -> Counts:
@@ -93,5 +92,5 @@ def _of_records(cfg: TrainConfig, job: Job, chosen: Flow, settings: dict[str, An
         return {"flow": found}
 
     settings = {**settings, "vae": vae.fingerprint(), "fps_of_videos": data.fps}
-    keys = [str(i) for i in range(len(data))]
-    return write_missing(job, FOLDER, FEATURES, settings, keys, measure, lambda _: data.content)
+    sources = {str(i): data.content for i in range(len(data))}
+    return write_missing(job, FLOW, FLOW_FEATURES, settings, measure, sources)

@@ -21,9 +21,9 @@ from opensora.acceleration.distributed import World
 from opensora.checkpoint.load import latest_checkpoint, open_checkpoint
 from opensora.config.schema import LoopConfig
 from opensora.datasets.cache.dataset import CachedVideoTextDataset
+from opensora.datasets.cache.features import TEXT, TEXT_FEATURES
 from opensora.datasets.cache.moments import CLIP_FEATURES, CLIPS, cache_settings
 from opensora.datasets.cache.records import RecordWriter
-from opensora.datasets.cache.text import FEATURES, FOLDER
 from opensora.datasets.dataloader import build_loader
 from opensora.datasets.sampler import EpochBatchSampler
 from opensora.datasets.video import timeline
@@ -96,7 +96,7 @@ def write_cache(folder: Path, args: argparse.Namespace) -> Path:
     mask = torch.arange(TOKENS) < args.tokens
     with (
         RecordWriter(folder / CLIPS, CLIP_FEATURES, settings=cache_settings("random", size, "center", "fp16")) as clips,
-        RecordWriter(folder / FOLDER, FEATURES, settings={"encoder": "random", **of_text}) as texts,
+        RecordWriter(folder / TEXT, TEXT_FEATURES, settings={"encoder": "random", **of_text}) as texts,
     ):
         for clip in range(args.clips):
             record: dict[str, Any] = {"source": f"1-{clip}", "num_frames": args.latent[0], "fps": 24.0}

@@ -9,8 +9,7 @@ from typing import Any, Literal
 import numpy as np
 from torch import Tensor
 
-from opensora.datasets.cache.flow import FOLDER as FLOW
-from opensora.datasets.cache.flow import StoredFlow
+from opensora.datasets.cache.features import FLOW, StoredFlow, TextFeatures
 from opensora.datasets.cache.moments import (
     CLIPS,
     REMEDY,
@@ -23,7 +22,6 @@ from opensora.datasets.cache.moments import (
     source_hash,
 )
 from opensora.datasets.cache.records import METADATA, RecordReader, refuse_other
-from opensora.datasets.cache.text import TextFeatures
 from opensora.datasets.datasets import (
     ClipRows,
     Item,

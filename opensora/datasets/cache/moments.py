@@ -11,11 +11,11 @@ fp16 keeps 11 bits of each value: a relative error of at most 2^-11 = 0.05 % whe
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -44,16 +44,6 @@ SAMPLE_FEATURES = {"moments": "tensor", "source": "string", "num_frames": "int64
 PART = 64 * 1024  # bytes of a source file that are hashed at its head, middle and tail
 REMEDY = "Write it with `python -m tools.cache_features TRAIN_CONFIG --cache-dir {}`."
 DTYPES = ("fp16", "fp32")
-
-
-class Encoder(Protocol):
-    """What the cache asks of a VAE."""
-
-    def moments(self, x: Tensor) -> Tensor: ...
-
-    def latent_size(self, size: tuple[int, int, int]) -> tuple[int, int, int]: ...
-
-    def fingerprint(self) -> str: ...
 
 
 class Counts(NamedTuple):
@@ -101,7 +91,7 @@ def cache_settings(
 @torch.inference_mode()
 def write_clips(
     table: Table,
-    vae: Encoder,
+    vae: Any,
     job: Job,
     *,
     image_size: tuple[int, int],
@@ -151,14 +141,12 @@ def write_clips(
             raise UserError(f"{table.where(rows[name])}: {error}") from error
         return {"moments": torch.cat(parts, dim=1), "num_frames": info.num_frames, "fps": info.fps}
 
-    def source(name: str) -> str:
-        return source_hash(table.path(rows[name]))
-
-    return write_missing(job, CLIPS, CLIP_FEATURES, settings, list(rows), encode, source)
+    sources = {name: table.path(row) for name, row in rows.items()}
+    return write_missing(job, CLIPS, CLIP_FEATURES, settings, encode, sources)
 
 
 @torch.inference_mode()
-def write_samples(dataset: VideoTextDataset, vae: Encoder, job: Job, settings: dict[str, Any], epochs: int) -> Counts:
+def write_samples(dataset: VideoTextDataset, vae: Any, job: Job, settings: dict[str, Any], epochs: int) -> Counts:
     """Encode the samples of the first `epochs` epochs of a dataset of pixels; `settings`: see `cache_settings`."""
     table = dataset.table
     occurrence = occurrences_of_rows(table)
@@ -175,10 +163,8 @@ def write_samples(dataset: VideoTextDataset, vae: Encoder, job: Job, settings: d
         record = {"moments": _stored(moments, job.dtype, path), "num_frames": probe(path).num_frames}
         return {**record, "size": list(item["video"].shape[1:]), "fps": float(item["fps"])}
 
-    def source(key: str) -> str:
-        return source_hash(samples[key][0])
-
-    return write_missing(job, SAMPLES, SAMPLE_FEATURES, settings, list(samples), encode, source)
+    sources = {key: path for key, (path, _) in samples.items()}
+    return write_missing(job, SAMPLES, SAMPLE_FEATURES, settings, encode, sources)
 
 
 def sample_key(name: str, occurrence: int, epoch: int) -> str:
@@ -201,16 +187,15 @@ def write_missing(
     folder: str,
     features: dict[str, Any],
     settings: dict[str, Any],
-    keys: Sequence[str],
     encode: Callable[[str], dict[str, Any]],
-    source: Callable[[str], str] | None = None,
+    sources: Mapping[str, Path | str | None],
 ) -> Counts:
     """Write the records of CACHE/folder that are missing or out of date. Every process of `job.world` calls it, and writes
     those of its own keys; an interrupted call continues where it stopped.
 
     Args:
         encode: The fields of the record with a key.
-        source: A hash of what it is made of, kept in its field `source`; None: keys say it all.
+        sources: Key -> what its record is made of, a file or a hash, kept in its field `source`; None: the key says it all.
     """
     path, remedy = job.cache_dir / folder, REMEDY.format("ANOTHER_FOLDER")
 
@@ -223,18 +208,19 @@ def write_missing(
     reader = RecordReader(path, remedy=remedy)
     written = 0
     try:
-        for key in tqdm(keys[job.world.rank :: job.world.size], desc=folder, disable=not job.world.is_main):
-            if key in reader and (source is None or reader.read(key, ("source",))["source"] == source(key)):
+        for key in tqdm(list(sources)[job.world.rank :: job.world.size], desc=folder, disable=not job.world.is_main):
+            source = sources[key]
+            source = source_hash(source) if isinstance(source, Path) else source
+            if key in reader and (source is None or reader.read(key, ("source",))["source"] == source):
                 continue
-            record = encode(key)
-            writer.write(record if source is None else {**record, "source": source(key)}, key)
+            writer.write({**encode(key), **({} if source is None else {"source": source})}, key)
             written += 1
     finally:
         writer.flush()  # also when this process is stopped by an error
     barrier()
     broadcast_from_rank0(partial(consolidate, path))
     total = round(float(mean_over_ranks(torch.tensor(float(written), device=job.world.device))) * job.world.size)
-    return Counts(total, len(keys) - total)
+    return Counts(total, len(sources) - total)
 
 
 def source_hash(path: Path) -> str:

@@ -32,11 +32,8 @@ COPY_AGAIN = "copy the folder again, or write it anew."
 
 
 class OriginalRecords:
-    """Random access by number to a folder that `codewithgpu.RecordWriter` wrote; has what datasets use of a `RecordReader`.
-
-    Raises:
-        UserError: the folder is none, or its writer was not closed, or files do not fit together.
-    """
+    """Random access by number to a folder that `codewithgpu.RecordWriter` wrote; has what datasets use of a `RecordReader`. A
+    `UserError` where the folder is none, its writer was not closed, or files do not fit together."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -86,12 +83,7 @@ class OriginalRecords:
         return self.at(number)
 
     def at(self, number: int, fields: Collection[str] | None = None) -> Record:
-        """Some fields of a record; what is not asked for is not read from the file.
-
-        Raises:
-            IndexError: there are not so many.
-            UserError: the file was damaged.
-        """
+        """Some fields of a record; what is not asked for is not read from the file. A `UserError` where it was damaged."""
         shard, offset, size = self._spans[number]
         if shard not in self._open:
             with shard.open("rb") as file:

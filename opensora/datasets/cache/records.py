@@ -46,21 +46,17 @@ Record = dict[str, Any]
 
 
 class RecordWriter:
-    """Appends records to a folder; where an earlier writer stopped, this one continues.
-
-        with RecordWriter("latents", {"moments": "tensor", "caption": "string", "flow": "float64"}) as writer:
-            writer.write({"moments": moments, "caption": "a lake", "flow": 5.0})
+    """Appends records to a folder; where an earlier writer stopped, this one continues. docs/caches.md has an example.
 
     Args:
-        path: The folder; made if missing.
         features: Field -> "tensor", "bytes", "string", "int64" or "float64"; or a list with one of the last three, such as
             ["int64"], for a list of them.
-        settings: What the records depend on (JSON values). A folder with other settings or features is refused.
+        settings: What the records depend on (JSON values).
         shard_bytes: A shard is written when so many bytes have been gathered.
         remedy: What an error tells the user to do.
 
     Raises:
-        UserError: the folder holds records of another kind.
+        UserError: the folder holds records of other features or settings.
     """
 
     def __init__(
@@ -88,11 +84,7 @@ class RecordWriter:
         return _hash(key) in self._new or self._finished.find(key) is not None
 
     def write(self, record: Mapping[str, Any], key: str | None = None) -> None:
-        """Add a record; one with the same key is replaced. `key`: by default the record's number.
-
-        Raises:
-            ValueError: the record's fields are not the features.
-        """
+        """Add a record; one with the same key is replaced. `key`: by default the record's number."""
         if record.keys() != self.features.keys():
             raise ValueError(f"a record with {sorted(record)}, but the features are {sorted(self.features)}.")
         copy: Record = {}
@@ -151,17 +143,11 @@ class RecordWriter:
 
 
 class RecordReader:
-    """Random access to a folder of records, by key or by number. Files are mapped into memory, not read at once.
-
-    The checksums of a record are verified when a process first reads its tensors. It may be used in worker processes,
-    forked or not.
-
-    Args:
-        path: The folder.
-        remedy: What an error tells the user to do when the folder holds no readable records.
+    """Random access to a folder of records, by key or by number, also in worker processes. Files are mapped into memory, not read
+    at once; the checksums of a record are verified when a process first reads its tensors.
 
     Raises:
-        UserError: there are no finished records in the folder.
+        UserError: there are no finished records in the folder; the message ends with `remedy`.
     """
 
     def __init__(self, path: str | Path, *, remedy: str = "Write it with RecordWriter, and close it.") -> None:
@@ -200,9 +186,7 @@ class RecordReader:
     def read(self, key: str, fields: Collection[str] | None = None) -> Record:
         """The record with this key, or some of its fields. Its tensors are views of the file: copy before writing to them.
 
-        Raises:
-            KeyError: there is no such record.
-            UserError: the file was damaged.
+        Raises a `KeyError` where there is none, and a `UserError` where the file was damaged.
         """
         row = self._index.find(key)
         if row is None:
@@ -258,11 +242,7 @@ class RecordReader:
 def prepare_folder(
     path: Path, features: Mapping[str, Any], settings: Mapping[str, Any] | None = None, remedy: str = OTHER_FOLDER
 ) -> dict[str, Any]:
-    """Make a folder for such records, or check that it is one; returns its metadata.
-
-    Raises:
-        UserError: it holds records with other features or settings; the message names what differs.
-    """
+    """Make a folder for such records, or check that it is one (see `refuse_other`); returns its metadata."""
     settings = dict(settings or {})
     if (path / METADATA).exists():
         found = read_metadata(path, remedy)
@@ -284,11 +264,7 @@ def refuse_other(path: Path, found: Mapping[str, Any], expected: Mapping[str, An
 
 
 def read_metadata(path: Path, remedy: str) -> dict[str, Any]:
-    """The content of METADATA.
-
-    Raises:
-        UserError: it is missing, unreadable or of another version.
-    """
+    """The content of METADATA; a `UserError` where it is missing, unreadable or of another version."""
     file = path / METADATA
     if not file.is_file():
         raise UserError(f"there is no cache in {path} (no {METADATA}). {remedy}")

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from opensora.datasets.cache.flow import StoredFlow
+from opensora.datasets.cache.features import StoredFlow
 from opensora.datasets.cache.original_records import OriginalRecords, is_original
 from opensora.datasets.cache.records import RecordReader
 from opensora.datasets.datasets import Item, describe
@@ -34,16 +34,12 @@ class RecordVideoTextDataset:
     have it.
 
     Args:
-        data_path: The folder.
         short_text_prob: How often a sample has its short text; of records without one, the caption's first sentence.
         fps: Of all videos, which records do not have; 12 is NOVA's.
         stride: Frames and pixels (time, height, width) of a latent cell.
         seed: With epoch and index, it decides which of the two texts.
         cache_dir: Where `tools.cache_features --what flow` measured `flow` for records that have none.
         vae_fingerprint: Of the VAE in use; compared where the records' settings have `vae`.
-
-    Raises:
-        UserError: the folder has other fields, another VAE's latents, or records of several sizes.
     """
 
     def __init__(

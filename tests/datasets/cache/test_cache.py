@@ -10,9 +10,9 @@ from torch import nn
 
 from opensora.acceleration.distributed import World
 from opensora.datasets.cache import CachedVideoTextDataset, moments, source_hash, write_clips, write_samples, write_text
+from opensora.datasets.cache.features import captions_of
 from opensora.datasets.cache.moments import Choices, Job, cache_settings
 from opensora.datasets.cache.records import METADATA, RecordReader
-from opensora.datasets.cache.text import captions_of
 from opensora.datasets.datasets import VideoTextDataset
 from opensora.datasets.sampler import SampleKey
 from opensora.datasets.table.table import read_table

@@ -1,12 +1,13 @@
-"""Encoded captions in CACHE/text: each different caption once, found by the caption itself, so that rows may move and captions repeat.
+"""What `tools.cache_features` stores next to moments: encoded captions, and the optical-flow scores of clips.
 
-Only the tokens of a caption are kept; padding is read back as zeros. A denoiser cannot tell, for it never looks at masked
-tokens. `tools.cache_features` writes them.
+CACHE/text has each different caption once, found by the caption itself, so that rows may move and captions repeat. Only the tokens
+of a caption are kept; padding is read back as zeros, where no denoiser looks. CACHE/flow has the scores of clips that have none in
+their table, for models that are conditioned on them (NOVA); they are measured as in docs/scoring.md.
 """
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,22 +18,11 @@ from opensora.datasets.table.table import Table
 from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.errors import UserError
 
-FOLDER = "text"
-FEATURES = {"y": "tensor", "mask": "tensor", "caption": "string"}
+TEXT, FLOW = "text", "flow"
+TEXT_FEATURES = {"y": "tensor", "mask": "tensor", "caption": "string"}
+FLOW_FEATURES = {"flow": "float64", "source": "string"}
 NO_TEXT = ""  # the null condition of models without a table for it
 DTYPES = ("auto", "fp32", "bf16", "fp16")
-
-
-class TextEncoder(Protocol):
-    """What the cache asks of a text encoder."""
-
-    output_dim: int
-    model_max_length: int
-
-    def encode(self, texts: list[str]) -> tuple[Tensor, Tensor]:
-        """B captions -> y [B, 1, L, D], mask [B, L]."""
-
-    def fingerprint(self) -> str: ...
 
 
 class TextFeatures:
@@ -42,7 +32,7 @@ class TextFeatures:
         self.cache_dir = Path(cache_dir)
         command = f"python -m tools.cache_features TRAIN_CONFIG --what text --cache-dir {cache_dir}"
         self.remedy = f"Write it with `{command}`."
-        self.records = RecordReader(self.cache_dir / FOLDER, remedy=self.remedy)
+        self.records = RecordReader(self.cache_dir / TEXT, remedy=self.remedy)
         self.settings: dict[str, Any] = self.records.settings
         self.output_dim: int = self.settings["output_dim"]
         self.model_max_length: int = self.settings["model_max_length"]
@@ -75,13 +65,34 @@ class TextFeatures:
         )
 
 
+class StoredFlow:
+    """The optical-flow scores of a cache, by the key of a clip; a `UserError` where there are none."""
+
+    def __init__(self, cache_dir: str | Path) -> None:
+        self.remedy = (
+            f"Measure it with `python -m tools.cache_features TRAIN_CONFIG --cache-dir {cache_dir} --what flow`."
+        )
+        self.records = RecordReader(Path(cache_dir) / FLOW, remedy=self.remedy)
+
+    def of(self, key: str, source: str) -> float:
+        """The score of a clip; a `UserError` where it was measured on other content than `source`."""
+        record = self.records.read(key)
+        if record["source"] != source:
+            raise UserError(f"{self.records.path}: {key} was changed after its flow was measured. {self.remedy}")
+        return record["flow"]
+
+    def fingerprint(self) -> list[Any]:
+        """What decides the scores."""
+        return [sorted(self.records.settings.items()), self.records.content_names()]
+
+
 def captions_of(table: Table) -> list[str]:
     """All different captions of a table's text columns, in its order."""
     return list(dict.fromkeys(caption for row in range(len(table)) for caption in table.captions(row)))
 
 
 @torch.inference_mode()
-def write_text(captions: Iterable[str], encoder: TextEncoder, job: Job, *, batch_size: int = 16) -> Counts:
+def write_text(captions: Iterable[str], encoder: Any, job: Job, *, batch_size: int = 16) -> Counts:
     """Encode captions and "no text"; see `write_missing`. `job.dtype`: "auto" = that of the encoder, which loses nothing.
 
     Raises:
@@ -120,4 +131,4 @@ def write_text(captions: Iterable[str], encoder: TextEncoder, job: Job, *, batch
             )
         return {"y": y, "mask": mask, "caption": caption}
 
-    return write_missing(job, FOLDER, FEATURES, settings, captions, encode)
+    return write_missing(job, TEXT, TEXT_FEATURES, settings, encode, dict.fromkeys(captions))
