@@ -108,7 +108,6 @@ def build_loader(
     num_workers: int = 0,
     rank: int = 0,
     pin_memory: bool = False,
-    persistent_workers: bool = False,
     batch_bytes: int = 0,
     prefetch_gib: float = float("inf"),
 ) -> BatchLoader:
@@ -118,7 +117,6 @@ def build_loader(
     `__iter__` on, so it may be moved until then.
 
     Args:
-        persistent_workers: Keep them between passes; a train loop makes one pass over all epochs.
         batch_bytes: Of the largest batch.
         prefetch_gib: GiB that batches read ahead may take: fewer of them, then fewer workers, keep to it.
     """
@@ -134,7 +132,6 @@ def build_loader(
         num_workers=num_workers,
         prefetch_factor=prefetch if num_workers else None,
         pin_memory=pin_memory,
-        persistent_workers=persistent_workers and num_workers > 0,
         worker_init_fn=_start_worker if num_workers else None,
         # forked, PyTorch's default: forkserver and spawn import the whole script again in every worker, which took more
         # than a minute for 12 of them. Workers never touch CUDA or the process group of the process they leave.

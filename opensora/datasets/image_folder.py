@@ -15,8 +15,7 @@ import numpy as np
 
 from opensora.datasets.datasets import TableDataset, describe, naming_the_row
 from opensora.datasets.sampler import SampleKey
-from opensora.datasets.table.table import UNKNOWN, Table, complain_about_rows, read_table
-from opensora.datasets.table.text_column import TextColumn
+from opensora.datasets.table.table import UNKNOWN, Table, TextColumn, complain_about_rows, read_table
 from opensora.datasets.transforms import get_transform
 from opensora.datasets.video.files import IMAGE_EXTENSIONS, IMAGE_FPS, BadFiles, is_image, refuse_unlisted
 from opensora.datasets.video.read_video import read_frames

@@ -14,9 +14,8 @@ import pyarrow as pa
 import pytest
 from pyarrow.parquet import write_table
 
-from opensora.datasets.table import files, text_column
-from opensora.datasets.table.table import EXTENSIONS, has_extension, read_table
-from opensora.datasets.table.text_column import TextColumn, encode
+from opensora.datasets.table import files, table
+from opensora.datasets.table.table import EXTENSIONS, TextColumn, encode, has_extension, read_table
 from opensora.datasets.variable_dataset import VariableVideoTextDataset
 from opensora.utils.errors import UserError
 
@@ -56,7 +55,7 @@ KNOWN = "they have no known extension"
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    for module in (files, text_column):
+    for module in (files, table):
         monkeypatch.setattr(module, "BLOCK", 7)
 
 

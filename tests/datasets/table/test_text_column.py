@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from opensora.datasets.table import text_column
-from opensora.datasets.table.text_column import TextColumn
+from opensora.datasets.table import table
+from opensora.datasets.table.table import TextColumn
 
 TEXTS = ["", "a", "émoji 🎬", "two\nlines", "", "湖, at dawn", "\0", "z" * 1000, os.fsdecode(b"caf\xe9.png"), ""]
 SHARING = """
@@ -39,7 +39,7 @@ os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
 @pytest.mark.parametrize("block", [1, 3, 65_536])
 def test_texts_come_out_as_they_went_in(monkeypatch, block):
-    monkeypatch.setattr(text_column, "BLOCK", block)
+    monkeypatch.setattr(table, "BLOCK", block)
     column = TextColumn.of(iter(TEXTS))
     assert len(column) == len(TEXTS)
     assert column.tolist() == list(column) == [column[row] for row in range(len(column))] == TEXTS
