@@ -72,7 +72,7 @@ def summarise(dataset: Any, sampler: BatchSampler, processes: int, accumulation_
             batches=sampler.batches_per_epoch,
             samples_per_step=(step, step, step),
             left_out=dataset.clips.dropped if hasattr(dataset, "clips") else {},
-            repeated=sampler.num_padded,
+            repeated=sampler.batches_per_epoch * sampler.global_batch - sampler.num_samples,
         )
     assert isinstance(sampler, BucketBatchSampler)
     plan = sampler.plan(epoch)

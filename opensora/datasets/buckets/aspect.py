@@ -60,11 +60,7 @@ class Resolution(NamedTuple):
 
 @cache
 def get_resolution(name: str) -> Resolution:
-    """The resolution of that name.
-
-    Raises:
-        UserError: there is none.
-    """
+    """The resolution of that name; a `UserError` where there is none."""
 
     def key(height: int, width: int) -> str:
         return f"{height / width:.2f}"
@@ -104,11 +100,7 @@ def get_resolution(name: str) -> Resolution:
 
 
 def ratio_of(text: str, *, order: Literal["height:width", "width:height"]) -> float:
-    """Height / width of "9:16" or of "0.56" (always height / width).
-
-    Raises:
-        UserError: it is neither.
-    """
+    """Height / width of "9:16" or of "0.56" (always height / width); a `UserError` where it is neither."""
     try:
         if ":" in text:
             first, second = (float(part) for part in text.split(":"))

@@ -231,11 +231,7 @@ class Buckets:
 
 
 def parse_bucket_config(config: Mapping[str, Mapping[Any, Any]]) -> list[Level]:
-    """The levels of a config, the largest area first.
-
-    Raises:
-        UserError: lists everything that is wrong with it.
-    """
+    """The levels of a config, the largest area first; a `UserError` lists everything that is wrong with it."""
     problems: list[str] = []
     levels = []
     for name, values in config.items():
@@ -270,11 +266,7 @@ def parse_bucket_config(config: Mapping[str, Mapping[Any, Any]]) -> list[Level]:
 
 
 def parse_num_frames(text: int | str) -> int:
-    """Frames of 16, "16" or of an alias such as "2s" or "4x".
-
-    Raises:
-        UserError: it is none of these.
-    """
+    """Frames of 16, "16" or of an alias such as "2s" or "4x"; a `UserError` for others."""
     number = FRAME_ALIASES.get(str(text), text)
     if isinstance(number, str) and number.isdecimal():
         number = int(number)
@@ -305,34 +297,24 @@ def _entry(key: Any, value: Any) -> Entry:
 
 
 def refuse_illegal_sizes(buckets: Buckets, vae: Any, patch_size: Sequence[int]) -> None:
-    """See that VAE (its `latent_size`, `legal_num_frames`) and denoiser take every size without cutting or filling it up.
-
-    Raises:
-        UserError: lists the sizes they do not take, each with the nearest that they do.
-    """
+    """Raise a `UserError` that lists the sizes that VAE and denoiser do not take, each with the nearest that they do."""
     probe = 64 * max(patch_size)  # any size that every VAE takes; its latent tells the VAE's factors
     _, h, w = vae.latent_size((vae.legal_num_frames(1), probe, probe))
     units = probe // h * patch_size[1], probe // w * patch_size[2]
-    problems = []
-    for bucket in buckets:
-        near = tuple(max(1, round(side / unit)) * unit for side, unit in zip(bucket[3:5], units, strict=True))
-        frames = vae.legal_num_frames(bucket.num_frames)
-        if near != (bucket.height, bucket.width):
-            problems.append(
-                f"  {bucket.resolution}: {bucket.height}x{bucket.width} is no multiple of {units[0]}x{units[1]}, the "
-                f"nearest is {near[0]}x{near[1]}"
-            )
-        if frames != bucket.num_frames:
-            problems.append(f"  {bucket.resolution}: {bucket.num_frames} frames; the VAE takes {frames}")
-    problems = list(dict.fromkeys(problems))
+    problems: dict[str, None] = {}
+    for name, _, num_frames, height, width, _ in buckets:
+        near = [max(1, round(side / unit)) * unit for side, unit in zip((height, width), units, strict=True)]
+        if near != [height, width]:
+            nearest = f"the nearest is {near[0]}x{near[1]}"
+            problems[f"  {name}: {height}x{width} is no multiple of {units[0]}x{units[1]}, {nearest}"] = None
+        if (frames := vae.legal_num_frames(num_frames)) != num_frames:
+            problems[f"  {name}: {num_frames} frames; the VAE takes {frames}"] = None
     if problems:
         more = [f"  and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
         head = "bucket_config has sizes that VAE x patch do not take (frames, height x width):"
-        tail = (
-            f"Heights and widths of named resolutions follow dataset.size_multiple={buckets.size_multiple}; "
-            f"{max(units)} fits."
-        )
-        raise UserError("\n".join([head, *problems[:SHOWN], *more, tail]))
+        multiple = f"dataset.size_multiple={buckets.size_multiple}; {max(units)} fits."
+        tail = f"Heights and widths of named resolutions follow {multiple}"
+        raise UserError("\n".join([head, *list(problems)[:SHOWN], *more, tail]))
 
 
 def hash_numbers(numbers: np.ndarray, salt: np.ndarray | np.uint64) -> np.ndarray:
