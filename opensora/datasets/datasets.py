@@ -35,11 +35,11 @@ Item = dict[str, Any]
 
 
 class Choice(NamedTuple):
-    """What is random about a sample; `rng` is used for whatever else is drawn for it."""
+    """What is random about a sample."""
 
     caption: str
-    start: int
-    rng: torch.Generator
+    start: int  # the first frame
+    rng: torch.Generator  # for whatever else is drawn for it
 
 
 def draw_choice(table: Table, seed: int, epoch: int, row: int, num_starts: int) -> Choice:
@@ -251,14 +251,8 @@ class VideoTextDataset(TableDataset):
 def read_clip(
     table: Table, row: int, rule: FrameRule, choose: Callable[[int, int], Choice], decoding: Decoding = DEFAULT
 ) -> tuple[Tensor, float, Choice]:
-    """Frames [T, H, W, 3] uint8 of a row's file, the clip's fps, and the choices behind them.
-
-    Args:
-        choose: Gets the number of possible starts, and of frames; it raises where there is no start.
-
-    Raises:
-        UserError: the file is bad, or not what the table says.
-    """
+    """Frames [T, H, W, 3] uint8 of a row's file, the clip's fps, and the choices behind them; a `UserError` where the file is bad,
+    or not what the table says. `choose` gets the number of possible starts, and of frames; it raises where there is no start."""
     path, stated = table.path(row), int(table.num_frames[row])
     with open_clip(path, decoding) as clip:
         if stated > clip.num_frames:

@@ -27,7 +27,7 @@ from opensora.datasets.cache.records import SHARD_BYTES, RecordReader, RecordWri
 from opensora.datasets.datasets import VideoTextDataset
 from opensora.datasets.sampler import SampleKey
 from opensora.datasets.table.table import Table
-from opensora.datasets.transforms import get_transform, is_random
+from opensora.datasets.transforms import get_transform
 from opensora.datasets.video.files import DEFAULT, Decoding, TooFewFrames, is_image
 from opensora.datasets.video.read_video import probe, read_frames
 from opensora.utils.dtype import to_torch_dtype
@@ -66,7 +66,7 @@ class Choices(NamedTuple):
     """What decides the pixels of a `VideoTextDataset` next to window and transform; its defaults."""
 
     use_image_transform: bool = False
-    decoding: Decoding = DEFAULT
+    decode: Decoding = DEFAULT
     target_fps: float | None = None
 
 
@@ -80,12 +80,10 @@ def cache_settings(
 
     Choices that are the default are left out: caches that were written before there was a choice have none of these.
     """
-    decode = {name: value for name, value in asdict(choices.decoding).items() if value != getattr(DEFAULT, name)}
-    chosen = {**choices._asdict(), "decode": decode}
-    del chosen["decoding"]
+    decode = {name: value for name, value in asdict(choices.decode).items() if value != getattr(DEFAULT, name)}
+    chosen = {name: value for name, value in {**choices._asdict(), "decode": decode}.items() if value}
     size = [int(n) for n in image_size]
-    settings = {"vae": vae, "image_size": size, "transform_name": transform_name, "dtype": dtype}
-    return {**settings, **{name: value for name, value in chosen.items() if value}, **window}
+    return {"vae": vae, "image_size": size, "transform_name": transform_name, "dtype": dtype, **chosen, **window}
 
 
 @torch.inference_mode()
@@ -109,7 +107,7 @@ def write_clips(
         raise UserError(
             f"{type(vae).__name__} compresses time, so windows of its latents are no latents of windows; {other_way}"
         )
-    if is_random(transform_name) or transform_name == "none":
+    if transform_name in ("random_crop", "none"):
         raise UserError(
             f"transform_name={transform_name!r} gives no fixed crop of image_size to cache; use 'center', or {other_way}"
         )
@@ -130,7 +128,7 @@ def write_clips(
             start, end = 0, info.num_frames
             while start < end:
                 try:
-                    frames = read_frames(path, start, min(chunk, end - start), decoding=choices.decoding)
+                    frames = read_frames(path, start, min(chunk, end - start), decoding=choices.decode)
                 except TooFewFrames as error:
                     end = error.available
                     continue

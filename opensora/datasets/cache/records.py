@@ -18,7 +18,6 @@ import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -135,9 +134,7 @@ class RecordWriter:
     def __enter__(self) -> "RecordWriter":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
 
@@ -159,10 +156,8 @@ class RecordReader:
         self.settings: dict[str, Any] = metadata["settings"]
         self._shards: list[str] = metadata["shards"]
         self._index = _read_index(self.path, metadata)
-        if missing := [name for name in self._shards if not (self.path / name).is_file()]:
-            raise UserError(
-                f"{len(missing)} files of the cache {self.path} are missing, such as {missing[0]}. {remedy}"
-            )
+        if gone := [name for name in self._shards if not (self.path / name).is_file()]:
+            raise UserError(f"{len(gone)} files of the cache {self.path} are missing, such as {gone[0]}. {remedy}")
         if len(self) != metadata["entries"]:
             raise UserError(f"{self.path / INDEX} has {len(self)} of {metadata['entries']} records. {remedy}")
         self._order = np.lexsort((self._index.position, self._index.shard))  # number of a record -> row of the index
@@ -228,12 +223,9 @@ class RecordReader:
             tensors = {name: opened.get_tensor(f"{i}/{name}") for name in (checks if verify else wanted)}
         except UNREADABLE as error:
             raise UserError(f"{where} cannot be read ({error}); delete the file. {self.remedy}") from error
-        if verify:
-            if bad := [name for name in checks if checks[name] != _check(tensors[name])]:
-                raise UserError(
-                    f"{where}: {', '.join(bad)} is damaged (wrong checksum); delete the file. {self.remedy}"
-                )
-            self._verified[row] = True
+        if bad := [name for name in checks if verify and checks[name] != _check(tensors[name])]:
+            raise UserError(f"{where}: {', '.join(bad)} is damaged (wrong checksum); delete the file. {self.remedy}")
+        self._verified[row] |= verify
         for name, tensor in tensors.items():
             record[name] = tensor.numpy().tobytes() if self.features[name] == "bytes" else tensor
         return content["key"], {name: value for name, value in record.items() if fields is None or name in fields}
@@ -331,9 +323,8 @@ def _full_index(path: Path, metadata: Mapping[str, Any]) -> tuple[list[str], Ind
                 count = int(opened.metadata()["records"])
                 keys = [_hash(_parse(opened.get_tensor(f"{i}/record"))["key"]) for i in range(count)]
         except UNREADABLE as error:
-            raise UserError(
-                f"{path / name} is damaged ({error}); delete it, and what it held is written again."
-            ) from error
+            message = f"{path / name} is damaged ({error}); delete it, and what it held is written again."
+            raise UserError(message) from error
         hi, lo = np.array(keys, np.uint64).reshape(-1, 2).T
         parts.append(Index(hi, lo, np.full(count, number, np.uint32), np.arange(count, dtype=np.uint32)))
     every = Index(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))

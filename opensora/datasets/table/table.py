@@ -83,16 +83,6 @@ class TextColumn:
         """[N] bool, whether a regular expression (RE2) is found in the text."""
         return np.asarray(pc.match_substring_regex(self.data, pattern), bool)
 
-    def length_prefixed(self) -> Iterator[Any]:
-        """Each text after its length in 8 bytes, little-endian; buffers of many texts."""
-        nothing = pa.scalar(b"", pa.large_binary())
-        for texts in self.data.chunks:
-            lengths = pc.binary_length(texts).to_numpy().astype("<i8")
-            offsets = 8 * np.arange(len(texts) + 1)
-            prefixes = [None, pa.py_buffer(offsets), pa.py_buffer(lengths)]
-            prefixes = pa.Array.from_buffers(pa.large_binary(), len(texts), prefixes)
-            yield b"".join(pc.binary_join_element_wise(prefixes, texts, nothing).to_pylist())
-
 
 def encode(texts: Sequence[str] | pa.Array) -> pa.Array:
     """Python strings, or an arrow array of them, as UTF-8 in an arrow array; a null is ""."""
@@ -103,28 +93,21 @@ def encode(texts: Sequence[str] | pa.Array) -> pa.Array:
 
 @dataclass(frozen=True)
 class Table:
-    """A table that was read and checked. Row numbers count from 0; messages count from 1, below the header.
-
-    Attributes:
-        rows: `path` and the text columns.
-        num_frames, height, width: [N] int64, UNKNOWN where the table does not say.
-        fps: [N] float64, NaN where the table does not say.
-        numbers: [N] int64, the rows' numbers in the file; they differ from 0 ... N - 1 where rows were left out.
-        flow: [N] float64, the optical-flow score, NaN where the cell is empty; None where the table has no such column.
-        left_out: Why rows of the file are not here, and how many.
-    """
+    """A table that was read and checked. Row numbers count from 0; messages count from 1, below the header."""
 
     source: Path
     folder: Path
-    rows: Mapping[str, TextColumn]
+    rows: Mapping[str, TextColumn]  # `path` and the text columns
     text_columns: tuple[str, ...]
-    num_frames: np.ndarray
+    num_frames: np.ndarray  # [N] int64, UNKNOWN where the table does not say; so for `height` and `width`
     height: np.ndarray
     width: np.ndarray
-    fps: np.ndarray
-    numbers: np.ndarray
-    flow: np.ndarray | None = None
-    left_out: Mapping[str, int] = field(default_factory=dict)
+    fps: np.ndarray  # [N] float64, NaN where the table does not say
+    numbers: np.ndarray  # [N] int64, the rows' numbers in the file; not 0 ... N - 1 where rows were left out
+    flow: np.ndarray | None = (
+        None  # [N] float64, the optical-flow score, NaN in empty cells; None without such a column
+    )
+    left_out: Mapping[str, int] = field(default_factory=dict)  # why rows of the file are not here, and how many
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -169,9 +152,13 @@ class Table:
     def fingerprint(self) -> str:
         """A hash of paths as given, captions and lengths; not of the folder, so that data may move."""
         digest = hashlib.blake2b(repr(self.text_columns).encode(), digest_size=16)
-        for column in ("path", *self.text_columns):
-            for texts in self.rows[column].length_prefixed():
-                digest.update(texts)
+        for texts in (chunk for name in ("path", *self.text_columns) for chunk in self.rows[name].data.chunks):
+            # each text after its length in 8 bytes, little-endian
+            lengths = pa.py_buffer(pc.binary_length(texts).to_numpy().astype("<i8"))
+            offsets = pa.py_buffer(8 * np.arange(len(texts) + 1))
+            prefixes = pa.Array.from_buffers(pa.large_binary(), len(texts), [None, offsets, lengths])
+            nothing = pa.scalar(b"", pa.large_binary())
+            digest.update(b"".join(pc.binary_join_element_wise(prefixes, texts, nothing).to_pylist()))
         digest.update(self.num_frames.tobytes())
         if self.flow is not None:
             digest.update(self.flow.tobytes())

@@ -55,9 +55,6 @@ def test_some_of_the_texts():
         kept = np.array([rng.random() < 0.5 for _ in TEXTS])
         texts = [text for text, keep in zip(TEXTS, kept, strict=True) if keep]
         assert column.only(kept).tolist() == texts
-        encoded = [os.fsencode(text) for text in texts]
-        lengths_and_texts = b"".join(len(text).to_bytes(8, "little") + text for text in encoded)
-        assert b"".join(column.only(kept).length_prefixed()) == lengths_and_texts
         assert column.only(kept).only(np.zeros(kept.sum(), bool)).tolist() == []
 
 
