@@ -186,7 +186,7 @@ def main() -> None:
     if folder is not None:
         if damaged := check(folder):
             raise UserError("\n".join([f"{len(damaged)} records are damaged:", *damaged]))
-        print(f"{folder}: all records are whole")
+        print(f"{folder}: no record is damaged")
         return
     signal.signal(
         signal.SIGTERM, lambda number, _: sys.exit(128 + number)

@@ -243,7 +243,7 @@ def test_reading_ahead_keeps_within_its_memory():
     assert bounded_prefetch(0, 2**30, 0.1)[0] == 0
 
 
-def test_batches_know_their_place():
+def test_batches_have_their_indices_in_the_global_batch():
     ranks = [list(build_dataloader(Counting(), 2, seed=1, rank=r, world_size=2, stop=3)) for r in (0, 1)]
     assert [batch["sample_index"].tolist() for batch in ranks[0]] == [[0, 1]] * 3
     assert [batch["sample_index"].tolist() for batch in ranks[1]] == [[2, 3]] * 3

@@ -94,7 +94,7 @@ def test_random_frames_for_training_a_vae(table):
     assert len({numbers_in(item)[0] for item in items}) > 4
 
 
-def test_pictures(write_image, write_table, write_video):
+def test_images(write_image, write_table, write_video):
     pixels = np.random.default_rng(0).integers(0, 256, (64, 96, 3), np.uint8)
     write_image("a.png", pixels)
     write_video("b.mp4", numbered_frames(3))
@@ -173,7 +173,7 @@ def rates(write_table, **fps: object) -> str:
     return str(write_table(rows, "rates.csv"))
 
 
-def test_clips_slower_than_the_target_rate_are_told_at_start(table, write_table):
+def test_clips_slower_than_the_target_rate_are_reported_at_start(table, write_table):
     """A run ended in the middle of training when the first of them came up."""
     settings = {"num_frames": 4, "image_size": SIZE, "target_fps": 15}
     message = (
@@ -196,7 +196,7 @@ def test_clips_slower_than_the_target_rate_are_dropped_and_counted(table, write_
     assert "1 left out: slower than target_fps=15. Lower dataset.target_fps." in str(summarise(dataset, sampler, 1, 1))
 
 
-def test_the_shipped_clips_at_the_rate_of_films(clips_csv, caplog):
+def test_the_shipped_clips_at_24_frames_a_second(clips_csv, caplog):
     """Two of 21 have 15 frames a second."""
     dataset = VideoTextDataset(str(clips_csv), num_frames=8, image_size=SIZE, target_fps=24, short_clips="drop")
     assert len(dataset) == 19
@@ -216,7 +216,7 @@ def test_a_clip_that_turns_out_to_be_too_slow_is_a_bad_file(table, write_table, 
     assert len(item["bad_files"]) == 1
 
 
-def test_pictures_have_no_rate_that_could_be_too_low(write_image, write_table):
+def test_images_have_no_rate_that_could_be_too_low(write_image, write_table):
     write_image("a.png", numbered_frames(1)[0])
     path = write_table([{"path": "a.png", "text": "", "fps": 1}])
     assert len(VideoTextDataset(str(path), num_frames=1, image_size=SIZE, target_fps=24)) == 1

@@ -240,7 +240,7 @@ def test_what_was_done_is_not_read_again(done):
     assert [batch["global_batch_size"] for batch in batches][-1] == 2
 
 
-def test_places_in_the_whole_batch():
+def test_indices_in_the_global_batch():
     """What noise is drawn from: 0, 1, 2, ... over ranks of different batch sizes."""
     dataset = Clips([(1, 32, 48)] * 7 + [(2, 32, 48)] * 6, {"32x48": {1: (1.0, 5), 2: (1.0, 2)}})
     loaders = []

@@ -151,7 +151,7 @@ def test_samples_of_some_epochs_serve_any_vae_and_transform(table, tmp_path):
         cached(table, folder, vae, transform_name="random_crop")
 
 
-def test_samples_that_are_missing_are_told(table, tmp_path, write_table):
+def test_missing_samples_are_reported(table, tmp_path, write_table):
     write_epochs(table, tmp_path / "cache", Temporal(), 1)
     more = write_table([{"path": "a.mp4", "text": ""}, {"path": "sub/a.mp4", "text": ""}] * 2, "more.csv")
     with pytest.raises(UserError, match=r"1 of 4 rows are not in the cache .*\n  row 4: .*a.mp4\n.*--epochs N"):

@@ -153,7 +153,7 @@ def test_other_folders_are_refused(copy, change, message):
         OriginalRecords(copy)
 
 
-def test_damaged_records_are_told_or_differ_in_what_was_damaged(copy):
+def test_damaged_records_are_reported_or_differ_in_what_was_damaged(copy):
     """A byte of a length or a tag is found; one of a value cannot be, for the format has no checksums."""
     path = copy / "00001.data"
     content, reported = path.read_bytes(), 0

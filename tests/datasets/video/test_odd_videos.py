@@ -246,7 +246,7 @@ def test_names_in_capitals(write_video):
 
 @pytest.mark.parametrize("seconds", [0.1, 3.0])
 def test_sound_is_left_alone(write_video, tmp_path, seconds):
-    """Sound that is shorter or longer than the image, beside it."""
+    """Sound that is shorter or longer than the video."""
     source, path = write_video("silent.mp4", numbered_frames(25)), tmp_path / "sound.mp4"
     with av.open(str(source)) as reader, av.open(str(path), "w") as writer:
         video = writer.add_stream_from_template(reader.streams.video[0])
@@ -296,8 +296,8 @@ def test_wrong_settings(settings, message):
 # ------------------------------------------------------------------------------------------- in the data set
 
 
-def test_a_data_set_at_a_steady_rate(write_video, write_table):
-    """24, 30 and 12 frames a second, all seen at 6; what is too short is reported or dropped, what is too slow is told."""
+def test_a_dataset_at_a_steady_rate(write_video, write_table):
+    """24, 30 and 12 frames a second, all seen at 6; what is too short is reported or dropped, what is too slow is reported."""
     for name, rate, count in (("a.mp4", 24, 40), ("b.mp4", 30, 40), ("c.mp4", 12, 7), ("d.mp4", 3, 40)):
         write_video(name, numbered_frames(count), rate=rate, options={"g": "8"})
     table = str(write_table([{"path": f"{n}.mp4", "text": n} for n in "abcd"]))
@@ -325,7 +325,7 @@ def test_a_data_set_at_a_steady_rate(write_video, write_table):
         VideoTextDataset(table, frame_interval=2, **settings)
 
 
-def test_a_data_set_passes_on_how_to_decode(tmp_path, write_table):
+def test_a_dataset_passes_on_how_to_decode(tmp_path, write_table):
     write_hdr(tmp_path / "hdr.mp4", np.array([300, 300]), 16)
     table = str(write_table([{"path": "hdr.mp4", "text": ""}]))
     assert VideoTextDataset(table, 2, image_size=(16, 16))[SampleKey(0, 0)]["video"].shape == (3, 2, 16, 16)

@@ -132,7 +132,7 @@ PICTURES = [
 
 
 @pytest.mark.parametrize("name", PICTURES)
-def test_pictures(name):
+def test_images(name):
     path = source(name)
     info = probe(path)
     frame = read_frames(path, 0, 1)
