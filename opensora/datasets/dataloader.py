@@ -164,11 +164,7 @@ def bounded_prefetch(num_workers: int, batch_bytes: int, prefetch_gib: float) ->
 
 
 def collate(items: Sequence[dict[str, Any]]) -> Batch:
-    """Stack tensors along a new first dimension, and list everything else.
-
-    Raises:
-        UserError: tensors differ in shape.
-    """
+    """Stack tensors along a new first dimension, and list everything else; a `UserError` where tensors differ in shape."""
     batch: Batch = {}
     for name, first in items[0].items():
         values = [item[name] for item in items]
@@ -186,11 +182,8 @@ def collate(items: Sequence[dict[str, Any]]) -> Batch:
 
 
 def read_or_substitute(dataset: Any, key: Any) -> dict[str, Any]:
-    """A sample, or one in its place; `bad_files` of it lists what was wrong with the files that were tried before.
-
-    Raises:
-        UserError: none of the stand-ins could be read either, or there is none; a `BadFile` with policy "error".
-    """
+    """A sample, or one in its place; `bad_files` of it lists what was wrong with the files that were tried before. A `UserError`
+    where none of the stand-ins could be read either, or there is none; a `BadFile` with policy "error"."""
     wanted: BadFiles | None = getattr(dataset, "bad_files", None)
     if wanted is None or wanted.policy == "error":
         return dataset[key]

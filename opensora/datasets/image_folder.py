@@ -120,11 +120,7 @@ class ImageFolderDataset(TableDataset):
 
 
 def class_folders(folder: Path) -> list[str]:
-    """Names of the folders in a folder, sorted; hidden ones are none.
-
-    Raises:
-        UserError: there is no folder in it.
-    """
+    """Names of the folders in a folder, sorted, without hidden ones; a `UserError` where there are none."""
     with os.scandir(folder) as entries:
         names = sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
     if not names:

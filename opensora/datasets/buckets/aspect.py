@@ -125,10 +125,8 @@ def image_size(
 ) -> Size:
     """Height and width of a resolution in the shape nearest to a ratio, moved to multiples of `multiple`.
 
-    `image_size("480p", "9:16")` is (480, 854), landscape: Open-Sora 1.x writes height first. See the module's text.
-
-    Raises:
-        UserError: the resolution or the ratio is unknown, or the table has nothing within a tenth of the ratio.
+    `image_size("480p", "9:16")` is (480, 854), landscape: Open-Sora 1.x writes height first. A `UserError` where the resolution or
+    the ratio is unknown, or the table has nothing within a tenth of the ratio.
     """
     table, ratio = get_resolution(resolution), ratio_of(aspect_ratio, order=order)
     key = table.closest(ratio, 1)

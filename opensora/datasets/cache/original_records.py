@@ -42,10 +42,10 @@ class OriginalRecords:
         if not is_original(self.path):
             read_metadata(self.path, "Write it with a RecordWriter, and close it.")
         metadata = json.loads((self.path / METADATA).read_text(encoding="utf-8"))
-        if missing := {"entries", "features", "version"} - metadata.keys():
-            raise UserError(f"{self.path / METADATA} does not say {', '.join(sorted(missing))}: write the folder anew.")
-        if metadata["version"] != VERSION:
-            raise UserError(f"{self.path / METADATA} has version {metadata['version']}, not {VERSION}.")
+        if metadata["version"] != VERSION or not {"entries", "features"} <= metadata.keys():
+            raise UserError(
+                f"{self.path / METADATA} is not of version {VERSION}, with entries and features: write it anew."
+            )
         self.settings: dict[str, Any] = {}
         self.features: dict[str, Any] = {}
         for name, kind in metadata["features"].items():

@@ -31,11 +31,7 @@ Block = tuple[int, dict[str, Any]]  # how many rows, and the cells of each colum
 
 
 def read_frame(source: Path) -> pd.DataFrame:
-    """All rows and columns of a table file.
-
-    Raises:
-        UserError: it is missing, damaged, of an unknown format, or has a column twice.
-    """
+    """All rows and columns of a table file; a `UserError` where it is missing, damaged, of an unknown format, or has a column twice."""
     columns: dict[str, Any] = {}
     count = 0
     if source.suffix.lower() == ".parquet" and source.is_file():
@@ -70,10 +66,7 @@ def read_blocks(source: Path, columns: Collection[str] | None = None) -> Iterato
 
     The first block of a CSV or parquet file has no rows, and all columns. A block of a JSONL file has the columns that occurred so
     far; None is in the cells of those that an object lacks. Cells are a sequence of Python's values; in a parquet file an arrow
-    array of strings, or a numpy array of numbers.
-
-    Raises:
-        UserError: as `read_frame`.
+    array of strings, or a numpy array of numbers. Raises as `read_frame`.
     """
     if source.is_dir():
         raise UserError(
@@ -217,11 +210,7 @@ def _jsonl_blocks(source: Path, file: Iterable[str]) -> Iterator[Block]:
 
 
 def json_records(source: Path, file: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """The objects of a JSONL file, one a line; `source` names it in messages.
-
-    Raises:
-        UserError: a line is no object, has a name twice, or half of a character.
-    """
+    """The objects of a JSONL file, one a line; a `UserError` where a line is none, has a name twice, or half of a character."""
 
     def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if len(dict(pairs)) < len(pairs):

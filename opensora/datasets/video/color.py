@@ -67,11 +67,7 @@ def upright(frame: VideoFrame, pixels: np.ndarray) -> np.ndarray:
 
 
 def to_rgb(path: str, frame: VideoFrame, pixel_aspect: float, decoding: Decoding) -> np.ndarray:
-    """[H, W, 3] uint8, the way the frame is displayed; transparency on white. `pixel_aspect`: width of a pixel / its height.
-
-    Raises:
-        BadFile: it is HDR, which is to be refused.
-    """
+    """[H, W, 3] uint8, the way the frame is displayed; transparency on white. A `BadFile` where it is HDR, which is to be refused."""
     matrix = frame.colorspace
     if matrix == UNSPECIFIED:  # what players assume
         matrix = BT709 if frame.height >= 720 else BT601

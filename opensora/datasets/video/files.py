@@ -81,11 +81,7 @@ def is_animated(path: str | Path) -> bool:
 
 
 def file_stat_key(path: str | Path) -> tuple[str, int, int]:
-    """Path, bytes and time of change: what is known of a file holds as long as this.
-
-    Raises:
-        BadFile: it is not there, or empty.
-    """
+    """Path, bytes and time of change: what is known of a file holds as long as this. A `BadFile` where it is not there, or empty."""
     try:
         stat = Path(path).stat()
     except OSError as error:

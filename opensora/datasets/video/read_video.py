@@ -103,11 +103,7 @@ class FrameRule:
         return np.searchsorted(seconds, wanted + CLOSE, side="right") - 1
 
     def fps(self, file_fps: float) -> float:
-        """The clip's rate, of a video of that rate: a true division, so 29.97 at interval 1 is 29.97.
-
-        Raises:
-            BadFile: `target_fps` is higher, so that frames would be shown twice.
-        """
+        """The clip's rate, of a video of that rate; a `BadFile` where `target_fps` is higher, so that frames would be shown twice."""
         if self.target_fps is None:
             return file_fps / self.frame_interval
         if is_slow(file_fps, self.target_fps):

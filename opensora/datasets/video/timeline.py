@@ -31,23 +31,14 @@ _known: "OrderedDict[FileKey, Timeline]" = OrderedDict()  # whose every call is 
 
 @dataclass(frozen=True)
 class Timeline:
-    """Times are in units of the stream's time base. Both arrays are empty where a file's times cannot be trusted.
+    """Times are in units of the stream's time base. Both arrays are empty where a file's times cannot be trusted."""
 
-    Attributes:
-        num_frames: Frames that are shown.
-        fps: The rate while the video runs.
-        times: [N] int64, when each is shown, in order.
-        keyframes: [K] int64, the times of keyframes, from which decoding can begin; none where a seek changes the times.
-        exact_keys: False: a keyframe may be shown a little later than its time here.
-        time_base: Seconds of a unit.
-    """
-
-    num_frames: int
-    fps: float
-    times: np.ndarray
-    keyframes: np.ndarray
-    exact_keys: bool
-    time_base: Fraction
+    num_frames: int  # that are shown
+    fps: float  # while the video runs
+    times: np.ndarray  # [N] int64, when each is shown, in order
+    keyframes: np.ndarray  # [K] int64, their times, from which decoding can begin; none where a seek changes the times
+    exact_keys: bool  # False: a keyframe may be shown a little later than its time here
+    time_base: Fraction  # seconds of a unit
 
     def seconds(self) -> np.ndarray:
         """[N] float64, seconds from the first frame; as `fps` has it where there are no times."""
@@ -58,11 +49,8 @@ class Timeline:
 
 @contextmanager
 def open_video(path: str) -> Iterator[Opened]:
-    """The container and its video, which decodes in one thread; closed at the end. Sound is not read.
-
-    Raises:
-        BadFile: it cannot be opened, has no video, or is found damaged inside the block.
-    """
+    """The container and its video, which decodes in one thread; closed at the end. Sound is not read. A `BadFile` where it cannot
+    be opened, has no video, or is found damaged inside the block."""
     try:
         container = av.open(str(Path(path).absolute()), **LENIENT)  # absolute: FFmpeg takes "00:01.mp4" for a URL
     except (av.FFmpegError, OSError) as error:
@@ -99,11 +87,7 @@ def pixel_aspect(stream: VideoStream) -> float:
 
 @contextmanager
 def open_timeline(file_key: FileKey) -> Iterator[tuple[Timeline, Opened | None]]:
-    """The timeline of a file, remembered by `file_stat_key`; and the file where it is still as it was opened.
-
-    Raises:
-        BadFile: it cannot be opened or is truncated.
-    """
+    """The timeline of a file, remembered by `file_stat_key`; and the file where it is still as it was opened."""
     if known := _known.get(file_key):
         yield known, None
         return
