@@ -88,20 +88,16 @@ class ClipRows:
     def __init__(
         self,
         table: Table,
-        num_frames: int,
-        frame_interval: int,
+        rule: FrameRule,
         seed: int,
         short_clips: Literal["error", "drop"],
-        *,
         count: Callable[[int], int],
-        target_fps: float | None = None,
     ) -> None:
         if short_clips not in ("error", "drop"):
             raise UserError(f"short_clips={short_clips!r} is not one of error, drop.")
-        self.table, self.num_frames, self.frame_interval, self.seed = table, num_frames, frame_interval, seed
-        self.rule = rule = FrameRule(num_frames, frame_interval, target_fps)
-        self.target_fps, self.short_clips, self.needed = target_fps, short_clips, rule.needed
+        self.table, self.rule, self.seed, self.short_clips = table, rule, seed, short_clips
         self.dropped: dict[str, tuple[int, str]] = {}
+        num_frames, target_fps = rule.num_frames, rule.target_fps
         maybe = np.flatnonzero(has_extension(table.rows["path"], IMAGE_EXTENSIONS))  # some of these are animated
         images = [row for row in maybe.tolist() if is_image(table.path(row))] if num_frames > 1 or target_fps else []
         if images and num_frames > 1:
@@ -115,7 +111,7 @@ class ClipRows:
             what = f"have fewer than the {target_fps:g} frames a second of target_fps, so that frames would be repeated"
             self._complain_or_drop(slow, what, f"slower than target_fps={target_fps:g}", "Lower dataset.target_fps.")
         lengths = table.num_frames
-        if short_clips == "drop" and self.needed > 1 and not lengths[~slow].all():
+        if short_clips == "drop" and rule.needed > 1 and not lengths[~slow].all():
             logger.info("%s: counting frames; a column num_frames would save this.", table.source)
             lengths = lengths.copy()
             for row in np.flatnonzero((lengths == UNKNOWN) & ~slow).tolist():
@@ -123,13 +119,12 @@ class ClipRows:
                     lengths[row] = count(row)
                 except UserError as error:
                     raise naming_the_row(table, row, error) from error
-        needed = np.full(len(lengths), self.needed, np.int64)
-        what = f"have fewer than the {self.needed} frames that num_frames={num_frames} at frame_interval={frame_interval} needs"
+        needed = np.full(len(lengths), rule.needed, np.int64)
         if target_fps is not None:  # as far as the table has the rate of the file
             known = np.isfinite(table.fps)
             needed[known] = np.maximum(np.ceil(rule.span * table.fps[known] - 0.01).astype(np.int64) + 1, 1)
-            what = f"are shorter than the {rule.span:.2f} s of num_frames={num_frames} at target_fps={target_fps:g}"
         short = (lengths > 0) & (lengths < needed) & ~slow
+        what = f"are shorter than the {rule.length} that {rule} needs"
         self._complain_or_drop(short, what, "too short", "Lower num_frames or frame_interval.")
         self.kept = np.flatnonzero(~(slow | short))
 
@@ -141,18 +136,15 @@ class ClipRows:
 
     def too_short(self, row: int, available: int) -> UserError:
         """The error for a clip that has too few frames; a bad file where short clips should have been dropped."""
-        needs = f"num_frames={self.num_frames} at frame_interval={self.frame_interval} needs {self.needed}"
-        if self.target_fps is not None:
-            needs = f"num_frames={self.num_frames} at target_fps={self.target_fps:g} needs {self.rule.span:.2f} s"
         return (BadFile if self.short_clips == "drop" else UserError)(
-            f"{self.table.where(row)}: {self.table.path(row)} has {available} frames, but {needs}. Use shorter clips, or leave "
-            "such rows out with dataset.short_clips='drop'."
+            f"{self.table.where(row)}: {self.table.path(row)} has {available} frames, but {self.rule} needs {self.rule.length}. "
+            "Use shorter clips, or leave such rows out with dataset.short_clips='drop'."
         )
 
     def settings(self) -> tuple[Any, ...]:
         """What, next to the table, decides the choices."""
-        at_rate = () if self.target_fps is None else (self.target_fps,)
-        return self.num_frames, self.frame_interval, self.seed, len(self.kept), *at_rate
+        at_rate = () if self.rule.target_fps is None else (self.rule.target_fps,)
+        return self.rule.num_frames, self.rule.frame_interval, self.seed, len(self.kept), *at_rate
 
     def _complain_or_drop(self, bad: np.ndarray, what: str, reason: str, remedy: str) -> None:
         """Treat rows that cannot give a clip as `short_clips` says; an error where none would be left."""
@@ -213,10 +205,8 @@ class VideoTextDataset(TableDataset):
         self.bad_files = BadFiles(bad_files, max_bad_share, seed)
         self.table = table = read_table(data_path, root, text_columns, max_bad_share=self.bad_files.at_start)
         count = frames_if_readable if bad_files == "substitute" else count_frames
-        self.clips = ClipRows(
-            table, num_frames, frame_interval, seed, short_clips,
-            count=lambda row: count(table.path(row)), target_fps=target_fps,
-        )  # fmt: skip
+        rule = FrameRule(num_frames, frame_interval, target_fps)
+        self.clips = ClipRows(table, rule, seed, short_clips, lambda row: count(table.path(row)))
         self.rows = self.clips.kept
         self.transform = get_transform(transform_name, image_size)
         self.image_transform = get_transform("adm_center" if use_image_transform else transform_name, image_size)
@@ -241,7 +231,7 @@ class VideoTextDataset(TableDataset):
     def sample_bytes(self) -> int:
         """Of one sample's video; 0 where files keep their size."""
         (height, width), transform = self._settings[:2]
-        return 0 if transform == "none" else self.clips.num_frames * height * width * 3 * 4
+        return 0 if transform == "none" else self.clips.rule.num_frames * height * width * 3 * 4
 
     def fingerprint(self) -> str:
         """A hash of everything that decides the samples, except the pixels in the files."""

@@ -18,7 +18,7 @@ from opensora.datasets.sampler import SampleKey
 from opensora.datasets.table.table import complain_about_rows, read_table
 from opensora.datasets.transforms import get_transform, to_float
 from opensora.datasets.video.files import IMAGE_FPS, TooFewFrames, is_image
-from opensora.datasets.video.read_video import frames_needed, open_clip, read_indices
+from opensora.datasets.video.read_video import FrameRule, open_clip, read_indices
 from opensora.registry import DATASETS
 from opensora.utils.errors import UserError
 from opensora.utils.seed import generator
@@ -64,7 +64,7 @@ class InMemoryVideoDataset(TableDataset):
         self.table = read_table(data_path, root, ())
         self.num_frames, self.frame_interval, self.seed = num_frames, frame_interval, seed
         self.size = (int(image_size[0]), int(image_size[1]))
-        self.needed = frames_needed(num_frames, frame_interval)
+        self.rule = FrameRule(num_frames, frame_interval)
         self.crop = get_transform("random_crop", self.size)
         stills = [row for row in range(len(self.table)) if is_image(self.table.path(row))]
         if stills and num_frames > 1 and pictures == "error":
@@ -75,7 +75,7 @@ class InMemoryVideoDataset(TableDataset):
         self.videos, self.fps = zip(*decoded, strict=True)  # [T, H, W, 3] uint8 each
         rows: list[int] = []
         for row, frames in enumerate(self.videos):
-            rows += [row] * (1 if is_image(self.table.path(row)) else len(frames) // self.needed * repeat_clips)
+            rows += [row] * (1 if is_image(self.table.path(row)) else len(frames) // self.rule.needed * repeat_clips)
         self.rows = rows
         self._settings = (num_frames, frame_interval, self.size, seed, pictures, len(rows))
         size = sum(video.numel() for video in self.videos)
@@ -88,8 +88,8 @@ class InMemoryVideoDataset(TableDataset):
         if is_image(path) and self.num_frames > 1:
             video, fps = pan(frames[0], self.num_frames, self.size, rng), IMAGE_FPS
         else:
-            start = int(torch.randint(len(frames) - self.needed + 1, (1,), generator=rng))
-            window = frames[start : start + self.needed : self.frame_interval]
+            start = int(torch.randint(len(frames) - self.rule.needed + 1, (1,), generator=rng))
+            window = frames[start : start + self.rule.needed : self.frame_interval]
             video, fps = self.crop(window, generator=rng), self.fps[row] / self.frame_interval
         return {"video": video, **describe(row, path, "", video.shape[1:], fps)}
 
@@ -114,11 +114,9 @@ class InMemoryVideoDataset(TableDataset):
                     frames = read_indices(path, clip, range(max(error.available, 1)))
         except UserError as error:
             raise naming_the_row(self.table, row, error) from error
-        if not is_image(path) and len(frames) < self.needed:
-            raise UserError(
-                f"{self.table.where(row)}: {path} has {len(frames)} frames, but num_frames={self.num_frames} at "
-                f"frame_interval={self.frame_interval} needs {self.needed}. Remove the row, or use shorter clips."
-            )
+        if not is_image(path) and len(frames) < self.rule.needed:
+            has = f"{path} has {len(frames)} frames, but {self.rule} needs {self.rule.length}"
+            raise UserError(f"{self.table.where(row)}: {has}. Remove the row, or use shorter clips.")
         return frames, fps
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from opensora.datasets.buckets.bucket import AREA_SLACK, Bucket, DropReason
 from opensora.datasets.buckets.sampler import BucketBatchSampler
 from opensora.datasets.sampler import BatchSampler, EpochBatchSampler
-from opensora.datasets.video.read_video import frames_needed
+from opensora.datasets.video.read_video import FrameRule
 
 
 class BucketUse(NamedTuple):
@@ -117,12 +117,10 @@ def _drop_reasons(dataset: Any, epoch: int) -> dict[str, tuple[int, str]]:
     if shortest is None:
         short = "There are entries for images only; add one for videos."
     else:
-        needs = f"{frames_needed(shortest, interval)} frames at frame_interval={interval}"
-        if rate is not None:
-            needs = f"{(shortest - 1) / rate:.2f} s at target_fps={rate:g}"
+        rule = FrameRule(shortest, interval, rate)
         short = (
-            f"The shortest needs {needs} (a resolution may ask for more); add a shorter one, lower frame_interval or raise "
-            "target_fps."
+            f"The shortest, {rule}, needs {rule.length} (a resolution may ask for more); add a shorter one, lower frame_interval "
+            "or raise target_fps."
         )
     words = {
         DropReason.UNKNOWN: ("no size is known", "Their files cannot be read: replace them or remove the rows."),

@@ -112,12 +112,8 @@ class VariableVideoTextDataset(TableDataset):
         def choose(num_starts: int, available: int) -> Choice:
             if num_starts:
                 return draw_choice(self.table, self.seed, key.epoch, row, num_starts)
-            needed, pace = f"the {rule.needed} frames", f"frame_interval={self.frame_interval}"
-            if rule.target_fps is not None:
-                needed, pace = f"{rule.span:.2f} s", f"target_fps={self.target_fps:g}"
             raise BadFile(
-                f"{path} has less than {needed} that its bucket of {key.num_frames} frames at {pace} needs; correct the "
-                "table's num_frames and fps."
+                f"{path} has {available} frames, but {rule}, its bucket, needs {rule.length}; correct the table's num_frames and fps."
             )
 
         try:

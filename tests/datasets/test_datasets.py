@@ -135,7 +135,7 @@ def short_table(write_table, *, stated: bool):
 
 def test_short_clips_are_an_error(table, write_table):
     message = (
-        r"1 of 2 rows have fewer than the 24 frames that num_frames=24 at frame_interval=1 needs:\n  row 2: .*b.mp4"
+        r"1 of 2 rows are shorter than the 24 frames that num_frames=24 at frame_interval=1 needs:\n  row 2: .*b.mp4"
     )
     with pytest.raises(UserError, match=message):
         VideoTextDataset(short_table(write_table, stated=True), num_frames=24, image_size=SIZE)
@@ -144,7 +144,7 @@ def test_short_clips_are_an_error(table, write_table):
         UserError, match=r"row 2: .*b.mp4 has 22 frames, but num_frames=24 at frame_interval=1 needs 24"
     ):
         dataset[SampleKey(0, 1)]
-    with pytest.raises(UserError, match=r"2 of 2 rows have fewer than the 99 frames"):
+    with pytest.raises(UserError, match=r"2 of 2 rows are shorter than the 99 frames"):
         VideoTextDataset(short_table(write_table, stated=True), num_frames=99, image_size=SIZE, short_clips="drop")
 
 
@@ -154,7 +154,7 @@ def test_short_clips_can_be_dropped_and_are_counted(table, write_table, caplog, 
     with caplog.at_level("INFO"):
         dataset = VideoTextDataset(path, num_frames=24, image_size=SIZE, short_clips="drop")
     assert len(dataset) == 1
-    assert "1 of 2 rows are dropped: they have fewer than the 24 frames" in caplog.text
+    assert "1 of 2 rows are dropped: they are shorter than the 24 frames" in caplog.text
     assert ("counting frames" in caplog.text) != stated
 
 

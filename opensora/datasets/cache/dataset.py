@@ -34,6 +34,7 @@ from opensora.datasets.datasets import (
 from opensora.datasets.sampler import SampleKey
 from opensora.datasets.table.table import MAX_CHECKED_FILES, complain_about_rows, read_table
 from opensora.datasets.video.files import IMAGE_FPS, Decoding, is_image
+from opensora.datasets.video.read_video import FrameRule
 from opensora.registry import DATASETS
 from opensora.utils.errors import UserError
 
@@ -102,9 +103,8 @@ class CachedVideoTextDataset(TableDataset):
         self.occurrence = occurrences_of_rows(self.table)  # [N]
         if content == CLIPS:
             self._refuse_missing_and_resized()
-        self.clips = ClipRows(
-            self.table, num_frames, frame_interval, seed, short_clips, count=self._count, target_fps=target_fps
-        )
+        rule = FrameRule(num_frames, frame_interval, target_fps)
+        self.clips = ClipRows(self.table, rule, seed, short_clips, self._count)
         self.rows = self.clips.kept
         self.epochs = 0
         if content == SAMPLES:
@@ -159,16 +159,16 @@ class CachedVideoTextDataset(TableDataset):
     def _window(self, epoch: int, row: int, record: dict[str, Any]) -> tuple[Tensor, str, float]:
         """A window of the moments of a whole clip, its caption and its rate."""
         clips, path, stated = self.clips, self.table.path(row), int(self.table.num_frames[row])
-        stored = record["moments"].shape[1]
+        needed, interval, stored = clips.rule.needed, clips.rule.frame_interval, record["moments"].shape[1]
         if stated > stored:
             raise UserError(f"{self.table.where(row)}: {wrong_length(stated, stored, path)}")
         available = stated or record["num_frames"]
-        choice = clips.choose(epoch, row, available - clips.needed + 1, available)
-        if stored < clips.needed:
+        choice = clips.choose(epoch, row, available - needed + 1, available)
+        if stored < needed:
             raise clips.too_short(row, stored)
-        start = min(choice.start, stored - clips.needed)  # of fewer frames than the file announces, the last ones
-        moments = record["moments"][:, start : start + clips.needed : clips.frame_interval]
-        return moments, choice.caption, IMAGE_FPS if is_image(path) else record["fps"] / clips.frame_interval
+        start = min(choice.start, stored - needed)  # of fewer frames than the file announces, the last ones
+        moments = record["moments"][:, start : start + needed : interval]
+        return moments, choice.caption, IMAGE_FPS if is_image(path) else record["fps"] / interval
 
     def _key(self, row: int, epoch: int = 0) -> str:
         name = self.table.name(row)

@@ -88,6 +88,15 @@ class FrameRule:
         assert self.target_fps is not None
         return (self.num_frames - 1) / self.target_fps
 
+    def __str__(self) -> str:
+        pace = f"frame_interval={self.frame_interval}" if self.target_fps is None else f"target_fps={self.target_fps:g}"
+        return f"num_frames={self.num_frames} at {pace}"
+
+    @property
+    def length(self) -> str:
+        """What a clip needs, for messages."""
+        return f"{self.needed} frames" if self.target_fps is None else f"{self.span:.2f} s"
+
     def num_starts(self, seconds: np.ndarray) -> int:
         """The frames 0 ... n - 1 can begin a clip; 0: the video is too short."""
         if self.target_fps is None:
