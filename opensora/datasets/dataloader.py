@@ -51,7 +51,7 @@ class BatchLoader:
 
     def __init__(self, loader: DataLoader, sampler: BatchSampler, batches: "_Batches", rank: int) -> None:
         self.loader, self.sampler = loader, sampler
-        self._batches, self._rank = batches, rank
+        self._rank, self.reading = rank, batches.reading
         self.bad_files = BadFileCount(getattr(batches.dataset, "bad_files", None))
 
     def __len__(self) -> int:
@@ -75,7 +75,7 @@ class BatchLoader:
             if "DataLoader worker" not in str(error):  # how PyTorch says that a worker is gone
                 raise
             raise UserError(
-                f"process {self._rank}: a worker of the data loader was killed ({error}). {self._batches.last_read()}. When the "
+                f"process {self._rank}: a worker of the data loader was killed ({error}). {self.reading()}. When the "
                 "machine ran out of memory (dmesg says so), use fewer --num-workers or a smaller --prefetch-gib; when it is "
                 "always the same file, remove its row."
             ) from error
@@ -266,15 +266,15 @@ class _Batches(Dataset):
             "global_batch_size": batch.global_batch_size,
         }
 
-    def last_read(self) -> str:
-        """What each worker read last."""
+    def reading(self) -> str:
+        """What each worker read last or reads now: for messages about hangs."""
         path_of = getattr(self.dataset, "path_of", None)
         lines = []
         for worker, (epoch, index) in enumerate(self._reading.tolist()):
             if index >= 0:
                 file = f"{path_of(index)}, " if path_of is not None else ""
                 lines.append(f"worker {worker} was reading {file}sample {index} of epoch {epoch}")
-        return "; ".join(lines)
+        return "; ".join(lines) or "The data are read by the process itself."
 
 
 def _allow_open_files() -> None:

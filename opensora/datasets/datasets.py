@@ -3,7 +3,6 @@
 import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -128,12 +127,6 @@ class ClipRows:
         self._complain_or_drop(short, what, "too short", "Lower num_frames or frame_interval.")
         self.kept = np.flatnonzero(~(slow | short))
 
-    def choose(self, epoch: int, row: int, num_starts: int, available: int) -> Choice:
-        """Caption and first frame of a sample whose file has `available` frames, of which `num_starts` can begin a clip."""
-        if num_starts < 1:
-            raise self.too_short(row, available)
-        return draw_choice(self.table, self.seed, epoch, row, num_starts)
-
     def too_short(self, row: int, available: int) -> UserError:
         """The error for a clip that has too few frames; a bad file where short clips should have been dropped."""
         return (BadFile if self.short_clips == "drop" else UserError)(
@@ -216,13 +209,13 @@ class VideoTextDataset(TableDataset):
     def __getitem__(self, key: SampleKey) -> Item:
         row = int(self.rows[key.index])
         path = self.table.path(row)
-        choose = partial(self.clips.choose, key.epoch, row)
         try:
-            frames, fps, choice = read_clip(self.table, row, self.clips.rule, choose, self.decoding)
+            clip = read_clip(self.table, row, self.clips.rule, self.clips.seed, key.epoch, self.decoding)
         except TooFewFrames as error:  # the file is too short, or ends before its own index says
             raise self.clips.too_short(row, error.available) from error
         except UserError as error:
             raise naming_the_row(self.table, row, error) from error
+        frames, fps, choice = clip
         transform = self.image_transform if is_image(path) else self.transform
         video = transform(frames, generator=choice.rng)  # [3, T, H, W]
         return {"video": video, **describe(row, path, choice.caption, video.shape[1:], fps, self.table.scores(row))}
@@ -239,10 +232,10 @@ class VideoTextDataset(TableDataset):
 
 
 def read_clip(
-    table: Table, row: int, rule: FrameRule, choose: Callable[[int, int], Choice], decoding: Decoding = DEFAULT
+    table: Table, row: int, rule: FrameRule, seed: int, epoch: int, decoding: Decoding = DEFAULT
 ) -> tuple[Tensor, float, Choice]:
-    """Frames [T, H, W, 3] uint8 of a row's file, the clip's fps, and the choices behind them; a `UserError` where the file is bad,
-    or not what the table says. `choose` gets the number of possible starts, and of frames; it raises where there is no start."""
+    """Frames [T, H, W, 3] uint8 of a row's file, the clip's fps, and the choices behind them (`draw_choice`); a `TooFewFrames`, or
+    another `BadFile`, where the file does not give a clip."""
     path, stated = table.path(row), int(table.num_frames[row])
     with open_clip(path, decoding) as clip:
         if stated > clip.num_frames:
@@ -252,7 +245,11 @@ def read_clip(
             fps = IMAGE_FPS if is_image(path) else rule.fps(clip.fps)
         except BadFile as error:
             raise BadFile(f"{path}: {error}") from error
-        choice = choose(rule.num_starts(seconds), len(seconds))
+        starts = rule.num_starts(seconds)
+        if not starts:
+            needs = f"{rule} needs {rule.length}; correct the table's num_frames and fps, or use longer clips"
+            raise TooFewFrames(f"{path} has {len(seconds)} frames, but {needs}.", len(seconds))
+        choice = draw_choice(table, seed, epoch, row, starts)
         try:
             frames = read_indices(path, clip, rule.indices(seconds, choice.start))
         except TooFewFrames as error:

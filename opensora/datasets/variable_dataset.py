@@ -10,11 +10,11 @@ import torch
 from tqdm import tqdm
 
 from opensora.datasets.buckets.bucket import Assignment, Buckets, DropReason
-from opensora.datasets.datasets import Choice, Item, TableDataset, describe, draw_choice, naming_the_row, read_clip
+from opensora.datasets.datasets import Item, TableDataset, describe, naming_the_row, read_clip
 from opensora.datasets.sampler import BucketKey
 from opensora.datasets.table.table import UNKNOWN, Table, read_table
 from opensora.datasets.transforms import get_transform
-from opensora.datasets.video.files import DEFAULT, BadFile, BadFiles, Decoding, is_image
+from opensora.datasets.video.files import DEFAULT, BadFiles, Decoding, is_image
 from opensora.datasets.video.read_video import FrameRule, is_slow, probe
 from opensora.registry import DATASETS
 from opensora.utils.errors import UserError
@@ -108,16 +108,8 @@ class VariableVideoTextDataset(TableDataset):
         row, path = key.index, self.table.path(key.index)
         # an image has no rate that could be too low
         rule = FrameRule(key.num_frames, self.frame_interval, None if key.num_frames == 1 else self.target_fps)
-
-        def choose(num_starts: int, available: int) -> Choice:
-            if num_starts:
-                return draw_choice(self.table, self.seed, key.epoch, row, num_starts)
-            raise BadFile(
-                f"{path} has {available} frames, but {rule}, its bucket, needs {rule.length}; correct the table's num_frames and fps."
-            )
-
         try:
-            frames, fps, choice = read_clip(self.table, row, rule, choose, self.decoding)
+            frames, fps, choice = read_clip(self.table, row, rule, self.seed, key.epoch, self.decoding)
         except UserError as error:
             raise naming_the_row(self.table, row, error) from error
         transform = get_transform(self._transforms[is_image(path)], (key.height, key.width))

@@ -157,6 +157,7 @@ def test_a_killed_worker_is_named_with_the_file_it_was_reading(dataset):
     with pytest.raises(UserError, match="a worker of the data loader was killed") as caught:
         list(loader)
     assert f"was reading {dataset.path_of(1)}, sample 1 of epoch" in str(caught.value)
+    assert str(dataset.path_of(1)) in loader.reading()
 
 
 class Exhausted(Counting):

@@ -163,9 +163,9 @@ class CachedVideoTextDataset(TableDataset):
         if stated > stored:
             raise UserError(f"{self.table.where(row)}: {wrong_length(stated, stored, path)}")
         available = stated or record["num_frames"]
-        choice = clips.choose(epoch, row, available - needed + 1, available)
-        if stored < needed:
-            raise clips.too_short(row, stored)
+        if min(available, stored) < needed:
+            raise clips.too_short(row, min(available, stored))
+        choice = draw_choice(self.table, clips.seed, epoch, row, available - needed + 1)
         start = min(choice.start, stored - needed)  # of fewer frames than the file announces, the last ones
         moments = record["moments"][:, start : start + needed : interval]
         return moments, choice.caption, IMAGE_FPS if is_image(path) else record["fps"] / interval

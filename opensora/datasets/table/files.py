@@ -35,7 +35,7 @@ def read_frame(source: Path) -> pd.DataFrame:
     columns: dict[str, Any] = {}
     count = 0
     if source.suffix.lower() == ".parquet" and source.is_file():
-        with _readable_parquet(source):
+        with _readable(source):
             frame = pd.read_parquet(source, dtype_backend="numpy_nullable")
         named = any(name is not None for name in frame.index.names)
         frame = frame.reset_index(drop=not named)  # pandas writes a named index as a column
@@ -76,19 +76,12 @@ def read_blocks(source: Path, columns: Collection[str] | None = None) -> Iterato
     if not source.is_file():
         raise _missing(source, str(source))
     kind = table_format(source)
-    try:
+    with _readable(source):
         if kind == "parquet":
-            with _readable_parquet(source):
-                yield from _parquet_blocks(source, columns)
+            yield from _parquet_blocks(source, columns)
             return
         with source.open(encoding="utf-8-sig", newline="" if kind == "csv" else None) as file:
             yield from (_csv_blocks if kind == "csv" else _jsonl_blocks)(source, file)
-    except UnicodeDecodeError as error:
-        raise UserError(f"{source} is not UTF-8 text ({error}); save it as UTF-8.") from error
-    except csv.Error as error:
-        raise UserError(
-            f"{source} is no valid CSV ({error}); is a quote left open, or not doubled inside quotes?"
-        ) from error
 
 
 def refuse_missing(**paths: str | Path | None) -> None:
@@ -266,13 +259,18 @@ def _parquet_blocks(source: Path, columns: Collection[str] | None) -> Iterator[B
 
 
 @contextmanager
-def _readable_parquet(source: Path) -> Iterator[None]:
+def _readable(source: Path) -> Iterator[None]:
     try:
         yield
     except UserError:
         raise
+    except UnicodeDecodeError as error:
+        raise UserError(f"{source} is not UTF-8 text ({error}); save it as UTF-8.") from error
+    except csv.Error as error:
+        quotes = "is a quote left open, or not doubled inside quotes?"
+        raise UserError(f"{source} is no valid CSV ({error}); {quotes}") from error
     except (OSError, ValueError) as error:  # pyarrow's errors derive from these
-        raise UserError(f"{source} is no readable parquet file: {error}") from error
+        raise UserError(f"{source} is no readable {table_format(source)} file: {error}") from error
 
 
 def _typed(values: list[Any]) -> Any:

@@ -109,8 +109,12 @@ class PyavClip:
     @contextmanager
     def _open(self) -> Iterator[Opened]:
         fresh, self._fresh = self._fresh, None
-        with naming_damage(self.path) if fresh else open_video(self.path) as opened:
-            yield fresh or opened
+        if fresh is None:
+            with open_video(self.path) as opened:
+                yield opened
+        else:
+            with naming_damage(self.path):
+                yield fresh
 
     def _frames(self, opened: Opened, *, deinterlace: bool) -> Iterator[VideoFrame]:
         def sound() -> Iterator[VideoFrame]:
