@@ -114,9 +114,7 @@ class CachedVideoTextDataset(TableDataset):
                 self.epochs += 1
         self.text = TextFeatures(cache_dir) if text == "features" else None
         if self.text is not None and len(self.table) <= MAX_CHECKED_FILES:
-            wanted = (caption for row in range(len(self.table)) for caption in self.table.captions(row))
-            if missing := self.text.missing(wanted):
-                raise self.text.unknown(missing)
+            self.text.refuse_missing(caption for row in range(len(self.table)) for caption in self.table.captions(row))
         self.flow: StoredFlow | None = None
         lacking = self.table.without_flow()
         if lacking and (self.cache_dir / FLOW / METADATA).is_file():

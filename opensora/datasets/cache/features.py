@@ -39,8 +39,7 @@ class TextFeatures:
 
     def one(self, caption: str) -> tuple[Tensor, Tensor]:
         """y [1, L, D] in the dtype of the cache, mask [L] bool; a `UserError` where the caption is not in the cache."""
-        if caption not in self.records:
-            raise self.unknown([caption])
+        self.refuse_missing([caption])
         record = self.records.read(caption, ("y", "mask"))
         stored = record["y"]  # [l, D], l <= L
         y = stored.new_zeros(1, self.settings["tokens"], stored.shape[1])
@@ -52,17 +51,14 @@ class TextFeatures:
         y, mask = zip(*map(self.one, captions), strict=True)
         return torch.stack(y), torch.stack(mask)
 
-    def missing(self, captions: Iterable[str]) -> list[str]:
-        """Those that are not in the cache, each once."""
-        return [caption for caption in dict.fromkeys(captions) if caption not in self.records]
-
-    def unknown(self, captions: Sequence[str]) -> UserError:
-        """The error for captions that are not in the cache."""
-        shown = ", ".join(repr(caption[:60]) for caption in captions[:3])
-        return UserError(
-            f"{len(captions)} captions are not in the text cache {self.cache_dir} ({len(self.records)} are), such as {shown}: "
-            f"were they changed after it was written? {self.remedy}"
-        )
+    def refuse_missing(self, captions: Iterable[str]) -> None:
+        """Raise a `UserError` where captions are not in the cache."""
+        if missing := [caption for caption in dict.fromkeys(captions) if caption not in self.records]:
+            shown = ", ".join(repr(caption[:60]) for caption in missing[:3])
+            raise UserError(
+                f"{len(missing)} captions are not in the text cache {self.cache_dir} ({len(self.records)} are), such as {shown}: "
+                f"were they changed after it was written? {self.remedy}"
+            )
 
 
 class StoredFlow:
