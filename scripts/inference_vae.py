@@ -17,7 +17,8 @@ from opensora.acceleration.distributed import init_world
 from opensora.config.load import VAEInferenceConfig, parse_config
 from opensora.datasets.table.table import read_table
 from opensora.datasets.transforms import get_transform, to_float
-from opensora.datasets.video.read_video import frames_needed, is_image, probe, read_frames
+from opensora.datasets.video.files import is_image
+from opensora.datasets.video.read_video import frames_needed, probe, read_frames
 from opensora.inference.output import save_image_grid, save_sample, shown_frames
 from opensora.models.vae.metrics import quality, reconstruct
 from opensora.registry import MODELS, build_module

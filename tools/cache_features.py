@@ -1,12 +1,12 @@
-"""Encode the clips and captions of a training config, once: the VAE's moments, the text encoder's features, and the flow.
+"""Encode the clips and captions of a training config, once: the VAE's moments, the text encoder's features, and the optical-flow scores.
 
     python -m tools.cache_features TRAIN_CONFIG [--cache-dir DIR] [--what moments text flow] [--epochs E] [--field value ...]
     torchrun --standalone --nproc_per_node 8 -m tools.cache_features TRAIN_CONFIG ...          processes share the work
     python -m tools.cache_features --check DIR                                                 read all, name what is damaged
 
 DIR is the dataset's `cache_dir` unless given. All other options are the config's, as for scripts/train.py. A call that was
-interrupted goes on where it stopped. How much moves (flow) is measured also unasked, beside the moments, where the config's model
-is told of it and the table does not say it. To train from the cache:
+interrupted goes on where it stopped. The optical-flow score is measured also unasked, with the moments, where the config's model
+is conditioned on it and the table does not have it. To train from the cache:
     --dataset.type CachedVideoTextDataset --dataset.cache_dir DIR [--dataset.content samples] [--dataset.text features]
 """
 
@@ -26,24 +26,22 @@ import torch.distributed as dist
 from opensora.acceleration.distributed import init_world, shutdown
 from opensora.config.load import TrainConfig, parse_config
 from opensora.config.resolve import DEFAULT_DATASET
-from opensora.datasets.cache.flow import FOLDER as FLOW
+from opensora.datasets.cache.features import DTYPES as TEXT_DTYPES
+from opensora.datasets.cache.features import FLOW, TEXT, captions_of, write_text
 from opensora.datasets.cache.moments import (
     CLIPS,
     SAMPLES,
     Choices,
     Counts,
     Job,
+    cache_settings,
     refuse_rate_of_clips,
-    sample_settings,
     write_clips,
     write_samples,
 )
 from opensora.datasets.cache.moments import DTYPES as MOMENT_DTYPES
 from opensora.datasets.cache.records import RecordReader
 from opensora.datasets.cache.records_dataset import RecordVideoTextDataset
-from opensora.datasets.cache.text import DTYPES as TEXT_DTYPES
-from opensora.datasets.cache.text import FOLDER as TEXT
-from opensora.datasets.cache.text import captions_of, write_text
 from opensora.datasets.datasets import VideoTextDataset
 from opensora.datasets.table.table import read_table
 from opensora.datasets.video.files import Decoding
@@ -64,7 +62,8 @@ def cache_features(argv: Sequence[str] | None = None) -> dict[str, Counts]:
         if getattr(args, name) < least:
             raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least {least}.")
     cfg = parse_config(TrainConfig, COMPONENTS, rest, options=vars(args))
-    dataset = {**_shared(cfg), **(cfg.dataset or {})}
+    shared = ("data_path", "root", "num_frames", "frame_interval", "image_size", "seed")
+    dataset = {**{name: getattr(cfg, name) for name in shared}, **(cfg.dataset or {})}
     folder = args.cache_dir or dataset.get("cache_dir")
     if folder is None:
         raise UserError("give --cache-dir: the config's dataset has no cache_dir.")
@@ -80,30 +79,24 @@ def cache_features(argv: Sequence[str] | None = None) -> dict[str, Counts]:
         refuse_rate_of_clips(dataset.get("target_fps"))
     if (Path(folder) / "manifest.json").exists():
         warnings.warn(f"{folder} also holds files of an older format, which nothing reads: delete manifest.json and the "
-                      "*.safetensors beside it.", stacklevel=2)  # fmt: skip
+                      "*.safetensors next to it.", stacklevel=2)  # fmt: skip
     world = init_world(cfg.device, timeout=timedelta(days=7))  # others may have longer clips, and more left to do
     job = Job(Path(folder), world, shard_bytes=round(args.shard_mb * 2**20))
-    done = {}
+    done: dict[str, Counts] = {}
     if "moments" in args.what:
         full: Any = freeze(build_module(cfg.vae, MODELS), world.device)
         vae = SimpleNamespace(moments=full.sliced_moments, latent_size=full.latent_size, fingerprint=full.fingerprint)
-        moments = job._replace(dtype=args.moments_dtype)
-        part = SAMPLES if args.epochs else CLIPS
-        done[part] = (
-            _write_samples(dataset, vae, moments, args.epochs)
-            if args.epochs
-            else _write_clips(dataset, vae, moments, args.chunk)
-        )
+        done = _write_moments(dataset, vae, job._replace(dtype=args.moments_dtype), args.epochs, args.chunk)
         del vae, full
     if "flow" in args.what or ("moments" in args.what and wants_flow(cfg.model)):
         done |= cached_flow(cfg, dataset, job, asked="flow" in args.what)
     if "text" in args.what:
         encoder = build_module(text_encoder_of(cfg.text_encoder), MODELS).to(world.device)
-        captions = (
-            RecordVideoTextDataset(str(dataset["data_path"])).all_captions()
-            if dataset.get("type") == RECORDS
-            else captions_of(_table(dataset, dataset.get("text_columns", ("text",))))
-        )
+        if dataset.get("type") == RECORDS:
+            captions = RecordVideoTextDataset(str(dataset["data_path"])).all_captions()
+        else:
+            columns = dataset.get("text_columns", ("text",))
+            captions = captions_of(read_table(dataset["data_path"], dataset["root"], columns, check_files=False))
         done[TEXT] = write_text(captions, encoder, job._replace(dtype=args.text_dtype), batch_size=args.batch)
     return done
 
@@ -167,42 +160,21 @@ def check(folder: Path) -> list[str]:
     return [problem for part in parts for problem in RecordReader(part, remedy="Run the tool again.").check()]
 
 
-def _shared(cfg: TrainConfig) -> dict[str, Any]:
-    names = ("data_path", "root", "num_frames", "frame_interval", "image_size", "seed")
-    return {name: getattr(cfg, name) for name in names}
-
-
-def _table(dataset: Dataset, text_columns: Sequence[str]) -> Any:
-    return read_table(dataset["data_path"], dataset["root"], text_columns, check_files=False)
-
-
-def _write_clips(dataset: Dataset, vae: Any, job: Job, chunk: int) -> Counts:
-    table = read_table(dataset["data_path"], dataset["root"], text_columns=())
-    transform, choices = dataset.get("transform_name", "center"), _choices(dataset)
-    return write_clips(
-        table, vae, job, image_size=_size(dataset), transform_name=transform, choices=choices, chunk=chunk
-    )
-
-
-def _write_samples(dataset: Dataset, vae: Any, job: Job, epochs: int) -> Counts:
+def _write_moments(dataset: Dataset, vae: Any, job: Job, epochs: int, chunk: int) -> dict[str, Counts]:
+    height, width = dataset["image_size"]
+    size, transform = (int(height), int(width)), dataset.get("transform_name", "center")
+    decoding = Decoding.of(dataset.get("decode"))
+    choices = Choices(bool(dataset.get("use_image_transform", False)), decoding, dataset.get("target_fps"))
+    if not epochs:
+        table = read_table(dataset["data_path"], dataset["root"], text_columns=())
+        return {
+            CLIPS: write_clips(table, vae, job, image_size=size, transform_name=transform, choices=choices, chunk=chunk)
+        }
     taken = inspect.signature(VideoTextDataset).parameters.keys() & dataset.keys()
     source = VideoTextDataset(**{name: dataset[name] for name in taken})
-    window = (dataset["num_frames"], dataset["frame_interval"])
-    transform, choices = dataset.get("transform_name", "center"), _choices(dataset)
-    settings = sample_settings(
-        vae.fingerprint(), window, _size(dataset), transform, job.dtype, dataset["seed"], choices
-    )
-    return write_samples(source, vae, job, settings, epochs)
-
-
-def _choices(dataset: Dataset) -> Choices:
-    decoding = Decoding.of(dataset.get("decode"))
-    return Choices(bool(dataset.get("use_image_transform", False)), decoding, dataset.get("target_fps"))
-
-
-def _size(dataset: Dataset) -> tuple[int, int]:
-    height, width = dataset["image_size"]
-    return int(height), int(width)
+    window = {name: dataset[name] for name in ("num_frames", "frame_interval", "seed")}
+    settings = cache_settings(vae.fingerprint(), size, transform, job.dtype, choices, **window)
+    return {SAMPLES: write_samples(source, vae, job, settings, epochs)}
 
 
 @exit_on_user_error
@@ -214,7 +186,7 @@ def main() -> None:
     if folder is not None:
         if damaged := check(folder):
             raise UserError("\n".join([f"{len(damaged)} records are damaged:", *damaged]))
-        print(f"{folder}: all records are whole")
+        print(f"{folder}: no record is damaged")
         return
     signal.signal(
         signal.SIGTERM, lambda number, _: sys.exit(128 + number)

@@ -1,4 +1,4 @@
-"""The flow of a cache: how much moves in each clip of which the table, or the records, do not say it.
+"""The optical-flow scores of a cache, for clips that have none in the table or the records.
 
 Part of `tools.cache_features`; the score is that of `tools.scoring`, which is why it is measured here and not in the datasets.
 """
@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from opensora.config.load import TrainConfig
-from opensora.datasets.cache.flow import FEATURES, FOLDER
-from opensora.datasets.cache.moments import Counts, Job, source_hash, write_missing
+from opensora.datasets.cache.features import FLOW, FLOW_FEATURES
+from opensora.datasets.cache.moments import Counts, Job, write_missing
 from opensora.datasets.cache.records_dataset import RecordVideoTextDataset, moments_of
 from opensora.datasets.table.table import Table, complain_about_rows, read_table
 from opensora.datasets.video.files import is_image
@@ -27,7 +27,7 @@ STILL = "Write their cells of the column 'flow' into the table, or train a model
 
 
 def wants_flow(model: Mapping[str, Any]) -> bool:
-    """Whether the model of a config is told how much moves."""
+    """Whether the model of a config is conditioned on the optical-flow score."""
     if not str(model["type"]).startswith("NOVA"):
         return False
     with torch.device("meta"):
@@ -35,23 +35,23 @@ def wants_flow(model: Mapping[str, Any]) -> bool:
 
 
 def cached_flow(cfg: TrainConfig, dataset: Mapping[str, Any], job: Job, *, asked: bool) -> dict[str, Counts]:
-    """Measure what is not known; returns nothing where the table says it all and nobody `asked`.
+    """Measure the scores that are missing; returns nothing where none is and nobody `asked`.
 
     Raises:
-        UserError: a clip cannot be read, or is a picture.
+        UserError: a clip cannot be read, or is an image.
     """
     chosen = scorer("flow")
     assert isinstance(chosen, Flow)
     settings = {key: value for key, value in dataclasses.asdict(chosen).items() if key != "device"}
     if dataset.get("type") == RECORDS:
-        return {FOLDER: _of_records(cfg, job, chosen, settings)}
+        return {FLOW: _of_records(cfg, job, chosen, settings)}
     table = read_table(dataset["data_path"], dataset["root"], text_columns=())
     lacking = table.without_flow()
     if not lacking:
         if asked:
             raise UserError(f"{table.source} has the flow of every clip; there is nothing to measure (--what flow).")
         return {}
-    return {FOLDER: _of_clips(table, lacking, job, chosen, settings)}
+    return {FLOW: _of_clips(table, lacking, job, chosen, settings)}
 
 
 def _of_clips(table: Table, lacking: list[int], job: Job, chosen: Flow, settings: dict[str, Any]) -> Counts:
@@ -59,7 +59,7 @@ def _of_clips(table: Table, lacking: list[int], job: Job, chosen: Flow, settings
     for row in lacking:
         rows.setdefault(table.name(row), row)
     if still := [row for row in rows.values() if is_image(table.path(row))]:
-        raise complain_about_rows(table, still, "are pictures, in which nothing moves, and have no flow", STILL)
+        raise complain_about_rows(table, still, "are images, in which nothing moves, and have no flow", STILL)
 
     def measure(name: str) -> dict[str, float]:
         found = chosen.score([table.path(rows[name])])[0]
@@ -67,9 +67,8 @@ def _of_clips(table: Table, lacking: list[int], job: Job, chosen: Flow, settings
             raise UserError(f"{table.where(rows[name])}: {found.get('error') or f'it has a single frame. {STILL}'}")
         return {"flow": float(found["flow"])}
 
-    return write_missing(
-        job, FOLDER, FEATURES, settings, list(rows), measure, lambda name: source_hash(table.path(rows[name]))
-    )
+    sources = {name: table.path(row) for name, row in rows.items()}
+    return write_missing(job, FLOW, FLOW_FEATURES, settings, measure, sources)
 
 
 def _of_records(cfg: TrainConfig, job: Job, chosen: Flow, settings: dict[str, Any]) -> Counts:
@@ -80,7 +79,7 @@ def _of_records(cfg: TrainConfig, job: Job, chosen: Flow, settings: dict[str, An
     if "flow" in data.records.features:
         raise UserError(f"the records of {data.path} have their flow; there is nothing to measure (--what flow).")
     if data.shape[1] == 1:
-        raise UserError(f"the records of {data.path} are pictures, in which nothing moves: set model.motion=False.")
+        raise UserError(f"the records of {data.path} are images, in which nothing moves: set model.motion=False.")
 
     @torch.inference_mode()
     def measure(key: str) -> dict[str, float]:
@@ -93,5 +92,5 @@ def _of_records(cfg: TrainConfig, job: Job, chosen: Flow, settings: dict[str, An
         return {"flow": found}
 
     settings = {**settings, "vae": vae.fingerprint(), "fps_of_videos": data.fps}
-    keys = [str(i) for i in range(len(data))]
-    return write_missing(job, FOLDER, FEATURES, settings, keys, measure, lambda _: data.content)
+    sources = {str(i): data.content for i in range(len(data))}
+    return write_missing(job, FLOW, FLOW_FEATURES, settings, measure, sources)

@@ -3,7 +3,6 @@
 import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -12,12 +11,19 @@ import torch
 from torch import Tensor
 
 from opensora.datasets.sampler import SampleKey
-from opensora.datasets.substitute import BadFiles
-from opensora.datasets.table.table import UNKNOWN, Table, complain_about_rows, extension_ids, read_table
+from opensora.datasets.table.table import UNKNOWN, Table, complain_about_rows, has_extension, read_table
 from opensora.datasets.transforms import get_transform
-from opensora.datasets.video.files import IMAGE_FPS, VIDEO_EXTENSIONS, BadFile, TooFewFrames, is_image
-from opensora.datasets.video.frame_times import AtRate, EveryNth, Rule, frames_needed, is_slow
-from opensora.datasets.video.read_video import DEFAULT, Decoding, count_frames, open_clip, read_indices
+from opensora.datasets.video.files import (
+    DEFAULT,
+    IMAGE_EXTENSIONS,
+    IMAGE_FPS,
+    BadFile,
+    BadFiles,
+    Decoding,
+    TooFewFrames,
+    is_image,
+)
+from opensora.datasets.video.read_video import FrameRule, count_frames, is_slow, open_clip, read_indices
 from opensora.registry import DATASETS
 from opensora.utils.errors import UserError
 from opensora.utils.seed import generator
@@ -28,24 +34,11 @@ Item = dict[str, Any]
 
 
 class Choice(NamedTuple):
-    """What is random about a sample; `rng` is used for whatever else is drawn for it."""
+    """What is random about a sample."""
 
     caption: str
-    start: int
-    rng: torch.Generator
-
-
-def sampling_rule(num_frames: int, frame_interval: int, target_fps: float | None) -> Rule:
-    """Every `frame_interval`-th frame, or frames at `target_fps`.
-
-    Raises:
-        UserError: both are asked for, or numbers out of range.
-    """
-    if target_fps is None:
-        return EveryNth(num_frames, frame_interval)
-    if frame_interval != 1:
-        raise UserError(f"frame_interval={frame_interval} and target_fps={target_fps} exclude one another; give one.")
-    return AtRate(num_frames, target_fps)
+    start: int  # the first frame
+    rng: torch.Generator  # for whatever else is drawn for it
 
 
 def draw_choice(table: Table, seed: int, epoch: int, row: int, num_starts: int) -> Choice:
@@ -54,6 +47,30 @@ def draw_choice(table: Table, seed: int, epoch: int, row: int, num_starts: int) 
     captions = table.captions(row)
     caption = captions[int(torch.randint(len(captions), (1,), generator=rng))]
     return Choice(caption, int(torch.randint(num_starts, (1,), generator=rng)), rng)
+
+
+class TableDataset:
+    """Samples of the rows of a table; `rows` [N] has the row of each."""
+
+    table: Table
+    rows: Sequence[int] | np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def path_of(self, index: int) -> Path:
+        """The file of sample `index`."""
+        return self.table.path(int(self.rows[index]))
+
+    def another(self, key: SampleKey, rng: torch.Generator) -> SampleKey | None:
+        """Any other sample, all of which have one size and length; None where there is one alone."""
+        if len(self) == 1:
+            return None
+        return SampleKey(key.epoch, (key.index + int(torch.randint(1, len(self), (1,), generator=rng))) % len(self))
+
+    def _hash(self, *settings: Any) -> str:
+        text = repr((type(self).__name__, self.table.fingerprint(), *settings))
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 class ClipRows:
@@ -70,93 +87,57 @@ class ClipRows:
     def __init__(
         self,
         table: Table,
-        num_frames: int,
-        frame_interval: int,
+        rule: FrameRule,
         seed: int,
         short_clips: Literal["error", "drop"],
-        *,
-        count: Callable[[int], int] | None = None,
-        target_fps: float | None = None,
+        count: Callable[[int], int],
     ) -> None:
         if short_clips not in ("error", "drop"):
             raise UserError(f"short_clips={short_clips!r} is not one of error, drop.")
-        self.table, self.num_frames, self.frame_interval, self.seed = table, num_frames, frame_interval, seed
-        self.rule = sampling_rule(num_frames, frame_interval, target_fps)
-        self.target_fps, self.short_clips = target_fps, short_clips
-        self.needed = frames_needed(num_frames, frame_interval)
+        self.table, self.rule, self.seed, self.short_clips = table, rule, seed, short_clips
         self.dropped: dict[str, tuple[int, str]] = {}
-        maybe = np.flatnonzero(extension_ids(table.rows["path"]) >= len(VIDEO_EXTENSIONS))  # some of these are animated
+        num_frames, target_fps = rule.num_frames, rule.target_fps
+        maybe = np.flatnonzero(has_extension(table.rows["path"], IMAGE_EXTENSIONS))  # some of these are animated
         images = [row for row in maybe.tolist() if is_image(table.path(row))] if num_frames > 1 or target_fps else []
         if images and num_frames > 1:
-            raise complain_about_rows(
-                table,
-                images,
-                f"are images, which cannot give {num_frames} frames",
-                "Train on images with num_frames=1, or remove these rows.",
-            )
-        bad = np.zeros(len(table), bool)
-        if isinstance(self.rule, AtRate):
-            bad = is_slow(table.fps, self.rule.target_fps)
-            bad[images] = False
-            self._complain_or_drop(
-                bad,
-                f"have fewer than the {target_fps:g} frames a second of target_fps, so that frames would be repeated",
-                f"slower than target_fps={target_fps:g}",
-                "Lower dataset.target_fps.",
-            )
-        self.kept = np.flatnonzero(~(bad | self._too_short(count, bad)))
-
-    def __len__(self) -> int:
-        return len(self.kept)
-
-    def row(self, index: int) -> int:
-        """The table's row of sample `index`; they differ where short or slow clips were dropped."""
-        return int(self.kept[index])
-
-    def choose(self, epoch: int, row: int, num_starts: int, available: int) -> Choice:
-        """Caption and first frame of a sample whose file has `available` frames, of which `num_starts` can begin a clip."""
-        if num_starts < 1:
-            raise self.too_short(row, available)
-        return draw_choice(self.table, self.seed, epoch, row, num_starts)
+            what = f"are images, which cannot give {num_frames} frames"
+            remedy = "Train on images with num_frames=1, or remove these rows."
+            raise complain_about_rows(table, images, what, remedy)
+        slow = np.zeros(len(table), bool)
+        if target_fps is not None:
+            slow = is_slow(table.fps, target_fps)
+            slow[images] = False
+            what = f"have fewer than the {target_fps:g} frames a second of target_fps, so that frames would be repeated"
+            self._complain_or_drop(slow, what, f"slower than target_fps={target_fps:g}", "Lower dataset.target_fps.")
+        lengths = table.num_frames
+        if short_clips == "drop" and rule.needed > 1 and not lengths[~slow].all():
+            logger.info("%s: counting frames; a column num_frames would save this.", table.source)
+            lengths = lengths.copy()
+            for row in np.flatnonzero((lengths == UNKNOWN) & ~slow).tolist():
+                try:
+                    lengths[row] = count(row)
+                except UserError as error:
+                    raise naming_the_row(table, row, error) from error
+        needed = np.full(len(lengths), rule.needed, np.int64)
+        if target_fps is not None:  # as far as the table has the rate of the file
+            known = np.isfinite(table.fps)
+            needed[known] = np.maximum(np.ceil(rule.span * table.fps[known] - 0.01).astype(np.int64) + 1, 1)
+        short = (lengths > 0) & (lengths < needed) & ~slow
+        what = f"are shorter than the {rule.length} that {rule} needs"
+        self._complain_or_drop(short, what, "too short", "Lower num_frames or frame_interval.")
+        self.kept = np.flatnonzero(~(slow | short))
 
     def too_short(self, row: int, available: int) -> UserError:
         """The error for a clip that has too few frames; a bad file where short clips should have been dropped."""
-        needs = f"num_frames={self.num_frames} at frame_interval={self.frame_interval} needs {self.needed}"
-        if isinstance(self.rule, AtRate):
-            needs = f"num_frames={self.num_frames} at target_fps={self.target_fps:g} needs {self.rule.span:.2f} s"
         return (BadFile if self.short_clips == "drop" else UserError)(
-            f"{self.table.where(row)}: {self.table.path(row)} has {available} frames, but {needs}. Use shorter clips, or leave "
-            "such rows out with dataset.short_clips='drop'."
+            f"{self.table.where(row)}: {self.table.path(row)} has {available} frames, but {self.rule} needs {self.rule.length}. "
+            "Use shorter clips, or leave such rows out with dataset.short_clips='drop'."
         )
 
     def settings(self) -> tuple[Any, ...]:
-        """What, beside the table, decides the choices."""
-        at_rate = () if self.target_fps is None else (self.target_fps,)
-        return self.num_frames, self.frame_interval, self.seed, len(self), *at_rate
-
-    def _too_short(self, count: Callable[[int], int] | None, others: np.ndarray) -> np.ndarray:
-        """[N] bool, clips of too few frames; `others` need not be looked at."""
-        lengths, rule = self.table.num_frames, self.rule
-        if self.short_clips == "drop" and self.needed > 1 and not lengths[~others].all():
-            logger.info("%s: counting frames; a column num_frames would save this.", self.table.source)
-            lengths = lengths.copy()
-            for row in np.flatnonzero((lengths == UNKNOWN) & ~others).tolist():
-                try:
-                    lengths[row] = count(row) if count else count_frames(self.table.path(row))
-                except UserError as error:
-                    raise naming_the_row(self.table, row, error) from error
-        needed = np.full(len(lengths), self.needed, np.int64)
-        what = (
-            f"have fewer than the {self.needed} frames that num_frames={self.num_frames} at "
-            f"frame_interval={self.frame_interval} needs"
-        )
-        if isinstance(rule, AtRate):  # as far as the table has the rate of the file
-            known = np.isfinite(self.table.fps)
-            needed[known] = np.maximum(np.ceil(rule.span * self.table.fps[known] - 0.01).astype(np.int64) + 1, 1)
-            what = f"are shorter than the {rule.span:.2f} s of num_frames={self.num_frames} at target_fps={self.target_fps:g}"
-        short = (lengths > 0) & (lengths < needed) & ~others
-        self._complain_or_drop(short, what, "too short", "Lower num_frames or frame_interval.")
-        return short
+        """What, next to the table, decides the choices."""
+        at_rate = () if self.rule.target_fps is None else (self.rule.target_fps,)
+        return self.rule.num_frames, self.rule.frame_interval, self.seed, len(self.kept), *at_rate
 
     def _complain_or_drop(self, bad: np.ndarray, what: str, reason: str, remedy: str) -> None:
         """Treat rows that cannot give a clip as `short_clips` says; an error where none would be left."""
@@ -172,14 +153,14 @@ class ClipRows:
 
 
 @DATASETS.register_module()
-class VideoTextDataset:
+class VideoTextDataset(TableDataset):
     """Clips of one length and size, with a caption.
 
     A sample is a dict: `video` [3, T, H, W] float32 in [-1, 1], `text`, `fps` (of the clip: the file's rate divided by
     `frame_interval`), `height`, `width`, `num_frames` (float32 numbers), `index` (the table's row) and `path`.
 
     Args:
-        data_path: CSV or parquet file with the columns `path` and `text_columns`.
+        data_path: CSV, JSONL or parquet file with the columns `path` and `text_columns`.
         num_frames: T. Images are allowed only when it is 1.
         frame_interval: Take every n-th frame, exactly.
         image_size: Height and width.
@@ -215,71 +196,46 @@ class VideoTextDataset:
     ) -> None:
         self.decoding = Decoding.of(decode)
         self.bad_files = BadFiles(bad_files, max_bad_share, seed)
-        self.table = read_table(data_path, root, text_columns, max_bad_share=self.bad_files.at_start)
-        count = self._frames_if_readable if bad_files == "substitute" else None
-        self.clips = ClipRows(
-            self.table, num_frames, frame_interval, seed, short_clips, count=count, target_fps=target_fps
-        )
+        self.table = table = read_table(data_path, root, text_columns, max_bad_share=self.bad_files.at_start)
+        count = frames_if_readable if bad_files == "substitute" else count_frames
+        rule = FrameRule(num_frames, frame_interval, target_fps)
+        self.clips = ClipRows(table, rule, seed, short_clips, lambda row: count(table.path(row)))
+        self.rows = self.clips.kept
         self.transform = get_transform(transform_name, image_size)
         self.image_transform = get_transform("adm_center" if use_image_transform else transform_name, image_size)
         decoded = () if self.decoding == DEFAULT else (self.decoding,)
         self._settings = (tuple(image_size), transform_name, use_image_transform, *decoded)
 
-    def __len__(self) -> int:
-        return len(self.clips)
-
-    def path_of(self, index: int) -> Path:
-        """The file of sample `index`."""
-        return self.table.path(self.clips.row(index))
-
     def __getitem__(self, key: SampleKey) -> Item:
-        row = self.clips.row(key.index)
+        row = int(self.rows[key.index])
         path = self.table.path(row)
-        choose = partial(self.clips.choose, key.epoch, row)
         try:
-            frames, fps, choice = read_clip(self.table, row, self.clips.rule, choose, self.decoding)
+            clip = read_clip(self.table, row, self.clips.rule, self.clips.seed, key.epoch, self.decoding)
         except TooFewFrames as error:  # the file is too short, or ends before its own index says
             raise self.clips.too_short(row, error.available) from error
         except UserError as error:
             raise naming_the_row(self.table, row, error) from error
+        frames, fps, choice = clip
         transform = self.image_transform if is_image(path) else self.transform
         video = transform(frames, generator=choice.rng)  # [3, T, H, W]
         return {"video": video, **describe(row, path, choice.caption, video.shape[1:], fps, self.table.scores(row))}
-
-    def _frames_if_readable(self, row: int) -> int:
-        """Frames of a row's file; of a bad one UNKNOWN, for it is replaced when its turn comes."""
-        try:
-            return count_frames(self.table.path(row))
-        except BadFile:
-            return UNKNOWN
-
-    def another(self, key: SampleKey, rng: torch.Generator) -> SampleKey | None:
-        """Another sample, all of which have one size and length."""
-        return another_sample(len(self), key, rng)
 
     @property
     def sample_bytes(self) -> int:
         """Of one sample's video; 0 where files keep their size."""
         (height, width), transform = self._settings[:2]
-        return 0 if transform == "none" else self.clips.num_frames * height * width * 3 * 4
+        return 0 if transform == "none" else self.clips.rule.num_frames * height * width * 3 * 4
 
     def fingerprint(self) -> str:
         """A hash of everything that decides the samples, except the pixels in the files."""
-        text = repr((type(self).__name__, self.table.fingerprint(), self.clips.settings(), self._settings))
-        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        return self._hash(self.clips.settings(), self._settings)
 
 
 def read_clip(
-    table: Table, row: int, rule: Rule, choose: Callable[[int, int], Choice], decoding: Decoding = DEFAULT
+    table: Table, row: int, rule: FrameRule, seed: int, epoch: int, decoding: Decoding = DEFAULT
 ) -> tuple[Tensor, float, Choice]:
-    """Frames [T, H, W, 3] uint8 of a row's file, the clip's fps, and the choices behind them.
-
-    Args:
-        choose: Gets the number of possible starts, and of frames; it raises where there is no start.
-
-    Raises:
-        UserError: the file is bad, or not what the table says.
-    """
+    """Frames [T, H, W, 3] uint8 of a row's file, the clip's fps, and the choices behind them (`draw_choice`); a `TooFewFrames`, or
+    another `BadFile`, where the file does not give a clip."""
     path, stated = table.path(row), int(table.num_frames[row])
     with open_clip(path, decoding) as clip:
         if stated > clip.num_frames:
@@ -289,7 +245,11 @@ def read_clip(
             fps = IMAGE_FPS if is_image(path) else rule.fps(clip.fps)
         except BadFile as error:
             raise BadFile(f"{path}: {error}") from error
-        choice = choose(rule.num_starts(seconds), len(seconds))
+        starts = rule.num_starts(seconds)
+        if not starts:
+            needs = f"{rule} needs {rule.length}; correct the table's num_frames and fps, or use longer clips"
+            raise TooFewFrames(f"{path} has {len(seconds)} frames, but {needs}.", len(seconds))
+        choice = draw_choice(table, seed, epoch, row, starts)
         try:
             frames = read_indices(path, clip, rule.indices(seconds, choice.start))
         except TooFewFrames as error:
@@ -305,11 +265,12 @@ def read_clip(
     return frames, fps, choice
 
 
-def another_sample(count: int, key: SampleKey, rng: torch.Generator) -> SampleKey | None:
-    """Any other of `count` samples; None where there is one alone."""
-    if count == 1:
-        return None
-    return SampleKey(key.epoch, (key.index + int(torch.randint(1, count, (1,), generator=rng))) % count)
+def frames_if_readable(path: Path) -> int:
+    """Frames of a file; of a bad one UNKNOWN, for it is replaced when its turn comes."""
+    try:
+        return count_frames(path)
+    except BadFile:
+        return UNKNOWN
 
 
 def naming_the_row(table: Table, row: int, error: UserError) -> UserError:
@@ -322,7 +283,7 @@ def naming_the_row(table: Table, row: int, error: UserError) -> UserError:
 def describe(
     row: int, path: Path, caption: str, size: Sequence[int], fps: float, scores: Mapping[str, float] | None = None
 ) -> Item:
-    """What goes with a clip of `size` (T, H, W); `scores`: what else its table says, see `Table.scores`."""
+    """What goes with a clip of `size` (T, H, W); `scores`: see `Table.scores`."""
     numbers = {"fps": fps, "num_frames": size[0], "height": size[1], "width": size[2], **(scores or {})}
     return {
         "text": caption,

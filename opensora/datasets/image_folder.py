@@ -6,23 +6,18 @@ ImageNet those are its usual numbers), or a column of a table. The text encoder 
 Videos with classes need no dataset of their own: `VideoTextDataset` with text_columns=("label",) reads a table of them.
 """
 
-import hashlib
 import logging
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import torch
 
-from opensora.datasets.datasets import another_sample, describe, naming_the_row
+from opensora.datasets.datasets import TableDataset, describe, naming_the_row
 from opensora.datasets.sampler import SampleKey
-from opensora.datasets.substitute import BadFiles
-from opensora.datasets.table.table import UNKNOWN, Table, complain_about_rows, read_table
-from opensora.datasets.table.text_column import TextColumn
+from opensora.datasets.table.table import UNKNOWN, Table, TextColumn, complain_about_rows, read_table
 from opensora.datasets.transforms import get_transform
-from opensora.datasets.video.files import IMAGE_EXTENSIONS, IMAGE_FPS, is_image, refuse_unlisted
+from opensora.datasets.video.files import IMAGE_EXTENSIONS, IMAGE_FPS, BadFiles, is_image, refuse_unlisted
 from opensora.datasets.video.read_video import read_frames
 from opensora.registry import DATASETS
 from opensora.utils.errors import UserError
@@ -34,7 +29,7 @@ SHOWN_CLASSES = 3
 
 
 @DATASETS.register_module()
-class ImageFolderDataset:
+class ImageFolderDataset(TableDataset):
     """Images and their class numbers: a folder with a folder for each class, or a table with a column of numbers.
 
     A sample has the keys of `VideoTextDataset`; `video` is [3, 1, H, W], `text` is the class as the text encoder "classes"
@@ -43,15 +38,11 @@ class ImageFolderDataset:
     Args:
         data_path: A folder CLASS/.../image.jpg, or a table (CSV, parquet) with the columns `path` and `label_column`.
         num_frames, frame_interval: 1; named only because training configs do.
-        image_size: Height and width.
         root: Folder that the paths of a table are relative to; the table's own when None. Not for folders.
-        transform_name: See `transforms.get_transform`.
-        use_image_transform: Give ADM's transform instead.
         label_column: Column of a table that holds whole numbers from 0.
         num_classes: What labels must stay below, and the number of class folders; None = as many as there are.
-        seed: With epoch and row, it decides random crops.
-        bad_files: What the loader does when a file cannot be read: "substitute" another sample, and say so, or "error".
-        max_bad_share: The share of substituted samples above which a run ends.
+        image_size, transform_name, use_image_transform, seed, bad_files, max_bad_share: as of `VideoTextDataset`; ADM's transform
+            is given to all.
 
     Attributes:
         num_classes: as given, or counted.
@@ -81,28 +72,30 @@ class ImageFolderDataset:
         self.bad_files = BadFiles(bad_files, max_bad_share, seed)
         self.seed = seed
         self.class_names: list[str] = []
-        if Path(data_path).is_dir():
-            if root is not None:
-                raise UserError(
-                    f"root={root!r} has no effect: data_path={data_path!r} is a folder, which holds the images."
-                )
-            self.table, self.class_names = _read_folder(Path(data_path))
-        else:
+        if not Path(data_path).is_dir():
             share = self.bad_files.at_start
             self.table = read_table(
                 data_path, root, (label_column,), max_bad_share=share, columns_option="label_column"
             )
-        self.num_classes = _count_classes(self.table, self.class_names, label_column, num_classes)
+            self.num_classes = _count_classes(self.table, label_column, num_classes)
+        elif root is not None:
+            raise UserError(
+                f"root={root!r} has no effect: data_path={data_path!r} is a folder, which holds the images."
+            )
+        else:
+            self.table, self.class_names = _read_folder(Path(data_path))
+            self.num_classes = len(self.class_names)
+            if num_classes not in (None, self.num_classes):
+                splits = [name for name in self.class_names if name.lower() in ("train", "val", "valid", "test")]
+                hint = f" Is the data rather in {splits[0]}?" if splits else ""
+                raise UserError(
+                    f"{data_path} has {self.num_classes} class folders, but num_classes={num_classes} was asked for. The first "
+                    f"are {', '.join(self.class_names[:SHOWN_CLASSES])}.{hint}"
+                )
+        self.rows = range(len(self.table))
         name = "adm_center" if use_image_transform else transform_name
         self.transform = get_transform(name, image_size)
         self._settings = (tuple(image_size), name, seed)
-
-    def __len__(self) -> int:
-        return len(self.table)
-
-    def path_of(self, index: int) -> Path:
-        """The file of sample `index`."""
-        return self.table.path(index)
 
     def __getitem__(self, key: SampleKey) -> dict[str, Any]:
         row = key.index
@@ -115,10 +108,6 @@ class ImageFolderDataset:
         label = self.table.captions(row)[0].strip()
         return {"video": video, **describe(row, path, label, video.shape[1:], IMAGE_FPS)}
 
-    def another(self, key: SampleKey, rng: torch.Generator) -> SampleKey | None:
-        """Another sample, all of which have one size."""
-        return another_sample(len(self), key, rng)
-
     @property
     def sample_bytes(self) -> int:
         """Of one sample's image; 0 where files keep their size."""
@@ -127,16 +116,11 @@ class ImageFolderDataset:
 
     def fingerprint(self) -> str:
         """A hash of everything that decides the samples, except the pixels in the files."""
-        text = repr((type(self).__name__, self.table.fingerprint(), self._settings))
-        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        return self._hash(self._settings)
 
 
 def class_folders(folder: Path) -> list[str]:
-    """Names of the folders in a folder, sorted; hidden ones are none.
-
-    Raises:
-        UserError: there is no folder in it.
-    """
+    """Names of the folders in a folder, sorted, without hidden ones; a `UserError` where there are none."""
     with os.scandir(folder) as entries:
         names = sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
     if not names:
@@ -145,18 +129,22 @@ def class_folders(folder: Path) -> list[str]:
 
 
 def _read_folder(folder: Path) -> tuple[Table, list[str]]:
-    """A table whose only text column is the class number, and the names of the classes."""
+    """A table whose only text column is the class number, and the names of the classes. Hidden files are left out."""
     names = class_folders(folder)
     files: list[str] = []
     labels: list[str] = []
     empty, others = [], 0
     for label, name in enumerate(names):
-        below = _files_below(folder, name)
-        found = [path for path in below if is_image(path)]
-        others += len(below) - len(found)
-        files += found
-        labels += [str(label)] * len(found)
-        if not found:
+        found = []
+        for parent, folders, below in os.walk(folder / name, onerror=refuse_unlisted, followlinks=True):
+            folders[:] = sorted(inner for inner in folders if not inner.startswith("."))
+            relative = os.path.relpath(parent, folder)
+            found += [f"{relative}/{file}" for file in below if not file.startswith(".")]
+        images = sorted(path for path in found if is_image(path))
+        others += len(found) - len(images)
+        files += images
+        labels += [str(label)] * len(images)
+        if not images:
             empty.append(name)
     if empty:
         shown = ", ".join(empty[:SHOWN_CLASSES]) + (" ..." if len(empty) > SHOWN_CLASSES else "")
@@ -172,40 +160,16 @@ def _read_folder(folder: Path) -> tuple[Table, list[str]]:
     return Table(folder, folder, rows, ("label",), unknown + 1, unknown, unknown, rates, np.arange(len(files))), names
 
 
-def _files_below(folder: Path, name: str) -> list[str]:
-    """Paths relative to `folder` of the files below one of its folders, sorted; hidden ones are none."""
-    found = []
-    for parent, folders, files in os.walk(folder / name, onerror=refuse_unlisted, followlinks=True):
-        folders[:] = sorted(inner for inner in folders if not inner.startswith("."))
-        relative = os.path.relpath(parent, folder)
-        found += [f"{relative}/{file}" for file in files if not file.startswith(".")]
-    return sorted(found)
-
-
-def _count_classes(table: Table, names: Sequence[str], column: str, wanted: int | None) -> int:
-    """The number of classes; every label is a whole number below it."""
-    if names:
-        if wanted not in (None, len(names)):
-            splits = [name for name in names if name.lower() in ("train", "val", "valid", "test")]
-            hint = f" Is the data rather in {splits[0]}?" if splits else ""
-            raise UserError(
-                f"{table.source} has {len(names)} class folders, but num_classes={wanted} was asked for. The first are "
-                f"{', '.join(names[:SHOWN_CLASSES])}.{hint}"
-            )
-        return len(names)
+def _count_classes(table: Table, column: str, wanted: int | None) -> int:
+    """The number of classes of a table, whose labels are whole numbers below `wanted`."""
     labels = [label.strip() for label in table.rows[column]]
-    wrong = [row for row, label in enumerate(labels) if not (label.isdecimal() and label.isascii())]
-    if wrong:
+    if wrong := [row for row, label in enumerate(labels) if not (label.isdecimal() and label.isascii())]:
         remedy = (
             f"The first says {labels[wrong[0]]!r}; `python -m tools.datasets.convert classes` numbers class folders."
         )
         raise complain_about_rows(table, wrong, f"have no whole number in {column!r}", remedy)
     numbers = [int(label) for label in labels]
     if wanted is not None and (over := [row for row, number in enumerate(numbers) if number >= wanted]):
-        raise complain_about_rows(
-            table,
-            over,
-            f"have a {column} above {wanted - 1}, the last of num_classes={wanted}",
-            "Classes count from 0.",
-        )
+        what = f"have a {column} above {wanted - 1}, the last of num_classes={wanted}"
+        raise complain_about_rows(table, over, what, "Classes count from 0.")
     return max(numbers) + 1 if wanted is None else wanted

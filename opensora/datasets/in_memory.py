@@ -4,10 +4,8 @@ Every file is decoded once, at start, to uint8; a sample is then a crop. Images 
 them, so that one table may hold both, and a still photograph teaches what motion of its detail looks like.
 """
 
-import hashlib
 import logging
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -15,36 +13,33 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn import functional as F
 
-from opensora.datasets.datasets import describe, naming_the_row
+from opensora.datasets.datasets import TableDataset, describe, naming_the_row
 from opensora.datasets.sampler import SampleKey
 from opensora.datasets.table.table import complain_about_rows, read_table
 from opensora.datasets.transforms import get_transform, to_float
-from opensora.datasets.video.read_video import IMAGE_FPS, TooFewFrames, is_image, open_clip, read_indices
+from opensora.datasets.video.files import IMAGE_FPS, TooFewFrames, is_image
+from opensora.datasets.video.read_video import FrameRule, open_clip, read_indices
 from opensora.registry import DATASETS
 from opensora.utils.errors import UserError
 from opensora.utils.seed import generator
 
 logger = logging.getLogger(__name__)
 
-StillMode = Literal["pan", "error"]
 MAX_ZOOM = 1.3  # of a moving camera: beyond, sampling without a filter would alias
 
 
 @DATASETS.register_module()
-class InMemoryVideoDataset:
+class InMemoryVideoDataset(TableDataset):
     """Random crops of clips and images, without captions; samples as of `VideoTextDataset`.
 
     A clip of n windows (of `num_frames`, without overlap) counts as n samples of an epoch, and each of them draws its window
     anew from the whole clip: a long video is seen more often than an image, in proportion.
 
     Args:
-        data_path: CSV or parquet file with the column `path`.
-        num_frames: T.
-        frame_interval: Take every n-th frame.
-        image_size: Height and width of the crop. Of a clip it covers between half of what fits and all of it, never enlarged
-            unless the file is smaller.
-        root: Folder that the paths are relative to; the table's own when None.
-        seed: With epoch and sample, it decides window, crop and camera.
+        data_path: Table with the column `path`.
+        image_size: Of the crop. Of a clip it covers between half of what fits and all of it, never enlarged unless the file is
+            smaller.
+        num_frames, frame_interval, root, seed: as of `VideoTextDataset`.
         pictures: What an image is when `num_frames` > 1: "pan" moves and zooms over it, "error" refuses it.
         repeat_clips: Count each window of a clip so many times, where images would outnumber them.
         num_threads: That decode files at start.
@@ -58,7 +53,7 @@ class InMemoryVideoDataset:
         image_size: tuple[int, int] = (128, 128),
         root: str | None = None,
         seed: int = 42,
-        pictures: StillMode = "pan",
+        pictures: Literal["pan", "error"] = "pan",
         repeat_clips: int = 1,
         num_threads: int = 8,
     ) -> None:
@@ -69,35 +64,22 @@ class InMemoryVideoDataset:
         self.table = read_table(data_path, root, ())
         self.num_frames, self.frame_interval, self.seed = num_frames, frame_interval, seed
         self.size = (int(image_size[0]), int(image_size[1]))
-        self.needed = (num_frames - 1) * frame_interval + 1
+        self.rule = FrameRule(num_frames, frame_interval)
         self.crop = get_transform("random_crop", self.size)
         stills = [row for row in range(len(self.table)) if is_image(self.table.path(row))]
         if stills and num_frames > 1 and pictures == "error":
-            raise complain_about_rows(
-                self.table,
-                stills,
-                f"are images, but num_frames={num_frames}",
-                "Set dataset.pictures='pan', or remove them.",
-            )
+            what = f"are images, but num_frames={num_frames}"
+            raise complain_about_rows(self.table, stills, what, "Set dataset.pictures='pan', or remove them.")
         with ThreadPoolExecutor(max(num_threads, 1)) as pool:
             decoded = list(pool.map(self._decode, range(len(self.table))))
-        self.videos = [frames for frames, _ in decoded]  # [T, H, W, 3] uint8 each
-        self.fps = [fps for _, fps in decoded]
-        self.rows: list[int] = []  # of each sample
+        self.videos, self.fps = zip(*decoded, strict=True)  # [T, H, W, 3] uint8 each
+        rows: list[int] = []
         for row, frames in enumerate(self.videos):
-            self.rows += [row] * (1 if is_image(self.table.path(row)) else len(frames) // self.needed * repeat_clips)
-        self._settings = (num_frames, frame_interval, self.size, seed, pictures, len(self.rows))
-        count, size = sum(map(len, self.videos)), sum(video.numel() for video in self.videos)
-        logger.info(
-            "%s: %d files, %d frames, %.2f GB in memory", self.table.source, len(self.videos), count, size / 1e9
-        )
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def path_of(self, index: int) -> Path:
-        """The file of sample `index`."""
-        return self.table.path(self.rows[index])
+            rows += [row] * (1 if is_image(self.table.path(row)) else len(frames) // self.rule.needed * repeat_clips)
+        self.rows = rows
+        self._settings = (num_frames, frame_interval, self.size, seed, pictures, len(rows))
+        size = sum(video.numel() for video in self.videos)
+        logger.info("%s: %d files, %.2f GB in memory", self.table.source, len(self.videos), size / 1e9)
 
     def __getitem__(self, key: SampleKey) -> dict[str, Any]:
         row = self.rows[key.index]
@@ -106,8 +88,8 @@ class InMemoryVideoDataset:
         if is_image(path) and self.num_frames > 1:
             video, fps = pan(frames[0], self.num_frames, self.size, rng), IMAGE_FPS
         else:
-            start = int(torch.randint(len(frames) - self.needed + 1, (1,), generator=rng))
-            window = frames[start : start + self.needed : self.frame_interval]
+            start = int(torch.randint(len(frames) - self.rule.needed + 1, (1,), generator=rng))
+            window = frames[start : start + self.rule.needed : self.frame_interval]
             video, fps = self.crop(window, generator=rng), self.fps[row] / self.frame_interval
         return {"video": video, **describe(row, path, "", video.shape[1:], fps)}
 
@@ -118,8 +100,7 @@ class InMemoryVideoDataset:
 
     def fingerprint(self) -> str:
         """A hash of everything that decides the samples, except the pixels in the files."""
-        text = repr((type(self).__name__, self.table.fingerprint(), self._settings, [len(v) for v in self.videos]))
-        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        return self._hash(self._settings, [len(video) for video in self.videos])
 
     def _decode(self, row: int) -> tuple[Tensor, float]:
         """All frames of a file, and their rate; opened once, for an animated image is decoded each time that it is opened."""
@@ -133,11 +114,9 @@ class InMemoryVideoDataset:
                     frames = read_indices(path, clip, range(max(error.available, 1)))
         except UserError as error:
             raise naming_the_row(self.table, row, error) from error
-        if not is_image(path) and len(frames) < self.needed:
-            raise UserError(
-                f"{self.table.where(row)}: {path} has {len(frames)} frames, but num_frames={self.num_frames} at "
-                f"frame_interval={self.frame_interval} needs {self.needed}. Remove the row, or use shorter clips."
-            )
+        if not is_image(path) and len(frames) < self.rule.needed:
+            has = f"{path} has {len(frames)} frames, but {self.rule} needs {self.rule.length}"
+            raise UserError(f"{self.table.where(row)}: {has}. Remove the row, or use shorter clips.")
         return frames, fps
 
 

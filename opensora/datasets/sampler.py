@@ -28,29 +28,19 @@ class BucketKey(NamedTuple):
 
 
 class BatchKeys(NamedTuple):
-    """A batch of one process.
-
-    Attributes:
-        first_index: Of its first sample in the global batch, which all processes share in this step.
-        global_batch_size: Samples of the global batch.
-    """
+    """A batch of one process."""
 
     keys: Sequence[SampleKey | BucketKey]
-    first_index: int
+    first_index: int  # of its first sample in the global batch, which all processes share in this step
     global_batch_size: int
 
 
 class DataPosition(NamedTuple):
-    """How far a run is in its data.
+    """How far a run is in its data."""
 
-    Attributes:
-        epoch: Counted from 0.
-        batch: Batches that each process took of this epoch.
-        segments: (processes, batches) for each earlier part of this epoch that ran on another number of processes.
-    """
-
-    epoch: int = 0
-    batch: int = 0
+    epoch: int = 0  # counted from 0
+    batch: int = 0  # batches that each process took of this epoch
+    # (processes, batches) for each earlier part of this epoch that ran on another number of processes
     segments: tuple[tuple[int, int], ...] = ()
 
 
@@ -61,7 +51,7 @@ class BatchSampler(Protocol):
         """Batches of each process in an epoch."""
 
     def seek(self, position: DataPosition, count: int | None) -> None:
-        """Yield `count` batches from `position` on."""
+        """Yield `count` batches from `position` on; None: go on for ever."""
 
     def __iter__(self) -> Iterator[BatchKeys]:
         """This process' batches."""
@@ -70,15 +60,11 @@ class BatchSampler(Protocol):
 
 
 class EpochBatchSampler:
-    """Yields this rank's micro-batches `start` ... `stop - 1` of the run, with `SampleKey`s.
+    """Yields this rank's micro-batches `start` ... `stop - 1` of the run (None: for ever), with `SampleKey`s.
 
     The order of an epoch is f(seed, epoch). It is extended from its own beginning to whole batches, so that every sample is
-    seen in every epoch; `num_padded` says how many are seen once more. Rank r takes rows r*B ... (r+1)*B of a global
-    batch, so that two processes with batch 2 see what one sees with batch 4. Resuming is arithmetic: nothing is skipped over.
-
-    Args:
-        start: The first micro-batch, counted over all epochs.
-        stop: The micro-batch before which to end; None goes on for ever.
+    seen in every epoch. Rank r takes rows r*B ... (r+1)*B of a global batch, so that two processes with batch 2 see what one
+    sees with batch 4. Resuming is arithmetic: nothing is skipped over.
     """
 
     def __init__(
@@ -94,28 +80,19 @@ class EpochBatchSampler:
     ) -> None:
         if num_samples < 1:
             raise UserError("the dataset has no samples, so there is nothing to train on.")
-        if batch_size < 1 or not 0 <= rank < world_size or start < 0:
-            raise ValueError(f"batch_size={batch_size}, rank={rank}, world_size={world_size}, start={start}")
+        if batch_size < 1 or not 0 <= rank < world_size:
+            raise ValueError(f"batch_size={batch_size}, rank={rank}, world_size={world_size}")
         self.num_samples, self.batch_size, self.seed = num_samples, batch_size, seed
         self.rank, self.global_batch = rank, batch_size * world_size
+        self.batches_per_epoch = -(-num_samples // self.global_batch)
         self.start, self.stop = start, stop
 
-    @property
-    def batches_per_epoch(self) -> int:
-        """Micro-batches of each rank in an epoch."""
-        return -(-self.num_samples // self.global_batch)
-
-    @property
-    def num_padded(self) -> int:
-        """Samples of an epoch that are seen once more, to fill its last batch."""
-        return self.batches_per_epoch * self.global_batch - self.num_samples
-
     def batches_in(self, epoch: int) -> int:
-        """Micro-batches of each rank in an epoch; all epochs are alike."""
+        """See `BatchSampler`; all epochs are alike."""
         return self.batches_per_epoch
 
     def seek(self, position: DataPosition, count: int | None) -> None:
-        """Yield `count` batches from `position` on; None: go on for ever."""
+        """See `BatchSampler`."""
         self.start = position.epoch * self.batches_per_epoch + position.batch
         self.stop = None if count is None else self.start + count
 
@@ -125,13 +102,12 @@ class EpochBatchSampler:
         return max(self.stop - self.start, 0)
 
     def __iter__(self) -> Iterator[BatchKeys]:
-        numbers = itertools.count(self.start) if self.stop is None else range(self.start, self.stop)
-        epoch, order = -1, torch.empty(0, dtype=torch.int64)
-        first_index = self.rank * self.batch_size
-        for number in numbers:
-            if number // self.batches_per_epoch != epoch:
-                epoch = number // self.batches_per_epoch
+        first_index, last_epoch = self.rank * self.batch_size, -1
+        for number in itertools.count(self.start) if self.stop is None else range(self.start, self.stop):
+            epoch, batch = divmod(number, self.batches_per_epoch)
+            if epoch != last_epoch:
                 order = torch.randperm(self.num_samples, generator=generator(self.seed, "order", epoch))
-            first = number % self.batches_per_epoch * self.global_batch + first_index
+                last_epoch = epoch
+            first = batch * self.global_batch + first_index
             indices = order[torch.arange(first, first + self.batch_size) % self.num_samples]
             yield BatchKeys([SampleKey(epoch, index) for index in indices.tolist()], first_index, self.global_batch)

@@ -40,11 +40,6 @@ def get_transform(name: str, image_size: Size) -> Transform:
     return partial(TRANSFORMS[name], (height, width))
 
 
-def is_random(name: str) -> bool:
-    """Whether a transform draws random numbers."""
-    return name == "random_crop"
-
-
 def to_float(frames: Tensor) -> Tensor:
     """[T, H, W, 3] uint8 -> [3, T, H, W] float32 in [-1, 1]; 255 is exactly 1."""
     return rearrange(frames, "T H W C -> C T H W").to(torch.float32, memory_format=torch.contiguous_format) / 127.5 - 1

@@ -3,23 +3,19 @@
 import hashlib
 import logging
 from collections.abc import Mapping, Sequence
-from functools import partial
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
 from opensora.datasets.buckets.bucket import Assignment, Buckets, DropReason
-from opensora.datasets.datasets import Choice, Item, describe, draw_choice, naming_the_row, read_clip, sampling_rule
+from opensora.datasets.datasets import Item, TableDataset, describe, naming_the_row, read_clip
 from opensora.datasets.sampler import BucketKey
-from opensora.datasets.substitute import BadFiles
 from opensora.datasets.table.table import UNKNOWN, Table, read_table
 from opensora.datasets.transforms import get_transform
-from opensora.datasets.video.files import BadFile, is_image
-from opensora.datasets.video.frame_times import frames_needed, is_slow
-from opensora.datasets.video.read_video import DEFAULT, Decoding, probe
+from opensora.datasets.video.files import DEFAULT, BadFiles, Decoding, is_image
+from opensora.datasets.video.read_video import FrameRule, is_slow, probe
 from opensora.registry import DATASETS
 from opensora.utils.errors import UserError
 
@@ -29,11 +25,11 @@ ROUNDING = 1e-4  # of a frame: rates in tables are rounded
 
 
 @DATASETS.register_module(name=["VariableVideoTextDataset", "VariableVideoText"])  # the second is its older spelling
-class VariableVideoTextDataset:
+class VariableVideoTextDataset(TableDataset):
     """Clips and images of the sizes of a `bucket_config`, with a caption; see `bucket.py` for which goes where.
 
-    Images are clips of one frame: entries of 1 frame train on them beside the videos. Rows whose file has no readable size
-    are in no bucket; the summary of the run (`--dry-run True`) counts them.
+    Images are clips of one frame, for entries of 1 frame. Rows whose file has no readable size are in no bucket; the summary of
+    the run (`--dry-run True`) counts them.
 
     A sample is that of `VideoTextDataset`, and `ar`: height / width of what the model sees. `fps`, `height`, `width`,
     `num_frames` and `ar` are fp32 numbers, never rounded.
@@ -42,20 +38,12 @@ class VariableVideoTextDataset:
         data_path: Table with the columns `path` and `text_columns`. With `num_frames`, `height` and `width` it starts at
             once; without them every file is opened first.
         bucket_config: See `buckets/bucket.py`.
-        frame_interval: Take every n-th frame of a video, exactly.
-        target_fps: Instead, take what is shown at so many frames a second, of videos of any rate; slower ones are in no
-            bucket. A column `fps` saves opening the files.
-        root: Folder that the paths are relative to; the table's own when None.
+        target_fps: As of `VideoTextDataset`; slower videos are in no bucket. A column `fps` saves opening the files.
         transform_name: See `transforms.get_transform`; one that gives the size it is asked for.
-        use_image_transform: Give images ADM's transform instead.
-        text_columns: Each sample takes one of these captions; empty ones are skipped. () where there are no captions.
         seed: With epoch and row, it decides bucket, caption, window and crop.
         size_multiple: Heights and widths of the aspect tables are moved to the nearest multiple of it: VAE x patch.
         cost_power: p of batch sizes "auto", which make batch_size (frames height width)^p equal. 1: equal tokens.
-        bad_files: What a loader does about files that cannot be read: "substitute" another sample of the same bucket, or
-            "error".
-        max_bad_share: The share of such samples above which a run ends.
-        decode: How files are decoded: a dict with the names of `files.Decoding`.
+        frame_interval, root, use_image_transform, text_columns, bad_files, max_bad_share, decode: as of `VideoTextDataset`.
     """
 
     def __init__(  # noqa: PLR0913
@@ -75,39 +63,33 @@ class VariableVideoTextDataset:
         decode: Mapping[str, Any] | None = None,
         target_fps: float | None = None,
     ) -> None:
-        sampling_rule(1, frame_interval, target_fps)  # refuses what makes no sense now
+        FrameRule(1, frame_interval, target_fps)  # refuses what makes no sense now
         if size_multiple < 1:
             raise UserError(f"size_multiple={size_multiple} must be at least 1.")
         if transform_name in ("none", None):  # a command line's `none`
             raise UserError(
                 "transform_name='none' keeps the size of a file, but a bucket needs one; use 'resize_crop'."
             )
+        self._transforms = (transform_name, "adm_center" if use_image_transform else transform_name)
+        for name in self._transforms:
+            get_transform(name, (16, 16))  # refuses an unknown name now
         self.bad_files = BadFiles(bad_files, max_bad_share, seed)
         self.decoding = Decoding.of(decode)
         self.buckets = Buckets(bucket_config, size_multiple, cost_power)
         # of the epoch that was last asked for, by plan, summary and stand-ins
         self._assigned: tuple[int, Assignment] | None = None
         self.table = read_table(data_path, root, text_columns, max_bad_share=self.bad_files.at_start)
+        self.rows = range(len(self.table))
         self.frame_interval, self.target_fps, self.seed = frame_interval, target_fps, seed
-        sizes = clip_sizes(self.table, with_fps=target_fps is not None)
-        self.num_frames, self.height, self.width = sizes.num_frames, sizes.height, sizes.width  # [N] int32 each
+        # [N] int32 each, UNKNOWN of files that cannot be read; and [N] float64
+        self.num_frames, self.height, self.width, fps = _sizes_and_rates(self.table, with_fps=target_fps is not None)
         self._intervals: int | np.ndarray = frame_interval
         self._slow: np.ndarray | None = None  # [N] bool, videos of too low a rate
         if target_fps is not None:
-            videos = sizes.num_frames > 1  # an image is never too slow
-            self._slow = videos & is_slow(sizes.fps, target_fps)
+            videos = self.num_frames > 1  # an image is never too slow
+            self._slow = videos & is_slow(fps, target_fps)
             # frames of the file to one of the clip
-            self._intervals = np.nan_to_num(np.where(videos, sizes.fps / target_fps - ROUNDING, 1.0), nan=1.0)
-        self._transforms = (transform_name, "adm_center" if use_image_transform else transform_name)
-        for name in self._transforms:
-            get_transform(name, (16, 16))  # refuses an unknown name now
-
-    def __len__(self) -> int:
-        return len(self.table)
-
-    def path_of(self, index: int) -> Path:
-        """The file of sample `index`."""
-        return self.table.path(index)
+            self._intervals = np.nan_to_num(np.where(videos, fps / target_fps - ROUNDING, 1.0), nan=1.0)
 
     def assign(self, epoch: int) -> Assignment:
         """The bucket of every row in an epoch."""
@@ -124,21 +106,18 @@ class VariableVideoTextDataset:
 
     def __getitem__(self, key: BucketKey) -> Item:
         row, path = key.index, self.table.path(key.index)
-        choose = partial(self._choose, key)
+        # an image has no rate that could be too low
+        rule = FrameRule(key.num_frames, self.frame_interval, None if key.num_frames == 1 else self.target_fps)
         try:
-            # an image has no rate that could be too low
-            rate = None if key.num_frames == 1 else self.target_fps
-            rule = sampling_rule(key.num_frames, self.frame_interval, rate)
-            frames, fps, choice = read_clip(self.table, row, rule, choose, self.decoding)
+            frames, fps, choice = read_clip(self.table, row, rule, self.seed, key.epoch, self.decoding)
         except UserError as error:
             raise naming_the_row(self.table, row, error) from error
         transform = get_transform(self._transforms[is_image(path)], (key.height, key.width))
         video = transform(frames, generator=choice.rng)  # [3, T, H, W]
-        size = (key.num_frames, key.height, key.width)
         ar = torch.tensor(key.height / key.width, dtype=torch.float32)
-        return {"video": video, **describe(row, path, choice.caption, size, fps, self.table.scores(row)), "ar": ar}
+        return {"video": video, **describe(row, path, choice.caption, key[2:], fps, self.table.scores(row)), "ar": ar}
 
-    def another(self, key: BucketKey, rng: torch.Generator) -> BucketKey | None:
+    def another(self, key: BucketKey, rng: torch.Generator) -> BucketKey | None:  # type: ignore[override]
         """Another sample of the same bucket in that epoch, to stand in for `key`."""
         bucket = self.assign(key.epoch).bucket
         rows = np.flatnonzero(bucket == bucket[key.index])
@@ -157,56 +136,30 @@ class VariableVideoTextDataset:
         digest.update(repr((type(self).__name__, self.table.fingerprint(), settings)).encode())
         return digest.hexdigest()
 
-    def _choose(self, key: BucketKey, num_starts: int, available: int) -> Choice:
-        if num_starts == 0:
-            needed = f"the {frames_needed(key.num_frames, self.frame_interval)} frames"
-            pace = f"frame_interval={self.frame_interval}"
-            if self.target_fps is not None:
-                needed, pace = f"{(key.num_frames - 1) / self.target_fps:.2f} s", f"target_fps={self.target_fps:g}"
-            raise BadFile(
-                f"{self.table.path(key.index)} has less than {needed} that its bucket of {key.num_frames} frames at {pace} "
-                "needs; correct the table's num_frames and fps."
-            )
-        return draw_choice(self.table, self.seed, key.epoch, key.index, num_starts)
 
-
-class ClipSizes(NamedTuple):
-    """What is known of the files of a table, [N] each; UNKNOWN, or NaN for the rate, where nothing is."""
-
-    num_frames: np.ndarray  # int32
-    height: np.ndarray  # int32
-    width: np.ndarray  # int32
-    fps: np.ndarray  # float64
-
-
-def clip_sizes(table: Table, *, with_fps: bool = False) -> ClipSizes:
-    """Frames, height and width of every row, from the table or from the files; `with_fps` also the rate of every row."""
+def _sizes_and_rates(table: Table, *, with_fps: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Frames, height, width and, `with_fps`, the rate of every row, [N] each, from the table or from the files."""
     frames, height, width = (np.array(column, np.int32) for column in (table.num_frames, table.height, table.width))
-    sizes = ClipSizes(frames, height, width, table.fps.copy())
-    unknown = (sizes.num_frames <= 0) | (sizes.height <= 0) | (sizes.width <= 0)
-    no_rate = np.isnan(sizes.fps) & (sizes.num_frames != 1)  # an image needs none
-    missing = np.flatnonzero(unknown | (no_rate if with_fps else False))
-    if len(missing):
+    fps = table.fps.copy()
+    is_unknown = (frames <= 0) | (height <= 0) | (width <= 0)
+    if with_fps:
+        is_unknown |= np.isnan(fps) & (frames != 1)  # an image needs none
+    missing, unreadable = np.flatnonzero(is_unknown).tolist(), []
+    if missing:
         columns = "num_frames, height, width and fps" if with_fps else "num_frames, height and width"
         logger.info(
             "%s: opening %d files for their size; columns %s would save this.", table.source, len(missing), columns
         )
-    unreadable = []
-    for row in tqdm(missing.tolist(), desc="sizes", unit="file", disable=len(missing) < 1000):
+    for row in tqdm(missing, desc="sizes", unit="file", disable=len(missing) < 1000):
         try:
             info = probe(table.path(row))
         except UserError as error:
             unreadable.append(str(error))
-            sizes.num_frames[row] = UNKNOWN
+            frames[row] = UNKNOWN
             continue
-        found = (sizes.num_frames[row] or info.num_frames, info.height, info.width, info.fps)
-        for column, value in zip(sizes, found, strict=True):
-            column[row] = value
+        frames[row] = frames[row] or info.num_frames
+        height[row], width[row], fps[row] = info.height, info.width, info.fps
     if unreadable:
-        logger.warning(
-            "%s: %d files cannot be read and are in no bucket, the first: %s",
-            table.source,
-            len(unreadable),
-            unreadable[0],
-        )
-    return sizes
+        count, first = len(unreadable), unreadable[0]
+        logger.warning("%s: %d files cannot be read and are in no bucket, the first: %s", table.source, count, first)
+    return frames, height, width, fps

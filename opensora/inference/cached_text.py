@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from opensora.datasets.cache.text import TextFeatures
+from opensora.datasets.cache.features import TextFeatures
 from opensora.models.text_encoder.condition import TextCondition
 from opensora.registry import MODELS
 from opensora.utils.errors import UserError

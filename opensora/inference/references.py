@@ -26,8 +26,7 @@ from torch import Tensor
 
 from opensora.config.load import InferenceConfig
 from opensora.datasets.transforms import get_transform
-from opensora.datasets.video.frame_times import CLOSE, MAX_REPEATED
-from opensora.datasets.video.read_video import Clip, open_clip, read_indices
+from opensora.datasets.video.read_video import CLOSE, MAX_REPEATED, Clip, open_clip, read_indices
 from opensora.inference.fetch import fetch
 from opensora.inference.long_video import overlap
 from opensora.inference.mask_strategy import (

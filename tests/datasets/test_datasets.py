@@ -5,10 +5,9 @@ import numpy as np
 import pytest
 import torch
 
-from opensora.datasets.dataloader import build_sampler
+from opensora.datasets.dataloader import build_sampler, read_or_substitute
 from opensora.datasets.datasets import VideoTextDataset
 from opensora.datasets.sampler import SampleKey
-from opensora.datasets.substitute import read_or_substitute
 from opensora.datasets.summary import summarise
 from opensora.datasets.video.files import BadFile
 from opensora.datasets.video.read_video import count_frames
@@ -95,7 +94,7 @@ def test_random_frames_for_training_a_vae(table):
     assert len({numbers_in(item)[0] for item in items}) > 4
 
 
-def test_pictures(write_image, write_table, write_video):
+def test_images(write_image, write_table, write_video):
     pixels = np.random.default_rng(0).integers(0, 256, (64, 96, 3), np.uint8)
     write_image("a.png", pixels)
     write_video("b.mp4", numbered_frames(3))
@@ -136,7 +135,7 @@ def short_table(write_table, *, stated: bool):
 
 def test_short_clips_are_an_error(table, write_table):
     message = (
-        r"1 of 2 rows have fewer than the 24 frames that num_frames=24 at frame_interval=1 needs:\n  row 2: .*b.mp4"
+        r"1 of 2 rows are shorter than the 24 frames that num_frames=24 at frame_interval=1 needs:\n  row 2: .*b.mp4"
     )
     with pytest.raises(UserError, match=message):
         VideoTextDataset(short_table(write_table, stated=True), num_frames=24, image_size=SIZE)
@@ -145,7 +144,7 @@ def test_short_clips_are_an_error(table, write_table):
         UserError, match=r"row 2: .*b.mp4 has 22 frames, but num_frames=24 at frame_interval=1 needs 24"
     ):
         dataset[SampleKey(0, 1)]
-    with pytest.raises(UserError, match=r"2 of 2 rows have fewer than the 99 frames"):
+    with pytest.raises(UserError, match=r"2 of 2 rows are shorter than the 99 frames"):
         VideoTextDataset(short_table(write_table, stated=True), num_frames=99, image_size=SIZE, short_clips="drop")
 
 
@@ -155,7 +154,7 @@ def test_short_clips_can_be_dropped_and_are_counted(table, write_table, caplog, 
     with caplog.at_level("INFO"):
         dataset = VideoTextDataset(path, num_frames=24, image_size=SIZE, short_clips="drop")
     assert len(dataset) == 1
-    assert "1 of 2 rows are dropped: they have fewer than the 24 frames" in caplog.text
+    assert "1 of 2 rows are dropped: they are shorter than the 24 frames" in caplog.text
     assert ("counting frames" in caplog.text) != stated
 
 
@@ -174,7 +173,7 @@ def rates(write_table, **fps: object) -> str:
     return str(write_table(rows, "rates.csv"))
 
 
-def test_clips_slower_than_the_target_rate_are_told_at_start(table, write_table):
+def test_clips_slower_than_the_target_rate_are_reported_at_start(table, write_table):
     """A run ended in the middle of training when the first of them came up."""
     settings = {"num_frames": 4, "image_size": SIZE, "target_fps": 15}
     message = (
@@ -197,7 +196,7 @@ def test_clips_slower_than_the_target_rate_are_dropped_and_counted(table, write_
     assert "1 left out: slower than target_fps=15. Lower dataset.target_fps." in str(summarise(dataset, sampler, 1, 1))
 
 
-def test_the_shipped_clips_at_the_rate_of_films(clips_csv, caplog):
+def test_the_shipped_clips_at_24_frames_a_second(clips_csv, caplog):
     """Two of 21 have 15 frames a second."""
     dataset = VideoTextDataset(str(clips_csv), num_frames=8, image_size=SIZE, target_fps=24, short_clips="drop")
     assert len(dataset) == 19
@@ -217,7 +216,7 @@ def test_a_clip_that_turns_out_to_be_too_slow_is_a_bad_file(table, write_table, 
     assert len(item["bad_files"]) == 1
 
 
-def test_pictures_have_no_rate_that_could_be_too_low(write_image, write_table):
+def test_images_have_no_rate_that_could_be_too_low(write_image, write_table):
     write_image("a.png", numbered_frames(1)[0])
     path = write_table([{"path": "a.png", "text": "", "fps": 1}])
     assert len(VideoTextDataset(str(path), num_frames=1, image_size=SIZE, target_fps=24)) == 1

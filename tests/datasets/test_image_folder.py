@@ -75,7 +75,7 @@ def test_a_table_with_labels(folder, write_table):
             ImageFolderDataset(str(write_table([rows[0], {**rows[1], "label": label}])))
 
 
-def test_mistakes_are_told_at_the_start(folder):
+def test_mistakes_are_reported_at_the_start(folder):
     with pytest.raises(UserError, match="set num_frames=1 and frame_interval=1, not 16 and 1"):
         ImageFolderDataset(str(folder), num_frames=16)
     with pytest.raises(UserError, match="has 3 class folders, but num_classes=1000"):

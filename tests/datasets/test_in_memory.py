@@ -80,7 +80,7 @@ def test_a_camera_that_stands_still_shows_the_image_itself():
     torch.testing.assert_close(video[:, 2], video[:, 0])
 
 
-def test_pictures_alone_are_images(table):
+def test_images_with_one_frame(table):
     dataset = InMemoryVideoDataset(str(table), num_frames=1, image_size=(32, 32))
     assert len(dataset) == 42
     assert dataset[SampleKey(0, 41)]["video"].shape == (3, 1, 32, 32)

@@ -23,7 +23,7 @@ def test_every_sample_in_every_epoch(n, batch, world):
         ]
         assert {key.epoch for key in keys} == {epoch}
         assert {key.index for key in keys} == set(range(n))
-        assert len(keys) == n + samplers[0].num_padded == per_epoch * batch * world
+        assert len(keys) == per_epoch * batch * world
         counts = torch.bincount(torch.tensor([key.index for key in keys]))
         assert counts.max() - counts.min() <= 1
 

@@ -3,11 +3,10 @@
 import pytest
 import torch
 
-from opensora.datasets.dataloader import build_loader, build_sampler
+from opensora.datasets.dataloader import MAX_ATTEMPTS, BadFileCount, build_loader, build_sampler, read_or_substitute
 from opensora.datasets.datasets import VideoTextDataset
 from opensora.datasets.sampler import DataPosition, SampleKey
-from opensora.datasets.substitute import MAX_ATTEMPTS, BadFileCount, BadFiles, read_or_substitute
-from opensora.datasets.video.files import BadFile
+from opensora.datasets.video.files import BadFile, BadFiles
 from opensora.utils.errors import UserError
 from tests.datasets.video.videos import numbered_frames
 
@@ -49,7 +48,7 @@ def test_a_stand_in_is_a_function_of_seed_epoch_and_sample():
     assert first != {i: int(read_or_substitute(other, SampleKey(3, i))["index"]) for i in range(40)}
 
 
-def test_every_file_that_was_tried_is_told():
+def test_every_file_that_was_tried_is_reported():
     problems = [read_or_substitute(Half(range(20)), SampleKey(0, i))["bad_files"] for i in range(40)]
     assert all(messages == [] for messages in problems[20:])
     assert all(messages[0] == f"{i}.mp4 is damaged." for i, messages in enumerate(problems[:20]))
@@ -159,7 +158,7 @@ def table(write_video, write_table, tmp_path):
     return write_table(rows)
 
 
-def test_stand_ins_of_a_data_set_are_whole_samples(table):
+def test_stand_ins_of_a_dataset_are_whole_samples(table):
     dataset = VideoTextDataset(str(table), num_frames=4, image_size=(16, 16), max_bad_share=1)
     for i in range(10):
         item = read_or_substitute(dataset, SampleKey(0, i))
@@ -175,7 +174,7 @@ def test_stand_ins_of_a_data_set_are_whole_samples(table):
         assert what in problem
 
 
-def test_asking_a_data_set_directly_never_substitutes(table):
+def test_reading_a_dataset_directly_never_substitutes(table):
     dataset = VideoTextDataset(str(table), num_frames=4, image_size=(16, 16))
     with pytest.raises(BadFile, match=r"row 3: .*2.mp4 cannot be opened"):
         dataset[SampleKey(0, 2)]

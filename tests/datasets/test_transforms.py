@@ -5,7 +5,7 @@ import pytest
 import torch
 from PIL import Image
 
-from opensora.datasets.transforms import TRANSFORMS, get_transform, is_random, resize, to_float
+from opensora.datasets.transforms import TRANSFORMS, get_transform, resize, to_float
 from opensora.utils.errors import UserError
 
 
@@ -115,8 +115,3 @@ def test_mistakes():
         get_transform("centre", (8, 8))
     with pytest.raises(UserError, match=r"image_size=\(0, 8\)"):
         get_transform("center", (0, 8))
-
-
-def test_is_random():
-    assert is_random("random_crop")
-    assert not is_random("center")

@@ -116,7 +116,7 @@ MUTANTS = (
         ("tests/datasets/test_datasets.py::test_choices_follow_from_seed_epoch_and_index_alone",)),
     Mutant("index_in_own_batch", "opensora/datasets/dataloader.py", "all processes draw the same noise, through the loader",
         '"sample_index": batch.first_index + torch.arange', '"sample_index": torch.arange',
-        ("tests/datasets/test_dataloader.py::test_batches_know_their_place",)),
+        ("tests/datasets/test_dataloader.py::test_batches_have_their_indices_in_the_global_batch",)),
     Mutant("optimizer_not_resumed", "opensora/training/loop.py", "a resume forgets Adam's moments",
         '    engine.load_optimizer_state(checkpoint.tensors("optimizer"))\n', "",
         ("tests/scripts/test_train_resume.py::test_one_process[ddp-fp32]",)),

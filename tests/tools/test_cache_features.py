@@ -110,7 +110,7 @@ def test_the_command_and_its_check(folder, monkeypatch, capsys):
     assert capsys.readouterr().out == "clips: 2 encoded, 0 were there already\n"
     monkeypatch.setattr("sys.argv", ["cache_features", "--check", str(folder / "cache")])
     main()
-    assert "all records are whole" in capsys.readouterr().out
+    assert "no record is damaged" in capsys.readouterr().out
     shard = next((folder / "cache" / "clips").glob("0*"))
     content = bytearray(shard.read_bytes())
     content[-1] ^= 1

@@ -1,4 +1,4 @@
-"""Flow in a cache: measured on real clips where the table lacks it and the model is told of it, and never made up."""
+"""Flow in a cache: measured on real clips where the table lacks it and the model is conditioned on it, and never made up."""
 
 import math
 
@@ -92,7 +92,7 @@ def test_what_the_table_says_is_taken_from_there(folder, repo_root, scores):
         run(folder, "--what", "flow")
 
 
-def test_models_that_are_not_told_of_it_have_none(folder):
+def test_models_that_are_not_conditioned_on_it_have_none(folder):
     assert run(folder, motion=False) == {"clips": (3, 0)}
     assert run(folder, model='dict(type="STDiT-XS/2")') == {"clips": (0, 3)}
     assert all(math.isnan(flow) for flow in flows(folder))  # no sample says anything
@@ -100,7 +100,7 @@ def test_models_that_are_not_told_of_it_have_none(folder):
     assert not any(math.isnan(flow) for flow in flows(folder))
 
 
-def test_clips_that_were_not_measured_or_changed_are_told(folder, repo_root):
+def test_clips_that_were_not_measured_or_changed_are_reported(folder, repo_root):
     run(folder)
     write_table(folder, repo_root, names=(*CLIPS, "white_dog"))
     run(folder, motion=False)
@@ -116,12 +116,12 @@ def test_clips_that_were_not_measured_or_changed_are_told(folder, repo_root):
     assert len(set(flows(folder))) == 3
 
 
-def test_pictures_and_files_that_cannot_be_read(folder, repo_root):
+def test_images_and_files_that_cannot_be_read(folder, repo_root):
     from PIL import Image
 
     Image.new("RGB", (24, 16)).save(folder / "still.png")
     pd.DataFrame({"path": ["pink_clouds.mp4", "still.png"], "text": "a"}).to_csv(folder / "clips.csv", index=False)
-    with pytest.raises(UserError, match=r"(?s)are pictures, in which nothing moves.*still.png.*motion=False"):
+    with pytest.raises(UserError, match=r"(?s)are images, in which nothing moves.*still.png.*motion=False"):
         run(folder, "--what", "flow")
     (folder / "bad.mp4").write_bytes(b"no video")
     pd.DataFrame({"path": ["bad.mp4"], "text": "a"}).to_csv(folder / "clips.csv", index=False)

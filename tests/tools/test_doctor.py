@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from opensora.datasets.cache.moments import CLIP_FEATURES, clip_settings
+from opensora.datasets.cache.moments import CLIP_FEATURES, cache_settings
 from opensora.datasets.cache.records import RecordWriter
 from tools.datasets import doctor
 
@@ -170,7 +170,7 @@ def test_records_of_latents_have_no_table(tmp_path, monkeypatch, capsys):
 
 def test_clips_that_a_cache_stands_for_may_be_gone(tmp_path, monkeypatch, capsys):
     write(tmp_path / "clips.csv", [{"path": "gone.png", "text": "a"}])
-    features, settings = CLIP_FEATURES, clip_settings("any", (16, 16), "center", "fp16")
+    features, settings = CLIP_FEATURES, cache_settings("any", (16, 16), "center", "fp16")
     with RecordWriter(tmp_path / "cache" / "clips", features, settings=settings) as writer:
         writer.write({"moments": torch.zeros(8, 1, 2, 2), "source": "1-a", "num_frames": 1, "fps": 120.0}, "gone.png")
     text = CONFIG.format(buckets=None).replace("VariableVideoTextDataset", "CachedVideoTextDataset")

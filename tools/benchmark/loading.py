@@ -21,10 +21,11 @@ from opensora.acceleration.distributed import World
 from opensora.checkpoint.load import latest_checkpoint, open_checkpoint
 from opensora.config.schema import LoopConfig
 from opensora.datasets.cache.dataset import CachedVideoTextDataset
-from opensora.datasets.cache.moments import CLIP_FEATURES, CLIPS, clip_settings
+from opensora.datasets.cache.features import TEXT, TEXT_FEATURES
+from opensora.datasets.cache.moments import CLIP_FEATURES, CLIPS, cache_settings
 from opensora.datasets.cache.records import RecordWriter
-from opensora.datasets.cache.text import FEATURES, FOLDER
-from opensora.datasets.dataloader import build_dataloader
+from opensora.datasets.dataloader import build_loader
+from opensora.datasets.sampler import EpochBatchSampler
 from opensora.datasets.video import timeline
 from opensora.datasets.video.files import Decoding
 from opensora.datasets.video.read_video import open_clip, probe, read_frames
@@ -76,7 +77,8 @@ def dataloader(argv: Sequence[str]) -> None:
         for workers in args.workers:
             dataset = CachedVideoTextDataset(str(table), name, args.latent[0], image_size=size, text="features")
             stop = args.epochs * args.clips // args.batch
-            batches = iter(build_dataloader(dataset, args.batch, seed=0, num_workers=workers, stop=stop))
+            sampler = EpochBatchSampler(len(dataset), args.batch, seed=0, stop=stop)
+            batches = iter(build_loader(dataset, sampler, num_workers=workers))
             used, start = processor_s(), time.perf_counter()
             for _ in range(args.clips // args.batch):
                 next(batches)
@@ -93,8 +95,8 @@ def write_cache(folder: Path, args: argparse.Namespace) -> Path:
     of_text = {"output_dim": args.width, "model_max_length": TOKENS, "tokens": TOKENS, "dtype": "bfloat16"}
     mask = torch.arange(TOKENS) < args.tokens
     with (
-        RecordWriter(folder / CLIPS, CLIP_FEATURES, settings=clip_settings("random", size, "center", "fp16")) as clips,
-        RecordWriter(folder / FOLDER, FEATURES, settings={"encoder": "random", **of_text}) as texts,
+        RecordWriter(folder / CLIPS, CLIP_FEATURES, settings=cache_settings("random", size, "center", "fp16")) as clips,
+        RecordWriter(folder / TEXT, TEXT_FEATURES, settings={"encoder": "random", **of_text}) as texts,
     ):
         for clip in range(args.clips):
             record: dict[str, Any] = {"source": f"1-{clip}", "num_frames": args.latent[0], "fps": 24.0}
@@ -159,7 +161,6 @@ def read_with_opencv(path: str, indices: Sequence[int]) -> np.ndarray:
 READERS: dict[str, tuple[Reader, str]] = {  # name -> function and package; all but ours convert colours as `fast` does
     "opensora": (read_with_opensora(Decoding()), "av"),
     "opensora-fast": (read_with_opensora(Decoding(colors="fast")), "av"),
-    "torchcodec": (read_with_opensora(Decoding("torchcodec", "refuse", "keep", "fast")), "torchcodec"),
     "decord": (read_with_decord, "decord"),
     "opencv": (read_with_opencv, "opencv-python"),
 }
@@ -174,8 +175,7 @@ def decode(argv: Sequence[str]) -> None:
     hardly matter. Rounds of the readers alternate; the table has the median of rounds, and their range. Frames are compared with
     ours: a reader that gives other frames is not faster.
 
-    Without files it takes assets/clips. decord and opencv are compared where they are installed, torchcodec where it also finds
-    FFmpeg's libraries; none of them is needed.
+    Without files it takes assets/clips. decord and opencv are compared where they are installed; neither is needed.
     """
     options = Options("decode", decode.__doc__, argv, device="cpu")
     options.add_argument("files", nargs="*", type=Path)

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from opensora.datasets.video.read_video import TooFewFrames, open_clip
+from opensora.datasets.video.files import TooFewFrames
+from opensora.datasets.video.read_video import open_clip
 from opensora.utils.errors import UserError
 
 LONG_SIDE = 576  # 324 x 576 of a 16:9 clip; Open-Sora's flow looked at 320 x 576

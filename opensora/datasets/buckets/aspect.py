@@ -9,9 +9,8 @@ A shape is named by its aspect ratio height / width, with two decimals in every 
 
 Models take sides that are multiples of VAE x patch, which 240 x 426 is not: `rounded` moves a size to the nearest one.
 
-An aspect ratio on its own, such as "9:16", is read two ways in the field. Open-Sora 1.x means HEIGHT:WIDTH (9:16 is
-landscape), Open-Sora 2.0 and everyday language mean WIDTH:HEIGHT (9:16 is a phone held upright). `ratio_of` takes either
-and its caller must say which.
+"9:16" is read in two ways: Open-Sora 1.x means HEIGHT:WIDTH (landscape), Open-Sora 2.0 and everyday language WIDTH:HEIGHT (a
+phone held upright). `ratio_of` takes either and its caller must say which.
 """
 
 import math
@@ -30,15 +29,9 @@ _P_RATIOS = (
     (1, 1), (4, 3), (3, 2), (16, 9), (17, 9), (2, 1), (25, 12),
 )  # fmt: skip
 _P_AREAS = {
-    "144p": 36_864,
-    "240p": 102_240,
-    "360p": 230_400,
-    "480p": 409_920,
-    "720p": 921_600,
-    "1080p": 2_073_600,
-    "2k": 3_686_400,
-    "4k": 8_294_400,
-}
+    "144p": 36_864, "240p": 102_240, "360p": 230_400, "480p": 409_920,
+    "720p": 921_600, "1080p": 2_073_600, "2k": 3_686_400, "4k": 8_294_400,
+}  # fmt: skip
 # PixArt's 1024 table in units of 64 pixels, the wide half; the rest is its mirror
 _PIXART_HALF = (
     (8, 32), (8, 31), (8, 30), (8, 29), (9, 28), (9, 27), (9, 26), (10, 25), (10, 24), (11, 23), (11, 22), (11, 21),
@@ -67,24 +60,39 @@ class Resolution(NamedTuple):
 
 @cache
 def get_resolution(name: str) -> Resolution:
-    """The resolution of that name.
+    """The resolution of that name; a `UserError` where there is none."""
 
-    Raises:
-        UserError: there is none.
-    """
-    if name in _P_AREAS:
-        return Resolution(name, _P_AREAS[name], _p_sizes(name))
-    if name in _PIXART_SIDES:
-        return Resolution(name, _PIXART_SIDES[name] ** 2, _pixart_sizes(_PIXART_SIDES[name]))
+    def key(height: int, width: int) -> str:
+        return f"{height / width:.2f}"
+
+    if area := _P_AREAS.get(name):
+        # Landscape sizes have the height of that area, and the width from the height; others are their mirrors. 144p is
+        # truncated to integers, the others are rounded to even ones.
+        def side(value: float) -> int:
+            return int(value + 1e-9) if name == "144p" else 2 * math.floor(value / 2 + 0.5)
+
+        sizes = {}
+        for h, w in _P_RATIOS:
+            low, high = min(h, w), max(h, w)
+            height = side(math.sqrt(area * low / high))
+            width = side(height * high / low)
+            sizes[key(h, w)] = (height, width) if h <= w else (width, height)
+        return Resolution(name, area, sizes)
+    if edge := _PIXART_SIDES.get(name):
+        mirrored = [(w, h) for h, w in reversed(_PIXART_HALF) if (h, w) != _PIXART_UNMIRRORED]
+        unit = 64 if edge == 2880 else edge // 16  # 2880 / 16 is no multiple of 64: truncated to one
+        pixels = {n: n * edge // 16 // unit * unit for n in range(8, 33)}
+        ratios = (*_PIXART_HALF, (16, 16), *mirrored)
+        return Resolution(name, edge**2, {key(h, w): (pixels[h], pixels[w]) for h, w in ratios})
     if match := re.fullmatch(r"([1-9]\d*)px", name):
         area = int(match[1]) ** 2
         sizes = {
-            _key(h, w): (round(math.sqrt(area * (h / w))), round(math.sqrt(area / (h / w)))) for h, w in _SQUARE_RATIOS
+            key(h, w): (round(math.sqrt(area * (h / w))), round(math.sqrt(area / (h / w)))) for h, w in _SQUARE_RATIOS
         }
         return Resolution(name, area, sizes)
     if match := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", name):
         size = int(match[1]), int(match[2])
-        return Resolution(name, size[0] * size[1], {_key(*size): size})
+        return Resolution(name, size[0] * size[1], {key(*size): size})
     raise UserError(
         f"resolution {name!r} is unknown.{did_you_mean(name, list(NAMES))} Names: {', '.join(NAMES)}; or '<N>px' for the "
         "area of an N x N square, or 'HEIGHTxWIDTH' for one size."
@@ -92,11 +100,7 @@ def get_resolution(name: str) -> Resolution:
 
 
 def ratio_of(text: str, *, order: Literal["height:width", "width:height"]) -> float:
-    """Height / width of "9:16" or of "0.56" (always height / width).
-
-    Raises:
-        UserError: it is neither.
-    """
+    """Height / width of "9:16" or of "0.56" (always height / width); a `UserError` where it is neither."""
     try:
         if ":" in text:
             first, second = (float(part) for part in text.split(":"))
@@ -121,10 +125,8 @@ def image_size(
 ) -> Size:
     """Height and width of a resolution in the shape nearest to a ratio, moved to multiples of `multiple`.
 
-    `image_size("480p", "9:16")` is (480, 854), landscape: Open-Sora 1.x writes height first. See the module's text.
-
-    Raises:
-        UserError: the resolution or the ratio is unknown, or the table has nothing within a tenth of the ratio.
+    `image_size("480p", "9:16")` is (480, 854), landscape: Open-Sora 1.x writes height first. A `UserError` where the resolution or
+    the ratio is unknown, or the table has nothing within a tenth of the ratio.
     """
     table, ratio = get_resolution(resolution), ratio_of(aspect_ratio, order=order)
     key = table.closest(ratio, 1)
@@ -141,33 +143,3 @@ def rounded(size: Size, multiple: int) -> Size:
     """The nearest size whose sides are multiples of `multiple`, at least one of it; a half goes up."""
     height, width = (max(1, math.floor(side / multiple + 0.5)) * multiple for side in size)
     return height, width
-
-
-def _key(height: int, width: int) -> str:
-    return f"{height / width:.2f}"
-
-
-def _p_sizes(name: str) -> dict[str, Size]:
-    """Landscape sizes have the height of that area, and the width from the height; others are their mirrors. 144p is truncated to
-    integers, the others are rounded to even ones."""
-
-    def side(value: float) -> int:
-        return int(value + 1e-9) if name == "144p" else 2 * math.floor(value / 2 + 0.5)
-
-    sizes = {}
-    for h, w in _P_RATIOS:
-        low, high = min(h, w), max(h, w)
-        height = side(math.sqrt(_P_AREAS[name] * low / high))
-        width = side(height * high / low)
-        sizes[_key(h, w)] = (height, width) if h <= w else (width, height)
-    return sizes
-
-
-def _pixart_sizes(side: int) -> dict[str, Size]:
-    mirrored = [(w, h) for h, w in reversed(_PIXART_HALF) if (h, w) != _PIXART_UNMIRRORED]
-    unit = 64 if side == 2880 else side // 16  # 2880 / 16 is no multiple of 64: truncated to one
-
-    def pixels(n: int) -> int:
-        return n * side // 16 // unit * unit
-
-    return {_key(h, w): (pixels(h), pixels(w)) for h, w in (*_PIXART_HALF, (16, 16), *mirrored)}

@@ -10,31 +10,19 @@ Open-Sora's, for a sample of T frames of H x W:
  3. It stays with probability `keep_prob`; else, and where there is no such entry, the next resolution is tried.
  4. Its shape is the one whose ratio is nearest to H / W. What finds no entry is left out in this epoch.
 
-The config:
-
-    bucket_config = {
-        "480p": {1: (1.0, 52), 16: (0.5, 4), 32: (0.0, None)},       # resolution -> frames -> (keep_prob, batch_size)
-        "240p": {"2s": (1.0, 20), "4s": ((1.0, 0.33), 10)},          # ((keep_prob, length_prob), batch_size)
-    }
-
-`keep_prob`: how often a sample that is large and long enough for an entry stays in it; else it moves on to the next smaller
-resolution. `length_prob`: how often a length is considered at all; else a shorter one of the same resolution is tried.
-`(0.0, None)`: nothing stays; so clips of that length are kept out of the shorter entries of that resolution.
-`batch_size` is per process. "auto" takes it from the other entries: B (frames height width)^cost_power is the same for all.
-
-Random numbers come from a hash of (seed, epoch, row, entry): the same for any number of processes, and no draw depends on
-what was drawn for another row.
+A `bucket_config` is resolution -> frames -> (keep_prob, batch_size) or ((keep_prob, length_prob), batch_size); docs/datasets.md
+explains it. Random numbers come from a hash of (seed, epoch, row, entry): the same for any number of processes, and no draw
+depends on what was drawn for another row.
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import IntEnum
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from opensora.datasets.buckets.aspect import Resolution, Size, get_resolution, rounded
-from opensora.registry import did_you_mean
 from opensora.utils.errors import UserError
 from opensora.utils.seed import derive_seed
 
@@ -128,10 +116,19 @@ class Buckets:
     ) -> None:
         self.levels = parse_bucket_config(config)
         self.size_multiple = size_multiple
-        self._plans: list[_LevelPlan] = []
-        batch_sizes = _batch_sizes(self.levels, cost_power)
         self.buckets: list[Bucket] = []
-        draw = 0
+        # of each level: [R - 1] the borders between neighbouring ratios, [R] ratio -> shape, the first bucket of each entry
+        self._plans: list[tuple[np.ndarray, np.ndarray, list[int]]] = []
+        # "auto" is the largest batch that costs no more than the cheapest that is given, at the nominal area
+        every = [(entry, level.resolution.area) for level in self.levels for entry in level.entries]
+        budget = min(
+            (
+                e.batch_size * float(e.num_frames * area) ** cost_power
+                for e, area in every
+                if isinstance(e.batch_size, int)
+            ),
+            default=0,
+        )
         for level in self.levels:
             name, sizes = level.resolution.name, level.resolution.sizes
             if "x" not in name.removesuffix("px"):  # a size that a config writes out stays
@@ -139,22 +136,23 @@ class Buckets:
             ratio_of_size: dict[Size, str] = {}
             for key, size in sizes.items():
                 ratio_of_size.setdefault(size, key)
-            entries = []
+            first_buckets = []
             for entry in level.entries:
-                entries.append(_EntryPlan(*entry[:3], first_bucket=len(self.buckets), draw=draw))
-                draw += 2
+                batch_size = entry.batch_size
+                if batch_size == "auto":
+                    cost = float(entry.num_frames * level.resolution.area) ** cost_power
+                    batch_size = max(1, int(budget / cost + 1e-9))
+                first_buckets.append(len(self.buckets))
                 for size, ratio in ratio_of_size.items():
-                    batch_size = batch_sizes[name, entry.num_frames]
                     self.buckets.append(Bucket(name, ratio, entry.num_frames, *size, batch_size))
             ratios = np.array([float(key) for key in sizes])
             shape = np.array([list(ratio_of_size).index(size) for size in sizes.values()], np.int32)
-            borders = (ratios[1:] + ratios[:-1]) / 2
-            self._plans.append(_LevelPlan(level.resolution.area, borders, shape, tuple(entries)))
+            self._plans.append(((ratios[1:] + ratios[:-1]) / 2, shape, first_buckets))
 
     def __len__(self) -> int:
         return len(self.buckets)
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[Bucket]:
         return iter(self.buckets)
 
     def __getitem__(self, index: int) -> Bucket:
@@ -187,13 +185,9 @@ class Buckets:
         seed = derive_seed(seed, "bucket", epoch)
         for start in range(0, count, CHUNK):
             part = slice(start, min(start + CHUNK, count))
-            bucket[part], reason[part] = self._assign(
-                num_frames[part].astype(np.int64),
-                height[part].astype(np.float64),
-                width[part].astype(np.float64),
-                intervals[part],
-                hash_numbers(np.arange(part.start, part.stop, dtype=np.uint64), np.uint64(seed)),
-            )
+            salt = hash_numbers(np.arange(part.start, part.stop, dtype=np.uint64), np.uint64(seed))
+            sizes = (height[part].astype(np.float64), width[part].astype(np.float64))
+            bucket[part], reason[part] = self._assign(num_frames[part].astype(np.int64), *sizes, intervals[part], salt)
         return Assignment(bucket, reason)
 
     def _assign(
@@ -206,22 +200,24 @@ class Buckets:
         bucket = np.full(len(frames), NONE, np.int32)
         is_large, is_long = np.zeros((2, len(frames)), bool)  # enough for any level, and for any entry of these
         unassigned = np.flatnonzero(known)
-        for plan in self._plans:
-            rows = unassigned[area[unassigned] >= AREA_SLACK * plan.area]
+        draw = 0  # each entry has two random numbers
+        for level, (borders, shape, first_buckets) in zip(self.levels, self._plans, strict=True):
+            rows = unassigned[area[unassigned] >= AREA_SLACK * level.resolution.area]
             is_large[rows] = True
             length, step = frames[rows], interval[rows]
-            for entry in plan.entries:
+            for entry, first_bucket in zip(level.entries, first_buckets, strict=True):
                 able = length == 1
                 if entry.num_frames > 1:
                     able = (length > 1) & (length >= (entry.num_frames - 1) * step + 1)
                 is_long[rows[able]] = True
                 if entry.length_prob < 1:
-                    able[able] = _uniform(salt[rows[able]], entry.draw) < entry.length_prob
+                    able[able] = _uniform(salt[rows[able]], draw) < entry.length_prob
                 chosen, others = rows[able], ~able
                 rows, length, step = rows[others], length[others], step[others]
                 if entry.keep_prob < 1:
-                    chosen = chosen[_uniform(salt[chosen], entry.draw + 1) < entry.keep_prob]
-                bucket[chosen] = entry.first_bucket + plan.shape[np.searchsorted(plan.borders, ratio[chosen])]
+                    chosen = chosen[_uniform(salt[chosen], draw + 1) < entry.keep_prob]
+                bucket[chosen] = first_bucket + shape[np.searchsorted(borders, ratio[chosen])]
+                draw += 2
             unassigned = unassigned[bucket[unassigned] == NONE]
         conditions = [bucket != NONE, ~known, ~is_large, is_long, frames == 1]
         reasons = [DropReason.KEPT, DropReason.UNKNOWN, DropReason.SMALL, DropReason.CHANCE, DropReason.NO_IMAGES]
@@ -235,11 +231,7 @@ class Buckets:
 
 
 def parse_bucket_config(config: Mapping[str, Mapping[Any, Any]]) -> list[Level]:
-    """The levels of a config, the largest area first.
-
-    Raises:
-        UserError: lists everything that is wrong with it.
-    """
+    """The levels of a config, the largest area first; a `UserError` lists everything that is wrong with it."""
     problems: list[str] = []
     levels = []
     for name, values in config.items():
@@ -251,7 +243,12 @@ def parse_bucket_config(config: Mapping[str, Mapping[Any, Any]]) -> list[Level]:
         if not isinstance(values, Mapping) or not values:
             problems.append(f"{name}: {values!r} is no dict of frames -> {EXPECTED}")
             continue
-        entries = [entry for key, value in values.items() if (entry := _entry(str(name), key, value, problems))]
+        entries = []
+        for key, value in values.items():
+            try:
+                entries.append(_entry(key, value))
+            except UserError as error:
+                problems.append(f"{name}, {error}")
         lengths = [entry.num_frames for entry in entries]
         if twice := sorted({n for n in lengths if lengths.count(n) > 1}):
             problems.append(f"{name}: {twice[0]} frames are there twice; an alias counts as its number")
@@ -269,11 +266,7 @@ def parse_bucket_config(config: Mapping[str, Mapping[Any, Any]]) -> list[Level]:
 
 
 def parse_num_frames(text: int | str) -> int:
-    """Frames of 16, "16" or of an alias such as "2s" or "4x".
-
-    Raises:
-        UserError: it is none of these.
-    """
+    """Frames of 16, "16" or of an alias such as "2s" or "4x"; a `UserError` for others."""
     number = FRAME_ALIASES.get(str(text), text)
     if isinstance(number, str) and number.isdecimal():
         number = int(number)
@@ -284,96 +277,44 @@ def parse_num_frames(text: int | str) -> int:
     return number
 
 
-def _entry(name: str, key: Any, value: Any, problems: list[str]) -> Entry | None:
-    where = f"{name}, {key!r}"
-    try:
-        num_frames = parse_num_frames(key)
-    except UserError as error:
-        problems.append(f"{name}: {error}{did_you_mean(str(key), list(FRAME_ALIASES)).rstrip('?')}")
-        return None
+def _entry(key: Any, value: Any) -> Entry:
+    """An entry of a config; a `UserError` says what is wrong with it."""
+    num_frames = parse_num_frames(key)
     keep: Any
     keep, size = value if isinstance(value, list | tuple) and len(value) == 2 else (None, None)
     keep, length = keep if isinstance(keep, list | tuple) and len(keep) == 2 else (keep, 1.0)
     if not all(isinstance(p, int | float) and not isinstance(p, bool) and 0 <= p <= 1 for p in (keep, length)):
-        problems.append(f"{where}: {value!r} is not {EXPECTED} with probabilities from 0 to 1")
-        return None
+        raise UserError(f"{key!r}: {value!r} is not {EXPECTED} with probabilities from 0 to 1")
     if keep == 0 and size is None:
         return Entry(num_frames, 0.0, float(length), None)
     if size != "auto" and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-        problems.append(
-            f"{where}: batch size {size!r} must be a number from 1 or 'auto'; None goes with keep_prob 0 only"
+        raise UserError(
+            f"{key!r}: batch size {size!r} must be a number from 1 or 'auto'; None goes with keep_prob 0 only"
         )
-        return None
     if num_frames == 1 and length != 1:
-        problems.append(f"{where}: length_prob has no effect on images; write ({keep}, {size})")
-        return None
+        raise UserError(f"{key!r}: length_prob has no effect on images; write ({keep}, {size})")
     return Entry(num_frames, float(keep), float(length), size)
 
 
-def _batch_sizes(levels: list[Level], cost_power: float) -> dict[tuple[str, int], int | None]:
-    """(resolution, frames) -> batch size. "auto" is the largest whose batch costs no more than the cheapest that is given."""
-    sizes, costs = {}, {}
-    for level in levels:  # at the nominal area: all shapes of an entry have one batch size
-        for entry in level.entries:
-            name = level.resolution.name, entry.num_frames
-            sizes[name] = entry.batch_size
-            costs[name] = float(entry.num_frames * level.resolution.area) ** cost_power
-    budget = min((costs[name] * size for name, size in sizes.items() if isinstance(size, int)), default=0)
-    return {name: max(1, int(budget / costs[name] + 1e-9)) if size == "auto" else size for name, size in sizes.items()}
-
-
-class SizeRules(Protocol):
-    """What is asked of a VAE."""
-
-    def latent_size(self, size: tuple[int, int, int]) -> tuple[int, int, int]: ...
-
-    def legal_num_frames(self, num_frames: int) -> int: ...
-
-
-def refuse_illegal_sizes(buckets: Buckets, vae: SizeRules, patch_size: Sequence[int]) -> None:
-    """See that VAE and denoiser take every size without cutting or filling it up.
-
-    Raises:
-        UserError: lists the sizes they do not take, each with the nearest that they do.
-    """
+def refuse_illegal_sizes(buckets: Buckets, vae: Any, patch_size: Sequence[int]) -> None:
+    """Raise a `UserError` that lists the sizes that VAE and denoiser do not take, each with the nearest that they do."""
     probe = 64 * max(patch_size)  # any size that every VAE takes; its latent tells the VAE's factors
     _, h, w = vae.latent_size((vae.legal_num_frames(1), probe, probe))
     units = probe // h * patch_size[1], probe // w * patch_size[2]
-    problems = []
-    for bucket in buckets:
-        near = tuple(max(1, round(side / unit)) * unit for side, unit in zip(bucket[3:5], units, strict=True))
-        frames = vae.legal_num_frames(bucket.num_frames)
-        if near != (bucket.height, bucket.width):
-            problems.append(
-                f"  {bucket.resolution}: {bucket.height}x{bucket.width} is no multiple of {units[0]}x{units[1]}, the "
-                f"nearest is {near[0]}x{near[1]}"
-            )
-        if frames != bucket.num_frames:
-            problems.append(f"  {bucket.resolution}: {bucket.num_frames} frames; the VAE takes {frames}")
-    problems = list(dict.fromkeys(problems))
+    problems: dict[str, None] = {}
+    for name, _, num_frames, height, width, _ in buckets:
+        near = [max(1, round(side / unit)) * unit for side, unit in zip((height, width), units, strict=True)]
+        if near != [height, width]:
+            nearest = f"the nearest is {near[0]}x{near[1]}"
+            problems[f"  {name}: {height}x{width} is no multiple of {units[0]}x{units[1]}, {nearest}"] = None
+        if (frames := vae.legal_num_frames(num_frames)) != num_frames:
+            problems[f"  {name}: {num_frames} frames; the VAE takes {frames}"] = None
     if problems:
         more = [f"  and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
         head = "bucket_config has sizes that VAE x patch do not take (frames, height x width):"
-        tail = (
-            f"Heights and widths of named resolutions follow dataset.size_multiple={buckets.size_multiple}; "
-            f"{max(units)} fits."
-        )
-        raise UserError("\n".join([head, *problems[:SHOWN], *more, tail]))
-
-
-class _EntryPlan(NamedTuple):
-    num_frames: int
-    keep_prob: float
-    length_prob: float
-    first_bucket: int  # of its shapes
-    draw: int  # its first random number
-
-
-class _LevelPlan(NamedTuple):
-    area: int
-    borders: np.ndarray  # [R - 1] between neighbouring ratios
-    shape: np.ndarray  # [R] ratio -> shape
-    entries: tuple[_EntryPlan, ...]  # the longest first
+        multiple = f"dataset.size_multiple={buckets.size_multiple}; {max(units)} fits."
+        tail = f"Heights and widths of named resolutions follow {multiple}"
+        raise UserError("\n".join([head, *list(problems)[:SHOWN], *more, tail]))
 
 
 def hash_numbers(numbers: np.ndarray, salt: np.ndarray | np.uint64) -> np.ndarray:

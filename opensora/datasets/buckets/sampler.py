@@ -16,11 +16,11 @@ micro-batches of any bucket) or "same" (all take one bucket's in a step, so that
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 
-from opensora.datasets.buckets.bucket import NONE, Assignment, Buckets, hash_numbers
+from opensora.datasets.buckets.bucket import NONE, hash_numbers
 from opensora.datasets.sampler import BatchKeys, BucketKey, DataPosition
 from opensora.utils.errors import UserError
 from opensora.utils.seed import derive_seed
@@ -34,15 +34,6 @@ Segment = tuple[int, int]  # processes, and how many batches each of them took
 MICRO_BATCH = np.dtype([("bucket", np.int64), ("first", np.int64), ("size", np.int64), ("repeated", bool)])
 
 
-class Bucketed(Protocol):
-    """What the sampler asks of a dataset."""
-
-    buckets: Buckets
-
-    def assign(self, epoch: int) -> Assignment:
-        """The bucket of every sample in an epoch."""
-
-
 class BucketBatchSampler:
     """Yields a process' batches, each of one bucket, with `BucketKey`s.
 
@@ -51,6 +42,7 @@ class BucketBatchSampler:
     is lost or seen twice beyond the tail policy. Nothing is skipped over: no file is read for what was done before.
 
     Args:
+        dataset: Has `buckets`, and `assign(epoch)` gives the bucket of every sample.
         rank, world_size: Of data parallelism: processes that share one sample have one rank.
         tail: What becomes of samples that fill no whole batch: "keep", "pad" or "drop".
         order: "mixed", or "same" for one bucket in each step.
@@ -58,7 +50,7 @@ class BucketBatchSampler:
 
     def __init__(
         self,
-        dataset: Bucketed,
+        dataset: Any,
         *,
         seed: int,
         rank: int = 0,
@@ -73,22 +65,20 @@ class BucketBatchSampler:
         self.dataset, self.seed, self.rank, self.world_size = dataset, seed, rank, world_size
         self.tail, self.order = tail, order
         self.start, self.count = DataPosition(), None  # type: DataPosition, int | None
-        self._plan: EpochPlan | None = None
+        self._plan: tuple[int, tuple[Segment, ...], EpochPlan] | None = (
+            None  # the last one, of an epoch and its segments
+        )
 
     def plan(self, epoch: int) -> "EpochPlan":
         """What is left of an epoch: all of it, but for the one that `seek` named with segments."""
-        if self._plan is None or self._plan.epoch != epoch:
-            self._plan = EpochPlan(
-                self.dataset.assign(epoch).bucket,
-                self.dataset.buckets.batch_sizes,
-                seed=self.seed,
-                epoch=epoch,
-                world_size=self.world_size,
-                tail=self.tail,
-                order=self.order,
-                segments=self._segments(epoch),
+        segments = self._segments(epoch)
+        if self._plan is None or self._plan[:2] != (epoch, segments):
+            bucket, sizes = self.dataset.assign(epoch).bucket, self.dataset.buckets.batch_sizes
+            plan = EpochPlan(
+                bucket, sizes, self.seed, epoch, self.world_size, tail=self.tail, order=self.order, segments=segments
             )
-        return self._plan
+            self._plan = epoch, segments, plan
+        return self._plan[2]
 
     def batches_in(self, epoch: int) -> int:
         """Batches of each process in an epoch, with those of its earlier segments."""
@@ -96,12 +86,6 @@ class BucketBatchSampler:
 
     def seek(self, position: DataPosition, count: int | None) -> None:
         """Yield `count` batches from `position` on; None: go on for ever."""
-        if (
-            self._plan is not None
-            and self._plan.epoch == position.epoch
-            and self._segments(position.epoch) != position.segments
-        ):
-            self._plan = None
         self.start, self.count = position, count
 
     def __len__(self) -> int:
@@ -140,39 +124,53 @@ class EpochPlan:
         segments: What was taken from this epoch before by other numbers of processes, in order: the plan is for the rest.
 
     Attributes:
-        steps: Batches of each process in what is left of the epoch.
+        rows, offsets: Samples that have a bucket, grouped by it and shuffled inside, and where each group begins.
         samples: [buckets] samples of each bucket in the epoch.
-        seen: [buckets] how many the plan hands out, those that are seen again counted again.
+        micro: [steps x processes] micro-batches, in the order of the steps.
+        steps: Batches of each process in what is left of the epoch.
     """
 
     def __init__(
         self,
         bucket: np.ndarray,
         batch_sizes: np.ndarray,
-        *,
         seed: int,
         epoch: int,
         world_size: int,
+        *,
         tail: Tail,
         order: Order,
         segments: Sequence[Segment] = (),
     ) -> None:
-        self.epoch, self.world_size = epoch, world_size
-        self.rows, self.offsets = _rows_by_bucket(bucket, len(batch_sizes), seed, epoch)
-        self.samples = np.diff(self.offsets)
-        micro = _micro_batches(self.samples, batch_sizes, tail)
-        for number, (processes, batches) in enumerate(segments):
-            whole, left_over = _arrange(micro, processes, tail, order, derive_seed(seed, "steps", epoch, number))
+        self.world_size, count = world_size, len(batch_sizes)
+        rows = np.flatnonzero(bucket != NONE)
+        salt = np.uint64(derive_seed(seed, "order", epoch))
+        rows = rows[
+            np.argsort(hash_numbers(rows.astype(np.uint64), salt))
+        ]  # no two hashes are equal: it maps one to one
+        ids = bucket[rows].astype(np.int16 if count < 2**15 else np.int32)  # 16 bits sort by radix
+        self.rows = rows[np.argsort(ids, kind="stable")]
+        self.samples = samples = np.bincount(ids, minlength=count)
+        self.offsets = np.concatenate([[0], np.cumsum(samples)]).astype(np.int64)
+        sizes = np.maximum(batch_sizes, 1)
+        counts = samples // sizes if tail == "drop" else -(-samples // sizes)
+        micro = np.zeros(counts.sum(), MICRO_BATCH)
+        micro["bucket"] = of = np.repeat(np.arange(count), counts)
+        number = np.arange(len(micro)) - np.repeat(np.cumsum(counts) - counts, counts)
+        micro["first"], micro["size"] = number * sizes[of], sizes[of]
+        if tail == "keep":
+            micro["size"] = np.minimum(micro["size"], samples[of] - micro["first"])
+        for part, (processes, batches) in enumerate(segments):
+            whole, left_over = _arrange(micro, processes, tail, order, derive_seed(seed, "steps", epoch, part))
             rest = np.concatenate([whole[processes * batches :], left_over])
             rest = rest[~rest["repeated"]]
             micro = rest[np.lexsort((rest["first"], rest["bucket"]))]
-        salt = derive_seed(seed, "steps", epoch, len(segments))
-        self.micro, _ = _arrange(micro, world_size, tail, order, salt)
+        self.micro, _ = _arrange(micro, world_size, tail, order, derive_seed(seed, "steps", epoch, len(segments)))
         self.steps = len(self.micro) // world_size
 
     @property
     def seen(self) -> np.ndarray:
-        """See the class."""
+        """[buckets] how many samples the plan hands out, those that are seen again counted again."""
         micro = self.micro
         return np.bincount(micro["bucket"], micro["size"], minlength=len(self.samples)).astype(np.int64)
 
@@ -195,71 +193,41 @@ class EpochPlan:
         return bucket, rows, int(micro["size"][:rank].sum()), int(micro["size"].sum())
 
 
-def _rows_by_bucket(bucket: np.ndarray, count: int, seed: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-    """Samples that have a bucket, grouped by it and shuffled inside: [n], and where each group begins: [buckets + 1]."""
-    salt = np.uint64(derive_seed(seed, "order", epoch))
-    rows = np.flatnonzero(bucket != NONE)
-    rows = rows[np.argsort(hash_numbers(rows.astype(np.uint64), salt))]  # no two hashes are equal: it maps one to one
-    ids = bucket[rows].astype(np.int16 if count < 2**15 else np.int32)  # 16 bits sort by radix
-    rows = rows[np.argsort(ids, kind="stable")]
-    return rows, np.concatenate([[0], np.cumsum(np.bincount(ids, minlength=count))]).astype(np.int64)
-
-
-def _micro_batches(samples: np.ndarray, batch_sizes: np.ndarray, tail: Tail) -> np.ndarray:
-    """The micro-batches of every bucket, in its order."""
-    sizes = np.maximum(batch_sizes, 1)
-    counts = samples // sizes if tail == "drop" else -(-samples // sizes)
-    micro = np.zeros(counts.sum(), MICRO_BATCH)
-    micro["bucket"] = bucket = np.repeat(np.arange(len(samples)), counts)
-    number = np.arange(len(micro)) - np.repeat(np.cumsum(counts) - counts, counts)
-    micro["first"], micro["size"] = number * sizes[bucket], sizes[bucket]
-    if tail == "keep":
-        micro["size"] = np.minimum(micro["size"], samples[bucket] - micro["first"])
-    return micro
-
-
 def _arrange(micro: np.ndarray, world_size: int, tail: Tail, order: Order, salt: int) -> tuple[np.ndarray, np.ndarray]:
     """The micro-batches in the order of the steps, a whole number of steps; and what was left out for that."""
+
+    def shuffled(bucket: np.ndarray, number: np.ndarray) -> np.ndarray:
+        names = bucket.astype(np.uint64) << np.uint64(40) | number.astype(np.uint64)
+        return np.argsort(hash_numbers(names, np.uint64(salt)), kind="stable")
+
     if order == "mixed":
-        return _fill_steps(micro[_shuffled(micro["bucket"], micro["first"], salt)], world_size, tail)
+        return _fill_steps(micro[shuffled(micro["bucket"], micro["first"])], world_size, tail)
     parts = [_fill_steps(micro[micro["bucket"] == b], world_size, tail) for b in np.unique(micro["bucket"])]
     whole, left_over = (np.concatenate([micro[:0], *(part[i] for part in parts)]) for i in (0, 1))
     steps = whole.reshape(-1, world_size)
-    return steps[_shuffled(steps["bucket"][:, 0], np.arange(len(steps)), salt)].reshape(-1), left_over
-
-
-def _shuffled(bucket: np.ndarray, number: np.ndarray, salt: int) -> np.ndarray:
-    names = bucket.astype(np.uint64) << np.uint64(40) | number.astype(np.uint64)
-    return np.argsort(hash_numbers(names, np.uint64(salt)), kind="stable")
+    return steps[shuffled(steps["bucket"][:, 0], np.arange(len(steps)))].reshape(-1), left_over
 
 
 def _fill_steps(micro: np.ndarray, world_size: int, tail: Tail) -> tuple[np.ndarray, np.ndarray]:
     """Make the number of micro-batches a multiple of the processes; and what was left out for that."""
-    count = len(micro)
-    missing = -count % world_size
+    count, missing = len(micro), -len(micro) % world_size
     if missing and tail == "drop":
         whole = count - count % world_size
         return micro[:whole], micro[whole:]
     if missing and tail == "keep":
-        micro = _split(micro, world_size, missing)
-        missing -= len(micro) - count
+        # halve the largest of the last micro-batches: of the last, incomplete step, or of as many steps as are needed
+        spare = np.cumsum((micro["size"] - 1)[::-1])  # more micro-batches that the last 1, 2, ... can become
+        steps = np.arange(count % world_size, count + 1, world_size)
+        enough = np.flatnonzero(spare[steps - 1] >= missing)
+        last = int(steps[enough[0]]) if len(enough) else count
+        split = micro[count - last :].tolist()  # (bucket, first, size, repeated)
+        for _ in range(min(missing, int(spare[-1]))):
+            i = max(range(len(split)), key=lambda i: split[i][2])
+            bucket, first, size, _ = split[i]
+            half = (size + 1) // 2
+            split[i : i + 1] = [(bucket, first, half, False), (bucket, first + half, size - half, False)]
+        micro = np.concatenate([micro[: count - last], np.array(split, MICRO_BATCH)])
+        missing = -len(micro) % world_size
     again = micro[np.arange(missing) % max(len(micro), 1)]
     again["repeated"] = True
     return np.concatenate([micro, again]), micro[:0]
-
-
-def _split(micro: np.ndarray, world_size: int, missing: int) -> np.ndarray:
-    """Halve the largest of the last micro-batches until there are `missing` more, or all of them hold one sample."""
-    count = len(micro)
-    spare = np.cumsum((micro["size"] - 1)[::-1])  # more micro-batches that the last 1, 2, ... can become
-    # the last, incomplete step; that and the one before; ...
-    steps = np.arange(count % world_size, count + 1, world_size)
-    enough = np.flatnonzero(spare[steps - 1] >= missing)
-    last = int(steps[enough[0]]) if len(enough) else count
-    tail = micro[count - last :].tolist()  # (bucket, first, size, repeated)
-    for _ in range(min(missing, int(spare[-1]))):
-        i = max(range(len(tail)), key=lambda i: tail[i][2])
-        bucket, first, size, _ = tail[i]
-        half = (size + 1) // 2
-        tail[i : i + 1] = [(bucket, first, half, False), (bucket, first + half, size - half, False)]
-    return np.concatenate([micro[: count - last], np.array(tail, MICRO_BATCH)])

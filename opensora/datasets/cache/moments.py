@@ -11,11 +11,11 @@ fp16 keeps 11 bits of each value: a relative error of at most 2^-11 = 0.05 % whe
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,17 +23,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from opensora.acceleration.distributed import World, barrier, broadcast_from_rank0, mean_over_ranks
-from opensora.datasets.cache.records import (
-    SHARD_BYTES,
-    RecordReader,
-    RecordWriter,
-    consolidate,
-    prepare_folder,
-)
-from opensora.datasets.datasets import ClipRows
+from opensora.datasets.cache.records import SHARD_BYTES, RecordReader, RecordWriter, consolidate, prepare_folder
+from opensora.datasets.datasets import VideoTextDataset
 from opensora.datasets.sampler import SampleKey
 from opensora.datasets.table.table import Table
-from opensora.datasets.transforms import get_transform, is_random
+from opensora.datasets.transforms import get_transform
 from opensora.datasets.video.files import DEFAULT, Decoding, TooFewFrames, is_image
 from opensora.datasets.video.read_video import probe, read_frames
 from opensora.utils.dtype import to_torch_dtype
@@ -50,27 +44,6 @@ SAMPLE_FEATURES = {"moments": "tensor", "source": "string", "num_frames": "int64
 PART = 64 * 1024  # bytes of a source file that are hashed at its head, middle and tail
 REMEDY = "Write it with `python -m tools.cache_features TRAIN_CONFIG --cache-dir {}`."
 DTYPES = ("fp16", "fp32")
-
-
-class Encoder(Protocol):
-    """What the cache asks of a VAE."""
-
-    def moments(self, x: Tensor) -> Tensor: ...
-
-    def latent_size(self, size: tuple[int, int, int]) -> tuple[int, int, int]: ...
-
-    def fingerprint(self) -> str: ...
-
-
-class SampleSource(Protocol):
-    """What the cache asks of a dataset of pixels."""
-
-    table: Table
-    clips: ClipRows
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, key: SampleKey) -> dict[str, Any]: ...
 
 
 class Counts(NamedTuple):
@@ -90,54 +63,33 @@ class Job(NamedTuple):
 
 
 class Choices(NamedTuple):
-    """What decides the pixels of a `VideoTextDataset` beside window and transform; its defaults."""
+    """What decides the pixels of a `VideoTextDataset` next to window and transform; its defaults."""
 
     use_image_transform: bool = False
-    decoding: Decoding = DEFAULT
+    decode: Decoding = DEFAULT
     target_fps: float | None = None
-
-    def settings(self) -> dict[str, Any]:
-        """What is no default: caches that were written before there was a choice have none of these."""
-        decode = {name: value for name, value in asdict(self.decoding).items() if value != getattr(DEFAULT, name)}
-        chosen = {"use_image_transform": self.use_image_transform, "decode": decode, "target_fps": self.target_fps}
-        return {name: value for name, value in chosen.items() if value}
 
 
 DEFAULTS = Choices()
 
 
-def clip_settings(
-    vae: str, image_size: Sequence[int], transform_name: str, dtype: str, choices: Choices = DEFAULTS
+def cache_settings(
+    vae: str, image_size: Sequence[int], transform_name: str, dtype: str, choices: Choices = DEFAULTS, **window: int
 ) -> dict[str, Any]:
-    """What all records of CACHE/clips depend on."""
+    """What all records of CACHE/clips depend on; those of CACHE/samples also on `num_frames`, `frame_interval` and `seed`.
+
+    Choices that are the default are left out: caches that were written before there was a choice have none of these.
+    """
+    decode = {name: value for name, value in asdict(choices.decode).items() if value != getattr(DEFAULT, name)}
+    chosen = {name: value for name, value in {**choices._asdict(), "decode": decode}.items() if value}
     size = [int(n) for n in image_size]
-    return {"vae": vae, "image_size": size, "transform_name": transform_name, "dtype": dtype, **choices.settings()}
-
-
-def sample_settings(
-    vae: str,
-    window: tuple[int, int],
-    image_size: Sequence[int],
-    transform_name: str,
-    dtype: str,
-    seed: int,
-    choices: Choices = DEFAULTS,
-) -> dict[str, Any]:
-    """What all records of CACHE/samples depend on; `window` is (num_frames, frame_interval)."""
-    num_frames, frame_interval = window
-    window_settings = {"num_frames": num_frames, "frame_interval": frame_interval, "seed": seed}
-    return {**clip_settings(vae, image_size, transform_name, dtype, choices), **window_settings}
-
-
-def sample_key(name: str, occurrence: int, epoch: int) -> str:
-    """Of a row: its path in the table, and how many rows above it have the same one."""
-    return f"{name}\n{occurrence}\n{epoch}"
+    return {"vae": vae, "image_size": size, "transform_name": transform_name, "dtype": dtype, **chosen, **window}
 
 
 @torch.inference_mode()
 def write_clips(
     table: Table,
-    vae: Encoder,
+    vae: Any,
     job: Job,
     *,
     image_size: tuple[int, int],
@@ -145,10 +97,7 @@ def write_clips(
     choices: Choices = DEFAULTS,
     chunk: int = 32,
 ) -> Counts:
-    """Encode all frames of all clips; see `write_missing`.
-
-    Args:
-        chunk: Frames that are decoded and encoded at a time.
+    """Encode all frames of all clips, decoding and encoding `chunk` of them at a time; see `write_missing`.
 
     Raises:
         UserError: VAE, transform or target_fps cannot be cached so, or the folder holds a cache with other settings.
@@ -158,12 +107,12 @@ def write_clips(
         raise UserError(
             f"{type(vae).__name__} compresses time, so windows of its latents are no latents of windows; {other_way}"
         )
-    if is_random(transform_name) or transform_name == "none":
+    if transform_name in ("random_crop", "none"):
         raise UserError(
             f"transform_name={transform_name!r} gives no fixed crop of image_size to cache; use 'center', or {other_way}"
         )
     refuse_rate_of_clips(choices.target_fps)
-    settings = clip_settings(vae.fingerprint(), image_size, transform_name, job.dtype, choices)
+    settings = cache_settings(vae.fingerprint(), image_size, transform_name, job.dtype, choices)
     video_transform = get_transform(transform_name, image_size)
     image_transform = get_transform("adm_center" if choices.use_image_transform else transform_name, image_size)
     rows: dict[str, int] = {}
@@ -179,7 +128,7 @@ def write_clips(
             start, end = 0, info.num_frames
             while start < end:
                 try:
-                    frames = read_frames(path, start, min(chunk, end - start), decoding=choices.decoding)
+                    frames = read_frames(path, start, min(chunk, end - start), decoding=choices.decode)
                 except TooFewFrames as error:
                     end = error.available
                     continue
@@ -190,43 +139,45 @@ def write_clips(
             raise UserError(f"{table.where(rows[name])}: {error}") from error
         return {"moments": torch.cat(parts, dim=1), "num_frames": info.num_frames, "fps": info.fps}
 
-    return write_missing(
-        job, CLIPS, CLIP_FEATURES, settings, list(rows), encode, lambda name: source_hash(table.path(rows[name]))
-    )
+    sources = {name: table.path(row) for name, row in rows.items()}
+    return write_missing(job, CLIPS, CLIP_FEATURES, settings, encode, sources)
 
 
 @torch.inference_mode()
-def write_samples(dataset: SampleSource, vae: Encoder, job: Job, settings: dict[str, Any], epochs: int) -> Counts:
-    """Encode the samples of the first `epochs` epochs of a dataset of pixels; `settings`: see `sample_settings`."""
+def write_samples(dataset: VideoTextDataset, vae: Any, job: Job, settings: dict[str, Any], epochs: int) -> Counts:
+    """Encode the samples of the first `epochs` epochs of a dataset of pixels; `settings`: see `cache_settings`."""
     table = dataset.table
-    counts = occurrences_of_rows(table)
+    occurrence = occurrences_of_rows(table)
     samples = {}
     for index in range(len(dataset)):
-        row = dataset.clips.row(index)
+        row = int(dataset.rows[index])
         for epoch in range(epochs):
-            samples[sample_key(table.name(row), int(counts[row]), epoch)] = (table.path(row), SampleKey(epoch, index))
+            samples[sample_key(table.name(row), occurrence[row], epoch)] = (table.path(row), SampleKey(epoch, index))
 
     def encode(key: str) -> dict[str, Any]:
         path, sample = samples[key]
         item = dataset[sample]
         moments = vae.moments(item["video"][None].to(job.world.device))[0]  # of [1, 3, T, H, W]
-        size = [int(n) for n in item["video"].shape[1:]]
-        record = {"moments": _stored(moments, job.dtype, path), "num_frames": probe(path).num_frames, "size": size}
-        return {**record, "fps": float(item["fps"])}
+        record = {"moments": _stored(moments, job.dtype, path), "num_frames": probe(path).num_frames}
+        return {**record, "size": list(item["video"].shape[1:]), "fps": float(item["fps"])}
 
-    return write_missing(
-        job, SAMPLES, SAMPLE_FEATURES, settings, list(samples), encode, lambda key: source_hash(samples[key][0])
-    )
+    sources = {key: path for key, (path, _) in samples.items()}
+    return write_missing(job, SAMPLES, SAMPLE_FEATURES, settings, encode, sources)
+
+
+def sample_key(name: str, occurrence: int, epoch: int) -> str:
+    """The key of a row's sample: its path in the table, how many rows above it have the same one, and the epoch."""
+    return f"{name}\n{occurrence}\n{epoch}"
 
 
 def occurrences_of_rows(table: Table) -> np.ndarray:
     """[N] int64, how many rows above each have the same path."""
     seen: Counter[str] = Counter()
-    counts = np.empty(len(table), np.int64)
+    occurrence = np.empty(len(table), np.int64)
     for row, name in enumerate(table.rows["path"]):
-        counts[row] = seen[name]
+        occurrence[row] = seen[name]
         seen[name] += 1
-    return counts
+    return occurrence
 
 
 def write_missing(
@@ -234,16 +185,15 @@ def write_missing(
     folder: str,
     features: dict[str, Any],
     settings: dict[str, Any],
-    keys: Sequence[str],
     encode: Callable[[str], dict[str, Any]],
-    source: Callable[[str], str] | None = None,
+    sources: Mapping[str, Path | str | None],
 ) -> Counts:
     """Write the records of CACHE/folder that are missing or out of date. Every process of `job.world` calls it, and writes
     those of its own keys; an interrupted call continues where it stopped.
 
     Args:
         encode: The fields of the record with a key.
-        source: A hash of what it is made of, kept in its field `source`; None: keys say it all.
+        sources: Key -> what its record is made of, a file or a hash, kept in its field `source`; None: the key says it all.
     """
     path, remedy = job.cache_dir / folder, REMEDY.format("ANOTHER_FOLDER")
 
@@ -256,18 +206,19 @@ def write_missing(
     reader = RecordReader(path, remedy=remedy)
     written = 0
     try:
-        for key in tqdm(keys[job.world.rank :: job.world.size], desc=folder, disable=not job.world.is_main):
-            if key in reader and (source is None or reader.read(key, ("source",))["source"] == source(key)):
+        for key in tqdm(list(sources)[job.world.rank :: job.world.size], desc=folder, disable=not job.world.is_main):
+            source = sources[key]
+            source = source_hash(source) if isinstance(source, Path) else source
+            if key in reader and (source is None or reader.read(key, ("source",))["source"] == source):
                 continue
-            record = encode(key)
-            writer.write(record if source is None else {**record, "source": source(key)}, key)
+            writer.write({**encode(key), **({} if source is None else {"source": source})}, key)
             written += 1
     finally:
         writer.flush()  # also when this process is stopped by an error
     barrier()
     broadcast_from_rank0(partial(consolidate, path))
     total = round(float(mean_over_ranks(torch.tensor(float(written), device=job.world.device))) * job.world.size)
-    return Counts(total, len(keys) - total)
+    return Counts(total, len(sources) - total)
 
 
 def source_hash(path: Path) -> str:

@@ -10,7 +10,7 @@ A record is a protocol buffer (https://protobuf.dev/programming-guides/encoding)
     FeatureList  1: Feature, repeated
     Feature      one of 1: bytes or text in UTF-8, 2: float32, 3: int64, 4: FeatureList, 5: FeatureMap
 
-The package itself asks for a protobuf below 4, which newer Pythons and TensorBoards do not go with.
+Google's parser would copy the latents of every record to look at its shape; the package itself asks for a protobuf below 4.
 """
 
 import hashlib
@@ -27,20 +27,13 @@ from opensora.utils.errors import UserError
 VERSION = 1
 KINDS = {"BYTES": "bytes", "STRING": "string", "FLOAT32": "float64", "INT64": "int64"}
 NUMBERS = {"bytes": 1, "string": 1, "float64": 2, "int64": 3}  # of the fields of a Feature
-VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 TAIL = 64 * 1024  # bytes of a shard that are hashed
 COPY_AGAIN = "copy the folder again, or write it anew."
 
 
 class OriginalRecords:
-    """Random access by number to a folder that `codewithgpu.RecordWriter` wrote; has what datasets use of a `RecordReader`.
-
-    Args:
-        path: The folder.
-
-    Raises:
-        UserError: it is none, or its writer was not closed, or files do not fit together.
-    """
+    """Random access by number to a folder that `codewithgpu.RecordWriter` wrote; has what datasets use of a `RecordReader`. A
+    `UserError` where the folder is none, its writer was not closed, or files do not fit together."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -49,10 +42,10 @@ class OriginalRecords:
         if not is_original(self.path):
             read_metadata(self.path, "Write it with a RecordWriter, and close it.")
         metadata = json.loads((self.path / METADATA).read_text(encoding="utf-8"))
-        if missing := {"entries", "features", "version"} - metadata.keys():
-            raise UserError(f"{self.path / METADATA} does not say {', '.join(sorted(missing))}: write the folder anew.")
-        if metadata["version"] != VERSION:
-            raise UserError(f"{self.path / METADATA} has version {metadata['version']}, not {VERSION}.")
+        if metadata["version"] != VERSION or not {"entries", "features"} <= metadata.keys():
+            raise UserError(
+                f"{self.path / METADATA} is not of version {VERSION}, with entries and features: write it anew."
+            )
         self.settings: dict[str, Any] = {}
         self.features: dict[str, Any] = {}
         for name, kind in metadata["features"].items():
@@ -69,13 +62,13 @@ class OriginalRecords:
         for shard in sorted(self.path.glob("*.data")):
             index = shard.with_suffix(".index")
             try:
-                lines = [tuple(map(int, line.split())) for line in index.read_text().splitlines()]
-                self._spans += [(shard, offset, size) for offset, size in lines]
+                spans = [(int(offset), int(size)) for offset, size in map(str.split, index.read_text().splitlines())]
             except (OSError, ValueError) as error:
                 raise UserError(f"{index} cannot be read ({error}); {COPY_AGAIN}") from error
-            end = max((offset + size for offset, size in lines), default=0)
+            end = max((offset + size for offset, size in spans), default=0)
             if end != shard.stat().st_size:
                 raise UserError(f"{shard} has {shard.stat().st_size} bytes, and {index.name} says {end}; {COPY_AGAIN}")
+            self._spans += [(shard, *span) for span in spans]
         if len(self) != metadata["entries"]:
             raise UserError(
                 f"{path}: {METADATA} counts {metadata['entries']} records, the index files {len(self)}; {COPY_AGAIN}"
@@ -90,12 +83,7 @@ class OriginalRecords:
         return self.at(number)
 
     def at(self, number: int, fields: Collection[str] | None = None) -> Record:
-        """Some fields of a record; what is not asked for is not read from the file.
-
-        Raises:
-            IndexError: there are not so many.
-            UserError: the file was damaged.
-        """
+        """Some fields of a record; what is not asked for is not read from the file. A `UserError` where it was damaged."""
         shard, offset, size = self._spans[number]
         if shard not in self._open:
             with shard.open("rb") as file:
@@ -157,18 +145,14 @@ def _message(data: memoryview) -> dict[int, list[Any]]:
         raise ValueError("a number of more than 64 bits")
 
     while at < len(data):
-        tag = varint()
-        number, wire_type = tag >> 3, tag & 7
-        value: Any
-        if wire_type == VARINT:
-            value = varint()
-        elif wire_type in (FIXED64, BYTES, FIXED32):
-            length = varint() if wire_type == BYTES else (8 if wire_type == FIXED64 else 4)
-            if at + length > len(data):
-                raise ValueError("a field ends behind the record")
-            value, at = data[at : at + length], at + length
-        else:
+        number, wire_type = divmod(varint(), 8)
+        value: Any = varint() if wire_type in (0, 2) else {1: 8, 5: 4}.get(wire_type)
+        if value is None:
             raise ValueError(f"wire type {wire_type}")
+        if wire_type != 0:  # so far it is the length
+            if at + value > len(data):
+                raise ValueError("a field ends behind the record")
+            value, at = data[at : at + value], at + value
         fields.setdefault(number, []).append(value)
     return fields
 

@@ -15,11 +15,9 @@ import json
 import os
 import time
 import zlib
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,7 +37,7 @@ SHARD_RECORDS = 4096  # opening a shard reads a line for each tensor in it
 OPEN_SHARDS = 64
 ABANDONED_S = 600  # after which a temporary file is taken for that of a writer that was killed
 SCALARS = {"string": str, "int64": int, "float64": float}
-TENSORS = ("tensor", "bytes")
+KINDS = ("tensor", "bytes", *SCALARS, *([name] for name in SCALARS))
 OTHER_FOLDER = "Write to another folder."
 UNREADABLE = (SafetensorError, OSError, ValueError, KeyError, TypeError)
 
@@ -47,21 +45,17 @@ Record = dict[str, Any]
 
 
 class RecordWriter:
-    """Appends records to a folder; where an earlier writer stopped, this one continues.
-
-        with RecordWriter("latents", {"moments": "tensor", "caption": "string", "flow": "float64"}) as writer:
-            writer.write({"moments": moments, "caption": "a lake", "flow": 5.0})
+    """Appends records to a folder; where an earlier writer stopped, this one continues. docs/caches.md has an example.
 
     Args:
-        path: The folder; made if missing.
         features: Field -> "tensor", "bytes", "string", "int64" or "float64"; or a list with one of the last three, such as
             ["int64"], for a list of them.
-        settings: What the records depend on (JSON values). A folder with other settings or features is refused.
+        settings: What the records depend on (JSON values).
         shard_bytes: A shard is written when so many bytes have been gathered.
         remedy: What an error tells the user to do.
 
     Raises:
-        UserError: the folder holds records of another kind.
+        UserError: the folder holds records of other features or settings.
     """
 
     def __init__(
@@ -75,14 +69,10 @@ class RecordWriter:
     ) -> None:
         self.path, self.features, self.shard_bytes = Path(path), dict(features), shard_bytes
         for name, kind in self.features.items():
-            is_list = isinstance(kind, list) and len(kind) == 1
-            known = tuple(SCALARS) if is_list else (*SCALARS, *TENSORS)
-            if (kind[0] if is_list else kind) not in known or "/" in name or name == "record":
-                raise ValueError(
-                    f"feature {name!r}: {kind!r} is not one of {', '.join(known)} (or the name is reserved)."
-                )
+            if kind not in KINDS or "/" in name or name == "record":
+                raise ValueError(f"feature {name!r}: {kind!r} is not one of {KINDS} (or the name is reserved).")
         metadata = prepare_folder(self.path, self.features, settings, remedy=remedy)
-        self._finished = _full_index(self.path, metadata, _shard_names(self.path, metadata))
+        self._finished = _full_index(self.path, metadata)[1]
         self._number = len(self._finished.hi)
         self._new: set[tuple[int, int]] = set()
         self._waiting: list[tuple[str, Record]] = []
@@ -93,15 +83,22 @@ class RecordWriter:
         return _hash(key) in self._new or self._finished.find(key) is not None
 
     def write(self, record: Mapping[str, Any], key: str | None = None) -> None:
-        """Add a record; one with the same key is replaced. `key`: by default the record's number.
-
-        Raises:
-            ValueError: the record's fields are not the features.
-        """
+        """Add a record; one with the same key is replaced. `key`: by default the record's number."""
         if record.keys() != self.features.keys():
             raise ValueError(f"a record with {sorted(record)}, but the features are {sorted(self.features)}.")
+        copy: Record = {}
+        for name, kind in self.features.items():
+            value = record[name]
+            if kind == "tensor":
+                value = torch.as_tensor(value).detach().cpu().clone(memory_format=torch.contiguous_format)
+            elif kind == "bytes":
+                value = torch.from_numpy(np.frombuffer(value, np.uint8).copy())
+            elif kind == "string" and not isinstance(value, str):
+                raise ValueError(f"field {name!r}: {value!r} is no string.")
+            else:
+                value = [SCALARS[kind[0]](item) for item in value] if isinstance(kind, list) else SCALARS[kind](value)
+            copy[name] = value
         key = str(self._number) if key is None else key
-        copy = {name: _normalized(name, kind, record[name]) for name, kind in self.features.items()}
         self._waiting.append((key, copy))
         self._waiting_bytes += sum(value.nbytes for value in copy.values() if isinstance(value, Tensor))
         self._new.add(_hash(key))
@@ -137,25 +134,17 @@ class RecordWriter:
     def __enter__(self) -> "RecordWriter":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
 
 
 class RecordReader:
-    """Random access to a folder of records, by key or by number. Files are mapped into memory, not read at once.
-
-    The checksums of a record are verified when a process first reads its tensors. It may be used in worker processes,
-    forked or not.
-
-    Args:
-        path: The folder.
-        remedy: What an error tells the user to do when the folder holds no readable records.
+    """Random access to a folder of records, by key or by number, also in worker processes. Files are mapped into memory, not read
+    at once; the checksums of a record are verified when a process first reads its tensors.
 
     Raises:
-        UserError: there are no finished records in the folder.
+        UserError: there are no finished records in the folder; the message ends with `remedy`.
     """
 
     def __init__(self, path: str | Path, *, remedy: str = "Write it with RecordWriter, and close it.") -> None:
@@ -167,16 +156,13 @@ class RecordReader:
         self.settings: dict[str, Any] = metadata["settings"]
         self._shards: list[str] = metadata["shards"]
         self._index = _read_index(self.path, metadata)
-        if missing := [name for name in self._shards if not (self.path / name).is_file()]:
-            raise UserError(
-                f"{len(missing)} files of the cache {self.path} are missing, such as {missing[0]}. {remedy}"
-            )
+        if gone := [name for name in self._shards if not (self.path / name).is_file()]:
+            raise UserError(f"{len(gone)} files of the cache {self.path} are missing, such as {gone[0]}. {remedy}")
         if len(self) != metadata["entries"]:
             raise UserError(f"{self.path / INDEX} has {len(self)} of {metadata['entries']} records. {remedy}")
+        self._order = np.lexsort((self._index.position, self._index.shard))  # number of a record -> row of the index
         self._verified = np.zeros(len(self), bool)
-        self._order: np.ndarray | None = None
-        self._open: OrderedDict[str, Any] = OrderedDict()
-        self._process = os.getpid()
+        self._open: dict[tuple[int, str], Any] = {}  # by process: a forked worker maps the files itself
 
     def __len__(self) -> int:
         return len(self._index.hi)
@@ -190,18 +176,12 @@ class RecordReader:
 
     def at(self, number: int, fields: Collection[str] | None = None) -> Record:
         """Some fields of a record by its number, in the order of writing."""
-        if not -len(self) <= number < len(self):
-            raise IndexError(number)
-        if self._order is None:
-            self._order = np.lexsort((self._index.position, self._index.shard))
         return self._read(int(self._order[number]), fields)[1]
 
     def read(self, key: str, fields: Collection[str] | None = None) -> Record:
         """The record with this key, or some of its fields. Its tensors are views of the file: copy before writing to them.
 
-        Raises:
-            KeyError: there is no such record.
-            UserError: the file was damaged.
+        Raises a `KeyError` where there is none, and a `UserError` where the file was damaged.
         """
         row = self._index.find(key)
         if row is None:
@@ -224,14 +204,18 @@ class RecordReader:
                 yield str(error)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_open": OrderedDict()}
+        return {**self.__dict__, "_open": {}}
 
     def _read(self, row: int, fields: Collection[str] | None) -> tuple[str, Record]:
         """The key and the fields of a row of the index."""
         shard, i = self._shards[int(self._index.shard[row])], int(self._index.position[row])
         where = f"{self.path / shard}, record {i}"
         try:
-            opened = self._opened(shard)
+            if (os.getpid(), shard) not in self._open:
+                if len(self._open) >= OPEN_SHARDS:
+                    self._open.clear()
+                self._open[os.getpid(), shard] = safe_open(self.path / shard, framework="pt")
+            opened = self._open[os.getpid(), shard]
             content = _parse(opened.get_tensor(f"{i}/record"))
             record, checks = content["fields"], content["tensors"]
             wanted = [name for name in checks if fields is None or name in fields]
@@ -239,48 +223,27 @@ class RecordReader:
             tensors = {name: opened.get_tensor(f"{i}/{name}") for name in (checks if verify else wanted)}
         except UNREADABLE as error:
             raise UserError(f"{where} cannot be read ({error}); delete the file. {self.remedy}") from error
-        if verify:
-            if bad := [name for name in checks if checks[name] != _check(tensors[name])]:
-                raise UserError(
-                    f"{where}: {', '.join(bad)} is damaged (wrong checksum); delete the file. {self.remedy}"
-                )
-            self._verified[row] = True
+        if bad := [name for name in checks if verify and checks[name] != _check(tensors[name])]:
+            raise UserError(f"{where}: {', '.join(bad)} is damaged (wrong checksum); delete the file. {self.remedy}")
+        self._verified[row] |= verify
         for name, tensor in tensors.items():
             record[name] = tensor.numpy().tobytes() if self.features[name] == "bytes" else tensor
         return content["key"], {name: value for name, value in record.items() if fields is None or name in fields}
 
-    def _opened(self, shard: str) -> Any:
-        if self._process != os.getpid():  # a forked worker maps the files itself
-            self._open, self._process = OrderedDict(), os.getpid()
-        if shard not in self._open:
-            self._open[shard] = safe_open(self.path / shard, framework="pt")
-        self._open.move_to_end(shard)
-        if len(self._open) > OPEN_SHARDS:
-            self._open.popitem(last=False)
-        return self._open[shard]
-
 
 def prepare_folder(
-    path: Path,
-    features: Mapping[str, Any],
-    settings: Mapping[str, Any] | None = None,
-    remedy: str = OTHER_FOLDER,
+    path: Path, features: Mapping[str, Any], settings: Mapping[str, Any] | None = None, remedy: str = OTHER_FOLDER
 ) -> dict[str, Any]:
-    """Make a folder for such records, or check that it is one; returns its metadata.
-
-    Raises:
-        UserError: it holds records with other features or settings; the message names what differs.
-    """
-    mine = {"features": dict(features), "settings": dict(settings or {})}
+    """Make a folder for such records, or check that it is one (see `refuse_other`); returns its metadata."""
+    settings = dict(settings or {})
     if (path / METADATA).exists():
         found = read_metadata(path, remedy)
-        refuse_other(path, found["features"], mine["features"], "fields", remedy)
-        refuse_other(path, found["settings"], mine["settings"], "settings", remedy)
+        refuse_other(path, found["features"], features, "fields", remedy)
+        refuse_other(path, found["settings"], settings, "settings", remedy)
         return found
     path.mkdir(parents=True, exist_ok=True)
-    metadata: dict[str, Any] = {"format": FORMAT, **mine, "notes": {}, "shards": [], "entries": None}
-    _write_metadata(path, metadata)
-    return metadata
+    metadata = {"format": FORMAT, "features": dict(features), "settings": settings}
+    return _write_metadata(path, {**metadata, "notes": {}, "shards": [], "entries": None})
 
 
 def refuse_other(path: Path, found: Mapping[str, Any], expected: Mapping[str, Any], what: str, remedy: str) -> None:
@@ -293,11 +256,7 @@ def refuse_other(path: Path, found: Mapping[str, Any], expected: Mapping[str, An
 
 
 def read_metadata(path: Path, remedy: str) -> dict[str, Any]:
-    """The content of METADATA.
-
-    Raises:
-        UserError: it is missing, unreadable or of another version.
-    """
+    """The content of METADATA; a `UserError` where it is missing, unreadable or of another version."""
     file = path / METADATA
     if not file.is_file():
         raise UserError(f"there is no cache in {path} (no {METADATA}). {remedy}")
@@ -317,10 +276,9 @@ def consolidate(path: str | Path) -> int:
     """
     path = Path(path)
     metadata = read_metadata(path, "")
-    names = _shard_names(path, metadata)
-    index = _full_index(path, metadata, names)
-    written_again = (index.hi[1:] == index.hi[:-1]) & (index.lo[1:] == index.lo[:-1])
-    index = Index(*(column[~np.append(written_again, False)[: len(index.hi)]] for column in index))
+    names, index = _full_index(path, metadata)
+    written_again = np.append((index.hi[1:] == index.hi[:-1]) & (index.lo[1:] == index.lo[:-1]), False)
+    index = Index(*(column[~written_again[: len(column)]] for column in index))
     _publish(path / INDEX, lambda temporary: save_numpy(index._asdict(), temporary))
     _write_metadata(path, {**metadata, "shards": names, "entries": len(index.hi)})
     for leftover in path.glob("*.tmp"):
@@ -350,35 +308,28 @@ def _hash(key: str) -> tuple[int, int]:
     return int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:], "little")
 
 
-def _shard_names(path: Path, metadata: Mapping[str, Any]) -> list[str]:
-    """Those that the index knows, then the newer ones."""
-    known = [name for name in metadata["shards"] if (path / name).is_file()]
-    return known + sorted({p.name for p in path.glob("*-*.safetensors")} - set(known))
-
-
-def _full_index(path: Path, metadata: Mapping[str, Any], names: list[str]) -> Index:
-    """Of all finished shards, with a row for each time that a key was written, in order.
+def _full_index(path: Path, metadata: Mapping[str, Any]) -> tuple[list[str], Index]:
+    """All finished shards, and an index with a row for each time that a key was written, in order.
 
     Shards that are in the index are not opened, unless one has vanished.
     """
-    is_complete = names[: len(metadata["shards"])] == metadata["shards"]
-    parts = [_read_index(path, metadata if is_complete else {"shards": []})]
-    for number, name in enumerate(names):
-        if is_complete and number < len(metadata["shards"]):
-            continue
+    known = [name for name in metadata["shards"] if (path / name).is_file()]
+    names = known + sorted({p.name for p in path.glob("*-*.safetensors")} - set(known))
+    indexed = len(known) if known == metadata["shards"] else 0
+    parts = [_read_index(path, metadata if indexed else {"shards": []})]
+    for number, name in enumerate(names[indexed:], start=indexed):
         try:
             with safe_open(path / name, framework="pt") as opened:
                 count = int(opened.metadata()["records"])
                 keys = [_hash(_parse(opened.get_tensor(f"{i}/record"))["key"]) for i in range(count)]
         except UNREADABLE as error:
-            raise UserError(
-                f"{path / name} is damaged ({error}); delete it, and what it held is written again."
-            ) from error
+            message = f"{path / name} is damaged ({error}); delete it, and what it held is written again."
+            raise UserError(message) from error
         hi, lo = np.array(keys, np.uint64).reshape(-1, 2).T
         parts.append(Index(hi, lo, np.full(count, number, np.uint32), np.arange(count, dtype=np.uint32)))
     every = Index(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
     order = np.lexsort((every.position, every.shard, every.lo, every.hi))
-    return Index(*(column[order] for column in every))
+    return names, Index(*(column[order] for column in every))
 
 
 def _read_index(path: Path, metadata: Mapping[str, Any]) -> Index:
@@ -392,22 +343,9 @@ def _read_index(path: Path, metadata: Mapping[str, Any]) -> Index:
         ) from error
 
 
-def _normalized(name: str, kind: Any, value: Any) -> Any:
-    """A field's value as it is kept: a contiguous tensor on the CPU, or plain Python."""
-    if kind == "tensor":
-        return (torch.from_numpy(value) if isinstance(value, np.ndarray) else value).detach().cpu().contiguous().clone()
-    if kind == "bytes":
-        return torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else torch.empty(0, dtype=torch.uint8)
-    if isinstance(kind, list):
-        return [SCALARS[kind[0]](item) for item in value]
-    if kind == "string" and not isinstance(value, str):
-        raise ValueError(f"field {name!r}: {value!r} is no string.")
-    return SCALARS[kind](value)
-
-
 def _check(tensor: Tensor) -> list[Any]:
     """Dtype, shape and CRC-32 of a tensor."""
-    flat: Any = tensor.contiguous().reshape(-1).view(torch.uint8).numpy() if tensor.numel() else np.empty(0, np.uint8)
+    flat: Any = tensor.contiguous().reshape(-1).view(torch.uint8).numpy() if tensor.numel() else b""
     return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), zlib.crc32(flat)]
 
 
@@ -428,6 +366,7 @@ def _publish(path: Path, write: Callable[[Path], object]) -> None:
     temporary.replace(path)
 
 
-def _write_metadata(path: Path, metadata: Mapping[str, Any]) -> None:
+def _write_metadata(path: Path, metadata: dict[str, Any]) -> dict[str, Any]:
     text = json.dumps(metadata, indent=1)
     _publish(path / METADATA, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    return metadata

@@ -1,7 +1,7 @@
 """Training from records of latents with their captions: the caches that NOVA's guide builds, or any of the same fields.
 
 A record has `moments` (fp16 bytes of [2C, h, w] or [2C, T, h, w], mean and log variance), their `shape`, a long `caption`, a short
-`text`, and, of videos, `flow`, a score of how much moves. Such a folder is a table, a dataset and a cache at once.
+`text`, and, of videos, `flow`, the optical-flow score. Such a folder is a table, a dataset and a cache at once.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from opensora.datasets.cache.flow import StoredFlow
+from opensora.datasets.cache.features import StoredFlow
 from opensora.datasets.cache.original_records import OriginalRecords, is_original
 from opensora.datasets.cache.records import RecordReader
 from opensora.datasets.datasets import Item, describe
@@ -34,16 +34,12 @@ class RecordVideoTextDataset:
     have it.
 
     Args:
-        data_path: The folder.
         short_text_prob: How often a sample has its short text; of records without one, the caption's first sentence.
         fps: Of all videos, which records do not have; 12 is NOVA's.
         stride: Frames and pixels (time, height, width) of a latent cell.
         seed: With epoch and index, it decides which of the two texts.
         cache_dir: Where `tools.cache_features --what flow` measured `flow` for records that have none.
         vae_fingerprint: Of the VAE in use; compared where the records' settings have `vae`.
-
-    Raises:
-        UserError: the folder has other fields, another VAE's latents, or records of several sizes.
     """
 
     def __init__(
@@ -59,10 +55,11 @@ class RecordVideoTextDataset:
         if not 0 <= short_text_prob <= 1:
             raise UserError(f"dataset.short_text_prob={short_text_prob} is not in [0, 1].")
         self.records = OriginalRecords(data_path) if is_original(data_path) else RecordReader(data_path)
-        if missing := [name for name in FIELDS if name not in self.records.features]:
+        features = self.records.features
+        if missing := [name for name in FIELDS if name not in features]:
             raise UserError(
                 f"{data_path}: records without {', '.join(missing)}; a RecordVideoTextDataset needs {', '.join(FIELDS)}. They have "
-                f"{', '.join(self.records.features)}."
+                f"{', '.join(features)}."
             )
         made_by = self.records.settings.get("vae")
         if None not in (made_by, vae_fingerprint) and made_by != vae_fingerprint:
@@ -79,13 +76,13 @@ class RecordVideoTextDataset:
         self.content = hashlib.blake2b(repr(self.records.content_names()).encode(), digest_size=8).hexdigest()
         self.flow: StoredFlow | None = None
         if cache_dir is not None:
-            if "flow" in self.records.features:
+            if "flow" in features:
                 raise UserError(
                     f"dataset.cache_dir={cache_dir!r} has no effect: the records of {data_path} have their flow. Leave it out."
                 )
             self.flow = StoredFlow(cache_dir)
-            if missing := self.flow.missing(map(str, range(len(self)))):
-                raise UserError(f"{cache_dir} has no flow of {len(missing)} of {len(self)} records. {self.flow.remedy}")
+            if lacking := sum(str(i) not in self.flow.records for i in range(len(self))):
+                raise UserError(f"{cache_dir} has no flow of {lacking} of {len(self)} records. {self.flow.remedy}")
 
     def __len__(self) -> int:
         return len(self.records)

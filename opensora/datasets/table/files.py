@@ -9,7 +9,7 @@ import csv
 import gc
 import json
 import shlex
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -17,6 +17,8 @@ from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
+import pyarrow.parquet as pq
+from pyarrow import types
 
 from opensora.registry import did_you_mean
 from opensora.utils.errors import UserError
@@ -29,31 +31,42 @@ Block = tuple[int, dict[str, Any]]  # how many rows, and the cells of each colum
 
 
 def read_frame(source: Path) -> pd.DataFrame:
-    """All rows and columns of a table file.
-
-    Raises:
-        UserError: it is missing, damaged, of an unknown format, or has a column twice.
-    """
-    if source.suffix.lower() == ".parquet" and source.is_file():
-        return _read_parquet(source)
-    columns: dict[str, list[Any]] = {}
+    """All rows and columns of a table file; a `UserError` where it is missing, damaged, of an unknown format, or has a column twice."""
+    columns: dict[str, Any] = {}
     count = 0
-    with collection_paused():
-        for size, block in read_blocks(source):
-            for name, cells in block.items():
-                columns.setdefault(name, [None] * count).extend(cells)
-            count += size
-    return _frame_of({name: _typed(cells) for name, cells in columns.items()}, count)
+    if source.suffix.lower() == ".parquet" and source.is_file():
+        with _readable(source):
+            frame = pd.read_parquet(source, dtype_backend="numpy_nullable")
+        named = any(name is not None for name in frame.index.names)
+        frame = frame.reset_index(drop=not named)  # pandas writes a named index as a column
+        names, count = [str(name) for name in frame.columns], len(frame)
+        _refuse_repeats(source, names)
+        for i, name in enumerate(names):
+            column = frame.iloc[:, i]
+            if is_numeric(column):
+                is_float = pd.api.types.is_float_dtype(column.dtype)
+                columns[name] = column.to_numpy(np.float64, na_value=np.nan) if is_float else column
+            else:
+                cells = [None if cell is pd.NA or cell is pd.NaT else cell for cell in column.to_numpy(object)]
+                columns[name] = _typed([cell.tolist() if isinstance(cell, np.ndarray) else cell for cell in cells])
+    else:
+        with collection_paused():
+            for size, block in read_blocks(source):
+                for name, cells in block.items():
+                    columns.setdefault(name, [None] * count).extend(cells)
+                count += size
+        columns = {name: _typed(cells) for name, cells in columns.items()}
+    frame = pd.DataFrame({name: as_objects(column) for name, column in columns.items()}, index=pd.RangeIndex(count))
+    frame.columns = pd.Index(columns, dtype=object)
+    return frame
 
 
 def read_blocks(source: Path, columns: Collection[str] | None = None) -> Iterator[Block]:
     """A table in blocks of rows, as read; of a parquet file only `columns`, where they are given.
 
     The first block of a CSV or parquet file has no rows, and all columns. A block of a JSONL file has the columns that occurred so
-    far; None is in the cells of those that an object lacks.
-
-    Raises:
-        UserError: as `read_frame`.
+    far; None is in the cells of those that an object lacks. Cells are a sequence of Python's values; in a parquet file an arrow
+    array of strings, or a numpy array of numbers. Raises as `read_frame`.
     """
     if source.is_dir():
         raise UserError(
@@ -63,29 +76,16 @@ def read_blocks(source: Path, columns: Collection[str] | None = None) -> Iterato
     if not source.is_file():
         raise _missing(source, str(source))
     kind = table_format(source)
-    try:
+    with _readable(source):
         if kind == "parquet":
             yield from _parquet_blocks(source, columns)
             return
         with source.open(encoding="utf-8-sig", newline="" if kind == "csv" else None) as file:
             yield from (_csv_blocks if kind == "csv" else _jsonl_blocks)(source, file)
-    except UnicodeDecodeError as error:
-        raise UserError(f"{source} is not UTF-8 text ({error}); save it as UTF-8.") from error
-    except csv.Error as error:
-        raise UserError(
-            f"{source} is no valid CSV ({error}); is a quote left open, or not doubled inside quotes?"
-        ) from error
 
 
 def refuse_missing(**paths: str | Path | None) -> None:
-    """See that files and folders are there, before what a run needs is loaded for minutes.
-
-    Args:
-        paths: by the names of the config's fields; None are none.
-
-    Raises:
-        UserError: one is not.
-    """
+    """Raise a `UserError` where a file or folder, given by the name of its config field, is not there; None are none."""
     for field, path in paths.items():
         if path is not None and not Path(path).exists():
             raise _missing(Path(path), f"{field}={path}")
@@ -110,7 +110,7 @@ def is_numeric(column: pd.Series) -> bool:
 
 
 def integer_type(least: int, most: int) -> Literal["Int64", "UInt64"] | None:
-    """What keeps whole numbers from `least` to `most` as they are, and hashes of 64 bits; None = nothing that pandas has."""
+    """What keeps whole numbers from `least` to `most` as they are; None = nothing that pandas has."""
     if least >= -(2**63) and most < 2**63:
         return "Int64"
     return "UInt64" if least >= 0 and most < 2**64 else None
@@ -173,8 +173,7 @@ def cell_text(value: Any) -> str:
 
 
 def _csv_blocks(source: Path, file: Iterable[str]) -> Iterator[Block]:
-    """With Python's reader, as fast as pandas' (docs/benchmarks/table.md): that one fills up or drops the cells of a row that has
-    too few or too many, and takes text behind a closing quote."""
+    """With Python's reader: pandas' and arrow's take text behind a closing quote (docs/benchmarks/table.md)."""
     csv.field_size_limit(1 << 30)  # captions may be long
     lines = csv.reader(file, strict=True)
     header = next(lines, [])
@@ -204,40 +203,34 @@ def _jsonl_blocks(source: Path, file: Iterable[str]) -> Iterator[Block]:
 
 
 def json_records(source: Path, file: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """The objects of a JSONL file, one a line; `source` names it in messages.
+    """The objects of a JSONL file, one a line; a `UserError` where a line is none, has a name twice, or half of a character."""
 
-    Raises:
-        UserError: a line is no object, has a name twice, or half of a character.
-    """
+    def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(dict(pairs)) < len(pairs):
+            raise ValueError("a name is there twice")  # and one of its values would be lost
+        return dict(pairs)
+
     for number, line in enumerate(file, start=1):
         if not line.strip():
             continue
         try:
-            record = json.loads(line, object_pairs_hook=_without_repeats)
+            record = json.loads(line, object_pairs_hook=without_repeats)
         except ValueError as error:
             raise UserError(
                 f"{source}, line {number}: no valid JSON ({error}); each line is an object of its own."
             ) from error
         if not isinstance(record, dict):
             raise UserError(f'{source}, line {number}: not an object, such as {{"path": "a.mp4", "text": "a lake"}}.')
-        # An escape alone can bring a surrogate into text that was read as UTF-8. One without its other half, as a text that
-        # was truncated in the middle of an emoji ends with, is no text.
+        # an escape can be a surrogate without its other half, as where a text was truncated in the middle of an emoji
         for name, value in record.items() if "\\u" in line else ():
             try:
                 json.dumps({name: value}, ensure_ascii=False).encode()
             except UnicodeEncodeError as error:
-                half = error.object[error.start]
                 raise UserError(
-                    f"{source}, line {number}: {name!a} has half of a character, {half!a}, which is no text; was it cut in "
-                    "the middle of an emoji? Remove it."
+                    f"{source}, line {number}: {name!a} has half of a character, {error.object[error.start]!a}, which is no text; "
+                    "was it cut in the middle of an emoji? Remove it."
                 ) from error
         yield record
-
-
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len(dict(pairs)) < len(pairs):
-        raise ValueError("a name is there twice")  # and one of its values would be lost
-    return dict(pairs)
 
 
 def _refuse_repeats(source: Path, columns: Sequence[str]) -> None:
@@ -246,54 +239,38 @@ def _refuse_repeats(source: Path, columns: Sequence[str]) -> None:
 
 
 def _parquet_blocks(source: Path, columns: Collection[str] | None) -> Iterator[Block]:
-    """Cells are an arrow array of strings, a Series of numbers, or a list of whatever else there is."""
-    with _readable_parquet(source):
-        import pyarrow.parquet
-
-        file = pyarrow.parquet.ParquetFile(source)
+    file = pq.ParquetFile(source)
     names = [name for name in file.schema_arrow.names if not name.startswith("__index_level_")]  # pandas' row numbers
     _refuse_repeats(source, names)
     yield 0, dict.fromkeys(names, ())
     wanted = [name for name in names if columns is None or name in columns]
-    with _readable_parquet(source):
-        # in one thread: all processes of a machine read the table at once
-        for batch in file.iter_batches(1 << 16, columns=wanted, use_threads=False):
-            block: dict[str, Any] = {}
-            for name, cells in zip(batch.schema.names, batch.columns, strict=True):
+    # in one thread: all processes of a machine read the table at once
+    for batch in file.iter_batches(1 << 16, columns=wanted, use_threads=False):
+        block: dict[str, Any] = {}
+        for name, cells in zip(batch.schema.names, batch.columns, strict=True):
+            if types.is_string(cells.type) or types.is_large_string(cells.type):
+                cells.validate(full=True)  # that it is UTF-8
                 block[name] = cells
-                if pyarrow.types.is_integer(cells.type) or pyarrow.types.is_floating(cells.type):
-                    block[name] = cells.to_pandas(integer_object_nulls=True)
-                elif cells.type not in (pyarrow.string(), pyarrow.large_string()):
-                    block[name] = cells.to_pylist()
-                else:
-                    cells.validate(full=True)  # that it is UTF-8
-            yield len(batch), block
-
-
-def _read_parquet(source: Path) -> pd.DataFrame:
-    with _readable_parquet(source):
-        frame = pd.read_parquet(source, dtype_backend="numpy_nullable")
-    named = any(name is not None for name in frame.index.names)
-    frame = frame.reset_index(drop=not named)  # pandas writes a named index as a column
-    names = [str(name) for name in frame.columns]
-    _refuse_repeats(source, names)
-    return _frame_of({name: _plain(frame.iloc[:, i]) for i, name in enumerate(names)}, len(frame))
+            elif types.is_integer(cells.type) or types.is_floating(cells.type):
+                block[name] = cells.to_pandas(integer_object_nulls=True).to_numpy()
+            else:
+                block[name] = cells.to_pylist()
+        yield len(batch), block
 
 
 @contextmanager
-def _readable_parquet(source: Path) -> Iterator[None]:
+def _readable(source: Path) -> Iterator[None]:
     try:
         yield
-    except ImportError as error:
-        raise UserError(f"{source}: parquet needs pyarrow; pip install pyarrow, or use a CSV.") from error
+    except UserError:
+        raise
+    except UnicodeDecodeError as error:
+        raise UserError(f"{source} is not UTF-8 text ({error}); save it as UTF-8.") from error
+    except csv.Error as error:
+        quotes = "is a quote left open, or not doubled inside quotes?"
+        raise UserError(f"{source} is no valid CSV ({error}); {quotes}") from error
     except (OSError, ValueError) as error:  # pyarrow's errors derive from these
-        raise UserError(f"{source} is no readable parquet file: {error}") from error
-
-
-def _frame_of(columns: Mapping[str, Any], num_rows: int) -> pd.DataFrame:
-    frame = pd.DataFrame({name: as_objects(column) for name, column in columns.items()}, index=pd.RangeIndex(num_rows))
-    frame.columns = pd.Index(columns, dtype=object)
-    return frame
+        raise UserError(f"{source} is no readable {table_format(source)} file: {error}") from error
 
 
 def _typed(values: list[Any]) -> Any:
@@ -309,13 +286,3 @@ def _typed(values: list[Any]) -> Any:
     column = np.empty(len(values), dtype=object)
     column[:] = ["" if value is None else value for value in values] if kinds <= {str} else values
     return column
-
-
-def _plain(column: pd.Series) -> Any:
-    """A column as pandas read it -> numbers, or Python objects with "" for a missing text."""
-    if is_numeric(column):
-        if pd.api.types.is_float_dtype(column.dtype):
-            return column.to_numpy(np.float64, na_value=np.nan)
-        return column
-    values = [None if value is pd.NA or value is pd.NaT else value for value in column.to_numpy(object)]
-    return _typed([value.tolist() if isinstance(value, np.ndarray) else value for value in values])

@@ -1,25 +1,26 @@
 """The table of a dataset: one clip a row, in a CSV, JSONL or parquet file with the columns `path` and, usually, `text`.
 
 Captions are kept to the letter: "NA", "None" and "" are captions too. A row is kept or left out as a whole, and what is left
-out is counted by reason. Nothing that stays is an object for each row, so that worker processes share it (`text_column.py`),
-and nothing is done row by row but for rows that are odd: ten million rows take half a minute (docs/benchmarks/table.md).
+out is counted by reason. Columns are arrow and numpy arrays, which worker processes share, and are checked as a whole: ten
+million rows take half a minute (docs/benchmarks/table.md).
 """
 
 import hashlib
 import logging
-import re
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
+import pyarrow.compute as pc
 
-from opensora.datasets.table.files import SHOWN_ROWS, cell_texts, collection_paused, list_rows, read_blocks
-from opensora.datasets.table.text_column import BLOCK, TextBuilder, TextColumn
+from opensora.datasets.table.files import BLOCK, SHOWN_ROWS, cell_texts, collection_paused, list_rows, read_blocks
 from opensora.datasets.video.files import IMAGE_EXTENSIONS, VIDEO_EXTENSIONS
 from opensora.registry import did_you_mean
 from opensora.utils.errors import UserError
@@ -28,10 +29,10 @@ logger = logging.getLogger(__name__)
 
 MAX_CHECKED_FILES = 100_000
 SAMPLE_OF_FILES = 1_000  # that are looked for where a table has more rows than that
+MISSING = "name a file that does not exist"
 UNKNOWN = 0  # in `num_frames`, `height` and `width`
 WRONG = -1  # in a column of numbers that is not checked yet: the cell holds something else
 OK = "ok"  # in the column `status` of tools/datasets and tools/scoring; anything else says what is wrong with the file
-URL = re.compile(r"(https?|s3|gs|ftp)://")
 EXTENSIONS = (*VIDEO_EXTENSIONS, *IMAGE_EXTENSIONS)
 NUMBERS = {
     "num_frames": ("number of frames", "a whole number from 1"),
@@ -40,36 +41,76 @@ NUMBERS = {
     "fps": ("rate", "a number above 0, such as 23.976"),
     "flow": ("score", "a number from 0"),
 }
-Fault = tuple[np.ndarray, str, Callable[[], UserError]]  # rows, why they are left out, the error where none may be
+TEXT_ERRORS = "surrogateescape"  # file names need not be UTF-8: Python has such bytes as surrogates
+
+
+class TextColumn:
+    """[N] strings that worker processes share; `data` is an arrow array of their UTF-8 (`large_binary`).
+
+    A forked worker shares its parent's memory until one of them writes to it, and reading a Python string writes: its reference
+    count changes. Arrow's buffers are only read; a Python string is made when somebody asks for one.
+    """
+
+    def __init__(self, data: pa.ChunkedArray) -> None:
+        self.data = data
+
+    @classmethod
+    def of(cls, texts: Iterable[str]) -> "TextColumn":
+        """The same texts."""
+        texts, blocks = iter(texts), []
+        while block := list(islice(texts, BLOCK)):
+            blocks.append(encode(block))
+        return cls(pa.chunked_array(blocks, pa.large_binary()))
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, row: int) -> str:
+        return self.data[row].as_py().decode("utf-8", TEXT_ERRORS)
+
+    def __iter__(self) -> Iterator[str]:
+        return (text.decode("utf-8", TEXT_ERRORS) for chunk in self.data.chunks for text in chunk.to_pylist())
+
+    def tolist(self) -> list[str]:
+        """All texts as Python strings."""
+        return list(self)
+
+    def only(self, kept: np.ndarray) -> "TextColumn":
+        """The texts where `kept` [N] bool is True."""
+        return TextColumn(self.data.filter(pa.array(kept)))
+
+    def matches(self, pattern: str) -> np.ndarray:
+        """[N] bool, whether a regular expression (RE2) is found in the text."""
+        return np.asarray(pc.match_substring_regex(self.data, pattern), bool)
+
+
+def encode(texts: Sequence[str] | pa.Array) -> pa.Array:
+    """Python strings, or an arrow array of them, as UTF-8 in an arrow array; a null is ""."""
+    if isinstance(texts, pa.Array):
+        return texts.fill_null("").cast(pa.large_string()).cast(pa.large_binary())
+    return pa.array([text.encode("utf-8", TEXT_ERRORS) for text in texts], pa.large_binary())
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table that was read and checked. Row numbers count from 0; messages count from 1, below the header.
-
-    Attributes:
-        rows: `path` and the text columns.
-        num_frames, height, width: [N] int64, UNKNOWN where the table does not say.
-        fps: [N] float64, NaN where the table does not say.
-        numbers: [N] int64, the rows' numbers in the file; they differ from 0 ... N - 1 where rows were left out.
-        flow: [N] float64, the optical-flow score, NaN where the cell is empty; None where the table has no such column.
-        left_out: Why rows of the file are not here, and how many.
-    """
+    """A table that was read and checked. Row numbers count from 0; messages count from 1, below the header."""
 
     source: Path
     folder: Path
-    rows: Mapping[str, TextColumn]
+    rows: Mapping[str, TextColumn]  # `path` and the text columns
     text_columns: tuple[str, ...]
-    num_frames: np.ndarray
+    num_frames: np.ndarray  # [N] int64, UNKNOWN where the table does not say; so for `height` and `width`
     height: np.ndarray
     width: np.ndarray
-    fps: np.ndarray
-    numbers: np.ndarray
-    flow: np.ndarray | None = None
-    left_out: Mapping[str, int] = field(default_factory=dict)
+    fps: np.ndarray  # [N] float64, NaN where the table does not say
+    numbers: np.ndarray  # [N] int64, the rows' numbers in the file; not 0 ... N - 1 where rows were left out
+    flow: np.ndarray | None = (
+        None  # [N] float64, the optical-flow score, NaN in empty cells; None without such a column
+    )
+    left_out: Mapping[str, int] = field(default_factory=dict)  # why rows of the file are not here, and how many
 
     def __len__(self) -> int:
-        return len(self.rows["path"])
+        return len(self.numbers)
 
     def name(self, row: int) -> str:
         """The path as the table gives it."""
@@ -85,11 +126,11 @@ class Table:
         return [caption for caption in captions if caption] or [""]
 
     def scores(self, row: int) -> dict[str, float]:
-        """What the table says of a row's video beside its size: `flow`, if it has that column."""
+        """`flow`, if the table has that column."""
         return {} if self.flow is None else {"flow": float(self.flow[row])}
 
     def without_flow(self) -> list[int]:
-        """The rows of which the table does not say how much moves."""
+        """The rows whose optical-flow score is not known."""
         return list(range(len(self))) if self.flow is None else np.flatnonzero(np.isnan(self.flow)).tolist()
 
     def where(self, row: int) -> str:
@@ -111,9 +152,13 @@ class Table:
     def fingerprint(self) -> str:
         """A hash of paths as given, captions and lengths; not of the folder, so that data may move."""
         digest = hashlib.blake2b(repr(self.text_columns).encode(), digest_size=16)
-        for column in ("path", *self.text_columns):
-            for texts in self.rows[column].length_prefixed():
-                digest.update(texts.data)
+        for texts in (chunk for name in ("path", *self.text_columns) for chunk in self.rows[name].data.chunks):
+            # each text after its length in 8 bytes, little-endian
+            lengths = pa.py_buffer(pc.binary_length(texts).to_numpy().astype("<i8"))
+            offsets = pa.py_buffer(8 * np.arange(len(texts) + 1))
+            prefixes = pa.Array.from_buffers(pa.large_binary(), len(texts), [None, offsets, lengths])
+            nothing = pa.scalar(b"", pa.large_binary())
+            digest.update(b"".join(pc.binary_join_element_wise(prefixes, texts, nothing).to_pylist()))
         digest.update(self.num_frames.tobytes())
         if self.flow is not None:
             digest.update(self.flow.tobytes())
@@ -134,7 +179,7 @@ def read_table(
     Args:
         check_files: See that all files exist; of a very long table, that a sample of them does.
         max_bad_share: Rows that name no file, or say that theirs is broken (`status`, or `num_frames` 0), are left out up to
-            this share of the table, and counted in the log and in `left_out`. 0: the first kind that is found is an error.
+            this share of the table, and counted by reason. 0: the first kind that is found is an error.
         columns_option: The dataset's option that names `text_columns`, for messages.
 
     Raises:
@@ -148,16 +193,11 @@ def read_table(
     folder = source.parent if root is None else Path(root)
     columns = {name: texts[name] for name in ("path", *text_columns)}
     table = Table(source, folder, columns, tuple(text_columns), **numbers, numbers=np.arange(total))
-    if table.flow is not None and (table.flow < 0).any():
-        raise _wrong_numbers("flow", table)[2]()
-    checks: list[Callable[[Table], Fault]] = [_unknown_extensions, _urls]
-    checks += [partial(_broken_files, texts["status"])] if "status" in texts else []
-    checks += [partial(_wrong_numbers, name) for name in NUMBERS if name != "flow"]
-    checks += [partial(_missing_files, max_bad_share)] if check_files else []
-    for check in checks:
-        rows, reason, error = check(table)
+
+    def leave_out(rows: np.ndarray, reason: str, error: Callable[[], UserError]) -> None:
+        nonlocal table
         if not len(rows):
-            continue
+            return
         if total - len(table) + len(rows) > max_bad_share * total:
             limit = f"\nThese are more than max_bad_share={max_bad_share:g} of all rows." if max_bad_share else ""
             raise UserError(f"{error()}{limit}")
@@ -165,6 +205,29 @@ def read_table(
         more = f" and {len(rows) - SHOWN_ROWS} more" if len(rows) > SHOWN_ROWS else ""
         logger.warning("%s: %d of %d rows are left out: %s (%s%s).", source, len(rows), total, reason, shown, more)
         table = table.without(rows, reason)
+
+    def leave_out_files(rows: Sequence[int] | np.ndarray, what: str, remedy: str) -> None:
+        rows = np.asarray(rows, np.int64)
+        leave_out(rows, f"they {what}", lambda: complain_about_rows(table, rows, what, remedy))
+
+    if table.flow is not None and (wrong := np.flatnonzero(table.flow < 0)).size:
+        raise _wrong_numbers("flow", table, wrong)
+    unknown = np.flatnonzero(~has_extension(table.rows["path"], EXTENSIONS))
+    leave_out_files(unknown, "have no known extension", f"Known are {' '.join(EXTENSIONS)}.")
+    urls = np.flatnonzero(table.rows["path"].matches(r"^(https?|s3|gs|ftp)://"))
+    leave_out_files(urls, "name a URL", "Download the files first, and name them as they lie on disk.")
+    status = texts.get("status")
+    if status is not None and status.matches(f"^{OK}$").any():  # else it is somebody else's column
+        odd = np.flatnonzero(~status.matches(f"^({OK})?$")[table.numbers])
+        first = status[int(table.numbers[odd[0]])] if len(odd) else ""
+        remedy = f"python -m tools.datasets.datautil {shlex.quote(str(source))} --remove-broken leaves such rows out."
+        leave_out_files(odd, f"have a status that is not {OK!r}", f"The first says {first!r}. {remedy}")
+    for name in ("num_frames", "height", "width", "fps"):
+        wrong = np.flatnonzero(getattr(table, name) < 0)
+        leave_out(wrong, f"{name} is 0 or no {NUMBERS[name][0]}", partial(_wrong_numbers, name, table, wrong))
+    if check_files:
+        remedy = f"Paths are relative to {folder.resolve()}; if the files lie elsewhere, set root (--root FOLDER)."
+        leave_out_files(_missing_files(table, max_bad_share, remedy), MISSING, remedy)
     return table
 
 
@@ -176,33 +239,15 @@ def complain_about_rows(table: Table, rows: Sequence[int] | np.ndarray, problem:
     return UserError("\n".join([f"{table.source}: {len(rows)} of {len(table)} rows {problem}:", *lines, remedy]))
 
 
-def extension_ids(paths: TextColumn) -> np.ndarray:
-    """[N] int8, which of EXTENSIONS a path has, -1 where none; as `Path.suffix.lower()`, but for many paths at once."""
-    ids = np.full(len(paths), -1, np.int8)
-    for first in range(0, len(paths), BLOCK):
-        starts, lengths = paths.starts[first : first + BLOCK], paths.lengths[first : first + BLOCK]
-        # [n, 8] the last bytes, in lower case; of a shorter path also some of the one before it
-        tails = paths.data[np.maximum((starts + lengths)[:, None] + np.arange(-8, 0), 0)]
-        tails += np.uint8(32) * ((tails >= ord("A")) & (tails <= ord("Z")))
-        words = tails.view("<u8")[:, 0]
-        for i, extension in enumerate(EXTENSIONS):
-            width = len(extension)
-            ending = np.uint64(int.from_bytes(extension.encode(), "little"))
-            rows = np.flatnonzero(words >> np.uint64(64 - 8 * width) == ending)
-            before = tails[rows, 7 - width]  # ".mp4" alone is a name without an extension
-            ids[first + rows[(lengths[rows] > width) & (before != ord("/")) & (before != ord("."))]] = i
-    for row in np.flatnonzero(ids < 0).tolist():
-        if (suffix := Path(paths[row]).suffix.lower()) in EXTENSIONS:
-            ids[row] = EXTENSIONS.index(suffix)
-    return ids
-
-
-# ---------------------------------------------------------------------------------------------------- reading
+def has_extension(paths: TextColumn, extensions: Sequence[str]) -> np.ndarray:
+    """[N] bool, whether a path's `Path.suffix.lower()` is one of them, for all paths at once."""
+    names = "|".join(extension.removeprefix(".") for extension in extensions)
+    return paths.matches(rf"(?i)[^/]\.({names})(/\.?)*$")
 
 
 def _read(source: Path, wanted: Sequence[str], option: str) -> tuple[dict[str, TextColumn], dict[str, Any], int]:
     """The columns of text and of numbers, and how many rows they have; `flow` and `status` where the file has them."""
-    texts = {name: TextBuilder() for name in (*wanted, "status")}
+    texts: dict[str, list[pa.Array]] = {name: [] for name in (*wanted, "status")}
     numbers: dict[str, list[np.ndarray]] = {name: [] for name in NUMBERS}
     names: dict[str, None] = {}
     total = 0
@@ -210,24 +255,26 @@ def _read(source: Path, wanted: Sequence[str], option: str) -> tuple[dict[str, T
         names |= dict.fromkeys(block)
         if not size:  # a header: no need to read on where a column is missing
             _check_columns(source, names, wanted, option)
+            continue
         for name in filter(block.__contains__, texts):
-            cells, builder = block[name], texts[name]
+            cells = block[name]
             if name in wanted and isinstance(cells, list) and not {list, dict}.isdisjoint(map(type, cells)):
                 row = next(row for row, cell in enumerate(cells, total + 1) if isinstance(cell, list | dict))
                 raise UserError(
                     f"{source}, row {row}: {name!r} is not one value; give each caption a column of its own."
                 )
-            builder.pad(total)
-            builder.add(cells if hasattr(cells, "buffers") else cell_texts(cells))
+            if total and not texts[name]:  # a column that begins late
+                texts[name].append(encode([""] * total))
+            texts[name].append(encode(cells if isinstance(cells, pa.Array) else cell_texts(cells)))
         for name, parts in numbers.items():
             parts.append(_parse(name, block.get(name), size))
         total += size
     _check_columns(source, names, wanted, option)
     if not total:
         raise UserError(f"{source} has a header but no rows; add one row for each clip.")
-    there = {name: builder.column() for name, builder in texts.items() if name in names}
+    columns = {name: TextColumn(pa.chunked_array(texts[name])) for name in texts if name in names}
     stated = [name for name in NUMBERS if name in names or name != "flow"]
-    return there, {name: np.concatenate(numbers.pop(name)) for name in stated}, total
+    return columns, {name: np.concatenate(numbers.pop(name)) for name in stated}, total
 
 
 def _check_columns(source: Path, columns: Iterable[str], needed: Sequence[str], option: str) -> None:
@@ -242,9 +289,7 @@ def _check_columns(source: Path, columns: Iterable[str], needed: Sequence[str], 
         if any(Path(column).suffix.lower() in EXTENSIONS for column in columns):
             raise UserError(f"{message} The first line looks like data: put the header `path,text` above it.")
         message += did_you_mean(name.lower(), [column for column in columns if column != "path"])
-        if name != "path":
-            message += f" Which it is, is set with dataset.{option}."
-        raise UserError(message)
+        raise UserError(message + (f" Which it is, is set with dataset.{option}." if name != "path" else ""))
 
 
 def _parse(name: str, cells: Any, size: int) -> np.ndarray:
@@ -254,7 +299,7 @@ def _parse(name: str, cells: Any, size: int) -> np.ndarray:
     if cells is None:
         return np.broadcast_to(empty, size)
     # A value is parsed once, for few of them differ; and as text, for to_numeric reads "" as NaN but True as 1.
-    codes, values = pd.factorize(cells if isinstance(cells, pd.Series) else np.array(cell_texts(cells), object))
+    codes, values = pd.factorize(cells if isinstance(cells, np.ndarray) else np.array(cell_texts(cells), object))
     texts = np.array([*cell_texts(values), ""], object)  # the last is that of code -1, which is NaN
     numbers = np.asarray(pd.to_numeric(texts, errors="coerce"), np.float64)
     if name == "flow":
@@ -264,48 +309,8 @@ def _parse(name: str, cells: Any, size: int) -> np.ndarray:
     return np.where(good, numbers, np.where(texts == "", empty, WRONG)).astype(empty.dtype)[codes]
 
 
-# ---------------------------------------------------------------------------------------------------- checks
-
-
-def _fault(table: Table, rows: np.ndarray, what: str, remedy: str) -> Fault:
-    return rows, f"they {what}", partial(complain_about_rows, table, rows, what, remedy)
-
-
-def _unknown_extensions(table: Table) -> Fault:
-    rows = np.flatnonzero(extension_ids(table.rows["path"]) < 0)
-    return _fault(table, rows, "have no known extension", f"Known are {' '.join(EXTENSIONS)}.")
-
-
-def _urls(table: Table) -> Fault:
-    paths = table.rows["path"]
-    maybe = np.zeros(len(paths), bool)
-    for i in range(2, 6):  # where "s3", "ftp", "http" and "https" have their colon
-        maybe |= paths.data[np.minimum(paths.starts + i, len(paths.data) - 1)] == ord(":")
-    rows = np.array([row for row in np.flatnonzero(maybe).tolist() if URL.match(paths[row])], np.int64)
-    return _fault(table, rows, "name a URL", "Download the files first, and name them as they lie on disk.")
-
-
-def _broken_files(status: TextColumn, table: Table) -> Fault:
-    """Rows that say what is wrong with their file."""
-    is_ok = status.lengths == len(OK)
-    for i, letter in enumerate(OK.encode()):
-        is_ok[is_ok] = status.data[status.starts[is_ok] + i] == letter
-    # a column without any `ok` is somebody else's ("success"), and is ignored
-    odd = ~is_ok & (status.lengths > 0) & is_ok.any()
-    rows = np.flatnonzero(odd[table.numbers])
-    first = status[int(table.numbers[rows[0]])] if len(rows) else ""
-    remedy = f"python -m tools.datasets.datautil {shlex.quote(str(table.source))} --remove-broken leaves such rows out."
-    return _fault(table, rows, f"have a status that is not {OK!r}", f"The first says {first!r}. {remedy}")
-
-
-def _wrong_numbers(name: str, table: Table) -> Fault:
-    """Rows that hold something else than such a number, or nothing."""
-    rows = np.flatnonzero(getattr(table, name) < 0)
-    return rows, f"{name} is 0 or no {NUMBERS[name][0]}", partial(_complain_about_numbers, name, table, rows)
-
-
-def _complain_about_numbers(name: str, table: Table, rows: np.ndarray) -> UserError:
-    """What the first of the cells says is looked up in the file, for columns of numbers do not keep it."""
+def _wrong_numbers(name: str, table: Table, rows: np.ndarray) -> UserError:
+    """The error for cells that hold no such number; what the first says is looked up in the file."""
     what, example = NUMBERS[name]
     numbers = table.numbers[rows].tolist()
     start, text = 0, ""
@@ -320,28 +325,28 @@ def _complain_about_numbers(name: str, table: Table, rows: np.ndarray) -> UserEr
     )
 
 
-def _missing_files(max_share: float, table: Table) -> Fault:
-    """Of a table that is too long to look for every file, a sample must be there, but for the share that may be bad."""
-    candidates = np.arange(len(table))
+def _missing_files(table: Table, max_share: float, remedy: str) -> list[int]:
+    """The rows whose file is not there. Of a table that is too long to look for every file, a sample must be there, but for
+    the share that may be bad."""
     is_long = len(table) > MAX_CHECKED_FILES
+    candidates: Iterable[int] = range(len(table))
     if is_long:
-        candidates = np.linspace(0, len(table) - 1, SAMPLE_OF_FILES).astype(np.int64)
-    rows = np.array([row for row in candidates.tolist() if not _is_file(table.path(row))], np.int64)
-    remedy = f"Paths are relative to {table.folder.resolve()}; if the files lie elsewhere, set root (--root FOLDER)."
-    fault = _fault(table, rows, "name a file that does not exist", remedy)
+        candidates = np.linspace(0, len(table) - 1, SAMPLE_OF_FILES).astype(np.int64).tolist()
+    rows = []
+    for row in candidates:
+        try:
+            is_there = table.path(row).is_file()
+        except OSError:  # a name that no file system takes, or a mount that is away
+            is_there = False
+        if not is_there:
+            rows.append(row)
     if not is_long:
-        return fault
-    if len(rows) > max_share * len(candidates):
-        raise UserError(f"of {len(candidates)} files that were looked for, {len(rows)} are not there. {fault[2]()}")
+        return rows
+    if len(rows) > max_share * SAMPLE_OF_FILES:
+        error = complain_about_rows(table, rows, MISSING, remedy)
+        raise UserError(f"of {SAMPLE_OF_FILES} files that were looked for, {len(rows)} are not there. {error}")
     logger.info(
         "%s: %d rows are too many to look for every file at start; of %d that were looked for, %d are missing.",
-        table.source, len(table), len(candidates), len(rows),
+        table.source, len(table), SAMPLE_OF_FILES, len(rows),
     )  # fmt: skip
-    return rows[:0], *fault[1:]
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except OSError:  # a name that no file system takes, or a mount that is away
-        return False
+    return []

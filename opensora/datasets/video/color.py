@@ -7,7 +7,7 @@ a master of 1000 cd/m2, in the largest of R, G and B so that hues stay. Equation
 
 import functools
 import math
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 from av.buffer import Buffer
@@ -29,6 +29,7 @@ SCALERS = {"exact": BILINEAR | FULL_CHR_H_INT | ACCURATE_RND, "fast": BILINEAR}
 NEARLY_SQUARE = 0.005  # pixels that differ from squares by less are taken as squares
 
 WHITE_NITS, MASTER_NITS = 203.0, 1000.0
+PQ_M1, PQ_M2, PQ_C1, PQ_C2, PQ_C3 = 1305 / 8192, 2523 / 32, 107 / 128, 2413 / 128, 2392 / 128
 LUMA_2020 = np.array([0.2627, 0.6780, 0.0593], np.float32)
 TO_709 = np.array(  # linear BT.2020 -> linear BT.709, ITU-R BT.2407
     [[1.6605, -0.5876, -0.0728], [-0.1246, 1.1329, -0.0083], [-0.0182, -0.1006, 1.1187]], np.float32
@@ -38,7 +39,7 @@ TO_709 = np.array(  # linear BT.2020 -> linear BT.709, ITU-R BT.2407
 def displayed_size(frame: VideoFrame, pixel_aspect: float) -> tuple[int, int]:
     """Height and width as `to_rgb` gives them."""
     height, width = _with_square_pixels(frame, pixel_aspect)
-    return (width, height) if _orientation(frame).transposed else (height, width)
+    return (width, height) if _orientation(frame)[0] else (height, width)
 
 
 def display_matrix(frame: VideoFrame) -> tuple[int, ...] | None:
@@ -57,11 +58,6 @@ def display_matrix(frame: VideoFrame) -> tuple[int, ...] | None:
     return None if data is None else tuple(memoryview(data).cast("i"))
 
 
-def is_mirrored(frame: VideoFrame) -> bool:
-    """Whether no rotation alone makes of the stored frame what is shown."""
-    return sum(_orientation(frame)) % 2 == 1
-
-
 def upright(frame: VideoFrame, pixels: np.ndarray) -> np.ndarray:
     """Pixels [H, W, 3] of the stored frame, turned and mirrored as it is displayed."""
     transposed, left_to_right, upside_down = _orientation(frame)
@@ -71,15 +67,7 @@ def upright(frame: VideoFrame, pixels: np.ndarray) -> np.ndarray:
 
 
 def to_rgb(path: str, frame: VideoFrame, pixel_aspect: float, decoding: Decoding) -> np.ndarray:
-    """[H, W, 3] uint8, the way the frame is displayed; transparency on white.
-
-    Args:
-        pixel_aspect: Width of a pixel / its height.
-        decoding: Its `hdr` and `colors`.
-
-    Raises:
-        BadFile: it is HDR, which is to be refused.
-    """
+    """[H, W, 3] uint8, the way the frame is displayed; transparency on white. A `BadFile` where it is HDR, which is to be refused."""
     matrix = frame.colorspace
     if matrix == UNSPECIFIED:  # what players assume
         matrix = BT709 if frame.height >= 720 else BT601
@@ -111,31 +99,21 @@ def to_rgb(path: str, frame: VideoFrame, pixel_aspect: float, decoding: Decoding
 
 
 def reformat(frame: VideoFrame, **settings: Any) -> VideoFrame:
-    """PyAV's `VideoFrame.reformat` in a context of its own.
-
-    PyAV 19 keeps one context a thread, and that may have begun threads of FFmpeg's: in a worker that is forked later they
-    are missing, and it would wait for them for ever.
-    """
+    """PyAV's `VideoFrame.reformat` in a context of its own: PyAV 19 keeps one a thread, which may wait for ever for FFmpeg's threads
+    in a worker that is forked later."""
     return VideoReformatter().reformat(frame, **settings)
 
 
-class _Orientation(NamedTuple):
-    """One of the eight ways to lay an image on a screen: rows and columns are exchanged first, then it is mirrored."""
-
-    transposed: bool
-    left_to_right: bool
-    upside_down: bool
-
-
-def _orientation(frame: VideoFrame) -> _Orientation:
-    """The one nearest to the frame's display matrix."""
+def _orientation(frame: VideoFrame) -> tuple[bool, bool, bool]:
+    """The way nearest to the frame's display matrix: rows and columns are exchanged first (or not), then it is mirrored left to
+    right, and upside down."""
     matrix = display_matrix(frame)
     if matrix is None:
-        return _Orientation(False, False, False)
+        return False, False, False
     xx, xy, _, yx, yy = matrix[:5]  # "xy": how far down is shown what is further right
     if abs(xx) + abs(yy) >= abs(xy) + abs(yx):
-        return _Orientation(False, xx < 0, yy < 0)
-    return _Orientation(True, yx < 0, xy < 0)
+        return False, xx < 0, yy < 0
+    return True, yx < 0, xy < 0
 
 
 def _with_square_pixels(frame: VideoFrame, pixel_aspect: float) -> tuple[int, int]:
@@ -151,11 +129,11 @@ def _with_square_pixels(frame: VideoFrame, pixel_aspect: float) -> tuple[int, in
 
 def tone_map(codes: np.ndarray, transfer: int) -> np.ndarray:
     """BT.2020 code values [..., 3] uint16 of full range, in PQ or HLG -> BT.709 [..., 3] uint8."""
-    nits = _light_table(transfer)[codes]  # [..., 3]
+    light, grid, bent = _tables(transfer)
+    nits = light[codes]  # [..., 3]
     if transfer == HLG:  # the system gamma of a 1000 cd/m2 screen: scene light -> light of the screen
         nits = nits * np.maximum(nits @ LUMA_2020 / MASTER_NITS, 1e-6)[..., None] ** 0.2
     brightest = nits.max(-1)
-    grid, bent = _bent_table()
     nits *= np.interp(np.sqrt(brightest), grid, bent).astype(np.float32)[..., None]
     linear = np.clip(nits @ TO_709.T / WHITE_NITS, 0, 1)
     return np.rint(255 * linear ** (1 / 2.4)).astype(np.uint8)  # the inverse of BT.1886
@@ -163,16 +141,14 @@ def tone_map(codes: np.ndarray, transfer: int) -> np.ndarray:
 
 def pq_to_nits(signal: np.ndarray) -> np.ndarray:
     """PQ in [0, 1] -> cd/m2."""
-    m1, m2, c1, c2, c3 = 1305 / 8192, 2523 / 32, 107 / 128, 2413 / 128, 2392 / 128
-    root = np.maximum(signal, 0) ** (1 / m2)
-    return 10_000 * (np.maximum(root - c1, 0) / (c2 - c3 * root)) ** (1 / m1)
+    root = np.maximum(signal, 0) ** (1 / PQ_M2)
+    return 10_000 * (np.maximum(root - PQ_C1, 0) / (PQ_C2 - PQ_C3 * root)) ** (1 / PQ_M1)
 
 
 def nits_to_pq(nits: np.ndarray) -> np.ndarray:
     """cd/m2 -> PQ in [0, 1]."""
-    m1, m2, c1, c2, c3 = 1305 / 8192, 2523 / 32, 107 / 128, 2413 / 128, 2392 / 128
-    root = (np.maximum(nits, 0) / 10_000) ** m1
-    return ((c1 + c2 * root) / (1 + c3 * root)) ** m2
+    root = (np.maximum(nits, 0) / 10_000) ** PQ_M1
+    return ((PQ_C1 + PQ_C2 * root) / (1 + PQ_C3 * root)) ** PQ_M2
 
 
 def hlg_to_scene(signal: np.ndarray) -> np.ndarray:
@@ -193,16 +169,11 @@ def bend(nits: np.ndarray) -> np.ndarray:
 
 
 @functools.lru_cache(maxsize=2)
-def _light_table(transfer: int) -> np.ndarray:
-    """[65536] float32 of each code: cd/m2 of PQ, and 1000 times the light of the scene of HLG."""
+def _tables(transfer: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """[65536] float32 of each code: cd/m2 of PQ, and 1000 times the light of the scene of HLG; then roots of cd/m2, up to 10 000,
+    and the factor that `bend` is there."""
     signal = np.arange(65536) / 65535
     light = pq_to_nits(signal) if transfer == PQ else MASTER_NITS * hlg_to_scene(signal)
-    return light.astype(np.float32)
-
-
-@functools.lru_cache(maxsize=1)
-def _bent_table() -> tuple[np.ndarray, np.ndarray]:
-    """Roots of cd/m2, and the factor that `bend` is there."""
-    grid = np.linspace(0, 100, 4096)  # to 10 000 cd/m2
+    grid = np.linspace(0, 100, 4096)
     grid[0] = grid[1] / 10
-    return grid, bend(grid**2) / grid**2
+    return light.astype(np.float32), grid, bend(grid**2) / grid**2

@@ -1,6 +1,6 @@
 """What counts as a video and what as an image, how files are decoded, and the errors for what files do not give.
 
-Every error about one file is a `BadFile`: the loader may put another sample in its place (`substitute.py`). What is wrong
+Every error about one file is a `BadFile`: the loader may put another sample in its place (`dataloader.py`). What is wrong
 with a table or a setting is a plain `UserError`, which always ends a run.
 """
 
@@ -35,8 +35,34 @@ class TooFewFrames(BadFile):
         return type(self), (str(self), self.available)
 
 
+@dataclass(frozen=True)
+class BadFiles:
+    """What to do with samples whose file cannot be read.
+
+    Args:
+        policy: "substitute" another sample of the same size and length, or raise the "error".
+        max_share: The share of bad samples above which a run ends, in each process; of the first 100 at least.
+        seed: Of the choice of stand-ins.
+    """
+
+    policy: Literal["substitute", "error"] = "substitute"
+    max_share: float = 0.05
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.policy not in ("substitute", "error"):
+            raise UserError(f"bad_files={self.policy!r} is not one of substitute, error.")
+        if not 0 <= self.max_share <= 1:
+            raise UserError(f"max_bad_share={self.max_share} is no share: give a number from 0 to 1, such as 0.05.")
+
+    @property
+    def at_start(self) -> float:
+        """The share of a table's rows that may be left out before training because their file is missing or broken."""
+        return self.max_share if self.policy == "substitute" else 0.0
+
+
 def is_image(path: str | Path) -> bool:
-    """Whether a file is an image of one frame: by its extension, unless it is a WebP or AVIF that moves."""
+    """Whether a file is an image of one frame: by its extension, unless it is an animated WebP or AVIF."""
     return Path(path).suffix.lower() in IMAGE_EXTENSIONS and not is_animated(path)
 
 
@@ -55,11 +81,7 @@ def is_animated(path: str | Path) -> bool:
 
 
 def file_stat_key(path: str | Path) -> tuple[str, int, int]:
-    """Path, bytes and time of change: what is known of a file holds as long as this.
-
-    Raises:
-        BadFile: it is not there, or empty.
-    """
+    """Path, bytes and time of change: what is known of a file holds as long as this. A `BadFile` where it is not there, or empty."""
     try:
         stat = Path(path).stat()
     except OSError as error:
@@ -70,21 +92,14 @@ def file_stat_key(path: str | Path) -> tuple[str, int, int]:
 
 
 def refuse_unlisted(error: OSError) -> None:
-    """For `os.walk`, which passes over what it cannot list without a word.
-
-    Raises:
-        UserError: always.
-    """
+    """For `os.walk`, which passes over what it cannot list without a word: raises a `UserError`."""
     raise UserError(f"{error.filename} cannot be listed ({error.strerror}); its files would be missing.") from error
 
 
 def too_few(path: str | Path, indices: Sequence[int], available: int) -> TooFewFrames:
     """The error for frames beyond a file's end."""
-    if is_image(path):
-        message = f"{path} is an image; frames {indices[0]} to {indices[-1]} were asked for."
-    else:
-        message = f"{path} has {available} frames, but frames {indices[0]} to {indices[-1]} were asked for."
-    return TooFewFrames(message, available)
+    has = "is an image;" if is_image(path) else f"has {available} frames, but"
+    return TooFewFrames(f"{path} {has} frames {indices[0]} to {indices[-1]} were asked for.", available)
 
 
 @dataclass(frozen=True)
@@ -92,34 +107,30 @@ class Decoding:
     """How files are decoded; a dataset's `decode` is a dict of these.
 
     Args:
-        backend: "pyav", or "torchcodec" (to be installed, with FFmpeg's libraries); images are read by PIL.
+        backend: "pyav", the only one.
         hdr: Video in PQ or HLG: "tonemap" it to BT.709, or "refuse" the file.
         interlaced: Interlaced video: "deinterlace" it to one frame per pair of fields, "refuse" the file, or "keep" the combs.
-        colors: "exact", or "fast": the conversion of video players, slightly dark (`color.py` has numbers); PyAV only.
+        colors: "exact", or "fast": the conversion of video players, slightly dark (`color.py` has numbers).
     """
 
-    backend: Literal["pyav", "torchcodec"] = "pyav"
+    backend: Literal["pyav"] = "pyav"
     hdr: Literal["tonemap", "refuse"] = "tonemap"
     interlaced: Literal["deinterlace", "refuse", "keep"] = "deinterlace"
     colors: Literal["exact", "fast"] = "exact"
 
     def __post_init__(self) -> None:
+        if self.backend == "torchcodec":
+            raise UserError(
+                "decode: backend='torchcodec' is gone, as it was no faster than PyAV (docs/benchmarks/decode.md); leave it out, "
+                "and keep the other names."
+            )
         for name, literal in get_type_hints(Decoding).items():
             if getattr(self, name) not in (choices := get_args(literal)):
                 raise UserError(f"decode: {name}={getattr(self, name)!r} is not one of {', '.join(choices)}.")
-        if self.backend == "torchcodec" and (self.hdr, self.interlaced, self.colors) != ("refuse", "keep", "fast"):
-            raise UserError(
-                "decode: backend='torchcodec' neither tone-maps nor deinterlaces, and has its own colors; set hdr='refuse', "
-                "interlaced='keep' and colors='fast', or backend='pyav'."
-            )
 
     @classmethod
     def of(cls, settings: Mapping[str, Any] | None) -> "Decoding":
-        """From a config's dict.
-
-        Raises:
-            UserError: an unknown name or choice.
-        """
+        """From a config's dict; a `UserError` for an unknown name or choice."""
         names = [field.name for field in fields(cls)]
         for name in settings or {}:
             if name not in names:

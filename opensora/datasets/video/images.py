@@ -28,9 +28,7 @@ class ImageClip:
             for index in range(getattr(file, "n_frames", 1)):
                 file.seek(index)
                 file.load()
-                durations.append(
-                    max(file.info.get("duration", 0), 10) / 1000
-                )  # as browsers do: 0 would be no rate at all
+                durations.append(max(file.info.get("duration", 0), 10) / 1000)  # as browsers do: 0 would be no rate
         self._seconds = np.concatenate([[0], np.cumsum(durations[:-1])])
         self.num_frames = len(durations)
         if len(durations) > 1:

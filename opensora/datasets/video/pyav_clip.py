@@ -1,7 +1,7 @@
 """Videos decoded by PyAV: by seeking where a file's times can be trusted, else by counting from its start."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain
 
 import av
@@ -27,7 +27,7 @@ class _LandedLate(Exception):
 
 
 class PyavClip:
-    """A video; see `read_video.Clip`. It is opened anew for each read but the first: a decoder that was used is no fresh one."""
+    """A video; see `read_video.Clip`. It is opened anew for each read but the first, for a used decoder is no fresh one."""
 
     def __init__(self, path: str, timeline: Timeline, opened: Opened | None, decoding: Decoding) -> None:
         self.path, self.timeline, self.decoding = path, timeline, decoding
@@ -41,7 +41,7 @@ class PyavClip:
     def size(self) -> tuple[int, int]:
         """See `read_video.Clip`."""
         with self._open() as opened:
-            frame = next(self._sound_frames(opened), None)
+            frame = next(self._frames(opened, deinterlace=False), None)
             if frame is None:
                 raise BadFile(f"{self.path}: no frame could be decoded; re-encode it or remove its row.")
             return displayed_size(frame, pixel_aspect(opened[1]))
@@ -58,21 +58,16 @@ class PyavClip:
             return self._read(indices, deinterlace=True)
 
     def _read(self, indices: Sequence[int], *, deinterlace: bool) -> list[np.ndarray]:
-        times = self.timeline.times
-        if not len(times):
-            return self._read_by_counting(indices, deinterlace=deinterlace)
-        # missing lines are filled in from the frames before and after
-        first = int(times[max(indices[0] - deinterlace, 0)])
-        keys = self.timeline.keyframes[1:]  # the first is where a file begins
-        for key in [*reversed(keys[keys <= first][-SEEKS:].tolist()), None]:
-            try:
-                frames = self._read_from(key, first, times[list(indices)].tolist(), deinterlace=deinterlace)
-            except _LandedLate:
-                continue
-            if frames is not None:
-                return frames
-            break
-        return self._read_by_counting(indices, deinterlace=deinterlace)
+        times, frames = self.timeline.times, None
+        if len(times):
+            # missing lines are filled in from the frames before and after
+            first = int(times[max(indices[0] - deinterlace, 0)])
+            keys = self.timeline.keyframes[1:]  # the first is where a file begins
+            for key in [*reversed(keys[keys <= first][-SEEKS:].tolist()), None]:
+                with suppress(_LandedLate):
+                    frames = self._read_from(key, first, times[list(indices)].tolist(), deinterlace=deinterlace)
+                    break
+        return self._read_by_counting(indices, deinterlace=deinterlace) if frames is None else frames
 
     def _read_from(
         self, key: int | None, first: int, wanted: Sequence[int], *, deinterlace: bool
@@ -88,7 +83,7 @@ class PyavClip:
                     raise _LandedLate from error
             latest = key if self.timeline.exact_keys else first  # at which decoding may begin
             before: int | None = None
-            for frame in self._decode(opened, deinterlace=deinterlace):
+            for frame in self._frames(opened, deinterlace=deinterlace):
                 if frame.pts is None or (before is not None and frame.pts <= before):
                     return None
                 if before is None and key is not None and latest is not None and frame.pts > latest:
@@ -104,7 +99,7 @@ class PyavClip:
         frames: list[np.ndarray] = []
         i = -1
         with self._open() as opened:
-            for i, frame in enumerate(self._decode(opened, deinterlace=deinterlace)):
+            for i, frame in enumerate(self._frames(opened, deinterlace=deinterlace)):
                 if i == indices[len(frames)]:
                     frames.append(self._to_rgb(opened, frame, deinterlace=deinterlace))
                     if len(frames) == len(indices):
@@ -113,25 +108,24 @@ class PyavClip:
 
     @contextmanager
     def _open(self) -> Iterator[Opened]:
-        if self._fresh is None:
+        fresh, self._fresh = self._fresh, None
+        if fresh is None:
             with open_video(self.path) as opened:
                 yield opened
         else:
-            fresh, self._fresh = self._fresh, None
             with naming_damage(self.path):
                 yield fresh
 
-    def _decode(self, opened: Opened, *, deinterlace: bool) -> Iterator[VideoFrame]:
-        frames = self._sound_frames(opened)
-        return deinterlaced(opened[1], frames) if deinterlace else frames
+    def _frames(self, opened: Opened, *, deinterlace: bool) -> Iterator[VideoFrame]:
+        def sound() -> Iterator[VideoFrame]:
+            for frame in decoded(*opened):
+                if frame.is_corrupt:
+                    raise BadFile(
+                        f"{self.path} is damaged: the frame at {frame.time} s is corrupt; re-encode it or remove its row."
+                    )
+                yield frame
 
-    def _sound_frames(self, opened: Opened) -> Iterator[VideoFrame]:
-        for frame in decoded(*opened):
-            if frame.is_corrupt:
-                raise BadFile(
-                    f"{self.path} is damaged: the frame at {frame.time} s is corrupt; re-encode it or remove its row."
-                )
-            yield frame
+        return deinterlaced(opened[1], sound()) if deinterlace else sound()
 
     def _to_rgb(self, opened: Opened, frame: VideoFrame, *, deinterlace: bool) -> np.ndarray:
         if frame.interlaced_frame and not deinterlace and self.decoding.interlaced != "keep":
@@ -145,10 +139,9 @@ def decoded(container: InputContainer, stream: VideoStream) -> Iterator[VideoFra
 
 
 def deinterlaced(stream: VideoStream, frames: Iterable[VideoFrame]) -> Iterator[VideoFrame]:
-    """Frames of one moment each, by FFmpeg's bwdif filter, in place of interlaced ones, which show two in alternate lines.
+    """As many frames at the same times, interlaced ones made progressive by FFmpeg's bwdif filter.
 
-    As many frames at the same times; those that are not marked as interlaced are left as they are. A frame's missing lines
-    come from it and from its two neighbours, so a window needs one frame more on both sides.
+    A frame's missing lines come from it and from its two neighbours, so a window needs one frame more on both sides.
     """
     graph = av.filter.Graph()
     graph.threads = 1

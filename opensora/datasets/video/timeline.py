@@ -1,8 +1,7 @@
 """When each frame of a video is shown, from its packets without decoding any.
 
-Headers lie about the number of frames (`stream.frames`) and about the rate (`average_rate`) in many real files, and say
-nothing of them in MKV, WebM and MPEG. So the packets are listed. An MP4 of constant rate has them listed in its header,
-which saves reading a long file for a short clip: that list was exact for all such files that were tried.
+Headers lie about the number of frames and about the rate in many real files, and say nothing of them in MKV, WebM and MPEG. So
+the packets are listed. An MP4 of constant rate has them listed in its header, which saves reading a long file for a short clip.
 """
 
 from collections import OrderedDict
@@ -32,23 +31,14 @@ _known: "OrderedDict[FileKey, Timeline]" = OrderedDict()  # whose every call is 
 
 @dataclass(frozen=True)
 class Timeline:
-    """Times are in units of the stream's time base. Both arrays are empty where a file's times cannot be trusted.
+    """Times are in units of the stream's time base. Both arrays are empty where a file's times cannot be trusted."""
 
-    Attributes:
-        num_frames: Frames that are shown.
-        fps: The rate while the video runs.
-        times: [N] int64, when each is shown, in order.
-        keyframes: [K] int64, the times of keyframes, from which decoding can begin; none where a seek changes the times.
-        exact_keys: False: a keyframe may be shown a little later than its time here.
-        time_base: Seconds of a unit.
-    """
-
-    num_frames: int
-    fps: float
-    times: np.ndarray
-    keyframes: np.ndarray
-    exact_keys: bool
-    time_base: Fraction
+    num_frames: int  # that are shown
+    fps: float  # while the video runs
+    times: np.ndarray  # [N] int64, when each is shown, in order
+    keyframes: np.ndarray  # [K] int64, their times, from which decoding can begin; none where a seek changes the times
+    exact_keys: bool  # False: a keyframe may be shown a little later than its time here
+    time_base: Fraction  # seconds of a unit
 
     def seconds(self) -> np.ndarray:
         """[N] float64, seconds from the first frame; as `fps` has it where there are no times."""
@@ -59,20 +49,25 @@ class Timeline:
 
 @contextmanager
 def open_video(path: str) -> Iterator[Opened]:
-    """The container and its video, which decodes in one thread; closed at the end. Sound is not read.
-
-    Raises:
-        BadFile: it cannot be opened, has no video, or is found damaged inside the block.
-    """
+    """The container and its video, which decodes in one thread; closed at the end. Sound is not read. A `BadFile` where it cannot
+    be opened, has no video, or is found damaged inside the block."""
     try:
         container = av.open(str(Path(path).absolute()), **LENIENT)  # absolute: FFmpeg takes "00:01.mp4" for a URL
     except (av.FFmpegError, OSError) as error:
         raise BadFile(f"{path} cannot be opened as a video ({error.strerror}); it is damaged or no video.") from error
-    try:
-        with naming_damage(path):
-            yield container, _video_of(path, container)
-    finally:
-        container.close()
+    with container, naming_damage(path):
+        streams = container.streams.video
+        covers = [s for s in streams if s.disposition & av.stream.Disposition.attached_pic]
+        video = next((s for s in streams if s not in covers), None)
+        if video is None:
+            raise BadFile(f"{path} has no video stream{', only a cover image' if covers else ''}.")
+        for stream in container.streams:
+            if stream.index != video.index:
+                stream.discard = av.stream.Discard.all
+        if video.codec_context is None:
+            raise BadFile(f"{path}: its video has a codec that this FFmpeg does not know; re-encode it.")
+        video.codec_context.thread_count = 1  # loader workers are the parallelism; threads would fight over the cores
+        yield container, video
 
 
 @contextmanager
@@ -90,27 +85,9 @@ def pixel_aspect(stream: VideoStream) -> float:
     return float(stream.sample_aspect_ratio or 1)
 
 
-def _video_of(path: str, container: InputContainer) -> VideoStream:
-    covers = [s for s in container.streams.video if s.disposition & av.stream.Disposition.attached_pic]
-    videos = [s for s in container.streams.video if s not in covers]
-    if not videos:
-        raise BadFile(f"{path} has no video stream{', only a cover image' if covers else ''}.")
-    for stream in container.streams:
-        if stream.index != videos[0].index:
-            stream.discard = av.stream.Discard.all
-    if videos[0].codec_context is None:
-        raise BadFile(f"{path}: its video has a codec that this FFmpeg does not know; re-encode it.")
-    videos[0].codec_context.thread_count = 1  # loader workers are the parallelism; threads would fight over the cores
-    return videos[0]
-
-
 @contextmanager
 def open_timeline(file_key: FileKey) -> Iterator[tuple[Timeline, Opened | None]]:
-    """The timeline of a file, remembered by `file_stat_key`; and the file where it is still as it was opened.
-
-    Raises:
-        BadFile: it cannot be opened or is truncated.
-    """
+    """The timeline of a file, remembered by `file_stat_key`; and the file where it is still as it was opened."""
     if known := _known.get(file_key):
         yield known, None
         return
@@ -144,7 +121,8 @@ def _from_header(container: InputContainer, stream: VideoStream) -> Timeline | N
         return None
     times = stream.start_time + steps[0] * np.arange(len(entries))
     # a keyframe's index in the file is its index in time, or earlier where frames after it are shown before it
-    return _timeline(stream, len(entries), times, times[keys], exact_keys=False)
+    rate, time_base = _frame_rate(stream, times)
+    return Timeline(len(entries), rate, times, times[keys], False, time_base)
 
 
 def _from_packets(path: str, container: InputContainer, stream: VideoStream) -> Timeline:
@@ -176,15 +154,15 @@ def _from_packets(path: str, container: InputContainer, stream: VideoStream) -> 
         times, keys = [], []
     if not begin_in_file:
         keys = []  # FFmpeg guessed times, and would guess others after a seek
-    arrays = (np.array(sorted(values), np.int64) for values in (times, keys))
-    return _timeline(stream, num_shown, *arrays, exact_keys=True)
+    if not num_shown:
+        raise BadFile(f"{path} has a video stream without frames; fetch it again or remove its row.")
+    shown, keyframes = (np.array(sorted(values), np.int64) for values in (times, keys))
+    rate, time_base = _frame_rate(stream, shown)
+    return Timeline(num_shown, rate, shown, keyframes, True, time_base)
 
 
 def _is_hidden(packet: av.Packet, codec: str) -> bool:
-    """Whether a packet is only there for others to refer to, and gives no frame: VP8's and VP9's alternate references.
-
-    AV1 and most VP9 files have such frames in one packet with a frame that is shown.
-    """
+    """Whether a packet gives no frame, as VP8's and VP9's alternate references. AV1 has them in one packet with a shown frame."""
     if codec == "vp8":  # RFC 6386, 9.1
         return not memoryview(packet)[0] & 0b0001_0000
     if codec != "vp9":
@@ -197,17 +175,9 @@ def _is_hidden(packet: av.Packet, codec: str) -> bool:
     return not is_superframe and not head & shows
 
 
-def _timeline(
-    stream: VideoStream, num_frames: int, times: np.ndarray, keyframes: np.ndarray, *, exact_keys: bool
-) -> Timeline:
-    if not num_frames:
-        raise BadFile(f"{stream.container.name} has a video stream without frames; fetch it again or remove its row.")
+def _frame_rate(stream: VideoStream, times: np.ndarray) -> tuple[float, Fraction]:
+    """The rate that the times agree with, and their time base; `average_rate` is wrong where a frame is shown longer than others."""
     time_base = Fraction(stream.time_base or Fraction(1, 90000))  # PyAV 19 has a rational type of its own
-    return Timeline(num_frames, _frame_rate(stream, times), times, keyframes, exact_keys, time_base)
-
-
-def _frame_rate(stream: VideoStream, times: np.ndarray) -> float:
-    """The rate that the times agree with; `average_rate` alone is wrong where a frame is shown longer than others."""
     # PyAV types the rates as always there; files without one exist
     rates: list[Fraction | None] = [stream.guessed_rate, stream.base_rate, stream.average_rate]
     candidates = [rate for rate in rates if rate]
@@ -216,8 +186,8 @@ def _frame_rate(stream: VideoStream, times: np.ndarray) -> float:
         # times are rounded to the time base: a rate within one tick is the better-known number
         for rate in candidates:
             if abs(float(1 / rate / stream.time_base) - ticks) <= 1:
-                return float(rate)
-        return float(1 / (ticks * stream.time_base))
+                return float(rate), time_base
+        return float(1 / (ticks * stream.time_base)), time_base
     if not candidates:
         raise BadFile(f"{stream.container.name}: its frame rate is unknown; re-encode it.")
-    return float(candidates[0])
+    return float(candidates[0]), time_base

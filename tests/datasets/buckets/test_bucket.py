@@ -193,7 +193,7 @@ def test_aliases():
     assert [entry.num_frames for entry in level.entries] == [102, 51]
 
 
-def test_everything_wrong_is_told_at_once():
+def test_everything_wrong_is_reported_at_once():
     wrong = {
         "240": {16: (1.0, 1)},
         "240p": {"3s": (1.0, 1), 16: (1.5, 1), 17: (1.0, None), 18: 1.0, 19: (1.0, 0), 1: ((1.0, 0.5), 2)},
@@ -224,7 +224,7 @@ class Vae:
         return (num_frames - 1) // 4 * 4 + 1
 
 
-def test_illegal_sizes_are_told_with_the_nearest_legal_one():
+def test_illegal_sizes_are_reported_with_the_nearest_legal_one():
     with pytest.raises(UserError, match=r"540x960: 540x960 is no multiple of 16x16, the nearest is 544x960") as caught:
         refuse_illegal_sizes(Buckets({"540x960": {18: (1.0, 1)}}), Vae(), (1, 2, 2))
     assert "18 frames; the VAE takes 17" in str(caught.value)

@@ -10,9 +10,9 @@ from torch import nn
 
 from opensora.acceleration.distributed import World
 from opensora.datasets.cache import CachedVideoTextDataset, moments, source_hash, write_clips, write_samples, write_text
-from opensora.datasets.cache.moments import Choices, Job, sample_settings
+from opensora.datasets.cache.features import captions_of
+from opensora.datasets.cache.moments import Choices, Job, cache_settings
 from opensora.datasets.cache.records import METADATA, RecordReader
-from opensora.datasets.cache.text import captions_of
 from opensora.datasets.datasets import VideoTextDataset
 from opensora.datasets.sampler import SampleKey
 from opensora.datasets.table.table import read_table
@@ -125,7 +125,7 @@ def test_windows_of_clips_are_the_vaes_moments_for_the_same_choices(table, tmp_p
 
 def write_epochs(table: Path, folder: Path, vae, epochs: int, transform: str = "random_crop", **job):
     pixels = VideoTextDataset(str(table), 3, 2, SIZE, transform_name=transform, text_columns=("text", "more"))
-    settings = sample_settings(vae.fingerprint(), (3, 2), SIZE, transform, "fp32", 42)
+    settings = cache_settings(vae.fingerprint(), SIZE, transform, "fp32", num_frames=3, frame_interval=2, seed=42)
     return write_samples(pixels, vae, Job(folder, ALONE, dtype="fp32", shard_bytes=1000, **job), settings, epochs)
 
 
@@ -151,7 +151,7 @@ def test_samples_of_some_epochs_serve_any_vae_and_transform(table, tmp_path):
         cached(table, folder, vae, transform_name="random_crop")
 
 
-def test_samples_that_are_missing_are_told(table, tmp_path, write_table):
+def test_missing_samples_are_reported(table, tmp_path, write_table):
     write_epochs(table, tmp_path / "cache", Temporal(), 1)
     more = write_table([{"path": "a.mp4", "text": ""}, {"path": "sub/a.mp4", "text": ""}] * 2, "more.csv")
     with pytest.raises(UserError, match=r"1 of 4 rows are not in the cache .*\n  row 4: .*a.mp4\n.*--epochs N"):
@@ -169,7 +169,8 @@ def chosen(**options) -> Choices:
 def write_chosen(table: Path, folder: Path, **options):
     """The samples of an epoch of a dataset with such options."""
     pixels = VideoTextDataset(str(table), 3, 1, SIZE, **options)
-    settings = sample_settings("temporal", (3, 1), SIZE, "center", "fp32", 42, chosen(**options))
+    window = {"num_frames": 3, "frame_interval": 1, "seed": 42}
+    settings = cache_settings("temporal", SIZE, "center", "fp32", chosen(**options), **window)
     return write_samples(pixels, Temporal(), Job(folder, ALONE, dtype="fp32"), settings, 1)
 
 
@@ -250,7 +251,7 @@ def test_whole_clips_have_no_target_rate(table, cache, vae, tmp_path):
 def test_short_clips_of_samples_may_be_dropped(table, tmp_path):
     """Of a table without num_frames: what was too short for a sample is in no record."""
     pixels = VideoTextDataset(str(table), 11, 1, SIZE, short_clips="drop")
-    settings = sample_settings("temporal", (11, 1), SIZE, "center", "fp32", 42)
+    settings = cache_settings("temporal", SIZE, "center", "fp32", num_frames=11, frame_interval=1, seed=42)
     assert write_samples(pixels, Temporal(), Job(tmp_path / "c", ALONE, dtype="fp32"), settings, 1) == (2, 0)
     stored = cached(table, tmp_path / "c", num_frames=11, frame_interval=1, content="samples", short_clips="drop")
     assert [stored.path_of(index).name for index in range(len(stored))] == ["a.mp4", "a.mp4"]

@@ -137,13 +137,13 @@ def test_files_that_do_not_fit_together(copy):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 2}, "has version 2, not 1"),
+        ({"version": 2}, "is not of version 1"),
         (
             {"features": {"caption": {"data": "BYTES", "shape": ["INT64"]}}},
             "the field 'caption' is .*cache the features with",
         ),
         ({"features": {"x": "DOUBLE"}}, "what is read are BYTES, STRING, FLOAT32, INT64"),
-        ({"features": None, "entries": None}, "does not say entries, features"),
+        ({"features": None, "entries": None}, "is not of version 1, with entries and features"),
     ],
 )
 def test_other_folders_are_refused(copy, change, message):
@@ -153,7 +153,7 @@ def test_other_folders_are_refused(copy, change, message):
         OriginalRecords(copy)
 
 
-def test_damaged_records_are_told_or_differ_in_what_was_damaged(copy):
+def test_damaged_records_are_reported_or_differ_in_what_was_damaged(copy):
     """A byte of a length or a tag is found; one of a value cannot be, for the format has no checksums."""
     path = copy / "00001.data"
     content, reported = path.read_bytes(), 0

@@ -170,7 +170,7 @@ def test_any_flipped_byte_of_a_shard_is_detected(folder):
     assert list(RecordReader(folder).check()) == []
 
 
-def test_damage_is_told_when_it_is_read(folder):
+def test_damage_is_reported_when_it_is_read(folder):
     shard = shards(folder)[0]
     content = bytearray(shard.read_bytes())
     content[-1] ^= 255

@@ -54,7 +54,6 @@ def test_captions_are_verbatim(folder, encoding, newline):
 
 
 def test_parquet_equals_csv(folder):
-    pytest.importorskip("pyarrow")
     rows = {"path": [f"{i}.mp4" for i in range(len(CAPTIONS))], "text": CAPTIONS, "num_frames": range(1, 14)}
     frame = pd.DataFrame(rows)
     frame.to_parquet(folder / "clips.parquet")
@@ -168,7 +167,6 @@ def test_wrong_files_for_a_table(folder):
         read_table(folder / "clip.csv")
     with pytest.raises(UserError, match=r"clips.txt: .txt is no table; known are"):
         read_table(write(folder, "path,text\n0.mp4,a\n", "clips.txt"))
-    pytest.importorskip("pyarrow")
     with pytest.raises(UserError, match=r"clips.parquet is no readable parquet file"):
         read_table(write(folder, "path,text\n0.mp4,a\n", "clips.parquet"))
 

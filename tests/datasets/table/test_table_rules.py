@@ -10,17 +10,18 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pytest
+from pyarrow.parquet import write_table
 
-from opensora.datasets.table import files, table, text_column
-from opensora.datasets.table.table import EXTENSIONS, extension_ids, read_table
-from opensora.datasets.table.text_column import TextBuilder, TextColumn
+from opensora.datasets.table import files, table
+from opensora.datasets.table.table import EXTENSIONS, TextColumn, encode, has_extension, read_table
 from opensora.datasets.variable_dataset import VariableVideoTextDataset
 from opensora.utils.errors import UserError
 
 PATHS = [
     "a.mp4", "A.MP4", ".mp4", "x/.mp4", "..mp4", "x/..mp4", "a.mp4/", "a.mp4/.", "mp4", "a.ts", ".ts", "a.m2ts", "s.M2TS", "a.avifs", "é.webm",
-    "a.m\u212av", "a.mp4.txt", "a.txt.mp4", "a.", "", ".", "a.mp4 ", "x.mp4/b", "湖/雪.jpeg", "a@.jpg", "a[mp4", "http://x/a.mp4", "HTTP://x/a.mp4",
+    "a.mp4.txt", "a.txt.mp4", "a.", "", ".", "a.mp4 ", "x.mp4/b", "湖/雪.jpeg", "a@.jpg", "a[mp4", "http://x/a.mp4", "HTTP://x/a.mp4",
     "https://x/a.mp4", "s3://b/a.jpg", "gs://b/a.jpg", "ftp://b/a.png", "xs3://b/a.png", "http:/x/a.mp4", "c:/a.mp4", "dir:/a.mp4", "abcd:/x.mp4",
 ]  # fmt: skip
 CAPTIONS = [
@@ -54,7 +55,7 @@ KNOWN = "they have no known extension"
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    for module in (table, files, text_column):
+    for module in (files, table):
         monkeypatch.setattr(module, "BLOCK", 7)
 
 
@@ -68,7 +69,6 @@ def write(path: Path, columns: dict[str, list[str]]) -> Path:
         lines = [json.dumps({n: c for n, c in zip(columns, row, strict=True) if c or n == "path"}) for row in rows]
         path.write_text("\n".join(lines), encoding="utf-8")
     else:
-        pytest.importorskip("pyarrow")
         pd.DataFrame(columns, dtype=object).to_parquet(path, row_group_size=11)
     return path
 
@@ -154,7 +154,6 @@ def test_the_one_bad_cell_is_named(tmp_path, suffix, column, cell, message):
 
 def test_numbers_of_parquet_are_those_of_text(tmp_path):
     """Also whole numbers with gaps, small floats, and numbers where text should be."""
-    pytest.importorskip("pyarrow")
     frame = pd.DataFrame({"path": [f"{i}.mp4" for i in range(4)], "text": pd.array([2**60 + 1, None, 3, 4], "Int64")})
     frame["num_frames"] = pd.array([16, None, 3, 2**31], "Int64")
     frame["fps"] = np.array([24000 / 1001, np.nan, 29.97, 25], np.float32)
@@ -174,15 +173,12 @@ def test_numbers_of_parquet_are_those_of_text(tmp_path):
 
 
 def test_extensions_are_those_of_pathlib():
-    """Whatever stands before a path in the buffer."""
     rng = random.Random(0)
     names = PATHS + ["".join(rng.choices("./amptsMP4jgé", k=rng.randrange(9))) for _ in range(3000)]
-    names = [rng.choice(names) for _ in range(5000)] + [
-        stem + e for e in EXTENSIONS for stem in ("", "a", "/", "a/", ".")
-    ]
-    found = extension_ids(TextColumn.of(names)).tolist()
-    suffixes = [Path(name).suffix.lower() for name in names]
-    assert found == [EXTENSIONS.index(suffix) if suffix in EXTENSIONS else -1 for suffix in suffixes]
+    names += [stem + e for e in EXTENSIONS for stem in ("", "a", "/", "a/", ".", os.fsdecode(b"caf\xe9"))]
+    for known in (EXTENSIONS, EXTENSIONS[:3]):
+        expected = [Path(name).suffix.lower() in known for name in names]
+        assert has_extension(TextColumn.of(names), known).tolist() == expected
 
 
 def test_columns_that_begin_late(tmp_path):
@@ -199,11 +195,8 @@ def test_columns_that_begin_late(tmp_path):
 
 
 def test_bytes_that_are_no_utf_8_are_refused(tmp_path):
-    arrow = pytest.importorskip("pyarrow")
-    from pyarrow.parquet import write_table
-
-    texts = arrow.array([b"a.mp4", b"caf\xe9.mp4"]).view(arrow.string())
-    write_table(arrow.table({"path": texts, "text": texts}), tmp_path / "t.parquet")
+    texts = pa.array([b"a.mp4", b"caf\xe9.mp4"]).view(pa.string())
+    write_table(pa.table({"path": texts, "text": texts}), tmp_path / "t.parquet")
     with pytest.raises(UserError, match=r"t\.parquet is no readable parquet file"):
         read_table(tmp_path / "t.parquet", check_files=False)
 
@@ -238,22 +231,9 @@ def write_lines(folder: Path, rows: list[dict]) -> Path:
 @pytest.mark.parametrize("kind", ["string", "large_string"])
 def test_arrow_texts_are_taken_as_they_are(kind):
     """Also part of an array, and where bytes lie behind a null."""
-    arrow = pytest.importorskip("pyarrow")
-    texts = arrow.array(["out", "é", "hidden", "", "b", "out"], kind)
+    texts = pa.array(["out", "é", "hidden", "", "b", "out"], kind)
     _, offsets, data = texts.buffers()
-    holed = arrow.Array.from_buffers(texts.type, 6, [arrow.py_buffer(bytes([0b111011])), offsets, data])
-    builder = TextBuilder()
-    for cells in (holed[1:5], ["x"], holed[:0], arrow.array([None], kind), holed[4:]):
-        builder.add(cells)
-    assert builder.column().tolist() == ["é", "", "", "b", "x", "", "b", "out"]
-
-
-def test_texts_behind_their_lengths():
-    """Also where some were left out, and for names of files that are no UTF-8."""
-    rng = random.Random(0)
-    texts = [rng.choice(["", "a", "émoji 🎬", "z" * 500, os.fsdecode(b"caf\xe9")]) for _ in range(100)]
-    for share in (0, 0.1, 0.5, 1):
-        kept = np.array([rng.random() >= share for _ in texts])
-        encoded = [os.fsencode(text) for text, keep in zip(texts, kept, strict=True) if keep]
-        blocks = b"".join(block.tobytes() for block in TextColumn.of(texts).only(kept).length_prefixed())
-        assert blocks == b"".join(len(text).to_bytes(8, "little") + text for text in encoded)
+    holed = pa.Array.from_buffers(texts.type, 6, [pa.py_buffer(bytes([0b111011])), offsets, data])
+    blocks = [encode(cells) for cells in (holed[1:5], ["x"], holed[:0], pa.array([None], kind), holed[4:])]
+    column = TextColumn(pa.chunked_array(blocks))
+    assert column.tolist() == ["é", "", "", "b", "x", "", "b", "out"]

@@ -8,11 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from opensora.datasets.video.color import display_matrix, is_mirrored
-from opensora.datasets.video.files import BadFile, file_stat_key
+from opensora.datasets.video.color import display_matrix
 from opensora.datasets.video.read_video import Decoding, open_clip, probe, read_frames
-from opensora.datasets.video.timeline import open_timeline
-from opensora.datasets.video.torchcodec_clip import TorchcodecClip
 from tests.datasets.video.videos import combs, decoded_in_order, with_matrix, write_interlaced
 from tools.scene_cut.frames import Footage
 
@@ -79,7 +76,6 @@ def test_all_eight_ways_up(write_video, tmp_path, way, filters, kind):
     for timed in footage.frames():
         assert footage.size(timed.frame) == expected.shape[1:3]
         assert apart(footage.rgb(timed.frame), expected[timed.index]) < CLOSE
-        assert is_mirrored(timed.frame) == (way in MIRRORED)
 
 
 @pytest.mark.parametrize("way", [*MIRRORED, (0, 1, -1, 0)])
@@ -108,12 +104,3 @@ def test_what_comes_with_a_frame_may_be_unknown_to_pyav():
     with av.open(file, format="jpeg_pipe") as container:
         frame = next(container.decode(video=0))
     assert display_matrix(frame) == (0, 1 << 16, 0, -(1 << 16), 0, 0, 0, 0, 1 << 30)
-    assert not is_mirrored(frame)
-
-
-def test_torchcodec_does_not_mirror_and_is_not_given_such_files(write_video, tmp_path):
-    path = with_matrix(write_video("stored.mp4", lopsided(3)), tmp_path / "shown.mp4", (1, 0, 0, -1))
-    with open_timeline(file_stat_key(path)) as (timeline, _):
-        clip = TorchcodecClip(file_stat_key(path), timeline, video_decoder=None)
-    with pytest.raises(BadFile, match=r"shown.mp4 is stored mirrored, which torchcodec leaves so; use backend='pyav'"):
-        clip.read([0])

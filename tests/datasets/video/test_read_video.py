@@ -11,7 +11,8 @@ import pytest
 import torch
 from PIL import Image
 
-from opensora.datasets.video.read_video import TooFewFrames, count_frames, frames_needed, is_image, probe, read_frames
+from opensora.datasets.video.files import TooFewFrames, is_image
+from opensora.datasets.video.read_video import count_frames, frames_needed, probe, read_frames
 from opensora.utils.errors import UserError
 from tests.datasets.video.videos import CLIPS, frame_numbers, numbered_frames
 

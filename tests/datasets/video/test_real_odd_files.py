@@ -10,8 +10,7 @@ import torch
 from PIL import Image
 
 from opensora.datasets.video.files import BadFile
-from opensora.datasets.video.frame_times import AtRate
-from opensora.datasets.video.read_video import open_clip, probe, read_frames, read_indices
+from opensora.datasets.video.read_video import FrameRule, open_clip, probe, read_frames, read_indices
 from opensora.datasets.video.timeline import _from_header, _from_packets, open_video
 
 SOURCES = Path(__file__).parents[3] / "data" / "sources"
@@ -77,7 +76,7 @@ def test_steps_back_in_time_are_counted_over(tmp_path):
 
 def test_a_phones_video_at_a_steady_rate():
     """Its first frame is shown for 0.18 s, the others for 0.03 s: at 15 a second it is taken three times."""
-    rule = AtRate(12, 15)
+    rule = FrameRule(12, target_fps=15)
     path = source("VID_20191220_170832.mp4")
     with open_clip(path) as clip:
         indices = rule.indices(clip.seconds(), 0)
@@ -133,7 +132,7 @@ PICTURES = [
 
 
 @pytest.mark.parametrize("name", PICTURES)
-def test_pictures(name):
+def test_images(name):
     path = source(name)
     info = probe(path)
     frame = read_frames(path, 0, 1)

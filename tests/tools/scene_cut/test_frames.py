@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from opensora.datasets.video.read_video import Decoding, probe, read_frames
+from opensora.datasets.video.files import Decoding
+from opensora.datasets.video.read_video import probe, read_frames
 from tests.datasets.video.videos import combs, write_interlaced
 from tools.scene_cut import frames
 from tools.scene_cut.frames import Footage
