@@ -1,4 +1,4 @@
-"""Names of number formats, as configs spell them."""
+"""Names of dtypes, as configs spell them."""
 
 import torch
 

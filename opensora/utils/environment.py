@@ -1,4 +1,4 @@
-"""What a run or a sample was made with: command, commit and versions."""
+"""How a run or a sample was made: command, commit and versions."""
 
 import os
 import platform
@@ -21,13 +21,13 @@ def environment() -> dict[str, Any]:
 
 
 def command_line() -> str:
-    """What was typed, quoted for a shell: the working folder and the script, under torchrun if it runs there."""
+    """The command as typed, quoted for a shell: working folder and script, with torchrun if it was started so."""
     env = os.environ
     launcher = ["python"]
     if "TORCHELASTIC_RUN_ID" in env:
         nodes = int(env["WORLD_SIZE"]) // int(env["LOCAL_WORLD_SIZE"])
-        place = ["--standalone"] if nodes == 1 else ["--nnodes", str(nodes)]
-        launcher = ["torchrun", *place, "--nproc_per_node", env["LOCAL_WORLD_SIZE"]]
+        where = ["--standalone"] if nodes == 1 else ["--nnodes", str(nodes)]
+        launcher = ["torchrun", *where, "--nproc_per_node", env["LOCAL_WORLD_SIZE"]]
     return f"cd {shlex.quote(str(Path.cwd()))} && {shlex.join([*launcher, *sys.argv])}"
 
 
@@ -42,7 +42,7 @@ def git_changes() -> str:
 
 
 def _git(*arguments: str) -> str:
-    """What git says about this source tree; empty where there is no git, or no repository."""
+    """The output of a git command in this source tree; empty where there is no git, or no repository."""
     try:
         done = subprocess.run(
             ["git", *arguments],

@@ -1,4 +1,4 @@
-"""What scripts turn into a message and an exit code instead of a traceback."""
+"""Errors that scripts print as a message with an exit code, without a traceback."""
 
 import functools
 import sys
@@ -21,7 +21,7 @@ def first_few(messages: Sequence[str], most: int = 5) -> list[str]:
 def exit_on_user_error(main: Callable[[], None]) -> Callable[[], None]:
     """Decorate a script's `main`.
 
-    A `UserError`, or a part that cannot be built, ends it with the message on stderr and exit code 2; Ctrl-C with a word.
+    A `UserError`, or a part that cannot be built, ends it with the message on stderr and exit code 2; Ctrl-C with one line and exit code 130.
     """
 
     @functools.wraps(main)

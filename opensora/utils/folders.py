@@ -1,4 +1,4 @@
-"""Folders that a program is going to write to, looked at before hours of work."""
+"""Output folders, checked before hours of work."""
 
 import tempfile
 from pathlib import Path
@@ -7,7 +7,7 @@ from opensora.utils.errors import UserError
 
 
 def make_writable(folder: str | Path, option: str) -> Path:
-    """Make a folder where there is none, and see that files can be written there.
+    """Create the folder if needed, and check that files can be written there.
 
     Args:
         folder: the folder.

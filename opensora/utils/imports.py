@@ -1,4 +1,4 @@
-"""Parts of the user's own: the Python files and modules that a config names in `imports`, which register what they define.
+"""The user's own parts: the Python files and modules that a config names in `imports`, which register what they define.
 
 A file is named by its path, relative to the working directory as every path of a config is; its folder joins the end of
 `sys.path`, so that it may import its neighbours. A module (`my_package.parts`) must be importable: installed, or on

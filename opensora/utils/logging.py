@@ -1,8 +1,7 @@
-"""What a run says: lines in `log.txt` and on the terminal, numbers in `metrics.jsonl`, TensorBoard and, if asked, W&B.
+"""The log of a run: lines in `log.txt` and on the terminal, numbers in `metrics.jsonl`, TensorBoard and, if asked, W&B.
 
-Only the main process writes; a `RunLog` made elsewhere accepts everything and writes nothing. A run that goes on in its
-folder goes on with its log too: what had been written after the checkpoint it goes on from is removed, for those steps are
-taken again. docs/training-log.md explains the entries.
+Only the main process writes; a `RunLog` made elsewhere accepts everything and writes nothing. A run that resumes in its
+folder continues its log: entries after the checkpoint are removed, since those steps are taken again. docs/training-log.md explains the entries.
 """
 
 import hashlib
@@ -24,9 +23,9 @@ LINE = logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S")
 
 
 def show_messages() -> None:
-    """Show on the terminal what the package reports of itself, such as the weights that were loaded.
+    """Show the messages of the logger "opensora" (INFO and above) on the terminal. Called by the main process only.
 
-    That is the logger "opensora", INFO and above. A program calls it once it knows that it is the main process. The lines of a `RunLog` come by another way, once.
+    The lines of a `RunLog` are shown by itself.
     """
     logger = logging.getLogger("opensora")
     logger.setLevel(logging.INFO)
@@ -63,7 +62,7 @@ class RunLog:
         self.folder = folder
         self._bar: tqdm | None = None
         self._sinks: list[Any] = []
-        self._silent: set[str] = set()  # what could not be written to
+        self._silent: set[str] = set()  # sinks that failed, each reported once
         if folder is None:
             return
         self._lines = _line_logger(folder)
@@ -77,7 +76,7 @@ class RunLog:
             self._sinks.append(_wandb_run(folder, config))
 
     def line(self, message: str) -> None:
-        """A line, or a few, for the terminal and log.txt; none where there is nothing to say."""
+        """A message for the terminal and log.txt; an empty one writes nothing."""
         if self.folder is None or not message:
             return
         with tqdm.external_write_mode(file=sys.stderr):
@@ -87,10 +86,10 @@ class RunLog:
         """Numbers of optimizer step `step` (counted from 1); a value may be a dict of numbers, by name, or of such dicts."""
         if self.folder is None:
             return
-        with self._told_once("metrics.jsonl"):
+        with self._report_once("metrics.jsonl"):
             self._jsonl.write(json.dumps({"step": step, **values}) + "\n")  # a whole line at once
         flat = dict(_flat(values))
-        with self._told_once("TensorBoard"):
+        with self._report_once("TensorBoard"):
             for name, value in flat.items():
                 self._tensorboard.add_scalar(name, value, step)
         for sink in self._sinks:
@@ -101,8 +100,8 @@ class RunLog:
                 self._bar.set_postfix(shown, refresh=False)
 
     @contextmanager
-    def _told_once(self, what: str) -> Iterator[None]:
-        """A full disk ends no run: the checkpoint that comes next matters more. TensorBoard's writer raises what befell it before."""
+    def _report_once(self, what: str) -> Iterator[None]:
+        """A full disk ends no run: the next checkpoint matters more. TensorBoard's writer raises errors of earlier writes."""
         try:
             yield
         except OSError as error:
@@ -111,12 +110,12 @@ class RunLog:
                 self.line(f"{what} does not have all of this run: {error}")
 
     def image(self, name: str, path: Path, step: int) -> None:
-        """A picture file, for TensorBoard and W&B."""
+        """An image file, for TensorBoard and W&B."""
         if self.folder is None:
             return
-        with Image.open(path) as picture:
-            pixels = np.asarray(picture.convert("RGB"))
-        with self._told_once("TensorBoard"):
+        with Image.open(path) as image:
+            pixels = np.asarray(image.convert("RGB"))
+        with self._report_once("TensorBoard"):
             self._tensorboard.add_image(name, pixels, step, dataformats="HWC")
         for sink in self._sinks:
             sink.log({name: _wandb_image(path)}, step=step)
@@ -137,9 +136,9 @@ class RunLog:
             self._bar.close()
         if self.folder is None:
             return
-        with self._told_once("metrics.jsonl"):
+        with self._report_once("metrics.jsonl"):
             self._jsonl.close()
-        with self._told_once("TensorBoard"):
+        with self._report_once("TensorBoard"):
             self._tensorboard.close()
         for sink in self._sinks:
             sink.finish()
@@ -149,7 +148,7 @@ class RunLog:
 
 
 def forget_later_steps(path: Path, step: int) -> None:
-    """Leave the entries of a metrics.jsonl up to `step`, and whole lines only: a crash may have cut the last one."""
+    """Keep the entries of a metrics.jsonl up to `step`, and complete lines only: a crash may have cut the last one."""
     if not path.exists():
         return
     lines = path.read_text().splitlines(keepends=True)
@@ -162,7 +161,7 @@ def forget_later_steps(path: Path, step: int) -> None:
 
 
 def _step_of(line: str) -> int | None:
-    """The step of an entry; None where the line is no whole entry."""
+    """The step of an entry; None for an incomplete line."""
     try:
         return int(json.loads(line)["step"]) if line.endswith("\n") else None
     except (ValueError, KeyError, TypeError):
@@ -195,7 +194,7 @@ def _wandb_image(path: Path) -> Any:
 
 
 def check_wandb() -> None:
-    """See that `wandb=True` will work, before what a run needs is loaded.
+    """Check that `wandb=True` will work, before anything large is loaded.
 
     Raises:
         UserError: the package is not installed.
@@ -210,6 +209,6 @@ def _wandb_run(folder: Path, config: dict[str, Any] | None) -> Any:
     check_wandb()
     import wandb
 
-    # one run for one folder, also when it goes on
+    # one W&B run for one folder, also after a resume
     name = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
     return wandb.init(project="opensora", id=name, resume="allow", name=folder.name, dir=str(folder), config=config)
