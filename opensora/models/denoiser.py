@@ -6,7 +6,7 @@ scheduler. It draws nothing at random, knows no process group, and treats the sa
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -17,7 +17,7 @@ from opensora.acceleration.kernels.attention import kernel_from_flag
 from opensora.models.layers.embedders import CaptionEmbedder, PatchEmbed3D, ScalarEmbedder
 from opensora.models.layers.mlp import linear_flops
 from opensora.models.layers.modulation import AdaLN, FinalLayer
-from opensora.models.layers.pos_embed import grid_coordinates, sincos_1d
+from opensora.models.layers.positions import grid_coordinates, sincos_1d
 from opensora.models.loading import Convert, load_weights
 from opensora.registry import inherit_signature
 from opensora.utils.errors import UserError
@@ -43,10 +43,14 @@ class Denoiser(nn.Module, ABC):
 
     Args:
         in_channels: channels of the latent.
-        predicts_sigma: the output has `2 * in_channels` channels (prediction and variance) instead of `in_channels`.
-        hidden_size: width D of the tokens.
+        hidden_size, num_heads, mlp_ratio: the transformer's size.
+        depth: blocks, or pairs of a spatial and a temporal block.
         patch_size: latent frames, rows and columns in one token.
         class_dropout_prob: how often training drops the caption or class.
+        no_temporal_pos_emb: leave out temporal positions (frames are then a set).
+        from_pretrained: weights to start from, see docs/weights.md.
+        enable_flash_attn: None or True = fastest attention kernel, False = the plain formula.
+        enable_layernorm_kernel: apex's fused LayerNorm if installed.
         input_size: accepted from older configs, (T, H, W) of the latent; positions follow the input.
     """
 
@@ -67,12 +71,18 @@ class Denoiser(nn.Module, ABC):
     def __init__(
         self,
         *,
-        in_channels: int,
-        predicts_sigma: bool,
-        hidden_size: int,
-        patch_size: Sequence[int],
-        class_dropout_prob: float,
-        input_size: Sequence[int | None] | None,
+        in_channels: int = 4,
+        hidden_size: int = 1152,
+        depth: int = 28,
+        num_heads: int = 16,
+        mlp_ratio: float = 4.0,
+        patch_size: Sequence[int] = (1, 2, 2),
+        class_dropout_prob: float = 0.1,
+        no_temporal_pos_emb: bool = False,
+        from_pretrained: str | None = None,
+        enable_flash_attn: bool | None = None,
+        enable_layernorm_kernel: bool = False,
+        input_size: Sequence[int | None] | None = None,
     ) -> None:
         super().__init__()
         if not 0 <= class_dropout_prob < 1:
@@ -81,14 +91,38 @@ class Denoiser(nn.Module, ABC):
             raise ValueError(f"patch_size={patch_size!r}: expected (frames, rows, columns), each at least 1.")
         if input_size is not None and len(input_size) != 3:
             raise ValueError(f"input_size={input_size!r}: expected (T, H, W) of the latent, or leave it out.")
-        self.in_channels = in_channels
-        self.out_channels = 2 * in_channels if predicts_sigma else in_channels
-        self.hidden_size = hidden_size
+        self.in_channels = self.out_channels = in_channels
+        self.hidden_size, self.depth, self.num_heads, self.mlp_ratio = hidden_size, depth, num_heads, mlp_ratio
+        self.head_dim = hidden_size // num_heads
         self.patch_size: Size = (patch_size[0], patch_size[1], patch_size[2])
         self.class_dropout_prob = class_dropout_prob
+        self.no_temporal_pos_emb = no_temporal_pos_emb
+        self.from_pretrained = from_pretrained
+        self.kernel = kernel_from_flag(enable_flash_attn=enable_flash_attn)
+        self.fused_norm = enable_layernorm_kernel
         self.input_size = input_size
         self.x_embedder = PatchEmbed3D(self.patch_size, in_channels, hidden_size)
         self.t_embedder = ScalarEmbedder(hidden_size)
+
+    def initialize(self, *, small: Iterable[nn.Module], zero: Iterable[nn.Module]) -> None:
+        """Initial weights: Xavier for linear layers and patches, N(0, 0.02^2) inside `small`, nothing but zeros in `zero`.
+
+        Zero layers end branches that must not disturb at first, and the output.
+        """
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
+                nn.init.zeros_(module.bias)
+        patches = self.x_embedder.proj
+        nn.init.xavier_uniform_(patches.weight.view(patches.out_channels, -1))
+        nn.init.zeros_(patches.bias)  # type: ignore[arg-type]  # it has a bias
+        for module in small:
+            for layer in module.modules():
+                if isinstance(layer, nn.Linear | nn.Embedding):
+                    nn.init.normal_(layer.weight, std=0.02)
+        for module in zero:
+            for parameter in module.parameters():
+                nn.init.zeros_(parameter)
 
     @abstractmethod
     def forward(
@@ -130,9 +164,7 @@ class Denoiser(nn.Module, ABC):
     def to_diffusers(self, **options: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """The same model in diffusers: the content of its config.json, with the class's name, and its state dict.
 
-        Args:
-            options: what diffusers' model fixes and ours does not, such as its `sample_size`; see the architecture's
-                weights.py.
+        `options` are what diffusers' model fixes and ours does not, see the architecture's weights.py.
 
         Raises:
             UserError: diffusers has no such architecture, or it cannot express this model.
@@ -222,79 +254,30 @@ class Denoiser(nn.Module, ABC):
                 raise ValueError(f"{type(self).__name__} needs {name}=: a tensor [B].")
         return [sizes[name].to(torch.float32) for name in names]  # type: ignore[union-attr]
 
-    def train_only(self, *parts: str, others: bool = False) -> None:
-        """Freeze every parameter without any of these parts in its name; `others`: those that have one instead.
-
-        Raises:
-            ValueError: nothing would be trained.
-        """
-        for name, parameter in self.named_parameters():
-            parameter.requires_grad_(any(part in name for part in parts) != others)
-        if not any(parameter.requires_grad for parameter in self.parameters()):
-            raise ValueError("this choice of frozen parts leaves nothing to train.")
-
 
 class AdaLNSingleDenoiser(Denoiser):
     """Base of PixArt and what grew from it: captions by cross-attention, the timestep by adaLN-single.
 
     A subclass creates, in this order (initial weights depend on it): embedders of its own, `y_embedder`, its blocks and
-    `final_layer`; then it sets initial weights and calls `load_and_freeze`. Names: also `t_block`.
+    `final_layer`; then it calls `initialize` and `load_and_freeze`. Names: also `t_block`.
 
     Args:
-        in_channels: channels of the latent.
         caption_channels: channels of the text features.
         model_max_length: text tokens, the length of the table that stands for "no text".
-        hidden_size, num_heads, mlp_ratio: the transformer's size.
-        depth: blocks, or pairs of a spatial and a temporal block.
-        patch_size: latent frames, rows and columns in one token.
         pred_sigma: predict `2 * in_channels` channels (mean and variance) instead of `in_channels`.
-        class_dropout_prob: how often training drops the caption.
-        no_temporal_pos_emb: leave out temporal positions (frames are then a set).
-        from_pretrained: weights to start from: a checkpoint folder, a folder of diffusers' transformer, a .safetensors or
-            a .pth file.
-        enable_flash_attn: None or True = fastest attention kernel, False = the plain formula.
-        enable_layernorm_kernel: apex's fused LayerNorm if installed.
-        input_size: accepted from older configs; the model takes any size.
+        common: see `Denoiser`.
     """
 
     temporal_parts: ClassVar[tuple[str, ...]] = ()
     """Parts of the names of what only the temporal branch uses: what `freeze="not_temporal"` trains."""
 
     def __init__(
-        self,
-        *,
-        in_channels: int = 4,
-        caption_channels: int = 4096,
-        model_max_length: int = 120,
-        hidden_size: int = 1152,
-        depth: int = 28,
-        num_heads: int = 16,
-        mlp_ratio: float = 4.0,
-        patch_size: Sequence[int] = (1, 2, 2),
-        pred_sigma: bool = True,
-        class_dropout_prob: float = 0.1,
-        no_temporal_pos_emb: bool = False,
-        from_pretrained: str | None = None,
-        enable_flash_attn: bool | None = None,
-        enable_layernorm_kernel: bool = False,
-        input_size: Sequence[int | None] | None = None,
+        self, *, caption_channels: int = 4096, model_max_length: int = 120, pred_sigma: bool = True, **common: Any
     ) -> None:
-        super().__init__(
-            in_channels=in_channels,
-            predicts_sigma=pred_sigma,
-            hidden_size=hidden_size,
-            patch_size=patch_size,
-            class_dropout_prob=class_dropout_prob,
-            input_size=input_size,
-        )
+        super().__init__(**common)
+        self.out_channels = 2 * self.in_channels if pred_sigma else self.in_channels
         self.caption_channels, self.model_max_length = caption_channels, model_max_length
-        self.depth, self.num_heads, self.mlp_ratio = depth, num_heads, mlp_ratio
-        self.head_dim = hidden_size // num_heads
-        self.no_temporal_pos_emb = no_temporal_pos_emb
-        self.from_pretrained = from_pretrained
-        self.kernel = kernel_from_flag(enable_flash_attn=enable_flash_attn)
-        self.fused_norm = enable_layernorm_kernel
-        self.t_block = AdaLN(hidden_size, 6)
+        self.t_block = AdaLN(self.hidden_size, 6)
 
     def caption_embedder(self) -> CaptionEmbedder:
         """A new `y_embedder`."""
@@ -315,17 +298,21 @@ class AdaLNSingleDenoiser(Denoiser):
 
         Raises:
             UserError: see `opensora.models.loading.load_weights`.
-            ValueError: `freeze` is something else.
+            ValueError: `freeze` is something else, or nothing would be trained.
         """
         if self.from_pretrained is not None:
             load_weights(self, self.from_pretrained, convert)
+        if freeze is None:
+            return
         choices = ("not_temporal", "text") if self.temporal_parts else ("text",)
-        if freeze is not None and freeze not in choices:
+        if freeze not in choices:
             raise ValueError(f"freeze={freeze!r} is not one of {', '.join(map(repr, choices))}, None.")
-        if freeze == "not_temporal":
-            self.train_only(*self.temporal_parts)
-        elif freeze == "text":
-            self.train_only(".cross_attn.", "y_embedder.", others=True)
+        temporal = freeze == "not_temporal"
+        parts = self.temporal_parts if temporal else (".cross_attn.", "y_embedder.")
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(any(part in name for part in parts) == temporal)
+        if not any(parameter.requires_grad for parameter in self.parameters()):
+            raise ValueError(f"freeze={freeze!r} leaves nothing to train.")
 
     def flops(self, latent_size: Size, text_len: int) -> int:
         """See `Denoiser.flops`."""

@@ -77,7 +77,7 @@ def normed_heads(
         x: [B, T, S, H, D], in any strides.
         weight: [D].
         eps: added to the mean of squares.
-        table: rotary table [2, N, D], see `opensora.models.layers.rope`; None = no positions.
+        table: rotary table [2, N, D], see `opensora.models.layers.positions`; None = no positions.
         every: token i of the B T S is at position `(i // every) % N`.
         kernel: see `attention`.
 

@@ -3,31 +3,27 @@
 All tokens of a video attend to each other. The condition, timestep plus class or pooled caption, enters every block
 through adaLN-zero; a new model predicts zero, and each of its blocks is the identity.
 
-For videos, Open-Sora (2024) adds a table of temporal positions to the spatial one. It does so for a single frame too,
-unless `no_temporal_pos_emb` is set; row 0 of the table is not zero, so the released image weights then see tokens they
-do not know. Here a single frame, or patch of frames, never gets temporal positions: one frame is DiT's image, whatever
-the flag says, and several frames are Open-Sora's video.
+For videos, Open-Sora (2024) adds a table of temporal positions to the spatial one, also for a single frame, although row 0
+of the table is not zero and the released image weights do not know it. Here a single frame, or patch of frames, never gets
+temporal positions: one frame is DiT's image, and several frames are Open-Sora's video.
 
 Further deviations from the released codes: position tables follow the input's size and are not saved; the model does
 not drop the condition by itself (see `opensora.training.batch_encoder`).
 """
 
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from opensora.acceleration.kernels.attention import kernel_from_flag
 from opensora.models.denoiser import Denoiser, Size
 from opensora.models.dit.weights import convert, to_diffusers
 from opensora.models.layers.attention import Attention, Axis
 from opensora.models.layers.blocks import AdaLNZeroBlock
 from opensora.models.layers.embedders import CaptionEmbedder, LabelEmbedder
-from opensora.models.layers.init import init_linears, init_small, init_zero
 from opensora.models.layers.mlp import linear_flops
 from opensora.models.layers.modulation import AdaLNFinalLayer
-from opensora.models.layers.pos_embed import sincos_grid
+from opensora.models.layers.positions import sincos_grid
 from opensora.models.loading import load_weights, written_by
 from opensora.registry import MODELS
 
@@ -37,19 +33,11 @@ class DiT(Denoiser):
     """Diffusion transformer (see the module's docstring).
 
     Args:
-        in_channels: channels of the latent.
         condition: "label_N" = N classes, "text" = one vector per caption, such as CLIP's, "unconditional" = none.
         caption_channels: channels of the caption's vector; used by "text" only.
         model_max_length: what the text encoder reads of a caption; accepted, as the caption is one vector here.
-        hidden_size, depth, num_heads, mlp_ratio: the transformer's size.
-        patch_size: latent frames, rows and columns in one token.
         learn_sigma: predict `2 * in_channels` channels (mean and variance) instead of `in_channels`.
-        class_dropout_prob: how often training drops the condition; 0 leaves the table without a row for "no class".
-        no_temporal_pos_emb: leave out temporal positions (frames are then a set).
-        from_pretrained: weights to start from: a checkpoint folder, a .safetensors or a .pt file.
-        enable_flash_attn: None or True = fastest attention kernel, False = the plain formula.
-        enable_layernorm_kernel: apex's fused LayerNorm if installed.
-        input_size: accepted from older configs; the model takes any size.
+        common: see `Denoiser`; class_dropout_prob=0 leaves the table without a row for "no class".
     """
 
     axes: ClassVar[tuple[Axis, ...]] = ("all",)
@@ -60,58 +48,45 @@ class DiT(Denoiser):
     def __init__(
         self,
         *,
-        in_channels: int = 4,
         condition: str = "text",
         caption_channels: int = 512,
         model_max_length: int = 77,
-        hidden_size: int = 1152,
-        depth: int = 28,
-        num_heads: int = 16,
-        mlp_ratio: float = 4.0,
-        patch_size: Sequence[int] = (1, 2, 2),
         learn_sigma: bool = True,
-        class_dropout_prob: float = 0.1,
-        no_temporal_pos_emb: bool = False,
-        from_pretrained: str | None = None,
-        enable_flash_attn: bool | None = None,
-        enable_layernorm_kernel: bool = False,
-        input_size: Sequence[int | None] | None = None,
+        **common: Any,
     ) -> None:
-        super().__init__(
-            in_channels=in_channels,
-            predicts_sigma=learn_sigma,
-            hidden_size=hidden_size,
-            patch_size=patch_size,
-            class_dropout_prob=class_dropout_prob,
-            input_size=input_size,
-        )
-        if depth % len(self.axes):
-            raise ValueError(f"depth={depth} is not a multiple of {len(self.axes)}: blocks alternate over {self.axes}.")
+        super().__init__(**common)
+        dim, axes, (pt, ph, pw) = self.hidden_size, self.axes, self.patch_size
+        if self.depth % len(axes):
+            raise ValueError(f"depth={self.depth} is not a multiple of {len(axes)}: blocks alternate over {axes}.")
         self.condition = condition
-        self.no_temporal_pos_emb = no_temporal_pos_emb
-        kernel = kernel_from_flag(enable_flash_attn=enable_flash_attn)
-        pt, ph, pw = self.patch_size
-
-        self.y_embedder = _condition_embedder(
-            condition, caption_channels, hidden_size, with_null=class_dropout_prob > 0
-        )
+        self.out_channels = 2 * self.in_channels if learn_sigma else self.in_channels
+        kind, _, number = condition.partition("_")
+        if kind == "label" and number.isdecimal() and int(number) > 0:
+            self.y_embedder = LabelEmbedder(int(number), dim, with_null=self.class_dropout_prob > 0)
+        elif condition == "text":
+            self.y_embedder = CaptionEmbedder(caption_channels, dim, 1)
+        elif condition == "unconditional":
+            self.y_embedder = None
+        else:
+            raise ValueError(f"condition={condition!r} is not 'text', 'label_N' (N classes) or 'unconditional'.")
         attentions = [
-            Attention(hidden_size, num_heads, axis=self.axes[i % len(self.axes)], kernel=kernel) for i in range(depth)
+            Attention(dim, self.num_heads, axis=axes[i % len(axes)], kernel=self.kernel) for i in range(self.depth)
         ]
         self.blocks = nn.ModuleList(
-            AdaLNZeroBlock(attn, mlp_ratio, fused_norm=enable_layernorm_kernel) for attn in attentions
+            AdaLNZeroBlock(attn, self.mlp_ratio, fused_norm=self.fused_norm) for attn in attentions
         )
-        self.final_layer = AdaLNFinalLayer(
-            hidden_size, pt * ph * pw, self.out_channels, fused_norm=enable_layernorm_kernel
-        )
+        self.final_layer = AdaLNFinalLayer(dim, pt * ph * pw, self.out_channels, fused_norm=self.fused_norm)
 
         # zero makes each block the identity and the output 0 at first (section 3.2, "adaLN-Zero block")
-        init_linears(self, self.x_embedder.proj)
-        init_small(self.t_embedder, *([] if self.y_embedder is None else [self.y_embedder]))
-        init_zero(block.adaLN_modulation for block in self.blocks)
-        init_zero([self.final_layer.adaLN_modulation, self.final_layer.linear])
-        if from_pretrained is not None:
-            path = from_pretrained
+        self.initialize(
+            small=filter(None, (self.t_embedder, self.y_embedder)),
+            zero=[
+                *(block.adaLN_modulation for block in self.blocks),
+                self.final_layer.adaLN_modulation,
+                self.final_layer.linear,
+            ],
+        )
+        if (path := self.from_pretrained) is not None:
             load_weights(self, path, lambda state, _: convert(state, self, written_by(path)))
 
     def forward(
@@ -174,31 +149,15 @@ class DiT(Denoiser):
         if self.y_embedder is None:
             return 0.0
         if isinstance(self.y_embedder, LabelEmbedder):
-            if y.is_floating_point() or y.numel() != len(y):
-                raise ValueError(
-                    f"{type(self).__name__} with condition={self.condition!r} takes one class label per sample, but y "
-                    f"has shape {tuple(y.shape)}, {y.dtype}: use the text encoder 'classes'."
-                )
-            return self.y_embedder(y)
-        if not y.is_floating_point() or y.shape[1:-1] != (1, 1):
+            fits, wanted = not y.is_floating_point() and y.numel() == len(y), "label per sample: use the text encoder 'classes'"
+        else:
+            fits, wanted = y.is_floating_point() and y.shape[1:-1] == (1, 1), "vector per caption: use the text encoder 'clip'"
+        if not fits:
             raise ValueError(
-                f"{type(self).__name__} with condition='text' takes one vector per caption, [B, 1, 1, C], but y has "
-                f"shape {tuple(y.shape)}, {y.dtype}: use the text encoder 'clip', which pools the tokens."
+                f"{type(self).__name__} with condition={self.condition!r} takes one {wanted}. y is {tuple(y.shape)}, {y.dtype}."
             )
-        return self.y_embedder(y).squeeze(1)  # [B, 1, D] -> [B, D]
-
-
-def _condition_embedder(
-    condition: str, caption_channels: int, hidden_size: int, *, with_null: bool
-) -> CaptionEmbedder | LabelEmbedder | None:
-    kind, _, number = condition.partition("_")
-    if kind == "label" and number.isdecimal() and int(number) > 0:
-        return LabelEmbedder(int(number), hidden_size, with_null=with_null)
-    if condition == "text":
-        return CaptionEmbedder(caption_channels, hidden_size, 1)
-    if condition == "unconditional":
-        return None
-    raise ValueError(f"condition={condition!r} is not 'text', 'label_N' (N classes) or 'unconditional'.")
+        embedded = self.y_embedder(y)
+        return embedded if embedded.ndim == 2 else embedded.squeeze(1)  # [B, D]
 
 
 SIZES = {

@@ -20,6 +20,7 @@ from opensora.models.key_map import (
     diffusers_depth,
     layer,
     patches_along,
+    refuse_unmet,
     tensor,
     to_ours,
     to_theirs,
@@ -39,8 +40,6 @@ def convert(state: Mapping[str, Tensor], model: "DiT", source_type: str | None =
     """A released state dict -> a DiT's or a Latte's.
 
     Args:
-        state: what was read.
-        model: a DiT or a Latte.
         source_type: the `model.type` that the file says it is of; None = it does not say.
 
     Raises:
@@ -51,10 +50,8 @@ def convert(state: Mapping[str, Tensor], model: "DiT", source_type: str | None =
         axes = getattr(inspect.unwrap(MODELS.get(source_type)), "axes", None)
     official_latte, is_latte = "temp_embed" in state, model.axes != ("all",)
     if not is_latte and (official_latte or axes not in (None, model.axes)):
-        evidence = "they hold 'temp_embed'" if official_latte else f"they say that they are of {source_type!r}"
         raise UserError(
-            f"these are weights of Latte ({evidence}), not of DiT, whose blocks all attend to everything: use a model type "
-            "'Latte-...'."
+            "these are weights of Latte, not of DiT, whose blocks all attend to everything: use a model type 'Latte-...'."
         )
     kernel = state.get(PATCHES)
     if any(".norm1.emb." in name for name in state):
@@ -76,10 +73,7 @@ def convert(state: Mapping[str, Tensor], model: "DiT", source_type: str | None =
     elif not isinstance(embedder, LabelEmbedder):
         _drop_classes(result, model, "the file has classes, the model takes text")
     elif any(name.startswith("y_embedder.y_proj") for name in result.tensors):
-        raise UserError(
-            "the weights are those of a text model (they hold 'y_embedder.y_proj'), but the model takes classes: "
-            "set condition='text'."
-        )
+        raise UserError("the weights are a text model's, but the model takes classes: set condition='text'.")
     elif table is not None and len(table) == embedder.num_classes + 1 and not embedder.with_null:
         result.tensors[CLASSES] = table[:-1]
         result.converted[CLASSES] = "the last row, 'no class', left out (class_dropout_prob=0)"
@@ -97,54 +91,42 @@ def _drop_classes(result: Conversion, model: nn.Module, why: str) -> None:
 
 
 def to_diffusers(model: "DiT", *, sample_size: int = 32) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """A class-conditional DiT as diffusers' `DiTTransformer2DModel`.
+    """A class-conditional DiT as diffusers' `DiTTransformer2DModel`: the content of its config.json, and the state dict.
 
-    diffusers computes the timestep's sinusoid with frequencies 10000^(-k / 127) where DiT, and all its weights, have
-    10000^(-k / 128): but for that (`time_proj.downscale_freq_shift` of its blocks, 1 where DiT's is 0) the outputs are
-    equal.
+    diffusers spaces the timestep's frequencies over 127 steps, DiT over 128: only with DiT's (`time_proj.downscale_freq_shift`
+    of its blocks 0) are the outputs equal.
 
     Args:
-        model: patches of one frame, square; classes with a row for "no class"; mlp_ratio 4.
         sample_size: rows, and columns, of the latent; diffusers' positions are for one size.
 
-    Returns:
-        The content of its config.json, and the state dict.
-
     Raises:
-        UserError: the model has what that format cannot hold, all of which is named; or `sample_size` is no multiple of
-            the patch.
+        UserError: diffusers cannot express the model; or `sample_size` is no multiple of the patch.
     """
     pt, ph, pw = model.patch_size
-    mlp: Any = model.blocks[0].mlp
     classes = model.y_embedder if isinstance(model.y_embedder, LabelEmbedder) else None
-    problems = {
-        f"condition={model.condition!r} (it takes classes only)": classes is None,
-        "class_dropout_prob=0 (its table has a row for 'no class')": classes is not None and not classes.with_null,
-        f"patches of {pt} frames (it makes images)": pt != 1,
-        f"patches of {ph}x{pw} (its are square)": ph != pw,
-        "factorised attention (Latte)": model.axes != ("all",),
-        "mlp_ratio other than 4": mlp.fc1.out_features != 4 * model.hidden_size,
+    needed = {
+        f"classes, not condition={model.condition!r}": classes is not None,
+        "a row for 'no class', not class_dropout_prob=0": classes is None or classes.with_null,
+        f"patches of one frame, not {pt}": pt == 1,
+        f"square patches, not {ph} x {pw}": ph == pw,
+        "attention among all tokens, not Latte's": model.axes == ("all",),
+        "mlp_ratio=4": model.mlp_ratio == 4,
     }
-    if any(problems.values()) or classes is None:
-        wrong = "; ".join(problem for problem, true in problems.items() if true)
-        raise UserError(f"diffusers' DiTTransformer2DModel cannot hold this model: {wrong}.")
+    refuse_unmet("DiTTransformer2DModel", needed)
     patches_along(sample_size, ph)
-    own = {"norm_type": "ada_norm_zero", "num_embeds_ada_norm": classes.num_classes}
+    own = {"norm_type": "ada_norm_zero", "num_embeds_ada_norm": classes and classes.num_classes}
     config = diffusers_config(model, "DiTTransformer2DModel", sample_size, **own)
     return config, to_theirs(rules(len(model.blocks)), model.state_dict())
 
 
 def rules(depth: int) -> list[Rule]:
     """Our names <-> diffusers', for a DiT of `depth` blocks."""
-
-    def in_all_blocks(name: str) -> list[str]:
-        return [f"transformer_blocks.{i}.norm1.emb.{name}" for i in range(depth)]
-
+    embeds = [f"transformer_blocks.{i}.norm1.emb" for i in range(depth)]
     result = [
         *layer("x_embedder.proj", "pos_embed.proj", kind="patch"),
-        *layer("t_embedder.mlp.0", *in_all_blocks("timestep_embedder.linear_1"), kind="copies"),
-        *layer("t_embedder.mlp.2", *in_all_blocks("timestep_embedder.linear_2"), kind="copies"),
-        tensor(CLASSES, *in_all_blocks("class_embedder.embedding_table.weight"), kind="copies"),
+        *layer("t_embedder.mlp.0", *(f"{emb}.timestep_embedder.linear_1" for emb in embeds), kind="copies"),
+        *layer("t_embedder.mlp.2", *(f"{emb}.timestep_embedder.linear_2" for emb in embeds), kind="copies"),
+        tensor(CLASSES, *(f"{emb}.class_embedder.embedding_table.weight" for emb in embeds), kind="copies"),
         *layer("final_layer.adaLN_modulation.1", "proj_out_1"),
         *layer("final_layer.linear", "proj_out_2"),
     ]

@@ -15,15 +15,15 @@ from opensora.models.key_map import (
     diffusers_config,
     diffusers_depth,
     pixart_rules,
+    refuse_unmet,
     tensor,
     to_ours,
     to_theirs,
 )
 from opensora.models.loading import NO_NULL_TEXT, NULL_TEXT, Conversion
-from opensora.utils.errors import UserError
 
 if TYPE_CHECKING:  # the model's file imports this one
-    from opensora.models.latte.latte_t2v import LatteT2V
+    from opensora.models.latte.latte import LatteT2V
 
 
 def convert(state: Mapping[str, Tensor], model: nn.Module) -> Conversion:
@@ -49,13 +49,12 @@ def to_diffusers(model: "LatteT2V", *, num_frames: int = 16) -> tuple[dict[str, 
     The table of "no text" is left out, as diffusers has none: its pipeline encodes an empty prompt instead.
 
     Args:
-        model: a LatteT2V.
         num_frames: of the videos; diffusers' model takes no other number, except 1.
 
     Raises:
         UserError: diffusers' model cannot express this one.
     """
-    _, rows, columns = model.patch_size
+    frames, rows, columns = model.patch_size
     span = model.base_size / model.space_scale
     # the side of diffusers' base latent, that of the training if possible, which stands for the range of positions
     sides = [round(size * rows) for size in (model.base_size, span)]
@@ -63,15 +62,14 @@ def to_diffusers(model: "LatteT2V", *, num_frames: int = 16) -> tuple[dict[str, 
     needed = {
         "mode='video', as it runs the temporal blocks; for images convert with mode='video' and call it with "
         "enable_temporal_attentions=False": model.mode == "video",
+        f"patches of one frame, not {frames}": frames == 1,
         f"square patches, not {rows} x {columns}": rows == columns,
         f"another range of spatial positions than base_size / space_scale = {span:g}": bool(fitting),
         f"time_scale=1, not {model.time_scale}": model.time_scale == 1,
         "temporal positions": not model.no_temporal_pos_emb,
         "mlp_ratio=4": model.mlp_ratio == 4,
     }
-    if not all(needed.values()):
-        unmet = "; ".join(what for what, met in needed.items() if not met)
-        raise UserError(f"diffusers' LatteTransformer3DModel cannot express this model. It would need: {unmet}.")
+    refuse_unmet("LatteTransformer3DModel", needed)
     config = diffusers_config(model, "LatteTransformer3DModel", fitting[0], video_length=num_frames)
     state = to_theirs(_rules(len(model.blocks)), model.state_dict())
     del state["caption_projection.y_embedding"]

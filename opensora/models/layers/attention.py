@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from opensora.acceleration.kernels.attention import attention, normed_heads, packed_attention
-from opensora.models.layers.rope import apply_rotary
+from opensora.models.layers.positions import apply_rotary
 
 Axis = Literal["space", "time", "all"]
 NormOrder = Literal["norm_then_rope", "rope_then_norm"]
@@ -111,7 +111,7 @@ class Attention(nn.Module):
 
         Args:
             x: tokens [B, T, S, D].
-            rope: rotary table for the positions along the axis, see `opensora.models.layers.rope`; None = none.
+            rope: rotary table for the positions along the axis, see `opensora.models.layers.positions`; None = none.
             grid: rows and columns of the S tokens, for `reduce_keys` and `exchange`.
 
         Returns:

@@ -19,19 +19,18 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from opensora.models.denoiser import MICRO_CONDITIONS, Size
-from opensora.models.layers.init import init_zero
 from opensora.models.layers.mlp import linear_flops
-from opensora.models.layers.pos_embed import sincos_grid
+from opensora.models.layers.positions import sincos_grid
 from opensora.models.loading import Conversion, load_weights
-from opensora.models.nova.blocks import Cache, VisionTransformer
-from opensora.models.nova.diffusion_mlp import DiffusionMLP
-from opensora.models.nova.embeddings import (
+from opensora.models.nova.layers import (
     NULL_TOKENS,
+    DiffusionMLP,
+    KeysValues,
     MaskEmbed,
     MotionEmbed,
-    Positions,
     TextEmbed,
     VideoPosEmbed,
+    VisionTransformer,
     rotary_3d,
 )
 from opensora.registry import MODELS
@@ -41,7 +40,7 @@ from opensora.utils.errors import UserError
 class Past(NamedTuple):
     """The state of frame-by-frame sampling."""
 
-    cache: Cache
+    cache: Sequence[KeysValues]
     first: Tensor | None  # [B, 1, Nc, D], the video encoder's output for the first frame; where there is a mixer
 
 
@@ -85,7 +84,7 @@ class NOVA(nn.Module):
         head_depth: int = 6,
         head_width: int | None = None,
         patch_size: int = 2,
-        positions: Positions = "absolute",
+        positions: Literal["absolute", "rotary"] = "absolute",
         base_size: Sequence[int] | None = None,
         mixer_rank: int = 0,
         motion: bool = True,
@@ -110,7 +109,8 @@ class NOVA(nn.Module):
         if mixer_rank < -1:
             raise ValueError(f"mixer_rank={mixer_rank} is not -1 (full), 0 (no mixer) or a rank.")
         self.in_channels = self.out_channels = in_channels
-        self.width, self.head_dim, self.model_max_length = width, width // num_heads, model_max_length
+        self.width, self.num_heads, self.head_dim = width, num_heads, width // num_heads
+        self.model_max_length = model_max_length
         self.patch_size = (1, 2 * patch_size, 2 * patch_size)  # what sizes must be multiples of
         self.image_patch = patch_size
         self.positions, self.base_size = positions, base_size
@@ -132,7 +132,10 @@ class NOVA(nn.Module):
                 nn.init.xavier_uniform_(module.weight.flatten(1))
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
-        init_zero(self.image_decoder.zero_init_layers())
+        head = self.image_decoder
+        for layer in (head.head, head.norm.proj, *(block.norm1.proj for block in head.blocks)):
+            nn.init.zeros_(layer.weight)
+            nn.init.zeros_(layer.bias)
 
         # training on images has no gradient for some parts, and no use for others
         encoder = self.video_encoder
@@ -179,12 +182,8 @@ class NOVA(nn.Module):
             )
         T, H, W = self.check_size(x.shape[2:])
         conditions = self.video_conditions(x, self.text_tokens(y, mask, fps, flow))  # [B, T, Nc, D]
-        z = self.image_tokens(
-            rearrange(x, "B C T H W -> (B T) C H W"),
-            visible.flatten(0, 1),
-            conditions.flatten(0, 1),
-            (H, W),
-        )
+        frames = rearrange(x, "B C T H W -> (B T) C H W")
+        z = self.image_tokens(frames, visible.flatten(0, 1), conditions.flatten(0, 1), (H, W))
         z = rearrange(z, "(B T) N D -> B 1 T N D", T=T)
         patches = self.to_patches(noisy.transpose(2, 3))  # [B, R, T, N, C p p]
         return self.to_frames(self.image_decoder(patches, timestep, z), (H, W)).transpose(2, 3)
@@ -206,17 +205,17 @@ class NOVA(nn.Module):
 
     def video_conditions(self, x: Tensor, text: Tensor) -> Tensor:
         """The condition of each frame, from those before it: `x [B, C, T, H, W]` -> `[B, T, Nc, D]`, all frames at once."""
-        T, L = x.shape[2], text.shape[1]
-        frames = torch.arange(T, device=x.device)
-        grid = self.coarse_grid(x.shape[3:])
-        shown = self.frame_tokens(x[:, :, :-1], frames, T, grid)  # [B, T, Nc, D]
+        T, L, device = x.shape[2], text.shape[1], x.device
+        frames, grid = torch.arange(T, device=device), self._coarse_grid(x.shape[3:])
+        shown = self._frame_tokens(x[:, :, :-1], frames, T, grid, first=True)  # [B, T, Nc, D]
         tokens = torch.cat([text.to(shown.dtype), shown.flatten(1, 2)], dim=1)
-        allowed = None if T == 1 else block_causal(L, T, grid[0] * grid[1], x.device)
+        allowed = None
+        if T > 1:  # text and the first frame are block 0, every later frame is a block of its own; each sees those before
+            blocks = torch.cat([frames.new_zeros(L), frames.repeat_interleave(grid[0] * grid[1])])
+            allowed = blocks[:, None] >= blocks[None, :]
         encoder = self.video_encoder
-        out = encoder.norm(
-            encoder.run(tokens, range(len(encoder.blocks)), allowed, self._rotary(frames, grid, before=L))
-        )
-        out = rearrange(out[:, L:], "B (T N) D -> B T N D", T=T)
+        out, _ = encoder.run(tokens, range(len(encoder.blocks)), allowed, self._rotary(frames, grid, before=L))
+        out = rearrange(encoder.norm(out)[:, L:], "B (T N) D -> B T N D", T=T)
         if encoder.mixer is None:
             return out
         first, later = out.split([1, T - 1], dim=1)
@@ -236,42 +235,22 @@ class NOVA(nn.Module):
         Returns:
             [B, Nc, D], and the past of the next frame.
         """
-        device, grid = text.device, self.coarse_grid(size[1:])
-        frames = torch.tensor([frame], device=device)
+        frames, grid = torch.tensor([frame], device=text.device), self._coarse_grid(size[1:])
         x = text.new_empty(len(text), self.in_channels, 0, *size[1:]) if previous is None else previous[:, :, None]
-        tokens = self.frame_tokens(x, frames, size[0], grid, first=previous is None)[:, 0]
+        tokens = self._frame_tokens(x, frames, size[0], grid, first=previous is None)[:, 0]
         before = text.shape[1] if previous is None else 0
         if before:
             tokens = torch.cat([text.to(tokens.dtype), tokens], dim=1)
-        rotary = self._rotary(frames, grid, before=before)
-        encoder = self.video_encoder
-        out, cache = encoder.decode_step(tokens, None if past is None else past.cache, rotary)
-        out = out[:, before:]
+        encoder, rotary = self.video_encoder, self._rotary(frames, grid, before=before)
+        cache = None if past is None else past.cache
+        out, new = encoder.run(tokens, range(len(encoder.blocks)), None, rotary, cache)
+        out = encoder.norm(out)[:, before:]
         if encoder.mixer is None:
-            return out, Past(cache, None)
+            return out, Past(new, None)
         if past is None:
-            return out, Past(cache, out[:, None])
+            return out, Past(new, out[:, None])
         assert past.first is not None, "the past of a model without a mixer"
-        return encoder.mixer(past.first, out[:, None])[:, 0], Past(cache, past.first)
-
-    def frame_tokens(
-        self, x: Tensor, frames: Tensor, num_frames: int, grid: tuple[int, int], *, first: bool = True
-    ) -> Tensor:
-        """The video encoder's input for the frames with indices `frames [T]`: the frame before each, `[B, T, Nc, D]`.
-
-        `first`: the first of them has none before it, and `x [B, C, T - 1, H, W]` is those of the others.
-        """
-        B, T = len(x), x.shape[2]
-        tokens = self.video_encoder.patch_embed(rearrange(x, "B C T H W -> (B T) C H W"))
-        tokens = rearrange(tokens, "(B T) N D -> B T N D", B=B, T=T)
-        if first:
-            nothing = self.mask_embed.bos_token.to(tokens.dtype).expand(B, 1, grid[0] * grid[1], -1)
-            tokens = torch.cat([nothing, tokens], dim=1)
-        if self.video_pos_embed is None:
-            return tokens
-        space = self._space_positions(grid, 2 * self.image_patch, x.device)
-        time = self.video_pos_embed(frames, num_frames)
-        return tokens + (space + time[:, None]).to(tokens.dtype)  # [B, T, Nc, D]
+        return encoder.mixer(past.first, out[:, None])[:, 0], Past(new, past.first)
 
     def image_tokens(
         self,
@@ -293,10 +272,13 @@ class NOVA(nn.Module):
         Returns:
             [B, N, D].
         """
-        encoder, (Nc, V) = self.image_encoder, (condition.shape[1], visible.shape[1])
+        encoder, Nc = self.image_encoder, condition.shape[1]
         fine = (size[0] // self.image_patch, size[1] // self.image_patch)
         rotary = self._rotary(torch.zeros(1, device=x.device), fine, before=Nc)  # [2, Nc + N, d]
-        half = len(encoder.blocks) // 2
+        rotary_seen = None
+        if rotary is not None:  # of the condition's tokens and the visible patches, [2, B, 1, Nc + V, d]
+            conditions = torch.arange(Nc, device=visible.device).expand(len(visible), -1)
+            rotary_seen = rotary[:, torch.cat([conditions, visible + Nc], dim=1)][:, :, None]
         tokens = encoder.patch_embed(x)
         absent = self.mask_embed.mask_token.to(tokens.dtype).expand_as(tokens)
         if rotary is None:
@@ -304,13 +286,12 @@ class NOVA(nn.Module):
             tokens, absent = tokens + space, absent + space
         at = visible[..., None].expand(-1, -1, self.width)  # [B, V, D]
         seen = torch.cat([condition.to(tokens.dtype), tokens.gather(1, at)], dim=1)
-        # as many sequence lengths as counts of visible patches
+        half = len(encoder.blocks) // 2
         first, second = ([i for i in part if i not in skip] for part in (range(half), range(half, 2 * half)))
-        seen = encoder.run(seen, first, None, _rotary_of(rotary, visible, Nc), lengths="many")
+        # as many sequence lengths as counts of visible patches
+        seen, _ = encoder.run(seen, first, None, rotary_seen, lengths="many")
         full = absent.scatter(1, at, seen[:, Nc:].to(absent.dtype))
-        out = torch.cat([seen[:, :Nc], full], dim=1)
-        out = encoder.run(out, second, None, rotary)
-        assert full.shape[1] >= V, "more visible patches than patches"
+        out, _ = encoder.run(torch.cat([seen[:, :Nc], full], dim=1), second, None, rotary)
         return encoder.norm(out)[:, Nc:]
 
     def to_patches(self, frames: Tensor) -> Tensor:
@@ -344,27 +325,20 @@ class NOVA(nn.Module):
         With one noised copy, and the mean number of visible patches.
         """
         T, H, W = self.check_size(latent_size)
-        fine, coarse = H * W // self.image_patch**2, H * W // self.image_patch**2 // 4
+        fine = H * W // self.image_patch**2
+        coarse, D, head = fine // 4, self.width, self.image_decoder
         text = text_len + (0 if self.motion_embed is None else 2)
-        sequence = text + T * coarse
-        seen = sum((text + (t + 1) * coarse) * coarse for t in range(T)) + text * (
-            text + coarse
-        )  # pairs under the mask
-        shown = coarse + int(MEAN_VISIBLE * fine)
-        video = sum(linear_flops(block, sequence) + 4 * self.width * seen for block in self.video_encoder.blocks)
-        halves = self.image_encoder.blocks[: len(self.image_encoder.blocks) // 2], (shown, coarse + fine)
-        image = sum(linear_flops(block, n) + 4 * self.width * n * n for n in halves[1] for block in halves[0])
-        head = linear_flops(self.image_decoder.blocks, fine) + linear_flops(self.image_decoder.head, fine)
+        pairs = sum((text + (t + 1) * coarse) * coarse for t in range(T)) + text * (text + coarse)  # under the mask
+        video = sum(linear_flops(block, text + T * coarse) + 4 * D * pairs for block in self.video_encoder.blocks)
         if self.video_encoder.mixer is not None:
             video += linear_flops(self.video_encoder.mixer, (T - 1) * coarse)
-        head += linear_flops(self.image_decoder.norm, fine) + linear_flops(self.image_decoder.time_cond_embed, fine)
-        p2 = self.image_patch**2 * self.in_channels
-        widths = (
-            4 * coarse * (T - 1) * self.width,
-            fine * T * self.width,
-            fine * T * self.image_decoder.head.in_features,
-        )
-        return video + T * (image + head) + linear_flops(self.text_embed, text_len) + 2 * p2 * sum(widths)
+        half = self.image_encoder.blocks[: len(self.image_encoder.blocks) // 2]
+        lengths = (coarse + int(MEAN_VISIBLE * fine), coarse + fine)
+        image = sum(linear_flops(block, n) + 4 * D * n * n for n in lengths for block in half)
+        image += sum(linear_flops(part, fine) for part in (head.blocks, head.head, head.norm, head.time_cond_embed))
+        widths = 4 * coarse * (T - 1) * D + fine * T * D + fine * T * head.head.in_features  # of patches, when embedded
+        embed = 2 * self.image_patch**2 * self.in_channels * widths + linear_flops(self.text_embed, text_len)
+        return video + T * image + embed
 
     def check_size(self, size: Sequence[int]) -> Size:
         """The size of a latent.
@@ -386,9 +360,28 @@ class NOVA(nn.Module):
         """Patches along time, height and width for a latent of `latent_size`."""
         return latent_size[0], latent_size[1] // self.image_patch, latent_size[2] // self.image_patch
 
-    def coarse_grid(self, size: Sequence[int]) -> tuple[int, int]:
+    def _coarse_grid(self, size: Sequence[int]) -> tuple[int, int]:
         """The video encoder's patches along height and width."""
         return size[0] // (2 * self.image_patch), size[1] // (2 * self.image_patch)
+
+    def _frame_tokens(
+        self, x: Tensor, frames: Tensor, num_frames: int, grid: tuple[int, int], *, first: bool
+    ) -> Tensor:
+        """The video encoder's input for the frames with indices `frames [T]`: the frame before each, `[B, T, Nc, D]`.
+
+        `first`: the first of them has none before it, and `x [B, C, T - 1, H, W]` is those of the others.
+        """
+        B, T = len(x), x.shape[2]
+        tokens = self.video_encoder.patch_embed(rearrange(x, "B C T H W -> (B T) C H W"))
+        tokens = rearrange(tokens, "(B T) N D -> B T N D", B=B, T=T)
+        if first:
+            nothing = self.mask_embed.bos_token.to(tokens.dtype).expand(B, 1, grid[0] * grid[1], -1)
+            tokens = torch.cat([nothing, tokens], dim=1)
+        if self.video_pos_embed is None:
+            return tokens
+        space = self._space_positions(grid, 2 * self.image_patch, x.device)
+        time = self.video_pos_embed(frames, num_frames)
+        return tokens + (space + time[:, None]).to(tokens.dtype)  # [B, T, Nc, D]
 
     def _space_positions(self, grid: tuple[int, int], patch: int, device: torch.device) -> Tensor:
         """`[H W, D]` fp32: the fixed sine-cosine table, whose sides span those of `base_size` where it is given."""
@@ -398,21 +391,6 @@ class NOVA(nn.Module):
     def _rotary(self, frames: Tensor, grid: tuple[int, int], *, before: int) -> Tensor | None:
         """Rotations `[2, before + T N, d]`; the identity for the caption or conditions, which come before."""
         return None if self.positions == "absolute" else rotary_3d(self.head_dim, frames, grid, before)
-
-
-def block_causal(text_len: int, num_frames: int, tokens_per_frame: int, device: torch.device | None = None) -> Tensor:
-    """`[N, N]` bool, who sees whom: text and the first frame are block 0, every later frame is a block of its own."""
-    frames = torch.arange(num_frames, device=device).repeat_interleave(tokens_per_frame)
-    blocks = torch.cat([frames.new_zeros(text_len), frames])
-    return blocks[:, None] >= blocks[None, :]
-
-
-def _rotary_of(rotary: Tensor | None, visible: Tensor, num_condition: int) -> Tensor | None:
-    """Of the condition's tokens and the visible patches, `[2, B, 1, Nc + V, d]`."""
-    if rotary is None:
-        return None
-    condition = torch.arange(num_condition, device=visible.device).expand(len(visible), -1)
-    return rotary[:, torch.cat([condition, visible + num_condition], dim=1)][:, :, None]
 
 
 def convert(state: Mapping[str, Tensor], model: nn.Module) -> Conversion:
@@ -427,9 +405,7 @@ def convert(state: Mapping[str, Tensor], model: nn.Module) -> Conversion:
     return result
 
 
-SIZES = {"d48w768": (768, 12), "d48w1024": (1024, 16), "d48w1536": (1536, 16)}
-"""Width and number of heads."""
-
-for _name, (_width, _heads) in SIZES.items():
+# width and number of heads
+for _name, (_width, _heads) in {"d48w768": (768, 12), "d48w1024": (1024, 16), "d48w1536": (1536, 16)}.items():
     MODELS.register_variant(f"NOVA-{_name}", NOVA, width=_width, num_heads=_heads)
 MODELS.register_variant("NOVA-d48w1024-T2V", NOVA, width=1024, num_heads=16, head_depth=3, head_width=1280)

@@ -23,21 +23,86 @@ instead of packed; the model does not drop text by itself (see `opensora.trainin
 
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
 from opensora.models.denoiser import AdaLNSingleDenoiser, Size
 from opensora.models.layers.attention import Attention, CrossAttention
 from opensora.models.layers.blocks import AdaLNSingleBlock
 from opensora.models.layers.embedders import ScalarEmbedder
-from opensora.models.layers.init import init_linears, init_small, init_zero
 from opensora.models.layers.mlp import linear_flops
-from opensora.models.layers.pos_embed import grid_coordinates, sincos_1d, sincos_grid
-from opensora.models.pixart.kv_compress import KVCompressAttention, Mode
+from opensora.models.layers.positions import grid_coordinates, sincos_1d, sincos_grid
 from opensora.models.pixart.weights import convert, to_diffusers
 from opensora.registry import MODELS
+
+Mode = Literal["conv", "ave", "uniform"]
+
+FACTOR = 2
+"""Rows, and columns, of keys that become one."""
+
+
+class KVCompressAttention(Attention):
+    """Self-attention among all tokens with fewer keys, for large images (PixArt-Sigma, section 3.3).
+
+    Each window of 2 x 2 neighbouring keys, and of values, becomes one; queries stay as they are. Frames are compressed one
+    by one. Windows that reach over the last row or column repeat it, so that they hold the mean of what is there.
+    Names: with "conv" also `sr`, `norm`.
+
+    Deviations from the released code: there an odd last row or column is dropped; "ave" is the mean (there it takes one key
+    of each window, as "uniform" does); and `qk_norm` is this package's, by head and after compression.
+
+    Args:
+        dim, num_heads, qk_norm, kernel: see `Attention`.
+        mode: "conv" = learned weights for each channel of the window, the mean at first, then LayerNorm; "ave" = the
+            mean; "uniform" = the first of the window.
+    """
+
+    def __init__(self, dim: int, num_heads: int, *, mode: Mode, qk_norm: bool = False, kernel: str = "auto") -> None:
+        if mode not in get_args(Mode):
+            raise ValueError(f"kv_compress={mode!r} is not one of {', '.join(get_args(Mode))}, or None.")
+        super().__init__(dim, num_heads, axis="all", qk_norm=qk_norm, kernel=kernel)
+        self.mode = mode
+        if mode == "conv":
+            self.sr = nn.Conv2d(dim, dim, kernel_size=FACTOR, stride=FACTOR, groups=dim)
+            self.norm = nn.LayerNorm(dim)
+            nn.init.constant_(self.sr.weight, 1 / FACTOR**2)
+            nn.init.zeros_(self.sr.bias)  # type: ignore[arg-type]  # the layer above has a bias
+
+    def reduce_keys(self, k: Tensor, v: Tensor, grid: tuple[int, int] | None) -> tuple[Tensor, Tensor]:
+        """`k, v [B, H, T * rows * columns, d]` -> a quarter of them; `grid` is rows and columns of a frame."""
+        assert grid is not None, "compressed attention needs to know the rows and columns of a frame"
+        return self._reduce(k, grid), self._reduce(v, grid)
+
+    def num_keys(self, grid: tuple[int, int]) -> int:
+        """See `Attention.num_keys`."""
+        return -(-grid[0] // FACTOR) * -(-grid[1] // FACTOR)
+
+    def _reduce(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
+        batch = x.shape[0]
+        planes = self.compress(rearrange(x, "B H (T R C) d -> (B T) (H d) R C", R=grid[0], C=grid[1]))
+        tokens = rearrange(planes, "(B T) D R C -> B (T R C) D", B=batch)
+        if self.mode == "conv":
+            tokens = self.norm(tokens).to(x.dtype)  # autocast would leave LayerNorm's fp32
+        return rearrange(tokens, "B N (H d) -> B H N d", H=self.num_heads)
+
+    def compress(self, planes: Tensor) -> Tensor:
+        """`[B, D, rows, columns]` -> half the rows and columns, rounded up; before the LayerNorm of "conv"."""
+        if self.mode == "uniform":
+            return planes[..., ::FACTOR, ::FACTOR]
+        # always padded, then cropped to whole windows: a test for odd sizes would compile two programs, and padding in
+        # PyTorch's "replicate" mode has no deterministic gradient on a GPU
+        rows, columns = (-(-n // FACTOR) for n in planes.shape[-2:])
+        planes = torch.cat([planes, planes[..., -1:, :]], dim=-2)[..., : FACTOR * rows, :]
+        planes = torch.cat([planes, planes[..., -1:]], dim=-1)[..., : FACTOR * columns]
+        windows = planes.unflatten(-2, (rows, FACTOR)).unflatten(-1, (columns, FACTOR))  # [B, D, rows, 2, columns, 2]
+        if self.mode == "ave":
+            return windows.mean(dim=(-3, -1))
+        # as a sum, not a convolution, whose memory layout PyTorch 2.11 gets wrong when compiled
+        weighted = windows * self.sr.weight.unsqueeze(3)  # [D, 1, FACTOR, 1, FACTOR]
+        return (weighted.sum(dim=(-3, -1)) + self.sr.bias[:, None, None]).to(planes.dtype)  # type: ignore[index]
 
 
 @MODELS.register_module()
@@ -81,7 +146,12 @@ class PixArt(AdaLNSingleDenoiser):
         self.base_size = self.span * space_scale if base_size is None and self.span is not None else base_size
         self.qk_norm = qk_norm
         self.kv_compress = kv_compress
-        compressed = _compressed_layers(kv_compress, kv_compress_layers, self.depth)
+        if kv_compress is None and kv_compress_layers is not None:
+            raise ValueError(f"kv_compress_layers={kv_compress_layers!r} says where, but kv_compress does not say how.")
+        second_half = range(self.depth // 2, self.depth)
+        compressed = set(second_half if kv_compress_layers is None else kv_compress_layers)
+        if wrong := sorted(compressed - set(range(self.depth))):
+            raise ValueError(f"kv_compress_layers: {wrong} are not blocks; there are 0 to {self.depth - 1}.")
 
         def make_block(i: int) -> AdaLNSingleBlock:
             dim, heads, kernel = self.hidden_size, self.num_heads, self.kernel
@@ -98,10 +168,10 @@ class PixArt(AdaLNSingleDenoiser):
         size_embedders = self._add_size_embedders()
 
         # the text branch and the output start at zero; the gates do not, unlike DiT's
-        init_linears(self, self.x_embedder.proj)
-        init_small(self.t_embedder, self.t_block, self.y_embedder, *size_embedders)
-        init_zero(block.cross_attn.proj for block in self.blocks)
-        init_zero([self.final_layer.linear])
+        self.initialize(
+            small=[self.t_embedder, self.t_block, self.y_embedder, *size_embedders],
+            zero=[*(block.cross_attn.proj for block in self.blocks), self.final_layer.linear],
+        )
         self.load_and_freeze(convert, freeze)
 
     def forward(
@@ -120,9 +190,14 @@ class PixArt(AdaLNSingleDenoiser):
             ValueError: PixArtMS misses height or width.
         """
         latent_size = x.shape[2:]
-        _, H, W = self.grid(latent_size)
+        T, H, W = self.grid(latent_size)
+        base = math.isqrt(H * W) if self.base_size is None else self.base_size
+        positions = sincos_grid(self.hidden_size, (H, W), scale=self.space_scale, base=base, device=x.device)[None]
+        if not self.no_temporal_pos_emb:
+            at_frame = grid_coordinates(T, scale=self.time_scale, device=x.device)
+            positions = positions + sincos_1d(self.hidden_size, at_frame)[:, None]  # [T, S, D]
         x = self.patchify(x)  # [B, T, S, D]
-        x = self.enter_blocks(x + self._positions(x.shape[1], H, W, x.device).to(x.dtype))
+        x = self.enter_blocks(x + positions.to(x.dtype))
 
         x_mask = self.patch_mask(x_mask)
         t, t0 = self.embed_timestep(timestep, x_mask, self._embed_sizes(sizes))  # [B, D]
@@ -144,17 +219,6 @@ class PixArt(AdaLNSingleDenoiser):
     def _embed_sizes(self, sizes: dict[str, Tensor | None]) -> Tensor | float:
         """For PixArtMS: what is added to the timestep's embedding, [B, D]."""
         return 0.0
-
-    def _positions(self, frames: int, rows: int, columns: int, device: torch.device) -> Tensor:
-        """`[frames or 1, rows * columns, D]` fp32."""
-        base = math.isqrt(rows * columns) if self.base_size is None else self.base_size
-        positions = sincos_grid(self.hidden_size, (rows, columns), scale=self.space_scale, base=base, device=device)[
-            None
-        ]
-        if self.no_temporal_pos_emb:
-            return positions
-        at_frame = grid_coordinates(frames, scale=self.time_scale, device=device)
-        return positions + sincos_1d(self.hidden_size, at_frame)[:, None]
 
 
 @MODELS.register_module()
@@ -190,19 +254,6 @@ class PixArtSigma(PixArt):
 
     text_len = 300
     span = 32
-
-
-def _compressed_layers(mode: str | None, layers: Sequence[int] | None, depth: int) -> set[int]:
-    """The blocks whose keys are compressed."""
-    if mode is None:
-        if layers is not None:
-            raise ValueError(f"kv_compress_layers={layers!r} says where, but kv_compress does not say how.")
-        return set()
-    if layers is None:
-        return set(range(depth // 2, depth))
-    if wrong := [i for i in layers if not 0 <= i < depth]:
-        raise ValueError(f"kv_compress_layers: {wrong} are not blocks; there are 0 to {depth - 1}.")
-    return set(layers)
 
 
 _XL = {"depth": 28, "hidden_size": 1152, "num_heads": 16, "patch_size": (1, 2, 2)}

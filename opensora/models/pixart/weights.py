@@ -5,7 +5,7 @@ of diffusers (`PixArtTransformer2DModel`). diffusers does not store the table of
 empty prompt instead, as sampling from such weights does here; whoever needs the table keeps a checkpoint in our format.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from opensora.models.key_map import (
     diffusers_depth,
     patches_along,
     pixart_rules,
+    refuse_unmet,
     to_ours,
     to_theirs,
 )
@@ -55,8 +56,10 @@ def convert(state: Mapping[str, Tensor], model: nn.Module) -> Conversion:
         else:
             result.initial[name] = "the file has no micro-conditions"
 
-    compressed = _compressed(result.tensors)
-    if compressed and compressed != _compressed(own):
+    compressed, own_compressed = (
+        {int(name.split(".")[1]) for name in names if ".attn.sr." in name} for names in (result.tensors, own)
+    )
+    if compressed and compressed != own_compressed:
         layers = tuple(sorted(compressed))
         raise UserError(
             f'the weights compress keys in blocks {layers}: set model.kv_compress="conv" and '
@@ -83,15 +86,14 @@ def to_diffusers(model: "PixArt", *, sample_size: int | None = None) -> tuple[di
         UserError: diffusers cannot express this model, or `sample_size` is no multiple of the patch.
     """
     pt, ph, pw = model.patch_size
-    problems = {
-        "temporal positions (no_temporal_pos_emb=False)": not model.no_temporal_pos_emb,
-        f"patch_size={model.patch_size}": pt != 1 or ph != pw,
-        f"kv_compress={model.kv_compress!r}": model.kv_compress is not None,
-        "qk_norm=True": model.qk_norm,
-        f"mlp_ratio={model.mlp_ratio}": model.mlp_ratio != 4,
+    needed = {
+        "no_temporal_pos_emb=True, as it makes images": model.no_temporal_pos_emb,
+        f"square patches of one frame, not {model.patch_size}": pt == 1 and ph == pw,
+        f"no compressed keys (kv_compress={model.kv_compress!r})": model.kv_compress is None,
+        "qk_norm=False": not model.qk_norm,
+        "mlp_ratio=4": model.mlp_ratio == 4,
     }
-    if wrong := [what for what, is_so in problems.items() if is_so]:
-        raise UserError(f"diffusers' PixArtTransformer2DModel has no {', no '.join(wrong)}.")
+    refuse_unmet("PixArtTransformer2DModel", needed)
     scale, base = model.space_scale, model.base_size
     if sample_size is None:
         tokens = max(1, round(32 * scale if base is None else base))
@@ -110,7 +112,3 @@ def to_diffusers(model: "PixArt", *, sample_size: int | None = None) -> tuple[di
     state = to_theirs(pixart_rules(len(model.blocks)), model.state_dict())
     del state["caption_projection.y_embedding"]
     return config, state
-
-
-def _compressed(names: Iterable[str]) -> set[int]:
-    return {int(name.split(".")[1]) for name in names if ".attn.sr." in name}

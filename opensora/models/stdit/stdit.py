@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from opensora.acceleration.kernels.attention import layer_norm
 from opensora.models.denoiser import AdaLNSingleDenoiser
 from opensora.models.layers.attention import Attention, CrossAttention, NormOrder
-from opensora.models.layers.init import init_linears, init_small, init_zero
 from opensora.models.layers.mlp import linear_flops, tanh_mlp
 from opensora.models.layers.modulation import frame_modulation, gated, norm_modulate
-from opensora.models.layers.pos_embed import sincos_grid
+from opensora.models.layers.positions import sincos_grid
 from opensora.models.stdit.weights import convert_stdit
 from opensora.registry import MODELS
 
@@ -105,10 +104,10 @@ class STDiT(AdaLNSingleDenoiser):
         self.final_layer = self.output_layer()
 
         # zero is what makes a PixArt initialisation unchanged at step 0, and the output 0 without one
-        init_linears(self, self.x_embedder.proj)
-        init_small(self.t_embedder, self.t_block, self.y_embedder)
-        init_zero(layer for block in self.blocks for layer in (block.attn_temp.proj, block.cross_attn.proj))
-        init_zero([self.final_layer.linear])
+        zero = [layer for block in self.blocks for layer in (block.attn_temp.proj, block.cross_attn.proj)]
+        self.initialize(
+            small=[self.t_embedder, self.t_block, self.y_embedder], zero=[*zero, self.final_layer.linear]
+        )
         self.load_and_freeze(convert_stdit, freeze)
 
     def forward(

@@ -24,11 +24,9 @@ from opensora.acceleration.kernels.attention import layer_norm
 from opensora.models.denoiser import AdaLNSingleDenoiser, Size
 from opensora.models.layers.attention import NormOrder
 from opensora.models.layers.embedders import ScalarEmbedder
-from opensora.models.layers.init import init_linears, init_small, init_zero
 from opensora.models.layers.mlp import linear_flops
 from opensora.models.layers.modulation import AdaLN, frame_modulation, gated, norm_modulate
-from opensora.models.layers.pos_embed import grid_coordinates, sincos_grid
-from opensora.models.layers.rope import rotary_table
+from opensora.models.layers.positions import grid_coordinates, rotary_table, sincos_grid
 from opensora.models.stdit.stdit import STDiTBlock
 from opensora.models.stdit.weights import convert_stdit2
 from opensora.registry import MODELS
@@ -115,11 +113,10 @@ class STDiT2(AdaLNSingleDenoiser):
         self.final_layer = self.output_layer()
 
         # zero is what makes a PixArt initialisation unchanged at step 0, and the output 0 without one
-        init_linears(self, self.x_embedder.proj)
-        init_small(self.t_embedder, self.t_block, self.t_block_temp, self.y_embedder)
-        init_small(self.csize_embedder, self.ar_embedder, self.fl_embedder, self.fps_embedder)
-        init_zero(layer for block in self.blocks for layer in (block.attn_temp.proj, block.cross_attn.proj))
-        init_zero([self.final_layer.linear])
+        small = [self.t_embedder, self.t_block, self.t_block_temp, self.y_embedder]
+        small += [self.csize_embedder, self.ar_embedder, self.fl_embedder, self.fps_embedder]
+        zero = [layer for block in self.blocks for layer in (block.attn_temp.proj, block.cross_attn.proj)]
+        self.initialize(small=small, zero=[*zero, self.final_layer.linear])
         self.load_and_freeze(convert_stdit2, freeze)
 
     def forward(

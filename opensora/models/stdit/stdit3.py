@@ -16,16 +16,14 @@ Deviations from the released code:
 - As in STDiT2: positions for each sample, padded and masked captions, no random text drop, no saved tables.
 """
 
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
-from einops import rearrange
 from torch import Tensor, nn
 
 from opensora.models.denoiser import AdaLNSingleDenoiser, Size
 from opensora.models.layers.attention import Attention, CrossAttention, NormOrder
 from opensora.models.layers.blocks import AdaLNSingleBlock
 from opensora.models.layers.embedders import ScalarEmbedder
-from opensora.models.layers.init import init_linears, init_small, init_zero
 from opensora.models.layers.mlp import linear_flops
 from opensora.models.stdit.stdit2 import frame_rotations, resolve_norm_order, size_positions
 from opensora.models.stdit.weights import convert_stdit3
@@ -48,6 +46,8 @@ class STDiT3(AdaLNSingleDenoiser):
         common: see `AdaLNSingleDenoiser`.
     """
 
+    temporal_parts = ("temporal_blocks.",)
+
     def __init__(
         self,
         *,
@@ -64,7 +64,7 @@ class STDiT3(AdaLNSingleDenoiser):
         super().__init__(model_max_length=model_max_length, **common)
         self.input_sq_size = input_sq_size
         self.skip_y_embedder = skip_y_embedder
-        order = resolve_norm_order(norm_order, qk_norm_legacy=qk_norm_legacy)
+        self.norm_order = order = resolve_norm_order(norm_order, qk_norm_legacy=qk_norm_legacy)
 
         def make_block(axis: Literal["space", "time"]) -> AdaLNSingleBlock:
             dim, heads, kernel = self.hidden_size, self.num_heads, self.kernel
@@ -79,16 +79,11 @@ class STDiT3(AdaLNSingleDenoiser):
         self.final_layer = self.output_layer()
 
         # zero is what makes a PixArt-Sigma initialisation unchanged at step 0, and the output 0 without one
-        init_linears(self, self.x_embedder.proj)
-        init_small(self.t_embedder, self.t_block, self.y_embedder, self.fps_embedder)
-        init_zero([self.fps_embedder.mlp[2], self.final_layer.linear])
-        for block in cast(list[AdaLNSingleBlock], self.transformer_blocks()):
-            init_zero([cast(CrossAttention, block.cross_attn).proj])
-            if block.attn.axis == "time":
-                init_zero([block.attn.proj, block.mlp.fc2])
-        self.load_and_freeze(convert_stdit3)
-        if only_train_temporal:
-            self.train_only("temporal_blocks.")
+        zero = [self.fps_embedder.mlp[2], self.final_layer.linear, *(block.cross_attn.proj for block in self.spatial_blocks)]
+        for block in self.temporal_blocks:
+            zero += [block.cross_attn.proj, block.attn.proj, block.mlp.fc2]
+        self.initialize(small=[self.t_embedder, self.t_block, self.y_embedder, self.fps_embedder], zero=zero)
+        self.load_and_freeze(convert_stdit3, "not_temporal" if only_train_temporal else None)
         if freeze_y_embedder or skip_y_embedder:
             self.y_embedder.requires_grad_(False)
 
@@ -117,7 +112,9 @@ class STDiT3(AdaLNSingleDenoiser):
         x_mask = self.patch_mask(x_mask)
         t, t0 = self.embed_timestep(timestep, x_mask, self.fps_embedder(fps))  # [B, D]
         t_mod, t0_mod = self.t_block(t), None if t0 is None else self.t_block(t0)  # [B, 6, D]
-        y = self._embed_text(y)  # [B, L, D]
+        if self.skip_y_embedder and y.shape[-1] != self.hidden_size:
+            raise ValueError(f"y has {y.shape[-1]} channels; skip_y_embedder needs hidden_size={self.hidden_size}.")
+        y = y.squeeze(1) if self.skip_y_embedder else self.y_embedder(y)  # [B, L, D]
 
         rope = None if self.no_temporal_pos_emb else frame_rotations(self.head_dim, x)
         for spatial, temporal in zip(self.spatial_blocks, self.temporal_blocks, strict=True):
@@ -138,15 +135,6 @@ class STDiT3(AdaLNSingleDenoiser):
         """See `Denoiser.flops`."""
         skipped = linear_flops(self.y_embedder, text_len) if self.skip_y_embedder else 0
         return super().flops(latent_size, text_len) + linear_flops(self.fps_embedder, 1) - skipped
-
-    def _embed_text(self, y: Tensor) -> Tensor:
-        if not self.skip_y_embedder:
-            return self.y_embedder(y)
-        if y.shape[-1] != self.hidden_size:
-            raise ValueError(
-                f"y has {y.shape[-1]} channels; with skip_y_embedder it must have hidden_size={self.hidden_size}."
-            )
-        return rearrange(y, "B 1 L D -> B L D")
 
 
 for _name, _preset in {
