@@ -1,12 +1,12 @@
 """Two-way translation of parameter names: one list of rules reads another code's weights and writes them.
 
-    rules = [
-        *layer("x_embedder.proj", "pos_embed.proj", kind="patch"),
-        *layer("blocks.0.attn.qkv", "h.0.to_q", "h.0.to_k", "h.0.to_v", kind="stack"),
-        tensor("scale_shift_table", "scale_shift_table"),
-    ]
-    ours = to_ours(rules, theirs)
-    theirs = to_theirs(rules, ours)
+rules = [
+    *layer("x_embedder.proj", "pos_embed.proj", kind="patch"),
+    *layer("blocks.0.attn.qkv", "h.0.to_q", "h.0.to_k", "h.0.to_v", kind="stack"),
+    tensor("scale_shift_table", "scale_shift_table"),
+]
+ours = to_ours(rules, theirs)
+theirs = to_theirs(rules, ours)
 """
 
 from collections.abc import Iterable, Mapping

@@ -126,13 +126,15 @@ def load_weights(model: nn.Module, path: str | Path, convert: Convert) -> str:
     own = model.state_dict()
     warning = ""
     if all(tensor.shape == own[name].shape for name, tensor in tensors.items() if name in own):
-        warning = _compare_settings(model, path, *_stated_model(path, file))  # else the shapes are the error
+        warning = _compare_settings(model, path, *_stated_model(path, file)[:2])  # else the shapes are the error
     try:
         load_strictly(model, tensors, path, may_miss=conversion.initial.keys() - tensors.keys())
     except UserError as error:
         if not any("lora_A." in name for name in state):
             raise
-        raise UserError(f"{error}\n{path} looks like a LoRA, which goes into a model with --lora or tools/lora.py.") from error
+        raise UserError(
+            f"{error}\n{path} looks like a LoRA, which goes into a model with --lora or tools/lora.py."
+        ) from error
     if isinstance(embedder := getattr(model, "y_embedder", None), CaptionEmbedder):
         embedder.null_known = NULL_TEXT in tensors
         if not embedder.null_known and model.class_dropout_prob == 0:
@@ -140,7 +142,11 @@ def load_weights(model: nn.Module, path: str | Path, convert: Convert) -> str:
     dtypes = ", ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}))
     initial = [why for name, why in conversion.initial.items() if name not in tensors]
     notes = [f"{len(tensors)} of {len(own)} tensors in {dtypes}"]
-    for done, reasons in (("converted", conversion.converted.values()), ("dropped", conversion.dropped.values()), ("left as is", initial)):
+    for done, reasons in (
+        ("converted", conversion.converted.values()),
+        ("dropped", conversion.dropped.values()),
+        ("left as is", initial),
+    ):
         notes += [f"{count} {done} ({why})" for why, count in Counter(reasons).items()]
     report = f"{type(model).__name__} from {path} ({conversion.format}): {'; '.join(notes)}"
     log.info(report)
@@ -151,9 +157,7 @@ def load_weights(model: nn.Module, path: str | Path, convert: Convert) -> str:
 
 def written_by(path: str | Path) -> str | None:
     """The `model.type` that a checkpoint's manifest, or the header of a file of ours, states; None = neither does."""
-    where, model = _stated_model(path, _weights_file(path))
-    name = model.get("type") if where != CONFIG else None
-    return name if isinstance(name, str) else None
+    return _stated_model(path, _weights_file(path))[2]
 
 
 def null_text_known(model: Any) -> bool:
@@ -169,23 +173,19 @@ def _weights_file(path: str | Path) -> Path | None:
     return None
 
 
-def _stated_model(path: str | Path, file: Path | None) -> tuple[str, Mapping[str, Any]]:
-    """What states the source's model, and the arguments that it states; ("", {}) = nothing does."""
-    where, stated, name = "manifest", None, None
+def _stated_model(path: str | Path, file: Path | None) -> tuple[str, Mapping[str, Any], str | None]:
+    """What states the source's model, the arguments that it states ({} = none), and the `model.type`."""
+    where, config, name = "manifest", None, None
     if file is None:
         manifest = open_checkpoint(Path(path).expanduser()).manifest
-        stated, name = (manifest.get("config") or {}).get("model"), manifest.get("model")
+        config, name = (manifest.get("config") or {}).get("model"), manifest.get("model")
     elif kind_of(file) == "safetensors":
         with safe_open(file, "pt") as opened:
             header = opened.metadata() or {}
-        where, stated, name = "header", _parse(header.get("config", "")), header.get("model")
-    if isinstance(stated, Mapping) and stated:
-        return where, stated
-    if name is not None:
-        return where, {"type": name}
-    near = None if file is None else file.parent / CONFIG
-    config = _parse(near.read_text(encoding="utf-8", errors="replace")) if near is not None and near.is_file() else None
-    return (CONFIG, config) if isinstance(config, Mapping) else ("", {})
+        where, config, name = "header", _parse(header.get("config", "")), header.get("model")
+    if file is not None and not (isinstance(config, Mapping) and config) and (near := file.parent / CONFIG).is_file():
+        where, config = CONFIG, _parse(near.read_text(encoding="utf-8", errors="replace"))
+    return where, config if isinstance(config, Mapping) else {}, name
 
 
 def _parse(text: str) -> Any:

@@ -12,7 +12,7 @@ from torchvision.datasets import ImageFolder
 from opensora.datasets.datasets import VideoTextDataset
 from opensora.datasets.image_folder import ImageFolderDataset
 from opensora.datasets.sampler import SampleKey
-from opensora.models.class_condition import check_classes, check_classes_of_data
+from opensora.models.text_encoder.classes import check_classes, check_classes_of_data
 from opensora.models.text_encoder.memo import MemoizedTextEncoder
 from opensora.registry import DATASETS, MODELS
 from opensora.utils.errors import UserError

@@ -149,9 +149,15 @@ class DiT(Denoiser):
         if self.y_embedder is None:
             return 0.0
         if isinstance(self.y_embedder, LabelEmbedder):
-            fits, wanted = not y.is_floating_point() and y.numel() == len(y), "label per sample: use the text encoder 'classes'"
+            fits, wanted = (
+                not y.is_floating_point() and y.numel() == len(y),
+                "label per sample: use the text encoder 'classes'",
+            )
         else:
-            fits, wanted = y.is_floating_point() and y.shape[1:-1] == (1, 1), "vector per caption: use the text encoder 'clip'"
+            fits, wanted = (
+                y.is_floating_point() and y.shape[1:-1] == (1, 1),
+                "vector per caption: use the text encoder 'clip'",
+            )
         if not fits:
             raise ValueError(
                 f"{type(self).__name__} with condition={self.condition!r} takes one {wanted}. y is {tuple(y.shape)}, {y.dtype}."

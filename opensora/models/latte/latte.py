@@ -107,9 +107,7 @@ class LatteT2V(AdaLNSingleDenoiser):
         # PixArt's, and temporal blocks that add nothing at first: their gates are random, so both branches end in 0
         zero = [block.cross_attn.proj for block in self.blocks]
         zero += [layer for block in temporal for layer in (block.attn.proj, block.mlp.fc2)]
-        self.initialize(
-            small=[self.t_embedder, self.t_block, self.y_embedder], zero=[*zero, self.final_layer.linear]
-        )
+        self.initialize(small=[self.t_embedder, self.t_block, self.y_embedder], zero=[*zero, self.final_layer.linear])
         self.load_and_freeze(convert, freeze)
         if mode == "images":
             self.temporal_blocks.requires_grad_(False)

@@ -106,8 +106,6 @@ class NOVA(nn.Module):
             raise ValueError("base_size is for absolute positions; rotary ones always count. Leave it out.")
         if trained not in ("all", "image"):
             raise ValueError(f"trained={trained!r} is not 'all' or 'image'.")
-        if mixer_rank < -1:
-            raise ValueError(f"mixer_rank={mixer_rank} is not -1 (full), 0 (no mixer) or a rank.")
         self.in_channels = self.out_channels = in_channels
         self.width, self.num_heads, self.head_dim = width, num_heads, width // num_heads
         self.model_max_length = model_max_length
@@ -210,7 +208,9 @@ class NOVA(nn.Module):
         shown = self._frame_tokens(x[:, :, :-1], frames, T, grid, first=True)  # [B, T, Nc, D]
         tokens = torch.cat([text.to(shown.dtype), shown.flatten(1, 2)], dim=1)
         allowed = None
-        if T > 1:  # text and the first frame are block 0, every later frame is a block of its own; each sees those before
+        if (
+            T > 1
+        ):  # text and the first frame are block 0, every later frame is a block of its own; each sees those before
             blocks = torch.cat([frames.new_zeros(L), frames.repeat_interleave(grid[0] * grid[1])])
             allowed = blocks[:, None] >= blocks[None, :]
         encoder = self.video_encoder

@@ -191,13 +191,8 @@ class PixArt(AdaLNSingleDenoiser):
         """
         latent_size = x.shape[2:]
         T, H, W = self.grid(latent_size)
-        base = math.isqrt(H * W) if self.base_size is None else self.base_size
-        positions = sincos_grid(self.hidden_size, (H, W), scale=self.space_scale, base=base, device=x.device)[None]
-        if not self.no_temporal_pos_emb:
-            at_frame = grid_coordinates(T, scale=self.time_scale, device=x.device)
-            positions = positions + sincos_1d(self.hidden_size, at_frame)[:, None]  # [T, S, D]
         x = self.patchify(x)  # [B, T, S, D]
-        x = self.enter_blocks(x + positions.to(x.dtype))
+        x = self.enter_blocks(x + self._positions(T, H, W, x.device).to(x.dtype))
 
         x_mask = self.patch_mask(x_mask)
         t, t0 = self.embed_timestep(timestep, x_mask, self._embed_sizes(sizes))  # [B, D]
@@ -219,6 +214,16 @@ class PixArt(AdaLNSingleDenoiser):
     def _embed_sizes(self, sizes: dict[str, Tensor | None]) -> Tensor | float:
         """For PixArtMS: what is added to the timestep's embedding, [B, D]."""
         return 0.0
+
+    def _positions(self, frames: int, rows: int, columns: int, device: torch.device) -> Tensor:
+        """`[frames or 1, rows * columns, D]` fp32."""
+        grid, dim = (rows, columns), self.hidden_size
+        base = math.isqrt(rows * columns) if self.base_size is None else self.base_size
+        positions = sincos_grid(dim, grid, scale=self.space_scale, base=base, device=device)[None]
+        if self.no_temporal_pos_emb:
+            return positions
+        at_frame = grid_coordinates(frames, scale=self.time_scale, device=device)
+        return positions + sincos_1d(dim, at_frame)[:, None]
 
 
 @MODELS.register_module()

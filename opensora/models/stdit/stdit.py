@@ -105,9 +105,7 @@ class STDiT(AdaLNSingleDenoiser):
 
         # zero is what makes a PixArt initialisation unchanged at step 0, and the output 0 without one
         zero = [layer for block in self.blocks for layer in (block.attn_temp.proj, block.cross_attn.proj)]
-        self.initialize(
-            small=[self.t_embedder, self.t_block, self.y_embedder], zero=[*zero, self.final_layer.linear]
-        )
+        self.initialize(small=[self.t_embedder, self.t_block, self.y_embedder], zero=[*zero, self.final_layer.linear])
         self.load_and_freeze(convert_stdit, freeze)
 
     def forward(

@@ -7,8 +7,7 @@ server: `pip install --no-deps stlpips-pytorch==0.0.2`, or any copy of its files
 by blurring, so that a shift of one pixel is no difference.
 """
 
-from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,9 +25,7 @@ LEAST_ERROR = 1e-10  # of the squared error: equal images have 106 dB, not infin
 
 PACKAGE_FOLDER = "package:stlpips_pytorch/weights/vST0.0"
 FILES = {"alex": "alex_shift_tolerant.pth", "vgg": "vgg_shift_tolerant.pth"}
-HEADS = {"alex": (64, 192, 384, 256, 256), "vgg": (64, 128, 256, 512, 512)}
 ENDS = {"alex": (3, 7, 11, 13, 15), "vgg": (4, 10, 18, 26, 34)}  # of the layers up to each of five feature maps
-SHIFT, SCALE = (-0.030, -0.088, -0.188), (0.458, 0.448, 0.450)  # ImageNet's, for pixels in [-1, 1]
 SMALLEST = 32  # pixels: below, the last layer sees less than one cell
 
 
@@ -117,17 +114,14 @@ class LPIPS(nn.Module):
                 f"LPIPS: {weights} holds no LPIPS network of stlpips-pytorch (net.slice1.0.weight, lin4.model...)."
             )
         self.net = "alex" if first.shape[-1] == 11 else "vgg"
-        # five parts, each from the last feature map to the next; layers are numbered through, as in the weight files
-        layers = [(str(number), layer) for number, layer in enumerate(_alex() if self.net == "alex" else _vgg())]
-        ends = ENDS[self.net]
-        self.slices = nn.ModuleList(
-            nn.Sequential(OrderedDict(layers[a:b])) for a, b in zip((0, *ends[:-1]), ends, strict=True)
-        )
-        for number, channels in enumerate(HEADS[self.net]):
-            self.register_buffer(f"head{number}", torch.empty(1, channels, 1, 1))
-        self.register_buffer("shift", torch.tensor(SHIFT).view(1, 3, 1, 1))
-        self.register_buffer("scale", torch.tensor(SCALE).view(1, 3, 1, 1))
-        self.load_state_dict(_renamed(state))
+        self.layers = nn.Sequential(*(_alex() if self.net == "alex" else _vgg()))
+        # net.slice1.0.weight, ...: layers are numbered through
+        trunk = {name.split(".", 2)[2]: tensor for name, tensor in state.items() if name.startswith("net.")}
+        self.layers.load_state_dict(trunk)
+        for i in range(5):
+            self.register_buffer(f"head{i}", state[f"lin{i}.model.1.weight"])  # [1, C, 1, 1]
+        for name in ("shift", "scale"):  # ImageNet's, for pixels in [-1, 1]
+            self.register_buffer(name, state[f"scaling_layer.{name}"])
         self.requires_grad_(False).eval()
 
     def forward(self, x_hat: Tensor, x: Tensor) -> Tensor:
@@ -152,11 +146,12 @@ class LPIPS(nn.Module):
 
     def _features(self, x: Tensor) -> list[Tensor]:
         x, features = (x.float() - self.get_buffer("shift")) / self.get_buffer("scale"), []
-        for part in self.slices:
-            x = part(x)
-            length = x.float().square().sum(1, keepdim=True)
-            # the addend keeps the gradient finite where all channels are 0
-            features.append(x.float() * (length + 1e-20).rsqrt())
+        for number, layer in enumerate(self.layers, start=1):
+            x = layer(x)
+            if number in ENDS[self.net]:
+                length = x.float().square().sum(1, keepdim=True)
+                # the addend keeps the gradient finite where all channels are 0
+                features.append(x.float() * (length + 1e-20).rsqrt())
         return features
 
 
@@ -210,14 +205,3 @@ def find_weights(weights: str) -> Path:
     if not Path(weights).is_file():
         raise UserError(f"LPIPS: {weights!r} is neither {' nor '.join(FILES)} nor a file of weights.")
     return Path(weights)
-
-
-def _renamed(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The package's names of tensors -> ours."""
-    names = [(f"net.slice{i + 1}.", f"slices.{i}.") for i in range(5)]
-    names += [*((f"lin{i}.model.1.weight", f"head{i}") for i in range(5)), ("scaling_layer.", "")]
-    result = {}
-    for name, tensor in state.items():
-        old, new = next(pair for pair in names if name.startswith(pair[0]))
-        result[new + name.removeprefix(old)] = tensor
-    return result

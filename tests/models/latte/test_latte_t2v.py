@@ -6,9 +6,9 @@ from diffusers import LatteTransformer3DModel, PixArtTransformer2DModel
 from safetensors.torch import save_file
 from torch import Tensor
 
-from opensora.models.latte.latte_t2v import LatteT2V
+from opensora.models.latte.latte import LatteT2V
 from opensora.models.latte.weights import convert, to_diffusers
-from opensora.models.layers.pos_embed import sincos_2d
+from opensora.models.layers.positions import sincos_2d
 from opensora.registry import MODELS
 from opensora.utils.errors import UserError
 from tests.models.denoisers import C_TEXT, TOY, L, awake, inputs
@@ -156,7 +156,7 @@ class TestDiffusers:
         ("changes", "problem"),
         [
             ({"patch_size": (1, 2, 4)}, "square patches, not 2 x 4"),
-            ({"patch_size": (2, 2, 2)}, "covers 2 frames"),
+            ({"patch_size": (2, 2, 2)}, "patches of one frame, not 2"),
             ({"base_size": 33, "space_scale": 2.0}, "base_size / space_scale = 16.5"),
             ({"base_size": 64}, "base_size / space_scale = 64"),
             ({"time_scale": 2.0, "no_temporal_pos_emb": True}, "time_scale=1, not 2.0; temporal positions"),

@@ -188,7 +188,7 @@ class TestWeights:
 
     def test_latte_is_not_taken_for_pixart(self, tmp_path):
         torch.save(build("LatteT2V").state_dict(), tmp_path / "w.pth")
-        with pytest.raises(UserError, match=r"(?s)does not fit this STDiT3.*looks like LatteT2V"):
+        with pytest.raises(UserError, match=r"does not fit this STDiT3"):
             build("STDiT3", from_pretrained=str(tmp_path / "w.pth"))
 
     def test_a_file_that_lost_its_temporal_blocks_is_refused(self, tmp_path):
