@@ -58,7 +58,6 @@ class VideoVAE(nn.Module):
         encodes_frames, decodes_frames: Every frame is encoded or decoded by itself: the network gets [N, C, H, W].
         scaling_factor, shift: fp32 on the CPU, [C], or [C, t] where each latent frame has its own. They are no buffers,
             for `.to(bf16)` must not round them.
-        tile_size, tile_overlap: See `DiffusersVAE`.
         config: What the weights belong to, with `STATISTICS`; JSON values.
 
     Args:
@@ -109,7 +108,7 @@ class VideoVAE(nn.Module):
         self._checked_range = False
         self._placed: tuple[Tensor, ...] = ()
 
-    # ------------------------------------------------------------------------- what a subclass implements
+    # what a subclass implements
 
     def _encode(self, x: Tensor) -> Tensor:
         """x [N, 3, T, H, W] -> raw moments [N, 2C, t, h, w], for a micro-batch and one tile."""
@@ -160,7 +159,7 @@ class VideoVAE(nn.Module):
         """
         return {}
 
-    # ------------------------------------------------------------------------------------- the contract
+    # the contract
 
     def forward(self, x: Tensor, generators: Generators = None) -> tuple[Tensor, Tensor]:
         """Reconstruct, for training the VAE: x [B, 3, T, H, W] -> (x_hat [B, 3, T, H, W], moments [B, 2C, t, h, w])."""
@@ -303,9 +302,9 @@ class VideoVAE(nn.Module):
             raise self._error(f"no statistic {sorted(unknown)}; there are {', '.join(STATISTICS)}.")
         if statistics:
             self._write_config(**statistics)
-        self.scaling_factor, self.shift = self._scale_and_shift(self._config())
+        self.scaling_factor, self.shift = scale_and_shift(self._config(), self.out_channels, whose=type(self).__name__)
 
-    # ---------------------------------------------------------------------------------------- shared parts
+    # shared parts
 
     def _ready(self) -> None:
         """The last step of a constructor: dtype, layout, statistics, compilation."""
@@ -329,14 +328,8 @@ class VideoVAE(nn.Module):
             filled = part
             if self.compiled and size and len(part) < size:  # one size, one program
                 filled = torch.cat([part, part.new_zeros(size - len(part), *part.shape[1:])])
-            out = tiled(
-                lambda tile: network(self._layout(tile)),
-                filled,
-                self.tile_size,
-                self.tile_overlap,
-                self.strides[1:],
-                decoding=decoding,
-            )
+            laid_out = lambda tile: network(self._layout(tile))  # noqa: E731
+            out = tiled(laid_out, filled, self.tile_size, self.tile_overlap, self.strides[1:], decoding=decoding)
             parts.append(out[: len(part)] if len(out) > len(part) else out)
         out = torch.cat(parts) if len(parts) > 1 else parts[0]
         return (rearrange(out, "(B T) C H W -> B C T H W", B=len(x)) if by_frame else out).float()
@@ -362,9 +355,6 @@ class VideoVAE(nn.Module):
         if not current or self._placed[2].device != device:
             self._placed = (*own, *(tensor.to(device) for tensor in own))
         return self._placed[2], self._placed[3]
-
-    def _scale_and_shift(self, config: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        return scale_and_shift(config, self.out_channels, whose=type(self).__name__)
 
     def _check_choice(self, name: str, value: str, choices: Sequence[str]) -> None:
         if value not in choices:

@@ -7,7 +7,6 @@ that do not know them; diffusers then says that it ignores them.
 
 import inspect
 import json
-import logging
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -130,33 +129,20 @@ class DiffusersVAE(VideoVAE):
         if inner.is_dir():
             plain = [path for pattern in WEIGHTS for path in inner.glob(pattern) if ".fp16" not in path.name]
             variant = None if plain else "fp16"
-        logger = logging.getLogger("diffusers.configuration_utils")
-        level = logger.level
         try:
             # as it is, with the keys that the class does not know
-            config = (
-                json.loads((inner / CONFIG).read_text())
-                if inner.is_dir()
-                else dict(next(iter(self._classes().values())).load_config(folder, **where))
-            )
+            if inner.is_dir():
+                config = json.loads((inner / CONFIG).read_text())
+            else:
+                config = dict(next(iter(self._classes().values())).load_config(folder, **where))
+            # low_cpu_mem_usage would need `accelerate`, to save megabytes
+            options = {"torch_dtype": self._dtype, "variant": variant, "low_cpu_mem_usage": False}
             constructor = self._class_of(config, name)
-            unknown = {key for key in config if not key.startswith("_")} - set(parameters_of(constructor))
-            if not unknown - set(STATISTICS):
-                logger.setLevel(logging.ERROR)  # it would say that it ignores statistics, which we do not
-            autoencoder, info = constructor.from_pretrained(
-                folder,
-                **where,
-                torch_dtype=self._dtype,
-                variant=variant,
-                low_cpu_mem_usage=False,  # the other way needs `accelerate`, to save megabytes
-                output_loading_info=True,
-            )
+            autoencoder, info = constructor.from_pretrained(folder, **where, **options, output_loading_info=True)
         except UserError:
             raise
         except (OSError, ValueError) as error:
             raise hub_error(name, "VAE", error) from error
-        finally:
-            logger.setLevel(level)
         wrong = {key: info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[key]}
         if wrong:
             raise UserError(f"VAE: the weights in {name} do not fit its config.json: {wrong}")

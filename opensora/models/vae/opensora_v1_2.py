@@ -403,9 +403,8 @@ class ResBlock(nn.Module):
         return (self.conv3(x) if hasattr(self, "conv3") else x) + h
 
 
-def _res_blocks(channels: int, width: int, count: int, num_groups: int) -> nn.ModuleList:
-    ins = [channels] + [width] * count
-    return nn.ModuleList(ResBlock(before, after, num_groups) for before, after in pairwise(ins))
+def _res_blocks(channels: int, width: int, count: int, num_groups: int) -> nn.Sequential:
+    return nn.Sequential(*(ResBlock(a, b, num_groups) for a, b in pairwise([channels] + [width] * count)))
 
 
 class Encoder(nn.Module):
@@ -438,13 +437,10 @@ class Encoder(nn.Module):
         """See the class."""
         x = self.conv_in(x)
         for i, blocks in enumerate(self.block_res_blocks):
-            for block in blocks:  # type: ignore[attr-defined]
-                x = block(x)
+            x = blocks(x)
             if i < len(self.conv_blocks):
                 x = self.conv_blocks[i](x)
-        for block in self.res_blocks:
-            x = block(x)
-        return self.conv2(F.silu(self.norm1(x)))
+        return self.conv2(F.silu(self.norm1(self.res_blocks(x))))
 
 
 class Decoder(nn.Module):
@@ -475,12 +471,9 @@ class Decoder(nn.Module):
 
     def forward(self, z: Tensor) -> Tensor:
         """See the class."""
-        x = self.conv1(z)
-        for block in self.res_blocks:
-            x = block(x)
+        x = self.res_blocks(self.conv1(z))
         for i in reversed(range(len(self.block_res_blocks))):
-            for block in self.block_res_blocks[i]:  # type: ignore[attr-defined]
-                x = block(x)
+            x = self.block_res_blocks[i](x)
             if i > 0 and isinstance(self.conv_blocks[i - 1], CausalConv3d):
                 x = rearrange(self.conv_blocks[i - 1](x), "B (C two) T H W -> B C (T two) H W", two=2)
         return self.conv_out(F.silu(self.norm1(x)))

@@ -16,7 +16,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from opensora.acceleration.vae_slicing import LOGVAR_RANGE
+from opensora.acceleration.vae_slicing import LOGVAR_RANGE, scale_and_shift
 from opensora.models.vae.diffusers_vae import DiffusersVAE, parameters_of
 from opensora.registry import MODELS
 from opensora.utils.errors import UserError
@@ -319,7 +319,8 @@ class DiffusersVideoVAE(DiffusersVAE):
         if not self.family.buffers and "scaling_factor" in parameters_of(type(self.autoencoder)):
             super()._write_config(**values)
             return
-        scale, shift = self._scale_and_shift({**self._config(), **values})
+        config = {**self._config(), **values}
+        scale, shift = scale_and_shift(config, self.out_channels, whose=type(self).__name__)
         lists = {"latents_mean": shift.flatten().tolist(), "latents_std": (1 / scale).flatten().tolist()}
         if not self.family.buffers:
             super()._write_config(**lists)
