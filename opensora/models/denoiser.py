@@ -4,7 +4,7 @@ A denoiser obeys the contract of docs/architecture.md whatever is inside, so tha
 scheduler. It draws nothing at random, knows no process group, and treats the samples of a batch independently.
 """
 
-import warnings
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
@@ -51,7 +51,7 @@ class Denoiser(nn.Module, ABC):
         from_pretrained: weights to start from, see docs/weights.md.
         enable_flash_attn: None or True = fastest attention kernel, False = the plain formula.
         enable_layernorm_kernel: apex's fused LayerNorm if installed.
-        input_size: accepted from older configs, (T, H, W) of the latent; positions follow the input.
+        input_size: accepted from older configs, without effect: positions follow the input.
     """
 
     micro_conditions: tuple[str, ...] = MICRO_CONDITIONS
@@ -62,6 +62,7 @@ class Denoiser(nn.Module, ABC):
 
     y_embedder: Any
     blocks: Any
+    final_layer: FinalLayer
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Let `inspect.signature`, and so the registry, list the arguments that a subclass passes on as `**common`."""
@@ -89,8 +90,6 @@ class Denoiser(nn.Module, ABC):
             raise ValueError(f"class_dropout_prob={class_dropout_prob} is not in [0, 1).")
         if len(patch_size) != 3 or min(patch_size) < 1:
             raise ValueError(f"patch_size={patch_size!r}: expected (frames, rows, columns), each at least 1.")
-        if input_size is not None and len(input_size) != 3:
-            raise ValueError(f"input_size={input_size!r}: expected (T, H, W) of the latent, or leave it out.")
         self.in_channels = self.out_channels = in_channels
         self.hidden_size, self.depth, self.num_heads, self.mlp_ratio = hidden_size, depth, num_heads, mlp_ratio
         self.head_dim = hidden_size // num_heads
@@ -100,7 +99,6 @@ class Denoiser(nn.Module, ABC):
         self.from_pretrained = from_pretrained
         self.kernel = kernel_from_flag(enable_flash_attn=enable_flash_attn)
         self.fused_norm = enable_layernorm_kernel
-        self.input_size = input_size
         self.x_embedder = PatchEmbed3D(self.patch_size, in_channels, hidden_size)
         self.t_embedder = ScalarEmbedder(hidden_size)
 
@@ -149,9 +147,16 @@ class Denoiser(nn.Module, ABC):
             [B, C_out, T, H, W] fp32.
         """
 
-    @abstractmethod
     def flops(self, latent_size: Size, text_len: int) -> int:
         """Floating-point operations (2 per multiply-add, matrix products only) of one forward of one sample."""
+        T, H, W = self.grid(latent_size)
+        total = sum(block.flops(T, H * W, text_len, (H, W)) for block in self.transformer_blocks())  # type: ignore[operator]
+        total += 2 * T * H * W * math.prod(self.patch_size) * self.in_channels * self.hidden_size
+        rows = {"y_embedder": text_len, "csize_embedder": 2, "linear": T * H * W}  # others are applied once
+        for name, part in [*self.named_children(), *self.final_layer.named_children()]:
+            if part is not self.final_layer and not isinstance(part, nn.ModuleList):
+                total += linear_flops(part, rows.get(name, 1))
+        return total
 
     def null_condition(self, batch: int) -> Tensor:
         """The `y` of "no text" `[batch, 1, L, C_text]`, or of "no class" `[batch, 1, 1, 1]`."""
@@ -183,14 +188,6 @@ class Denoiser(nn.Module, ABC):
         """
         if x.ndim != 5 or x.shape[1] != self.in_channels:
             raise ValueError(f"the latent has shape {tuple(x.shape)}; expected [B, {self.in_channels}, T, H, W].")
-        size = self.input_size
-        if size is not None and any(n is not None and n != m for n, m in zip(size, x.shape[2:], strict=True)):
-            warnings.warn(
-                f"input_size={tuple(size)} is not the size of the latent, {tuple(x.shape[2:])}: positions follow "
-                "the latent. Drop input_size from the config.",
-                stacklevel=3,
-            )
-            self.input_size = None
         return rearrange(self.x_embedder(x), "B D T H W -> B T (H W) D").contiguous()
 
     def enter_blocks(self, x: Tensor) -> Tensor:
@@ -235,13 +232,6 @@ class Denoiser(nn.Module, ABC):
         """Sine-cosine positions `[T, 1, D]` of the frames of tokens `x [B, T, S, D]`, divided by `scale`; in x's dtype."""
         frames = grid_coordinates(x.shape[1], scale=scale, device=x.device)
         return sincos_1d(self.hidden_size, frames).to(x.dtype)[:, None]
-
-    def embed_flops(self, latent_size: Size) -> int:
-        """Floating-point operations of the patch embedding, the timestep's MLP and the final linear layer."""
-        T, H, W = self.grid(latent_size)
-        pt, ph, pw = self.patch_size
-        patches = T * H * W * pt * ph * pw * (self.in_channels + self.out_channels) * self.hidden_size
-        return 2 * (patches + self.t_embedder.num_frequencies * self.hidden_size + self.hidden_size**2)
 
     def required(self, sizes: Mapping[str, Tensor | None], *names: str) -> list[Tensor]:
         """Micro-conditions that the model cannot do without, in fp32 [B] each.
@@ -313,10 +303,3 @@ class AdaLNSingleDenoiser(Denoiser):
             parameter.requires_grad_(any(part in name for part in parts) == temporal)
         if not any(parameter.requires_grad for parameter in self.parameters()):
             raise ValueError(f"freeze={freeze!r} leaves nothing to train.")
-
-    def flops(self, latent_size: Size, text_len: int) -> int:
-        """See `Denoiser.flops`."""
-        T, H, W = self.grid(latent_size)
-        blocks = sum(block.flops(T, H * W, text_len, (H, W)) for block in self.transformer_blocks())  # type: ignore[operator]
-        embed = linear_flops(self.t_block, 1) + linear_flops(self.y_embedder, text_len)
-        return blocks + embed + self.embed_flops(latent_size)

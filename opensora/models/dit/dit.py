@@ -21,7 +21,6 @@ from opensora.models.dit.weights import convert, to_diffusers
 from opensora.models.layers.attention import Attention, Axis
 from opensora.models.layers.blocks import AdaLNZeroBlock
 from opensora.models.layers.embedders import CaptionEmbedder, LabelEmbedder
-from opensora.models.layers.mlp import linear_flops
 from opensora.models.layers.modulation import AdaLNFinalLayer
 from opensora.models.layers.positions import sincos_grid
 from opensora.models.loading import load_weights, written_by
@@ -128,12 +127,8 @@ class DiT(Denoiser):
         return to_diffusers(self, **options)
 
     def flops(self, latent_size: Size, text_len: int) -> int:
-        """See `Denoiser.flops`; `text_len` does not matter."""
-        T, H, W = self.grid(latent_size)
-        blocks = sum(block.flops(T, H * W) for block in self.blocks)
-        condition = 0 if self.y_embedder is None else linear_flops(self.y_embedder, 1)
-        final = linear_flops(self.final_layer.adaLN_modulation, 1)
-        return blocks + condition + final + self.embed_flops(latent_size)
+        """See `Denoiser.flops`; the condition is one token, whatever `text_len`."""
+        return super().flops(latent_size, 1)
 
     def _transform(
         self, x: Tensor, c: Tensor, x_mask: Tensor | None, c0: Tensor | None, grid: tuple[int, int]

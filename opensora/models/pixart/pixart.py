@@ -29,11 +29,10 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from opensora.models.denoiser import AdaLNSingleDenoiser, Size
+from opensora.models.denoiser import AdaLNSingleDenoiser
 from opensora.models.layers.attention import Attention, CrossAttention
 from opensora.models.layers.blocks import AdaLNSingleBlock
 from opensora.models.layers.embedders import ScalarEmbedder
-from opensora.models.layers.mlp import linear_flops
 from opensora.models.layers.positions import grid_coordinates, sincos_1d, sincos_grid
 from opensora.models.pixart.weights import convert, to_diffusers
 from opensora.registry import MODELS
@@ -246,11 +245,6 @@ class PixArtMS(PixArt):
         size = torch.stack(self.required(sizes, "height", "width"), dim=1)  # [B, 2]
         ratio = size[:, :1] / size[:, 1:]
         return torch.cat([self.csize_embedder(size), self.ar_embedder(ratio)], dim=1)  # D / 3 for each of the three
-
-    def flops(self, latent_size: Size, text_len: int) -> int:
-        """See `Denoiser.flops`."""
-        sizes = linear_flops(self.csize_embedder, 2) + linear_flops(self.ar_embedder, 1)
-        return super().flops(latent_size, text_len) + sizes
 
 
 @MODELS.register_module()

@@ -21,10 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from opensora.acceleration.kernels.attention import layer_norm
-from opensora.models.denoiser import AdaLNSingleDenoiser, Size
+from opensora.models.denoiser import AdaLNSingleDenoiser
 from opensora.models.layers.attention import NormOrder
 from opensora.models.layers.embedders import ScalarEmbedder
-from opensora.models.layers.mlp import linear_flops
 from opensora.models.layers.modulation import AdaLN, frame_modulation, gated, norm_modulate
 from opensora.models.layers.positions import grid_coordinates, rotary_table, sincos_grid
 from opensora.models.stdit.stdit import STDiTBlock
@@ -157,12 +156,6 @@ class STDiT2(AdaLNSingleDenoiser):
         for block in self.blocks:
             x = block(x, y, t_mod, mask, x_mask, t0_mod, rope, (H, W))
         return self.unpatchify(self.final_layer(x, t, x_mask, t0), latent_size)
-
-    def flops(self, latent_size: Size, text_len: int) -> int:
-        """See `Denoiser.flops`."""
-        scalars = [self.csize_embedder, self.csize_embedder, self.ar_embedder, self.fl_embedder, self.fps_embedder]
-        own = sum(linear_flops(module, 1) for module in [*scalars, self.t_block_temp])
-        return super().flops(latent_size, text_len) + own
 
 
 def size_positions(dim: int, grid: tuple[int, int], height: Tensor, width: Tensor, input_sq_size: float) -> Tensor:

@@ -138,7 +138,7 @@ class STDiT3(AdaLNSingleDenoiser):
     def flops(self, latent_size: Size, text_len: int) -> int:
         """See `Denoiser.flops`."""
         skipped = linear_flops(self.y_embedder, text_len) if self.skip_y_embedder else 0
-        return super().flops(latent_size, text_len) + linear_flops(self.fps_embedder, 1) - skipped
+        return super().flops(latent_size, text_len) - skipped
 
 
 for _name, _preset in {
