@@ -203,23 +203,8 @@ class NOVA(nn.Module):
 
     def video_conditions(self, x: Tensor, text: Tensor) -> Tensor:
         """The condition of each frame, from those before it: `x [B, C, T, H, W]` -> `[B, T, Nc, D]`, all frames at once."""
-        T, L, device = x.shape[2], text.shape[1], x.device
-        frames, grid = torch.arange(T, device=device), self._coarse_grid(x.shape[3:])
-        shown = self._frame_tokens(x[:, :, :-1], frames, T, grid, first=True)  # [B, T, Nc, D]
-        tokens = torch.cat([text.to(shown.dtype), shown.flatten(1, 2)], dim=1)
-        allowed = None
-        if (
-            T > 1
-        ):  # text and the first frame are block 0, every later frame is a block of its own; each sees those before
-            blocks = torch.cat([frames.new_zeros(L), frames.repeat_interleave(grid[0] * grid[1])])
-            allowed = blocks[:, None] >= blocks[None, :]
-        encoder = self.video_encoder
-        out, _ = encoder.run(tokens, range(len(encoder.blocks)), allowed, self._rotary(frames, grid, before=L))
-        out = rearrange(encoder.norm(out)[:, L:], "B (T N) D -> B T N D", T=T)
-        if encoder.mixer is None:
-            return out
-        first, later = out.split([1, T - 1], dim=1)
-        return torch.cat([first, encoder.mixer(first, later)], dim=1)
+        frames = torch.arange(x.shape[2], device=x.device)
+        return self._conditions(x[:, :, :-1], text, frames, x.shape[2:], None)[0]
 
     def next_condition(
         self, previous: Tensor | None, text: Tensor, frame: int, size: Size, past: Past | None
@@ -235,22 +220,46 @@ class NOVA(nn.Module):
         Returns:
             [B, Nc, D], and the past of the next frame.
         """
-        frames, grid = torch.tensor([frame], device=text.device), self._coarse_grid(size[1:])
+        frames = torch.tensor([frame], device=text.device)
         x = text.new_empty(len(text), self.in_channels, 0, *size[1:]) if previous is None else previous[:, :, None]
-        tokens = self._frame_tokens(x, frames, size[0], grid, first=previous is None)[:, 0]
-        before = text.shape[1] if previous is None else 0
-        if before:
-            tokens = torch.cat([text.to(tokens.dtype), tokens], dim=1)
-        encoder, rotary = self.video_encoder, self._rotary(frames, grid, before=before)
+        out, past = self._conditions(x, text if previous is None else None, frames, size, past)
+        return out[:, 0], past
+
+    def _conditions(
+        self, x: Tensor, text: Tensor | None, frames: Tensor, size: Sequence[int], past: Past | None
+    ) -> tuple[Tensor, Past]:
+        """The conditions `[B, T, Nc, D]` of the frames with indices `frames [T]`, and the past of the next one.
+
+        `x [B, C, T, H, W]` is the frame before each. With `text`, which goes in front, the first has none: `[B, C, T - 1, H, W]`.
+        """
+        B, T, p = len(x), len(frames), 2 * self.image_patch
+        encoder, grid = self.video_encoder, (size[1] // p, size[2] // p)
+        tokens = encoder.patch_embed(rearrange(x, "B C T H W -> (B T) C H W"))
+        tokens = rearrange(tokens, "(B T) N D -> B T N D", B=B, T=x.shape[2])
+        if text is not None:
+            nothing = self.mask_embed.bos_token.to(tokens.dtype).expand(B, 1, grid[0] * grid[1], -1)
+            tokens = torch.cat([nothing, tokens], dim=1)
+        if self.video_pos_embed is not None:
+            space, time = self._space_positions(grid, p, x.device), self.video_pos_embed(frames, size[0])
+            tokens = tokens + (space + time[:, None]).to(tokens.dtype)  # [B, T, Nc, D]
+        tokens, L = tokens.flatten(1, 2), 0
+        if text is not None:
+            tokens, L = torch.cat([text.to(tokens.dtype), tokens], dim=1), text.shape[1]
+        allowed = None
+        if T > 1:  # text and the first frame are block 0, every later frame is a block of its own; each sees those before
+            blocks = torch.cat([frames.new_zeros(L), frames.repeat_interleave(grid[0] * grid[1])])
+            allowed = blocks[:, None] >= blocks[None, :]
         cache = None if past is None else past.cache
-        out, new = encoder.run(tokens, range(len(encoder.blocks)), None, rotary, cache)
-        out = encoder.norm(out)[:, before:]
+        rotary = self._rotary(frames, grid, before=L)
+        out, cache = encoder.run(tokens, range(len(encoder.blocks)), allowed, rotary, cache)
+        out = rearrange(encoder.norm(out)[:, L:], "B (T N) D -> B T N D", T=T)
         if encoder.mixer is None:
-            return out, Past(new, None)
+            return out, Past(cache, None)
         if past is None:
-            return out, Past(new, out[:, None])
+            first, later = out.split([1, T - 1], dim=1)
+            return torch.cat([first, encoder.mixer(first, later)], dim=1), Past(cache, first)
         assert past.first is not None, "the past of a model without a mixer"
-        return encoder.mixer(past.first, out[:, None])[:, 0], Past(new, past.first)
+        return encoder.mixer(past.first, out), Past(cache, past.first)
 
     def image_tokens(
         self,
@@ -359,29 +368,6 @@ class NOVA(nn.Module):
     def grid(self, latent_size: Sequence[int]) -> Size:
         """Patches along time, height and width for a latent of `latent_size`."""
         return latent_size[0], latent_size[1] // self.image_patch, latent_size[2] // self.image_patch
-
-    def _coarse_grid(self, size: Sequence[int]) -> tuple[int, int]:
-        """The video encoder's patches along height and width."""
-        return size[0] // (2 * self.image_patch), size[1] // (2 * self.image_patch)
-
-    def _frame_tokens(
-        self, x: Tensor, frames: Tensor, num_frames: int, grid: tuple[int, int], *, first: bool
-    ) -> Tensor:
-        """The video encoder's input for the frames with indices `frames [T]`: the frame before each, `[B, T, Nc, D]`.
-
-        `first`: the first of them has none before it, and `x [B, C, T - 1, H, W]` is those of the others.
-        """
-        B, T = len(x), x.shape[2]
-        tokens = self.video_encoder.patch_embed(rearrange(x, "B C T H W -> (B T) C H W"))
-        tokens = rearrange(tokens, "(B T) N D -> B T N D", B=B, T=T)
-        if first:
-            nothing = self.mask_embed.bos_token.to(tokens.dtype).expand(B, 1, grid[0] * grid[1], -1)
-            tokens = torch.cat([nothing, tokens], dim=1)
-        if self.video_pos_embed is None:
-            return tokens
-        space = self._space_positions(grid, 2 * self.image_patch, x.device)
-        time = self.video_pos_embed(frames, num_frames)
-        return tokens + (space + time[:, None]).to(tokens.dtype)  # [B, T, Nc, D]
 
     def _space_positions(self, grid: tuple[int, int], patch: int, device: torch.device) -> Tensor:
         """`[H W, D]` fp32: the fixed sine-cosine table, whose sides span those of `base_size` where it is given."""

@@ -80,23 +80,13 @@ def check_classes(text_encoder: Any, denoiser: Any) -> None:
     embedder = getattr(denoiser, "y_embedder", None)
     if embedder is None or getattr(text_encoder, "encoder", text_encoder) is None:  # a cache may not know its encoder
         return
-    given, taken, name = _num_classes(text_encoder), getattr(embedder, "num_classes", None), type(denoiser).__name__
-    if given == taken:
-        return
-    if taken is None:
+    given, taken = _num_classes(text_encoder), getattr(embedder, "num_classes", None)
+    if given != taken:
+        gives, takes = ("text" if count is None else f"{count} classes" for count in (given, taken))
         raise UserError(
-            f"the text encoder 'classes' gives class labels, but {name} takes text: set model.condition='label_{given}' "
-            "(DiT and Latte), or name another text encoder."
+            f"the text encoder gives {gives}, but {type(denoiser).__name__} takes {takes}. For N classes set both "
+            "text_encoder=dict(type='classes', num_classes=N) and model.condition='label_N' (DiT and Latte); for text, neither."
         )
-    if given is None:
-        raise UserError(
-            f"{name} has condition='label_{taken}', but the text encoder gives text: use text_encoder=dict(type='classes', "
-            f"num_classes={taken})."
-        )
-    raise UserError(
-        f"text_encoder.num_classes={given} and model.condition='label_{taken}' contradict each other: {name} has "
-        f"{taken} classes. Set both to the number of classes of the data."
-    )
 
 
 def check_classes_of_data(dataset: Any, text_encoder: Any) -> None:

@@ -146,11 +146,6 @@ class HFTextEncoder(nn.Module):
             return next(self.model.parameters()).device
         return self._device
 
-    @property
-    def loaded(self) -> bool:
-        """Whether the weights are in memory."""
-        return self.model is not None
-
     def fingerprint(self) -> str:
         """A hash of what features depend on: weight files (64 samples of each), config, tokenizer, length, cleaning, dtype."""
         folder = Path(str(cached_file(self._name, "config.json", **self._hub))).parent
@@ -252,10 +247,7 @@ class ClipEncoder(HFTextEncoder):
 
     The pooled output, that is the state at the end-of-text token: y [B, 1, 1, D], mask [B, 1].
 
-    Args:
-        from_pretrained: Folder with text tower and tokenizer, or hub id.
-        model_max_length: Captions are padded and cut to so many tokens.
-        **options: See `HFTextEncoder`.
+    The arguments are those of `HFTextEncoder`.
     """
 
     def __init__(

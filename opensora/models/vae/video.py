@@ -147,19 +147,6 @@ def _ltx_decode(autoencoder: Any, z: Tensor) -> Tensor:
         return autoencoder.decode(z, temb, return_dict=False)[0]
 
 
-def _vidtok_encode(autoencoder: Any, x: Tensor) -> Tensor:
-    if not autoencoder.is_causal or autoencoder.regularizer != "kl":
-        raise UserError("AutoencoderVidTok: only is_causal=True with regularizer='kl' is supported.")
-    front = x[:, :, :1].expand(-1, -1, autoencoder.temporal_compression_ratio - 1, -1, -1)
-    return autoencoder.encode(torch.cat([front, x], dim=2)).latent_dist.parameters
-
-
-def _vidtok_strides(config: Config) -> tuple[int, int]:
-    time = 2 if config["tempo_ds"] is None else len(config["tempo_ds"])
-    space = len(config["ch_mult"]) - 1 if config["spatial_ds"] is None else len(config["spatial_ds"])
-    return 2**time, 2**space
-
-
 OF_NOVA = "AutoencoderKLOpenSora"
 WAN_CHUNK = 4  # frames that Wan's `encode` takes at a time after the first, whatever the stride
 LTX = Family("latent_channels", _ltx_strides, decode=_ltx_decode, in_chunks="both", buffers=True)
@@ -186,20 +173,6 @@ FAMILIES: dict[str, Family] = {
         "latent_channels", _ratio_and_levels, first=0, encode=_allegro_encode, decode=_allegro_decode
     ),
     "AutoencoderKLCosmos": Family("latent_channels", _ratios, encode=_code),
-    "AutoencoderKLMagvit": Family(
-        "latent_channels",
-        lambda config: (2 ** (len(config["block_out_channels"]) - 2), 2 ** (len(config["block_out_channels"]) - 1)),
-    ),
-    # its decoder takes a last chunk of one latent frame for an image
-    "AutoencoderKLKVAEVideo": Family(
-        "z_channels",
-        lambda config: (config["temporal_compress_times"], 2 ** (len(config["ch_mult"]) - 1)),
-        step=lambda config: 2 * int(config["temporal_compress_times"]),
-        encode=_code,
-    ),
-    "AutoencoderVidTok": Family(
-        "z_channels", _vidtok_strides, encode=_vidtok_encode, decode=lambda autoencoder, z: autoencoder.decode(z)
-    ),
 }
 
 
