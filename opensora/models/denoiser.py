@@ -7,7 +7,7 @@ scheduler. It draws nothing at random, knows no process group, and treats the sa
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from einops import rearrange
@@ -26,16 +26,6 @@ Size = tuple[int, int, int]
 
 MICRO_CONDITIONS = ("fps", "height", "width", "num_frames")
 """What every denoiser may be conditioned on besides timestep and text, [B] each."""
-
-
-class SequenceRanks(Protocol):
-    """How tokens are sharded over processes; see `opensora.acceleration.sequence_parallel`."""
-
-    def split(self, x: Tensor) -> Tensor:
-        """This process' shard, along S, of all tokens `x [B, T, S, D]`."""
-
-    def gather(self, x: Tensor, num_tokens: int) -> Tensor:
-        """All tokens `[B, T, num_tokens, ...]` from the shards `x` of all processes."""
 
 
 class Denoiser(nn.Module, ABC):
@@ -57,8 +47,8 @@ class Denoiser(nn.Module, ABC):
     micro_conditions: tuple[str, ...] = MICRO_CONDITIONS
     """The micro-conditions that training and sampling pass to `forward`."""
 
-    sp_ranks: SequenceRanks | None = None
-    """Set from outside where the tokens of a sample are sharded over processes; None = all are here."""
+    sp_ranks: Any = None
+    """Set by `opensora.acceleration.sequence_parallel` where a sample's tokens are sharded over processes; None = all are here."""
 
     y_embedder: Any
     blocks: Any
@@ -169,7 +159,7 @@ class Denoiser(nn.Module, ABC):
     def to_diffusers(self, **options: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """The same model in diffusers: the content of its config.json, with the class's name, and its state dict.
 
-        `options` are what diffusers' model fixes and ours does not, see the architecture's weights.py.
+        `options` are what diffusers' model fixes and ours does not, see the model's own method.
 
         Raises:
             UserError: diffusers has no such architecture, or it cannot express this model.
@@ -195,10 +185,7 @@ class Denoiser(nn.Module, ABC):
         return x if self.sp_ranks is None else self.sp_ranks.split(x)
 
     def unpatchify(self, x: Tensor, latent_size: Sequence[int]) -> Tensor:
-        """`x [B, T', S, patch * C] -> [B, C, *latent_size]` fp32; padding is cropped.
-
-        Where the tokens are sharded over processes, `x` is a shard, and each process gets the whole result.
-        """
+        """`x [B, T', S, patch * C]`, or a process' shard of it, `-> [B, C, *latent_size]` fp32; padding is cropped."""
         pt, ph, pw = self.patch_size
         _, H, W = self.grid(latent_size)
         if self.sp_ranks is not None:
@@ -221,10 +208,7 @@ class Denoiser(nn.Module, ABC):
     def embed_timestep(
         self, timestep: Tensor, x_mask: Tensor | None, extra: Tensor | float = 0.0
     ) -> tuple[Tensor, Tensor | None]:
-        """The embeddings `[B, D]` of the timestep and of timestep 0, for conditioning frames; each plus `extra [B, D]`.
-
-        The second is None without `x_mask`.
-        """
+        """The embeddings `[B, D]` of the timestep and, with `x_mask`, of timestep 0 for conditioning frames; plus `extra [B, D]`."""
         t0 = None if x_mask is None else self.t_embedder(torch.zeros_like(timestep)) + extra
         return self.t_embedder(timestep) + extra, t0
 
@@ -282,13 +266,9 @@ class AdaLNSingleDenoiser(Denoiser):
         """Load `from_pretrained`, and freeze what `freeze` says.
 
         Args:
-            convert: of the architecture's weights.py.
+            convert: the model file's.
             freeze: "not_temporal" trains the temporal branch alone, where there is one; "text" trains all but
                 cross-attention and text; None = everything is trained.
-
-        Raises:
-            UserError: see `opensora.models.loading.load_weights`.
-            ValueError: `freeze` is something else, or nothing would be trained.
         """
         if self.from_pretrained is not None:
             load_weights(self, self.from_pretrained, convert)

@@ -46,7 +46,7 @@ def layer(ours: str, *theirs: str, kind: Kind = "same") -> list[Rule]:
     ]
 
 
-def block(ours: str, theirs: str) -> list[Rule]:
+def block_rules(ours: str, theirs: str) -> list[Rule]:
     """What our block and diffusers' `BasicTransformerBlock` have in common: self-attention and MLP."""
     return [
         *layer(f"{ours}.attn.qkv", *(f"{theirs}.attn1.to_{part}" for part in "qkv"), kind="stack"),
@@ -73,7 +73,7 @@ def pixart_rules(depth: int) -> list[Rule]:
         rules += layer(f"y_embedder.y_proj.fc{i}", f"caption_projection.linear_{i}")
     for i in range(depth):
         ours, theirs = f"blocks.{i}", f"transformer_blocks.{i}"
-        rules += block(ours, theirs)
+        rules += block_rules(ours, theirs)
         rules += [tensor(f"{ours}.scale_shift_table", f"{theirs}.scale_shift_table")]
         rules += layer(f"{ours}.cross_attn.q_linear", f"{theirs}.attn2.to_q")
         rules += layer(f"{ours}.cross_attn.kv_linear", f"{theirs}.attn2.to_k", f"{theirs}.attn2.to_v", kind="stack")

@@ -150,7 +150,7 @@ class TestHeads:
 
     def test_a_refusal_leaves_the_model_as_it_was(self, tmp_path):
         from opensora.models.loading import load_weights
-        from opensora.models.pixart.weights import convert as to_ours
+        from opensora.models.pixart.pixart import convert as to_ours
 
         model = build("PixArt")
         before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

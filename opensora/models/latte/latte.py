@@ -12,18 +12,34 @@ In both, temporal positions are added once, right before the first temporal bloc
 not saved; captions may be masked; temporal blocks start as the identity, so that a PixArt initialisation is a PixArt model at
 first (but for the table, where there are several frames). It has no size and aspect conditions, with which no weights were
 released.
+
+Weights of `LatteT2V` are recognised by content: our own checkpoints; diffusers' `LatteTransformer3DModel` (Latte-1) and the .pt
+files of Latte's repository (the same names); and PixArt-alpha, in its repository's names or in diffusers', which are the spatial
+half.
 """
 
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, get_args
 
 from torch import Tensor, nn
 
 from opensora.models.denoiser import AdaLNSingleDenoiser
 from opensora.models.dit.dit import SIZES, DiT
-from opensora.models.latte.weights import convert, to_diffusers
+from opensora.models.key_map import (
+    Rule,
+    block_rules,
+    diffusers_config,
+    diffusers_depth,
+    pixart_rules,
+    refuse_unmet,
+    tensor,
+    to_ours,
+    to_theirs,
+)
 from opensora.models.layers.attention import Attention, CrossAttention
 from opensora.models.layers.blocks import AdaLNSingleBlock
 from opensora.models.layers.positions import sincos_grid
+from opensora.models.loading import NO_NULL_TEXT, NULL_TEXT, Conversion
 from opensora.registry import MODELS
 
 Mode = Literal["video", "images"]
@@ -151,9 +167,62 @@ class LatteT2V(AdaLNSingleDenoiser):
             return list(self.blocks)
         return [block for pair in zip(self.blocks, self.temporal_blocks, strict=True) for block in pair]
 
-    def to_diffusers(self, **options: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """See `Denoiser.to_diffusers`."""
-        return to_diffusers(self, **options)
+    def to_diffusers(self, *, num_frames: int = 16) -> tuple[dict[str, Any], dict[str, Tensor]]:  # type: ignore[override]
+        """The `config.json` and the state dict of the same model in diffusers, a `LatteTransformer3DModel`.
+
+        The table of "no text" is left out, as diffusers has none: its pipeline encodes an empty prompt instead.
+
+        Args:
+            num_frames: of the videos; diffusers' model takes no other number, except 1.
+
+        Raises:
+            UserError: diffusers' model cannot express this one.
+        """
+        frames, rows, columns = self.patch_size
+        span = self.base_size / self.space_scale
+        # the side of diffusers' base latent, that of the training if possible, which stands for the range of positions
+        sides = [round(size * rows) for size in (self.base_size, span)]
+        fitting = [side for side in sides if side // rows / max(side // 64, 1) == span]  # // 64 is diffusers' scale
+        needed = {
+            "mode='video', as it runs the temporal blocks; for images convert with mode='video' and call it with "
+            "enable_temporal_attentions=False": self.mode == "video",
+            f"patches of one frame, not {frames}": frames == 1,
+            f"square patches, not {rows} x {columns}": rows == columns,
+            f"another range of spatial positions than base_size / space_scale = {span:g}": bool(fitting),
+            f"time_scale=1, not {self.time_scale}": self.time_scale == 1,
+            "temporal positions": not self.no_temporal_pos_emb,
+            "mlp_ratio=4": self.mlp_ratio == 4,
+        }
+        refuse_unmet("LatteTransformer3DModel", needed)
+        config = diffusers_config(self, "LatteTransformer3DModel", fitting[0], video_length=num_frames)
+        state = to_theirs(_rules(len(self.blocks)), self.state_dict())
+        del state["caption_projection.y_embedding"]
+        return config, state
+
+
+def convert(state: Mapping[str, Tensor], model: nn.Module) -> Conversion:
+    """A released state dict -> a LatteT2V's."""
+    result, suffix = Conversion(dict(state), ""), ""
+    if "adaln_single.linear.weight" in state:
+        suffix = ", diffusers"
+        result.tensors = to_ours(_rules(diffusers_depth(state)), state)
+        result.initial[NULL_TEXT] = NO_NULL_TEXT
+    result.format = f"LatteT2V{suffix}"
+    result.drop("LatteT2V takes no size or aspect ratio", "csize_embedder.", "ar_embedder.")
+    if not any(name.startswith("temporal_blocks.") for name in result.tensors):
+        result.format = f"PixArt-alpha{suffix}"
+        why = "PixArt has no temporal blocks; they add nothing at first, but the frames' positions are added"
+        result.may_miss(model, why, "temporal_blocks.")
+    result.fit_shapes(model)
+    return result
+
+
+def _rules(depth: int) -> list[Rule]:
+    rules = pixart_rules(depth)
+    for i in range(depth):
+        ours, theirs = f"temporal_blocks.{i}", f"temporal_transformer_blocks.{i}"
+        rules += [*block_rules(ours, theirs), tensor(f"{ours}.scale_shift_table", f"{theirs}.scale_shift_table")]
+    return rules
 
 
 MODELS.register_variant("LatteT2V-XL/2", LatteT2V, depth=28, hidden_size=1152, num_heads=16, patch_size=(1, 2, 2))

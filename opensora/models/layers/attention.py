@@ -4,7 +4,8 @@ Tokens keep their axes, `[B, T, S, D]`: attention over space, over time or over 
 of queries, keys and values, so that no block moves the tokens themselves.
 """
 
-from typing import Literal, Protocol, get_args
+from collections.abc import Callable
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -55,13 +56,6 @@ class RMSNorm(nn.Module):
         return (wide * self.weight).to(x.dtype)
 
 
-class Exchange(Protocol):
-    """How an attention computes when its tokens are sharded over processes; see `opensora.acceleration.sequence_parallel`."""
-
-    def __call__(self, attn: "Attention", x: Tensor, rope: Tensor | None, grid: tuple[int, int] | None) -> Tensor:
-        """What `attn(x, rope, grid)` would give for all tokens, of which `x` and the result are this process' shard."""
-
-
 class Attention(nn.Module):
     """Multi-head self-attention. Names: `qkv`, `proj`, with `qk_norm` also `q_norm`, `k_norm`.
 
@@ -75,8 +69,8 @@ class Attention(nn.Module):
         kernel: see `opensora.acceleration.kernels.attention`.
     """
 
-    exchange: Exchange | None = None
-    """Set from outside where tokens are sharded over processes; None = all tokens are here."""
+    exchange: Callable[["Attention", Tensor, Tensor | None, tuple[int, int] | None], Tensor] | None = None
+    """Set by `opensora.acceleration.sequence_parallel`: `forward` where tokens are sharded over processes; None = all are here."""
 
     def __init__(
         self,

@@ -6,9 +6,9 @@ A video is made frame by frame, and a frame patch by patch, in random order:
     image encoder    sees c_t and the visible patches, and predicts a token for each of the others           (section 3.3)
     head             an MLP that denoises each patch, conditioned on the image encoder's output              (section 3.4)
 
-It is trained and sampled by the scheduler "nova". `width` is the transformers', 16 + 32 blocks deep; the video encoder's
-patches are twice as long as the others', so it has a quarter of the tokens. Differences from the other denoisers: the forward
-pass takes clean frames as well as noised ones, a timestep for each patch, and which patches are visible.
+It is trained and sampled by the scheduler "nova". The video encoder's patches are twice as long as the others', so it has a
+quarter of the tokens. Unlike other denoisers' the forward pass takes clean frames as well as noised ones, a timestep for each
+patch, and which patches are visible.
 """
 
 from collections.abc import Mapping, Sequence
@@ -246,7 +246,8 @@ class NOVA(nn.Module):
         if text is not None:
             tokens, L = torch.cat([text.to(tokens.dtype), tokens], dim=1), text.shape[1]
         allowed = None
-        if T > 1:  # text and the first frame are block 0, every later frame is a block of its own; each sees those before
+        if T > 1:
+            # text and the first frame are block 0, every later frame is a block of its own; each sees those before
             blocks = torch.cat([frames.new_zeros(L), frames.repeat_interleave(grid[0] * grid[1])])
             allowed = blocks[:, None] >= blocks[None, :]
         cache = None if past is None else past.cache
@@ -262,12 +263,7 @@ class NOVA(nn.Module):
         return encoder.mixer(past.first, out), Past(cache, past.first)
 
     def image_tokens(
-        self,
-        x: Tensor,
-        visible: Tensor,
-        condition: Tensor,
-        size: tuple[int, int],
-        skip: Sequence[int] = (),
+        self, x: Tensor, visible: Tensor, condition: Tensor, size: tuple[int, int], skip: Sequence[int] = ()
     ) -> Tensor:
         """A token for each patch of a frame, from the visible ones and the condition.
 
@@ -320,19 +316,16 @@ class NOVA(nn.Module):
         return self.text_embed.weight[None, None, : self.model_max_length].expand(batch, 1, -1, -1)
 
     def transformer_blocks(self) -> list[nn.Module]:
-        """The blocks in forward order, for compilation, activation checkpointing and sharding."""
+        """See `Denoiser.transformer_blocks`."""
         return [*self.video_encoder.blocks, *self.image_encoder.blocks, *self.image_decoder.blocks]
 
     @property
     def stack_depths(self) -> tuple[int, int, int]:
-        """Blocks of the video encoder, the image encoder and the head: levels of activation checkpointing count these."""
+        """Blocks of the video encoder, the image encoder and the head, which levels of activation checkpointing count."""
         return len(self.video_encoder.blocks), len(self.image_encoder.blocks), len(self.image_decoder.blocks)
 
     def flops(self, latent_size: Size, text_len: int) -> int:
-        """Floating-point operations (2 per multiply-add, matrix products only) of one training forward of one sample.
-
-        With one noised copy, and the mean number of visible patches.
-        """
+        """See `Denoiser.flops`; of training with one noised copy, and the mean number of visible patches."""
         T, H, W = self.check_size(latent_size)
         fine = H * W // self.image_patch**2
         coarse, D, head = fine // 4, self.width, self.image_decoder

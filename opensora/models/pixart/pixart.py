@@ -19,10 +19,14 @@ They are weights for images: build the model with `no_temporal_pos_emb=True` to 
 
 Deviations from the released code: positions follow the input's size and are not saved; captions are padded and masked
 instead of packed; the model does not drop text by itself (see `opensora.training.batch_encoder`).
+
+Weights are recognised by content: our own checkpoints and PixArt's .pth (the same names, its patch kernel 2-D), and diffusers'
+`PixArtTransformer2DModel`, which does not store the table of "no text" and encodes an empty prompt instead, as sampling from
+such weights does here.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
@@ -30,13 +34,24 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from opensora.models.denoiser import AdaLNSingleDenoiser
+from opensora.models.key_map import (
+    diffusers_config,
+    diffusers_depth,
+    patches_along,
+    pixart_rules,
+    refuse_unmet,
+    to_ours,
+    to_theirs,
+)
 from opensora.models.layers.attention import Attention, CrossAttention
 from opensora.models.layers.blocks import AdaLNSingleBlock
 from opensora.models.layers.embedders import ScalarEmbedder
 from opensora.models.layers.positions import grid_coordinates, sincos_1d, sincos_grid
-from opensora.models.pixart.weights import convert, to_diffusers
+from opensora.models.loading import NO_NULL_TEXT, NULL_TEXT, Conversion
 from opensora.registry import MODELS
+from opensora.utils.errors import UserError
 
+SIZE_EMBEDDERS = ("csize_embedder", "ar_embedder")
 Mode = Literal["conv", "ave", "uniform"]
 
 FACTOR = 2
@@ -202,9 +217,51 @@ class PixArt(AdaLNSingleDenoiser):
             x = block(x, y, t_mod, mask, x_mask, t0_mod, None, (H, W))
         return self.unpatchify(self.final_layer(x, t, x_mask, t0), latent_size)
 
-    def to_diffusers(self, **options: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """See `Denoiser.to_diffusers`."""
-        return to_diffusers(self, **options)
+    def to_diffusers(  # type: ignore[override]
+        self, *, sample_size: int | None = None
+    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """The `config.json` and the state dict of the same model in diffusers, a `PixArtTransformer2DModel`.
+
+        Its positions are `i / interpolation_scale * base / length` with `base = sample_size // patch`, a whole number. Ours
+        are the same where `self.base_size` is set: any range is that of a whole base and a matching scale. A model
+        without it agrees at one size, squares of `sample_size`. The table of "no text" is left out.
+
+        Args:
+            sample_size: the side of the latent at which a model without `base_size` shall agree; None = that of a model
+                with positions from 0 to 32.
+
+        Raises:
+            UserError: diffusers cannot express this model, or `sample_size` is no multiple of the patch.
+        """
+        pt, ph, pw = self.patch_size
+        needed = {
+            "no_temporal_pos_emb=True, as it makes images": self.no_temporal_pos_emb,
+            f"square patches of one frame, not {self.patch_size}": pt == 1 and ph == pw,
+            f"no compressed keys (kv_compress={self.kv_compress!r})": self.kv_compress is None,
+            "qk_norm=False": not self.qk_norm,
+            "mlp_ratio=4": self.mlp_ratio == 4,
+        }
+        refuse_unmet("PixArtTransformer2DModel", needed)
+        scale, base = self.space_scale, self.base_size
+        if sample_size is None:
+            tokens = max(1, round(32 * scale if base is None else base))
+            scale = scale if base is None else tokens * scale / base
+        elif base is None:
+            tokens = patches_along(sample_size, ph)
+        else:
+            raise UserError(
+                "sample_size: this model's positions do not depend on it, as base_size is set. Leave it out."
+            )
+        config = diffusers_config(
+            self,
+            "PixArtTransformer2DModel",
+            tokens * ph,
+            interpolation_scale=int(scale) if scale == int(scale) else scale,
+            use_additional_conditions=any(name.startswith(SIZE_EMBEDDERS) for name in self.state_dict()),
+        )
+        state = to_theirs(pixart_rules(len(self.blocks)), self.state_dict())
+        del state["caption_projection.y_embedding"]
+        return config, state
 
     def _add_size_embedders(self) -> list[ScalarEmbedder]:
         """For PixArtMS: further modules, created before weights are loaded."""
@@ -253,6 +310,48 @@ class PixArtSigma(PixArt):
 
     text_len = 300
     span = 32
+
+
+def convert(state: Mapping[str, Tensor], model: nn.Module) -> Conversion:
+    """A released state dict -> that of a PixArt, PixArtMS or PixArtSigma.
+
+    Raises:
+        UserError: the file is of another kind of PixArt; the message names the kind.
+    """
+    result = Conversion(dict(state), "PixArt")
+    if "adaln_single.linear.weight" in state:
+        result.format = "PixArt, diffusers"
+        result.tensors = to_ours(pixart_rules(diffusers_depth(state)), state)
+        result.initial[NULL_TEXT] = NO_NULL_TEXT
+    result.fit_shapes(model)
+
+    own = model.state_dict()
+    in_file = any(name.startswith(SIZE_EMBEDDERS) for name in result.tensors)
+    in_model = [name for name in own if name.startswith(SIZE_EMBEDDERS)]
+    if in_file and not in_model:
+        raise UserError(
+            f"the weights have micro-conditions (csize_embedder, ar_embedder), which {type(model).__name__} does not: set "
+            'model.type to "PixArtMS-XL/2".'
+        )
+    for name in [] if in_file else in_model:  # PixArtMS may start without them: the output is then the same
+        if ".mlp.2." in name:
+            result.tensors[name] = own[name].new_zeros(own[name].shape)
+            result.converted[name] = "the file has no micro-conditions: zero, so that they start by adding nothing"
+        else:
+            result.initial[name] = "the file has no micro-conditions"
+
+    compressed, own_compressed = (
+        {int(name.split(".")[1]) for name in names if ".attn.sr." in name} for names in (result.tensors, own)
+    )
+    if compressed and compressed != own_compressed:
+        layers = tuple(sorted(compressed))
+        raise UserError(
+            f'the weights compress keys in blocks {layers}: set model.kv_compress="conv" and '
+            f"model.kv_compress_layers={layers}."
+        )
+    if not compressed:  # it may be added: it starts as the mean, as in PixArt-Sigma's own fine-tuning
+        result.may_miss(model, "the file does not compress keys", ".attn.sr.", ".attn.norm.")
+    return result
 
 
 _XL = {"depth": 28, "hidden_size": 1152, "num_heads": 16, "patch_size": (1, 2, 2)}

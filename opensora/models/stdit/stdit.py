@@ -9,6 +9,7 @@ Deviations from the released code: position tables follow the input's size and a
 masked instead of packed; the model does not drop text by itself (see `opensora.training.batch_encoder`).
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from opensora.models.layers.attention import Attention, CrossAttention, NormOrde
 from opensora.models.layers.mlp import linear_flops, tanh_mlp
 from opensora.models.layers.modulation import frame_modulation, gated, norm_modulate
 from opensora.models.layers.positions import sincos_grid
-from opensora.models.stdit.weights import convert_stdit
+from opensora.models.loading import Conversion
 from opensora.registry import MODELS
 
 
@@ -106,7 +107,7 @@ class STDiT(AdaLNSingleDenoiser):
         # zero is what makes a PixArt initialisation unchanged at step 0, and the output 0 without one
         zero = [layer for block in self.blocks for layer in (block.attn_temp.proj, block.cross_attn.proj)]
         self.initialize(small=[self.t_embedder, self.t_block, self.y_embedder], zero=[*zero, self.final_layer.linear])
-        self.load_and_freeze(convert_stdit, freeze)
+        self.load_and_freeze(convert, freeze)
 
     def forward(
         self,
@@ -135,6 +136,16 @@ class STDiT(AdaLNSingleDenoiser):
             # the temporal positions enter once: before the first temporal attention
             x = block(x, y, t_mod, mask, x_mask, t0_mod, time if i == 0 else None, (H, W))
         return self.unpatchify(self.final_layer(x, t, x_mask, t0), latent_size)
+
+
+def convert(state: Mapping[str, Tensor], model: nn.Module) -> Conversion:
+    """A released state dict -> an STDiT's."""
+    result = Conversion(dict(state), "STDiT")
+    if not any(".attn_temp." in name for name in state):
+        result.format = "PixArt-alpha"
+        result.may_miss(model, "PixArt has no temporal attention", ".attn_temp.")
+    result.fit_shapes(model)
+    return result
 
 
 for _name, _preset in {

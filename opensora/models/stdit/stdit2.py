@@ -15,6 +15,8 @@ Deviations from the released code:
 - As in STDiT: padded and masked captions, no random text drop, no saved position tables.
 """
 
+import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -26,8 +28,8 @@ from opensora.models.layers.attention import NormOrder
 from opensora.models.layers.embedders import ScalarEmbedder
 from opensora.models.layers.modulation import AdaLN, frame_modulation, gated, norm_modulate
 from opensora.models.layers.positions import grid_coordinates, rotary_table, sincos_grid
+from opensora.models.loading import Conversion
 from opensora.models.stdit.stdit import STDiTBlock
-from opensora.models.stdit.weights import convert_stdit2
 from opensora.registry import MODELS
 
 
@@ -65,6 +67,9 @@ class STDiT2Block(STDiTBlock):
         x = x + self.cross_attn(x.to(dtype), y, mask)
         x, h = norm_modulate(self.norm2, x, shift_mlp, scale_mlp, dtype)
         return gated(x, gate_mlp, self.mlp(h)).to(dtype)
+
+
+SIZES = ("csize_embedder.", "ar_embedder.")
 
 
 @MODELS.register_module()
@@ -116,7 +121,7 @@ class STDiT2(AdaLNSingleDenoiser):
         small += [self.csize_embedder, self.ar_embedder, self.fl_embedder, self.fps_embedder]
         zero = [layer for block in self.blocks for layer in (block.attn_temp.proj, block.cross_attn.proj)]
         self.initialize(small=small, zero=[*zero, self.final_layer.linear])
-        self.load_and_freeze(convert_stdit2, freeze)
+        self.load_and_freeze(convert, freeze)
 
     def forward(
         self,
@@ -193,6 +198,29 @@ def resolve_norm_order(norm_order: NormOrder | None, *, qk_norm_legacy: bool | N
     if norm_order not in (None, legacy):
         raise ValueError(f"norm_order={norm_order!r} contradicts qk_norm_legacy={qk_norm_legacy}: set one of them.")
     return legacy
+
+
+def convert(state: Mapping[str, Tensor], model: nn.Module) -> Conversion:
+    """A released state dict -> an STDiT2's; a warning where Open-Sora 1.1 needs another `norm_order`."""
+    result = Conversion(dict(state), "STDiT2")
+    if not any(".attn_temp." in name for name in state):
+        result.format = "PixArt-alpha"
+        result.may_miss(model, "PixArt has no temporal branch", *STDiT2.temporal_parts)
+        result.may_miss(model, "PixArt does not normalise queries and keys", ".attn.q_norm.", ".attn.k_norm.")
+        if not any(name.startswith(SIZES) for name in state):
+            result.may_miss(model, "these weights know no sizes", *SIZES)
+    elif not any(".scale_shift_table_temporal" in name for name in state):
+        result.format = "STDiT"
+        result.may_miss(model, "STDiT has no such part", *STDiT2.temporal_parts[1:], *SIZES, ".q_norm.", ".k_norm.")
+    result.fit_shapes(model)
+    # no tensor shows the order; saved rotary frequencies show that the file is Open-Sora's
+    if "rope.freqs" in state and getattr(model, "norm_order", None) == "norm_then_rope":
+        warnings.warn(
+            "the weights are Open-Sora's, whose release 1.1 turns queries and keys before it normalises them: "
+            "set norm_order='rope_then_norm' in the model's config for it.",
+            stacklevel=2,
+        )
+    return result
 
 
 for _name, _preset in {

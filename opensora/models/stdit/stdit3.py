@@ -12,21 +12,20 @@ normalisation of queries and keys changes that, and is learned anew.
 Deviations from the released code:
 - Cross-attention of the spatial blocks and the final layer start at zero, as in PixArt and STDiT. There they do not,
   as training always starts from PixArt-Sigma, which replaces both.
-- `skip_y_embedder` keeps the unused embedder, for its names in files, but freezes it.
 - As in STDiT2: positions for each sample, padded and masked captions, no random text drop, no saved tables.
 """
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from opensora.models.denoiser import AdaLNSingleDenoiser, Size
+from opensora.models.denoiser import AdaLNSingleDenoiser
 from opensora.models.layers.attention import Attention, CrossAttention, NormOrder
 from opensora.models.layers.blocks import AdaLNSingleBlock
 from opensora.models.layers.embedders import ScalarEmbedder
-from opensora.models.layers.mlp import linear_flops
+from opensora.models.loading import Conversion
 from opensora.models.stdit.stdit2 import frame_rotations, resolve_norm_order, size_positions
-from opensora.models.stdit.weights import convert_stdit3
 from opensora.registry import MODELS
 
 
@@ -42,7 +41,7 @@ class STDiT3(AdaLNSingleDenoiser):
         qk_norm_legacy: another spelling of norm_order: True is "rope_then_norm", False "norm_then_rope".
         only_train_temporal: freeze all but the temporal blocks.
         freeze_y_embedder: freeze the text's projection.
-        skip_y_embedder: `y` is projected already, [B, 1, L, hidden_size].
+        skip_y_embedder: accepted from Open-Sora's configs where it is False.
         common: see `AdaLNSingleDenoiser`.
     """
 
@@ -63,7 +62,8 @@ class STDiT3(AdaLNSingleDenoiser):
     ) -> None:
         super().__init__(model_max_length=model_max_length, **common)
         self.input_sq_size = input_sq_size
-        self.skip_y_embedder = skip_y_embedder
+        if skip_y_embedder:
+            raise ValueError("skip_y_embedder=True is not supported: `y` is projected by the model. Leave it out.")
         self.norm_order = order = resolve_norm_order(norm_order, qk_norm_legacy=qk_norm_legacy)
 
         def make_block(axis: Literal["space", "time"]) -> AdaLNSingleBlock:
@@ -87,8 +87,8 @@ class STDiT3(AdaLNSingleDenoiser):
         for block in self.temporal_blocks:
             zero += [block.cross_attn.proj, block.attn.proj, block.mlp.fc2]
         self.initialize(small=[self.t_embedder, self.t_block, self.y_embedder, self.fps_embedder], zero=zero)
-        self.load_and_freeze(convert_stdit3, "not_temporal" if only_train_temporal else None)
-        if freeze_y_embedder or skip_y_embedder:
+        self.load_and_freeze(convert, "not_temporal" if only_train_temporal else None)
+        if freeze_y_embedder:
             self.y_embedder.requires_grad_(False)
 
     def forward(
@@ -116,9 +116,7 @@ class STDiT3(AdaLNSingleDenoiser):
         x_mask = self.patch_mask(x_mask)
         t, t0 = self.embed_timestep(timestep, x_mask, self.fps_embedder(fps))  # [B, D]
         t_mod, t0_mod = self.t_block(t), None if t0 is None else self.t_block(t0)  # [B, 6, D]
-        if self.skip_y_embedder and y.shape[-1] != self.hidden_size:
-            raise ValueError(f"y has {y.shape[-1]} channels; skip_y_embedder needs hidden_size={self.hidden_size}.")
-        y = y.squeeze(1) if self.skip_y_embedder else self.y_embedder(y)  # [B, L, D]
+        y = self.y_embedder(y)  # [B, L, D]
 
         rope = None if self.no_temporal_pos_emb else frame_rotations(self.head_dim, x)
         for spatial, temporal in zip(self.spatial_blocks, self.temporal_blocks, strict=True):
@@ -126,19 +124,23 @@ class STDiT3(AdaLNSingleDenoiser):
             x = temporal(x, y, t_mod, mask, x_mask, t0_mod, rope)
         return self.unpatchify(self.final_layer(x, t, x_mask, t0), latent_size)
 
-    def null_condition(self, batch: int) -> Tensor:
-        """The text features of "no text": `[batch, 1, L, C_text]`, with `skip_y_embedder` `[batch, 1, L, hidden_size]`."""
-        null = self.y_embedder.null(batch)
-        return self.y_embedder(null)[:, None] if self.skip_y_embedder else null
-
     def transformer_blocks(self) -> list[nn.Module]:
         """See `Denoiser.transformer_blocks`."""
         return [block for pair in zip(self.spatial_blocks, self.temporal_blocks, strict=True) for block in pair]
 
-    def flops(self, latent_size: Size, text_len: int) -> int:
-        """See `Denoiser.flops`."""
-        skipped = linear_flops(self.y_embedder, text_len) if self.skip_y_embedder else 0
-        return super().flops(latent_size, text_len) - skipped
+
+def convert(state: Mapping[str, Tensor], model: nn.Module) -> Conversion:
+    """A released state dict -> an STDiT3's."""
+    result = Conversion(dict(state), "STDiT3")
+    # LatteT2V has `blocks` too, and temporal ones: as it is, a strict load refuses it
+    if any(name.startswith("blocks.") for name in state) and not any("temporal_blocks." in name for name in state):
+        result.format = "PixArt-Sigma"
+        result.tensors = {f"spatial_{k}" if k.startswith("blocks.") else k: v for k, v in state.items()}
+        result.may_miss(model, "PixArt does not normalise queries and keys", ".q_norm.", ".k_norm.")
+        result.may_miss(model, "PixArt has no temporal blocks", "temporal_blocks.")
+        result.may_miss(model, "PixArt knows no frame rate", "fps_embedder.")
+    result.fit_shapes(model)
+    return result
 
 
 for _name, _preset in {

@@ -193,17 +193,13 @@ class OpenSoraVAE_V1_2(VideoAutoencoderPipeline):
 
     Args:
         micro_batch_size: Images that the image VAE takes at a time, where `vae_2d` does not say it.
-        micro_frame_size: Frames of a chunk; None: the whole video at once; "saved": as `config.json` next to the weights
-            says, and 17 where there is none.
+        micro_frame_size: As in `VideoAutoencoderPipeline`, and 17 where `config.json` says nothing.
         from_pretrained: The published weights: folder, file or hub id ("hpcai-tech/OpenSora-VAE-v1.2"). None: the image
             VAE of PixArt-Sigma from the hub, and an untrained temporal VAE.
         local_files_only: Do not ask the hub for the image VAE.
-        freeze_vae_2d: Train the temporal VAE alone.
         cal_loss: Kept for old configs; must be False, since `forward` returns what a loss needs.
-        vae_2d: Component dict in place of the image VAE; None: as `config.json` says, if it is there.
-        vae_temporal: Component dict in place of the temporal VAE; None: as `config.json` says, if it is there.
         tile_size, tile_overlap: Of the image VAE, see `DiffusersVAE`.
-        **options: See `VideoAutoencoderPipeline`.
+        freeze_vae_2d, vae_2d, vae_temporal, **options: See `VideoAutoencoderPipeline`.
     """
 
     def __init__(
@@ -295,9 +291,6 @@ def _statistics_of(scale: PerChannel, shift: PerChannel, channels: int) -> dict[
 def _own_config(vae: VideoVAE) -> dict[str, Any]:
     """Without diffusers' notes, such as where the VAE came from, which differ from one run to the next."""
     return {key: value for key, value in vae._config().items() if not key.startswith("_")}
-
-
-# -------------------------------------------------------------------------------------------------- the temporal VAE
 
 
 @MODELS.register_module()

@@ -6,8 +6,7 @@ import torch.nn.functional as F
 from diffusers import DiTTransformer2DModel
 from einops import rearrange
 
-from opensora.models.dit.dit import DiT
-from opensora.models.dit.weights import convert, to_diffusers
+from opensora.models.dit.dit import DiT, convert
 from opensora.models.latte.latte import Latte
 from opensora.models.layers.embedders import timestep_sinusoid
 from opensora.models.layers.positions import sincos_1d, sincos_2d
@@ -208,7 +207,7 @@ class TestDiffusers:
     @pytest.mark.parametrize("config", CONFIGS)
     def test_ours_gives_the_same_in_their_model(self, config):
         ours = self.ours(config, seed=2)
-        made, state = to_diffusers(ours, sample_size=config["sample_size"])
+        made, state = ours.to_diffusers(sample_size=config["sample_size"])
         theirs = self.theirs(made)
         theirs.load_state_dict(state)
         assert {name: theirs.config[name] for name in config} == config
@@ -216,7 +215,7 @@ class TestDiffusers:
 
     def test_their_own_timestep_frequencies_agree_at_timestep_0_only(self):
         ours = self.ours(self.CONFIGS[0], seed=2)
-        made, state = to_diffusers(ours, sample_size=8)
+        made, state = ours.to_diffusers(sample_size=8)
         theirs = DiTTransformer2DModel(**made).eval()
         theirs.load_state_dict(state)
         self.assert_equal_outputs(ours, theirs, 8, timesteps=(0, 0))
@@ -225,7 +224,7 @@ class TestDiffusers:
 
     def test_a_round_trip_is_exact_and_can_be_saved(self, tmp_path):
         ours, again = self.ours(self.CONFIGS[0], seed=2), self.ours(self.CONFIGS[0], seed=3)
-        made, state = to_diffusers(ours)
+        made, state = ours.to_diffusers()
         theirs = DiTTransformer2DModel(**made)
         theirs.load_state_dict(state)
         theirs.save_pretrained(tmp_path)
@@ -237,7 +236,7 @@ class TestDiffusers:
 
     def test_a_sample_size_that_is_no_multiple_of_the_patch_is_refused(self):
         with pytest.raises(UserError, match="sample_size=9 must be a multiple of the patch, 2"):
-            to_diffusers(self.ours(self.CONFIGS[0], seed=2), sample_size=9)
+            self.ours(self.CONFIGS[0], seed=2).to_diffusers(sample_size=9)
 
     def test_copies_that_differ_or_are_missing_are_refused(self, tmp_path):
         name = "transformer_blocks.1.norm1.emb.timestep_embedder.linear_1.weight"
@@ -267,7 +266,7 @@ class TestDiffusers:
     )
     def test_what_the_format_cannot_hold_is_refused(self, changes, message):
         with pytest.raises(UserError, match=message):
-            to_diffusers(toy(**changes))
+            toy(**changes).to_diffusers()
 
 
 class TestWeights:

@@ -5,8 +5,7 @@ import torch
 from safetensors.torch import save_file
 
 from opensora.checkpoint.load import save_checkpoint
-from opensora.models.dit.dit import DiT
-from opensora.models.dit.weights import convert
+from opensora.models.dit.dit import DiT, convert
 from opensora.models.latte.latte import Latte
 from opensora.models.layers.positions import sincos_1d
 from opensora.models.loading import load_weights
