@@ -32,8 +32,8 @@ from opensora.checkpoint.weight_files import write_file
 from opensora.checkpoint.weight_sources import find_weights
 from opensora.models.loading import Conversion, load_weights
 from opensora.models.vae.base import VideoVAE
-from opensora.models.vae.diffusers_vae import DiffusersVAE
 from opensora.models.vae.splitting import chunk_lengths
+from opensora.models.vae.vae import DiffusersVAE
 from opensora.registry import MODELS
 from opensora.utils.errors import UserError
 

@@ -17,7 +17,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from opensora.acceleration.vae_slicing import LOGVAR_RANGE, scale_and_shift
-from opensora.models.vae.diffusers_vae import DiffusersVAE, parameters_of
+from opensora.models.vae.vae import DiffusersVAE, parameters_of
 from opensora.registry import MODELS
 from opensora.utils.errors import UserError
 
