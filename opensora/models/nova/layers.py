@@ -34,9 +34,6 @@ backward, reported to take tens of milliseconds of host time (not measured here)
 """
 
 
-# ----------------------------------------------------------------------------------------------------- what enters
-
-
 class TextEmbed(nn.Module):
     """Text features -> tokens. Fixed random tokens fill a caption's padding; they alone are "no text"."""
 
@@ -89,15 +86,6 @@ class VideoPosEmbed(nn.Module):
         return self.norm(self.time_proj(sincos_1d(NUM_FREQUENCIES, times).to(self.norm.weight.dtype)))
 
 
-class MaskEmbed(nn.Module):
-    """The token for the frame before the first, and that for a masked patch."""
-
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.bos_token = nn.Parameter(torch.randn(1, dim) * 0.02)
-        self.mask_token = nn.Parameter(torch.randn(1, dim) * 0.02)
-
-
 class PatchEmbed(nn.Module):
     """An image's latent -> tokens, by a convolution whose stride is its kernel. Name: `proj`."""
 
@@ -126,9 +114,6 @@ def rotary_3d(head_dim: int, frames: Tensor, grid: tuple[int, int], before: int)
     side = head_dim * 7 // 16 // 2 * 2
     widths = (head_dim - 2 * side, side, side)
     return torch.cat([rotary_table(width, where[:, i]) for i, width in enumerate(widths)], dim=-1)
-
-
-# ------------------------------------------------------------------------------------------------ the transformers
 
 
 class CausalAttention(nn.Module):
@@ -250,9 +235,6 @@ class VisionTransformer(nn.Module):
         return x, caches
 
 
-# -------------------------------------------------------------------------------------------------------- the head
-
-
 class TimeCondEmbed(nn.Module):
     """The embeddings of each token's timestep and condition."""
 
@@ -316,7 +298,7 @@ class DiffusionMLP(nn.Module):
         self.head = nn.Linear(dim, patch_size**2 * in_channels)
 
     def forward(self, patches: Tensor, timestep: Tensor, z: Tensor) -> Tensor:
-        """Noised patches `[..., C p p]`, timesteps `[...]` in [0, 1000], the transformer's tokens `z [..., D_z]` -> as the patches, fp32."""
+        """Noised patches `[..., C p p]`, timesteps `[...]` in [0, 1000], tokens `z [..., D_z]` -> velocities `[..., C p p]` fp32."""
         embed = self.time_cond_embed
         return self.denoise(patches, embed.timestep_embedding(timestep) + embed.condition_proj(z))
 

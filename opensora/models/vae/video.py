@@ -1,9 +1,7 @@
 """Diffusers' video VAEs, under one contract.
 
-They differ in what a class calls its channels, in how many frames it takes, in where its latents' scale is written, and in
-what its `encode` returns. `FAMILIES` says it for each class; the rest is common. (In diffusers the scale is applied by the
-pipelines, not by the VAE; the formulas here are those of the pipelines. Cosmos' pipelines multiply by their scheduler's
-`sigma_data` as well: that belongs to the scheduler, not here.)
+`FAMILIES` says what is particular about each class. The scale of latents is that of diffusers' pipelines; Cosmos' multiply by
+their scheduler's `sigma_data` as well, which belongs to the scheduler.
 """
 
 import math
@@ -63,9 +61,6 @@ class Family:
     fourier_pixels: bool = False
     one_at_a_time: bool = False
     buffers: bool = False
-
-
-# ------------------------------------------------------------------------ sizes, encoding and decoding of each class
 
 
 def _ratios(config: Config) -> tuple[int, int]:
