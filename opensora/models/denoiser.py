@@ -17,7 +17,7 @@ from opensora.acceleration.kernels.attention import kernel_from_flag
 from opensora.models.layers.embedders import CaptionEmbedder, PatchEmbed3D, ScalarEmbedder
 from opensora.models.layers.mlp import linear_flops
 from opensora.models.layers.modulation import AdaLN, FinalLayer
-from opensora.models.layers.positions import grid_coordinates, sincos_1d
+from opensora.models.layers.positions import grid_coordinates, rotary_table, sincos_1d
 from opensora.models.loading import Convert, load_weights
 from opensora.registry import inherit_signature
 from opensora.utils.errors import UserError
@@ -216,6 +216,10 @@ class Denoiser(nn.Module, ABC):
         """Sine-cosine positions `[T, 1, D]` of the frames of tokens `x [B, T, S, D]`, divided by `scale`; in x's dtype."""
         frames = grid_coordinates(x.shape[1], scale=scale, device=x.device)
         return sincos_1d(self.hidden_size, frames).to(x.dtype)[:, None]
+
+    def frame_rotations(self, x: Tensor) -> Tensor:
+        """Rotary table `[2, T, head_dim]` for the frames of tokens `x [B, T, S, D]`, which count 0, 1, 2, ..."""
+        return rotary_table(self.head_dim, grid_coordinates(x.shape[1], device=x.device))
 
     def required(self, sizes: Mapping[str, Tensor | None], *names: str) -> list[Tensor]:
         """Micro-conditions that the model cannot do without, in fp32 [B] each.

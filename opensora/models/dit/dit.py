@@ -24,19 +24,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from opensora.models import key_map
 from opensora.models.denoiser import Denoiser, Size
-from opensora.models.key_map import (
-    Rule,
-    block_rules,
-    diffusers_config,
-    diffusers_depth,
-    layer,
-    patches_along,
-    refuse_unmet,
-    tensor,
-    to_ours,
-    to_theirs,
-)
 from opensora.models.layers.attention import Attention, Axis
 from opensora.models.layers.blocks import AdaLNZeroBlock
 from opensora.models.layers.embedders import CaptionEmbedder, LabelEmbedder
@@ -166,11 +155,11 @@ class DiT(Denoiser):
             "attention among all tokens, not Latte's": self.axes == ("all",),
             "mlp_ratio=4": self.mlp_ratio == 4,
         }
-        refuse_unmet("DiTTransformer2DModel", needed)
-        patches_along(sample_size, ph)
+        key_map.refuse_unmet("DiTTransformer2DModel", needed)
+        key_map.patches_along(sample_size, ph)
         own = {"norm_type": "ada_norm_zero", "num_embeds_ada_norm": classes and classes.num_classes}
-        config = diffusers_config(self, "DiTTransformer2DModel", sample_size, **own)
-        return config, to_theirs(rules(len(self.blocks)), self.state_dict())
+        config = key_map.diffusers_config(self, "DiTTransformer2DModel", sample_size, **own)
+        return config, key_map.to_theirs(rules(len(self.blocks)), self.state_dict())
 
     def flops(self, latent_size: Size, text_len: int) -> int:
         """See `Denoiser.flops`; the condition is one token, whatever `text_len`."""
@@ -226,7 +215,7 @@ def convert(state: Mapping[str, Tensor], model: DiT, source_type: str | None = N
         )
     kernel = state.get(PATCHES)
     if any(".norm1.emb." in name for name in state):
-        result = Conversion(to_ours(rules(diffusers_depth(state)), state), "DiT, diffusers")
+        result = Conversion(key_map.to_ours(rules(key_map.diffusers_depth(state)), state), "DiT, diffusers")
     else:
         result = Conversion(dict(state), "DiT, official" if kernel is not None and kernel.ndim == 4 else "DiT")
     if official_latte:
@@ -261,20 +250,20 @@ def _drop_classes(result: Conversion, model: nn.Module, why: str) -> None:
         result.may_miss(model, why, "y_embedder.")
 
 
-def rules(depth: int) -> list[Rule]:
+def rules(depth: int) -> list[key_map.Rule]:
     """Our names <-> diffusers', for a DiT of `depth` blocks."""
     embeds = [f"transformer_blocks.{i}.norm1.emb" for i in range(depth)]
     result = [
-        *layer("x_embedder.proj", "pos_embed.proj", kind="patch"),
-        *layer("t_embedder.mlp.0", *(f"{emb}.timestep_embedder.linear_1" for emb in embeds), kind="copies"),
-        *layer("t_embedder.mlp.2", *(f"{emb}.timestep_embedder.linear_2" for emb in embeds), kind="copies"),
-        tensor(CLASSES, *(f"{emb}.class_embedder.embedding_table.weight" for emb in embeds), kind="copies"),
-        *layer("final_layer.adaLN_modulation.1", "proj_out_1"),
-        *layer("final_layer.linear", "proj_out_2"),
+        *key_map.layer("x_embedder.proj", "pos_embed.proj", kind="patch"),
+        *key_map.layer("t_embedder.mlp.0", *(f"{emb}.timestep_embedder.linear_1" for emb in embeds), kind="copies"),
+        *key_map.layer("t_embedder.mlp.2", *(f"{emb}.timestep_embedder.linear_2" for emb in embeds), kind="copies"),
+        key_map.tensor(CLASSES, *(f"{emb}.class_embedder.embedding_table.weight" for emb in embeds), kind="copies"),
+        *key_map.layer("final_layer.adaLN_modulation.1", "proj_out_1"),
+        *key_map.layer("final_layer.linear", "proj_out_2"),
     ]
     for i in range(depth):
-        result += layer(f"blocks.{i}.adaLN_modulation.1", f"transformer_blocks.{i}.norm1.linear")
-        result += block_rules(f"blocks.{i}", f"transformer_blocks.{i}")
+        result += key_map.layer(f"blocks.{i}.adaLN_modulation.1", f"transformer_blocks.{i}.norm1.linear")
+        result += key_map.block_rules(f"blocks.{i}", f"transformer_blocks.{i}")
     return result
 
 

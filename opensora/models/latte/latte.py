@@ -23,19 +23,9 @@ from typing import Any, ClassVar, Literal, get_args
 
 from torch import Tensor, nn
 
+from opensora.models import key_map
 from opensora.models.denoiser import AdaLNSingleDenoiser
 from opensora.models.dit.dit import SIZES, DiT
-from opensora.models.key_map import (
-    Rule,
-    block_rules,
-    diffusers_config,
-    diffusers_depth,
-    pixart_rules,
-    refuse_unmet,
-    tensor,
-    to_ours,
-    to_theirs,
-)
 from opensora.models.layers.attention import Attention, CrossAttention
 from opensora.models.layers.blocks import AdaLNSingleBlock
 from opensora.models.layers.positions import sincos_grid
@@ -193,9 +183,9 @@ class LatteT2V(AdaLNSingleDenoiser):
             "temporal positions": not self.no_temporal_pos_emb,
             "mlp_ratio=4": self.mlp_ratio == 4,
         }
-        refuse_unmet("LatteTransformer3DModel", needed)
-        config = diffusers_config(self, "LatteTransformer3DModel", fitting[0], video_length=num_frames)
-        state = to_theirs(_rules(len(self.blocks)), self.state_dict())
+        key_map.refuse_unmet("LatteTransformer3DModel", needed)
+        config = key_map.diffusers_config(self, "LatteTransformer3DModel", fitting[0], video_length=num_frames)
+        state = key_map.to_theirs(_rules(len(self.blocks)), self.state_dict())
         del state["caption_projection.y_embedding"]
         return config, state
 
@@ -205,7 +195,7 @@ def convert(state: Mapping[str, Tensor], model: nn.Module) -> Conversion:
     result, suffix = Conversion(dict(state), ""), ""
     if "adaln_single.linear.weight" in state:
         suffix = ", diffusers"
-        result.tensors = to_ours(_rules(diffusers_depth(state)), state)
+        result.tensors = key_map.to_ours(_rules(key_map.diffusers_depth(state)), state)
         result.initial[NULL_TEXT] = NO_NULL_TEXT
     result.format = f"LatteT2V{suffix}"
     result.drop("LatteT2V takes no size or aspect ratio", "csize_embedder.", "ar_embedder.")
@@ -217,11 +207,14 @@ def convert(state: Mapping[str, Tensor], model: nn.Module) -> Conversion:
     return result
 
 
-def _rules(depth: int) -> list[Rule]:
-    rules = pixart_rules(depth)
+def _rules(depth: int) -> list[key_map.Rule]:
+    rules = key_map.pixart_rules(depth)
     for i in range(depth):
         ours, theirs = f"temporal_blocks.{i}", f"temporal_transformer_blocks.{i}"
-        rules += [*block_rules(ours, theirs), tensor(f"{ours}.scale_shift_table", f"{theirs}.scale_shift_table")]
+        rules += [
+            *key_map.block_rules(ours, theirs),
+            key_map.tensor(f"{ours}.scale_shift_table", f"{theirs}.scale_shift_table"),
+        ]
     return rules
 
 

@@ -22,16 +22,7 @@ from opensora.models.denoiser import MICRO_CONDITIONS, Size
 from opensora.models.layers.mlp import linear_flops
 from opensora.models.layers.positions import sincos_grid
 from opensora.models.loading import Conversion, load_weights
-from opensora.models.nova.layers import (
-    NULL_TOKENS,
-    DiffusionMLP,
-    KeysValues,
-    MotionEmbed,
-    TextEmbed,
-    VideoPosEmbed,
-    VisionTransformer,
-    rotary_3d,
-)
+from opensora.models.nova import layers
 from opensora.registry import MODELS
 from opensora.utils.errors import UserError
 
@@ -39,7 +30,7 @@ from opensora.utils.errors import UserError
 class Past(NamedTuple):
     """The state of frame-by-frame sampling."""
 
-    cache: Sequence[KeysValues]
+    cache: Sequence[layers.KeysValues]
     first: Tensor | None  # [B, 1, Nc, D], the video encoder's output for the first frame; where there is a mixer
 
 
@@ -94,9 +85,9 @@ class NOVA(nn.Module):
         super().__init__()
         if image_depth % 2:
             raise ValueError(f"image_depth={image_depth} is odd; its two halves see different tokens.")
-        if not 1 <= model_max_length <= NULL_TOKENS:  # the tokens that the weights have for what a caption lacks
+        if not 1 <= model_max_length <= layers.NULL_TOKENS:  # the tokens that the weights have for what a caption lacks
             raise ValueError(
-                f"model_max_length={model_max_length} is not from 1 to {NULL_TOKENS}: set the text encoder's model_max_length."
+                f"model_max_length={model_max_length} is not from 1 to {layers.NULL_TOKENS}: set the text encoder's model_max_length."
             )
         if positions not in ("absolute", "rotary") or trained not in ("all", "image"):
             raise ValueError(
@@ -111,18 +102,20 @@ class NOVA(nn.Module):
         self.image_patch = patch_size
         self.positions, self.base_size = positions, base_size
         self.class_dropout_prob = class_dropout_prob
-        self.text_embed = TextEmbed(caption_channels, width)
-        self.motion_embed = MotionEmbed(width) if motion else None
+        self.text_embed = layers.TextEmbed(caption_channels, width)
+        self.motion_embed = layers.MotionEmbed(width) if motion else None
         self.micro_conditions = (*MICRO_CONDITIONS, "flow") if motion else MICRO_CONDITIONS
         base_length = None if base_size is None else base_size[0]
-        self.video_pos_embed = VideoPosEmbed(width, base_length) if positions == "absolute" else None
+        self.video_pos_embed = layers.VideoPosEmbed(width, base_length) if positions == "absolute" else None
         # the token for the frame before the first, and that for a masked patch
         self.mask_embed = nn.ParameterDict(
             {name: nn.Parameter(torch.randn(1, width) * 0.02) for name in ("bos_token", "mask_token")}
         )
-        self.video_encoder = VisionTransformer(video_depth, width, num_heads, 2 * patch_size, in_channels, mixer_rank)
-        self.image_encoder = VisionTransformer(image_depth, width, num_heads, patch_size, in_channels)
-        self.image_decoder = DiffusionMLP(head_depth, head_width or width, width, patch_size, in_channels)
+        self.video_encoder = layers.VisionTransformer(
+            video_depth, width, num_heads, 2 * patch_size, in_channels, mixer_rank
+        )
+        self.image_encoder = layers.VisionTransformer(image_depth, width, num_heads, patch_size, in_channels)
+        self.image_decoder = layers.DiffusionMLP(head_depth, head_width or width, width, patch_size, in_channels)
 
         # as in MAR: Xavier's uniform weights; the head's modulation and output start at zero. Their size follows the width:
         # with ViT's 0.02, much the same at a width of 1024, a small model takes longer to follow its conditions
@@ -370,7 +363,7 @@ class NOVA(nn.Module):
 
     def _rotary(self, frames: Tensor, grid: tuple[int, int], *, before: int) -> Tensor | None:
         """Rotations `[2, before + T N, d]`; the identity for the caption or conditions, which come before."""
-        return None if self.positions == "absolute" else rotary_3d(self.head_dim, frames, grid, before)
+        return None if self.positions == "absolute" else layers.rotary_3d(self.head_dim, frames, grid, before)
 
 
 def convert(state: Mapping[str, Tensor], model: nn.Module) -> Conversion:

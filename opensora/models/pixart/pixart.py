@@ -33,16 +33,8 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
+from opensora.models import key_map
 from opensora.models.denoiser import AdaLNSingleDenoiser
-from opensora.models.key_map import (
-    diffusers_config,
-    diffusers_depth,
-    patches_along,
-    pixart_rules,
-    refuse_unmet,
-    to_ours,
-    to_theirs,
-)
 from opensora.models.layers.attention import Attention, CrossAttention
 from opensora.models.layers.blocks import AdaLNSingleBlock
 from opensora.models.layers.embedders import ScalarEmbedder
@@ -241,25 +233,25 @@ class PixArt(AdaLNSingleDenoiser):
             "qk_norm=False": not self.qk_norm,
             "mlp_ratio=4": self.mlp_ratio == 4,
         }
-        refuse_unmet("PixArtTransformer2DModel", needed)
+        key_map.refuse_unmet("PixArtTransformer2DModel", needed)
         scale, base = self.space_scale, self.base_size
         if sample_size is None:
             tokens = max(1, round(32 * scale if base is None else base))
             scale = scale if base is None else tokens * scale / base
         elif base is None:
-            tokens = patches_along(sample_size, ph)
+            tokens = key_map.patches_along(sample_size, ph)
         else:
             raise UserError(
                 "sample_size: this model's positions do not depend on it, as base_size is set. Leave it out."
             )
-        config = diffusers_config(
+        config = key_map.diffusers_config(
             self,
             "PixArtTransformer2DModel",
             tokens * ph,
             interpolation_scale=int(scale) if scale == int(scale) else scale,
             use_additional_conditions=any(name.startswith(SIZE_EMBEDDERS) for name in self.state_dict()),
         )
-        state = to_theirs(pixart_rules(len(self.blocks)), self.state_dict())
+        state = key_map.to_theirs(key_map.pixart_rules(len(self.blocks)), self.state_dict())
         del state["caption_projection.y_embedding"]
         return config, state
 
@@ -321,7 +313,7 @@ def convert(state: Mapping[str, Tensor], model: nn.Module) -> Conversion:
     result = Conversion(dict(state), "PixArt")
     if "adaln_single.linear.weight" in state:
         result.format = "PixArt, diffusers"
-        result.tensors = to_ours(pixart_rules(diffusers_depth(state)), state)
+        result.tensors = key_map.to_ours(key_map.pixart_rules(key_map.diffusers_depth(state)), state)
         result.initial[NULL_TEXT] = NO_NULL_TEXT
     result.fit_shapes(model)
 

@@ -148,13 +148,10 @@ def convert(state: Mapping[str, Tensor], model: nn.Module) -> Conversion:
     return result
 
 
-for _name, _preset in {
-    "STDiT-XL/2": {"depth": 28, "hidden_size": 1152, "num_heads": 16, "patch_size": (1, 2, 2)},
-    "STDiT-L/2": {"depth": 24, "hidden_size": 1024, "num_heads": 16, "patch_size": (1, 2, 2)},
-    "STDiT-B/2": {"depth": 12, "hidden_size": 768, "num_heads": 12, "patch_size": (1, 2, 2)},
-    "STDiT-S/2": {"depth": 12, "hidden_size": 384, "num_heads": 6, "patch_size": (1, 2, 2)},
-    "STDiT-XS/2": {"depth": 8, "hidden_size": 192, "num_heads": 3, "patch_size": (1, 2, 2)},
-    "STDiT-XS/4": {"depth": 8, "hidden_size": 192, "num_heads": 3, "patch_size": (1, 4, 4)},
-    "STDiT-XXS/2": {"depth": 2, "hidden_size": 48, "num_heads": 2, "patch_size": (1, 2, 2)},
-}.items():
-    MODELS.register_variant(_name, STDiT, **_preset)
+MODELS.register_variant("STDiT-XL/2", STDiT, depth=28, hidden_size=1152, num_heads=16, patch_size=(1, 2, 2))
+MODELS.register_variant("STDiT-L/2", STDiT, depth=24, hidden_size=1024, num_heads=16, patch_size=(1, 2, 2))
+MODELS.register_variant("STDiT-B/2", STDiT, depth=12, hidden_size=768, num_heads=12, patch_size=(1, 2, 2))
+MODELS.register_variant("STDiT-S/2", STDiT, depth=12, hidden_size=384, num_heads=6, patch_size=(1, 2, 2))
+MODELS.register_variant("STDiT-XS/2", STDiT, depth=8, hidden_size=192, num_heads=3, patch_size=(1, 2, 2))
+MODELS.register_variant("STDiT-XS/4", STDiT, depth=8, hidden_size=192, num_heads=3, patch_size=(1, 4, 4))
+MODELS.register_variant("STDiT-XXS/2", STDiT, depth=2, hidden_size=48, num_heads=2, patch_size=(1, 2, 2))

@@ -27,7 +27,7 @@ from opensora.models.denoiser import AdaLNSingleDenoiser
 from opensora.models.layers.attention import NormOrder
 from opensora.models.layers.embedders import ScalarEmbedder
 from opensora.models.layers.modulation import AdaLN, frame_modulation, gated, norm_modulate
-from opensora.models.layers.positions import grid_coordinates, rotary_table, sincos_grid
+from opensora.models.layers.positions import sincos_grid
 from opensora.models.loading import Conversion
 from opensora.models.stdit.stdit import STDiTBlock
 from opensora.registry import MODELS
@@ -157,7 +157,7 @@ class STDiT2(AdaLNSingleDenoiser):
         t_mod, t0_mod = modulation(t), None if t0 is None else modulation(t0)
         y = self.y_embedder(y)  # [B, L, D]
 
-        rope = None if self.no_temporal_pos_emb else frame_rotations(self.head_dim, x)
+        rope = None if self.no_temporal_pos_emb else self.frame_rotations(x)
         for block in self.blocks:
             x = block(x, y, t_mod, mask, x_mask, t0_mod, rope, (H, W))
         return self.unpatchify(self.final_layer(x, t, x_mask, t0), latent_size)
@@ -179,11 +179,6 @@ def size_positions(dim: int, grid: tuple[int, int], height: Tensor, width: Tenso
     """
     scale = (height.double() * width.double()).sqrt() / input_sq_size
     return sincos_grid(dim, grid, scale=scale, base=round((grid[0] * grid[1]) ** 0.5), device=height.device)
-
-
-def frame_rotations(head_dim: int, x: Tensor) -> Tensor:
-    """Rotary table `[2, T, head_dim]` for the frames of tokens `x [B, T, S, D]`, which count 0, 1, 2, ..."""
-    return rotary_table(head_dim, grid_coordinates(x.shape[1], device=x.device))
 
 
 def resolve_norm_order(norm_order: NormOrder | None, *, qk_norm_legacy: bool | None) -> NormOrder:
@@ -223,8 +218,5 @@ def convert(state: Mapping[str, Tensor], model: nn.Module) -> Conversion:
     return result
 
 
-for _name, _preset in {
-    "STDiT2-XL/2": {"depth": 28, "hidden_size": 1152, "num_heads": 16, "patch_size": (1, 2, 2)},
-    "STDiT2-XS/2": {"depth": 8, "hidden_size": 192, "num_heads": 3, "patch_size": (1, 2, 2)},
-}.items():
-    MODELS.register_variant(_name, STDiT2, **_preset)
+MODELS.register_variant("STDiT2-XL/2", STDiT2, depth=28, hidden_size=1152, num_heads=16, patch_size=(1, 2, 2))
+MODELS.register_variant("STDiT2-XS/2", STDiT2, depth=8, hidden_size=192, num_heads=3, patch_size=(1, 2, 2))

@@ -25,7 +25,7 @@ from opensora.models.layers.attention import Attention, CrossAttention, NormOrde
 from opensora.models.layers.blocks import AdaLNSingleBlock
 from opensora.models.layers.embedders import ScalarEmbedder
 from opensora.models.loading import Conversion
-from opensora.models.stdit.stdit2 import frame_rotations, resolve_norm_order, size_positions
+from opensora.models.stdit.stdit2 import resolve_norm_order, size_positions
 from opensora.registry import MODELS
 
 
@@ -118,7 +118,7 @@ class STDiT3(AdaLNSingleDenoiser):
         t_mod, t0_mod = self.t_block(t), None if t0 is None else self.t_block(t0)  # [B, 6, D]
         y = self.y_embedder(y)  # [B, L, D]
 
-        rope = None if self.no_temporal_pos_emb else frame_rotations(self.head_dim, x)
+        rope = None if self.no_temporal_pos_emb else self.frame_rotations(x)
         for spatial, temporal in zip(self.spatial_blocks, self.temporal_blocks, strict=True):
             x = spatial(x, y, t_mod, mask, x_mask, t0_mod, None, (H, W))
             x = temporal(x, y, t_mod, mask, x_mask, t0_mod, rope)
@@ -143,9 +143,6 @@ def convert(state: Mapping[str, Tensor], model: nn.Module) -> Conversion:
     return result
 
 
-for _name, _preset in {
-    "STDiT3-XL/2": {"depth": 28, "hidden_size": 1152, "num_heads": 16, "patch_size": (1, 2, 2)},
-    "STDiT3-3B/2": {"depth": 28, "hidden_size": 1872, "num_heads": 26, "patch_size": (1, 2, 2)},
-    "STDiT3-XS/2": {"depth": 8, "hidden_size": 192, "num_heads": 3, "patch_size": (1, 2, 2)},
-}.items():
-    MODELS.register_variant(_name, STDiT3, **_preset)
+MODELS.register_variant("STDiT3-XL/2", STDiT3, depth=28, hidden_size=1152, num_heads=16, patch_size=(1, 2, 2))
+MODELS.register_variant("STDiT3-3B/2", STDiT3, depth=28, hidden_size=1872, num_heads=26, patch_size=(1, 2, 2))
+MODELS.register_variant("STDiT3-XS/2", STDiT3, depth=8, hidden_size=192, num_heads=3, patch_size=(1, 2, 2))
