@@ -172,12 +172,10 @@ class Denoiser(nn.Module, ABC):
         return T, H, W
 
     def patchify(self, x: Tensor) -> Tensor:
-        """Latent `[B, C, T, H, W] -> [B, T', S, D]` tokens, without positions, contiguous.
-
-        As a view they would keep the convolution's layout, channels first, through all residual sums of all blocks.
-        """
+        """Latent `[B, C, T, H, W] -> [B, T', S, D]` tokens, without positions."""
         if x.ndim != 5 or x.shape[1] != self.in_channels:
             raise ValueError(f"the latent has shape {tuple(x.shape)}; expected [B, {self.in_channels}, T, H, W].")
+        # a view would keep the convolution's layout, channels first, through all residual sums of all blocks
         return rearrange(self.x_embedder(x), "B D T H W -> B T (H W) D").contiguous()
 
     def enter_blocks(self, x: Tensor) -> Tensor:
@@ -222,11 +220,7 @@ class Denoiser(nn.Module, ABC):
         return rotary_table(self.head_dim, grid_coordinates(x.shape[1], device=x.device))
 
     def required(self, sizes: Mapping[str, Tensor | None], *names: str) -> list[Tensor]:
-        """Micro-conditions that the model cannot do without, in fp32 [B] each.
-
-        Raises:
-            ValueError: one is missing.
-        """
+        """Micro-conditions that the model cannot do without, in fp32 [B] each; a ValueError where one is missing."""
         for name in names:
             if sizes.get(name) is None:
                 raise ValueError(f"{type(self).__name__} needs {name}=: a tensor [B].")

@@ -7,8 +7,8 @@ For videos, Open-Sora (2024) adds a table of temporal positions to the spatial o
 of the table is not zero and the released image weights do not know it. Here a single frame, or patch of frames, never gets
 temporal positions: one frame is DiT's image, and several frames are Open-Sora's video.
 
-Further deviations from the released codes: position tables follow the input's size and are not saved; the model does
-not drop the condition by itself (see `opensora.training.batch_encoder`).
+Position tables follow the input's size and are not saved; the model does not drop the condition by itself (see
+`opensora.training.batch_encoder`).
 
 Weights are recognised by content: the official .pt (2-D patch kernels, stored position tables, of which Latte's has
 `temp_embed`), our own checkpoints and Open-Sora's (3-D kernels), and diffusers' `DiTTransformer2DModel`, which holds the
@@ -109,13 +109,10 @@ class DiT(Denoiser):
         x_mask: Tensor | None = None,
         **sizes: Tensor | None,
     ) -> Tensor:
-        """See `Denoiser.forward`.
+        """See `Denoiser.forward`; mask, fps, height, width and num_frames are not used.
 
         `y` is `[B, 1, 1, C_text]`, or class labels `[B, 1, 1, 1]` (the number of classes itself = "no class"); an
-        unconditional model ignores it. mask, fps, height, width and num_frames are not used.
-
-        Raises:
-            ValueError: `y` is of the wrong kind, such as one vector per token.
+        unconditional model ignores it.
         """
         latent_size = x.shape[2:]
         _, H, W = self.grid(latent_size)
@@ -197,10 +194,7 @@ class DiT(Denoiser):
 
 
 def convert(state: Mapping[str, Tensor], model: DiT, source_type: str | None = None) -> Conversion:
-    """A released state dict -> a DiT's or a Latte's.
-
-    Args:
-        source_type: the `model.type` that the file says it is of; None = it does not say.
+    """A released state dict -> a DiT's or a Latte's; `source_type`: the `model.type` that the file says it is of.
 
     Raises:
         UserError: the weights are Latte's where the model is a DiT, or a text model's where it takes classes.

@@ -10,8 +10,7 @@ without the caption; both are modulated by the timestep (adaLN-single, Chen et a
 In both, temporal positions are added once, right before the first temporal block, as in the released code and in Open-Sora; in
 `LatteT2V` not at all for a single frame. Deviations of `LatteT2V` from the released code: the number of frames is free, tables are
 not saved; captions may be masked; temporal blocks start as the identity, so that a PixArt initialisation is a PixArt model at
-first (but for the table, where there are several frames). It has no size and aspect conditions, with which no weights were
-released.
+first (but for the table, where there are several frames).
 
 Weights of `LatteT2V` are recognised by content: our own checkpoints; diffusers' `LatteTransformer3DModel` (Latte-1) and the .pt
 files of Latte's repository (the same names); and PixArt-alpha, in its repository's names or in diffusers', which are the spatial

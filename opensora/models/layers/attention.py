@@ -18,10 +18,9 @@ NormOrder = Literal["norm_then_rope", "rope_then_norm"]
 
 
 def split_heads(x: Tensor, num_heads: int, axis: Axis) -> Tensor:
-    """Tokens `[B, T, S, H d]` -> heads of the sequences along the axis.
+    """Tokens `[B, T, S, H d]` -> "space": [B T, H, S, d], "time": [B, S, H, T, d], "all": [B, H, T S, d].
 
-    "space": [B T, H, S, d], "time": [B, S, H, T, d], "all": [B, H, T S, d]. Without einops, which at a
-    sampler's sizes takes as long as the attention.
+    Without einops, which at a sampler's sizes takes as long as the attention.
     """
     return sequences(x.unflatten(-1, (num_heads, -1)), axis)
 
@@ -101,15 +100,9 @@ class Attention(nn.Module):
         self.is_plain = not qk_norm and self.keeps_keys
 
     def forward(self, x: Tensor, rope: Tensor | None = None, grid: tuple[int, int] | None = None) -> Tensor:
-        """Attend along the axis.
+        """Attend along the axis: tokens `x [B, T, S, D] -> [B, T, S, D]`.
 
-        Args:
-            x: tokens [B, T, S, D].
-            rope: rotary table for the positions along the axis, see `opensora.models.layers.positions`; None = none.
-            grid: rows and columns of the S tokens, for `reduce_keys` and `exchange`.
-
-        Returns:
-            [B, T, S, D].
+        `rope` is the `rotary_table` of the positions along the axis, `grid` rows and columns of the S tokens.
         """
         if self.exchange is not None:
             return self.exchange(self, x, rope, grid)

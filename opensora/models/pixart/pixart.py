@@ -5,17 +5,9 @@ attends over all T * S tokens of a video at once, then over the caption, then ap
 through one linear layer of the timestep (adaLN-single).
 
 Positions are sine-cosine tables, row and column `i / space_scale * base_size / length` for `length` rows or columns,
-and frame `i / time_scale`. All released weights but one see rows and columns from 0 to 32, whatever the image's size:
-
-| weights | space_scale | base_size |
-|---|---|---|
-| alpha and Sigma, 512 | 1 | 32 |
-| Sigma, 256 | 0.5 | 16 |
-| alpha and Sigma, 1024 | 2 | 64 |
-| Sigma, 2K | 4 | 128 |
-| alpha, 256 | 1 | 16, so from 0 to 16 |
-
-They are weights for images: build the model with `no_temporal_pos_emb=True` to sample images from them.
+and frame `i / time_scale`. All released weights see rows and columns from 0 to 32, whatever the image's size (base_size 32 *
+space_scale, space_scale 0.5, 1, 2 or 4 for 256, 512, 1024 or 2K); but alpha's for 256 go to 16 (16, 1). They are weights for
+images: build the model with `no_temporal_pos_emb=True` to sample images from them.
 
 Deviations from the released code: positions follow the input's size and are not saved; captions are padded and masked
 instead of packed; the model does not drop text by itself (see `opensora.training.batch_encoder`).
@@ -120,8 +112,7 @@ class PixArt(AdaLNSingleDenoiser):
             weights have, 120 (PixArt-Sigma: 300).
         space_scale, time_scale: positions are divided by these.
         base_size: tokens along the side of the training images, which then set the range of positions whatever
-            the input's size. None = the input's own, `int(sqrt(rows * columns))`: those of a square just count.
-            PixArtMS and PixArtSigma: `32 * space_scale`, so that without a `base_size` any `space_scale` is the same.
+            the input's size. None = the input's own, `int(sqrt(rows * columns))`; for PixArtMS and PixArtSigma `32 * space_scale`.
         qk_norm: RMS-normalise queries and keys of the self-attention; no released weights have it.
         kv_compress: "conv", "ave" or "uniform" make four keys of a frame one, see `KVCompressAttention`; None = do not.
         kv_compress_layers: in which blocks; None = in the second half, as in PixArt-Sigma's paper.
@@ -190,11 +181,7 @@ class PixArt(AdaLNSingleDenoiser):
         x_mask: Tensor | None = None,
         **sizes: Tensor | None,
     ) -> Tensor:
-        """See `Denoiser.forward`; fps and num_frames are not used, height and width by PixArtMS alone.
-
-        Raises:
-            ValueError: PixArtMS misses height or width.
-        """
+        """See `Denoiser.forward`; fps and num_frames are not used, height and width by PixArtMS alone."""
         latent_size = x.shape[2:]
         T, H, W = self.grid(latent_size)
         x = self.patchify(x)  # [B, T, S, D]
@@ -241,9 +228,7 @@ class PixArt(AdaLNSingleDenoiser):
         elif base is None:
             tokens = key_map.patches_along(sample_size, ph)
         else:
-            raise UserError(
-                "sample_size: this model's positions do not depend on it, as base_size is set. Leave it out."
-            )
+            raise UserError("sample_size has no effect on this model's positions, as base_size is set. Leave it out.")
         config = key_map.diffusers_config(
             self,
             "PixArtTransformer2DModel",
@@ -276,10 +261,7 @@ class PixArt(AdaLNSingleDenoiser):
 
 @MODELS.register_module()
 class PixArtMS(PixArt):
-    """PixArt-alpha for many image sizes: also conditioned on height, width (pixels) and their ratio.
-
-    Names: also `csize_embedder`, `ar_embedder`.
-    """
+    """PixArt-alpha for many image sizes: also conditioned on height, width (pixels) and their ratio."""
 
     span = 32
 
@@ -305,11 +287,7 @@ class PixArtSigma(PixArt):
 
 
 def convert(state: Mapping[str, Tensor], model: nn.Module) -> Conversion:
-    """A released state dict -> that of a PixArt, PixArtMS or PixArtSigma.
-
-    Raises:
-        UserError: the file is of another kind of PixArt; the message names the kind.
-    """
+    """A released state dict -> that of a PixArt, PixArtMS or PixArtSigma; of another kind a UserError that names the kind."""
     result = Conversion(dict(state), "PixArt")
     if "adaln_single.linear.weight" in state:
         result.format = "PixArt, diffusers"

@@ -34,10 +34,7 @@ from opensora.registry import MODELS
 
 
 class STDiT2Block(STDiTBlock):
-    """STDiT's block, with all branches but cross-attention modulated and gated.
-
-    Names: also `scale_shift_table_temporal`, `{attn,attn_temp}.{q_norm,k_norm}`.
-    """
+    """STDiT's block, with all branches but cross-attention modulated and gated. Name: also `scale_shift_table_temporal`."""
 
     def __init__(self, dim: int, num_heads: int, mlp_ratio: float, *, fused_norm: bool, **attention: Any) -> None:
         super().__init__(dim, num_heads, mlp_ratio, fused_norm=fused_norm, **attention)
@@ -133,11 +130,7 @@ class STDiT2(AdaLNSingleDenoiser):
         x_mask: Tensor | None = None,
         **sizes: Tensor | None,
     ) -> Tensor:
-        """See `Denoiser.forward`.
-
-        Raises:
-            ValueError: fps, height, width or num_frames is missing.
-        """
+        """See `Denoiser.forward`; fps, height, width and num_frames are all needed."""
         height, width, num_frames, fps = self.required(sizes, "height", "width", "num_frames", "fps")
         latent_size = x.shape[2:]
         _, H, W = self.grid(latent_size)
@@ -166,27 +159,15 @@ class STDiT2(AdaLNSingleDenoiser):
 def size_positions(dim: int, grid: tuple[int, int], height: Tensor, width: Tensor, input_sq_size: float) -> Tensor:
     """Sine-cosine positions that know the size in pixels: an image spans the same range at any resolution.
 
-    The coordinate of row i of H is `i / H * round(sqrt(H W)) / (sqrt(height * width) / input_sq_size)`, columns alike.
-
-    Args:
-        dim: width D of the tokens.
-        grid: rows H and columns W of tokens.
-        height, width: [B], in pixels.
-        input_sq_size: side of the square at which positions count patches one by one.
-
-    Returns:
-        [B, H * W, dim] fp32.
+    The coordinate of row i of H is `i / H * round(sqrt(H W)) / (sqrt(height * width) / input_sq_size)`, columns alike;
+    `grid` is the tokens' (H, W), `height, width [B]` are in pixels. Returns [B, H * W, dim] fp32.
     """
     scale = (height.double() * width.double()).sqrt() / input_sq_size
     return sincos_grid(dim, grid, scale=scale, base=round((grid[0] * grid[1]) ** 0.5), device=height.device)
 
 
 def resolve_norm_order(norm_order: NormOrder | None, *, qk_norm_legacy: bool | None) -> NormOrder:
-    """One order from its two spellings, see `STDiT2`.
-
-    Raises:
-        ValueError: they contradict each other.
-    """
+    """One order from its two spellings, see `STDiT2`; a ValueError where they contradict each other."""
     if qk_norm_legacy is None:
         return norm_order or "norm_then_rope"
     legacy: NormOrder = "rope_then_norm" if qk_norm_legacy else "norm_then_rope"

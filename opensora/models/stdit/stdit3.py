@@ -10,8 +10,7 @@ STDiT3 that starts from PixArt-Sigma gives for every frame what PixArt-Sigma giv
 normalisation of queries and keys changes that, and is learned anew.
 
 Deviations from the released code:
-- Cross-attention of the spatial blocks and the final layer start at zero, as in PixArt and STDiT. There they do not,
-  as training always starts from PixArt-Sigma, which replaces both.
+- Cross-attention of the spatial blocks and the final layer start at zero, as in PixArt and STDiT; there they do not.
 - As in STDiT2: positions for each sample, padded and masked captions, no random text drop, no saved tables.
 """
 
@@ -101,11 +100,7 @@ class STDiT3(AdaLNSingleDenoiser):
         x_mask: Tensor | None = None,
         **sizes: Tensor | None,
     ) -> Tensor:
-        """See `Denoiser.forward`; num_frames is not used.
-
-        Raises:
-            ValueError: fps, height or width is missing.
-        """
+        """See `Denoiser.forward`; fps, height and width are needed, num_frames is not used."""
         height, width, fps = self.required(sizes, "height", "width", "fps")
         latent_size = x.shape[2:]
         _, H, W = self.grid(latent_size)

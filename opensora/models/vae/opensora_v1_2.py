@@ -298,14 +298,11 @@ class VAE_Temporal(VideoVAE):
     """Compresses time by 2 for each True of `temporal_downsample`; works on an image VAE's latents [B, C, T, h, w].
 
     Args:
-        in_out_channels: Of what it compresses.
+        in_out_channels, embed_dim: Channels of what it compresses, and of its latents.
         latent_embed_dim: Channels between the encoder or decoder and the 1x1x1 convolutions next to the latents.
-        embed_dim: Channels of its latents.
-        filters: Width of the first level.
-        num_res_blocks: A level.
-        channel_multipliers: Width of each level, in `filters`.
+        filters, channel_multipliers: Width of the first level, and of each level in `filters`.
+        num_res_blocks, num_groups: Residual blocks of a level, and groups of their normalisation.
         temporal_downsample: For each level but the last, whether time is halved after it.
-        num_groups: Of the group normalisations.
         from_pretrained: Weights in these names; None: untrained.
         scale, shift: Of its latents, z = (raw - shift) / scale: one value, or one a channel.
         **options: See `VideoVAE`.

@@ -219,17 +219,14 @@ class DiffusersVideoVAE(DiffusersVAE):
         time, side = family.strides(config)
         self.strides = (time, side, side)
         self.step = time if family.step is None else family.step(config)  # legal numbers of frames are this far apart
-        self.frames_rule = (
-            f"it takes {self.step}k + 1 frames" if family.first else f"it takes multiples of {self.step} frames"
-        )
+        self.frames_rule = f"it takes {self.step}k + 1 frames" if family.first else f"it takes {self.step}k frames"
         if family.fourier_pixels:  # pixels come in fp32, and their waves go on in the dtype of the weights
             self.autoencoder.encoder.proj_in.register_forward_pre_hook(_cast_to_weights)
         if family.whole:
-            from opensora.models.vae.wan_whole import (
-                enable_whole,
-            )  # classes of diffusers, which take a second to import
+            from opensora.models.vae import wan_whole  # classes of diffusers, which take a second to import
 
-            enable_whole(self.autoencoder)
+            wan_whole.enable_whole(self.autoencoder)
+            self.encode_whole, self.decode_whole = wan_whole.encode_whole, wan_whole.decode_whole
 
     def legal_num_frames(self, num_frames: int) -> int:
         """The nearest number of frames that the VAE takes; of two equally near ones the smaller."""
@@ -247,17 +244,13 @@ class DiffusersVideoVAE(DiffusersVAE):
 
     def _encode(self, x: Tensor) -> Tensor:
         if self._whole(x.shape[2]):
-            from opensora.models.vae.wan_whole import encode_whole
-
-            return encode_whole(self.autoencoder, x)
+            return self.encode_whole(self.autoencoder, x)
         parts = x.split(1 if self.family.one_at_a_time else len(x))
         return torch.cat([self.family.encode(self.autoencoder, part) for part in parts])
 
     def _decode(self, z: Tensor, num_frames: int) -> Tensor:
         if self._whole(num_frames):
-            from opensora.models.vae.wan_whole import decode_whole
-
-            return decode_whole(self.autoencoder, z)
+            return self.decode_whole(self.autoencoder, z)
         parts = z.split(1 if self.family.one_at_a_time else len(z))
         return torch.cat([self.family.decode(self.autoencoder, part) for part in parts])
 
