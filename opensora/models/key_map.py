@@ -134,7 +134,8 @@ def to_ours(rules: Iterable[Rule], state: Mapping[str, Tensor]) -> dict[str, Ten
     Raises:
         UserError: of the tensors that make up one of ours, some are missing, or copies that must be equal differ.
     """
-    rest, result = dict(state), {}
+    rest: dict[str, Tensor] = dict(state)
+    result: dict[str, Tensor] = {}
     for ours, theirs, kind in rules:
         absent = [name for name in theirs if name not in rest]
         if len(absent) == len(theirs):
@@ -151,7 +152,8 @@ def to_ours(rules: Iterable[Rule], state: Mapping[str, Tensor]) -> dict[str, Ten
 
 def to_theirs(rules: Iterable[Rule], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Our tensors, with patches of one frame, in their names. What no rule mentions keeps its name."""
-    rest, result = dict(state), {}
+    rest: dict[str, Tensor] = dict(state)
+    result: dict[str, Tensor] = {}
     for ours, theirs, kind in rules:
         if ours not in rest:
             continue

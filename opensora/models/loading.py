@@ -205,7 +205,7 @@ def _compare_settings(model: nn.Module, path: str | Path, where: str, stated: Ma
     theirs: dict[str, Any] = {HEADS: stated.get(HEADS)}
     if where == CONFIG and stated.get("_class_name") in OF_DIFFUSERS:
         theirs = {HEADS: stated.get("num_attention_heads")}
-    elif not (known and HEADS in inspect.signature(MODELS.get(name)).parameters):
+    elif not (known and HEADS in inspect.signature(MODELS.get(str(name))).parameters):
         if known or where == CONFIG:  # such as a text encoder's; a user's own model may have heads
             return ""
     elif where != CONFIG:

@@ -12,7 +12,7 @@ patch, and which patches are visible.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from einops import rearrange
@@ -125,9 +125,9 @@ class NOVA(nn.Module):
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
         head = self.image_decoder
-        for layer in (head.head, head.norm.proj, *(block.norm1.proj for block in head.blocks)):
-            nn.init.zeros_(layer.weight)
-            nn.init.zeros_(layer.bias)
+        zero: list[Any] = [head.head, head.norm, *(block.norm1 for block in head.blocks)]
+        for parameter in (parameter for module in zero for parameter in module.parameters()):
+            nn.init.zeros_(parameter)
 
         # training on images has no gradient for some parts, and no use for others
         encoder = self.video_encoder
