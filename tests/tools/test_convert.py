@@ -214,7 +214,7 @@ class TestCommandLine:
         )  # fmt: skip
         said = capsys.readouterr()
         assert said.out == f"{tmp_path / 'out'}: 0.2 MB\n"
-        assert "loaded " in said.err
+        assert " tensors in float32" in said.err
 
     def test_a_model_of_ones_own(self, made, tmp_path, monkeypatch):
         source, state = made("DiT-class")

@@ -78,13 +78,9 @@ class STDiT3(AdaLNSingleDenoiser):
         self.final_layer = self.output_layer()
 
         # zero is what makes a PixArt-Sigma initialisation unchanged at step 0, and the output 0 without one
-        zero = [
-            self.fps_embedder.mlp[2],
-            self.final_layer.linear,
-            *(block.cross_attn.proj for block in self.spatial_blocks),
-        ]
-        for block in self.temporal_blocks:
-            zero += [block.cross_attn.proj, block.attn.proj, block.mlp.fc2]
+        blocks: list[Any] = self.transformer_blocks()
+        zero = [self.fps_embedder.mlp[2], self.final_layer.linear, *(block.cross_attn.proj for block in blocks)]
+        zero += [layer for block in blocks[1::2] for layer in (block.attn.proj, block.mlp.fc2)]  # of the temporal ones
         self.initialize(small=[self.t_embedder, self.t_block, self.y_embedder, self.fps_embedder], zero=zero)
         self.load_and_freeze(convert, "not_temporal" if only_train_temporal else None)
         if freeze_y_embedder:
