@@ -24,7 +24,7 @@ from opensora.datasets.dataloader import batch_bytes, build_loader, build_sample
 from opensora.datasets.sampler import BatchSampler
 from opensora.datasets.summary import summarise
 from opensora.datasets.table.files import refuse_missing
-from opensora.models.class_condition import check_classes_of_data
+from opensora.models.text_encoder.classes import check_classes_of_data
 from opensora.models.text_encoder.memo import MemoizedTextEncoder
 from opensora.registry import DATASETS, MODELS, SCHEDULERS, build_module
 from opensora.schedulers.mask_ratios import MaskRatios

@@ -16,7 +16,6 @@ from torch import nn
 
 from opensora.checkpoint.pretrained import resolve_pretrained
 from opensora.models.vae.base import VideoVAE
-from opensora.models.vae.diffusers_vae import DiffusersVAE, parameters_of
 from opensora.models.vae.opensora_v1_2 import (
     CONFIG,
     IMAGE_ARCHITECTURE,
@@ -25,6 +24,7 @@ from opensora.models.vae.opensora_v1_2 import (
     VideoAutoencoderPipeline,
     image_vae,
 )
+from opensora.models.vae.vae import DiffusersVAE, parameters_of
 from opensora.registry import MODELS
 from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.errors import UserError

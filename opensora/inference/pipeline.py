@@ -35,7 +35,7 @@ from opensora.inference.prompts import PromptItem
 from opensora.inference.references import Conditioning, alignment, encode_references
 from opensora.inference.request import Request, as_items
 from opensora.inference.sizes import check_size, video_size, warn_outside_training
-from opensora.models.class_condition import check_classes
+from opensora.models.text_encoder.classes import check_classes
 from opensora.schedulers.sampling import SamplingStep
 from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.errors import UserError

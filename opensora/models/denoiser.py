@@ -4,10 +4,10 @@ A denoiser obeys the contract of docs/architecture.md whatever is inside, so tha
 scheduler. It draws nothing at random, knows no process group, and treats the samples of a batch independently.
 """
 
-import warnings
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from einops import rearrange
@@ -17,7 +17,7 @@ from opensora.acceleration.kernels.attention import kernel_from_flag
 from opensora.models.layers.embedders import CaptionEmbedder, PatchEmbed3D, ScalarEmbedder
 from opensora.models.layers.mlp import linear_flops
 from opensora.models.layers.modulation import AdaLN, FinalLayer
-from opensora.models.layers.pos_embed import grid_coordinates, sincos_1d
+from opensora.models.layers.positions import grid_coordinates, rotary_table, sincos_1d
 from opensora.models.loading import Convert, load_weights
 from opensora.registry import inherit_signature
 from opensora.utils.errors import UserError
@@ -28,36 +28,31 @@ MICRO_CONDITIONS = ("fps", "height", "width", "num_frames")
 """What every denoiser may be conditioned on besides timestep and text, [B] each."""
 
 
-class SequenceRanks(Protocol):
-    """How tokens are sharded over processes; see `opensora.acceleration.sequence_parallel`."""
-
-    def split(self, x: Tensor) -> Tensor:
-        """This process' shard, along S, of all tokens `x [B, T, S, D]`."""
-
-    def gather(self, x: Tensor, num_tokens: int) -> Tensor:
-        """All tokens `[B, T, num_tokens, ...]` from the shards `x` of all processes."""
-
-
 class Denoiser(nn.Module, ABC):
     """Base of all denoisers. Names: `x_embedder`, `t_embedder`; expected of a subclass: `y_embedder`, `blocks`.
 
     Args:
         in_channels: channels of the latent.
-        predicts_sigma: the output has `2 * in_channels` channels (prediction and variance) instead of `in_channels`.
-        hidden_size: width D of the tokens.
+        hidden_size, num_heads, mlp_ratio: the transformer's size.
+        depth: blocks, or pairs of a spatial and a temporal block.
         patch_size: latent frames, rows and columns in one token.
         class_dropout_prob: how often training drops the caption or class.
-        input_size: accepted from older configs, (T, H, W) of the latent; positions follow the input.
+        no_temporal_pos_emb: leave out temporal positions (frames are then a set).
+        from_pretrained: weights to start from, see docs/weights.md.
+        enable_flash_attn: None or True = fastest attention kernel, False = the plain formula.
+        enable_layernorm_kernel: apex's fused LayerNorm if installed.
+        input_size: accepted from older configs, without effect: positions follow the input.
     """
 
     micro_conditions: tuple[str, ...] = MICRO_CONDITIONS
     """The micro-conditions that training and sampling pass to `forward`."""
 
-    sp_ranks: SequenceRanks | None = None
-    """Set from outside where the tokens of a sample are sharded over processes; None = all are here."""
+    sp_ranks: Any = None
+    """Set by `opensora.acceleration.sequence_parallel` where a sample's tokens are sharded over processes; None = all are here."""
 
     y_embedder: Any
     blocks: Any
+    final_layer: FinalLayer
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Let `inspect.signature`, and so the registry, list the arguments that a subclass passes on as `**common`."""
@@ -67,28 +62,55 @@ class Denoiser(nn.Module, ABC):
     def __init__(
         self,
         *,
-        in_channels: int,
-        predicts_sigma: bool,
-        hidden_size: int,
-        patch_size: Sequence[int],
-        class_dropout_prob: float,
-        input_size: Sequence[int | None] | None,
+        in_channels: int = 4,
+        hidden_size: int = 1152,
+        depth: int = 28,
+        num_heads: int = 16,
+        mlp_ratio: float = 4.0,
+        patch_size: Sequence[int] = (1, 2, 2),
+        class_dropout_prob: float = 0.1,
+        no_temporal_pos_emb: bool = False,
+        from_pretrained: str | None = None,
+        enable_flash_attn: bool | None = None,
+        enable_layernorm_kernel: bool = False,
+        input_size: Sequence[int | None] | None = None,
     ) -> None:
         super().__init__()
         if not 0 <= class_dropout_prob < 1:
             raise ValueError(f"class_dropout_prob={class_dropout_prob} is not in [0, 1).")
         if len(patch_size) != 3 or min(patch_size) < 1:
             raise ValueError(f"patch_size={patch_size!r}: expected (frames, rows, columns), each at least 1.")
-        if input_size is not None and len(input_size) != 3:
-            raise ValueError(f"input_size={input_size!r}: expected (T, H, W) of the latent, or leave it out.")
-        self.in_channels = in_channels
-        self.out_channels = 2 * in_channels if predicts_sigma else in_channels
-        self.hidden_size = hidden_size
+        self.in_channels = self.out_channels = in_channels
+        self.hidden_size, self.depth, self.num_heads, self.mlp_ratio = hidden_size, depth, num_heads, mlp_ratio
+        self.head_dim = hidden_size // num_heads
         self.patch_size: Size = (patch_size[0], patch_size[1], patch_size[2])
         self.class_dropout_prob = class_dropout_prob
-        self.input_size = input_size
+        self.no_temporal_pos_emb = no_temporal_pos_emb
+        self.from_pretrained = from_pretrained
+        self.kernel = kernel_from_flag(enable_flash_attn=enable_flash_attn)
+        self.fused_norm = enable_layernorm_kernel
         self.x_embedder = PatchEmbed3D(self.patch_size, in_channels, hidden_size)
         self.t_embedder = ScalarEmbedder(hidden_size)
+
+    def initialize(self, *, small: Iterable[nn.Module], zero: Iterable[nn.Module]) -> None:
+        """Initial weights: Xavier for linear layers and patches, N(0, 0.02^2) inside `small`, nothing but zeros in `zero`.
+
+        Zero layers end branches that must not disturb at first, and the output.
+        """
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
+                nn.init.zeros_(module.bias)
+        patches = self.x_embedder.proj
+        nn.init.xavier_uniform_(patches.weight.view(patches.out_channels, -1))
+        nn.init.zeros_(patches.bias)  # type: ignore[arg-type]  # it has a bias
+        for module in small:
+            for layer in module.modules():
+                if isinstance(layer, nn.Linear | nn.Embedding):
+                    nn.init.normal_(layer.weight, std=0.02)
+        for module in zero:
+            for parameter in module.parameters():
+                nn.init.zeros_(parameter)
 
     @abstractmethod
     def forward(
@@ -115,9 +137,16 @@ class Denoiser(nn.Module, ABC):
             [B, C_out, T, H, W] fp32.
         """
 
-    @abstractmethod
     def flops(self, latent_size: Size, text_len: int) -> int:
         """Floating-point operations (2 per multiply-add, matrix products only) of one forward of one sample."""
+        T, H, W = self.grid(latent_size)
+        total = sum(block.flops(T, H * W, text_len, (H, W)) for block in self.transformer_blocks())  # type: ignore[operator]
+        total += 2 * T * H * W * math.prod(self.patch_size) * self.in_channels * self.hidden_size
+        rows = {"y_embedder": text_len, "csize_embedder": 2, "linear": T * H * W}  # others are applied once
+        for name, part in [*self.named_children(), *self.final_layer.named_children()]:
+            if part is not self.final_layer and not isinstance(part, nn.ModuleList):
+                total += linear_flops(part, rows.get(name, 1))
+        return total
 
     def null_condition(self, batch: int) -> Tensor:
         """The `y` of "no text" `[batch, 1, L, C_text]`, or of "no class" `[batch, 1, 1, 1]`."""
@@ -130,9 +159,7 @@ class Denoiser(nn.Module, ABC):
     def to_diffusers(self, **options: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """The same model in diffusers: the content of its config.json, with the class's name, and its state dict.
 
-        Args:
-            options: what diffusers' model fixes and ours does not, such as its `sample_size`; see the architecture's
-                weights.py.
+        `options` are what diffusers' model fixes and ours does not, see the model's own method.
 
         Raises:
             UserError: diffusers has no such architecture, or it cannot express this model.
@@ -145,20 +172,10 @@ class Denoiser(nn.Module, ABC):
         return T, H, W
 
     def patchify(self, x: Tensor) -> Tensor:
-        """Latent `[B, C, T, H, W] -> [B, T', S, D]` tokens, without positions, contiguous.
-
-        As a view they would keep the convolution's layout, channels first, through all residual sums of all blocks.
-        """
+        """Latent `[B, C, T, H, W] -> [B, T', S, D]` tokens, without positions."""
         if x.ndim != 5 or x.shape[1] != self.in_channels:
             raise ValueError(f"the latent has shape {tuple(x.shape)}; expected [B, {self.in_channels}, T, H, W].")
-        size = self.input_size
-        if size is not None and any(n is not None and n != m for n, m in zip(size, x.shape[2:], strict=True)):
-            warnings.warn(
-                f"input_size={tuple(size)} is not the size of the latent, {tuple(x.shape[2:])}: positions follow "
-                "the latent. Drop input_size from the config.",
-                stacklevel=3,
-            )
-            self.input_size = None
+        # a view would keep the convolution's layout, channels first, through all residual sums of all blocks
         return rearrange(self.x_embedder(x), "B D T H W -> B T (H W) D").contiguous()
 
     def enter_blocks(self, x: Tensor) -> Tensor:
@@ -166,10 +183,7 @@ class Denoiser(nn.Module, ABC):
         return x if self.sp_ranks is None else self.sp_ranks.split(x)
 
     def unpatchify(self, x: Tensor, latent_size: Sequence[int]) -> Tensor:
-        """`x [B, T', S, patch * C] -> [B, C, *latent_size]` fp32; padding is cropped.
-
-        Where the tokens are sharded over processes, `x` is a shard, and each process gets the whole result.
-        """
+        """`x [B, T', S, patch * C]`, or a process' shard of it, `-> [B, C, *latent_size]` fp32; padding is cropped."""
         pt, ph, pw = self.patch_size
         _, H, W = self.grid(latent_size)
         if self.sp_ranks is not None:
@@ -192,10 +206,7 @@ class Denoiser(nn.Module, ABC):
     def embed_timestep(
         self, timestep: Tensor, x_mask: Tensor | None, extra: Tensor | float = 0.0
     ) -> tuple[Tensor, Tensor | None]:
-        """The embeddings `[B, D]` of the timestep and of timestep 0, for conditioning frames; each plus `extra [B, D]`.
-
-        The second is None without `x_mask`.
-        """
+        """The embeddings `[B, D]` of the timestep and, with `x_mask`, of timestep 0 for conditioning frames; plus `extra [B, D]`."""
         t0 = None if x_mask is None else self.t_embedder(torch.zeros_like(timestep)) + extra
         return self.t_embedder(timestep) + extra, t0
 
@@ -204,97 +215,41 @@ class Denoiser(nn.Module, ABC):
         frames = grid_coordinates(x.shape[1], scale=scale, device=x.device)
         return sincos_1d(self.hidden_size, frames).to(x.dtype)[:, None]
 
-    def embed_flops(self, latent_size: Size) -> int:
-        """Floating-point operations of the patch embedding, the timestep's MLP and the final linear layer."""
-        T, H, W = self.grid(latent_size)
-        pt, ph, pw = self.patch_size
-        patches = T * H * W * pt * ph * pw * (self.in_channels + self.out_channels) * self.hidden_size
-        return 2 * (patches + self.t_embedder.num_frequencies * self.hidden_size + self.hidden_size**2)
+    def frame_rotations(self, x: Tensor) -> Tensor:
+        """Rotary table `[2, T, head_dim]` for the frames of tokens `x [B, T, S, D]`, which count 0, 1, 2, ..."""
+        return rotary_table(self.head_dim, grid_coordinates(x.shape[1], device=x.device))
 
     def required(self, sizes: Mapping[str, Tensor | None], *names: str) -> list[Tensor]:
-        """Micro-conditions that the model cannot do without, in fp32 [B] each.
-
-        Raises:
-            ValueError: one is missing.
-        """
+        """Micro-conditions that the model cannot do without, in fp32 [B] each; a ValueError where one is missing."""
         for name in names:
             if sizes.get(name) is None:
                 raise ValueError(f"{type(self).__name__} needs {name}=: a tensor [B].")
         return [sizes[name].to(torch.float32) for name in names]  # type: ignore[union-attr]
-
-    def train_only(self, *parts: str, others: bool = False) -> None:
-        """Freeze every parameter without any of these parts in its name; `others`: those that have one instead.
-
-        Raises:
-            ValueError: nothing would be trained.
-        """
-        for name, parameter in self.named_parameters():
-            parameter.requires_grad_(any(part in name for part in parts) != others)
-        if not any(parameter.requires_grad for parameter in self.parameters()):
-            raise ValueError("this choice of frozen parts leaves nothing to train.")
 
 
 class AdaLNSingleDenoiser(Denoiser):
     """Base of PixArt and what grew from it: captions by cross-attention, the timestep by adaLN-single.
 
     A subclass creates, in this order (initial weights depend on it): embedders of its own, `y_embedder`, its blocks and
-    `final_layer`; then it sets initial weights and calls `load_and_freeze`. Names: also `t_block`.
+    `final_layer`; then it calls `initialize` and `load_and_freeze`. Names: also `t_block`.
 
     Args:
-        in_channels: channels of the latent.
         caption_channels: channels of the text features.
         model_max_length: text tokens, the length of the table that stands for "no text".
-        hidden_size, num_heads, mlp_ratio: the transformer's size.
-        depth: blocks, or pairs of a spatial and a temporal block.
-        patch_size: latent frames, rows and columns in one token.
         pred_sigma: predict `2 * in_channels` channels (mean and variance) instead of `in_channels`.
-        class_dropout_prob: how often training drops the caption.
-        no_temporal_pos_emb: leave out temporal positions (frames are then a set).
-        from_pretrained: weights to start from: a checkpoint folder, a folder of diffusers' transformer, a .safetensors or
-            a .pth file.
-        enable_flash_attn: None or True = fastest attention kernel, False = the plain formula.
-        enable_layernorm_kernel: apex's fused LayerNorm if installed.
-        input_size: accepted from older configs; the model takes any size.
+        common: see `Denoiser`.
     """
 
     temporal_parts: ClassVar[tuple[str, ...]] = ()
     """Parts of the names of what only the temporal branch uses: what `freeze="not_temporal"` trains."""
 
     def __init__(
-        self,
-        *,
-        in_channels: int = 4,
-        caption_channels: int = 4096,
-        model_max_length: int = 120,
-        hidden_size: int = 1152,
-        depth: int = 28,
-        num_heads: int = 16,
-        mlp_ratio: float = 4.0,
-        patch_size: Sequence[int] = (1, 2, 2),
-        pred_sigma: bool = True,
-        class_dropout_prob: float = 0.1,
-        no_temporal_pos_emb: bool = False,
-        from_pretrained: str | None = None,
-        enable_flash_attn: bool | None = None,
-        enable_layernorm_kernel: bool = False,
-        input_size: Sequence[int | None] | None = None,
+        self, *, caption_channels: int = 4096, model_max_length: int = 120, pred_sigma: bool = True, **common: Any
     ) -> None:
-        super().__init__(
-            in_channels=in_channels,
-            predicts_sigma=pred_sigma,
-            hidden_size=hidden_size,
-            patch_size=patch_size,
-            class_dropout_prob=class_dropout_prob,
-            input_size=input_size,
-        )
+        super().__init__(**common)
+        self.out_channels = 2 * self.in_channels if pred_sigma else self.in_channels
         self.caption_channels, self.model_max_length = caption_channels, model_max_length
-        self.depth, self.num_heads, self.mlp_ratio = depth, num_heads, mlp_ratio
-        self.head_dim = hidden_size // num_heads
-        self.no_temporal_pos_emb = no_temporal_pos_emb
-        self.from_pretrained = from_pretrained
-        self.kernel = kernel_from_flag(enable_flash_attn=enable_flash_attn)
-        self.fused_norm = enable_layernorm_kernel
-        self.t_block = AdaLN(hidden_size, 6)
+        self.t_block = AdaLN(self.hidden_size, 6)
 
     def caption_embedder(self) -> CaptionEmbedder:
         """A new `y_embedder`."""
@@ -309,27 +264,20 @@ class AdaLNSingleDenoiser(Denoiser):
         """Load `from_pretrained`, and freeze what `freeze` says.
 
         Args:
-            convert: of the architecture's weights.py.
+            convert: the model file's.
             freeze: "not_temporal" trains the temporal branch alone, where there is one; "text" trains all but
                 cross-attention and text; None = everything is trained.
-
-        Raises:
-            UserError: see `opensora.models.loading.load_weights`.
-            ValueError: `freeze` is something else.
         """
         if self.from_pretrained is not None:
             load_weights(self, self.from_pretrained, convert)
+        if freeze is None:
+            return
         choices = ("not_temporal", "text") if self.temporal_parts else ("text",)
-        if freeze is not None and freeze not in choices:
+        if freeze not in choices:
             raise ValueError(f"freeze={freeze!r} is not one of {', '.join(map(repr, choices))}, None.")
-        if freeze == "not_temporal":
-            self.train_only(*self.temporal_parts)
-        elif freeze == "text":
-            self.train_only(".cross_attn.", "y_embedder.", others=True)
-
-    def flops(self, latent_size: Size, text_len: int) -> int:
-        """See `Denoiser.flops`."""
-        T, H, W = self.grid(latent_size)
-        blocks = sum(block.flops(T, H * W, text_len, (H, W)) for block in self.transformer_blocks())  # type: ignore[operator]
-        embed = linear_flops(self.t_block, 1) + linear_flops(self.y_embedder, text_len)
-        return blocks + embed + self.embed_flops(latent_size)
+        temporal = freeze == "not_temporal"
+        parts = self.temporal_parts if temporal else (".cross_attn.", "y_embedder.")
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(any(part in name for part in parts) == temporal)
+        if not any(parameter.requires_grad for parameter in self.parameters()):
+            raise ValueError(f"freeze={freeze!r} leaves nothing to train.")

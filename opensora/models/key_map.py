@@ -1,15 +1,12 @@
 """Two-way translation of parameter names: one list of rules reads another code's weights and writes them.
 
-A rule maps one of our tensors to theirs, for one architecture of a given depth. `layer` makes the rules of a layer's
-weight and bias, `tensor` that of a single tensor:
-
-    rules = [
-        *layer("x_embedder.proj", "pos_embed.proj", kind="patch"),
-        *layer("blocks.0.attn.qkv", "h.0.to_q", "h.0.to_k", "h.0.to_v", kind="stack"),
-        tensor("scale_shift_table", "scale_shift_table"),
-    ]
-    ours = to_ours(rules, theirs)
-    theirs = to_theirs(rules, ours)
+rules = [
+    *layer("x_embedder.proj", "pos_embed.proj", kind="patch"),
+    *layer("blocks.0.attn.qkv", "h.0.to_q", "h.0.to_k", "h.0.to_v", kind="stack"),
+    tensor("scale_shift_table", "scale_shift_table"),
+]
+ours = to_ours(rules, theirs)
+theirs = to_theirs(rules, ours)
 """
 
 from collections.abc import Iterable, Mapping
@@ -27,8 +24,7 @@ class Rule(NamedTuple):
     """One of our tensors, and what it is called elsewhere.
 
     Kinds: "same" = one tensor under another name; "stack" = theirs, concatenated along the first axis, are ours;
-    "copies" = they hold it several times; "patch" = their 2-D patch kernel is our 3-D one of a single frame (the bias
-    of such a layer is "same").
+    "copies" = they hold it several times; "patch" = their 2-D patch kernel is our 3-D one of a single frame.
     """
 
     ours: str
@@ -44,14 +40,13 @@ def tensor(ours: str, *theirs: str, kind: Kind = "same") -> Rule:
 
 def layer(ours: str, *theirs: str, kind: Kind = "same") -> list[Rule]:
     """The rules of a layer: its weight and its bias."""
-    kind_of_bias: Kind = "same" if kind == "patch" else kind
     return [
         tensor(f"{ours}.weight", *(f"{name}.weight" for name in theirs), kind=kind),
-        tensor(f"{ours}.bias", *(f"{name}.bias" for name in theirs), kind=kind_of_bias),
+        tensor(f"{ours}.bias", *(f"{name}.bias" for name in theirs), kind="same" if kind == "patch" else kind),
     ]
 
 
-def block(ours: str, theirs: str) -> list[Rule]:
+def block_rules(ours: str, theirs: str) -> list[Rule]:
     """What our block and diffusers' `BasicTransformerBlock` have in common: self-attention and MLP."""
     return [
         *layer(f"{ours}.attn.qkv", *(f"{theirs}.attn1.to_{part}" for part in "qkv"), kind="stack"),
@@ -78,7 +73,7 @@ def pixart_rules(depth: int) -> list[Rule]:
         rules += layer(f"y_embedder.y_proj.fc{i}", f"caption_projection.linear_{i}")
     for i in range(depth):
         ours, theirs = f"blocks.{i}", f"transformer_blocks.{i}"
-        rules += block(ours, theirs)
+        rules += block_rules(ours, theirs)
         rules += [tensor(f"{ours}.scale_shift_table", f"{theirs}.scale_shift_table")]
         rules += layer(f"{ours}.cross_attn.q_linear", f"{theirs}.attn2.to_q")
         rules += layer(f"{ours}.cross_attn.kv_linear", f"{theirs}.attn2.to_k", f"{theirs}.attn2.to_v", kind="stack")
@@ -93,14 +88,13 @@ def diffusers_depth(state: Mapping[str, Tensor]) -> int:
 
 def diffusers_config(model: Any, class_name: str, sample_size: int, **own: Any) -> dict[str, Any]:
     """The `config.json` of a denoiser in diffusers: what its transformers have in common, and what is `own`."""
-    num_heads = model.blocks[0].attn.num_heads
     if hasattr(model, "caption_channels"):  # PixArt and LatteT2V
         own |= {"norm_type": "ada_norm_single", "cross_attention_dim": model.hidden_size, "attention_bias": True}
         own |= {"caption_channels": model.caption_channels}
     return {
         "_class_name": class_name,
-        "num_attention_heads": num_heads,
-        "attention_head_dim": model.hidden_size // num_heads,
+        "num_attention_heads": model.num_heads,
+        "attention_head_dim": model.hidden_size // model.num_heads,
         "in_channels": model.in_channels,
         "out_channels": model.out_channels,
         "num_layers": len(model.blocks),
@@ -113,11 +107,21 @@ def diffusers_config(model: Any, class_name: str, sample_size: int, **own: Any) 
     }
 
 
-def patches_along(sample_size: int, patch: int) -> int:
-    """Tokens along the side of the latent that a model of diffusers is for, which divides without a remainder.
+def refuse_unmet(class_name: str, needed: Mapping[str, bool]) -> None:
+    """Raise where a class of diffusers cannot express a model: `needed` is requirement -> whether the model meets it.
 
     Raises:
-        UserError: there is one.
+        UserError: it lists all that are not met.
+    """
+    if unmet := [requirement for requirement, met in needed.items() if not met]:
+        raise UserError(f"diffusers' {class_name} cannot express this model: it needs {'; '.join(unmet)}.")
+
+
+def patches_along(sample_size: int, patch: int) -> int:
+    """Tokens along a side of `sample_size` latent cells.
+
+    Raises:
+        UserError: it is no multiple of the patch.
     """
     if sample_size < patch or sample_size % patch:
         raise UserError(f"sample_size={sample_size} must be a multiple of the patch, {patch}.")
@@ -130,35 +134,25 @@ def to_ours(rules: Iterable[Rule], state: Mapping[str, Tensor]) -> dict[str, Ten
     Raises:
         UserError: of the tensors that make up one of ours, some are missing, or copies that must be equal differ.
     """
-    rest = dict(state)
+    rest: dict[str, Tensor] = dict(state)
     result: dict[str, Tensor] = {}
     for ours, theirs, kind in rules:
-        found = [name for name in theirs if name in rest]
-        if not found:
+        absent = [name for name in theirs if name not in rest]
+        if len(absent) == len(theirs):
             continue  # reported as missing by a strict load
-        if len(found) < len(theirs):
-            absent = ", ".join(sorted(set(theirs) - set(found)))
-            raise UserError(f"the weights are incomplete: {found[0]} is there, but {absent} is not.")
+        if absent:
+            raise UserError(f"the weights are incomplete: {', '.join(absent)} is not there, which {ours} is made of.")
         first, *others = tensors = [rest.pop(name) for name in theirs]
-        if kind == "stack":
-            first = torch.cat(tensors)
-        elif kind == "patch":
-            first = first.unsqueeze(2)  # [D, C, p, p] -> [D, C, 1, p, p]
-        elif differing := [
-            name for name, other in zip(theirs[1:], others, strict=True) if not torch.equal(first, other)
-        ]:
-            raise UserError(f"{theirs[0]} and {differing[0]} should be copies of each other, but they differ.")
-        result[ours] = first
+        if kind == "copies" and not all(torch.equal(first, other) for other in others):
+            raise UserError(f"{theirs[0]}, {theirs[1]}, ... should be copies of each other, but they differ.")
+        # a patch kernel [D, C, p, p] -> [D, C, 1, p, p]
+        result[ours] = torch.cat(tensors) if kind == "stack" else first.unsqueeze(2) if kind == "patch" else first
     return result | rest
 
 
 def to_theirs(rules: Iterable[Rule], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Our tensors in their names. What no rule mentions keeps its name.
-
-    Raises:
-        UserError: a patch of several frames, where theirs has one.
-    """
-    rest = dict(state)
+    """Our tensors, with patches of one frame, in their names. What no rule mentions keeps its name."""
+    rest: dict[str, Tensor] = dict(state)
     result: dict[str, Tensor] = {}
     for ours, theirs, kind in rules:
         if ours not in rest:
@@ -166,15 +160,9 @@ def to_theirs(rules: Iterable[Rule], state: Mapping[str, Tensor]) -> dict[str, T
         value = rest.pop(ours)
         if kind == "stack":
             values = [part.contiguous() for part in value.chunk(len(theirs))]
-        elif kind == "copies":
-            values = [value.clone() for _ in theirs]  # safetensors stores no tensor under two names
         elif kind == "patch":
-            if value.shape[2] != 1:
-                raise UserError(
-                    f"{ours} covers {value.shape[2]} frames; the format to be written has patches of one frame only."
-                )
             values = [value.squeeze(2)]
         else:
-            values = [value]
+            values = [value.clone() for _ in theirs]  # safetensors stores no tensor under two names
         result.update(zip(theirs, values, strict=True))
     return result | rest

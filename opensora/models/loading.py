@@ -1,17 +1,20 @@
-"""Loading weights into a model: recognised by content, converted, checked strictly, and reported in one table.
+"""Loading weights into a model: converted by content, checked strictly, reported in one line.
 
-Each architecture's `weights.py` has `convert(state, model) -> Conversion`, which knows what other files call its tensors;
-everything else is here.
+Each architecture's `convert(state, model) -> Conversion` knows what other files call its tensors. What no tensor shows, such as
+the number of heads, is compared where the source states it: the manifest of a checkpoint of ours, the header of a file of
+`tools.convert` or `tools.export_weights`, and `config.json` next to the weights.
 """
 
+import inspect
+import json
 import logging
-import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from math import isclose
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -22,7 +25,7 @@ from opensora.checkpoint.save import MANIFEST
 from opensora.checkpoint.weight_files import kind_of
 from opensora.checkpoint.weight_sources import find_weights
 from opensora.models.layers.embedders import CaptionEmbedder
-from opensora.models.settings import compare_settings, written_settings
+from opensora.registry import MODELS
 from opensora.utils.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -34,29 +37,14 @@ TABLES = ("pos_embed", "pos_embed_spatial", "pos_embed_temporal", "temp_embed", 
           "pos_embed.inv_freq", "rope.freqs")  # fmt: skip
 """Tables of positions in released files; ours are never saved."""
 
-ARCHITECTURES: Sequence[tuple[str, tuple[str, ...], tuple[str, ...]]] = (
-    ("a LoRA, which goes into a model with --lora or tools/lora.py,", ("lora_A.",), ()),
-    ("NOVA", ("image_decoder.", "mask_embed."), ()),
-    ("STDiT3", ("spatial_blocks.*.", "temporal_blocks.*."), ()),
-    ("LatteT2V", ("blocks.*.cross_attn.", "temporal_blocks.*."), ()),
-    ("LatteT2V in diffusers' names", ("temporal_transformer_blocks.*.",), ()),
-    ("STDiT2", ("blocks.*.attn_temp.", "t_block_temp."), ()),
-    ("STDiT", ("blocks.*.attn_temp.",), ("t_block_temp.",)),
-    ("PixArtMS", ("blocks.*.cross_attn.", "csize_embedder."), ("attn_temp.",)),
-    ("PixArt-Sigma with compressed keys", ("blocks.*.cross_attn.", "blocks.*.attn.sr."), ("attn_temp.",)),
-    ("PixArt", ("blocks.*.cross_attn.", "t_block."), ("attn_temp.",)),
-    ("PixArt in diffusers' names", ("transformer_blocks.*.attn2.", "adaln_single."), ()),
-    ("Latte", ("blocks.*.adaLN_modulation.", "temp_embed"), ()),
-    ("DiT or Latte, which share their names", ("blocks.*.adaLN_modulation.", "t_embedder."), ()),
-    ("DiT in diffusers' names", ("transformer_blocks.*.norm1.emb.class_embedder.",), ()),
-    ("FLUX or Open-Sora 2", ("double_blocks.*.", "single_blocks.*."), ()),
-    ("a VAE", ("encoder.", "decoder.", "conv_in."), ("transformer_blocks.",)),
-    ("a U-Net", ("down_blocks.*.", "mid_block.", "up_blocks.*."), ("encoder.",)),
-    ("a T5 text encoder", ("block.*.layer.*.SelfAttention.",), ()),
-    ("a CLIP text encoder", ("text_model.encoder.",), ()),
-    ("an optimizer's state", ("/exp_avg",), ()),
-)
-"""Architecture, what its tensors' names contain (block and layer indices as `*`), and what they do not; the first fit counts."""
+HEADS = "num_heads"
+SETTINGS = ("base_size", "space_scale", "time_scale", "input_sq_size", "positions", "no_temporal_pos_emb", "norm_order",
+            "kv_compress", "mode")  # fmt: skip
+"""What changes no tensor's name or shape, but what a model computes."""
+CONFIG = "config.json"
+OF_DIFFUSERS = ("PixArtTransformer2DModel", "LatteTransformer3DModel", "DiTTransformer2DModel")
+# what a constructor raises for arguments of another version
+OF_ANOTHER_VERSION = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 @dataclass
@@ -118,59 +106,58 @@ Convert = Callable[[Mapping[str, Tensor], nn.Module], Conversion]
 def load_weights(model: nn.Module, path: str | Path, convert: Convert) -> str:
     """Load `path` (anything that `opensora.checkpoint.load.read_weights` reads) into `model`, strictly.
 
-    Where the file states settings of its model (see `opensora.models.settings`), differences are logged as a warning.
+    Settings that the source states and that differ from the model's are logged as a warning.
 
     Returns:
-        The table of what was loaded, converted, dropped and left at its initial value; it is also logged.
+        What was loaded, converted, dropped and left at its initial value, in one line; it is also logged.
 
     Raises:
         UserError: the file is missing, unsafe, of another architecture, or of another number of heads. The model is then
             as it was.
     """
-    file = None
-    if not _is_checkpoint(path):
-        with suppress(UserError):  # reading reports it, with what is there
-            file = find_weights(path)
+    file = _weights_file(path)
     state = read_weights(file or path)
-    written, warning = written_settings(path, file), ""
+    conversion = convert(state, model)
+    tensors = conversion.tensors
+    if NULL_TEXT in tensors and not tensors[NULL_TEXT].any():  # as `CaptionEmbedder.clear_null` writes it
+        del tensors[NULL_TEXT]
+        conversion.dropped[NULL_TEXT] = "zeros, which stand for none"
+        conversion.initial[NULL_TEXT] = NO_NULL_TEXT
+    own = model.state_dict()
+    warning = ""
+    if all(tensor.shape == own[name].shape for name, tensor in tensors.items() if name in own):
+        warning = _compare_settings(model, path, *_stated_model(path, file)[:2])  # else the shapes are the error
     try:
-        conversion = convert(state, model)
-        if NULL_TEXT in conversion.tensors and not conversion.tensors[NULL_TEXT].any():
-            conversion.drop("zeros, which stand for none", NULL_TEXT)  # as `CaptionEmbedder.clear_null` writes it
-            conversion.initial[NULL_TEXT] = NO_NULL_TEXT
-        own = model.state_dict()
-        fits = all(tensor.shape == own[name].shape for name, tensor in conversion.tensors.items() if name in own)
-        if written is not None and fits:  # else the shapes are the error, which heads follow from
-            warning = compare_settings(written, model, path)
-        load_strictly(model, conversion.tensors, path, may_miss=conversion.initial.keys() - conversion.tensors.keys())
+        load_strictly(model, tensors, path, may_miss=conversion.initial.keys() - tensors.keys())
     except UserError as error:
-        guess = recognise(state)
-        looks = f"looks like {guess}" if guess else "is of no architecture that is known here"
-        raise UserError(f"{error}\n{path} {looks}.") from error
+        if not any("lora_A." in name for name in state):
+            raise
+        raise UserError(
+            f"{error}\n{path} looks like a LoRA, which goes into a model with --lora or tools/lora.py."
+        ) from error
     if isinstance(embedder := getattr(model, "y_embedder", None), CaptionEmbedder):
-        embedder.null_known = NULL_TEXT in conversion.tensors
+        embedder.null_known = NULL_TEXT in tensors
         if not embedder.null_known and model.class_dropout_prob == 0:
             embedder.clear_null()  # training that drops no captions gives it no meaning, but would save it
-    table = report(conversion, model, path)
-    log.info(table)
+    dtypes = ", ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}))
+    initial = [why for name, why in conversion.initial.items() if name not in tensors]
+    notes = [f"{len(tensors)} of {len(own)} tensors in {dtypes}"]
+    for done, reasons in (
+        ("converted", conversion.converted.values()),
+        ("dropped", conversion.dropped.values()),
+        ("left as is", initial),
+    ):
+        notes += [f"{count} {done} ({why})" for why, count in Counter(reasons).items()]
+    report = f"{type(model).__name__} from {path} ({conversion.format}): {'; '.join(notes)}"
+    log.info(report)
     if warning:
         log.warning(warning)
-    return table
+    return report
 
 
 def written_by(path: str | Path) -> str | None:
-    """The `model.type` that a checkpoint's manifest, or the header of a file of ours, names; None = neither does.
-
-    Args:
-        path: as for `load_weights`, which has read it.
-    """
-    if _is_checkpoint(path):
-        return cast(str | None, open_checkpoint(Path(path).expanduser()).manifest.get("model"))
-    file = find_weights(path)
-    if kind_of(file) != "safetensors":
-        return None
-    with safe_open(file, "pt") as opened:
-        return cast(str | None, (opened.metadata() or {}).get("model"))
+    """The `model.type` that a checkpoint's manifest, or the header of a file of ours, states; None = neither does."""
+    return _stated_model(path, _weights_file(path))[2]
 
 
 def null_text_known(model: Any) -> bool:
@@ -178,71 +165,74 @@ def null_text_known(model: Any) -> bool:
     return bool(getattr(getattr(model, "y_embedder", None), "null_known", True))
 
 
-def recognise(state: Mapping[str, Tensor]) -> str | None:
-    """`PixArt (blocks.*.cross_attn, t_block, no attn_temp), 28 blocks of width 1152`; None = no known architecture."""
-    names = "\n".join({star(name) for name in state})
-    fits = (
-        entry
-        for entry in ARCHITECTURES
-        if all(part in names for part in entry[1]) and not any(part in names for part in entry[2])
+def _weights_file(path: str | Path) -> Path | None:
+    """The file, or the index of shards, that holds the weights; None = a checkpoint of ours, or nothing."""
+    if not (Path(path).expanduser() / MANIFEST).is_file():
+        with suppress(UserError):  # reading reports it, with what is there
+            return find_weights(path)
+    return None
+
+
+def _stated_model(path: str | Path, file: Path | None) -> tuple[str, Mapping[str, Any], str | None]:
+    """What states the source's model, the arguments that it states ({} = none), and the `model.type`."""
+    where, config, name = "manifest", None, None
+    if file is None:
+        manifest = open_checkpoint(Path(path).expanduser()).manifest
+        config, name = (manifest.get("config") or {}).get("model"), manifest.get("model")
+    elif kind_of(file) == "safetensors":
+        with safe_open(file, "pt") as opened:
+            header = opened.metadata() or {}
+        where, config, name = "header", _parse(header.get("config", "")), header.get("model")
+    if file is not None and not (isinstance(config, Mapping) and config) and (near := file.parent / CONFIG).is_file():
+        where, config = CONFIG, _parse(near.read_text(encoding="utf-8", errors="replace"))
+    return where, config if isinstance(config, Mapping) else {}, name
+
+
+def _parse(text: str) -> Any:
+    with suppress(ValueError):
+        return json.loads(text)
+    return None
+
+
+def _compare_settings(model: nn.Module, path: str | Path, where: str, stated: Mapping[str, Any]) -> str:
+    """A warning where the model computes something else than the source's, with what to set; empty = it does not.
+
+    Raises:
+        UserError: it has another number of heads.
+    """
+    name = stated.get("model_type" if where == CONFIG else "type")
+    known = isinstance(name, str) and name in MODELS.choices()
+    theirs: dict[str, Any] = {HEADS: stated.get(HEADS)}
+    if where == CONFIG and stated.get("_class_name") in OF_DIFFUSERS:
+        theirs = {HEADS: stated.get("num_attention_heads")}
+    elif not (known and HEADS in inspect.signature(MODELS.get(str(name))).parameters):
+        if known or where == CONFIG:  # such as a text encoder's; a user's own model may have heads
+            return ""
+    elif where != CONFIG:
+        with suppress(*OF_ANOTHER_VERSION), torch.device("meta"):  # built, since the constructor knows the defaults
+            built = MODELS.build({key: value for key, value in stated.items() if key != "from_pretrained"})
+            related = isinstance(model, type(built)) or isinstance(built, type(model))
+            theirs = {key: getattr(built, key, None) for key in (HEADS, *(SETTINGS if related else ()))}
+    own = {key: getattr(model, key, None) for key in theirs}
+    heads = theirs.pop(HEADS)
+    if isinstance(heads, int) and heads > 0 and own[HEADS] not in (None, heads):
+        raise UserError(
+            f"{path}: its {where} says {heads} attention heads, the model has {HEADS}={own[HEADS]}. No tensor's shape shows "
+            f"that, but attention would compute something else: set model.{HEADS}={heads}."
+        )
+    differing = [key for key, value in theirs.items() if not _same(value, own[key])]
+    if not differing:
+        return ""
+    values = "; ".join(f"{key}: the file's {theirs[key]!r}, the model's {own[key]!r}" for key in differing)
+    to_set = ", ".join(f"model.{key}={theirs[key]!r}" for key in differing)
+    return (
+        f"{path}: its {where} states other settings, which no tensor shows ({values}). To compute what the file's model did, "
+        f"set {to_set}. To train on at another size or length they may differ."
     )
-    if (found := next(fits, None)) is None:
-        return None
-    architecture, contained, absent = found
-    evidence = [*contained, *(f"no {part}" for part in absent)]
-    depths: Counter[str] = Counter()
-    for name in state:
-        if block := re.match(r"((?:\w*_)?blocks)\.(\d+)\.", name):
-            depths[block[1]] = max(depths[block[1]], int(block[2]) + 1)
-    size = " and ".join(f"{depth} {blocks.replace('_', ' ')}" for blocks, depth in sorted(depths.items()))
-    biases = [state[name] for name in ("x_embedder.proj.bias", "pos_embed.proj.bias") if name in state]
-    width = f" of width {len(biases[0])}" if size and biases and biases[0].ndim == 1 else ""
-    return f"{architecture} ({', '.join(part.rstrip('.*') for part in evidence)}){', ' if size else ''}{size}{width}"
 
 
-def star(name: str) -> str:
-    """A tensor's name with the indices of blocks and layers written `*`: `blocks.*.mlp.fc1.weight`."""
-    return re.sub(r"((?:block|layer)s?)\.\d+(?=\.)", r"\1.*", name)
-
-
-def report(conversion: Conversion, model: nn.Module, path: str | Path) -> str:
-    """One line for each thing that happened, with counts."""
-    own, tensors = model.state_dict(), conversion.tensors
-    dtypes = Counter(str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()).most_common()
-    counts = [name if len(dtypes) == 1 else f"{name} ({count} tensors)" for name, count in dtypes]
-    numel = sum(tensor.numel() for tensor in tensors.values()) / 1e6
-    left = {name: why for name, why in conversion.initial.items() if name not in tensors}
-    lines = [
-        f"{type(model).__name__} from {path} ({conversion.format})",
-        ", ".join([f"  loaded      {len(tensors)} of {len(own)} tensors", f"{numel:.2f} M parameters", *counts]),
-    ]
-    for title, items in (("converted", conversion.converted), ("dropped", conversion.dropped), ("left as is", left)):
-        for reason in dict.fromkeys(items.values()):
-            names = [name for name, why in items.items() if why == reason]
-            patterns = ", ".join(_collapse(names, [*own, *conversion.dropped]))
-            lines.append(f"  {title:<11} {len(names)} tensor{'s' * (len(names) > 1)}: {reason} ({patterns})")
-    return "\n".join(lines)
-
-
-def _is_checkpoint(path: str | Path) -> bool:
-    return (Path(path).expanduser() / MANIFEST).is_file()
-
-
-def _collapse(names: Sequence[str], all_names: Iterable[str], most: int = 4) -> list[str]:
-    """At most `most` patterns for many names: `blocks.*.attn_temp.*` where everything under it is among them."""
-    if len(names) <= 2:
-        return list(names)
-    included = list(dict.fromkeys(star(name) for name in names))
-    others = {star(name) for name in all_names} - set(included)
-
-    def shortest(pattern: str) -> str:
-        """The shortest `head.*` that covers `pattern`, some more of `included`, and none of `others`; else `pattern`."""
-        words = pattern.split(".")
-        for length in range(1, len(words)):
-            head = ".".join(words[:length]) + "."
-            if not any(other.startswith(head) for other in others):
-                return head + "*" if sum(name.startswith(head) for name in included) > 1 else pattern
-        return pattern
-
-    patterns = list(dict.fromkeys(shortest(pattern) for pattern in included))
-    return patterns if len(patterns) <= most else [*patterns[: most - 1], "..."]
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, int | float) and isinstance(other, int | float):
+        return isclose(one, other, rel_tol=1e-6)
+    one, other = (list(value) if isinstance(value, tuple) else value for value in (one, other))  # JSON has no tuples
+    return bool(one == other)

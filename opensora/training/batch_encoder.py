@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from opensora.models.class_condition import check_classes
 from opensora.models.layers.embedders import CaptionEmbedder
+from opensora.models.text_encoder.classes import check_classes
 from opensora.models.text_encoder.condition import TextCondition
 from opensora.utils.errors import UserError
 from opensora.utils.seed import rand

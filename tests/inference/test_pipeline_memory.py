@@ -74,7 +74,7 @@ def test_an_encoder_with_an_order_of_its_own_keeps_it(cfg):
     assert "text_encoder" not in pipeline.place._offloaded
     plain = VideoPipeline.from_config(cfg)([A], seed=1, **SIZE)
     assert torch.equal(pipeline([A], seed=1, **SIZE), plain)
-    assert not pipeline.text_encoder.loaded
+    assert pipeline.text_encoder.model is None
 
 
 def test_tiles_decode_nearly_the_same(cfg):

@@ -1,4 +1,4 @@
-"""Loading: strict, reported in a table, and helpful when the file is another's."""
+"""Loading: strict, reported in one line, and the model as it was where the file does not fit."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from opensora.checkpoint.load import save_checkpoint
-from opensora.models.loading import Conversion, load_weights, null_text_known, report, written_by
+from opensora.models.loading import Conversion, load_weights, null_text_known, written_by
 from opensora.models.text_encoder.condition import TextCondition
 from opensora.training.batch_encoder import drop_text
 from opensora.utils.errors import UserError
@@ -26,40 +26,24 @@ class Toy(nn.Module):
         )
 
 
-def table(**parts):
-    model = Toy()
-    tensors = {name: value for name, value in model.state_dict().items() if name not in parts.get("initial", {})}
-    return report(Conversion(tensors, "toy's", **parts), model, "w.pt").splitlines()
+def test_the_report_is_one_line_with_counts_and_reasons(tmp_path):
+    state = Toy().state_dict()
+    state["blocks.0.mlp.bias"] = state["blocks.0.mlp.bias"].half()
+    for name in [name for name in state if ".attn_temp." in name]:
+        del state[name]
+    save_file(state | {"pos": torch.zeros(1), "tpos": torch.zeros(1)}, tmp_path / "w")
 
+    def convert(state, model):
+        conversion = plain(state, model)
+        conversion.drop("made anew", "pos", "tpos")
+        conversion.may_miss(model, "there is none", ".attn_temp.")
+        conversion.may_miss(model, "may be missing, but is there", ".mlp.")
+        return conversion
 
-class TestTable:
-    def test_counts_and_dtype(self):
-        assert table() == ["Toy from w.pt (toy's)", "  loaded      18 of 18 tensors, 0.00 M parameters, float32"]
-
-    def test_reasons_are_grouped_and_names_collapsed(self):
-        names = [name for name in Toy().state_dict() if ".attn_temp." in name]
-        lines = table(initial=dict.fromkeys(names, "there is none"), dropped={"pos": "made anew", "tpos": "made anew"})
-        assert lines[1].split(",")[0] == "  loaded      12 of 18 tensors"
-        assert lines[2] == "  dropped     2 tensors: made anew (pos, tpos)"
-        assert lines[3] == "  left as is  6 tensors: there is none (blocks.*.attn_temp.*)"
-        assert len(lines) == 4
-
-    def test_a_pattern_covers_nothing_that_is_not_meant(self):
-        names = [name for name in Toy().state_dict() if name.endswith("mlp.bias")]
-        assert "(blocks.*.mlp.bias)" in table(initial=dict.fromkeys(names, "new"))[2]
-
-    def test_many_patterns_are_cut_short(self):
-        assert "(a, b, c, ...)" in table(dropped=dict.fromkeys("abcdefg", "unused"))[2]
-
-    def test_what_may_be_missing_but_is_there_is_not_reported(self):
-        model = Toy()
-        conversion = Conversion(model.state_dict(), "x", initial={"blocks.0.mlp.bias": "new"})
-        assert "left as is" not in report(conversion, model, "w.pt")
-
-    def test_mixed_dtypes_are_counted(self):
-        state = Toy().state_dict()
-        state["blocks.0.mlp.bias"] = state["blocks.0.mlp.bias"].half()
-        assert "float32 (17 tensors), float16 (1 tensors)" in report(Conversion(state, "x"), Toy(), "w")
+    assert load_weights(Toy(), tmp_path / "w", convert) == (
+        f"Toy from {tmp_path / 'w'} (plain): 12 of 18 tensors in float16, float32; 2 dropped (made anew); "
+        "6 left as is (there is none)"
+    )
 
 
 class TestLoading:
@@ -89,25 +73,6 @@ class TestLoading:
         again = Toy()
         load_weights(again, tmp_path / "w", plain)
         assert again.blocks[0]["mlp"].weight.any()
-
-    @pytest.mark.parametrize(
-        ("model", "file", "guess"),
-        [
-            ("PixArt", "STDiT", r"looks like STDiT \(blocks\.\*\.attn_temp, no t_block_temp\), 2 blocks of width 48"),
-            ("STDiT", "STDiT3", "looks like STDiT3"),
-            ("STDiT3", "DiT-text", "looks like DiT or Latte"),
-            ("DiT-class", "PixArt", "looks like PixArt "),
-        ],
-    )
-    def test_another_architecture_is_named(self, tmp_path, model, file, guess):
-        torch.save(build(file).state_dict(), tmp_path / "w.pt")
-        with pytest.raises(UserError, match=guess):
-            build(model, from_pretrained=str(tmp_path / "w.pt"))
-
-    def test_an_unknown_one_too(self, tmp_path):
-        torch.save({"weight": torch.zeros(1)}, tmp_path / "w.pt")
-        with pytest.raises(UserError, match="is of no architecture that is known here"):
-            load_weights(Toy(), tmp_path / "w.pt", plain)
 
     @pytest.mark.parametrize("file", ["DiT-class", "LatteT2V", "PixArtMS", "STDiT2", "STDiT3", "nothing", "diffusers"])
     def test_no_file_makes_a_converter_stumble(self, tmp_path, file):
@@ -177,7 +142,7 @@ class TestNoText:
         state["y_embedder.y_embedding"] = torch.zeros(7, 16)
         save_file(state, tmp_path / "w")
         table = load_weights(build("PixArt"), tmp_path / "w", plain)
-        assert "dropped     1 tensor: zeros, which stand for none (y_embedder.y_embedding)" in table
+        assert "1 dropped (zeros, which stand for none)" in table
         assert "guidance uses the encoding of an empty prompt" in table
 
 

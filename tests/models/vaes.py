@@ -107,16 +107,6 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "resolution": 64,
         "num_layers": 1,
     },
-    "AutoencoderKLMagvit": {
-        "latent_channels": 4,
-        "block_out_channels": (8, 8, 8),
-        "layers_per_block": 1,
-        "norm_num_groups": 2,
-        "down_block_types": ("SpatialDownBlock3D", "SpatialTemporalDownBlock3D", "SpatialTemporalDownBlock3D"),
-        "up_block_types": ("SpatialUpBlock3D", "SpatialTemporalUpBlock3D", "SpatialTemporalUpBlock3D"),
-    },
-    "AutoencoderKLKVAEVideo": {"ch": 32, "ch_mult": (1, 1, 1), "num_res_blocks": 1, "z_channels": 4},
-    "AutoencoderVidTok": {"ch": 32, "ch_mult": (1, 1, 1), "num_res_blocks": 1, "z_channels": 4},
 }
 
 VAES: dict[str, dict[str, Any]] = {

@@ -207,7 +207,7 @@ MUTANTS = (
     Mutant("padding_attended_to", "opensora/models/layers/attention.py", "padded text tokens change the video",
         "attention(q, k, v, mask, kernel", "attention(q, k, v, kernel",
         ("tests/models/layers/test_layers.py::test_cross_attention_equals_pytorchs_module_with_padding",)),
-    Mutant("latte_positions_in_every_block", "opensora/models/latte/latte_t2v.py", "Latte adds temporal positions in every block",
+    Mutant("latte_positions_in_every_block", "opensora/models/latte/latte.py", "Latte adds temporal positions in every block",
         "if i == 0 and x.shape[1] > 1", "if x.shape[1] > 1",
         ("tests/models/latte/test_latte_t2v.py::TestDiffusers::test_equal_outputs_in_every_shape",)),
     Mutant("pixart_ratio_inverted", "opensora/models/pixart/pixart.py", "PixArt gets width / height",

@@ -9,7 +9,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from opensora.checkpoint.load import read_weights
-from opensora.models.loading import null_text_known, recognise
+from opensora.models.loading import null_text_known
 from opensora.models.text_encoder.condition import TextCondition
 from opensora.registry import MODELS
 from opensora.training.batch_encoder import drop_text
@@ -49,7 +49,6 @@ def test_to_diffusers_and_back_is_exact(made, tmp_path, family):
     source, state = made(family)
     folder = convert(source, tmp_path / "theirs", config(family), to="diffusers")
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "diffusion_pytorch_model.safetensors"]
-    assert "in diffusers' names" in recognise(read_weights(folder))
     back = convert(str(folder), tmp_path / "ours.safetensors", config(family), to="safetensors")
     found = read_weights(back)
     assert found.keys() == state.keys()
@@ -215,7 +214,7 @@ class TestCommandLine:
         )  # fmt: skip
         said = capsys.readouterr()
         assert said.out == f"{tmp_path / 'out'}: 0.2 MB\n"
-        assert "loaded " in said.err
+        assert " tensors in float32" in said.err
 
     def test_a_model_of_ones_own(self, made, tmp_path, monkeypatch):
         source, state = made("DiT-class")

@@ -72,9 +72,7 @@ def lpips_trunk(args: argparse.Namespace) -> Extractor:
 
     def run(videos: Tensor) -> Tensor:
         x = rearrange(videos, "B C T H W -> (B T) C H W")
-        x = (x - net.get_buffer("shift")) / net.get_buffer("scale")
-        for part in net.slices:
-            x = part(x)
+        x = net.layers((x - net.get_buffer("shift")) / net.get_buffer("scale"))
         return reduce(x, "N C H W -> N C", "mean")  # [B T, 256 or 512]
 
     return Extractor(args.extractor, file_hash(find_weights(args.extractor)), (224, 224), run)

@@ -29,7 +29,7 @@ def norm_heads(x: Tensor, weight: Tensor, eps: float, table: Tensor | None, ever
         x: [B, T, S, H, d] in any strides, d up to `MAX_HEAD_DIM`.
         weight: [d].
         eps: added to the mean of squares.
-        table: rotary table [2, N, d] in fp32, see `opensora.models.layers.rope`; None = no positions.
+        table: rotary table [2, N, d] in fp32, see `opensora.models.layers.positions`; None = no positions.
         every: token i of the B T S is at position `(i // every) % N`.
 
     Returns:

@@ -3,33 +3,39 @@
 All tokens of a video attend to each other. The condition, timestep plus class or pooled caption, enters every block
 through adaLN-zero; a new model predicts zero, and each of its blocks is the identity.
 
-For videos, Open-Sora (2024) adds a table of temporal positions to the spatial one. It does so for a single frame too,
-unless `no_temporal_pos_emb` is set; row 0 of the table is not zero, so the released image weights then see tokens they
-do not know. Here a single frame, or patch of frames, never gets temporal positions: one frame is DiT's image, whatever
-the flag says, and several frames are Open-Sora's video.
+For videos, Open-Sora (2024) adds a table of temporal positions to the spatial one, also for a single frame, although row 0
+of the table is not zero and the released image weights do not know it. Here a single frame, or patch of frames, never gets
+temporal positions: one frame is DiT's image, and several frames are Open-Sora's video.
 
-Further deviations from the released codes: position tables follow the input's size and are not saved; the model does
-not drop the condition by itself (see `opensora.training.batch_encoder`).
+Position tables follow the input's size and are not saved; the model does not drop the condition by itself (see
+`opensora.training.batch_encoder`).
+
+Weights are recognised by content: the official .pt (2-D patch kernels, stored position tables, of which Latte's has
+`temp_embed`), our own checkpoints and Open-Sora's (3-D kernels), and diffusers' `DiTTransformer2DModel`, which holds the
+timestep's MLP and the classes once per block. Latte also starts from DiT's image weights: block i becomes block i, so that half
+of the blocks that saw images become temporal. DiT and Latte have the same names and shapes: of our own files, the model type
+that they are written with tells which it is.
 """
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from opensora.acceleration.kernels.attention import kernel_from_flag
+from opensora.models import key_map
 from opensora.models.denoiser import Denoiser, Size
-from opensora.models.dit.weights import convert, to_diffusers
 from opensora.models.layers.attention import Attention, Axis
 from opensora.models.layers.blocks import AdaLNZeroBlock
 from opensora.models.layers.embedders import CaptionEmbedder, LabelEmbedder
-from opensora.models.layers.init import init_linears, init_small, init_zero
-from opensora.models.layers.mlp import linear_flops
 from opensora.models.layers.modulation import AdaLNFinalLayer
-from opensora.models.layers.pos_embed import sincos_grid
-from opensora.models.loading import load_weights, written_by
+from opensora.models.layers.positions import sincos_grid
+from opensora.models.loading import PATCHES, Conversion, load_weights, written_by
 from opensora.registry import MODELS
+from opensora.utils.errors import UserError
+
+CLASSES = "y_embedder.embedding_table.weight"
 
 
 @MODELS.register_module()
@@ -37,19 +43,11 @@ class DiT(Denoiser):
     """Diffusion transformer (see the module's docstring).
 
     Args:
-        in_channels: channels of the latent.
         condition: "label_N" = N classes, "text" = one vector per caption, such as CLIP's, "unconditional" = none.
         caption_channels: channels of the caption's vector; used by "text" only.
         model_max_length: what the text encoder reads of a caption; accepted, as the caption is one vector here.
-        hidden_size, depth, num_heads, mlp_ratio: the transformer's size.
-        patch_size: latent frames, rows and columns in one token.
         learn_sigma: predict `2 * in_channels` channels (mean and variance) instead of `in_channels`.
-        class_dropout_prob: how often training drops the condition; 0 leaves the table without a row for "no class".
-        no_temporal_pos_emb: leave out temporal positions (frames are then a set).
-        from_pretrained: weights to start from: a checkpoint folder, a .safetensors or a .pt file.
-        enable_flash_attn: None or True = fastest attention kernel, False = the plain formula.
-        enable_layernorm_kernel: apex's fused LayerNorm if installed.
-        input_size: accepted from older configs; the model takes any size.
+        common: see `Denoiser`; class_dropout_prob=0 leaves the table without a row for "no class".
     """
 
     axes: ClassVar[tuple[Axis, ...]] = ("all",)
@@ -60,58 +58,45 @@ class DiT(Denoiser):
     def __init__(
         self,
         *,
-        in_channels: int = 4,
         condition: str = "text",
         caption_channels: int = 512,
         model_max_length: int = 77,
-        hidden_size: int = 1152,
-        depth: int = 28,
-        num_heads: int = 16,
-        mlp_ratio: float = 4.0,
-        patch_size: Sequence[int] = (1, 2, 2),
         learn_sigma: bool = True,
-        class_dropout_prob: float = 0.1,
-        no_temporal_pos_emb: bool = False,
-        from_pretrained: str | None = None,
-        enable_flash_attn: bool | None = None,
-        enable_layernorm_kernel: bool = False,
-        input_size: Sequence[int | None] | None = None,
+        **common: Any,
     ) -> None:
-        super().__init__(
-            in_channels=in_channels,
-            predicts_sigma=learn_sigma,
-            hidden_size=hidden_size,
-            patch_size=patch_size,
-            class_dropout_prob=class_dropout_prob,
-            input_size=input_size,
-        )
-        if depth % len(self.axes):
-            raise ValueError(f"depth={depth} is not a multiple of {len(self.axes)}: blocks alternate over {self.axes}.")
+        super().__init__(**common)
+        dim, axes, (pt, ph, pw) = self.hidden_size, self.axes, self.patch_size
+        if self.depth % len(axes):
+            raise ValueError(f"depth={self.depth} is not a multiple of {len(axes)}: blocks alternate over {axes}.")
         self.condition = condition
-        self.no_temporal_pos_emb = no_temporal_pos_emb
-        kernel = kernel_from_flag(enable_flash_attn=enable_flash_attn)
-        pt, ph, pw = self.patch_size
-
-        self.y_embedder = _condition_embedder(
-            condition, caption_channels, hidden_size, with_null=class_dropout_prob > 0
-        )
+        self.out_channels = 2 * self.in_channels if learn_sigma else self.in_channels
+        kind, _, number = condition.partition("_")
+        if kind == "label" and number.isdecimal() and int(number) > 0:
+            self.y_embedder = LabelEmbedder(int(number), dim, with_null=self.class_dropout_prob > 0)
+        elif condition == "text":
+            self.y_embedder = CaptionEmbedder(caption_channels, dim, 1)
+        elif condition == "unconditional":
+            self.y_embedder = None
+        else:
+            raise ValueError(f"condition={condition!r} is not 'text', 'label_N' (N classes) or 'unconditional'.")
         attentions = [
-            Attention(hidden_size, num_heads, axis=self.axes[i % len(self.axes)], kernel=kernel) for i in range(depth)
+            Attention(dim, self.num_heads, axis=axes[i % len(axes)], kernel=self.kernel) for i in range(self.depth)
         ]
         self.blocks = nn.ModuleList(
-            AdaLNZeroBlock(attn, mlp_ratio, fused_norm=enable_layernorm_kernel) for attn in attentions
+            AdaLNZeroBlock(attn, self.mlp_ratio, fused_norm=self.fused_norm) for attn in attentions
         )
-        self.final_layer = AdaLNFinalLayer(
-            hidden_size, pt * ph * pw, self.out_channels, fused_norm=enable_layernorm_kernel
-        )
+        self.final_layer = AdaLNFinalLayer(dim, pt * ph * pw, self.out_channels, fused_norm=self.fused_norm)
 
         # zero makes each block the identity and the output 0 at first (section 3.2, "adaLN-Zero block")
-        init_linears(self, self.x_embedder.proj)
-        init_small(self.t_embedder, *([] if self.y_embedder is None else [self.y_embedder]))
-        init_zero(block.adaLN_modulation for block in self.blocks)
-        init_zero([self.final_layer.adaLN_modulation, self.final_layer.linear])
-        if from_pretrained is not None:
-            path = from_pretrained
+        self.initialize(
+            small=filter(None, (self.t_embedder, self.y_embedder)),
+            zero=[
+                *(block.adaLN_modulation for block in self.blocks),
+                self.final_layer.adaLN_modulation,
+                self.final_layer.linear,
+            ],
+        )
+        if (path := self.from_pretrained) is not None:
             load_weights(self, path, lambda state, _: convert(state, self, written_by(path)))
 
     def forward(
@@ -124,13 +109,10 @@ class DiT(Denoiser):
         x_mask: Tensor | None = None,
         **sizes: Tensor | None,
     ) -> Tensor:
-        """See `Denoiser.forward`.
+        """See `Denoiser.forward`; mask, fps, height, width and num_frames are not used.
 
         `y` is `[B, 1, 1, C_text]`, or class labels `[B, 1, 1, 1]` (the number of classes itself = "no class"); an
-        unconditional model ignores it. mask, fps, height, width and num_frames are not used.
-
-        Raises:
-            ValueError: `y` is of the wrong kind, such as one vector per token.
+        unconditional model ignores it.
         """
         latent_size = x.shape[2:]
         _, H, W = self.grid(latent_size)
@@ -148,17 +130,37 @@ class DiT(Denoiser):
             return torch.zeros(batch, 1, 1, 1, device=self.x_embedder.proj.weight.device)
         return super().null_condition(batch)
 
-    def to_diffusers(self, **options: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """See `Denoiser.to_diffusers`."""
-        return to_diffusers(self, **options)
+    def to_diffusers(self, *, sample_size: int = 32) -> tuple[dict[str, Any], dict[str, Tensor]]:  # type: ignore[override]
+        """A class-conditional DiT as diffusers' `DiTTransformer2DModel`: the content of its config.json, and the state dict.
+
+        diffusers spaces the timestep's frequencies over 127 steps, DiT over 128: only with DiT's (`time_proj.downscale_freq_shift`
+        of its blocks 0) are the outputs equal.
+
+        Args:
+            sample_size: rows, and columns, of the latent; diffusers' positions are for one size.
+
+        Raises:
+            UserError: diffusers cannot express the model; or `sample_size` is no multiple of the patch.
+        """
+        pt, ph, pw = self.patch_size
+        classes = self.y_embedder if isinstance(self.y_embedder, LabelEmbedder) else None
+        needed = {
+            f"classes, not condition={self.condition!r}": classes is not None,
+            "a row for 'no class', not class_dropout_prob=0": classes is None or classes.with_null,
+            f"patches of one frame, not {pt}": pt == 1,
+            f"square patches, not {ph} x {pw}": ph == pw,
+            "attention among all tokens, not Latte's": self.axes == ("all",),
+            "mlp_ratio=4": self.mlp_ratio == 4,
+        }
+        key_map.refuse_unmet("DiTTransformer2DModel", needed)
+        key_map.patches_along(sample_size, ph)
+        own = {"norm_type": "ada_norm_zero", "num_embeds_ada_norm": classes and classes.num_classes}
+        config = key_map.diffusers_config(self, "DiTTransformer2DModel", sample_size, **own)
+        return config, key_map.to_theirs(rules(len(self.blocks)), self.state_dict())
 
     def flops(self, latent_size: Size, text_len: int) -> int:
-        """See `Denoiser.flops`; `text_len` does not matter."""
-        T, H, W = self.grid(latent_size)
-        blocks = sum(block.flops(T, H * W) for block in self.blocks)
-        condition = 0 if self.y_embedder is None else linear_flops(self.y_embedder, 1)
-        final = linear_flops(self.final_layer.adaLN_modulation, 1)
-        return blocks + condition + final + self.embed_flops(latent_size)
+        """See `Denoiser.flops`; the condition is one token, whatever `text_len`."""
+        return super().flops(latent_size, 1)
 
     def _transform(
         self, x: Tensor, c: Tensor, x_mask: Tensor | None, c0: Tensor | None, grid: tuple[int, int]
@@ -174,31 +176,89 @@ class DiT(Denoiser):
         if self.y_embedder is None:
             return 0.0
         if isinstance(self.y_embedder, LabelEmbedder):
-            if y.is_floating_point() or y.numel() != len(y):
-                raise ValueError(
-                    f"{type(self).__name__} with condition={self.condition!r} takes one class label per sample, but y "
-                    f"has shape {tuple(y.shape)}, {y.dtype}: use the text encoder 'classes'."
-                )
-            return self.y_embedder(y)
-        if not y.is_floating_point() or y.shape[1:-1] != (1, 1):
-            raise ValueError(
-                f"{type(self).__name__} with condition='text' takes one vector per caption, [B, 1, 1, C], but y has "
-                f"shape {tuple(y.shape)}, {y.dtype}: use the text encoder 'clip', which pools the tokens."
+            fits, wanted = (
+                not y.is_floating_point() and y.numel() == len(y),
+                "label per sample: use the text encoder 'classes'",
             )
-        return self.y_embedder(y).squeeze(1)  # [B, 1, D] -> [B, D]
+        else:
+            fits, wanted = (
+                y.is_floating_point() and y.shape[1:-1] == (1, 1),
+                "vector per caption: use the text encoder 'clip'",
+            )
+        if not fits:
+            raise ValueError(
+                f"{type(self).__name__} with condition={self.condition!r} takes one {wanted}. y is {tuple(y.shape)}, {y.dtype}."
+            )
+        embedded = self.y_embedder(y)
+        return embedded if embedded.ndim == 2 else embedded.squeeze(1)  # [B, D]
 
 
-def _condition_embedder(
-    condition: str, caption_channels: int, hidden_size: int, *, with_null: bool
-) -> CaptionEmbedder | LabelEmbedder | None:
-    kind, _, number = condition.partition("_")
-    if kind == "label" and number.isdecimal() and int(number) > 0:
-        return LabelEmbedder(int(number), hidden_size, with_null=with_null)
-    if condition == "text":
-        return CaptionEmbedder(caption_channels, hidden_size, 1)
-    if condition == "unconditional":
-        return None
-    raise ValueError(f"condition={condition!r} is not 'text', 'label_N' (N classes) or 'unconditional'.")
+def convert(state: Mapping[str, Tensor], model: DiT, source_type: str | None = None) -> Conversion:
+    """A released state dict -> a DiT's or a Latte's; `source_type`: the `model.type` that the file says it is of.
+
+    Raises:
+        UserError: the weights are Latte's where the model is a DiT, or a text model's where it takes classes.
+    """
+    axes = None
+    if source_type in MODELS.choices():  # a header may say anything
+        axes = getattr(inspect.unwrap(MODELS.get(source_type)), "axes", None)
+    official_latte, is_latte = "temp_embed" in state, model.axes != ("all",)
+    if not is_latte and (official_latte or axes not in (None, model.axes)):
+        raise UserError(
+            "these are weights of Latte, not of DiT, whose blocks all attend to everything: use a model type 'Latte-...'."
+        )
+    kernel = state.get(PATCHES)
+    if any(".norm1.emb." in name for name in state):
+        result = Conversion(key_map.to_ours(rules(key_map.diffusers_depth(state)), state), "DiT, diffusers")
+    else:
+        result = Conversion(dict(state), "DiT, official" if kernel is not None and kernel.ndim == 4 else "DiT")
+    if official_latte:
+        result.format = "Latte, official"
+    elif is_latte and kernel is not None and kernel.ndim == 5 and axes in (None, model.axes):
+        result.format = "Latte"
+    elif is_latte:
+        result.format = f"{result.format}; every second block becomes temporal"
+        _drop_classes(result, model, "the classes are those of DiT's images")
+    result.fit_shapes(model)
+
+    embedder, table = model.y_embedder, result.tensors.get(CLASSES)
+    if embedder is None:
+        result.drop("the model is unconditional", "y_embedder.")
+    elif not isinstance(embedder, LabelEmbedder):
+        _drop_classes(result, model, "the file has classes, the model takes text")
+    elif any(name.startswith("y_embedder.y_proj") for name in result.tensors):
+        raise UserError("the weights are a text model's, but the model takes classes: set condition='text'.")
+    elif table is not None and len(table) == embedder.num_classes + 1 and not embedder.with_null:
+        result.tensors[CLASSES] = table[:-1]
+        result.converted[CLASSES] = "the last row, 'no class', left out (class_dropout_prob=0)"
+    elif table is not None and len(table) != (rows := embedder.embedding_table.num_embeddings):
+        why = f"the file's table has {len(table)} rows, the model's {rows}: other classes, learned anew"
+        _drop_classes(result, model, why)
+    return result
+
+
+def _drop_classes(result: Conversion, model: nn.Module, why: str) -> None:
+    """Leave the file's class table out, and the model's condition embedder at its initial values."""
+    if CLASSES in result.tensors:
+        result.drop(why, CLASSES)
+        result.may_miss(model, why, "y_embedder.")
+
+
+def rules(depth: int) -> list[key_map.Rule]:
+    """Our names <-> diffusers', for a DiT of `depth` blocks."""
+    embeds = [f"transformer_blocks.{i}.norm1.emb" for i in range(depth)]
+    result = [
+        *key_map.layer("x_embedder.proj", "pos_embed.proj", kind="patch"),
+        *key_map.layer("t_embedder.mlp.0", *(f"{emb}.timestep_embedder.linear_1" for emb in embeds), kind="copies"),
+        *key_map.layer("t_embedder.mlp.2", *(f"{emb}.timestep_embedder.linear_2" for emb in embeds), kind="copies"),
+        key_map.tensor(CLASSES, *(f"{emb}.class_embedder.embedding_table.weight" for emb in embeds), kind="copies"),
+        *key_map.layer("final_layer.adaLN_modulation.1", "proj_out_1"),
+        *key_map.layer("final_layer.linear", "proj_out_2"),
+    ]
+    for i in range(depth):
+        result += key_map.layer(f"blocks.{i}.adaLN_modulation.1", f"transformer_blocks.{i}.norm1.linear")
+        result += key_map.block_rules(f"blocks.{i}", f"transformer_blocks.{i}")
+    return result
 
 
 SIZES = {

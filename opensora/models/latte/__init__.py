@@ -1,2 +1,1 @@
-from opensora.models.latte.latte import Latte
-from opensora.models.latte.latte_t2v import LatteT2V
+from opensora.models.latte.latte import Latte, LatteT2V

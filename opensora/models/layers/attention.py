@@ -4,23 +4,23 @@ Tokens keep their axes, `[B, T, S, D]`: attention over space, over time or over 
 of queries, keys and values, so that no block moves the tokens themselves.
 """
 
-from typing import Literal, Protocol, get_args
+from collections.abc import Callable
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from opensora.acceleration.kernels.attention import attention, normed_heads, packed_attention
-from opensora.models.layers.rope import apply_rotary
+from opensora.models.layers.positions import apply_rotary
 
 Axis = Literal["space", "time", "all"]
 NormOrder = Literal["norm_then_rope", "rope_then_norm"]
 
 
 def split_heads(x: Tensor, num_heads: int, axis: Axis) -> Tensor:
-    """Tokens `[B, T, S, H d]` -> heads of the sequences along the axis.
+    """Tokens `[B, T, S, H d]` -> "space": [B T, H, S, d], "time": [B, S, H, T, d], "all": [B, H, T S, d].
 
-    "space": [B T, H, S, d], "time": [B, S, H, T, d], "all": [B, H, T S, d]. Without einops, which at a
-    sampler's sizes takes as long as the attention.
+    Without einops, which at a sampler's sizes takes as long as the attention.
     """
     return sequences(x.unflatten(-1, (num_heads, -1)), axis)
 
@@ -55,13 +55,6 @@ class RMSNorm(nn.Module):
         return (wide * self.weight).to(x.dtype)
 
 
-class Exchange(Protocol):
-    """How an attention computes when its tokens are sharded over processes; see `opensora.acceleration.sequence_parallel`."""
-
-    def __call__(self, attn: "Attention", x: Tensor, rope: Tensor | None, grid: tuple[int, int] | None) -> Tensor:
-        """What `attn(x, rope, grid)` would give for all tokens, of which `x` and the result are this process' shard."""
-
-
 class Attention(nn.Module):
     """Multi-head self-attention. Names: `qkv`, `proj`, with `qk_norm` also `q_norm`, `k_norm`.
 
@@ -75,8 +68,8 @@ class Attention(nn.Module):
         kernel: see `opensora.acceleration.kernels.attention`.
     """
 
-    exchange: Exchange | None = None
-    """Set from outside where tokens are sharded over processes; None = all tokens are here."""
+    exchange: Callable[["Attention", Tensor, Tensor | None, tuple[int, int] | None], Tensor] | None = None
+    """Set by `opensora.acceleration.sequence_parallel`: `forward` where tokens are sharded over processes; None = all are here."""
 
     def __init__(
         self,
@@ -107,15 +100,9 @@ class Attention(nn.Module):
         self.is_plain = not qk_norm and self.keeps_keys
 
     def forward(self, x: Tensor, rope: Tensor | None = None, grid: tuple[int, int] | None = None) -> Tensor:
-        """Attend along the axis.
+        """Attend along the axis: tokens `x [B, T, S, D] -> [B, T, S, D]`.
 
-        Args:
-            x: tokens [B, T, S, D].
-            rope: rotary table for the positions along the axis, see `opensora.models.layers.rope`; None = none.
-            grid: rows and columns of the S tokens, for `reduce_keys` and `exchange`.
-
-        Returns:
-            [B, T, S, D].
+        `rope` is the `rotary_table` of the positions along the axis, `grid` rows and columns of the S tokens.
         """
         if self.exchange is not None:
             return self.exchange(self, x, rope, grid)

@@ -61,11 +61,10 @@ def timestep_sinusoid(t: Tensor, dim: int, max_period: float = 10000.0) -> Tenso
 
 
 class CaptionEmbedder(nn.Module):
-    """Text features -> model width, and the table that stands for "no text".
+    """Text features -> model width, and the table that stands for "no text". Names: `y_proj.{fc1,fc2}`, `y_embedding`.
 
-    `y_embedding [L, C]` is a buffer: random, saved, never trained, as in PixArt's and Open-Sora's checkpoints. What is
-    trained is what the model makes of it, so it means something only together with the weights that were trained with it.
-    Names: `y_proj.fc1`, `y_proj.fc2`, `y_embedding`.
+    `y_embedding [L, C]` is a buffer: random, saved, never trained, as in PixArt's and Open-Sora's checkpoints. It means
+    something only together with the weights that were trained with it.
     """
 
     y_embedding: Tensor
@@ -96,12 +95,9 @@ class CaptionEmbedder(nn.Module):
 
 
 class LabelEmbedder(nn.Module):
-    """Class label -> model width. Name: `embedding_table`.
+    """Class label, 0 ... num_classes - 1, -> model width. Name: `embedding_table`.
 
-    Args:
-        num_classes: classes are 0 ... num_classes - 1.
-        dim: width.
-        with_null: add a row, index `num_classes`, that stands for "no class" in classifier-free guidance.
+    `with_null` adds a row, index `num_classes`, that stands for "no class" in classifier-free guidance.
     """
 
     def __init__(self, num_classes: int, dim: int, *, with_null: bool = True) -> None:

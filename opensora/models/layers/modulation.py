@@ -43,8 +43,7 @@ def norm_modulate(
 ) -> tuple[Tensor, Tensor]:
     """`x`, and `modulate(norm(x), shift, scale)` in `dtype` (None: x's).
 
-    The residual path takes the `x` that is returned: where it is trained on a GPU in half precision, one kernel gives all
-    gradients, also their sum with the residual path's.
+    The residual path takes the `x` that is returned: in half precision on a GPU one kernel sums its gradient with the others.
     """
     dtype = x.dtype if dtype is None else dtype
     if type(norm) is LayerNorm and _is_fused(x, dtype, shift, scale):
@@ -53,10 +52,7 @@ def norm_modulate(
 
 
 def gated(x: Tensor, gate: Tensor, branch: Tensor) -> Tensor:
-    """`x + gate * branch`; `gate` broadcasts over T and S.
-
-    In x's dtype; in fp32 when it is compiled, where that costs little. A block rounds what it returns.
-    """
+    """`x + gate * branch`, in x's dtype, or compiled in fp32, which costs little there; `gate` broadcasts over T and S."""
     wide = torch.float32 if torch.compiler.is_compiling() and x.dtype in SHORT else x.dtype
     if branch.shape == x.shape and _is_fused(x, branch.dtype, gate):
         return adaln.gate_residual(x, gate, branch, wide)
@@ -78,8 +74,7 @@ def frame_modulation(x_mask: Tensor | None, at_t: Tensor, at_0: Tensor | None) -
 
     Args:
         x_mask: [B, T] bool, True at denoised frames, False at conditioning frames; None = all are denoised.
-        at_t: vectors for the sample's timestep, [B, K, D].
-        at_0: vectors for timestep 0, [B, K, D]; needed with `x_mask` only.
+        at_t, at_0: vectors for the sample's timestep and, with `x_mask`, for timestep 0, [B, K, D].
 
     Returns:
         [K, B, 1 or T, 1, D].

@@ -6,34 +6,23 @@ A video is made frame by frame, and a frame patch by patch, in random order:
     image encoder    sees c_t and the visible patches, and predicts a token for each of the others           (section 3.3)
     head             an MLP that denoises each patch, conditioned on the image encoder's output              (section 3.4)
 
-It is trained and sampled by the scheduler "nova". `width` is the transformers', 16 + 32 blocks deep; the video encoder's
-patches are twice as long as the others', so it has a quarter of the tokens. Differences from the other denoisers: the forward
-pass takes clean frames as well as noised ones, a timestep for each patch, and which patches are visible.
+It is trained and sampled by the scheduler "nova". The video encoder's patches are twice as long as the others', so it has a
+quarter of the tokens. Unlike other denoisers' the forward pass takes clean frames as well as noised ones, a timestep for each
+patch, and which patches are visible.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from einops import rearrange
 from torch import Tensor, nn
 
 from opensora.models.denoiser import MICRO_CONDITIONS, Size
-from opensora.models.layers.init import init_zero
 from opensora.models.layers.mlp import linear_flops
-from opensora.models.layers.pos_embed import sincos_grid
+from opensora.models.layers.positions import sincos_grid
 from opensora.models.loading import Conversion, load_weights
-from opensora.models.nova.blocks import Cache, VisionTransformer
-from opensora.models.nova.diffusion_mlp import DiffusionMLP
-from opensora.models.nova.embeddings import (
-    NULL_TOKENS,
-    MaskEmbed,
-    MotionEmbed,
-    Positions,
-    TextEmbed,
-    VideoPosEmbed,
-    rotary_3d,
-)
+from opensora.models.nova import layers
 from opensora.registry import MODELS
 from opensora.utils.errors import UserError
 
@@ -41,7 +30,7 @@ from opensora.utils.errors import UserError
 class Past(NamedTuple):
     """The state of frame-by-frame sampling."""
 
-    cache: Cache
+    cache: Sequence[layers.KeysValues]
     first: Tensor | None  # [B, 1, Nc, D], the video encoder's output for the first frame; where there is a mixer
 
 
@@ -85,7 +74,7 @@ class NOVA(nn.Module):
         head_depth: int = 6,
         head_width: int | None = None,
         patch_size: int = 2,
-        positions: Positions = "absolute",
+        positions: Literal["absolute", "rotary"] = "absolute",
         base_size: Sequence[int] | None = None,
         mixer_rank: int = 0,
         motion: bool = True,
@@ -96,34 +85,37 @@ class NOVA(nn.Module):
         super().__init__()
         if image_depth % 2:
             raise ValueError(f"image_depth={image_depth} is odd; its two halves see different tokens.")
-        if not 1 <= model_max_length <= NULL_TOKENS:
+        if not 1 <= model_max_length <= layers.NULL_TOKENS:  # the tokens that the weights have for what a caption lacks
             raise ValueError(
-                f"model_max_length={model_max_length} is not from 1 to {NULL_TOKENS}, the tokens that NOVA's weights have for "
-                "what a caption lacks: set the text encoder's model_max_length."
+                f"model_max_length={model_max_length} is not from 1 to {layers.NULL_TOKENS}: set the text encoder's model_max_length."
             )
-        if positions not in ("absolute", "rotary"):
-            raise ValueError(f"positions={positions!r} is not 'absolute' or 'rotary'.")
+        if positions not in ("absolute", "rotary") or trained not in ("all", "image"):
+            raise ValueError(
+                f"positions={positions!r} must be 'absolute' or 'rotary', and trained={trained!r} 'all' or 'image'."
+            )
         if positions == "rotary" and base_size is not None:
             raise ValueError("base_size is for absolute positions; rotary ones always count. Leave it out.")
-        if trained not in ("all", "image"):
-            raise ValueError(f"trained={trained!r} is not 'all' or 'image'.")
-        if mixer_rank < -1:
-            raise ValueError(f"mixer_rank={mixer_rank} is not -1 (full), 0 (no mixer) or a rank.")
         self.in_channels = self.out_channels = in_channels
-        self.width, self.head_dim, self.model_max_length = width, width // num_heads, model_max_length
+        self.width, self.num_heads, self.head_dim = width, num_heads, width // num_heads
+        self.model_max_length = model_max_length
         self.patch_size = (1, 2 * patch_size, 2 * patch_size)  # what sizes must be multiples of
         self.image_patch = patch_size
         self.positions, self.base_size = positions, base_size
         self.class_dropout_prob = class_dropout_prob
-        self.text_embed = TextEmbed(caption_channels, width)
-        self.motion_embed = MotionEmbed(width) if motion else None
+        self.text_embed = layers.TextEmbed(caption_channels, width)
+        self.motion_embed = layers.MotionEmbed(width) if motion else None
         self.micro_conditions = (*MICRO_CONDITIONS, "flow") if motion else MICRO_CONDITIONS
         base_length = None if base_size is None else base_size[0]
-        self.video_pos_embed = VideoPosEmbed(width, base_length) if positions == "absolute" else None
-        self.mask_embed = MaskEmbed(width)
-        self.video_encoder = VisionTransformer(video_depth, width, num_heads, 2 * patch_size, in_channels, mixer_rank)
-        self.image_encoder = VisionTransformer(image_depth, width, num_heads, patch_size, in_channels)
-        self.image_decoder = DiffusionMLP(head_depth, head_width or width, width, patch_size, in_channels)
+        self.video_pos_embed = layers.VideoPosEmbed(width, base_length) if positions == "absolute" else None
+        # the token for the frame before the first, and that for a masked patch
+        self.mask_embed = nn.ParameterDict(
+            {name: nn.Parameter(torch.randn(1, width) * 0.02) for name in ("bos_token", "mask_token")}
+        )
+        self.video_encoder = layers.VisionTransformer(
+            video_depth, width, num_heads, 2 * patch_size, in_channels, mixer_rank
+        )
+        self.image_encoder = layers.VisionTransformer(image_depth, width, num_heads, patch_size, in_channels)
+        self.image_decoder = layers.DiffusionMLP(head_depth, head_width or width, width, patch_size, in_channels)
 
         # as in MAR: Xavier's uniform weights; the head's modulation and output start at zero. Their size follows the width:
         # with ViT's 0.02, much the same at a width of 1024, a small model takes longer to follow its conditions
@@ -132,7 +124,10 @@ class NOVA(nn.Module):
                 nn.init.xavier_uniform_(module.weight.flatten(1))
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
-        init_zero(self.image_decoder.zero_init_layers())
+        head = self.image_decoder
+        zero: list[Any] = [head.head, head.norm, *(block.norm1 for block in head.blocks)]
+        for parameter in (parameter for module in zero for parameter in module.parameters()):
+            nn.init.zeros_(parameter)
 
         # training on images has no gradient for some parts, and no use for others
         encoder = self.video_encoder
@@ -179,12 +174,8 @@ class NOVA(nn.Module):
             )
         T, H, W = self.check_size(x.shape[2:])
         conditions = self.video_conditions(x, self.text_tokens(y, mask, fps, flow))  # [B, T, Nc, D]
-        z = self.image_tokens(
-            rearrange(x, "B C T H W -> (B T) C H W"),
-            visible.flatten(0, 1),
-            conditions.flatten(0, 1),
-            (H, W),
-        )
+        frames = rearrange(x, "B C T H W -> (B T) C H W")
+        z = self.image_tokens(frames, visible.flatten(0, 1), conditions.flatten(0, 1), (H, W))
         z = rearrange(z, "(B T) N D -> B 1 T N D", T=T)
         patches = self.to_patches(noisy.transpose(2, 3))  # [B, R, T, N, C p p]
         return self.to_frames(self.image_decoder(patches, timestep, z), (H, W)).transpose(2, 3)
@@ -206,21 +197,8 @@ class NOVA(nn.Module):
 
     def video_conditions(self, x: Tensor, text: Tensor) -> Tensor:
         """The condition of each frame, from those before it: `x [B, C, T, H, W]` -> `[B, T, Nc, D]`, all frames at once."""
-        T, L = x.shape[2], text.shape[1]
-        frames = torch.arange(T, device=x.device)
-        grid = self.coarse_grid(x.shape[3:])
-        shown = self.frame_tokens(x[:, :, :-1], frames, T, grid)  # [B, T, Nc, D]
-        tokens = torch.cat([text.to(shown.dtype), shown.flatten(1, 2)], dim=1)
-        allowed = None if T == 1 else block_causal(L, T, grid[0] * grid[1], x.device)
-        encoder = self.video_encoder
-        out = encoder.norm(
-            encoder.run(tokens, range(len(encoder.blocks)), allowed, self._rotary(frames, grid, before=L))
-        )
-        out = rearrange(out[:, L:], "B (T N) D -> B T N D", T=T)
-        if encoder.mixer is None:
-            return out
-        first, later = out.split([1, T - 1], dim=1)
-        return torch.cat([first, encoder.mixer(first, later)], dim=1)
+        frames = torch.arange(x.shape[2], device=x.device)
+        return self._conditions(x[:, :, :-1], text, frames, x.shape[2:], None)[0]
 
     def next_condition(
         self, previous: Tensor | None, text: Tensor, frame: int, size: Size, past: Past | None
@@ -236,50 +214,50 @@ class NOVA(nn.Module):
         Returns:
             [B, Nc, D], and the past of the next frame.
         """
-        device, grid = text.device, self.coarse_grid(size[1:])
-        frames = torch.tensor([frame], device=device)
+        frames = torch.tensor([frame], device=text.device)
         x = text.new_empty(len(text), self.in_channels, 0, *size[1:]) if previous is None else previous[:, :, None]
-        tokens = self.frame_tokens(x, frames, size[0], grid, first=previous is None)[:, 0]
-        before = text.shape[1] if previous is None else 0
-        if before:
-            tokens = torch.cat([text.to(tokens.dtype), tokens], dim=1)
-        rotary = self._rotary(frames, grid, before=before)
-        encoder = self.video_encoder
-        out, cache = encoder.decode_step(tokens, None if past is None else past.cache, rotary)
-        out = out[:, before:]
+        out, past = self._conditions(x, text if previous is None else None, frames, size, past)
+        return out[:, 0], past
+
+    def _conditions(
+        self, x: Tensor, text: Tensor | None, frames: Tensor, size: Sequence[int], past: Past | None
+    ) -> tuple[Tensor, Past]:
+        """The conditions `[B, T, Nc, D]` of the frames with indices `frames [T]`, and the past of the next one.
+
+        `x [B, C, T, H, W]` is the frame before each. With `text`, which goes in front, the first has none: `[B, C, T - 1, H, W]`.
+        """
+        B, T, p = len(x), len(frames), 2 * self.image_patch
+        encoder, grid = self.video_encoder, (size[1] // p, size[2] // p)
+        tokens = encoder.patch_embed(rearrange(x, "B C T H W -> (B T) C H W"))
+        tokens = rearrange(tokens, "(B T) N D -> B T N D", B=B, T=x.shape[2])
+        if text is not None:
+            nothing = self.mask_embed["bos_token"].to(tokens.dtype).expand(B, 1, grid[0] * grid[1], -1)
+            tokens = torch.cat([nothing, tokens], dim=1)
+        if self.video_pos_embed is not None:
+            space, time = self._space_positions(grid, p, x.device), self.video_pos_embed(frames, size[0])
+            tokens = tokens + (space + time[:, None]).to(tokens.dtype)  # [B, T, Nc, D]
+        tokens, L = tokens.flatten(1, 2), 0
+        if text is not None:
+            tokens, L = torch.cat([text.to(tokens.dtype), tokens], dim=1), text.shape[1]
+        allowed = None
+        if T > 1:
+            # text and the first frame are block 0, every later frame is a block of its own; each sees those before
+            blocks = torch.cat([frames.new_zeros(L), frames.repeat_interleave(grid[0] * grid[1])])
+            allowed = blocks[:, None] >= blocks[None, :]
+        cache = None if past is None else past.cache
+        rotary = self._rotary(frames, grid, before=L)
+        out, cache = encoder.run(tokens, range(len(encoder.blocks)), allowed, rotary, cache)
+        out = rearrange(encoder.norm(out)[:, L:], "B (T N) D -> B T N D", T=T)
         if encoder.mixer is None:
             return out, Past(cache, None)
         if past is None:
-            return out, Past(cache, out[:, None])
+            first, later = out.split([1, T - 1], dim=1)
+            return torch.cat([first, encoder.mixer(first, later)], dim=1), Past(cache, first)
         assert past.first is not None, "the past of a model without a mixer"
-        return encoder.mixer(past.first, out[:, None])[:, 0], Past(cache, past.first)
-
-    def frame_tokens(
-        self, x: Tensor, frames: Tensor, num_frames: int, grid: tuple[int, int], *, first: bool = True
-    ) -> Tensor:
-        """The video encoder's input for the frames with indices `frames [T]`: the frame before each, `[B, T, Nc, D]`.
-
-        `first`: the first of them has none before it, and `x [B, C, T - 1, H, W]` is those of the others.
-        """
-        B, T = len(x), x.shape[2]
-        tokens = self.video_encoder.patch_embed(rearrange(x, "B C T H W -> (B T) C H W"))
-        tokens = rearrange(tokens, "(B T) N D -> B T N D", B=B, T=T)
-        if first:
-            nothing = self.mask_embed.bos_token.to(tokens.dtype).expand(B, 1, grid[0] * grid[1], -1)
-            tokens = torch.cat([nothing, tokens], dim=1)
-        if self.video_pos_embed is None:
-            return tokens
-        space = self._space_positions(grid, 2 * self.image_patch, x.device)
-        time = self.video_pos_embed(frames, num_frames)
-        return tokens + (space + time[:, None]).to(tokens.dtype)  # [B, T, Nc, D]
+        return encoder.mixer(past.first, out), Past(cache, past.first)
 
     def image_tokens(
-        self,
-        x: Tensor,
-        visible: Tensor,
-        condition: Tensor,
-        size: tuple[int, int],
-        skip: Sequence[int] = (),
+        self, x: Tensor, visible: Tensor, condition: Tensor, size: tuple[int, int], skip: Sequence[int] = ()
     ) -> Tensor:
         """A token for each patch of a frame, from the visible ones and the condition.
 
@@ -293,24 +271,26 @@ class NOVA(nn.Module):
         Returns:
             [B, N, D].
         """
-        encoder, (Nc, V) = self.image_encoder, (condition.shape[1], visible.shape[1])
+        encoder, Nc = self.image_encoder, condition.shape[1]
         fine = (size[0] // self.image_patch, size[1] // self.image_patch)
         rotary = self._rotary(torch.zeros(1, device=x.device), fine, before=Nc)  # [2, Nc + N, d]
-        half = len(encoder.blocks) // 2
+        rotary_seen = None
+        if rotary is not None:  # of the condition's tokens and the visible patches, [2, B, 1, Nc + V, d]
+            conditions = torch.arange(Nc, device=visible.device).expand(len(visible), -1)
+            rotary_seen = rotary[:, torch.cat([conditions, visible + Nc], dim=1)][:, :, None]
         tokens = encoder.patch_embed(x)
-        absent = self.mask_embed.mask_token.to(tokens.dtype).expand_as(tokens)
+        absent = self.mask_embed["mask_token"].to(tokens.dtype).expand_as(tokens)
         if rotary is None:
             space = self._space_positions(fine, self.image_patch, x.device).to(tokens.dtype)
             tokens, absent = tokens + space, absent + space
         at = visible[..., None].expand(-1, -1, self.width)  # [B, V, D]
         seen = torch.cat([condition.to(tokens.dtype), tokens.gather(1, at)], dim=1)
-        # as many sequence lengths as counts of visible patches
+        half = len(encoder.blocks) // 2
         first, second = ([i for i in part if i not in skip] for part in (range(half), range(half, 2 * half)))
-        seen = encoder.run(seen, first, None, _rotary_of(rotary, visible, Nc), lengths="many")
+        # as many sequence lengths as counts of visible patches
+        seen, _ = encoder.run(seen, first, None, rotary_seen, lengths="many")
         full = absent.scatter(1, at, seen[:, Nc:].to(absent.dtype))
-        out = torch.cat([seen[:, :Nc], full], dim=1)
-        out = encoder.run(out, second, None, rotary)
-        assert full.shape[1] >= V, "more visible patches than patches"
+        out, _ = encoder.run(torch.cat([seen[:, :Nc], full], dim=1), second, None, rotary)
         return encoder.norm(out)[:, Nc:]
 
     def to_patches(self, frames: Tensor) -> Tensor:
@@ -330,41 +310,31 @@ class NOVA(nn.Module):
         return self.text_embed.weight[None, None, : self.model_max_length].expand(batch, 1, -1, -1)
 
     def transformer_blocks(self) -> list[nn.Module]:
-        """The blocks in forward order, for compilation, activation checkpointing and sharding."""
+        """See `Denoiser.transformer_blocks`."""
         return [*self.video_encoder.blocks, *self.image_encoder.blocks, *self.image_decoder.blocks]
 
     @property
     def stack_depths(self) -> tuple[int, int, int]:
-        """Blocks of the video encoder, the image encoder and the head: levels of activation checkpointing count these."""
+        """Blocks of the video encoder, the image encoder and the head, which levels of activation checkpointing count."""
         return len(self.video_encoder.blocks), len(self.image_encoder.blocks), len(self.image_decoder.blocks)
 
     def flops(self, latent_size: Size, text_len: int) -> int:
-        """Floating-point operations (2 per multiply-add, matrix products only) of one training forward of one sample.
-
-        With one noised copy, and the mean number of visible patches.
-        """
+        """See `Denoiser.flops`; of training with one noised copy, and the mean number of visible patches."""
         T, H, W = self.check_size(latent_size)
-        fine, coarse = H * W // self.image_patch**2, H * W // self.image_patch**2 // 4
+        fine = H * W // self.image_patch**2
+        coarse, D, head = fine // 4, self.width, self.image_decoder
         text = text_len + (0 if self.motion_embed is None else 2)
-        sequence = text + T * coarse
-        seen = sum((text + (t + 1) * coarse) * coarse for t in range(T)) + text * (
-            text + coarse
-        )  # pairs under the mask
-        shown = coarse + int(MEAN_VISIBLE * fine)
-        video = sum(linear_flops(block, sequence) + 4 * self.width * seen for block in self.video_encoder.blocks)
-        halves = self.image_encoder.blocks[: len(self.image_encoder.blocks) // 2], (shown, coarse + fine)
-        image = sum(linear_flops(block, n) + 4 * self.width * n * n for n in halves[1] for block in halves[0])
-        head = linear_flops(self.image_decoder.blocks, fine) + linear_flops(self.image_decoder.head, fine)
+        pairs = sum((text + (t + 1) * coarse) * coarse for t in range(T)) + text * (text + coarse)  # under the mask
+        video = sum(linear_flops(block, text + T * coarse) + 4 * D * pairs for block in self.video_encoder.blocks)
         if self.video_encoder.mixer is not None:
             video += linear_flops(self.video_encoder.mixer, (T - 1) * coarse)
-        head += linear_flops(self.image_decoder.norm, fine) + linear_flops(self.image_decoder.time_cond_embed, fine)
-        p2 = self.image_patch**2 * self.in_channels
-        widths = (
-            4 * coarse * (T - 1) * self.width,
-            fine * T * self.width,
-            fine * T * self.image_decoder.head.in_features,
-        )
-        return video + T * (image + head) + linear_flops(self.text_embed, text_len) + 2 * p2 * sum(widths)
+        half = self.image_encoder.blocks[: len(self.image_encoder.blocks) // 2]
+        lengths = (coarse + int(MEAN_VISIBLE * fine), coarse + fine)
+        image = sum(linear_flops(block, n) + 4 * D * n * n for n in lengths for block in half)
+        image += sum(linear_flops(part, fine) for part in (head.blocks, head.head, head.norm, head.time_cond_embed))
+        widths = 4 * coarse * (T - 1) * D + fine * T * D + fine * T * head.head.in_features  # of patches, when embedded
+        embed = 2 * self.image_patch**2 * self.in_channels * widths + linear_flops(self.text_embed, text_len)
+        return video + T * image + embed
 
     def check_size(self, size: Sequence[int]) -> Size:
         """The size of a latent.
@@ -386,10 +356,6 @@ class NOVA(nn.Module):
         """Patches along time, height and width for a latent of `latent_size`."""
         return latent_size[0], latent_size[1] // self.image_patch, latent_size[2] // self.image_patch
 
-    def coarse_grid(self, size: Sequence[int]) -> tuple[int, int]:
-        """The video encoder's patches along height and width."""
-        return size[0] // (2 * self.image_patch), size[1] // (2 * self.image_patch)
-
     def _space_positions(self, grid: tuple[int, int], patch: int, device: torch.device) -> Tensor:
         """`[H W, D]` fp32: the fixed sine-cosine table, whose sides span those of `base_size` where it is given."""
         base = None if self.base_size is None else (self.base_size[1] // patch, self.base_size[2] // patch)
@@ -397,22 +363,7 @@ class NOVA(nn.Module):
 
     def _rotary(self, frames: Tensor, grid: tuple[int, int], *, before: int) -> Tensor | None:
         """Rotations `[2, before + T N, d]`; the identity for the caption or conditions, which come before."""
-        return None if self.positions == "absolute" else rotary_3d(self.head_dim, frames, grid, before)
-
-
-def block_causal(text_len: int, num_frames: int, tokens_per_frame: int, device: torch.device | None = None) -> Tensor:
-    """`[N, N]` bool, who sees whom: text and the first frame are block 0, every later frame is a block of its own."""
-    frames = torch.arange(num_frames, device=device).repeat_interleave(tokens_per_frame)
-    blocks = torch.cat([frames.new_zeros(text_len), frames])
-    return blocks[:, None] >= blocks[None, :]
-
-
-def _rotary_of(rotary: Tensor | None, visible: Tensor, num_condition: int) -> Tensor | None:
-    """Of the condition's tokens and the visible patches, `[2, B, 1, Nc + V, d]`."""
-    if rotary is None:
-        return None
-    condition = torch.arange(num_condition, device=visible.device).expand(len(visible), -1)
-    return rotary[:, torch.cat([condition, visible + num_condition], dim=1)][:, :, None]
+        return None if self.positions == "absolute" else layers.rotary_3d(self.head_dim, frames, grid, before)
 
 
 def convert(state: Mapping[str, Tensor], model: nn.Module) -> Conversion:
@@ -427,9 +378,7 @@ def convert(state: Mapping[str, Tensor], model: nn.Module) -> Conversion:
     return result
 
 
-SIZES = {"d48w768": (768, 12), "d48w1024": (1024, 16), "d48w1536": (1536, 16)}
-"""Width and number of heads."""
-
-for _name, (_width, _heads) in SIZES.items():
+# width and number of heads
+for _name, (_width, _heads) in {"d48w768": (768, 12), "d48w1024": (1024, 16), "d48w1536": (1536, 16)}.items():
     MODELS.register_variant(f"NOVA-{_name}", NOVA, width=_width, num_heads=_heads)
 MODELS.register_variant("NOVA-d48w1024-T2V", NOVA, width=1024, num_heads=16, head_depth=3, head_width=1280)

@@ -9,6 +9,7 @@ Deviations from the released code: position tables follow the input's size and a
 masked instead of packed; the model does not drop text by itself (see `opensora.training.batch_encoder`).
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,11 +18,10 @@ from torch import Tensor, nn
 from opensora.acceleration.kernels.attention import layer_norm
 from opensora.models.denoiser import AdaLNSingleDenoiser
 from opensora.models.layers.attention import Attention, CrossAttention, NormOrder
-from opensora.models.layers.init import init_linears, init_small, init_zero
 from opensora.models.layers.mlp import linear_flops, tanh_mlp
 from opensora.models.layers.modulation import frame_modulation, gated, norm_modulate
-from opensora.models.layers.pos_embed import sincos_grid
-from opensora.models.stdit.weights import convert_stdit
+from opensora.models.layers.positions import sincos_grid
+from opensora.models.loading import Conversion
 from opensora.registry import MODELS
 
 
@@ -105,11 +105,9 @@ class STDiT(AdaLNSingleDenoiser):
         self.final_layer = self.output_layer()
 
         # zero is what makes a PixArt initialisation unchanged at step 0, and the output 0 without one
-        init_linears(self, self.x_embedder.proj)
-        init_small(self.t_embedder, self.t_block, self.y_embedder)
-        init_zero(layer for block in self.blocks for layer in (block.attn_temp.proj, block.cross_attn.proj))
-        init_zero([self.final_layer.linear])
-        self.load_and_freeze(convert_stdit, freeze)
+        zero = [layer for block in self.blocks for layer in (block.attn_temp.proj, block.cross_attn.proj)]
+        self.initialize(small=[self.t_embedder, self.t_block, self.y_embedder], zero=[*zero, self.final_layer.linear])
+        self.load_and_freeze(convert, freeze)
 
     def forward(
         self,
@@ -140,13 +138,20 @@ class STDiT(AdaLNSingleDenoiser):
         return self.unpatchify(self.final_layer(x, t, x_mask, t0), latent_size)
 
 
-for _name, _preset in {
-    "STDiT-XL/2": {"depth": 28, "hidden_size": 1152, "num_heads": 16, "patch_size": (1, 2, 2)},
-    "STDiT-L/2": {"depth": 24, "hidden_size": 1024, "num_heads": 16, "patch_size": (1, 2, 2)},
-    "STDiT-B/2": {"depth": 12, "hidden_size": 768, "num_heads": 12, "patch_size": (1, 2, 2)},
-    "STDiT-S/2": {"depth": 12, "hidden_size": 384, "num_heads": 6, "patch_size": (1, 2, 2)},
-    "STDiT-XS/2": {"depth": 8, "hidden_size": 192, "num_heads": 3, "patch_size": (1, 2, 2)},
-    "STDiT-XS/4": {"depth": 8, "hidden_size": 192, "num_heads": 3, "patch_size": (1, 4, 4)},
-    "STDiT-XXS/2": {"depth": 2, "hidden_size": 48, "num_heads": 2, "patch_size": (1, 2, 2)},
-}.items():
-    MODELS.register_variant(_name, STDiT, **_preset)
+def convert(state: Mapping[str, Tensor], model: nn.Module) -> Conversion:
+    """A released state dict -> an STDiT's."""
+    result = Conversion(dict(state), "STDiT")
+    if not any(".attn_temp." in name for name in state):
+        result.format = "PixArt-alpha"
+        result.may_miss(model, "PixArt has no temporal attention", ".attn_temp.")
+    result.fit_shapes(model)
+    return result
+
+
+MODELS.register_variant("STDiT-XL/2", STDiT, depth=28, hidden_size=1152, num_heads=16, patch_size=(1, 2, 2))
+MODELS.register_variant("STDiT-L/2", STDiT, depth=24, hidden_size=1024, num_heads=16, patch_size=(1, 2, 2))
+MODELS.register_variant("STDiT-B/2", STDiT, depth=12, hidden_size=768, num_heads=12, patch_size=(1, 2, 2))
+MODELS.register_variant("STDiT-S/2", STDiT, depth=12, hidden_size=384, num_heads=6, patch_size=(1, 2, 2))
+MODELS.register_variant("STDiT-XS/2", STDiT, depth=8, hidden_size=192, num_heads=3, patch_size=(1, 2, 2))
+MODELS.register_variant("STDiT-XS/4", STDiT, depth=8, hidden_size=192, num_heads=3, patch_size=(1, 4, 4))
+MODELS.register_variant("STDiT-XXS/2", STDiT, depth=2, hidden_size=48, num_heads=2, patch_size=(1, 2, 2))

@@ -15,30 +15,26 @@ Deviations from the released code:
 - As in STDiT: padded and masked captions, no random text drop, no saved position tables.
 """
 
+import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from opensora.acceleration.kernels.attention import layer_norm
-from opensora.models.denoiser import AdaLNSingleDenoiser, Size
+from opensora.models.denoiser import AdaLNSingleDenoiser
 from opensora.models.layers.attention import NormOrder
 from opensora.models.layers.embedders import ScalarEmbedder
-from opensora.models.layers.init import init_linears, init_small, init_zero
-from opensora.models.layers.mlp import linear_flops
 from opensora.models.layers.modulation import AdaLN, frame_modulation, gated, norm_modulate
-from opensora.models.layers.pos_embed import grid_coordinates, sincos_grid
-from opensora.models.layers.rope import rotary_table
+from opensora.models.layers.positions import sincos_grid
+from opensora.models.loading import Conversion
 from opensora.models.stdit.stdit import STDiTBlock
-from opensora.models.stdit.weights import convert_stdit2
 from opensora.registry import MODELS
 
 
 class STDiT2Block(STDiTBlock):
-    """STDiT's block, with all branches but cross-attention modulated and gated.
-
-    Names: also `scale_shift_table_temporal`, `{attn,attn_temp}.{q_norm,k_norm}`.
-    """
+    """STDiT's block, with all branches but cross-attention modulated and gated. Name: also `scale_shift_table_temporal`."""
 
     def __init__(self, dim: int, num_heads: int, mlp_ratio: float, *, fused_norm: bool, **attention: Any) -> None:
         super().__init__(dim, num_heads, mlp_ratio, fused_norm=fused_norm, **attention)
@@ -68,6 +64,9 @@ class STDiT2Block(STDiTBlock):
         x = x + self.cross_attn(x.to(dtype), y, mask)
         x, h = norm_modulate(self.norm2, x, shift_mlp, scale_mlp, dtype)
         return gated(x, gate_mlp, self.mlp(h)).to(dtype)
+
+
+SIZES = ("csize_embedder.", "ar_embedder.")
 
 
 @MODELS.register_module()
@@ -115,12 +114,11 @@ class STDiT2(AdaLNSingleDenoiser):
         self.final_layer = self.output_layer()
 
         # zero is what makes a PixArt initialisation unchanged at step 0, and the output 0 without one
-        init_linears(self, self.x_embedder.proj)
-        init_small(self.t_embedder, self.t_block, self.t_block_temp, self.y_embedder)
-        init_small(self.csize_embedder, self.ar_embedder, self.fl_embedder, self.fps_embedder)
-        init_zero(layer for block in self.blocks for layer in (block.attn_temp.proj, block.cross_attn.proj))
-        init_zero([self.final_layer.linear])
-        self.load_and_freeze(convert_stdit2, freeze)
+        small = [self.t_embedder, self.t_block, self.t_block_temp, self.y_embedder]
+        small += [self.csize_embedder, self.ar_embedder, self.fl_embedder, self.fps_embedder]
+        zero = [layer for block in self.blocks for layer in (block.attn_temp.proj, block.cross_attn.proj)]
+        self.initialize(small=small, zero=[*zero, self.final_layer.linear])
+        self.load_and_freeze(convert, freeze)
 
     def forward(
         self,
@@ -132,11 +130,7 @@ class STDiT2(AdaLNSingleDenoiser):
         x_mask: Tensor | None = None,
         **sizes: Tensor | None,
     ) -> Tensor:
-        """See `Denoiser.forward`.
-
-        Raises:
-            ValueError: fps, height, width or num_frames is missing.
-        """
+        """See `Denoiser.forward`; fps, height, width and num_frames are all needed."""
         height, width, num_frames, fps = self.required(sizes, "height", "width", "num_frames", "fps")
         latent_size = x.shape[2:]
         _, H, W = self.grid(latent_size)
@@ -156,47 +150,24 @@ class STDiT2(AdaLNSingleDenoiser):
         t_mod, t0_mod = modulation(t), None if t0 is None else modulation(t0)
         y = self.y_embedder(y)  # [B, L, D]
 
-        rope = None if self.no_temporal_pos_emb else frame_rotations(self.head_dim, x)
+        rope = None if self.no_temporal_pos_emb else self.frame_rotations(x)
         for block in self.blocks:
             x = block(x, y, t_mod, mask, x_mask, t0_mod, rope, (H, W))
         return self.unpatchify(self.final_layer(x, t, x_mask, t0), latent_size)
-
-    def flops(self, latent_size: Size, text_len: int) -> int:
-        """See `Denoiser.flops`."""
-        scalars = [self.csize_embedder, self.csize_embedder, self.ar_embedder, self.fl_embedder, self.fps_embedder]
-        own = sum(linear_flops(module, 1) for module in [*scalars, self.t_block_temp])
-        return super().flops(latent_size, text_len) + own
 
 
 def size_positions(dim: int, grid: tuple[int, int], height: Tensor, width: Tensor, input_sq_size: float) -> Tensor:
     """Sine-cosine positions that know the size in pixels: an image spans the same range at any resolution.
 
-    The coordinate of row i of H is `i / H * round(sqrt(H W)) / (sqrt(height * width) / input_sq_size)`, columns alike.
-
-    Args:
-        dim: width D of the tokens.
-        grid: rows H and columns W of tokens.
-        height, width: [B], in pixels.
-        input_sq_size: side of the square at which positions count patches one by one.
-
-    Returns:
-        [B, H * W, dim] fp32.
+    The coordinate of row i of H is `i / H * round(sqrt(H W)) / (sqrt(height * width) / input_sq_size)`, columns alike;
+    `grid` is the tokens' (H, W), `height, width [B]` are in pixels. Returns [B, H * W, dim] fp32.
     """
     scale = (height.double() * width.double()).sqrt() / input_sq_size
     return sincos_grid(dim, grid, scale=scale, base=round((grid[0] * grid[1]) ** 0.5), device=height.device)
 
 
-def frame_rotations(head_dim: int, x: Tensor) -> Tensor:
-    """Rotary table `[2, T, head_dim]` for the frames of tokens `x [B, T, S, D]`, which count 0, 1, 2, ..."""
-    return rotary_table(head_dim, grid_coordinates(x.shape[1], device=x.device))
-
-
 def resolve_norm_order(norm_order: NormOrder | None, *, qk_norm_legacy: bool | None) -> NormOrder:
-    """One order from its two spellings, see `STDiT2`.
-
-    Raises:
-        ValueError: they contradict each other.
-    """
+    """One order from its two spellings, see `STDiT2`; a ValueError where they contradict each other."""
     if qk_norm_legacy is None:
         return norm_order or "norm_then_rope"
     legacy: NormOrder = "rope_then_norm" if qk_norm_legacy else "norm_then_rope"
@@ -205,8 +176,28 @@ def resolve_norm_order(norm_order: NormOrder | None, *, qk_norm_legacy: bool | N
     return legacy
 
 
-for _name, _preset in {
-    "STDiT2-XL/2": {"depth": 28, "hidden_size": 1152, "num_heads": 16, "patch_size": (1, 2, 2)},
-    "STDiT2-XS/2": {"depth": 8, "hidden_size": 192, "num_heads": 3, "patch_size": (1, 2, 2)},
-}.items():
-    MODELS.register_variant(_name, STDiT2, **_preset)
+def convert(state: Mapping[str, Tensor], model: nn.Module) -> Conversion:
+    """A released state dict -> an STDiT2's; a warning where Open-Sora 1.1 needs another `norm_order`."""
+    result = Conversion(dict(state), "STDiT2")
+    if not any(".attn_temp." in name for name in state):
+        result.format = "PixArt-alpha"
+        result.may_miss(model, "PixArt has no temporal branch", *STDiT2.temporal_parts)
+        result.may_miss(model, "PixArt does not normalise queries and keys", ".attn.q_norm.", ".attn.k_norm.")
+        if not any(name.startswith(SIZES) for name in state):
+            result.may_miss(model, "these weights know no sizes", *SIZES)
+    elif not any(".scale_shift_table_temporal" in name for name in state):
+        result.format = "STDiT"
+        result.may_miss(model, "STDiT has no such part", *STDiT2.temporal_parts[1:], *SIZES, ".q_norm.", ".k_norm.")
+    result.fit_shapes(model)
+    # no tensor shows the order; saved rotary frequencies show that the file is Open-Sora's
+    if "rope.freqs" in state and getattr(model, "norm_order", None) == "norm_then_rope":
+        warnings.warn(
+            "the weights are Open-Sora's, whose release 1.1 turns queries and keys before it normalises them: "
+            "set norm_order='rope_then_norm' in the model's config for it.",
+            stacklevel=2,
+        )
+    return result
+
+
+MODELS.register_variant("STDiT2-XL/2", STDiT2, depth=28, hidden_size=1152, num_heads=16, patch_size=(1, 2, 2))
+MODELS.register_variant("STDiT2-XS/2", STDiT2, depth=8, hidden_size=192, num_heads=3, patch_size=(1, 2, 2))

@@ -10,25 +10,21 @@ STDiT3 that starts from PixArt-Sigma gives for every frame what PixArt-Sigma giv
 normalisation of queries and keys changes that, and is learned anew.
 
 Deviations from the released code:
-- Cross-attention of the spatial blocks and the final layer start at zero, as in PixArt and STDiT. There they do not,
-  as training always starts from PixArt-Sigma, which replaces both.
-- `skip_y_embedder` keeps the unused embedder, for its names in files, but freezes it.
+- Cross-attention of the spatial blocks and the final layer start at zero, as in PixArt and STDiT; there they do not.
 - As in STDiT2: positions for each sample, padded and masked captions, no random text drop, no saved tables.
 """
 
-from typing import Any, Literal, cast
+from collections.abc import Mapping
+from typing import Any, Literal
 
-from einops import rearrange
 from torch import Tensor, nn
 
-from opensora.models.denoiser import AdaLNSingleDenoiser, Size
+from opensora.models.denoiser import AdaLNSingleDenoiser
 from opensora.models.layers.attention import Attention, CrossAttention, NormOrder
 from opensora.models.layers.blocks import AdaLNSingleBlock
 from opensora.models.layers.embedders import ScalarEmbedder
-from opensora.models.layers.init import init_linears, init_small, init_zero
-from opensora.models.layers.mlp import linear_flops
-from opensora.models.stdit.stdit2 import frame_rotations, resolve_norm_order, size_positions
-from opensora.models.stdit.weights import convert_stdit3
+from opensora.models.loading import Conversion
+from opensora.models.stdit.stdit2 import resolve_norm_order, size_positions
 from opensora.registry import MODELS
 
 
@@ -44,9 +40,11 @@ class STDiT3(AdaLNSingleDenoiser):
         qk_norm_legacy: another spelling of norm_order: True is "rope_then_norm", False "norm_then_rope".
         only_train_temporal: freeze all but the temporal blocks.
         freeze_y_embedder: freeze the text's projection.
-        skip_y_embedder: `y` is projected already, [B, 1, L, hidden_size].
+        skip_y_embedder: accepted from Open-Sora's configs where it is False.
         common: see `AdaLNSingleDenoiser`.
     """
+
+    temporal_parts = ("temporal_blocks.",)
 
     def __init__(
         self,
@@ -63,8 +61,9 @@ class STDiT3(AdaLNSingleDenoiser):
     ) -> None:
         super().__init__(model_max_length=model_max_length, **common)
         self.input_sq_size = input_sq_size
-        self.skip_y_embedder = skip_y_embedder
-        order = resolve_norm_order(norm_order, qk_norm_legacy=qk_norm_legacy)
+        if skip_y_embedder:
+            raise ValueError("skip_y_embedder=True is not supported: `y` is projected by the model. Leave it out.")
+        self.norm_order = order = resolve_norm_order(norm_order, qk_norm_legacy=qk_norm_legacy)
 
         def make_block(axis: Literal["space", "time"]) -> AdaLNSingleBlock:
             dim, heads, kernel = self.hidden_size, self.num_heads, self.kernel
@@ -79,17 +78,12 @@ class STDiT3(AdaLNSingleDenoiser):
         self.final_layer = self.output_layer()
 
         # zero is what makes a PixArt-Sigma initialisation unchanged at step 0, and the output 0 without one
-        init_linears(self, self.x_embedder.proj)
-        init_small(self.t_embedder, self.t_block, self.y_embedder, self.fps_embedder)
-        init_zero([self.fps_embedder.mlp[2], self.final_layer.linear])
-        for block in cast(list[AdaLNSingleBlock], self.transformer_blocks()):
-            init_zero([cast(CrossAttention, block.cross_attn).proj])
-            if block.attn.axis == "time":
-                init_zero([block.attn.proj, block.mlp.fc2])
-        self.load_and_freeze(convert_stdit3)
-        if only_train_temporal:
-            self.train_only("temporal_blocks.")
-        if freeze_y_embedder or skip_y_embedder:
+        blocks: list[Any] = self.transformer_blocks()
+        zero = [self.fps_embedder.mlp[2], self.final_layer.linear, *(block.cross_attn.proj for block in blocks)]
+        zero += [layer for block in blocks[1::2] for layer in (block.attn.proj, block.mlp.fc2)]  # of the temporal ones
+        self.initialize(small=[self.t_embedder, self.t_block, self.y_embedder, self.fps_embedder], zero=zero)
+        self.load_and_freeze(convert, "not_temporal" if only_train_temporal else None)
+        if freeze_y_embedder:
             self.y_embedder.requires_grad_(False)
 
     def forward(
@@ -102,11 +96,7 @@ class STDiT3(AdaLNSingleDenoiser):
         x_mask: Tensor | None = None,
         **sizes: Tensor | None,
     ) -> Tensor:
-        """See `Denoiser.forward`; num_frames is not used.
-
-        Raises:
-            ValueError: fps, height or width is missing.
-        """
+        """See `Denoiser.forward`; fps, height and width are needed, num_frames is not used."""
         height, width, fps = self.required(sizes, "height", "width", "fps")
         latent_size = x.shape[2:]
         _, H, W = self.grid(latent_size)
@@ -117,41 +107,33 @@ class STDiT3(AdaLNSingleDenoiser):
         x_mask = self.patch_mask(x_mask)
         t, t0 = self.embed_timestep(timestep, x_mask, self.fps_embedder(fps))  # [B, D]
         t_mod, t0_mod = self.t_block(t), None if t0 is None else self.t_block(t0)  # [B, 6, D]
-        y = self._embed_text(y)  # [B, L, D]
+        y = self.y_embedder(y)  # [B, L, D]
 
-        rope = None if self.no_temporal_pos_emb else frame_rotations(self.head_dim, x)
+        rope = None if self.no_temporal_pos_emb else self.frame_rotations(x)
         for spatial, temporal in zip(self.spatial_blocks, self.temporal_blocks, strict=True):
             x = spatial(x, y, t_mod, mask, x_mask, t0_mod, None, (H, W))
             x = temporal(x, y, t_mod, mask, x_mask, t0_mod, rope)
         return self.unpatchify(self.final_layer(x, t, x_mask, t0), latent_size)
 
-    def null_condition(self, batch: int) -> Tensor:
-        """The text features of "no text": `[batch, 1, L, C_text]`, with `skip_y_embedder` `[batch, 1, L, hidden_size]`."""
-        null = self.y_embedder.null(batch)
-        return self.y_embedder(null)[:, None] if self.skip_y_embedder else null
-
     def transformer_blocks(self) -> list[nn.Module]:
         """See `Denoiser.transformer_blocks`."""
         return [block for pair in zip(self.spatial_blocks, self.temporal_blocks, strict=True) for block in pair]
 
-    def flops(self, latent_size: Size, text_len: int) -> int:
-        """See `Denoiser.flops`."""
-        skipped = linear_flops(self.y_embedder, text_len) if self.skip_y_embedder else 0
-        return super().flops(latent_size, text_len) + linear_flops(self.fps_embedder, 1) - skipped
 
-    def _embed_text(self, y: Tensor) -> Tensor:
-        if not self.skip_y_embedder:
-            return self.y_embedder(y)
-        if y.shape[-1] != self.hidden_size:
-            raise ValueError(
-                f"y has {y.shape[-1]} channels; with skip_y_embedder it must have hidden_size={self.hidden_size}."
-            )
-        return rearrange(y, "B 1 L D -> B L D")
+def convert(state: Mapping[str, Tensor], model: nn.Module) -> Conversion:
+    """A released state dict -> an STDiT3's."""
+    result = Conversion(dict(state), "STDiT3")
+    # LatteT2V has `blocks` too, and temporal ones: as it is, a strict load refuses it
+    if any(name.startswith("blocks.") for name in state) and not any("temporal_blocks." in name for name in state):
+        result.format = "PixArt-Sigma"
+        result.tensors = {f"spatial_{k}" if k.startswith("blocks.") else k: v for k, v in state.items()}
+        result.may_miss(model, "PixArt does not normalise queries and keys", ".q_norm.", ".k_norm.")
+        result.may_miss(model, "PixArt has no temporal blocks", "temporal_blocks.")
+        result.may_miss(model, "PixArt knows no frame rate", "fps_embedder.")
+    result.fit_shapes(model)
+    return result
 
 
-for _name, _preset in {
-    "STDiT3-XL/2": {"depth": 28, "hidden_size": 1152, "num_heads": 16, "patch_size": (1, 2, 2)},
-    "STDiT3-3B/2": {"depth": 28, "hidden_size": 1872, "num_heads": 26, "patch_size": (1, 2, 2)},
-    "STDiT3-XS/2": {"depth": 8, "hidden_size": 192, "num_heads": 3, "patch_size": (1, 2, 2)},
-}.items():
-    MODELS.register_variant(_name, STDiT3, **_preset)
+MODELS.register_variant("STDiT3-XL/2", STDiT3, depth=28, hidden_size=1152, num_heads=16, patch_size=(1, 2, 2))
+MODELS.register_variant("STDiT3-3B/2", STDiT3, depth=28, hidden_size=1872, num_heads=26, patch_size=(1, 2, 2))
+MODELS.register_variant("STDiT3-XS/2", STDiT3, depth=8, hidden_size=192, num_heads=3, patch_size=(1, 2, 2))

@@ -1,7 +1,8 @@
-"""Class numbers as prompts, for class-conditional DiT and Latte."""
+"""Class numbers as prompts, for class-conditional DiT and Latte, and whether all parts mean the same classes."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -62,3 +63,46 @@ class ClassEncoder(nn.Module):
                 f"{did_you_mean(stripped, self.names)}"
             )
         return int(stripped)
+
+
+def check_classes(text_encoder: Any, denoiser: Any) -> None:
+    """See that both mean the same classes, or both mean text. An unconditional denoiser takes anything.
+
+    Otherwise the first step fails deep inside, at an embedding's index.
+
+    Args:
+        text_encoder: "classes" has `num_classes`, others have not; a cache of features has the `encoder` it was made with.
+        denoiser: its `y_embedder` has `num_classes` when it is conditioned on classes.
+
+    Raises:
+        UserError: they do not fit.
+    """
+    embedder = getattr(denoiser, "y_embedder", None)
+    if embedder is None or getattr(text_encoder, "encoder", text_encoder) is None:  # a cache may not know its encoder
+        return
+    given, taken = _num_classes(text_encoder), getattr(embedder, "num_classes", None)
+    if given != taken:
+        gives, takes = ("text" if count is None else f"{count} classes" for count in (given, taken))
+        raise UserError(
+            f"the text encoder gives {gives}, but {type(denoiser).__name__} takes {takes}. For N classes set both "
+            "text_encoder=dict(type='classes', num_classes=N) and model.condition='label_N' (DiT and Latte); for text, neither."
+        )
+
+
+def check_classes_of_data(dataset: Any, text_encoder: Any) -> None:
+    """See that the text encoder knows all classes of a dataset that counts them.
+
+    Raises:
+        UserError: it knows fewer.
+    """
+    counted, known = getattr(dataset, "num_classes", None), _num_classes(text_encoder)
+    if counted is not None and known is not None and counted > known:
+        raise UserError(
+            f"the data have {counted} classes, but text_encoder.num_classes={known}. Set it and model.condition="
+            f"'label_{counted}' to the number of classes of the data."
+        )
+
+
+def _num_classes(text_encoder: Any) -> int | None:
+    encoder = getattr(text_encoder, "encoder", text_encoder)
+    return encoder.get("num_classes") if isinstance(encoder, Mapping) else getattr(encoder, "num_classes", None)

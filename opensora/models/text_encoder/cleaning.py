@@ -3,7 +3,7 @@
     none     the caption, to the letter
     basic    mends what went wrong on the way: broken encodings (ftfy), HTML entities, control characters, runs of white space.
              No word is removed and no letter's case is changed, in any language.
-    legacy   what DeepFloyd-IF, PixArt and Open-Sora did to captions scraped from the web: `LEGACY` lists it, rule by rule. It
+    legacy   what DeepFloyd-IF, PixArt and Open-Sora did to captions scraped from the web, rule by rule below. It
              makes lower case, and removes Chinese ideographs, links, file names, long numbers and shop words. For weights
              that were trained on such captions.
 
@@ -130,61 +130,22 @@ AFTER_UNESCAPE = (
     Rule("no space after , . /", r"(\D[,./])\b", r"\1 "),
     Rule("white space", r"\s+", " "),
 )
-ENDS = (  # what they mean; `_trim` does it, in time linear in the text
+ENDS = (
     Rule("quotes around everything", r"^[\"']([\w\W]+)[\"']$", r"\1"),
     # a row at once, for removing ideographs leaves rows of commas; of one character, or rules between two passes would be missed
     Rule("punctuation at the start", r"^(['_,\-:;])(?:\s?\1)*"),
     Rule("punctuation at the end", r"(['_,\-:+])(?:\s?\1)*$"),
     Rule("nothing but a dot and a word", r"^\.\S+$"),
 )
-LEGACY = (
-    *BEFORE_HTML,
-    *AFTER_HTML,
-    *AFTER_UNESCAPE,
-    *ENDS,
-)  # between them: HTML removed; ftfy and entities; see `_legacy`
 
 
-AT_START = re.compile(r"(['_,\-:;])(?:\s?\1)*")
-AT_END = re.compile(r"(['_,\-:+])(?:\s?\1)*")  # of the text read backwards
-DOT_AND_WORD = re.compile(r"\.\S+")
-
-
-def _legacy(given: str) -> str:
-    text = _apply(BEFORE_HTML, unquote_plus(given).strip().lower())
+def _legacy(text: str) -> str:
+    text = _apply(BEFORE_HTML, unquote_plus(text).strip().lower())
     text = _apply(AFTER_HTML, _without_tags(text))
     if len(re.findall("[-_]", text)) > 3:  # this-is-my-cute-cat, this_is_my_cute_cat
         text = re.sub("[-_]", " ", text)
     text = html.unescape(_short_entities(html.unescape(_short_entities(ftfy.fix_text(text)))))
-    text = _apply(AFTER_UNESCAPE, text)
-    # what no other rule changes, none changes after its ends are off; only "<" may begin a tag in one text and not in the other
-    return _trim(text, again=text == given and "<" not in text)
-
-
-def _trim(text: str, *, again: bool) -> str:
-    """Apply `ENDS`, and take the white space off; `again`: until nothing changes, as pass after pass would.
-
-    An underscore is a letter to the rules about words, so that they have another look after it is gone.
-    """
-    backwards, n = text[::-1], len(text)
-    begin, end = 0, n
-    while True:
-        before = begin, end
-        if end - begin > 2 and text[begin] in "\"'" and text[end - 1] in "\"'":
-            begin, end = begin + 1, end - 1
-        if row := AT_START.match(text, begin, end):
-            begin = row.end()
-        if row := AT_END.match(backwards, n - end, n - begin):
-            end = n - row.end()
-        if DOT_AND_WORD.fullmatch(text, begin, end):
-            begin = end
-        while begin < end and text[begin].isspace():
-            begin += 1
-        while begin < end and text[end - 1].isspace():
-            end -= 1
-        taken = text[before[0] : begin] + text[end : before[1]]
-        if not taken or not again or "_" in taken:
-            return text[begin:end]
+    return _apply((*AFTER_UNESCAPE, *ENDS), text).strip()
 
 
 def _apply(rules: tuple[Rule, ...], text: str) -> str:

@@ -1,4 +1,4 @@
-"""Frozen text encoders of Hugging Face's `transformers` behind the text contract (D6): any of them, and CLIP's text tower.
+"""Frozen text encoders of Hugging Face's `transformers`: any of them, and CLIP's text tower.
 
 An encoder cleans captions, by the rules that its `clean` names, and nothing else does: what `encode` is given is the caption
 as it was written.
@@ -72,27 +72,21 @@ class HFTextEncoder(nn.Module):
         tokenizer: str | None = None,
     ) -> None:
         super().__init__()
+        self.from_pretrained = from_pretrained
         self.clean_name, self.clean = clean, cleaner(clean)
         for name, value, known in (("padding", padding, Padding), ("between_uses", between_uses, BetweenUses)):
             if value not in get_args(known):
-                raise UserError(
-                    f"text encoder {from_pretrained}: {name}={value!r} is not one of {', '.join(get_args(known))}."
-                )
+                raise self._error(f"{name}={value!r} is not one of {', '.join(get_args(known))}.")
         self.padding, self.between_uses = padding, between_uses
-        self.from_pretrained = from_pretrained
         self.dtype = to_torch_dtype(dtype)
         self.sharded = False
         self._warned_of_a_cut = False
         self._device = torch.device("cpu")
         self._hub = {"cache_dir": cache_dir, "local_files_only": local_files_only}
-        self._name = resolve_pretrained(
-            from_pretrained,
-            what="text encoder",
-            any_of=[("config.json",), WEIGHTS, *([VOCABULARY] if tokenizer is None else [])],
-        )
-        self._tokenizer_name = (
-            self._name if tokenizer is None else resolve_pretrained(tokenizer, what="tokenizer", any_of=[VOCABULARY])
-        )
+        needed = [("config.json",), WEIGHTS, *([VOCABULARY] if tokenizer is None else [])]
+        self._name = self._tokenizer_name = resolve_pretrained(from_pretrained, what="text encoder", any_of=needed)
+        if tokenizer is not None:
+            self._tokenizer_name = resolve_pretrained(tokenizer, what="tokenizer", any_of=[VOCABULARY])
         try:
             self.tokenizer: Any = self._load_tokenizer()
         except (OSError, ValueError) as error:
@@ -101,7 +95,11 @@ class HFTextEncoder(nn.Module):
         self.config: Any = self.model.config
         self.output_dim: int = self.config.hidden_size
         self.model_max_length = model_max_length
-        limit = self._most_tokens()
+        limit = getattr(self.config, "max_position_embeddings", None)
+        if limit is not None:  # RoBERTa and its kin count positions from behind that of padding
+            tables = [table for name, table in self.model.named_modules() if name.endswith("position_embeddings")]
+            paddings = [table.padding_idx for table in tables if getattr(table, "padding_idx", None) is not None]
+            limit -= max(paddings, default=-1) + 1
         if model_max_length < 1 or (limit is not None and model_max_length > limit):
             raise self._error(f"model_max_length={model_max_length} is not in 1..{limit or ''}.")
         if self.tokenizer.pad_token is None:
@@ -148,15 +146,9 @@ class HFTextEncoder(nn.Module):
             return next(self.model.parameters()).device
         return self._device
 
-    @property
-    def loaded(self) -> bool:
-        """Whether the weights are in memory."""
-        return self.model is not None
-
     def fingerprint(self) -> str:
         """A hash of what features depend on: weight files (64 samples of each), config, tokenizer, length, cleaning, dtype."""
-        config = cached_file(self._name, "config.json", **self._hub)
-        folder = Path(str(config)).parent
+        folder = Path(str(cached_file(self._name, "config.json", **self._hub))).parent
         digest = hashlib.blake2b(digest_size=16)
         settings = (type(self).__name__, self.model_max_length, self.clean_name, str(self.dtype))
         content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -166,30 +158,26 @@ class HFTextEncoder(nn.Module):
         if self._tokenizer_name != self._name:
             files |= {p for pattern in VOCABULARY for p in Path(self._tokenizer_name).glob(pattern)}
         for path in sorted(files):
-            digest.update(path.name.encode() + _sampled_hash(path))
+            size = path.stat().st_size
+            sampled = hashlib.blake2b(str(size).encode(), digest_size=16)
+            with path.open("rb") as file:  # samples all over it: files of gigabytes in a moment
+                for offset in sorted({max(size - SAMPLE_BYTES, 0) * i // (SAMPLES - 1) for i in range(SAMPLES)}):
+                    file.seek(offset)
+                    sampled.update(file.read(SAMPLE_BYTES))
+            digest.update(path.name.encode() + sampled.digest())
         return digest.hexdigest()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "HFTextEncoder":  # noqa: FBT001, FBT002
-        """What `.to`, `.half`, `.cuda` and the like do, of this module or of one around it (nn.Module's hook for them).
-
-        Weights that are not kept on the device only learn where they will be. For another dtype they are read from the files
-        again, so that features are what a new encoder of that `dtype` gives: casting could not bring back what the dtype before
-        has rounded away, and would take from T5 the layers that stay fp32 in fp16.
-        """
+        """What `.to`, `.half`, `.cuda` and the like do. Weights that are not kept on the device only learn where they will be."""
         probe = fn(torch.empty(0, dtype=self.dtype, device=self._device))
-        if probe.dtype != self.dtype:
-            if self.sharded:
-                raise self._error("sharded weights keep their dtype; set text_encoder.dtype.")
-            self.dtype = probe.dtype
-            if self.model is not None:
-                device = next(self.model.parameters()).device
-                self.model = None  # before the others are read: one copy at a time
-                self.model = self._load().to(device)
+        if (
+            probe.dtype != self.dtype
+        ):  # casting could not bring back what was rounded, and T5 in fp16 keeps layers in fp32
+            raise self._error(
+                "its dtype is that of the files as they were read; set text_encoder.dtype in place of a cast."
+            )
         self._device = probe.device
-        if self.between_uses != "keep":
-            return self
-        as_it_is = lambda t: t.is_floating_point() and t.dtype != self.dtype  # noqa: E731
-        return super()._apply(lambda t: t.to(self._device) if as_it_is(t) else fn(t), recurse)
+        return super()._apply(fn, recurse) if self.between_uses == "keep" else self
 
     @contextmanager
     def _ready(self) -> Iterator[None]:
@@ -230,36 +218,24 @@ class HFTextEncoder(nn.Module):
         return model.requires_grad_(False).eval()
 
     def _tokenize(self, texts: list[str]) -> dict[str, Tensor]:
-        tokens = self.tokenizer(
-            texts, max_length=self.model_max_length, padding=self.padding, truncation=True, return_tensors="pt"
-        )
+        most = self.model_max_length
+        tokens = self.tokenizer(texts, max_length=most, padding=self.padding, truncation=True, return_tensors="pt")
         length = tokens["input_ids"].shape[1]
-        full = tokens["attention_mask"].all(dim=1).nonzero().flatten().tolist()
-        for row in full if length == self.model_max_length and not self._warned_of_a_cut else ():
-            count = len(self.tokenizer(texts[row], truncation=False, verbose=False)["input_ids"])
-            if count > self.model_max_length:
-                warnings.warn(
-                    f"a caption of {count} tokens is cut to model_max_length={self.model_max_length}: "
-                    f"{texts[row][:60]!r}... (reported once)",
-                    stacklevel=4,  # who calls `encode`, which is decorated
-                )
-                self._warned_of_a_cut = True
-                break
+        if length == most and not self._warned_of_a_cut:
+            for row in tokens["attention_mask"].all(dim=1).nonzero().flatten().tolist():
+                count = len(self.tokenizer(texts[row], truncation=False, verbose=False)["input_ids"])
+                if count > most:
+                    warnings.warn(
+                        f"a caption of {count} tokens is cut to model_max_length={most}: {texts[row][:60]!r}... "
+                        "(reported once)",
+                        stacklevel=4,  # who calls `encode`, which is decorated
+                    )
+                    self._warned_of_a_cut = True
+                    break
         # of nothing but empty captions some tokenizers make no token, and transformers 4 in floats, and models take at least one
-        steps = max(-(-length // LENGTH_STEP), 1)
-        behind = min(steps * LENGTH_STEP, self.model_max_length) - length
+        behind = min(max(-(-length // LENGTH_STEP), 1) * LENGTH_STEP, most) - length
         fill = {"input_ids": self.tokenizer.pad_token_id}
         return {name: F.pad(tensor.long(), (0, behind), value=fill.get(name, 0)) for name, tensor in tokens.items()}
-
-    def _most_tokens(self) -> int | None:
-        """How many positions there are for tokens; None where they have no end.
-
-        RoBERTa and its kin count positions from behind that of padding, which is the padding token's number.
-        """
-        limit = getattr(self.config, "max_position_embeddings", None)
-        tables = [table for name, table in self.model.named_modules() if name.endswith("position_embeddings")]
-        padding = [index for table in tables if (index := getattr(table, "padding_idx", None)) is not None]
-        return limit if limit is None else limit - max(padding, default=-1) - 1
 
     def _error(self, text: str) -> UserError:
         return UserError(f"text encoder {self.from_pretrained}: {text}")
@@ -271,10 +247,7 @@ class ClipEncoder(HFTextEncoder):
 
     The pooled output, that is the state at the end-of-text token: y [B, 1, 1, D], mask [B, 1].
 
-    Args:
-        from_pretrained: Folder with text tower and tokenizer, or hub id.
-        model_max_length: Captions are padded and cut to so many tokens.
-        **options: See `HFTextEncoder`.
+    The arguments are those of `HFTextEncoder`.
     """
 
     def __init__(
@@ -290,14 +263,3 @@ class ClipEncoder(HFTextEncoder):
         pooled = self.model(**tokens).pooler_output  # [B, D]
         mask = torch.ones(len(pooled), 1, dtype=torch.bool, device=pooled.device)
         return TextCondition(pooled[:, None, None].float(), mask)
-
-
-def _sampled_hash(path: Path) -> bytes:
-    """The size of a file, and a hash of samples all over it: files of gigabytes in a moment."""
-    size = path.stat().st_size
-    digest = hashlib.blake2b(str(size).encode(), digest_size=16)
-    with path.open("rb") as file:
-        for offset in sorted({max(size - SAMPLE_BYTES, 0) * i // (SAMPLES - 1) for i in range(SAMPLES)}):
-            file.seek(offset)
-            digest.update(file.read(SAMPLE_BYTES))
-    return digest.digest()

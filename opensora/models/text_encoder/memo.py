@@ -11,6 +11,9 @@ from opensora.utils.errors import UserError
 class MemoizedTextEncoder:
     """`encoder`, with every caption's features kept on the CPU; the longest unused go first.
 
+    Captions are encoded one by one: rounding differs with what else is in a batch, and so a resumed run, which meets captions in
+    other company, would differ from the unbroken one.
+
     Args:
         encoder: A frozen encoder.
         max_bytes: Room for the kept features.
@@ -25,30 +28,27 @@ class MemoizedTextEncoder:
                 "cache_text=True lets a process skip captions that it knows, but with text_encoder.shardformer=True several "
                 "processes must encode together. Switch one of them off, or store the features: tools.cache_features."
             )
-        self.encoder = encoder
-        self.max_bytes = max_bytes
-        self.output_dim = encoder.output_dim
-        self.model_max_length = encoder.model_max_length
+        self.encoder, self.max_bytes = encoder, max_bytes
+        self.output_dim, self.model_max_length = encoder.output_dim, encoder.model_max_length
         self.num_bytes = 0
-        self._kept: OrderedDict[str, TextCondition] = OrderedDict()  # y [1, L, D], mask [L]; last used last
+        self._kept: OrderedDict[str, TextCondition] = OrderedDict()  # y [1, 1, L, D], mask [1, L]; last used last
         self._device = torch.device("cpu")
 
     def encode(self, texts: list[str]) -> TextCondition:
         """B captions -> y [B, 1, L, D], mask [B, L], on the encoder's device; only unknown ones are encoded."""
-        rows = {text: self._kept[text] for text in texts if text in self._kept}
-        unknown = [text for text in dict.fromkeys(texts) if text not in rows]
-        if unknown:
-            y, mask = self.encoder.encode(unknown)
-            self._device = y.device
-            for new, own_y, own_mask in zip(unknown, y.cpu(), mask.cpu(), strict=True):
-                rows[new] = TextCondition(own_y.clone(), own_mask.clone())  # views would keep their whole batch alive
-        for text, row in rows.items():
-            self.num_bytes += 0 if text in self._kept else _size(row)
-            self._kept[text] = row
+        rows = {}
+        for text in dict.fromkeys(texts):
+            row = self._kept.get(text)
+            if row is None:
+                y, mask = self.encoder.encode([text])
+                self._device = y.device
+                row = self._kept[text] = TextCondition(y.cpu(), mask.cpu())
+                self.num_bytes += _size(row)
             self._kept.move_to_end(text)
+            rows[text] = row
             while self.num_bytes > self.max_bytes:
                 self.num_bytes -= _size(self._kept.popitem(last=False)[1])
-        y, mask = (torch.stack(parts) for parts in zip(*(rows[text] for text in texts), strict=True))
+        y, mask = (torch.cat(parts) for parts in zip(*(rows[text] for text in texts), strict=True))
         return TextCondition(y.to(self._device), mask.to(self._device))
 
 

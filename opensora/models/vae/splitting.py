@@ -6,6 +6,7 @@ network looks no further than a quarter of the overlap, the result is the plain 
 normalisation, attention), tiles differ slightly in colour and contrast, and blending hides the seams.
 """
 
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -45,59 +46,48 @@ def tiled(
 
     Args:
         network: Videos or images [N, C, ..., H, W] -> latents [N, C', ..., H / cell, W / cell], or the reverse.
-        x: Its input.
         size: Of a tile, see `check_tile_size`; None: no tiles.
         overlap: Of neighbouring tiles, as a part of `size`; rounded down to whole latent cells.
         cell: Height and width in pixels of a latent cell.
         decoding: x are latents.
     """
-    into, out_of = (
-        (1, 1) if decoding else cell,
-        cell if decoding else (1, 1),
-    )  # per cell: entries of x, and of the result
+    into, out_of = ((1, 1), cell) if decoding else (cell, (1, 1))  # per cell: entries of x, and of the result
     cells = [length // step for length, step in zip(x.shape[-2:], into, strict=True)]
     if size is None or all(n * step <= size for n, step in zip(cells, cell, strict=True)):
         return network(x)
-    starts, sides, ramps = [], [], []  # in cells
-    for axis, n in enumerate(cells):
-        side, shared = min(size // cell[axis], n), int(size * overlap) // cell[axis]
-        count = 1 + -(-(n - side) // (size // cell[axis] - shared))
-        starts.append([min(i * (side - shared), n - side) for i in range(count)])
-        sides.append(side)
-        ramps.append(_ramp(side * out_of[axis], shared * out_of[axis], x.device))
+    rows, columns = (
+        _tiles_along(n, size // side, int(size * overlap) // side, step, step_out, x.device)
+        for n, side, step, step_out in zip(cells, cell, into, out_of, strict=True)
+    )
     height, width = (n * step for n, step in zip(cells, out_of, strict=True))
-    out = weights = None
-    for row in starts[0]:
-        for column in starts[1]:
-            rows, columns = (
-                slice(start * step, (start + side) * step)
-                for start, side, step in zip((row, column), sides, into, strict=True)
-            )
-            part = network(x[..., rows, columns]).float()
-            if out is None or weights is None:
-                out, weights = part.new_zeros(*part.shape[:-2], height, width), part.new_zeros(height, width)
-            top, left = row * out_of[0], column * out_of[1]
-            weight = _inside(ramps[0], top, height)[:, None] * _inside(ramps[1], left, width)[None, :]
-            where = (..., slice(top, top + part.shape[-2]), slice(left, left + part.shape[-1]))
-            out[where] += part * weight
-            weights[where] += weight
+    out, weights = None, torch.zeros(height, width, device=x.device)
+    for (row, top, down), (column, left, across) in itertools.product(rows, columns):
+        part = network(x[..., row, column]).float()
+        if out is None:
+            out = part.new_zeros(*part.shape[:-2], height, width)
+        weight = down[:, None] * across[None, :]
+        out[..., top, left] += part * weight
+        weights[top, left] += weight
     assert out is not None
-    assert weights is not None
     return out / weights
 
 
-def _ramp(length: int, overlap: int, device: torch.device) -> Tensor:
-    """Weights [length] of a tile along one axis: 0 in the outer quarter of the overlap, 1 beyond three quarters of it."""
-    position = torch.arange(length, device=device, dtype=torch.float32) + 0.5
-    distance = torch.minimum(position, length - position)
-    return ((distance - overlap / 4) / (overlap / 2)).clamp(0, 1) if overlap else torch.ones_like(distance)
-
-
-def _inside(weights: Tensor, start: int, length: int) -> Tensor:
-    """The image's own edge has no neighbour to blend into: there the weight is full."""
-    weights, half = weights.clone(), len(weights) // 2
-    if start == 0:
-        weights[:half] = 1
-    if start + len(weights) == length:
-        weights[half:] = 1
-    return weights
+def _tiles_along(
+    cells: int, side: int, shared: int, into: int, out_of: int, device: torch.device
+) -> list[tuple[slice, slice, Tensor]]:
+    """The tiles along one axis: their part of x, their part of the result, and its weights."""
+    side = min(side, cells)
+    position = torch.arange(side * out_of, device=device, dtype=torch.float32) + 0.5
+    distance, overlap = torch.minimum(position, side * out_of - position), shared * out_of
+    ramp = ((distance - overlap / 4) / (overlap / 2)).clamp(0, 1) if overlap else torch.ones_like(distance)
+    tiles, half = [], len(ramp) // 2
+    for i in range(1 + -(-(cells - side) // (side - shared)) if cells > side else 1):
+        start = min(i * (side - shared), cells - side)
+        weights = ramp.clone()
+        if start == 0:  # the image's own edge has no neighbour to blend into
+            weights[:half] = 1
+        if start + side == cells:
+            weights[half:] = 1
+        entries, results = (slice(start * step, (start + side) * step) for step in (into, out_of))
+        tiles.append((entries, results, weights))
+    return tiles

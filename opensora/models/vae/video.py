@@ -1,9 +1,7 @@
 """Diffusers' video VAEs, under one contract.
 
-They differ in what a class calls its channels, in how many frames it takes, in where its latents' scale is written, and in
-what its `encode` returns. `FAMILIES` says it for each class; the rest is common. (In diffusers the scale is applied by the
-pipelines, not by the VAE; the formulas here are those of the pipelines. Cosmos' pipelines multiply by their scheduler's
-`sigma_data` as well: that belongs to the scheduler, not here.)
+`FAMILIES` says what is particular about each class. The scale of latents is that of diffusers' pipelines; Cosmos' multiply by
+their scheduler's `sigma_data` as well, which belongs to the scheduler.
 """
 
 import math
@@ -16,8 +14,8 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from opensora.acceleration.vae_slicing import LOGVAR_RANGE
-from opensora.models.vae.diffusers_vae import DiffusersVAE, parameters_of
+from opensora.acceleration.vae_slicing import LOGVAR_RANGE, scale_and_shift
+from opensora.models.vae.vae import DiffusersVAE, parameters_of
 from opensora.registry import MODELS
 from opensora.utils.errors import UserError
 
@@ -63,9 +61,6 @@ class Family:
     fourier_pixels: bool = False
     one_at_a_time: bool = False
     buffers: bool = False
-
-
-# ------------------------------------------------------------------------ sizes, encoding and decoding of each class
 
 
 def _ratios(config: Config) -> tuple[int, int]:
@@ -147,19 +142,6 @@ def _ltx_decode(autoencoder: Any, z: Tensor) -> Tensor:
         return autoencoder.decode(z, temb, return_dict=False)[0]
 
 
-def _vidtok_encode(autoencoder: Any, x: Tensor) -> Tensor:
-    if not autoencoder.is_causal or autoencoder.regularizer != "kl":
-        raise UserError("AutoencoderVidTok: only is_causal=True with regularizer='kl' is supported.")
-    front = x[:, :, :1].expand(-1, -1, autoencoder.temporal_compression_ratio - 1, -1, -1)
-    return autoencoder.encode(torch.cat([front, x], dim=2)).latent_dist.parameters
-
-
-def _vidtok_strides(config: Config) -> tuple[int, int]:
-    time = 2 if config["tempo_ds"] is None else len(config["tempo_ds"])
-    space = len(config["ch_mult"]) - 1 if config["spatial_ds"] is None else len(config["spatial_ds"])
-    return 2**time, 2**space
-
-
 OF_NOVA = "AutoencoderKLOpenSora"
 WAN_CHUNK = 4  # frames that Wan's `encode` takes at a time after the first, whatever the stride
 LTX = Family("latent_channels", _ltx_strides, decode=_ltx_decode, in_chunks="both", buffers=True)
@@ -186,20 +168,6 @@ FAMILIES: dict[str, Family] = {
         "latent_channels", _ratio_and_levels, first=0, encode=_allegro_encode, decode=_allegro_decode
     ),
     "AutoencoderKLCosmos": Family("latent_channels", _ratios, encode=_code),
-    "AutoencoderKLMagvit": Family(
-        "latent_channels",
-        lambda config: (2 ** (len(config["block_out_channels"]) - 2), 2 ** (len(config["block_out_channels"]) - 1)),
-    ),
-    # its decoder takes a last chunk of one latent frame for an image
-    "AutoencoderKLKVAEVideo": Family(
-        "z_channels",
-        lambda config: (config["temporal_compress_times"], 2 ** (len(config["ch_mult"]) - 1)),
-        step=lambda config: 2 * int(config["temporal_compress_times"]),
-        encode=_code,
-    ),
-    "AutoencoderVidTok": Family(
-        "z_channels", _vidtok_strides, encode=_vidtok_encode, decode=lambda autoencoder, z: autoencoder.decode(z)
-    ),
 }
 
 
@@ -251,17 +219,14 @@ class DiffusersVideoVAE(DiffusersVAE):
         time, side = family.strides(config)
         self.strides = (time, side, side)
         self.step = time if family.step is None else family.step(config)  # legal numbers of frames are this far apart
-        self.frames_rule = (
-            f"it takes {self.step}k + 1 frames" if family.first else f"it takes multiples of {self.step} frames"
-        )
+        self.frames_rule = f"it takes {self.step}k + 1 frames" if family.first else f"it takes {self.step}k frames"
         if family.fourier_pixels:  # pixels come in fp32, and their waves go on in the dtype of the weights
             self.autoencoder.encoder.proj_in.register_forward_pre_hook(_cast_to_weights)
         if family.whole:
-            from opensora.models.vae.wan_whole import (
-                enable_whole,
-            )  # classes of diffusers, which take a second to import
+            from opensora.models.vae import wan_whole  # classes of diffusers, which take a second to import
 
-            enable_whole(self.autoencoder)
+            wan_whole.enable_whole(self.autoencoder)
+            self.encode_whole, self.decode_whole = wan_whole.encode_whole, wan_whole.decode_whole
 
     def legal_num_frames(self, num_frames: int) -> int:
         """The nearest number of frames that the VAE takes; of two equally near ones the smaller."""
@@ -279,17 +244,13 @@ class DiffusersVideoVAE(DiffusersVAE):
 
     def _encode(self, x: Tensor) -> Tensor:
         if self._whole(x.shape[2]):
-            from opensora.models.vae.wan_whole import encode_whole
-
-            return encode_whole(self.autoencoder, x)
+            return self.encode_whole(self.autoencoder, x)
         parts = x.split(1 if self.family.one_at_a_time else len(x))
         return torch.cat([self.family.encode(self.autoencoder, part) for part in parts])
 
     def _decode(self, z: Tensor, num_frames: int) -> Tensor:
         if self._whole(num_frames):
-            from opensora.models.vae.wan_whole import decode_whole
-
-            return decode_whole(self.autoencoder, z)
+            return self.decode_whole(self.autoencoder, z)
         parts = z.split(1 if self.family.one_at_a_time else len(z))
         return torch.cat([self.family.decode(self.autoencoder, part) for part in parts])
 
@@ -319,7 +280,8 @@ class DiffusersVideoVAE(DiffusersVAE):
         if not self.family.buffers and "scaling_factor" in parameters_of(type(self.autoencoder)):
             super()._write_config(**values)
             return
-        scale, shift = self._scale_and_shift({**self._config(), **values})
+        config = {**self._config(), **values}
+        scale, shift = scale_and_shift(config, self.out_channels, whose=type(self).__name__)
         lists = {"latents_mean": shift.flatten().tolist(), "latents_std": (1 / scale).flatten().tolist()}
         if not self.family.buffers:
             super()._write_config(**lists)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from opensora.models.layers.attention import Attention, RMSNorm
-from opensora.models.layers.rope import rotary_table
+from opensora.models.layers.positions import rotary_table
 from tests.acceleration.kernels.interpreter import interpreted
 
 SIZES = [(2, 3, 5, 4, 72), (1, 40, 7, 2, 8), (2, 1, 3, 3, 64), (1, 2, 300, 1, 24), (2, 3, 1, 4, 8), (1, 1, 1, 2, 16)]

@@ -6,11 +6,10 @@ import torch.nn.functional as F
 from diffusers import DiTTransformer2DModel
 from einops import rearrange
 
-from opensora.models.dit.dit import DiT
-from opensora.models.dit.weights import convert, to_diffusers
+from opensora.models.dit.dit import DiT, convert
 from opensora.models.latte.latte import Latte
 from opensora.models.layers.embedders import timestep_sinusoid
-from opensora.models.layers.pos_embed import sincos_1d, sincos_2d
+from opensora.models.layers.positions import sincos_1d, sincos_2d
 from opensora.models.loading import load_weights
 from opensora.registry import MODELS
 from opensora.utils.errors import UserError
@@ -208,7 +207,7 @@ class TestDiffusers:
     @pytest.mark.parametrize("config", CONFIGS)
     def test_ours_gives_the_same_in_their_model(self, config):
         ours = self.ours(config, seed=2)
-        made, state = to_diffusers(ours, sample_size=config["sample_size"])
+        made, state = ours.to_diffusers(sample_size=config["sample_size"])
         theirs = self.theirs(made)
         theirs.load_state_dict(state)
         assert {name: theirs.config[name] for name in config} == config
@@ -216,7 +215,7 @@ class TestDiffusers:
 
     def test_their_own_timestep_frequencies_agree_at_timestep_0_only(self):
         ours = self.ours(self.CONFIGS[0], seed=2)
-        made, state = to_diffusers(ours, sample_size=8)
+        made, state = ours.to_diffusers(sample_size=8)
         theirs = DiTTransformer2DModel(**made).eval()
         theirs.load_state_dict(state)
         self.assert_equal_outputs(ours, theirs, 8, timesteps=(0, 0))
@@ -225,7 +224,7 @@ class TestDiffusers:
 
     def test_a_round_trip_is_exact_and_can_be_saved(self, tmp_path):
         ours, again = self.ours(self.CONFIGS[0], seed=2), self.ours(self.CONFIGS[0], seed=3)
-        made, state = to_diffusers(ours)
+        made, state = ours.to_diffusers()
         theirs = DiTTransformer2DModel(**made)
         theirs.load_state_dict(state)
         theirs.save_pretrained(tmp_path)
@@ -237,7 +236,7 @@ class TestDiffusers:
 
     def test_a_sample_size_that_is_no_multiple_of_the_patch_is_refused(self):
         with pytest.raises(UserError, match="sample_size=9 must be a multiple of the patch, 2"):
-            to_diffusers(self.ours(self.CONFIGS[0], seed=2), sample_size=9)
+            self.ours(self.CONFIGS[0], seed=2).to_diffusers(sample_size=9)
 
     def test_copies_that_differ_or_are_missing_are_refused(self, tmp_path):
         name = "transformer_blocks.1.norm1.emb.timestep_embedder.linear_1.weight"
@@ -256,18 +255,18 @@ class TestDiffusers:
     @pytest.mark.parametrize(
         ("changes", "message"),
         [
-            ({"condition": "text"}, "condition='text'"),
+            ({"condition": "text"}, "classes, not condition='text'"),
             ({"condition": "unconditional"}, "condition='unconditional'"),
             ({"class_dropout_prob": 0.0}, "class_dropout_prob=0"),
-            ({"patch_size": (2, 2, 2)}, "patches of 2 frames"),
-            ({"patch_size": (1, 2, 4)}, "patches of 2x4"),
+            ({"patch_size": (2, 2, 2)}, "patches of one frame, not 2"),
+            ({"patch_size": (1, 2, 4)}, "square patches, not 2 x 4"),
             ({"mlp_ratio": 2.0}, "mlp_ratio"),
-            ({"name": "Latte-XL/2"}, "factorised attention"),
+            ({"name": "Latte-XL/2"}, "attention among all tokens"),
         ],
     )
     def test_what_the_format_cannot_hold_is_refused(self, changes, message):
         with pytest.raises(UserError, match=message):
-            to_diffusers(toy(**changes))
+            toy(**changes).to_diffusers()
 
 
 class TestWeights:
@@ -277,7 +276,7 @@ class TestWeights:
         torch.testing.assert_close(a.state_dict(), b.state_dict())
         assert "DiT, official" in table
         assert "2-D patch kernel made 3-D" in table
-        assert "recomputed for every size (pos_embed)" in table
+        assert "1 dropped (recomputed for every size)" in table
 
     def test_a_training_checkpoint_gives_its_average(self, tmp_path):
         a, b = toy(seed=1), toy(seed=2)
@@ -290,7 +289,7 @@ class TestWeights:
         tables = {"pos_embed_spatial": torch.zeros(1, 16, 48), "pos_embed_temporal": torch.zeros(1, 4, 48)}
         table = load(b, {**a.state_dict(), **tables}, tmp_path)
         torch.testing.assert_close(a.state_dict(), b.state_dict())
-        assert "2 tensors: recomputed for every size" in table
+        assert "2 dropped (recomputed for every size)" in table
         assert "converted" not in table
 
     @pytest.mark.parametrize("form", [official, DiT.state_dict])
@@ -312,8 +311,8 @@ class TestWeights:
         before = {name: w.clone() for name, w in text.state_dict().items()}
         table = load(text, official(classes), tmp_path)
         why = "the file has classes, the model takes text"
-        assert f"dropped     1 tensor: {why} ({CLASSES})" in table
-        assert f"left as is  5 tensors: {why}" in table
+        assert f"1 dropped ({why})" in table
+        assert f"5 left as is ({why})" in table
         for name, after in text.state_dict().items():
             same = before[name] if name.startswith("y_embedder.") else classes.state_dict()[name]
             assert torch.equal(after, same)
@@ -342,7 +341,7 @@ class TestWeights:
     def test_an_unconditional_model_drops_what_it_does_not_take(self, tmp_path):
         model = toy(seed=2, condition="unconditional")
         assert "the model is unconditional" in load(model, official(toy(seed=1)), tmp_path)
-        assert "5 tensors: the model is unconditional" in load(model, toy(condition="text").state_dict(), tmp_path)
+        assert "5 dropped (the model is unconditional)" in load(model, toy(condition="text").state_dict(), tmp_path)
 
     def test_a_model_with_a_condition_refuses_a_file_without(self, tmp_path):
         with pytest.raises(UserError, match=r"(?s)missing in the file.*y_embedder"):

@@ -6,9 +6,8 @@ from diffusers import LatteTransformer3DModel, PixArtTransformer2DModel
 from safetensors.torch import save_file
 from torch import Tensor
 
-from opensora.models.latte.latte_t2v import LatteT2V
-from opensora.models.latte.weights import convert, to_diffusers
-from opensora.models.layers.pos_embed import sincos_2d
+from opensora.models.latte.latte import LatteT2V, convert
+from opensora.models.layers.positions import sincos_2d
 from opensora.registry import MODELS
 from opensora.utils.errors import UserError
 from tests.models.denoisers import C_TEXT, TOY, L, awake, inputs
@@ -22,7 +21,7 @@ def toy(**changes) -> LatteT2V:
 
 
 def reference(model: LatteT2V, num_frames: int = 16) -> LatteTransformer3DModel:
-    config, state = to_diffusers(model, num_frames=num_frames)
+    config, state = model.to_diffusers(num_frames=num_frames)
     theirs = LatteTransformer3DModel.from_config(config)
     theirs.load_state_dict(state)
     return theirs.eval()
@@ -49,7 +48,7 @@ def blocks_of(*parts: str) -> list[str]:
 def test_xl_has_the_published_number_of_parameters():
     with torch.device("meta"):
         model = MODELS.build({"type": "LatteT2V-XL/2"})
-        theirs = LatteTransformer3DModel.from_config(to_diffusers(model)[0])
+        theirs = LatteTransformer3DModel.from_config(model.to_diffusers()[0])
     assert sum(p.numel() for p in model.parameters()) == 1_057_246_880
     assert sum(p.numel() for p in theirs.parameters()) == 1_057_246_880
     assert theirs.config.sample_size == 64
@@ -137,7 +136,7 @@ class TestDiffusers:
 
     def test_there_and_back_is_exact_and_reported(self):
         model, other = toy(), toy()
-        theirs = to_diffusers(model)[1]
+        theirs = model.to_diffusers()[1]
         result = convert({**theirs, "pos_embed.pos_embed": torch.zeros(1, 16, 48)}, other)
         assert result.format == "LatteT2V, diffusers"
         assert result.dropped == {"pos_embed.pos_embed": "recomputed for every size"}
@@ -148,7 +147,7 @@ class TestDiffusers:
 
     def test_an_older_files_table_of_no_text_is_kept(self):
         table = torch.randn(L + 2, C_TEXT)
-        result = convert({**to_diffusers(toy())[1], "caption_projection.y_embedding": table}, toy())
+        result = convert({**toy().to_diffusers()[1], "caption_projection.y_embedding": table}, toy())
         torch.testing.assert_close(result.tensors["y_embedder.y_embedding"], table[:L])
         assert "y_embedder.y_embedding" in result.converted
 
@@ -156,7 +155,7 @@ class TestDiffusers:
         ("changes", "problem"),
         [
             ({"patch_size": (1, 2, 4)}, "square patches, not 2 x 4"),
-            ({"patch_size": (2, 2, 2)}, "covers 2 frames"),
+            ({"patch_size": (2, 2, 2)}, "patches of one frame, not 2"),
             ({"base_size": 33, "space_scale": 2.0}, "base_size / space_scale = 16.5"),
             ({"base_size": 64}, "base_size / space_scale = 64"),
             ({"time_scale": 2.0, "no_temporal_pos_emb": True}, "time_scale=1, not 2.0; temporal positions"),
@@ -166,7 +165,7 @@ class TestDiffusers:
     )
     def test_what_diffusers_cannot_express_is_refused(self, changes, problem):
         with pytest.raises(UserError, match=problem):
-            to_diffusers(toy(**changes))
+            toy(**changes).to_diffusers()
 
 
 class TestModes:

@@ -18,8 +18,7 @@ from opensora.models.layers.embedders import (
     timestep_sinusoid,
 )
 from opensora.models.layers.modulation import frame_modulation
-from opensora.models.layers.pos_embed import grid_coordinates, sincos_1d, sincos_2d
-from opensora.models.layers.rope import apply_rotary, rotary_table
+from opensora.models.layers.positions import apply_rotary, grid_coordinates, rotary_table, sincos_1d, sincos_2d
 
 
 def test_timestep_sinusoid_has_cosines_first():

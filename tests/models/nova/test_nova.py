@@ -10,9 +10,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from opensora.acceleration.compile import compile_blocks
-from opensora.models.layers.rope import apply_rotary
-from opensora.models.nova.embeddings import rotary_3d
-from opensora.models.nova.nova import block_causal
+from opensora.models.layers.positions import apply_rotary
+from opensora.models.nova.layers import rotary_3d
 from opensora.registry import MODELS
 from opensora.utils.errors import UserError
 from tests.models.nova.toy import TOY, build, inputs
@@ -62,14 +61,6 @@ def test_frame_by_frame_with_a_cache_equals_all_frames_at_once(positions, mixer_
         c, past = model.next_condition(previous, text, t, cond["x"].shape[2:], past)
         torch.testing.assert_close(c, together[:, t], atol=1e-5, rtol=1e-5)
         previous = cond["x"][:, :, t]
-
-
-def test_the_mask_is_a_loop_over_frames():
-    mask = block_causal(3, 3, 2)
-    for i in range(9):
-        for j in range(9):
-            block = [max(0, (n - 3) // 2) if n >= 3 else 0 for n in (i, j)]
-            assert mask[i, j] == (block[1] <= block[0])
 
 
 @MIXERS

@@ -7,7 +7,7 @@ from einops import rearrange
 from torch.utils.flop_counter import FlopCounterMode
 
 from opensora.models.layers.attention import Attention
-from opensora.models.pixart.kv_compress import KVCompressAttention
+from opensora.models.pixart.pixart import KVCompressAttention
 
 DIM, HEADS, T = 24, 2, 3
 

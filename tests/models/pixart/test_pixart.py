@@ -6,8 +6,7 @@ import torch.nn.functional as F
 from einops import rearrange
 
 from opensora.models.layers.attention import CrossAttention
-from opensora.models.pixart.kv_compress import KVCompressAttention
-from opensora.models.pixart.pixart import PixArt, PixArtMS, PixArtSigma
+from opensora.models.pixart.pixart import KVCompressAttention, PixArt, PixArtMS, PixArtSigma
 from opensora.registry import MODELS
 from tests.models.denoisers import C_TEXT, TOY, L, build, inputs
 

@@ -10,7 +10,7 @@ from opensora.acceleration.checkpointing import checkpoint_activations
 from opensora.checkpoint.load import save_checkpoint
 from opensora.models.loading import load_weights
 from opensora.models.stdit.stdit import STDiT
-from opensora.models.stdit.weights import convert_stdit
+from opensora.models.stdit.stdit import convert as convert_stdit
 from opensora.registry import MODELS
 from opensora.utils.errors import UserError
 

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from opensora.checkpoint.load import save_checkpoint
 from opensora.models.loading import load_weights
 from opensora.models.stdit.stdit2 import STDiT2, size_positions
-from opensora.models.stdit.weights import convert_stdit2
+from opensora.models.stdit.stdit2 import convert as convert_stdit2
 from opensora.registry import MODELS
 from opensora.utils.errors import UserError
 from tests.models.denoisers import TOY, build, inputs, sample

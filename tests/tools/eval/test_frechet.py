@@ -177,7 +177,7 @@ def test_lpips_trunk_is_its_last_layer(tmp_path, monkeypatch):
     extractor = build_extractor(arguments("--extractor", str(weights)))
     videos = torch.rand(2, 3, 2, 64, 64) * 2 - 1
     net, seen = LPIPS(str(weights)), []
-    net.slices[-1].register_forward_hook(lambda module, inputs, output: seen.append(output))
+    net.layers[-1].register_forward_hook(lambda module, inputs, output: seen.append(output))
     net(videos[1, :, 1][None], videos[1, :, 1][None])
     torch.testing.assert_close(extractor(videos)[3], seen[0][0].mean((1, 2)))
 

@@ -1,7 +1,8 @@
-"""Sine-cosine position tables, computed for the size at hand and never saved.
+"""Positions of tokens, computed for the size at hand and never saved: sine-cosine tables and rotations.
 
 The two-dimensional table encodes the column in its first half and the row in its second, which is the order of DiT's
-and PixArt's weights. How coordinates depend on the size differs from model to model, see `grid_coordinates`.
+and PixArt's weights. Rotary positions (Su et al. 2021, arXiv:2104.09864, section 3.4) rotate channels in neighbouring pairs,
+(0, 1), (2, 3), ..., which is the order of Open-Sora 1.1's and 1.2's; pair k of position p turns by `p * theta^(-2k / D)`.
 """
 
 import torch
@@ -60,3 +61,30 @@ def grid_coordinates(
     if base is not None:
         steps = steps * (base / length)
     return steps / (scale.double()[:, None] if isinstance(scale, Tensor) else scale)
+
+
+def rotary_table(dim: int, positions: Tensor, theta: float = 10000.0) -> Tensor:
+    """`positions [N]` -> cosines and signed sines `[2, N, dim]`, fp32; each pair of channels has the same angle.
+
+    The sine is negative at the first channel of a pair, where the second one is subtracted.
+    """
+    if dim % 2:
+        raise ValueError(f"rotary positions need an even number of channels for each head, not {dim}.")
+    k = torch.arange(0, dim, 2, dtype=torch.float64, device=positions.device)
+    angles = positions.double()[:, None] * theta ** (-k / dim)  # [N, dim / 2]
+    cos, sin = angles.cos(), angles.sin()
+    return torch.stack([torch.stack([cos, cos], dim=-1), torch.stack([-sin, sin], dim=-1)]).flatten(-2).float()
+
+
+def apply_rotary(x: Tensor, table: Tensor | None) -> Tensor:
+    """Rotate `x [..., N, D]` by `table [2, N, D]`, in fp32 and back to x's dtype; None leaves x alone.
+
+    A table of more axes, `[2, ..., D]`, has an entry wherever x's axes do not repeat one. The other channel of a pair is
+    fetched by a flip, which a compiler turns into an index; two stacked halves would be a tensor twice as wide as the tokens.
+    """
+    if table is None:
+        return x
+    cos, sin = table.unbind(0)
+    wide = x.float()
+    other = wide.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    return (wide * cos + other * sin).to(x.dtype)
