@@ -20,7 +20,7 @@ from opensora.config.schema import (
     VAETrainConfig,
     schema_fields,
 )
-from opensora.config.upgrade import KEY_ALIASES
+from opensora.config.upgrade import OLD_KEYS
 from opensora.registry import DATASETS, MODELS, SCHEDULERS, Registry
 
 DOCS = Path(__file__).parent.parent / "docs" / "config.md"
@@ -99,7 +99,7 @@ def schema_section(schema: Schema) -> str:
 
 def old_names() -> str:
     """Older spellings of keys."""
-    rows = [(f"`{part}.{old}`", f"`{part}.{new}`") for part, names in KEY_ALIASES.items() for old, new in names.items()]
+    rows = [(f"`{part}.{old}`", f"`{part}.{new}`") for part, names in OLD_KEYS.items() for old, new in names.items()]
     return "## Older spellings\n\n" + table(("accepted", "means"), rows)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from opensora.checkpoint.load import MANIFEST, open_checkpoint
 from opensora.checkpoint.weight_files import read_file
-from opensora.config.lora import LoraOptions, is_number
+from opensora.config.schema import LoraOptions, is_number
 from opensora.registry import did_you_mean
 from opensora.utils.errors import UserError
 

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from opensora.checkpoint.load import save_checkpoint
 from opensora.checkpoint.lora import Adapter, factors_of, read_adapter, write_adapter
-from opensora.config.lora import LoraOptions
+from opensora.config.schema import LoraOptions
 from opensora.registry import MODELS
 from opensora.utils.errors import UserError
 from tools.lora import export, main, merge
