@@ -13,7 +13,7 @@ import torch
 from opensora.acceleration.distributed import World
 from opensora.checkpoint.load import open_checkpoint
 from opensora.checkpoint.save import Writing
-from opensora.checkpoint.shards import Shard
+from opensora.checkpoint.tensors import Shard
 from opensora.config.schema import LoopConfig
 from opensora.training.run import RunState
 from opensora.training.saver import Saver

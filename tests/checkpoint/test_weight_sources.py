@@ -7,8 +7,7 @@ import torch
 from safetensors.torch import save, save_file
 
 from opensora.checkpoint.load import read_weights, save_checkpoint
-from opensora.checkpoint.weight_files import read_file
-from opensora.checkpoint.weight_sources import find_weights, refuse_misnamed
+from opensora.checkpoint.weight_files import find_weights, read_file, refuse_misnamed
 from opensora.utils.errors import UserError
 from tests.checkpoint.hub import serve
 

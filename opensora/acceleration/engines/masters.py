@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from opensora.checkpoint.shards import Parts, fill
+from opensora.checkpoint.tensors import SavedTensors, load_into
 from opensora.utils.errors import UserError
 
 COUNTER = "step"
@@ -154,7 +154,7 @@ class Masters:
         return placed
 
     def _loaded(self, master: Master, key: str, state: Mapping[str, Tensor], path: str) -> Tensor:
-        shape = state.shape(path) if isinstance(state, Parts) else tuple(state[path].shape)
+        shape = tuple((state.meta(path) if isinstance(state, SavedTensors) else state[path]).shape)
         if key == COUNTER:  # AdamW counts in fp32, and on the CPU unless it is fused
             defaults = self.optimizer.defaults
             on_device = defaults.get("fused") or defaults.get("capturable")
@@ -164,7 +164,7 @@ class Masters:
         else:
             value = torch.zeros(shape, device=master.leaf.device)
         placed = self._placed(master, key, value)
-        fill(placed, state, path)
+        load_into(placed, state, path)
         return local(placed)
 
 
