@@ -173,19 +173,14 @@ def _unwrap(content: Any, path: Path) -> dict[str, Tensor]:
         if unused := sorted(str(key) for key in content if key != wrapper):
             log.info("%s: taking %r; not used: %s", path, wrapper, ", ".join(unused[:8]))
         content = content[wrapper]
-    others = (
-        {key: value for key, value in content.items() if not isinstance(value, Tensor)}
-        if isinstance(content, Mapping)
-        else None
-    )
-    if others or not content or others is None:
-        shown = type(content).__name__
-        if others is not None:
-            names = [f"{key} ({type(value).__name__})" for key, value in others.items()]
-            shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "") or "nothing"
+    is_dict = isinstance(content, Mapping)
+    others = {key: value for key, value in content.items() if not isinstance(value, Tensor)} if is_dict else {}
+    if others or not content or not is_dict:
+        names = [f"{key} ({type(value).__name__})" for key, value in others.items()]
+        shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
         raise UserError(
-            f"{path} holds no dictionary of tensors alone, but: {shown}. Weights are looked for at the top and under "
-            f"{', '.join(WRAPPERS)}."
+            f"{path} holds no dictionary of tensors alone, but: {shown or (type(content).__name__ if content else 'nothing')}. "
+            f"Weights are looked for at the top and under {', '.join(WRAPPERS)}."
         )
     return {str(name): tensor.detach() for name, tensor in content.items()}
 
@@ -364,11 +359,16 @@ def _download(repo: str, *files: str) -> Path:
 
 def _in_cache(repo: str, error: Exception) -> Path:
     """What an earlier run downloaded, where the hub cannot be asked."""
-    import huggingface_hub
+    from huggingface_hub import constants, scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
 
     try:
-        folder = huggingface_hub.snapshot_download(repo, local_files_only=True)
-    except (OSError, ValueError):
+        repos = scan_cache_dir(constants.HF_HUB_CACHE).repos
+        cached = [entry for entry in repos if entry.repo_id == repo and entry.repo_type == "model"]
+    except CacheNotFound:
+        cached = []
+    if not cached:
         raise hub_error(repo, "weights", error) from error
+    latest = max(cached[0].revisions, key=lambda revision: ("main" in revision.refs, revision.last_modified))
     log.info("the hub was not reached (%s): reading %s from its cache", type(error).__name__, repo)
-    return _in_folder(Path(folder))
+    return _in_folder(latest.snapshot_path)

@@ -77,9 +77,9 @@ def test_what_was_left_aside_is_said(tmp_path, state, caplog):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ([torch.zeros(1)], "no dictionary of tensors, but: list"),
-        ({}, "no dictionary of tensors, but: nothing"),
-        ({"model": {"w": torch.zeros(1), "lr": 0.1}}, r"also holds lr \(float\)"),
+        ([torch.zeros(1)], "no dictionary of tensors alone, but: list"),
+        ({}, "no dictionary of tensors alone, but: nothing"),
+        ({"model": {"w": torch.zeros(1), "lr": 0.1}}, r"alone, but: lr \(float\)"),
         ({f"k{i}": i for i in range(9)}, "and 3 more"),
     ],
 )

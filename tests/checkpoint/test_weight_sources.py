@@ -155,14 +155,14 @@ class TestFolders:
         assert "reading its transformer" in caplog.text
 
     @pytest.mark.parametrize("suffix", ["safetensors", "bin"])
-    def test_colossalai_gives_its_model_and_says_where_the_average_is(self, tmp_path, caplog, suffix):
+    def test_colossalai_gives_its_model_and_names_its_ema(self, tmp_path, caplog, suffix):
         put_shards(tmp_path / "model", 1, stem="pytorch_model", suffix=suffix)
         put(tmp_path / "ema.pt", 2)
         torch.save({"last_epoch": 3}, tmp_path / "lr_scheduler")
         (tmp_path / "running_states.json").write_text('{"step": 3}')
         with caplog.at_level("INFO"):
             assert value(tmp_path) == 1
-        assert f"for the averaged weights name {tmp_path / 'ema.pt'}" in caplog.text
+        assert f"for the EMA weights name {tmp_path / 'ema.pt'}" in caplog.text
         assert value(tmp_path / "ema.pt") == 2
 
     def test_ours_gives_the_average(self, tmp_path):
