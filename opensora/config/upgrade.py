@@ -60,7 +60,7 @@ MASKS = {"intepolate": "interpolate", "no": "identity"}  # Open-Sora's, with or 
 
 # old boolean of a scheduler -> the argument it stands for, and the values that True and that False leave open; where nothing
 # else is set, the first of them is meant
-SCHEDULERS: dict[str, dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]]] = {
+OLD_SCHEDULERS: dict[str, dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]]] = {
     "iddpm": {
         "learn_sigma": ("variance", ("learned_range", "learned"), ("fixed_large", "fixed_small")),
         "sigma_small": ("variance", ("fixed_small",), ("learned_range", "fixed_large", "learned")),
@@ -119,7 +119,7 @@ def translate_level(value: Any) -> Any:
 
 def replaced_by(name: str, key: str) -> str | None:
     """The argument of a scheduler that an old key stands for; None: the key is not an old one."""
-    old = {key: entry[0] for flags in SCHEDULERS.values() for key, entry in flags.items()}
+    old = {key: entry[0] for flags in OLD_SCHEDULERS.values() for key, entry in flags.items()}
     old["sample_method"] = "timestep_sampling"
     return old.get(key) if name in ("scheduler", "val_scheduler") else None
 
@@ -130,7 +130,7 @@ def _upgrade_scheduler(name: str, value: dict[str, Any]) -> dict[str, Any]:
         value["noise_schedule"] = OLD_SCHEDULES[value["noise_schedule"]]
     left: dict[str, tuple[str, ...]] = {}
     set_by: dict[str, list[str]] = {}
-    for flag, (argument, if_true, if_false) in SCHEDULERS.get(kind, {}).items():
+    for flag, (argument, if_true, if_false) in OLD_SCHEDULERS.get(kind, {}).items():
         if (on := value.pop(flag, None)) is None:
             continue
         if on not in (True, False):
