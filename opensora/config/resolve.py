@@ -32,16 +32,7 @@ logger = logging.getLogger(__name__)
 Origins = dict[tuple[str, ...], str]  # (field,) or (field, key) -> where its value was set
 
 COMMAND_LINE = "command line"
-# an argument's annotation -> the values that it takes; 0 and 1 may stand for False and True
-PLAIN: dict[Any, tuple[type, ...]] = {
-    bool: (bool, int),
-    int: (int,),
-    float: (int, float),
-    str: (str,),
-    types.NoneType: (types.NoneType,),
-    Literal: (str, int),
-    Sequence: (list, tuple),
-}
+PLAIN = {bool, int, float, str, types.NoneType, Literal, Sequence}  # annotations of arguments that are checked
 SCRIPTS: dict[Schema, str] = {
     TrainConfig: "scripts/train.py",
     InferenceConfig: "scripts/inference.py",
@@ -309,12 +300,12 @@ def listing(problems: Sequence[str]) -> str:
 
 def wrong_type(value: Any, annotation: Any) -> str:
     """What a constructor's argument should be, where `value` is not; annotations of richer types are not looked into."""
-    kinds = [typing.get_origin(member) or member for member in members(annotation)]
-    if not all(kind in PLAIN for kind in kinds):
+    kinds = {typing.get_origin(member) or member for member in members(annotation)}
+    is_flag = bool in kinds and value in (0, 1)  # 0 and 1 may stand for False and True
+    if is_flag or not kinds <= PLAIN or (Sequence in kinds and isinstance(value, list | tuple)):
         return ""
-    fits = any(isinstance(value, PLAIN[kind]) for kind in kinds)
-    if isinstance(value, bool) and bool not in kinds:
-        fits = False  # Python counts it among the numbers
-    if Literal in kinds and isinstance(value, str) and str not in kinds:
-        fits = any(value in typing.get_args(member) for member in members(annotation))
-    return "" if fits else describe(annotation)
+    try:
+        coerce(value, annotation)
+    except TypeError:
+        return describe(annotation)
+    return ""

@@ -636,7 +636,7 @@ def coerce(value: Any, annotation: Any) -> Any:
     for member in members(annotation):
         origin, args = typing.get_origin(member), typing.get_args(member)
         try:
-            if member is Any or (origin is Literal and isinstance(value, str) and value in args):
+            if member is Any or (origin is Literal and value in args and not isinstance(value, bool | float)):
                 return value
             if member is float and is_number(value):
                 return float(value)
