@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import json
 import logging
 import os
 import types
@@ -90,7 +91,10 @@ class Draft:
                 hint = ": it is not needed here, leave it out." if key in NOT_NEEDED else f".{hint}"
                 self._complain((key,), f"{key!r} is not a field of {schema.__name__}{hint}")
             elif not (has_buckets and key == "batch_size" and value is None):  # Open-Sora: buckets have their own
-                self._complain((key,), _not_plain(key, value))
+                try:
+                    json.dumps(value)
+                except (TypeError, ValueError) as error:
+                    self._complain((key,), f"{key} holds what is no plain data: {error}.")
                 self.values[key] = {} if key == "dataset" and value is None else value
         dataset = self.values.get("dataset")
         if has_buckets and isinstance(dataset, dict):
@@ -279,16 +283,6 @@ class Draft:
             elif name == "use_image_transform" and taken:
                 self._complain((name,), f"{name}=True has no effect: {dataset['type']} does not take it.")
         return dataset
-
-
-def _not_plain(key: str, value: Any) -> str:
-    """The problem of a value that is not plain data, or an empty string."""
-    if isinstance(value, Mapping):
-        value = [*value.keys(), *value.values()]
-    if isinstance(value, list | tuple):
-        return next((problem for item in value if (problem := _not_plain(key, item))), "")
-    plain = value is None or isinstance(value, bool | int | float | str)
-    return "" if plain else f"{key} holds {value!r}, a {type(value).__name__}; a config holds plain data."
 
 
 def listing(problems: Sequence[str]) -> str:

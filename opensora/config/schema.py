@@ -8,7 +8,7 @@
 import re
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from math import isfinite
 from typing import Any, ClassVar, Literal, NamedTuple, TypeGuard, Union
@@ -35,23 +35,16 @@ NUM_FRAMES = r"[0-9]{1,9}|[0-9]{1,6}(\.[0-9]{1,6})?[sx]"  # a number, seconds, o
 
 
 class Bounds(NamedTuple):
-    """Limits of a number, or of each number of a tuple."""
+    """Limits of a number, or of each number of a tuple: in words, and as a check."""
 
-    ge: float = -float("inf")
-    gt: float = -float("inf")
-    lt: float = float("inf")
-
-    def problem(self, value: float) -> str:
-        """Which limit `value` breaks, or an empty string."""
-        if value < self.ge:
-            return f"must be at least {self.ge:g}"
-        if value <= self.gt:
-            return f"must be greater than {self.gt:g}"
-        return f"must be less than {self.lt:g}" if value >= self.lt else ""
+    text: str
+    hold: Callable[[float], bool]
 
 
-POSITIVE, COUNT, AT_LEAST_ONE = Bounds(gt=0), Bounds(ge=0), Bounds(ge=1)
-FRACTION = Bounds(ge=0, lt=1)
+POSITIVE = Bounds("greater than 0", lambda x: x > 0)
+COUNT = Bounds("at least 0", lambda x: x >= 0)
+AT_LEAST_ONE = Bounds("at least 1", lambda x: x >= 1)
+FRACTION = Bounds("at least 0 and less than 1", lambda x: 0 <= x < 1)
 
 
 def option(doc: str, default: Any = REQUIRED, bounds: Bounds | None = None, choices: Sequence[str] = ()) -> Any:
@@ -583,10 +576,9 @@ class Field(NamedTuple):
         """Which limit a value of the right type breaks, or an empty string."""
         if self.choices and value not in self.choices:
             return f"must be one of {', '.join(self.choices)}.{did_you_mean(str(value), list(self.choices))}"
-        if self.bounds is None or value is None or isinstance(value, str):
-            return ""
-        problems = map(self.bounds.problem, value if isinstance(value, tuple) else (value,))
-        return next(filter(None, problems), "")
+        numbers = [] if value is None or isinstance(value, str) else value if isinstance(value, tuple) else [value]
+        fits = self.bounds is None or all(map(self.bounds.hold, numbers))
+        return "" if fits else f"must be {self.bounds.text}"
 
 
 Schema = type[RunConfig]

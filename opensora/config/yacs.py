@@ -102,47 +102,38 @@ class CfgNode:
     """A group of keys, which are its attributes. `str()` is YAML, keys sorted."""
 
     def __init__(self, values: Mapping[str, Any], path: str = "") -> None:
-        nested = {key: isinstance(value, Mapping) and key not in FREE for key, value in values.items()}
-        own = {key: CfgNode(value, f"{path}{key}.") if nested[key] else value for key, value in values.items()}
-        object.__setattr__(self, "_path", path)
-        object.__setattr__(self, "_values", own)
+        vars(self)["_path"] = path
+        for key, value in values.items():
+            nested = isinstance(value, Mapping) and key not in FREE
+            vars(self)[key] = CfgNode(value, f"{path}{key}.") if nested else copy.deepcopy(value)
 
-    def __getattr__(self, key: str) -> Any:
-        if key.startswith("_"):  # looked up by copy and pickle before there are values
-            raise AttributeError(key)
-        if key not in self._values:
-            raise AttributeError(self._unknown(key))
-        return self._values[key]
+    def __getattr__(self, key: str) -> Any:  # of what is not there
+        raise AttributeError(self._unknown(key) if not key.startswith("_") else key)
 
     def __setattr__(self, key: str, given: Any) -> None:
         """A text is read as yacs does; an int counts as float, a whole float as int and a tuple as list."""
-        if key not in self._values:
-            raise AttributeError(self._unknown(key))
-        path, old, value = f"{self._path}{key}", self._values[key], given
+        path, old, value = f"{self._path}{key}", getattr(self, key), given
         if isinstance(old, CfgNode):
             raise UserError(f"{path} is a group of keys: set {path}.KEY.")
         if isinstance(given, str) and not isinstance(old, str):  # to PyYAML `1e-4` is a text, as it lacks a point
             with contextlib.suppress(ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
                 value = ast.literal_eval(given)
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if number and type(old) in (int, float) and (isinstance(old, float) or float(value).is_integer()):
+        numbers = type(value) in (int, float) and type(old) in (int, float)
+        if numbers and (isinstance(old, float) or float(value).is_integer()):
             value = type(old)(value)
         elif isinstance(value, tuple | Mapping) and isinstance(old, list | dict):
             value = list(value) if isinstance(value, tuple) else dict(value)
         if type(value) is not type(old):
             raise UserError(f"{path}={given!r}: expected {type(old).__name__}, not {type(value).__name__}.")
-        self._values[key] = value
+        vars(self)[key] = value
 
     def __str__(self) -> str:
         return yaml.safe_dump(self.to_dict(), sort_keys=True)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
-        return {key: v.to_dict() if isinstance(v, CfgNode) else copy.deepcopy(v) for key, v in self._values.items()}
-
-    def at(self, path: str) -> Any:
-        """The value of a dotted key such as "SOLVER.BASE_LR"."""
-        return functools.reduce(getattr, path.split("."), self)
+        values = {key: value for key, value in vars(self).items() if key != "_path"}
+        return {key: v.to_dict() if isinstance(v, CfgNode) else copy.deepcopy(v) for key, v in values.items()}
 
     def merge(self, values: Mapping[str, Any]) -> None:
         """Take over values; the keys must be known. A group without values, `SOLVER:` in YAML, sets nothing.
@@ -151,9 +142,9 @@ class CfgNode:
             UserError: a key is unknown, or a value has another type.
         """
         for key, value in values.items():
-            if key not in self._values:
+            if key not in vars(self):
                 raise UserError(self._unknown(key))
-            old = self._values[key]
+            old = vars(self)[key]
             if isinstance(old, CfgNode) and isinstance(value, Mapping):
                 old.merge(value)
             elif value is not None or not isinstance(old, CfgNode | dict):
@@ -161,12 +152,12 @@ class CfgNode:
 
     def _unknown(self, key: Any) -> str:
         # YAML's keys may be numbers
-        return f"{self._path}{key} is not a key of this config.{did_you_mean(str(key), list(self._values))}"
+        return f"{self._path}{key} is not a key of this config.{did_you_mean(str(key), list(vars(self)))}"
 
 
 def default_cfg() -> CfgNode:
     """A config with the guide's defaults."""
-    return CfgNode(copy.deepcopy(DEFAULTS))
+    return CfgNode(DEFAULTS)
 
 
 cfg = default_cfg()
@@ -199,7 +190,7 @@ def to_train_config(node: CfgNode) -> dict[str, Any]:
     wrong = {
         key: f"supported: {', '.join(map(repr, supported))}{REMEDIES.get(key, '')}"
         for key, supported in SUPPORTED.items()
-        if node.at(key) not in supported
+        if _at(node, key) not in supported
     }
     if not set(modules) <= set(MODULES) or not all(isinstance(folder, str) for folder in modules.values()):
         wrong["PIPELINE.MODULES"] = f"there are {', '.join(MODULES)}, each with the name of a folder"
@@ -212,11 +203,11 @@ def to_train_config(node: CfgNode) -> dict[str, Any]:
     if not 0 <= train.MODEL_EMA < 1:
         wrong["TRAIN.MODEL_EMA"] = "a decay is in [0, 1)"
     if wrong:
-        lines = "".join(f"\n  {key}={node.at(key)!r}: {why}." for key, why in wrong.items())
+        lines = "".join(f"\n  {key}={_at(node, key)!r}: {why}." for key, why in wrong.items())
         raise UserError(f"this config sets what is not supported:{lines}")
     return {
         **_components(node),
-        **{field: node.at(key) for field, key in FIELDS.items()},
+        **{field: _at(node, key) for field, key in FIELDS.items()},
         "dtype": DTYPES[node.MODEL.PRECISION],
         "dataset": {"type": "RecordVideoTextDataset", "data_path": train.DATASET},
         "epochs": 10**6,
@@ -261,6 +252,11 @@ def deepspeed_overrides(path: Path) -> dict[str, Any]:
     if unknown:
         raise UserError(f"--deepspeed {path}: not supported: {'; '.join(unknown)}. {hint}")
     return values
+
+
+def _at(node: CfgNode, key: str) -> Any:
+    """The value of a key such as "SOLVER.BASE_LR"."""
+    return functools.reduce(getattr, key.split("."), node)
 
 
 def _components(node: CfgNode) -> dict[str, Any]:

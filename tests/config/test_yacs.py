@@ -257,7 +257,9 @@ CHANGED = {
 
 
 def leaves(node, path=""):
-    for key, value in node._values.items():
+    for key, value in vars(node).items():
+        if key == "_path":
+            continue
         yield from leaves(value, f"{path}{key}.") if isinstance(value, CfgNode) else [f"{path}{key}"]
 
 
