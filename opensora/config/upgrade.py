@@ -75,6 +75,11 @@ OLD_SCHEDULERS: dict[str, dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]
     },
 }
 OLD_SCHEDULES = {"cosine": "squaredcos_cap_v2"}  # noise_schedule of "iddpm" and "dpm-solver"
+THRESHOLDING = {
+    "thresholding": "none",
+    "thresholding_ratio": None,
+    "thresholding_max": None,
+}  # removed from "dpm-solver"
 
 
 def upgrade(name: str, value: Any) -> Any:
@@ -99,9 +104,8 @@ def upgrade(name: str, value: Any) -> Any:
     for old, new in OLD_KEYS.get(name, {}).items():
         if old in value:
             if value.get(new, value[old]) != value[old]:
-                raise UserError(
-                    f"{name}: {old}={value[old]!r} and {new}={value[new]!r} are one setting; keep {new}."
-                )  # fmt: skip
+                both = f"{old}={value[old]!r} and {new}={value[new]!r}"
+                raise UserError(f"{name}: {both} are one setting; keep {new}.")
             value[new] = value.pop(old)
     return _upgrade_scheduler(name, value) if name in ("scheduler", "val_scheduler") else value
 
@@ -126,13 +130,20 @@ def replaced_by(name: str, key: str) -> str | None:
 
 def _upgrade_scheduler(name: str, value: dict[str, Any]) -> dict[str, Any]:
     kind = str(value.get("type")).removeprefix("opensora.").removesuffix("-speed")
+    flags = OLD_SCHEDULERS.get(kind, {})
+    unset = {"timestep_sampling", *flags, *(argument for argument, *_ in flags.values())}  # None was their default
+    value = {key: given for key, given in value.items() if given is not None or key not in unset}
     if kind in ("iddpm", "dpm-solver") and value.get("noise_schedule") in [*OLD_SCHEDULES]:
         value["noise_schedule"] = OLD_SCHEDULES[value["noise_schedule"]]
+    for key, default in THRESHOLDING.items() if kind == "dpm-solver" else ():
+        if (given := value.pop(key, default)) not in (None, default):
+            raise UserError(f"{name}.{key}={given!r} was removed: it is for pixels, not for latents. Leave it out.")
     left: dict[str, tuple[str, ...]] = {}
     set_by: dict[str, list[str]] = {}
-    for flag, (argument, if_true, if_false) in OLD_SCHEDULERS.get(kind, {}).items():
-        if (on := value.pop(flag, None)) is None:
+    for flag, (argument, if_true, if_false) in flags.items():
+        if flag not in value:
             continue
+        on = value.pop(flag)
         if on not in (True, False):
             raise UserError(f"{name}.{flag}={on!r}: expected True or False.")
         choices = if_true if on else if_false
@@ -140,13 +151,11 @@ def _upgrade_scheduler(name: str, value: dict[str, Any]) -> dict[str, Any]:
         set_by.setdefault(argument, []).append(f"{flag}={on}")
     for argument, choices in left.items():
         named = value.get(argument)
-        wrong = (
-            not choices if named is None else (named.get("type") if isinstance(named, dict) else named) not in choices
-        )
-        if wrong:
-            named_too = [] if named is None else [f"{argument}={named!r}"]
+        found = named.get("type") if isinstance(named, dict) else named
+        if not choices or found not in (None, *choices):
+            set_by[argument] += [] if named is None else [f"{argument}={named!r}"]
             raise UserError(
-                f"{name}: {' and '.join(named_too + set_by[argument])} contradict each other; keep {argument}=... alone."
+                f"{name}: {' and '.join(set_by[argument])} contradict each other; keep {argument}=... alone."
             )
         value[argument] = choices[0] if named is None else named
     if kind == "rflow":
@@ -163,9 +172,7 @@ def _upgrade_sample_method(name: str, value: dict[str, Any]) -> None:
     if method not in (None, "uniform", "logit-normal"):
         raise UserError(f"{name}.sample_method={method!r} is not one of uniform, logit-normal.")
     if value.get("timestep_sampling") is not None:
-        raise UserError(
-            f"{name}: timestep_sampling sets the same as sample_method, loc and scale; keep timestep_sampling."
-        )
+        raise UserError(f"{name}: timestep_sampling sets the same as sample_method, loc and scale; keep the first.")
     if method != "logit-normal" and (found.get("loc", 0) != 0 or found.get("scale", 1) != 1):
         raise UserError(f"{name}: {found} have no effect with sample_method='uniform'; use 'logit-normal'.")
     value["timestep_sampling"] = {"type": method, **found} if method == "logit-normal" else "uniform"
