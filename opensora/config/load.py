@@ -38,7 +38,6 @@ __all__ = [
     "VAEInferenceConfig",
     "VAETrainConfig",
     "config_from_dict",
-    "dump_config",
     "parse_config",
     "to_dict",
 ]
@@ -117,13 +116,8 @@ def config_from_dict(
 
 
 def to_dict(config: RunConfig) -> dict[str, Any]:
-    """All fields as plain data."""
+    """All fields as plain data; as JSON they are a config file."""
     return {name: copy.deepcopy(getattr(config, name)) for name in schema_fields(type(config))}
-
-
-def dump_config(config: RunConfig, path: Path | str) -> None:
-    """Write a config as JSON; `parse_config` reads the file back."""
-    Path(path).write_text(json.dumps(to_dict(config), indent=2) + "\n", encoding="utf-8")
 
 
 def read_file(path: Path) -> FileContent:

@@ -3,8 +3,6 @@
 import copy
 import inspect
 import json
-import logging
-import os
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -24,11 +22,9 @@ from opensora.config.schema import (
     members,
     schema_fields,
 )
-from opensora.config.upgrade import NOT_NEEDED, replaced_by, upgrade
+from opensora.config.upgrade import replaced_by, upgrade
 from opensora.registry import Registry, did_you_mean
 from opensora.utils.errors import UserError
-
-logger = logging.getLogger(__name__)
 
 Origins = dict[tuple[str, ...], str]  # (field,) or (field, key) -> where its value was set
 
@@ -88,8 +84,7 @@ class Draft:
                 self._complain((key,), f"{key!r} is a name for the command line; in a file set {path}.")
             elif key not in self.fields:
                 hint = did_you_mean(key, list(self.fields))
-                hint = ": it is not needed here, leave it out." if key in NOT_NEEDED else f".{hint}"
-                self._complain((key,), f"{key!r} is not a field of {schema.__name__}{hint}")
+                self._complain((key,), f"{key!r} is not a field of {schema.__name__}.{hint}")
             elif not (has_buckets and key == "batch_size" and value is None):  # Open-Sora: buckets have their own
                 try:
                     json.dumps(value)
@@ -183,16 +178,6 @@ class Draft:
                 self.values[name] = upgrade(name, value)
             except UserError as error:
                 self._complain((name,), str(error))
-            new, origin = self.values[name], self.origins.get((name,))
-            # a checkpoint has no origins, and nobody can change it
-            if (
-                name == "grad_checkpoint"
-                and new is not value
-                and new != str(value)
-                and origin
-                and os.environ.get("RANK", "0") == "0"
-            ):
-                logger.warning("%s=%r is written %r now (%s).", name, value, new, origin)
 
     def _set_key(self, setting: Setting) -> None:
         """Set a key inside a component, or deeper."""
@@ -202,7 +187,7 @@ class Draft:
         if target is None:
             target = self.values[name] = {}
         current = replaced_by(name, keys[0])
-        if current and not self.origins.get((name, current), "").startswith(COMMAND_LINE):
+        if isinstance(target, dict) and not self.origins.get((name, current), "").startswith(COMMAND_LINE):
             target.pop(current, None)  # of the file: an older spelling on the command line replaces it
         for key in keys[:-1]:
             target = target.setdefault(key, {}) if isinstance(target, dict) else target

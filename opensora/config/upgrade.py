@@ -36,7 +36,6 @@ GENERATION_ALIASES = {
 VAE_ALIASES = {"ckpt_path": Alias(("vae", "from_pretrained"), str | None)}
 MULTI_RESOLUTION = {"PixArtMS": "PixArt(MS|[-_]1B|[-_]?Sigma)", "STDiT2": "STDiT[23]", "OpenSora": "STDiT[23]"}
 """Open-Sora's `multi_resolution` -> regular expression of the model types that it fits."""
-NOT_NEEDED = ("num_bucket_build_workers",)  # fields of Open-Sora without a counterpart
 
 _GONE = "this field was removed: "
 _VAE_ENGINE = "a VAE is trained with ddp. hybrid_zero=True shards its optimizer's state."
@@ -121,11 +120,11 @@ def translate_level(value: Any) -> Any:
     return LEVELS.get(text.lower(), text) if isinstance(text, str) else value
 
 
-def replaced_by(name: str, key: str) -> str | None:
-    """The argument of a scheduler that an old key stands for; None: the key is not an old one."""
-    old = {key: entry[0] for flags in OLD_SCHEDULERS.values() for key, entry in flags.items()}
+def replaced_by(name: str, key: str) -> str:
+    """The argument of a scheduler that an old key stands for; empty: the key is not an old one."""
+    old = {key: argument for flags in OLD_SCHEDULERS.values() for key, (argument, *_) in flags.items()}
     old["sample_method"] = "timestep_sampling"
-    return old.get(key) if name in ("scheduler", "val_scheduler") else None
+    return old.get(key, "") if name in ("scheduler", "val_scheduler") else ""
 
 
 def _upgrade_scheduler(name: str, value: dict[str, Any]) -> dict[str, Any]:

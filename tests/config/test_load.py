@@ -2,7 +2,6 @@
 
 import inspect
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import FrozenInstanceError
 from typing import Any, Literal
@@ -15,7 +14,6 @@ from opensora.config.load import (
     VAETrainConfig,
     changed_settings,
     config_from_dict,
-    dump_config,
     parse_config,
     to_dict,
 )
@@ -826,7 +824,7 @@ def test_to_dict_shares_nothing_with_the_config(train):
 def test_a_dumped_config_is_a_config(train, tmp_path):
     cfg = train("--image-size", "8", "16", "--lr", "1e-4")
     path = tmp_path / "dump.json"
-    dump_config(cfg, path)
+    path.write_text(json.dumps(to_dict(cfg)))
     assert json.loads(path.read_text())["image_size"] == [8, 16]
     assert parse_config(TrainConfig, REGISTRIES, [str(path)]).image_size == (8, 16)
     again = parse_config(TrainConfig, REGISTRIES, [str(path), "--num-frames", "4"])
@@ -838,20 +836,15 @@ OLDER = {True: "block", "yes": "block", "2": "mlp:2/3", "False": "none", 0: "non
 
 
 @pytest.mark.parametrize(("older", "present"), [*OLDER.items(), ("1", "mlp:1/3"), ("selective:2", "selective:2")])
-def test_older_spellings_of_checkpointing_become_the_one_there_is(train, caplog, older, present):
+def test_older_spellings_of_checkpointing_become_the_one_there_is(train, older, present):
     cfg = train("--grad-checkpoint", str(older))
     assert cfg.grad_checkpoint == present
-    note = f"is written {present!r} now (command line --grad-checkpoint)"
-    assert (note in caplog.text) == (older != present)
-    caplog.clear()
     assert config_from_dict(TrainConfig, to_dict(cfg) | {"grad_checkpoint": older}).grad_checkpoint == present
-    assert caplog.text == ""  # nobody can mend a checkpoint
 
 
-def test_checkpointing_by_a_bare_flag_and_by_two_that_python_holds_for_equal(write, train, caplog):
+def test_checkpointing_by_a_bare_flag_and_by_two_values_that_are_equal_in_python(write, train):
     path = write(TRAIN + "grad_checkpoint = 1")
     assert parse_config(TrainConfig, REGISTRIES, [path]).grad_checkpoint == "mlp:1/3"
-    assert re.search(r"grad_checkpoint=1 is written 'mlp:1/3' now \(.*config\.py:\d+\)", caplog.text)
     assert parse_config(TrainConfig, REGISTRIES, ["--grad-checkpoint", path]).grad_checkpoint == "block"
     assert "both set grad_checkpoint; keep one" in complaint(train, "--grad-checkpoint=True", "--grad-checkpoint=1")
     assert "grad_checkpoint=1.5: expected str" in complaint(train, extra="grad_checkpoint = 1.5")
@@ -870,7 +863,7 @@ def test_no_field_takes_numbers_and_booleans_which_compare_equal(schema):
 def test_bucket_sizes_survive_json(write, tmp_path):
     text = TRAIN + "dataset = dict(type='VariableVideoTextDataset')\nbucket_config = {'256': {1: (1.0, 4)}}"
     cfg = parse_config(TrainConfig, None, [write(text)])
-    dump_config(cfg, tmp_path / "dump.json")
+    (tmp_path / "dump.json").write_text(json.dumps(to_dict(cfg)))
     assert list(parse_config(TrainConfig, None, [str(tmp_path / "dump.json")]).bucket_config["256"]) == [1]
 
 
