@@ -140,7 +140,7 @@ def complete_checkpoints(run: Path) -> list[Path]:
 def read_weights(path: str | Path) -> Mapping[str, Tensor]:
     """Weights from one of our checkpoint folders (its EMA if there), or from whatever `find_weights` understands.
 
-    Formats are told apart by content, never by file name. A pickle with more than plain data in it is refused. The
+    Formats are recognised by content, never by file name. A pickle with more than plain data in it is refused. The
     tensors are mapped from disk where the format allows it: copy them, do not change them.
 
     Raises:

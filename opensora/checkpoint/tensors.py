@@ -133,7 +133,7 @@ def load_into(target: Tensor, source: Mapping[str, Tensor], name: str) -> None:
 def full_tensor(tensor: DTensor) -> Tensor:
     """The whole tensor. All processes of its mesh must call it.
 
-    On the mesh's device: NCCL moves nothing that lies in the CPU's memory, as averages and offloaded state do.
+    On the mesh's device: NCCL moves nothing that lies in the CPU's memory, as EMA weights and offloaded state may.
     """
     on_mesh: DTensor = tensor.to(tensor.device_mesh.device_type)  # type: ignore[assignment]
     return on_mesh.full_tensor()
@@ -209,7 +209,7 @@ class SavedTensors(Mapping[str, Tensor]):
             found = sum(math.prod(shape) for _, shape in {region[:2] for region in regions})
             wanted = math.prod(self._kinds[name][0])
             if found != wanted:
-                raise UserError(f"{file.parent}: {found} of {wanted} numbers of {name}.")
+                raise UserError(f"{file.parent}: {found} of {wanted} elements of {name}.")
 
     def __len__(self) -> int:
         return len(self._kinds)

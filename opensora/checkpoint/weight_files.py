@@ -1,6 +1,6 @@
 """Files of weights: which one a file name, a folder or a hub id stands for, and how it is read and written.
 
-Files are told apart by their first bytes: safetensors, `torch.save`, and the index of a set of shards.
+Files are recognised by their first bytes: safetensors, `torch.save`, and the index of a set of shards.
 """
 
 import json
@@ -268,8 +268,8 @@ def _in_folder(folder: Path) -> Path:
         log.info("%s is a pipeline: reading its transformer", folder)
         return _in_folder(folder / "transformer")
     if model.is_dir() and ((folder / COLOSSALAI_STATE).is_file() or "index" in _kinds(model).values()):
-        averages = sorted(path for path in folder.glob("ema*") if path.is_file())
-        hint = f"; for the EMA weights name {averages[0]}" if averages else ""
+        ema_files = sorted(path for path in folder.glob("ema*") if path.is_file())
+        hint = f"; for the EMA weights name {ema_files[0]}" if ema_files else ""
         log.info("%s is a checkpoint of Open-Sora's own trainer: reading its model, as that code does%s", folder, hint)
         return _in_folder(model)
     return folder / _choose(_kinds(folder), lambda index: shards_of(folder / index), str(folder))

@@ -56,22 +56,16 @@ FIELDS = {  # our field -> the key with the same meaning
     "log_every": "SOLVER.DISPLAY",
     "ckpt_every": "SOLVER.SNAPSHOT_EVERY",
 }
-SUPPORTED: dict[str, tuple[Any, ...]] = {  # of keys that may have these values only
+FIXED = (  # keys of which only the default is supported
+    "NUM_GPUS", "GPU_ID", "MODEL.TYPE", "TRAIN.DATASET2", "TRAIN.LOADER", "SOLVER.DECAY_STEPS", "SOLVER.DECAY_GAMMA",
+    "SOLVER.MIN_LR", "SOLVER.OPTIMIZER", "SOLVER.WARM_UP_FACTOR",
+)  # fmt: skip
+CHOICES: dict[str, tuple[Any, ...]] = {
     "PIPELINE.TYPE": ("nova_train_t2i", "nova_train_t2v"),
-    "NUM_GPUS": (1,),
-    "GPU_ID": (0,),
     "MODEL.PRECISION": tuple(DTYPES),
-    "MODEL.TYPE": ("transformer",),
-    "TRAIN.DATASET2": ("",),
-    "TRAIN.LOADER": ("vae_train",),
     "TRAIN.CHECKPOINTING": (0, 1, 2, 3),
     "TRAIN.DEVICE_EMA": ("cpu", "cuda", "gpu", ""),
     "SOLVER.LR_POLICY": ("", "cosine_decay"),
-    "SOLVER.DECAY_STEPS": ([],),
-    "SOLVER.DECAY_GAMMA": (0.5,),
-    "SOLVER.MIN_LR": (0.0,),
-    "SOLVER.OPTIMIZER": ("AdamW",),
-    "SOLVER.WARM_UP_FACTOR": (0.001,),
 }
 REMEDIES = {
     "NUM_GPUS": "; start torchrun --nproc_per_node N scripts/train.py FILE",
@@ -187,10 +181,11 @@ def to_train_config(node: CfgNode) -> dict[str, Any]:
         UserError: lists every key that is not supported.
     """
     modules, solver, train = node.PIPELINE.MODULES, node.SOLVER, node.TRAIN
+    supported = CHOICES | {key: (_at(default_cfg(), key),) for key in FIXED}
     wrong = {
-        key: f"supported: {', '.join(map(repr, supported))}{REMEDIES.get(key, '')}"
-        for key, supported in SUPPORTED.items()
-        if _at(node, key) not in supported
+        key: f"supported: {', '.join(map(repr, values))}{REMEDIES.get(key, '')}"
+        for key, values in supported.items()
+        if _at(node, key) not in values
     }
     if not set(modules) <= set(MODULES) or not all(isinstance(folder, str) for folder in modules.values()):
         wrong["PIPELINE.MODULES"] = f"there are {', '.join(MODULES)}, each with the name of a folder"

@@ -76,7 +76,7 @@ def test_what_is_mapped_may_be_changed_and_the_file_stays(tmp_path):
 
 def test_shards_that_are_not_the_whole_are_refused(tmp_path):
     write_tensors(tmp_path / "a", {"w": cut(torch.zeros(4, 2), (0, 0), (3, 2))}, {})
-    with pytest.raises(UserError, match="6 of 8 numbers of w"):
+    with pytest.raises(UserError, match="6 of 8 elements of w"):
         SavedTensors([tmp_path / "a"])
 
 

@@ -1,4 +1,4 @@
-"""Files told apart by content, damage named, code refused, nothing overwritten."""
+"""Files recognised by content, damage named, code refused, nothing overwritten."""
 
 import argparse
 import json
@@ -94,13 +94,13 @@ def write_index(folder, weight_map, name="w.bin.index.json"):
     return folder / name
 
 
-@pytest.mark.parametrize("container", ["zip", "legacy", "plain pickle", "beside the weights", "shard"])
+@pytest.mark.parametrize("container", ["zip", "legacy", "plain pickle", "next to the weights", "shard"])
 def test_a_pickle_with_code_is_refused_in_every_container(tmp_path, container):
     content = {"w": torch.zeros(1), "x": Evil(tmp_path / "touched")}
     path = tmp_path / "w.bin"
     if container == "plain pickle":
         path.write_bytes(pickle.dumps({"x": content["x"]}, protocol=2))
-    elif container == "beside the weights":
+    elif container == "next to the weights":
         torch.save({"model": {"w": torch.zeros(1)}, "args": content["x"]}, path)
     else:
         torch.save(content, path, _use_new_zipfile_serialization=container != "legacy")

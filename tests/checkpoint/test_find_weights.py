@@ -325,7 +325,7 @@ class TestHub:
 
 
 def test_a_damaged_file_makes_no_room_for_another(tmp_path):
-    """Such as a pointer of Git LFS beside an adapter: the adapter was taken for the weights."""
+    """Such as a pointer of Git LFS next to an adapter: the adapter was taken for the weights."""
     (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
     with pytest.raises(UserError, match="LFS"):
         read_file(find_weights(tmp_path))
