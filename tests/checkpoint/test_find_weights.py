@@ -293,21 +293,6 @@ class TestHub:
             read_weights(REPO)
         assert fetched == ["m.safetensors.index.json"]
 
-    def test_a_downloaded_pickle_with_code_is_refused(self, hub, tmp_path):
-        import io
-        import os
-
-        class Evil:
-            def __reduce__(self):
-                return os.system, (f"touch {tmp_path / 'touched'}",)
-
-        buffer = io.BytesIO()
-        torch.save({"a": Evil()}, buffer)
-        hub({"w.pth": buffer.getvalue()})
-        with pytest.raises(UserError, match="is refused"):
-            read_weights(REPO)
-        assert not (tmp_path / "touched").exists()
-
     @pytest.mark.parametrize("how", ["offline mode", "no network"])
     def test_without_network_the_cache_is_read(self, hub, monkeypatch, how):
         from huggingface_hub import constants

@@ -308,22 +308,12 @@ def test_a_number_that_is_too_small_is_no_failure_of_ours(guide, key, value):
     assert message is None or str(value) in message
 
 
-@pytest.mark.parametrize("value", [0, -5])
-def test_an_average_is_taken_every_so_many_steps(guide, value):
+def test_without_a_decay_there_is_no_ema(guide):
     cfg = ready(guide)
-    cfg.SOLVER.EMA_EVERY = value
-    with pytest.raises(UserError, match=rf"SOLVER.EMA_EVERY={value}: .* at least 1; MODEL_EMA = 0 makes no EMA"):
-        to_train_config(cfg)
     cfg.SOLVER.EMA_EVERY, cfg.TRAIN.MODEL_EMA = 1, 0
     assert to_train_config(cfg)["ema_decay"] == 0
-
-
-@pytest.mark.parametrize("change", [{"DECAY_STEPS": [10, 20]}, {"DECAY_GAMMA": 0.9}, {"LR_POLICY": "steps_with_decay"}])
-@pytest.mark.parametrize("policy", ["", "cosine_decay"])
-def test_a_learning_rate_does_not_fall_in_steps(guide, change, policy):
-    cfg = ready(guide)
-    cfg.merge({"SOLVER": {"LR_POLICY": policy, **change}})
-    with pytest.raises(UserError, match=f"SOLVER.{next(iter(change))}="):
+    cfg.SOLVER.EMA_EVERY = 0
+    with pytest.raises(UserError, match=r"SOLVER.EMA_EVERY=0: .* at least 1; MODEL_EMA = 0 makes no EMA"):
         to_train_config(cfg)
 
 
