@@ -16,9 +16,9 @@ from opensora.acceleration.compile import compile_blocks
 from opensora.acceleration.distributed import World, broadcast_from_rank0, init_world, shutdown
 from opensora.acceleration.engine import build_engine, check_engine
 from opensora.acceleration.sequence_parallel import parallelise
-from opensora.checkpoint.weight_sources import refuse_misnamed
+from opensora.checkpoint.weight_files import refuse_misnamed
 from opensora.config.load import TrainConfig, parse_config, to_dict
-from opensora.config.lora import LoraOptions
+from opensora.config.schema import LoraOptions
 from opensora.datasets.buckets.bucket import refuse_illegal_sizes
 from opensora.datasets.dataloader import batch_bytes, build_loader, build_sampler
 from opensora.datasets.sampler import BatchSampler

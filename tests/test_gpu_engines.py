@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from opensora.acceleration.compile import compile_blocks
 from opensora.acceleration.distributed import World
 from opensora.acceleration.engine import Engine, build_engine
-from opensora.checkpoint.shards import gathered
+from opensora.checkpoint.tensors import full_tensor
 from opensora.training.ema import EMA
 from tests.conftest import join_ranks
 from tests.models.denoisers import build
@@ -86,7 +86,7 @@ def train(engine: Engine, world: World, accumulation: int = 1, steps: range = ra
 
 
 def whole(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: (gathered(t) if isinstance(t, DTensor) else t).detach().clone().cpu() for name, t in state.items()}
+    return {name: (full_tensor(t) if isinstance(t, DTensor) else t).detach().clone().cpu() for name, t in state.items()}
 
 
 def assert_near(found: torch.Tensor, expected: torch.Tensor, tolerances: tuple[float, float], case: object) -> None:

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from timm.layers import Mlp
 from torch import nn
 
-from opensora.config.activation_checkpointing import CheckpointLevel
+from opensora.config.schema import checkpointed_parts
 from opensora.models.denoiser import Denoiser
 from opensora.models.layers.attention import Attention, CrossAttention
 
@@ -65,7 +65,7 @@ def activation_bytes(
     model: Denoiser,
     tokens: float,
     num_bytes: int,
-    recompute: CheckpointLevel,
+    level: str,
     *,
     compiled: bool = False,
     kernels: bool = False,
@@ -76,13 +76,13 @@ def activation_bytes(
         model: a denoiser, on any device, also "meta".
         tokens: of all samples of a batch that this process holds, B N / sp_size.
         num_bytes: 4 for fp32, 2 for bf16 and fp16.
-        recompute: which parts are checkpointed.
+        level: a value of `grad_checkpoint`.
         compiled: whether the blocks are compiled.
         kernels: whether our kernels compute, as they do on a GPU.
     """
     blocks = model.transformer_blocks()
     units, again = 0.0, 0.0
-    for block, part in zip(blocks, recompute.parts(len(blocks)), strict=True):
+    for block, part in zip(blocks, checkpointed_parts(level, len(blocks)), strict=True):
         of = block_units(block, num_bytes, kernels=kernels)
         less = COMPILED if compiled else 1.0
         kept, missing = _kept(of, part)

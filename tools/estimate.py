@@ -43,9 +43,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from opensora.acceleration.checkpointing import checkpoint_activations
-from opensora.config.activation_checkpointing import level_of, parse_level
 from opensora.config.load import TrainConfig, parse_config, read_file
-from opensora.config.lora import LoraOptions
+from opensora.config.schema import LoraOptions, level_of
 from opensora.datasets.buckets.bucket import Buckets
 from opensora.models.denoiser import Denoiser
 from opensora.registry import DATASETS, MODELS, SCHEDULERS, build_module
@@ -212,7 +211,7 @@ def memory_rows(
     for engine, level, batch in itertools.product(ENGINES, levels, batches or (clip.batch,)):
         state = state_bytes(sizes, engine, machines, shard=_shard(cfg, machines), short=short)
         kept = activation_bytes(
-            built.model, batch * place, 2 if short else 4, parse_level(level), compiled=cfg.compile, kernels=True
+            built.model, batch * place, 2 if short else 4, level, compiled=cfg.compile, kernels=True
         )
         gib = {"state": sum(state.values()) / GIB, "activations": kept / GIB, "frozen": frozen / GIB}
         row = {"engine": engine, "checkpoint": level, "clip": clip.name, "batch": batch}

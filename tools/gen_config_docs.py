@@ -22,7 +22,7 @@ from opensora.config.schema import (
     VAETrainConfig,
     schema_fields,
 )
-from opensora.config.upgrade import KEY_ALIASES
+from opensora.config.upgrade import OLD_KEYS, OLD_SCHEDULERS
 from opensora.registry import DATASETS, MODELS, SCHEDULERS, Registry
 
 ROOT = Path(__file__).parent.parent
@@ -103,7 +103,10 @@ def schema_section(schema: Schema) -> str:
 
 def old_names() -> str:
     """Older spellings of keys."""
-    rows = [(f"`{part}.{old}`", f"`{part}.{new}`") for part, names in KEY_ALIASES.items() for old, new in names.items()]
+    rows = [(f"`{part}.{old}`", f"`{part}.{new}`") for part, names in OLD_KEYS.items() for old, new in names.items()]
+    for kind, flags in OLD_SCHEDULERS.items():
+        rows += [(f"`scheduler.{old}` of `{kind}`", f"`scheduler.{new}`") for old, (new, *_) in flags.items()]
+    rows.append(("`scheduler.sample_method`, `loc`, `scale` of `rflow`", "`scheduler.timestep_sampling`"))
     return "## Older spellings\n\n" + table(("accepted", "means"), rows)
 
 

@@ -19,7 +19,7 @@ from opensora.checkpoint.load import MANIFEST, open_checkpoint, read_weights
 from opensora.checkpoint.lora import Adapter, factors_of, load_lora, write_adapter
 from opensora.checkpoint.weight_files import refuse_existing, write_file
 from opensora.config.load import read_file
-from opensora.config.lora import LoraOptions
+from opensora.config.schema import LoraOptions
 from opensora.registry import MODELS
 from opensora.utils.errors import UserError, exit_on_user_error
 from opensora.utils.imports import import_parts, not_imported

@@ -34,8 +34,8 @@ from opensora.acceleration.distributed import World, init_world
 from opensora.acceleration.engine import build_engine
 from opensora.config.command_line import read_command
 from opensora.config.load import TrainConfig, read_file
-from opensora.config.lora import LoraOptions
 from opensora.config.resolve import Draft
+from opensora.config.schema import LoraOptions
 from opensora.config.yacs import deepspeed_overrides
 from opensora.datasets.buckets.bucket import Buckets, parse_num_frames
 from opensora.registry import DATASETS, MODELS, SCHEDULERS, build_module

@@ -18,7 +18,7 @@ from torch._higher_order_ops import wrap as wrap_operator
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from opensora.acceleration.patching import wrap_forward
-from opensora.config.activation_checkpointing import parse_level
+from opensora.config.schema import checkpointed_parts
 from opensora.utils.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ TAGS_MISS_FUNCTIONS = "2.10" <= torch.__version__ < "2.12"
 def checkpoint_activations(
     blocks: Iterable[nn.Module], level: str = "block", stacks: Sequence[int] | None = None
 ) -> None:
-    """Checkpoint what `level` says (see `opensora.config.activation_checkpointing`); nothing happens without gradients.
+    """Checkpoint what `level` says (see `opensora.config.schema.checkpointed_parts`); nothing happens without gradients.
 
     Args:
         blocks: of a denoiser, in forward order.
@@ -59,7 +59,7 @@ def checkpoint_activations(
         UserError: there is no such level, or it means MLPs and the blocks have no `mlp`.
     """
     blocks = list(blocks)
-    for block, kind in zip(blocks, parse_level(level).parts(len(blocks), stacks), strict=True):
+    for block, kind in zip(blocks, checkpointed_parts(level, len(blocks), stacks), strict=True):
         if kind == "nothing":
             continue
         eager, compiled = (_SELECTIVE, _SELECTIVE) if kind == "selective" else ({}, _WHOLE_COMPILED)

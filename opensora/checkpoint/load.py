@@ -4,18 +4,17 @@
         manifest.json                what made it: config, commit, versions, step, data; every file with size and CRC-32
         state.json                   step, position in the data, whatever else a resume needs
         model/model.safetensors      fp32 weights; of sharded engines model-00000-of-00008.safetensors and so on
-        ema/ema.safetensors          fp32 averaged weights
+        ema/ema.safetensors          fp32 EMA weights
         optimizer/optimizer.safetensors
 
-How a folder is written is in `save.py`, how tensors lie in the files in `files.py`. No generator state is saved,
-because all randomness is a function of (seed, step, position): see `opensora.utils.seed`.
+`save.py` writes a folder, `tensors.py` the files. No generator state is saved, because all randomness is a function of
+(seed, step, position): see `opensora.utils.seed`.
 """
 
 import json
 import logging
-import re
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -23,17 +22,14 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from opensora.checkpoint.files import SavedTensors, checksum
 from opensora.checkpoint.save import MANIFEST, STATE, Writing
-from opensora.checkpoint.shards import fill, shard_of
-from opensora.checkpoint.weight_files import read_file
-from opensora.checkpoint.weight_sources import find_weights
+from opensora.checkpoint.tensors import SavedTensors, checksum, load_into, shard_of
+from opensora.checkpoint.weight_files import find_weights, read_file
 from opensora.utils.errors import UserError
 
 logger = logging.getLogger(__name__)
 
 RUNTIME_PREFIXES = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
-INTERRUPTED = re.compile(r"\.(.+)\.partial-[\w-]+")
 
 
 @dataclass(frozen=True)
@@ -75,9 +71,9 @@ def save_checkpoint(
 
 
 def file_header(manifest: Mapping[str, Any]) -> dict[str, str]:
-    """What each file says of itself, so that one that was taken out of its folder can still be told."""
-    told = {key: str(manifest[key]) for key in ("step", "model", "config_hash", "git_commit") if manifest.get(key)}
-    return {"format": "pt", **told}
+    """The metadata of each file, which name its origin even outside its folder."""
+    origin = {key: str(manifest[key]) for key in ("step", "model", "config_hash", "git_commit") if manifest.get(key)}
+    return {"format": "pt", **origin}
 
 
 def open_checkpoint(path: str | Path, *, check: Literal["size", "checksum"] = "size") -> Checkpoint:
@@ -98,9 +94,16 @@ def open_checkpoint(path: str | Path, *, check: Literal["size", "checksum"] = "s
             f"{_found_inside(path)}{_found_inside(path.parent)}"
         )
     manifest = json.loads((path / MANIFEST).read_text())
-    broken = [what for name, size in manifest["files"].items() if (what := _wrong_size(path, name, size))]
+    broken = []
+    for name, size in manifest["files"].items():
+        found = (path / name).stat().st_size if (path / name).is_file() else None
+        if found != size:
+            broken.append(f"{name} ({'missing' if found is None else f'{found} of {size} bytes'})")
     if not broken and check == "checksum":
-        broken = _changed(path, manifest)
+        if "crc32" not in manifest:
+            raise UserError(f"{path} was written by a version without checksums; load it with --load-check size.")
+        changed = [name for name, crc in manifest["crc32"].items() if f"{checksum(path / name):08x}" != crc]
+        broken = [f"{name} (its content changed)" for name in changed]
     if broken:
         raise UserError(
             f"{path} is not a complete checkpoint: {', '.join(broken)}. Load another one.{_found_inside(path.parent)}"
@@ -109,10 +112,10 @@ def open_checkpoint(path: str | Path, *, check: Literal["size", "checksum"] = "s
 
 
 def latest_checkpoint(run: Path, *, check: Literal["size", "checksum"] = "size") -> Path | None:
-    """The newest complete checkpoint of a run; None = it has none. What is passed over for it is told in the log."""
+    """The newest complete checkpoint of a run; None = it has none. The log names what is passed over."""
     for path in sorted(run.glob(".*.partial-*")):
-        if named := INTERRUPTED.fullmatch(path.name):
-            logger.warning("%s: the writing of %s was interrupted; it is passed over.", run, named[1])
+        name = path.name[1:].rpartition(".partial-")[0]
+        logger.warning("%s: the writing of %s was interrupted; it is passed over.", run, name)
     for path in reversed(complete_checkpoints(run)):
         try:
             return open_checkpoint(path, check=check).path
@@ -137,21 +140,26 @@ def complete_checkpoints(run: Path) -> list[Path]:
 def read_weights(path: str | Path) -> Mapping[str, Tensor]:
     """Weights from one of our checkpoint folders (its EMA if there), or from whatever `find_weights` understands.
 
-    Formats are told apart by content, never by file name. A pickle with more than plain data in it is refused. The
+    Formats are recognised by content, never by file name. A pickle with more than plain data in it is refused. The
     tensors are mapped from disk where the format allows it: copy them, do not change them.
 
     Raises:
         UserError: there is nothing to read at `path`, or it is not weights.
     """
     folder = Path(path).expanduser()
-    if own := _own_weights(folder):
-        return own
+    if (folder / MANIFEST).is_file():
+        checkpoint = open_checkpoint(folder)
+        if own := checkpoint.tensors("ema") or checkpoint.tensors("model"):
+            return own
     try:
         state = read_file(find_weights(path))
     except UserError as error:
-        near = folder if folder.is_dir() else folder.parent
-        raise UserError(f"{error}{_found_inside(near)}") from error
-    result = {_strip_prefixes(name): tensor for name, tensor in state.items()}
+        raise UserError(f"{error}{_found_inside(folder if folder.is_dir() else folder.parent)}") from error
+    result = {}
+    for name, tensor in state.items():
+        for prefix in RUNTIME_PREFIXES:
+            name = name.removeprefix(prefix).replace(f".{prefix}", ".")
+        result[name] = tensor
     if len(result) < len(state):
         raise UserError(
             f"{path} holds tensors twice, with and without one of the prefixes {', '.join(RUNTIME_PREFIXES)}."
@@ -171,48 +179,39 @@ def load_strictly(
         UserError: names or shapes differ; the model is left as it was.
     """
     own = model.state_dict()
-    found: Callable[[str], Tensor] = state.meta if isinstance(state, SavedTensors) else state.__getitem__
     both = sorted(own.keys() & state.keys())
+    found = {name: state.meta(name) if isinstance(state, SavedTensors) else state[name] for name in both}
     missing = sorted(own.keys() - state.keys() - set(may_miss))
     unexpected = sorted(state.keys() - own.keys())
     reshaped = [
-        f"{name}: file {tuple(found(name).shape)}, model {tuple(own[name].shape)}"
+        f"{name}: file {tuple(found[name].shape)}, model {tuple(own[name].shape)}"
         for name in both
-        if found(name).shape != own[name].shape
+        if found[name].shape != own[name].shape
     ]
-    other_kind = [
-        f"{name}: file {_dtype(found(name))}, model {_dtype(own[name])}"
+    other_dtype = [
+        f"{name}: file {found[name].dtype}, model {own[name].dtype}".replace("torch.", "")
         for name in both
-        if found(name).is_floating_point() != own[name].is_floating_point()
+        if found[name].is_floating_point() != own[name].is_floating_point()
     ]
-    if missing or unexpected or reshaped or other_kind:
+    if missing or unexpected or reshaped or other_dtype:
+        advice = "Check model.type and its sizes in the config: they must be those of the run that wrote the file."
+        if missing + unexpected == ["lora_forwards"]:  # `opensora.training.lora.COUNTER`, which imports this module
+            advice = "lora.dropout was 0 in the run that wrote the file, or is here, and not in both: it cannot be switched on or off."
+        elif with_lora := [names is unexpected for names in (missing, unexpected) if any(".lora_" in n for n in names)]:
+            advice = (
+                f"The file is of a run {'with' if with_lora[0] else 'without'} lora. --load goes on with a run of the same kind; "
+                "the base of a new lora is named by --ckpt-path, and `python -m tools.lora merge` makes plain weights of one."
+            )
         raise UserError(
             f"{source} does not fit this {type(model).__name__} ({len(own)} tensors; the file has {len(state)}).\n"
             + _listing("missing in the file", missing, list(state))
             + _listing("in the file only", unexpected, list(own))
             + _listing("of another shape", reshaped)
-            + _listing("of another kind of number (quantised weights?)", other_kind)
-            + _advice(missing, unexpected)
+            + _listing("of another dtype (quantised weights?)", other_dtype)
+            + advice
         )
     for name in both:
-        fill(own[name], state, name)
-
-
-def _advice(missing: list[str], unexpected: list[str]) -> str:
-    """What to change, where a file does not fit."""
-    if missing + unexpected == ["lora_forwards"]:  # `utils.lora.COUNTER`, which lies on top of this module
-        return "lora.dropout was 0 in the run that wrote the file, or is here, and not in both: it cannot be switched on or off."
-    for names, what in ((missing, "without"), (unexpected, "with")):
-        if any(".lora_" in name for name in names):
-            return (
-                f"The file is of a run {what} lora. --load goes on with a run of the same kind; the base of a new lora is "
-                "named by --ckpt-path, and `python -m tools.lora merge` makes plain weights of one."
-            )
-    return "Check model.type and its sizes in the config: they must be those of the run that wrote the file."
-
-
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+        load_into(own[name], state, name)
 
 
 def _listing(title: str, names: list[str], others: Iterable[str] = ()) -> str:
@@ -226,36 +225,6 @@ def _listing(title: str, names: list[str], others: Iterable[str] = ()) -> str:
     return f"  {len(names)} {title}:\n" + "\n".join(lines) + "\n" + more
 
 
-def _own_weights(folder: Path) -> SavedTensors | None:
-    """The weights in a checkpoint folder of ours; None = it is something else."""
-    if not (folder / MANIFEST).is_file():
-        return None
-    checkpoint = open_checkpoint(folder)
-    return checkpoint.tensors("ema") or checkpoint.tensors("model") or None
-
-
-def _wrong_size(folder: Path, name: str, size: int) -> str:
-    """What is wrong with a file of a checkpoint, or an empty string."""
-    if not (folder / name).is_file():
-        return f"{name} (missing)"
-    found = (folder / name).stat().st_size
-    return f"{name} ({found} of {size} bytes)" if found != size else ""
-
-
-def _changed(folder: Path, manifest: Mapping[str, Any]) -> list[str]:
-    """The files whose checksum is not the manifest's."""
-    if "crc32" not in manifest:
-        raise UserError(f"{folder} was written by a version without checksums; load it with --load-check size.")
-    wanted = manifest["crc32"].items()
-    return [f"{name} (its numbers changed)" for name, crc in wanted if f"{checksum(folder / name):08x}" != crc]
-
-
 def _found_inside(folder: Path) -> str:
     found = complete_checkpoints(folder) if folder.is_dir() else []
     return f" Complete checkpoints in {folder}: {', '.join(path.name for path in found)}." if found else ""
-
-
-def _strip_prefixes(name: str) -> str:
-    for prefix in RUNTIME_PREFIXES:
-        name = name.removeprefix(prefix).replace(f".{prefix}", ".")
-    return name

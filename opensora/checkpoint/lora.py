@@ -3,15 +3,15 @@
 An adapted linear layer computes W x + s (alpha / rank) B A x, with A [rank, in] and B [out, rank]. Adding s (alpha / rank)
 B A to W gives a plain layer with the same output, so sampling needs neither an extra product nor a package.
 
-Files are those of peft: a folder with `adapter_config.json` and `adapter_model.safetensors`. A checkpoint folder of a run
-with `lora` is read too; its average is taken.
+Files are those of peft: a folder with `adapter_config.json` and `adapter_model.safetensors`. Of a checkpoint folder of a run
+with `lora` the EMA is taken.
 """
 
 import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -19,14 +19,14 @@ from torch import Tensor, nn
 
 from opensora.checkpoint.load import MANIFEST, open_checkpoint
 from opensora.checkpoint.weight_files import read_file
-from opensora.config.lora import LoraOptions, is_number
+from opensora.config.schema import LoraOptions, is_number
 from opensora.registry import did_you_mean
 from opensora.utils.errors import UserError
+from opensora.utils.folders import read_json
 
 CONFIG_FILE, WEIGHT_FILE = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # how peft names a wrapped model's layers in its files
 FACTOR = re.compile(rf"^(?:{re.escape(PREFIX)})?(.+)\.lora_([AB])(?:\.\w+)?\.weight$")
-COPY_AGAIN = "Copy or download the folder again."
 COUNTER = "lora_forwards"  # see `opensora.training.lora`
 # what peft can do beyond B A x, by its name in a config; a file that asks for one of these is refused
 UNKNOWN_KINDS = (
@@ -55,10 +55,10 @@ def factors_of(state: Mapping[str, Tensor], source: str | Path) -> dict[str, tup
             halves.setdefault(match[1], {})[match[2]] = tensor
         elif name != COUNTER:
             others.append(name)
-    odd = [name for name, pair in halves.items() if pair.keys() != {"A", "B"}]
-    if others or odd or not halves:
-        found = f"it also holds {', '.join(sorted(others)[:3])}" if others else "its layers lack lora_A or lora_B"
-        raise UserError(f"{source} is no LoRA: {found if others or odd else 'it holds no lora_A and lora_B'}.")
+    if others:
+        raise UserError(f"{source} is no LoRA: it also holds {', '.join(sorted(others)[:3])}.")
+    if not halves or any(pair.keys() != {"A", "B"} for pair in halves.values()):
+        raise UserError(f"{source} is no LoRA: {'its layers lack' if halves else 'it holds no'} lora_A or lora_B.")
     return {name: (pair["A"], pair["B"]) for name, pair in halves.items()}
 
 
@@ -70,15 +70,30 @@ def read_adapter(path: str | Path) -> Adapter:
     """
     path = Path(path).expanduser()
     if (path / MANIFEST).is_file():
-        return _of_checkpoint(path)
-    folder = path.parent if path.is_file() else path
+        checkpoint = open_checkpoint(path)
+        options = (checkpoint.manifest.get("config") or {}).get("lora")
+        if options is None:
+            raise UserError(f"{path} is a checkpoint of a run without lora: load it with --ckpt-path.")
+        state = checkpoint.tensors("ema") or checkpoint.tensors("model")
+        return Adapter(factors_of(state, path), LoraOptions.of(options).scale)
     weights = path if path.is_file() else path / WEIGHT_FILE
-    if not weights.is_file() or not (folder / CONFIG_FILE).is_file():
+    file = weights.parent / CONFIG_FILE
+    if not weights.is_file() or not file.is_file():
         raise UserError(
             f"{path} is no LoRA: expected a folder with {CONFIG_FILE} and {WEIGHT_FILE}, or a checkpoint folder of a run "
             "with lora=dict(...)."
         )
-    scale = _scale_of(folder / CONFIG_FILE)  # refuses other kinds
+    remedy = "Copy or download the folder again."
+    config = read_json(file, remedy)
+    kind, more = config.get("peft_type"), [key for key in UNKNOWN_KINDS if config.get(key)]
+    if kind != "LORA" or config.get("bias", "none") != "none" or more:
+        raise UserError(f"{file}: {', '.join(more) or f'peft_type={kind!r}'}: only plain LoRA without bias is read.")
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if not is_number(rank) or rank != int(rank) or rank < 1 or not is_number(alpha):
+        raise UserError(
+            f"{file}: r={rank!r} and lora_alpha={alpha!r} must be a whole number from 1 and a number. {remedy}"
+        )
+    scale = float(alpha) / (rank**0.5 if config.get("use_rslora") else rank)
     return Adapter(factors_of(read_file(weights), weights), scale)
 
 
@@ -147,39 +162,3 @@ def merge_adapter(model: nn.Module, adapter: Adapter, scale: float = 1.0, source
 def load_lora(model: nn.Module, path: str | Path, scale: float = 1.0) -> int:
     """Read the adapter at `path` and merge it; see `read_adapter` and `merge_adapter`."""
     return merge_adapter(model, read_adapter(path), scale, path)
-
-
-def _of_checkpoint(path: Path) -> Adapter:
-    checkpoint = open_checkpoint(path)
-    options = (checkpoint.manifest.get("config") or {}).get("lora")
-    if options is None:
-        raise UserError(f"{path} is a checkpoint of a run without lora: load it with --ckpt-path.")
-    state = checkpoint.tensors("ema") or checkpoint.tensors("model")
-    return Adapter(factors_of(state, path), LoraOptions.of(options).scale)
-
-
-def _scale_of(file: Path) -> float:
-    """alpha / rank, as an `adapter_config.json` says."""
-    config = _read_config(file)
-    more = [key for key in UNKNOWN_KINDS if config.get(key)]
-    if config.get("peft_type") != "LORA" or config.get("bias", "none") != "none" or more:
-        kind = config.get("peft_type")
-        raise UserError(f"{file}: {', '.join(more) or f'peft_type={kind!r}'}: only plain LoRA without bias is read.")
-    rank, alpha = config.get("r"), config.get("lora_alpha")
-    if not is_number(rank) or rank != int(rank) or rank < 1:
-        raise UserError(f"{file}: r={rank!r}, the rank, must be a whole number from 1. {COPY_AGAIN}")
-    if not is_number(alpha):
-        raise UserError(f"{file}: lora_alpha={alpha!r} must be a number. {COPY_AGAIN}")
-    return float(alpha) / (rank**0.5 if config.get("use_rslora") else rank)
-
-
-def _read_config(file: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:  # of the text's encoding or of JSON
-        raise UserError(f"{file} is no valid JSON ({error}). {COPY_AGAIN}") from error
-    if not isinstance(config, dict):
-        raise UserError(
-            f"{file} holds a {type(config).__name__}; expected an object with peft_type, r and lora_alpha. {COPY_AGAIN}"
-        )
-    return config

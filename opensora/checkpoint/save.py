@@ -7,8 +7,8 @@
     epoch0-global_step5/                     when the manifest, its last file, is on the disk
 
 Every process writes its own files and then its note. Rank 0 waits for all notes, writes the state and the manifest, and
-renames the folder. Processes speak through these files alone: no collective call runs while training goes on, where it
-would get in the way of the training's own (a known deadlock), and a save may take longer than a step is allowed to.
+renames the folder. Processes communicate through these files alone: a collective call next to the training's own could
+deadlock, and a save may take longer than a step is allowed to.
 """
 
 import contextlib
@@ -21,13 +21,12 @@ import shutil
 import threading
 import time
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from opensora.checkpoint.files import FileRecord, write_tensors
-from opensora.checkpoint.shards import Shard
+from opensora.checkpoint.tensors import FileRecord, Shard, write_tensors
 from opensora.utils.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -69,18 +68,37 @@ class Writing:
             parts: name -> what this process is to write of it; rank 0 names all parts.
             header: for the header of each file.
         """
-        files = self._own_files(parts)
+        files = {}
+        for part, shards in parts.items():
+            whole = self.rank == 0 and all(shard.shape == tuple(shard.local.shape) for shard in shards.values())
+            name = part if whole else f"{part}-{self.rank:05d}-of-{self.size:05d}"
+            if shards or self.rank == 0:  # rank 0 writes one of each
+                files[part] = self.partial / part / f"{name}.safetensors"
+        note = self._note(self.rank)
+        unfinished = note.with_suffix(".tmp")
         try:
             self.partial.mkdir(parents=True, exist_ok=True)
-            self._unfinished_note.touch()  # first, so that a disk which is full by then need only give it another name
+            unfinished.touch()  # first, so that a disk which is full by then need only give it another name
             records = {}
             for part, file in files.items():
                 file.parent.mkdir(parents=True, exist_ok=True)
-                content = write_tensors(file, parts[part], {**header, "part": part})
-                records[str(file.relative_to(self.partial))] = content
-            self._leave_note({"files": records})
+                record = write_tensors(file, parts[part], {**header, "part": part})
+                records[str(file.relative_to(self.partial))] = record
+            unfinished.write_text(json.dumps({"files": records}))
+            unfinished.rename(note)
         except Exception as error:
-            self._tell_failure(error, files.values())
+            for file in files.values():  # makes room for the note
+                with contextlib.suppress(OSError):
+                    file.unlink()
+            try:
+                unfinished.write_text(json.dumps({"error": f"rank {self.rank}: {type(error).__name__}: {error}"}))
+                unfinished.rename(note)
+            except OSError:
+                kind = errno.errorcode.get(getattr(error, "errno", None) or 0, type(error).__name__)
+                try:
+                    unfinished.rename(self.partial / f".failed-{self.rank:05d}-{kind}")
+                except OSError:  # then `error`, which is raised, and the log are all there is
+                    logger.error("rank %d can write nothing at all to %s: %s", self.rank, self.partial, error)
             raise
 
     def commit(self, state: Mapping[str, Any], manifest: Mapping[str, Any], *, timeout_s: float = TIMEOUT_S) -> Path:
@@ -99,56 +117,33 @@ class Writing:
         content = {**manifest, "attempt": self.token, "files": files, "crc32": checksums}
         _write_json(self.partial / MANIFEST, content)
         for folder in (*{(self.partial / name).parent for name in files}, self.partial):
-            flush_folder(folder)
-        _put_in_place(self.partial, self.path, self.token)
-        flush_folder(self.path.parent)
+            _flush_folder(folder)
+        old = self.path.with_name(f".{self.path.name}.old-{self.token}")
+        replaces = self.path.exists()
+        if replaces:
+            self.path.rename(old)
+        self.partial.rename(self.path)
+        if replaces:
+            shutil.rmtree(old)
+        _flush_folder(self.path.parent)
         return self.path
 
     def discard(self) -> None:
         """Remove what was written of an attempt that failed."""
         shutil.rmtree(self.partial, ignore_errors=True)
 
-    def _own_files(self, parts: Mapping[str, Mapping[str, Shard]]) -> dict[str, Path]:
-        """Part -> the file that this process is to write of it; rank 0 writes one of each."""
-        written = {part: shards for part, shards in parts.items() if shards or self.rank == 0}
-        return {part: self.partial / part / self._file_name(part, shards) for part, shards in written.items()}
-
-    def _file_name(self, part: str, shards: Mapping[str, Shard]) -> str:
-        if self.rank == 0 and all(shard.shape == tuple(shard.local.shape) for shard in shards.values()):
-            return f"{part}.safetensors"
-        return f"{part}-{self.rank:05d}-of-{self.size:05d}.safetensors"
-
     def _note(self, rank: int) -> Path:
         return self.partial / f".done-{rank:05d}.json"
-
-    @property
-    def _unfinished_note(self) -> Path:
-        return self._note(self.rank).with_suffix(".tmp")
-
-    def _leave_note(self, content: Mapping[str, Any]) -> None:
-        self._unfinished_note.write_text(json.dumps(content))
-        self._unfinished_note.rename(self._note(self.rank))
-
-    def _tell_failure(self, error: Exception, files: Iterable[Path]) -> None:
-        """Leave a note of it in the room that this process's files took, or, where there is none, a name alone."""
-        for file in files:
-            with contextlib.suppress(OSError):  # it may not have been begun
-                file.unlink()
-        try:
-            self._leave_note({"error": f"rank {self.rank}: {type(error).__name__}: {error}"})
-        except OSError:
-            kind = errno.errorcode.get(getattr(error, "errno", None) or 0, type(error).__name__)
-            try:
-                self._unfinished_note.rename(self.partial / f".failed-{self.rank:05d}-{kind}")
-            except OSError:  # then `error`, which is raised, and the log are all there is
-                logger.error("rank %d can write nothing at all to %s: %s", self.rank, self.partial, error)
 
     def _await_notes(self, timeout_s: float) -> dict[str, FileRecord]:
         records: dict[str, FileRecord] = {}
         waiting, begin, ended = list(range(self.size)), time.monotonic(), False
         while True:
-            there = {path.name for path in self.partial.iterdir()}
-            _raise_failures(there)
+            there = sorted(path.name for path in self.partial.iterdir())
+            for failed in filter(None, map(FAILED.fullmatch, there)):
+                number = getattr(errno, failed[2], None)  # an errno's number is each system's own, its name is not
+                why = os.strerror(number) if isinstance(number, int) else "the disk took no more of its message"
+                raise UserError(f"rank {int(failed[1])}: {failed[2]}: {why}")
             for rank in [rank for rank in waiting if self._note(rank).name in there]:
                 records |= self._read_note(rank)
                 waiting.remove(rank)
@@ -176,16 +171,7 @@ class Writing:
         return records
 
 
-def _raise_failures(names: Iterable[str]) -> None:
-    """Raise what a process could tell by the name of a file alone, if one did."""
-    for failed in filter(None, map(FAILED.fullmatch, sorted(names))):
-        rank, kind = int(failed[1]), failed[2]
-        number = getattr(errno, kind, None)  # an errno's number is each system's own, its name is not
-        why = os.strerror(number) if isinstance(number, int) else "the disk took no more of its message"
-        raise UserError(f"rank {rank}: {kind}: {why}")
-
-
-def flush_folder(folder: Path) -> None:
+def _flush_folder(folder: Path) -> None:
     """Wait until a folder's list of names is on the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -201,13 +187,3 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> FileRecord:
         file.flush()
         os.fsync(file.fileno())
     return FileRecord(len(data), zlib.crc32(data))
-
-
-def _put_in_place(partial: Path, path: Path, token: str) -> None:
-    if not path.exists():
-        partial.rename(path)
-        return
-    old = path.with_name(f".{path.name}.old-{token}")
-    path.rename(old)
-    partial.rename(path)
-    shutil.rmtree(old)

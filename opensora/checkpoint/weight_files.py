@@ -1,7 +1,6 @@
-"""Files of weights, told apart by their first bytes: safetensors, `torch.save`, and the index of a set of shards.
+"""Files of weights: which one a file name, a folder or a hub id stands for, and how it is read and written.
 
-Also the one way in which weights leave as a single file. Which file a folder or a hub id stands for is decided in
-`opensora.checkpoint.weight_sources`.
+Files are recognised by their first bytes: safetensors, `torch.save`, and the index of a set of shards.
 """
 
 import json
@@ -11,7 +10,8 @@ import pickle
 import re
 import shlex
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
+from glob import escape
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
@@ -20,21 +20,30 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from opensora.checkpoint.pretrained import hub_error
 from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.errors import UserError
 
 log = logging.getLogger(__name__)
 
 Kind = Literal["safetensors", "pickle", "index"]
-WRAPPERS = ("ema", "state_dict_ema", "state_dict", "model", "module")  # an average is taken before what it averages
+WRAPPERS = ("ema", "state_dict_ema", "state_dict", "model", "module")  # an EMA is taken before its weights
 MAX_HEADER = 100_000_000  # bytes; safetensors' own limit
-# What torch.load raises for a damaged file, beside UnpicklingError.
+# what torch.load raises for a damaged file, besides UnpicklingError
 DAMAGED = (SafetensorError, RuntimeError, EOFError, ValueError, LookupError, AttributeError, TypeError, OSError)
 TAKE_OUT = (
     "import sys, torch; s = torch.load(sys.argv[1], map_location='cpu', weights_only=False); "
     "s = s.state_dict() if hasattr(s, 'state_dict') else s; "
     f"torch.save({{k: s[k] for k in {WRAPPERS} if k in s}} or s, sys.argv[2])"
 )
+PIPELINE = "model_index.json"  # in the folder of a diffusers pipeline; the denoiser is in `transformer`
+COLOSSALAI_STATE = "running_states.json"  # next to `model` in a checkpoint of Open-Sora's own trainer
+SUFFIXES: dict[str, Kind] = {".safetensors": "safetensors", ".bin": "pickle", ".pt": "pickle", ".pth": "pickle"}
+SHARD = re.compile(r"-\d+-of-(\d+)\.")
+HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:/(.+))?")
+
+
+# --- one file
 
 
 def kind_of(path: Path) -> Kind | None:
@@ -44,7 +53,11 @@ def kind_of(path: Path) -> Kind | None:
     if head[8:] == b"{" and int.from_bytes(head[:8], "little") <= MAX_HEADER:
         return "safetensors"
     if head.startswith(b"PK\x03\x04"):
-        return "pickle" if _is_torch_archive(path) else None
+        try:
+            with zipfile.ZipFile(path) as archive:
+                return "pickle" if any(name.endswith("data.pkl") for name in archive.namelist()) else None
+        except zipfile.BadZipFile:  # cut off: the list of contents is at the end
+            return "pickle"
     if head[:1] == b"\x80" and head[1] in range(2, 6):  # a pickle, the form of torch.save before PyTorch 1.6
         return "pickle"
     if head.lstrip()[:1] == b"{" and ".index" in path.name and _weight_map(path):
@@ -59,16 +72,25 @@ def read_file(path: Path) -> dict[str, Tensor]:
         UserError: it is no file of weights, is damaged, or is a pickle with more in it than plain data.
     """
     kind = kind_of(path)
-    if kind is None:
-        raise UserError(f"{path} cannot be read as weights: {_what_instead(path)}.")
-    if kind == "index":
-        return _read_shards(path)
     try:
-        return load_file(path) if kind == "safetensors" else _unwrap(_load_pickle(path), path)
+        if kind == "index":
+            return _read_shards(path)
+        if kind == "safetensors":
+            return load_file(path)
+        if kind == "pickle":
+            return _unwrap(_load_pickle(path), path)
     except UserError:
         raise
     except DAMAGED as error:
         raise UserError(f"{path} cannot be read as weights, it seems damaged: {error}") from error
+    with path.open("rb") as file:
+        head = file.read(200)
+    what = f"neither safetensors nor a file of torch.save begins like it, {head[:12]!r}"
+    if head.startswith(b"version https://git-lfs"):
+        what = "it is a Git LFS pointer, a note of where the file is. Fetch the file itself: git lfs pull"
+    elif head.lstrip().lower().startswith((b"<!doctype", b"<html")):
+        what = "it is a web page. Download the file itself"
+    raise UserError(f"{path} cannot be read as weights: {what if head else 'it is empty'}.")
 
 
 def shards_of(index: Path) -> list[str]:
@@ -79,8 +101,8 @@ def shards_of(index: Path) -> list[str]:
     """
     names = sorted(set(_weight_map(index).values()))
     for name in names:
-        place = PurePosixPath(name)
-        if not name or place.is_absolute() or ".." in place.parts or "\\" in name or ":" in name:
+        path = PurePosixPath(name)
+        if not name or path.is_absolute() or ".." in path.parts or "\\" in name or ":" in name:
             raise UserError(f"{index} is refused: its shard {name!r} is not inside the folder of the index.")
     return names
 
@@ -92,7 +114,7 @@ def write_file(tensors: Mapping[str, Tensor], out: Path, *, dtype: str, header: 
         tensors: name -> tensor; floating-point ones are written as `dtype`.
         out: the file to make.
         dtype: "fp32", "bf16" or "fp16".
-        header: what the file is and where it comes from; None is left out, what is no text becomes JSON.
+        header: what the file is and where it comes from; None is left out, other values than texts become JSON.
 
     Raises:
         UserError: `out` is there already.
@@ -104,15 +126,11 @@ def write_file(tensors: Mapping[str, Tensor], out: Path, *, dtype: str, header: 
         name: tensor.detach().to(wanted if tensor.is_floating_point() else tensor.dtype, copy=True).cpu().contiguous()
         for name, tensor in tensors.items()
     }
-    metadata = {
-        key: value if isinstance(value, str) else json.dumps(value, default=str)
-        for key, value in header.items()
-        if value is not None
-    }
+    texts = {key: v if isinstance(v, str) else json.dumps(v, default=str) for key, v in header.items() if v is not None}
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
     try:
-        save_file(copies, partial, metadata={"format": "pt", **metadata})
+        save_file(copies, partial, metadata={"format": "pt", **texts})
         partial.rename(out)
     finally:
         partial.unlink(missing_ok=True)
@@ -152,15 +170,16 @@ def _unwrap(content: Any, path: Path) -> dict[str, Tensor]:
         wrapper = next((key for key in WRAPPERS if isinstance(content.get(key), Mapping) and content[key]), None)
         if wrapper is None:
             break
-        if beside := sorted(str(key) for key in content if key != wrapper):
-            log.info("%s: taking %r; not used: %s", path, wrapper, ", ".join(beside[:8]))
+        if unused := sorted(str(key) for key in content if key != wrapper):
+            log.info("%s: taking %r; not used: %s", path, wrapper, ", ".join(unused[:8]))
         content = content[wrapper]
-    if not isinstance(content, Mapping) or not content:
-        raise UserError(f"{path} holds no dictionary of tensors, but: {_describe(content)}.")
-    others = {key: value for key, value in content.items() if not isinstance(value, Tensor)}
-    if others:
+    is_dict = isinstance(content, Mapping)
+    others = {key: value for key, value in content.items() if not isinstance(value, Tensor)} if is_dict else {}
+    if others or not content or not is_dict:
+        names = [f"{key} ({type(value).__name__})" for key, value in others.items()]
+        shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
         raise UserError(
-            f"{path} holds no dictionary of tensors alone; it also holds {_describe(others)}. "
+            f"{path} holds no dictionary of tensors alone, but: {shown or (type(content).__name__ if content else 'nothing')}. "
             f"Weights are looked for at the top and under {', '.join(WRAPPERS)}."
         )
     return {str(name): tensor.detach() for name, tensor in content.items()}
@@ -195,28 +214,161 @@ def _weight_map(index: Path) -> dict[str, str]:
     return {str(key): str(value) for key, value in found.items()} if isinstance(found, dict) else {}
 
 
-def _is_torch_archive(path: Path) -> bool:
+# --- which file
+
+
+def find_weights(name: str | Path) -> Path:
+    """The file of weights, or the index of shards, that `name` means.
+
+    `name` is a file; a folder with one set of weights (safetensors before pickles, shards with their index, the plain
+    files before variants such as `.fp16.`); the folder of a diffusers pipeline; a checkpoint of Open-Sora's own trainer
+    (ColossalAI's shards in `model`); or a hub id, `owner/name` or `owner/name/file`, of which only the weights and JSON
+    files are downloaded, into the hub's cache.
+
+    Raises:
+        UserError: there is nothing, or several sets of weights.
+    """
+    path = Path(name).expanduser()
+    if path.is_file():
+        return path
+    return _in_folder(path) if path.is_dir() else _on_hub(*_hub_id(name))
+
+
+def refuse_misnamed(name: str | Path | None) -> None:
+    """Check, without reading or fetching anything, that a config's `model.from_pretrained` can be weights; None is fine.
+
+    Raises:
+        UserError: there is neither a file nor a folder, and it is no hub id.
+    """
     try:
-        with zipfile.ZipFile(path) as archive:
-            return any(name.endswith("data.pkl") for name in archive.namelist())
-    except zipfile.BadZipFile:  # cut off: the list of contents is at the end
-        return True
+        if name is not None and not Path(name).expanduser().exists():
+            _hub_id(name)
+    except UserError as error:
+        raise UserError(f"model.from_pretrained (--ckpt-path): {error}") from None
 
 
-def _what_instead(path: Path) -> str:
-    with path.open("rb") as file:
-        head = file.read(200)
-    if head.startswith(b"version https://git-lfs"):
-        return "it is a Git LFS pointer, a note of where the file is. Fetch the file itself: git lfs pull"
-    if head.lstrip().lower().startswith((b"<!doctype", b"<html")):
-        return "it is a web page. Download the file itself"
-    if not head:
-        return "it is empty"
-    return f"neither safetensors nor a file of torch.save begins like it, {head[:12]!r}"
+def _hub_id(name: str | Path) -> tuple[str, str | None]:
+    """Repository and file of a hub id."""
+    path = Path(name).expanduser()
+    hub_id = None if str(name).startswith((".", "/", "~")) else HUB_ID.fullmatch(str(name))
+    # "runs/vea" next to a folder "runs", and "a/weights.pt", are misspelt paths
+    if hub_id is None or Path(path.parts[0]).exists() or (hub_id[2] is None and path.suffix in SUFFIXES):
+        raise UserError(
+            f"no weights at {name}: expected a checkpoint folder, a folder of diffusers, a .safetensors, .pt or .pth file, "
+            "or a hub id (owner/name or owner/name/file)."
+        )
+    return hub_id[1], hub_id[2]
 
 
-def _describe(content: Any) -> str:
-    if not isinstance(content, Mapping):
-        return type(content).__name__
-    shown = [f"{key} ({type(value).__name__})" for key, value in list(content.items())[:6]]
-    return ", ".join(shown) + (f" and {len(content) - 6} more" if len(content) > 6 else "") if shown else "nothing"
+def _in_folder(folder: Path) -> Path:
+    model, pipeline = folder / "model", (folder / PIPELINE).is_file()
+    if pipeline and not (folder / "transformer").is_dir():
+        raise UserError(f"{folder} is a pipeline without a folder transformer: it has no denoiser that fits here.")
+    if pipeline:
+        log.info("%s is a pipeline: reading its transformer", folder)
+        return _in_folder(folder / "transformer")
+    if model.is_dir() and ((folder / COLOSSALAI_STATE).is_file() or "index" in _kinds(model).values()):
+        ema_files = sorted(path for path in folder.glob("ema*") if path.is_file())
+        hint = f"; for the EMA weights name {ema_files[0]}" if ema_files else ""
+        log.info("%s is a checkpoint of Open-Sora's own trainer: reading its model, as that code does%s", folder, hint)
+        return _in_folder(model)
+    return folder / _choose(_kinds(folder), lambda index: shards_of(folder / index), str(folder))
+
+
+def _kinds(folder: Path) -> dict[str, Kind]:
+    """What each file of a folder is that could hold weights.
+
+    A damaged safetensors file counts, so that no other file is taken in its stead. Shards may lie deeper; their index names
+    them.
+    """
+    files = [path for path in sorted(folder.iterdir()) if path.is_file() and not path.name.startswith(".")]
+    kinds = {path.name: kind_of(path) or ("safetensors" if path.suffix == ".safetensors" else None) for path in files}
+    return {name: kind for name, kind in kinds.items() if kind is not None}
+
+
+def _choose(kinds: Mapping[str, Kind], shards: Callable[[str], Collection[str]], where: str) -> str:
+    """The one set of weights among some files, as its one file or its index, of the safest kind that is there."""
+    sets = {name: shards(name) for name, kind in kinds.items() if kind == "index"}
+    of_a_set = {shard for names in sets.values() for shard in names}
+    entries = [name for name in kinds if name not in of_a_set]
+    # `model.fp16.safetensors` and `model.safetensors.index.fp16.json` are variants of other files
+    plain = {name: re.sub(r"\.(?:fp16|bf16|fp32|non_ema)(?=\.)", "", name) for name in entries}
+    entries = [name for name in entries if plain[name] == name or plain[name] not in entries]
+
+    def is_safe(file: str) -> bool:
+        # a shard that is missing or lies deeper is judged by its suffix, so that an incomplete set stays a candidate
+        return (kinds.get(file) or SUFFIXES.get(Path(file).suffix)) == "safetensors"
+
+    def is_part(name: str) -> bool:
+        return (numbers := SHARD.search(name)) is not None and int(numbers[1]) > 1
+
+    safe = [name for name in entries if all(map(is_safe, sets.get(name, [name])))]
+    # shards that no index names are a part of something, so they are never preferred to what is whole
+    entries = safe if not all(map(is_part, safe)) else entries
+    if not entries:
+        raise UserError(f"no weights in {where}: no file there is safetensors or made by torch.save.")
+    if len(entries) > 1:
+        lost = all(SHARD.search(name) for name in entries)
+        hint = " They look like shards, whose index (*.index.json) is missing." if lost else ""
+        raise UserError(f"{len(entries)} sets of weights in {where}: {', '.join(entries)}. Name one of them.{hint}")
+    if is_part(entries[0]):
+        raise UserError(
+            f"{entries[0]} in {where} is one shard of several, whose index (*.index.json) is missing or damaged. "
+            "Complete the download or the copy."
+        )
+    return entries[0]
+
+
+def _on_hub(repo: str, file: str | None) -> Path:
+    import huggingface_hub
+
+    if file is None:
+        try:
+            names = [entry.rfilename for entry in huggingface_hub.HfApi().model_info(repo).siblings or []]
+        except Exception as error:  # noqa: BLE001  (the client's network errors share no base over its versions)
+            return _in_cache(repo, error)
+        base = "transformer/" if PIPELINE in names else ""
+        kinds: dict[str, Kind] = {}  # by their names: nothing is downloaded yet
+        for name in sorted(name.removeprefix(base) for name in names if name.startswith(base)):
+            if "/" not in name and re.search(r"\.index(\.\w+)?\.json$", name):
+                kinds[name] = "index"
+            elif "/" not in name and Path(name).suffix in SUFFIXES:
+                kinds[name] = SUFFIXES[Path(name).suffix]
+        where = f"{repo}{'/' + base if base else ''} on the hub"
+        file = base + _choose(kinds, lambda index: shards_of(_download(repo, base + index)), where)
+    path = _download(repo, file)
+    if kind_of(path) == "index":
+        _download(repo, *(f"{Path(file).parent.as_posix()}/{name}".removeprefix("./") for name in shards_of(path)))
+    return path
+
+
+def _download(repo: str, *files: str) -> Path:
+    """Fetch files, with the JSON that describes them, where the cache lacks them; the path of the first."""
+    import huggingface_hub
+
+    configs = [PIPELINE, *(f"{Path(file).parent.as_posix()}/config.json".removeprefix("./") for file in files)]
+    try:
+        # not hf_hub_download, which tries for half a minute where there is no network
+        folder = huggingface_hub.snapshot_download(repo, allow_patterns=[escape(name) for name in (*files, *configs)])
+    except (OSError, ValueError) as error:
+        raise hub_error(f"{repo}/{files[0]}", "weights", error) from error
+    if absent := [file for file in files if not (Path(folder) / file).is_file()]:
+        raise UserError(f"weights: {repo} on the hub, or what is cached of it, has no file {', '.join(absent)}.")
+    return Path(folder) / files[0]
+
+
+def _in_cache(repo: str, error: Exception) -> Path:
+    """What an earlier run downloaded, where the hub cannot be asked."""
+    from huggingface_hub import constants, scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        repos = scan_cache_dir(constants.HF_HUB_CACHE).repos
+        cached = [entry for entry in repos if entry.repo_id == repo and entry.repo_type == "model"]
+    except CacheNotFound:
+        cached = []
+    if not cached:
+        raise hub_error(repo, "weights", error) from error
+    latest = max(cached[0].revisions, key=lambda revision: ("main" in revision.refs, revision.last_modified))
+    log.info("the hub was not reached (%s): reading %s from its cache", type(error).__name__, repo)
+    return _in_folder(latest.snapshot_path)

@@ -10,9 +10,8 @@ from pathlib import PurePath
 from typing import Any, Literal
 
 from opensora.config.schema import REQUIRED, Field, Schema, coerce, describe, members, schema_fields
-from opensora.config.upgrade import KEY_ALIASES, LEGACY
+from opensora.config.upgrade import OLD_KEYS, OLD_TYPES
 
-CONFIG_SUFFIXES = (".py", ".json", ".yml", ".yaml")
 FLAGS = ("cfg", "deepspeed", "print-config", "help")  # that are not fields
 TRUE, FALSE = ("true", "yes", "t", "y", "1"), ("false", "no", "f", "n", "0")
 
@@ -42,129 +41,104 @@ class Command:
 
 def read_command(schema: Schema, argv: Sequence[str]) -> Command:
     """Take a command line apart, by the types that the schema declares."""
-    return _Reader(schema, argv).read()
-
-
-class _Reader:
-    def __init__(self, schema: Schema, argv: Sequence[str]) -> None:
-        self.schema = schema
-        self.fields = schema_fields(schema)
-        self.tokens = list(argv)
-        self.command = Command()
-        self.passed_over: list[str] = []  # after flags that are wrong
-
-    def read(self) -> Command:
-        while self.tokens:
-            token = self.tokens.pop(0)
-            if token in ("-h", "--help"):
-                self.command.help = True
-            elif token == "--print-config":
-                self.command.print_config = True
-            elif token.partition("=")[0] in ("--cfg", "--deepspeed"):
-                self._read_file_name(*token.partition("="))
-            elif _is_flag(token):
-                self._read_flag(token)
-            elif self.command.config is None and not token.startswith("-"):
-                self.command.config = token
-            elif names_config(token):
-                self.command.problems.append(f"{token!r}: {self.command.config} is the config already.")
-            else:
-                self.command.problems.append(f"{token!r} on the command line belongs to no option.")
-        if self.command.config is None:  # `--wandbb configs/x.py`
-            self.command.config = next(filter(names_config, reversed(self.passed_over)), None)
-        seen: dict[tuple[str, ...], Setting] = {}
-        for setting in self.command.settings:
-            first = seen.setdefault(setting.path, setting)
-            one_is_bool = len(setting.path) == 1 and isinstance(first.value, bool) != isinstance(setting.value, bool)
-            if first.value != setting.value or one_is_bool:  # True == 1
-                self.command.problems.append(
-                    f"{first.flag} {first.value!r} and {setting.flag} {setting.value!r} both set "
-                    f"{'.'.join(setting.path)}; keep one."
-                )
-        return self.command
-
-    def _read_file_name(self, flag: str, equals: str, attached: str) -> None:
-        """`--cfg FILE` is another way to name the config."""
-        if not equals and (not self.tokens or _is_flag(self.tokens[0])):
-            self.command.problems.append(f"{flag}: a file name is missing.")
-            return
-        name = attached if equals else self.tokens.pop(0)
-        if flag == "--deepspeed":
-            self.command.deepspeed = name
-        elif self.command.config is not None:
-            self.command.problems.append(f"{flag} {name}: {self.command.config} is the config already.")
+    command, tokens = Command(), list(argv)
+    while tokens:
+        token = tokens.pop(0)
+        if token in ("-h", "--help"):
+            command.help = True
+        elif token == "--print-config":
+            command.print_config = True
+        elif _is_flag(token):
+            _read_flag(schema, command, token, tokens)
+        elif token.startswith("-") or (command.config is not None and not _names_config(token)):
+            command.problems.append(f"{token!r} on the command line belongs to no option.")
         else:
-            self.command.config = name
+            _set_config(command, token)
+    first: dict[tuple[str, ...], Setting] = {}
+    for new in command.settings:
+        old = first.setdefault(new.path, new)
+        one_is_bool = len(new.path) == 1 and isinstance(old.value, bool) != isinstance(new.value, bool)
+        if old.value != new.value or one_is_bool:  # True == 1
+            name = ".".join(new.path)
+            command.problems.append(f"{old.flag} {old.value!r} and {new.flag} {new.value!r} both set {name}; keep one.")
+    return command
 
-    def _read_flag(self, token: str) -> None:
-        flag, equals, attached = token.partition("=")
-        name, *keys = (part.replace("-", "_") for part in flag[2:].split("."))
-        alias = None if keys else self.schema.aliases.get(name)
-        removed = None if keys else self.schema.removed.get(name)
-        declared = self.fields.get(name)
-        path: tuple[str, ...] = (name, *(KEY_ALIASES.get(name, {}).get(key, key) for key in keys))
-        annotation: Any = Any
-        if removed is not None:
-            annotation = removed.annotation
-        elif alias is not None:
-            path, annotation = alias
-        elif declared is None:
-            self.command.unknown.append((flag, name))
-        elif keys and not (declared.takes_keys and all(keys)):
-            self.command.problems.append(f"{flag}: {name} is {describe(declared.annotation)}; it has no keys.")
-            declared = None
-        elif not keys:
-            annotation = (LEGACY.get(name) or declared).annotation
-        if not (removed or alias or declared):
-            self.passed_over += [] if equals else self._take(self._until_flag())  # not reported as well
-            return
-        texts: list[str] = []
-        try:
-            texts = [attached] if equals else self._take_values(annotation)
-            value = parse_texts(texts, annotation)
-        except ValueError as error:
-            self.command.problems.append(f"{flag}: {error}.")
-            self.passed_over += texts
-            return
-        if removed is not None:
-            self.command.problems += filter(None, [removed.problem(name, value)])
-            return
-        text = texts[0] if annotation is Any and texts else None
-        self.command.settings.append(Setting(path, flag, value, text))
 
-    def _until_flag(self) -> int:
-        """How many values come before the next flag."""
-        return next((i for i, token in enumerate(self.tokens) if _is_flag(token)), len(self.tokens))
+def _set_config(command: Command, name: str) -> None:
+    if command.config is not None:
+        command.problems.append(f"{name!r}: {command.config} is the config already.")
+    else:
+        command.config = name
 
-    def _take(self, count: int) -> list[str]:
-        taken, self.tokens = self.tokens[:count], self.tokens[count:]
-        return taken
 
-    def _take_values(self, annotation: Any) -> list[str]:
-        """As many values as the type wants."""
-        kinds = [typing.get_origin(member) or member for member in members(annotation)]
-        bare = not self.tokens or _is_flag(self.tokens[0])
-        if bare and (bool in kinds or annotation is Any):
-            return []
-        if bare:
+def _read_flag(schema: Schema, command: Command, token: str, tokens: list[str]) -> None:
+    """One flag and its values, which are taken from the front of `tokens`."""
+    flag, equals, attached = token.partition("=")
+    path, annotation = _target(schema, command, flag)
+    count = 0 if equals else _count_values(tokens, annotation, config_comes=command.config is None)
+    texts = [attached] if equals else tokens[:count]
+    del tokens[:count]
+    if annotation is None:
+        return
+    try:
+        if not texts and not {bool, Any} & {*members(annotation)}:
             raise ValueError(f"a value is missing, expected {describe(annotation)}")
-        if bool in kinds and self.command.config is None and names_config(self.tokens[0]):
-            return []  # `--wandb configs/x.py`
-        if list in kinds:
-            return self._take(self._until_flag())
-        if tuple in kinds and _is_number(self.tokens[0]):
-            size = next(len(typing.get_args(m)) for m in members(annotation) if typing.get_origin(m) is tuple)
-            return self._take(len(list(itertools.takewhile(_is_number, self.tokens[:size]))))
-        return self._take(1)
+        value = parse_texts(texts, annotation)
+    except ValueError as error:
+        command.problems.append(f"{flag}: {error}.")
+        return
+    removed = schema.removed.get(path[0])
+    if flag == "--cfg":
+        _set_config(command, value)
+    elif flag == "--deepspeed":
+        command.deepspeed = value
+    elif removed is None:
+        command.settings.append(Setting(path, flag, value, texts[0] if annotation is Any and texts else None))
+    elif value not in removed.accepted:
+        command.problems.append(f"{path[0]}={value!r}: {removed.why}")
+
+
+def _target(schema: Schema, command: Command, flag: str) -> tuple[tuple[str, ...], Any]:
+    """What a flag sets, and of which type; None: nothing, which is then one of the command's problems."""
+    name, *keys = flag[2:].replace("-", "_").split(".")
+    path, declared = (name, *(OLD_KEYS.get(name, {}).get(key, key) for key in keys)), schema_fields(schema).get(name)
+    if flag in ("--cfg", "--deepspeed"):
+        return path, str
+    if not keys and name in schema.removed:
+        return path, schema.removed[name].annotation
+    if not keys and name in schema.aliases:
+        return schema.aliases[name]
+    if declared is not None and not keys:
+        return path, OLD_TYPES.get(name, declared.annotation)
+    if declared is not None and declared.takes_keys and all(keys):
+        return path, Any
+    if declared is None:
+        command.unknown.append((flag, name))
+    else:
+        command.problems.append(f"{flag}: {name} is {describe(declared.annotation)}; it has no keys.")
+    return path, None
+
+
+def _count_values(tokens: Sequence[str], annotation: Any, *, config_comes: bool) -> int:
+    """How many of the next tokens are values of a flag of that type; None: a flag that is wrong, and takes all."""
+    kinds = [typing.get_origin(member) or member for member in members(annotation)]
+    end = next((i for i, token in enumerate(tokens) if _is_flag(token)), len(tokens))
+    if config_comes and (bool in kinds or annotation is None):  # `--wandb configs/x.py`
+        end = next((i for i, token in enumerate(tokens[:end]) if _names_config(token)), end)
+    if list in kinds or annotation is None:
+        return end
+    size = max(
+        len(typing.get_args(member)) if typing.get_origin(member) is tuple else 1 for member in members(annotation)
+    )
+    return min(end, len(list(itertools.takewhile(_is_number, tokens[:size]))) or 1)
 
 
 def _is_flag(token: str) -> bool:
     return token.startswith("--") or token == "-h"
 
 
-def names_config(value: Any) -> bool:
-    """Whether it is a text that ends as the name of a config file does."""
-    return isinstance(value, str) and PurePath(value).suffix in CONFIG_SUFFIXES
+def _names_config(token: str) -> bool:
+    return PurePath(token).suffix in (".py", ".json", ".yml", ".yaml")
 
 
 def _is_number(text: str) -> bool:
@@ -209,15 +183,13 @@ def _parse_member(texts: Sequence[str], annotation: Any) -> Any:
 
 def parse_bool(text: str) -> bool:
     """`true yes t y 1` or `false no f n 0`, in any case."""
-    if text.lower() in TRUE:
-        return True
-    if text.lower() in FALSE:
-        return False
-    raise ValueError(f"{text!r} is not a bool, write True or False")
+    if text.lower() not in TRUE + FALSE:
+        raise ValueError(f"{text!r} is not a bool, write True or False")
+    return text.lower() in TRUE
 
 
 def parse_literal(text: str) -> Any:
-    """A Python literal, in which `dict(a=1)` may stand as in a config file; what is none is the text itself."""
+    """A Python literal, in which `dict(a=1)` may stand as in a config file; anything else is the text itself."""
     words = {"none": None, "true": True, "false": False}
     if text.lower() in words:
         return words[text.lower()]
@@ -244,15 +216,16 @@ def help_text(schema: Schema) -> str:
     for f in schema_fields(schema).values():
         default = "required" if f.default is REQUIRED else f"default {f.default!r}"
         lines.append(f"  --{dashed(f.name):<24}{type_text(f)}, {default}\n{'':28}{f.doc}")
-    blocks = [
-        "usage: SCRIPT CONFIG [--field VALUE] [--component.key VALUE] [--print-config] [--help]",
-        f"{(schema.__doc__ or '').strip()}\nCONFIG is a Python file that sets fields; the command line overrides it.",
-        "fields:\n" + "\n".join(lines),
-        "short names for keys of components:\n"
-        + "\n".join(f"  --{dashed(name):<24}{'.'.join(alias.path)}" for name, alias in schema.aliases.items()),
-        f"other:\n  --{'print-config':<24}show every value and where it was set, then stop",
-    ]
-    return "\n\n".join(blocks) + "\n"
+    aliases = [f"  --{dashed(name):<24}{'.'.join(alias.path)}" for name, alias in schema.aliases.items()]
+    return "\n\n".join(
+        [
+            "usage: SCRIPT CONFIG [--field VALUE] [--component.key VALUE] [--print-config] [--help]",
+            f"{(schema.__doc__ or '').strip()}\nCONFIG is a Python file that sets fields; the command line overrides it.",
+            "\n".join(["fields:", *lines]),
+            "\n".join(["short names for keys of components:", *aliases]),
+            f"other:\n  --{'print-config':<24}show every value and where it was set, then stop\n",
+        ]
+    )
 
 
 def dashed(name: str) -> str:

@@ -1,9 +1,8 @@
-"""A config file and a command line become one checked, typed object (architecture D1).
+"""A config file and a command line become one checked, typed object.
 
     cfg = parse_config(TrainConfig, {"model": MODELS, "vae": MODELS, "dataset": DATASETS})
 
-What fields there are is in `schema.py`, the grammar of the command line in `command_line.py`, and how values are
-merged and checked in `resolve.py`.
+The fields are in `schema.py`, the grammar of the command line in `command_line.py`; `resolve.py` merges and checks values.
 """
 
 import ast
@@ -17,7 +16,7 @@ from typing import Any, TypeVar
 
 from mmengine.config import Config
 
-from opensora.config.command_line import Command, dashed, help_text, names_config, read_command
+from opensora.config.command_line import dashed, help_text, read_command
 from opensora.config.resolve import Draft, Origins, listing
 from opensora.config.schema import (
     InferenceConfig,
@@ -27,6 +26,7 @@ from opensora.config.schema import (
     VAETrainConfig,
     schema_fields,
 )
+from opensora.config.upgrade import upgrade_all
 from opensora.config.yacs import deepspeed_overrides, read_yacs
 from opensora.registry import Registry, did_you_mean
 from opensora.utils.errors import UserError
@@ -38,7 +38,6 @@ __all__ = [
     "VAEInferenceConfig",
     "VAETrainConfig",
     "config_from_dict",
-    "dump_config",
     "parse_config",
     "to_dict",
 ]
@@ -71,13 +70,19 @@ def parse_config(
     if command.help:
         sys.stdout.write(help_text(schema))
         raise SystemExit(0)
-    draft = Draft(schema, registries or {}, options=[dashed(name) for name in options])
+    draft = Draft(schema, registries or {}, [dashed(name) for name in options])
     try:
-        values, origins, problems = _read_files(command)
+        if command.config is None:
+            raise UserError(
+                "no config file given; usage: SCRIPT CONFIG [--field VALUE ...], the config first (see --help)."
+            )
+        values, origins, problems = read_file(Path(command.config))
+        overrides = {} if command.deepspeed is None else deepspeed_overrides(Path(command.deepspeed))
     except UserError as error:  # a wrong flag may be why there is no file
-        raise UserError(listing([str(error), *draft.problems_of(command)])) from error
+        draft.take_command(command)
+        raise UserError(listing([str(error), *draft.problems])) from error
     draft.problems += problems
-    draft.take_file(values, origins)
+    draft.take_file(values | overrides, origins | {(name,): f"--deepspeed {command.deepspeed}" for name in overrides})
     chosen = [setting.value for setting in command.settings if setting.path == ("imports",)]
     imports = chosen[-1] if chosen else draft.values.get("imports")
     if isinstance(imports, list | tuple):  # another type is a problem that is reported with all others
@@ -85,29 +90,9 @@ def parse_config(
     draft.take_command(command)
     config = draft.finish()
     if command.print_config:
-        sys.stdout.write(provenance(config, draft.origins))
+        sys.stdout.write(_provenance(config, draft.origins))
         raise SystemExit(0)
     return config
-
-
-def _read_files(command: Command) -> FileContent:
-    """Values of the files that a command line names."""
-    if command.config is None:
-        swallowed = [
-            s.flag
-            for s in command.settings
-            if any(map(names_config, s.value if isinstance(s.value, list) else [s.value]))
-        ]
-        raise UserError(
-            "no config file given; usage: SCRIPT CONFIG [--field VALUE ...] (--help lists the fields)."
-            + "".join(f" If {flag} took it for a value, write the config first." for flag in swallowed)
-        )
-    values, origins, problems = read_file(Path(command.config))
-    if command.deepspeed is not None:
-        overrides = deepspeed_overrides(Path(command.deepspeed))
-        values |= overrides
-        origins |= {(name,): f"--deepspeed {command.deepspeed}" for name in overrides}
-    return values, origins, problems
 
 
 def config_from_dict(
@@ -131,17 +116,16 @@ def config_from_dict(
 
 
 def to_dict(config: RunConfig) -> dict[str, Any]:
-    """All fields as plain data."""
+    """All fields as plain data; as JSON they are a config file."""
     return {name: copy.deepcopy(getattr(config, name)) for name in schema_fields(type(config))}
 
 
-def dump_config(config: RunConfig, path: Path | str) -> None:
-    """Write a config as JSON; `parse_config` reads the file back."""
-    Path(path).write_text(json.dumps(to_dict(config), indent=2) + "\n", encoding="utf-8")
-
-
 def read_file(path: Path) -> FileContent:
-    """Values of a config file, where each was set (`file:line`), and what its values cannot show."""
+    """Values of a config file, where each was set (`file:line`), and problems that its values cannot show.
+
+    Raises:
+        UserError: it is missing, cannot be read, or raises an error.
+    """
     if not path.is_file():
         hint = did_you_mean(path.name, [sibling.name for sibling in path.parent.glob("*.py")])
         raise UserError(f"config file {path} does not exist.{hint}")
@@ -160,27 +144,48 @@ def read_file(path: Path) -> FileContent:
             raise UserError(f"{path}:{error.lineno}: {error.msg}: {(error.text or '').strip()}") from error
         except UnicodeDecodeError as error:
             raise UserError(f"{path} is not a UTF-8 text file: {error}") from error
-    bases = [read_file(base) for base in _base_files(tree, path)]
+    inherited: dict[str, Any] = {}
+    origins: Origins = {}
+    problems = _functions(tree, path)
+    for base in _base_files(tree, path):
+        base_values, base_origins, base_problems = read_file(base)
+        inherited, origins, problems = inherited | base_values, origins | base_origins, problems + base_problems
     values = {key: value for key, value in _execute(path).items() if not key.startswith("_")}
-    return values, _origins(path, tree, values, bases), [p for *_, ps in bases for p in ps] + _functions(tree, path)
-
-
-def _origins(path: Path, tree: ast.Module, values: Mapping[str, Any], bases: Sequence[FileContent]) -> Origins:
-    """Where each value of a file was set: in the file itself, or in one of its bases."""
-    inherited = {key: item for base_values, _, _ in bases for key, item in base_values.items()}
-    origins: Origins = {key: origin for _, base_origins, _ in bases for key, origin in base_origins.items()}
-    names = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
-    lines = {node.id: node.lineno for node in sorted(names, key=lambda node: node.lineno)}  # the last that assigns each
+    stored = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+    lines = {
+        node.id: node.lineno for node in sorted(stored, key=lambda node: node.lineno)
+    }  # the last that assigns each
     for key, value in values.items():
         if path.suffix == ".py" and key not in lines and key in inherited:
             continue
-        here = f"{path}:{lines[key]}" if key in lines else str(path)
-        origins[key,] = here
+        origins[key,] = f"{path}:{lines[key]}" if key in lines else str(path)
+        before = inherited.get(key)
         for inner, item in value.items() if isinstance(value, dict) else ():
-            before = inherited.get(key)
             if not isinstance(before, dict) or inner not in before or before[inner] != item:
-                origins[key, inner] = here
-    return origins
+                origins[key, inner] = origins[key,]
+    return values, origins, problems
+
+
+def _base_files(tree: ast.Module, path: Path) -> Iterator[Path]:
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and "_base_" in map(ast.unparse, node.targets):
+            try:
+                names = ast.literal_eval(node.value)
+            except ValueError as error:
+                raise UserError(f"{path}:{node.lineno}: _base_ must be a file name or a list of them.") from error
+            yield from (path.parent / name for name in ([names] if isinstance(names, str) else names))
+
+
+def _functions(tree: ast.Module, path: Path) -> list[str]:
+    """MMEngine drops functions in silence; a field written as one would keep its default."""
+    lambdas = [node for node in tree.body if isinstance(node, ast.Assign) and isinstance(node.value, ast.Lambda)]
+    found = [(ast.unparse(target), node.lineno) for node in lambdas for target in node.targets]
+    found += [(node.name, node.lineno) for node in tree.body if isinstance(node, ast.FunctionDef)]
+    return [
+        f"{name!r} is a function; a config holds plain data, name a helper _{name}. ({path}:{line})"
+        for name, line in found
+        if not name.startswith("_")
+    ]
 
 
 def _execute(path: Path) -> dict[str, Any]:
@@ -199,44 +204,17 @@ def _execute(path: Path) -> dict[str, Any]:
         lines = [f for f in frames if "mmengine" not in f.filename and f.filename != __file__]
         where = f"{lines[-1].filename}:{lines[-1].lineno}" if lines else str(path)
         raise UserError(f"{where}: {type(error).__name__}: {error}") from error
-    return _without_scope(config.to_dict())
+    return _without_marks(config.to_dict())
 
 
-def _without_scope(value: Any) -> Any:
+def _without_marks(value: Any) -> Any:
     """Plain dicts, without the marks that MMEngine leaves in what was taken from a base file, or had nothing to replace."""
     if isinstance(value, dict):
-        return {key: _without_scope(item) for key, item in value.items() if key not in ("_scope_", "_delete_")}
-    if isinstance(value, list | tuple):
-        items = [_without_scope(item) for item in value]
-        return tuple(items) if isinstance(value, tuple) else items
-    return value
+        return {key: _without_marks(item) for key, item in value.items() if key not in ("_scope_", "_delete_")}
+    return type(value)(map(_without_marks, value)) if type(value) in (list, tuple) else value
 
 
-def _base_files(tree: ast.Module, path: Path) -> Iterator[Path]:
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "_base_" for t in node.targets):
-            try:
-                names = ast.literal_eval(node.value)
-            except ValueError as error:
-                raise UserError(f"{path}:{node.lineno}: _base_ must be a file name or a list of them.") from error
-            for name in [names] if isinstance(names, str) else names:
-                yield path.parent / name
-
-
-def _functions(tree: ast.Module, path: Path) -> list[str]:
-    """MMEngine drops functions without a word; a field written as one would silently keep its default."""
-    found = [(node.name, node.lineno) for node in tree.body if isinstance(node, ast.FunctionDef)]
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Lambda):
-            found += [(target.id, node.lineno) for target in node.targets if isinstance(target, ast.Name)]
-    return [
-        f"{name!r} is a function; a config holds plain data, name a helper _{name}. ({path}:{line})"
-        for name, line in found
-        if not name.startswith("_")
-    ]
-
-
-def provenance(config: RunConfig, origins: Origins) -> str:
+def _provenance(config: RunConfig, origins: Origins) -> str:
     """One line for each value: what it is and where it was set."""
     rows = []
     for name, value in to_dict(config).items():
@@ -250,17 +228,16 @@ def provenance(config: RunConfig, origins: Origins) -> str:
 
 
 def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """`lr was 0.0001, now 0.001`, for every setting that a resumed run has otherwise; what says how to resume is left out.
+    """`lr was 0.0001, now 0.001`, for every setting that differs; fields that say how to resume are left out.
 
-    Keys of components count one by one. A field that `before` is too old to know is passed over.
+    Older spellings count as the current ones, and keys of components one by one. A field that `before` is too old to know
+    is passed over.
     """
-    old, new = (_flat(json.loads(json.dumps(config))) for config in (before, now))  # JSON knows no tuples
-    known = {name for name in new if name[0] in before and name[0] not in HOW_TO_RESUME}
-    names = sorted(known | {name for name in old if name[0] in now and name[0] not in HOW_TO_RESUME})
-    unset = "not set"
+    old, new = (_flat(json.loads(json.dumps(upgrade_all(config)))) for config in (before, now))  # JSON has no tuples
+    names = {name for name in new if name[0] in before} | {name for name in old if name[0] in now}
     return [
-        f"{'.'.join(name)} was {old.get(name, unset)}, now {new.get(name, unset)}"
-        for name in names
+        f"{'.'.join(name)} was {old.get(name, 'not set')}, now {new.get(name, 'not set')}"
+        for name in sorted(name for name in names if name[0] not in HOW_TO_RESUME)
         if (type(old.get(name)) is bool, old.get(name)) != (type(new.get(name)) is bool, new.get(name))  # True == 1
     ]
 

@@ -2,12 +2,10 @@
 
 import copy
 import inspect
-import logging
-import os
+import json
 import types
 import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from opensora.config.command_line import FLAGS, Command, Setting, dashed, parse_bool
@@ -24,25 +22,14 @@ from opensora.config.schema import (
     members,
     schema_fields,
 )
-from opensora.config.upgrade import KEY_ALIASES, LEGACY, NONE_IS_EMPTY, NOT_NEEDED
+from opensora.config.upgrade import replaced_by, upgrade
 from opensora.registry import Registry, did_you_mean
 from opensora.utils.errors import UserError
-
-logger = logging.getLogger(__name__)
 
 Origins = dict[tuple[str, ...], str]  # (field,) or (field, key) -> where its value was set
 
 COMMAND_LINE = "command line"
-# an argument's annotation -> the values that it takes; 0 and 1 may say False and True
-PLAIN: dict[Any, tuple[type, ...]] = {
-    bool: (bool, int),
-    int: (int,),
-    float: (int, float),
-    str: (str,),
-    types.NoneType: (types.NoneType,),
-    Literal: (str, int),
-    Sequence: (list, tuple),
-}
+PLAIN = {bool, int, float, str, types.NoneType, Literal, Sequence}  # annotations of arguments that are checked
 SCRIPTS: dict[Schema, str] = {
     TrainConfig: "scripts/train.py",
     InferenceConfig: "scripts/inference.py",
@@ -50,33 +37,28 @@ SCRIPTS: dict[Schema, str] = {
     VAEInferenceConfig: "scripts/inference_vae.py",
 }
 DEFAULT_DATASET = "VideoTextDataset"
+REPLACED_BY_BUCKETS = ("num_frames", "image_size", "batch_size")
 # fields that a dataset component takes over when it does not set them itself
 DATASET_FIELDS = (
-    "data_path",
-    "root",
-    "num_frames",
-    "frame_interval",
-    "image_size",
-    "use_image_transform",
-    "bucket_config",
-)
-REPLACED_BY_BUCKETS = ("num_frames", "image_size", "batch_size")
-SWITCHES = {"val_every": "val_", "eval_every": "eval_"}
+    "data_path", "root", "num_frames", "frame_interval", "image_size", "use_image_transform", "bucket_config",
+)  # fmt: skip
 
 
-@dataclass
 class Draft:
-    """A config in the making: raw values, where each was set, and all that is wrong so far."""
+    """A config in the making: raw values, where each was set, and all that is wrong so far.
 
-    schema: Schema
-    registries: Mapping[str, Registry]
-    values: dict[str, Any] = field(default_factory=dict)
-    origins: Origins = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
-    options: Sequence[str] = ()  # of a tool, which are not fields
+    Args:
+        schema: the kind of config.
+        registries: for each component field, where its type is registered.
+        options: flags of a tool, which are not fields.
+    """
 
-    def __post_init__(self) -> None:
-        self.fields = schema_fields(self.schema)
+    def __init__(self, schema: Schema, registries: Mapping[str, Registry], options: Sequence[str] = ()) -> None:
+        self.schema, self.registries, self.options = schema, registries, options
+        self.fields = schema_fields(schema)
+        self.values: dict[str, Any] = {}
+        self.origins: Origins = {}
+        self.problems: list[str] = []
 
     def take_file(self, values: Mapping[str, Any], origins: Origins) -> None:
         """Take over the values of a file.
@@ -84,53 +66,67 @@ class Draft:
         Raises:
             UserError: it is one for another script.
         """
-        removed, has_buckets = self.schema.removed, values.get("bucket_config") is not None
-        unknown = [key for key in values if key not in self.fields and key not in removed]
+        schema, has_buckets = self.schema, values.get("bucket_config") is not None
+        unknown = [key for key in values if key not in self.fields and key not in schema.removed]
         for other, script in SCRIPTS.items() if len(unknown) >= 3 else ():  # one or two may be slips
-            if other is not self.schema and set(unknown) <= schema_fields(other).keys() | other.removed.keys():
+            if set(unknown) <= schema_fields(other).keys() | other.removed.keys():
                 raise UserError(
                     f"this is a config for {script}: {', '.join(map(repr, unknown[:3]))} and others are fields of "
-                    f"{other.__name__}, not of {self.schema.__name__}."
+                    f"{other.__name__}, not of {schema.__name__}."
                 )
         self.origins.update(origins)
         for key, value in values.items():
-            if key in removed:
-                self._complain((key,), removed[key].problem(key, value))
+            if key in schema.removed:
+                if value not in schema.removed[key].accepted:
+                    self._complain((key,), f"{key}={value!r}: {schema.removed[key].why}")
+            elif key in schema.aliases:
+                path = ".".join(schema.aliases[key].path)
+                self._complain((key,), f"{key!r} is a name for the command line; in a file set {path}.")
             elif key not in self.fields:
-                self._complain((key,), self._unknown_key(key))
+                hint = did_you_mean(key, list(self.fields))
+                self._complain((key,), f"{key!r} is not a field of {schema.__name__}.{hint}")
             elif not (has_buckets and key == "batch_size" and value is None):  # Open-Sora: buckets have their own
-                self._complain((key,), _not_plain(key, value))
-                if key == "dataset":
-                    value = {} if value is None else value  # None leaves the dataset to the fields of the top level
-                    if has_buckets and isinstance(value, dict):
-                        unset = (None, (None, None), [None, None])
-                        value = {k: v for k, v in value.items() if k not in REPLACED_BY_BUCKETS or v not in unset}
-                self.values[key] = self._current(key, value)
-
-    def problems_of(self, command: Command) -> list[str]:
-        """What is wrong with the command line by itself."""
-        return command.problems + [self._unknown_flag(flag, key) for flag, key in command.unknown]
+                try:
+                    json.dumps(value)
+                except (TypeError, ValueError) as error:
+                    self._complain((key,), f"{key} holds what is no plain data: {error}.")
+                self.values[key] = {} if key == "dataset" and value is None else value
+        dataset = self.values.get("dataset")
+        if has_buckets and isinstance(dataset, dict):
+            unset = (None, (None, None), [None, None])
+            kept = {key: v for key, v in dataset.items() if key not in REPLACED_BY_BUCKETS or v not in unset}
+            self.values["dataset"] = kept
+        self._upgrade()
 
     def take_command(self, command: Command) -> None:
         """Write what the command line sets over what the file set."""
-        self.problems += self.problems_of(command)
+        self.problems += command.problems
+        for flag, key in command.unknown:
+            owners = [name for name in self.values if key in self._arguments(name, self.values[name])]
+            names = [dashed(name) for name in (*self.fields, *self.schema.aliases, *FLAGS, *self.options)]
+            hint = did_you_mean(dashed(key), names).replace("mean '", "mean '--")
+            text = f"{flag} is not a field of {self.schema.__name__}.{hint} --help lists all."
+            if owners:
+                text = f"{flag} is not a field, but {owners[0]} takes it: write --{owners[0]}.{key}."
+            self.problems.append(text)
         # whole fields first, wherever they stand: `--model.depth 2 --model "{...}"` means both
         for setting in sorted(command.settings, key=lambda setting: len(setting.path) > 1):
             if len(setting.path) == 1:
                 name = setting.path[0]
                 self.origins = {path: origin for path, origin in self.origins.items() if path[0] != name}
                 self.origins[name,] = f"{COMMAND_LINE} {setting.flag}"
-                self.values[name] = self._current(name, setting.value)
+                self.values[name] = setting.value
             else:
                 self._set_key(setting)
         chosen = {setting.path[0] for setting in command.settings if setting.value is not None}
         replaced = {other for name in chosen for other in self.schema.replaces.get(name, ())}
-        # `--val-every 0` switches off what the file sets of validation; in the file itself the two contradict each other
-        for prefix in [SWITCHES[s.path[0]] for s in command.settings if s.value == 0 and s.path[0] in SWITCHES]:
-            replaced |= {name for name in self.fields if name.startswith(prefix)}
+        # `--val-every 0` switches off all of the file's validation; in one file the two contradict each other
+        if any(setting.path == ("val_every",) and setting.value == 0 for setting in command.settings):
+            replaced |= {name for name in self.fields if name.startswith("val_")}
         for name in replaced - chosen:
             self.values.pop(name, None)
             self.origins.pop((name,), None)
+        self._upgrade()
 
     def finish(self) -> Any:
         """Type every field, complete the dataset, check everything, and build the config.
@@ -139,7 +135,21 @@ class Draft:
             UserError: lists everything that is wrong.
         """
         self._share_with_dataset()
-        typed = self._typed()
+        typed: dict[str, Any] = {}
+        for name, f in self.fields.items():
+            value = self.values.get(name, f.default)
+            if value is REQUIRED:
+                self.problems.append(f"{name} is missing; expected {describe(f.annotation)}: {f.doc}.")
+                continue
+            try:
+                value = copy.deepcopy(value) if name not in self.values else coerce(value, f.annotation)
+                problem = f.problem(value)
+            except TypeError as error:
+                problem = str(error)
+            if problem:
+                self._complain((name,), f"{name}={value!r}: {problem.removesuffix('.')}.")
+            else:
+                typed[name] = value
         if "dataset" in typed:
             typed["dataset"] = self._complete_dataset(typed)
         for name in REPLACED_BY_BUCKETS if typed.get("bucket_config") is not None else ():
@@ -154,51 +164,20 @@ class Draft:
             raise UserError(listing(self.problems))
         return config
 
-    # --- taking values over
-
     def _complain(self, path: tuple[str, ...], text: str) -> None:
         """Add a problem, if any, with where the value was set."""
         origin = self.origins.get(path) or self.origins.get(path[:1])
-        if text:
-            self.problems.append(f"{text} ({origin})" if origin else text)
+        text = f"{text} ({origin})" if text and origin else text
+        if text and text not in self.problems:
+            self.problems.append(text)
 
-    def _unknown_key(self, key: str) -> str:
-        if key in self.schema.aliases:
-            return f"{key!r} is a name for the command line; in a file set {'.'.join(self.schema.aliases[key].path)}."
-        if key in NOT_NEEDED:
-            return f"{key!r} is not a field of {self.schema.__name__}: it is not needed here, leave it out."
-        return f"{key!r} is not a field of {self.schema.__name__}.{did_you_mean(key, list(self.fields))}"
-
-    def _unknown_flag(self, flag: str, key: str) -> str:
-        if owner := next((name for name in self.values if key in self._arguments(name, self.values[name])), None):
-            return f"{flag} is not a field, but {owner} takes it: write --{owner}.{key}."
-        names = [dashed(name) for name in (*self.fields, *self.schema.aliases)] + [*FLAGS, *self.options]
-        hint = did_you_mean(dashed(key), names).replace("mean '", "mean '--")
-        return f"{flag} is not a field of {self.schema.__name__}.{hint} --help lists all."
-
-    def _current(self, name: str, value: Any) -> Any:
-        """The value with older spellings, of itself or of keys inside a component, replaced by the current ones."""
-        legacy, origin = LEGACY.get(name), self.origins.get((name,))
-        if legacy is not None and (new := legacy.translate(value)) is not value:
-            # a checkpoint has no origins, and nobody can change it
-            if origin and new != str(value) and os.environ.get("RANK", "0") == "0":
-                logger.warning("%s=%r is written %r now (%s).", name, value, new, origin)
-            return new
-        if name in NONE_IS_EMPTY and isinstance(value, list):
-            return ["" if entry in (None, "None") else entry for entry in value]
-        if not isinstance(value, dict):
-            return value
-        for old, new in KEY_ALIASES.get(name, {}).items():
-            if old not in value:
-                continue
-            if new in value and value[new] != value[old]:
-                self._complain(
-                    (name, old), f"{name}: {old}={value[old]!r} and {new}={value[new]!r} are one setting; keep {new}."
-                )
-            value.setdefault(new, value.pop(old))
-            if (name, old) in self.origins:
-                self.origins.setdefault((name, new), self.origins.pop((name, old)))
-        return value
+    def _upgrade(self) -> None:
+        """Replace older spellings by the current ones."""
+        for name, value in self.values.items():
+            try:
+                self.values[name] = upgrade(name, value)
+            except UserError as error:
+                self._complain((name,), str(error))
 
     def _set_key(self, setting: Setting) -> None:
         """Set a key inside a component, or deeper."""
@@ -207,37 +186,25 @@ class Draft:
         target = self.values.setdefault(name, copy.deepcopy(default) if isinstance(default, dict) else {})
         if target is None:
             target = self.values[name] = {}
+        current = replaced_by(name, keys[0])
+        if isinstance(target, dict) and not self.origins.get((name, current), "").startswith(COMMAND_LINE):
+            target.pop(current, None)  # of the file: an older spelling on the command line replaces it
         for key in keys[:-1]:
             target = target.setdefault(key, {}) if isinstance(target, dict) else target
         if not isinstance(target, dict):
             self.problems.append(f"{setting.flag}: {'.'.join([name, *keys[:-1]])} is {target!r} and has no keys.")
             return
-        try:
-            target[keys[-1]] = self._as_replaced(setting, target.get(keys[-1]))
-        except ValueError as error:
-            self.problems.append(f"{setting.flag}: {error}.")
+        # a nested value has no declared type, so it takes that of what it replaces, or of the argument's default
+        before, value = target.get(keys[-1]), setting.value
+        if before is None and len(keys) == 1 and (argument := self._arguments(name, target).get(keys[0])):
+            before = argument.default
+        if setting.text is not None and value is not None and isinstance(before, bool | str):
+            try:
+                value = parse_bool(setting.text) if isinstance(before, bool) else setting.text
+            except ValueError as error:
+                self.problems.append(f"{setting.flag}: {error}.")
+        target[keys[-1]] = value
         self.origins[name, keys[0]] = f"{COMMAND_LINE} {setting.flag}"
-
-    def _as_replaced(self, setting: Setting, replaced: Any) -> Any:
-        """A nested value has no declared type, so it takes that of what it replaces, or of the argument's default."""
-        name, key = setting.path[:2]
-        if (
-            replaced is None
-            and len(setting.path) == 2
-            and key in (arguments := self._arguments(name, self.values[name]))
-        ):
-            replaced = arguments[key].default
-        if setting.text is None or setting.value is None:
-            return setting.value
-        if isinstance(replaced, bool):
-            return parse_bool(setting.text)
-        if isinstance(replaced, str):
-            return setting.text
-        if isinstance(replaced, int | float) and isinstance(setting.value, str):
-            raise ValueError(f"{setting.text!r} is not a number, as {replaced!r} is")
-        if isinstance(replaced, list | tuple) and not isinstance(setting.value, list | tuple):
-            raise ValueError(f"{setting.text!r} is not a list, as {replaced!r} is; write \"('{setting.text}',)\"")
-        return setting.value
 
     def _arguments(self, name: str, component: Any) -> Mapping[str, inspect.Parameter]:
         """Arguments of the constructor that a component names; none when it is not known."""
@@ -247,43 +214,19 @@ class Draft:
         kind = component.get("type", DEFAULT_DATASET if name == "dataset" else None)
         return inspect.signature(registry.get(kind)).parameters if kind in registry.choices() else {}
 
-    # --- checks
-
-    def _typed(self) -> dict[str, Any]:
-        """The fields whose values have the right type and range; the others are problems."""
-        typed = {}
-        for name, f in self.fields.items():
-            if name not in self.values and f.default is REQUIRED:
-                self.problems.append(f"{name} is missing; expected {describe(f.annotation)}: {f.doc}.")
-            elif name not in self.values:
-                typed[name] = copy.deepcopy(f.default)
-            else:
-                value = self.values[name]
-                try:
-                    value = coerce(value, f.annotation)
-                    problem = f.problem(value)
-                except TypeError as error:
-                    problem = str(error)
-                if problem:
-                    self._complain((name,), f"{name}={value!r}: {problem.removesuffix('.')}.")
-                else:
-                    typed[name] = value
-        return typed
-
     def _check_component(self, name: str, component: dict[str, Any], registry: Registry) -> None:
         """One key at a time, so that each problem can say where the key was set."""
         kind = {"type": component["type"]} if "type" in component else component
-        wrong = registry.problems(kind)
-        for problem in wrong:
-            self._complain((name, "type"), f"{name}: {problem}")
-        for key in component if not wrong else ():
-            for problem in registry.problems({**kind, key: component[key]}):
+        if wrong := registry.problems(kind):
+            for problem in wrong:
+                self._complain((name, "type"), f"{name}: {problem}")
+            return
+        arguments = self._arguments(name, component)
+        for key, value in component.items():
+            for problem in registry.problems({**kind, key: value}):
                 self._complain((name, key), f"{name}: {problem}")
-        for key, parameter in self._arguments(name, component).items() if not wrong else ():
-            if key in component and (expected := wrong_type(component[key], parameter.annotation)):
-                self._complain((name, key), f"{name}.{key}={component[key]!r}: expected {expected}.")
-
-    # --- the dataset, which shares fields with the top level
+            if key in arguments and (expected := wrong_type(value, arguments[key].annotation)):
+                self._complain((name, key), f"{name}.{key}={value!r}: expected {expected}.")
 
     def _share_with_dataset(self) -> None:
         """A field and the dataset's key of the same name are one setting; the command line wins over the file."""
@@ -299,45 +242,32 @@ class Draft:
                 self.values[name], self.origins[name,] = inner, inner_origin
             elif inner is None or from_command == [True, False]:
                 dataset[name], self.origins["dataset", name] = outer, outer_origin
-            elif (list(outer) if isinstance(outer, tuple) else outer) != (
-                list(inner) if isinstance(inner, tuple) else inner
-            ):
-                self._complain(
-                    ("dataset", name), f"{name}={outer!r} and dataset.{name}={inner!r} contradict each other; keep one."
-                )
+            elif outer != inner and not (isinstance(outer, list | tuple) and [*outer] == [*inner]):
+                text = f"{name}={outer!r} and dataset.{name}={inner!r} contradict each other; keep one."
+                self._complain(("dataset", name), text)
 
     def _complete_dataset(self, typed: Mapping[str, Any]) -> dict[str, Any]:
         """The dataset component with a type, and with those fields of the top level that its constructor takes."""
         dataset = {"type": DEFAULT_DATASET, **typed["dataset"]}
         if "type" not in typed["dataset"]:
             self.origins["dataset", "type"] = "default"
-        registry = self.registries.get("dataset")
-        if registry is not None and registry.problems({"type": dataset["type"]}):
-            return dataset  # the unknown type is complained about elsewhere
+        if "dataset" in self.registries:
+            taken = set(
+                self._arguments("dataset", dataset)
+            )  # empty for an unknown type, which `_check_component` reports
+        else:
+            taken = set(DATASET_FIELDS) if dataset["type"] == DEFAULT_DATASET else set()
         for name in [name for name in DATASET_FIELDS if name in typed]:
-            if name == "use_image_transform" and not typed[name]:
+            if name == "use_image_transform" and typed[name] is not True:
                 continue
-            taken = dataset["type"] == DEFAULT_DATASET  # all that is known without a registry
-            if registry is not None:
-                taken = not registry.problems({"type": dataset["type"], name: None})
-                if not taken and name == "use_image_transform":
-                    self._complain((name,), f"{name}=True has no effect: {dataset['type']} does not take it.")
-            if taken and typed[name] is not None:
+            if name in taken and typed[name] is not None:
                 dataset[name] = typed[name]
                 self.origins.setdefault(("dataset", name), self.origins.get((name,), "default"))
-            elif taken and name == "data_path":
+            elif name in taken and name == "data_path":
                 self.problems.append("data_path is not set: name the data file, for example --data-path clips.csv.")
+            elif name == "use_image_transform" and taken:
+                self._complain((name,), f"{name}=True has no effect: {dataset['type']} does not take it.")
         return dataset
-
-
-def _not_plain(key: str, value: Any) -> str:
-    """The problem of a value that is not plain data, or an empty string."""
-    if isinstance(value, Mapping):
-        value = [*value.keys(), *value.values()]
-    if isinstance(value, list | tuple):
-        return next((problem for item in value if (problem := _not_plain(key, item))), "")
-    plain = value is None or isinstance(value, bool | int | float | str)
-    return "" if plain else f"{key} holds {value!r}, a {type(value).__name__}; a config holds plain data."
 
 
 def listing(problems: Sequence[str]) -> str:
@@ -349,12 +279,12 @@ def listing(problems: Sequence[str]) -> str:
 
 def wrong_type(value: Any, annotation: Any) -> str:
     """What a constructor's argument should be, where `value` is not; annotations of richer types are not looked into."""
-    kinds = [typing.get_origin(member) or member for member in members(annotation)]
-    if not all(kind in PLAIN for kind in kinds):
+    kinds = {typing.get_origin(member) or member for member in members(annotation)}
+    is_flag = bool in kinds and value in (0, 1)  # 0 and 1 may stand for False and True
+    if is_flag or not kinds <= PLAIN or (Sequence in kinds and isinstance(value, list | tuple)):
         return ""
-    fits = any(isinstance(value, PLAIN[kind]) for kind in kinds)
-    if isinstance(value, bool) and bool not in kinds:
-        fits = False  # Python counts it among the numbers
-    if Literal in kinds and isinstance(value, str) and str not in kinds:
-        fits = any(value in typing.get_args(member) for member in members(annotation))
-    return "" if fits else describe(annotation)
+    try:
+        coerce(value, annotation)
+    except TypeError:
+        return describe(annotation)
+    return ""

@@ -1,10 +1,13 @@
-"""Old and foreign spellings, in one place: what files, command lines and checkpoints may have, and what it is called now.
+"""Older and foreign spellings of config values, in one place, and what they are called now.
 
-Older values and keys of our own, Open-Sora's names, and the values of NOVA's YACS configs and of DeepSpeed's JSON files.
+`upgrade` is applied to whatever becomes a config: files, command lines, and the configs in checkpoints and sidecars, so the
+rest of the project sees the current spelling alone. NOVA's YACS configs and DeepSpeed's JSON files are read in `yacs.py`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
+
+from opensora.utils.errors import UserError
 
 
 class Alias(NamedTuple):
@@ -14,13 +17,6 @@ class Alias(NamedTuple):
     annotation: Any
 
 
-class Legacy(NamedTuple):
-    """Older values of a field."""
-
-    annotation: Any  # of all that may be written
-    translate: Callable[[Any], Any]  # returns the current spelling, or the value itself
-
-
 class Removed(NamedTuple):
     """A field that is gone. Values under which it did nothing are still accepted."""
 
@@ -28,12 +24,6 @@ class Removed(NamedTuple):
     why: str
     accepted: tuple[Any, ...] = (None, False)
 
-    def problem(self, name: str, value: Any) -> str:
-        """What is wrong with a value, or an empty string."""
-        return "" if value in self.accepted else f"{name}={value!r}: {self.why}"
-
-
-# --- Open-Sora
 
 GENERATION_ALIASES = {
     "ckpt_path": Alias(("model", "from_pretrained"), str | None),
@@ -44,130 +34,144 @@ GENERATION_ALIASES = {
     "layernorm_kernel": Alias(("model", "enable_layernorm_kernel"), bool),
 }
 VAE_ALIASES = {"ckpt_path": Alias(("vae", "from_pretrained"), str | None)}
-KEY_ALIASES: dict[str, dict[str, str]] = {"model": {"enable_flashattn": "enable_flash_attn"}}  # inside components
 MULTI_RESOLUTION = {"PixArtMS": "PixArt(MS|[-_]1B|[-_]?Sigma)", "STDiT2": "STDiT[23]", "OpenSora": "STDiT[23]"}
-"""`multi_resolution` -> regular expression of the model types that it is for."""
-NONE_IS_EMPTY = ("reference_path", "mask_strategy")  # lists with one entry for each prompt, where None is ""
-NOT_NEEDED = ("num_bucket_build_workers",)
+"""Open-Sora's `multi_resolution` -> regular expression of the model types that it fits."""
 
-# --- fields of our own
+_GONE = "this field was removed: "
+_VAE_ENGINE = "a VAE is trained with ddp. hybrid_zero=True shards its optimizer's state."
+REMOVED_TRAIN: Mapping[str, Removed] = {
+    "cast_once": Removed(bool | None, _GONE + "it gained less than 3 % of a step. Leave it out."),
+    "float8": Removed(bool | str | None, _GONE + "training in float8 was slower than in bf16. Leave it out."),
+}
+REMOVED_VAE_TRAIN: Mapping[str, Removed] = {
+    "plugin": Removed(Literal["ddp", "fsdp2", "zero2", "zero2-seq"], _VAE_ENGINE, ("ddp",)),
+    "fsdp_reshard": Removed(Literal["zero2", "zero3"], _VAE_ENGINE, ("zero2",)),
+}
+
+OLD_KEYS: dict[str, dict[str, str]] = {"model": {"enable_flashattn": "enable_flash_attn"}}  # keys of components
+OLD_TYPES: Mapping[str, Any] = {"grad_checkpoint": int | bool | str}  # fields whose older values have other types
+LEVELS = {
+    **dict.fromkeys(("false", "no", "f", "n", "0"), "none"),
+    **dict.fromkeys(("true", "yes", "t", "y"), "block"),
+    **{"1": "mlp:1/3", "2": "mlp:2/3", "3": "mlp"},  # levels of NOVA, and so 1 is not True
+}
+MASKS = {"intepolate": "interpolate", "no": "identity"}  # Open-Sora's, with or without "mask_" in front
+
+# old boolean of a scheduler -> the argument it stands for, and the values that True and that False leave open; where nothing
+# else is set, the first of them is meant
+OLD_SCHEDULERS: dict[str, dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]]] = {
+    "iddpm": {
+        "learn_sigma": ("variance", ("learned_range", "learned"), ("fixed_large", "fixed_small")),
+        "sigma_small": ("variance", ("fixed_small",), ("learned_range", "fixed_large", "learned")),
+        "predict_xstart": ("prediction", ("x0",), ("eps", "v", "previous_x")),
+        "use_kl": ("loss", ("rescaled_kl", "kl"), ("mse", "rescaled_mse")),
+        "rescale_learned_sigmas": ("loss", ("rescaled_mse", "rescaled_kl"), ("mse", "rescaled_kl", "kl")),
+        "faster": ("timestep_sampling", ("speedit", "speed", "logit-normal", "loss-second-moment"), ("uniform",)),
+    },
+    "rflow": {
+        "use_timestep_transform": ("shift", ("resolution", "length"), ("none",)),
+        "use_discrete_timesteps": ("time", ("discrete",), ("continuous",)),
+    },
+}
+OLD_SCHEDULES = {"cosine": "squaredcos_cap_v2"}  # noise_schedule of "iddpm" and "dpm-solver"
+THRESHOLDING = {
+    "thresholding": "none",
+    "thresholding_ratio": None,
+    "thresholding_max": None,
+}  # removed from "dpm-solver"
+
+
+def upgrade(name: str, value: Any) -> Any:
+    """The value of a field in its current spelling; what is current, or wrong, comes back as it is.
+
+    Raises:
+        UserError: two spellings contradict each other.
+    """
+    if name == "grad_checkpoint":
+        return translate_level(value)
+    if name in ("reference_path", "mask_strategy") and isinstance(value, list):  # one entry for each prompt
+        return ["" if entry in (None, "None") else entry for entry in value]
+    if not isinstance(value, dict):
+        return value
+    if name == "mask_ratios":
+        kinds = {key: str(key).removeprefix("mask_") for key in value}
+        kinds = {key: MASKS.get(kind, kind) for key, kind in kinds.items()}
+        if twice := {kind for kind in kinds.values() if [*kinds.values()].count(kind) > 1}:
+            raise UserError(f"mask_ratios: {min(twice)!r} is there twice, under two names; keep one.")
+        return {kinds[key]: ratio for key, ratio in value.items()}
+    value = dict(value)
+    for old, new in OLD_KEYS.get(name, {}).items():
+        if old in value:
+            if value.get(new, value[old]) != value[old]:
+                both = f"{old}={value[old]!r} and {new}={value[new]!r}"
+                raise UserError(f"{name}: {both} are one setting; keep {new}.")
+            value[new] = value.pop(old)
+    return _upgrade_scheduler(name, value) if name in ("scheduler", "val_scheduler") else value
+
+
+def upgrade_all(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A stored config in its current spelling, to be compared with another."""
+    return {name: upgrade(name, value) for name, value in values.items()}
 
 
 def translate_level(value: Any) -> Any:
     """The current spelling of a value of `grad_checkpoint`, such as "block" for True; any other value unchanged."""
     text = str(value) if isinstance(value, int) else value
-    return _LEVELS.get(text.lower(), text) if isinstance(text, str) else value
+    return LEVELS.get(text.lower(), text) if isinstance(text, str) else value
 
 
-_LEVELS = {
-    **dict.fromkeys(("false", "no", "f", "n", "0"), "none"),
-    **dict.fromkeys(("true", "yes", "t", "y"), "block"),
-    **{"1": "mlp:1/3", "2": "mlp:2/3", "3": "mlp"},  # levels of NOVA, and so 1 is not True
-}
-LEGACY: Mapping[str, Legacy] = {"grad_checkpoint": Legacy(int | bool | str, translate_level)}
-REMOVED_TRAIN: Mapping[str, Removed] = {
-    "cast_once": Removed(
-        bool | None,
-        "this field was removed: it gained less than 3 % of a step. Leave it out, the results are the same.",
-    ),
-    "float8": Removed(
-        bool | str | None,
-        "this field was removed: training in float8 was slower than in bf16, and failed with STDiT3. Leave it out to train in bf16.",
-    ),
-}
-_ENGINE_OF_VAES = "a VAE is trained with ddp. hybrid_zero=True spreads its optimizer's state."
-REMOVED_VAE_TRAIN: Mapping[str, Removed] = {
-    "plugin": Removed(Literal["ddp", "fsdp2", "zero2", "zero2-seq"], _ENGINE_OF_VAES, ("ddp",)),
-    "fsdp_reshard": Removed(Literal["zero2", "zero3"], _ENGINE_OF_VAES, ("zero2",)),
-}
+def replaced_by(name: str, key: str) -> str:
+    """The argument of a scheduler that an old key stands for; empty: the key is not an old one."""
+    old = {key: argument for flags in OLD_SCHEDULERS.values() for key, (argument, *_) in flags.items()}
+    old["sample_method"] = "timestep_sampling"
+    return old.get(key, "") if name in ("scheduler", "val_scheduler") else ""
 
-# --- NOVA's training guide (YACS), see `yacs.py`
 
-YACS_DEFAULTS: dict[str, Any] = {
-    "NUM_GPUS": 1,
-    "RNG_SEED": 3,
-    "GPU_ID": 0,
-    "PIPELINE": {"TYPE": "", "MODULES": {}},
-    "MODEL": {"TYPE": "transformer", "CONFIG": {}, "WEIGHTS": "", "PRECISION": "bfloat16"},
-    "SOLVER": {
-        "BASE_LR": 1e-4, "MIN_LR": 0.0, "WARM_UP_STEPS": 250, "WARM_UP_FACTOR": 0.001, "LR_POLICY": "", "DECAY_STEPS": [],
-        "DECAY_GAMMA": 0.5, "MAX_STEPS": 2**31 - 1, "OPTIMIZER": "AdamW", "ADAM_BETA2": 0.95, "WEIGHT_DECAY": 0.02,
-        "ACCUM_STEPS": 1, "DISPLAY": 20, "EMA_EVERY": 100, "SNAPSHOT_EVERY": 5000, "SNAPSHOT_PREFIX": "model",
-    },
-    "TRAIN": {
-        "DATASET": "", "DATASET2": "", "LOADER": "vae_train", "NUM_THREADS": 4, "BATCH_SIZE": 1, "MODEL_EMA": 0.99,
-        "DEVICE_EMA": "gpu", "LOSS_REPEAT": 4, "CHECKPOINTING": 2,
-    },
-}  # fmt: skip
-PIPELINE_MODULES = ("vae", "text_encoder", "tokenizer", "transformer", "scheduler")
-YACS_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-YACS_FIELDS = {
-    "seed": "RNG_SEED",
-    "data_path": "TRAIN.DATASET",
-    "num_workers": "TRAIN.NUM_THREADS",
-    "batch_size": "TRAIN.BATCH_SIZE",
-    "accumulation_steps": "SOLVER.ACCUM_STEPS",
-    "lr": "SOLVER.BASE_LR",
-    "warmup_steps": "SOLVER.WARM_UP_STEPS",
-    "weight_decay": "SOLVER.WEIGHT_DECAY",
-    "log_every": "SOLVER.DISPLAY",
-    "ckpt_every": "SOLVER.SNAPSHOT_EVERY",
-}
-"""Our field -> the key with the same meaning."""
-YACS_RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    (
-        "PIPELINE.TYPE",
-        ("nova_train_t2i", "nova_train_t2v").__contains__,
-        "there are nova_train_t2i and nova_train_t2v.",
-    ),
-    ("NUM_GPUS", lambda n: n == 1, "leave it 1 and start torchrun --nproc_per_node N scripts/train.py FILE."),
-    (
-        "PIPELINE.MODULES",
-        lambda names: set(names) <= set(PIPELINE_MODULES) and all(isinstance(folder, str) for folder in names.values()),
-        f"there are {', '.join(PIPELINE_MODULES)}, each with the name of a folder.",
-    ),
-    ("GPU_ID", lambda n: n == 0, "leave it 0 and set CUDA_VISIBLE_DEVICES in the environment."),
-    ("MODEL.PRECISION", YACS_DTYPES.__contains__, f"there are {', '.join(YACS_DTYPES)}."),
-    ("MODEL.TYPE", lambda name: name == "transformer", "the model is in the folder 'transformer' of MODEL.WEIGHTS."),
-    ("MODEL.WEIGHTS", bool, "name the folder that has vae, text_encoder and transformer."),
-    ("TRAIN.DATASET", bool, "name the folder of records."),
-    ("TRAIN.DATASET2", lambda name: not name, "write all fields into one folder of records."),
-    ("TRAIN.LOADER", lambda name: name == "vae_train", "there is vae_train."),
-    ("SOLVER.LR_POLICY", ("", "cosine_decay").__contains__, "there are '' (constant) and cosine_decay."),
-    (
-        "SOLVER.DECAY_STEPS",
-        lambda steps: not steps,
-        "the learning rate does not fall in steps; leave it [] and set LR_POLICY to 'cosine_decay' for one that falls.",
-    ),
-    (
-        "SOLVER.DECAY_GAMMA",
-        lambda x: x == 0.5,
-        "the learning rate does not fall in steps, by this factor or another; leave it 0.5.",
-    ),
-    ("SOLVER.MIN_LR", lambda lr: lr == 0, "the learning rate falls to 0."),
-    ("SOLVER.OPTIMIZER", lambda name: name == "AdamW", "there is AdamW."),
-    (
-        "SOLVER.WARM_UP_FACTOR",
-        lambda x: x == 0.001,
-        "the warm-up rises from 1 / (steps + 1) of the rate; leave it 0.001.",
-    ),
-    ("TRAIN.CHECKPOINTING", (0, 1, 2, 3).__contains__, "there are levels 0 to 3."),
-    ("TRAIN.DEVICE_EMA", ("cpu", "cuda", "gpu", "").__contains__, "there are cpu and cuda."),
-    ("SOLVER.EMA_EVERY", lambda steps: steps >= 1, "a number of steps is at least 1; MODEL_EMA = 0 makes no EMA."),
-    ("TRAIN.MODEL_EMA", lambda decay: 0 <= decay < 1, "a decay is in [0, 1)."),
-)
-"""(key, whether its value is supported, what to do otherwise)."""
+def _upgrade_scheduler(name: str, value: dict[str, Any]) -> dict[str, Any]:
+    kind = str(value.get("type")).removeprefix("opensora.").removesuffix("-speed")
+    flags = OLD_SCHEDULERS.get(kind, {})
+    unset = {"timestep_sampling", *flags, *(argument for argument, *_ in flags.values())}  # None was their default
+    value = {key: given for key, given in value.items() if given is not None or key not in unset}
+    if kind in ("iddpm", "dpm-solver") and value.get("noise_schedule") in [*OLD_SCHEDULES]:
+        value["noise_schedule"] = OLD_SCHEDULES[value["noise_schedule"]]
+    for key, default in THRESHOLDING.items() if kind == "dpm-solver" else ():
+        if (given := value.pop(key, default)) not in (None, default):
+            raise UserError(f"{name}.{key}={given!r} was removed: it is for pixels, not for latents. Leave it out.")
+    left: dict[str, tuple[str, ...]] = {}
+    set_by: dict[str, list[str]] = {}
+    for flag, (argument, if_true, if_false) in flags.items():
+        if flag not in value:
+            continue
+        on = value.pop(flag)
+        if on not in (True, False):
+            raise UserError(f"{name}.{flag}={on!r}: expected True or False.")
+        choices = if_true if on else if_false
+        left[argument] = tuple(choice for choice in left.get(argument, choices) if choice in choices)
+        set_by.setdefault(argument, []).append(f"{flag}={on}")
+    for argument, choices in left.items():
+        named = value.get(argument)
+        found = named.get("type") if isinstance(named, dict) else named
+        if not choices or found not in (None, *choices):
+            set_by[argument] += [] if named is None else [f"{argument}={named!r}"]
+            raise UserError(
+                f"{name}: {' and '.join(set_by[argument])} contradict each other; keep {argument}=... alone."
+            )
+        value[argument] = choices[0] if named is None else named
+    if kind == "rflow":
+        _upgrade_sample_method(name, value)
+    return value
 
-# --- DeepSpeed
 
-DEEPSPEED_FIELDS = {
-    "train_micro_batch_size_per_gpu": "batch_size",
-    "gradient_accumulation_steps": "accumulation_steps",
-    "gradient_clipping": "grad_clip",
-}
-DEEPSPEED_STAGES: dict[int, dict[str, Any]] = {
-    0: {"plugin": "ddp"},
-    1: {"plugin": "ddp", "hybrid_zero": True},
-    2: {"plugin": "fsdp2"},
-    3: {"plugin": "fsdp2", "fsdp_reshard": "zero3"},
-}
+def _upgrade_sample_method(name: str, value: dict[str, Any]) -> None:
+    """Open-Sora's `sample_method`, "uniform" or "logit-normal" with `loc` and `scale`, becomes `timestep_sampling`."""
+    method = value.pop("sample_method", None)
+    found = {key: given for key in ("loc", "scale") if (given := value.pop(key, None)) is not None}
+    if method is None and not found:
+        return
+    if method not in (None, "uniform", "logit-normal"):
+        raise UserError(f"{name}.sample_method={method!r} is not one of uniform, logit-normal.")
+    if value.get("timestep_sampling") is not None:
+        raise UserError(f"{name}: timestep_sampling sets the same as sample_method, loc and scale; keep the first.")
+    if method != "logit-normal" and (found.get("loc", 0) != 0 or found.get("scale", 1) != 1):
+        raise UserError(f"{name}: {found} have no effect with sample_method='uniform'; use 'logit-normal'.")
+    value["timestep_sampling"] = {"type": method, **found} if method == "logit-normal" else "uniform"

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from opensora.checkpoint.load import MANIFEST
 from opensora.checkpoint.lora import merge_adapter, read_adapter
-from opensora.checkpoint.weight_sources import refuse_misnamed
+from opensora.checkpoint.weight_files import refuse_misnamed
 from opensora.config.load import InferenceConfig, config_from_dict, parse_config, to_dict
 from opensora.inference.long_video import overlap
 from opensora.inference.sizes import check_size

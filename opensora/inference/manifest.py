@@ -27,6 +27,7 @@ from torch import Tensor
 from opensora.checkpoint.load import MANIFEST
 from opensora.config.load import changed_settings
 from opensora.config.schema import InferenceConfig
+from opensora.config.upgrade import upgrade_all
 from opensora.inference.output import (
     EXTENSIONS,
     VideoFormat,
@@ -316,7 +317,8 @@ def _files_of(path_without_ext: str | Path) -> list[Path]:
 def _settings(record: Mapping[str, Any]) -> dict[str, Any]:
     """The entries of a sidecar that decide what its sample looks like, the config's under their own names."""
     top = {key: value for key, value in record.items() if key in _OF_A_SAMPLE}
-    config = {key: value for key, value in (_defaults() | record["config"]).items() if key not in _NOT_OF_A_SAMPLE}
+    config = upgrade_all(_defaults() | record["config"])
+    config = {key: value for key, value in config.items() if key not in _NOT_OF_A_SAMPLE}
     return config | top
 
 

@@ -22,8 +22,7 @@ from torch import Tensor, nn
 
 from opensora.checkpoint.load import load_strictly, open_checkpoint, read_weights
 from opensora.checkpoint.save import MANIFEST
-from opensora.checkpoint.weight_files import kind_of
-from opensora.checkpoint.weight_sources import find_weights
+from opensora.checkpoint.weight_files import find_weights, kind_of
 from opensora.models.layers.embedders import CaptionEmbedder
 from opensora.registry import MODELS
 from opensora.utils.errors import UserError

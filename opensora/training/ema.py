@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from opensora.checkpoint.shards import fill, gathered, shard_of
+from opensora.checkpoint.tensors import full_tensor, load_into, shard_of
 from opensora.utils.errors import UserError
 
 
@@ -113,9 +113,9 @@ class EMA:
         for name, tensor in self.shadow.items():
             try:
                 if tensor.shape == self.shapes[name]:
-                    fill(tensor, state, name)
+                    load_into(tensor, state, name)
                 else:
-                    fill(tensor, {name: state[name].flatten()}, name)
+                    load_into(tensor, {name: state[name].flatten()}, name)
             except ValueError as error:
                 raise UserError(f"the averaged weights are of another model: {error}.") from error
 
@@ -129,7 +129,7 @@ class EMA:
         """An average that is kept flat and in pieces, as a weight."""
         shadow = self.shadow[name]
         assert isinstance(shadow, DTensor)
-        return gathered(shadow).view(self.shapes[name])
+        return full_tensor(shadow).view(self.shapes[name])
 
 
 def _copy(tensor: Tensor, device: Literal["model", "cpu"]) -> Tensor:

@@ -14,7 +14,6 @@ from opensora.acceleration.engine import Engine
 from opensora.checkpoint.load import latest_checkpoint, open_checkpoint
 from opensora.config.load import changed_settings, to_dict
 from opensora.config.schema import LoopConfig, TrainConfig
-from opensora.config.upgrade import LEGACY
 from opensora.training.ema import EMA
 from opensora.training.lr_scheduler import lr_at
 from opensora.training.run import RunState
@@ -118,7 +117,6 @@ def resumed_checkpoint(cfg: LoopConfig) -> Path | None:
     """The checkpoint to go on from, if any; says which settings are not those of its run: some are meant, some are slips."""
     source = checkpoint_to_load(cfg)
     before = {} if source is None else open_checkpoint(source).manifest.get("config") or {}
-    before |= {name: LEGACY[name].translate(before[name]) for name in LEGACY.keys() & before.keys()}
     if changes := changed_settings(before, to_dict(cfg)):
         logger.warning("settings that are not those of %s: %s.", source, "; ".join(changes))
     return source

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from opensora.checkpoint.lora import COUNTER, FACTOR
-from opensora.config.lora import LoraOptions
+from opensora.config.schema import LoraOptions
 from opensora.registry import did_you_mean
 from opensora.utils.errors import UserError
 from opensora.utils.seed import generator

@@ -32,7 +32,7 @@ from opensora.acceleration.distributed import World, broadcast_from_rank0, host_
 from opensora.checkpoint.load import file_header
 from opensora.checkpoint.rotation import clear_leftovers, remove_old
 from opensora.checkpoint.save import TIMEOUT_S, Writing
-from opensora.checkpoint.shards import Shard, shard_of
+from opensora.checkpoint.tensors import Shard, shard_of
 from opensora.config.load import to_dict
 from opensora.config.schema import LoopConfig
 from opensora.training.run import RunState, make_run_folder

@@ -1,7 +1,9 @@
-"""Output folders, checked before hours of work."""
+"""Folders that a program is going to write to, checked before hours of work, and JSON files that it reads."""
 
+import json
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from opensora.utils.errors import UserError
 
@@ -27,3 +29,20 @@ def make_writable(folder: str | Path, option: str) -> Path:
             f"{option}={folder}: no files can be written there ({error.strerror}). Choose another {flag}."
         ) from error
     return path
+
+
+def read_json(path: Path, remedy: str) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        UserError: the file is missing, is no JSON or holds something else; the message ends with `remedy`.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}). {remedy}") from error
+    except ValueError as error:  # of the text's encoding or of JSON
+        raise UserError(f"{path} is no valid JSON ({error}). {remedy}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path} holds a {type(content).__name__}; expected an object. {remedy}")
+    return content

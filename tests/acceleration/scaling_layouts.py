@@ -20,7 +20,7 @@ from opensora.acceleration.distributed import World, init_world, shutdown
 from opensora.acceleration.engine import Engine, build_engine
 from opensora.acceleration.sequence_parallel import parallelise
 from opensora.checkpoint.load import complete_checkpoints, open_checkpoint
-from opensora.checkpoint.shards import gathered
+from opensora.checkpoint.tensors import full_tensor
 from opensora.config.schema import LoopConfig
 from opensora.training.ema import EMA
 from opensora.training.run import RunState
@@ -151,7 +151,7 @@ def train(engine: Engine, ema: EMA, world: World, steps: range) -> Outcome:
 
 
 def whole(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: (gathered(t) if isinstance(t, DTensor) else t).detach().clone().cpu() for name, t in state.items()}
+    return {name: (full_tensor(t) if isinstance(t, DTensor) else t).detach().clone().cpu() for name, t in state.items()}
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from opensora.acceleration.checkpointing import (
     offload_activations,
 )
 from opensora.acceleration.compile import compile_blocks
-from opensora.config.activation_checkpointing import CheckpointLevel, parse_level
+from opensora.config.schema import checkpointed_parts
 from opensora.registry import MODELS
 from opensora.utils.errors import UserError
 from tests.acceleration.products import Products
@@ -244,18 +244,20 @@ def test_no_warning_of_what_no_block_does(capfd):
 
 
 def test_what_each_value_means():
-    assert parse_level("none") == CheckpointLevel("nothing")
-    assert parse_level("block") == parse_level("every:1") == CheckpointLevel("block")
-    assert [list(parse_level(level).chosen(28)) for level in ("none", "mlp:1/3", "mlp:2/3", "mlp")] == [
-        [], list(range(10)), list(range(19)), list(range(28)),
-    ]  # fmt: skip
-    assert list(parse_level("every:4").chosen(6)) == [0, 4]
-    assert parse_level("selective:1") == parse_level("selective") == CheckpointLevel("selective")
-    assert parse_level("every:2").parts(3) == ["block", "nothing", "block"]
-    assert parse_level("selective:2").parts(3) == ["selective", "block", "selective"]
-    assert parse_level("selective+every:3").parts(5) == ["block", "selective", "selective", "block", "selective"]
-    assert parse_level("selective+every:1").parts(2) == parse_level("block").parts(2)
-    assert parse_level("mlp:1/3").parts(3, (2, 1, 0)) == ["mlp", "mlp", "nothing"]
+    assert [checkpointed_parts(level, 28).count("mlp") for level in ("none", "mlp:1/3", "mlp:2/3", "mlp")] == [
+        0,
+        10,
+        19,
+        28,
+    ]
+    assert checkpointed_parts("none", 2) == ["nothing"] * 2
+    assert checkpointed_parts("block", 2) == checkpointed_parts("every:1", 2) == ["block"] * 2
+    assert checkpointed_parts("selective:1", 2) == checkpointed_parts("selective", 2) == ["selective"] * 2
+    assert checkpointed_parts("every:2", 3) == ["block", "nothing", "block"]
+    assert checkpointed_parts("selective:2", 3) == ["selective", "block", "selective"]
+    assert checkpointed_parts("selective+every:3", 5) == ["block", "selective", "selective", "block", "selective"]
+    assert checkpointed_parts("selective+every:1", 2) == ["block"] * 2
+    assert checkpointed_parts("mlp:1/3", 3, (2, 1, 0)) == ["mlp", "mlp", "nothing"]
 
 
 @pytest.mark.parametrize(
@@ -280,7 +282,7 @@ def test_what_each_value_means():
 )
 def test_other_values_are_refused_with_those_there_are(value):
     with pytest.raises(UserError, match=r"none, block, every:k, mlp, mlp:1/3, mlp:2/3, selective, selective:k"):
-        parse_level(value)
+        checkpointed_parts(value, 4)
 
 
 def test_blocks_without_an_mlp():

@@ -18,7 +18,7 @@ from opensora.acceleration.distributed import World, init_world, shutdown
 from opensora.acceleration.engine import build_engine
 from opensora.acceleration.sequence_parallel import parallelise
 from opensora.config.load import TrainConfig, parse_config
-from opensora.config.lora import LoraOptions
+from opensora.config.schema import LoraOptions
 from opensora.registry import MODELS
 from opensora.training.lora import add_lora
 from opensora.utils.errors import UserError

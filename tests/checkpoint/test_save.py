@@ -13,7 +13,7 @@ import torch
 from opensora.acceleration.distributed import World
 from opensora.checkpoint.load import open_checkpoint
 from opensora.checkpoint.save import Writing
-from opensora.checkpoint.shards import Shard
+from opensora.checkpoint.tensors import Shard
 from opensora.config.schema import LoopConfig
 from opensora.training.run import RunState
 from opensora.training.saver import Saver
@@ -21,7 +21,7 @@ from opensora.utils.errors import UserError
 from tests.forks import forked
 
 MANY = 500_000  # numbers, 2 MB
-NOBODY_WAITS_S = 5.0  # far less than TIMEOUT_S; what is told before it needs no patience
+SHORT_S = 5.0  # far less than TIMEOUT_S: a failure that is noted ends the wait at once
 
 
 def part_of(rank: int, count: int) -> dict[str, dict[str, Shard]]:
@@ -73,7 +73,7 @@ def test_what_a_full_disk_refused_is_deleted_and_told(tmp_path):
             second.write_own(part_of(1, MANY), {})
         assert "model/model-00001-of-00002.safetensors" not in files_of(second)
         with pytest.raises(UserError, match=r"rank 1: OSError: .*No space left on device"):
-            first.commit({}, {}, timeout_s=NOBODY_WAITS_S)
+            first.commit({}, {}, timeout_s=SHORT_S)
 
 
 def test_a_disk_that_stays_full_is_told_without_a_byte(tmp_path):
@@ -85,7 +85,7 @@ def test_a_disk_that_stays_full_is_told_without_a_byte(tmp_path):
         with pytest.raises(OSError, match="No space left on device"):
             second.write_own(part_of(1, MANY), {})
         with pytest.raises(UserError, match=r"rank 1: ENOSPC: No space left on device"):
-            first.commit({}, {}, timeout_s=NOBODY_WAITS_S)
+            first.commit({}, {}, timeout_s=SHORT_S)
 
 
 def test_a_disk_without_room_for_a_further_file(tmp_path):
@@ -96,7 +96,7 @@ def test_a_disk_without_room_for_a_further_file(tmp_path):
         with pytest.raises(OSError, match="No space left on device"):
             second.write_own(part_of(1, 10), {})
         with pytest.raises(UserError, match=r"rank 1: OSError: .*No space left on device"):
-            first.commit({}, {}, timeout_s=NOBODY_WAITS_S)
+            first.commit({}, {}, timeout_s=SHORT_S)
 
 
 def write_with_limit(writing: Writing, limit: int) -> None:
@@ -107,17 +107,17 @@ def write_with_limit(writing: Writing, limit: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit", "told"),
+    ("limit", "message"),
     [(4096, r"rank 1: OSError: .*File too large"), (0, r"rank 1: EFBIG: File too large")],
     ids=["a note fits", "nothing fits"],
 )
-def test_what_the_system_refuses_to_write(tmp_path, limit, told):
+def test_what_the_system_refuses_to_write(tmp_path, limit, message):
     first, second = both(tmp_path / "a")
     first.write_own(part_of(0, 10), {})
     in_a_process(write_with_limit, second, limit)
     assert "model/model-00001-of-00002.safetensors" not in files_of(second)
-    with pytest.raises(UserError, match=told):
-        first.commit({}, {}, timeout_s=NOBODY_WAITS_S)
+    with pytest.raises(UserError, match=message):
+        first.commit({}, {}, timeout_s=SHORT_S)
 
 
 def test_rank_0_tells_of_its_own(tmp_path):
@@ -129,7 +129,7 @@ def test_nothing_but_the_checkpoint_is_left_when_all_goes_well(tmp_path):
     first, second = both(tmp_path / "a")
     second.write_own(part_of(1, 10), {})
     first.write_own(part_of(0, 10), {})
-    opened = open_checkpoint(first.commit({}, {}, timeout_s=NOBODY_WAITS_S), check="checksum")
+    opened = open_checkpoint(first.commit({}, {}, timeout_s=SHORT_S), check="checksum")
     assert opened.tensors("model")["w"].tolist() == [0.0] * 10 + [1.0] * 10
     there = {str(file.relative_to(opened.path)) for file in opened.path.rglob("*") if file.is_file()}
     assert there == {"manifest.json", *opened.manifest["files"]}

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from opensora.acceleration.distributed import World
 from opensora.checkpoint.load import load_strictly, open_checkpoint
 from opensora.checkpoint.save import Writing
-from opensora.checkpoint.shards import fill, shard_of
+from opensora.checkpoint.tensors import load_into, shard_of
 from opensora.config.schema import LoopConfig
 from opensora.training.run import RunState
 from opensora.training.saver import Saver
@@ -64,7 +64,7 @@ def write_and_read(rank: int, world_size: int, tmp_path: Path) -> None:
             for other, wanted in expected.items():
                 for key, tensor in wanted.items():
                     target = torch.full_like(tensor, -1)
-                    fill(target, saved, key)
+                    load_into(target, saved, key)
                     assert torch.equal(shard_of(target).local, shard_of(tensor).local), (name, other, key)
         dist.barrier()
     what_fails(rank, world, tmp_path, made)
@@ -133,9 +133,9 @@ def test_a_plain_tensor_is_whole_and_written_once():
 
 def test_values_change_their_format_on_the_way():
     target = torch.zeros(2, dtype=torch.bfloat16)
-    fill(target, {"w": torch.tensor([1.0, 2.0])}, "w")
+    load_into(target, {"w": torch.tensor([1.0, 2.0])}, "w")
     assert target.tolist() == [1, 2]
     with pytest.raises(KeyError):
-        fill(target, {}, "w")
+        load_into(target, {}, "w")
     with pytest.raises(ValueError, match=re.escape("w: the stored shape is (3,), the wanted one (2,)")):
-        fill(target, {"w": torch.zeros(3)}, "w")
+        load_into(target, {"w": torch.zeros(3)}, "w")

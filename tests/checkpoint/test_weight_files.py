@@ -1,4 +1,4 @@
-"""Files told apart by content, damage named, code refused, nothing overwritten."""
+"""Files recognised by content, damage named, code refused, nothing overwritten."""
 
 import argparse
 import json
@@ -77,9 +77,9 @@ def test_what_was_left_aside_is_said(tmp_path, state, caplog):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ([torch.zeros(1)], "no dictionary of tensors, but: list"),
-        ({}, "no dictionary of tensors, but: nothing"),
-        ({"model": {"w": torch.zeros(1), "lr": 0.1}}, r"also holds lr \(float\)"),
+        ([torch.zeros(1)], "no dictionary of tensors alone, but: list"),
+        ({}, "no dictionary of tensors alone, but: nothing"),
+        ({"model": {"w": torch.zeros(1), "lr": 0.1}}, r"alone, but: lr \(float\)"),
         ({f"k{i}": i for i in range(9)}, "and 3 more"),
     ],
 )
@@ -94,13 +94,13 @@ def write_index(folder, weight_map, name="w.bin.index.json"):
     return folder / name
 
 
-@pytest.mark.parametrize("container", ["zip", "legacy", "plain pickle", "beside the weights", "shard"])
+@pytest.mark.parametrize("container", ["zip", "legacy", "plain pickle", "next to the weights", "shard"])
 def test_a_pickle_with_code_is_refused_in_every_container(tmp_path, container):
     content = {"w": torch.zeros(1), "x": Evil(tmp_path / "touched")}
     path = tmp_path / "w.bin"
     if container == "plain pickle":
         path.write_bytes(pickle.dumps({"x": content["x"]}, protocol=2))
-    elif container == "beside the weights":
+    elif container == "next to the weights":
         torch.save({"model": {"w": torch.zeros(1)}, "args": content["x"]}, path)
     else:
         torch.save(content, path, _use_new_zipfile_serialization=container != "legacy")

@@ -2,7 +2,6 @@
 
 import inspect
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import FrozenInstanceError
 from typing import Any, Literal
@@ -13,14 +12,15 @@ from opensora.config.load import (
     InferenceConfig,
     TrainConfig,
     VAETrainConfig,
+    changed_settings,
     config_from_dict,
-    dump_config,
     parse_config,
     to_dict,
 )
 from opensora.config.resolve import wrong_type
 from opensora.config.schema import REQUIRED, coerce, members, schema_fields
-from opensora.registry import MODELS, Registry
+from opensora.config.upgrade import upgrade
+from opensora.registry import MODELS, SCHEDULERS, Registry
 from opensora.utils.errors import UserError
 
 PARTS = Registry("part")
@@ -215,7 +215,7 @@ def test_a_config_cannot_read_the_environment_or_import_modules(train, monkeypat
 
 def test_values_must_be_plain_data(train):
     text = complaint(train, extra='model = dict(type="XL/2", label=[object])')
-    assert "model holds <class 'object'>, a type" in text
+    assert "model holds what is no plain data: Object of type type" in text
 
 
 # --- types
@@ -251,9 +251,9 @@ def test_near_types_are_taken(train):
         ('dtype = "bfloat1"', "Did you mean 'bfloat16'?"),
         ("batch_size = 0", "batch_size=0: must be at least 1"),
         ("lr = 0", "lr=0.0: must be greater than 0"),
-        ("ema_decay = 1.0", "ema_decay=1.0: must be less than 1"),
+        ("ema_decay = 1.0", "ema_decay=1.0: must be at least 0 and less than 1"),
         ("ema_decay = -0.1", "ema_decay=-0.1: must be at least 0"),
-        ("adam_betas = (0.9, 1.0)", "adam_betas=(0.9, 1.0): must be less than 1"),
+        ("adam_betas = (0.9, 1.0)", "adam_betas=(0.9, 1.0): must be at least 0 and less than 1"),
         ("image_size = (0, 64)", "image_size=(0, 64): must be at least 1"),
         ("num_frames = 0", "num_frames=0: must be at least 1"),
         ("warmup_steps = -1", "warmup_steps=-1: must be at least 0"),
@@ -363,6 +363,106 @@ def test_the_older_spelling_of_flash_attention(train):
     assert train(extra=both.format(True)).model["enable_flash_attn"] is True
     assert "are one setting" in complaint(train, extra=both.format(False))
     assert train("--model.enable_flashattn", "no", extra=both.format(True)).model["enable_flash_attn"] is False
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ({"type": "iddpm", "learn_sigma": True}, {"variance": "learned_range"}),
+        ({"type": "iddpm", "learn_sigma": False}, {"variance": "fixed_large"}),
+        ({"type": "iddpm", "learn_sigma": False, "sigma_small": True}, {"variance": "fixed_small"}),
+        ({"type": "iddpm", "sigma_small": False}, {"variance": "learned_range"}),
+        ({"type": "iddpm", "learn_sigma": False, "variance": "fixed_small"}, {"variance": "fixed_small"}),
+        ({"type": "iddpm", "variance": None, "prediction": None, "loss": None, "timestep_sampling": None}, {}),
+        ({"type": "iddpm", "predict_xstart": True}, {"prediction": "x0"}),
+        ({"type": "iddpm", "predict_xstart": False}, {"prediction": "eps"}),
+        ({"type": "iddpm", "predict_xstart": False, "prediction": "v"}, {"prediction": "v"}),
+        ({"type": "iddpm", "use_kl": True}, {"loss": "rescaled_kl"}),
+        ({"type": "iddpm", "use_kl": True, "rescale_learned_sigmas": False}, {"loss": "rescaled_kl"}),
+        ({"type": "iddpm", "use_kl": True, "loss": "kl"}, {"loss": "kl"}),
+        ({"type": "iddpm", "use_kl": False, "rescale_learned_sigmas": True}, {"loss": "rescaled_mse"}),
+        ({"type": "iddpm", "rescale_learned_sigmas": False}, {"loss": "mse"}),
+        ({"type": "iddpm", "faster": True}, {"timestep_sampling": "speedit"}),
+        (
+            {"type": "iddpm", "faster": True, "timestep_sampling": {"type": "speed"}},
+            {"timestep_sampling": {"type": "speed"}},
+        ),
+        ({"type": "iddpm", "faster": False}, {"timestep_sampling": "uniform"}),
+        ({"type": "iddpm", "noise_schedule": "cosine", "use_kl": None}, {"noise_schedule": "squaredcos_cap_v2"}),
+        ({"type": "dpm-solver", "noise_schedule": "cosine"}, {"noise_schedule": "squaredcos_cap_v2"}),
+        ({"type": "dpm-solver", "thresholding": "none", "thresholding_max": None}, {}),
+        ({"type": "rflow", "shift": None, "time": None, "timestep_sampling": None}, {}),
+        ({"type": "rflow", "use_timestep_transform": True}, {"shift": "resolution"}),
+        ({"type": "rflow", "use_timestep_transform": True, "shift": "length"}, {"shift": "length"}),
+        ({"type": "rflow", "use_timestep_transform": False}, {"shift": "none"}),
+        ({"type": "rflow", "use_discrete_timesteps": True}, {"time": "discrete"}),
+        ({"type": "rflow", "use_discrete_timesteps": False, "time": "continuous"}, {"time": "continuous"}),
+        ({"type": "rflow", "sample_method": "uniform"}, {"timestep_sampling": "uniform"}),
+        (
+            {"type": "rflow", "sample_method": "logit-normal", "loc": 0.5, "scale": None},
+            {"timestep_sampling": {"type": "logit-normal", "loc": 0.5}},
+        ),
+        ({"type": "nova", "shift": 3.0}, {"shift": 3.0}),
+        ({"type": "mine", "noise_schedule": "cosine"}, {"noise_schedule": "cosine"}),
+    ],
+)
+def test_older_spellings_of_schedulers_become_the_current_ones(old, new):
+    assert upgrade("scheduler", old) == {"type": old["type"], **new}
+    assert upgrade("scheduler", upgrade("scheduler", old)) == upgrade("val_scheduler", old)
+    values = to_dict(parse_config(TrainConfig, None, ["configs/quickstart/pretrain.py"])) | {"scheduler": old}
+    assert config_from_dict(TrainConfig, values).scheduler == {"type": old["type"], **new}  # of a checkpoint
+    assert (
+        changed_settings({"scheduler": old}, {"scheduler": {"type": old["type"], **new}}) == []
+    )  # a resume, a sidecar
+    if old["type"] != "mine":
+        SCHEDULERS.build(upgrade("scheduler", old))
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "message"),
+    [
+        (
+            {"type": "iddpm", "variance": "learned_range", "learn_sigma": False},
+            "learn_sigma=False and variance='learned_range' contradict",
+        ),
+        (
+            {"type": "iddpm", "learn_sigma": True, "sigma_small": True},
+            "learn_sigma=True and sigma_small=True contradict",
+        ),
+        ({"type": "iddpm", "loss": "mse", "use_kl": True}, "use_kl=True and loss='mse' contradict"),
+        (
+            {"type": "iddpm", "faster": True, "timestep_sampling": "uniform"},
+            "contradict each other; keep timestep_sampling",
+        ),
+        ({"type": "iddpm", "faster": False, "timestep_sampling": "speed"}, "contradict"),
+        ({"type": "iddpm", "use_kl": "yes"}, "scheduler.use_kl='yes': expected True or False"),
+        ({"type": "dpm-solver", "thresholding": "dynamic"}, "thresholding='dynamic' was removed: it is for pixels"),
+        ({"type": "rflow", "time": "continuous", "use_discrete_timesteps": True}, "contradict"),
+        ({"type": "rflow", "shift": "none", "use_timestep_transform": True}, "contradict"),
+        ({"type": "rflow", "shift": 3.0, "use_timestep_transform": False}, "contradict"),
+        ({"type": "rflow", "sample_method": "cosmap"}, "sample_method='cosmap' is not one of uniform, logit-normal"),
+        ({"type": "rflow", "loc": 1.0}, "no effect with sample_method='uniform'"),
+        ({"type": "rflow", "sample_method": "logit-normal", "timestep_sampling": "uniform"}, "sets the same"),
+    ],
+)
+def test_spellings_of_a_scheduler_that_contradict_each_other(train, scheduler, message):
+    text = complaint(train, extra=f"scheduler = {scheduler}\nlr = 0")
+    assert message in text
+    assert text.count(message) == 1
+    assert "lr=0.0" in text
+
+
+def test_an_older_spelling_on_the_command_line_replaces_that_of_the_file(write):
+    path = write(TRAIN + "scheduler = dict(type='rflow', use_timestep_transform=True, use_discrete_timesteps=True)")
+    for key, value, shift in (("use_timestep_transform", "False", "none"), ("shift", "length", "length")):
+        cfg = parse_config(TrainConfig, None, [path, f"--scheduler.{key}", value])
+        assert cfg.scheduler == {"type": "rflow", "shift": shift, "time": "discrete"}
+
+
+def test_older_names_of_masks(train):
+    ratios = "mask_ratios = {'mask_no': 0.5, 'intepolate': 0.25, 'mask_image_head': 0.25}"
+    assert train(extra=ratios).mask_ratios == {"identity": 0.5, "interpolate": 0.25, "image_head": 0.25}
+    assert "'random' is there twice" in complaint(train, extra="mask_ratios = {'random': 0.1, 'mask_random': 0.1}")
 
 
 # --- command line
@@ -542,9 +642,7 @@ def test_vae_training_has_one_engine(write):
         (["--lr.x", "1"], "--lr.x: lr is float; it has no keys."),
         (["--model.", "1"], "has no keys"),
         (["--model.depth.x", "1"], "--model.depth.x: model.depth is 4 and has no keys."),
-        (["--model.space_scale", "2/3"], "--model.space_scale: '2/3' is not a number, as 1.0 is."),
         (["--model.enable_layernorm_kernel", "maybe"], "'maybe' is not a bool"),
-        (["--dataset.text_columns", "text"], "'text' is not a list, as () is"),
         (["stray"], "'stray' on the command line belongs to no option."),
         (["-x"], "'-x' on the command line belongs to no option."),
         (["--lr", "1", "--lr", "2"], "--lr 1.0 and --lr 2.0 both set lr; keep one."),
@@ -576,7 +674,6 @@ def test_a_name_of_the_command_line_is_explained_when_a_file_uses_it(train):
         ["--wandbb=True"],
         ["--wandbb", "--lr", "1"],
         ["--lr", "1", "--wandbb"],
-        ["--wandbb", "notes.json", "--lr", "1"],
     ],
 )
 def test_a_misspelt_flag_before_the_config_is_named_and_is_all_that_is_wrong(write, wrong):
@@ -592,12 +689,8 @@ def test_a_misspelt_flag_before_the_config_is_named_and_is_all_that_is_wrong(wri
         (["--wandbb"], ["no config file given", "Did you mean '--wandb'?"]),
         (["--wandbb", "gone.py"], ["config file gone.py does not exist", "Did you mean '--wandb'?"]),
         (["gone.py", "--wandbb", "True"], ["config file gone.py does not exist", "Did you mean '--wandb'?"]),
-        (["--lr", "gone.py"], ["config file gone.py does not exist", "--lr: 'gone.py': expected float"]),
-        (
-            ["--exp-name", "gone.py"],
-            ["no config file given", "If --exp-name took it for a value, write the config first"],
-        ),
-        (["--val-prompts", "a", "b.py"], ["no config file given", "If --val-prompts took it for a value"]),
+        (["--lr", "gone.py"], ["no config file given", "--lr: 'gone.py': expected float"]),
+        (["--exp-name", "gone.py"], ["no config file given", "the config first"]),
         (["gone.py", "other.py"], ["gone.py does not exist", "'other.py': gone.py is the config already"]),
     ],
 )
@@ -731,7 +824,7 @@ def test_to_dict_shares_nothing_with_the_config(train):
 def test_a_dumped_config_is_a_config(train, tmp_path):
     cfg = train("--image-size", "8", "16", "--lr", "1e-4")
     path = tmp_path / "dump.json"
-    dump_config(cfg, path)
+    path.write_text(json.dumps(to_dict(cfg)))
     assert json.loads(path.read_text())["image_size"] == [8, 16]
     assert parse_config(TrainConfig, REGISTRIES, [str(path)]).image_size == (8, 16)
     again = parse_config(TrainConfig, REGISTRIES, [str(path), "--num-frames", "4"])
@@ -743,20 +836,15 @@ OLDER = {True: "block", "yes": "block", "2": "mlp:2/3", "False": "none", 0: "non
 
 
 @pytest.mark.parametrize(("older", "present"), [*OLDER.items(), ("1", "mlp:1/3"), ("selective:2", "selective:2")])
-def test_older_spellings_of_checkpointing_become_the_one_there_is(train, caplog, older, present):
+def test_older_spellings_of_checkpointing_become_the_one_there_is(train, older, present):
     cfg = train("--grad-checkpoint", str(older))
     assert cfg.grad_checkpoint == present
-    note = f"is written {present!r} now (command line --grad-checkpoint)"
-    assert (note in caplog.text) == (older != present)
-    caplog.clear()
     assert config_from_dict(TrainConfig, to_dict(cfg) | {"grad_checkpoint": older}).grad_checkpoint == present
-    assert caplog.text == ""  # nobody can mend a checkpoint
 
 
-def test_checkpointing_by_a_bare_flag_and_by_two_that_python_holds_for_equal(write, train, caplog):
+def test_checkpointing_by_a_bare_flag_and_by_two_values_that_are_equal_in_python(write, train):
     path = write(TRAIN + "grad_checkpoint = 1")
     assert parse_config(TrainConfig, REGISTRIES, [path]).grad_checkpoint == "mlp:1/3"
-    assert re.search(r"grad_checkpoint=1 is written 'mlp:1/3' now \(.*config\.py:\d+\)", caplog.text)
     assert parse_config(TrainConfig, REGISTRIES, ["--grad-checkpoint", path]).grad_checkpoint == "block"
     assert "both set grad_checkpoint; keep one" in complaint(train, "--grad-checkpoint=True", "--grad-checkpoint=1")
     assert "grad_checkpoint=1.5: expected str" in complaint(train, extra="grad_checkpoint = 1.5")
@@ -775,7 +863,7 @@ def test_no_field_takes_numbers_and_booleans_which_compare_equal(schema):
 def test_bucket_sizes_survive_json(write, tmp_path):
     text = TRAIN + "dataset = dict(type='VariableVideoTextDataset')\nbucket_config = {'256': {1: (1.0, 4)}}"
     cfg = parse_config(TrainConfig, None, [write(text)])
-    dump_config(cfg, tmp_path / "dump.json")
+    (tmp_path / "dump.json").write_text(json.dumps(to_dict(cfg)))
     assert list(parse_config(TrainConfig, None, [str(tmp_path / "dump.json")]).bucket_config["256"]) == [1]
 
 

@@ -120,20 +120,20 @@ def test_a_published_config_is_the_named_model():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"arch": ["resnet"]}, "expected three names"),
+        ({"arch": ["resnet"]}, r"not of NOVA's form .*arch=\['resnet'\]"),
+        ({"arch": None}, "not of NOVA's form .*arch=None"),
+        ({"arch": [1, 2, 3]}, "not of NOVA's form"),
         ({"arch": ["vit_d16w768", "vit_d32w1024", "mlp_d6w768"]}, "the encoders have two widths"),
-        ({"video_mixer_ranks": 4}, "says nothing here. Did you mean 'video_mixer_rank'"),
+        ({"video_mixer_ranks": 4}, "an unknown key 'video_mixer_ranks'. Did you mean 'video_mixer_rank'"),
+        ({1: 2}, "an unknown key 1"),
         ({"text_token_dim": None}, "a model of classes"),
-        ({"image_base_size": [64, 64]}, "latents of 60x96 and of 128x128"),
-        ({"video_base_size": [8]}, r"video_base_size=\[8\]; expected three whole numbers from 1"),
-        ({"video_base_size": 8}, "video_base_size=8; expected three"),
-        ({"image_base_size": [30]}, r"image_base_size=\[30\]; expected two whole numbers from 1"),
-        ({"image_stride": 0}, "image_stride=0; expected a whole number from 1"),
-        ({"image_stride": None}, "image_stride=None; expected a whole number from 1"),
-        ({"video_mixer_rank": "many"}, "video_mixer_rank='many'; expected a whole number"),
-        ({"arch": None}, "arch=None; expected three names"),
-        ({"arch": [1, 2, 3]}, r"arch=\[1, 2, 3\]; expected three names"),
-        ({1: 2}, "1=2, which says nothing here"),
+        ({"image_base_size": [64, 64]}, r"latents of \[60, 96\] and of \[128, 128\]"),
+        ({"image_base_size": [30]}, r"latents of \[60, 96\] and of \[60\]"),
+        ({"video_base_size": [8]}, r"not of NOVA's form .*video_base_size=\[8\]"),
+        ({"video_base_size": 8}, "not of NOVA's form .*video_base_size=8"),
+        ({"image_stride": 0}, "not of NOVA's form .*image_stride=0"),
+        ({"image_stride": None}, "not of NOVA's form .*image_stride=None"),
+        ({"video_mixer_rank": "many"}, "not of NOVA's form .*video_mixer_rank='many'"),
     ],
 )
 def test_other_architectures_are_refused(change, message):
@@ -257,7 +257,9 @@ CHANGED = {
 
 
 def leaves(node, path=""):
-    for key, value in node._values.items():
+    for key, value in vars(node).items():
+        if key == "_path":
+            continue
         yield from leaves(value, f"{path}{key}.") if isinstance(value, CfgNode) else [f"{path}{key}"]
 
 
@@ -306,22 +308,12 @@ def test_a_number_that_is_too_small_is_no_failure_of_ours(guide, key, value):
     assert message is None or str(value) in message
 
 
-@pytest.mark.parametrize("value", [0, -5])
-def test_an_average_is_taken_every_so_many_steps(guide, value):
+def test_without_a_decay_there_is_no_ema(guide):
     cfg = ready(guide)
-    cfg.SOLVER.EMA_EVERY = value
-    with pytest.raises(UserError, match=rf"SOLVER.EMA_EVERY={value}: .* at least 1; MODEL_EMA = 0 makes no EMA"):
-        to_train_config(cfg)
     cfg.SOLVER.EMA_EVERY, cfg.TRAIN.MODEL_EMA = 1, 0
     assert to_train_config(cfg)["ema_decay"] == 0
-
-
-@pytest.mark.parametrize("change", [{"DECAY_STEPS": [10, 20]}, {"DECAY_GAMMA": 0.9}, {"LR_POLICY": "steps_with_decay"}])
-@pytest.mark.parametrize("policy", ["", "cosine_decay"])
-def test_a_learning_rate_does_not_fall_in_steps(guide, change, policy):
-    cfg = ready(guide)
-    cfg.merge({"SOLVER": {"LR_POLICY": policy, **change}})
-    with pytest.raises(UserError, match=f"SOLVER.{next(iter(change))}="):
+    cfg.SOLVER.EMA_EVERY = 0
+    with pytest.raises(UserError, match=r"SOLVER.EMA_EVERY=0: .* at least 1; MODEL_EMA = 0 makes no EMA"):
         to_train_config(cfg)
 
 
@@ -358,7 +350,7 @@ def test_a_deepspeed_file_chooses_engine_format_and_batch(guide):
         ({"zero_optimization": {"stage": 2, "overlap_comm": True}}, "zero_optimization=.*overlap_comm"),
         ({"zero_optimization": 2}, "zero_optimization=2"),
         ({"train_micro_batch_size_per_gpu": "auto"}, "train_micro_batch_size_per_gpu='auto'"),
-        ([1], "expected an object with keys such as zero_optimization, not"),
+        ([1], "ds.json holds a list; expected an object. It may have one of bf16 and fp16"),
     ],
 )
 def test_what_the_keys_of_a_deepspeed_file_mean(tmp_path, content, expected):

@@ -99,6 +99,18 @@ def test_an_older_sidecar_without_a_field_counts_as_its_default(tmp_path):
         already_made(path, now)
 
 
+def test_an_older_spelling_in_a_sidecar_is_the_same_setting(tmp_path):
+    def with_shift(**shift):
+        return {**record(), "config": {**record()["config"], "scheduler": {"type": "rflow", **shift}}}
+
+    path = tmp_path / "sample"
+    write_sidecar(with_shift(use_timestep_transform=True), path)
+    save_sample(torch.zeros(3, 1, 8, 8), path, fps=8)
+    assert already_made(path, with_shift(shift="resolution"))
+    with pytest.raises(UserError, match=r"scheduler\.shift was resolution, now none"):
+        already_made(path, with_shift(shift="none"))
+
+
 def run_from(tmp_path, **changes):
     """The only record of a run in a folder of files."""
     for name in ("first.png", "ref.png", "adapter/weights", "vae/weights", "inner/weights", "text/weights"):

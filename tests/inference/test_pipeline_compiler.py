@@ -85,9 +85,9 @@ def test_a_compiled_nova_makes_the_same_image_twice(nova):
     ("settings", "message"),
     [
         ({"compiler_config": "{}"}, "compiler_config=.* has no effect without compiler"),
-        ({"compiler": "nexfort", "compile": True}, "compile and compiler both compile the model"),
-        ({"compiler": "nexfort", "step_cache": {"type": "pab"}}, "does not work around a step_cache"),
-        ({"compiler": "nexfort", "offload": "block"}, "does not work around offload='block'"),
+        ({"compiler": "nexfort", "compile": True}, "compiler does not work with compile"),
+        ({"compiler": "nexfort", "step_cache": {"type": "pab"}}, "compiler does not work with step_cache"),
+        ({"compiler": "nexfort", "offload": "block"}, "compiler does not work with offload='block'"),
     ],
 )
 def test_what_does_not_go_together_is_refused(cfg, settings, message):

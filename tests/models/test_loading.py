@@ -61,7 +61,7 @@ class TestLoading:
     def test_integers_are_refused_where_the_model_has_floats(self, tmp_path):
         state = {name: value.to(torch.int8) for name, value in Toy().state_dict().items()}
         save_file(state, tmp_path / "w")
-        with pytest.raises(UserError, match=r"(?s)18 of another kind of number.*file int8, model float32"):
+        with pytest.raises(UserError, match=r"(?s)18 of another dtype.*file int8, model float32"):
             load_weights(Toy(), tmp_path / "w", plain)
 
     def test_the_model_owns_its_weights(self, tmp_path):

@@ -88,7 +88,7 @@ def test_two_processes_train_the_adapters_of_one(train, together, base, plugin):
 
 def test_settings_without_effect(train, capsys):
     for options, words in (
-        (("--lora.rank=4", "--model.freeze=text"), "model.freeze has no effect with lora"),
+        (("--lora.rank=4", "--model.freeze=text"), "model.freeze='text' has no effect with lora"),
         (
             ("--lora.rank=4", "--model.only_train_temporal=True"),
             "model.only_train_temporal=True has no effect with lora",

@@ -10,7 +10,6 @@ import pytest
 import torch
 from transformers import CLIPConfig, T5Config
 
-from opensora.config.activation_checkpointing import parse_level
 from opensora.config.load import TrainConfig, parse_config
 from opensora.registry import DATASETS, MODELS
 from opensora.utils.errors import UserError
@@ -57,18 +56,18 @@ def test_activations_are_those_that_autograd_saves(family, short):
     cond = inputs(model, size=(4, 24, 24))
     casts = 2 * sum(p.numel() for p in model.parameters() if p.ndim > 1) if short else 0
     tokens = 2 * math.prod(model.grid((4, 24, 24)))
-    estimated = activation_bytes(model, tokens, 2 if short else 4, parse_level("none")) + casts
+    estimated = activation_bytes(model, tokens, 2 if short else 4, "none") + casts
     assert estimated == pytest.approx(saved_bytes(model, cond, short=short), rel=0.08)
 
 
 def test_recomputing_keeps_less_in_the_expected_order():
     model = toy("STDiT", depth=6)
     levels = ("block", "every:2", "mlp", "none")
-    small, *_, large = kept = [activation_bytes(model, 100, 2, parse_level(level)) for level in levels]
+    small, *_, large = kept = [activation_bytes(model, 100, 2, level) for level in levels]
     assert kept == sorted(kept)
     units = block_units(model.blocks[0], 2)
     assert large / small == pytest.approx(6 * units.total / (6 + units.total))
-    assert activation_bytes(model, 100, 2, parse_level("selective")) < large
+    assert activation_bytes(model, 100, 2, "selective") < large
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +84,7 @@ def test_measurements_of_stdit_xl_on_two_gpus(stdit, engine, level, measured):
     # 2 H100s, batch 8, 4096 tokens, compiled blocks, bf16, no average: GiB. A prototype's, whose fsdp2 moved bf16 weights
     built = build(stdit)
     state = state_bytes(sizes_of(stdit, built.model), engine, ONE_NODE._replace(gpus=2), shard=2, short=True)
-    kept = activation_bytes(built.model, 8 * 4096, 2, parse_level(level), compiled=True)
+    kept = activation_bytes(built.model, 8 * 4096, 2, level, compiled=True)
     assert (sum(state.values()) - state["average"] + kept) / GIB == pytest.approx(measured, rel=0.15)
 
 

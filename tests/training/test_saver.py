@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from opensora.acceleration.distributed import World
-from opensora.checkpoint import files as ckpt_files
 from opensora.checkpoint import save as ckpt_write
+from opensora.checkpoint import tensors as ckpt_files
 from opensora.checkpoint.load import complete_checkpoints, latest_checkpoint, open_checkpoint, save_checkpoint
 from opensora.checkpoint.rotation import clear_leftovers, remove_old
 from opensora.config.load import to_dict
@@ -174,7 +174,7 @@ def test_a_changed_file_is_found_when_asked(tmp_path):
     data[-1] ^= 1
     file.write_bytes(data)
     open_checkpoint(path)
-    with pytest.raises(UserError, match=r"model/model\.safetensors \(its numbers changed\)"):
+    with pytest.raises(UserError, match=r"model/model\.safetensors \(its content changed\)"):
         open_checkpoint(path, check="checksum")
 
 

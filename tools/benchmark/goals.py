@@ -34,7 +34,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from opensora.acceleration.checkpointing import checkpoint_activations
 from opensora.acceleration.distributed import World
 from opensora.acceleration.engines.base import global_norm, take_step
-from opensora.config.activation_checkpointing import level_of
+from opensora.config.schema import level_of
 from opensora.models.layers.attention import Attention, CrossAttention
 from opensora.models.layers.mlp import TanhMlp
 from opensora.models.layers.modulation import plain_modulation

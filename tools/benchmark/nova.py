@@ -9,7 +9,7 @@ from torch._dynamo.utils import counters
 
 from opensora.acceleration.compile import compile_blocks
 from opensora.acceleration.distributed import World, prefer_expandable_segments
-from opensora.config.activation_checkpointing import level_of
+from opensora.config.schema import level_of
 from opensora.registry import MODELS, SCHEDULERS
 from opensora.training.flops import FORWARDS_IN_A_STEP
 from opensora.utils.dtype import to_torch_dtype

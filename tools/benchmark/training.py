@@ -13,7 +13,7 @@ import torch.distributed as dist
 from opensora.acceleration.distributed import World, barrier, init_world, shutdown
 from opensora.acceleration.engine import check_engine
 from opensora.acceleration.sequence_parallel import Method
-from opensora.config.activation_checkpointing import level_of
+from opensora.config.schema import level_of
 from opensora.training.flops import FORWARDS_IN_A_STEP
 from opensora.training.meter import device_peak
 from opensora.utils.dtype import to_torch_dtype

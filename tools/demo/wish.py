@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
+from opensora.config.upgrade import upgrade
 from opensora.inference.jobs import prompt_of
 from opensora.inference.manifest import Finished
 from opensora.inference.prompts import PromptItem
@@ -110,7 +111,7 @@ def label(sample: Finished) -> str:
 def _built(scheduler: str) -> Said:
     """What a component, as JSON, comes to. A sidecar may name a scheduler that is none of this process."""
     try:
-        built = build_module(json.loads(scheduler), SCHEDULERS)
+        built = build_module(upgrade("scheduler", json.loads(scheduler)), SCHEDULERS)
     except (PartError, UserError):
         return Said(None, None)
     return Said(built.num_sampling_steps, built.cfg_scale)

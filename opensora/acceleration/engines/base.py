@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from opensora.acceleration.distributed import World
 from opensora.checkpoint.load import load_strictly
-from opensora.checkpoint.shards import Parts, fill
+from opensora.checkpoint.tensors import SavedTensors, load_into
 from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.errors import UserError
 
@@ -232,7 +232,7 @@ class MastersEngine:
             if name not in self.leaves:
                 continue
             leaf = self.leaves[name]
-            shape = state.shape(path) if isinstance(state, Parts) else tuple(state[path].shape)
+            shape = tuple((state.meta(path) if isinstance(state, SavedTensors) else state[path]).shape)
             if key == COUNTER:  # AdamW counts in fp32, and on the CPU unless it is fused
                 on_device = defaults.get("fused") or defaults.get("capturable")
                 value = torch.zeros(shape, device=leaf.device if on_device else "cpu")
@@ -241,7 +241,7 @@ class MastersEngine:
             else:
                 value = torch.zeros(shape, device=leaf.device)
             placed = self._placed(name, key, value)
-            fill(placed, state, path)
+            load_into(placed, state, path)
             self.optimizer.state[leaf][key] = local(placed)
         self.loss_scale.load_state({path: state[path] for path in state if path.startswith("/")})
 

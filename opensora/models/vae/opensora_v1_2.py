@@ -28,8 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from opensora.checkpoint.load import load_strictly, read_weights
-from opensora.checkpoint.weight_files import write_file
-from opensora.checkpoint.weight_sources import find_weights
+from opensora.checkpoint.weight_files import find_weights, write_file
 from opensora.models.loading import Conversion, load_weights
 from opensora.models.vae.base import VideoVAE
 from opensora.models.vae.splitting import chunk_lengths

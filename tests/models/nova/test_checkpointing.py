@@ -8,7 +8,7 @@ from torch import Tensor
 
 from opensora.acceleration.checkpointing import checkpoint_activations
 from opensora.acceleration.compile import compile_blocks
-from opensora.config.activation_checkpointing import parse_level
+from opensora.config.schema import checkpointed_parts
 from opensora.registry import SCHEDULERS
 from opensora.utils.seed import generators
 from tests.models.nova.toy import build, inputs
@@ -85,5 +85,6 @@ def test_each_level_keeps_less():
 
 def test_levels_of_the_published_depths():
     stacks = (16, 32, 6)
-    assert [len(parse_level(level).chosen(54, stacks)) for level in LEVELS[:4]] == [0, 16, 48, 54]
-    assert list(parse_level("every:20").chosen(54, stacks)) == [0, 20, 40]
+    assert [checkpointed_parts(level, 54, stacks).count("mlp") for level in LEVELS[:4]] == [0, 16, 48, 54]
+    parts = checkpointed_parts("every:20", 54, stacks)
+    assert [i for i, part in enumerate(parts) if part == "block"] == [0, 20, 40]
