@@ -237,7 +237,7 @@ def test_dynamic_thresholding():
             r"=998 .*from 995 down.*Lower num_sampling_steps, or use timesteps='fractional'\.$",
         ),
         ({"thresholding": "dynamic", "thresholding_ratio": 1.5}, "thresholding_ratio=1.5"),
-        ({"thresholding": "dynamic", "thresholding_max": 0.0}, "must be positive"),
+        ({"thresholding": "dynamic", "thresholding_max": 0.0}, "thresholding_max=0.0 must be positive"),
         ({"thresholding_ratio": 0.9}, "no effect"),
         ({"min_half_log_snr": 50.0}, "min_half_log_snr"),
         ({"noise_schedule": "exponential"}, "noise_schedule"),

@@ -261,14 +261,17 @@ def test_a_wrong_number_of_channels_names_both_settings(denoiser, rngs, x0, cond
     [
         ({"num_sampling_steps": 10, "timestep_respacing": "ddim10"}, "same thing twice"),
         ({"num_sampling_steps": 2000}, "2000 of the 1000 timesteps"),
-        ({"num_sampling_steps": 0}, "not a positive integer"),
-        ({"eta": 0.5}, "eta=0.5 has no effect on the 'ancestral' sampler"),
-        ({"eta": -1.0, "sampler": "ddim"}, "eta=-1.0: use 0"),
-        ({"eta": 1.5, "sampler": "ddim"}, "eta=1.5: use 0 .* to 1"),
+        ({"num_sampling_steps": 0}, "expected positive integers"),
+        ({"eta": 0.5}, "eta=0.5 with sampler='ancestral': .*with sampler='ddim' only"),
+        ({"eta": -1.0, "sampler": "ddim"}, "eta=-1.0 .*use 0"),
+        ({"eta": 1.5, "sampler": "ddim"}, "eta=1.5 .*use 0 .* to 1"),
         ({"clip_x0": 0.0}, "clip_x0=0.0 must be positive"),
         ({"noise_schedule": "jsd"}, "ends in pure noise.*Use prediction='v'"),
         ({"prediction": "previous_x", "num_sampling_steps": 10}, "none can be left out"),
-        ({"noise_schedule": "cosin"}, "not one of linear, squaredcos_cap_v2, cosine"),
+        ({"prediction": "epsilon"}, "prediction='epsilon' is not one of eps, x0, v"),
+        ({"sampler": "ddpm"}, "sampler='ddpm' is not one of ancestral, ddim"),
+        ({"loss": "rescaled_mse", "variance": "fixed_small"}, "variance='fixed_small' is fixed"),
+        ({"noise_schedule": "cosin"}, "not one of linear, squaredcos_cap_v2, scaled_linear"),
     ],
 )
 def test_mistaken_settings_are_named(settings, message):
@@ -324,7 +327,7 @@ def test_rescaled_timesteps_are_on_the_scale_of_a_thousand(denoiser, rngs, x0, c
 
 @pytest.mark.parametrize("diffusion_steps", [1, 2, 21, 1000])
 def test_any_number_of_diffusion_steps(denoiser, rngs, x0, cond, diffusion_steps):
-    settings = {"diffusion_steps": diffusion_steps, "noise_schedule": "cosine", "prediction": "v"}
+    settings = {"diffusion_steps": diffusion_steps, "noise_schedule": "squaredcos_cap_v2", "prediction": "v"}
     for more in ({}, {"loss": "kl"}, {"sampler": "ddim"}, {"variance": "fixed_large"}):
         scheduler = IDDPM(min(diffusion_steps, 3), **settings, **more)
         model = denoiser(1 if "variance" in more else 2)
