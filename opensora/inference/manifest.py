@@ -41,40 +41,14 @@ from opensora.utils.errors import UserError, first_few
 logger = logging.getLogger(__name__)
 
 # fields of the config that do not change what a sample looks like
-_NOT_OF_A_SAMPLE = frozenset(
-    [
-        "prompt",
-        "prompt_path",
-        "start_index",
-        "end_index",
-        "num_sample",
-        "batch_size",
-        "save_dir",
-        "sample_name",
-        "prompt_as_path",
-        "verbose",
-        "device",
-        "sp_size",
-        "cfg_parallel",
-        "offload",
-        "reference_cache",
-    ]
-)
+_NOT_OF_A_SAMPLE = {
+    "prompt", "prompt_path", "start_index", "end_index", "num_sample", "batch_size", "save_dir", "sample_name",
+    "prompt_as_path", "verbose", "device", "sp_size", "cfg_parallel", "offload", "reference_cache",
+}  # fmt: skip
 # entries of the sidecar, next to its config, that do
-_OF_A_SAMPLE = frozenset(
-    [
-        "prompt",
-        "prompt_index",
-        "sample_index",
-        "seed",
-        "image_size",
-        "num_frames",
-        "fps",
-        "save_fps",
-        "checkpoint",
-        "inputs",
-    ]
-)
+_OF_A_SAMPLE = {
+    "prompt", "prompt_index", "sample_index", "seed", "image_size", "num_frames", "fps", "save_fps", "checkpoint", "inputs",
+}  # fmt: skip
 # fields of the config in which the samples of a batch may differ
 OF_A_BATCH = ("seed", "reference_path", "mask_strategy", "negative_prompt")
 
@@ -100,8 +74,8 @@ def sidecar(
     """What the sidecar of one sample holds, as plain JSON values.
 
     Args:
-        config: the resolved config; its `seed`, `image_size`, `num_frames` and `fps` are repeated on top.
-        prompt, prompt_index, sample_index: with the config's seed they fix the noise.
+        config: the resolved config; its `seed`, which fixes the noise with prompt, index and `sample_index`, its `image_size`,
+            `num_frames` and `fps` are repeated on top.
         save_fps: frame rate of the file (`fps` is the one that conditions the model).
         checkpoint: from `describe_checkpoint`.
         made_with: from `opensora.utils.environment.environment`: versions, commit, command.
@@ -240,12 +214,7 @@ def describe_checkpoint(path: str | Path | None) -> dict[str, Any] | None:
     changed = max((file.stat().st_mtime for file in [root, *root.rglob("*")] if file.is_file()), default=None)
     manifest = json.loads((root / MANIFEST).read_text()) if (root / MANIFEST).is_file() else {}
     time = None if changed is None else datetime.fromtimestamp(changed, timezone.utc).isoformat(timespec="seconds")
-    return {
-        "path": str(path),
-        "changed": time,
-        "step": manifest.get("step"),
-        "git_commit": manifest.get("git_commit"),
-    }
+    return {"path": str(path), "changed": time, **{name: manifest.get(name) for name in ("step", "git_commit")}}
 
 
 def inputs_of(config: Mapping[str, Any], sources: Sequence[str]) -> dict[str, Any]:
@@ -323,10 +292,10 @@ def _settings(record: Mapping[str, Any]) -> dict[str, Any]:
 @cache
 def _defaults() -> dict[str, Any]:
     """The config's defaults, as JSON gives them back."""
-    missing, values = dataclasses.MISSING, {}
+    values = {}
     for field in dataclasses.fields(InferenceConfig):
-        if field.default is not missing:
-            values[field.name] = field.default
-        elif field.default_factory is not missing:
+        if field.default_factory is not dataclasses.MISSING:
             values[field.name] = field.default_factory()
+        elif field.default is not dataclasses.MISSING:
+            values[field.name] = field.default
     return json.loads(json.dumps(values))

@@ -24,7 +24,7 @@ from opensora.inference.manifest import (
     write_sidecar,
 )
 from opensora.inference.output import save_sample, with_extension
-from opensora.inference.pipeline import Defaults
+from opensora.inference.sizes import VideoSize
 from opensora.utils.errors import UserError
 
 CONFIG = {
@@ -118,7 +118,7 @@ def run_from(tmp_path, **changes):
         "save_dir": str(tmp_path / "made"),
     }
     cfg = config_from_dict(InferenceConfig, {**values, **changes})
-    return lambda: next(records(cfg, jobs(cfg), Defaults(4, (32, 32), 8.0, 8.0, 42)))
+    return lambda: next(records(cfg, jobs(cfg), VideoSize(4, (32, 32), 8.0, 8.0)))
 
 
 @pytest.mark.parametrize("how", ["image", "reference_path"])

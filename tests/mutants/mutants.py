@@ -246,7 +246,7 @@ MUTANTS = (
     Mutant("long_video_repeats_frames", "opensora/inference/pipeline.py", "shared frames are shown twice",
         "video = video[:, :, shared.num_frames :]", "video = video[:, :, :]",
         ("tests/inference/test_long_video.py", "tests/inference/test_pipeline_conditions.py",)),
-    Mutant("negative_prompt_with_the_captions_mask", "opensora/inference/conditions.py", "a negative prompt is as long as the prompt",
+    Mutant("negative_prompt_with_the_captions_mask", "opensora/inference/text.py", "a negative prompt is as long as the prompt",
         "y[given], mask[given] = _fitting(text, y).to(y), text.mask.to(mask)", "y[given] = _fitting(text, y).to(y)",
         ("tests/inference/test_conditions.py::test_negative_prompts_with_empty_ones",)),
     Mutant("saved_at_the_models_fps", "opensora/inference/sizes.py", "files play too fast",

@@ -196,6 +196,6 @@ def test_an_illegal_ddim_count_lists_legal_ones_near_it():
         ("ddim1", "keeps timestep 0 only"),
     ],
 )
-def test_mistakes_are_named(respacing, message):
+def test_mistaken_respacings_are_named(respacing, message):
     with pytest.raises(UserError, match=message):
         spaced_timesteps(1000, respacing)

@@ -148,7 +148,13 @@ def test_no_weight_is_negative_or_not_finite():
 STRATEGIES = ["uniform", "logit-normal", "speedit", "speed", "loss-second-moment"]
 SCHEDULER_SETTINGS = [
     {"type": "iddpm", "variance": "fixed_small"},
-    {"type": "iddpm", "variance": "fixed_small", "diffusion_steps": 64, "noise_schedule": "squaredcos_cap_v2", "prediction": "v"},
+    {
+        "type": "iddpm",
+        "variance": "fixed_small",
+        "diffusion_steps": 64,
+        "noise_schedule": "squaredcos_cap_v2",
+        "prediction": "v",
+    },
     {"type": "rflow"},
     {"type": "rflow", "time": "discrete"},
 ]
@@ -180,7 +186,10 @@ def test_every_strategy_in_every_scheduler(settings, strategy, weighting):
 def test_uniform_draws_are_those_of_the_plain_scheduler_bit_for_bit():
     x0 = torch.randn(4, 2, 1, 3, 3, generator=torch.Generator().manual_seed(0))
     plain = SCHEDULERS.build({"type": "iddpm", "variance": "fixed_small"})
-    for settings in ({"type": "iddpm-speed", "timestep_sampling": "uniform"}, {"type": "iddpm", "loss_weighting": "none"}):
+    for settings in (
+        {"type": "iddpm-speed", "timestep_sampling": "uniform"},
+        {"type": "iddpm", "loss_weighting": "none"},
+    ):
         other = SCHEDULERS.build({**settings, "variance": "fixed_small"})
         a, b = (s.training_losses(toy_model, x0, {}, generators=generators(3, ids=range(4))) for s in (plain, other))
         assert torch.equal(a, b)

@@ -23,7 +23,7 @@ from PIL import Image
 from opensora.datasets.video.read_video import open_clip, probe, read_indices
 from opensora.inference.jobs import remake
 from opensora.inference.manifest import Finished, frames_hash, read_sidecar
-from opensora.inference.pipeline import Defaults, VideoPipeline
+from opensora.inference.pipeline import VideoPipeline
 from opensora.inference.prompts import load_items
 from opensora.inference.sizes import video_size
 from opensora.registry import SCHEDULERS
@@ -75,7 +75,7 @@ def started(studio, tmp_path, monkeypatch):
         cfg = dataclasses.replace(cfg, **changes)
         size = video_size(cfg, studio.pipeline.vae, studio.pipeline.model.patch_size)
         pipeline = copy.copy(studio.pipeline)
-        pipeline._defaults = Defaults(size.num_frames, size.image_size, size.fps, size.save_fps, cfg.seed)
+        pipeline._defaults, pipeline.seed = size, cfg.seed
         pipeline.scheduler = SCHEDULERS.build(cfg.scheduler)
         monkeypatch.setattr(VideoPipeline, "from_config", lambda _: pipeline)
         return Studio(cfg, Path(cfg.save_dir))

@@ -20,9 +20,8 @@ from opensora.acceleration.sequence_parallel import parallelise
 from opensora.acceleration.step_cache.build import build_step_cache
 from opensora.acceleration.step_cache.steps import StepCache
 from opensora.inference.memory import estimate
-from opensora.inference.pipeline import VideoPipeline
-from opensora.inference.prompts import load_prompts
-from opensora.inference.request import Request, as_items
+from opensora.inference.pipeline import Request, VideoPipeline
+from opensora.inference.prompts import as_items, load_prompts
 from opensora.models.text_encoder.condition import TextCondition
 from opensora.models.vae.metrics import LPIPS, mean_quality, quality
 from opensora.registry import MODELS, SCHEDULERS
@@ -174,9 +173,10 @@ def sample(argv: Sequence[str]) -> None:
             seed=0,
         )
         needed = None
-        if decoded:  # takes seconds for a large video
+        if decoded and pipeline.plan.sp_group is None:  # takes seconds for a large video
             latent_size = pipeline.vae.latent_size((request.num_frames, *request.image_size))
-            needed = estimate(pipeline, request, latent_size).peak(pipeline.place.policy) / 2**30
+            run = (len(request.items), request.num_frames, latent_size, pipeline.scheduler.cfg_scale)
+            needed = estimate(pipeline, *run) / 2**30
         if args.warmup_steps is not None:
             pipeline.scheduler = SCHEDULERS.build({**case.scheduler, "num_sampling_steps": args.warmup_steps})
         pipeline.sample(request, decode=decoded)  # compiles, and picks kernels

@@ -4,6 +4,7 @@ import html
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from opensora.registry import PartError
 from opensora.utils.errors import UserError
 from tools.demo.studio import Cancelled, Studio, Update, all_settings
 from tools.demo.wish import Wish, label, wish_of
@@ -105,7 +106,7 @@ def _generate(studio: Studio) -> Any:
                 yield _shown(studio, update)
         except Cancelled:
             yield _status("Cancelled."), None, None, gr.skip(), gr.skip()
-        except UserError as error:
+        except (UserError, PartError) as error:
             yield _status(str(error), bad=True), None, None, gr.skip(), gr.skip()
 
     return generate

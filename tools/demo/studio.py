@@ -29,9 +29,9 @@ from opensora.inference.fetch import fetch
 from opensora.inference.jobs import jobs, records, request_of
 from opensora.inference.manifest import Finished, finished, write_samples
 from opensora.inference.output import sample_file_name, to_uint8
-from opensora.inference.pipeline import Defaults, VideoPipeline
+from opensora.inference.pipeline import VideoPipeline
 from opensora.inference.prompts import PromptItem, load_items, split_settings
-from opensora.inference.references import refuse_missing
+from opensora.inference.references import check_files_exist
 from opensora.inference.sizes import video_size, warn_outside_training
 from opensora.registry import SCHEDULERS, build_module
 from opensora.schedulers.sampling import SamplingStep
@@ -183,9 +183,8 @@ class Studio:
         """Sample and write."""
         watch.check()  # cancelled while it waited
         self.pipeline.scheduler = build_module(cfg.scheduler, SCHEDULERS)
-        asked = video_size(cfg, self.pipeline.vae, self.pipeline.model.patch_size)
-        warn_outside_training(asked, cfg.model.get("from_pretrained"))
-        size = Defaults(asked.num_frames, asked.image_size, asked.fps, asked.save_fps, cfg.seed)
+        size = video_size(cfg, self.pipeline.vae, self.pipeline.model.patch_size)
+        warn_outside_training(size, cfg.model.get("from_pretrained"))
         (job,) = jobs(cfg)
         job = job._replace(path=self.folder / _new_name(job.item.text))
         made = self.pipeline.sample(request_of(cfg, [job], self.pipeline, size), on_step=watch)
@@ -231,7 +230,7 @@ def _first_item(cfg: InferenceConfig) -> PromptItem:
             cfg, prompt=[""], aes=None, flow=None, camera_motion=None
         )  # scores come with a text
         first = load_items(plain)[0]
-    refuse_missing(dataclasses.replace(cfg, image=None), [first])
+    check_files_exist(dataclasses.replace(cfg, image=None), [first])
     return first
 
 

@@ -260,9 +260,7 @@ def test_a_batch_with_a_temperature_samples_what_its_samples_alone_do():
 
 @pytest.mark.parametrize("temperature", [-0.1, 2.1, math.nan, math.inf])
 def test_a_temperature_out_of_bounds_is_refused(temperature):
-    with pytest.raises(
-        UserError, match=r"scheduler.temperature=.* is not from 0 .* to 2"
-    ):
+    with pytest.raises(UserError, match=r"scheduler.temperature=.* is not from 0 .* to 2"):
         scheduler(temperature=temperature)
 
 
