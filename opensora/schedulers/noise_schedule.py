@@ -73,46 +73,34 @@ class Schedule:
         return Schedule(self.table["alphas_cumprod"][list(timesteps)])
 
 
-NAMES = ("linear", "squaredcos_cap_v2", "scaled_linear", "quad", "warmup10", "warmup50", "const", "jsd")
+NAMES = ("linear", "squaredcos_cap_v2", "scaled_linear")
 
 
 def named_schedule(name: str, diffusion_steps: int) -> Schedule:
-    """One of `NAMES`: "linear" (Ho, section 4), "squaredcos_cap_v2" (the cosine, Nichol eq. 17), "scaled_linear" (Stable
-    Diffusion), and OpenAI's "quad", "warmup10", "warmup50", "const" and "jsd".
+    """One of `NAMES`: "linear" (Ho, section 4), "squaredcos_cap_v2" (the cosine, Nichol eq. 17) or "scaled_linear" (linear in
+    the square root of beta, as Stable Diffusion).
 
-    All betas but those of the cosine and "jsd" are scaled by 1000 / diffusion_steps, so that the last timestep is as
-    noisy whatever their number. "jsd" ends in pure noise, abar = 0.
+    The betas but those of the cosine are scaled by 1000 / diffusion_steps, so that the last timestep is as noisy whatever
+    their number.
     """
     if name not in NAMES:
         raise UserError(
             f"scheduler.noise_schedule={name!r} is not one of {', '.join(NAMES)}.{did_you_mean(str(name), list(NAMES))}"
         )
-    betas = _betas(name, diffusion_steps) if diffusion_steps > 0 else np.empty(0)
-    if not len(betas) or betas.max() > 1 or (betas.max() == 1 and name != "jsd"):
+    if diffusion_steps < 1 or (name != "squaredcos_cap_v2" and diffusion_steps <= 20):
         raise UserError(
-            f"scheduler.diffusion_steps={diffusion_steps} is too few for noise_schedule={name!r}, whose betas are "
-            "scaled by 1000 / diffusion_steps and must stay below 1; use more than 20."
+            f"scheduler.diffusion_steps={diffusion_steps} is too few for noise_schedule={name!r}, whose betas are scaled by "
+            "1000 / diffusion_steps and must stay below 1; use more than 20."
         )
-    return Schedule(np.cumprod(1 - betas))
-
-
-def _betas(name: str, steps: int) -> np.ndarray:
-    """[steps] fp64."""
-    scale = 1000 / steps
-    first, last = (0.00085, 0.012) if name == "scaled_linear" else (1e-4, 0.02)  # Rombach et al. 2022; Ho, section 4
+    scale = 1000 / diffusion_steps
     if name == "linear":
-        return np.linspace(first * scale, last * scale, steps)
-    if name in ("scaled_linear", "quad"):  # linear in the square root of beta
-        return np.linspace(first**0.5, last**0.5, steps) ** 2 * scale
-    if name == "jsd":
-        return 1 / np.linspace(steps, 1, steps)
-    if name == "squaredcos_cap_v2":
-        abar = [math.cos((t / steps + 0.008) / 1.008 * math.pi / 2) ** 2 for t in range(steps + 1)]
-        return np.minimum([1 - after / before for before, after in pairwise(abar)], 0.999)
-    betas = np.full(steps, last)
-    length = int(steps * {"const": 0.0, "warmup10": 0.1, "warmup50": 0.5}[name])
-    betas[:length] = np.linspace(first, last, length)
-    return betas * scale
+        betas = np.linspace(1e-4 * scale, 0.02 * scale, diffusion_steps)
+    elif name == "scaled_linear":
+        betas = np.linspace(0.00085**0.5, 0.012**0.5, diffusion_steps) ** 2 * scale  # Rombach et al. 2022
+    else:
+        abar = [math.cos((t / diffusion_steps + 0.008) / 1.008 * math.pi / 2) ** 2 for t in range(diffusion_steps + 1)]
+        betas = np.minimum([1 - after / before for before, after in pairwise(abar)], 0.999)
+    return Schedule(np.cumprod(1 - betas))
 
 
 def spaced_timesteps(diffusion_steps: int, respacing: str | None) -> list[int]:

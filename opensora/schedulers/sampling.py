@@ -58,26 +58,20 @@ class Solver(Protocol):
 
 
 class Scheduler:
-    """What every scheduler has; docs/architecture.md describes the `training_losses` of those that train.
-
-    `timestep_sampling`, where a scheduler has one, may learn while training.
-    """
+    """What every scheduler has; docs/architecture.md describes the `training_losses` of those that train."""
 
     sample_steps: Callable[..., Iterator[SamplingStep]]
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What a resume of training needs: the history of "loss-second-moment", else nothing."""
-        sampling = getattr(self, "timestep_sampling", None)
-        return {} if sampling is None else sampling.state_dict()
+        """What a resume of training needs; nothing, unless a scheduler learns while it trains."""
+        return {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore what `state_dict` gave; a UserError when it is that of another scheduler or strategy."""
-        if (sampling := getattr(self, "timestep_sampling", None)) is not None:
-            sampling.load_state_dict(state)
-        elif state:
+        """Restore what `state_dict` gave."""
+        if state:
             raise UserError(
                 f"the checkpoint's scheduler has a state ({', '.join(sorted(state))}), {type(self).__name__} has none: it is "
-                "another scheduler's."
+                "another scheduler's, or of timestep_sampling='loss-second-moment', which was removed."
             )
 
     def sample(self, model: Any, z: Tensor, cond: Condition, *, progress: bool = False, **options: Any) -> Tensor:

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from opensora.registry import did_you_mean
@@ -30,13 +29,7 @@ LAST = 1 - 2**-24  # the largest fp32 below 1
 
 
 class TimestepSampling:
-    """How training draws its T timesteps. The base class has no state and does not look at losses.
-
-    Attributes:
-        processes_per_sample: Neighbouring processes that have the same samples; see `count_samples_once`.
-    """
-
-    processes_per_sample = 1
+    """How training draws its T timesteps."""
 
     def __init__(self, num_timesteps: int) -> None:
         self.num_timesteps = num_timesteps
@@ -52,30 +45,6 @@ class TimestepSampling:
     def bin(self, time: Tensor) -> Tensor:
         """The timestep that a time in [0, 1] lies in."""
         return (time * self.num_timesteps).long().clamp(0, self.num_timesteps - 1)
-
-    def corrected(self, t: Tensor, losses: Tensor) -> Tensor:
-        """The losses [B] of timesteps t [B] that this strategy drew, as they enter the mean; it may learn from them."""
-        return losses
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """What a resume needs."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore what `state_dict` gave."""
-        found, expected = ({name: tuple(x.shape) for name, x in d.items()} for d in (state, self.state_dict()))
-        if found != expected:
-            raise UserError(
-                f"the checkpoint's timestep sampling has {found}, this config's {expected}: scheduler.timestep_sampling "
-                "changed, or diffusion_steps or history."
-            )
-
-
-def count_samples_once(scheduler: object, processes_per_sample: int) -> None:
-    """Set how many neighbouring processes have the same samples; call it before training."""
-    sampling = getattr(scheduler, "timestep_sampling", None)
-    if isinstance(sampling, TimestepSampling):
-        sampling.processes_per_sample = processes_per_sample
 
 
 class Uniform(TimestepSampling):
@@ -110,83 +79,9 @@ class Tabulated(TimestepSampling):
 
     def draw_time(self, generators: Generators, device: torch.device) -> Tensor:
         if device not in self._on_device:
-            self._on_device[device] = _cdf(self.density).to(device)
+            cumulative = self.density.cumsum(dim=0)
+            self._on_device[device] = torch.cat([cumulative.new_zeros(1), cumulative]).to(device)
         return quantile(self._on_device[device], rand(generators, device))
-
-
-class LossSecondMoment(TimestepSampling):
-    """p(t) ~ sqrt(E[loss_t^2]) of the last losses of each timestep (Nichol & Dhariwal 2021, section 3.3).
-
-    Uniform until every timestep has `history` losses. The loss is divided by T p(t), which keeps its expectation.
-    """
-
-    def __init__(self, num_timesteps: int, history: int = 10, uniform: float = 0.001) -> None:
-        """uniform: its part in the mixture, so that no timestep is forgotten."""
-        super().__init__(num_timesteps)
-        if history < 1 or not 0 < uniform <= 1:
-            raise UserError(
-                f"scheduler.timestep_sampling: history={history} must be at least 1, uniform={uniform} in (0, 1]."
-            )
-        self.uniform = uniform
-        # one row more than T, where surplus losses of one batch go
-        self.losses = torch.zeros(num_timesteps + 1, history)
-        self.counts = torch.zeros(num_timesteps + 1, dtype=torch.int64)
-
-    def probabilities(self) -> Tensor:
-        """[T] fp64."""
-        losses, counts = self.losses[:-1].double(), self.counts[:-1]
-        learned = (losses**2).mean(dim=1).sqrt()
-        learned = learned / learned.sum().clamp(min=torch.finfo(torch.float64).tiny)
-        learned = learned * (1 - self.uniform) + self.uniform / self.num_timesteps
-        warm = (counts >= losses.shape[1]).all() & (losses > 0).any()
-        return torch.where(warm, learned, torch.full_like(learned, 1 / self.num_timesteps))
-
-    def draw_time(self, generators: Generators, device: torch.device) -> Tensor:
-        self._move(device)
-        return quantile(_cdf(self.probabilities()), rand(generators, device))
-
-    def corrected(self, t: Tensor, losses: Tensor) -> Tensor:
-        """losses / (T p(t)); stores the losses while gradients are on."""
-        self._move(t.device)
-        importance = (1 / (self.num_timesteps * self.probabilities()[t])).float()
-        if torch.is_grad_enabled():
-            self.update(t, losses)
-        return losses * importance
-
-    def update(self, t: Tensor, losses: Tensor) -> None:
-        """Store the losses of all samples, in the order of the ranks, but for those that are not finite."""
-        self._move(losses.device)
-        losses = losses.detach().float()
-        if dist.is_initialized():
-            parts: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(parts, (t.cpu(), losses.cpu()))
-            parts = parts[:: self.processes_per_sample]
-            t, losses = (torch.cat(each).to(losses.device) for each in zip(*parts, strict=True))
-        finite = losses.isfinite()
-        t, losses = t[finite], losses[finite]
-        same = t[:, None] == t[None, :]  # [B, B]
-        earlier = same.tril(-1).sum(dim=1)  # losses of this timestep before it in the batch
-        size = self.losses.shape[1]
-        row = torch.where(same.sum(dim=1) - earlier > size, self.num_timesteps, t)  # only the last ones fit
-        self.losses[row, (self.counts[t] + earlier) % size] = losses
-        self.counts.index_add_(0, t, torch.ones_like(t))
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return {"losses": self.losses[:-1].clone(), "counts": self.counts[:-1].clone()}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        super().load_state_dict(state)
-        self.losses[:-1] = state["losses"].to(self.losses)
-        self.counts[:-1] = state["counts"].to(self.counts)
-
-    def _move(self, device: torch.device) -> None:
-        if self.losses.device != device:
-            self.losses, self.counts = self.losses.to(device), self.counts.to(device)
-
-
-def _cdf(density: Tensor) -> Tensor:
-    """[T] -> [T + 1], from 0 to 1."""
-    return torch.cat([density.new_zeros(1), density.cumsum(dim=0)])
 
 
 def quantile(cumulative: Tensor, u: Tensor) -> Tensor:
@@ -268,9 +163,7 @@ def min_snr_weights(abar: np.ndarray, prediction: str, gamma: float = 5.0) -> np
         return of_x_0 / (snr + 1)
     if prediction == "velocity":  # v = x_0 - noise; the error of x_0 is tau times its own, tau = 1 / (1 + sqrt(SNR))
         return of_x_0 / (np.sqrt(snr) + 1) ** 2
-    if prediction == "x0":
-        return of_x_0
-    raise UserError(f"scheduler.loss_weighting='min-snr' is not defined for prediction={prediction!r}.")
+    return of_x_0
 
 
 def speed_weights(abar: np.ndarray, prediction: str, lam: float = 0.6, tau: float | None = 700) -> np.ndarray:
@@ -303,7 +196,6 @@ SAMPLING: dict[str, Callable[..., Any]] = {
     "logit-normal": LogitNormal,
     "speedit": speedit_density,
     "speed": speed_density,
-    "loss-second-moment": LossSecondMoment,
 }
 WEIGHTING: dict[str, Callable[..., np.ndarray]] = {
     "none": lambda abar, prediction: np.ones_like(abar),
@@ -334,6 +226,10 @@ def _checked(choice: Choice, field: str, table: Mapping[str, Callable[..., Any]]
     """Name and options of a choice, or a UserError."""
     options = dict(choice) if isinstance(choice, Mapping) else {"type": choice}
     name = options.pop("type", None)
+    if name == "loss-second-moment":
+        raise UserError(
+            f"scheduler.{field}={name!r} was removed: no published model is trained with it. Use 'uniform'."
+        )
     if name not in table:
         raise UserError(
             f"scheduler.{field}={choice!r}: expected one of {', '.join(table)}, or dict(type=one of them, ...)."

@@ -28,24 +28,9 @@ def test_scaled_linear_values():
     np.testing.assert_allclose(abar[[0, 500, 999]], [0.99915, 0.2763327, 0.0046601], rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("name", "first", "middle", "last"),
-    [
-        ("linear", 1e-4, 1e-4 + (0.02 - 1e-4) * 500 / 999, 0.02),
-        ("quad", 1e-4, (0.01 + (0.02**0.5 - 0.01) * 500 / 999) ** 2, 0.02),
-        ("const", 0.02, 0.02, 0.02),
-        ("warmup10", 1e-4, 0.02, 0.02),
-        ("warmup50", 1e-4, 0.02, 0.02),
-        ("jsd", 1 / 1000, 1 / 500, 1.0),
-    ],
-)
-def test_betas_of_the_other_schedules(name, first, middle, last):
-    betas = np.exp(named_schedule(name, 1000).table["log_beta"])
-    np.testing.assert_allclose(betas[[0, 500, 999]], [first, middle, last], rtol=1e-7)
-    if name.startswith("warmup"):
-        length = int(name.removeprefix("warmup")) * 10
-        np.testing.assert_allclose(betas[:length], np.linspace(1e-4, 0.02, length), rtol=1e-9)
-        assert betas[length - 1 :] == pytest.approx(0.02)
+def test_betas_of_the_linear_schedule():
+    betas = np.exp(named_schedule("linear", 1000).table["log_beta"])
+    np.testing.assert_allclose(betas[[0, 500, 999]], [1e-4, 1e-4 + (0.02 - 1e-4) * 500 / 999, 0.02], rtol=1e-7)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -56,7 +41,7 @@ def test_every_schedule_is_finite_falls_and_keeps_its_last_level(name, steps):
     abar = table["alphas_cumprod"]
     assert (np.diff(abar) < 0).all()
     assert 0 <= abar[-1] < 0.01
-    if name not in ("jsd", "squaredcos_cap_v2"):
+    if name != "squaredcos_cap_v2":
         assert np.log(abar[-1]) == pytest.approx(
             np.log(named_schedule(name, 1000).table["alphas_cumprod"][-1]), rel=0.05
         )

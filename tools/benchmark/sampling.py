@@ -361,7 +361,6 @@ SAMPLERS: dict[str, dict[str, Any]] = {
     "DPM-Solver++ 3, multistep": {**DPM, "order": 3},
     "DPM-Solver++ 2, SDE": {**DPM, "algorithm_type": "sde-dpmsolver++"},
     "DPM-Solver 3, singlestep": {**DPM, "algorithm_type": "dpmsolver", "method": "singlestep", "order": 3},
-    "DPM-Solver++ 2, dynamic thresholding": {**DPM, "thresholding": "dynamic"},
     "Rectified flow, Euler": {"type": "rflow"},
     "Rectified flow, Heun": {"type": "rflow", "sampler": "heun"},
 }

@@ -51,7 +51,6 @@ CHOICES: dict[str, Iterable[str | int]] = {
     "final": ("sigma_min", "zero", "denoise_to_zero"),
     "timesteps": ("fractional", "integer"),
     "prediction": ("eps", "x0", "v"),
-    "thresholding": ("none", "dynamic"),
 }
 
 
@@ -113,9 +112,6 @@ class DPMSolver(Sampler):
         diffusion_steps: int = 1000,
         min_half_log_snr: float = -5.1,
         prediction: str = "eps",
-        thresholding: str = "none",
-        thresholding_ratio: float | None = None,
-        thresholding_max: float | None = None,
         cfg_scale: float = 4.0,
         cfg_channel: int | None = None,
         guidance: Mapping[str, Any] | None = None,
@@ -138,14 +134,12 @@ class DPMSolver(Sampler):
         timesteps: "fractional", or "integer": rounded, as diffusers' schedulers do.
         noise_schedule, diffusion_steps, prediction: those of the training; see `IDDPM`. "eps", "x0" or "v".
         min_half_log_snr: sampling starts at the last timestep with lambda of at least this.
-        thresholding: "none", or "dynamic" (for pixels only) with `thresholding_ratio` (0.995) and `thresholding_max` (1);
-            see `dynamic_thresholding`.
         cfg_scale, cfg_channel, guidance: see `opensora.schedulers.guidance.Guidance`.
         rescale_timesteps: condition the model on t * 1000 / diffusion_steps, as in its training.
         """
         self.algorithm_type, self.method, self.order, self.solver_type = algorithm_type, method, order, solver_type
         self.skip_type, self.lower_order_final, self.final = skip_type, lower_order_final, final
-        self.timesteps, self.prediction, self.thresholding = timesteps, prediction, thresholding
+        self.timesteps, self.prediction = timesteps, prediction
         wrong = [
             f"scheduler.{name}={getattr(self, name)!r} is not one of {', '.join(map(str, choices))}."
             for name, choices in CHOICES.items()
@@ -159,18 +153,6 @@ class DPMSolver(Sampler):
             raise UserError(
                 "scheduler.algorithm_type='sde-dpmsolver++' draws noise at every step, which a singlestep block, going back to "
                 "its first level, would throw away; use method='multistep'."
-            )
-        if thresholding == "none" and (thresholding_ratio is not None or thresholding_max is not None):
-            raise UserError(
-                "scheduler.thresholding_ratio and thresholding_max have no effect with thresholding='none'; set "
-                "thresholding='dynamic', or drop them."
-            )
-        self.thresholding_ratio = 0.995 if thresholding_ratio is None else thresholding_ratio
-        self.thresholding_max = 1.0 if thresholding_max is None else thresholding_max
-        if not 0 < self.thresholding_ratio <= 1 or self.thresholding_max <= 0:
-            raise UserError(
-                f"scheduler: thresholding_ratio={self.thresholding_ratio} must be in (0, 1], and "
-                f"thresholding_max={self.thresholding_max} must be positive."
             )
         self.guidance = guidance_from_config(cfg_scale, cfg_channel, guidance)
         self.diffusion_steps = diffusion_steps
@@ -250,25 +232,15 @@ class _Run:
 
     def step(self, denoise: Denoise, x: Tensor, index: int, active: Tensor | None) -> tuple[Tensor, Tensor]:
         s, ((_, alpha, sigma), updates) = self.scheduler, self.plan[index]
-        output, prediction = without_variance(denoise(x, self.timesteps[index]), x.shape[1]), s.prediction
-        if prediction == "x0":
-            x_0 = output
-        elif prediction == "eps":
-            x_0 = torch.add(1 / alpha * x, output, alpha=-sigma / alpha)
+        x_0 = eps = without_variance(denoise(x, self.timesteps[index]), x.shape[1])
+        if s.prediction == "eps":
+            x_0 = torch.add(1 / alpha * x, eps, alpha=-sigma / alpha)
+        elif s.prediction == "x0":
+            eps = torch.add(1 / sigma * x, x_0, alpha=-alpha / sigma)
         else:  # v = alpha eps - sigma x_0 (Salimans & Ho 2022)
-            x_0 = torch.add(alpha * x, output, alpha=-sigma)
-        if s.thresholding == "dynamic":
-            output = x_0 = dynamic_thresholding(x_0, s.thresholding_ratio, s.thresholding_max)
-            prediction = "x0"
-        m = x_0
-        if s.algorithm_type == "dpmsolver" and prediction == "eps":
-            m = output
-        elif s.algorithm_type == "dpmsolver" and prediction == "x0":
-            m = torch.add(1 / sigma * x, output, alpha=-alpha / sigma)
-        elif s.algorithm_type == "dpmsolver":
-            m = torch.add(sigma * x, output, alpha=alpha)
+            x_0, eps = torch.add(alpha * x, eps, alpha=-sigma), torch.add(sigma * x, eps, alpha=alpha)
         self.points.append(x)
-        self.predictions.append(m)
+        self.predictions.append(eps if s.algorithm_type == "dpmsolver" else x_0)
         noise = randn_like(x, self.generators) if updates[-1].noise else None
         if active is not None:
             self.age = active.int() - 1 if self.age is None else self.age + active
@@ -285,23 +257,6 @@ class _Run:
             if weight:
                 x = x.add_(prediction, alpha=weight)
         return x if noise is None else x.add_(noise, alpha=update.noise)
-
-
-def dynamic_thresholding(x_0: Tensor, ratio: float, max_value: float) -> Tensor:
-    """Large guidance without saturated pixels (Saharia et al. 2022, "Imagen", section 2.3).
-
-    x_0 [B, ...] is clamped to [-s, s] and divided by s / max_value, where s is the `ratio`-quantile of the sample's
-    |x_0|, at least max_value.
-    """
-    magnitudes = x_0.abs().flatten(1)
-    position = ratio * (magnitudes.shape[1] - 1)
-    # torch.quantile refuses more than 16 M values, and sorts those that do not matter
-    largest = magnitudes.topk(magnitudes.shape[1] - math.floor(position), dim=1).values  # falling; the last is `below`
-    below, above = largest[:, -1], largest[:, -1 if position == math.floor(position) else -2]
-    quantile = torch.lerp(below, above, position - math.floor(position))
-    s = quantile.clamp(min=max_value).reshape(-1, *[1] * (x_0.ndim - 1))
-    scaled = x_0.clamp(-s, s).div_(s)
-    return scaled if max_value == 1 else scaled.mul_(max_value)
 
 
 class VariancePreserving:

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from opensora.schedulers.noise_schedule import Coefficients, Scalar
 
-LEARNED = ("learned_range", "learned")  # variances for which the model returns 2C channels
-
 
 def q_sample(x_0: Tensor, noise: Tensor, c: Coefficients) -> Tensor:
     """x_t ~ q(x_t | x_0) (Ho eq. 4)."""
@@ -20,13 +18,11 @@ def q_sample(x_0: Tensor, noise: Tensor, c: Coefficients) -> Tensor:
 
 
 def prediction_target(prediction: str, x_0: Tensor, noise: Tensor, c: Coefficients) -> Tensor:
-    """What a perfect model returns for "eps", "x0", "v" (sqrt(abar) noise - sqrt(1 - abar) x_0) or "previous_x"."""
+    """What a perfect model returns for "eps", "x0" or "v"."""
     if prediction == "eps":
         return noise
     if prediction == "x0":
         return x_0
-    if prediction == "previous_x":
-        return posterior_mean(x_0, q_sample(x_0, noise, c), c)
     return c.sqrt_alphas_cumprod * noise - c.sqrt_one_minus_alphas_cumprod * x_0
 
 
@@ -36,8 +32,6 @@ def predicted_x_0(prediction: str, output: Tensor, x_t: Tensor, c: Coefficients)
         return add_scaled(x_t, -c.sqrt_one_minus_alphas_cumprod, output) / c.sqrt_alphas_cumprod
     if prediction == "x0":
         return output
-    if prediction == "previous_x":
-        return (output - c.posterior_mean_coef_x_t * x_t) / c.posterior_mean_coef_x_0
     return c.sqrt_alphas_cumprod * x_t - c.sqrt_one_minus_alphas_cumprod * output
 
 
@@ -49,13 +43,11 @@ def posterior_mean(x_0: Tensor, x_t: Tensor, c: Coefficients) -> Tensor:
 def model_log_variance(variance: str, raw: Tensor | None, like: Tensor, c: Coefficients) -> Tensor:
     """Log variance of p(x_{t-1} | x_t), in the shape of `like`.
 
-    `raw` holds the variance channels of a model that learns it. With "learned" they are the log variance. With
-    "learned_range" -1 is the posterior's, 1 is beta, and logarithms are interpolated without a clamp (Nichol eq. 15).
+    `raw` holds the variance channels of a model that learns it ("learned_range"): -1 is the posterior's, 1 is beta, and
+    logarithms are interpolated without a clamp (Nichol eq. 15).
     """
-    if variance in LEARNED:
+    if variance == "learned_range":
         assert raw is not None, "a learned variance needs the model's variance channels"
-        if variance == "learned":
-            return raw
         if not isinstance(c.log_beta, Tensor) and not isinstance(c.log_posterior_variance, Tensor):
             middle, half = (c.log_beta + c.log_posterior_variance) / 2, (c.log_beta - c.log_posterior_variance) / 2
             return half * raw + middle

@@ -17,7 +17,6 @@ from torch import Tensor
 from opensora.registry import SCHEDULERS
 from opensora.schedulers.guidance import Condition, Denoiser, guidance_from_config
 from opensora.schedulers.iddpm.gaussian import (
-    LEARNED,
     add_scaled,
     model_log_variance,
     posterior_mean,
@@ -40,8 +39,8 @@ from opensora.utils.errors import UserError
 from opensora.utils.seed import randn_like
 
 CHOICES = {
-    "prediction": ("eps", "x0", "v", "previous_x"),
-    "variance": ("learned_range", "learned", "fixed_large", "fixed_small"),
+    "prediction": ("eps", "x0", "v"),
+    "variance": ("learned_range", "fixed_large", "fixed_small"),
     "loss": ("mse", "rescaled_mse", "kl", "rescaled_kl"),
     "sampler": ("ancestral", "ddim"),
 }
@@ -75,16 +74,15 @@ class IDDPM(Sampler):
         num_sampling_steps: N timesteps, evenly spaced, first and last included; None: all.
         timestep_respacing: instead of it: "N", "a,b,c" (counts in equal sections) or "ddimN" (integer stride).
         noise_schedule: see `opensora.schedulers.noise_schedule.named_schedule`.
-        prediction: what the model predicts: "eps", "x0", "v" or "previous_x" (the mean of x_{t-1}).
-        variance: of an ancestral step: "learned_range" or "learned" (the log variance itself), for which the model returns
-            2C channels; "fixed_small" (the posterior's) or "fixed_large" (beta).
+        prediction: what the model predicts: "eps", "x0" or "v".
+        variance: of an ancestral step: "learned_range", for which the model returns 2C channels; "fixed_small" (the
+            posterior's) or "fixed_large" (beta).
         loss: "mse" (plus the VLB with a detached mean when the variance is learned), "rescaled_mse" (the VLB times
             diffusion_steps / 1000), "kl" (the VLB alone) or "rescaled_kl" (times diffusion_steps).
         sampler: "ancestral" or "ddim"; `eta` is DDIM's: 0 deterministic, 1 as noisy as DDPM.
         clip_x0: clamp each predicted x_0 to [-clip_x0, clip_x0] while sampling: 1.0 suits pixels; None, no clamp, latents.
         cfg_scale, cfg_channel, guidance: see `opensora.schedulers.guidance.Guidance`.
-        timestep_sampling: "uniform", "logit-normal", "speedit", "speed" or "loss-second-moment", or
-            dict(type=NAME, option=...); see opensora/schedulers/timesteps.py.
+        timestep_sampling: "uniform", "logit-normal", "speedit" or "speed", or dict(type=NAME, option=...); see opensora/schedulers/timesteps.py.
         loss_weighting: of the MSE: "none", "p2", "min-snr" or "speed", or dict(type=NAME, option=...); by default that
             of the timestep sampling: "speedit" brings "p2", "speed" brings "speed".
         rescale_timesteps: condition the model on t * 1000 / diffusion_steps.
@@ -93,7 +91,7 @@ class IDDPM(Sampler):
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise UserError(f"scheduler.{name}={getattr(self, name)!r} is not one of {', '.join(choices)}.")
-        if loss == "rescaled_mse" and variance not in LEARNED:
+        if loss == "rescaled_mse" and variance != "learned_range":
             raise UserError(
                 f"scheduler.loss='rescaled_mse' rescales the loss of a learned variance, but variance={variance!r} is fixed; "
                 "use loss='mse'."
@@ -118,16 +116,6 @@ class IDDPM(Sampler):
         self.sampling_schedule = self.schedule.respaced(self.timesteps)
         self.time_scale = 1000 / diffusion_steps if rescale_timesteps else None
         abar = self.schedule.table["alphas_cumprod"]
-        if prediction == "eps" and abar[-1] == 0:
-            raise UserError(
-                f"scheduler.prediction='eps' with noise_schedule={noise_schedule!r}, which ends in pure noise: there the "
-                "noise has nothing of x_0. Use prediction='v' or 'x0'."
-            )
-        if prediction == "previous_x" and len(self.timesteps) < diffusion_steps:
-            raise UserError(
-                "scheduler.prediction='previous_x' predicts one training timestep back, so that none can be left out: "
-                "drop num_sampling_steps and timestep_respacing, or predict 'eps', 'x0' or 'v'."
-            )
         if loss in ("kl", "rescaled_kl"):
             if loss_weighting not in (None, "none"):
                 raise UserError(
@@ -162,10 +150,8 @@ class IDDPM(Sampler):
                 mean over the True frames (0 when there is none).
             t: [B] int64 in [0, diffusion_steps). Like `noise` (x0's shape), drawn when None.
             generators: one per sample: t is drawn first, then the noise.
-
-        A timestep sampling that learns from losses does so here, where t is drawn and gradients are on.
         """
-        x0, rngs, drawn = at_least_fp32(x0), generators_to_draw(generators, t, noise), t is None
+        x0, rngs = at_least_fp32(x0), generators_to_draw(generators, t, noise)
         t = self.timestep_sampling.draw(rngs, x0.device) if t is None else t
         noise = randn_like(x0, rngs) if noise is None else noise.to(x0.dtype)
         c = self.schedule.gather(t, x0.ndim)
@@ -188,11 +174,12 @@ class IDDPM(Sampler):
             loss = (prediction_target(self.prediction, x0, noise, c) - prediction) ** 2
             if self.loss_weights is not None:
                 loss = loss * self.loss_weights(t).reshape(-1, *[1] * (loss.ndim - 1))
-            if self.variance in LEARNED:  # the mean is detached: only the variance learns from the VLB (Nichol eq. 16)
+            if (
+                self.variance == "learned_range"
+            ):  # the mean is detached: only the variance learns from the VLB (Nichol eq. 16)
                 bound = vlb(prediction.detach())
                 loss = loss + (bound * (self.diffusion_steps / 1000) if self.loss == "rescaled_mse" else bound)
-        losses = frame_mean(loss, mask)
-        return self.timestep_sampling.corrected(t, losses) if drawn else losses
+        return frame_mean(loss, mask)
 
     def split(self, output: Tensor, num_channels: int) -> tuple[Tensor, Tensor | None]:
         """[B, C or 2C, T, H, W] -> the prediction [B, C, T, H, W], and the variance channels alike if it is learned.
@@ -200,7 +187,7 @@ class IDDPM(Sampler):
         Raises:
             UserError: the number of channels is not what `variance` asks for.
         """
-        learned = self.variance in LEARNED
+        learned = self.variance == "learned_range"
         expected = 2 * num_channels if learned else num_channels
         if output.shape[1] != expected:
             remedy = (

@@ -65,8 +65,7 @@ class RectifiedFlow(Sampler):
             (Stable Diffusion 3); see `shift_ratio`.
         shift_base: rows and columns of the latent whose single frame "resolution" does not shift.
         transform_scale: multiplies the ratio of the shift.
-        timestep_sampling: "uniform", "logit-normal", "speedit", "speed" or "loss-second-moment", or
-            dict(type=NAME, option=...); drawn before the shift. See opensora/schedulers/timesteps.py.
+        timestep_sampling: "uniform", "logit-normal", "speedit" or "speed", or dict(type=NAME, option=...); drawn before the shift. See opensora/schedulers/timesteps.py.
         loss_weighting: "none", "p2", "min-snr" or "speed", or dict(type=NAME, option=...); by default that of the
             timestep sampling.
         """
@@ -116,9 +115,8 @@ class RectifiedFlow(Sampler):
             t: [B] in [0, num_timesteps], after the shift. Like `noise` (x0's shape), drawn when None.
             generators: one per sample: t is drawn first, then the noise.
         """
-        x0, rngs, drawn = at_least_fp32(x0), generators_to_draw(generators, t, noise), None
-        if t is None:
-            drawn, t = self._draw(rngs, x0)
+        x0, rngs = at_least_fp32(x0), generators_to_draw(generators, t, noise)
+        t = self._draw(rngs, x0) if t is None else t
         noise = randn_like(x0, rngs) if noise is None else noise.to(x0.dtype)
         tau = (t.to(x0.dtype) / self.num_timesteps).reshape(-1, *[1] * (x0.ndim - 1))
         mask = None if mask is None else mask.bool()
@@ -127,17 +125,15 @@ class RectifiedFlow(Sampler):
         losses = frame_mean((x0 - noise - v) ** 2, mask)
         if self.loss_weights is not None:
             losses = losses * self.loss_weights(self.timestep_sampling.bin(t.float() / self.num_timesteps))
-        return losses if drawn is None else self.timestep_sampling.corrected(drawn, losses)
+        return losses
 
-    def _draw(self, generators: Sequence[torch.Generator], x0: Tensor) -> tuple[Tensor, Tensor]:
-        """What the timestep sampling draws [B] int64, one of its num_timesteps, and the shifted timestep [B]."""
-        sampling, ratio = self.timestep_sampling, self._ratio(x0)
+    def _draw(self, generators: Sequence[torch.Generator], x0: Tensor) -> Tensor:
+        """Timesteps [B], shifted."""
+        ratio, T = self._ratio(x0), self.num_timesteps
         if self.time == "continuous":
-            tau = sampling.draw_time(generators, x0.device)
-            return sampling.bin(tau), shifted(tau, ratio) * self.num_timesteps
-        drawn = sampling.draw(generators, x0.device)
-        tau = shifted((drawn + 1) / self.num_timesteps, ratio)
-        return drawn, (tau * self.num_timesteps).round().long().clamp(1, self.num_timesteps)
+            return shifted(self.timestep_sampling.draw_time(generators, x0.device), ratio) * T
+        tau = shifted((self.timestep_sampling.draw(generators, x0.device) + 1) / T, ratio)
+        return (tau * T).round().long().clamp(1, T)
 
     def _ratio(self, x: Tensor) -> float:
         return shift_ratio(self.shift, x.shape[2:], self.shift_base, self.transform_scale)
