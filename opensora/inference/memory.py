@@ -1,60 +1,51 @@
-"""How much of a GPU's memory a run needs, before it starts; and what helps where it does not suffice.
-
-Denoiser and decoder run once with tensors that have a shape and no content, while what is allocated and freed is counted.
-Attention counts as what its fast kernels take, which never hold the scores. The estimate leaves out what libraries and the
-allocator need on top, about a tenth (`MARGIN`).
-"""
+"""How much of a GPU's memory a run needs, before it starts; and what helps where it does not suffice."""
 
 import logging
 import math
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
 from opensora.inference.build import calls_parts
 from opensora.models.vae.base import VideoVAE
+from opensora.models.vae.splitting import check_tile_size
 from opensora.utils.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-MARGIN = 1.1
+DENOISER_TENSORS = 12  # as large as all tokens, at the peak of a block: 11 to 12 in fp32, up to 17 of STDiT3's in bf16
+DECODER_TENSORS = 6  # as large as the input of the last convolution, at the peak of an image decoder
+MARGIN = 1.1  # libraries and the allocator
 GIB = 2**30
 
 
-def estimate(pipeline: Any, batch: int, num_frames: int, latent_size: Sequence[int], guidance_scale: float) -> int:
-    """Bytes on the device at the peak of a run in one process, under the pipeline's offload policy; takes seconds.
+def estimate(
+    pipeline: Any, batch: int, num_frames: int, image_size: tuple[int, int], guidance_scale: float | None = None
+) -> int:
+    """About how many bytes a run takes at its peak, under the pipeline's offload policy.
 
     Args:
         pipeline: a `VideoPipeline`.
         batch: videos that are sampled together.
-        num_frames, latent_size: of a video, and (t, h, w) of its latents.
-        guidance_scale: 1: the model is not called with a doubled batch.
+        num_frames, image_size: of a video; (height, width).
+        guidance_scale: None = the scheduler's own.
     """
     model, vae, place, cache = pipeline.model, pipeline.vae, pipeline.place, pipeline.step_cache
-    doubled = guidance_scale != 1 and _joins_guidance(pipeline.scheduler) and pipeline.plan.cfg_group is None
+    scale = pipeline.scheduler.cfg_scale if guidance_scale is None else guidance_scale
+    doubled = scale != 1 and _joins_guidance(pipeline.scheduler) and pipeline.plan.cfg_group is None
     calls = (1 if cache is not None and cache.per_sample else batch) * (2 if doubled else 1)
-
-    def denoise() -> Tensor:
-        x, vector = torch.empty(calls, model.in_channels, *latent_size), torch.empty(calls)
-        numbers = dict.fromkeys(("fps", "height", "width", "num_frames"), vector)
-        with torch.autocast("cpu", pipeline.dtype, enabled=pipeline.dtype != torch.float32):
-            return model.forward(x, vector, model.null_condition(calls), **numbers)  # without hooks, which read values
-
-    with nullcontext() if place.stream is None else place.stream.paused():
-        denoising = peak_bytes(model, denoise)
-    if cache is not None:
-        tokens = calls * model.hidden_size * math.prod(model.grid(latent_size)) * pipeline.dtype.itemsize
-        denoising += cache.num_kept * tokens
-    decoding = peak_bytes(vae, lambda: vae.decode(torch.empty(1, vae.out_channels, *latent_size), num_frames))
+    tokens = calls * math.prod(model.grid(vae.latent_size((num_frames, *image_size))))
+    processes = 1 if pipeline.plan.sp_group is None else pipeline.plan.sp_group.size()
+    tensors = DENOISER_TENSORS / processes + (0 if cache is None else cache.num_kept)
+    denoising = int(tensors * tokens * model.hidden_size * pipeline.dtype.itemsize)
+    decoder = pixel_vae(vae)
+    frames = decoder.micro_batch_size or num_frames if decoder.decodes_frames else num_frames
+    height, width = (min(side, decoder.tile_size or side) for side in image_size)
+    last = decoder.last_layer  # [3, C, ...]
+    decoding = DECODER_TENSORS * min(frames, num_frames) * height * width * last.shape[1] * last.element_size()
     weights, vae_weights = _num_bytes(model), _num_bytes(vae)
     text_weights = _num_bytes(getattr(pipeline.text_encoder, "encoder", pipeline.text_encoder))
     if place.policy == "none":
@@ -66,13 +57,12 @@ def estimate(pipeline: Any, batch: int, num_frames: int, latent_size: Sequence[i
 
 
 def warn_if_short(
-    pipeline: Any, batch: int, num_frames: int, latent_size: Sequence[int], guidance_scale: float
+    pipeline: Any, batch: int, num_frames: int, image_size: tuple[int, int], guidance_scale: float | None
 ) -> None:
-    """Before a run of one process on a GPU, warn if it needs more memory than there is."""
-    on_gpu = pipeline.device.type == "cuda" and pipeline.plan.sp_group is None  # exchanges need content
-    if not on_gpu or calls_parts(pipeline.scheduler):  # parts: no call stands for a step
+    """Before a run on a GPU, warn if it needs more memory than there is."""
+    if pipeline.device.type != "cuda" or calls_parts(pipeline.scheduler):  # parts: no call stands for a step
         return
-    needed = int(MARGIN * estimate(pipeline, batch, num_frames, latent_size, guidance_scale))
+    needed = int(MARGIN * estimate(pipeline, batch, num_frames, image_size, guidance_scale))
     free, _ = torch.cuda.mem_get_info(pipeline.device)
     available = free + torch.cuda.memory_reserved(pipeline.device)  # the weights that are there are a part of the need
     if needed > available:
@@ -112,6 +102,22 @@ def advice(pipeline: Any, batch: int) -> str:
     return f"What helps: {', '.join(name for name, useful in options if useful)}."
 
 
+def tile_images(vae: nn.Module, size: int) -> None:
+    """Let a VAE, or the one of its parts that takes pixels, encode and decode in tiles of `size` pixels.
+
+    Raises:
+        UserError: the size is no multiple of a latent cell.
+    """
+    check_tile_size(size, pixel_vae(vae).strides[1:])
+    pixel_vae(vae).tile_size = size
+
+
+def pixel_vae(vae: nn.Module) -> VideoVAE:
+    """The VAE, or the one of its parts, that takes pixels."""
+    # the innermost: parts come after what they are parts of
+    return [part for part in vae.modules() if isinstance(part, VideoVAE) and part.in_channels == 3][-1]
+
+
 def _joins_guidance(scheduler: Any) -> bool:
     """Whether guidance calls the model with a doubled batch, and could do with two calls."""
     return not calls_parts(scheduler) and scheduler.guidance.batching == "joint"
@@ -121,66 +127,3 @@ def _num_bytes(part: Any) -> int:
     """Of the parameters and buffers of a module; 0 for what is none."""
     tensors = [*part.parameters(), *part.buffers()] if isinstance(part, nn.Module) else []
     return sum(tensor.numel() * tensor.element_size() for tensor in {id(t): t for t in tensors}.values())  # tied: once
-
-
-def peak_bytes(module: nn.Module, call: Callable[[], object]) -> int:
-    """The largest number of bytes that are allocated at a time while `call` runs, besides the module's weights."""
-
-    class Calling(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.module = module
-
-        def forward(self) -> object:
-            return call()
-
-    calling, fake = Calling(), FakeTensorMode(allow_non_fake_inputs=True)
-    with fake:
-        weights = {
-            n: torch.empty_like(t, device="cpu") for n, t in [*calling.named_parameters(), *calling.named_buffers()]
-        }
-    # as if on a CPU: own kernels of GPUs do not know tensors without content
-    with (
-        torch.compiler.set_stance("force_eager"),
-        torch.no_grad(),
-        fake,
-        torch.device("cpu"),
-        _FusedAttention(),
-        _Counted(weights.values()) as counted,
-    ):
-        torch.func.functional_call(calling, weights, ())
-    return counted.peak
-
-
-class _FusedAttention(TorchFunctionMode):
-    """`scaled_dot_product_attention` as its fast kernels do it: without the scores."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.scaled_dot_product_attention:
-            q, _, v = args[:3]
-            return q.new_empty(*q.shape[:-1], v.shape[-1])
-        return func(*args, **(kwargs or {}))
-
-
-class _Counted(TorchDispatchMode):
-    """Counts the bytes of the storages that operations make, until they are freed; those of `known` do not count."""
-
-    def __init__(self, known: Any) -> None:
-        super().__init__()
-        self.peak = self.now = 0
-        self.alive = {tensor.untyped_storage()._cdata for tensor in known}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            storage = tensor.untyped_storage() if isinstance(tensor, FakeTensor) else None
-            if storage is not None and storage._cdata not in self.alive:  # no view of what is known
-                self.alive.add(storage._cdata)
-                self.now += storage.nbytes()
-                self.peak = max(self.peak, self.now)
-                weakref.finalize(storage, self._free, storage._cdata, storage.nbytes())
-        return out
-
-    def _free(self, key: int, size: int) -> None:
-        self.alive.discard(key)
-        self.now -= size

@@ -28,14 +28,12 @@ from opensora.acceleration.step_cache.steps import StepCache
 from opensora.config.load import InferenceConfig
 from opensora.inference.build import build_components, calls_parts, inference_config
 from opensora.inference.mask_strategy import apply
-from opensora.inference.memory import oom_report, warn_if_short
+from opensora.inference.memory import oom_report, tile_images, warn_if_short
 from opensora.inference.prompts import PromptItem, as_items
 from opensora.inference.references import NO_CONDITIONING, Conditioning, alignment, encode_references
 from opensora.inference.sizes import Overlap, VideoSize, check_size, overlap, video_size, warn_outside_training
 from opensora.inference.text import condition, null_condition
 from opensora.models.class_condition import check_classes
-from opensora.models.vae.base import VideoVAE
-from opensora.models.vae.splitting import check_tile_size
 from opensora.schedulers.sampling import SamplingStep
 from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.errors import UserError
@@ -169,7 +167,6 @@ class VideoPipeline:
         self._defaults, self.seed = defaults, seed
         self.motion_flow = motion_flow
         self._warned_of_guidance = False
-        self._estimated: set[tuple[Any, ...]] = set()  # runs whose memory has been estimated
         self.place = Placement({"model": model, "vae": vae, "text_encoder": text_encoder}, self.device, offload)
 
     @property
@@ -355,15 +352,9 @@ class VideoPipeline:
         shared = None
         if request.loop > 1:
             shared = overlap(self.vae, request.num_frames, request.condition_frame_length)
-        scale = self.scheduler.cfg_scale if request.guidance_scale is None else request.guidance_scale
-        run = (len(request.items), request.num_frames, latent_size, scale)
-        with (
-            _evaluating(self.model, self.vae, self.text_encoder),
-            oom_report(self, len(request.items), request.num_frames, request.image_size),
-        ):
-            if run not in self._estimated:
-                self._estimated.add(run)
-                warn_if_short(self, *run)
+        size = (len(request.items), request.num_frames, request.image_size)
+        with _evaluating(self.model, self.vae, self.text_encoder), oom_report(self, *size):
+            warn_if_short(self, *size, request.guidance_scale)
             segments = self._segments(request, latent_size, shared, progress=progress, on_step=on_step, decode=decode)
             latents, videos = zip(*segments, strict=True)
         if not decode:
@@ -578,18 +569,6 @@ def begin_with(taken: Tensor, z: Tensor, mask: Tensor | None, edit_ratio: float)
     mask = mask.float() if edit_ratio else mask.clone()
     mask[:, :length] = edit_ratio
     return z, mask
-
-
-def tile_images(vae: nn.Module, size: int) -> None:
-    """Let a VAE, or the one of its parts that takes pixels, encode and decode in tiles of `size` pixels.
-
-    Raises:
-        UserError: the size is no multiple of a latent cell.
-    """
-    parts = [part for part in vae.modules() if isinstance(part, VideoVAE) and part.in_channels == 3]
-    image_vae = parts[-1]  # the innermost: parts come after what they are parts of
-    check_tile_size(size, image_vae.strides[1:])
-    image_vae.tile_size = size
 
 
 @contextmanager

@@ -173,10 +173,8 @@ def sample(argv: Sequence[str]) -> None:
             seed=0,
         )
         needed = None
-        if decoded and pipeline.plan.sp_group is None:  # takes seconds for a large video
-            latent_size = pipeline.vae.latent_size((request.num_frames, *request.image_size))
-            run = (len(request.items), request.num_frames, latent_size, pipeline.scheduler.cfg_scale)
-            needed = estimate(pipeline, *run) / 2**30
+        if decoded:
+            needed = estimate(pipeline, len(request.items), request.num_frames, request.image_size) / 2**30
         if args.warmup_steps is not None:
             pipeline.scheduler = SCHEDULERS.build({**case.scheduler, "num_sampling_steps": args.warmup_steps})
         pipeline.sample(request, decode=decoded)  # compiles, and picks kernels
