@@ -260,43 +260,26 @@ class VideoPipeline:
             compile_pipe(pipeline, backend=cfg.compiler, options=cfg.compiler_config)
         return pipeline
 
-    def __call__(  # noqa: PLR0913  (what a video is made from; keyword-only)
+    def __call__(
         self,
         prompts: Sequence[str | PromptItem],
         *,
-        num_frames: int | None = None,
-        image_size: tuple[int, int] | None = None,
-        fps: float | None = None,
-        seed: int | None = None,
         prompt_indices: Sequence[int] | None = None,
-        sample_index: int = 0,
-        guidance_scale: float | None = None,
         negative_prompts: Sequence[str | None] | str | None = None,
-        conditioning: Sequence[Conditioning] = (),
-        align: int | None = None,
-        loop: int = 1,
-        condition_frame_length: int | None = None,
-        condition_frame_edit: float = 0.0,
         progress: bool = False,
         on_step: OnStep | None = None,
+        **request: Any,
     ) -> Tensor:
         """Sample one video for each prompt.
 
-        Of the first four, None takes the value of the config that the pipeline was built from.
-
         Args:
             prompts: B prompts, or items with all that belongs to a prompt.
-            num_frames: frames of a video, or of a segment of a long one; one that the VAE takes.
-            image_size: (height, width) in pixels; multiples of the VAE's factor.
-            fps: frame rate that conditions the model; None: of one frame, an image, it is 120, as in training.
-            seed, prompt_indices, sample_index: fix the noise; indices default to 0, 1, ... B - 1.
-            guidance_scale: None = the scheduler's own.
+            prompt_indices: fix the noise, together with `seed` and `sample_index`; None: 0, 1, ... B - 1.
             negative_prompts: what to steer away from: one for all, or one for each; None: the model's "no text".
-            conditioning: references of each sample, see `opensora.inference.references`.
-            align: latent frames to whose multiples references are moved; None: the VAE's chunks.
-            loop, condition_frame_length, condition_frame_edit: a long video, see `opensora.inference.sizes`.
             progress: show a bar over the sampling steps.
             on_step: called after each step, for previews; what it raises ends the sampling.
+            request: other fields of `Request`. `num_frames`, `image_size`, `fps` and `seed` are by default those of the config
+                that the pipeline was built from; the fps of one frame, an image, is 120, as in training.
 
         Returns:
             Videos [B, 3, T, H, W] in [-1, 1], fp32, on the CPU; T is `num_frames`, more for a long video.
@@ -304,25 +287,13 @@ class VideoPipeline:
         Raises:
             UserError: the size is none that the VAE can make, the device's memory does not suffice, or a result is not finite.
         """
-        if None in (num_frames, image_size, fps, seed):
-            defaults = self.defaults if num_frames is None else self.defaults._replace(num_frames=num_frames)
-            num_frames, image_size = defaults.num_frames, image_size or defaults.image_size
-            fps, seed = defaults.model_fps if fps is None else fps, self.seed if seed is None else seed
-        request = Request(
-            items=as_items(prompts, prompt_indices, negative_prompts),
-            num_frames=num_frames,
-            image_size=image_size,
-            fps=fps,
-            seed=seed,
-            conditioning=conditioning,
-            align=align,
-            sample_index=int(sample_index),
-            guidance_scale=guidance_scale,
-            loop=loop,
-            condition_frame_length=condition_frame_length,
-            condition_frame_edit=condition_frame_edit,
-        )
-        video = self.sample(request, progress=progress, on_step=on_step).video
+        request = {name: value for name, value in request.items() if value is not None}
+        if not {"num_frames", "image_size", "fps", "seed"} <= request.keys():
+            size = self.defaults._replace(**{k: request[k] for k in ("num_frames",) if k in request})
+            request = {**size._asdict(), "fps": size.model_fps, "seed": self.seed, **request}
+            del request["save_fps"]
+        items = as_items(prompts, prompt_indices, negative_prompts)
+        video = self.sample(Request(items=items, **request), progress=progress, on_step=on_step).video
         assert video is not None, "decoding is asked for"
         return video
 
