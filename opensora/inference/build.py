@@ -65,13 +65,12 @@ def build_components(cfg: InferenceConfig) -> Components:
 def inference_config(source: str | Path, changes: Mapping[str, Any]) -> InferenceConfig:
     """The settings of a config file, or of a checkpoint folder of ours, with some changed.
 
-    A checkpoint says what was trained: model, VAE, text encoder, scheduler, and, unless it was trained in buckets, the size.
-    What training does not know must be among the changes, such as `fps`.
+    A checkpoint has what was trained: model, VAE, text encoder, scheduler, and, unless it was trained in buckets, the size.
+    The changes must have what training does not know, such as `fps`, and `imports` where components are the user's own.
 
     Args:
         source: a .py or .json file, or a checkpoint folder.
         changes: fields of `InferenceConfig` or its command-line names (`ckpt_path`, `cfg_scale`, ...), with their values.
-            A checkpoint whose parts are of the user's own needs `imports` among them.
 
     Raises:
         UserError: there is nothing of the kind at `source`, or the settings are wrong.

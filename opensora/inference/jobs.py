@@ -51,19 +51,12 @@ def jobs(cfg: InferenceConfig) -> list[Job]:
     if cfg.condition_frame_edit == 1:
         raise UserError("condition_frame_edit=1 would make the shared frames anew: use less than 1, or 0 to keep them.")
     _check_texts(cfg, items)
-    made = []
-    for k in range(cfg.num_sample):
-        for item in items:
-            name = sample_file_name(
-                item.text,
-                item.index,
-                k,
-                num_sample=cfg.num_sample,
-                sample_name=cfg.sample_name,
-                prompt_as_path=cfg.prompt_as_path,
-            )
-            made.append(Job(item, k, Path(cfg.save_dir) / name))
-    return made
+    naming: Any = {name: getattr(cfg, name) for name in ("num_sample", "sample_name", "prompt_as_path")}
+    return [
+        Job(item, k, Path(cfg.save_dir) / sample_file_name(item.text, item.index, k, **naming))
+        for k in range(cfg.num_sample)
+        for item in items
+    ]
 
 
 def records(cfg: InferenceConfig, made: Sequence[Job], size: VideoSize) -> Iterator[dict[str, Any]]:
@@ -110,13 +103,7 @@ def batches(todo: Iterable[Job], batch_size: int) -> list[list[Job]]:
 def request_of(
     cfg: InferenceConfig, batch: Sequence[Job], pipeline: VideoPipeline, size: VideoSize | None = None
 ) -> Request:
-    """The request for a batch of jobs; reads the references.
-
-    Args:
-        cfg: the config that `pipeline` was built from.
-        batch: see `batches`.
-        pipeline: makes the samples.
-        size: of the videos, where `cfg` differs from the pipeline's config.
+    """The request for a batch of jobs, of `size` where `cfg` differs from the pipeline's config; reads the references.
 
     Raises:
         UserError: a reference cannot be had, or does not fit.
@@ -141,9 +128,7 @@ def request_of(
 def remake(record: Mapping[str, Any], device: torch.device | str | None = None) -> Tensor:
     """The video [3, T, H, W] in [-1, 1] of a sidecar's sample, fp32, on the CPU: the same bits, if `differences` finds none.
 
-    Args:
-        record: from `manifest.read_sidecar`. The batch that it names is sampled completely.
-        device: where to sample; None: as the sidecar's config says.
+    The batch that the sidecar names is sampled completely, on `device` (None: the config's).
 
     Raises:
         UserError: the sidecar does not name its batch, or a part or a reference is no longer there.
@@ -184,7 +169,7 @@ def differences(record: Mapping[str, Any], device: torch.device | str) -> list[s
 
 
 def _check_texts(cfg: InferenceConfig, items: Sequence[PromptItem]) -> None:
-    """See that prompts are classes where the model knows classes, and that negative prompts have an effect."""
+    """Check that prompts are classes where the model knows classes, and that negative prompts have an effect."""
     negative = [item for item in items if item.negative_prompt is not None]
     problems = []
     if cfg.text_encoder["type"] == "classes":

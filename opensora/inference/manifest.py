@@ -71,15 +71,10 @@ def sidecar(
     made_with: Mapping[str, Any],
     inputs: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """What the sidecar of one sample holds, as plain JSON values.
+    """What the sidecar of one sample holds, as plain JSON values; some of the resolved config is repeated on top.
 
-    Args:
-        config: the resolved config; its `seed`, which fixes the noise with prompt, index and `sample_index`, its `image_size`,
-            `num_frames` and `fps` are repeated on top.
-        save_fps: frame rate of the file (`fps` is the one that conditions the model).
-        checkpoint: from `describe_checkpoint`.
-        made_with: from `opensora.utils.environment.environment`: versions, commit, command.
-        inputs: from `inputs_of`; None: not known.
+    `checkpoint` is from `describe_checkpoint`, `made_with` from `opensora.utils.environment.environment`, `inputs` from
+    `inputs_of` (None: not known).
     """
     record = {
         "prompt": prompt,
@@ -106,10 +101,8 @@ def write_samples(
     """Write the samples of one batch with their sidecars; returns the samples' files.
 
     Args:
-        videos: B videos [3, T, H, W] in [-1, 1].
-        paths_without_ext: where each goes.
+        videos: B videos [3, T, H, W] in [-1, 1], made on `device`.
         records: the `sidecar` of each; `batch`, `place` (its index in the batch), `hardware` and `frames` (a hash) are added.
-        device: what they were made on.
         save_format: of the videos; a single frame is a PNG.
 
     Raises:
@@ -186,7 +179,7 @@ def already_made(path_without_ext: str | Path, record: Mapping[str, Any]) -> boo
         old = _settings(read_sidecar(path))
     except UserError:
         raise UserError(
-            f"{taken[0]} exists, but {path.name} next to it does not tell how it was made. "
+            f"{taken[0]} exists, but {path.name} next to it does not show how it was made. "
             "Choose another save_dir or delete the file."
         ) from None
     new = _settings(record)
@@ -218,15 +211,11 @@ def describe_checkpoint(path: str | Path | None) -> dict[str, Any] | None:
 
 
 def inputs_of(config: Mapping[str, Any], sources: Sequence[str]) -> dict[str, Any]:
-    """The files that a sample is made from besides its checkpoint.
+    """The files that a sample of a resolved config is made from besides its checkpoint.
 
     Returns:
-        `references`: a hash of the content of each local image or video; a URL is known by its name alone.
+        `references`: a hash of the content of each local image or video of `sources`; a URL is known by its name alone.
         `weights`: `describe_checkpoint` of adapter, VAE and text encoder, since hashing gigabytes may take longer than sampling.
-
-    Args:
-        config: the resolved config.
-        sources: files and addresses that the sample starts from.
     """
     weights = {} if config.get("lora") is None else {"lora": config["lora"]}  # a sidecar may be older than the field
     for part in ("model", "vae", "text_encoder"):

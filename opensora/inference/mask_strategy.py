@@ -62,12 +62,7 @@ LEAST = {"length": 1, "loop": 0, "reference": 0}
 def parse_mask_strategy(
     text: str | None, format: Format = "six-fields", where: str = "mask_strategy"
 ) -> list[FrameCondition]:
-    """The conditions of a string; none for an empty one.
-
-    Args:
-        text: see above.
-        format: the order of fields without names.
-        where: what errors call the string.
+    """The conditions of a string, which errors call `where`; none for an empty one. `format`: the order of fields without names.
 
     Raises:
         UserError: it is malformed; the message names the group and the field.
@@ -182,12 +177,9 @@ def apply(
 
 
 def resolve(condition: FrameCondition, reference_frames: int, target_frames: int, align: int = 1) -> FrameCondition:
-    """A condition with starts counted from 0 and moved to the nearest chunk, and a length that fits.
+    """A condition with starts counted from 0 and moved to the nearest chunk of `align` latent frames, and a length that fits.
 
-    Args:
-        condition: as it was asked for.
-        reference_frames, target_frames: latent frames of the reference and of the video.
-        align: latent frames of a chunk.
+    `reference_frames` and `target_frames` are the latent frames of the reference and of the video.
 
     Raises:
         UserError: it begins outside the reference or the video.
@@ -233,14 +225,9 @@ def check_conditions(
     *,
     shared: int = 0,
 ) -> None:
-    """Check that the conditions of one prompt fit together, before anything is sampled.
+    """Check that the conditions of one prompt fit together, before anything is sampled; see `resolve` for the arguments.
 
-    Args:
-        conditions: of the prompt.
-        reference_frames, target_frames: latent frames of its references and of the video.
-        align: latent frames of a chunk.
-        where: what messages call the conditions.
-        shared: latent frames that each loop but the first takes over from the one before, whatever its conditions.
+    Each loop but the first takes over `shared` latent frames from the one before, whatever its conditions.
 
     Raises:
         UserError: one is outside its reference or the video, or in what is taken over, or nothing is left to be made.

@@ -65,13 +65,7 @@ def conditioning(
     """The references of a prompt, and which frames they become.
 
     From `item.references` with `item.mask_strategy`, or from the config's `image`, `last_image`, `extend`, `edit`. Frames of the
-    last two are taken at the rate of the result.
-
-    Args:
-        cfg: the config.
-        item: the prompt.
-        vae: knows the lengths it takes and the latent frames of a chunk.
-        num_frames, image_size: of the video to make (height, width), which the VAE takes.
+    last two are taken at the rate of the result, which has `num_frames` frames of `image_size` (height, width).
 
     Raises:
         UserError: a file cannot be had or read, or references and conditions do not fit together.
@@ -167,11 +161,9 @@ def extension(
     """A video that begins with the end of another, and ends with an image, if one is given.
 
     Args:
-        video: [3, T, H, W], the end of what is continued; frames in front that do not fit are left out, which is logged.
-        vae: knows how many fit.
+        video: [3, T, H, W], the end of what is continued; frames in front that do not fit the VAE are left out, which is logged.
         last: [3, T, H, W], the image.
-        num_frames: of the video to make, or of a segment of it; None: `video` becomes full chunks of the VAE.
-        loop: segments of the video to make.
+        num_frames: of the video to make, or of each of its `loop` segments; None: `video` becomes full chunks of the VAE.
     """
     count = video.shape[1]
     fits = _fitting_length(vae, count, FrameCondition(length=vae.latent_frames(count)), num_frames)
@@ -213,12 +205,11 @@ def read_reference(
     rate: float | None = None,
     end: bool = False,
 ) -> Tensor:
-    """An image or a video as [3, T, H, W] in [-1, 1], cropped to the size, of a length that the VAE takes.
+    """An image or a video as [3, T, H, W] in [-1, 1], cropped to `image_size` (height, width), of a length that the VAE takes.
+
+    Where even the VAE's shortest length is longer than the file, the last frame is repeated.
 
     Args:
-        path: the file.
-        vae: knows the lengths it takes; where even the shortest is longer than the file, the last frame is repeated.
-        image_size: height and width.
         num_frames: at most so many frames; None = all.
         rate: frames a second to take, as a player would show them; None = every frame.
         end: take the video's last frames instead of its first.

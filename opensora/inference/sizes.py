@@ -59,10 +59,7 @@ class Overlap(NamedTuple):
 def video_size(cfg: InferenceConfig, vae: VideoVAE, patch_size: Sequence[int] = (1, 2, 2)) -> VideoSize:
     """The size that a config asks for; what names stand for is logged.
 
-    Args:
-        cfg: the config.
-        vae: knows the sizes and lengths it takes.
-        patch_size: of the denoiser (frames, height, width): sizes found by name are multiples of VAE x patch.
+    Sizes found by name are multiples of VAE x `patch_size`, the denoiser's (frames, height, width).
 
     Raises:
         UserError: a name is unknown, or the VAE takes no such size or length.
@@ -167,7 +164,6 @@ def overlap(vae: Any, num_frames: int, latent_frames: int | None = None) -> Over
     one chunk, the last P decoded frames are encoded anew.
 
     Args:
-        vae: knows its latent frames, and the chunks in which it makes them (`chunk_latent_frames`).
         num_frames: N, of a segment.
         latent_frames: L; None: about a quarter of a segment (Open-Sora 1.1 shares 4 of 16, 1.2 5 of 15).
 

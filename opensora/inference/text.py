@@ -74,8 +74,6 @@ def null_condition(
     as many tokens of it, padding too, as the caption has.
 
     Args:
-        model: the denoiser.
-        text_encoder: encodes negative prompts.
         cond: of the samples, as `condition` gives it.
         negative_prompts: for each of B samples; None: the model's own.
 

@@ -68,7 +68,7 @@ def test_finished_samples_are_recognised_and_never_overwritten(tmp_path):
             already_made(path, record(**change))
     for foreign in ("{}", "not json", "[1]"):
         with_extension(path, ".json").write_text(foreign)
-        with pytest.raises(UserError, match="does not tell"):
+        with pytest.raises(UserError, match="does not show"):
             already_made(path, record())
     with_extension(path, ".json").unlink()
     with pytest.raises(UserError, match="delete the file"):
