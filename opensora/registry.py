@@ -133,7 +133,7 @@ def build_module(cfg: Mapping[str, Any], registry: Registry, **runtime: Any) -> 
     return registry.build(cfg, **runtime)
 
 
-MODELS = Registry("model", scope="opensora", locations=["opensora.models", "opensora.inference.cached_text"])
+MODELS = Registry("model", scope="opensora", locations=["opensora.models", "opensora.inference.text"])
 SCHEDULERS = Registry("scheduler", scope="opensora", locations=["opensora.schedulers"])
 DATASETS = Registry("dataset", scope="opensora", locations=["opensora.datasets"])
 PLUGINS = Registry("plugin", scope="opensora", locations=["opensora.acceleration"])

@@ -17,11 +17,11 @@ from opensora.acceleration.cfg_parallel import ParallelPlan, make_parallel_plan
 from opensora.acceleration.distributed import init_world, shutdown
 from opensora.config.load import InferenceConfig, parse_config
 from opensora.inference.build import COMPONENTS
-from opensora.inference.jobs import Job, batches, jobs, records, request_of, stated_size
+from opensora.inference.jobs import Job, batches, jobs, records, request_of
 from opensora.inference.manifest import already_made, write_samples
-from opensora.inference.pipeline import Defaults, VideoPipeline
+from opensora.inference.pipeline import VideoPipeline
 from opensora.inference.references import sources_of
-from opensora.inference.sizes import warn_of_conditioning_frames
+from opensora.inference.sizes import VideoSize, stated_size, warn_of_conditioning_frames
 from opensora.utils.errors import exit_on_user_error
 from opensora.utils.folders import make_writable
 from opensora.utils.logging import show_messages
@@ -78,7 +78,7 @@ def sample(cfg: InferenceConfig, plan: ParallelPlan) -> None:
             tqdm.write("\n".join(map(str, paths)))
 
 
-def not_done(cfg: InferenceConfig, mine: Sequence[Job], size: Defaults) -> list[Job]:
+def not_done(cfg: InferenceConfig, mine: Sequence[Job], size: VideoSize) -> list[Job]:
     """The jobs whose samples no earlier run has made; the others are printed."""
     todo = []
     for job, record in zip(mine, records(cfg, mine, size), strict=True):

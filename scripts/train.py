@@ -28,7 +28,6 @@ from opensora.models.text_encoder.classes import check_classes_of_data
 from opensora.models.text_encoder.memo import MemoizedTextEncoder
 from opensora.registry import DATASETS, MODELS, SCHEDULERS, build_module
 from opensora.schedulers.mask_ratios import MaskRatios
-from opensora.schedulers.timesteps import count_samples_once
 from opensora.training.batch_encoder import BatchEncoder, freeze
 from opensora.training.finite_guard import FiniteGuard
 from opensora.training.loop import (
@@ -126,7 +125,6 @@ def train(cfg: TrainConfig, world: World, stop: StopSignals, watchdog: Watchdog)
     source = broadcast_from_rank0(partial(resumed_checkpoint, cfg))
     scheduler = build_module(cfg.scheduler, SCHEDULERS)
     dataset, vae, text_encoder, model = build_data_and_models(cfg, world)
-    count_samples_once(scheduler, world.sp_size)
     check_classes_of_data(dataset, text_encoder)
     if cfg.bucket_config is not None:
         refuse_illegal_sizes(dataset.buckets, vae, model.patch_size)

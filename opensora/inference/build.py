@@ -1,4 +1,4 @@
-"""The parts of a pipeline, from a config, from a checkpoint of ours, or from either with changes."""
+"""The components of a pipeline, from a config, from a checkpoint of ours, or from either with changes."""
 
 import json
 import warnings
@@ -11,8 +11,7 @@ from opensora.checkpoint.load import MANIFEST
 from opensora.checkpoint.lora import merge_adapter, read_adapter
 from opensora.checkpoint.weight_files import refuse_misnamed
 from opensora.config.load import InferenceConfig, config_from_dict, parse_config, to_dict
-from opensora.inference.long_video import overlap
-from opensora.inference.sizes import check_size
+from opensora.inference.sizes import check_size, overlap
 from opensora.registry import MODELS, SCHEDULERS, Registry, build_module
 from opensora.utils.errors import UserError
 from opensora.utils.imports import import_parts
@@ -20,8 +19,8 @@ from opensora.utils.imports import import_parts
 COMPONENTS: dict[str, Registry] = {"model": MODELS, "vae": MODELS, "text_encoder": MODELS, "scheduler": SCHEDULERS}
 
 
-class Parts(NamedTuple):
-    """The parts of a pipeline; models are frozen and in eval mode."""
+class Components(NamedTuple):
+    """What a pipeline is made of; models are frozen and in eval mode."""
 
     model: Any
     vae: Any
@@ -29,24 +28,25 @@ class Parts(NamedTuple):
     scheduler: Any
 
 
-def build_parts(cfg: InferenceConfig) -> Parts:
-    """Build all parts that `cfg` names, on the CPU.
+def build_components(cfg: InferenceConfig) -> Components:
+    """Build all components that `cfg` names, on the CPU.
 
     Raises:
-        UserError: a part cannot be built, or the size is none that the VAE can make.
+        PartError: one cannot be built.
+        UserError: weights cannot be read, or the size is none that the VAE can make.
     """
     refuse_misnamed(cfg.model.get("from_pretrained"))
     adapter = None if cfg.lora is None else read_adapter(cfg.lora)
-    scheduler = build_part(
+    scheduler = build_module(
         cfg.scheduler, SCHEDULERS
-    )  # what is quickly found to be wrong comes before minutes of loading
-    vae = build_part(cfg.vae, MODELS)
+    )  # mistakes that are quickly found come before minutes of loading
+    vae = build_module(cfg.vae, MODELS)
     if isinstance(cfg.num_frames, int) and cfg.image_size is not None:
         check_size(vae, cfg.num_frames, cfg.image_size)
     if isinstance(cfg.num_frames, int) and cfg.loop > 1:
         overlap(vae, cfg.num_frames, cfg.condition_frame_length)  # refuses what cannot be shared
-    text_encoder = build_part(cfg.text_encoder, MODELS)
-    model = build_part(
+    text_encoder = build_module(cfg.text_encoder, MODELS)
+    model = build_module(
         cfg.model,
         MODELS,
         in_channels=vae.out_channels,
@@ -59,19 +59,18 @@ def build_parts(cfg: InferenceConfig) -> Parts:
         merge_adapter(model, adapter, cfg.lora_scale, str(cfg.lora))
     for part in (model, vae, text_encoder):
         part.requires_grad_(False).eval()
-    return Parts(model, vae, text_encoder, scheduler)
+    return Components(model, vae, text_encoder, scheduler)
 
 
 def inference_config(source: str | Path, changes: Mapping[str, Any]) -> InferenceConfig:
     """The settings of a config file, or of a checkpoint folder of ours, with some changed.
 
-    A checkpoint says what was trained: model, VAE, text encoder, scheduler, and, unless it was trained in buckets, the size.
-    What training does not know must be among the changes, such as `fps`.
+    A checkpoint has what was trained: model, VAE, text encoder, scheduler, and, unless it was trained in buckets, the size.
+    The changes must have what training does not know, such as `fps`, and `imports` where components are the user's own.
 
     Args:
         source: a .py or .json file, or a checkpoint folder.
         changes: fields of `InferenceConfig` or its command-line names (`ckpt_path`, `cfg_scale`, ...), with their values.
-            A checkpoint whose parts are of the user's own needs `imports` among them.
 
     Raises:
         UserError: there is nothing of the kind at `source`, or the settings are wrong.
@@ -112,13 +111,3 @@ def _of_checkpoint(folder: Path) -> dict[str, Any]:
 def calls_parts(scheduler: Any) -> bool:
     """Whether a sampler calls a model's parts one by one (NOVA's), instead of the whole model once a step."""
     return not hasattr(scheduler, "solver")
-
-
-def build_part(component: Mapping[str, Any], registry: Registry, **runtime: Any) -> Any:
-    """One registered part; an argument that its constructor refuses is a `UserError`."""
-    try:
-        return build_module(component, registry, **runtime)
-    except UserError:
-        raise
-    except ValueError as error:  # how a constructor refuses an argument
-        raise UserError(f"{component.get('type')}: {error}") from error

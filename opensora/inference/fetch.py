@@ -77,15 +77,13 @@ class _WebOnly(urllib.request.HTTPRedirectHandler):
 
 
 def _extension(source: str, headers: Mapping[str, str]) -> str:
-    """By the type of the content; by the address only where the server does not know the type."""
+    """By the type of the content; by the address only where that tells nothing."""
     kind = (headers.get("Content-Type") or UNKNOWN[0]).partition(";")[0].strip().lower()
+    extension = EXTENSIONS.get(kind) or mimetypes.guess_extension(kind)
     known = (*IMAGE_EXTENSIONS, *VIDEO_EXTENSIONS)
-    named = PurePosixPath(urlsplit(source).path).suffix.lower()
-    is_media = kind.startswith(("image/", "video/"))
-    extension = named if kind in UNKNOWN else EXTENSIONS.get(kind) or mimetypes.guess_extension(kind) or ""
-    if is_media and extension not in known:
-        extension = named
-    if extension not in known or not (kind in UNKNOWN or is_media):
+    if extension not in known:
+        extension = PurePosixPath(urlsplit(source).path).suffix.lower()
+    if extension not in known or not (kind in UNKNOWN or kind.startswith(("image/", "video/"))):
         raise UserError(
             f"reference {source}: the server sends {kind!r}, no image or video that is known; is it the address of a page?"
         )
@@ -95,22 +93,19 @@ def _extension(source: str, headers: Mapping[str, str]) -> str:
 def _keep(answer: Any, target: Path, source: str, max_bytes: int) -> Path:
     """Write what arrives under a temporary name, and rename it when it is complete."""
     text = answer.headers.get("Content-Length") or ""
-    length = int(text) if text.isdecimal() else None
-    too_large = UserError(
-        f"reference {source}: larger than {max_bytes} bytes; fetch it yourself, and give the file's path."
-    )
-    if length is not None and length > max_bytes:
-        raise too_large
+    length, count = int(text) if text.isdecimal() else None, 0
     target.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(prefix=f".{target.name}.partial-", dir=target.parent)
-    partial, count = Path(name), 0
+    partial = Path(name)
     try:
         with os.fdopen(handle, "wb") as file:
-            while block := answer.read(1 << 20):
+            while max(count, length or 0) <= max_bytes and (block := answer.read(1 << 20)):
                 count += len(block)
-                if count > max_bytes:
-                    raise too_large
                 file.write(block)
+        if max(count, length or 0) > max_bytes:
+            raise UserError(
+                f"reference {source}: larger than {max_bytes} bytes; fetch it yourself, and give the file's path."
+            )
         if not count or (length is not None and count != length):
             raise UserError(f"reference {source}: {count} bytes of {length} arrived; try again.")
         partial.replace(target)

@@ -14,15 +14,14 @@ import torch
 from torch import Tensor
 
 from opensora.config.load import InferenceConfig, config_from_dict, to_dict
-from opensora.inference.build import COMPONENTS, build_part
+from opensora.inference.build import COMPONENTS
 from opensora.inference.manifest import OF_A_BATCH, describe_checkpoint, hardware, inputs_of, sidecar
 from opensora.inference.output import check_rate, sample_file_name
-from opensora.inference.pipeline import Defaults, VideoPipeline, needs_null
+from opensora.inference.pipeline import Request, VideoPipeline, needs_null
 from opensora.inference.prompts import PromptItem, load_items
-from opensora.inference.references import conditioning, refuse_contradictions, refuse_missing, sources_of
-from opensora.inference.request import Request
-from opensora.inference.sizes import saved_rate
-from opensora.registry import MODELS, SCHEDULERS
+from opensora.inference.references import check_files_exist, check_shortcuts, conditioning, sources_of
+from opensora.inference.sizes import VideoSize, saved_rate
+from opensora.registry import MODELS, SCHEDULERS, build_module
 from opensora.utils.environment import environment
 from opensora.utils.errors import UserError, first_few
 
@@ -46,17 +45,13 @@ def jobs(cfg: InferenceConfig) -> list[Job]:
         UserError: the prompts cannot be read, a reference file does not exist, or settings have no effect.
     """
     items = load_items(cfg)
-    refuse_missing(cfg, items)
-    refuse_contradictions(cfg, items)
+    check_files_exist(cfg, items)
+    check_shortcuts(cfg, items)
     check_rate(cfg.save_format, saved_rate(cfg))
     if cfg.condition_frame_edit == 1:
         raise UserError("condition_frame_edit=1 would make the shared frames anew: use less than 1, or 0 to keep them.")
     _check_texts(cfg, items)
-    naming: dict[str, Any] = {
-        "num_sample": cfg.num_sample,
-        "sample_name": cfg.sample_name,
-        "prompt_as_path": cfg.prompt_as_path,
-    }
+    naming: Any = {name: getattr(cfg, name) for name in ("num_sample", "sample_name", "prompt_as_path")}
     return [
         Job(item, k, Path(cfg.save_dir) / sample_file_name(item.text, item.index, k, **naming))
         for k in range(cfg.num_sample)
@@ -64,46 +59,30 @@ def jobs(cfg: InferenceConfig) -> list[Job]:
     ]
 
 
-def stated_size(cfg: InferenceConfig) -> Defaults | None:
-    """The size of the videos, if the config gives it in numbers; what a name means depends on the VAE."""
-    if not isinstance(cfg.num_frames, int) or cfg.image_size is None:
-        return None
-    return Defaults(cfg.num_frames, cfg.image_size, float(cfg.fps), saved_rate(cfg), cfg.seed)
-
-
-def records(cfg: InferenceConfig, made: Sequence[Job], size: Defaults) -> Iterator[dict[str, Any]]:
+def records(cfg: InferenceConfig, made: Sequence[Job], size: VideoSize) -> Iterator[dict[str, Any]]:
     """The sidecar of each job; see the module's docstring."""
     checkpoint, made_with, config = describe_checkpoint(cfg.model.get("from_pretrained")), environment(), to_dict(cfg)
+    config |= {"num_frames": size.num_frames, "image_size": size.image_size, "save_fps": size.save_fps}
+    config |= {"duration": None, "resolution": None, "aspect_ratio": None, "aspect_ratio_order": "height:width"}
     for job in made:
+        item, overrides = job.item, job.item.overrides
+        own = {
+            "seed": int(overrides.get("seed", cfg.seed)),
+            "scheduler": {**cfg.scheduler, **{key: overrides[key] for key in ("cfg_scale",) if key in overrides}},
+            "reference_path": [";".join(item.references)] if item.references else None,
+            "mask_strategy": None if item.mask_strategy is None else [item.mask_strategy],
+            "negative_prompt": None if item.negative_prompt is None else [item.negative_prompt],
+        }
         yield sidecar(
-            config | _own_settings(cfg, job.item, size),
-            prompt=prompt_of(job.item),
-            prompt_index=job.item.index,
+            config | own,
+            prompt=prompt_of(item),
+            prompt_index=item.index,
             sample_index=job.sample_index,
             save_fps=size.save_fps,
             checkpoint=checkpoint,
-            inputs=inputs_of(config, sources_of(cfg, job.item)),
+            inputs=inputs_of(config, sources_of(cfg, item)),
             made_with=made_with,
         )
-
-
-def _own_settings(cfg: InferenceConfig, item: PromptItem, size: Defaults) -> dict[str, Any]:
-    """The fields of the config as they are for one prompt."""
-    overrides = item.overrides
-    return {
-        "num_frames": size.num_frames,
-        "duration": None,
-        "image_size": size.image_size,
-        "resolution": None,
-        "aspect_ratio": None,
-        "aspect_ratio_order": "height:width",
-        "save_fps": size.save_fps,
-        "seed": int(overrides.get("seed", cfg.seed)),
-        "scheduler": {**cfg.scheduler, **{key: overrides[key] for key in ("cfg_scale",) if key in overrides}},
-        "reference_path": [";".join(item.references)] if item.references else None,
-        "mask_strategy": None if item.mask_strategy is None else [item.mask_strategy],
-        "negative_prompt": None if item.negative_prompt is None else [item.negative_prompt],
-    }
 
 
 def prompt_of(item: PromptItem) -> str:
@@ -122,15 +101,9 @@ def batches(todo: Iterable[Job], batch_size: int) -> list[list[Job]]:
 
 
 def request_of(
-    cfg: InferenceConfig, batch: Sequence[Job], pipeline: VideoPipeline, size: Defaults | None = None
+    cfg: InferenceConfig, batch: Sequence[Job], pipeline: VideoPipeline, size: VideoSize | None = None
 ) -> Request:
-    """The request for a batch of jobs; reads the references.
-
-    Args:
-        cfg: the config that `pipeline` was built from.
-        batch: see `batches`.
-        pipeline: makes the samples.
-        size: of the videos, where `cfg` differs from the pipeline's config.
+    """The request for a batch of jobs, of `size` where `cfg` differs from the pipeline's config; reads the references.
 
     Raises:
         UserError: a reference cannot be had, or does not fit.
@@ -140,7 +113,7 @@ def request_of(
         items=items,
         num_frames=size.num_frames,
         image_size=size.image_size,
-        fps=size.fps,
+        fps=size.model_fps,
         seed=cfg.seed,
         conditioning=[conditioning(cfg, item, pipeline.vae, size.num_frames, size.image_size) for item in items],
         align=cfg.align,
@@ -155,9 +128,7 @@ def request_of(
 def remake(record: Mapping[str, Any], device: torch.device | str | None = None) -> Tensor:
     """The video [3, T, H, W] in [-1, 1] of a sidecar's sample, fp32, on the CPU: the same bits, if `differences` finds none.
 
-    Args:
-        record: from `manifest.read_sidecar`. The batch that it names is sampled completely.
-        device: where to sample; None: as the sidecar's config says.
+    The batch that the sidecar names is sampled completely, on `device` (None: the config's).
 
     Raises:
         UserError: the sidecar does not name its batch, or a part or a reference is no longer there.
@@ -198,21 +169,21 @@ def differences(record: Mapping[str, Any], device: torch.device | str) -> list[s
 
 
 def _check_texts(cfg: InferenceConfig, items: Sequence[PromptItem]) -> None:
-    """See that prompts are classes where the model knows classes, and that negative prompts have an effect."""
+    """Check that prompts are classes where the model knows classes, and that negative prompts have an effect."""
     negative = [item for item in items if item.negative_prompt is not None]
     problems = []
     if cfg.text_encoder["type"] == "classes":
         problems += [
             f"prompt {item.index}: negative_prompt has no effect on classes; leave it out." for item in negative
         ]
-        classes = build_part(cfg.text_encoder, MODELS)
+        classes = build_module(cfg.text_encoder, MODELS)
         for item in items:
             try:
                 classes.encode([segment.text for segment in item.segments])
             except UserError as error:
                 problems.append(f"prompt {item.index}: {error}")
     elif negative:
-        scheduler = build_part(cfg.scheduler, SCHEDULERS)
+        scheduler = build_module(cfg.scheduler, SCHEDULERS)
         problems += [
             f"prompt {item.index}: negative_prompt has no effect with cfg_scale=1; raise --cfg-scale, or leave it out."
             for item in negative

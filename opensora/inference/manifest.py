@@ -42,40 +42,14 @@ from opensora.utils.errors import UserError, first_few
 logger = logging.getLogger(__name__)
 
 # fields of the config that do not change what a sample looks like
-_NOT_OF_A_SAMPLE = frozenset(
-    [
-        "prompt",
-        "prompt_path",
-        "start_index",
-        "end_index",
-        "num_sample",
-        "batch_size",
-        "save_dir",
-        "sample_name",
-        "prompt_as_path",
-        "verbose",
-        "device",
-        "sp_size",
-        "cfg_parallel",
-        "offload",
-        "reference_cache",
-    ]
-)
+_NOT_OF_A_SAMPLE = {
+    "prompt", "prompt_path", "start_index", "end_index", "num_sample", "batch_size", "save_dir", "sample_name",
+    "prompt_as_path", "verbose", "device", "sp_size", "cfg_parallel", "offload", "reference_cache",
+}  # fmt: skip
 # entries of the sidecar, next to its config, that do
-_OF_A_SAMPLE = frozenset(
-    [
-        "prompt",
-        "prompt_index",
-        "sample_index",
-        "seed",
-        "image_size",
-        "num_frames",
-        "fps",
-        "save_fps",
-        "checkpoint",
-        "inputs",
-    ]
-)
+_OF_A_SAMPLE = {
+    "prompt", "prompt_index", "sample_index", "seed", "image_size", "num_frames", "fps", "save_fps", "checkpoint", "inputs",
+}  # fmt: skip
 # fields of the config in which the samples of a batch may differ
 OF_A_BATCH = ("seed", "reference_path", "mask_strategy", "negative_prompt")
 
@@ -98,15 +72,10 @@ def sidecar(
     made_with: Mapping[str, Any],
     inputs: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """What the sidecar of one sample holds, as plain JSON values.
+    """What the sidecar of one sample holds, as plain JSON values; some of the resolved config is repeated on top.
 
-    Args:
-        config: the resolved config; its `seed`, `image_size`, `num_frames` and `fps` are repeated on top.
-        prompt, prompt_index, sample_index: with the config's seed they fix the noise.
-        save_fps: frame rate of the file (`fps` is the one that conditions the model).
-        checkpoint: from `describe_checkpoint`.
-        made_with: from `opensora.utils.environment.environment`: versions, commit, command.
-        inputs: from `inputs_of`; None: not known.
+    `checkpoint` is from `describe_checkpoint`, `made_with` from `opensora.utils.environment.environment`, `inputs` from
+    `inputs_of` (None: not known).
     """
     record = {
         "prompt": prompt,
@@ -133,10 +102,8 @@ def write_samples(
     """Write the samples of one batch with their sidecars; returns the samples' files.
 
     Args:
-        videos: B videos [3, T, H, W] in [-1, 1].
-        paths_without_ext: where each goes.
+        videos: B videos [3, T, H, W] in [-1, 1], made on `device`.
         records: the `sidecar` of each; `batch`, `place` (its index in the batch), `hardware` and `frames` (a hash) are added.
-        device: what they were made on.
         save_format: of the videos; a single frame is a PNG.
 
     Raises:
@@ -213,7 +180,7 @@ def already_made(path_without_ext: str | Path, record: Mapping[str, Any]) -> boo
         old = _settings(read_sidecar(path))
     except UserError:
         raise UserError(
-            f"{taken[0]} exists, but {path.name} next to it does not tell how it was made. "
+            f"{taken[0]} exists, but {path.name} next to it does not show how it was made. "
             "Choose another save_dir or delete the file."
         ) from None
     new = _settings(record)
@@ -241,24 +208,15 @@ def describe_checkpoint(path: str | Path | None) -> dict[str, Any] | None:
     changed = max((file.stat().st_mtime for file in [root, *root.rglob("*")] if file.is_file()), default=None)
     manifest = json.loads((root / MANIFEST).read_text()) if (root / MANIFEST).is_file() else {}
     time = None if changed is None else datetime.fromtimestamp(changed, timezone.utc).isoformat(timespec="seconds")
-    return {
-        "path": str(path),
-        "changed": time,
-        "step": manifest.get("step"),
-        "git_commit": manifest.get("git_commit"),
-    }
+    return {"path": str(path), "changed": time, **{name: manifest.get(name) for name in ("step", "git_commit")}}
 
 
 def inputs_of(config: Mapping[str, Any], sources: Sequence[str]) -> dict[str, Any]:
-    """The files that a sample is made from besides its checkpoint.
+    """The files that a sample of a resolved config is made from besides its checkpoint.
 
     Returns:
-        `references`: a hash of the content of each local image or video; a URL is known by its name alone.
+        `references`: a hash of the content of each local image or video of `sources`; a URL is known by its name alone.
         `weights`: `describe_checkpoint` of adapter, VAE and text encoder, since hashing gigabytes may take longer than sampling.
-
-    Args:
-        config: the resolved config.
-        sources: files and addresses that the sample starts from.
     """
     weights = {} if config.get("lora") is None else {"lora": config["lora"]}  # a sidecar may be older than the field
     for part in ("model", "vae", "text_encoder"):
@@ -325,10 +283,10 @@ def _settings(record: Mapping[str, Any]) -> dict[str, Any]:
 @cache
 def _defaults() -> dict[str, Any]:
     """The config's defaults, as JSON gives them back."""
-    missing, values = dataclasses.MISSING, {}
+    values = {}
     for field in dataclasses.fields(InferenceConfig):
-        if field.default is not missing:
-            values[field.name] = field.default
-        elif field.default_factory is not missing:
+        if field.default_factory is not dataclasses.MISSING:
             values[field.name] = field.default_factory()
+        elif field.default is not dataclasses.MISSING:
+            values[field.name] = field.default
     return json.loads(json.dumps(values))

@@ -20,7 +20,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple, get_args
 
-import torch
 from torch import Tensor
 
 from opensora.registry import did_you_mean
@@ -31,7 +30,7 @@ logger = logging.getLogger(__name__)
 Format = Literal["six-fields", "five-fields"]
 
 
-class Condition(NamedTuple):
+class FrameCondition(NamedTuple):
     """Frames of a reference that a video keeps or edits; frames are latent frames."""
 
     loop: int = 0  # the part of a long video, counted from 0
@@ -52,22 +51,18 @@ class ConditionedNoise(NamedTuple):
 
 
 ORDERS: Mapping[str, tuple[str, ...]] = {
-    "six-fields": Condition._fields,
+    "six-fields": FrameCondition._fields,
     "five-fields": ("reference", "loop", "ref_start", "length", "target_start"),
 }
 SHORT_NAMES = {"ref": "reference", "from": "ref_start", "at": "target_start", "edit": "edit_ratio"}
-NAMES = (*Condition._fields, *SHORT_NAMES)
+NAMES = (*FrameCondition._fields, *SHORT_NAMES)
+LEAST = {"length": 1, "loop": 0, "reference": 0}
 
 
 def parse_mask_strategy(
     text: str | None, format: Format = "six-fields", where: str = "mask_strategy"
-) -> list[Condition]:
-    """The conditions of a string; none for an empty one.
-
-    Args:
-        text: see above.
-        format: the order of fields without names.
-        where: what errors call the string.
+) -> list[FrameCondition]:
+    """The conditions of a string, which errors call `where`; none for an empty one. `format`: the order of fields without names.
 
     Raises:
         UserError: it is malformed; the message names the group and the field.
@@ -80,13 +75,52 @@ def parse_mask_strategy(
     if not groups[-1].strip():
         groups.pop()  # a ";" at the end
     return [
-        _condition(group, ORDERS[format], f"{where}={text!r}, group {number} ({group.strip()!r})")
+        _parse_group(group, ORDERS[format], f"{where}={text!r}, group {number} ({group.strip()!r})")
         for number, group in enumerate(groups, 1)
     ]
 
 
+def _parse_group(group: str, order: Sequence[str], where: str) -> FrameCondition:
+    parts = [part.strip() for part in group.split(",")]
+    texts: dict[str, str] = {}
+    if "=" not in group:
+        if len(parts) > len(order):
+            raise UserError(f"{where}: {len(parts)} fields; there are at most {len(order)}: {','.join(order)}.")
+        texts = dict(zip(order, parts, strict=False))
+    for part in parts if "=" in group else ():
+        name, equals, text = (side.strip() for side in part.partition("="))
+        if not equals:
+            raise UserError(f"{where}: {part!r} has no name; name all fields of a group or none, such as ref=0,at=-1.")
+        if name not in NAMES:
+            raise UserError(
+                f"{where}: {name!r} is no field.{did_you_mean(name, list(NAMES))} Fields: {', '.join(NAMES)}."
+            )
+        field = SHORT_NAMES.get(name, name)
+        if field in texts:
+            raise UserError(f"{where}: {field} is set twice; keep one.")
+        texts[field] = text
+    return FrameCondition(**{field: _number(field, text, where) for field, text in texts.items()})  # type: ignore[arg-type]
+
+
+def _number(field: str, text: str, where: str) -> int | float:
+    if field == "edit_ratio":
+        try:
+            ratio = float(text)
+        except ValueError:
+            ratio = math.nan
+        if not 0 <= ratio <= 1:  # nor NaN
+            raise UserError(f"{where}: edit_ratio={text!r}; expected a number from 0 (keep) to 1 (make anew).")
+        return ratio
+    # int() of very long strings raises, and no video has 10^9 frames
+    if not re.fullmatch(r"-?[0-9]{1,9}", text):
+        raise UserError(f"{where}: {field}={text!r}; expected a whole number.")
+    if int(text) < LEAST.get(field, -math.inf):
+        raise UserError(f"{where}: {field}={text}; must be at least {LEAST[field]}.")
+    return int(text)
+
+
 def apply(
-    conditions: Sequence[Sequence[Condition]],
+    conditions: Sequence[Sequence[FrameCondition]],
     references: Sequence[Sequence[Tensor]],
     z: Tensor,
     mask: Tensor | None = None,
@@ -118,14 +152,10 @@ def apply(
     if not any(chosen):
         return ConditionedNoise(z, mask)
     noise, z = z, z.clone()
-    values = z.new_ones(z.shape[0], z.shape[2], dtype=torch.float32) if mask is None else mask.float().clone()
+    values = z.new_ones(z.shape[0], z.shape[2]).float() if mask is None else mask.float().clone()
     for b, sample in enumerate(chosen):
+        check_references(sample, len(references[b]), f"mask_strategy of sample {b}", all_used=False)
         for condition in sample:
-            if condition.reference >= len(references[b]):
-                raise UserError(
-                    f"mask_strategy {describe(condition)}: reference={condition.reference} does not exist; sample {b} has "
-                    f"{len(references[b])}, counted from 0."
-                )
             reference = references[b][condition.reference]
             if reference.shape[0] != z.shape[1] or reference.shape[2:] != z.shape[3:]:
                 raise ValueError(
@@ -146,13 +176,10 @@ def apply(
     return ConditionedNoise(z, values)
 
 
-def resolve(condition: Condition, reference_frames: int, target_frames: int, align: int = 1) -> Condition:
-    """A condition with starts counted from 0 and moved to the nearest chunk, and a length that fits.
+def resolve(condition: FrameCondition, reference_frames: int, target_frames: int, align: int = 1) -> FrameCondition:
+    """A condition with starts counted from 0 and moved to the nearest chunk of `align` latent frames, and a length that fits.
 
-    Args:
-        condition: as it was asked for.
-        reference_frames, target_frames: latent frames of the reference and of the video.
-        align: latent frames of a chunk.
+    `reference_frames` and `target_frames` are the latent frames of the reference and of the video.
 
     Raises:
         UserError: it begins outside the reference or the video.
@@ -176,7 +203,9 @@ def resolve(condition: Condition, reference_frames: int, target_frames: int, ali
     return condition._replace(**starts, length=min(condition.length, room))
 
 
-def _resolve_and_log(condition: Condition, reference_frames: int, target_frames: int, align: int) -> Condition:
+def _resolve_and_log(
+    condition: FrameCondition, reference_frames: int, target_frames: int, align: int
+) -> FrameCondition:
     fixed = resolve(condition, reference_frames, target_frames, align)
     asked = condition.ref_start % reference_frames, condition.target_start % target_frames
     if (fixed.ref_start, fixed.target_start) != asked:
@@ -188,7 +217,7 @@ def _resolve_and_log(condition: Condition, reference_frames: int, target_frames:
 
 
 def check_conditions(
-    conditions: Sequence[Condition],
+    conditions: Sequence[FrameCondition],
     reference_frames: Sequence[int],
     target_frames: int,
     align: int,
@@ -196,24 +225,16 @@ def check_conditions(
     *,
     shared: int = 0,
 ) -> None:
-    """See that the conditions fit together, before anything is sampled.
+    """Check that the conditions of one prompt fit together, before anything is sampled; see `resolve` for the arguments.
 
-    Args:
-        conditions: of one prompt.
-        reference_frames: latent frames of its references.
-        target_frames: latent frames of the video.
-        align: latent frames of a chunk.
-        where: what messages call the conditions.
-        shared: latent frames that each loop but the first takes over from the one before, whatever its conditions.
+    Each loop but the first takes over `shared` latent frames from the one before, whatever its conditions.
 
     Raises:
         UserError: one is outside its reference or the video, or in what is taken over, or nothing is left to be made.
     """
     for loop in sorted({condition.loop for condition in conditions}):
         kept: dict[int, float] = {}
-        for condition in conditions:
-            if condition.loop != loop:
-                continue
+        for condition in (condition for condition in conditions if condition.loop == loop):
             fixed = resolve(condition, reference_frames[condition.reference], target_frames, align)
             text, taken = describe(fixed), f"loop {loop} begins with {shared} latent frames of the one before"
             lost = min(shared - fixed.target_start, fixed.length) if loop else 0
@@ -234,65 +255,24 @@ def check_conditions(
             )
 
 
-def describe(condition: Condition) -> str:
-    """A condition in named fields, as `parse_mask_strategy` reads it."""
-    short = {field: name for name, field in SHORT_NAMES.items()}
-    return ",".join(f"{short.get(field, field)}={value:g}" for field, value in condition._asdict().items())
-
-
-def check_references(conditions: Sequence[Condition], num_references: int, where: str = "mask_strategy") -> None:
-    """Raise a `UserError` unless every condition has its reference, and every reference a condition."""
+def check_references(
+    conditions: Sequence[FrameCondition], num_references: int, where: str = "mask_strategy", *, all_used: bool = True
+) -> None:
+    """Raise a `UserError` unless every condition has its reference, and (`all_used`) every reference a condition."""
     used = {condition.reference for condition in conditions}
     if missing := sorted(used - set(range(num_references))):
         raise UserError(
             f"{where}: reference={missing[0]} does not exist; there {'is' if num_references == 1 else 'are'} "
             f"{num_references}, counted from 0."
         )
-    if idle := sorted(set(range(num_references)) - used):
+    if all_used and (idle := sorted(set(range(num_references)) - used)):
         raise UserError(
             f"{where}: reference {idle[0]} has no effect, since no group uses it; add one such as 'ref={idle[0]},at=0', or "
             "take the file out of reference_path."
         )
 
 
-def _condition(group: str, order: Sequence[str], where: str) -> Condition:
-    """One group."""
-    parts = [part.strip() for part in group.split(",")]
-    texts: dict[str, str] = {}
-    if not any("=" in part for part in parts):
-        if len(parts) > len(order):
-            raise UserError(f"{where}: {len(parts)} fields; there are at most {len(order)}: {','.join(order)}.")
-        texts = dict(zip(order, parts, strict=False))
-        parts = []
-    for part in parts:
-        name, equals, text = (side.strip() for side in part.partition("="))
-        if not equals:
-            raise UserError(f"{where}: {part!r} has no name; name all fields of a group or none, such as ref=0,at=-1.")
-        if name not in NAMES:
-            raise UserError(
-                f"{where}: {name!r} is no field.{did_you_mean(name, list(NAMES))} Fields: {', '.join(NAMES)}."
-            )
-        field = SHORT_NAMES.get(name, name)
-        if field in texts:
-            raise UserError(f"{where}: {field} is set twice; keep one.")
-        texts[field] = text
-    return Condition(**{field: _value(field, text, where) for field, text in texts.items()})  # type: ignore[arg-type]
-
-
-def _value(field: str, text: str, where: str) -> int | float:
-    """The number of one field."""
-    if field == "edit_ratio":
-        try:
-            ratio = float(text)
-        except ValueError:
-            ratio = math.nan
-        if not 0 <= ratio <= 1:  # nor NaN
-            raise UserError(f"{where}: edit_ratio={text!r}; expected a number from 0 (keep) to 1 (make anew).")
-        return ratio
-    # int() of very long strings raises, and no video has 10^9 frames
-    if not re.fullmatch(r"-?[0-9]{1,9}", text):
-        raise UserError(f"{where}: {field}={text!r}; expected a whole number.")
-    number, least = int(text), {"length": 1, "loop": 0, "reference": 0}.get(field)
-    if least is not None and number < least:
-        raise UserError(f"{where}: {field}={number}; must be at least {least}.")
-    return number
+def describe(condition: FrameCondition) -> str:
+    """A condition in named fields, as `parse_mask_strategy` reads it."""
+    short = {field: name for name, field in SHORT_NAMES.items()}
+    return ",".join(f"{short.get(field, field)}={value:g}" for field, value in condition._asdict().items())

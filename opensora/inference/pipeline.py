@@ -25,16 +25,13 @@ from opensora.acceleration.offload import Placement, Policy
 from opensora.acceleration.patching import wrap_forward
 from opensora.acceleration.step_cache import StepCache, build_step_cache
 from opensora.config.load import InferenceConfig
-from opensora.datasets.video.files import IMAGE_FPS
-from opensora.inference.build import build_parts, calls_parts, inference_config
-from opensora.inference.conditions import condition, null_condition
-from opensora.inference.long_video import Overlap, begin_with, overlap
+from opensora.inference.build import build_components, calls_parts, inference_config
 from opensora.inference.mask_strategy import apply
 from opensora.inference.memory import oom_report, tile_images, warn_if_short
-from opensora.inference.prompts import PromptItem
-from opensora.inference.references import Conditioning, alignment, encode_references
-from opensora.inference.request import Request, as_items
-from opensora.inference.sizes import check_size, video_size, warn_outside_training
+from opensora.inference.prompts import PromptItem, as_items
+from opensora.inference.references import NO_CONDITIONING, Conditioning, alignment, encode_references
+from opensora.inference.sizes import Overlap, VideoSize, check_size, overlap, video_size, warn_outside_training
+from opensora.inference.text import condition, null_condition
 from opensora.models.text_encoder.classes import check_classes
 from opensora.schedulers.sampling import SamplingStep
 from opensora.utils.dtype import to_torch_dtype
@@ -48,17 +45,67 @@ Cond = dict[str, Tensor]  # conditions of the denoiser by name
 MOTION_FLOW = 5.0  # default of NOVA's pipelines
 
 
-class Defaults(NamedTuple):
-    """Settings for what a call leaves out."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+    """A batch of videos of one size.
 
+    Attributes:
+        items: B prompts; their order does not matter for what is made of each.
+        conditioning: what each starts from; empty: from noise alone.
+        align: latent frames to whose multiples references are moved; None: the VAE's chunks.
+        num_frames: of a segment, which the VAE takes.
+        image_size: (height, width) in pixels, multiples of the VAE's factor.
+        fps: frame rate that conditions the model.
+        seed: with an item's index and `sample_index` it fixes the noise; an item's own seed wins.
+        sample_index: which of several videos of the same prompts.
+        guidance_scale: None = the scheduler's own.
+        loop: segments of a long video, each continuing the one before.
+        condition_frame_length: latent frames that they share; None: about a quarter, see `opensora.inference.sizes.overlap`.
+        condition_frame_edit: from which noise level on the shared frames are edited; 0 keeps them.
+    """
+
+    items: Sequence[PromptItem]
     num_frames: int
     image_size: tuple[int, int]
-    fps: float  # conditions the model
-    save_fps: float  # of the file
+    fps: float
     seed: int
-    video_fps: float | None = (
-        None  # conditions the model where a call asks for several frames, and these defaults for one
-    )
+    conditioning: Sequence[Conditioning] = ()
+    align: int | None = None
+    sample_index: int = 0
+    guidance_scale: float | None = None
+    loop: int = 1
+    condition_frame_length: int | None = None
+    condition_frame_edit: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.items or (self.conditioning and len(self.conditioning) != len(self.items)):
+            raise ValueError(f"{len(self.items)} prompts with {len(self.conditioning)} sets of references.")
+        if self.loop < 1 or not 0 <= self.condition_frame_edit < 1:
+            raise UserError(
+                f"loop={self.loop}, condition_frame_edit={self.condition_frame_edit}: loop is at least 1, the other in [0, 1)."
+            )
+        for item, start in zip(self.items, self.starts, strict=True):
+            loops = [("a text", segment.loop) for segment in item.segments]
+            loops += [("a condition", condition.loop) for condition in start.conditions]
+            if late := [name for name, loop in loops if loop >= self.loop]:
+                raise UserError(
+                    f"prompt {item.index}: {late[0]} of a loop that is not made: there are {self.loop}, counted from 0; raise "
+                    "--loop, or take it out."
+                )
+
+    @property
+    def starts(self) -> Sequence[Conditioning]:
+        """The conditioning of each item."""
+        return self.conditioning or [NO_CONDITIONING] * len(self.items)
+
+    @property
+    def ids(self) -> list[tuple[int, int]]:
+        """Seed and index of each item."""
+        return [(int(item.overrides.get("seed", self.seed)), item.index) for item in self.items]
+
+    def texts(self, loop: int) -> list[str]:
+        """The prompts of a segment."""
+        return [item.text_at(loop) for item in self.items]
 
 
 class Samples(NamedTuple):
@@ -87,7 +134,7 @@ class VideoPipeline:
         offload: where weights are while they are not used: see `opensora.acceleration.offload`.
         plan: the processes that make a video together; all of them must make the same calls.
         step_cache: reuse between steps, installed; see `opensora.acceleration.step_cache`.
-        defaults: settings for what a call leaves out; None: a call leaves nothing out.
+        defaults, seed: for what a call leaves out; None: a call leaves nothing out.
         motion_flow: the optical-flow score, for models conditioned on it (NOVA).
 
     Raises:
@@ -106,7 +153,8 @@ class VideoPipeline:
         offload: Policy = "none",
         plan: ParallelPlan | None = None,
         step_cache: StepCache | None = None,
-        defaults: Defaults | None = None,
+        defaults: VideoSize | None = None,
+        seed: int | None = None,
         motion_flow: float = MOTION_FLOW,
     ) -> None:
         check_classes(text_encoder, model)
@@ -115,14 +163,14 @@ class VideoPipeline:
         self.dtype = to_torch_dtype(dtype)
         self.plan = ParallelPlan() if plan is None else plan
         self.step_cache = step_cache
-        self._defaults = defaults
+        self._defaults, self.seed = defaults, seed
         self.motion_flow = motion_flow
         self._warned_of_guidance = False
         self.place = Placement({"model": model, "vae": vae, "text_encoder": text_encoder}, self.device, offload)
 
     @property
-    def defaults(self) -> Defaults:
-        """Those of the config that the pipeline was built from."""
+    def defaults(self) -> VideoSize:
+        """The size of the config that the pipeline was built from."""
         if self._defaults is None:
             raise ValueError("this pipeline was not built from a config: the call must give size, rate and seed.")
         return self._defaults
@@ -160,85 +208,77 @@ class VideoPipeline:
             UserError: a part cannot be built, the size is none that the VAE can make, or settings have no effect.
         """
         parse_options(cfg.compiler_config)  # a mistake is reported before minutes of loading
-        parts = build_parts(cfg)
-        size = video_size(cfg, parts.vae, parts.model.patch_size)
+        components = build_components(cfg)
+        model, vae, _, scheduler = components
+        size = video_size(cfg, vae, model.patch_size)
         warn_outside_training(size, cfg.model.get("from_pretrained"))
         whole_model = {"cfg_parallel": cfg.cfg_parallel, "sp_size": cfg.sp_size > 1, "step_cache": cfg.step_cache}
-        if calls_parts(parts.scheduler) and (found := [name for name, value in whole_model.items() if value]):
+        if calls_parts(scheduler) and (found := [name for name, value in whole_model.items() if value]):
             raise UserError(
-                f"{found[0]} has no effect with {type(parts.scheduler).__name__}, which calls the model's parts one by one: "
-                "leave it out."
+                f"{found[0]} has no effect with {type(scheduler).__name__}, which calls the model's parts one by one: leave it out."
             )
         world = init_world(cfg.device)
         plan = make_parallel_plan(world, cfg.sp_size, cfg_parallel=cfg.cfg_parallel) if plan is None else plan
         device = world.device if device is None else torch.device(device)
-        if plan.cfg_group is not None and parts.scheduler.cfg_scale == 1:
+        if plan.cfg_group is not None and scheduler.cfg_scale == 1:
             raise UserError("cfg_parallel has no effect with cfg_scale=1: there is no guidance to share.")
-        if plan.cfg_group is not None and (batching := parts.scheduler.guidance.batching) != "joint":
+        if plan.cfg_group is not None and scheduler.guidance.batching != "joint":
             raise UserError(
-                f"cfg_parallel has no effect with scheduler.guidance.batching={batching!r}; leave one of them out."
+                f"cfg_parallel has no effect with scheduler.guidance.batching={scheduler.guidance.batching!r}; leave one of "
+                "them out."
             )
         if plan.sp_group is not None:
             from opensora.acceleration.sequence_parallel import parallelise
 
-            parallelise(parts.model, plan.sp_group)
+            parallelise(model, plan.sp_group)
         if cfg.vae_tiling is not None:
-            tile_images(parts.vae, cfg.vae_tiling)
-        cache = build_step_cache(cfg.step_cache, parts.model, plan.groups)
-        _inside_blocks(parts.model, cache, cfg)
+            tile_images(vae, cfg.vae_tiling)
+        blocks, cache = model.transformer_blocks(), build_step_cache(cfg.step_cache, model, plan.groups)
+        cached_inside = cache is not None and cache.inside_blocks
+        if cache is not None and cached_inside:
+            cache.install(blocks, compiled=cfg.compile)
+        if cfg.compile and cache is None and cfg.offload != "block":
+            compile_blocks(blocks)
+        elif cfg.compile:
+            for block in blocks:  # only what they compute: what comes around them is decided in Python
+                wrap_forward(block, lambda forward: torch.compile(forward, fullgraph=not cached_inside))
         pipeline = cls(
-            *parts,
+            *components,
             device=device,
             dtype=cfg.dtype,
             offload=cfg.offload,
             plan=plan,
             step_cache=cache,
-            defaults=Defaults(size.num_frames, size.image_size, size.fps, size.save_fps, cfg.seed, float(cfg.fps)),
+            defaults=size,
+            seed=cfg.seed,
             motion_flow=MOTION_FLOW if cfg.motion_flow is None else cfg.motion_flow,
         )
-        if cache is not None and not cache.inside_blocks:
-            cache.install(parts.model.transformer_blocks())  # around what brings the blocks to the device
+        if cache is not None and not cached_inside:
+            cache.install(blocks)  # around what brings the blocks to the device
         if cfg.compiler is not None:
             compile_pipe(pipeline, backend=cfg.compiler, options=cfg.compiler_config)
         return pipeline
 
-    def __call__(  # noqa: PLR0913  (what a video is made from; keyword-only)
+    def __call__(
         self,
         prompts: Sequence[str | PromptItem],
         *,
-        num_frames: int | None = None,
-        image_size: tuple[int, int] | None = None,
-        fps: float | None = None,
-        seed: int | None = None,
         prompt_indices: Sequence[int] | None = None,
-        sample_index: int = 0,
-        guidance_scale: float | None = None,
         negative_prompts: Sequence[str | None] | str | None = None,
-        conditioning: Sequence[Conditioning] = (),
-        align: int | None = None,
-        loop: int = 1,
-        condition_frame_length: int | None = None,
-        condition_frame_edit: float = 0.0,
         progress: bool = False,
         on_step: OnStep | None = None,
+        **request: Any,
     ) -> Tensor:
         """Sample one video for each prompt.
 
-        Of the first four, None takes the value of the config that the pipeline was built from.
-
         Args:
             prompts: B prompts, or items with all that belongs to a prompt.
-            num_frames: frames of a video, or of a segment of a long one; one that the VAE takes.
-            image_size: (height, width) in pixels; multiples of the VAE's factor.
-            fps: frame rate that conditions the model; None: of one frame, an image, it is 120, as in training.
-            seed, prompt_indices, sample_index: fix the noise; indices default to 0, 1, ... B - 1.
-            guidance_scale: None = the scheduler's own.
+            prompt_indices: fix the noise, together with `seed` and `sample_index`; None: 0, 1, ... B - 1.
             negative_prompts: what to steer away from: one for all, or one for each; None: the model's "no text".
-            conditioning: references of each sample, see `opensora.inference.references`.
-            align: latent frames to whose multiples references are moved; None: the VAE's chunks.
-            loop, condition_frame_length, condition_frame_edit: a long video, see `opensora.inference.long_video`.
             progress: show a bar over the sampling steps.
             on_step: called after each step, for previews; what it raises ends the sampling.
+            request: other fields of `Request`. `num_frames`, `image_size`, `fps` and `seed` are by default those of the config
+                that the pipeline was built from; the fps of one frame, an image, is 120, as in training.
 
         Returns:
             Videos [B, 3, T, H, W] in [-1, 1], fp32, on the CPU; T is `num_frames`, more for a long video.
@@ -246,26 +286,13 @@ class VideoPipeline:
         Raises:
             UserError: the size is none that the VAE can make, the device's memory does not suffice, or a result is not finite.
         """
-        num_frames = self.defaults.num_frames if num_frames is None else num_frames
-        if fps is None and num_frames == 1:
-            fps = IMAGE_FPS  # as in training
-        elif fps is None:
-            fps = self.defaults.fps if self.defaults.video_fps is None else self.defaults.video_fps
-        request = Request(
-            items=as_items(prompts, prompt_indices, negative_prompts),
-            num_frames=num_frames,
-            image_size=self.defaults.image_size if image_size is None else image_size,
-            fps=fps,
-            seed=self.defaults.seed if seed is None else seed,
-            conditioning=conditioning,
-            align=align,
-            sample_index=int(sample_index),
-            guidance_scale=guidance_scale,
-            loop=loop,
-            condition_frame_length=condition_frame_length,
-            condition_frame_edit=condition_frame_edit,
-        )
-        video = self.sample(request, progress=progress, on_step=on_step).video
+        request = {name: value for name, value in request.items() if value is not None}
+        if not {"num_frames", "image_size", "fps", "seed"} <= request.keys():
+            size = self.defaults._replace(**{k: request[k] for k in ("num_frames",) if k in request})
+            request = {**size._asdict(), "fps": size.model_fps, "seed": self.seed, **request}
+            del request["save_fps"]
+        items = as_items(prompts, prompt_indices, negative_prompts)
+        video = self.sample(Request(items=items, **request), progress=progress, on_step=on_step).video
         assert video is not None, "decoding is asked for"
         return video
 
@@ -283,30 +310,28 @@ class VideoPipeline:
         Raises:
             UserError: as `__call__`.
         """
-        request = self._with_an_effect(request)
+        if needs_null(self.scheduler, request.guidance_scale):
+            if getattr(self.model, "condition", None) == "unconditional":
+                if not self._warned_of_guidance:
+                    logger.warning("cfg_scale has no effect: the model is unconditional; sampling without guidance.")
+                self._warned_of_guidance = True
+                request = dataclasses.replace(request, guidance_scale=1.0)
+        elif any(item.negative_prompt is not None for item in request.items):
+            raise UserError("negative_prompt has no effect with cfg_scale=1; raise --cfg-scale, or leave it out.")
         latent_size = check_size(self.vae, request.num_frames, request.image_size)
         shared = None
         if request.loop > 1:
             shared = overlap(self.vae, request.num_frames, request.condition_frame_length)
-        with _evaluating(self.model, self.vae, self.text_encoder), oom_report(self, request):
-            warn_if_short(self, request, latent_size)
+        size = (len(request.items), request.num_frames, request.image_size)
+        with _evaluating(self.model, self.vae, self.text_encoder), oom_report(self, *size):
+            warn_if_short(self, *size, request.guidance_scale)
             segments = self._segments(request, latent_size, shared, progress=progress, on_step=on_step, decode=decode)
             latents, videos = zip(*segments, strict=True)
         if not decode:
             return Samples(None, list(latents))
         video = torch.cat([part for part in videos if part is not None], dim=2)
-        check_finite(video, "frames", request.texts(0), request.indices, self._settings(request))
+        self._check_finite(video, "frames", request, 0)
         return Samples(video.clamp_(-1, 1), list(latents))
-
-    def _with_an_effect(self, request: Request) -> Request:
-        """The request without guidance where the model is unconditional."""
-        unconditional = getattr(self.model, "condition", None) == "unconditional"
-        if not unconditional or not needs_null(self.scheduler, request.guidance_scale):
-            return request
-        if not self._warned_of_guidance:
-            self._warned_of_guidance = True
-            logger.warning("cfg_scale has no effect: the model is unconditional; sampling without guidance.")
-        return dataclasses.replace(request, guidance_scale=1.0)
 
     def _segments(
         self,
@@ -322,9 +347,12 @@ class VideoPipeline:
         conds = self._conditions(request)
         references = self._references(request)
         conditions = [start.conditions for start in request.starts]
-        taken: Tensor | None = None
+        taken: Tensor | None = None  # [B, C, L, h, w], what a segment begins with
         for loop in range(request.loop):
-            generators = _generators(request, loop)
+            later = () if loop == 0 else ("loop", loop)  # the first segment is what the video alone would be
+            generators = [
+                generator(seed, "inference", index, request.sample_index, *later) for seed, index in request.ids
+            ]
             noise = torch.empty(len(request.items), self.vae.out_channels, *latent_size, device=self.device)
             align = alignment(self.vae, request.align)
             z, mask = apply(conditions, references, randn_like(noise, generators), loop=loop, align=align)
@@ -333,11 +361,17 @@ class VideoPipeline:
             scale = request.guidance_scale
             with self.place.using("model"):
                 z = self._denoised(z, mask, *conds[loop], scale, generators, progress=progress, on_step=on_step)
-            check_finite(z, "latents", request.texts(loop), request.indices, self._settings(request))
-            again = shared is not None and loop + 1 < request.loop and not shared.keeps_latents
-            video = self._decoded(z, request.num_frames) if decode or again else None
-            if shared is not None and loop + 1 < request.loop:
-                taken = self._taken(z, video, shared, request, loop)
+            self._check_finite(z, "latents", request, loop)
+            goes_on = shared is not None and loop + 1 < request.loop
+            video = None
+            if decode or (goes_on and not shared.keeps_latents):
+                with self.place.using("vae"):  # one at a time, for pixels take far more memory than latents
+                    rows = [self.vae.decode(one[None], request.num_frames).float().cpu() for one in z]
+                video = torch.cat(rows)  # [B, 3, T, H, W]
+            if goes_on and shared.keeps_latents:
+                taken = z[:, :, -shared.latent_frames :]
+            elif goes_on:
+                taken = self._encoded_end(video[:, :, -shared.num_frames :].clamp(-1, 1), request, loop)
             if video is not None and shared is not None and loop > 0:
                 video = video[:, :, shared.num_frames :]
             yield z.cpu(), video if decode else None
@@ -349,15 +383,15 @@ class VideoPipeline:
         known["flow"] = self.motion_flow
         numbers = {name: known[name] for name in self.model.micro_conditions}
         negatives = [item.negative_prompt for item in request.items]
-        guided = needs_null(self.scheduler, request.guidance_scale)
         conds: list[tuple[Cond, Cond | None]] = []
         with self.place.using("text_encoder"):  # the model's own "no text" is computed where the model is
             for loop in range(request.loop):
                 if conds and request.texts(loop) == request.texts(loop - 1):
                     conds.append(conds[-1])
                     continue
-                cond = condition(self.text_encoder, request.texts(loop), numbers, self.device)
-                null = null_condition(self.model, self.text_encoder, cond, negatives, guided=guided)
+                cond, null = condition(self.text_encoder, request.texts(loop), numbers, self.device), None
+                if needs_null(self.scheduler, request.guidance_scale):
+                    null = null_condition(self.model, self.text_encoder, cond, negatives)
                 conds.append((cond, null))
         return conds
 
@@ -365,26 +399,21 @@ class VideoPipeline:
         """The latents [C, t, h, w] of each sample's references, on the device."""
         latents = []
         with self.place.using("vae"):
-            for item, seed, start in zip(request.items, request.seeds, request.starts, strict=True):
-                encoded = encode_references(self.vae, start.references, seed, item.index) if start.references else []
+            for (seed, index), start in zip(request.ids, request.starts, strict=True):
+                encoded = encode_references(self.vae, start.references, seed, index) if start.references else []
                 latents.append([self.plan.broadcast(z) for z in encoded])
         return latents
 
-    def _taken(self, z: Tensor, video: Tensor | None, shared: Overlap, request: Request, loop: int) -> Tensor:
-        """What the next segment begins with: [B, C, L, h, w]."""
-        if shared.keeps_latents:
-            return z[:, :, -shared.latent_frames :]
-        assert video is not None, "frames are decoded where latents cannot be taken over"
-        end = video[:, :, -shared.num_frames :].clamp(-1, 1)
-        ids = zip(request.seeds, request.indices, strict=True)
+    def _encoded_end(self, end: Tensor, request: Request, loop: int) -> Tensor:
+        """Latents [B, C, L, h, w] of the last frames [B, 3, P, H, W] of a segment."""
         with self.place.using("vae"):
-            parts = [
+            rows = [
                 self.vae.encode(
                     frames[None].to(self.device), [generator(seed, "overlap", index, request.sample_index, loop)]
                 )
-                for frames, (seed, index) in zip(end, ids, strict=True)
+                for frames, (seed, index) in zip(end, request.ids, strict=True)
             ]
-        return self.plan.broadcast(torch.cat(parts))
+        return self.plan.broadcast(torch.cat(rows))
 
     def _denoised(
         self,
@@ -401,21 +430,15 @@ class VideoPipeline:
         """x_0 of a batch: all at once, or sample by sample for a step cache that looks at the samples."""
         cache = self.step_cache
         if cache is not None and cache.per_sample and len(z) > 1:
-            rows = [slice(b, b + 1) for b in range(len(z))]
-            one_by_one = [
-                self._denoised(
-                    z[row],
-                    None if mask is None else mask[row],
-                    {name: value[row] for name, value in cond.items()},
-                    None if null is None else {name: value[row] for name, value in null.items()},
-                    guidance_scale,
-                    generators[row],
-                    progress=progress,
-                    on_step=on_step,
-                )
-                for row in rows
-            ]
-            return torch.cat(one_by_one)
+            rows = []
+            for b in range(len(z)):
+                row = slice(b, b + 1)
+                own_mask = None if mask is None else mask[row]
+                own_cond = {name: value[row] for name, value in cond.items()}
+                own_null = None if null is None else {name: value[row] for name, value in null.items()}
+                own = (z[row], own_mask, own_cond, own_null, guidance_scale, generators[row])
+                rows.append(self._denoised(*own, progress=progress, on_step=on_step))
+            return torch.cat(rows)
         model: Any = self._denoise
         if calls_parts(self.scheduler):  # each part under autocast
             model = self.model
@@ -458,29 +481,19 @@ class VideoPipeline:
         with self._autocast():
             return self.model(x, timestep, y, **cond).float()
 
-    def _decoded(self, z: Tensor, num_frames: int) -> Tensor:
-        """Videos [B, 3, T, H, W] on the CPU; one at a time, for pixels take far more memory than latents."""
-        with self.place.using("vae"):
-            return torch.cat([self.vae.decode(one[None], num_frames).float().cpu() for one in z])
-
-    def _settings(self, request: Request) -> str:
-        """A sampling run in a message."""
+    def _check_finite(self, values: Tensor, what: str, request: Request, loop: int) -> None:
+        """Raise a `UserError` that names the prompts for which `values [B, ...]` are not finite."""
+        bad = [b for b, row in enumerate(values) if not row.isfinite().all()]
+        if not bad:
+            return
+        texts, (height, width) = request.texts(loop), request.image_size
+        names = "; ".join(f"prompt {request.items[b].index} {texts[b][:80]!r}" for b in bad)
         scale = self.scheduler.cfg_scale if request.guidance_scale is None else request.guidance_scale
-        height, width = request.image_size
-        return (
-            f"{request.num_frames} frames of {height}x{width}, {str(self.dtype).removeprefix('torch.')}, "
-            f"{self.scheduler.num_sampling_steps} steps of {type(self.scheduler).__name__}, guidance {scale}"
-        )
-
-
-def check_finite(values: Tensor, what: str, prompts: Sequence[str], indices: Sequence[int], settings: str) -> None:
-    """Raise a `UserError` that names the prompts for which `values [B, ...]` are not finite."""
-    bad = [b for b, row in enumerate(values) if not row.isfinite().all()]
-    if bad:
-        names = "; ".join(f"prompt {indices[b]} {prompts[b][:80]!r}" for b in bad)
         raise UserError(
-            f"{what} are not finite (NaN or infinite) for {names} ({settings}). Nothing is saved for this batch. "
-            "Try --dtype fp32 or a lower --cfg-scale; if that does not help, the checkpoint is broken."
+            f"{what} are not finite (NaN or infinite) for {names} ({request.num_frames} frames of {height}x{width}, "
+            f"{str(self.dtype).removeprefix('torch.')}, {self.scheduler.num_sampling_steps} steps of "
+            f"{type(self.scheduler).__name__}, guidance {scale}). Nothing is saved for this batch. Try --dtype fp32 or a lower "
+            "--cfg-scale; if that does not help, the checkpoint is broken."
         )
 
 
@@ -504,26 +517,28 @@ def scale_to_1000(scheduler: Any, timesteps: Sequence[float]) -> list[float]:
     return [1000 * t / (last or 1000) for t in timesteps]
 
 
-def _generators(request: Request, loop: int) -> list[torch.Generator]:
-    """One for each sample; the first segment of a long video is what the video alone would be."""
-    later = () if loop == 0 else ("loop", loop)
-    ids = zip(request.seeds, request.indices, strict=True)
-    return [generator(seed, "inference", index, request.sample_index, *later) for seed, index in ids]
+def begin_with(taken: Tensor, z: Tensor, mask: Tensor | None, edit_ratio: float) -> tuple[Tensor, Tensor]:
+    """A segment's initial z and mask with the frames that it takes over.
 
+    Args:
+        taken: [B, C, L, h, w] latents of the end of the segment before.
+        z: [B, C, t, h, w] noise, perhaps with other conditioning frames; it is not changed.
+        mask: [B, t] of those, or None; the frames taken over win, which is logged.
+        edit_ratio: 0 keeps them, above 0 they are edited from that noise level on.
 
-def _inside_blocks(model: Any, cache: StepCache | None, cfg: InferenceConfig) -> None:
-    """Put a step cache around layers, and compile the blocks around it; without one, compile them as they are."""
-    blocks = model.transformer_blocks()
-    inside = cache is not None and cache.inside_blocks
-    if cache is not None and inside:
-        cache.install(blocks, compiled=cfg.compile)
-    if not cfg.compile:
-        return
-    if cache is None and cfg.offload != "block":
-        compile_blocks(blocks)
-        return
-    for block in blocks:  # only what they compute: what comes around them is decided in Python
-        wrap_forward(block, lambda forward: torch.compile(forward, fullgraph=not inside))
+    Returns:
+        z, and a mask [B, t]: bool, or fp32 where frames are edited.
+    """
+    length = taken.shape[2]
+    z = z.clone()
+    z[:, :, :length] = taken.to(z)
+    if mask is None:
+        mask = torch.ones(z.shape[0], z.shape[2], dtype=torch.bool, device=z.device)
+    if lost := int((mask[:, :length] < 1).sum()):
+        logger.warning("%d latent frames of references have no effect: they lie in what a loop takes over.", lost)
+    mask = mask.float() if edit_ratio else mask.clone()
+    mask[:, :length] = edit_ratio
+    return z, mask
 
 
 @contextmanager

@@ -93,8 +93,25 @@ def load_items(cfg: InferenceConfig) -> list[PromptItem]:
         UserError: no prompt is left, a file cannot be read, or prompts are malformed; the message lists them.
     """
     rows = _rows(cfg.prompt, cfg.prompt_path, cfg.start_index, cfg.end_index)
+    scores = check_settings({name: getattr(cfg, name) for name in SCORE_PHRASES}, "config")
+    of_config: list[dict[str, Any]] = [dict(scores) for _ in rows]
+    for name in ("reference_path", "mask_strategy", "negative_prompt"):
+        values = getattr(cfg, name)
+        if values is None:
+            continue
+        if name == "negative_prompt" and len(values) == 1:
+            values = values * len(rows)
+        if len(values) != len(rows):
+            raise UserError(
+                f"{name} has {len(values)} entries for {len(rows)} prompts; give one for each, '' where a prompt has none."
+            )
+        # in a list with other texts '' is a prompt that has none; alone it can only be meant
+        empty_is_meant = name == "negative_prompt" and not any(value.strip() for value in values)
+        for settings, value in zip(of_config, values, strict=True):
+            if value.strip() or empty_is_meant:
+                settings[name] = files_of(value) if name == "reference_path" else value
     items, problems = [], []
-    for row, settings in zip(rows, _from_config(cfg, len(rows)), strict=True):
+    for row, settings in zip(rows, of_config, strict=True):
         try:
             items.append(_item(row, settings, cfg))
         except UserError as error:
@@ -124,14 +141,37 @@ def load_prompts(
     return [row.text for row in _rows(prompt, prompt_path, start_index, end_index)]
 
 
-def _item(row: _Row, given: Mapping[str, Any], cfg: InferenceConfig) -> PromptItem:
+def as_items(
+    prompts: Sequence[str | PromptItem],
+    indices: Sequence[int] | None = None,
+    negative_prompts: Sequence[str | None] | str | None = None,
+) -> list[PromptItem]:
+    """Prompts from Python: strings get an index (0, 1, ... by default) and, if given, a negative prompt each, or one for all."""
+    if isinstance(prompts, str) or not prompts or (indices is not None and len(indices) != len(prompts)):
+        raise ValueError(f"expected a list of prompts, one index for each; got {prompts!r}, {indices!r}.")
+    one_for_all = isinstance(negative_prompts, str | None)
+    negatives = [negative_prompts] * len(prompts) if one_for_all else list(negative_prompts)  # type: ignore[arg-type]
+    if len(negatives) != len(prompts):
+        raise ValueError(f"{len(negatives)} negative prompts for {len(prompts)} prompts.")
+    items = []
+    for i, (prompt, negative) in enumerate(zip(prompts, negatives, strict=True)):
+        if not isinstance(prompt, PromptItem):
+            index = i if indices is None else int(indices[i])
+            prompt = PromptItem(index=index, segments=(Segment(0, prompt),), negative_prompt=negative)
+        elif indices is not None or negative is not None:
+            raise ValueError("a PromptItem has its own index and negative prompt; give those of strings only.")
+        items.append(prompt)
+    return items
+
+
+def _item(row: _Row, of_config: Mapping[str, Any], cfg: InferenceConfig) -> PromptItem:
     """One row with its settings: the config's, the table's, and those at the end of the text."""
     where = row.where
     text, inline = split_settings(row.text, where)
     cells = check_settings(row.settings, where)
     if twice := sorted(cells.keys() & inline.keys()):
         raise UserError(f"{where}: {twice[0]} is set in the table and at the end of the text; keep one.")
-    settings = {**given, **cells, **inline}
+    settings = {**of_config, **cells, **inline}
     segments = split_segments(text, where)
     item = PromptItem(
         index=row.number,
@@ -142,10 +182,9 @@ def _item(row: _Row, given: Mapping[str, Any], cfg: InferenceConfig) -> PromptIt
         overrides={name: settings[name] for name in ("seed", "cfg_scale") if name in settings},
     )
     conditions = parse_mask_strategy(item.mask_strategy, cfg.mask_strategy_format, f"{where}: mask_strategy")
-    for what, loop in (
-        *((f"segment |{segment.loop}|", segment.loop) for segment in segments),
-        *((f"mask_strategy={item.mask_strategy!r}", condition.loop) for condition in conditions),
-    ):
+    loops = [(f"segment |{segment.loop}|", segment.loop) for segment in segments]
+    loops += [(f"mask_strategy={item.mask_strategy!r}", condition.loop) for condition in conditions]
+    for what, loop in loops:
         if loop >= cfg.loop:
             raise UserError(
                 f"{where}: {what} has no effect, for loop={cfg.loop} makes loops 0 to {cfg.loop - 1}; set --loop {loop + 1}."
@@ -156,28 +195,6 @@ def _item(row: _Row, given: Mapping[str, Any], cfg: InferenceConfig) -> PromptIt
     return item
 
 
-def _from_config(cfg: InferenceConfig, count: int) -> list[dict[str, Any]]:
-    """The config's settings for each of `count` prompts."""
-    scores = check_settings({name: getattr(cfg, name) for name in SCORE_PHRASES}, "config")
-    given: list[dict[str, Any]] = [dict(scores) for _ in range(count)]
-    for name in ("reference_path", "mask_strategy", "negative_prompt"):
-        values = getattr(cfg, name)
-        if values is None:
-            continue
-        if name == "negative_prompt" and len(values) == 1:
-            values = values * count
-        if len(values) != count:
-            raise UserError(
-                f"{name} has {len(values)} entries for {count} prompts; give one for each, '' where a prompt has none."
-            )
-        # in a list with other texts '' is a prompt that has none; alone it can only be meant
-        empty_is_meant = name == "negative_prompt" and not any(value.strip() for value in values)
-        for settings, value in zip(given, values, strict=True):
-            if value.strip() or empty_is_meant:
-                settings[name] = files_of(value) if name == "reference_path" else value
-    return given
-
-
 def _rows(
     prompt: str | Sequence[str] | None, prompt_path: str | Path | None, start: int | None, end: int | None
 ) -> list[_Row]:
@@ -185,10 +202,13 @@ def _rows(
     if prompt is not None:
         texts = [prompt] if isinstance(prompt, str) else list(prompt)
         rows, source = [_Row(i, text, {}, f"prompt {i}") for i, text in enumerate(texts)], "prompt"
-    elif prompt_path is not None:
-        rows, source = _read(Path(prompt_path)), str(prompt_path)
-    else:
+    elif prompt_path is None:
         raise UserError('nothing to sample: give --prompt "a calm lake at dawn" or --prompt-path FILE.')
+    else:
+        path, source = Path(prompt_path), str(prompt_path)
+        if not path.is_file():
+            raise UserError(f"prompt_path={path}: there is no such file.")
+        rows = _read_table(path) if path.suffix.lower() in (".csv", ".jsonl") else _read_lines(path)
     if not rows:
         raise UserError(f"{source}: there is no prompt in it.")
     if (start or 0) < 0 or (end or 0) < 0:
@@ -202,17 +222,13 @@ def _rows(
     return chosen
 
 
-def _read(path: Path) -> list[_Row]:
-    if not path.is_file():
-        raise UserError(f"prompt_path={path}: there is no such file.")
-    if path.suffix.lower() in (".csv", ".jsonl"):
-        return _read_table(path)
+def _read_lines(path: Path) -> list[_Row]:
     try:
         # utf-8-sig: spreadsheets put a byte-order mark in front, which is no part of the first prompt
-        with path.open(encoding="utf-8-sig") as file:
-            lines = [(number, line.strip()) for number, line in enumerate(file, 1)]
+        text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(f"prompt_path={path} is not UTF-8 text ({error}); save it as UTF-8.") from error
+    lines = [(number, line.strip()) for number, line in enumerate(text.split("\n"), 1)]
     lines = [(number, line) for number, line in lines if line and not line.startswith("#")]
     return [_Row(i, line, {}, f"{path}, line {number}") for i, (number, line) in enumerate(lines)]
 
@@ -223,32 +239,31 @@ def _read_table(path: Path) -> list[_Row]:
     names = list(frame.columns)
     if "text" not in names:
         raise UserError(f"prompt_path={path}: no column 'text'; its columns are {', '.join(names) or '(none)'}.")
-    unused = [name for name in names if name not in ("text", *SETTINGS)]
-    hints = {name: did_you_mean(name, list(SETTINGS)) for name in unused}
+    hints = {name: did_you_mean(name, list(SETTINGS)) for name in names if name not in ("text", *SETTINGS)}
     for name, hint in hints.items():
         if hint:
             logger.warning("prompt_path=%s: the column %r is not used.%s", path, name, hint)
     if rest := [name for name, hint in hints.items() if not hint]:
         logger.info("prompt_path=%s: columns that are not used: %s.", path, ", ".join(rest))
     table = frame[[name for name in ("text", *SETTINGS) if name in names]].astype(object)
-    table = table.where(table.notna(), None).to_dict("records")
-    negatives = [None if _is_blank(cells.get("negative_prompt")) else cells.get("negative_prompt") for cells in table]
+    records = table.where(table.notna(), None).to_dict("records")
     if (
         "negative_prompt" in names and path.suffix.lower() == ".jsonl"
     ):  # where "" is a text, which the table does not keep
         with path.open(encoding="utf-8-sig") as file:
-            negatives = [json.loads(line).get("negative_prompt") for line in file if line.strip()]
+            for cells, line in zip(records, filter(str.strip, file), strict=True):
+                cells["negative_prompt"] = json.loads(line).get("negative_prompt")
+    else:
+        for cells in records:
+            if not (cells.get("negative_prompt") or "").strip():
+                cells["negative_prompt"] = None
     rows = []
-    for i, (cells, negative) in enumerate(zip(table, negatives, strict=True)):
+    for i, cells in enumerate(records):
         text, where = cells.pop("text"), f"{path}, row {i + 1}"
         if text is not None and (isinstance(text, bool) or not isinstance(text, str | int)):
             raise UserError(f"{where}: text={text!r}; expected a text or a class number.")
-        rows.append(_Row(i, "" if text is None else str(text), {**cells, "negative_prompt": negative}, where))
+        rows.append(_Row(i, "" if text is None else str(text), cells, where))
     return rows
-
-
-def _is_blank(value: Any) -> bool:
-    return isinstance(value, str) and not value.strip()
 
 
 def split_settings(prompt: str, where: str) -> tuple[str, dict[str, Any]]:
@@ -257,10 +272,17 @@ def split_settings(prompt: str, where: str) -> tuple[str, dict[str, Any]]:
     Raises:
         UserError: the JSON is broken, or a setting is unknown, repeated or of the wrong kind.
     """
+
+    def without_repeats(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+        names = [name for name, _ in pairs]
+        if repeated := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"{repeated[0]!r} is there twice")
+        return dict(pairs)
+
     for match in KEY.finditer(prompt):
         found, problem = None, ""
         try:
-            found = json.loads(prompt[match.start() :], object_pairs_hook=_without_repeats)
+            found = json.loads(prompt[match.start() :], object_pairs_hook=without_repeats)
         except (ValueError, RecursionError) as error:
             problem = str(error)
         names = [match[1]] if found is None else list(found)
@@ -329,7 +351,8 @@ def check_settings(values: Mapping[str, Any], where: str) -> dict[str, Any]:
             raise UserError(
                 f"{where}: {name!r} is no setting.{did_you_mean(name, known)} Settings: {', '.join(known)}."
             )
-        if value is None or (_is_blank(value) and name != "negative_prompt"):
+        is_blank = isinstance(value, str) and not value.strip()
+        if value is None or (is_blank and name != "negative_prompt"):
             continue
         kind, expected = SETTINGS[name]
         result = kind(value)
@@ -350,17 +373,8 @@ def _text(value: Any) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _strategy(value: Any) -> str | None:
-    return str(value) if isinstance(value, int) and not isinstance(value, bool) else _text(value)
-
-
-def _integer(value: Any) -> int | None:
-    if isinstance(value, str) and re.fullmatch(r"\s*-?[0-9]{1,18}\s*", value):
-        return int(value)
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
 def _number(value: Any) -> float | None:
+    """None for what is no finite number."""
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         return None
     try:
@@ -370,20 +384,27 @@ def _number(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
+def _integer(value: Any) -> int | None:
+    if isinstance(value, str) and re.fullmatch(r"\s*-?[0-9]{1,18}\s*", value):
+        return int(value)
+    return value if type(value) is int else None
+
+
 def _score(value: Any) -> float | str | None:
-    """A number, or a word such as "excellent"; None for anything else, NaN and infinity too."""
-    if not isinstance(value, str):
-        return _number(value)
+    """A number, or a word such as "excellent"."""
     try:
         float(value)
-    except ValueError:
-        return value.strip() or None
+    except (TypeError, ValueError, OverflowError):
+        return (_text(value) or "").strip() or None
     return _number(value)
 
 
 SETTINGS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "reference_path": (files_of, "files or URLs, joined by ';' or as a list"),
-    "mask_strategy": (_strategy, "a string such as '0;0,1,0,-1,1'"),
+    "mask_strategy": (
+        lambda value: str(value) if type(value) is int else _text(value),
+        "a string such as '0;0,1,0,-1,1'",
+    ),
     "negative_prompt": (_text, "a text"),
     "seed": (_integer, "a whole number"),
     "cfg_scale": (_number, "a number"),
@@ -391,10 +412,3 @@ SETTINGS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "flow": (_score, "a number or a word"),
     "camera_motion": (_text, "words such as 'pan left'"),
 }
-
-
-def _without_repeats(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    names = [name for name, _ in pairs]
-    if repeated := next((name for name in names if names.count(name) > 1), None):
-        raise ValueError(f"{repeated!r} is there twice")
-    return dict(pairs)

@@ -16,7 +16,7 @@ the video that it becomes.
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,11 +26,10 @@ from torch import Tensor
 
 from opensora.config.load import InferenceConfig
 from opensora.datasets.transforms import get_transform
-from opensora.datasets.video.read_video import CLOSE, MAX_REPEATED, Clip, open_clip, read_indices
+from opensora.datasets.video.read_video import CLOSE, MAX_REPEATED, open_clip, read_indices
 from opensora.inference.fetch import fetch
-from opensora.inference.long_video import overlap
 from opensora.inference.mask_strategy import (
-    Condition,
+    FrameCondition,
     check_conditions,
     check_references,
     describe,
@@ -38,7 +37,7 @@ from opensora.inference.mask_strategy import (
     resolve,
 )
 from opensora.inference.prompts import PromptItem
-from opensora.inference.sizes import saved_rate
+from opensora.inference.sizes import overlap, saved_rate
 from opensora.models.vae.base import VideoVAE
 from opensora.utils.errors import UserError, first_few
 from opensora.utils.seed import generator
@@ -53,7 +52,7 @@ class Conditioning(NamedTuple):
     """What one sample starts from."""
 
     references: list[Tensor]  # [3, T_i, H, W] each, in [-1, 1], fp32, of lengths that the VAE takes
-    conditions: list[Condition]
+    conditions: list[FrameCondition]
 
 
 NO_CONDITIONING = Conditioning([], [])
@@ -65,18 +64,12 @@ def conditioning(
     """The references of a prompt, and which frames they become.
 
     From `item.references` with `item.mask_strategy`, or from the config's `image`, `last_image`, `extend`, `edit`. Frames of the
-    last two are taken at the rate of the result.
-
-    Args:
-        cfg: the config.
-        item: the prompt.
-        vae: knows the lengths it takes and the latent frames of a chunk.
-        num_frames, image_size: of the video to make (height, width), which the VAE takes.
+    last two are taken at the rate of the result, which has `num_frames` frames of `image_size` (height, width).
 
     Raises:
         UserError: a file cannot be had or read, or references and conditions do not fit together.
     """
-    refuse_contradictions(cfg, [item])
+    check_shortcuts(cfg, [item])
     used = _shortcuts(cfg)
     where = f"prompt {item.index}: " + (f"--{used[0]}" if used else "mask_strategy")
 
@@ -84,8 +77,18 @@ def conditioning(
         path = fetch(source, Path(cfg.reference_cache))
         return read_reference(path, vae, image_size, num_frames, rate=rate, end=end)
 
-    if used:
-        start = _from_shortcuts(cfg, read, vae, num_frames)
+    # an image, or the first frame of a video, as often as the VAE's shortest video needs it
+    last = None if cfg.last_image is None else read(cfg.last_image, 1)
+    if cfg.edit is not None:
+        start = edit(read(cfg.edit, num_frames, rate=saved_rate(cfg)), vae, num_frames, cfg.edit_ratio)
+    elif cfg.extend is not None:
+        shared = overlap(vae, num_frames, cfg.condition_frame_length).num_frames
+        end = read(cfg.extend, shared, rate=saved_rate(cfg), end=True)
+        start = extension(end, vae, last, num_frames=num_frames, loop=cfg.loop)
+        kept = start.references[0].shape[1]
+        logger.info("extend: the video begins with the last %d frames of %s.", kept, cfg.extend)
+    elif used:
+        start = first_and_last(None if cfg.image is None else read(cfg.image, 1), last, cfg.loop)
     else:
         conditions = parse_mask_strategy(item.mask_strategy, cfg.mask_strategy_format, where)
         check_references(conditions, len(item.references), where)
@@ -93,12 +96,12 @@ def conditioning(
     align = alignment(vae, cfg.align)
     start = _fitted(start, vae, num_frames, align, where)
     lengths = [vae.latent_frames(reference.shape[1]) for reference in start.references]
-    shared = overlap(vae, num_frames, cfg.condition_frame_length).latent_frames if cfg.loop > 1 else 0
-    check_conditions(start.conditions, lengths, vae.latent_frames(num_frames), align, where, shared=shared)
+    taken_over = overlap(vae, num_frames, cfg.condition_frame_length).latent_frames if cfg.loop > 1 else 0
+    check_conditions(start.conditions, lengths, vae.latent_frames(num_frames), align, where, shared=taken_over)
     return start
 
 
-def refuse_contradictions(cfg: InferenceConfig, items: Sequence[PromptItem]) -> None:
+def check_shortcuts(cfg: InferenceConfig, items: Sequence[PromptItem]) -> None:
     """Raise a `UserError` where a run's shortcuts do not fit its prompts or its length, before anything is loaded."""
     used = _shortcuts(cfg)
     if clash := [item.index for item in items if used and item.references]:
@@ -117,12 +120,7 @@ def refuse_contradictions(cfg: InferenceConfig, items: Sequence[PromptItem]) -> 
         raise UserError(f"mask_strategy_format={cfg.mask_strategy_format!r} has no effect without mask_strategy.")
 
 
-def sources_of(cfg: InferenceConfig, item: PromptItem) -> list[str]:
-    """The files and addresses that the sample of a prompt starts from."""
-    return [*(getattr(cfg, name) for name in _shortcuts(cfg)), *item.references]
-
-
-def refuse_missing(cfg: InferenceConfig, items: Sequence[PromptItem]) -> None:
+def check_files_exist(cfg: InferenceConfig, items: Sequence[PromptItem]) -> None:
     """Raise a `UserError` that names local references which do not exist, before minutes of loading and hours of sampling."""
     sources = [(f"--{name.replace('_', '-')}", getattr(cfg, name)) for name in _shortcuts(cfg)]
     sources += [(f"prompt {item.index}: reference_path", source) for item in items for source in item.references]
@@ -135,13 +133,25 @@ def refuse_missing(cfg: InferenceConfig, items: Sequence[PromptItem]) -> None:
         raise UserError("\n".join(first_few(missing)))
 
 
+def sources_of(cfg: InferenceConfig, item: PromptItem) -> list[str]:
+    """The files and addresses that the sample of a prompt starts from."""
+    return [*(getattr(cfg, name) for name in _shortcuts(cfg)), *item.references]
+
+
+def _shortcuts(cfg: InferenceConfig) -> list[str]:
+    return [name for name in ("image", "last_image", "extend", "edit") if getattr(cfg, name) is not None]
+
+
 def first_and_last(first: Tensor | None, last: Tensor | None = None, loop: int = 1) -> Conditioning:
     """A video of `loop` segments that begins with one image, ends with another, or both; [3, T, H, W] each."""
-    images = [(first, Condition()), (last, Condition(loop=loop - 1, target_start=-1))]
-    chosen = [(image, condition) for image, condition in images if image is not None]
-    return Conditioning(
-        [image for image, _ in chosen], [condition._replace(reference=i) for i, (_, condition) in enumerate(chosen)]
-    )
+    references, conditions = [], []
+    if first is not None:
+        references.append(first)
+        conditions.append(FrameCondition())
+    if last is not None:
+        conditions.append(FrameCondition(loop=loop - 1, reference=len(references), target_start=-1))
+        references.append(last)
+    return Conditioning(references, conditions)
 
 
 def extension(
@@ -150,31 +160,26 @@ def extension(
     """A video that begins with the end of another, and ends with an image, if one is given.
 
     Args:
-        video: [3, T, H, W], the end of what is continued; frames in front that do not fit are left out, which is logged.
-        vae: knows how many fit.
+        video: [3, T, H, W], the end of what is continued; frames in front that do not fit the VAE are left out, which is logged.
         last: [3, T, H, W], the image.
-        num_frames: of the video to make, or of a segment of it; None: `video` becomes full chunks of the VAE.
-        loop: segments of the video to make.
+        num_frames: of the video to make, or of each of its `loop` segments; None: `video` becomes full chunks of the VAE.
     """
     count = video.shape[1]
-    fits = _fitting_length(vae, count, Condition(length=vae.latent_frames(count)), num_frames)
+    fits = _fitting_length(vae, count, FrameCondition(length=vae.latent_frames(count)), num_frames)
     if fits < count:
         logger.info("extend: %d frames in front are left out, for the VAE's chunks begin otherwise.", count - fits)
-    ending = first_and_last(None, last, loop)
-    return Conditioning(
-        [_to_length(video, fits, end=True), *ending.references],
-        [Condition(length=vae.latent_frames(fits)), *(c._replace(reference=1) for c in ending.conditions)],
-    )
+    start = first_and_last(_to_length(video, fits, end=True), last, loop)
+    return Conditioning(start.references, [FrameCondition(length=vae.latent_frames(fits)), *start.conditions[1:]])
 
 
 def edit(video: Tensor, vae: VideoVAE, num_frames: int, ratio: float) -> Conditioning:
     """A variant of `video [3, T, H, W]`: SDEdit (Meng et al. 2022), from `ratio` of the way into the noise."""
     count = video.shape[1]
-    fits = _fitting_length(vae, count, Condition(length=vae.latent_frames(count)), num_frames)
+    fits = _fitting_length(vae, count, FrameCondition(length=vae.latent_frames(count)), num_frames)
     if min(count, fits) < num_frames:
         of_these = "" if fits == count else f", of which {fits} fit its chunks"
         logger.warning("edit: the video has %d frames%s; the rest of %d is made anew.", count, of_these, num_frames)
-    return Conditioning([_to_length(video, fits)], [Condition(length=vae.latent_frames(fits), edit_ratio=ratio)])
+    return Conditioning([_to_length(video, fits)], [FrameCondition(length=vae.latent_frames(fits), edit_ratio=ratio)])
 
 
 def encode_references(vae: VideoVAE, references: Sequence[Tensor], seed: int, prompt_index: int) -> list[Tensor]:
@@ -199,12 +204,11 @@ def read_reference(
     rate: float | None = None,
     end: bool = False,
 ) -> Tensor:
-    """An image or a video as [3, T, H, W] in [-1, 1], cropped to the size, of a length that the VAE takes.
+    """An image or a video as [3, T, H, W] in [-1, 1], cropped to `image_size` (height, width), of a length that the VAE takes.
+
+    Where even the VAE's shortest length is longer than the file, the last frame is repeated.
 
     Args:
-        path: the file.
-        vae: knows the lengths it takes; where even the shortest is longer than the file, the last frame is repeated.
-        image_size: height and width.
         num_frames: at most so many frames; None = all.
         rate: frames a second to take, as a player would show them; None = every frame.
         end: take the video's last frames instead of its first.
@@ -214,7 +218,17 @@ def read_reference(
         UserError: it has more frames than fit into memory.
     """
     with open_clip(path) as clip:
-        indices = _frames_at(path, clip, rate, end=end)
+        indices = np.arange(clip.num_frames)
+        if rate is not None and clip.num_frames > 1:  # counted from its first frame, or from its last
+            if rate > MAX_REPEATED * clip.fps:
+                logger.warning(
+                    "reference %s has %g frames a second; some are repeated to make %g.", path, clip.fps, rate
+                )
+            seconds = clip.seconds()
+            wanted = np.arange(math.floor((seconds[-1] + CLOSE) * rate) + 1) / rate
+            if end:
+                wanted += seconds[-1] - wanted[-1]
+            indices = np.searchsorted(seconds, wanted + CLOSE, side="right") - 1
         count = len(indices) if num_frames is None else min(num_frames, len(indices))
         if count > MAX_FRAMES:
             raise UserError(
@@ -231,53 +245,13 @@ def read_reference(
     return video
 
 
-def _frames_at(path: Path, clip: Clip, rate: float | None, *, end: bool) -> np.ndarray:
-    """Indices [N] of a clip's frames: all of them, or those shown at `rate`, counted from its first or from its last."""
-    if rate is None or clip.num_frames == 1:
-        return np.arange(clip.num_frames)
-    if rate > MAX_REPEATED * clip.fps:
-        logger.warning("reference %s has %g frames a second; some are repeated to make %g.", path, clip.fps, rate)
-    seconds = clip.seconds()
-    wanted = np.arange(math.floor((seconds[-1] + CLOSE) * rate) + 1) / rate
-    if end:
-        wanted += seconds[-1] - wanted[-1]
-    return np.searchsorted(seconds, wanted + CLOSE, side="right") - 1
-
-
 def alignment(vae: VideoVAE, align: int | None = None) -> int:
     """Latent frames to whose multiples references are moved: the config's, or the VAE's chunk, or 1."""
     return align or vae.chunk_latent_frames or 1
 
 
-def _shortcuts(cfg: InferenceConfig) -> list[str]:
-    return [name for name in ("image", "last_image", "extend", "edit") if getattr(cfg, name) is not None]
-
-
-def _from_shortcuts(cfg: InferenceConfig, read: Callable[..., Tensor], vae: VideoVAE, num_frames: int) -> Conditioning:
-    """What --image, --last-image, --extend and --edit ask for; `read(source, num_frames, rate=, end=)` gives [3, T, H, W]."""
-    if cfg.edit is not None:
-        return edit(read(cfg.edit, num_frames, rate=saved_rate(cfg)), vae, num_frames, cfg.edit_ratio)
-    # an image, or the first frame of a video, as often as the VAE's shortest video needs it
-    last = None if cfg.last_image is None else read(cfg.last_image, 1)
-    if cfg.extend is None:
-        return first_and_last(None if cfg.image is None else read(cfg.image, 1), last, cfg.loop)
-    shared = overlap(vae, num_frames, cfg.condition_frame_length)
-    end = read(cfg.extend, shared.num_frames, rate=saved_rate(cfg), end=True)
-    start = extension(end, vae, last, num_frames=num_frames, loop=cfg.loop)
-    frames = start.references[0].shape[1]
-    logger.info("extend: the video begins with the last %d frames of %s.", frames, cfg.extend)
-    return start
-
-
 def _fitted(start: Conditioning, vae: VideoVAE, num_frames: int, align: int, where: str) -> Conditioning:
     """References [3, T_i, H, W] of lengths that fit, and their conditions; what is left out or repeated is logged.
-
-    Args:
-        start: of one prompt.
-        vae: knows its chunks.
-        num_frames: of the video, or of a segment of it.
-        align: latent frames to whose multiples references are moved.
-        where: what messages call the conditions.
 
     Raises:
         UserError: a condition is outside its reference or the video, or two of one reference need it at different lengths.
@@ -305,10 +279,8 @@ def _fitted(start: Conditioning, vae: VideoVAE, num_frames: int, align: int, whe
         if length == count:
             continue
         done = f"{count - length} are left out" if length < count else "the last is repeated"
-        logger.info(
-            "%s: reference %d has %d frames, and %s: with %d its last chunk begins as the video's does.",
-            where, i, count, done, length,
-        )  # fmt: skip
+        message = "%s: reference %d has %d frames, and %s: with %d its last chunk begins as the video's does."
+        logger.info(message, where, i, count, done, length)
         videos[i] = _to_length(video, length)
         if vae.latent_frames(length) != before:
             for k in uses:
@@ -317,14 +289,11 @@ def _fitted(start: Conditioning, vae: VideoVAE, num_frames: int, align: int, whe
 
 
 def _fitting_length(
-    vae: VideoVAE, count: int, condition: Condition, num_frames: int | None = None, align: int | None = None
+    vae: VideoVAE, count: int, condition: FrameCondition, num_frames: int | None = None, align: int | None = None
 ) -> int:
-    """The number of frames to which a reference must be shortened, or repeated, for one condition.
+    """The number of frames to which a reference of `count` frames must be shortened, or repeated, for one condition.
 
     Args:
-        vae: knows its chunks.
-        count: frames of the reference, which the VAE takes.
-        condition: what the video takes from it.
         num_frames: of the video, or of a segment of it; None: as many full chunks as the reference needs.
         align: latent frames to whose multiples references are moved; None: the VAE's chunks.
     """

@@ -6,13 +6,16 @@ the VAE and the 24 frames a second of Open-Sora 1.2 these are its names: "2s" an
 
 Shapes: "9:16" is HEIGHT:WIDTH for Open-Sora 1.x, hence landscape, and WIDTH:HEIGHT for Open-Sora 2.0 and in everyday language,
 hence portrait. `aspect_ratio_order` says which is meant, and the size is logged.
+
+Long videos: `loop` segments of N frames that share P frames with their neighbours have loop (N - P) + P frames. The overlap is
+set in latent frames, L; P is what the VAE makes of them.
 """
 
 import json
 import logging
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,48 +38,55 @@ class VideoSize(NamedTuple):
     """A video to make, in numbers that the VAE takes."""
 
     num_frames: int
-    height: int
-    width: int
-    fps: float  # conditions the model; 120 for an image, as in training
+    image_size: Size  # height and width
+    fps: float  # of videos; see `model_fps`
     save_fps: float  # of the file
 
     @property
-    def image_size(self) -> Size:
-        """Height and width."""
-        return self.height, self.width
+    def model_fps(self) -> float:
+        """The frame rate that conditions the model; 120 for an image, as in training."""
+        return IMAGE_FPS if self.num_frames == 1 else self.fps
 
 
-class TrainedSize(NamedTuple):
-    """A size that a checkpoint knows."""
+class Overlap(NamedTuple):
+    """What neighbouring segments of a long video share."""
 
-    num_frames: int
-    height: int
-    width: int
-
-    def __str__(self) -> str:
-        return f"{self.num_frames} frames of {self.height}x{self.width}"
+    latent_frames: int  # L
+    num_frames: int  # P
+    keeps_latents: bool  # the latents are taken over as they are; else the decoded frames are encoded anew
 
 
 def video_size(cfg: InferenceConfig, vae: VideoVAE, patch_size: Sequence[int] = (1, 2, 2)) -> VideoSize:
     """The size that a config asks for; what names stand for is logged.
 
-    Read of the config: `num_frames` or `duration`; `image_size`, or `resolution` with `aspect_ratio` and
-    `aspect_ratio_order`; `fps`, `frame_interval`, `save_fps`.
-
-    Args:
-        cfg: the config.
-        vae: knows the sizes and lengths it takes.
-        patch_size: of the denoiser (frames, height, width): sizes found by name are multiples of VAE x patch.
+    Sizes found by name are multiples of VAE x `patch_size`, the denoiser's (frames, height, width).
 
     Raises:
         UserError: a name is unknown, or the VAE takes no such size or length.
     """
-    save_fps = saved_rate(cfg)
-    num_frames = _num_frames(cfg, vae, save_fps)
-    height, width = cfg.image_size or _named_size(cfg, vae, patch_size)
-    vae.latent_size((num_frames, height, width))  # refuses what the VAE does not take
-    fps = IMAGE_FPS if num_frames == 1 else float(cfg.fps)
-    return VideoSize(num_frames, height, width, fps, save_fps)
+    save_fps, num_frames = saved_rate(cfg), cfg.num_frames
+    if not isinstance(num_frames, int):
+        if cfg.duration is not None:
+            asked = f"duration={cfg.duration:g}"
+            num_frames = vae.legal_num_frames(max(round(cfg.duration * save_fps), 1))
+        elif num_frames is not None:
+            asked = f"num_frames={num_frames!r}"
+            num_frames = named_length(num_frames, vae, save_fps)
+        else:
+            raise UserError("num_frames is missing; set it, or duration.")
+        logger.info(
+            "%s: %d frames, %.2f seconds at %g frames a second.", asked, num_frames, num_frames / save_fps, save_fps
+        )
+    size = cfg.image_size or _named_size(cfg, vae, patch_size)
+    vae.latent_size((num_frames, *size))  # refuses what the VAE does not take
+    return VideoSize(num_frames, size, float(cfg.fps), save_fps)
+
+
+def stated_size(cfg: InferenceConfig) -> VideoSize | None:
+    """The size, if the config gives it in numbers; what a name means depends on the VAE."""
+    if not isinstance(cfg.num_frames, int) or cfg.image_size is None:
+        return None
+    return VideoSize(cfg.num_frames, cfg.image_size, float(cfg.fps), saved_rate(cfg))
 
 
 def check_size(vae: VideoVAE, num_frames: int, image_size: tuple[int, int]) -> tuple[int, int, int]:
@@ -96,22 +106,6 @@ def check_size(vae: VideoVAE, num_frames: int, image_size: tuple[int, int]) -> t
 def saved_rate(cfg: InferenceConfig) -> float:
     """Frames a second of the files."""
     return float(cfg.fps / cfg.frame_interval if cfg.save_fps is None else cfg.save_fps)
-
-
-def _num_frames(cfg: InferenceConfig, vae: VideoVAE, save_fps: float) -> int:
-    """The number of frames that `num_frames` or `duration` ask for, at `save_fps` frames a second."""
-    if cfg.duration is not None:
-        asked = f"duration={cfg.duration:g}"
-        frames = vae.legal_num_frames(max(round(cfg.duration * save_fps), 1))
-    elif isinstance(cfg.num_frames, str):
-        asked = f"num_frames={cfg.num_frames!r}"
-        frames = named_length(cfg.num_frames, vae, save_fps)
-    elif cfg.num_frames is not None:
-        return cfg.num_frames
-    else:
-        raise UserError("num_frames is missing; set it, or duration.")
-    logger.info("%s: %d frames, %.2f seconds at %g frames a second.", asked, frames, frames / save_fps, save_fps)
-    return frames
 
 
 def named_length(name: str, vae: VideoVAE, fps: float) -> int:
@@ -142,42 +136,87 @@ def _named_size(cfg: InferenceConfig, vae: VideoVAE, patch_size: Sequence[int]) 
     if cfg.resolution is None:
         raise UserError("image_size is missing; set it, or resolution.")
     multiple = math.lcm(*(stride * patch for stride, patch in zip(vae.strides[1:], patch_size[1:], strict=True)))
-    table = get_resolution(cfg.resolution)
-    if cfg.aspect_ratio is None:
-        if len(table.sizes) > 1:
-            raise UserError(
-                f"resolution={cfg.resolution!r} comes in several shapes: set aspect_ratio, height:width, such as '9:16', or "
-                f"one of {', '.join(table.sizes)}."
-            )
-        exact, shape = next(iter(table.sizes.values())), ""
-    else:
+    sizes, shape = get_resolution(cfg.resolution).sizes, ""
+    if cfg.aspect_ratio is not None:
         exact = image_size(cfg.resolution, cfg.aspect_ratio, order=cfg.aspect_ratio_order)
         shape = f" {cfg.aspect_ratio} ({cfg.aspect_ratio_order})" if ":" in cfg.aspect_ratio else f" {cfg.aspect_ratio}"
-    size = rounded(exact, multiple)
-    height, width = size
+    elif len(sizes) == 1:
+        exact = next(iter(sizes.values()))
+    else:
+        raise UserError(
+            f"resolution={cfg.resolution!r} comes in several shapes: set aspect_ratio, height:width, such as '9:16', or one of "
+            f"{', '.join(sizes)}."
+        )
+    height, width = rounded(exact, multiple)
     kind = "square" if height == width else "landscape" if width > height else "portrait"
-    moved = "" if exact == size else f", moved from {exact[0]}x{exact[1]} to multiples of {multiple}"
-    name = f"{cfg.resolution}{shape}"
-    logger.info("resolution %s: %dx%d pixels (height x width), %s%s.", name, height, width, kind, moved)
-    return size
+    moved = "" if exact == (height, width) else f", moved from {exact[0]}x{exact[1]} to multiples of {multiple}"
+    logger.info(
+        "resolution %s%s: %dx%d pixels (height x width), %s%s.", cfg.resolution, shape, height, width, kind, moved
+    )
+    return height, width
+
+
+def overlap(vae: Any, num_frames: int, latent_frames: int | None = None) -> Overlap:
+    """How segments of `num_frames` can overlap.
+
+    What a segment takes over are latents. Where the VAE codes the end of a segment apart from its beginning (every frame by
+    itself, or in chunks), they are the latents themselves, so that nothing is lost from segment to segment. Where a video is
+    one chunk, the last P decoded frames are encoded anew.
+
+    Args:
+        num_frames: N, of a segment.
+        latent_frames: L; None: about a quarter of a segment (Open-Sora 1.1 shares 4 of 16, 1.2 5 of 15).
+
+    Raises:
+        UserError: the segment is too short, or latents of another video do not fit there.
+    """
+    total, chunk = vae.latent_frames(num_frames), vae.chunk_latent_frames
+    step = chunk or 1
+    if latent_frames is None:
+        latent_frames = max(total // 4 // step, 1) * step
+    if latent_frames % step:
+        near = max(round(latent_frames / step), 1) * step
+        raise UserError(
+            f"condition_frame_length={latent_frames}: this VAE makes {step} latent frames at a time, so it must be a multiple "
+            f"of {step}; the nearest is {near}."
+        )
+    shared = vae.video_frames(latent_frames)
+    if chunk is None:  # an overlap begins as a segment does, whose first latent frame may stand for fewer frames
+        shared -= vae.video_frames(total) - num_frames
+    if latent_frames >= total or shared >= num_frames:
+        raise UserError(
+            f"loop: segments of {num_frames} frames ({total} latent frames) cannot share {latent_frames} latent frames; raise "
+            f"num_frames or lower condition_frame_length{'' if total > step else f' (at least {step})'}."
+        )
+    legal = vae.legal_num_frames(shared)
+    if legal != shared or vae.latent_frames(shared) != latent_frames:
+        raise UserError(
+            f"condition_frame_length={latent_frames}: no video of this VAE has that many latent frames; the nearest length is "
+            f"{legal} frames, {vae.latent_frames(legal)} latent ones."
+        )
+    before = total - latent_frames
+    keeps = chunk is not None and before % step == 0 and vae.video_frames(before) == num_frames - shared
+    return Overlap(latent_frames, shared, keeps)
 
 
 def warn_outside_training(size: VideoSize, checkpoint: str | None) -> None:
     """Warn where a checkpoint of ours was trained on other sizes or lengths; silent where that is not known."""
-    trained = trained_sizes(checkpoint)
-    asked = TrainedSize(size.num_frames, size.height, size.width)
+    trained, asked = trained_sizes(checkpoint), (size.num_frames, *size.image_size)
     if not trained or asked in trained:
         return
 
-    def distance(known: TrainedSize) -> float:
+    def distance(known: tuple[int, int, int]) -> float:
         """Differences of length, height and width on a logarithmic scale, and of shape: a square image wants a square."""
-        shape = abs(math.log(known.height / known.width * asked.width / asked.height))
+        shape = abs(math.log(known[1] / known[2] * asked[2] / asked[1]))
         return sum(abs(math.log(x / y)) for x, y in zip(known, asked, strict=True)) + 2 * shape
 
-    nearest = min(trained, key=distance)
-    among = f"one of {len(trained)} sizes" if len(trained) > 1 else "the only size"
-    message = "%s is no size that %s was trained on: expect worse videos. The nearest is %s, %s."
-    logger.warning(message, asked, checkpoint, nearest, among)
+    logger.warning(
+        "%d frames of %dx%d is no size that %s was trained on: expect worse videos. The nearest is %d frames of %dx%d, %s.",
+        *asked,
+        checkpoint,
+        *min(trained, key=distance),
+        f"one of {len(trained)} sizes" if len(trained) > 1 else "the only size",
+    )
 
 
 def warn_of_conditioning_frames(checkpoint: str | None, model: str) -> None:
@@ -186,18 +225,16 @@ def warn_of_conditioning_frames(checkpoint: str | None, model: str) -> None:
     NOVA makes one frame after another, and so is trained with them anyway.
     """
     config = _config_of(checkpoint)
-    if config and "mask_ratios" in config and not config["mask_ratios"] and not model.startswith("NOVA"):
+    if "mask_ratios" in config and not config["mask_ratios"] and not model.startswith("NOVA"):
         logger.warning(
             "%s was trained without mask_ratios, so it has never seen conditioning frames: expect that what follows a reference does not fit it.",
             checkpoint,
         )
 
 
-def trained_sizes(checkpoint: str | None) -> set[TrainedSize]:
-    """The sizes in the manifest of a checkpoint folder, or of the folder that holds the part `checkpoint`; none if unknown."""
+def trained_sizes(checkpoint: str | None) -> set[tuple[int, int, int]]:
+    """(frames, height, width) in the manifest of a checkpoint folder, or of the one that holds the part; none if unknown."""
     config = _config_of(checkpoint)
-    if config is None:
-        return set()
     if (buckets := config.get("bucket_config")) is not None:
         multiple = config.get("dataset", {}).get("size_multiple")
         settings = {} if multiple is None else {"size_multiple": multiple}
@@ -205,17 +242,17 @@ def trained_sizes(checkpoint: str | None) -> set[TrainedSize]:
             name: {int(key) if key.isdecimal() else key: value for key, value in entries.items()}
             for name, entries in buckets.items()
         }
-        return {TrainedSize(b.num_frames, b.height, b.width) for b in Buckets(levels, **settings) if b.batch_size}
+        return {(b.num_frames, b.height, b.width) for b in Buckets(levels, **settings) if b.batch_size}
     if not {"num_frames", "image_size"} <= config.keys():
         return set()
-    frames = 1 if config.get("use_image_transform") else config["num_frames"]
-    return {TrainedSize(frames, *config["image_size"])}
+    height, width = config["image_size"]
+    return {(1 if config.get("use_image_transform") else config["num_frames"], height, width)}
 
 
-def _config_of(checkpoint: str | None) -> Mapping[str, Any] | None:
-    """That in the manifest of a checkpoint folder, or of the folder that holds the part `checkpoint`; None if unknown."""
-    folders = [] if checkpoint is None else [Path(checkpoint), Path(checkpoint).parent]
-    for manifest in (folder / MANIFEST for folder in folders if (folder / MANIFEST).is_file()):
-        config = json.loads(manifest.read_text(encoding="utf-8")).get("config")
-        return config if isinstance(config, Mapping) else None
-    return None
+def _config_of(checkpoint: str | None) -> dict[str, Any]:
+    """That in the manifest of a checkpoint folder, or of the folder that holds the part `checkpoint`; {} if unknown."""
+    for folder in () if checkpoint is None else (Path(checkpoint), Path(checkpoint).parent):
+        if (folder / MANIFEST).is_file():
+            config = json.loads((folder / MANIFEST).read_text(encoding="utf-8")).get("config")
+            return config if isinstance(config, dict) else {}
+    return {}

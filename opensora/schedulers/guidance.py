@@ -21,8 +21,7 @@ Denoiser = Callable[..., Tensor]  # model(x, timestep, **cond) -> [B, C or 2C, T
 Condition = Mapping[str, Tensor | None]
 ConditionCache = dict[str, tuple[Tensor, Tensor, Tensor]]  # an entry with the condition, without, and both in one batch
 
-SCHEDULES = ("constant", "linear", "power-cosine", "oscillating")
-BATCHING = ("joint", "split")
+CHOICES = {"schedule": ("constant", "linear", "power-cosine", "oscillating"), "batching": ("joint", "split")}
 
 
 class Guidance(NamedTuple):
@@ -62,24 +61,14 @@ class Guidance(NamedTuple):
             ramp = (1 - math.cos(math.pi * (1 - level) ** self.power)) / 2
         return 1 + (self.scale - 1) * ramp if ramp != 1 else self.scale
 
-    def refuse_idle(self, levels: Sequence[float]) -> None:
+    def check_effect(self, levels: Sequence[float]) -> None:
         """Raise a UserError if there is a scale, and none of the steps at these noise levels is guided."""
-        if self.scale == 1 or any(self.scale_at(index, level) != 1 for index, level in enumerate(levels)):
-            return
-        shown = ", ".join(f"{level:.3g}" for level in levels)
-        raise UserError(
-            f"cfg_scale={self.scale:g} has no effect: no step is guided with scheduler.guidance interval={self.interval} and "
-            f"schedule={self.schedule!r}; the steps are at noise levels {shown}. Change these options, or set cfg_scale=1."
-        )
-
-    def wrap(
-        self, model: Denoiser, null: Condition | None, index: int, level: float, cache: ConditionCache | None = None
-    ) -> Denoiser:
-        """The denoiser of one step; `cache` as in `classifier_free_guidance`."""
-        scale = self.scale_at(index, level)
-        return classifier_free_guidance(
-            model, null, scale, self.channels, rescale=self.rescale, batching=self.batching, cache=cache
-        )
+        if self.scale != 1 and all(self.scale_at(index, level) == 1 for index, level in enumerate(levels)):
+            shown = ", ".join(f"{level:.3g}" for level in levels)
+            raise UserError(
+                f"cfg_scale={self.scale:g} has no effect: no step is guided with scheduler.guidance interval={self.interval} "
+                f"and schedule={self.schedule!r}; the steps are at noise levels {shown}. Change these options, or set cfg_scale=1."
+            )
 
 
 def guidance_from_config(scale: float, channels: int | None, options: Mapping[str, Any] | None) -> Guidance:
@@ -89,50 +78,41 @@ def guidance_from_config(scale: float, channels: int | None, options: Mapping[st
         UserError: an option is unknown, out of range, or has no effect with the others.
     """
     options, known = dict(options or {}), Guidance._fields[2:]
-    for name in options:
-        if name not in known:
-            raise UserError(
-                f"scheduler.guidance has no {name!r}.{did_you_mean(name, list(known))} It has: {', '.join(known)}."
-            )
+    if unknown := [name for name in options if name not in known]:
+        hint = did_you_mean(unknown[0], list(known))
+        raise UserError(f"scheduler.guidance has no {unknown[0]!r}.{hint} It has: {', '.join(known)}.")
     guidance = Guidance(scale, channels, **options)
-    for name, names in (("schedule", SCHEDULES), ("batching", BATCHING)):
-        if getattr(guidance, name) not in names:
-            raise UserError(f"scheduler.guidance.{name}={options[name]!r} is not one of {', '.join(names)}.")
+    schedule, power, start, interval, rescale, _ = guidance[2:]
+    for name, choices in CHOICES.items():
+        if getattr(guidance, name) not in choices:
+            raise UserError(f"scheduler.guidance.{name}={options[name]!r} is not one of {', '.join(choices)}.")
     for name, owner in (("power", "power-cosine"), ("oscillation_start", "oscillating")):
-        if name in options and guidance.schedule != owner:
+        if name in options and schedule != owner:
             raise UserError(
-                f"scheduler.guidance.{name}={options[name]!r} has no effect with schedule={guidance.schedule!r}; "
-                f"set schedule={owner!r}, or drop it."
+                f"scheduler.guidance.{name}={options[name]!r} has no effect with schedule={schedule!r}; set "
+                f"schedule={owner!r}, or drop it."
             )
-    for name in ("rescale", "power", "oscillation_start"):
-        if not isinstance(value := getattr(guidance, name), int | float):
-            raise UserError(f"scheduler.guidance.{name}={value!r}: expected a number.")
-    if not 0 <= guidance.rescale <= 1:
-        raise UserError(f"scheduler.guidance.rescale={guidance.rescale} is not in [0, 1].")
-    if guidance.power <= 0 or guidance.oscillation_start < 0:
-        raise UserError("scheduler.guidance: power is above 0, and oscillation_start at least 0.")
-    _check_channels(channels)
+    if not all(isinstance(value, int | float) for value in (power, start, rescale)) or not (
+        power > 0 and start >= 0 and 0 <= rescale <= 1
+    ):
+        raise UserError(
+            f"scheduler.guidance: power={power!r} must be a number above 0, oscillation_start={start!r} one of at least 0, "
+            f"rescale={rescale!r} one in [0, 1]."
+        )
+    is_pair = isinstance(interval, list | tuple) and [type(v) in (int, float) for v in interval] == [True, True]
+    if not is_pair or not 0 <= interval[0] < interval[1] <= 1:
+        raise UserError(
+            f"scheduler.guidance.interval={interval!r}: expected (low, high) with 0 <= low < high <= 1, parts of the "
+            "training time; 1 is pure noise."
+        )
+    if channels is not None and channels < 1:
+        raise UserError(f"cfg_channel={channels}: guide at least 1 channel, or all with cfg_channel=None.")
     if options and scale == 1:
         logger.warning(
             "scheduler.cfg_scale=1 is no guidance: scheduler.guidance (%s) has an effect only where a call sets another scale.",
             ", ".join(options),
         )
-    return guidance._replace(interval=_interval(guidance.interval))
-
-
-def _interval(value: Any) -> tuple[float, float]:
-    pair = isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(v, int | float) for v in value)
-    if not pair or not 0 <= value[0] < value[1] <= 1:
-        raise UserError(
-            f"scheduler.guidance.interval={value!r}: expected (low, high) with 0 <= low < high <= 1, parts of the "
-            "training time; 1 is pure noise."
-        )
-    return float(value[0]), float(value[1])
-
-
-def _check_channels(channels: int | None) -> None:
-    if channels is not None and channels < 1:
-        raise UserError(f"cfg_channel={channels}: guide at least 1 channel, or all with cfg_channel=None.")
+    return guidance._replace(interval=(float(interval[0]), float(interval[1])))
 
 
 def classifier_free_guidance(
@@ -160,10 +140,16 @@ def classifier_free_guidance(
         rescale, batching: see `Guidance`.
         cache: {} at the first step, and passed on to the next ones: entries that stay the same are put in one batch once.
     """
-    _check_channels(channels)
     if null is None or scale == 1:
         return model
     cache = {} if cache is None else cache
+
+    def in_one_batch(key: str, cond: Tensor | None, uncond: Tensor | None) -> Tensor | None:
+        if cond is None or uncond is None:
+            return None
+        if key not in cache or cache[key][0] is not cond or cache[key][1] is not uncond:
+            cache[key] = (cond, uncond, torch.cat([cond, uncond]))
+        return cache[key][2]
 
     def guided(x: Tensor, timestep: Tensor, **cond: Tensor | None) -> Tensor:
         num_guided = x.shape[1] if channels is None else channels
@@ -173,7 +159,7 @@ def classifier_free_guidance(
         if batching == "split":
             with_cond, without = model(x, timestep, **cond), model(x, timestep, **uncond)
         else:
-            joint = {key: _cat(cache, key, cond[key], uncond[key]) for key in cond}
+            joint = {key: in_one_batch(key, cond[key], uncond[key]) for key in cond}
             with_cond, without = model(torch.cat([x, x]), torch.cat([timestep, timestep]), **joint).chunk(2)
         start, goal = without[:, :num_guided], with_cond[:, :num_guided]
         combined = torch.add(start, goal - start, alpha=scale)
@@ -185,15 +171,6 @@ def classifier_free_guidance(
         return torch.cat([combined, rest], dim=1) if rest.shape[1] else combined
 
     return guided
-
-
-def _cat(cache: ConditionCache, key: str, cond: Tensor | None, uncond: Tensor | None) -> Tensor | None:
-    if cond is None or uncond is None:
-        return None
-    known = cache.get(key)
-    if known is None or known[0] is not cond or known[1] is not uncond:
-        known = cache[key] = (cond, uncond, torch.cat([cond, uncond]))
-    return known[2]
 
 
 def _std(x: Tensor, x_mask: Tensor | None) -> Tensor:
@@ -212,28 +189,29 @@ def _both_conditions(cond: Condition, null: Condition, batch: int) -> tuple[dict
     if stray := sorted(null.keys() - cond.keys() - {"mask"}):
         raise ValueError(f"the null condition has {stray}, which the condition lacks; it has {sorted(cond)}.")
     sides: tuple[dict[str, Any], dict[str, Any]] = dict(cond), {**cond, **null}
-    texts: list[Any] = [side.get("y") for side in sides]
-    masks: list[Any] = [side.get("mask") for side in sides]
-    if all(y is not None and y.ndim > 1 for y in texts):
-        lengths = [y.shape[-2] for y in texts]
+    if all(side.get("y") is not None and side["y"].ndim > 1 for side in sides):
+        lengths = [side["y"].shape[-2] for side in sides]
+        masks = [side.get("mask") for side in sides]
         if lengths[0] != lengths[1] and masks[1] is masks[0]:
             masks[1] = None  # the other text's
         if lengths[0] != lengths[1] or (masks[0] is None) != (masks[1] is None):
-            for side, y, mask, length in zip(sides, texts, masks, lengths, strict=True):
+            for side, mask, length in zip(sides, masks, lengths, strict=True):
+                y, missing = side["y"], max(lengths) - length
                 if mask is None:
                     mask = torch.ones(len(y), length, dtype=torch.bool, device=y.device)
                 if mask.shape[-1] != length:
                     raise ValueError(
                         f"mask: shape {tuple(mask.shape)} for a text of {length} tokens, expected [B, {length}]."
                     )
-                missing = max(lengths) - length
                 side["y"] = torch.nn.functional.pad(y, (0, 0, 0, missing))  # [B, 1, L, D]
                 side["mask"] = torch.nn.functional.pad(mask, (0, missing))  # [B, L]
     for key in sides[0]:
-        values = [side[key] for side in sides]
-        if sum(value is None for value in values) == 1:
-            raise ValueError(f"{key}: one of the condition and the null condition is None, the other is not.")
-        for name, value in zip(("condition", "null condition"), values, strict=True):
-            if value is not None and (value.ndim == 0 or len(value) != batch):
-                raise ValueError(f"{key}: the {name} has shape {tuple(value.shape)}, expected [{batch}, ...].")
+        shapes = [None if side[key] is None else tuple(side[key].shape) for side in sides]
+        if (shapes[0] is None) != (shapes[1] is None) or any(
+            shape is not None and shape[:1] != (batch,) for shape in shapes
+        ):
+            raise ValueError(
+                f"{key}: the condition has shape {shapes[0]}, the null condition {shapes[1]}; expected [{batch}, ...] or "
+                "None for both."
+            )
     return sides

@@ -8,9 +8,8 @@ As in Open-Sora 1.1 and 1.2, each sample gets one kind of mask with a stated pro
     quarter_random, quarter_head, quarter_tail, quarter_head_tail       up to a quarter of the frames
     image_random, image_head, image_tail, image_head_tail               one frame, or one at each end
 
-Their spellings "intepolate", "mask_no" and "mask_quarter_head" (with "mask_" in front) are read too. Deviations: masks exist
-for clips of any length from 1 (theirs crashed below four latent frames), and always leave a frame to learn from; they are
-functions of seed, step and sample instead of a global generator.
+Deviations: masks exist for clips of any length from 1 (theirs crashed below four latent frames), and always leave a frame to
+learn from; they are functions of seed, step and sample instead of a global generator.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +26,6 @@ KINDS = (
     "image_random", "image_head", "image_tail", "image_head_tail",
 )  # fmt: skip
 RANDOM_SHARE = (0.1, 0.9)  # of conditioning frames in "random"
-ALIASES = {"intepolate": "interpolate", "no": "identity"}
 
 
 class MaskRatios:
@@ -37,23 +35,18 @@ class MaskRatios:
         ratios: kind of mask -> its probability; None = no masks at all.
 
     Raises:
-        UserError: a kind is unknown or there twice, or the probabilities are none.
+        UserError: a kind is unknown, or the probabilities are none.
     """
 
     def __init__(self, ratios: Mapping[str, float] | None) -> None:
-        self.ratios: dict[str, float] = {}
-        for name, ratio in (ratios or {}).items():
-            short = name.removeprefix("mask_")
-            kind = ALIASES.get(short, short)
+        self.ratios = dict(ratios or {})
+        for kind, ratio in self.ratios.items():
             if kind not in KINDS:
                 raise UserError(
-                    f"mask_ratios: {name!r} is unknown.{did_you_mean(name, list(KINDS))} Kinds: {', '.join(KINDS)}."
+                    f"mask_ratios: {kind!r} is unknown.{did_you_mean(kind, list(KINDS))} Kinds: {', '.join(KINDS)}."
                 )
-            if kind in self.ratios:
-                raise UserError(f"mask_ratios: {kind!r} is there twice, under two names; keep one.")
             if not 0 <= ratio <= 1:
-                raise UserError(f"mask_ratios.{name}={ratio}: expected a probability from 0 to 1.")
-            self.ratios[kind] = float(ratio)
+                raise UserError(f"mask_ratios.{kind}={ratio}: expected a probability from 0 to 1.")
         total = sum(self.ratios.values())
         if total > 1 + 1e-6 or ("identity" in self.ratios and total < 1 - 1e-6):
             raise UserError(
@@ -77,10 +70,32 @@ class MaskRatios:
         return None if masks.all() else masks.to(z.device, non_blocking=True)
 
     def draw(self, num_frames: int, rng: torch.Generator) -> Tensor:
-        """One mask [T] bool, of a CPU generator; at least one frame is True."""
+        """One mask [T] bool, False at conditioning frames; at least one is True. `rng` is a CPU generator."""
+
+        def integer(low: int, high: int) -> int:
+            """In [low, high]."""
+            return int(torch.randint(low, high + 1, (1,), generator=rng))
+
+        mask = torch.ones(num_frames, dtype=torch.bool)
         if num_frames == 1:
-            return torch.ones(1, dtype=torch.bool)
-        mask = _mask(self.draw_kind(rng), num_frames, rng)
+            return mask
+        kind = self.draw_kind(rng)
+        if kind == "random":
+            low, high = RANDOM_SHARE
+            share, *frames = torch.rand(1 + num_frames, generator=rng).tolist()
+            mask = torch.tensor([frame >= low + (high - low) * share for frame in frames])
+        elif kind == "interpolate":
+            mask[integer(0, 1) :: 2] = False
+        elif kind != "identity":
+            size, _, where = kind.partition("_")
+            count = 1 if size == "image" else integer(1, max(num_frames // 4, 1))
+            if where == "random":
+                start = integer(0, num_frames - count)
+                mask[start : start + count] = False
+            if "head" in where:
+                mask[:count] = False
+            if "tail" in where:
+                mask[num_frames - count :] = False
         if not mask.any():
             mask[-1] = True  # the loss would be a mean of nothing
         return mask
@@ -93,30 +108,3 @@ class MaskRatios:
             if left < 0:
                 return kind
         return "identity"
-
-
-def _mask(kind: str, num_frames: int, rng: torch.Generator) -> Tensor:
-    """[T >= 2] bool, False at conditioning frames."""
-
-    def integer(low: int, high: int) -> int:
-        """In [low, high]."""
-        return int(torch.randint(low, high + 1, (1,), generator=rng))
-
-    if kind == "random":
-        low, high = RANDOM_SHARE
-        share, *frames = torch.rand(1 + num_frames, generator=rng).tolist()
-        return torch.tensor([frame >= low + (high - low) * share for frame in frames])
-    mask = torch.ones(num_frames, dtype=torch.bool)
-    if kind == "interpolate":
-        mask[integer(0, 1) :: 2] = False
-    elif kind != "identity":
-        size, _, where = kind.partition("_")
-        count = 1 if size == "image" else integer(1, max(num_frames // 4, 1))
-        if where == "random":
-            start = integer(0, num_frames - count)
-            mask[start : start + count] = False
-        if "head" in where:
-            mask[:count] = False
-        if "tail" in where:
-            mask[num_frames - count :] = False
-    return mask

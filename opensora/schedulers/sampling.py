@@ -14,7 +14,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from opensora.schedulers.frame_mask import FrameMask, expand_frames
-from opensora.schedulers.guidance import Condition, ConditionCache, Denoiser, Guidance
+from opensora.schedulers.guidance import Condition, ConditionCache, Denoiser, Guidance, classifier_free_guidance
 from opensora.schedulers.training import at_least_fp32, predict
 from opensora.utils.errors import UserError
 
@@ -58,26 +58,20 @@ class Solver(Protocol):
 
 
 class Scheduler:
-    """What every scheduler has; docs/architecture.md describes the `training_losses` of those that train.
-
-    `timestep_sampling`, where a scheduler has one, may learn while training.
-    """
+    """What every scheduler has; docs/architecture.md describes the `training_losses` of those that train."""
 
     sample_steps: Callable[..., Iterator[SamplingStep]]
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What a resume of training needs: the history of "loss-second-moment", else nothing."""
-        sampling = getattr(self, "timestep_sampling", None)
-        return {} if sampling is None else sampling.state_dict()
+        """What a resume of training needs; nothing, unless a scheduler learns while it trains."""
+        return {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore what `state_dict` gave; a UserError when it is that of another scheduler or strategy."""
-        if (sampling := getattr(self, "timestep_sampling", None)) is not None:
-            sampling.load_state_dict(state)
-        elif state:
+        """Restore what `state_dict` gave."""
+        if state:
             raise UserError(
-                f"the checkpoint's scheduler learnt something ({', '.join(sorted(state))}), {type(self).__name__} does not: it is "
-                "another scheduler's."
+                f"the checkpoint's scheduler has a state ({', '.join(sorted(state))}), {type(self).__name__} has none: it is "
+                "another scheduler's, or of timestep_sampling='loss-second-moment', which was removed."
             )
 
     def sample(self, model: Any, z: Tensor, cond: Condition, *, progress: bool = False, **options: Any) -> Tensor:
@@ -146,7 +140,7 @@ class Sampler(Scheduler, ABC):
         solver = self.solver(x, generators)
         guidance = self.guidance if guidance_scale is None else self.guidance._replace(scale=guidance_scale)
         if null is not None:
-            guidance.refuse_idle(solver.levels)
+            guidance.check_effect(solver.levels)
         frames = None if mask is None else FrameMask(mask, solver.levels, x, generators, solver.noised)
         return _steps(solver, guidance, model, x, cond, null, frames)
 
@@ -162,40 +156,33 @@ def _steps(
     frames: FrameMask | None,
 ) -> Iterator[SamplingStep]:
     cache: ConditionCache = {}
-    num_steps = len(solver.timesteps)
     for index, (time, level) in enumerate(zip(solver.timesteps, solver.levels, strict=True)):
         active = denoised = None  # [B, T], and the same [B, 1, T, 1, 1] where some frames are kept
         if frames is not None:
             x, active = frames.noise_entering(x, index), frames.active(index)
             denoised = None if frames.all_denoised[index] else expand_frames(active)
         timestep = timestep_of(time, x)
-        guided = guidance.wrap(model, null, index, level, cache)
-        denoise = _denoise(guided, cond, x, active, denoised, {time: timestep})
+        guided = classifier_free_guidance(
+            model,
+            null,
+            guidance.scale_at(index, level),
+            guidance.channels,
+            rescale=guidance.rescale,
+            batching=guidance.batching,
+            cache=cache,
+        )
+
+        def denoise(x_t: Tensor, t: Time) -> Tensor:
+            if denoised is not None and x_t is not x:  # noqa: B023 - called within this step only
+                x_t = torch.where(denoised, x_t, x)  # noqa: B023
+            return predict(guided, x_t, timestep if t == time else timestep_of(t, x_t), cond, active)  # noqa: B023
+
         # frames that are all denoised from the first step on have one history: a solver need not keep track of them
         after, x_0 = solver.step(denoise, x, index, None if frames is None or frames.all_denoised[0] else active)
         if denoised is not None:
             after, x_0 = torch.where(denoised, after, x), torch.where(denoised, x_0, x)
         x = after
-        yield SamplingStep(index, num_steps, timestep, x, x_0)
-
-
-def _denoise(
-    model: Denoiser,
-    cond: Condition,
-    start: Tensor,
-    active: Tensor | None,
-    denoised: Tensor | None,
-    timesteps: Mapping[Time, Tensor],
-) -> Denoise:
-    """The model within a step from `start`, where kept frames are as they are there, bit for bit."""
-
-    def denoise(x: Tensor, time: Time) -> Tensor:
-        if denoised is not None and x is not start:
-            x = torch.where(denoised, x, start)
-        timestep = timesteps[time] if time in timesteps else timestep_of(time, x)
-        return predict(model, x, timestep, cond, active)
-
-    return denoise
+        yield SamplingStep(index, len(solver.timesteps), timestep, x, x_0)
 
 
 def timestep_of(time: Time, x: Tensor) -> Tensor:

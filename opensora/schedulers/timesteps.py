@@ -12,13 +12,11 @@ flow too.
 """
 
 import inspect
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from opensora.registry import did_you_mean
@@ -27,23 +25,18 @@ from opensora.utils.seed import rand, randint
 
 Choice = str | Mapping[str, Any]  # a name, or dict(type=NAME, option=...)
 Generators = Sequence[torch.Generator]
+LAST = 1 - 2**-24  # the largest fp32 below 1
 
 
-class TimestepSampling(ABC):
-    """How training draws its T timesteps. The base class has no state and does not look at losses.
-
-    Attributes:
-        processes_per_sample: Neighbouring processes that have the same samples; see `count_samples_once`.
-    """
-
-    processes_per_sample = 1
+class TimestepSampling:
+    """How training draws its T timesteps."""
 
     def __init__(self, num_timesteps: int) -> None:
         self.num_timesteps = num_timesteps
 
-    @abstractmethod
     def draw_time(self, generators: Generators, device: torch.device) -> Tensor:
         """[B] fp32 in [0, 1): one from each generator."""
+        return rand(generators, device)
 
     def draw(self, generators: Generators, device: torch.device) -> Tensor:
         """[B] int64 in [0, T): one from each generator."""
@@ -53,35 +46,9 @@ class TimestepSampling(ABC):
         """The timestep that a time in [0, 1] lies in."""
         return (time * self.num_timesteps).long().clamp(0, self.num_timesteps - 1)
 
-    def corrected(self, t: Tensor, losses: Tensor) -> Tensor:
-        """The losses [B] of timesteps t [B] that this strategy drew, as they enter the mean; it may learn from them."""
-        return losses
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """What a resume needs."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore what `state_dict` gave."""
-        if state.keys() != self.state_dict().keys():
-            raise UserError(
-                f"the checkpoint's timestep sampling has {sorted(state)}, this config's {sorted(self.state_dict())}: "
-                "scheduler.timestep_sampling changed."
-            )
-
-
-def count_samples_once(scheduler: object, processes_per_sample: int) -> None:
-    """Set how many neighbouring processes have the same samples; call it before training."""
-    sampling = getattr(scheduler, "timestep_sampling", None)
-    if isinstance(sampling, TimestepSampling):
-        sampling.processes_per_sample = processes_per_sample
-
 
 class Uniform(TimestepSampling):
     """Every timestep as often."""
-
-    def draw_time(self, generators: Generators, device: torch.device) -> Tensor:
-        return rand(generators, device)
 
     def draw(self, generators: Generators, device: torch.device) -> Tensor:
         return randint(self.num_timesteps, generators, device)
@@ -98,7 +65,7 @@ class LogitNormal(TimestepSampling):
 
     def draw_time(self, generators: Generators, device: torch.device) -> Tensor:
         normal = torch.cat([torch.randn(1, generator=g, device=g.device) for g in generators]).to(device)
-        return torch.sigmoid(self.loc + self.scale * normal).clamp(max=1 - 2**-24)
+        return torch.sigmoid(self.loc + self.scale * normal).clamp(max=LAST)
 
 
 class Tabulated(TimestepSampling):
@@ -108,101 +75,13 @@ class Tabulated(TimestepSampling):
         """density: [T] fp64, positive, with the sum 1."""
         super().__init__(len(density))
         self.density = torch.from_numpy(density)
-        self._cumulative: dict[torch.device, Tensor] = {}  # copied once: a copy at every step would stall the GPU
+        self._on_device: dict[torch.device, Tensor] = {}  # copied once: a copy at every step would stall the GPU
 
     def draw_time(self, generators: Generators, device: torch.device) -> Tensor:
-        if device not in self._cumulative:
-            self._cumulative[device] = _cdf(self.density).to(device)
-        return quantile(self._cumulative[device], rand(generators, device))
-
-
-class LossSecondMoment(TimestepSampling):
-    """p(t) ~ sqrt(E[loss_t^2]) of the last losses of each timestep (Nichol & Dhariwal 2021, section 3.3).
-
-    Uniform until every timestep has `history` losses. The loss is divided by T p(t), which keeps its expectation.
-    """
-
-    def __init__(self, num_timesteps: int, history: int = 10, uniform: float = 0.001) -> None:
-        """uniform: its part in the mixture, so that no timestep is forgotten."""
-        super().__init__(num_timesteps)
-        if history < 1 or not 0 < uniform <= 1:
-            raise UserError(
-                f"scheduler.timestep_sampling: history={history} must be at least 1, uniform={uniform} in (0, 1]."
-            )
-        self.uniform = uniform
-        # one row more than T, where surplus losses of one batch go
-        self.losses = torch.zeros(num_timesteps + 1, history)
-        self.counts = torch.zeros(num_timesteps + 1, dtype=torch.int64)
-
-    def probabilities(self) -> Tensor:
-        """[T] fp64."""
-        losses, counts = self.losses[:-1].double(), self.counts[:-1]
-        learned = (losses**2).mean(dim=1).sqrt()
-        learned = learned / learned.sum().clamp(min=torch.finfo(torch.float64).tiny)
-        learned = learned * (1 - self.uniform) + self.uniform / self.num_timesteps
-        warm = (counts >= losses.shape[1]).all() & (losses > 0).any()
-        return torch.where(warm, learned, torch.full_like(learned, 1 / self.num_timesteps))
-
-    def draw_time(self, generators: Generators, device: torch.device) -> Tensor:
-        self._move(device)
-        return quantile(_cdf(self.probabilities()), rand(generators, device))
-
-    def corrected(self, t: Tensor, losses: Tensor) -> Tensor:
-        """losses / (T p(t)); stores the losses while gradients are on."""
-        self._move(t.device)
-        importance = (1 / (self.num_timesteps * self.probabilities()[t])).float()
-        if torch.is_grad_enabled():
-            self.update(t, losses)
-        return losses * importance
-
-    def update(self, t: Tensor, losses: Tensor) -> None:
-        """Store the losses of all samples, in the order of the ranks, but for those that are not finite."""
-        self._move(losses.device)
-        t, losses = (_gathered(x, self.processes_per_sample) for x in (t, losses.detach().float()))
-        finite = losses.isfinite()
-        t, losses = t[finite], losses[finite]
-        same = t[:, None] == t[None, :]  # [B, B]
-        earlier = same.tril(-1).sum(dim=1)  # losses of this timestep before it in the batch
-        size = self.losses.shape[1]
-        row = torch.where(same.sum(dim=1) - earlier > size, self.num_timesteps, t)  # only the last ones fit
-        self.losses[row, (self.counts[t] + earlier) % size] = losses
-        self.counts.index_add_(0, t, torch.ones_like(t))
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return {"losses": self.losses[:-1].clone(), "counts": self.counts[:-1].clone()}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        super().load_state_dict(state)
-        for name, own in (("losses", self.losses), ("counts", self.counts)):
-            if state[name].shape != own[:-1].shape:
-                raise UserError(
-                    f"the checkpoint's timestep sampling has {name} {tuple(state[name].shape)}, this config's "
-                    f"{tuple(own[:-1].shape)}: diffusion_steps or history changed."
-                )
-            own[:-1] = state[name].to(own)
-
-    def _move(self, device: torch.device) -> None:
-        if self.losses.device != device:
-            self.losses, self.counts = self.losses.to(device), self.counts.to(device)
-
-
-def _gathered(x: Tensor, copies: int) -> Tensor:
-    """x [B] of all processes in the order of their ranks, whatever the sizes; of `copies` processes alike the first."""
-    if not dist.is_initialized():
-        return x
-    world = dist.get_world_size()
-    sizes = [torch.empty(1, dtype=torch.int64, device=x.device) for _ in range(world)]
-    dist.all_gather(sizes, torch.tensor([len(x)], device=x.device))
-    lengths = torch.cat(sizes).tolist()
-    parts = [x.new_empty(max(lengths)) for _ in range(world)]
-    dist.all_gather(parts, torch.nn.functional.pad(x, (0, max(lengths) - len(x))))
-    alike = slice(None, None, copies)
-    return torch.cat([part[:length] for part, length in zip(parts[alike], lengths[alike], strict=True)])
-
-
-def _cdf(density: Tensor) -> Tensor:
-    """[T] -> [T + 1], from 0 to 1."""
-    return torch.cat([density.new_zeros(1), density.cumsum(dim=0)])
+        if device not in self._on_device:
+            cumulative = self.density.cumsum(dim=0)
+            self._on_device[device] = torch.cat([cumulative.new_zeros(1), cumulative]).to(device)
+        return quantile(self._on_device[device], rand(generators, device))
 
 
 def quantile(cumulative: Tensor, u: Tensor) -> Tensor:
@@ -210,39 +89,13 @@ def quantile(cumulative: Tensor, u: Tensor) -> Tensor:
     last = len(cumulative) - 2
     i = (torch.searchsorted(cumulative, u.double(), right=True) - 1).clamp(0, last)
     within = (u.double() - cumulative[i]) / (cumulative[i + 1] - cumulative[i])
-    return ((i + within.clamp(0, 1)) / (last + 1)).float().clamp(max=1 - 2**-24)
+    return ((i + within.clamp(0, 1)) / (last + 1)).float().clamp(max=LAST)
 
 
 def speedit_density(abar: np.ndarray, threshold: float = 1e-4) -> np.ndarray:
     """SpeeDiT: 5 times as likely where sqrt(1 - abar) still rises by more than `threshold` a timestep; mirrored."""
-    return _with_duals(_tanh_rule(abar, threshold), meaningful_steps(abar, threshold))
-
-
-def _tanh_rule(abar: np.ndarray, threshold: float) -> np.ndarray:
     p = np.tanh(1e6 * (_rise(abar) - threshold)) + 1.5
-    return p / p.sum()
-
-
-def _rise(abar: np.ndarray) -> np.ndarray:
-    """Of sqrt(1 - abar), for a thousandth of the time."""
-    return np.gradient(np.sqrt(1 - abar)) * (len(abar) / 1000)
-
-
-def meaningful_steps(abar: np.ndarray, threshold: float = 1e-4) -> int:
-    """m: one more than the first timestep at which sqrt(1 - abar) rises less than `threshold`."""
-    below = _rise(abar) < threshold
-    if not below.any():
-        raise UserError(
-            f"scheduler.timestep_sampling: sqrt(1 - abar) never rises by less than threshold={threshold} a timestep "
-            "here, so there is nothing to visit less. Raise the threshold, or use dict(type='speed', k=5, tau=0.7)."
-        )
-    return min(int(below.argmax()) + 1, len(abar) - 1)  # at most T - 1: t = 0 is mirrored to m
-
-
-def _with_duals(p: np.ndarray, m: int) -> np.ndarray:
-    """Half of the draws mirrored: t -> m - t below m, t - m from there on."""
-    t = np.arange(len(p))
-    return (p + np.bincount(np.where(t < m, m - t, t - m), weights=p, minlength=len(p))) / 2
+    return _with_duals(p / p.sum(), meaningful_steps(abar, threshold))
 
 
 def speed_density(abar: np.ndarray, k: float = 5.0, tau: float = 700, mirrored: float = 0.5) -> np.ndarray:
@@ -260,11 +113,39 @@ def speed_density(abar: np.ndarray, k: float = 5.0, tau: float = 700, mirrored: 
     return (1 - 2 * mirrored) * p + 2 * mirrored * _with_duals(p, meaningful_steps(abar))
 
 
+def meaningful_steps(abar: np.ndarray, threshold: float = 1e-4) -> int:
+    """m: one more than the first timestep at which sqrt(1 - abar) rises less than `threshold`."""
+    below = _rise(abar) < threshold
+    if not below.any():
+        raise UserError(
+            f"scheduler.timestep_sampling: sqrt(1 - abar) never rises by less than threshold={threshold} a timestep "
+            "here, so there is nothing to visit less. Raise the threshold, or use dict(type='speed', k=5, tau=0.7)."
+        )
+    return min(int(below.argmax()) + 1, len(abar) - 1)  # at most T - 1: t = 0 is mirrored to m
+
+
+def _rise(abar: np.ndarray) -> np.ndarray:
+    """Of sqrt(1 - abar), for a thousandth of the time."""
+    return np.gradient(np.sqrt(1 - abar)) * (len(abar) / 1000)
+
+
+def _with_duals(p: np.ndarray, m: int) -> np.ndarray:
+    """Half of the draws mirrored: t -> m - t below m, t - m from there on."""
+    t = np.arange(len(p))
+    return (p + np.bincount(np.where(t < m, m - t, t - m), weights=p, minlength=len(p))) / 2
+
+
 def _timestep(tau: float, num_timesteps: int) -> int:
     step = round(tau * num_timesteps) if tau <= 1 else round(tau)
     if not 0 < step <= num_timesteps:
         raise UserError(f"scheduler: tau={tau} is not in (0, {num_timesteps}]; up to 1 it is a part of the time.")
     return step
+
+
+def flow_alphas_cumprod(num_timesteps: int) -> np.ndarray:
+    """abar of a rectified flow, (1 - tau)^2 / ((1 - tau)^2 + tau^2), in the middle of each of T parts of the time."""
+    tau = (np.arange(num_timesteps) + 0.5) / num_timesteps
+    return (1 - tau) ** 2 / ((1 - tau) ** 2 + tau**2)
 
 
 def p2_weights(abar: np.ndarray, prediction: str, k: float = 1.0, gamma: float = 1.0) -> np.ndarray:
@@ -282,9 +163,7 @@ def min_snr_weights(abar: np.ndarray, prediction: str, gamma: float = 5.0) -> np
         return of_x_0 / (snr + 1)
     if prediction == "velocity":  # v = x_0 - noise; the error of x_0 is tau times its own, tau = 1 / (1 + sqrt(SNR))
         return of_x_0 / (np.sqrt(snr) + 1) ** 2
-    if prediction == "x0":
-        return of_x_0
-    raise UserError(f"scheduler.loss_weighting='min-snr' is not defined for prediction={prediction!r}.")
+    return of_x_0
 
 
 def speed_weights(abar: np.ndarray, prediction: str, lam: float = 0.6, tau: float | None = 700) -> np.ndarray:
@@ -298,12 +177,25 @@ def speed_weights(abar: np.ndarray, prediction: str, lam: float = 0.6, tau: floa
     return weights
 
 
+class LossWeights:
+    """The weight of each timestep's MSE: `table` [T] fp32."""
+
+    def __init__(self, table: np.ndarray) -> None:
+        self.table = torch.from_numpy(table).float()
+        self._on_device: dict[torch.device, Tensor] = {}
+
+    def __call__(self, t: Tensor) -> Tensor:
+        """t [B] int64 -> [B]."""
+        if t.device not in self._on_device:
+            self._on_device[t.device] = self.table.to(t.device)
+        return self._on_device[t.device][t]
+
+
 SAMPLING: dict[str, Callable[..., Any]] = {
     "uniform": Uniform,
     "logit-normal": LogitNormal,
     "speedit": speedit_density,
     "speed": speed_density,
-    "loss-second-moment": LossSecondMoment,
 }
 WEIGHTING: dict[str, Callable[..., np.ndarray]] = {
     "none": lambda abar, prediction: np.ones_like(abar),
@@ -317,60 +209,39 @@ OWN_WEIGHTING = {"speedit": "p2", "speed": "speed"}  # where loss_weighting is n
 def build_sampling(choice: Choice, abar: np.ndarray) -> TimestepSampling:
     """The strategy named by `timestep_sampling`, for timesteps of these abar [T]."""
     name, options = _checked(choice, "timestep_sampling", SAMPLING)
-    made = SAMPLING[name](abar if name in ("speedit", "speed") else len(abar), **options)
-    return Tabulated(made) if isinstance(made, np.ndarray) else made
-
-
-def flow_alphas_cumprod(num_timesteps: int) -> np.ndarray:
-    """abar of a rectified flow, (1 - tau)^2 / ((1 - tau)^2 + tau^2), in the middle of each of T parts of the time."""
-    tau = (np.arange(num_timesteps) + 0.5) / num_timesteps
-    return (1 - tau) ** 2 / ((1 - tau) ** 2 + tau**2)
-
-
-class LossWeights:
-    """The weight of each timestep's MSE, fp32."""
-
-    def __init__(self, table: np.ndarray) -> None:
-        """table: [T]."""
-        self.table = torch.from_numpy(table).float()
-        self._on_device: dict[torch.device, Tensor] = {}
-
-    def __call__(self, t: Tensor) -> Tensor:
-        """t [B] int64 -> [B]."""
-        if t.device not in self._on_device:
-            self._on_device[t.device] = self.table.to(t.device)
-        return self._on_device[t.device][t]
+    if name in ("speedit", "speed"):
+        return Tabulated(SAMPLING[name](abar, **options))
+    return SAMPLING[name](len(abar), **options)
 
 
 def build_weights(choice: Choice | None, sampling: Choice, abar: np.ndarray, prediction: str) -> LossWeights | None:
     """The weights named by `loss_weighting`; None, no weights. A choice of None takes the sampling strategy's own."""
     if choice is None:
-        choice = OWN_WEIGHTING.get(sampling if isinstance(sampling, str) else sampling.get("type", ""), "none")
+        choice = OWN_WEIGHTING.get(sampling if isinstance(sampling, str) else sampling["type"], "none")
     name, options = _checked(choice, "loss_weighting", WEIGHTING)
     return None if name == "none" else LossWeights(WEIGHTING[name](abar, prediction, **options))
 
 
 def _checked(choice: Choice, field: str, table: Mapping[str, Callable[..., Any]]) -> tuple[str, dict[str, Any]]:
     """Name and options of a choice, or a UserError."""
-    if not isinstance(choice, str | Mapping):
+    options = dict(choice) if isinstance(choice, Mapping) else {"type": choice}
+    name = options.pop("type", None)
+    if name == "loss-second-moment":
+        raise UserError(
+            f"scheduler.{field}={name!r} was removed: no published model is trained with it. Use 'uniform'."
+        )
+    if name not in table:
         raise UserError(
             f"scheduler.{field}={choice!r}: expected one of {', '.join(table)}, or dict(type=one of them, ...)."
+            f"{did_you_mean(str(name), list(table))}"
         )
-    options = {} if isinstance(choice, str) else {key: value for key, value in choice.items() if key != "type"}
-    name = choice if isinstance(choice, str) else choice.get("type")
-    if not isinstance(name, str) or name not in table:
-        raise UserError(
-            f"scheduler.{field}={choice!r} names none of {', '.join(table)}.{did_you_mean(str(name), list(table))}"
-        )
-    known = [
-        key for key in inspect.signature(table[name]).parameters if key not in ("num_timesteps", "abar", "prediction")
-    ]
-    for key in options:
+    known = set(inspect.signature(table[name]).parameters) - {"num_timesteps", "abar", "prediction"}
+    for key, value in options.items():
         if key not in known:
             raise UserError(
-                f"scheduler.{field}: {name!r} takes no {key!r}.{did_you_mean(key, known)} It takes: "
-                f"{', '.join(known) or 'nothing'}."
+                f"scheduler.{field}: {name!r} takes no {key!r}.{did_you_mean(key, sorted(known))} It takes: "
+                f"{', '.join(sorted(known)) or 'nothing'}."
             )
-        if options[key] is not None and not isinstance(options[key], int | float):
-            raise UserError(f"scheduler.{field}.{key}={options[key]!r}: expected a number.")
+        if value is not None and not isinstance(value, int | float):
+            raise UserError(f"scheduler.{field}.{key}={value!r}: expected a number.")
     return name, options

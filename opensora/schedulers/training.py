@@ -8,7 +8,6 @@ from torch import Tensor
 from opensora.schedulers.frame_mask import expand_frames
 from opensora.schedulers.guidance import Condition, Denoiser
 from opensora.utils.errors import UserError
-from opensora.utils.seed import randn_like
 
 
 def at_least_fp32(x: Tensor) -> Tensor:
@@ -16,15 +15,13 @@ def at_least_fp32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def check_draws(generators: Sequence[torch.Generator] | None, *values: Tensor | None) -> None:
-    """Raise a ValueError when one of the values has to be drawn and there are no generators."""
+def generators_to_draw(
+    generators: Sequence[torch.Generator] | None, *values: Tensor | None
+) -> Sequence[torch.Generator]:
+    """The generators; a ValueError when one of the values has to be drawn and there are none."""
     if generators is None and any(value is None for value in values):
         raise ValueError("training_losses draws t and noise: pass one generator per sample, or both of them.")
-
-
-def draw_noise(x_0: Tensor, noise: Tensor | None, generators: Sequence[torch.Generator] | None) -> Tensor:
-    """The caller's noise, or noise drawn for each sample, in x_0's dtype."""
-    return randn_like(x_0, generators) if noise is None else noise.to(x_0.dtype)
+    return generators or ()
 
 
 def keep_conditioning_frames(x_t: Tensor, x_0: Tensor, mask: Tensor | None) -> Tensor:

@@ -394,8 +394,6 @@ def _sampler(cfg: TrainConfig) -> dict[str, Any]:
     if cfg.val_scheduler is not None:
         return cfg.val_scheduler
     kept = {key: value for key, value in cfg.scheduler.items() if key != "timestep_respacing"}
-    if cfg.scheduler.get("prediction") == "previous_x":  # takes all timesteps
-        return kept
     return {"num_sampling_steps": SAMPLING_STEPS, **kept}
 
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from opensora.inference import conditions
-from opensora.inference.conditions import condition, null_condition
+from opensora.inference import text
 from opensora.inference.pipeline import VideoPipeline
+from opensora.inference.text import condition, null_condition
 from opensora.models.text_encoder.condition import TextCondition
 from opensora.registry import SCHEDULERS
 from opensora.training.batch_encoder import drop_text
@@ -35,7 +35,7 @@ class Words:
 
 @pytest.fixture(autouse=True)
 def nothing_logged():
-    conditions._log_once.cache_clear()
+    text._log_once.cache_clear()
 
 
 @pytest.fixture
@@ -53,9 +53,9 @@ def from_diffusers(tmp_path):
 PROMPTS = ["a dog", "a city street at night"]  # 3 and 6 tokens
 
 
-def steered_from(model, negatives, encoder=None, *, guided=True):
+def steered_from(model, negatives, encoder=None):
     encoder = encoder or Words()
-    return null_condition(model, encoder, condition(encoder, PROMPTS, {}, CPU), negatives, guided=guided)
+    return null_condition(model, encoder, condition(encoder, PROMPTS, {}, CPU), negatives)
 
 
 def test_a_models_own_no_text_takes_the_captions_mask():
@@ -63,7 +63,6 @@ def test_a_models_own_no_text_takes_the_captions_mask():
     null = steered_from(model, [None, None])
     assert null.keys() == {"y"}
     assert torch.equal(null["y"], model.null_condition(2))
-    assert steered_from(model, [None, None], guided=False) is None
 
 
 @pytest.mark.parametrize("family", OF_DIFFUSERS)
@@ -99,7 +98,6 @@ def test_a_cache_without_the_empty_prompt_says_what_to_do(from_diffusers):
     model, cache = from_diffusers("PixArt"), Words(knows_empty=False)
     with pytest.raises(UserError, match=r"(?s)have no \"no text\" of their own.*not in the text cache.*--cfg-scale 1"):
         steered_from(model, [None, None], cache)
-    assert steered_from(model, [None, None], cache, guided=False) is None
     assert steered_from(model, ["blurry", "blurry"], cache)["mask"].sum(dim=1).tolist() == [2, 2]
 
 

@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from opensora.inference.build import build_parts
-from opensora.inference.long_video import Overlap, begin_with, overlap
+from opensora.inference.build import build_components
+from opensora.inference.pipeline import begin_with
+from opensora.inference.sizes import Overlap, overlap
 from opensora.utils.errors import UserError
 
 
@@ -122,4 +123,4 @@ def test_what_a_segment_cannot_share_is_reported_before_the_text_encoder_is_load
     cfg.text_encoder["from_pretrained"] = "./nowhere"
     cfg = replace(cfg, loop=2, condition_frame_length=4)
     with pytest.raises(UserError, match=r"segments of 4 frames .* cannot share 4 latent frames"):
-        build_parts(cfg)
+        build_components(cfg)

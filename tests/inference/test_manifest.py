@@ -24,7 +24,7 @@ from opensora.inference.manifest import (
     write_sidecar,
 )
 from opensora.inference.output import save_sample, with_extension
-from opensora.inference.pipeline import Defaults
+from opensora.inference.sizes import VideoSize
 from opensora.utils.errors import UserError
 
 CONFIG = {
@@ -68,7 +68,7 @@ def test_finished_samples_are_recognised_and_never_overwritten(tmp_path):
             already_made(path, record(**change))
     for foreign in ("{}", "not json", "[1]"):
         with_extension(path, ".json").write_text(foreign)
-        with pytest.raises(UserError, match="does not tell"):
+        with pytest.raises(UserError, match="does not show"):
             already_made(path, record())
     with_extension(path, ".json").unlink()
     with pytest.raises(UserError, match="delete the file"):
@@ -130,7 +130,7 @@ def run_from(tmp_path, **changes):
         "save_dir": str(tmp_path / "made"),
     }
     cfg = config_from_dict(InferenceConfig, {**values, **changes})
-    return lambda: next(records(cfg, jobs(cfg), Defaults(4, (32, 32), 8.0, 8.0, 42)))
+    return lambda: next(records(cfg, jobs(cfg), VideoSize(4, (32, 32), 8.0, 8.0)))
 
 
 @pytest.mark.parametrize("how", ["image", "reference_path"])

@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from opensora.inference.mask_strategy import (
-    Condition,
+    FrameCondition,
     apply,
     check_conditions,
     check_references,
@@ -98,7 +98,7 @@ FIVE = [
 
 @pytest.mark.parametrize(("text", "expected"), VALID)
 def test_strings(text, expected):
-    assert parse_mask_strategy(text) == [Condition(*fields) for fields in expected]
+    assert parse_mask_strategy(text) == [FrameCondition(*fields) for fields in expected]
 
 
 @pytest.mark.parametrize(("text", "message"), INVALID)
@@ -110,7 +110,7 @@ def test_what_is_wrong_is_reported_with_its_group_and_field(text, message):
 
 @pytest.mark.parametrize(("text", "expected"), FIVE)
 def test_the_order_of_the_oldest_documents(text, expected):
-    assert parse_mask_strategy(text, "five-fields") == [Condition(*fields) for fields in expected]
+    assert parse_mask_strategy(text, "five-fields") == [FrameCondition(*fields) for fields in expected]
 
 
 def test_formats():
@@ -188,7 +188,7 @@ def test_starts_that_are_nowhere(text, message):
 @pytest.mark.slow
 @given(
     st.builds(
-        Condition,
+        FrameCondition,
         ref_start=st.integers(-40, 40),
         target_start=st.integers(-40, 40),
         length=st.integers(1, 60),
@@ -301,7 +301,7 @@ def test_a_sample_does_not_depend_on_its_batch():
 
 def test_what_does_not_fit_is_refused():
     z, one = torch.zeros(1, 2, 4, 1, 1), parse_mask_strategy("0")
-    with pytest.raises(UserError, match="reference=0 does not exist; sample 0 has 0"):
+    with pytest.raises(UserError, match="sample 0: reference=0 does not exist; there are 0"):
         apply([one], [[]], z)
     with pytest.raises(UserError, match="align=0"):
         apply([one], [latents(1)], z, align=0)

@@ -29,7 +29,7 @@ def test_a_compiled_pipeline_makes_the_same_video(cfg):
 
 
 def test_wrong_options_are_reported_before_anything_is_built(cfg, monkeypatch):
-    monkeypatch.setattr("opensora.inference.pipeline.build_parts", lambda _: pytest.fail("built"))
+    monkeypatch.setattr("opensora.inference.pipeline.build_components", lambda _: pytest.fail("built"))
     with pytest.raises(UserError, match="no word 'O4'"):
         VideoPipeline.from_config(replace(cfg, compiler="nexfort", compiler_config='{"mode": "O4"}'))
 

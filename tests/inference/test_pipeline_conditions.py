@@ -3,11 +3,10 @@
 import pytest
 import torch
 
-from opensora.inference.mask_strategy import Condition
-from opensora.inference.pipeline import VideoPipeline
-from opensora.inference.prompts import PromptItem, Segment
+from opensora.inference.mask_strategy import FrameCondition
+from opensora.inference.pipeline import Request, VideoPipeline
+from opensora.inference.prompts import PromptItem, Segment, as_items
 from opensora.inference.references import Conditioning, encode_references, first_and_last
-from opensora.inference.request import Request, as_items
 from opensora.models.stdit.stdit3 import STDiT3
 from opensora.models.text_encoder.classes import ClassEncoder
 from opensora.registry import MODELS, SCHEDULERS
@@ -28,10 +27,12 @@ def images(frames: int, seed: int) -> torch.Tensor:
     return torch.rand(3, frames, 32, 48, generator=torch.Generator().manual_seed(seed)) * 2 - 1
 
 
-FIRST = Conditioning([images(1, 0)], [Condition()])
-FIRST_AND_LAST = Conditioning([images(1, 1), images(1, 2)], [Condition(), Condition(reference=1, target_start=-1)])
-EXTENSION = Conditioning([images(3, 3)], [Condition(ref_start=-2, length=2)])
-EDIT = Conditioning([images(4, 4)], [Condition(length=4, edit_ratio=0.6)])
+FIRST = Conditioning([images(1, 0)], [FrameCondition()])
+FIRST_AND_LAST = Conditioning(
+    [images(1, 1), images(1, 2)], [FrameCondition(), FrameCondition(reference=1, target_start=-1)]
+)
+EXTENSION = Conditioning([images(3, 3)], [FrameCondition(ref_start=-2, length=2)])
+EDIT = Conditioning([images(4, 4)], [FrameCondition(length=4, edit_ratio=0.6)])
 NOTHING = Conditioning([], [])
 
 
@@ -65,8 +66,8 @@ def test_an_edit_stays_near_its_video(pipeline):
 
 
 def test_an_edit_of_ratio_1_is_the_plain_sample(pipeline):
-    anew = Conditioning(EDIT.references, [Condition(length=4, edit_ratio=1.0)])
-    over = Conditioning(EDIT.references, [Condition(length=2), Condition(length=4, edit_ratio=1.0)])
+    anew = Conditioning(EDIT.references, [FrameCondition(length=4, edit_ratio=1.0)])
+    over = Conditioning(EDIT.references, [FrameCondition(length=2), FrameCondition(length=4, edit_ratio=1.0)])
     plain = sample(pipeline, [A]).latents[0]
     for given in (anew, over):
         torch.testing.assert_close(sample(pipeline, [A], [given]).latents[0], plain)
@@ -110,7 +111,7 @@ def test_shared_frames_can_be_edited(pipeline):
 
 
 def test_conditions_do_not_leak_from_sample_to_sample_nor_into_the_references(pipeline):
-    given = Conditioning([images(1, 0)], [Condition()])
+    given = Conditioning([images(1, 0)], [FrameCondition()])
     items = as_items([A])
     first, second = (
         pipeline.sample(Request(items=items, conditioning=[given], loop=2, sample_index=k, seed=1, **SIZE))
@@ -129,7 +130,7 @@ def test_each_segment_has_its_own_text_and_conditions(pipeline):
     one, two = (pipeline.sample(Request(items=[i], loop=2, seed=1, **SIZE)).latents for i in (*as_items([A]), item))
     assert torch.equal(one[0], two[0])
     assert not torch.equal(one[1], two[1])
-    late = Conditioning([images(1, 5)], [Condition(loop=1, target_start=-1)])
+    late = Conditioning([images(1, 5)], [FrameCondition(loop=1, target_start=-1)])
     made = sample(pipeline, [A], [late], loop=2).latents
     assert torch.equal(made[0], one[0])
     assert torch.equal(made[1][0, :, -1], encode_references(pipeline.vae, late.references, 1, 0)[0][:, 0])

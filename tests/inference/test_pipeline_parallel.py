@@ -10,10 +10,10 @@ import torch
 from opensora.acceleration.cfg_parallel import make_parallel_plan
 from opensora.acceleration.distributed import World
 from opensora.config.load import InferenceConfig, config_from_dict, to_dict
-from opensora.inference.mask_strategy import Condition
-from opensora.inference.pipeline import VideoPipeline
+from opensora.inference.mask_strategy import FrameCondition
+from opensora.inference.pipeline import Request, VideoPipeline
+from opensora.inference.prompts import as_items
 from opensora.inference.references import Conditioning
-from opensora.inference.request import Request, as_items
 from opensora.utils.errors import UserError
 
 PROMPTS = ["a white dog on the floor", "a city street at night", "three boats"]
@@ -21,7 +21,7 @@ PROMPTS = ["a white dog on the floor", "a city street at night", "three boats"]
 
 def request_for(**changes) -> Request:
     image = torch.rand(3, 1, 32, 48, generator=torch.Generator().manual_seed(0)) * 2 - 1
-    given = [Conditioning([image], [Condition()]), *[Conditioning([], [])] * 2]
+    given = [Conditioning([image], [FrameCondition()]), *[Conditioning([], [])] * 2]
     items = as_items(PROMPTS, None, [None, "blurry", None])
     options = {"num_frames": 5, "image_size": (32, 48), "fps": 8, "seed": 1, "loop": 2, "conditioning": given}
     return Request(items=items, **{**options, **changes})

@@ -11,18 +11,18 @@ import torch
 from PIL import Image
 
 from opensora.config.load import InferenceConfig, config_from_dict
-from opensora.inference.mask_strategy import Condition, apply
+from opensora.inference.mask_strategy import FrameCondition, apply
 from opensora.inference.prompts import load_items
 from opensora.inference.references import (
     NO_CONDITIONING,
     alignment,
+    check_files_exist,
     conditioning,
     edit,
     encode_references,
     extension,
     first_and_last,
     read_reference,
-    refuse_missing,
 )
 from opensora.utils.errors import UserError
 from tests.models.vaes import build
@@ -183,11 +183,11 @@ def test_a_first_image_and_a_last_one(image, frame_wise, in_chunks):
     first, last = image("a.png", 50), image("b.png", 200)
     for vae in (frame_wise, in_chunks):
         both = given(vae, image=first, last_image=last)
-        assert both.conditions == [Condition(), Condition(reference=1, target_start=-1)]
+        assert both.conditions == [FrameCondition(), FrameCondition(reference=1, target_start=-1)]
         assert [round((float(x.mean()) + 1) * 127.5) for x in both.references] == [50, 200]
-    assert given(frame_wise, image=first).conditions == [Condition()]
+    assert given(frame_wise, image=first).conditions == [FrameCondition()]
     end = given(frame_wise, last_image=last)
-    assert end.conditions == [Condition(target_start=-1)]
+    assert end.conditions == [FrameCondition(target_start=-1)]
     assert len(end.references) == 1
 
 
@@ -205,7 +205,7 @@ def test_a_first_image_and_a_last_one(image, frame_wise, in_chunks):
 def test_extending_a_video_by_its_end(video, name, num_frames, length, frames, latent):
     vae = build(name, **({"micro_frame_size": 17} if name == "OpenSoraVAE_V1_2" else {}))
     extended = given(vae, num_frames, extend=video(40), condition_frame_length=length)
-    assert extended.conditions == [Condition(length=latent)]
+    assert extended.conditions == [FrameCondition(length=latent)]
     assert numbers(extended.references[0]) == list(range(40))[-frames:]
     assert vae.latent_frames(frames) == latent
 
@@ -213,29 +213,29 @@ def test_extending_a_video_by_its_end(video, name, num_frames, length, frames, l
 def test_extending_at_the_rate_of_the_result_and_towards_an_image(video, image, frame_wise):
     extended = given(frame_wise, 16, extend=video(40), last_image=image("end.png", 200), frame_interval=3)
     assert numbers(extended.references[0]) == [30, 33, 36, 39]
-    assert extended.conditions == [Condition(length=4), Condition(reference=1, target_start=-1)]
+    assert extended.conditions == [FrameCondition(length=4), FrameCondition(reference=1, target_start=-1)]
 
 
 def test_editing_a_video(video, in_chunks, frame_wise, caplog):
     edited = given(in_chunks, 34, edit=video(40), edit_ratio=0.3)
-    assert edited.conditions == [Condition(length=10, edit_ratio=0.3)]
+    assert edited.conditions == [FrameCondition(length=10, edit_ratio=0.3)]
     assert numbers(edited.references[0]) == list(range(34))
     assert not caplog.records
     short = given(frame_wise, 16, edit=video(10))
-    assert short.conditions == [Condition(length=10, edit_ratio=0.5)]
+    assert short.conditions == [FrameCondition(length=10, edit_ratio=0.5)]
     assert "the video has 10 frames; the rest of 16 is made anew" in caplog.text
-    assert edit(short.references[0], frame_wise, 10, 0.2).conditions == [Condition(length=10, edit_ratio=0.2)]
+    assert edit(short.references[0], frame_wise, 10, 0.2).conditions == [FrameCondition(length=10, edit_ratio=0.2)]
 
 
 def test_a_last_image_ends_the_last_of_several_segments(video, image, frame_wise, in_chunks):
     end = image("b.png", 200)
     for vae, num_frames in ((frame_wise, 16), (in_chunks, 51)):
         both = given(vae, num_frames, image=image(), last_image=end, loop=3)
-        assert both.conditions == [Condition(), Condition(loop=2, reference=1, target_start=-1)]
+        assert both.conditions == [FrameCondition(), FrameCondition(loop=2, reference=1, target_start=-1)]
         alone = given(vae, num_frames, last_image=end, loop=3)
-        assert alone.conditions == [Condition(loop=2, target_start=-1)]
+        assert alone.conditions == [FrameCondition(loop=2, target_start=-1)]
         extended = given(vae, num_frames, extend=video(40), last_image=end, loop=2)
-        assert extended.conditions[1] == Condition(loop=1, reference=1, target_start=-1)
+        assert extended.conditions[1] == FrameCondition(loop=1, reference=1, target_start=-1)
 
 
 def test_several_segments_have_no_video_to_be_edited(video, frame_wise):
@@ -260,7 +260,7 @@ def test_what_a_segment_takes_over_is_no_frame_for_a_reference(image, frame_wise
 def test_references_of_a_prompt(video, image, frame_wise):
     files = f"{image('a.png', 50)};{video(20)}"
     found = given(frame_wise, 16, reference_path=[files], mask_strategy=["0;0,1,-4,-4,4"])
-    assert found.conditions == [Condition(), Condition(reference=1, ref_start=-4, target_start=-4, length=4)]
+    assert found.conditions == [FrameCondition(), FrameCondition(reference=1, ref_start=-4, target_start=-4, length=4)]
     assert [x.shape[1] for x in found.references] == [1, 20]
     old = given(
         frame_wise, 16, reference_path=[files], mask_strategy=["0;1,0,-4,4,-4"], mask_strategy_format="five-fields"
@@ -333,10 +333,10 @@ def test_missing_files_are_named_before_anything_is_loaded(tmp_path):
     prompts = [f'a{{"reference_path": "{tmp_path}/{name}.png", "mask_strategy": "0"}}' for name in ("there", "gone")]
     cfg = replace(CONFIG, prompt=[*prompts, 'b{"reference_path": "http://x.invalid/a.png", "mask_strategy": "0"}'])
     with pytest.raises(UserError) as caught:
-        refuse_missing(cfg, load_items(cfg))
+        check_files_exist(cfg, load_items(cfg))
     assert str(caught.value) == f"prompt 1: reference_path: there is no file {tmp_path}/gone.png."
     with pytest.raises(UserError, match=r"^--last-image: there is no file nope.png.$"):
-        refuse_missing(replace(CONFIG, last_image="nope.png"), load_items(CONFIG))
+        check_files_exist(replace(CONFIG, last_image="nope.png"), load_items(CONFIG))
 
 
 # ------------------------------------------------------------------------------------------------ chunks that are not whole
@@ -372,7 +372,7 @@ def test_the_end_of_a_short_clip_is_extended_without_a_shift(video, in_causal_ch
     caplog.set_level(logging.INFO)
     extended = given(in_causal_chunks, num_frames, extend=video(count))
     assert numbers(extended.references[0]) == list(range(count))[-kept:]
-    assert extended.conditions == [Condition(length=in_causal_chunks.latent_frames(kept))]
+    assert extended.conditions == [FrameCondition(length=in_causal_chunks.latent_frames(kept))]
     whole, (alone,) = decoded(in_causal_chunks, extended, num_frames)
     torch.testing.assert_close(whole[:, :kept], alone, atol=1e-4, rtol=1e-4)
     assert ("frames in front are left out" in caplog.text) is (kept not in (count, 34))
@@ -431,7 +431,7 @@ def test_starts_from_the_end_are_those_of_the_whole_file(video, in_chunks):
     start = given(in_chunks, 25, reference_path=[str(video(24))], mask_strategy=["0,0,-2,-2,2"])
     assert numbers(start.references[0]) == list(range(21))
     assert in_chunks.latent_frames(21) == 6 < in_chunks.latent_frames(24)
-    assert start.conditions == [Condition(ref_start=5, target_start=-2, length=2)]
+    assert start.conditions == [FrameCondition(ref_start=5, target_start=-2, length=2)]
 
 
 def test_groups_that_need_a_reference_at_two_lengths(video, in_chunks):

@@ -9,7 +9,6 @@ from opensora.config.load import InferenceConfig, TrainConfig, config_from_dict,
 from opensora.datasets.buckets.bucket import FRAME_ALIASES
 from opensora.inference.build import inference_config
 from opensora.inference.sizes import (
-    TrainedSize,
     VideoSize,
     named_length,
     trained_sizes,
@@ -49,12 +48,12 @@ def causal():
 
 
 def test_numbers_are_taken_as_they_are(frame_wise):
-    assert video_size(config(), frame_wise) == VideoSize(16, 32, 48, 24.0, 24.0)
+    assert video_size(config(), frame_wise) == VideoSize(16, (32, 48), 24.0, 24.0)
     assert video_size(config(frame_interval=3), frame_wise).save_fps == 8
     assert video_size(config(frame_interval=3, save_fps=23.976), frame_wise).save_fps == 23.976
     assert video_size(config(num_frames="51"), frame_wise).num_frames == 51
     image = video_size(config(num_frames=1), frame_wise)
-    assert (image.fps, image.image_size) == (120, (32, 48))  # what images had in training
+    assert (image.model_fps, image.image_size) == (120, (32, 48))  # what images had in training
 
 
 @pytest.mark.parametrize(("name", "frames"), FRAME_ALIASES.items())
@@ -274,10 +273,10 @@ def checkpoint(folder, **fields):
 
 def test_a_checkpoint_of_one_size(tmp_path, caplog):
     path = checkpoint(tmp_path / "epoch0-global_step1", num_frames=16, image_size=(256, 256))
-    assert trained_sizes(path) == trained_sizes(f"{path}/model") == {TrainedSize(16, 256, 256)}
-    warn_outside_training(VideoSize(16, 256, 256, 8, 8), path)
+    assert trained_sizes(path) == trained_sizes(f"{path}/model") == {(16, 256, 256)}
+    warn_outside_training(VideoSize(16, (256, 256), 8, 8), path)
     assert not caplog.records
-    warn_outside_training(VideoSize(32, 256, 256, 8, 8), path)
+    warn_outside_training(VideoSize(32, (256, 256), 8, 8), path)
     assert "32 frames of 256x256 is no size that" in caplog.text
     assert "The nearest is 16 frames of 256x256, the only size" in caplog.text
 
@@ -288,12 +287,12 @@ def test_a_checkpoint_of_buckets(tmp_path, caplog):
         tmp_path / "c", bucket_config=buckets, dataset={"type": "VariableVideoTextDataset", "size_multiple": 32}
     )
     sizes = trained_sizes(path)
-    assert {TrainedSize(1, 240, 424), TrainedSize(51, 240, 424), TrainedSize(16, 96, 96)} < sizes
-    assert {size.num_frames for size in sizes} == {1, 16, 51}
-    assert all(size.height % 32 == 0 for size in sizes if size.num_frames == 16)
-    warn_outside_training(VideoSize(51, 240, 424, 24, 24), path)
+    assert {(1, 240, 424), (51, 240, 424), (16, 96, 96)} < sizes
+    assert {num_frames for num_frames, _, _ in sizes} == {1, 16, 51}
+    assert all(height % 32 == 0 for num_frames, height, _ in sizes if num_frames == 16)
+    warn_outside_training(VideoSize(51, (240, 424), 24, 24), path)
     assert not caplog.records
-    warn_outside_training(VideoSize(51, 480, 848, 24, 24), path)
+    warn_outside_training(VideoSize(51, (480, 848), 24, 24), path)
     assert "The nearest is 51 frames of 240x424, one of" in caplog.text
 
 
@@ -301,7 +300,7 @@ def test_what_is_not_known_is_not_warned_of(tmp_path, caplog):
     (tmp_path / "weights.pth").touch()
     for path in (None, str(tmp_path / "weights.pth"), "PixArt/none", "STDiT"):
         assert trained_sizes(path) == set()
-        warn_outside_training(VideoSize(16, 32, 32, 8, 8), path)
+        warn_outside_training(VideoSize(16, (32, 32), 8, 8), path)
     (tmp_path / "manifest.json").write_text('{"step": 3}')
     assert trained_sizes(str(tmp_path)) == set()
     assert not caplog.records

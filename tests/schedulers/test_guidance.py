@@ -53,12 +53,12 @@ def test_mistakes_are_named(denoiser, inputs):
     with pytest.raises(UserError, match="cfg_channel=5, but x has 4 channels"):
         classifier_free_guidance(model, {"y": null}, 2.0, 5)(x, t, y=y)
     with pytest.raises(UserError, match="at least 1 channel"):
-        classifier_free_guidance(model, {"y": null}, 2.0, 0)
+        guidance_from_config(2.0, 0, None)
     with pytest.raises(ValueError, match=r"\['z'\], which the condition lacks"):
         classifier_free_guidance(model, {"z": null}, 2.0)(x, t, y=y)
-    with pytest.raises(ValueError, match=r"y: the null condition has shape \(1, 1, 6, 8\), expected \[2"):
+    with pytest.raises(ValueError, match=r"y: .* the null condition \(1, 1, 6, 8\); expected \[2"):
         classifier_free_guidance(model, {"y": null[:1]}, 2.0)(x, t, y=y)
-    with pytest.raises(ValueError, match="fps: one of"):
+    with pytest.raises(ValueError, match=r"fps: the condition has shape None, the null condition \(2,\)"):
         classifier_free_guidance(model, {"fps": t}, 2.0)(x, t, y=y, fps=None)
 
 
@@ -206,10 +206,10 @@ def test_guidance_that_no_step_has_is_an_error(denoiser, rngs, inputs, name):
         ({"interval": (0.5,)}, "expected .low, high."),
         ({"interval": 0.9}, "interval=0.9: expected .low, high."),
         ({"interval": ("a", 1)}, "expected .low, high."),
-        ({"rescale": "x"}, "rescale='x': expected a number"),
-        ({"schedule": "power-cosine", "power": "x"}, "power='x': expected a number"),
-        ({"rescale": 2.0}, "rescale=2.0 is not in"),
-        ({"schedule": "power-cosine", "power": 0}, "power is above 0"),
+        ({"rescale": "x"}, "rescale='x' one in"),
+        ({"schedule": "power-cosine", "power": "x"}, "power='x' must be a number"),
+        ({"rescale": 2.0}, r"rescale=2.0 one in \[0, 1\]"),
+        ({"schedule": "power-cosine", "power": 0}, "power=0 must be a number above 0"),
     ],
 )
 def test_mistaken_options_are_named(options, message):

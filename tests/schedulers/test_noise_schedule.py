@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from opensora.schedulers.noise_schedule import NAMES, Schedule, named_schedule
+from opensora.schedulers.noise_schedule import NAMES, Schedule, named_schedule, spaced_timesteps
 from opensora.utils.errors import UserError
 
 T = [0, 100, 250, 500, 750, 999]
@@ -28,29 +28,9 @@ def test_scaled_linear_values():
     np.testing.assert_allclose(abar[[0, 500, 999]], [0.99915, 0.2763327, 0.0046601], rtol=1e-5)
 
 
-def test_cosine_is_openais_name_of_the_same():
-    a, b = (named_schedule(name, 1000).table["alphas_cumprod"] for name in ("cosine", "squaredcos_cap_v2"))
-    np.testing.assert_array_equal(a, b)
-
-
-@pytest.mark.parametrize(
-    ("name", "first", "middle", "last"),
-    [
-        ("linear", 1e-4, 1e-4 + (0.02 - 1e-4) * 500 / 999, 0.02),
-        ("quad", 1e-4, (0.01 + (0.02**0.5 - 0.01) * 500 / 999) ** 2, 0.02),
-        ("const", 0.02, 0.02, 0.02),
-        ("warmup10", 1e-4, 0.02, 0.02),
-        ("warmup50", 1e-4, 0.02, 0.02),
-        ("jsd", 1 / 1000, 1 / 500, 1.0),
-    ],
-)
-def test_betas_of_the_other_schedules(name, first, middle, last):
-    betas = np.exp(named_schedule(name, 1000).table["log_beta"])
-    np.testing.assert_allclose(betas[[0, 500, 999]], [first, middle, last], rtol=1e-7)
-    if name.startswith("warmup"):
-        length = int(name.removeprefix("warmup")) * 10
-        np.testing.assert_allclose(betas[:length], np.linspace(1e-4, 0.02, length), rtol=1e-9)
-        assert betas[length - 1 :] == pytest.approx(0.02)
+def test_betas_of_the_linear_schedule():
+    betas = np.exp(named_schedule("linear", 1000).table["log_beta"])
+    np.testing.assert_allclose(betas[[0, 500, 999]], [1e-4, 1e-4 + (0.02 - 1e-4) * 500 / 999, 0.02], rtol=1e-7)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -61,7 +41,7 @@ def test_every_schedule_is_finite_falls_and_keeps_its_last_level(name, steps):
     abar = table["alphas_cumprod"]
     assert (np.diff(abar) < 0).all()
     assert 0 <= abar[-1] < 0.01
-    if name not in ("jsd", "cosine", "squaredcos_cap_v2"):
+    if name != "squaredcos_cap_v2":
         assert np.log(abar[-1]) == pytest.approx(
             np.log(named_schedule(name, 1000).table["alphas_cumprod"][-1]), rel=0.05
         )
@@ -129,3 +109,78 @@ def test_mistakes_are_named():
         with pytest.raises(UserError, match=f"diffusion_steps={steps} is too few"):
             named_schedule("linear", steps)
     assert named_schedule("linear", 21).num_timesteps == 21
+
+
+DDIM_STRIDES = {10: 100, 20: 50, 25: 40, 30: 34, 50: 20, 100: 10, 125: 8, 200: 5, 250: 4, 500: 2}
+DDIM_ILLEGAL = [37, 41, 43, 45, 47, 49, 51, 52, 54, 55, 57, 75, 80, 90, 150, 300, 400]
+
+
+@pytest.mark.parametrize("respacing", [None, ""])
+def test_nothing_asked_keeps_all(respacing):
+    assert spaced_timesteps(1000, respacing) == list(range(1000))
+
+
+def test_known_subsets():
+    hundred = spaced_timesteps(1000, "100")
+    assert len(hundred) == 100
+    assert hundred[:6] == [0, 10, 20, 30, 40, 50]
+    assert hundred[-4:] == [969, 979, 989, 999]
+    assert spaced_timesteps(1000, "20") == [
+        *(0, 53, 105, 158, 210, 263, 315, 368, 421, 473),
+        *(526, 578, 631, 684, 736, 789, 841, 894, 946, 999),
+    ]
+    assert spaced_timesteps(1000, "10") == list(range(0, 1000, 111))
+    assert spaced_timesteps(1000, "250")[:3] == [0, 4, 8]
+    assert spaced_timesteps(1000, "250")[-3:] == [991, 995, 999]
+    sections = spaced_timesteps(300, "10,15,20")
+    assert sections[:10] == list(range(0, 100, 11))
+    assert sections[10:12] == [100, 107]
+    assert len(sections) == 45
+    assert sections[-1] == 299
+
+
+def test_unequal_sections_cover_all():
+    assert spaced_timesteps(10, "3,3,3") == [0, 2, 3, 4, 5, 6, 7, 8, 9]  # lengths 4, 3, 3; 1.5 rounds to even
+
+
+@pytest.mark.parametrize("num_steps", [2, 3, 7, 23, 75, 223, 667, 999, 1000])
+def test_a_count_is_kept_and_rises(num_steps):
+    timesteps = spaced_timesteps(1000, str(num_steps))
+    assert timesteps == sorted(set(timesteps))
+    assert (len(timesteps), timesteps[0], timesteps[-1]) == (num_steps, 0, 999)
+
+
+@pytest.mark.parametrize(("num_steps", "stride"), DDIM_STRIDES.items())
+def test_ddim_strides(num_steps, stride):
+    assert spaced_timesteps(1000, f"ddim{num_steps}") == list(range(0, 1000, stride))
+
+
+@pytest.mark.parametrize("num_steps", DDIM_ILLEGAL)
+def test_illegal_ddim_counts_raise(num_steps):
+    with pytest.raises(UserError, match="no integer stride"):
+        spaced_timesteps(1000, f"ddim{num_steps}")
+
+
+def test_an_illegal_ddim_count_lists_legal_ones_near_it():
+    with pytest.raises(UserError, match="exactly 51 of 1000") as caught:
+        spaced_timesteps(1000, "ddim51")
+    assert "ddim50, " in str(caught.value)
+    assert "ddim53" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("respacing", "message"),
+    [
+        ("1001", "1001 of the 1000 timesteps of section 1"),
+        ("10,600", "600 of the 500 timesteps of section 2"),
+        ("0", "expected positive integers"),
+        ("-5", "expected positive integers"),
+        ("ddim", "expected positive integers"),
+        ("10,,5", "expected positive integers"),
+        ("1", "keeps timestep 0 only"),
+        ("ddim1", "keeps timestep 0 only"),
+    ],
+)
+def test_mistaken_respacings_are_named(respacing, message):
+    with pytest.raises(UserError, match=message):
+        spaced_timesteps(1000, respacing)

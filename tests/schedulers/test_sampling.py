@@ -11,11 +11,10 @@ from tests.schedulers.no_reading import NoReading
 FIXED = {"type": "iddpm", "variance": "fixed_small"}
 SAMPLERS = {
     "ancestral": FIXED,
-    "learned": {"type": "iddpm", "rescale_timesteps": True},
+    "learned variance": {"type": "iddpm", "rescale_timesteps": True},
     "ddim": {**FIXED, "sampler": "ddim", "prediction": "v"},
     "ddim, eta, x0": {**FIXED, "sampler": "ddim", "eta": 0.7, "prediction": "x0"},
     "cosine, v": {**FIXED, "noise_schedule": "squaredcos_cap_v2", "prediction": "v"},
-    "jsd, v": {**FIXED, "noise_schedule": "jsd", "prediction": "v"},
     "euler": {"type": "rflow"},
     "heun": {"type": "rflow", "sampler": "heun", "shift": "resolution"},
     "midpoint": {"type": "rflow", "sampler": "midpoint", "shift": 1000.0},
@@ -30,7 +29,7 @@ def build(name, num_steps=8, **settings):
 
 
 def factor(name) -> int:
-    return 2 if name == "learned" else 1
+    return 2 if name == "learned variance" else 1
 
 
 def start(batch=2, frames=3):
@@ -128,7 +127,7 @@ def test_the_loop_reads_nothing_back_from_the_device(rngs, name):
     scheduler = build(name, **options)
 
     def model(x, timestep, **_):
-        return torch.cat([x, x], dim=1) if name == "learned" else 0.5 * x
+        return torch.cat([x, x], dim=1) if name == "learned variance" else 0.5 * x
 
     with NoReading():
         scheduler.sample(model, z, cond, null={"y": 0 * cond["y"]}, mask=mask, generators=rngs())
@@ -154,7 +153,7 @@ def test_a_scheduler_that_learns_nothing_refuses_what_another_learnt():
     scheduler = SCHEDULERS.build({"type": "dpm-solver", "num_sampling_steps": 2})
     assert scheduler.state_dict() == {}
     scheduler.load_state_dict({})
-    with pytest.raises(ValueError, match=r"learnt something \(losses\), DPMSolver does not"):
+    with pytest.raises(ValueError, match=r"has a state \(losses\), DPMSolver has none"):
         scheduler.load_state_dict({"losses": torch.zeros(1)})
 
 

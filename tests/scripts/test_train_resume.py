@@ -18,13 +18,12 @@ from opensora.checkpoint.load import complete_checkpoints, open_checkpoint
 from tests.conftest import PRELOADED, begin_rank, free_ports
 from tests.scripts.conftest import run_scripts
 
-PARTS = ("model", "ema", "optimizer", "scheduler")
-# the resume at step 3 is inside the warm-up and inside an epoch, and the scheduler learns from the losses
+PARTS = ("model", "ema", "optimizer")
+# the resume at step 3 is inside the warm-up and inside an epoch
 OPTIONS = (
     "--max-steps=6",
     "--ckpt-every=3",
     "--warmup-steps=5",
-    "--scheduler.timestep_sampling=loss-second-moment",
 )
 ACCUMULATED = (*OPTIONS, "--accumulation-steps=4")
 
@@ -127,7 +126,7 @@ TOGETHER = {
 @pytest.mark.slow
 def test_two_processes_with_all_there_is(train, together, tmp_path):
     """Each to the bit; and a run on two processes that share samples resumes on one."""
-    common = ("--max-steps=4", "--ckpt-every=2", OPTIONS[-1], "--batch-size=2")
+    common = ("--max-steps=4", "--ckpt-every=2", "--batch-size=2")
     whole = together(*((name, *common, *options) for name, options in TOGETHER.items()))
     half = [f"--load={complete_checkpoints(run)[0]}" for run in whole]
     pairs = zip(TOGETHER.items(), half, strict=True)
@@ -135,9 +134,6 @@ def test_two_processes_with_all_there_is(train, together, tmp_path):
     for one, other in zip(whole, rest, strict=True):
         assert_same_end(one, other)
         assert values(one, "loss")[2:] == values(other, "loss"), one.name
-    samples = {run.name: open_checkpoint(complete_checkpoints(run)[-1]).tensors("scheduler")["counts"] for run in whole}
-    assert samples["sp"].sum() == 4 * 2 * 2  # of 4 steps, 2 batches and 2 samples: each counts once
-    assert samples["hybrid"].sum() == 2 * samples["sp"].sum()
     alone = train(*common, "--accumulation-steps=2", half[0], name="alone")
     torch.testing.assert_close(values(alone, "loss"), values(whole[0], "loss")[2:], atol=1e-5, rtol=1e-5)
 

@@ -14,7 +14,7 @@ from PIL import Image
 
 from opensora.datasets.cache import CachedVideoTextDataset
 from opensora.datasets.sampler import SampleKey
-from opensora.inference.cached_text import CachedTextEncoder
+from opensora.inference.text import CachedTextEncoder
 from opensora.models.vae.vae import VideoAutoencoderKL
 from opensora.utils.errors import UserError
 from tools.cache_features import cache_features, main

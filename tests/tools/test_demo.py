@@ -23,15 +23,15 @@ from PIL import Image
 from opensora.datasets.video.read_video import open_clip, probe, read_indices
 from opensora.inference.jobs import remake
 from opensora.inference.manifest import Finished, frames_hash, read_sidecar
-from opensora.inference.pipeline import Defaults, VideoPipeline
+from opensora.inference.pipeline import VideoPipeline
 from opensora.inference.prompts import load_items
 from opensora.inference.sizes import video_size
 from opensora.registry import SCHEDULERS
 from opensora.utils.errors import UserError
 from tools.demo import __main__ as command
 from tools.demo import page as demo_page
+from tools.demo.form import FormValues, caption, form_of, steps_and_guidance, with_steps_and_guidance
 from tools.demo.studio import WORKER, Cancelled, Studio, preview_of
-from tools.demo.wish import Wish, caption, said, wish_of, with_said
 
 ROOT = Path(__file__).parents[2]
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -54,13 +54,13 @@ def studio(tmp_path_factory):
 
 
 @pytest.fixture
-def wish(studio):
-    """Three steps of a small picture sequence."""
-    return studio.first_wish()._replace(prompt="a white dog", height=32, width=48, num_frames=4, steps=3, seed=5)
+def form(studio):
+    """Three steps of a small image sequence."""
+    return studio.first_form()._replace(prompt="a white dog", height=32, width=48, num_frames=4, steps=3, seed=5)
 
 
 def test_the_form_begins_with_the_configs_settings(studio):
-    first = studio.first_wish()
+    first = studio.first_form()
     assert first[3:] == (96, 160, 8, 20, 1.0, 42)
     assert first.prompt == "a white dog rests on the floor by a door"  # the first of assets/texts/quickstart.txt
 
@@ -75,7 +75,7 @@ def started(studio, tmp_path, monkeypatch):
         cfg = dataclasses.replace(cfg, **changes)
         size = video_size(cfg, studio.pipeline.vae, studio.pipeline.model.patch_size)
         pipeline = copy.copy(studio.pipeline)
-        pipeline._defaults = Defaults(size.num_frames, size.image_size, size.fps, size.save_fps, cfg.seed)
+        pipeline._defaults, pipeline.seed = size, cfg.seed
         pipeline.scheduler = SCHEDULERS.build(cfg.scheduler)
         monkeypatch.setattr(VideoPipeline, "from_config", lambda _: pipeline)
         return Studio(cfg, Path(cfg.save_dir))
@@ -87,23 +87,23 @@ SMALL = ("--image-size", "32", "48", "--num-frames", "4")
 
 
 @pytest.fixture
-def picture(tmp_path):
-    """A red picture."""
+def image(tmp_path):
+    """A red image."""
     file = tmp_path / "first.png"
     Image.fromarray(np.full((40, 60, 3), (200, 30, 30), dtype=np.uint8)).save(file)
     return file
 
 
-def test_the_form_begins_with_all_that_the_command_says_and_makes_it(started, picture):
-    demo = started(*SMALL, "--num-sampling-steps", "3", "--cfg-scale", "4", "--negative-prompt", "blurry", "--image", str(picture),
+def test_the_form_begins_with_all_that_the_command_says_and_makes_it(started, image):
+    demo = started(*SMALL, "--num-sampling-steps", "3", "--cfg-scale", "4", "--negative-prompt", "blurry", "--image", str(image),
                    "--prompt", "a lake", "--seed", "7")  # fmt: skip
-    first = demo.first_wish()
-    assert first._replace(image=None) == Wish("a lake", "blurry", None, 32, 48, 4, 3, 4.0, 7)
-    assert Path(first.image).read_bytes() == picture.read_bytes()
+    first = demo.first_form()
+    assert first._replace(image=None) == FormValues("a lake", "blurry", None, 32, 48, 4, 3, 4.0, 7)
+    assert Path(first.image).read_bytes() == image.read_bytes()
     sample = list(demo.make(first))[-1].sample
     assert sample.record["config"]["negative_prompt"] == ["blurry"]
-    assert "from a picture" in caption(sample)
-    assert wish_of(sample.record) == first
+    assert "from an image" in caption(sample)
+    assert form_of(sample.record) == first
     with pytest.raises(UserError, match=r"first frame: there is no file nowhere\.png"):
         started("--image", "nowhere.png")
 
@@ -111,47 +111,47 @@ def test_the_form_begins_with_all_that_the_command_says_and_makes_it(started, pi
 def test_an_empty_negative_prompt_of_the_command_is_a_text(started):
     """It is the encoder's "no text", which is not the model's own; a form cannot tell them apart."""
     demo = started(*SMALL, "--cfg-scale", "4", "--negative-prompt", "", "--prompt", "a lake")
-    assert demo.settings(demo.first_wish()).negative_prompt == [""]
-    assert started(*SMALL, "--cfg-scale", "4", "--prompt", "a lake").settings(demo.first_wish()).negative_prompt is None
+    assert demo.settings(demo.first_form()).negative_prompt == [""]
+    assert started(*SMALL, "--cfg-scale", "4", "--prompt", "a lake").settings(demo.first_form()).negative_prompt is None
 
 
 def test_the_first_frame_of_a_video_is_a_picture_in_the_form(started):
     clip = next((ROOT / "assets/clips").glob("*.mp4"))
-    kept = Path(started("--image", str(clip)).first_wish().image)
+    kept = Path(started("--image", str(clip)).first_form().image)
     with open_clip(clip) as frames:
         assert np.array_equal(np.asarray(Image.open(kept)), read_indices(clip, frames, [0])[0].numpy())
 
 
-def test_what_a_prompt_says_of_itself_is_in_the_form(started, picture, tmp_path):
+def test_what_a_prompt_says_of_itself_is_in_the_form(started, image, tmp_path):
     table = tmp_path / "prompts.jsonl"
     rows = [{"text": "a cat"}, {"text": "a lake", "negative_prompt": "blurry", "seed": 3, "cfg_scale": 2.0,
-                                "reference_path": str(picture), "mask_strategy": "0"}]  # fmt: skip
+                                "reference_path": str(image), "mask_strategy": "0"}]  # fmt: skip
     table.write_text("\n".join(map(json.dumps, rows)))
     demo = started(
         *SMALL, "--num-sampling-steps", "3", "--prompt-path", str(table), "--start-index", "1", "--aes", "6.5"
     )
-    first = demo.first_wish()
+    first = demo.first_form()
     assert first[1:] == ("blurry", None, 32, 48, 4, 3, 2.0, 3)
     text, _, settings = first.prompt.partition("{")
     assert text == "a lake aesthetic score: 6.5."
-    assert json.loads("{" + settings) == {"reference_path": str(picture), "mask_strategy": "0"}
+    assert json.loads("{" + settings) == {"reference_path": str(image), "mask_strategy": "0"}
     sample = list(demo.make(first))[-1].sample
     assert sample.record["prompt"] == text
-    assert sample.record["config"]["reference_path"] == [str(picture)]
-    assert wish_of(sample.record) == first
+    assert sample.record["config"]["reference_path"] == [str(image)]
+    assert form_of(sample.record) == first
     with pytest.raises(UserError, match="prompt is empty"):
         demo.settings(first._replace(prompt="{" + settings))
 
 
-def test_lists_of_several_prompts_are_those_of_the_first(started, picture):
-    lists = {"prompt": ["a lake", "a cat"], "negative_prompt": ["blurry", "dark"], "reference_path": [str(picture), ""],
+def test_lists_of_several_prompts_are_those_of_the_first(started, image):
+    lists = {"prompt": ["a lake", "a cat"], "negative_prompt": ["blurry", "dark"], "reference_path": [str(image), ""],
              "mask_strategy": ["0", ""]}  # fmt: skip
     demo = started(*SMALL, "--cfg-scale", "2", **lists)
-    first = demo.first_wish()
+    first = demo.first_form()
     assert first.negative_prompt == "blurry"
     cfg = demo.settings(first)
     (item,) = load_items(cfg)
-    assert (item.references, item.mask_strategy, item.negative_prompt) == ((str(picture),), "0", "blurry")
+    assert (item.references, item.mask_strategy, item.negative_prompt) == ((str(image),), "0", "blurry")
     with pytest.raises(UserError, match="negative_prompt has 2 entries for 1 prompts"):
         started(**{**lists, "prompt": None, "prompt_path": None, "reference_path": None, "mask_strategy": None})
 
@@ -159,7 +159,7 @@ def test_lists_of_several_prompts_are_those_of_the_first(started, picture):
 SCHEDULES = [
     ({"type": "iddpm", "timestep_respacing": "ddim50"}, 50, 4.0),
     ({"type": "iddpm", "timestep_respacing": "10,15,20", "cfg_scale": 2.0}, 45, 2.0),
-    ({"type": "iddpm", "prediction": "previous_x"}, 1000, 4.0),
+    ({"type": "iddpm", "prediction": "v"}, 1000, 4.0),
     ({"type": "iddpm", "num_sampling_steps": None, "timestep_respacing": "20"}, 20, 4.0),
     ({"type": "dpm-solver", "final": "denoise_to_zero"}, 21, 4.0),
     ({"type": "dpm-solver", "num_sampling_steps": 8, "final": "denoise_to_zero"}, 8, 4.0),
@@ -170,18 +170,17 @@ SCHEDULES = [
 
 @pytest.mark.parametrize(("scheduler", "steps", "guidance"), SCHEDULES)
 def test_every_way_to_say_steps_and_guidance_is_understood_and_kept(scheduler, steps, guidance):
-    assert said(scheduler) == (steps, guidance)
-    assert with_said(scheduler, steps, guidance) == scheduler
-    if scheduler.get("prediction") != "previous_x":  # which leaves no timestep out
-        other = with_said(scheduler, 7, 1.5)
-        assert said(other) == (7, 1.5)
-        SCHEDULERS.build(other)
+    assert steps_and_guidance(scheduler) == (steps, guidance)
+    assert with_steps_and_guidance(scheduler, steps, guidance) == scheduler
+    other = with_steps_and_guidance(scheduler, 7, 1.5)
+    assert steps_and_guidance(other) == (7, 1.5)
+    SCHEDULERS.build(other)
 
 
 def test_generate_works_with_respaced_timesteps(started):
     scheduler = {"type": "iddpm", "timestep_respacing": "ddim4", "variance": "fixed_small", "cfg_scale": 1.0}
     demo = started(*SMALL, scheduler=scheduler)
-    first = demo.first_wish()._replace(prompt="a lake")
+    first = demo.first_form()._replace(prompt="a lake")
     assert first.steps == 4
     sample = list(demo.make(first))[-1].sample
     assert sample.record["config"]["scheduler"]["timestep_respacing"] == "ddim4"
@@ -190,14 +189,14 @@ def test_generate_works_with_respaced_timesteps(started):
     assert "3 steps" in caption(sample)
 
 
-def test_sidecars_of_the_script_that_leave_steps_and_guidance_out(studio, wish):
-    made = list(studio.make(wish))[-1].sample
+def test_sidecars_of_the_script_that_leave_steps_and_guidance_out(studio, form):
+    made = list(studio.make(form))[-1].sample
     record = made.record | {"config": made.record["config"] | {"scheduler": {"type": "rflow"}}}
     assert "10 steps, guidance 4, seed 5" in caption(Finished(made.path, record))
-    assert wish_of(record)[6:] == (10, 4.0, 5)
+    assert form_of(record)[6:] == (10, 4.0, 5)
     record["config"]["scheduler"] = {"type": "somebody's own"}
     assert caption(Finished(made.path, record)) == "a white dog (4 frames of 32x48, seed 5)"
-    assert wish_of(record)[6:] == (None, None, 5)
+    assert form_of(record)[6:] == (None, None, 5)
 
 
 @pytest.mark.parametrize(
@@ -210,15 +209,15 @@ def test_sidecars_of_the_script_that_leave_steps_and_guidance_out(studio, wish):
 )
 def test_settings_that_the_form_replaces_do_not_stand_in_its_way(started, arguments):
     demo = started(*arguments)
-    first = demo.first_wish()._replace(prompt="a lake", steps=2)
-    for wish in (first, first._replace(num_frames=1)):
-        cfg = demo.settings(wish)
-        assert (cfg.num_frames, cfg.image_size) == (wish.num_frames, (wish.height, wish.width))
-        assert cfg.save_format == ("gif" if "gif" in arguments and wish.num_frames > 1 else "mp4")
+    first = demo.first_form()._replace(prompt="a lake", steps=2)
+    for form in (first, first._replace(num_frames=1)):
+        cfg = demo.settings(form)
+        assert (cfg.num_frames, cfg.image_size) == (form.num_frames, (form.height, form.width))
+        assert cfg.save_format == ("gif" if "gif" in arguments and form.num_frames > 1 else "mp4")
 
 
-def test_steps_previews_and_a_sample_that_can_be_made_again(studio, wish):
-    updates = list(studio.make(wish))
+def test_steps_previews_and_a_sample_that_can_be_made_again(studio, form):
+    updates = list(studio.make(form))
     assert [u.step for u in updates] == [1, 2, 3, 3]
     assert all(u.num_steps == 3 for u in updates)
     assert all(u.preview.shape == (32, 48, 3) for u in updates[:3])
@@ -226,7 +225,7 @@ def test_steps_previews_and_a_sample_that_can_be_made_again(studio, wish):
     assert probe(sample.path)[:3] == (4, 32, 48)
     assert studio.samples()[0].path == sample.path
     assert caption(sample) == "a white dog (4 frames of 32x48, 3 steps, guidance 1, seed 5)"
-    assert wish_of(sample.record) == wish
+    assert form_of(sample.record) == form
     record = read_sidecar(sample.path.with_suffix(".json"))
     video = remake(record)
     assert video.shape == (3, 4, 32, 48)
@@ -234,9 +233,9 @@ def test_steps_previews_and_a_sample_that_can_be_made_again(studio, wish):
 
 
 @pytest.mark.slow
-def test_the_same_wish_gives_the_same_video_and_another_seed_another(studio, wish):
+def test_the_same_form_gives_the_same_video_and_another_seed_another(studio, form):
     def frames(**changes) -> str:
-        sample = list(studio.make(wish._replace(**changes)))[-1].sample
+        sample = list(studio.make(form._replace(**changes)))[-1].sample
         return read_sidecar(sample.path.with_suffix(".json"))["frames"]
 
     assert frames() == frames()
@@ -246,18 +245,18 @@ def test_the_same_wish_gives_the_same_video_and_another_seed_another(studio, wis
     assert frames(seed=None) != frames(seed=None)
 
 
-def test_one_frame_is_a_picture(studio, wish):
-    sample = list(studio.make(wish._replace(num_frames=1)))[-1].sample
+def test_one_frame_is_an_image(studio, form):
+    sample = list(studio.make(form._replace(num_frames=1)))[-1].sample
     assert sample.path.suffix == ".png"
 
 
-def test_a_picture_is_the_first_frame_and_is_kept(studio, wish, tmp_path):
+def test_an_image_is_the_first_frame_and_is_kept(studio, form, tmp_path):
     upload = tmp_path / "upload.PNG"
     Image.fromarray(np.full((40, 60, 3), (200, 30, 30), dtype=np.uint8)).save(upload)
-    sample = list(studio.make(wish._replace(image=str(upload))))[-1].sample
+    sample = list(studio.make(form._replace(image=str(upload))))[-1].sample
     upload.unlink()
     record = read_sidecar(sample.path.with_suffix(".json"))
-    assert "from a picture" in caption(sample)
+    assert "from an image" in caption(sample)
     first = remake(record)[:, 0]  # the kept copy is still there
     assert (first[0] - first[1]).mean() > 0.5  # red, as the VAE gives it
 
@@ -273,37 +272,37 @@ def test_a_picture_is_the_first_frame_and_is_kept(studio, wish, tmp_path):
         ({"guidance": None}, "guidance is missing"),
     ],
 )
-def test_what_cannot_be_had_is_told(studio, wish, change, message):
+def test_what_cannot_be_had_is_reported(studio, form, change, message):
     before = studio.samples()
     with pytest.raises(UserError, match=message):
-        list(studio.make(wish._replace(**change)))
+        list(studio.make(form._replace(**change)))
     assert studio.samples() == before
 
 
-def test_cancel_ends_it_after_the_present_step(studio, wish):
-    updates = studio.make(wish._replace(steps=200), owner="me")
+def test_cancel_ends_it_after_the_present_step(studio, form):
+    updates = studio.make(form._replace(steps=200), owner="me")
     next(updates)
     studio.cancel("somebody else")
     assert next(updates).step == 2
     studio.cancel("me")
     with pytest.raises(Cancelled):
         list(updates)
-    assert len(list(studio.make(wish))) == 4  # the next one works
+    assert len(list(studio.make(form))) == 4  # the next one works
 
 
-def test_a_page_that_is_closed_ends_it_too(studio, wish):
-    updates = studio.make(wish._replace(steps=200))
+def test_a_page_that_is_closed_ends_it_too(studio, form):
+    updates = studio.make(form._replace(steps=200))
     next(updates)
     assert WORKER in [thread.name for thread in threading.enumerate()]
     updates.close()
     assert WORKER not in [thread.name for thread in threading.enumerate()]
 
 
-def test_two_wishes_wait_for_each_other(studio, wish):
-    first = studio.make(wish, owner="a")
+def test_two_requests_wait_for_each_other(studio, form):
+    first = studio.make(form, owner="a")
     assert next(first).step == 1
     results = []
-    other = threading.Thread(target=lambda: results.extend(studio.make(wish._replace(seed=9), owner="b")))
+    other = threading.Thread(target=lambda: results.extend(studio.make(form._replace(seed=9), owner="b")))
     other.start()
     assert [u.step for u in first] == [2, 3, 3]
     other.join(60)
@@ -341,7 +340,7 @@ def test_a_click_finds_its_sample_among_those_of_equal_captions(started, monkeyp
     monkeypatch.setitem(sys.modules, "gradio", SimpleNamespace(SelectData=object))  # all that the handler wants of it
     demo = started(*SMALL, "--num-sampling-steps", "2", "--cfg-scale", "2", "--prompt", "a lake", "--seed", "7")
     for negative in ("blurry", "dark"):
-        list(demo.make(demo.first_wish()._replace(negative_prompt=negative)))
+        list(demo.make(demo.first_form()._replace(negative_prompt=negative)))
     newest, oldest = demo.samples()
     assert caption(newest) == caption(oldest)
     choose, shown = demo_page._choose(demo), dict(demo_page._gallery(demo))
@@ -354,7 +353,7 @@ def test_a_click_finds_its_sample_among_those_of_equal_captions(started, monkeyp
     assert choose(SimpleNamespace(value={"caption": shown[str(oldest.path)]}))[0] is None
 
 
-def test_the_page_is_built_and_its_handlers_work(studio, wish):
+def test_the_page_is_built_and_its_handlers_work(studio, form):
     pytest.importorskip("gradio", reason="pip install 'gradio>=6'")
     from tools.demo import page
 
@@ -366,31 +365,31 @@ def test_the_page_is_built_and_its_handlers_work(studio, wish):
         session_hash = "abc"
 
     generate = page._generate(studio)
-    shown = list(generate(Session(), *wish))
+    shown = list(generate(Session(), *form))
     assert "Waiting" in shown[0][0]
     assert "Step 1 of 3" in shown[1][0]
     assert "Done in" in shown[-1][0]
     assert shown[-1][4][0][1].startswith("a white dog (4 frames of 32x48, 3 steps, guidance 1, seed 5) [a_white_dog")
-    failed = list(generate(Session(), *wish._replace(prompt="")))
+    failed = list(generate(Session(), *form._replace(prompt="")))
     assert "prompt is empty" in failed[-1][0]
-    hostile = list(generate(Session(), *wish._replace(height=33, prompt="<script>alert(1)</script>")))
+    hostile = list(generate(Session(), *form._replace(height=33, prompt="<script>alert(1)</script>")))
     assert "<script>" not in hostile[-1][0]
     again, record = page._again(studio), studio.samples()[0].record
-    assert again(record) == list(wish_of(record))
+    assert again(record) == list(form_of(record))
 
 
-def test_the_page_takes_what_lies_beyond_its_sliders_and_shows_the_first_form(started, picture):
+def test_the_page_takes_what_lies_beyond_its_sliders_and_shows_the_first_form(started, image):
     gradio = pytest.importorskip("gradio", reason="pip install 'gradio>=6'")
     from tools.demo import page
 
     demo = started("--image-size", "1096", "16", "--num-frames", "300", "--cfg-scale", "25", "--num-sampling-steps", "400",
-                   "--negative-prompt", "blurry", "--image", str(picture))  # fmt: skip
+                   "--negative-prompt", "blurry", "--image", str(image))  # fmt: skip
     with gradio.Blocks():
         form = page._form(demo)
-    first = demo.first_wish()
+    first = demo.first_form()
     for field, component in zip(first._fields, form, strict=True):
         if field == "image":
-            assert Path(component.value["path"]).read_bytes() == picture.read_bytes()
+            assert Path(component.value["path"]).read_bytes() == image.read_bytes()
         else:
             assert component.preprocess(component.value) == getattr(first, field), field
     record = {"config": {"scheduler": {"type": "nobody's"}, "image": "gone.png"}, "prompt": "a", "image_size": [16, 16],

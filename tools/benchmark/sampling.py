@@ -19,9 +19,8 @@ from opensora.acceleration.distributed import World, init_world, shutdown
 from opensora.acceleration.sequence_parallel import parallelise
 from opensora.acceleration.step_cache import StepCache, build_step_cache
 from opensora.inference.memory import estimate
-from opensora.inference.pipeline import VideoPipeline
-from opensora.inference.prompts import load_prompts
-from opensora.inference.request import Request, as_items
+from opensora.inference.pipeline import Request, VideoPipeline
+from opensora.inference.prompts import as_items, load_prompts
 from opensora.models.text_encoder.condition import TextCondition
 from opensora.models.vae.metrics import LPIPS, mean_quality, quality
 from opensora.registry import MODELS, SCHEDULERS
@@ -173,9 +172,8 @@ def sample(argv: Sequence[str]) -> None:
             seed=0,
         )
         needed = None
-        if decoded:  # takes seconds for a large video
-            latent_size = pipeline.vae.latent_size((request.num_frames, *request.image_size))
-            needed = estimate(pipeline, request, latent_size).peak(pipeline.place.policy) / 2**30
+        if decoded:
+            needed = estimate(pipeline, len(request.items), request.num_frames, request.image_size) / 2**30
         if args.warmup_steps is not None:
             pipeline.scheduler = SCHEDULERS.build({**case.scheduler, "num_sampling_steps": args.warmup_steps})
         pipeline.sample(request, decode=decoded)  # compiles, and picks kernels
@@ -360,7 +358,6 @@ SAMPLERS: dict[str, dict[str, Any]] = {
     "DPM-Solver++ 3, multistep": {**DPM, "order": 3},
     "DPM-Solver++ 2, SDE": {**DPM, "algorithm_type": "sde-dpmsolver++"},
     "DPM-Solver 3, singlestep": {**DPM, "algorithm_type": "dpmsolver", "method": "singlestep", "order": 3},
-    "DPM-Solver++ 2, dynamic thresholding": {**DPM, "thresholding": "dynamic"},
     "Rectified flow, Euler": {"type": "rflow"},
     "Rectified flow, Heun": {"type": "rflow", "sampler": "heun"},
 }

@@ -4,16 +4,17 @@ import html
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from opensora.registry import PartError
 from opensora.utils.errors import UserError
+from tools.demo.form import FormValues, form_of, label
 from tools.demo.studio import Cancelled, Studio, Update, all_settings
-from tools.demo.wish import Wish, label, wish_of
 
 if TYPE_CHECKING:
     import gradio as gr
 
 TITLE = "opensora demo"
 LARGEST_SIDE, LONGEST, MOST_STEPS, MOST_GUIDANCE = 1024, 256, 250, 20.0
-WAITING = 16  # wishes in the queue; more are told to come back
+WAITING = 16  # requests in the queue; more are told to come back
 
 
 def build_page(studio: Studio) -> "gr.Blocks":
@@ -34,7 +35,7 @@ def build_page(studio: Studio) -> "gr.Blocks":
                     label="Preview while it is made", interactive=False, height=190, buttons=[], elem_id="preview"
                 )
                 video = gr.Video(label="Sample", autoplay=True, loop=True, interactive=False, elem_id="sample")
-                picture = gr.Image(label="Sample", visible=False, interactive=False, elem_id="picture")
+                sample_image = gr.Image(label="Sample", visible=False, interactive=False, elem_id="sample_image")
         gr.Markdown("### Made so far\nClick one to see its settings.")
         gallery = gr.Gallery(
             value=_gallery(studio),
@@ -50,7 +51,7 @@ def build_page(studio: Studio) -> "gr.Blocks":
             settings = gr.Code(language="json", interactive=False, elem_id="settings")
         chosen = gr.State(None)
 
-        shown = [status, preview, video, picture, gallery]
+        shown = [status, preview, video, sample_image, gallery]
         run = make.click(_generate(studio), form, shown, concurrency_limit=1)
         cancel.click(_cancel(studio), None, [status], cancels=[run], queue=False)
         gallery.select(_choose(studio), None, [chosen, settings])
@@ -61,15 +62,15 @@ def build_page(studio: Studio) -> "gr.Blocks":
 
 
 def _form(studio: Studio) -> list[Any]:
-    """The inputs, in the order of `Wish`."""
+    """The inputs, in the order of `FormValues`."""
     import gradio as gr
 
-    first, (_, *strides) = studio.first_wish(), studio.pipeline.vae.strides
-    known = [first, *(wish_of(sample.record) for sample in studio.samples())]
+    first, (_, *strides) = studio.first_form(), studio.pipeline.vae.strides
+    known = [first, *(form_of(sample.record) for sample in studio.samples())]
 
     def slider(field: str, least: float, most: float, step: float, label: str, **options: Any) -> Any:
         """As far as `most`, or as what the form begins with or gets from a sample: a slider refuses what is beyond it."""
-        values = [value for wish in known if (value := getattr(wish, field)) is not None]
+        values = [value for form in known if (value := getattr(form, field)) is not None]
         return gr.Slider(
             min(least, *values), max(most, *values), getattr(first, field), step=step, label=label, **options
         )
@@ -86,7 +87,7 @@ def _form(studio: Studio) -> list[Any]:
         height = slider("height", strides[0], LARGEST_SIDE, strides[0], "Height")
         width = slider("width", strides[1], LARGEST_SIDE, strides[1], "Width")
     with gr.Row():
-        num_frames = slider("num_frames", 1, LONGEST, 1, "Frames", info="1 makes a picture")
+        num_frames = slider("num_frames", 1, LONGEST, 1, "Frames", info="1 makes an image")
         steps = slider("steps", 1, MOST_STEPS, 1, "Steps", elem_id="steps")
     with gr.Row():
         guidance = slider("guidance", 0, MOST_GUIDANCE, 0.1, "Guidance", info="1 switches it off")
@@ -95,17 +96,17 @@ def _form(studio: Studio) -> list[Any]:
 
 
 def _generate(studio: Studio) -> Any:
-    """The handler of the button: yields values of status, preview, video, picture and gallery."""
+    """The handler of the button: yields values of status, preview, video, image and gallery."""
     import gradio as gr
 
     def generate(request: gr.Request, *values: Any) -> Iterator[tuple[Any, ...]]:
         yield _status("Waiting for the one before."), None, None, gr.skip(), gr.skip()
         try:
-            for update in studio.make(Wish(*values), owner=str(request.session_hash)):
+            for update in studio.make(FormValues(*values), owner=str(request.session_hash)):
                 yield _shown(studio, update)
         except Cancelled:
             yield _status("Cancelled."), None, None, gr.skip(), gr.skip()
-        except UserError as error:
+        except (UserError, PartError) as error:
             yield _status(str(error), bad=True), None, None, gr.skip(), gr.skip()
 
     return generate
@@ -121,11 +122,11 @@ def _shown(studio: Studio, update: Update) -> tuple[Any, ...]:
         preview = gr.skip() if update.preview is None else update.preview
         return _status(text, update.step / update.num_steps), preview, gr.skip(), gr.skip(), gr.skip()
     path = str(update.sample.path)
-    still = update.sample.path.suffix in (".png", ".gif")  # what a browser shows as a picture
+    still = update.sample.path.suffix in (".png", ".gif")  # what a browser shows as an image
     video = gr.update(value=None if still else path, visible=not still)
-    picture = gr.update(value=path if still else None, visible=still)
+    sample_image = gr.update(value=path if still else None, visible=still)
     text = f"Done in {update.seconds:.1f} s: {update.sample.path.name}"
-    return _status(text, 1.0), gr.skip(), video, picture, _gallery(studio)
+    return _status(text, 1.0), gr.skip(), video, sample_image, _gallery(studio)
 
 
 def _cancel(studio: Studio) -> Any:
@@ -157,15 +158,15 @@ def _again(studio: Studio) -> Any:
 
     def again(record: dict[str, Any] | None) -> list[Any]:
         if record is None:
-            return [gr.skip()] * len(Wish._fields)
-        wish = wish_of(record)
+            return [gr.skip()] * len(FormValues._fields)
+        form = form_of(record)
         try:
-            wish = wish._replace(image=None if wish.image is None else studio.picture(wish.image))
+            form = form._replace(image=None if form.image is None else studio.keep_image(form.image))
         except UserError as error:
             gr.Warning(str(error))
-            wish = wish._replace(image=None)
-        unknown = [name for name in ("steps", "guidance") if getattr(wish, name) is None]
-        return [gr.skip() if name in unknown else value for name, value in wish._asdict().items()]
+            form = form._replace(image=None)
+        unknown = [name for name in ("steps", "guidance") if getattr(form, name) is None]
+        return [gr.skip() if name in unknown else value for name, value in form._asdict().items()]
 
     return again
 

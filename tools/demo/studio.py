@@ -1,7 +1,7 @@
-"""What the demo page does, without the page: sample one video, tell how far it is, show what it will be, keep what was made.
+"""What the demo page does, without the page: sample one video, report progress, show previews, keep what was made.
 
 Sampling runs in a thread that hands over each step, so that the page can show progress and end it between two steps. There
-is one pipeline; a second wish waits until the first is done.
+is one pipeline; a second request waits until the first is done.
 """
 
 import dataclasses
@@ -29,14 +29,14 @@ from opensora.inference.fetch import fetch
 from opensora.inference.jobs import jobs, records, request_of
 from opensora.inference.manifest import Finished, finished, write_samples
 from opensora.inference.output import sample_file_name, to_uint8
-from opensora.inference.pipeline import Defaults, VideoPipeline
+from opensora.inference.pipeline import VideoPipeline
 from opensora.inference.prompts import PromptItem, load_items, split_settings
-from opensora.inference.references import refuse_missing
+from opensora.inference.references import check_files_exist
 from opensora.inference.sizes import video_size, warn_outside_training
 from opensora.registry import SCHEDULERS, build_module
 from opensora.schedulers.sampling import SamplingStep
 from opensora.utils.errors import UserError
-from tools.demo.wish import Wish, prompt_of_item, said, with_said
+from tools.demo.form import FormValues, prompt_of_item, steps_and_guidance, with_steps_and_guidance
 
 PREVIEWS = 8  # of one sampling run
 LARGEST_SEED = 2**31 - 1
@@ -44,7 +44,7 @@ WORKER = "sampling"  # the name of the thread
 
 
 class Update(NamedTuple):
-    """What the page is told after a step, and at the end."""
+    """What the page gets after a step, and at the end."""
 
     step: int
     num_steps: int
@@ -64,7 +64,7 @@ class Studio:
     """A pipeline, and a folder for what it makes.
 
     Args:
-        cfg: the settings; a wish replaces all that a form holds.
+        cfg: the settings; the form replaces what it holds.
         folder: for the samples and their sidecars; earlier ones in it are shown too.
 
     Raises:
@@ -75,16 +75,16 @@ class Studio:
         self.cfg, self.folder = cfg, folder
         folder.mkdir(parents=True, exist_ok=True)
         self._first = _first_item(cfg)  # before minutes of loading
-        self._image = None if cfg.image is None else self.picture(cfg.image)
+        self._image = None if cfg.image is None else self.keep_image(cfg.image)
         self.pipeline = VideoPipeline.from_config(cfg)
         self._one_at_a_time = threading.Lock()
         self._cancel: dict[str, threading.Event] = {}
 
-    def first_wish(self) -> Wish:
+    def first_form(self) -> FormValues:
         """What the form holds at first: the config's own settings, and those of its first prompt."""
-        steps, guidance = said(self.cfg.scheduler)
+        steps, guidance = steps_and_guidance(self.cfg.scheduler)
         size, own = self.pipeline.defaults, self._first.overrides
-        return Wish(
+        return FormValues(
             prompt_of_item(self._first),
             self._first.negative_prompt or "",
             self._image,
@@ -104,16 +104,16 @@ class Studio:
         if owner in self._cancel:
             self._cancel[owner].set()
 
-    def make(self, wish: Wish, owner: str = "") -> Iterator[Update]:
-        """Sample, and say after each step how far it is; the last update holds the sample.
+    def make(self, form: FormValues, owner: str = "") -> Iterator[Update]:
+        """Sample; each step gives an update, and the last one holds the sample.
 
         Ending the iteration early, or `cancel(owner)`, ends the sampling after its present step.
 
         Raises:
-            UserError: the wish cannot be had; the message says what to change.
+            UserError: the form asks for what cannot be made; the message names what to change.
             Cancelled: by `cancel`.
         """
-        cfg = self.settings(wish)
+        cfg = self.settings(form)
         end = self._cancel[owner] = threading.Event()
         news: News = queue.Queue()
         worker = threading.Thread(target=self._work, args=(cfg, news, end), name=WORKER, daemon=True)
@@ -130,28 +130,28 @@ class Studio:
             end.set()
             worker.join()
 
-    def settings(self, wish: Wish) -> InferenceConfig:
-        """The config of a wish, checked.
+    def settings(self, form: FormValues) -> InferenceConfig:
+        """The config of a form, checked.
 
         Raises:
             UserError: something of it is missing or wrong.
         """
-        if not split_settings(wish.prompt, "prompt")[0].strip():
+        if not split_settings(form.prompt, "prompt")[0].strip():
             raise UserError("The prompt is empty: say what the video should show.")
-        numbers = {name: _whole(getattr(wish, name), name) for name in ("height", "width", "num_frames", "steps")}
-        seed = random.SystemRandom().randint(0, LARGEST_SEED) if wish.seed is None else _whole(wish.seed, "seed")
-        if wish.guidance is None:
+        numbers = {name: _whole(getattr(form, name), name) for name in ("height", "width", "num_frames", "steps")}
+        seed = random.SystemRandom().randint(0, LARGEST_SEED) if form.seed is None else _whole(form.seed, "seed")
+        if form.guidance is None:
             raise UserError("guidance is missing; 1 switches it off.")
         values = {
             **to_dict(self.cfg),
-            "prompt": [wish.prompt],
+            "prompt": [form.prompt],
             "prompt_path": None,
             "start_index": None,
             "end_index": None,
-            "negative_prompt": [wish.negative_prompt] if wish.negative_prompt.strip() else self._blank(),
+            "negative_prompt": [form.negative_prompt] if form.negative_prompt.strip() else self._blank(),
             "reference_path": None,  # they stand in the prompt
             "mask_strategy": None,
-            "image": None if wish.image is None else self.picture(wish.image),
+            "image": None if form.image is None else self.keep_image(form.image),
             "image_size": (numbers["height"], numbers["width"]),
             "num_frames": numbers["num_frames"],
             "resolution": None,
@@ -159,14 +159,14 @@ class Studio:
             "aspect_ratio_order": "height:width",
             "duration": None,
             "seed": seed,
-            "scheduler": with_said(self.cfg.scheduler, numbers["steps"], float(wish.guidance)),
-            "save_format": "mp4" if numbers["num_frames"] == 1 else self.cfg.save_format,  # a picture is a PNG
+            "scheduler": with_steps_and_guidance(self.cfg.scheduler, numbers["steps"], float(form.guidance)),
+            "save_format": "mp4" if numbers["num_frames"] == 1 else self.cfg.save_format,  # an image is a PNG
             "save_dir": str(self.folder),
         }
         return config_from_dict(InferenceConfig, values, COMPONENTS)
 
     def _blank(self) -> list[str] | None:
-        """What an empty field means: the text "", where the config says so, or the model's own "no text"."""
+        """What an empty field means: the text "", where the config has it, or the model's own "no text"."""
         return [""] if self._first.negative_prompt == "" else None
 
     def _work(self, cfg: InferenceConfig, news: News, end: threading.Event) -> None:
@@ -183,9 +183,8 @@ class Studio:
         """Sample and write."""
         watch.check()  # cancelled while it waited
         self.pipeline.scheduler = build_module(cfg.scheduler, SCHEDULERS)
-        asked = video_size(cfg, self.pipeline.vae, self.pipeline.model.patch_size)
-        warn_outside_training(asked, cfg.model.get("from_pretrained"))
-        size = Defaults(asked.num_frames, asked.image_size, asked.fps, asked.save_fps, cfg.seed)
+        size = video_size(cfg, self.pipeline.vae, self.pipeline.model.patch_size)
+        warn_outside_training(size, cfg.model.get("from_pretrained"))
         (job,) = jobs(cfg)
         job = job._replace(path=self.folder / _new_name(job.item.text))
         made = self.pipeline.sample(request_of(cfg, [job], self.pipeline, size), on_step=watch)
@@ -196,7 +195,7 @@ class Studio:
         )
         return Finished(file, record)
 
-    def picture(self, source: str) -> str:
+    def keep_image(self, source: str) -> str:
         """A copy of a first frame, under a name from its bytes: a sidecar names it, and uploads do not last.
 
         Args:
@@ -223,7 +222,7 @@ class Studio:
 
 
 def _first_item(cfg: InferenceConfig) -> PromptItem:
-    """The first prompt with all that belongs to it; without any, what the config says of each."""
+    """The first prompt with all that belongs to it; without any, the config's own settings."""
     if cfg.prompt is not None or cfg.prompt_path is not None:
         first = load_items(cfg)[0]
     else:
@@ -231,7 +230,7 @@ def _first_item(cfg: InferenceConfig) -> PromptItem:
             cfg, prompt=[""], aes=None, flow=None, camera_motion=None
         )  # scores come with a text
         first = load_items(plain)[0]
-    refuse_missing(dataclasses.replace(cfg, image=None), [first])
+    check_files_exist(dataclasses.replace(cfg, image=None), [first])
     return first
 
 
@@ -241,7 +240,7 @@ def _new_name(prompt: str) -> str:
 
 
 class _Watch:
-    """What the pipeline calls after each step: tells of it, and ends the sampling when the user wants that."""
+    """What the pipeline calls after each step: reports it, and ends the sampling when the user wants that."""
 
     def __init__(self, vae: Any, news: News, end: threading.Event) -> None:
         self.vae, self.news, self.end = vae, news, end

@@ -73,7 +73,7 @@ class LatteT2V(AdaLNSingleDenoiser):
     """
 
     empty_prompt_mask: ClassVar[Literal["caption", "own"]] = "caption"
-    """Which tokens of an empty prompt count, where it stands for "no text"; see `opensora.inference.conditions`."""
+    """Which tokens of an empty prompt count, where it stands for "no text"; see `opensora.inference.text`."""
 
     temporal_parts = ("temporal_blocks.",)
 

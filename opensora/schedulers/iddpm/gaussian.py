@@ -1,7 +1,7 @@
 """The Gaussian algebra between x_0, x_t, eps and v, and the terms of the variational lower bound.
 
 Equations of Ho et al. 2020 ("Ho"), Nichol & Dhariwal 2021 ("Nichol") and, for v, Salimans & Ho 2022, appendix D.
-Functions that take coefficients take those of one timestep, or those of each sample [B, 1, 1, 1, 1].
+Coefficients c are those of one timestep (floats), or of each sample [B, 1, 1, 1, 1].
 """
 
 import math
@@ -11,8 +11,6 @@ from torch import Tensor
 
 from opensora.schedulers.noise_schedule import Coefficients, Scalar
 
-LEARNED = ("learned_range", "learned")  # kinds of variance for which the model returns 2C channels
-
 
 def q_sample(x_0: Tensor, noise: Tensor, c: Coefficients) -> Tensor:
     """x_t ~ q(x_t | x_0) (Ho eq. 4)."""
@@ -20,53 +18,36 @@ def q_sample(x_0: Tensor, noise: Tensor, c: Coefficients) -> Tensor:
 
 
 def prediction_target(prediction: str, x_0: Tensor, noise: Tensor, c: Coefficients) -> Tensor:
-    """What a perfect model returns.
-
-    Args:
-        prediction: "eps": `noise`; "x0": `x_0`; "v": sqrt(abar) noise - sqrt(1 - abar) x_0; "previous_x": the posterior's
-            mean of x_{t-1}.
-    """
+    """What a perfect model returns for "eps", "x0" or "v"."""
     if prediction == "eps":
         return noise
     if prediction == "x0":
         return x_0
-    if prediction == "previous_x":
-        return posterior_mean(x_0, q_sample(x_0, noise, c), c)
     return c.sqrt_alphas_cumprod * noise - c.sqrt_one_minus_alphas_cumprod * x_0
 
 
 def predicted_x_0(prediction: str, output: Tensor, x_t: Tensor, c: Coefficients) -> Tensor:
     """The x_0 that the model's output stands for."""
     if prediction == "eps":
-        return _add_scaled(x_t, -c.sqrt_one_minus_alphas_cumprod, output) / c.sqrt_alphas_cumprod
+        return add_scaled(x_t, -c.sqrt_one_minus_alphas_cumprod, output) / c.sqrt_alphas_cumprod
     if prediction == "x0":
         return output
-    if prediction == "previous_x":
-        return (output - c.posterior_mean_coef_x_t * x_t) / c.posterior_mean_coef_x_0
     return c.sqrt_alphas_cumprod * x_t - c.sqrt_one_minus_alphas_cumprod * output
-
-
-def eps_from_x_0(x_0: Tensor, x_t: Tensor, c: Coefficients) -> Tensor:
-    """The noise in x_t."""
-    return _add_scaled(x_t, -c.sqrt_alphas_cumprod, x_0) / c.sqrt_one_minus_alphas_cumprod
 
 
 def posterior_mean(x_0: Tensor, x_t: Tensor, c: Coefficients) -> Tensor:
     """Mean of q(x_{t-1} | x_t, x_0) (Ho eq. 7)."""
-    return _add_scaled(c.posterior_mean_coef_x_0 * x_0, c.posterior_mean_coef_x_t, x_t)
+    return add_scaled(c.posterior_mean_coef_x_0 * x_0, c.posterior_mean_coef_x_t, x_t)
 
 
 def model_log_variance(variance: str, raw: Tensor | None, like: Tensor, c: Coefficients) -> Tensor:
     """Log variance of p(x_{t-1} | x_t), in the shape of `like`.
 
-    `raw` holds the variance channels of a model that learns it: with "learned" they are the log variance; with
-    "learned_range" -1 is the posterior's variance, 1 is beta, between them the logarithms are interpolated, and nothing
-    clamps (Nichol eq. 15).
+    `raw` holds the variance channels of a model that learns it ("learned_range"): -1 is the posterior's, 1 is beta, and
+    logarithms are interpolated without a clamp (Nichol eq. 15).
     """
-    if variance in LEARNED:
+    if variance == "learned_range":
         assert raw is not None, "a learned variance needs the model's variance channels"
-        if variance == "learned":
-            return raw
         if not isinstance(c.log_beta, Tensor) and not isinstance(c.log_posterior_variance, Tensor):
             middle, half = (c.log_beta + c.log_posterior_variance) / 2, (c.log_beta - c.log_posterior_variance) / 2
             return half * raw + middle
@@ -76,7 +57,7 @@ def model_log_variance(variance: str, raw: Tensor | None, like: Tensor, c: Coeff
     return torch.zeros_like(like) + log_variance
 
 
-def _add_scaled(x: Tensor, factor: Scalar, y: Tensor) -> Tensor:
+def add_scaled(x: Tensor, factor: Scalar, y: Tensor) -> Tensor:
     """`x + factor * y`: one kernel where the factor is a float, as in sampling."""
     return x + factor * y if isinstance(factor, Tensor) else torch.add(x, y, alpha=factor)
 
@@ -89,25 +70,11 @@ def vlb_term(x_0: Tensor, true: tuple[Tensor, Tensor], model: tuple[Tensor, Tens
         model: mean and log variance of p(x_{t-1} | x_t).
         t: [B] int64.
     """
-    nats = torch.where(
-        (t == 0).reshape(-1, *[1] * (x_0.ndim - 1)),
-        -discretised_gaussian_log_likelihood(x_0, *model),
-        gaussian_kl(*true, *model),
-    )
-    return nats / math.log(2)
-
-
-def prior_term(x_0: Tensor, c: Coefficients) -> Tensor:
-    """L_T elementwise, in bits: how far x_T, with the coefficients c of the last timestep, is from N(0, 1)."""
-    log_variance = torch.zeros_like(x_0) + math.log(c.sqrt_one_minus_alphas_cumprod**2)
-    mean, zero = c.sqrt_alphas_cumprod * x_0, torch.zeros_like(x_0)
-    return gaussian_kl(mean, log_variance, zero, zero) / math.log(2)
-
-
-def gaussian_kl(mean_1: Tensor, log_variance_1: Tensor, mean_2: Tensor, log_variance_2: Tensor) -> Tensor:
-    """KL(N_1 || N_2), elementwise, in nats."""
-    log_ratio = log_variance_2 - log_variance_1
-    return 0.5 * (log_ratio - 1 + torch.exp(-log_ratio) + (mean_1 - mean_2) ** 2 * torch.exp(-log_variance_2))
+    (true_mean, true_log_variance), (mean, log_variance) = true, model
+    log_ratio = log_variance - true_log_variance
+    kl = 0.5 * (log_ratio - 1 + torch.exp(-log_ratio) + (true_mean - mean) ** 2 * torch.exp(-log_variance))
+    is_first = (t == 0).reshape(-1, *[1] * (x_0.ndim - 1))
+    return torch.where(is_first, -discretised_gaussian_log_likelihood(x_0, mean, log_variance), kl) / math.log(2)
 
 
 def discretised_gaussian_log_likelihood(x: Tensor, mean: Tensor, log_variance: Tensor) -> Tensor:

@@ -20,11 +20,10 @@ from opensora.registry import SCHEDULERS
 from opensora.schedulers.guidance import Condition
 from opensora.schedulers.nova.sampling import Plan, Scales, generate
 from opensora.schedulers.sampling import SamplingStep, Scheduler
-from opensora.schedulers.training import at_least_fp32, check_draws
+from opensora.schedulers.training import at_least_fp32, generators_to_draw
 from opensora.utils.errors import UserError
 
 LOSSES = ("all", "first", "later")
-MAX_TEMPERATURE = 2.0  # noise of twice the length is far from all that training has seen
 
 
 @SCHEDULERS.register_module("nova")
@@ -71,31 +70,33 @@ class MaskedAutoregression(Scheduler):
             cfg_scale, min_cfg_scale, guidance_trunc / num_timesteps, guidance_renorm, image_guidance_scale,
             spatiotemporal_guidance_scale, tuple(skip_layers),
         )  # fmt: skip
-        for name, value in (("num_sampling_steps", num_sampling_steps), ("num_diffusion_steps", num_diffusion_steps),
-                            ("loss_repeat", loss_repeat), ("num_timesteps", num_timesteps)):  # fmt: skip
-            if value < 1:
-                raise UserError(f"scheduler.{name}={value} is not at least 1.")
-        if losses not in LOSSES:
-            raise UserError(f"scheduler.losses={losses!r} is not one of {', '.join(LOSSES)}.")
+        counts = {
+            "num_sampling_steps": num_sampling_steps, "num_diffusion_steps": num_diffusion_steps,
+            "loss_repeat": loss_repeat, "num_timesteps": num_timesteps,
+        }  # fmt: skip
+        limits = (
+            *((name, value, value >= 1, "at least 1") for name, value in counts.items()),
+            ("losses", losses, losses in LOSSES, f"one of {', '.join(LOSSES)}"),
+            ("guidance_trunc", guidance_trunc, 0 <= guidance_trunc <= num_timesteps, "from 0 to num_timesteps"),
+            ("guidance_renorm", guidance_renorm, 0 <= guidance_renorm <= 1, "from 0 to 1"),
+            ("skip_layers", skip_layers, all(index >= 0 for index in skip_layers), "indices of blocks, from 0"),
+            (
+                "temperature",
+                temperature,
+                0 <= temperature <= 2,
+                "from 0 (one result for every noise) to 2 (far from training)",
+            ),
+            ("min_mask_ratio", min_mask_ratio, 0 < min_mask_ratio < 1, "in (0, 1)"),
+            ("shift", shift, shift > 0, "above 0"),
+        )
+        for name, value, valid, expected in limits:
+            if not valid:
+                raise UserError(f"scheduler.{name}={value!r} is not {expected}.")
         if bool(spatiotemporal_guidance_scale) != bool(self.scales.skip):
             raise UserError(
                 f"scheduler.spatiotemporal_guidance_scale={spatiotemporal_guidance_scale} and skip_layers={self.scales.skip} "
                 "have an effect only together: set both, or neither."
             )
-        if not 0 <= guidance_trunc <= num_timesteps or not 0 <= guidance_renorm <= 1:
-            raise UserError(
-                f"scheduler: guidance_trunc={guidance_trunc} is from 0 to num_timesteps={num_timesteps}, guidance_renorm="
-                f"{guidance_renorm} from 0 to 1."
-            )
-        if any(index < 0 for index in self.scales.skip):
-            raise UserError(f"scheduler.skip_layers={self.scales.skip}: blocks are numbered from 0.")
-        if not 0 <= temperature <= MAX_TEMPERATURE:
-            raise UserError(
-                f"scheduler.temperature={temperature} is not from 0 (the same patches from every noise) to {MAX_TEMPERATURE:g}; "
-                "1 is the noise as in training."
-            )
-        if not 0 < min_mask_ratio < 1 or shift <= 0:
-            raise UserError(f"scheduler: min_mask_ratio={min_mask_ratio} is in (0, 1), shift={shift} above 0.")
         self.num_sampling_steps, self.num_diffusion_steps = num_sampling_steps, num_diffusion_steps
         self.temperature, self.shift, self.loss_repeat, self.losses = temperature, shift, loss_repeat, losses
         self.min_mask_ratio, self.num_timesteps = min_mask_ratio, num_timesteps
@@ -136,30 +137,28 @@ class MaskedAutoregression(Scheduler):
         Raises:
             UserError: there are no later frames, and the losses are of those alone.
         """
-        check_draws(generators, t, noise, visible)
-        rngs = generators or ()
-        parts, x0 = parts_of(model), at_least_fp32(x0)
-        size = parts.check_size(x0.shape[2:])
-        if self.losses == "later" and size[0] == 1:
+        rngs, nova, x0 = generators_to_draw(generators, t, noise, visible), unwrap_nova(model), at_least_fp32(x0)
+        T, H, W = nova.check_size(x0.shape[2:])
+        if self.losses == "later" and T == 1:
             raise UserError(
                 "scheduler.losses='later' leaves nothing to learn from a video of one latent frame, which is its first. Train with "
                 "losses='all' or 'first', or from longer videos (num_frames, and in a bucket_config no bucket of images)."
             )
-        p = parts.image_patch
-        num_patches = size[1] * size[2] // p**2
+        p = nova.image_patch
+        N = H * W // p**2
         if visible is None:
-            visible = self._draw_visible(rngs, size[0], num_patches, x0.device)
+            visible = self._draw_visible(rngs, T, N, x0.device)
         if t is None:
-            t = self._draw_times(rngs, (self.loss_repeat, size[0], num_patches), x0.device)
+            t = self._draw_times(rngs, (self.loss_repeat, T, N), x0.device)
         if noise is None:
             shape = (self.loss_repeat, *x0.shape[1:])
             noise = torch.stack([torch.randn(shape, generator=g, device=g.device) for g in rngs]).to(x0)
-        sigma = patches_to_cells(t.to(x0.dtype) / self.num_timesteps, size[1:], p)[:, :, None]  # [B, R, 1, T, H, W]
+        sigma = patches_to_cells(t.to(x0.dtype) / self.num_timesteps, (H, W), p)[:, :, None]  # [B, R, 1, T, H, W]
         clean = x0[:, None]
         noisy = (1 - sigma) * clean + sigma * noise
         velocity = model(x0, t, noisy=noisy, visible=visible, **cond).to(x0.dtype)  # type: ignore[operator]
-        hidden = torch.ones(len(x0), size[0], num_patches, device=x0.device).scatter(2, visible, 0.0)
-        weight = patches_to_cells(hidden, size[1:], p)  # [B, T, H, W]
+        hidden = torch.ones(len(x0), T, N, device=x0.device).scatter(2, visible, 0.0)
+        weight = patches_to_cells(hidden, (H, W), p)  # [B, T, H, W]
         errors = (((velocity - (noise - clean)) ** 2).mean(dim=(1, 2)) * weight).sum(dim=(2, 3))  # [B, T]
         losses = errors / weight.sum(dim=(2, 3)).clamp(min=1)
         learnt = torch.ones_like(losses) if mask is None else mask.to(losses)
@@ -195,21 +194,33 @@ class MaskedAutoregression(Scheduler):
         """
         if generators is None:
             raise ValueError("the order of the patches is random: pass one generator per sample.")
-        parts, z = parts_of(model), at_least_fp32(z)
-        T, H, W = parts.check_size(z.shape[2:])
-        num_patches = H * W // parts.image_patch**2
-        order = torch.stack([torch.randperm(num_patches, generator=g, device=g.device) for g in generators])
-        keep = _conditioning_frames(mask, len(z), T, z.device)
+        nova, z = unwrap_nova(model), at_least_fp32(z)
+        T, H, W = nova.check_size(z.shape[2:])
+        N, num_blocks = H * W // nova.image_patch**2, len(nova.image_encoder.blocks)
         scales = self._scales(guidance_scale)
-        num_blocks = len(parts.image_encoder.blocks)
         if beyond := [index for index in scales.skip if index >= num_blocks]:
             raise UserError(
                 f"scheduler.skip_layers={scales.skip}: the image encoder has blocks 0 to {num_blocks - 1}, and no {beyond[0]}."
             )
-        known = known_patches(self.num_sampling_steps, num_patches)
+        keep = torch.zeros(len(z), T, dtype=torch.bool)
+        if mask is not None:
+            if ((mask != 0) & (mask != 1)).any():
+                raise UserError(
+                    "the scheduler 'nova' generates a frame or keeps it; an edit ratio between 0 and 1 has no meaning here. Use 0 "
+                    "or 1 in mask_strategy."
+                )
+            keep = mask == 0
+            if (~keep[:, :-1] & keep[:, 1:]).any():
+                raise UserError(
+                    "the scheduler 'nova' generates frame after frame, and none of them sees a later one: a conditioning frame "
+                    "after a generated one would have no effect on it. Condition on the first frames (--image, --extend), and "
+                    "leave out --last-image and later frames in mask_strategy."
+                )
+        order = torch.stack([torch.randperm(N, generator=g, device=g.device) for g in generators]).to(z.device)
         levels = [self._shifted(1 - i / self.num_diffusion_steps) for i in range(self.num_diffusion_steps + 1)]
-        plan = Plan(order.to(z.device), known, levels, self.num_timesteps, self.temperature, scales)
-        return generate(parts, z, cond, null, keep, plan)
+        known = known_patches(self.num_sampling_steps, N)
+        plan = Plan(order, known, levels, self.num_timesteps, self.temperature, scales)
+        return generate(nova, z, cond, null, keep.to(z.device), plan)
 
     def _scales(self, guidance_scale: float | None) -> Scales:
         return self.scales if guidance_scale is None else self.scales._replace(scale=guidance_scale)
@@ -255,27 +266,8 @@ def known_patches(num_steps: int, num_patches: int) -> list[int]:
     return known
 
 
-def _conditioning_frames(mask: Tensor | None, batch: int, num_frames: int, device: torch.device) -> Tensor:
-    """[B, T] bool; a UserError for frames to be edited, and for conditioning frames after generated ones."""
-    if mask is None:
-        return torch.zeros(batch, num_frames, dtype=torch.bool, device=device)
-    if ((mask != 0) & (mask != 1)).any():
-        raise UserError(
-            "the scheduler 'nova' generates a frame or keeps it; an edit ratio between 0 and 1 has no meaning here. Use 0 or 1 in "
-            "mask_strategy."
-        )
-    generated = mask != 0
-    if (generated[:, :-1] & ~generated[:, 1:]).any():
-        raise UserError(
-            "the scheduler 'nova' generates frame after frame, and none of them sees a later one: a conditioning frame after a "
-            "generated one would have no effect on it. Condition on the first frames (--image, --extend), and leave out "
-            "--last-image and later frames in mask_strategy."
-        )
-    return mask.to(device) == 0
-
-
-def parts_of(model: Any) -> Any:
-    """The NOVA (`opensora.models.nova.nova`) whose parts are called one by one, which an engine may have wrapped.
+def unwrap_nova(model: Any) -> Any:
+    """The NOVA (`opensora.models.nova.nova`) in an engine's wrappers, whose methods are called one by one.
 
     Raises:
         UserError: it is a denoiser of entire videos.

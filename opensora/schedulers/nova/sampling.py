@@ -1,4 +1,4 @@
-"""The loops of NOVA's sampling: over frames, over sets of patches, over noise levels; with its guidance."""
+"""The loop of NOVA's sampling - over frames, over sets of patches, over noise levels - and its guidance."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -65,14 +65,6 @@ class Plan(NamedTuple):
     scales: Scales
 
 
-class Branch(NamedTuple):
-    """One way to condition: the caption, whether earlier frames are seen, and blocks of the encoder to skip."""
-
-    text: Tensor
-    sees_frames: bool = True
-    skip: tuple[int, ...] = ()
-
-
 @torch.no_grad()
 def generate(
     model: Any, z: Tensor, cond: Condition, null: Condition | None, keep: Tensor, plan: Plan
@@ -82,83 +74,62 @@ def generate(
     Under autocast the weights are in its dtype until the steps are exhausted or closed.
     """
     with weights_cast(model, z.device):
-        T, num_steps = z.shape[2], len(plan.known) - 1
-        size = (T, z.shape[3], z.shape[4])
-        branches = _branches(model, cond, null, plan.scales)
-        pasts: dict[str, Any] = dict.fromkeys(branches)
-        levels = torch.tensor(plan.levels[:-1], device=z.device)
-        times = model.image_decoder.time_cond_embed.timestep_embedding(levels * plan.num_timesteps)  # [levels, D]
+        T, size, num_steps, scales = z.shape[2], (z.shape[3], z.shape[4]), len(plan.known) - 1, plan.scales
+        texts = {"text": _text_tokens(model, cond)}
+        if null is not None and scales.needs_null:
+            uncond = {**cond, **null}
+            if "mask" not in null and null["y"] is not None:
+                uncond["mask"] = None  # "no text" is as long as the text
+            texts["null"] = _text_tokens(model, uncond)
+            if scales.image != 0:
+                texts["nothing"] = texts["null"]  # and no earlier frames
+        full = len(texts)  # branches that take all blocks of the image encoder
+        if scales.spatiotemporal:
+            texts["skip"] = texts["text"]
+        pasts: dict[str, Any] = dict.fromkeys(texts)
+        head, levels = model.image_decoder, torch.tensor(plan.levels[:-1], device=z.device)
+        times = head.time_cond_embed.timestep_embedding(levels * plan.num_timesteps)  # [levels, D]
         x = torch.zeros_like(z)
         all_kept = keep.all(dim=0).tolist()  # one wait for the device, before the loops
         for t in range(T):
-            conditions = {}
-            for name, branch in branches.items():
-                first = t == 0 or not branch.sees_frames
-                previous, past = (None, None) if first else (x[:, :, t - 1], pasts[name])
-                conditions[name], pasts[name] = model.next_condition(
-                    previous, branch.text, t if branch.sees_frames else 0, size, past
-                )
+            conditions = []  # [B, Nc, D] of each branch
+            for name, text in texts.items():
+                alone = t == 0 or name == "nothing"
+                frame, past, index = (None, None, 0) if alone else (x[:, :, t - 1], pasts[name], t)
+                condition, pasts[name] = model.next_condition(frame, text, index, (T, *size), past)
+                conditions.append(condition)
             if all_kept[t]:
                 x[:, :, t] = z[:, :, t]
                 continue
             noise = plan.temperature * model.to_patches(z[:, :, t])  # [B, N, c]
             patches = torch.zeros_like(noise)
             for k in range(num_steps):
-                new = plan.order[:, plan.known[k] : plan.known[k + 1]]  # [B, n]
-                tokens = _image_tokens(model, x[:, :, t], plan.order[:, : plan.known[k]], conditions, branches)
-                tokens = {name: _pick(value, new) for name, value in tokens.items()}
-                denoised = _denoise(model.image_decoder, _pick(noise, new), tokens, times, plan, (k, num_steps))
-                patches = patches.scatter(1, new[..., None].expand_as(denoised), denoised)
-                frame = model.to_frames(patches, size[1:])
+                visible, new = (
+                    plan.order[:, : plan.known[k]],
+                    plan.order[:, plan.known[k] : plan.known[k + 1]],
+                )  # [B, n]
+                tokens = model.image_tokens(
+                    x[:, :, t].repeat(full, 1, 1, 1), visible.repeat(full, 1), torch.cat(conditions[:full]), size
+                )  # [branches B, N, D]
+                if scales.spatiotemporal:
+                    weaker = model.image_tokens(x[:, :, t], visible, conditions[-1], size, scales.skip)
+                    tokens = torch.cat([tokens, weaker])
+                tokens = head.time_cond_embed.condition_proj(_pick(tokens, new.repeat(len(texts), 1)))
+                made = _pick(noise, new)
+                for level, after, time in zip(plan.levels, plan.levels[1:], times, strict=False):
+                    out = head.denoise(made.repeat(len(texts), 1, 1), tokens + time).to(made.dtype)
+                    velocities = dict(zip(texts, out.chunk(len(texts)), strict=True))
+                    made = torch.add(made, scales.combine(velocities, k, num_steps, level), alpha=after - level)
+                patches = patches.scatter(1, new[..., None].expand_as(made), made)
+                frame = model.to_frames(patches, size)
                 x[:, :, t] = torch.where(keep[:, t, None, None, None], z[:, :, t], frame)
-                level = 1 - plan.known[k + 1] / plan.known[-1]
-                timestep = torch.full((len(z),), level * plan.num_timesteps, device=z.device)
-                yield SamplingStep(t * num_steps + k, T * num_steps, timestep, x.clone(), x)
+                timestep = (1 - plan.known[k + 1] / plan.known[-1]) * plan.num_timesteps
+                timesteps = torch.full((len(z),), timestep, device=z.device)
+                yield SamplingStep(t * num_steps + k, T * num_steps, timesteps, x.clone(), x)
 
 
-def _branches(model: Any, cond: Condition, null: Condition | None, scales: Scales) -> dict[str, Branch]:
-    def text(entries: Condition) -> Tensor:
-        return model.text_tokens(entries["y"], entries.get("mask"), entries.get("fps"), entries.get("flow"))
-
-    branches = {"text": Branch(text(cond))}
-    if null is not None and scales.needs_null:
-        uncond = {**cond, **null}
-        if "mask" not in null and null["y"] is not None:
-            uncond["mask"] = None  # "no text" is as long as the text
-        branches["null"] = Branch(text(uncond))
-        if scales.image != 0:
-            branches["nothing"] = Branch(branches["null"].text, sees_frames=False)
-    if scales.spatiotemporal:
-        branches["skip"] = Branch(branches["text"].text, skip=scales.skip)
-    return branches
-
-
-def _image_tokens(
-    model: Any, frame: Tensor, visible: Tensor, conditions: dict[str, Tensor], branches: dict[str, Branch]
-) -> dict[str, Tensor]:
-    """The image encoder's token of every patch, `[B, N, D]` for each branch; those with all blocks in one batch."""
-    size = (frame.shape[2], frame.shape[3])
-    full = [name for name, branch in branches.items() if not branch.skip]
-    n = len(full)
-    out = model.image_tokens(
-        frame.repeat(n, 1, 1, 1), visible.repeat(n, 1), torch.cat([conditions[name] for name in full]), size
-    )
-    tokens = dict(zip(full, out.chunk(n), strict=True))
-    for name in branches.keys() - tokens.keys():
-        tokens[name] = model.image_tokens(frame, visible, conditions[name], size, branches[name].skip)
-    return tokens
-
-
-def _denoise(
-    head: Any, x: Tensor, tokens: dict[str, Tensor], times: Tensor, plan: Plan, step: tuple[int, int]
-) -> Tensor:
-    """Patches `[B, n, c]` out of noise by Euler steps, conditioned on each branch's tokens; `times [levels, D]`."""
-    condition = head.time_cond_embed.condition_proj(torch.cat(list(tokens.values())))  # [branches B, n, D]
-    for level, after, time in zip(plan.levels, plan.levels[1:], times, strict=False):
-        out = head.denoise(x.repeat(len(tokens), 1, 1), condition + time).to(x.dtype)
-        velocities = dict(zip(tokens, out.chunk(len(tokens)), strict=True))
-        x = torch.add(x, plan.scales.combine(velocities, *step, level), alpha=after - level)
-    return x
+def _text_tokens(model: Any, cond: Condition) -> Tensor:
+    return model.text_tokens(cond["y"], cond.get("mask"), cond.get("fps"), cond.get("flow"))
 
 
 def _pick(x: Tensor, ids: Tensor) -> Tensor:

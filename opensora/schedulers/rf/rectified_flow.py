@@ -7,38 +7,40 @@ x_tau = (1 - tau) x_0 + tau noise, and the target is v = x_0 - noise, as in Open
 - second-order samplers; noise from one generator per sample.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from opensora.registry import SCHEDULERS
 from opensora.schedulers.guidance import Condition, Denoiser, guidance_from_config
-from opensora.schedulers.rf.shift import check_shift, shift_ratio, shifted
 from opensora.schedulers.sampling import Denoise, Sampler, Solver, Time
 from opensora.schedulers.timesteps import Choice, build_sampling, build_weights, flow_alphas_cumprod
 from opensora.schedulers.training import (
     at_least_fp32,
-    check_draws,
-    draw_noise,
     frame_mean,
+    generators_to_draw,
     keep_conditioning_frames,
     predict,
     without_variance,
 )
 from opensora.utils.errors import UserError
+from opensora.utils.seed import randn_like
 
+Tau = TypeVar("Tau", float, Tensor)
 SAMPLERS = ("euler", "heun", "midpoint")
 TIMES = ("continuous", "discrete")
+SHIFTS = ("none", "resolution", "length")
 
 
 @SCHEDULERS.register_module("rflow")
 class RectifiedFlow(Sampler):
     """Rectified flow. The defaults are Open-Sora 1.2's: continuous uniform time, no shift, Euler."""
 
-    def __init__(  # noqa: PLR0913 - the reference's keys, and a name for each choice that they spell with booleans
+    def __init__(  # noqa: PLR0913 - one name for each choice of the papers
         self,
         num_sampling_steps: int = 10,
         num_timesteps: int = 1000,
@@ -46,61 +48,50 @@ class RectifiedFlow(Sampler):
         cfg_channel: int | None = None,
         guidance: Mapping[str, Any] | None = None,
         sampler: str = "euler",
-        time: str | None = None,
-        shift: str | float | None = None,
+        time: str = "continuous",
+        shift: str | float = "none",
         shift_base: Sequence[int] = (64, 64),
         transform_scale: float = 1.0,
-        timestep_sampling: Choice | None = None,
+        timestep_sampling: Choice = "uniform",
         loss_weighting: Choice | None = None,
-        *,
-        use_discrete_timesteps: bool | None = None,
-        use_timestep_transform: bool | None = None,
-        sample_method: str | None = None,
-        loc: float | None = None,
-        scale: float | None = None,
     ) -> None:
         """Args:
         num_sampling_steps: steps from noise to data; "heun" calls the model 2 N - 1 times, "midpoint" 2 N times.
         num_timesteps: T; the model is conditioned on tau * T.
         cfg_scale, cfg_channel, guidance: see `opensora.schedulers.guidance.Guidance`.
         sampler: "euler", or of second order "heun" or "midpoint".
-        time: "continuous" (default), or "discrete": integers from 1 to T, in training and sampling.
-        shift: "none" (default), "resolution" (Open-Sora 1.2) or "length" (2.0), which depend on the latent's size, or a
-            number (Stable Diffusion 3); see opensora/schedulers/rf/shift.py.
+        time: "continuous", or "discrete": integers from 1 to T, in training and sampling.
+        shift: "none", "resolution" (Open-Sora 1.2) or "length" (2.0), which depend on the latent's size, or a number
+            (Stable Diffusion 3); see `shift_ratio`.
         shift_base: rows and columns of the latent whose single frame "resolution" does not shift.
         transform_scale: multiplies the ratio of the shift.
-        timestep_sampling: "uniform" (default), "logit-normal", "speedit", "speed" or "loss-second-moment", or
-            dict(type=NAME, option=...); drawn before the shift. See opensora/schedulers/timesteps.py.
+        timestep_sampling: "uniform", "logit-normal", "speedit" or "speed", or dict(type=NAME, option=...); drawn before the shift. See opensora/schedulers/timesteps.py.
         loss_weighting: "none", "p2", "min-snr" or "speed", or dict(type=NAME, option=...); by default that of the
             timestep sampling.
-        use_discrete_timesteps, use_timestep_transform, sample_method with loc and scale: Open-Sora's spelling of
-            time="discrete", shift="resolution" and timestep_sampling; an error where they contradict those.
         """
+        for field, value, names in (("sampler", sampler, SAMPLERS), ("time", time, TIMES)):
+            if value not in names:
+                raise UserError(f"scheduler.{field}={value!r} is not one of {', '.join(names)}.")
         if num_sampling_steps < 1 or num_timesteps < 1:
             raise UserError(
                 f"scheduler: num_sampling_steps={num_sampling_steps} and num_timesteps={num_timesteps} are at least 1."
             )
-        _check_name("sampler", sampler, SAMPLERS)
-        self.guidance = guidance_from_config(cfg_scale, cfg_channel, guidance)
-        self.num_timesteps, self.sampler = num_timesteps, sampler
-        self.time = _one(
-            ("time", time), ("use_discrete_timesteps", use_discrete_timesteps), {True: "discrete", False: "continuous"},
-            default="continuous",
-        )  # fmt: skip
-        _check_name("time", self.time, TIMES)
-        self.shift = _one(
-            ("shift", shift), ("use_timestep_transform", use_timestep_transform), {True: "resolution", False: "none"},
-            default="none",
-        )  # fmt: skip
-        check_shift(self.shift, transform_scale)
+        if shift not in SHIFTS and (isinstance(shift, str) or shift <= 0):
+            raise UserError(f"scheduler.shift={shift!r} is not one of {', '.join(SHIFTS)}, nor a positive number.")
+        if transform_scale <= 0 or (transform_scale != 1 and shift not in ("resolution", "length")):
+            raise UserError(
+                f"scheduler.transform_scale={transform_scale} must be positive, and has no effect with shift={shift!r}: it "
+                "multiplies the ratio of 'resolution' and 'length'."
+            )
         if len(shift_base) != 2 or min(shift_base) < 1:
             raise UserError(f"scheduler.shift_base={shift_base!r}: expected (rows, columns) of a latent frame.")
-        self.shift_base, self.transform_scale = tuple(shift_base), transform_scale
-        self.num_sampling_steps = num_sampling_steps
-        sampling = _sampling_choice(timestep_sampling, sample_method, loc, scale)
+        self.guidance = guidance_from_config(cfg_scale, cfg_channel, guidance)
+        self.num_sampling_steps, self.num_timesteps = num_sampling_steps, num_timesteps
+        self.sampler, self.time = sampler, time
+        self.shift, self.shift_base, self.transform_scale = shift, tuple(shift_base), transform_scale
         abar = flow_alphas_cumprod(num_timesteps)
-        self.timestep_sampling = build_sampling(sampling, abar)
-        self.loss_weights = build_weights(loss_weighting, sampling, abar, "velocity")
+        self.timestep_sampling = build_sampling(timestep_sampling, abar)
+        self.loss_weights = build_weights(loss_weighting, timestep_sampling, abar, "velocity")
 
     def training_losses(
         self,
@@ -124,13 +115,9 @@ class RectifiedFlow(Sampler):
             t: [B] in [0, num_timesteps], after the shift. Like `noise` (x0's shape), drawn when None.
             generators: one per sample: t is drawn first, then the noise.
         """
-        check_draws(generators, t, noise)
-        x0 = at_least_fp32(x0)
-        drawn = None
-        if t is None:
-            assert generators is not None, "checked above"
-            drawn, t = self._draw(generators, x0)
-        noise = draw_noise(x0, noise, generators)
+        x0, rngs = at_least_fp32(x0), generators_to_draw(generators, t, noise)
+        t = self._draw(rngs, x0) if t is None else t
+        noise = randn_like(x0, rngs) if noise is None else noise.to(x0.dtype)
         tau = (t.to(x0.dtype) / self.num_timesteps).reshape(-1, *[1] * (x0.ndim - 1))
         mask = None if mask is None else mask.bool()
         x_tau = keep_conditioning_frames((1 - tau) * x0 + tau * noise, x0, mask)
@@ -138,24 +125,22 @@ class RectifiedFlow(Sampler):
         losses = frame_mean((x0 - noise - v) ** 2, mask)
         if self.loss_weights is not None:
             losses = losses * self.loss_weights(self.timestep_sampling.bin(t.float() / self.num_timesteps))
-        return losses if drawn is None else self.timestep_sampling.corrected(drawn, losses)
+        return losses
 
-    def _draw(self, generators: Sequence[torch.Generator], x0: Tensor) -> tuple[Tensor, Tensor]:
-        """The drawn part of the time [B] int64, of num_timesteps, and the shifted timestep [B]."""
-        sampling, ratio = self.timestep_sampling, self._ratio(x0.shape[2:])
+    def _draw(self, generators: Sequence[torch.Generator], x0: Tensor) -> Tensor:
+        """Timesteps [B], shifted."""
+        ratio, T = self._ratio(x0), self.num_timesteps
         if self.time == "continuous":
-            tau = sampling.draw_time(generators, x0.device)
-            return sampling.bin(tau), shifted(tau, ratio) * self.num_timesteps
-        drawn = sampling.draw(generators, x0.device)
-        tau = shifted((drawn + 1) / self.num_timesteps, ratio)
-        return drawn, (tau * self.num_timesteps).round().long().clamp(1, self.num_timesteps)
+            return shifted(self.timestep_sampling.draw_time(generators, x0.device), ratio) * T
+        tau = shifted((self.timestep_sampling.draw(generators, x0.device) + 1) / T, ratio)
+        return (tau * T).round().long().clamp(1, T)
 
-    def _ratio(self, latent_size: Sequence[int]) -> float:
-        return shift_ratio(self.shift, latent_size, self.shift_base, self.transform_scale)
+    def _ratio(self, x: Tensor) -> float:
+        return shift_ratio(self.shift, x.shape[2:], self.shift_base, self.transform_scale)
 
     def solver(self, z: Tensor, generators: Sequence[torch.Generator] | None) -> Solver:
         """Steps at times that suit the latent's size; deterministic, so that no generators are needed."""
-        N, ratio = self.num_sampling_steps, self._ratio(z.shape[2:])
+        N, ratio = self.num_sampling_steps, self._ratio(z)
         taus = [shifted(1 - i / N, ratio) for i in range(N)]
         if self.time == "discrete":
             times = [max(round(tau * self.num_timesteps), 1) for tau in taus]
@@ -200,41 +185,30 @@ class _Run:
         return round(time) if self.scheduler.time == "discrete" else time
 
 
-def _check_name(field: str, value: object, names: Sequence[str]) -> None:
-    if value not in names:
-        raise UserError(f"scheduler.{field}={value!r} is not one of {', '.join(names)}.")
+def shift_ratio(
+    shift: str | float, latent_size: Sequence[float], base_size: Sequence[float] = (64, 64), scale: float = 1.0
+) -> float:
+    """r, by which larger videos are trained and sampled at noisier times (Esser et al. 2024, section 5.3.2).
+
+    Args:
+        shift: a number is r itself; "none" is 1; "resolution" (Open-Sora 1.2) is sqrt(H W / base) sqrt(T); "length"
+            (Open-Sora 2.0) is a line through 1 at 1024 cells a frame and 3 at 16384, times sqrt(T).
+        latent_size: (T, H, W) in latent cells, so that nothing here depends on a VAE's strides.
+        base_size: rows and columns of the latent frame with r = 1; (64, 64) is 512 x 512 pixels with 8 x 8 in a cell.
+        scale: multiplies the ratio of "resolution" and "length".
+    """
+    if not isinstance(shift, str):
+        return float(shift)
+    T, H, W = latent_size
+    if shift == "none":
+        return 1.0
+    if shift == "resolution":
+        return math.sqrt(H * W / (base_size[0] * base_size[1])) * math.sqrt(T) * scale
+    # of a latent frame: 1024 and 16384 cells are 256 and 4096 tokens of 2 x 2 cells
+    line = 1.0 + (3.0 - 1.0) / (16384 - 1024) * (H * W - 1024)
+    return line * math.sqrt(T) * scale
 
 
-def _one(
-    named: tuple[str, Any], legacy: tuple[str, bool | None], meaning: Mapping[bool, str], *, default: str
-) -> Any:  # a name, or the value of a shift
-    """The choice that a name and its older boolean spelling make together."""
-    (name, value), (flag, flag_value) = named, legacy
-    if flag_value is None:
-        return default if value is None else value
-    if value is None or value == meaning[flag_value]:
-        return meaning[flag_value]
-    if flag_value and name == "shift" and value == "length":
-        return value  # a transform, and which one
-    raise UserError(
-        f"scheduler: {name}={value!r} and {flag}={flag_value} contradict each other; keep {name}=... alone."
-    )
-
-
-def _sampling_choice(
-    choice: Choice | None, sample_method: str | None, loc: float | None, scale: float | None
-) -> Choice:
-    """`timestep_sampling`, or Open-Sora's `sample_method` with its parameters."""
-    if choice is not None and (sample_method, loc, scale) != (None, None, None):
-        raise UserError(
-            "scheduler.timestep_sampling sets the same as sample_method, loc and scale; keep timestep_sampling, with "
-            "dict(type='logit-normal', loc=..., scale=...)."
-        )
-    if choice is not None:
-        return choice
-    method = sample_method or "uniform"
-    _check_name("sample_method", method, ("uniform", "logit-normal"))
-    parameters = {name: value for name, value in (("loc", loc), ("scale", scale)) if value is not None}
-    if method == "uniform" and any(value != neutral for value, neutral in ((loc or 0, 0), (scale or 1, 1))):
-        raise UserError(f"scheduler: {parameters} have no effect with sample_method='uniform'; use 'logit-normal'.")
-    return {"type": method, **parameters} if method == "logit-normal" else method
+def shifted(tau: Tau, ratio: float) -> Tau:
+    """tau' = r tau / (1 + (r - 1) tau), in [0, 1] like tau; 0 and 1 stay, and the order is kept."""
+    return ratio * tau / (ratio * tau + (1 - tau))  # exact at both ends

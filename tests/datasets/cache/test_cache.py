@@ -18,7 +18,7 @@ from opensora.datasets.sampler import SampleKey
 from opensora.datasets.table.table import read_table
 from opensora.datasets.video.files import Decoding
 from opensora.datasets.video.read_video import probe
-from opensora.inference.cached_text import CachedTextEncoder
+from opensora.inference.text import CachedTextEncoder
 from opensora.models.text_encoder import ClassEncoder, TextCondition
 from opensora.models.vae.vae import VideoAutoencoderKL
 from opensora.utils.errors import UserError

@@ -4,8 +4,14 @@ import numpy as np
 import pytest
 
 from opensora.schedulers.dpms import DPMSolver
-from opensora.schedulers.dpms.levels import CLEAN, SKIP_TYPES, VariancePreserving
-from opensora.schedulers.dpms.updates import block_orders, multistep, singlestep
+from opensora.schedulers.dpms.dpm_solver import (
+    CLEAN,
+    SKIP_TYPES,
+    VariancePreserving,
+    block_orders,
+    multistep,
+    singlestep,
+)
 from opensora.schedulers.noise_schedule import named_schedule
 
 ABAR = named_schedule("linear", 1000).table["alphas_cumprod"]

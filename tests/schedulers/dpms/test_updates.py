@@ -7,8 +7,15 @@ import pytest
 import torch
 from diffusers import DPMSolverMultistepScheduler, DPMSolverSinglestepScheduler
 
-from opensora.schedulers.dpms.levels import CLEAN, VariancePreserving
-from opensora.schedulers.dpms.updates import RATES, Update, first_order, interpolating, phi
+from opensora.schedulers.dpms.dpm_solver import (
+    CLEAN,
+    RATES,
+    Update,
+    VariancePreserving,
+    first_order,
+    interpolating,
+    phi,
+)
 from opensora.schedulers.noise_schedule import named_schedule
 
 PROCESS = VariancePreserving(named_schedule("linear", 1000).table["alphas_cumprod"])

@@ -204,7 +204,7 @@ def test_what_needs_a_prediction_without_text(options, needed):
     ],
 )
 def test_guidance_that_would_do_nothing_is_refused(options):
-    with pytest.raises(UserError, match=r"guidance_trunc|skip_layers"):
+    with pytest.raises(UserError, match=r"guidance_trunc|guidance_renorm|skip_layers"):
         SCHEDULERS.build({"type": "nova", **options})
 
 
@@ -260,9 +260,7 @@ def test_a_batch_with_a_temperature_samples_what_its_samples_alone_do():
 
 @pytest.mark.parametrize("temperature", [-0.1, 2.1, math.nan, math.inf])
 def test_a_temperature_out_of_bounds_is_refused(temperature):
-    with pytest.raises(
-        UserError, match=r"scheduler.temperature=.* is not from 0 .* to 2; 1 is the noise as in training"
-    ):
+    with pytest.raises(UserError, match=r"scheduler.temperature=.* is not from 0 .* to 2"):
         scheduler(temperature=temperature)
 
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from opensora.schedulers.rf.shift import shift_ratio, shifted
+from opensora.schedulers.rf.rectified_flow import shift_ratio, shifted
 
 
 @pytest.mark.parametrize(

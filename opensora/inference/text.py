@@ -1,33 +1,71 @@
-"""What conditions the denoiser besides the latents: the text, "no text" for guidance, and numbers such as the frame rate."""
+"""Text in sampling: encoded captions from a cache, what conditions the denoiser, and what guidance steers away from."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from opensora.datasets.cache.features import TextFeatures
 from opensora.models.loading import null_text_known
 from opensora.models.text_encoder.condition import TextCondition
+from opensora.registry import MODELS
 from opensora.utils.errors import UserError
 
 logger = logging.getLogger(__name__)
 
 
+@MODELS.register_module("cached")
+class CachedTextEncoder(nn.Module):
+    """What `tools.cache_features --what text` wrote: y [B, 1, L, D], mask [B, L], on the CPU; y is zero where mask is False.
+
+    Args:
+        cache_dir: The cache's folder.
+        encoder: The text encoder that it stands for, as in `text_encoder=dict(type=..., ...)`. `tools.cache_features` makes
+            the cache with it; in training it only documents.
+        fingerprint: Of the encoder that the features must come from; None: it is not checked.
+    """
+
+    def __init__(
+        self, cache_dir: str, encoder: Mapping[str, Any] | None = None, fingerprint: str | None = None
+    ) -> None:
+        super().__init__()
+        self.encoder = encoder
+        self.features = TextFeatures(cache_dir)
+        found = self.features.settings["encoder"]
+        if fingerprint not in (None, found):
+            raise UserError(
+                f"the text cache {cache_dir} was made with another encoder: its fingerprint is {found}, not {fingerprint}. "
+                f"{self.features.remedy}"
+            )
+        self.output_dim: int = self.features.output_dim
+        self.model_max_length: int = self.features.model_max_length
+
+    def encode(self, texts: list[str]) -> TextCondition:
+        """B captions -> y [B, 1, L, D] (fp32, or int64 for classes), mask [B, L]; a UserError for one not in the cache."""
+        y, mask = self.features.many(texts)
+        return TextCondition(y.float() if y.is_floating_point() else y, mask)
+
+    def fingerprint(self) -> str:
+        """That of the encoder which wrote the cache."""
+        return str(self.features.settings["encoder"])
+
+
 def condition(
     text_encoder: Any, texts: Sequence[str], numbers: dict[str, float], device: torch.device
 ) -> dict[str, Tensor]:
-    """Text features `y [B, 1, L, D]`, their `mask [B, L]`, and each number as [B], fp32."""
+    """Text features `y [B, 1, L, D]`, their `mask [B, L]`, and each number (such as the frame rate) as [B], fp32."""
     text = text_encoder.encode(list(texts))
     vectors = {name: torch.full((len(texts),), float(value), device=device) for name, value in numbers.items()}
     return {"y": text.y.to(device), "mask": text.mask.to(device), **vectors}
 
 
 def null_condition(
-    model: Any, text_encoder: Any, cond: dict[str, Tensor], negative_prompts: Sequence[str | None], *, guided: bool
-) -> dict[str, Tensor] | None:
-    """What guidance steers away from; None where there is no guidance, since not every model has one.
+    model: Any, text_encoder: Any, cond: dict[str, Tensor], negative_prompts: Sequence[str | None]
+) -> dict[str, Tensor]:
+    """What guidance steers away from.
 
     Two things are called "no text". A model that was trained with dropped captions has features of its own for it, which take
     the caption's mask: that is what a sample without a negative prompt gets. A negative prompt is encoded like a prompt,
@@ -36,20 +74,13 @@ def null_condition(
     as many tokens of it, padding too, as the caption has.
 
     Args:
-        model: the denoiser.
-        text_encoder: encodes negative prompts.
         cond: of the samples, as `condition` gives it.
         negative_prompts: for each of B samples; None: the model's own.
-        guided: whether guidance asks for it.
 
     Raises:
-        UserError: there are negative prompts without guidance, or for classes; or the text encoder has no features of "".
+        UserError: there are negative prompts for classes; or the text encoder has no features of "".
     """
     given = [b for b, prompt in enumerate(negative_prompts) if prompt is not None]
-    if given and not guided:
-        raise UserError("negative_prompt has no effect with cfg_scale=1; raise --cfg-scale, or leave it out.")
-    if not guided:
-        return None
     y, mask = model.null_condition(len(cond["y"])).to(cond["y"]).clone(), cond["mask"].clone()
     empty = [] if null_text_known(model) else [b for b in range(len(y)) if b not in given]
     if not given and not empty:

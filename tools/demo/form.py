@@ -1,4 +1,4 @@
-"""What the form of the page holds, and how it says what a config or a sidecar says.
+"""What the form of the page holds, from and to configs and sidecars.
 
 The form has a field for what is changed most. References and a mask strategy, for which it has none, stand at the end of its
 prompt as JSON, where every prompt may have its settings: they are seen, they can be changed, and none is lost.
@@ -17,12 +17,12 @@ from opensora.registry import SCHEDULERS, PartError, build_module
 from opensora.utils.errors import UserError
 
 
-class Wish(NamedTuple):
+class FormValues(NamedTuple):
     """What the form of the page holds."""
 
     prompt: str
     negative_prompt: str = ""
-    image: str | None = None  # a picture that is the first frame
+    image: str | None = None  # an image that is the first frame
     height: float = 256
     width: float = 256
     num_frames: float = 16
@@ -31,25 +31,25 @@ class Wish(NamedTuple):
     seed: float | None = None  # None: any
 
 
-class Said(NamedTuple):
+class StepsAndGuidance(NamedTuple):
     """What a scheduler's component comes to; None where it cannot be built here, so that nobody knows."""
 
     steps: int | None
     guidance: float | None
 
 
-def said(scheduler: Mapping[str, Any]) -> Said:
+def steps_and_guidance(scheduler: Mapping[str, Any]) -> StepsAndGuidance:
     """Steps and guidance of a component, its own or, where it leaves them to the scheduler, the scheduler's."""
     steps, guidance = scheduler.get("num_sampling_steps"), scheduler.get("cfg_scale")
     if steps is None or guidance is None:
         built = _built(json.dumps(scheduler, sort_keys=True))
         steps, guidance = built.steps if steps is None else steps, built.guidance if guidance is None else guidance
-    return Said(None if steps is None else int(steps), None if guidance is None else float(guidance))
+    return StepsAndGuidance(None if steps is None else int(steps), None if guidance is None else float(guidance))
 
 
-def with_said(scheduler: Mapping[str, Any], steps: int, guidance: float) -> dict[str, Any]:
+def with_steps_and_guidance(scheduler: Mapping[str, Any], steps: int, guidance: float) -> dict[str, Any]:
     """The component with steps and guidance of a form. What is as it was stays in the component's own words."""
-    before, changed = said(scheduler), dict(scheduler)
+    before, changed = steps_and_guidance(scheduler), dict(scheduler)
     if steps != before.steps:
         changed.pop("timestep_respacing", None)  # iddpm's other way to say how many
         changed["num_sampling_steps"] = steps
@@ -70,19 +70,19 @@ def prompt_of_item(item: PromptItem) -> str:
     return prompt_in_form(prompt_of(item), ";".join(item.references), item.mask_strategy)
 
 
-def wish_of(record: Mapping[str, Any]) -> Wish:
+def form_of(record: Mapping[str, Any]) -> FormValues:
     """The form that makes a sample again."""
     config = record["config"]
     settings = {name: (config.get(name) or [""])[0] for name in ("negative_prompt", "reference_path", "mask_strategy")}
     height, width = record["image_size"]
-    return Wish(
+    return FormValues(
         prompt_in_form(record["prompt"], settings["reference_path"], settings["mask_strategy"]),
         settings["negative_prompt"],
         config.get("image"),
         height,
         width,
         record["num_frames"],
-        *said(config["scheduler"]),
+        *steps_and_guidance(config["scheduler"]),
         record["seed"],
     )
 
@@ -91,13 +91,13 @@ def caption(sample: Finished) -> str:
     """The settings of a sample that somebody who looks at it wants to know, on a line or two."""
     record, config = sample.record, sample.record["config"]
     height, width = record["image_size"]
-    steps, guidance = said(config["scheduler"])
+    steps, guidance = steps_and_guidance(config["scheduler"])
     parts = [
         f"{record['num_frames']} frames of {height}x{width}",
         *([] if steps is None else [f"{steps} steps"]),
         *([] if guidance is None else [f"guidance {guidance:g}"]),
         f"seed {record['seed']}",
-        *(["from a picture"] if config.get("image") else []),
+        *(["from an image"] if config.get("image") else []),
     ]
     return f"{record['prompt']} ({', '.join(parts)})"
 
@@ -108,10 +108,10 @@ def label(sample: Finished) -> str:
 
 
 @cache
-def _built(scheduler: str) -> Said:
+def _built(scheduler: str) -> StepsAndGuidance:
     """What a component, as JSON, comes to. A sidecar may name a scheduler that is none of this process."""
     try:
         built = build_module(upgrade("scheduler", json.loads(scheduler)), SCHEDULERS)
     except (PartError, UserError):
-        return Said(None, None)
-    return Said(built.num_sampling_steps, built.cfg_scale)
+        return StepsAndGuidance(None, None)
+    return StepsAndGuidance(built.num_sampling_steps, built.cfg_scale)
