@@ -34,7 +34,7 @@ MUTANTS = (
         '"dtype", "grad_clip"', '"dtype"',
         ("tests/scripts/test_train.py::test_the_optimizer_and_the_average_are_the_configs",)),
     Mutant("warmup_lost", "opensora/training/loop.py", "no warm-up",
-        "warmup_steps=cfg.warmup_steps", "warmup_steps=0",
+        "if step < cfg.warmup_steps:", "if False:",
         ("tests/scripts/test_train.py::test_the_learning_rate_follows_the_schedule",)),
     Mutant("lr_of_the_rest_of_the_run", "scripts/train.py", "the cosine ends too early",
         "learning_rate(cfg, state.step, total_steps)", "learning_rate(cfg, state.step, total_steps - state.step)",

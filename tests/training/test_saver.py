@@ -23,7 +23,7 @@ from opensora.checkpoint.rotation import clear_leftovers, remove_old
 from opensora.config.load import to_dict
 from opensora.config.schema import LoopConfig, TrainConfig
 from opensora.training import saver as saving
-from opensora.training.loop import checkpoint_to_load, resumed_checkpoint
+from opensora.training.loop import resumed_checkpoint
 from opensora.training.run import RunState
 from opensora.training.saver import Saver
 from opensora.utils.errors import UserError
@@ -90,10 +90,10 @@ def test_the_memory_for_copies_is_used_again(tmp_path):
     saver, own = saver_of(tmp_path), parts(1.0)
     saver.save(RunState("d", 1, step=1), own)
     saver.wait()
-    first = {key: buffer.data_ptr() for key, buffer in saver._copies._buffers.items()}
+    first = {key: buffer.data_ptr() for key, buffer in saver._buffers.items()}
     saver.save(RunState("d", 1, step=2), {"model": own["model"]})
     saver.wait()
-    assert {key: buffer.data_ptr() for key, buffer in saver._copies._buffers.items()} == {
+    assert {key: buffer.data_ptr() for key, buffer in saver._buffers.items()} == {
         key: pointer for key, pointer in first.items() if key[0] == "model"
     }
 
@@ -280,7 +280,7 @@ class TestLatest:
         (tmp_path / "run" / "epoch0-global_step11" / "model" / "model.safetensors").write_bytes(b"cut")
         (tmp_path / "run" / ".epoch0-global_step12.partial-ab-12").mkdir()
         cfg = LoopConfig(outputs=str(tmp_path), exp_name="run", load="latest")
-        assert checkpoint_to_load(cfg) == tmp_path / "run" / "epoch0-global_step10"
+        assert resumed_checkpoint(cfg) == tmp_path / "run" / "epoch0-global_step10"
         assert "the writing of epoch0-global_step12 was interrupted" in caplog.text
         assert re.search(
             r"passed over: .*step11 is not a complete checkpoint: model/model.safetensors \(3 of", caplog.text
@@ -299,7 +299,7 @@ class TestLatest:
 
     def test_a_run_without_any_begins_and_says_so(self, tmp_path, caplog):
         cfg = LoopConfig(outputs=str(tmp_path), exp_name="run", load="latest")
-        assert checkpoint_to_load(cfg) is None
+        assert resumed_checkpoint(cfg) is None
         assert f"{tmp_path}/run has no complete checkpoint yet; beginning at step 0" in caplog.text
 
     def test_what_contradicts_itself(self):

@@ -190,7 +190,7 @@ def test_what_ends_a_child_is_no_signal_to_its_parent(monkeypatch):
         time.sleep(0.2)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        assert not stop._patience.over  # as it would be by now, had it heard of a SIGTERM
+        assert not stop._timer.over  # as it would be by now, had it heard of a SIGTERM
         assert not stop.agreed()
 
 

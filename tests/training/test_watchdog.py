@@ -16,20 +16,20 @@ import torch
 from opensora.acceleration.distributed import World
 from opensora.training import watchdog
 from opensora.training.signals import StopSignals
-from opensora.training.watchdog import EXIT_CODE, Watchdog, patience
+from opensora.training.watchdog import EXIT_CODE, Watchdog, collective_timeout
 
 HANG = """
 import sys, time
 from pathlib import Path
 import torch
 from opensora.acceleration.distributed import init_world
-from opensora.training.watchdog import Watchdog, patience
+from opensora.training.watchdog import Watchdog, collective_timeout
 
 def read_a_slow_disk():
     time.sleep(600)
 
 limit_s = 3.0
-world = init_world("cpu", timeout=patience(limit_s))
+world = init_world("cpu", timeout=collective_timeout(limit_s))
 with Watchdog(limit_s, world) as dog:
     for step in dog.watch(range(9), Path(sys.argv[1]), about=lambda: "worker 0 was reading clip.mp4."):
         torch.distributed.all_reduce(torch.ones(1)) if world.size > 1 else None
@@ -91,7 +91,7 @@ def test_steps_in_time_and_announced_slow_work(tmp_path, ended):
         for step in dog.watch(range(4), tmp_path):
             time.sleep(0.6 if step == 0 else 0.1)  # the first step may take longer
             if step == 2:
-                with dog.slowly():
+                with dog.extended_timeout():
                     time.sleep(0.5)
         time.sleep(0.5)  # after the last step
     assert not ended.is_set()
@@ -121,15 +121,15 @@ def test_an_error_ends_the_watch(tmp_path, ended):
 def test_slow_work_that_fails_gives_its_time_back(tmp_path):
     with Watchdog(1000, alone()) as dog:
         for _ in dog.watch([1], tmp_path):
-            with contextlib.suppress(OSError), dog.slowly():
+            with contextlib.suppress(OSError), dog.extended_timeout():
                 raise OSError("the disk is full")
             assert dog._deadline is not None
             assert dog._deadline - time.monotonic() <= 1000
 
 
 def test_collective_calls_are_more_patient_than_the_watchdog():
-    assert patience(60) > timedelta(hours=2)
-    assert patience(3600 * 10) > timedelta(hours=40)
+    assert collective_timeout(60) > timedelta(hours=2)
+    assert collective_timeout(3600 * 10) > timedelta(hours=40)
 
 
 def test_after_a_stop_signal_the_last_checkpoint_has_all_the_time_it_needs(tmp_path):

@@ -15,7 +15,7 @@ from opensora.acceleration.distributed import World, prefer_expandable_segments
 from opensora.acceleration.engine import Engine, build_engine
 from opensora.acceleration.sequence_parallel import Method, parallelise
 from opensora.registry import MODELS, SCHEDULERS
-from opensora.training.meter import alloc_retries
+from opensora.training.meter import memory_use
 from opensora.utils.errors import UserError
 from opensora.utils.seed import generators
 from tools.benchmark.measure import Options, peak_gib, relative_error, reset_peak, seconds
@@ -172,9 +172,9 @@ def timed(step: Callable[[], None], device: torch.device, warmup: int, steps: in
     reset_peak(device)
     for _ in range(warmup):
         step()
-    before = alloc_retries(device)
+    before = memory_use(device)[1]
     found = seconds(step, device, steps)
-    return Timed(found, peak_gib(device), alloc_retries(device) - before)
+    return Timed(found, peak_gib(device), memory_use(device)[1] - before)
 
 
 def exact(model: Any, batch: Inputs) -> Exact:

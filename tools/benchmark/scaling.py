@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from opensora.acceleration.distributed import init_world, shutdown
-from opensora.training.meter import device_peak
+from opensora.training.flops import device_peak
 from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.errors import UserError
 from tools.benchmark.measure import Options, Table, device_name, quiet, versions

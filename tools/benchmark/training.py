@@ -15,8 +15,7 @@ from opensora.acceleration.engine import check_engine
 from opensora.acceleration.sequence_parallel import Method
 from opensora.acceleration.sequence_parallel.volume import volume
 from opensora.config.activation_checkpointing import level_of
-from opensora.training.flops import FORWARDS_IN_A_STEP
-from opensora.training.meter import device_peak
+from opensora.training.flops import FORWARDS_IN_A_STEP, device_peak
 from opensora.utils.dtype import to_torch_dtype
 from tools.benchmark import denoisers
 from tools.benchmark.denoisers import Errors, Steps, Timed
