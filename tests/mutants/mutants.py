@@ -58,7 +58,7 @@ MUTANTS = (
         "due(state.step, cfg.ckpt_every) or last:\n            with", "due(state.step, cfg.ckpt_every):\n            with",
         ("tests/scripts/test_train.py::test_a_run_leaves_what_the_docs_promise",)),
     Mutant("scheduler_not_resumed", "scripts/train.py", "what the scheduler learnt of timesteps is lost in a resume",
-        "other_data=cfg.other_data, scheduler=scheduler\n", "other_data=cfg.other_data\n",
+        "ema, engine, scheduler)", "ema, engine)",
         ("tests/scripts/test_train_resume.py::test_one_process[ddp-fp32]",)),
     Mutant("data_ignore_the_seed", "scripts/train.py", "clips and crops do not follow `seed`",
         "DATASETS, seed=cfg.seed, vae_fingerprint", "DATASETS, seed=0, vae_fingerprint",
