@@ -165,12 +165,12 @@ def measure_datautil(file: Path) -> None:
     import tools.datasets.datautil.__main__  # noqa: F401  (operations register themselves)
     from opensora.datasets.table.files import FORMATS, read_frame
     from tools.datasets.datautil.io import write_frames
-    from tools.datasets.datautil.operations import Sheet, apply
+    from tools.datasets.datautil.operations import TableState, apply
 
-    sheet = Sheet(read_frame(file), file.parent)
-    whole = sheet.frame
+    state = TableState(read_frame(file), file.parent)
+    whole = state.frame
     with phase(" ".join(f"`--{flag}`" for flag, _ in DATAUTIL)):
-        apply(sheet, DATAUTIL, lambda _: None)
+        apply(state, DATAUTIL, lambda _: None)
     for name in FORMATS:
         target = file.parent / f"out.{name}"
         with phase(f"datautil: write {name}"):

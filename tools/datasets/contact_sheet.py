@@ -1,4 +1,4 @@
-"""Samples as the model sees them, read as training reads them, side by side on one picture."""
+"""Samples as the model sees them, read as training reads them, next to each other in one image."""
 
 import time
 from collections.abc import Sequence
@@ -44,27 +44,27 @@ def read_samples(dataset: Any, keys: Sequence[Any]) -> list[Reading]:
     return readings
 
 
-def draw_sheet(readings: Sequence[Reading], path: Path) -> int:
-    """Write the sheet; returns how many samples are on it (none where only latents are read)."""
+def draw_contact_sheet(readings: Sequence[Reading], path: Path) -> int:
+    """Write the contact sheet; returns how many samples are on it (none where only latents are read)."""
     shown = [reading for reading in readings if reading.frames is not None]
     if not shown:
         return 0
     width = COLUMNS * (3 * CELL + MARGIN) + MARGIN
     height = -(-len(shown) // COLUMNS) * (CELL + TEXT + MARGIN) + MARGIN
-    sheet = Image.new("RGB", (width, height), "white")
-    draw = ImageDraw.Draw(sheet)
+    page = Image.new("RGB", (width, height), "white")
+    draw = ImageDraw.Draw(page)
     for i, reading in enumerate(shown):
         left = MARGIN + i % COLUMNS * (3 * CELL + MARGIN)
         top = MARGIN + i // COLUMNS * (CELL + TEXT + MARGIN)
         assert reading.frames is not None
         for j, frame in enumerate(reading.frames):
-            picture = Image.fromarray(frame)
-            picture.thumbnail((CELL - 2, CELL - 2))
-            sheet.paste(picture, (left + j * CELL, top + (CELL - picture.height) // 2))
+            image = Image.fromarray(frame)
+            image.thumbnail((CELL - 2, CELL - 2))
+            page.paste(image, (left + j * CELL, top + (CELL - image.height) // 2))
         draw.text((left, top + CELL), reading.label, fill="black")
         draw.text((left, top + CELL + TEXT // 2), reading.caption[:70].replace("\n", " "), fill="grey")
     path.parent.mkdir(parents=True, exist_ok=True)
-    sheet.save(path)
+    page.save(path)
     return len(shown)
 
 

@@ -25,11 +25,11 @@ from opensora.datasets.video.read_video import probe
 from opensora.registry import DATASETS, MODELS, SCHEDULERS, build_module
 from opensora.utils.errors import UserError, exit_on_user_error
 from opensora.utils.logging import show_messages
-from tools.datasets.contact_sheet import Reading, draw_sheet, read_samples
+from tools.datasets.contact_sheet import Reading, draw_contact_sheet, read_samples
 
 REGISTRIES = {"model": MODELS, "vae": MODELS, "text_encoder": MODELS, "scheduler": SCHEDULERS, "dataset": DATASETS}
-MANY = 0.01  # the share of rows from which one caption for all of them is worth a word
-FEW = 3  # so many of the same caption are never worth a word
+MANY = 0.01  # share of rows with the same caption that is reported
+FEW = 3  # so many of the same caption are never reported
 
 
 @exit_on_user_error
@@ -58,7 +58,7 @@ def main() -> None:
     complaints += of_the_readings(readings)
     if table is not None:
         complaints += of_the_files(table, readings)
-    if options.contact_sheet and (shown := draw_sheet(readings, options.contact_sheet)):
+    if options.contact_sheet and (shown := draw_contact_sheet(readings, options.contact_sheet)):
         print(f"{options.contact_sheet}: {shown} samples as the model sees them")
     for complaint in complaints:
         print(f"! {complaint}")

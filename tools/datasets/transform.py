@@ -1,4 +1,4 @@
-"""Resize or crop pictures, or take frames out of videos, for all rows of a table; the files keep their places in a new folder.
+"""Resize or crop images, or extract frames of videos, for all rows of a table; the new files go to a folder.
 
     python -m tools.datasets.transform img_resize IN.csv OUT.csv --folder small --length 2160       the longer side, if larger
     python -m tools.datasets.transform img_rand_crop IN.csv OUT.csv --folder crops --height 512 --width 512
@@ -37,22 +37,22 @@ Made = list[Row] | str
 
 
 def img_resize(path: Path, target: Path, length: int) -> Made:
-    """The longer side is brought down to `length`; smaller pictures keep their size."""
-    picture = _picture(path)
-    scale = min(1.0, length / max(picture.size))
-    size = max(1, round(picture.width * scale)), max(1, round(picture.height * scale))
-    return [_save(picture if scale == 1 else picture.resize(size, Image.Resampling.LANCZOS), target)]
+    """The longer side is brought down to `length`; smaller images keep their size."""
+    image = _image(path)
+    scale = min(1.0, length / max(image.size))
+    size = max(1, round(image.width * scale)), max(1, round(image.height * scale))
+    return [_save(image if scale == 1 else image.resize(size, Image.Resampling.LANCZOS), target)]
 
 
 def img_rand_crop(path: Path, target: Path, height: int, width: int, seed: int) -> Made:
-    """A part of this size at a place drawn by the seed and the file's name."""
-    picture = _picture(path)
-    if picture.height < height or picture.width < width:
-        return f"smaller than {height} x {width}: {picture.height} x {picture.width}"
+    """A crop of this size, drawn by the seed and the file's name."""
+    image = _image(path)
+    if image.height < height or image.width < width:
+        return f"smaller than {height} x {width}: {image.height} x {image.width}"
     digest = hashlib.blake2b(f"{seed} {path.name}".encode(), digest_size=8).digest()
     rng = np.random.default_rng(int.from_bytes(digest, "little"))
-    left, top = int(rng.integers(picture.width - width + 1)), int(rng.integers(picture.height - height + 1))
-    return [_save(picture.crop((left, top, left + width, top + height)), target)]
+    left, top = int(rng.integers(image.width - width + 1)), int(rng.integers(image.height - height + 1))
+    return [_save(image.crop((left, top, left + width, top + height)), target)]
 
 
 def vid_frame_extract(path: Path, target: Path, points: list[float] | None, points_index: list[int] | None) -> Made:
@@ -73,21 +73,21 @@ def vid_frame_extract(path: Path, target: Path, points: list[float] | None, poin
     ]
 
 
-def _picture(path: Path) -> Image.Image:
+def _image(path: Path) -> Image.Image:
     if not is_image(path):
-        raise UserError(f"{path} is no picture; use vid_frame_extract.")
+        raise UserError(f"{path} is no image; use vid_frame_extract.")
     with open_clip(path) as clip:
         return Image.fromarray(clip.read([0])[0])
 
 
-def _save(picture: Image.Image, target: Path) -> Row:
+def _save(image: Image.Image, target: Path) -> Row:
     target.parent.mkdir(parents=True, exist_ok=True)
     if target.suffix.lower() in (".jpg", ".jpeg"):
-        picture.save(target, quality=QUALITY)
+        image.save(target, quality=QUALITY)
     else:
-        picture.save(target)
-    size = {"height": picture.height, "width": picture.width, "resolution": picture.height * picture.width}
-    return {"path": str(target), **size, "aspect_ratio": picture.height / picture.width, "num_frames": 1, "fps": None}
+        image.save(target)
+    size = {"height": image.height, "width": image.width, "resolution": image.height * image.width}
+    return {"path": str(target), **size, "aspect_ratio": image.height / image.width, "num_frames": 1, "fps": None}
 
 
 def transformed(job: tuple[Path, Path], make: Callable[[Path, Path], Made]) -> Made:
@@ -201,9 +201,9 @@ def read_arguments() -> argparse.Namespace:
             sub.add_argument("--width", type=int, default=512)
             sub.add_argument("--seed", type=int, default=42)
         else:
-            places = sub.add_mutually_exclusive_group()
-            places.add_argument("--points", type=float, nargs="+", help="shares of the length, default 0.1 0.5 0.9")
-            places.add_argument("--points_index", type=int, nargs="+", help="numbers of frames, negative from the end")
+            points = sub.add_mutually_exclusive_group()
+            points.add_argument("--points", type=float, nargs="+", help="shares of the length, default 0.1 0.5 0.9")
+            points.add_argument("--points_index", type=int, nargs="+", help="numbers of frames, negative from the end")
     return parser.parse_args()
 
 

@@ -100,7 +100,7 @@ def test_a_list_of_operations_equals_the_reference_row_by_row(seed, do):
     rng = random.Random(seed)
     rows = random_rows(rng, rng.choice([1, 5, 200]))
     steps = [random_step(rng) for _ in range(rng.randrange(1, 7))]
-    sheet, lines = do(rows, *steps)
+    table, lines = do(rows, *steps)
     expected = rows
     for (flag, value), line in zip(steps, lines, strict=True):
         before = expected
@@ -109,7 +109,7 @@ def test_a_list_of_operations_equals_the_reference_row_by_row(seed, do):
         else:
             expected = reference(before, flag, value)
         assert told(line) == (len(before), len(expected), len(before) - len(expected))
-    assert sheet.frame.to_dict("records") == expected
+    assert table.frame.to_dict("records") == expected
 
 
 def test_order_matters(do):
@@ -160,8 +160,8 @@ def test_columns(do):
     rows = [{"path": "a", "text": "x", "aes": "5", "num_frames": "3", "note": "n"}]
     assert list(do(rows, ("train-column", True))[0].frame) == ["path", "text", "num_frames"]
     assert list(do(rows, ("keep-columns", ["aes", "path"]))[0].frame) == ["aes", "path"]
-    sheet, lines = do(rows, ("drop-columns", ["note", "aes"]), ("rename-columns", ["text=caption"]))
-    assert list(sheet.frame) == ["path", "caption", "num_frames"]
+    table, lines = do(rows, ("drop-columns", ["note", "aes"]), ("rename-columns", ["text=caption"]))
+    assert list(table.frame) == ["path", "caption", "num_frames"]
     assert lines[0] == "--drop-columns note aes: 1 -> 1 rows; dropped columns: aes, note"
     with pytest.raises(UserError, match="two columns 'aes'"):
         do(rows, ("rename-columns", ["text=aes"]))
@@ -173,8 +173,8 @@ def test_figures_name_captions_that_come_often(do):
     rows = [
         {"path": f"{i}.mp4", "text": "the same failed caption" if i < 3 else str(i), "aes": i or ""} for i in range(5)
     ]
-    sheet, lines = do(rows, ("stats", []))
-    assert sheet.frame.to_dict("records") == rows
+    table, lines = do(rows, ("stats", []))
+    assert table.frame.to_dict("records") == rows
     assert "path: 5 filled, 0 empty, 5 different; 5 x .mp4" in lines[0]
     assert "text: 5 filled, 0 empty, 3 different; 3 x the same failed caption" in lines[0]
     assert "aes: 4 filled, 1 empty, 4 different; least 1, median 2.5, mean 2.5, largest 4" in lines[0]

@@ -150,22 +150,14 @@ def test_a_page_of_histograms(tmp_path, monkeypatch):
         'model = dict(type="STDiT2-XL/2")\nvae = dict(type="VideoAutoencoderKL")\ntext_encoder = dict(type="t5")\n'
         'scheduler = dict(type="iddpm")\n'
     )
-    options = ["-o", tmp_path / "p.html", "--png", tmp_path / "p", "--config", config]
+    options = ["-o", tmp_path / "p.html", "--config", config]
     monkeypatch.setattr(sys, "argv", ["analyze", str(CLIPS / "clips.csv"), *map(str, options)])
     analyze.main()
     page = (tmp_path / "p.html").read_text()
     assert "least 24, median 55, largest 64, 21 rows" in page  # num_frames, as datautil --stats has it
     assert "CC-BY-3.0" in page
     assert "samples in each bucket" in page
-    assert (tmp_path / "p" / "num_frames.png").is_file()
-    assert (tmp_path / "p" / "seconds.png").is_file()
-
-
-def test_histograms_of_columns_with_any_name(tmp_path):
-    names = ["a/b", "a_b", "a b", "../up", "x" * 300, "é" * 200, ""]
-    written = analyze.draw({name: np.arange(4.0) for name in names}, tmp_path / "p")
-    assert len(set(written)) == len(names)
-    assert sorted(written) == sorted((tmp_path / "p").iterdir())
+    assert "seconds" in page
 
 
 def test_pictures(tmp_path):

@@ -22,7 +22,7 @@ from opensora.utils.errors import UserError, exit_on_user_error
 from tools.datasets.datautil import columns, filter, info, paths, text  # their operations register themselves
 from tools.datasets.datautil.combine import find_tables, merge, same_file
 from tools.datasets.datautil.io import write_frames
-from tools.datasets.datautil.operations import OPERATIONS, Collect, Sheet, apply, groups
+from tools.datasets.datautil.operations import OPERATIONS, Collect, TableState, apply, groups
 from tools.datasets.datautil.parallel import default_workers
 
 __all__ = ["columns", "filter", "info", "main", "paths", "run", "text"]
@@ -47,28 +47,28 @@ def run(argv: Sequence[str] | None = None) -> list[Path]:
     if root is not None and not root.is_dir():
         raise UserError(f"--root: {root} is no folder.")
     folder = targets[0].parent if targets else sources[0].parent
-    sheet, lines = merge([(source, read_frame(source)) for source in sources], root, folder)
+    table, lines = merge([(source, read_frame(source)) for source in sources], root, folder)
     for line in lines:
         print(line)
     workers = 1 if args.disable_parallel else args.num_workers or default_workers()
     seed = SEED if args.seed is None else args.seed
-    sheet = apply(Sheet(sheet.frame, sheet.folder, root, workers, seed), steps)
+    table = apply(TableState(table.frame, table.folder, root, workers, seed), steps)
     if targets:
-        write(sheet, targets)
+        write(table, targets)
     return targets
 
 
-def write(sheet: Sheet, targets: Sequence[Path]) -> None:
+def write(table: TableState, targets: Sequence[Path]) -> None:
     """Write the table, split evenly over the files, and say so."""
-    if len(sheet) < len(targets):
-        raise UserError(f"{len(sheet)} rows are left, which do not fill {len(targets)} files; nothing was written.")
-    bounds = np.linspace(0, len(sheet), len(targets) + 1).astype(int)
-    parts = [sheet.frame.iloc[a:b].reset_index(drop=True) for a, b in pairwise(bounds)]
+    if len(table) < len(targets):
+        raise UserError(f"{len(table)} rows are left, which do not fill {len(targets)} files; nothing was written.")
+    bounds = np.linspace(0, len(table), len(targets) + 1).astype(int)
+    parts = [table.frame.iloc[a:b].reset_index(drop=True) for a, b in pairwise(bounds)]
     write_frames(parts, targets)
     for target, part in zip(targets, parts, strict=True):
         print(f"{target}: {len(part)} rows, {len(part.columns)} columns")
-    if "path" in sheet.frame.columns and sheet.folder.resolve() != targets[0].parent.resolve():
-        print(f"paths are relative to {sheet.folder}: pass --root {sheet.folder} to what reads this table")
+    if "path" in table.frame.columns and table.folder.resolve() != targets[0].parent.resolve():
+        print(f"paths are relative to {table.folder}: pass --root {table.folder} to what reads this table")
 
 
 def output_names(args: argparse.Namespace, sources: Sequence[Path], steps: Sequence[tuple[str, Any]]) -> Iterator[Path]:

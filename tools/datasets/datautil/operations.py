@@ -17,7 +17,7 @@ from tools.datasets.datautil.io import to_numbers
 
 
 @dataclass(frozen=True)
-class Sheet:
+class TableState:
     """A table between two operations.
 
     Attributes:
@@ -63,7 +63,7 @@ class Sheet:
         """Where the files of the rows are."""
         return [self.folder / name for name in self.text("path")]
 
-    def with_columns(self, **columns: Any) -> "Sheet":
+    def with_columns(self, **columns: Any) -> "TableState":
         """The same rows with columns set or added."""
         return replace(self, frame=self.frame.assign(**{name: as_objects(values) for name, values in columns.items()}))
 
@@ -88,17 +88,17 @@ class Result:
     """What an operation did.
 
     Attributes:
-        sheet: the table after it.
+        table: the table after it.
         dropped: how many rows were left out, by reason.
         note: what else there is to say.
     """
 
-    sheet: Sheet
+    table: TableState
     dropped: Mapping[str, int] = field(default_factory=dict)
     note: str = ""
 
 
-Run = Callable[[Sheet, Any], Result]
+Run = Callable[[TableState, Any], Result]
 
 
 class Operation(NamedTuple):
@@ -138,7 +138,7 @@ def operation(flag: str, suffix: str, *, group: str, help: str | None = None, **
     return register
 
 
-def keep(sheet: Sheet, kept: np.ndarray, reasons: Sequence[tuple[str, np.ndarray]], note: str = "") -> Result:
+def keep(table: TableState, kept: np.ndarray, reasons: Sequence[tuple[str, np.ndarray]], note: str = "") -> Result:
     """The rows where `kept` [N] is True. A row that is dropped counts for the first reason that holds.
 
     Raises:
@@ -151,10 +151,10 @@ def keep(sheet: Sheet, kept: np.ndarray, reasons: Sequence[tuple[str, np.ndarray
             dropped[reason] = dropped.get(reason, 0) + count
         left = left & ~holds
     assert not left.any(), f"{int(left.sum())} rows would vanish without a reason"
-    return Result(replace(sheet, frame=sheet.frame[kept].reset_index(drop=True)), dropped, note)
+    return Result(replace(table, frame=table.frame[kept].reset_index(drop=True)), dropped, note)
 
 
-def apply(sheet: Sheet, steps: Sequence[tuple[str, Any]], report: Callable[[str], None] = print) -> Sheet:
+def apply(table: TableState, steps: Sequence[tuple[str, Any]], report: Callable[[str], None] = print) -> TableState:
     """Carry out (flag, value) pairs in order; `report` gets one line for each.
 
     Raises:
@@ -163,15 +163,15 @@ def apply(sheet: Sheet, steps: Sequence[tuple[str, Any]], report: Callable[[str]
     for flag, value in steps:
         if flag not in OPERATIONS:
             raise UserError(f"--{flag} is no operation.{did_you_mean(flag, list(OPERATIONS))}")
-        before = len(sheet)
+        before = len(table)
         try:
-            result = OPERATIONS[flag].run(sheet, value)
+            result = OPERATIONS[flag].run(table, value)
         except UserError as error:
             raise UserError(f"{spelled(flag, value)}: {error}") from error
-        sheet = result.sheet
-        assert before - sum(result.dropped.values()) == len(sheet), f"--{flag} does not account for all rows"
+        table = result.table
+        assert before - sum(result.dropped.values()) == len(table), f"--{flag} does not account for all rows"
         report(_line(spelled(flag, value), before, result))
-    return sheet
+    return table
 
 
 def spelled(flag: str, value: Any) -> str:
@@ -181,7 +181,7 @@ def spelled(flag: str, value: Any) -> str:
 
 
 def _line(name: str, before: int, result: Result) -> str:
-    line = f"{name}: {before} -> {len(result.sheet)} rows"
+    line = f"{name}: {before} -> {len(result.table)} rows"
     if result.dropped:
         line += f" (dropped: {'; '.join(f'{count} {reason}' for reason, count in result.dropped.items())})"
     return f"{line}; {result.note}" if result.note else line
