@@ -25,7 +25,6 @@ RUNS: dict[str, tuple[str, int, str | None, float]] = {
     "nova": ("--cases t2v --peak-tflops 1", 2, None, 0),
     "sample": ("--steps 2", 2, None, 0),
     "step_cache": ("", 2, None, 0),
-    "sampler_overhead": ("", 15, "waits/step", 1e-9),
     "compile_modes": ("--model DiT-XL/2 --modes jit:freezing", 3, None, 0),
     "vae": ("--formats fp32 bf16 --size 16 16 --frames 1", 2, "error decode", 0.05),
     "text_encoder": ("--dtype fp32", 2, None, 0),

@@ -20,7 +20,6 @@ BENCHMARKS = {  # name -> module of this package with a function of that name, a
     "nova": ("nova", "training steps and sampling of NOVA"),
     "sample": ("sampling", "seconds per video of real size: compiled, cached, offloaded, over several GPUs"),
     "step_cache": ("sampling", "what step caches change in a shipped model's videos, and what they save"),
-    "sampler_overhead": ("sampling", "what each sampler adds to the model's own time"),
     "compile_modes": ("compiling", "the modes of opensora.acceleration.compiler: time and error of a forward pass"),
     "compile_cache": ("compiling", "how long a process waits for its first compiled step, with and without caches"),
     "vae": ("encoders", "encoding and decoding of VAEs: speed and memory"),

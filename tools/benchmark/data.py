@@ -213,7 +213,7 @@ def footage(argv: Sequence[str]) -> None:
     from tools.scene_cut.cutting import cut_video
     from tools.scene_cut.detectors import find_cuts, scenes_of
     from tools.scene_cut.frames import Footage
-    from tools.scene_cut.pieces import Rules
+    from tools.scene_cut.rules import Rules
 
     options = Options("footage", footage.__doc__, argv, device="cpu")
     options.add_argument("folder", type=Path, nargs="?", default=Path("assets/clips"))

@@ -193,7 +193,7 @@ def detect(work: Work, detector: str = "auto", threshold: float | None = None, p
 
 
 def cut(work: Work, part_rows: int = 64, **rules: Any) -> None:
-    """Cut scenes into clips; the settings are those of `tools.scene_cut.pieces.Rules`."""
+    """Cut scenes into clips; the settings are those of `tools.scene_cut.rules.Rules`."""
     chosen = rules_of(rules)
     clips = work.folder / f"{work.stage.name}.clips"
     out = work.job({"cut": Cut(str(clips.absolute()), chosen)}, 1, part_rows)

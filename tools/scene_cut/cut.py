@@ -15,7 +15,7 @@ from opensora.datasets.table.files import table_format
 from opensora.utils.errors import UserError, exit_on_user_error
 from tools.datasets.stream import renamed
 from tools.footage.rows import read_rows, write_rows
-from tools.scene_cut.pieces import Rules
+from tools.scene_cut.rules import Rules
 from tools.scene_cut.scorers import Cut, clips_of, lost_of, rules_of
 from tools.scoring.__main__ import add_run_arguments, job_of
 from tools.scoring.frames import Row

@@ -14,7 +14,7 @@ from tools.footage.rows import shortened
 from tools.scene_cut.cutting import cut_video
 from tools.scene_cut.detectors import find_cuts, resolve, scenes_of
 from tools.scene_cut.frames import Footage
-from tools.scene_cut.pieces import Rules, from_timestamp, to_timestamp
+from tools.scene_cut.rules import Rules, from_timestamp, to_timestamp
 from tools.scoring.frames import Row, each_file
 
 OF_THE_CLIP = ("id", "relpath", "filesize", "digest", "timestamp", "num_scenes", "clips", "lost", "status")

@@ -28,7 +28,6 @@ from opensora.utils.errors import UserError
 from tools.caption.__main__ import captioner_of, main, read_arguments
 from tools.caption.captioner import EMPTY, Captioner, describer, suffixed
 from tools.caption.prompts import TEMPLATES, columns_in, filled, prompt_of
-from tools.caption.statistics import report
 
 CLIPS = Path(__file__).parents[3] / "assets" / "clips"
 PATHS = [CLIPS / f"{name}.mp4" for name in ("white_dog", "city_teal", "cup_portrait", "pink_clouds")]
@@ -326,12 +325,3 @@ def test_options_without_effect_are_errors(tmp_path):
         captioner_of(read_arguments([*common, "--timeout-s", "3"]))
     with pytest.raises(UserError, match="--frames 0"):
         captioner_of(read_arguments([*common, "--frames", "0"]))
-
-
-def test_figures_count_words_repetitions_and_cut_off_captions():
-    lines = report(["a dog runs.", "a  dog runs.", "", "一只狗在跑。", "the camera pans over a"])
-    assert lines[0] == "5 captions, 1 empty, 1 without an end of a sentence"
-    assert "least 3" in lines[1]
-    assert "largest 6" in lines[1]  # five characters and the stop
-    assert lines[2] == "words: 0-4: 2, 5-9: 2"
-    assert lines[3:] == ["3 different; 2 captions are there more than once", "  2 x a dog runs."]

@@ -1,4 +1,4 @@
-"""Frames for cutting are the frames of training, also where a film becomes interlaced on the way."""
+"""Frames for cutting are the frames of training, also where a video becomes interlaced on the way."""
 
 from pathlib import Path
 
@@ -59,8 +59,8 @@ def pictures(path: Path) -> torch.Tensor:
     ("progressive", "interlaced"), ("interlaced", "progressive"), ("progressive", "interlaced", "progressive"), ("interlaced",),
 ])  # fmt: skip
 def test_films_that_become_interlaced_are_deinterlaced_from_there(tmp_path, parts, kinds):
-    """The first frame decided for the whole film."""
-    path = joined(tmp_path / "film.ts", [parts[kind] for kind in kinds])
+    """The first frame decided for the whole video."""
+    path = joined(tmp_path / "video.ts", [parts[kind] for kind in kinds])
     count = probe(path).num_frames
     assert count == 13 * len(kinds)
     with av.open(str(path)) as container:
@@ -74,7 +74,7 @@ def test_films_that_become_interlaced_are_deinterlaced_from_there(tmp_path, part
 
 def test_progressive_films_do_not_pass_a_filter(parts, monkeypatch):
     def never(*_: object) -> None:
-        raise AssertionError("a progressive film was deinterlaced")
+        raise AssertionError("a progressive video was deinterlaced")
 
     monkeypatch.setattr(frames, "deinterlaced", never)
     assert len(pictures(parts["progressive"])) == 13
