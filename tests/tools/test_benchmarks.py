@@ -6,10 +6,9 @@ from importlib import import_module
 import pytest
 import torch
 
-from opensora.registry import SCHEDULERS
 from opensora.utils.errors import UserError
 from tests.tools.markdown import table_of
-from tools.benchmark import profiling, sampling
+from tools.benchmark import profiling
 from tools.benchmark.__main__ import BENCHMARKS, run
 from tools.benchmark.measure import OUT_OF_MEMORY, Options, Table, attempt, psnr, relative_error
 
@@ -137,22 +136,6 @@ def test_errors():
     assert relative_error(torch.tensor([3.0, 4.5]), exact) == pytest.approx(0.1)
     assert psnr(exact + 0.4, exact) == pytest.approx(20)
     assert psnr(exact, exact) == float("inf")
-
-
-def test_every_scheduler_is_timed():
-    assert {config["type"] for config in sampling.SAMPLERS.values()} == set(SCHEDULERS.choices()) - {
-        "iddpm-speed",
-        "nova",  # whose model does more than a step
-    }
-
-
-def test_waits_are_counted():
-    def run(num_steps: int) -> torch.Tensor:
-        for _ in range(num_steps):
-            torch.ones(1).item()
-        return torch.ones(1)
-
-    assert sampling.waits_per_step(run, 4) == 1
 
 
 KINDS = {

@@ -193,7 +193,7 @@ def test_rows_that_failed_are_scored_again_also_of_parts_that_are_not_complete(t
     bad, log = tmp_path / "bad", tmp_path / "log"
     bad.write_text(" ".join([NAMES[1], NAMES[3], NAMES[9], "crash"]))
     choosy = job(table, {"choosy": Choosy(str(tmp_path))}, batch_size=1)
-    again = dataclasses.replace(choosy, again="failed")
+    again = dataclasses.replace(choosy, retry_failed=True)
     with pytest.raises(UserError, match="no server"):
         run(choosy, 0)  # in the third part, whose second row failed
     log.unlink()
@@ -231,7 +231,7 @@ def test_a_file_that_kills_its_decoder_is_tried_again_once_more(table, tmp_path)
     killing = job(table, {"length": Length(str(log), dies_at=NAMES[5])}, batch_size=4)
     run(killing, 1)
     log.unlink()
-    out = read_frame(run(dataclasses.replace(killing, again="failed"), 1))
+    out = read_frame(run(dataclasses.replace(killing, retry_failed=True), 1))
     assert names_in(log) == [NAMES[5]] * 2
     assert "crashes its decoder" in out["status"][5]
 
@@ -239,7 +239,7 @@ def test_a_file_that_kills_its_decoder_is_tried_again_once_more(table, tmp_path)
 def test_under_torchrun_nothing_is_opened_again(table, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match=r"--retry-failed.*--num-workers"):
-        run(job(table, {"black": scorer("black")}, again="failed"))
+        run(job(table, {"black": scorer("black")}, retry_failed=True))
 
 
 @pytest.mark.slow
