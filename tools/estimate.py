@@ -114,18 +114,13 @@ def clips_of(cfg: TrainConfig, built: Built, rows: int | None, table: Path | Non
             continue
         latent = latent_size(built.vae, bucket[2:5])
         count = None if assigned is None else int((assigned == i).sum())
-        entry = bucket.resolution, bucket.num_frames
-        name = f"{bucket.resolution} x {bucket.num_frames}"
-        clips[entry] = _larger(clips.get(entry), Clip(name, latent, bucket.batch_size, count))
+        clip = Clip(f"{bucket.resolution} x {bucket.num_frames}", latent, bucket.batch_size, count)
+        other = clips.setdefault((bucket.resolution, bucket.num_frames), clip)
+        if other is not clip:  # two shapes of one entry as one: the larger, with the rows of both
+            rows_of_both = None if other.rows is None or count is None else other.rows + count
+            larger = max(other, clip, key=lambda clip: math.prod(clip.latent))
+            clips[bucket.resolution, bucket.num_frames] = larger._replace(rows=rows_of_both)
     return [clip for clip in clips.values() if clip.rows != 0]
-
-
-def _larger(a: Clip | None, b: Clip) -> Clip:
-    """Two shapes of one entry as one: the larger, with the rows of both."""
-    if a is None:
-        return b
-    larger = max(a, b, key=lambda clip: math.prod(clip.latent))
-    return larger._replace(rows=None if a.rows is None or b.rows is None else a.rows + b.rows)
 
 
 class Sizes(NamedTuple):
@@ -206,11 +201,15 @@ def time_rows(cfg: TrainConfig, built: Built, clips: Sequence[Clip], machines: M
     """Tokens, FLOPs, steps and hours of each clip size; None where the number of rows is not known."""
     groups = machines.gpus // cfg.sp_size
     rate = machines.peak_tflops * machines.mfu * 1e12  # of a GPU
-    share = _share_of_steps(cfg, clips, groups)
-    for clip in clips:
+    epochs = [
+        None if clip.rows is None else -(-clip.rows // (clip.batch * groups * cfg.accumulation_steps)) for clip in clips
+    ]
+    total = None if None in epochs else sum(filter(None, epochs)) * cfg.epochs
+    # of the steps of all epochs, those before `max_steps`: of each size alike
+    share = min(1.0, cfg.max_steps / total) if cfg.max_steps is not None and total else 1.0
+    for clip, epoch in zip(clips, epochs, strict=True):
         flops = 3 * built.model.flops(clip.latent, built.text_len)  # forward, and twice as much backward
         whole = clip.batch * groups * cfg.accumulation_steps
-        epoch = _steps_of_epoch(clip, cfg, groups)
         steps = None if epoch is None else round(epoch * cfg.epochs * share)
         if epoch is None and len(clips) == 1:
             steps = cfg.max_steps  # all that is known
@@ -227,17 +226,6 @@ def time_rows(cfg: TrainConfig, built: Built, clips: Sequence[Clip], machines: M
             "steps": steps,
             "hours": None if steps is None else steps * step_flops / machines.gpus / rate / 3600,
         }
-
-
-def _steps_of_epoch(clip: Clip, cfg: TrainConfig, groups: int) -> int | None:
-    return None if clip.rows is None else -(-clip.rows // (clip.batch * groups * cfg.accumulation_steps))
-
-
-def _share_of_steps(cfg: TrainConfig, clips: Sequence[Clip], groups: int) -> float:
-    """Of the steps of all epochs, those before `max_steps`: of each size alike."""
-    epochs = [_steps_of_epoch(clip, cfg, groups) for clip in clips]
-    total = None if None in epochs else sum(filter(None, epochs)) * cfg.epochs
-    return min(1.0, cfg.max_steps / total) if cfg.max_steps is not None and total else 1.0
 
 
 def estimate(
@@ -272,10 +260,19 @@ def estimate(
         raise UserError(
             f"no row of {table} fits a bucket of bucket_config; `python -m tools.datasets.doctor` says why."
         )
+    sizes = sizes_of(cfg, built.model)
+    of_blocks = sum(p.numel() for block in built.model.transformer_blocks() for p in block.parameters())
+    parameters: list[dict[str, Any]] = [
+        {"part": "model", "million": sizes.all / 1e6, "trained": sizes.trained / 1e6},
+        {"part": "its blocks", "million": of_blocks / 1e6, "trained": None},
+    ]
+    for name, part in (("vae", built.vae), ("text_encoder", built.text_encoder)):
+        million = None if part is None else sum(p.numel() for p in part.parameters()) / 1e6
+        parameters.append({"part": name, "million": million, "trained": 0.0})
     return {
         "assumed": {**machines._asdict(), "dtype": cfg.dtype, "sp_size": cfg.sp_size, "compile": cfg.compile},
         "notes": assumptions(cfg.text_encoder),
-        "parameters": _parameters(cfg, built),
+        "parameters": parameters,
         "legal_sp_sizes": [n for n in range(1, machines.gpus + 1) if machines.gpus % n == 0],
         "memory_gib": list(memory_rows(cfg, built, clips, machines, levels, batches)),
         "time": list(time_rows(cfg, built, clips, machines)),
@@ -347,17 +344,13 @@ def as_text(result: dict[str, Any]) -> str:
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> str:
-    cells = [[_cell(value) for value in row.values()] for row in rows]
+    cells = [
+        ["?" if v is None else f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows
+    ]
     names = list(rows[0])
     widths = [max(len(row[i]) for row in [names, *cells]) for i in range(len(names))]
     lines = [names, ["-" * width for width in widths], *cells]
     return "\n".join("| " + " | ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) + " |" for line in lines)
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return "?"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def read_config(config: Path, fields: Sequence[str], options: Iterable[str] = ()) -> tuple[TrainConfig, Path | None]:
@@ -390,19 +383,6 @@ def _shard(cfg: TrainConfig, machines: Machines) -> int:
     if cfg.shard_size is not None:
         return cfg.shard_size
     return min(machines.per_node, machines.gpus) if cfg.hybrid_zero else machines.gpus
-
-
-def _parameters(cfg: TrainConfig, built: Built) -> list[dict[str, Any]]:
-    sizes = sizes_of(cfg, built.model)
-    blocks = [p.numel() for block in built.model.transformer_blocks() for p in block.parameters()]
-    rows: list[dict[str, Any]] = [
-        {"part": "model", "million": sizes.all / 1e6, "trained": sizes.trained / 1e6},
-        {"part": "its blocks", "million": sum(blocks) / 1e6, "trained": None},
-    ]
-    for name, part in (("vae", built.vae), ("text_encoder", built.text_encoder)):
-        total = None if part is None else sum(p.numel() for p in part.parameters()) / 1e6
-        rows.append({"part": name, "million": total, "trained": 0.0})
-    return rows
 
 
 if __name__ == "__main__":

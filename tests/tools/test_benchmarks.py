@@ -34,7 +34,7 @@ RUNS: dict[str, tuple[str, int, str | None, float]] = {
     "footage": ("", 5, None, 0),
     "scoring": ("--clips 100", 2, None, 0),
 }
-ELSEWHERE = {"goals": "test_goals_benchmark.py", "scaling": "test_scaling_benchmark.py", "compile_cache": "below"}
+ELSEWHERE = {"goals": "test_goals_benchmark.py", "compile_cache": "below"}
 
 
 @pytest.mark.usefixtures("without_code")

@@ -14,7 +14,6 @@ BENCHMARKS = {  # name -> module of this package with a function of that name, a
         "training steps: time, MFU, memory, errors against fp32, and by --profile kinds of kernels",
     ),
     "sequence_parallel": ("training", "the same over the processes of torchrun: engines, sequence parallelism"),
-    "scaling": ("scaling", "training steps over 1, 2, 4, 8 GPUs of a host, one table of many layouts"),
     "goals": ("goals", "our training steps against the reference's settings and diffusers' models"),
     "attention": ("attention", "attention kernels at the shapes of our denoisers"),
     "nova": ("nova", "training steps and sampling of NOVA"),
