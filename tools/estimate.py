@@ -17,8 +17,8 @@ Memory of a GPU, in bytes, for N parameters of which n are trained, on G GPUs of
 and 2N more for the copies that autocast keeps with bf16 or fp16 (zero2 has none). With lora, n and the EMA are the
 adapters'. Activations: see tools/activations.py; with lora they are an upper bound. The VAE and the text encoder
 are counted as weights in their dtype: the processes of a node share those of a `shardformer`, and an encoder that leaves the
-GPU `between_uses` counts nothing. A T5 that is not known and has no config.json here is taken for T5-XXL, and a note says
-so. What they need while they work, the CUDA context (about 0.5 GiB) and what the allocator wastes are not counted. Hours count
+GPU `between_uses` counts nothing. A T5 that is not known and has no config.json here is taken for T5-XXL, with a
+note. What they need while they work, the CUDA context (about 0.5 GiB) and what the allocator wastes are not counted. Hours count
 the denoiser's matrix products alone, at the assumed MFU: data, VAE and text encoder are on top, unless their results are cached.
 """
 

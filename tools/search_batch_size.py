@@ -308,7 +308,7 @@ def write_config(
 
 
 def changed_fields(source: Path, fields: Sequence[str]) -> dict[str, Any]:
-    """What a command line changes in a config file, as a file that starts from it says so."""
+    """The changes of a command line to a config file, as fields of a file that starts from it."""
     before, origins, _ = read_file(source)
     command = read_command(TrainConfig, fields)
     draft = Draft(TrainConfig, {**PARTS, "dataset": DATASETS})

@@ -71,7 +71,7 @@ def lpips(tmp_path_factory):
     return random_alex(tmp_path_factory.mktemp("lpips") / "alex.safetensors")
 
 
-def test_pictures_beside_a_linear_codec(run, tmp_path, capsys, lpips):
+def test_images_beside_a_linear_codec(run, tmp_path, capsys, lpips):
     torch.manual_seed(0)
     VideoAutoencoderKL(architecture=TINY).save_pretrained(tmp_path / "vae", dtype="fp16")
     rows = ["path,source"]

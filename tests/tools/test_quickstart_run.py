@@ -192,7 +192,7 @@ def test_nova_trains_longer_in_bf16_where_the_cpu_has_it(monkeypatch, repo_root,
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_nova_learns_pictures_and_goes_on_with_videos(tmp_path, monkeypatch, repo_root):
+def test_nova_learns_images_and_goes_on_with_videos(tmp_path, monkeypatch, repo_root):
     monkeypatch.chdir(repo_root)
     monkeypatch.setattr(tools.quickstart.__main__, "command", command)
     figures = quickstart("nova", tmp_path, max_steps=2, num_clips=3)
@@ -201,6 +201,6 @@ def test_nova_learns_pictures_and_goes_on_with_videos(tmp_path, monkeypatch, rep
     log = next((run / "runs").glob("*/log.txt")).read_text()
     assert str(run / "before") in next((run / "runs").glob("*/command.txt")).read_text()
     assert "step 2" in log
-    assert len(list((run / "samples").glob("*.mp4"))) == len(list((run / "pictures").glob("*.png"))) == 6
-    assert (run / "pictures.png").stat().st_size > 1000
-    assert 0 <= figures["pictures_captions_right"] <= 3
+    assert len(list((run / "samples").glob("*.mp4"))) == len(list((run / "images").glob("*.png"))) == 6
+    assert (run / "images.png").stat().st_size > 1000
+    assert 0 <= figures["images_captions_right"] <= 3

@@ -3,7 +3,7 @@
     python -m tools.datasets.doctor CONFIG --data-path TABLE [--processes 8] [--samples 32] [--contact-sheet FILE.png]
                                     [any option of scripts/train.py]
 
-Says what becomes of every row and which setting would keep those that are left out; how large steps are and how many an
+Reports what becomes of every row and which setting would keep those that are left out; how large steps are and how many an
 epoch has; what is there twice; how fast clips are decoded; and draws what the model will really see. Exit code: 0 all is
 well; 1 it would train, but something was found; 2 it would not train.
 """

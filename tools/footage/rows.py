@@ -66,9 +66,9 @@ def divide_rows(kept: Path, dropped: Path, decided: Iterable[tuple[Row, str]]) -
             (theirs if reason else ours).write(line + "\n")
 
 
-def shown_from(base: Path, place: Path) -> str:
+def shown_from(base: Path, path: Path) -> str:
     """How a table in the absolute folder `base` names a file: from there where it lies below, else as it is."""
-    return str(place.relative_to(base) if place.is_relative_to(base) else place)
+    return str(path.relative_to(base) if path.is_relative_to(base) else path)
 
 
 def shortened(stem: str) -> str:

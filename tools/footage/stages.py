@@ -44,7 +44,7 @@ class Work:
 
     Attributes:
         folder: of all stages.
-        stage: what the recipe says.
+        stage: as in the recipe.
         before: the kept rows of the stage before; of the first stage a file that is not there.
         rank, world: this process and how many there are.
         workers: processes that this one may start.
@@ -313,7 +313,7 @@ def is_anothers(work: Work) -> bool:
 
 
 def _note_of(output: Path) -> Path:
-    """What says which stage wrote a table, and its content then."""
+    """The file that names the stage that wrote a table, and the hash of its content."""
     return output.with_name(f".{output.name}.written")
 
 

@@ -66,7 +66,7 @@ def carry_over(job: Job, world: int = 1) -> None:
 
 
 def _settle(parts: Path) -> None:
-    """Put new parts in the place of old ones, also after a run that was killed at it."""
+    """Replace old parts by new ones, also after a run that was killed at it."""
     if _unsettled(parts):
         _fresh(parts).replace(parts)
     shutil.rmtree(_outdated(parts), ignore_errors=True)

@@ -86,7 +86,7 @@ def test_a_model_that_is_not_there_is_named(tmp_path):
 
 
 class Server(ThreadingHTTPServer):
-    """An OpenAI-compatible server that answers from a list of (code, caption), then with the size of the first picture."""
+    """An OpenAI-compatible server that answers from a list of (code, caption), then with the size of the first image."""
 
     def __init__(self, *answers):
         self.answers, self.requests, self.lock, self.broken = list(answers), [], threading.Lock(), None
@@ -207,7 +207,7 @@ def test_a_clip_that_breaks_the_server_each_time_costs_its_own_row(server):
     there = server()
     there.broken = lambda text: (500, "") if "320 x 180" in text else (200, text)
     rows = Captioner(model="m", endpoint=there.url, retries=1).score(PATHS[:1])
-    assert "500" in rows[0]["error"]  # but for a plain picture, there is an answer
+    assert "500" in rows[0]["error"]  # but for a plain image, there is an answer
 
 
 def test_an_answer_that_is_no_chat_ends_the_run(server):

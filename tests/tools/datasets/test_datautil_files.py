@@ -21,7 +21,7 @@ def odd_files(tmp_path, clips_csv):
     (tmp_path / "cut.mp4").write_bytes(whole[: len(whole) // 2])
     (tmp_path / "empty.mp4").touch()
     (tmp_path / "text.mp4").write_text("no video")
-    (tmp_path / "text.png").write_text("no picture")
+    (tmp_path / "text.png").write_text("no image")
     (tmp_path / "folder.mp4").mkdir()
     Image.new("RGB", (30, 20)).save(tmp_path / "雨.png")
     good = ["A clip.MP4", "雨.png"]

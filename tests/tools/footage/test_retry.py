@@ -153,7 +153,7 @@ def test_where_nothing_failed_nothing_is_made_anew(tmp_path, whole, endpoint, ca
 
 
 class Moody(BaseHTTPRequestHandler):
-    """An endpoint that is out of order for every second picture until it is repaired, and counts what it is asked."""
+    """An endpoint that is out of order for every second image until it is repaired, and counts what it is asked."""
 
     asked: ClassVar[list[int]] = []
     broken = True

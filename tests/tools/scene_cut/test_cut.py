@@ -259,8 +259,8 @@ def at_times(path: Path, frames: torch.Tensor, microseconds: list[int]) -> Path:
         stream = container.add_stream("libx264", rate=25, options={"qp": "8", "bf": "0"})
         stream.height, stream.width, stream.pix_fmt = *frames.shape[1:3], "yuv420p"
         stream.codec_context.time_base = stream.time_base = Fraction(1, 1_000_000)
-        for picture, pts in zip(frames.numpy(), microseconds, strict=True):
-            frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(picture), format="rgb24")
+        for image, pts in zip(frames.numpy(), microseconds, strict=True):
+            frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(image), format="rgb24")
             frame.pts, frame.time_base = pts, Fraction(1, 1_000_000)
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
@@ -394,8 +394,8 @@ def test_a_copy_is_turned_and_mirrored_as_the_video_is(tmp_path, codec, suffix, 
         stream = container.add_stream(codec, rate=25)
         stream.height, stream.width, stream.pix_fmt = 64, 96, "yuv420p" if codec == "libx264" else "yuvj420p"
         stream.set_display_rotation(*flips)
-        for picture in read_frames(VIDEO, 0, 20)[:, :64, :96].numpy():
-            frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(picture), format="rgb24")
+        for image in read_frames(VIDEO, 0, 20)[:, :64, :96].numpy():
+            frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(image), format="rgb24")
             container.mux(stream.encode(frame.reformat(format=stream.pix_fmt)))
         container.mux(stream.encode())
     (clip,), _ = cut_video(Footage(video), [(0, 20)], Rules(min_seconds=0.2, how="copy"), tmp_path / "c", "v")

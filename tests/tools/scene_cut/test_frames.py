@@ -50,7 +50,7 @@ def parts(tmp_path) -> dict[str, Path]:
     }
 
 
-def pictures(path: Path) -> torch.Tensor:
+def images(path: Path) -> torch.Tensor:
     footage = Footage(path)
     return torch.from_numpy(np.stack([footage.rgb(timed.frame) for timed in footage.frames()]))
 
@@ -66,7 +66,7 @@ def test_films_that_become_interlaced_are_deinterlaced_from_there(tmp_path, part
     with av.open(str(path)) as container:
         flags = [frame.interlaced_frame for frame in container.decode(video=0)]
     assert flags == [kind == "interlaced" for kind in kinds for _ in range(13)]
-    made, kept = pictures(path), read_frames(path, 0, count, decoding=Decoding(interlaced="keep"))
+    made, kept = images(path), read_frames(path, 0, count, decoding=Decoding(interlaced="keep"))
     assert combs(made[flags]) < 0.3 * combs(kept[flags])
     assert torch.equal(made, read_frames(path, 0, count))
     assert torch.equal(made[~torch.tensor(flags)], kept[~torch.tensor(flags)])
@@ -77,4 +77,4 @@ def test_progressive_films_do_not_pass_a_filter(parts, monkeypatch):
         raise AssertionError("a progressive video was deinterlaced")
 
     monkeypatch.setattr(frames, "deinterlaced", never)
-    assert len(pictures(parts["progressive"])) == 13
+    assert len(images(parts["progressive"])) == 13

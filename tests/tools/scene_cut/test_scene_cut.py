@@ -35,7 +35,7 @@ def grey(levels: list[int]) -> list[np.ndarray]:
 
 
 def scenery(seed: int, count: int) -> list[np.ndarray]:
-    """A picture that glides by 2 pixels a frame."""
+    """An image that glides by 2 pixels a frame."""
     rng = np.random.default_rng(seed)
     coarse = rng.integers(30, 255, (2, 8, 3)).astype(np.uint8)
     wide = np.kron(coarse, np.ones((32, 32, 1), np.uint8))

@@ -292,7 +292,7 @@ def test_scores_that_parquet_cannot_hold_are_not_lost(table):
     assert len(read_frame(table.with_name("out.parquet.jsonl"))["black"]) == len(NAMES)
 
 
-def test_pictures_that_are_too_narrow_for_flow_cost_their_own_row_alone(tmp_path):
+def test_images_that_are_too_narrow_for_flow_cost_their_own_row_alone(tmp_path):
     for name, size in {"narrow.mp4": (1920, 16), "good.mp4": (64, 48)}.items():
         with av.open(str(tmp_path / name), "w") as container:
             stream = container.add_stream("libx264", rate=24)

@@ -75,7 +75,7 @@ def _stacked(name: str, frames: Sequence[pd.DataFrame]) -> pd.Series:
     for frame in frames:
         if name not in frame.columns:
             part = pd.Series(np.nan if all(numeric) else "", index=frame.index, dtype=kind)
-        else:  # numbers beside text become text, as a CSV would have them
+        else:  # numbers among text become text, as a CSV would have them
             mixed = any(numeric) and not all(numeric) and not all(map(_holds_numbers, there))
             part = strings(frame[name]) if mixed else frame[name].astype(kind)
         parts.append(part)
