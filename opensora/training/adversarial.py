@@ -8,6 +8,7 @@ decoder's last layer, so that neither drowns the other. Before the start step no
 
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -22,35 +23,20 @@ from opensora.training.loop import set_lr
 LARGEST_LAMBDA = 1e4
 
 
+@dataclass
 class AdversarialLoss:
-    """A discriminator and how it is trained.
+    """A discriminator and how it is trained."""
 
-    Args:
-        discriminator: Videos [B, 3, T, H, W] -> scores.
-        engine: Around it and its optimizer.
-        optimizer: The engine's.
-        lr: Its learning rate at its highest.
-        weight: Of g.
-        start: Training steps without it, while reconstructions are too poor to learn from.
-        scale: "adaptive" multiplies the weight by lambda, "fixed" does not.
-    """
-
-    def __init__(
-        self,
-        discriminator: nn.Module,
-        engine: Engine,
-        optimizer: torch.optim.Optimizer,
-        *,
-        lr: float,
-        weight: float = 0.5,
-        start: int = 0,
-        scale: Literal["adaptive", "fixed"] = "adaptive",
-    ) -> None:
-        self.discriminator, self.engine, self.optimizer = discriminator, engine, optimizer
-        self.lr, self.weight, self.start, self.scale = lr, weight, start, scale
+    discriminator: nn.Module  # videos [B, 3, T, H, W] -> scores
+    engine: Engine  # around it and its optimizer
+    optimizer: torch.optim.Optimizer
+    lr: float  # its learning rate at its highest
+    weight: float = 0.5  # of g
+    start: int = 0  # training steps without it, while reconstructions are too poor to learn from
+    scale: Literal["adaptive", "fixed"] = "adaptive"  # whether the weight is multiplied by lambda
 
     def set_lr(self, fraction: float) -> None:
-        """Train at this fraction of the discriminator's learning rate."""
+        """Train at this fraction of `lr`."""
         set_lr(self.optimizer, self.lr * fraction)
 
     def generator_loss(

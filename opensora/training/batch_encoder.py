@@ -52,11 +52,8 @@ class BatchEncoder:
         class_dropout_prob: float | None = None,
     ) -> None:
         check_classes(text_encoder, denoiser)
-        self.vae = vae
-        self.text_encoder = text_encoder
-        self.denoiser = denoiser
-        self.device = device
-        self.class_dropout_prob = class_dropout_prob
+        self.vae, self.text_encoder, self.denoiser = vae, text_encoder, denoiser
+        self.device, self.class_dropout_prob = device, class_dropout_prob
 
     @torch.no_grad()
     def __call__(
@@ -101,13 +98,10 @@ class BatchEncoder:
 
 
 def null_text(text_encoder: Any, batch: int, negative_prompt: str = "") -> TextCondition:
-    """The encoder's own "no text" for guidance: y [batch, 1, L, D] and its mask [batch, L].
+    """The encoder's own "no text", or a negative prompt, for guidance: y [batch, 1, L, D] and its mask [batch, L].
 
     For models whose null table was never trained (diffusers' PixArt and Latte folders): `null={**null_text(...)._asdict()}`
-    takes the place of `model.null_condition`.
-
-    Args:
-        negative_prompt: what guidance moves away from; "" is "no text".
+    replaces `model.null_condition`.
 
     Raises:
         UserError: the encoder reads class numbers, and has no "no text" of its own: use `model.null_condition`.

@@ -27,8 +27,7 @@ class EMA:
     Args:
         model: after its engine was built, which may shard its weights.
         decay: for each optimizer step.
-        every: take in the weights after every so many steps only, with the product of their decays: cheaper, and as slow
-            an average. What the weights were in between does not enter.
+        every: take in the weights after every so many steps only, with the product of their decays: cheaper, and as slow.
         device: "model", or "cpu" to save 4 bytes a weight on the GPU.
         masters: gives the fp32 weights that an engine keeps apart from the model's, see `Engine.masters`.
     """

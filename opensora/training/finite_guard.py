@@ -31,7 +31,6 @@ class FiniteGuard:
     """Watches the losses and gradients of a training loop.
 
     Args:
-        world: this process and the others.
         policy: "stop" ends the run at the next line of the log; "skip" continues without the step.
         max_skipped: with "skip", the number of such steps, counted from the start of this process, above which it ends.
         scales_loss: whether the engine scales the loss (fp16): a finite loss with a gradient that overflows then only

@@ -127,12 +127,9 @@ def resume(
 
 
 def same_settings(cfg: LoopConfig) -> None:
-    """All processes must have the same config: other steps would hang them, another lr would let their weights drift apart.
+    """Raise a UserError where processes have other settings: other steps would hang them, another lr would part their weights.
 
     Paths may differ, as they do between machines.
-
-    Raises:
-        UserError: the configs differ.
     """
     own = to_dict(cfg)
     changes = changed_settings(broadcast_from_rank0(lambda: own), own)
@@ -162,10 +159,7 @@ def steps(loader: Iterable[dict[str, Any]], accumulation: int) -> Iterator[list[
 
 
 def sample_indices(micro_batches: Sequence[Mapping[str, Any]]) -> Iterator[list[int]]:
-    """The index of each sample in the global batch of the step, however ranks and micro-batches share it out.
-
-    A batch gives the indices of its samples in the batch of all ranks, since its size may differ by rank.
-    """
+    """The index of each sample in the global batch of the step, however ranks and micro-batches share it out."""
     first = 0
     for batch in micro_batches:
         yield [first + index for index in batch["sample_index"].tolist()]

@@ -42,14 +42,9 @@ def check_lora() -> None:
 
 
 def add_lora(model: Any, options: LoraOptions, *, seed: int) -> None:
-    """Put adapters into a denoiser, in place, and freeze everything else.
+    """Put adapters into a `Denoiser` on its device, in place, and freeze everything else; `seed` is of the dropout.
 
     The initial A is drawn from PyTorch's global generator, like other initial weights.
-
-    Args:
-        model: a `Denoiser` with the weights to adapt, on its device.
-        options: the config's `lora`.
-        seed: of the dropout.
 
     Raises:
         UserError: peft is not installed, or a name of `target_modules` is that of no layer.

@@ -30,17 +30,11 @@ class MeteredModel(Protocol):
 
 
 class Step(NamedTuple):
-    """An optimizer step.
+    """An optimizer step, of all processes."""
 
-    Attributes:
-        number: counted from 1.
-        loss: mean over its batches, of all processes.
-        grad_norm: before clipping, of all processes.
-    """
-
-    number: int
-    loss: float
-    grad_norm: float
+    number: int  # counted from 1
+    loss: float  # mean over its batches
+    grad_norm: float  # before clipping
 
     @property
     def is_finite(self) -> bool:
@@ -48,17 +42,11 @@ class Step(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """What happened since the reading before.
+    """What happened since the reading before."""
 
-    Attributes:
-        steps: all optimizer steps, also those that are not finite.
-        figures: for the log.
-        buckets: name -> figures; empty where the data have one size.
-    """
-
-    steps: tuple[Step, ...]
-    figures: dict[str, float]
-    buckets: dict[str, dict[str, float]]
+    steps: tuple[Step, ...]  # also those that are not finite
+    figures: dict[str, float]  # for the log
+    buckets: dict[str, dict[str, float]]  # name -> figures; empty where the data have one size
 
 
 class StepMeter:

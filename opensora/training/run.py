@@ -24,52 +24,31 @@ SHOWN_CLASSES = 20
 
 @dataclass(frozen=True)
 class Ahead:
-    """Where the count of the run's steps begins: at its start, or where the steps or the epochs got another length.
+    """Where the count of the run's steps begins: at its start, or where the steps or the epochs got another length."""
 
-    Attributes:
-        step: Optimizer steps done there.
-        epoch: The epoch that the next batch was of.
-        rest: Batches of it that were left, for each rank.
-        length: Batches of each rank in an epoch after that; of buckets the first's.
-        accumulation: Batches of a step.
-    """
-
-    step: int
-    epoch: int
-    rest: int
-    length: int
-    accumulation: int
+    step: int  # optimizer steps done there
+    epoch: int  # that the next batch was of
+    rest: int  # batches of it that were left, for each rank
+    length: int  # batches of each rank in an epoch after that; of buckets the first's
+    accumulation: int  # batches of a step
 
 
 @dataclass
 class RunState:
-    """Where a run stands.
+    """Where a run stands."""
 
-    Attributes:
-        data: Fingerprint of the dataset.
-        global_batch: Samples of one batch of all ranks, or BATCHES_VARY.
-        world: Data-parallel ranks: processes that share their samples (sequence parallelism) count as one.
-        step: Optimizer steps done.
-        micro_batch: Batches that each rank has taken from the loader.
-        epoch: The epoch that the next batch is of.
-        epoch_start: `micro_batch` at the beginning of that epoch.
-        segments: (ranks, batches) of the parts of that epoch that ran on other numbers of ranks.
-        steps_before: Optimizer steps of the runs that this one took its EMA weights from.
-        ahead: What the number of steps is counted from, see `seek`.
-        plan: What else decides the order inside of an epoch, in words.
-    """
-
-    data: str
-    global_batch: int
-    world: int = 1
-    step: int = 0
-    micro_batch: int = 0
-    epoch: int = 0
-    epoch_start: int = 0
+    data: str  # fingerprint of the dataset
+    global_batch: int  # samples of one batch of all ranks, or BATCHES_VARY
+    world: int = 1  # data-parallel ranks: processes that share their samples (sequence parallelism) count as one
+    step: int = 0  # optimizer steps done
+    micro_batch: int = 0  # batches that each rank has taken from the loader
+    epoch: int = 0  # that the next batch is of
+    epoch_start: int = 0  # `micro_batch` at the beginning of that epoch
+    # (ranks, batches) of the parts of that epoch that ran on other numbers of ranks
     segments: list[tuple[int, int]] = field(default_factory=list)
-    steps_before: int = 0
-    ahead: Ahead | None = None
-    plan: str = ""
+    steps_before: int = 0  # optimizer steps of the runs that this one took its EMA weights from
+    ahead: Ahead | None = None  # what the number of steps is counted from, see `seek`
+    plan: str = ""  # what else decides the order inside of an epoch, in words
 
     @property
     def folder_name(self) -> str:

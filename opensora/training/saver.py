@@ -1,10 +1,6 @@
 """Saves a run's checkpoints while training goes on, from all processes at once.
 
-    run, saver = open_run(cfg, world, "STDiT-XL/2")
-    saver.save(state, {"model": engine.model_state(), "ema": ema.state_dict(), "optimizer": engine.optimizer_state()})
-    saver.wait()                                  # at the end of the run
-
-`save` copies what this process has to write into host memory, which is all that the loop waits for, and a thread writes
+`Saver.save` copies what this process has to write into host memory, which is all that the loop waits for, and a thread writes
 the copy (`opensora.checkpoint.save`). It must be a copy: the next optimizer step changes weights in place. The thread
 makes no collective call; an error of one process is raised in all by the next `save` or `wait`.
 """
@@ -48,12 +44,10 @@ Shards = dict[str, dict[str, Shard]]
 
 
 def open_run(cfg: LoopConfig, world: World, model: str) -> tuple[Path, "Saver"]:
-    """The run's folder, and what saves its checkpoints there; to be called by all processes.
+    """The run's folder, and the saver of its checkpoints there; to be called by all processes.
 
-    With `load="latest"` it is the folder of the run `exp_name`, if that is there; else a new one.
-
-    Args:
-        model: the name of what is trained, for the folder and the manifests.
+    With `load="latest"` it is the folder of the run `exp_name`, if that is there; else a new one. `model` is a name for the
+    folder and the manifests.
 
     Raises:
         UserError: a run of that name is there already.
@@ -69,9 +63,8 @@ class Saver:
 
     Args:
         run: the run's folder, on a file system that all processes share.
-        world: this process and the others.
-        cfg: `ckpt_async`, `keep_last_n` and `keep_every_m`.
-        manifest: what goes into every manifest, JSON: model, config, commit, versions.
+        cfg: for `ckpt_async`, `keep_last_n` and `keep_every_m`.
+        manifest: the content of every manifest, JSON: model, config, commit, versions.
 
     Raises:
         UserError: a process does not see the folder, or cannot write there; in all processes.

@@ -128,13 +128,11 @@ class _SigtermTimer(threading.Thread):
         self._before = -1
 
     def listen(self) -> None:
-        """Start, and receive the numbers of signals from now on."""
         self.start()
         self._before = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
         _LISTENING.add(self)
 
     def close(self) -> None:
-        """Receive no more signals."""
         _LISTENING.discard(self)
         signal.set_wakeup_fd(self._before)
 
@@ -156,10 +154,5 @@ class _SigtermTimer(threading.Thread):
 _LISTENING: set[_SigtermTimer] = set()
 
 
-def _stop_listening_in_a_child() -> None:
-    """Else a signal that ends a data worker would be read as this process' own, through the socket that both have."""
-    if _LISTENING:
-        signal.set_wakeup_fd(-1)
-
-
-os.register_at_fork(after_in_child=_stop_listening_in_a_child)
+# else a signal that ends a data worker would be read as this process' own, through the socket that both have
+os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1) if _LISTENING else None)

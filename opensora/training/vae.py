@@ -64,13 +64,7 @@ class VAELoss(nn.Module):
         self.lpips_frames = lpips_frames
 
     def forward(
-        self,
-        x_hat: Tensor,
-        x: Tensor,
-        moments: Tensor,
-        logvar: Tensor | None = None,
-        offset: int = 0,
-        chunks: int = 1,
+        self, x_hat: Tensor, x: Tensor, moments: Tensor, logvar: Tensor | None = None, offset: int = 0, chunks: int = 1
     ) -> Loss:
         """x_hat, x [B, 3, T, H, W], x in [-1, 1]; moments: raw mean and log variance [B, 2C, t, h, w].
 
@@ -103,17 +97,12 @@ class VAELoss(nn.Module):
         frames = clips.shape[2]
         count = min(self.lpips_frames or frames, frames)
         chosen = sorted((offset + i * frames // count) % frames for i in range(count))
-        # a list as index would be copied to the device, and the host would wait for it
+        # a list as index would be copied to the device, and the host would wait
         return torch.stack([clips[:, :, i] for i in chosen], dim=2)
 
 
 class Reconstructor(nn.Module):
-    """The trained module: the VAE and, with "nll", one scalar.
-
-    Args:
-        vae: Called as `vae(x, generators) -> (x_hat, moments)`.
-        logvar: The start of the learned log variance; None = "plain".
-    """
+    """The trained module: the VAE and, with "nll", the learned log variance, which starts at `logvar`; None = "plain"."""
 
     def __init__(self, vae: nn.Module, logvar: float | None = None) -> None:
         super().__init__()
@@ -135,10 +124,7 @@ def kl_to_standard_normal(moments: Tensor) -> Tensor:
 class RandomChunks:
     """Splits clips into chunks of a length that is drawn for each batch: a function of (seed, step, micro-batch, index).
 
-    Args:
-        lengths: Numbers of frames, each as likely as it is often named; None keeps the clips whole.
-        seed: The run's.
-        device: Of the chunks and their generators.
+    `lengths`: numbers of frames, each as likely as it is often named; None keeps the clips whole.
     """
 
     def __init__(self, lengths: Sequence[int] | None, seed: int, device: torch.device | str) -> None:

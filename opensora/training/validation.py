@@ -1,12 +1,8 @@
 """Validation during training: a held-out loss and sample videos of fixed prompts, every so many optimizer steps.
 
-The training loss is a noisy view of the model: another batch, other timesteps, other noise at every step, and the trained
-weights, while the EMA weights are what is used later. Here a row's clip, its noise and its timesteps are functions of
-(seed, row), so that two validations differ by the weights alone, whatever the number of processes. The latents and
-captions are encoded once and kept on the CPU.
-
-The training stays as it was: the EMA weights are swapped in and out in place, modes and the state of every global generator
-are restored. The VAE and the text encoder are those of the training.
+A row's clip, its noise and its timesteps are functions of (seed, row), so that two validations differ by the weights alone,
+whatever the number of processes. The training stays as it was: the EMA weights are swapped in and out in place, modes and
+the state of every global generator are restored.
 
 Several processes share clips and prompts by their data-parallel rank. All of them call the model equally often, a surplus
 call repeating one of another process, since sharded weights are gathered by all processes together.
@@ -16,6 +12,7 @@ import logging
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -51,7 +48,7 @@ FULL_FPS = 24  # what `val_fps` divides by `frame_interval`
 
 
 class Key(NamedTuple):
-    """Where a clip's loss belongs in the report: its row of the table, and its size as text."""
+    """A clip: its row of the table, and its size as text."""
 
     row: int
     size: str
@@ -67,20 +64,16 @@ class Encoded(NamedTuple):
     counts: bool  # False: another process reports it
 
 
+@dataclass
 class Validation:
     """Called after every optimizer step; validates when it is due."""
 
-    def __init__(
-        self,
-        every: int,
-        model: nn.Module,
-        ema: EMA,
-        loss: "HeldOutLoss | None",
-        samples: "SampleVideos | None",
-        log: RunLog,
-    ) -> None:
-        self.every, self.model, self.ema = every, model, ema
-        self.loss, self.samples, self.log = loss, samples, log
+    every: int
+    model: nn.Module
+    ema: EMA
+    loss: "HeldOutLoss | None"
+    samples: "SampleVideos | None"
+    log: RunLog
 
     def __call__(self, step: int) -> None:
         """Validate, if it is due after optimizer step number `step`."""
@@ -138,15 +131,10 @@ class HeldOutLoss:
     """The loss of held-out clips at fixed timesteps and noise: the same numbers for any number of processes.
 
     A scheduler that draws its timesteps in a way of its own (NOVA's: one for each patch) has no timestep that a sample is
-    at. Its training loss is taken instead, with draws that are functions of (seed, row, number of the draw): one for each of
-    `val_num_timesteps`. What it draws for a whole batch is of the batch's first row, and the batches are fixed too.
+    at. Its training loss is taken instead, with draws that are functions of (seed, row, number of the draw), one for each of
+    `val_num_timesteps`, or of the first row of a batch, which is fixed too.
 
-    Args:
-        cfg: says how many clips and timesteps, and how they are read.
-        world: this process and the others.
-        dataset: of the held-out table.
-        encode: makes latents and conditions of a batch; drops no caption.
-        scheduler: the training's, whose loss it is.
+    Latents and captions are encoded once, by an `encode` that drops no caption, and kept on the CPU.
     """
 
     def __init__(self, cfg: TrainConfig, world: World, dataset: Any, encode: BatchEncoder, scheduler: Any) -> None:

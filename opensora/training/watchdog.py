@@ -44,7 +44,6 @@ class Watchdog:
 
     Args:
         limit_s: The longest that a step may take; the first may take 4 times as long.
-        world: This process and the others.
     """
 
     def __init__(self, limit_s: float, world: World) -> None:
