@@ -55,7 +55,7 @@ def convert(
         out: the folder (diffusers) or file (safetensors) to make.
         model: a config's model: its `type` and arguments.
         to: "diffusers" or "safetensors".
-        dtype: number format of what is written.
+        dtype: dtype of the file.
         options: for `Denoiser.to_diffusers`.
 
     Raises:

@@ -238,9 +238,7 @@ class Meter(StepMeter):
 
 
 def memory_use(device: torch.device) -> tuple[int, int]:
-    """The most bytes that tensors took on a GPU since the start, and how often its memory ran out, so that PyTorch freed
-    what it keeps for later: each time the device stands still. (0, 0) on a CPU.
-    """
+    """The most bytes that tensors took on a GPU since the start, and how often PyTorch ran out of memory and freed its cache."""
     if device.type != "cuda":
         return 0, 0
     return torch.cuda.max_memory_allocated(device), torch.cuda.memory_stats(device).get("num_alloc_retries", 0)

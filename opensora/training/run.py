@@ -77,13 +77,13 @@ class RunState:
     def resumed(
         self, saved: Mapping[str, Any], source: str, *, other_data: Literal["refuse", "next_epoch"] = "refuse"
     ) -> "RunState":
-        """The saved position, if it means the same here.
+        """The saved position.
 
-        With other data, or another fixed number of samples in a batch of all ranks, a position has no meaning:
-        "next_epoch" then continues with the first batch of the next epoch.
+        With other data, or another fixed number of samples in a batch of all ranks, it has no meaning: "next_epoch" then
+        continues with the first batch of the next epoch.
 
         Raises:
-            UserError: it means something else, and `other_data` is "refuse".
+            UserError: it has no meaning, and `other_data` is "refuse".
         """
         done = replace(self, **{key: saved[key] for key in ("step", "micro_batch", "epoch")})
         done.steps_before = saved.get("steps_before", 0)
@@ -164,11 +164,7 @@ def due(step: int, every: int) -> bool:
 
 
 def check_run_folder(outputs: str, name: str | None, *, resume: bool = False) -> Path:
-    """Check that `make_run_folder` will work, before anything is loaded; returns the folder of all runs.
-
-    Raises:
-        UserError: see `make_run_folder`.
-    """
+    """See that `make_run_folder` will raise no error, before anything is loaded; returns the folder of all runs."""
     if name and (Path(name).is_absolute() or ".." in Path(name).parts):
         raise UserError(
             f"exp_name={name!r}: it names a folder inside of outputs={outputs}; set --outputs for another one."

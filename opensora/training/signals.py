@@ -5,11 +5,6 @@ moment, so after every step the processes agree whether one of them got it. It m
 schedulers signal every process of a job, and a launcher among them forwards the signal. So what comes within
 `SAME_REQUEST_S` is a copy of the same request, and only a SIGTERM that comes later ends the process at once.
 
-    with StopSignals(world) as stop:
-        for batch in stop.until(batches):
-            ...                                   # a step
-            if due(...) or stop.agreed(): save
-
 SIGINT is left alone: Ctrl-C ends the program at once, the first as well as the second, with nothing saved.
 """
 

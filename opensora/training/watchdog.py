@@ -1,11 +1,5 @@
 """Ends a training that hangs, and writes where, instead of holding its machines until a collective call times out.
 
-    with Watchdog(limit_s, world) as watchdog:
-        for batch in watchdog.watch(batches, folder, about=loader.reading):
-            ...                                   # a step
-            with watchdog.extended_timeout():     # a validation, a checkpoint
-                ...
-
 Each process watches itself: when a step takes longer than the limit, a thread writes the stacks of all threads to the run's
 folder and to stderr and ends the process with exit code 124. All processes see a hang at about the same time, since they
 wait for the one that is stuck; they wait a moment for each other before they end. Where Python itself is stuck, so that its

@@ -141,13 +141,13 @@ def suffixed(caption: str, scores: Mapping[str, Any]) -> str:
     """The caption with its scores behind it, in the words in which prompts for sampling have them; unknown ones are left out.
 
     Raises:
-        UserError: a score is no number.
+        UserError: a score is not a number.
     """
     known: dict[str, float | None] = {}
     for name in ("aes", "flow"):
         value = number_of(name, scores.get(name))
         if isinstance(value, str):
-            raise UserError(f"column {name}: {value!r} is no number.")
+            raise UserError(f"column {name}: {value!r} is not a number.")
         known[name] = None if value is None or math.isnan(value) else float(value)
     return with_scores(caption, known["aes"], known["flow"], str(scores.get("cmotion") or ""))
 

@@ -151,12 +151,12 @@ def as_number(value: Any) -> float | None:
     """A cell of any column as a number, whatever format it comes from; None where it is empty or NaN.
 
     Raises:
-        ValueError: it is no number.
+        ValueError: it is not a number.
     """
     if value is None or (isinstance(value, str) and value.strip().lower() in MISSING_WORDS):
         return None
     if isinstance(value, list | dict):
-        raise ValueError("a list or an object is no number")
+        raise ValueError("a list or an object is not a number")
     words = {"true": 1.0, "false": 0.0}  # how CSV holds the booleans of the other formats
     number = words.get(value.strip().lower()) if isinstance(value, str) else None
     found = float(value) if number is None else number

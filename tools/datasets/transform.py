@@ -23,13 +23,12 @@ from typing import Any, TextIO
 import numpy as np
 from PIL import Image
 
-from opensora.datasets.table.files import table_format
 from opensora.datasets.video.files import is_image
 from opensora.datasets.video.read_video import open_clip
 from opensora.utils.errors import UserError, exit_on_user_error
 from tools.datasets.datautil.parallel import default_workers, map_rows
 from tools.datasets.stream import columns_of
-from tools.footage.rows import Row, read_rows, shortened, shown_from, write_rows
+from tools.footage.rows import Row, read_rows, refuse_existing, shortened, shown_from, write_rows
 
 QUALITY = 95  # of JPEG
 BLOCK = 1 << 14  # rows in memory at a time
@@ -110,7 +109,7 @@ def run(table: Path, out: Path, folder: Path, make: Callable[[Path, Path], Made]
         UserError: an output exists or is of no known format, or there is no column path.
     """
     lost = out.with_name(f"{out.stem}_dropped{out.suffix}")
-    check_targets(table, out, lost)
+    refuse_existing(table, (out, lost), "OUT")
     if "path" not in columns_of(table):
         raise UserError(f"{table} has no column 'path'.")
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -130,21 +129,6 @@ def run(table: Path, out: Path, folder: Path, make: Callable[[Path, Path], Made]
     if losses:
         print(f"{lost}: {losses} files were left out, such as: {example}")
     return count
-
-
-def check_targets(table: Path, *targets: Path) -> None:
-    """Before anything is done: what is written is no file that somebody may still want.
-
-    Raises:
-        UserError: a target is the table itself, or of no known format, or exists.
-    """
-    for target in targets:
-        table_format(target)
-        if not target.exists():
-            continue
-        if table.exists() and target.samefile(table):
-            raise UserError(f"{target}, which OUT makes it write, is the table itself; name another OUT.")
-        raise UserError(f"{target} exists; name another OUT.")
 
 
 def _made(
@@ -167,14 +151,10 @@ def _made(
             if isinstance(result, str):
                 left_out = {**row, "path": shown_from(base, file.absolute()), "reason": result}
                 dropped.write(json.dumps(left_out, ensure_ascii=False, default=str) + "\n")
-            yield from _rows(row, file, result, base)
+            for of in result if isinstance(result, list) else ():
+                path, source = (shown_from(base, each.absolute()) for each in (Path(of["path"]), file))
+                yield {**row, **of, "path": path, "source": source}
     dropped.flush()
-
-
-def _rows(row: Row, file: Path, made: Made, base: Path) -> Iterator[Row]:
-    for of in made if isinstance(made, list) else ():
-        path, source = (shown_from(base, each.absolute()) for each in (Path(of["path"]), file))
-        yield {**row, **of, "path": path, "source": source}
 
 
 def target_of(file: Path, folder: Path) -> Path:

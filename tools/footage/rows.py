@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from opensora.datasets.table.files import table_format
 from opensora.utils.errors import UserError
 from tools.datasets.stream import Block, columns_of, read_blocks, renamed, write_blocks
 
@@ -64,6 +65,20 @@ def divide_rows(kept: Path, dropped: Path, decided: Iterable[tuple[Row, str]]) -
         for row, reason in decided:
             line = json.dumps({**row, "reason": reason} if reason else row, ensure_ascii=False)
             (theirs if reason else ours).write(line + "\n")
+
+
+def refuse_existing(table: Path, targets: Iterable[Path], option: str, *, overwrite: bool = False) -> None:
+    """Before anything is done: no target may be a file that somebody may still want.
+
+    Raises:
+        UserError: a target is the table itself, or of no known format, or exists without `overwrite`.
+    """
+    for target in targets:
+        table_format(target)
+        if table.exists() and target.exists() and target.samefile(table):
+            raise UserError(f"{target}, an output, is the table itself; name another {option}.")
+        if target.exists() and not overwrite:
+            raise UserError(f"{target} exists; name another {option}.")
 
 
 def shown_from(base: Path, path: Path) -> str:

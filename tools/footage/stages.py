@@ -238,7 +238,7 @@ def filter_rows(work: Work, equals: dict[str, Any] | None = None, empty: tuple[s
             try:
                 value = as_number(row[column])
             except (ValueError, TypeError) as error:
-                raise UserError(f"stage filter: {column} holds {row[column]!r}, which is no number.") from error
+                raise UserError(f"stage filter: {column} holds {row[column]!r}, which is not a number.") from error
             if value is None:
                 return f"without {column}"
             if value < limit if side == "min" else value > limit:

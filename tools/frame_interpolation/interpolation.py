@@ -113,7 +113,10 @@ def write(target: Path, frames: Iterator[np.ndarray], rate: Fraction) -> int:
             stream = output.add_stream("libx264", rate=rate, options={"crf": "17"})
             for count, frame in enumerate(frames, start=1):
                 if count == 1:
-                    _set_up(stream, frame)
+                    stream.height, stream.width = (2 * round(side / 2) for side in frame.shape[:2])
+                    stream.pix_fmt = "yuv420p"
+                    context = stream.codec_context
+                    context.colorspace = context.color_primaries = context.color_trc = context.color_range = 1  # BT.709
                 image = reformat(
                     av.VideoFrame.from_ndarray(frame, format="rgb24"),
                     width=stream.width,
@@ -129,13 +132,6 @@ def write(target: Path, frames: Iterator[np.ndarray], rate: Fraction) -> int:
     finally:
         partial.unlink(missing_ok=True)
     return count
-
-
-def _set_up(stream: av.VideoStream, frame: np.ndarray) -> None:
-    stream.height, stream.width = (2 * round(side / 2) for side in frame.shape[:2])
-    stream.pix_fmt = "yuv420p"
-    context = stream.codec_context
-    context.colorspace = context.color_primaries = context.color_trc = context.color_range = 1  # BT.709, limited
 
 
 def run(source: Path, target: Path, niter: int, fps: float | None, middle: Middle) -> int:

@@ -152,7 +152,7 @@ def test_a_missing_column_has_a_suggestion(do):
 
 
 def test_a_cell_that_is_no_number_is_no_missing_one(do):
-    with pytest.raises(UserError, match="num_frames: 'many' in row 2 is no number"):
+    with pytest.raises(UserError, match="num_frames: 'many' in row 2 is not a number"):
         do([{"path": "a", "num_frames": "3"}, {"path": "b", "num_frames": "many"}], ("fmin", 3.0))
 
 

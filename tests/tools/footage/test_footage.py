@@ -265,7 +265,7 @@ def test_a_filter_by_truth_reads_the_words_of_a_csv_and_by_number_no_others(tmp_
     recipe.write_text(f"stages:\n- {{type: read, table: {table}}}\n- {{type: filter, equals: {{good: true}}}}\n")
     assert [Path(row["path"]).name for row in read_rows(run(recipe, tmp_path / "out")[-1].kept)] == ["a"]
     recipe.write_text(f"stages:\n- {{type: read, table: {table}}}\n- {{type: filter, good_min: 1}}\n")
-    with pytest.raises(UserError, match="good holds 'perhaps', which is no number"):
+    with pytest.raises(UserError, match="good holds 'perhaps', which is not a number"):
         run(recipe, tmp_path / "out")
 
 

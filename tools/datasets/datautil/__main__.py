@@ -53,13 +53,8 @@ def run(argv: Sequence[str] | None = None) -> list[Path]:
     workers = 1 if args.disable_parallel else args.num_workers or default_workers()
     seed = SEED if args.seed is None else args.seed
     table = apply(TableState(table.frame, table.folder, root, workers, seed), steps)
-    if targets:
-        write(table, targets)
-    return targets
-
-
-def write(table: TableState, targets: Sequence[Path]) -> None:
-    """Write the table, split evenly over the files, and say so."""
+    if not targets:
+        return []
     if len(table) < len(targets):
         raise UserError(f"{len(table)} rows are left, which do not fill {len(targets)} files; nothing was written.")
     bounds = np.linspace(0, len(table), len(targets) + 1).astype(int)
@@ -69,10 +64,11 @@ def write(table: TableState, targets: Sequence[Path]) -> None:
         print(f"{target}: {len(part)} rows, {len(part.columns)} columns")
     if "path" in table.frame.columns and table.folder.resolve() != targets[0].parent.resolve():
         print(f"paths are relative to {table.folder}: pass --root {table.folder} to what reads this table")
+    return targets
 
 
 def output_names(args: argparse.Namespace, sources: Sequence[Path], steps: Sequence[tuple[str, Any]]) -> Iterator[Path]:
-    """Where to write to; nowhere when all that is asked for is figures."""
+    """The files to write; none when only figures are asked for."""
     if args.output is None and not args.format and len(sources) == 1 and not args.shard:
         if not steps:
             raise UserError("nothing to do: name an operation (see --help) or an --output.")
@@ -147,16 +143,7 @@ def read_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.seed is not None and not any(flag in RANDOM for flag, _ in args.steps):
         raise UserError("--seed has no effect without --shuffle or --sample.")
-    if args.shard and args.steps and _position(argv, "--shard") < _position(argv, f"--{args.steps[-1][0]}"):
-        raise UserError("--shard splits what all operations leave; put it behind them.")
     return args
-
-
-def _position(argv: Sequence[str] | None, flag: str) -> int:
-    import sys
-
-    words = list(sys.argv[1:] if argv is None else argv)
-    return max((i for i, word in enumerate(words) if word.split("=")[0] == flag), default=-1)
 
 
 def _positive(text: str) -> int:

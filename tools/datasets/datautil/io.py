@@ -46,7 +46,7 @@ def to_numbers(column: pd.Series, what: str) -> np.ndarray:
     rows = np.flatnonzero(np.isnan(numbers))
     for row, cell in zip(rows, column.to_numpy(object)[rows], strict=True):
         if str(cell).strip().lower() not in MISSING_WORDS:
-            raise UserError(f"{what}: {cell!r} in row {row + 1} is no number; mend it, or leave the cell empty.")
+            raise UserError(f"{what}: {cell!r} in row {row + 1} is not a number; mend it, or leave the cell empty.")
     return numbers
 
 
