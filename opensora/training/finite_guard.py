@@ -70,7 +70,7 @@ class FiniteGuard:
             self._without_discriminator.add(number)
 
     def checked(self, reading: Reading) -> dict[str, Any]:
-        """The reading's figures for the log, if training may go on; all processes call it after the same step.
+        """The reading's figures for the log, if training may continue; all processes call it after the same step.
 
         Raises:
             UserError: a loss or gradient is not finite, and the policy says to stop.

@@ -1,4 +1,4 @@
-"""Saves a run's checkpoints while training goes on, from all processes at once.
+"""Saves a run's checkpoints while training continues, from all processes at once.
 
 `Saver.save` copies what this process has to write into host memory, which is all that the loop waits for, and a thread writes
 the copy (`opensora.checkpoint.save`). It must be a copy: the next optimizer step changes weights in place. The thread
@@ -141,7 +141,7 @@ class Saver:
 
     def _copy_to_host(self, parts: Shards) -> tuple[Shards, Callable[[], None]]:
         """The same shards as copies in host memory, and a function that waits until all are made."""
-        pin = self.world.device.type == "cuda"  # page-locked memory, into which a GPU copies while the host goes on
+        pin = self.world.device.type == "cuda"  # page-locked memory, into which a GPU copies while the host continues
         before, self._buffers = self._buffers, {}
         copies: Shards = {part: {} for part in parts}
         threads = torch.get_num_threads()

@@ -133,17 +133,14 @@ def sample(argv: Sequence[str]) -> None:
         torchrun --standalone --nproc_per_node 4 -m tools.benchmark sample --cases stdit3-720p --ways compiled sp2 sp4 cfg cfg-sp2
 
     `stdit` is STDiT-XL/2 at 16x256x256 with 100 steps, `stdit3` STDiT3-XL/2 at 51x480x848 with 30, `stdit3-720p` the same at
-    51x720x1280, and `stdit3-16s` at 408x360x640 at once; all with guidance and with text features of the real size; text is encoded
-    once and is not timed. `dp` gives each process its own video: seconds per video are those of the whole run over the videos that
-    came of it. `sp` lets all processes share the tokens of one video, `sp2` and `sp4` so many, `cfg` lets two share the halves of
-    guidance, `cfg-sp2` two times two. Where that is fewer than there are, all teams make the same video at the same time, and so
-    does each process of `compiled`: so one command compares them. The speed-up is that of the steps, against the case's first way.
-    Videos are decoded by one process, whatever the way; --decode first does it, and the estimate, for the first way only. `graphs`
-    compiles the whole denoiser, which takes minutes, and replays it as one CUDA graph, as `--compiler inductor --compiler-config
-    '{"mode": "cudagraphs"}'` of scripts/inference.py does: the host launches one thing a forward instead of a thousand. The first run
-    of each way, in which kernels are compiled, is not timed; --warmup-steps makes it shorter. The estimate is what
-    `opensora.inference.memory` says before the run. PSNR compares the latents with those of the case's first way, from the same noise,
-    with their largest value as peak.
+    51x720x1280, and `stdit3-16s` at 408x360x640 at once; all with guidance and with text features of the real size, encoded once.
+    `dp` gives each process its own video: seconds per video are those of the whole run over its videos. `sp` lets all processes
+    share the tokens of one video, `sp2` and `sp4` so many, `cfg` lets two share the halves of guidance, `cfg-sp2` two times two;
+    where that is fewer than there are, all teams make the same video at the same time. The speed-up is that of the steps, against
+    the case's first way. One process decodes; --decode first does it, and the estimate, for the first way only. `graphs` compiles the
+    whole denoiser, which takes minutes, and replays it as one CUDA graph. The first run of each way, in which kernels are compiled,
+    is not timed; --warmup-steps makes it shorter. The estimate is that of `opensora.inference.memory`. PSNR compares the latents
+    with those of the case's first way, from the same noise, with their largest value as peak.
     """
     options = Options("sample", sample.__doc__, argv)
     options.add("--cases", ["stdit", "stdit3"], ["toy"], choices=tuple(CASES))

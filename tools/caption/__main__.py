@@ -4,7 +4,7 @@
     python -m tools.caption clips.csv --model Qwen2.5-VL-7B --endpoint http://localhost:8000/v1 --out captioned.csv
     torchrun --nproc-per-node 8 -m tools.caption clips.csv --model llava-v1.6-mistral-7b --out captioned.csv --device cuda
 
-Killed, it goes on where it stopped when it is started again. `--prompt` is video, image, short, refine, a .txt file or a text,
+Killed and started again, it resumes where it stopped. `--prompt` is video, image, short, refine, a .txt file or a text,
 and may name columns: "Its title is {title}. Describe it." An endpoint's key is read from the environment.
 """
 

@@ -65,7 +65,7 @@ class Endpoint:
         if isinstance(self._answer([np.full((64, 64, 3), 128, np.uint8)], "Describe this picture."), Unanswered):
             raise UserError(
                 f"{reason}, and so for a plain image after {self.settings.retries} retries: the server is away or broken. "
-                "No clip is blamed; when it is back, the same command goes on."
+                "No clip is blamed; when it is back, the same command resumes."
             )
 
     def _answer(self, frames: Frames, prompt: str) -> str | Failure:

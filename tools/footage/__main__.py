@@ -3,8 +3,8 @@
     python -m tools.footage recipe.py --out work [--num-workers 8]
     torchrun --nproc-per-node 8 -m tools.footage recipe.py --out work      also on many machines with one file system
 
-Every stage leaves its table, and one of what it dropped and why, in the folder. Killed at any place and started again, it
-goes on there; a changed recipe keeps the stages before the change. `report.html` shows what was kept and dropped. With
+Every stage leaves its table, and one of what it dropped and why, in the folder. Killed at any point and started again, it
+resumes there; a changed recipe keeps the stages before the change. `report.html` shows what was kept and dropped. With
 --retry-failed, what could not be read, cut, scored or captioned in a run before is tried again, and nothing else.
 """
 

@@ -1,6 +1,6 @@
 """The stages of a chain. Each turns the table before it into one of kept rows and one of dropped rows with a `reason`.
 
-Stages that look at files are jobs of `tools.scoring.job`: they go on where they were killed, row by row, and share their
+Stages that look at files are jobs of `tools.scoring.job`: they resume where they were killed, row by row, and share their
 rows among all processes. The others read one table and write two, which takes seconds, and are done by the first process.
 """
 

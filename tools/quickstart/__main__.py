@@ -175,7 +175,7 @@ def data_options(run: Path, out: Path) -> list[str]:
 
 
 def train(config: str, outputs: Path, options: Sequence[str]) -> Path:
-    """Train, or go on from the last checkpoint of an interrupted run; returns the last checkpoint."""
+    """Train, or resume from the last checkpoint of an interrupted run; returns the last checkpoint."""
     done, steps = checkpoints(outputs), training_config(config, options).max_steps
     assert steps is not None, "checked"
     resume = [f"--load={done[-1]}"] if done else []

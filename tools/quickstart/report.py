@@ -38,17 +38,7 @@ def report(run: Path, table: pd.DataFrame, root: Path, cfg: InferenceConfig, fra
     right = [nearest(sample, clips, frame_interval) == i for sample, i in zip(samples, own, strict=True)]
     near = [best_frame_psnr(sample, clips[i]) for sample, i in zip(samples, own, strict=True)]
     window = frames_needed(size.num_frames, frame_interval)
-    rows = [
-        Row(
-            [
-                (f"CLIP {table['path'][i]}", clips[i][:, :window]),
-                (f"CAPTION {table['text'][i]}", samples[i]),
-                (f"HELD-OUT PARAPHRASE {table['paraphrase'][i]}", samples[n + i]),
-            ]
-        )
-        for i in range(n)
-    ]
-    contact_sheet(rows, run / "contact_sheet.png")
+    contact_sheet(_rows(table, [clip[:, :window] for clip in clips], samples), run / "contact_sheet.png")
     loss_curve(sorted((run / "runs").glob("*/metrics.jsonl")), run / "loss.png")
     return {
         "num_clips": n,
@@ -75,18 +65,17 @@ def report_images(run: Path, table: pd.DataFrame, root: Path, cfg: InferenceConf
     if len(images) != 2 * n:
         raise RuntimeError(f"{len(images)} images in {run / 'images'} for {n} captions and {n} paraphrases")
     right = [nearest(image, clips, 1) == i % n for i, image in enumerate(images)]
-    rows = [
-        Row(
-            [
-                (f"CLIP {table['path'][i]}", clips[i][:, :1]),
-                (f"CAPTION {table['text'][i]}", images[i]),
-                (f"HELD-OUT PARAPHRASE {table['paraphrase'][i]}", images[n + i]),
-            ]
-        )
-        for i in range(n)
-    ]
-    contact_sheet(rows, run / "images.png", frames_per_group=1)
+    contact_sheet(_rows(table, [clip[:, :1] for clip in clips], images), run / "images.png", frames_per_group=1)
     return {"images_captions_right": sum(right[:n]), "images_paraphrases_right": sum(right[n:])}
+
+
+def _rows(table: pd.DataFrame, clips: list[Tensor], samples: list[Tensor]) -> list[Row]:
+    rows = []
+    for i, clip in enumerate(clips):
+        caption, paraphrase = (f"CAPTION {table['text'][i]}", f"HELD-OUT PARAPHRASE {table['paraphrase'][i]}")
+        groups = [(f"CLIP {table['path'][i]}", clip), (caption, samples[i]), (paraphrase, samples[len(clips) + i])]
+        rows.append(Row(groups))
+    return rows
 
 
 def read_image(path: Path) -> Tensor:

@@ -4,7 +4,7 @@
         --target_fps 30 --shorter_side 720 --how encode --num-workers 8]
 
 Each clip has columns of where it is from: `source`, `start`, `end` (seconds), `start_frame`, `end_frame`, `scene`. What becomes no clip
-is in OUT_dropped with the reason. Killed, it goes on where it stopped. OUT_cut.jsonl holds the table while it is at work.
+is in OUT_dropped with the reason. Killed, it resumes where it stopped. OUT_cut.jsonl holds the table while it is at work.
 """
 
 import argparse

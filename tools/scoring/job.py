@@ -324,7 +324,7 @@ def _work(job: Job, share: Share, counters: Any) -> None:
 
 
 def _end_with_parent() -> None:
-    """A process that is killed cannot end its children; they would go on, and keep the next run from their parts."""
+    """A process that is killed cannot end its children; they would continue, and keep the next run from their parts."""
     parent = multiprocessing.parent_process()
     assert parent is not None, "it runs in a child"
     wait([parent.sentinel])

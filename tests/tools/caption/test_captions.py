@@ -182,7 +182,7 @@ def test_a_wrong_key_ends_the_run(server):
 
 
 def test_a_server_that_is_not_there_ends_the_run(waits):
-    with pytest.raises(UserError, match=r"127\.0\.0\.1:9.*the same command goes on"):
+    with pytest.raises(UserError, match=r"127\.0\.0\.1:9.*the same command resumes"):
         Captioner(model="m", endpoint="http://127.0.0.1:9/v1", retries=1, timeout_s=2).score(PATHS[:2])
     assert waits == [0, 2]
 

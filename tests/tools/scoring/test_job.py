@@ -203,7 +203,7 @@ def test_rows_that_failed_are_scored_again_also_of_parts_that_are_not_complete(t
     assert names_in(log) == [NAMES[1], NAMES[3], NAMES[9], NAMES[10]]
     log.unlink()
     bad.write_text("")
-    run(choosy, 0)  # the same command as at first goes on, and leaves alone what failed
+    run(choosy, 0)  # the same command as at first resumes, and leaves what failed
     assert names_in(log) == NAMES[10:]
     lengths = [("ok", str(len(name))) for name in NAMES]
     expected = [*lengths[:3], ("none today", ""), *lengths[4:]]

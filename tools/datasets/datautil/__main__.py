@@ -22,7 +22,7 @@ from opensora.utils.errors import UserError, exit_on_user_error
 from tools.datasets.datautil import columns, filter, info, paths, text  # their operations register themselves
 from tools.datasets.datautil.combine import find_tables, merge, same_file
 from tools.datasets.datautil.io import write_frames
-from tools.datasets.datautil.operations import OPERATIONS, Collect, TableState, apply, groups
+from tools.datasets.datautil.operations import OPERATIONS, Collect, TableState, apply
 from tools.datasets.datautil.parallel import default_workers
 
 __all__ = ["columns", "filter", "info", "main", "paths", "run", "text"]
@@ -136,10 +136,10 @@ def read_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     processes.add_argument("--num-workers", type=_positive, metavar="N", help="processes (default: one for each core)")
     processes.add_argument("--disable-parallel", action="store_true", help="one process")
     parser.set_defaults(steps=[])
-    for heading, operations in groups():
-        group = parser.add_argument_group(heading)
-        for op in operations:
-            group.add_argument(f"--{op.flag}", action=Collect, help=op.help, **op.arguments)
+    groups: dict[str, Any] = {}
+    for op in OPERATIONS.values():
+        group = groups.get(op.group) or groups.setdefault(op.group, parser.add_argument_group(op.group))
+        group.add_argument(f"--{op.flag}", action=Collect, help=op.help, **op.arguments)
     args = parser.parse_args(argv)
     if args.seed is not None and not any(flag in RANDOM for flag, _ in args.steps):
         raise UserError("--seed has no effect without --shuffle or --sample.")

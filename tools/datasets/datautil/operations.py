@@ -2,7 +2,7 @@
 rows that it drops."""
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,21 +18,13 @@ from tools.datasets.datautil.io import to_numbers
 
 @dataclass(frozen=True)
 class TableState:
-    """A table between two operations.
+    """A table between two operations."""
 
-    Attributes:
-        frame: the rows, numbered from 0.
-        folder: what relative paths in `path` are relative to.
-        root: what the paths of all tables are relative to; None = each table's own folder.
-        workers: processes that may be started.
-        seed: of everything random.
-    """
-
-    frame: pd.DataFrame
-    folder: Path
-    root: Path | None = None
-    workers: int = 1
-    seed: int = 42
+    frame: pd.DataFrame  # the rows, numbered from 0
+    folder: Path  # that relative paths in `path` are relative to
+    root: Path | None = None  # that the paths of all tables are relative to; None = each table's own folder
+    workers: int = 1  # processes that may be started
+    seed: int = 42  # of everything random
 
     def __len__(self) -> int:
         return len(self.frame)
@@ -85,40 +77,25 @@ MAKERS = {
 
 @dataclass(frozen=True)
 class Result:
-    """What an operation did.
+    """What an operation did."""
 
-    Attributes:
-        table: the table after it.
-        dropped: how many rows were left out, by reason.
-        note: what else there is to say.
-    """
-
-    table: TableState
-    dropped: Mapping[str, int] = field(default_factory=dict)
-    note: str = ""
+    table: TableState  # after it
+    dropped: Mapping[str, int] = field(default_factory=dict)  # how many rows were left out, by reason
+    note: str = ""  # for the report
 
 
 Run = Callable[[TableState, Any], Result]
 
 
 class Operation(NamedTuple):
-    """A flag of the command line.
+    """A flag of the command line."""
 
-    Attributes:
-        flag: without the dashes.
-        run: does it; gets what the flag was given, True for a flag that takes nothing.
-        help: one line.
-        suffix: what it adds to the name of an output that was not named, with {} for the value.
-        arguments: for argparse: `nargs`, `type`, `metavar`, ...
-        group: heading of the help.
-    """
-
-    flag: str
-    run: Run
-    help: str
-    suffix: str
-    arguments: Mapping[str, Any]
-    group: str
+    flag: str  # without the dashes
+    run: Run  # gets the value of the flag, True for a flag that takes nothing
+    help: str  # one line
+    suffix: str  # of the name of an output that was not named, with {} for the value
+    arguments: Mapping[str, Any]  # for argparse: `nargs`, `type`, `metavar`, ...
+    group: str  # heading of the help
 
 
 OPERATIONS: dict[str, Operation] = {}
@@ -164,27 +141,19 @@ def apply(table: TableState, steps: Sequence[tuple[str, Any]], report: Callable[
         if flag not in OPERATIONS:
             raise UserError(f"--{flag} is no operation.{did_you_mean(flag, list(OPERATIONS))}")
         before = len(table)
+        values = value if isinstance(value, list | tuple) else [] if value is True or value is None else [value]
+        line = " ".join([f"--{flag}", *(f"{v:g}" if isinstance(v, float) else str(v) for v in values)])  # as typed
         try:
             result = OPERATIONS[flag].run(table, value)
         except UserError as error:
-            raise UserError(f"{spelled(flag, value)}: {error}") from error
+            raise UserError(f"{line}: {error}") from error
         table = result.table
         assert before - sum(result.dropped.values()) == len(table), f"--{flag} does not account for all rows"
-        report(_line(spelled(flag, value), before, result))
+        line += f": {before} -> {len(table)} rows"
+        if result.dropped:
+            line += f" (dropped: {'; '.join(f'{count} {reason}' for reason, count in result.dropped.items())})"
+        report(f"{line}; {result.note}" if result.note else line)
     return table
-
-
-def spelled(flag: str, value: Any) -> str:
-    """An operation as it was typed."""
-    values = value if isinstance(value, list | tuple) else [] if value is True or value is None else [value]
-    return " ".join([f"--{flag}", *(f"{v:g}" if isinstance(v, float) else str(v) for v in values)])
-
-
-def _line(name: str, before: int, result: Result) -> str:
-    line = f"{name}: {before} -> {len(result.table)} rows"
-    if result.dropped:
-        line += f" (dropped: {'; '.join(f'{count} {reason}' for reason, count in result.dropped.items())})"
-    return f"{line}; {result.note}" if result.note else line
 
 
 class Collect(argparse.Action):
@@ -196,9 +165,3 @@ class Collect(argparse.Action):
         steps: list[tuple[str, Any]] = getattr(namespace, "steps", None) or []
         steps.append(((option or "").removeprefix("--"), True if values == [] and self.nargs == 0 else values))
         namespace.steps = steps
-
-
-def groups() -> Iterator[tuple[str, list[Operation]]]:
-    """The operations under their headings, in the order of registration."""
-    for name in dict.fromkeys(op.group for op in OPERATIONS.values()):
-        yield name, [op for op in OPERATIONS.values() if op.group == name]
