@@ -1,7 +1,7 @@
 """Measure a VAE on held-out clips and images: PSNR, SSIM, LPIPS, and how much colour is left.
 
     python -m tools.eval_vae --vae FOLDER --data-path assets/clips/held_out.csv --csv outputs/vae.csv --sheet outputs/vae.png
-    python -m tools.eval_vae --vae FOLDER --data-path data/images/held_out.csv --train-path data/images/train.csv
+    python -m tools.eval_vae --vae FOLDER --data-path data/pictures/held_out.csv --train-path data/pictures/train.csv
 
 Each row of the table gives one clip: an image, or the first `--num-frames` frames of a video, at its own size, cut to whole
 latent cells; the latents are the posterior's mean. The mean is over sources (the table's `source` column), each of which

@@ -176,18 +176,17 @@ class Meter(StepMeter):
         own = torch.tensor([self._tokens, self._flops], dtype=torch.float64, device=device)
         peak_bytes, retries = memory_use(device)
         memory = torch.tensor([peak_bytes, retries - self._retries], dtype=torch.float64, device=device)
-        sums = torch.cat([self._buckets.flatten(), own])
-        steps, figures, seconds, sums, (peak_bytes, new_retries) = self._read(sums, memory)
+        steps, figures, seconds, sums, most = self._read(torch.cat([self._buckets.flatten(), own]), memory)
         # processes of one sample (sequence parallelism) have counted it once each
         *buckets, tokens, flops = (value / self.world.sp_size for value in sums)
         if seconds is not None:
             figures |= {"tokens_per_s": tokens / seconds, "data_wait": self._waited_s / seconds}
             if self.peak is not None:
                 figures["mfu"] = flops / seconds / (self.peak.tflops * 1e12 * self.world.size)
-        if peak_bytes:
-            figures["peak_gib"] = peak_bytes / 2**30
-        if new_retries:
-            figures["alloc_retries"] = new_retries
+        if most[0]:
+            figures["peak_gib"] = most[0] / 2**30
+        if most[1]:
+            figures["alloc_retries"] = most[1]
 
         totals = torch.zeros_like(self._epoch)
         totals[:2] = torch.tensor(buckets).view(2, -1)

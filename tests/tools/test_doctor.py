@@ -99,11 +99,11 @@ def test_duplicates_empty_captions_and_broken_files(examine, images, tmp_path):
 
 
 def test_the_contact_sheet_shows_what_the_model_sees(examine, images, tmp_path):
-    sheet = tmp_path / "out" / "sheet.png"
-    code, out = examine(images, GOOD, f"--contact-sheet={sheet}", "--samples=4")
+    page = tmp_path / "out" / "sheet.png"
+    code, out = examine(images, GOOD, f"--contact-sheet={page}", "--samples=4")
     assert code == 0
     assert "4 samples as the model sees them" in out
-    pixels = np.asarray(Image.open(sheet)).reshape(-1, 3)
+    pixels = np.asarray(Image.open(page)).reshape(-1, 3)
     areas = [int((pixels == (30 * i, 200, 90)).all(1).sum()) for i in range(8)]
     assert sum(area >= 48 * 80 for area in areas) == 4  # one colour each, unchanged
 

@@ -93,8 +93,8 @@ def test_images_beside_a_linear_codec(run, tmp_path, capsys, lpips):
     assert "first (1)" in out
     assert "noise (2)" in out
     assert "gate MISSED" in out
-    with Image.open(tmp_path / "sheet.png") as sheet:
-        assert sheet.height == 2 * (3 * 128 + 4)
+    with Image.open(tmp_path / "sheet.png") as grid:
+        assert grid.height == 2 * (3 * 128 + 4)
     with (tmp_path / "out" / "vae.csv").open() as file:
         written = list(csv.DictReader(file))
     assert [row["path"] for row in written] == ["0.png", "1.png", "2.png", "mean over sources"]

@@ -56,13 +56,13 @@ def test_one_process_sleeps_and_all_say_so(tmp_path):
     assert done.returncode != 0
     assert seconds < 100
     for rank in (0, 1):
-        told = (tmp_path / f"stacks-rank{rank}.txt").read_text()
+        report = (tmp_path / f"stacks-rank{rank}.txt").read_text()
         step = 4 - rank  # process 0 waits for the other in the next one
-        assert f"process {rank} of 2: step {step} of this process has taken longer than step_timeout_min=0.05" in told
-        assert "worker 0 was reading clip.mp4." in told
-        assert "--step-timeout-min" in told
-        assert ("read_a_slow_disk" in told) == (rank == 1)
-        assert ("all_reduce" in told) == (rank == 0)
+        assert f"process {rank} of 2: step {step} of this process has taken longer than step_timeout_min=0.05" in report
+        assert "worker 0 was reading clip.mp4." in report
+        assert "--step-timeout-min" in report
+        assert ("read_a_slow_disk" in report) == (rank == 1)
+        assert ("all_reduce" in report) == (rank == 0)
         assert f"error: process {rank} of 2" in done.stderr
 
 

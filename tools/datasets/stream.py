@@ -11,7 +11,7 @@ import math
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +36,12 @@ def columns_of(source: Path) -> list[str]:
     Raises:
         UserError: it is missing or damaged, or has a column twice.
     """
-    names: Iterable[str] = ()
-    with closing(files.read_blocks(source)) as blocks:
-        for _, block in blocks:
-            names = block
-            if table_format(source) != "jsonl":
-                break
-    return list(names)
+    names: list[str] = []
+    for _, block in files.read_blocks(source):
+        names = list(block)
+        if table_format(source) != "jsonl":
+            break
+    return names
 
 
 def read_blocks(source: Path, rows: int, columns: Sequence[str] | None = None) -> Iterator[Block]:

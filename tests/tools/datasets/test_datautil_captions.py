@@ -41,7 +41,7 @@ def test_clean(text):
 @pytest.mark.parametrize("seed", range(300))
 def test_cleaning_and_refining_twice_change_nothing(seed):
     rng = random.Random(seed)
-    pieces = [
+    snippets = [
         *CLEAN,
         "&lt;b&gt;",
         "&",
@@ -59,7 +59,7 @@ def test_cleaning_and_refining_twice_change_nothing(seed):
         "`",
         "\\n",
     ]
-    text = "".join(rng.choice(pieces) + rng.choice(["", " ", "\n"]) for _ in range(rng.randrange(1, 8)))
+    text = "".join(rng.choice(snippets) + rng.choice(["", " ", "\n"]) for _ in range(rng.randrange(1, 8)))
     cleaned = clean(text)
     assert clean(cleaned) == cleaned
     refined = refine(text)

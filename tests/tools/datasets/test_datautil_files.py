@@ -1,4 +1,4 @@
-"""What is found out about files: true for good ones, told of bad ones, the same on one process and on several."""
+"""What is found out about files: true for good ones, reported for bad ones, the same on one process and on several."""
 
 import os
 import shutil

@@ -87,7 +87,7 @@ def random_step(rng):
     return flag, values.get(flag, True)
 
 
-def told(line):
+def counts_in(line):
     """(rows before, rows after, rows dropped by the sum of the reasons) of a line of the report."""
     before, after = map(int, re.search(r": (\d+) -> (\d+) rows", line).groups())
     reasons = re.search(r"rows \(dropped: (.*?)\)(?:;|$)", line, re.DOTALL)
@@ -108,7 +108,7 @@ def test_a_list_of_operations_equals_the_reference_row_by_row(seed, do):
             expected = first_rows(before, value if flag == "dedupe" else flag.split("-")[1])
         else:
             expected = reference(before, flag, value)
-        assert told(line) == (len(before), len(expected), len(before) - len(expected))
+        assert counts_in(line) == (len(before), len(expected), len(before) - len(expected))
     assert table.frame.to_dict("records") == expected
 
 

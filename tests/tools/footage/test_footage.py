@@ -218,8 +218,8 @@ def test_settings_of_late_stages_are_wrong_before_the_first_one_works(tmp_path, 
         f"stages:\n- {{type: find, folder: {folder}}}\n- {{type: cut, maxseconds: 20}}\n- {{type: filter, flowmn: 3}}\n"
         "- {type: score, scorers: {flwo: {}}}\n- {type: caption, model: x, frame: 3}\n"
     )
-    said = r"stage 2 \(cut\): 'maxseconds' is unknown. Did you mean 'max_seconds'.*stage 3 \(filter\): 'flowmn'.*'flwo' is no.*frame"
-    with pytest.raises(UserError, match=said):
+    message = r"stage 2 \(cut\): 'maxseconds' is unknown. Did you mean 'max_seconds'.*stage 3 \(filter\): 'flowmn'.*'flwo' is no.*frame"
+    with pytest.raises(UserError, match=message):
         run(path, tmp_path / "work")
     assert not (tmp_path / "work").exists()
 

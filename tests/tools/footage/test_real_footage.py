@@ -30,9 +30,9 @@ def videos(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("videos")
     for name in ("bikes.mp4", "bigbuckbunny.mp4"):
         shutil.copy(real_clip(name), folder / name)
-    piece(real_clip("trailer_bbb.mp4"), folder / "trailer_bbb.mp4", 36, 52)
+    excerpt(real_clip("trailer_bbb.mp4"), folder / "trailer_bbb.mp4", 36, 52)
     if vtest := find_clip("vtest.avi")[0]:  # a package of Debian: not on every machine
-        piece(vtest, folder / vtest.name, 0, 2)
+        excerpt(vtest, folder / vtest.name, 0, 2)
     shutil.copy(CLIPS / "three_rodents.mp4", folder / "three_rodents.mp4")
     (folder / "deep").mkdir()
     shutil.copy(folder / "bikes.mp4", folder / "deep" / "same.mp4")
@@ -44,7 +44,7 @@ def videos(tmp_path_factory) -> Path:
     return folder
 
 
-def piece(source: Path, target: Path, start: float, end: float) -> None:
+def excerpt(source: Path, target: Path, start: float, end: float) -> None:
     """Some seconds of a video, not coded again: from the keyframe before them to the one after."""
     with av.open(str(source)) as whole, av.open(str(target), "w") as container:
         video = whole.streams.video[0]

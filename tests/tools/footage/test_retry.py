@@ -109,9 +109,9 @@ def test_what_failed_passes_and_what_succeeded_is_untouched(recipe, folder, whol
     arrive(folder, whole)
     monkeypatch.setattr(sys, "argv", ["footage", str(recipe), "--out", str(out), "--retry-failed"])
     command.main()
-    said = capsys.readouterr().out
-    assert "-probe-" in said
-    assert ": 3 rows that failed are tried again" in said
+    printed = capsys.readouterr().out
+    assert "-probe-" in printed
+    assert ": 3 rows that failed are tried again" in printed
     second, again = table(out), dropped(out, "probe")
     assert set(again) == {"e_never.mp4"}
     assert again["e_never.mp4"] != why["e_never.mp4"]
@@ -168,7 +168,7 @@ class Moody(BaseHTTPRequestHandler):
         self.wfile.write(text)
 
     def _answer(self) -> bytes:
-        content = f"A clip of {self.asked[-1]} bytes, as told at question {len(self.asked)}."
+        content = f"A clip of {self.asked[-1]} bytes, by answer {len(self.asked)}."
         return b'{"choices": [{"message": {"content": "' + content.encode() + b'"}, "finish_reason": "stop"}]}'
 
     def log_message(self, *_: object) -> None:

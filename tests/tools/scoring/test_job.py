@@ -170,7 +170,7 @@ def status_and_length(path):
 
 @dataclass(frozen=True)
 class Choosy:
-    """A scorer that has nothing for some files, as a file beside them says."""
+    """A scorer that has nothing for some files, by a file next to them."""
 
     folder: str
     columns = ("length",)
