@@ -30,6 +30,7 @@ from opensora.registry import DATASETS, MODELS, SCHEDULERS, build_module
 from opensora.schedulers.mask_ratios import MaskRatios
 from opensora.training.batch_encoder import BatchEncoder, freeze
 from opensora.training.finite_guard import FiniteGuard
+from opensora.training.flops import describe_peak, device_peak
 from opensora.training.loop import (
     build_ema,
     build_optimizer,
@@ -41,18 +42,25 @@ from opensora.training.loop import (
     same_data,
     same_settings,
     sample_indices,
+    set_lr,
     steps,
-    warn_of_idle_average,
 )
 from opensora.training.lora import add_lora, check_lora
-from opensora.training.lr_scheduler import set_lr
-from opensora.training.meter import build_meter, describe_peak, device_peak
-from opensora.training.run import BATCHES_VARY, RunState, check_run_folder, due, seek
-from opensora.training.run_summary import class_list, effective_batch, parameter_table
+from opensora.training.meter import Meter
+from opensora.training.run import (
+    BATCHES_VARY,
+    RunState,
+    check_run_folder,
+    class_list,
+    due,
+    effective_batch,
+    parameter_table,
+    seek,
+)
 from opensora.training.saver import open_run
 from opensora.training.signals import StopSignals
 from opensora.training.validation import build_validation, held_out_dataset
-from opensora.training.watchdog import Watchdog, patience
+from opensora.training.watchdog import Watchdog, collective_timeout
 from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.errors import UserError, exit_on_user_error
 from opensora.utils.logging import RunLog, check_wandb, show_messages
@@ -74,7 +82,7 @@ def main() -> None:
     """Build what the config names, then train."""
     cfg = parse_config(TrainConfig, COMPONENTS)
     limit_s = cfg.step_timeout_min * 60
-    world = init_world(cfg.device, cfg.sp_size, patience(limit_s))
+    world = init_world(cfg.device, cfg.sp_size, collective_timeout(limit_s))
     if world.is_main:
         show_messages()
     try:
@@ -87,7 +95,7 @@ def main() -> None:
             dry_run(cfg, world)
             return
         refuse_missing_inputs(cfg)
-        broadcast_from_rank0(partial(check_run_folder, cfg.outputs, cfg.exp_name, go_on=cfg.load == "latest"))
+        broadcast_from_rank0(partial(check_run_folder, cfg.outputs, cfg.exp_name, resume=cfg.load == "latest"))
         with StopSignals(world) as stop, Watchdog(limit_s, world) as watchdog:
             train(cfg, world, stop, watchdog)
     finally:
@@ -137,13 +145,9 @@ def train(cfg: TrainConfig, world: World, stop: StopSignals, watchdog: Watchdog)
     plan = "" if cfg.bucket_config is None else f"bucket_tail={cfg.bucket_tail!r}, bucket_order={cfg.bucket_order!r}"
     state = RunState(data=same_data(dataset), global_batch=global_batch, world=world.dp_size, plan=plan)
     if source is not None:
-        keep_place = not cfg.start_from_scratch
-        state = resume(
-            source, state, ema, engine, keep_place=keep_place, other_data=cfg.other_data, scheduler=scheduler
-        )
+        state = resume(cfg, source, state, ema, engine, scheduler)
     sampler = sampler_of(cfg, dataset, world)
     total_steps = seek(cfg, sampler, state)
-    warn_of_idle_average(cfg, total_steps)
     loader = build_loader(
         dataset,
         sampler,
@@ -155,7 +159,12 @@ def train(cfg: TrainConfig, world: World, stop: StopSignals, watchdog: Watchdog)
     )
 
     peak = device_peak(world.device, to_torch_dtype(cfg.dtype), cfg.peak_tflops)
-    meter = build_meter(world, model, dataset, peak, epoch=state.epoch)
+    sizes = [
+        (bucket.num_frames, bucket.height, bucket.width)
+        for bucket in getattr(dataset, "buckets", ())
+        if bucket.batch_size
+    ]
+    meter = Meter(world, model, peak=peak, sizes=sizes, epoch=state.epoch)
     guard = FiniteGuard(world, cfg.on_nonfinite, cfg.max_skipped, scales_loss=engine.scales_loss)
     run, saver = open_run(cfg, world, cfg.model["type"])
     log = RunLog(run if world.is_main else None, start=state.step, wandb=cfg.wandb, config=to_dict(cfg))
@@ -184,7 +193,7 @@ def train(cfg: TrainConfig, world: World, stop: StopSignals, watchdog: Watchdog)
         state.advance(cfg.accumulation_steps, sampler.batches_in)
         meter.step(state.step, grad_norm)
         ema.update(model, state.steps_averaged, taken=guard.taken(grad_norm))
-        with watchdog.slowly():
+        with watchdog.extended_timeout():
             validation(state.step)
         log.advance()
         last = stop.agreed() or state.step == total_steps
@@ -192,7 +201,7 @@ def train(cfg: TrainConfig, world: World, stop: StopSignals, watchdog: Watchdog)
             log.metrics(state.step, lr=lr, epoch=state.epoch, **guard.checked(meter.read()))
             log.line(meter.epoch_table(state.epoch))
         if due(state.step, cfg.ckpt_every) or last:
-            with watchdog.slowly():
+            with watchdog.extended_timeout():
                 saver.save(state, checkpoint_parts(engine, ema, scheduler))
     saver.wait()
     log.line(f"{stop.reason or 'done'}: {run} at step {state.step}")
@@ -205,7 +214,7 @@ def build_data_and_models(cfg: TrainConfig, world: World) -> tuple[Any, Any, Any
     device = world.device
     vae = freeze(build_module(cfg.vae, MODELS), device)
     dataset = build_module(cfg.dataset, DATASETS, seed=cfg.seed, vae_fingerprint=vae.fingerprint())
-    held_out_dataset(cfg, vae)  # a table that cannot be used is told now; validation, which comes last, reads it again
+    held_out_dataset(cfg, vae)  # refuses a bad table now; validation, which comes last, reads it again
     text_encoder = freeze(build_module(cfg.text_encoder, MODELS), device)
     torch.manual_seed(cfg.seed)  # initial weights; nothing later draws from the global generator
     model = build_module(
@@ -256,10 +265,8 @@ def dry_run(cfg: TrainConfig, world: World) -> None:
 
 def summary(cfg: TrainConfig, model: nn.Module, world: World, dataset: Any, sampler: Any) -> str:
     """What is about to be trained, and on how much at once."""
-    filled = (
-        np.flatnonzero(sampler.plan(0).samples) if cfg.bucket_config is not None else ()
-    )  # of tens, most may be empty
-    buckets = [dataset.buckets[int(number)] for number in filled]
+    filled = np.flatnonzero(sampler.plan(0).samples) if cfg.bucket_config is not None else ()  # most may be empty
+    buckets = [dataset.buckets[int(index)] for index in filled]
     return (
         f"{cfg.model['type']}, {cfg.dtype} on {world.size} x {world.device.type}\n{parameter_table(model)}\n"
         f"{effective_batch(cfg.batch_size, world.dp_size, cfg.accumulation_steps, sp_size=world.sp_size, buckets=buckets)}"

@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,7 @@ from opensora.datasets.video.files import BadFile
 from opensora.inference.output import save_image_grid
 from opensora.models.vae.metrics import Quality, mean_quality, quality, reconstruct
 from opensora.registry import DATASETS, MODELS, build_module
-from opensora.training.adversarial import AdversarialLoss, NoDiscriminator, saved_state
+from opensora.training.adversarial import AdversarialLoss, NoDiscriminator
 from opensora.training.ema import EMA
 from opensora.training.finite_guard import FiniteGuard
 from opensora.training.loop import (
@@ -51,20 +51,18 @@ from opensora.training.loop import (
     same_data,
     same_settings,
     sample_indices,
+    set_lr,
     steps,
-    warn_of_idle_average,
 )
-from opensora.training.lr_scheduler import set_lr
-from opensora.training.meter import Reading, StepRecord
-from opensora.training.run import RunState, Throughput, check_run_folder, due, seek
+from opensora.training.meter import StepMeter
+from opensora.training.run import RunState, check_run_folder, due, seek
 from opensora.training.saver import open_run
 from opensora.training.signals import StopSignals
 from opensora.training.vae import RandomChunks, Reconstructor, VAELoss, measure_latents
-from opensora.training.watchdog import Watchdog, patience
+from opensora.training.watchdog import Watchdog, collective_timeout
 from opensora.utils.errors import UserError, exit_on_user_error
 from opensora.utils.logging import RunLog, check_wandb, show_messages
 
-T = TypeVar("T")
 logger = logging.getLogger("opensora.train_vae")
 COMPONENTS = {"vae": MODELS, "dataset": DATASETS, "discriminator": MODELS}
 STATISTICS_SAMPLES = 256
@@ -79,7 +77,7 @@ def main() -> None:
     """Build what the config names, then train."""
     cfg = parse_config(VAETrainConfig, COMPONENTS)
     limit_s = cfg.step_timeout_min * 60
-    world = init_world(cfg.device, timeout=patience(limit_s))
+    world = init_world(cfg.device, timeout=collective_timeout(limit_s))
     if world.is_main:
         show_messages()
     try:
@@ -87,7 +85,7 @@ def main() -> None:
         refuse_missing(data_path=cfg.dataset.get("data_path"), eval_data_path=cfg.eval_data_path)
         if cfg.wandb:
             check_wandb()
-        broadcast_from_rank0(partial(check_run_folder, cfg.outputs, cfg.exp_name, go_on=cfg.load == "latest"))
+        broadcast_from_rank0(partial(check_run_folder, cfg.outputs, cfg.exp_name, resume=cfg.load == "latest"))
         with StopSignals(world) as stop, Watchdog(limit_s, world) as watchdog:
             train(cfg, world, stop, watchdog)
     finally:
@@ -107,7 +105,7 @@ def train(cfg: VAETrainConfig, world: World, stop: StopSignals, watchdog: Watchd
 
     state = RunState(data=same_data(dataset), global_batch=cfg.batch_size * world.size, world=world.size)
     if (source := broadcast_from_rank0(partial(resumed_checkpoint, cfg))) is not None:
-        state = go_on(cfg, source, state, ema, engine, adversarial)
+        state = resume_all(cfg, source, state, ema, engine, adversarial)
     sampler, total_steps = sampler_at(cfg, dataset, world, state, source)
     loader = build_loader(
         dataset,
@@ -123,9 +121,9 @@ def train(cfg: VAETrainConfig, world: World, stop: StopSignals, watchdog: Watchd
     log = RunLog(run if world.is_main else None, start=state.step, wandb=cfg.wandb, config=to_dict(cfg))
     log.line(summary(cfg, model.vae, len(dataset), state.step, total_steps, world, run))
     log.start_progress(state.step, total_steps)
-    record = StepRecord(world)
+    meter = StepMeter(world)
     guard = FiniteGuard(world, cfg.on_nonfinite, cfg.max_skipped, scales_loss=engine.scales_loss)
-    speed, share = Throughput(cfg.batch_size * cfg.accumulation_steps * world.size), 1 / cfg.accumulation_steps
+    share = 1 / cfg.accumulation_steps
 
     # ------------------------------------------------------------------ the training itself
     window: list[dict[str, Tensor]] = []  # the loss's terms, of each micro-batch since the last line of the log
@@ -144,27 +142,26 @@ def train(cfg: VAETrainConfig, world: World, stop: StopSignals, watchdog: Watchd
                 )
             engine.backward(guard(loss.total + g_loss, batch) * share)
             values |= adversarial.discriminator_step(x, x_hat, state.step, last=last, share=share)
-            record.add(loss.total)
+            meter.count(loss.total, cfg.batch_size * world.size)
             window.append({**loss.terms, **values})
         grad_norm = engine.step()
         taken, grad_norm = guard.taken(grad_norm), adversarial.step(state.step, grad_norm)
         state.advance(cfg.accumulation_steps, sampler.batches_in)
-        guard.but_for("the discriminator", state.step, grad_norm, taken=taken)
-        record.step(state.step, grad_norm)
+        guard.note_discriminator(state.step, grad_norm, taken=taken)
+        meter.step(state.step, grad_norm)
         ema.update(model.vae, state.steps_averaged, taken=taken)
         log.advance()
         last = stop.agreed() or state.step == total_steps
         if due(state.step, cfg.log_every) or due(state.step, cfg.ckpt_every) or last:
-            figures = guard.checked(reading := record.read()) | means(
-                finite_steps(window, reading, cfg.accumulation_steps)
-            )
-            log.metrics(state.step, **figures, lr=lr, epoch=state.epoch, **speed(state.step))
+            figures = guard.checked(reading := meter.read())
+            finite = [terms for i, terms in enumerate(window) if reading.steps[i // cfg.accumulation_steps].is_finite]
+            log.metrics(state.step, **figures, **means(finite), lr=lr, epoch=state.epoch)
             window.clear()
         if held_out is not None and (due(state.step, cfg.eval_every) or state.step == total_steps):
-            with watchdog.slowly():
+            with watchdog.extended_timeout():
                 log.metrics(state.step, **held_out(ema, criterion.lpips, run, state.step))
         if due(state.step, cfg.ckpt_every) or last:
-            with watchdog.slowly():
+            with watchdog.extended_timeout():
                 saver.save(state, checkpoint_parts(engine, ema) | adversarial.state())
     saver.wait()
     if not stop.stopping:
@@ -232,9 +229,7 @@ def sampler_at(
     """
     sampler = build_sampler(dataset, cfg.batch_size, seed=cfg.seed, rank=world.rank, world_size=world.size)
     nothing_left = source is None or broadcast_from_rank0(partial(is_exported, source.resolve().parent, state.step))
-    total_steps = seek(cfg, sampler, state, may_be_done=not nothing_left)
-    warn_of_idle_average(cfg, total_steps)
-    return sampler, total_steps
+    return sampler, seek(cfg, sampler, state, may_be_done=not nothing_left)
 
 
 def build_adversarial_loss(cfg: VAETrainConfig, world: World) -> AdversarialLoss:
@@ -255,7 +250,7 @@ def build_adversarial_loss(cfg: VAETrainConfig, world: World) -> AdversarialLoss
     )
 
 
-def go_on(
+def resume_all(
     cfg: VAETrainConfig, source: Path, fresh: RunState, ema: EMA, engine: Engine, adversarial: AdversarialLoss
 ) -> RunState:
     """Load weights, EMA, optimizers and the discriminator, if there was one, from the checkpoint `source`.
@@ -266,27 +261,21 @@ def go_on(
     Raises:
         UserError: the checkpoint has a discriminator and the config has none.
     """
-    state = resume(source, fresh, ema, engine, keep_place=not cfg.start_from_scratch, other_data=cfg.other_data)
-    saved = saved_state(open_checkpoint(source))
-    if saved and isinstance(adversarial, NoDiscriminator):
-        raise UserError(
-            f"{source} was written with a discriminator, and the config has none; it would be lost. Set one."
-        )
-    if saved:
-        adversarial.load(saved, str(source))
+    state, checkpoint = resume(cfg, source, fresh, ema, engine), open_checkpoint(source)
+    if (checkpoint.path / "discriminator").is_dir():
+        if isinstance(adversarial, NoDiscriminator):
+            raise UserError(
+                f"{source} was written with a discriminator, and the config has none; it would be lost. Set one."
+            )
+        parts = ("discriminator", "discriminator_optimizer")
+        adversarial.load({part: checkpoint.tensors(part) for part in parts}, str(source))
     return state
-
-
-def finite_steps(window: list[T], reading: Reading, micro_batches: int) -> list[T]:
-    """The items of steps that are finite, of one item for each of their `micro_batches`."""
-    return [item for i, item in enumerate(window) if reading.steps[i // micro_batches].is_finite]
 
 
 def means(window: list[dict[str, Tensor]]) -> dict[str, float]:
     """The mean of each value over the window of all processes, and the PSNR in dB of the squared error (images span 2)."""
-    names = dict.fromkeys(
-        name for step in window for name in step
-    )  # the GAN's begin with its first step, in all processes
+    # the GAN's begin with its first step, in all processes
+    names = dict.fromkeys(name for step in window for name in step)
     own = [torch.stack([step[name].float() for step in window if name in step]).mean() for name in names]
     values = dict(zip(names, mean_over_ranks(torch.stack(own)).tolist(), strict=True)) if own else {}
     return values | ({"psnr": 10 * math.log10(4 / max(values["mse"], 1e-10))} if "mse" in values else {})

@@ -55,7 +55,7 @@ def convert(
         out: the folder (diffusers) or file (safetensors) to make.
         model: a config's model: its `type` and arguments.
         to: "diffusers" or "safetensors".
-        dtype: number format of what is written.
+        dtype: dtype of the file.
         options: for `Denoiser.to_diffusers`.
 
     Raises:
@@ -106,7 +106,7 @@ def load(source: str, model: Mapping[str, Any]) -> Denoiser:
 
 
 def refuse_overflow(tensors: Mapping[str, Tensor], dtype: str) -> None:
-    """See that every number has a place in a number format.
+    """Refuse weights that a dtype cannot hold.
 
     Raises:
         UserError: one would become infinite; the tensor is named.

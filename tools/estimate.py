@@ -8,39 +8,30 @@ there (`--data-path`), its rows and their buckets are counted, else `--rows` say
 
 Memory of a GPU, in bytes, for N parameters of which n are trained, on G GPUs of which S share a state (`shard_size`):
 
-    ddp          4N weights + 4n gradients + 4n buckets where G > 1 + 8n AdamW + 4N average
+    ddp          4N weights + 4n gradients + 4n buckets where G > 1 + 8n AdamW + 4N EMA
     hybrid       the same, with the 8n of AdamW over the GPUs of a node
     fsdp2 zero2  (4N + 4n + 8n + 4N) / S + 4N of weights that are gathered
     fsdp2 zero3  the same, with those of two blocks and of what is in no block gathered
     zero2        2N weights + 2n gradients + (4n + 8n + 4N) / G
 
-and 2N more for the copies that autocast keeps with bf16 or fp16 (zero2 has none). With lora, n and what is averaged are the
+and 2N more for the copies that autocast keeps with bf16 or fp16 (zero2 has none). With lora, n and the EMA are the
 adapters'. Activations: see tools/activations.py; with lora they are an upper bound. The VAE and the text encoder
 are counted as weights in their dtype: the processes of a node share those of a `shardformer`, and an encoder that leaves the
-GPU `between_uses` counts nothing. A T5 that is no known one and has no config.json here is taken for T5-XXL, and a line says
-so. What they need while they work, the CUDA context (about 0.5 GiB) and what the allocator wastes are not counted. Hours count
+GPU `between_uses` counts nothing. A T5 that is not known and has no config.json here is taken for T5-XXL, with a
+note. What they need while they work, the CUDA context (about 0.5 GiB) and what the allocator wastes are not counted. Hours count
 the denoiser's matrix products alone, at the assumed MFU: data, VAE and text encoder are on top, unless their results are cached.
-
-With --count-activations a column says what the forward pass keeps for the backward pass when it is run on tensors without content
-(PyTorch's FakeTensorMode, seconds a level), copies of weights in bf16 or fp16 included. Attention is that of a CPU, whose fused
-kernel keeps what flash attention keeps. Blocks are not compiled: compiled ones keep less.
 """
 
 import argparse
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
 from opensora.acceleration.checkpointing import checkpoint_activations
 from opensora.config.load import TrainConfig, parse_config, read_file
@@ -86,7 +77,6 @@ class Built(NamedTuple):
     vae: Any
     text_encoder: nn.Module | None
     text_len: int
-    new_model: Callable[[], Any]  # another one
 
 
 def build(cfg: TrainConfig) -> Built:
@@ -96,13 +86,12 @@ def build(cfg: TrainConfig) -> Built:
         text, width, text_len = build_text(cfg.text_encoder)
         text_size = {"model_max_length": text_len, **({} if width is None else {"caption_channels": width})}
         settings = {**cfg.model, "from_pretrained": None}
-        new_model = partial(build_module, settings, MODELS, in_channels=vae.out_channels, **text_size)
-        model = new_model()
+        model: Any = build_module(settings, MODELS, in_channels=vae.out_channels, **text_size)
     if not isinstance(model, Denoiser):
         raise UserError(
             f"{cfg.model['type']}: the formula for memory is for denoisers with one stack of blocks of one width."
         )
-    return Built(model, vae, text, text_len, new_model)
+    return Built(model, vae, text, text_len)
 
 
 def clips_of(cfg: TrainConfig, built: Built, rows: int | None, table: Path | None) -> list[Clip]:
@@ -125,45 +114,40 @@ def clips_of(cfg: TrainConfig, built: Built, rows: int | None, table: Path | Non
             continue
         latent = latent_size(built.vae, bucket[2:5])
         count = None if assigned is None else int((assigned == i).sum())
-        entry = bucket.resolution, bucket.num_frames
-        name = f"{bucket.resolution} x {bucket.num_frames}"
-        clips[entry] = _larger(clips.get(entry), Clip(name, latent, bucket.batch_size, count))
+        clip = Clip(f"{bucket.resolution} x {bucket.num_frames}", latent, bucket.batch_size, count)
+        other = clips.setdefault((bucket.resolution, bucket.num_frames), clip)
+        if other is not clip:  # two shapes of one entry as one: the larger, with the rows of both
+            rows_of_both = None if other.rows is None or count is None else other.rows + count
+            larger = max(other, clip, key=lambda clip: math.prod(clip.latent))
+            clips[bucket.resolution, bucket.num_frames] = larger._replace(rows=rows_of_both)
     return [clip for clip in clips.values() if clip.rows != 0]
 
 
-def _larger(a: Clip | None, b: Clip) -> Clip:
-    """Two shapes of one entry as one: the larger, with the rows of both."""
-    if a is None:
-        return b
-    larger = max(a, b, key=lambda clip: math.prod(clip.latent))
-    return larger._replace(rows=None if a.rows is None or b.rows is None else a.rows + b.rows)
-
-
 class Sizes(NamedTuple):
-    """Numbers of a denoiser: all, those trained, those averaged, and those that fsdp2 zero3 has whole at one time."""
+    """Parameters of a denoiser: all, trained, in the EMA, and gathered at one time by fsdp2 zero3."""
 
     all: int
     trained: int
-    averaged: int
+    ema: int
     gathered: int
 
 
 def sizes_of(cfg: TrainConfig, model: Any) -> Sizes:
     """Of the model that a config trains, with its adapters if it has any."""
-    numbers = sum(p.numel() for p in model.parameters())
+    total = sum(p.numel() for p in model.parameters())
     blocks = [sum(p.numel() for p in block.parameters()) for block in model.transformer_blocks()]
     # two blocks, one coming and one at work, and what is in no block
-    gathered = numbers - sum(blocks) + sum(sorted(blocks)[-2:])
+    gathered = total - sum(blocks) + sum(sorted(blocks)[-2:])
     if cfg.lora is None:
-        return Sizes(numbers, sum(p.numel() for p in model.parameters() if p.requires_grad), numbers, gathered)
+        return Sizes(total, sum(p.numel() for p in model.parameters() if p.requires_grad), total, gathered)
     options = LoraOptions.of(cfg.lora)
     layers = [model.get_submodule(name) for name in target_names(model, options.target_modules)]
     adapters = sum(options.rank * (layer.in_features + layer.out_features) for layer in layers)
-    return Sizes(numbers + adapters, adapters, adapters, gathered)
+    return Sizes(total + adapters, adapters, adapters, gathered)
 
 
 def state_bytes(of: Sizes, engine: str, machines: Machines, *, shard: int, short: bool) -> dict[str, float]:
-    """Bytes of a GPU for weights, gradients, optimizer, average and copies: the table above.
+    """Bytes of a GPU for weights, gradients, optimizer, EMA and copies: the table above.
 
     Args:
         of: the denoiser's sizes.
@@ -176,16 +160,16 @@ def state_bytes(of: Sizes, engine: str, machines: Machines, *, shard: int, short
     if engine in ("ddp", "hybrid"):
         over = min(machines.per_node, G) if engine == "hybrid" else 1
         weights, gradients, copies = 4.0 * N, (8.0 if G > 1 else 4.0) * n, N
-        optimizer, average = 8.0 * n / over, 4.0 * of.averaged
+        optimizer, ema = 8.0 * n / over, 4.0 * of.ema
     elif engine == "zero2":
         weights, gradients, copies = 2.0 * N, 2.0 * n, 0
-        optimizer, average = 12.0 * n / G, 4.0 * of.averaged / G
+        optimizer, ema = 12.0 * n / G, 4.0 * of.ema / G
     else:
         copies = N if engine == "fsdp2 zero2" else of.gathered
         weights, gradients = 4.0 * N / shard + 4.0 * copies, 4.0 * n / shard
-        optimizer, average = 8.0 * n / shard, 4.0 * of.averaged / shard
+        optimizer, ema = 8.0 * n / shard, 4.0 * of.ema / shard
     casts = 2.0 * copies if short else 0.0
-    return {"weights": weights, "gradients": gradients, "optimizer": optimizer, "average": average, "copies": casts}
+    return {"weights": weights, "gradients": gradients, "optimizer": optimizer, "ema": ema, "copies": casts}
 
 
 def memory_rows(
@@ -195,81 +179,37 @@ def memory_rows(
     machines: Machines,
     levels: Sequence[str],
     batches: Sequence[int],
-    *,
-    count: bool = False,
 ) -> Iterator[dict[str, Any]]:
-    """GiB of a GPU for each engine, checkpoint level and batch size, at the clip that needs most; `count` adds a column."""
+    """GiB of a GPU for each engine, checkpoint level and batch size, at the clip that needs most."""
     short = to_torch_dtype(cfg.dtype) != torch.float32
     of_node = min(machines.per_node, machines.gpus)
     frozen = vae_bytes(built.vae) + text_bytes(cfg.text_encoder, built.text_encoder, of_node)
     clip = max(clips, key=lambda clip: clip.batch * math.prod(clip.latent))
-    place = math.prod(built.model.grid(clip.latent)) / cfg.sp_size
+    tokens = math.prod(built.model.grid(clip.latent)) / cfg.sp_size
     sizes = sizes_of(cfg, built.model)
-    counted: dict[tuple[str, int], float] = {}
-    for level, batch in itertools.product(levels if count else (), batches or (clip.batch,)):
-        counted[level, batch] = counted_bytes(built.new_model, clip.latent, batch, level, cfg.dtype) / GIB
     for engine, level, batch in itertools.product(ENGINES, levels, batches or (clip.batch,)):
         state = state_bytes(sizes, engine, machines, shard=_shard(cfg, machines), short=short)
         kept = activation_bytes(
-            built.model, batch * place, 2 if short else 4, level, compiled=cfg.compile, kernels=True
+            built.model, batch * tokens, 2 if short else 4, level, compiled=cfg.compile, kernels=True
         )
         gib = {"state": sum(state.values()) / GIB, "activations": kept / GIB, "frozen": frozen / GIB}
         row = {"engine": engine, "checkpoint": level, "clip": clip.name, "batch": batch}
-        yield {**row, **gib, "total": sum(gib.values()), **({"counted": counted[level, batch]} if count else {})}
-
-
-def counted_bytes(new_model: Callable[[], Any], latent: Sequence[int], batch: int, level: str, dtype: str) -> int:
-    """Bytes that the forward pass of a model leaves for its backward pass, run on tensors without content."""
-    with FakeTensorMode():
-        model = new_model().train()
-        checkpoint_activations(model.transformer_blocks(), level)
-        y = torch.randn(model.null_condition(batch).shape)
-        cond: dict[str, Tensor] = {"y": y, "mask": torch.ones(batch, y.shape[2], dtype=torch.bool)}
-        for condition in ("fps", "height", "width", "num_frames"):
-            cond[condition] = torch.ones(batch)
-        z, t = torch.randn(batch, model.in_channels, *latent), torch.ones(batch)
-        short = to_torch_dtype(dtype)
-        with torch.autocast("cpu", short, enabled=short != torch.float32):
-            return kept_bytes(lambda: model(z, t, **cond))
-
-
-def kept_bytes(forward: Callable[[], Any]) -> int:
-    """Bytes of all tensors that `forward` makes and that are alive after it, its result among them."""
-    with _Storages() as made:
-        result = forward()  # keeps the graph alive
-        kept = sum(size for storage, size in made.storages.values() if not storage.expired())
-        del result
-    return kept
-
-
-class _Storages(TorchDispatchMode):
-    """Remembers every storage that an operation returns, without keeping it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before: set[int] = set()  # inputs and weights
-        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        inputs = (leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
-        self.before.update(key for key in inputs if key not in self.storages)
-        result = func(*args, **(kwargs or {}))
-        for tensor in (leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)):
-            storage = tensor.untyped_storage()
-            if storage._cdata not in self.before:
-                self.storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        return result
+        yield {**row, **gib, "total": sum(gib.values())}
 
 
 def time_rows(cfg: TrainConfig, built: Built, clips: Sequence[Clip], machines: Machines) -> Iterator[dict[str, Any]]:
     """Tokens, FLOPs, steps and hours of each clip size; None where the number of rows is not known."""
     groups = machines.gpus // cfg.sp_size
     rate = machines.peak_tflops * machines.mfu * 1e12  # of a GPU
-    share = _share_of_steps(cfg, clips, groups)
-    for clip in clips:
+    epochs = [
+        None if clip.rows is None else -(-clip.rows // (clip.batch * groups * cfg.accumulation_steps)) for clip in clips
+    ]
+    total = None if None in epochs else sum(filter(None, epochs)) * cfg.epochs
+    # of the steps of all epochs, those before `max_steps`: of each size alike
+    share = min(1.0, cfg.max_steps / total) if cfg.max_steps is not None and total else 1.0
+    for clip, epoch in zip(clips, epochs, strict=True):
         flops = 3 * built.model.flops(clip.latent, built.text_len)  # forward, and twice as much backward
         whole = clip.batch * groups * cfg.accumulation_steps
-        epoch = _steps_of_epoch(clip, cfg, groups)
         steps = None if epoch is None else round(epoch * cfg.epochs * share)
         if epoch is None and len(clips) == 1:
             steps = cfg.max_steps  # all that is known
@@ -288,17 +228,6 @@ def time_rows(cfg: TrainConfig, built: Built, clips: Sequence[Clip], machines: M
         }
 
 
-def _steps_of_epoch(clip: Clip, cfg: TrainConfig, groups: int) -> int | None:
-    return None if clip.rows is None else -(-clip.rows // (clip.batch * groups * cfg.accumulation_steps))
-
-
-def _share_of_steps(cfg: TrainConfig, clips: Sequence[Clip], groups: int) -> float:
-    """Of the steps of all epochs, those before `max_steps`: of each size alike."""
-    epochs = [_steps_of_epoch(clip, cfg, groups) for clip in clips]
-    total = None if None in epochs else sum(filter(None, epochs)) * cfg.epochs
-    return min(1.0, cfg.max_steps / total) if cfg.max_steps is not None and total else 1.0
-
-
 def estimate(
     cfg: TrainConfig,
     machines: Machines,
@@ -307,7 +236,6 @@ def estimate(
     batches: Sequence[int] = (),
     rows: int | None = None,
     table: Path | None = None,
-    count_activations: bool = False,
 ) -> dict[str, Any]:
     """Everything, as plain data.
 
@@ -318,7 +246,6 @@ def estimate(
         batches: per GPU; () takes each clip's own.
         rows: of an epoch, where there is no table.
         table: the data, if it is there.
-        count_activations: run forward passes on tensors without content, too.
 
     Raises:
         UserError: the GPUs cannot be shared as the config says, or a part cannot be built.
@@ -327,26 +254,33 @@ def estimate(
     for flag, numbers in (("--rows", [] if rows is None else [rows]), ("--batches", batches)):
         if any(number < 1 for number in numbers):
             raise UserError(f"{flag} {' '.join(map(str, numbers))}: each must be at least 1.")
-    if count_activations and cfg.sp_size > 1:
-        raise UserError("--count-activations counts whole samples: set --sp-size 1.")
     built = build(cfg)
     clips = clips_of(cfg, built, rows, table)
     if not clips:
         raise UserError(
             f"no row of {table} fits a bucket of bucket_config; `python -m tools.datasets.doctor` says why."
         )
+    sizes = sizes_of(cfg, built.model)
+    of_blocks = sum(p.numel() for block in built.model.transformer_blocks() for p in block.parameters())
+    parameters: list[dict[str, Any]] = [
+        {"part": "model", "million": sizes.all / 1e6, "trained": sizes.trained / 1e6},
+        {"part": "its blocks", "million": of_blocks / 1e6, "trained": None},
+    ]
+    for name, part in (("vae", built.vae), ("text_encoder", built.text_encoder)):
+        million = None if part is None else sum(p.numel() for p in part.parameters()) / 1e6
+        parameters.append({"part": name, "million": million, "trained": 0.0})
     return {
         "assumed": {**machines._asdict(), "dtype": cfg.dtype, "sp_size": cfg.sp_size, "compile": cfg.compile},
         "notes": assumptions(cfg.text_encoder),
-        "parameters": _parameters(cfg, built),
+        "parameters": parameters,
         "legal_sp_sizes": [n for n in range(1, machines.gpus + 1) if machines.gpus % n == 0],
-        "memory_gib": list(memory_rows(cfg, built, clips, machines, levels, batches, count=count_activations)),
+        "memory_gib": list(memory_rows(cfg, built, clips, machines, levels, batches)),
         "time": list(time_rows(cfg, built, clips, machines)),
     }
 
 
 def _refuse_impossible(cfg: TrainConfig, machines: Machines) -> None:
-    """See that there are GPUs, and that they can be shared as the config says."""
+    """Refuse GPUs that there are not, or that cannot be shared as the config says."""
     for flag, value in (("--gpus", machines.gpus), ("--per-node", machines.per_node)):
         if value < 1:
             raise UserError(f"{flag} {value}: it must be at least 1.")
@@ -382,15 +316,11 @@ def main() -> None:
         "--checkpoint", nargs="+", type=level_of, default=list(LEVELS), help="values of grad_checkpoint"
     )
     parser.add_argument("--batches", type=int, nargs="+", default=[], help="per GPU; the config's when left out")
-    parser.add_argument("--count-activations", action="store_true", help="run forward passes without content, too")
     parser.add_argument("--json", action="store_true")
     args, fields = parser.parse_known_args()
     cfg, table = read_config(args.config, fields, vars(args))
     machines = Machines(args.gpus, args.per_node, args.peak_tflops, args.mfu)
-    result = estimate(
-        cfg, machines, levels=args.checkpoint, batches=args.batches, rows=args.rows, table=table,
-        count_activations=args.count_activations,
-    )  # fmt: skip
+    result = estimate(cfg, machines, levels=args.checkpoint, batches=args.batches, rows=args.rows, table=table)
     print(json.dumps(result, indent=1) if args.json else as_text(result))
 
 
@@ -414,17 +344,13 @@ def as_text(result: dict[str, Any]) -> str:
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> str:
-    cells = [[_cell(value) for value in row.values()] for row in rows]
+    cells = [
+        ["?" if v is None else f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows
+    ]
     names = list(rows[0])
     widths = [max(len(row[i]) for row in [names, *cells]) for i in range(len(names))]
     lines = [names, ["-" * width for width in widths], *cells]
     return "\n".join("| " + " | ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) + " |" for line in lines)
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return "?"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def read_config(config: Path, fields: Sequence[str], options: Iterable[str] = ()) -> tuple[TrainConfig, Path | None]:
@@ -457,19 +383,6 @@ def _shard(cfg: TrainConfig, machines: Machines) -> int:
     if cfg.shard_size is not None:
         return cfg.shard_size
     return min(machines.per_node, machines.gpus) if cfg.hybrid_zero else machines.gpus
-
-
-def _parameters(cfg: TrainConfig, built: Built) -> list[dict[str, Any]]:
-    sizes = sizes_of(cfg, built.model)
-    blocks = [p.numel() for block in built.model.transformer_blocks() for p in block.parameters()]
-    rows: list[dict[str, Any]] = [
-        {"part": "model", "million": sizes.all / 1e6, "trained": sizes.trained / 1e6},
-        {"part": "its blocks", "million": sum(blocks) / 1e6, "trained": None},
-    ]
-    for name, part in (("vae", built.vae), ("text_encoder", built.text_encoder)):
-        total = None if part is None else sum(p.numel() for p in part.parameters()) / 1e6
-        rows.append({"part": name, "million": total, "trained": 0.0})
-    return rows
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
-"""Measure a VAE on held-out clips and pictures: PSNR, SSIM, LPIPS, and how much colour is left.
+"""Measure a VAE on held-out clips and images: PSNR, SSIM, LPIPS, and how much colour is left.
 
     python -m tools.eval_vae --vae FOLDER --data-path assets/clips/held_out.csv --csv outputs/vae.csv --sheet outputs/vae.png
     python -m tools.eval_vae --vae FOLDER --data-path data/images/held_out.csv --train-path data/images/train.csv
 
-Each row of the table gives one clip: a picture, or the first `--num-frames` frames of a video, at its own size, cut to whole
+Each row of the table gives one clip: an image, or the first `--num-frames` frames of a video, at its own size, cut to whole
 latent cells; the latents are the posterior's mean. The mean is over sources (the table's `source` column), each of which
-is the mean over its clips, so that a source with many does not decide. LPIPS is AlexNet's, unless told otherwise; it needs
+is the mean over its clips, so that a source with many does not decide. LPIPS is AlexNet's by default; it needs
 the package stlpips-pytorch or one of its files (`--lpips none` leaves it out).
 
-`--train-path` fits the best linear codec with as many numbers a cell, a PCA of pixel patches, on pictures, and adds a gate:
-a VAE that does not beat it clearly is not worth its time, and PSNR alone hides grey pictures. The exit code is then 0, or 1
+`--train-path` fits the best linear codec with as many channels a cell, a PCA of pixel patches, on images, and adds a gate:
+a VAE that does not beat it clearly is not worth its time, and PSNR alone hides grey images. The exit code is then 0, or 1
 when the VAE is not at least 2.5 dB better, or keeps 0.9 of the saturation or less.
 """
 
@@ -38,7 +38,7 @@ from opensora.utils.errors import UserError, exit_on_user_error
 
 GATE_DB = 2.5
 GATE_SATURATION = 0.9
-LARGEST_SHEET = 12  # sources
+MOST_SHOWN = 12  # sources
 
 
 class LinearCodec(NamedTuple):
@@ -74,7 +74,7 @@ class Measured(NamedTuple):
     linear_psnr: float  # nan without the linear codec
     versions: tuple[
         Tensor, ...
-    ]  # [3, 5, H, W], the frames of a sheet: original, reconstruction and, with it, the linear codec's
+    ]  # [3, 5, H, W], the frames of the image grid: original, reconstruction and, with it, the linear codec's
 
 
 def fit_pca(videos: Iterable[Tensor], channels: int, patch: int = 8) -> LinearCodec:
@@ -85,7 +85,7 @@ def fit_pca(videos: Iterable[Tensor], channels: int, patch: int = 8) -> LinearCo
         x = _patches(video, patch).double()
         count, total, outer = count + len(x), total + x.sum(0), outer + x.T @ x
     if count == 0:
-        raise UserError("the linear codec has no pictures to be fitted on: --train-path names an empty table.")
+        raise UserError("the linear codec has no images to be fitted on: --train-path names an empty table.")
     mean = total / count
     _, vectors = torch.linalg.eigh(outer / count - torch.outer(mean, mean))  # eigenvalues ascend
     return LinearCodec(mean.float(), vectors[:, -channels:].T.float().contiguous(), patch)
@@ -195,8 +195,8 @@ def judge(overall: Quality, linear_psnr: float) -> int:
 def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vae", required=True, help="folder in diffusers' format, or hub id")
-    parser.add_argument("--data-path", type=Path, required=True, help="table of held-out clips and pictures")
-    parser.add_argument("--train-path", type=Path, help="table of pictures to fit the linear codec on")
+    parser.add_argument("--data-path", type=Path, required=True, help="table of held-out clips and images")
+    parser.add_argument("--train-path", type=Path, help="table of images to fit the linear codec on")
     parser.add_argument("--root", type=Path, help="folder that paths are relative to; default: each table's own")
     parser.add_argument(
         "--num-frames", type=int, default=33, help="frames of a video, from its first; fewer if it has fewer"
@@ -204,7 +204,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--per-source", type=int, help="clips of a source, evenly picked; default: all")
     parser.add_argument("--lpips", default="alex", help="alex, vgg, a weight file, or none")
     parser.add_argument("--csv", type=Path, help="write the result of every clip to this file")
-    parser.add_argument("--sheet", type=Path, help="write originals above reconstructions to this picture file")
+    parser.add_argument("--sheet", type=Path, help="write originals above reconstructions to this image file")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     return parser.parse_args()
 
@@ -219,8 +219,8 @@ def main() -> None:
     vae = load_vae(args.vae).to(args.device)
     codec = None
     if args.train_path is not None:
-        pictures = (clip.video for clip in read_clips(args.train_path, args.root, vae, 1))
-        codec = fit_pca(pictures, vae.out_channels, vae.strides[1])
+        images = (clip.video for clip in read_clips(args.train_path, args.root, vae, 1))
+        codec = fit_pca(images, vae.out_channels, vae.strides[1])
     clips = picked(read_clips(args.data_path, args.root, vae, args.num_frames), args.per_source)
     rows = list(measure(clips, vae, lpips, codec))
     means = by_source(rows)
@@ -231,7 +231,7 @@ def main() -> None:
     if args.sheet is not None:
         last = {row.source: row for row in rows}  # one clip of each source
         shown = [(f"{source}  {row.quality.psnr:.1f} dB", row.versions) for source, row in last.items()]
-        save_image_grid(args.sheet, dict(shown[:LARGEST_SHEET]))
+        save_image_grid(args.sheet, dict(shown[:MOST_SHOWN]))
         print(f"originals above reconstructions{' above the linear codec' if codec else ''}: {args.sheet}")
     lowest = min((name for name in means if name != "mean over sources"), key=lambda name: means[name][0].saturation)
     print(f"lowest saturation ratio: {means[lowest][0].saturation:.3f} ({lowest})")

@@ -2,7 +2,7 @@
 
     python -m tools.export_weights CHECKPOINT OUT.safetensors [--part ema|model] [--dtype fp16|bf16|fp32]
 
-The average (EMA) is taken unless told otherwise. In fp16, the default, numbers end at 65504; weights that do not fit are refused. The file's header says which model, config and step it came from. Weights
+The EMA weights are taken by default. In fp16, the default, values end at 65504; weights that do not fit are refused. The file's header says which model, config and step it came from. Weights
 of other origins, and other formats: tools/convert.py.
 """
 

@@ -5,7 +5,6 @@ An architecture is in `config.json`: of a local folder, or of a hub id that was 
 
 import inspect
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,50 +28,33 @@ from opensora.registry import MODELS
 from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.errors import UserError
 
-LEVELS = {"block_out_channels": (128, 256, 512, 512), "layers_per_block": 2, "latent_channels": 4}
-SD_VAE = {**LEVELS, "norm_num_groups": 32}
+SD_VAE = {
+    "block_out_channels": (128, 256, 512, 512),
+    "layers_per_block": 2,
+    "latent_channels": 4,
+    "norm_num_groups": 32,
+}
 KNOWN_VAES: dict[str, dict[str, Any]] = {  # those that configs here name, and their kin
     **dict.fromkeys(("stabilityai/sd-vae-ft-ema", "stabilityai/sd-vae-ft-mse", "stabilityai/sdxl-vae"), SD_VAE),
     IMAGE_VAE: IMAGE_ARCHITECTURE,
-    **dict.fromkeys((f"stabilityai/stable-video-diffusion-img2vid{size}" for size in ("", "-xt")), LEVELS),
 }
-V1_1 = {  # d_model, d_ff, layers, heads of 64; mT5 and UMT5 have the same with other vocabularies
-    "small": (512, 1024, 8, 6),
-    "base": (768, 2048, 12, 12),
-    "large": (1024, 2816, 24, 16),
-    "xl": (2048, 5120, 24, 32),
-    "xxl": (4096, 10240, 24, 64),
-}
-V1_0 = {  # and the width of a head
-    "small": (512, 2048, 6, 8, 64),
-    "base": (768, 3072, 12, 12, 64),
-    "large": (1024, 4096, 24, 16, 64),
-    "3b": (1024, 16384, 24, 32, 128),
-    "11b": (1024, 65536, 24, 128, 128),
-}
-VOCABULARIES = {"t5-v1_1": 32128, "flan-t5": 32128, "mt5": 250112, "umt5": 256384}
 T5_SIZES = ("d_model", "d_ff", "num_layers", "num_heads")
-
-
-def _t5(sizes: Sequence[int], gate: str, vocabulary: int = 32128) -> dict[str, Any]:
-    known = dict(zip((*T5_SIZES, "d_kv"), (*sizes, 64)[:5], strict=True))
-    return {**known, "feed_forward_proj": gate, "vocab_size": vocabulary}
-
-
-T5_XXL = _t5(V1_1["xxl"], "gated-gelu")
+V1_1 = {"small": (512, 1024, 8, 6), "base": (768, 2048, 12, 12), "large": (1024, 2816, 24, 16), "xl": (2048, 5120, 24, 32),
+        "xxl": (4096, 10240, 24, 64)}  # fmt: skip
 KNOWN_T5S: dict[str, dict[str, Any]] = {
-    "DeepFloyd/t5-v1_1-xxl": T5_XXL,
-    **{
-        f"google/{family}-{size}": _t5(sizes, "gated-gelu", vocabulary)
-        for family, vocabulary in VOCABULARIES.items()
-        for size, sizes in V1_1.items()
-    },
-    **{f"{owner}t5-{size}": _t5(sizes, "relu") for owner in ("", "google-t5/") for size, sizes in V1_0.items()},
-}
+    f"google/{family}-{size}": {
+        **dict(zip(T5_SIZES, sizes, strict=True)), "d_kv": 64, "feed_forward_proj": "gated-gelu", "vocab_size": vocabulary
+    }
+    for family, vocabulary in {"t5-v1_1": 32128, "flan-t5": 32128, "mt5": 250112, "umt5": 256384}.items()
+    for size, sizes in V1_1.items()
+}  # fmt: skip
+T5_XXL = KNOWN_T5S["DeepFloyd/t5-v1_1-xxl"] = KNOWN_T5S["google/t5-v1_1-xxl"]
 CLIP_LARGE = {"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12, "projection_dim": 768}
-KNOWN_CLIPS: dict[str, dict[str, Any]] = {  # what of the text encoder is not as in transformers' own configuration
-    **{f"openai/clip-vit-base-patch{size}": {} for size in (16, 32)},
-    **{f"openai/clip-vit-large-patch14{size}": CLIP_LARGE for size in ("", "-336")},
+KNOWN_CLIPS: dict[str, dict[str, Any]] = {  # of the text encoder, what differs from transformers' own configuration
+    "openai/clip-vit-base-patch16": {},
+    "openai/clip-vit-base-patch32": {},
+    "openai/clip-vit-large-patch14": CLIP_LARGE,
+    "openai/clip-vit-large-patch14-336": CLIP_LARGE,
 }
 TEXT_LENGTH = 120
 
@@ -124,10 +106,10 @@ def _pipeline_without_weights(
             f"the parts of the VAE {name} are not known here: there is no {CONFIG} that describes them. Pass its local folder, "
             "or say what they are with --vae.vae_2d and --vae.vae_temporal."
         )
-    untold = component.get("micro_frame_size", "saved") == "saved"
-    pieces = {key: written[key] for key in ("micro_frame_size",) if untold and key in written}
+    unset = component.get("micro_frame_size", "saved") == "saved"
+    frames = {key: written[key] for key in ("micro_frame_size",) if unset and key in written}
     built = {key: without_weights(part) for key, part in parts.items() if part is not None}
-    return {**component, "from_pretrained": None, **built, **pieces}
+    return {**component, "from_pretrained": None, **built, **frames}
 
 
 def build_text(component: dict[str, Any]) -> tuple[nn.Module | None, int | None, int]:
@@ -141,7 +123,14 @@ def build_text(component: dict[str, Any]) -> tuple[nn.Module | None, int | None,
     length = component.get("model_max_length", TEXT_LENGTH)
     found = config_of(name, None, component.get("cache_dir"))
     if kind == "t5":
-        config = transformers.T5Config(**_t5_config(name, found))
+        if found is None:
+            found = KNOWN_T5S.get(name or "", T5_XXL)  # `assumptions` reports one that is not known
+        elif missing := [size for size in T5_SIZES if size not in found]:
+            raise UserError(
+                f"text encoder {name}: its {CONFIG} has no {missing[0]!r}, so it is no T5's. Pass the folder of the encoder "
+                "itself (of a pipeline, its text_encoder), or use type='hf'."
+            )
+        config = transformers.T5Config(**found)
         return transformers.T5EncoderModel(config), config.d_model, length
     if kind == "clip":
         known = KNOWN_CLIPS.get(name or "", {}) if found is None else found.get("text_config", found)
@@ -154,20 +143,8 @@ def build_text(component: dict[str, Any]) -> tuple[nn.Module | None, int | None,
     return model.get_encoder() if auto.is_encoder_decoder else model, auto.hidden_size, length
 
 
-def _t5_config(name: str | None, found: dict[str, Any] | None) -> dict[str, Any]:
-    """What is known of a T5; `assumptions` tells of one that is taken for T5-XXL."""
-    if found is None:
-        return T5_XXL if name is None else KNOWN_T5S.get(name, T5_XXL)
-    if missing := [size for size in T5_SIZES if size not in found]:
-        raise UserError(
-            f"text encoder {name}: its {CONFIG} has no {missing[0]!r}, so it is no T5's. Pass the folder of the encoder itself "
-            "(of a pipeline, its text_encoder), or use type='hf'."
-        )
-    return found
-
-
 def assumptions(component: dict[str, Any], flag: str = "--text_encoder") -> list[str]:
-    """What `build_text` assumes of an encoder that it does not know, and how to say what is true; a line for each.
+    """What `build_text` assumes of an encoder that it does not know, and how to correct it; a line for each.
 
     Args:
         flag: the option of the command line that sets the component.
@@ -181,7 +158,7 @@ def assumptions(component: dict[str, Any], flag: str = "--text_encoder") -> list
     assumed = {
         "t5": f"assumed those of T5 v1.1 XXL (4762 million parameters, width {T5_XXL['d_model']})",
         "clip": "assumed those of OpenAI's ViT-B/32 (63 million parameters, width 512)",
-        "hf": "so that its weights count as nothing",
+        "hf": "so its weights are not counted",
     }[kind]
     return [
         f"text encoder {name}: its sizes are not known here, {assumed}. If it is another, download it, or pass "
@@ -190,12 +167,12 @@ def assumptions(component: dict[str, Any], flag: str = "--text_encoder") -> list
 
 
 def vae_bytes(vae: nn.Module) -> float:
-    """Of a GPU: the weights in their number format."""
+    """Of a GPU: the weights in their dtype."""
     return float(sum(p.numel() * p.element_size() for p in vae.parameters()))
 
 
 def text_bytes(component: dict[str, Any], encoder: nn.Module | None, processes: int) -> float:
-    """Of a GPU: the weights that stay there in their number format, when `processes` of a node could share them.
+    """Of a GPU: the weights that stay there in their dtype, when `processes` of a node could share them.
 
     Weights that are on the device only while they encode (`between_uses`) count nothing: they go before the denoiser works.
     """
@@ -212,7 +189,7 @@ def text_bytes(component: dict[str, Any], encoder: nn.Module | None, processes: 
 
 
 def config_of(name: str | None, subfolder: str | None = None, cache_dir: str | None = None) -> dict[str, Any] | None:
-    """The config.json of a part that is here: in a folder, beside a file, or in the hub's cache."""
+    """The config.json of a part that is here: in a folder, next to a file, or in the hub's cache."""
     if name is None:
         return None
     if Path(name).expanduser().is_file():

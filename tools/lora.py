@@ -79,7 +79,9 @@ def merge(
         raise UserError(
             "no base weights: the LoRA changes a model that it does not contain. Name it with --base WEIGHTS."
         )
-    model = load(base, {**_shown_by(base), **component})
+    state = read_weights(base)  # sizes that the weights show, where they have our names; else the model's defaults hold
+    shown = {key: state[name].shape[axis] for key, (name, axis) in SHOWN_BY_WEIGHTS.items() if name in state}
+    model = load(base, {**shown, **component})
     layers = load_lora(model, lora, scale)
     header = {"model": component["type"], "source": str(lora), "base": base, "lora_layers": layers, "lora_scale": scale}
     refuse_overflow(model.state_dict(), dtype)
@@ -95,7 +97,9 @@ def _model_of(lora: Path, config: Path | None, imports: Sequence[str] | None) ->
         values = open_checkpoint(lora).manifest.get("config") or {}
     else:
         raise UserError(f"{lora} does not say of which model it is; name a config with --config.")
-    model, named = values.get("model"), _names(values.get("imports"), config or lora)
+    model, named = values.get("model"), values.get("imports") or []
+    if not isinstance(named, list | tuple) or not all(isinstance(name, str) for name in named):
+        raise UserError(f"{config or lora}: imports={named!r}: expected a list of files (.py) and modules.")
     if not isinstance(model, dict) or not isinstance(model.get("type"), str):
         raise UserError(f"{config or lora} names no model.")
     # a config file is the user's, a checkpoint may be somebody else's: the code that it names is not run unasked
@@ -106,21 +110,6 @@ def _model_of(lora: Path, config: Path | None, imports: Sequence[str] | None) ->
             f"which is code and is not run unasked; if you trust it: --imports {' '.join(missing)}."
         )
     return dict(model)
-
-
-def _names(imports: Any, source: Path) -> list[str]:
-    """A config's `imports`, checked."""
-    if imports is None:
-        return []
-    if not isinstance(imports, list | tuple) or not all(isinstance(name, str) for name in imports):
-        raise UserError(f"{source}: imports={imports!r}: expected a list of files (.py) and modules.")
-    return list(imports)
-
-
-def _shown_by(base: str) -> dict[str, int]:
-    """Sizes that the weights show, where they have our names; else the model's defaults hold."""
-    state = read_weights(base)
-    return {key: state[name].shape[axis] for key, (name, axis) in SHOWN_BY_WEIGHTS.items() if name in state}
 
 
 @exit_on_user_error

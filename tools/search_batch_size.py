@@ -4,14 +4,14 @@
     python -m tools.search_batch_size CONFIG OUT.py --goal even --base 480p:51
     python -m tools.search_batch_size CONFIG OUT.py --goal even --base-seconds 2.0
 
-Real training steps of the config's denoiser, scheduler, engine, checkpointing and average run on random latents, or on
+Real training steps of the config's denoiser, scheduler, engine, checkpointing and EMA run on random latents, or on
 random videos and captions through the config's VAE and text encoder with `--encoders`. For `largest` the batch is doubled
 until a step does not fit, then the gap is halved; what runs out of memory is no error. On a GPU "fits" means `--memory-gib`
 or, without it, 95 % of the memory; on a CPU it means `--memory-gib` and `--max-seconds` for a step, one of which has to be
 given. `even` takes the batch whose step is nearest to the base's time. In each bucket its largest shape is tried.
 
-OUT.py starts from CONFIG and has the batch sizes and the fields of the command line, so that it is what was measured, of
-which its docstring has a table. One process: on several GPUs the engines that spread their state need less of each, so that what fits here fits there.
+OUT.py starts from CONFIG and has the batch sizes and the fields of the command line; its docstring has a table of what was
+measured. One process: on several GPUs the engines that shard their state need less of each, so what fits here fits there.
 """
 
 import argparse
@@ -95,11 +95,26 @@ class Trainer:
 
     def __init__(self, cfg: TrainConfig, world: World, limits: Limits, *, encoders: bool) -> None:
         self.cfg, self.device, self.limits = cfg, world.device, limits
-        with torch.device("meta"):  # without weights: they tell sizes
+        with torch.device("meta"):  # without weights, for their sizes
             self.vae = build_vae(cfg.vae)
-            _, self.text_width, self.text_len = build_text(cfg.text_encoder)
-        self.model = self._denoiser().train()
-        self.encode = self._encoder() if encoders else None
+            _, text_width, text_len = build_text(cfg.text_encoder)
+        sizes = {"in_channels": self.vae.out_channels, "model_max_length": text_len}
+        if text_width is not None:
+            sizes["caption_channels"] = text_width
+        torch.manual_seed(cfg.seed)  # the model as scripts/train.py makes it, with random weights
+        model: Any = build_module({**cfg.model, "from_pretrained": None}, MODELS, **sizes).to(self.device)
+        if cfg.lora is not None:
+            add_lora(model, LoraOptions.of(cfg.lora), seed=cfg.seed)
+        if cfg.compile:
+            compile_blocks(model.transformer_blocks())
+        checkpoint_activations(model.transformer_blocks(), cfg.grad_checkpoint, getattr(model, "stack_depths", None))
+        if cfg.activation_offload:
+            offload_activations(model)
+        self.model = model.train()
+        self.encode: BatchEncoder | None = None
+        if encoders:
+            vae, text = (freeze(build_module(part, MODELS), self.device) for part in (cfg.vae, cfg.text_encoder))
+            self.encode = BatchEncoder(vae, text, model, self.device)
         self.scheduler = build_module(cfg.scheduler, SCHEDULERS)
         self.optimizer = build_optimizer(cfg, self.model)
         self.engine = build_engine(cfg.plugin, self.model, self.optimizer, world, **engine_settings(cfg))
@@ -148,10 +163,8 @@ class Trainer:
         """Random latents [B, C, T, h, w] and conditions, encoded or made up."""
         size = clip.num_frames, clip.height, clip.width
         known = {"fps": 24.0, "height": size[1], "width": size[2], "num_frames": size[0], "flow": 5.0}
-        numbers = {
-            name: float(known.get(name, 1)) for name in self.model.micro_conditions
-        }  # whatever they are, a step takes as long
-        cond = {name: torch.full((batch,), value, device=self.device) for name, value in numbers.items()}
+        values = {name: float(known.get(name, 1)) for name in self.model.micro_conditions}
+        cond = {name: torch.full((batch,), value, device=self.device) for name, value in values.items()}
         if self.encode is not None:
             video = torch.rand(batch, 3, *size) * 2 - 1
             texts = ["0" if self.cfg.text_encoder["type"] == "classes" else "a calm lake at dawn"] * batch
@@ -159,27 +172,6 @@ class Trainer:
         z = torch.randn(batch, self.model.in_channels, *latent_size(self.vae, size), device=self.device)
         y = self.model.null_condition(batch).detach()
         return z, {"y": y, "mask": torch.ones(batch, y.shape[2], dtype=torch.bool, device=self.device), **cond}
-
-    def _denoiser(self) -> Any:
-        """As scripts/train.py makes it, with weights as the config says."""
-        cfg = self.cfg
-        sizes = {"in_channels": self.vae.out_channels, "model_max_length": self.text_len}
-        if self.text_width is not None:
-            sizes["caption_channels"] = self.text_width
-        torch.manual_seed(cfg.seed)
-        model = build_module({**cfg.model, "from_pretrained": None}, MODELS, **sizes).to(self.device)
-        if cfg.lora is not None:
-            add_lora(model, LoraOptions.of(cfg.lora), seed=cfg.seed)
-        if cfg.compile:
-            compile_blocks(model.transformer_blocks())
-        checkpoint_activations(model.transformer_blocks(), cfg.grad_checkpoint, getattr(model, "stack_depths", None))
-        if cfg.activation_offload:
-            offload_activations(model)
-        return model
-
-    def _encoder(self) -> BatchEncoder:
-        vae, text = (freeze(build_module(part, MODELS), self.device) for part in (self.cfg.vae, self.cfg.text_encoder))
-        return BatchEncoder(vae, text, self.model, self.device)
 
 
 def largest(attempt: Callable[[int], Outcome], most: int) -> int:
@@ -196,13 +188,14 @@ def largest(attempt: Callable[[int], Outcome], most: int) -> int:
 
 def nearest(attempt: Callable[[int], Outcome], seconds: float, most: int) -> int:
     """The batch from 1 to `most` whose step takes nearest to `seconds`, among those that fit; 0 where none does."""
-    below = largest(lambda batch: _within(attempt(batch), seconds), most)
+
+    def within(batch: int) -> Outcome:
+        outcome = attempt(batch)
+        return outcome._replace(fits=outcome.fits and outcome.seconds <= seconds)
+
+    below = largest(within, most)
     candidates = [batch for batch in (below, below + 1) if 1 <= batch <= most and attempt(batch).fits]
     return min(candidates, key=lambda batch: abs(attempt(batch).seconds - seconds), default=0)
-
-
-def _within(outcome: Outcome, seconds: float) -> Outcome:
-    return outcome._replace(fits=outcome.fits and outcome.seconds <= seconds)
 
 
 def clips_of(cfg: TrainConfig) -> list[Clip]:
@@ -251,7 +244,16 @@ def search(
         return known[clip, batch]
 
     if even and base_seconds is None:
-        base_seconds = _time_of(base, clips, attempt)
+        resolution, _, frames = (base or "").rpartition(":")
+        name = f"{resolution}:{parse_num_frames(frames)}" if frames else ""  # `480p:2s` as `480p:51`
+        named = next((clip for clip in clips if clip.name == name), None)
+        if named is None:
+            names = ", ".join(clip.name for clip in clips)
+            raise UserError(f"--base {base}: there is no such bucket. Buckets: {names}.")
+        outcome = attempt(named, named.batch)
+        if not outcome.fits:
+            raise UserError(f"--base {base}: a step with its batch size {named.batch} does not fit: {_words(outcome)}.")
+        base_seconds = outcome.seconds
     for clip in clips:
         most = trainer.limits.batch
         if base_seconds is None:
@@ -260,22 +262,6 @@ def search(
             batch = nearest(lambda size, clip=clip: attempt(clip, size), base_seconds, most)  # type: ignore[misc]
         results[clip] = batch, attempt(clip, max(batch, 1))
     return results
-
-
-def _time_of(base: str | None, clips: Sequence[Clip], attempt: Callable[[Clip, int], Outcome]) -> float:
-    named = [clip for clip in clips if clip.name == _canonical(base)]
-    if not named:
-        raise UserError(f"--base {base}: there is no such bucket. Buckets: {', '.join(clip.name for clip in clips)}.")
-    outcome = attempt(named[0], named[0].batch)
-    if not outcome.fits:
-        raise UserError(f"--base {base}: a step with its batch size {named[0].batch} does not fit: {_words(outcome)}.")
-    return outcome.seconds
-
-
-def _canonical(base: str | None) -> str:
-    """`480p:2s` as `480p:51`."""
-    resolution, _, frames = (base or "").rpartition(":")
-    return f"{resolution}:{parse_num_frames(frames)}" if frames else ""
 
 
 def write_config(
@@ -322,7 +308,7 @@ def write_config(
 
 
 def changed_fields(source: Path, fields: Sequence[str]) -> dict[str, Any]:
-    """What a command line changes in a config file, as a file that starts from it says so."""
+    """The changes of a command line to a config file, as fields of a file that starts from it."""
     before, origins, _ = read_file(source)
     command = read_command(TrainConfig, fields)
     draft = Draft(TrainConfig, {**PARTS, "dataset": DATASETS})
@@ -332,14 +318,13 @@ def changed_fields(source: Path, fields: Sequence[str]) -> dict[str, Any]:
     draft.take_command(command)
     dataset = draft.values.setdefault("dataset", {})
     if not draft.values.get("data_path") and not dataset.get("data_path"):
-        before["data_path"] = draft.values["data_path"] = (
-            "none"  # a config is complete here without a table, see read_config
-        )
+        # a config is complete here without a table, see read_config
+        before["data_path"] = draft.values["data_path"] = "none"
     draft.finish()  # fields that the dataset has too are the same in both
     if dataset.get("bucket_config") is not None:
         dataset["bucket_config"] = None  # the top level has it
     changed = {name: value for name, value in draft.values.items() if before.get(name, {}) != value}
-    # without the mark the base's keys would stay beside the others
+    # without the mark the base's keys would stay
     return {
         name: {"_delete_": True, **value} if isinstance(value, dict) and name in before else value
         for name, value in changed.items()
@@ -380,12 +365,12 @@ def peak_gib(device: torch.device) -> float:
 def _words(outcome: Outcome) -> str:
     if outcome.seconds == math.inf:
         return "out of memory"
-    numbers = f"{outcome.seconds:.3g} s a step, {outcome.gib:.3g} GiB"
-    return numbers if outcome.fits else f"{numbers}, too much"
+    words = f"{outcome.seconds:.3g} s a step, {outcome.gib:.3g} GiB"
+    return words if outcome.fits else f"{words}, too much"
 
 
 def limits_of(args: argparse.Namespace, device: torch.device) -> Limits:
-    """What the command line allows.
+    """The limits of the command line.
 
     Raises:
         UserError: on a CPU nothing would stop the search, or there is nothing to search.

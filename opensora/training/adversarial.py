@@ -1,4 +1,4 @@
-"""The adversarial loss of a VAE's training: a discriminator, its optimizer and engine, and what they add to the loss.
+"""The adversarial loss of a VAE's training: a discriminator, its optimizer and engine, and its term of the loss.
 
     loss += lambda * weight * g,   g = -mean D(x^)
 
@@ -8,7 +8,8 @@ decoder's last layer, so that neither drowns the other. Before the start step no
 
 import sys
 from collections.abc import Mapping
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,41 +18,25 @@ from torch.nn import functional as F
 from opensora.acceleration.distributed import mean_over_ranks
 from opensora.acceleration.engine import Engine
 from opensora.acceleration.engines.base import LossScale
-from opensora.training.lr_scheduler import set_lr
+from opensora.training.loop import set_lr
 
 LARGEST_LAMBDA = 1e4
-CHECKPOINT_FOLDERS = ("discriminator", "discriminator_optimizer")
 
 
+@dataclass
 class AdversarialLoss:
-    """A discriminator and how it is trained.
+    """A discriminator and how it is trained."""
 
-    Args:
-        discriminator: Videos [B, 3, T, H, W] -> scores.
-        engine: Around it and its optimizer.
-        optimizer: The engine's.
-        lr: Its learning rate at its highest.
-        weight: Of g.
-        start: Training steps without it, for it learns nothing from what the first steps make.
-        scale: "adaptive" multiplies the weight by lambda, "fixed" does not.
-    """
-
-    def __init__(
-        self,
-        discriminator: nn.Module,
-        engine: Engine,
-        optimizer: torch.optim.Optimizer,
-        *,
-        lr: float,
-        weight: float = 0.5,
-        start: int = 0,
-        scale: Literal["adaptive", "fixed"] = "adaptive",
-    ) -> None:
-        self.discriminator, self.engine, self.optimizer = discriminator, engine, optimizer
-        self.lr, self.weight, self.start, self.scale = lr, weight, start, scale
+    discriminator: nn.Module  # videos [B, 3, T, H, W] -> scores
+    engine: Engine  # around it and its optimizer
+    optimizer: torch.optim.Optimizer
+    lr: float  # its learning rate at its highest
+    weight: float = 0.5  # of g
+    start: int = 0  # training steps without it, while reconstructions are too poor to learn from
+    scale: Literal["adaptive", "fixed"] = "adaptive"  # whether the weight is multiplied by lambda
 
     def set_lr(self, fraction: float) -> None:
-        """Train at this fraction of the discriminator's learning rate."""
+        """Train at this fraction of `lr`."""
         set_lr(self.optimizer, self.lr * fraction)
 
     def generator_loss(
@@ -97,16 +82,16 @@ class AdversarialLoss:
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Folders of a checkpoint."""
-        return dict(zip(CHECKPOINT_FOLDERS, (self.engine.model_state(), self.engine.optimizer_state()), strict=True))
+        return {"discriminator": self.engine.model_state(), "discriminator_optimizer": self.engine.optimizer_state()}
 
     def load(self, state: Mapping[str, Mapping[str, Tensor]], source: str) -> None:
         """The reverse of `state`."""
-        self.engine.load_model_state(state[CHECKPOINT_FOLDERS[0]], source)
-        self.engine.load_optimizer_state(state[CHECKPOINT_FOLDERS[1]])
+        self.engine.load_model_state(state["discriminator"], source)
+        self.engine.load_optimizer_state(state["discriminator_optimizer"])
 
 
 class NoDiscriminator(AdversarialLoss):
-    """Adds nothing to the loss and to checkpoints: the train loop is the same without a discriminator."""
+    """Adds nothing to the loss and to checkpoints."""
 
     def __init__(self) -> None:
         self.start = sys.maxsize
@@ -117,11 +102,6 @@ class NoDiscriminator(AdversarialLoss):
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Nothing to save."""
         return {}
-
-
-def saved_state(checkpoint: Any) -> dict[str, dict[str, Tensor]]:
-    """The discriminator's `state` in an open checkpoint; {} when it was written without one."""
-    return {name: checkpoint.tensors(name) for name in CHECKPOINT_FOLDERS if (checkpoint.path / name).is_dir()}
 
 
 def hinge_loss(real: Tensor, fake: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """A batch of videos and captions -> what a denoiser is trained on: latents and conditions.
 
-Whether videos come as pixels or as the VAE's stored moments, whether captions come as words or as stored features, and
-whether they are dropped, is settled here, so that the train loop has no branches.
+Videos come as pixels or as the VAE's stored moments, captions as words or as stored features, and some are dropped; so the
+train loop has no branches.
 """
 
 from collections.abc import Mapping, Sequence
@@ -52,11 +52,8 @@ class BatchEncoder:
         class_dropout_prob: float | None = None,
     ) -> None:
         check_classes(text_encoder, denoiser)
-        self.vae = vae
-        self.text_encoder = text_encoder
-        self.denoiser = denoiser
-        self.device = device
-        self.class_dropout_prob = class_dropout_prob
+        self.vae, self.text_encoder, self.denoiser = vae, text_encoder, denoiser
+        self.device, self.class_dropout_prob = device, class_dropout_prob
 
     @torch.no_grad()
     def __call__(
@@ -71,49 +68,40 @@ class BatchEncoder:
 
         Returns:
             Latents z [B, C, T, h, w] fp32, and the denoiser's conditions (y, mask, fps, height, width, num_frames).
+
+        Raises:
+            UserError: the data lack a number that the denoiser needs, such as NOVA's motion.
         """
         moments = batch["moments"] if "moments" in batch else self.vae.sliced_moments(batch["video"].to(self.device))
         z = self.vae.sample(moments.to(self.device), generators).float()
-        text = stored_text(batch, self.device) or self.text_encoder.encode(batch["text"])
+        if "y" in batch:
+            y = batch["y"].to(self.device)
+            text = TextCondition(y.float() if y.is_floating_point() else y, batch["mask"].to(self.device))
+        else:
+            text = self.text_encoder.encode(batch["text"])
         text = drop_text(text, self.denoiser, generators, self.class_dropout_prob)
-        numbers = {key: number_of(batch, key).to(self.device) for key in self.denoiser.micro_conditions}
-        return z, {"y": text.y.to(self.device), "mask": text.mask.to(self.device), **numbers}
-
-
-def stored_text(batch: Mapping[str, Any], device: torch.device) -> TextCondition | None:
-    """The features of the captions that a batch of stored features holds, as an encoder would give them."""
-    if "y" not in batch:
-        return None
-    y = batch["y"].to(device)
-    return TextCondition(y.float() if y.is_floating_point() else y, batch["mask"].to(device))
-
-
-def number_of(batch: Mapping[str, Any], name: str) -> Tensor:
-    """A number [B] that the denoiser wants to know of each video of a batch.
-
-    Raises:
-        UserError: the data do not say it.
-    """
-    if name not in batch:
-        raise UserError(
-            f"the denoiser wants to know each video's {name}, and the data have none: add a column {name!r} to the table with "
-            f"`python -m tools.scoring TABLE --scorers {name} --out SCORED`, or let a cache have it with `python -m "
-            f"tools.cache_features TRAIN_CONFIG --what {name}`; a NOVA without motion tokens (model.motion=False) needs none."
-        )
-    if batch[name].isnan().any():
-        unknown = [path for path, number in zip(batch["path"], batch[name].tolist(), strict=True) if number != number]
-        raise UserError(f"the denoiser wants to know each video's {name}, and it is not known of {', '.join(unknown)}.")
-    return batch[name]
+        cond = {"y": text.y.to(self.device), "mask": text.mask.to(self.device)}
+        for name in self.denoiser.micro_conditions:
+            if name not in batch:
+                raise UserError(
+                    f"the denoiser needs each video's {name}, and the data have none: add a column {name!r} to the table with "
+                    f"`python -m tools.scoring TABLE --scorers {name} --out SCORED`, or to a cache with `python -m "
+                    f"tools.cache_features TRAIN_CONFIG --what {name}`; a NOVA without motion tokens (model.motion=False) "
+                    "needs none."
+                )
+            values = batch[name]  # [B]
+            if values.isnan().any():
+                unknown = [p for p, value in zip(batch["path"], values.tolist(), strict=True) if value != value]
+                raise UserError(f"the denoiser needs each video's {name}, and it is not known of {', '.join(unknown)}.")
+            cond[name] = values.to(self.device)
+        return z, cond
 
 
 def null_text(text_encoder: Any, batch: int, negative_prompt: str = "") -> TextCondition:
-    """The encoder's own "no text" for guidance: y [batch, 1, L, D] and its mask [batch, L].
+    """The encoder's own "no text", or a negative prompt, for guidance: y [batch, 1, L, D] and its mask [batch, L].
 
     For models whose null table was never trained (diffusers' PixArt and Latte folders): `null={**null_text(...)._asdict()}`
-    takes the place of `model.null_condition`.
-
-    Args:
-        negative_prompt: what to steer away from; "" is "no text".
+    replaces `model.null_condition`.
 
     Raises:
         UserError: the encoder reads class numbers, and has no "no text" of its own: use `model.null_condition`.
@@ -144,6 +132,6 @@ def drop_text(
 
 
 def freeze(module: Any, device: torch.device) -> Any:
-    """A frozen encoder in eval mode on `device`, in its own number format; shared by processes if it is made for that."""
+    """A frozen encoder in eval mode on `device`, in its own dtype; sharded if it can be."""
     module = module.requires_grad_(False).eval().to(device)
     return module.shard() if hasattr(module, "shard") else module

@@ -1,7 +1,7 @@
 """An exponential moving average of a model's weights, always in fp32, laid out as the weights are.
 
-With decay 0.9999 the increment of a bf16 average is below half a unit in the last place, so it would never move. Of
-weights that are spread over processes each process averages its own shard.
+With decay 0.9999 the increment of a bf16 average is below half a unit in the last place, so it would never move. Each
+process averages its own shard of sharded weights.
 """
 
 import math
@@ -25,10 +25,9 @@ class EMA:
     for the first ten thousand steps.
 
     Args:
-        model: after its engine was built, which may spread its weights.
+        model: after its engine was built, which may shard its weights.
         decay: for each optimizer step.
-        every: take in the weights after every so many steps only, with the product of their decays: cheaper, and as slow
-            an average. What the weights were in between does not enter.
+        every: take in the weights after every so many steps only, with the product of their decays: cheaper, and as slow.
         device: "model", or "cpu" to save 4 bytes a weight on the GPU.
         masters: gives the fp32 weights that an engine keeps apart from the model's, see `Engine.masters`.
     """
@@ -45,7 +44,12 @@ class EMA:
         self.decay, self.every, self.masters = decay, every, masters
         own = model.state_dict()
         self.shapes = {name: tensor.shape for name, tensor in own.items()}
-        self.shadow = {name: _copy(tensor, device) for name, tensor in {**own, **masters()}.items()}
+        self.shadow: dict[str, Tensor] = {}
+        for name, tensor in {**own, **masters()}.items():
+            dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
+            target = tensor.device if device == "model" else torch.device("cpu")
+            self.shadow[name] = torch.empty_like(tensor, dtype=dtype, device=target, requires_grad=False)
+            _local(self.shadow[name]).copy_(_local(tensor))
 
     @torch.no_grad()
     def update(self, model: nn.Module, step: int, *, taken: bool = True) -> None:
@@ -58,95 +62,79 @@ class EMA:
         decay = math.prod(min(self.decay, (1 + i) / (10 + i)) for i in range(step - self.every + 1, step + 1))
         parameters = model.named_parameters(remove_duplicate=False)  # the state has all names of tied weights
         trained = {name for name, parameter in parameters if parameter.requires_grad}
-        averaged: list[Tensor] = []
+        averages: list[Tensor] = []
         weights: list[Tensor] = []
         for name, tensor in {**model.state_dict(), **self.masters()}.items():
             own, new = _local(self.shadow[name]), _local(tensor)
             if name not in trained:
                 own.copy_(new)
             elif own.numel():
-                averaged.append(own)
+                averages.append(own)
                 weights.append(new.to(own))
-        if averaged:
-            torch._foreach_lerp_(averaged, weights, 1 - decay)
+        if averages:
+            torch._foreach_lerp_(averages, weights, 1 - decay)
 
     @contextmanager
     def applied_to(self, model: nn.Module) -> Iterator[None]:
-        """Inside, the model has the averaged weights; afterwards the trained ones again, bit for bit.
+        """Inside, the model has the EMA weights; afterwards the trained ones again, bit for bit.
 
         For forward passes only. All processes enter and leave together, and run the model equally often inside: sharded
         weights are gathered by all.
         """
-        _drop_gathered(model)
+        _reshard(model)
         own = model.state_dict()
-        kept = {name: _local(own[name]).to(_local(self.shadow[name]).device, copy=True) for name in own}
+        trained = {name: _local(own[name]).to(_local(self.shadow[name]).device, copy=True) for name in own}
         try:
             with torch.no_grad():
                 for name, tensor in own.items():
-                    _local(tensor).copy_(self._as_in(tensor, name))
+                    shadow = self.shadow[name]
+                    sharded_alike = isinstance(shadow, DTensor) == isinstance(tensor, DTensor)
+                    _local(tensor).copy_(_local(shadow) if sharded_alike else self._full(name))
             yield
         finally:
-            _drop_gathered(model)
+            _reshard(model)
             with torch.no_grad():
                 for name, tensor in own.items():
-                    _local(tensor).copy_(kept[name])
+                    _local(tensor).copy_(trained[name])
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The averaged weights, named as the model's; plain or DTensors as those are. All processes call it together."""
+        """The EMA weights, named as the model's; plain or DTensors as those are. All processes call it together."""
         return {
-            name: self._whole(name) if tensor.shape != self.shapes[name] else tensor
+            name: tensor if tensor.shape == self.shapes[name] else self._full(name)
             for name, tensor in self.shadow.items()
         }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take over saved averages, whole ones.
+        """Load saved EMA weights, in full shapes.
 
         Raises:
             UserError: names or shapes differ.
         """
-        if set(state) != self.shadow.keys():
-            differ = sorted(set(state) ^ self.shadow.keys())
+        if differ := sorted(set(state) ^ self.shadow.keys()):
             raise UserError(
-                f"the averaged weights are of another model: {len(differ)} names are only here or only there, such as "
+                f"the EMA weights are of another model: {len(differ)} names are only here or only there, such as "
                 f"{', '.join(differ[:5])}. Check model.type and its sizes in the config."
             )
         for name, tensor in self.shadow.items():
+            flat = tensor.shape != self.shapes[name]
             try:
-                if tensor.shape == self.shapes[name]:
-                    load_into(tensor, state, name)
-                else:
-                    load_into(tensor, {name: state[name].flatten()}, name)
+                load_into(tensor, {name: state[name].flatten()} if flat else state, name)
             except ValueError as error:
-                raise UserError(f"the averaged weights are of another model: {error}.") from error
+                raise UserError(f"the EMA weights are of another model: {error}.") from error
 
-    def _as_in(self, tensor: Tensor, name: str) -> Tensor:
-        """The average as this process has the weight."""
-        shadow = self.shadow[name]
-        alike = isinstance(shadow, DTensor) == isinstance(tensor, DTensor)
-        return _local(shadow) if alike else self._whole(name)
-
-    def _whole(self, name: str) -> Tensor:
-        """An average that is kept flat and in pieces, as a weight."""
+    def _full(self, name: str) -> Tensor:
+        """The EMA of a weight that is kept flat and sharded, in the weight's shape."""
         shadow = self.shadow[name]
         assert isinstance(shadow, DTensor)
         return full_tensor(shadow).view(self.shapes[name])
-
-
-def _copy(tensor: Tensor, device: Literal["model", "cpu"]) -> Tensor:
-    """fp32 where it is a float, in memory of its own, a DTensor if it was one."""
-    dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
-    place = tensor.device if device == "model" else torch.device("cpu")
-    copy = torch.empty_like(tensor, dtype=dtype, device=place, requires_grad=False)
-    _local(copy).copy_(_local(tensor))
-    return copy
 
 
 def _local(tensor: Tensor) -> Tensor:
     return shard_of(tensor).local
 
 
-def _drop_gathered(model: nn.Module) -> None:
-    """Weights that fsdp2 gathered in a forward pass without a backward pass are kept; they are about to be outdated."""
+def _reshard(model: nn.Module) -> None:
+    """Free the weights that fsdp2 gathered in a forward pass without a backward pass; they are about to be outdated."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

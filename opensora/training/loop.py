@@ -1,10 +1,11 @@
-"""What every training loop does around its step: optimizer, resume, learning rate, counting."""
+"""What every training loop does around its step: optimizer, learning rate, resume, checks that all processes agree."""
 
 import logging
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,14 +16,13 @@ from opensora.checkpoint.load import latest_checkpoint, open_checkpoint
 from opensora.config.load import changed_settings, to_dict
 from opensora.config.schema import LoopConfig, TrainConfig
 from opensora.training.ema import EMA
-from opensora.training.lr_scheduler import lr_at
 from opensora.training.run import RunState
 
 logger = logging.getLogger(__name__)
 
 
-class Learner(Protocol):
-    """What learns beside the model, such as a scheduler that counts which timesteps matter."""
+class Stateful(Protocol):
+    """A scheduler, which may count in training which timesteps matter."""
 
     def state_dict(self) -> dict[str, Tensor]: ...
 
@@ -43,7 +43,7 @@ def build_optimizer(cfg: LoopConfig, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def engine_settings(cfg: LoopConfig) -> dict[str, Any]:
-    """What a config says about its engine, as arguments of `build_engine`."""
+    """The config's arguments of `build_engine`."""
     names = ["dtype", "grad_clip", "hybrid_zero", "shard_size", "optimizer_offload"]
     if isinstance(cfg, TrainConfig) and cfg.plugin == "fsdp2":
         names.append("fsdp_reshard")
@@ -51,94 +51,93 @@ def engine_settings(cfg: LoopConfig) -> dict[str, Any]:
 
 
 def build_ema(cfg: LoopConfig, model: nn.Module, engine: Engine) -> EMA:
-    """The averaged weights of `model`, which is the engine's or a part of it."""
+    """The EMA of `model`, which is the engine's or a part of it."""
     return EMA(model, cfg.ema_decay, every=cfg.ema_every, device=cfg.ema_device, masters=engine.masters)
 
 
-def checkpoint_to_load(cfg: LoopConfig) -> Path | None:
+def learning_rate(cfg: LoopConfig, step: int, total_steps: int) -> float:
+    """The learning rate of optimizer step number `step` (the first is 0): a function of the step alone.
+
+    Linear warm-up `lr (step + 1) / (warmup_steps + 1)`, then constant, or a cosine that reaches zero at `total_steps`.
+    """
+    if step < cfg.warmup_steps:
+        return cfg.lr * (step + 1) / (cfg.warmup_steps + 1)
+    if cfg.lr_schedule == "constant":
+        return cfg.lr
+    done = (step - cfg.warmup_steps) / max(total_steps - cfg.warmup_steps, 1)
+    return cfg.lr * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Give all parameter groups this learning rate."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def resumed_checkpoint(cfg: LoopConfig) -> Path | None:
     """The checkpoint that `load` means, checked as `load_check` says; None = begin at step 0. For the main process.
+
+    Warns of settings that are not those of its run.
 
     Raises:
         UserError: it is missing or incomplete.
     """
     if cfg.load is None:
         return None
-    if cfg.load != "latest":
-        return open_checkpoint(cfg.load, check=cfg.load_check).path
-    run = Path(cfg.outputs) / str(cfg.exp_name)
-    found = latest_checkpoint(run, check=cfg.load_check) if run.is_dir() else None
-    if found is None:
-        logger.warning("load=latest: %s has no complete checkpoint yet; beginning at step 0.", run)
-    return found
-
-
-def checkpoint_parts(engine: Engine, ema: EMA, scheduler: Learner | None = None) -> dict[str, dict[str, Tensor]]:
-    """What a checkpoint holds, as this process has it; the reverse of `resume`."""
-    parts = {"model": engine.model_state(), "ema": ema.state_dict(), "optimizer": engine.optimizer_state()}
-    learnt = {} if scheduler is None else scheduler.state_dict()
-    return {**parts, "scheduler": learnt} if learnt else parts
-
-
-def resume(
-    source: Path,
-    fresh: RunState,
-    ema: EMA,
-    engine: Engine,
-    *,
-    keep_place: bool,
-    other_data: Literal["refuse", "next_epoch"] = "refuse",
-    scheduler: Learner | None = None,
-) -> RunState:
-    """Take weights, average and optimizer from the checkpoint `source`; and, with `keep_place`, where it stood.
-
-    `other_data`: see `RunState.resumed`. `scheduler`: may have learnt something too, such as which timesteps matter.
-    """
-    checkpoint = open_checkpoint(source)
-    engine.load_model_state(checkpoint.tensors("model"), str(checkpoint.path))
-    ema.load_state_dict(checkpoint.tensors("ema"))
-    engine.load_optimizer_state(checkpoint.tensors("optimizer"))
-    if not keep_place:  # what the scheduler learnt of the timesteps begins anew, too
-        return fresh.after(checkpoint.state)
-    if scheduler is not None:
-        scheduler.load_state_dict(checkpoint.tensors("scheduler"))
-    return fresh.resumed(checkpoint.state, str(source), other_data=other_data)
-
-
-def warn_of_idle_average(cfg: LoopConfig, total_steps: int) -> None:
-    """Say so where the averaged weights, which sampling takes, will be those that training began with."""
-    if cfg.ema_every > total_steps:
-        logger.warning(
-            "ema_every=%d is more than the run's %d steps: the averaged weights, which sampling takes, will be those that it "
-            "begins with.", cfg.ema_every, total_steps,
-        )  # fmt: skip
-
-
-def resumed_checkpoint(cfg: LoopConfig) -> Path | None:
-    """The checkpoint to go on from, if any; says which settings are not those of its run: some are meant, some are slips."""
-    source = checkpoint_to_load(cfg)
-    before = {} if source is None else open_checkpoint(source).manifest.get("config") or {}
+    if cfg.load == "latest":
+        run = Path(cfg.outputs) / str(cfg.exp_name)
+        source = latest_checkpoint(run, check=cfg.load_check) if run.is_dir() else None
+        if source is None:
+            logger.warning("load=latest: %s has no complete checkpoint yet; beginning at step 0.", run)
+            return None
+    else:
+        source = open_checkpoint(cfg.load, check=cfg.load_check).path
+    before = open_checkpoint(source).manifest.get("config") or {}
     if changes := changed_settings(before, to_dict(cfg)):
         logger.warning("settings that are not those of %s: %s.", source, "; ".join(changes))
     return source
 
 
-def same_settings(cfg: LoopConfig) -> None:
-    """See that all processes have the same config: other steps would hang them, another lr would let their weights drift apart.
+def checkpoint_parts(engine: Engine, ema: EMA, scheduler: Stateful | None = None) -> dict[str, dict[str, Tensor]]:
+    """What a checkpoint holds, as this process has it; the reverse of `resume`."""
+    parts = {"model": engine.model_state(), "ema": ema.state_dict(), "optimizer": engine.optimizer_state()}
+    counted = {} if scheduler is None else scheduler.state_dict()
+    return {**parts, "scheduler": counted} if counted else parts
 
-    Places of files may differ, as they do between machines.
+
+def resume(
+    cfg: LoopConfig, source: Path, fresh: RunState, ema: EMA, engine: Engine, scheduler: Stateful | None = None
+) -> RunState:
+    """Load weights, EMA and optimizer from the checkpoint `source`; without `start_from_scratch` also its position.
 
     Raises:
-        UserError: they have not.
+        UserError: the checkpoint does not fit the model, or its position means something else here.
+    """
+    checkpoint = open_checkpoint(source)
+    engine.load_model_state(checkpoint.tensors("model"), str(checkpoint.path))
+    ema.load_state_dict(checkpoint.tensors("ema"))
+    engine.load_optimizer_state(checkpoint.tensors("optimizer"))
+    if cfg.start_from_scratch:  # the scheduler's counts begin anew, too
+        return fresh.after(checkpoint.state)
+    if scheduler is not None:
+        scheduler.load_state_dict(checkpoint.tensors("scheduler"))
+    return fresh.resumed(checkpoint.state, str(source), other_data=cfg.other_data)
+
+
+def same_settings(cfg: LoopConfig) -> None:
+    """Raise a UserError where processes have other settings: other steps would hang them, another lr would part their weights.
+
+    Paths may differ, as they do between machines.
     """
     own = to_dict(cfg)
-    others = changed_settings(broadcast_from_rank0(lambda: own), own)
-    # "model.from_pretrained was /a/w.pt, now /b/w.pt"
-    differ = [said for said in others if "/" not in said.partition(" was ")[2]]
+    changes = changed_settings(broadcast_from_rank0(lambda: own), own)
+    # a path: "model.from_pretrained was /a/w.pt, now /b/w.pt"
+    differ = [change for change in changes if "/" not in change.partition(" was ")[2]]
     refuse_different("; ".join(differ) or "as there", "processes have other settings: as they are")
 
 
 def same_data(dataset: Any) -> str:
-    """The dataset's fingerprint, which is that of all processes: they take turns at its rows.
+    """The dataset's fingerprint, which all processes must share: they take turns at its rows.
 
     Raises:
         UserError: they see other data.
@@ -158,16 +157,8 @@ def steps(loader: Iterable[dict[str, Any]], accumulation: int) -> Iterator[list[
 
 
 def sample_indices(micro_batches: Sequence[Mapping[str, Any]]) -> Iterator[list[int]]:
-    """The index of each sample in the global batch of the step: the same whether ranks or micro-batches share it out.
-
-    A batch gives the indices of its samples in the batch of all ranks, since its size may differ by rank.
-    """
+    """The index of each sample in the global batch of the step, however ranks and micro-batches share it out."""
     first = 0
     for batch in micro_batches:
         yield [first + index for index in batch["sample_index"].tolist()]
         first += batch["global_batch_size"]
-
-
-def learning_rate(cfg: LoopConfig, step: int, total_steps: int) -> float:
-    """The learning rate of this step."""
-    return lr_at(step, cfg.lr, warmup_steps=cfg.warmup_steps, schedule=cfg.lr_schedule, total_steps=total_steps)

@@ -3,16 +3,15 @@
 `add_lora` is applied from outside, like activation checkpointing: no model file knows of it. Layers such as the fused `qkv`
 get one adapter for their whole output. The new factor B starts at zero, so the first step sees the base's own output.
 
-A model with adapters shows only these in `state_dict`. So EMA, checkpoints and a resume, which ask for nothing else, keep
-some MB in place of the whole model; the base comes from `model.from_pretrained` again.
+A model with adapters shows only these in `state_dict`. So EMA, checkpoints and a resume keep some MB in place of the whole
+model; the base comes from `model.from_pretrained` again.
 
 Dropout is not peft's, which draws from PyTorch's global generator: a mask is a function of the run's seed, the rank, the
-layer and the number of training passes, which is saved. So a resumed run drops the same, and so does a block that is
-computed again for its gradient.
+layer and the number of training passes, which is saved. So a resumed run and activation checkpointing draw the same.
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -43,14 +42,9 @@ def check_lora() -> None:
 
 
 def add_lora(model: Any, options: LoraOptions, *, seed: int) -> None:
-    """Put adapters into a denoiser, in place, and freeze everything else.
+    """Put adapters into a `Denoiser` on its device, in place, and freeze everything else; `seed` is of the dropout.
 
     The initial A is drawn from PyTorch's global generator, like other initial weights.
-
-    Args:
-        model: a `Denoiser` with the weights to adapt, on its device.
-        options: the config's `lora`.
-        seed: of the dropout.
 
     Raises:
         UserError: peft is not installed, or a name of `target_modules` is that of no layer.
@@ -68,10 +62,16 @@ def add_lora(model: Any, options: LoraOptions, *, seed: int) -> None:
     )
     inject_adapter_in_model(config, model)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(_is_adapter(name))
+        parameter.requires_grad_(FACTOR.match(name) is not None)
     if options.dropout > 0:
-        _replace_dropout(model, options.dropout, seed)
-    _show_adapters_only(model)
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        passes = _Passes(model)
+        for name, module in list(model.named_modules()):
+            if name.endswith(".lora_dropout"):
+                for adapter in list(module._modules):
+                    module._modules[adapter] = _Dropout(options.dropout, passes, seed, "lora dropout", rank, name)
+    model.register_state_dict_post_hook(_keep_adapters)
+    model.register_load_state_dict_post_hook(_require_adapters)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     logger.info("LoRA of rank %d in %d linear layers: %.2f M parameters.", options.rank, len(names), trained / 1e6)
 
@@ -82,56 +82,41 @@ def target_names(model: Any, targets: str | Sequence[str]) -> list[str]:
     Raises:
         UserError: a name is that of no layer, or there are no such layers.
     """
-    layers = list(_block_linears(model))
+    inside = {id(layer) for block in model.transformer_blocks() for layer in block.modules()}
+    layers = [name for name, m in model.named_modules() if isinstance(m, nn.Linear) and id(m) in inside]
+    ends = sorted({".".join(name.split(".")[-2:]) for name in layers})
     if targets in ("all-linear", "attention"):
-        meant = [name for name in layers if targets == "all-linear" or "attn" in name.split(".")[-2]]
-        if not meant:
+        found = [name for name in layers if targets == "all-linear" or "attn" in name.split(".")[-2]]
+        if not found:
             what = "linear layer" if targets == "all-linear" else "linear layer inside of a module called attn"
-            ends = sorted({".".join(name.split(".")[-2:]) for name in layers})
             raise UserError(
                 f"lora.target_modules={targets!r}: {type(model).__name__} has no {what} in its blocks. "
                 f"It has: {', '.join(ends) or 'none at all'}; name some of these."
             )
-        return meant
-    chosen = {end: [n for n in layers if n == end or n.endswith(f".{end}")] for end in targets}
-    missing = [end for end, found in chosen.items() if not found]
-    if missing:
-        ends = sorted({".".join(name.split(".")[-2:]) for name in layers})
-        raise UserError(
-            f"lora.target_modules: {type(model).__name__} has no linear layer {missing[0]!r} in its blocks."
-            f"{did_you_mean(missing[0], ends)} It has: {', '.join(ends)}."
-        )
-    return [name for name in layers if any(name in found for found in chosen.values())]
-
-
-def _block_linears(model: Any) -> Iterator[str]:
-    """Names of all linear layers inside the blocks, in the model's order."""
-    inside = {id(layer) for block in model.transformer_blocks() for layer in block.modules()}
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and id(module) in inside:
-            yield name
-
-
-def _is_adapter(name: str) -> bool:
-    return FACTOR.match(name) is not None
-
-
-def _show_adapters_only(model: nn.Module) -> None:
-    """Let `state_dict` hold adapters alone, and `load_state_dict` ask for no more."""
-
-    def keep(_module: nn.Module, state: dict[str, Tensor], prefix: str, _metadata: Any) -> None:
-        for name in [name for name in state if not _is_state(name, prefix)]:
-            del state[name]
-
-    def forgive(_module: nn.Module, keys: Any) -> None:
-        keys.missing_keys[:] = [name for name in keys.missing_keys if _is_state(name, "")]
-
-    model.register_state_dict_post_hook(keep)
-    model.register_load_state_dict_post_hook(forgive)
+        return found
+    chosen: set[str] = set()
+    for end in targets:
+        found = [name for name in layers if f".{name}".endswith(f".{end}")]
+        if not found:
+            raise UserError(
+                f"lora.target_modules: {type(model).__name__} has no linear layer {end!r} in its blocks."
+                f"{did_you_mean(end, ends)} It has: {', '.join(ends)}."
+            )
+        chosen.update(found)
+    return [name for name in layers if name in chosen]
 
 
 def _is_state(name: str, prefix: str) -> bool:
-    return _is_adapter(name) or name == prefix + COUNTER
+    return FACTOR.match(name) is not None or name == prefix + COUNTER
+
+
+def _keep_adapters(_module: nn.Module, state: dict[str, Tensor], prefix: str, _metadata: Any) -> None:
+    for name in [name for name in state if not _is_state(name, prefix)]:
+        del state[name]
+
+
+def _require_adapters(_module: nn.Module, keys: Any) -> None:
+    keys.missing_keys[:] = [name for name in keys.missing_keys if _is_state(name, "")]
 
 
 class _Passes:
@@ -164,12 +149,3 @@ class _Dropout(nn.Module):
         rng = generator(*self.path, self.passes.number, device=x.device)
         kept = torch.rand(x.shape, generator=rng, device=x.device) >= self.p
         return x * kept / (1 - self.p)
-
-
-def _replace_dropout(model: nn.Module, p: float, seed: int) -> None:
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    passes = _Passes(model)
-    layers = [(name, module) for name, module in model.named_modules() if name.endswith(".lora_dropout")]
-    for name, module in layers:
-        for adapter in list(module._modules):
-            module._modules[adapter] = _Dropout(p, passes, seed, "lora dropout", rank, name)

@@ -1,12 +1,12 @@
-"""What the training of a VAE needs besides the loop: the loss, clips of mixed lengths, and the latents' statistics at the end.
+"""The training of a VAE, without its loop: the loss, clips of mixed lengths, and the statistics of the latents.
 
     rec  = l1 |x^ - x| + mse (x^ - x)^2 + pooled |P(x^) - P(x)| + lpips LPIPS(x^, x),   P = mean over 8x8 pixels
     loss = rec + kl KL(q(z|x) || N(0, 1))                      reconstruction "plain"
     loss = rec / exp(s) + s + kl KL(q(z|x) || N(0, 1))         reconstruction "nll", s the learned log variance
 
 each a mean over pixels (over latent values for KL). With few latent channels a network first spends all of them on
-brightness, and stays there: its images are grey while their L1 looks fine. `pooled` asks for the mean colour of every
-latent cell, and brings colour within minutes. "nll" is the likelihood of a Laplace distribution whose scale is learned
+brightness, and its images stay grey while their L1 looks fine; `pooled`, the mean colour of every latent cell, brings colour
+within minutes. "nll" is the likelihood of a Laplace distribution whose scale is learned
 (Rombach et al. 2022): as images get better, their weight against KL and GAN grows. Open-Sora and LDM sum KL over the
 latents and rec over the pixels of a sample; their KL weight times (latent values / pixel values) is the weight here.
 """
@@ -30,11 +30,11 @@ logger = logging.getLogger(__name__)
 
 TERMS = ("l1", "mse", "pooled", "lpips", "kl")
 POOL = 8  # pixels: the cell of a VAE with spatial factor 8
-UNEQUAL = 0.2  # channels whose spread or centre differ by more than a fifth are scaled one by one
+UNEQUAL = 0.2  # channels whose standard deviation or mean differ by more than a fifth are scaled one by one
 
 
 class Loss(NamedTuple):
-    """The loss, the part of it that is about pixels (with its share of "nll"), and values for the log."""
+    """The loss, its part over pixels (with "nll" applied), and values for the log."""
 
     total: Tensor
     reconstruction: Tensor
@@ -45,13 +45,13 @@ class VAELoss(nn.Module):
     """The loss of reconstructions.
 
     Args:
-        weights: Term -> weight; a missing term counts 0.
+        weights: Term -> weight; a missing term has weight 0.
         lpips: Weights of LPIPS, see `LPIPS`; read only if the term has a weight.
         lpips_frames: LPIPS looks at so many frames of a clip, evenly spread and shifted by `offset`; None: all. A clip that
             was split into chunks counts as one, so that a batch of single frames costs what one of video costs.
 
     Raises:
-        UserError: A weight is given for something else than `TERMS`, or LPIPS' weights are not there.
+        UserError: A term is not one of `TERMS`, or LPIPS' weights are missing.
     """
 
     def __init__(self, weights: Mapping[str, float], lpips: str = "vgg", lpips_frames: int | None = None) -> None:
@@ -64,13 +64,7 @@ class VAELoss(nn.Module):
         self.lpips_frames = lpips_frames
 
     def forward(
-        self,
-        x_hat: Tensor,
-        x: Tensor,
-        moments: Tensor,
-        logvar: Tensor | None = None,
-        offset: int = 0,
-        chunks: int = 1,
+        self, x_hat: Tensor, x: Tensor, moments: Tensor, logvar: Tensor | None = None, offset: int = 0, chunks: int = 1
     ) -> Loss:
         """x_hat, x [B, 3, T, H, W], x in [-1, 1]; moments: raw mean and log variance [B, 2C, t, h, w].
 
@@ -103,17 +97,12 @@ class VAELoss(nn.Module):
         frames = clips.shape[2]
         count = min(self.lpips_frames or frames, frames)
         chosen = sorted((offset + i * frames // count) % frames for i in range(count))
-        # a list as index would be copied to the device, and the host would wait for it
+        # a list as index would be copied to the device, and the host would wait
         return torch.stack([clips[:, :, i] for i in chosen], dim=2)
 
 
 class Reconstructor(nn.Module):
-    """What is trained: the VAE and, with "nll", one scalar.
-
-    Args:
-        vae: Called as `vae(x, generators) -> (x_hat, moments)`.
-        logvar: The start of the learned log variance; None = "plain".
-    """
+    """The trained module: the VAE and, with "nll", the learned log variance, which starts at `logvar`; None = "plain"."""
 
     def __init__(self, vae: nn.Module, logvar: float | None = None) -> None:
         super().__init__()
@@ -133,14 +122,9 @@ def kl_to_standard_normal(moments: Tensor) -> Tensor:
 
 
 class RandomChunks:
-    """Splits clips into chunks of a length that is drawn for each batch, so that every step costs the same.
+    """Splits clips into chunks of a length that is drawn for each batch: a function of (seed, step, micro-batch, index).
 
-    A function of (seed, step, micro-batch, index).
-
-    Args:
-        lengths: Numbers of frames, each as likely as it is often named; None keeps the clips whole.
-        seed: The run's.
-        device: Where the chunks and their generators are to be.
+    `lengths`: numbers of frames, each as likely as it is often named; None keeps the clips whole.
     """
 
     def __init__(self, lengths: Sequence[int] | None, seed: int, device: torch.device | str) -> None:
@@ -152,17 +136,16 @@ class RandomChunks:
         """video [B, 3, T, H, W] of samples with `indices` in the whole batch -> chunks, their generators, and an offset.
 
         Chunks are [B n, 3, L, H, W]: n = T // L of every clip, one after another, from a random first frame. All processes
-        draw the same L. The offset, in [0, T), is for who picks frames of a clip.
+        draw the same L. The offset, in [0, T), is for LPIPS' frames.
         """
         frames = video.shape[2]
         rng = generator(self.seed, "pieces", step, micro_batch)
-        length = frames
-        if self.lengths is not None:
-            length = self.lengths[int(torch.randint(len(self.lengths), (1,), generator=rng))]
+        lengths = self.lengths
+        length = frames if lengths is None else lengths[int(torch.randint(len(lengths), (1,), generator=rng))]
         count = frames // length
         start = int(torch.randint(frames - count * length + 1, (1,), generator=rng))
         offset = int(torch.randint(frames, (1,), generator=rng))
-        # the whole clips travel: a part is a copy, whose memory is not pinned
+        # whole clips are moved: a slice would be copied first, into memory that is not pinned
         video = video.to(self.device, non_blocking=True)
         chunks = rearrange(video[:, :, start : start + count * length], "B C (n L) H W -> (B n) C L H W", n=count)
         ids = [index * frames + chunk for index in indices for chunk in range(count)]
@@ -171,7 +154,7 @@ class RandomChunks:
 
 @dataclass(frozen=True)
 class LatentStatistics:
-    """Of the posterior means: per channel ([C]) and over all values; `config` is what a diffusion model needs to see unit variance."""
+    """Of the posterior means: per channel ([C]) and over all values; `config` scales the latents to unit variance."""
 
     channel_mean: Tensor
     channel_std: Tensor
@@ -181,8 +164,8 @@ class LatentStatistics:
     @property
     def per_channel(self) -> bool:
         """Whether one scale and shift for all channels would leave them unequal."""
-        centres = self.channel_mean.max() - self.channel_mean.min()
-        return bool(self.channel_std.max() > (1 + UNEQUAL) * self.channel_std.min() or centres > UNEQUAL * self.std)
+        mean_range = self.channel_mean.max() - self.channel_mean.min()
+        return bool(self.channel_std.max() > (1 + UNEQUAL) * self.channel_std.min() or mean_range > UNEQUAL * self.std)
 
     def config(self) -> dict[str, Any]:
         """Entries of the VAE's config; see `opensora.models.vae.base` for the formula.
@@ -196,17 +179,13 @@ class LatentStatistics:
 
     def describe(self) -> str:
         """For the log."""
-        channels = ", ".join(
-            f"{mean:.3f} +- {std:.3f}"
-            for mean, std in zip(self.channel_mean.tolist(), self.channel_std.tolist(), strict=True)
-        )
-        used = (
-            "latents_mean and latents_std, one value a channel"
-            if self.per_channel
-            else f"scaling_factor={1 / self.std:.5f}, shift_factor={self.mean:.5f}"
-        )
+        of_channels = zip(self.channel_mean.tolist(), self.channel_std.tolist(), strict=True)
+        channels = ", ".join(f"{mean:.3f} +- {std:.3f}" for mean, std in of_channels)
+        scales = f"scaling_factor={1 / self.std:.5f}, shift_factor={self.mean:.5f}"
+        if self.per_channel:
+            scales = "latents_mean and latents_std, one value a channel"
         return (
-            f"raw latents {self.mean:.3f} +- {self.std:.3f}, by channel {channels}; the VAE's config scales by {used}"
+            f"raw latents {self.mean:.3f} +- {self.std:.3f}, by channel {channels}; the VAE's config scales by {scales}"
         )
 
 

@@ -1,15 +1,9 @@
-"""A training that hangs says where, and ends, instead of holding its machines until a collective call times out.
-
-    with Watchdog(limit_s, world) as watchdog:
-        for batch in watchdog.watch(batches, folder, about=loader.reading):
-            ...                                   # a step
-            with watchdog.slowly():               # a validation, a checkpoint
-                ...
+"""Ends a training that hangs, and writes where, instead of holding its machines until a collective call times out.
 
 Each process watches itself: when a step takes longer than the limit, a thread writes the stacks of all threads to the run's
-folder and to stderr and ends the process with exit code 124. A hang is seen by all processes at about the same time, since
-all of them wait for the one that is stuck; they wait a moment for each other before they go. Where Python itself is stuck,
-so that its threads do not run, faulthandler's own timer, which needs none, writes the stacks to stderr and ends it.
+folder and to stderr and ends the process with exit code 124. All processes see a hang at about the same time, since they
+wait for the one that is stuck; they wait a moment for each other before they end. Where Python itself is stuck, so that its
+threads do not run, faulthandler's own timer, which needs none, writes the stacks to stderr and ends the process.
 """
 
 import contextlib
@@ -22,21 +16,21 @@ from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import IO, TypeVar
+from typing import TypeVar
 
 from opensora.acceleration.distributed import World
 
 T = TypeVar("T")
 EXIT_CODE = 124  # of timeout(1)
 FIRST_STEP_FACTOR = 4  # compilation, and the first reads of everything
-SLOWLY_S = 2 * 3600.0  # a validation or a checkpoint to a slow disk
+EXTENDED_S = 2 * 3600.0  # a validation or a checkpoint to a slow disk
 GRACE_S = 5.0  # for the other processes to write theirs, before a launcher ends them
 BACKSTOP_S = 60.0  # after which faulthandler's timer ends the process
 
 
-def patience(limit_s: float) -> timedelta:
+def collective_timeout(limit_s: float) -> timedelta:
     """A timeout for collective calls that a watchdog with this limit never lets them reach."""
-    return timedelta(seconds=max(SLOWLY_S, FIRST_STEP_FACTOR * limit_s) + 10 * BACKSTOP_S)
+    return timedelta(seconds=max(EXTENDED_S, FIRST_STEP_FACTOR * limit_s) + 10 * BACKSTOP_S)
 
 
 class Watchdog:
@@ -44,7 +38,6 @@ class Watchdog:
 
     Args:
         limit_s: The longest that a step may take; the first may take 4 times as long.
-        world: This process and the others.
     """
 
     def __init__(self, limit_s: float, world: World) -> None:
@@ -75,7 +68,7 @@ class Watchdog:
 
         Args:
             folder: For `stacks-rank<r>.txt`, where it is needed.
-            about: More to say about a hang, such as what the data loader's workers are reading.
+            about: More for the message about a hang, such as what the data loader's workers are reading.
         """
         self.path, self._about = folder / f"stacks-rank{self.world.rank}.txt", about
         iterator = iter(items)
@@ -92,12 +85,12 @@ class Watchdog:
             self._set(None)
 
     @contextlib.contextmanager
-    def slowly(self) -> Iterator[None]:
-        """Within a step: what takes long now and then, and has limits of its own. The step's time begins anew after it."""
-        self._set(max(SLOWLY_S, self.limit_s))
+    def extended_timeout(self) -> Iterator[None]:
+        """Within a step: for what takes long now and then, and has limits of its own. The step's time begins anew after it."""
+        self._set(max(EXTENDED_S, self.limit_s))
         try:
             yield
-        finally:  # whoever catches an error and goes on is watched as before
+        finally:  # whoever catches an error and continues is watched as before
             self._set(self.limit_s)
 
     def _set(self, seconds: float | None) -> None:
@@ -110,7 +103,7 @@ class Watchdog:
             faulthandler.dump_traceback_later(seconds + GRACE_S + BACKSTOP_S, file=sys.__stderr__, exit=True)
 
     def _run(self) -> None:
-        """The thread: sleeps until the deadline, wherever it has moved meanwhile."""
+        """The thread: sleeps until the deadline, wherever it has moved meanwhile, and ends the process."""
         with self._changed:
             while not self._closed:
                 left = None if self._deadline is None else self._deadline - time.monotonic()
@@ -119,40 +112,24 @@ class Watchdog:
                 self._changed.wait(left)
             else:
                 return
-        self._end()
-
-    def _end(self) -> None:
+        try:
+            about = self._about()
+        except Exception as error:  # noqa: BLE001  (the stacks matter more)
+            about = f"(what it was doing is not known: {error})"
         message = (
             f"\nerror: process {self.world.rank} of {self.world.size}: step {self.done + 1} of this process has taken longer "
-            f"than step_timeout_min={self.limit_s / 60:g} allows. {self._say()}\n"
+            f"than step_timeout_min={self.limit_s / 60:g} allows. {about}\n"
             f"Where every thread stands is in {self.path}. The process whose stack is not in a collective call is the one "
             "that the others wait for. If steps rightly take that long, raise --step-timeout-min.\n"
         )
-        for write in (self._to_file, self._to_stderr):
+        for path in (self.path, None):
             with contextlib.suppress(OSError, ValueError):  # a full disk, a closed terminal
-                write(message)
+                stream = sys.__stderr__ if path is None else path.open("w")
+                if stream is not None:
+                    stream.write(message)
+                    stream.flush()
+                    faulthandler.dump_traceback(stream, all_threads=True)
+                    stream.flush()
         if self.world.size > 1:
             time.sleep(GRACE_S)
         os._exit(EXIT_CODE)
-
-    def _to_file(self, message: str) -> None:
-        if self.path is not None:
-            with self.path.open("w") as stream:
-                _tell(stream, message)
-
-    def _to_stderr(self, message: str) -> None:
-        if sys.__stderr__ is not None:
-            _tell(sys.__stderr__, message)
-
-    def _say(self) -> str:
-        try:
-            return self._about()
-        except Exception as error:  # noqa: BLE001  (the stacks matter more)
-            return f"(what it was doing is not known: {error})"
-
-
-def _tell(stream: IO[str], message: str) -> None:
-    stream.write(message)
-    stream.flush()
-    faulthandler.dump_traceback(stream, all_threads=True)
-    stream.flush()

@@ -18,8 +18,8 @@ from opensora.config.schema import checkpointed_parts
 from opensora.registry import MODELS
 from opensora.utils.errors import UserError
 from tests.acceleration.products import Products
+from tests.kept_bytes import counted_bytes, kept_bytes
 from tests.models.denoisers import build, inputs
-from tools.estimate import counted_bytes, kept_bytes
 
 DEPTH = 4
 # from what keeps most to what keeps least

@@ -172,7 +172,7 @@ def test_the_optimizer_and_the_average_are_the_configs(train, train_script, monk
 
 def test_an_average_that_takes_in_nothing_is_told(train, caplog):
     train("--ema-every=50")
-    assert "ema_every=50 is more than the run's 4 steps: the averaged weights, which sampling takes" in caplog.text
+    assert "ema_every=50 is more than the run's 4 steps: the EMA weights, which sampling takes" in caplog.text
 
 
 class TestUserErrors:

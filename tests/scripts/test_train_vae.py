@@ -260,7 +260,7 @@ def test_a_step_that_is_no_number_ends_the_run_with_its_files(train, bad_data, t
     said = capsys.readouterr().err
     assert "was not taken: its loss is nan" in said
     assert "3.png" in said
-    assert "--on-nonfinite skip goes on" in said
+    assert "--on-nonfinite skip continues" in said
     for path in complete_checkpoints(tmp_path / "run"):
         assert all(bool(t.isfinite().all()) for part in ("model", "ema", "optimizer")
                    for t in open_checkpoint(path).tensors(part).values())  # fmt: skip

@@ -6,10 +6,9 @@ from importlib import import_module
 import pytest
 import torch
 
-from opensora.registry import SCHEDULERS
 from opensora.utils.errors import UserError
 from tests.tools.markdown import table_of
-from tools.benchmark import profiling, sampling
+from tools.benchmark import profiling
 from tools.benchmark.__main__ import BENCHMARKS, run
 from tools.benchmark.measure import OUT_OF_MEMORY, Options, Table, attempt, psnr, relative_error
 
@@ -25,7 +24,6 @@ RUNS: dict[str, tuple[str, int, str | None, float]] = {
     "nova": ("--cases t2v --peak-tflops 1", 2, None, 0),
     "sample": ("--steps 2", 2, None, 0),
     "step_cache": ("", 2, None, 0),
-    "sampler_overhead": ("", 14, "waits/step", 1e-9),
     "compile_modes": ("--model DiT-XL/2 --modes jit:freezing", 3, None, 0),
     "vae": ("--formats fp32 bf16 --size 16 16 --frames 1", 2, "error decode", 0.05),
     "text_encoder": ("--dtype fp32", 2, None, 0),
@@ -36,7 +34,7 @@ RUNS: dict[str, tuple[str, int, str | None, float]] = {
     "footage": ("", 5, None, 0),
     "scoring": ("--clips 100", 2, None, 0),
 }
-ELSEWHERE = {"goals": "test_goals_benchmark.py", "scaling": "test_scaling_benchmark.py", "compile_cache": "below"}
+ELSEWHERE = {"goals": "test_goals_benchmark.py", "compile_cache": "below"}
 
 
 @pytest.mark.usefixtures("without_code")
@@ -138,22 +136,6 @@ def test_errors():
     assert relative_error(torch.tensor([3.0, 4.5]), exact) == pytest.approx(0.1)
     assert psnr(exact + 0.4, exact) == pytest.approx(20)
     assert psnr(exact, exact) == float("inf")
-
-
-def test_every_scheduler_is_timed():
-    assert {config["type"] for config in sampling.SAMPLERS.values()} == set(SCHEDULERS.choices()) - {
-        "iddpm-speed",
-        "nova",  # whose model does more than a step
-    }
-
-
-def test_waits_are_counted():
-    def run(num_steps: int) -> torch.Tensor:
-        for _ in range(num_steps):
-            torch.ones(1).item()
-        return torch.ones(1)
-
-    assert sampling.waits_per_step(run, 4) == 1
 
 
 KINDS = {

@@ -212,9 +212,9 @@ class TestCommandLine:
             monkeypatch, source, tmp_path / "out", "--model", "DiT-XL/2", "--set", *sizes, "--set", "condition=label_10",
             "--to", "diffusers", "--dtype", "fp16", "--option", "sample_size=8",
         )  # fmt: skip
-        said = capsys.readouterr()
-        assert said.out == f"{tmp_path / 'out'}: 0.2 MB\n"
-        assert " tensors in float32" in said.err
+        printed = capsys.readouterr()
+        assert printed.out == f"{tmp_path / 'out'}: 0.2 MB\n"
+        assert " tensors in float32" in printed.err
 
     def test_a_model_of_ones_own(self, made, tmp_path, monkeypatch):
         source, state = made("DiT-class")

@@ -24,14 +24,14 @@ scheduler = dict(type="iddpm")
 
 
 @pytest.fixture
-def pictures(tmp_path) -> Path:
-    """A table of eight pictures of two shapes."""
+def images(tmp_path) -> Path:
+    """A table of eight images of two shapes."""
     rows = []
     for i in range(8):
         size = ((96, 64), (64, 96))[i % 2]
         Image.new("RGB", size, (30 * i, 200, 90)).save(tmp_path / f"{i}.png")
-        rows.append({"path": f"{i}.png", "text": f"picture {i}"})
-    return write(tmp_path / "pictures.csv", rows)
+        rows.append({"path": f"{i}.png", "text": f"image {i}"})
+    return write(tmp_path / "images.csv", rows)
 
 
 def write(path: Path, rows: list[dict]) -> Path:
@@ -61,8 +61,8 @@ def examine(tmp_path, monkeypatch, capsys):
 GOOD = '{"64px": {1: (1.0, 2)}}'
 
 
-def test_all_is_well(examine, pictures):
-    code, out = examine(pictures, GOOD, "--processes", "2")
+def test_all_is_well(examine, images):
+    code, out = examine(images, GOOD, "--processes", "2")
     assert code == 0
     assert "8 samples in the table" in out
     assert "64px 1x48x80" in out
@@ -71,19 +71,19 @@ def test_all_is_well(examine, pictures):
     assert "!" not in out
 
 
-def test_what_is_left_out_and_what_would_keep_it(examine, pictures):
-    code, out = examine(pictures, '{"240p": {1: (1.0, 2)}, "64px": {1: (1.0, 3), 8: (1.0, 1)}}', "--bucket-tail=drop")
+def test_what_is_left_out_and_what_would_keep_it(examine, images):
+    code, out = examine(images, '{"240p": {1: (1.0, 2)}, "64px": {1: (1.0, 3), 8: (1.0, 1)}}', "--bucket-tail=drop")
     assert code == 1
     assert "2 samples fill no batch and are dropped; bucket_tail='keep' would keep them" in out
-    code, out = examine(pictures, '{"240p": {1: (1.0, 2)}}')
+    code, out = examine(images, '{"240p": {1: (1.0, 2)}}')
     assert code == 2
     assert "8 left out: too small for every resolution. The smallest is 240p, from 81792 pixels" in out
     assert "would not train" in out
 
 
-def test_duplicates_empty_captions_and_broken_files(examine, pictures, tmp_path):
+def test_duplicates_empty_captions_and_broken_files(examine, images, tmp_path):
     (tmp_path / "6.png").write_bytes((tmp_path / "6.png").read_bytes()[:60])
-    rows = list(csv.DictReader(pictures.open(newline="")))
+    rows = list(csv.DictReader(images.open(newline="")))
     sizes = [{"num_frames": 1, "height": (64, 96)[i % 2], "width": (96, 64)[i % 2]} for i in range(8)]
     rows = [{**row, **sizes[i], "text": "the same" if i < 4 else row["text"]} for i, row in enumerate(rows)]
     rows[5]["text"] = ""
@@ -98,12 +98,12 @@ def test_duplicates_empty_captions_and_broken_files(examine, pictures, tmp_path)
         assert part in out, part
 
 
-def test_the_contact_sheet_shows_what_the_model_sees(examine, pictures, tmp_path):
-    sheet = tmp_path / "out" / "sheet.png"
-    code, out = examine(pictures, GOOD, f"--contact-sheet={sheet}", "--samples=4")
+def test_the_contact_sheet_shows_what_the_model_sees(examine, images, tmp_path):
+    page = tmp_path / "out" / "sheet.png"
+    code, out = examine(images, GOOD, f"--contact-sheet={page}", "--samples=4")
     assert code == 0
     assert "4 samples as the model sees them" in out
-    pixels = np.asarray(Image.open(sheet)).reshape(-1, 3)
+    pixels = np.asarray(Image.open(page)).reshape(-1, 3)
     areas = [int((pixels == (30 * i, 200, 90)).all(1).sum()) for i in range(8)]
     assert sum(area >= 48 * 80 for area in areas) == 4  # one colour each, unchanged
 

@@ -71,7 +71,7 @@ def lpips(tmp_path_factory):
     return random_alex(tmp_path_factory.mktemp("lpips") / "alex.safetensors")
 
 
-def test_pictures_beside_a_linear_codec(run, tmp_path, capsys, lpips):
+def test_images_beside_a_linear_codec(run, tmp_path, capsys, lpips):
     torch.manual_seed(0)
     VideoAutoencoderKL(architecture=TINY).save_pretrained(tmp_path / "vae", dtype="fp16")
     rows = ["path,source"]
@@ -93,8 +93,8 @@ def test_pictures_beside_a_linear_codec(run, tmp_path, capsys, lpips):
     assert "first (1)" in out
     assert "noise (2)" in out
     assert "gate MISSED" in out
-    with Image.open(tmp_path / "sheet.png") as sheet:
-        assert sheet.height == 2 * (3 * 128 + 4)
+    with Image.open(tmp_path / "sheet.png") as grid:
+        assert grid.height == 2 * (3 * 128 + 4)
     with (tmp_path / "out" / "vae.csv").open() as file:
         written = list(csv.DictReader(file))
     assert [row["path"] for row in written] == ["0.png", "1.png", "2.png", "mean over sources"]

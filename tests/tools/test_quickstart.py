@@ -8,8 +8,8 @@ import pytest
 import torch
 from PIL import Image
 
+from tools.quickstart.images import Row, contact_sheet, loss_curve
 from tools.quickstart.measure import best_frame_psnr, distance, nearest, psnr
-from tools.quickstart.pictures import Row, contact_sheet, loss_curve
 
 
 def flat(*values: float) -> torch.Tensor:

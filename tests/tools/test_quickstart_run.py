@@ -164,7 +164,7 @@ def test_the_plan_is_the_config_with_the_overrides(monkeypatch, repo_root):
 
 
 @pytest.mark.parametrize(
-    ("capabilities", "gpu", "told"),
+    ("capabilities", "gpu", "expected"),
     [
         ({"avx512_bf16": True, "amx_bf16": False}, False, ["--dtype=bf16", "--max-steps=1600"]),
         ({"avx512_bf16": False, "amx_bf16": True}, False, ["--dtype=bf16", "--max-steps=1600"]),
@@ -174,7 +174,7 @@ def test_the_plan_is_the_config_with_the_overrides(monkeypatch, repo_root):
         (None, False, []),  # PyTorch that does not say
     ],
 )
-def test_nova_trains_longer_in_bf16_where_the_cpu_has_it(monkeypatch, repo_root, capabilities, gpu, told):
+def test_nova_trains_longer_in_bf16_where_the_cpu_has_it(monkeypatch, repo_root, capabilities, gpu, expected):
     monkeypatch.chdir(repo_root)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     if capabilities is None:
@@ -182,8 +182,8 @@ def test_nova_trains_longer_in_bf16_where_the_cpu_has_it(monkeypatch, repo_root,
     else:
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
     config = "configs/quickstart/nova_images.py"
-    assert length(RECIPES["nova"], config, None) == told
-    assert length(RECIPES["nova"], config, 7) == [*told[:1], "--max-steps=7"]
+    assert length(RECIPES["nova"], config, None) == expected
+    assert length(RECIPES["nova"], config, 7) == [*expected[:1], "--max-steps=7"]
     pretrained = RECIPES["pretrained"]
     assert length(pretrained, pretrained.train, None) == []
     assert length(pretrained, pretrained.train, 7) == ["--max-steps=7"]
@@ -192,7 +192,7 @@ def test_nova_trains_longer_in_bf16_where_the_cpu_has_it(monkeypatch, repo_root,
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_nova_learns_pictures_and_goes_on_with_videos(tmp_path, monkeypatch, repo_root):
+def test_nova_learns_images_and_goes_on_with_videos(tmp_path, monkeypatch, repo_root):
     monkeypatch.chdir(repo_root)
     monkeypatch.setattr(tools.quickstart.__main__, "command", command)
     figures = quickstart("nova", tmp_path, max_steps=2, num_clips=3)
@@ -201,6 +201,6 @@ def test_nova_learns_pictures_and_goes_on_with_videos(tmp_path, monkeypatch, rep
     log = next((run / "runs").glob("*/log.txt")).read_text()
     assert str(run / "before") in next((run / "runs").glob("*/command.txt")).read_text()
     assert "step 2" in log
-    assert len(list((run / "samples").glob("*.mp4"))) == len(list((run / "pictures").glob("*.png"))) == 6
-    assert (run / "pictures.png").stat().st_size > 1000
-    assert 0 <= figures["pictures_captions_right"] <= 3
+    assert len(list((run / "samples").glob("*.mp4"))) == len(list((run / "images").glob("*.png"))) == 6
+    assert (run / "images.png").stat().st_size > 1000
+    assert 0 <= figures["images_captions_right"] <= 3

@@ -123,7 +123,7 @@ def test_applied_and_taken_back_bit_for_bit(device):
     assert model.weight.requires_grad
 
 
-def test_averages_of_another_model_are_refused():
+def test_ema_weights_of_another_model_are_refused():
     ema = EMA(nn.Linear(2, 2), 0.9)
     with pytest.raises(UserError, match="of another model: 1 names are only here or only there, such as bias"):
         ema.load_state_dict({"weight": torch.zeros(2, 2)})

@@ -1,4 +1,4 @@
-"""Steps whose loss or gradient is no number: not taken, named with their files, counted, the same in all processes."""
+"""Steps whose loss or gradient is not finite: not taken, named with their files, counted, the same in all processes."""
 
 from math import inf, nan
 from pathlib import Path
@@ -92,7 +92,7 @@ def test_two_processes_agree(spawn, tmp_path):
     spawn(check_two, 2, tmp_path)
 
 
-def test_a_loss_that_is_no_number_spoils_every_gradient():
+def test_a_loss_that_is_not_finite_spoils_every_gradient():
     """Even one whose own gradient is a number, as that of inf - x."""
     guard = FiniteGuard(ALONE)
     x = torch.ones(2, requires_grad=True)

@@ -10,9 +10,8 @@ import torch
 
 import opensora.training.meter as module
 from opensora.acceleration.distributed import World
-from opensora.datasets.buckets.bucket import Buckets
 from opensora.training.flops import Peak
-from opensora.training.meter import Meter, Step, build_meter, describe_peak, device_peak
+from opensora.training.meter import Meter, Step
 from tests.models.denoisers import L, build
 
 ALONE = World(0, 1, torch.device("cpu"))
@@ -71,13 +70,13 @@ def test_figures_of_one_process():
 
 
 def test_waiting_for_data_is_counted():
-    def slowly():
+    def slow_batches():
         for i in range(3):
             time.sleep(0.05)
             yield i
 
     meter = Meter(ALONE, build("STDiT"))
-    for step in meter.data_wait(slowly()):
+    for step in meter.data_wait(slow_batches()):
         take(meter, step + 1, SIZES[0], 1, 1.0)
         if step == 0:
             meter.read()
@@ -86,7 +85,7 @@ def test_waiting_for_data_is_counted():
     assert meter.read().figures["data_wait"] == pytest.approx(0.5, abs=0.15)
 
 
-def test_a_batch_that_is_no_number_spoils_no_mean():
+def test_a_batch_that_is_not_finite_spoils_no_mean():
     meter = Meter(ALONE, build("STDiT"), sizes=SIZES)
     for step, loss in zip(meter.data_wait([1, 2]), (nan, 3.0), strict=True):
         take(meter, step, SIZES[0], 2, loss, norm=loss)
@@ -108,20 +107,6 @@ def test_the_table_of_an_epoch():
             assert "epoch 0, steps 1 to 2" in table
             assert table.splitlines()[2].split()[:3] == ["1x64x64", "4", "1.5000"]
             assert len(table.splitlines()) == 3
-
-
-def test_mfu_needs_a_peak():
-    assert "--peak-tflops" in describe_peak(device_peak(ALONE.device, torch.bfloat16))
-    given = device_peak(ALONE.device, torch.bfloat16, 12.5)
-    assert describe_peak(given) == "MFU is of 12.5 TFLOP/s for each device (peak_tflops)"
-
-
-def test_the_buckets_of_a_dataset():
-    class OfBuckets:
-        buckets = Buckets({"144p": {1: (1.0, 4), 8: (0.0, None)}})
-
-    meter = build_meter(ALONE, build("STDiT"), OfBuckets(), None)
-    assert {size[0] for size in meter.sizes} == {1}
 
 
 @pytest.mark.multiprocess
@@ -152,12 +137,10 @@ def check_two(rank: int, world_size: int, folder: Path) -> None:
 
 def check_memory(rank: int) -> None:
     """The most of any process: here there are no GPUs to ask."""
-    retries = iter(
-        [1, 1, 5 - 3 * rank, 5 - 3 * rank]
-    )  # of the first process four in the second window, of the other one
+    # retries: of the first process four in the second window, of the other one
+    retries = iter([1, 1, 5 - 3 * rank, 5 - 3 * rank])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "alloc_retries", lambda _: next(retries))
-        patch.setattr(module, "_peak_bytes", lambda _: (2 + rank) * 2**30)
+        patch.setattr(module, "memory_use", lambda _: ((2 + rank) * 2**30, next(retries)))
         meter = Meter(World(rank, 2, torch.device("cpu")), build("STDiT"), sizes=SIZES)
         found = []
         for step in meter.data_wait([1, 2, 3]):
@@ -183,7 +166,7 @@ def test_batches_are_timed_on_the_gpu():
 
 
 @pytest.mark.gpu
-def test_memory_that_runs_out_is_said():
+def test_memory_that_runs_out_is_counted():
     device = torch.device("cuda", torch.cuda.current_device())
     meter = Meter(World(0, 1, device), build("STDiT"))
     gc.collect()

@@ -10,13 +10,23 @@ from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
+from torch import nn
 
 from opensora.config.load import changed_settings
 from opensora.config.schema import LoopConfig
 from opensora.datasets.buckets.bucket import Buckets
 from opensora.datasets.dataloader import build_sampler
 from opensora.datasets.sampler import DataPosition
-from opensora.training.run import RunState, check_run_folder, due, make_run_folder, seek
+from opensora.training.run import (
+    RunState,
+    check_run_folder,
+    class_list,
+    due,
+    effective_batch,
+    make_run_folder,
+    parameter_table,
+    seek,
+)
 from opensora.utils import environment as environment_module
 from opensora.utils.environment import git_changes
 from opensora.utils.errors import UserError
@@ -41,7 +51,7 @@ def test_a_run_that_cannot_be_written_is_refused_before_it_begins(tmp_path):
     make_run_folder(str(tmp_path), "mine", "m", {})
     with pytest.raises(UserError, match="mine is there already"):
         check_run_folder(str(tmp_path), "mine")
-    assert check_run_folder(str(tmp_path), "mine", go_on=True) == tmp_path
+    assert check_run_folder(str(tmp_path), "mine", resume=True) == tmp_path
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"outputs=.*file: no files can be written there .*Choose another --outputs"):
         check_run_folder(str(tmp_path / "file"), None)
@@ -51,7 +61,7 @@ def test_a_run_that_cannot_be_written_is_refused_before_it_begins(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "mine"]
 
 
-def test_a_resume_tells_which_settings_changed():
+def test_a_resume_reports_which_settings_changed():
     before = {"lr": 1e-4, "size": [1, 2], "scheduler": {"type": "iddpm", "guidance": {}}, "load": None, "gone": 1}
     now = {"lr": 1e-3, "size": (1, 2), "scheduler": {"type": "iddpm", "prediction": "v"}, "load": "x", "new": 2}
     assert changed_settings(before, now) == [
@@ -88,10 +98,10 @@ def test_other_numbers_of_ranks_are_remembered_within_an_epoch():
     assert RunState("abc", 0, world=4).resumed(saved, "c").segments == []
     state = RunState("abc", 0, world=2).resumed(saved, "c")
     assert (state.segments, state.batch_in_epoch, state.world) == ([(4, 3)], 3, 2)
-    state.advance(2, 20)
+    state.advance(2, lambda epoch: 20)
     again = RunState("abc", 0, world=1).resumed(asdict(state), "c")
     assert again.segments == [(4, 3), (2, 2)]
-    again.advance(15, 20)
+    again.advance(15, lambda epoch: 20)
     assert (again.epoch, again.segments) == (2, [])
 
 
@@ -212,10 +222,10 @@ def test_there_must_be_something_left_to_train():
     assert seek(replace(END, epochs=11), sampler, state) == 22
 
 
-def test_a_run_from_another_ones_weights_knows_how_much_their_average_has_seen():
+def test_a_run_from_another_ones_weights_counts_the_steps_of_their_ema():
     state = RunState("d", 4).after({"step": 100})
     assert (state.step, state.steps_averaged) == (0, 100)
-    state.advance(1, 5)
+    state.advance(1, lambda epoch: 5)
     saved = json.loads(json.dumps(asdict(state)))
     assert RunState("d", 4).resumed(saved, "c").steps_averaged == 101
     assert RunState("x", 8).after(saved).steps_averaged == 101
@@ -224,7 +234,7 @@ def test_a_run_from_another_ones_weights_knows_how_much_their_average_has_seen()
 class TestRecord:
     def test_another_start_in_the_same_folder_keeps_the_first_record(self, tmp_path):
         for lr in (1, 2, 3):
-            make_run_folder(str(tmp_path), "mine", "m", {"lr": lr}, go_on=True)
+            make_run_folder(str(tmp_path), "mine", "m", {"lr": lr}, resume=True)
         run = tmp_path / "mine"
         found = [json.loads((run / f"config{tail}.json").read_text())["lr"] for tail in ("", "-2", "-3")]
         assert found == [1, 2, 3]
@@ -271,3 +281,40 @@ class TestRecord:
         run = make_run_folder(str(tmp_path / "o"), None, "m", {})
         assert json.loads((run / "environment.json").read_text())["git_commit"] is None
         assert not (run / "changes.diff").exists()
+
+
+def test_parameters_by_top_level_module():
+    model = nn.ModuleDict({"blocks": nn.Sequential(nn.Linear(10, 100), nn.Linear(100, 10)), "head": nn.Linear(10, 3)})
+    model["blocks"][0].requires_grad_(False)
+    rows = [line.split() for line in parameter_table(model).splitlines()]
+    assert rows == [
+        ["parameters", "trained", "frozen"],
+        ["blocks", "1,010", "1,100"],
+        ["head", "33", "0"],
+        ["total", "1,043", "1,100"],
+    ]
+
+
+def test_shared_parameters_are_counted_once():
+    layer = nn.Linear(10, 10)
+    assert parameter_table(nn.ModuleDict({"a": layer, "b": layer})).splitlines()[-1].split() == ["total", "110", "0"]
+
+
+def test_samples_of_a_step():
+    assert effective_batch(4, 2, 3).splitlines()[1].strip() == "4 x 2 x 3 = 24"
+    assert "each sample on 2 processes" in effective_batch(4, 2, 3, sp_size=2)
+
+
+def test_samples_of_a_step_by_bucket():
+    buckets = Buckets({"144p": {1: (1.0, 8), 16: (1.0, 2)}, "240p": {1: (0.0, None)}})
+    lines = effective_batch(1, 4, 2, buckets=buckets).splitlines()[1:]
+    assert len(lines) == sum(bucket.batch_size is not None for bucket in buckets)
+    assert {line.split(": ")[1] for line in lines} == {"8 x 4 x 2 = 64", "2 x 4 x 2 = 16"}
+
+
+def test_classes_are_named_by_number():
+    assert class_list(["city", "dog & cup"]) == "\nclasses: 0 = city, 1 = dog & cup"
+    assert class_list([str(i) for i in range(1000)]).endswith(
+        "19 = 19 and 980 more, in the order of the folders' names"
+    )
+    assert class_list(()) == ""

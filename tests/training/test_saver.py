@@ -1,4 +1,4 @@
-"""Saving while training goes on: a copy is written, errors are told, old checkpoints go, a crash at any moment is survived."""
+"""Saving while training continues: a copy is written, errors are raised, old checkpoints go, a crash at any moment is survived."""
 
 import errno
 import json
@@ -23,7 +23,7 @@ from opensora.checkpoint.rotation import clear_leftovers, remove_old
 from opensora.config.load import to_dict
 from opensora.config.schema import LoopConfig, TrainConfig
 from opensora.training import saver as saving
-from opensora.training.loop import checkpoint_to_load, resumed_checkpoint
+from opensora.training.loop import resumed_checkpoint
 from opensora.training.run import RunState
 from opensora.training.saver import Saver
 from opensora.utils.errors import UserError
@@ -90,10 +90,10 @@ def test_the_memory_for_copies_is_used_again(tmp_path):
     saver, own = saver_of(tmp_path), parts(1.0)
     saver.save(RunState("d", 1, step=1), own)
     saver.wait()
-    first = {key: buffer.data_ptr() for key, buffer in saver._copies._buffers.items()}
+    first = {key: buffer.data_ptr() for key, buffer in saver._buffers.items()}
     saver.save(RunState("d", 1, step=2), {"model": own["model"]})
     saver.wait()
-    assert {key: buffer.data_ptr() for key, buffer in saver._copies._buffers.items()} == {
+    assert {key: buffer.data_ptr() for key, buffer in saver._buffers.items()} == {
         key: pointer for key, pointer in first.items() if key[0] == "model"
     }
 
@@ -125,7 +125,7 @@ def test_a_writer_that_fails_is_heard(tmp_path, ckpt_async):
     with pytest.raises(UserError, match=r"a checkpoint could not be written to .*run: "):
         save()
     run.unlink()
-    saver.save(RunState("d", 1, step=2), parts(2.0))  # the error was told once
+    saver.save(RunState("d", 1, step=2), parts(2.0))  # the error was raised once
     saver.wait()
     assert names(run) == ["epoch0-global_step2"]
 
@@ -157,10 +157,10 @@ def test_every_file_says_where_it_comes_from(tmp_path):
     saver.save(RunState("d", 1, step=5), parts(1.0))
     saver.wait()
     with safe_open(tmp_path / "epoch0-global_step5" / "model" / "model.safetensors", "pt") as file:
-        told = file.metadata()
-    assert (told["model"], told["step"], told["part"], told["git_commit"]) == ("toy", "5", "model", "abc")
+        header = file.metadata()
+    assert (header["model"], header["step"], header["part"], header["git_commit"]) == ("toy", "5", "model", "abc")
     manifest = open_checkpoint(tmp_path / "epoch0-global_step5").manifest
-    assert told["config_hash"] == manifest["config_hash"]
+    assert header["config_hash"] == manifest["config_hash"]
     assert manifest["config"] == {"lr": 1}
 
 
@@ -280,33 +280,33 @@ class TestLatest:
         (tmp_path / "run" / "epoch0-global_step11" / "model" / "model.safetensors").write_bytes(b"cut")
         (tmp_path / "run" / ".epoch0-global_step12.partial-ab-12").mkdir()
         cfg = LoopConfig(outputs=str(tmp_path), exp_name="run", load="latest")
-        assert checkpoint_to_load(cfg) == tmp_path / "run" / "epoch0-global_step10"
+        assert resumed_checkpoint(cfg) == tmp_path / "run" / "epoch0-global_step10"
         assert "the writing of epoch0-global_step12 was interrupted" in caplog.text
         assert re.search(
             r"passed over: .*step11 is not a complete checkpoint: model/model.safetensors \(3 of", caplog.text
         )
 
-    @pytest.mark.parametrize(("then", "now", "told"), [(True, "block", ""), (1, "block", "was mlp:1/3, now block")])
-    def test_a_resume_compares_what_older_spellings_mean(self, tmp_path, caplog, then, now, told):
+    @pytest.mark.parametrize(("then", "now", "message"), [(True, "block", ""), (1, "block", "was mlp:1/3, now block")])
+    def test_a_resume_compares_what_older_spellings_mean(self, tmp_path, caplog, then, now, message):
         """`True` equals 1, and meant every block, while 1 meant some MLPs."""
         parts: dict = {name: {} for name in ("model", "vae", "text_encoder", "scheduler")}
         cfg = TrainConfig(**parts, grad_checkpoint=now, load=str(tmp_path / "c"))
         manifest = {"config": {**to_dict(cfg), "grad_checkpoint": then}}
         save_checkpoint(tmp_path / "c", {"model": {"w": torch.ones(1)}}, state={}, manifest=manifest)
         resumed_checkpoint(cfg)
-        assert ("grad_checkpoint" in caplog.text) == bool(told)
-        assert told in caplog.text
+        assert ("grad_checkpoint" in caplog.text) == bool(message)
+        assert message in caplog.text
 
     def test_a_run_without_any_begins_and_says_so(self, tmp_path, caplog):
         cfg = LoopConfig(outputs=str(tmp_path), exp_name="run", load="latest")
-        assert checkpoint_to_load(cfg) is None
+        assert resumed_checkpoint(cfg) is None
         assert f"{tmp_path}/run has no complete checkpoint yet; beginning at step 0" in caplog.text
 
     def test_what_contradicts_itself(self):
-        said = "\n".join(LoopConfig(load="latest").problems() + LoopConfig(keep_every_m=5).problems())
-        assert "load='latest' needs exp_name" in said
-        assert "keep_every_m=5 has no effect without keep_last_n" in said
-        assert "not a multiple of ckpt_every=250" in said
+        problems = "\n".join(LoopConfig(load="latest").problems() + LoopConfig(keep_every_m=5).problems())
+        assert "load='latest' needs exp_name" in problems
+        assert "keep_every_m=5 has no effect without keep_last_n" in problems
+        assert "not a multiple of ckpt_every=250" in problems
         assert "load_check='checksum' has no effect" in LoopConfig(load_check="checksum").problems()[0]
 
     def test_leftovers_go_and_what_was_being_replaced_comes_back(self, tmp_path):

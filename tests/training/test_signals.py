@@ -30,7 +30,7 @@ CONTEXT = get_context("fork")
 
 @pytest.fixture(autouse=True)
 def _handlers() -> Iterator[None]:
-    """A process that was told to stop ignores copies of the signal to its end; pytest's goes on."""
+    """A process that got a signal ignores copies of the signal to its end; pytest's continues."""
     before = [signal.getsignal(number) for number in SIGNALS]
     yield
     for number, handler in zip(SIGNALS, before, strict=True):
@@ -190,11 +190,11 @@ def test_what_ends_a_child_is_no_signal_to_its_parent(monkeypatch):
         time.sleep(0.2)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        assert not stop._patience.over  # as it would be by now, had it heard of a SIGTERM
+        assert not stop._timer.over  # as it would be by now, had it heard of a SIGTERM
         assert not stop.agreed()
 
 
-def told_by_another(rank: int, world_size: int, tmp_path: Path) -> None:
+def signalled_by_another(rank: int, world_size: int, tmp_path: Path) -> None:
     with StopSignals(World(rank, world_size, torch.device("cpu"))) as stop:
         for step in stop.until(count(1)):
             if (rank, step) == (0, 3):
@@ -208,6 +208,6 @@ def told_by_another(rank: int, world_size: int, tmp_path: Path) -> None:
 
 @pytest.mark.multiprocess
 def test_a_signal_that_is_late_on_one_process(spawn, tmp_path):
-    spawn(told_by_another, 2, tmp_path)
+    spawn(signalled_by_another, 2, tmp_path)
     assert (tmp_path / "0").exists()
     assert (tmp_path / "1").exists()

@@ -230,7 +230,7 @@ def test_nova_has_a_held_out_loss_of_fixed_draws(parts):
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "fps"),
     [
         ({}, 12),
         ({"val_num_frames": 1}, 120),
@@ -239,7 +239,7 @@ def test_nova_has_a_held_out_loss_of_fixed_draws(parts):
         ({"val_num_frames": 1, "val_fps": 30}, 30),
     ],
 )
-def test_a_picture_is_told_the_rate_of_pictures(parts, monkeypatch, changes, told):
+def test_an_image_is_conditioned_on_the_rate_of_images(parts, monkeypatch, changes, fps):
     run = parts(val_data_path=None, val_num_samples=64, val_prompts=["a dog"], **changes)
     seen = []
     real = run.validation.samples.pipeline.sample
@@ -249,7 +249,7 @@ def test_a_picture_is_told_the_rate_of_pictures(parts, monkeypatch, changes, tol
         lambda request, **options: seen.append(request.fps) or real(request, **options),
     )
     run.validation(2)
-    assert seen == [told]
+    assert seen == [fps]
 
 
 def test_no_caption_is_dropped(parts):

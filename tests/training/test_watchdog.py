@@ -16,20 +16,20 @@ import torch
 from opensora.acceleration.distributed import World
 from opensora.training import watchdog
 from opensora.training.signals import StopSignals
-from opensora.training.watchdog import EXIT_CODE, Watchdog, patience
+from opensora.training.watchdog import EXIT_CODE, Watchdog, collective_timeout
 
 HANG = """
 import sys, time
 from pathlib import Path
 import torch
 from opensora.acceleration.distributed import init_world
-from opensora.training.watchdog import Watchdog, patience
+from opensora.training.watchdog import Watchdog, collective_timeout
 
 def read_a_slow_disk():
     time.sleep(600)
 
 limit_s = 3.0
-world = init_world("cpu", timeout=patience(limit_s))
+world = init_world("cpu", timeout=collective_timeout(limit_s))
 with Watchdog(limit_s, world) as dog:
     for step in dog.watch(range(9), Path(sys.argv[1]), about=lambda: "worker 0 was reading clip.mp4."):
         torch.distributed.all_reduce(torch.ones(1)) if world.size > 1 else None
@@ -56,13 +56,13 @@ def test_one_process_sleeps_and_all_say_so(tmp_path):
     assert done.returncode != 0
     assert seconds < 100
     for rank in (0, 1):
-        told = (tmp_path / f"stacks-rank{rank}.txt").read_text()
+        report = (tmp_path / f"stacks-rank{rank}.txt").read_text()
         step = 4 - rank  # process 0 waits for the other in the next one
-        assert f"process {rank} of 2: step {step} of this process has taken longer than step_timeout_min=0.05" in told
-        assert "worker 0 was reading clip.mp4." in told
-        assert "--step-timeout-min" in told
-        assert ("read_a_slow_disk" in told) == (rank == 1)
-        assert ("all_reduce" in told) == (rank == 0)
+        assert f"process {rank} of 2: step {step} of this process has taken longer than step_timeout_min=0.05" in report
+        assert "worker 0 was reading clip.mp4." in report
+        assert "--step-timeout-min" in report
+        assert ("read_a_slow_disk" in report) == (rank == 1)
+        assert ("all_reduce" in report) == (rank == 0)
         assert f"error: process {rank} of 2" in done.stderr
 
 
@@ -91,7 +91,7 @@ def test_steps_in_time_and_announced_slow_work(tmp_path, ended):
         for step in dog.watch(range(4), tmp_path):
             time.sleep(0.6 if step == 0 else 0.1)  # the first step may take longer
             if step == 2:
-                with dog.slowly():
+                with dog.extended_timeout():
                     time.sleep(0.5)
         time.sleep(0.5)  # after the last step
     assert not ended.is_set()
@@ -121,15 +121,15 @@ def test_an_error_ends_the_watch(tmp_path, ended):
 def test_slow_work_that_fails_gives_its_time_back(tmp_path):
     with Watchdog(1000, alone()) as dog:
         for _ in dog.watch([1], tmp_path):
-            with contextlib.suppress(OSError), dog.slowly():
+            with contextlib.suppress(OSError), dog.extended_timeout():
                 raise OSError("the disk is full")
             assert dog._deadline is not None
             assert dog._deadline - time.monotonic() <= 1000
 
 
 def test_collective_calls_are_more_patient_than_the_watchdog():
-    assert patience(60) > timedelta(hours=2)
-    assert patience(3600 * 10) > timedelta(hours=40)
+    assert collective_timeout(60) > timedelta(hours=2)
+    assert collective_timeout(3600 * 10) > timedelta(hours=40)
 
 
 def test_after_a_stop_signal_the_last_checkpoint_has_all_the_time_it_needs(tmp_path):

@@ -67,10 +67,9 @@ def attention(argv: Sequence[str]) -> None:
     (tokens of a frame see each other), `time` (frames at one pixel) and `text` (tokens see a caption, of which half is padding).
     `auto`, `sdpa` and `math` are those of `opensora.acceleration.kernels.attention`; `cudnn`, `flash` and `efficient` are PyTorch's
     kernels by themselves, on a GPU. TFLOP/s count the two matrix products, and two and a half times as many for the backward pass.
-    Errors are |kernel - fp32| / |fp32| of the output and of the queries' gradient, on the same inputs in the same run. Times are
-    medians after warm-up, on inputs that take turns. A GPU sleeps until the host has launched all of a call, so that the times are
-    the GPU's, whatever the host needs to launch a kernel. Forward passes alone are those of sampling, without gradients: for few
-    samples and many keys `auto` takes another way where there are gradients.
+    Errors are |kernel - fp32| / |fp32| of the output and of the queries' gradient, on the same inputs. Times are medians after
+    warm-up, on inputs that take turns; a GPU sleeps until the host has launched all of a call. Forward passes alone are those of
+    sampling, without gradients.
     """
     options = Options("attention", attention.__doc__, argv)
     known = [*KERNELS, *PYTORCH]

@@ -119,17 +119,8 @@ def compile_cache(argv: Sequence[str]) -> None:
         first: dict[str, Any] = {}
         for name, process, cache in (("first", "save", "a"), ("loaded", "load", "b"), ("same cache", "plain", "a")):
             caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/{cache}", "TRITON_CACHE_DIR": f"{folder}/{cache}/triton"}
-            command = [
-                sys.executable,
-                "-m",
-                "tools.benchmark",
-                "compile_cache",
-                *argv,
-                "--process",
-                process,
-                "--folder",
-                folder,
-            ]
+            command = [sys.executable, *["-m", "tools.benchmark", "compile_cache"], *argv]
+            command += ["--process", process, "--folder", folder]
             done = subprocess.run(command, env={**os.environ, **caches}, stdout=subprocess.PIPE, text=True, check=True)
             run = json.loads(done.stdout.splitlines()[-1])
             first = first or run

@@ -165,12 +165,12 @@ def measure_datautil(file: Path) -> None:
     import tools.datasets.datautil.__main__  # noqa: F401  (operations register themselves)
     from opensora.datasets.table.files import FORMATS, read_frame
     from tools.datasets.datautil.io import write_frames
-    from tools.datasets.datautil.operations import Sheet, apply
+    from tools.datasets.datautil.operations import TableState, apply
 
-    sheet = Sheet(read_frame(file), file.parent)
-    whole = sheet.frame
+    state = TableState(read_frame(file), file.parent)
+    whole = state.frame
     with phase(" ".join(f"`--{flag}`" for flag, _ in DATAUTIL)):
-        apply(sheet, DATAUTIL, lambda _: None)
+        apply(state, DATAUTIL, lambda _: None)
     for name in FORMATS:
         target = file.parent / f"out.{name}"
         with phase(f"datautil: write {name}"):
@@ -213,7 +213,7 @@ def footage(argv: Sequence[str]) -> None:
     from tools.scene_cut.cutting import cut_video
     from tools.scene_cut.detectors import find_cuts, scenes_of
     from tools.scene_cut.frames import Footage
-    from tools.scene_cut.pieces import Rules
+    from tools.scene_cut.rules import Rules
 
     options = Options("footage", footage.__doc__, argv, device="cpu")
     options.add_argument("folder", type=Path, nargs="?", default=Path("assets/clips"))

@@ -15,7 +15,7 @@ from opensora.acceleration.distributed import World, prefer_expandable_segments
 from opensora.acceleration.engine import Engine, build_engine
 from opensora.acceleration.sequence_parallel import Method, parallelise
 from opensora.registry import MODELS, SCHEDULERS
-from opensora.training.meter import alloc_retries
+from opensora.training.meter import memory_use
 from opensora.utils.errors import UserError
 from opensora.utils.seed import generators
 from tools.benchmark.measure import Options, peak_gib, relative_error, reset_peak, seconds
@@ -29,14 +29,11 @@ class Steps(Protocol):
 
     model: nn.Module
 
-    def micro_step(self, *, last: bool) -> AbstractContextManager[None]:
-        """See `Engine.micro_step`."""
+    def micro_step(self, *, last: bool) -> AbstractContextManager[None]: ...
 
-    def backward(self, loss: Tensor) -> None:
-        """See `Engine.backward`."""
+    def backward(self, loss: Tensor) -> None: ...
 
-    def step(self) -> Tensor:
-        """See `Engine.step`."""
+    def step(self) -> Tensor: ...
 
 
 class Inputs(NamedTuple):
@@ -98,16 +95,11 @@ def build(name: str, device: torch.device, text_len: int | None = None, **size: 
     """A model, always with the same weights; those that start at zero would hide every difference and are random too."""
     torch.manual_seed(0)
     text = {} if text_len is None else {"model_max_length": text_len}
-    with device:
-        return randomise_zeros(MODELS.build({"type": name, **size}, **text))
-
-
-@torch.no_grad()
-def randomise_zeros(model: Any) -> Any:
-    """Small random weights in place of those that are initialised with zeros."""
-    for parameter in model.parameters():
-        if not parameter.any():
-            parameter.normal_(std=0.02)
+    with device, torch.no_grad():
+        model: Any = MODELS.build({"type": name, **size}, **text)
+        for parameter in model.parameters():
+            if not parameter.any():
+                parameter.normal_(std=0.02)
     return model
 
 
@@ -172,9 +164,9 @@ def timed(step: Callable[[], None], device: torch.device, warmup: int, steps: in
     reset_peak(device)
     for _ in range(warmup):
         step()
-    before = alloc_retries(device)
+    before = memory_use(device)[1]
     found = seconds(step, device, steps)
-    return Timed(found, peak_gib(device), alloc_retries(device) - before)
+    return Timed(found, peak_gib(device), memory_use(device)[1] - before)
 
 
 def exact(model: Any, batch: Inputs) -> Exact:

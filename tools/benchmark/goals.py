@@ -2,16 +2,11 @@
 
 **The reference** is Open-Sora's own code. Its settings are re-created with our model, which has the same layers: eager, every
 block checkpointed, weights in bf16 with fp32 masters as its ColossalAI ZeRO-2 holds them, plain operations, flash attention
-over space and, on sequences [B S, T] whose tokens were copied into that order, over time. Its cross-attention is xformers' with
-a block-diagonal mask, which lets each sample see its own text: the same work as attention without a mask, as all tokens of
-the text are real here. On an H100 the reference's own code took 783 ms for a step of STDiT-XL/2 at 16x256x256, batch 8
-(STDiT 1.0); how near this comes is how to judge it. Open-Sora 1.2 computes temporal attention by the plain formula
-where there are more pixels than frames; here it is flash attention too.
+over space and, on sequences [B S, T] whose tokens were copied into that order, over time; cross-attention without a mask, as all
+tokens of the text are real here. docs/benchmarks/goals.md compares it with the original's own time.
 
-**diffusers** has no STDiT. Its `LatteTransformer3DModel` is of the same kind, with a whole block of its own, MLP included, for
-temporal attention: of the same width, it gets as many pairs of blocks as come nearest to the FLOPs of our model. Its
-FLOPs are those of all matrix products it makes, those on texts that it repeats for every frame too, which favours it when rates
-are scaled to equal FLOPs. It sees no mask, which is less work for it. `DiTTransformer2DModel` is DiT.
+**diffusers** has no STDiT. Its `LatteTransformer3DModel` is of the same kind: of the same width, it gets as many pairs of blocks
+as come nearest to the FLOPs of our model. It sees no mask, which is less work for it. `DiTTransformer2DModel` is DiT.
 """
 
 import argparse
@@ -116,18 +111,14 @@ def goals(argv: Sequence[str]) -> None:
 
     A setting is a model, a size of latents and a batch. The ways to train it, all in bf16 and with fp32 master weights:
 
-    - `reference`: the reference's shipped settings, re-created with our model: what that means, and the time by which to judge it,
-      is at the head of tools/benchmark/goals.py;
-    - `ours`: blocks compiled, the `ddp` engine in one process, and the least activation checkpointing that fits: the values of
-      `grad_checkpoint` in --checkpoint are tried in order (by default those of the setting, without what is sure not to fit into
-      80 GB);
+    - `reference`: the reference's settings, re-created with our model (see the head of tools/benchmark/goals.py);
+    - `ours`: blocks compiled, the `ddp` engine in one process, and the first value of --checkpoint that fits;
     - `diffusers`: diffusers' nearest model, its blocks compiled, weights in bf16; its own gradient checkpointing where needed.
 
-    "At equal FLOPs" is samples/s times the FLOPs of the way's own model over those of ours: only diffusers' models differ. "Of the
-    reference" compares these rates. TFLOP/s count the matrix products of a forward pass three times; recomputation is no useful
-    work. MFU is their share of --peak-tflops, or of a large bf16 product measured first. The errors are |found - fp32| / |fp32| of
-    the prediction for the first sample and of the gradients of all weights, against eager fp32 without our kernels. Set-up is
-    everything before the clock: building, compiling, warming up. For "retries" see `train_step --help`.
+    "At equal FLOPs" is samples/s times the FLOPs of the way's own model over those of ours; "of the reference" compares these rates.
+    TFLOP/s count the matrix products of a forward pass three times, and no recomputation. MFU is their share of --peak-tflops, or of
+    a large bf16 product measured first. The errors are |found - fp32| / |fp32| of the prediction for the first sample and of the
+    gradients of all weights. Set-up is everything before the clock: building, compiling, warming up.
     """
     options = Options("goals", goals.__doc__, argv)
     options.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=tuple(SETTINGS))

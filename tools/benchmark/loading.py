@@ -170,10 +170,8 @@ def decode(argv: Sequence[str]) -> None:
     """Time decoding to RGB, of random clips and in order, with ours and with what else is installed.
 
     Each reader runs in this process with one thread. A clip is read as by a data loader whose files never repeat: open the file,
-    seek and decode 16 frames at interval 3 from a random start, with nothing remembered from the clip before. In order, the first 120
-    frames are decoded. Times are processor time of the process, all its threads together, so that other programs on the machine
-    hardly matter. Rounds of the readers alternate; the table has the median of rounds, and their range. Frames are compared with
-    ours: a reader that gives other frames is not faster.
+    seek and decode 16 frames at interval 3 from a random start. In order, the first 120 frames are decoded. Times are processor
+    time of the process; the table has the median of rounds, and their range. Frames are compared with ours.
 
     Without files it takes assets/clips. decord and opencv are compared where they are installed; neither is needed.
     """
@@ -276,7 +274,7 @@ SAVE_COLUMNS = {
 
 
 def checkpoint(argv: Sequence[str]) -> None:
-    """Time how long a train loop waits for a checkpoint: written while it waits, and written while it goes on.
+    """Time how long a train loop waits for a checkpoint: written while it waits, and written while it continues.
 
     Weights, EMA and the two moments of AdamW, fp32, `--gib` in all, as many tensors as STDiT-XL/2 has. "waits" is how long
     `Saver.save` takes, "on disk" is until the checkpoint is complete: flushed, with its checksums and its manifest. The first

@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 
 from opensora.acceleration.cfg_parallel import make_parallel_plan
 from opensora.acceleration.compile import compile_blocks
@@ -26,7 +25,6 @@ from opensora.models.vae.metrics import LPIPS, mean_quality, quality
 from opensora.registry import MODELS, SCHEDULERS
 from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.errors import UserError
-from opensora.utils.seed import generators
 from tools.benchmark import denoisers
 from tools.benchmark.measure import (
     OUT_OF_MEMORY,
@@ -36,7 +34,6 @@ from tools.benchmark.measure import (
     peak_gib,
     psnr,
     reset_peak,
-    seconds,
     synchronize,
 )
 
@@ -134,17 +131,14 @@ def sample(argv: Sequence[str]) -> None:
         torchrun --standalone --nproc_per_node 4 -m tools.benchmark sample --cases stdit3-720p --ways compiled sp2 sp4 cfg cfg-sp2
 
     `stdit` is STDiT-XL/2 at 16x256x256 with 100 steps, `stdit3` STDiT3-XL/2 at 51x480x848 with 30, `stdit3-720p` the same at
-    51x720x1280, and `stdit3-16s` at 408x360x640 at once; all with guidance and with text features of the real size; text is encoded
-    once and is not timed. `dp` gives each process its own video: seconds per video are those of the whole run over the videos that
-    came of it. `sp` lets all processes share the tokens of one video, `sp2` and `sp4` so many, `cfg` lets two share the halves of
-    guidance, `cfg-sp2` two times two. Where that is fewer than there are, all teams make the same video at the same time, and so
-    does each process of `compiled`: so one command compares them. The speed-up is that of the steps, against the case's first way.
-    Videos are decoded by one process, whatever the way; --decode first does it, and the estimate, for the first way only. `graphs`
-    compiles the whole denoiser, which takes minutes, and replays it as one CUDA graph, as `--compiler inductor --compiler-config
-    '{"mode": "cudagraphs"}'` of scripts/inference.py does: the host launches one thing a forward instead of a thousand. The first run
-    of each way, in which kernels are compiled, is not timed; --warmup-steps makes it shorter. The estimate is what
-    `opensora.inference.memory` says before the run. PSNR compares the latents with those of the case's first way, from the same noise,
-    with their largest value as peak.
+    51x720x1280, and `stdit3-16s` at 408x360x640 at once; all with guidance and with text features of the real size, encoded once.
+    `dp` gives each process its own video: seconds per video are those of the whole run over its videos. `sp` lets all processes
+    share the tokens of one video, `sp2` and `sp4` so many, `cfg` lets two share the halves of guidance, `cfg-sp2` two times two;
+    where that is fewer than there are, all teams make the same video at the same time. The speed-up is that of the steps, against
+    the case's first way. One process decodes; --decode first does it, and the estimate, for the first way only. `graphs` compiles the
+    whole denoiser, which takes minutes, and replays it as one CUDA graph. The first run of each way, in which kernels are compiled,
+    is not timed; --warmup-steps makes it shorter. The estimate is that of `opensora.inference.memory`. PSNR compares the latents
+    with those of the case's first way, from the same noise, with their largest value as peak.
     """
     options = Options("sample", sample.__doc__, argv)
     options.add("--cases", ["stdit", "stdit3"], ["toy"], choices=tuple(CASES))
@@ -345,99 +339,3 @@ def sampled(
         cache.remove()
     pipeline.step_cache = None
     return torch.cat(videos), statistics.median(totals), reused
-
-
-# ------------------------------------------------------------------------------------- what a sampler adds to the model
-
-WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "Memcpy DtoH", "aten::item")
-DPM = {"type": "dpm-solver"}
-SAMPLERS: dict[str, dict[str, Any]] = {
-    "IDDPM, ancestral": {"type": "iddpm"},
-    "IDDPM, DDIM": {"type": "iddpm", "sampler": "ddim"},
-    "DPM-Solver++ 2, multistep": DPM,
-    "DPM-Solver++ 3, multistep": {**DPM, "order": 3},
-    "DPM-Solver++ 2, SDE": {**DPM, "algorithm_type": "sde-dpmsolver++"},
-    "DPM-Solver 3, singlestep": {**DPM, "algorithm_type": "dpmsolver", "method": "singlestep", "order": 3},
-    "Rectified flow, Euler": {"type": "rflow"},
-    "Rectified flow, Heun": {"type": "rflow", "sampler": "heun"},
-}
-WITH_MASKS = ("IDDPM, ancestral", "DPM-Solver++ 2, multistep", "Rectified flow, Euler")
-OVERHEAD_COLUMNS = {
-    "sampler": "", "frame mask": "", "noise drawn on": "", "µs/step without the model": ".0f", "of a forward": ".2%", "waits/step": "g",
-}  # fmt: skip
-
-
-def sampler_overhead(argv: Sequence[str]) -> None:
-    """Time what a sampler adds to the model: a step apart from the model, and how often the host waits for the device.
-
-    A step of Heun's method calls the model twice. The time of a step is that of sampling with a model that costs nothing (its output
-    is there already), guidance included: the doubled batch, the combination, the update, the noise. It is set against one forward
-    pass of a real model on the doubled batch, eager, bf16 under autocast on a GPU. In real sampling the host prepares the next
-    kernels while the device is at work on the model, so this is an upper bound.
-
-    Waits are counted by torch.profiler: cudaStreamSynchronize, cudaDeviceSynchronize, cudaEventSynchronize, copies from device to
-    host, and aten::item. Both numbers are differences between runs of 2N and of N steps, so what is done once a sample cancels.
-    Without a GPU only aten::item can be counted.
-    """
-    options = Options("sampler_overhead", sampler_overhead.__doc__, argv)
-    options.add("--model", "DiT-XL/2", "DiT-S/2")
-    options.add("--latent", [1, 32, 32], [1, 8, 8], nargs=3, metavar=("T", "H", "W"))
-    options.add("--batch", 2, 1, help="before guidance doubles it")
-    options.add("--steps", 50, 4)
-    args, device = options.parse(), options.device
-    model = denoisers.build(args.model, device, input_size=tuple(args.latent)).eval()
-    batch = denoisers.inputs(model, 2 * args.batch, args.latent, device)
-
-    def forward() -> None:
-        with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            model(batch.z, batch.t, batch.cond["y"])
-
-    seconds(forward, device, 3)
-    forward_s = seconds(forward, device, 50 if device.type == "cuda" else 3)
-    options.heading(f"one forward of {args.model}, batch 2 x {args.batch}: {1e3 * forward_s:.2f} ms")
-    table = Table(OVERHEAD_COLUMNS)
-    masks = {
-        "none": None,
-        "boolean": torch.ones(args.batch, args.latent[0], device=device, dtype=torch.bool),
-        "fractional": torch.full((args.batch, args.latent[0]), 0.9, device=device),
-    }
-    for name, config in SAMPLERS.items():
-        for mask in masks if name in WITH_MASKS else ["none"]:
-            for drawn in dict.fromkeys(("cpu", device.type)):
-                run = free_sampling(config, args.batch, args.latent, device, masks[mask], drawn)
-                run(args.steps)
-                # the least of five, as other work on the machine can only add
-                short, long = (
-                    min(seconds(partial(run, n), device) for _ in range(5)) for n in (args.steps, 2 * args.steps)
-                )
-                taken = max(long - short, 0.0) / args.steps
-                table.row(name, mask, drawn, 1e6 * taken, taken / forward_s, waits_per_step(run, args.steps))
-
-
-def free_sampling(
-    config: dict[str, Any], batch: int, latent: Sequence[int], device: torch.device, mask: Tensor | None, drawn: str
-) -> Callable[[int], Tensor]:
-    """`run(num_steps)` samples with a model that costs nothing; `drawn`: the device on which noise is drawn."""
-    z = torch.randn(batch, 4, *latent, device=device)
-    output = torch.randn(2 * batch, 8, *latent, device=device)
-    cond, null = ({"y": torch.zeros(batch, 1, 1, 1, device=device)} for _ in range(2))
-
-    def run(num_steps: int) -> Tensor:
-        scheduler = SCHEDULERS.build({**config, "num_sampling_steps": num_steps})
-        rngs = generators(0, "overhead", ids=range(batch), device=drawn)
-        options: dict[str, Any] = {"null": null, "guidance_scale": 4.0, "mask": mask, "generators": rngs}
-        return scheduler.sample(lambda x, timestep, y, **_: output[: len(x)], z, cond, **options)
-
-    return run
-
-
-def waits_per_step(run: Callable[[int], Tensor], num_steps: int) -> float:
-    """How often a step waits for the device."""
-
-    def waits(steps: int) -> int:
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
-        with profile(activities=activities) as profiler:
-            run(steps)
-        return sum(event.count for event in profiler.key_averages() if event.key.startswith(WAITS))
-
-    return (waits(2 * num_steps) - waits(num_steps)) / num_steps

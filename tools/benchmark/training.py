@@ -1,9 +1,8 @@
 """Training steps of denoisers on random latents: forward, backward, clipping, AdamW. No data, no VAE, no text encoder."""
 
+import argparse
 import statistics
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from math import isnan, nan, prod
 from typing import Any
 
@@ -14,8 +13,7 @@ from opensora.acceleration.distributed import World, barrier, init_world, shutdo
 from opensora.acceleration.engine import check_engine
 from opensora.acceleration.sequence_parallel import Method
 from opensora.config.schema import level_of
-from opensora.training.flops import FORWARDS_IN_A_STEP
-from opensora.training.meter import device_peak
+from opensora.training.flops import FORWARDS_IN_A_STEP, device_peak
 from opensora.utils.dtype import to_torch_dtype
 from tools.benchmark import denoisers
 from tools.benchmark.denoisers import Errors, Steps, Timed
@@ -32,66 +30,6 @@ SHARED_COLUMNS = {
     "ms/step": ".1f", "samples/s": ".3g", "tokens/s": ".4g", "MFU": ".1%", "exposed ms/step": ".1f", "idle ms/step": ".1f",
     "sent MiB/forward": ".4g", "peak GiB": ".1f",
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Work:
-    """What is trained, and how.
-
-    Attributes:
-        case: MODEL:TxHxW, the size of the latent.
-        sp_size: processes that share a sample.
-        method: how they exchange.
-        engine, settings: as `build_engine` takes them.
-        blocks: "eager" or "compiled".
-        checkpoint: a value of `grad_checkpoint`.
-        batch: samples of a step, of each group of `sp_size` processes.
-        text_len: tokens of the text.
-        dtype: of the computation.
-        warmup, steps: steps before the clock starts, and after.
-    """
-
-    case: str
-    sp_size: int = 1
-    method: Method = "auto"
-    engine: str = "ddp"
-    settings: dict[str, Any] = field(default_factory=dict)
-    blocks: str = "compiled"
-    checkpoint: str = "block"
-    batch: int = 1
-    text_len: int = 120
-    dtype: str = "bf16"
-    warmup: int = 4
-    steps: int = 10
-
-    @property
-    def latent(self) -> tuple[int, int, int]:
-        """Frames, rows and columns."""
-        T, H, W = (int(n) for n in self.case.partition(":")[2].split("x"))
-        return T, H, W
-
-
-@dataclass(frozen=True)
-class Result:
-    """What came of a `Work` on all processes."""
-
-    seconds: float  # of a step
-    samples: int  # of a step, on all processes
-    tokens: int  # of a step, on all processes
-    flops: float  # useful, of a step, on all processes
-    exposed_s: float | None  # of a step, communication that nothing hides; None where it was not measured
-    sent_bytes: int  # by one process in a forward pass
-    peak_bytes: int  # 0 on a CPU
-    setup_s: float  # everything before the clock starts: building, compiling, warming up
-    idle_s: float | None = None  # of a step, in which no kernel runs; None where it was not measured
-
-    def cells(self, processes: int, peak_tflops: float | None) -> list[float | None]:
-        """Those of `SHARED_COLUMNS`."""
-        mfu = None if peak_tflops is None else self.flops / self.seconds / (peak_tflops * 1e12 * processes)
-        waits = (None if value is None else value * 1e3 for value in (self.exposed_s, self.idle_s))
-        rates = (self.samples / self.seconds, self.tokens / self.seconds)
-        peak_gib = self.peak_bytes / 2**30 if self.peak_bytes else None
-        return [self.seconds * 1e3, *rates, mfu, *waits, self.sent_bytes / 2**20, peak_gib]
 
 
 def train_step(argv: Sequence[str]) -> None:
@@ -177,7 +115,7 @@ def sequence_parallel(argv: Sequence[str]) -> None:
     forward pass, over the peak of all GPUs. "exposed" is communication that nothing hides: the time of one more step, under the
     profiler, in which a kernel of NCCL runs and no other kernel does; the median over the processes. It contains waiting for slower
     processes. "idle" is what the step takes less the time in which any kernel runs: the GPU waits for the host to launch the next one.
-    Started without torchrun, it times one process. `scaling` runs many of these on several numbers of GPUs.
+    Started without torchrun, it times one process.
     """
     options = Options("sequence_parallel", sequence_parallel.__doc__, argv)
     options.add(
@@ -216,55 +154,72 @@ def sequence_parallel(argv: Sequence[str]) -> None:
             for sp_size in args.sp_sizes or sorted({1, world.size}):
                 methods: list[Method] = args.methods if sp_size > 1 else ["auto"]
                 for method in methods:
-                    work = Work(
-                        case, sp_size, method, args.engine, settings, args.blocks, args.checkpoint, args.batch, args.text_len,
-                        args.dtype, args.warmup, args.steps,
-                    )  # fmt: skip
-                    found = measure(work, options.device.type)
-                    cells = [found] if isinstance(found, str) else found.cells(world.size, peak and peak.tflops)
+                    found = measure(args, settings, peak and peak.tflops, case, sp_size, method)
+                    cells = [found] if isinstance(found, str) else found
                     if table:
                         table.row(case, sp_size, method if sp_size > 1 else "none", *cells)
     finally:
         shutdown()
 
 
-def measure(work: Work, device: str) -> Result | str:
-    """What comes of a work, or "out of memory". All processes call it together.
+def measure(
+    args: argparse.Namespace,
+    settings: dict[str, Any],
+    peak_tflops: float | None,
+    case: str,
+    sp_size: int,
+    method: Method,
+) -> list[float | None] | str:
+    """The cells of `SHARED_COLUMNS`, or "out of memory". All processes call it together.
+
+    Args:
+        settings: more of `build_engine`.
+        case: MODEL:TxHxW, the size of the latent.
 
     Raises:
         UserError: the engine cannot run here.
     """
-    world = init_world(device, work.sp_size)
+    world = init_world(args.device, sp_size)
+
+    def run() -> list[float | None]:
+        if args.engine != "zero2-seq" or sp_size > 1:
+            check_engine(args.engine, sp_size, device=world.device, dtype=args.dtype)
+        name, _, size = case.partition(":")
+        T, H, W = (int(n) for n in size.split("x"))
+        latent = (T, H, W)
+        model = denoisers.build(name, world.device, args.text_len)
+        samples = args.batch * world.dp_size
+        tokens, flops = prod(model.grid(latent)), FORWARDS_IN_A_STEP * model.flops(latent, args.text_len)
+        sent = 0
+        if sp_size > 1:
+            itemsize = to_torch_dtype(args.dtype).itemsize
+            sent = volume(model, sp_size, latent, batch=args.batch, itemsize=itemsize, method=method).all_to_all_bytes
+        batch = denoisers.inputs(model, args.batch, latent, world.device, seed=world.dp_rank)
+        how: dict[str, Any] = {"engine": args.engine, "method": method, **settings}
+        engine: Steps = denoisers.start(
+            model, world, dtype=args.dtype, compiled=args.blocks == "compiled", checkpoint=args.checkpoint, **how
+        )
+        step = denoisers.training_step(engine, batch.z, batch.cond)
+        timed = denoisers.timed(step, world.device, args.warmup, args.steps)
+        exposed, busy = _exposed_and_busy_s(lambda: seconds(step, world.device), world.device)
+        mfu = None
+        if peak_tflops is not None:
+            mfu = samples * flops / timed.seconds / (peak_tflops * 1e12 * world.size)
+        waits = (exposed, None if busy is None else max(0.0, timed.seconds - busy))
+        return [
+            timed.seconds * 1e3,
+            samples / timed.seconds,
+            samples * tokens / timed.seconds,
+            mfu,
+            *(None if value is None else value * 1e3 for value in waits),
+            sent / 2**20,
+            timed.peak_gib,
+        ]
+
     # the sizes are the same in all processes, and so is what does not fit; after any other error no process waits
-    found = attempt(lambda: _measure(work, world))
+    found = attempt(run)
     barrier()
     return found
-
-
-def _measure(work: Work, world: World) -> Result:
-    began = time.perf_counter()
-    if work.engine != "zero2-seq" or work.sp_size > 1:
-        check_engine(work.engine, work.sp_size, device=world.device, dtype=work.dtype)
-    model = denoisers.build(work.case.partition(":")[0], world.device, work.text_len)
-    flops = FORWARDS_IN_A_STEP * model.flops(work.latent, work.text_len)
-    samples, tokens = work.batch * world.dp_size, prod(model.grid(work.latent))
-    sent = 0
-    if world.sp_size > 1:
-        itemsize = to_torch_dtype(work.dtype).itemsize
-        traffic = volume(model, world.sp_size, work.latent, batch=work.batch, itemsize=itemsize, method=work.method)
-        sent = traffic.all_to_all_bytes
-    batch = denoisers.inputs(model, work.batch, work.latent, world.device, seed=world.dp_rank)
-    how: dict[str, Any] = {"engine": work.engine, "method": work.method, **work.settings}
-    engine: Steps = denoisers.start(
-        model, world, dtype=work.dtype, compiled=work.blocks == "compiled", checkpoint=work.checkpoint, **how
-    )
-    step = denoisers.training_step(engine, batch.z, batch.cond)
-    timed = denoisers.timed(step, world.device, work.warmup, work.steps)
-    setup_s = time.perf_counter() - began - work.steps * timed.seconds
-    exposed, busy = _exposed_and_busy_s(lambda: seconds(step, world.device), world.device)
-    idle = None if busy is None else max(0.0, timed.seconds - busy)
-    peak_bytes = round((timed.peak_gib or 0) * 2**30)
-    return Result(timed.seconds, samples, samples * tokens, samples * flops, exposed, sent, peak_bytes, setup_s, idle)
 
 
 def _exposed_and_busy_s(step: Callable[[], object], device: torch.device) -> tuple[float | None, float | None]:

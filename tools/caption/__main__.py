@@ -4,19 +4,16 @@
     python -m tools.caption clips.csv --model Qwen2.5-VL-7B --endpoint http://localhost:8000/v1 --out captioned.csv
     torchrun --nproc-per-node 8 -m tools.caption clips.csv --model llava-v1.6-mistral-7b --out captioned.csv --device cuda
 
-Killed, it goes on where it stopped when it is started again. `--prompt` is video, image, short, refine, a .txt file or a text,
+Killed and started again, it resumes where it stopped. `--prompt` is video, image, short, refine, a .txt file or a text,
 and may name columns: "Its title is {title}. Describe it." An endpoint's key is read from the environment.
 """
 
 import argparse
 from collections.abc import Sequence
 
-from opensora.datasets.table.files import cell_text
 from opensora.utils.errors import UserError, exit_on_user_error
 from tools.caption.captioner import SCORES, Captioner
 from tools.caption.prompts import TEMPLATES, prompt_of
-from tools.caption.statistics import report
-from tools.datasets.stream import read_blocks
 from tools.scoring import job as jobs
 from tools.scoring.__main__ import add_run_arguments, job_of
 from tools.scoring.registry import Scorer
@@ -70,10 +67,7 @@ def main() -> None:
     """The command line."""
     args = read_arguments()
     scorers: dict[str, Scorer] = {"caption": captioner_of(args)}
-    out = jobs.run(job_of(args, scorers), args.num_workers)
-    if out.is_file():
-        blocks = read_blocks(out, 1 << 14, [args.column])
-        print("\n".join(report(cell_text(cell) for block in blocks for cell in block[args.column])))
+    jobs.run(job_of(args, scorers), args.num_workers)
 
 
 if __name__ == "__main__":

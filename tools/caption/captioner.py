@@ -86,31 +86,31 @@ class Captioner:
             UserError: the model cannot be loaded, or the endpoint is away or refuses all requests.
         """
         points = np.linspace(0, 1, self.frames).tolist() if self.frames > 1 else [0.5]
-        pictures: list[Frames] = []
+        clips: list[Frames] = []
 
         def read(path: Path) -> Row:
-            pictures.append([self._shrunk(frame) for frame in _different(key_frames(path, points))])
+            clips.append([self._shrunk(frame) for frame in _different(key_frames(path, points))])
             return {self.column: None}
 
         rows = each_file(paths, self.columns, read)
         there = [i for i, row in enumerate(rows) if "error" not in row]
         prompts = [filled(prompt_of(self.prompt), needed, i) for i in there]
-        for i, caption in zip(there, self._captions(pictures, prompts), strict=True):
+        for i, caption in zip(there, self._captions(clips, prompts), strict=True):
             if isinstance(caption, Failure):
                 rows[i]["error"] = str(caption)
             else:
                 rows[i][self.column] = suffixed(caption, {name: needed[name][i] for name in self.scores})
         return rows
 
-    def _captions(self, pictures: Sequence[Frames], prompts: Sequence[str]) -> list["str | Failure"]:
+    def _captions(self, clips: Sequence[Frames], prompts: Sequence[str]) -> list["str | Failure"]:
         """The captions; those that failed are tried again, but for what would be refused again."""
         describe = describer(self)
-        captions: list[str | Failure] = [Failure(EMPTY)] * len(pictures)
+        captions: list[str | Failure] = [Failure(EMPTY)] * len(clips)
         for attempt in range(self.retries + 1):
             open_ = [i for i, caption in enumerate(captions) if _may_succeed(caption)]
             if not open_:
                 break
-            answers = describe([pictures[i] for i in open_], [prompts[i] for i in open_], attempt)
+            answers = describe([clips[i] for i in open_], [prompts[i] for i in open_], attempt)
             for i, answer in zip(open_, answers, strict=True):
                 captions[i] = answer if isinstance(answer, Failure) else _plain(answer) or Failure(EMPTY)
         return captions
@@ -141,13 +141,13 @@ def suffixed(caption: str, scores: Mapping[str, Any]) -> str:
     """The caption with its scores behind it, in the words in which prompts for sampling have them; unknown ones are left out.
 
     Raises:
-        UserError: a score is no number.
+        UserError: a score is not a number.
     """
     known: dict[str, float | None] = {}
     for name in ("aes", "flow"):
         value = number_of(name, scores.get(name))
         if isinstance(value, str):
-            raise UserError(f"column {name}: {value!r} is no number.")
+            raise UserError(f"column {name}: {value!r} is not a number.")
         known[name] = None if value is None or math.isnan(value) else float(value)
     return with_scores(caption, known["aes"], known["flow"], str(scores.get("cmotion") or ""))
 
@@ -163,5 +163,5 @@ def _plain(answer: str) -> str:
 
 
 def _different(frames: Frames) -> Frames:
-    """Without repetitions: a picture is one frame, however many are asked for."""
+    """Without repetitions: an image is one frame, however many are asked for."""
     return [frame for i, frame in enumerate(frames) if i == 0 or frame is not frames[i - 1]]

@@ -26,7 +26,7 @@ WRONG_SETTINGS = (401, 403, 404, 405)  # as 300 to 399: a wrong key, name or add
 PASSING = (402, 408, 429)  # no credit, too slow, too many: as 500 and above, the server's state and not the request
 LONGEST_WAIT_S = 60.0
 JPEG_QUALITY = 90
-SHOWN_CHARACTERS = 300  # of what a server says
+SHOWN_CHARACTERS = 300  # of a server's error
 
 
 class Endpoint:
@@ -38,34 +38,34 @@ class Endpoint:
         self.settings = settings
         self.url = f"{settings.endpoint.rstrip('/')}/chat/completions"
 
-    def __call__(self, pictures: Sequence[Frames], prompts: Sequence[str], attempt: int) -> list[str | Failure]:
+    def __call__(self, clips: Sequence[Frames], prompts: Sequence[str], attempt: int) -> list[str | Failure]:
         """Captions, or why there is none.
 
         Raises:
             UserError: the address, the key or the model's name is wrong, or at the last attempt the server does not answer.
         """
-        if not pictures:
+        if not clips:
             return []
         time.sleep(min(LONGEST_WAIT_S, 2.0**attempt) if attempt else 0)
-        answers = self._answers(pictures, prompts)
+        answers = self._answers(clips, prompts)
         lost = [i for i, answer in enumerate(answers) if isinstance(answer, Unanswered)]
         if lost and attempt == self.settings.retries:
             self._require_life(answers[lost[0]])
-            again = self._answers([pictures[i] for i in lost], [prompts[i] for i in lost])  # it may just have come back
+            again = self._answers([clips[i] for i in lost], [prompts[i] for i in lost])  # it may just have come back
             for i, answer in zip(lost, again, strict=True):
                 answers[i] = answer
         return answers
 
-    def _answers(self, pictures: Sequence[Frames], prompts: Sequence[str]) -> list[str | Failure]:
-        with ThreadPoolExecutor(len(pictures)) as pool:
-            return list(pool.map(self._answer, pictures, prompts))
+    def _answers(self, clips: Sequence[Frames], prompts: Sequence[str]) -> list[str | Failure]:
+        with ThreadPoolExecutor(len(clips)) as pool:
+            return list(pool.map(self._answer, clips, prompts))
 
     def _require_life(self, reason: str) -> None:
-        """Ask about a plain picture, which harms no server: a clip on which one fails must not end each run at its row."""
+        """Ask about a plain image, which harms no server: a clip on which one fails must not end each run at its row."""
         if isinstance(self._answer([np.full((64, 64, 3), 128, np.uint8)], "Describe this picture."), Unanswered):
             raise UserError(
-                f"{reason}, and so for a plain picture after {self.settings.retries} retries: the server is away or broken. "
-                "No clip is blamed; when it is back, the same command goes on."
+                f"{reason}, and so for a plain image after {self.settings.retries} retries: the server is away or broken. "
+                "No clip is blamed; when it is back, the same command resumes."
             )
 
     def _answer(self, frames: Frames, prompt: str) -> str | Failure:
@@ -82,14 +82,14 @@ class Endpoint:
 
     def _refusal(self, error: urllib.error.HTTPError) -> Failure:
         code = f"{error.code} {error.reason}"
-        said = _said(error)
+        message = _message_of(error)
         if error.code < 400 or error.code in WRONG_SETTINGS:
             raise UserError(
-                f"{self.url} refused a request ({code}: {said}); is the model's name right, and the key in "
+                f"{self.url} refused a request ({code}: {message}); is the model's name right, and the key in "
                 f"{self.settings.key_env}?"
             ) from None
         kind = Unanswered if error.code >= 500 or error.code in PASSING else Refused
-        return kind(f"{self.url}: {code}{': ' if said else ''}{said}")
+        return kind(f"{self.url}: {code}{': ' if message else ''}{message}")
 
     def _request(self, frames: Frames, prompt: str) -> urllib.request.Request:
         images = [{"type": "image_url", "image_url": {"url": _data_url(frame)}} for frame in frames]
@@ -104,8 +104,8 @@ class Endpoint:
         return urllib.request.Request(self.url, json.dumps(body).encode(), headers)
 
 
-def _said(error: urllib.error.HTTPError) -> str:
-    """What the server says of an error, in one line."""
+def _message_of(error: urllib.error.HTTPError) -> str:
+    """The server's message about an error, in one line."""
     try:
         text = error.read(4096).decode(errors="replace")
     except (OSError, http.client.HTTPException):

@@ -20,7 +20,7 @@ class VisionLanguageModel:
     def __init__(self, settings: Captioner, processor: Any, model: Any) -> None:
         self.settings, self.processor, self.model = settings, processor, model
         tokenizer = processor.tokenizer
-        tokenizer.padding_side = "left"  # answers begin at one place
+        tokenizer.padding_side = "left"  # answers begin at the same index
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
 
@@ -43,24 +43,24 @@ class VisionLanguageModel:
             raise hub_error(settings.model, "vision-language model", error) from error
         return cls(settings, processor, model.requires_grad_(False).eval().to(settings.device))
 
-    def __call__(self, pictures: Sequence[Frames], prompts: Sequence[str], attempt: int) -> list[str | Failure]:
+    def __call__(self, clips: Sequence[Frames], prompts: Sequence[str], attempt: int) -> list[str | Failure]:
         """Captions; a batch that does not fit into the GPU's memory is halved."""
         try:
-            return list(self._answers(pictures, prompts, attempt))
+            return list(self._answers(clips, prompts, attempt))
         except torch.cuda.OutOfMemoryError as error:
-            if len(pictures) == 1:
+            if len(clips) == 1:
                 raise UserError(
                     f"{self.settings.model}: one clip does not fit into the GPU's memory; lower --frames, --long-side or "
                     "--max-tokens, or pass --dtype bfloat16."
                 ) from error
         torch.cuda.empty_cache()
-        half = len(pictures) // 2
-        parts = ((pictures[:half], prompts[:half]), (pictures[half:], prompts[half:]))
+        half = len(clips) // 2
+        parts = ((clips[:half], prompts[:half]), (clips[half:], prompts[half:]))
         return [caption for part in parts for caption in self(*part, attempt)]
 
     @torch.no_grad()
-    def _answers(self, pictures: Sequence[Frames], prompts: Sequence[str], attempt: int) -> list[str]:
-        inputs = self.inputs(pictures, prompts)
+    def _answers(self, clips: Sequence[Frames], prompts: Sequence[str], attempt: int) -> list[str]:
+        inputs = self.inputs(clips, prompts)
         inputs = inputs.to(self.settings.device, self.model.dtype)  # of floating-point inputs only
         sampling = {"do_sample": True, "temperature": RETRY_TEMPERATURE} if attempt else {"do_sample": False}
         with torch.random.fork_rng():
@@ -71,10 +71,10 @@ class VisionLanguageModel:
         )
         return answers
 
-    def inputs(self, pictures: Sequence[Frames], prompts: Sequence[str]) -> Any:
+    def inputs(self, clips: Sequence[Frames], prompts: Sequence[str]) -> Any:
         """What the network takes, on the CPU: tokens `input_ids` [B, N], padded in front, and pixels."""
-        questions = [self._question(prompt, len(frames)) for prompt, frames in zip(prompts, pictures, strict=True)]
-        images = [[Image.fromarray(frame) for frame in frames] for frames in pictures]
+        questions = [self._question(prompt, len(frames)) for prompt, frames in zip(prompts, clips, strict=True)]
+        images = [[Image.fromarray(frame) for frame in frames] for frames in clips]
         return self.processor(images=images, text=questions, padding=True, return_tensors="pt")
 
     def _question(self, prompt: str, images: int) -> str:

@@ -1,6 +1,6 @@
 """Look at a table: sizes, lengths, rates, scores, and which buckets a training config would fill, as one HTML page.
 
-    python -m tools.datasets.analyze clips.csv --output clips.html [--png FOLDER] [--config TRAIN_CONFIG --processes 8]
+    python -m tools.datasets.analyze clips.csv --output clips.html [--config TRAIN_CONFIG --processes 8]
 
 Reads the table row by row; 4 bytes for each number are held.
 """
@@ -8,10 +8,7 @@ Reads the table row by row; 4 bytes for each number are held.
 import argparse
 import contextlib
 import html
-import itertools
-import re
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -21,25 +18,13 @@ from opensora.datasets.dataloader import build_sampler
 from opensora.datasets.summary import Summary, summarise
 from opensora.registry import DATASETS, build_module
 from opensora.utils.errors import UserError, exit_on_user_error
-from tools.datasets.datautil.columns import _short
+from tools.datasets.datautil.columns import shortened
 from tools.datasets.doctor import REGISTRIES
 from tools.datasets.plots import Figures, svg_bars, svg_histogram
 from tools.footage.report import HEAD
 from tools.footage.rows import Row, read_rows
 
 MOST_WORDS = 30  # different values of a column of words, up to which they are counted
-BINS = 30
-LONGEST_NAME = 50  # characters of a file's name, each of up to 4 bytes
-
-
-def with_more(row: Row) -> Row:
-    """A row with what follows from it: seconds and, of a caption, the number of its words."""
-    more: Row = {}
-    with contextlib.suppress(KeyError, TypeError, ValueError, ZeroDivisionError):  # a picture, or no such columns
-        more["seconds"] = float(row["num_frames"]) / float(row["fps"])
-    if row.get("text"):
-        more["words in text"] = len(str(row["text"]).split())
-    return {**row, **more}
 
 
 def page_of(table: Path) -> tuple[str, dict[str, np.ndarray]]:
@@ -52,11 +37,16 @@ def page_of(table: Path) -> tuple[str, dict[str, np.ndarray]]:
     words: dict[str, Counter[str]] = {}
     count = 0
     for count, row in enumerate(read_rows(table), start=1):  # noqa: B007  (it is the number of rows)
-        figures.add(with_more(row))
+        more: Row = {}
+        with contextlib.suppress(KeyError, TypeError, ValueError, ZeroDivisionError):  # an image, or no such columns
+            more["seconds"] = float(row["num_frames"]) / float(row["fps"])
+        if row.get("text"):
+            more["words in text"] = len(str(row["text"]).split())
+        figures.add({**row, **more})
         for name, value in row.items():
             counter = words.setdefault(name, Counter())
             if len(counter) <= MOST_WORDS and value not in (None, ""):
-                counter[_short(str(value))] += 1
+                counter[shortened(str(value))] += 1
     if not count:
         raise UserError(f"{table} has no rows.")
     numbers = {name: values for name, values in figures.numbers().items() if len(values)}
@@ -82,37 +72,12 @@ def occupancy(config: Path, table: Path, processes: int) -> Summary:
     return summarise(dataset, sampler, processes, cfg.accumulation_steps)
 
 
-def draw(numbers: dict[str, np.ndarray], folder: Path) -> list[Path]:
-    """A PNG of each histogram."""
-    from matplotlib.figure import Figure
-
-    folder.mkdir(parents=True, exist_ok=True)
-    written: list[Path] = []
-    for name, values in numbers.items():
-        figure = Figure(figsize=(6, 3.5), layout="constrained")
-        axes = figure.add_subplot()
-        axes.hist(values, BINS)
-        axes.set_xlabel(name)
-        axes.set_ylabel("rows")
-        written.append(_picture_of(name, folder, written))
-        figure.savefig(written[-1], dpi=110)
-    return written
-
-
-def _picture_of(name: str, folder: Path, taken: Sequence[Path]) -> Path:
-    """A file of its own for a column, whatever its name is."""
-    safe = re.sub(r"[^\w.-]+", "_", name)[:LONGEST_NAME] or "_"
-    names = itertools.chain([safe], (f"{safe}-{i}" for i in itertools.count(2)))
-    return next(path for path in (folder / f"{each}.png" for each in names) if path not in taken)
-
-
 @exit_on_user_error
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("table", type=Path)
     parser.add_argument("--output", "-o", type=Path, required=True, help="an .html")
-    parser.add_argument("--png", type=Path, metavar="FOLDER", help="also each histogram as a picture")
     parser.add_argument("--config", type=Path, help="a training config: which of its buckets are filled")
     parser.add_argument("--processes", type=int, help="of that training (default 1)")
     args = parser.parse_args()
@@ -128,8 +93,6 @@ def main() -> None:
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_text(page, encoding="utf-8")
     print(f"{args.output}: {len(numbers)} histograms")
-    for path in draw(numbers, args.png) if args.png else ():
-        print(path)
 
 
 if __name__ == "__main__":

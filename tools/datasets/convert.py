@@ -1,9 +1,9 @@
 """A folder of videos or images -> a table: path, id, relpath, and text and label where they are known.
 
     python -m tools.datasets.convert video FOLDER --output clips.csv --info
-    python -m tools.datasets.convert image FOLDER --output pictures.csv --captions txt
-    python -m tools.datasets.convert classes FOLDER --split train --output train.csv       CLASS/picture.jpg
-    python -m tools.datasets.convert imagenet FOLDER --split val --output val.csv          n01440764/picture.JPEG
+    python -m tools.datasets.convert image FOLDER --output images.csv --captions txt
+    python -m tools.datasets.convert classes FOLDER --split train --output train.csv       CLASS/image.jpg
+    python -m tools.datasets.convert imagenet FOLDER --split val --output val.csv          n01440764/image.JPEG
     python -m tools.datasets.convert ucf101 FOLDER --split trainlist01.txt --output u.csv  ApplyEyeMakeup/clip.avi
     python -m tools.datasets.convert vidprom FOLDER --info VidProM_unique.csv --output v.csv
 
@@ -27,7 +27,7 @@ from opensora.datasets.video.files import IMAGE_EXTENSIONS, VIDEO_EXTENSIONS, re
 from opensora.utils.errors import UserError, exit_on_user_error
 from tools.datasets.datautil.info import add_info
 from tools.datasets.datautil.io import write_frames
-from tools.datasets.datautil.operations import Sheet
+from tools.datasets.datautil.operations import TableState
 from tools.datasets.datautil.parallel import default_workers
 from tools.datasets.datautil.paths import relative
 from tools.datasets.datautil.text import load_caption
@@ -60,19 +60,19 @@ def run(argv: Sequence[str] | None = None) -> Path:
     frame, left_out = KINDS[args.kind](folder, args)
     if args.paths == "relative":
         frame["path"] = relative(frame["path"], folder, output.parent)
-    sheet = Sheet(frame, output.parent, workers=args.num_workers or default_workers())
+    table = TableState(frame, output.parent, workers=args.num_workers or default_workers())
     for message in _left_out_lines(left_out):
         print(message)
     if getattr(args, "captions", None):
-        result = load_caption(sheet, args.captions)
-        sheet = result.sheet
+        result = load_caption(table, args.captions)
+        table = result.table
         print(f"--captions {args.captions}: {result.note}")
     if args.info is True:
-        result = add_info(sheet)
-        sheet = result.sheet
+        result = add_info(table)
+        table = result.table
         print(f"--info: {result.note}")
-    write_frames([sheet.frame], [output])
-    print(f"{output}: {len(sheet)} rows; columns {', '.join(sheet.frame.columns)}")
+    write_frames([table.frame], [output])
+    print(f"{output}: {len(table)} rows; columns {', '.join(table.frame.columns)}")
     return output
 
 
@@ -102,7 +102,7 @@ def find_files(folder: Path, extensions: Sequence[str]) -> Found:
         suffix = path.suffix.lower()
         if suffix not in extensions:
             left_out[f"{suffix or 'files without extension'} files"] += 1
-        elif not _is_text(path):
+        elif any("\ud800" <= character <= "\udfff" for character in str(path)):  # Python's stand-ins for other bytes
             left_out["files whose names are not UTF-8"] += 1
         else:
             files.append(path)
@@ -114,8 +114,8 @@ def find_files(folder: Path, extensions: Sequence[str]) -> Found:
 
 def _walk(folder: Path, left_out: Counter[str]) -> Iterator[Path]:
     seen: set[str] = set()
-    for place, folders, names in os.walk(folder, onerror=refuse_unlisted, followlinks=True):
-        real = os.path.realpath(place)
+    for parent, folders, names in os.walk(folder, onerror=refuse_unlisted, followlinks=True):
+        real = os.path.realpath(parent)
         if real in seen:
             folders.clear()
             continue
@@ -123,19 +123,11 @@ def _walk(folder: Path, left_out: Counter[str]) -> Iterator[Path]:
         left_out["hidden folders"] += sum(name.startswith(".") for name in folders)
         left_out["hidden files"] += sum(name.startswith(".") for name in names)
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        yield from (Path(place, name) for name in names if not name.startswith("."))
-
-
-def _is_text(path: Path) -> bool:
-    try:
-        str(path).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+        yield from (Path(parent, name) for name in names if not name.startswith("."))
 
 
 def _table(folder: Path, files: Sequence[Path], **columns: Sequence[object]) -> pd.DataFrame:
-    """Absolute paths, the file's name without its extension, and its place in `folder`, beside other columns."""
+    """Absolute paths, the file's name without its extension, its path in `folder`, and other columns."""
     return pd.DataFrame(
         {
             "path": pd.Series([str(path.absolute()) for path in files], dtype=object),
@@ -163,7 +155,7 @@ def convert_classes(folder: Path, args: argparse.Namespace) -> Made:
 
 
 def convert_imagenet(folder: Path, args: argparse.Namespace) -> Made:
-    """n01440764/picture.JPEG: label and words of ImageNet's 1000 classes, also for a part of them."""
+    """n01440764/image.JPEG: label and words of ImageNet's 1000 classes, also for a part of them."""
     from timm.data import ImageNetInfo
 
     imagenet = ImageNetInfo()
@@ -215,9 +207,9 @@ def _by_class(folder: Path, split: str | None, extensions: Sequence[str], words:
 
 def _read_split(folder: Path, split: str) -> set[str]:
     """The files of a list: one a line, CLASS/file, a class number behind it if there is one."""
-    path = next((place for place in (Path(split), folder / split) if place.is_file()), None)
+    path = next((path for path in (Path(split), folder / split) if path.is_file()), None)
     if path is None:
-        inner = sorted(place.name for place in folder.iterdir() if place.is_dir())
+        inner = sorted(path.name for path in folder.iterdir() if path.is_dir())
         raise UserError(
             f"--split {split}: neither a folder in {folder} nor a file; its folders: {', '.join(inner[:5])}."
         )
@@ -275,7 +267,7 @@ def read_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
             continue
         sub.add_argument("--info", action="store_true", help="add num_frames, height, width, fps, ... and status")
         if kind in ("video", "image"):
-            sub.add_argument("--captions", choices=("txt", "json"), help="text from a.txt or a.json beside a.mp4")
+            sub.add_argument("--captions", choices=("txt", "json"), help="text from a.txt or a.json next to a.mp4")
         else:
             sub.add_argument("--split", metavar="NAME", help="a folder in FOLDER (train), or a list of files")
     return parser.parse_args(argv)

@@ -3,17 +3,20 @@
     python -m tools.datasets.doctor CONFIG --data-path TABLE [--processes 8] [--samples 32] [--contact-sheet FILE.png]
                                     [any option of scripts/train.py]
 
-Says what becomes of every row and which setting would keep those that are left out; how large steps are and how many an
+Reports what becomes of every row and which setting would keep those that are left out; how large steps are and how many an
 epoch has; what is there twice; how fast clips are decoded; and draws what the model will really see. Exit code: 0 all is
 well; 1 it would train, but something was found; 2 it would not train.
 """
 
 import argparse
 import sys
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from opensora.config.load import TrainConfig, parse_config
 from opensora.datasets.buckets.sampler import BucketBatchSampler
@@ -22,14 +25,27 @@ from opensora.datasets.sampler import BucketKey, SampleKey
 from opensora.datasets.summary import Summary, summarise
 from opensora.datasets.table.table import Table
 from opensora.datasets.video.read_video import probe
+from opensora.inference.output import save_image_grid, shown_frames
 from opensora.registry import DATASETS, MODELS, SCHEDULERS, build_module
 from opensora.utils.errors import UserError, exit_on_user_error
 from opensora.utils.logging import show_messages
-from tools.datasets.contact_sheet import Reading, draw_sheet, read_samples
 
 REGISTRIES = {"model": MODELS, "vae": MODELS, "text_encoder": MODELS, "scheduler": SCHEDULERS, "dataset": DATASETS}
-MANY = 0.01  # the share of rows from which one caption for all of them is worth a word
-FEW = 3  # so many of the same caption are never worth a word
+MANY = 0.01  # share of rows with the same caption that is reported
+FEW = 3  # so many of the same caption are never reported
+COLUMNS = 3  # frames of a sample in the contact sheet
+
+
+class Reading(NamedTuple):
+    """A sample, or what was wrong with it."""
+
+    label: str = ""
+    caption: str = ""
+    row: int | None = None
+    num_frames: int = 0
+    frames: tuple[Tensor, ...] = ()  # [3, <= 3, H, W] in [-1, 1]; none of latents
+    seconds: float = 0.0
+    problem: str = ""
 
 
 @exit_on_user_error
@@ -58,8 +74,10 @@ def main() -> None:
     complaints += of_the_readings(readings)
     if table is not None:
         complaints += of_the_files(table, readings)
-    if options.contact_sheet and (shown := draw_sheet(readings, options.contact_sheet)):
-        print(f"{options.contact_sheet}: {shown} samples as the model sees them")
+    shown = {f"{i}: {r.label}, {r.caption[:70]}": r.frames for i, r in enumerate(readings) if r.frames}
+    if options.contact_sheet and shown:  # nothing is to be seen where only latents are read
+        save_image_grid(options.contact_sheet, shown, COLUMNS)
+        print(f"{options.contact_sheet}: {len(shown)} samples as the model sees them")
     for complaint in complaints:
         print(f"! {complaint}")
     if summary.steps == 0:
@@ -113,6 +131,24 @@ def of_the_table(table: Table, *, classes: bool = False) -> list[str]:
         if not classes and times > max(FEW, MANY * len(table)):
             found.append(f"{times} rows have one caption in {column!r}: {caption[:80]!r}. Did captioning fail?")
     return found
+
+
+def read_samples(dataset: Any, keys: Sequence[Any]) -> list[Reading]:
+    """Read samples one after another, timed."""
+    readings = []
+    for key in keys:
+        start = time.perf_counter()
+        try:
+            item = dataset[key]
+        except UserError as error:
+            readings.append(Reading(problem=str(error)))
+            continue
+        seconds = time.perf_counter() - start
+        size = [int(item[name]) for name in ("num_frames", "height", "width")]
+        label = f"{size[0]} x {size[1]} x {size[2]}, {float(item['fps']):.4g} fps"
+        frames = shown_frames((item["video"],), COLUMNS) if "video" in item else ()
+        readings.append(Reading(label, item["text"], int(item["index"]), size[0], frames, seconds))
+    return readings
 
 
 def of_the_readings(readings: Sequence[Reading]) -> list[str]:

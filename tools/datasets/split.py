@@ -24,11 +24,11 @@ EMPTY = np.uint64(0)
 
 
 def groups_of(table: Path, by: Sequence[str]) -> np.ndarray:
-    """[N] int64, the number of the group of each row, which is that of its first row: values of `by` that are equal connect
-    rows, also by way of others. Empty values do not.
+    """[N] int64: the group of each row, by the number of its first row. Equal values of `by` connect rows, also by way of others;
+    empty ones do not.
 
-    Values are compared by hashes of 8 bytes: of 10 million two unlike ones have the same by a chance of 1 in 300 000, which puts
-    two groups together.
+    Values are compared by hashes of 8 bytes: among 10 million values a collision, which joins two groups, has a chance of 1 in
+    300 000.
     """
     hashes = _hashes(table, by)
     # what a row is a duplicate of is a path, and belongs to the row of that path
@@ -82,7 +82,7 @@ def _hashes(table: Path, columns: Sequence[str], word: str = "") -> dict[str, np
 
 
 def check_repeats(table: Path) -> None:
-    """See that each `duplicate_of` names a row, or else something that has left the table: its copies still stay together.
+    """Each `duplicate_of` must name a row, or a path that has left the table: its copies still stay together.
 
     Raises:
         UserError: a row's file has the name that is missing, so its path is spelled in another way.
@@ -94,11 +94,11 @@ def check_repeats(table: Path) -> None:
         return
     rows = f"{int(lost.sum())} rows are a duplicate_of a path that no row has"
     missing: dict[str, str] = {}
-    place = 0
+    start = 0
     for block in read_blocks(table, BLOCK, ["duplicate_of"]):
         cells = block["duplicate_of"]
-        missing.update({_file_name(cells[i]): str(cells[i]) for i in np.flatnonzero(lost[place : place + len(cells)])})
-        place += len(cells)
+        missing.update({_file_name(cells[i]): str(cells[i]) for i in np.flatnonzero(lost[start : start + len(cells)])})
+        start += len(cells)
     for block in read_blocks(table, BLOCK, ["path"]):
         for path in block["path"]:
             if (name := _file_name(path)) in missing:

@@ -1,4 +1,4 @@
-"""Resize or crop pictures, or take frames out of videos, for all rows of a table; the files keep their places in a new folder.
+"""Resize or crop images, or extract frames of videos, for all rows of a table; the new files go to a folder.
 
     python -m tools.datasets.transform img_resize IN.csv OUT.csv --folder small --length 2160       the longer side, if larger
     python -m tools.datasets.transform img_rand_crop IN.csv OUT.csv --folder crops --height 512 --width 512
@@ -23,13 +23,12 @@ from typing import Any, TextIO
 import numpy as np
 from PIL import Image
 
-from opensora.datasets.table.files import table_format
 from opensora.datasets.video.files import is_image
 from opensora.datasets.video.read_video import open_clip
 from opensora.utils.errors import UserError, exit_on_user_error
 from tools.datasets.datautil.parallel import default_workers, map_rows
 from tools.datasets.stream import columns_of
-from tools.footage.rows import Row, read_rows, shortened, shown_from, write_rows
+from tools.footage.rows import Row, read_rows, refuse_existing, shortened, shown_from, write_rows
 
 QUALITY = 95  # of JPEG
 BLOCK = 1 << 14  # rows in memory at a time
@@ -37,22 +36,22 @@ Made = list[Row] | str
 
 
 def img_resize(path: Path, target: Path, length: int) -> Made:
-    """The longer side is brought down to `length`; smaller pictures keep their size."""
-    picture = _picture(path)
-    scale = min(1.0, length / max(picture.size))
-    size = max(1, round(picture.width * scale)), max(1, round(picture.height * scale))
-    return [_save(picture if scale == 1 else picture.resize(size, Image.Resampling.LANCZOS), target)]
+    """The longer side is brought down to `length`; smaller images keep their size."""
+    image = _image(path)
+    scale = min(1.0, length / max(image.size))
+    size = max(1, round(image.width * scale)), max(1, round(image.height * scale))
+    return [_save(image if scale == 1 else image.resize(size, Image.Resampling.LANCZOS), target)]
 
 
 def img_rand_crop(path: Path, target: Path, height: int, width: int, seed: int) -> Made:
-    """A part of this size at a place drawn by the seed and the file's name."""
-    picture = _picture(path)
-    if picture.height < height or picture.width < width:
-        return f"smaller than {height} x {width}: {picture.height} x {picture.width}"
+    """A crop of this size, drawn by the seed and the file's name."""
+    image = _image(path)
+    if image.height < height or image.width < width:
+        return f"smaller than {height} x {width}: {image.height} x {image.width}"
     digest = hashlib.blake2b(f"{seed} {path.name}".encode(), digest_size=8).digest()
     rng = np.random.default_rng(int.from_bytes(digest, "little"))
-    left, top = int(rng.integers(picture.width - width + 1)), int(rng.integers(picture.height - height + 1))
-    return [_save(picture.crop((left, top, left + width, top + height)), target)]
+    left, top = int(rng.integers(image.width - width + 1)), int(rng.integers(image.height - height + 1))
+    return [_save(image.crop((left, top, left + width, top + height)), target)]
 
 
 def vid_frame_extract(path: Path, target: Path, points: list[float] | None, points_index: list[int] | None) -> Made:
@@ -73,21 +72,21 @@ def vid_frame_extract(path: Path, target: Path, points: list[float] | None, poin
     ]
 
 
-def _picture(path: Path) -> Image.Image:
+def _image(path: Path) -> Image.Image:
     if not is_image(path):
-        raise UserError(f"{path} is no picture; use vid_frame_extract.")
+        raise UserError(f"{path} is no image; use vid_frame_extract.")
     with open_clip(path) as clip:
         return Image.fromarray(clip.read([0])[0])
 
 
-def _save(picture: Image.Image, target: Path) -> Row:
+def _save(image: Image.Image, target: Path) -> Row:
     target.parent.mkdir(parents=True, exist_ok=True)
     if target.suffix.lower() in (".jpg", ".jpeg"):
-        picture.save(target, quality=QUALITY)
+        image.save(target, quality=QUALITY)
     else:
-        picture.save(target)
-    size = {"height": picture.height, "width": picture.width, "resolution": picture.height * picture.width}
-    return {"path": str(target), **size, "aspect_ratio": picture.height / picture.width, "num_frames": 1, "fps": None}
+        image.save(target)
+    size = {"height": image.height, "width": image.width, "resolution": image.height * image.width}
+    return {"path": str(target), **size, "aspect_ratio": image.height / image.width, "num_frames": 1, "fps": None}
 
 
 def transformed(job: tuple[Path, Path], make: Callable[[Path, Path], Made]) -> Made:
@@ -110,7 +109,7 @@ def run(table: Path, out: Path, folder: Path, make: Callable[[Path, Path], Made]
         UserError: an output exists or is of no known format, or there is no column path.
     """
     lost = out.with_name(f"{out.stem}_dropped{out.suffix}")
-    check_targets(table, out, lost)
+    refuse_existing(table, (out, lost), "OUT")
     if "path" not in columns_of(table):
         raise UserError(f"{table} has no column 'path'.")
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -130,21 +129,6 @@ def run(table: Path, out: Path, folder: Path, make: Callable[[Path, Path], Made]
     if losses:
         print(f"{lost}: {losses} files were left out, such as: {example}")
     return count
-
-
-def check_targets(table: Path, *targets: Path) -> None:
-    """Before anything is done: what is written is no file that somebody may still want.
-
-    Raises:
-        UserError: a target is the table itself, or of no known format, or exists.
-    """
-    for target in targets:
-        table_format(target)
-        if not target.exists():
-            continue
-        if table.exists() and target.samefile(table):
-            raise UserError(f"{target}, which OUT makes it write, is the table itself; name another OUT.")
-        raise UserError(f"{target} exists; name another OUT.")
 
 
 def _made(
@@ -167,14 +151,10 @@ def _made(
             if isinstance(result, str):
                 left_out = {**row, "path": shown_from(base, file.absolute()), "reason": result}
                 dropped.write(json.dumps(left_out, ensure_ascii=False, default=str) + "\n")
-            yield from _rows(row, file, result, base)
+            for of in result if isinstance(result, list) else ():
+                path, source = (shown_from(base, each.absolute()) for each in (Path(of["path"]), file))
+                yield {**row, **of, "path": path, "source": source}
     dropped.flush()
-
-
-def _rows(row: Row, file: Path, made: Made, base: Path) -> Iterator[Row]:
-    for of in made if isinstance(made, list) else ():
-        path, source = (shown_from(base, each.absolute()) for each in (Path(of["path"]), file))
-        yield {**row, **of, "path": path, "source": source}
 
 
 def target_of(file: Path, folder: Path) -> Path:
@@ -201,9 +181,9 @@ def read_arguments() -> argparse.Namespace:
             sub.add_argument("--width", type=int, default=512)
             sub.add_argument("--seed", type=int, default=42)
         else:
-            places = sub.add_mutually_exclusive_group()
-            places.add_argument("--points", type=float, nargs="+", help="shares of the length, default 0.1 0.5 0.9")
-            places.add_argument("--points_index", type=int, nargs="+", help="numbers of frames, negative from the end")
+            points = sub.add_mutually_exclusive_group()
+            points.add_argument("--points", type=float, nargs="+", help="shares of the length, default 0.1 0.5 0.9")
+            points.add_argument("--points_index", type=int, nargs="+", help="numbers of frames, negative from the end")
     return parser.parse_args()
 
 

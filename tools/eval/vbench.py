@@ -1,4 +1,4 @@
-"""VBench (Huang et al. 2024, arXiv:2311.17982): its prompts as our prompt lists, our samples under its names, its scores as ours.
+"""VBench (Huang et al. 2024, arXiv:2311.17982): its prompts as prompt lists, samples under its names, its scores as a record.
 
     python -m tools.eval.vbench prompts VBench_full_info.json --out prompts/           # what to sample, and how often
     python -m tools.eval.vbench layout outputs/vbench --info VBench_full_info.json --out vbench_videos/
@@ -14,7 +14,7 @@ import csv
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -116,7 +116,17 @@ def lay_out(folders: Sequence[Path], prompts: Sequence[Prompt], out: Path) -> li
         UserError: some are missing, which VBench would not mention, or there twice, or a prompt cannot be a file name.
     """
     wanted = {(prompt.text, k) for prompt in prompts for k in range(prompt.samples)}
-    found = _found(folders, wanted)
+    found: dict[tuple[str, int], Finished] = {}
+    for sample in (sample for folder in folders for sample in finished(folder)):
+        k = sample.record["sample_index"]
+        # as it stands, and without scores (`--aes`), which VBench's list does not have
+        for text in {sample.record["prompt"], without_scores(sample.record["prompt"])}:
+            first = found.setdefault((text, k), sample) if (text, k) in wanted else sample
+            if first.path.resolve() != sample.path.resolve():  # the same folder may be named twice
+                raise UserError(
+                    f"{first.path} and {sample.path} are both number {k} of {text!r}, and VBench measures one. Leave one of "
+                    "the folders out, or move one of the files away."
+                )
     if others := sorted({sample.path.suffix for sample in found.values()} - {".mp4"}):
         raise UserError(f"samples are {', '.join(others)} files; VBench takes mp4: sample with --save-format mp4.")
     if missing := wanted - found.keys():
@@ -128,7 +138,9 @@ def lay_out(folders: Sequence[Path], prompts: Sequence[Prompt], out: Path) -> li
     make_writable(out, "out")
     rows = []
     for (text, k), sample in sorted(found.items()):
-        _link(sample.path, out / f"{_file_name(text)}-{k}.mp4")
+        if "/" in text or "\0" in text or len(f"{text}-00.mp4".encode()) > LONGEST_NAME:
+            raise UserError(f"VBench finds videos by name, and {text!r} cannot be one (a slash, or too long).")
+        _link(sample.path, out / f"{text}-{k}.mp4")
         keys = ("prompt_index", "sample_index", "seed", "image_size", "num_frames", "save_fps", "checkpoint")
         rows.append({"prompt": text, "k": k, "file": str(sample.path), **{key: sample.record[key] for key in keys}})
     return rows
@@ -163,39 +175,6 @@ def totals(scores: Mapping[str, float]) -> dict[str, float]:
     return result
 
 
-def _found(folders: Sequence[Path], wanted: set[tuple[str, int]]) -> dict[tuple[str, int], Finished]:
-    """The sample of each prompt and number.
-
-    Raises:
-        UserError: there are two files for one, and which of them is meant is not known.
-    """
-    found: dict[tuple[str, int], Finished] = {}
-    for (text, k), sample in _samples(folders):
-        if (text, k) not in wanted:
-            continue
-        first = found.setdefault((text, k), sample)
-        if first.path.resolve() != sample.path.resolve():  # the same folder may be named twice
-            raise UserError(
-                f"{first.path} and {sample.path} are both number {k} of {text!r}, and VBench measures one. Leave one of the "
-                "folders out, or move one of the files away."
-            )
-    return found
-
-
-def _samples(folders: Sequence[Path]) -> Iterator[tuple[tuple[str, int], Finished]]:
-    """Each under its prompt as it stands, and as it is without scores (`--aes`), which VBench's list does not have."""
-    for folder in folders:
-        for sample in finished(folder):
-            for text in {sample.record["prompt"], without_scores(sample.record["prompt"])}:
-                yield (text, sample.record["sample_index"]), sample
-
-
-def _file_name(prompt: str) -> str:
-    if "/" in prompt or "\0" in prompt or len(f"{prompt}-00.mp4".encode()) > LONGEST_NAME:
-        raise UserError(f"VBench finds videos by name, and {prompt!r} cannot be one (a slash, or too long).")
-    return prompt
-
-
 def _link(source: Path, target: Path) -> None:
     """The same file under another name; a copy where the file system has no links."""
     if target.exists():
@@ -216,25 +195,18 @@ def _read_result(path: Path) -> dict[str, float]:
         raise UserError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(content, dict):
         return {}
-    known = {name.replace(" ", "_"): value for name, value in content.items()}
-    measured = {name: value for name, value in known.items() if name in DIMENSIONS and isinstance(value, list)}
-    return {name: _score(value, f"{path}: {name}") for name, value in measured.items()}
-
-
-def _score(value: list[Any], where: str) -> float:
-    try:
-        return float(value[0])
-    except (IndexError, TypeError, ValueError) as error:
-        raise UserError(
-            f"{where} does not begin with a score; VBench was interrupted, or found no videos. Measure it again, or remove "
-            "it from the file."
-        ) from error
-
-
-def _record_of(out: Path) -> Path:
-    """The file beside a folder that says what is in it. A dot in the folder's name ("v1.0") cuts nothing off."""
-    folder = out.resolve() if out.name in ("", "..") else out
-    return folder.with_name(f"{folder.name}.json")
+    scores = {}
+    for name, value in content.items():
+        name = name.replace(" ", "_")
+        if name in DIMENSIONS and isinstance(value, list):
+            try:
+                scores[name] = float(value[0])
+            except (IndexError, TypeError, ValueError) as error:
+                raise UserError(
+                    f"{path}: {name} does not begin with a score; VBench was interrupted, or found no videos. Measure it "
+                    "again, or remove it from the file."
+                ) from error
+    return scores
 
 
 def _prompts(args: argparse.Namespace) -> None:
@@ -246,7 +218,8 @@ def _prompts(args: argparse.Namespace) -> None:
 
 
 def _layout(args: argparse.Namespace) -> None:
-    record = _record_of(args.out)
+    folder = args.out.resolve() if args.out.name in ("", "..") else args.out
+    record = folder.with_name(f"{folder.name}.json")
     refuse_unwritable(record)
     rows = lay_out(args.samples, read_info(args.info, args.dimension), args.out)
     write_record(record, score_record("vbench layout", {}, {"samples": rows}))

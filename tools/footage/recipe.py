@@ -1,4 +1,4 @@
-"""What a recipe may say: a .py of literals or a .yaml with `stages`, a list of dicts with a `type` each.
+"""Recipes: a .py of literals or a .yaml with `stages`, a list of dicts with a `type` each.
 
 stages = [
     dict(type="find", folder="videos"),
@@ -35,7 +35,7 @@ class Planned:
         type: its name in the recipe.
         settings: all else that the recipe says of it.
         name: of its files: number, type, and a hash of its settings and of all stages before it, so that a changed recipe
-            keeps what is unchanged and mistakes nothing for what it is not.
+            keeps the results of unchanged stages.
     """
 
     number: int
@@ -64,9 +64,18 @@ def read_recipe(
         if kind not in stages:
             problems.append(f"stage {number}: type={kind!r} is unknown.{did_you_mean(str(kind), list(stages))}")
             continue
-        wrong = _problems(stages[kind], settings)
+        parameters = dict(list(inspect.signature(stages[kind]).parameters.items())[1:])
+        named = [name for name, p in parameters.items() if p.kind is not p.VAR_KEYWORD]
+        wrong = [f"{name!r} is unknown.{did_you_mean(name, named)}" for name in settings if name not in named]
+        if len(named) < len(parameters):  # it takes others too
+            wrong = []
+        needed = (name for name in named if parameters[name].default is inspect.Parameter.empty)
+        wrong += [f"{name!r} is needed" for name in needed if name not in settings]
         if not wrong and kind in (checks or {}):
-            wrong = _complaint((checks or {})[kind], settings)
+            try:
+                (checks or {})[kind](settings)
+            except UserError as error:
+                wrong.append(str(error).rstrip("."))
         problems += [f"stage {number} ({kind}): {problem}" for problem in wrong]
         digest = hashlib.blake2b(
             json.dumps([digest, kind, settings], sort_keys=True).encode(), digest_size=4
@@ -93,23 +102,3 @@ def _stages_in(path: Path) -> list[Settings]:
     if not isinstance(stages, list | tuple) or not all(isinstance(stage, dict) for stage in stages):
         raise UserError(f"{path}: `stages` must be a list of dicts, each with a `type`.")
     return list(stages)
-
-
-def _complaint(check: Callable[[Mapping[str, Any]], None], settings: Settings) -> list[str]:
-    try:
-        check(settings)
-    except UserError as error:
-        return [str(error).rstrip(".")]
-    return []
-
-
-def _problems(function: Callable[..., Any], settings: Settings) -> list[str]:
-    """Settings that the stage does not have, and those that it needs."""
-    parameters = dict(list(inspect.signature(function).parameters.items())[1:])
-    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    named = [name for name, p in parameters.items() if p.kind is not p.VAR_KEYWORD]
-    unknown = [] if open_ended else [name for name in settings if name not in named]
-    needed = [name for name in named if parameters[name].default is inspect.Parameter.empty and name not in settings]
-    return [f"{name!r} is unknown.{did_you_mean(name, named)}" for name in unknown] + [
-        f"{n!r} is needed" for n in needed
-    ]

@@ -1,4 +1,4 @@
-"""What a chain did, to look at: `report.html`, one file with pictures inside, and `samples.png`, a sheet of the final clips."""
+"""What a chain did, to look at: `report.html`, one file with its images inside."""
 
 import base64
 import html
@@ -16,7 +16,7 @@ from tools.datasets.plots import Figures, svg_histogram
 from tools.footage.rows import Row, read_rows
 from tools.footage.stages import Work
 
-SHOWN = 8  # pictures of each kind
+SHOWN = 8  # images of each kind
 THUMBNAIL = 160  # pixels of the longer side
 HEAD = """<!doctype html><meta charset="utf-8"><title>Footage</title>
 <style>body{font:14px sans-serif;margin:2em;max-width:1100px}table{border-collapse:collapse}td,th{padding:2px 10px;
@@ -25,7 +25,7 @@ font-size:11px;overflow-wrap:anywhere}svg{margin:6px}</style>"""
 
 
 def write_report(folder: Path, done: Sequence[Work]) -> list[str]:
-    """Write both files; returns a line on each stage."""
+    """Write `report.html`; returns a line on each stage."""
     lines, parts, overview = [], [], ["<table><tr><th>stage<th>kept<th>dropped<th>why"]
     for work in done:
         reasons: Counter[str] = Counter()
@@ -41,8 +41,6 @@ def write_report(folder: Path, done: Sequence[Work]) -> list[str]:
     parts.append("<h2>Distributions of what is left</h2>" + "".join(_distributions(last)))
     page = f"{HEAD}<h1>From footage to a table</h1>{''.join(overview)}</table>{''.join(parts)}"
     (folder / "report.html").write_text(page, encoding="utf-8")
-    if sheet := _sheet(_sample(read_rows(last), 4 * SHOWN)):
-        sheet.save(folder / "samples.png")
     return lines
 
 
@@ -65,8 +63,8 @@ def _sample(rows: Iterable[Row], size: int = SHOWN) -> list[Row]:
     for i, row in enumerate(rows):
         if len(chosen) < size:
             chosen.append(row)
-        elif (place := int(rng.integers(i + 1))) < size:
-            chosen[place] = row
+        elif (index := int(rng.integers(i + 1))) < size:
+            chosen[index] = row
     return chosen
 
 
@@ -78,11 +76,11 @@ def _section(work: Work, kept: int, reasons: Counter[str], good: list[Row], bad:
     if reasons:
         rows = "".join(f"<tr><td>{n}<td>{html.escape(why)}" for why, n in reasons.most_common())
         text += f"<table><tr><th>rows<th>why dropped{rows}</table>"
-    text += _pictures("kept", good, kept)
-    return text + _pictures("dropped", bad, reasons.total())
+    text += _images("kept", good, kept)
+    return text + _images("dropped", bad, reasons.total())
 
 
-def _pictures(heading: str, rows: list[Row], count: int) -> str:
+def _images(heading: str, rows: list[Row], count: int) -> str:
     if not rows:
         return ""
     shown = f", {len(rows)} of {count} at random" if len(rows) < count else ""
@@ -93,7 +91,7 @@ def _figure(row: Row) -> str:
     words = [_reason_with_value(row) or str(row.get("text") or ""), Path(str(row.get("path", ""))).name]
     if row.get("start") not in (None, ""):
         words.append(f"{float(row['start']):.2f} to {float(row['end']):.2f} s")
-    return f"<figure>{_picture(row)}<br>{html.escape(' | '.join(filter(None, words)))}</figure>"
+    return f"<figure>{_image(row)}<br>{html.escape(' | '.join(filter(None, words)))}</figure>"
 
 
 def _reason_with_value(row: Row) -> str:
@@ -105,10 +103,10 @@ def _reason_with_value(row: Row) -> str:
     return f"{reason}: {value:.4g}" if isinstance(value, int | float) else f"{reason}: {Path(str(value)).name}"
 
 
-def _picture(row: Row) -> str:
+def _image(row: Row) -> str:
     image = _thumbnail(row)
     if image is None:
-        return "<i>no picture</i>"
+        return "<i>no image</i>"
     data = io.BytesIO()
     image.save(data, "JPEG", quality=80)
     return f'<img src="data:image/jpeg;base64,{base64.b64encode(data.getvalue()).decode()}">'
@@ -125,20 +123,9 @@ def _thumbnail(row: Row) -> Image.Image | None:
             frame = clip.read([middle])[0]
     except (UserError, OSError):
         return None
-    picture = Image.fromarray(frame)
-    picture.thumbnail((THUMBNAIL, THUMBNAIL))
-    return picture
-
-
-def _sheet(rows: Sequence[Row]) -> Image.Image | None:
-    pictures = [picture for row in rows if (picture := _thumbnail(row)) is not None]
-    if not pictures:
-        return None
-    columns = min(8, len(pictures))
-    sheet = Image.new("RGB", (columns * THUMBNAIL, -(-len(pictures) // columns) * THUMBNAIL), "white")
-    for i, picture in enumerate(pictures):
-        sheet.paste(picture, (i % columns * THUMBNAIL, i // columns * THUMBNAIL))
-    return sheet
+    image = Image.fromarray(frame)
+    image.thumbnail((THUMBNAIL, THUMBNAIL))
+    return image
 
 
 def _distributions(table: Path) -> list[str]:

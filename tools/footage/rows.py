@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from opensora.datasets.table.files import table_format
 from opensora.utils.errors import UserError
 from tools.datasets.stream import Block, columns_of, read_blocks, renamed, write_blocks
 
@@ -66,9 +67,23 @@ def divide_rows(kept: Path, dropped: Path, decided: Iterable[tuple[Row, str]]) -
             (theirs if reason else ours).write(line + "\n")
 
 
-def shown_from(base: Path, place: Path) -> str:
+def refuse_existing(table: Path, targets: Iterable[Path], option: str, *, overwrite: bool = False) -> None:
+    """Before anything is done: no target may be a file that somebody may still want.
+
+    Raises:
+        UserError: a target is the table itself, or of no known format, or exists without `overwrite`.
+    """
+    for target in targets:
+        table_format(target)
+        if table.exists() and target.exists() and target.samefile(table):
+            raise UserError(f"{target}, an output, is the table itself; name another {option}.")
+        if target.exists() and not overwrite:
+            raise UserError(f"{target} exists; name another {option}.")
+
+
+def shown_from(base: Path, path: Path) -> str:
     """How a table in the absolute folder `base` names a file: from there where it lies below, else as it is."""
-    return str(place.relative_to(base) if place.is_relative_to(base) else place)
+    return str(path.relative_to(base) if path.is_relative_to(base) else path)
 
 
 def shortened(stem: str) -> str:

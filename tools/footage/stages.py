@@ -1,6 +1,6 @@
 """The stages of a chain. Each turns the table before it into one of kept rows and one of dropped rows with a `reason`.
 
-Stages that look at files are jobs of `tools.scoring.job`: they go on where they were killed, row by row, and share their
+Stages that look at files are jobs of `tools.scoring.job`: they resume where they were killed, row by row, and share their
 rows among all processes. The others read one table and write two, which takes seconds, and are done by the first process.
 """
 
@@ -44,7 +44,7 @@ class Work:
 
     Attributes:
         folder: of all stages.
-        stage: what the recipe says.
+        stage: as in the recipe.
         before: the kept rows of the stage before; of the first stage a file that is not there.
         rank, world: this process and how many there are.
         workers: processes that this one may start.
@@ -115,14 +115,13 @@ def read(work: Work, table: str, root: str | None = None) -> None:
     base = (Path(root) if root else Path(table).parent).absolute()
     if "path" not in columns_of(Path(table)):
         raise UserError(f"{table} has no column 'path'.")
-    work.write((_made_absolute(row, base), "") for row in read_rows(Path(table)))
 
+    def absolute(row: Row) -> Row:
+        # `duplicate_of` is the path of another row, and must stay spelled as that is
+        paths = {name: str(base / str(row[name])) for name in ("path", "duplicate_of") if row.get(name)}
+        return {**row, "path": str(base / str(row["path"])), **paths}
 
-def _made_absolute(row: Row, base: Path) -> Row:
-    repeats = row.get("duplicate_of")  # the path of a row: it must go on to be spelled as that is
-    return {**row, "path": str(base / str(row["path"]))} | (
-        {"duplicate_of": str(base / str(repeats))} if repeats else {}
-    )
+    work.write((absolute(row), "") for row in read_rows(Path(table)))
 
 
 @dataclass(frozen=True)
@@ -136,21 +135,16 @@ class Probe:
 
     def score(self, paths: list[Path], **needed: list[Any]) -> list[Row]:
         """See `Scorer.score`."""
-        return [self._probe(path) for path in paths]
-
-    def _probe(self, path: Path) -> Row:
-        found = measure(path)
-        if found.status != OK or found.height is None or found.width is None:
-            return {**dict.fromkeys(self.columns), "error": found.status}
-        size = {"height": found.height, "width": found.width, "resolution": found.height * found.width}
-        ratio = found.height / found.width
-        return {
-            "num_frames": found.num_frames,
-            **size,
-            "aspect_ratio": ratio,
-            "fps": found.fps,
-            "digest": digest_of(path),
-        }
+        rows: list[Row] = []
+        for path in paths:
+            found = measure(path)
+            if found.status != OK or found.height is None or found.width is None:
+                rows.append({**dict.fromkeys(self.columns), "error": found.status})
+                continue
+            height, width = found.height, found.width
+            values = (found.num_frames, height, width, height / width, height * width, found.fps, digest_of(path))
+            rows.append(dict(zip(self.columns, values, strict=True)))
+        return rows
 
 
 def digest_of(path: Path) -> str:
@@ -158,8 +152,8 @@ def digest_of(path: Path) -> str:
     size = path.stat().st_size
     digest = hashlib.blake2b(str(size).encode(), digest_size=16)
     with path.open("rb") as file:
-        for place in sorted({0, max(0, size // 2 - EDGE // 2), max(0, size - EDGE)}):
-            file.seek(place)
+        for start in sorted({0, max(0, size // 2 - EDGE // 2), max(0, size - EDGE)}):
+            file.seek(start)
             digest.update(file.read(EDGE))
     return digest.hexdigest()
 
@@ -193,63 +187,45 @@ def detect(work: Work, detector: str = "auto", threshold: float | None = None, p
 
 
 def cut(work: Work, part_rows: int = 64, **rules: Any) -> None:
-    """Cut scenes into clips; the settings are those of `tools.scene_cut.pieces.Rules`."""
+    """Cut scenes into clips; the settings are those of `tools.scene_cut.rules.Rules`."""
     chosen = rules_of(rules)
     clips = work.folder / f"{work.stage.name}.clips"
     out = work.job({"cut": Cut(str(clips.absolute()), chosen)}, 1, part_rows)
+
+    def decided() -> Iterator[tuple[Row, str]]:
+        for row in read_rows(out):
+            if row["status"] != OK:
+                yield {"path": row["path"]}, str(row["status"])
+                continue
+            yield from ((clip, "") for clip in clips_of(row))
+            for part in lost_of(row):
+                yield part, part.pop("reason")
+
     if work.rank == 0:
-        work.write(_cut_rows(out))
-
-
-def _cut_rows(table: Path) -> Iterator[tuple[Row, str]]:
-    for row in read_rows(table):
-        if row["status"] != OK:
-            yield {"path": row["path"]}, str(row["status"])
-            continue
-        yield from ((clip, "") for clip in clips_of(row))
-        for part in lost_of(row):
-            yield part, part.pop("reason")
+        work.write(decided())
 
 
 def unique(work: Work, column: str = "digest") -> None:
-    """Keep the first row of each value of a column; rows without a value stay."""
-    first = _first_of_each(work.before, column)
-    word = f"same {column} as an earlier row"
-    work.write(
-        ((row, "" if i in first else word) for row, i in zip(read_rows(work.before), first.rows(), strict=False))
-    )
+    """Keep the first row of each value of a column; rows without a value stay.
 
-
-class _Mask:
-    """Row numbers that are kept, as bits."""
-
-    def __init__(self, kept: np.ndarray) -> None:
-        self.kept = kept
-
-    def __contains__(self, row: int) -> bool:
-        return bool(self.kept[row])
-
-    def rows(self) -> range:
-        return range(len(self.kept))
-
-
-def _first_of_each(table: Path, column: str) -> _Mask:
-    """By hashes of 8 bytes, 8 bytes a row: two values of 10 million have the same by a chance of 1 in 300 000."""
-    hashes, empty = [np.empty(0, np.uint64)], [np.empty(0, bool)]
-    for block in read_blocks(table, 1 << 14, [column]):
+    By hashes of 8 bytes: among 10 million values a collision has a chance of 1 in 300 000.
+    """
+    hashes, kept = [np.empty(0, np.uint64)], [np.empty(0, bool)]
+    for block in read_blocks(work.before, 1 << 14, [column]):
         texts = ["" if value is None else str(value) for value in block[column]]
         raw = b"".join(hashlib.blake2b(text.encode(), digest_size=8).digest() for text in texts)
         hashes.append(np.frombuffer(raw, np.uint64))
-        empty.append(np.array([not text for text in texts]))
-    whole, kept = np.concatenate(hashes), np.concatenate(empty)
-    kept[np.unique(whole, return_index=True)[1]] = True
-    return _Mask(kept)
+        kept.append(np.array([not text for text in texts]))
+    is_kept = np.concatenate(kept)
+    is_kept[np.unique(np.concatenate(hashes), return_index=True)[1]] = True
+    reasons = ("" if keep else f"same {column} as an earlier row" for keep in is_kept)
+    work.write(zip(read_rows(work.before), reasons, strict=False))
 
 
 def filter_rows(work: Work, equals: dict[str, Any] | None = None, empty: tuple[str, ...] = (), **limits: float) -> None:
     """Keep rows by their numbers (`fmin`, `aesmin`, ... of datautil; `COLUMN_min`, `COLUMN_max` of any column), by equal
-    values, and where a column is empty (such as `duplicate_of`). Cells mean the same in all formats: a CSV has but texts. A cell
-    that a row of JSONL lacks is an empty one."""
+    values, and where a column is empty (such as `duplicate_of`). Cells mean the same in all formats, also as texts of a CSV. A
+    cell that a row of JSONL lacks is empty."""
     bounds = {name: _bound(name) for name in limits}
     names = [column for column, _ in bounds.values()] + list(equals or {}) + list(empty)
     there = columns_of(work.before)
@@ -258,8 +234,15 @@ def filter_rows(work: Work, equals: dict[str, Any] | None = None, empty: tuple[s
 
     def why(row: Row) -> str:
         for name, (column, side) in bounds.items():
-            if reason := _beyond(row, column, side, limits[name]):
-                return reason
+            limit = limits[name]
+            try:
+                value = as_number(row[column])
+            except (ValueError, TypeError) as error:
+                raise UserError(f"stage filter: {column} holds {row[column]!r}, which is not a number.") from error
+            if value is None:
+                return f"without {column}"
+            if value < limit if side == "min" else value > limit:
+                return f"{column} {'<' if side == 'min' else '>'} {limit:g}"
         for column, value in (equals or {}).items():
             if not _equal(row[column], value):
                 return f"{column} is not {value!r}"
@@ -274,18 +257,6 @@ def _bound(name: str) -> tuple[str, str]:
     if side not in ("min", "max"):
         raise UserError(f"{name!r} is unknown; limits end in min or max, such as fmin or sharpness_min")
     return (LIMITS[prefix][0] if prefix in LIMITS else prefix.rstrip("_")), side
-
-
-def _beyond(row: Row, column: str, side: str, limit: float) -> str:
-    try:
-        value = as_number(row[column])
-    except (ValueError, TypeError) as error:
-        raise UserError(f"stage filter: {column} holds {row[column]!r}, which is no number.") from error
-    if value is None:
-        return f"without {column}"
-    if side == "min":
-        return f"{column} < {limit:g}" if value < limit else ""
-    return f"{column} > {limit:g}" if value > limit else ""
 
 
 def _equal(cell: Any, wanted: Any) -> bool:
@@ -313,7 +284,6 @@ def table(work: Work, output: str = "train.csv", columns: tuple[str, ...] | None
     def rows() -> Iterator[Row]:
         for row in read_rows(work.before):
             if _has_text(row):
-                # what a row repeats is told by the path of another row
                 shown = {name: shown_from(base, Path(row[name])) for name in ("path", "duplicate_of") if row.get(name)}
                 yield {name: shown.get(name, row.get(name)) for name in names}
 
@@ -343,7 +313,7 @@ def is_anothers(work: Work) -> bool:
 
 
 def _note_of(output: Path) -> Path:
-    """What says which stage wrote a table, and its content then."""
+    """The file that names the stage that wrote a table, and the hash of its content."""
     return output.with_name(f".{output.name}.written")
 
 

@@ -26,7 +26,7 @@ from tools.scoring.frames import opencv
 
 Middle = Callable[[np.ndarray, np.ndarray], np.ndarray]
 """Two frames [H, W, 3] uint8 to the one between them."""
-AROUND = 9  # pixels over which two pictures are compared
+AROUND = 9  # pixels over which two images are compared
 
 
 class FlowMiddle:
@@ -39,7 +39,7 @@ class FlowMiddle:
     def __call__(self, one: np.ndarray, other: np.ndarray) -> np.ndarray:
         grey = [opencv().cvtColor(frame, opencv().COLOR_RGB2GRAY) for frame in (one, other)]
         forth, back = self._flow.calc(grey[0], grey[1], None), self._flow.calc(grey[1], grey[0], None)  # [H, W, 2]
-        # the flow at a place in the middle frame is taken for the flow at the same place in the frames
+        # the flow at a pixel of the middle frame is taken to be that of the same pixel in the frames
         moved, still = (_moved(one, -forth / 2), _moved(other, -back / 2)), (one.astype(np.float32), other)
         wrong, wrong_still = _apart(*moved), _apart(*still)
         share = (wrong_still**3 / (wrong**3 + wrong_still**3))[..., None]  # of what was moved
@@ -47,19 +47,19 @@ class FlowMiddle:
         return np.rint(middle).clip(0, 255).astype(np.uint8)
 
 
-def _moved(picture: np.ndarray, by: np.ndarray) -> np.ndarray:
+def _moved(image: np.ndarray, by: np.ndarray) -> np.ndarray:
     """What is at x + by(x), [H, W, C] float32."""
     height, width = by.shape[:2]
     x, y = np.meshgrid(np.arange(width, dtype=np.float32), np.arange(height, dtype=np.float32))
     cv = opencv()
     moved: np.ndarray = cv.remap(
-        picture.astype(np.float32), x + by[..., 0], y + by[..., 1], cv.INTER_LINEAR, borderMode=cv.BORDER_REPLICATE
+        image.astype(np.float32), x + by[..., 0], y + by[..., 1], cv.INTER_LINEAR, borderMode=cv.BORDER_REPLICATE
     )
     return moved
 
 
 def _apart(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """[H, W] how far two pictures differ around each place, above 0."""
+    """[H, W] how far two images differ around each pixel, above 0."""
     apart: np.ndarray = opencv().blur(np.abs(one - other).mean(-1), (AROUND, AROUND)) + 1e-3
     return apart
 
@@ -84,8 +84,8 @@ class LearnedMiddle:
             middle = self._module(*frames)
         if tuple(middle.shape) != tuple(frames[0].shape):
             raise UserError(f"--ckpt gives {tuple(middle.shape)} for frames of {tuple(frames[0].shape)}.")
-        picture: np.ndarray = (middle[0].clamp(0, 1) * 255).round().byte().permute(1, 2, 0).cpu().numpy()
-        return picture
+        image: np.ndarray = (middle[0].clamp(0, 1) * 255).round().byte().permute(1, 2, 0).cpu().numpy()
+        return image
 
 
 def interpolated(frames: Iterator[np.ndarray], middle: Middle, niter: int) -> Iterator[np.ndarray]:
@@ -113,8 +113,11 @@ def write(target: Path, frames: Iterator[np.ndarray], rate: Fraction) -> int:
             stream = output.add_stream("libx264", rate=rate, options={"crf": "17"})
             for count, frame in enumerate(frames, start=1):
                 if count == 1:
-                    _set_up(stream, frame)
-                picture = reformat(
+                    stream.height, stream.width = (2 * round(side / 2) for side in frame.shape[:2])
+                    stream.pix_fmt = "yuv420p"
+                    context = stream.codec_context
+                    context.colorspace = context.color_primaries = context.color_trc = context.color_range = 1  # BT.709
+                image = reformat(
                     av.VideoFrame.from_ndarray(frame, format="rgb24"),
                     width=stream.width,
                     height=stream.height,
@@ -122,20 +125,13 @@ def write(target: Path, frames: Iterator[np.ndarray], rate: Fraction) -> int:
                     dst_colorspace="ITU709",
                     interpolation="AREA",
                 )
-                picture.pts, picture.time_base = count - 1, 1 / rate
-                output.mux(stream.encode(picture))
+                image.pts, image.time_base = count - 1, 1 / rate
+                output.mux(stream.encode(image))
             output.mux(stream.encode())
         partial.replace(target)
     finally:
         partial.unlink(missing_ok=True)
     return count
-
-
-def _set_up(stream: av.VideoStream, frame: np.ndarray) -> None:
-    stream.height, stream.width = (2 * round(side / 2) for side in frame.shape[:2])
-    stream.pix_fmt = "yuv420p"
-    context = stream.codec_context
-    context.colorspace = context.color_primaries = context.color_trc = context.color_range = 1  # BT.709, limited
 
 
 def run(source: Path, target: Path, niter: int, fps: float | None, middle: Middle) -> int:
@@ -158,7 +154,7 @@ def run(source: Path, target: Path, niter: int, fps: float | None, middle: Middl
 
 
 def _kept_rate(footage: Footage) -> float:
-    """The constant rate at which the last frame is shown when it is shown in the film, whose rate may vary."""
+    """The constant rate at which the last frame is shown when it is shown in the video, whose rate may vary."""
     steps, last = footage.num_frames - 1, float(footage.times()[-2])  # the last number is the end
     # times are rounded: a rate within one tick is the better-known number
     if not steps or abs(steps / footage.fps - last) <= footage.timeline.time_base:
@@ -171,7 +167,7 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("input", type=Path, help="a video")
-    parser.add_argument("--output_path", type=Path, help="an .mp4 (default: NAME_x2.mp4 beside the input)")
+    parser.add_argument("--output_path", type=Path, help="an .mp4 (default: NAME_x2.mp4 next to the input)")
     parser.add_argument("--niter", type=int, default=1, help="how often frames are doubled")
     parser.add_argument("--fps", type=float, help="of the output (default: it lasts as long as the input)")
     parser.add_argument("--ckpt", type=Path, help="a TorchScript module")

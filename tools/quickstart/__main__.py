@@ -33,7 +33,7 @@ class Recipe(NamedTuple):
 
     train: of the training; what it makes is sampled from.
     before: of a training before it, which it starts from.
-    pictures: sample pictures too, of one frame.
+    images: sample images too, of one frame.
     bf16_steps: where the CPU has bf16 arithmetic, train in bf16 and take so many times the configs' steps: it takes as long.
         None: train as the configs say everywhere.
     """
@@ -41,7 +41,7 @@ class Recipe(NamedTuple):
     train: str
     inference: str = "configs/quickstart/inference.py"
     before: str | None = None
-    pictures: bool = False
+    images: bool = False
     bf16_steps: float | None = None
 
 
@@ -52,7 +52,7 @@ RECIPES = {
         "configs/quickstart/nova.py",
         "configs/quickstart/inference_nova.py",
         before="configs/quickstart/nova_images.py",
-        pictures=True,
+        images=True,
         # on an AMD EPYC with AVX512_BF16 a step takes 1.3 to 1.5 times as long in fp32
         bf16_steps=4 / 3,
     ),
@@ -123,16 +123,16 @@ def quickstart(
         prompts = write_prompts(table, run / "prompts.csv")
         options = [f"--ckpt-path={checkpoint}", f"--prompt-path={prompts}", *model_of(plan)]
         command("scripts/inference.py", recipe.inference, f"--save-dir={run / 'samples'}", *options)
-        if recipe.pictures:
+        if recipe.images:
             command(
-                "scripts/inference.py", recipe.inference, f"--save-dir={run / 'pictures'}", "--num-frames=1", *options
+                "scripts/inference.py", recipe.inference, f"--save-dir={run / 'images'}", "--num-frames=1", *options
             )
     with seconds("measuring"):
-        from tools.quickstart.report import report, report_pictures
+        from tools.quickstart.report import report, report_images
 
         figures = report(run, table, CLIPS.parent, plan.inference, plan.train.frame_interval)
-        if recipe.pictures:
-            figures |= report_pictures(run, table, CLIPS.parent, plan.inference)
+        if recipe.images:
+            figures |= report_images(run, table, CLIPS.parent, plan.inference)
     figures |= {"start": start, "checkpoint": str(checkpoint), "seconds": seconds.by_part}
     (run / "report.json").write_text(json.dumps(figures, indent=1) + "\n")
     print(describe(run, figures, recipe))
@@ -175,7 +175,7 @@ def data_options(run: Path, out: Path) -> list[str]:
 
 
 def train(config: str, outputs: Path, options: Sequence[str]) -> Path:
-    """Train, or go on from the last checkpoint of an interrupted run; returns the last checkpoint."""
+    """Train, or resume from the last checkpoint of an interrupted run; returns the last checkpoint."""
     done, steps = checkpoints(outputs), training_config(config, options).max_steps
     assert steps is not None, "checked"
     resume = [f"--load={done[-1]}"] if done else []
@@ -197,8 +197,8 @@ def length(recipe: Recipe, config: str, max_steps: int | None) -> list[str]:
 
 def has_bf16() -> bool:
     """Whether this CPU multiplies matrices in bf16. Others emulate it, and are slower than in fp32; older PyTorch does not say."""
-    told: Mapping[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
-    return bool(told.get("avx512_bf16") or told.get("amx_bf16"))
+    found: Mapping[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
+    return bool(found.get("avx512_bf16") or found.get("amx_bf16"))
 
 
 def checkpoints(outputs: Path) -> list[Path]:
@@ -262,20 +262,20 @@ class Seconds:
 def describe(run: Path, figures: dict[str, Any], recipe: Recipe) -> str:
     """The result, for the terminal."""
     n, seconds = figures["num_clips"], figures["seconds"]
-    pictures = ""
-    if recipe.pictures:
-        right = [f"{figures[f'pictures_{name}_right']}/{n} for {name}" for name in ("captions", "paraphrases")]
-        pictures = f"\nA picture's nearest frame is of its own clip:\n  {', '.join(right)}"
+    images = ""
+    if recipe.images:
+        right = [f"{figures[f'images_{name}_right']}/{n} for {name}" for name in ("captions", "paraphrases")]
+        images = f"\nA image's nearest frame is of its own clip:\n  {', '.join(right)}"
     times = ", ".join(f"{part} {value:.0f}" for part, value in seconds.items())
     return f"""
 The sample's nearest clip is its own, among {n}:
-  {figures["captions_right"]}/{n} for captions seen in training, {figures["paraphrases_right"]}/{n} for paraphrases never seen{pictures}
+  {figures["captions_right"]}/{n} for captions seen in training, {figures["paraphrases_right"]}/{n} for paraphrases never seen{images}
 PSNR of a sample's frames to the best frame of its clip (the VAE alone reaches {figures["vae_psnr"]:.1f} dB):
   {figures["captions_psnr"]:.1f} dB for captions, {figures["paraphrases_psnr"]:.1f} dB for paraphrases
 Seconds: {times}; {sum(seconds.values()):.0f} in all
 
 Look at
-  {run / "contact_sheet.png"}   source clips beside samples
+  {run / "contact_sheet.png"}   source clips next to samples
   {run / "samples"}             one mp4 for each prompt
   {run / "loss.png"}            the loss curve
   {figures["checkpoint"]}

@@ -1,4 +1,4 @@
-"""Three ways to sample from the shipped parts: from text, from a picture, on from a video; then look at what came of it.
+"""Three ways to sample from the shipped parts: from text, from an image, on from a video; then look at what came of it.
 
     python -m tools.quickstart.conditions [--ckpt-path W] [--out outputs/quickstart/conditions]
 
@@ -26,8 +26,8 @@ from opensora.models.vae.metrics import reconstruct
 from opensora.registry import MODELS, build_module
 from opensora.utils.errors import UserError, exit_on_user_error
 from tools.quickstart.__main__ import CLIPS, OPTIONS, RECIPES, command, options_of
+from tools.quickstart.images import Row, contact_sheet
 from tools.quickstart.measure import psnr
-from tools.quickstart.pictures import Row, contact_sheet
 from tools.quickstart.report import read_clip
 
 SHOWN = ("white_dog.mp4", "meadow_run.mp4", "pink_clouds.mp4")
@@ -36,7 +36,7 @@ EXTENDED_FROM = 2  # latent frames, which are frames with this VAE, that --exten
 
 
 class Kind(NamedTuple):
-    """A way to sample: its options, given a picture and a video, and how many frames are given."""
+    """A way to sample: its options, given an image and a video, and how many frames are given."""
 
     name: str
     options: tuple[str, ...]
@@ -45,7 +45,7 @@ class Kind(NamedTuple):
 
 KINDS = (
     Kind("text to video", (), 0),
-    Kind("picture to video", ("--image={picture}",), 1),
+    Kind("image to video", ("--image={image}",), 1),
     Kind("extension", ("--extend={video}", f"--condition-frame-length={EXTENDED_FROM}"), EXTENDED_FROM),
 )
 
@@ -72,11 +72,11 @@ def show(out: Path, clips: list[str], weights: list[str]) -> list[dict[str, Any]
     figures, rows = [], []
     for clip in clips:
         source = CLIPS.parent / clip
-        picture = first_picture(source, out / "sources" / f"{source.stem}.png")
+        image = first_image(source, out / "sources" / f"{source.stem}.png")
         groups = [(f"SOURCE {clip}", read_clip(source, cfg.image_size))]
         for kind in KINDS:
             folder = out / kind.name.replace(" ", "-") / source.stem
-            options = [option.format(picture=picture, video=source) for option in kind.options]
+            options = [option.format(image=image, video=source) for option in kind.options]
             command(
                 "scripts/inference.py",
                 INFERENCE,
@@ -88,7 +88,7 @@ def show(out: Path, clips: list[str], weights: list[str]) -> list[dict[str, Any]
             )
             video = read_clip(folder / "sample_0000.mp4", cfg.image_size)
             groups.append((f"{kind.name.upper()} {table['text'][clip]}", video))
-            start = given_frames(kind, source, picture, cfg, vae)
+            start = given_frames(kind, source, image, cfg, vae)
             figures.append({"clip": clip, "kind": kind.name, **measured(video, start, vae)})
         rows.append(Row(groups))
     contact_sheet(rows, out / "contact_sheet.png")
@@ -112,21 +112,21 @@ def keep_weights(out: Path, weights: list[str]) -> None:
     (out / OPTIONS).write_text(json.dumps(wanted) + "\n")
 
 
-def first_picture(source: Path, path: Path) -> Path:
+def first_image(source: Path, path: Path) -> Path:
     """The first frame of a clip, as a file of its own."""
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(read_frames(source, 0, 1)[0].numpy()).save(path)
     return path
 
 
-def given_frames(kind: Kind, source: Path, picture: Path, cfg: InferenceConfig, vae: Any) -> Tensor | None:
+def given_frames(kind: Kind, source: Path, image: Path, cfg: InferenceConfig, vae: Any) -> Tensor | None:
     """[3, n, H, W]: what the video is given, as the pipeline reads it; None without."""
     assert cfg.image_size is not None, "the quickstart says its size in numbers"
     if kind.given == 0:
         return None
     if kind.name == "extension":
         return read_reference(source, vae, cfg.image_size, kind.given, rate=saved_rate(cfg), end=True)
-    return read_reference(picture, vae, cfg.image_size)
+    return read_reference(image, vae, cfg.image_size)
 
 
 def measured(video: Tensor, start: Tensor | None, vae: Any) -> dict[str, float | None]:

@@ -1,7 +1,7 @@
 """Do the samples show what their prompts say? Measured against the clips that the prompts describe.
 
 Two figures, both in pixels: whether the sample's nearest clip, among all clips, is its own; and how near the sample's
-frames come to frames of its own clip (PSNR), beside the ceiling that the VAE sets by reconstructing those frames.
+frames come to frames of its own clip (PSNR), compared with the ceiling that the VAE sets by reconstructing those frames.
 """
 
 import torch
@@ -25,7 +25,7 @@ def nearest(sample: Tensor, clips: list[Tensor], frame_interval: int) -> int:
 
 
 def distance(sample: Tensor, clip: Tensor, frame_interval: int) -> Tensor:
-    """The least mean squared error, over all windows of the clip, of pooled pictures."""
+    """The least mean squared error, over all windows of the clip, of pooled images."""
     x, frames = _pooled(sample), _pooled(clip)  # [T, K], [T_clip, K]
     length = len(x)
     starts = range(0, len(frames) - (length - 1) * frame_interval)
@@ -44,7 +44,7 @@ def best_frame_psnr(sample: Tensor, clip: Tensor) -> float:
 
 
 def psnr(squared_error: Tensor) -> Tensor:
-    """Mean squared error of pictures in [-1, 1] -> dB."""
+    """Mean squared error of images in [-1, 1] -> dB."""
     return 10 * torch.log10(4 / squared_error.clamp_min(1e-10))
 
 

@@ -14,8 +14,8 @@ from opensora.datasets.transforms import get_transform
 from opensora.datasets.video.read_video import frames_needed, probe, read_frames
 from opensora.inference.sizes import video_size
 from opensora.registry import MODELS, build_module
+from tools.quickstart.images import Row, contact_sheet, loss_curve
 from tools.quickstart.measure import best_frame_psnr, nearest, psnr
-from tools.quickstart.pictures import Row, contact_sheet, loss_curve
 
 
 def report(run: Path, table: pd.DataFrame, root: Path, cfg: InferenceConfig, frame_interval: int) -> dict[str, Any]:
@@ -38,17 +38,7 @@ def report(run: Path, table: pd.DataFrame, root: Path, cfg: InferenceConfig, fra
     right = [nearest(sample, clips, frame_interval) == i for sample, i in zip(samples, own, strict=True)]
     near = [best_frame_psnr(sample, clips[i]) for sample, i in zip(samples, own, strict=True)]
     window = frames_needed(size.num_frames, frame_interval)
-    rows = [
-        Row(
-            [
-                (f"CLIP {table['path'][i]}", clips[i][:, :window]),
-                (f"CAPTION {table['text'][i]}", samples[i]),
-                (f"HELD-OUT PARAPHRASE {table['paraphrase'][i]}", samples[n + i]),
-            ]
-        )
-        for i in range(n)
-    ]
-    contact_sheet(rows, run / "contact_sheet.png")
+    contact_sheet(_rows(table, [clip[:, :window] for clip in clips], samples), run / "contact_sheet.png")
     loss_curve(sorted((run / "runs").glob("*/metrics.jsonl")), run / "loss.png")
     return {
         "num_clips": n,
@@ -63,36 +53,35 @@ def report(run: Path, table: pd.DataFrame, root: Path, cfg: InferenceConfig, fra
     }
 
 
-def report_pictures(run: Path, table: pd.DataFrame, root: Path, cfg: InferenceConfig) -> dict[str, int]:
-    """Measure the pictures in `run/pictures` and write `pictures.png`: is a picture's nearest frame one of its own clip?
+def report_images(run: Path, table: pd.DataFrame, root: Path, cfg: InferenceConfig) -> dict[str, int]:
+    """Measure the images in `run/images` and write `images.png`: is an image's nearest frame one of its own clip?
 
     Args: as of `report`.
     """
     size = video_size(cfg, build_module(cfg.vae, MODELS)).image_size
     clips = [read_clip(root / path, size) for path in table["path"]]
-    pictures = [read_picture(path) for path in sorted((run / "pictures").glob("*.png"))]
+    images = [read_image(path) for path in sorted((run / "images").glob("*.png"))]
     n = len(clips)
-    if len(pictures) != 2 * n:
-        raise RuntimeError(f"{len(pictures)} pictures in {run / 'pictures'} for {n} captions and {n} paraphrases")
-    right = [nearest(picture, clips, 1) == i % n for i, picture in enumerate(pictures)]
-    rows = [
-        Row(
-            [
-                (f"CLIP {table['path'][i]}", clips[i][:, :1]),
-                (f"CAPTION {table['text'][i]}", pictures[i]),
-                (f"HELD-OUT PARAPHRASE {table['paraphrase'][i]}", pictures[n + i]),
-            ]
-        )
-        for i in range(n)
-    ]
-    contact_sheet(rows, run / "pictures.png", frames_per_group=1)
-    return {"pictures_captions_right": sum(right[:n]), "pictures_paraphrases_right": sum(right[n:])}
+    if len(images) != 2 * n:
+        raise RuntimeError(f"{len(images)} images in {run / 'images'} for {n} captions and {n} paraphrases")
+    right = [nearest(image, clips, 1) == i % n for i, image in enumerate(images)]
+    contact_sheet(_rows(table, [clip[:, :1] for clip in clips], images), run / "images.png", frames_per_group=1)
+    return {"images_captions_right": sum(right[:n]), "images_paraphrases_right": sum(right[n:])}
 
 
-def read_picture(path: Path) -> Tensor:
-    """A picture file as [3, 1, H, W] in [-1, 1]."""
-    with Image.open(path) as picture:
-        pixels = torch.from_numpy(np.array(picture.convert("RGB")))
+def _rows(table: pd.DataFrame, clips: list[Tensor], samples: list[Tensor]) -> list[Row]:
+    rows = []
+    for i, clip in enumerate(clips):
+        caption, paraphrase = (f"CAPTION {table['text'][i]}", f"HELD-OUT PARAPHRASE {table['paraphrase'][i]}")
+        groups = [(f"CLIP {table['path'][i]}", clip), (caption, samples[i]), (paraphrase, samples[len(clips) + i])]
+        rows.append(Row(groups))
+    return rows
+
+
+def read_image(path: Path) -> Tensor:
+    """An image file as [3, 1, H, W] in [-1, 1]."""
+    with Image.open(path) as image:
+        pixels = torch.from_numpy(np.array(image.convert("RGB")))
     return pixels.permute(2, 0, 1)[:, None] / 127.5 - 1
 
 

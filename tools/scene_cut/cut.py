@@ -3,23 +3,22 @@
     python -m tools.scene_cut.cut scenes.csv --save_dir clips --out clips.csv [--min_seconds 2 --max_seconds 20
         --target_fps 30 --shorter_side 720 --how encode --num-workers 8]
 
-Each clip says where it is from: `source`, `start`, `end` (seconds), `start_frame`, `end_frame`, `scene`. What becomes no clip
-is in OUT_dropped with the reason. Killed, it goes on where it stopped. OUT_cut.jsonl holds the table while it is at work.
+Each clip has columns of where it is from: `source`, `start`, `end` (seconds), `start_frame`, `end_frame`, `scene`. What becomes no clip
+is in OUT_dropped with the reason. Killed, it resumes where it stopped. OUT_cut.jsonl holds the table while it is at work.
 """
 
 import argparse
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from opensora.datasets.table.files import table_format
-from opensora.utils.errors import UserError, exit_on_user_error
+from opensora.utils.errors import exit_on_user_error
 from tools.datasets.stream import renamed
-from tools.footage.rows import read_rows, write_rows
-from tools.scene_cut.pieces import Rules
+from tools.footage.rows import read_rows, refuse_existing, write_rows
+from tools.scene_cut.rules import Rules
 from tools.scene_cut.scorers import Cut, clips_of, lost_of, rules_of
 from tools.scoring.__main__ import add_run_arguments, job_of
 from tools.scoring.frames import Row
-from tools.scoring.job import Job, run
+from tools.scoring.job import run
 
 LOST = ["path", "source", "scene", "start", "end", "reason"]  # of a whole video there is no scene
 
@@ -57,32 +56,19 @@ def main() -> None:
     dropped = out.with_name(f"{out.stem}_dropped{out.suffix}")
     rules = rules_of(vars(args))
     args.out = out.with_name(f"{out.stem}_cut.jsonl")
-    args.overwrite = True  # of a run before; `check_targets` looks at what is not
+    args.overwrite = True  # of an earlier run; `refuse_existing` checks the others
     args.batch_size = 1  # a video at a time is lost by a kill
     job = job_of(args, {"cut": Cut(str(args.save_dir.absolute()), rules)})
-    check_targets(job, (out, dropped), overwrite=overwrite)
+    option = "--out, or pass --overwrite"
+    refuse_existing(job.table, (out, dropped), option, overwrite=overwrite)
+    # a job that was killed, or is done anew, meets its own table
+    refuse_existing(job.table, [job.out], option, overwrite=overwrite or job.parts.is_dir())
     whole = run(job, args.num_workers)
     if not whole.is_file():
         return  # another process of this job is not done yet; the last one writes the table
     clips, lost = write_tables(whole, out, dropped)
     print(f"{out}: {clips} clips")
     print(f"{dropped}: {lost} videos and parts that became no clip")
-
-
-def check_targets(job: Job, targets: Sequence[Path], *, overwrite: bool) -> None:
-    """Before anything is done: what the job writes is no file that somebody may still want.
-
-    Raises:
-        UserError: a target is the table itself, or of no known format, or exists without `overwrite`.
-    """
-    for target in targets:
-        table_format(target)
-    ours = [job.out] if job.parts.is_dir() else []  # a job that was killed, or is done anew, meets its own
-    for target in filter(Path.exists, (*targets, job.out)):
-        if job.table.exists() and target.samefile(job.table):
-            raise UserError(f"{target}, which --out makes it write, is the table itself; name another --out.")
-        if not overwrite and target not in ours:
-            raise UserError(f"{target} exists; name another --out, or pass --overwrite.")
 
 
 def write_tables(whole: Path, out: Path, dropped: Path) -> tuple[int, int]:

@@ -2,7 +2,7 @@
 
 - "content": ours, numpy alone. The colours of a frame and of the one before it differ much, and much more than those of
   the frames around do: motion and shaking raise all differences alike, a cut raises one. (The idea of PySceneDetect's
-  AdaptiveDetector, on pictures of 64 x 36 and with colour histograms besides.) Scenes that fade to black end there: a
+  AdaptiveDetector, on images of 64 x 36 and with colour histograms too.) Scenes that fade to black end there: a
   stretch of black frames is a scene of its own, which is then too short or too dark to keep.
 - "adaptive": PySceneDetect's AdaptiveDetector, what Open-Sora used; `pip install scenedetect`.
 - "transnetv2": a trained network (Soucek & Lokoc 2020, arXiv:2008.04838), which finds dissolves too;
@@ -88,10 +88,12 @@ def changes(footage: Footage) -> tuple[np.ndarray, np.ndarray]:
     found: list[float] = []
     black: list[bool] = []
     before: tuple[np.ndarray, np.ndarray] | None = None
-    for picture in footage.small(*SMALL):
-        now = picture.astype(np.int16), _histogram(picture)
+    for image in footage.small(*SMALL):
+        level = image.reshape(-1, 3).astype(np.int32) * LEVELS // 256
+        colors = (level[:, 0] * LEVELS + level[:, 1]) * LEVELS + level[:, 2]
+        now = image.astype(np.int16), np.bincount(colors, minlength=LEVELS**3) / len(colors)
         found.append(0.0 if before is None else _difference(before, now))
-        black.append(bool(picture.max() < BLACK))
+        black.append(bool(image.max() < BLACK))
         before = now
     return np.array(found), np.array(black)
 
@@ -99,7 +101,7 @@ def changes(footage: Footage) -> tuple[np.ndarray, np.ndarray]:
 def _difference(one: tuple[np.ndarray, np.ndarray], other: tuple[np.ndarray, np.ndarray]) -> float:
     pixels = float(np.abs(one[0] - other[0]).mean())
     colors = float(np.abs(one[1] - other[1]).sum()) / 2  # 0 alike, 1 nothing in common
-    # no more than pixels tell: in a slow fade all of them step over the edge between two levels at once
+    # no more than the pixels' change: in a slow fade all of them step over the edge between two levels at once
     return pixels + min(HISTOGRAM_WEIGHT * colors, pixels)
 
 
@@ -115,13 +117,6 @@ def peaks(change: np.ndarray, threshold: float) -> list[int]:
     return cuts
 
 
-def _histogram(picture: np.ndarray) -> np.ndarray:
-    """Shares of LEVELS^3 colours, [512]."""
-    level = picture.reshape(-1, 3).astype(np.int32) * LEVELS // 256
-    number = (level[:, 0] * LEVELS + level[:, 1]) * LEVELS + level[:, 2]
-    return np.bincount(number, minlength=LEVELS**3) / len(number)
-
-
 def _adaptive(footage: Footage, threshold: float) -> list[int]:
     from scenedetect import FrameTimecode
     from scenedetect.detectors import AdaptiveDetector
@@ -130,9 +125,9 @@ def _adaptive(footage: Footage, threshold: float) -> list[int]:
     detector = AdaptiveDetector(adaptive_threshold=threshold, min_scene_len=1)
     found: list[Any] = []
     time: Any = FrameTimecode(0, fps=footage.fps)
-    for i, picture in enumerate(footage.small(*LARGER)):
+    for i, image in enumerate(footage.small(*LARGER)):
         time = FrameTimecode(i, fps=footage.fps)
-        found += detector.process_frame(time, np.ascontiguousarray(picture[..., ::-1]))
+        found += detector.process_frame(time, np.ascontiguousarray(image[..., ::-1]))
     found += detector.post_process(time)
     return [int(getattr(cut, "frame_num", cut)) for cut in found]
 
@@ -143,14 +138,9 @@ def _transnet(footage: Footage, threshold: float) -> list[int]:
     network = _network()
     frames = torch.from_numpy(np.stack(list(footage.small(*NETWORK_SIZE)))).to(network.device)
     single, _ = network.predict_frames(frames, quiet=True)
-    # it marks the last frame of a scene
-    return [start for start, _ in _runs_end(single.numpy() > threshold)]
-
-
-def _runs_end(marked: np.ndarray) -> list[tuple[int, int]]:
-    """(frame behind the run, length) for each run of True."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], marked, [False]]).astype(np.int8)))
-    return [(int(end), int(end - start)) for start, end in zip(edges[::2], edges[1::2], strict=True)]
+    # it marks the last frames of a scene; the next one begins behind each run of them
+    marked = (single.numpy() > threshold).ravel().astype(np.int8)
+    return (np.flatnonzero(np.diff(np.append(marked, 0)) == -1) + 1).tolist()
 
 
 @functools.cache

@@ -48,7 +48,7 @@ class Footage:
         """Every frame in order.
 
         Raises:
-            BadFile: the file is damaged, on reaching the place.
+            BadFile: the file is damaged, when reading gets there.
         """
         times = self.times()
         with open_video(str(self.path)) as opened:

@@ -3,7 +3,7 @@
     python -m tools.scene_cut.scene_detect videos.csv --out scenes.csv [--detector auto --threshold 3 --num-workers 8]
 
 Detectors: content (needs nothing), adaptive (PySceneDetect), transnetv2; auto = adaptive where it is installed, else
-content. A file that cannot be read keeps its row; the reason is in `status`. Killed, it goes on where it stopped.
+content. A file that cannot be read keeps its row; the reason is in `status`. Killed, it resumes where it stopped.
 """
 
 import argparse

@@ -14,7 +14,7 @@ from tools.footage.rows import shortened
 from tools.scene_cut.cutting import cut_video
 from tools.scene_cut.detectors import find_cuts, resolve, scenes_of
 from tools.scene_cut.frames import Footage
-from tools.scene_cut.pieces import Rules, from_timestamp, to_timestamp
+from tools.scene_cut.rules import Rules, from_timestamp, to_timestamp
 from tools.scoring.frames import Row, each_file
 
 OF_THE_CLIP = ("id", "relpath", "filesize", "digest", "timestamp", "num_scenes", "clips", "lost", "status")
@@ -56,7 +56,7 @@ class Cut:
     def score(self, paths: list[Path], **needed: list[Any]) -> list[Row]:
         """See `Scorer.score`."""
         cells = [str(cell or "") for cell in needed["timestamp"]]
-        rows = zip(paths, cells, strict=True)  # one video may be in several rows, so they go by place, not by path
+        rows = zip(paths, cells, strict=True)  # one video may be in several rows, so they go by index, not by path
         return [row for path, cell in rows for row in each_file([path], self.columns, partial(self._cut, cell))]
 
     def _cut(self, cell: str, path: Path) -> Row:
@@ -82,12 +82,12 @@ def stem_of(path: Path, cell: str, rules: Rules) -> str:
 def _alone(folder: Path, stem: str) -> Iterator[None]:
     """Rows that are alike (as with two captions of a scene) have one set of clips; only one of them writes it at a time.
 
-    It locks a byte of a file for all, whose place is the row's: a file for each would stay behind for each.
+    It locks a byte of a file for all, whose offset is the row's: a file for each would stay behind.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    place = int(hashlib.blake2b(stem.encode(), digest_size=7).hexdigest(), 16)  # below 2^63, as places have to be
+    offset = int(hashlib.blake2b(stem.encode(), digest_size=7).hexdigest(), 16)  # below 2^63, as offsets have to be
     with (folder / ".lock").open("a") as file:
-        fcntl.lockf(file, fcntl.LOCK_EX, 1, place)
+        fcntl.lockf(file, fcntl.LOCK_EX, 1, offset)
         yield
 
 
@@ -96,8 +96,8 @@ def clips_of(row: Mapping[str, Any]) -> Iterator[Row]:
     inherited = {name: value for name, value in row.items() if name not in OF_THE_CLIP}
     for clip in row["clips"] or ():
         size = {"aspect_ratio": clip["height"] / clip["width"], "resolution": clip["height"] * clip["width"]}
-        place = {"id": Path(clip["path"]).stem, "source": row["path"]}
-        yield {**inherited, **clip, **size, **place, "status": "ok"}
+        origin = {"id": Path(clip["path"]).stem, "source": row["path"]}
+        yield {**inherited, **clip, **size, **origin, "status": "ok"}
 
 
 def lost_of(row: Mapping[str, Any]) -> Iterator[Row]:

@@ -5,14 +5,14 @@
         --set aesthetic.head=sac+logos+ava1-l14-linearMSE.pth --device cuda
     torchrun --nproc-per-node 8 -m tools.scoring clips.parquet --scorers flow,camera_motion --out scored.parquet
 
-Killed, it goes on where it stopped when it is started again. docs/scoring.md says what each column means.
+Killed and started again, it resumes where it stopped. docs/scoring.md says what each column means.
 """
 
 import argparse
 import ast
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from opensora.datasets.table.files import table_format
 from opensora.utils.errors import UserError, exit_on_user_error
@@ -38,25 +38,22 @@ def chosen_scorers(wanted: str, settings: Sequence[str], device: str) -> dict[st
         if name not in of_scorer:
             raise UserError(f"--set {setting} has no effect: --scorers does not name {name!r}.")
         of_scorer[name][field] = value
-    return {name: _with_settings(name, texts, device) for name, texts in of_scorer.items()}
-
-
-def _with_settings(name: str, texts: dict[str, str], device: str) -> Scorer:
-    base: Any = scorer(name)
-    scorer(name, **{field: getattr(base, field, None) for field in texts})  # an unknown setting is an error with a hint
-    values = {field: _value(f"{name}.{field}", text, getattr(base, field)) for field, text in texts.items()}
-    return scorer(name, **({"device": device} if hasattr(base, "device") else {}), **values)
-
-
-def _value(what: str, text: str, like: Any) -> Any:
-    """A text as a value of the type that the default has."""
-    if isinstance(like, str):
-        return text
-    try:
-        value = ast.literal_eval(text)
-        return tuple(map(float, value)) if isinstance(like, tuple) else type(like)(value)
-    except (ValueError, SyntaxError, TypeError) as error:
-        raise UserError(f"--set {what}={text}: expected a value such as {like!r}.") from error
+    scorers = {}
+    for name, texts in of_scorer.items():
+        base: Any = scorer(name)
+        scorer(
+            name, **{field: getattr(base, field, None) for field in texts}
+        )  # an unknown setting is an error with a hint
+        values: dict[str, Any] = {"device": device} if hasattr(base, "device") else {}
+        for field, text in texts.items():
+            like = getattr(base, field)  # the value is of the type of the default
+            try:
+                value = text if isinstance(like, str) else ast.literal_eval(text)
+                values[field] = tuple(map(float, value)) if isinstance(like, tuple) else type(like)(value)
+            except (ValueError, SyntaxError, TypeError) as error:
+                raise UserError(f"--set {name}.{field}={text}: expected a value such as {like!r}.") from error
+        scorers[name] = scorer(name, **values)
+    return scorers
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,7 +66,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--part-rows", type=int, default=512, metavar="N", help="rows of a part")
     parser.add_argument("--overwrite", action="store_true", help="replace the output if it exists")
     parser.add_argument(
-        "--retry-failed", action="store_true", help="look again at the files that failed in a run before"
+        "--retry-failed", action="store_true", help="score the files that failed in an earlier run again"
     )
 
 
@@ -90,8 +87,7 @@ def job_of(args: argparse.Namespace, scorers: dict[str, Scorer]) -> jobs.Job:
     folder = args.root or args.table.parent
     if args.out.parent.resolve() != args.table.parent.resolve() and args.root is None:
         print(f"paths stay relative to {folder}: pass --root {folder} to what reads {args.out}")
-    again: Literal["none", "failed"] = "failed" if args.retry_failed else "none"
-    return jobs.Job(args.table, args.out, scorers, folder, args.batch_size, args.part_rows, again)
+    return jobs.Job(args.table, args.out, scorers, folder, args.batch_size, args.part_rows, args.retry_failed)
 
 
 def read_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -1,7 +1,7 @@
-"""`aes`: how much people like the picture, 1 to 10, by a head of linear layers on CLIP's embedding of three frames.
+"""`aes`: how much people like the image, 1 to 10, by a head of linear layers on CLIP's embedding of three frames.
 
 LAION's predictors (Schuhmann 2022): `sac+logos+ava1-l14-linearMSE.pth`, five linear layers without anything between them, which
-Open-Sora used, or `sa_0_4_vit_l_14_linear.pth`, one layer. Both are for CLIP ViT-L/14. Pictures that people like are around 6,
+Open-Sora used, or `sa_0_4_vit_l_14_linear.pth`, one layer. Both are for CLIP ViT-L/14. Images that people like are around 6,
 ordinary ones 4 to 5. Neither file ships here; both are given by path.
 """
 

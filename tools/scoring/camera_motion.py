@@ -2,10 +2,10 @@
 
 The optical flow of pairs of frames is explained by a camera that pans, tilts, zooms and rolls,
 
-    u = pan + zoom x - roll y,    v = tilt + zoom y + roll x    (x, y from the middle of the picture),
+    u = pan + zoom x - roll y,    v = tilt + zoom y + roll x    (x, y from the middle of the image),
 
 fitted by iteratively reweighted least squares (Tukey's biweight, so that what moves by itself does not count; Beaton & Tukey
-1974) to the places that have texture, since flow in plain areas is a guess. A camera that pans right moves the picture to
+1974) to the pixels that have texture, since flow in plain areas is a guess. A camera that pans right moves the image to
 the left. Open-Sora 1.1 and 1.2 did this with Farneback's flow and thresholds; the words are theirs.
 """
 
@@ -20,9 +20,9 @@ from tools.scoring.fields import flow_method
 from tools.scoring.frames import Pair, Row, check_pairs, each_file, luma, pairs
 from tools.scoring.registry import SCORERS
 
-GRID = 8  # pixels between the places that are looked at
-TEXTURE = 6.0  # grey levels that neighbouring places differ by, at least
-LEAST_PLACES = 40  # with texture; fewer say nothing
+GRID = 8  # pixels between the pixels that are looked at
+TEXTURE = 6.0  # grey levels that neighbouring pixels differ by, at least
+LEAST_PIXELS = 40  # with texture; fewer say nothing
 ROUNDS = 12
 TUKEY = 4.685  # times the spread of the residuals: 95 % as good as least squares where those are normal
 WORDS = {"pan": ("pan_left", "pan_right"), "tilt": ("tilt_down", "tilt_up"), "zoom": ("zoom_out", "zoom_in")}
@@ -30,14 +30,14 @@ WORDS = {"pan": ("pan_left", "pan_right"), "tilt": ("tilt_down", "tilt_up"), "zo
 
 @dataclass(frozen=True)
 class Motion:
-    """Pixels per second that the picture moves by, at 576 pixels of width; `zoom`, `roll`: at a typical place.
+    """Pixels per second that the image moves by, at 576 pixels of width; `zoom`, `roll`: at a typical pixel.
 
     Attributes:
         pan: to the left, as when the camera turns right.
         tilt: down, as when the camera turns up.
         zoom: away from the middle.
         roll: around the middle.
-        support: share of the textured places that move so.
+        support: share of the textured pixels that move so.
     """
 
     pan: float
@@ -55,9 +55,9 @@ class CameraMotion:
         method: see `tools.scoring.fields`.
         fps: pairs of frames are 1 / fps seconds apart.
         pairs: at most so many, spread over the clip.
-        still: pixels per second at 576 pixels of width, below which a camera stands still: half a percent of the picture.
+        still: pixels per second at 576 pixels of width, below which a camera stands still: half a percent of the image.
         dominance: the strongest motion is this many times all others together, or the clip is unclassified.
-        support: least share of the textured places that follow the camera.
+        support: least share of the textured pixels that follow the camera.
         device: of a network.
     """
 
@@ -75,7 +75,7 @@ class CameraMotion:
         check_pairs("camera_motion", self.fps, self.pairs)
 
     def score(self, paths: list[Path], **needed: list[Any]) -> list[Row]:
-        """A word; None for a picture."""
+        """A word; None for an image."""
         fields = flow_method(self.method, self.device)
 
         def measure(path: Path) -> Row:
@@ -105,11 +105,11 @@ class CameraMotion:
 
 
 def camera(field: np.ndarray, pair: Pair) -> Motion | None:
-    """The camera's part in a flow field [H, W, 2]; None where the picture has too little texture."""
+    """The camera's part in a flow field [H, W, 2]; None where the image has too little texture."""
     height, width = field.shape[:2]
     rows, columns = (np.arange(GRID // 2, side, GRID) for side in (height, width))
     textured = _texture(luma(pair.first))[np.ix_(rows, columns)] > TEXTURE
-    if textured.sum() < LEAST_PLACES:
+    if textured.sum() < LEAST_PIXELS:
         return None
     y, x = np.meshgrid(rows - (height - 1) / 2, columns - (width - 1) / 2, indexing="ij")
     x, y, flow = x[textured], y[textured], field[np.ix_(rows, columns)][textured].astype(np.float64)
@@ -119,11 +119,11 @@ def camera(field: np.ndarray, pair: Pair) -> Motion | None:
 
 
 def _fitted(x: np.ndarray, y: np.ndarray, flow: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Pan, tilt, zoom and roll of flow [N, 2] at places x, y [N], and the weight of each place, 0 to 1."""
+    """Pan, tilt, zoom and roll of flow [N, 2] at pixels x, y [N], and the weight of each, 0 to 1."""
     one, none = np.ones_like(x), np.zeros_like(x)
     design = np.stack([np.stack([one, none, x, -y], -1), np.stack([none, one, y, x], -1)], axis=1)  # [N, 2, 4]
     weights = np.ones(len(x))
-    # from the median shift, which half of the places cannot pull away
+    # from the median shift, which half of the pixels cannot pull away
     solution = np.array([*np.median(flow, axis=0), 0.0, 0.0])
     for _ in range(ROUNDS):
         residual = np.linalg.norm(flow - design @ solution, axis=-1)

@@ -18,12 +18,12 @@ from opensora.datasets.transforms import to_float
 from opensora.utils.errors import UserError
 from tools.scoring.frames import key_frames
 
-MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # of CLIP's training pictures
+MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # of CLIP's training images
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class Clip:
-    """A CLIP model with its tokenizer and what it wants pictures to be."""
+    """A CLIP model with its tokenizer and what it wants images to be."""
 
     def __init__(self, folder: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
         self.folder = Path(

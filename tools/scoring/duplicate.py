@@ -1,13 +1,13 @@
 """`duplicate_of`: the clip, earlier in the table, that this one repeats; `duplicate_bits`: how far apart the two are.
 
-Clips are compared by perceptual hashes of three frames: which of the 8 x 8 lowest frequencies of a 32 x 32 grey picture's
+Clips are compared by perceptual hashes of three frames: which of the 8 x 8 lowest frequencies of a 32 x 32 grey image's
 cosine transform, without the constant row and column, are above their median (pHash; Zauner 2010, "Implementation and
 Benchmarking of Perceptual Image Hash Functions"). `phash` holds them, 48 hexadecimal digits. Another codec, size or frame rate changes a few bits, another
-picture about half of them. Not found: mirrored or cropped clips, other lengths of the same take, and clips that are one plain
+image about half of them. Not found: mirrored or cropped clips, other lengths of the same take, and clips that are one plain
 colour, which all look alike and have no hash.
 
 Alike are clips of which no frame differs in more than `bits`. Of n clips not all n^2 / 2 pairs are compared: two hashes that
-differ in at most b bits have one of b + 1 pieces in common, so only clips that share such a piece in each frame are. What is
+differ in at most b bits have one of b + 1 chunks in common, so only clips that share such a chunk in each frame are. What is
 in memory grows with n, also where all clips are alike.
 """
 
@@ -26,12 +26,12 @@ from tools.scoring.registry import SCORERS
 
 SIDE, LOW = 32, 8
 FRAMES = len(KEY_POINTS)
-PLAIN = 2.0  # grey levels of standard deviation, below which a picture is one colour
+PLAIN = 2.0  # grey levels of standard deviation, below which an image is one colour
 FEW = 2000  # clips: up to here each that is kept is compared with all behind it
 BLOCK = 1 << 16  # pairs compared at a time
 ONES = np.array([bin(i).count("1") for i in range(1 << 16)], np.uint8)  # bits that are set
 MIX = np.uint64(0x9E3779B97F4A7C15)  # any large odd number
-MOST_BITS = 15  # the pieces become too short to tell clips apart
+MOST_BITS = 15  # the chunks become too short to tell clips apart
 
 
 @dataclass(frozen=True)
@@ -173,8 +173,8 @@ def _look(hashes: np.ndarray, bits: int, rows: np.ndarray, among: np.ndarray, of
         asking = candidates if rows is among else np.arange(len(rows))
         for start in range(0, len(rows), BLOCK):
             some = asking[start : start + BLOCK]
-            place = np.searchsorted(key, wanted[some])
-            _compare(hashes, bits, (rows[some], wanted[some], place), (clips, key), of)
+            index = np.searchsorted(key, wanted[some])
+            _compare(hashes, bits, (rows[some], wanted[some], index), (clips, key), of)
 
 
 def _compare(
@@ -189,14 +189,14 @@ def _compare(
     """
     clips, keys = among
     while True:
-        rows, wanted, place = (values[looking[2] < len(keys)] for values in looking)
-        hopeful = (keys[place] == wanted) & (clips[place] < of[rows])
-        rows, wanted, place = rows[hopeful], wanted[hopeful], place[hopeful]
+        rows, wanted, index = (values[looking[2] < len(keys)] for values in looking)
+        hopeful = (keys[index] == wanted) & (clips[index] < of[rows])
+        rows, wanted, index = rows[hopeful], wanted[hopeful], index[hopeful]
         if not len(rows):
             return
-        alike = _apart(hashes[rows], hashes[clips[place]]) <= bits
-        of[rows[alike]] = clips[place[alike]]
-        looking = rows[~alike], wanted[~alike], place[~alike] + 1
+        alike = _apart(hashes[rows], hashes[clips[index]]) <= bits
+        of[rows[alike]] = clips[index[alike]]
+        looking = rows[~alike], wanted[~alike], index[~alike] + 1
 
 
 def _apart(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -205,11 +205,11 @@ def _apart(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def _keys(hashes: np.ndarray, bits: int) -> Iterator[np.ndarray]:
-    """[N] uint64 for each choice of a piece in every frame: equal where clips agree in all of them. By chance also elsewhere,
+    """[N] uint64 for each choice of a chunk in every frame: equal where clips agree in all of them. By chance also elsewhere,
     which costs a comparison."""
     edges = np.linspace(0, 64, bits + 2).astype(int)
-    pieces = [(np.uint64(low), np.uint64((1 << int(high - low)) - 1)) for low, high in pairwise(edges)]
-    for choice in product(pieces, repeat=hashes.shape[1]):
+    chunks = [(np.uint64(low), np.uint64((1 << int(high - low)) - 1)) for low, high in pairwise(edges)]
+    for choice in product(chunks, repeat=hashes.shape[1]):
         key = np.zeros(len(hashes), np.uint64)
         for frame, (low, mask) in enumerate(choice):
             key = key * MIX + ((hashes[:, frame] >> low) & mask)

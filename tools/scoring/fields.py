@@ -1,4 +1,4 @@
-"""Optical flow: how far each pixel of one picture has moved in the next.
+"""Optical flow: how far each pixel of one image has moved in the next.
 
 - "dis": Dense Inverse Search (Kroeger et al. 2016, arXiv:1603.03590), no weights, OpenCV's code at its preset "medium".
 - "raft_small:FILE", "raft_large:FILE": RAFT (Teed & Deng 2020, arXiv:2003.12039) with torchvision's weights in FILE.

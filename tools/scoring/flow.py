@@ -34,7 +34,7 @@ class Flow:
         check_pairs("flow", self.fps, self.pairs)
 
     def score(self, paths: list[Path], **needed: list[Any]) -> list[Row]:
-        """0 for a still clip, some 10 for a fast one; None for a picture."""
+        """0 for a still clip, some 10 for a fast one; None for an image."""
         flow_method(self.method, self.device)  # what is wrong with it is no file's fault
         return each_file(paths, self.columns, lambda path: {"flow": self._measure(pairs(path, self.fps, self.pairs))})
 

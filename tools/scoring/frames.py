@@ -36,7 +36,7 @@ def each_file(paths: Sequence[Path], columns: Sequence[str], measure: Callable[[
             rows.append(measure(path))
         except (UserError, OSError) as error:
             rows.append(unread(columns, error))
-        # OpenCV's own, such as of pictures that are too narrow for optical flow: its class comes with its import
+        # OpenCV's own, such as of images that are too narrow for optical flow: its class comes with its import
         except Exception as error:
             if type(error).__module__.split(".")[0] != "cv2":
                 raise
@@ -50,7 +50,7 @@ def unread(columns: Sequence[str], error: Exception) -> Row:
 
 
 def key_frames(path: Path, points: Sequence[float] = KEY_POINTS) -> list[np.ndarray]:
-    """The frames at these shares of the clip's length, each [H, W, 3] uint8; a picture is its own frame at each.
+    """The frames at these shares of the clip's length, each [H, W, 3] uint8; an image is its own frame at each.
 
     Raises:
         BadFile: the file cannot be read.
@@ -67,7 +67,7 @@ def key_frames(path: Path, points: Sequence[float] = KEY_POINTS) -> list[np.ndar
 
 
 def check_pairs(name: str, fps: float, most: int) -> None:
-    """See that a scorer's pairs of frames can be.
+    """Refuse settings with which there are no pairs of frames.
 
     Raises:
         UserError: they cannot.
@@ -77,7 +77,7 @@ def check_pairs(name: str, fps: float, most: int) -> None:
 
 
 def pairs(path: Path, fps: float, most: int) -> list[Pair]:
-    """At most `most` pairs of frames about 1 / fps seconds apart, spread over the whole clip, shrunk; none of a picture.
+    """At most `most` pairs of frames about 1 / fps seconds apart, spread over the whole clip, shrunk; none of an image.
 
     A clip that is shorter than that gives its first and last frame. The seconds are those that lie between the two in the
     file, so that variable and low frame rates are measured right.
@@ -91,7 +91,7 @@ def pairs(path: Path, fps: float, most: int) -> list[Pair]:
             if num_frames < 2:
                 return []
             shown = np.maximum.accumulate(clip.seconds()[:num_frames])
-            starts, ends = _places(shown, 1 / fps, most)
+            starts, ends = _pair_indices(shown, 1 / fps, most)
             once = sorted({*starts, *ends})
             frames = dict(zip(once, (shrunk(frame) for frame in clip.read(once)), strict=True))
             gaps = [float(shown[end] - shown[start]) or 1 / clip.fps for start, end in zip(starts, ends, strict=True)]
@@ -101,7 +101,7 @@ def pairs(path: Path, fps: float, most: int) -> list[Pair]:
 
 
 def _of_what_there_is(read: Callable[[int], T], num_frames: int) -> T:
-    """`read` of a clip of that many frames, or of those there are where the last packets hold no picture, as training does it."""
+    """`read` of a clip of that many frames, or of those there are where the last packets hold no image, as training does it."""
     try:
         return read(num_frames)
     except TooFewFrames as error:
@@ -115,11 +115,11 @@ def pairs_of(frames: Sequence[np.ndarray], fps: float, most: int, frame_rate: fl
     if len(frames) < 2:
         return []
     shown = np.arange(len(frames)) / frame_rate
-    found = zip(*_places(shown, 1 / fps, most), strict=True)
+    found = zip(*_pair_indices(shown, 1 / fps, most), strict=True)
     return [Pair(shrunk(frames[a]), shrunk(frames[b]), float(shown[b] - shown[a])) for a, b in found]
 
 
-def _places(shown: np.ndarray, gap_s: float, most: int) -> tuple[list[int], list[int]]:
+def _pair_indices(shown: np.ndarray, gap_s: float, most: int) -> tuple[list[int], list[int]]:
     """Numbers of the first and of the second frames of pairs."""
     last_start = int(np.searchsorted(shown, shown[-1] - gap_s + 1e-6, side="right")) - 1
     if last_start < 0:
@@ -156,7 +156,7 @@ def mean(numbers: Iterable[float]) -> float:
 
 
 def opencv() -> Any:
-    """OpenCV, on one thread: it cuts its work into a piece for each, and flow then depends on how many there are.
+    """OpenCV, on one thread: it splits its work among threads, and flow then depends on how many there are.
 
     Raises:
         UserError: it is not installed.

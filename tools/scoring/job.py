@@ -1,8 +1,8 @@
 """Score a whole table: parts of it on many processes or machines, then one merged table.
 
 The parts lie in the folder `OUT.parts`, which every process reads and writes. Part k is done by process k mod n, under torchrun
-by rank; who finds all parts complete merges them, in the order of the table. So the result is the same for any number of
-processes, and a run that was killed goes on where it stopped, with the same number or another one.
+by rank; the process that finds all parts complete merges them, in the order of the table. So the result is the same for any
+number of processes, and a run that was killed resumes where it stopped, with the same number or another one.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
@@ -45,7 +45,7 @@ class Job:
         folder: what relative paths are relative to.
         batch_size: files that a scorer gets at a time.
         part_rows: rows of a part.
-        again: which of the rows that were looked at by a run before are looked at again: "none" or "failed" ones.
+        retry_failed: score the rows that failed in an earlier run again.
         title: of the bar that shows how far it is.
     """
 
@@ -55,7 +55,7 @@ class Job:
     folder: Path
     batch_size: int = 16
     part_rows: int = 512
-    again: Literal["none", "failed"] = "none"
+    retry_failed: bool = False
     title: str = "scoring"
 
     @property
@@ -91,8 +91,10 @@ def run(job: Job, workers: int = 1) -> Path:
     prepare(job)
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     total = count_rows(job.table)
-    if job.again == "failed":
-        _reopen(all_parts(job, total), world)
+    if job.retry_failed:  # before any process is at work: one that is started again must not open what it has just done
+        if world > 1:
+            raise UserError("--retry-failed does not work under torchrun; run it without, with --num-workers N.")
+        print(f"{sum(map(reopen, all_parts(job, total)))} rows that failed are tried again", flush=True)
     interval_s = 0.5 if sys.stderr.isatty() else 30  # between two states of the bar: a log keeps them all
     with tqdm(total=total, desc=job.title, unit="row", leave=False, mininterval=interval_s, disable=rank > 0) as bar:
         if world > 1:
@@ -134,15 +136,6 @@ def prepare(job: Job) -> None:
         )
 
 
-def _reopen(parts: Sequence[Part], world: int) -> None:
-    """Before any process is at work, so that one that is started again does not open anew what it has just done."""
-    if world > 1:
-        raise UserError(
-            "--retry-failed: under torchrun nobody is first to open the parts; run it without, with --num-workers N."
-        )
-    print(f"{sum(map(reopen, parts))} rows that failed are tried again", flush=True)
-
-
 def run_share(job: Job, rank: int, world: int, advanced: Advanced) -> None:
     """Complete the parts rank, rank + world, ..., those that are not."""
     for number, block in enumerate(read_blocks(job.table, job.part_rows, job.needed())):
@@ -161,10 +154,10 @@ def all_parts(job: Job, rows: int) -> list[Part]:
 
 
 def merge(job: Job, rows: int) -> None:
-    """Write the table with what the parts say, and print what could not be scored.
+    """Write the table with the columns of the parts, and print what could not be scored.
 
     Raises:
-        UserError: parquet cannot hold a column; the rows are in a JSONL file beside it then.
+        UserError: parquet cannot hold a column; the rows are in a JSONL file next to it then.
     """
     whole_columns = compared(job, rows)
     columns = columns_of(job.table)
@@ -177,7 +170,13 @@ def merge(job: Job, rows: int) -> None:
             for name in job.added():
                 whole = whole_columns.get(name)
                 block[name] = whole[start : start + len(lines)] if whole else [line.get(name) for line in lines]
-            block[STATUS] = _status(block, [line.get("errors", {}) for line in lines], failed)
+            before, block[STATUS] = block.get(STATUS, ["ok"] * len(lines)), []
+            for status, line in zip(before, lines, strict=True):
+                errors = line.get("errors", {})
+                for name in errors:
+                    failed[name] = failed.get(name, 0) + 1
+                is_ok = status in ("ok", "", None)  # else the table's own status stays
+                block[STATUS].append(next(iter(errors.values()), "ok") if is_ok else status)
             yield block
 
     names = [*columns, *([] if STATUS in columns else [STATUS]), *job.added()]
@@ -194,20 +193,8 @@ def merge(job: Job, rows: int) -> None:
         print(f"  {name}: {count} files could not be read, or gave nothing; the reason is in the column {STATUS}")
 
 
-def _status(block: Block, errors: list[dict[str, str]], failed: dict[str, int]) -> list[str]:
-    """What is wrong with each row: what the table says of it, or the first scorer's error."""
-    before = block.get(STATUS, ["ok"] * len(errors))
-    for of_row in errors:
-        for name in of_row:
-            failed[name] = failed.get(name, 0) + 1
-    return [
-        old if old not in ("ok", "", None) else next(iter(of_row.values()), "ok")
-        for old, of_row in zip(before, errors, strict=True)
-    ]
-
-
 def compared(job: Job, rows: int) -> dict[str, list[Any]]:
-    """What scorers say once they have seen everything."""
+    """The columns of scorers that compare all rows."""
     columns: dict[str, list[Any]] = {}
     for chosen in job.scorers.values():
         if isinstance(chosen, Comparing):
@@ -217,7 +204,7 @@ def compared(job: Job, rows: int) -> dict[str, list[Any]]:
 
 
 class _Scored(NamedTuple):
-    """A column that a scorer has written, read anew each time: the rows of a large table are not to be in memory at once."""
+    """A column that a scorer has written, read anew each time: a large table's rows do not fit into memory."""
 
     parts: Sequence[Part]
     column: str
@@ -241,7 +228,7 @@ def recorded(parts: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     found: dict[str, Any] = json.loads(path.read_text())
-    _forget_speed(found["scorers"])  # an older version wrote more of it down
+    _forget_speed(found["scorers"])  # an older version wrote more of it
     return found
 
 
@@ -252,7 +239,7 @@ def record(parts: Path, of: dict[str, Any]) -> None:
 
 
 def fingerprint(job: Job) -> dict[str, Any]:
-    """What parts depend on: nothing that only concerns speed, or how a server is reached."""
+    """What parts depend on: no settings of speed alone, or of how a server is reached."""
     settings = {name: dataclasses.asdict(chosen) for name, chosen in job.scorers.items()}  # type: ignore[call-overload]
     _forget_speed(settings)
     made_of = {"table": file_hash(job.table), "folder": str(job.folder.resolve()), "scorers": settings}
@@ -277,14 +264,6 @@ class Share(NamedTuple):
     gpu: int
 
 
-def use_device(job: Job, local_rank: int) -> None:
-    """Give this process a GPU of its own, where a scorer works on one."""
-    if _on_gpu(job):
-        import torch
-
-        torch.cuda.set_device(local_rank % torch.cuda.device_count())
-
-
 def _on_gpu(job: Job) -> bool:
     return any(str(getattr(chosen, "device", "cpu")).startswith("cuda") for chosen in job.scorers.values())
 
@@ -294,7 +273,13 @@ def _supervise(job: Job, shares: Sequence[Share], bar: Any) -> None:
     # a forked process cannot use a GPU, a spawned one imports everything again
     context: Any = multiprocessing.get_context("spawn" if _on_gpu(job) else "fork")
     counters = context.Value("q", 0), context.Value("q", 0)  # rows behind, rows scored
-    running = {share: _start(context, job, share, counters) for share in shares}
+
+    def start(share: Share) -> BaseProcess:
+        process: BaseProcess = context.Process(target=_work, args=(job, share, counters), daemon=True)
+        process.start()
+        return process
+
+    running = {share: start(share) for share in shares}
     deaths, before = 0, 0
     try:
         while running:
@@ -309,23 +294,17 @@ def _supervise(job: Job, shares: Sequence[Share], bar: Any) -> None:
                 scored = counters[1].value
                 deaths, before = (deaths + 1 if scored == before else 1), scored
                 if process.exitcode > 0 or deaths > NO_PROGRESS:
-                    raise UserError(f"process {share.rank} ended with code {process.exitcode}; what it said is above.")
+                    raise UserError(f"process {share.rank} ended with code {process.exitcode}; its error is above.")
                 note_death(job.parts, process.pid or 0)
-                running[share] = _start(context, job, share, counters)
+                running[share] = start(share)
     finally:
         for process in running.values():
             process.terminate()
             process.join()
 
 
-def _start(context: Any, job: Job, share: Share, counters: Any) -> BaseProcess:
-    process: BaseProcess = context.Process(target=_work, args=(job, share, counters), daemon=True)
-    process.start()
-    return process
-
-
 def _work(job: Job, share: Share, counters: Any) -> None:
-    gc.freeze()  # garbage of the process that was forked may own threads, which are not here
+    gc.freeze()  # garbage of the forked process may own threads, which are not here
 
     def advanced(behind: int, scored: int) -> None:
         for counter, rows in zip(counters, (behind, scored), strict=True):
@@ -334,7 +313,10 @@ def _work(job: Job, share: Share, counters: Any) -> None:
 
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
-        use_device(job, share.gpu)
+        if _on_gpu(job):
+            import torch
+
+            torch.cuda.set_device(share.gpu % torch.cuda.device_count())
         run_share(job, share.rank, share.world, advanced)
     except UserError as error:
         sys.stderr.write(f"\nerror: {error}\n")
@@ -342,7 +324,7 @@ def _work(job: Job, share: Share, counters: Any) -> None:
 
 
 def _end_with_parent() -> None:
-    """A process that is killed cannot end its children; they would go on, and keep the next run from their parts."""
+    """A process that is killed cannot end its children; they would continue, and keep the next run from their parts."""
     parent = multiprocessing.parent_process()
     assert parent is not None, "it runs in a child"
     wait([parent.sentinel])

@@ -1,7 +1,7 @@
 """`match`: how well a clip's caption fits its middle frame: 100 times the cosine of CLIP's embeddings.
 
 Radford et al. 2021, arXiv:2103.00020; what Open-Sora filters by with `--matchmin`. For ViT-L/14 it is some 15 for any two and
-20 to 35 for a picture and its caption. A caption longer than CLIP's 77 tokens is cut.
+20 to 35 for an image and its caption. A caption longer than CLIP's 77 tokens is cut.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""`ocr`: pieces of writing in the picture; `ocr_area`: the share of the picture that they cover, 0 to 1.
+"""`ocr`: texts in the image; `ocr_area`: the share of the image that they cover, 0 to 1.
 
 PP-OCRv4 as the package rapidocr-onnxruntime ships it, with its weights, on the middle frame: DBNet (Liao et al. 2020,
 arXiv:1911.08947) finds boxes, and a box counts when what is in it can also be read. Open-Sora counted the boxes of MMOCR's
@@ -74,7 +74,7 @@ def has_letters(text: str) -> bool:
 
 
 def covered(boxes: Sequence[np.ndarray], height: int, width: int) -> float:
-    """The share of a picture that boxes cover together: where they overlap it counts once."""
+    """The share of an image that boxes cover together: where they overlap it counts once."""
     mask = np.zeros((height, width), np.uint8)
     for box in boxes:
         opencv().fillPoly(mask, [np.rint(box).astype(np.int32)], 1)

@@ -1,14 +1,14 @@
 """One part of a table: its rows are scored batch by batch, and what is done is on disk after each.
 
-A part is a file `part-00000012.jsonl`, one line a row; until it is complete, `part-00000012.partial`. Whoever opens the part
-again goes on behind the last whole line. Decoders are C code that a damaged file may crash: before each batch, its place is
-written to `part-00000012.trying`, so that the process that watches over this one can note there that it died. Then the batch
-is done again row by row, and a row at which the process dies twice in a row gets an error instead of a score. Where all are
-killed from outside nobody notes anything: one batch is lost, and no file is blamed, however often that happens.
+A part is a file `part-00000012.jsonl`, one line a row; until it is complete, `part-00000012.partial`, which is resumed behind
+its last whole line. Decoders are C code that a damaged file may crash: before each batch, its rows are written to
+`part-00000012.trying`, so that the process that supervises this one can note there that it died. Then the batch is done again
+row by row, and a row at which the process dies twice in a row gets an error instead of a score. Where all are killed from
+outside nobody notes anything: one batch is lost, and no file is blamed, however often that happens.
 
-To score again the rows that failed, `reopen` moves what there is of a part to `part-00000012.before`. The part is then done
-anew, but only the rows that failed or are not in there; their lines take the places of the old ones when the part is complete.
-A part may also begin as such a `.before`: see `tools.scoring.carry`.
+To score again the rows that failed, `reopen` moves what there is of a part to `part-00000012.before`. Then only the rows that
+failed or are not in there are scored; their lines replace the old ones when the part is complete. A part may also begin as
+such a `.before`: see `tools.scoring.carry`.
 """
 
 import fcntl
@@ -27,14 +27,14 @@ from tools.scoring.registry import Scorer
 
 DEATHS = 2  # at one row, after which it is given up
 DIED = "the process died twice while reading it; the file crashes its decoder"
-PATIENCE_S = 5.0  # in which a process of a run that was killed lets go of its part
+LOCK_S = 5.0  # in which a process of a run that was killed releases its part
 
 Line = dict[str, Any]
 Advanced = Callable[[int, int], None]
 
 
 class Trying(NamedTuple):
-    """The rows that are being done: the first, how many, how often a process has died at them, and by which process."""
+    """The rows that a process is scoring: the first, how many, how often a process has died at them, and its id."""
 
     start: int
     rows: int
@@ -85,7 +85,7 @@ def score_part(
         paths: the files of its rows.
         scorers: by name.
         batch_size: files that scorers get at a time.
-        advanced: is told how many rows are behind, and how many of them were looked at just now.
+        advanced: called with the number of rows that are done, and how many of them were scored just now.
 
     Raises:
         UserError: a scorer cannot work at all, or another process is at this part.
@@ -95,16 +95,21 @@ def score_part(
         wanted = [row for row in range(len(paths)) if row >= len(before) or "errors" in before[row]]
         done = _whole_lines(file)
         advanced(len(paths) - len(wanted) + done, 0)
-        died = _died(part, done)
+        died = _read_trying(part.trying)  # of a process that died; not of one that was killed with its supervisor
+        if died is not None and not (died.start == done and died.deaths):
+            died = None
         while done < len(wanted):
-            rows, deaths = _next(done, died, min(batch_size, len(wanted) - done))
+            rows, deaths = min(batch_size, len(wanted) - done), 0
+            if died is not None and died.start <= done < died.start + died.rows:
+                rows, deaths = 1, died.deaths if done == died.start and died.rows == 1 else 0
             given_up = deaths >= DEATHS
             if given_up:
                 lines = [{"errors": dict.fromkeys(scorers, DIED)}]
             else:
                 part.trying.write_text(json.dumps(Trying(done, rows, deaths, os.getpid())))
-                places = wanted[done : done + rows]
-                lines = score_rows(scorers, [paths[row] for row in places], _picked(block, places))
+                chosen = wanted[done : done + rows]
+                cells = {name: [values[row] for row in chosen] for name, values in block.items()}
+                lines = score_rows(scorers, [paths[row] for row in chosen], cells)
             file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
             file.flush()
             part.trying.unlink(missing_ok=True)
@@ -210,28 +215,11 @@ def note_death(folder: Path, process: int) -> None:
             path.write_text(json.dumps(trying._replace(deaths=trying.deaths + 1)))
 
 
-def _next(done: int, died: Trying | None, batch: int) -> tuple[int, int]:
-    """How many rows come next, and how often a process has died at exactly these."""
-    if died is None or not died.start <= done < died.start + died.rows:
-        return batch, 0
-    return 1, died.deaths if done == died.start and died.rows == 1 else 0
-
-
-def _died(part: Part, done: int) -> Trying | None:
-    """What a process died at; None where none did, or where it was killed together with the one that watches over it."""
-    trying = _read_trying(part.trying)
-    return trying if trying is not None and trying.start == done and trying.deaths else None
-
-
 def _read_trying(path: Path) -> Trying | None:
     try:
         return Trying(*json.loads(path.read_text()))
     except (FileNotFoundError, ValueError, TypeError):  # it died while writing that file
         return None
-
-
-def _picked(block: Block, rows: Sequence[int]) -> Block:
-    return {name: [values[row] for row in rows] for name, values in block.items()}
 
 
 @contextmanager
@@ -247,7 +235,7 @@ def _opened(part: Part) -> Iterator[TextIO]:
 
 
 def _lock(file: TextIO, part: Part) -> None:
-    until = time.monotonic() + PATIENCE_S
+    until = time.monotonic() + LOCK_S
     while True:
         try:
             return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

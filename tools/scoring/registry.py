@@ -24,7 +24,7 @@ class Scorer(Protocol):
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Columns of the table that `score` gets as keyword arguments beside the paths, such as ("text",)."""
+        """Columns of the table that `score` gets as keyword arguments with the paths, such as ("text",)."""
 
     def score(self, paths: list[Path], **needed: list[Any]) -> list[dict[str, Any]]:
         """A dict with a value for each of `columns` for each file, in order; None where there is none.
@@ -35,7 +35,7 @@ class Scorer(Protocol):
 
 @runtime_checkable
 class Comparing(Protocol):
-    """A scorer that says more once it has seen all files: which are alike, for example."""
+    """A scorer that compares all files, for example to find those that are alike."""
 
     @property
     def compared(self) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
-"""`sharpness`: the variance of the Laplacian of the grey picture, at 576 pixels of width; the mean over three frames.
+"""`sharpness`: the variance of the Laplacian of the grey image, at 576 pixels of width; the mean over three frames.
 
-Pech-Pacheco et al. 2000, "Diatom autofocusing in brightfield microscopy". Below some 20 a picture is blurred or plain, above
-1000 it is full of detail or noise: it tells sharp from blurred takes of the same kind of picture, not good from bad.
+Pech-Pacheco et al. 2000, "Diatom autofocusing in brightfield microscopy". Below some 20 an image is blurred or plain, above
+1000 it is full of detail or noise: it tells sharp from blurred takes of the same kind of image, not good from bad.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class Sharpness:
     needs = ()
 
     def score(self, paths: list[Path], **needed: list[Any]) -> list[Row]:
-        """0 for a plain picture."""
+        """0 for a plain image."""
 
         def measure(path: Path) -> Row:
             return {"sharpness": mean(detail(frame) for frame in key_frames(path, self.points))}

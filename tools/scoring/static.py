@@ -1,6 +1,6 @@
-"""`static`: the share of the clip in which nothing moves, 0 to 1: frozen pictures, slides, a screen on which nothing happens.
+"""`static`: the share of the clip in which nothing moves, 0 to 1: frozen images, slides, a screen on which nothing happens.
 
-Two frames are the same picture when no block of an 18 x 32 grid has changed by more than two grey levels, the noise that
+Two frames are the same image when no block of an 18 x 32 grid has changed by more than two grey levels, the noise that
 compression leaves. A fixed camera in front of something that moves is not static; see `cmotion` for the camera.
 """
 
@@ -30,7 +30,7 @@ class Static:
         check_pairs("static", self.fps, self.pairs)
 
     def score(self, paths: list[Path], **needed: list[Any]) -> list[Row]:
-        """1 for a still clip, and for a picture."""
+        """1 for a still clip, and for an image."""
 
         def measure(path: Path) -> Row:
             found = pairs(path, self.fps, self.pairs)
@@ -40,7 +40,7 @@ class Static:
 
 
 def is_same(pair: Pair) -> bool:
-    """Whether two frames show the same picture."""
+    """Whether two frames show the same image."""
     cv2 = opencv()
     first, second = (
         cv2.resize(luma(frame), BLOCKS, interpolation=cv2.INTER_AREA) for frame in (pair.first, pair.second)

@@ -11,8 +11,8 @@ from opensora.acceleration.compile import compile_blocks
 from opensora.config.schema import checkpointed_parts
 from opensora.registry import SCHEDULERS
 from opensora.utils.seed import generators
+from tests.kept_bytes import kept_bytes
 from tests.models.nova.toy import build, inputs
-from tools.estimate import kept_bytes
 
 LEVELS = ("none", "mlp:1/3", "mlp:2/3", "mlp", "block", "every:2", "selective", "selective:2")
 SIZE = (2, 8, 8)

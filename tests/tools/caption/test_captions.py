@@ -28,7 +28,6 @@ from opensora.utils.errors import UserError
 from tools.caption.__main__ import captioner_of, main, read_arguments
 from tools.caption.captioner import EMPTY, Captioner, describer, suffixed
 from tools.caption.prompts import TEMPLATES, columns_in, filled, prompt_of
-from tools.caption.statistics import report
 
 CLIPS = Path(__file__).parents[3] / "assets" / "clips"
 PATHS = [CLIPS / f"{name}.mp4" for name in ("white_dog", "city_teal", "cup_portrait", "pink_clouds")]
@@ -87,7 +86,7 @@ def test_a_model_that_is_not_there_is_named(tmp_path):
 
 
 class Server(ThreadingHTTPServer):
-    """An OpenAI-compatible server that answers from a list of (code, caption), then with the size of the first picture."""
+    """An OpenAI-compatible server that answers from a list of (code, caption), then with the size of the first image."""
 
     def __init__(self, *answers):
         self.answers, self.requests, self.lock, self.broken = list(answers), [], threading.Lock(), None
@@ -183,7 +182,7 @@ def test_a_wrong_key_ends_the_run(server):
 
 
 def test_a_server_that_is_not_there_ends_the_run(waits):
-    with pytest.raises(UserError, match=r"127\.0\.0\.1:9.*the same command goes on"):
+    with pytest.raises(UserError, match=r"127\.0\.0\.1:9.*the same command resumes"):
         Captioner(model="m", endpoint="http://127.0.0.1:9/v1", retries=1, timeout_s=2).score(PATHS[:2])
     assert waits == [0, 2]
 
@@ -208,7 +207,7 @@ def test_a_clip_that_breaks_the_server_each_time_costs_its_own_row(server):
     there = server()
     there.broken = lambda text: (500, "") if "320 x 180" in text else (200, text)
     rows = Captioner(model="m", endpoint=there.url, retries=1).score(PATHS[:1])
-    assert "500" in rows[0]["error"]  # but for a plain picture, there is an answer
+    assert "500" in rows[0]["error"]  # but for a plain image, there is an answer
 
 
 def test_an_answer_that_is_no_chat_ends_the_run(server):
@@ -273,7 +272,7 @@ def test_rows_that_failed_are_tried_again_and_no_others(server, tmp_path, monkey
     assert len(there.requests) == 6
 
 
-def test_the_command_goes_on_where_it_stopped_and_prints_figures(server, tmp_path, monkeypatch, capsys):
+def test_the_command_resumes_where_it_stopped(server, tmp_path, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     table = tmp_path / "clips.csv"
     pd.DataFrame({"path": [p.name for p in PATHS], "aes": [5.5, None, 4, 3]}).to_csv(table, index=False)
@@ -291,8 +290,6 @@ def test_the_command_goes_on_where_it_stopped_and_prints_figures(server, tmp_pat
     out = read_frame(tmp_path / "out.csv")
     assert out["text"].tolist()[:2] == ["a. aesthetic score: 5.5.", "b."]
     assert out["text"][3].endswith("x 180. aesthetic score: 3.0.")
-    printed = capsys.readouterr().out
-    assert "4 captions, 0 empty" in printed
     for file in tmp_path.rglob("*"):
         assert file.is_dir() or b"secret" not in file.read_bytes()
 
@@ -326,12 +323,3 @@ def test_options_without_effect_are_errors(tmp_path):
         captioner_of(read_arguments([*common, "--timeout-s", "3"]))
     with pytest.raises(UserError, match="--frames 0"):
         captioner_of(read_arguments([*common, "--frames", "0"]))
-
-
-def test_figures_count_words_repetitions_and_cut_off_captions():
-    lines = report(["a dog runs.", "a  dog runs.", "", "一只狗在跑。", "the camera pans over a"])
-    assert lines[0] == "5 captions, 1 empty, 1 without an end of a sentence"
-    assert "least 3" in lines[1]
-    assert "largest 6" in lines[1]  # five characters and the stop
-    assert lines[2] == "words: 0-4: 2, 5-9: 2"
-    assert lines[3:] == ["3 different; 2 captions are there more than once", "  2 x a dog runs."]

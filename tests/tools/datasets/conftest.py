@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from opensora.datasets.table.files import read_frame
-from tools.datasets.datautil.operations import Sheet, apply
+from tools.datasets.datautil.operations import TableState, apply
 
 
 @pytest.fixture
@@ -41,13 +41,15 @@ def datautil() -> Callable[..., pd.DataFrame]:
 
 
 @pytest.fixture
-def do() -> Callable[..., tuple[Sheet, list[str]]]:
-    """`do(frame, ("fmin", 3.0), ..., folder=...)` -> the sheet afterwards and the lines reported."""
+def do() -> Callable[..., tuple[TableState, list[str]]]:
+    """`do(frame, ("fmin", 3.0), ..., folder=...)` -> the table afterwards and the lines reported."""
     import tools.datasets.datautil.__main__  # noqa: F401  (operations register themselves)
 
-    def call(frame: Any, *steps: tuple[str, Any], folder: Path = Path(), **settings: Any) -> tuple[Sheet, list[str]]:
+    def call(
+        frame: Any, *steps: tuple[str, Any], folder: Path = Path(), **settings: Any
+    ) -> tuple[TableState, list[str]]:
         lines: list[str] = []
         frame = frame if isinstance(frame, pd.DataFrame) else pd.DataFrame(frame, dtype=object)
-        return apply(Sheet(frame, folder, **settings), steps, lines.append), lines
+        return apply(TableState(frame, folder, **settings), steps, lines.append), lines
 
     return call

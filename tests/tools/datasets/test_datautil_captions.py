@@ -41,7 +41,7 @@ def test_clean(text):
 @pytest.mark.parametrize("seed", range(300))
 def test_cleaning_and_refining_twice_change_nothing(seed):
     rng = random.Random(seed)
-    pieces = [
+    snippets = [
         *CLEAN,
         "&lt;b&gt;",
         "&",
@@ -59,7 +59,7 @@ def test_cleaning_and_refining_twice_change_nothing(seed):
         "`",
         "\\n",
     ]
-    text = "".join(rng.choice(pieces) + rng.choice(["", " ", "\n"]) for _ in range(rng.randrange(1, 8)))
+    text = "".join(rng.choice(snippets) + rng.choice(["", " ", "\n"]) for _ in range(rng.randrange(1, 8)))
     cleaned = clean(text)
     assert clean(cleaned) == cleaned
     refined = refine(text)
@@ -127,8 +127,8 @@ def test_a_row_without_a_path_has_no_caption_beside_it(tmp_path, do, kind):
         (tmp_path / f"{name}.{kind}").write_text('{"text": "beside"}' if kind == "json" else "beside")
     rows = [{"path": "a.mp4", "text": ""}, {"path": "", "text": "own"}]
     for folder in (tmp_path / "in", Path("/")):
-        sheet, lines = do(rows, ("load-caption", kind), folder=folder)
-        assert sheet.text("text")[1] == "own"
+        table, lines = do(rows, ("load-caption", kind), folder=folder)
+        assert table.text("text")[1] == "own"
         assert "1 rows have no such file" in lines[0] or folder == Path("/")
 
 
@@ -137,15 +137,15 @@ def test_operations_on_captions(do):
         {"path": "a.mp4", "text": "<b>A dog</b>", "aes": "5", "cmotion": "zoom in"},
         {"path": "b.mp4", "text": "#x", "aes": "", "cmotion": "unclassified"},
     ]
-    sheet, lines = do(rows, ("clean-caption", True), ("append-text", "In the rain."), ("merge-cmotion", True))
-    assert sheet.text("text").tolist() == ["A dog In the rain. camera motion: zoom in.", "In the rain."]
+    table, lines = do(rows, ("clean-caption", True), ("append-text", "In the rain."), ("merge-cmotion", True))
+    assert table.text("text").tolist() == ["A dog In the rain. camera motion: zoom in.", "In the rain."]
     assert lines == [
         "--clean-caption: 2 -> 2 rows; 2 captions changed, 1 of them became empty",
         "--append-text In the rain.: 2 -> 2 rows; 2 captions changed",
         "--merge-cmotion: 2 -> 2 rows; 1 captions changed; 1 rows without a known camera motion",
     ]
-    sheet, _ = do(rows, ("score-to-text", True))
-    assert sheet.text("text").tolist() == ["<b>A dog</b> aesthetic score: 5.0. camera motion: zoom in.", "#x"]
+    table, _ = do(rows, ("score-to-text", True))
+    assert table.text("text").tolist() == ["<b>A dog</b> aesthetic score: 5.0. camera motion: zoom in.", "#x"]
     with pytest.raises(UserError, match="none of the columns aes, flow and cmotion"):
         do([{"path": "a", "text": "b"}], ("score-to-text", True))
 
@@ -155,8 +155,8 @@ def test_captions_beside_the_files(tmp_path, do):
     (tmp_path / "b.json").write_text('{"caption": "second"}')
     (tmp_path / "c.json").write_text('{"text": "third"}')
     rows = {"path": ["a.mp4", "b.mp4", "c.mp4", "d.mp4"], "text": list("wxyz")}
-    sheet, lines = do(rows, ("load-caption", "txt"), ("load-caption", "json"), folder=tmp_path)
-    assert sheet.text("text").tolist() == ["first\nline", "second", "third", "z"]
+    table, lines = do(rows, ("load-caption", "txt"), ("load-caption", "json"), folder=tmp_path)
+    assert table.text("text").tolist() == ["first\nline", "second", "third", "z"]
     assert "1 captions read; 3 rows have no such file, or none with a caption, and stay as they are" in lines[0]
     (tmp_path / "d.json").write_text("{")
     with pytest.raises(UserError, match=r"d\.json is no valid JSON"):
@@ -174,8 +174,8 @@ def test_tokens_are_counted(tmp_path, do):
         tmp_path / "t"
     )
     rows = {"path": ["1", "2", "3"], "text": ["a cat sat", "", "a"]}
-    sheet, lines = do(rows, ("count-num-token", str(tmp_path / "t")), ("lenmax", 2.0))
-    assert sheet.text("text_len").tolist() == ["1", "2"]
+    table, lines = do(rows, ("count-num-token", str(tmp_path / "t")), ("lenmax", 2.0))
+    assert table.text("text_len").tolist() == ["1", "2"]
     assert lines[0].endswith("7 tokens, at most 4")
     with pytest.raises(UserError, match="tokenizer: there is no folder"):
         do(rows, ("count-num-token", "./none"))
@@ -188,9 +188,9 @@ def test_languages(do):
         "雨が降る街を歩く人々",
         "42",
     ]
-    sheet, lines = do({"path": list("abcd"), "text": texts}, ("lang", "en"))
-    assert sheet.text("text").tolist() == texts[:1]
-    assert "1 in de; 1 in ja; 1 without letters to tell a language by" in lines[0]
+    table, lines = do({"path": list("abcd"), "text": texts}, ("lang", "en"))
+    assert table.text("text").tolist() == texts[:1]
+    assert "1 in de; 1 in ja; 1 without letters" in lines[0]
     with pytest.raises(UserError, match="'english' is no language"):
         do({"path": ["a"], "text": ["b"]}, ("lang", "english"))
 

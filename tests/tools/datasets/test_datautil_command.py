@@ -149,7 +149,6 @@ def test_figures_alone_write_nothing(tmp_path, write_table, capsys):
     ("argv", "message"),
     [
         (["--seed", "3", "--head", "1"], "--seed has no effect"),
-        (["--shard", "2", "--head", "1"], "put it behind"),
         (["--format", "csv", "--output", "x.jsonl"], "contradicts --output"),
         (["--output", "x.txt"], "is no table"),
         (["--root", "nowhere", "--head", "1"], "nowhere is no folder"),

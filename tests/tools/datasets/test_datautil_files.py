@@ -1,4 +1,4 @@
-"""What is found out about files: true for good ones, told of bad ones, the same on one process and on several."""
+"""What is found out about files: true for good ones, reported for bad ones, the same on one process and on several."""
 
 import os
 import shutil
@@ -21,7 +21,7 @@ def odd_files(tmp_path, clips_csv):
     (tmp_path / "cut.mp4").write_bytes(whole[: len(whole) // 2])
     (tmp_path / "empty.mp4").touch()
     (tmp_path / "text.mp4").write_text("no video")
-    (tmp_path / "text.png").write_text("no picture")
+    (tmp_path / "text.png").write_text("no image")
     (tmp_path / "folder.mp4").mkdir()
     Image.new("RGB", (30, 20)).save(tmp_path / "雨.png")
     good = ["A clip.MP4", "雨.png"]
@@ -42,10 +42,10 @@ def odd_files(tmp_path, clips_csv):
 def test_info_measures_good_files_and_keeps_bad_ones(odd_files, tmp_path, do):
     good, bad = odd_files
     names = [bad[0], *good, *bad[1:]]
-    sheet, lines = do({"path": names, "text": names[::-1]}, ("info", True), folder=tmp_path)
-    assert sheet.text("path").tolist() == names
-    assert sheet.text("text").tolist() == names[::-1]
-    rows = {row["path"]: row for row in sheet.frame.to_dict("records")}
+    table, lines = do({"path": names, "text": names[::-1]}, ("info", True), folder=tmp_path)
+    assert table.text("path").tolist() == names
+    assert table.text("text").tolist() == names[::-1]
+    rows = {row["path"]: row for row in table.frame.to_dict("records")}
     assert [rows["雨.png"][name] for name in ("num_frames", "height", "width", "resolution")] == [1, 20, 30, 600]
     assert np.isnan(rows["雨.png"]["fps"])
     clip = rows["A clip.MP4"]
@@ -63,21 +63,21 @@ def test_what_is_measured_is_what_the_shipped_table_says(clips_csv, do):
     from opensora.datasets.table.files import read_frame
 
     frame = read_frame(clips_csv)
-    sheet, _ = do(frame, ("info", True), folder=clips_csv.parent)
+    table, _ = do(frame, ("info", True), folder=clips_csv.parent)
     for column in ("num_frames", "height", "width"):
-        assert sheet.text(column).tolist() == frame[column].tolist()
-    assert (sheet.numbers("resolution") == sheet.numbers("height") * sheet.numbers("width")).all()
-    assert sheet.text("status").eq("ok").all()
+        assert table.text(column).tolist() == frame[column].tolist()
+    assert (table.numbers("resolution") == table.numbers("height") * table.numbers("width")).all()
+    assert table.text("status").eq("ok").all()
 
 
 def test_broken_files_go_with_a_filter_that_says_so(odd_files, tmp_path, do):
     good, bad = odd_files
     for step in (("fmin", 1.0), ("remove-broken", True)):
-        sheet, lines = do({"path": [*good, *bad]}, ("info", True), step, folder=tmp_path)
-        assert sheet.text("path").tolist() == good
+        table, lines = do({"path": [*good, *bad]}, ("info", True), step, folder=tmp_path)
+        assert table.text("path").tolist() == good
     assert lines[1] == "--remove-broken: 11 -> 2 rows (dropped: 9 with a status that is not ok)"
-    sheet, lines = do({"path": [*good, *bad]}, ("ext", True), folder=tmp_path)
-    assert sheet.text("path").tolist() == [*good, *bad[:4]]
+    table, lines = do({"path": [*good, *bad]}, ("ext", True), folder=tmp_path)
+    assert table.text("path").tolist() == [*good, *bad[:4]]
     assert "5 whose file does not exist" in lines[0]
 
 
@@ -96,11 +96,11 @@ def test_one_process_and_several_give_the_same(odd_files, tmp_path, clips_csv, d
 
 def test_file_sizes_are_in_mebibytes(tmp_path, do):
     (tmp_path / "a.mp4").write_bytes(b"0" * 3 * 2**20)
-    sheet, lines = do({"path": ["a.mp4", "b.mp4"]}, ("filesize", True), folder=tmp_path)
-    np.testing.assert_array_equal(sheet.numbers("filesize"), [3, np.nan])
+    table, lines = do({"path": ["a.mp4", "b.mp4"]}, ("filesize", True), folder=tmp_path)
+    np.testing.assert_array_equal(table.numbers("filesize"), [3, np.nan])
     assert lines == ["--filesize: 2 -> 2 rows; 1 files do not exist"]
-    sheet, _ = do({"path": ["a.mp4", "b.mp4"]}, ("filesize", True), ("fsmax", 2.9), folder=tmp_path)
-    assert len(sheet) == 0
+    table, _ = do({"path": ["a.mp4", "b.mp4"]}, ("filesize", True), ("fsmax", 2.9), folder=tmp_path)
+    assert len(table) == 0
 
 
 def square_or_die(number: int) -> int:

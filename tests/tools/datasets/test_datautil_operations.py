@@ -87,7 +87,7 @@ def random_step(rng):
     return flag, values.get(flag, True)
 
 
-def told(line):
+def counts_in(line):
     """(rows before, rows after, rows dropped by the sum of the reasons) of a line of the report."""
     before, after = map(int, re.search(r": (\d+) -> (\d+) rows", line).groups())
     reasons = re.search(r"rows \(dropped: (.*?)\)(?:;|$)", line, re.DOTALL)
@@ -100,7 +100,7 @@ def test_a_list_of_operations_equals_the_reference_row_by_row(seed, do):
     rng = random.Random(seed)
     rows = random_rows(rng, rng.choice([1, 5, 200]))
     steps = [random_step(rng) for _ in range(rng.randrange(1, 7))]
-    sheet, lines = do(rows, *steps)
+    table, lines = do(rows, *steps)
     expected = rows
     for (flag, value), line in zip(steps, lines, strict=True):
         before = expected
@@ -108,8 +108,8 @@ def test_a_list_of_operations_equals_the_reference_row_by_row(seed, do):
             expected = first_rows(before, value if flag == "dedupe" else flag.split("-")[1])
         else:
             expected = reference(before, flag, value)
-        assert told(line) == (len(before), len(expected), len(before) - len(expected))
-    assert sheet.frame.to_dict("records") == expected
+        assert counts_in(line) == (len(before), len(expected), len(before) - len(expected))
+    assert table.frame.to_dict("records") == expected
 
 
 def test_order_matters(do):
@@ -152,7 +152,7 @@ def test_a_missing_column_has_a_suggestion(do):
 
 
 def test_a_cell_that_is_no_number_is_no_missing_one(do):
-    with pytest.raises(UserError, match="num_frames: 'many' in row 2 is no number"):
+    with pytest.raises(UserError, match="num_frames: 'many' in row 2 is not a number"):
         do([{"path": "a", "num_frames": "3"}, {"path": "b", "num_frames": "many"}], ("fmin", 3.0))
 
 
@@ -160,8 +160,8 @@ def test_columns(do):
     rows = [{"path": "a", "text": "x", "aes": "5", "num_frames": "3", "note": "n"}]
     assert list(do(rows, ("train-column", True))[0].frame) == ["path", "text", "num_frames"]
     assert list(do(rows, ("keep-columns", ["aes", "path"]))[0].frame) == ["aes", "path"]
-    sheet, lines = do(rows, ("drop-columns", ["note", "aes"]), ("rename-columns", ["text=caption"]))
-    assert list(sheet.frame) == ["path", "caption", "num_frames"]
+    table, lines = do(rows, ("drop-columns", ["note", "aes"]), ("rename-columns", ["text=caption"]))
+    assert list(table.frame) == ["path", "caption", "num_frames"]
     assert lines[0] == "--drop-columns note aes: 1 -> 1 rows; dropped columns: aes, note"
     with pytest.raises(UserError, match="two columns 'aes'"):
         do(rows, ("rename-columns", ["text=aes"]))
@@ -173,8 +173,8 @@ def test_figures_name_captions_that_come_often(do):
     rows = [
         {"path": f"{i}.mp4", "text": "the same failed caption" if i < 3 else str(i), "aes": i or ""} for i in range(5)
     ]
-    sheet, lines = do(rows, ("stats", []))
-    assert sheet.frame.to_dict("records") == rows
+    table, lines = do(rows, ("stats", []))
+    assert table.frame.to_dict("records") == rows
     assert "path: 5 filled, 0 empty, 5 different; 5 x .mp4" in lines[0]
     assert "text: 5 filled, 0 empty, 3 different; 3 x the same failed caption" in lines[0]
     assert "aes: 4 filled, 1 empty, 4 different; least 1, median 2.5, mean 2.5, largest 4" in lines[0]

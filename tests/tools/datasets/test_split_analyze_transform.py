@@ -117,14 +117,14 @@ def test_a_split_refuses_paths_that_were_rewritten_in_one_column_alone(with_copi
 def test_a_source_is_rewritten_where_it_is_a_file_and_not_where_it_is_a_name(tmp_path):
     for folder in ("x", "y"):
         (tmp_path / folder).mkdir()
-        rows = [{"path": "a.mp4", "source": "film.mp4"}, {"path": "b.mp4", "source": "trailer"}]
+        rows = [{"path": "a.mp4", "source": "video.mp4"}, {"path": "b.mp4", "source": "trailer"}]
         write_rows(tmp_path / folder / "t.csv", rows)
-        (tmp_path / folder / "film.mp4").touch()
+        (tmp_path / folder / "video.mp4").touch()
     datautil([*(str(tmp_path / folder / "t.csv") for folder in "xy"), "--output", str(tmp_path / "t.csv")])
     assert [row["source"] for row in read_rows(tmp_path / "t.csv")] == [
-        "x/film.mp4",
+        "x/video.mp4",
         "trailer",
-        "y/film.mp4",
+        "y/video.mp4",
         "trailer",
     ]
 
@@ -150,25 +150,17 @@ def test_a_page_of_histograms(tmp_path, monkeypatch):
         'model = dict(type="STDiT2-XL/2")\nvae = dict(type="VideoAutoencoderKL")\ntext_encoder = dict(type="t5")\n'
         'scheduler = dict(type="iddpm")\n'
     )
-    options = ["-o", tmp_path / "p.html", "--png", tmp_path / "p", "--config", config]
+    options = ["-o", tmp_path / "p.html", "--config", config]
     monkeypatch.setattr(sys, "argv", ["analyze", str(CLIPS / "clips.csv"), *map(str, options)])
     analyze.main()
     page = (tmp_path / "p.html").read_text()
     assert "least 24, median 55, largest 64, 21 rows" in page  # num_frames, as datautil --stats has it
     assert "CC-BY-3.0" in page
     assert "samples in each bucket" in page
-    assert (tmp_path / "p" / "num_frames.png").is_file()
-    assert (tmp_path / "p" / "seconds.png").is_file()
+    assert "seconds" in page
 
 
-def test_histograms_of_columns_with_any_name(tmp_path):
-    names = ["a/b", "a_b", "a b", "../up", "x" * 300, "é" * 200, ""]
-    written = analyze.draw({name: np.arange(4.0) for name in names}, tmp_path / "p")
-    assert len(set(written)) == len(names)
-    assert sorted(written) == sorted((tmp_path / "p").iterdir())
-
-
-def test_pictures(tmp_path):
+def test_images(tmp_path):
     pixels = np.random.default_rng(0).integers(0, 255, (60, 90, 3)).astype(np.uint8)
     Image.fromarray(pixels).save(tmp_path / "a.png")
     row = img_resize(tmp_path / "a.png", tmp_path / "o" / "a.png", 45)[0]
@@ -200,22 +192,22 @@ def test_as_many_rows_as_frames_are_asked_for(tmp_path):
 
 def test_a_source_is_found_from_where_the_new_table_is(tmp_path, monkeypatch):
     """Its folder is neither that of the old table nor the one in which the command runs."""
-    for folder in ("in", "out/pictures", "elsewhere"):
+    for folder in ("in", "out/images", "elsewhere"):
         (tmp_path / folder).mkdir(parents=True)
-    pictures = [tmp_path / "in" / "a.png", tmp_path / "out" / "pictures" / "b.png"]
-    for picture in pictures:
-        Image.fromarray(np.zeros((60, 90, 3), np.uint8)).save(picture)
-    write_rows(tmp_path / "in" / "t.csv", [{"path": "a.png"}, {"path": "../out/pictures/b.png"}])
+    images = [tmp_path / "in" / "a.png", tmp_path / "out" / "images" / "b.png"]
+    for image in images:
+        Image.fromarray(np.zeros((60, 90, 3), np.uint8)).save(image)
+    write_rows(tmp_path / "in" / "t.csv", [{"path": "a.png"}, {"path": "../out/images/b.png"}])
     monkeypatch.chdir(tmp_path)
     options = ["img_resize", "in/t.csv", "out/o.csv", "--folder", "out/small", "--length", "45", "--num-workers", "1"]
     monkeypatch.setattr(sys, "argv", ["transform", *options])
     transform_command()
     monkeypatch.chdir(tmp_path / "elsewhere")
     made = list(read_rows(tmp_path / "out" / "o.csv"))
-    for row, picture in zip(made, pictures, strict=True):
-        assert (tmp_path / "out" / row["source"]).samefile(picture)
+    for row, image in zip(made, images, strict=True):
+        assert (tmp_path / "out" / row["source"]).samefile(image)
         assert (tmp_path / "out" / row["path"]).is_file()
-    assert made[0]["source"] == str(pictures[0])  # as `path` is spelled where it lies outside
+    assert made[0]["source"] == str(images[0])  # as `path` is spelled where it lies outside
     datautil([str(tmp_path / "out" / "o.csv"), "--abspath", "--output", str(tmp_path / "moved.csv")])
     assert all(Path(row["source"]).is_file() for row in read_rows(tmp_path / "moved.csv"))
 
@@ -224,7 +216,7 @@ def test_what_is_left_out_and_copies_are_found_from_the_new_table_too(tmp_path):
     for folder in ("in", "out"):
         (tmp_path / folder).mkdir()
     Image.fromarray(np.zeros((60, 90, 3), np.uint8)).save(tmp_path / "in" / "a.png")
-    (tmp_path / "in" / "b.png").write_bytes(b"no picture")
+    (tmp_path / "in" / "b.png").write_bytes(b"no image")
     rows = [{"path": "a.png", "duplicate_of": "b.png"}, {"path": "b.png", "duplicate_of": ""}]
     write_rows(tmp_path / "in" / "t.csv", rows)
     resize = partial(img_resize, length=45)
@@ -255,7 +247,7 @@ def test_an_unknown_format_is_refused_before_anything_is_done(tmp_path):
     assert not (tmp_path / "f").exists()
 
 
-def test_a_picture_may_have_a_long_name(tmp_path):
+def test_an_image_may_have_a_long_name(tmp_path):
     name = "x" * 245 + ".png"
     Image.fromarray(np.zeros((60, 90, 3), np.uint8)).save(tmp_path / name)
     write_rows(tmp_path / "t.csv", [{"path": name}])

@@ -86,11 +86,11 @@ def test_half_an_emoji_of_a_program_is_refused_by_all_that_write(tmp_path):
 def test_what_is_wrong_is_named_and_leaves_no_file(tmp_path):
     path = tmp_path / "t.csv"
     path.write_text("path,text\na.mp4,one\nb.mp4,two,three\n")
-    with pytest.raises(UserError, match="has 2 columns, but rows 2"):
+    with pytest.raises(UserError, match="has 2 columns, but row 2 has 3 cells"):
         list(read_blocks(path, 10))
     with pytest.raises(UserError, match=r"no column 'txet'.*Did you mean 'text'"):
         list(read_blocks(path, 10, ["txet"]))
-    with pytest.raises(UserError, match="rows 2"):
+    with pytest.raises(UserError, match="row 2"):
         write_blocks(tmp_path / "o.jsonl", ["path", "text"], read_blocks(path, 1))
     with pytest.raises(UserError, match="does not exist"):
         columns_of(tmp_path / "none.csv")

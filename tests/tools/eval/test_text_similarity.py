@@ -56,7 +56,7 @@ def test_the_score_is_clips_own_logit(clip_folder):
     assert clip.similarity(video, "a dog " * 30) is not None  # cut, not refused
 
 
-def test_pictures_are_prepared_as_pil_does(clip_folder):
+def test_images_are_prepared_as_pil_does(clip_folder):
     pixels = np.random.default_rng(0).integers(0, 255, (90, 130, 3), dtype=np.uint8)
     video = torch.from_numpy(pixels).permute(2, 0, 1)[:, None] / 127.5 - 1
     made = Clip(str(clip_folder)).preprocess(video)[0]

@@ -167,7 +167,7 @@ def test_scores_are_read_from_vbenchs_files(tmp_path, run, capsys):
         json.dumps({"scene": [0.5, [{"video_path": "x"}]], "color": [0.9, []]})
     )
     (results / "b_eval_results.json").write_text(json.dumps({"subject consistency": [0.97, []]}))
-    (results / "a_full_info.json").write_text(json.dumps(INFO))  # VBench leaves these beside them
+    (results / "a_full_info.json").write_text(json.dumps(INFO))  # VBench leaves these next to them
     assert read_scores(results) == {"scene": 0.5, "color": 0.9, "subject_consistency": 0.97}
     run("import", results, "--out", tmp_path / "scores.json")
     printed = capsys.readouterr().out

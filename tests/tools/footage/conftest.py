@@ -13,7 +13,7 @@ __all__ = ["toy_encoders", "train_script"]
 
 
 class Answers(BaseHTTPRequestHandler):
-    """An endpoint that has one thing to say of each picture."""
+    """An endpoint that has one thing to say of each image."""
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))

@@ -109,9 +109,9 @@ def test_what_failed_passes_and_what_succeeded_is_untouched(recipe, folder, whol
     arrive(folder, whole)
     monkeypatch.setattr(sys, "argv", ["footage", str(recipe), "--out", str(out), "--retry-failed"])
     command.main()
-    said = capsys.readouterr().out
-    assert "-probe-" in said
-    assert ": 3 rows that failed are tried again" in said
+    printed = capsys.readouterr().out
+    assert "-probe-" in printed
+    assert ": 3 rows that failed are tried again" in printed
     second, again = table(out), dropped(out, "probe")
     assert set(again) == {"e_never.mp4"}
     assert again["e_never.mp4"] != why["e_never.mp4"]
@@ -134,8 +134,8 @@ def test_what_fails_again_changes_nothing_behind_it(recipe, tmp_path, capsys):
     before = {path.name: path.read_bytes() for path in out.glob("*.jsonl")}
     looked_at = {path: path.stat().st_mtime_ns for path in out.glob("*.parts/part-*")}
     capsys.readouterr()
-    run(recipe, out, again="failed")
-    assert "keep what was found" not in capsys.readouterr().out
+    run(recipe, out, retry_failed=True)
+    assert "keep their scores" not in capsys.readouterr().out
     assert {path.name: path.read_bytes() for path in out.glob("*.jsonl")} == before
     changed = {path.parent.name for path, time in looked_at.items() if path.stat().st_mtime_ns != time}
     assert len(changed) == 1
@@ -147,13 +147,13 @@ def test_where_nothing_failed_nothing_is_made_anew(tmp_path, whole, endpoint, ca
     recipe, out = write_recipe(tmp_path / "recipe.py", whole, endpoint), tmp_path / "work"
     run(recipe, out)
     made = {path: path.stat().st_mtime_ns for path in out.glob("*.jsonl")}
-    run(recipe, out, again="failed")
+    run(recipe, out, retry_failed=True)
     assert {path: path.stat().st_mtime_ns for path in made} == made
-    assert "no row failed in a run before" in capsys.readouterr().out
+    assert "no row failed in an earlier run" in capsys.readouterr().out
 
 
 class Moody(BaseHTTPRequestHandler):
-    """An endpoint that is out of order for every second picture until it is repaired, and counts what it is asked."""
+    """An endpoint that is out of order for every second image until it is repaired, and counts what it is asked."""
 
     asked: ClassVar[list[int]] = []
     broken = True
@@ -168,7 +168,7 @@ class Moody(BaseHTTPRequestHandler):
         self.wfile.write(text)
 
     def _answer(self) -> bytes:
-        content = f"A clip of {self.asked[-1]} bytes, as told at question {len(self.asked)}."
+        content = f"A clip of {self.asked[-1]} bytes, by answer {len(self.asked)}."
         return b'{"choices": [{"message": {"content": "' + content.encode() + b'"}, "finish_reason": "stop"}]}'
 
     def log_message(self, *_: object) -> None:
@@ -195,7 +195,7 @@ def test_captions_that_did_not_come_are_asked_for_again_with_those_of_new_clips(
     server.broken = False
     server.asked.clear()
     arrive(folder, whole)
-    run(recipe, out, again="failed")
+    run(recipe, out, retry_failed=True)
     second = table(out)
     assert len(server.asked) == len(second) - len(first)
     assert all(row in second for row in first)
@@ -229,7 +229,7 @@ def dying(recipe: Path, out: Path, again: str, place: str) -> None:
         return score_rows(scorers, paths, block)
 
     stages.divide_rows, parts.score_rows, Path.replace = divide, score, replace  # type: ignore[method-assign]
-    run(recipe, out, 1, again=again)  # type: ignore[arg-type]
+    run(recipe, out, 1, retry_failed=again == "failed")
 
 
 PLACES = [
@@ -268,7 +268,7 @@ def test_a_mended_file_that_is_an_earlier_copy_takes_the_place_of_a_later_one(re
     run(recipe, out)
     for name in ("b_good", "d_good", "a_late"):
         shutil.copyfile(whole / "b_good.mp4", folder / f"{name}.mp4")
-    run(recipe, out, again="failed")  # what d_good was is known, and that it has changed is nobody's concern
+    run(recipe, out, retry_failed=True)  # what d_good was is known, and that it has changed is nobody's concern
     assert [Path(row["source"]).name[0] for row in table(out)] == ["a", "a", "d", "d"]
     assert dropped(out, "unique") == {"b_good.mp4": "same digest as an earlier row"}
 
@@ -279,7 +279,7 @@ def test_under_torchrun_it_is_refused_and_changes_nothing(recipe, folder, whole,
     run(recipe, out)
     before = {path: path.read_bytes() for path in out.glob("*.jsonl")}
     with pytest.raises(UserError, match=r"--retry-failed.*--num-workers"):
-        run(recipe, out, rank=0, world=2, again="failed")
+        run(recipe, out, rank=0, world=2, retry_failed=True)
     assert {path: path.read_bytes() for path in out.glob("*.jsonl")} == before
 
 

@@ -1,5 +1,6 @@
 """Cutting whole tables: what is there stays, rows keep their clips apart, and no data ends a job."""
 
+import dataclasses
 import json
 import multiprocessing
 import os
@@ -22,17 +23,17 @@ from tools.footage.rows import read_rows
 from tools.scene_cut import cut, cutting, scorers
 from tools.scene_cut.cutting import cut_video
 from tools.scene_cut.frames import Footage
-from tools.scene_cut.pieces import Rules
+from tools.scene_cut.rules import Rules
 from tools.scene_cut.scorers import Cut
 
 CLIPS = Path(__file__).parents[3] / "assets" / "clips"
 DOG = CLIPS / "white_dog.mp4"  # 41 frames, 30 a second
-FILM = CLIPS / "title_meadow.mp4"  # 54 frames, 24 a second, no two of them alike
+VIDEO = CLIPS / "title_meadow.mp4"  # 54 frames, 24 a second, no two of them alike
 
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    for video in (DOG, FILM):
+    for video in (DOG, VIDEO):
         shutil.copy(video, tmp_path / video.name)
     return tmp_path
 
@@ -75,7 +76,7 @@ def seconds(*frames: int) -> list[float]:
 
 @pytest.mark.parametrize("name", ["o.csv", "o_dropped.csv", "o_cut.jsonl"])
 def test_what_exists_is_refused_before_anything_is_done(folder, monkeypatch, capsys, name):
-    source = table(folder / "t.csv", (FILM.name, [seconds(0, 20)]))
+    source = table(folder / "t.csv", (VIDEO.name, [seconds(0, 20)]))
     (folder / name).write_text("precious")
     assert run(monkeypatch, source, folder / "o.csv") == 2
     assert f"{name} exists; name another --out, or pass --overwrite" in capsys.readouterr().err
@@ -89,7 +90,7 @@ def test_what_exists_is_refused_before_anything_is_done(folder, monkeypatch, cap
     ("name", "out"), [("t.csv", "t.csv"), ("t_dropped.csv", "t.csv"), ("t_cut.jsonl", "t.csv"), ("t.csv", "link.csv")]
 )
 def test_the_table_is_never_replaced(folder, monkeypatch, capsys, name, out, more):
-    source = table(folder / name, (FILM.name, [seconds(0, 20)]))
+    source = table(folder / name, (VIDEO.name, [seconds(0, 20)]))
     before = source.read_bytes()
     (folder / "link.csv").symlink_to(source)
     assert run(monkeypatch, source, folder / out, *more) == 2
@@ -99,12 +100,12 @@ def test_the_table_is_never_replaced(folder, monkeypatch, capsys, name, out, mor
 
 
 def test_an_unknown_format_is_refused_before_anything_is_done(folder, monkeypatch):
-    assert run(monkeypatch, table(folder / "t.csv", (FILM.name, [seconds(0, 20)])), folder / "o.txt") == 2
+    assert run(monkeypatch, table(folder / "t.csv", (VIDEO.name, [seconds(0, 20)])), folder / "o.txt") == 2
     assert not (folder / "clips").exists()
 
 
 def test_with_overwrite_both_tables_are_replaced(folder, monkeypatch):
-    source = table(folder / "t.csv", (FILM.name, [seconds(0, 20)]), ("absent.mp4", [seconds(0, 20)]))
+    source = table(folder / "t.csv", (VIDEO.name, [seconds(0, 20)]), ("absent.mp4", [seconds(0, 20)]))
     for name in ("o.csv", "o_dropped.csv"):
         (folder / name).write_text("old")
     assert run(monkeypatch, source, folder / "o.csv", "--overwrite") == 0
@@ -114,7 +115,7 @@ def test_with_overwrite_both_tables_are_replaced(folder, monkeypatch):
 
 
 def test_a_killed_job_goes_on_without_overwrite_and_does_nothing_twice(folder, monkeypatch):
-    source = table(folder / "t.csv", (FILM.name, [seconds(0, 18)]), (FILM.name, [seconds(18, 36)]))
+    source = table(folder / "t.csv", (VIDEO.name, [seconds(0, 18)]), (VIDEO.name, [seconds(18, 36)]))
     out = folder / "o.jsonl"
     assert run(monkeypatch, source, out, "--part-rows", 1) == 0
     rows, clips = list(read_rows(out)), sorted((folder / "clips").glob("*.mp4"))
@@ -134,17 +135,17 @@ def test_a_killed_job_goes_on_without_overwrite_and_does_nothing_twice(folder, m
 @pytest.mark.parametrize("workers", [0, 2])
 def test_rows_of_one_video_keep_their_clips_apart(folder, monkeypatch, workers):
     spans = [(0, 12), (12, 24), (24, 36)]
-    source = table(folder / "t.csv", *[(FILM.name, [seconds(*span)]) for span in spans])
+    source = table(folder / "t.csv", *[(VIDEO.name, [seconds(*span)]) for span in spans])
     assert run(monkeypatch, source, folder / "o.jsonl", "--num-workers", workers, "--part-rows", 1) == 0
     rows = list(read_rows(folder / "o.jsonl"))
     assert len({row["path"] for row in rows}) == len({row["id"] for row in rows}) == 3
-    assert [shown(row["path"], FILM) for row in rows] == [list(range(*span)) for span in spans]
+    assert [shown(row["path"], VIDEO) for row in rows] == [list(range(*span)) for span in spans]
     assert len(list((folder / "clips").glob("*.mp4"))) == 3
 
 
 def test_rows_of_one_video_keep_their_scenes_apart_in_a_batch(tmp_path):
     cells = [json.dumps([seconds(*span)]) for span in ((0, 12), (12, 36))]
-    rows = Cut(str(tmp_path), Rules(min_seconds=0.2)).score([FILM, FILM], timestamp=cells)
+    rows = Cut(str(tmp_path), Rules(min_seconds=0.2)).score([VIDEO, VIDEO], timestamp=cells)
     assert [(clip["start_frame"], clip["end_frame"]) for row in rows for clip in row["clips"]] == [(0, 12), (12, 36)]
 
 
@@ -160,7 +161,7 @@ def test_names_tell_apart_places_timestamps_and_rules():
 def test_names_are_short_enough_whatever_the_video_is_called(folder, monkeypatch):
     names = [f"{'x' * 240}a.mp4", f"{'x' * 240}b.mp4", f"{'日' * 83}.mp4"]
     for name in names:
-        shutil.copy(FILM, folder / name)
+        shutil.copy(VIDEO, folder / name)
     source = table(folder / "t.csv", *[(name, [seconds(0, 20)]) for name in names])
     assert run(monkeypatch, source, folder / "o.jsonl") == 0
     rows = list(read_rows(folder / "o.jsonl"))
@@ -183,7 +184,7 @@ def test_rows_that_are_alike_are_not_cut_at_the_same_time(tmp_path, monkeypatch)
     monkeypatch.setattr(scorers, "cut_video", slow)
     cutter = Cut(str(tmp_path / "clips"))
     context = multiprocessing.get_context("fork")
-    both = [context.Process(target=cutter.score, args=([FILM],), kwargs={"timestamp": ["[[0, 1]]"]}) for _ in range(2)]
+    both = [context.Process(target=cutter.score, args=([VIDEO],), kwargs={"timestamp": ["[[0, 1]]"]}) for _ in range(2)]
     for process in both:
         process.start()
     for process in both:
@@ -208,18 +209,18 @@ def test_rows_that_are_alike_are_not_cut_at_the_same_time(tmp_path, monkeypatch)
 )
 @pytest.mark.parametrize("how", ["encode", "auto"])
 def test_scenes_in_any_order_get_every_frame_they_should(tmp_path, scenes, how):
-    clips, dropped = cut_video(Footage(FILM), scenes, Rules(min_seconds=0.1, how=how), tmp_path, "r")
+    clips, dropped = cut_video(Footage(VIDEO), scenes, Rules(min_seconds=0.1, how=how), tmp_path, "r")
     assert not dropped
     assert [(c.start_frame, c.end_frame) for c in clips] == sorted(scenes)
     assert len({clip.path for clip in clips}) == len(scenes)
     for clip in clips:
         assert (clip.start_frame, clip.end_frame) == scenes[clip.scene]
-        assert shown(clip.path, FILM) == list(range(clip.start_frame, clip.end_frame))
+        assert shown(clip.path, VIDEO) == list(range(clip.start_frame, clip.end_frame))
     assert not list(tmp_path.glob(".*"))
 
 
 def test_a_damaged_video_of_overlapping_scenes_leaves_nothing_behind(tmp_path, monkeypatch):
-    footage = Footage(FILM)
+    footage = Footage(VIDEO)
     frames = list(footage.frames())
     monkeypatch.setattr(Footage, "frames", lambda self: iter(frames[:25]))
     with pytest.raises(cutting.BadFile, match="only 25 of 54 frames"):
@@ -239,15 +240,15 @@ ODD = {
 
 @pytest.mark.parametrize("cell", ODD)
 def test_odd_timestamps_are_reported_and_end_no_job(folder, monkeypatch, cell):
-    source = table(folder / "t.jsonl", (FILM.name, cell), (DOG.name, [[0.6, 1.2], [0, 0.9]]))
+    source = table(folder / "t.jsonl", (VIDEO.name, cell), (DOG.name, [[0.6, 1.2], [0, 0.9]]))
     assert run(monkeypatch, source, folder / "o.jsonl") == 0
     (lost,) = read_rows(folder / "o_dropped.jsonl")
-    assert (lost["path"], ODD[cell] in lost["reason"]) == (FILM.name, True)
+    assert (lost["path"], ODD[cell] in lost["reason"]) == (VIDEO.name, True)
     assert [(row["start_frame"], row["end_frame"]) for row in read_rows(folder / "o.jsonl")] == [(0, 27), (18, 36)]
 
 
 def test_whole_videos_and_parts_are_reported_in_one_csv(folder, monkeypatch):
-    source = table(folder / "t.csv", ("absent.mp4", [[0, 1]]), (FILM.name, [[0, 1], [1, 1.1]]))
+    source = table(folder / "t.csv", ("absent.mp4", [[0, 1]]), (VIDEO.name, [[0, 1], [1, 1.1]]))
     monkeypatch.setattr("tools.footage.rows.BLOCK", 1)  # the columns are those of the first rows
     assert run(monkeypatch, source, folder / "o.csv") == 0
     assert [row["scene"] for row in read_rows(folder / "o_dropped.csv")] == ["", "1"]
@@ -258,8 +259,8 @@ def at_times(path: Path, frames: torch.Tensor, microseconds: list[int]) -> Path:
         stream = container.add_stream("libx264", rate=25, options={"qp": "8", "bf": "0"})
         stream.height, stream.width, stream.pix_fmt = *frames.shape[1:3], "yuv420p"
         stream.codec_context.time_base = stream.time_base = Fraction(1, 1_000_000)
-        for picture, pts in zip(frames.numpy(), microseconds, strict=True):
-            frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(picture), format="rgb24")
+        for image, pts in zip(frames.numpy(), microseconds, strict=True):
+            frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(image), format="rgb24")
             frame.pts, frame.time_base = pts, Fraction(1, 1_000_000)
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
@@ -268,7 +269,7 @@ def at_times(path: Path, frames: torch.Tensor, microseconds: list[int]) -> Path:
 
 def test_a_frame_that_is_shown_long_fills_all_moments_of_a_lower_rate(tmp_path):
     times = [40_000 * i + 500_000 * (i > 5) for i in range(20)]  # frame 5 is shown for 0.54 s
-    video = at_times(tmp_path / "v.mp4", read_frames(FILM, 0, 20), times)
+    video = at_times(tmp_path / "v.mp4", read_frames(VIDEO, 0, 20), times)
     clips, _ = cut_video(Footage(video), [(0, 20)], Rules(min_seconds=0.5, target_fps=10), tmp_path / "c", "v")
     wanted = [int(np.searchsorted(times, 100_000 * k, side="right")) - 1 for k in range(13)]
     assert wanted.count(5) == 6
@@ -278,7 +279,7 @@ def test_a_frame_that_is_shown_long_fills_all_moments_of_a_lower_rate(tmp_path):
 def test_two_frames_within_a_tick_are_written(tmp_path):
     times = [40_000 * i + 13_000 * (i % 3) for i in range(20)]
     times[7] = times[6] + 1
-    video = at_times(tmp_path / "v.mp4", read_frames(FILM, 0, 20), times)
+    video = at_times(tmp_path / "v.mp4", read_frames(VIDEO, 0, 20), times)
     clips, _ = cut_video(Footage(video), [(0, 20)], Rules(min_seconds=0.5), tmp_path / "c", "v")
     assert shown(clips[0].path, video) == list(range(20))
 
@@ -286,7 +287,7 @@ def test_two_frames_within_a_tick_are_written(tmp_path):
 def test_a_frame_that_is_hardly_shown_is_a_clip_where_it_may_be(tmp_path):
     times = [40_000 * i for i in range(12)]
     times[7] = times[6] + 1
-    video = at_times(tmp_path / "v.mp4", read_frames(FILM, 0, 12), times)
+    video = at_times(tmp_path / "v.mp4", read_frames(VIDEO, 0, 12), times)
     clips, _ = cut_video(Footage(video), [(6, 7)], Rules(min_seconds=0, target_fps=10), tmp_path / "c", "v")
     assert clips[0].num_frames == 1
 
@@ -295,7 +296,7 @@ def test_a_frame_that_is_hardly_shown_is_a_clip_where_it_may_be(tmp_path):
 
 
 def at_rates(path: Path, *parts: tuple[int, Fraction], codec: str = "libx264") -> Path:
-    """A film of parts with numbers of frames and rates of their own."""
+    """A video of parts with numbers of frames and rates of their own."""
     ticks = [0]
     for count, rate in parts:
         ticks += [round(90_000 / rate)] * count
@@ -312,7 +313,7 @@ def at_rates(path: Path, *parts: tuple[int, Fraction], codec: str = "libx264") -
 
 
 @pytest.mark.parametrize("suffix", [".mp4", ".mkv"])  # whose times are rounded to milliseconds
-def test_a_clip_has_the_rate_of_its_own_part_of_the_film(tmp_path, suffix):
+def test_a_clip_has_the_rate_of_its_own_part_of_the_video(tmp_path, suffix):
     video = at_rates(tmp_path / f"v{suffix}", (120, Fraction(30)), (40, Fraction(10)), (40, Fraction(24)))
     scenes = [(0, 120), (120, 160), (160, 200)]
     clips, _ = cut_video(Footage(video), scenes, Rules(min_seconds=0.5), tmp_path / "c", "v")
@@ -358,7 +359,7 @@ def test_a_frame_in_forty_minutes_is_cut(tmp_path, rules):
 @pytest.mark.parametrize("how", ["copy", "auto"])
 def test_av1_is_copied_although_its_decoder_is_no_encoder(folder, monkeypatch, how):
     av1 = at_rates(folder / "av1.mp4", (60, Fraction(30)), codec="libsvtav1")
-    source = table(folder / "t.csv", (av1.name, [[0, 2]]), (FILM.name, [seconds(0, 20)]))
+    source = table(folder / "t.csv", (av1.name, [[0, 2]]), (VIDEO.name, [seconds(0, 20)]))
     assert run(monkeypatch, source, folder / "o.jsonl", "--how", how) == 0
     clip, _ = read_rows(folder / "o.jsonl")
     assert (Path(clip["path"]).suffix, clip["num_frames"], clip["cut_by"]) == (".mp4", 60, "copy")
@@ -373,12 +374,12 @@ def test_what_cannot_be_copied_is_a_bad_file_and_ends_no_job(folder, monkeypatch
     def refuse(output: OutputContainer, *args: Any) -> None:
         if output.name not in copied:
             copied.append(output.name)
-        if len(copied) == 2:  # the second clip of the film
+        if len(copied) == 2:  # the second clip of the video
             raise error
         mux(output, *args)
 
     monkeypatch.setattr(cutting, "_mux", refuse)
-    source = table(folder / "t.csv", (FILM.name, [seconds(0, 20), seconds(0, 30)]), (DOG.name, [[0, 1]]))
+    source = table(folder / "t.csv", (VIDEO.name, [seconds(0, 20), seconds(0, 30)]), (DOG.name, [[0, 1]]))
     assert run(monkeypatch, source, folder / "o.jsonl", "--how", "copy") == 0
     (clip,), (lost,) = (list(read_rows(folder / name)) for name in ("o.jsonl", "o_dropped.jsonl"))
     assert "a clip of it cannot be written" in lost["reason"]
@@ -387,14 +388,14 @@ def test_what_cannot_be_copied_is_a_bad_file_and_ends_no_job(folder, monkeypatch
 
 @pytest.mark.parametrize(("codec", "suffix"), [("libx264", ".mp4"), ("mjpeg", ".mkv")])
 @pytest.mark.parametrize("flips", [(0, True, False), (0, False, True), (90, True, False), (180, False, False)])
-def test_a_copy_is_turned_and_mirrored_as_the_film_is(tmp_path, codec, suffix, flips):
+def test_a_copy_is_turned_and_mirrored_as_the_video_is(tmp_path, codec, suffix, flips):
     video = tmp_path / "v.mov"
     with av.open(str(video), "w") as container:
         stream = container.add_stream(codec, rate=25)
         stream.height, stream.width, stream.pix_fmt = 64, 96, "yuv420p" if codec == "libx264" else "yuvj420p"
         stream.set_display_rotation(*flips)
-        for picture in read_frames(FILM, 0, 20)[:, :64, :96].numpy():
-            frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(picture), format="rgb24")
+        for image in read_frames(VIDEO, 0, 20)[:, :64, :96].numpy():
+            frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(image), format="rgb24")
             container.mux(stream.encode(frame.reformat(format=stream.pix_fmt)))
         container.mux(stream.encode())
     (clip,), _ = cut_video(Footage(video), [(0, 20)], Rules(min_seconds=0.2, how="copy"), tmp_path / "c", "v")
@@ -403,3 +404,14 @@ def test_a_copy_is_turned_and_mirrored_as_the_film_is(tmp_path, codec, suffix, f
     assert copied == matrix
     assert Path(clip.path).suffix == suffix
     assert (read_frames(clip.path, 0, 20) == read_frames(video, 0, 20)).all()
+
+
+def test_packets_behind_the_last_frame_that_is_shown_are_copied_without_a_time(tmp_path):
+    """As with an edit list that ends early, or a hidden frame at the end."""
+    footage = Footage(VIDEO)
+    shown = footage.num_frames - 3
+    footage.timeline = dataclasses.replace(footage.timeline, num_frames=shown, times=footage.timeline.times[:shown])
+    footage.num_frames = shown
+    (clip,), dropped = cut_video(footage, [(0, shown)], Rules(min_seconds=0.2, how="copy"), tmp_path, "v")
+    assert (clip.start_frame, clip.end_frame, dropped) == (0, shown, [])
+    assert clip.end == pytest.approx(float(footage.times()[-1]))

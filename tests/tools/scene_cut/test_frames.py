@@ -1,4 +1,4 @@
-"""Frames for cutting are the frames of training, also where a film becomes interlaced on the way."""
+"""Frames for cutting are the frames of training, also where a video becomes interlaced on the way."""
 
 from pathlib import Path
 
@@ -51,7 +51,7 @@ def parts(tmp_path) -> dict[str, Path]:
     }
 
 
-def pictures(path: Path) -> torch.Tensor:
+def images(path: Path) -> torch.Tensor:
     footage = Footage(path)
     return torch.from_numpy(np.stack([footage.rgb(timed.frame) for timed in footage.frames()]))
 
@@ -60,14 +60,14 @@ def pictures(path: Path) -> torch.Tensor:
     ("progressive", "interlaced"), ("interlaced", "progressive"), ("progressive", "interlaced", "progressive"), ("interlaced",),
 ])  # fmt: skip
 def test_films_that_become_interlaced_are_deinterlaced_from_there(tmp_path, parts, kinds):
-    """The first frame decided for the whole film."""
-    path = joined(tmp_path / "film.ts", [parts[kind] for kind in kinds])
+    """The first frame decided for the whole video."""
+    path = joined(tmp_path / "video.ts", [parts[kind] for kind in kinds])
     count = probe(path).num_frames
     assert count == 13 * len(kinds)
     with av.open(str(path)) as container:
         flags = [frame.interlaced_frame for frame in container.decode(video=0)]
     assert flags == [kind == "interlaced" for kind in kinds for _ in range(13)]
-    made, kept = pictures(path), read_frames(path, 0, count, decoding=Decoding(interlaced="keep"))
+    made, kept = images(path), read_frames(path, 0, count, decoding=Decoding(interlaced="keep"))
     assert combs(made[flags]) < 0.3 * combs(kept[flags])
     assert torch.equal(made, read_frames(path, 0, count))
     assert torch.equal(made[~torch.tensor(flags)], kept[~torch.tensor(flags)])
@@ -75,7 +75,7 @@ def test_films_that_become_interlaced_are_deinterlaced_from_there(tmp_path, part
 
 def test_progressive_films_do_not_pass_a_filter(parts, monkeypatch):
     def never(*_: object) -> None:
-        raise AssertionError("a progressive film was deinterlaced")
+        raise AssertionError("a progressive video was deinterlaced")
 
     monkeypatch.setattr(frames, "deinterlaced", never)
-    assert len(pictures(parts["progressive"])) == 13
+    assert len(images(parts["progressive"])) == 13

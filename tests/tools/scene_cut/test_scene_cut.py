@@ -15,7 +15,7 @@ from tests.real_clips import real_clip
 from tools.scene_cut.cutting import cut_video
 from tools.scene_cut.detectors import find_cuts, peaks, resolve, scenes_of
 from tools.scene_cut.frames import Footage
-from tools.scene_cut.pieces import Rules, choose_pieces, from_timestamp, to_timestamp
+from tools.scene_cut.rules import Rules, choose_spans, from_timestamp, to_timestamp
 
 CLIPS = Path(__file__).parents[3] / "assets" / "clips"
 
@@ -35,7 +35,7 @@ def grey(levels: list[int]) -> list[np.ndarray]:
 
 
 def scenery(seed: int, count: int) -> list[np.ndarray]:
-    """A picture that glides by 2 pixels a frame."""
+    """An image that glides by 2 pixels a frame."""
     rng = np.random.default_rng(seed)
     coarse = rng.integers(30, 255, (2, 8, 3)).astype(np.uint8)
     wide = np.kron(coarse, np.ones((32, 32, 1), np.uint8))
@@ -177,8 +177,8 @@ def test_auto_copies_where_it_loses_nothing(three_scenes, tmp_path):
 )
 def test_long_scenes(longer, spans, rest):
     times = np.arange(101) / 25
-    pieces, dropped = choose_pieces([(0, 100)], times, Rules(min_seconds=1, max_seconds=1.5, longer=longer))
-    assert [(p.start, p.end) for p in pieces] == spans
+    found, dropped = choose_spans([(0, 100)], times, Rules(min_seconds=1, max_seconds=1.5, longer=longer))
+    assert [(span.start, span.end) for span in found] == spans
     assert [d.start for d in dropped] == pytest.approx(rest)
     assert all(times[b] - times[a] <= 1.5 for a, b in spans)
 

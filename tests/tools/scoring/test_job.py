@@ -170,7 +170,7 @@ def status_and_length(path):
 
 @dataclass(frozen=True)
 class Choosy:
-    """A scorer that has nothing for some files, as a file beside them says."""
+    """A scorer that has nothing for some files, by a file next to them."""
 
     folder: str
     columns = ("length",)
@@ -193,7 +193,7 @@ def test_rows_that_failed_are_scored_again_also_of_parts_that_are_not_complete(t
     bad, log = tmp_path / "bad", tmp_path / "log"
     bad.write_text(" ".join([NAMES[1], NAMES[3], NAMES[9], "crash"]))
     choosy = job(table, {"choosy": Choosy(str(tmp_path))}, batch_size=1)
-    again = dataclasses.replace(choosy, again="failed")
+    again = dataclasses.replace(choosy, retry_failed=True)
     with pytest.raises(UserError, match="no server"):
         run(choosy, 0)  # in the third part, whose second row failed
     log.unlink()
@@ -203,7 +203,7 @@ def test_rows_that_failed_are_scored_again_also_of_parts_that_are_not_complete(t
     assert names_in(log) == [NAMES[1], NAMES[3], NAMES[9], NAMES[10]]
     log.unlink()
     bad.write_text("")
-    run(choosy, 0)  # the same command as at first goes on, and leaves alone what failed
+    run(choosy, 0)  # the same command as at first resumes, and leaves what failed
     assert names_in(log) == NAMES[10:]
     lengths = [("ok", str(len(name))) for name in NAMES]
     expected = [*lengths[:3], ("none today", ""), *lengths[4:]]
@@ -231,7 +231,7 @@ def test_a_file_that_kills_its_decoder_is_tried_again_once_more(table, tmp_path)
     killing = job(table, {"length": Length(str(log), dies_at=NAMES[5])}, batch_size=4)
     run(killing, 1)
     log.unlink()
-    out = read_frame(run(dataclasses.replace(killing, again="failed"), 1))
+    out = read_frame(run(dataclasses.replace(killing, retry_failed=True), 1))
     assert names_in(log) == [NAMES[5]] * 2
     assert "crashes its decoder" in out["status"][5]
 
@@ -239,7 +239,7 @@ def test_a_file_that_kills_its_decoder_is_tried_again_once_more(table, tmp_path)
 def test_under_torchrun_nothing_is_opened_again(table, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match=r"--retry-failed.*--num-workers"):
-        run(job(table, {"black": scorer("black")}, again="failed"))
+        run(job(table, {"black": scorer("black")}, retry_failed=True))
 
 
 @pytest.mark.slow
@@ -292,7 +292,7 @@ def test_scores_that_parquet_cannot_hold_are_not_lost(table):
     assert len(read_frame(table.with_name("out.parquet.jsonl"))["black"]) == len(NAMES)
 
 
-def test_pictures_that_are_too_narrow_for_flow_cost_their_own_row_alone(tmp_path):
+def test_images_that_are_too_narrow_for_flow_cost_their_own_row_alone(tmp_path):
     for name, size in {"narrow.mp4": (1920, 16), "good.mp4": (64, 48)}.items():
         with av.open(str(tmp_path / name), "w") as container:
             stream = container.add_stream("libx264", rate=24)

@@ -8,7 +8,7 @@ import torch
 from torchvision.models.optical_flow import raft_small
 
 from opensora.utils.errors import UserError
-from tests.tools.scoring.videos import picture, seen, write_video
+from tests.tools.scoring.videos import image, seen, write_video
 from tools.scoring.camera_motion import camera
 from tools.scoring.fields import flow_method
 from tools.scoring.frames import Pair, pairs
@@ -19,7 +19,7 @@ WIDTH = 576 / 320  # pixels that scores count in for one of the synthetic clips
 
 
 def pair(right=0.0, down=0.0, zoom=1.0, seconds=1 / 6, size=(324, 576)):
-    scene = picture(3, 700, 1000)
+    scene = image(3, 700, 1000)
     return Pair(seen(scene, size=size), seen(scene, right, down, zoom, size=size), seconds)
 
 
@@ -36,8 +36,8 @@ def test_the_camera_is_found_beside_something_that_moves_by_itself():
     first, second, seconds = pair(right=-6, zoom=1.01)
     second = second.copy()
     first = first.copy()
-    thing = picture(9, 140, 200)
-    first[60:200, 100:300], second[60:200, 125:325] = thing, thing  # a sixth of the picture runs 25 pixels to the right
+    thing = image(9, 140, 200)
+    first[60:200, 100:300], second[60:200, 125:325] = thing, thing  # a sixth of the image runs 25 pixels to the right
     found = camera(flow_method("dis")([Pair(first, second, seconds)])[0], Pair(first, second, seconds))
     assert found.pan == pytest.approx(36, rel=0.05)  # pixels per second
     assert found.zoom / found.pan == pytest.approx(0.01 * 165 / 6, rel=0.25)  # 165: mean distance from the middle
@@ -45,7 +45,7 @@ def test_the_camera_is_found_beside_something_that_moves_by_itself():
     assert abs(found.roll) < 1.5
 
 
-def test_a_plain_picture_has_no_camera():
+def test_a_plain_image_has_no_camera():
     grey = np.full((324, 576, 3), 120, np.uint8)
     assert camera(np.zeros((324, 576, 2), np.float32), Pair(grey, grey, 0.1)) is None
 
@@ -82,7 +82,7 @@ def test_flow_counts_pixels_of_576_in_a_third_of_a_second(moving):
 
 
 def test_flow_does_not_depend_on_size_or_frame_rate(tmp_path):
-    scene = picture(4)
+    scene = image(4)
     frames = [seen(scene, right=i) for i in range(24)]
     half = [frame.reshape(90, 2, 160, 2, 3).mean((1, 3)).astype(np.uint8) for frame in frames]
     files = [

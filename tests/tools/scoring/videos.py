@@ -1,4 +1,4 @@
-"""Videos whose motion is known: a window that moves over a picture with texture."""
+"""Videos whose motion is known: a window that moves over an image with texture."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +10,7 @@ from scipy.ndimage import gaussian_filter, map_coordinates
 SIZE = (180, 320)
 
 
-def picture(seed: int, height: int = 400, width: int = 560) -> np.ndarray:
+def image(seed: int, height: int = 400, width: int = 560) -> np.ndarray:
     """[H, W, 3] uint8, smooth noise with details of some pixels, different for each seed."""
     noise = np.random.default_rng(seed).standard_normal((height, width, 3))
     smooth = sum(gaussian_filter(noise, (s, s, 0)) * s for s in (2, 5, 16))

@@ -22,7 +22,7 @@ from opensora.utils.errors import UserError, exit_on_user_error
 from tools.datasets.datautil import columns, filter, info, paths, text  # their operations register themselves
 from tools.datasets.datautil.combine import find_tables, merge, same_file
 from tools.datasets.datautil.io import write_frames
-from tools.datasets.datautil.operations import OPERATIONS, Collect, Sheet, apply, groups
+from tools.datasets.datautil.operations import OPERATIONS, Collect, TableState, apply
 from tools.datasets.datautil.parallel import default_workers
 
 __all__ = ["columns", "filter", "info", "main", "paths", "run", "text"]
@@ -47,32 +47,28 @@ def run(argv: Sequence[str] | None = None) -> list[Path]:
     if root is not None and not root.is_dir():
         raise UserError(f"--root: {root} is no folder.")
     folder = targets[0].parent if targets else sources[0].parent
-    sheet, lines = merge([(source, read_frame(source)) for source in sources], root, folder)
+    table, lines = merge([(source, read_frame(source)) for source in sources], root, folder)
     for line in lines:
         print(line)
     workers = 1 if args.disable_parallel else args.num_workers or default_workers()
     seed = SEED if args.seed is None else args.seed
-    sheet = apply(Sheet(sheet.frame, sheet.folder, root, workers, seed), steps)
-    if targets:
-        write(sheet, targets)
-    return targets
-
-
-def write(sheet: Sheet, targets: Sequence[Path]) -> None:
-    """Write the table, split evenly over the files, and say so."""
-    if len(sheet) < len(targets):
-        raise UserError(f"{len(sheet)} rows are left, which do not fill {len(targets)} files; nothing was written.")
-    bounds = np.linspace(0, len(sheet), len(targets) + 1).astype(int)
-    parts = [sheet.frame.iloc[a:b].reset_index(drop=True) for a, b in pairwise(bounds)]
+    table = apply(TableState(table.frame, table.folder, root, workers, seed), steps)
+    if not targets:
+        return []
+    if len(table) < len(targets):
+        raise UserError(f"{len(table)} rows are left, which do not fill {len(targets)} files; nothing was written.")
+    bounds = np.linspace(0, len(table), len(targets) + 1).astype(int)
+    parts = [table.frame.iloc[a:b].reset_index(drop=True) for a, b in pairwise(bounds)]
     write_frames(parts, targets)
     for target, part in zip(targets, parts, strict=True):
         print(f"{target}: {len(part)} rows, {len(part.columns)} columns")
-    if "path" in sheet.frame.columns and sheet.folder.resolve() != targets[0].parent.resolve():
-        print(f"paths are relative to {sheet.folder}: pass --root {sheet.folder} to what reads this table")
+    if "path" in table.frame.columns and table.folder.resolve() != targets[0].parent.resolve():
+        print(f"paths are relative to {table.folder}: pass --root {table.folder} to what reads this table")
+    return targets
 
 
 def output_names(args: argparse.Namespace, sources: Sequence[Path], steps: Sequence[tuple[str, Any]]) -> Iterator[Path]:
-    """Where to write to; nowhere when all that is asked for is figures."""
+    """The files to write; none when only figures are asked for."""
     if args.output is None and not args.format and len(sources) == 1 and not args.shard:
         if not steps:
             raise UserError("nothing to do: name an operation (see --help) or an --output.")
@@ -140,23 +136,14 @@ def read_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     processes.add_argument("--num-workers", type=_positive, metavar="N", help="processes (default: one for each core)")
     processes.add_argument("--disable-parallel", action="store_true", help="one process")
     parser.set_defaults(steps=[])
-    for heading, operations in groups():
-        group = parser.add_argument_group(heading)
-        for op in operations:
-            group.add_argument(f"--{op.flag}", action=Collect, help=op.help, **op.arguments)
+    groups: dict[str, Any] = {}
+    for op in OPERATIONS.values():
+        group = groups.get(op.group) or groups.setdefault(op.group, parser.add_argument_group(op.group))
+        group.add_argument(f"--{op.flag}", action=Collect, help=op.help, **op.arguments)
     args = parser.parse_args(argv)
     if args.seed is not None and not any(flag in RANDOM for flag, _ in args.steps):
         raise UserError("--seed has no effect without --shuffle or --sample.")
-    if args.shard and args.steps and _position(argv, "--shard") < _position(argv, f"--{args.steps[-1][0]}"):
-        raise UserError("--shard splits what all operations leave; put it behind them.")
     return args
-
-
-def _position(argv: Sequence[str] | None, flag: str) -> int:
-    import sys
-
-    words = list(sys.argv[1:] if argv is None else argv)
-    return max((i for i, word in enumerate(words) if word.split("=")[0] == flag), default=-1)
 
 
 def _positive(text: str) -> int:

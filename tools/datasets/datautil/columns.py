@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from opensora.datasets.table.files import strings
+from opensora.datasets.table.files import is_numeric, strings
 from opensora.utils.errors import UserError
 from tools.datasets.datautil.io import known_numbers
-from tools.datasets.datautil.operations import Result, Sheet, operation
+from tools.datasets.datautil.operations import Result, TableState, operation
 
 GROUP = "columns"
 TRAINING = ("path", "text", "num_frames", "fps", "height", "width", "aspect_ratio", "resolution", "text_len")
@@ -18,52 +18,52 @@ COMMON = 3  # of the most frequent values shown
 
 
 @operation("train-column", "train", group=GROUP)
-def train_column(sheet: Sheet, _: Any) -> Result:
+def train_column(table: TableState, _: Any) -> Result:
     """keep the columns that training reads, drop others"""
-    return _selected(sheet, [name for name in TRAINING if name in sheet.frame.columns])
+    return _selected(table, [name for name in TRAINING if name in table.frame.columns])
 
 
 @operation("keep-columns", "columns", group=GROUP, nargs="+", metavar="COLUMN")
-def keep_columns(sheet: Sheet, names: list[str]) -> Result:
+def keep_columns(table: TableState, names: list[str]) -> Result:
     """keep these columns, in this order"""
-    return _selected(sheet, [str(sheet.column(name).name) for name in dict.fromkeys(names)])
+    return _selected(table, [str(table.column(name).name) for name in dict.fromkeys(names)])
 
 
 @operation("drop-columns", "dropped", group=GROUP, nargs="+", metavar="COLUMN")
-def drop_columns(sheet: Sheet, names: list[str]) -> Result:
+def drop_columns(table: TableState, names: list[str]) -> Result:
     """drop these columns"""
-    gone = {sheet.column(name).name for name in names}
-    return _selected(sheet, [name for name in sheet.frame.columns if name not in gone])
+    gone = {table.column(name).name for name in names}
+    return _selected(table, [name for name in table.frame.columns if name not in gone])
 
 
 @operation("rename-columns", "renamed", group=GROUP, nargs="+", metavar="OLD=NEW")
-def rename_columns(sheet: Sheet, pairs: list[str]) -> Result:
+def rename_columns(table: TableState, pairs: list[str]) -> Result:
     """rename columns"""
     names = {}
     for pair in pairs:
         old, equals, new = pair.partition("=")
         if not equals or not old or not new:
             raise UserError(f"{pair!r}: write OLD=NEW.")
-        names[str(sheet.column(old).name)] = new
-    frame = sheet.frame.rename(columns=names)
+        names[str(table.column(old).name)] = new
+    frame = table.frame.rename(columns=names)
     if twice := sorted(set(frame.columns[frame.columns.duplicated()])):
         raise UserError(f"there would be two columns {twice[0]!r}; drop or rename the other first.")
-    return Result(replace(sheet, frame=frame))
+    return Result(replace(table, frame=frame))
 
 
-def _selected(sheet: Sheet, names: Sequence[str]) -> Result:
+def _selected(table: TableState, names: Sequence[str]) -> Result:
     if not names:
         raise UserError("no column would be left.")
-    gone = [name for name in sheet.frame.columns if name not in names]
+    gone = [name for name in table.frame.columns if name not in names]
     note = f"dropped columns: {', '.join(gone) or 'none'}"
-    return Result(replace(sheet, frame=sheet.frame[list(names)]), note=note)
+    return Result(replace(table, frame=table.frame[list(names)]), note=note)
 
 
 @operation("stats", "stats", group="figures", nargs="*", metavar="COLUMN")
-def stats(sheet: Sheet, names: list[str]) -> Result:
+def stats(table: TableState, names: list[str]) -> Result:
     """print figures of these columns, or of all, as the table is at this point; changes nothing"""
-    columns = [sheet.column(name) for name in names or sheet.frame.columns]
-    return Result(sheet, note="\n".join(["figures:", *(f"  {_figures(column)}" for column in columns)]))
+    columns = [table.column(name) for name in names or table.frame.columns]
+    return Result(table, note="\n".join(["figures:", *(f"  {_figures(column)}" for column in columns)]))
 
 
 def _figures(column: pd.Series) -> str:
@@ -75,7 +75,9 @@ def _figures(column: pd.Series) -> str:
     if column.name == "path":
         kinds = filled.str.extract(r"(?s)(\.[^./]+)$", expand=False).fillna("no extension").str.lower()
         return f"{line}; {_most_frequent(kinds)}"
-    if len(numbers := _numbers(column)):
+    typed = known_numbers(column)
+    numbers = typed.dropna().to_numpy(np.float64) if is_numeric(typed) else np.empty(0)
+    if len(numbers):
         low, middle, high = np.quantile(numbers, (0, 0.5, 1))
         line += f"; least {low:.6g}, median {middle:.6g}, mean {numbers.mean():.6g}, largest {high:.6g}"
     elif filled.nunique() < len(filled):
@@ -83,21 +85,14 @@ def _figures(column: pd.Series) -> str:
     return line
 
 
-def _numbers(column: pd.Series) -> np.ndarray:
-    typed = known_numbers(column)
-    if not pd.api.types.is_numeric_dtype(typed.dtype) or pd.api.types.is_bool_dtype(typed.dtype):
-        return np.empty(0)
-    numbers = typed.to_numpy(np.float64, na_value=np.nan)
-    return numbers[~np.isnan(numbers)]
-
-
 def _most_frequent(values: pd.Series) -> str:
     counts = values.value_counts()
-    shown = [f"{count} x {_short(str(value))}" for value, count in counts.head(COMMON).items()]
+    shown = [f"{count} x {shortened(str(value))}" for value, count in counts.head(COMMON).items()]
     more = len(counts) - len(shown)
     return ", ".join(shown) + (f" and {more} more" if more > 0 else "")
 
 
-def _short(value: str, width: int = 60) -> str:
+def shortened(value: str, width: int = 60) -> str:
+    """One line of at most `width` characters."""
     line = " ".join(value.split())
     return line if len(line) <= width else f"{line[: width - 3]}..."

@@ -13,8 +13,8 @@ import pandas as pd
 from opensora.datasets.table.files import EXACT, integer_type, is_numeric, read_frame, strings
 from opensora.registry import did_you_mean
 from opensora.utils.errors import UserError
-from tools.datasets.datautil.operations import Result, Sheet, keep, operation
-from tools.datasets.datautil.paths import REPEATS, SOURCE, places, rebased, respelled
+from tools.datasets.datautil.operations import Result, TableState, keep, operation
+from tools.datasets.datautil.paths import REPEATS, SOURCE, file_keys, rebased, respelled
 
 GROUP = "other tables (rows belong together when they name the same file)"
 
@@ -36,7 +36,7 @@ def find_tables(patterns: Sequence[str]) -> list[Path]:
     return list({path.resolve(): path for path in reversed(found)}.values())[::-1]
 
 
-def merge(tables: Sequence[tuple[Path, pd.DataFrame]], root: Path | None, folder: Path) -> tuple[Sheet, list[str]]:
+def merge(tables: Sequence[tuple[Path, pd.DataFrame]], root: Path | None, folder: Path) -> tuple[TableState, list[str]]:
     """The rows of all tables below each other, and lines that say what was done.
 
     Args:
@@ -59,7 +59,7 @@ def merge(tables: Sequence[tuple[Path, pd.DataFrame]], root: Path | None, folder
         frames.append(frame)
     columns = {name: _stacked(name, frames) for name in every}
     whole = pd.DataFrame(columns, index=pd.RangeIndex(sum(map(len, frames))))
-    return Sheet(whole, folder if root is None else root, root), lines
+    return TableState(whole, folder if root is None else root, root), lines
 
 
 def _rebased(frame: pd.DataFrame, old: Path, new: Path) -> dict[str, pd.Series]:
@@ -75,7 +75,7 @@ def _stacked(name: str, frames: Sequence[pd.DataFrame]) -> pd.Series:
     for frame in frames:
         if name not in frame.columns:
             part = pd.Series(np.nan if all(numeric) else "", index=frame.index, dtype=kind)
-        else:  # numbers beside text become text, as a CSV would have them
+        else:  # numbers among text become text, as a CSV would have them
             mixed = any(numeric) and not all(numeric) and not all(map(_holds_numbers, there))
             part = strings(frame[name]) if mixed else frame[name].astype(kind)
         parts.append(part)
@@ -108,74 +108,72 @@ def _is_whole(part: pd.Series) -> bool:
 
 
 class _Other(NamedTuple):
-    """Another table, the place of each row's file, and what its relative paths are relative to."""
+    """Another table, the key of each row's file, and what its relative paths are relative to."""
 
     frame: pd.DataFrame
-    places: pd.Series
+    keys: pd.Series
     folder: Path
 
 
-def _read_other(sheet: Sheet, source: str) -> _Other:
+def _read_other(table: TableState, source: str) -> _Other:
     path = Path(source)
     frame = read_frame(path)
     if "path" not in frame.columns:
         raise UserError(f"{path} has no column 'path'; its columns are: {', '.join(frame.columns)}.")
-    folder = sheet.root or path.parent
-    return _Other(frame, places(strings(frame["path"]), folder), folder)
+    folder = table.root or path.parent
+    return _Other(frame, file_keys(strings(frame["path"]), folder), folder)
 
 
-def _places(sheet: Sheet) -> pd.Series:
-    return places(sheet.text("path"), sheet.folder)
+def _keys(table: TableState) -> pd.Series:
+    return file_keys(table.text("path"), table.folder)
 
 
 @operation("difference", "minus_{}", group=GROUP, metavar="TABLE")
-def difference(sheet: Sheet, source: str) -> Result:
+def difference(table: TableState, source: str) -> Result:
     """drop rows whose file TABLE names"""
-    named = _places(sheet).isin(_read_other(sheet, source).places).to_numpy()
-    return keep(sheet, ~named, [(f"that {source} names", named)])
+    named = _keys(table).isin(_read_other(table, source).keys).to_numpy()
+    return keep(table, ~named, [(f"that {source} names", named)])
 
 
 @operation("intersection", "and_{}", group=GROUP, metavar="TABLE")
-def intersection(sheet: Sheet, source: str) -> Result:
+def intersection(table: TableState, source: str) -> Result:
     """keep rows whose file TABLE names too, and take from it the columns that are missing here"""
-    other = _read_other(sheet, source)
-    named = _places(sheet).isin(other.places).to_numpy()
-    result = keep(sheet, named, [(f"that {source} does not name", ~named)])
-    joined = _with_columns_of(result.sheet, other)
+    other = _read_other(table, source)
+    named = _keys(table).isin(other.keys).to_numpy()
+    result = keep(table, named, [(f"that {source} does not name", ~named)])
+    joined = _with_columns_of(result.table, other)
     return replace(joined, dropped=result.dropped)
 
 
 @operation("merge", "merge_{}", group=GROUP, metavar="TABLE")
-def merge_columns(sheet: Sheet, source: str) -> Result:
+def merge_columns(table: TableState, source: str) -> Result:
     """take from TABLE the columns that are missing here; rows that it does not name get empty cells"""
-    return _with_columns_of(sheet, _read_other(sheet, source))
+    return _with_columns_of(table, _read_other(table, source))
 
 
-def _with_columns_of(sheet: Sheet, other: _Other) -> Result:
-    first = ~other.places.duplicated().to_numpy()
-    index = pd.Index(other.places[first])
-    match = index.get_indexer(pd.Index(_places(sheet)))  # -1 where there is none
-    new = [name for name in other.frame.columns if name not in sheet.frame.columns]
-    frame = other.frame.assign(**_as_here(sheet, other))
+def _with_columns_of(table: TableState, other: _Other) -> Result:
+    first = ~other.keys.duplicated().to_numpy()
+    index = pd.Index(other.keys[first])
+    match = index.get_indexer(pd.Index(_keys(table)))  # -1 where there is none
+    new = [name for name in other.frame.columns if name not in table.frame.columns]
+    frame = other.frame.assign(**_as_here(table, other))
     columns = {name: _picked(frame[name][first], match) for name in new}
     notes = [f"new columns: {', '.join(new) or 'none'}"]
     if absent := int((match < 0).sum()):
         notes.append(f"{absent} rows have no partner")
     if twice := int((~first).sum()):
         notes.append(f"{twice} rows of the other table name a file again and were not looked at")
-    return Result(sheet.with_columns(**columns), note="; ".join(notes))
+    return Result(table.with_columns(**columns), note="; ".join(notes))
 
 
-def _as_here(sheet: Sheet, other: _Other) -> dict[str, pd.Series]:
+def _as_here(table: TableState, other: _Other) -> dict[str, pd.Series]:
     """The other table's columns of paths but `path`, spelled as this table spells the same files."""
-    columns = _rebased(other.frame, other.folder, sheet.folder)
+    columns = _rebased(other.frame, other.folder, table.folder)
     if REPEATS in columns:
-        here = dict(zip(_places(sheet), sheet.text("path"), strict=True))
-        there = places(strings(other.frame[REPEATS]), other.folder)
+        here = dict(zip(_keys(table), table.text("path"), strict=True))
+        there = file_keys(strings(other.frame[REPEATS]), other.folder)
         spelled = zip(there, columns[REPEATS], strict=True)
-        columns[REPEATS] = pd.Series(
-            [here.get(place, name) for place, name in spelled], index=there.index, dtype=object
-        )
+        columns[REPEATS] = pd.Series([here.get(key, name) for key, name in spelled], index=there.index, dtype=object)
     return {name: columns[name] for name in (REPEATS, SOURCE) if name in columns}
 
 
@@ -186,20 +184,20 @@ def _picked(column: pd.Series, match: np.ndarray) -> pd.Series:
 
 
 @operation("update-text", "updated", group=GROUP, metavar="TABLE")
-def update_text(sheet: Sheet, source: str) -> Result:
+def update_text(table: TableState, source: str) -> Result:
     """take the captions of TABLE for the files that it names; an empty one replaces nothing"""
-    other = _read_other(sheet, source)
+    other = _read_other(table, source)
     if "text" not in other.frame.columns:
         raise UserError(f"{source} has no column 'text'; its columns are: {', '.join(other.frame.columns)}.")
     filled = strings(other.frame["text"])
-    useful = (filled != "") & ~other.places.duplicated()
-    captions = dict(zip(other.places[useful], filled[useful], strict=True))
-    old = sheet.text("text") if "text" in sheet.frame.columns else pd.Series([""] * len(sheet), dtype=object)
-    files = _places(sheet)
+    useful = (filled != "") & ~other.keys.duplicated()
+    captions = dict(zip(other.keys[useful], filled[useful], strict=True))
+    old = table.text("text") if "text" in table.frame.columns else pd.Series([""] * len(table), dtype=object)
+    files = _keys(table)
     new = pd.Series([captions.get(p, o) for p, o in zip(files, old, strict=True)], dtype=object)
-    absent = sum(place not in captions for place in files)
+    absent = sum(key not in captions for key in files)
     note = f"{int((new != old).sum())} captions changed, {absent} files have none in {Path(source).name}"
-    return Result(sheet.with_columns(text=new), note=note)
+    return Result(table.with_columns(text=new), note=note)
 
 
 def same_file(one: Path, other: Path) -> bool:

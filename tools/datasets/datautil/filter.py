@@ -8,8 +8,8 @@ import pandas as pd
 
 from opensora.datasets.video.files import IMAGE_EXTENSIONS, VIDEO_EXTENSIONS
 from opensora.utils.errors import UserError
-from tools.datasets.datautil.operations import OPERATIONS, Operation, Result, Run, Sheet, keep, operation
-from tools.datasets.datautil.paths import places
+from tools.datasets.datautil.operations import OPERATIONS, Operation, Result, Run, TableState, keep, operation
+from tools.datasets.datautil.paths import file_keys
 
 LIMITS = {
     "f": ("num_frames", "frames"),
@@ -21,10 +21,10 @@ LIMITS = {
     "fs": ("filesize", "size of the file in MiB"),
     "len": ("text_len", "tokens of the caption"),
     "aes": ("aes", "aesthetic score"),
-    "match": ("match", "agreement of caption and picture"),
+    "match": ("match", "agreement of caption and image"),
     "flow": ("flow", "amount of motion"),
-    "ocr": ("ocr", "pieces of writing in the picture"),
-    "ocrarea": ("ocr_area", "share of the picture that writing covers"),
+    "ocr": ("ocr", "words in the image"),
+    "ocrarea": ("ocr_area", "share of the image that words cover"),
     "sharp": ("sharpness", "variance of the Laplacian"),
     "black": ("black", "share of black frames"),
     "static": ("static", "share of the clip in which nothing moves"),
@@ -41,14 +41,14 @@ def number(text: str) -> float:
 
 
 def _limit(column: str, side: str, *, keep_missing: bool) -> Run:
-    def run(sheet: Sheet, limit: float) -> Result:
-        numbers = sheet.numbers(column)
+    def run(table: TableState, limit: float) -> Result:
+        numbers = table.numbers(column)
         missing = np.isnan(numbers)
         with np.errstate(invalid="ignore"):
             beyond = numbers < limit if side == "min" else numbers > limit
         sign = "<" if side == "min" else ">"
         kept = ~beyond & (keep_missing | ~missing)
-        return keep(sheet, kept, [(f"with {column} {sign} {limit:g}", beyond), (f"without {column}", missing)])
+        return keep(table, kept, [(f"with {column} {sign} {limit:g}", beyond), (f"without {column}", missing)])
 
     return run
 
@@ -67,114 +67,108 @@ for _prefix, (_column, _meaning) in LIMITS.items():
 FILES = "filters by file"
 
 
-def _suffixes(sheet: Sheet) -> pd.Series:
-    names = sheet.text("path").str.rsplit("/", n=1).str[-1]
-    return names.str.extract(r"(?s)^.+(\.[^.]+)$", expand=False).fillna("").str.lower()
-
-
-def _keep_extensions(sheet: Sheet, extensions: tuple[str, ...]) -> Result:
-    suffixes = _suffixes(sheet)
+def _keep_extensions(table: TableState, extensions: tuple[str, ...]) -> Result:
+    names = table.text("path").str.rsplit("/", n=1).str[-1]
+    suffixes = names.str.extract(r"(?s)^.+(\.[^.]+)$", expand=False).fillna("").str.lower()
     kept = suffixes.isin(extensions).to_numpy()
-    others = suffixes[~kept].value_counts()
-    return keep(
-        sheet, kept, [(f"are {name or 'files without extension'}", (suffixes == name)) for name in others.index]
-    )
+    others = suffixes[~kept].value_counts().index
+    return keep(table, kept, [(f"are {name or 'files without extension'}", suffixes == name) for name in others])
 
 
 @operation("img-only", "img", group=FILES)
-def img_only(sheet: Sheet, _: Any) -> Result:
+def img_only(table: TableState, _: Any) -> Result:
     """keep images, by extension"""
-    return _keep_extensions(sheet, IMAGE_EXTENSIONS)
+    return _keep_extensions(table, IMAGE_EXTENSIONS)
 
 
 @operation("vid-only", "vid", group=FILES)
-def vid_only(sheet: Sheet, _: Any) -> Result:
+def vid_only(table: TableState, _: Any) -> Result:
     """keep videos, by extension"""
-    return _keep_extensions(sheet, VIDEO_EXTENSIONS)
+    return _keep_extensions(table, VIDEO_EXTENSIONS)
 
 
 @operation("extensions", "{}", group=FILES, nargs="+", metavar=".EXT")
-def extensions(sheet: Sheet, names: list[str]) -> Result:
+def extensions(table: TableState, names: list[str]) -> Result:
     """keep these extensions (.mp4 .webm)"""
-    return _keep_extensions(sheet, tuple(f".{name.lower().lstrip('.')}" for name in names))
+    return _keep_extensions(table, tuple(f".{name.lower().lstrip('.')}" for name in names))
 
 
 @operation("path-subset", "{}", group=FILES, metavar="TEXT")
-def path_subset(sheet: Sheet, part: str) -> Result:
+def path_subset(table: TableState, part: str) -> Result:
     """keep rows whose path holds TEXT"""
-    kept = sheet.text("path").str.contains(part, regex=False).to_numpy(bool)
-    return keep(sheet, kept, [(f"without {part!r} in the path", ~kept)])
+    kept = table.text("path").str.contains(part, regex=False).to_numpy(bool)
+    return keep(table, kept, [(f"without {part!r} in the path", ~kept)])
 
 
 @operation("remove-duplicates", "nodup", group=FILES)
-def remove_duplicates(sheet: Sheet, _: Any) -> Result:
+def remove_duplicates(table: TableState, _: Any) -> Result:
     """drop rows that repeat an earlier one, by the column duplicate_of"""
-    repeats = (sheet.text("duplicate_of") != "").to_numpy(bool)
-    return keep(sheet, ~repeats, [("that repeat another clip", repeats)])
+    repeats = (table.text("duplicate_of") != "").to_numpy(bool)
+    return keep(table, ~repeats, [("that repeat another clip", repeats)])
 
 
 @operation("remove-empty-path", "nopath", group=FILES)
-def remove_empty_path(sheet: Sheet, _: Any) -> Result:
+def remove_empty_path(table: TableState, _: Any) -> Result:
     """drop rows without a path"""
-    empty = (sheet.text("path").str.strip() == "").to_numpy(bool)
-    return keep(sheet, ~empty, [("without a path", empty)])
+    empty = (table.text("path").str.strip() == "").to_numpy(bool)
+    return keep(table, ~empty, [("without a path", empty)])
 
 
 @operation("remove-broken", "ok", group=FILES)
-def remove_broken(sheet: Sheet, _: Any) -> Result:
+def remove_broken(table: TableState, _: Any) -> Result:
     """drop rows whose status (of --info) is not ok"""
-    broken = (sheet.text("status") != "ok").to_numpy(bool)
-    return keep(sheet, ~broken, [("with a status that is not ok", broken)])
+    broken = (table.text("status") != "ok").to_numpy(bool)
+    return keep(table, ~broken, [("with a status that is not ok", broken)])
 
 
 ALIKE = "one of several alike (the first stays)"
 
 
-def _first_of(sheet: Sheet, values: pd.Series, what: str) -> Result:
+def _first_of(table: TableState, values: pd.Series, what: str) -> Result:
     again = (values.duplicated() & (values != "")).to_numpy()  # an empty cell says nothing
-    return keep(sheet, ~again, [(f"with a {what} that came before", again)])
+    return keep(table, ~again, [(f"with a {what} that came before", again)])
 
 
 @operation("dedupe", "unique_{}", group=ALIKE, metavar="COLUMN")
-def dedupe(sheet: Sheet, column: str) -> Result:
+def dedupe(table: TableState, column: str) -> Result:
     """keep the first row of each value of COLUMN, as text; rows without one stay"""
-    return _first_of(sheet, sheet.text(column), column)
+    return _first_of(table, table.text(column), column)
 
 
 @operation("remove-path-duplication", "uniquepath", group=ALIKE)
-def remove_path_duplication(sheet: Sheet, _: Any) -> Result:
+def remove_path_duplication(table: TableState, _: Any) -> Result:
     """keep the first row of each file, however its path is written"""
-    return _first_of(sheet, places(sheet.text("path"), sheet.folder), "file")
+    return _first_of(table, file_keys(table.text("path"), table.folder), "file")
 
 
 @operation("remove-text-duplication", "uniquetext", group=ALIKE)
-def remove_text_duplication(sheet: Sheet, _: Any) -> Result:
+def remove_text_duplication(table: TableState, _: Any) -> Result:
     """keep the first row of each caption; rows without one stay"""
-    return _first_of(sheet, sheet.text("text"), "caption")
+    return _first_of(table, table.text("text"), "caption")
 
 
 ORDER = "order and number of rows"
 
 
 @operation("sort", "sort_{}", group=ORDER, metavar="COLUMN")
-def sort(sheet: Sheet, column: str) -> Result:
+def sort(table: TableState, column: str) -> Result:
     """largest first; rows without a value last"""
-    return _sorted(sheet, column, largest_first=True)
+    return _sorted(table, column, largest_first=True)
 
 
 @operation("sort-ascending", "sort_{}", group=ORDER, metavar="COLUMN")
-def sort_ascending(sheet: Sheet, column: str) -> Result:
+def sort_ascending(table: TableState, column: str) -> Result:
     """smallest first; rows without a value last"""
-    return _sorted(sheet, column, largest_first=False)
+    return _sorted(table, column, largest_first=False)
 
 
-def _sorted(sheet: Sheet, column: str, *, largest_first: bool) -> Result:
+def _sorted(table: TableState, column: str, *, largest_first: bool) -> Result:
     try:
-        numbers = sheet.numbers(column)
+        numbers = table.numbers(column)
     except UserError:
-        if column not in sheet.frame.columns:
+        if column not in table.frame.columns:
             raise
-        cells = sheet.text(column).tolist()
+        cells = table.text(column).tolist()
         present = [row for row, cell in enumerate(cells) if cell]
         order = sorted(present, key=cells.__getitem__, reverse=largest_first)
         order += [row for row, cell in enumerate(cells) if not cell]
@@ -182,28 +176,28 @@ def _sorted(sheet: Sheet, column: str, *, largest_first: bool) -> Result:
     else:
         order = np.argsort(-numbers if largest_first else numbers, kind="stable").tolist()  # NaN is last either way
         note = "sorted as numbers"
-    return _taken(sheet, np.array(order, np.int64), note=note)
+    return _taken(table, np.array(order, np.int64), note=note)
 
 
 @operation("shuffle", "shuffled", group=ORDER)
-def shuffle(sheet: Sheet, _: Any) -> Result:
+def shuffle(table: TableState, _: Any) -> Result:
     """random order, a function of --seed"""
-    return _taken(sheet, np.random.default_rng(sheet.seed).permutation(len(sheet)))
+    return _taken(table, np.random.default_rng(table.seed).permutation(len(table)))
 
 
 @operation("head", "head{}", group=ORDER, type=int, metavar="N")
-def head(sheet: Sheet, count: int) -> Result:
+def head(table: TableState, count: int) -> Result:
     """keep the first N rows"""
-    later = np.arange(len(sheet)) >= _count(count)
-    return keep(sheet, ~later, [(f"after the first {count}", later)])
+    later = np.arange(len(table)) >= _count(count)
+    return keep(table, ~later, [(f"after the first {count}", later)])
 
 
 @operation("sample", "sample{}", group=ORDER, type=int, metavar="N")
-def sample(sheet: Sheet, count: int) -> Result:
+def sample(table: TableState, count: int) -> Result:
     """keep N random rows in their order, a function of --seed"""
-    kept = np.zeros(len(sheet), bool)
-    kept[np.random.default_rng(sheet.seed).permutation(len(sheet))[: _count(count)]] = True
-    return keep(sheet, kept, [("not drawn", ~kept)])
+    kept = np.zeros(len(table), bool)
+    kept[np.random.default_rng(table.seed).permutation(len(table))[: _count(count)]] = True
+    return keep(table, kept, [("not drawn", ~kept)])
 
 
 def _count(count: int) -> int:
@@ -212,5 +206,5 @@ def _count(count: int) -> int:
     return count
 
 
-def _taken(sheet: Sheet, order: np.ndarray, note: str = "") -> Result:
-    return Result(replace(sheet, frame=sheet.frame.take(order).reset_index(drop=True)), note=note)
+def _taken(table: TableState, order: np.ndarray, note: str = "") -> Result:
+    return Result(replace(table, frame=table.frame.take(order).reset_index(drop=True)), note=note)

@@ -10,7 +10,7 @@ import pandas as pd
 from opensora.datasets.video.files import is_image
 from opensora.datasets.video.read_video import probe
 from opensora.utils.errors import UserError
-from tools.datasets.datautil.operations import Result, Sheet, keep, operation
+from tools.datasets.datautil.operations import Result, TableState, keep, operation
 from tools.datasets.datautil.parallel import map_rows
 
 GROUP = "look at the files"
@@ -30,12 +30,12 @@ class Measured(NamedTuple):
 
 
 def measure(path: Path) -> Measured:
-    """Size as displayed, number of frames and rate of one file, or why they cannot be told; raises nothing."""
+    """Size as displayed, number of frames and rate of one file, or why it cannot be read; raises nothing."""
     try:
         info = probe(path)
     except UserError as error:
         return _broken(str(error))
-    # decoders raise much beside FFmpeg's own errors on damaged files, and the row is told of it
+    # on damaged files decoders raise more than FFmpeg's own errors
     except Exception as error:  # noqa: BLE001
         return _broken(f"{path} cannot be read: {type(error).__name__}: {error}")
     return Measured(info.num_frames, info.height, info.width, None if is_image(path) else info.fps, OK)
@@ -50,21 +50,11 @@ def _broken(why: str) -> Measured:
     return Measured(None, None, None, None, " ".join(why.split()))
 
 
+@operation("video-info", "info", group=GROUP, help="the same as --info", nargs=0)
 @operation("info", "info", group=GROUP)
-def info(sheet: Sheet, _: Any) -> Result:
+def add_info(table: TableState, _: Any = None) -> Result:
     """add num_frames, height, width, aspect_ratio, resolution, fps and status; broken files stay, with empty numbers"""
-    return add_info(sheet)
-
-
-@operation("video-info", "info", group=GROUP)
-def video_info(sheet: Sheet, _: Any) -> Result:
-    """the same as --info"""
-    return add_info(sheet)
-
-
-def add_info(sheet: Sheet) -> Result:
-    """The table with `INFO_COLUMNS`; nothing is dropped."""
-    rows = map_rows(measure, sheet.files(), workers=sheet.workers, label="reading files", crashed=crashed)
+    rows = map_rows(measure, table.files(), workers=table.workers, label="reading files", crashed=crashed)
     frames, heights, widths = (
         pd.array([row[i] for row in rows], dtype="Int64")
         for i in range(3)  # num_frames, height, width
@@ -83,26 +73,26 @@ def add_info(sheet: Sheet) -> Result:
     note = f"{len(rows) - len(broken)} files measured, {len(broken)} broken"
     if broken:
         note += f", such as: {broken[0]} (see the column status; --remove-broken drops them)"
-    if again := [name for name in INFO_COLUMNS if name in sheet.frame.columns]:
+    if again := [name for name in INFO_COLUMNS if name in table.frame.columns]:
         note += f"; replaced: {', '.join(again)}"
-    return Result(sheet.with_columns(**columns), note=note)
+    return Result(table.with_columns(**columns), note=note)
 
 
 @operation("ext", "ext", group=GROUP)
-def ext(sheet: Sheet, _: Any) -> Result:
+def ext(table: TableState, _: Any) -> Result:
     """keep rows whose file exists"""
-    exists = np.array(map_rows(os.path.isfile, sheet.files(), workers=sheet.workers, label="looking for files"), bool)
+    exists = np.array(map_rows(os.path.isfile, table.files(), workers=table.workers, label="looking for files"), bool)
     missing = np.flatnonzero(~exists)
-    note = f"missing is, for one: {sheet.files()[missing[0]]}" if len(missing) else ""
-    return keep(sheet, exists, [("whose file does not exist", ~exists)], note)
+    note = f"missing is, for one: {table.files()[missing[0]]}" if len(missing) else ""
+    return keep(table, exists, [("whose file does not exist", ~exists)], note)
 
 
 @operation("filesize", "filesize", group=GROUP)
-def filesize(sheet: Sheet, _: Any) -> Result:
+def filesize(table: TableState, _: Any) -> Result:
     """add filesize, in MiB; empty where there is no file"""
-    sizes = np.array(map_rows(_size, sheet.files(), workers=sheet.workers, label="file sizes"), np.float64)
+    sizes = np.array(map_rows(_size, table.files(), workers=table.workers, label="file sizes"), np.float64)
     missing = int(np.isnan(sizes).sum())
-    return Result(sheet.with_columns(filesize=sizes), note=f"{missing} files do not exist" if missing else "")
+    return Result(table.with_columns(filesize=sizes), note=f"{missing} files do not exist" if missing else "")
 
 
 def _size(path: Path) -> float:

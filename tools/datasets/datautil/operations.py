@@ -2,7 +2,7 @@
 rows that it drops."""
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,22 +17,14 @@ from tools.datasets.datautil.io import to_numbers
 
 
 @dataclass(frozen=True)
-class Sheet:
-    """A table between two operations.
+class TableState:
+    """A table between two operations."""
 
-    Attributes:
-        frame: the rows, numbered from 0.
-        folder: what relative paths in `path` are relative to.
-        root: what the paths of all tables are relative to; None = each table's own folder.
-        workers: processes that may be started.
-        seed: of everything random.
-    """
-
-    frame: pd.DataFrame
-    folder: Path
-    root: Path | None = None
-    workers: int = 1
-    seed: int = 42
+    frame: pd.DataFrame  # the rows, numbered from 0
+    folder: Path  # that relative paths in `path` are relative to
+    root: Path | None = None  # that the paths of all tables are relative to; None = each table's own folder
+    workers: int = 1  # processes that may be started
+    seed: int = 42  # of everything random
 
     def __len__(self) -> int:
         return len(self.frame)
@@ -63,7 +55,7 @@ class Sheet:
         """Where the files of the rows are."""
         return [self.folder / name for name in self.text("path")]
 
-    def with_columns(self, **columns: Any) -> "Sheet":
+    def with_columns(self, **columns: Any) -> "TableState":
         """The same rows with columns set or added."""
         return replace(self, frame=self.frame.assign(**{name: as_objects(values) for name, values in columns.items()}))
 
@@ -85,40 +77,25 @@ MAKERS = {
 
 @dataclass(frozen=True)
 class Result:
-    """What an operation did.
+    """What an operation did."""
 
-    Attributes:
-        sheet: the table after it.
-        dropped: how many rows were left out, by reason.
-        note: what else there is to say.
-    """
-
-    sheet: Sheet
-    dropped: Mapping[str, int] = field(default_factory=dict)
-    note: str = ""
+    table: TableState  # after it
+    dropped: Mapping[str, int] = field(default_factory=dict)  # how many rows were left out, by reason
+    note: str = ""  # for the report
 
 
-Run = Callable[[Sheet, Any], Result]
+Run = Callable[[TableState, Any], Result]
 
 
 class Operation(NamedTuple):
-    """A flag of the command line.
+    """A flag of the command line."""
 
-    Attributes:
-        flag: without the dashes.
-        run: does it; gets what the flag was given, True for a flag that takes nothing.
-        help: one line.
-        suffix: what it adds to the name of an output that was not named, with {} for the value.
-        arguments: for argparse: `nargs`, `type`, `metavar`, ...
-        group: heading of the help.
-    """
-
-    flag: str
-    run: Run
-    help: str
-    suffix: str
-    arguments: Mapping[str, Any]
-    group: str
+    flag: str  # without the dashes
+    run: Run  # gets the value of the flag, True for a flag that takes nothing
+    help: str  # one line
+    suffix: str  # of the name of an output that was not named, with {} for the value
+    arguments: Mapping[str, Any]  # for argparse: `nargs`, `type`, `metavar`, ...
+    group: str  # heading of the help
 
 
 OPERATIONS: dict[str, Operation] = {}
@@ -138,7 +115,7 @@ def operation(flag: str, suffix: str, *, group: str, help: str | None = None, **
     return register
 
 
-def keep(sheet: Sheet, kept: np.ndarray, reasons: Sequence[tuple[str, np.ndarray]], note: str = "") -> Result:
+def keep(table: TableState, kept: np.ndarray, reasons: Sequence[tuple[str, np.ndarray]], note: str = "") -> Result:
     """The rows where `kept` [N] is True. A row that is dropped counts for the first reason that holds.
 
     Raises:
@@ -151,10 +128,10 @@ def keep(sheet: Sheet, kept: np.ndarray, reasons: Sequence[tuple[str, np.ndarray
             dropped[reason] = dropped.get(reason, 0) + count
         left = left & ~holds
     assert not left.any(), f"{int(left.sum())} rows would vanish without a reason"
-    return Result(replace(sheet, frame=sheet.frame[kept].reset_index(drop=True)), dropped, note)
+    return Result(replace(table, frame=table.frame[kept].reset_index(drop=True)), dropped, note)
 
 
-def apply(sheet: Sheet, steps: Sequence[tuple[str, Any]], report: Callable[[str], None] = print) -> Sheet:
+def apply(table: TableState, steps: Sequence[tuple[str, Any]], report: Callable[[str], None] = print) -> TableState:
     """Carry out (flag, value) pairs in order; `report` gets one line for each.
 
     Raises:
@@ -163,28 +140,20 @@ def apply(sheet: Sheet, steps: Sequence[tuple[str, Any]], report: Callable[[str]
     for flag, value in steps:
         if flag not in OPERATIONS:
             raise UserError(f"--{flag} is no operation.{did_you_mean(flag, list(OPERATIONS))}")
-        before = len(sheet)
+        before = len(table)
+        values = value if isinstance(value, list | tuple) else [] if value is True or value is None else [value]
+        line = " ".join([f"--{flag}", *(f"{v:g}" if isinstance(v, float) else str(v) for v in values)])  # as typed
         try:
-            result = OPERATIONS[flag].run(sheet, value)
+            result = OPERATIONS[flag].run(table, value)
         except UserError as error:
-            raise UserError(f"{spelled(flag, value)}: {error}") from error
-        sheet = result.sheet
-        assert before - sum(result.dropped.values()) == len(sheet), f"--{flag} does not account for all rows"
-        report(_line(spelled(flag, value), before, result))
-    return sheet
-
-
-def spelled(flag: str, value: Any) -> str:
-    """An operation as it was typed."""
-    values = value if isinstance(value, list | tuple) else [] if value is True or value is None else [value]
-    return " ".join([f"--{flag}", *(f"{v:g}" if isinstance(v, float) else str(v) for v in values)])
-
-
-def _line(name: str, before: int, result: Result) -> str:
-    line = f"{name}: {before} -> {len(result.sheet)} rows"
-    if result.dropped:
-        line += f" (dropped: {'; '.join(f'{count} {reason}' for reason, count in result.dropped.items())})"
-    return f"{line}; {result.note}" if result.note else line
+            raise UserError(f"{line}: {error}") from error
+        table = result.table
+        assert before - sum(result.dropped.values()) == len(table), f"--{flag} does not account for all rows"
+        line += f": {before} -> {len(table)} rows"
+        if result.dropped:
+            line += f" (dropped: {'; '.join(f'{count} {reason}' for reason, count in result.dropped.items())})"
+        report(f"{line}; {result.note}" if result.note else line)
+    return table
 
 
 class Collect(argparse.Action):
@@ -196,9 +165,3 @@ class Collect(argparse.Action):
         steps: list[tuple[str, Any]] = getattr(namespace, "steps", None) or []
         steps.append(((option or "").removeprefix("--"), True if values == [] and self.nargs == 0 else values))
         namespace.steps = steps
-
-
-def groups() -> Iterator[tuple[str, list[Operation]]]:
-    """The operations under their headings, in the order of registration."""
-    for name in dict.fromkeys(op.group for op in OPERATIONS.values()):
-        yield name, [op for op in OPERATIONS.values() if op.group == name]

@@ -12,7 +12,7 @@ import pandas as pd
 from opensora.checkpoint.pretrained import hub_error, resolve_pretrained
 from opensora.utils.errors import UserError
 from tools.datasets.datautil.captions import URL, append, camera_words, clean, refine, with_scores
-from tools.datasets.datautil.operations import Result, Sheet, keep, operation
+from tools.datasets.datautil.operations import Result, TableState, keep, operation
 from tools.datasets.datautil.parallel import map_rows
 
 GROUP = "captions"
@@ -21,74 +21,77 @@ SHOWN_LANGUAGES = 5
 
 
 @operation("remove-empty-caption", "noempty", group=GROUP)
-def remove_empty_caption(sheet: Sheet, _: Any) -> Result:
+def remove_empty_caption(table: TableState, _: Any) -> Result:
     """drop rows without a caption"""
-    empty = (sheet.text("text").str.strip() == "").to_numpy(bool)
-    return keep(sheet, ~empty, [("without a caption", empty)])
+    empty = (table.text("text").str.strip() == "").to_numpy(bool)
+    return keep(table, ~empty, [("without a caption", empty)])
 
 
 @operation("remove-url", "nourl", group=GROUP)
-def remove_url(sheet: Sheet, _: Any) -> Result:
+def remove_url(table: TableState, _: Any) -> Result:
     """drop rows whose caption holds a web address"""
-    found = np.array([URL.search(text) is not None for text in sheet.text("text")], bool)
-    return keep(sheet, ~found, [("with a web address in the caption", found)])
+    found = np.array([URL.search(text) is not None for text in table.text("text")], bool)
+    return keep(table, ~found, [("with a web address in the caption", found)])
 
 
 @operation("clean-caption", "clean", group=GROUP)
-def clean_caption(sheet: Sheet, _: Any) -> Result:
+def clean_caption(table: TableState, _: Any) -> Result:
     """mend encodings, remove HTML, addresses, file names and #tags from captions; case stays"""
-    return _replaced(sheet, map_rows(clean, _captions(sheet), workers=sheet.workers, label="cleaning"))
+    return _replaced(table, map_rows(clean, _captions(table), workers=table.workers, label="cleaning"))
 
 
 @operation("refine-llm-caption", "llm", group=GROUP)
-def refine_llm_caption(sheet: Sheet, _: Any) -> Result:
+def refine_llm_caption(table: TableState, _: Any) -> Result:
     """remove "The video shows" and the like, and a last sentence that was cut off"""
-    return _replaced(sheet, map_rows(refine, _captions(sheet), workers=sheet.workers, label="refining"))
+    return _replaced(table, map_rows(refine, _captions(table), workers=table.workers, label="refining"))
 
 
 @operation("append-text", "appended", group=GROUP, metavar="TEXT")
-def append_text(sheet: Sheet, words: str) -> Result:
+def append_text(table: TableState, words: str) -> Result:
     """put TEXT behind each caption"""
-    return _replaced(sheet, [append(text, words) for text in _captions(sheet)])
+    return _replaced(table, [append(text, words) for text in _captions(table)])
 
 
 @operation("score-to-text", "scored", group=GROUP)
-def score_to_text(sheet: Sheet, _: Any) -> Result:
+def score_to_text(table: TableState, _: Any) -> Result:
     """put the scores of the columns aes, flow and cmotion behind each caption"""
-    if not {"aes", "flow", "cmotion"} & set(sheet.frame.columns):
+    if not {"aes", "flow", "cmotion"} & set(table.frame.columns):
         raise UserError("there is none of the columns aes, flow and cmotion.")
-    aes, flow = (_optional_numbers(sheet, name) for name in ("aes", "flow"))
-    rows = zip(_captions(sheet), aes, flow, _optional_text(sheet, "cmotion"), strict=True)
-    return _replaced(sheet, [with_scores(*row) for row in rows])
+    columns: list[list[Any]] = []
+    for name in ("aes", "flow"):
+        numbers = table.numbers(name) if name in table.frame.columns else np.full(len(table), np.nan)
+        columns.append([None if value != value else float(value) for value in numbers])
+    motion = table.text("cmotion").tolist() if "cmotion" in table.frame.columns else [""] * len(table)
+    return _replaced(table, [with_scores(*row) for row in zip(_captions(table), *columns, motion, strict=True)])
 
 
 @operation("merge-cmotion", "cmotion", group=GROUP)
-def merge_cmotion(sheet: Sheet, _: Any) -> Result:
+def merge_cmotion(table: TableState, _: Any) -> Result:
     """put the camera motion of the column cmotion behind each caption"""
-    motions = sheet.text("cmotion").tolist()
+    motions = table.text("cmotion").tolist()
     unknown = sum(not camera_words(motion) for motion in motions)
-    rows = zip(_captions(sheet), motions, strict=True)
-    result = _replaced(sheet, [with_scores(text, None, None, motion) for text, motion in rows])
-    return Result(result.sheet, note=f"{result.note}; {unknown} rows without a known camera motion")
+    rows = zip(_captions(table), motions, strict=True)
+    result = _replaced(table, [with_scores(text, None, None, motion) for text, motion in rows])
+    return Result(result.table, note=f"{result.note}; {unknown} rows without a known camera motion")
 
 
 @operation("load-caption", "load", group=GROUP, choices=("txt", "json"))
-def load_caption(sheet: Sheet, kind: str) -> Result:
-    """take captions from the files beside the videos: a.txt, or "caption" or "text" of a.json, for a.mp4"""
+def load_caption(table: TableState, kind: str) -> Result:
+    """take captions from the files next to the videos: a.txt, or "caption" or "text" of a.json, for a.mp4"""
     read = partial(_sidecar, kind=kind)
-    files = [file if name else None for file, name in zip(sheet.files(), sheet.text("path"), strict=True)]
-    found = map_rows(read, files, workers=sheet.workers, label="reading captions")
-    old = sheet.text("text") if "text" in sheet.frame.columns else pd.Series([""] * len(sheet), dtype=object)
+    files = [file if name else None for file, name in zip(table.files(), table.text("path"), strict=True)]
+    found = map_rows(read, files, workers=table.workers, label="reading captions")
+    old = table.text("text") if "text" in table.frame.columns else pd.Series([""] * len(table), dtype=object)
     new = [before if text is None else text for text, (_, before) in zip(found, old.items(), strict=True)]
     missing = sum(text is None for text in found)
     note = f"{len(found) - missing} captions read"
     if missing:
         note += f"; {missing} rows have no such file, or none with a caption, and stay as they are"
-    return Result(sheet.with_columns(text=_column(new)), note=note)
+    return Result(table.with_columns(text=pd.Series(new, dtype=object)), note=note)
 
 
 def _sidecar(path: Path | None, kind: str) -> str | None:
-    """The caption beside a file; None where there is none, as of a row without a path."""
+    """The caption next to a file; None where there is none, as of a row without a path."""
     if path is None:
         return None
     try:
@@ -108,52 +111,39 @@ def _sidecar(path: Path | None, kind: str) -> str | None:
 
 
 @operation("count-num-token", "ntoken", group=GROUP, metavar="TOKENIZER")
-def count_num_token(sheet: Sheet, name: str) -> Result:
+def count_num_token(table: TableState, name: str) -> Result:
     """add text_len, the tokens of each caption; TOKENIZER is t5, a folder or a hub id"""
-    tokenizer = _tokenizer(TOKENIZERS.get(name, name))
-    captions = _captions(sheet)
+    from transformers import AutoTokenizer
+
+    name, captions = TOKENIZERS.get(name, name), _captions(table)
+    source = resolve_pretrained(name, what="tokenizer")
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise hub_error(name, "tokenizer", error) from error
     lengths: list[int] = []
     for start in range(0, len(captions), 1024):
         batch = captions[start : start + 1024]
         lengths += map(len, tokenizer(batch, add_special_tokens=True, truncation=False, verbose=False)["input_ids"])
     longest = f", at most {max(lengths)}" if lengths else ""
-    return Result(sheet.with_columns(text_len=np.array(lengths, np.int64)), note=f"{sum(lengths)} tokens{longest}")
-
-
-def _tokenizer(name: str) -> Any:
-    from transformers import AutoTokenizer
-
-    source = resolve_pretrained(name, what="tokenizer")
-    try:
-        return AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError) as error:
-        raise hub_error(name, "tokenizer", error) from error
+    return Result(table.with_columns(text_len=np.array(lengths, np.int64)), note=f"{sum(lengths)} tokens{longest}")
 
 
 @operation("lang", "lang_{}", group=GROUP, metavar="CODE")
-def lang(sheet: Sheet, code: str) -> Result:
+def lang(table: TableState, code: str) -> Result:
     """keep rows whose caption is in this language (en, zh, ...); needs py3langid"""
-    captions = _captions(sheet)
-    _check_language(code)
-    found = np.array(map_rows(_language, captions, workers=sheet.workers, label="telling languages"), dtype=object)
-    kept = found == code
-    others = Counter(found[~kept]).most_common()
-    reasons = [(_in_language(name), found == name) for name, _ in others[:SHOWN_LANGUAGES]]
-    return keep(sheet, kept, [*reasons, ("in another language", ~kept)])
-
-
-def _in_language(name: str) -> str:
-    return f"in {name}" if name else "without letters to tell a language by"
-
-
-def _check_language(code: str) -> None:
     try:
         from py3langid import rank
     except ImportError as error:
-        raise UserError("telling languages needs a small package: pip install py3langid") from error
+        raise UserError("--lang needs a small package: pip install py3langid") from error
     known = {name for name, _ in rank(code)}
     if code not in known:
         raise UserError(f"{code!r} is no language that is known; known are: {', '.join(sorted(known))}.")
+    found = np.array(map_rows(_language, _captions(table), workers=table.workers, label="languages"), dtype=object)
+    kept = found == code
+    others = Counter(found[~kept]).most_common(SHOWN_LANGUAGES)
+    reasons = [(f"in {name}" if name else "without letters", found == name) for name, _ in others]
+    return keep(table, kept, [*reasons, ("in another language", ~kept)])
 
 
 def _language(text: str) -> str:
@@ -162,27 +152,13 @@ def _language(text: str) -> str:
     return str(classify(text)[0]) if any(character.isalpha() for character in text) else ""
 
 
-def _captions(sheet: Sheet) -> list[str]:
-    return sheet.text("text").tolist()
+def _captions(table: TableState) -> list[str]:
+    return table.text("text").tolist()
 
 
-def _column(values: list[str]) -> pd.Series:
-    return pd.Series(values, dtype=object)
-
-
-def _replaced(sheet: Sheet, captions: list[str]) -> Result:
-    pairs = list(zip(_captions(sheet), captions, strict=True))
+def _replaced(table: TableState, captions: list[str]) -> Result:
+    pairs = list(zip(_captions(table), captions, strict=True))
     changed = sum(old != new for old, new in pairs)
     emptied = sum(bool(old.strip()) and not new.strip() for old, new in pairs)
     note = f"{changed} captions changed" + (f", {emptied} of them became empty" if emptied else "")
-    return Result(sheet.with_columns(text=_column(captions)), note=note)
-
-
-def _optional_numbers(sheet: Sheet, name: str) -> list[float | None]:
-    if name not in sheet.frame.columns:
-        return [None] * len(sheet)
-    return [None if value != value else float(value) for value in sheet.numbers(name)]
-
-
-def _optional_text(sheet: Sheet, name: str) -> list[str]:
-    return sheet.text(name).tolist() if name in sheet.frame.columns else [""] * len(sheet)
+    return Result(table.with_columns(text=pd.Series(captions, dtype=object)), note=note)

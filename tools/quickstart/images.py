@@ -1,4 +1,4 @@
-"""Pictures for a person: source clips beside samples, and the loss curve."""
+"""Images to look at: source clips next to samples, and the loss curve."""
 
 import json
 from collections.abc import Sequence
@@ -15,26 +15,26 @@ MARGIN = 6
 
 @dataclass(frozen=True)
 class Row:
-    """One row of the sheet: titled groups of frames, each [3, T, H, W] in [-1, 1], with a line of text."""
+    """One row of the contact sheet: titled groups of frames, each [3, T, H, W] in [-1, 1], with a line of text."""
 
     groups: Sequence[tuple[str, Tensor]]
 
 
 def contact_sheet(rows: Sequence[Row], path: Path, frames_per_group: int = 3) -> None:
-    """Write one picture: for each row its groups side by side, the text of each above it."""
+    """Write one image: for each row its groups next to each other, the text of each above it."""
     height, width = rows[0].groups[0][1].shape[2:]
     group_width = frames_per_group * width + 2 * MARGIN
     row_height = height + 3 * LINE + MARGIN
-    sheet = Image.new("RGB", (group_width * len(rows[0].groups), row_height * len(rows)), "white")
-    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(LINE - 3)
+    page = Image.new("RGB", (group_width * len(rows[0].groups), row_height * len(rows)), "white")
+    draw, font = ImageDraw.Draw(page), ImageFont.load_default(LINE - 3)
     for r, row in enumerate(rows):
         for g, (text, video) in enumerate(row.groups):
             left, top = g * group_width + MARGIN, r * row_height
             for i, line in enumerate(_wrapped(text, draw, font, group_width - 2 * MARGIN)[:3]):
                 draw.text((left, top + i * LINE), line, fill="black", font=font)
             for i, t in enumerate(np.linspace(0, video.shape[1] - 1, frames_per_group).round().astype(int)):
-                sheet.paste(_picture(video[:, t]), (left + i * width, top + 3 * LINE))
-    sheet.save(path)
+                page.paste(_image(video[:, t]), (left + i * width, top + 3 * LINE))
+    page.save(path)
 
 
 def loss_curve(metrics: Sequence[Path], path: Path) -> None:
@@ -60,7 +60,7 @@ def loss_curve(metrics: Sequence[Path], path: Path) -> None:
     pyplot.close(figure)
 
 
-def _picture(frame: Tensor) -> Image.Image:
+def _image(frame: Tensor) -> Image.Image:
     pixels = ((frame.clamp(-1, 1) + 1) * 127.5).round().byte()
     return Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy())  # [3, H, W] -> [H, W, 3]
 

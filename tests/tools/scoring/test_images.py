@@ -1,4 +1,4 @@
-"""Scorers that look at single pictures: static, black, sharpness, duplicates, writing."""
+"""Scorers that look at single images: static, black, sharpness, duplicates, writing."""
 
 import importlib.util
 import subprocess
@@ -13,7 +13,7 @@ from scipy.ndimage import gaussian_filter
 
 from opensora.datasets.video.read_video import read_frames
 from opensora.utils.errors import UserError
-from tests.tools.scoring.videos import picture, seen, write_video
+from tests.tools.scoring.videos import image, seen, write_video
 from tools.scoring.duplicate import Duplicate, clip_hash, first_alike
 from tools.scoring.ocr import covered, finder
 from tools.scoring.registry import names, scorer
@@ -24,11 +24,11 @@ CLIPS = Path(__file__).parents[3] / "assets" / "clips"
 @pytest.mark.nightly
 @pytest.mark.slow
 def test_a_frozen_clip_is_static_and_a_walk_before_a_fixed_camera_is_not(tmp_path, moving):
-    scene = seen(picture(0))
+    scene = seen(image(0))
     walk = [scene.copy() for _ in range(24)]
     for i, frame in enumerate(walk):
         frame[60:120, 10 * i : 10 * i + 30] = 250
-    frozen = [seen(picture(0), right=min(i, 24)) for i in range(72)]  # moves for a second, then stops for two
+    frozen = [seen(image(0), right=min(i, 24)) for i in range(72)]  # moves for a second, then stops for two
     files = [moving("static"), write_video(tmp_path / "w.mp4", walk), write_video(tmp_path / "f.mp4", frozen)]
     still, walking, stopped = (row["static"] for row in scorer("static").score(files))
     assert still == 1
@@ -39,7 +39,7 @@ def test_a_frozen_clip_is_static_and_a_walk_before_a_fixed_camera_is_not(tmp_pat
 
 
 def test_black_frames_are_counted(tmp_path):
-    bright, dark = seen(picture(1)), np.full((180, 320, 3), 6, np.uint8)
+    bright, dark = seen(image(1)), np.full((180, 320, 3), 6, np.uint8)
     dark[:4, :4] = 255  # a logo
     files = [write_video(tmp_path / "h.mp4", [bright] * 8 + [dark] * 8), CLIPS / "city_white.mp4"]
     half, night = (row["black"] for row in scorer("black").score(files))
@@ -162,7 +162,7 @@ has_ocr = pytest.mark.skipif(
 @pytest.mark.slow
 @has_ocr
 def test_writing_is_found(tmp_path):
-    scene = Image.fromarray(seen(picture(2), size=(360, 640)))
+    scene = Image.fromarray(seen(image(2), size=(360, 640)))
     scene.save(tmp_path / "without.png")
     font = ImageFont.load_default(size=48)
     ImageDraw.Draw(scene).text(

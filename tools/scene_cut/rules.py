@@ -57,7 +57,7 @@ class Rules:
             raise UserError(f"cutting: {'; '.join(found)}.")
 
 
-class Piece(NamedTuple):
+class Span(NamedTuple):
     """Frames [start, end) of a video, and the number of the scene that they are of, from 0."""
 
     scene: int
@@ -74,16 +74,16 @@ class Dropped(NamedTuple):
     reason: str
 
 
-def choose_pieces(
+def choose_spans(
     scenes: Sequence[tuple[int, int]], times: np.ndarray, rules: Rules
-) -> tuple[list[Piece], list[Dropped]]:
-    """The pieces to cut out, in order of their first frames, and what is left of the scenes.
+) -> tuple[list[Span], list[Dropped]]:
+    """The spans to cut out, in order of their first frames, and what is left of the scenes.
 
     Args:
-        scenes: [start, end) frames, in any order; they may overlap. Their numbers are their places here.
+        scenes: [start, end) frames, in any order; they may overlap. A scene's number is its index here.
         times: [N + 1] seconds at which frames are shown, and the end.
     """
-    pieces: list[Piece] = []
+    spans: list[Span] = []
     dropped: list[Dropped] = []
     for number, (start, end) in enumerate(scenes):
         if end <= start:
@@ -97,11 +97,11 @@ def choose_pieces(
                 reason = f"scene shorter than {rules.min_seconds:g} s"
                 dropped.append(Dropped(number, float(times[a]), float(times[b]), reason))
             else:
-                pieces.append(Piece(number, a, b))
+                spans.append(Span(number, a, b))
         if rest is not None:
             reason = f"scene longer than {rules.max_seconds:g} s: its end"
             dropped.append(Dropped(number, float(times[rest]), float(times[end]), reason))
-    return sorted(pieces, key=lambda piece: (piece.start, piece.end, piece.scene)), dropped
+    return sorted(spans, key=lambda span: (span.start, span.end, span.scene)), dropped
 
 
 def _parts(start: int, end: int, times: np.ndarray, rules: Rules) -> tuple[list[tuple[int, int]], int | None]:
