@@ -33,7 +33,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from opensora.acceleration.checkpointing import checkpoint_activations
 from opensora.config.load import TrainConfig, parse_config, read_file
 from opensora.config.schema import LoraOptions, level_of
 from opensora.datasets.buckets.bucket import Buckets

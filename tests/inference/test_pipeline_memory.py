@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from opensora.acceleration.offload import BlockStream, OffloadedModule, Placement
+from opensora.acceleration.offload import OffloadedModule, Placement
 from opensora.inference.memory import advice, estimate, oom_report, tile_images
 from opensora.inference.pipeline import VideoPipeline
 from opensora.utils.errors import UserError
