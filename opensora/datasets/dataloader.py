@@ -91,11 +91,8 @@ def build_sampler(
     tail: Tail = "keep",
     order: Order = "mixed",
 ) -> EpochBatchSampler | BucketBatchSampler:
-    """The sampler for a dataset: over buckets where it has them; `batch_size`, or `tail` and `order`, are for the other kind.
-
-    Args:
-        rank, world_size: Of data parallelism: processes that share one sample have one rank.
-    """
+    """The sampler for a dataset: over buckets where it has them; `batch_size`, or `tail` and `order`, are for the other kind. Rank and
+    world size are those of data parallelism: processes that share one sample have one rank."""
     if hasattr(dataset, "buckets"):
         return BucketBatchSampler(dataset, seed=seed, rank=rank, world_size=world_size, tail=tail, order=order)
     return EpochBatchSampler(len(dataset), batch_size, seed=seed, rank=rank, world_size=world_size)
@@ -111,14 +108,10 @@ def build_loader(
     batch_bytes: int = 0,
     prefetch_gib: float = float("inf"),
 ) -> BatchLoader:
-    """The batches that a sampler names.
+    """The batches that a sampler names. The sampler is read from `__iter__` on, so it may be moved until then.
 
-    A `UserError` of the dataset is raised here as it was there, whatever process it came from. The sampler is read from
-    `__iter__` on, so it may be moved until then.
-
-    Args:
-        batch_bytes: Of the largest batch.
-        prefetch_gib: GiB that batches read ahead may take: fewer of them, then fewer workers, keep to it.
+    A `UserError` of the dataset is raised here as it was there, whatever process it came from. Batches read ahead, of at most
+    `batch_bytes` each, take at most `prefetch_gib`: fewer of them, then fewer workers, keep to it.
     """
     if num_workers:
         _allow_open_files()

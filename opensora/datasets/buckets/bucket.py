@@ -173,11 +173,9 @@ class Buckets:
         epoch: int,
         frame_interval: int | np.ndarray = 1,
     ) -> Assignment:
-        """The bucket of every sample in an epoch.
+        """The bucket of every sample in an epoch, by the [N] sizes of the files, 0 where unknown.
 
-        Args:
-            num_frames, height, width: [N] of the files; 0 where unknown.
-            frame_interval: One for all, or [N]: how many frames of a file one frame of the clip is, whole or not.
+        `frame_interval`, one for all or [N], is how many frames of a file one frame of the clip is, whole or not.
         """
         count = len(num_frames)
         bucket, reason = np.full(count, NONE, np.int32), np.empty(count, np.int8)

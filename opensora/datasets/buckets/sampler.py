@@ -41,11 +41,8 @@ class BucketBatchSampler:
     run needs. It continues exactly; on another number of processes, the rest of the epoch is shared out anew, and still no sample
     is lost or seen twice beyond the tail policy. Nothing is skipped over: no file is read for what was done before.
 
-    Args:
-        dataset: Has `buckets`, and `assign(epoch)` gives the bucket of every sample.
-        rank, world_size: Of data parallelism: processes that share one sample have one rank.
-        tail: What becomes of samples that fill no whole batch: "keep", "pad" or "drop".
-        order: "mixed", or "same" for one bucket in each step.
+    The dataset has `buckets`, and `assign(epoch)` gives the bucket of every sample. Rank and world size are those of data
+    parallelism: processes that share one sample have one rank.
     """
 
     def __init__(

@@ -89,11 +89,8 @@ def captions_of(table: Table) -> list[str]:
 
 @torch.inference_mode()
 def write_text(captions: Iterable[str], encoder: Any, job: Job, *, batch_size: int = 16) -> Counts:
-    """Encode captions and "no text"; see `write_missing`. `job.dtype`: "auto" = that of the encoder, which loses nothing.
-
-    Raises:
-        UserError: the folder holds features of another encoder, or features are not finite.
-    """
+    """Encode captions and "no text"; see `write_missing`. `job.dtype`: "auto" = that of the encoder, which loses nothing. A
+    `UserError` where the folder holds features of another encoder, or features are not finite."""
     captions = list(dict.fromkeys(captions))
     y, _ = encoder.encode(captions[:1])  # for its size and dtype
     dtype = y.dtype

@@ -97,11 +97,8 @@ def write_clips(
     choices: Choices = DEFAULTS,
     chunk: int = 32,
 ) -> Counts:
-    """Encode all frames of all clips, decoding and encoding `chunk` of them at a time; see `write_missing`.
-
-    Raises:
-        UserError: VAE, transform or target_fps cannot be cached so, or the folder holds a cache with other settings.
-    """
+    """Encode all frames of all clips, decoding and encoding `chunk` of them at a time; see `write_missing`. A `UserError` where VAE,
+    transform or target_fps cannot be cached so, or the folder holds a cache with other settings."""
     other_way = "cache the samples of some epochs instead, with --epochs N and dataset.content='samples'."
     if vae.latent_size((5, *image_size))[0] != 5:
         raise UserError(

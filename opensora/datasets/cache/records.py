@@ -140,12 +140,9 @@ class RecordWriter:
 
 
 class RecordReader:
-    """Random access to a folder of records, by key or by number, also in worker processes. Files are mapped into memory, not read
-    at once; the checksums of a record are verified when a process first reads its tensors.
-
-    Raises:
-        UserError: there are no finished records in the folder; the message ends with `remedy`.
-    """
+    """Random access to a folder of records, by key or by number, also in worker processes; a `UserError`, which ends with `remedy`,
+    where there are no finished ones. Files are mapped into memory, not read at once; the checksums of a record are verified when a
+    process first reads its tensors."""
 
     def __init__(self, path: str | Path, *, remedy: str = "Write it with RecordWriter, and close it.") -> None:
         self.path, self.remedy = Path(path), remedy

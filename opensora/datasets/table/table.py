@@ -11,7 +11,6 @@ import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from opensora.datasets.table.files import BLOCK, SHOWN_ROWS, cell_texts, collection_paused, list_rows, read_blocks
+from opensora.datasets.table.files import SHOWN_ROWS, cell_texts, collection_paused, list_rows, read_blocks
 from opensora.datasets.video.files import IMAGE_EXTENSIONS, VIDEO_EXTENSIONS
 from opensora.registry import did_you_mean
 from opensora.utils.errors import UserError
@@ -57,10 +56,7 @@ class TextColumn:
     @classmethod
     def of(cls, texts: Iterable[str]) -> "TextColumn":
         """The same texts."""
-        texts, blocks = iter(texts), []
-        while block := list(islice(texts, BLOCK)):
-            blocks.append(encode(block))
-        return cls(pa.chunked_array(blocks, pa.large_binary()))
+        return cls(pa.chunked_array([encode(list(texts))]))
 
     def __len__(self) -> int:
         return len(self.data)

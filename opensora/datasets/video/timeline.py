@@ -22,7 +22,7 @@ from opensora.datasets.video.files import BadFile
 FileKey = tuple[str, int, int]
 Opened = tuple[InputContainer, VideoStream]
 
-# titles in other encodings than UTF-8 are no reason to refuse a video; PyAV 19 and newer never do, and know no such argument
+# titles that are no UTF-8 are no reason to refuse a video; PyAV 19 and newer never do, and know no such argument
 LENIENT: dict[str, Any] = {} if int(av.__version__.split(".")[0]) >= 19 else {"metadata_errors": "replace"}
 # few: datasets of short clips never come back in time, and a long video's times take 8 bytes a frame
 MAX_KNOWN = 256

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pytest
 from pyarrow.parquet import write_table
 
-from opensora.datasets.table import files, table
+from opensora.datasets.table import files
 from opensora.datasets.table.table import EXTENSIONS, TextColumn, encode, has_extension, read_table
 from opensora.datasets.variable_dataset import VariableVideoTextDataset
 from opensora.utils.errors import UserError
@@ -55,8 +55,7 @@ KNOWN = "they have no known extension"
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    for module in (files, table):
-        monkeypatch.setattr(module, "BLOCK", 7)
+    monkeypatch.setattr(files, "BLOCK", 7)
 
 
 def write(path: Path, columns: dict[str, list[str]]) -> Path:

@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
-from opensora.datasets.table import table
-from opensora.datasets.table.table import TextColumn
+from opensora.datasets.table.table import TextColumn, encode
 
 TEXTS = ["", "a", "émoji 🎬", "two\nlines", "", "湖, at dawn", "\0", "z" * 1000, os.fsdecode(b"caf\xe9.png"), ""]
 SHARING = """
@@ -38,14 +38,15 @@ os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
 
 @pytest.mark.parametrize("block", [1, 3, 65_536])
-def test_texts_come_out_as_they_went_in(monkeypatch, block):
-    monkeypatch.setattr(table, "BLOCK", block)
-    column = TextColumn.of(iter(TEXTS))
+def test_texts_come_out_as_they_went_in(block):
+    blocks = [encode(TEXTS[first : first + block]) for first in range(0, len(TEXTS), block)]
+    column = TextColumn(pa.chunked_array(blocks))
     assert len(column) == len(TEXTS)
     assert column.tolist() == list(column) == [column[row] for row in range(len(column))] == TEXTS
     with pytest.raises(IndexError):
         column[len(TEXTS)]
     assert pickle.loads(pickle.dumps(column)).tolist() == TEXTS  # to workers that are spawned
+    assert TextColumn.of(iter(TEXTS)).tolist() == TEXTS
     assert TextColumn.of([]).tolist() == []
 
 
