@@ -433,9 +433,7 @@ class VAETrainConfig(LoopConfig):
         if self.mixed_lengths is not None:
             wrong = [n for n in self.mixed_lengths if not 1 <= n <= self.num_frames]
             if wrong or not self.mixed_lengths:
-                problems.append(
-                    f"mixed_lengths={self.mixed_lengths}: expected numbers from 1 to num_frames={self.num_frames}."
-                )
+                problems.append(f"mixed_lengths={self.mixed_lengths}: must be from 1 to num_frames={self.num_frames}.")
         return problems
 
 
