@@ -574,8 +574,9 @@ class Field(NamedTuple):
         """Which limit a value of the right type breaks, or an empty string."""
         if self.choices and value not in self.choices:
             return f"must be one of {', '.join(self.choices)}.{did_you_mean(str(value), list(self.choices))}"
-        numbers = [] if value is None or isinstance(value, str) else value if isinstance(value, tuple) else [value]
-        fits = self.bounds is None or all(map(self.bounds.hold, numbers))
+        if self.bounds is None or value is None or isinstance(value, str):
+            return ""
+        fits = all(map(self.bounds.hold, value if isinstance(value, tuple) else (value,)))
         return "" if fits else f"must be {self.bounds.text}"
 
 
