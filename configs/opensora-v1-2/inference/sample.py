@@ -36,7 +36,7 @@ text_encoder = dict(
 )
 scheduler = dict(
     type="rflow",
-    use_timestep_transform=True,
+    shift="resolution",
     num_sampling_steps=30,
     cfg_scale=7.0,
 )

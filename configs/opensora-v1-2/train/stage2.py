@@ -77,8 +77,8 @@ text_encoder = dict(
 )
 scheduler = dict(
     type="rflow",
-    use_timestep_transform=True,
-    sample_method="logit-normal",
+    shift="resolution",
+    timestep_sampling="logit-normal",
 )
 
 # Others
