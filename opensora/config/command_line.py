@@ -157,28 +157,24 @@ def parse_texts(texts: Sequence[str], annotation: Any) -> Any:
     """
     if not texts:
         return True
+    text, single = texts[0], len(texts) == 1
+    literal = parse_literal(text) if single else [parse_literal(text) for text in texts]
     # None first, so that `--load None` is no folder called None
     for member in sorted(members(annotation), key=lambda member: member is not types.NoneType):
+        origin, args, value = typing.get_origin(member), typing.get_args(member), literal
         try:
-            return coerce(_parse_member(texts, member), member)
+            if member is bool:
+                value = parse_bool(text)
+            elif member in (int, float, str):
+                value = member(text)
+            elif origin is Literal:
+                value = text
+            elif origin is list and not (single and isinstance(literal, list)):
+                value = [parse_texts([text], args[0]) for text in texts]
+            return coerce(value, member)
         except (TypeError, ValueError):
             continue
     raise ValueError(f"{' '.join(texts)!r}: expected {describe(annotation)}")
-
-
-def _parse_member(texts: Sequence[str], annotation: Any) -> Any:
-    origin, text = typing.get_origin(annotation), texts[0]
-    if annotation is bool:
-        return parse_bool(text)
-    if annotation in (int, float, str):
-        return annotation(text)
-    if origin is Literal:
-        return text
-    if origin is list:
-        literal = parse_literal(text) if len(texts) == 1 else None
-        item = typing.get_args(annotation)[0]
-        return literal if isinstance(literal, list) else [_parse_member([text], item) for text in texts]
-    return parse_literal(text) if len(texts) == 1 else [parse_literal(text) for text in texts]
 
 
 def parse_bool(text: str) -> bool:

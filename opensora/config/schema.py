@@ -433,9 +433,7 @@ class VAETrainConfig(LoopConfig):
         if self.mixed_lengths is not None:
             wrong = [n for n in self.mixed_lengths if not 1 <= n <= self.num_frames]
             if wrong or not self.mixed_lengths:
-                problems.append(
-                    f"mixed_lengths={self.mixed_lengths}: expected numbers from 1 to num_frames={self.num_frames}."
-                )
+                problems.append(f"mixed_lengths={self.mixed_lengths}: must be from 1 to num_frames={self.num_frames}.")
         return problems
 
 
@@ -576,8 +574,9 @@ class Field(NamedTuple):
         """Which limit a value of the right type breaks, or an empty string."""
         if self.choices and value not in self.choices:
             return f"must be one of {', '.join(self.choices)}.{did_you_mean(str(value), list(self.choices))}"
-        numbers = [] if value is None or isinstance(value, str) else value if isinstance(value, tuple) else [value]
-        fits = self.bounds is None or all(map(self.bounds.hold, numbers))
+        if self.bounds is None or value is None or isinstance(value, str):
+            return ""
+        fits = all(map(self.bounds.hold, value if isinstance(value, tuple) else (value,)))
         return "" if fits else f"must be {self.bounds.text}"
 
 

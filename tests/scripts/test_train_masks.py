@@ -43,7 +43,7 @@ def test_masks_do_not_depend_on_how_a_batch_is_cut(train):
 def test_mistakes_are_told_before_anything_is_built(train, capsys):
     for options, message in (
         (("--num-frames=4", "--mask-ratios.imag_head=0.1"), "'imag_head' is unknown"),
-        (("--num-frames=1", "--mask-ratios.image_head=0.1"), "mask_ratios has no effect with num_frames=1"),
+        (("--num-frames=1", "--mask-ratios.image_head=0.1"), "has no effect with num_frames=1: an image"),
     ):
         with pytest.raises((SystemExit, UserError)):
             train(*options)

@@ -20,7 +20,7 @@ image_size = (240, 424)
 model = dict(from_pretrained="PRETRAINED_MODEL")  # --ckpt-path
 scheduler = dict(
     type="rflow",
-    use_timestep_transform=True,
+    shift="resolution",
     num_sampling_steps=30,
     cfg_scale=7.0,
 )

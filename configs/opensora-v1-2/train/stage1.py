@@ -40,8 +40,8 @@ mask_ratios = {
 model = dict(freeze_y_embedder=True)
 scheduler = dict(
     type="rflow",
-    use_timestep_transform=True,
-    sample_method="logit-normal",
+    shift="resolution",
+    timestep_sampling="logit-normal",
 )
 
 ckpt_every = 200

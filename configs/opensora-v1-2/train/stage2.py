@@ -23,5 +23,3 @@ bucket_config = {
     "1080p": {1: (0.01, 5)},
     "2048": {1: (0.01, 5)},
 }
-
-# frames given at random, so that the model learns to continue and to fill in; the rest, 80 %, get none

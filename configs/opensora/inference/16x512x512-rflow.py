@@ -12,7 +12,7 @@ _base_ = ["16x512x512.py"]
 scheduler = dict(
     _delete_=True,
     type="rflow",
-    use_timestep_transform=True,  # as in training
+    shift="resolution",  # as in training
     num_sampling_steps=30,
     cfg_scale=7.0,
 )

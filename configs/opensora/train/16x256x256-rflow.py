@@ -14,6 +14,6 @@ _base_ = ["16x256x256.py"]
 scheduler = dict(
     _delete_=True,
     type="rflow",
-    sample_method="logit-normal",  # mostly the middle of the time
-    use_timestep_transform=True,  # larger latents at noisier times
+    timestep_sampling="logit-normal",  # mostly the middle of the time
+    shift="resolution",  # larger latents at noisier times
 )

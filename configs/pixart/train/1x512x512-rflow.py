@@ -14,5 +14,5 @@ _base_ = ["1x512x512.py"]
 scheduler = dict(
     _delete_=True,
     type="rflow",
-    sample_method="logit-normal",  # mostly the middle of the time
+    timestep_sampling="logit-normal",  # mostly the middle of the time
 )
