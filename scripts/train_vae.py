@@ -66,7 +66,7 @@ from opensora.utils.logging import RunLog, check_wandb, show_messages
 logger = logging.getLogger("opensora.train_vae")
 COMPONENTS = {"vae": MODELS, "dataset": DATASETS, "discriminator": MODELS}
 STATISTICS_SAMPLES = 256
-SHEET_CLIPS = 6
+GRID_CLIPS = 6
 EXPORT = "vae"  # in the run's folder
 BAD_SHOWN = 10  # unreadable files that the log names
 STEP_FILE = "step.json"  # in the export: the optimizer steps behind it
@@ -318,17 +318,17 @@ class HeldOut:
         chosen = range(0, len(dataset), max(len(dataset) // cfg.eval_num_samples, 1))[: cfg.eval_num_samples]
         return [dataset[SampleKey(0, index)] for index in chosen]
 
-    def _measure(self, ema: EMA, lpips: nn.Module | None, sheet_path: Path) -> dict[str, float]:
+    def _measure(self, ema: EMA, lpips: nn.Module | None, grid_path: Path) -> dict[str, float]:
         vae = ema_vae(self.cfg, ema, self.device)
         rows: list[Quality] = []
-        sheet: dict[str, tuple[Tensor, ...]] = {}
+        grid: dict[str, tuple[Tensor, ...]] = {}
         for item in self.items:
             x = item["video"][None].to(self.device)
             x_hat = reconstruct(vae, x)
             rows.append(quality(x_hat, x, lpips))
-            if len(sheet) < SHEET_CLIPS:
-                sheet[f"{Path(item['path']).stem}, {item['index']}"] = (x[0].cpu(), x_hat[0].cpu())
-        save_image_grid(sheet_path, sheet)
+            if len(grid) < GRID_CLIPS:
+                grid[f"{Path(item['path']).stem}, {item['index']}"] = (x[0].cpu(), x_hat[0].cpu())
+        save_image_grid(grid_path, grid)
         values = mean_quality(rows)._asdict()
         return {f"held_out_{name}": value for name, value in values.items() if not math.isnan(value)}
 

@@ -1,7 +1,6 @@
 """A batch of videos and captions -> what a denoiser is trained on: latents and conditions.
 
-Videos come as pixels or as the VAE's stored moments, captions as words or as stored features, and some are dropped; so the
-train loop has no branches.
+Videos come as pixels or as the VAE's stored moments, captions as words or as stored features, and some are dropped.
 """
 
 from collections.abc import Mapping, Sequence

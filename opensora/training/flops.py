@@ -12,7 +12,7 @@ FORWARDS_IN_A_STEP = 3
 
 
 class Peak(NamedTuple):
-    """A device's dense rate, and where the figure is from."""
+    """A device's dense rate."""
 
     tflops: float
     source: str

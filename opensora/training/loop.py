@@ -137,11 +137,7 @@ def same_settings(cfg: LoopConfig) -> None:
 
 
 def same_data(dataset: Any) -> str:
-    """The dataset's fingerprint, which all processes must share: they take turns at its rows.
-
-    Raises:
-        UserError: they see other data.
-    """
+    """The dataset's fingerprint; a UserError where processes see other data, since they take turns at its rows."""
     fingerprint: str = dataset.fingerprint()
     own = f"{len(dataset)} samples, {fingerprint}"
     what = "processes see other data (is a mount slow, or a file not on all machines? The log says what was left out)"

@@ -46,11 +46,8 @@ Shards = dict[str, dict[str, Shard]]
 def open_run(cfg: LoopConfig, world: World, model: str) -> tuple[Path, "Saver"]:
     """The run's folder, and the saver of its checkpoints there; to be called by all processes.
 
-    With `load="latest"` it is the folder of the run `exp_name`, if that is there; else a new one. `model` is a name for the
-    folder and the manifests.
-
-    Raises:
-        UserError: a run of that name is there already.
+    With `load="latest"` it is the folder of the run `exp_name`, if that is there; else a new one, and a UserError where its
+    name is taken. `model` is a name for the folder and the manifests.
     """
     config = to_dict(cfg)
     make = partial(make_run_folder, cfg.outputs, cfg.exp_name, model, config, resume=cfg.load == "latest")

@@ -178,7 +178,6 @@ class LatentStatistics:
         return {"scaling_factor": 1 / self.std, "shift_factor": self.mean, "latents_mean": None, "latents_std": None}
 
     def describe(self) -> str:
-        """For the log."""
         of_channels = zip(self.channel_mean.tolist(), self.channel_std.tolist(), strict=True)
         channels = ", ".join(f"{mean:.3f} +- {std:.3f}" for mean, std in of_channels)
         scales = f"scaling_factor={1 / self.std:.5f}, shift_factor={self.mean:.5f}"
@@ -193,10 +192,7 @@ class LatentStatistics:
 def measure_latents(vae: VideoVAE, videos: Iterable[Tensor]) -> LatentStatistics:
     """The statistics of the posterior means of videos [3, T, H, W], whose sizes may differ.
 
-    A video whose latents are not finite is left out, with a warning.
-
-    Raises:
-        UserError: no video has finite latents.
+    A video whose latents are not finite is left out, with a warning; a UserError where none is left.
     """
     device, left_out = next(vae.parameters()).device, 0
     count, total, squares = 0, torch.zeros(vae.out_channels, dtype=torch.float64), torch.zeros((), dtype=torch.float64)

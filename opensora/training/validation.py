@@ -288,12 +288,15 @@ def held_out_batches(dataset: Any, num_samples: int, batch_size: int) -> tuple[l
     keys: list[Key] = []
     batches: list[BatchKeys] = []
     for index in sorted(set(buckets[rows].tolist())):
-        of_bucket, size, shape = rows[buckets[rows] == index].tolist(), batch_size, ()
+        of_bucket, size = rows[buckets[rows] == index].tolist(), batch_size
+        shape: Any = ()
         if with_buckets:
             size, shape = dataset.buckets[index].batch_size or 1, dataset.buckets[index][2:5]
         for first in range(0, len(of_bucket), size):
             part = of_bucket[first : first + size]
-            samples = [BucketKey(0, row, *shape) if with_buckets else SampleKey(0, row) for row in part]
+            samples: list[SampleKey | BucketKey] = [
+                BucketKey(0, row, *shape) if with_buckets else SampleKey(0, row) for row in part
+            ]
             batches.append(BatchKeys(samples, len(keys), len(rows)))
             keys += [Key(row, "x".join(map(str, shape))) for row in part]
     return keys, batches

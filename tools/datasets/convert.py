@@ -68,7 +68,7 @@ def run(argv: Sequence[str] | None = None) -> Path:
         table = result.table
         print(f"--captions {args.captions}: {result.note}")
     if args.info is True:
-        result = add_info(table)
+        result = add_info(table, None)
         table = result.table
         print(f"--info: {result.note}")
     write_frames([table.frame], [output])

@@ -52,7 +52,7 @@ def _broken(why: str) -> Measured:
 
 @operation("video-info", "info", group=GROUP, help="the same as --info", nargs=0)
 @operation("info", "info", group=GROUP)
-def add_info(table: TableState, _: Any = None) -> Result:
+def add_info(table: TableState, _: Any) -> Result:
     """add num_frames, height, width, aspect_ratio, resolution, fps and status; broken files stay, with empty numbers"""
     rows = map_rows(measure, table.files(), workers=table.workers, label="reading files", crashed=crashed)
     frames, heights, widths = (
