@@ -295,9 +295,9 @@ def _with_options(compiled: Any, name: str, options: Options) -> Any:
             raise UserError(f"{name} was compiled with freezing: call it under torch.no_grad(), or compile it without.")
         with ExitStack() as stack:
             if freezing:  # dynamo looks here whether weights are inputs of the program, not into its options
-                stack.enter_context(inductor.patch(freezing=True))  # type: ignore[attr-defined]
+                stack.enter_context(inductor.patch(freezing=True))
             if options.dynamic is True:  # or a first call with height == width makes a program for squares
-                stack.enter_context(shapes.patch(use_duck_shape=False))
+                stack.enter_context(shapes.patch(use_duck_shape=False))  # type: ignore[attr-defined]
             if graphs:
                 torch.compiler.cudagraph_mark_step_begin()
             out = compiled(*args, **kwargs)

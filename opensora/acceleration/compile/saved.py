@@ -77,7 +77,8 @@ def load_compiled(folder: str | Path, *compiled: Any) -> dict[str, Any]:
     for module in _describe(compiled):
         same_class = [entry for entry in header.get("modules", ()) if entry["class"] == module["class"]]
         ways = [_differences(module, entry, of=f" of {module['class']}") for entry in same_class]
-        differing += min(ways or [[f"it has no programs for {module['class']}"]], key=len)
+        nearest = min(ways or [[f"it has no programs for {module['class']}"]], key=len)
+        differing += nearest
     if differing:
         raise UserError(
             f"{folder}: its programs do not fit. {'; '.join(differing)}. Compile without them, and save again."
