@@ -49,21 +49,17 @@ OF_ANOTHER_VERSION = (ArithmeticError, AttributeError, LookupError, RuntimeError
 
 @dataclass
 class Conversion:
-    """A file's weights in a model's own names, and what was done on the way.
+    """A file's weights in a model's own names, and what was done on the way."""
 
-    Args:
-        tensors: own name -> tensor.
-        format: what the file was recognised as, such as "DiT, diffusers".
-        converted: own name -> what was changed beyond the name ("2-D patch kernel made 3-D").
-        dropped: the file's name -> why it is not used ("recomputed for every size").
-        initial: own name -> why it may be missing, and keeps its initial value ("PixArt has no temporal attention").
-    """
-
-    tensors: dict[str, Tensor]
-    format: str
-    converted: dict[str, str] = field(default_factory=dict)
-    dropped: dict[str, str] = field(default_factory=dict)
-    initial: dict[str, str] = field(default_factory=dict)
+    tensors: dict[str, Tensor]  # by own name
+    format: str  # what the file was recognised as, such as "DiT, diffusers"
+    converted: dict[str, str] = field(
+        default_factory=dict
+    )  # own name -> what was changed ("2-D patch kernel made 3-D")
+    dropped: dict[str, str] = field(default_factory=dict)  # the file's name -> why it is not used
+    initial: dict[str, str] = field(
+        default_factory=dict
+    )  # own name -> why it may be missing, and keeps its initial value
 
     def drop(self, why: str, *prefixes: str) -> None:
         """Leave out the file's tensors whose names begin so."""

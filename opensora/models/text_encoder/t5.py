@@ -30,8 +30,6 @@ class T5Encoder(HFTextEncoder):
         from_pretrained, model_max_length, clean, **options: See `HFTextEncoder`.
     """
 
-    fast = False
-
     def __init__(
         self,
         from_pretrained: str = "DeepFloyd/t5-v1_1-xxl",
@@ -41,10 +39,8 @@ class T5Encoder(HFTextEncoder):
         clean: Clean = "basic",
         **options: Any,
     ) -> None:
+        self.fast = shardformer  # before the weights are loaded
         super().__init__(from_pretrained, model_max_length, clean=clean, **options)
-        self.fast = shardformer
-        if shardformer:
-            compile_blocks_of(self.model, varying_sizes=self.padding == "longest")
 
     def shard(self) -> "T5Encoder":
         """With `shardformer`, let the processes of a node share the weights. From then on all must encode equally often.
