@@ -166,7 +166,7 @@ class NOVA(nn.Module):
             [B, R, C, T, H, W] fp32.
 
         Raises:
-            UserError: a scheduler of whole videos calls it, which has neither `noisy` nor `visible`.
+            UserError: another scheduler calls it, which has neither `noisy` nor `visible`.
         """
         if noisy is None or visible is None:
             raise UserError(
@@ -183,11 +183,7 @@ class NOVA(nn.Module):
     # ------------------------------------------------------------------------------------- the parts, for sampling
 
     def text_tokens(self, y: Tensor, mask: Tensor | None, fps: Tensor | None, flow: Tensor | None) -> Tensor:
-        """Caption and motion as `[B, L', D]`.
-
-        Raises:
-            ValueError: the model has motion tokens and fps or flow is missing.
-        """
+        """Caption and motion as `[B, L', D]`; a ValueError where the model has motion tokens and fps or flow is missing."""
         tokens = self.text_embed(y, mask)
         if self.motion_embed is None:
             return tokens
@@ -337,11 +333,7 @@ class NOVA(nn.Module):
         return video + T * image + embed
 
     def check_size(self, size: Sequence[int]) -> Size:
-        """The size of a latent.
-
-        Raises:
-            UserError: height or width is no multiple of the video encoder's patch.
-        """
+        """The size of a latent; a UserError where height or width is no multiple of the video encoder's patch."""
         T, H, W = size
         p = self.patch_size[1]
         if H % p or W % p:

@@ -35,11 +35,7 @@ NO_SECTION = re.compile(r"<!\[(?!(?:temp|cdata|ignore|include|rcdata|if|else|end
 
 
 def cleaner(name: str) -> Callable[[str], str]:
-    """The cleaning of this name: caption -> caption, idempotent.
-
-    Raises:
-        UserError: there is none.
-    """
+    """The cleaning of this name: caption -> caption, idempotent; a UserError where there is none."""
     if name not in get_args(Clean):
         raise UserError(f"clean={name!r} is not one of {', '.join(get_args(Clean))}.")
     passes: dict[str, Callable[[str], str]] = {"none": str, "basic": _basic, "legacy": _legacy}

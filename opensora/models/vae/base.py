@@ -51,15 +51,6 @@ class VideoVAE(nn.Module):
     quotient by the stride, `latent_frames`, `video_frames` and `legal_num_frames`. The registry lists the arguments of the base
     class for its `**options`.
 
-    Attributes:
-        in_channels: Of the video: 3, but for VAEs that work on another VAE's latents.
-        out_channels: Of the latents.
-        strides: Pixels (frames, height, width) of a latent cell.
-        encodes_frames, decodes_frames: Every frame is encoded or decoded by itself: the network gets [N, C, H, W].
-        scaling_factor, shift: fp32 on the CPU, [C], or [C, t] where each latent frame has its own. They are no buffers,
-            for `.to(bf16)` must not round them.
-        config: What the weights belong to, with `STATISTICS`; JSON values.
-
     Args:
         posterior: "sample" draws latents from N(mean, var); "mode" takes the mean.
         micro_batch_size: At most so many go through the network at a time: frames for VAEs that work frame by frame, videos
@@ -70,11 +61,12 @@ class VideoVAE(nn.Module):
             micro-batch is filled up, so that there is one size.
     """
 
-    in_channels: int = 3
-    out_channels: int
-    strides: tuple[int, int, int]
-    encodes_frames: bool = False
+    in_channels: int = 3  # of the video; others for VAEs that work on another VAE's latents
+    out_channels: int  # of the latents
+    strides: tuple[int, int, int]  # pixels (frames, height, width) of a latent cell
+    encodes_frames: bool = False  # every frame by itself: the network gets [N, C, H, W]
     decodes_frames: bool = False
+    # fp32 on the CPU, [C], or [C, t] where each latent frame has its own; no buffers, for `.to(bf16)` must not round them
     scaling_factor: Tensor
     shift: Tensor
     tile_size: int | None = None
@@ -104,7 +96,7 @@ class VideoVAE(nn.Module):
         self._dtype = to_torch_dtype(dtype)
         self.memory_format = memory_format
         self.compiled = compile
-        self.config: dict[str, Any] = {}
+        self.config: dict[str, Any] = {}  # what the weights belong to, with `STATISTICS`; JSON values
         self._checked_range = False
         self._placed: tuple[Tensor, ...] = ()
 
@@ -168,11 +160,7 @@ class VideoVAE(nn.Module):
         return self.sample(self.moments(x), generators)
 
     def moments(self, x: Tensor) -> Tensor:
-        """x [B, 3, T, H, W] in [-1, 1] -> raw mean and log variance [B, 2C, t, h, w] fp32.
-
-        Raises:
-            UserError: The VAE takes no such size or number of frames, or the pixels are not in [-1, 1].
-        """
+        """x [B, 3, T, H, W] in [-1, 1], of a `latent_size` that there is, -> raw mean and log variance [B, 2C, t, h, w] fp32."""
         if x.dim() != 5 or x.shape[1] != self.in_channels:
             raise ValueError(f"the VAE takes [B, {self.in_channels}, T, H, W], got {tuple(x.shape)}")
         self.latent_size((x.shape[2], x.shape[3], x.shape[4]))
@@ -228,11 +216,7 @@ class VideoVAE(nn.Module):
         return self._run(lambda part: self._decode(part, num_frames), z, size, decoding=True)
 
     def latent_size(self, size: tuple[int, int, int]) -> tuple[int, int, int]:
-        """(T, H, W) of a video -> (t, h, w) of its latents.
-
-        Raises:
-            UserError: The VAE takes no such size; the message names the nearest that it takes.
-        """
+        """(T, H, W) of a video -> (t, h, w) of its latents; a UserError with the nearest size where the VAE takes no such size."""
         frames, height, width = (int(n) for n in size)
         _, by_height, by_width = self.strides
         if height % by_height or width % by_width or min(height, width) < 1:

@@ -186,11 +186,7 @@ def _vgg() -> list[nn.Module]:
 
 
 def find_weights(weights: str) -> Path:
-    """The file that "alex", "vgg" or a path means.
-
-    Raises:
-        UserError: it is not there.
-    """
+    """The file that "alex", "vgg" or a path means; a UserError where it is not there."""
     if weights in FILES:
         try:
             return Path(resolve_pretrained(PACKAGE_FOLDER, what="LPIPS")) / FILES[weights]
