@@ -123,8 +123,7 @@ def patches_along(sample_size: int, patch: int) -> int:
 def to_ours(rules: Iterable[Rule], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Their tensors in our names. What no rule mentions keeps its name, so that a strict load reports it.
 
-    Raises:
-        UserError: of the tensors that make up one of ours, some are missing, or copies that must be equal differ.
+    A UserError where some of the tensors that make up one of ours are missing, or copies that must be equal differ.
     """
     rest: dict[str, Tensor] = dict(state)
     result: dict[str, Tensor] = {}

@@ -102,10 +102,8 @@ Convert = Callable[[Mapping[str, Tensor], nn.Module], Conversion]
 def load_weights(model: nn.Module, path: str | Path, convert: Convert) -> str:
     """Load `path` (anything that `opensora.checkpoint.load.read_weights` reads) into `model`, strictly.
 
-    Settings that the source states and that differ from the model's are logged as a warning.
-
-    Returns:
-        What was loaded, converted, dropped and left at its initial value, in one line; it is also logged.
+    Settings that the source states and that differ from the model's are logged as a warning. Returns the line that is logged of
+    what was loaded, converted, dropped and left at its initial value.
 
     Raises:
         UserError: the file is missing, unsafe, of another architecture, or of another number of heads. The model is then
@@ -191,11 +189,7 @@ def _parse(text: str) -> Any:
 
 
 def _compare_settings(model: nn.Module, path: str | Path, where: str, stated: Mapping[str, Any]) -> str:
-    """A warning where the model computes something else than the source's, with what to set; empty = it does not.
-
-    Raises:
-        UserError: it has another number of heads.
-    """
+    """A warning where the model has other settings than the source's, or ""; of another number of heads a UserError."""
     name = stated.get("model_type" if where == CONFIG else "type")
     known = isinstance(name, str) and name in MODELS.choices()
     theirs: dict[str, Any] = {HEADS: stated.get(HEADS)}

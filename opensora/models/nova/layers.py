@@ -163,17 +163,13 @@ class NovaBlock(nn.Module):
         past: KeysValues | None = None,
         lengths: Lengths = "few",
     ) -> tuple[Tensor, KeysValues]:
-        """One block.
+        """One block, `x [B, N, D] -> [B, N, D]`, and keys and values of all M tokens.
 
         Args:
-            x: [B, N, D].
             allowed: [N, M] bool, which of the M tokens so far each may attend to; None = all.
             rotary: [2, N, d] or [2, B, 1, N, d], see `apply_rotary`.
             past: keys and values of the M - N tokens before.
             lengths: "many" where M differs from step to step: a kernel that needs no plan for it.
-
-        Returns:
-            [B, N, D], and keys and values of all M tokens.
         """
         attended, cache = self.attn(x, allowed, rotary, past, lengths)
         x = x + self.norm1(attended)

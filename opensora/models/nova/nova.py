@@ -90,9 +90,7 @@ class NOVA(nn.Module):
                 f"model_max_length={model_max_length} is not from 1 to {layers.NULL_TOKENS}: set the text encoder's model_max_length."
             )
         if positions not in ("absolute", "rotary") or trained not in ("all", "image"):
-            raise ValueError(
-                f"positions={positions!r} must be 'absolute' or 'rotary', and trained={trained!r} 'all' or 'image'."
-            )
+            raise ValueError(f"positions={positions!r}: 'absolute' or 'rotary'; trained={trained!r}: 'all' or 'image'.")
         if positions == "rotary" and base_size is not None:
             raise ValueError("base_size is for absolute positions; rotary ones always count. Leave it out.")
         self.in_channels = self.out_channels = in_channels
@@ -150,7 +148,7 @@ class NOVA(nn.Module):
         flow: Tensor | None = None,
         **sizes: Tensor,
     ) -> Tensor:
-        """The velocity eps - x of every patch of every frame, in one pass (training).
+        """The velocity eps - x of every patch of every frame, `[B, R, C, T, H, W]` fp32, in one pass (training).
 
         Args:
             x: clean latent [B, C, T, H, W]; frame t is predicted from those before it and its own visible patches.
@@ -161,9 +159,6 @@ class NOVA(nn.Module):
             mask: [B, L] bool, True at real text tokens.
             fps, flow: [B], frame rate and optical-flow score; needed where the model has motion tokens.
             sizes: height, width and num_frames, which are not used.
-
-        Returns:
-            [B, R, C, T, H, W] fp32.
 
         Raises:
             UserError: another scheduler calls it, which has neither `noisy` nor `visible`.
@@ -199,16 +194,13 @@ class NOVA(nn.Module):
     def next_condition(
         self, previous: Tensor | None, text: Tensor, frame: int, size: Size, past: Past | None
     ) -> tuple[Tensor, Past]:
-        """`video_conditions` of one frame, from the frame before it and the cache of the earlier ones.
+        """`video_conditions` of one frame, `[B, Nc, D]`, from the one before and the cache of the earlier ones; and the next past.
 
         Args:
             previous: [B, C, H, W], or None for the first frame, in front of which the text goes.
             text: of `text_tokens`.
             frame, size: its index, and (T, H, W) of the whole latent.
             past: returned for the frame before; None for the first.
-
-        Returns:
-            [B, Nc, D], and the past of the next frame.
         """
         frames = torch.tensor([frame], device=text.device)
         x = text.new_empty(len(text), self.in_channels, 0, *size[1:]) if previous is None else previous[:, :, None]
@@ -255,7 +247,7 @@ class NOVA(nn.Module):
     def image_tokens(
         self, x: Tensor, visible: Tensor, condition: Tensor, size: tuple[int, int], skip: Sequence[int] = ()
     ) -> Tensor:
-        """A token for each patch of a frame, from the visible ones and the condition.
+        """A token for each patch of a frame, `[B, N, D]`, from the visible ones and the condition.
 
         Args:
             x: [B, C, H, W]; only visible patches are seen.
@@ -263,9 +255,6 @@ class NOVA(nn.Module):
             condition: [B, Nc, D].
             size: (H, W).
             skip: blocks to leave out, for guidance by a weaker model.
-
-        Returns:
-            [B, N, D].
         """
         encoder, Nc = self.image_encoder, condition.shape[1]
         fine = (size[0] // self.image_patch, size[1] // self.image_patch)

@@ -194,9 +194,6 @@ class PixArt(AdaLNSingleDenoiser):
         Args:
             sample_size: the side of the latent at which a model without `base_size` shall agree; None = that of a model
                 with positions from 0 to 32.
-
-        Raises:
-            UserError: diffusers cannot express this model, or `sample_size` is no multiple of the patch.
         """
         pt, ph, pw = self.patch_size
         needed = {

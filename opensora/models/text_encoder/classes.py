@@ -40,11 +40,7 @@ class ClassEncoder(nn.Module):
         self.num_classes, self.names = num_classes, list(names or ())
 
     def encode(self, texts: list[str]) -> TextCondition:
-        """B numbers -> y [B, 1, 1, 1] int64, mask [B, 1], on the CPU.
-
-        Raises:
-            UserError: a prompt is no class number.
-        """
+        """B numbers, or names, -> y [B, 1, 1, 1] int64, mask [B, 1], on the CPU; a UserError where a prompt is none."""
         classes = torch.tensor([self._class_number(text) for text in texts], dtype=torch.int64)
         return TextCondition(classes[:, None, None, None], torch.ones(len(texts), 1, dtype=torch.bool))
 

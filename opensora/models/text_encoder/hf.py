@@ -111,11 +111,7 @@ class HFTextEncoder(nn.Module):
 
     @torch.no_grad()
     def encode(self, texts: Sequence[str]) -> TextCondition:
-        """B captions -> y [B, 1, L, D] fp32, mask [B, L] bool, on the encoder's device.
-
-        Raises:
-            UserError: the computation overflowed in fp16.
-        """
+        """B captions -> y [B, 1, L, D] fp32, mask [B, L] bool, on the encoder's device; a UserError where fp16 overflowed."""
         texts = [self.clean(text) for text in texts]
         tokens = self._tokenize(texts)
         with self._ready():

@@ -16,11 +16,8 @@ class MemoizedTextEncoder:
     other company, would differ from the unbroken one.
 
     Args:
-        encoder: A frozen encoder.
+        encoder: A frozen encoder whose weights processes do not share, for then all must encode at the same time.
         max_bytes: Room for the kept features.
-
-    Raises:
-        UserError: processes share the encoder's weights, and so must all encode at the same time.
     """
 
     def __init__(self, encoder: Any, max_bytes: int = 2**30) -> None:

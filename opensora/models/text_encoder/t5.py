@@ -43,13 +43,7 @@ class T5Encoder(HFTextEncoder):
         super().__init__(from_pretrained, model_max_length, clean=clean, **options)
 
     def shard(self) -> "T5Encoder":
-        """With `shardformer`, let the processes of a node share the weights. From then on all must encode equally often.
-
-        Every process keeps a part of each block's weights, and has the whole block only while it computes it (`fully_shard`).
-
-        Raises:
-            UserError: the weights are not kept on the device.
-        """
+        """With `shardformer`, let the processes of a node share the weights (`fully_shard`). All must then encode equally often."""
         if not self.fast or not dist.is_initialized():
             return self
         if self.between_uses != "keep":
