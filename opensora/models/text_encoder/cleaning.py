@@ -45,8 +45,7 @@ def cleaner(name: str) -> Callable[[str], str]:
 def until_stable(one_pass: Callable[[str], str], text: str) -> str:
     """Apply `one_pass` until it changes nothing; of texts that become each other in turn, the result is the least.
 
-    As many passes as it takes: a caption nests "page page 1 2" or "%252541" as deeply as it likes. Passes end, for what makes
-    a text longer is a space, or replaces a character that no rule makes.
+    A caption nests "page page 1 2" or "%252541" as deeply as it likes. Passes end, for all that makes a text longer is a space.
     """
     text = fix_surrogates(text)
     seen = {text: 0}  # text -> the pass it came from

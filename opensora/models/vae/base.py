@@ -7,8 +7,8 @@ a number of it:
 
     z_scaled = (z - shift) * scale,  shift = shift_factor or latents_mean,  scale = scaling_factor [/ latents_std]
 
-Where `latents_mean` and `latents_std` are present they are used together with `scaling_factor`, and `shift_factor` is
-ignored. A VAE is built trainable; who only uses it calls `vae.requires_grad_(False).eval()`.
+Where `latents_mean` and `latents_std` are present, `shift_factor` is ignored. A VAE is built trainable; who only uses it calls
+`vae.requires_grad_(False).eval()`.
 """
 
 import hashlib
@@ -100,8 +100,6 @@ class VideoVAE(nn.Module):
         self._checked_range = False
         self._placed: tuple[Tensor, ...] = ()
 
-    # what a subclass implements
-
     def _encode(self, x: Tensor) -> Tensor:
         """x [N, 3, T, H, W] -> raw moments [N, 2C, t, h, w], for a micro-batch and one tile."""
         raise NotImplementedError
@@ -144,8 +142,6 @@ class VideoVAE(nn.Module):
     def _latent_settings(self) -> dict[str, Any]:
         """Settings besides `_config` that change latents, where they are not the default; tiles change them hardly."""
         return {}
-
-    # the contract
 
     def forward(self, x: Tensor, generators: Generators = None) -> tuple[Tensor, Tensor]:
         """Reconstruct, for training the VAE: x [B, 3, T, H, W] -> (x_hat [B, 3, T, H, W], moments [B, 2C, t, h, w])."""
@@ -272,8 +268,6 @@ class VideoVAE(nn.Module):
         if statistics:
             self._write_config(**statistics)
         self.scaling_factor, self.shift = scale_and_shift(self._config(), self.out_channels, whose=type(self).__name__)
-
-    # shared parts
 
     def _ready(self) -> None:
         """The last step of a constructor: dtype, layout, statistics, compilation."""
