@@ -22,11 +22,9 @@ NUM_FREQUENCIES = 256
 NULL_TOKENS = 512
 NORM_EPS = 1e-6  # where the condition scales and shifts; other norms have 1e-5
 
-KeysValues = tuple[Tensor, Tensor]
-"""Keys and values [B, H, N, d] of the tokens so far, of one block."""
+KeysValues = tuple[Tensor, Tensor]  # [B, H, N, d] each, of the tokens so far, of one block
 
-Lengths = Literal["few", "many"]
-"""How many sequence lengths a block sees over time."""
+Lengths = Literal["few", "many"]  # how many sequence lengths a block sees over time
 
 FOR_MANY_LENGTHS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """PyTorch's kernels without cuDNN's, which it prefers on an H100 or H200: cuDNN builds a plan for each new length, forward and

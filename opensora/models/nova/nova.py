@@ -34,8 +34,8 @@ class Past(NamedTuple):
     first: Tensor | None  # [B, 1, Nc, D], the video encoder's output for the first frame; where there is a mixer
 
 
+# share of patches that training shows on average: a half-normal variable of deviation 0.25, cut off at 0.3
 MEAN_VISIBLE = 0.133
-"""Share of patches that training shows on average: a half-normal number of deviation 0.25, cut off at 0.3."""
 
 
 @MODELS.register_module()

@@ -36,8 +36,7 @@ from opensora.registry import MODELS
 from opensora.utils.errors import UserError
 
 SIZE_EMBEDDERS = ("csize_embedder", "ar_embedder")
-FACTOR = 2
-"""Rows, and columns, of keys that become one."""
+FACTOR = 2  # rows, and columns, of keys that become one
 
 
 class KVCompressAttention(Attention):
