@@ -133,8 +133,8 @@ class DiT(Denoiser):
     def to_diffusers(self, *, sample_size: int = 32) -> tuple[dict[str, Any], dict[str, Tensor]]:  # type: ignore[override]
         """A class-conditional DiT as diffusers' `DiTTransformer2DModel`: the content of its config.json, and the state dict.
 
-        diffusers spaces the timestep's frequencies over 127 steps, DiT over 128: only with DiT's (`time_proj.downscale_freq_shift`
-        of its blocks 0) are the outputs equal.
+        diffusers spaces the timestep's frequencies over 127 steps, DiT over 128: only with DiT's
+        (`time_proj.downscale_freq_shift` of its blocks 0) are the outputs equal.
 
         `sample_size` is rows, and columns, of the latent: diffusers' positions are for one size.
         """

@@ -70,7 +70,7 @@ class MotionEmbed(nn.Module):
 
 
 class VideoPosEmbed(nn.Module):
-    """Absolute positions of latent frames in time; `base_length` frames are spanned however many there are, None = they count."""
+    """Absolute positions of latent frames in time, which span `base_length` frames however many there are; None = they count."""
 
     def __init__(self, dim: int, base_length: int | None) -> None:
         super().__init__()
@@ -292,12 +292,12 @@ class DiffusionMLP(nn.Module):
         self.head = nn.Linear(dim, patch_size**2 * in_channels)
 
     def forward(self, patches: Tensor, timestep: Tensor, z: Tensor) -> Tensor:
-        """Noised patches `[..., C p p]`, timesteps `[...]` in [0, 1000], tokens `z [..., D_z]` -> velocities `[..., C p p]` fp32."""
+        """Noised patches `[..., C p p]`, timesteps `[...]` in [0, 1000], tokens `z [..., D_z]` -> velocities, fp32."""
         embed = self.time_cond_embed
         return self.denoise(patches, embed.timestep_embedding(timestep) + embed.condition_proj(z))
 
     def denoise(self, patches: Tensor, condition: Tensor) -> Tensor:
-        """`forward`, with timestep and condition embedded already, `[..., D]`: a sampler has the same tokens at every noise level."""
+        """`forward` with timestep and condition embedded, `[..., D]`: a sampler has the same tokens at every noise level."""
         condition = F.silu(condition)  # once for all blocks
         x = self.patch_embed.embed_patches(patches)
         for block in self.blocks:

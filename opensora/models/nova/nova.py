@@ -87,7 +87,7 @@ class NOVA(nn.Module):
             raise ValueError(f"image_depth={image_depth} is odd; its two halves see different tokens.")
         if not 1 <= model_max_length <= layers.NULL_TOKENS:  # the tokens that the weights have for what a caption lacks
             raise ValueError(
-                f"model_max_length={model_max_length} is not from 1 to {layers.NULL_TOKENS}: set the text encoder's model_max_length."
+                f"model_max_length={model_max_length} is not from 1 to {layers.NULL_TOKENS}: set the text encoder's."
             )
         if positions not in ("absolute", "rotary") or trained not in ("all", "image"):
             raise ValueError(f"positions={positions!r}: 'absolute' or 'rotary'; trained={trained!r}: 'all' or 'image'.")
@@ -194,7 +194,7 @@ class NOVA(nn.Module):
     def next_condition(
         self, previous: Tensor | None, text: Tensor, frame: int, size: Size, past: Past | None
     ) -> tuple[Tensor, Past]:
-        """`video_conditions` of one frame, `[B, Nc, D]`, from the one before and the cache of the earlier ones; and the next past.
+        """`video_conditions` of one frame, `[B, Nc, D]`, from the one before and the past; and the next past.
 
         Args:
             previous: [B, C, H, W], or None for the first frame, in front of which the text goes.
@@ -212,7 +212,7 @@ class NOVA(nn.Module):
     ) -> tuple[Tensor, Past]:
         """The conditions `[B, T, Nc, D]` of the frames with indices `frames [T]`, and the past of the next one.
 
-        `x [B, C, T, H, W]` is the frame before each. With `text`, which goes in front, the first has none: `[B, C, T - 1, H, W]`.
+        `x [B, C, T, H, W]` is the frame before each; with `text`, which goes in front, the first has none: T - 1.
         """
         B, T, p = len(x), len(frames), 2 * self.image_patch
         encoder, grid = self.video_encoder, (size[1] // p, size[2] // p)

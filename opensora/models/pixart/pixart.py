@@ -95,7 +95,7 @@ class PixArt(AdaLNSingleDenoiser):
             weights have, 120 (PixArt-Sigma: 300).
         space_scale, time_scale: positions are divided by these.
         base_size: tokens along the side of the training images, which then set the range of positions whatever
-            the input's size. None = the input's own, `int(sqrt(rows * columns))`; for PixArtMS and PixArtSigma `32 * space_scale`.
+            the input's size. None = `int(sqrt(rows * columns))`, for PixArtMS and PixArtSigma `32 * space_scale`.
         qk_norm: RMS-normalise queries and keys of the self-attention; no released weights have it.
         kv_compress: "conv" makes four keys of a frame one, see `KVCompressAttention`; None = do not.
         kv_compress_layers: in which blocks; None = in the second half, as in PixArt-Sigma's paper.

@@ -162,7 +162,7 @@ class HFTextEncoder(nn.Module):
         return digest.hexdigest()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "HFTextEncoder":  # noqa: FBT001, FBT002
-        """What `.to`, `.half`, `.cuda` and the like do. Weights that are not kept on the device only learn where they will be."""
+        """What `.to`, `.cuda` and the like do. Weights that are not kept on the device only learn where they will be."""
         probe = fn(torch.empty(0, dtype=self.dtype, device=self._device))
         if (
             probe.dtype != self.dtype

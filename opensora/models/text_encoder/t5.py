@@ -43,7 +43,7 @@ class T5Encoder(HFTextEncoder):
         super().__init__(from_pretrained, model_max_length, clean=clean, **options)
 
     def shard(self) -> "T5Encoder":
-        """With `shardformer`, let the processes of a node share the weights (`fully_shard`). All must then encode equally often."""
+        """With `shardformer`, let a node's processes share the weights (`fully_shard`). All must then encode equally often."""
         if not self.fast or not dist.is_initialized():
             return self
         if self.between_uses != "keep":

@@ -122,7 +122,7 @@ class VideoVAE(nn.Module):
 
     @property
     def chunk_latent_frames(self) -> int | None:
-        """Latent frames of a chunk that is encoded and decoded by itself, where other latents may join on; None: a video is one."""
+        """Latent frames of a chunk that is encoded by itself, where other latents may join on; None: a video is one."""
         return 1 if self.encodes_frames else None
 
     def _network(self) -> nn.Module:
@@ -156,7 +156,7 @@ class VideoVAE(nn.Module):
         return self.sample(self.moments(x), generators)
 
     def moments(self, x: Tensor) -> Tensor:
-        """x [B, 3, T, H, W] in [-1, 1], of a `latent_size` that there is, -> raw mean and log variance [B, 2C, t, h, w] fp32."""
+        """x [B, 3, T, H, W] in [-1, 1] -> raw mean and log variance [B, 2C, t, h, w] fp32; errors as `latent_size`."""
         if x.dim() != 5 or x.shape[1] != self.in_channels:
             raise ValueError(f"the VAE takes [B, {self.in_channels}, T, H, W], got {tuple(x.shape)}")
         self.latent_size((x.shape[2], x.shape[3], x.shape[4]))
@@ -170,7 +170,7 @@ class VideoVAE(nn.Module):
         use_autocast: bool | torch.dtype = False,  # noqa: FBT001, FBT002  (as `sliced_vae`)
         nhwc: bool = False,  # noqa: FBT001, FBT002
     ) -> Tensor:
-        """`moments` in micro-batches of `micro_bs` frames, also of its parts; None: the VAE's own, or by the size of the frames."""
+        """`moments` in micro-batches of `micro_bs` frames, also of its parts; None: the VAE's own, or by the frames' size."""
         frames = micro_bs or images_at_a_time(x.shape[3], x.shape[4])
         parts = [part for part in self.modules() if isinstance(part, VideoVAE)]
         before = [(part.micro_batch_size, part.memory_format) for part in parts]
@@ -212,7 +212,7 @@ class VideoVAE(nn.Module):
         return self._run(lambda part: self._decode(part, num_frames), z, size, decoding=True)
 
     def latent_size(self, size: tuple[int, int, int]) -> tuple[int, int, int]:
-        """(T, H, W) of a video -> (t, h, w) of its latents; a UserError with the nearest size where the VAE takes no such size."""
+        """(T, H, W) of a video -> (t, h, w) of its latents; a UserError with the nearest size where the VAE takes no such."""
         frames, height, width = (int(n) for n in size)
         _, by_height, by_width = self.strides
         if height % by_height or width % by_width or min(height, width) < 1:
