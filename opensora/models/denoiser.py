@@ -48,7 +48,7 @@ class Denoiser(nn.Module, ABC):
     """The micro-conditions that training and sampling pass to `forward`."""
 
     sp_ranks: Any = None
-    """Set by `opensora.acceleration.sequence_parallel` where a sample's tokens are sharded over processes; None = all are here."""
+    """Set by `opensora.acceleration.sequence_parallel` where tokens are sharded over processes; None = all are here."""
 
     y_embedder: Any
     blocks: Any
@@ -206,7 +206,7 @@ class Denoiser(nn.Module, ABC):
     def embed_timestep(
         self, timestep: Tensor, x_mask: Tensor | None, extra: Tensor | float = 0.0
     ) -> tuple[Tensor, Tensor | None]:
-        """The embeddings `[B, D]` of the timestep and, with `x_mask`, of timestep 0 for conditioning frames; plus `extra [B, D]`."""
+        """`[B, D]` of the timestep and, with `x_mask`, of timestep 0 for conditioning frames; each plus `extra [B, D]`."""
         t0 = None if x_mask is None else self.t_embedder(torch.zeros_like(timestep)) + extra
         return self.t_embedder(timestep) + extra, t0
 

@@ -23,8 +23,8 @@ Kind = Literal["same", "stack", "copies", "patch"]
 class Rule(NamedTuple):
     """One of our tensors, and what it is called elsewhere.
 
-    Kinds: "same" = one tensor under another name; "stack" = theirs, concatenated along the first axis, are ours;
-    "copies" = they hold it several times; "patch" = their 2-D patch kernel is our 3-D one of a single frame.
+    Kinds: "stack" = theirs, concatenated along the first axis, are ours; "copies" = they hold it several times; "patch" =
+    their 2-D patch kernel is our 3-D one of a single frame.
     """
 
     ours: str
@@ -108,21 +108,13 @@ def diffusers_config(model: Any, class_name: str, sample_size: int, **own: Any) 
 
 
 def refuse_unmet(class_name: str, needed: Mapping[str, bool]) -> None:
-    """Raise where a class of diffusers cannot express a model: `needed` is requirement -> whether the model meets it.
-
-    Raises:
-        UserError: it lists all that are not met.
-    """
+    """Raise a UserError with all requirements of a class of diffusers that the model does not meet."""
     if unmet := [requirement for requirement, met in needed.items() if not met]:
         raise UserError(f"diffusers' {class_name} cannot express this model: it needs {'; '.join(unmet)}.")
 
 
 def patches_along(sample_size: int, patch: int) -> int:
-    """Tokens along a side of `sample_size` latent cells.
-
-    Raises:
-        UserError: it is no multiple of the patch.
-    """
+    """Tokens along a side of `sample_size` latent cells; a UserError where it is no multiple of the patch."""
     if sample_size < patch or sample_size % patch:
         raise UserError(f"sample_size={sample_size} must be a multiple of the patch, {patch}.")
     return sample_size // patch
@@ -131,8 +123,7 @@ def patches_along(sample_size: int, patch: int) -> int:
 def to_ours(rules: Iterable[Rule], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Their tensors in our names. What no rule mentions keeps its name, so that a strict load reports it.
 
-    Raises:
-        UserError: of the tensors that make up one of ours, some are missing, or copies that must be equal differ.
+    A UserError where some of the tensors that make up one of ours are missing, or copies that must be equal differ.
     """
     rest: dict[str, Tensor] = dict(state)
     result: dict[str, Tensor] = {}

@@ -48,21 +48,17 @@ OF_ANOTHER_VERSION = (ArithmeticError, AttributeError, LookupError, RuntimeError
 
 @dataclass
 class Conversion:
-    """A file's weights in a model's own names, and what was done on the way.
+    """A file's weights in a model's own names, and what was done on the way."""
 
-    Args:
-        tensors: own name -> tensor.
-        format: what the file was recognised as, such as "DiT, diffusers".
-        converted: own name -> what was changed beyond the name ("2-D patch kernel made 3-D").
-        dropped: the file's name -> why it is not used ("recomputed for every size").
-        initial: own name -> why it may be missing, and keeps its initial value ("PixArt has no temporal attention").
-    """
-
-    tensors: dict[str, Tensor]
-    format: str
-    converted: dict[str, str] = field(default_factory=dict)
-    dropped: dict[str, str] = field(default_factory=dict)
-    initial: dict[str, str] = field(default_factory=dict)
+    tensors: dict[str, Tensor]  # by own name
+    format: str  # what the file was recognised as, such as "DiT, diffusers"
+    converted: dict[str, str] = field(
+        default_factory=dict
+    )  # own name -> what was changed ("2-D patch kernel made 3-D")
+    dropped: dict[str, str] = field(default_factory=dict)  # the file's name -> why it is not used
+    initial: dict[str, str] = field(
+        default_factory=dict
+    )  # own name -> why it may be missing, and keeps its initial value
 
     def drop(self, why: str, *prefixes: str) -> None:
         """Leave out the file's tensors whose names begin so."""
@@ -105,10 +101,8 @@ Convert = Callable[[Mapping[str, Tensor], nn.Module], Conversion]
 def load_weights(model: nn.Module, path: str | Path, convert: Convert) -> str:
     """Load `path` (anything that `opensora.checkpoint.load.read_weights` reads) into `model`, strictly.
 
-    Settings that the source states and that differ from the model's are logged as a warning.
-
-    Returns:
-        What was loaded, converted, dropped and left at its initial value, in one line; it is also logged.
+    Settings that the source states and that differ from the model's are logged as a warning. Returns the line that is logged of
+    what was loaded, converted, dropped and left at its initial value.
 
     Raises:
         UserError: the file is missing, unsafe, of another architecture, or of another number of heads. The model is then
@@ -194,11 +188,7 @@ def _parse(text: str) -> Any:
 
 
 def _compare_settings(model: nn.Module, path: str | Path, where: str, stated: Mapping[str, Any]) -> str:
-    """A warning where the model computes something else than the source's, with what to set; empty = it does not.
-
-    Raises:
-        UserError: it has another number of heads.
-    """
+    """A warning where the model has other settings than the source's, or ""; of another number of heads a UserError."""
     name = stated.get("model_type" if where == CONFIG else "type")
     known = isinstance(name, str) and name in MODELS.choices()
     theirs: dict[str, Any] = {HEADS: stated.get(HEADS)}

@@ -170,7 +170,6 @@ class TestOthers:
             ("STDiT3", {"norm_order": "rope_then_norm"}, "model.norm_order='rope_then_norm'"),
             ("STDiT3", {"input_sq_size": 256}, "model.input_sq_size=256"),
             ("LatteT2V", {"mode": "images"}, "model.mode='images'"),
-            ("PixArt", {"kv_compress": "ave"}, "model.kv_compress='ave'"),
             ("PixArt-Sigma", {"base_size": 16}, "model.base_size=16"),
             ("DiT-class", {"no_temporal_pos_emb": True}, "model.no_temporal_pos_emb=True"),
         ],

@@ -133,14 +133,10 @@ class DiT(Denoiser):
     def to_diffusers(self, *, sample_size: int = 32) -> tuple[dict[str, Any], dict[str, Tensor]]:  # type: ignore[override]
         """A class-conditional DiT as diffusers' `DiTTransformer2DModel`: the content of its config.json, and the state dict.
 
-        diffusers spaces the timestep's frequencies over 127 steps, DiT over 128: only with DiT's (`time_proj.downscale_freq_shift`
-        of its blocks 0) are the outputs equal.
+        diffusers spaces the timestep's frequencies over 127 steps, DiT over 128: only with DiT's
+        (`time_proj.downscale_freq_shift` of its blocks 0) are the outputs equal.
 
-        Args:
-            sample_size: rows, and columns, of the latent; diffusers' positions are for one size.
-
-        Raises:
-            UserError: diffusers cannot express the model; or `sample_size` is no multiple of the patch.
+        `sample_size` is rows, and columns, of the latent: diffusers' positions are for one size.
         """
         pt, ph, pw = self.patch_size
         classes = self.y_embedder if isinstance(self.y_embedder, LabelEmbedder) else None
@@ -194,11 +190,7 @@ class DiT(Denoiser):
 
 
 def convert(state: Mapping[str, Tensor], model: DiT, source_type: str | None = None) -> Conversion:
-    """A released state dict -> a DiT's or a Latte's; `source_type`: the `model.type` that the file says it is of.
-
-    Raises:
-        UserError: the weights are Latte's where the model is a DiT, or a text model's where it takes classes.
-    """
+    """A released state dict -> a DiT's or a Latte's; `source_type`: the `model.type` that the file says it is of."""
     axes = None
     if source_type in MODELS.choices():  # a header may say anything
         axes = getattr(inspect.unwrap(MODELS.get(source_type)), "axes", None)

@@ -161,11 +161,7 @@ class LatteT2V(AdaLNSingleDenoiser):
 
         The table of "no text" is left out, as diffusers has none: its pipeline encodes an empty prompt instead.
 
-        Args:
-            num_frames: of the videos; diffusers' model takes no other number, except 1.
-
-        Raises:
-            UserError: diffusers' model cannot express this one.
+        `num_frames` is of the videos: diffusers' model takes no other number, except 1.
         """
         frames, rows, columns = self.patch_size
         span = self.base_size / self.space_scale

@@ -69,7 +69,7 @@ class Attention(nn.Module):
     """
 
     exchange: Callable[["Attention", Tensor, Tensor | None, tuple[int, int] | None], Tensor] | None = None
-    """Set by `opensora.acceleration.sequence_parallel`: `forward` where tokens are sharded over processes; None = all are here."""
+    """`forward` where tokens are sharded over processes, set by `opensora.acceleration.sequence_parallel`; None = they are not."""
 
     def __init__(
         self,

@@ -102,17 +102,14 @@ class AdaLNSingleBlock(ModulatedBlock):
         rope: Tensor | None = None,
         grid: tuple[int, int] | None = None,
     ) -> Tensor:
-        """One block.
+        """One block, `[B, T, S, D] -> [B, T, S, D]`.
 
         Args:
-            x: tokens [B, T, S, D].
+            x: tokens.
             y, mask: text [B, L, D], and [B, L] bool, True at real tokens.
             t: modulation of the timestep, [B, 6, D].
             x_mask, t0: True at denoised frames [B, T], and the modulation of timestep 0 for conditioning frames.
             rope, grid: see `Attention`.
-
-        Returns:
-            [B, T, S, D].
         """
         at_0 = None if t0 is None else self.scale_shift_table + t0
         return self.run(x, frame_modulation(x_mask, self.scale_shift_table + t, at_0), y, mask, rope, grid)

@@ -70,14 +70,11 @@ def _is_fused(x: Tensor, dtype: torch.dtype, *vectors: Tensor) -> bool:
 
 
 def frame_modulation(x_mask: Tensor | None, at_t: Tensor, at_0: Tensor | None) -> Tensor:
-    """Modulation vectors for each frame.
+    """Modulation vectors for each frame, `[K, B, 1 or T, 1, D]`.
 
     Args:
         x_mask: [B, T] bool, True at denoised frames, False at conditioning frames; None = all are denoised.
         at_t, at_0: vectors for the sample's timestep and, with `x_mask`, for timestep 0, [B, K, D].
-
-    Returns:
-        [K, B, 1 or T, 1, D].
     """
     at_t = at_t.transpose(0, 1)[:, :, None, None]  # B K D -> K B 1 1 D
     if x_mask is None or at_0 is None:

@@ -50,12 +50,7 @@ def grid_coordinates(
 
     A model trained at 512x512 with scale 1 sees the same span of positions at 256x256 with scale 0.5. With `base`, the
     length of the side that the model was trained on, any length spans `base / scale` (PixArt-alpha's multi-scale models).
-
-    Args:
-        scale: a number, or [B] for samples of different size.
-
-    Returns:
-        [length], or [B, length].
+    Returns `[length]`, or for `scale [B]` of samples of different size `[B, length]`.
     """
     steps = torch.arange(length, dtype=torch.float64, device=device)
     if base is not None:

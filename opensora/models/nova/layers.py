@@ -22,11 +22,9 @@ NUM_FREQUENCIES = 256
 NULL_TOKENS = 512
 NORM_EPS = 1e-6  # where the condition scales and shifts; other norms have 1e-5
 
-KeysValues = tuple[Tensor, Tensor]
-"""Keys and values [B, H, N, d] of the tokens so far, of one block."""
+KeysValues = tuple[Tensor, Tensor]  # [B, H, N, d] each, of the tokens so far, of one block
 
-Lengths = Literal["few", "many"]
-"""How many sequence lengths a block sees over time."""
+Lengths = Literal["few", "many"]  # how many sequence lengths a block sees over time
 
 FOR_MANY_LENGTHS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """PyTorch's kernels without cuDNN's, which it prefers on an H100 or H200: cuDNN builds a plan for each new length, forward and
@@ -72,7 +70,7 @@ class MotionEmbed(nn.Module):
 
 
 class VideoPosEmbed(nn.Module):
-    """Absolute positions of latent frames in time; `base_length` frames are spanned however many there are, None = they count."""
+    """Absolute positions of latent frames in time, which span `base_length` frames however many there are; None = they count."""
 
     def __init__(self, dim: int, base_length: int | None) -> None:
         super().__init__()
@@ -163,17 +161,13 @@ class NovaBlock(nn.Module):
         past: KeysValues | None = None,
         lengths: Lengths = "few",
     ) -> tuple[Tensor, KeysValues]:
-        """One block.
+        """One block, `x [B, N, D] -> [B, N, D]`, and keys and values of all M tokens.
 
         Args:
-            x: [B, N, D].
             allowed: [N, M] bool, which of the M tokens so far each may attend to; None = all.
             rotary: [2, N, d] or [2, B, 1, N, d], see `apply_rotary`.
             past: keys and values of the M - N tokens before.
             lengths: "many" where M differs from step to step: a kernel that needs no plan for it.
-
-        Returns:
-            [B, N, D], and keys and values of all M tokens.
         """
         attended, cache = self.attn(x, allowed, rotary, past, lengths)
         x = x + self.norm1(attended)
@@ -298,12 +292,12 @@ class DiffusionMLP(nn.Module):
         self.head = nn.Linear(dim, patch_size**2 * in_channels)
 
     def forward(self, patches: Tensor, timestep: Tensor, z: Tensor) -> Tensor:
-        """Noised patches `[..., C p p]`, timesteps `[...]` in [0, 1000], tokens `z [..., D_z]` -> velocities `[..., C p p]` fp32."""
+        """Noised patches `[..., C p p]`, timesteps `[...]` in [0, 1000], tokens `z [..., D_z]` -> velocities, fp32."""
         embed = self.time_cond_embed
         return self.denoise(patches, embed.timestep_embedding(timestep) + embed.condition_proj(z))
 
     def denoise(self, patches: Tensor, condition: Tensor) -> Tensor:
-        """`forward`, with timestep and condition embedded already, `[..., D]`: a sampler has the same tokens at every noise level."""
+        """`forward` with timestep and condition embedded, `[..., D]`: a sampler has the same tokens at every noise level."""
         condition = F.silu(condition)  # once for all blocks
         x = self.patch_embed.embed_patches(patches)
         for block in self.blocks:

@@ -34,8 +34,8 @@ class Past(NamedTuple):
     first: Tensor | None  # [B, 1, Nc, D], the video encoder's output for the first frame; where there is a mixer
 
 
+# share of patches that training shows on average: a half-normal variable of deviation 0.25, cut off at 0.3
 MEAN_VISIBLE = 0.133
-"""Share of patches that training shows on average: a half-normal number of deviation 0.25, cut off at 0.3."""
 
 
 @MODELS.register_module()
@@ -87,12 +87,10 @@ class NOVA(nn.Module):
             raise ValueError(f"image_depth={image_depth} is odd; its two halves see different tokens.")
         if not 1 <= model_max_length <= layers.NULL_TOKENS:  # the tokens that the weights have for what a caption lacks
             raise ValueError(
-                f"model_max_length={model_max_length} is not from 1 to {layers.NULL_TOKENS}: set the text encoder's model_max_length."
+                f"model_max_length={model_max_length} is not from 1 to {layers.NULL_TOKENS}: set the text encoder's."
             )
         if positions not in ("absolute", "rotary") or trained not in ("all", "image"):
-            raise ValueError(
-                f"positions={positions!r} must be 'absolute' or 'rotary', and trained={trained!r} 'all' or 'image'."
-            )
+            raise ValueError(f"positions={positions!r}: 'absolute' or 'rotary'; trained={trained!r}: 'all' or 'image'.")
         if positions == "rotary" and base_size is not None:
             raise ValueError("base_size is for absolute positions; rotary ones always count. Leave it out.")
         self.in_channels = self.out_channels = in_channels
@@ -150,7 +148,7 @@ class NOVA(nn.Module):
         flow: Tensor | None = None,
         **sizes: Tensor,
     ) -> Tensor:
-        """The velocity eps - x of every patch of every frame, in one pass (training).
+        """The velocity eps - x of every patch of every frame, `[B, R, C, T, H, W]` fp32, in one pass (training).
 
         Args:
             x: clean latent [B, C, T, H, W]; frame t is predicted from those before it and its own visible patches.
@@ -162,11 +160,8 @@ class NOVA(nn.Module):
             fps, flow: [B], frame rate and optical-flow score; needed where the model has motion tokens.
             sizes: height, width and num_frames, which are not used.
 
-        Returns:
-            [B, R, C, T, H, W] fp32.
-
         Raises:
-            UserError: a scheduler of whole videos calls it, which has neither `noisy` nor `visible`.
+            UserError: another scheduler calls it, which has neither `noisy` nor `visible`.
         """
         if noisy is None or visible is None:
             raise UserError(
@@ -183,11 +178,7 @@ class NOVA(nn.Module):
     # ------------------------------------------------------------------------------------- the parts, for sampling
 
     def text_tokens(self, y: Tensor, mask: Tensor | None, fps: Tensor | None, flow: Tensor | None) -> Tensor:
-        """Caption and motion as `[B, L', D]`.
-
-        Raises:
-            ValueError: the model has motion tokens and fps or flow is missing.
-        """
+        """Caption and motion as `[B, L', D]`; a ValueError where the model has motion tokens and fps or flow is missing."""
         tokens = self.text_embed(y, mask)
         if self.motion_embed is None:
             return tokens
@@ -203,16 +194,13 @@ class NOVA(nn.Module):
     def next_condition(
         self, previous: Tensor | None, text: Tensor, frame: int, size: Size, past: Past | None
     ) -> tuple[Tensor, Past]:
-        """`video_conditions` of one frame, from the frame before it and the cache of the earlier ones.
+        """`video_conditions` of one frame, `[B, Nc, D]`, from the one before and the past; and the next past.
 
         Args:
             previous: [B, C, H, W], or None for the first frame, in front of which the text goes.
             text: of `text_tokens`.
             frame, size: its index, and (T, H, W) of the whole latent.
             past: returned for the frame before; None for the first.
-
-        Returns:
-            [B, Nc, D], and the past of the next frame.
         """
         frames = torch.tensor([frame], device=text.device)
         x = text.new_empty(len(text), self.in_channels, 0, *size[1:]) if previous is None else previous[:, :, None]
@@ -224,7 +212,7 @@ class NOVA(nn.Module):
     ) -> tuple[Tensor, Past]:
         """The conditions `[B, T, Nc, D]` of the frames with indices `frames [T]`, and the past of the next one.
 
-        `x [B, C, T, H, W]` is the frame before each. With `text`, which goes in front, the first has none: `[B, C, T - 1, H, W]`.
+        `x [B, C, T, H, W]` is the frame before each; with `text`, which goes in front, the first has none: T - 1.
         """
         B, T, p = len(x), len(frames), 2 * self.image_patch
         encoder, grid = self.video_encoder, (size[1] // p, size[2] // p)
@@ -259,7 +247,7 @@ class NOVA(nn.Module):
     def image_tokens(
         self, x: Tensor, visible: Tensor, condition: Tensor, size: tuple[int, int], skip: Sequence[int] = ()
     ) -> Tensor:
-        """A token for each patch of a frame, from the visible ones and the condition.
+        """A token for each patch of a frame, `[B, N, D]`, from the visible ones and the condition.
 
         Args:
             x: [B, C, H, W]; only visible patches are seen.
@@ -267,9 +255,6 @@ class NOVA(nn.Module):
             condition: [B, Nc, D].
             size: (H, W).
             skip: blocks to leave out, for guidance by a weaker model.
-
-        Returns:
-            [B, N, D].
         """
         encoder, Nc = self.image_encoder, condition.shape[1]
         fine = (size[0] // self.image_patch, size[1] // self.image_patch)
@@ -337,11 +322,7 @@ class NOVA(nn.Module):
         return video + T * image + embed
 
     def check_size(self, size: Sequence[int]) -> Size:
-        """The size of a latent.
-
-        Raises:
-            UserError: height or width is no multiple of the video encoder's patch.
-        """
+        """The size of a latent; a UserError where height or width is no multiple of the video encoder's patch."""
         T, H, W = size
         p = self.patch_size[1]
         if H % p or W % p:

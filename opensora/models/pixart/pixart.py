@@ -19,7 +19,7 @@ such weights does here.
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 import torch
 from einops import rearrange
@@ -36,38 +36,26 @@ from opensora.registry import MODELS
 from opensora.utils.errors import UserError
 
 SIZE_EMBEDDERS = ("csize_embedder", "ar_embedder")
-Mode = Literal["conv", "ave", "uniform"]
-
-FACTOR = 2
-"""Rows, and columns, of keys that become one."""
+FACTOR = 2  # rows, and columns, of keys that become one
 
 
 class KVCompressAttention(Attention):
     """Self-attention among all tokens with fewer keys, for large images (PixArt-Sigma, section 3.3).
 
-    Each window of 2 x 2 neighbouring keys, and of values, becomes one; queries stay as they are. Frames are compressed one
-    by one. Windows that reach over the last row or column repeat it, so that they hold the mean of what is there.
-    Names: with "conv" also `sr`, `norm`.
+    Each window of 2 x 2 neighbouring keys, and of values, becomes one, by learned weights for each channel, the mean at
+    first, and LayerNorm; queries stay as they are. Frames are compressed one by one. Windows that reach over the last row or
+    column repeat it, so that they hold the mean of what is there. Names: also `sr`, `norm`.
 
-    Deviations from the released code: there an odd last row or column is dropped; "ave" is the mean (there it takes one key
-    of each window, as "uniform" does); and `qk_norm` is this package's, by head and after compression.
-
-    Args:
-        dim, num_heads, qk_norm, kernel: see `Attention`.
-        mode: "conv" = learned weights for each channel of the window, the mean at first, then LayerNorm; "ave" = the
-            mean; "uniform" = the first of the window.
+    Deviations from the released code: there an odd last row or column is dropped; `qk_norm` is this package's, by head and
+    after compression.
     """
 
-    def __init__(self, dim: int, num_heads: int, *, mode: Mode, qk_norm: bool = False, kernel: str = "auto") -> None:
-        if mode not in get_args(Mode):
-            raise ValueError(f"kv_compress={mode!r} is not one of {', '.join(get_args(Mode))}, or None.")
+    def __init__(self, dim: int, num_heads: int, *, qk_norm: bool = False, kernel: str = "auto") -> None:
         super().__init__(dim, num_heads, axis="all", qk_norm=qk_norm, kernel=kernel)
-        self.mode = mode
-        if mode == "conv":
-            self.sr = nn.Conv2d(dim, dim, kernel_size=FACTOR, stride=FACTOR, groups=dim)
-            self.norm = nn.LayerNorm(dim)
-            nn.init.constant_(self.sr.weight, 1 / FACTOR**2)
-            nn.init.zeros_(self.sr.bias)  # type: ignore[arg-type]  # the layer above has a bias
+        self.sr = nn.Conv2d(dim, dim, kernel_size=FACTOR, stride=FACTOR, groups=dim)
+        self.norm = nn.LayerNorm(dim)
+        nn.init.constant_(self.sr.weight, 1 / FACTOR**2)
+        nn.init.zeros_(self.sr.bias)  # type: ignore[arg-type]  # the layer above has a bias
 
     def reduce_keys(self, k: Tensor, v: Tensor, grid: tuple[int, int] | None) -> tuple[Tensor, Tensor]:
         """`k, v [B, H, T * rows * columns, d]` -> a quarter of them; `grid` is rows and columns of a frame."""
@@ -82,22 +70,17 @@ class KVCompressAttention(Attention):
         batch = x.shape[0]
         planes = self.compress(rearrange(x, "B H (T R C) d -> (B T) (H d) R C", R=grid[0], C=grid[1]))
         tokens = rearrange(planes, "(B T) D R C -> B (T R C) D", B=batch)
-        if self.mode == "conv":
-            tokens = self.norm(tokens).to(x.dtype)  # autocast would leave LayerNorm's fp32
+        tokens = self.norm(tokens).to(x.dtype)  # autocast would leave LayerNorm's fp32
         return rearrange(tokens, "B N (H d) -> B H N d", H=self.num_heads)
 
     def compress(self, planes: Tensor) -> Tensor:
-        """`[B, D, rows, columns]` -> half the rows and columns, rounded up; before the LayerNorm of "conv"."""
-        if self.mode == "uniform":
-            return planes[..., ::FACTOR, ::FACTOR]
+        """`[B, D, rows, columns]` -> half the rows and columns, rounded up; before the LayerNorm."""
         # always padded, then cropped to whole windows: a test for odd sizes would compile two programs, and padding in
         # PyTorch's "replicate" mode has no deterministic gradient on a GPU
         rows, columns = (-(-n // FACTOR) for n in planes.shape[-2:])
         planes = torch.cat([planes, planes[..., -1:, :]], dim=-2)[..., : FACTOR * rows, :]
         planes = torch.cat([planes, planes[..., -1:]], dim=-1)[..., : FACTOR * columns]
         windows = planes.unflatten(-2, (rows, FACTOR)).unflatten(-1, (columns, FACTOR))  # [B, D, rows, 2, columns, 2]
-        if self.mode == "ave":
-            return windows.mean(dim=(-3, -1))
         # as a sum, not a convolution, whose memory layout PyTorch 2.11 gets wrong when compiled
         weighted = windows * self.sr.weight.unsqueeze(3)  # [D, 1, FACTOR, 1, FACTOR]
         return (weighted.sum(dim=(-3, -1)) + self.sr.bias[:, None, None]).to(planes.dtype)  # type: ignore[index]
@@ -112,9 +95,9 @@ class PixArt(AdaLNSingleDenoiser):
             weights have, 120 (PixArt-Sigma: 300).
         space_scale, time_scale: positions are divided by these.
         base_size: tokens along the side of the training images, which then set the range of positions whatever
-            the input's size. None = the input's own, `int(sqrt(rows * columns))`; for PixArtMS and PixArtSigma `32 * space_scale`.
+            the input's size. None = `int(sqrt(rows * columns))`, for PixArtMS and PixArtSigma `32 * space_scale`.
         qk_norm: RMS-normalise queries and keys of the self-attention; no released weights have it.
-        kv_compress: "conv", "ave" or "uniform" make four keys of a frame one, see `KVCompressAttention`; None = do not.
+        kv_compress: "conv" makes four keys of a frame one, see `KVCompressAttention`; None = do not.
         kv_compress_layers: in which blocks; None = in the second half, as in PixArt-Sigma's paper.
         freeze: "text" trains all but cross-attention and text.
         common: see `AdaLNSingleDenoiser`. The released weights need `no_temporal_pos_emb`.
@@ -132,7 +115,7 @@ class PixArt(AdaLNSingleDenoiser):
         time_scale: float = 1.0,
         base_size: float | None = None,
         qk_norm: bool = False,
-        kv_compress: Mode | None = None,
+        kv_compress: Literal["conv"] | None = None,
         kv_compress_layers: Sequence[int] | None = None,
         freeze: str | None = None,
         **common: Any,
@@ -143,6 +126,8 @@ class PixArt(AdaLNSingleDenoiser):
         self.base_size = self.span * space_scale if base_size is None and self.span is not None else base_size
         self.qk_norm = qk_norm
         self.kv_compress = kv_compress
+        if kv_compress not in (None, "conv"):
+            raise ValueError(f"kv_compress={kv_compress!r} is not 'conv' or None, the ways that released weights have.")
         if kv_compress is None and kv_compress_layers is not None:
             raise ValueError(f"kv_compress_layers={kv_compress_layers!r} says where, but kv_compress does not say how.")
         second_half = range(self.depth // 2, self.depth)
@@ -153,7 +138,7 @@ class PixArt(AdaLNSingleDenoiser):
         def make_block(i: int) -> AdaLNSingleBlock:
             dim, heads, kernel = self.hidden_size, self.num_heads, self.kernel
             if kv_compress is not None and i in compressed:
-                attn: Attention = KVCompressAttention(dim, heads, mode=kv_compress, qk_norm=qk_norm, kernel=kernel)
+                attn: Attention = KVCompressAttention(dim, heads, qk_norm=qk_norm, kernel=kernel)
             else:
                 attn = Attention(dim, heads, axis="all", qk_norm=qk_norm, kernel=kernel)
             cross_attn = CrossAttention(dim, heads, kernel=kernel)
@@ -208,9 +193,6 @@ class PixArt(AdaLNSingleDenoiser):
         Args:
             sample_size: the side of the latent at which a model without `base_size` shall agree; None = that of a model
                 with positions from 0 to 32.
-
-        Raises:
-            UserError: diffusers cannot express this model, or `sample_size` is no multiple of the patch.
         """
         pt, ph, pw = self.patch_size
         needed = {

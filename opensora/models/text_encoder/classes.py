@@ -40,11 +40,7 @@ class ClassEncoder(nn.Module):
         self.num_classes, self.names = num_classes, list(names or ())
 
     def encode(self, texts: list[str]) -> TextCondition:
-        """B numbers -> y [B, 1, 1, 1] int64, mask [B, 1], on the CPU.
-
-        Raises:
-            UserError: a prompt is no class number.
-        """
+        """B numbers, or names, -> y [B, 1, 1, 1] int64, mask [B, 1], on the CPU; a UserError where a prompt is none."""
         classes = torch.tensor([self._class_number(text) for text in texts], dtype=torch.int64)
         return TextCondition(classes[:, None, None, None], torch.ones(len(texts), 1, dtype=torch.bool))
 
@@ -66,16 +62,11 @@ class ClassEncoder(nn.Module):
 
 
 def check_classes(text_encoder: Any, denoiser: Any) -> None:
-    """See that both mean the same classes, or both mean text. An unconditional denoiser takes anything.
-
-    Otherwise the first step fails deep inside, at an embedding's index.
+    """Raise a UserError where one means classes and the other text, or other classes; an unconditional denoiser takes anything.
 
     Args:
         text_encoder: "classes" has `num_classes`, others have not; a cache of features has the `encoder` it was made with.
         denoiser: its `y_embedder` has `num_classes` when it is conditioned on classes.
-
-    Raises:
-        UserError: they do not fit.
     """
     embedder = getattr(denoiser, "y_embedder", None)
     if embedder is None or getattr(text_encoder, "encoder", text_encoder) is None:  # a cache may not know its encoder
@@ -90,11 +81,7 @@ def check_classes(text_encoder: Any, denoiser: Any) -> None:
 
 
 def check_classes_of_data(dataset: Any, text_encoder: Any) -> None:
-    """See that the text encoder knows all classes of a dataset that counts them.
-
-    Raises:
-        UserError: it knows fewer.
-    """
+    """Raise a UserError where a dataset that counts its classes has more than the text encoder knows."""
     counted, known = getattr(dataset, "num_classes", None), _num_classes(text_encoder)
     if counted is not None and known is not None and counted > known:
         raise UserError(

@@ -35,11 +35,7 @@ NO_SECTION = re.compile(r"<!\[(?!(?:temp|cdata|ignore|include|rcdata|if|else|end
 
 
 def cleaner(name: str) -> Callable[[str], str]:
-    """The cleaning of this name: caption -> caption, idempotent.
-
-    Raises:
-        UserError: there is none.
-    """
+    """The cleaning of this name: caption -> caption, idempotent; a UserError where there is none."""
     if name not in get_args(Clean):
         raise UserError(f"clean={name!r} is not one of {', '.join(get_args(Clean))}.")
     passes: dict[str, Callable[[str], str]] = {"none": str, "basic": _basic, "legacy": _legacy}
@@ -49,8 +45,7 @@ def cleaner(name: str) -> Callable[[str], str]:
 def until_stable(one_pass: Callable[[str], str], text: str) -> str:
     """Apply `one_pass` until it changes nothing; of texts that become each other in turn, the result is the least.
 
-    As many passes as it takes: a caption nests "page page 1 2" or "%252541" as deeply as it likes. Passes end, for what makes
-    a text longer is a space, or replaces a character that no rule makes.
+    A caption nests "page page 1 2" or "%252541" as deeply as it likes. Passes end, for all that makes a text longer is a space.
     """
     text = fix_surrogates(text)
     seen = {text: 0}  # text -> the pass it came from

@@ -1,6 +1,6 @@
-"""The contract of text encoders (architecture D6)."""
+"""What text encoders give."""
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -10,13 +10,3 @@ class TextCondition(NamedTuple):
 
     y: Tensor
     mask: Tensor
-
-
-class TextEncoder(Protocol):
-    """What every text encoder has."""
-
-    output_dim: int
-    model_max_length: int
-
-    def encode(self, texts: list[str]) -> TextCondition:
-        """B captions -> y [B, 1, L, D], mask [B, L]."""

@@ -37,16 +37,14 @@ SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # how much of a weight file is hashed
 class HFTextEncoder(nn.Module):
     """Any encoder that `transformers.AutoModel` loads, for example a small sentence encoder on a laptop.
 
-    The last hidden state of every token: y [B, 1, L, D], mask [B, L]. A subclass may say which other class of
-    `transformers` it is, and what of its output is the text.
+    The last hidden state of every token: y [B, 1, L, D], mask [B, L].
 
     Args:
         from_pretrained: Folder with encoder and tokenizer, `package:PACKAGE/folder` = a folder inside an installed
             package, or hub id.
         model_max_length: Captions are padded and cut to so many tokens.
         dtype: Of the weights and the computation.
-        cache_dir: Where the hub's files are kept.
-        local_files_only: Do not ask the hub.
+        cache_dir, local_files_only: Where the hub's files are kept, and whether not to ask the hub.
         clean: What is done to captions: "none", "basic" or "legacy", see docs/text.md.
         padding: "max_length": the transformer sees padding up to model_max_length; "longest": only up to the longest caption of
             a batch, and y is zero behind it. Real tokens differ by rounding at most.
@@ -113,11 +111,7 @@ class HFTextEncoder(nn.Module):
 
     @torch.no_grad()
     def encode(self, texts: Sequence[str]) -> TextCondition:
-        """B captions -> y [B, 1, L, D] fp32, mask [B, L] bool, on the encoder's device.
-
-        Raises:
-            UserError: the computation overflowed in fp16.
-        """
+        """B captions -> y [B, 1, L, D] fp32, mask [B, L] bool, on the encoder's device; a UserError where fp16 overflowed."""
         texts = [self.clean(text) for text in texts]
         tokens = self._tokenize(texts)
         with self._ready():
@@ -168,7 +162,7 @@ class HFTextEncoder(nn.Module):
         return digest.hexdigest()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "HFTextEncoder":  # noqa: FBT001, FBT002
-        """What `.to`, `.half`, `.cuda` and the like do. Weights that are not kept on the device only learn where they will be."""
+        """What `.to`, `.cuda` and the like do. Weights that are not kept on the device only learn where they will be."""
         probe = fn(torch.empty(0, dtype=self.dtype, device=self._device))
         if (
             probe.dtype != self.dtype

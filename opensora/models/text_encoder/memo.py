@@ -1,10 +1,11 @@
 """A text encoder that encodes each caption once: a small data set's captions come back every epoch."""
 
 from collections import OrderedDict
+from typing import Any
 
 import torch
 
-from opensora.models.text_encoder.condition import TextCondition, TextEncoder
+from opensora.models.text_encoder.condition import TextCondition
 from opensora.utils.errors import UserError
 
 
@@ -15,14 +16,11 @@ class MemoizedTextEncoder:
     other company, would differ from the unbroken one.
 
     Args:
-        encoder: A frozen encoder.
+        encoder: A frozen encoder whose weights processes do not share, for then all must encode at the same time.
         max_bytes: Room for the kept features.
-
-    Raises:
-        UserError: processes share the encoder's weights, and so must all encode at the same time.
     """
 
-    def __init__(self, encoder: TextEncoder, max_bytes: int = 2**30) -> None:
+    def __init__(self, encoder: Any, max_bytes: int = 2**30) -> None:
         if getattr(encoder, "sharded", False):
             raise UserError(
                 "cache_text=True lets a process skip captions that it knows, but with text_encoder.shardformer=True several "

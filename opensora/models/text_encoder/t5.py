@@ -30,8 +30,6 @@ class T5Encoder(HFTextEncoder):
         from_pretrained, model_max_length, clean, **options: See `HFTextEncoder`.
     """
 
-    fast = False
-
     def __init__(
         self,
         from_pretrained: str = "DeepFloyd/t5-v1_1-xxl",
@@ -41,19 +39,11 @@ class T5Encoder(HFTextEncoder):
         clean: Clean = "basic",
         **options: Any,
     ) -> None:
+        self.fast = shardformer  # before the weights are loaded
         super().__init__(from_pretrained, model_max_length, clean=clean, **options)
-        self.fast = shardformer
-        if shardformer:
-            compile_blocks_of(self.model, varying_sizes=self.padding == "longest")
 
     def shard(self) -> "T5Encoder":
-        """With `shardformer`, let the processes of a node share the weights. From then on all must encode equally often.
-
-        Every process keeps a part of each block's weights, and has the whole block only while it computes it (`fully_shard`).
-
-        Raises:
-            UserError: the weights are not kept on the device.
-        """
+        """With `shardformer`, let a node's processes share the weights (`fully_shard`). All must then encode equally often."""
         if not self.fast or not dist.is_initialized():
             return self
         if self.between_uses != "keep":

@@ -7,8 +7,8 @@ a number of it:
 
     z_scaled = (z - shift) * scale,  shift = shift_factor or latents_mean,  scale = scaling_factor [/ latents_std]
 
-Where `latents_mean` and `latents_std` are present they are used together with `scaling_factor`, and `shift_factor` is
-ignored. A VAE is built trainable; who only uses it calls `vae.requires_grad_(False).eval()`.
+Where `latents_mean` and `latents_std` are present, `shift_factor` is ignored. A VAE is built trainable; who only uses it calls
+`vae.requires_grad_(False).eval()`.
 """
 
 import hashlib
@@ -51,15 +51,6 @@ class VideoVAE(nn.Module):
     quotient by the stride, `latent_frames`, `video_frames` and `legal_num_frames`. The registry lists the arguments of the base
     class for its `**options`.
 
-    Attributes:
-        in_channels: Of the video: 3, but for VAEs that work on another VAE's latents.
-        out_channels: Of the latents.
-        strides: Pixels (frames, height, width) of a latent cell.
-        encodes_frames, decodes_frames: Every frame is encoded or decoded by itself: the network gets [N, C, H, W].
-        scaling_factor, shift: fp32 on the CPU, [C], or [C, t] where each latent frame has its own. They are no buffers,
-            for `.to(bf16)` must not round them.
-        config: What the weights belong to, with `STATISTICS`; JSON values.
-
     Args:
         posterior: "sample" draws latents from N(mean, var); "mode" takes the mean.
         micro_batch_size: At most so many go through the network at a time: frames for VAEs that work frame by frame, videos
@@ -70,11 +61,12 @@ class VideoVAE(nn.Module):
             micro-batch is filled up, so that there is one size.
     """
 
-    in_channels: int = 3
-    out_channels: int
-    strides: tuple[int, int, int]
-    encodes_frames: bool = False
+    in_channels: int = 3  # of the video; others for VAEs that work on another VAE's latents
+    out_channels: int  # of the latents
+    strides: tuple[int, int, int]  # pixels (frames, height, width) of a latent cell
+    encodes_frames: bool = False  # every frame by itself: the network gets [N, C, H, W]
     decodes_frames: bool = False
+    # fp32 on the CPU, [C], or [C, t] where each latent frame has its own; no buffers, for `.to(bf16)` must not round them
     scaling_factor: Tensor
     shift: Tensor
     tile_size: int | None = None
@@ -104,11 +96,9 @@ class VideoVAE(nn.Module):
         self._dtype = to_torch_dtype(dtype)
         self.memory_format = memory_format
         self.compiled = compile
-        self.config: dict[str, Any] = {}
+        self.config: dict[str, Any] = {}  # what the weights belong to, with `STATISTICS`; JSON values
         self._checked_range = False
         self._placed: tuple[Tensor, ...] = ()
-
-    # what a subclass implements
 
     def _encode(self, x: Tensor) -> Tensor:
         """x [N, 3, T, H, W] -> raw moments [N, 2C, t, h, w], for a micro-batch and one tile."""
@@ -132,7 +122,7 @@ class VideoVAE(nn.Module):
 
     @property
     def chunk_latent_frames(self) -> int | None:
-        """Latent frames of a chunk that is encoded and decoded by itself, where other latents may join on; None: a video is one."""
+        """Latent frames of a chunk that is encoded by itself, where other latents may join on; None: a video is one."""
         return 1 if self.encodes_frames else None
 
     def _network(self) -> nn.Module:
@@ -153,8 +143,6 @@ class VideoVAE(nn.Module):
         """Settings besides `_config` that change latents, where they are not the default; tiles change them hardly."""
         return {}
 
-    # the contract
-
     def forward(self, x: Tensor, generators: Generators = None) -> tuple[Tensor, Tensor]:
         """Reconstruct, for training the VAE: x [B, 3, T, H, W] -> (x_hat [B, 3, T, H, W], moments [B, 2C, t, h, w])."""
         moments = self.moments(x)
@@ -168,11 +156,7 @@ class VideoVAE(nn.Module):
         return self.sample(self.moments(x), generators)
 
     def moments(self, x: Tensor) -> Tensor:
-        """x [B, 3, T, H, W] in [-1, 1] -> raw mean and log variance [B, 2C, t, h, w] fp32.
-
-        Raises:
-            UserError: The VAE takes no such size or number of frames, or the pixels are not in [-1, 1].
-        """
+        """x [B, 3, T, H, W] in [-1, 1] -> raw mean and log variance [B, 2C, t, h, w] fp32; errors as `latent_size`."""
         if x.dim() != 5 or x.shape[1] != self.in_channels:
             raise ValueError(f"the VAE takes [B, {self.in_channels}, T, H, W], got {tuple(x.shape)}")
         self.latent_size((x.shape[2], x.shape[3], x.shape[4]))
@@ -186,7 +170,7 @@ class VideoVAE(nn.Module):
         use_autocast: bool | torch.dtype = False,  # noqa: FBT001, FBT002  (as `sliced_vae`)
         nhwc: bool = False,  # noqa: FBT001, FBT002
     ) -> Tensor:
-        """`moments` in micro-batches of `micro_bs` frames, also of its parts; None: the VAE's own, or by the size of the frames."""
+        """`moments` in micro-batches of `micro_bs` frames, also of its parts; None: the VAE's own, or by the frames' size."""
         frames = micro_bs or images_at_a_time(x.shape[3], x.shape[4])
         parts = [part for part in self.modules() if isinstance(part, VideoVAE)]
         before = [(part.micro_batch_size, part.memory_format) for part in parts]
@@ -228,11 +212,7 @@ class VideoVAE(nn.Module):
         return self._run(lambda part: self._decode(part, num_frames), z, size, decoding=True)
 
     def latent_size(self, size: tuple[int, int, int]) -> tuple[int, int, int]:
-        """(T, H, W) of a video -> (t, h, w) of its latents.
-
-        Raises:
-            UserError: The VAE takes no such size; the message names the nearest that it takes.
-        """
+        """(T, H, W) of a video -> (t, h, w) of its latents; a UserError with the nearest size where the VAE takes no such."""
         frames, height, width = (int(n) for n in size)
         _, by_height, by_width = self.strides
         if height % by_height or width % by_width or min(height, width) < 1:
@@ -288,8 +268,6 @@ class VideoVAE(nn.Module):
         if statistics:
             self._write_config(**statistics)
         self.scaling_factor, self.shift = scale_and_shift(self._config(), self.out_channels, whose=type(self).__name__)
-
-    # shared parts
 
     def _ready(self) -> None:
         """The last step of a constructor: dtype, layout, statistics, compilation."""

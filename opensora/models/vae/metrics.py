@@ -96,12 +96,9 @@ def saturation(x: Tensor) -> Tensor:
 
 
 class LPIPS(nn.Module):
-    """The distance of images or videos; 0 is equal, 0.1 is hard to tell, 0.7 is another image.
+    """The distance of images or videos; 0 is equal, 0.1 is hard to tell, 0.7 is another image. Frozen, in eval mode.
 
-    Frozen and in eval mode for good: `train()` and gradients of the weights make no sense here.
-
-    Args:
-        weights: "alex" or "vgg", from the installed package; or a weight file, whose network its tensors tell.
+    `weights`: "alex" or "vgg", from the installed package; or a weight file.
     """
 
     def __init__(self, weights: str = "vgg") -> None:
@@ -186,11 +183,7 @@ def _vgg() -> list[nn.Module]:
 
 
 def find_weights(weights: str) -> Path:
-    """The file that "alex", "vgg" or a path means.
-
-    Raises:
-        UserError: it is not there.
-    """
+    """The file that "alex", "vgg" or a path means; a UserError where it is not there."""
     if weights in FILES:
         try:
             return Path(resolve_pretrained(PACKAGE_FOLDER, what="LPIPS")) / FILES[weights]

@@ -42,7 +42,6 @@ PerChannel = float | Sequence[float]
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 OURS, THEIRS = "spatial_vae.autoencoder.", "spatial_vae.module."
-SPATIAL = "spatial_vae."
 STATISTICS_FILE = ("scale", "shift")  # tensors of the published file
 SCALE, SHIFT = (3.85, 2.32, 2.33, 3.06), (-0.10, 0.34, 0.27, 0.98)
 FROM_HUB = ("from_pretrained", "subfolder", "cache_dir", "local_files_only", "architecture", "scaling_factor")
@@ -267,8 +266,8 @@ def convert(state: Mapping[str, Tensor], model: nn.Module) -> Conversion:
         if name in found:
             continue
         # `read_weights` has dropped ".module" of the published names
-        inner = name.removeprefix(SPATIAL).removeprefix("module.").removeprefix("autoencoder.")
-        tensors[OURS + inner if name.startswith(SPATIAL) else name] = tensor
+        inner = name.removeprefix("spatial_vae.").removeprefix("module.").removeprefix("autoencoder.")
+        tensors[OURS + inner if name.startswith("spatial_vae.") else name] = tensor
     reason = "the scale of the latents, read into the config"
     return Conversion(tensors, "Open-Sora 1.2 VAE", dropped=dict.fromkeys(found, reason))
 

@@ -2,8 +2,8 @@
 
     z = (raw - shift) * scale,    raw ~ N(mean, var) of the moments
 
-NOVA's video VAE (`AutoencoderKLOpenSora` of `diffnext`) is a class of its own that neither diffusers nor we have. The caches
-that its guide builds hold its moments, and from these training takes nothing of a VAE but `sample`.
+NOVA's video VAE (`AutoencoderKLOpenSora` of `diffnext`) is neither in diffusers nor here. The caches that its guide builds hold
+its moments, and from these training takes nothing of a VAE but `sample`.
 """
 
 import json
@@ -34,9 +34,7 @@ class ScaleOnlyVAE(VideoVAE):
         self.folder = resolve_pretrained(from_pretrained, what="VAE", any_of=[(CONFIG,)])
         file = Path(self.folder) / CONFIG
         if not file.is_file():  # a hub id
-            raise self._error(
-                f"there is no folder {self.folder} with a {CONFIG}; download it and pass its local folder."
-            )
+            raise self._error(f"there is no folder {self.folder} with a {CONFIG}; download it and pass that.")
         self.config = json.loads(file.read_text(encoding="utf-8"))
         if missing := [name for name in NEEDED if self.config.get(name) is None]:
             raise UserError(f"{file} does not say {' and '.join(missing)}, without which latents cannot be scaled.")

@@ -22,11 +22,7 @@ def chunk_lengths(num_frames: int, chunk: int | None) -> list[int]:
 
 
 def check_tile_size(size: int, cell: tuple[int, int]) -> None:
-    """See that tiles hold whole latent cells of `cell` pixels (height, width).
-
-    Raises:
-        UserError: they do not; the message has the nearest size that does.
-    """
+    """Raise a UserError, with the nearest size that fits, where tiles do not hold cells of `cell` pixels (height, width)."""
     for side in cell:
         if size < side or size % side:
             near = max(round(size / side), 1) * side

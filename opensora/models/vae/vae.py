@@ -39,8 +39,7 @@ class DiffusersVAE(VideoVAE):
             `architecture`.
         architecture: Arguments of the class in diffusers: an untrained VAE.
         subfolder: The folder's or hub repository's part that holds the VAE.
-        cache_dir: Where the hub's files are kept.
-        local_files_only: Do not ask the hub.
+        cache_dir, local_files_only: Where the hub's files are kept, and whether not to ask the hub.
         scaling_factor: Replaces the config's `scaling_factor`.
         tile_size: Encode and decode images larger than this (pixels, height and width) in overlapping square tiles.
         tile_overlap: Of neighbouring tiles, as a part of a tile; its middle half blends from one to the other.

@@ -33,34 +33,19 @@ def _decode(autoencoder: Any, z: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Family:
-    """What is particular about one class of diffusers.
+    """What is particular about one class of diffusers."""
 
-    Args:
-        channels: The config's key for the latent channels.
-        strides: config -> frames, pixels a side of a latent cell.
-        step: config -> a legal number of frames is a multiple of this, plus `first`; None: the stride in time.
-        first: 1 where the first frame is encoded by itself; 0 where frames are taken in whole groups.
-        encode: (autoencoder, x) -> moments [B, 2C, t, h, w].
-        decode: (autoencoder, z) -> x.
-        whole: Whether wan_whole.py encodes and decodes all frames together, equal to the others but for rounding.
-        in_chunks: What diffusers' switches let go through time in chunks, with other results: "nothing", the "decoder", or
-            "both".
-        fourier_pixels: The encoder begins with waves of the pixels, so that pixels must come in fp32.
-        one_at_a_time: The class fails for more than one video.
-        buffers: `latents_mean` and `latents_std` are tensors of the weights' file; else `STATISTICS` are in the config.
-    """
-
-    channels: str
-    strides: Callable[[Config], tuple[int, int]]
-    step: Callable[[Config], int] | None = None
-    first: int = 1
-    encode: Network = _encode
-    decode: Network = _decode
-    whole: bool = False
-    in_chunks: Literal["nothing", "decoder", "both"] = "nothing"
-    fourier_pixels: bool = False
-    one_at_a_time: bool = False
-    buffers: bool = False
+    channels: str  # the config's key for the latent channels
+    strides: Callable[[Config], tuple[int, int]]  # config -> frames, pixels a side of a latent cell
+    step: Callable[[Config], int] | None = None  # legal numbers of frames are multiples, plus `first`; None: the stride
+    first: int = 1  # where the first frame is encoded by itself; 0 where frames are taken in groups
+    encode: Network = _encode  # (autoencoder, x) -> moments [B, 2C, t, h, w]
+    decode: Network = _decode  # (autoencoder, z) -> x
+    whole: bool = False  # wan_whole.py encodes and decodes all frames together, equal to the others but for rounding
+    in_chunks: Literal["nothing", "decoder", "both"] = "nothing"  # may go through time in chunks, with other results
+    fourier_pixels: bool = False  # the encoder begins with waves of the pixels, which must come in fp32
+    one_at_a_time: bool = False  # the class fails for more than one video
+    buffers: bool = False  # `latents_mean` and `latents_std` are tensors of the weights' file, not in the config
 
 
 def _ratios(config: Config) -> tuple[int, int]:

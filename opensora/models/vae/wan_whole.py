@@ -8,8 +8,7 @@ loop does:
     halving    y_0 = x_0,  y_k = conv(x_{2k-2}, x_{2k-1}, x_{2k})
     doubling   y_0 = x_0,  (y_{2k-1}, y_{2k}) = conv(x_{k-2}, x_{k-1}, x_k)  with x_0 = 0 inside the convolution
 
-diffusers' own pass without a cache leaves both convolutions out. A single frame meets only the last of a kernel's three
-taps in time, the others would see zeros: it is convolved in 2D, at a third of the work.
+A single frame meets only the last of a kernel's three taps in time: it is convolved in 2D, at a third of the work.
 """
 
 from typing import Any

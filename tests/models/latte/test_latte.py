@@ -86,7 +86,7 @@ def test_with_closed_temporal_gates_it_is_dit_frame_by_frame():
     torch.testing.assert_close(latte(x, t, y), torch.cat(frames, dim=2), atol=1e-5, rtol=1e-5)
 
 
-def test_with_closed_spatial_gates_places_are_independent():
+def test_with_closed_spatial_gates_positions_are_independent():
     model = toy()
     close_gates(model.blocks[::2])
     x, t, y = inputs()

@@ -247,7 +247,7 @@ def test_published_numbers_mean_what_they_meant():
     torch.testing.assert_close(head(x, torch.tensor(431.0), z), expected)
 
 
-def test_rotary_places_are_those_of_the_published_implementation():
+def test_rotary_positions_are_those_of_the_published_implementation():
     """Text and conditions are at position 0; the image encoder's patches, too, are those of frame 0."""
     rng = torch.Generator().manual_seed(0)
     q, k = torch.randn(2, 64, generator=rng)

@@ -131,7 +131,7 @@ class TestDiffusers:
         [
             ({"no_temporal_pos_emb": False}, "no_temporal_pos_emb=True"),
             ({"patch_size": (2, 2, 2)}, r"one frame, not \(2, 2, 2\)"),
-            ({"kv_compress": "ave"}, "kv_compress='ave'"),
+            ({"kv_compress": "conv"}, "kv_compress='conv'"),
             ({"qk_norm": True}, "qk_norm=False"),
             ({"mlp_ratio": 2.0}, "mlp_ratio=4"),
         ],
@@ -214,9 +214,7 @@ class TestCompression:
         assert "4 left as is (the file does not compress keys)" in table
         assert bool((model.blocks[1].attn.sr.weight == 0.25).all())
 
-    @pytest.mark.parametrize(
-        "settings", [{}, {"kv_compress": "ave"}, {"kv_compress": "conv", "kv_compress_layers": (0,)}]
-    )
+    @pytest.mark.parametrize("settings", [{}, {"kv_compress": "conv", "kv_compress_layers": (0,)}])
     def test_weights_with_name_the_settings_they_need(self, settings):
         with pytest.raises(UserError, match=r'kv_compress="conv" and model.kv_compress_layers=\(1,\)'):
             convert(released("PixArt-Sigma-compressed"), build("PixArt-Sigma", **settings))

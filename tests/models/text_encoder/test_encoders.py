@@ -171,7 +171,7 @@ def test_padding_and_batch_change_no_real_token(t5_folder):
     assert_close(alone.y[0], long.y[1], rtol=1e-5, atol=1e-6)
 
 
-def test_a_cut_caption_is_told_once(t5_folder):
+def test_a_cut_caption_is_reported_once(t5_folder):
     encoder = T5Encoder(t5_folder, model_max_length=6)
     with pytest.warns(UserWarning, match="is cut to model_max_length=6"):
         assert encoder.encode(TEXTS).mask[0].all()
@@ -196,7 +196,7 @@ def test_dtype_is_that_of_the_weights_and_the_text_is_fp32(t5_folder):
     assert_close(y, T5Encoder(t5_folder, model_max_length=32).encode(TEXTS).y, rtol=0.1, atol=0.1)
 
 
-def test_mistakes_are_told(tmp_path, t5_folder):
+def test_mistakes_are_errors(tmp_path, t5_folder):
     with pytest.raises(UserError, match=r"no-such-encoder. Pass an existing folder"):
         T5Encoder(str(tmp_path / "no-such-encoder"))
     with pytest.raises(UserError, match=r"has no config.json"):

@@ -299,7 +299,7 @@ def test_no_text_of_the_encoders_own(folders):
         null_text(ClassEncoder(10), 2)
 
 
-def test_mistakes_are_told(folders, tmp_path):
+def test_mistakes_are_errors(folders, tmp_path):
     with pytest.raises(UserError, match="padding='long' is not one of max_length, longest"):
         T5Encoder(folders["t5"], padding="long")
     with pytest.raises(UserError, match="between_uses='disk' is not one of keep, cpu, unload"):

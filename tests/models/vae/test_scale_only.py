@@ -55,5 +55,5 @@ def test_a_config_without_a_scale_is_refused(tmp_path):
         ScaleOnlyVAE(write(tmp_path, scaling_factor=None))
     with pytest.raises(UserError, match=r"has no config\.json"):
         ScaleOnlyVAE(str(tmp_path.parent))
-    with pytest.raises(UserError, match="download it and pass its local folder"):
+    with pytest.raises(UserError, match="download it and pass that"):
         ScaleOnlyVAE("owner/name")

@@ -67,7 +67,7 @@ def test_a_video_vae_is_split_by_videos():
     assert seen == [2, 1]
 
 
-def test_pictures_at_a_time_follow_height_and_width():
+def test_images_at_a_time_follow_height_and_width():
     assert [images_at_a_time(*size) for size in [(1024, 1024), (1001, 2000), (1000, 1000), (720, 1280)]] == [
         1,
         1,
