@@ -149,8 +149,9 @@ def as_items(
     """Prompts from Python: strings get an index (0, 1, ... by default) and, if given, a negative prompt each, or one for all."""
     if isinstance(prompts, str) or not prompts or (indices is not None and len(indices) != len(prompts)):
         raise ValueError(f"expected a list of prompts, one index for each; got {prompts!r}, {indices!r}.")
-    one_for_all = isinstance(negative_prompts, str | None)
-    negatives = [negative_prompts] * len(prompts) if one_for_all else list(negative_prompts)  # type: ignore[arg-type]
+    negatives = (
+        [negative_prompts] * len(prompts) if isinstance(negative_prompts, str | None) else list(negative_prompts)
+    )
     if len(negatives) != len(prompts):
         raise ValueError(f"{len(negatives)} negative prompts for {len(prompts)} prompts.")
     items = []

@@ -224,8 +224,8 @@ def build_weights(choice: Choice | None, sampling: Choice, abar: np.ndarray, pre
 
 def _checked(choice: Choice, field: str, table: Mapping[str, Callable[..., Any]]) -> tuple[str, dict[str, Any]]:
     """Name and options of a choice, or a UserError."""
-    options = dict(choice) if isinstance(choice, Mapping) else {"type": choice}
-    name = options.pop("type", None)
+    options: dict[str, Any] = dict(choice) if isinstance(choice, Mapping) else {"type": choice}
+    name = str(options.pop("type", None))
     if name == "loss-second-moment":
         raise UserError(
             f"scheduler.{field}={name!r} was removed: no published model is trained with it. Use 'uniform'."
@@ -233,7 +233,7 @@ def _checked(choice: Choice, field: str, table: Mapping[str, Callable[..., Any]]
     if name not in table:
         raise UserError(
             f"scheduler.{field}={choice!r}: expected one of {', '.join(table)}, or dict(type=one of them, ...)."
-            f"{did_you_mean(str(name), list(table))}"
+            f"{did_you_mean(name, list(table))}"
         )
     known = set(inspect.signature(table[name]).parameters) - {"num_timesteps", "abar", "prediction"}
     for key, value in options.items():

@@ -135,7 +135,7 @@ def test_any_string_is_read_or_refused_by_name(text):
         assert [c.edit_ratio for c in again] == pytest.approx([c.edit_ratio for c in conditions], rel=1e-5)
 
 
-# ------------------------------------------------------------------------------------------------ places
+# ------------------------------------------------------------------------------------------------ starts and lengths
 
 
 def resolved(text: str, reference: int, target: int, align: int = 1) -> tuple[int, int, int]:

@@ -44,15 +44,15 @@ def sample(pipeline, prompts, conditioning=(), **options):
 
 
 @pytest.mark.parametrize(
-    ("given", "places"),
+    ("given", "kept"),
     [(FIRST, [(0, 0, 0)]), (FIRST_AND_LAST, [(0, 0, 0), (1, 0, 3)]), (EXTENSION, [(0, 1, 0), (0, 2, 1)])],
 )
-def test_kept_frames_are_the_vaes_latents_bit_for_bit(pipeline, given, places):
+def test_kept_frames_are_the_vaes_latents_bit_for_bit(pipeline, given, kept):
     latents = sample(pipeline, [A], [given]).latents[0]
     expected = encode_references(pipeline.vae, given.references, 1, 0)
-    for reference, frame, place in places:
-        assert torch.equal(latents[0, :, place], expected[reference][:, frame])
-    free = [t for t in range(4) if t not in {place for *_, place in places}]
+    for reference, frame, index in kept:
+        assert torch.equal(latents[0, :, index], expected[reference][:, frame])
+    free = [t for t in range(4) if t not in {index for *_, index in kept}]
     plain = sample(pipeline, [A]).latents[0]
     assert not torch.equal(latents[:, :, free], plain[:, :, free])  # the kept frames are seen by the others
 

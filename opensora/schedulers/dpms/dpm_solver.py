@@ -124,13 +124,13 @@ class DPMSolver(Sampler):
             large guidance; "sde-dpmsolver++" draws new noise at every step.
         method, order: "multistep" reuses earlier predictions; "singlestep" takes blocks of `order` calls. order 1 is DDIM,
             2 is for guided, 3 for unguided sampling.
-        solver_type: "dpmsolver" or "taylor", which differ in a coefficient of the second order (of the third, singlestep);
-            diffusers calls them "midpoint" and "heun".
+        solver_type: "dpmsolver" or "taylor" (diffusers' "midpoint" and "heun"): a coefficient of the second order (of the third,
+            singlestep).
         skip_type: equal steps of the time ("time_uniform"), of its root ("time_quadratic"), of half the log SNR ("logSNR"), or
             of sigma^(1/7) ("karras").
         lower_order_final: the last steps take lower orders, which is more stable: with "few_steps" (below 15), "always", "never".
-        final: "sigma_min" ends at timestep 0, where sigma is 0.01; "zero" puts the end of the last step at x_0 (diffusers'
-            default); "denoise_to_zero" calls the model once more at timestep 0 and returns its x_0.
+        final: "sigma_min" ends at timestep 0, where sigma is 0.01; "zero" at x_0 (diffusers' default); "denoise_to_zero" calls
+            the model once more at timestep 0 and returns its x_0.
         timesteps: "fractional", or "integer": rounded, as diffusers' schedulers do.
         noise_schedule, diffusion_steps, prediction: those of the training; see `IDDPM`. "eps", "x0" or "v".
         min_half_log_snr: sampling starts at the last timestep with lambda of at least this.

@@ -67,25 +67,19 @@ class MaskedAutoregression(Scheduler):
         num_timesteps: T; the model is conditioned on sigma T.
         """
         self.scales = Scales(
-            cfg_scale, min_cfg_scale, guidance_trunc / num_timesteps, guidance_renorm, image_guidance_scale,
+            cfg_scale, min_cfg_scale, guidance_trunc / max(num_timesteps, 1), guidance_renorm, image_guidance_scale,
             spatiotemporal_guidance_scale, tuple(skip_layers),
         )  # fmt: skip
-        counts = {
-            "num_sampling_steps": num_sampling_steps, "num_diffusion_steps": num_diffusion_steps,
-            "loss_repeat": loss_repeat, "num_timesteps": num_timesteps,
-        }  # fmt: skip
         limits = (
-            *((name, value, value >= 1, "at least 1") for name, value in counts.items()),
+            ("num_sampling_steps", num_sampling_steps, num_sampling_steps >= 1, "at least 1"),
+            ("num_diffusion_steps", num_diffusion_steps, num_diffusion_steps >= 1, "at least 1"),
+            ("loss_repeat", loss_repeat, loss_repeat >= 1, "at least 1"),
+            ("num_timesteps", num_timesteps, num_timesteps >= 1, "at least 1"),
             ("losses", losses, losses in LOSSES, f"one of {', '.join(LOSSES)}"),
             ("guidance_trunc", guidance_trunc, 0 <= guidance_trunc <= num_timesteps, "from 0 to num_timesteps"),
             ("guidance_renorm", guidance_renorm, 0 <= guidance_renorm <= 1, "from 0 to 1"),
             ("skip_layers", skip_layers, all(index >= 0 for index in skip_layers), "indices of blocks, from 0"),
-            (
-                "temperature",
-                temperature,
-                0 <= temperature <= 2,
-                "from 0 (one result for every noise) to 2 (far from training)",
-            ),
+            ("temperature", temperature, 0 <= temperature <= 2, "from 0 (one result for every noise) to 2"),
             ("min_mask_ratio", min_mask_ratio, 0 < min_mask_ratio < 1, "in (0, 1)"),
             ("shift", shift, shift > 0, "above 0"),
         )

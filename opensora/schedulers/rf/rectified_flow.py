@@ -106,14 +106,8 @@ class RectifiedFlow(Sampler):
     ) -> Tensor:
         """The loss of each sample: [B] fp32.
 
-        Args:
-            model: called as `model(x_tau, t, **cond)`, with `x_mask=mask` when there is a mask; of 2C channels the
-                second half is not used.
-            x0: [B, C, T, H, W], scaled latents.
-            mask: [B, T] bool. False frames are conditioning: they stay clean and out of the loss, which is the mean over
-                the True frames (0 when there is none).
-            t: [B] in [0, num_timesteps], after the shift. Like `noise` (x0's shape), drawn when None.
-            generators: one per sample: t is drawn first, then the noise.
+        Arguments as of `IDDPM.training_losses`, but t [B] is in [0, num_timesteps], after the shift, and of a model's 2C
+        channels the second half is not used.
         """
         x0, rngs = at_least_fp32(x0), generators_to_draw(generators, t, noise)
         t = self._draw(rngs, x0) if t is None else t
