@@ -23,7 +23,7 @@ from opensora.datasets.buckets.bucket import refuse_illegal_sizes
 from opensora.datasets.dataloader import batch_bytes, build_loader, build_sampler
 from opensora.datasets.sampler import BatchSampler
 from opensora.datasets.summary import summarise
-from opensora.datasets.table.files import refuse_missing
+from opensora.datasets.table.files import check_exist
 from opensora.models.text_encoder.classes import check_classes_of_data
 from opensora.models.text_encoder.memo import MemoizedTextEncoder
 from opensora.registry import DATASETS, MODELS, SCHEDULERS, build_module
@@ -94,7 +94,7 @@ def main() -> None:
         if cfg.dry_run:
             dry_run(cfg, world)
             return
-        refuse_missing_inputs(cfg)
+        check_inputs_exist(cfg)
         broadcast_from_rank0(partial(check_run_folder, cfg.outputs, cfg.exp_name, resume=cfg.load == "latest"))
         with StopSignals(world) as stop, Watchdog(limit_s, world) as watchdog:
             train(cfg, world, stop, watchdog)
@@ -114,15 +114,15 @@ def refuse_without_base(model: Mapping[str, Any]) -> None:
         )
 
 
-def refuse_missing_inputs(cfg: TrainConfig) -> None:
+def check_inputs_exist(cfg: TrainConfig) -> None:
     """What is read only after the models are loaded has to be there before.
 
     Raises:
         UserError: a file, a folder or a package is missing.
     """
-    refuse_missing(data_path=cfg.dataset.get("data_path"))
+    check_exist(data_path=cfg.dataset.get("data_path"))
     if cfg.val_every:
-        refuse_missing(val_data_path=cfg.val_data_path, val_prompt_path=cfg.val_prompt_path)
+        check_exist(val_data_path=cfg.val_data_path, val_prompt_path=cfg.val_prompt_path)
     if cfg.wandb:
         check_wandb()
 

@@ -32,7 +32,7 @@ from opensora.config.load import VAETrainConfig, parse_config, to_dict
 from opensora.datasets.dataloader import batch_bytes, build_loader, build_sampler
 from opensora.datasets.datasets import VideoTextDataset
 from opensora.datasets.sampler import BatchSampler, SampleKey
-from opensora.datasets.table.files import refuse_missing
+from opensora.datasets.table.files import check_exist
 from opensora.datasets.video.files import BadFile
 from opensora.inference.output import save_image_grid
 from opensora.models.vae.metrics import Quality, mean_quality, quality, reconstruct
@@ -82,7 +82,7 @@ def main() -> None:
         show_messages()
     try:
         same_settings(cfg)
-        refuse_missing(data_path=cfg.dataset.get("data_path"), eval_data_path=cfg.eval_data_path)
+        check_exist(data_path=cfg.dataset.get("data_path"), eval_data_path=cfg.eval_data_path)
         if cfg.wandb:
             check_wandb()
         broadcast_from_rank0(partial(check_run_folder, cfg.outputs, cfg.exp_name, resume=cfg.load == "latest"))

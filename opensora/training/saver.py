@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 SEEN_S = 120.0
 """In which a file that one process makes is there for all; network file systems cache for a minute that there is none."""
 
-Parts = Mapping[str, Mapping[str, Tensor]]
+States = Mapping[str, Mapping[str, Tensor]]
 Shards = dict[str, dict[str, Shard]]
 
 
@@ -89,7 +89,7 @@ class Saver:
             if error:
                 raise UserError(f"{error}: outputs={cfg.outputs} must be a folder that all processes share.")
 
-    def save(self, state: RunState, parts: Parts) -> None:
+    def save(self, state: RunState, parts: States) -> None:
         """Begin to write `run/epoch{E}-global_step{S}`; with `ckpt_async=False` it is complete on return.
 
         So it is where the checkpoint before could not be written, as that may have had a cause that is over.

@@ -18,7 +18,7 @@ def whole(tensor: torch.Tensor) -> Shard:
     return Shard(tensor, tuple(tensor.shape), (0,) * tensor.ndim, writes=True)
 
 
-def cut(tensor: torch.Tensor, begin: tuple[int, ...], end: tuple[int, ...]) -> Shard:
+def shard(tensor: torch.Tensor, begin: tuple[int, ...], end: tuple[int, ...]) -> Shard:
     local = tensor[tuple(slice(b, e) for b, e in zip(begin, end, strict=True))]
     return Shard(local, tuple(tensor.shape), begin, writes=True)
 
@@ -51,7 +51,7 @@ def test_any_region_of_any_shards(tmp_path, corners):
     for i, (first, last) in enumerate(pairwise(edges)):
         box = ((first, 0), (last, 5)) if by_rows else ((0, first), (7, last))
         files.append(tmp_path / f"{i}")
-        write_tensors(files[-1], {"w": cut(tensor, *box), f"own{i}": whole(torch.tensor([i]))}, {})
+        write_tensors(files[-1], {"w": shard(tensor, *box), f"own{i}": whole(torch.tensor([i]))}, {})
     saved = SavedTensors(files)
     assert sorted(saved) == ["own0", "own1", "own2", "w"]
     assert torch.equal(saved["w"], tensor)
@@ -75,14 +75,14 @@ def test_what_is_mapped_may_be_changed_and_the_file_stays(tmp_path):
 
 
 def test_shards_that_are_not_the_whole_are_refused(tmp_path):
-    write_tensors(tmp_path / "a", {"w": cut(torch.zeros(4, 2), (0, 0), (3, 2))}, {})
+    write_tensors(tmp_path / "a", {"w": shard(torch.zeros(4, 2), (0, 0), (3, 2))}, {})
     with pytest.raises(UserError, match="6 of 8 elements of w"):
         SavedTensors([tmp_path / "a"])
 
 
 def test_shards_of_different_tensors_are_refused(tmp_path):
-    write_tensors(tmp_path / "a", {"w": cut(torch.zeros(4, 2), (0, 0), (2, 2))}, {})
-    write_tensors(tmp_path / "b", {"w": cut(torch.zeros(5, 2), (2, 0), (5, 2))}, {})
+    write_tensors(tmp_path / "a", {"w": shard(torch.zeros(4, 2), (0, 0), (2, 2))}, {})
+    write_tensors(tmp_path / "b", {"w": shard(torch.zeros(5, 2), (2, 0), (5, 2))}, {})
     with pytest.raises(UserError, match="b is damaged: w is"):
         SavedTensors([tmp_path / "a", tmp_path / "b"])
 

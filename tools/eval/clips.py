@@ -58,7 +58,7 @@ def read_clips(source: Path, sampling: Sampling, root: Path | None = None, limit
     if not paths:
         raise UserError(f"{source}: there are no videos or images in it.")
     for path in paths[:limit]:
-        yield Clip(path, _cut(path, sampling))
+        yield Clip(path, _read_clip(path, sampling))
 
 
 def files_of(source: Path, root: Path | None = None) -> list[Path]:
@@ -69,7 +69,7 @@ def files_of(source: Path, root: Path | None = None) -> list[Path]:
     return [table.path(row) for row in range(len(table))]
 
 
-def _cut(path: Path, sampling: Sampling) -> Tensor:
+def _read_clip(path: Path, sampling: Sampling) -> Tensor:
     needed = (sampling.num_frames - 1) * sampling.frame_interval + 1
     available = probe(path).num_frames
     if available < needed:

@@ -102,19 +102,19 @@ class CachedVideoTextDataset(TableDataset):
         refuse_other(self.cache_dir / content, found, expected, "settings", REMEDY.format("ANOTHER_FOLDER"))
         self.occurrence = occurrences_of_rows(self.table)  # [N]
         if content == CLIPS:
-            self._refuse_missing_and_resized()
+            self._check_cached_and_resized()
         rule = FrameRule(num_frames, frame_interval, target_fps)
         self.clips = ClipRows(self.table, rule, seed, short_clips, self._count)
         self.rows = self.clips.kept
         self.epochs = 0
         if content == SAMPLES:
-            self._refuse_missing(self.rows.tolist())
+            self._check_cached(self.rows.tolist())
             self.epochs = 1
             while all(self._key(row, self.epochs) in self.records for row in self.rows.tolist()):
                 self.epochs += 1
         self.text = TextFeatures(cache_dir) if text == "features" else None
         if self.text is not None and len(self.table) <= MAX_CHECKED_FILES:
-            self.text.refuse_missing(caption for row in range(len(self.table)) for caption in self.table.captions(row))
+            self.text.check_cached(caption for row in range(len(self.table)) for caption in self.table.captions(row))
         self.flow: StoredFlow | None = None
         lacking = self.table.without_flow()
         if lacking and (self.cache_dir / FLOW / METADATA).is_file():
@@ -178,13 +178,13 @@ class CachedVideoTextDataset(TableDataset):
             return self.records.read(self._key(row), ("num_frames",))["num_frames"]
         return frames_if_readable(self.table.path(row))
 
-    def _refuse_missing(self, rows: Sequence[int]) -> None:
+    def _check_cached(self, rows: Sequence[int]) -> None:
         if missing := [row for row in rows if self._key(row) not in self.records]:
             raise complain_about_rows(self.table, missing, f"are not in the cache {self.cache_dir}", self.remedy)
 
-    def _refuse_missing_and_resized(self) -> None:
+    def _check_cached_and_resized(self) -> None:
         rows = range(len(self.table))
-        self._refuse_missing(rows)
+        self._check_cached(rows)
         changed = []
         for row in rows if len(rows) <= MAX_CHECKED_FILES else ():
             size = self.records.read(self._key(row), ("source",))["source"].partition("-")[0]

@@ -39,7 +39,7 @@ class TextFeatures:
 
     def one(self, caption: str) -> tuple[Tensor, Tensor]:
         """y [1, L, D] in the dtype of the cache, mask [L] bool; a `UserError` where the caption is not in the cache."""
-        self.refuse_missing([caption])
+        self.check_cached([caption])
         record = self.records.read(caption, ("y", "mask"))
         stored = record["y"]  # [l, D], l <= L
         y = stored.new_zeros(1, self.settings["tokens"], stored.shape[1])
@@ -51,7 +51,7 @@ class TextFeatures:
         y, mask = zip(*map(self.one, captions), strict=True)
         return torch.stack(y), torch.stack(mask)
 
-    def refuse_missing(self, captions: Iterable[str]) -> None:
+    def check_cached(self, captions: Iterable[str]) -> None:
         """Raise a `UserError` where captions are not in the cache."""
         if missing := [caption for caption in dict.fromkeys(captions) if caption not in self.records]:
             shown = ", ".join(repr(caption[:60]) for caption in missing[:3])

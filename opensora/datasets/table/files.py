@@ -84,7 +84,7 @@ def read_blocks(source: Path, columns: Collection[str] | None = None) -> Iterato
             yield from (_csv_blocks if kind == "csv" else _jsonl_blocks)(source, file)
 
 
-def refuse_missing(**paths: str | Path | None) -> None:
+def check_exist(**paths: str | Path | None) -> None:
     """Raise a `UserError` where a file or folder, given by the name of its config field, is not there; None are none."""
     for field, path in paths.items():
         if path is not None and not Path(path).exists():
