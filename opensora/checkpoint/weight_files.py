@@ -93,7 +93,7 @@ def read_file(path: Path) -> dict[str, Tensor]:
     raise UserError(f"{path} cannot be read as weights: {what if head else 'it is empty'}.")
 
 
-def shards_of(index: Path) -> list[str]:
+def _shards_of(index: Path) -> list[str]:
     """The names of an index's files, relative to its folder.
 
     Raises:
@@ -186,7 +186,7 @@ def _unwrap(content: Any, path: Path) -> dict[str, Tensor]:
 
 
 def _read_shards(index: Path) -> dict[str, Tensor]:
-    names = shards_of(index)
+    names = _shards_of(index)
     if absent := [name for name in names if not (index.parent / name).is_file()]:
         raise UserError(
             f"{index} needs {len(names)} files; missing: {', '.join(absent)}. Complete the download or the copy."
@@ -272,7 +272,7 @@ def _in_folder(folder: Path) -> Path:
         hint = f"; for the EMA weights name {ema_files[0]}" if ema_files else ""
         log.info("%s is a checkpoint of Open-Sora's own trainer: reading its model, as that code does%s", folder, hint)
         return _in_folder(model)
-    return folder / _choose(_kinds(folder), lambda index: shards_of(folder / index), str(folder))
+    return folder / _choose(_kinds(folder), lambda index: _shards_of(folder / index), str(folder))
 
 
 def _kinds(folder: Path) -> dict[str, Kind]:
@@ -335,10 +335,10 @@ def _on_hub(repo: str, file: str | None) -> Path:
             elif "/" not in name and Path(name).suffix in SUFFIXES:
                 kinds[name] = SUFFIXES[Path(name).suffix]
         where = f"{repo}{'/' + base if base else ''} on the hub"
-        file = base + _choose(kinds, lambda index: shards_of(_download(repo, base + index)), where)
+        file = base + _choose(kinds, lambda index: _shards_of(_download(repo, base + index)), where)
     path = _download(repo, file)
     if kind_of(path) == "index":
-        _download(repo, *(f"{Path(file).parent.as_posix()}/{name}".removeprefix("./") for name in shards_of(path)))
+        _download(repo, *(f"{Path(file).parent.as_posix()}/{name}".removeprefix("./") for name in _shards_of(path)))
     return path
 
 

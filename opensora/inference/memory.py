@@ -41,7 +41,7 @@ def estimate(
     processes = 1 if pipeline.plan.sp_group is None else pipeline.plan.sp_group.size()
     tensors = DENOISER_TENSORS / processes + (0 if cache is None else cache.num_kept)
     denoising = int(tensors * tokens * model.hidden_size * pipeline.dtype.itemsize)
-    decoder = pixel_vae(vae)
+    decoder = _pixel_vae(vae)
     frames = decoder.micro_batch_size or num_frames if decoder.decodes_frames else num_frames
     height, width = (min(side, decoder.tile_size or side) for side in image_size)
     last = decoder.last_layer  # [3, C, ...]
@@ -108,11 +108,11 @@ def tile_images(vae: nn.Module, size: int) -> None:
     Raises:
         UserError: the size is no multiple of a latent cell.
     """
-    check_tile_size(size, pixel_vae(vae).strides[1:])
-    pixel_vae(vae).tile_size = size
+    check_tile_size(size, _pixel_vae(vae).strides[1:])
+    _pixel_vae(vae).tile_size = size
 
 
-def pixel_vae(vae: nn.Module) -> VideoVAE:
+def _pixel_vae(vae: nn.Module) -> VideoVAE:
     """The VAE, or the one of its parts, that takes pixels."""
     # the innermost: parts come after what they are parts of
     return [part for part in vae.modules() if isinstance(part, VideoVAE) and part.in_channels == 3][-1]

@@ -161,7 +161,7 @@ def _steps(
         if frames is not None:
             x, active = frames.noise_entering(x, index), frames.active(index)
             denoised = None if frames.all_denoised[index] else expand_frames(active)
-        timestep = timestep_of(time, x)
+        timestep = _timestep_of(time, x)
         guided = classifier_free_guidance(
             model,
             null,
@@ -175,7 +175,7 @@ def _steps(
         def denoise(x_t: Tensor, t: Time) -> Tensor:
             if denoised is not None and x_t is not x:  # noqa: B023 - called within this step only
                 x_t = torch.where(denoised, x_t, x)  # noqa: B023
-            return predict(guided, x_t, timestep if t == time else timestep_of(t, x_t), cond, active)  # noqa: B023
+            return predict(guided, x_t, timestep if t == time else _timestep_of(t, x_t), cond, active)  # noqa: B023
 
         # frames that are all denoised from the first step on have one history: a solver need not keep track of them
         after, x_0 = solver.step(denoise, x, index, None if frames is None or frames.all_denoised[0] else active)
@@ -185,7 +185,7 @@ def _steps(
         yield SamplingStep(index, len(solver.timesteps), timestep, x, x_0)
 
 
-def timestep_of(time: Time, x: Tensor) -> Tensor:
+def _timestep_of(time: Time, x: Tensor) -> Tensor:
     """[B]: int64, or x's dtype, never less than fp32."""
     dtype = torch.int64 if isinstance(time, int) else x.dtype
     return torch.full((len(x),), time, device=x.device, dtype=dtype)

@@ -148,12 +148,12 @@ def flow_alphas_cumprod(num_timesteps: int) -> np.ndarray:
     return (1 - tau) ** 2 / ((1 - tau) ** 2 + tau**2)
 
 
-def p2_weights(abar: np.ndarray, prediction: str, k: float = 1.0, gamma: float = 1.0) -> np.ndarray:
+def _p2_weights(abar: np.ndarray, prediction: str, k: float = 1.0, gamma: float = 1.0) -> np.ndarray:
     """1 / (k + SNR)^gamma (Choi et al. 2022, P2); 1 - abar with the defaults."""
     return (k + abar / (1 - abar)) ** -gamma
 
 
-def min_snr_weights(abar: np.ndarray, prediction: str, gamma: float = 5.0) -> np.ndarray:
+def _min_snr_weights(abar: np.ndarray, prediction: str, gamma: float = 5.0) -> np.ndarray:
     """min(SNR, gamma) on the loss of x_0 (Hang et al. 2023), as a weight of what the model predicts."""
     snr = abar / (1 - abar)
     of_x_0 = np.minimum(snr, gamma)
@@ -166,7 +166,7 @@ def min_snr_weights(abar: np.ndarray, prediction: str, gamma: float = 5.0) -> np
     return of_x_0
 
 
-def speed_weights(abar: np.ndarray, prediction: str, lam: float = 0.6, tau: float | None = 700) -> np.ndarray:
+def _speed_weights(abar: np.ndarray, prediction: str, lam: float = 0.6, tau: float | None = 700) -> np.ndarray:
     """SpeeD: the slope of 1 - abar, mapped to [1 - lam, lam]; 1 from tau on (None: nowhere)."""
     if not 0.5 <= lam <= 1:
         raise UserError(f"scheduler.loss_weighting: lam={lam} is not in [0.5, 1]; weights lie in [1 - lam, lam].")
@@ -199,9 +199,9 @@ SAMPLING: dict[str, Callable[..., Any]] = {
 }
 WEIGHTING: dict[str, Callable[..., np.ndarray]] = {
     "none": lambda abar, prediction: np.ones_like(abar),
-    "p2": p2_weights,
-    "min-snr": min_snr_weights,
-    "speed": speed_weights,
+    "p2": _p2_weights,
+    "min-snr": _min_snr_weights,
+    "speed": _speed_weights,
 }
 OWN_WEIGHTING = {"speedit": "p2", "speed": "speed"}  # where loss_weighting is not set
 

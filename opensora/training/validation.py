@@ -79,7 +79,7 @@ class Validation:
         """Validate, if it is due after optimizer step number `step`."""
         if not due(step, self.every):
             return
-        with evaluating(self.model):
+        with _evaluating(self.model):
             trained = None if self.loss is None else self.loss(self.model)["val/loss"]
             with self.ema.applied_to(self.model):
                 report = {} if self.loss is None else self.loss(self.model)
@@ -252,7 +252,7 @@ class SampleVideos:
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def _evaluating(model: nn.Module) -> Iterator[None]:
     """Inside a model in training is in eval mode; afterwards modes and all global generators are as before."""
     modes = [(module, module.training) for module in model.modules()]
     python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002  (what others draw from)

@@ -66,7 +66,7 @@ class RunLog:
         if folder is None:
             return
         self._lines = _line_logger(folder)
-        forget_later_steps(folder / "metrics.jsonl", start)
+        _forget_later_steps(folder / "metrics.jsonl", start)
         self._jsonl = (folder / "metrics.jsonl").open("a", buffering=1)
         from torch.utils.tensorboard import SummaryWriter
 
@@ -147,7 +147,7 @@ class RunLog:
             self._lines.removeHandler(handler)
 
 
-def forget_later_steps(path: Path, step: int) -> None:
+def _forget_later_steps(path: Path, step: int) -> None:
     """Keep the entries of a metrics.jsonl up to `step`, and complete lines only: a crash may have cut the last one."""
     if not path.exists():
         return

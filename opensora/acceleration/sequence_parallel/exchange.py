@@ -37,7 +37,7 @@ class Ulysses:
     def __call__(self, attn: SelfAttention, x: Tensor, rope: Tensor | None, grid: Grid | None) -> Tensor:
         """Tokens `x [B, T, S / p, D]` -> `[B, T, S / p, D]`."""
         qkv = rearrange(attn.qkv(x), "B T S (K H d) -> B T S K H d", K=3, d=attn.head_dim)
-        qkv = self.ranks.all_to_all(qkv, scatter=4, gather=2, length=tokens_per_frame(grid))  # [B, T, S, 3, H / p, d]
+        qkv = self.ranks.all_to_all(qkv, scatter=4, gather=2, length=_tokens_per_frame(grid))  # [B, T, S, 3, H / p, d]
         out = attn.attend_qkv(rearrange(qkv, "B T S K H d -> B T S (K H d)"), rope, grid)
         return attn.proj(self.back(attn, out))
 
@@ -58,7 +58,7 @@ class DSP(Ulysses):
         T = x.shape[1]
         if self.ranks.size > T:
             return Ulysses.__call__(self, attn, x, rope, grid)
-        x = self.ranks.all_to_all(x, scatter=1, gather=2, length=tokens_per_frame(grid))  # [B, T / p, S, D]
+        x = self.ranks.all_to_all(x, scatter=1, gather=2, length=_tokens_per_frame(grid))  # [B, T / p, S, D]
         return self.ranks.all_to_all(attn.forward_local(x, rope, grid), scatter=2, gather=1, length=T)
 
 
@@ -69,7 +69,7 @@ class UlyssesShortKV(Ulysses):
     """
 
     def __call__(self, attn: SelfAttention, x: Tensor, rope: Tensor | None, grid: Grid | None) -> Tensor:
-        T, S = x.shape[1], tokens_per_frame(grid)
+        T, S = x.shape[1], _tokens_per_frame(grid)
         qkv = rearrange(attn.qkv(x), "B T S (K H d) -> K B T S H d", K=3, d=attn.head_dim)
         q = self.ranks.all_to_all(qkv[0], scatter=3, gather=2, length=S)  # [B, T, S, H / p, d]
         kv = self.ranks.all_to_all(qkv[1:], scatter=2, gather=3, length=S)  # [2, B, T / p, S, H, d]
@@ -83,6 +83,6 @@ class UlyssesShortKV(Ulysses):
         return attn.proj(self.back(attn, rearrange(out, "B H (T S) d -> B T S (H d)", T=T)))
 
 
-def tokens_per_frame(grid: Grid | None) -> int:
+def _tokens_per_frame(grid: Grid | None) -> int:
     assert grid is not None, "an attention whose tokens are sharded needs the rows and columns of a frame"
     return grid[0] * grid[1]

@@ -77,14 +77,14 @@ def build_step_cache(
         except TypeError as error:
             raise UserError(f"step_cache.{name}={value!r}: {error}; see docs/inference.md.") from error
     if kind == "pab":
-        return PAB(pab_options(options, model))
+        return PAB(_pab_options(options, model))
     threshold = options.get("threshold", THRESHOLD)
     if threshold < 0:
         raise UserError(f"step_cache.threshold={threshold!r}: expected a number from 0; 0 computes every step.")
     return TeaCache(threshold, groups)
 
 
-def pab_options(options: Mapping[str, Any], model: Any) -> PABOptions:
+def _pab_options(options: Mapping[str, Any], model: Any) -> PABOptions:
     """The preset of the model's family, or the one named, with the `options` that differ."""
     family = type(model).__name__
     own = "latte" if family.startswith("Latte") else "opensora" if family.startswith("STDiT") else "cogvideox"

@@ -196,13 +196,13 @@ def _csv_blocks(source: Path, file: Iterable[str]) -> Iterator[Block]:
 
 def _jsonl_blocks(source: Path, file: Iterable[str]) -> Iterator[Block]:
     names: dict[str, None] = {}
-    records = json_records(source, file)
+    records = _json_records(source, file)
     while block := list(islice(records, BLOCK)):
         names |= dict.fromkeys(name for record in block for name in record)
         yield len(block), {name: [record.get(name) for record in block] for name in names}
 
 
-def json_records(source: Path, file: Iterable[str]) -> Iterator[dict[str, Any]]:
+def _json_records(source: Path, file: Iterable[str]) -> Iterator[dict[str, Any]]:
     """The objects of a JSONL file, one a line; a `UserError` where a line is none, has a name twice, or half of a character."""
 
     def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ class ImageClip:
         if not is_animated(path):
             return
         durations = []
-        with open_image(path) as file:
+        with _open_image(path) as file:
             for index in range(getattr(file, "n_frames", 1)):
                 file.seek(index)
                 file.load()
@@ -40,7 +40,7 @@ class ImageClip:
 
     def size(self) -> tuple[int, int]:
         """See `read_video.Clip`."""
-        with open_image(self.path) as file:
+        with _open_image(self.path) as file:
             width, height = file.size
             if isinstance(file, TiffImageFile):  # some versions of PIL give the size as stored, some as displayed
                 width, height = file.tag_v2[ExifTags.Base.ImageWidth], file.tag_v2[ExifTags.Base.ImageLength]
@@ -53,7 +53,7 @@ class ImageClip:
     def read(self, indices: Sequence[int]) -> list[np.ndarray]:
         """See `read_video.Clip`: turned by the EXIF orientation, transparency on white."""
         frames = []
-        with open_image(self.path) as file:
+        with _open_image(self.path) as file:
             for index in indices:
                 file.seek(index)
                 file.load()
@@ -90,7 +90,7 @@ def _ends_with_pixels(path: Path) -> bool:
 
 
 @contextmanager
-def open_image(path: Path) -> Iterator[Image.Image]:
+def _open_image(path: Path) -> Iterator[Image.Image]:
     """PIL's image; what it cannot read is a `BadFile`."""
     try:
         with Image.open(path) as file:

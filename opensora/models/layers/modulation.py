@@ -33,7 +33,7 @@ def plain_modulation() -> Iterator[None]:
         _kernels.pop()
 
 
-def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+def _modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     """`x * (1 + scale) + shift` in x's dtype; `x [B, T, S, D]`, the others broadcast over T and S."""
     return x * (1 + scale).to(x.dtype) + shift.to(x.dtype)
 
@@ -41,14 +41,14 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
 def norm_modulate(
     norm: nn.Module, x: Tensor, shift: Tensor, scale: Tensor, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`x`, and `modulate(norm(x), shift, scale)` in `dtype` (None: x's).
+    """`x`, and `_modulate(norm(x), shift, scale)` in `dtype` (None: x's).
 
     The residual path takes the `x` that is returned: in half precision on a GPU one kernel sums its gradient with the others.
     """
     dtype = x.dtype if dtype is None else dtype
     if type(norm) is LayerNorm and _is_fused(x, dtype, shift, scale):
         return adaln.norm_modulate(x, shift, scale, norm.eps, dtype)
-    return x, modulate(norm(x), shift, scale).to(dtype)
+    return x, _modulate(norm(x), shift, scale).to(dtype)
 
 
 def gated(x: Tensor, gate: Tensor, branch: Tensor) -> Tensor:

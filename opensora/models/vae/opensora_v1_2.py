@@ -90,7 +90,7 @@ class VideoAutoencoderPipeline(VideoVAE):
     ) -> None:
         of_parts = {key: options.pop(key) for key in ("memory_format", "compile") if key in options}
         super().__init__(**options)
-        saved = saved_config(from_pretrained)
+        saved = _saved_config(from_pretrained)
         self.components: dict[str, dict[str, Any]] = {}
         for name, given in (("vae_2d", vae_2d), ("vae_temporal", vae_temporal)):
             if given is None and name not in saved:
@@ -216,7 +216,7 @@ class OpenSoraVAE_V1_2(VideoAutoencoderPipeline):
     ) -> None:
         if cal_loss:
             raise UserError("OpenSoraVAE_V1_2: cal_loss=True is not needed: forward() returns what a loss needs.")
-        saved = saved_config(from_pretrained)
+        saved = _saved_config(from_pretrained)
         images: dict[str, Any] = {"micro_batch_size": micro_batch_size}
         if vae_2d is not None:
             images |= vae_2d
@@ -239,7 +239,7 @@ def image_vae() -> dict[str, Any]:
     return {"type": "VideoAutoencoderKL", "architecture": IMAGE_ARCHITECTURE}
 
 
-def saved_config(from_pretrained: str | None) -> dict[str, Any]:
+def _saved_config(from_pretrained: str | None) -> dict[str, Any]:
     """What `config.json` next to the weights says; {} where there is none."""
     if from_pretrained is None:
         return {}

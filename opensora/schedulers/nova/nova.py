@@ -131,7 +131,7 @@ class MaskedAutoregression(Scheduler):
         Raises:
             UserError: there are no later frames, and the losses are of those alone.
         """
-        rngs, nova, x0 = generators_to_draw(generators, t, noise, visible), unwrap_nova(model), at_least_fp32(x0)
+        rngs, nova, x0 = generators_to_draw(generators, t, noise, visible), _unwrap_nova(model), at_least_fp32(x0)
         T, H, W = nova.check_size(x0.shape[2:])
         if self.losses == "later" and T == 1:
             raise UserError(
@@ -188,7 +188,7 @@ class MaskedAutoregression(Scheduler):
         """
         if generators is None:
             raise ValueError("the order of the patches is random: pass one generator per sample.")
-        nova, z = unwrap_nova(model), at_least_fp32(z)
+        nova, z = _unwrap_nova(model), at_least_fp32(z)
         T, H, W = nova.check_size(z.shape[2:])
         N, num_blocks = H * W // nova.image_patch**2, len(nova.image_encoder.blocks)
         scales = self._scales(guidance_scale)
@@ -260,7 +260,7 @@ def known_patches(num_steps: int, num_patches: int) -> list[int]:
     return known
 
 
-def unwrap_nova(model: Any) -> Any:
+def _unwrap_nova(model: Any) -> Any:
     """The NOVA (`opensora.models.nova.nova`) in an engine's wrappers, whose methods are called one by one.
 
     Raises:
