@@ -72,7 +72,7 @@ STDIT3 = Case(
         "vae_2d": {"type": "VideoAutoencoderKL", "architecture": SD_VAE, "micro_batch_size": 4},
         "micro_frame_size": 17,
     },
-    {"type": "rflow", "use_timestep_transform": True, "num_sampling_steps": 30, "cfg_scale": 7.0},
+    {"type": "rflow", "shift": "resolution", "num_sampling_steps": 30, "cfg_scale": 7.0},
     51,
     (480, 848),
     (300, 4096),
