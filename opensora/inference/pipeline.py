@@ -362,16 +362,17 @@ class VideoPipeline:
             with self.place.using("model"):
                 z = self._denoised(z, mask, *conds[loop], scale, generators, progress=progress, on_step=on_step)
             self._check_finite(z, "latents", request, loop)
-            goes_on = shared is not None and loop + 1 < request.loop
+            ahead = shared if loop + 1 < request.loop else None
             video = None
-            if decode or (goes_on and not shared.keeps_latents):
+            if decode or (ahead is not None and not ahead.keeps_latents):
                 with self.place.using("vae"):  # one at a time, for pixels take far more memory than latents
                     rows = [self.vae.decode(one[None], request.num_frames).float().cpu() for one in z]
                 video = torch.cat(rows)  # [B, 3, T, H, W]
-            if goes_on and shared.keeps_latents:
-                taken = z[:, :, -shared.latent_frames :]
-            elif goes_on:
-                taken = self._encoded_end(video[:, :, -shared.num_frames :].clamp(-1, 1), request, loop)
+            if ahead is not None and ahead.keeps_latents:
+                taken = z[:, :, -ahead.latent_frames :]
+            elif ahead is not None:
+                assert video is not None, "frames are decoded where latents cannot be taken over"
+                taken = self._encoded_end(video[:, :, -ahead.num_frames :].clamp(-1, 1), request, loop)
             if video is not None and shared is not None and loop > 0:
                 video = video[:, :, shared.num_frames :]
             yield z.cpu(), video if decode else None
