@@ -145,7 +145,7 @@ def train(cfg: TrainConfig, world: World, stop: StopSignals, watchdog: Watchdog)
     plan = "" if cfg.bucket_config is None else f"bucket_tail={cfg.bucket_tail!r}, bucket_order={cfg.bucket_order!r}"
     state = RunState(data=same_data(dataset), global_batch=global_batch, world=world.dp_size, plan=plan)
     if source is not None:
-        state = resume(cfg, source, state, ema, engine, scheduler)
+        state = resume(cfg, source, state, ema, engine)
     sampler = sampler_of(cfg, dataset, world)
     total_steps = seek(cfg, sampler, state)
     loader = build_loader(
@@ -202,7 +202,7 @@ def train(cfg: TrainConfig, world: World, stop: StopSignals, watchdog: Watchdog)
             log.line(meter.epoch_table(state.epoch))
         if due(state.step, cfg.ckpt_every) or last:
             with watchdog.extended_timeout():
-                saver.save(state, checkpoint_parts(engine, ema, scheduler))
+                saver.save(state, checkpoint_parts(engine, ema))
     saver.wait()
     log.line(f"{stop.reason or 'done'}: {run} at step {state.step}")
     log.close()

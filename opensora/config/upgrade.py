@@ -61,12 +61,12 @@ MASKS = {"intepolate": "interpolate", "no": "identity"}  # Open-Sora's, with or 
 # else is set, the first of them is meant
 OLD_SCHEDULERS: dict[str, dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]]] = {
     "iddpm": {
-        "learn_sigma": ("variance", ("learned_range", "learned"), ("fixed_large", "fixed_small")),
-        "sigma_small": ("variance", ("fixed_small",), ("learned_range", "fixed_large", "learned")),
-        "predict_xstart": ("prediction", ("x0",), ("eps", "v", "previous_x")),
+        "learn_sigma": ("variance", ("learned_range",), ("fixed_large", "fixed_small")),
+        "sigma_small": ("variance", ("fixed_small",), ("learned_range", "fixed_large")),
+        "predict_xstart": ("prediction", ("x0",), ("eps", "v")),
         "use_kl": ("loss", ("rescaled_kl", "kl"), ("mse", "rescaled_mse")),
         "rescale_learned_sigmas": ("loss", ("rescaled_mse", "rescaled_kl"), ("mse", "rescaled_kl", "kl")),
-        "faster": ("timestep_sampling", ("speedit", "speed", "logit-normal", "loss-second-moment"), ("uniform",)),
+        "faster": ("timestep_sampling", ("speedit", "speed", "logit-normal"), ("uniform",)),
     },
     "rflow": {
         "use_timestep_transform": ("shift", ("resolution", "length"), ("none",)),

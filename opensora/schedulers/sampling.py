@@ -5,7 +5,7 @@ reaches the device as an argument of a kernel, and masks act through `torch.wher
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from typing import Any, NamedTuple, Protocol
 
@@ -16,7 +16,6 @@ from tqdm import tqdm
 from opensora.schedulers.frame_mask import FrameMask, expand_frames
 from opensora.schedulers.guidance import Condition, ConditionCache, Denoiser, Guidance, classifier_free_guidance
 from opensora.schedulers.training import at_least_fp32, predict
-from opensora.utils.errors import UserError
 
 Time = int | float
 Denoise = Callable[[Tensor, Time], Tensor]  # (x, timestep) -> the model's output, guided, [B, C or 2C, T, H, W]
@@ -61,18 +60,6 @@ class Scheduler:
     """What every scheduler has; docs/architecture.md describes the `training_losses` of those that train."""
 
     sample_steps: Callable[..., Iterator[SamplingStep]]
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """What a resume of training needs; nothing, unless a scheduler learns while it trains."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore what `state_dict` gave."""
-        if state:
-            raise UserError(
-                f"the checkpoint's scheduler has a state ({', '.join(sorted(state))}), {type(self).__name__} has none: it is "
-                "another scheduler's, or of timestep_sampling='loss-second-moment', which was removed."
-            )
 
     def sample(self, model: Any, z: Tensor, cond: Condition, *, progress: bool = False, **options: Any) -> Tensor:
         """x_0 [B, C, T, H, W], fp32, from the initial noise z of that shape: the end of `sample_steps`.

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,14 +19,6 @@ from opensora.training.ema import EMA
 from opensora.training.run import RunState
 
 logger = logging.getLogger(__name__)
-
-
-class Stateful(Protocol):
-    """A scheduler, which may count in training which timesteps matter."""
-
-    def state_dict(self) -> dict[str, Tensor]: ...
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None: ...
 
 
 def build_optimizer(cfg: LoopConfig, model: nn.Module) -> torch.optim.Optimizer:
@@ -98,16 +90,12 @@ def resumed_checkpoint(cfg: LoopConfig) -> Path | None:
     return source
 
 
-def checkpoint_parts(engine: Engine, ema: EMA, scheduler: Stateful | None = None) -> dict[str, dict[str, Tensor]]:
+def checkpoint_parts(engine: Engine, ema: EMA) -> dict[str, dict[str, Tensor]]:
     """What a checkpoint holds, as this process has it; the reverse of `resume`."""
-    parts = {"model": engine.model_state(), "ema": ema.state_dict(), "optimizer": engine.optimizer_state()}
-    counted = {} if scheduler is None else scheduler.state_dict()
-    return {**parts, "scheduler": counted} if counted else parts
+    return {"model": engine.model_state(), "ema": ema.state_dict(), "optimizer": engine.optimizer_state()}
 
 
-def resume(
-    cfg: LoopConfig, source: Path, fresh: RunState, ema: EMA, engine: Engine, scheduler: Stateful | None = None
-) -> RunState:
+def resume(cfg: LoopConfig, source: Path, fresh: RunState, ema: EMA, engine: Engine) -> RunState:
     """Load weights, EMA and optimizer from the checkpoint `source`; without `start_from_scratch` also its position.
 
     Raises:
@@ -117,10 +105,8 @@ def resume(
     engine.load_model_state(checkpoint.tensors("model"), str(checkpoint.path))
     ema.load_state_dict(checkpoint.tensors("ema"))
     engine.load_optimizer_state(checkpoint.tensors("optimizer"))
-    if cfg.start_from_scratch:  # the scheduler's counts begin anew, too
+    if cfg.start_from_scratch:
         return fresh.after(checkpoint.state)
-    if scheduler is not None:
-        scheduler.load_state_dict(checkpoint.tensors("scheduler"))
     return fresh.resumed(checkpoint.state, str(source), other_data=cfg.other_data)
 
 

@@ -149,14 +149,6 @@ def test_progress_shows_a_bar(denoiser, rngs, capsys, name):
     assert "3/3" in capsys.readouterr().err
 
 
-def test_a_scheduler_that_learns_nothing_refuses_what_another_learnt():
-    scheduler = SCHEDULERS.build({"type": "dpm-solver", "num_sampling_steps": 2})
-    assert scheduler.state_dict() == {}
-    scheduler.load_state_dict({})
-    with pytest.raises(ValueError, match=r"has a state \(losses\), DPMSolver has none"):
-        scheduler.load_state_dict({"losses": torch.zeros(1)})
-
-
 def test_the_doubled_condition_is_made_once_a_run(denoiser, rngs):
     z, cond = start()
     null = {"y": torch.zeros_like(cond["y"])}
