@@ -49,14 +49,7 @@ class TokenMLP(Denoiser):
         depth: int = 2,
         from_pretrained: str | None = None,
     ) -> None:
-        super().__init__(
-            in_channels=in_channels,
-            predicts_sigma=False,
-            hidden_size=hidden_size,
-            patch_size=(1, 2, 2),
-            class_dropout_prob=0.1,
-            input_size=None,
-        )
+        super().__init__(in_channels=in_channels, hidden_size=hidden_size, depth=depth, num_heads=1)
         self.y_embedder = CaptionEmbedder(caption_channels, hidden_size, model_max_length)
         self.blocks = nn.ModuleList(MLPBlock(hidden_size) for _ in range(depth))
         self.final = nn.Linear(hidden_size, 4 * self.out_channels)
@@ -96,9 +89,10 @@ class TokenMLP(Denoiser):
         return list(self.blocks)
 
     def flops(self, latent_size: Size, text_len: int) -> int:
-        """Three square layers a block and token; the caption's MLP is left out."""
+        """Three square layers a block and token, and the patches; the MLPs of caption and timestep are left out."""
         T, H, W = self.grid(latent_size)
-        return 6 * len(self.blocks) * T * H * W * self.hidden_size**2 + self.embed_flops(latent_size)
+        patches = 8 * (self.in_channels + self.out_channels)
+        return T * H * W * self.hidden_size * (6 * len(self.blocks) * self.hidden_size + patches)
 
 
 @DATASETS.register_module()
