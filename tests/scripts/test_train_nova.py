@@ -187,7 +187,7 @@ def test_a_video_model_without_flow_is_told_what_to_do(train, pipeline, capsys):
     with pytest.raises(SystemExit, match="2"):
         train("t2v", "none", "--vae.type=VideoAutoencoderKL")
     message = capsys.readouterr().err
-    assert "wants to know each video's flow, and the data have none" in message
+    assert "the denoiser needs each video's flow, and the data have none" in message
     assert "tools.cache_features TRAIN_CONFIG --what flow" in message
 
 
