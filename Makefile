@@ -42,7 +42,7 @@ test-nightly: setup  ## run the CPU tests that are marked nightly
 
 test-extras: setup  ## install what setup does not, and run the tests that need it
 	$(BIN)/python -m pip install --disable-pip-version-check -q -e '.[quant]'
-	$(PYTEST) -m "not gpu" $$(grep -rlF 'importorskip("torchao"' tests)
+	$(PYTEST) -m "extra and not gpu" tests/acceleration
 
 test-oldest:  ## run the CPU tests of `make test` with the oldest versions that pyproject.toml allows, in .venv-oldest
 	test -d .venv-oldest || $(PYTHON) -m venv .venv-oldest

@@ -234,6 +234,7 @@ def test_what_functions_compute_is_computed_again_when_compiled(level, programs,
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 def test_no_warning_of_what_no_block_does(capfd):
     """Of operations in place, from PyTorch, whose warning comes once in a process."""
     torch._logging.warning_once.cache_clear()

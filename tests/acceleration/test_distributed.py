@@ -64,6 +64,7 @@ def every_group_waits_as_long(rank, folder):
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_groups_wait_as_long_as_the_group_of_all(tmp_path):
     """PyTorch's own limit for a group of some is 10 minutes with NCCL, whatever that of all is: less than a first step may take."""
     start_ranks(every_group_waits_as_long, (tmp_path,), 4, "groups", 120)

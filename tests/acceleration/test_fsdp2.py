@@ -275,6 +275,7 @@ def test_every_engine_and_every_denoiser_on_two_processes(what, expected, tmp_pa
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_four_processes_in_groups_train_as_one(expected, tmp_path, spawn):
     spawn(on_four, 4, tmp_path)
 

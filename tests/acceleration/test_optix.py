@@ -105,6 +105,7 @@ def test_a_transformer_of_diffusers():
     model(torch.randn(2, 4, 8, 8), torch.tensor([1, 2]), torch.tensor([1, 2])).sample.square().mean().backward()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_code")
 def test_a_compiled_denoiser_keeps_its_names():
     torch.manual_seed(0)

@@ -26,7 +26,7 @@ FEW = ("STDiT2", "LatteT2V", "PixArt-Sigma-compressed")
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, *(pytest.param(n, marks=pytest.mark.nightly) for n in (3, 4))])
 def test_processes_that_share_samples_equal_one(spawn, tmp_path, world_size):
     spawn(share_samples, world_size, tmp_path, timeout_s=500)
 

@@ -149,6 +149,7 @@ def all_hear_of_it(rank: int, world_size: int, tmp_path: Path) -> None:
     open_checkpoint(tmp_path / "epoch0-global_step2")
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_the_next_save_ends_in_all_processes(spawn, tmp_path):
     """Well within the limit of `spawn`, which is a fraction of the time that is given to a slow disk."""

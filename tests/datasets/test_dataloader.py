@@ -165,6 +165,7 @@ class Exhausted(Counting):
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), "a.mp4")
 
 
+@pytest.mark.slow
 def test_too_many_open_files_come_with_advice():
     with pytest.raises(UserError, match=r"ulimit -n 65536.*--num-workers"):
         list(build_dataloader(Exhausted(), 2, seed=1, stop=9, num_workers=1))
@@ -256,6 +257,7 @@ def test_datasets_can_be_pickled(dataset):
     assert torch.equal(copy[BatchKeys([SampleKey(0, 1)], 0, 1)]["video"][0], dataset[SampleKey(0, 1)]["video"])
 
 
+@pytest.mark.slow
 def test_three_epochs_with_workers_and_the_loader_ends():
     """17 batches an epoch; pages of pinned memory, where there is a GPU, and workers are given back at the end."""
     gc.collect()  # loaders in the traceback of an error that an earlier test caught

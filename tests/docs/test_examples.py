@@ -19,6 +19,7 @@ def test_an_example_takes_two_steps(name, monkeypatch, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_an_example_is_a_program(run_script):
     done = run_script(f"docs/examples/{EXAMPLES[0]}", "--toy")
     assert done.code == 0, done.stderr

@@ -73,6 +73,7 @@ def test_nova_is_compiled_by_blocks_alone(nova, options, message):
     TorchVersion(torch.__version__) < (2, 14),
     reason="aot_eager of PyTorch 2.11 gives the VAE's group_norm a layout that it refuses",
 )
+@pytest.mark.nightly
 def test_a_compiled_nova_makes_the_same_image_twice(nova):
     expected = VideoPipeline.from_config(nova)(["a dog"])
     torch._dynamo.reset()

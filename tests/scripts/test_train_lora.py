@@ -26,6 +26,7 @@ def base(tmp_path):
     return tmp_path / "base.safetensors"
 
 
+@pytest.mark.slow
 def test_a_lora_from_training_to_plain_weights(train, base, tmp_path):
     options = (*LORA, f"--ckpt-path={base}", "--ckpt-every=2")
     whole = train(*options, "--max-steps=4", name="whole")

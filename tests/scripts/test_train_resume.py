@@ -124,6 +124,7 @@ TOGETHER = {
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_two_processes_with_all_there_is(train, together, tmp_path):
     """Each to the bit; and a run on two processes that share samples resumes on one."""
     common = ("--max-steps=4", "--ckpt-every=2", "--batch-size=2")
@@ -189,6 +190,7 @@ def test_sigterm_to_a_whole_process_group_with_data_workers(toy_config, tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_kill_9_leaves_a_run_that_latest_goes_on_with(toy_config, tmp_path):
     """A checkpoint every step, killed three times; the learnt state is those of a run that nobody killed."""
     options = (

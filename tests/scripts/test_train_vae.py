@@ -152,6 +152,7 @@ def test_k_then_resume_then_k_is_2k_bit_for_bit(train):
     assert weights[0] == weights[1]
 
 
+@pytest.mark.slow
 def test_accumulation_equals_the_large_batch(train):
     gan = ("--discriminator", "{'type': 'PatchDiscriminator', 'dims': 2, 'channels': 8, 'num_layers': 1}")
     once = ("--max-steps=1", "--ckpt-every=0", "--adversarial-scale=fixed")
@@ -427,6 +428,7 @@ class TestResumeWithOtherData:
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
+@pytest.mark.nightly
 def test_a_measurement_longer_than_a_step_may_take_does_not_end_the_other_processes(config, images, tmp_path):
     options = ["--max-steps=4", "--ckpt-every=0", "--batch-size=2", "--eval-every=2", f"--eval-data-path={images}"]
     # 6 s; the steps take milliseconds, and process 1 is in the next one's all-reduce while process 0 measures

@@ -34,12 +34,13 @@ RUNS: dict[str, tuple[str, int, str | None, float]] = {
     "footage": ("", 5, None, 0),
     "scoring": ("--clips 100", 2, None, 0),
 }
+LONG = ("table", "attention")
 ELSEWHERE = {"goals": "test_goals_benchmark.py", "compile_cache": "below"}
 
 
 @pytest.mark.usefixtures("without_code")
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.nightly) if n in LONG else n for n in RUNS])
 def test_a_benchmark_prints_its_table(name, capfd):
     options, lines, column, largest = RUNS[name]
     argv = [name.partition(" ")[0], "--toy", *options.split()]
@@ -83,6 +84,7 @@ def test_saved_programs_are_found(capfd):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_step_cache_samples_something_else(capsys):
     """The column tells a way that computes something else from one that does not."""
     run(["sample", "--toy", *("--ways", "eager", "pab", "offload-model", "--steps", "8")])

@@ -128,6 +128,7 @@ def test_the_command_and_its_check(folder, monkeypatch, capsys):
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
+@pytest.mark.nightly
 def test_a_killed_job_goes_on_and_redoes_no_finished_file(folder, repo_root, clips_csv):
     """SIGKILL while it works on some of the repository's clips; every shard holds one clip."""
     table = folder / "some.csv"

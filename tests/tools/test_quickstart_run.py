@@ -135,6 +135,7 @@ def test_other_options_leave_an_interrupted_run_as_it_is_and_come_to_their_end(m
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_training_goes_on_from_the_last_checkpoint(finished):
     out, _ = finished
     run = out / "000-pretrained"

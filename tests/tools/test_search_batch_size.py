@@ -99,6 +99,7 @@ def test_even_steps_have_as_many_tokens_as_the_base_buckets(cfg):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_real_steps_and_out_of_memory(cfg, monkeypatch):
     trainer = Trainer(cfg, CPU, NO_LIMITS, encoders=False)
     clip = next(clip for clip in clips_of(cfg) if clip.name == "64px:4")

@@ -78,6 +78,7 @@ def test_what_cannot_be_switched_is_reported(paths):
         Adapters(torch.nn.Linear(2, 2), folders).use({"style": 1.0})
 
 
+@pytest.mark.extra
 @pytest.mark.parametrize("backend", ["aot_eager", "none"])
 def test_adapters_made_before_weights_are_quantised_are_reported(paths, backend):
     pytest.importorskip("torchao")

@@ -34,6 +34,7 @@ def image(batch: int = 2, height: int = 16, width: int = 16) -> torch.Tensor:
 @pytest.mark.slow
 @needs_compiler
 @torch.no_grad()
+@pytest.mark.nightly
 def test_the_seeds_snippet(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     module, x = toy(), image()
@@ -315,6 +316,7 @@ def test_quant_without_torchao(monkeypatch):
         compile(toy(), options={"mode": "quant"})
 
 
+@pytest.mark.extra
 @torch.no_grad()
 def test_quant_with_torchao():
     pytest.importorskip("torchao")
@@ -334,6 +336,7 @@ def test_quant_with_torchao():
     assert type(model[2].weight.data) is torch.Tensor  # 8 features are left alone
 
 
+@pytest.mark.extra
 @needs_compiler
 @torch.no_grad()
 def test_quantised_weights_are_frozen(frozen):
@@ -386,6 +389,7 @@ def test_a_type_that_does_not_take_the_weights_is_refused(hopper):
     assert not any(map(quantise.is_quantised, model))
 
 
+@pytest.mark.extra
 @torch.no_grad()
 def test_compiling_quantised_weights_again(programs):
     pytest.importorskip("torchao")
@@ -406,6 +410,7 @@ def test_compiling_quantised_weights_again(programs):
     assert quantise.is_quantised(model[0])
 
 
+@pytest.mark.extra
 @torch.no_grad()
 def test_layers_that_are_named_are_left_alone():
     pytest.importorskip("torchao")

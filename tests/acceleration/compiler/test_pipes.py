@@ -58,6 +58,7 @@ def test_parts_and_layout_and_results():
     assert kernel.is_contiguous()
 
 
+@pytest.mark.extra
 def test_only_denoisers_are_quantised():
     pytest.importorskip("torchao")
     pipe = SimpleNamespace(text_encoder=nn.Linear(8, 8), transformer=nn.Linear(8, 8).eval(), vae=autoencoder())

@@ -145,6 +145,7 @@ def test_a_kernel_for_many_lengths_changes_nothing_here_and_compiles():
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_blocks_compile_as_a_whole():
     model, cond = build(), inputs()
     out = model(**cond)

@@ -80,6 +80,7 @@ def _cut_captions_are_no_news():
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", FAMILY)
 def test_it_equals_transformers(folders, kind):
     expected, real = by_hand(folders[kind], kind)

@@ -55,6 +55,7 @@ def test_nothing_is_cast_without_autocast_and_what_moved_meanwhile_stays():
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_compiled_blocks_sample_again_without_a_new_program():
     model, z = build().requires_grad_(False), torch.randn(2, 4, *SIZE)
     programs = []

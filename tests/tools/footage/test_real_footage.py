@@ -110,6 +110,7 @@ def test_known_cuts_are_found(work):
     assert len(of(kept(work, "cut"), "trailer_bbb.mp4")) >= 4
 
 
+@pytest.mark.nightly
 def test_planted_copies_and_damage_are_reported(work):
     assert [row["reason"] for row in dropped(work, "find")] == ["1 .txt files"]
     assert {Path(row["path"]).name for row in dropped(work, "unique")} == {"same.mp4"}

@@ -97,6 +97,7 @@ def restored(folder: Path, whole: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_what_failed_passes_and_what_succeeded_is_untouched(recipe, folder, whole, tmp_path, monkeypatch, capsys):
     out = tmp_path / "work"
     run(recipe, out)

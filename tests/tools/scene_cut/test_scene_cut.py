@@ -90,6 +90,7 @@ KNOWN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KNOWN)
 def test_known_cuts_of_real_videos(name):
     footage = Footage(real_clip(name))
