@@ -77,6 +77,7 @@ def test_captions_that_are_no_file_names(tmp_path):
     assert "a lake / a river" not in reader
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_reading_videos_needs_no_torchvision():
     code = (

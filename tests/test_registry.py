@@ -153,6 +153,7 @@ def test_an_unknown_name_ends_with_code_2(capsys, argv):
         assert "'STDiT-XL/3' is not registered. Did you mean 'STDiT-XL/2'?" in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_as_a_program_it_lists_the_package_tables_not_its_own():
     command = [sys.executable, "-m", "opensora.registry", "--registry", "model"]

@@ -314,6 +314,7 @@ def test_what_is_moved_and_what_stays(monkeypatch):
     assert not moved
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_with_sharded_weights(spawn, tmp_path):

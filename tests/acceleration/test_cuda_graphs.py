@@ -311,6 +311,7 @@ def on_one_sample(rank, folder):
     dist.destroy_process_group()
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("together", [on_two_processes, on_one_sample])
 def test_two_processes(together, tmp_path):

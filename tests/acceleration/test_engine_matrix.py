@@ -105,6 +105,7 @@ def all_on_four(rank, world_size, folder):
     trains_as_one(cases, engines, world_size, torch.load(folder / "expected.pt"))
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_two_processes_with_every_pair_of_settings(expected, spawn):

@@ -93,6 +93,7 @@ class There(torch.nn.Module):
         return ((x @ self.weight).float().to(BF16) @ self.weight).sin()
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.skipif(not taken(), reason="this PyTorch drops what may be None from a compilation's options")
 def test_compiled_blocks_give_the_same_bits_with_and_without(monkeypatch):

@@ -189,6 +189,7 @@ def test_what_is_not_there_is_reported(caplog):
     assert "xformer: not used" in caplog.text
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_two_processes_shard_ema_and_optimizer_and_train_as_one(tmp_path, spawn):
@@ -207,6 +208,7 @@ def test_two_processes_shard_ema_and_optimizer_and_train_as_one(tmp_path, spawn)
     assert min(states) > 0
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_ema_and_weights_begin_alike_in_processes_of_different_seeds(tmp_path, spawn):

@@ -294,6 +294,7 @@ def test_mistakes_in_the_config_are_named(model, config, message):
         build_step_cache(config, model)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_compiled_blocks_do_the_same(model):
     """With the cache inside blocks they are compiled in parts; the backend compiles nothing, for a CPU has no fast one."""

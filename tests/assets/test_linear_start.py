@@ -42,6 +42,7 @@ def test_smooth_clips_come_back_and_latents_have_unit_variance(started):
     torch.testing.assert_close(logvar, torch.full_like(logvar, -6.0), rtol=0, atol=1e-3)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_it_is_saved_and_trained_as_any_other(started, tmp_path):
     vae, clips = started

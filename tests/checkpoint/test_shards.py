@@ -109,6 +109,7 @@ def what_fails(rank: int, world: World, tmp_path: Path, made: dict) -> None:
     dist.barrier()
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_every_layout_reads_what_every_layout_wrote(spawn, tmp_path):

@@ -110,6 +110,7 @@ def test_a_pickle_with_code_is_refused_in_every_container(tmp_path, container):
     assert not (tmp_path / "touched").exists()
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_refusal_tells_a_command_that_helps(tmp_path, state):
     path = tmp_path / "it's trusted.pt"

@@ -171,6 +171,7 @@ def test_too_many_open_files_come_with_advice():
         list(build_dataloader(Exhausted(), 2, seed=1, stop=9, num_workers=1))
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_limit_of_open_files_is_raised_as_far_as_it_may():
     code = (
@@ -280,6 +281,7 @@ print(len(batches))
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_four_workers_and_large_batches_with_few_open_files(repo_root):
     """A batch's tensors are stacked in the worker, so the files that pass them on do not grow with the batch."""

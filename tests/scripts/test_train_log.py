@@ -40,6 +40,7 @@ def test_a_run_that_goes_on_in_its_folder_has_every_step_once(train):
     assert all("lr" in entry for entry in entries(run))
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_one_process_of_two_keeps_the_log(together):

@@ -206,6 +206,7 @@ lr, warmup_steps, ema_decay = 1e-2, 0, 0.9
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_video_model_trains_from_a_cache_of_real_clips_and_a_resume_changes_nothing(
     tmp_path, toy_encoders, train_script, monkeypatch, repo_root

@@ -61,6 +61,7 @@ def toy_vaes(tmp_path, toy_encoders):
     }
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_commands_work_one_after_the_other(tmp_path, toy_encoders, toy_vaes, train_script, monkeypatch):
     monkeypatch.chdir(tmp_path)

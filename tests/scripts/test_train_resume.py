@@ -176,6 +176,7 @@ def test_a_signal_to_one_process_ends_all_after_the_same_step_and_latest_goes_on
     assert "--max-steps=100000" in (run / "command.txt").read_text()
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_sigterm_to_a_whole_process_group_with_data_workers(toy_config, tmp_path):
     """As torchrun sends it; the workers go on until the step is done."""

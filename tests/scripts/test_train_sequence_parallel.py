@@ -11,6 +11,7 @@ def metrics(run, name):
     return [json.loads(line)[name] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_two_processes_that_share_samples_train_as_one(train, together):

@@ -477,6 +477,7 @@ def video_options(tmp_path_factory, images) -> list[str]:
     ]  # fmt: skip
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_video_with_gan_and_nll_goes_on_bit_for_bit_and_leaves_all_it_should(train, video_options, capsys):
     whole = train(*video_options, name="whole")

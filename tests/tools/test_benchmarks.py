@@ -34,7 +34,7 @@ RUNS: dict[str, tuple[str, int, str | None, float]] = {
     "footage": ("", 5, None, 0),
     "scoring": ("--clips 100", 2, None, 0),
 }
-LONG = ("table", "attention")
+LONG = ("table", "attention", "train_step", "vae", "step_cache")
 ELSEWHERE = {"goals": "test_goals_benchmark.py", "compile_cache": "below"}
 
 
@@ -116,6 +116,7 @@ def test_rows_are_filled_up_and_numbers_formatted(capsys):
     ]  # fmt: skip
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_what_does_not_fit_is_a_row_and_not_the_end():
     def fail(error):

@@ -262,6 +262,7 @@ def test_a_vae_that_the_hubs_cache_has(tmp_path):
     assert build(config_of("--vae", str(cfg))).vae.strides == (4, 4, 4)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_frozen_parts_in_their_format_and_where_they_are():
     def frozen(*options: str, machines: Machines = ONE_NODE, shared: bool = False) -> float:

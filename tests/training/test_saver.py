@@ -398,6 +398,7 @@ def save_for_ever(run: Path) -> None:
         saver.save(RunState("d", 1, step=step), parts(float(step), size=300_000))
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_kill_9_at_twenty_random_moments(tmp_path):
     """Each process goes on where the one before was killed, as a job that is started again does."""

@@ -71,6 +71,7 @@ def test_without_a_signal_nothing_changes():
     assert threading.active_count() == threads
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_before_the_training_begins_there_is_nothing_to_save():
     with StopSignals(WORLD), pytest.raises(SystemExit) as exit_:

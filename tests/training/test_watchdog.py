@@ -66,6 +66,7 @@ def test_one_process_sleeps_and_all_say_so(tmp_path):
         assert f"error: process {rank} of 2" in done.stderr
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_process_alone(tmp_path):
     done, _ = hang(tmp_path)

@@ -21,6 +21,7 @@ def _fresh(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @needs_compiler
 @pytest.mark.skipif(not hasattr(torch.compiler, "save_cache_artifacts"), reason="PyTorch 2.6 cannot save programs")

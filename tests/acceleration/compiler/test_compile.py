@@ -203,6 +203,7 @@ def test_frozen_weights_that_changed_are_in_the_program_when_it_is_compiled_agai
     torch.testing.assert_close(module(x), expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @needs_compiler
 @pytest.mark.usefixtures("without_code")
@@ -260,6 +261,7 @@ def compiled_calls(module: nn.Module) -> list[nn.Module]:
     return [one for one in module.modules() if one._compiled_call_impl is not None]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @torch.no_grad()
 def test_our_denoisers_compile_block_by_block(programs):

@@ -26,6 +26,7 @@ def compiled_parts(pipe) -> list[str]:
     return [name for name, module in parts_of(pipe) if record_of(module) is not None]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 @pytest.mark.usefixtures("without_code")
@@ -40,6 +41,7 @@ def test_the_seeds_snippet(tmp_path, monkeypatch):
     np.testing.assert_allclose(sampled(pipe), expected, atol=1e-5)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_parts_and_layout_and_results():
     pipe = pixart()

@@ -36,6 +36,7 @@ def a_few_messages_give_all(rank, world_size, folder):
             assert weight.stride() == before[rank][name].stride()
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_weights_travel_in_a_message_for_each_owner_and_dtype(tmp_path, spawn):
     spawn(a_few_messages_give_all, 2, tmp_path)

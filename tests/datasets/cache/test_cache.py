@@ -365,6 +365,7 @@ def write_as_rank(rank, world_size, tmp_path):
     assert write_text([f"text {i}" for i in range(7)], Letters(), job._replace(dtype="auto"), batch_size=2) == (8, 0)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_two_processes_share_the_work(table, vae, tmp_path, spawn):

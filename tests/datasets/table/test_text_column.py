@@ -59,6 +59,7 @@ def test_some_of_the_texts():
         assert column.only(kept).only(np.zeros(kept.sum(), bool)).tolist() == []
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="only Linux tells a process's own pages")
 def test_a_forked_worker_that_reads_all_rows_shares_them(tmp_path, repo_root):

@@ -216,6 +216,7 @@ def test_shardformer_is_the_compiled_path(folders):
     assert_close(found.y, T5Encoder(folders["t5"], model_max_length=LENGTH).encode(TEXTS).y)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["t5", "umt5"])  # mT5 is T5's code
 def test_compiled_blocks_are_few_programs_without_breaks(folders, kind):
@@ -259,6 +260,7 @@ def encode_sharded(rank, world_size, tmp_path):
         freeze(moving, torch.device("cpu"))
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_two_processes_share_the_weights(tmp_path, spawn, folders):

@@ -173,6 +173,7 @@ def test_a_table_named_twice_is_read_once(tmp_path, write_table, datautil):
     assert len(datautil(table, tmp_path / "*.csv", output=tmp_path / "o" / "o.csv")) == 1
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_program_ends_with_a_message(run_script, tmp_path, write_table):
     table = write_table([{"path": "a", "aes": 3}, {"path": "b", "aes": 5}])

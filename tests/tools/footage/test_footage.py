@@ -144,6 +144,7 @@ def in_a_process(*args: object, **settings: object) -> multiprocessing.Process:
     return process
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_killed_at_every_stage_it_ends_with_the_same_table_and_does_nothing_twice(recipe, tmp_path):
@@ -189,6 +190,7 @@ def test_ranks_share_the_rows_and_leave_the_same_table(recipe, tmp_path):
     assert not shares[0] & shares[1]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_under_torchrun(recipe, tmp_path, run_ranks):

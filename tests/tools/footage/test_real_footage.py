@@ -21,7 +21,7 @@ CUTS = [0, 30, 76, 137, 187, 242]  # of bikes.mp4, by two detectors of others
 ONE_ROW_A_ROW = ("probe", "unique", "detect", "score", "filter", "caption", "table")
 
 
-pytestmark = pytest.mark.slow  # all wait for the footage to be cut
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]  # all wait for the footage to be cut
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +122,7 @@ def test_planted_copies_and_damage_are_reported(work):
     assert all("bikes" in row["duplicate_of"] for row in repeats)
 
 
+@pytest.mark.nightly
 def test_moving_and_still_clips_are_told_apart(work):
     assert [row["reason"] for row in of(dropped(work, "filter"), "three_rodents.mp4")] == ["flow < 0.5"]
     flows = {

@@ -186,6 +186,7 @@ def moody():
     server.server_close()
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_captions_that_did_not_come_are_asked_for_again_with_those_of_new_clips(folder, whole, tmp_path, moody):
     server, url = moody
@@ -263,6 +264,7 @@ def test_killed_anywhere_it_goes_on_and_ends_with_the_same_table(recipe, folder,
     assert not [path for path in out.iterdir() if path.name.endswith((".fresh", ".outdated"))]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_mended_file_that_is_an_earlier_copy_takes_the_place_of_a_later_one(recipe, folder, whole, tmp_path):
     out = tmp_path / "work"
@@ -284,6 +286,7 @@ def test_under_torchrun_it_is_refused_and_changes_nothing(recipe, folder, whole,
     assert {path: path.read_bytes() for path in out.glob("*.jsonl")} == before
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_retry_that_was_killed_is_not_mixed_up_by_torchrun(recipe, folder, whole, tmp_path):

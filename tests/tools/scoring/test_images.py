@@ -206,6 +206,7 @@ def test_unknown_scorers_and_settings_are_errors():
         scorer("flow", fsp=3)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_images_are_read_where_there_is_no_pyav(tmp_path):
     frames = [Image.new("RGB", (32, 24), color) for color in ("red", "blue")]
