@@ -55,7 +55,7 @@ def add_lora(model: Any, options: LoraOptions, *, seed: int) -> None:
     names = target_names(model, options.target_modules)
     config = LoraConfig(
         r=options.rank,
-        lora_alpha=options.alpha,  # type: ignore[arg-type]  # a float will do
+        lora_alpha=options.alpha,  # a float will do
         lora_dropout=options.dropout,
         target_modules=names,
         bias="none",

@@ -158,7 +158,7 @@ def parse_options(given: Given) -> Options:
         if setting not in known:
             warnings.warn(f"compiler options: {name} is not a setting of this PyTorch's inductor.", stacklevel=3)
             del overrides[name]
-        elif (kind := config.get_type(setting)) in (bool, int, float, str):  # type: ignore[attr-defined]
+        elif (kind := config.get_type(setting)) in (bool, int, float, str):
             types[name] = kind  # inductor itself checks richer types
     problems = []
     for some in (values, overrides):
@@ -297,7 +297,7 @@ def _with_options(compiled: Any, name: str, options: Options) -> Any:
             if freezing:  # dynamo looks here whether weights are inputs of the program, not into its options
                 stack.enter_context(inductor.patch(freezing=True))
             if options.dynamic is True:  # or a first call with height == width makes a program for squares
-                stack.enter_context(shapes.patch(use_duck_shape=False))  # type: ignore[attr-defined]
+                stack.enter_context(shapes.patch(use_duck_shape=False))
             if graphs:
                 torch.compiler.cudagraph_mark_step_begin()
             out = compiled(*args, **kwargs)

@@ -17,7 +17,7 @@ class TanhMlp(Mlp):
 def tanh_mlp(dim: int, hidden: int, out: int | None = None) -> Mlp:
     """Linear(dim, hidden), GELU, Linear(hidden, out)."""
     gelu = partial(nn.GELU, approximate="tanh")
-    return TanhMlp(dim, hidden, out, act_layer=gelu)  # type: ignore[arg-type]  # timm calls it: any factory will do
+    return TanhMlp(dim, hidden, out, act_layer=gelu)  # timm calls it: any factory will do
 
 
 def linear_flops(module: nn.Module, rows: int) -> int:
