@@ -18,12 +18,12 @@ formula with what is saved, for every family of models.
 
 from typing import NamedTuple
 
-from timm.layers import Mlp
 from torch import nn
 
 from opensora.config.schema import checkpointed_parts
 from opensora.models.denoiser import Denoiser
 from opensora.models.layers.attention import Attention, CrossAttention
+from opensora.models.layers.mlp import Mlp
 
 NORM, SELF, CROSS = 2.0, 7.0, 3.0
 QK_NORM, KERNELS_QK_NORM = {4: 4.0, 2: 9.0}, 2.0  # by bytes of a value; with our kernel

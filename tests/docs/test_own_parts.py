@@ -1,6 +1,7 @@
 """docs/own-parts.md: a denoiser, a dataset and a scheduler in a file of the user's."""
 
 import importlib.util
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,17 +18,25 @@ ROOT = Path(__file__).parents[2]
 FOLDER = "docs/examples/own_parts"
 
 
-@pytest.fixture
-def own():
-    """A denoiser without the attentions of this package; its name is known as long as the test."""
-    spec = importlib.util.spec_from_file_location("own_parts_in_a_test", f"{ROOT / FOLDER}/parts.py")
-    parts = importlib.util.module_from_spec(spec)
-    before = {registry: set(registry.module_dict) for registry in REGISTRIES.values()}
-    spec.loader.exec_module(parts)
-    yield parts.TokenMLP(in_channels=4, caption_channels=8)
+@pytest.fixture(autouse=True)
+def forget_own_parts():
+    """Names that a test registers are unknown to the tests that follow in its process."""
+    before = {registry: set(registry.choices()) for registry in REGISTRIES.values()}
+    yield
     for registry, names in before.items():
         for name in set(registry.module_dict) - names:
             del registry.module_dict[name]
+    for name in [name for name in sys.modules if name.startswith("parts_")]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def own():
+    """A denoiser without the attentions of this package."""
+    spec = importlib.util.spec_from_file_location("own_parts_in_a_test", f"{ROOT / FOLDER}/parts.py")
+    parts = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(parts)
+    return parts.TokenMLP(in_channels=4, caption_channels=8)
 
 
 def test_what_needs_hooks_says_so(own):

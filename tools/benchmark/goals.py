@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from einops import rearrange
-from timm.layers import Mlp
+from timm.layers import Mlp as TimmMlp
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -31,7 +31,7 @@ from opensora.acceleration.distributed import World
 from opensora.acceleration.engines.base import global_norm, take_step
 from opensora.config.schema import level_of
 from opensora.models.layers.attention import Attention, CrossAttention
-from opensora.models.layers.mlp import TanhMlp
+from opensora.models.layers.mlp import Mlp
 from opensora.models.layers.modulation import plain_modulation
 from tools.benchmark import denoisers
 from tools.benchmark.denoisers import Errors, Exact, Steps, Timed
@@ -289,8 +289,9 @@ def like_the_reference(model: nn.Module) -> None:
             module.kernel = "sdpa"
         if isinstance(module, Attention):
             module.forward = partial(_attention, module)  # type: ignore[method-assign]
-        elif isinstance(module, TanhMlp):
-            module.forward = partial(Mlp.forward, module)  # type: ignore[method-assign]
+        elif isinstance(module, Mlp):
+            module.drop1, module.norm, module.drop2 = nn.Dropout(0.0), nn.Identity(), nn.Dropout(0.0)
+            module.forward = partial(TimmMlp.forward, module)  # type: ignore[method-assign]
 
 
 def _attention(attn: Attention, x: Tensor, rope: Tensor | None = None, grid: tuple[int, int] | None = None) -> Tensor:

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from opensora.acceleration.kernels.attention import layer_norm
 from opensora.models.layers.attention import Attention, CrossAttention
-from opensora.models.layers.mlp import linear_flops, tanh_mlp
+from opensora.models.layers.mlp import Mlp, linear_flops
 from opensora.models.layers.modulation import AdaLN, frame_modulation, gated, norm_modulate
 
 
@@ -30,7 +30,7 @@ class ModulatedBlock(nn.Module):
         self.attn = attn
         self.cross_attn = cross_attn
         self.norm2 = layer_norm(dim, fused=fused_norm)
-        self.mlp = tanh_mlp(dim, int(dim * mlp_ratio))
+        self.mlp = Mlp(dim, int(dim * mlp_ratio))
 
     def run(
         self,

@@ -8,7 +8,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from opensora.acceleration.kernels.attention import without_autocast
-from opensora.models.layers.mlp import tanh_mlp
+from opensora.models.layers.mlp import Mlp
 from opensora.utils.errors import UserError
 
 
@@ -77,7 +77,7 @@ class CaptionEmbedder(nn.Module):
 
     def __init__(self, in_channels: int, dim: int, num_tokens: int) -> None:
         super().__init__()
-        self.y_proj = tanh_mlp(in_channels, dim, dim)
+        self.y_proj = Mlp(in_channels, dim, dim)
         self.register_buffer("y_embedding", torch.randn(num_tokens, in_channels) / in_channels**0.5)
 
     def forward(self, y: Tensor) -> Tensor:

@@ -1,23 +1,28 @@
-"""The feed-forward layer of the DiT family: timm's `Mlp` with the tanh approximation of GELU. Names: `fc1`, `fc2`."""
+"""The feed-forward layer of all denoisers here, with the parameter names of timm's `Mlp`: `fc1`, `fc2`."""
 
-from functools import partial
-
-from timm.layers import Mlp
 from torch import Tensor, nn
 
 
-class TanhMlp(Mlp):
-    """timm's `Mlp` without its norm and dropout, which do nothing here and cost the host time."""
+class Mlp(nn.Module):
+    """Linear(dim, hidden), activation, Linear(hidden, out). Not timm's, whose import brings torchvision: seconds at each start.
+
+    Args:
+        dim: width of the input.
+        hidden: width between the two layers.
+        out: width of the output; None = `dim`.
+        act: the activation; None = the tanh approximation of GELU, as in DiT.
+    """
+
+    def __init__(self, dim: int, hidden: int, out: int | None = None, act: nn.Module | None = None) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(dim, hidden)
+        self.act = nn.GELU(approximate="tanh") if act is None else act
+        self.fc2 = nn.Linear(hidden, dim if out is None else out)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x [..., in] -> [..., out]`."""
-        return self.fc2(self.act(self.fc1(x)))
-
-
-def tanh_mlp(dim: int, hidden: int, out: int | None = None) -> Mlp:
-    """Linear(dim, hidden), GELU, Linear(hidden, out)."""
-    gelu = partial(nn.GELU, approximate="tanh")
-    return TanhMlp(dim, hidden, out, act_layer=gelu)  # timm calls it: any factory will do
+        """`x [..., dim] -> [..., out]`."""
+        y: Tensor = self.fc2(self.act(self.fc1(x)))
+        return y
 
 
 def linear_flops(module: nn.Module, rows: int) -> int:

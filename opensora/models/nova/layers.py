@@ -11,11 +11,11 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from einops import rearrange
-from timm.layers import Mlp
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from opensora.models.layers.embedders import timestep_sinusoid
+from opensora.models.layers.mlp import Mlp
 from opensora.models.layers.positions import apply_rotary, rotary_table, sincos_1d
 
 NUM_FREQUENCIES = 256
@@ -151,7 +151,7 @@ class NovaBlock(nn.Module):
         self.norm1 = nn.LayerNorm(dim)
         self.attn = CausalAttention(dim, num_heads)
         self.norm2 = nn.LayerNorm(dim)
-        self.mlp = Mlp(dim, 4 * dim)  # timm's: GELU without approximation
+        self.mlp = Mlp(dim, 4 * dim, act=nn.GELU())
 
     def forward(
         self,
@@ -234,8 +234,8 @@ class TimeCondEmbed(nn.Module):
 
     def __init__(self, condition_dim: int, dim: int) -> None:
         super().__init__()
-        self.timestep_proj = Mlp(NUM_FREQUENCIES, dim, dim, act_layer=nn.SiLU)
-        self.condition_proj = Mlp(condition_dim, dim, dim, act_layer=nn.SiLU)
+        self.timestep_proj = Mlp(NUM_FREQUENCIES, dim, dim, act=nn.SiLU())
+        self.condition_proj = Mlp(condition_dim, dim, dim, act=nn.SiLU())
 
     def timestep_embedding(self, timestep: Tensor) -> Tensor:
         """`[...] -> [..., D]`."""
@@ -263,7 +263,7 @@ class HeadBlock(nn.Module):
     def __init__(self, dim: int) -> None:
         super().__init__()
         self.norm1 = Modulation(dim, 3)
-        self.proj = Mlp(dim, dim, dim, act_layer=nn.SiLU)
+        self.proj = Mlp(dim, dim, dim, act=nn.SiLU())
         self.norm2 = nn.LayerNorm(dim)
 
     @property

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from opensora.acceleration.kernels.attention import layer_norm
 from opensora.models.denoiser import AdaLNSingleDenoiser
 from opensora.models.layers.attention import Attention, CrossAttention, NormOrder
-from opensora.models.layers.mlp import linear_flops, tanh_mlp
+from opensora.models.layers.mlp import Mlp, linear_flops
 from opensora.models.layers.modulation import frame_modulation, gated, norm_modulate
 from opensora.models.layers.positions import sincos_grid
 from opensora.models.loading import Conversion
@@ -45,7 +45,7 @@ class STDiTBlock(nn.Module):
         self.attn_temp = Attention(dim, num_heads, axis="time", qk_norm=qk_norm, norm_order=norm_order, kernel=kernel)
         self.cross_attn = CrossAttention(dim, num_heads, kernel=kernel)
         self.norm2 = layer_norm(dim, fused=fused_norm)
-        self.mlp = tanh_mlp(dim, int(dim * mlp_ratio))
+        self.mlp = Mlp(dim, int(dim * mlp_ratio))
         self.scale_shift_table = nn.Parameter(torch.randn(6, dim) / dim**0.5)
 
     def forward(

@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 from einops import rearrange
-from timm.layers import Mlp
 from torch import nn
 
 from opensora.acceleration.kernels.attention import layer_norm
@@ -17,6 +16,7 @@ from opensora.models.layers.embedders import (
     ScalarEmbedder,
     timestep_sinusoid,
 )
+from opensora.models.layers.mlp import Mlp
 from opensora.models.layers.modulation import frame_modulation
 from opensora.models.layers.positions import apply_rotary, grid_coordinates, rotary_table, sincos_1d, sincos_2d
 
