@@ -196,7 +196,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m opensora.registry", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("name", nargs="?", help="a registered name, to be told about in detail")
+    parser.add_argument("name", nargs="?", help="a registered name, to be described in detail")
     parser.add_argument("--registry", choices=list(REGISTRIES), help="only this table")
     args = parser.parse_args(argv)
     chosen = [REGISTRIES[args.registry]] if args.registry else list(REGISTRIES.values())

@@ -1,4 +1,4 @@
-"""scripts/train.py with given frames (mask_ratios): the same rules of batches, accumulation and resume as without."""
+"""scripts/train.py with conditioning frames (mask_ratios): the same rules of batches, accumulation and resume as without."""
 
 import json
 from pathlib import Path

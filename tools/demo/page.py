@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 TITLE = "opensora demo"
 LARGEST_SIDE, LONGEST, MOST_STEPS, MOST_GUIDANCE = 1024, 256, 250, 20.0
-WAITING = 16  # requests in the queue; more are told to come back
+WAITING = 16  # requests in the queue; further ones are refused
 
 
 def build_page(studio: Studio) -> "gr.Blocks":

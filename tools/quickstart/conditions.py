@@ -2,9 +2,9 @@
 
     python -m tools.quickstart.conditions [--ckpt-path W] [--out outputs/quickstart/conditions]
 
-Each is `scripts/inference.py` as a user would call it. The shipped model has never been trained on given frames, so this shows
+Each is `scripts/inference.py` as a user would call it. The shipped model has never been trained on conditioning frames, so this shows
 that the machinery works, and how far a model gets that does not know it. Two figures say so for each video: the PSNR of the
-given frames to what the VAE makes of the source (kept frames are exact), and the step from the last given frame to the first
+conditioning frames to what the VAE makes of the source (kept frames are exact), and the step from the last conditioning frame to the first
 made one, as a multiple of the video's other steps (1 is seamless).
 """
 
@@ -143,7 +143,7 @@ def measured(video: Tensor, start: Tensor | None, vae: Any) -> dict[str, float |
 
 def describe(figures: list[dict[str, Any]], out: Path) -> str:
     """The figures as a table."""
-    lines = ["", "| clip | way | given frames, PSNR dB | step to the first made frame |", "|---|---|---|---|"]
+    lines = ["", "| clip | way | conditioning frames, PSNR dB | step to the first made frame |", "|---|---|---|---|"]
     for row in figures:
         cells = ["-", "-"] if row["step"] is None else [f"{row['given_psnr']:.1f}", f"{row['step']:.1f} x"]
         lines.append(f"| {row['clip']} | {row['kind']} | {' | '.join(cells)} |")

@@ -1,4 +1,4 @@
-"""Finding cuts, and cutting: frames that can be told apart prove which of them a clip holds."""
+"""Finding cuts, and cutting: distinct frames prove which of them a clip holds."""
 
 import json
 from fractions import Fraction
