@@ -119,6 +119,10 @@ def _keywords(config: object, options: Mapping[str, Any]) -> dict[str, Any]:
     names, chosen = [*DEFAULTS, *ALIASES], dict(DEFAULTS)
     if not isinstance(config, Mapping):
         config = {name: getattr(config, name) for name in names if hasattr(config, name)}
+    for given in (config, options):
+        for alias, name in ALIASES.items():
+            if given.get(alias, given.get(name)) != given.get(name, given.get(alias)):
+                raise UserError(f"optix.compile: {alias} and {name} are one keyword: give one of them.")
     for name, value in (*config.items(), *options.items()):
         if name not in names:
             raise UserError(

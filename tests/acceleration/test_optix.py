@@ -158,6 +158,11 @@ def test_an_alias_is_the_same_keyword_wherever_it_stands():
     assert not is_compiled(SimpleNamespace(compile_model=False, something_else=1))
 
 
+def test_two_names_of_one_keyword_must_agree():
+    with pytest.raises(UserError, match="compile_model and compile_unet are one keyword"):
+        optix.compile(nn.Linear(2, 2), nn.Identity(), compile_model=True, compile_unet=False)
+
+
 @pytest.mark.parametrize("config", [{"compile_model": False}, {"compile_unet": False}])
 def test_keywords_win_over_a_config_under_either_name(config):
     for name in ("compile_unet", "compile_model"):
