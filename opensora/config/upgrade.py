@@ -74,11 +74,8 @@ OLD_SCHEDULERS: dict[str, dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]
     },
 }
 OLD_SCHEDULES = {"cosine": "squaredcos_cap_v2"}  # noise_schedule of "iddpm" and "dpm-solver"
-THRESHOLDING = {
-    "thresholding": "none",
-    "thresholding_ratio": None,
-    "thresholding_max": None,
-}  # removed from "dpm-solver"
+# options that "dpm-solver" had, and their defaults
+THRESHOLDING = {"thresholding": "none", "thresholding_ratio": None, "thresholding_max": None}
 
 
 def upgrade(name: str, value: Any) -> Any:
