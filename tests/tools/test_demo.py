@@ -510,7 +510,7 @@ def test_the_page_is_built_and_its_handlers_work(studio, form):
     assert "Waiting" in shown[0][0]
     assert "Step 1 of 3" in shown[1][0]
     assert "Done in" in shown[-1][0]
-    assert shown[-1][4][0][1].startswith("a white dog (4 frames of 32x48, 3 steps, guidance 1, seed 5) [a_white_dog")
+    assert shown[-1][4][0][1].startswith("a white dog (4 frames of 32x48, 3 steps, guidance 1, seed 5) [a-white-dog")
     failed = list(generate(Session(), *form._replace(prompt="")))
     assert "prompt is empty" in failed[-1][0]
     hostile = list(generate(Session(), *form._replace(height=33, prompt="<script>alert(1)</script>")))
@@ -538,6 +538,65 @@ def test_the_page_takes_what_lies_beyond_its_sliders_and_shows_the_first_form(st
     filled = dict(zip(first._fields, page._again(demo)(record), strict=True))
     assert (filled["prompt"], filled["image"]) == ("a", None)
     assert filled["steps"] == filled["guidance"] == gradio.skip()
+
+
+class Tab:
+    """One browser tab of a served page, as far as its server can tell."""
+
+    def __init__(self, url: str, page, name: str) -> None:
+        self.url, self.name = f"{url}gradio_api/", name
+        self.ids = {each["api_name"]: each["id"] for each in page.config["dependencies"]}
+        self.heartbeat = self.open(f"heartbeat/{name}")
+        self.heartbeat.readline()
+
+    def open(self, path: str, **body):
+        data = json.dumps(body).encode() if body else None
+        request = urllib.request.Request(self.url + path, data=data, headers={"Content-Type": "application/json"})
+        return urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=30)
+
+    def click(self, handler: str, *values, path: str = "queue/join") -> None:
+        self.open(path, data=values, fn_index=self.ids[handler], session_hash=self.name).close()
+
+    def shown(self):
+        """What is shown until it is over: the status line of each message, or None where the handler was not called."""
+        with self.open(f"queue/data?session_hash={self.name}") as stream:
+            for line in stream:
+                message = json.loads(line[5:]) if line.startswith(b"data:") else {"msg": None}
+                if message["msg"] in ("process_generating", "process_completed"):
+                    yield str((message["output"].get("data") or [None])[0])
+                if message["msg"] == "process_completed":
+                    return
+
+
+def test_a_served_page_with_several_visitors(with_reference, slow_server, monkeypatch):
+    """As gradio calls the handlers: one by one or at once, and with what it checks itself."""
+    pytest.importorskip("gradio", reason="pip install 'gradio>=6'")
+    monkeypatch.setenv("GRADIO_ANALYTICS_ENABLED", "False")
+    address, asked, allowed = slow_server
+    demo = with_reference(address)
+    page = demo_page.build_page(demo)
+    _, url, _ = page.launch(prevent_thread_lock=True, quiet=True)
+    try:
+        slow, quick, gone, thief = (Tab(url, page, name) for name in ("slow", "quick", "gone", "thief"))
+        first = demo.first_form()
+        slow.click("generate", *first)
+        until(lambda: asked)
+        quick.click("generate", *first._replace(prompt="a cat"))
+        assert "Done in" in list(quick.shown())[-1]
+        slow.click("cancel", path="run/cancel")
+        assert "Cancelled." in " ".join(slow.shown())
+        allowed.set()
+        until(lambda: not demo._requests)
+        gone.click("generate", *first._replace(prompt="a cat", steps=250))
+        until(lambda: demo._line)
+        gone.heartbeat.close()
+        until(lambda: not demo._requests)
+        thief.click(
+            "generate", *first._replace(image={"path": str(ROOT / "README.md"), "meta": {"_type": "gradio.FileData"}})
+        )
+        assert list(thief.shown()) == ["None"]
+    finally:
+        page.close()
 
 
 @pytest.mark.slow
