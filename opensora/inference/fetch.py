@@ -8,7 +8,6 @@ addresses are checked, and the connection goes to one of those, after each redir
 """
 
 import contextlib
-import functools
 import hashlib
 import http.client
 import ipaddress
@@ -21,7 +20,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 from urllib.parse import urlsplit
@@ -86,12 +85,15 @@ def fetch(
         except BadFile as error:
             logger.warning("reference %s is fetched again: %s", source, error)
             kept.unlink(missing_ok=True)
-    web = _Web(source, total_s, public_only=public_only)
+    web = _Web(source, public_only=public_only)
+    timer = threading.Timer(total_s, web.end)  # the sockets' own time-out begins again with each byte
+    timer.daemon = True
+    timer.start()
     no_proxy = [urllib.request.ProxyHandler({})] if public_only else []  # a proxy would resolve the name for itself
     try:
         request = urllib.request.Request(source, headers={"User-Agent": "opensora"})
         opener = urllib.request.build_opener(web, *no_proxy)
-        with web.limited(), opener.open(request, timeout=timeout_s) as answer:
+        with opener.open(request, timeout=timeout_s) as answer:
             return _keep(answer, cache / f"{name}{_extension(source, answer.headers)}", source, max_bytes, web.check)
     except urllib.error.HTTPError as error:
         raise UserError(
@@ -103,6 +105,10 @@ def fetch(
         web.check()
         reason = getattr(error, "reason", None) or str(error) or type(error).__name__
         raise UserError(f"reference {source} cannot be fetched: {reason}.") from error
+    finally:
+        timer.cancel()
+        for each in web.sockets:
+            each.close()
 
 
 def _not_public(source: str) -> UserError:
@@ -119,21 +125,12 @@ def _is_public(address: str) -> bool:
 
 
 class _Web(urllib.request.HTTPSHandler, urllib.request.HTTPHandler, urllib.request.HTTPRedirectHandler):
-    """The connections of one fetch: to http(s) only (urllib would also follow to ftp), and for `total_s` in all.
+    """The connections of one fetch, which go to http(s) only (urllib would also follow to ftp) and which `end` ends."""
 
-    A socket's own time-out begins again with each byte.
-    """
-
-    def __init__(self, source: str, total_s: float, *, public_only: bool) -> None:
+    def __init__(self, source: str, *, public_only: bool) -> None:
         super().__init__()
-        self.source, self.total_s, self.public_only, self.is_over = source, total_s, public_only, False
+        self.source, self.public_only, self.is_over = source, public_only, False
         self.sockets: list[socket.socket] = []
-
-    def http_open(self, req: urllib.request.Request) -> Any:
-        return self.do_open(functools.partial(self._connection, http.client.HTTPConnection), req)  # type: ignore[arg-type]
-
-    def https_open(self, req: urllib.request.Request) -> Any:
-        return self.do_open(functools.partial(self._connection, http.client.HTTPSConnection), req)  # type: ignore[arg-type]
 
     def redirect_request(
         self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: Any, newurl: str
@@ -142,56 +139,38 @@ class _Web(urllib.request.HTTPSHandler, urllib.request.HTTPHandler, urllib.reque
             raise UserError(f"reference {req.full_url}: leads to {newurl!r}, which is not http(s).")
         return super().redirect_request(req, fp, code, msg, headers, newurl)
 
-    def _connection(self, kind: type[http.client.HTTPConnection], host: str, **settings: Any) -> Any:
-        connection: Any = kind(host, **settings)
-        connection._create_connection = self._connect
-        return connection
+    def do_open(self, http_class: Any, req: urllib.request.Request, **settings: Any) -> Any:
+        def connection(*args: Any, **kwargs: Any) -> http.client.HTTPConnection:
+            made = http_class(*args, **kwargs)
+            made._create_connection = self._connect
+            return made
+
+        return super().do_open(connection, req, **settings)  # type: ignore[arg-type]
 
     def _connect(self, address: tuple[str, int], *settings: Any) -> socket.socket:
-        addresses = [address]
         if self.public_only:
             try:
-                found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
+                found = [str(entry[4][0]) for entry in socket.getaddrinfo(*address, type=socket.SOCK_STREAM)]
             except (OSError, UnicodeError):  # whether an internal name exists is not told either
                 found = []
-            addresses = [(str(entry[4][0]), address[1]) for entry in found]
-            if not found or not all(_is_public(ip) for ip, _ in addresses):
+            if not found or not all(map(_is_public, found)):
                 raise _not_public(self.source)
-        for candidate in addresses:
-            self.check()
-            try:
-                connected = socket.create_connection(candidate, *settings)
-                break
-            except OSError:
-                if candidate == addresses[-1]:
-                    raise
+            address = (found[0], address[1])
+        connected = socket.create_connection(address, *settings)
         self.sockets.append(connected.dup())  # TLS takes the other one over
         self.check()
         return connected
 
-    def check(self) -> None:
-        """Raise a `UserError` if the time is over."""
-        if self.is_over:
-            raise UserError(f"reference {self.source}: not complete after {self.total_s:g} s; fetch it yourself.")
-
-    @contextlib.contextmanager
-    def limited(self) -> Iterator[None]:
-        """Ends the connections when the time is over."""
-        timer = threading.Timer(self.total_s, self._end)
-        timer.daemon = True
-        timer.start()
-        try:
-            yield
-        finally:
-            timer.cancel()
-            for each in self.sockets:
-                each.close()
-
-    def _end(self) -> None:
+    def end(self) -> None:
         self.is_over = True
         for each in self.sockets:
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
+
+    def check(self) -> None:
+        """Raise a `UserError` if it was ended."""
+        if self.is_over:
+            raise UserError(f"reference {self.source}: its time was over before it was complete; fetch it yourself.")
 
 
 def _extension(source: str, headers: Mapping[str, str]) -> str:

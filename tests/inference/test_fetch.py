@@ -165,7 +165,7 @@ def test_what_is_no_file_is_refused_and_leaves_nothing(server, tmp_path, path, m
 @pytest.mark.parametrize("path", ["/drip.png", "/drip-headers.png"])
 def test_the_time_for_all_of_it_is_limited(server, tmp_path, path):
     begin = time.monotonic()
-    with pytest.raises(UserError, match=f"{path}: not complete after 0.3 s; fetch it yourself"):
+    with pytest.raises(UserError, match=f"{path}: its time was over before it was complete; fetch it yourself"):
         fetch(f"{server}{path}", tmp_path, total_s=0.3)
     assert time.monotonic() - begin < 2
     assert list(tmp_path.iterdir()) == []
