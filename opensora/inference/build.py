@@ -1,6 +1,5 @@
 """The components of a pipeline, from a config, from a checkpoint of ours, or from either with changes."""
 
-import json
 import warnings
 from collections.abc import Mapping
 from dataclasses import fields
@@ -14,6 +13,7 @@ from opensora.config.load import InferenceConfig, config_from_dict, parse_config
 from opensora.inference.sizes import check_size, overlap
 from opensora.registry import MODELS, SCHEDULERS, Registry, build_module
 from opensora.utils.errors import UserError
+from opensora.utils.folders import read_json
 from opensora.utils.imports import import_parts
 
 COMPONENTS: dict[str, Registry] = {"model": MODELS, "vae": MODELS, "text_encoder": MODELS, "scheduler": SCHEDULERS}
@@ -93,8 +93,8 @@ def inference_config(source: str | Path, changes: Mapping[str, Any]) -> Inferenc
 
 def _of_checkpoint(folder: Path) -> dict[str, Any]:
     manifest = folder / MANIFEST
-    trained = json.loads(manifest.read_text(encoding="utf-8")).get("config", {}) if manifest.is_file() else {}
-    if "model" not in trained:
+    trained = read_json(manifest, "Name another checkpoint.").get("config") if manifest.is_file() else None
+    if not isinstance(trained, dict) or "model" not in trained:
         raise UserError(
             f"{folder} is no checkpoint of a training run: it has no {MANIFEST} with a config. Name a config file, and the weights "
             "as ckpt_path."

@@ -38,6 +38,7 @@ from opensora.inference.output import (
     with_extension,
 )
 from opensora.utils.errors import UserError, first_few
+from opensora.utils.folders import read_json
 
 logger = logging.getLogger(__name__)
 
@@ -206,7 +207,7 @@ def describe_checkpoint(path: str | Path | None) -> dict[str, Any] | None:
         return None
     root = Path(path).expanduser()
     changed = max((file.stat().st_mtime for file in [root, *root.rglob("*")] if file.is_file()), default=None)
-    manifest = json.loads((root / MANIFEST).read_text()) if (root / MANIFEST).is_file() else {}
+    manifest = read_json(root / MANIFEST, "Name another checkpoint.") if (root / MANIFEST).is_file() else {}
     time = None if changed is None else datetime.fromtimestamp(changed, timezone.utc).isoformat(timespec="seconds")
     return {"path": str(path), "changed": time, **{name: manifest.get(name) for name in ("step", "git_commit")}}
 

@@ -11,7 +11,6 @@ Long videos: `loop` segments of N frames that share P frames with their neighbou
 set in latent frames, L; P is what the VAE makes of them.
 """
 
-import json
 import logging
 import math
 import re
@@ -28,6 +27,7 @@ from opensora.datasets.buckets.bucket import Buckets
 from opensora.datasets.video.files import IMAGE_FPS
 from opensora.models.vae.base import VideoVAE
 from opensora.utils.errors import UserError
+from opensora.utils.folders import read_json
 
 logger = logging.getLogger(__name__)
 
@@ -253,6 +253,6 @@ def _config_of(checkpoint: str | None) -> dict[str, Any]:
     """That in the manifest of a checkpoint folder, or of the folder that holds the part `checkpoint`; {} if unknown."""
     for folder in () if checkpoint is None else (Path(checkpoint), Path(checkpoint).parent):
         if (folder / MANIFEST).is_file():
-            config = json.loads((folder / MANIFEST).read_text(encoding="utf-8")).get("config")
+            config = read_json(folder / MANIFEST, "Name another checkpoint.").get("config")
             return config if isinstance(config, dict) else {}
     return {}
