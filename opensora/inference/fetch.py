@@ -113,7 +113,7 @@ def fetch(
 
 def _not_public(source: str) -> UserError:
     return UserError(
-        f"reference {source}: here it can be an uploaded file, or an image or video at a public web address."
+        f"reference {source} is not allowed here: use an uploaded image, or a file at a public web address."
     )
 
 
@@ -145,7 +145,7 @@ class _Web(urllib.request.HTTPSHandler, urllib.request.HTTPHandler, urllib.reque
             made._create_connection = self._connect
             return made
 
-        return super().do_open(connection, req, **settings)  # type: ignore[arg-type]
+        return super().do_open(connection, req, **settings)
 
     def _connect(self, address: tuple[str, int], *settings: Any) -> socket.socket:
         if self.public_only:

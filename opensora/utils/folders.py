@@ -44,7 +44,7 @@ def hold_folder(folder: Path) -> None:
     """Keep other processes out of a run's folder until this one ends, in whatever way; a second call of it has no effect.
 
     It is a record lock (POSIX `fcntl`) on `.lock` in there, which names the holder. The kernel releases it, and no child inherits
-    it. NFS passes it to the server, which may take minutes to notice that a machine has died.
+    it. NFS passes it to the server, which may keep it for a machine that has died.
 
     Raises:
         UserError: another process has it.
@@ -60,7 +60,7 @@ def hold_folder(folder: Path) -> None:
             file.seek(0)
             raise UserError(
                 f"{folder} is in use by another run ({file.read().strip()}): wait for it, end it, or choose another name. If that "
-                "machine has died, a network file system releases the folder after some minutes."
+                f"machine has died, and its file server keeps the lock, delete {folder / '.lock'}."
             ) from error
         logger.warning(
             "%s: no locks here (%s), so nothing keeps a second run out of this folder.", folder, error.strerror

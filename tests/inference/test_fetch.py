@@ -184,7 +184,7 @@ def test_what_an_older_version_kept_and_a_killed_process_left_goes(server, tmp_p
     assert sorted(tmp_path.iterdir()) == sorted([kept, new])
 
 
-NOT_PUBLIC = "here it can be an uploaded file, or an image or video at a public web address"
+NOT_PUBLIC = "is not allowed here: use an uploaded image, or a file at a public web address."
 INTERNAL = [
     "127.0.0.1", "2130706433", "0.0.0.0", "10.0.0.1", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1", "224.0.0.1",
     "255.255.255.255", "240.0.0.1", "198.18.0.1", "[::1]", "[::]", "[fe80::1]", "[fc00::1]", "[ff0e::1]", "[::ffff:8.8.8.8]",
@@ -196,7 +196,7 @@ INTERNAL = [
 def test_strangers_reach_public_addresses_only(tmp_path, host):
     with pytest.raises(UserError) as caught:
         fetch(f"http://{host}/x.png", tmp_path, public_only=True, timeout_s=1)
-    assert str(caught.value) == f"reference http://{host}/x.png: {NOT_PUBLIC}."
+    assert str(caught.value) == f"reference http://{host}/x.png {NOT_PUBLIC}"
 
 
 def test_strangers_reach_no_files_and_not_the_cache_of_others(server, tmp_path):
@@ -206,7 +206,7 @@ def test_strangers_reach_no_files_and_not_the_cache_of_others(server, tmp_path):
     for source in (str(there), "missing.png", "file:///etc/passwd", f"{server}/a/image.png", f"{server}/missing.png"):
         with pytest.raises(UserError) as caught:
             fetch(source, tmp_path, public_only=True)
-        assert str(caught.value) == f"reference {source}: {NOT_PUBLIC}."
+        assert str(caught.value) == f"reference {source} {NOT_PUBLIC}"
     assert Handler.requests == ["/a/image.png"]
 
 
@@ -245,7 +245,7 @@ def test_the_connection_goes_to_the_address_that_was_checked(internet, tmp_path)
 def test_a_redirect_and_a_second_address_are_checked_too(internet, tmp_path, host, seen):
     with pytest.raises(UserError) as caught:
         fetch(f"http://{host}/inward.png", tmp_path, public_only=True)
-    assert str(caught.value) == f"reference http://{host}/inward.png: {NOT_PUBLIC}."
+    assert str(caught.value) == f"reference http://{host}/inward.png {NOT_PUBLIC}"
     assert Handler.requests == seen
 
 

@@ -425,8 +425,8 @@ def test_visitors_name_uploads_and_what_the_operator_named(with_reference, image
     for source in (str(secret), around, "missing.png", address, "file:///etc/passwd", "http://nowhere.invalid/x.png"):
         error = Visitor(demo, demo.first_form()._replace(prompt=prompt_with(source))).gets()
         assert isinstance(error, UserError)
-        assert str(error).removeprefix(f"reference {source}: ") == (
-            "here it can be an uploaded file, or an image or video at a public web address."
+        assert str(error) == (
+            f"reference {source} is not allowed here: use an uploaded image, or a file at a public web address."
         )
     assert not asked
 

@@ -1,13 +1,14 @@
 """The page: a form, the sample in the making, and everything made so far. What it does is in `studio.py`."""
 
 import html
+import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from opensora.registry import PartError
 from opensora.utils.errors import UserError
 from tools.demo.form import FormValues, form_of, label
-from tools.demo.studio import LONGEST_PROMPT, WAITING, Cancelled, Studio, Update, all_settings
+from tools.demo.studio import LONGEST_PROMPT, WAITING, Cancelled, Studio, Update
 
 if TYPE_CHECKING:
     import gradio as gr
@@ -152,7 +153,7 @@ def _choose(studio: Studio) -> Any:
         wanted = event.value["caption"]  # its place in the gallery may be another's by now
         for sample in studio.samples():
             if label(sample) == wanted:
-                return sample.record, all_settings(sample.record)
+                return sample.record, json.dumps(sample.record, indent=2, ensure_ascii=False)
         return None, "This sample is no longer in the folder."
 
     return choose

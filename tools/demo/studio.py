@@ -45,7 +45,7 @@ LARGEST_SEED = 2**31 - 1
 WORKER = "sampling"  # the name of the threads
 WAITING = 16  # requests next to the one that is sampled; further ones are refused
 LONGEST_PROMPT = 5000  # characters, with the settings at its end
-FETCH_S, SILENCE_S, LARGEST_REFERENCE = 60.0, 10.0, 100 << 20  # for a reference from the web; bytes
+FETCH_S, SILENCE_S, LARGEST_REFERENCE = 60.0, 10.0, 100 << 20  # for all references of a prompt; for one; bytes
 
 
 class Update(NamedTuple):
@@ -156,13 +156,15 @@ class Studio:
         seed = random.SystemRandom().randint(0, LARGEST_SEED) if form.seed is None else _whole(form.seed, "seed")
         if form.guidance is None:
             raise UserError("guidance is missing; 1 switches it off.")
+        # an empty field means the text "", where the config has it, or the model's own "no text"
+        blank = [""] if self._first.negative_prompt == "" else None
         values = {
             **to_dict(self.cfg),
             "prompt": [self._with_own_references(form.prompt)],
             "prompt_path": None,
             "start_index": None,
             "end_index": None,
-            "negative_prompt": [form.negative_prompt] if form.negative_prompt.strip() else self._blank(),
+            "negative_prompt": [form.negative_prompt] if form.negative_prompt.strip() else blank,
             "reference_path": None,  # they stand in the prompt
             "mask_strategy": None,
             "image": None if form.image is None else self.keep_image(form.image),
@@ -179,10 +181,6 @@ class Studio:
         }
         return config_from_dict(InferenceConfig, values, COMPONENTS)
 
-    def _blank(self) -> list[str] | None:
-        """What an empty field means: the text "", where the config has it, or the model's own "no text"."""
-        return [""] if self._first.negative_prompt == "" else None
-
     def _work(self, form: FormValues, request: "_Request") -> None:
         """The thread's work; whatever goes wrong is handed over too."""
         try:
@@ -194,7 +192,8 @@ class Studio:
                 self._turns.wait_for(lambda: self._line[0] is request or request.ended)
             request.check()
             sample = self._sample(cfg, job, size, request)
-            request.news.put(request.last._replace(seconds=request.seconds, preview=None, sample=sample))
+            seconds = time.perf_counter() - request.begin
+            request.news.put(request.last._replace(seconds=seconds, preview=None, sample=sample))
         except Exception as error:  # noqa: BLE001  (raised again where the page waits)
             request.news.put(error)
         finally:
@@ -209,7 +208,8 @@ class Studio:
         request.begin = time.perf_counter()
         self.pipeline.scheduler = build_module(cfg.scheduler, SCHEDULERS)
         warn_outside_training(size, cfg.model.get("from_pretrained"))
-        job = job._replace(path=self.folder / _new_name(job.item.text))
+        name = sample_file_name(job.item.text, time.time_ns(), prompt_as_path=True)  # which no earlier sample has
+        job = job._replace(path=self.folder / name)
         made = self.pipeline.sample(request_of(cfg, [job], self.pipeline, size), on_step=request)
         assert made.video is not None, "decoding is asked for"
         request.check()
@@ -229,10 +229,12 @@ class Studio:
         for sample in self.samples():
             named.update(*(files_of(files) or () for files in sample.record["config"].get("reference_path") or ()))
 
+        end = time.monotonic() + FETCH_S
+
         def kept(source: str) -> str:
             if not is_url(source) and (source in named or Path(source).resolve().parent == self._kept.resolve()):
                 return source
-            limits: Any = {"total_s": FETCH_S, "timeout_s": SILENCE_S, "max_bytes": LARGEST_REFERENCE}
+            limits: Any = {"total_s": end - time.monotonic(), "timeout_s": SILENCE_S, "max_bytes": LARGEST_REFERENCE}
             return self._keep(fetch(source, Path(self.cfg.reference_cache), public_only=source not in named, **limits))
 
         return text + json.dumps({**settings, "reference_path": [*map(kept, sources)]}, ensure_ascii=False)
@@ -277,11 +279,6 @@ def _first_item(cfg: InferenceConfig) -> PromptItem:
     return first
 
 
-def _new_name(prompt: str) -> str:
-    """A name that no earlier sample of the same prompt has."""
-    return sample_file_name(prompt, time.time_ns(), prompt_as_path=True)
-
-
 class _Request:
     """What one visitor waits for. The pipeline calls it after each step: it reports, and ends the sampling when that is wanted."""
 
@@ -292,16 +289,11 @@ class _Request:
         self.begin = time.perf_counter()
         self.last = Update(0, 0, 0.0)
 
-    @property
-    def seconds(self) -> float:
-        """Since the beginning."""
-        return time.perf_counter() - self.begin
-
     def __call__(self, step: SamplingStep) -> None:
         self.check()
         due = step.index % max(1, step.num_steps // PREVIEWS) == 0
         preview = preview_of(self.vae, step.x_0) if due else None
-        self.last = Update(step.index + 1, step.num_steps, self.seconds, preview)
+        self.last = Update(step.index + 1, step.num_steps, time.perf_counter() - self.begin, preview)
         self.news.put(self.last)
 
     def end(self) -> None:
@@ -325,11 +317,6 @@ def preview_of(vae: Any, x_0: Tensor) -> np.ndarray:
     with torch.no_grad():
         video = vae.decode(z, vae.video_frames(1))  # [1, 3, T, H, W]
     return to_uint8(video[0, :, :1].float().nan_to_num())[0]
-
-
-def all_settings(record: dict[str, Any]) -> str:
-    """A sidecar as text."""
-    return json.dumps(record, indent=2, ensure_ascii=False)
 
 
 def _whole(value: float | None, name: str) -> int:
