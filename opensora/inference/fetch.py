@@ -119,7 +119,7 @@ def _not_public(source: str) -> UserError:
 
 def _is_public(address: str) -> bool:
     ip = ipaddress.ip_address(address)
-    if isinstance(ip, ipaddress.IPv6Address) and (ip not in GLOBAL_UNICAST or ip.sixtofour or ip.teredo):
+    if isinstance(ip, ipaddress.IPv6Address) and (ip not in GLOBAL_UNICAST or ip.sixtofour):
         return False
     return ip.is_global and not ip.is_multicast
 

@@ -124,7 +124,7 @@ MUTANTS = (
         "if kept > keep_last_n:", "if kept > keep_last_n + 1:",
         ("tests/training/test_saver.py::TestRotation::test_the_newest_and_the_milestones_stay",)),
     Mutant("latest_is_the_oldest", "opensora/checkpoint/load.py", "`load=latest` takes the oldest",
-        "for path in reversed(complete_checkpoints(run)):", "for path in complete_checkpoints(run):",
+        "for path in reversed(complete):", "for path in complete:",
         ("tests/training/test_saver.py::TestLatest::test_incomplete_ones_are_passed_over_and_told",)),
     Mutant("json_not_flushed", "opensora/checkpoint/save.py", "a power cut leaves an empty manifest in a folder that looks complete",
         "        file.flush()\n        os.fsync(file.fileno())\n", "",
