@@ -67,8 +67,8 @@ def upright(frame: VideoFrame, pixels: np.ndarray) -> np.ndarray:
 
 
 def to_rgb(path: str, frame: VideoFrame, pixel_aspect: float, decoding: Decoding) -> np.ndarray:
-    """[H, W, 3] uint8, the way the frame is displayed; transparency on white. A `BadFile` where it is HDR, which is to be refused, too
-    large, or lacks its palette."""
+    """[H, W, 3] uint8, the way the frame is displayed; transparency on white. A `BadFile` where it is too large, has no palette, or is
+    HDR, which is to be refused."""
     matrix = frame.colorspace
     if matrix == UNSPECIFIED:  # what players assume
         matrix = BT709 if frame.height >= 720 else BT601
@@ -80,7 +80,7 @@ def to_rgb(path: str, frame: VideoFrame, pixel_aspect: float, decoding: Decoding
             "'tonemap'."
         )
     if frame.format.name == "pal8" and not any(memoryview(frame.planes[1])):
-        raise BadFile(f"{path} has colours by number and no palette; re-encode it or remove its row.")
+        raise BadFile(f"{path} has indexed colours but no palette; re-encode it or remove its row.")
     height, width = _with_square_pixels(frame, pixel_aspect)
     check_pixels(path, width, height)
     rgb = reformat(

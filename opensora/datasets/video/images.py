@@ -100,5 +100,6 @@ def _open_image(path: Path) -> Iterator[Image.Image]:
         raise
     except Image.DecompressionBombError as error:  # at twice the limit
         raise BadFile(f"{path} has more pixels than the limit of {MAX_PIXELS:,} ({error}); shrink it first.") from error
-    except (OSError, EOFError, ValueError, SyntaxError, RuntimeError) as error:  # all that PIL raises; RuntimeError is AVIF's
+    # all that PIL raises; RuntimeError is AVIF's
+    except (OSError, EOFError, ValueError, SyntaxError, RuntimeError) as error:
         raise BadFile(f"{path} cannot be read as an image ({error}); it is damaged or no image.") from error

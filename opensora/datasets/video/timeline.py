@@ -25,7 +25,11 @@ Opened = tuple[InputContainer, VideoStream]
 
 # titles that are no UTF-8 are no reason to refuse a video; PyAV 19 and newer never do, and know no such argument
 LENIENT: dict[str, Any] = {} if int(av.__version__.split(".")[0]) >= 19 else {"metadata_errors": "replace"}
-TS_PACKET_SIZES = 188, 192, 204  # bytes, of MPEG transport streams: plain, with timestamps (M2TS), with error correction
+TS_PACKET_SIZES = (
+    188,
+    192,
+    204,
+)  # bytes, of MPEG transport streams: plain, with timestamps (M2TS), with error correction
 # few: datasets of short clips never come back in time, and a long video's times take 8 bytes a frame
 MAX_KNOWN = 256
 _known: "OrderedDict[FileKey, Timeline]" = OrderedDict()  # whose every call is one step for other threads
@@ -147,21 +151,19 @@ def _from_header(container: InputContainer, stream: VideoStream) -> Timeline | N
 def _can_seek(container: InputContainer, stream: VideoStream) -> bool:
     """Whether frames are the same after a seek to what FFmpeg calls a keyframe.
 
-    A palette may come with the first packet alone; FFmpeg's decoder of Dirac goes on from earlier frames, and some keyframes of
-    its APNG reader are drawn over the frame before.
+    A palette may come with the first packet alone; FFmpeg calls keyframes of RPZA, Dirac and APNG what needs the frame before.
     """
     codec = stream.codec_context
-    return codec.pix_fmt != "pal8" and codec.name != "dirac" and container.format.name != "apng"
+    return codec.pix_fmt != "pal8" and codec.name not in ("rpza", "dirac") and container.format.name != "apng"
 
 
 def _from_packets(path: str, container: InputContainer, stream: VideoStream) -> Timeline:
     in_header, is_mp4, codec = stream.frames, "mp4" in container.format.name, stream.codec_context.name
-    times: list[int] = []  # of frames that are shown
+    times: list[Any] = []  # of frames that are shown; None where a packet has none
     decoding_times: list[int] = []
     keys: list[int] = []
     is_key: list[bool] = []  # of each packet
     marked: list[int] = []  # packets with something missing
-    num_shown = 0
     begin_in_file = True
     for packet in container.demux(stream):
         if not packet.size:
@@ -173,17 +175,14 @@ def _from_packets(path: str, container: InputContainer, stream: VideoStream) -> 
         if packet.dts is not None:
             decoding_times.append(packet.dts)
         if not packet.is_discard and not _is_hidden(packet, codec):
-            num_shown += 1
-            if packet.pts is not None:
-                times.append(packet.pts)
+            times.append(packet.pts)
         if packet.is_keyframe and packet.pts is not None:
             keys.append(packet.pts)
-    in_part = False
+    num_packets, num_shown, in_part = len(is_key), len(times), False
     if container.format.name == "mpegts":
         in_part = all(container.size % size for size in TS_PACKET_SIZES)
         # FFmpeg marks the packet before the one with the gap. Where a keyframe is next, it is where two streams were joined.
         marked = [i for i in marked if is_key[i + 2 : i + 3] != [True]]
-    num_packets = len(is_key)
     if marked or in_part or (is_mp4 and num_packets < in_header):
         raise BadFile(
             f"{path} is truncated: {num_packets} of {in_header or 'unknown'} frames are there; "
@@ -192,7 +191,7 @@ def _from_packets(path: str, container: InputContainer, stream: VideoStream) -> 
     # AVI stores no times of presentation: with B-frames they are guesses
     guessed = container.format.name == "avi" and stream.codec_context.has_b_frames
     begin_anew = decoding_times != sorted(decoding_times)  # where files were joined
-    if guessed or begin_anew or len(times) < num_shown or len(set(times)) < len(times):
+    if guessed or begin_anew or None in times or len(set(times)) < len(times):
         times, keys = [], []
     # where packets are parts of others FFmpeg guessed times, and would guess others after a seek
     if not begin_in_file or not _can_seek(container, stream):

@@ -21,7 +21,7 @@ NO_VIDEO = {"vnull", "wrapped_avframe", "libwebp", "libwebp_anim", "webp"}
 
 
 def colours(codec: str, pix_fmt: str) -> tuple[np.ndarray, np.ndarray]:
-    """[N, H, W] of colours by number, 4 x 4 blocks in each frame, and their RGB [N, H, W, 3]."""
+    """[N, H, W] of indexed colours, 4 x 4 blocks in each frame, and their RGB [N, H, W, 3]."""
     numbers = np.random.default_rng(0).integers(0, 8, (COUNT, 4, 4))
     if pix_fmt.startswith(("mono", "gray", "ya")):
         numbers = numbers // 4 * 7  # black and white
@@ -79,7 +79,7 @@ def plainly_decoded(path: Path) -> np.ndarray | None:
     return np.stack(frames) if len(frames) == COUNT else None
 
 
-def assert_read_or_refused(path: Path, codec: str, pix_fmt: str, rgb: np.ndarray) -> bool:
+def assert_read_or_refused(path: Path, rgb: np.ndarray) -> bool:
     """Where FFmpeg decodes what was written, so do we, also in windows; else the file is bad, and only `BadFile` is raised -> whether
     it was read."""
     plain = plainly_decoded(path)
@@ -100,43 +100,35 @@ def assert_read_or_refused(path: Path, codec: str, pix_fmt: str, rgb: np.ndarray
         found = differences(whole, rgb)
         assert found.argmin(1).tolist() == list(range(COUNT))
         assert found.diagonal().max() <= differences(plain, rgb).diagonal().max() + 6
-        if is_lossless(codec, pix_fmt):
-            assert np.array_equal(whole, rgb)
+        if np.array_equal(plain, rgb):  # nothing is lost; with 15 bits a pixel, swscale makes 248 of white
+            assert np.abs(whole.astype(int) - rgb).max() <= 7
     for start, length in ((5, 3), (1, 2), (9, 3), (11, 1)):
         assert np.array_equal(read_frames(path, start, length).numpy(), whole[start : start + length]), start
     return True
-
-
-def is_lossless(codec: str, pix_fmt: str) -> bool:
-    """Whether what is decoded is what was encoded, bit for bit: no lossy codec, and no conversion of colours."""
-    encoder = av.Codec(codec, "w")
-    exact = pix_fmt in ("pal8", "monow", "monob", "gray", "rgb24", "bgr24", "gbrp", "rgba", "bgra", "bgr0")
-    return exact and encoder.lossless and not encoder.lossy
 
 
 @pytest.mark.parametrize(("codec", "pix_fmt", "kind"), [
     ("rawvideo", "pal8", "avi"), ("rawvideo", "pal8", "mov"), ("rawvideo", "monow", "avi"), ("rawvideo", "monob", "mov"),
     ("rawvideo", "gray", "mov"), ("rawvideo", "bgr24", "avi"), ("rawvideo", "yuv420p", "mkv"), ("msrle", "pal8", "avi"),
     ("qtrle", "gray", "mov"), ("png", "pal8", "mov"), ("zmbv", "pal8", "avi"), ("apng", "gray", "apng"), ("apng", "rgba", "apng"),
-    ("gif", "pal8", "gif"), ("dirac", "yuv420p", "mp4"), ("dirac", "yuv420p", "ts"), ("flv", "yuv420p", "flv"),
+    ("gif", "pal8", "gif"), ("dirac", "yuv420p", "mp4"), ("dirac", "yuv420p", "ts"), ("rpza", "rgb555le", "mov"), ("flv", "yuv420p", "flv"),
     ("wmv2", "yuv420p", "wmv"), ("mpeg1video", "yuv420p", "mpg"), ("libx264rgb", "bgr24", "mp4"), ("ffv1", "bgr0", "mkv"),
     ("h263", "yuv420p", "3gp"), ("libvpx", "yuv420p", "webm"),
 ])  # fmt: skip
 def test_windows_are_those_of_the_whole_file(tmp_path, codec, pix_fmt, kind):
     path = tmp_path / f"a.{kind}"
-    assert assert_read_or_refused(path, codec, pix_fmt, write(path, codec, pix_fmt))
+    assert assert_read_or_refused(path, write(path, codec, pix_fmt))
 
 
 @pytest.mark.parametrize("pix_fmt", ["bgr8", "rgb4_byte"])
-def test_colours_by_number_without_a_palette_are_refused(tmp_path, pix_fmt):
+def test_indexed_colours_without_a_palette_are_refused(tmp_path, pix_fmt):
     """FFmpeg writes 8 bits a pixel into AVI and does not say what they mean."""
     path = tmp_path / "a.avi"
     write(path, "rawvideo", pix_fmt)
-    with pytest.raises(BadFile, match=r"a\.avi has colours by number and no palette"):
+    with pytest.raises(BadFile, match=r"a\.avi has indexed colours but no palette"):
         read_frames(path, 0, 2)
 
 
-@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", [extension.removeprefix(".") for extension in VIDEO_EXTENSIONS if extension not in OTHERS]
@@ -174,7 +166,7 @@ def test_all_that_ffmpeg_writes(tmp_path, kind):
             except (av.FFmpegError, ValueError):
                 continue
             try:
-                num_read += assert_read_or_refused(path, codec, pix_fmt, rgb)
+                num_read += assert_read_or_refused(path, rgb)
             except AssertionError as error:
                 problems.append((path.name, error))
     assert not problems
