@@ -2,6 +2,7 @@
 
 import json
 import tempfile
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -54,15 +55,14 @@ def read_json(path: Path, remedy: str) -> dict[str, Any]:
 def parse_json(text: str, **options: Any) -> Any:
     """`json.loads`, with a `ValueError` also for what is nested so deeply that it, or a later step, would end at Python's recursion
     limit."""
-    too_deep = ValueError(f"lists or objects are nested more than {MAX_NESTING} deep")
-    try:
+    with suppress(RecursionError):
         value = json.loads(text, **options)
-    except RecursionError:
-        raise too_deep from None
-    level = [value] if text.count("[") + text.count("{") > MAX_NESTING else []
-    for _ in range(MAX_NESTING + 1):
-        inner = [each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list)]
-        level = list(chain.from_iterable(inner))
-    if level:
-        raise too_deep
-    return value
+        level = [value] if text.count("[") + text.count("{") > MAX_NESTING else []
+        for _ in range(MAX_NESTING + 1):
+            inner = [
+                each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list)
+            ]
+            level = list(chain.from_iterable(inner))
+        if not level:
+            return value
+    raise ValueError(f"lists or objects are nested more than {MAX_NESTING} deep")

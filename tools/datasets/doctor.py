@@ -73,7 +73,7 @@ def main() -> None:
         complaints += of_the_table(table, classes=reads_classes(cfg.text_encoder))
     readings = read_samples(dataset, choose(sampler, options.samples))
     print(throughput(readings))
-    complaints += of_the_readings(readings)
+    complaints += [f"cannot be used: {reading.problem}" for reading in readings if reading.problem]
     if table is not None:
         complaints += of_the_files(table, readings)
     shown = {f"{i}: {r.label}, {r.caption[:70]}": r.frames for i, r in enumerate(readings) if r.frames}
@@ -161,11 +161,6 @@ def read_samples(dataset: Any, keys: Sequence[Any]) -> list[Reading]:
         frames = shown_frames((item["video"],), COLUMNS) if "video" in item else ()
         readings.append(Reading(label, item["text"], int(item["index"]), size[0], frames, seconds))
     return readings
-
-
-def of_the_readings(readings: Sequence[Reading]) -> list[str]:
-    """What cannot be read."""
-    return [f"cannot be used: {reading.problem}" for reading in readings if reading.problem]
 
 
 def of_the_files(table: Table, readings: Sequence[Reading]) -> list[str]:

@@ -25,11 +25,8 @@ Opened = tuple[InputContainer, VideoStream]
 
 # titles that are no UTF-8 are no reason to refuse a video; PyAV 19 and newer never do, and know no such argument
 LENIENT: dict[str, Any] = {} if int(av.__version__.split(".")[0]) >= 19 else {"metadata_errors": "replace"}
-TS_PACKET_SIZES = (
-    188,
-    192,
-    204,
-)  # bytes, of MPEG transport streams: plain, with timestamps (M2TS), with error correction
+# bytes of a packet of an MPEG transport stream: plain, with a timestamp (M2TS), with error correction
+TS_PACKET_SIZES = (188, 192, 204)
 # few: datasets of short clips never come back in time, and a long video's times take 8 bytes a frame
 MAX_KNOWN = 256
 _known: "OrderedDict[FileKey, Timeline]" = OrderedDict()  # whose every call is one step for other threads
@@ -168,7 +165,8 @@ def _from_packets(path: str, container: InputContainer, stream: VideoStream) -> 
     for packet in container.demux(stream):
         if not packet.size:
             continue
-        if packet.is_corrupt:
+        # a frame of a GIF ends with an empty block, and perhaps the file's last byte
+        if packet.is_corrupt or (codec == "gif" and not bytes(packet)[-2:].rstrip(b";").endswith(b"\0")):
             marked.append(len(is_key))
         is_key.append(packet.is_keyframe)
         begin_in_file &= packet.pos is not None  # else it is part of what the file has as one packet, as in MPEG-PS
