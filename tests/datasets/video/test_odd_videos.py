@@ -301,11 +301,14 @@ TS_CODECS = [
 
 
 @pytest.mark.parametrize(("codec", "options"), TS_CODECS)
-@pytest.mark.parametrize("first_time", [0, 7, 20])  # of the second: times begin anew, go back into the first, or go on
-def test_joined_transport_streams_are_read_one_after_the_other(write_video, tmp_path, codec, options, first_time):
+# times begin anew, go back into those of the first, behind all of them, or go on
+@pytest.mark.parametrize("starts", [(0, 0), (0, 7), (30, 0), (0, 20)])
+def test_joined_transport_streams_are_read_one_after_the_other(write_video, tmp_path, codec, options, starts):
     frames = numbered_frames(40)
-    one = write_video("one.ts", frames[:20], codec=codec, options=options)
-    two = write_video("two.ts", frames[20:], codec=codec, options=options, times=range(first_time, first_time + 20))
+    one, two = (
+        write_video(f"{i}.ts", frames[20 * i :][:20], codec=codec, options=options, times=range(start, start + 20))
+        for i, start in enumerate(starts)
+    )
     path = tmp_path / "joined.ts"
     path.write_bytes(one.read_bytes() + two.read_bytes())
     full = read_frames(path, 0, 40)
