@@ -29,8 +29,8 @@ def test_a_limit_of_nesting(opening, closing):
 
 
 def test_wide_is_not_deep():
-    wide = [{"a": [1]}] * 1000
-    assert parse_json(json.dumps(wide)) == wide
+    for wide in ([{"a": [1]}] * 1000, [json.loads(nested(MAX_NESTING - 1))] * 2):
+        assert parse_json(json.dumps(wide)) == wide
 
 
 # 101 is refused by our limit, 100,000 by Python's

@@ -178,7 +178,7 @@ def _from_packets(path: str, container: InputContainer, stream: VideoStream) -> 
             keys.append(packet.pts)
     num_packets, num_shown, in_part = len(is_key), len(times), False
     if container.format.name == "mpegts":
-        in_part = all(container.size % size for size in TS_PACKET_SIZES)
+        in_part = all(Path(path).stat().st_size % size for size in TS_PACKET_SIZES)
         # FFmpeg marks the packet before the one with the gap. Where a keyframe is next, it is where two streams were joined.
         marked = [i for i in marked if is_key[i + 2 : i + 3] != [True]]
     if marked or in_part or (is_mp4 and num_packets < in_header):
