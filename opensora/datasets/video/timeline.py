@@ -165,8 +165,8 @@ def _from_packets(path: str, container: InputContainer, stream: VideoStream) -> 
     for packet in container.demux(stream):
         if not packet.size:
             continue
-        # a frame of a GIF ends with an empty block, and perhaps the file's last byte
-        if packet.is_corrupt or (codec == "gif" and not bytes(packet)[-2:].rstrip(b";").endswith(b"\0")):
+        # a frame of a GIF ends with an empty block, the last one perhaps with the file's end mark
+        if packet.is_corrupt or (codec == "gif" and not bytes(packet).rstrip(b";").endswith(b"\0")):
             marked.append(len(is_key))
         is_key.append(packet.is_keyframe)
         begin_in_file &= packet.pos is not None  # else it is part of what the file has as one packet, as in MPEG-PS

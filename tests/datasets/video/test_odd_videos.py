@@ -345,7 +345,12 @@ def test_a_cut_gif_is_refused(tmp_path):
         path.write_bytes(content[:size])
         with pytest.raises(BadFile, match=r"a\.gif is truncated"):
             probe(path)
-    for whole in (content, content[:-1], content + bytes(3)):  # the last byte says only that no frame follows
+    for whole in (
+        content,
+        content[:-1],
+        content + b";",
+        content + bytes(3),
+    ):  # the last byte says only that no frame follows
         path.write_bytes(whole)
         assert probe(path).num_frames == 5
 
