@@ -40,7 +40,7 @@ def test_wide_is_not_deep():
     ("a.jsonl", '{"path": "a.mp4", "text": "", "x": {}}', read_table, r"a\.jsonl, line 1: no valid JSON \(.* nested more than 100"),
     ("a.jsonl", '{"path": "a.mp4", "text": {}}', read_frame, r"a\.jsonl, line 1: no valid JSON \(.* nested more than 100"),
     ("a.json", '{"config": {}}', read_sidecar, r"a\.json is no sidecar of a sample"),
-    ("METADATA", '{"format": {}}', lambda path: read_metadata(path.parent, "Make it."), r"does not describe a cache.*nested"),
+    ("METADATA", '{"format": {}}', lambda path: read_metadata(path.parent, "Make it."), r"METADATA is no valid JSON \(.* nested more than 100"),
     ("a.json", '{"text": {}}', lambda path: _sidecar(path, "json"), r"a\.json is no valid JSON \(.* nested more than 100"),
 ])  # fmt: skip
 def test_files_nested_too_deeply(tmp_path, depth, name, text, read, message):

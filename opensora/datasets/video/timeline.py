@@ -146,10 +146,8 @@ def _from_header(container: InputContainer, stream: VideoStream) -> Timeline | N
 
 
 def _can_seek(container: InputContainer, stream: VideoStream) -> bool:
-    """Whether frames are the same after a seek to what FFmpeg calls a keyframe.
-
-    A palette may come with the first packet alone; FFmpeg calls keyframes of RPZA, Dirac and APNG what needs the frame before.
-    """
+    """Whether frames are the same after a seek. A palette may come with the first packet alone, and FFmpeg marks frames of RPZA, Dirac
+    and APNG as keyframes that need the one before."""
     codec = stream.codec_context
     return codec.pix_fmt != "pal8" and codec.name not in ("rpza", "dirac") and container.format.name != "apng"
 
