@@ -39,7 +39,7 @@ from opensora.inference.output import (
     with_extension,
 )
 from opensora.utils.errors import UserError, first_few
-from opensora.utils.folders import read_json
+from opensora.utils.folders import parse_json, read_json
 
 logger = logging.getLogger(__name__)
 
@@ -156,7 +156,7 @@ def read_sidecar(path: str | Path) -> dict[str, Any]:
         UserError: it cannot be read, or is none.
     """
     try:
-        record = json.loads(Path(path).read_text(encoding="utf-8"))
+        record = parse_json(Path(path).read_text(encoding="utf-8"))
         _settings(record)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}). Name the .json file next to a sample.") from error

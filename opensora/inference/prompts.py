@@ -25,6 +25,7 @@ from opensora.datasets.table.files import read_frame
 from opensora.inference.mask_strategy import check_references, parse_mask_strategy
 from opensora.registry import did_you_mean
 from opensora.utils.errors import UserError, first_few
+from opensora.utils.folders import parse_json
 
 logger = logging.getLogger(__name__)
 
@@ -283,8 +284,8 @@ def split_settings(prompt: str, where: str) -> tuple[str, dict[str, Any]]:
     for match in KEY.finditer(prompt):
         found, problem = None, ""
         try:
-            found = json.loads(prompt[match.start() :], object_pairs_hook=without_repeats)
-        except (ValueError, RecursionError) as error:
+            found = parse_json(prompt[match.start() :], object_pairs_hook=without_repeats)
+        except ValueError as error:
             problem = str(error)
         names = [match[1]] if found is None else list(found)
         if not any(name in SETTINGS or did_you_mean(name, list(SETTINGS)) for name in names):

@@ -7,6 +7,8 @@ import logging
 import os
 import socket
 import tempfile
+from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
@@ -15,6 +17,7 @@ from opensora.utils.errors import UserError
 logger = logging.getLogger(__name__)
 
 _held: dict[tuple[int, Path], IO[str]] = {}  # the open files of `hold_folder`
+MAX_NESTING = 100  # lists and objects in one another
 
 
 def make_writable(folder: str | Path, option: str) -> Path:
@@ -78,7 +81,7 @@ def read_json(path: Path, remedy: str) -> dict[str, Any]:
         UserError: the file is missing, is no JSON or holds something else; the message ends with `remedy`.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}). {remedy}") from error
     except ValueError as error:  # of the text's encoding or of JSON
@@ -86,3 +89,19 @@ def read_json(path: Path, remedy: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UserError(f"{path} holds a {type(content).__name__}; expected an object. {remedy}")
     return content
+
+
+def parse_json(text: str, **options: Any) -> Any:
+    """`json.loads`, with a `ValueError` also for what is nested so deeply that it, or a later step, would end at Python's recursion
+    limit."""
+    with suppress(RecursionError):
+        value = json.loads(text, **options)
+        level = [value] if text.count("[") + text.count("{") > MAX_NESTING else []
+        for _ in range(MAX_NESTING + 1):
+            inner = [
+                each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list)
+            ]
+            level = list(chain.from_iterable(inner))
+        if not level:
+            return value
+    raise ValueError(f"lists or objects are nested more than {MAX_NESTING} deep")

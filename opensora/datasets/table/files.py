@@ -22,6 +22,7 @@ from pyarrow import types
 
 from opensora.registry import did_you_mean
 from opensora.utils.errors import UserError
+from opensora.utils.folders import parse_json
 
 FORMATS = ("csv", "jsonl", "parquet")
 SHOWN_ROWS = 5  # of those that a message is about
@@ -214,7 +215,7 @@ def _json_records(source: Path, file: Iterable[str]) -> Iterator[dict[str, Any]]
         if not line.strip():
             continue
         try:
-            record = json.loads(line, object_pairs_hook=without_repeats)
+            record = parse_json(line, object_pairs_hook=without_repeats)
         except ValueError as error:
             raise UserError(
                 f"{source}, line {number}: no valid JSON ({error}); each line is an object of its own."
