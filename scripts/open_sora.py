@@ -84,13 +84,18 @@ COMMANDS = {
     "scripts/misc/extract_feat.py": Ours("python -m tools.cache_features CONFIG --data-path TABLE --cache-dir DIR"),
     "scripts/misc/profile_train.py": Ours("python -m tools.benchmark train_step --profile"),
     "eval/loss/eval_loss.py": Ours(
-        "python -m tools.eval.held_out_loss CONFIG --ckpt-path WEIGHTS --val-data-path TABLE, which also prints the losses by size"
+        "python -m tools.eval.held_out_loss CONFIG --ckpt-path WEIGHTS --val-data-path TABLE"
+    ),
+    "eval/loss/tabulate_rl_loss.py": Ours(
+        "nothing: tools.eval.held_out_loss prints the losses by size and timestep itself"
     ),
     "eval/vae/eval_common_metric.py": Ours(
         "python -m tools.eval_vae --vae FOLDER --data-path TABLE: PSNR, SSIM and LPIPS from the VAE itself, without files in between"
     ),
     "eval/vbench/calc_vbench.py": VBENCH,
+    "eval/vbench/tabulate_vbench_scores.py": VBENCH,
     "eval/vbench_i2v/calc_vbench_i2v.py": VBENCH,
+    "eval/vbench_i2v/tabulate_vbench_i2v_scores.py": VBENCH,
 }
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from opensora.inference.prompts import PromptItem, without_scores
+from opensora.inference.prompts import PromptItem, Segment, without_scores
 from opensora.utils.errors import UserError
 
 INSTRUCTION = (
@@ -39,10 +39,12 @@ def refine_prompts(items: Sequence[PromptItem], folder: Path) -> list[PromptItem
     if dist.is_initialized():
         dist.barrier()
     known = json.loads(file.read_text("utf-8"))
-    return [
-        replace(item, segments=tuple(segment._replace(text=known[(old := without_scores(segment.text))] + segment.text[len(old) :])
-                                     for segment in item.segments)) for item in items
-    ]  # fmt: skip
+
+    def refined(segment: Segment) -> Segment:
+        old = without_scores(segment.text)
+        return segment._replace(text=known[old] + segment.text[len(old) :])
+
+    return [replace(item, segments=tuple(map(refined, item.segments))) for item in items]
 
 
 def _answer(text: str) -> str:
@@ -54,12 +56,12 @@ def _answer(text: str) -> str:
         with urllib.request.urlopen(
             urllib.request.Request(url, json.dumps(body).encode(), headers), timeout=120
         ) as response:
-            answer = " ".join(json.load(response)["choices"][0]["message"]["content"].split())
-    except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"llm_refine: {url} did not rewrite {text[:60]!r} ({error or type(error).__name__}). Check OPENAI_BASE_URL, OPENAI_API_KEY and "
-            "OPENAI_MODEL, or leave llm_refine out."
-        ) from error
-    if not answer:
-        raise UserError(f"llm_refine: {url} gave an empty answer to {text[:60]!r}; set another OPENAI_MODEL.")
-    return answer
+            if answer := " ".join(json.load(response)["choices"][0]["message"]["content"].split()):
+                return answer
+            error: Exception = ValueError("an empty answer")
+    except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError, AttributeError) as caught:
+        error = caught
+    raise UserError(
+        f"llm_refine: {url} did not rewrite {text[:60]!r} ({error or type(error).__name__}). Check OPENAI_BASE_URL, OPENAI_API_KEY and "
+        "OPENAI_MODEL, or leave llm_refine out."
+    ) from error

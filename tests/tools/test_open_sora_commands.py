@@ -151,6 +151,12 @@ def test_an_old_command_scores_a_table_under_its_old_name(name, column, table, m
         assert "is there already" in capsys.readouterr().out
 
 
+def test_a_share_of_each_bucket_is_no_split(table, monkeypatch, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        run(monkeypatch, "tools/datasets/split.py", table, "-o", "subset.csv", "-c", "config.py", "-l", "1000")
+    assert "datautil TABLE --sample N --output OUT" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_scenes_are_found_and_cut_by_the_paths_of_the_readme(table):
     def python(*words: object) -> None:

@@ -187,33 +187,40 @@ def text_to_image(argv: Sequence[str]) -> None:
     """
     options = Options("text_to_image", text_to_image.__doc__, argv, device="any")
     options.add_argument("--model", required=True, help="folder or hub id of a pipeline of diffusers")
-    options.add_argument("--scheduler", default="none", help="a class of diffusers; none: the pipeline's own")
-    options.add_argument("--prompt", default="a white dog runs over a meadow")
-    for flag, full, toy in (
-        ("steps", 30, 2),
-        ("height", 1024, 64),
-        ("width", 1024, 64),
-        ("seed", 1, 1),
-        ("repeats", 3, 1),
+    for flag, default, about in (
+        ("--scheduler", "none", "a class of diffusers; none: the pipeline's own"),
+        ("--prompt", "a white dog runs over a meadow", "what to draw"),
+        ("--steps", 30, "of the scheduler"),
+        ("--height", 1024, "pixels"),
+        ("--width", 1024, "pixels"),
+        ("--seed", 1, "of the noise"),
+        ("--repeats", 3, "calls after the first of a size"),
+        ("--compiler", "nexfort", "none, nexfort, or another backend"),
+        ("--compiler-config", "{}", "JSON, see docs/compiler.md"),
+        ("--run_multiple_resolutions", 0, "1: also 3/4 and 1/2 of the sides"),
+        ("--run_rare_resolutions", 0, "1: also sizes that few models are trained at"),
     ):
-        options.add(f"--{flag}", full, toy)
+        options.add_argument(flag, default=default, type=type(default), help=about)
     options.add_argument(
-        "--compiler", default="nexfort", help="none, nexfort, compile, compile-max-autotune, or a backend"
-    )
-    options.add_argument("--compiler-config", default="{}", metavar="JSON", help="see docs/compiler.md")
-    options.add_argument("--quantize", action="store_true", help="quantise the denoiser first")
-    options.add_argument("--quantize-config", type=json.loads, default={}, metavar="JSON", help="of quantize_pipe")
-    options.add_argument("--run_multiple_resolutions", type=int, default=0, help="1: also 3/4 and 1/2 of the sides")
-    options.add_argument(
-        "--run_rare_resolutions", type=int, default=0, help="1: also sizes that few models are trained at"
+        "--quantize", nargs="?", type=json.loads, const={}, help="JSON of what quantize_pipe takes, or nothing"
     )
     args, device = options.parse(), options.device
-    pipe = pipeline(args.model, args.scheduler, device)
-    if args.quantize:
-        quantize_pipe(pipe, **args.quantize_config)
-    backend = {"compile": "inductor", "compile-max-autotune": "inductor"}.get(args.compiler, args.compiler)
-    config = '{"mode": "max-autotune"}' if args.compiler == "compile-max-autotune" else args.compiler_config
-    compile_pipe(pipe, backend=backend, options=config)
+    import diffusers  # the other benchmarks need no pipelines
+
+    try:
+        dtype = torch.float16 if device.type == "cuda" else torch.float32
+        pipe: Any = diffusers.DiffusionPipeline.from_pretrained(args.model, torch_dtype=dtype).to(device)
+    except (OSError, ValueError) as error:
+        raise hub_error(args.model, "pipeline", error) from error
+    if args.scheduler != "none":
+        if not hasattr(diffusers, args.scheduler):
+            raise UserError(
+                f"--scheduler {args.scheduler}: diffusers has no such class; none keeps the pipeline's own."
+            )
+        pipe.scheduler = getattr(diffusers, args.scheduler).from_config(pipe.scheduler.config)
+    if args.quantize is not None:
+        quantize_pipe(pipe, **args.quantize)
+    compile_pipe(pipe, backend=args.compiler, options=args.compiler_config)
     loops: list[float] = []
 
     @contextmanager
@@ -248,19 +255,3 @@ def text_to_image(argv: Sequence[str]) -> None:
         later = statistics.median(seconds(call, device) for _ in range(args.repeats))
         rate = args.steps / statistics.median(loops)
         table.row(f"{height}x{width}", first, later, rate, compiled, peak_gib(device))
-
-
-def pipeline(model: str, scheduler: str, device: torch.device) -> Any:
-    """A pipeline of diffusers, with another scheduler unless that is "none"."""
-    import diffusers
-
-    try:
-        dtype = torch.float16 if device.type == "cuda" else torch.float32
-        pipe: Any = diffusers.DiffusionPipeline.from_pretrained(model, torch_dtype=dtype)
-    except (OSError, ValueError) as error:
-        raise hub_error(model, "pipeline", error) from error
-    if scheduler != "none":
-        if not hasattr(diffusers, scheduler):
-            raise UserError(f"--scheduler {scheduler}: diffusers has no such class; none keeps the pipeline's own.")
-        pipe.scheduler = getattr(diffusers, scheduler).from_config(pipe.scheduler.config)
-    return pipe.to(device)
