@@ -123,7 +123,7 @@ def _parts_but(pipe: Any, ignores: Sequence[str]) -> list[tuple[str, nn.Module]]
         raise UserError(f"{type(pipe).__name__} has none of the parts {', '.join((*DENOISERS, 'vae'))}.")
     for one in ignores:
         if not any(f"{name}.".startswith(f"{one}.") for name in names):
-            raise UserError(f"ignores={one!r} is not a part of {type(pipe).__name__}; it has {', '.join(names)}.")
+            raise UserError(f"ignores={one!r} is not a part of it; it has {', '.join(names)}.")
     return [(name, part) for name, part in parts if not any(f"{name}.".startswith(f"{one}.") for one in ignores)]
 
 

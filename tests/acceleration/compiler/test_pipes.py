@@ -73,7 +73,7 @@ def test_only_denoisers_are_quantised():
 
 
 def test_quantising_names_what_it_lacks():
-    with pytest.raises(UserError, match="ignores='unett' is not a part of SimpleNamespace; it has unet"):
+    with pytest.raises(UserError, match="ignores='unett' is not a part of it; it has unet"):
         quantize_pipe(SimpleNamespace(unet=nn.Linear(8, 8)), ignores=["unett"])
     with pytest.raises(UserError, match="no denoiser to quantise"):
         quantize_pipe(SimpleNamespace(vae=autoencoder()))
