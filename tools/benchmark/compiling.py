@@ -239,7 +239,7 @@ def text_to_image(argv: Sequence[str]) -> None:
     sizes = [[max(STEP, round(s * n / STEP) * STEP) for s, n in zip(sides, of, strict=True)] for of in shares]
     if args.run_rare_resolutions:
         sizes += [[sides[0] + a * STEP, sides[1] + b * STEP] for a, b in ((1, 3), (3, 1), (5, 2))]
-    options.heading(args.model, f"{args.steps} steps", f"{args.compiler} {args.compiler_config}")
+    options.heading(f"{args.steps} steps")
     table = Table(SIZE_COLUMNS)
     programs = torch._dynamo.utils.counters["stats"]
     for height, width in dict.fromkeys(map(tuple, sizes)):
