@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from opensora.checkpoint.save import MANIFEST, STATE, Writing
 from opensora.checkpoint.tensors import SavedTensors, checksum, load_into, shard_of
-from opensora.checkpoint.weight_files import find_weights, read_file
+from opensora.checkpoint.weight_files import find_weights, foreign_checkpoint, read_file
 from opensora.utils.errors import UserError
 from opensora.utils.folders import read_json
 
@@ -87,11 +87,16 @@ def open_checkpoint(path: str | Path, *, check: Literal["size", "checksum"] = "s
         UserError: the folder is missing, is no checkpoint, is incomplete, or its files changed.
     """
     path = Path(path)
+    if path.is_file():
+        raise UserError(
+            f"{path} is a file, not the folder of a checkpoint. To start from weights, name it with --ckpt-path."
+        )
     if not path.is_dir():
         raise UserError(f"no checkpoint at {path}: there is no such folder.{_found_inside(path.parent)}")
     if not (path / MANIFEST).is_file():
         raise UserError(
-            f"{path} is not a complete checkpoint: it has no {MANIFEST}, which is written last."
+            foreign_checkpoint(path)
+            or f"{path} is not a complete checkpoint: it has no {MANIFEST}, which is written last."
             f"{_found_inside(path)}{_found_inside(path.parent)}"
         )
     manifest = _read_manifest(path)

@@ -309,6 +309,7 @@ class InferenceConfig(RunConfig):
     aes: int | float | str | None = option("aesthetic score, added to every prompt that has none", None)
     flow: int | float | str | None = option("motion score, added to every prompt that has none", None)
     camera_motion: str | None = option("camera motion, added to every prompt that has none", None)
+    llm_refine: bool = option("let a language model rewrite the prompts; see inference.md", False)
     motion_flow: int | float | None = option("optical-flow score for NOVA's video models; None: 5", None, COUNT)
     num_sample: int = option("videos for each prompt", 1, AT_LEAST_ONE)
     save_dir: str = option("folder for the results", "./samples")
@@ -336,7 +337,7 @@ class InferenceConfig(RunConfig):
 
     def problems(self) -> list[str]:
         kind = str(self.model.get("type"))
-        of_texts, edits = ["aes", "flow", "camera_motion"], self.loop == 1 and self.extend is None
+        of_texts, edits = ["aes", "flow", "camera_motion", "llm_refine"], self.loop == 1 and self.extend is None
         classes = self.text_encoder.get("type") == "classes"
         problems = self.without_effect(
             (not kind.startswith("NOVA"), f"on a {kind}: use flow", ["motion_flow"]),
