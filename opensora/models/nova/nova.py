@@ -212,7 +212,9 @@ class NOVA(nn.Module):
         """
         frames = torch.tensor([frame], device=text.device)
         x = text.new_empty(len(text), self.in_channels, 0, *size[1:]) if previous is None else previous[:, :, None]
-        out, past = self._conditions(x, text if past is None else None, frames, size, past, with_positions)
+        out, past = self._conditions(
+            x, text if past is None else None, frames, size, past, with_positions=with_positions
+        )
         return out[:, 0], past
 
     def _conditions(
@@ -222,6 +224,7 @@ class NOVA(nn.Module):
         frames: Tensor,
         size: Sequence[int],
         past: Past | None,
+        *,
         with_positions: bool = True,
     ) -> tuple[Tensor, Past]:
         """The conditions `[B, T, Nc, D]` of the frames with indices `frames [T]`, and the past of the next one.
