@@ -120,7 +120,7 @@ def to_dict(config: RunConfig) -> dict[str, Any]:
     return {name: copy.deepcopy(getattr(config, name)) for name in schema_fields(type(config))}
 
 
-def read_file(path: Path, schema: type[RunConfig]) -> FileContent:
+def read_file(path: Path, schema: type[RunConfig] = TrainConfig) -> FileContent:
     """Values of a config file, where each was set (`file:line`), and problems that its values cannot show.
 
     To sample from, also the folder of a pipeline of NOVA.
