@@ -19,6 +19,7 @@ number of samples: compare only equal numbers, and see `--save-statistics` for k
 
 import argparse
 import warnings
+import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -227,7 +228,7 @@ def _side(source: Path, args: argparse.Namespace, extractor: Extractor, sampling
             raise UserError(
                 f"--num-samples does not fit {source}, which holds statistics of all its images: leave it out."
             )
-        if known and not npz_arrays(source, "arr_0"):
+        if known and "arr_0.npy" not in zipfile.ZipFile(source).namelist():
             return Side(known["mu"], known.get("mu_s"))
     clips = read_clips(source, sampling, args.root, args.num_samples)
     features, count = features_of(clips, extractor, args.batch_size, args.device)
@@ -268,11 +269,13 @@ def write_npz(args: argparse.Namespace) -> None:
             "--save-statistics), and --resize needs a --size."
         )
     sampling = sampling_of(args, Extractor("none", "none", (0, 0), torch.nn.Identity(), 1, "none"))
-    clips = read_clips(args.fake, sampling, args.root, args.num_samples)
-    frames = [frame for clip in clips for frame in to_uint8(clip.video)]
-    if len(sizes := {frame.shape for frame in frames}) > 1:
-        raise UserError(f"{args.fake}: images of {len(sizes)} sizes, such as {sorted(sizes)[:2]}: set --size for one.")
-    images = np.stack([frames[i] for i in np.random.default_rng(0).permutation(len(frames))])
+    frames = [frame for clip in read_clips(args.fake, sampling, args.root) for frame in to_uint8(clip.video)]
+    count = args.num_samples or len(frames)
+    if (sizes := len({frame.shape for frame in frames})) > 1 or count > len(frames):
+        raise UserError(
+            f"{args.fake} has {len(frames)} images of {sizes} sizes, asked for are {count} of one: --num-samples, --size."
+        )
+    images = np.stack([frames[i] for i in np.random.default_rng(0).permutation(len(frames))[:count]])
     replace_file(path, lambda file: np.savez(file, arr_0=images))
     print(f"{path}: {len(images)} images")
 

@@ -224,7 +224,8 @@ def test_a_folder_of_samples_becomes_a_file_and_scores_alike(run, tmp_path, caps
     assert np.load("small.npz")["arr_0"].shape == (3, 4, 4, 3)
     Image.fromarray(images(1, 3, side=8)[0]).save(tmp_path / "samples" / "other.png")
     for options, message in (
-        (("--write-npz", "all.npz"), "images of 2 sizes"),
+        (("--write-npz", "all.npz"), "13 images of 2 sizes"),
+        (("--write-npz", "all.npz", "--size", 4, 4, "--num-samples", 14), "asked for are 14"),
         (("--write-npz", "all.npy"), "the name ends in .npz"),
         (("--write-npz", "all.npz", "--real", "real.npz"), "nothing is measured"),
         ((), "--real is missing"),
