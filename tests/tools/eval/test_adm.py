@@ -13,7 +13,7 @@ from torchvision.models.inception import Inception3
 
 from opensora.utils.errors import UserError
 from tests.models.vae.lpips_files import random_alex
-from tools.eval import extractors
+from tools.eval import extractors, frechet
 from tools.eval.extractors import Extractor
 from tools.eval.frechet import SPLIT, Gaussian, frechet_distance, inception_score, main, precision_recall
 from tools.eval.inception import POOLED, Inception
@@ -233,6 +233,25 @@ def test_a_folder_of_samples_becomes_a_file_and_scores_alike(run, tmp_path, caps
         with pytest.raises(SystemExit, match="2"):
             run("--fake", "samples", *options)
         assert message in capsys.readouterr().err
+
+
+def test_samples_in_the_order_of_their_classes_are_mixed(run, tmp_path, monkeypatch):
+    """Each part of the Inception Score would else have one class, as here the file has that keeps the order."""
+    monkeypatch.setattr(frechet, "SPLIT", 10)
+    dark_and_bright = np.repeat(np.array([0, 255], np.uint8), 20)[:, None, None, None] * np.array([1, 0, 0], np.uint8)
+    pixels = dark_and_bright * np.ones((1, 6, 8, 1), np.uint8)
+    (tmp_path / "samples").mkdir()
+    for i, image in enumerate(pixels):
+        Image.fromarray(image).save(tmp_path / "samples" / f"sample_{i:04d}.png")
+    np.savez("sorted.npz", arr_0=pixels)
+    np.savez("real.npz", arr_0=images(30, 0))
+    run("--fake", "samples", "--write-npz", "mixed.npz")
+    scores = {
+        fake: run("--real", "real.npz", "--fake", fake)["inception_score"]
+        for fake in ("sorted.npz", "samples", "mixed.npz")
+    }
+    assert scores["sorted.npz"] == pytest.approx(1)
+    assert min(scores["samples"], scores["mixed.npz"]) > 1.05
 
 
 @pytest.mark.parametrize("content", [b"no", {"arr_1": np.zeros(3)}, {"arr_0": np.zeros((4, 6, 6, 3))}])
