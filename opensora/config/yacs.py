@@ -196,7 +196,8 @@ def read_pipeline(folder: Path) -> dict[str, Any]:
             f"{folder}: only NOVA's pipelines can take a config's place, and this one's transformer is a "
             f"{config.get('_class_name')}. Name a config, and the weights with --ckpt-path {folder / 'transformer'}."
         )
-    video = (config.get("video_base_size") or [1])[0] > 1  # as there: such a model has motion tokens
+    base = config.get("video_base_size")
+    video = isinstance(base, list) and base[:1] > [1]  # as there: such a model has motion tokens
     node.PIPELINE.TYPE = CHOICES["PIPELINE.TYPE"][video]
     components = _components(node)
     return components | _published_size(components, config)
