@@ -5,6 +5,7 @@ github.com/mseitzer/pytorch-fid (tag fid_weights). TensorFlow's pooling leaves p
 block; its resizing has no half-pixel offset.
 """
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
-from torchvision.models import inception
+from torchvision.models import inception_v3
 
 from opensora.checkpoint.weight_files import read_file
 from opensora.utils.errors import UserError
@@ -20,31 +21,15 @@ from opensora.utils.errors import UserError
 SIDE, POOLED = 299, 2048
 
 
-class _AsTensorFlow:
-    """A block of torchvision with another pooling in its last branch."""
-
-    branch_pool: nn.Module
-    takes_maximum = False
-
-    def _forward(self, x: Tensor) -> list[Tensor]:
-        pooled = F.max_pool2d(x, 3, 1, 1) if self.takes_maximum else F.avg_pool2d(x, 3, 1, 1, count_include_pad=False)
-        return [*super()._forward(x)[:3], self.branch_pool(pooled)]  # type: ignore[misc]
-
-
-def _patched(block: type[nn.Module]) -> type[nn.Module]:
-    return type(block.__name__, (_AsTensorFlow, block), {})
-
-
 class Inception(nn.Module):
     """Frames -> `POOLED` features and, for sFID, 7 channels of mixed_6/conv [17, 17, 7] in TensorFlow's order."""
 
     def __init__(self, weights: Path) -> None:
         super().__init__()
-        blocks: list[Any] = [inception.BasicConv2d, inception.InceptionA, inception.InceptionB, inception.InceptionC,
-                             inception.InceptionD, inception.InceptionE, None]  # fmt: skip
-        blocks = [_patched(block) if i in (1, 3, 5) else block for i, block in enumerate(blocks)]
-        self.net = inception.Inception3(1008, aux_logits=False, inception_blocks=blocks, init_weights=False)
-        self.net.Mixed_7c.takes_maximum = True
+        self.net = inception_v3(num_classes=1008, aux_logits=False, init_weights=False)
+        for block in self.net.children():
+            if hasattr(block, "branch_pool"):
+                block.register_forward_hook(partial(_pool_again, maximum=block is self.net.Mixed_7c))
         try:
             self.net.load_state_dict(read_file(weights))
         except RuntimeError as error:
@@ -69,3 +54,10 @@ class Inception(nn.Module):
     def probabilities(self, pooled: Tensor) -> Tensor:
         """Of the classes, `[N, POOLED] -> [N, 1008]`, as the Inception Score takes them: without biases."""
         return (pooled.to(self.classes) @ self.classes.T).softmax(dim=1)
+
+
+def _pool_again(block: Any, args: tuple[Tensor], out: Tensor, *, maximum: bool) -> Tensor:
+    """The output of a block with its last branch, which pools, as TensorFlow's."""
+    pooled = F.max_pool2d(args[0], 3, 1, 1) if maximum else F.avg_pool2d(args[0], 3, 1, 1, count_include_pad=False)
+    branch = block.branch_pool(pooled)
+    return torch.cat([out[:, : -branch.shape[1]], branch], dim=1)
