@@ -113,18 +113,13 @@ def precision_recall(real: Tensor, fake: Tensor) -> tuple[float, float]:
     """
     if min(len(real), len(fake)) <= NEIGHBOURS:
         raise UserError(f"precision and recall need more than {NEIGHBOURS} samples on each side.")
-    real, fake = real.double(), fake.double()
 
-    def radii(x: Tensor) -> Tensor:
-        return torch.cat([torch.cdist(rows, x).kthvalue(NEIGHBOURS + 1).values for rows in x.split(1024)])
+    def share(points: Tensor, manifold: Tensor) -> float:
+        nearest = [torch.cdist(rows, manifold).kthvalue(NEIGHBOURS + 1).values for rows in manifold.split(1024)]
+        inside = [(torch.cdist(rows, manifold) <= torch.cat(nearest)).any(1) for rows in points.split(1024)]
+        return float(torch.cat(inside).double().mean())
 
-    of_real, of_fake = radii(real), radii(fake)
-    inside, reached = [], torch.zeros(len(real), dtype=torch.bool, device=real.device)
-    for rows, reach in zip(fake.split(1024), of_fake.split(1024), strict=True):
-        distances = torch.cdist(rows, real)
-        inside.append((distances <= of_real).any(1))
-        reached |= (distances <= reach[:, None]).any(0)
-    return float(torch.cat(inside).double().mean()), float(reached.double().mean())
+    return share(fake.double(), real.double()), share(real.double(), fake.double())
 
 
 def _root(matrix: Tensor) -> Tensor:
