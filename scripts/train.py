@@ -3,6 +3,7 @@
 import logging
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -133,6 +134,7 @@ def train(cfg: TrainConfig, world: World, stop: StopSignals, watchdog: Watchdog)
     source = broadcast_from_rank0(partial(resumed_checkpoint, cfg))
     scheduler = build_module(cfg.scheduler, SCHEDULERS)
     dataset, vae, text_encoder, model = build_data_and_models(cfg, world)
+    cfg = with_stored_size(cfg, dataset)
     check_classes_of_data(dataset, text_encoder)
     if cfg.bucket_config is not None:
         refuse_illegal_sizes(dataset.buckets, vae, model.patch_size)
@@ -206,6 +208,16 @@ def train(cfg: TrainConfig, world: World, stop: StopSignals, watchdog: Watchdog)
     saver.wait()
     log.line(f"{stop.reason or 'done'}: {run} at step {state.step}")
     log.close()
+
+
+def with_stored_size(cfg: TrainConfig, dataset: Any) -> TrainConfig:
+    """The config with the size of the dataset's records, if it has any: manifest and validation go by it."""
+    size = getattr(dataset, "video_size", None)
+    if size in (None, (cfg.num_frames, *cfg.image_size)):
+        return cfg
+    before = (cfg.num_frames, *cfg.image_size)
+    logger.info("num_frames and image_size are the records': %d frames of %dx%d, not %d of %dx%d.", *size, *before)
+    return replace(cfg, num_frames=size[0], image_size=size[1:])
 
 
 def build_data_and_models(cfg: TrainConfig, world: World) -> tuple[Any, Any, Any, Any]:

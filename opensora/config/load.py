@@ -27,7 +27,7 @@ from opensora.config.schema import (
     schema_fields,
 )
 from opensora.config.upgrade import upgrade_all
-from opensora.config.yacs import deepspeed_overrides, read_yacs
+from opensora.config.yacs import PIPELINE, deepspeed_overrides, read_pipeline, read_yacs
 from opensora.registry import Registry, did_you_mean
 from opensora.utils.errors import UserError
 from opensora.utils.imports import import_parts, not_imported
@@ -76,7 +76,7 @@ def parse_config(
             raise UserError(
                 "no config file given; usage: SCRIPT CONFIG [--field VALUE ...], the config first (see --help)."
             )
-        values, origins, problems = read_file(Path(command.config))
+        values, origins, problems = read_file(Path(command.config), schema)
         overrides = {} if command.deepspeed is None else deepspeed_overrides(Path(command.deepspeed))
     except UserError as error:  # a wrong flag may be why there is no file
         draft.take_command(command)
@@ -120,17 +120,20 @@ def to_dict(config: RunConfig) -> dict[str, Any]:
     return {name: copy.deepcopy(getattr(config, name)) for name in schema_fields(type(config))}
 
 
-def read_file(path: Path) -> FileContent:
+def read_file(path: Path, schema: type[RunConfig] = TrainConfig) -> FileContent:
     """Values of a config file, where each was set (`file:line`), and problems that its values cannot show.
+
+    To sample from, also the folder of a pipeline of NOVA.
 
     Raises:
         UserError: it is missing, cannot be read, or raises an error.
     """
-    if not path.is_file():
+    pipeline = schema is InferenceConfig and (path / PIPELINE).is_file()
+    if not (path.is_file() or pipeline):
         hint = did_you_mean(path.name, [sibling.name for sibling in path.parent.glob("*.py")])
         raise UserError(f"config file {path} does not exist.{hint}")
-    if path.suffix in (".yml", ".yaml"):
-        values = read_yacs(path)
+    if pipeline or path.suffix in (".yml", ".yaml"):
+        values = read_pipeline(path) if pipeline else read_yacs(path, for_sampling=schema is InferenceConfig)
         return values, {(key,): str(path) for key in values}, []
     if path.suffix not in (".py", ".json"):
         raise UserError(
@@ -148,7 +151,7 @@ def read_file(path: Path) -> FileContent:
     origins: Origins = {}
     problems = _functions(tree, path)
     for base in _base_files(tree, path):
-        base_values, base_origins, base_problems = read_file(base)
+        base_values, base_origins, base_problems = read_file(base, schema)
         inherited, origins, problems = inherited | base_values, origins | base_origins, problems + base_problems
     values = {key: value for key, value in _execute(path).items() if not key.startswith("_")}
     stored = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]

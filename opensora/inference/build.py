@@ -10,6 +10,7 @@ from opensora.checkpoint.load import MANIFEST
 from opensora.checkpoint.lora import merge_adapter, read_adapter
 from opensora.checkpoint.weight_files import refuse_misnamed
 from opensora.config.load import InferenceConfig, config_from_dict, parse_config, to_dict
+from opensora.config.yacs import PIPELINE
 from opensora.inference.sizes import check_size, overlap
 from opensora.registry import MODELS, SCHEDULERS, Registry, build_module
 from opensora.utils.errors import UserError
@@ -69,7 +70,7 @@ def inference_config(source: str | Path, changes: Mapping[str, Any]) -> Inferenc
     The changes must have what training does not know, such as `fps`, and `imports` where components are the user's own.
 
     Args:
-        source: a .py or .json file, or a checkpoint folder.
+        source: a .py, .json or .yml file, a checkpoint folder, or the folder of a pipeline of NOVA.
         changes: fields of `InferenceConfig` or its command-line names (`ckpt_path`, `cfg_scale`, ...), with their values.
 
     Raises:
@@ -77,7 +78,8 @@ def inference_config(source: str | Path, changes: Mapping[str, Any]) -> Inferenc
     """
     import_parts(changes.get("imports") or ())
     path = Path(source)
-    values = _of_checkpoint(path) if path.is_dir() else to_dict(parse_config(InferenceConfig, COMPONENTS, [str(path)]))
+    checkpoint = path.is_dir() and not (path / PIPELINE).is_file()
+    values = _of_checkpoint(path) if checkpoint else to_dict(parse_config(InferenceConfig, COMPONENTS, [str(path)]))
     for name, value in changes.items():
         alias = InferenceConfig.aliases.get(name)
         if alias is None:

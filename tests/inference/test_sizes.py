@@ -303,6 +303,7 @@ def test_what_is_not_known_is_not_warned_of(tmp_path, caplog):
         warn_outside_training(VideoSize(16, (32, 32), 8, 8), path)
     (tmp_path / "manifest.json").write_text('{"step": 3}')
     assert trained_sizes(str(tmp_path)) == set()
+    assert trained_sizes(checkpoint(tmp_path / "records", dataset={"type": "RecordVideoTextDataset"})) == set()
     assert not caplog.records
 
 
