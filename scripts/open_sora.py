@@ -40,9 +40,6 @@ class Ours(NamedTuple):
 
 
 CAMERA = Ours("tools.scoring", "--scorers camera_motion", "--disable-parallel", "_cmotion")
-VBENCH = Ours(
-    "python -m tools.eval.vbench: it makes the prompt lists, names the samples and reads the scores (docs/evaluation.md)"
-)
 COMMANDS = {
     "tools/scoring/aesthetic/inference.py": Ours(
         "tools.scoring",
@@ -70,32 +67,11 @@ COMMANDS = {
         "--prompt=--prompt --key=$OPENAI_API_KEY",
         "_caption",
     ),
-    "tools/caption/caption_llama3.py": Ours(
-        "python -m tools.caption TABLE --endpoint URL --model NAME --column objects --prompt 'List the objects. A caption: {text}'"
-    ),
-    "tools/scene_cut/convert_id_to_path.py": Ours(
-        "nothing: the table that tools.scene_cut.cut writes has the paths of the clips; for files that may be missing, "
-        "python -m tools.datasets.datautil TABLE --path-to-id, or --info and --remove-broken"
-    ),
     "scripts/inference-long.py": Ours("scripts/inference.py"),
     "scripts/misc/search_bs.py": Ours(
         "python -m tools.search_batch_size CONFIG OUT.py --data-path TABLE --goal even --base 240p:128 (or --base-seconds 12)"
     ),
     "scripts/misc/extract_feat.py": Ours("python -m tools.cache_features CONFIG --data-path TABLE --cache-dir DIR"),
-    "scripts/misc/profile_train.py": Ours("python -m tools.benchmark train_step --profile"),
-    "eval/loss/eval_loss.py": Ours(
-        "python -m tools.eval.held_out_loss CONFIG --ckpt-path WEIGHTS --val-data-path TABLE"
-    ),
-    "eval/loss/tabulate_rl_loss.py": Ours(
-        "nothing: tools.eval.held_out_loss prints the losses by size and timestep itself"
-    ),
-    "eval/vae/eval_common_metric.py": Ours(
-        "python -m tools.eval_vae --vae FOLDER --data-path TABLE: PSNR, SSIM and LPIPS from the VAE itself, without files in between"
-    ),
-    "eval/vbench/calc_vbench.py": VBENCH,
-    "eval/vbench/tabulate_vbench_scores.py": VBENCH,
-    "eval/vbench_i2v/calc_vbench_i2v.py": VBENCH,
-    "eval/vbench_i2v/tabulate_vbench_i2v_scores.py": VBENCH,
 }
 
 
