@@ -114,20 +114,6 @@ def stated_size(cfg: InferenceConfig) -> VideoSize | None:
     return VideoSize(cfg.num_frames, cfg.image_size, float(cfg.fps), saved_rate(cfg))
 
 
-def check_size(vae: VideoVAE, num_frames: int, image_size: tuple[int, int]) -> tuple[int, int, int]:
-    """The latent size (t, h, w) of a video.
-
-    Raises:
-        UserError: the VAE makes no such video; the message names the nearest that it makes.
-    """
-    legal = vae.legal_num_frames(num_frames)
-    if legal != num_frames:
-        raise UserError(
-            f"num_frames={num_frames}: this VAE does not make videos of that length; the nearest is {legal}."
-        )
-    return vae.latent_size((num_frames, *image_size))
-
-
 def saved_rate(cfg: InferenceConfig) -> float:
     """Frames a second of the files."""
     return float(cfg.fps / cfg.frame_interval if cfg.save_fps is None else cfg.save_fps)
