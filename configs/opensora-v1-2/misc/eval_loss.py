@@ -1,7 +1,7 @@
 """The held-out loss of STDiT3-XL/2 in each bucket of 144p to 2048, at 10 timesteps, as Open-Sora 1.2 evaluates it.
 
     torchrun --standalone --nproc_per_node 8 -m tools.eval.held_out_loss configs/opensora-v1-2/misc/eval_loss.py \
-        --val-data-path held_out.csv --ckpt-path WEIGHTS
+        --data-path held_out.csv --val-data-path held_out.csv --ckpt-path WEIGHTS
 
 Weights: any of STDiT3-XL/2.
 Hardware: 8 GPUs.

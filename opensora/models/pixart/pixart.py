@@ -6,8 +6,8 @@ through one linear layer of the timestep (adaLN-single).
 
 Positions are sine-cosine tables, row and column `i / space_scale * base_size / length` for `length` rows or columns,
 and frame `i / time_scale`. In their authors' code all released weights see rows and columns from 0 to 32, whatever the image's
-size (base_size 32 * space_scale, space_scale 0.5, 1, 2 or 4 for 256, 512, 1024 or 2K); but alpha's for 256 go to 16 (16, 1). They are weights for
-images: build the model with `no_temporal_pos_emb=True` to sample images from them.
+size (base_size 32 * space_scale, space_scale 0.5, 1, 2 or 4 for 256, 512, 1024 or 2K); but alpha's for 256 go to 16 (16, 1).
+They are weights for images: build the model with `no_temporal_pos_emb=True` to sample images from them.
 
 Deviations from the released code: positions follow the input's size and are not saved; captions are padded and masked
 instead of packed; the model does not drop text by itself (see `opensora.training.batch_encoder`).
@@ -125,12 +125,10 @@ class PixArt(AdaLNSingleDenoiser):
         super().__init__(model_max_length=model_max_length or self.text_len, **common)
         self.space_scale = space_scale
         self.time_scale = time_scale
-        cells = 32 * space_scale * self.patch_size[1]  # as in Open-Sora 1.2's configs for 2K: 2048 // 8
-        if base_size is not None and base_size == cells and self.patch_size[1] > 1:
-            base_size = 32 * space_scale
-            logger.warning(
-                "base_size=%g counts latent cells, as in Open-Sora: positions are those of %g tokens.", cells, base_size
-            )
+        tokens = 32 * space_scale
+        if base_size == tokens * self.patch_size[1] > tokens:  # as in Open-Sora 1.2's configs for 2K: 2048 // 8
+            logger.warning("base_size=%g counts latent cells, as in Open-Sora: as tokens, %g.", base_size, tokens)
+            base_size = tokens
         self.base_size = base_size
         self.qk_norm = qk_norm
         self.kv_compress = kv_compress

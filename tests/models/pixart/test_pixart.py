@@ -125,7 +125,7 @@ class TestPositions:
         table = model._positions(1, 160, 96, torch.device("cpu")).reshape(160, 96, 48)
         expected = (torch.arange(96, dtype=torch.float64) * 32 / 96).sin()
         torch.testing.assert_close(table[0, :, 0].double(), expected, atol=1e-6, rtol=0)
-        assert "base_size=256 counts latent cells, as in Open-Sora: positions are those of 128 tokens" in caplog.text
+        assert "base_size=256 counts latent cells, as in Open-Sora: as tokens, 128." in caplog.text
 
     def test_base_size_rules_where_given(self):
         table = PixArtSigma(**TOY, base_size=8, no_temporal_pos_emb=True)._positions(1, 4, 4, torch.device("cpu"))
