@@ -165,7 +165,7 @@ def train(cfg: TrainConfig, world: World, stop: StopSignals, watchdog: Watchdog)
     dataset, vae, text_encoder, model = build_data_and_models(cfg, world)
     check_classes_of_data(dataset, text_encoder)
     if cfg.bucket_config is not None:
-        move_to_legal_sizes(dataset.buckets, vae, model.patch_size)
+        move_to_legal_sizes(dataset.buckets, vae)
     encode = BatchEncoder(vae, text_encoder, model, world.device)
     optimizer = build_optimizer(cfg, model)
     engine = build_engine(cfg.plugin, model, optimizer, world, **engine_settings(cfg), cuda_graphs=cfg.cuda_graphs)

@@ -140,7 +140,7 @@ class HeldOutLoss:
     def __init__(self, cfg: TrainConfig, world: World, dataset: Any, encode: BatchEncoder, scheduler: Any) -> None:
         self.cfg, self.world, self.dataset, self.encode, self.scheduler = cfg, world, dataset, encode, scheduler
         if hasattr(dataset, "buckets"):
-            move_to_legal_sizes(dataset.buckets, encode.vae, cast(Any, encode.denoiser).patch_size)
+            move_to_legal_sizes(dataset.buckets, encode.vae)
         self.keys, self.batches = held_out_batches(dataset, cfg.val_num_samples, cfg.batch_size)
         num = cfg.val_num_timesteps
         self.timesteps: list[int | None] = [None] * num

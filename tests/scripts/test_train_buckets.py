@@ -172,7 +172,7 @@ def test_sizes_that_the_vae_does_not_take_are_moved(bucket_config, train_on, cap
     caplog.set_level(logging.INFO)
     config = bucket_config("STDiT2", bucket_config={"50x50": {1: (1.0, 3), 4: (1.0, 1)}}, max_steps=1)
     run = train_on(config)
-    assert "sizes moved to multiples of 16x16, VAE x patch: 50x50 to 48x48" in caplog.text
+    assert "bucket_config: moved to sizes that the VAE takes: 50x50 to 48x48." in caplog.text
     assert "48x48" in (run / "log.txt").read_text()
 
 

@@ -17,7 +17,7 @@ depends on what was drawn for another row.
 
 import hashlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from enum import IntEnum
 from typing import Any, Literal, NamedTuple
 
@@ -297,25 +297,21 @@ def _entry(key: Any, value: Any) -> Entry:
     return Entry(num_frames, float(keep), float(length), size)
 
 
-def move_to_legal_sizes(buckets: Buckets, vae: Any, patch_size: Sequence[int]) -> None:
-    """Move heights and widths to the nearest multiples of VAE x `patch_size` (frames, height, width); moves are logged.
+def move_to_legal_sizes(buckets: Buckets, vae: Any) -> None:
+    """Move heights and widths to the nearest that the VAE takes; moves are logged in one line.
 
     Raises:
         UserError: the VAE does not take the length of a bucket; the message lists all, with the nearest that it takes.
     """
-    probe = 64 * max(patch_size)  # any size that every VAE takes; its latent tells the VAE's factors
-    _, h, w = vae.latent_size((vae.legal_num_frames(1), probe, probe))
-    units = probe // h * patch_size[1], probe // w * patch_size[2]
     moved: dict[str, None] = {}
     problems: dict[str, None] = {}
-    for i, bucket in enumerate(buckets):
-        size = bucket.height, bucket.width
-        height, width = (max(1, round(side / unit)) * unit for side, unit in zip(size, units, strict=True))
-        if (height, width) != size:
-            moved[f"{size[0]}x{size[1]} to {height}x{width}"] = None
-            buckets.buckets[i] = bucket._replace(height=height, width=width)
-        if (frames := vae.legal_num_frames(bucket.num_frames)) != bucket.num_frames:
-            problems[f"  {bucket.resolution}: {bucket.num_frames} frames; the VAE takes {frames}"] = None
+    for i, (resolution, _, num_frames, height, width, _) in enumerate(buckets):
+        legal, *near = vae.legal_size((num_frames, height, width))
+        if near != [height, width]:
+            moved[f"{height}x{width} to {near[0]}x{near[1]}"] = None
+            buckets.buckets[i] = buckets[i]._replace(height=near[0], width=near[1])
+        if legal != num_frames:
+            problems[f"  {resolution}: {num_frames} frames; the VAE takes {legal}"] = None
     if problems:
         more = [f"  and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
         raise UserError(
@@ -323,8 +319,7 @@ def move_to_legal_sizes(buckets: Buckets, vae: Any, patch_size: Sequence[int]) -
         )
     if moved:
         more = [f"and {len(moved) - SHOWN} more"] if len(moved) > SHOWN else []
-        text = ", ".join([*[*moved][:SHOWN], *more])
-        logger.info("bucket_config: sizes moved to multiples of %dx%d, VAE x patch: %s.", *units, text)
+        logger.info("bucket_config: moved to sizes that the VAE takes: %s.", ", ".join([*[*moved][:SHOWN], *more]))
 
 
 def hash_numbers(numbers: np.ndarray, salt: np.ndarray | np.uint64) -> np.ndarray:
