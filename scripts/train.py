@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from inspect import signature
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -120,7 +120,7 @@ def fit_to_machine(cfg: TrainConfig, argv: Sequence[str]) -> tuple[TrainConfig, 
         notes.append(f"sp_size={cfg.sp_size} of the config does not divide {processes} processes: sp_size=1.")
         cfg = replace(cfg, sp_size=1)
     if cfg.plugin.startswith("zero2") and ("plugin",) not in typed:
-        plugin = "zero2-seq" if cfg.sp_size > 1 else "zero2"
+        plugin: Literal["zero2", "zero2-seq", "fsdp2"] = "zero2-seq" if cfg.sp_size > 1 else "zero2"
         device = None if cfg.device == "auto" else torch.device(cfg.device)
         try:
             check_engine(plugin, cfg.sp_size, device=device, dtype=cfg.dtype)
