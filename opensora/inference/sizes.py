@@ -103,7 +103,7 @@ def legal_length(vae: VideoVAE, num_frames: int) -> int:
     """The nearest number of frames that the VAE takes; a move is logged."""
     legal = vae.legal_num_frames(num_frames)
     if legal != num_frames:
-        logger.info("num_frames=%d moved to %d: %s.", num_frames, legal, vae.frames_rule)
+        logger.info("num_frames=%d: the VAE makes no such video (%s), moved to %d.", num_frames, vae.frames_rule, legal)
     return legal
 
 

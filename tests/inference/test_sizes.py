@@ -160,7 +160,7 @@ def test_sizes_and_lengths_that_the_vae_does_not_take_are_moved(frame_wise, caus
     assert "image_size 240x426 (height x width): the VAE takes no such size, moved to 240x424" in caplog.text
     caplog.clear()
     assert video_size(config(image_size=(30, 46), num_frames=18), causal)[:2] == (17, (32, 48))
-    assert "num_frames=18 moved to 17: it takes 4k + 1 frames" in caplog.text
+    assert "num_frames=18: the VAE makes no such video (it takes 4k + 1 frames), moved to 17." in caplog.text
     caplog.clear()
     assert video_size(config(num_frames=17), causal)[:2] == (17, (32, 48))
     assert not caplog.records
