@@ -24,7 +24,7 @@ from opensora.config.upgrade import (
     translate_level,
 )
 from opensora.registry import did_you_mean
-from opensora.utils.dtype import DTYPES, HALF, to_torch_dtype
+from opensora.utils.dtype import DTYPES
 from opensora.utils.errors import UserError
 
 Component = dict[str, Any]  # dict(type=NAME, ...): a registered name and the arguments of its constructor
@@ -243,8 +243,6 @@ class TrainConfig(LoopConfig):
                  f"activation_offload does not reach what grad_checkpoint={level!r} keeps: use 'block' or 'mlp'."),
                 (self.compile and lora.get("dropout"),
                  "lora.dropout draws inside the blocks, which compile=True cannot; switch one of them off."),
-                (colossalai and to_torch_dtype(self.dtype) not in HALF,
-                 f"dtype={self.dtype!r}: plugin={self.plugin!r} computes in bf16 or fp16; use fsdp2, or bf16."),
                 (buckets and not variable,
                  "bucket_config has no effect without dataset=dict(type='VariableVideoTextDataset')."),
                 (variable and not buckets, "a VariableVideoTextDataset needs a bucket_config."),

@@ -11,7 +11,7 @@ from opensora.checkpoint.lora import merge_adapter, read_adapter
 from opensora.checkpoint.weight_files import refuse_misnamed
 from opensora.config.load import InferenceConfig, config_from_dict, parse_config, to_dict
 from opensora.config.yacs import PIPELINE
-from opensora.inference.sizes import check_size, overlap
+from opensora.inference.sizes import overlap
 from opensora.registry import MODELS, SCHEDULERS, Registry, build_module
 from opensora.utils.errors import UserError
 from opensora.utils.folders import read_json
@@ -42,10 +42,8 @@ def build_components(cfg: InferenceConfig) -> Components:
         cfg.scheduler, SCHEDULERS
     )  # mistakes that are quickly found come before minutes of loading
     vae = build_module(cfg.vae, MODELS)
-    if isinstance(cfg.num_frames, int) and cfg.image_size is not None:
-        check_size(vae, cfg.num_frames, cfg.image_size)
     if isinstance(cfg.num_frames, int) and cfg.loop > 1:
-        overlap(vae, cfg.num_frames, cfg.condition_frame_length)  # refuses what cannot be shared
+        overlap(vae, vae.legal_num_frames(cfg.num_frames), cfg.condition_frame_length)  # refuses what cannot be shared
     text_encoder = build_module(cfg.text_encoder, MODELS)
     model = build_module(
         cfg.model,

@@ -23,14 +23,14 @@ from torch import Tensor, nn
 
 from opensora.acceleration.distributed import World
 from opensora.config.schema import TrainConfig
-from opensora.datasets.buckets.bucket import NONE
+from opensora.datasets.buckets.bucket import NONE, move_to_legal_sizes
 from opensora.datasets.dataloader import batch_bytes, build_loader
 from opensora.datasets.sampler import BatchKeys, BucketKey, SampleKey
 from opensora.datasets.video.files import IMAGE_FPS
 from opensora.inference.output import sample_file_name, save_image_grid, save_sample
 from opensora.inference.pipeline import VideoPipeline
 from opensora.inference.prompts import load_prompts
-from opensora.inference.sizes import check_size
+from opensora.inference.sizes import legal_dataset, legal_image_size, legal_length
 from opensora.registry import DATASETS, SCHEDULERS, build_module
 from opensora.training.batch_encoder import BatchEncoder
 from opensora.training.ema import EMA
@@ -123,7 +123,7 @@ def held_out_dataset(cfg: TrainConfig, vae: Any) -> Any | None:
     """
     if not cfg.val_every or cfg.val_data_path is None:
         return None
-    component = {**cfg.dataset, "data_path": cfg.val_data_path}
+    component = {**legal_dataset(cfg.dataset, vae), "data_path": cfg.val_data_path}
     return build_module(component, DATASETS, seed=cfg.seed, vae_fingerprint=vae.fingerprint())
 
 
@@ -139,6 +139,8 @@ class HeldOutLoss:
 
     def __init__(self, cfg: TrainConfig, world: World, dataset: Any, encode: BatchEncoder, scheduler: Any) -> None:
         self.cfg, self.world, self.dataset, self.encode, self.scheduler = cfg, world, dataset, encode, scheduler
+        if hasattr(dataset, "buckets"):
+            move_to_legal_sizes(dataset.buckets, encode.vae)
         self.keys, self.batches = held_out_batches(dataset, cfg.val_num_samples, cfg.batch_size)
         num = cfg.val_num_timesteps
         self.timesteps: list[int | None] = [None] * num
@@ -209,11 +211,10 @@ class SampleVideos:
     def __init__(self, cfg: TrainConfig, world: World, pipeline: VideoPipeline, folder: Path, log: RunLog) -> None:
         self.world, self.pipeline, self.folder, self.log, self.seed = world, pipeline, folder, log, cfg.seed
         self.prompts = load_prompts(cfg.val_prompts, cfg.val_prompt_path)
-        self.num_frames = cfg.val_num_frames or cfg.num_frames
-        self.image_size = cfg.val_image_size or cfg.image_size
+        self.num_frames = legal_length(pipeline.vae, cfg.val_num_frames or cfg.num_frames)
+        self.image_size = legal_image_size(pipeline.vae, cfg.val_image_size or cfg.image_size)
         # the model's condition, also for an image, and the rate of the file
         self.fps = cfg.val_fps or (IMAGE_FPS if self.num_frames == 1 else FULL_FPS / cfg.frame_interval)
-        check_size(pipeline.vae, self.num_frames, self.image_size)
 
     def __call__(self, step: int) -> None:
         """Sample with the weights that the model has now, and write."""

@@ -10,12 +10,14 @@ from opensora.datasets.buckets.bucket import FRAME_ALIASES
 from opensora.inference.build import inference_config
 from opensora.inference.sizes import (
     VideoSize,
+    legal_dataset,
     named_length,
     trained_sizes,
     video_size,
     warn_of_conditioning_frames,
     warn_outside_training,
 )
+from opensora.models.vae.base import VideoVAE
 from opensora.utils.errors import UserError
 from tests.models.vaes import build
 
@@ -144,7 +146,6 @@ def test_named_sizes_are_multiples_of_vae_and_patch(causal):
         ({"image_size": None, "resolution": "480p"}, "comes in several shapes: set aspect_ratio"),
         ({"image_size": None, "resolution": "480p", "aspect_ratio": "wide"}, "aspect ratio 'wide'"),
         ({"image_size": None, "resolution": "480p", "aspect_ratio": "1:9"}, "no shape near '1:9'"),
-        ({"image_size": (33, 48)}, "the nearest is 32x48"),
     ],
 )
 def test_sizes_that_there_are_not(frame_wise, fields, message):
@@ -152,9 +153,25 @@ def test_sizes_that_there_are_not(frame_wise, fields, message):
         video_size(config(**fields), frame_wise)
 
 
-def test_lengths_that_the_vae_does_not_take(causal):
-    with pytest.raises(UserError, match=r"16 frames: it takes 4k \+ 1 frames; the nearest is 17"):
-        video_size(config(), causal)
+def test_sizes_and_lengths_that_the_vae_does_not_take_are_moved(frame_wise, causal, caplog):
+    """Open-Sora's own samples are 240x426; its VAEs drop the rest."""
+    caplog.set_level(logging.INFO)
+    assert video_size(config(image_size=(240, 426)), frame_wise).image_size == (240, 424)
+    assert "image_size 240x426 (height x width): the VAE takes no such size, moved to 240x424" in caplog.text
+    caplog.clear()
+    assert video_size(config(image_size=(30, 46), num_frames=18), causal)[:2] == (17, (32, 48))
+    assert "num_frames=18: the VAE makes no such video (it takes 4k + 1 frames), moved to 17." in caplog.text
+    caplog.clear()
+    assert video_size(config(num_frames=17), causal)[:2] == (17, (32, 48))
+    assert not caplog.records
+
+
+def test_a_dataset_reads_clips_of_a_size_that_the_vae_takes(frame_wise):
+    component = {"type": "VideoTextDataset", "num_frames": 3, "image_size": (30, 46)}
+    assert legal_dataset(component, frame_wise) == {**component, "image_size": (32, 48)}
+    stored = VideoVAE()  # as that of a training from stored latents: it has a scale, but no network
+    assert legal_dataset(component, stored) == component
+    assert legal_dataset({"type": "VariableVideoTextDataset"}, frame_wise) == {"type": "VariableVideoTextDataset"}
 
 
 def test_everything_wrong_with_size_and_references_is_reported_at_once():
@@ -276,6 +293,10 @@ def test_a_checkpoint_of_one_size(tmp_path, caplog):
     assert trained_sizes(path) == trained_sizes(f"{path}/model") == {(16, 256, 256)}
     warn_outside_training(VideoSize(16, (256, 256), 8, 8), path)
     assert not caplog.records
+    warn_outside_training(VideoSize(16, (252, 260), 8, 8), path)  # as a VAE moves a size, in training too
+    assert not caplog.records
+    warn_outside_training(VideoSize(16, (248, 256), 8, 8), path)
+    assert "16 frames of 248x256 is no size that" in caplog.text
     warn_outside_training(VideoSize(32, (256, 256), 8, 8), path)
     assert "32 frames of 256x256 is no size that" in caplog.text
     assert "The nearest is 16 frames of 256x256, the only size" in caplog.text

@@ -196,7 +196,7 @@ MUTANTS = (
         "B D T H W -> B T (H W) D", "B D T H W -> B T (W H) D",
         ("tests/models/stdit/test_stdit2.py::test_the_model_is_its_equations",)),
     Mutant("conditioning_frames_modulated_as_noise", "opensora/models/layers/modulation.py", "noisy frames count as clean",
-        "torch.where(x_mask[None, :, :, None, None], at_t, at_0.transpose(0, 1)[:, :, None, None])", "torch.where(x_mask[None, :, :, None, None], at_0.transpose(0, 1)[:, :, None, None], at_t)",
+        "torch.where(x_mask.bool()[None, :, :, None, None], at_t, at_0.transpose(0, 1)[:, :, None, None])", "torch.where(x_mask[None, :, :, None, None], at_0.transpose(0, 1)[:, :, None, None], at_t)",
         ("tests/models/layers/test_layers.py::test_frame_modulation_picks_the_timestep_of_each_frame",)),
     Mutant("padding_attended_to", "opensora/models/layers/attention.py", "padded text tokens change the video",
         "attention(q, k, v, mask, kernel", "attention(q, k, v, kernel",
