@@ -32,7 +32,7 @@ from opensora.utils.errors import UserError
 logger = logging.getLogger(__name__)
 
 MAX_PASSES = 10
-MAX_NESTED = 4000
+MAX_NESTED = 2000
 MAX_PARSED = 4_000_000
 Clean = Literal["none", "basic", "legacy"]
 
