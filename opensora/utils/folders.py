@@ -38,7 +38,7 @@ def read_json(path: Path, remedy: str) -> dict[str, Any]:
         UserError: the file is missing, is no JSON or holds something else; the message ends with `remedy`.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}). {remedy}") from error
     except ValueError as error:  # of the text's encoding or of JSON
