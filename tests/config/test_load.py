@@ -608,6 +608,13 @@ def test_a_mark_that_replaces_nothing_is_no_setting(train):
         (["--load", "123"], "load", "123"),
         (["--data-path", "other.csv"], "data_path", "other.csv"),
         (["--lr-schedule", "cosine"], "lr_schedule", "cosine"),
+        (["lr=1e-4"], "lr", 1e-4),
+        (["image_size=(128, 64)"], "image_size", (128, 64)),
+        (["max_steps=None"], "max_steps", None),
+        (["data_path=a=b.csv"], "data_path", "a=b.csv"),
+        (["--wandb", "seed=3"], "wandb", True),
+        (["--wandb", "seed=3"], "seed", 3),
+        (["--exp-name", "lr=1e-4"], "exp_name", "lr=1e-4"),
     ],
 )
 def test_a_field_on_the_command_line(train, argv, field, value):
@@ -640,6 +647,10 @@ def test_a_field_on_the_command_line(train, argv, field, value):
         (["--model.enable_layernorm_kernel"], "model", "enable_layernorm_kernel", True),
         (["--text-encoder.shardformer", "true"], "text_encoder", "shardformer", True),
         (["--dataset.text-columns", "('a', 'b')"], "dataset", "text_columns", ("a", "b")),
+        (["scheduler.cfg_scale=1.5"], "scheduler", "cfg_scale", 1.5),
+        (["cfg_scale=3"], "scheduler", "cfg_scale", 3.0),
+        (["model.label=2"], "model", "label", "2"),
+        (["model.from_pretrained=w.py"], "model", "from_pretrained", "w.py"),
     ],
 )
 def test_a_key_inside_a_component_on_the_command_line(train, argv, component, key, value):
@@ -655,6 +666,12 @@ def test_other_keys_of_a_component_stay(train):
         "from_pretrained": "weights.pth",
         "space_scale": 0.5,
     }
+
+
+def test_a_setting_without_dashes_ends_a_list(infer):
+    cfg = infer("--prompt", "a lake", "e=mc2 on a board", "scheduler.cfg_scale=1.5", "fps=4", "--prompt-path=x")
+    assert (cfg.prompt, cfg.scheduler["cfg_scale"], cfg.fps) == (["a lake", "e=mc2 on a board"], 1.5, 4)
+    assert infer("prompt=a lake, seed=3").prompt == ["a lake, seed=3"]
 
 
 def test_prompts_are_a_list(infer):
@@ -720,6 +737,10 @@ def test_vae_training_has_one_engine(write):
         (["--model.depth.x", "1"], "--model.depth.x: model.depth is 4 and has no keys."),
         (["--model.enable_layernorm_kernel", "maybe"], "'maybe' is not a bool"),
         (["stray"], "'stray' on the command line belongs to no option."),
+        (["num_frame=3"], "--num_frame is not a field of TrainConfig. Did you mean '--num-frames'?"),
+        (["lr=abc"], "--lr: 'abc': expected float."),
+        (["--lr", "1", "lr=2"], "--lr 1.0 and --lr 2.0 both set lr; keep one."),
+        (["a b=2"], "'a b=2' on the command line belongs to no option."),
         (["-x"], "'-x' on the command line belongs to no option."),
         (["--lr", "1", "--lr", "2"], "--lr 1.0 and --lr 2.0 both set lr; keep one."),
         (["--ckpt-path", "a", "--model.from_pretrained", "b"], "both set model.from_pretrained"),
@@ -749,6 +770,7 @@ def test_a_name_of_the_command_line_is_explained_when_a_file_uses_it(train):
         ["--wandbb", "True"],
         ["--wandbb=True"],
         ["--wandbb", "--lr", "1"],
+        ["wandbb=3"],
         ["--lr", "1", "--wandbb"],
     ],
 )
