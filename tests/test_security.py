@@ -1,0 +1,51 @@
+"""Data runs no code, as SECURITY.md says."""
+
+import ast
+import json
+
+import pytest
+
+from opensora.models.text_encoder.hf import HFTextEncoder
+from opensora.utils.errors import UserError
+from tests.test_project import project_files
+
+
+def calls(name: str):
+    """(where, call) for each call of `something.name` in the project's code."""
+    for path in project_files():
+        if path.suffix == ".py" and "tests" not in path.parts:
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == name:
+                    yield f"{path.name}:{node.lineno}", node
+
+
+def test_pickles_are_read_as_plain_data():
+    loads = [(where, call) for where, call in calls("load") if ast.unparse(call.func) == "torch.load"]
+    assert len(loads) >= 4
+    assert [where for where, call in loads if "weights_only=True" not in ast.unparse(call)] == []
+
+
+def test_no_code_of_a_repository_is_run():
+    # `self._hub` and the options made of it hold trust_remote_code=False
+    automatic = [
+        (where, ast.unparse(call)) for where, call in calls("from_pretrained") if "Auto" in ast.unparse(call.func)
+    ]
+    assert len(automatic) >= 5
+    safe = ("trust_remote_code=False", "**self._hub", "**options")
+    assert [where for where, text in automatic if not any(word in text for word in safe)] == []
+    assert [where for where, call in calls("from_pretrained") if "trust_remote_code=True" in ast.unparse(call)] == []
+
+
+@pytest.mark.parametrize("part", ["AutoConfig", "AutoTokenizer"])
+def test_a_text_encoder_with_code_is_refused(tmp_path, monkeypatch, part):
+    monkeypatch.setattr("builtins.input", lambda *_: "y")  # `yes | python scripts/train.py ...`
+    ran = tmp_path / "ran"
+    (tmp_path / "code.py").write_text(f"open({str(ran)!r}, 'w')\nclass Thing: pass\n")
+    described = {"auto_map": {part: ["code.Thing", None] if part == "AutoTokenizer" else "code.Thing"}}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "unheard_of", **described}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(described))
+    for name in ("vocab.txt", "tokenizer.json", "model.safetensors"):
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(UserError, match="text encoder"):
+        HFTextEncoder(str(tmp_path))
+    assert not ran.exists()
