@@ -198,8 +198,9 @@ def _parse(path: Path) -> ast.Module:
 def _base_files(tree: ast.Module, path: Path) -> list[Path]:
     """The files that `_base_` names; the line that does is taken out of the tree."""
     files = []
-    assignments = [node for node in tree.body if isinstance(node, ast.Assign)]
-    for node in [node for node in assignments if "_base_" in map(ast.unparse, node.targets)]:
+    for node in [*tree.body]:
+        if not isinstance(node, ast.Assign) or "_base_" not in map(ast.unparse, node.targets):
+            continue
         tree.body.remove(node)
         try:
             names = ast.literal_eval(node.value)

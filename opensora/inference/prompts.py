@@ -15,7 +15,6 @@ import json
 import logging
 import math
 import re
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from opensora.config.load import InferenceConfig
-from opensora.datasets.table.files import read_blocks
+from opensora.datasets.table.files import read_blocks, without_repeats
 from opensora.inference.mask_strategy import check_references, parse_mask_strategy
 from opensora.registry import did_you_mean
 from opensora.utils.errors import UserError, first_few
@@ -253,12 +252,10 @@ def _read_table(path: Path) -> list[_Row]:
     wanted = ["text", "prompt"] if any(record.get("text") is None for record in records) else ["text"]
     if names and not names.keys() & {"text", "prompt"}:
         raise UserError(f"prompt_path={path}: no column 'text'; its columns are {', '.join(names) or '(none)'}.")
-    hints = {name: did_you_mean(name, list(SETTINGS)) for name in names if name not in (*wanted, *SETTINGS)}
-    for name, hint in hints.items():
-        if hint:
-            logger.warning("prompt_path=%s: the column %r is not used.%s", path, name, hint)
-    if rest := [name for name, hint in hints.items() if not hint]:
-        logger.info("prompt_path=%s: columns that are not used: %s.", path, ", ".join(rest))
+    for name in [name for name in names if name not in (*wanted, *SETTINGS)]:
+        hint = did_you_mean(name, list(SETTINGS))
+        level = logging.WARNING if hint else logging.INFO
+        logger.log(level, "prompt_path=%s: the column %r is not used.%s", path, name, hint)
     rows = []
     for i, record in enumerate(records):
         text = next((record[name] for name in wanted if record.get(name) is not None), "")
@@ -275,21 +272,13 @@ def _read_table(path: Path) -> list[_Row]:
 def _read_json(path: Path) -> list[dict[str, Any]]:
     """A list of texts, or of objects such as the lines of a JSONL file."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=_without_repeats)
+        content = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=without_repeats)
         json.dumps(content, ensure_ascii=False).encode()  # half of a surrogate pair is no text
     except (ValueError, RecursionError) as error:
         raise UserError(f"prompt_path={path}: no valid JSON ({error}); {LISTS}") from error
     if not isinstance(content, list) or not all(isinstance(item, str | dict) for item in content):
         raise UserError(f"prompt_path={path}: {LISTS}")
     return [{"text": item} if isinstance(item, str) else item for item in content]
-
-
-def _without_repeats(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; a ValueError where a name is there twice, and one of its values would be lost."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError(f"{Counter(name for name, _ in pairs).most_common(1)[0][0]!r} is there twice")
-    return found
 
 
 def split_settings(prompt: str, where: str) -> tuple[str, dict[str, Any]]:
@@ -308,13 +297,11 @@ def split_settings(prompt: str, where: str) -> tuple[str, dict[str, Any]]:
         follows = prompt[match.end() : match.end() + 1]
         if (ends_in_text and match.start() < last) or (match[1] and follows not in ("", "{", "}")):
             if not warned:
-                logger.warning(
-                    "%s: %.80s is text, for text follows; settings stand at the end.", where, match[0].strip()
-                )
+                logger.warning("%s: %.80s is text; settings stand at the end.", where, match[0].strip())
             warned = True
             continue
         try:
-            found = json.loads(prompt[match.start() :], object_pairs_hook=_without_repeats)
+            found = json.loads(prompt[match.start() :], object_pairs_hook=without_repeats)
         except (ValueError, RecursionError) as error:
             raise UserError(
                 f"{where}: the settings at its end are no valid JSON ({error}); write them as "

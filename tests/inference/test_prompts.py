@@ -408,7 +408,7 @@ def test_any_character_may_be_in_a_prompt(text):
 def test_settings_before_other_text_are_text_with_a_warning(braces, caplog):
     prompt = f"a screen that shows {braces} in green"
     assert split_settings(prompt, "prompt 4") == (prompt, {})
-    assert caplog.text.count(f"prompt 4: {braces} is text, for text follows") == 1
+    assert caplog.text.count(f"prompt 4: {braces} is text; settings stand at the end") == 1
     assert split_settings(prompt + '{"seed": 3}', "prompt 4") == (prompt, {"seed": 3})
     nested = 'a {"seed": {"aes": 1}} in {"seed": 1} colours'
     assert split_settings(nested, "prompt 5") == (nested, {})

@@ -54,8 +54,8 @@ def until_stable(one_pass: Callable[[str], str], text: str) -> str:
     """Apply `one_pass` until it changes nothing; of texts that become each other in turn, the result is the least.
 
     A caption nests "page page 1 2" or "%252541" as deeply as it likes. Passes end, for all that makes a text longer is a space.
-    Captions need two or three. Of a text that needs more than `MAX_PASSES` only the first `MAX_NESTED` characters are kept, more
-    than a text encoder reads, so that its length does not count twice.
+    Captions need two or three. Of a text that needs more than `MAX_PASSES` only the first `MAX_NESTED` characters are kept, which
+    fill 400 tokens or more, so that its length does not count twice.
     """
     text = fix_surrogates(text)
     is_long = len(text) > MAX_NESTED
@@ -75,8 +75,8 @@ def _basic(text: str) -> str:
 
 def _fix_text(text: str) -> str:
     """`ftfy.fix_text`, but one level of entities: ftfy goes on until there is none, over all of the text for each level."""
-    tag = text.find("<")
-    end = len(text) if tag < 0 else text.rfind("\n", 0, tag) + 1  # as there, from a line with "<" on entities stay
+    tag = text.find("<")  # from its line on entities stay, as there
+    end = len(text) if tag < 0 else text.rfind("\n", 0, tag) + 1
     return ftfy.fix_text(unescape_html(text[:end]) + text[end:], unescape_html=False)
 
 
