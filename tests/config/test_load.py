@@ -668,6 +668,12 @@ def test_other_keys_of_a_component_stay(train):
     }
 
 
+def test_a_config_may_have_an_equals_sign_in_its_name(write, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(TRAIN, "lr=1.py")
+    assert parse_config(TrainConfig, REGISTRIES, ["lr=1.py", "lr=2"]).lr == 2.0
+
+
 def test_a_setting_without_dashes_ends_a_list(infer):
     cfg = infer("--prompt", "a lake", "e=mc2 on a board", "scheduler.cfg_scale=1.5", "fps=4", "--prompt-path=x")
     assert (cfg.prompt, cfg.scheduler["cfg_scale"], cfg.fps) == (["a lake", "e=mc2 on a board"], 1.5, 4)
