@@ -224,7 +224,7 @@ def _functions(tree: ast.Module, path: Path) -> list[str]:
 
 def _execute(tree: ast.Module, path: Path, inherited: Mapping[str, Any]) -> dict[str, Any]:
     """Run a config file. It is code: whatever it raises is reported with the line that raised it."""
-    names: dict[str, Any] = {"_base_": ConfigDict(copy.deepcopy(inherited))}
+    names: dict[str, Any] = {"_base_": ConfigDict(inherited)}
     try:
         exec(compile(tree, str(path), "exec"), names)
     except Exception as error:

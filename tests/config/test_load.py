@@ -197,9 +197,9 @@ def test_a_broken_file_is_reported_with_its_line(write, text, expected):
 
 @pytest.mark.parametrize("names", [["a.py"], ["a.py", "b.py"], ["a.py", "b.py", "c.py"]])
 def test_bases_that_lead_in_a_circle_are_named(write, tmp_path, names):
-    for name, base in zip(names, [*names[1:], "./" + names[0]], strict=True):
+    for name, base in zip(names, [*names[1:], f"../{tmp_path.name}/{names[0]}"], strict=True):
         write(f'_base_ = "{base}"', name)
-    circle = " -> ".join(str(tmp_path / name) for name in [*names, names[0]])
+    circle = " -> ".join(str(tmp_path / name) for name in [*names, f"../{tmp_path.name}/{names[0]}"])
     with pytest.raises(UserError, match=f"^_base_ leads in a circle: {re.escape(circle)}; remove one of them"):
         parse_config(TrainConfig, REGISTRIES, [str(tmp_path / "a.py")])
 
