@@ -168,7 +168,7 @@ def read_yacs(path: Path, *, for_sampling: bool = False) -> dict[str, Any]:
         UserError: the file is not such a config, or sets what is not supported.
     """
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"config file {path}: no valid YAML ({error}).") from error
     if not isinstance(content, Mapping):

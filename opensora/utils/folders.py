@@ -81,7 +81,7 @@ def read_json(path: Path, remedy: str) -> dict[str, Any]:
         UserError: the file is missing, is no JSON or holds something else; the message ends with `remedy`.
     """
     try:
-        content = parse_json(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}). {remedy}") from error
     except ValueError as error:  # of the text's encoding or of JSON

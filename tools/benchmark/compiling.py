@@ -142,7 +142,7 @@ def compile_cache(argv: Sequence[str]) -> None:
             done = subprocess.run(command, env={**os.environ, **caches}, stdout=subprocess.PIPE, text=True, check=True)
             run = json.loads(done.stdout.splitlines()[-1])
             first = first or run
-            error = relative_error(torch.load(run["prediction"]), torch.load(first["prediction"]))
+            error = relative_error(*(torch.load(one["prediction"], weights_only=True) for one in (run, first)))
             if not error <= 0.01:  # in bf16, compilers choose kernels by time, and another kernel may round otherwise
                 raise UserError(f"{name}: the prediction is {error:.2g} away from that of the first process.")
             shares = [run[key] / first[key] for key in ("seconds", "processor")]

@@ -118,7 +118,7 @@ def count_num_token(table: TableState, name: str) -> Result:
     name, captions = TOKENIZERS.get(name, name), _captions(table)
     source = resolve_pretrained(name, what="tokenizer")
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(source)
+        tokenizer: Any = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise hub_error(name, "tokenizer", error) from error
     lengths: list[int] = []
