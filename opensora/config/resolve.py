@@ -3,6 +3,8 @@
 import copy
 import inspect
 import json
+import logging
+import os
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -12,6 +14,7 @@ from opensora.config.command_line import FLAGS, Command, Setting, dashed, parse_
 from opensora.config.schema import (
     REQUIRED,
     InferenceConfig,
+    NoEffect,
     RunConfig,
     Schema,
     TrainConfig,
@@ -22,10 +25,11 @@ from opensora.config.schema import (
     members,
     schema_fields,
 )
-from opensora.config.upgrade import replaced_by, upgrade
+from opensora.config.upgrade import IDLE, replaced_by, translate, upgrade
 from opensora.registry import Registry, did_you_mean
 from opensora.utils.errors import UserError
 
+logger = logging.getLogger(__name__)
 Origins = dict[tuple[str, ...], str]  # (field,) or (field, key) -> where its value was set
 
 COMMAND_LINE = "command line"
@@ -45,7 +49,7 @@ DATASET_FIELDS = (
 
 
 class Draft:
-    """A config in the making: raw values, where each was set, and all that is wrong so far.
+    """A config in the making: raw values, where each was set, all that is wrong so far, and what is only worth a note.
 
     Args:
         schema: the kind of config.
@@ -59,6 +63,7 @@ class Draft:
         self.values: dict[str, Any] = {}
         self.origins: Origins = {}
         self.problems: list[str] = []
+        self.notes: list[str] = []
 
     def take_file(self, values: Mapping[str, Any], origins: Origins) -> None:
         """Take over the values of a file.
@@ -66,19 +71,26 @@ class Draft:
         Raises:
             UserError: it is one for another script.
         """
+        try:
+            values, self.notes = translate(self.schema.__name__, values)
+        except UserError as error:
+            self.problems.append(str(error))
         schema, has_buckets = self.schema, values.get("bucket_config") is not None
         unknown = [key for key in values if key not in self.fields and key not in schema.removed]
         for other, script in SCRIPTS.items() if len(unknown) >= 3 else ():  # one or two may be slips
-            if set(unknown) <= schema_fields(other).keys() | other.removed.keys():
+            if set(unknown) <= {*schema_fields(other), *other.removed, *IDLE.get(other.__name__, ())}:
                 raise UserError(
                     f"this is a config for {script}: {', '.join(map(repr, unknown[:3]))} and others are fields of "
                     f"{other.__name__}, not of {schema.__name__}."
                 )
         self.origins.update(origins)
+        if ("model",) in origins and "model" not in values and "vae" in values:
+            self.origins["vae",] = origins["model",]
         for key, value in values.items():
             if key in schema.removed:
                 if value not in schema.removed[key].accepted:
-                    self._complain((key,), f"{key}={value!r}: {schema.removed[key].why}")
+                    text = f"{key}={value!r}: {schema.removed[key].why}"
+                    self._complain((key,), text, changes_nothing=schema.removed[key].harmless)
             elif key in schema.aliases:
                 path = ".".join(schema.aliases[key].path)
                 self._complain((key,), f"{key!r} is a name for the command line; in a file set {path}.")
@@ -150,26 +162,43 @@ class Draft:
                 self._complain((name,), f"{name}={value!r}: {problem.removesuffix('.')}.")
             else:
                 typed[name] = value
+        if typed.get("bucket_config") is not None:
+            kind, named = typed.get("dataset", {}).get("type"), list(REPLACED_BY_BUCKETS)
+            reason = "with bucket_config, which has its own"
+            taken = self._arguments("dataset", typed["dataset"]) if kind else {}
+            if taken and "bucket_config" not in taken:
+                named, reason = ["bucket_config"], f"with a {kind}: a VariableVideoTextDataset has buckets"
+            for name in named:
+                if name in typed and typed[name] != self.fields[name].default:  # a dumped config holds the default
+                    value = "" if named == ["bucket_config"] else f"={typed[name]!r}"
+                    self._complain((name,), f"{name}{value} has no effect {reason}.", changes_nothing=True)
+                    typed[name] = self.fields[name].default
         if "dataset" in typed:
             typed["dataset"] = self._complete_dataset(typed)
-        for name in REPLACED_BY_BUCKETS if typed.get("bucket_config") is not None else ():
-            if name in typed and typed[name] != self.fields[name].default:  # a dumped config holds the default
-                self._complain((name,), f"{name}={typed[name]!r} has no effect with bucket_config, which has its own.")
         for name, registry in self.registries.items():
             if isinstance(typed.get(name), dict):
                 self._check_component(name, typed[name], registry)
         config: RunConfig | None = self.schema(**typed) if len(typed) == len(self.fields) else None
-        self.problems += config.problems() if config else []
+        for problem in config.problems() if config else ():
+            if isinstance(problem, NoEffect):
+                self._complain(problem.path, problem, changes_nothing=True)
+            else:
+                self.problems.append(problem)
         if self.problems:
             raise UserError(listing(self.problems))
+        if os.environ.get("RANK", "0") == "0" and getattr(config, "verbose", 1):  # once, of torchrun's processes
+            for note in self.notes:
+                logger.warning("note: %s", note)
         return config
 
-    def _complain(self, path: tuple[str, ...], text: str) -> None:
-        """Add a problem, if any, with where the value was set."""
+    def _complain(self, path: tuple[str, ...], text: str, *, changes_nothing: bool = False) -> None:
+        """Add a problem, if any, with where the value was set; one that changes no result is a note if a file has it."""
         origin = self.origins.get(path) or self.origins.get(path[:1])
         text = f"{text} ({origin})" if text and origin else text
-        if text and text not in self.problems:
-            self.problems.append(text)
+        only_note = changes_nothing and not (origin or "").startswith(COMMAND_LINE)
+        found = self.notes if only_note else self.problems
+        if text and text not in found:
+            found.append(text)
 
     def _upgrade(self) -> None:
         """Replace older spellings by the current ones."""
@@ -266,7 +295,8 @@ class Draft:
             elif name in taken and name == "data_path":
                 self.problems.append("data_path is not set: name the data file, for example --data-path clips.csv.")
             elif name == "use_image_transform" and taken:
-                self._complain((name,), f"{name}=True has no effect: {dataset['type']} does not take it.")
+                text = f"{name}=True has no effect: {dataset['type']} does not take it."
+                self._complain((name,), text, changes_nothing=True)
         return dataset
 
 

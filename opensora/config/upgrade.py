@@ -1,10 +1,12 @@
 """Older and foreign spellings of config values, in one place, and what they are called now.
 
 `upgrade` is applied to whatever becomes a config: files, command lines, and the configs in checkpoints and sidecars, so the
-rest of the project sees the current spelling alone. NOVA's YACS configs and DeepSpeed's JSON files are read in `yacs.py`.
+rest of the project sees the current spelling alone. `translate` reads files of Open-Sora 1.0 to 1.2, whose keys are listed in
+docs/from-open-sora.md. NOVA's YACS configs and DeepSpeed's JSON files are read in `yacs.py`.
 """
 
 from collections.abc import Mapping
+from fractions import Fraction
 from typing import Any, Literal, NamedTuple
 
 from opensora.utils.errors import UserError
@@ -18,11 +20,12 @@ class Alias(NamedTuple):
 
 
 class Removed(NamedTuple):
-    """A field that is gone. Values under which it did nothing are still accepted."""
+    """A field that is gone. Values under which it did nothing are still accepted; in a file all, if it changes no result."""
 
     annotation: Any
     why: str
     accepted: tuple[Any, ...] = (None, False)
+    harmless: bool = False
 
 
 GENERATION_ALIASES = {
@@ -40,12 +43,12 @@ MULTI_RESOLUTION = {"PixArtMS": "PixArt(MS|[-_]1B|[-_]?Sigma)", "STDiT2": "STDiT
 _GONE = "this field was removed: "
 _VAE_ENGINE = "a VAE is trained with ddp. hybrid_zero=True shards its optimizer's state."
 REMOVED_TRAIN: Mapping[str, Removed] = {
-    "cast_once": Removed(bool | None, _GONE + "it gained less than 3 % of a step. Leave it out."),
+    "cast_once": Removed(bool | None, _GONE + "it gained less than 3 % of a step. Leave it out.", harmless=True),
     "float8": Removed(bool | str | None, _GONE + "training in float8 was slower than in bf16. Leave it out."),
 }
 REMOVED_VAE_TRAIN: Mapping[str, Removed] = {
-    "plugin": Removed(Literal["ddp", "fsdp2", "zero2", "zero2-seq"], _VAE_ENGINE, ("ddp",)),
-    "fsdp_reshard": Removed(Literal["zero2", "zero3"], _VAE_ENGINE, ("zero2",)),
+    "plugin": Removed(Literal["ddp", "fsdp2", "zero2", "zero2-seq"], _VAE_ENGINE, ("ddp",), harmless=True),
+    "fsdp_reshard": Removed(Literal["zero2", "zero3"], _VAE_ENGINE, ("zero2",), harmless=True),
 }
 
 OLD_KEYS: dict[str, dict[str, str]] = {"model": {"enable_flashattn": "enable_flash_attn"}}  # keys of components
@@ -56,6 +59,20 @@ LEVELS = {
     **{"1": "mlp:1/3", "2": "mlp:2/3", "3": "mlp"},  # levels of NOVA, and so 1 is not True
 }
 MASKS = {"intepolate": "interpolate", "no": "identity"}  # Open-Sora's, with or without "mask_" in front
+
+# keys of Open-Sora that change no result here: how its code runs, or what other settings say already
+IDLE: Mapping[str, tuple[str, ...]] = {
+    "TrainConfig": (
+        "num_bucket_build_workers", "log_time", "vae_out_channels", "model_max_length", "text_encoder_output_dim",
+        "text_encoder_model_max_length",
+    ),
+    "VAETrainConfig": ("grad_checkpoint", "lecam_loss_weight", "gradient_penalty_loss_weight"),
+    "VAEInferenceConfig": (
+        "batch_size", "num_workers", "cal_stats", "log_stats_every", "perceptual_loss_weight", "kl_loss_weight",
+    ),
+}  # fmt: skip
+IDLE_KEYS = {"model": ("enable_sequence_parallelism",), "vae": ("cal_loss",), "dataset": ("dummy_text_feature",)}
+FEATURES = "./cache/features"  # cache_dir where a BatchFeatureDataset was named, which has none
 
 # old boolean of a scheduler -> the argument it stands for, and the values that True and that False leave open; where nothing
 # else is set, the first of them is meant
@@ -115,6 +132,127 @@ def translate_level(value: Any) -> Any:
     """The current spelling of a value of `grad_checkpoint`, such as "block" for True; any other value unchanged."""
     text = str(value) if isinstance(value, int) else value
     return LEVELS.get(text.lower(), text) if isinstance(text, str) else value
+
+
+def translate(schema: str, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Values of a config file in the fields of a schema, where Open-Sora calls them otherwise, and notes on what changed.
+
+    Raises:
+        UserError: a value has no counterpart here.
+    """
+    values, notes = dict(given), list[str]()
+    for name in IDLE_KEYS:
+        if isinstance(values.get(name), dict):
+            values[name] = dict(values[name])
+    if schema == "TrainConfig":
+        _translate_training(values, notes)
+    elif schema.startswith("VAE") and "vae" not in values and isinstance(values.get("model"), dict):
+        _translate_vae(schema, values, notes)
+    idle = [key for key in IDLE.get(schema, ()) if key in values]
+    for key in idle:
+        del values[key]
+    for name, keys in IDLE_KEYS.items():
+        found = [key for key in keys if isinstance(values.get(name), dict) and key in values[name]]
+        idle += [f"{name}.{key}" for key in found if values[name].pop(key)]
+    return values, notes + ([f"{', '.join(idle)}: no effect here."] if idle else [])
+
+
+def _translate_training(values: dict[str, Any], notes: list[str]) -> None:
+    """Of the misc files too: search_bs, eval_loss, extract_feat and training on its features."""
+    if "num_eval_timesteps" in values and "val_num_timesteps" not in values:
+        values["val_num_timesteps"] = values.pop("num_eval_timesteps")
+        notes.append("num_eval_timesteps is called val_num_timesteps here, see `python -m tools.eval.held_out_loss --help`.")
+    base, seconds = values.pop("base", None), values.pop("base_step_time", None)
+    if base is not None:
+        measure = f"--base {':'.join(map(str, base))}" if seconds is None else f"--base-seconds {seconds}"
+        notes.append(f"base, base_step_time: `python -m tools.search_batch_size CONFIG OUT.py --goal even {measure}`.")
+    buckets = values.get("bucket_config")
+    if isinstance(buckets, dict):
+        as_searched = {
+            name: {key: _bucket(value, is_range=base is not None) for key, value in entries.items()}
+            for name, entries in buckets.items()
+            if isinstance(entries, dict)
+        }
+        if as_searched != buckets and len(as_searched) == len(buckets):
+            values["bucket_config"] = as_searched
+            notes.append("bucket_config: entries without a probability, or with a range of batch sizes, are (1.0, batch size).")
+    dataset = values.get("dataset")
+    if isinstance(dataset, dict) and dataset.get("type") == "BatchFeatureDataset":
+        values["dataset"] = dataset = {
+            **dataset, "type": "CachedVideoTextDataset", "content": "samples", "text": "features",
+            "cache_dir": dataset.get("cache_dir", FEATURES),
+        }  # fmt: skip
+        t5 = {"type": "t5", "from_pretrained": "DeepFloyd/t5-v1_1-xxl", "model_max_length": 300}
+        t5["model_max_length"] = values.get("model_max_length", values.get("text_encoder_model_max_length", 300))
+        values.setdefault("vae", {"type": "OpenSoraVAE_V1_2", "from_pretrained": "hpcai-tech/OpenSora-VAE-v1.2"})
+        values.setdefault("text_encoder", t5)
+        notes.append(
+            f"BatchFeatureDataset is a CachedVideoTextDataset: `python -m tools.cache_features CONFIG --data-path TABLE --epochs 1 "
+            f"--what moments text` encodes a table into {dataset['cache_dir']} (--dataset.cache_dir), with num_frames and image_size."
+        )
+    loaded = [key for key in ("load_video_features", "load_text_features") if values.pop(key, None)]
+    if loaded and (not isinstance(dataset, dict) or "Cached" not in str(dataset.get("type"))):
+        notes.append(f"{', '.join(loaded)}: this dataset's samples are encoded; docs/caches.md says how to store features.")
+    extraction = [key for key in ("save_text_features", "save_compressed_text_features", "bin_size") if key in values]
+    for key in extraction:
+        del values[key]
+    if extraction:
+        values.setdefault("scheduler", {"type": "rflow"})  # which encoding does not use
+        notes.append(f"{', '.join(extraction)}: `python -m tools.cache_features CONFIG --what text` stores text uncompressed.")
+
+
+def _bucket(entry: Any, *, is_range: bool) -> Any:
+    """An entry of a bucket_config from search_bs, (batch size, +-) or (p, (least, most)), or from eval_loss, (None, size)."""
+    if not isinstance(entry, list | tuple) or len(entry) != 2:
+        return entry
+    first, second = entry
+    if is_range:
+        return 1.0, first
+    if isinstance(second, list | tuple) and second:
+        second = second[:2][-1]
+    return type(entry)((1.0 if first is None or (isinstance(first, int) and first > 1) else first, second))
+
+
+def _translate_vae(schema: str, values: dict[str, Any], notes: list[str]) -> None:
+    """Of scripts/train_vae.py and scripts/inference_vae.py."""
+    vae = values["vae"] = dict(values.pop("model"))
+    images = vae.get("vae_2d")
+    if isinstance(images, dict) and images.get("type") == "VideoAutoencoderKL" and "scaling_factor" not in images:
+        vae["vae_2d"] = {**images, "scaling_factor": 0.18215}  # whatever the config of its weights says
+    notes.append("model is called vae here.")
+    dataset = values.get("dataset") or {}
+    if schema == "VAEInferenceConfig":
+        for key in ("data_path", "root", "num_frames", "frame_interval", "image_size"):
+            if dataset.get(key) is not None:
+                values.setdefault(key, dataset[key])
+        values.pop("dataset", None)
+        return
+    frames = values.get("num_frames") or dataset.get("num_frames") or 1
+    lpips, kl = values.pop("perceptual_loss_weight", 0.1), values.pop("kl_loss_weight", 1e-6)
+    if "loss" not in values:  # sums over pixels and latents there, of 4 x 8 x 8 cells with 4 channels
+        kl = (kl or 0.0) * 4 * -(-frames // 4) / (3 * 8 * 8)
+        values["loss"] = {"l1": 1.0, "lpips": lpips or 0.0, "kl": kl}
+        notes.append(f"perceptual_loss_weight, kl_loss_weight: loss.lpips={lpips}, loss.kl={kl:.3g}, which is of means, not sums.")
+    values.pop("use_real_rec_loss", None)
+    if in_latents := [key for key in ("use_z_rec_loss", "use_image_identity_loss") if values.pop(key, None)]:
+        notes.append(f"{', '.join(in_latents)}: the loss is on pixels here, not on the latents of vae_2d.")
+    strategy, ratio = values.pop("mixed_strategy", None), values.pop("mixed_image_ratio", 0.0)
+    if strategy not in (None, "mixed_video_image", "mixed_video_random"):
+        raise UserError(f"mixed_strategy={strategy!r} is not known: list the lengths, mixed_lengths=[17, 17, 1].")
+    if strategy is not None and "mixed_lengths" not in values:
+        share = Fraction(ratio).limit_denominator(20)
+        lengths = [frames] * (share.denominator - share.numerator) + [1] * share.numerator
+        values["mixed_lengths"] = lengths if strategy == "mixed_video_image" else [*range(1, frames + 1)]
+        drawn = lengths if strategy == "mixed_video_image" else f"[1, 2, ..., {frames}]"
+        notes.append(f"mixed_strategy={strategy!r}: mixed_lengths={drawn}.")
+    for key in ("generator_loss_type", "discriminator_loss_type"):
+        if (loss := values.pop(key, "hinge")) != "hinge":
+            raise UserError(f"{key}={loss!r}: the GAN's loss is 'hinge' here; leave {key} out.")
+    start = values.pop("discriminator_start", None)
+    factors = [values.pop(key, None) for key in ("generator_factor", "discriminator_factor")]
+    if values.get("discriminator") is not None:
+        weight = (0.5 if factors[0] is None else factors[0]) * (1 if factors[1] is None else factors[1])
+        values |= {"adversarial_weight": weight, "adversarial_start": max(start or 0, 0)}
 
 
 def replaced_by(name: str, key: str) -> str:

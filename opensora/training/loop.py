@@ -36,8 +36,10 @@ def build_optimizer(cfg: LoopConfig, model: nn.Module) -> torch.optim.Optimizer:
 
 def engine_settings(cfg: LoopConfig) -> dict[str, Any]:
     """The config's arguments of `build_engine`."""
-    names = ["dtype", "grad_clip", "hybrid_zero", "shard_size", "optimizer_offload"]
-    if isinstance(cfg, TrainConfig) and cfg.plugin == "fsdp2":
+    names, plugin = ["dtype", "grad_clip"], getattr(cfg, "plugin", "ddp")
+    if plugin in ("ddp", "fsdp2"):  # with others these have no effect
+        names += ["hybrid_zero", "shard_size", "optimizer_offload"]
+    if plugin == "fsdp2":
         names.append("fsdp_reshard")
     return {name: getattr(cfg, name) for name in names}
 
