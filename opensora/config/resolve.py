@@ -8,6 +8,7 @@ import os
 import types
 import typing
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 from opensora.config.command_line import FLAGS, Command, Setting, dashed, parse_bool
@@ -41,6 +42,10 @@ SCRIPTS: dict[Schema, str] = {
     VAEInferenceConfig: "scripts/inference_vae.py",
 }
 DEFAULT_DATASET = "VideoTextDataset"
+CACHED = (
+    "name the table of the clips, and with --dataset.cache_dir what `python -m tools.cache_features CONFIG --data-path TABLE` made "
+    "of it. Whole batches of Open-Sora's extract_feat (*.bin) are not read."
+)
 REPLACED_BY_BUCKETS = ("num_frames", "image_size", "batch_size")
 # fields that a dataset component takes over when it does not set them itself
 DATASET_FIELDS = (
@@ -71,10 +76,7 @@ class Draft:
         Raises:
             UserError: it is one for another script.
         """
-        try:
-            values, self.notes = translate(self.schema.__name__, values)
-        except UserError as error:
-            self.problems.append(str(error))
+        values = self._translated(values)
         schema, has_buckets = self.schema, values.get("bucket_config") is not None
         unknown = [key for key in values if key not in self.fields and key not in schema.removed]
         for other, script in SCRIPTS.items() if len(unknown) >= 3 else ():  # one or two may be slips
@@ -84,7 +86,7 @@ class Draft:
                     f"{other.__name__}, not of {schema.__name__}."
                 )
         self.origins.update(origins)
-        if ("model",) in origins and "model" not in values and "vae" in values:
+        if "vae" in values and ("vae",) not in origins and ("model",) in origins:  # of Open-Sora, see `translate`
             self.origins["vae",] = origins["model",]
         for key, value in values.items():
             if key in schema.removed:
@@ -147,32 +149,9 @@ class Draft:
             UserError: lists everything that is wrong.
         """
         self._share_with_dataset()
-        typed: dict[str, Any] = {}
-        for name, f in self.fields.items():
-            value = self.values.get(name, f.default)
-            if value is REQUIRED:
-                self.problems.append(f"{name} is missing; expected {describe(f.annotation)}: {f.doc}.")
-                continue
-            try:
-                value = copy.deepcopy(value) if name not in self.values else coerce(value, f.annotation)
-                problem = f.problem(value)
-            except TypeError as error:
-                problem = str(error)
-            if problem:
-                self._complain((name,), f"{name}={value!r}: {problem.removesuffix('.')}.")
-            else:
-                typed[name] = value
+        typed = self._typed()
         if typed.get("bucket_config") is not None:
-            kind, named = typed.get("dataset", {}).get("type"), list(REPLACED_BY_BUCKETS)
-            reason = "with bucket_config, which has its own"
-            taken = self._arguments("dataset", typed["dataset"]) if kind else {}
-            if taken and "bucket_config" not in taken:
-                named, reason = ["bucket_config"], f"with a {kind}: a VariableVideoTextDataset has buckets"
-            for name in named:
-                if name in typed and typed[name] != self.fields[name].default:  # a dumped config holds the default
-                    value = "" if named == ["bucket_config"] else f"={typed[name]!r}"
-                    self._complain((name,), f"{name}{value} has no effect {reason}.", changes_nothing=True)
-                    typed[name] = self.fields[name].default
+            self._leave_to_buckets(typed)
         if "dataset" in typed:
             typed["dataset"] = self._complete_dataset(typed)
         for name, registry in self.registries.items():
@@ -191,6 +170,38 @@ class Draft:
                 logger.warning("note: %s", note)
         return config
 
+    def _typed(self) -> dict[str, Any]:
+        """The values of all fields that are right by themselves."""
+        typed: dict[str, Any] = {}
+        for name, f in self.fields.items():
+            value = self.values.get(name, f.default)
+            if value is REQUIRED:
+                self.problems.append(f"{name} is missing; expected {describe(f.annotation)}: {f.doc}.")
+                continue
+            try:
+                value = copy.deepcopy(value) if name not in self.values else coerce(value, f.annotation)
+                problem = f.problem(value)
+            except TypeError as error:
+                problem = str(error)
+            if problem:
+                self._complain((name,), f"{name}={value!r}: {problem.removesuffix('.')}.")
+            else:
+                typed[name] = value
+        return typed
+
+    def _leave_to_buckets(self, typed: dict[str, Any]) -> None:
+        """Take back what a bucket_config replaces, or the bucket_config itself from a dataset without buckets."""
+        dataset = typed.get("dataset", {})
+        taken = self._arguments("dataset", dataset) if "type" in dataset else {}
+        names, reason = REPLACED_BY_BUCKETS, "with bucket_config, which has its own"
+        if taken and "bucket_config" not in taken:
+            names, reason = ("bucket_config",), f"with a {dataset['type']}: a VariableVideoTextDataset has buckets"
+        for name in names:
+            if name in typed and typed[name] != self.fields[name].default:  # a dumped config holds the default
+                value = "" if name == "bucket_config" else f"={typed[name]!r}"
+                self._complain((name,), f"{name}{value} has no effect {reason}.", changes_nothing=True)
+                typed[name] = self.fields[name].default
+
     def _complain(self, path: tuple[str, ...], text: str, *, changes_nothing: bool = False) -> None:
         """Add a problem, if any, with where the value was set; one that changes no result is a note if a file has it."""
         origin = self.origins.get(path) or self.origins.get(path[:1])
@@ -199,6 +210,15 @@ class Draft:
         found = self.notes if only_note else self.problems
         if text and text not in found:
             found.append(text)
+
+    def _translated(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The values of a file, those of Open-Sora's in our fields; what became of them is noted."""
+        try:
+            translated, self.notes = translate(self.schema.__name__, values)
+        except UserError as error:
+            self.problems.append(str(error))
+            return values
+        return translated
 
     def _upgrade(self) -> None:
         """Replace older spellings by the current ones."""
@@ -291,6 +311,8 @@ class Draft:
                 continue
             if name in taken and typed[name] is not None:
                 dataset[name] = typed[name]
+                if name == "data_path" and dataset["type"] == "CachedVideoTextDataset" and Path(typed[name]).is_dir():
+                    self._complain((name,), f"data_path={typed[name]!r} is a folder: {CACHED}")
                 self.origins.setdefault(("dataset", name), self.origins.get((name,), "default"))
             elif name in taken and name == "data_path":
                 self.problems.append("data_path is not set: name the data file, for example --data-path clips.csv.")

@@ -60,6 +60,8 @@ LEVELS = {
 }
 MASKS = {"intepolate": "interpolate", "no": "identity"}  # Open-Sora's, with or without "mask_" in front
 
+OLD_MASKS = {f"mask_{where}": f"quarter_{where}" for where in ("head", "tail", "head_tail")}  # before 1.1
+
 # keys of Open-Sora that change no result here: how its code runs, or what other settings say already
 IDLE: Mapping[str, tuple[str, ...]] = {
     "TrainConfig": (
@@ -71,7 +73,11 @@ IDLE: Mapping[str, tuple[str, ...]] = {
         "batch_size", "num_workers", "cal_stats", "log_stats_every", "perceptual_loss_weight", "kl_loss_weight",
     ),
 }  # fmt: skip
-IDLE_KEYS = {"model": ("enable_sequence_parallelism",), "vae": ("cal_loss",), "dataset": ("dummy_text_feature",)}
+IDLE_KEYS = {
+    "model": ("enable_sequence_parallelism", "skip_y_embedder"),
+    "vae": ("cal_loss",),
+    "dataset": ("dummy_text_feature",),
+}
 FEATURES = "./cache/features"  # cache_dir where a BatchFeatureDataset was named, which has none
 
 # old boolean of a scheduler -> the argument it stands for, and the values that True and that False leave open; where nothing
@@ -161,7 +167,9 @@ def _translate_training(values: dict[str, Any], notes: list[str]) -> None:
     """Of the misc files too: search_bs, eval_loss, extract_feat and training on its features."""
     if "num_eval_timesteps" in values and "val_num_timesteps" not in values:
         values["val_num_timesteps"] = values.pop("num_eval_timesteps")
-        notes.append("num_eval_timesteps is called val_num_timesteps here, see `python -m tools.eval.held_out_loss --help`.")
+        notes.append(
+            "num_eval_timesteps is called val_num_timesteps here, see `python -m tools.eval.held_out_loss --help`."
+        )
     base, seconds = values.pop("base", None), values.pop("base_step_time", None)
     if base is not None:
         measure = f"--base {':'.join(map(str, base))}" if seconds is None else f"--base-seconds {seconds}"
@@ -175,7 +183,15 @@ def _translate_training(values: dict[str, Any], notes: list[str]) -> None:
         }
         if as_searched != buckets and len(as_searched) == len(buckets):
             values["bucket_config"] = as_searched
-            notes.append("bucket_config: entries without a probability, or with a range of batch sizes, are (1.0, batch size).")
+            notes.append(
+                "bucket_config: entries without a probability, or with a range of batch sizes, are (1.0, batch size)."
+            )
+    masks = values.get("mask_ratios")
+    if isinstance(masks, dict) and (old := [kind for kind in OLD_MASKS if kind in masks]):
+        values["mask_ratios"] = {OLD_MASKS.get(kind, kind): ratio for kind, ratio in masks.items()}
+        notes.append(
+            f"mask_ratios: {', '.join(old)}, which have no meaning in Open-Sora 1.1 and 1.2, are read as quarter_*."
+        )
     dataset = values.get("dataset")
     if isinstance(dataset, dict) and dataset.get("type") == "BatchFeatureDataset":
         values["dataset"] = dataset = {
@@ -192,13 +208,17 @@ def _translate_training(values: dict[str, Any], notes: list[str]) -> None:
         )
     loaded = [key for key in ("load_video_features", "load_text_features") if values.pop(key, None)]
     if loaded and (not isinstance(dataset, dict) or "Cached" not in str(dataset.get("type"))):
-        notes.append(f"{', '.join(loaded)}: this dataset's samples are encoded; docs/caches.md says how to store features.")
+        notes.append(
+            f"{', '.join(loaded)}: this dataset's samples are encoded; docs/caches.md says how to store features."
+        )
     extraction = [key for key in ("save_text_features", "save_compressed_text_features", "bin_size") if key in values]
     for key in extraction:
         del values[key]
     if extraction:
         values.setdefault("scheduler", {"type": "rflow"})  # which encoding does not use
-        notes.append(f"{', '.join(extraction)}: `python -m tools.cache_features CONFIG --what text` stores text uncompressed.")
+        notes.append(
+            f"{', '.join(extraction)}: `python -m tools.cache_features CONFIG --what text` stores text uncompressed."
+        )
 
 
 def _bucket(entry: Any, *, is_range: bool) -> Any:
@@ -206,7 +226,7 @@ def _bucket(entry: Any, *, is_range: bool) -> Any:
     if not isinstance(entry, list | tuple) or len(entry) != 2:
         return entry
     first, second = entry
-    if is_range:
+    if is_range and isinstance(first, int):  # 1.0 is a probability
         return 1.0, first
     if isinstance(second, list | tuple) and second:
         second = second[:2][-1]
@@ -232,7 +252,9 @@ def _translate_vae(schema: str, values: dict[str, Any], notes: list[str]) -> Non
     if "loss" not in values:  # sums over pixels and latents there, of 4 x 8 x 8 cells with 4 channels
         kl = (kl or 0.0) * 4 * -(-frames // 4) / (3 * 8 * 8)
         values["loss"] = {"l1": 1.0, "lpips": lpips or 0.0, "kl": kl}
-        notes.append(f"perceptual_loss_weight, kl_loss_weight: loss.lpips={lpips}, loss.kl={kl:.3g}, which is of means, not sums.")
+        notes.append(
+            f"perceptual_loss_weight, kl_loss_weight: loss.lpips={lpips}, loss.kl={kl:.3g}, which is of means, not sums."
+        )
     values.pop("use_real_rec_loss", None)
     if in_latents := [key for key in ("use_z_rec_loss", "use_image_identity_loss") if values.pop(key, None)]:
         notes.append(f"{', '.join(in_latents)}: the loss is on pixels here, not on the latents of vae_2d.")

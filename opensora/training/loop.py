@@ -14,7 +14,7 @@ from opensora.acceleration.distributed import broadcast_from_rank0, refuse_diffe
 from opensora.acceleration.engine import Engine
 from opensora.checkpoint.load import latest_checkpoint, open_checkpoint
 from opensora.config.load import changed_settings, to_dict
-from opensora.config.schema import LoopConfig, TrainConfig
+from opensora.config.schema import LoopConfig
 from opensora.training.ema import EMA
 from opensora.training.run import RunState
 

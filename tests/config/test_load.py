@@ -276,12 +276,18 @@ def test_a_wrong_value_is_reported_with_field_value_expectation_and_origin(train
     ("line", "flag", "expected"),
     [
         ("start_from_scratch = True", "--start-from-scratch", "start_from_scratch=True has no effect without load"),
-        ("use_image_transform = True", "--use-image-transform", "True has no effect: VideoTextDataset does not take it"),
+        (
+            "use_image_transform = True",
+            "--use-image-transform",
+            "True has no effect: VideoTextDataset does not take it",
+        ),
         ("cast_once = True", "--cast-once", "it gained less than 3 % of a step"),
         ("lora = dict()\nmodel['only_train_temporal'] = True", "--model.only_train_temporal", "no effect with lora"),
     ],
 )
-def test_what_changes_no_result_is_a_note_in_a_file_and_an_error_when_typed(train, caplog, monkeypatch, line, flag, expected):
+def test_what_changes_no_result_is_a_note_in_a_file_and_an_error_when_typed(
+    train, caplog, monkeypatch, line, flag, expected
+):
     cfg = train(extra=line)
     assert caplog.text.count(expected) == 1
     assert "config.py:" in caplog.text
@@ -525,7 +531,9 @@ def test_lists_of_open_sora_have_none_where_a_prompt_has_none(infer):
 
 
 def test_buckets_and_what_they_replace(train, caplog):
-    buckets = "bucket_config = {'256': {1: (1.0, 4)}}\ndataset = dict(type='%s', num_frames=None, image_size=(None, None))"
+    buckets = (
+        "bucket_config = {'256': {1: (1.0, 4)}}\ndataset = dict(type='%s', num_frames=None, image_size=(None, None))"
+    )
     assert train(extra=buckets % "VideoTextDataset").bucket_config is None  # another dataset than that of buckets
     assert "bucket_config has no effect with a VideoTextDataset" in caplog.text
     cfg = train(extra=buckets % "VariableVideoTextDataset" + "\nbatch_size = 10")
