@@ -26,7 +26,7 @@ from opensora.config.schema import (
     members,
     schema_fields,
 )
-from opensora.config.upgrade import IDLE, replaced_by, translate, upgrade
+from opensora.config.upgrade import replaced_by, translate, upgrade
 from opensora.registry import Registry, did_you_mean
 from opensora.utils.errors import UserError
 
@@ -42,10 +42,6 @@ SCRIPTS: dict[Schema, str] = {
     VAEInferenceConfig: "scripts/inference_vae.py",
 }
 DEFAULT_DATASET = "VideoTextDataset"
-CACHED = (
-    "name the table of the clips, and with --dataset.cache_dir what `python -m tools.cache_features CONFIG --data-path TABLE` made "
-    "of it. Whole batches of Open-Sora's extract_feat (*.bin) are not read."
-)
 REPLACED_BY_BUCKETS = ("num_frames", "image_size", "batch_size")
 # fields that a dataset component takes over when it does not set them itself
 DATASET_FIELDS = (
@@ -74,13 +70,13 @@ class Draft:
         """Take over the values of a file.
 
         Raises:
-            UserError: it is one for another script.
+            UserError: it is one for another script, or Open-Sora's with a setting that there is none for.
         """
-        values = self._translated(values)
+        values, self.notes = translate(self.schema.__name__, values)
         schema, has_buckets = self.schema, values.get("bucket_config") is not None
         unknown = [key for key in values if key not in self.fields and key not in schema.removed]
         for other, script in SCRIPTS.items() if len(unknown) >= 3 else ():  # one or two may be slips
-            if set(unknown) <= {*schema_fields(other), *other.removed, *IDLE.get(other.__name__, ())}:
+            if set(unknown) <= schema_fields(other).keys() | other.removed.keys():
                 raise UserError(
                     f"this is a config for {script}: {', '.join(map(repr, unknown[:3]))} and others are fields of "
                     f"{other.__name__}, not of {schema.__name__}."
@@ -211,15 +207,6 @@ class Draft:
         if text and text not in found:
             found.append(text)
 
-    def _translated(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The values of a file, those of Open-Sora's in our fields; what became of them is noted."""
-        try:
-            translated, self.notes = translate(self.schema.__name__, values)
-        except UserError as error:
-            self.problems.append(str(error))
-            return values
-        return translated
-
     def _upgrade(self) -> None:
         """Replace older spellings by the current ones."""
         for name, value in self.values.items():
@@ -312,7 +299,12 @@ class Draft:
             if name in taken and typed[name] is not None:
                 dataset[name] = typed[name]
                 if name == "data_path" and dataset["type"] == "CachedVideoTextDataset" and Path(typed[name]).is_dir():
-                    self._complain((name,), f"data_path={typed[name]!r} is a folder: {CACHED}")
+                    how = (
+                        "--dataset.cache_dir what tools.cache_features made of it; *.bin of extract_feat are not read."
+                    )
+                    self._complain(
+                        (name,), f"data_path={typed[name]!r} is a folder: name the table of clips, and with {how}"
+                    )
                 self.origins.setdefault(("dataset", name), self.origins.get((name,), "default"))
             elif name in taken and name == "data_path":
                 self.problems.append("data_path is not set: name the data file, for example --data-path clips.csv.")

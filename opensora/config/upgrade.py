@@ -59,26 +59,26 @@ LEVELS = {
     **{"1": "mlp:1/3", "2": "mlp:2/3", "3": "mlp"},  # levels of NOVA, and so 1 is not True
 }
 MASKS = {"intepolate": "interpolate", "no": "identity"}  # Open-Sora's, with or without "mask_" in front
-
-OLD_MASKS = {f"mask_{where}": f"quarter_{where}" for where in ("head", "tail", "head_tail")}  # before 1.1
-
-# keys of Open-Sora that change no result here: how its code runs, or what other settings say already
-IDLE: Mapping[str, tuple[str, ...]] = {
+OLD_MASKS = {f"mask_{where}": f"quarter_{where}" for where in ("head", "tail", "head_tail")}  # names before 1.1
+NOTHING = "no effect here"
+# of a schema, keys of Open-Sora's files that are no settings here, and what is said of them; False and None are dropped in silence
+DROPPED: Mapping[str, tuple[tuple[str, str], ...]] = {
     "TrainConfig": (
-        "num_bucket_build_workers", "log_time", "vae_out_channels", "model_max_length", "text_encoder_output_dim",
-        "text_encoder_model_max_length",
+        ("num_bucket_build_workers log_time model.enable_sequence_parallelism model.skip_y_embedder vae_out_channels "
+         "model_max_length text_encoder_output_dim text_encoder_model_max_length dataset.dummy_text_feature", NOTHING),
+        ("base base_step_time", "--base or --base-seconds of `python -m tools.search_batch_size CONFIG OUT.py --goal even`"),
+        ("load_video_features load_text_features save_text_features save_compressed_text_features bin_size",
+         "`python -m tools.cache_features` stores features, text uncompressed; docs/caches.md says how to train on them"),
     ),
-    "VAETrainConfig": ("grad_checkpoint", "lecam_loss_weight", "gradient_penalty_loss_weight"),
+    "VAETrainConfig": (
+        ("grad_checkpoint lecam_loss_weight gradient_penalty_loss_weight use_real_rec_loss vae.cal_loss", NOTHING),
+        ("use_z_rec_loss use_image_identity_loss", "the loss is on pixels here, not on the latents of vae_2d"),
+    ),
     "VAEInferenceConfig": (
-        "batch_size", "num_workers", "cal_stats", "log_stats_every", "perceptual_loss_weight", "kl_loss_weight",
+        ("batch_size num_workers vae.cal_loss", NOTHING),
+        ("cal_stats log_stats_every perceptual_loss_weight kl_loss_weight", "`python -m tools.eval_vae` measures"),
     ),
 }  # fmt: skip
-IDLE_KEYS = {
-    "model": ("enable_sequence_parallelism", "skip_y_embedder"),
-    "vae": ("cal_loss",),
-    "dataset": ("dummy_text_feature",),
-}
-FEATURES = "./cache/features"  # cache_dir where a BatchFeatureDataset was named, which has none
 
 # old boolean of a scheduler -> the argument it stands for, and the values that True and that False leave open; where nothing
 # else is set, the first of them is meant
@@ -146,78 +146,54 @@ def translate(schema: str, given: Mapping[str, Any]) -> tuple[dict[str, Any], li
     Raises:
         UserError: a value has no counterpart here.
     """
-    values, notes = dict(given), list[str]()
-    for name in IDLE_KEYS:
-        if isinstance(values.get(name), dict):
-            values[name] = dict(values[name])
+    values = {name: dict(value) if isinstance(value, dict) else value for name, value in given.items()}
+    notes: list[str] = []
     if schema == "TrainConfig":
         _translate_training(values, notes)
     elif schema.startswith("VAE") and "vae" not in values and isinstance(values.get("model"), dict):
         _translate_vae(schema, values, notes)
-    idle = [key for key in IDLE.get(schema, ()) if key in values]
-    for key in idle:
-        del values[key]
-    for name, keys in IDLE_KEYS.items():
-        found = [key for key in keys if isinstance(values.get(name), dict) and key in values[name]]
-        idle += [f"{name}.{key}" for key in found if values[name].pop(key)]
-    return values, notes + ([f"{', '.join(idle)}: no effect here."] if idle else [])
+    for keys, what in DROPPED.get(schema, ()):
+        found = []
+        for name, _, key in (path.partition(".") for path in keys.split()):
+            holder = values.get(name) if key else values
+            if isinstance(holder, dict) and holder.pop(key or name, None) not in (None, False):
+                found.append(f"{name}.{key}" if key else name)
+        notes += [f"{', '.join(found)}: {what}."] if found else []
+    return values, notes
 
 
 def _translate_training(values: dict[str, Any], notes: list[str]) -> None:
     """Of the misc files too: search_bs, eval_loss, extract_feat and training on its features."""
-    if "num_eval_timesteps" in values and "val_num_timesteps" not in values:
-        values["val_num_timesteps"] = values.pop("num_eval_timesteps")
-        notes.append(
-            "num_eval_timesteps is called val_num_timesteps here, see `python -m tools.eval.held_out_loss --help`."
-        )
-    base, seconds = values.pop("base", None), values.pop("base_step_time", None)
-    if base is not None:
-        measure = f"--base {':'.join(map(str, base))}" if seconds is None else f"--base-seconds {seconds}"
-        notes.append(f"base, base_step_time: `python -m tools.search_batch_size CONFIG OUT.py --goal even {measure}`.")
+    if "num_eval_timesteps" in values:
+        values.setdefault("val_num_timesteps", values.pop("num_eval_timesteps"))
+        notes.append("num_eval_timesteps is called val_num_timesteps here.")
     buckets = values.get("bucket_config")
-    if isinstance(buckets, dict):
-        as_searched = {
-            name: {key: _bucket(value, is_range=base is not None) for key, value in entries.items()}
+    if isinstance(buckets, dict) and all(isinstance(entries, dict) for entries in buckets.values()):
+        values["bucket_config"] = {
+            name: {key: _bucket(value, is_range="base" in values) for key, value in entries.items()}
             for name, entries in buckets.items()
-            if isinstance(entries, dict)
         }
-        if as_searched != buckets and len(as_searched) == len(buckets):
-            values["bucket_config"] = as_searched
+        if values["bucket_config"] != buckets:
             notes.append(
-                "bucket_config: entries without a probability, or with a range of batch sizes, are (1.0, batch size)."
+                "bucket_config: an entry with a range of batch sizes, or no probability, is (1.0, batch size)."
             )
     masks = values.get("mask_ratios")
     if isinstance(masks, dict) and (old := [kind for kind in OLD_MASKS if kind in masks]):
         values["mask_ratios"] = {OLD_MASKS.get(kind, kind): ratio for kind, ratio in masks.items()}
-        notes.append(
-            f"mask_ratios: {', '.join(old)}, which have no meaning in Open-Sora 1.1 and 1.2, are read as quarter_*."
-        )
+        notes.append(f"mask_ratios: {', '.join(old)} are read as quarter_*; Open-Sora since 1.1 refuses them.")
+    if "save_text_features" in values:
+        values.setdefault("scheduler", {"type": "rflow"})  # which encoding does not use
     dataset = values.get("dataset")
     if isinstance(dataset, dict) and dataset.get("type") == "BatchFeatureDataset":
-        values["dataset"] = dataset = {
-            **dataset, "type": "CachedVideoTextDataset", "content": "samples", "text": "features",
-            "cache_dir": dataset.get("cache_dir", FEATURES),
-        }  # fmt: skip
-        t5 = {"type": "t5", "from_pretrained": "DeepFloyd/t5-v1_1-xxl", "model_max_length": 300}
-        t5["model_max_length"] = values.get("model_max_length", values.get("text_encoder_model_max_length", 300))
+        cached = {"type": "CachedVideoTextDataset", "content": "samples", "text": "features"}
+        values["dataset"] = {"cache_dir": "./cache/features", **dataset, **cached}
+        length = values.get("model_max_length") or values.get("text_encoder_model_max_length") or 300
+        text_encoder = {"type": "t5", "from_pretrained": "DeepFloyd/t5-v1_1-xxl", "model_max_length": length}
         values.setdefault("vae", {"type": "OpenSoraVAE_V1_2", "from_pretrained": "hpcai-tech/OpenSora-VAE-v1.2"})
-        values.setdefault("text_encoder", t5)
+        values.setdefault("text_encoder", text_encoder)
         notes.append(
-            f"BatchFeatureDataset is a CachedVideoTextDataset: `python -m tools.cache_features CONFIG --data-path TABLE --epochs 1 "
-            f"--what moments text` encodes a table into {dataset['cache_dir']} (--dataset.cache_dir), with num_frames and image_size."
-        )
-    loaded = [key for key in ("load_video_features", "load_text_features") if values.pop(key, None)]
-    if loaded and (not isinstance(dataset, dict) or "Cached" not in str(dataset.get("type"))):
-        notes.append(
-            f"{', '.join(loaded)}: this dataset's samples are encoded; docs/caches.md says how to store features."
-        )
-    extraction = [key for key in ("save_text_features", "save_compressed_text_features", "bin_size") if key in values]
-    for key in extraction:
-        del values[key]
-    if extraction:
-        values.setdefault("scheduler", {"type": "rflow"})  # which encoding does not use
-        notes.append(
-            f"{', '.join(extraction)}: `python -m tools.cache_features CONFIG --what text` stores text uncompressed."
+            "BatchFeatureDataset is a CachedVideoTextDataset here, of a table and the cache_dir that `python -m "
+            "tools.cache_features CONFIG --data-path TABLE --epochs 1 --what moments text` makes of it."
         )
 
 
@@ -242,39 +218,37 @@ def _translate_vae(schema: str, values: dict[str, Any], notes: list[str]) -> Non
     notes.append("model is called vae here.")
     dataset = values.get("dataset") or {}
     if schema == "VAEInferenceConfig":
-        for key in ("data_path", "root", "num_frames", "frame_interval", "image_size"):
-            if dataset.get(key) is not None:
-                values.setdefault(key, dataset[key])
-        values.pop("dataset", None)
+        given = {
+            key: value for key, value in dataset.items() if value is not None and key not in ("type", "transform_name")
+        }
+        values |= given | {key: value for key, value in values.items() if value is not None}
+        del values["dataset"]
         return
     frames = values.get("num_frames") or dataset.get("num_frames") or 1
-    lpips, kl = values.pop("perceptual_loss_weight", 0.1), values.pop("kl_loss_weight", 1e-6)
-    if "loss" not in values:  # sums over pixels and latents there, of 4 x 8 x 8 cells with 4 channels
-        kl = (kl or 0.0) * 4 * -(-frames // 4) / (3 * 8 * 8)
-        values["loss"] = {"l1": 1.0, "lpips": lpips or 0.0, "kl": kl}
+    lpips, kl = values.pop("perceptual_loss_weight", 0.1) or 0.0, values.pop("kl_loss_weight", 1e-6) or 0.0
+    if "loss" not in values:  # sums over pixels of a frame and all latents there, of 4 x 8 x 8 cells with 4 channels
+        kl *= 4 * -(-frames // 4) / (3 * 8 * 8)
+        values["loss"] = {"l1": 1.0, "lpips": lpips, "kl": kl}
         notes.append(
-            f"perceptual_loss_weight, kl_loss_weight: loss.lpips={lpips}, loss.kl={kl:.3g}, which is of means, not sums."
+            f"perceptual_loss_weight, kl_loss_weight: loss.lpips={lpips:g}, loss.kl={kl:.3g}, of means, not sums."
         )
-    values.pop("use_real_rec_loss", None)
-    if in_latents := [key for key in ("use_z_rec_loss", "use_image_identity_loss") if values.pop(key, None)]:
-        notes.append(f"{', '.join(in_latents)}: the loss is on pixels here, not on the latents of vae_2d.")
     strategy, ratio = values.pop("mixed_strategy", None), values.pop("mixed_image_ratio", 0.0)
-    if strategy not in (None, "mixed_video_image", "mixed_video_random"):
-        raise UserError(f"mixed_strategy={strategy!r} is not known: list the lengths, mixed_lengths=[17, 17, 1].")
-    if strategy is not None and "mixed_lengths" not in values:
+    if strategy == "mixed_video_image":
         share = Fraction(ratio).limit_denominator(20)
-        lengths = [frames] * (share.denominator - share.numerator) + [1] * share.numerator
-        values["mixed_lengths"] = lengths if strategy == "mixed_video_image" else [*range(1, frames + 1)]
-        drawn = lengths if strategy == "mixed_video_image" else f"[1, 2, ..., {frames}]"
-        notes.append(f"mixed_strategy={strategy!r}: mixed_lengths={drawn}.")
+        values["mixed_lengths"] = [frames] * (share.denominator - share.numerator) + [1] * share.numerator
+        notes.append(f"mixed_strategy, mixed_image_ratio: mixed_lengths={values['mixed_lengths']}.")
+    elif strategy == "mixed_video_random":
+        values["mixed_lengths"] = [*range(1, frames + 1)]
+        notes.append(f"mixed_strategy: mixed_lengths has every length from 1 to {frames}.")
+    elif strategy is not None:
+        raise UserError(f"mixed_strategy={strategy!r} is not known: list the lengths, mixed_lengths=[17, 17, 1].")
     for key in ("generator_loss_type", "discriminator_loss_type"):
         if (loss := values.pop(key, "hinge")) != "hinge":
             raise UserError(f"{key}={loss!r}: the GAN's loss is 'hinge' here; leave {key} out.")
-    start = values.pop("discriminator_start", None)
-    factors = [values.pop(key, None) for key in ("generator_factor", "discriminator_factor")]
+    start, factor = values.pop("discriminator_start", -1), values.pop("discriminator_factor", 1)
+    weight = values.pop("generator_factor", 0.5) * factor
     if values.get("discriminator") is not None:
-        weight = (0.5 if factors[0] is None else factors[0]) * (1 if factors[1] is None else factors[1])
-        values |= {"adversarial_weight": weight, "adversarial_start": max(start or 0, 0)}
+        values |= {"adversarial_weight": weight, "adversarial_start": max(start, 0)}
 
 
 def replaced_by(name: str, key: str) -> str:
