@@ -299,12 +299,8 @@ class Draft:
             if name in taken and typed[name] is not None:
                 dataset[name] = typed[name]
                 if name == "data_path" and dataset["type"] == "CachedVideoTextDataset" and Path(typed[name]).is_dir():
-                    how = (
-                        "--dataset.cache_dir what tools.cache_features made of it; *.bin of extract_feat are not read."
-                    )
-                    self._complain(
-                        (name,), f"data_path={typed[name]!r} is a folder: name the table of clips, and with {how}"
-                    )
+                    text = f"{name}={typed[name]!r} is a folder (*.bin are not read): name the table, and its cache"
+                    self._complain((name,), f"{text} of tools.cache_features as --dataset.cache_dir.")
                 self.origins.setdefault(("dataset", name), self.origins.get((name,), "default"))
             elif name in taken and name == "data_path":
                 self.problems.append("data_path is not set: name the data file, for example --data-path clips.csv.")
