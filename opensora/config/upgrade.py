@@ -232,23 +232,23 @@ def _translate_vae(schema: str, values: dict[str, Any], notes: list[str]) -> Non
         notes.append(
             f"perceptual_loss_weight, kl_loss_weight: loss.lpips={lpips:g}, loss.kl={kl:.3g}, of means, not sums."
         )
-    strategy, ratio = values.pop("mixed_strategy", None), values.pop("mixed_image_ratio", 0.0)
-    if strategy == "mixed_video_image":
-        share = Fraction(ratio).limit_denominator(20)
-        values["mixed_lengths"] = [frames] * (share.denominator - share.numerator) + [1] * share.numerator
-        notes.append(f"mixed_strategy, mixed_image_ratio: mixed_lengths={values['mixed_lengths']}.")
-    elif strategy == "mixed_video_random":
-        values["mixed_lengths"] = [*range(1, frames + 1)]
-        notes.append(f"mixed_strategy: mixed_lengths has every length from 1 to {frames}.")
-    elif strategy is not None:
+    strategy, share = (
+        values.pop("mixed_strategy", None),
+        Fraction(values.pop("mixed_image_ratio", 0.0)).limit_denominator(20),
+    )
+    if strategy not in (None, "mixed_video_image", "mixed_video_random"):
         raise UserError(f"mixed_strategy={strategy!r} is not known: list the lengths, mixed_lengths=[17, 17, 1].")
+    if strategy is not None:
+        lengths = [frames] * (share.denominator - share.numerator) + [1] * share.numerator
+        values.setdefault("mixed_lengths", lengths if strategy == "mixed_video_image" else [*range(1, frames + 1)])
+        notes.append("mixed_strategy, mixed_image_ratio: what is drawn are mixed_lengths.")
     for key in ("generator_loss_type", "discriminator_loss_type"):
         if (loss := values.pop(key, "hinge")) != "hinge":
             raise UserError(f"{key}={loss!r}: the GAN's loss is 'hinge' here; leave {key} out.")
     start, factor = values.pop("discriminator_start", -1), values.pop("discriminator_factor", 1)
     weight = values.pop("generator_factor", 0.5) * factor
     if values.get("discriminator") is not None:
-        values |= {"adversarial_weight": weight, "adversarial_start": max(start, 0)}
+        values.update({"adversarial_weight": weight, "adversarial_start": max(start, 0)} | values)
 
 
 def replaced_by(name: str, key: str) -> str:

@@ -4,7 +4,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from opensora.config.load import InferenceConfig, TrainConfig, VAEInferenceConfig, VAETrainConfig
+from opensora.config.schema import Schema
+from opensora.registry import DATASETS, MODELS, SCHEDULERS
+
 Facts = dict[str, Any]
+
+COMPONENTS = {"model": MODELS, "vae": MODELS, "text_encoder": MODELS, "scheduler": SCHEDULERS, "dataset": DATASETS}
+COMPONENTS["discriminator"] = MODELS
 
 RELEASES = ("1.0", "1.1", "1.2")
 SD = {"type": "VideoAutoencoderKL", "from_pretrained": "stabilityai/sd-vae-ft-ema"}
@@ -426,6 +433,13 @@ def all_files() -> dict[str, Facts]:
     found += [(f"1.2/{name}", facts) for name, facts in only_1_2()]
     assert len(dict(found)) == len(found)
     return dict(found)
+
+
+def schema_of(name: str) -> Schema:
+    """The kind of config that a file is for its script."""
+    if "/vae/" in name:
+        return VAETrainConfig if "/train/" in name else VAEInferenceConfig
+    return InferenceConfig if "/inference/" in name else TrainConfig
 
 
 def write(facts: Facts, path: Path) -> str:

@@ -12,21 +12,17 @@ from opensora.config.load import (
     InferenceConfig,
     TrainConfig,
     VAEInferenceConfig,
-    VAETrainConfig,
     parse_config,
     to_dict,
 )
-from opensora.config.schema import Schema
 from opensora.config.upgrade import upgrade
 from opensora.datasets.buckets.bucket import Buckets
-from opensora.registry import DATASETS, MODELS, SCHEDULERS, build_module
+from opensora.registry import MODELS, SCHEDULERS, build_module
 from opensora.schedulers.mask_ratios import MaskRatios
 from opensora.utils.errors import UserError
-from tests.config.open_sora import Facts, all_files, write
+from tests.config.open_sora import COMPONENTS, Facts, all_files, schema_of, write
 
 FILES = all_files()
-COMPONENTS = {"model": MODELS, "vae": MODELS, "text_encoder": MODELS, "scheduler": SCHEDULERS, "dataset": DATASETS}
-COMPONENTS["discriminator"] = MODELS
 GIVEN = {"data_path", "dataset.data_path"}  # by the command line
 OF_ANOTHER = {
     "load_text_features",
@@ -34,12 +30,6 @@ OF_ANOTHER = {
     "mixed_image_ratio",
     "use_real_rec_loss",
 }  # key, which is noted
-
-
-def schema_of(name: str) -> Schema:
-    if "/vae/" in name:
-        return VAETrainConfig if "/train/" in name else VAEInferenceConfig
-    return InferenceConfig if "/inference/" in name else TrainConfig
 
 
 def parse_as_its_script(name: str, facts: Facts, path: Path, *argv: str):
