@@ -161,7 +161,7 @@ class Draft:
                 self.problems.append(problem)
         if self.problems:
             raise UserError(listing(self.problems))
-        if os.environ.get("RANK", "0") == "0" and getattr(config, "verbose", 1):  # once, of torchrun's processes
+        if os.environ.get("RANK", "0") == "0" and getattr(config, "verbose", True):  # once, of torchrun's processes
             for note in self.notes:
                 logger.warning("note: %s", note)
         return config
@@ -189,9 +189,9 @@ class Draft:
         """Take back what a bucket_config replaces, or the bucket_config itself from a dataset without buckets."""
         dataset = typed.get("dataset", {})
         taken = self._arguments("dataset", dataset) if "type" in dataset else {}
-        names, reason = REPLACED_BY_BUCKETS, "with bucket_config, which has its own"
+        names, reason = [*REPLACED_BY_BUCKETS], "with bucket_config, which has its own"
         if taken and "bucket_config" not in taken:
-            names, reason = ("bucket_config",), f"with a {dataset['type']}: a VariableVideoTextDataset has buckets"
+            names, reason = ["bucket_config"], f"with a {dataset['type']}: a VariableVideoTextDataset has buckets"
         for name in names:
             if name in typed and typed[name] != self.fields[name].default:  # a dumped config holds the default
                 value = "" if name == "bucket_config" else f"={typed[name]!r}"
@@ -200,10 +200,12 @@ class Draft:
 
     def _complain(self, path: tuple[str, ...], text: str, *, changes_nothing: bool = False) -> None:
         """Add a problem, if any, with where the value was set; one that changes no result is a note if a file has it."""
-        origin = self.origins.get(path) or self.origins.get(path[:1])
+        origin, found = self.origins.get(path) or self.origins.get(path[:1]), self.problems
+        if changes_nothing:
+            set_at = [origin or "", *(self.origins[key] for key in self.origins if key[:1] == path)]  # it, or a key in it
+            origin = next((place for place in set_at if place.startswith(COMMAND_LINE)), origin)
+            found = self.problems if (origin or "").startswith(COMMAND_LINE) else self.notes
         text = f"{text} ({origin})" if text and origin else text
-        only_note = changes_nothing and not (origin or "").startswith(COMMAND_LINE)
-        found = self.notes if only_note else self.problems
         if text and text not in found:
             found.append(text)
 

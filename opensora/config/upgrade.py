@@ -206,7 +206,8 @@ def _bucket(entry: Any, *, is_range: bool) -> Any:
         return 1.0, first
     if isinstance(second, list | tuple) and second:
         second = second[:2][-1]
-    return type(entry)((1.0 if first is None or (isinstance(first, int) and first > 1) else first, second))
+    pair = 1.0 if first is None or (isinstance(first, int) and first > 1) else first, second
+    return pair if isinstance(entry, tuple) else [*pair]
 
 
 def _translate_vae(schema: str, values: dict[str, Any], notes: list[str]) -> None:
