@@ -42,6 +42,7 @@ SCRIPTS: dict[Schema, str] = {
     VAEInferenceConfig: "scripts/inference_vae.py",
 }
 DEFAULT_DATASET = "VideoTextDataset"
+NEAR = 0.75  # of a field's name; with less, bin_size is near sp_size, and batch_size near image_size
 REPLACED_BY_BUCKETS = ("num_frames", "image_size", "batch_size")
 # fields that a dataset component takes over when it does not set them itself
 DATASET_FIELDS = (
@@ -93,7 +94,7 @@ class Draft:
                 path = ".".join(schema.aliases[key].path)
                 self._complain((key,), f"{key!r} is a name for the command line; in a file set {path}.")
             elif key not in self.fields:
-                hint = did_you_mean(key, list(self.fields))
+                hint = did_you_mean(key, list(self.fields), NEAR)
                 self._complain((key,), f"{key!r} is not a field of {schema.__name__}.{hint}")
             elif not (has_buckets and key == "batch_size" and value is None):  # Open-Sora: buckets have their own
                 try:
@@ -114,7 +115,7 @@ class Draft:
         for flag, key in command.unknown:
             owners = [name for name in self.values if key in self._arguments(name, self.values[name])]
             names = [dashed(name) for name in (*self.fields, *self.schema.aliases, *FLAGS, *self.options)]
-            hint = did_you_mean(dashed(key), names).replace("mean '", "mean '--")
+            hint = did_you_mean(dashed(key), names, NEAR).replace("mean '", "mean '--")
             text = f"{flag} is not a field of {self.schema.__name__}.{hint} --help lists all."
             if owners:
                 text = f"{flag} is not a field, but {owners[0]} takes it: write --{owners[0]}.{key}."
@@ -202,7 +203,10 @@ class Draft:
         """Add a problem, if any, with where the value was set; one that changes no result is a note if a file has it."""
         origin, found = self.origins.get(path) or self.origins.get(path[:1]), self.problems
         if changes_nothing:
-            set_at = [origin or "", *(self.origins[key] for key in self.origins if key[:1] == path)]  # it, or a key in it
+            set_at = [
+                origin or "",
+                *(self.origins[key] for key in self.origins if key[:1] == path),
+            ]  # it, or a key in it
             origin = next((place for place in set_at if place.startswith(COMMAND_LINE)), origin)
             found = self.problems if (origin or "").startswith(COMMAND_LINE) else self.notes
         text = f"{text} ({origin})" if text and origin else text
