@@ -19,6 +19,7 @@ from opensora.config.upgrade import upgrade
 from opensora.datasets.buckets.bucket import Buckets
 from opensora.registry import MODELS, SCHEDULERS, build_module
 from opensora.schedulers.mask_ratios import MaskRatios
+from opensora.training.loop import engine_settings
 from opensora.utils.errors import UserError
 from tests.config.open_sora import COMPONENTS, Facts, all_files, schema_of, write
 
@@ -151,7 +152,9 @@ def test_buckets_of_a_search_and_of_an_evaluation(parse, caplog):
     }
     assert parse("1.2/opensora-v1-2/misc/eval_loss").bucket_config["144p"] == {1: (1.0, 100), 408: (1.0, 4)}
     assert "--goal even" in caplog.text
+    caplog.clear()
     assert parse("1.2/opensora-v1-2/misc/eval_loss").val_num_timesteps == 10
+    assert caplog.text.count("val_num_timesteps=10") == 1
     found = {"144p": {1: (1.0, 25), 51: (0.0, None)}}  # what a search writes starts from its config
     assert parse("1.2/opensora-v1-2/misc/bs", bucket_config=found).bucket_config == found
 
@@ -211,6 +214,18 @@ def test_a_vae_looks_at_the_first_rows(parse):
     cfg = parse("1.2/vae/inference/video", without=("num_frames",))
     assert (cfg.num_frames, cfg.image_size, cfg.data_path, cfg.num_samples) == (17, (256, 256), "clips.csv", 100)
     assert parse("1.2/vae/inference/video", "--ckpt-path", "w").vae["from_pretrained"] == "w"
+
+
+def test_a_mistake_in_the_model_of_a_vae_names_its_line(parse):
+    model = FILES["1.2/vae/train/stage1"]["model"] | {"frozen": True}
+    with pytest.raises(UserError, match=r"takes no argument 'frozen'.*original\.py:\d+\)"):
+        parse("1.2/vae/train/stage1", model=model)
+
+
+def test_what_an_engine_does_not_take_is_noted_and_not_given_to_it(parse, caplog):
+    cfg = parse("1.0/opensora/train/16x256x256", hybrid_zero=True, optimizer_offload=True, shard_size=2)
+    assert caplog.text.count("has no effect with plugin='zero2'") == 3
+    assert engine_settings(cfg) == {"dtype": "bf16", "grad_clip": 1.0}
 
 
 @pytest.mark.parametrize("key", ["bin_sizes", "batchsize_of_images", "base_steps", "grad_checkpointing_of_the_vae"])
