@@ -73,7 +73,8 @@ class Draft:
         Raises:
             UserError: it is one for another script, or Open-Sora's with a setting that there is none for.
         """
-        values, self.notes = translate(self.schema.__name__, values)
+        given = values
+        values, self.notes = translate(self.schema.__name__, given)
         schema, has_buckets = self.schema, values.get("bucket_config") is not None
         unknown = [key for key in values if key not in self.fields and key not in schema.removed]
         for other, script in SCRIPTS.items() if len(unknown) >= 3 else ():  # one or two may be slips
@@ -83,8 +84,10 @@ class Draft:
                     f"{other.__name__}, not of {schema.__name__}."
                 )
         self.origins.update(origins)
-        if "vae" in values and ("vae",) not in origins and ("model",) in origins:  # of Open-Sora, see `translate`
-            self.origins["vae",] = origins["model",]
+        for name in values.keys() - given.keys():
+            self.origins[name,] = (
+                origins.get(("model",), "") if name == "vae" else "from Open-Sora's keys, see the notes"
+            )
         for key, value in values.items():
             if key in schema.removed:
                 if value not in schema.removed[key].accepted:

@@ -222,6 +222,14 @@ def test_a_mistake_in_the_model_of_a_vae_names_its_line(parse):
         parse("1.2/vae/train/stage1", model=model)
 
 
+def test_where_a_translated_value_comes_from(parse, capsys):
+    with pytest.raises(SystemExit):
+        parse("1.2/vae/train/stage1", "--print-config")
+    printed = capsys.readouterr().out
+    assert re.search(r"^loss.lpips = 0.1 +# from Open-Sora's keys, see the notes$", printed, re.MULTILINE)
+    assert re.search(r"^vae.freeze_vae_2d = True +# .*original\.py:\d+$", printed, re.MULTILINE)
+
+
 def test_what_an_engine_does_not_take_is_noted_and_not_given_to_it(parse, caplog):
     cfg = parse("1.0/opensora/train/16x256x256", hybrid_zero=True, optimizer_offload=True, shard_size=2)
     assert caplog.text.count("has no effect with plugin='zero2'") == 3
