@@ -191,6 +191,7 @@ def test_the_loss_of_a_vae(parse, caplog):
         "kl": pytest.approx(1e-6 * 4 * 5 * 32 * 32 / (3 * 256 * 256)),
     }
     assert cfg.vae["vae_2d"]["scaling_factor"] == 0.18215
+    assert "use_real_rec_loss" not in caplog.text  # it is False there, which is said by nothing
     assert (cfg.mixed_lengths.count(1), cfg.mixed_lengths.count(17)) == (1, 4)
     assert parse("1.2/vae/train/stage3").mixed_lengths == [*range(1, 34)]
     assert "use_z_rec_loss, use_image_identity_loss: the loss is on pixels" in caplog.text
