@@ -43,11 +43,15 @@ def jobs(cfg: InferenceConfig) -> list[Job]:
     What is wrong with any of them is found here, as far as it can be without weights.
 
     Raises:
-        UserError: the prompts cannot be read, a reference file does not exist, or settings have no effect.
+        UserError: the prompts cannot be read, a reference file does not exist, or a prompt's settings have no effect.
     """
     items = load_items(cfg)
     check_files_exist(cfg, items)
     check_shortcuts(cfg, items)
+    if cfg.align is not None and not any(sources_of(cfg, item) for item in items):
+        logger.info("note: align=%d has no effect: no prompt has references that could be moved.", cfg.align)
+    if cfg.mask_strategy_format != "six-fields" and all(item.mask_strategy is None for item in items):
+        logger.info("note: mask_strategy_format=%r has no effect without mask_strategy.", cfg.mask_strategy_format)
     check_rate(cfg.save_format, saved_rate(cfg))
     if cfg.condition_frame_edit == 1:
         raise UserError("condition_frame_edit=1 would make the shared frames anew: use less than 1, or 0 to keep them.")

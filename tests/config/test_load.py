@@ -39,6 +39,7 @@ class Denoiser:
         from_pretrained=None,
         input_size=None,
         label="text",
+        only_train_temporal=False,
     ):
         pass
 
@@ -64,6 +65,12 @@ class IDDPM:
 @DATA.register_module(name="VideoTextDataset")
 class Videos:
     def __init__(self, data_path, root=None, num_frames=16, frame_interval=1, image_size=(256, 256), text_columns=()):
+        pass
+
+
+@DATA.register_module(name="VariableVideoTextDataset")
+class InBuckets:
+    def __init__(self, data_path, bucket_config, root=None, frame_interval=1):
         pass
 
 
@@ -334,13 +341,41 @@ def test_near_types_are_taken(train):
         ("num_frames = 0", "num_frames=0: must be at least 1"),
         ("warmup_steps = -1", "warmup_steps=-1: must be at least 0"),
         ("sp_size = 0", "sp_size=0: must be at least 1"),
-        ("start_from_scratch = True", "start_from_scratch=True has no effect without load"),
         ('bucket_config = {"256": {1: (1.0, 4)}}', "bucket_config has no effect"),
-        ("use_image_transform = True", "use_image_transform=True has no effect: VideoTextDataset does not take it"),
     ],
 )
 def test_a_wrong_value_is_reported_with_field_value_expectation_and_origin(train, line, expected):
     assert expected in complaint(train, extra=line)
+
+
+@pytest.mark.parametrize(
+    ("line", "flag", "expected"),
+    [
+        ("start_from_scratch = True", "--start-from-scratch", "start_from_scratch=True has no effect without load"),
+        (
+            "use_image_transform = True",
+            "--use-image-transform",
+            "True has no effect: VideoTextDataset does not take it",
+        ),
+        ("cast_once = True", "--cast-once", "it gained less than 3 % of a step"),
+        ("lora = dict()\nmodel['only_train_temporal'] = True", "--model.only_train_temporal", "no effect with lora"),
+    ],
+)
+def test_what_changes_no_result_is_a_note_in_a_file_and_an_error_when_typed(
+    train, caplog, monkeypatch, line, flag, expected
+):
+    cfg = train(extra=line)
+    assert caplog.text.count(expected) == 1
+    assert "config.py:" in caplog.text
+    config_from_dict(TrainConfig, to_dict(cfg), {})  # a run's own record of its settings
+    caplog.clear()
+    monkeypatch.setenv("RANK", "1")
+    train(extra=line)
+    assert not caplog.records  # the main process has said it
+    extra = line.replace("\nmodel['only_train_temporal'] = True", "") if "\n" in line else ""
+    text = complaint(train, flag, "True", extra=extra)
+    assert expected in text
+    assert "command line" in text or flag == "--cast-once"
 
 
 def test_the_origin_is_file_and_line(train):
@@ -548,7 +583,7 @@ def test_validation_is_switched_off_by_one_word(train):
     extra = "val_every = 5\nval_prompts = ['a']\nval_num_frames = 4\nval_image_size = (16, 16)"
     cfg = train("--val-every", "0", extra=extra)
     assert (cfg.val_every, cfg.val_prompts, cfg.val_num_frames) == (0, None, None)
-    assert "val_prompts" in complaint(train, extra=extra.replace("val_every = 5", "val_every = 0"))
+    assert train(extra=extra.replace("val_every = 5", "val_every = 0")).val_prompts == ["a"]  # and a note
     assert "val_prompts" in complaint(train, "--val-every", "0", "--val-prompts", "a lake", extra=extra)
 
 
@@ -571,11 +606,16 @@ def test_lists_of_open_sora_have_none_where_a_prompt_has_none(infer):
     assert infer(extra=text).mask_strategy == ["0", ""]
 
 
-def test_settings_that_buckets_have_may_be_none_in_the_dataset(train):
-    buckets = "bucket_config = {'256': {1: (1.0, 4)}}\ndataset = dict(type='VideoTextDataset', num_frames=None, image_size=(None, None))"
-    text = complaint(train, extra=buckets)  # another dataset than that of buckets
-    assert "image_size" not in text
-    assert "num_frames" not in text
+def test_buckets_and_what_they_replace(train, caplog):
+    buckets = (
+        "bucket_config = {'256': {1: (1.0, 4)}}\ndataset = dict(type='%s', num_frames=None, image_size=(None, None))"
+    )
+    assert train(extra=buckets % "VideoTextDataset").bucket_config is None  # another dataset than that of buckets
+    assert "bucket_config has no effect with a VideoTextDataset" in caplog.text
+    cfg = train(extra=buckets % "VariableVideoTextDataset" + "\nbatch_size = 10")
+    assert (cfg.batch_size, list(cfg.bucket_config)) == (1, ["256"])
+    assert "batch_size=10 has no effect with bucket_config" in caplog.text
+    assert "batch_size=3 has no" in complaint(train, "--batch-size=3", extra=buckets % "VariableVideoTextDataset")
 
 
 def test_a_mark_that_replaces_nothing_is_no_setting(train):
@@ -703,7 +743,7 @@ def test_removed_fields_may_be_off_and_nothing_else(write):
     assert config_from_dict(TrainConfig, to_dict(cfg) | off, REGISTRIES) == cfg  # of a checkpoint
     assert off.keys().isdisjoint(to_dict(cfg))
     with pytest.raises(UserError) as error:
-        parse_config(TrainConfig, REGISTRIES, [write(TRAIN + "cast_once = True\n"), "--float8", "rowwise"])
+        parse_config(TrainConfig, REGISTRIES, [write(TRAIN), "--cast-once", "--float8", "rowwise"])
     assert "cast_once=True: this field was removed: it gained less than 3 % of a step" in str(error.value)
     assert "float8='rowwise': this field was removed: training in float8 was slower than in bf16" in str(error.value)
     with pytest.raises(UserError, match=r"float8=True: this field was removed"):

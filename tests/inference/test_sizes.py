@@ -181,7 +181,6 @@ def test_everything_wrong_with_size_and_references_is_reported_at_once():
             duration=3.0,
             resolution="480p",
             multi_resolution="STDiT2",
-            edit_ratio=0.3,
             image="a.png",
             extend="b.mp4",
             mask_strategy=["0"],
@@ -191,7 +190,6 @@ def test_everything_wrong_with_size_and_references_is_reported_at_once():
         "image_size=(32, 48) and resolution='480p' say the same",
         "num_frames='4 s': expected a number, or seconds",
         "multi_resolution='STDiT2' does not fit model.type='STDiT'",
-        "edit_ratio=0.3 has no effect without edit",
         "image, extend say different things of the same frames; keep one",
         "mask_strategy has no effect with image",
     ):
@@ -203,27 +201,32 @@ def test_everything_wrong_with_size_and_references_is_reported_at_once():
     [
         ({"num_frames": None}, "num_frames is missing; set it, or duration"),
         ({"image_size": None}, "image_size is missing; set it, or resolution"),
-        ({"aspect_ratio": "1:1"}, "aspect_ratio='1:1' has no effect without resolution"),
-        (
-            {"aspect_ratio_order": "width:height"},
-            "aspect_ratio_order='width:height' has no effect without aspect_ratio",
-        ),
         ({"num_frames": 0}, "num_frames=0: must be at least 1"),
         ({"last_image": "a", "edit": "b"}, "edit, last_image say different things"),
         ({"last_image": "a", "reference_path": ["b"]}, "reference_path, last_image say different things"),
-        ({"text_encoder": {"type": "classes"}, "aes": 6}, "aes=6 has no effect on classes"),
     ],
 )
-def test_settings_without_effect(fields, message):
+def test_settings_that_are_missing_or_contradict(fields, message):
     with pytest.raises(UserError, match=message):
-        config_from_dict(
-            InferenceConfig,
-            {
-                k: v
-                for k, v in {**PARTS, "num_frames": 16, "fps": 24, "image_size": (32, 48), **fields}.items()
-                if v is not None
-            },
-        )
+        config(**{"num_frames": 16, "image_size": (32, 48), **fields})
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"aspect_ratio": "1:1"}, "aspect_ratio='1:1' has no effect without resolution"),
+        ({"aspect_ratio_order": "width:height"}, "aspect_ratio_order='width:height' has no effect without"),
+        ({"text_encoder": {"type": "classes"}, "aes": 6}, "aes=6 has no effect on classes"),
+        ({"edit_ratio": 0.3}, "edit_ratio=0.3 has no effect without edit"),
+        ({"condition_frame_length": 5}, "condition_frame_length=5 has no effect with loop=1"),
+    ],
+)
+def test_settings_without_effect_are_noted(caplog, fields, message):
+    config(**fields)
+    assert message in caplog.text
+    caplog.clear()
+    config(**fields, verbose=0)
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(
