@@ -224,8 +224,7 @@ def test_two_bases_may_share_one_and_may_not_set_one_name(write):
 
 
 def test_a_base_is_run_once_and_keeps_its_values(write, tmp_path):
-    ran = f"open({str(tmp_path / 'ran')!r}, 'a').write('x')\n"
-    write(TRAIN + "import os\n" + ran.replace("open", "_ = open"), "base.py")
+    write(TRAIN + f"_ = open({str(tmp_path / 'ran')!r}, 'a').write('x')\n", "base.py")
     child = write('_base_ = "base.py"\n_vae = _base_.vae\n_vae["micro_batch_size"] = 2', "child.py")
     assert parse_config(TrainConfig, REGISTRIES, [child]).vae == {"type": "vae"}
     assert (tmp_path / "ran").read_text() == "x"

@@ -267,7 +267,6 @@ def test_an_image_is_the_first_frame_and_is_kept(studio, form, tmp_path):
     ("change", "message"),
     [
         ({"prompt": "  "}, "prompt is empty"),
-        ({"height": 33}, "33x48"),
         ({"negative_prompt": "blur"}, "no effect with cfg_scale=1"),
         ({"steps": 2.5}, "steps must be a whole number"),
         ({"width": None}, "width must be a whole number"),
