@@ -120,6 +120,20 @@ class RunState:
         return replace(self, steps_before=saved.get("steps_before", 0) + saved["step"])
 
 
+def check_saved(saved: Mapping[str, Any], source: str) -> None:
+    """Raise a `UserError` where what a checkpoint saved is no `RunState`, such as after a mistake in editing it by hand."""
+    counts = {"step": None, "micro_batch": None, "epoch": None, "epoch_start": 0, "steps_before": 0, "world": 1}
+    wrong = [name for name, least in counts.items() if type(n := saved.get(name, least)) is not int or n < (least or 0)]
+    try:
+        _ = [(int(ranks), int(batches)) for ranks, batches in saved.get("segments", [])]
+        if saved.get("ahead") is not None and set(map(type, vars(Ahead(**saved["ahead"])).values())) != {int}:
+            wrong.append("ahead")
+    except (TypeError, ValueError):
+        wrong.append("segments or ahead")
+    if wrong:
+        raise UserError(f"{source}: its state.json does not hold the position of a run ({', '.join(wrong)}). Load another checkpoint.")
+
+
 def seek(cfg: LoopConfig, sampler: BatchSampler, state: RunState, *, may_be_done: bool = False) -> int:
     """Set the sampler's first and last batch from the position of the run.
 
