@@ -161,7 +161,8 @@ def as_items(
     negative_prompts: Sequence[str | None] | str | None = None,
 ) -> list[PromptItem]:
     """Prompts from Python: strings get an index (0, 1, ... by default) and, if given, a negative prompt each, or one for all."""
-    if isinstance(prompts, str) or not prompts or (indices is not None and len(indices) != len(prompts)):
+    are_prompts = not isinstance(prompts, str) and all(isinstance(prompt, str | PromptItem) for prompt in prompts)
+    if not are_prompts or not prompts or (indices is not None and len(indices) != len(prompts)):
         raise ValueError(f"expected a list of prompts, one index for each; got {prompts!r}, {indices!r}.")
     negatives = (
         [negative_prompts] * len(prompts) if isinstance(negative_prompts, str | None) else list(negative_prompts)
@@ -222,7 +223,7 @@ def _rows(
     else:
         path, source = Path(prompt_path), str(prompt_path)
         if not path.is_file():
-            raise UserError(f"prompt_path={path}: there is no such file.")
+            raise UserError(f"prompt_path={path}: there is no such {'regular ' if path.exists() else ''}file.")
         rows = _read_table(path) if path.suffix.lower() in (".csv", ".jsonl", ".json") else _read_lines(path)
     if not rows:
         raise UserError(f"{source}: there is no prompt in it.")

@@ -131,7 +131,9 @@ def check_saved(saved: Mapping[str, Any], source: str) -> None:
     except (TypeError, ValueError):
         wrong.append("segments or ahead")
     if wrong:
-        raise UserError(f"{source}: its state.json does not hold the position of a run ({', '.join(wrong)}). Load another checkpoint.")
+        raise UserError(
+            f"{source}: its state.json does not hold the position of a run ({', '.join(wrong)}). Load another checkpoint."
+        )
 
 
 def seek(cfg: LoopConfig, sampler: BatchSampler, state: RunState, *, may_be_done: bool = False) -> int:

@@ -6,14 +6,17 @@ import io
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NoReturn
+
+from safetensors import SafetensorError
 
 from opensora.registry import PartError
 
 INTERRUPTED = 130  # how shells count a program that Ctrl-C ended
 MENDABLE = {  # what the system says of files and disks, and of a pipe that nobody reads any more
-    getattr(errno, name) for name in "EACCES EPERM EROFS ENOSPC EDQUOT EFBIG ENAMETOOLONG ELOOP EPIPE".split()
-}
+    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENAMETOOLONG, errno.ELOOP, errno.EPIPE,
+}  # fmt: skip
 
 
 class UserError(ValueError):
@@ -37,7 +40,7 @@ def exit_on_user_error(main: Callable[[], None]) -> Callable[[], None]:
         for name in ("stdout", "stderr"):
             stream = getattr(sys, name)
             if stream is None:  # closed by who started this
-                setattr(sys, name, open(os.devnull, "w"))
+                setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115
             elif isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="backslashreplace")
         try:
@@ -47,7 +50,11 @@ def exit_on_user_error(main: Callable[[], None]) -> Callable[[], None]:
         except OSError as error:
             if error.errno not in MENDABLE:
                 raise
-            _end(f"error: {error.filename or 'output'}: {error.strerror}.", 2)
+            _end(f"error: {error.filename or 'output cannot be written'}: {error.strerror}.", 2)
+        except SafetensorError as error:
+            if "serializing: I/O error" not in str(error):
+                raise
+            _end(f"error: weights cannot be written: {error}.", 2)
         except KeyboardInterrupt:
             _end("interrupted", INTERRUPTED)
 

@@ -176,6 +176,12 @@ def test_a_missing_file_is_named_with_its_neighbour(write):
         parse_config(TrainConfig, REGISTRIES, [path])
 
 
+def test_a_config_that_is_no_regular_file_is_not_called_missing(tmp_path):
+    (tmp_path / "config.py").mkdir()
+    with pytest.raises(UserError, match=r"config.py is a folder or a device, not a regular file"):
+        parse_config(TrainConfig, REGISTRIES, [str(tmp_path / "config.py")])
+
+
 def test_a_missing_base_file_is_named(write):
     with pytest.raises(UserError, match=r"nowhere\.py does not exist"):
         parse_config(TrainConfig, REGISTRIES, [write('_base_ = "nowhere.py"')])
@@ -188,6 +194,13 @@ def test_a_missing_base_file_is_named(write):
         ("lr = 1\n\nseed = undefined_name", "config.py:3: NameError"),
         ("lr = 1\nseed = 1 / 0", "config.py:2: ZeroDivisionError"),
         ("filename = 3", "'filename' is not a field"),
+        ("lr = 1\nimport sys\nsys.exit(0)", "config.py:3: SystemExit: 0"),
+        (
+            'lr = 1\nmodel = dict(type="XL/2")\nmodel["me"] = model',
+            "config.py cannot be read as plain data .*contains itself",
+        ),
+        ("lr = 1\nimage_size = (size for size in (1, 2))", "config.py cannot be read as plain data .*a generator"),
+        ("model = " + 300 * "[" + 300 * "]", r"config.py:1: too many nested parentheses: model = \[{192}$"),
     ],
 )
 def test_a_broken_file_is_reported_with_its_line(write, text, expected):

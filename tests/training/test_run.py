@@ -27,6 +27,7 @@ from opensora.datasets.sampler import DataPosition
 from opensora.training.run import (
     RunState,
     check_run_folder,
+    check_saved,
     class_list,
     due,
     effective_batch,
@@ -126,6 +127,33 @@ def test_a_resume_reports_which_settings_changed():
     assert changed_settings({}, now) == []
     assert changed_settings({"part": {"levels": True}}, {"part": {"levels": 1}}) == ["part.levels was True, now 1"]
     assert changed_settings({"part": {"scale": 1}}, {"part": {"scale": 1.0}}) == []
+
+
+AHEAD = {"step": 0, "epoch": 0, "rest": 6, "length": 6, "accumulation": 1}
+
+
+@pytest.mark.parametrize(
+    ("edit", "wrong"),
+    [
+        ({"step": "7"}, "step"),
+        ({"step": -1, "epoch": None}, "step, epoch"),
+        ({"micro_batch": True}, "micro_batch"),
+        ({"epoch_start": 1.0, "steps_before": -1}, "epoch_start, steps_before"),
+        ({"world": 0}, "world"),
+        ({"segments": [3]}, "segments or ahead"),
+        ({"segments": [["a", 2]]}, "segments or ahead"),
+        ({"ahead": {"step": 0}}, "segments or ahead"),
+        ({"ahead": {**AHEAD, "rest": None}}, "ahead"),
+    ],
+)
+def test_a_position_edited_by_hand_is_refused(edit, wrong):
+    saved = {"step": 7, "micro_batch": 14, "epoch": 1}
+    check_saved(saved, "c")
+    check_saved({**saved, "segments": [[2, 3]], "ahead": AHEAD}, "c")
+    with pytest.raises(
+        UserError, match=rf"^c: its state\.json does not hold the position of a run \({wrong}\)\. Load another"
+    ):
+        check_saved({**saved, **edit}, "c")
 
 
 def test_resume_refuses_other_data_and_other_batches():
