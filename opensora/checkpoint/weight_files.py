@@ -183,9 +183,9 @@ def _unwrap(content: Any, path: Path) -> dict[str, Tensor]:
             log.info("%s: taking %r; not used: %s", path, wrapper, ", ".join(unused[:8]))
         content = content[wrapper]
     is_dict = isinstance(content, Mapping)
-    others = {key: value for key, value in content.items() if not _is_dense(value)} if is_dict else {}
+    others = {key: what for key, value in content.items() if (what := _unfit(value))} if is_dict else {}
     if others or not content or not is_dict:
-        names = [f"{key} ({_describe(value)})" for key, value in others.items()]
+        names = [f"{key} ({what})" for key, what in others.items()]
         shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
         raise UserError(
             f"{path} holds no dictionary of tensors alone, but: {shown or (type(content).__name__ if content else 'nothing')}. "
@@ -194,19 +194,11 @@ def _unwrap(content: Any, path: Path) -> dict[str, Tensor]:
     return {str(name): tensor.detach() for name, tensor in content.items()}
 
 
-def _is_dense(value: Any) -> bool:
-    return (
-        isinstance(value, Tensor)
-        and value.layout is torch.strided
-        and value.device.type == "cpu"
-        and not value.is_quantized
-    )
-
-
-def _describe(value: Any) -> str:
-    if not isinstance(value, Tensor):
-        return type(value).__name__
-    return str(value.dtype if value.is_quantized else value.layout if value.device.type == "cpu" else value.device)
+def _unfit(value: Any) -> str:
+    """What a value is that has no plain array of numbers; "" = it has."""
+    if not isinstance(value, Tensor) or value.is_quantized:
+        return type(value).__name__ if not isinstance(value, Tensor) else str(value.dtype)
+    return "" if (value.layout, value.device.type) == (torch.strided, "cpu") else f"{value.layout}, {value.device}"
 
 
 def _read_shards(index: Path) -> dict[str, Tensor]:

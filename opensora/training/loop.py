@@ -16,7 +16,7 @@ from opensora.checkpoint.load import latest_checkpoint, open_checkpoint
 from opensora.config.load import changed_settings, to_dict
 from opensora.config.schema import LoopConfig, TrainConfig
 from opensora.training.ema import EMA
-from opensora.training.run import RunState, check_saved
+from opensora.training.run import RunState
 
 logger = logging.getLogger(__name__)
 
@@ -102,12 +102,11 @@ def resume(cfg: LoopConfig, source: Path, fresh: RunState, ema: EMA, engine: Eng
         UserError: the checkpoint does not fit the model, or its position means something else here.
     """
     checkpoint = open_checkpoint(source)
-    check_saved(checkpoint.state, str(source))
     engine.load_model_state(checkpoint.tensors("model"), str(checkpoint.path))
     ema.load_state_dict(checkpoint.tensors("ema"))
     engine.load_optimizer_state(checkpoint.tensors("optimizer"))
     if cfg.start_from_scratch:
-        return fresh.after(checkpoint.state)
+        return fresh.after(checkpoint.state, str(source))
     return fresh.resumed(checkpoint.state, str(source), other_data=cfg.other_data)
 
 
