@@ -1031,3 +1031,11 @@ def test_a_wrong_type_inside_a_part_names_the_line(tmp_path):
     assert "model.depth='8': expected int." in str(caught.value)
     assert "model.pred_sigma='False': expected bool." in str(caught.value)
     assert f"({config}:1)" in str(caught.value)
+
+
+def test_a_seed_of_training_has_64_bits(train):
+    for seed in (-(2**63), 2**64 - 1):
+        assert train("--seed", str(seed)).seed == seed
+    for seed in (-(2**63) - 1, 2**64):
+        with pytest.raises(UserError, match=rf"seed={seed} has more than PyTorch's 64 bits"):
+            train("--seed", str(seed))
