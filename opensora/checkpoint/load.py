@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from opensora.checkpoint.save import MANIFEST, STATE, Writing
 from opensora.checkpoint.tensors import SavedTensors, checksum, load_into, shard_of
 from opensora.checkpoint.weight_files import find_weights, foreign_checkpoint, read_file
-from opensora.utils.errors import UserError
+from opensora.utils.errors import UserError, first_few
 from opensora.utils.folders import read_json
 
 logger = logging.getLogger(__name__)
@@ -112,7 +112,7 @@ def open_checkpoint(path: str | Path, *, check: Literal["size", "checksum"] = "s
         broken = [f"{name} (its content changed)" for name in changed]
     if broken:
         raise UserError(
-            f"{path} is not a complete checkpoint: {', '.join(broken)}. Load another one.{_found_inside(path.parent)}"
+            f"{path} is not a complete checkpoint: {', '.join(broken)}. Load another one.{_found_inside(path.parent, path)}"
         )
     return Checkpoint(path, manifest, read_json(path / STATE, "Load another checkpoint."))
 
@@ -241,6 +241,6 @@ def _listing(title: str, names: list[str], others: Iterable[str] = ()) -> str:
     return f"  {len(names)} {title}:\n" + "\n".join(lines) + "\n" + more
 
 
-def _found_inside(folder: Path) -> str:
-    found = complete_checkpoints(folder) if folder.is_dir() else []
-    return f" Complete checkpoints in {folder}: {', '.join(path.name for path in found)}." if found else ""
+def _found_inside(folder: Path, but: Path | None = None) -> str:
+    found = [path.name for path in complete_checkpoints(folder) if path != but] if folder.is_dir() else []
+    return f" Complete checkpoints in {folder}: {', '.join(first_few(found[::-1]))}." if found else ""

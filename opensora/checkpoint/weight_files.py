@@ -183,15 +183,22 @@ def _unwrap(content: Any, path: Path) -> dict[str, Tensor]:
             log.info("%s: taking %r; not used: %s", path, wrapper, ", ".join(unused[:8]))
         content = content[wrapper]
     is_dict = isinstance(content, Mapping)
-    others = {key: value for key, value in content.items() if not isinstance(value, Tensor)} if is_dict else {}
+    others = {key: what for key, value in content.items() if (what := _unfit(value))} if is_dict else {}
     if others or not content or not is_dict:
-        names = [f"{key} ({type(value).__name__})" for key, value in others.items()]
+        names = [f"{key} ({what})" for key, what in others.items()]
         shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
         raise UserError(
             f"{path} holds no dictionary of tensors alone, but: {shown or (type(content).__name__ if content else 'nothing')}. "
             f"Weights are looked for at the top and under {', '.join(WRAPPERS)}."
         )
     return {str(name): tensor.detach() for name, tensor in content.items()}
+
+
+def _unfit(value: Any) -> str:
+    """What a value is that has no plain array of numbers; "" = it has."""
+    if not isinstance(value, Tensor) or value.is_quantized:
+        return type(value).__name__ if not isinstance(value, Tensor) else str(value.dtype)
+    return "" if (value.layout, value.device.type) == (torch.strided, "cpu") else f"{value.layout}, {value.device}"
 
 
 def _read_shards(index: Path) -> dict[str, Tensor]:

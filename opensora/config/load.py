@@ -149,6 +149,8 @@ def _read(path: Path, schema: type[RunConfig], above: tuple[Path, ...]) -> FileC
     """`read_file` with private names; `above` are the files that have led here by `_base_`."""
     pipeline = schema is InferenceConfig and (path / PIPELINE).is_file()
     if not (path.is_file() or pipeline):
+        if path.exists():
+            raise UserError(f"config file {path} is a folder or a device, not a regular file.")
         hint = did_you_mean(path.name, [sibling.name for sibling in path.parent.glob("*.py")])
         raise UserError(f"config file {path} does not exist.{hint}")
     if path.resolve() in [file.resolve() for file in above]:
@@ -170,8 +172,13 @@ def _read(path: Path, schema: type[RunConfig], above: tuple[Path, ...]) -> FileC
             raise UserError(f"{path}: two of its _base_ files set {twice[0]}; keep one.")
         inherited, origins, problems = inherited | base_values, origins | base_origins, problems + base_problems
     own, merged = _execute(tree, path, inherited), ConfigDict(inherited)
-    merged.merge(own)  # a dict key by key, unless it says `_delete_=True`
-    values = merged.to_dict()
+    try:
+        merged.merge(own)  # a dict key by key, unless it says `_delete_=True`
+        values = merged.to_dict()
+    except (RecursionError, TypeError) as error:
+        raise UserError(
+            f"{path} cannot be read as plain data ({error}): is there a generator, a lock, or a dict or list that contains itself?"
+        ) from error
     stored = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
     lines = {node.id: node.lineno for node in sorted(stored, key=lambda node: node.lineno)}  # the last of each
     for key in own:
@@ -197,7 +204,7 @@ def _parse(path: Path) -> ast.Module:
         text = re.sub(BASE_VARIABLE, r"\2", path.read_text(encoding="utf-8-sig"))
         return ast.parse(text, filename=str(path))
     except SyntaxError as error:
-        raise UserError(f"{path}:{error.lineno}: {error.msg}: {(error.text or '').strip()}") from error
+        raise UserError(f"{path}:{error.lineno}: {error.msg}: {(error.text or '').strip():.200}") from error
     except ValueError as error:  # no UTF-8, or a zero byte
         raise UserError(f"{path} is not a UTF-8 text file: {error}") from error
 
@@ -234,7 +241,7 @@ def _execute(tree: ast.Module, path: Path, inherited: Mapping[str, Any]) -> dict
     names: dict[str, Any] = {"_base_": ConfigDict(inherited)}
     try:
         exec(compile(tree, str(path), "exec"), names)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).suffix == ".py"]
         lines = [f for f in frames if "mmengine" not in f.filename and f.filename != __file__]
         where = f"{lines[-1].filename}:{lines[-1].lineno}" if lines else str(path)

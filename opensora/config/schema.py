@@ -146,6 +146,8 @@ class LoopConfig(RunConfig):
             (self.load is None, "without load", ["load_check", "start_from_scratch", "other_data"]),
             (self.keep_last_n is None, "without keep_last_n: all are kept", ["keep_every_m"]),
         )
+        if not -(2**63) <= self.seed < 2**64:
+            problems.append(f"seed={self.seed} has more than PyTorch's 64 bits; use a smaller one.")
         if self.load == "latest" and self.exp_name is None:
             problems.append("load='latest' needs exp_name, the run to continue.")
         if self.load == "latest" and self.start_from_scratch:

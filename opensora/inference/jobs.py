@@ -147,15 +147,19 @@ def remake(record: Mapping[str, Any], device: torch.device | str | None = None) 
     one_process = {"num_sample": 1, "sp_size": 1, "cfg_parallel": False}
     values = {**record["config"], **whole_list, **one_process, "prompt": [record["prompt"]]}
     cfg = config_from_dict(InferenceConfig, values, COMPONENTS)
+    batch = []
+    try:
+        for entry in record["batch"]:
+            own = {name: entry[name] for name in OF_A_BATCH if name != "seed"}
+            (item,) = load_items(dataclasses.replace(cfg, prompt=[entry["prompt"]], **own))
+            item = dataclasses.replace(item, index=entry["prompt_index"], overrides={"seed": entry["seed"]})
+            batch.append(Job(item, entry["sample_index"], Path()))
+        _ = batch[record["place"]]
+    except (LookupError, TypeError) as error:
+        raise UserError(f"the sidecar does not describe its batch ({error!r}): was it edited?") from error
     pipeline = VideoPipeline.from_config(cfg, device)
     for difference in differences(record, pipeline.device):
         logger.warning("%s; the bits may differ.", difference)
-    batch = []
-    for entry in record["batch"]:
-        own = {name: entry[name] for name in OF_A_BATCH if name != "seed"}
-        (item,) = load_items(dataclasses.replace(cfg, prompt=[entry["prompt"]], **own))
-        item = dataclasses.replace(item, index=entry["prompt_index"], overrides={"seed": entry["seed"]})
-        batch.append(Job(item, entry["sample_index"], Path()))
     video = pipeline.sample(request_of(cfg, batch, pipeline)).video
     assert video is not None, "decoding is asked for"
     return video[record["place"]]

@@ -52,6 +52,7 @@ _NOT_OF_A_SAMPLE = {
 _OF_A_SAMPLE = {
     "prompt", "prompt_index", "sample_index", "seed", "image_size", "num_frames", "fps", "save_fps", "checkpoint", "inputs",
 }  # fmt: skip
+KINDS = {"prompt": str, "batch": list, "place": int, "frames": str, "inputs": dict, "versions": dict}
 # fields of the config in which the samples of a batch may differ
 OF_A_BATCH = ("seed", "reference_path", "mask_strategy", "negative_prompt")
 
@@ -158,10 +159,13 @@ def read_sidecar(path: str | Path) -> dict[str, Any]:
     try:
         record = parse_json(Path(path).read_text(encoding="utf-8"))
         _settings(record)
+        Fraction(record.get("save_fps", "1"))
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}). Name the .json file next to a sample.") from error
     except (ValueError, KeyError, TypeError, AttributeError):
         raise UserError(f"{path} is no sidecar of a sample: name the .json file next to a sample.") from None
+    if wrong := [name for name, kind in KINDS.items() if not isinstance(record.get(name, kind()), kind)]:
+        raise UserError(f"{path} has another type of {', '.join(wrong)} than the sidecar of a sample: was it edited?")
     return record
 
 

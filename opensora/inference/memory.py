@@ -79,11 +79,13 @@ def oom_report(pipeline: Any, batch: int, num_frames: int, image_size: tuple[int
     """Turn running out of memory into a `UserError` that names the settings which help."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except (RuntimeError, MemoryError) as error:
+        if not isinstance(error, torch.OutOfMemoryError | MemoryError) and "can't allocate memory" not in str(error):
+            raise
         height, width = image_size
         raise UserError(
             f"out of memory on {pipeline.device} with {batch} videos of {num_frames} frames of {height}x{width}: "
-            f"{str(error).splitlines()[0]} {advice(pipeline, batch)}"
+            f"{(str(error) or 'MemoryError').splitlines()[0]} {advice(pipeline, batch)}"
         ) from error
 
 

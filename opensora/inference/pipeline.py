@@ -7,6 +7,7 @@ a long video's segments take over belong to one sample of one call, and nothing 
 
 import dataclasses
 import logging
+import operator
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from itertools import count
@@ -101,7 +102,7 @@ class Request:
     @property
     def ids(self) -> list[tuple[int, int]]:
         """Seed and index of each item."""
-        return [(int(item.overrides.get("seed", self.seed)), item.index) for item in self.items]
+        return [(operator.index(item.overrides.get("seed", self.seed)), item.index) for item in self.items]
 
     def texts(self, loop: int) -> list[str]:
         """The prompts of a segment."""

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from opensora.config.load import InferenceConfig
-from opensora.datasets.table.files import read_blocks, without_repeats
+from opensora.datasets.table.files import read_blocks
 from opensora.inference.mask_strategy import check_references, parse_mask_strategy
 from opensora.registry import did_you_mean
 from opensora.utils.errors import UserError, first_few
@@ -65,6 +65,16 @@ class PromptItem:
     mask_strategy: str | None = None
     negative_prompt: str | None = None
     overrides: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for text in (*(segment.text for segment in self.segments), self.negative_prompt or "", *self.references):
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise UserError(
+                    f"prompt {self.index}: {text[:80]!a} is no Unicode text: {error.object[error.start]!a} is half of a surrogate pair, or "
+                    "a byte of another encoding. Give it as UTF-8; in a shell set LANG=C.UTF-8."
+                ) from error
 
     @property
     def text(self) -> str:
@@ -151,7 +161,8 @@ def as_items(
     negative_prompts: Sequence[str | None] | str | None = None,
 ) -> list[PromptItem]:
     """Prompts from Python: strings get an index (0, 1, ... by default) and, if given, a negative prompt each, or one for all."""
-    if isinstance(prompts, str) or not prompts or (indices is not None and len(indices) != len(prompts)):
+    are_prompts = not isinstance(prompts, str) and all(isinstance(prompt, str | PromptItem) for prompt in prompts)
+    if not are_prompts or not prompts or (indices is not None and len(indices) != len(prompts)):
         raise ValueError(f"expected a list of prompts, one index for each; got {prompts!r}, {indices!r}.")
     negatives = (
         [negative_prompts] * len(prompts) if isinstance(negative_prompts, str | None) else list(negative_prompts)
@@ -212,7 +223,7 @@ def _rows(
     else:
         path, source = Path(prompt_path), str(prompt_path)
         if not path.is_file():
-            raise UserError(f"prompt_path={path}: there is no such file.")
+            raise UserError(f"prompt_path={path}: there is no such {'regular ' if path.exists() else ''}file.")
         rows = _read_table(path) if path.suffix.lower() in (".csv", ".jsonl", ".json") else _read_lines(path)
     if not rows:
         raise UserError(f"{source}: there is no prompt in it.")
@@ -273,7 +284,7 @@ def _read_table(path: Path) -> list[_Row]:
 def _read_json(path: Path) -> list[dict[str, Any]]:
     """A list of texts, or of objects such as the lines of a JSONL file."""
     try:
-        content = parse_json(path.read_text(encoding="utf-8-sig"), object_pairs_hook=without_repeats)
+        content = parse_json(path.read_text(encoding="utf-8-sig"))
         json.dumps(content, ensure_ascii=False).encode()  # half of a surrogate pair is no text
     except ValueError as error:
         raise UserError(f"prompt_path={path}: no valid JSON ({error}); {LISTS}") from error
@@ -302,7 +313,7 @@ def split_settings(prompt: str, where: str) -> tuple[str, dict[str, Any]]:
             warned = True
             continue
         try:
-            found = parse_json(prompt[match.start() :], object_pairs_hook=without_repeats)
+            found = parse_json(prompt[match.start() :])
         except ValueError as error:
             raise UserError(
                 f"{where}: the settings at its end are no valid JSON ({error}); write them as "

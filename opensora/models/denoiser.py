@@ -78,6 +78,11 @@ class Denoiser(nn.Module, ABC):
         super().__init__()
         if not 0 <= class_dropout_prob < 1:
             raise ValueError(f"class_dropout_prob={class_dropout_prob} is not in [0, 1).")
+        if min(hidden_size, depth, num_heads, hidden_size * mlp_ratio) < 1 or hidden_size % num_heads:
+            raise ValueError(
+                f"hidden_size={hidden_size}, depth={depth}, num_heads={num_heads}, mlp_ratio={mlp_ratio}: all are above 0, and hidden_size "
+                "is a multiple of num_heads."
+            )
         if len(patch_size) != 3 or min(patch_size) < 1:
             raise ValueError(f"patch_size={patch_size!r}: expected (frames, rows, columns), each at least 1.")
         self.in_channels = self.out_channels = in_channels

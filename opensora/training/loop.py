@@ -108,7 +108,7 @@ def resume(cfg: LoopConfig, source: Path, fresh: RunState, ema: EMA, engine: Eng
     ema.load_state_dict(checkpoint.tensors("ema"))
     engine.load_optimizer_state(checkpoint.tensors("optimizer"))
     if cfg.start_from_scratch:
-        return fresh.after(checkpoint.state)
+        return fresh.after(checkpoint.state, str(source))
     return fresh.resumed(checkpoint.state, str(source), other_data=cfg.other_data)
 
 

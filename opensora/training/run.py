@@ -83,8 +83,9 @@ class RunState:
         continues with the first batch of the next epoch.
 
         Raises:
-            UserError: it has no meaning, and `other_data` is "refuse".
+            UserError: it has no meaning, and `other_data` is "refuse"; or `saved` is no position, as after a mistake in editing it.
         """
+        _check(saved, source, ("step", "micro_batch", "epoch"))
         done = replace(self, **{key: saved[key] for key in ("step", "micro_batch", "epoch")})
         done.steps_before = saved.get("steps_before", 0)
         # versions before buckets had epochs of one length and did not save where they began
@@ -115,9 +116,26 @@ class RunState:
         ahead = saved.get("ahead")
         return replace(done, segments=segments, ahead=None if ahead is None else Ahead(**ahead))
 
-    def after(self, saved: Mapping[str, Any]) -> "RunState":
+    def after(self, saved: Mapping[str, Any], source: str) -> "RunState":
         """A run that begins at step 0 with the weights, EMA and optimizer that were saved there."""
+        _check(saved, source, ("step",))
         return replace(self, steps_before=saved.get("steps_before", 0) + saved["step"])
+
+
+def _check(saved: Mapping[str, Any], source: str, required: Sequence[str]) -> None:
+    least = {"step": 0, "micro_batch": 0, "epoch": 0, "epoch_start": 0, "steps_before": 0, "world": 1}
+    counts = {name: saved.get(name, None if name in required else low) for name, low in least.items()}
+    wrong = [name for name, count in counts.items() if type(count) is not int or count < least[name]]
+    try:
+        numbers = [number for ranks, batches in saved.get("segments", []) for number in (ranks, batches)]
+        numbers += vars(Ahead(**(saved.get("ahead") or vars(Ahead(0, 0, 0, 0, 0))))).values()
+        wrong += [] if set(map(type, numbers)) == {int} else ["segments or ahead"]
+    except (TypeError, ValueError):
+        wrong.append("segments or ahead")
+    if wrong:
+        raise UserError(
+            f"{source}: its state.json does not hold the position of a run ({', '.join(wrong)}). Load another checkpoint."
+        )
 
 
 def seek(cfg: LoopConfig, sampler: BatchSampler, state: RunState, *, may_be_done: bool = False) -> int:

@@ -7,6 +7,8 @@ import logging
 import os
 import socket
 import tempfile
+from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
@@ -91,11 +93,11 @@ def read_json(path: Path, remedy: str) -> dict[str, Any]:
     return content
 
 
-def parse_json(text: str, **options: Any) -> Any:
-    """`json.loads`, with a `ValueError` also for what is nested so deeply that it, or a later step, would end at Python's recursion
-    limit."""
+def parse_json(text: str) -> Any:
+    """`json.loads`, with a `ValueError` also for a name that is twice in an object, whose first value would be lost, and for what is
+    nested so deeply that it, or a later step, would end at Python's recursion limit."""
     with suppress(RecursionError):
-        value = json.loads(text, **options)
+        value = json.loads(text, object_pairs_hook=_without_repeats)
         level = [value] if text.count("[") + text.count("{") > MAX_NESTING else []
         for _ in range(MAX_NESTING + 1):
             inner = [
@@ -105,3 +107,9 @@ def parse_json(text: str, **options: Any) -> Any:
         if not level:
             return value
     raise ValueError(f"lists or objects are nested more than {MAX_NESTING} deep")
+
+
+def _without_repeats(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    if len(found := dict(pairs)) < len(pairs):
+        raise ValueError(f"{Counter(name for name, _ in pairs).most_common(1)[0][0]!r} is there twice")
+    return found

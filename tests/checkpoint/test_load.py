@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import re
 import signal
 import time
 
@@ -45,6 +46,14 @@ def test_a_run_folder_is_no_checkpoint_but_says_what_is(tmp_path):
     save(tmp_path / "run" / "epoch0-global_step5", step=5)
     with pytest.raises(UserError, match=r"not a complete checkpoint.*epoch0-global_step5"):
         open_checkpoint(tmp_path / "run")
+
+
+def test_a_damaged_checkpoint_names_others_the_last_five_and_not_itself(tmp_path):
+    *_, last = [save(tmp_path / f"global_step{step}", step=step) for step in range(8)]
+    (last / "state.json").unlink()
+    names = ", ".join(f"global_step{step}" for step in (6, 5, 4, 3, 2))
+    with pytest.raises(UserError, match=rf"Complete checkpoints in {re.escape(str(tmp_path))}: {names}, and 2 more\.$"):
+        open_checkpoint(last)
 
 
 @pytest.mark.parametrize("damage", ["cut", "remove"])

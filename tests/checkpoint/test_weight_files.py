@@ -81,10 +81,17 @@ def test_what_was_left_aside_is_said(tmp_path, state, caplog):
         ({}, "no dictionary of tensors alone, but: nothing"),
         ({"model": {"w": torch.zeros(1), "lr": 0.1}}, r"alone, but: lr \(float\)"),
         ({f"k{i}": i for i in range(9)}, "and 3 more"),
+        ({"a": torch.zeros(1), "b": torch.eye(2).to_sparse()}, r"alone, but: b \(torch.sparse_coo, cpu\)"),
+        ({"w": torch.empty(2, device="meta")}, r"alone, but: w \(torch.strided, meta\)"),
+        (
+            lambda: {"w": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)},
+            r"alone, but: w \(torch.qint8\)",
+        ),
     ],
 )
+@pytest.mark.filterwarnings("ignore")  # quantised tensors are deprecated, and still in files
 def test_other_contents_are_named(tmp_path, content, message):
-    torch.save(content, tmp_path / "w.pt")
+    torch.save(content() if callable(content) else content, tmp_path / "w.pt")
     with pytest.raises(UserError, match=message):
         read_file(tmp_path / "w.pt")
 

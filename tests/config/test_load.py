@@ -183,6 +183,12 @@ def test_a_missing_file_is_named_with_its_neighbour(write):
         parse_config(TrainConfig, REGISTRIES, [path])
 
 
+def test_a_config_that_is_no_regular_file_is_not_called_missing(tmp_path):
+    (tmp_path / "config.py").mkdir()
+    with pytest.raises(UserError, match=r"config.py is a folder or a device, not a regular file"):
+        parse_config(TrainConfig, REGISTRIES, [str(tmp_path / "config.py")])
+
+
 def test_a_missing_base_file_is_named(write):
     with pytest.raises(UserError, match=r"nowhere\.py does not exist"):
         parse_config(TrainConfig, REGISTRIES, [write('_base_ = "nowhere.py"')])
@@ -195,6 +201,13 @@ def test_a_missing_base_file_is_named(write):
         ("lr = 1\n\nseed = undefined_name", "config.py:3: NameError"),
         ("lr = 1\nseed = 1 / 0", "config.py:2: ZeroDivisionError"),
         ("filename = 3", "'filename' is not a field"),
+        ("lr = 1\nimport sys\nsys.exit(0)", "config.py:3: SystemExit: 0"),
+        (
+            'lr = 1\nmodel = dict(type="XL/2")\nmodel["me"] = model',
+            "config.py cannot be read as plain data .*contains itself",
+        ),
+        ("lr = 1\nimage_size = (size for size in (1, 2))", "config.py cannot be read as plain data .*a generator"),
+        ("model = " + 300 * "[" + 300 * "]", r"config.py:1: too many nested parentheses: model = \[{192}$"),
     ],
 )
 def test_a_broken_file_is_reported_with_its_line(write, text, expected):
@@ -1057,3 +1070,11 @@ def test_a_wrong_type_inside_a_part_names_the_line(tmp_path):
     assert "model.depth='8': expected int." in str(caught.value)
     assert "model.pred_sigma='False': expected bool." in str(caught.value)
     assert f"({config}:1)" in str(caught.value)
+
+
+def test_a_seed_of_training_has_64_bits(train):
+    for seed in (-(2**63), 2**64 - 1):
+        assert train("--seed", str(seed)).seed == seed
+    for seed in (-(2**63) - 1, 2**64):
+        with pytest.raises(UserError, match=rf"seed={seed} has more than PyTorch's 64 bits"):
+            train("--seed", str(seed))

@@ -203,9 +203,11 @@ def test_random_weights_are_announced(cfg):
 
 
 def test_prompts_must_be_a_list_with_an_index_each(pipeline):
-    for prompts, indices in ((A, None), ([], None), ([A, B], [0])):
+    for prompts, indices in ((A, None), ([], None), ([A, B], [0]), ([A, None], None)):
         with pytest.raises(ValueError, match="expected a list of prompts"):
             pipeline(prompts, seed=1, prompt_indices=indices, **SIZE)
+    with pytest.raises(TypeError, match="'float' object cannot be interpreted as an integer"):
+        pipeline([A], seed=1.5, **SIZE)
 
 
 @pytest.mark.parametrize(

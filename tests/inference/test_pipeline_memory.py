@@ -111,5 +111,14 @@ def test_out_of_memory_says_what_helps(cfg):
         oom_report(pipeline, 2, 4, (32, 48)),
     ):
         raise torch.OutOfMemoryError("no more.\ndetails")
+    # a CPU has no error of its own for it; PyTorch and NumPy differ, and refuse at once what no address space holds
+    for allocate in (lambda: torch.empty(2**55), lambda: bytearray(2**55)):
+        with (
+            pytest.raises(UserError, match=r"out of memory on cpu with 2 videos .* What helps"),
+            oom_report(pipeline, 2, 4, (32, 48)),
+        ):
+            allocate()
+    with pytest.raises(RuntimeError, match="must match the size"), oom_report(pipeline, 2, 4, (32, 48)):
+        torch.ones(2) + torch.ones(3)
     tiled = VideoPipeline.from_config(replace(cfg, vae_tiling=64, offload="block", dtype="bf16"))
     assert advice(tiled, 1) == "What helps: --scheduler.guidance.batching split, a smaller size, or fewer frames."

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import re
 import time
 from dataclasses import replace
@@ -543,3 +544,18 @@ def test_any_value_of_a_setting_is_taken_or_refused_by_name(text, settings):
         assert found == text.rstrip()
         assert checked == check_settings(json.loads(json.dumps(settings)), "x")
         assert checked.keys() <= settings.keys()
+
+
+@pytest.mark.parametrize("field", ["prompt", "negative_prompt", "reference_path"])
+def test_what_is_no_unicode_is_refused_before_sampling(field):
+    """A byte of another encoding on the command line; a name or a sidecar could not be written."""
+    changes = {"negative_prompt": ["blur"], "reference_path": ["a.png"]} | {field: ["caf\udce9"]}
+    prompt = changes.pop("prompt", ["a lake"])
+    with pytest.raises(UserError, match=r"prompt 0: 'caf\\udce9' is no Unicode text: '\\udce9' .* LANG=C.UTF-8"):
+        items(*prompt, **changes)
+
+
+def test_a_prompt_file_that_is_a_pipe_is_not_called_missing(tmp_path):
+    os.mkfifo(tmp_path / "p.txt")
+    with pytest.raises(UserError, match=r"p\.txt: there is no such regular file"):
+        load_prompts(None, tmp_path / "p.txt")

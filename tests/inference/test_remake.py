@@ -13,6 +13,7 @@ from opensora.acceleration.cfg_parallel import ParallelPlan
 from opensora.inference.jobs import batches, differences, jobs, records, remake, request_of
 from opensora.inference.manifest import frames_hash, read_sidecar, write_samples
 from opensora.inference.pipeline import VideoPipeline
+from opensora.inference.sizes import stated_size
 from opensora.utils.errors import UserError
 from tools import remake as tool
 
@@ -72,6 +73,27 @@ def test_a_folder_that_is_none_is_reported_before_sampling(cfg, tmp_path, monkey
     with pytest.raises(SystemExit):
         tool.main()
     assert "no files can be written there" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        ({"batch": 3, "place": "0"}, r"sample_0000\.json has another type of batch, place than"),
+        ({"save_fps": "fast"}, r"sample_0000\.json is no sidecar of a sample"),
+        ({"batch": [{}]}, r"does not describe its batch \(KeyError\('reference_path'\)\)"),
+        ({"place": 1}, r"does not describe its batch \(IndexError"),
+    ],
+)
+def test_a_sidecar_edited_by_hand_is_refused_before_anything_is_loaded(cfg, tmp_path, edit, message):
+    cfg = replace(
+        cfg, prompt=["a"], model={"type": "STDiT", "from_pretrained": "gone.safetensors"}, save_dir=str(tmp_path)
+    )
+    (row,) = records(cfg, jobs(cfg), stated_size(cfg))
+    (path,) = write_samples([torch.zeros(3, 1, 8, 8)], [tmp_path / "sample_0000"], [row], device="cpu")
+    path = path.with_suffix(".json")
+    path.write_text(json.dumps({**json.loads(path.read_text()), **edit}))
+    with pytest.raises(UserError, match=message):
+        remake(read_sidecar(path))
 
 
 def test_the_command_says_whether_the_frames_are_the_same(cfg, tmp_path, monkeypatch, capsys):

@@ -206,3 +206,11 @@ def test_many_sizes_compile_at_most_twice_for_each_kind_of_block(family):
         cond = inputs(eager, size=size)
         torch.testing.assert_close(compiled(**cond), eager(**cond), atol=1e-5, rtol=1e-5)
     assert 0 < compilations <= 2 * 2  # every toy has two blocks (or pairs), which differ in kind
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"depth": -1}, {"depth": 0}, {"num_heads": 0}, {"mlp_ratio": -4.0}, {"hidden_size": 50, "num_heads": 3}]
+)
+def test_a_model_without_blocks_or_with_uneven_heads_is_refused(wrong):
+    with pytest.raises(ValueError, match=r"depth=.*, num_heads=.*: all are above 0, and hidden_size is a multiple"):
+        MODELS.get("STDiT")(**{"hidden_size": 32, "depth": 1, "num_heads": 2} | wrong)

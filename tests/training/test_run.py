@@ -128,6 +128,33 @@ def test_a_resume_reports_which_settings_changed():
     assert changed_settings({"part": {"scale": 1}}, {"part": {"scale": 1.0}}) == []
 
 
+AHEAD = {"step": 0, "epoch": 0, "rest": 6, "length": 6, "accumulation": 1}
+
+
+@pytest.mark.parametrize(
+    ("edit", "wrong"),
+    [
+        ({"step": "7"}, "step"),
+        ({"step": -1, "epoch": None}, "step, epoch"),
+        ({"micro_batch": True}, "micro_batch"),
+        ({"epoch_start": 1.0, "steps_before": -1}, "epoch_start, steps_before"),
+        ({"world": 0}, "world"),
+        ({"segments": [3]}, "segments or ahead"),
+        ({"segments": [["a", 2]]}, "segments or ahead"),
+        ({"ahead": {"step": 0}}, "segments or ahead"),
+        ({"ahead": {**AHEAD, "rest": None}}, "segments or ahead"),
+    ],
+)
+def test_a_position_edited_by_hand_is_refused(edit, wrong):
+    saved = {"data": "abc", "global_batch": 4, "step": 7, "micro_batch": 14, "epoch": 1}
+    assert RunState("abc", 4).resumed({**saved, "segments": [[2, 3]], "ahead": AHEAD}, "c").step == 7
+    for read in (RunState("abc", 4).resumed, RunState("abc", 4).after):
+        with pytest.raises(
+            UserError, match=rf"^c: its state\.json does not hold the position of a run \({wrong}\)\. Load"
+        ):
+            read({**saved, **edit}, "c")
+
+
 def test_resume_refuses_other_data_and_other_batches():
     saved = {"data": "abc", "global_batch": 4, "step": 7, "micro_batch": 14, "epoch": 1}
     assert RunState("abc", 4).resumed(saved, "c").micro_batch == 14
@@ -277,12 +304,12 @@ def test_there_must_be_something_left_to_train():
 
 
 def test_a_run_from_another_ones_weights_counts_the_steps_of_their_ema():
-    state = RunState("d", 4).after({"step": 100})
+    state = RunState("d", 4).after({"step": 100}, "c")
     assert (state.step, state.steps_averaged) == (0, 100)
     state.advance(1, lambda epoch: 5)
     saved = json.loads(json.dumps(asdict(state)))
     assert RunState("d", 4).resumed(saved, "c").steps_averaged == 101
-    assert RunState("x", 8).after(saved).steps_averaged == 101
+    assert RunState("x", 8).after(saved, "c").steps_averaged == 101
 
 
 class TestRecord:

@@ -1,6 +1,14 @@
 """How a program ends when the user can mend it, or has had enough."""
 
+import io
+import os
+import sys
+from pathlib import Path
+
 import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 
 from opensora.registry import Registry
 from opensora.utils.errors import UserError, exit_on_user_error, first_few
@@ -56,3 +64,56 @@ def test_ctrl_c_is_one_line(capsys):
 def test_the_first_few():
     assert first_few(["a", "b"], most=2) == ["a", "b"]
     assert first_few(["a", "b", "c"], most=1) == ["a", "and 2 more"]
+
+
+def ended(main, code=2):
+    with pytest.raises(SystemExit) as exit_:
+        exit_on_user_error(main)()
+    assert exit_.value.code == code
+
+
+@pytest.mark.parametrize(
+    ("main", "message"),
+    [
+        (lambda: Path("x" * 300).exists(), f"\nerror: {'x' * 300}: File name too long.\n"),
+        (lambda: Path("/dev/full").write_text("a"), "\nerror: output cannot be written: No space"),
+        (lambda: save_file({"w": torch.zeros(1)}, "/no/such/w"), "\nerror: weights cannot be written: Error while serializing: I/O error"),
+    ],
+    ids=["a name", "a full disk", "weights"],
+)  # fmt: skip
+def test_what_the_system_says_of_files_is_one_line(main, message, capsys):
+    ended(main)
+    assert capsys.readouterr().err.startswith(message)
+
+
+def test_other_errors_of_the_system_and_damaged_weights_keep_their_traceback(tmp_path):
+    (tmp_path / "w").write_bytes(b"damaged")
+    for main, error in (
+        (lambda: os.kill(2**22 + 1, 0), ProcessLookupError),
+        (lambda: load_file(tmp_path / "w"), SafetensorError),
+    ):
+        with pytest.raises(error):
+            exit_on_user_error(main)()
+
+
+def test_a_pipe_that_nobody_reads_is_one_line(monkeypatch, capsys):
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        ended(lambda: print("a lake", flush=True))
+        print("at exit", flush=True)  # goes nowhere, and raises nothing
+    assert capsys.readouterr().err == "\nerror: output cannot be written: Broken pipe.\n"
+
+
+def test_a_terminal_that_lacks_a_character_gets_an_escape(monkeypatch):
+    stdout = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stdout)
+    exit_on_user_error(lambda: print("caf\xe9"))()
+    stdout.flush()
+    assert stdout.buffer.getvalue() == b"caf\\xe9\n"
+
+
+def test_a_script_without_an_output_runs(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    exit_on_user_error(lambda: sys.stdout.write("a lake"))()

@@ -33,6 +33,13 @@ def test_wide_is_not_deep():
         assert parse_json(json.dumps(wide)) == wide
 
 
+def test_a_name_that_is_there_twice_would_lose_a_value(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text('{"model": {"depth": 2, "depth": 3}}')
+    with pytest.raises(UserError, match=r"config\.json is no valid JSON \('depth' is there twice\)"):
+        read_json(path, "Mend it.")
+
+
 # 101 is refused by our limit, 100,000 by Python's
 @pytest.mark.parametrize("depth", [MAX_NESTING + 1, 100_000])
 @pytest.mark.parametrize(("name", "text", "read", "message"), [

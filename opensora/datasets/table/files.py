@@ -9,7 +9,6 @@ import csv
 import gc
 import json
 import shlex
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
@@ -94,6 +93,8 @@ def check_exist(**paths: str | Path | None) -> None:
 
 
 def _missing(source: Path, what: str) -> UserError:
+    if source.exists():
+        return UserError(f"{what} is a pipe or a device, not a regular file.")
     names = [path.name for path in source.parent.glob("*")] if source.parent.is_dir() else []
     return UserError(f"{what} does not exist.{did_you_mean(source.name, names)}")
 
@@ -204,20 +205,13 @@ def _jsonl_blocks(source: Path, file: Iterable[str]) -> Iterator[Block]:
         yield len(block), {name: [record.get(name) for record in block] for name in names}
 
 
-def without_repeats(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object, for `json.loads`; a ValueError where a name is there twice, and one of its values would be lost."""
-    if len(found := dict(pairs)) < len(pairs):
-        raise ValueError(f"{Counter(name for name, _ in pairs).most_common(1)[0][0]!r} is there twice")
-    return found
-
-
 def _json_records(source: Path, file: Iterable[str]) -> Iterator[dict[str, Any]]:
     """The objects of a JSONL file, one a line; a `UserError` where a line is none, has a name twice, or half of a character."""
     for number, line in enumerate(file, start=1):
         if not line.strip():
             continue
         try:
-            record = parse_json(line, object_pairs_hook=without_repeats)
+            record = parse_json(line)
         except ValueError as error:
             raise UserError(
                 f"{source}, line {number}: no valid JSON ({error}); each line is an object of its own."

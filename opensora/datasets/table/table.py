@@ -254,11 +254,12 @@ def _read(source: Path, wanted: Sequence[str], option: str) -> tuple[dict[str, T
             continue
         for name in filter(block.__contains__, texts):
             cells = block[name]
-            if name in wanted and isinstance(cells, list) and not {list, dict}.isdisjoint(map(type, cells)):
-                row = next(row for row, cell in enumerate(cells, total + 1) if isinstance(cell, list | dict))
-                raise UserError(
-                    f"{source}, row {row}: {name!r} is not one value; give each caption a column of its own."
-                )
+            if name in wanted and isinstance(cells, list) and not {list, dict, bytes}.isdisjoint(map(type, cells)):
+                row = next(row for row, cell in enumerate(cells, total + 1) if isinstance(cell, list | dict | bytes))
+                what = "bytes, not text; cast the column to strings"
+                if not isinstance(cells[row - total - 1], bytes):
+                    what = "not one value; give each caption a column of its own"
+                raise UserError(f"{source}, row {row}: {name!r} is {what}.")
             if total and not texts[name]:  # a column that begins late
                 texts[name].append(encode([""] * total))
             texts[name].append(encode(cells if isinstance(cells, pa.Array) else cell_texts(cells)))

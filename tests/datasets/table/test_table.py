@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -165,6 +166,9 @@ def test_wrong_files_for_a_table(folder):
         read_table(folder)
     with pytest.raises(UserError, match=r"clip.csv does not exist. Did you mean 'clips.csv'"):
         read_table(folder / "clip.csv")
+    os.mkfifo(folder / "pipe.csv")  # to be opened it would wait for a writer
+    with pytest.raises(UserError, match=r"pipe.csv is a pipe or a device, not a regular file"):
+        read_table(folder / "pipe.csv")
     with pytest.raises(UserError, match=r"clips.txt: .txt is no table; known are"):
         read_table(write(folder, "path,text\n0.mp4,a\n", "clips.txt"))
     with pytest.raises(UserError, match=r"clips.parquet is no readable parquet file"):

@@ -193,6 +193,17 @@ def test_columns_that_begin_late(tmp_path):
     assert read.flow[20:].tolist() == [*range(20, 25), *range(26, 30)]
 
 
+@pytest.mark.parametrize(
+    ("cell", "message"),
+    [(b"a lake", "'text' is bytes, not text; cast the column"), (["a", "b"], "'text' is not one value; give each")],
+    ids=["bytes", "list"],
+)
+def test_a_caption_of_another_type_is_named_with_its_row(tmp_path, cell, message):
+    write_table(pa.table({"path": ["a.mp4", "b.mp4"], "text": [None, cell]}), tmp_path / "t.parquet")
+    with pytest.raises(UserError, match=rf"t\.parquet, row 2: {message}"):
+        read_table(tmp_path / "t.parquet")
+
+
 def test_bytes_that_are_no_utf_8_are_refused(tmp_path):
     texts = pa.array([b"a.mp4", b"caf\xe9.mp4"]).view(pa.string())
     write_table(pa.table({"path": texts, "text": texts}), tmp_path / "t.parquet")
