@@ -32,6 +32,7 @@ GENERATION_ALIASES = {
     "ckpt_path": Alias(("model", "from_pretrained"), str | None),
     "cfg_scale": Alias(("scheduler", "cfg_scale"), float),
     "num_sampling_steps": Alias(("scheduler", "num_sampling_steps"), int),
+    "guidance_scale": Alias(("scheduler", "cfg_scale"), float),
     "cfg_channel": Alias(("scheduler", "cfg_channel"), int | None),
     "flash_attn": Alias(("model", "enable_flash_attn"), bool),
     "layernorm_kernel": Alias(("model", "enable_layernorm_kernel"), bool),
@@ -51,6 +52,7 @@ REMOVED_VAE_TRAIN: Mapping[str, Removed] = {
     "fsdp_reshard": Removed(Literal["zero2", "zero3"], _VAE_ENGINE, ("zero2",), harmless=True),
 }
 
+FOREIGN_NAMES = {"diffusion": "scheduler"}  # of components on the command line: SpeeDiT's `diffusion.faster=true`
 OLD_KEYS: dict[str, dict[str, str]] = {"model": {"enable_flashattn": "enable_flash_attn"}}  # keys of components
 OLD_TYPES: Mapping[str, Any] = {"grad_checkpoint": int | bool | str}  # fields whose older values have other types
 LEVELS = {

@@ -16,6 +16,7 @@ import ast
 import contextlib
 import copy
 import functools
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,11 @@ DEEPSPEED_STAGES: dict[int, dict[str, Any]] = {
     2: {"plugin": "fsdp2"},
     3: {"plugin": "fsdp2", "fsdp_reshard": "zero3"},
 }
+DEEPSPEED_UNSET = ("auto", None, {"device": "none"})  # values of any key, as if it were not there
+DEEPSPEED_TUNING = re.compile(  # keys that change how fast its own engine is, how its loss scale starts, or what it prints
+    r"(overlap|reduce|allgather|contiguous|round_robin|sub_group|stage3|initial_scale|loss_scale|min_loss|steps_per|wall_clock|dump|pin)_\w+"
+    r"|hysteresis|zero_allow_untested_optimizer|zero_force_ds_cpu_optimizer"
+)
 HEADS = {768: 12, 1024: 16, 1536: 16}
 ARCHITECTURE = (  # keys of a published model's config; `image_size` is the data's here
     "arch", "image_dim", "image_size", "image_stride", "text_token_dim", "text_token_len", "image_base_size",
@@ -255,34 +261,49 @@ def to_train_config(node: CfgNode) -> dict[str, Any]:
     }
 
 
-def deepspeed_overrides(path: Path) -> dict[str, Any]:
-    """What a DeepSpeed JSON means here: engine, dtype, batch, accumulation and clipping.
+def deepspeed_overrides(path: Path) -> tuple[dict[str, Any], list[str]]:
+    """What a DeepSpeed JSON means here (engine, dtype, batch, accumulation, clipping), and its keys that change nothing here.
 
     Raises:
         UserError: it is not a JSON object, or has a key that is not supported.
     """
     hint = (
-        "It may have one of bf16 and fp16 with 'enabled', zero_optimization with 'stage' 0 to 3, and "
+        "It may have one of bf16 and fp16 with 'enabled', zero_optimization with 'stage' 0 to 3 and 'offload_optimizer', and "
         f"{', '.join(DEEPSPEED_FIELDS)} as numbers; everything else is a field of the config (--help)."
     )
     values: dict[str, Any] = {}
-    unknown = []
-    for key, value in read_json(path, hint).items():
+    unknown, idle = [], []
+
+    def settle(settings: Mapping[str, Any], where: str = "") -> dict[str, Any]:
+        kept = {}
+        for key, given in settings.items():
+            value = settle(given, f"{where}{key}.") if isinstance(given, dict) and given not in DEEPSPEED_UNSET else given
+            if DEEPSPEED_TUNING.fullmatch(key) and value != "auto":
+                idle.append(f"{where}{key}")
+            elif value not in DEEPSPEED_UNSET and (key, value) != ("loss_scale", 0):  # 0 is the dynamic one, as ours
+                kept[key] = value
+        return kept
+
+    for key, value in settle(read_json(path, hint)).items():
         found: dict[str, Any] | None = None
         if key in DEEPSPEED_FIELDS and type(value) in (int, float):
             found = {DEEPSPEED_FIELDS[key]: value}
-        elif key in ("bf16", "fp16") and value == {"enabled": False}:
+        elif key in ("bf16", "fp16") and value in ({}, {"enabled": False}):
             found = {}
         elif key in ("bf16", "fp16") and value == {"enabled": True} and "dtype" not in values:
             found = {"dtype": key}
-        elif key == "zero_optimization" and isinstance(value, dict) and value.keys() == {"stage"}:
-            found = DEEPSPEED_STAGES.get(value["stage"]) if type(value["stage"]) is int else None  # not True
+        elif key == "zero_optimization" and isinstance(value, dict):
+            offload = value.get("offload_optimizer")
+            stage = {key: given for key, given in value.items() if key != "offload_optimizer"}
+            if stage.keys() == {"stage"} and type(stage["stage"]) is int and offload in (None, {"device": "cpu"}):  # not True
+                found = DEEPSPEED_STAGES.get(stage["stage"])
+                found = {**found, "optimizer_offload": True} if found and offload else found
         if found is None:
             unknown.append(f"{key}={value!r}")
         values |= found or {}
     if unknown:
         raise UserError(f"--deepspeed {path}: not supported: {'; '.join(unknown)}. {hint}")
-    return values
+    return values, idle
 
 
 def _at(node: CfgNode, key: str) -> Any:

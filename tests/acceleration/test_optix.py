@@ -130,9 +130,13 @@ def test_a_config_may_hold_the_keywords():
         compile_vae = False
         something_else = 1
 
-    _, _, opt, _ = optix.compile(unet(), autoencoder(), Config(), learning_rate=2e-3)
-    assert type(opt) is torch.optim.Adam
-    assert opt.defaults["lr"] == 2e-3
+    mapping = {"optim": "adam", "compile_vae": False, "dtype": "bf16", "compile": True, "batch_size": 4}  # of a whole training
+    for config in (Config(), mapping):
+        _, _, opt, _ = optix.compile(unet(), autoencoder(), config, learning_rate=2e-3)
+        assert type(opt) is torch.optim.Adam
+        assert opt.defaults["lr"] == 2e-3
+    with pytest.raises(UserError, match="no keyword 'learning_rat'. Did you mean 'learning_rate'"):
+        optix.compile(unet(), autoencoder(), {**mapping, "learning_rat": 1.0})
 
 
 class Vae(nn.Module):
@@ -185,9 +189,12 @@ def test_what_is_not_there_is_reported(caplog):
         optix.compile(unet(), autoencoder(), optim="lion")
     with pytest.raises(UserError, match=r"Linear has no way to checkpoint activations"):
         optix.compile(nn.Linear(1, 1), autoencoder(), **EAGER)
-    with pytest.warns(UserWarning, match="steps that are small compared with a weight are lost"):
-        model, *_ = optix.compile(unet(), autoencoder(), model_dtype=torch.bfloat16, **EAGER)
-    assert next(model.parameters()).dtype == torch.bfloat16
+    for dtype in (torch.bfloat16, "bf16"):
+        with pytest.warns(UserWarning, match="steps that are small compared with a weight are lost"):
+            model, *_ = optix.compile(unet(), autoencoder(), model_dtype=dtype, **EAGER)
+        assert next(model.parameters()).dtype == torch.bfloat16
+    with pytest.raises(UserError, match="model_dtype: dtype 'int8' is not one of fp32"):
+        optix.compile(unet(), autoencoder(), model_dtype=torch.int8, **EAGER)
     with caplog.at_level(logging.INFO):
         optix.compile(unet(), autoencoder(), **EAGER)
     assert "apex is not installed" in caplog.text
