@@ -133,7 +133,7 @@ def _count_values(schema: Schema, tokens: Sequence[str], annotation: Any, *, con
     end = next((i for i, token in enumerate(tokens) if _is_flag(token)), len(tokens))
     if config_comes and (bool in kinds or annotation is None):  # `--wandb configs/x.py`
         end = next((i for i, token in enumerate(tokens[:end]) if _names_config(token)), end)
-    if list in kinds or bool in kinds or annotation is None:  # `--prompt "a lake" seed=3`
+    if {list, bool, Any} & {*kinds} or annotation is None:  # `--prompt "a lake" seed=3`, `--scheduler.faster seed=3`
         names = {*schema_fields(schema), *schema.aliases, *schema.removed, *FOREIGN_NAMES}
         bare = (i for i, token in enumerate(tokens[:end]) if (match := BARE.match(token)) and match[1] in names)
         end = next(bare, end)

@@ -180,7 +180,11 @@ def read_yacs(path: Path, *, for_sampling: bool = False) -> dict[str, Any]:
     if not isinstance(content, Mapping):
         raise UserError(f"config file {path}: expected keys such as PIPELINE, MODEL, SOLVER and TRAIN.")
     node = default_cfg()
-    node.merge(content)
+    try:
+        node.merge(content)
+    except UserError as error:
+        groups = ", ".join(key for key, value in DEFAULTS.items() if isinstance(value, dict))
+        raise UserError(f"config file {path}: {error} A YAML config is one of NOVA's guide ({groups}); others are .py files.") from error
     values = to_train_config(node)
     if not for_sampling:
         return values
