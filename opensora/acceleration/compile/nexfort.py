@@ -151,6 +151,8 @@ def parse_options(given: Given) -> Options:
         )
     if values.get("mode", "") is None:
         values["mode"] = ""
+    if isinstance(layout := values.get("memory_format"), torch.memory_format):
+        values["memory_format"] = None if layout == torch.preserve_format else str(layout).removeprefix("torch.")
     for name in list(overrides):
         setting = name.removeprefix("inductor.")
         if setting in ("freezing", "triton.cudagraphs"):
