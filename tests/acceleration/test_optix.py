@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from diffusers import AutoencoderKL, DiTTransformer2DModel, UNet2DConditionModel
+from diffusers import AutoencoderKL, AutoencoderKLWan, DiTTransformer2DModel, UNet2DConditionModel
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -84,6 +84,24 @@ def test_a_compiled_encoder_sees_one_size():
     latents = optix.sliced_vae(vae, video, 2, generators=torch.Generator().manual_seed(0))
     assert sizes == [2, 2, 2]
     torch.testing.assert_close(latents, expected)
+
+
+def test_a_video_vae_of_diffusers_is_one_of_ours():
+    vae = AutoencoderKLWan(base_dim=4, z_dim=4, dim_mult=[1], num_res_blocks=1)
+    with pytest.raises(UserError, match="AutoencoderKLWan encodes videos as a whole; load its folder as our DiffusersVideoVAE"):
+        optix.sliced_vae(vae, torch.rand(1, 5, 3, 16, 16))
+
+
+def test_the_ema_is_updated_with_optixs_arguments():
+    model = Vae()
+    ema = optix.ShardedEMA(model)
+    model.encoder.weight.data += 1
+    model.encoder.requires_grad_(False)
+    ema.update(model, 0.9, True)
+    torch.testing.assert_close(ema.state_dict()["encoder.weight"], model.encoder.weight)
+    model.encoder.weight.data += 1
+    ema.update(model, 0.9, False)
+    torch.testing.assert_close(ema.state_dict()["encoder.weight"], model.encoder.weight - 0.9)
 
 
 @pytest.mark.parametrize("checkpointed", [True, False])
