@@ -119,7 +119,9 @@ def compile(
 def _keywords(config: object, options: Mapping[str, Any]) -> dict[str, Any]:
     names, chosen = [*DEFAULTS, *ALIASES], dict(DEFAULTS)
     if isinstance(config, Mapping):  # of a whole training: what is not near a keyword is for something else
-        config = {name: value for name, value in config.items() if name in names or did_you_mean(str(name), names, 0.85)}
+        config = {
+            name: value for name, value in config.items() if name in names or did_you_mean(str(name), names, 0.85)
+        }
     else:
         config = {name: getattr(config, name) for name in names if hasattr(config, name)}
     for given in (config, options):

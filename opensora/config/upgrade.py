@@ -262,7 +262,9 @@ def _translate_vae(schema: str, values: dict[str, Any], notes: list[str]) -> Non
 
 def replaced_by(name: str, key: str) -> tuple[str, ...]:
     """The arguments of a scheduler that an old key stands for; none: the key is not an old one."""
-    old = {key: (argument,) for flags in OLD_SCHEDULERS.values() for key, (argument, *_) in flags.items()}
+    old: dict[str, tuple[str, ...]] = {
+        key: (argument,) for flags in OLD_SCHEDULERS.values() for key, (argument, *_) in flags.items()
+    }
     old |= {"sample_method": ("timestep_sampling",), "faster": ("timestep_sampling", "loss_weighting")}
     return old.get(key, ()) if name in ("scheduler", "val_scheduler") else ()
 

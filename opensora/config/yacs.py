@@ -184,7 +184,9 @@ def read_yacs(path: Path, *, for_sampling: bool = False) -> dict[str, Any]:
         node.merge(content)
     except UserError as error:
         groups = ", ".join(key for key, value in DEFAULTS.items() if isinstance(value, dict))
-        raise UserError(f"config file {path}: {error} A YAML config is one of NOVA's guide ({groups}); others are .py files.") from error
+        raise UserError(
+            f"config file {path}: {error} A YAML config is one of NOVA's guide ({groups}); others are .py files."
+        ) from error
     values = to_train_config(node)
     if not for_sampling:
         return values
@@ -276,19 +278,9 @@ def deepspeed_overrides(path: Path) -> tuple[dict[str, Any], list[str]]:
         f"{', '.join(DEEPSPEED_FIELDS)} as numbers; everything else is a field of the config (--help)."
     )
     values: dict[str, Any] = {}
-    unknown, idle = [], []
-
-    def settle(settings: Mapping[str, Any], where: str = "") -> dict[str, Any]:
-        kept = {}
-        for key, given in settings.items():
-            value = settle(given, f"{where}{key}.") if isinstance(given, dict) and given not in DEEPSPEED_UNSET else given
-            if DEEPSPEED_TUNING.fullmatch(key) and value != "auto":
-                idle.append(f"{where}{key}")
-            elif value not in DEEPSPEED_UNSET and (key, value) != ("loss_scale", 0):  # 0 is the dynamic one, as ours
-                kept[key] = value
-        return kept
-
-    for key, value in settle(read_json(path, hint)).items():
+    unknown: list[str] = []
+    settings, idle = _in_effect(read_json(path, hint))
+    for key, value in settings.items():
         found: dict[str, Any] | None = None
         if key in DEEPSPEED_FIELDS and type(value) in (int, float):
             found = {DEEPSPEED_FIELDS[key]: value}
@@ -297,17 +289,36 @@ def deepspeed_overrides(path: Path) -> tuple[dict[str, Any], list[str]]:
         elif key in ("bf16", "fp16") and value == {"enabled": True} and "dtype" not in values:
             found = {"dtype": key}
         elif key == "zero_optimization" and isinstance(value, dict):
-            offload = value.get("offload_optimizer")
-            stage = {key: given for key, given in value.items() if key != "offload_optimizer"}
-            if stage.keys() == {"stage"} and type(stage["stage"]) is int and offload in (None, {"device": "cpu"}):  # not True
-                found = DEEPSPEED_STAGES.get(stage["stage"])
-                found = {**found, "optimizer_offload": True} if found and offload else found
+            stage, offload = value.get("stage"), value.get("offload_optimizer", {})
+            if (
+                value.keys() <= {"stage", "offload_optimizer"}
+                and type(stage) is int
+                and offload in ({}, {"device": "cpu"})
+            ):
+                engine = DEEPSPEED_STAGES.get(stage)  # an int, for True is not 1
+                found = engine if engine is None or not offload else {**engine, "optimizer_offload": True}
         if found is None:
             unknown.append(f"{key}={value!r}")
         values |= found or {}
     if unknown:
         raise UserError(f"--deepspeed {path}: not supported: {'; '.join(unknown)}. {hint}")
     return values, idle
+
+
+def _in_effect(given: Mapping[str, Any], where: str = "") -> tuple[dict[str, Any], list[str]]:
+    """The settings of a DeepSpeed JSON that mean something here, and the names of those that do not."""
+    kept, idle = {}, []
+    for key, value in given.items():
+        if value in DEEPSPEED_UNSET or (key, value) == ("loss_scale", 0):  # 0 is the dynamic one, as ours
+            continue
+        if DEEPSPEED_TUNING.fullmatch(key):
+            idle.append(f"{where}{key}")
+        elif isinstance(value, dict):
+            kept[key], inner = _in_effect(value, f"{where}{key}.")
+            idle += inner
+        else:
+            kept[key] = value
+    return kept, idle
 
 
 def _at(node: CfgNode, key: str) -> Any:

@@ -88,7 +88,9 @@ def test_a_compiled_encoder_sees_one_size():
 
 def test_a_video_vae_of_diffusers_is_one_of_ours():
     vae = AutoencoderKLWan(base_dim=4, z_dim=4, dim_mult=[1], num_res_blocks=1)
-    with pytest.raises(UserError, match="AutoencoderKLWan encodes videos as a whole; load its folder as our DiffusersVideoVAE"):
+    with pytest.raises(
+        UserError, match="AutoencoderKLWan encodes videos as a whole; load its folder as our DiffusersVideoVAE"
+    ):
         optix.sliced_vae(vae, torch.rand(1, 5, 3, 16, 16))
 
 
@@ -148,12 +150,18 @@ def test_a_config_may_hold_the_keywords():
         compile_vae = False
         something_else = 1
 
-    mapping = {"optim": "adam", "compile_vae": False, "dtype": "bf16", "compile": True, "batch_size": 4}  # of a whole training
+    mapping = {
+        "optim": "adam",
+        "compile_vae": False,
+        "dtype": "bf16",
+        "compile": True,
+        "batch_size": 4,
+    }  # of a whole training
     for config in (Config(), mapping):
         _, _, opt, _ = optix.compile(unet(), autoencoder(), config, learning_rate=2e-3)
         assert type(opt) is torch.optim.Adam
         assert opt.defaults["lr"] == 2e-3
-    with pytest.raises(UserError, match="no keyword 'learning_rat'. Did you mean 'learning_rate'"):
+    with pytest.raises(UserError, match=r"no keyword 'learning_rat'. Did you mean 'learning_rate'"):
         optix.compile(unet(), autoencoder(), {**mapping, "learning_rat": 1.0})
 
 

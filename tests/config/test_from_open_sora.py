@@ -100,7 +100,9 @@ def test_a_flag(parse, script, old, new):
     base = base_of(script)
     if new == "no":
         flag, value = shlex.split(old)
-        with pytest.raises(UserError, match=f"{flag} is not a field|{flag[2:].replace('-', '_')}='?{value}'?: .*(ffmpeg|prompt-path)"):
+        with pytest.raises(
+            UserError, match=f"{flag} is not a field|{flag[2:].replace('-', '_')}='?{value}'?: .*(ffmpeg|prompt-path)"
+        ):
             parse(script, base, flag, value)
     else:
         expected = put(base, new)

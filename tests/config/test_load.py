@@ -286,7 +286,9 @@ def test_a_broken_base_file_is_reported_with_its_line(write):
 def test_other_kinds_of_files_are_refused(write):
     with pytest.raises(UserError, match=r"expected a \.py file"):
         parse_config(TrainConfig, REGISTRIES, [write("lr = 1", "config.toml")])
-    with pytest.raises(UserError, match=r"lr is not a key of this config. A YAML config is one of NOVA's guide \(PIPELINE, "):
+    with pytest.raises(
+        UserError, match=r"lr is not a key of this config. A YAML config is one of NOVA's guide \(PIPELINE, "
+    ):
         parse_config(TrainConfig, REGISTRIES, [write("lr: 1", "config.yaml")])
 
 

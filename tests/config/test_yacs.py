@@ -325,7 +325,9 @@ def test_a_deepspeed_file_chooses_engine_format_and_batch(guide, caplog):
     cfg = parse_config(TrainConfig, {}, command)
     assert (cfg.plugin, cfg.fsdp_reshard, cfg.dtype) == ("fsdp2", "zero2", "bf16")
     assert (cfg.batch_size, cfg.accumulation_steps, cfg.grad_clip) == (2, 4, 1.0)
-    (guide / "zero2_bf16.json").write_text(json.dumps({**deepspeed, "optimizer": {"type": "Adam"}, "train_batch_size": 8}))
+    (guide / "zero2_bf16.json").write_text(
+        json.dumps({**deepspeed, "optimizer": {"type": "Adam"}, "train_batch_size": 8})
+    )
     with pytest.raises(UserError, match=r"not supported: optimizer=.*; train_batch_size=8"):
         parse_config(TrainConfig, {}, command)
     zero = {"stage": 2, "overlap_comm": True, "allgather_bucket_size": 5e8, "reduce_bucket_size": "auto"}

@@ -290,7 +290,11 @@ def test_records_in_fp32_and_without_short_texts(tmp_path):
         writer.write({"shape": x.shape, "moments": x.tobytes(), "caption": "a lake. a boat."})
     dataset = RecordVideoTextDataset(str(tmp_path / "records"))
     assert torch.equal(dataset[SampleKey(0, 0)]["moments"], torch.from_numpy(x)[:, None])
-    assert {dataset[SampleKey(epoch, 0)]["text"] for epoch in range(20)} == {*dataset.all_captions()} == {"a lake.", "a lake. a boat."}
+    assert (
+        {dataset[SampleKey(epoch, 0)]["text"] for epoch in range(20)}
+        == {*dataset.all_captions()}
+        == {"a lake.", "a lake. a boat."}
+    )
 
 
 def test_folders_that_are_no_such_records(tmp_path):
