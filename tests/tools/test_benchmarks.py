@@ -244,11 +244,10 @@ def test_onediffs_benchmark_runs_a_pipeline_of_diffusers_at_many_sizes(tmp_path,
 
 @pytest.mark.nightly
 @pytest.mark.slow
-@pytest.mark.usefixtures("without_code")
 def test_onediffs_benchmark_counts_programs(tmp_path, capfd):
     model = ["text_to_image", "--model", str(saved_pixart(tmp_path / "pixart")), "--device", "cpu", "--repeats", "1"]
     config = '{"mode": "max-optimize:max-autotune:low-precision", "memory_format": "channels_last", "dynamic": true}'
-    compiler = ["--scheduler", "EulerDiscreteScheduler", "--compiler", "compile", "--compiler-config", config]
+    compiler = ["--scheduler", "EulerDiscreteScheduler", "--compiler", "eager", "--compiler-config", config]
     run([*model, "--steps", "1", "--height", "16", "--width", "32", *compiler])
     (row,) = table_of(capfd.readouterr().out)
     assert int(row["programs"]) > 0
