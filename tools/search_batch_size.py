@@ -314,7 +314,7 @@ def changed_fields(source: Path, fields: Sequence[str]) -> dict[str, Any]:
     draft = Draft(TrainConfig, {**PARTS, "dataset": DATASETS})
     draft.take_file(copy.deepcopy(before), origins)
     if command.deepspeed is not None:
-        draft.values |= deepspeed_overrides(Path(command.deepspeed))
+        draft.values |= deepspeed_overrides(Path(command.deepspeed))[0]
     draft.take_command(command)
     dataset = draft.values.setdefault("dataset", {})
     if not draft.values.get("data_path") and not dataset.get("data_path"):

@@ -27,6 +27,7 @@ from opensora.acceleration.distributed import STEP_TIMEOUT, broadcast_params, ne
 from opensora.acceleration.engines.partition import gather_from_owners, node_size, share_out
 from opensora.acceleration.vae_slicing import encoders_of, sliced_vae, to_channels_last
 from opensora.registry import did_you_mean
+from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.errors import UserError
 
 __all__ = ["DEFAULTS", "ShardedEMA", "compile", "sliced_vae"]
@@ -61,7 +62,7 @@ def compile(
     Args:
         model: a denoiser of ours or of diffusers, on its device; changed in place.
         vae: is frozen, in fp32, on the model's device.
-        config: an object or mapping with values of the keywords; what it lacks has its default.
+        config: an object or mapping with values of the keywords, and others; what it lacks has its default.
         options: the keywords, which win over `config`; see docs/optix.md.
 
     Returns:
@@ -117,7 +118,11 @@ def compile(
 
 def _keywords(config: object, options: Mapping[str, Any]) -> dict[str, Any]:
     names, chosen = [*DEFAULTS, *ALIASES], dict(DEFAULTS)
-    if not isinstance(config, Mapping):
+    if isinstance(config, Mapping):  # of a whole training: what is not near a keyword is for something else
+        config = {
+            name: value for name, value in config.items() if name in names or did_you_mean(str(name), names, 0.85)
+        }
+    else:
         config = {name: getattr(config, name) for name in names if hasattr(config, name)}
     for given in (config, options):
         for alias, name in ALIASES.items():
@@ -131,6 +136,11 @@ def _keywords(config: object, options: Mapping[str, Any]) -> dict[str, Any]:
         chosen[ALIASES.get(name, name)] = value
     if chosen["optim"] not in OPTIMIZERS:
         raise UserError(f"optix.compile: optim={chosen['optim']!r} is not one of {', '.join(OPTIMIZERS)}.")
+    if chosen["model_dtype"] is not None:
+        try:
+            chosen["model_dtype"] = to_torch_dtype(str(chosen["model_dtype"]).removeprefix("torch."))
+        except ValueError as error:
+            raise UserError(f"optix.compile: model_dtype: {error}") from error
     return chosen
 
 
@@ -188,7 +198,7 @@ class ShardedEMA:
         self.shadow = {name: p.detach().float().clone() for name, p in parameters.items() if owner[name] == self.rank}
 
     @torch.no_grad()
-    def update(self, model: nn.Module, decay: float = 0.9999, *, only_trainable: bool = True) -> None:
+    def update(self, model: nn.Module, decay: float = 0.9999, only_trainable: bool = True) -> None:  # noqa: FBT001, FBT002
         """`ema <- decay * ema + (1 - decay) * weights`; `only_trainable` copies frozen ones, which may have been loaded late."""
         for name, parameter in _inner(model).named_parameters():
             if name not in self.shadow:

@@ -57,6 +57,10 @@ def sliced_vae(
             to_channels_last(encoder)
     if hasattr(vae, "sliced_moments"):  # ours
         z = vae.sample(vae.sliced_moments(video, micro_bs, use_autocast, nhwc), generators)
+    elif any(isinstance(module, nn.Conv3d) for module in vae.encoder.modules()):
+        raise UserError(
+            f"sliced_vae: {type(vae).__name__} encodes videos as a whole; load its folder as our DiffusersVideoVAE."
+        )
     else:  # frame by frame
         layout = torch.channels_last if nhwc else torch.contiguous_format
         frames = rearrange(video, "B C T H W -> (B T) C H W").to(vae.dtype)

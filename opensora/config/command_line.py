@@ -14,7 +14,7 @@ from pathlib import PurePath
 from typing import Any, Literal
 
 from opensora.config.schema import REQUIRED, Field, Schema, coerce, describe, members, schema_fields
-from opensora.config.upgrade import OLD_KEYS, OLD_TYPES
+from opensora.config.upgrade import FOREIGN_NAMES, OLD_KEYS, OLD_TYPES
 
 FLAGS = ("cfg", "deepspeed", "print-config", "help")  # that are not fields
 BARE = re.compile(r"([A-Za-z_]\w*)(\.\w+)*=")  # the beginning of `component.key=value`
@@ -108,6 +108,7 @@ def _read_flag(schema: Schema, command: Command, token: str, tokens: list[str]) 
 def _target(schema: Schema, command: Command, flag: str) -> tuple[tuple[str, ...], Any]:
     """What a flag sets, and of which type; None: nothing, which is then one of the command's problems."""
     name, *keys = flag[2:].replace("-", "_").split(".")
+    name = FOREIGN_NAMES.get(name, name) if keys else name
     path, declared = (name, *(OLD_KEYS.get(name, {}).get(key, key) for key in keys)), schema_fields(schema).get(name)
     if flag in ("--cfg", "--deepspeed"):
         return path, str
@@ -132,8 +133,8 @@ def _count_values(schema: Schema, tokens: Sequence[str], annotation: Any, *, con
     end = next((i for i, token in enumerate(tokens) if _is_flag(token)), len(tokens))
     if config_comes and (bool in kinds or annotation is None):  # `--wandb configs/x.py`
         end = next((i for i, token in enumerate(tokens[:end]) if _names_config(token)), end)
-    if list in kinds or bool in kinds or annotation is None:  # `--prompt "a lake" seed=3`
-        names = {*schema_fields(schema), *schema.aliases, *schema.removed}
+    if {list, bool, Any} & {*kinds} or annotation is None:  # `--prompt "a lake" seed=3`, `--scheduler.faster seed=3`
+        names = {*schema_fields(schema), *schema.aliases, *schema.removed, *FOREIGN_NAMES}
         bare = (i for i, token in enumerate(tokens[:end]) if (match := BARE.match(token)) and match[1] in names)
         end = next(bare, end)
     if list in kinds or annotation is None:

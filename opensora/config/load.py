@@ -81,12 +81,13 @@ def parse_config(
                 "no config file given; usage: SCRIPT CONFIG [--field VALUE ...], the config first (see --help)."
             )
         values, origins, problems = read_file(Path(command.config), schema)
-        overrides = {} if command.deepspeed is None else deepspeed_overrides(Path(command.deepspeed))
+        overrides, idle = ({}, []) if command.deepspeed is None else deepspeed_overrides(Path(command.deepspeed))
     except UserError as error:  # a wrong flag may be why there is no file
         draft.take_command(command)
         raise UserError(listing([str(error), *draft.problems])) from error
     draft.problems += problems
     draft.take_file(values | overrides, origins | {(name,): f"--deepspeed {command.deepspeed}" for name in overrides})
+    draft.notes += [f"--deepspeed {command.deepspeed}: {', '.join(idle)} have no effect here."] if idle else []
     chosen = [setting.value for setting in command.settings if setting.path == ("imports",)]
     imports = chosen[-1] if chosen else draft.values.get("imports")
     if not chosen and Path(command.config).suffix != ".py":

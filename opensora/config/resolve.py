@@ -231,9 +231,9 @@ class Draft:
         target = self.values.setdefault(name, copy.deepcopy(default) if isinstance(default, dict) else {})
         if target is None:
             target = self.values[name] = {}
-        current = replaced_by(name, keys[0])
-        if isinstance(target, dict) and not self.origins.get((name, current), "").startswith(COMMAND_LINE):
-            target.pop(current, None)  # of the file: an older spelling on the command line replaces it
+        for current in replaced_by(name, keys[0]):
+            if isinstance(target, dict) and not self.origins.get((name, current), "").startswith(COMMAND_LINE):
+                target.pop(current, None)  # of the file: an older spelling on the command line replaces it
         for key in keys[:-1]:
             target = target.setdefault(key, {}) if isinstance(target, dict) else target
         if not isinstance(target, dict):

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeGuard, Union
 from opensora.config.upgrade import (
     GENERATION_ALIASES,
     MULTI_RESOLUTION,
+    REMOVED_INFERENCE,
     REMOVED_TRAIN,
     REMOVED_VAE_TRAIN,
     VAE_ALIASES,
@@ -276,6 +277,7 @@ class InferenceConfig(RunConfig):
     """Sampling: scripts/inference.py."""
 
     aliases: ClassVar[Mapping[str, Alias]] = GENERATION_ALIASES
+    removed: ClassVar[Mapping[str, Removed]] = REMOVED_INFERENCE
     replaces: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "num_frames": ("duration",),
         "duration": ("num_frames",),

@@ -32,6 +32,7 @@ GENERATION_ALIASES = {
     "ckpt_path": Alias(("model", "from_pretrained"), str | None),
     "cfg_scale": Alias(("scheduler", "cfg_scale"), float),
     "num_sampling_steps": Alias(("scheduler", "num_sampling_steps"), int),
+    "guidance_scale": Alias(("scheduler", "cfg_scale"), float),
     "cfg_channel": Alias(("scheduler", "cfg_channel"), int | None),
     "flash_attn": Alias(("model", "enable_flash_attn"), bool),
     "layernorm_kernel": Alias(("model", "enable_layernorm_kernel"), bool),
@@ -46,11 +47,18 @@ REMOVED_TRAIN: Mapping[str, Removed] = {
     "cast_once": Removed(bool | None, _GONE + "it gained less than 3 % of a step. Leave it out.", harmless=True),
     "float8": Removed(bool | str | None, _GONE + "training in float8 was slower than in bf16. Leave it out."),
 }
+REMOVED_INFERENCE: Mapping[str, Removed] = {  # of Open-Sora 1.2, and never here
+    "watermark": Removed(
+        bool | None, "draw it afterwards: ffmpeg -i sample.mp4 -i mark.png -filter_complex overlay=10:10 marked.mp4"
+    ),
+    "prompt_generator": Removed(str | None, "make a list of prompts and name it: --prompt-path FILE.", (None, "")),
+}
 REMOVED_VAE_TRAIN: Mapping[str, Removed] = {
     "plugin": Removed(Literal["ddp", "fsdp2", "zero2", "zero2-seq"], _VAE_ENGINE, ("ddp",), harmless=True),
     "fsdp_reshard": Removed(Literal["zero2", "zero3"], _VAE_ENGINE, ("zero2",), harmless=True),
 }
 
+FOREIGN_NAMES = {"diffusion": "scheduler"}  # of components on the command line: SpeeDiT's `diffusion.faster=true`
 OLD_KEYS: dict[str, dict[str, str]] = {"model": {"enable_flashattn": "enable_flash_attn"}}  # keys of components
 OLD_TYPES: Mapping[str, Any] = {"grad_checkpoint": int | bool | str}  # fields whose older values have other types
 LEVELS = {
@@ -252,11 +260,13 @@ def _translate_vae(schema: str, values: dict[str, Any], notes: list[str]) -> Non
         values.update({"adversarial_weight": weight, "adversarial_start": max(start, 0)} | values)
 
 
-def replaced_by(name: str, key: str) -> str:
-    """The argument of a scheduler that an old key stands for; empty: the key is not an old one."""
-    old = {key: argument for flags in OLD_SCHEDULERS.values() for key, (argument, *_) in flags.items()}
-    old["sample_method"] = "timestep_sampling"
-    return old.get(key, "") if name in ("scheduler", "val_scheduler") else ""
+def replaced_by(name: str, key: str) -> tuple[str, ...]:
+    """The arguments of a scheduler that an old key stands for; none: the key is not an old one."""
+    old: dict[str, tuple[str, ...]] = {
+        key: (argument,) for flags in OLD_SCHEDULERS.values() for key, (argument, *_) in flags.items()
+    }
+    old |= {"sample_method": ("timestep_sampling",), "faster": ("timestep_sampling", "loss_weighting")}
+    return old.get(key, ()) if name in ("scheduler", "val_scheduler") else ()
 
 
 def _upgrade_scheduler(name: str, value: dict[str, Any]) -> dict[str, Any]:

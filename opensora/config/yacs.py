@@ -16,6 +16,7 @@ import ast
 import contextlib
 import copy
 import functools
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,11 @@ DEEPSPEED_STAGES: dict[int, dict[str, Any]] = {
     2: {"plugin": "fsdp2"},
     3: {"plugin": "fsdp2", "fsdp_reshard": "zero3"},
 }
+DEEPSPEED_UNSET = ("auto", None, {"device": "none"})  # values of any key, as if it were not there
+DEEPSPEED_TUNING = re.compile(  # keys that change how fast its own engine is, how its loss scale starts, or what it prints
+    r"(overlap|reduce|allgather|contiguous|round_robin|sub_group|stage3|initial_scale|loss_scale|min_loss|steps_per|wall_clock|dump|pin)_\w+"
+    r"|hysteresis|zero_allow_untested_optimizer|zero_force_ds_cpu_optimizer"
+)
 HEADS = {768: 12, 1024: 16, 1536: 16}
 ARCHITECTURE = (  # keys of a published model's config; `image_size` is the data's here
     "arch", "image_dim", "image_size", "image_stride", "text_token_dim", "text_token_len", "image_base_size",
@@ -174,7 +180,13 @@ def read_yacs(path: Path, *, for_sampling: bool = False) -> dict[str, Any]:
     if not isinstance(content, Mapping):
         raise UserError(f"config file {path}: expected keys such as PIPELINE, MODEL, SOLVER and TRAIN.")
     node = default_cfg()
-    node.merge(content)
+    try:
+        node.merge(content)
+    except UserError as error:
+        groups = ", ".join(key for key, value in DEFAULTS.items() if isinstance(value, dict))
+        raise UserError(
+            f"config file {path}: {error} A YAML config is one of NOVA's guide ({groups}); others are .py files."
+        ) from error
     values = to_train_config(node)
     if not for_sampling:
         return values
@@ -255,34 +267,58 @@ def to_train_config(node: CfgNode) -> dict[str, Any]:
     }
 
 
-def deepspeed_overrides(path: Path) -> dict[str, Any]:
-    """What a DeepSpeed JSON means here: engine, dtype, batch, accumulation and clipping.
+def deepspeed_overrides(path: Path) -> tuple[dict[str, Any], list[str]]:
+    """What a DeepSpeed JSON means here (engine, dtype, batch, accumulation, clipping), and its keys that change nothing here.
 
     Raises:
         UserError: it is not a JSON object, or has a key that is not supported.
     """
     hint = (
-        "It may have one of bf16 and fp16 with 'enabled', zero_optimization with 'stage' 0 to 3, and "
+        "It may have one of bf16 and fp16 with 'enabled', zero_optimization with 'stage' 0 to 3 and 'offload_optimizer', and "
         f"{', '.join(DEEPSPEED_FIELDS)} as numbers; everything else is a field of the config (--help)."
     )
     values: dict[str, Any] = {}
-    unknown = []
-    for key, value in read_json(path, hint).items():
+    unknown: list[str] = []
+    settings, idle = _in_effect(read_json(path, hint))
+    for key, value in settings.items():
         found: dict[str, Any] | None = None
         if key in DEEPSPEED_FIELDS and type(value) in (int, float):
             found = {DEEPSPEED_FIELDS[key]: value}
-        elif key in ("bf16", "fp16") and value == {"enabled": False}:
+        elif key in ("bf16", "fp16") and value in ({}, {"enabled": False}):
             found = {}
         elif key in ("bf16", "fp16") and value == {"enabled": True} and "dtype" not in values:
             found = {"dtype": key}
-        elif key == "zero_optimization" and isinstance(value, dict) and value.keys() == {"stage"}:
-            found = DEEPSPEED_STAGES.get(value["stage"]) if type(value["stage"]) is int else None  # not True
+        elif key == "zero_optimization" and isinstance(value, dict):
+            stage, offload = value.get("stage"), value.get("offload_optimizer", {})
+            if (
+                value.keys() <= {"stage", "offload_optimizer"}
+                and type(stage) is int
+                and offload in ({}, {"device": "cpu"})
+            ):
+                engine = DEEPSPEED_STAGES.get(stage)  # an int, for True is not 1
+                found = engine if engine is None or not offload else {**engine, "optimizer_offload": True}
         if found is None:
             unknown.append(f"{key}={value!r}")
         values |= found or {}
     if unknown:
         raise UserError(f"--deepspeed {path}: not supported: {'; '.join(unknown)}. {hint}")
-    return values
+    return values, idle
+
+
+def _in_effect(given: Mapping[str, Any], where: str = "") -> tuple[dict[str, Any], list[str]]:
+    """The settings of a DeepSpeed JSON that mean something here, and the names of those that do not."""
+    kept, idle = {}, []
+    for key, value in given.items():
+        if value in DEEPSPEED_UNSET or (key, value) == ("loss_scale", 0):  # 0 is the dynamic one, as ours
+            continue
+        if DEEPSPEED_TUNING.fullmatch(key):
+            idle.append(f"{where}{key}")
+        elif isinstance(value, dict):
+            kept[key], inner = _in_effect(value, f"{where}{key}.")
+            idle += inner
+        else:
+            kept[key] = value
+    return kept, idle
 
 
 def _at(node: CfgNode, key: str) -> Any:

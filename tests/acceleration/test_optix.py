@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from diffusers import AutoencoderKL, DiTTransformer2DModel, UNet2DConditionModel
+from diffusers import AutoencoderKL, AutoencoderKLWan, DiTTransformer2DModel, UNet2DConditionModel
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -86,6 +86,26 @@ def test_a_compiled_encoder_sees_one_size():
     torch.testing.assert_close(latents, expected)
 
 
+def test_a_video_vae_of_diffusers_is_one_of_ours():
+    vae = AutoencoderKLWan(base_dim=4, z_dim=4, dim_mult=[1], num_res_blocks=1)
+    with pytest.raises(
+        UserError, match="AutoencoderKLWan encodes videos as a whole; load its folder as our DiffusersVideoVAE"
+    ):
+        optix.sliced_vae(vae, torch.rand(1, 5, 3, 16, 16))
+
+
+def test_the_ema_is_updated_with_optixs_arguments():
+    model = Vae()
+    ema = optix.ShardedEMA(model)
+    model.encoder.weight.data += 1
+    model.encoder.requires_grad_(False)
+    ema.update(model, 0.9, True)
+    torch.testing.assert_close(ema.state_dict()["encoder.weight"], model.encoder.weight)
+    model.encoder.weight.data += 1
+    ema.update(model, 0.9, False)
+    torch.testing.assert_close(ema.state_dict()["encoder.weight"], model.encoder.weight - 0.9)
+
+
 @pytest.mark.parametrize("checkpointed", [True, False])
 def test_our_models_train_the_same_with_checkpointing(checkpointed):
     plain, cond = denoiser(), inputs(denoiser())
@@ -130,9 +150,19 @@ def test_a_config_may_hold_the_keywords():
         compile_vae = False
         something_else = 1
 
-    _, _, opt, _ = optix.compile(unet(), autoencoder(), Config(), learning_rate=2e-3)
-    assert type(opt) is torch.optim.Adam
-    assert opt.defaults["lr"] == 2e-3
+    mapping = {
+        "optim": "adam",
+        "compile_vae": False,
+        "dtype": "bf16",
+        "compile": True,
+        "batch_size": 4,
+    }  # of a whole training
+    for config in (Config(), mapping):
+        _, _, opt, _ = optix.compile(unet(), autoencoder(), config, learning_rate=2e-3)
+        assert type(opt) is torch.optim.Adam
+        assert opt.defaults["lr"] == 2e-3
+    with pytest.raises(UserError, match=r"no keyword 'learning_rat'. Did you mean 'learning_rate'"):
+        optix.compile(unet(), autoencoder(), {**mapping, "learning_rat": 1.0})
 
 
 class Vae(nn.Module):
@@ -185,9 +215,12 @@ def test_what_is_not_there_is_reported(caplog):
         optix.compile(unet(), autoencoder(), optim="lion")
     with pytest.raises(UserError, match=r"Linear has no way to checkpoint activations"):
         optix.compile(nn.Linear(1, 1), autoencoder(), **EAGER)
-    with pytest.warns(UserWarning, match="steps that are small compared with a weight are lost"):
-        model, *_ = optix.compile(unet(), autoencoder(), model_dtype=torch.bfloat16, **EAGER)
-    assert next(model.parameters()).dtype == torch.bfloat16
+    for dtype in (torch.bfloat16, "bf16"):
+        with pytest.warns(UserWarning, match="steps that are small compared with a weight are lost"):
+            model, *_ = optix.compile(unet(), autoencoder(), model_dtype=dtype, **EAGER)
+        assert next(model.parameters()).dtype == torch.bfloat16
+    with pytest.raises(UserError, match="model_dtype: dtype 'int8' is not one of fp32"):
+        optix.compile(unet(), autoencoder(), model_dtype=torch.int8, **EAGER)
     with caplog.at_level(logging.INFO):
         optix.compile(unet(), autoencoder(), **EAGER)
     assert "apex is not installed" in caplog.text

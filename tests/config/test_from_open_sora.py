@@ -99,12 +99,20 @@ def test_a_key(parse, caplog, script, old, new):
 def test_a_flag(parse, script, old, new):
     base = base_of(script)
     if new == "no":
-        with pytest.raises(UserError, match=f"{old.split()[0]} is not a field"):
-            parse(script, base, *shlex.split(old))
+        flag, value = shlex.split(old)
+        with pytest.raises(
+            UserError, match=f"{flag} is not a field|{flag[2:].replace('-', '_')}='?{value}'?: .*(ffmpeg|prompt-path)"
+        ):
+            parse(script, base, flag, value)
     else:
         expected = put(base, new)
         data = ["--data-path", str(expected.pop("data_path"))] if "data_path" in expected else []
         assert parse(script, base, *shlex.split(old)) == parse(script, expected, *data)
+
+
+def test_a_flag_that_asks_for_nothing(parse):
+    off = ["--watermark", "False", "--prompt-generator", ""]
+    assert parse("inference", base_of("inference"), *off) == parse("inference", base_of("inference"))
 
 
 @pytest.mark.slow

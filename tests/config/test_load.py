@@ -298,7 +298,9 @@ def test_a_broken_base_file_is_reported_with_its_line(write):
 def test_other_kinds_of_files_are_refused(write):
     with pytest.raises(UserError, match=r"expected a \.py file"):
         parse_config(TrainConfig, REGISTRIES, [write("lr = 1", "config.toml")])
-    with pytest.raises(UserError, match=r"lr is not a key of this config"):  # those of NOVA's guide
+    with pytest.raises(
+        UserError, match=r"lr is not a key of this config. A YAML config is one of NOVA's guide \(PIPELINE, "
+    ):
         parse_config(TrainConfig, REGISTRIES, [write("lr: 1", "config.yaml")])
 
 
@@ -582,6 +584,18 @@ def test_an_older_spelling_on_the_command_line_replaces_that_of_the_file(write):
         assert cfg.scheduler == {"type": "rflow", "shift": shift, "time": "discrete"}
 
 
+@pytest.mark.parametrize("way", ["diffusion.faster=true", "--diffusion.faster", "--scheduler.faster=True"])
+def test_speedits_switch_takes_the_place_of_the_files_timesteps_and_weights(write, way):
+    own = {"timestep_sampling": {"type": "speed"}, "loss_weighting": "speed"}
+    path = write(f"{TRAIN}scheduler = {{'type': 'iddpm', 'timestep_respacing': '250', **{own}}}")
+    rest = {"type": "iddpm", "timestep_respacing": "250"}
+    assert parse_config(TrainConfig, None, [path]).scheduler == rest | own
+    assert parse_config(TrainConfig, None, [path, way]).scheduler == rest | {"timestep_sampling": "speedit"}
+    argv = [path, "scheduler.loss_weighting=min-snr", way, "diffusion.timestep_respacing=100"]
+    both = {"timestep_sampling": "speedit", "loss_weighting": "min-snr", "timestep_respacing": "100"}
+    assert parse_config(TrainConfig, None, argv).scheduler == rest | both
+
+
 def test_older_names_of_masks(train):
     ratios = "mask_ratios = {'mask_no': 0.5, 'intepolate': 0.25, 'mask_image_head': 0.25}"
     assert train(extra=ratios).mask_ratios == {"identity": 0.5, "interpolate": 0.25, "image_head": 0.25}
@@ -666,6 +680,8 @@ def test_a_mark_that_replaces_nothing_is_no_setting(train):
         (["data_path=a=b.csv"], "data_path", "a=b.csv"),
         (["--wandb", "seed=3"], "wandb", True),
         (["--wandb", "seed=3"], "seed", 3),
+        (["--wandb", "guidance_scale=1.5"], "scheduler", {"type": "iddpm", "cfg_scale": 1.5}),  # SpeeDiT's
+        (["--wandb", "diffusion.cfg_channel=1"], "wandb", True),
         (["--exp-name", "lr=1e-4"], "exp_name", "lr=1e-4"),
     ],
 )

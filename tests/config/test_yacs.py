@@ -317,7 +317,7 @@ def test_without_a_decay_there_is_no_ema(guide):
         to_train_config(cfg)
 
 
-def test_a_deepspeed_file_chooses_engine_format_and_batch(guide):
+def test_a_deepspeed_file_chooses_engine_format_and_batch(guide, caplog):
     deepspeed = {"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}, "zero_optimization": {"stage": 2},
                  "gradient_accumulation_steps": 4, "gradient_clipping": 1.0}  # fmt: skip
     (guide / "zero2_bf16.json").write_text(json.dumps(deepspeed))
@@ -326,10 +326,16 @@ def test_a_deepspeed_file_chooses_engine_format_and_batch(guide):
     assert (cfg.plugin, cfg.fsdp_reshard, cfg.dtype) == ("fsdp2", "zero2", "bf16")
     assert (cfg.batch_size, cfg.accumulation_steps, cfg.grad_clip) == (2, 4, 1.0)
     (guide / "zero2_bf16.json").write_text(
-        json.dumps({**deepspeed, "optimizer": {"type": "Adam"}, "steps_per_print": 10})
+        json.dumps({**deepspeed, "optimizer": {"type": "Adam"}, "train_batch_size": 8})
     )
-    with pytest.raises(UserError, match=r"not supported: optimizer=.*; steps_per_print=10"):
+    with pytest.raises(UserError, match=r"not supported: optimizer=.*; train_batch_size=8"):
         parse_config(TrainConfig, {}, command)
+    zero = {"stage": 2, "overlap_comm": True, "allgather_bucket_size": 5e8, "reduce_bucket_size": "auto"}
+    usual = {**deepspeed, "train_batch_size": "auto", "zero_optimization": zero, "steps_per_print": 10}
+    (guide / "zero2_bf16.json").write_text(json.dumps(usual))
+    assert parse_config(TrainConfig, {}, command) == cfg
+    idle = "zero_optimization.overlap_comm, zero_optimization.allgather_bucket_size, steps_per_print"
+    assert f"note: --deepspeed zero2_bf16.json: {idle} have no effect here." in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -343,20 +349,29 @@ def test_a_deepspeed_file_chooses_engine_format_and_batch(guide):
         ({"zero_optimization": {"stage": 3}, "fp16": {"enabled": False}}, {"plugin": "fsdp2", "fsdp_reshard": "zero3"}),
         ({"bf16": {"enabled": True}, "fp16": {"enabled": False}}, {"dtype": "bf16"}),
         ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "fp16={'enabled': True}"),
-        ({"fp16": {"enabled": True, "loss_scale": 0}}, "fp16=.*loss_scale"),
+        ({"fp16": {"enabled": True, "loss_scale": 0, "hysteresis": 2}}, {"dtype": "fp16"}),
+        ({"fp16": {"enabled": True, "loss_scale": 128}}, "fp16=.*loss_scale"),
+        ({"bf16": {"enabled": "auto"}, "fp16": {"enabled": False, "min_loss_scale": 1}}, {}),
         ({"zero_optimization": {"stage": [2]}}, r"zero_optimization={'stage': \[2\]}"),
         ({"zero_optimization": {"stage": True}}, "zero_optimization={'stage': True}"),
         ({"zero_optimization": {"stage": 4}}, "zero_optimization={'stage': 4}"),
-        ({"zero_optimization": {"stage": 2, "overlap_comm": True}}, "zero_optimization=.*overlap_comm"),
+        (
+            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}}},
+            {"plugin": "fsdp2", "optimizer_offload": True},
+        ),
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "none"}}}, {"plugin": "fsdp2"}),
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}}, "zero_optimization=.*nvme"),
+        ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, "zero_optimization=.*quantized"),
         ({"zero_optimization": 2}, "zero_optimization=2"),
-        ({"train_micro_batch_size_per_gpu": "auto"}, "train_micro_batch_size_per_gpu='auto'"),
+        ({"train_micro_batch_size_per_gpu": "auto"}, {}),
+        ({"train_micro_batch_size_per_gpu": "4"}, "train_micro_batch_size_per_gpu='4'"),
         ([1], "ds.json holds a list; expected an object. It may have one of bf16 and fp16"),
     ],
 )
 def test_what_the_keys_of_a_deepspeed_file_mean(tmp_path, content, expected):
     (tmp_path / "ds.json").write_text(json.dumps(content))
     if isinstance(expected, dict):
-        assert deepspeed_overrides(tmp_path / "ds.json") == expected
+        assert deepspeed_overrides(tmp_path / "ds.json")[0] == expected
         return
     with pytest.raises(UserError, match=expected):
         deepspeed_overrides(tmp_path / "ds.json")

@@ -283,10 +283,24 @@ def test_half_of_the_texts_are_the_short_ones(tmp_path, toy_encoders):
     assert first_sentence("no end") == "no end"
 
 
+def test_records_in_fp32_and_without_short_texts(tmp_path):
+    """What the guide's snippet writes with a VAE in fp32, and with fewer features."""
+    x = np.random.default_rng(0).normal(size=(8, 4, 4)).astype(np.float32)
+    with RecordWriter(tmp_path / "records", {"moments": "bytes", "caption": "string", "shape": ["int64"]}) as writer:
+        writer.write({"shape": x.shape, "moments": x.tobytes(), "caption": "a lake. a boat."})
+    dataset = RecordVideoTextDataset(str(tmp_path / "records"))
+    assert torch.equal(dataset[SampleKey(0, 0)]["moments"], torch.from_numpy(x)[:, None])
+    assert (
+        {dataset[SampleKey(epoch, 0)]["text"] for epoch in range(20)}
+        == {*dataset.all_captions()}
+        == {"a lake.", "a lake. a boat."}
+    )
+
+
 def test_folders_that_are_no_such_records(tmp_path):
     with RecordWriter(tmp_path / "other", {"path": "string"}) as writer:
         writer.write({"path": "a"})
-    with pytest.raises(UserError, match=r"records without moments, shape, caption, text"):
+    with pytest.raises(UserError, match=r"records without moments, shape, caption; a RecordVideoTextDataset needs"):
         RecordVideoTextDataset(str(tmp_path / "other"))
     features = {"moments": "bytes", "caption": "string", "text": "string", "shape": ["int64"]}
     with RecordWriter(tmp_path / "mixed", features) as writer:

@@ -5,6 +5,7 @@ from importlib import import_module
 
 import pytest
 import torch
+from PIL import Image
 
 from opensora.utils.errors import UserError
 from tests.acceleration.compiler.toys import saved_pixart
@@ -216,7 +217,21 @@ def test_the_profile_prints_both_tables(capsys):
 def test_onediffs_benchmark_runs_a_pipeline_of_diffusers_at_many_sizes(tmp_path, capfd):
     model = ["text_to_image", "--model", str(saved_pixart(tmp_path / "pixart")), "--device", "cpu", "--repeats", "1"]
     argv = [*model, "--steps", "2", "--height", "32", "--width", "48", "--scheduler"]
-    run([*argv, "none", "--compiler", "none", "--run_multiple_resolutions", "1", "--run_rare_resolutions", "1"])
+    image = ["--output-image", str(tmp_path / "first.png"), "--quantize", "--quantize-config", "null"]
+    run(
+        [
+            *argv,
+            "none",
+            "--compiler",
+            "none",
+            "--run_multiple_resolutions",
+            "True",
+            "--run_rare_resolutions",
+            "1",
+            *image,
+        ]
+    )
+    assert Image.open(tmp_path / "first.png").size == (48, 32)
     eager = table_of(capfd.readouterr().out)
     assert [row["size"] for row in eager] == ["32x48", "32x32", "16x48", "16x32", "48x96", "80x64", "112x80"]
     assert all(float(row["steps/s"]) * float(row["s"]) > 2 for row in eager)  # the loop is a part of the call

@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 from opensora.acceleration.compiler import compile, compile_pipe, load_compiled, quantize_pipe, save_compiled
 from opensora.checkpoint.pretrained import hub_error
+from opensora.config.command_line import parse_bool
 from opensora.utils.errors import UserError
 from tools.benchmark import denoisers
 from tools.benchmark.denoisers import Inputs
@@ -195,15 +196,16 @@ def text_to_image(argv: Sequence[str]) -> None:
         ("--width", 1024, "pixels"),
         ("--seed", 1, "of the noise"),
         ("--repeats", 3, "calls after the first of a size"),
-        ("--compiler", "nexfort", "none, nexfort, or another backend"),
-        ("--compiler-config", "{}", "JSON, see docs/compiler.md"),
-        ("--run_multiple_resolutions", 0, "1: also 3/4 and 1/2 of the sides"),
-        ("--run_rare_resolutions", 0, "1: also sizes that few models are trained at"),
+        ("--compiler", "nexfort", "none, nexfort, compile, compile-max-autotune, or another backend"),
+        ("--compiler-config", {}, "JSON, see docs/compiler.md"),
+        ("--run_multiple_resolutions", False, "1: also 3/4 and 1/2 of the sides"),
+        ("--run_rare_resolutions", False, "1: also sizes that few models are trained at"),
+        ("--output-image", "", "file for the first image"),
     ):
-        options.add_argument(flag, default=default, type=type(default), help=about)
-    options.add_argument(
-        "--quantize", nargs="?", type=json.loads, const={}, help="JSON of what quantize_pipe takes, or nothing"
-    )
+        kind: Any = {bool: parse_bool, dict: json.loads}.get(type(default), type(default))
+        options.add_argument(flag, default=default, type=kind, help=about)
+    about = "JSON of what quantize_pipe takes, or nothing"
+    options.add_argument("--quantize", "--quantize-config", nargs="?", type=json.loads, const={}, help=about)
     args, device = options.parse(), options.device
     import diffusers  # the other benchmarks need no pipelines
 
@@ -220,8 +222,12 @@ def text_to_image(argv: Sequence[str]) -> None:
         pipe.scheduler = getattr(diffusers, args.scheduler).from_config(pipe.scheduler.config)
     if args.quantize is not None:
         quantize_pipe(pipe, **args.quantize)
-    compile_pipe(pipe, backend=args.compiler, options=args.compiler_config)
+    backend, config = args.compiler, args.compiler_config
+    if backend in ("compile", "compile-max-autotune"):  # OneDiff's names for torch.compile
+        backend, config = "inductor", {"mode": backend.partition("-")[2], **config}
+    compile_pipe(pipe, backend=backend, options=config)
     loops: list[float] = []
+    images: list[Any] = []
 
     @contextmanager
     def progress_bar(iterable: Any = None, total: int | None = None) -> Iterator[tqdm]:
@@ -246,7 +252,7 @@ def text_to_image(argv: Sequence[str]) -> None:
 
         def call(size: dict[str, int] = {"height": height, "width": width}) -> None:  # noqa: B006
             rng = torch.Generator(device).manual_seed(args.seed)
-            pipe(args.prompt, num_inference_steps=args.steps, generator=rng, **size, **fixed)
+            images.extend(pipe(args.prompt, num_inference_steps=args.steps, generator=rng, **size, **fixed).images)
 
         before = programs["unique_graphs"]
         reset_peak(device)
@@ -255,3 +261,5 @@ def text_to_image(argv: Sequence[str]) -> None:
         later = statistics.median(seconds(call, device) for _ in range(args.repeats))
         rate = args.steps / statistics.median(loops)
         table.row(f"{height}x{width}", first, later, rate, compiled, peak_gib(device))
+    if args.output_image:
+        images[0].save(args.output_image)

@@ -149,8 +149,9 @@ def parse_options(given: Given) -> Options:
             f"compiler options: no key {name!r}.{did_you_mean(name, list(types))} Keys: {', '.join(types)}, "
             "and settings with a dot, such as inductor.epilogue_fusion."
         )
-    if values.get("mode", "") is None:
-        values["mode"] = ""
+    values |= {"mode": ""} if values.get("mode", "") is None else {}
+    if isinstance(layout := values.get("memory_format"), torch.memory_format):
+        values["memory_format"] = None if layout == torch.preserve_format else str(layout).removeprefix("torch.")
     for name in list(overrides):
         setting = name.removeprefix("inductor.")
         if setting in ("freezing", "triton.cudagraphs"):

@@ -122,7 +122,8 @@ def _parts_but(pipe: Any, ignores: Sequence[str]) -> list[tuple[str, nn.Module]]
     if not set(names) - set(TEXT_ENCODERS):
         raise UserError(f"{type(pipe).__name__} has none of the parts {', '.join((*DENOISERS, 'vae'))}.")
     for one in ignores:
-        if not any(f"{name}.".startswith(f"{one}.") for name in names):
+        eager = getattr(pipe, one, None)  # as SD3's third text encoder, which is left alone as it is
+        if not isinstance(eager, nn.Module) and not any(f"{name}.".startswith(f"{one}.") for name in names):
             raise UserError(f"ignores={one!r} is not a part of it; it has {', '.join(names)}.")
     return [(name, part) for name, part in parts if not any(f"{name}.".startswith(f"{one}.") for one in ignores)]
 

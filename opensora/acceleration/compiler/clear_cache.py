@@ -18,6 +18,7 @@ from opensora.utils.errors import UserError, exit_on_user_error
 MADE = re.compile(
     r"[a-z2-7]{2}|fxgraph|aotautograd|aoti_eager|autoheuristic|unhashed_kernel_inputs|precompiled_headers|torch_cutlass(_library)?"
     r"|locks|triton|cache|dynamo|py3\d+_(cpu|cu\d+)|halide-runtime-.+|memoizer_cache\.(json|lock)"
+    r"|tmp[a-z0-9_]{8}"  # of a compilation that was killed
 )
 
 

@@ -22,7 +22,7 @@ from opensora.registry import DATASETS
 from opensora.utils.errors import UserError
 from opensora.utils.seed import generator
 
-FIELDS = ("moments", "shape", "caption", "text")
+FIELDS = ("moments", "shape", "caption")  # and often text
 FIRST_SENTENCE = re.compile(r".*?[.!?](?=\s|$)", re.DOTALL)
 
 
@@ -97,7 +97,7 @@ class RecordVideoTextDataset:
         record = self.records[key.index]
         caption = record["caption"]
         if float(torch.rand(1, generator=generator(self.seed, "text", key.epoch, key.index))) < self.short_text_prob:
-            caption = record["text"] or first_sentence(caption)
+            caption = record.get("text") or first_sentence(caption)
         scores = {"flow": float(record["flow"])} if "flow" in record else {}
         if self.flow is not None:
             scores = {"flow": self.flow.of(str(key.index), self.content)}
@@ -109,7 +109,7 @@ class RecordVideoTextDataset:
         chosen: dict[str, None] = {}
         for number in range(len(self)):
             record = self.records.at(number, ("caption", "text"))
-            chosen |= {record["caption"]: None, (record["text"] or first_sentence(record["caption"])): None}
+            chosen |= {record["caption"]: None, (record.get("text") or first_sentence(record["caption"])): None}
         return list(chosen)
 
     def fingerprint(self) -> str:
@@ -127,11 +127,12 @@ def first_sentence(caption: str) -> str:
 
 
 def moments_of(record: dict[str, Any]) -> Tensor:
-    """`[2C, T, h, w]` float32 of a record's fp16 bytes, or of its tensor."""
+    """`[2C, T, h, w]` float32 of a record's bytes in fp16 (of twice as many, in fp32), or of its tensor."""
     shape = _with_time(record["shape"])
     value = record["moments"]
     if isinstance(value, bytes):
-        value = torch.from_numpy(np.frombuffer(value, np.float16).copy())
+        dtype = np.float32 if len(value) == 4 * np.prod(shape) else np.float16
+        value = torch.from_numpy(np.frombuffer(value, dtype).copy())
     if value.numel() != np.prod(shape):
         raise UserError(
             f"a record's moments are {value.numel()} numbers of fp16, but its shape is {'x'.join(map(str, shape))}."

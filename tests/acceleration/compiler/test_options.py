@@ -6,6 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import torch
 
 from opensora.acceleration.compile.nexfort import COMBINATIONS, MODES, Options, _arguments
 from opensora.acceleration.compile.quantise import TYPES
@@ -34,6 +35,12 @@ def test_documented_modes_in_any_order(mode):
         parse_options({"mode": ":".join(order)}).inductor_settings() for order in (words, list(reversed(words)))
     ]
     assert settings[0] == settings[1]
+
+
+def test_a_memory_format_may_be_pytorchs_own():
+    for own in (torch.channels_last, torch.contiguous_format):
+        assert parse_options({"memory_format": own}).memory_format == str(own).removeprefix("torch.")
+    assert parse_options({"memory_format": torch.preserve_format}).memory_format is None
 
 
 def test_inductor_knows_every_setting():

@@ -110,6 +110,8 @@ def test_an_ignore_that_is_no_part_is_refused():
         UserError, match=r"ignores='va' is not a part of it; it has transformer, vae.decoder, vae.encoder"
     ):
         compile_pipe(pixart(), backend="aot_eager", ignores=["va"])
+    pipe = SimpleNamespace(transformer=nn.Linear(2, 2), text_encoder_3=nn.Linear(2, 2))  # SD3's, which stays eager
+    assert compiled_parts(compile_pipe(pipe, backend="aot_eager", ignores=["text_encoder_3"])) == ["transformer"]
 
 
 def test_fused_projections_compute_the_same():
