@@ -54,6 +54,7 @@ from opensora.training.run import (
     class_list,
     due,
     effective_batch,
+    how_to_resume,
     parameter_table,
     seek,
 )
@@ -167,13 +168,14 @@ def train(cfg: TrainConfig, world: World, stop: StopSignals, watchdog: Watchdog)
     meter = Meter(world, model, peak=peak, sizes=sizes, epoch=state.epoch)
     guard = FiniteGuard(world, cfg.on_nonfinite, cfg.max_skipped, scales_loss=engine.scales_loss)
     run, saver = open_run(cfg, world, cfg.model["type"])
+    stop.run = run
     log = RunLog(run if world.is_main else None, start=state.step, wandb=cfg.wandb, config=to_dict(cfg))
     log.line(f"{summary(cfg, model, world, dataset, sampler)}\n{describe_peak(peak)}")
     log.line(
         f"{summarise(dataset, sampler, world.dp_size, cfg.accumulation_steps)}\n{total_steps} steps, run folder {run}"
         + (f"\nresumed {source} at step {state.step}" if source is not None else "")
     )
-    validation = build_validation(cfg, world, encode, scheduler, ema, run, log)
+    validation = build_validation(cfg, world, encode, scheduler, ema, run, log, lambda: stop.asked)
     log.start_progress(state.step, total_steps)
 
     # ------------------------------------------------------------------ the training itself
@@ -193,18 +195,19 @@ def train(cfg: TrainConfig, world: World, stop: StopSignals, watchdog: Watchdog)
         state.advance(cfg.accumulation_steps, sampler.batches_in)
         meter.step(state.step, grad_norm)
         ema.update(model, state.steps_averaged, taken=guard.taken(grad_norm))
-        with watchdog.extended_timeout():
-            validation(state.step)
         log.advance()
         last = stop.agreed() or state.step == total_steps
         if due(state.step, cfg.log_every) or due(state.step, cfg.ckpt_every) or last:
             log.metrics(state.step, lr=lr, epoch=state.epoch, **guard.checked(meter.read()))
             log.line(meter.epoch_table(state.epoch))
         if due(state.step, cfg.ckpt_every) or last:
-            with watchdog.extended_timeout():
+            with watchdog.extended_timeout(), meter.paused(), log.paused():
                 saver.save(state, checkpoint_parts(engine, ema))
+        if not stop.stopping:  # after the checkpoint: a crash in it costs no step
+            with watchdog.extended_timeout(), meter.paused(), log.paused():
+                validation(state.step)
     saver.wait()
-    log.line(f"{stop.reason or 'done'}: {run} at step {state.step}")
+    log.line(f"{stop.reason or 'done'}: {run} at step {state.step}" + how_to_resume(cfg, stop.reason, run / state.folder_name))
     log.close()
 
 

@@ -55,7 +55,7 @@ from opensora.training.loop import (
     steps,
 )
 from opensora.training.meter import StepMeter
-from opensora.training.run import RunState, check_run_folder, due, seek
+from opensora.training.run import RunState, check_run_folder, due, how_to_resume, seek
 from opensora.training.saver import open_run
 from opensora.training.signals import StopSignals
 from opensora.training.vae import RandomChunks, Reconstructor, VAELoss, measure_latents
@@ -118,6 +118,7 @@ def train(cfg: VAETrainConfig, world: World, stop: StopSignals, watchdog: Watchd
     )
 
     run, saver = open_run(cfg, world, cfg.vae["type"])
+    stop.run = run
     log = RunLog(run if world.is_main else None, start=state.step, wandb=cfg.wandb, config=to_dict(cfg))
     log.line(summary(cfg, model.vae, len(dataset), state.step, total_steps, world, run))
     log.start_progress(state.step, total_steps)
@@ -157,17 +158,19 @@ def train(cfg: VAETrainConfig, world: World, stop: StopSignals, watchdog: Watchd
             finite = [terms for i, terms in enumerate(window) if reading.steps[i // cfg.accumulation_steps].is_finite]
             log.metrics(state.step, **figures, **means(finite), lr=lr, epoch=state.epoch)
             window.clear()
-        if held_out is not None and (due(state.step, cfg.eval_every) or state.step == total_steps):
-            with watchdog.extended_timeout():
-                log.metrics(state.step, **held_out(ema, criterion.lpips, run, state.step))
         if due(state.step, cfg.ckpt_every) or last:
-            with watchdog.extended_timeout():
+            with watchdog.extended_timeout(), meter.paused(), log.paused():
                 saver.save(state, checkpoint_parts(engine, ema) | adversarial.state())
+        if held_out is not None and (due(state.step, cfg.eval_every) or state.step == total_steps):
+            with watchdog.extended_timeout(), meter.paused(), log.paused():
+                log.status("measuring held-out clips")
+                if measured := held_out(ema, criterion.lpips, run, state.step):
+                    log.metrics(state.step, **measured)
     saver.wait()
     if not stop.stopping:
         log.line(broadcast_from_rank0(partial(export, cfg, ema, world.device, dataset, run, state.step)))
     barrier()
-    log.line(f"{stop.reason or 'done'}: {run} at step {state.step}")
+    log.line(f"{stop.reason or 'done'}: {run} at step {state.step}" + how_to_resume(cfg, stop.reason, run / state.folder_name))
     log.close()
 
 
@@ -300,8 +303,16 @@ class HeldOut:
         self.items = self._read() if world.is_main else []
 
     def __call__(self, ema: EMA, lpips: nn.Module | None, run: Path, step: int) -> dict[str, float]:
-        """Mean PSNR, SSIM and, where training has it, LPIPS; writes `held_out-<step>.png`."""
-        return broadcast_from_rank0(partial(self._measure, ema, lpips, run / f"held_out-{step:06d}.png"))
+        """Mean PSNR, SSIM and, where training has it, LPIPS; writes `held_out-<step>.png`. Nothing, if that fails."""
+
+        def measured() -> dict[str, float]:
+            try:
+                return self._measure(ema, lpips, run / f"held_out-{step:06d}.png")
+            except Exception:
+                logger.exception("held-out clips could not be measured; training continues.")
+                return {}
+
+        return broadcast_from_rank0(measured)
 
     def _read(self) -> list[dict[str, Any]]:
         cfg = self.cfg

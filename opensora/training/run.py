@@ -2,6 +2,7 @@
 
 import json
 import logging
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -213,6 +214,20 @@ def make_run_folder(
     if changes := git_changes():
         (run / f"changes{tail}.diff").write_text(changes)
     return run
+
+
+def how_to_resume(cfg: LoopConfig, reason: str, checkpoint: Path) -> str:
+    """What follows the last line of a run that a signal ended: the command that resumes it; nothing without a `reason`."""
+    if not reason:
+        return ""
+    arguments, left_out = [], ("--load", "--start-from-scratch", "--other-data")
+    skipping = False
+    for argument in sys.argv:
+        skipping = argument in left_out or (skipping and not argument.startswith("--"))
+        if not skipping and not argument.startswith(tuple(f"{name}=" for name in left_out)):
+            arguments.append(argument)
+    load = "latest" if cfg.exp_name else str(checkpoint)
+    return f"\nto resume: {command_line([*arguments, '--load', load])}"
 
 
 def parameter_table(model: nn.Module) -> str:
