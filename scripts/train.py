@@ -207,7 +207,10 @@ def train(cfg: TrainConfig, world: World, stop: StopSignals, watchdog: Watchdog)
             with watchdog.extended_timeout(), meter.paused(), log.paused():
                 validation(state.step)
     saver.wait()
-    log.line(f"{stop.reason or 'done'}: {run} at step {state.step}" + how_to_resume(cfg, stop.reason, run / state.folder_name))
+    log.line(
+        f"{stop.reason or 'done'}: {run} at step {state.step}"
+        + how_to_resume(cfg, stop.reason, run / state.folder_name)
+    )
     log.close()
 
 

@@ -170,7 +170,10 @@ def train(cfg: VAETrainConfig, world: World, stop: StopSignals, watchdog: Watchd
     if not stop.stopping:
         log.line(broadcast_from_rank0(partial(export, cfg, ema, world.device, dataset, run, state.step)))
     barrier()
-    log.line(f"{stop.reason or 'done'}: {run} at step {state.step}" + how_to_resume(cfg, stop.reason, run / state.folder_name))
+    log.line(
+        f"{stop.reason or 'done'}: {run} at step {state.step}"
+        + how_to_resume(cfg, stop.reason, run / state.folder_name)
+    )
     log.close()
 
 

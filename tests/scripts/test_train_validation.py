@@ -46,21 +46,30 @@ from opensora.schedulers.iddpm.iddpm import IDDPM
 RUN = Path({run!r})
 
 
-@SCHEDULERS.register_module("own-sampler")
+@SCHEDULERS.register_module({name!r})
 class OwnSampler(IDDPM):
     def sample_steps(self, *args, **kwargs):
         with (RUN / "seen.txt").open("a") as seen:
             print(*sorted(path.name for path in RUN.glob("epoch*")), file=seen)
         {then}
 """
-OPTIONS = ("--val-every=2", "--val-prompts", "a grey rabbit", "a dog", "--ckpt-async=False")
-SAMPLER = "--val-scheduler={'type': 'own-sampler', 'num_sampling_steps': 2}"
+OPTIONS = (
+    "--val-every=2",
+    "--val-prompts",
+    "a grey rabbit",
+    "a dog",
+    "--ckpt-async=False",
+    "--val-scheduler.num-sampling-steps=2",
+)
 
 
+@pytest.mark.usefixtures("forget_own_parts")
 def test_a_validation_that_fails_comes_after_its_checkpoint_and_ends_nothing(train, tmp_path):
     own = tmp_path / "own_sampler.py"
-    own.write_text(OWN_SAMPLER.format(run=str(tmp_path / "run"), then="raise AttributeError('no levels')"))
-    run = train(*OPTIONS, SAMPLER, f"--imports={own}", "--max-steps=4")
+    own.write_text(
+        OWN_SAMPLER.format(name=own.stem, run=str(tmp_path / "run"), then="raise AttributeError('no levels')")
+    )
+    run = train(*OPTIONS, f"--val-scheduler.type={own.stem}", f"--imports={own}", "--max-steps=4")
     seen = (run / "seen.txt").read_text().splitlines()
     assert seen == ["epoch0-global_step2", "epoch0-global_step2 epoch0-global_step4"]
     assert len(complete_checkpoints(run)) == 2
@@ -69,11 +78,12 @@ def test_a_validation_that_fails_comes_after_its_checkpoint_and_ends_nothing(tra
     assert "Traceback" in log
 
 
+@pytest.mark.usefixtures("forget_own_parts")
 def test_ctrl_c_in_a_validation_saves_and_says_how_to_resume(train, tmp_path, toy_config):
     own = tmp_path / "own_interrupt.py"
     then = "os.kill(os.getpid(), signal.SIGINT); return super().sample_steps(*args, **kwargs)"
-    own.write_text(OWN_SAMPLER.format(run=str(tmp_path / "run"), then=then))
-    run = train(*OPTIONS, SAMPLER, f"--imports={own}", "--max-steps=9", "--ckpt-every=2")
+    own.write_text(OWN_SAMPLER.format(name=own.stem, run=str(tmp_path / "run"), then=then))
+    run = train(*OPTIONS, f"--val-scheduler.type={own.stem}", f"--imports={own}", "--max-steps=9", "--ckpt-every=2")
     assert len((run / "seen.txt").read_text().splitlines()) == 1  # the second prompt is left out
     assert complete_checkpoints(run)[-1].name == "epoch0-global_step3"
     *_, stopped, command = (run / "log.txt").read_text().splitlines()

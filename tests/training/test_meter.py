@@ -73,6 +73,7 @@ def test_a_pause_is_not_counted(monkeypatch):
     clock = iter([0.0, 10.0, 110.0, 112.0])  # reading, pause begins, pause ends, reading
     meter = Meter(ALONE, build("STDiT"), sizes=SIZES)
     monkeypatch.setattr(meter, "_now", lambda: 0.0)  # of the buckets, another clock
+    meter._begin = 0.0
     take(meter, 1, SIZES[0], 2, 5.0)
     monkeypatch.setattr(module.time, "perf_counter", lambda: next(clock))
     meter.read()
