@@ -16,9 +16,9 @@ from typing import Any
 from mmengine.registry import Registry as _MMRegistry
 
 
-def did_you_mean(word: str, choices: list[str]) -> str:
-    """` Did you mean 'x'?` when a choice is close to `word`, else an empty string."""
-    close = get_close_matches(word, choices, n=1)
+def did_you_mean(word: str, choices: list[str], cutoff: float = 0.6) -> str:
+    """` Did you mean 'x'?` when a choice is close to `word` (1: the same, 0: nothing in common), else an empty string."""
+    close = get_close_matches(word, choices, n=1, cutoff=cutoff)
     return f" Did you mean {close[0]!r}?" if close else ""
 
 

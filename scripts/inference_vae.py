@@ -71,7 +71,7 @@ def sources(cfg: VAEInferenceConfig) -> list[Path]:
             raise UserError(f"files: there is no {', '.join(missing)}.")
         return files
     table = read_table(str(cfg.data_path), cfg.root, ())
-    return [table.path(row) for row in range(len(table))]
+    return [table.path(row) for row in range(len(table))[: cfg.num_samples]]
 
 
 def named(files: list[Path]) -> Iterator[tuple[Path, str]]:

@@ -1,11 +1,13 @@
 """Train a denoiser: `python scripts/train.py CONFIG [--field value ...]`, or the same under torchrun."""
 
 import logging
+import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from inspect import signature
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -17,13 +19,15 @@ from opensora.acceleration.distributed import World, broadcast_from_rank0, init_
 from opensora.acceleration.engine import build_engine, check_engine
 from opensora.acceleration.sequence_parallel import parallelise
 from opensora.checkpoint.weight_files import refuse_misnamed
+from opensora.config.command_line import read_command
 from opensora.config.load import TrainConfig, parse_config, to_dict
 from opensora.config.schema import LoraOptions
-from opensora.datasets.buckets.bucket import refuse_illegal_sizes
+from opensora.datasets.buckets.bucket import move_to_legal_sizes
 from opensora.datasets.dataloader import batch_bytes, build_loader, build_sampler
 from opensora.datasets.sampler import BatchSampler
 from opensora.datasets.summary import summarise
 from opensora.datasets.table.files import check_exist
+from opensora.inference.sizes import legal_dataset
 from opensora.models.text_encoder.classes import check_classes_of_data
 from opensora.models.text_encoder.memo import MemoizedTextEncoder
 from opensora.registry import DATASETS, MODELS, SCHEDULERS, build_module
@@ -81,11 +85,13 @@ COMPONENTS = {
 @exit_on_user_error
 def main() -> None:
     """Build what the config names, then train."""
-    cfg = parse_config(TrainConfig, COMPONENTS)
+    cfg, notes = fit_to_machine(parse_config(TrainConfig, COMPONENTS), sys.argv[1:])
     limit_s = cfg.step_timeout_min * 60
     world = init_world(cfg.device, cfg.sp_size, collective_timeout(limit_s))
     if world.is_main:
         show_messages()
+        for note in notes:
+            logger.info(note)
     try:
         same_settings(cfg)
         check_engine(cfg.plugin, cfg.sp_size, device=world.device, dtype=cfg.dtype)
@@ -101,6 +107,30 @@ def main() -> None:
             train(cfg, world, stop, watchdog)
     finally:
         shutdown()
+
+
+def fit_to_machine(cfg: TrainConfig, argv: Sequence[str]) -> tuple[TrainConfig, list[str]]:
+    """The config as it can be trained here, and what to say of it, for a recipe's file that asks for another machine.
+
+    `sp_size` becomes 1 where it does not divide the processes, and ColossalAI's engine becomes `fsdp2`, in its way ZeRO-2 too,
+    where it cannot run. What the command line sets stays, and is an error where it cannot work.
+    """
+    typed = {setting.path for setting in read_command(TrainConfig, argv).settings}
+    processes, notes = int(os.environ.get("WORLD_SIZE", "1")), []
+    if processes % cfg.sp_size and ("sp_size",) not in typed:
+        notes.append(f"sp_size={cfg.sp_size} of the config does not divide {processes} processes: sp_size=1.")
+        cfg = replace(cfg, sp_size=1)
+    if cfg.plugin.startswith("zero2") and ("plugin",) not in typed:
+        plugin: Literal["zero2", "zero2-seq", "fsdp2"] = "zero2-seq" if cfg.sp_size > 1 else "zero2"
+        device = None if cfg.device == "auto" else torch.device(cfg.device)
+        try:
+            check_engine(plugin, cfg.sp_size, device=device, dtype=cfg.dtype)
+        except UserError:
+            plugin = "fsdp2"
+            needs = "ColossalAI, a GPU and bf16 or fp16"
+            notes.append(f"plugin={cfg.plugin!r} of the config needs {needs}: plugin='fsdp2', which is ZeRO-2 as well.")
+        cfg = replace(cfg, plugin=plugin)
+    return cfg, notes
 
 
 def refuse_without_base(model: Mapping[str, Any]) -> None:
@@ -134,9 +164,10 @@ def train(cfg: TrainConfig, world: World, stop: StopSignals, watchdog: Watchdog)
     source = broadcast_from_rank0(partial(resumed_checkpoint, cfg))
     scheduler = build_module(cfg.scheduler, SCHEDULERS)
     dataset, vae, text_encoder, model = build_data_and_models(cfg, world)
+    cfg = with_stored_size(cfg, dataset)
     check_classes_of_data(dataset, text_encoder)
     if cfg.bucket_config is not None:
-        refuse_illegal_sizes(dataset.buckets, vae, model.patch_size)
+        move_to_legal_sizes(dataset.buckets, vae)
     encode = BatchEncoder(vae, text_encoder, model, world.device)
     optimizer = build_optimizer(cfg, model)
     engine = build_engine(cfg.plugin, model, optimizer, world, **engine_settings(cfg), cuda_graphs=cfg.cuda_graphs)
@@ -214,12 +245,23 @@ def train(cfg: TrainConfig, world: World, stop: StopSignals, watchdog: Watchdog)
     log.close()
 
 
+def with_stored_size(cfg: TrainConfig, dataset: Any) -> TrainConfig:
+    """The config with the size of the dataset's records, if it has any: manifest and validation go by it."""
+    size = getattr(dataset, "video_size", None)
+    if size in (None, (cfg.num_frames, *cfg.image_size)):
+        return cfg
+    before = (cfg.num_frames, *cfg.image_size)
+    logger.info("num_frames and image_size are the records': %d frames of %dx%d, not %d of %dx%d.", *size, *before)
+    return replace(cfg, num_frames=size[0], image_size=size[1:])
+
+
 def build_data_and_models(cfg: TrainConfig, world: World) -> tuple[Any, Any, Any, Any]:
     """The dataset, the frozen VAE and text encoder, and the denoiser to train; what loads for minutes comes last."""
     refuse_misnamed(cfg.model.get("from_pretrained"))
     device = world.device
     vae = freeze(build_module(cfg.vae, MODELS), device)
-    dataset = build_module(cfg.dataset, DATASETS, seed=cfg.seed, vae_fingerprint=vae.fingerprint())
+    component = legal_dataset(cfg.dataset, vae)
+    dataset = build_module(component, DATASETS, seed=cfg.seed, vae_fingerprint=vae.fingerprint())
     held_out_dataset(cfg, vae)  # refuses a bad table now; validation, which comes last, reads it again
     text_encoder = freeze(build_module(cfg.text_encoder, MODELS), device)
     torch.manual_seed(cfg.seed)  # initial weights; nothing later draws from the global generator

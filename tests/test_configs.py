@@ -38,6 +38,12 @@ def parse(config: str):
     return parse_config(schema, REGISTRIES, [str(ROOT / config), *DATA[schema is InferenceConfig]])
 
 
+def encoder_of(config: str) -> dict[str, Any]:
+    """The text encoder, or the one whose features are stored."""
+    component = parse(config).text_encoder
+    return component["encoder"] if component["type"] == "cached" else component
+
+
 OF_DENOISERS = [config for config in CONFIGS if schema_of(config) in (TrainConfig, InferenceConfig)]
 
 
@@ -59,12 +65,12 @@ def test_a_config_loads_where_parts_are_not_looked_into(config):
 @cache
 def model_of(config: str) -> Denoiser:
     """The config's denoiser on the meta device, built as the scripts build it."""
-    cfg = parse(config)
+    cfg, encoder = parse(config), encoder_of(config)
     architecture = {**cfg.model, "from_pretrained": None}  # weights are downloaded or trained, not shipped
     runtime = {
         "in_channels": 4,
-        "caption_channels": TEXT_CHANNELS[cfg.text_encoder["type"]],
-        "model_max_length": 1 if cfg.text_encoder["type"] == "classes" else cfg.text_encoder["model_max_length"],
+        "caption_channels": TEXT_CHANNELS[encoder["type"]],
+        "model_max_length": 1 if encoder["type"] == "classes" else encoder["model_max_length"],
     }
     with torch.device("meta"):
         return build_module(architecture, MODELS, **runtime)
@@ -79,7 +85,7 @@ def test_the_model_of_a_config_can_be_built(config):
 
 @pytest.mark.parametrize("config", OF_DENOISERS)
 def test_the_model_takes_what_the_text_encoder_gives(config):
-    encoder = parse(config).text_encoder
+    encoder = encoder_of(config)
     null = model_of(config).null_condition(1)
     if encoder["type"] == "classes":
         assert not null.is_floating_point()
@@ -189,11 +195,15 @@ def test_the_settings_of_open_sora_1_0(
         ("pixart/train/16x256x256", 16, 3, 8, 2e-5, 1000, "none"),
         ("pixart/train/1x512x512", 1, 1, 32, 2e-5, 1000, "block"),
         ("pixart/train/64x512x512", 64, 2, 4, 2e-5, 250, "block"),
+        ("pixart/train/1x2048x2048", 1, 1, 4, 2e-5, 1000, "block"),
+        ("opensora/train/360x512x512", 360, 3, 1, 2e-5, 250, "block"),
+        ("opensora/train/64x512x512-sp", 64, 2, 1, 2e-5, 1000, "block"),
+        ("opensora/train/16x256x256-mask", 16, 3, 8, 2e-5, 1000, "block"),
+        ("opensora/train/16x256x256-spee-rflow", 16, 3, 16, 2e-5, 1000, "block"),
+        ("opensora-v1-1/train/image_rflow", 1, 1, 100, 2e-5, 500, "block"),
     ],
 )
-def test_how_open_sora_1_0_trains_the_other_families(
-    name, frames, interval, batch_size, lr, ckpt_every, grad_checkpoint
-):
+def test_how_open_sora_trains_in_its_other_files(name, frames, interval, batch_size, lr, ckpt_every, grad_checkpoint):
     cfg = parse(f"configs/{name}.py")
     assert (cfg.num_frames, cfg.frame_interval) == (frames, interval)
     assert (cfg.batch_size, cfg.lr, cfg.grad_clip, cfg.dtype) == (batch_size, lr, 1.0, "bf16")
@@ -208,8 +218,10 @@ def test_how_open_sora_1_0_trains_the_other_families(
         ("latte/inference/16x512x512-t2v", {"space_scale": 1.0}, 50, 7.5, None, "ddim"),
         ("pixart/inference/1x256x256", {"space_scale": 1.0}, 20, 4.5, None, "dpm-solver"),
         ("pixart/inference/1x512x512", {"space_scale": 1.0}, 20, 4.5, None, "dpm-solver"),
-        ("pixart/inference/1x1024MS", {"space_scale": 2.0}, 20, 4.5, None, "dpm-solver"),
-        ("pixart/inference/1x1024-sigma", {"space_scale": 2.0}, 20, 4.5, None, "dpm-solver"),
+        ("pixart/inference/1x1024MS", {"space_scale": 2.0, "base_size": 64}, 20, 4.5, None, "dpm-solver"),
+        ("pixart/inference/1x1024-sigma", {"space_scale": 2.0, "base_size": 64}, 20, 4.5, None, "dpm-solver"),
+        ("pixart/inference/1x2048MS", {"space_scale": 4.0, "base_size": 128}, 14, 4.5, None, "dpm-solver"),
+        ("pixart/inference/1x20481B", {"type": "PixArt-1B/2", "base_size": 128}, 14, 4.5, None, "dpm-solver"),
         (
             "opensora-v1-1/inference/sample",
             {"input_sq_size": 512, "norm_order": "rope_then_norm"}, 100, 7.0, 3, "ancestral",
@@ -224,11 +236,11 @@ def test_how_released_weights_are_sampled(name, model: dict[str, Any], steps, sc
     assert getattr(scheduler, "sampler", cfg.scheduler["type"]) == sampler
 
 
-@pytest.mark.parametrize("config", [c for c in OF_DENOISERS if parse(c).text_encoder["type"] == "t5"])
+@pytest.mark.parametrize("config", [c for c in OF_DENOISERS if encoder_of(c)["type"] == "t5"])
 def test_captions_are_cleaned_as_those_of_the_released_weights(config):
     """PixArt, Latte-1 and Open-Sora 1.x; a sampling config is also for what its training config makes."""
     assert Path(config).parts[1].startswith(("opensora", "pixart", "latte"))
-    assert parse(config).text_encoder["clean"] == "legacy"
+    assert encoder_of(config)["clean"] == "legacy"
 
 
 @pytest.mark.parametrize("config", [c for c in OF_DENOISERS if getattr(parse(c), "bucket_config", None)])
@@ -256,3 +268,42 @@ def test_the_buckets_of_open_sora_1_1(name, interval, entry):
     assert cfg.bucket_config[entry[0]][entry[1]] == entry[2]
     assert cfg.text_encoder["model_max_length"] == 200
     assert "norm_order" not in cfg.model  # the released weights' order is for them alone
+
+
+@pytest.mark.parametrize(
+    ("name", "lr", "ckpt_every", "masked", "entry"),
+    [
+        ("train/stage1_feat", 2e-4, 500, 0.5, None),
+        ("misc/bs", 2e-4, 500, 0.5, ("512", 408, (1.0, 1))),
+        ("misc/feat", 2e-4, 200, 0.5, ("256", 102, ((0.5, 0.33), 10))),
+        ("misc/extract", 2e-4, 500, 0.5, None),
+    ],
+)
+def test_what_open_sora_1_2_does_with_features_and_sizes(name, lr, ckpt_every, masked, entry):
+    cfg = parse(f"configs/opensora-v1-2/{name}.py")
+    assert (cfg.lr, cfg.ckpt_every, cfg.adam_eps, cfg.ema_decay) == (lr, ckpt_every, 1e-15, 0.99)
+    assert sum(cfg.mask_ratios.values()) == pytest.approx(masked)
+    assert encoder_of(f"configs/opensora-v1-2/{name}.py")["model_max_length"] == 300
+    if entry is not None:
+        assert cfg.bucket_config[entry[0]][entry[1]] == entry[2]
+
+
+def test_the_stages_of_open_sora_1_2s_vae():
+    stages = [parse(f"configs/vae/train/stage{i}.py") for i in (1, 2, 3)]
+    assert [cfg.vae["freeze_vae_2d"] for cfg in stages] == [True, False, False]
+    assert [cfg.num_frames for cfg in stages] == [17, 17, 33]
+    assert [cfg.mixed_lengths.count(1) / len(cfg.mixed_lengths) for cfg in stages] == [0.2, 0.2, 1 / 33]
+    assert stages[2].mixed_lengths == [*range(1, 34)]
+    for cfg in stages:
+        assert (cfg.lr, cfg.batch_size, cfg.loss["lpips"], cfg.loss["mse"]) == (1e-5, 1, 0.1, 0.0)
+
+
+def test_speed_has_its_published_settings():
+    """k=5, tau=700, lambda=0.6: weights from 0.4 to 0.6, and 1 from tau on."""
+    component = parse("configs/dit/train/1x256x256-class-speed.py").scheduler
+    unmirrored = {**component, "timestep_sampling": {**component["timestep_sampling"], "mirrored": 0.0}}
+    density = build_module(unmirrored, SCHEDULERS).timestep_sampling.density
+    assert float(density[:700].sum()) == pytest.approx(5 * 700 / (5 * 700 + 300))
+    weights = build_module(component, SCHEDULERS).loss_weights.table
+    assert (float(weights[:700].min()), float(weights[:700].max())) == pytest.approx((0.4, 0.6), abs=0.01)
+    assert set(weights[700:].tolist()) == {1.0}

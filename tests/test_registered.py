@@ -14,6 +14,13 @@ from tests.models.vaes import VAES, build, video_of
 
 SMALL = {"depth": 2, "hidden_size": 32, "num_heads": 2, "caption_channels": 16, "model_max_length": 5}
 NOVAS = [name for name in MODELS.choices() if name.startswith("NOVA")]
+DISCRIMINATORS = {
+    "PatchDiscriminator": ({"channels": 8}, (2, 1, 1, 2, 2)),
+    "N_Layer_DISCRIMINATOR_3D": ({}, (2, 1, 1, 2, 2)),
+    "DISCRIMINATOR_3D": (
+        {"image_size": (32, 32), "num_frames": 4, "filters": 8, "channel_multipliers": (1, 2), "num_groups": 4}, (2, 1),
+    ),
+}  # fmt: skip
 TEXT_ENCODERS = ["clip", "hf", "t5"]
 VAE_TYPES = {cfg["type"] for cfg in VAES.values()}
 
@@ -21,7 +28,7 @@ VAE_TYPES = {cfg["type"] for cfg in VAES.values()}
 def test_no_registered_model_is_left_out():
     """A new name fails here until one of the tests below builds it."""
     assert MODELS.choices() == sorted(
-        [*DENOISERS, *NOVAS, *VAE_TYPES, *TEXT_ENCODERS, "cached", "classes", "PatchDiscriminator", "ScaleOnlyVAE"]
+        [*DENOISERS, *NOVAS, *VAE_TYPES, *TEXT_ENCODERS, *DISCRIMINATORS, "cached", "classes", "ScaleOnlyVAE"]
     )
 
 
@@ -56,9 +63,10 @@ def test_vae(name):
     assert vae.decode(z, num_frames=x.shape[2]).shape == x.shape
 
 
-def test_discriminator():
-    model = MODELS.build({"type": "PatchDiscriminator", "dims": 3, "channels": 8})
-    assert model(torch.rand(2, 3, 4, 32, 32)).shape == (2, 1, 1, 2, 2)
+@pytest.mark.parametrize("name", DISCRIMINATORS)
+def test_discriminator(name):
+    settings, shape = DISCRIMINATORS[name]
+    assert MODELS.build({"type": name, **settings})(torch.rand(2, 3, 4, 32, 32)).shape == shape
 
 
 @pytest.fixture(scope="module")

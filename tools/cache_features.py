@@ -45,6 +45,7 @@ from opensora.datasets.cache.records_dataset import RecordVideoTextDataset
 from opensora.datasets.datasets import VideoTextDataset
 from opensora.datasets.table.table import read_table
 from opensora.datasets.video.files import Decoding
+from opensora.inference.sizes import legal_dataset
 from opensora.registry import DATASETS, MODELS, SCHEDULERS, build_module
 from opensora.training.batch_encoder import freeze
 from opensora.utils.errors import UserError, exit_on_user_error
@@ -86,6 +87,7 @@ def cache_features(argv: Sequence[str] | None = None) -> dict[str, Counts]:
     if "moments" in args.what:
         full: Any = freeze(build_module(cfg.vae, MODELS), world.device)
         vae = SimpleNamespace(moments=full.sliced_moments, latent_size=full.latent_size, fingerprint=full.fingerprint)
+        dataset = legal_dataset(dataset, full)
         done = _write_moments(dataset, vae, job._replace(dtype=args.moments_dtype), args.epochs, args.chunk)
         del vae, full
     if "flow" in args.what or ("moments" in args.what and wants_flow(cfg.model)):

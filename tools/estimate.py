@@ -374,7 +374,7 @@ def read_config(config: Path, fields: Sequence[str], options: Iterable[str] = ()
 
 def latent_size(vae: Any, size: tuple[int, int, int]) -> tuple[int, int, int]:
     """(t, h, w) of a video (frames, height, width)."""
-    return vae.latent_size((vae.legal_num_frames(size[0]), *size[1:]))
+    return vae.latent_size(vae.legal_size(size))
 
 
 def _shard(cfg: TrainConfig, machines: Machines) -> int:

@@ -102,8 +102,8 @@ def _model_of(lora: Path, config: Path | None, imports: Sequence[str] | None) ->
         raise UserError(f"{config or lora}: imports={named!r}: expected a list of files (.py) and modules.")
     if not isinstance(model, dict) or not isinstance(model.get("type"), str):
         raise UserError(f"{config or lora} names no model.")
-    # a config file is the user's, a checkpoint may be somebody else's: the code that it names is not run unasked
-    import_parts(named if imports is None and config is not None else imports or ())
+    # a .py config is code, other files and checkpoints are data: what they name is not run unasked
+    import_parts(named if imports is None and config is not None and config.suffix == ".py" else imports or ())
     if MODELS.get(model["type"]) is None and (missing := not_imported(named)):
         raise UserError(
             f"{model['type']!r}, the model of {config or lora}, is not registered. It may come from {', '.join(missing)}, "

@@ -11,10 +11,10 @@
 (seed, step, position): see `opensora.utils.seed`.
 """
 
-import json
 import logging
 import secrets
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -24,8 +24,9 @@ from torch import Tensor, nn
 
 from opensora.checkpoint.save import MANIFEST, STATE, Writing
 from opensora.checkpoint.tensors import SavedTensors, checksum, load_into, shard_of
-from opensora.checkpoint.weight_files import find_weights, read_file
+from opensora.checkpoint.weight_files import find_weights, foreign_checkpoint, read_file
 from opensora.utils.errors import UserError
+from opensora.utils.folders import read_json
 
 logger = logging.getLogger(__name__)
 
@@ -86,14 +87,19 @@ def open_checkpoint(path: str | Path, *, check: Literal["size", "checksum"] = "s
         UserError: the folder is missing, is no checkpoint, is incomplete, or its files changed.
     """
     path = Path(path)
+    if path.is_file():
+        raise UserError(
+            f"{path} is a file, not the folder of a checkpoint. To start from weights, name it with --ckpt-path."
+        )
     if not path.is_dir():
         raise UserError(f"no checkpoint at {path}: there is no such folder.{_found_inside(path.parent)}")
     if not (path / MANIFEST).is_file():
         raise UserError(
-            f"{path} is not a complete checkpoint: it has no {MANIFEST}, which is written last."
+            foreign_checkpoint(path)
+            or f"{path} is not a complete checkpoint: it has no {MANIFEST}, which is written last."
             f"{_found_inside(path)}{_found_inside(path.parent)}"
         )
-    manifest = json.loads((path / MANIFEST).read_text())
+    manifest = _read_manifest(path)
     broken = []
     for name, size in manifest["files"].items():
         found = (path / name).stat().st_size if (path / name).is_file() else None
@@ -108,7 +114,18 @@ def open_checkpoint(path: str | Path, *, check: Literal["size", "checksum"] = "s
         raise UserError(
             f"{path} is not a complete checkpoint: {', '.join(broken)}. Load another one.{_found_inside(path.parent)}"
         )
-    return Checkpoint(path, manifest, json.loads((path / STATE).read_text()))
+    return Checkpoint(path, manifest, read_json(path / STATE, "Load another checkpoint."))
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    manifest = read_json(folder / MANIFEST, "Load another checkpoint.")
+    kinds = {"files": dict, "crc32": dict, "config": dict, "step": int}
+    wrong = [name for name, kind in kinds.items() if not isinstance(manifest.get(name) or kind(), kind)]
+    if wrong or not manifest.get("files"):
+        raise UserError(
+            f"{folder / MANIFEST} is damaged, or no checkpoint's ({', '.join(wrong) or 'files'}). Load another checkpoint."
+        )
+    return manifest
 
 
 def latest_checkpoint(run: Path, *, check: Literal["size", "checksum"] = "size") -> Path | None:
@@ -116,10 +133,13 @@ def latest_checkpoint(run: Path, *, check: Literal["size", "checksum"] = "size")
     for path in sorted(run.glob(".*.partial-*")):
         name = path.name[1:].rpartition(".partial-")[0]
         logger.warning("%s: the writing of %s was interrupted; it is passed over.", run, name)
-    for path in reversed(complete_checkpoints(run)):
+    complete = complete_checkpoints(run)
+    for damaged in sorted({file.parent for file in run.glob(f"[!.]*/{MANIFEST}")} - set(complete)):
+        logger.warning("passed over: %s, whose %s is damaged or no checkpoint's.", damaged, MANIFEST)
+    for path in reversed(complete):
         try:
             return open_checkpoint(path, check=check).path
-        except (UserError, OSError, ValueError, KeyError) as error:
+        except (UserError, OSError) as error:
             logger.warning("passed over: %s", error)
     return None
 
@@ -128,12 +148,8 @@ def complete_checkpoints(run: Path) -> list[Path]:
     """The checkpoints below a run's folder that have a manifest, oldest step first."""
     found = []
     for manifest in run.glob(f"[!.]*/{MANIFEST}"):
-        try:
-            content = json.loads(manifest.read_text())
-        except (OSError, ValueError):
-            continue  # not one of ours, or just removed
-        if isinstance(content, dict) and isinstance(content.get("files"), dict):
-            found.append((int(content.get("step", 0)), manifest.parent))
+        with suppress(UserError):  # not one of ours, damaged, or just removed
+            found.append((_read_manifest(manifest.parent).get("step") or 0, manifest.parent))
     return [path for _, path in sorted(found)]
 
 

@@ -40,6 +40,15 @@ PIPELINE = "model_index.json"  # in the folder of a diffusers pipeline; the deno
 COLOSSALAI_STATE = "running_states.json"  # next to `model` in a checkpoint of Open-Sora's own trainer
 SUFFIXES: dict[str, Kind] = {".safetensors": "safetensors", ".bin": "pickle", ".pt": "pickle", ".pth": "pickle"}
 SHARD = re.compile(r"-\d+-of-(\d+)\.")
+# names by which Open-Sora's configs call published files -> where they are: a hub id, or a URL
+RELEASED = (
+    (r"(DiT-XL-2-\d+x\d+\.pt)", r"https://dl.fbaipublicfiles.com/DiT/models/\1"),
+    (r"Latte-XL-2-256x256-(ucf101\.pt)", r"maxin-cn/Latte/\1"),
+    (r"(PixArt-XL-2-[\w-]+\.pth)", r"PixArt-alpha/PixArt-alpha/\1"),
+    (r"(PixArt-Sigma-XL-2-[\w-]+\.pth)", r"PixArt-alpha/PixArt-Sigma/\1"),
+    (r"(OpenSora-v1-[\w-]+\.pth)", r"hpcai-tech/Open-Sora/\1"),
+)
+DOWNLOADS = Path("pretrained_models")  # where Open-Sora kept them
 HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:/(.+))?")
 
 
@@ -222,16 +231,36 @@ def find_weights(name: str | Path) -> Path:
 
     `name` is a file; a folder with one set of weights (safetensors before pickles, shards with their index, the plain
     files before variants such as `.fp16.`); the folder of a diffusers pipeline; a checkpoint of Open-Sora's own trainer
-    (ColossalAI's shards in `model`); or a hub id, `owner/name` or `owner/name/file`, of which only the weights and JSON
-    files are downloaded, into the hub's cache.
+    (ColossalAI's shards in `model`); a hub id, `owner/name` or `owner/name/file`, of which only the weights and JSON
+    files are downloaded, into the hub's cache; or the name of one of `RELEASED`, in `DOWNLOADS` or on the hub.
 
     Raises:
-        UserError: there is nothing, or several sets of weights.
+        UserError: there is nothing, several sets of weights, or a checkpoint of other code that must be converted first.
     """
-    path = Path(name).expanduser()
+    path = _downloaded(name)
+    if path.suffix == ".distcp" and path.is_file():
+        raise UserError(foreign_checkpoint(path.parent))
     if path.is_file():
         return path
     return _in_folder(path) if path.is_dir() else _on_hub(*_hub_id(name))
+
+
+def foreign_checkpoint(folder: Path) -> str:
+    """Of a checkpoint folder of other code that cannot be resumed: what it is, and how to start from its weights; "" = of none."""
+    if _of_colossalai(folder):
+        ema = "".join(f", or --ckpt-path {file} (EMA)" for file in _ema_files(folder)[:1])
+        return (
+            f"{folder} is a checkpoint of Open-Sora's own trainer (ColossalAI), whose optimizer cannot be resumed here. Start from its "
+            f"weights: --ckpt-path {folder}{ema}."
+        )
+    if folder.is_dir() and any(folder.glob("*.distcp")):
+        out = f"{folder}.pt"
+        return (
+            f"{folder} is a checkpoint of torch.distributed.checkpoint, which holds pickles. Where you trust who made it, convert it and "
+            f"start from its weights, --ckpt-path {out}:\n"
+            f"  python -m torch.distributed.checkpoint.format_utils dcp_to_torch {shlex.quote(str(folder))} {shlex.quote(out)}"
+        )
+    return ""
 
 
 def refuse_misnamed(name: str | Path | None) -> None:
@@ -241,15 +270,29 @@ def refuse_misnamed(name: str | Path | None) -> None:
         UserError: there is neither a file nor a folder, and it is no hub id.
     """
     try:
-        if name is not None and not Path(name).expanduser().exists():
+        if name is not None and not _downloaded(name).exists():
             _hub_id(name)
     except UserError as error:
         raise UserError(f"model.from_pretrained (--ckpt-path): {error}") from None
 
 
+def _downloaded(name: str | Path) -> Path:
+    """What a name means here: a bare one may also be that of a file in `DOWNLOADS`."""
+    path = Path(name).expanduser()
+    kept = DOWNLOADS / path
+    return kept if path.parent == Path() and kept.is_file() and not path.exists() else path
+
+
 def _hub_id(name: str | Path) -> tuple[str, str | None]:
     """Repository and file of a hub id."""
     path = Path(name).expanduser()
+    for pattern, where in RELEASED:
+        if path.parent in (Path(), DOWNLOADS) and re.fullmatch(pattern, path.name):
+            where = re.sub(pattern, where, path.name)
+            if "://" in where:
+                raise UserError(f"no weights at {name}. Download them from {where} into the folder {DOWNLOADS}.")
+            log.info("%s is not here; it is %s on the hub", name, where)
+            return _hub_id(where)
     hub_id = None if str(name).startswith((".", "/", "~")) else HUB_ID.fullmatch(str(name))
     # "runs/vea" next to a folder "runs", and "a/weights.pt", are misspelt paths
     if hub_id is None or Path(path.parts[0]).exists() or (hub_id[2] is None and path.suffix in SUFFIXES):
@@ -261,18 +304,28 @@ def _hub_id(name: str | Path) -> tuple[str, str | None]:
 
 
 def _in_folder(folder: Path) -> Path:
-    model, pipeline = folder / "model", (folder / PIPELINE).is_file()
+    pipeline = (folder / PIPELINE).is_file()
     if pipeline and not (folder / "transformer").is_dir():
         raise UserError(f"{folder} is a pipeline without a folder transformer: it has no denoiser that fits here.")
     if pipeline:
         log.info("%s is a pipeline: reading its transformer", folder)
         return _in_folder(folder / "transformer")
-    if model.is_dir() and ((folder / COLOSSALAI_STATE).is_file() or "index" in _kinds(model).values()):
-        ema_files = sorted(path for path in folder.glob("ema*") if path.is_file())
-        hint = f"; for the EMA weights name {ema_files[0]}" if ema_files else ""
+    if _of_colossalai(folder):
+        hint = "".join(f"; for the EMA weights name {file}" for file in _ema_files(folder)[:1])
         log.info("%s is a checkpoint of Open-Sora's own trainer: reading its model, as that code does%s", folder, hint)
-        return _in_folder(model)
+        return _in_folder(folder / "model")
+    if foreign := foreign_checkpoint(folder):
+        raise UserError(foreign)
     return folder / _choose(_kinds(folder), lambda index: _shards_of(folder / index), str(folder))
+
+
+def _of_colossalai(folder: Path) -> bool:
+    model = folder / "model"
+    return model.is_dir() and ((folder / COLOSSALAI_STATE).is_file() or "index" in _kinds(model).values())
+
+
+def _ema_files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("ema*") if path.is_file())
 
 
 def _kinds(folder: Path) -> dict[str, Kind]:

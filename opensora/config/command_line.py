@@ -1,7 +1,11 @@
-"""The command line of a config: `CONFIG --field value --component.key value`, and the text of `--help`."""
+"""The command line of a config: `CONFIG --field value --component.key value`, and the text of `--help`.
+
+`field=value` and `component.key=value` are the same without dashes, as in other codes with such configs.
+"""
 
 import ast
 import itertools
+import re
 import types
 import typing
 from collections.abc import Sequence
@@ -13,6 +17,7 @@ from opensora.config.schema import REQUIRED, Field, Schema, coerce, describe, me
 from opensora.config.upgrade import OLD_KEYS, OLD_TYPES
 
 FLAGS = ("cfg", "deepspeed", "print-config", "help")  # that are not fields
+BARE = re.compile(r"([A-Za-z_]\w*)(\.\w+)*=")  # the beginning of `component.key=value`
 TRUE, FALSE = ("true", "yes", "t", "y", "1"), ("false", "no", "f", "n", "0")
 
 
@@ -50,6 +55,8 @@ def read_command(schema: Schema, argv: Sequence[str]) -> Command:
             command.print_config = True
         elif _is_flag(token):
             _read_flag(schema, command, token, tokens)
+        elif BARE.match(token) and (command.config is not None or not _names_config(token)):
+            _read_flag(schema, command, f"--{token}", tokens)
         elif token.startswith("-") or (command.config is not None and not _names_config(token)):
             command.problems.append(f"{token!r} on the command line belongs to no option.")
         else:
@@ -75,7 +82,7 @@ def _read_flag(schema: Schema, command: Command, token: str, tokens: list[str]) 
     """One flag and its values, which are taken from the front of `tokens`."""
     flag, equals, attached = token.partition("=")
     path, annotation = _target(schema, command, flag)
-    count = 0 if equals else _count_values(tokens, annotation, config_comes=command.config is None)
+    count = 0 if equals else _count_values(schema, tokens, annotation, config_comes=command.config is None)
     texts = [attached] if equals else tokens[:count]
     del tokens[:count]
     if annotation is None:
@@ -119,12 +126,16 @@ def _target(schema: Schema, command: Command, flag: str) -> tuple[tuple[str, ...
     return path, None
 
 
-def _count_values(tokens: Sequence[str], annotation: Any, *, config_comes: bool) -> int:
+def _count_values(schema: Schema, tokens: Sequence[str], annotation: Any, *, config_comes: bool) -> int:
     """How many of the next tokens are values of a flag of that type; None: a flag that is wrong, and takes all."""
     kinds = [typing.get_origin(member) or member for member in members(annotation)]
     end = next((i for i, token in enumerate(tokens) if _is_flag(token)), len(tokens))
     if config_comes and (bool in kinds or annotation is None):  # `--wandb configs/x.py`
         end = next((i for i, token in enumerate(tokens[:end]) if _names_config(token)), end)
+    if list in kinds or bool in kinds or annotation is None:  # `--prompt "a lake" seed=3`
+        names = {*schema_fields(schema), *schema.aliases, *schema.removed}
+        bare = (i for i, token in enumerate(tokens[:end]) if (match := BARE.match(token)) and match[1] in names)
+        end = next(bare, end)
     if list in kinds or annotation is None:
         return end
     size = max(
@@ -215,7 +226,7 @@ def help_text(schema: Schema) -> str:
     aliases = [f"  --{dashed(name):<24}{'.'.join(alias.path)}" for name, alias in schema.aliases.items()]
     return "\n\n".join(
         [
-            "usage: SCRIPT CONFIG [--field VALUE] [--component.key VALUE] [--print-config] [--help]",
+            "usage: SCRIPT CONFIG [--field VALUE] [--component.key VALUE] [field=VALUE] [--print-config] [--help]",
             f"{(schema.__doc__ or '').strip()}\nCONFIG is a Python file that sets fields; the command line overrides it.",
             "\n".join(["fields:", *lines]),
             "\n".join(["short names for keys of components:", *aliases]),

@@ -8,13 +8,15 @@ The fields are in `schema.py`, the grammar of the command line in `command_line.
 import ast
 import copy
 import json
+import re
 import sys
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import types
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mmengine.config import Config
+from mmengine.config import ConfigDict
 
 from opensora.config.command_line import dashed, help_text, read_command
 from opensora.config.resolve import Draft, Origins, listing
@@ -27,9 +29,10 @@ from opensora.config.schema import (
     schema_fields,
 )
 from opensora.config.upgrade import upgrade_all
-from opensora.config.yacs import deepspeed_overrides, read_yacs
+from opensora.config.yacs import PIPELINE, deepspeed_overrides, read_pipeline, read_yacs
 from opensora.registry import Registry, did_you_mean
 from opensora.utils.errors import UserError
+from opensora.utils.folders import read_json
 from opensora.utils.imports import import_parts, not_imported
 
 __all__ = [
@@ -43,6 +46,7 @@ __all__ = [
 ]
 
 FileContent = tuple[dict[str, Any], Origins, list[str]]  # values, where each was set, problems
+BASE_VARIABLE = r"""(["']?)\{\{\s*(_base_\.[\w.]+)\s*\}\}\1"""  # MMEngine's other spelling, {{_base_.model}}
 HOW_TO_RESUME = ("load", "load_check", "exp_name", "outputs", "start_from_scratch", "other_data")
 AnyConfig = TypeVar("AnyConfig", bound=RunConfig)
 
@@ -76,7 +80,7 @@ def parse_config(
             raise UserError(
                 "no config file given; usage: SCRIPT CONFIG [--field VALUE ...], the config first (see --help)."
             )
-        values, origins, problems = read_file(Path(command.config))
+        values, origins, problems = read_file(Path(command.config), schema)
         overrides = {} if command.deepspeed is None else deepspeed_overrides(Path(command.deepspeed))
     except UserError as error:  # a wrong flag may be why there is no file
         draft.take_command(command)
@@ -85,6 +89,8 @@ def parse_config(
     draft.take_file(values | overrides, origins | {(name,): f"--deepspeed {command.deepspeed}" for name in overrides})
     chosen = [setting.value for setting in command.settings if setting.path == ("imports",)]
     imports = chosen[-1] if chosen else draft.values.get("imports")
+    if not chosen and Path(command.config).suffix != ".py":
+        _refuse_imports(imports)
     if isinstance(imports, list | tuple):  # another type is a problem that is reported with all others
         import_parts([name for name in imports if isinstance(name, str)])
     draft.take_command(command)
@@ -105,14 +111,20 @@ def config_from_dict(
     Raises:
         UserError: lists everything that is wrong.
     """
-    if missing := not_imported(values.get("imports") or ()):
+    _refuse_imports(values.get("imports"))
+    draft = Draft(schema, registries or {})
+    draft.take_file(copy.deepcopy(dict(values)), {})
+    return draft.finish()
+
+
+def _refuse_imports(imports: Any) -> None:
+    """Raise a `UserError` where a config that is data names parts that have not been imported yet."""
+    names = [imports] if isinstance(imports, str) else imports if isinstance(imports, list | tuple) else []
+    if missing := not_imported([name for name in names if isinstance(name, str)]):
         raise UserError(
             f"the stored config names parts from {', '.join(missing)}, which is code and is not run unasked. If you trust it, name "
             f"it yourself: imports={missing!r} in the call, or --imports {' '.join(missing)} where there is a command line."
         )
-    draft = Draft(schema, registries or {})
-    draft.take_file(copy.deepcopy(dict(values)), {})
-    return draft.finish()
 
 
 def to_dict(config: RunConfig) -> dict[str, Any]:
@@ -120,60 +132,89 @@ def to_dict(config: RunConfig) -> dict[str, Any]:
     return {name: copy.deepcopy(getattr(config, name)) for name in schema_fields(type(config))}
 
 
-def read_file(path: Path) -> FileContent:
+def read_file(path: Path, schema: type[RunConfig] = TrainConfig) -> FileContent:
     """Values of a config file, where each was set (`file:line`), and problems that its values cannot show.
+
+    A `.py` file is run; a `.json` or `.yml` file is data: it has no base and runs nothing. To sample from, also the folder of a
+    pipeline of NOVA.
 
     Raises:
         UserError: it is missing, cannot be read, or raises an error.
     """
-    if not path.is_file():
+    values, origins, problems = _read(path, schema, ())
+    return {key: value for key, value in values.items() if not key.startswith("_")}, origins, problems
+
+
+def _read(path: Path, schema: type[RunConfig], above: tuple[Path, ...]) -> FileContent:
+    """`read_file` with private names; `above` are the files that have led here by `_base_`."""
+    pipeline = schema is InferenceConfig and (path / PIPELINE).is_file()
+    if not (path.is_file() or pipeline):
         hint = did_you_mean(path.name, [sibling.name for sibling in path.parent.glob("*.py")])
         raise UserError(f"config file {path} does not exist.{hint}")
-    if path.suffix in (".yml", ".yaml"):
-        values = read_yacs(path)
+    if path.resolve() in [file.resolve() for file in above]:
+        raise UserError(f"_base_ leads in a circle: {' -> '.join(map(str, (*above, path)))}; remove one of them.")
+    if pipeline or path.suffix in (".yml", ".yaml", ".json"):
+        values = read_pipeline(path) if pipeline else _read_data(path, for_sampling=schema is InferenceConfig)
         return values, {(key,): str(path) for key in values}, []
-    if path.suffix not in (".py", ".json"):
+    if path.suffix != ".py":
         raise UserError(
             f"config file {path}: expected a .py file, a .json file written by an earlier run, or a .yml file of NOVA's guide."
         )
-    tree = ast.Module([], [])
-    if path.suffix == ".py":
-        try:
-            tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
-        except SyntaxError as error:
-            raise UserError(f"{path}:{error.lineno}: {error.msg}: {(error.text or '').strip()}") from error
-        except UnicodeDecodeError as error:
-            raise UserError(f"{path} is not a UTF-8 text file: {error}") from error
+    tree = _parse(path)
     inherited: dict[str, Any] = {}
     origins: Origins = {}
     problems = _functions(tree, path)
     for base in _base_files(tree, path):
-        base_values, base_origins, base_problems = read_file(base)
+        base_values, base_origins, base_problems = _read(base, schema, (*above, path))
+        if twice := sorted(inherited.keys() & base_values.keys()):
+            raise UserError(f"{path}: two of its _base_ files set {twice[0]}; keep one.")
         inherited, origins, problems = inherited | base_values, origins | base_origins, problems + base_problems
-    values = {key: value for key, value in _execute(path).items() if not key.startswith("_")}
+    own, merged = _execute(tree, path, inherited), ConfigDict(inherited)
+    merged.merge(own)  # a dict key by key, unless it says `_delete_=True`
+    values = merged.to_dict()
     stored = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
-    lines = {
-        node.id: node.lineno for node in sorted(stored, key=lambda node: node.lineno)
-    }  # the last that assigns each
-    for key, value in values.items():
-        if path.suffix == ".py" and key not in lines and key in inherited:
-            continue
+    lines = {node.id: node.lineno for node in sorted(stored, key=lambda node: node.lineno)}  # the last of each
+    for key in own:
         origins[key,] = f"{path}:{lines[key]}" if key in lines else str(path)
-        before = inherited.get(key)
+        before, value = inherited.get(key), values[key]
         for inner, item in value.items() if isinstance(value, dict) else ():
             if not isinstance(before, dict) or inner not in before or before[inner] != item:
                 origins[key, inner] = origins[key,]
     return values, origins, problems
 
 
-def _base_files(tree: ast.Module, path: Path) -> Iterator[Path]:
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and "_base_" in map(ast.unparse, node.targets):
-            try:
-                names = ast.literal_eval(node.value)
-            except ValueError as error:
-                raise UserError(f"{path}:{node.lineno}: _base_ must be a file name or a list of them.") from error
-            yield from (path.parent / name for name in ([names] if isinstance(names, str) else names))
+def _read_data(path: Path, *, for_sampling: bool) -> dict[str, Any]:
+    if path.suffix != ".json":
+        return read_yacs(path, for_sampling=for_sampling)
+    values = read_json(path, "Runs write such files.")
+    if "_base_" in values:
+        raise UserError(f"config file {path}: a .json file is data and has no _base_; write a .py file that has it.")
+    return values
+
+
+def _parse(path: Path) -> ast.Module:
+    try:
+        text = re.sub(BASE_VARIABLE, r"\2", path.read_text(encoding="utf-8-sig"))
+        return ast.parse(text, filename=str(path))
+    except SyntaxError as error:
+        raise UserError(f"{path}:{error.lineno}: {error.msg}: {(error.text or '').strip()}") from error
+    except ValueError as error:  # no UTF-8, or a zero byte
+        raise UserError(f"{path} is not a UTF-8 text file: {error}") from error
+
+
+def _base_files(tree: ast.Module, path: Path) -> list[Path]:
+    """The files that `_base_` names; the line that does is taken out of the tree."""
+    files = []
+    for node in [*tree.body]:
+        if not isinstance(node, ast.Assign) or "_base_" not in map(ast.unparse, node.targets):
+            continue
+        tree.body.remove(node)
+        try:
+            names = ast.literal_eval(node.value)
+            files += [path.parent / name for name in ([names] if isinstance(names, str) else names)]
+        except (ValueError, TypeError) as error:
+            raise UserError(f"{path}:{node.lineno}: _base_ must be a file name or a list of them.") from error
+    return files
 
 
 def _functions(tree: ast.Module, path: Path) -> list[str]:
@@ -188,30 +229,18 @@ def _functions(tree: ast.Module, path: Path) -> list[str]:
     ]
 
 
-def _execute(path: Path) -> dict[str, Any]:
+def _execute(tree: ast.Module, path: Path, inherited: Mapping[str, Any]) -> dict[str, Any]:
     """Run a config file. It is code: whatever it raises is reported with the line that raised it."""
+    names: dict[str, Any] = {"_base_": ConfigDict(inherited)}
     try:
-        # no environment variables, no file-name templates, no imports on the config's behalf: a config is plain data
-        config = Config.fromfile(
-            path,
-            use_predefined_variables=False,
-            use_environment_variables=False,
-            import_custom_modules=False,
-            lazy_import=False,
-        )
+        exec(compile(tree, str(path), "exec"), names)
     except Exception as error:
         frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).suffix == ".py"]
         lines = [f for f in frames if "mmengine" not in f.filename and f.filename != __file__]
         where = f"{lines[-1].filename}:{lines[-1].lineno}" if lines else str(path)
         raise UserError(f"{where}: {type(error).__name__}: {error}") from error
-    return _without_marks(config.to_dict())
-
-
-def _without_marks(value: Any) -> Any:
-    """Plain dicts, without the marks that MMEngine leaves in what was taken from a base file, or had nothing to replace."""
-    if isinstance(value, dict):
-        return {key: _without_marks(item) for key, item in value.items() if key not in ("_scope_", "_delete_")}
-    return type(value)(map(_without_marks, value)) if type(value) in (list, tuple) else value
+    own = {key: value for key, value in names.items() if key != "_base_" and not key.startswith("__")}
+    return {key: value for key, value in own.items() if not isinstance(value, types.FunctionType | types.ModuleType)}
 
 
 def _provenance(config: RunConfig, origins: Origins) -> str:

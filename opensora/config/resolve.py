@@ -3,15 +3,19 @@
 import copy
 import inspect
 import json
+import logging
+import os
 import types
 import typing
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 from opensora.config.command_line import FLAGS, Command, Setting, dashed, parse_bool
 from opensora.config.schema import (
     REQUIRED,
     InferenceConfig,
+    NoEffect,
     RunConfig,
     Schema,
     TrainConfig,
@@ -22,10 +26,11 @@ from opensora.config.schema import (
     members,
     schema_fields,
 )
-from opensora.config.upgrade import replaced_by, upgrade
+from opensora.config.upgrade import replaced_by, translate, upgrade
 from opensora.registry import Registry, did_you_mean
 from opensora.utils.errors import UserError
 
+logger = logging.getLogger(__name__)
 Origins = dict[tuple[str, ...], str]  # (field,) or (field, key) -> where its value was set
 
 COMMAND_LINE = "command line"
@@ -37,6 +42,7 @@ SCRIPTS: dict[Schema, str] = {
     VAEInferenceConfig: "scripts/inference_vae.py",
 }
 DEFAULT_DATASET = "VideoTextDataset"
+NEAR = 0.75  # of a field's name; with less, bin_size is near sp_size, and batch_size near image_size
 REPLACED_BY_BUCKETS = ("num_frames", "image_size", "batch_size")
 # fields that a dataset component takes over when it does not set them itself
 DATASET_FIELDS = (
@@ -45,7 +51,7 @@ DATASET_FIELDS = (
 
 
 class Draft:
-    """A config in the making: raw values, where each was set, and all that is wrong so far.
+    """A config in the making: raw values, where each was set, all that is wrong so far, and what is only worth a note.
 
     Args:
         schema: the kind of config.
@@ -59,13 +65,16 @@ class Draft:
         self.values: dict[str, Any] = {}
         self.origins: Origins = {}
         self.problems: list[str] = []
+        self.notes: list[str] = []
 
     def take_file(self, values: Mapping[str, Any], origins: Origins) -> None:
         """Take over the values of a file.
 
         Raises:
-            UserError: it is one for another script.
+            UserError: it is one for another script, or Open-Sora's with a setting that there is none for.
         """
+        given = values
+        values, self.notes = translate(self.schema.__name__, given)
         schema, has_buckets = self.schema, values.get("bucket_config") is not None
         unknown = [key for key in values if key not in self.fields and key not in schema.removed]
         for other, script in SCRIPTS.items() if len(unknown) >= 3 else ():  # one or two may be slips
@@ -75,15 +84,20 @@ class Draft:
                     f"{other.__name__}, not of {schema.__name__}."
                 )
         self.origins.update(origins)
+        for name in values.keys() - given.keys():
+            self.origins[name,] = (
+                origins.get(("model",), "") if name == "vae" else "from Open-Sora's keys, see the notes"
+            )
         for key, value in values.items():
             if key in schema.removed:
                 if value not in schema.removed[key].accepted:
-                    self._complain((key,), f"{key}={value!r}: {schema.removed[key].why}")
+                    text = f"{key}={value!r}: {schema.removed[key].why}"
+                    self._complain((key,), text, changes_nothing=schema.removed[key].harmless)
             elif key in schema.aliases:
                 path = ".".join(schema.aliases[key].path)
                 self._complain((key,), f"{key!r} is a name for the command line; in a file set {path}.")
             elif key not in self.fields:
-                hint = did_you_mean(key, list(self.fields))
+                hint = did_you_mean(key, list(self.fields), NEAR)
                 self._complain((key,), f"{key!r} is not a field of {schema.__name__}.{hint}")
             elif not (has_buckets and key == "batch_size" and value is None):  # Open-Sora: buckets have their own
                 try:
@@ -104,7 +118,7 @@ class Draft:
         for flag, key in command.unknown:
             owners = [name for name in self.values if key in self._arguments(name, self.values[name])]
             names = [dashed(name) for name in (*self.fields, *self.schema.aliases, *FLAGS, *self.options)]
-            hint = did_you_mean(dashed(key), names).replace("mean '", "mean '--")
+            hint = did_you_mean(dashed(key), names, NEAR).replace("mean '", "mean '--")
             text = f"{flag} is not a field of {self.schema.__name__}.{hint} --help lists all."
             if owners:
                 text = f"{flag} is not a field, but {owners[0]} takes it: write --{owners[0]}.{key}."
@@ -135,6 +149,29 @@ class Draft:
             UserError: lists everything that is wrong.
         """
         self._share_with_dataset()
+        typed = self._typed()
+        if typed.get("bucket_config") is not None:
+            self._leave_to_buckets(typed)
+        if "dataset" in typed:
+            typed["dataset"] = self._complete_dataset(typed)
+        for name, registry in self.registries.items():
+            if isinstance(typed.get(name), dict):
+                self._check_component(name, typed[name], registry)
+        config: RunConfig | None = self.schema(**typed) if len(typed) == len(self.fields) else None
+        for problem in config.problems() if config else ():
+            if isinstance(problem, NoEffect):
+                self._complain(problem.path, problem, changes_nothing=True)
+            else:
+                self.problems.append(problem)
+        if self.problems:
+            raise UserError(listing(self.problems))
+        if os.environ.get("RANK", "0") == "0" and getattr(config, "verbose", True):  # once, of torchrun's processes
+            for note in self.notes:
+                logger.warning("note: %s", note)
+        return config
+
+    def _typed(self) -> dict[str, Any]:
+        """The values of all fields that are right by themselves."""
         typed: dict[str, Any] = {}
         for name, f in self.fields.items():
             value = self.values.get(name, f.default)
@@ -150,26 +187,34 @@ class Draft:
                 self._complain((name,), f"{name}={value!r}: {problem.removesuffix('.')}.")
             else:
                 typed[name] = value
-        if "dataset" in typed:
-            typed["dataset"] = self._complete_dataset(typed)
-        for name in REPLACED_BY_BUCKETS if typed.get("bucket_config") is not None else ():
-            if name in typed and typed[name] != self.fields[name].default:  # a dumped config holds the default
-                self._complain((name,), f"{name}={typed[name]!r} has no effect with bucket_config, which has its own.")
-        for name, registry in self.registries.items():
-            if isinstance(typed.get(name), dict):
-                self._check_component(name, typed[name], registry)
-        config: RunConfig | None = self.schema(**typed) if len(typed) == len(self.fields) else None
-        self.problems += config.problems() if config else []
-        if self.problems:
-            raise UserError(listing(self.problems))
-        return config
+        return typed
 
-    def _complain(self, path: tuple[str, ...], text: str) -> None:
-        """Add a problem, if any, with where the value was set."""
-        origin = self.origins.get(path) or self.origins.get(path[:1])
+    def _leave_to_buckets(self, typed: dict[str, Any]) -> None:
+        """Take back what a bucket_config replaces, or the bucket_config itself from a dataset without buckets."""
+        dataset = typed.get("dataset", {})
+        taken = self._arguments("dataset", dataset) if "type" in dataset else {}
+        names, reason = [*REPLACED_BY_BUCKETS], "with bucket_config, which has its own"
+        if taken and "bucket_config" not in taken:
+            names, reason = ["bucket_config"], f"with a {dataset['type']}: a VariableVideoTextDataset has buckets"
+        for name in names:
+            if name in typed and typed[name] != self.fields[name].default:  # a dumped config holds the default
+                value = "" if name == "bucket_config" else f"={typed[name]!r}"
+                self._complain((name,), f"{name}{value} has no effect {reason}.", changes_nothing=True)
+                typed[name] = self.fields[name].default
+
+    def _complain(self, path: tuple[str, ...], text: str, *, changes_nothing: bool = False) -> None:
+        """Add a problem, if any, with where the value was set; one that changes no result is a note if a file has it."""
+        origin, found = self.origins.get(path) or self.origins.get(path[:1]), self.problems
+        if changes_nothing:
+            set_at = [
+                origin or "",
+                *(self.origins[key] for key in self.origins if key[:1] == path),
+            ]  # it, or a key in it
+            origin = next((place for place in set_at if place.startswith(COMMAND_LINE)), origin)
+            found = self.problems if (origin or "").startswith(COMMAND_LINE) else self.notes
         text = f"{text} ({origin})" if text and origin else text
-        if text and text not in self.problems:
-            self.problems.append(text)
+        if text and text not in found:
+            found.append(text)
 
     def _upgrade(self) -> None:
         """Replace older spellings by the current ones."""
@@ -262,11 +307,15 @@ class Draft:
                 continue
             if name in taken and typed[name] is not None:
                 dataset[name] = typed[name]
+                if name == "data_path" and dataset["type"] == "CachedVideoTextDataset" and Path(typed[name]).is_dir():
+                    text = f"{name}={typed[name]!r} is a folder (*.bin are not read): name the table, and its cache"
+                    self._complain((name,), f"{text} of tools.cache_features as --dataset.cache_dir.")
                 self.origins.setdefault(("dataset", name), self.origins.get((name,), "default"))
             elif name in taken and name == "data_path":
                 self.problems.append("data_path is not set: name the data file, for example --data-path clips.csv.")
             elif name == "use_image_transform" and taken:
-                self._complain((name,), f"{name}=True has no effect: {dataset['type']} does not take it.")
+                text = f"{name}=True has no effect: {dataset['type']} does not take it."
+                self._complain((name,), text, changes_nothing=True)
         return dataset
 
 

@@ -24,7 +24,7 @@ from opensora.config.upgrade import (
     translate_level,
 )
 from opensora.registry import did_you_mean
-from opensora.utils.dtype import DTYPES, HALF, to_torch_dtype
+from opensora.utils.dtype import DTYPES
 from opensora.utils.errors import UserError
 
 Component = dict[str, Any]  # dict(type=NAME, ...): a registered name and the arguments of its constructor
@@ -55,6 +55,19 @@ def option(doc: str, default: Any = REQUIRED, bounds: Bounds | None = None, choi
     return field(default=default, metadata=metadata)
 
 
+class NoEffect(str):
+    """A problem that changes no result: an error where the command line sets it, a note where a file does."""
+
+    path: tuple[str, ...]  # what is set: (field,) or (field, key)
+
+    @classmethod
+    def of(cls, value: Any, reason: str, *path: str) -> "NoEffect":
+        """What is set at `path`, and why it does nothing."""
+        problem = cls(f"{'.'.join(path)}={value!r} has no effect {reason}.")
+        problem.path = path
+        return problem
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """What training and inference share."""
@@ -76,13 +89,12 @@ class RunConfig:
 
     def without_effect(self, *reasons: tuple[bool, str, Sequence[str]]) -> list[str]:
         """Fields that are set and do nothing: of each (holds, reason, fields) those that are not their default."""
-        known = schema_fields(type(self))
-        return [
-            f"{name}={getattr(self, name)!r} has no effect {reason}."
-            for holds, reason, names in reasons
-            for name in names
-            if holds and getattr(self, name) != known[name].default
-        ]
+        known, found = schema_fields(type(self)), dict[str, str]()
+        for holds, reason, names in reasons:
+            for name in names if holds else ():
+                if (value := getattr(self, name)) != known[name].default:
+                    found.setdefault(name, NoEffect.of(value, reason, name))
+        return [*found.values()]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,7 +234,7 @@ class TrainConfig(LoopConfig):
             except UserError as error:
                 problems += str(error).splitlines()
         problems += [
-            f"model.{name}={self.model[name]!r} has no effect with lora, which freezes the whole model."
+            NoEffect.of(self.model[name], "with lora, which freezes the whole model", "model", name)
             for name in ("freeze", "only_train_temporal", "freeze_y_embedder")
             if self.lora is not None and self.model.get(name)
         ]
@@ -243,8 +255,6 @@ class TrainConfig(LoopConfig):
                  f"activation_offload does not reach what grad_checkpoint={level!r} keeps: use 'block' or 'mlp'."),
                 (self.compile and lora.get("dropout"),
                  "lora.dropout draws inside the blocks, which compile=True cannot; switch one of them off."),
-                (colossalai and to_torch_dtype(self.dtype) not in HALF,
-                 f"dtype={self.dtype!r}: plugin={self.plugin!r} computes in bf16 or fp16; use fsdp2, or bf16."),
                 (buckets and not variable,
                  "bucket_config has no effect without dataset=dict(type='VariableVideoTextDataset')."),
                 (variable and not buckets, "a VariableVideoTextDataset needs a bucket_config."),
@@ -309,6 +319,7 @@ class InferenceConfig(RunConfig):
     aes: int | float | str | None = option("aesthetic score, added to every prompt that has none", None)
     flow: int | float | str | None = option("motion score, added to every prompt that has none", None)
     camera_motion: str | None = option("camera motion, added to every prompt that has none", None)
+    llm_refine: bool = option("let a language model rewrite the prompts; see inference.md", False)
     motion_flow: int | float | None = option("optical-flow score for NOVA's video models; None: 5", None, COUNT)
     num_sample: int = option("videos for each prompt", 1, AT_LEAST_ONE)
     save_dir: str = option("folder for the results", "./samples")
@@ -336,7 +347,7 @@ class InferenceConfig(RunConfig):
 
     def problems(self) -> list[str]:
         kind = str(self.model.get("type"))
-        of_texts, edits = ["aes", "flow", "camera_motion"], self.loop == 1 and self.extend is None
+        of_texts, edits = ["aes", "flow", "camera_motion", "llm_refine"], self.loop == 1 and self.extend is None
         classes = self.text_encoder.get("type") == "classes"
         problems = self.without_effect(
             (not kind.startswith("NOVA"), f"on a {kind}: use flow", ["motion_flow"]),
@@ -429,7 +440,7 @@ class VAETrainConfig(LoopConfig):
         if not any(self.loss.values()):
             problems.append("loss: every weight is 0, nothing would be learnt.")
         if self.trained == "decoder" and self.loss.get("kl"):
-            problems.append(f"loss.kl={self.loss['kl']} has no effect with trained='decoder': set it to 0.")
+            problems.append(NoEffect.of(self.loss["kl"], "with trained='decoder': set it to 0", "loss", "kl"))
         if self.mixed_lengths is not None:
             wrong = [n for n in self.mixed_lengths if not 1 <= n <= self.num_frames]
             if wrong or not self.mixed_lengths:
@@ -450,13 +461,14 @@ class VAEInferenceConfig(RunConfig):
     num_frames: int | None = option("first frames of each video; None: all", None, AT_LEAST_ONE)
     frame_interval: int = option("take every n-th frame of the video", 1, AT_LEAST_ONE)
     image_size: tuple[int, int] | None = option("height and width; None: the file's own", None, AT_LEAST_ONE)
+    num_samples: int | None = option("first rows of the table; None: all", None, AT_LEAST_ONE)
     save_dir: str = option("folder for the results", "./samples/vae")
     save_fps: int | float | None = option("fps of the saved video; None: the file's", None, POSITIVE)
 
     def problems(self) -> list[str]:
         if not self.files and self.data_path is None:
             return ["nothing to reconstruct: name --files a.mp4 b.png or --data-path table.csv."]
-        return ["root has no effect with files."] if self.files and self.root is not None else []
+        return self.without_effect((bool(self.files), "with files", ["root", "num_samples"]))
 
 
 # --- the values of `lora` and of `grad_checkpoint`

@@ -1,10 +1,12 @@
 """Older and foreign spellings of config values, in one place, and what they are called now.
 
 `upgrade` is applied to whatever becomes a config: files, command lines, and the configs in checkpoints and sidecars, so the
-rest of the project sees the current spelling alone. NOVA's YACS configs and DeepSpeed's JSON files are read in `yacs.py`.
+rest of the project sees the current spelling alone. `translate` reads files of Open-Sora 1.0 to 1.2, whose keys are listed in
+docs/from-open-sora.md. NOVA's YACS configs and DeepSpeed's JSON files are read in `yacs.py`.
 """
 
 from collections.abc import Mapping
+from fractions import Fraction
 from typing import Any, Literal, NamedTuple
 
 from opensora.utils.errors import UserError
@@ -18,11 +20,12 @@ class Alias(NamedTuple):
 
 
 class Removed(NamedTuple):
-    """A field that is gone. Values under which it did nothing are still accepted."""
+    """A field that is gone. Values under which it did nothing are still accepted; in a file all, if it changes no result."""
 
     annotation: Any
     why: str
     accepted: tuple[Any, ...] = (None, False)
+    harmless: bool = False
 
 
 GENERATION_ALIASES = {
@@ -40,12 +43,12 @@ MULTI_RESOLUTION = {"PixArtMS": "PixArt(MS|[-_]1B|[-_]?Sigma)", "STDiT2": "STDiT
 _GONE = "this field was removed: "
 _VAE_ENGINE = "a VAE is trained with ddp. hybrid_zero=True shards its optimizer's state."
 REMOVED_TRAIN: Mapping[str, Removed] = {
-    "cast_once": Removed(bool | None, _GONE + "it gained less than 3 % of a step. Leave it out."),
+    "cast_once": Removed(bool | None, _GONE + "it gained less than 3 % of a step. Leave it out.", harmless=True),
     "float8": Removed(bool | str | None, _GONE + "training in float8 was slower than in bf16. Leave it out."),
 }
 REMOVED_VAE_TRAIN: Mapping[str, Removed] = {
-    "plugin": Removed(Literal["ddp", "fsdp2", "zero2", "zero2-seq"], _VAE_ENGINE, ("ddp",)),
-    "fsdp_reshard": Removed(Literal["zero2", "zero3"], _VAE_ENGINE, ("zero2",)),
+    "plugin": Removed(Literal["ddp", "fsdp2", "zero2", "zero2-seq"], _VAE_ENGINE, ("ddp",), harmless=True),
+    "fsdp_reshard": Removed(Literal["zero2", "zero3"], _VAE_ENGINE, ("zero2",), harmless=True),
 }
 
 OLD_KEYS: dict[str, dict[str, str]] = {"model": {"enable_flashattn": "enable_flash_attn"}}  # keys of components
@@ -56,6 +59,26 @@ LEVELS = {
     **{"1": "mlp:1/3", "2": "mlp:2/3", "3": "mlp"},  # levels of NOVA, and so 1 is not True
 }
 MASKS = {"intepolate": "interpolate", "no": "identity"}  # Open-Sora's, with or without "mask_" in front
+OLD_MASKS = {f"mask_{where}": f"quarter_{where}" for where in ("head", "tail", "head_tail")}  # names before 1.1
+NOTHING = "no effect here"
+# of a schema, keys of Open-Sora's files that are no settings here, and what is said of them; False and None are dropped in silence
+DROPPED: Mapping[str, tuple[tuple[str, str], ...]] = {
+    "TrainConfig": (
+        ("num_bucket_build_workers log_time model.enable_sequence_parallelism model.skip_y_embedder vae_out_channels "
+         "model_max_length text_encoder_output_dim text_encoder_model_max_length dataset.dummy_text_feature", NOTHING),
+        ("base base_step_time", "--base or --base-seconds of `python -m tools.search_batch_size CONFIG OUT.py --goal even`"),
+        ("load_video_features load_text_features save_text_features save_compressed_text_features bin_size",
+         "`python -m tools.cache_features` stores features, text uncompressed; docs/caches.md says how to train on them"),
+    ),
+    "VAETrainConfig": (
+        ("grad_checkpoint lecam_loss_weight gradient_penalty_loss_weight use_real_rec_loss vae.cal_loss", NOTHING),
+        ("use_z_rec_loss use_image_identity_loss", "the loss is on pixels here, not on the latents of vae_2d"),
+    ),
+    "VAEInferenceConfig": (
+        ("batch_size num_workers vae.cal_loss", NOTHING),
+        ("cal_stats log_stats_every perceptual_loss_weight kl_loss_weight", "`python -m tools.eval_vae` measures"),
+    ),
+}  # fmt: skip
 
 # old boolean of a scheduler -> the argument it stands for, and the values that True and that False leave open; where nothing
 # else is set, the first of them is meant
@@ -115,6 +138,118 @@ def translate_level(value: Any) -> Any:
     """The current spelling of a value of `grad_checkpoint`, such as "block" for True; any other value unchanged."""
     text = str(value) if isinstance(value, int) else value
     return LEVELS.get(text.lower(), text) if isinstance(text, str) else value
+
+
+def translate(schema: str, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Values of a config file in the fields of a schema, where Open-Sora calls them otherwise, and notes on what changed.
+
+    Raises:
+        UserError: a value has no counterpart here.
+    """
+    values = {name: dict(value) if isinstance(value, dict) else value for name, value in given.items()}
+    notes: list[str] = []
+    if schema == "TrainConfig":
+        _translate_training(values, notes)
+    elif schema.startswith("VAE") and "vae" not in values and isinstance(values.get("model"), dict):
+        _translate_vae(schema, values, notes)
+    for keys, what in DROPPED.get(schema, ()):
+        found = []
+        for name, _, key in (path.partition(".") for path in keys.split()):
+            holder = values.get(name) if key else values
+            if isinstance(holder, dict) and holder.pop(key or name, None) not in (None, False):
+                found.append(f"{name}.{key}" if key else name)
+        notes += [f"{', '.join(found)}: {what}."] if found else []
+    return values, notes
+
+
+def _translate_training(values: dict[str, Any], notes: list[str]) -> None:
+    """Of the misc files too: search_bs, eval_loss, extract_feat and training on its features."""
+    if "num_eval_timesteps" in values:
+        values.setdefault("val_num_timesteps", values.pop("num_eval_timesteps"))
+        notes.append("num_eval_timesteps is called val_num_timesteps here.")
+    buckets = values.get("bucket_config")
+    if isinstance(buckets, dict) and all(isinstance(entries, dict) for entries in buckets.values()):
+        values["bucket_config"] = {
+            name: {key: _bucket(value, is_range="base" in values) for key, value in entries.items()}
+            for name, entries in buckets.items()
+        }
+        if values["bucket_config"] != buckets:
+            notes.append(
+                "bucket_config: an entry with a range of batch sizes, or no probability, is (1.0, batch size)."
+            )
+    masks = values.get("mask_ratios")
+    if isinstance(masks, dict) and (old := [kind for kind in OLD_MASKS if kind in masks]):
+        values["mask_ratios"] = {OLD_MASKS.get(kind, kind): ratio for kind, ratio in masks.items()}
+        notes.append(f"mask_ratios: {', '.join(old)} are read as quarter_*; Open-Sora since 1.1 refuses them.")
+    if "save_text_features" in values:
+        values.setdefault("scheduler", {"type": "rflow"})  # which encoding does not use
+    dataset = values.get("dataset")
+    if isinstance(dataset, dict) and dataset.get("type") == "BatchFeatureDataset":
+        cached = {"type": "CachedVideoTextDataset", "content": "samples", "text": "features"}
+        values["dataset"] = {"cache_dir": "./cache/features", **dataset, **cached}
+        length = values.get("model_max_length") or values.get("text_encoder_model_max_length") or 300
+        text_encoder = {"type": "t5", "from_pretrained": "DeepFloyd/t5-v1_1-xxl", "model_max_length": length}
+        values.setdefault("vae", {"type": "OpenSoraVAE_V1_2", "from_pretrained": "hpcai-tech/OpenSora-VAE-v1.2"})
+        values.setdefault("text_encoder", text_encoder)
+        notes.append(
+            "BatchFeatureDataset is a CachedVideoTextDataset here, of a table and the cache_dir that `python -m "
+            "tools.cache_features CONFIG --data-path TABLE --epochs 1 --what moments text` makes of it."
+        )
+
+
+def _bucket(entry: Any, *, is_range: bool) -> Any:
+    """An entry of a bucket_config from search_bs, (batch size, +-) or (p, (least, most)), or from eval_loss, (None, size)."""
+    if not isinstance(entry, list | tuple) or len(entry) != 2:
+        return entry
+    first, second = entry
+    if is_range and isinstance(first, int):  # 1.0 is a probability
+        return 1.0, first
+    if isinstance(second, list | tuple) and second:
+        second = second[:2][-1]
+    pair = 1.0 if first is None or (isinstance(first, int) and first > 1) else first, second
+    return pair if isinstance(entry, tuple) else [*pair]
+
+
+def _translate_vae(schema: str, values: dict[str, Any], notes: list[str]) -> None:
+    """Of scripts/train_vae.py and scripts/inference_vae.py."""
+    vae = values["vae"] = dict(values.pop("model"))
+    images = vae.get("vae_2d")
+    if isinstance(images, dict) and images.get("type") == "VideoAutoencoderKL" and "scaling_factor" not in images:
+        vae["vae_2d"] = {**images, "scaling_factor": 0.18215}  # whatever the config of its weights says
+    notes.append("model is called vae here.")
+    dataset = values.get("dataset") or {}
+    if schema == "VAEInferenceConfig":
+        given = {
+            key: value for key, value in dataset.items() if value is not None and key not in ("type", "transform_name")
+        }
+        values |= given | {key: value for key, value in values.items() if value is not None}
+        del values["dataset"]
+        return
+    frames = values.get("num_frames") or dataset.get("num_frames") or 1
+    lpips, kl = values.pop("perceptual_loss_weight", 0.1) or 0.0, values.pop("kl_loss_weight", 1e-6) or 0.0
+    if "loss" not in values:  # sums over pixels of a frame and all latents there, of 4 x 8 x 8 cells with 4 channels
+        kl *= 4 * -(-frames // 4) / (3 * 8 * 8)
+        values["loss"] = {"l1": 1.0, "lpips": lpips, "kl": kl}
+        notes.append(
+            f"perceptual_loss_weight, kl_loss_weight: loss.lpips={lpips:g}, loss.kl={kl:.3g}, of means, not sums."
+        )
+    strategy, share = (
+        values.pop("mixed_strategy", None),
+        Fraction(values.pop("mixed_image_ratio", 0.0)).limit_denominator(20),
+    )
+    if strategy not in (None, "mixed_video_image", "mixed_video_random"):
+        raise UserError(f"mixed_strategy={strategy!r} is not known: list the lengths, mixed_lengths=[17, 17, 1].")
+    if strategy is not None:
+        lengths = [frames] * (share.denominator - share.numerator) + [1] * share.numerator
+        values.setdefault("mixed_lengths", lengths if strategy == "mixed_video_image" else [*range(1, frames + 1)])
+        notes.append("mixed_strategy, mixed_image_ratio: what is drawn are mixed_lengths.")
+    for key in ("generator_loss_type", "discriminator_loss_type"):
+        if (loss := values.pop(key, "hinge")) != "hinge":
+            raise UserError(f"{key}={loss!r}: the GAN's loss is 'hinge' here; leave {key} out.")
+    start, factor = values.pop("discriminator_start", -1), values.pop("discriminator_factor", 1)
+    weight = values.pop("generator_factor", 0.5) * factor
+    if values.get("discriminator") is not None:
+        values.update({"adversarial_weight": weight, "adversarial_start": max(start, 0)} | values)
 
 
 def replaced_by(name: str, key: str) -> str:

@@ -5,6 +5,8 @@
     open("nova.yml", "w").write(str(cfg))
 
     python scripts/train.py nova.yml                # or --cfg nova.yml
+    python scripts/inference.py nova.yml --ckpt-path CHECKPOINT --prompt "..."
+    python scripts/inference.py PIPELINE_FOLDER --prompt "..."      # with model_index.json, transformer/, vae/ and others
 
 Keys and defaults are the guide's; an unknown key, a value of another type and a setting without a counterpart are errors.
 A DeepSpeed file (`--deepspeed zero2.json`) sets engine, dtype, batch and clipping.
@@ -89,6 +91,8 @@ ARCHITECTURE = (  # keys of a published model's config; `image_size` is the data
     "video_base_size", "video_mixer_rank", "rotary_pos_embed",
 )  # fmt: skip
 EXAMPLE = '["vit_d16w1024", "vit_d32w1024", "mlp_d6w1024"]'
+PIPELINE = "model_index.json"  # in the folder of a pipeline
+VIDEO_FRAMES, FPS = 33, 12  # of NOVA's published video model
 MODEL_HINT = f'Name a complete pipeline\'s folder in MODEL.WEIGHTS, or describe the model in MODEL.CONFIG, such as {{"arch": {EXAMPLE}}}.'
 
 
@@ -157,21 +161,53 @@ def default_cfg() -> CfgNode:
 cfg = default_cfg()
 
 
-def read_yacs(path: Path) -> dict[str, Any]:
-    """The values of a YAML file as those of a `TrainConfig`.
+def read_yacs(path: Path, *, for_sampling: bool = False) -> dict[str, Any]:
+    """The values of a YAML file as those of a `TrainConfig`, or of an `InferenceConfig` that samples what it trains.
 
     Raises:
         UserError: the file is not such a config, or sets what is not supported.
     """
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"config file {path}: no valid YAML ({error}).") from error
     if not isinstance(content, Mapping):
         raise UserError(f"config file {path}: expected keys such as PIPELINE, MODEL, SOLVER and TRAIN.")
     node = default_cfg()
     node.merge(content)
-    return to_train_config(node)
+    values = to_train_config(node)
+    if not for_sampling:
+        return values
+    shared = ("model", "vae", "text_encoder", "scheduler", "dtype")
+    return {name: values[name] for name in shared} | _published_size(values, _model_config(node))
+
+
+def read_pipeline(folder: Path) -> dict[str, Any]:
+    """The values of an `InferenceConfig` that samples with the pipeline in a folder, as `diffnext` saves one.
+
+    Raises:
+        UserError: it is another pipeline than NOVA's.
+    """
+    node = default_cfg()
+    node.MODEL.WEIGHTS = str(folder)
+    config = _model_config(node)
+    if "arch" not in config:
+        raise UserError(
+            f"{folder}: only NOVA's pipelines can take a config's place, and this one's transformer is a "
+            f"{config.get('_class_name')}. Name a config, and the weights with --ckpt-path {folder / 'transformer'}."
+        )
+    base = config.get("video_base_size")
+    video = isinstance(base, list) and base[:1] > [1]  # as there: such a model has motion tokens
+    node.PIPELINE.TYPE = CHOICES["PIPELINE.TYPE"][video]
+    components = _components(node)
+    return components | _published_size(components, config)
+
+
+def _published_size(components: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """Frames, rate and, where the model's config has it, height and width of what NOVA's pipelines make."""
+    size, frames = config.get("image_size"), VIDEO_FRAMES if components["model"]["motion"] else 1
+    known = {} if size is None else {"image_size": [size, size] if isinstance(size, int) else size}
+    return {"num_frames": frames, "fps": FPS, **known}
 
 
 def to_train_config(node: CfgNode) -> dict[str, Any]:
@@ -254,14 +290,20 @@ def _at(node: CfgNode, key: str) -> Any:
     return functools.reduce(getattr, key.split("."), node)
 
 
+def _model_config(node: CfgNode) -> dict[str, Any]:
+    """The model's config: that of the node or, where that is empty, of the folder with its weights."""
+    folder = node.PIPELINE.MODULES.get("transformer", str(Path(node.MODEL.WEIGHTS) / "transformer"))
+    config: dict[str, Any] = node.MODEL.CONFIG or read_json(Path(folder) / "config.json", MODEL_HINT)
+    return config
+
+
 def _components(node: CfgNode) -> dict[str, Any]:
     """Model, VAE, text encoder and scheduler of a pipeline's folder."""
     video = node.PIPELINE.TYPE.endswith("t2v")
     folders = {name: node.PIPELINE.MODULES.get(name, str(Path(node.MODEL.WEIGHTS) / name)) for name in MODULES}
     model = {"type": "NOVA", "motion": video, "trained": "all" if video else "image"}
-    config = node.MODEL.CONFIG
-    if not config:
-        config = read_json(Path(folders["transformer"]) / "config.json", MODEL_HINT)
+    config = _model_config(node)
+    if not node.MODEL.CONFIG:
         model["from_pretrained"] = folders["transformer"]
     text_encoder = {"type": "hf", "from_pretrained": folders["text_encoder"]}
     text_encoder["model_max_length"] = config.get("text_token_len") or 256

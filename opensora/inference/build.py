@@ -1,6 +1,5 @@
 """The components of a pipeline, from a config, from a checkpoint of ours, or from either with changes."""
 
-import json
 import warnings
 from collections.abc import Mapping
 from dataclasses import fields
@@ -11,9 +10,11 @@ from opensora.checkpoint.load import MANIFEST
 from opensora.checkpoint.lora import merge_adapter, read_adapter
 from opensora.checkpoint.weight_files import refuse_misnamed
 from opensora.config.load import InferenceConfig, config_from_dict, parse_config, to_dict
-from opensora.inference.sizes import check_size, overlap
+from opensora.config.yacs import PIPELINE
+from opensora.inference.sizes import overlap
 from opensora.registry import MODELS, SCHEDULERS, Registry, build_module
 from opensora.utils.errors import UserError
+from opensora.utils.folders import read_json
 from opensora.utils.imports import import_parts
 
 COMPONENTS: dict[str, Registry] = {"model": MODELS, "vae": MODELS, "text_encoder": MODELS, "scheduler": SCHEDULERS}
@@ -41,10 +42,8 @@ def build_components(cfg: InferenceConfig) -> Components:
         cfg.scheduler, SCHEDULERS
     )  # mistakes that are quickly found come before minutes of loading
     vae = build_module(cfg.vae, MODELS)
-    if isinstance(cfg.num_frames, int) and cfg.image_size is not None:
-        check_size(vae, cfg.num_frames, cfg.image_size)
     if isinstance(cfg.num_frames, int) and cfg.loop > 1:
-        overlap(vae, cfg.num_frames, cfg.condition_frame_length)  # refuses what cannot be shared
+        overlap(vae, vae.legal_num_frames(cfg.num_frames), cfg.condition_frame_length)  # refuses what cannot be shared
     text_encoder = build_module(cfg.text_encoder, MODELS)
     model = build_module(
         cfg.model,
@@ -69,7 +68,7 @@ def inference_config(source: str | Path, changes: Mapping[str, Any]) -> Inferenc
     The changes must have what training does not know, such as `fps`, and `imports` where components are the user's own.
 
     Args:
-        source: a .py or .json file, or a checkpoint folder.
+        source: a .py, .json or .yml file, a checkpoint folder, or the folder of a pipeline of NOVA.
         changes: fields of `InferenceConfig` or its command-line names (`ckpt_path`, `cfg_scale`, ...), with their values.
 
     Raises:
@@ -77,7 +76,8 @@ def inference_config(source: str | Path, changes: Mapping[str, Any]) -> Inferenc
     """
     import_parts(changes.get("imports") or ())
     path = Path(source)
-    values = _of_checkpoint(path) if path.is_dir() else to_dict(parse_config(InferenceConfig, COMPONENTS, [str(path)]))
+    checkpoint = path.is_dir() and not (path / PIPELINE).is_file()
+    values = _of_checkpoint(path) if checkpoint else to_dict(parse_config(InferenceConfig, COMPONENTS, [str(path)]))
     for name, value in changes.items():
         alias = InferenceConfig.aliases.get(name)
         if alias is None:
@@ -93,8 +93,8 @@ def inference_config(source: str | Path, changes: Mapping[str, Any]) -> Inferenc
 
 def _of_checkpoint(folder: Path) -> dict[str, Any]:
     manifest = folder / MANIFEST
-    trained = json.loads(manifest.read_text(encoding="utf-8")).get("config", {}) if manifest.is_file() else {}
-    if "model" not in trained:
+    trained = read_json(manifest, "Name another checkpoint.").get("config") if manifest.is_file() else None
+    if not isinstance(trained, dict) or "model" not in trained:
         raise UserError(
             f"{folder} is no checkpoint of a training run: it has no {MANIFEST} with a config. Name a config file, and the weights "
             "as ckpt_path."

@@ -20,6 +20,7 @@ from opensora.inference.output import check_rate, sample_file_name
 from opensora.inference.pipeline import Request, VideoPipeline, needs_null
 from opensora.inference.prompts import PromptItem, load_items
 from opensora.inference.references import check_files_exist, check_shortcuts, conditioning, sources_of
+from opensora.inference.refine import refine_prompts
 from opensora.inference.sizes import VideoSize, saved_rate
 from opensora.registry import MODELS, SCHEDULERS, build_module
 from opensora.utils.environment import environment
@@ -42,15 +43,21 @@ def jobs(cfg: InferenceConfig) -> list[Job]:
     What is wrong with any of them is found here, as far as it can be without weights.
 
     Raises:
-        UserError: the prompts cannot be read, a reference file does not exist, or settings have no effect.
+        UserError: the prompts cannot be read, a reference file does not exist, or a prompt's settings have no effect.
     """
     items = load_items(cfg)
     check_files_exist(cfg, items)
     check_shortcuts(cfg, items)
+    if cfg.align is not None and not any(sources_of(cfg, item) for item in items):
+        logger.info("note: align=%d has no effect: no prompt has references that could be moved.", cfg.align)
+    if cfg.mask_strategy_format != "six-fields" and all(item.mask_strategy is None for item in items):
+        logger.info("note: mask_strategy_format=%r has no effect without mask_strategy.", cfg.mask_strategy_format)
     check_rate(cfg.save_format, saved_rate(cfg))
     if cfg.condition_frame_edit == 1:
         raise UserError("condition_frame_edit=1 would make the shared frames anew: use less than 1, or 0 to keep them.")
     _check_texts(cfg, items)
+    if cfg.llm_refine:
+        items = refine_prompts(items, Path(cfg.save_dir))
     naming: Any = {name: getattr(cfg, name) for name in ("num_sample", "sample_name", "prompt_as_path")}
     return [
         Job(item, k, Path(cfg.save_dir) / sample_file_name(item.text, item.index, k, **naming))
@@ -64,6 +71,7 @@ def records(cfg: InferenceConfig, made: Sequence[Job], size: VideoSize) -> Itera
     checkpoint, made_with, config = describe_checkpoint(cfg.model.get("from_pretrained")), environment(), to_dict(cfg)
     config |= {"num_frames": size.num_frames, "image_size": size.image_size, "save_fps": size.save_fps}
     config |= {"duration": None, "resolution": None, "aspect_ratio": None, "aspect_ratio_order": "height:width"}
+    config["llm_refine"] = False  # `prompt` is what the language model wrote
     for job in made:
         item, overrides = job.item, job.item.overrides
         own = {

@@ -1,8 +1,8 @@
 """Sidecars: the JSON file next to each sample, from which the sample can be recognised and made again.
 
-The sidecars of a folder are its manifest. The process that makes a sample writes the sidecar first, then the sample under a
-temporary name that is replaced when it is complete. A finished sample has both files, and an interrupted run continues with
-those that do not.
+The sidecars of a folder are its manifest. The process that makes a sample writes it under a temporary name, then the sidecar, and
+then gives the sample its name, unless another run has made one of that name meanwhile. A finished sample has both files, and an
+interrupted run continues with those that do not.
 
 "Again" means bit for bit, with the same weights, versions, hardware and *batch*: a matrix product may sum in another order for
 another number of rows, so the sidecar names the prompts that shared the forward pass (see `jobs.remake`).
@@ -13,6 +13,7 @@ import hashlib
 import json
 import logging
 import platform
+import secrets
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timezone
@@ -38,6 +39,7 @@ from opensora.inference.output import (
     with_extension,
 )
 from opensora.utils.errors import UserError, first_few
+from opensora.utils.folders import parse_json, read_json
 
 logger = logging.getLogger(__name__)
 
@@ -117,9 +119,20 @@ def write_samples(
     written = []
     for index, (video, path, record) in enumerate(zip(videos, paths_without_ext, records, strict=True)):
         made = {"batch": batch, "place": index, "hardware": hardware(device), "frames": frames_hash(video)}
+        hidden = path.with_name(f".{secrets.token_hex(4)}.{path.name}")
         try:
-            write_sidecar({**record, **made}, path)  # first: a video without one is taken for another program's
-            written.append(save_sample(video, path, Fraction(record["save_fps"]), save_format=save_format))
+            file = save_sample(video, hidden, Fraction(record["save_fps"]), save_format=save_format)
+            try:
+                if already_made(path, record):
+                    logger.warning(
+                        "%s: another run has made it meanwhile, with the same settings; that one stays.", path
+                    )
+                else:
+                    write_sidecar({**record, **made}, path)  # first: a video without one is taken for another program's
+                    file.replace(with_extension(path, file.suffix))
+                written += _files_of(path)
+            finally:
+                file.unlink(missing_ok=True)
         except OSError as error:
             raise UserError(
                 f"{path}: the sample cannot be written ({error.strerror or error}). Those before it are complete: make room there, and "
@@ -143,7 +156,7 @@ def read_sidecar(path: str | Path) -> dict[str, Any]:
         UserError: it cannot be read, or is none.
     """
     try:
-        record = json.loads(Path(path).read_text(encoding="utf-8"))
+        record = parse_json(Path(path).read_text(encoding="utf-8"))
         _settings(record)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}). Name the .json file next to a sample.") from error
@@ -206,7 +219,7 @@ def describe_checkpoint(path: str | Path | None) -> dict[str, Any] | None:
         return None
     root = Path(path).expanduser()
     changed = max((file.stat().st_mtime for file in [root, *root.rglob("*")] if file.is_file()), default=None)
-    manifest = json.loads((root / MANIFEST).read_text()) if (root / MANIFEST).is_file() else {}
+    manifest = read_json(root / MANIFEST, "Name another checkpoint.") if (root / MANIFEST).is_file() else {}
     time = None if changed is None else datetime.fromtimestamp(changed, timezone.utc).isoformat(timespec="seconds")
     return {"path": str(path), "changed": time, **{name: manifest.get(name) for name in ("step", "git_commit")}}
 

@@ -30,7 +30,7 @@ from opensora.inference.mask_strategy import apply
 from opensora.inference.memory import oom_report, tile_images, warn_if_short
 from opensora.inference.prompts import PromptItem, as_items
 from opensora.inference.references import NO_CONDITIONING, Conditioning, alignment, encode_references
-from opensora.inference.sizes import Overlap, VideoSize, check_size, overlap, video_size, warn_outside_training
+from opensora.inference.sizes import Overlap, VideoSize, overlap, video_size, warn_outside_training
 from opensora.inference.text import condition, null_condition
 from opensora.models.text_encoder.classes import check_classes
 from opensora.schedulers.sampling import SamplingStep
@@ -318,7 +318,7 @@ class VideoPipeline:
                 request = dataclasses.replace(request, guidance_scale=1.0)
         elif any(item.negative_prompt is not None for item in request.items):
             raise UserError("negative_prompt has no effect with cfg_scale=1; raise --cfg-scale, or leave it out.")
-        latent_size = check_size(self.vae, request.num_frames, request.image_size)
+        latent_size = self.vae.latent_size((request.num_frames, *request.image_size))
         shared = None
         if request.loop > 1:
             shared = overlap(self.vae, request.num_frames, request.condition_frame_length)

@@ -5,7 +5,7 @@
     a calm lake aesthetic score: 6.5. motion score: 5.0.                as captions were written in training (Open-Sora 1.2)
 
 Everything else is text: brackets, braces and bars included. Braces are settings only at the end of the prompt, and when a key in
-them is a setting's name, or nearly.
+them is a setting's name, or nearly; such braces before other text are text, with a warning.
 
 A prompt's index is its position in the complete list, before `start_index` and `end_index` select a part of it: a run over a part
 of a file makes the same videos as a run over all of it.
@@ -17,23 +17,26 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from opensora.config.load import InferenceConfig
-from opensora.datasets.table.files import read_frame
+from opensora.datasets.table.files import read_blocks, without_repeats
 from opensora.inference.mask_strategy import check_references, parse_mask_strategy
 from opensora.registry import did_you_mean
 from opensora.utils.errors import UserError, first_few
+from opensora.utils.folders import parse_json
 
 logger = logging.getLogger(__name__)
 
 SCORE_PHRASES = {"aes": "aesthetic score:", "flow": "motion score:", "camera_motion": "camera motion:"}
 SEGMENT = re.compile(r"\|([0-9]{1,9})\|")
-AT_THE_END = re.compile(
-    r"(?:^|\s*\b)(?:(?:aesthetic score|motion score): -?\d+(?:\.\d+)?\.\s*|camera motion: [^.:|]+\.\s*)+$"
-)
-KEY = re.compile(r"""\{\s*["']([^"'{}]*)["']\s*:""")
+SCORE = re.compile(r"\b(?:(?:aesthetic score|motion score): -?\d+(?:\.\d+)?\.\s*|camera motion: [^.:|]+\.\s*)")
+# from a brace to the brace that closes it; or to the next one or the end of the text, where none does
+BRACES = re.compile(r"""\{\s*(?=["'])(?:[^{}"]|"(?:[^"\\]|\\.)*(?:"|\Z))*(?:(\})\s*|(?=\{)|\Z)""", re.DOTALL)
+LISTS = 'a .json file of prompts is a list: ["a lake", ...] or [{"text": "a lake", "seed": 1}, ...].'
+KEY = re.compile(r"""["']([^"'{}]*)["']\s*:""")
 
 
 class Segment(NamedTuple):
@@ -131,8 +134,9 @@ def load_prompts(
 
     Args:
         prompt: the prompts themselves; wins over `prompt_path`.
-        prompt_path: a UTF-8 file. `.csv` and `.jsonl`: its column `text`, taken verbatim, empty cells too. Any other name:
-            one prompt a line, stripped; blank lines and lines that start with `#` are no prompts.
+        prompt_path: a UTF-8 file. `.csv`, `.jsonl`, and `.json` with a list of objects: the column `text`, or `prompt` in rows
+            without it, taken verbatim, empty cells too; `.json` with a list of texts: each. Any other name: one prompt a line,
+            stripped; blank lines and lines that start with `#` are no prompts.
         start_index, end_index: the part of the list to use; None = from its start, to its end.
 
     Raises:
@@ -209,7 +213,7 @@ def _rows(
         path, source = Path(prompt_path), str(prompt_path)
         if not path.is_file():
             raise UserError(f"prompt_path={path}: there is no such file.")
-        rows = _read_table(path) if path.suffix.lower() in (".csv", ".jsonl") else _read_lines(path)
+        rows = _read_table(path) if path.suffix.lower() in (".csv", ".jsonl", ".json") else _read_lines(path)
     if not rows:
         raise UserError(f"{source}: there is no prompt in it.")
     if (start or 0) < 0 or (end or 0) < 0:
@@ -235,36 +239,47 @@ def _read_lines(path: Path) -> list[_Row]:
 
 
 def _read_table(path: Path) -> list[_Row]:
-    """One prompt a row: its column `text`, and columns named after settings."""
-    frame = read_frame(path)
-    names = list(frame.columns)
-    if "text" not in names:
-        raise UserError(f"prompt_path={path}: no column 'text'; its columns are {', '.join(names) or '(none)'}.")
-    hints = {name: did_you_mean(name, list(SETTINGS)) for name in names if name not in ("text", *SETTINGS)}
-    for name, hint in hints.items():
-        if hint:
-            logger.warning("prompt_path=%s: the column %r is not used.%s", path, name, hint)
-    if rest := [name for name, hint in hints.items() if not hint]:
-        logger.info("prompt_path=%s: columns that are not used: %s.", path, ", ".join(rest))
-    table = frame[[name for name in ("text", *SETTINGS) if name in names]].astype(object)
-    records = table.where(table.notna(), None).to_dict("records")
-    if (
-        "negative_prompt" in names and path.suffix.lower() == ".jsonl"
-    ):  # where "" is a text, which the table does not keep
-        with path.open(encoding="utf-8-sig") as file:
-            for cells, line in zip(records, filter(str.strip, file), strict=True):
-                cells["negative_prompt"] = json.loads(line).get("negative_prompt")
+    """One prompt a row: its column `text` (or `prompt`), and columns named after settings; see `load_prompts`."""
+    records: list[dict[str, Any]] = []
+    names: dict[str, None] = {}
+    if path.suffix.lower() == ".json":
+        records = _read_json(path)
+        names = dict.fromkeys(name for record in records for name in record)
     else:
-        for cells in records:
-            if not (cells.get("negative_prompt") or "").strip():
-                cells["negative_prompt"] = None
+        for size, block in read_blocks(path):
+            names |= dict.fromkeys(block)
+            if size:
+                records += [dict(zip(block, cells, strict=True)) for cells in zip(*block.values(), strict=True)]
+    wanted = ["text", "prompt"] if any(record.get("text") is None for record in records) else ["text"]
+    if names and not names.keys() & {"text", "prompt"}:
+        raise UserError(f"prompt_path={path}: no column 'text'; its columns are {', '.join(names) or '(none)'}.")
+    for name in [name for name in names if name not in (*wanted, *SETTINGS)]:
+        hint = did_you_mean(name, list(SETTINGS))
+        level = logging.WARNING if hint else logging.INFO
+        logger.log(level, "prompt_path=%s: the column %r is not used.%s", path, name, hint)
     rows = []
-    for i, cells in enumerate(records):
-        text, where = cells.pop("text"), f"{path}, row {i + 1}"
-        if text is not None and (isinstance(text, bool) or not isinstance(text, str | int)):
+    for i, record in enumerate(records):
+        text = next((record[name] for name in wanted if record.get(name) is not None), "")
+        where = f"{path}, row {i + 1}"
+        if isinstance(text, bool) or not isinstance(text, str | int):
             raise UserError(f"{where}: text={text!r}; expected a text or a class number.")
-        rows.append(_Row(i, "" if text is None else str(text), cells, where))
+        cells = {name: record.get(name) for name in SETTINGS if name in names}
+        if path.suffix.lower() == ".csv" and not (cells.get("negative_prompt") or "").strip():
+            cells["negative_prompt"] = None  # an empty cell; in JSON "" is a text
+        rows.append(_Row(i, str(text), cells, where))
     return rows
+
+
+def _read_json(path: Path) -> list[dict[str, Any]]:
+    """A list of texts, or of objects such as the lines of a JSONL file."""
+    try:
+        content = parse_json(path.read_text(encoding="utf-8-sig"), object_pairs_hook=without_repeats)
+        json.dumps(content, ensure_ascii=False).encode()  # half of a surrogate pair is no text
+    except ValueError as error:
+        raise UserError(f"prompt_path={path}: no valid JSON ({error}); {LISTS}") from error
+    if not isinstance(content, list) or not all(isinstance(item, str | dict) for item in content):
+        raise UserError(f"prompt_path={path}: {LISTS}")
+    return [{"text": item} if isinstance(item, str) else item for item in content]
 
 
 def split_settings(prompt: str, where: str) -> tuple[str, dict[str, Any]]:
@@ -273,27 +288,26 @@ def split_settings(prompt: str, where: str) -> tuple[str, dict[str, Any]]:
     Raises:
         UserError: the JSON is broken, or a setting is unknown, repeated or of the wrong kind.
     """
-
-    def without_repeats(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-        names = [name for name, _ in pairs]
-        if repeated := [name for name in names if names.count(name) > 1]:
-            raise ValueError(f"{repeated[0]!r} is there twice")
-        return dict(pairs)
-
-    for match in KEY.finditer(prompt):
-        found, problem = None, ""
-        try:
-            found = json.loads(prompt[match.start() :], object_pairs_hook=without_repeats)
-        except (ValueError, RecursionError) as error:
-            problem = str(error)
-        names = [match[1]] if found is None else list(found)
-        if not any(name in SETTINGS or did_you_mean(name, list(SETTINGS)) for name in names):
+    names = [*SETTINGS]
+    is_setting = cache(lambda name: name in names or bool(did_you_mean(name, names)))
+    last = prompt.rfind("}")
+    ends_in_text, warned = bool(prompt[last + 1 :].strip()), False
+    for match in BRACES.finditer(prompt):
+        if not any(map(is_setting, KEY.findall(match[0]))):
             continue
-        if found is None:
+        follows = prompt[match.end() : match.end() + 1]
+        if (ends_in_text and match.start() < last) or (match[1] and follows not in ("", "{", "}")):
+            if not warned:
+                logger.warning("%s: %.80s is text; settings stand at the end.", where, match[0].strip())
+            warned = True
+            continue
+        try:
+            found = parse_json(prompt[match.start() :], object_pairs_hook=without_repeats)
+        except ValueError as error:
             raise UserError(
-                f"{where}: the settings at its end are no valid JSON ({problem}); write them as "
-                '{"reference_path": "a.png", "mask_strategy": "0"}, after the text.'
-            )
+                f"{where}: the settings at its end are no valid JSON ({error}); write them as "
+                '{"reference_path": "a.png", "mask_strategy": "0"}, after the text. Where they are text, let more text follow.'
+            ) from error
         return prompt[: match.start()].rstrip(), check_settings(found, where)
     return prompt, {}
 
@@ -334,7 +348,10 @@ def with_scores(text: str, scores: Mapping[str, float | str | None]) -> str:
 
 def without_scores(text: str) -> str:
     """The reverse of `with_scores`: the text without the scores at its end."""
-    return AT_THE_END.sub("", text)
+    start = end = 0  # of the last row of scores
+    for match in SCORE.finditer(text):
+        start, end = start if match.start() == end else match.start(), match.end()
+    return text[:start].rstrip() if end == len(text) else text
 
 
 def check_settings(values: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -114,10 +114,6 @@ def check_shortcuts(cfg: InferenceConfig, items: Sequence[PromptItem]) -> None:
             f"edit has no effect on loops 1 to {cfg.loop - 1}, which would not follow the video: set --loop 1, with as many "
             "--num-frames as are to be edited, or edit the parts of the video one by one."
         )
-    if cfg.align is not None and not used and not any(item.references for item in items):
-        raise UserError(f"align={cfg.align} has no effect: no prompt has references that could be moved.")
-    if cfg.mask_strategy_format != "six-fields" and all(item.mask_strategy is None for item in items):
-        raise UserError(f"mask_strategy_format={cfg.mask_strategy_format!r} has no effect without mask_strategy.")
 
 
 def check_files_exist(cfg: InferenceConfig, items: Sequence[PromptItem]) -> None:

@@ -11,11 +11,10 @@ Long videos: `loop` segments of N frames that share P frames with their neighbou
 set in latent frames, L; P is what the VAE makes of them.
 """
 
-import json
 import logging
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,10 +27,12 @@ from opensora.datasets.buckets.bucket import Buckets
 from opensora.datasets.video.files import IMAGE_FPS
 from opensora.models.vae.base import VideoVAE
 from opensora.utils.errors import UserError
+from opensora.utils.folders import read_json
 
 logger = logging.getLogger(__name__)
 
 NAMED_SECONDS = 2  # "1x"
+MOVED_AT_MOST = 0.02  # of a side, to a multiple that the VAE takes
 
 
 class VideoSize(NamedTuple):
@@ -57,12 +58,12 @@ class Overlap(NamedTuple):
 
 
 def video_size(cfg: InferenceConfig, vae: VideoVAE, patch_size: Sequence[int] = (1, 2, 2)) -> VideoSize:
-    """The size that a config asks for; what names stand for is logged.
+    """The size that a config asks for, or the nearest that the VAE takes; moves, and what names stand for, are logged.
 
     Sizes found by name are multiples of VAE x `patch_size`, the denoiser's (frames, height, width).
 
     Raises:
-        UserError: a name is unknown, or the VAE takes no such size or length.
+        UserError: a name is unknown.
     """
     save_fps, num_frames = saved_rate(cfg), cfg.num_frames
     if not isinstance(num_frames, int):
@@ -77,9 +78,33 @@ def video_size(cfg: InferenceConfig, vae: VideoVAE, patch_size: Sequence[int] = 
         logger.info(
             "%s: %d frames, %.2f seconds at %g frames a second.", asked, num_frames, num_frames / save_fps, save_fps
         )
-    size = cfg.image_size or _named_size(cfg, vae, patch_size)
-    vae.latent_size((num_frames, *size))  # refuses what the VAE does not take
-    return VideoSize(num_frames, size, float(cfg.fps), save_fps)
+    size = legal_image_size(vae, cfg.image_size) if cfg.image_size else _named_size(cfg, vae, patch_size)
+    return VideoSize(legal_length(vae, num_frames), size, float(cfg.fps), save_fps)
+
+
+def legal_image_size(vae: VideoVAE, image_size: Size) -> Size:
+    """The nearest height and width that the VAE takes; a move is logged."""
+    _, *near = vae.legal_size((1, *image_size))
+    if near != [*image_size]:
+        logger.info(
+            "image_size %dx%d (height x width): the VAE takes no such size, moved to %dx%d.", *image_size, *near
+        )
+    return near[0], near[1]
+
+
+def legal_dataset(component: Mapping[str, Any], vae: Any) -> dict[str, Any]:
+    """A dataset component whose clips have the nearest size that the VAE takes; one that reads stored latents stays."""
+    if "image_size" not in component or not hasattr(vae, "strides"):
+        return dict(component)
+    return {**component, "image_size": legal_image_size(vae, component["image_size"])}
+
+
+def legal_length(vae: VideoVAE, num_frames: int) -> int:
+    """The nearest number of frames that the VAE takes; a move is logged."""
+    legal = vae.legal_num_frames(num_frames)
+    if legal != num_frames:
+        logger.info("num_frames=%d: the VAE makes no such video (%s), moved to %d.", num_frames, vae.frames_rule, legal)
+    return legal
 
 
 def stated_size(cfg: InferenceConfig) -> VideoSize | None:
@@ -87,20 +112,6 @@ def stated_size(cfg: InferenceConfig) -> VideoSize | None:
     if not isinstance(cfg.num_frames, int) or cfg.image_size is None:
         return None
     return VideoSize(cfg.num_frames, cfg.image_size, float(cfg.fps), saved_rate(cfg))
-
-
-def check_size(vae: VideoVAE, num_frames: int, image_size: tuple[int, int]) -> tuple[int, int, int]:
-    """The latent size (t, h, w) of a video.
-
-    Raises:
-        UserError: the VAE makes no such video; the message names the nearest that it makes.
-    """
-    legal = vae.legal_num_frames(num_frames)
-    if legal != num_frames:
-        raise UserError(
-            f"num_frames={num_frames}: this VAE does not make videos of that length; the nearest is {legal}."
-        )
-    return vae.latent_size((num_frames, *image_size))
 
 
 def saved_rate(cfg: InferenceConfig) -> float:
@@ -202,7 +213,7 @@ def overlap(vae: Any, num_frames: int, latent_frames: int | None = None) -> Over
 def warn_outside_training(size: VideoSize, checkpoint: str | None) -> None:
     """Warn where a checkpoint of ours was trained on other sizes or lengths; silent where that is not known."""
     trained, asked = trained_sizes(checkpoint), (size.num_frames, *size.image_size)
-    if not trained or asked in trained:
+    if not trained:
         return
 
     def distance(known: tuple[int, int, int]) -> float:
@@ -210,11 +221,15 @@ def warn_outside_training(size: VideoSize, checkpoint: str | None) -> None:
         shape = abs(math.log(known[1] / known[2] * asked[2] / asked[1]))
         return sum(abs(math.log(x / y)) for x, y in zip(known, asked, strict=True)) + 2 * shape
 
+    nearest = min(trained, key=distance)
+    sides = zip(nearest[1:], asked[1:], strict=True)
+    if nearest[0] == asked[0] and all(abs(x / y - 1) < MOVED_AT_MOST for x, y in sides):  # training moved it, too
+        return
     logger.warning(
         "%d frames of %dx%d is no size that %s was trained on: expect worse videos. The nearest is %d frames of %dx%d, %s.",
         *asked,
         checkpoint,
-        *min(trained, key=distance),
+        *nearest,
         f"one of {len(trained)} sizes" if len(trained) > 1 else "the only size",
     )
 
@@ -246,6 +261,9 @@ def trained_sizes(checkpoint: str | None) -> set[tuple[int, int, int]]:
     if not {"num_frames", "image_size"} <= config.keys():
         return set()
     height, width = config["image_size"]
+    of_records = config.get("dataset", {}).get("type") == "RecordVideoTextDataset"
+    if of_records and (config["num_frames"], height, width) == (16, 256, 256):
+        return set()  # the fields' defaults, which manifests had until the records' own size took their place
     return {(1 if config.get("use_image_transform") else config["num_frames"], height, width)}
 
 
@@ -253,6 +271,6 @@ def _config_of(checkpoint: str | None) -> dict[str, Any]:
     """That in the manifest of a checkpoint folder, or of the folder that holds the part `checkpoint`; {} if unknown."""
     for folder in () if checkpoint is None else (Path(checkpoint), Path(checkpoint).parent):
         if (folder / MANIFEST).is_file():
-            config = json.loads((folder / MANIFEST).read_text(encoding="utf-8")).get("config")
+            config = read_json(folder / MANIFEST, "Name another checkpoint.").get("config")
             return config if isinstance(config, dict) else {}
     return {}

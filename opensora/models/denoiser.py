@@ -129,8 +129,8 @@ class Denoiser(nn.Module, ABC):
             x: latent [B, C, T, H, W], any size.
             timestep: [B], integers or floats in [0, 1000].
             y: text features [B, 1, L, C_text], or class labels [B, 1, 1, 1].
-            mask: [B, L] bool, True at real text tokens; None = all.
-            x_mask: [B, T] bool, True at denoised frames, False at conditioning frames, which are clean. None = all True.
+            mask: [B, L], True at real text tokens; None = all. Bool, or 0 and 1 of any dtype, such as a tokenizer's int64.
+            x_mask: [B, T], likewise, True at denoised frames, False at conditioning frames, which are clean. None = all True.
             sizes: fps, height, width, num_frames: [B], the video's frame rate and its size in pixels and frames.
 
         Returns:

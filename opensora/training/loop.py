@@ -14,7 +14,7 @@ from opensora.acceleration.distributed import broadcast_from_rank0, refuse_diffe
 from opensora.acceleration.engine import Engine
 from opensora.checkpoint.load import latest_checkpoint, open_checkpoint
 from opensora.config.load import changed_settings, to_dict
-from opensora.config.schema import LoopConfig, TrainConfig
+from opensora.config.schema import LoopConfig
 from opensora.training.ema import EMA
 from opensora.training.run import RunState
 
@@ -36,8 +36,10 @@ def build_optimizer(cfg: LoopConfig, model: nn.Module) -> torch.optim.Optimizer:
 
 def engine_settings(cfg: LoopConfig) -> dict[str, Any]:
     """The config's arguments of `build_engine`."""
-    names = ["dtype", "grad_clip", "hybrid_zero", "shard_size", "optimizer_offload"]
-    if isinstance(cfg, TrainConfig) and cfg.plugin == "fsdp2":
+    names, plugin = ["dtype", "grad_clip"], getattr(cfg, "plugin", "ddp")
+    if plugin in ("ddp", "fsdp2"):  # with others these have no effect
+        names += ["hybrid_zero", "shard_size", "optimizer_offload"]
+    if plugin == "fsdp2":
         names.append("fsdp_reshard")
     return {name: getattr(cfg, name) for name in names}
 

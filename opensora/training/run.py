@@ -15,7 +15,7 @@ from opensora.datasets.buckets.bucket import Bucket
 from opensora.datasets.sampler import BatchSampler, DataPosition
 from opensora.utils.environment import command_line, environment, git_changes
 from opensora.utils.errors import UserError
-from opensora.utils.folders import make_writable
+from opensora.utils.folders import hold_folder, make_writable
 
 logger = logging.getLogger(__name__)
 
@@ -176,6 +176,8 @@ def check_run_folder(outputs: str, name: str | None, *, resume: bool = False) ->
             f"{root / name} is there already, and a run never writes into another run's folder. Choose another --exp-name, "
             "remove it, or resume it: --load latest."
         )
+    if name and (root / name).is_dir():
+        hold_folder(root / name)  # from here on: what is read of it now must not change until it is written
     return root
 
 
@@ -191,7 +193,8 @@ def make_run_folder(
         resume: the folder `name` may be there already: this is another start of that run.
 
     Raises:
-        UserError: a folder of that name is there already, and `resume` is False; or nothing can be written to `outputs`.
+        UserError: a folder of that name is there already, and `resume` is False; another run writes there; or nothing can be
+            written to `outputs`.
     """
     root = check_run_folder(outputs, name, resume=resume)
     if name:
@@ -206,6 +209,7 @@ def make_run_folder(
                 break
             except FileExistsError:
                 number += 1
+    hold_folder(run)
     start = 1 + len(list(run.glob("config*.json")))
     tail = f"-{start}" if start > 1 else ""
     (run / f"config{tail}.json").write_text(json.dumps(config, indent=1, default=str) + "\n")

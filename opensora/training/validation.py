@@ -24,14 +24,14 @@ from torch import Tensor, nn
 
 from opensora.acceleration.distributed import World
 from opensora.config.schema import TrainConfig
-from opensora.datasets.buckets.bucket import NONE
+from opensora.datasets.buckets.bucket import NONE, move_to_legal_sizes
 from opensora.datasets.dataloader import batch_bytes, build_loader
 from opensora.datasets.sampler import BatchKeys, BucketKey, SampleKey
 from opensora.datasets.video.files import IMAGE_FPS
 from opensora.inference.output import sample_file_name, save_image_grid, save_sample
 from opensora.inference.pipeline import VideoPipeline
 from opensora.inference.prompts import load_prompts
-from opensora.inference.sizes import check_size
+from opensora.inference.sizes import legal_dataset, legal_image_size, legal_length
 from opensora.registry import DATASETS, SCHEDULERS, build_module
 from opensora.training.batch_encoder import BatchEncoder
 from opensora.training.ema import EMA
@@ -105,11 +105,11 @@ class Validation:
         return None
 
 
-class _Interrupted(Exception):  # noqa: N818
+class _Interrupted(Exception):
     """The run is to stop."""
 
 
-class _FailedSomewhere(Exception):  # noqa: N818
+class _FailedSomewhere(Exception):
     """The traceback of the first process that failed."""
 
 
@@ -181,7 +181,7 @@ def held_out_dataset(cfg: TrainConfig, vae: Any) -> Any | None:
     """
     if not cfg.val_every or cfg.val_data_path is None:
         return None
-    component = {**cfg.dataset, "data_path": cfg.val_data_path}
+    component = {**legal_dataset(cfg.dataset, vae), "data_path": cfg.val_data_path}
     return build_module(component, DATASETS, seed=cfg.seed, vae_fingerprint=vae.fingerprint())
 
 
@@ -206,6 +206,8 @@ class HeldOutLoss:
     ) -> None:
         self.cfg, self.world, self.dataset, self.encode, self.scheduler = cfg, world, dataset, encode, scheduler
         self.report = report
+        if hasattr(dataset, "buckets"):
+            move_to_legal_sizes(dataset.buckets, encode.vae)
         self.keys, self.batches = held_out_batches(dataset, cfg.val_num_samples, cfg.batch_size)
         num = cfg.val_num_timesteps
         self.timesteps: list[int | None] = [None] * num
@@ -287,11 +289,10 @@ class SampleVideos:
         self.world, self.pipeline, self.folder, self.log, self.seed = world, pipeline, folder, log, cfg.seed
         self.report = report
         self.prompts = load_prompts(cfg.val_prompts, cfg.val_prompt_path)
-        self.num_frames = cfg.val_num_frames or cfg.num_frames
-        self.image_size = cfg.val_image_size or cfg.image_size
+        self.num_frames = legal_length(pipeline.vae, cfg.val_num_frames or cfg.num_frames)
+        self.image_size = legal_image_size(pipeline.vae, cfg.val_image_size or cfg.image_size)
         # the model's condition, also for an image, and the rate of the file
         self.fps = cfg.val_fps or (IMAGE_FPS if self.num_frames == 1 else FULL_FPS / cfg.frame_interval)
-        check_size(pipeline.vae, self.num_frames, self.image_size)
 
     def __call__(self, step: int) -> None:
         """Sample with the weights that the model has now, and write."""

@@ -5,8 +5,9 @@ import json
 import pytest
 import torch
 from safetensors.torch import save, save_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from opensora.checkpoint.load import read_weights, save_checkpoint
+from opensora.checkpoint.load import open_checkpoint, read_weights, save_checkpoint
 from opensora.checkpoint.weight_files import find_weights, read_file, refuse_misnamed
 from opensora.utils.errors import UserError
 from tests.checkpoint.hub import serve
@@ -164,6 +165,27 @@ class TestFolders:
             assert value(tmp_path) == 1
         assert f"for the EMA weights name {tmp_path / 'ema.pt'}" in caplog.text
         assert value(tmp_path / "ema.pt") == 2
+        told = f"ColossalAI.*weights: --ckpt-path {tmp_path}, or --ckpt-path {tmp_path / 'ema.pt'}"
+        with pytest.raises(UserError, match=told):
+            open_checkpoint(tmp_path)  # what --load does
+        with pytest.raises(UserError, match=r"is a file, not the folder of a checkpoint.*--ckpt-path"):
+            open_checkpoint(tmp_path / "ema.pt")
+
+    def test_a_distributed_checkpoint_of_pytorch_is_named_with_the_command_that_converts_it(self, tmp_path):
+        from torch.distributed.checkpoint import save as save_distributed
+
+        folder = tmp_path / "step-3"
+        save_distributed({"model": tensors(7), "step": 3}, checkpoint_id=folder, no_dist=True)
+        for what in (folder, folder / "__0_0.distcp"):
+            with pytest.raises(UserError, match=r"is a checkpoint of torch\.distributed\.checkpoint"):
+                read_weights(what)
+        with pytest.raises(UserError, match=r"python -m torch") as error:
+            open_checkpoint(folder)
+        assert (folder / ".metadata").is_file()
+        words = str(error.value).splitlines()[1].split()
+        assert words[1:4] == ["-m", "torch.distributed.checkpoint.format_utils", "dcp_to_torch"]
+        dcp_to_torch_save(words[4], words[5])  # what the command calls
+        assert value(words[5]) == 7
 
     def test_ours_gives_the_average(self, tmp_path):
         parts = {"model": tensors(1), "ema": tensors(2), "optimizer": {"a/step": torch.zeros(1)}}
@@ -199,6 +221,46 @@ class TestMisspeltPaths:
             find_weights("runs/vea")
 
 
+class TestReleasedNames:
+    """By which Open-Sora's configs and commands call files that it fetched by itself."""
+
+    def test_a_file_that_it_kept_is_read(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        put(tmp_path / "pretrained_models" / "DiT-XL-2-256x256.pt", 3)
+        refuse_misnamed("DiT-XL-2-256x256.pt")
+        assert value("DiT-XL-2-256x256.pt") == 3
+
+    @pytest.mark.parametrize("folder", ["", "pretrained_models/"])
+    def test_one_that_the_hub_lacks_is_named_with_its_address(self, tmp_path, monkeypatch, folder):
+        monkeypatch.chdir(tmp_path)
+        for call in (find_weights, refuse_misnamed):
+            with pytest.raises(
+                UserError, match=r"from https://dl\.fb.*/DiT-XL-2-512x512\.pt into the folder pretrained_m"
+            ):
+                call(f"{folder}DiT-XL-2-512x512.pt")
+
+    @pytest.mark.parametrize(
+        ("name", "where"),
+        [
+            ("PixArt-XL-2-512x512.pth", "PixArt-alpha/PixArt-alpha/PixArt-XL-2-512x512.pth"),
+            ("PixArt-Sigma-XL-2-2K-MS.pth", "PixArt-alpha/PixArt-Sigma/PixArt-Sigma-XL-2-2K-MS.pth"),
+            ("Latte-XL-2-256x256-ucf101.pt", "maxin-cn/Latte/ucf101.pt"),
+            ("OpenSora-v1-HQ-16x512x512.pth", "hpcai-tech/Open-Sora/OpenSora-v1-HQ-16x512x512.pth"),
+        ],
+    )
+    def test_others_come_from_the_hub(self, hub, tmp_path, monkeypatch, caplog, name, where):
+        monkeypatch.chdir(tmp_path)
+        repo, file = where.rsplit("/", 1)
+        put(tmp_path / "w.pt", 4)
+        fetched = hub({file: (tmp_path / "w.pt").read_bytes()}, repo)
+        with caplog.at_level("INFO"):
+            assert value(name) == 4
+        assert fetched == [file]
+        assert f"it is {where} on the hub" in caplog.text
+        with pytest.raises(UserError, match="no weights at elsewhere"):  # a path is not replaced
+            find_weights(f"elsewhere/{name}")
+
+
 REPO = "some-one/some.model"
 INDEX = json.dumps({"weight_map": {"a": "m-1-of-2.safetensors", "b": "m-2-of-2.safetensors"}}).encode()
 
@@ -212,8 +274,8 @@ def hub(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     running = []
 
-    def start(files):
-        context = serve(REPO, files)
+    def start(files, repo=REPO):
+        context = serve(repo, files)
         address, fetched = context.__enter__()
         running.append(context)
         monkeypatch.setattr(constants, "ENDPOINT", address)

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import FrozenInstanceError
 from typing import Any, Literal
@@ -38,6 +39,7 @@ class Denoiser:
         from_pretrained=None,
         input_size=None,
         label="text",
+        only_train_temporal=False,
     ):
         pass
 
@@ -63,6 +65,12 @@ class IDDPM:
 @DATA.register_module(name="VideoTextDataset")
 class Videos:
     def __init__(self, data_path, root=None, num_frames=16, frame_interval=1, image_size=(256, 256), text_columns=()):
+        pass
+
+
+@DATA.register_module(name="VariableVideoTextDataset")
+class InBuckets:
+    def __init__(self, data_path, bucket_config, root=None, frame_interval=1):
         pass
 
 
@@ -186,12 +194,86 @@ def test_a_missing_base_file_is_named(write):
         ("lr = 1\nmodel = dict(", "config.py:2"),
         ("lr = 1\n\nseed = undefined_name", "config.py:3: NameError"),
         ("lr = 1\nseed = 1 / 0", "config.py:2: ZeroDivisionError"),
-        ("filename = 3", "filename is reserved"),
+        ("filename = 3", "'filename' is not a field"),
     ],
 )
 def test_a_broken_file_is_reported_with_its_line(write, text, expected):
     with pytest.raises(UserError, match=expected):
         parse_config(TrainConfig, REGISTRIES, [write(text)])
+
+
+@pytest.mark.parametrize("names", [["a.py"], ["a.py", "b.py"], ["a.py", "b.py", "c.py"]])
+def test_bases_that_lead_in_a_circle_are_named(write, tmp_path, names):
+    for name, base in zip(names, [*names[1:], f"../{tmp_path.name}/{names[0]}"], strict=True):
+        write(f'_base_ = "{base}"', name)
+    circle = " -> ".join(str(tmp_path / name) for name in [*names, f"../{tmp_path.name}/{names[0]}"])
+    with pytest.raises(UserError, match=f"^_base_ leads in a circle: {re.escape(circle)}; remove one of them"):
+        parse_config(TrainConfig, REGISTRIES, [str(tmp_path / "a.py")])
+
+
+def test_two_bases_may_share_one_and_may_not_set_one_name(write):
+    write("lr = 1e-3\n_depth = 2", "root.py")
+    write('"""A."""\n_base_ = "root.py"\nseed = 3', "a.py")
+    write('"""B."""\n' + TRAIN.replace("depth=4", "depth=3"), "b.py")
+    child = write('_base_ = ["a.py", "b.py"]\nmodel = dict(depth=_base_._depth)\nvae = {{ _base_.vae }}', "child.py")
+    cfg = parse_config(TrainConfig, REGISTRIES, [child])
+    assert (cfg.lr, cfg.seed, cfg.vae, cfg.model["depth"]) == (1e-3, 3, {"type": "vae"}, 2)
+    write("lr = 2e-3", "b.py")
+    with pytest.raises(UserError, match=r"child.py: two of its _base_ files set lr; keep one"):
+        parse_config(TrainConfig, REGISTRIES, [child])
+
+
+def test_a_base_is_run_once_and_keeps_its_values(write, tmp_path):
+    write(TRAIN + f"_ = open({str(tmp_path / 'ran')!r}, 'a').write('x')\n", "base.py")
+    child = write('_base_ = "base.py"\n_vae = _base_.vae\n_vae["micro_batch_size"] = 2', "child.py")
+    assert parse_config(TrainConfig, REGISTRIES, [child]).vae == {"type": "vae"}
+    assert (tmp_path / "ran").read_text() == "x"
+
+
+@pytest.mark.parametrize("name", ["config.py", "base.py", "config.json", "config.yml", "deepspeed.json"])
+def test_a_byte_order_mark_is_no_part_of_a_file(write, tmp_path, name):
+    """Editors of Windows write one."""
+    write(TRAIN, "base.py")
+    write('_base_ = "base.py"\nlr = 5e-4', "config.py")
+    values = {"lr": 5e-4, "data_path": "a.csv", "model": {"type": "XL/2"}, "scheduler": {"type": "iddpm"}}
+    write(json.dumps(values | {"vae": {"type": "vae"}, "text_encoder": {"type": "t5"}}), "config.json")
+    write("SOLVER: {BASE_LR: 5e-4}\nMODEL: {WEIGHTS: w, CONFIG: {arch: [vit_d1w64, vit_d1w64, mlp_d1w64]}}\nTRAIN: {DATASET: d}"
+          "\nPIPELINE: {TYPE: nova_train_t2i}", "config.yml")  # fmt: skip
+    write('{"gradient_clipping": 2}', "deepspeed.json")
+    (tmp_path / name).write_text("\ufeff" + (tmp_path / name).read_text(), encoding="utf-8")
+    config = "config.py" if name in ("base.py", "deepspeed.json") else name
+    flags = ["--deepspeed", str(tmp_path / name)] if name == "deepspeed.json" else []
+    cfg = parse_config(TrainConfig, REGISTRIES if config != "config.yml" else None, [str(tmp_path / config), *flags])
+    assert (cfg.lr, cfg.grad_clip == 2.0) == (5e-4, bool(flags))
+
+
+@pytest.mark.parametrize("name", ["config.json", "config.yml"])
+def test_a_data_file_runs_nothing(write, tmp_path, name):
+    """Neither by `_base_`, nor by `imports`, unless the user names them."""
+    ran = tmp_path / "ran"
+    write(TRAIN + f"_ = open({str(ran)!r}, 'w')", "base.py")
+    with pytest.raises(UserError, match=r"no _base_; write a .py file|_base_ is not a key of this config"):
+        parse_config(TrainConfig, REGISTRIES, [write('{"_base_": "base.py"}', name)])
+    assert not ran.exists()
+
+
+def test_imports_of_a_data_file_are_named_and_not_run(write, tmp_path):
+    ran = tmp_path / "ran"
+    part = write(f"open({str(ran)!r}, 'w').close()", "part.py")
+    values = {"lr": 5e-4, "data_path": "a.csv", "model": {"type": "XL/2"}, "scheduler": {"type": "iddpm"}}
+    config = write(
+        json.dumps(values | {"vae": {"type": "vae"}, "text_encoder": {"type": "t5"}, "imports": [part]}), "c.json"
+    )
+    with pytest.raises(
+        UserError, match=rf"names parts from {re.escape(part)}, .* or --imports {re.escape(part)} where"
+    ):
+        parse_config(TrainConfig, REGISTRIES, [config])
+    assert not ran.exists()
+    assert parse_config(TrainConfig, REGISTRIES, [config, "--imports", part]).imports == [part]
+    assert ran.exists()
+    write(json.dumps(values | {"imports": 3}), "c.json")
+    with pytest.raises(UserError, match="imports=3: expected"):
+        parse_config(TrainConfig, REGISTRIES, [config])
 
 
 def test_a_broken_base_file_is_reported_with_its_line(write):
@@ -258,13 +340,41 @@ def test_near_types_are_taken(train):
         ("num_frames = 0", "num_frames=0: must be at least 1"),
         ("warmup_steps = -1", "warmup_steps=-1: must be at least 0"),
         ("sp_size = 0", "sp_size=0: must be at least 1"),
-        ("start_from_scratch = True", "start_from_scratch=True has no effect without load"),
         ('bucket_config = {"256": {1: (1.0, 4)}}', "bucket_config has no effect"),
-        ("use_image_transform = True", "use_image_transform=True has no effect: VideoTextDataset does not take it"),
     ],
 )
 def test_a_wrong_value_is_reported_with_field_value_expectation_and_origin(train, line, expected):
     assert expected in complaint(train, extra=line)
+
+
+@pytest.mark.parametrize(
+    ("line", "flag", "expected"),
+    [
+        ("start_from_scratch = True", "--start-from-scratch", "start_from_scratch=True has no effect without load"),
+        (
+            "use_image_transform = True",
+            "--use-image-transform",
+            "True has no effect: VideoTextDataset does not take it",
+        ),
+        ("cast_once = True", "--cast-once", "it gained less than 3 % of a step"),
+        ("lora = dict()\nmodel['only_train_temporal'] = True", "--model.only_train_temporal", "no effect with lora"),
+    ],
+)
+def test_what_changes_no_result_is_a_note_in_a_file_and_an_error_when_typed(
+    train, caplog, monkeypatch, line, flag, expected
+):
+    cfg = train(extra=line)
+    assert caplog.text.count(expected) == 1
+    assert "config.py:" in caplog.text
+    config_from_dict(TrainConfig, to_dict(cfg), {})  # a run's own record of its settings
+    caplog.clear()
+    monkeypatch.setenv("RANK", "1")
+    train(extra=line)
+    assert not caplog.records  # the main process has said it
+    extra = line.replace("\nmodel['only_train_temporal'] = True", "") if "\n" in line else ""
+    text = complaint(train, flag, "True", extra=extra)
+    assert expected in text
+    assert "command line" in text or flag == "--cast-once"
 
 
 def test_the_origin_is_file_and_line(train):
@@ -472,7 +582,7 @@ def test_validation_is_switched_off_by_one_word(train):
     extra = "val_every = 5\nval_prompts = ['a']\nval_num_frames = 4\nval_image_size = (16, 16)"
     cfg = train("--val-every", "0", extra=extra)
     assert (cfg.val_every, cfg.val_prompts, cfg.val_num_frames) == (0, None, None)
-    assert "val_prompts" in complaint(train, extra=extra.replace("val_every = 5", "val_every = 0"))
+    assert train(extra=extra.replace("val_every = 5", "val_every = 0")).val_prompts == ["a"]  # and a note
     assert "val_prompts" in complaint(train, "--val-every", "0", "--val-prompts", "a lake", extra=extra)
 
 
@@ -495,11 +605,16 @@ def test_lists_of_open_sora_have_none_where_a_prompt_has_none(infer):
     assert infer(extra=text).mask_strategy == ["0", ""]
 
 
-def test_settings_that_buckets_have_may_be_none_in_the_dataset(train):
-    buckets = "bucket_config = {'256': {1: (1.0, 4)}}\ndataset = dict(type='VideoTextDataset', num_frames=None, image_size=(None, None))"
-    text = complaint(train, extra=buckets)  # another dataset than that of buckets
-    assert "image_size" not in text
-    assert "num_frames" not in text
+def test_buckets_and_what_they_replace(train, caplog):
+    buckets = (
+        "bucket_config = {'256': {1: (1.0, 4)}}\ndataset = dict(type='%s', num_frames=None, image_size=(None, None))"
+    )
+    assert train(extra=buckets % "VideoTextDataset").bucket_config is None  # another dataset than that of buckets
+    assert "bucket_config has no effect with a VideoTextDataset" in caplog.text
+    cfg = train(extra=buckets % "VariableVideoTextDataset" + "\nbatch_size = 10")
+    assert (cfg.batch_size, list(cfg.bucket_config)) == (1, ["256"])
+    assert "batch_size=10 has no effect with bucket_config" in caplog.text
+    assert "batch_size=3 has no" in complaint(train, "--batch-size=3", extra=buckets % "VariableVideoTextDataset")
 
 
 def test_a_mark_that_replaces_nothing_is_no_setting(train):
@@ -532,6 +647,13 @@ def test_a_mark_that_replaces_nothing_is_no_setting(train):
         (["--load", "123"], "load", "123"),
         (["--data-path", "other.csv"], "data_path", "other.csv"),
         (["--lr-schedule", "cosine"], "lr_schedule", "cosine"),
+        (["lr=1e-4"], "lr", 1e-4),
+        (["image_size=(128, 64)"], "image_size", (128, 64)),
+        (["max_steps=None"], "max_steps", None),
+        (["data_path=a=b.csv"], "data_path", "a=b.csv"),
+        (["--wandb", "seed=3"], "wandb", True),
+        (["--wandb", "seed=3"], "seed", 3),
+        (["--exp-name", "lr=1e-4"], "exp_name", "lr=1e-4"),
     ],
 )
 def test_a_field_on_the_command_line(train, argv, field, value):
@@ -564,6 +686,10 @@ def test_a_field_on_the_command_line(train, argv, field, value):
         (["--model.enable_layernorm_kernel"], "model", "enable_layernorm_kernel", True),
         (["--text-encoder.shardformer", "true"], "text_encoder", "shardformer", True),
         (["--dataset.text-columns", "('a', 'b')"], "dataset", "text_columns", ("a", "b")),
+        (["scheduler.cfg_scale=1.5"], "scheduler", "cfg_scale", 1.5),
+        (["cfg_scale=3"], "scheduler", "cfg_scale", 3.0),
+        (["model.label=2"], "model", "label", "2"),
+        (["model.from_pretrained=w.py"], "model", "from_pretrained", "w.py"),
     ],
 )
 def test_a_key_inside_a_component_on_the_command_line(train, argv, component, key, value):
@@ -579,6 +705,18 @@ def test_other_keys_of_a_component_stay(train):
         "from_pretrained": "weights.pth",
         "space_scale": 0.5,
     }
+
+
+def test_a_config_may_have_an_equals_sign_in_its_name(write, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(TRAIN, "lr=1.py")
+    assert parse_config(TrainConfig, REGISTRIES, ["lr=1.py", "lr=2"]).lr == 2.0
+
+
+def test_a_setting_without_dashes_ends_a_list(infer):
+    cfg = infer("--prompt", "a lake", "e=mc2 on a board", "scheduler.cfg_scale=1.5", "fps=4", "--prompt-path=x")
+    assert (cfg.prompt, cfg.scheduler["cfg_scale"], cfg.fps) == (["a lake", "e=mc2 on a board"], 1.5, 4)
+    assert infer("prompt=a lake, seed=3").prompt == ["a lake, seed=3"]
 
 
 def test_prompts_are_a_list(infer):
@@ -604,7 +742,7 @@ def test_removed_fields_may_be_off_and_nothing_else(write):
     assert config_from_dict(TrainConfig, to_dict(cfg) | off, REGISTRIES) == cfg  # of a checkpoint
     assert off.keys().isdisjoint(to_dict(cfg))
     with pytest.raises(UserError) as error:
-        parse_config(TrainConfig, REGISTRIES, [write(TRAIN + "cast_once = True\n"), "--float8", "rowwise"])
+        parse_config(TrainConfig, REGISTRIES, [write(TRAIN), "--cast-once", "--float8", "rowwise"])
     assert "cast_once=True: this field was removed: it gained less than 3 % of a step" in str(error.value)
     assert "float8='rowwise': this field was removed: training in float8 was slower than in bf16" in str(error.value)
     with pytest.raises(UserError, match=r"float8=True: this field was removed"):
@@ -644,6 +782,10 @@ def test_vae_training_has_one_engine(write):
         (["--model.depth.x", "1"], "--model.depth.x: model.depth is 4 and has no keys."),
         (["--model.enable_layernorm_kernel", "maybe"], "'maybe' is not a bool"),
         (["stray"], "'stray' on the command line belongs to no option."),
+        (["num_frame=3"], "--num_frame is not a field of TrainConfig. Did you mean '--num-frames'?"),
+        (["lr=abc"], "--lr: 'abc': expected float."),
+        (["--lr", "1", "lr=2"], "--lr 1.0 and --lr 2.0 both set lr; keep one."),
+        (["a b=2"], "'a b=2' on the command line belongs to no option."),
         (["-x"], "'-x' on the command line belongs to no option."),
         (["--lr", "1", "--lr", "2"], "--lr 1.0 and --lr 2.0 both set lr; keep one."),
         (["--ckpt-path", "a", "--model.from_pretrained", "b"], "both set model.from_pretrained"),
@@ -673,6 +815,7 @@ def test_a_name_of_the_command_line_is_explained_when_a_file_uses_it(train):
         ["--wandbb", "True"],
         ["--wandbb=True"],
         ["--wandbb", "--lr", "1"],
+        ["wandbb=3"],
         ["--lr", "1", "--wandbb"],
     ],
 )

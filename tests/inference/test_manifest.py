@@ -86,6 +86,9 @@ def test_checkpoint_is_described(tmp_path):
     (tmp_path / "manifest.json").write_text('{"step": 1500, "git_commit": "abc", "files": {}}')
     assert describe_checkpoint(tmp_path)["step"] == 1500
     assert describe_checkpoint(tmp_path)["changed"] is not None
+    (tmp_path / "manifest.json").write_text('{"step": 1500, "gi')
+    with pytest.raises(UserError, match=r"manifest.json is no valid JSON .*Name another checkpoint"):
+        describe_checkpoint(tmp_path)
 
 
 def test_an_older_sidecar_without_a_field_counts_as_its_default(tmp_path):
@@ -237,6 +240,18 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path, num_frames):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert not list(tmp_path.glob("*.mp4")) + list(tmp_path.glob("*.png"))
+
+
+def test_two_runs_in_one_folder_do_not_mix_their_samples(tmp_path, caplog):
+    """Both have seen that there is no sample yet."""
+    video, path = torch.zeros(3, 4, 8, 8), tmp_path / "sample"
+    write_samples([video], [path], [record(seed=1)], device="cpu")
+    before = {file: file.read_bytes() for file in tmp_path.iterdir()}
+    with pytest.raises(UserError, match=r"sample.mp4 exists and was made with other settings \(seed was 1, now 2"):
+        write_samples([video + 0.5], [path], [record(seed=2)], device="cpu")
+    assert write_samples([video], [path], [record(seed=1)], device="cpu") == [tmp_path / "sample.mp4"]
+    assert "another run has made it meanwhile" in caplog.text
+    assert {file: file.read_bytes() for file in tmp_path.iterdir()} == before
 
 
 def test_a_run_that_was_killed_goes_on_with_what_is_missing(tmp_path):

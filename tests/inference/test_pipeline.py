@@ -10,7 +10,6 @@ from opensora.config.load import InferenceConfig, config_from_dict, to_dict
 from opensora.datasets.video.read_video import probe
 from opensora.inference.manifest import describe_checkpoint, inputs_of, sidecar, write_sidecar
 from opensora.inference.pipeline import Samples, VideoPipeline, scale_to_1000
-from opensora.inference.sizes import check_size
 from opensora.registry import MODELS, SCHEDULERS, PartError, build_module
 from opensora.utils.environment import environment
 from opensora.utils.errors import UserError
@@ -190,19 +189,6 @@ def test_only_the_broken_prompt_is_named(pipeline, monkeypatch):
 def test_sizes_that_the_vae_cannot_make(pipeline):
     with pytest.raises(UserError, match="nearest is 32x48"):
         pipeline([A], seed=1, **(SIZE | {"image_size": (33, 47)}))
-
-    class FourFoldTemporal:
-        """The lengths of a causal video VAE: 4 k + 1 frames."""
-
-        def legal_num_frames(self, num_frames):
-            return round((num_frames - 1) / 4) * 4 + 1
-
-        def latent_size(self, size):
-            return (size[0] + 3) // 4, size[1] // 8, size[2] // 8
-
-    with pytest.raises(UserError, match=r"num_frames=16.*nearest is 17"):
-        check_size(FourFoldTemporal(), 16, (32, 48))
-    assert check_size(FourFoldTemporal(), 17, (32, 48)) == (5, 4, 6)
 
 
 def test_a_bad_argument_of_a_component_is_named(cfg):

@@ -85,7 +85,6 @@ def test_a_compiled_nova_makes_the_same_image_twice(nova):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"compiler_config": "{}"}, "compiler_config=.* has no effect without compiler"),
         ({"compiler": "nexfort", "compile": True}, "compiler does not work with compile"),
         ({"compiler": "nexfort", "step_cache": {"type": "pab"}}, "compiler does not work with step_cache"),
         ({"compiler": "nexfort", "offload": "block"}, "compiler does not work with offload='block'"),

@@ -1,7 +1,9 @@
 """Where prompts come from, what is written inside them, and everything that only looks like it."""
 
+import contextlib
 import json
 import re
+import time
 from dataclasses import replace
 
 import pytest
@@ -21,6 +23,7 @@ from opensora.inference.prompts import (
     split_segments,
     split_settings,
     with_scores,
+    without_scores,
 )
 from opensora.utils.errors import UserError
 
@@ -63,6 +66,22 @@ def test_jsonl_takes_text_verbatim(tmp_path):
     assert load_prompts(None, file) == ["207", "360"]
 
 
+def test_a_json_list_of_texts_or_objects(tmp_path):
+    """The same prompts in a list, and in a table with the other name of the column."""
+    file = tmp_path / "prompts.json"
+    rows = [{"prompt": "a lake", "seed": 3, "negative_prompt": ""}, {"text": "a | {b}", "prompt": "no"}]
+    file.write_text("\ufeff" + json.dumps(["# a\nb", *rows], indent=1), encoding="utf-8")
+    first, second, third = load_items(replace(CONFIG, prompt_path=str(file)))
+    assert (first.text, second.text, third.text) == ("# a\nb", "a lake", "a | {b}")
+    assert (second.overrides, second.negative_prompt, third.negative_prompt) == ({"seed": 3}, "", None)
+    for name, text in (
+        ("p.jsonl", '{"prompt": "a lake"}\n{"text": "b", "prompt": 1}\n'),
+        ("p.csv", "prompt\na lake\nb\n"),
+    ):
+        (tmp_path / name).write_text("\ufeff" + text, encoding="utf-8")
+        assert load_prompts(None, tmp_path / name) == ["a lake", "b"]
+
+
 def test_prompt_wins_and_is_verbatim(tmp_path):
     assert load_prompts([" # a", "b"], tmp_path / "missing.txt") == [" # a", "b"]
     assert load_prompts("one", None) == ["one"]
@@ -89,6 +108,14 @@ def test_every_mistake_is_reported(tmp_path):
     (tmp_path / "list.jsonl").write_text('["a"]\n')
     (tmp_path / "kind.jsonl").write_text('{"text": "a"}\n{"text": 1.5}\n')
     (tmp_path / "two.txt").write_text("a\nb\n")
+    (tmp_path / "lines.json").write_text('"a"\n"b"\n')
+    (tmp_path / "object.json").write_text('{"prompts": ["a"]}')
+    (tmp_path / "number.json").write_text('["a", 3]')
+    (tmp_path / "twice.json").write_text('[{"text": "a", "seed": 1, "seed": 2}]')
+    (tmp_path / "half.json").write_text('["\\ud800"]')
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    (tmp_path / "name.json").write_text('[{"caption": "a"}]')
+    (tmp_path / "empty.json").write_text("[]")
     for path, start, end, message in [
         (None, None, None, "--prompt-path"),
         ("missing.txt", None, None, "no such file"),
@@ -101,6 +128,14 @@ def test_every_mistake_is_reported(tmp_path):
         ("bad.jsonl", None, None, "line 2: no valid JSON"),
         ("list.jsonl", None, None, "line 1: not an object"),
         ("kind.jsonl", None, None, r"row 2: text=1.5; expected a text"),
+        ("lines.json", None, None, r'no valid JSON .*a .json file of prompts is a list: \["a lake", ...\] or'),
+        ("object.json", None, None, "a .json file of prompts is a list"),
+        ("number.json", None, None, "a .json file of prompts is a list"),
+        ("twice.json", None, None, "'seed' is there twice"),
+        ("half.json", None, None, "surrogates not allowed"),
+        ("deep.json", None, None, "no valid JSON"),
+        ("name.json", None, None, "no column 'text'; its columns are caption"),
+        ("empty.json", None, None, "there is no prompt in it"),
         ("two.txt", 2, None, "numbered 0 to 1"),
         ("two.txt", 1, 1, "numbered 0 to 1"),
         ("two.txt", -1, None, "counted from 0"),
@@ -320,7 +355,9 @@ BROKEN = [
     ('a{"reference_path": "x.png"', "the settings at its end are no valid JSON"),
     ('a{"reference_path": x.png}', "no valid JSON"),
     ("a{'reference_path': 'x.png'}", "no valid JSON"),
-    ('a{"reference_path": "x.png"} and more', "no valid JSON"),
+    ('a {"seed": 3} b{"seed": {}', "no valid JSON"),
+    ('a{"reference_path": "x.png', "no valid JSON"),
+    ('a{"seed": 3}}', "no valid JSON.*Where they are text, let more text follow"),
     ('a{"reference_path": "x.png"}{"seed": 1}', "no valid JSON"),
     ('a{"refrence_path": "x.png"}', "'refrence_path' is no setting. Did you mean 'reference_path'"),
     ('a{"mask_stratgy": "0"}', "'mask_stratgy' is no setting. Did you mean 'mask_strategy'"),
@@ -365,6 +402,59 @@ def test_any_character_may_be_in_a_prompt(text):
     assert split_settings(text, "p") == (text, {})
     assert split_segments(text, "p") == ((0, text),)
     assert with_scores(text, {}) == text
+
+
+@pytest.mark.parametrize("braces", ['{"reference_path": "x.png"}', '{"refrence_path": "x.png"}', "{'seed': red}"])
+def test_settings_before_other_text_are_text_with_a_warning(braces, caplog):
+    prompt = f"a screen that shows {braces} in green"
+    assert split_settings(prompt, "prompt 4") == (prompt, {})
+    assert caplog.text.count(f"prompt 4: {braces} is text; settings stand at the end") == 1
+    assert split_settings(prompt + '{"seed": 3}', "prompt 4") == (prompt, {"seed": 3})
+    nested = 'a {"seed": {"aes": 1}} in {"seed": 1} colours'
+    assert split_settings(nested, "prompt 5") == (nested, {})
+    assert caplog.text.count("prompt 5") == 1
+
+
+@pytest.mark.parametrize(
+    "part",
+    ['{"a":', '{"seed":', '{"seed": 1}', '{"seed": 1} ', "{'seed': 1} x", '{"', "{ ", '"a": ', " "],
+)
+def test_time_grows_with_the_length_of_a_prompt(part):
+    """100 kB in hundredths of a second; trying each brace on the rest of the text takes minutes."""
+    text = part * (100_000 // len(part))
+    begin = time.process_time()
+    with contextlib.suppress(UserError):
+        split_segments(f"|0|{text}", "p")
+    for prompt in (text, f"{text}}}", text + "x", f'{{"{text}": 1}}'):
+        with contextlib.suppress(UserError):
+            split_settings(prompt, "p")
+    assert time.process_time() - begin < 4
+
+
+@pytest.mark.parametrize(
+    "part", [" ", "motion score: 1. ", "camera motion: ", "camera motion: a. ", "aesthetic score: 11"]
+)
+def test_time_grows_with_the_length_of_scores(part):
+    begin = time.process_time()
+    assert without_scores(part * (100_000 // len(part)) + "x").endswith("x")
+    assert time.process_time() - begin < 2
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a lake motion score: 5.0. camera motion: pan left. ", "a lake"),
+        ("  aesthetic score: 6.5.", ""),
+        ("a lake motion score: 5. at dawn camera motion: tilt.", "a lake motion score: 5. at dawn"),
+        ("a lake.motion score: 5.aesthetic score: 6.", "a lake."),
+        ("emotion score: 5. motion score: 5.", "emotion score: 5."),
+        ("a lake motion score: high.", "a lake motion score: high."),
+        ("a lake", "a lake"),
+        ("", ""),
+    ],
+)
+def test_scores_at_the_end_are_removed(text, expected):
+    assert without_scores(text) == expected
 
 
 @pytest.mark.parametrize(("prompt", "text", "settings"), SETTINGS_AT_THE_END)

@@ -10,12 +10,14 @@ from opensora.datasets.buckets.bucket import FRAME_ALIASES
 from opensora.inference.build import inference_config
 from opensora.inference.sizes import (
     VideoSize,
+    legal_dataset,
     named_length,
     trained_sizes,
     video_size,
     warn_of_conditioning_frames,
     warn_outside_training,
 )
+from opensora.models.vae.base import VideoVAE
 from opensora.utils.errors import UserError
 from tests.models.vaes import build
 
@@ -144,7 +146,6 @@ def test_named_sizes_are_multiples_of_vae_and_patch(causal):
         ({"image_size": None, "resolution": "480p"}, "comes in several shapes: set aspect_ratio"),
         ({"image_size": None, "resolution": "480p", "aspect_ratio": "wide"}, "aspect ratio 'wide'"),
         ({"image_size": None, "resolution": "480p", "aspect_ratio": "1:9"}, "no shape near '1:9'"),
-        ({"image_size": (33, 48)}, "the nearest is 32x48"),
     ],
 )
 def test_sizes_that_there_are_not(frame_wise, fields, message):
@@ -152,9 +153,25 @@ def test_sizes_that_there_are_not(frame_wise, fields, message):
         video_size(config(**fields), frame_wise)
 
 
-def test_lengths_that_the_vae_does_not_take(causal):
-    with pytest.raises(UserError, match=r"16 frames: it takes 4k \+ 1 frames; the nearest is 17"):
-        video_size(config(), causal)
+def test_sizes_and_lengths_that_the_vae_does_not_take_are_moved(frame_wise, causal, caplog):
+    """Open-Sora's own samples are 240x426; its VAEs drop the rest."""
+    caplog.set_level(logging.INFO)
+    assert video_size(config(image_size=(240, 426)), frame_wise).image_size == (240, 424)
+    assert "image_size 240x426 (height x width): the VAE takes no such size, moved to 240x424" in caplog.text
+    caplog.clear()
+    assert video_size(config(image_size=(30, 46), num_frames=18), causal)[:2] == (17, (32, 48))
+    assert "num_frames=18: the VAE makes no such video (it takes 4k + 1 frames), moved to 17." in caplog.text
+    caplog.clear()
+    assert video_size(config(num_frames=17), causal)[:2] == (17, (32, 48))
+    assert not caplog.records
+
+
+def test_a_dataset_reads_clips_of_a_size_that_the_vae_takes(frame_wise):
+    component = {"type": "VideoTextDataset", "num_frames": 3, "image_size": (30, 46)}
+    assert legal_dataset(component, frame_wise) == {**component, "image_size": (32, 48)}
+    stored = VideoVAE()  # as that of a training from stored latents: it has a scale, but no network
+    assert legal_dataset(component, stored) == component
+    assert legal_dataset({"type": "VariableVideoTextDataset"}, frame_wise) == {"type": "VariableVideoTextDataset"}
 
 
 def test_everything_wrong_with_size_and_references_is_reported_at_once():
@@ -164,7 +181,6 @@ def test_everything_wrong_with_size_and_references_is_reported_at_once():
             duration=3.0,
             resolution="480p",
             multi_resolution="STDiT2",
-            edit_ratio=0.3,
             image="a.png",
             extend="b.mp4",
             mask_strategy=["0"],
@@ -174,7 +190,6 @@ def test_everything_wrong_with_size_and_references_is_reported_at_once():
         "image_size=(32, 48) and resolution='480p' say the same",
         "num_frames='4 s': expected a number, or seconds",
         "multi_resolution='STDiT2' does not fit model.type='STDiT'",
-        "edit_ratio=0.3 has no effect without edit",
         "image, extend say different things of the same frames; keep one",
         "mask_strategy has no effect with image",
     ):
@@ -186,27 +201,32 @@ def test_everything_wrong_with_size_and_references_is_reported_at_once():
     [
         ({"num_frames": None}, "num_frames is missing; set it, or duration"),
         ({"image_size": None}, "image_size is missing; set it, or resolution"),
-        ({"aspect_ratio": "1:1"}, "aspect_ratio='1:1' has no effect without resolution"),
-        (
-            {"aspect_ratio_order": "width:height"},
-            "aspect_ratio_order='width:height' has no effect without aspect_ratio",
-        ),
         ({"num_frames": 0}, "num_frames=0: must be at least 1"),
         ({"last_image": "a", "edit": "b"}, "edit, last_image say different things"),
         ({"last_image": "a", "reference_path": ["b"]}, "reference_path, last_image say different things"),
-        ({"text_encoder": {"type": "classes"}, "aes": 6}, "aes=6 has no effect on classes"),
     ],
 )
-def test_settings_without_effect(fields, message):
+def test_settings_that_are_missing_or_contradict(fields, message):
     with pytest.raises(UserError, match=message):
-        config_from_dict(
-            InferenceConfig,
-            {
-                k: v
-                for k, v in {**PARTS, "num_frames": 16, "fps": 24, "image_size": (32, 48), **fields}.items()
-                if v is not None
-            },
-        )
+        config(**{"num_frames": 16, "image_size": (32, 48), **fields})
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"aspect_ratio": "1:1"}, "aspect_ratio='1:1' has no effect without resolution"),
+        ({"aspect_ratio_order": "width:height"}, "aspect_ratio_order='width:height' has no effect without"),
+        ({"text_encoder": {"type": "classes"}, "aes": 6}, "aes=6 has no effect on classes"),
+        ({"edit_ratio": 0.3}, "edit_ratio=0.3 has no effect without edit"),
+        ({"condition_frame_length": 5}, "condition_frame_length=5 has no effect with loop=1"),
+    ],
+)
+def test_settings_without_effect_are_noted(caplog, fields, message):
+    config(**fields)
+    assert message in caplog.text
+    caplog.clear()
+    config(**fields, verbose=0)
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(
@@ -276,6 +296,10 @@ def test_a_checkpoint_of_one_size(tmp_path, caplog):
     assert trained_sizes(path) == trained_sizes(f"{path}/model") == {(16, 256, 256)}
     warn_outside_training(VideoSize(16, (256, 256), 8, 8), path)
     assert not caplog.records
+    warn_outside_training(VideoSize(16, (252, 260), 8, 8), path)  # as a VAE moves a size, in training too
+    assert not caplog.records
+    warn_outside_training(VideoSize(16, (248, 256), 8, 8), path)
+    assert "16 frames of 248x256 is no size that" in caplog.text
     warn_outside_training(VideoSize(32, (256, 256), 8, 8), path)
     assert "32 frames of 256x256 is no size that" in caplog.text
     assert "The nearest is 16 frames of 256x256, the only size" in caplog.text
@@ -303,6 +327,7 @@ def test_what_is_not_known_is_not_warned_of(tmp_path, caplog):
         warn_outside_training(VideoSize(16, (32, 32), 8, 8), path)
     (tmp_path / "manifest.json").write_text('{"step": 3}')
     assert trained_sizes(str(tmp_path)) == set()
+    assert trained_sizes(checkpoint(tmp_path / "records", dataset={"type": "RecordVideoTextDataset"})) == set()
     assert not caplog.records
 
 

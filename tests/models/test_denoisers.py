@@ -79,6 +79,16 @@ def test_a_padded_text_token_changes_nothing(family):
 
 
 @families
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
+def test_masks_of_0_and_1_are_masks_of_any_dtype(family, dtype):
+    """A tokenizer's is int64."""
+    model = build(family)
+    cond = {**inputs(model), "x_mask": torch.tensor([[False, True, True], [True, False, True]])}
+    other = {name: value.to(dtype) if value.dtype == torch.bool else value for name, value in cond.items()}
+    assert torch.equal(model(**other), model(**cond))
+
+
+@families
 def test_a_caption_without_any_token_is_finite(family):
     model = build(family)
     if not takes_text(model):

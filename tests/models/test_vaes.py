@@ -97,11 +97,13 @@ def test_odd_sizes_are_refused_with_the_nearest(name):
         for w in (width, 2 * width + 1):
             if h % height == 0 and w % width == 0:
                 assert vae.latent_size((frames, h, w))[1:] == (h // height, w // width)
+                assert vae.legal_size((frames, h, w)) == (frames, h, w)
             else:
                 with pytest.raises(UserError, match=r"multiples of .*; the nearest is (\d+)x(\d+)") as caught:
                     vae.latent_size((frames, h, w))
                 near = [int(n) for n in str(caught.value).rstrip(".").rpartition(" ")[2].split("x")]
                 vae.latent_size((frames, *near))
+                assert vae.legal_size((frames, h, w)) == (frames, *near)
                 assert abs(near[0] - h) <= max(height / 2, height - 1)
 
 

@@ -12,6 +12,7 @@ import av
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from opensora.checkpoint.load import save_checkpoint
 from opensora.models.stdit.stdit import STDiT
@@ -170,3 +171,32 @@ def test_every_class_is_looked_at_before_anything_is_loaded(tmp_path, main_in_pr
     with pytest.raises(SystemExit, match="2"):
         main_in_process("--end-index", "2", "--negative-prompt", "3")
     assert "prompt 1: negative_prompt has no effect on classes" in capsys.readouterr().err
+
+
+CLASSES = """
+num_frames = 1
+fps = 1
+image_size = (30, 46)
+model = dict(type="DiT-XL/2", hidden_size=32, depth=1, num_heads=2, condition="label_10")
+vae = dict(type="VideoAutoencoderKL", from_pretrained="./vae")
+text_encoder = dict(type="classes", num_classes=10)
+scheduler = dict(type="iddpm", num_sampling_steps=2, cfg_scale=2.0)
+dtype = "fp32"
+device = "cpu"
+prompt = ["3"]
+save_dir = "samples"
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:the model has random weights")
+def test_a_size_that_the_vae_does_not_take_is_moved_and_known_again(tmp_path, main_in_process, capsys):
+    (tmp_path / "config.py").write_text(CLASSES)
+    architecture = {"latent_channels": 4, "block_out_channels": (8, 8, 8, 8), "norm_num_groups": 4}
+    VideoAutoencoderKL(architecture=architecture).save_pretrained(tmp_path / "vae")
+    main_in_process()
+    assert "image_size 30x46 (height x width): the VAE takes no such size, moved to 32x48" in capsys.readouterr().err
+    with Image.open(tmp_path / "samples" / "sample_0000.png") as image:
+        assert image.size == (48, 32)
+    main_in_process()
+    assert "already made with these settings, skipped" in capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import logging
 import math
 import os
 import shutil
@@ -43,6 +44,18 @@ def test_k_then_resume_then_k_is_2k_bit_for_bit(train, workers):
     rest = train(*options, f"--load={load}", name="rest")
     assert_same_run(whole, rest)
     assert losses(whole)[5:] == losses(rest)
+
+
+@pytest.mark.slow
+def test_a_size_that_the_vae_does_not_take_is_the_nearest_one(train, caplog):
+    """Open-Sora's own files train on 240x426; validation reads and samples the same size."""
+    caplog.set_level(logging.INFO)
+    validation = ("--val-every=2", "--val-data-path=assets/clips/clips.csv", "--val-num-samples=2")
+    plain = train("--max-steps=2", *validation, name="plain")
+    moved = train("--max-steps=2", *validation, "--image-size=17,26", name="moved")
+    assert "image_size 17x26 (height x width): the VAE takes no such size, moved to 16x24" in caplog.text
+    assert all_losses(moved) == all_losses(plain)
+    assert_same_run(plain, moved)
 
 
 @pytest.mark.nightly

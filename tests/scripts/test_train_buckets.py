@@ -2,6 +2,7 @@
 
 import csv
 import json
+import logging
 import sys
 from collections import Counter
 from pathlib import Path
@@ -167,6 +168,14 @@ def test_other_data_begin_a_new_epoch_when_asked(bucket_config, train_on, capsys
     assert (state["step"], state["epoch"], state["epoch_start"]) == (5, 1, 3)
 
 
+def test_sizes_that_the_vae_does_not_take_are_moved(bucket_config, train_on, caplog):
+    caplog.set_level(logging.INFO)
+    config = bucket_config("STDiT2", bucket_config={"50x50": {1: (1.0, 3), 4: (1.0, 1)}}, max_steps=1)
+    run = train_on(config)
+    assert "bucket_config: moved to sizes that the VAE takes: 50x50 to 48x48." in caplog.text
+    assert "48x48" in (run / "log.txt").read_text()
+
+
 def test_a_dry_run_shows_what_becomes_of_the_data(bucket_config, train_on, tmp_path, capsys):
     train_on(bucket_config("STDiT2"), "--dry-run=True", name="dry")
     out = capsys.readouterr().out
@@ -189,7 +198,6 @@ def test_a_dry_run_shows_what_becomes_of_the_data(bucket_config, train_on, tmp_p
     [
         (("--batch-size=4",), "batch_size=4 has no effect with bucket_config"),
         (("--image-size", "32", "32"), "image_size=(32, 32) has no effect with bucket_config"),
-        (("--dataset.size_multiple=4",), "is no multiple of 16x16, the nearest is"),
         (("--dataset.transform_name=none",), "use 'resize_crop'"),
         (("--other-data=next_epoch",), "has no effect without load"),
     ],

@@ -3,8 +3,10 @@
 import json
 import math
 import os
+import runpy
 import shutil
 import sys
+from pathlib import Path
 
 import numpy as np
 import PIL.Image
@@ -12,9 +14,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from opensora.config.load import InferenceConfig, TrainConfig, parse_config
 from opensora.datasets.cache.records import RecordWriter
 from opensora.datasets.cache.records_dataset import RecordVideoTextDataset, first_sentence
 from opensora.datasets.sampler import SampleKey
+from opensora.inference.build import COMPONENTS
+from opensora.inference.pipeline import VideoPipeline
+from opensora.inference.sizes import trained_sizes
 from opensora.models.text_encoder.hf import HFTextEncoder
 from opensora.models.vae.vae import VideoAutoencoderKL
 from opensora.training.batch_encoder import BatchEncoder
@@ -288,3 +294,46 @@ def test_folders_that_are_no_such_records(tmp_path):
             writer.write({"moments": b"", "caption": "", "text": "", "shape": [8, side, side]})
     with pytest.raises(UserError, match=r"records of 2 sizes, such as 8x1x4x4 and 8x1x8x8"):
         RecordVideoTextDataset(str(tmp_path / "mixed"))
+
+
+SMALL = ("--device=cpu", "--dtype=fp32", "--text-encoder.model_max_length=12", "--scheduler.num_sampling_steps=2",
+         "--scheduler.num_diffusion_steps=2", "--prompt=a rabbit", "--save-dir=out", "--verbose=1")  # fmt: skip
+
+
+def test_the_guides_config_samples_what_it_trained_in_the_records_size(train, pipeline, caplog, monkeypatch):
+    cache_pictures(pipeline / "vae", "./t2i_dataset")
+    run = train("t2i", "run", steps=1, snapshot=1)
+    (checkpoint,) = run.glob("*-global_step1")
+    assert trained_sizes(str(checkpoint)) == {
+        (1, 64, 96)
+    }  # it was the config's default, and sampling warned of another
+    command = ["run.yml", f"--ckpt-path={checkpoint}", "--image-size", "64", "96", *SMALL]
+    caplog.clear()
+    monkeypatch.setattr(sys, "argv", ["inference.py", *command])
+    runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "inference.py"), run_name="__main__")
+    assert PIL.Image.open("out/sample_0000.png").size == (96, 64)
+    assert "no size that" not in caplog.text
+
+
+def test_a_pipelines_folder_is_a_config(pipeline):
+    """As diffnext saves one; its Python class has the name of the folder's model_index.json."""
+    (pipeline / "model_index.json").write_text('{"_class_name": "NOVAPipeline"}')
+    file = pipeline / "transformer" / "config.json"
+    config = {"arch": ["vit_d2w32", "vit_d4w32", "mlp_d2w32"], "image_size": [64, 96], "video_base_size": [9, 2, 3]}
+    file.write_text(json.dumps({**config, "image_base_size": [4, 6]}))
+    video = parse_config(InferenceConfig, COMPONENTS, [str(pipeline), "--prompt=a dog"])
+    assert (video.num_frames, video.image_size, video.fps) == (33, (64, 96), 12)
+    assert (video.model["motion"], video.vae["type"]) == (True, "DiffusersVideoVAE")
+    file.write_text(json.dumps({"arch": config["arch"], "image_size": 64}))
+    made = VideoPipeline.from_pretrained(pipeline, dtype="fp32", device="cpu", text_encoder={
+        "type": "hf", "from_pretrained": str(pipeline / "text_encoder"), "model_max_length": 12,
+    })  # fmt: skip
+    assert made.defaults[:2] == (1, (64, 64))
+    torch.testing.assert_close(
+        made.model.state_dict()["text_embed.weight"], load_file(pipeline / "transformer" / NAME)["text_embed.weight"]
+    )
+    file.write_text('{"_class_name": "PixArtTransformer2DModel"}')
+    with pytest.raises(UserError, match=r"only NOVA's pipelines .* is a PixArtTransformer2DModel.*--ckpt-path"):
+        parse_config(InferenceConfig, COMPONENTS, [str(pipeline), "--prompt=a dog"])
+    with pytest.raises(UserError, match=r"config file .* does not exist"):
+        parse_config(TrainConfig, COMPONENTS, [str(pipeline)])

@@ -347,7 +347,7 @@ class TestTheEndOfARun:
         assert complete_checkpoints(run) == [first, last]
         assert [entry["step"] for entry in entries(run)] == list(range(1, 9))
         assert "only the export is left" in (run / "log.txt").read_text()
-        assert sorted(path.name for path in run.iterdir() if path.name.startswith((".", "vae"))) == ["vae"]
+        assert sorted(path.name for path in run.iterdir() if path.name.startswith((".", "vae"))) == [".lock", "vae"]
         fingerprints = {VideoAutoencoderKL(str(one / "vae")).fingerprint() for one in (whole, run)}
         assert len(fingerprints) == 1
         # and once it is there, there is nothing left to do: in this folder, or in another

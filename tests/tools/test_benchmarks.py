@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from opensora.utils.errors import UserError
+from tests.acceleration.compiler.toys import saved_pixart
 from tests.tools.markdown import table_of
 from tools.benchmark import profiling
 from tools.benchmark.__main__ import BENCHMARKS, run
@@ -35,7 +36,7 @@ RUNS: dict[str, tuple[str, int, str | None, float]] = {
     "scoring": ("--clips 100", 2, None, 0),
 }
 LONG = ("table", "attention", "train_step", "vae", "step_cache")
-ELSEWHERE = {"goals": "test_goals_benchmark.py", "compile_cache": "below"}
+ELSEWHERE = {"goals": "test_goals_benchmark.py", "compile_cache": "below", "text_to_image": "below"}
 
 
 @pytest.mark.usefixtures("without_code")
@@ -209,3 +210,29 @@ def test_the_profile_prints_both_tables(capsys):
     assert kinds["attention (cuDNN, flash, efficient)"] > 0
     assert sum("kernel" in row for row in rows) == profiling.LARGEST
     assert "ms without the profiler, busy" in printed
+
+
+@pytest.mark.slow
+def test_onediffs_benchmark_runs_a_pipeline_of_diffusers_at_many_sizes(tmp_path, capfd):
+    model = ["text_to_image", "--model", str(saved_pixart(tmp_path / "pixart")), "--device", "cpu", "--repeats", "1"]
+    argv = [*model, "--steps", "2", "--height", "32", "--width", "48", "--scheduler"]
+    run([*argv, "none", "--compiler", "none", "--run_multiple_resolutions", "1", "--run_rare_resolutions", "1"])
+    eager = table_of(capfd.readouterr().out)
+    assert [row["size"] for row in eager] == ["32x48", "32x32", "16x48", "16x32", "48x96", "80x64", "112x80"]
+    assert all(float(row["steps/s"]) * float(row["s"]) > 2 for row in eager)  # the loop is a part of the call
+    assert {row["programs"] for row in eager} == {"0"}
+    with pytest.raises(UserError, match="--scheduler Eular: diffusers has no such class"):
+        run([*argv, "Eular"])
+    with pytest.raises(UserError, match=r"pipeline: could not load .*nowhere"):
+        run(["text_to_image", "--model", str(tmp_path / "nowhere")])
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_onediffs_benchmark_counts_programs(tmp_path, capfd):
+    model = ["text_to_image", "--model", str(saved_pixart(tmp_path / "pixart")), "--device", "cpu", "--repeats", "1"]
+    config = '{"mode": "max-optimize:max-autotune:low-precision", "memory_format": "channels_last", "dynamic": true}'
+    compiler = ["--scheduler", "EulerDiscreteScheduler", "--compiler", "eager", "--compiler-config", config]
+    run([*model, "--steps", "1", "--height", "16", "--width", "32", *compiler])
+    (row,) = table_of(capfd.readouterr().out)
+    assert int(row["programs"]) > 0

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import http.server
 import importlib.util
 import json
 import os
@@ -30,6 +31,7 @@ from opensora.registry import SCHEDULERS
 from opensora.utils.errors import UserError
 from tools.demo import __main__ as command
 from tools.demo import page as demo_page
+from tools.demo import studio as demo_studio
 from tools.demo.form import FormValues, caption, form_of, steps_and_guidance, with_steps_and_guidance
 from tools.demo.studio import WORKER, Cancelled, Studio, preview_of
 
@@ -265,11 +267,12 @@ def test_an_image_is_the_first_frame_and_is_kept(studio, form, tmp_path):
     ("change", "message"),
     [
         ({"prompt": "  "}, "prompt is empty"),
-        ({"height": 33}, "33x48"),
         ({"negative_prompt": "blur"}, "no effect with cfg_scale=1"),
         ({"steps": 2.5}, "steps must be a whole number"),
         ({"width": None}, "width must be a whole number"),
         ({"guidance": None}, "guidance is missing"),
+        ({"prompt": "a" * 5001}, "The prompt has 5001 characters; at most 5000 are read"),
+        ({"negative_prompt": "a" * 5001}, "The negative prompt has 5001 characters"),
     ],
 )
 def test_what_cannot_be_had_is_reported(studio, form, change, message):
@@ -294,8 +297,145 @@ def test_a_page_that_is_closed_ends_it_too(studio, form):
     updates = studio.make(form._replace(steps=200))
     next(updates)
     assert WORKER in [thread.name for thread in threading.enumerate()]
+    begin = time.monotonic()
     updates.close()
-    assert WORKER not in [thread.name for thread in threading.enumerate()]
+    assert time.monotonic() - begin < 0.05  # gradio closes it in the thread that serves everybody
+    until(lambda: WORKER not in [thread.name for thread in threading.enumerate()])
+    assert not studio._requests + studio._line
+
+
+def until(condition, seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+class Visitor:
+    """Somebody who asks for a sample, and waits for it in a thread."""
+
+    def __init__(self, studio: Studio, form: FormValues, name: str = "visitor") -> None:
+        self.result, self.studio, self.form, self.name = None, studio, form, name
+        self.thread = threading.Thread(target=self._wait, daemon=True)
+        self.thread.start()
+
+    def _wait(self) -> None:
+        try:
+            self.result = list(self.studio.make(self.form, self.name))[-1].sample
+        except Exception as error:  # noqa: BLE001  (looked at by the test)
+            self.result = error
+
+    def gets(self, seconds: float = 20.0):
+        self.thread.join(seconds)
+        return self.result
+
+
+def test_cancel_ends_the_wait_for_a_turn_and_requests_are_limited(studio, form, monkeypatch):
+    monkeypatch.setattr(demo_studio, "WAITING", 1)
+    first = studio.make(form._replace(steps=1000), owner="first")
+    next(first)
+    second = Visitor(studio, form, "second")
+    until(lambda: len(studio._line) == 2)
+    with pytest.raises(UserError, match="1 requests are waiting already: try again"):
+        next(studio.make(form, owner="third"))
+    studio.cancel("second")
+    assert isinstance(second.gets(1), Cancelled)
+    until(lambda: len(studio._requests) == 1)  # its place is free, and the first goes on
+    third = Visitor(studio, form, "third")
+    assert next(first).step > 1
+    studio.cancel("first")
+    assert isinstance(third.gets(), Finished)
+
+
+@pytest.fixture
+def slow_server():
+    """An address that answers with an image when `allowed` is set, the connections it got, and `allowed`."""
+    allowed, asked = threading.Event(), []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append(self.path)
+            allowed.wait(20)
+            self.send_response(200)
+            self.send_header("Content-Type", "image/png")
+            self.end_headers()
+            Image.new("RGB", (60, 40), "red").save(self.wfile, "png")
+
+        def log_message(self, *args):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/image.png", asked, allowed
+        allowed.set()
+        server.shutdown()
+
+
+@pytest.fixture
+def with_reference(started, tmp_path):
+    """`source -> Studio`, whose operator's prompt begins with that reference."""
+
+    def start(source: str) -> Studio:
+        table = tmp_path / "prompts.jsonl"
+        table.write_text(json.dumps({"text": "a lake", "reference_path": source, "mask_strategy": "0"}))
+        cache = ("--reference-cache", str(tmp_path / "cache"))
+        return started(*SMALL, *cache, "--num-sampling-steps", "2", "--prompt-path", str(table))
+
+    return start
+
+
+def test_a_slow_reference_keeps_nobody_waiting_and_can_be_cancelled(with_reference, slow_server, monkeypatch):
+    source, asked, allowed = slow_server
+    demo = with_reference(source)
+    slow = demo.first_form()
+    visitors = [Visitor(demo, slow, name) for name in ("cancels", "waits")]
+    until(lambda: len(asked) == 2)
+    assert isinstance(Visitor(demo, slow._replace(prompt="a cat"), "other").gets(), Finished)
+    demo.cancel("cancels")
+    assert isinstance(visitors[0].gets(1), Cancelled)
+    allowed.set()
+    made = visitors[1].gets()
+    (kept,) = read_sidecar(made.path.with_suffix(".json"))["config"]["reference_path"]
+    assert Path(kept).parent == demo.folder / "references"  # it lasts, which the address may not
+    allowed.clear()
+    monkeypatch.setattr(demo_studio, "FETCH_S", 0.2)
+    late = Visitor(
+        with_reference(f"{source}?other"), slow._replace(prompt=slow.prompt.replace(source, f"{source}?other"))
+    )
+    assert "its time was over" in str(late.gets(5))
+
+
+def test_visitors_name_uploads_and_what_the_operator_named(with_reference, image, slow_server, tmp_path):
+    demo, (address, asked, _) = with_reference(str(image)), slow_server
+    upload = tmp_path / "upload.png"
+    Image.new("RGB", (60, 40), "blue").save(upload)
+    kept = demo.keep_image(str(upload))
+    made = Visitor(demo, demo.first_form()._replace(prompt=prompt_with(kept))).gets()
+    assert made.record["config"]["reference_path"] == [kept]
+    made.path.with_suffix(".json").write_text(json.dumps(with_script_reference(made.record, str(upload))))
+    for allowed in (kept, str(image), str(upload)):
+        assert load_items(demo.settings(demo.first_form()._replace(prompt=prompt_with(allowed))))[0].references == (
+            allowed,
+        )
+    secret = tmp_path / "secret.png"
+    shutil.copyfile(upload, secret)
+    around = str(demo.folder / "references" / ".." / ".." / secret.name)
+    for source in (str(secret), around, "missing.png", address, "file:///etc/passwd", "http://nowhere.invalid/x.png"):
+        error = Visitor(demo, demo.first_form()._replace(prompt=prompt_with(source))).gets()
+        assert isinstance(error, UserError)
+        assert str(error) == (
+            f"reference {source} is not allowed here: use an uploaded image, or a file at a public web address."
+        )
+    assert not asked
+
+
+def prompt_with(source: str) -> str:
+    return "a lake" + json.dumps({"reference_path": source, "mask_strategy": "0"})
+
+
+def with_script_reference(record: dict, source: str) -> dict:
+    return record | {"config": record["config"] | {"reference_path": [source]}}
 
 
 def test_two_requests_wait_for_each_other(studio, form):
@@ -369,7 +509,7 @@ def test_the_page_is_built_and_its_handlers_work(studio, form):
     assert "Waiting" in shown[0][0]
     assert "Step 1 of 3" in shown[1][0]
     assert "Done in" in shown[-1][0]
-    assert shown[-1][4][0][1].startswith("a white dog (4 frames of 32x48, 3 steps, guidance 1, seed 5) [a_white_dog")
+    assert shown[-1][4][0][1].startswith("a white dog (4 frames of 32x48, 3 steps, guidance 1, seed 5) [a-white-dog")
     failed = list(generate(Session(), *form._replace(prompt="")))
     assert "prompt is empty" in failed[-1][0]
     hostile = list(generate(Session(), *form._replace(height=33, prompt="<script>alert(1)</script>")))
@@ -397,6 +537,65 @@ def test_the_page_takes_what_lies_beyond_its_sliders_and_shows_the_first_form(st
     filled = dict(zip(first._fields, page._again(demo)(record), strict=True))
     assert (filled["prompt"], filled["image"]) == ("a", None)
     assert filled["steps"] == filled["guidance"] == gradio.skip()
+
+
+class Tab:
+    """One browser tab of a served page, as far as its server can tell."""
+
+    def __init__(self, url: str, page, name: str) -> None:
+        self.url, self.name = f"{url}gradio_api/", name
+        self.ids = {each["api_name"]: each["id"] for each in page.config["dependencies"]}
+        self.heartbeat = self.open(f"heartbeat/{name}")
+        self.heartbeat.readline()
+
+    def open(self, path: str, **body):
+        data = json.dumps(body).encode() if body else None
+        request = urllib.request.Request(self.url + path, data=data, headers={"Content-Type": "application/json"})
+        return urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=30)
+
+    def click(self, handler: str, *values, path: str = "queue/join") -> None:
+        self.open(path, data=values, fn_index=self.ids[handler], session_hash=self.name).close()
+
+    def shown(self):
+        """What is shown until it is over: the status line of each message, or None where the handler was not called."""
+        with self.open(f"queue/data?session_hash={self.name}") as stream:
+            for line in stream:
+                message = json.loads(line[5:]) if line.startswith(b"data:") else {"msg": None}
+                if message["msg"] in ("process_generating", "process_completed"):
+                    yield str((message["output"].get("data") or [None])[0])
+                if message["msg"] == "process_completed":
+                    return
+
+
+def test_a_served_page_with_several_visitors(with_reference, slow_server, monkeypatch):
+    """As gradio calls the handlers: one by one or at once, and with what it checks itself."""
+    pytest.importorskip("gradio", reason="pip install 'gradio>=6'")
+    monkeypatch.setenv("GRADIO_ANALYTICS_ENABLED", "False")
+    address, asked, allowed = slow_server
+    demo = with_reference(address)
+    page = demo_page.build_page(demo)
+    _, url, _ = page.launch(prevent_thread_lock=True, quiet=True)
+    try:
+        slow, quick, gone, thief = (Tab(url, page, name) for name in ("slow", "quick", "gone", "thief"))
+        first = demo.first_form()
+        slow.click("generate", *first)
+        until(lambda: asked)
+        quick.click("generate", *first._replace(prompt="a cat"))
+        assert "Done in" in list(quick.shown())[-1]
+        slow.click("cancel", path="run/cancel")
+        assert "Cancelled." in " ".join(slow.shown())
+        allowed.set()
+        until(lambda: not demo._requests)
+        gone.click("generate", *first._replace(prompt="a cat", steps=250))
+        until(lambda: demo._line)
+        gone.heartbeat.close()
+        until(lambda: not demo._requests)
+        thief.click(
+            "generate", *first._replace(image={"path": str(ROOT / "README.md"), "meta": {"_type": "gradio.FileData"}})
+        )
+        assert list(thief.shown()) == ["None"]
+    finally:
+        page.close()
 
 
 @pytest.mark.slow

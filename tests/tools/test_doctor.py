@@ -92,10 +92,21 @@ def test_duplicates_empty_captions_and_broken_files(examine, images, tmp_path):
     code, out = examine(table, GOOD)
     assert code == 1
     for part in (
-        "1 rows are there more than once, such as 0.png", "1 of 9 captions in 'text' are empty", "5 rows have one caption",
+        "1 files are there more than once with the same caption, such as 0.png (rows 1, 9)", "1 of 9 captions in 'text' are empty", "5 rows have one caption",
         "bad.csv, row 7: ", "6.png", "row 8: height=640, but the file has 96",
     ):  # fmt: skip
         assert part in out, part
+
+
+def test_one_file_by_several_names_and_with_several_captions(examine, images, tmp_path):
+    rows = list(csv.DictReader(images.open(newline="")))
+    rows += [{"path": "./0.png", "text": rows[0]["text"]}, {"path": str(tmp_path / "1.png"), "text": "another"}]
+    rows += [{"path": "x/../2.png", "text": "a third"}, {"path": "2.png", "text": "a third"}]
+    (tmp_path / "x").mkdir()
+    code, out = examine(write(tmp_path / "names.csv", rows), GOOD)
+    assert code == 1
+    assert "! 2 files are there more than once with the same caption, such as 0.png (rows 1, 9)." in out
+    assert "! 2 files have different captions in several rows, such as 1.png (rows 2, 10)." in out
 
 
 def test_the_contact_sheet_shows_what_the_model_sees(examine, images, tmp_path):

@@ -174,6 +174,10 @@ def test_a_checkpoint_does_not_run_the_code_that_it_names(own, factors, tmp_path
     with pytest.raises(SystemExit):
         run(monkeypatch, "merge", checkpoint, "out.safetensors")
     assert "if you trust it: --imports own_size.py" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text(json.dumps(manifest["config"]))
+    with pytest.raises(SystemExit):
+        run(monkeypatch, "merge", checkpoint, "out.safetensors", "--config", "config.json")
+    assert "config.json, is not registered" in capsys.readouterr().err
     run(monkeypatch, "merge", checkpoint, "out.safetensors", "--imports", "own_size.py")
     assert (tmp_path / "out.safetensors").is_file()
 

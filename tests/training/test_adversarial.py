@@ -1,14 +1,19 @@
 """The discriminator's shapes and independence, the hinge loss, and the weight that balances the two losses."""
 
+import itertools
+
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torch.testing import assert_close
 
 from opensora.acceleration.distributed import World
 from opensora.acceleration.engine import build_engine
 from opensora.acceleration.engines.base import LossScale
-from opensora.models.vae.discriminator import PatchDiscriminator
+from opensora.checkpoint.load import save_checkpoint
+from opensora.models.vae.discriminator import PatchDiscriminator, StyleGANDiscriminator, blur_and_halve
+from opensora.registry import MODELS
 from opensora.training.adversarial import AdversarialLoss, NoDiscriminator, hinge_loss
 from opensora.utils.errors import UserError
 from opensora.utils.seed import generator
@@ -54,6 +59,72 @@ def test_wrong_settings_are_refused():
     for settings in ({"dims": 1}, {"channels": 12}, {"num_layers": 0}):
         with pytest.raises(UserError, match="dims is 2 or 3"):
             PatchDiscriminator(**settings)
+
+
+SMALL = {"image_size": (16, 24), "num_frames": 5, "filters": 4, "channel_multipliers": (2, 4, 4), "num_groups": 2}
+
+
+def test_the_discriminator_of_whole_videos_has_open_soras_size():
+    """Parameters of the released settings, counted from the layers' kernels and biases."""
+    with torch.device("meta"):
+        model = MODELS.build({"type": "DISCRIMINATOR_3D"})
+    count, widths = 3 * 27 * 128 + 128, [128, 256, 512, 512, 512, 512]
+    for a, b in itertools.pairwise(widths):
+        count += (27 * a * a + a) + (27 * a * b + b) + a * b + 2 * (a + b)  # two convolutions, projection, two norms
+    count += 27 * 512 * 512 + 512 + 2 * 512  # the last convolution and norm
+    count += 512 * (1 * 4 * 4) * 512 + 512 + 513  # 17 x 128 x 128 halved five times: 1 x 4 x 4 cells
+    assert sum(p.numel() for p in model.parameters()) == count
+
+
+def test_it_judges_each_video_alone_and_of_one_size(monkeypatch):
+    model, x = StyleGANDiscriminator(**SMALL), video(2, 3, 5, 16, 24)
+    scores = model(x)
+    assert scores.shape == (2, 1)
+    assert_close(model(x[1:]), scores[1:])
+    with pytest.raises(UserError, match=r"judges videos of \(5, 16, 24\) .*, not of \(4, 16, 24\)"):
+        model(x[:, :, :4])
+    for wrong in ({"image_size": 20}, {"num_groups": 3}, {"num_frames": 4}):
+        with pytest.raises(UserError, match=r"multiples of 8, 2 for each block; .* at least 5"):
+            StyleGANDiscriminator(**{**SMALL, **wrong})
+
+
+def test_values_are_blurred_before_every_second_is_left_out():
+    x = video(2, 3, 5, 6, 4).double()
+    expected = x
+    for axis in (2, 3, 4):  # one after the other, by hand
+        n = x.shape[axis]
+        at = [[abs(i - 1), i, n - 1 - abs(n - 2 - i)] for i in range(0, n, 2)]  # reflected at the ends
+        parts = [expected.index_select(axis, torch.tensor(column)) for column in zip(*at, strict=True)]
+        expected = parts[0] / 4 + parts[1] / 2 + parts[2] / 4
+    assert_close(blur_and_halve(x), expected)
+
+
+@pytest.mark.parametrize("name", ["N_Layer_DISCRIMINATOR_3D", "DISCRIMINATOR_3D"])
+def test_weights_of_a_checkpoint_and_of_a_2d_network(name, tmp_path):
+    settings = SMALL if name == "DISCRIMINATOR_3D" else {"channels": 8, "num_layers": 2}
+    torch.manual_seed(0)
+    plain = MODELS.build({"type": name, **settings})
+    own = plain.state_dict()
+    save_checkpoint(tmp_path / "c", {"discriminator": own}, state={}, manifest={"step": 1})
+    load = {"type": name, **settings, "from_pretrained": str(tmp_path / "c" / "discriminator")}
+    again = MODELS.build(load).state_dict()
+    assert all(torch.equal(again[key], value) for key, value in own.items())
+    fresh = MODELS.build({**load, "use_pretrained": False}).state_dict()
+    first = next(iter(own))
+    assert not torch.equal(fresh[first], own[first])
+
+    flat = {key: value[:, :, value.shape[2] // 2] if value.ndim == 5 else value for key, value in own.items()}
+    save_file({key: value.contiguous() for key, value in flat.items()}, tmp_path / "flat.safetensors")
+    load["from_pretrained"] = str(tmp_path / "flat.safetensors")
+    inflated = MODELS.build({**load, "inflate_from_2d": True}).state_dict()
+    for key, value in own.items():
+        if value.ndim == 5 and value.shape[2] == 3:
+            assert torch.equal(inflated[key][:, :, 1], value[:, :, 1])
+            assert not inflated[key][:, :, [0, 2]].any()
+        else:
+            assert torch.equal(inflated[key], value)
+    with pytest.raises(UserError, match="shape"):
+        MODELS.build(load)
 
 
 def test_losses(adversarial):

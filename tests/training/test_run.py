@@ -1,12 +1,19 @@
 """Run folders never clash; a resume that would mean something else is refused."""
 
+import errno
+import fcntl
 import json
+import multiprocessing
+import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
+import time
 from collections import Counter
 from dataclasses import asdict, replace
+from multiprocessing.synchronize import Event
 
 import numpy as np
 import pytest
@@ -30,6 +37,7 @@ from opensora.training.run import (
 from opensora.utils import environment as environment_module
 from opensora.utils.environment import git_changes
 from opensora.utils.errors import UserError
+from tests.forks import forked
 
 
 def test_numbers_count_on_and_never_reuse_what_is_there(tmp_path):
@@ -59,6 +67,52 @@ def test_a_run_that_cannot_be_written_is_refused_before_it_begins(tmp_path):
         with pytest.raises(UserError, match="names a folder inside of outputs"):
             check_run_folder(str(tmp_path), name)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "mine"]
+
+
+def test_two_runs_never_write_into_one_folder(tmp_path):
+    """As when a queue starts a job again whose first start still runs: it must not take that one's half-written checkpoint for a leftover."""
+    outputs, fork = str(tmp_path), multiprocessing.get_context("fork")
+    begun = fork.Event()
+    other = fork.Process(target=forked, args=(hold, outputs, begun))
+    other.start()
+    assert begun.wait(20)
+    where = re.escape(f"mine is in use by another run (process {other.pid} on {socket.gethostname()})")
+    for _ in range(2):  # a refused attempt releases nothing
+        with pytest.raises(UserError, match=where):
+            check_run_folder(outputs, "mine", resume=True)
+    assert len(list((tmp_path / "mine").glob("config*.json"))) == 1
+    other.kill()  # whatever ends it
+    other.join()
+    check_run_folder(outputs, "mine", resume=True)
+    make_run_folder(outputs, "mine", "m", {}, resume=True)
+    child = fork.Process(target=forked, args=(refused, outputs))
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+    make_run_folder(
+        outputs, "mine", "m", {}, resume=True
+    )  # one process may have several starts of it, one after another
+
+
+def hold(outputs: str, begun: Event) -> None:
+    make_run_folder(outputs, "mine", "m", {})
+    begun.set()
+    time.sleep(60)
+
+
+def refused(outputs: str) -> None:
+    """In a child, which must have none of its parent's locks: a loader's worker may outlive it."""
+    with pytest.raises(UserError, match="in use by another run"):
+        check_run_folder(outputs, "mine", resume=True)
+
+
+def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch, caplog):
+    def no_locks(*args):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", no_locks)
+    make_run_folder(str(tmp_path), "mine", "m", {})
+    assert "mine: no locks here (No locks available), so nothing keeps a second run out" in caplog.text
 
 
 def test_a_resume_reports_which_settings_changed():

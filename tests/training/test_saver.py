@@ -286,6 +286,33 @@ class TestLatest:
             r"passed over: .*step11 is not a complete checkpoint: model/model.safetensors \(3 of", caplog.text
         )
 
+    @pytest.mark.parametrize("change", [
+        {"step": "eleven"}, {"step": [11]}, {"files": [1]}, {"files": None}, {"crc32": [1]}, {"config": "lr"}, b"\xff", b"[1]", b"{",
+    ])  # fmt: skip
+    def test_a_damaged_manifest_is_passed_over_and_told(self, tmp_path, caplog, change):
+        saver = saver_of(tmp_path / "run", ckpt_async=False)
+        for step in (10, 11):
+            saver.save(RunState("d", 1, step=step), parts(float(step)))
+        damaged = tmp_path / "run" / "epoch0-global_step11"
+        file = damaged / "manifest.json"
+        file.write_bytes(
+            change if isinstance(change, bytes) else json.dumps(json.loads(file.read_text()) | change).encode()
+        )
+        cfg = LoopConfig(outputs=str(tmp_path), exp_name="run", load="latest", load_check="checksum")
+        assert resumed_checkpoint(cfg) == tmp_path / "run" / "epoch0-global_step10"
+        assert f"passed over: {damaged}, whose manifest.json is damaged" in caplog.text
+        with pytest.raises(UserError, match=r"step11/manifest.json .*Load another checkpoint"):
+            open_checkpoint(damaged)
+
+    def test_a_damaged_state_is_passed_over_and_told(self, tmp_path, caplog):
+        saver = saver_of(tmp_path / "run", ckpt_async=False)
+        for step in (10, 11):
+            saver.save(RunState("d", 1, step=step), parts(float(step)))
+        file = tmp_path / "run" / "epoch0-global_step11" / "state.json"
+        file.write_text("x" * file.stat().st_size)
+        assert latest_checkpoint(tmp_path / "run") == tmp_path / "run" / "epoch0-global_step10"
+        assert "step11/state.json is no valid JSON" in caplog.text
+
     @pytest.mark.parametrize(("then", "now", "message"), [(True, "block", ""), (1, "block", "was mlp:1/3, now block")])
     def test_a_resume_compares_what_older_spellings_mean(self, tmp_path, caplog, then, now, message):
         """`True` equals 1, and meant every block, while 1 meant some MLPs."""

@@ -21,6 +21,10 @@ BENCHMARKS = {  # name -> module of this package with a function of that name, a
     "step_cache": ("sampling", "what step caches change in a shipped model's videos, and what they save"),
     "compile_modes": ("compiling", "the modes of opensora.acceleration.compiler: time and error of a forward pass"),
     "compile_cache": ("compiling", "how long a process waits for its first compiled step, with and without caches"),
+    "text_to_image": (
+        "compiling",
+        "pipelines of diffusers at many sizes, compiled as OneDiff's benchmark of this name does",
+    ),
     "vae": ("encoders", "encoding and decoding of VAEs: speed and memory"),
     "text_encoder": ("encoders", "captions a second of T5"),
     "dataloader": ("loading", "samples a second of the loader of cached features"),

@@ -1,8 +1,9 @@
-"""What the compiler gives: the modes of `opensora.acceleration.compiler`, and how long a process waits for its first step."""
+"""What the compiler gives: its modes, how long a process waits for its first step, and pipelines of diffusers at many sizes."""
 
 import argparse
 import copy
 import importlib
+import inspect
 import json
 import os
 import statistics
@@ -10,18 +11,33 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
-from opensora.acceleration.compiler import compile, load_compiled, save_compiled
+from opensora.acceleration.compiler import compile, compile_pipe, load_compiled, quantize_pipe, save_compiled
+from opensora.checkpoint.pretrained import hub_error
 from opensora.utils.errors import UserError
 from tools.benchmark import denoisers
 from tools.benchmark.denoisers import Inputs
-from tools.benchmark.measure import Options, Table, attempt, processor_s, psnr, relative_error, seconds, synchronize
+from tools.benchmark.measure import (
+    Options,
+    Table,
+    attempt,
+    peak_gib,
+    processor_s,
+    psnr,
+    relative_error,
+    reset_peak,
+    seconds,
+    synchronize,
+)
 
 MODES = (
     "jit", "max-autotune", "max-optimize", "O2", "O3", "O3:freezing", "cudagraphs", "O3:cudagraphs", "O3:cudagraphs:freezing", "O3:quant",
@@ -32,6 +48,8 @@ CACHE_COLUMNS = {
     "processor s": ".1f", "of the first ": ".0%", "before that: processor s": ".1f", "programs found": "d", "compiled": "d",
     "against the first": ".2g",
 }  # fmt: skip
+SIZE_COLUMNS = {"size": "", "first call s": ".1f", "s": ".3f", "steps/s": ".2f", "programs": "d", "peak GiB": ".1f"}
+STEP = 16  # pixels: of sizes that the pipelines take
 
 
 def compile_modes(argv: Sequence[str]) -> None:
@@ -124,7 +142,7 @@ def compile_cache(argv: Sequence[str]) -> None:
             done = subprocess.run(command, env={**os.environ, **caches}, stdout=subprocess.PIPE, text=True, check=True)
             run = json.loads(done.stdout.splitlines()[-1])
             first = first or run
-            error = relative_error(torch.load(run["prediction"]), torch.load(first["prediction"]))
+            error = relative_error(*(torch.load(one["prediction"], weights_only=True) for one in (run, first)))
             if not error <= 0.01:  # in bf16, compilers choose kernels by time, and another kernel may round otherwise
                 raise UserError(f"{name}: the prediction is {error:.2g} away from that of the first process.")
             shares = [run[key] / first[key] for key in ("seconds", "processor")]
@@ -158,3 +176,82 @@ def first_call(args: argparse.Namespace, device: torch.device) -> dict[str, Any]
     # a program found in the outer of the two caches is usually looked up in the inner one too
     hits = max(counters["inductor"]["fxgraph_cache_hit"], counters["aot_autograd"]["autograd_cache_hit"])
     return {**times, "prediction": str(file), "hits": hits, "misses": counters["inductor"]["fxgraph_cache_miss"]}
+
+
+def text_to_image(argv: Sequence[str]) -> None:
+    """Time any text-to-image pipeline of diffusers, compiled or not: OneDiff's benchmark of this name, with its options.
+
+    A row is a size, in height x width: the first call, the median of later ones, the steps a second of the denoising loop in these,
+    the programs that the first call compiled, and peak memory. The first row is --height x --width. With "dynamic": true, a model
+    that needs no program of its own for another size has 0 in the others. On a GPU weights are in fp16, as there.
+    """
+    options = Options("text_to_image", text_to_image.__doc__, argv, device="any")
+    options.add_argument("--model", required=True, help="folder or hub id of a pipeline of diffusers")
+    for flag, default, about in (
+        ("--scheduler", "none", "a class of diffusers; none: the pipeline's own"),
+        ("--prompt", "a white dog runs over a meadow", "what to draw"),
+        ("--steps", 30, "of the scheduler"),
+        ("--height", 1024, "pixels"),
+        ("--width", 1024, "pixels"),
+        ("--seed", 1, "of the noise"),
+        ("--repeats", 3, "calls after the first of a size"),
+        ("--compiler", "nexfort", "none, nexfort, or another backend"),
+        ("--compiler-config", "{}", "JSON, see docs/compiler.md"),
+        ("--run_multiple_resolutions", 0, "1: also 3/4 and 1/2 of the sides"),
+        ("--run_rare_resolutions", 0, "1: also sizes that few models are trained at"),
+    ):
+        options.add_argument(flag, default=default, type=type(default), help=about)
+    options.add_argument(
+        "--quantize", nargs="?", type=json.loads, const={}, help="JSON of what quantize_pipe takes, or nothing"
+    )
+    args, device = options.parse(), options.device
+    import diffusers  # the other benchmarks need no pipelines
+
+    try:
+        dtype = torch.float16 if device.type == "cuda" else torch.float32
+        pipe: Any = diffusers.DiffusionPipeline.from_pretrained(args.model, torch_dtype=dtype).to(device)
+    except (OSError, ValueError) as error:
+        raise hub_error(args.model, "pipeline", error) from error
+    if args.scheduler != "none":
+        if not hasattr(diffusers, args.scheduler):
+            raise UserError(
+                f"--scheduler {args.scheduler}: diffusers has no such class; none keeps the pipeline's own."
+            )
+        pipe.scheduler = getattr(diffusers, args.scheduler).from_config(pipe.scheduler.config)
+    if args.quantize is not None:
+        quantize_pipe(pipe, **args.quantize)
+    compile_pipe(pipe, backend=args.compiler, options=args.compiler_config)
+    loops: list[float] = []
+
+    @contextmanager
+    def progress_bar(iterable: Any = None, total: int | None = None) -> Iterator[tqdm]:
+        synchronize(device)
+        start = time.perf_counter()
+        yield tqdm(iterable, total=total, disable=True)
+        synchronize(device)
+        loops.append(time.perf_counter() - start)
+
+    pipe.progress_bar = progress_bar  # around the loop over steps, in every pipeline
+    binning = "use_resolution_binning" in inspect.signature(pipe.__call__).parameters
+    fixed = {"use_resolution_binning": False} if binning else {}
+    sides = args.height, args.width
+    shares = product((1, 0.75, 0.5), repeat=2) if args.run_multiple_resolutions else [(1, 1)]
+    sizes = [[max(STEP, round(s * n / STEP) * STEP) for s, n in zip(sides, of, strict=True)] for of in shares]
+    if args.run_rare_resolutions:
+        sizes += [[sides[0] + a * STEP, sides[1] + b * STEP] for a, b in ((1, 3), (3, 1), (5, 2))]
+    options.heading(f"{args.steps} steps")
+    table = Table(SIZE_COLUMNS)
+    programs = torch._dynamo.utils.counters["stats"]
+    for height, width in dict.fromkeys(map(tuple, sizes)):
+
+        def call(size: dict[str, int] = {"height": height, "width": width}) -> None:  # noqa: B006
+            rng = torch.Generator(device).manual_seed(args.seed)
+            pipe(args.prompt, num_inference_steps=args.steps, generator=rng, **size, **fixed)
+
+        before = programs["unique_graphs"]
+        reset_peak(device)
+        first, compiled = seconds(call, device), programs["unique_graphs"] - before
+        loops.clear()
+        later = statistics.median(seconds(call, device) for _ in range(args.repeats))
+        rate = args.steps / statistics.median(loops)
+        table.row(f"{height}x{width}", first, later, rate, compiled, peak_gib(device))

@@ -37,8 +37,9 @@ class VisionLanguageModel:
             raise UserError(f"--dtype {settings.dtype}: one of {', '.join(DTYPES)}.")
         folder = resolve_pretrained(settings.model, what="vision-language model", any_of=[("config.json",)])
         try:
-            processor: Any = AutoProcessor.from_pretrained(folder)
-            model: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=settings.dtype)
+            processor: Any = AutoProcessor.from_pretrained(folder, trust_remote_code=False)
+            kind: Any = AutoModelForImageTextToText
+            model: Any = kind.from_pretrained(folder, dtype=settings.dtype, trust_remote_code=False)
         except (OSError, ValueError, KeyError) as error:
             raise hub_error(settings.model, "vision-language model", error) from error
         return cls(settings, processor, model.requires_grad_(False).eval().to(settings.device))

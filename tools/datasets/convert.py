@@ -50,7 +50,9 @@ def run(argv: Sequence[str] | None = None) -> Path:
         UserError: the folder or the output is not as it must be.
     """
     args = read_arguments(argv)
-    output = Path(args.output)
+    name = f"{args.kind}s" if args.kind in EXTENSIONS else args.kind  # as Open-Sora named it
+    split = f"_{Path(args.split).stem}" if getattr(args, "split", None) else ""
+    output = Path(args.output or f"{name}{split}.csv")
     table_format(output)
     if output.exists() and not args.overwrite:
         raise UserError(f"{output} exists; name another --output, or pass --overwrite.")
@@ -257,7 +259,8 @@ def read_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         line = (function.__doc__ or "").splitlines()[0]
         sub = kinds.add_parser(kind, help=line, description=line, allow_abbrev=False)
         sub.add_argument("folder", metavar="FOLDER")
-        sub.add_argument("--output", "-o", required=True, metavar="TABLE", help=".csv, .jsonl or .parquet")
+        help_of_output = ".csv, .jsonl or .parquet (default: videos.csv, images.csv, KIND_SPLIT.csv)"
+        sub.add_argument("--output", "-o", metavar="TABLE", help=help_of_output)
         sub.add_argument("--overwrite", action="store_true", help="replace the output if it exists")
         help_of_paths = "absolute (default), or relative to the table's folder"
         sub.add_argument("--paths", choices=("absolute", "relative"), default="absolute", help=help_of_paths)

@@ -9,6 +9,7 @@ well; 1 it would train, but something was found; 2 it would not train.
 """
 
 import argparse
+import os
 import sys
 import time
 from collections import Counter
@@ -23,6 +24,7 @@ from opensora.datasets.buckets.sampler import BucketBatchSampler
 from opensora.datasets.dataloader import build_sampler
 from opensora.datasets.sampler import BucketKey, SampleKey
 from opensora.datasets.summary import Summary, summarise
+from opensora.datasets.table.files import list_rows
 from opensora.datasets.table.table import Table
 from opensora.datasets.video.read_video import probe
 from opensora.inference.output import save_image_grid, shown_frames
@@ -71,7 +73,7 @@ def main() -> None:
         complaints += of_the_table(table, classes=reads_classes(cfg.text_encoder))
     readings = read_samples(dataset, choose(sampler, options.samples))
     print(throughput(readings))
-    complaints += of_the_readings(readings)
+    complaints += [f"cannot be used: {reading.problem}" for reading in readings if reading.problem]
     if table is not None:
         complaints += of_the_files(table, readings)
     shown = {f"{i}: {r.label}, {r.caption[:70]}": r.frames for i, r in enumerate(readings) if r.frames}
@@ -120,9 +122,19 @@ def reads_classes(text_encoder: Mapping[str, Any]) -> bool:
 def of_the_table(table: Table, *, classes: bool = False) -> list[str]:
     """What is there twice, or not at all; `classes`: see `reads_classes`."""
     found = []
-    names = Counter(zip(table.rows["path"], *(table.rows[column] for column in table.text_columns), strict=True))
-    if twice := [name for name, times in names.items() if times > 1]:
-        found.append(f"{len(twice)} rows are there more than once, such as {twice[0][0]} with the same caption.")
+    rows_of: dict[str, list[int]] = {}
+    for row, name in enumerate(table.rows["path"]):  # "c.mp4", "./c.mp4" and its absolute path are one file
+        rows_of.setdefault(os.path.normpath(table.folder.absolute() / name), []).append(row)
+    same, different = [], []
+    for rows in (rows for rows in rows_of.values() if len(rows) > 1):
+        texts = Counter(tuple(table.rows[column][row] for column in table.text_columns) for row in rows)
+        shown = f"{table.name(rows[0])} (rows {list_rows(table.numbers[rows], len(rows))})"
+        same += [shown] if max(texts.values()) > 1 else []
+        different += [shown] if len(texts) > 1 else []
+    if same:
+        found.append(f"{len(same)} files are there more than once with the same caption, such as {same[0]}.")
+    if different:
+        found.append(f"{len(different)} files have different captions in several rows, such as {different[0]}.")
     for column in table.text_columns:
         captions = Counter(table.rows[column].tolist())
         if empty := captions.pop("", 0):
@@ -149,11 +161,6 @@ def read_samples(dataset: Any, keys: Sequence[Any]) -> list[Reading]:
         frames = shown_frames((item["video"],), COLUMNS) if "video" in item else ()
         readings.append(Reading(label, item["text"], int(item["index"]), size[0], frames, seconds))
     return readings
-
-
-def of_the_readings(readings: Sequence[Reading]) -> list[str]:
-    """What cannot be read."""
-    return [f"cannot be used: {reading.problem}" for reading in readings if reading.problem]
 
 
 def of_the_files(table: Table, readings: Sequence[Reading]) -> list[str]:

@@ -10,12 +10,15 @@ must be spelled as that row's `path` is: where it names no row, but there is a r
 
 import argparse
 import hashlib
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from opensora.utils.errors import UserError, exit_on_user_error
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # as Open-Sora's, it may be run by its path
 from tools.datasets.stream import columns_of, read_blocks
 from tools.footage.rows import read_rows, write_rows
 
@@ -193,6 +196,10 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", required=True, metavar="NAME=SHARE")
     parser.add_argument("--by", nargs="+", default=[], metavar="COLUMN", help="rows with equal values stay together")
     parser.add_argument("--seed", type=int, default=42)
+    if {"-c", "--config", "-l", "--limit"} & {*sys.argv}:
+        raise UserError(
+            "Open-Sora's split, which drew some rows for each bucket, is now: python -m tools.datasets.datautil TABLE --sample N --output OUT"
+        )
     args = parser.parse_args()
     run(args.table, shares_of(args.parts), args.by, args.seed)
 

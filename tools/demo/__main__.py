@@ -21,7 +21,7 @@ from opensora.inference.build import COMPONENTS
 from opensora.utils.errors import UserError, exit_on_user_error
 from opensora.utils.logging import show_messages
 from tools.demo.page import build_page
-from tools.demo.studio import Studio
+from tools.demo.studio import LARGEST_REFERENCE, Studio
 
 QUICKSTART = "configs/quickstart/inference.py"
 FOLDER = "outputs/demo"
@@ -60,7 +60,8 @@ def main() -> None:
     if cfg.verbose > 0:
         show_messages()
     page = build_page(Studio(cfg, Path(cfg.save_dir)))
-    page.launch(server_name=own.host, server_port=own.port, allowed_paths=[str(Path(cfg.save_dir).resolve())])
+    allowed = [str(Path(cfg.save_dir).resolve())]
+    page.launch(server_name=own.host, server_port=own.port, allowed_paths=allowed, max_file_size=LARGEST_REFERENCE)
 
 
 if __name__ == "__main__":

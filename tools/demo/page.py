@@ -1,20 +1,20 @@
 """The page: a form, the sample in the making, and everything made so far. What it does is in `studio.py`."""
 
 import html
+import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from opensora.registry import PartError
 from opensora.utils.errors import UserError
 from tools.demo.form import FormValues, form_of, label
-from tools.demo.studio import Cancelled, Studio, Update, all_settings
+from tools.demo.studio import LONGEST_PROMPT, WAITING, Cancelled, Studio, Update
 
 if TYPE_CHECKING:
     import gradio as gr
 
 TITLE = "opensora demo"
 LARGEST_SIDE, LONGEST, MOST_STEPS, MOST_GUIDANCE = 1024, 256, 250, 20.0
-WAITING = 16  # requests in the queue; further ones are refused
 
 
 def build_page(studio: Studio) -> "gr.Blocks":
@@ -52,12 +52,14 @@ def build_page(studio: Studio) -> "gr.Blocks":
         chosen = gr.State(None)
 
         shown = [status, preview, video, sample_image, gallery]
-        run = make.click(_generate(studio), form, shown, concurrency_limit=1)
-        cancel.click(_cancel(studio), None, [status], cancels=[run], queue=False)
+        # the studio lets them take turns, and ends them: a handler that waits in gradio's queue could not be told to
+        make.click(_generate(studio), form, shown, concurrency_limit=None)
+        cancel.click(_cancel(studio), None, None, queue=False)
+        page.unload(_cancel(studio))
         gallery.select(_choose(studio), None, [chosen, settings])
         again.click(_again(studio), [chosen], form)
         page.load(lambda: _gallery(studio), None, [gallery])  # what was made since the page was built
-    page.queue(max_size=WAITING)
+    page.queue(max_size=2 * WAITING)
     return page
 
 
@@ -75,9 +77,15 @@ def _form(studio: Studio) -> list[Any]:
             min(least, *values), max(most, *values), getattr(first, field), step=step, label=label, **options
         )
 
-    prompt = gr.Textbox(first.prompt, label="Prompt", lines=3, placeholder="a white dog on the floor", elem_id="prompt")
+    limit = {"max_length": LONGEST_PROMPT}
+    prompt = gr.Textbox(
+        first.prompt, label="Prompt", lines=3, placeholder="a white dog on the floor", elem_id="prompt", **limit
+    )
     negative = gr.Textbox(
-        first.negative_prompt, label="Negative prompt", info="what to steer away from; needs a guidance other than 1"
+        first.negative_prompt,
+        label="Negative prompt",
+        info="what to steer away from; needs a guidance other than 1",
+        **limit,
     )
     # image_mode=None: the file as it is; another mode would be compressed again
     image = gr.Image(
@@ -100,7 +108,7 @@ def _generate(studio: Studio) -> Any:
     import gradio as gr
 
     def generate(request: gr.Request, *values: Any) -> Iterator[tuple[Any, ...]]:
-        yield _status("Waiting for the one before."), None, None, gr.skip(), gr.skip()
+        yield _status("Waiting for references, and for those before."), None, None, gr.skip(), gr.skip()
         try:
             for update in studio.make(FormValues(*values), owner=str(request.session_hash)):
                 yield _shown(studio, update)
@@ -132,9 +140,8 @@ def _shown(studio: Studio, update: Update) -> tuple[Any, ...]:
 def _cancel(studio: Studio) -> Any:
     import gradio as gr
 
-    def cancel(request: gr.Request) -> str:
+    def cancel(request: gr.Request) -> None:
         studio.cancel(str(request.session_hash))
-        return _status("Cancelled.")
 
     return cancel
 
@@ -146,7 +153,7 @@ def _choose(studio: Studio) -> Any:
         wanted = event.value["caption"]  # its place in the gallery may be another's by now
         for sample in studio.samples():
             if label(sample) == wanted:
-                return sample.record, all_settings(sample.record)
+                return sample.record, json.dumps(sample.record, indent=2, ensure_ascii=False)
         return None, "This sample is no longer in the folder."
 
     return choose

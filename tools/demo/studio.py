@@ -1,18 +1,20 @@
 """What the demo page does, without the page: sample one video, report progress, show previews, keep what was made.
 
-Sampling runs in a thread that hands over each step, so that the page can show progress and end it between two steps. There
-is one pipeline; a second request waits until the first is done.
+Each request has a thread that reads the form, fetches what it names, waits for its turn, samples, and hands over each step. There
+is one pipeline: requests take turns at it, in the order in which they are ready, so that nobody waits for another's download.
+
+Whoever can reach the page is a stranger: prompts name only uploads, public addresses, and what the operator named.
 """
 
 import dataclasses
-import hashlib
+import functools
 import json
 import queue
 import random
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,14 +27,14 @@ from opensora.config.load import InferenceConfig, config_from_dict, to_dict
 from opensora.datasets.video.files import is_image
 from opensora.datasets.video.read_video import open_clip, read_indices
 from opensora.inference.build import COMPONENTS
-from opensora.inference.fetch import fetch
-from opensora.inference.jobs import jobs, records, request_of
-from opensora.inference.manifest import Finished, finished, write_samples
-from opensora.inference.output import sample_file_name, to_uint8
+from opensora.inference.fetch import fetch, is_url
+from opensora.inference.jobs import Job, jobs, records, request_of
+from opensora.inference.manifest import Finished, content_hash, finished, write_samples
+from opensora.inference.output import replace_file, sample_file_name, to_uint8
 from opensora.inference.pipeline import VideoPipeline
-from opensora.inference.prompts import PromptItem, load_items, split_settings
+from opensora.inference.prompts import PromptItem, files_of, load_items, split_settings
 from opensora.inference.references import check_files_exist
-from opensora.inference.sizes import video_size, warn_outside_training
+from opensora.inference.sizes import VideoSize, video_size, warn_outside_training
 from opensora.registry import SCHEDULERS, build_module
 from opensora.schedulers.sampling import SamplingStep
 from opensora.utils.errors import UserError
@@ -40,7 +42,10 @@ from tools.demo.form import FormValues, prompt_of_item, steps_and_guidance, with
 
 PREVIEWS = 8  # of one sampling run
 LARGEST_SEED = 2**31 - 1
-WORKER = "sampling"  # the name of the thread
+WORKER = "sampling"  # the name of the threads
+WAITING = 16  # requests next to the one that is sampled; further ones are refused
+LONGEST_PROMPT = 5000  # characters, with the settings at its end
+FETCH_S, SILENCE_S, LARGEST_REFERENCE = 60.0, 10.0, 100 << 20  # for all references of a prompt; for one; bytes
 
 
 class Update(NamedTuple):
@@ -57,9 +62,6 @@ class Cancelled(Exception):
     """The user ended the sampling."""
 
 
-News = queue.Queue[Update | Exception]
-
-
 class Studio:
     """A pipeline, and a folder for what it makes.
 
@@ -74,11 +76,13 @@ class Studio:
     def __init__(self, cfg: InferenceConfig, folder: Path) -> None:
         self.cfg, self.folder = cfg, folder
         folder.mkdir(parents=True, exist_ok=True)
+        self._kept, self._keeping = folder / "references", threading.Lock()
         self._first = _first_item(cfg)  # before minutes of loading
         self._image = None if cfg.image is None else self.keep_image(cfg.image)
         self.pipeline = VideoPipeline.from_config(cfg)
-        self._one_at_a_time = threading.Lock()
-        self._cancel: dict[str, threading.Event] = {}
+        self._turns = threading.Condition()  # guards the two lists
+        self._requests: list[_Request] = []
+        self._line: list[_Request] = []  # those that are ready; the first one has the pipeline
 
     def first_form(self) -> FormValues:
         """What the form holds at first: the config's own settings, and those of its first prompt."""
@@ -101,54 +105,66 @@ class Studio:
 
     def cancel(self, owner: str) -> None:
         """End what this owner has running or waiting; nothing happens if there is nothing."""
-        if owner in self._cancel:
-            self._cancel[owner].set()
+        with self._turns:
+            for request in self._requests:
+                if request.owner == owner:
+                    request.end()
+            self._turns.notify_all()
 
     def make(self, form: FormValues, owner: str = "") -> Iterator[Update]:
         """Sample; each step gives an update, and the last one holds the sample.
 
-        Ending the iteration early, or `cancel(owner)`, ends the sampling after its present step.
+        Ending the iteration early ends the sampling after its present step; so does `cancel(owner)`, which ends the iteration at once.
 
         Raises:
-            UserError: the form asks for what cannot be made; the message names what to change.
+            UserError: the form asks for what cannot be made, the message names what to change; or too many requests wait.
             Cancelled: by `cancel`.
         """
-        cfg = self.settings(form)
-        end = self._cancel[owner] = threading.Event()
-        news: News = queue.Queue()
-        worker = threading.Thread(target=self._work, args=(cfg, news, end), name=WORKER, daemon=True)
-        worker.start()
+        request = _Request(owner, self.pipeline.vae)
+        with self._turns:
+            if len(self._requests) > WAITING:
+                raise UserError(f"{WAITING} requests are waiting already: try again in a few minutes.")
+            self._requests.append(request)
+        threading.Thread(target=self._work, args=(form, request), name=WORKER, daemon=True).start()
         try:
             while True:
-                update = news.get()
+                update = request.news.get()
                 if isinstance(update, Exception):
                     raise update
                 yield update
                 if update.sample is not None:
                     return
-        finally:
-            end.set()
-            worker.join()
+        finally:  # without waiting for the thread: the page's server stands still meanwhile
+            with self._turns:
+                request.end()
+                self._turns.notify_all()
 
     def settings(self, form: FormValues) -> InferenceConfig:
-        """The config of a form, checked.
+        """The config of a form, checked; fetches references.
 
         Raises:
-            UserError: something of it is missing or wrong.
+            UserError: something of it is missing, wrong, or not for visitors.
         """
+        for name in ("prompt", "negative_prompt"):
+            if (length := len(getattr(form, name))) > LONGEST_PROMPT:
+                raise UserError(
+                    f"The {name.replace('_', ' ')} has {length} characters; at most {LONGEST_PROMPT} are read."
+                )
         if not split_settings(form.prompt, "prompt")[0].strip():
             raise UserError("The prompt is empty: say what the video should show.")
         numbers = {name: _whole(getattr(form, name), name) for name in ("height", "width", "num_frames", "steps")}
         seed = random.SystemRandom().randint(0, LARGEST_SEED) if form.seed is None else _whole(form.seed, "seed")
         if form.guidance is None:
             raise UserError("guidance is missing; 1 switches it off.")
+        # an empty field means the text "", where the config has it, or the model's own "no text"
+        blank = [""] if self._first.negative_prompt == "" else None
         values = {
             **to_dict(self.cfg),
-            "prompt": [form.prompt],
+            "prompt": [self._with_own_references(form.prompt)],
             "prompt_path": None,
             "start_index": None,
             "end_index": None,
-            "negative_prompt": [form.negative_prompt] if form.negative_prompt.strip() else self._blank(),
+            "negative_prompt": [form.negative_prompt] if form.negative_prompt.strip() else blank,
             "reference_path": None,  # they stand in the prompt
             "mask_strategy": None,
             "image": None if form.image is None else self.keep_image(form.image),
@@ -165,35 +181,63 @@ class Studio:
         }
         return config_from_dict(InferenceConfig, values, COMPONENTS)
 
-    def _blank(self) -> list[str] | None:
-        """What an empty field means: the text "", where the config has it, or the model's own "no text"."""
-        return [""] if self._first.negative_prompt == "" else None
-
-    def _work(self, cfg: InferenceConfig, news: News, end: threading.Event) -> None:
+    def _work(self, form: FormValues, request: "_Request") -> None:
         """The thread's work; whatever goes wrong is handed over too."""
         try:
-            with self._one_at_a_time:
-                watch = _Watch(self.pipeline.vae, news, end)
-                sample = self._sample(cfg, watch)
-                news.put(watch.last._replace(seconds=watch.seconds, preview=None, sample=sample))
+            cfg = self.settings(form)
+            (job,) = jobs(cfg)
+            size = video_size(cfg, self.pipeline.vae, self.pipeline.model.patch_size)
+            with self._turns:
+                self._line.append(request)
+                self._turns.wait_for(lambda: self._line[0] is request or request.ended)
+            request.check()
+            sample = self._sample(cfg, job, size, request)
+            seconds = time.perf_counter() - request.begin
+            request.news.put(request.last._replace(seconds=seconds, preview=None, sample=sample))
         except Exception as error:  # noqa: BLE001  (raised again where the page waits)
-            news.put(error)
+            request.news.put(error)
+        finally:
+            with self._turns:
+                self._requests.remove(request)
+                if request in self._line:
+                    self._line.remove(request)
+                self._turns.notify_all()
 
-    def _sample(self, cfg: InferenceConfig, watch: "_Watch") -> Finished:
+    def _sample(self, cfg: InferenceConfig, job: Job, size: VideoSize, request: "_Request") -> Finished:
         """Sample and write."""
-        watch.check()  # cancelled while it waited
+        request.begin = time.perf_counter()
         self.pipeline.scheduler = build_module(cfg.scheduler, SCHEDULERS)
-        size = video_size(cfg, self.pipeline.vae, self.pipeline.model.patch_size)
         warn_outside_training(size, cfg.model.get("from_pretrained"))
-        (job,) = jobs(cfg)
-        job = job._replace(path=self.folder / _new_name(job.item.text))
-        made = self.pipeline.sample(request_of(cfg, [job], self.pipeline, size), on_step=watch)
+        name = sample_file_name(job.item.text, time.time_ns(), prompt_as_path=True)  # which no earlier sample has
+        job = job._replace(path=self.folder / name)
+        made = self.pipeline.sample(request_of(cfg, [job], self.pipeline, size), on_step=request)
         assert made.video is not None, "decoding is asked for"
+        request.check()
         (record,) = records(cfg, [job], size)
         (file,) = write_samples(
             [made.video[0]], [job.path], [record], device=self.pipeline.device, save_format=cfg.save_format
         )
         return Finished(file, record)
+
+    def _with_own_references(self, prompt: str) -> str:
+        """A prompt whose references are uploads, what the first prompt and the folder's samples begin with, or kept from the web."""
+        text, settings = split_settings(prompt, "prompt")
+        sources: tuple[str, ...] = settings.get("reference_path", ())
+        if not sources:
+            return prompt
+        named = set(self._first.references)
+        for sample in self.samples():
+            named.update(*(files_of(files) or () for files in sample.record["config"].get("reference_path") or ()))
+
+        end = time.monotonic() + FETCH_S
+
+        def kept(source: str) -> str:
+            if not is_url(source) and (source in named or Path(source).resolve().parent == self._kept.resolve()):
+                return source
+            limits: Any = {"total_s": end - time.monotonic(), "timeout_s": SILENCE_S, "max_bytes": LARGEST_REFERENCE}
+            return self._keep(fetch(source, Path(self.cfg.reference_cache), public_only=source not in named, **limits))
+
+        return text + json.dumps({**settings, "reference_path": [*map(kept, sources)]}, ensure_ascii=False)
 
     def keep_image(self, source: str) -> str:
         """A copy of a first frame, under a name from its bytes: a sidecar names it, and uploads do not last.
@@ -207,17 +251,18 @@ class Studio:
         file = fetch(source, Path(self.cfg.reference_cache))
         if not file.is_file():
             raise UserError(f"first frame: there is no file {source}.")
-        content = hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest()
-        still = is_image(file)
-        kept = self.folder / "references" / f"{content}{file.suffix.lower() if still else '.png'}"
-        if kept.exists():
-            return str(kept)
-        kept.parent.mkdir(exist_ok=True)
-        if still:
-            shutil.copyfile(file, kept)
-        else:
-            with open_clip(file) as clip:
-                Image.fromarray(read_indices(file, clip, [0])[0].numpy()).save(kept)
+        if is_image(file):
+            return self._keep(file)
+        with open_clip(file) as clip:
+            frame = Image.fromarray(read_indices(file, clip, [0])[0].numpy())
+        return self._keep(file, ".png", frame.save)
+
+    def _keep(self, file: Path, suffix: str | None = None, write: Callable[[Path], object] | None = None) -> str:
+        """A copy of a file, or what `write` makes of it, under a name from its bytes."""
+        kept = self._kept / f"{content_hash(file)}{suffix or file.suffix.lower()}"
+        with self._keeping:  # two visitors may have the same file
+            if not kept.exists():
+                replace_file(kept, write or functools.partial(shutil.copyfile, file))
         return str(kept)
 
 
@@ -234,34 +279,31 @@ def _first_item(cfg: InferenceConfig) -> PromptItem:
     return first
 
 
-def _new_name(prompt: str) -> str:
-    """A name that no earlier sample of the same prompt has."""
-    return sample_file_name(prompt, time.time_ns(), prompt_as_path=True)
+class _Request:
+    """What one visitor waits for. The pipeline calls it after each step: it reports, and ends the sampling when that is wanted."""
 
-
-class _Watch:
-    """What the pipeline calls after each step: reports it, and ends the sampling when the user wants that."""
-
-    def __init__(self, vae: Any, news: News, end: threading.Event) -> None:
-        self.vae, self.news, self.end = vae, news, end
+    def __init__(self, owner: str, vae: Any) -> None:
+        self.owner, self.vae = owner, vae
+        self.news: queue.Queue[Update | Exception] = queue.Queue()
+        self.ended = False
         self.begin = time.perf_counter()
         self.last = Update(0, 0, 0.0)
-
-    @property
-    def seconds(self) -> float:
-        """Since the beginning."""
-        return time.perf_counter() - self.begin
 
     def __call__(self, step: SamplingStep) -> None:
         self.check()
         due = step.index % max(1, step.num_steps // PREVIEWS) == 0
         preview = preview_of(self.vae, step.x_0) if due else None
-        self.last = Update(step.index + 1, step.num_steps, self.seconds, preview)
+        self.last = Update(step.index + 1, step.num_steps, time.perf_counter() - self.begin, preview)
         self.news.put(self.last)
 
+    def end(self) -> None:
+        """Nobody waits for it any more."""
+        self.ended = True
+        self.news.put(Cancelled())
+
     def check(self) -> None:
-        """Raise `Cancelled` if that is wanted."""
-        if self.end.is_set():
+        """Raise `Cancelled` if it was ended."""
+        if self.ended:
             raise Cancelled
 
 
@@ -275,11 +317,6 @@ def preview_of(vae: Any, x_0: Tensor) -> np.ndarray:
     with torch.no_grad():
         video = vae.decode(z, vae.video_frames(1))  # [1, 3, T, H, W]
     return to_uint8(video[0, :, :1].float().nan_to_num())[0]
-
-
-def all_settings(record: dict[str, Any]) -> str:
-    """A sidecar as text."""
-    return json.dumps(record, indent=2, ensure_ascii=False)
 
 
 def _whole(value: float | None, name: str) -> int:

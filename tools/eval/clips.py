@@ -1,13 +1,16 @@
-"""The videos that an evaluation looks at: from a folder or a table, cut in time and size in a way that is written down.
+"""The videos that an evaluation looks at: from a folder, a table or an `.npz` of the ADM evaluator, cut in time and size in a way that is written down.
 
 How frames are picked and resized changes a Frechet distance more than many a model does (Parmar et al. 2022,
 arXiv:2104.11222), so both are settings, and both are part of the record of a score.
 """
 
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
+import numpy as np
+import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
@@ -43,7 +46,7 @@ def read_clips(source: Path, sampling: Sampling, root: Path | None = None, limit
     """The clips of a table or of a folder's videos and images, in order of the table or the names.
 
     Args:
-        source: a folder, or a table with a column `path`.
+        source: a folder, a table with a column `path`, or an `.npz` whose `arr_0` are images, uint8 [N, H, W, 3].
         sampling: how each is cut.
         root: folder that the table's paths are relative to; None: the table's own.
         limit: at most so many.
@@ -54,11 +57,28 @@ def read_clips(source: Path, sampling: Sampling, root: Path | None = None, limit
     """
     if sampling.resize not in get_args(Resize) or sampling.shape not in get_args(Shape):
         raise UserError(f"resize={sampling.resize!r}, shape={sampling.shape!r}: choose from {Resize} and {Shape}.")
+    if source.suffix == ".npz":
+        images = npz_arrays(source, "arr_0").get("arr_0")
+        if images is None or images.dtype != np.uint8 or images.shape[3:] != (3,) or sampling.num_frames != 1:
+            raise UserError(
+                f"{source}: expected images, arr_0 of uint8[N, H, W, 3], of which a clip is --num-frames 1."
+            )
+        yield from (Clip(source, resized(to_float(torch.from_numpy(x[None])), sampling)) for x in images[:limit])
+        return
     paths = files_of(source, root)
     if not paths:
         raise UserError(f"{source}: there are no videos or images in it.")
     for path in paths[:limit]:
         yield Clip(path, _read_clip(path, sampling))
+
+
+def npz_arrays(path: Path, *names: str) -> dict[str, np.ndarray]:
+    """Those of the arrays that an `.npz` file has."""
+    try:
+        with np.load(path) as file:
+            return {name: file[name] for name in names if name in file.files}
+    except (OSError, ValueError, TypeError, zipfile.BadZipFile) as error:  # a plain array is no context
+        raise UserError(f"{path} is no .npz file: {error}") from error
 
 
 def files_of(source: Path, root: Path | None = None) -> list[Path]:

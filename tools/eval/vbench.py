@@ -11,7 +11,6 @@ filtered first. The total is the mean of normalized dimensions, quality weighing
 
 import argparse
 import csv
-import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -21,7 +20,7 @@ from typing import Any, NamedTuple
 from opensora.inference.manifest import Finished, finished
 from opensora.inference.prompts import without_scores
 from opensora.utils.errors import UserError, exit_on_user_error
-from opensora.utils.folders import make_writable
+from opensora.utils.folders import make_writable, parse_json
 from tools.eval.record import refuse_unwritable, score_record, write_record
 
 SAMPLES, SAMPLES_OF_FLICKER = 5, 25
@@ -81,7 +80,7 @@ def read_info(path: Path, dimensions: Sequence[str] = ()) -> list[Prompt]:
             raise UserError(f"--dimension {name}: unknown. Choices: {', '.join(DIMENSIONS)}.")
     measured: dict[str, list[str]] = {}
     try:
-        for entry in json.loads(path.read_text(encoding="utf-8")):
+        for entry in parse_json(path.read_text(encoding="utf-8")):
             measured.setdefault(entry["prompt_en"], []).extend(entry["dimension"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is no list of VBench, such as VBench_full_info.json: {error!r}.") from error
@@ -190,7 +189,7 @@ def _link(source: Path, target: Path) -> None:
 def _read_result(path: Path) -> dict[str, float]:
     """Of a file {dimension: [score, details]}; of any other, nothing."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(content, dict):

@@ -1,6 +1,6 @@
 """Cut the scenes of a table's videos into clips of their own, and write the table of the clips.
 
-    python -m tools.scene_cut.cut scenes.csv --save_dir clips --out clips.csv [--min_seconds 2 --max_seconds 20
+    python -m tools.scene_cut.cut scenes.csv --save_dir clips [--out scenes_clips.csv --min_seconds 2 --max_seconds 20
         --target_fps 30 --shorter_side 720 --how encode --num-workers 8]
 
 Each clip has columns of where it is from: `source`, `start`, `end` (seconds), `start_frame`, `end_frame`, `scene`. What becomes no clip
@@ -8,10 +8,13 @@ is in OUT_dropped with the reason. Killed, it resumes where it stopped. OUT_cut.
 """
 
 import argparse
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from opensora.utils.errors import exit_on_user_error
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # as Open-Sora's, it may be run by its path
 from tools.datasets.stream import renamed
 from tools.footage.rows import read_rows, refuse_existing, write_rows
 from tools.scene_cut.rules import Rules
@@ -36,13 +39,14 @@ def read_arguments() -> argparse.Namespace:
     """The command line; the names of Open-Sora's options, with _."""
     default = Rules()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_run_arguments(parser)
+    add_run_arguments(parser, "_clips")
     parser.add_argument("--save_dir", type=Path, required=True, help="folder of the clips")
     parser.add_argument("--min_seconds", type=float, default=default.min_seconds)
     parser.add_argument("--max_seconds", type=float, default=default.max_seconds)
     parser.add_argument("--longer", choices=("split", "truncate"), default=default.longer)
     parser.add_argument("--target_fps", type=float, help="rate that clips are brought down to")
-    parser.add_argument("--shorter_side", type=int, help="pixels that clips are brought down to")
+    parser.add_argument("--shorter_side", "--shorter_size", type=int, help="pixels that clips are brought down to")
+    parser.add_argument("--disable_parallel", dest="num_workers", action="store_const", const=1, help="one process")
     parser.add_argument("--how", choices=("encode", "copy", "auto"), default=default.how)
     parser.add_argument("--crf", type=int, default=default.crf, help="quality of encode, 0 is best")
     return parser.parse_args()
@@ -52,7 +56,7 @@ def read_arguments() -> argparse.Namespace:
 def main() -> None:
     """The command line."""
     args = read_arguments()
-    out, overwrite = args.out, args.overwrite
+    out, overwrite = args.out or args.table.with_stem(f"{args.table.stem}_clips"), args.overwrite
     dropped = out.with_name(f"{out.stem}_dropped{out.suffix}")
     rules = rules_of(vars(args))
     args.out = out.with_name(f"{out.stem}_cut.jsonl")

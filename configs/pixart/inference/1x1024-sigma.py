@@ -18,6 +18,7 @@ image_size = (1024, 1024)
 model = dict(
     type="PixArt-Sigma-XL/2",
     space_scale=2.0,  # new / old height: the base model is 512x512
+    base_size=64,  # 1024 pixels in patches of 16; other sizes see the same range of positions
     no_temporal_pos_emb=True,  # an image has no time
     enable_flash_attn=True,
     enable_layernorm_kernel=True,

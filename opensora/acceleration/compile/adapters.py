@@ -35,6 +35,7 @@ class Adapters:
         self.model = model
         self._check()
         self.adapters = {name: read_adapter(path) for name, path in paths.items()}
+        self._scales: dict[str, float] = {}  # in use
         changed = {name for adapter in self.adapters.values() for name in adapter.factors}
         self._base: dict[str, Tensor] = {
             name: layer.weight.detach().clone()
@@ -47,7 +48,8 @@ class Adapters:
         """Put the base plus `scale` times each named adapter into the weights; the others are out.
 
         Raises:
-            UserError: there is no such adapter, it does not fit the model, or the weights cannot change any more.
+            UserError: there is no such adapter, it does not fit the model, or the weights cannot change any more; the weights
+                are then as they were.
         """
         self._check()  # it may have been compiled since
         for name in scales:
@@ -55,10 +57,18 @@ class Adapters:
                 raise UserError(
                     f"no LoRA {name!r}.{did_you_mean(name, list(self.adapters))} There are: {', '.join(self.adapters)}."
                 )
+        try:
+            self._merge(scales)
+        except UserError:
+            self._merge(self._scales)
+            raise
+        self._scales = dict(scales)
+
+    def _merge(self, scales: Mapping[str, float]) -> None:
         for name, weight in self._base.items():
             self.model.get_parameter(f"{name}.weight").copy_(weight)
         for name, scale in scales.items():
-            merge_adapter(self.model, self.adapters[name], scale)
+            merge_adapter(self.model, self.adapters[name], scale, f"LoRA {name!r}")
 
     def _check(self) -> None:
         record = record_of(self.model)

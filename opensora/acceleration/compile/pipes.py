@@ -21,6 +21,7 @@ from opensora.acceleration.compile.nexfort import (
     restore,
     set_precision,
 )
+from opensora.acceleration.compile.quantise import quantise
 from opensora.utils.errors import UserError
 
 TEXT_ENCODERS = ("text_encoder", "text_encoder_2", "image_encoder")
@@ -54,13 +55,7 @@ def compile_pipe(
     Raises:
         UserError: as `compile`; it has no such parts; or it cannot do what is asked for.
     """
-    chosen, backend, parts = parse_options(options), check_backend(backend), parts_of(pipe)
-    names = [name for name, _ in parts]
-    if not set(names) - set(TEXT_ENCODERS):
-        raise UserError(f"compile_pipe: {type(pipe).__name__} has none of the parts {', '.join((*DENOISERS, 'vae'))}.")
-    for one in ignores:
-        if not any(f"{name}.".startswith(f"{one}.") for name in names):
-            raise UserError(f"compile_pipe: ignores={one!r} is not a part of it; it has {', '.join(names)}.")
+    chosen, backend, parts = parse_options(options), check_backend(backend), _parts_but(pipe, ignores)
     policy = getattr(getattr(pipe, "place", None), "policy", "none")
     moves = policy == "block" or (policy != "none" and chosen.words & {"cudagraphs", "freezing"})
     if backend != NONE and (moves or getattr(pipe, "step_cache", None) is not None):
@@ -78,8 +73,6 @@ def compile_pipe(
             one.fuse_qkv_projections()
     set_precision(chosen)
     for name, module in parts:
-        if any(f"{name}.".startswith(f"{one}.") for one in ignores):
-            continue
         own = chosen
         if name not in DENOISERS:
             own = Options(
@@ -93,6 +86,45 @@ def compile_pipe(
         else:
             compile_module(module, backend, own)
     return pipe
+
+
+def quantize_pipe(
+    pipe: Pipe,
+    *,
+    ignores: Sequence[str] = (),
+    quant_type: str | None = None,
+    quant_min_features: int = 512,
+    quant_skip: Sequence[str] = (),
+) -> Pipe:
+    """Quantise the denoisers of a pipeline in place, before `compile_pipe`; as the mode word "quant" does.
+
+    Args:
+        pipe, ignores: see `compile_pipe`.
+        quant_type, quant_min_features, quant_skip: see `Options`.
+
+    Returns:
+        The same pipeline.
+
+    Raises:
+        UserError: as `compile_pipe` and `quantise`.
+    """
+    denoisers = [module for name, module in _parts_but(pipe, ignores) if name in DENOISERS]
+    if not denoisers:
+        raise UserError(f"quantize_pipe: {type(pipe).__name__} has no denoiser to quantise: {', '.join(DENOISERS)}.")
+    for module in denoisers:
+        quantise(module, quant_type, quant_min_features, quant_skip)
+    return pipe
+
+
+def _parts_but(pipe: Any, ignores: Sequence[str]) -> list[tuple[str, nn.Module]]:
+    parts = parts_of(pipe)
+    names = [name for name, _ in parts]
+    if not set(names) - set(TEXT_ENCODERS):
+        raise UserError(f"{type(pipe).__name__} has none of the parts {', '.join((*DENOISERS, 'vae'))}.")
+    for one in ignores:
+        if not any(f"{name}.".startswith(f"{one}.") for name in names):
+            raise UserError(f"ignores={one!r} is not a part of it; it has {', '.join(names)}.")
+    return [(name, part) for name, part in parts if not any(f"{name}.".startswith(f"{one}.") for one in ignores)]
 
 
 def parts_of(pipe: Any) -> list[tuple[str, nn.Module]]:

@@ -89,6 +89,24 @@ def load_compiled(folder: str | Path, *compiled: Any) -> dict[str, Any]:
     return header
 
 
+def save_pipe(pipe: Any, dir: str | Path = "cached_pipe", *, overwrite: bool = True) -> None:
+    """OneDiff's name of `save_compiled`, after the first calls of a compiled pipeline.
+
+    Raises:
+        UserError: as `save_compiled`; or there are programs in the folder, and not `overwrite`.
+    """
+    if not overwrite and (Path(dir) / HEADER).exists():
+        raise UserError(
+            f"save_pipe: {dir} holds compiled programs already; name another folder, or pass overwrite=True."
+        )
+    save_compiled(dir, pipe)
+
+
+def load_pipe(pipe: Any, dir: str | Path = "cached_pipe") -> None:
+    """OneDiff's name of `load_compiled`, after `compile_pipe` and before the first call."""
+    load_compiled(dir, pipe)
+
+
 def _describe(compiled: Iterable[Any]) -> list[dict[str, Any]]:
     """Each module for the header: architecture, dtype, options."""
     entries: list[dict[str, Any]] = []

@@ -10,14 +10,17 @@ nexfort itself is closed; its mode words are mapped to settings of inductor, see
 
 from opensora.acceleration.compile.adapters import Adapters
 from opensora.acceleration.compile.nexfort import compile, parse_options
-from opensora.acceleration.compile.pipes import compile_pipe
-from opensora.acceleration.compile.saved import load_compiled, save_compiled
+from opensora.acceleration.compile.pipes import compile_pipe, quantize_pipe
+from opensora.acceleration.compile.saved import load_compiled, load_pipe, save_compiled, save_pipe
 
 __all__ = [
     "Adapters",
     "compile",
     "compile_pipe",
     "load_compiled",
+    "load_pipe",
     "parse_options",
+    "quantize_pipe",
     "save_compiled",
+    "save_pipe",
 ]

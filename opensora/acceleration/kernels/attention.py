@@ -31,7 +31,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, kerne
     Args:
         q: queries [B, H, N, D], or [B, S, H, N, D] for S sequences a sample, in any strides.
         k, v: keys and values [B, H, L, D], or [B, S, H, L, D].
-        mask: [B, L] bool, True at the keys that may be seen. A row without any such key gives zeros. With [B, H, ...]
+        mask: [B, L] bool, or 0 and 1 of any dtype, True at the keys that may be seen. A row without any such key gives zeros. With [B, H, ...]
             only.
         kernel: "auto", "sdpa" or "math".
 
@@ -42,6 +42,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, kerne
         raise ValueError(f"attention kernel {kernel!r} is not one of {', '.join(KERNELS)}.")
     if mask is None:
         return KERNELS[kernel](q, k, v, None)
+    mask = mask.bool()
     # a row without any key would give NaN: let it see all keys, with values of zero
     seen = mask.any(dim=1)  # [B]
     allowed = (mask | ~seen[:, None])[:, None, None, :]  # [B, 1, 1, L]

@@ -16,7 +16,8 @@ depends on what was drawn for another row.
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections.abc import Iterator, Mapping
 from enum import IntEnum
 from typing import Any, Literal, NamedTuple
 
@@ -25,6 +26,8 @@ import numpy as np
 from opensora.datasets.buckets.aspect import Resolution, Size, get_resolution, rounded
 from opensora.utils.errors import UserError
 from opensora.utils.seed import derive_seed
+
+logger = logging.getLogger(__name__)
 
 AREA_SLACK = 0.8  # an image may be enlarged to 1 / 0.8 of its area
 CHUNK = 1 << 15  # rows at a time: the arrays of a chunk stay in the processor's cache
@@ -294,25 +297,29 @@ def _entry(key: Any, value: Any) -> Entry:
     return Entry(num_frames, float(keep), float(length), size)
 
 
-def refuse_illegal_sizes(buckets: Buckets, vae: Any, patch_size: Sequence[int]) -> None:
-    """Raise a `UserError` that lists the sizes that VAE and denoiser do not take, each with the nearest that they do."""
-    probe = 64 * max(patch_size)  # any size that every VAE takes; its latent tells the VAE's factors
-    _, h, w = vae.latent_size((vae.legal_num_frames(1), probe, probe))
-    units = probe // h * patch_size[1], probe // w * patch_size[2]
+def move_to_legal_sizes(buckets: Buckets, vae: Any) -> None:
+    """Move heights and widths to the nearest that the VAE takes; moves are logged in one line.
+
+    Raises:
+        UserError: the VAE does not take the length of a bucket; the message lists all, with the nearest that it takes.
+    """
+    moved: dict[str, None] = {}
     problems: dict[str, None] = {}
-    for name, _, num_frames, height, width, _ in buckets:
-        near = [max(1, round(side / unit)) * unit for side, unit in zip((height, width), units, strict=True)]
+    for i, (resolution, _, num_frames, height, width, _) in enumerate(buckets):
+        legal, *near = vae.legal_size((num_frames, height, width))
         if near != [height, width]:
-            nearest = f"the nearest is {near[0]}x{near[1]}"
-            problems[f"  {name}: {height}x{width} is no multiple of {units[0]}x{units[1]}, {nearest}"] = None
-        if (frames := vae.legal_num_frames(num_frames)) != num_frames:
-            problems[f"  {name}: {num_frames} frames; the VAE takes {frames}"] = None
+            moved[f"{height}x{width} to {near[0]}x{near[1]}"] = None
+            buckets.buckets[i] = buckets[i]._replace(height=near[0], width=near[1])
+        if legal != num_frames:
+            problems[f"  {resolution}: {num_frames} frames; the VAE takes {legal}"] = None
     if problems:
         more = [f"  and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
-        head = "bucket_config has sizes that VAE x patch do not take (frames, height x width):"
-        multiple = f"dataset.size_multiple={buckets.size_multiple}; {max(units)} fits."
-        tail = f"Heights and widths of named resolutions follow {multiple}"
-        raise UserError("\n".join([head, *list(problems)[:SHOWN], *more, tail]))
+        raise UserError(
+            "\n".join(["bucket_config has lengths that the VAE does not take:", *[*problems][:SHOWN], *more])
+        )
+    if moved:
+        more = [f"and {len(moved) - SHOWN} more"] if len(moved) > SHOWN else []
+        logger.info("bucket_config: moved to sizes that the VAE takes: %s.", ", ".join([*[*moved][:SHOWN], *more]))
 
 
 def hash_numbers(numbers: np.ndarray, salt: np.ndarray | np.uint64) -> np.ndarray:

@@ -23,6 +23,7 @@ from typing import Any
 
 from opensora.datasets.cache.records import METADATA, Record, read_metadata
 from opensora.utils.errors import UserError
+from opensora.utils.folders import parse_json
 
 VERSION = 1
 KINDS = {"BYTES": "bytes", "STRING": "string", "FLOAT32": "float64", "INT64": "int64"}
@@ -122,8 +123,8 @@ def is_original(path: str | Path) -> bool:
     if not file.is_file():
         return any(Path(path).glob("*.data"))
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError):
+        content = parse_json(file.read_text(encoding="utf-8"))
+    except ValueError:
         return False
     return isinstance(content, dict) and "version" in content and "format" not in content
 

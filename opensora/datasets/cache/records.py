@@ -29,6 +29,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from opensora.utils.errors import UserError
+from opensora.utils.folders import read_json
 
 FORMAT = 2
 METADATA, INDEX = "METADATA", "index.safetensors"
@@ -257,12 +258,12 @@ def read_metadata(path: Path, remedy: str) -> dict[str, Any]:
     file = path / METADATA
     if not file.is_file():
         raise UserError(f"there is no cache in {path} (no {METADATA}). {remedy}")
+    content = read_json(file, remedy)
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
         if content["format"] != FORMAT:
             raise UserError(f"{file} has format {content['format']}, not {FORMAT}: write the cache anew. {remedy}")
         return {key: content[key] for key in ("format", "features", "settings", "notes", "shards", "entries")}
-    except (json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError) as error:
+    except KeyError as error:
         raise UserError(f"{file} does not describe a cache: {error!r}. {remedy}") from error
 
 

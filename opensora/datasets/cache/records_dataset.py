@@ -73,6 +73,12 @@ class RecordVideoTextDataset:
             shown = " and ".join("x".join(map(str, shape)) for shape in sorted(shapes)[:2])
             raise UserError(f"{data_path}: records of {len(shapes)} sizes, such as {shown}; write one folder for each.")
         self.shape = shapes.pop()  # 2C, T, h, w
+        T, h, w = self.shape[1:]
+        self.video_size = (
+            (T - 1) * stride[0] + 1,
+            h * stride[1],
+            w * stride[2],
+        )  # frames, height and width of the clips
         self.content = hashlib.blake2b(repr(self.records.content_names()).encode(), digest_size=8).hexdigest()
         self.flow: StoredFlow | None = None
         if cache_dir is not None:
@@ -89,8 +95,6 @@ class RecordVideoTextDataset:
 
     def __getitem__(self, key: SampleKey) -> Item:
         record = self.records[key.index]
-        T, h, w = self.shape[1:]
-        size = ((T - 1) * self.stride[0] + 1, h * self.stride[1], w * self.stride[2])
         caption = record["caption"]
         if float(torch.rand(1, generator=generator(self.seed, "text", key.epoch, key.index))) < self.short_text_prob:
             caption = record["text"] or first_sentence(caption)
@@ -98,7 +102,7 @@ class RecordVideoTextDataset:
         if self.flow is not None:
             scores = {"flow": self.flow.of(str(key.index), self.content)}
         path = self.path / f"record-{key.index}"
-        return {"moments": moments_of(record), **describe(key.index, path, caption, size, self.fps, scores)}
+        return {"moments": moments_of(record), **describe(key.index, path, caption, self.video_size, self.fps, scores)}
 
     def all_captions(self) -> list[str]:
         """The captions that samples can have, each once."""

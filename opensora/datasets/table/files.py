@@ -9,6 +9,7 @@ import csv
 import gc
 import json
 import shlex
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
@@ -22,6 +23,7 @@ from pyarrow import types
 
 from opensora.registry import did_you_mean
 from opensora.utils.errors import UserError
+from opensora.utils.folders import parse_json
 
 FORMATS = ("csv", "jsonl", "parquet")
 SHOWN_ROWS = 5  # of those that a message is about
@@ -202,19 +204,20 @@ def _jsonl_blocks(source: Path, file: Iterable[str]) -> Iterator[Block]:
         yield len(block), {name: [record.get(name) for record in block] for name in names}
 
 
+def without_repeats(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, for `json.loads`; a ValueError where a name is there twice, and one of its values would be lost."""
+    if len(found := dict(pairs)) < len(pairs):
+        raise ValueError(f"{Counter(name for name, _ in pairs).most_common(1)[0][0]!r} is there twice")
+    return found
+
+
 def _json_records(source: Path, file: Iterable[str]) -> Iterator[dict[str, Any]]:
     """The objects of a JSONL file, one a line; a `UserError` where a line is none, has a name twice, or half of a character."""
-
-    def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        if len(dict(pairs)) < len(pairs):
-            raise ValueError("a name is there twice")  # and one of its values would be lost
-        return dict(pairs)
-
     for number, line in enumerate(file, start=1):
         if not line.strip():
             continue
         try:
-            record = json.loads(line, object_pairs_hook=without_repeats)
+            record = parse_json(line, object_pairs_hook=without_repeats)
         except ValueError as error:
             raise UserError(
                 f"{source}, line {number}: no valid JSON ({error}); each line is an object of its own."

@@ -15,7 +15,7 @@ from av.video.frame import VideoFrame
 from av.video.reformatter import VideoReformatter
 from PIL import Image
 
-from opensora.datasets.video.files import BadFile, Decoding
+from opensora.datasets.video.files import BadFile, Decoding, check_pixels
 from opensora.datasets.video.images import on_white
 
 BT709, UNSPECIFIED, BT601, BT2020 = 1, 2, 6, 9  # numbers of ISO/IEC 23091-2, as FFmpeg counts
@@ -67,7 +67,8 @@ def upright(frame: VideoFrame, pixels: np.ndarray) -> np.ndarray:
 
 
 def to_rgb(path: str, frame: VideoFrame, pixel_aspect: float, decoding: Decoding) -> np.ndarray:
-    """[H, W, 3] uint8, the way the frame is displayed; transparency on white. A `BadFile` where it is HDR, which is to be refused."""
+    """[H, W, 3] uint8, the way the frame is displayed; transparency on white. A `BadFile` where it is too large, has no palette, or is
+    HDR, which is to be refused."""
     matrix = frame.colorspace
     if matrix == UNSPECIFIED:  # what players assume
         matrix = BT709 if frame.height >= 720 else BT601
@@ -78,7 +79,10 @@ def to_rgb(path: str, frame: VideoFrame, pixel_aspect: float, decoding: Decoding
             f"{path} is HDR ({HDR_NAMES[frame.color_trc]}), and decode['hdr'] is 'refuse'; tone-map it to BT.709, or set "
             "'tonemap'."
         )
+    if frame.format.name == "pal8" and not any(memoryview(frame.planes[1])):
+        raise BadFile(f"{path} has indexed colours but no palette; re-encode it or remove its row.")
     height, width = _with_square_pixels(frame, pixel_aspect)
+    check_pixels(path, width, height)
     rgb = reformat(
         frame,
         height=height,

@@ -17,6 +17,7 @@ VIDEO_EXTENSIONS = (
 )  # fmt: skip
 IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".pgm", ".avif", ".avifs")
 MAYBE_MOVING = (".webp", ".avif", ".avifs")
+MAX_PIXELS = 89_478_485  # of an image or a frame: Pillow's limit, 256 MiB of 24-bit RGB
 IMAGE_FPS = 120.0  # the fps that Open-Sora's models get for images
 
 
@@ -89,6 +90,12 @@ def file_stat_key(path: str | Path) -> tuple[str, int, int]:
     if stat.st_size == 0:
         raise BadFile(f"{path} is empty (0 bytes); fetch it again or remove its row.")
     return str(path), stat.st_size, stat.st_mtime_ns
+
+
+def check_pixels(path: str | Path, width: int, height: int) -> None:
+    """Raise a `BadFile` for an image or video whose decoded frames may fill the memory, though the file is small."""
+    if width * height > MAX_PIXELS:
+        raise BadFile(f"{path} has {width} x {height} pixels, more than the limit of {MAX_PIXELS:,}; shrink it first.")
 
 
 def refuse_unlisted(error: OSError) -> None:

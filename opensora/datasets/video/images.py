@@ -12,7 +12,7 @@ from PIL import ExifTags, Image, ImageOps
 from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
-from opensora.datasets.video.files import IMAGE_FPS, BadFile, is_animated
+from opensora.datasets.video.files import IMAGE_FPS, MAX_PIXELS, BadFile, check_pixels, is_animated
 
 
 class ImageClip:
@@ -61,7 +61,7 @@ class ImageClip:
                 if image.mode.startswith("I") or image.mode == "F":  # more than 8 bits
                     grey = np.asarray(image)  # [H, W]
                     if grey.dtype.kind == "f" or grey.min() < 0 or grey.max() > 65535:
-                        raise BadFile("its values have no known white; save it with 8 or 16 bits")
+                        raise ValueError("its values have no known white; save it with 8 or 16 bits")
                     grey = (grey.astype(np.uint32) >> 8).astype(np.uint8)
                     frames.append(np.repeat(grey[..., None], 3, axis=2))
                 elif image.has_transparency_data:
@@ -94,7 +94,12 @@ def _open_image(path: Path) -> Iterator[Image.Image]:
     """PIL's image; what it cannot read is a `BadFile`."""
     try:
         with Image.open(path) as file:
+            check_pixels(path, *file.size)
             yield file
+    except BadFile:
+        raise
+    except Image.DecompressionBombError as error:  # at twice the limit
+        raise BadFile(f"{path} has more pixels than the limit of {MAX_PIXELS:,} ({error}); shrink it first.") from error
     # all that PIL raises; RuntimeError is AVIF's
-    except (OSError, EOFError, ValueError, SyntaxError, RuntimeError, Image.DecompressionBombError) as error:
+    except (OSError, EOFError, ValueError, SyntaxError, RuntimeError) as error:
         raise BadFile(f"{path} cannot be read as an image ({error}); it is damaged or no image.") from error

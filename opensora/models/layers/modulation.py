@@ -79,7 +79,7 @@ def frame_modulation(x_mask: Tensor | None, at_t: Tensor, at_0: Tensor | None) -
     at_t = at_t.transpose(0, 1)[:, :, None, None]  # B K D -> K B 1 1 D
     if x_mask is None or at_0 is None:
         return at_t
-    return torch.where(x_mask[None, :, :, None, None], at_t, at_0.transpose(0, 1)[:, :, None, None])
+    return torch.where(x_mask.bool()[None, :, :, None, None], at_t, at_0.transpose(0, 1)[:, :, None, None])
 
 
 class AdaLN(nn.Sequential):

@@ -192,36 +192,53 @@ class NOVA(nn.Module):
         return self._conditions(x[:, :, :-1], text, frames, x.shape[2:], None)[0]
 
     def next_condition(
-        self, previous: Tensor | None, text: Tensor, frame: int, size: Size, past: Past | None
+        self,
+        previous: Tensor | None,
+        text: Tensor,
+        frame: int,
+        size: Size,
+        past: Past | None,
+        *,
+        with_positions: bool = True,
     ) -> tuple[Tensor, Past]:
         """`video_conditions` of one frame, `[B, Nc, D]`, from the one before and the past; and the next past.
 
         Args:
-            previous: [B, C, H, W], or None for the first frame, in front of which the text goes.
-            text: of `text_tokens`.
+            previous: [B, C, H, W], or None for the first frame, and for one that is to know of none before it.
+            text: of `text_tokens`; it goes in front of the first frame.
             frame, size: its index, and (T, H, W) of the whole latent.
             past: returned for the frame before; None for the first.
+            with_positions: False leaves absolute positions out.
         """
         frames = torch.tensor([frame], device=text.device)
         x = text.new_empty(len(text), self.in_channels, 0, *size[1:]) if previous is None else previous[:, :, None]
-        out, past = self._conditions(x, text if previous is None else None, frames, size, past)
+        out, past = self._conditions(
+            x, text if past is None else None, frames, size, past, with_positions=with_positions
+        )
         return out[:, 0], past
 
     def _conditions(
-        self, x: Tensor, text: Tensor | None, frames: Tensor, size: Sequence[int], past: Past | None
+        self,
+        x: Tensor,
+        text: Tensor | None,
+        frames: Tensor,
+        size: Sequence[int],
+        past: Past | None,
+        *,
+        with_positions: bool = True,
     ) -> tuple[Tensor, Past]:
         """The conditions `[B, T, Nc, D]` of the frames with indices `frames [T]`, and the past of the next one.
 
-        `x [B, C, T, H, W]` is the frame before each; with `text`, which goes in front, the first has none: T - 1.
+        `x [B, C, T, H, W]` is the frame before each, or T - 1 frames where the first has none; `text` goes in front.
         """
         B, T, p = len(x), len(frames), 2 * self.image_patch
         encoder, grid = self.video_encoder, (size[1] // p, size[2] // p)
         tokens = encoder.patch_embed(rearrange(x, "B C T H W -> (B T) C H W"))
         tokens = rearrange(tokens, "(B T) N D -> B T N D", B=B, T=x.shape[2])
-        if text is not None:
+        if x.shape[2] < T:
             nothing = self.mask_embed["bos_token"].to(tokens.dtype).expand(B, 1, grid[0] * grid[1], -1)
             tokens = torch.cat([nothing, tokens], dim=1)
-        if self.video_pos_embed is not None:
+        if self.video_pos_embed is not None and with_positions:
             space, time = self._space_positions(grid, p, x.device), self.video_pos_embed(frames, size[0])
             tokens = tokens + (space + time[:, None]).to(tokens.dtype)  # [B, T, Nc, D]
         tokens, L = tokens.flatten(1, 2), 0

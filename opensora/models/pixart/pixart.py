@@ -5,9 +5,9 @@ attends over all T * S tokens of a video at once, then over the caption, then ap
 through one linear layer of the timestep (adaLN-single).
 
 Positions are sine-cosine tables, row and column `i / space_scale * base_size / length` for `length` rows or columns,
-and frame `i / time_scale`. All released weights see rows and columns from 0 to 32, whatever the image's size (base_size 32 *
-space_scale, space_scale 0.5, 1, 2 or 4 for 256, 512, 1024 or 2K); but alpha's for 256 go to 16 (16, 1). They are weights for
-images: build the model with `no_temporal_pos_emb=True` to sample images from them.
+and frame `i / time_scale`. In their authors' code all released weights see rows and columns from 0 to 32, whatever the image's
+size (base_size 32 * space_scale, space_scale 0.5, 1, 2 or 4 for 256, 512, 1024 or 2K); but alpha's for 256 go to 16 (16, 1).
+They are weights for images: build the model with `no_temporal_pos_emb=True` to sample images from them.
 
 Deviations from the released code: positions follow the input's size and are not saved; captions are padded and masked
 instead of packed; the model does not drop text by itself (see `opensora.training.batch_encoder`).
@@ -17,6 +17,7 @@ Weights are recognised by content: our own checkpoints and PixArt's .pth (the sa
 such weights does here.
 """
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
@@ -35,6 +36,7 @@ from opensora.models.loading import NO_NULL_TEXT, NULL_TEXT, Conversion
 from opensora.registry import MODELS
 from opensora.utils.errors import UserError
 
+logger = logging.getLogger(__name__)
 SIZE_EMBEDDERS = ("csize_embedder", "ar_embedder")
 FACTOR = 2  # rows, and columns, of keys that become one
 
@@ -95,7 +97,9 @@ class PixArt(AdaLNSingleDenoiser):
             weights have, 120 (PixArt-Sigma: 300).
         space_scale, time_scale: positions are divided by these.
         base_size: tokens along the side of the training images, which then set the range of positions whatever
-            the input's size. None = `int(sqrt(rows * columns))`, for PixArtMS and PixArtSigma `32 * space_scale`.
+            the input's size. None = `int(sqrt(rows * columns))` of the input, as in Open-Sora. PixArt's own code and
+            diffusers sample the released multi-size weights with `32 * space_scale` tokens at every size: set it for these.
+            Open-Sora counts latent cells: twice that number is read as such.
         qk_norm: RMS-normalise queries and keys of the self-attention; no released weights have it.
         kv_compress: "conv" makes four keys of a frame one, see `KVCompressAttention`; None = do not.
         kv_compress_layers: in which blocks; None = in the second half, as in PixArt-Sigma's paper.
@@ -104,8 +108,6 @@ class PixArt(AdaLNSingleDenoiser):
     """
 
     text_len: ClassVar[int] = 120
-    span: ClassVar[int | None] = None
-    """The range of positions where `base_size` is not given; None = it grows with the input."""
 
     def __init__(
         self,
@@ -123,7 +125,11 @@ class PixArt(AdaLNSingleDenoiser):
         super().__init__(model_max_length=model_max_length or self.text_len, **common)
         self.space_scale = space_scale
         self.time_scale = time_scale
-        self.base_size = self.span * space_scale if base_size is None and self.span is not None else base_size
+        tokens = 32 * space_scale
+        if base_size == tokens * self.patch_size[1] > tokens:  # as in Open-Sora 1.2's configs for 2K: 2048 // 8
+            logger.warning("base_size=%g counts latent cells, as in Open-Sora: as tokens, %g.", base_size, tokens)
+            base_size = tokens
+        self.base_size = base_size
         self.qk_norm = qk_norm
         self.kv_compress = kv_compress
         if kv_compress not in (None, "conv"):
@@ -245,8 +251,6 @@ class PixArt(AdaLNSingleDenoiser):
 class PixArtMS(PixArt):
     """PixArt-alpha for many image sizes: also conditioned on height, width (pixels) and their ratio."""
 
-    span = 32
-
     def _add_size_embedders(self) -> list[ScalarEmbedder]:
         if self.hidden_size % 3:
             raise ValueError(f"hidden_size={self.hidden_size} is not divisible by 3, as PixArtMS needs.")
@@ -260,12 +264,11 @@ class PixArtMS(PixArt):
         return torch.cat([self.csize_embedder(size), self.ar_embedder(ratio)], dim=1)  # D / 3 for each of the three
 
 
-@MODELS.register_module()
+@MODELS.register_module(name=["PixArtSigma", "PixArt_Sigma"])
 class PixArtSigma(PixArt):
-    """PixArt-Sigma: longer captions, no micro-conditions, any size within the range of positions of its training."""
+    """PixArt-Sigma: longer captions, no micro-conditions."""
 
     text_len = 300
-    span = 32
 
 
 def convert(state: Mapping[str, Tensor], model: nn.Module) -> Conversion:

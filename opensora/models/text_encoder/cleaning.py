@@ -8,11 +8,14 @@
              that were trained on such captions.
 
 Each is applied until nothing changes, so that cleaning a clean caption does nothing. None fails, whatever the text is. Half of
-a surrogate pair, which is no character and which no tokenizer takes, becomes U+FFFD in all three.
+a surrogate pair, which is no character and which no tokenizer takes, becomes U+FFFD in all three. Time grows with the length of
+the text: no pattern tries the same characters from many starts, and a long text that is nested deeply, as "&amp;amp;amp;...", is
+cut (`until_stable`).
 """
 
 import contextlib
 import html
+import logging
 import re
 from collections.abc import Callable
 from functools import partial
@@ -22,10 +25,15 @@ from urllib.parse import unquote_plus
 import ftfy
 from bs4 import BeautifulSoup
 from bs4.builder import ParserRejectedMarkup
-from ftfy.fixes import fix_surrogates
+from ftfy.fixes import fix_surrogates, unescape_html
 
 from opensora.utils.errors import UserError
 
+logger = logging.getLogger(__name__)
+
+MAX_PASSES = 10
+MAX_NESTED = 2000
+MAX_PARSED = 4_000_000
 Clean = Literal["none", "basic", "legacy"]
 
 LEADING_ZEROS = re.compile(r"&#0+(?=[0-9])")
@@ -46,17 +54,30 @@ def until_stable(one_pass: Callable[[str], str], text: str) -> str:
     """Apply `one_pass` until it changes nothing; of texts that become each other in turn, the result is the least.
 
     A caption nests "page page 1 2" or "%252541" as deeply as it likes. Passes end, for all that makes a text longer is a space.
+    Captions need two or three. Of a text that needs more than `MAX_PASSES` only the first `MAX_NESTED` characters are kept, which
+    fill 400 tokens or more, so that its length does not count twice.
     """
     text = fix_surrogates(text)
+    is_long = len(text) > MAX_NESTED
     seen = {text: 0}  # text -> the pass it came from
     while (cleaned := one_pass(text)) not in seen:
+        if is_long and len(seen) > MAX_PASSES:
+            logger.warning("a caption is nested too deeply to clean all of it; it begins with %r.", text[:40])
+            return until_stable(one_pass, cleaned[:MAX_NESTED])
         seen[text := cleaned] = len(seen)
     return min(list(seen)[seen[cleaned] :])
 
 
 def _basic(text: str) -> str:
-    text = html.unescape(_short_entities(ftfy.fix_text(text)))
+    text = html.unescape(_short_entities(_fix_text(text)))
     return " ".join(text.split())
+
+
+def _fix_text(text: str) -> str:
+    """`ftfy.fix_text`, but one level of entities: ftfy goes on until there is none, over all of the text for each level."""
+    tag = text.find("<")  # from its line on entities stay, as there
+    end = len(text) if tag < 0 else text.rfind("\n", 0, tag) + 1
+    return ftfy.fix_text(unescape_html(text[:end]) + text[end:], unescape_html=False)
 
 
 def _short_entities(text: str) -> str:
@@ -66,7 +87,8 @@ def _short_entities(text: str) -> str:
 
 def _without_tags(text: str) -> str:
     text = _short_entities(text)
-    if not NO_SECTION.search(text):
+    # the parser reads to the end of the text for each tag that is not closed
+    if not NO_SECTION.search(text) and text.count("<") * len(text) <= MAX_PARSED:
         with contextlib.suppress(ParserRejectedMarkup):
             return BeautifulSoup(text, features="html.parser").text
     return re.sub("<[^<>]*>|<", "", text)
@@ -83,12 +105,19 @@ class Rule(NamedTuple):
 DASHES = "\u002d\u058a\u05be\u1400\u1806\u2010-\u2015\u2e17\u2e1a\u2e3a\u2e3b\u2e40\u301c\u3030\u30a0\ufe31\ufe32\ufe58\ufe63\uff0d"
 IDEOGRAPHS = "\u31c0-\u31ef\u31f0-\u31ff\u3200-\u32ff\u3300-\u33ff\u3400-\u4dbf\u4dc0-\u4dff\u4e00-\u9fff"
 DOMAIN = r"[a-zA-Z0-9.\-]+\.(?:com|co|ru|net|org|edu|gov|it)[\w/-]*\b/?(?!@)"
+
+
+def _address(scheme: str) -> str:
+    """A web address; group 1 is a row of letters, dots and dashes that is none, in which no start but the first is tried."""
+    return rf"\b(?:{scheme}:(?:/{{1,3}}|[a-zA-Z0-9%])|{DOMAIN}|((?:(?!\b{scheme}:)[a-zA-Z0-9.\-])+))"
+
+
 FILE = "png|jpg|jpeg|bmp|webp|eps|pdf|apk|mp4"
 
 BEFORE_HTML = (
     Rule("tag of a data set", r"<person>", "person"),
-    Rule("web address", rf"\b(?:https?:(?:/{{1,3}}|[a-zA-Z0-9%])|{DOMAIN})"),
-    Rule("web address without a scheme", rf"\b(?:www:(?:/{{1,3}}|[a-zA-Z0-9%])|{DOMAIN})"),
+    Rule("web address", _address("https?"), r"\1"),
+    Rule("web address without a scheme", _address("www"), r"\1"),
 )
 AFTER_HTML = (
     Rule("@name", r"@\w+\b"),
@@ -104,11 +133,11 @@ AFTER_HTML = (
     Rule("#12", r"#\d{1,3}\b"),
     Rule("#12345", r"#\d{5,}\b"),
     Rule("long number", r"\b\d{6,}\b"),
-    Rule("file name", rf"\S+\.(?:{FILE})"),
+    Rule("file name", rf"(?<!\S)\S+\.(?:{FILE})"),
     Rule("repeated quotes", r"[\"']{2,}", '"'),
     Rule("repeated dots", r"\.{2,}", " "),
     Rule("punctuation that is not speech", r"[#®•©™&@·º½¾¿¡§~)(\]\[}{|\\/*]+", " "),
-    Rule("dot that stands alone", r"\s+\.\s+", " "),
+    Rule("dot that stands alone", r"(?<!\s)\s+\.\s+", " "),
 )
 AFTER_UNESCAPE = (
     Rule("id like jc6640", r"\b[a-zA-Z]{1,3}\d{3,15}\b"),
@@ -119,8 +148,8 @@ AFTER_UNESCAPE = (
     Rule("click for ...", r"\bclick\b\s(?:for|on)\s\w+"),
     Rule("name of a file format", rf"\b(?:{FILE})(?:\simages?)?"),
     Rule("page 12", r"\bpage\s+\d+\b"),
-    Rule("id like j2d1a2a", r"\b\d*[a-zA-Z]+\d+[a-zA-Z]+\d+[a-zA-Z\d]*\b", " "),
-    Rule("size like 1024x768", r"\b\d+\.?\d*[xх×]\d+\.?\d*\b"),
+    Rule("id like j2d1a2a", r"\b\d*[a-zA-Z]+\d+[a-zA-Z]+\d[a-zA-Z\d]*\b", " "),
+    Rule("size like 1024x768", r"\b\d+(?:\.\d*)?[xх×]\d+(?:\.\d*)?\b"),
     Rule("colon that stands alone", r"\b\s+:\s+", ": "),
     Rule("no space after , . /", r"(\D[,./])\b", r"\1 "),
     Rule("white space", r"\s+", " "),
@@ -129,7 +158,7 @@ ENDS = (
     Rule("quotes around everything", r"^[\"']([\w\W]+)[\"']$", r"\1"),
     # a row at once, for removing ideographs leaves rows of commas; of one character, or rules between two passes would be missed
     Rule("punctuation at the start", r"^(['_,\-:;])(?:\s?\1)*"),
-    Rule("punctuation at the end", r"(['_,\-:+])(?:\s?\1)*$"),
+    Rule("punctuation at the end", r"(['_,\-:+])(?<!\1\1)(?<!\1\s\1)(?:\s?\1)*$"),
     Rule("nothing but a dot and a word", r"^\.\S+$"),
 )
 
@@ -139,7 +168,7 @@ def _legacy(text: str) -> str:
     text = _apply(AFTER_HTML, _without_tags(text))
     if len(re.findall("[-_]", text)) > 3:  # this-is-my-cute-cat, this_is_my_cute_cat
         text = re.sub("[-_]", " ", text)
-    text = html.unescape(_short_entities(html.unescape(_short_entities(ftfy.fix_text(text)))))
+    text = html.unescape(_short_entities(html.unescape(_short_entities(_fix_text(text)))))
     return _apply((*AFTER_UNESCAPE, *ENDS), text).strip()
 
 

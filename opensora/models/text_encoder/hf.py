@@ -80,7 +80,7 @@ class HFTextEncoder(nn.Module):
         self.sharded = False
         self._warned_of_a_cut = False
         self._device = torch.device("cpu")
-        self._hub = {"cache_dir": cache_dir, "local_files_only": local_files_only}
+        self._hub = {"cache_dir": cache_dir, "local_files_only": local_files_only, "trust_remote_code": False}
         needed = [("config.json",), WEIGHTS, *([VOCABULARY] if tokenizer is None else [])]
         self._name = self._tokenizer_name = resolve_pretrained(from_pretrained, what="text encoder", any_of=needed)
         if tokenizer is not None:

@@ -211,18 +211,22 @@ class VideoVAE(nn.Module):
             size = 1  # a video is more than a micro-batch of frames
         return self._run(lambda part: self._decode(part, num_frames), z, size, decoding=True)
 
+    def legal_size(self, size: tuple[int, int, int]) -> tuple[int, int, int]:
+        """The nearest (T, H, W) that the VAE takes."""
+        height, width = (max(round(n / by), 1) * by for n, by in zip(size[1:], self.strides[1:], strict=True))
+        return self.legal_num_frames(size[0]), height, width
+
     def latent_size(self, size: tuple[int, int, int]) -> tuple[int, int, int]:
         """(T, H, W) of a video -> (t, h, w) of its latents; a UserError with the nearest size where the VAE takes no such."""
         frames, height, width = (int(n) for n in size)
         _, by_height, by_width = self.strides
-        if height % by_height or width % by_width or min(height, width) < 1:
-            near = [max(round(n / by), 1) * by for n, by in ((height, by_height), (width, by_width))]
+        legal, *near = self.legal_size(size)
+        if near != [height, width]:
             multiples = f"{by_height}" if by_height == by_width else f"{by_height} (height) and {by_width} (width)"
             raise UserError(
                 f"the VAE cannot encode {height}x{width} (height x width) with {frames} frames: sizes are multiples of "
                 f"{multiples}; the nearest is {near[0]}x{near[1]}."
             )
-        legal = self.legal_num_frames(frames)
         if legal != frames:
             raise UserError(f"the VAE cannot encode {frames} frames: {self.frames_rule}; the nearest is {legal}.")
         return self.latent_frames(frames), height // by_height, width // by_width

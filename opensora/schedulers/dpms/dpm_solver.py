@@ -39,6 +39,7 @@ from opensora.utils.errors import UserError
 from opensora.utils.seed import randn_like
 
 RATES = {"dpmsolver": 1.0, "dpmsolver++": -1.0, "sde-dpmsolver++": -2.0}  # of the exponential, per unit of lambda
+LOWER_ORDER_BELOW = {"few_steps": 10, "below_15": 15, "always": math.inf, "never": 0}  # steps
 SKIP_TYPES = ("time_uniform", "logSNR", "time_quadratic", "karras")
 RHO = 7.0  # Karras et al. 2022, eq. 5: larger values bring the levels closer together at the clean end
 CHOICES: dict[str, Iterable[str | int]] = {
@@ -47,7 +48,7 @@ CHOICES: dict[str, Iterable[str | int]] = {
     "order": (1, 2, 3),
     "solver_type": ("dpmsolver", "taylor"),
     "skip_type": SKIP_TYPES,
-    "lower_order_final": ("few_steps", "always", "never"),
+    "lower_order_final": LOWER_ORDER_BELOW,
     "final": ("sigma_min", "zero", "denoise_to_zero"),
     "timesteps": ("fractional", "integer"),
     "prediction": ("eps", "x0", "v"),
@@ -128,7 +129,8 @@ class DPMSolver(Sampler):
             singlestep).
         skip_type: equal steps of the time ("time_uniform"), of its root ("time_quadratic"), of half the log SNR ("logSNR"), or
             of sigma^(1/7) ("karras").
-        lower_order_final: the last steps take lower orders, which is more stable: with "few_steps" (below 15), "always", "never".
+        lower_order_final: the last steps take lower orders, which is more stable: with "few_steps" (below 10, as the authors' and
+            Open-Sora's code), "below_15" (steps, as diffusers), "always", "never".
         final: "sigma_min" ends at timestep 0, where sigma is 0.01; "zero" at x_0 (diffusers' default); "denoise_to_zero" calls
             the model once more at timestep 0 and returns its x_0.
         timesteps: "fractional", or "integer": rounded, as diffusers' schedulers do.
@@ -163,8 +165,10 @@ class DPMSolver(Sampler):
     def _plan(self, process: "VariancePreserving", first: Level, num_steps: int) -> list[Step]:
         """All updates, computed before sampling, so that the loop has nothing to compute on the host."""
         last, ends_clean = process.level(0.0), self.final == "zero"
-        few_steps = num_steps < 15 or (self.method == "singlestep" and self.order == 3)  # as in the authors' code
-        lower = self.lower_order_final == "always" or (self.lower_order_final == "few_steps" and few_steps)
+        limit = LOWER_ORDER_BELOW[self.lower_order_final]
+        if self.method == "singlestep" and self.order == 3 and limit:  # as in the authors' code
+            limit = math.inf
+        lower = num_steps < limit
         orders = block_orders(num_steps, self.order, lower_order_final=lower, ends_clean=ends_clean)
         levels = process.grid(self.skip_type, first, last, num_steps)
         if self.method == "singlestep" and self.skip_type == "logSNR":

@@ -4,9 +4,10 @@ The model sees a few patches of each frame and all of the frames before it in tr
 model predicts the velocity eps - x_0 of each (rectified flow, a timestep for each patch). Sampling makes a video frame by frame,
 a frame in a few steps of more and more patches in a random order, and each patch out of noise.
 
-Deviations: the noise of a patch is that of the pipeline's latent, so that a video depends on its own seed alone; guidance may
-rise over the steps of a frame; patches may be made at a temperature, as in MAR (Li et al. 2024, arXiv:2406.11838, section 3.2),
-whose sampler adds noise at every step and scales that. Here an ODE is solved, and what is scaled is the noise it starts from.
+Sampling has the schedules of NOVA's own pipelines: the counts of patches, the noise levels, guidance and its renormalisation.
+Deviations: the noise of a patch is that of the pipeline's latent, so that a video depends on its own seed alone; patches may be
+made at a temperature, as in MAR (Li et al. 2024, arXiv:2406.11838, section 3.2), whose sampler adds noise at every step and scales
+that. Here an ODE is solved, and what is scaled is the noise it starts from.
 """
 
 import math
@@ -49,13 +50,16 @@ class MaskedAutoregression(Scheduler):
         num_timesteps: int = 1000,
     ) -> None:
         """Args:
-        num_sampling_steps: steps in which the patches of a frame appear, along a cosine; 128 for the best images.
+        num_sampling_steps: steps in which the patches of a frame appear, along a cosine; 128 for the best images. Of those
+            in which no patch would appear, there are none.
         num_diffusion_steps: steps from noise to a patch; 100 for the best images.
-        cfg_scale, min_cfg_scale: guidance at the last and the first step of a frame, linear between; None: constant.
+        cfg_scale, min_cfg_scale: guidance rises linearly, in step k of n by k/n of the way from `min_cfg_scale`, to
+            `cfg_scale` in the last step of a frame; None: constant.
         guidance_trunc: timesteps, of `num_timesteps`, below which there is no guidance.
-        guidance_renorm: the least factor by which a guided prediction is shrunk to the length of the conditional one;
-            1: never.
-        image_guidance_scale: how far to go away from what is predicted without text and without the frames before.
+        guidance_renorm: the least factor by which what guidance by text gives is shrunk to the length of the conditional
+            prediction; 1: never.
+        image_guidance_scale: how far to go away from what is predicted without text and without the frames before; 1: the
+            frames before count as they do by default; 0: off, which is the same.
         spatiotemporal_guidance_scale: how far to go away from what the image encoder predicts without `skip_layers`.
         skip_layers: indices of blocks of the image encoder.
         temperature: factor of the noise that a patch is made from, from 0 to 2; below 1 patches are likelier ones and vary
@@ -211,10 +215,17 @@ class MaskedAutoregression(Scheduler):
                     "leave out --last-image and later frames in mask_strategy."
                 )
         order = torch.stack([torch.randperm(N, generator=g, device=g.device) for g in generators]).to(z.device)
-        levels = [self._shifted(1 - i / self.num_diffusion_steps) for i in range(self.num_diffusion_steps + 1)]
         known = known_patches(self.num_sampling_steps, N)
-        plan = Plan(order, known, levels, self.num_timesteps, self.temperature, scales)
+        plan = Plan(order, known, self.noise_levels(), self.num_timesteps, self.temperature, scales)
         return generate(nova, z, cond, null, keep.to(z.device), plan)
+
+    def noise_levels(self) -> list[float]:
+        """Before each step of a patch, and 0 at its end: evenly from the first to the last level of training, then shifted.
+
+        As published, and in diffusers: the last level of training, 1 / T, is shifted twice.
+        """
+        steps, last = self.num_diffusion_steps, self._shifted(1 / self.num_timesteps)
+        return [*(self._shifted(1 + (last - 1) * i / max(steps - 1, 1)) for i in range(steps)), 0.0]
 
     def _scales(self, guidance_scale: float | None) -> Scales:
         return self.scales if guidance_scale is None else self.scales._replace(scale=guidance_scale)
@@ -246,18 +257,9 @@ class MaskedAutoregression(Scheduler):
 
 
 def known_patches(num_steps: int, num_patches: int) -> list[int]:
-    """How many patches are there before each step and at the end, along 1 - cos; every step adds at least one.
-
-    [0, ..., num_patches]; of fewer patches than steps, one a step.
-    """
-    known = [0]
-    for k in range(1, num_steps + 1):
-        aim = num_patches - math.floor(num_patches * math.cos(math.pi / 2 * k / num_steps))
-        known.append(min(max(aim, known[-1] + 1), num_patches))
-        if known[-1] == num_patches:
-            break
-    known[-1] = num_patches
-    return known
+    """How many patches are there before each step and at the end, `[0, ..., num_patches]`, along 1 - cos; none twice."""
+    hidden = {round(num_patches * math.cos(math.pi / 2 * k / num_steps)) for k in range(num_steps + 1)}
+    return sorted(num_patches - count for count in hidden)
 
 
 def _unwrap_nova(model: Any) -> Any:

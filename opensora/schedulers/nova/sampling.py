@@ -17,8 +17,9 @@ AUTOCAST_LAYERS = (nn.Linear, nn.Conv2d)
 class Scales(NamedTuple):
     """Guidance; see the arguments of the scheduler "nova". `trunc` is a noise level.
 
-    The head's velocity is predicted with text, without it (classifier-free guidance), without text and earlier frames,
-    and by a weaker encoder (after Hyung et al. 2024, spatiotemporal skip guidance, arXiv:2411.18664).
+    The head's velocity is predicted with text, without it (classifier-free guidance), without text and earlier frames
+    (v_0 + image (v_frames - v_0) + scale (v - v_frames), as Brooks et al. 2022, arXiv:2211.09800, eq. 3), and by a weaker
+    encoder (after Hyung et al. 2024, spatiotemporal skip guidance, arXiv:2411.18664).
     """
 
     scale: float = 5.0
@@ -34,24 +35,34 @@ class Scales(NamedTuple):
         """Whether a prediction without text is needed, at any step of a frame."""
         return self.scale != 1 or self.first not in (None, 1) or self.image != 0
 
-    def combine(self, velocities: dict[str, Tensor], step: int, num_steps: int, level: float) -> Tensor:
-        """One velocity `[B, n, c]` of those of the branches, in a step of a frame at a noise level."""
+    def combine(
+        self, velocities: dict[str, Tensor], step: int, num_steps: int, level: float, rest: Tensor
+    ) -> tuple[Tensor, Tensor | float]:
+        """One velocity `[B, n, c]` of those of the branches, in a step of a frame at a noise level.
+
+        And the factor, [B, 1, 1] or 1, by which renormalisation shrank what guidance by text gives. As published, the
+        lengths that it compares are of a whole frame: the noise of all other patches, `rest [B, 1, 1]` squared, counts.
+        """
         text = out = velocities["text"]
         if level < self.trunc:
-            return text
+            return text, 1.0
         if "null" in velocities:
             scale = self.scale
-            if self.first is not None and num_steps > 1:
-                scale = self.first + (self.scale - self.first) * step / (num_steps - 1)
+            if self.first is not None:
+                scale = self.first + (self.scale - self.first) * (step + 1) / num_steps
             out = torch.lerp(velocities["null"], text, scale)
+        if "nothing" in velocities:
+            out = out + (velocities["nothing"] - velocities["null"])
+        factor: Tensor | float = 1.0
+        if out is not text and self.renorm < 1:
+            lengths = [(velocity.square().sum((1, 2), keepdim=True) + rest).sqrt() for velocity in (text, out)]
+            factor = (lengths[0] / lengths[1].clamp(min=torch.finfo(text.dtype).tiny)).clamp(self.renorm, 1.0)
+            out = out * factor
         if "nothing" in velocities:
             out = out + self.image * (velocities["null"] - velocities["nothing"])
         if "skip" in velocities:
             out = out + self.spatiotemporal * (text - velocities["skip"])
-        if out is text or self.renorm >= 1:
-            return out
-        lengths = [velocity.norm(dim=-1, keepdim=True) for velocity in (text, out)]  # [B, n, 1]
-        return out * (lengths[0] / lengths[1].clamp(min=torch.finfo(text.dtype).tiny)).clamp(self.renorm, 1.0)
+        return out, factor
 
 
 class Plan(NamedTuple):
@@ -59,7 +70,7 @@ class Plan(NamedTuple):
 
     order: Tensor  # [B, N] int64: the patches of a frame in the order in which they appear
     known: list[int]  # how many are there before each step, and at the end
-    levels: list[float]  # of the noise, from 1 to 0
+    levels: list[float]  # of the noise, falling from 1; the last is 0
     num_timesteps: int
     temperature: float  # of the noise that patches are made from
     scales: Scales
@@ -94,9 +105,16 @@ def generate(
         for t in range(T):
             conditions = []  # [B, Nc, D] of each branch
             for name, text in texts.items():
-                alone = t == 0 or name == "nothing"
-                frame, past, index = (None, None, 0) if alone else (x[:, :, t - 1], pasts[name], t)
-                condition, pasts[name] = model.next_condition(frame, text, index, (T, *size), past)
+                blank = name == "nothing"
+                frame = None if t == 0 or blank else x[:, :, t - 1]
+                condition, pasts[name] = model.next_condition(
+                    frame,
+                    text,
+                    t,
+                    (T, *size),
+                    pasts[name],
+                    with_positions=not blank,  # as published
+                )
                 conditions.append(condition)
             if all_kept[t]:
                 x[:, :, t] = z[:, :, t]
@@ -116,10 +134,14 @@ def generate(
                     tokens = torch.cat([tokens, weaker])
                 tokens = head.time_cond_embed.condition_proj(_pick(tokens, new.repeat(len(texts), 1)))
                 made = _pick(noise, new)
+                rest = (noise.square().sum((1, 2), True) - made.square().sum((1, 2), True)).clamp(min=0)  # [B, 1, 1]
                 for level, after, time in zip(plan.levels, plan.levels[1:], times, strict=False):
                     out = head.denoise(made.repeat(len(texts), 1, 1), tokens + time).to(made.dtype)
                     velocities = dict(zip(texts, out.chunk(len(texts)), strict=True))
-                    made = torch.add(made, scales.combine(velocities, k, num_steps, level), alpha=after - level)
+                    velocity, factor = scales.combine(velocities, k, num_steps, level, rest)
+                    made = torch.add(made, velocity, alpha=after - level)
+                    if scales.renorm < 1:  # as published, where the velocity of other patches is their noise itself
+                        rest = rest * (1 + (after - level) * factor) ** 2
                 patches = patches.scatter(1, new[..., None].expand_as(made), made)
                 frame = model.to_frames(patches, size)
                 x[:, :, t] = torch.where(keep[:, t, None, None, None], z[:, :, t], frame)

@@ -78,6 +78,18 @@ def test_what_cannot_be_switched_is_reported(paths):
         Adapters(torch.nn.Linear(2, 2), folders).use({"style": 1.0})
 
 
+def test_weights_stay_as_they_were_when_one_adapter_does_not_fit(paths, tmp_path):
+    folders, chosen = paths
+    other = Adapter({"nowhere": next(iter(chosen["style"].factors.values()))}, 1.0)
+    loras = Adapters(one := model(), {**folders, "other": write_adapter(other, tmp_path / "other")})
+    for scales in ({}, {"motion": 0.5}):
+        loras.use(scales)
+        before = {name: weight.clone() for name, weight in one.state_dict().items()}
+        with pytest.raises(UserError, match="LoRA 'other' does not fit this"):
+            loras.use({"style": 1.0, "other": 1.0})
+        torch.testing.assert_close(one.state_dict(), before, atol=0, rtol=0)
+
+
 @pytest.mark.extra
 @pytest.mark.parametrize("backend", ["aot_eager", "none"])
 def test_adapters_made_before_weights_are_quantised_are_reported(paths, backend):

@@ -2,11 +2,12 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from opensora.acceleration.compiler import compile, load_compiled, save_compiled
+from opensora.acceleration.compiler import compile, load_compiled, load_pipe, save_compiled, save_pipe
 from opensora.acceleration.compiler.clear_cache import clear_cache, main
 from opensora.utils.errors import UserError
 from tests.acceleration.compiler.toys import toy
@@ -41,6 +42,12 @@ def test_saved_programs_are_found_by_a_fresh_cache(tmp_path, monkeypatch):
     misses = torch._dynamo.utils.counters["inductor"]["fxgraph_cache_miss"]
     torch.testing.assert_close(again(x), expected, atol=0, rtol=0)
     assert torch._dynamo.utils.counters["inductor"]["fxgraph_cache_miss"] == misses
+
+    pipe = SimpleNamespace(unet=again)  # by OneDiff's names
+    with pytest.raises(UserError, match="holds compiled programs already"):
+        save_pipe(pipe, folder, overwrite=False)
+    save_pipe(pipe, tmp_path / "pipe")
+    load_pipe(pipe, tmp_path / "pipe")
 
     with pytest.raises(UserError, match=r"options of Toy: saved with .*'dynamic': None.*, here .*'dynamic': True"):
         load_compiled(folder, compile(toy(), options={"dynamic": True}))

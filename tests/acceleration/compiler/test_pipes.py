@@ -12,7 +12,7 @@ from torch import nn
 from opensora.acceleration.compile.nexfort import record_of
 from opensora.acceleration.compile.pipes import parts_of
 from opensora.acceleration.compile.quantise import is_quantised
-from opensora.acceleration.compiler import compile_pipe
+from opensora.acceleration.compiler import compile_pipe, quantize_pipe
 from opensora.utils.errors import UserError
 from tests.acceleration.compiler.toys import autoencoder, pixart, sampled
 
@@ -63,10 +63,20 @@ def test_parts_and_layout_and_results():
 @pytest.mark.extra
 def test_only_denoisers_are_quantised():
     pytest.importorskip("torchao")
+    first = SimpleNamespace(text_encoder=nn.Linear(8, 8), transformer=nn.Linear(8, 8).eval(), unet=nn.Linear(8, 8))
+    assert quantize_pipe(first, ignores=["unet"], quant_type="int8_weightonly", quant_min_features=8) is first
+    assert [is_quantised(part) for part in vars(first).values()] == [False, True, False]
     pipe = SimpleNamespace(text_encoder=nn.Linear(8, 8), transformer=nn.Linear(8, 8).eval(), vae=autoencoder())
     compile_pipe(pipe, backend="aot_eager", options={"mode": "quant:cache-all", "quant_min_features": 8})
     assert [is_quantised(part) for part in (pipe.text_encoder, pipe.transformer)] == [False, True]
     assert record_of(pipe.text_encoder).options.words == record_of(pipe.vae.decoder).options.words == {"cache-all"}
+
+
+def test_quantising_names_what_it_lacks():
+    with pytest.raises(UserError, match="ignores='unett' is not a part of it; it has unet"):
+        quantize_pipe(SimpleNamespace(unet=nn.Linear(8, 8)), ignores=["unett"])
+    with pytest.raises(UserError, match="no denoiser to quantise"):
+        quantize_pipe(SimpleNamespace(vae=autoencoder()))
 
 
 def test_parts_come_in_onediffs_order():

@@ -1,11 +1,14 @@
 """Pipelines and modules at toy size, with random weights."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from diffusers import AutoencoderKL, DPMSolverMultistepScheduler, PixArtAlphaPipeline, PixArtTransformer2DModel
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerFast, T5Config, T5EncoderModel
 
 
 class Toy(nn.Module):
@@ -47,6 +50,16 @@ def pixart(**changes: Any) -> PixArtAlphaPipeline:
     pipe = PixArtAlphaPipeline(scheduler=DPMSolverMultistepScheduler(), **parts)
     pipe.set_progress_bar_config(disable=True)
     return pipe
+
+
+def saved_pixart(folder: Path) -> Path:
+    """A pipeline that takes prompts, as `save_pretrained` leaves it."""
+    words = Tokenizer(models.WordLevel({"<pad>": 0, "<unk>": 1, "dog": 2}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", unk_token="<unk>")
+    config = T5Config(vocab_size=3, d_model=12, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
+    pixart(tokenizer=tokenizer, text_encoder=T5EncoderModel(config)).save_pretrained(folder)
+    return folder
 
 
 def sampled(pipe: PixArtAlphaPipeline, height: int = 16, width: int = 24) -> np.ndarray:

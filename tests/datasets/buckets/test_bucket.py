@@ -1,5 +1,6 @@
 """Which bucket a sample goes to: Open-Sora's rule and figures, with a clip of exactly k frames long enough for k."""
 
+import logging
 import time
 from collections import Counter
 
@@ -10,9 +11,9 @@ from opensora.datasets.buckets.bucket import (
     FRAME_ALIASES,
     Buckets,
     DropReason,
+    move_to_legal_sizes,
     parse_bucket_config,
     parse_num_frames,
-    refuse_illegal_sizes,
 )
 from opensora.utils.errors import UserError
 
@@ -217,20 +218,30 @@ def test_everything_wrong_is_reported_at_once():
 class Vae:
     """The arithmetic of a VAE with factors 4 x 8 x 8."""
 
-    def latent_size(self, size):
-        return (size[0] + 3) // 4, size[1] // 8, size[2] // 8
-
-    def legal_num_frames(self, num_frames):
-        return (num_frames - 1) // 4 * 4 + 1
+    def legal_size(self, size):
+        return (size[0] - 1) // 4 * 4 + 1, *(round(n / 8) * 8 for n in size[1:])
 
 
-def test_illegal_sizes_are_reported_with_the_nearest_legal_one():
-    with pytest.raises(UserError, match=r"540x960: 540x960 is no multiple of 16x16, the nearest is 544x960") as caught:
-        refuse_illegal_sizes(Buckets({"540x960": {18: (1.0, 1)}}), Vae(), (1, 2, 2))
-    assert "18 frames; the VAE takes 17" in str(caught.value)
-    with pytest.raises(UserError, match="240x426 is no multiple of 8x8, the nearest is 240x424"):
-        refuse_illegal_sizes(Buckets({"240p": {17: (1.0, 1)}}, size_multiple=1), Vae(), (1, 1, 1))
-    refuse_illegal_sizes(Buckets({"240p": {17: (1.0, 1)}, "96px": {1: (1.0, 1)}}), Vae(), (1, 2, 2))
+def test_illegal_sizes_are_moved_to_the_nearest_legal_one(caplog):
+    caplog.set_level(logging.INFO)
+    buckets = Buckets({"541x960": {17: (1.0, 1), 1: (1.0, 4)}, "240x424": {1: (1.0, 1)}})
+    move_to_legal_sizes(buckets, Vae())
+    assert [bucket[2:5] for bucket in buckets] == [(17, 544, 960), (1, 544, 960), (1, 240, 424)]
+    assert "bucket_config: moved to sizes that the VAE takes: 541x960 to 544x960." in caplog.text
+    caplog.clear()
+    buckets = Buckets({"240p": {17: (1.0, 1)}}, size_multiple=1)
+    move_to_legal_sizes(buckets, Vae())
+    assert (240, 424) in {bucket[3:5] for bucket in buckets}
+    assert "240x426 to 240x424" in caplog.text
+    assert "and 8 more." in caplog.text
+    caplog.clear()
+    move_to_legal_sizes(buckets, Vae())
+    assert not caplog.records
+
+
+def test_illegal_lengths_are_reported_with_the_nearest_legal_one():
+    with pytest.raises(UserError, match=r"512: 20 frames; the VAE takes 17\n  240p: 18 frames; the VAE takes 17"):
+        move_to_legal_sizes(Buckets({"240p": {18: (1.0, 1)}, "512": {20: (1.0, 1)}}), Vae())
 
 
 @pytest.mark.slow

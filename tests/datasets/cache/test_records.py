@@ -216,9 +216,10 @@ def test_foreign_folders_are_refused_with_the_reason(folder, tmp_path):
     (folder / METADATA).write_text('{"format": 99}')
     with pytest.raises(UserError, match="has format 99, not 2"):
         RecordReader(folder)
-    (folder / METADATA).write_text("{")
-    with pytest.raises(UserError, match="does not describe a cache"):
-        RecordReader(folder)
+    for content, message in (("{", "is no valid JSON"), ('{"format": 2}', "does not describe a cache: KeyError")):
+        (folder / METADATA).write_text(content)
+        with pytest.raises(UserError, match=message):
+            RecordReader(folder)
 
 
 def test_an_index_that_does_not_fit_is_refused(folder):

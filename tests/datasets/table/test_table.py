@@ -205,7 +205,7 @@ def test_jsonl_equals_csv(folder):
     [
         ("", r"clips.jsonl is empty"),
         ('{"path": "0.mp4"}\n{"path": ', r"line 2: no valid JSON"),
-        ('{"path": "0.mp4", "path": "1.mp4"}', r"line 1: no valid JSON \(a name is there twice\)"),
+        ('{"path": "0.mp4", "path": "1.mp4"}', r"line 1: no valid JSON \('path' is there twice\)"),
         ('["0.mp4", "a"]', r"line 1: not an object"),
         ('{"path": "0.mp4", "text": {"short": "a", "long": "b"}}', r"row 1: 'text' is not one value"),
         ('{"file": "0.mp4", "text": "a"}', r"no column 'path'; its columns are: file, text"),

@@ -1,5 +1,7 @@
 """Videos as the world has them: HDR, interlaced, of non-square pixels, unsteady, animated images, damaged in the middle."""
 
+import struct
+import zlib
 from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path
@@ -12,7 +14,7 @@ from PIL import Image
 
 from opensora.datasets.datasets import VideoTextDataset
 from opensora.datasets.sampler import SampleKey
-from opensora.datasets.video.color import nits_to_pq
+from opensora.datasets.video.color import nits_to_pq, to_rgb
 from opensora.datasets.video.files import BadFile, Decoding
 from opensora.datasets.video.read_video import FrameRule, open_clip, probe, read_frames, read_indices
 from opensora.datasets.video.timeline import _from_header, _from_packets, open_video
@@ -264,6 +266,106 @@ def test_sound_is_left_alone(write_video, tmp_path, seconds):
     assert torch.equal(read_frames(path, 3, 4, 5), read_frames(source, 3, 4, 5))
 
 
+# a track of one still for the whole length, beside a video of 20 frames; which comes first is up to the file
+@pytest.mark.parametrize(("name", "codec"), [
+    ("a.mp4", "mjpeg"), ("a.mp4", "png"), ("a.mov", "libx264"), ("a.mkv", "mjpeg"), ("a.mkv", "libx264"), ("a.avi", "png"), ("a.ts", "libx264"),
+])  # fmt: skip
+@pytest.mark.parametrize("still_is_first", [True, False])
+def test_a_still_without_the_flag_of_a_cover_is_not_the_video(tmp_path, name, codec, still_is_first):
+    path = tmp_path / name
+    numbered, red = numbered_frames(20), np.full((48, 64, 3), (255, 0, 0), np.uint8)
+    with av.open(str(path), "w") as container:
+        tracks = [(codec, [red]), ("mpeg4", numbered)][:: 1 if still_is_first else -1]
+        streams = [container.add_stream(kind, rate=25) for kind, _ in tracks]
+        for stream, (kind, _) in zip(streams, tracks, strict=True):
+            stream.height, stream.width = 48, 64
+            stream.pix_fmt = {"mjpeg": "yuvj420p", "png": "rgb24"}.get(kind, "yuv420p")
+        for stream, (_, frames) in zip(streams, tracks, strict=True):
+            for i, rgb in enumerate(frames):
+                frame = av.VideoFrame.from_ndarray(rgb, format="rgb24")
+                frame.pts, frame.time_base = i, Fraction(1, 25)
+                container.mux(stream.encode(frame))
+            container.mux(stream.encode())
+    assert probe(path).num_frames == 20
+    assert frame_numbers(read_frames(path, 0, 20)) == list(range(20))
+    assert frame_numbers(read_frames(path, 13, 3)) == [13, 14, 15]
+
+
+# ------------------------------------------------------------------------------------- transport streams
+
+
+TS_CODECS = [
+    ("libx264", {"g": "8", "bf": "2"}), ("libx264", {"g": "8", "bf": "0"}), ("mpeg2video", {"g": "8", "bf": "2"}),
+    ("libx265", {"x265-params": "log-level=none:pools=1:keyint=8"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("codec", "options"), TS_CODECS)
+# times begin anew, go back into those of the first, behind all of them, or go on
+@pytest.mark.parametrize("starts", [(0, 0), (0, 7), (30, 0), (0, 20)])
+def test_joined_transport_streams_are_read_one_after_the_other(write_video, tmp_path, codec, options, starts):
+    frames = numbered_frames(40)
+    one, two = (
+        write_video(f"{i}.ts", frames[20 * i :][:20], codec=codec, options=options, times=range(start, start + 20))
+        for i, start in enumerate(starts)
+    )
+    path = tmp_path / "joined.ts"
+    path.write_bytes(one.read_bytes() + two.read_bytes())
+    full = read_frames(path, 0, 40)
+    assert torch.equal(full, torch.cat([read_frames(one, 0, 20), read_frames(two, 0, 20)]))
+    assert probe(path)[0::3] == (40, 25)
+    for start in (1, 12, 18, 19, 20, 30, 36):
+        assert torch.equal(read_frames(path, start, 4), full[start : start + 4])
+
+
+def test_cut_transport_streams_are_refused(write_video, tmp_path):
+    """Within a packet of 188 bytes, or between two: then the last frame is damaged. A packet that was lost damages what follows."""
+    noise = np.random.default_rng(0).integers(0, 256, (20, 48, 64, 3), np.uint8)
+    content = write_video("whole.ts", list(noise), options={"g": "8", "bf": "0", **QUICK}).read_bytes()
+    middle = len(content) // 188 // 2 * 188
+    path = tmp_path / "cut.ts"
+    for cut in (content[: middle + 90], content[:middle] + content[middle + 188 :]):
+        path.write_bytes(cut)
+        with pytest.raises(BadFile, match=r"cut\.ts is truncated"):
+            probe(path)
+    path.write_bytes(content[:middle])
+    last = probe(path).num_frames - 1
+    assert len(read_frames(path, 0, last)) == last
+    with pytest.raises(BadFile, match=r"cut\.ts is damaged: the frame at"):
+        read_frames(path, last, 1)
+
+
+def test_a_cut_gif_is_refused(tmp_path):
+    noise = np.random.default_rng(0).integers(0, 256, (5, 24, 32, 3), np.uint8)
+    frames = [Image.fromarray(frame) for frame in noise]
+    path = tmp_path / "a.gif"
+    frames[0].save(path, save_all=True, append_images=frames[1:], duration=40)
+    content = path.read_bytes()
+    for size in range(len(content) // 2, len(content) - 2, len(content) // 20):
+        path.write_bytes(content[:size])
+        with pytest.raises(BadFile, match=r"a\.gif is truncated"):
+            probe(path)
+    for whole in (
+        content,
+        content[:-1],
+        content + b";",
+        content + bytes(3),
+    ):  # the last byte says only that no frame follows
+        path.write_bytes(whole)
+        assert probe(path).num_frames == 5
+
+
+def test_the_packets_of_cameras_are_longer(write_video, tmp_path):
+    """M2TS has a time of 4 bytes in front of each packet."""
+    source, path = write_video("a.ts", numbered_frames(6)), tmp_path / "a.m2ts"
+    content = source.read_bytes()
+    path.write_bytes(b"".join(bytes(4) + content[i : i + 188] for i in range(0, len(content), 188)))
+    assert torch.equal(read_frames(path, 0, 6), read_frames(source, 0, 6))
+
+
+# ---------------------------------------------------------------------------------------------------- damage
+
+
 def test_damage_in_the_middle_is_found_when_it_is_read(write_video):
     noise = np.random.default_rng(0).integers(0, 256, (40, 48, 64, 3), np.uint8)
     path = write_video("hurt.mp4", list(noise), options={"g": "10", "bf": "0"})
@@ -291,6 +393,48 @@ def test_damage_in_the_middle_is_found_when_it_is_read(write_video):
 def test_wrong_settings(settings, message):
     with pytest.raises(UserError, match=message):
         Decoding.of(settings)
+
+
+# ------------------------------------------------------------------------------------------------- huge images
+
+
+def huge_png(width: int, height: int, pixels: bool = True) -> bytes:
+    """A black PNG of 1 bit a pixel, of some kilobytes; without its pixels a header alone."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)
+    data = zlib.compress(bytes(1 + (width + 7) // 8) * height if pixels else b"", 1)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", data) + chunk(b"IEND", b"")
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+@pytest.mark.parametrize(("name", "side"), [("a.png", 13300), ("a.png", 30000), ("a.apng", 13300), ("a.mov", 13300)])
+def test_a_small_file_of_many_pixels_is_refused(tmp_path, name, side):
+    path = tmp_path / name
+    image = huge_png(side, side, pixels=name == "a.mov")
+    if name == "a.mov":
+        with av.open(str(path), "w") as container:
+            stream = container.add_stream("png", rate=25)
+            stream.height = stream.width = side
+            stream.pix_fmt = "monob"
+            packet = av.Packet(image)
+            packet.pts, packet.time_base, packet.stream = 0, Fraction(1, 25), stream
+            container.mux(packet)
+    else:
+        path.write_bytes(image)
+    size = "has 13300 x 13300 pixels, more" if side == 13300 else "has more pixels"
+    for read in (probe, lambda path: read_frames(path, 0, 1)):
+        with pytest.raises(BadFile, match=rf"{name} {size} than the limit of 89,478,485.*; shrink it"):
+            read(path)
+
+
+def test_pixels_of_a_wild_shape_are_refused():
+    """64 x 48 pixels, each 60,000 times as wide as high."""
+    frame = av.VideoFrame(64, 48, "rgb24")
+    with pytest.raises(BadFile, match=r"a\.mkv has 3840000 x 48 pixels, more than the limit"):
+        to_rgb("a.mkv", frame, 60_000.0, Decoding())
 
 
 # ------------------------------------------------------------------------------------------- in the data set

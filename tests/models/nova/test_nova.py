@@ -39,6 +39,12 @@ def test_sizes_as_published(name, millions):
     assert count == pytest.approx(millions, abs=0.5)
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
+def test_a_mask_of_0_and_1_is_a_mask_of_any_dtype(dtype):
+    model, cond = build(), inputs()
+    assert torch.equal(model(**{**cond, "mask": cond["mask"].to(dtype)}), model(**cond))
+
+
 @POSITIONS
 @MIXERS
 def test_a_batch_of_two_equals_two_batches_of_one(positions, mixer_rank):

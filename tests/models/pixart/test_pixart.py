@@ -1,5 +1,7 @@
 """PixArt: sizes, names, initialisation, positions, micro-conditions, compression. Invariances: test_denoisers.py."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -99,19 +101,31 @@ class TestPositions:
         torch.testing.assert_close(table[3, :, 0].double(), steps.sin(), atol=1e-6, rtol=0)
         torch.testing.assert_close(table[:, 5, 24].double(), steps.sin(), atol=1e-6, rtol=0)
 
-    def test_many_sizes_span_the_same(self):
-        """The released MS models keep base_size 64 / scale 2 = 32 for 48 x 80 patches, the reference's formula."""
-        model = PixArtMS(**TOY, space_scale=2.0, no_temporal_pos_emb=True)
+    @pytest.mark.parametrize("cls", [PixArt, PixArtMS, PixArtSigma])
+    @pytest.mark.parametrize(("rows", "columns"), [(64, 96), (120, 32), (2, 8)])
+    def test_the_range_follows_the_inputs_area(self, cls, rows, columns):
+        """Open-Sora's rule: a patch is at i / (length / base) / scale, with the root of their number, rounded down, as base."""
+        table = cls(**TOY, space_scale=2.0, no_temporal_pos_emb=True)._positions(1, rows, columns, torch.device("cpu"))
+        base = int((rows * columns) ** 0.5)
+        for value, length in ((table[0, :columns, 0], columns), (table[0, ::columns, 24], rows)):
+            expected = [math.sin(i / (length / base) / 2.0) for i in range(length)]
+            torch.testing.assert_close(value.double(), torch.tensor(expected).double(), atol=1e-6, rtol=0)
+
+    def test_many_sizes_span_the_same_with_a_base_size(self):
+        """PixArt's own code keeps base_size 64 / scale 2 = 32 for 48 x 80 patches."""
+        model = PixArtMS(**TOY, space_scale=2.0, base_size=64, no_temporal_pos_emb=True)
         table = model._positions(1, 48, 80, torch.device("cpu")).reshape(48, 80, 48)
         columns, rows = (torch.arange(n, dtype=torch.float64) / (n / 64) / 2.0 for n in (80, 48))
         torch.testing.assert_close(table[0, :, 0].double(), columns.sin(), atol=1e-6, rtol=0)
         torch.testing.assert_close(table[:, 0, 24].double(), rows.sin(), atol=1e-6, rtol=0)
 
-    def test_one_size_model_follows_the_inputs_area(self):
-        model = PixArt(**TOY, no_temporal_pos_emb=True)
-        table = model._positions(1, 2, 8, torch.device("cpu")).reshape(2, 8, 48)
-        torch.testing.assert_close(table[0, :, 0], (torch.arange(8) / 2).sin())
-        torch.testing.assert_close(table[:, 0, 24], (torch.arange(2) * 2.0).sin())
+    def test_open_soras_base_size_counts_latent_cells(self, caplog):
+        """Its configs for 2K write 2048 // 8 cells and scale 4: 160 x 96 patches then see positions to 32."""
+        model = PixArt(**TOY, space_scale=4, base_size=2048 // 8, no_temporal_pos_emb=True)
+        table = model._positions(1, 160, 96, torch.device("cpu")).reshape(160, 96, 48)
+        expected = (torch.arange(96, dtype=torch.float64) * 32 / 96).sin()
+        torch.testing.assert_close(table[0, :, 0].double(), expected, atol=1e-6, rtol=0)
+        assert "base_size=256 counts latent cells, as in Open-Sora: as tokens, 128." in caplog.text
 
     def test_base_size_rules_where_given(self):
         table = PixArtSigma(**TOY, base_size=8, no_temporal_pos_emb=True)._positions(1, 4, 4, torch.device("cpu"))

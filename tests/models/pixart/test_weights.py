@@ -68,11 +68,11 @@ class TestDiffusers:
         [
             ("PixArt-Sigma", {"base_size": 16.5}, (8, 12)),
             ("PixArt-Sigma", {"base_size": 0.3}, (8, 12)),
-            ("PixArt-Sigma", {"space_scale": 0.3}, (8, 12)),
-            ("PixArt-Sigma", {"space_scale": 0.7}, (8, 12)),
-            ("PixArt-Sigma", {"space_scale": 1.55}, (8, 12)),
-            ("PixArtMS", {"patch_size": (1, 4, 4), "space_scale": 1.3}, (12, 8)),
-            ("PixArt-Sigma", {"patch_size": (1, 3, 3), "space_scale": 0.55}, (9, 15)),
+            ("PixArt-Sigma", {"base_size": 32 * 0.3, "space_scale": 0.3}, (8, 12)),
+            ("PixArt-Sigma", {"base_size": 32 * 0.7, "space_scale": 0.7}, (8, 12)),
+            ("PixArt-Sigma", {"base_size": 32 * 1.55, "space_scale": 1.55}, (8, 12)),
+            ("PixArtMS", {"patch_size": (1, 4, 4), "base_size": 32 * 1.3, "space_scale": 1.3}, (12, 8)),
+            ("PixArt-Sigma", {"patch_size": (1, 3, 3), "base_size": 32 * 0.55, "space_scale": 0.55}, (9, 15)),
         ],
     )
     def test_a_range_that_is_no_whole_number_of_patches_is_exact(self, family, settings, size):
@@ -142,7 +142,7 @@ class TestDiffusers:
 
     def test_a_sample_size_without_effect_is_refused(self):
         with pytest.raises(UserError, match="base_size is set"):
-            build("PixArt-Sigma", **IMAGES).to_diffusers(sample_size=32)
+            build("PixArt-Sigma", **IMAGES, base_size=32).to_diffusers(sample_size=32)
 
 
 def released(family: str, rows: int = L) -> dict[str, torch.Tensor]:

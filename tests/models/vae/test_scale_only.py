@@ -7,7 +7,6 @@ import torch
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from torch.testing import assert_close
 
-from opensora.inference.sizes import check_size
 from opensora.models.vae.scale_only import ScaleOnlyVAE
 from opensora.training.batch_encoder import freeze
 from opensora.utils.errors import UserError
@@ -44,7 +43,7 @@ def test_whatever_needs_a_network_is_refused(tmp_path):
         lambda: vae.sliced_moments(torch.zeros(1, 3, 5, 8, 8)),
         lambda: vae.decode(torch.zeros(1, 4, 2, 1, 1)),
         lambda: vae.decode(torch.zeros(1, 4, 2, 1, 1), 5),
-        lambda: check_size(vae, 5, (8, 8)),
+        lambda: vae.latent_size((5, 8, 8)),
     ):
         with pytest.raises(UserError, match=r"of AutoencoderKLOpenSora in .* there is only the scale .* docs/vae\.md"):
             ask()

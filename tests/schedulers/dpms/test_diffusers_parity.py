@@ -66,7 +66,8 @@ def test_multistep(algorithm, order, final, solver_type, their_type, num_steps):
     reference = DPMSolverMultistepScheduler(
         algorithm_type=algorithm, solver_order=order, solver_type=their_type, final_sigmas_type=final
     )
-    scheduler = DPMSolver(num_steps, algorithm, order=order, solver_type=solver_type, final=final, timesteps="integer")
+    rules = {"timesteps": "integer", "lower_order_final": "below_15"}  # theirs
+    scheduler = DPMSolver(num_steps, algorithm, order=order, solver_type=solver_type, final=final, **rules)
     rngs = [generators(0, "test", ids=(0, 1)) if algorithm.startswith("sde") else None for _ in range(2)]
     expected = theirs(reference, num_steps, latents(), model, rngs[0])
     for x, y in zip(ours(scheduler, latents(), model, rngs[1]), expected, strict=True):

@@ -133,6 +133,19 @@ def test_multistep_warms_up_and_cools_down():
         assert [len(step.updates) for step in steps] == orders
 
 
+@pytest.mark.parametrize(("rule", "limit"), [("few_steps", 10), ("below_15", 15), ("always", 1000), ("never", 0)])
+@pytest.mark.parametrize("num_steps", [9, 10, 14, 15, 20])
+@pytest.mark.parametrize("order", [2, 3])
+def test_below_how_many_steps_the_last_orders_are_lower(rule, limit, num_steps, order):
+    """Open-Sora's and the authors' multistep sampler below 10 steps, diffusers' below 15."""
+    counted = list(range(1, order)) + [order] * (num_steps - order + 1)
+    if num_steps < limit:
+        counted[-order:] = [min(n, left) for n, left in zip(counted[-order:], range(order, 0, -1), strict=True)]
+    given = {} if rule == "few_steps" else {"lower_order_final": rule}  # the default
+    plan = DPMSolver(num_steps, order=order, **given).plan
+    assert [len(step.updates[-1].weights) for step in plan] == counted
+
+
 def test_a_frame_that_enters_inside_a_block_steps_from_level_to_level():
     levels = PROCESS.grid("time_uniform", FIRST, LAST, 3)
     steps = singlestep([levels], "dpmsolver++", midpoint=True)

@@ -3,8 +3,10 @@
 import math
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
 
 from opensora.registry import SCHEDULERS
 from opensora.schedulers.nova.nova import known_patches, patches_to_cells
@@ -19,14 +21,20 @@ from tests.schedulers.nova.toy import SIZE, conditions, rngs, scheduler
 @pytest.mark.parametrize(
     ("num_steps", "num_patches"), [(64, 4096), (64, 1440), (4, 16), (8, 3), (1, 7), (64, 1), (5, 5)]
 )
-def test_every_step_adds_patches_along_a_cosine(num_steps, num_patches):
+def test_patches_appear_along_a_cosine_and_none_is_no_step(num_steps, num_patches):
+    hidden = np.round(np.cos(np.pi / 2 * np.arange(num_steps + 1) / num_steps) * num_patches).astype(int)
     known = known_patches(num_steps, num_patches)
     assert (known[0], known[-1]) == (0, num_patches)
-    assert len(known) == min(num_steps, num_patches) + 1 or num_patches > num_steps >= len(known) - 1
-    assert all(a < b for a, b in pairwise(known))
-    if num_patches > 20 * num_steps:
-        half = len(known) // 2
-        assert known[half] == pytest.approx(num_patches * (1 - math.cos(math.pi / 2 * half / num_steps)), abs=1)
+    assert np.diff(known).tolist() == [n for n in -np.diff(hidden) if n > 0]
+
+
+@pytest.mark.parametrize(("num_steps", "shift"), [(25, 1.0), (25, 3.0), (3, 0.5), (1, 2.0)])
+def test_noise_levels_are_those_of_diffusers(num_steps, shift):
+    """They ended at 1 / num_steps, where training goes down to 1 / 1000."""
+    reference = FlowMatchEulerDiscreteScheduler(shift=shift)
+    reference.set_timesteps(num_steps)
+    levels = scheduler(num_diffusion_steps=num_steps, shift=shift).noise_levels()
+    assert levels == pytest.approx(reference.sigmas.tolist(), abs=1e-6)
 
 
 def test_patches_have_the_order_of_the_patch_embedding():
@@ -129,17 +137,17 @@ def by_hand(model, z, cond, null):
                  model.text_tokens(null["y"][b : b + 1], None, own["fps"], own["flow"])]  # fmt: skip
         for t in range(3):
             c = [model.video_conditions(out[b : b + 1], text)[:, t] for text in texts]
-            known = known_patches(4, 16)
+            known, levels = (0, 1, 5, 10, 16), (1, 0.5005, 0.001, 0)
             for k in range(4):
                 visible, new = order[None, : known[k]], order[known[k] : known[k + 1]]
                 z_both = [model.image_tokens(out[b : b + 1, :, t], visible, each, (8, 8)) for each in c]
-                scale = 1.5 + 1.5 * k / 3
+                scale = 1.5 + 1.5 * (k + 1) / 4
                 for patch in new.tolist():
                     x = model.to_patches(z[b, :, t])[patch]
                     for i in range(3):
-                        time = torch.tensor(1000 * (1 - i / 3))
+                        time = torch.tensor(1000 * levels[i])
                         cond_v, null_v = (model.image_decoder(x, time, words[0, patch]) for words in z_both)
-                        x = x - (null_v + scale * (cond_v - null_v)) / 3
+                        x = x - (null_v + scale * (cond_v - null_v)) * (levels[i] - levels[i + 1])
                     row, column = divmod(patch, 4)
                     out[b, :, t, 2 * row : 2 * row + 2, 2 * column : 2 * column + 2] = x.view(4, 2, 2)
     return out
@@ -302,19 +310,73 @@ def test_every_guidance_changes_the_result_and_none_is_the_conditional_model():
     plain = sampled(cfg_scale=1.0)
     torch.testing.assert_close(plain, scheduler().sample(model, z, cond, generators=rngs(0)))
     guided = sampled()
-    results = [plain, guided, sampled(image_guidance_scale=1.0), sampled(spatiotemporal_guidance_scale=1.0, skip_layers=(2,)),
+    results = [plain, guided, sampled(image_guidance_scale=2.0), sampled(spatiotemporal_guidance_scale=1.0, skip_layers=(2,)),
                sampled(guidance_trunc=500), sampled(guidance_renorm=0.1), sampled(min_cfg_scale=1.0)]  # fmt: skip
     for i, one in enumerate(results):
         assert one.isfinite().all()
         assert not any(torch.allclose(one, other) for other in results[i + 1 :])
+    # away from no text and no frames, by as much as earlier frames count anyway: it was one too much
+    torch.testing.assert_close(sampled(image_guidance_scale=1.0), guided, atol=1e-5, rtol=1e-4)
     with pytest.raises(UserError, match=r"the image encoder has blocks 0 to \d+, and no 40"):
         sampled(spatiotemporal_guidance_scale=1.0, skip_layers=(40,))
 
 
-def test_a_guided_patch_is_no_longer_than_asked():
-    text, null = torch.randn(2, 5, 16), torch.randn(2, 5, 16)
-    out = Scales(8.0, renorm=0.01).combine({"text": text, "null": null}, 0, 1, 0.5)
-    torch.testing.assert_close(out.norm(dim=-1), text.norm(dim=-1))
+def test_renormalisation_is_of_text_guidance_in_a_whole_frame():
+    """As published: next to the patches that are made, whose velocities are predicted, all others stand as noise."""
+    text, null, nothing = torch.randn(3, 2, 5, 16).unbind()
+    noise = torch.randn(2, 20, 16)
+    of_text, of_null, of_nothing = (torch.cat([made, noise], dim=1) for made in (text, null, nothing))
+    whole = of_nothing + 8.0 * (of_text - of_null)
+    factor = (of_text.norm(dim=(1, 2)) / whole.norm(dim=(1, 2)))[:, None, None]
+    expected = factor * whole + 2.0 * (of_null - of_nothing)
+    scales, rest = Scales(8.0, renorm=0.01, image=2.0), noise.square().sum((1, 2), keepdim=True)
+    velocities = {"text": text, "null": null, "nothing": nothing}
+    out, shrunk = scales.combine(velocities, 0, 1, 0.5, rest)
+    torch.testing.assert_close(out, expected[:, :5])
+    torch.testing.assert_close(shrunk, factor)
+    assert (factor < 0.5).all()
+    out, shrunk = scales._replace(renorm=0.9).combine(velocities, 0, 1, 0.5, rest)
+    torch.testing.assert_close(shrunk, torch.full((2, 1, 1), 0.9))
+    torch.testing.assert_close(out, 0.9 * whole[:, :5] + 2.0 * (null - nothing))
+
+
+@torch.no_grad()
+def test_renormalisation_follows_the_noise_of_a_whole_frame():
+    model, z, cond = build(), torch.randn(1, 4, 1, 8, 8), conditions(1)
+    made, null = scheduler(guidance_renorm=0.1, num_sampling_steps=2), {"y": model.null_condition(1)}
+    steps = made.sample_steps(model, z, cond, null=null, generators=rngs(0))
+    ours, order = model.to_patches(next(steps).x[:, :, 0]), torch.randperm(16, generator=rngs(0)[0])
+    new, state, levels = order[None, : known_patches(2, 16)[1]], model.to_patches(z[:, :, 0]), made.noise_levels()
+    texts = [
+        model.text_tokens(y, mask, cond["fps"], cond["flow"])
+        for y, mask in ((cond["y"], cond["mask"]), (null["y"], None))
+    ]
+    tokens = [
+        model.image_tokens(z[:, :, 0], new[:, :0], model.next_condition(None, text, 0, (1, 8, 8), None)[0], (8, 8))
+        for text in texts
+    ]
+    for level, after in pairwise(levels):
+        predicted = [state.clone(), state.clone()]
+        for velocity, each in zip(predicted, tokens, strict=True):
+            velocity[0, new[0]] = model.image_decoder(state[0, new[0]], torch.tensor(1000 * level), each[0, new[0]])
+        guided = predicted[1] + 5 * (predicted[0] - predicted[1])
+        state = state + (after - level) * guided * (predicted[0].norm() / guided.norm()).clamp(0.1, 1)
+    torch.testing.assert_close(ours[0, new[0]], state[0, new[0]], atol=1e-5, rtol=1e-4)
+    assert (ours[0, order[new.shape[1] :]] == 0).all()
+
+
+@pytest.mark.parametrize("positions", ["absolute", "rotary"])
+def test_without_earlier_frames_each_is_the_token_for_none(positions):
+    model = build(positions=positions, mixer_rank=3)
+    text, past, made = model.text_tokens(*(conditions()[name] for name in ("y", "mask", "fps", "flow"))), None, []
+    for t in range(3):
+        condition, past = model.next_condition(None, text, t, SIZE, past, with_positions=False)
+        made.append(condition)
+    model.video_pos_embed, patches = None, model.video_encoder.patch_embed.proj
+    torch.nn.init.zeros_(patches.weight)  # every frame is embedded as that token, all at once
+    patches.bias.data = model.mask_embed["bos_token"].data[0]
+    expected = model.video_conditions(torch.randn(2, 4, *SIZE), text)
+    torch.testing.assert_close(torch.stack(made, dim=1), expected, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.slow

@@ -46,6 +46,15 @@ def test_a_folder_of_videos(tmp_path, clips_csv, convert, capsys):
     assert "1 files measured, 2 broken" in out
 
 
+def test_tables_have_open_soras_names_unless_they_are_given_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    touch(tmp_path / "f", "train/ApplyLipstick/a.avi", "list01.txt")
+    (tmp_path / "f" / "list01.txt").write_text("train/ApplyLipstick/a.avi 1\n")
+    assert run(["video", "f"]).name == "videos.csv"
+    assert run(["ucf101", "f", "--split", "train"]).name == "ucf101_train.csv"
+    assert run(["classes", "f", "--split", "list01.txt"]).name == "classes_list01.csv"
+
+
 def test_the_clips_of_the_repository_can_be_trained_on(tmp_path, clips_csv, convert):
     frame = convert("video", clips_csv.parent, "--paths", "relative")
     table = read_table(tmp_path / "out" / "t.csv", text_columns=())  # looks for the files

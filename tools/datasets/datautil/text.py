@@ -1,6 +1,5 @@
 """Operations on captions."""
 
-import json
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -11,6 +10,7 @@ import pandas as pd
 
 from opensora.checkpoint.pretrained import hub_error, resolve_pretrained
 from opensora.utils.errors import UserError
+from opensora.utils.folders import parse_json
 from tools.datasets.datautil.captions import URL, append, camera_words, clean, refine, with_scores
 from tools.datasets.datautil.operations import Result, TableState, keep, operation
 from tools.datasets.datautil.parallel import map_rows
@@ -103,8 +103,8 @@ def _sidecar(path: Path | None, kind: str) -> str | None:
     if kind == "txt":
         return text.strip()
     try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
+        value = parse_json(text)
+    except ValueError as error:
         raise UserError(f"{path.with_suffix('.json')} is no valid JSON ({error}).") from error
     found = [value[key] for key in ("caption", "text") if isinstance(value, dict) and isinstance(value.get(key), str)]
     return found[0] if found else None
@@ -118,7 +118,7 @@ def count_num_token(table: TableState, name: str) -> Result:
     name, captions = TOKENIZERS.get(name, name), _captions(table)
     source = resolve_pretrained(name, what="tokenizer")
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(source)
+        tokenizer: Any = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise hub_error(name, "tokenizer", error) from error
     lengths: list[int] = []

@@ -1,0 +1,6 @@
+"""Open-Sora's name of a command: see scripts/open_sora.py."""
+
+import runpy
+from pathlib import Path
+
+runpy.run_path(str(Path(__file__).with_name("open_sora.py")), {"CALLED": __file__}, __name__)
