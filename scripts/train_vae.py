@@ -163,9 +163,7 @@ def train(cfg: VAETrainConfig, world: World, stop: StopSignals, watchdog: Watchd
                 saver.save(state, checkpoint_parts(engine, ema) | adversarial.state())
         if held_out is not None and (due(state.step, cfg.eval_every) or state.step == total_steps):
             with watchdog.extended_timeout(), meter.paused(), log.paused():
-                log.status("measuring held-out clips")
-                if measured := held_out(ema, criterion.lpips, run, state.step):
-                    log.metrics(state.step, **measured)
+                held_out(ema, criterion.lpips, run, state.step, log)
     saver.wait()
     if not stop.stopping:
         log.line(broadcast_from_rank0(partial(export, cfg, ema, world.device, dataset, run, state.step)))
@@ -305,8 +303,9 @@ class HeldOut:
         self.cfg, self.device = cfg, world.device
         self.items = self._read() if world.is_main else []
 
-    def __call__(self, ema: EMA, lpips: nn.Module | None, run: Path, step: int) -> dict[str, float]:
-        """Mean PSNR, SSIM and, where training has it, LPIPS; writes `held_out-<step>.png`. Nothing, if that fails."""
+    def __call__(self, ema: EMA, lpips: nn.Module | None, run: Path, step: int, log: RunLog) -> None:
+        """Log mean PSNR, SSIM and, where training has it, LPIPS; write `held_out-<step>.png`. What fails ends no training."""
+        log.status("measuring held-out clips")
 
         def measured() -> dict[str, float]:
             try:
@@ -315,7 +314,8 @@ class HeldOut:
                 logger.exception("held-out clips could not be measured; training continues.")
                 return {}
 
-        return broadcast_from_rank0(measured)
+        if values := broadcast_from_rank0(measured):
+            log.metrics(step, **values)
 
     def _read(self) -> list[dict[str, Any]]:
         cfg = self.cfg

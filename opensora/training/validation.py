@@ -202,7 +202,7 @@ class HeldOutLoss:
         dataset: Any,
         encode: BatchEncoder,
         scheduler: Any,
-        report: Callable[[str], None],
+        report: Callable[[str], None] = lambda _text: None,
     ) -> None:
         self.cfg, self.world, self.dataset, self.encode, self.scheduler = cfg, world, dataset, encode, scheduler
         self.report = report
