@@ -199,7 +199,6 @@ def train(cfg: TrainConfig, world: World, stop: StopSignals, watchdog: Watchdog)
     meter = Meter(world, model, peak=peak, sizes=sizes, epoch=state.epoch)
     guard = FiniteGuard(world, cfg.on_nonfinite, cfg.max_skipped, scales_loss=engine.scales_loss)
     run, saver = open_run(cfg, world, cfg.model["type"])
-    stop.run = run
     log = RunLog(run if world.is_main else None, start=state.step, wandb=cfg.wandb, config=to_dict(cfg))
     log.line(f"{summary(cfg, model, world, dataset, sampler)}\n{describe_peak(peak)}")
     log.line(
@@ -212,7 +211,7 @@ def train(cfg: TrainConfig, world: World, stop: StopSignals, watchdog: Watchdog)
     # ------------------------------------------------------------------ the training itself
     model.train()
     watched = watchdog.watch(meter.data_wait(steps(loader, cfg.accumulation_steps)), run, loader.reading)
-    for micro_batches in stop.until(watched):
+    for micro_batches in stop.until(watched, run):
         set_lr(optimizer, lr := learning_rate(cfg, state.step, total_steps))
         for i, (batch, ids) in enumerate(zip(micro_batches, sample_indices(micro_batches), strict=True)):
             rngs = generators(cfg.seed, "train", state.step, ids=ids, device=world.device)

@@ -118,7 +118,6 @@ def train(cfg: VAETrainConfig, world: World, stop: StopSignals, watchdog: Watchd
     )
 
     run, saver = open_run(cfg, world, cfg.vae["type"])
-    stop.run = run
     log = RunLog(run if world.is_main else None, start=state.step, wandb=cfg.wandb, config=to_dict(cfg))
     log.line(summary(cfg, model.vae, len(dataset), state.step, total_steps, world, run))
     log.start_progress(state.step, total_steps)
@@ -129,7 +128,7 @@ def train(cfg: VAETrainConfig, world: World, stop: StopSignals, watchdog: Watchd
     # ------------------------------------------------------------------ the training itself
     window: list[dict[str, Tensor]] = []  # the loss's terms, of each micro-batch since the last line of the log
     watched = watchdog.watch(steps(loader, cfg.accumulation_steps), run, loader.reading)
-    for micro_batches in stop.until(watched):
+    for micro_batches in stop.until(watched, run):
         set_lr(optimizer, lr := learning_rate(cfg, state.step, total_steps))
         adversarial.set_lr(lr / cfg.lr)
         for i, (batch, ids) in enumerate(zip(micro_batches, sample_indices(micro_batches), strict=True)):

@@ -42,12 +42,11 @@ class StopSignals:
     Attributes:
         stopping: True once the processes agreed to stop.
         reason: the signal's name, in all processes.
-        run: the run's folder, once there is one; a second Ctrl-C names its last checkpoint.
     """
 
     def __init__(self, world: World) -> None:
         self.stopping, self.reason = False, ""
-        self.run: Path | None = None
+        self._run: Path | None = None
         self._is_main = world.is_main
         self._received: set[int] = set()
         self._begun, self._process = False, os.getpid()
@@ -78,9 +77,12 @@ class StopSignals:
         if self._timer.over:  # it may have been before SIG_IGN was set
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
-    def until(self, items: Iterable[T]) -> Iterator[T]:
-        """The items, until `agreed` was True; a generator of them is closed then, such as a watchdog's."""
-        self._begun = True
+    def until(self, items: Iterable[T], run: Path | None = None) -> Iterator[T]:
+        """The items, until `agreed` was True; a generator of them is closed then, such as a watchdog's.
+
+        `run` is the run's folder: a second Ctrl-C names its last checkpoint.
+        """
+        self._begun, self._run = True, run
         try:
             for item in items:
                 yield item
@@ -122,7 +124,7 @@ class StopSignals:
         if self._is_main:
             found = None
             with suppress(Exception):  # the process ends all the same
-                found = None if self.run is None else latest_checkpoint(self.run)
+                found = None if self._run is None else latest_checkpoint(self._run)
             os.write(2, f"\ninterrupted; last checkpoint: {found or 'there is none yet'}\n".encode())
         os._exit(INTERRUPTED)
 

@@ -130,8 +130,7 @@ def test_a_copy_of_the_signal_changes_nothing(tmp_path, phase, number):
 def hang(folder: Path, where: str) -> None:
     signals.SAME_REQUEST_S = signals.SAME_INTERRUPT_S = 0.5
     with StopSignals(WORLD) as stop:
-        stop.run = folder / "run"
-        for _ in stop.until(range(1)):
+        for _ in stop.until(range(1), folder / "run"):
             (folder / "stepping").touch()
             wait_for(folder / "first sent")
             if where == "in a step":
