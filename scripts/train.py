@@ -59,6 +59,7 @@ from opensora.training.run import (
     due,
     effective_batch,
     how_to_resume,
+    how_to_sample,
     parameter_table,
     seek,
 )
@@ -237,10 +238,9 @@ def train(cfg: TrainConfig, world: World, stop: StopSignals, watchdog: Watchdog)
             with watchdog.extended_timeout(), meter.paused(), log.paused():
                 validation(state.step)
     saver.wait()
-    log.line(
-        f"{stop.reason or 'done'}: {run} at step {state.step}"
-        + how_to_resume(cfg, stop.reason, run / state.folder_name)
-    )
+    last_one = run / state.folder_name
+    what_next = how_to_resume(cfg, stop.reason, last_one) or how_to_sample(cfg, last_one)
+    log.line(f"{stop.reason or 'done'}: {run} at step {state.step}{what_next}")
     log.close()
 
 

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,7 +11,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from opensora.config.schema import LoopConfig
+from opensora.config.schema import LoopConfig, TrainConfig
 from opensora.datasets.buckets.bucket import Bucket
 from opensora.datasets.sampler import BatchSampler, DataPosition
 from opensora.utils.environment import command_line, environment, git_changes
@@ -232,6 +233,16 @@ def how_to_resume(cfg: LoopConfig, reason: str, checkpoint: Path) -> str:
             arguments.append(argument)
     load = "latest" if cfg.exp_name else str(checkpoint)
     return f"\nto resume: {command_line([*arguments, '--load', load])}"
+
+
+def how_to_sample(cfg: TrainConfig, checkpoint: Path) -> str:
+    """The command that samples from the checkpoint of a run that is done, as a line behind the last one."""
+    words = ["python", "scripts/inference.py", str(checkpoint), "--prompt", "..."]
+    if cfg.bucket_config is not None and None in (cfg.val_num_frames, cfg.val_image_size):
+        words += ["--num-frames", "N", "--image-size", "H", "W"]
+    if cfg.imports:
+        words += ["--imports", *cfg.imports]
+    return f"\nto sample: {shlex.join(words)}"
 
 
 def parameter_table(model: nn.Module) -> str:

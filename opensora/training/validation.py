@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from opensora.acceleration.distributed import World
-from opensora.config.schema import TrainConfig
+from opensora.config.schema import FULL_FPS, TrainConfig, validation_sampler
 from opensora.datasets.buckets.bucket import NONE, move_to_legal_sizes
 from opensora.datasets.dataloader import batch_bytes, build_loader
 from opensora.datasets.sampler import BatchKeys, BucketKey, SampleKey
@@ -44,9 +44,7 @@ from opensora.utils.seed import generators, randn_like
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-SAMPLING_STEPS = 30  # of the videos, where the config names no sampler of its own
 GRID_COLUMNS = 6
-FULL_FPS = 24  # what `val_fps` divides by `frame_interval`
 
 
 class Key(NamedTuple):
@@ -162,12 +160,7 @@ def build_validation(
         without_drops = BatchEncoder(vae, text_encoder, model, world.device, class_dropout_prob=0.0)
         loss = HeldOutLoss(cfg, world, dataset, without_drops, scheduler, report)
     if cfg.val_every and (cfg.val_prompts is not None or cfg.val_prompt_path is not None):
-        component = cfg.val_scheduler
-        if component is None:  # the training's, with fewer steps
-            component = {key: value for key, value in cfg.scheduler.items() if key != "timestep_respacing"}
-            if component.get("prediction") != "previous_x":  # which takes all timesteps
-                component = {"num_sampling_steps": SAMPLING_STEPS, **component}
-        sampler = build_module(component, SCHEDULERS)
+        sampler = build_module(validation_sampler(cfg.scheduler, cfg.val_scheduler), SCHEDULERS)
         pipeline = VideoPipeline(model, vae, text_encoder, sampler, device=world.device, dtype=cfg.dtype)
         samples = SampleVideos(cfg, world, pipeline, run / "validation", log, report)
     return Validation(cfg.val_every, model, ema, loss, samples, log)

@@ -3,10 +3,16 @@
 import json
 import shlex
 
+import numpy as np
 import pytest
 import torch
 
 from opensora.checkpoint.load import complete_checkpoints, open_checkpoint
+from opensora.config.load import InferenceConfig, parse_config
+from opensora.datasets.video.read_video import read_frames
+from opensora.inference.build import COMPONENTS
+from opensora.inference.output import to_uint8
+from opensora.inference.pipeline import VideoPipeline
 from tests.scripts.runs import losses, tensors
 
 
@@ -92,3 +98,15 @@ def test_ctrl_c_in_a_validation_saves_and_says_how_to_resume(train, tmp_path, to
     words = shlex.split(command.partition(" && ")[2])
     assert words[:3] == ["python", "train.py", str(toy_config)]
     assert words[-2:] == ["--load", "latest"]
+
+
+def test_the_last_line_is_a_command_that_samples(train, tmp_path):
+    """In a config's place, the checkpoint's folder."""
+    run = train("--val-every=4", "--val-prompts", "a dog", "--val-scheduler={'type': 'iddpm', 'num_sampling_steps': 2}")
+    words = shlex.split((run / "log.txt").read_text().splitlines()[-1].partition("to sample: ")[2])
+    assert words[:3] == ["python", "scripts/inference.py", str(run / "epoch0-global_step4")]
+    cfg = parse_config(InferenceConfig, COMPONENTS, words[2:])
+    assert (cfg.num_frames, cfg.image_size, cfg.fps, cfg.prompt) == (2, (16, 24), 12, ["..."])
+    video = VideoPipeline.from_config(cfg)(["a dog"], seed=7)[0]
+    of_validation = read_frames(run / "validation/step4/sample_0000.mp4", 0, 2)
+    assert np.abs(to_uint8(video) - of_validation.numpy().astype(float)).mean() < 12  # H.264
