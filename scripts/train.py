@@ -58,10 +58,9 @@ from opensora.training.run import (
     class_list,
     due,
     effective_batch,
-    how_to_resume,
-    how_to_sample,
     parameter_table,
     seek,
+    what_to_do_next,
 )
 from opensora.training.saver import open_run
 from opensora.training.signals import StopSignals
@@ -238,8 +237,7 @@ def train(cfg: TrainConfig, world: World, stop: StopSignals, watchdog: Watchdog)
             with watchdog.extended_timeout(), meter.paused(), log.paused():
                 validation(state.step)
     saver.wait()
-    last_one = run / state.folder_name
-    what_next = how_to_resume(cfg, stop.reason, last_one) or how_to_sample(cfg, last_one)
+    what_next = what_to_do_next(cfg, stop.reason, run / state.folder_name)
     log.line(f"{stop.reason or 'done'}: {run} at step {state.step}{what_next}")
     log.close()
 

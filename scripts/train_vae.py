@@ -55,7 +55,7 @@ from opensora.training.loop import (
     steps,
 )
 from opensora.training.meter import StepMeter
-from opensora.training.run import RunState, check_run_folder, due, how_to_resume, seek
+from opensora.training.run import RunState, check_run_folder, due, seek, what_to_do_next
 from opensora.training.saver import open_run
 from opensora.training.signals import StopSignals
 from opensora.training.vae import RandomChunks, Reconstructor, VAELoss, measure_latents
@@ -169,7 +169,7 @@ def train(cfg: VAETrainConfig, world: World, stop: StopSignals, watchdog: Watchd
     barrier()
     log.line(
         f"{stop.reason or 'done'}: {run} at step {state.step}"
-        + how_to_resume(cfg, stop.reason, run / state.folder_name)
+        + what_to_do_next(cfg, stop.reason, run / state.folder_name)
     )
     log.close()
 

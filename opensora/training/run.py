@@ -221,22 +221,18 @@ def make_run_folder(
     return run
 
 
-def how_to_resume(cfg: LoopConfig, reason: str, checkpoint: Path) -> str:
-    """What follows the last line of a run that a signal ended: the command that resumes it; nothing without a `reason`."""
-    if not reason:
+def what_to_do_next(cfg: LoopConfig, reason: str, checkpoint: Path) -> str:
+    """What follows the last line of a run: the command that resumes it if a signal ended it, for that `reason`, else one that samples."""
+    if reason:
+        arguments, left_out, is_value = [], ("--load", "--start-from-scratch", "--other-data"), False
+        for argument in sys.argv:
+            is_value = argument in left_out or (is_value and not argument.startswith("--"))
+            if not is_value and not argument.startswith(tuple(f"{name}=" for name in left_out)):
+                arguments.append(argument)
+        load = "latest" if cfg.exp_name else str(checkpoint)
+        return f"\nto resume: {command_line([*arguments, '--load', load])}"
+    if not isinstance(cfg, TrainConfig):
         return ""
-    arguments, left_out = [], ("--load", "--start-from-scratch", "--other-data")
-    skipping = False
-    for argument in sys.argv:
-        skipping = argument in left_out or (skipping and not argument.startswith("--"))
-        if not skipping and not argument.startswith(tuple(f"{name}=" for name in left_out)):
-            arguments.append(argument)
-    load = "latest" if cfg.exp_name else str(checkpoint)
-    return f"\nto resume: {command_line([*arguments, '--load', load])}"
-
-
-def how_to_sample(cfg: TrainConfig, checkpoint: Path) -> str:
-    """The command that samples from the checkpoint of a run that is done, as a line behind the last one."""
     words = ["python", "scripts/inference.py", str(checkpoint), "--prompt", "..."]
     if cfg.bucket_config is not None and None in (cfg.val_num_frames, cfg.val_image_size):
         words += ["--num-frames", "N", "--image-size", "H", "W"]
