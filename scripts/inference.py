@@ -62,7 +62,7 @@ def sample(cfg: InferenceConfig, plan: ParallelPlan) -> None:
             tqdm.write("\n".join(job.item.text for job in batch))
         made = pipeline.sample(
             request_of(cfg, batch, pipeline),
-            progress=cfg.verbose > 1 and plan.is_leader and plan.dp_rank == 0,
+            progress=shows and plan.dp_rank == 0,
             decode=plan.is_leader,
         )
         if made.video is None:

@@ -60,6 +60,7 @@ from opensora.training.run import (
     effective_batch,
     parameter_table,
     seek,
+    what_to_do_next,
 )
 from opensora.training.saver import open_run
 from opensora.training.signals import StopSignals
@@ -204,13 +205,13 @@ def train(cfg: TrainConfig, world: World, stop: StopSignals, watchdog: Watchdog)
         f"{summarise(dataset, sampler, world.dp_size, cfg.accumulation_steps)}\n{total_steps} steps, run folder {run}"
         + (f"\nresumed {source} at step {state.step}" if source is not None else "")
     )
-    validation = build_validation(cfg, world, encode, scheduler, ema, run, log)
+    validation = build_validation(cfg, world, encode, scheduler, ema, run, log, lambda: stop.asked)
     log.start_progress(state.step, total_steps)
 
     # ------------------------------------------------------------------ the training itself
     model.train()
     watched = watchdog.watch(meter.data_wait(steps(loader, cfg.accumulation_steps)), run, loader.reading)
-    for micro_batches in stop.until(watched):
+    for micro_batches in stop.until(watched, run):
         set_lr(optimizer, lr := learning_rate(cfg, state.step, total_steps))
         for i, (batch, ids) in enumerate(zip(micro_batches, sample_indices(micro_batches), strict=True)):
             rngs = generators(cfg.seed, "train", state.step, ids=ids, device=world.device)
@@ -224,18 +225,20 @@ def train(cfg: TrainConfig, world: World, stop: StopSignals, watchdog: Watchdog)
         state.advance(cfg.accumulation_steps, sampler.batches_in)
         meter.step(state.step, grad_norm)
         ema.update(model, state.steps_averaged, taken=guard.taken(grad_norm))
-        with watchdog.extended_timeout():
-            validation(state.step)
         log.advance()
         last = stop.agreed() or state.step == total_steps
         if due(state.step, cfg.log_every) or due(state.step, cfg.ckpt_every) or last:
             log.metrics(state.step, lr=lr, epoch=state.epoch, **guard.checked(meter.read()))
             log.line(meter.epoch_table(state.epoch))
         if due(state.step, cfg.ckpt_every) or last:
-            with watchdog.extended_timeout():
+            with watchdog.extended_timeout(), meter.paused(), log.paused():
                 saver.save(state, checkpoint_parts(engine, ema))
+        if not stop.stopping:  # after the checkpoint: a crash in it costs no step
+            with watchdog.extended_timeout(), meter.paused(), log.paused():
+                validation(state.step)
     saver.wait()
-    log.line(f"{stop.reason or 'done'}: {run} at step {state.step}")
+    what_next = what_to_do_next(cfg, stop.reason, run / state.folder_name)
+    log.line(f"{stop.reason or 'done'}: {run} at step {state.step}{what_next}")
     log.close()
 
 

@@ -55,7 +55,7 @@ from opensora.training.loop import (
     steps,
 )
 from opensora.training.meter import StepMeter
-from opensora.training.run import RunState, check_run_folder, due, seek
+from opensora.training.run import RunState, check_run_folder, due, seek, what_to_do_next
 from opensora.training.saver import open_run
 from opensora.training.signals import StopSignals
 from opensora.training.vae import RandomChunks, Reconstructor, VAELoss, measure_latents
@@ -128,7 +128,7 @@ def train(cfg: VAETrainConfig, world: World, stop: StopSignals, watchdog: Watchd
     # ------------------------------------------------------------------ the training itself
     window: list[dict[str, Tensor]] = []  # the loss's terms, of each micro-batch since the last line of the log
     watched = watchdog.watch(steps(loader, cfg.accumulation_steps), run, loader.reading)
-    for micro_batches in stop.until(watched):
+    for micro_batches in stop.until(watched, run):
         set_lr(optimizer, lr := learning_rate(cfg, state.step, total_steps))
         adversarial.set_lr(lr / cfg.lr)
         for i, (batch, ids) in enumerate(zip(micro_batches, sample_indices(micro_batches), strict=True)):
@@ -157,17 +157,20 @@ def train(cfg: VAETrainConfig, world: World, stop: StopSignals, watchdog: Watchd
             finite = [terms for i, terms in enumerate(window) if reading.steps[i // cfg.accumulation_steps].is_finite]
             log.metrics(state.step, **figures, **means(finite), lr=lr, epoch=state.epoch)
             window.clear()
-        if held_out is not None and (due(state.step, cfg.eval_every) or state.step == total_steps):
-            with watchdog.extended_timeout():
-                log.metrics(state.step, **held_out(ema, criterion.lpips, run, state.step))
         if due(state.step, cfg.ckpt_every) or last:
-            with watchdog.extended_timeout():
+            with watchdog.extended_timeout(), meter.paused(), log.paused():
                 saver.save(state, checkpoint_parts(engine, ema) | adversarial.state())
+        if held_out is not None and (due(state.step, cfg.eval_every) or state.step == total_steps):
+            with watchdog.extended_timeout(), meter.paused(), log.paused():
+                held_out(ema, criterion.lpips, run, state.step, log)
     saver.wait()
     if not stop.stopping:
         log.line(broadcast_from_rank0(partial(export, cfg, ema, world.device, dataset, run, state.step)))
     barrier()
-    log.line(f"{stop.reason or 'done'}: {run} at step {state.step}")
+    log.line(
+        f"{stop.reason or 'done'}: {run} at step {state.step}"
+        + what_to_do_next(cfg, stop.reason, run / state.folder_name)
+    )
     log.close()
 
 
@@ -299,9 +302,19 @@ class HeldOut:
         self.cfg, self.device = cfg, world.device
         self.items = self._read() if world.is_main else []
 
-    def __call__(self, ema: EMA, lpips: nn.Module | None, run: Path, step: int) -> dict[str, float]:
-        """Mean PSNR, SSIM and, where training has it, LPIPS; writes `held_out-<step>.png`."""
-        return broadcast_from_rank0(partial(self._measure, ema, lpips, run / f"held_out-{step:06d}.png"))
+    def __call__(self, ema: EMA, lpips: nn.Module | None, run: Path, step: int, log: RunLog) -> None:
+        """Log mean PSNR, SSIM and, where training has it, LPIPS; write `held_out-<step>.png`. What fails ends no training."""
+        log.status("measuring held-out clips")
+
+        def measured() -> dict[str, float]:
+            try:
+                return self._measure(ema, lpips, run / f"held_out-{step:06d}.png")
+            except Exception:
+                logger.exception("held-out clips could not be measured; training continues.")
+                return {}
+
+        if values := broadcast_from_rank0(measured):
+            log.metrics(step, **values)
 
     def _read(self) -> list[dict[str, Any]]:
         cfg = self.cfg

@@ -250,3 +250,17 @@ def _run_rank(
         fn(rank, world_size, tmp_path)
     finally:
         torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def forget_own_parts():
+    """Names that a test registers are unknown to the tests that follow in its process."""
+    from opensora.registry import REGISTRIES  # here, as conftest sets what must be set before such imports
+
+    before = {registry: set(registry.choices()) for registry in REGISTRIES.values()}
+    yield
+    for registry, names in before.items():
+        for name in set(registry.module_dict) - names:
+            del registry.module_dict[name]
+    for name in [name for name in sys.modules if name.startswith(("parts_", "own_"))]:
+        del sys.modules[name]

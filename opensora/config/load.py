@@ -21,12 +21,14 @@ from mmengine.config import ConfigDict
 from opensora.config.command_line import dashed, help_text, read_command
 from opensora.config.resolve import Draft, Origins, listing
 from opensora.config.schema import (
+    FULL_FPS,
     InferenceConfig,
     RunConfig,
     TrainConfig,
     VAEInferenceConfig,
     VAETrainConfig,
     schema_fields,
+    validation_sampler,
 )
 from opensora.config.upgrade import upgrade_all
 from opensora.config.yacs import PIPELINE, deepspeed_overrides, read_pipeline, read_yacs
@@ -46,6 +48,7 @@ __all__ = [
 ]
 
 FileContent = tuple[dict[str, Any], Origins, list[str]]  # values, where each was set, problems
+MANIFEST = "manifest.json"  # of a checkpoint folder
 BASE_VARIABLE = r"""(["']?)\{\{\s*(_base_\.[\w.]+)\s*\}\}\1"""  # MMEngine's other spelling, {{_base_.model}}
 HOW_TO_RESUME = ("load", "load_check", "exp_name", "outputs", "start_from_scratch", "other_data")
 AnyConfig = TypeVar("AnyConfig", bound=RunConfig)
@@ -137,7 +140,7 @@ def read_file(path: Path, schema: type[RunConfig] = TrainConfig) -> FileContent:
     """Values of a config file, where each was set (`file:line`), and problems that its values cannot show.
 
     A `.py` file is run; a `.json` or `.yml` file is data: it has no base and runs nothing. To sample from, also the folder of a
-    pipeline of NOVA.
+    checkpoint of ours or of a pipeline of NOVA.
 
     Raises:
         UserError: it is missing, cannot be read, or raises an error.
@@ -148,16 +151,18 @@ def read_file(path: Path, schema: type[RunConfig] = TrainConfig) -> FileContent:
 
 def _read(path: Path, schema: type[RunConfig], above: tuple[Path, ...]) -> FileContent:
     """`read_file` with private names; `above` are the files that have led here by `_base_`."""
-    pipeline = schema is InferenceConfig and (path / PIPELINE).is_file()
-    if not (path.is_file() or pipeline):
+    if schema is InferenceConfig and path.is_dir():
+        values = read_pipeline(path) if (path / PIPELINE).is_file() else _read_checkpoint(path)
+        return values, {(key,): str(path) for key in values}, []
+    if not path.is_file():
         if path.exists():
             raise UserError(f"config file {path} is a folder or a device, not a regular file.")
         hint = did_you_mean(path.name, [sibling.name for sibling in path.parent.glob("*.py")])
         raise UserError(f"config file {path} does not exist.{hint}")
     if path.resolve() in [file.resolve() for file in above]:
         raise UserError(f"_base_ leads in a circle: {' -> '.join(map(str, (*above, path)))}; remove one of them.")
-    if pipeline or path.suffix in (".yml", ".yaml", ".json"):
-        values = read_pipeline(path) if pipeline else _read_data(path, for_sampling=schema is InferenceConfig)
+    if path.suffix in (".yml", ".yaml", ".json"):
+        values = _read_data(path, for_sampling=schema is InferenceConfig)
         return values, {(key,): str(path) for key in values}, []
     if path.suffix != ".py":
         raise UserError(
@@ -197,6 +202,30 @@ def _read_data(path: Path, *, for_sampling: bool) -> dict[str, Any]:
     values = read_json(path, "Runs write such files.")
     if "_base_" in values:
         raise UserError(f"config file {path}: a .json file is data and has no _base_; write a .py file that has it.")
+    return values
+
+
+def _read_checkpoint(folder: Path) -> dict[str, Any]:
+    """The values of an `InferenceConfig` that samples as the validation of the run does; of a run in buckets without its size."""
+    manifest = folder / MANIFEST
+    trained = read_json(manifest, "Name another checkpoint.").get("config") if manifest.is_file() else None
+    if not isinstance(trained, dict) or "model" not in trained:
+        raise UserError(
+            f"{folder} is no checkpoint of a training run: it has no {MANIFEST} with a config. Name a config file, and the weights "
+            "as ckpt_path."
+        )
+    names = ["model", "vae", "text_encoder", "seed", "dtype", "device", "imports"]
+    values = {name: trained[name] for name in names if name in trained}
+    sizes = ("num_frames", "image_size")
+    values |= {name: trained[name] for name in sizes if name in trained and not trained.get("bucket_config")}
+    values |= {name: trained[f"val_{name}"] for name in sizes if trained.get(f"val_{name}")}
+    values["scheduler"] = validation_sampler(trained["scheduler"], trained.get("val_scheduler"))
+    fps = trained.get("val_fps") or (trained.get("dataset") or {}).get("target_fps")
+    values["fps"] = fps or FULL_FPS / (trained.get("frame_interval") or 1)
+    if trained.get("lora"):
+        values["lora"] = str(folder)
+    else:
+        values["model"] = {**values["model"], "from_pretrained": str(folder)}
     return values
 
 

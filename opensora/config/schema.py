@@ -31,6 +31,8 @@ from opensora.utils.errors import UserError
 Component = dict[str, Any]  # dict(type=NAME, ...): a registered name and the arguments of its constructor
 
 REQUIRED: Any = MISSING
+SAMPLING_STEPS = 30  # of a validation's videos, where the config names no sampler of its own
+FULL_FPS = 24  # of the videos that models are trained on, where nothing else is known
 LOSS_TERMS = ("l1", "mse", "pooled", "lpips", "kl")
 NUM_FRAMES = r"[0-9]{1,9}|[0-9]{1,6}(\.[0-9]{1,6})?[sx]"  # a number, seconds, or multiples of two seconds
 
@@ -473,6 +475,16 @@ class VAEInferenceConfig(RunConfig):
         if not self.files and self.data_path is None:
             return ["nothing to reconstruct: name --files a.mp4 b.png or --data-path table.csv."]
         return self.without_effect((bool(self.files), "with files", ["root", "num_samples"]))
+
+
+def validation_sampler(scheduler: Component, val_scheduler: Component | None) -> Component:
+    """The sampler of a training's validation: its own, or the training's with few steps."""
+    if val_scheduler is not None:
+        return val_scheduler
+    return {
+        "num_sampling_steps": SAMPLING_STEPS,
+        **{key: value for key, value in scheduler.items() if key != "timestep_respacing"},
+    }
 
 
 # --- the values of `lora` and of `grad_checkpoint`

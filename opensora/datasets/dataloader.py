@@ -285,7 +285,8 @@ def _start_worker(_worker: int) -> None:
     torch.set_num_threads(1)
     # A signal to the whole process group asks the training to end after its step, for which it needs batches: only the
     # process that started the worker ends it. A thread waits for it, for a handler does not get the sender.
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    for number in (signal.SIGUSR1, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     parent = os.getppid()
 

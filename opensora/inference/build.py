@@ -2,19 +2,14 @@
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from opensora.checkpoint.load import MANIFEST
 from opensora.checkpoint.lora import merge_adapter, read_adapter
 from opensora.checkpoint.weight_files import refuse_misnamed
-from opensora.config.load import InferenceConfig, config_from_dict, parse_config, to_dict
-from opensora.config.yacs import PIPELINE
+from opensora.config.load import InferenceConfig, config_from_dict, parse_config, read_file, to_dict
 from opensora.inference.sizes import overlap
 from opensora.registry import MODELS, SCHEDULERS, Registry, build_module
-from opensora.utils.errors import UserError
-from opensora.utils.folders import read_json
 from opensora.utils.imports import import_parts
 
 COMPONENTS: dict[str, Registry] = {"model": MODELS, "vae": MODELS, "text_encoder": MODELS, "scheduler": SCHEDULERS}
@@ -64,8 +59,8 @@ def build_components(cfg: InferenceConfig) -> Components:
 def inference_config(source: str | Path, changes: Mapping[str, Any]) -> InferenceConfig:
     """The settings of a config file, or of a checkpoint folder of ours, with some changed.
 
-    A checkpoint has what was trained: model, VAE, text encoder, scheduler, and, unless it was trained in buckets, the size.
-    The changes must have what training does not know, such as `fps`, and `imports` where components are the user's own.
+    A checkpoint has what was trained: model, VAE, text encoder, scheduler, frame rate, and, unless it was trained in buckets, the
+    size. The changes must have `imports` where components are the user's own.
 
     Args:
         source: a .py, .json or .yml file, a checkpoint folder, or the folder of a pipeline of NOVA.
@@ -76,8 +71,12 @@ def inference_config(source: str | Path, changes: Mapping[str, Any]) -> Inferenc
     """
     import_parts(changes.get("imports") or ())
     path = Path(source)
-    checkpoint = path.is_dir() and not (path / PIPELINE).is_file()
-    values = _of_checkpoint(path) if checkpoint else to_dict(parse_config(InferenceConfig, COMPONENTS, [str(path)]))
+    # of a checkpoint something may be missing that is among the changes
+    values = (
+        read_file(path, InferenceConfig)[0]
+        if path.is_dir()
+        else to_dict(parse_config(InferenceConfig, COMPONENTS, [str(path)]))
+    )
     for name, value in changes.items():
         alias = InferenceConfig.aliases.get(name)
         if alias is None:
@@ -89,23 +88,6 @@ def inference_config(source: str | Path, changes: Mapping[str, Any]) -> Inferenc
             component, key = alias.path
             values[component] = {**values[component], key: value}
     return config_from_dict(InferenceConfig, values, COMPONENTS)
-
-
-def _of_checkpoint(folder: Path) -> dict[str, Any]:
-    manifest = folder / MANIFEST
-    trained = read_json(manifest, "Name another checkpoint.").get("config") if manifest.is_file() else None
-    if not isinstance(trained, dict) or "model" not in trained:
-        raise UserError(
-            f"{folder} is no checkpoint of a training run: it has no {MANIFEST} with a config. Name a config file, and the weights "
-            "as ckpt_path."
-        )
-    known = {field.name for field in fields(InferenceConfig)}
-    shared = {*COMPONENTS, "seed", "dtype", "device", "num_frames", "image_size", "frame_interval", "imports"}
-    if trained.get("bucket_config") is not None:
-        shared -= {"num_frames", "image_size"}
-    values = {name: value for name, value in trained.items() if name in known & shared}
-    values["model"] = {**values["model"], "from_pretrained": str(folder)}
-    return values
 
 
 def calls_parts(scheduler: Any) -> bool:

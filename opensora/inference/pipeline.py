@@ -457,7 +457,7 @@ class VideoPipeline:
         with (
             closing(steps) if isinstance(steps, Generator) else nullcontext(),
             nullcontext() if cache is None else cache.sampling(timesteps),
-            tqdm(disable=not progress) as bar,
+            tqdm(disable=not progress, unit="step", leave=False) as bar,
         ):
             for index in count():
                 if cache is not None and index < len(timesteps):

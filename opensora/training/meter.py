@@ -6,6 +6,7 @@ all processes exchange their figures at once. docs/training-log.md explains each
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from math import isfinite, prod
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -68,6 +69,16 @@ class StepMeter:
         """Step `number`, counted from 1, is done."""
         self._steps.append((number, torch.stack(self._losses).double().mean(), grad_norm.detach().double()))
         self._losses = []
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """For what is no training, such as a validation: its time is left out of the speed."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            if self._since is not None:
+                self._since += time.perf_counter() - begin
 
     def read(self) -> Reading:
         """The figures since the reading before; all processes call it after the same step. Waits for the device."""

@@ -2,6 +2,8 @@
 
 import json
 import logging
+import shlex
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -9,7 +11,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from opensora.config.schema import LoopConfig
+from opensora.config.schema import LoopConfig, TrainConfig
 from opensora.datasets.buckets.bucket import Bucket
 from opensora.datasets.sampler import BatchSampler, DataPosition
 from opensora.utils.environment import command_line, environment, git_changes
@@ -235,6 +237,26 @@ def make_run_folder(
     if changes := git_changes():
         (run / f"changes{tail}.diff").write_text(changes)
     return run
+
+
+def what_to_do_next(cfg: LoopConfig, reason: str, checkpoint: Path) -> str:
+    """What follows the last line of a run: the command that resumes it if a signal ended it, for that `reason`, else one that samples."""
+    if reason:
+        arguments, left_out, is_value = [], ("--load", "--start-from-scratch", "--other-data"), False
+        for argument in sys.argv:
+            is_value = argument in left_out or (is_value and not argument.startswith("--"))
+            if not is_value and not argument.startswith(tuple(f"{name}=" for name in left_out)):
+                arguments.append(argument)
+        load = "latest" if cfg.exp_name else str(checkpoint)
+        return f"\nto resume: {command_line([*arguments, '--load', load])}"
+    if not isinstance(cfg, TrainConfig):
+        return ""
+    words = ["python", "scripts/inference.py", str(checkpoint), "--prompt", "..."]
+    if cfg.bucket_config is not None and None in (cfg.val_num_frames, cfg.val_image_size):
+        words += ["--num-frames", "N", "--image-size", "H", "W"]
+    if cfg.imports:
+        words += ["--imports", *cfg.imports]
+    return f"\nto sample: {shlex.join(words)}"
 
 
 def parameter_table(model: nn.Module) -> str:

@@ -10,11 +10,12 @@ call repeating one of another process, since sharded weights are gathered by all
 
 import logging
 import random
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from opensora.acceleration.distributed import World
-from opensora.config.schema import TrainConfig
+from opensora.config.schema import FULL_FPS, TrainConfig, validation_sampler
 from opensora.datasets.buckets.bucket import NONE, move_to_legal_sizes
 from opensora.datasets.dataloader import batch_bytes, build_loader
 from opensora.datasets.sampler import BatchKeys, BucketKey, SampleKey
@@ -41,10 +42,9 @@ from opensora.utils.logging import RunLog
 from opensora.utils.seed import generators, randn_like
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
-SAMPLING_STEPS = 30  # of the videos, where the config names no sampler of its own
 GRID_COLUMNS = 6
-FULL_FPS = 24  # what `val_fps` divides by `frame_interval`
 
 
 class Key(NamedTuple):
@@ -76,42 +76,93 @@ class Validation:
     log: RunLog
 
     def __call__(self, step: int) -> None:
-        """Validate, if it is due after optimizer step number `step`."""
+        """Validate, if it is due after optimizer step number `step`. Whatever fails in it is logged, and training continues."""
         if not due(step, self.every):
             return
         with _evaluating(self.model):
-            trained = None if self.loss is None else self.loss(self.model)["val/loss"]
+            trained = None if self.loss is None else self._try("held-out loss", self.loss, self.model)
             with self.ema.applied_to(self.model):
-                report = {} if self.loss is None else self.loss(self.model)
+                report = None if self.loss is None else self._try("held-out loss", self.loss, self.model)
                 if self.samples is not None:
-                    self.samples(step)
-        if trained is not None:
-            self.log.metrics(step, **report, **{"val/loss_trained": trained})
-            self.log.line(f"step {step}: held-out loss {report['val/loss']:.5f}, of the trained weights {trained:.5f}")
+                    self._try("sampling", self.samples, step)
+        if trained is not None and report is not None:
+            of_trained = trained["val/loss"]
+            self.log.metrics(step, **report, **{"val/loss_trained": of_trained})
+            self.log.line(
+                f"step {step}: held-out loss {report['val/loss']:.5f}, of the trained weights {of_trained:.5f}"
+            )
+
+    def _try(self, what: str, work: Callable[..., T], *arguments: Any) -> T | None:
+        try:
+            return work(*arguments)
+        except _Interrupted:
+            self.log.line(f"validation: {what} is left out, as the run is to stop.")
+        except Exception as error:  # noqa: BLE001  (no preview is worth a run)
+            report = f"{error}" if isinstance(error, _FailedSomewhere) else traceback.format_exc()
+            self.log.line(f"warning: {what} of the validation failed; training continues.\n{report}")
+        return None
+
+
+class _Interrupted(Exception):
+    """The run is to stop."""
+
+
+class _FailedSomewhere(Exception):
+    """The traceback of the first process that failed."""
+
+
+@contextmanager
+def _failing_together() -> Iterator[None]:
+    """What fails in one process fails in all, so that none is left alone in the collective call that follows."""
+    error = None
+    try:
+        yield
+    except Exception:
+        if not dist.is_initialized():
+            raise
+        error = traceback.format_exc()
+    if dist.is_initialized():
+        errors: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(errors, error)
+        if found := next((text for text in errors if text), None):
+            raise _FailedSomewhere(found)
 
 
 def build_validation(
-    cfg: TrainConfig, world: World, encode: BatchEncoder, scheduler: Any, ema: EMA, run: Path, log: RunLog
+    cfg: TrainConfig,
+    world: World,
+    encode: BatchEncoder,
+    scheduler: Any,
+    ema: EMA,
+    run: Path,
+    log: RunLog,
+    is_stopping: Callable[[], bool] = lambda: False,
 ) -> Validation:
-    """The validation of a config's `val_*`, with the parts of the training; `run` is the run's folder.
+    """The validation of a config's `val_*`, with the parts of the training.
+
+    Args:
+        run: the run's folder.
+        is_stopping: whether the run is to stop: then a validation of one process ends early. (Several would have to agree
+            after each step of a sampler.)
 
     Raises:
         UserError: the table, the prompts, the size or the sampler cannot be used. That is before the first step.
     """
     vae, text_encoder, model = encode.vae, encode.text_encoder, cast(Any, encode.denoiser)
     loss = samples = None
+
+    def report(text: str) -> None:
+        if world.size == 1 and is_stopping():
+            raise _Interrupted
+        log.status(f"validating: {text}")
+
     if (dataset := held_out_dataset(cfg, vae)) is not None:
         without_drops = BatchEncoder(vae, text_encoder, model, world.device, class_dropout_prob=0.0)
-        loss = HeldOutLoss(cfg, world, dataset, without_drops, scheduler)
+        loss = HeldOutLoss(cfg, world, dataset, without_drops, scheduler, report)
     if cfg.val_every and (cfg.val_prompts is not None or cfg.val_prompt_path is not None):
-        component = cfg.val_scheduler
-        if component is None:  # the training's, with fewer steps
-            component = {key: value for key, value in cfg.scheduler.items() if key != "timestep_respacing"}
-            if component.get("prediction") != "previous_x":  # which takes all timesteps
-                component = {"num_sampling_steps": SAMPLING_STEPS, **component}
-        sampler = build_module(component, SCHEDULERS)
+        sampler = build_module(validation_sampler(cfg.scheduler, cfg.val_scheduler), SCHEDULERS)
         pipeline = VideoPipeline(model, vae, text_encoder, sampler, device=world.device, dtype=cfg.dtype)
-        samples = SampleVideos(cfg, world, pipeline, run / "validation", log)
+        samples = SampleVideos(cfg, world, pipeline, run / "validation", log, report)
     return Validation(cfg.val_every, model, ema, loss, samples, log)
 
 
@@ -137,8 +188,17 @@ class HeldOutLoss:
     Latents and captions are encoded once, by an `encode` that drops no caption, and kept on the CPU.
     """
 
-    def __init__(self, cfg: TrainConfig, world: World, dataset: Any, encode: BatchEncoder, scheduler: Any) -> None:
+    def __init__(
+        self,
+        cfg: TrainConfig,
+        world: World,
+        dataset: Any,
+        encode: BatchEncoder,
+        scheduler: Any,
+        report: Callable[[str], None] = lambda _text: None,
+    ) -> None:
         self.cfg, self.world, self.dataset, self.encode, self.scheduler = cfg, world, dataset, encode, scheduler
+        self.report = report
         if hasattr(dataset, "buckets"):
             move_to_legal_sizes(dataset.buckets, encode.vae)
         self.keys, self.batches = held_out_batches(dataset, cfg.val_num_samples, cfg.batch_size)
@@ -162,22 +222,24 @@ class HeldOutLoss:
     @torch.no_grad()
     def table(self, model: nn.Module) -> Tensor:
         """The loss of every clip at every timestep [N, K], fp64 on the CPU, the same in all processes."""
-        if self._encoded is None:
-            self._encoded = list(self._encode())
         device, dtype = self.world.device, to_torch_dtype(self.cfg.dtype)
         losses = torch.zeros(len(self.keys), len(self.timesteps), dtype=torch.float64, device=device)
-        for batch in self._encoded:
-            z, cond = batch.z.to(device), {name: value.to(device) for name, value in batch.cond.items()}
-            for k, t in enumerate(self.timesteps):
-                rngs = generators(self.cfg.seed, "validation", k, ids=batch.rows)
-                with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-                    if t is None:
-                        values = self.scheduler.training_losses(model, z, cond, generators=rngs)
-                    else:
-                        at = torch.full((len(z),), t, dtype=torch.int64, device=device)
-                        values = self.scheduler.training_losses(model, z, cond, t=at, noise=randn_like(z, rngs))
-                if batch.counts:
-                    losses[batch.first_index : batch.first_index + len(z), k] = values.double()
+        with _failing_together():
+            if self._encoded is None:
+                self._encoded = list(self._encode())
+            for i, batch in enumerate(self._encoded):
+                self.report(f"held-out batch {i + 1}/{len(self._encoded)}")
+                z, cond = batch.z.to(device), {name: value.to(device) for name, value in batch.cond.items()}
+                for k, t in enumerate(self.timesteps):
+                    rngs = generators(self.cfg.seed, "validation", k, ids=batch.rows)
+                    with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+                        if t is None:
+                            values = self.scheduler.training_losses(model, z, cond, generators=rngs)
+                        else:
+                            at = torch.full((len(z),), t, dtype=torch.int64, device=device)
+                            values = self.scheduler.training_losses(model, z, cond, t=at, noise=randn_like(z, rngs))
+                    if batch.counts:
+                        losses[batch.first_index : batch.first_index + len(z), k] = values.double()
         if dist.is_initialized():
             dist.all_reduce(losses)  # every entry was written by one process
         return losses.cpu()
@@ -208,8 +270,17 @@ class SampleVideos:
         UserError: no prompt, or a size that the VAE does not make.
     """
 
-    def __init__(self, cfg: TrainConfig, world: World, pipeline: VideoPipeline, folder: Path, log: RunLog) -> None:
+    def __init__(
+        self,
+        cfg: TrainConfig,
+        world: World,
+        pipeline: VideoPipeline,
+        folder: Path,
+        log: RunLog,
+        report: Callable[[str], None],
+    ) -> None:
         self.world, self.pipeline, self.folder, self.log, self.seed = world, pipeline, folder, log, cfg.seed
+        self.report = report
         self.prompts = load_prompts(cfg.val_prompts, cfg.val_prompt_path)
         self.num_frames = legal_length(pipeline.vae, cfg.val_num_frames or cfg.num_frames)
         self.image_size = legal_image_size(pipeline.vae, cfg.val_image_size or cfg.image_size)
@@ -219,14 +290,15 @@ class SampleVideos:
     def __call__(self, step: int) -> None:
         """Sample with the weights that the model has now, and write."""
         folder, frames = self.folder / f"step{step}", {}
-        for i, alone in shares(len(self.prompts), self.world):
-            video = self._sample(i)
-            if video is None or not alone or self.world.sp_rank > 0:
-                continue
-            with _warn_of_os_errors():
-                save_sample(video, folder / sample_file_name(self.prompts[i], i), self.fps)
-            chosen = torch.linspace(0, video.shape[1] - 1, min(GRID_COLUMNS, video.shape[1])).round().long()
-            frames[i] = video[:, chosen].half()  # [3, columns, H, W]
+        with _failing_together():
+            for i, alone in shares(len(self.prompts), self.world):
+                video = self._sample(i)
+                if video is None or not alone or self.world.sp_rank > 0:
+                    continue
+                with _warn_of_os_errors():
+                    save_sample(video, folder / sample_file_name(self.prompts[i], i), self.fps)
+                chosen = torch.linspace(0, video.shape[1] - 1, min(GRID_COLUMNS, video.shape[1])).round().long()
+                frames[i] = video[:, chosen].half()  # [3, columns, H, W]
         if dist.is_initialized():
             of_ranks: list[dict[int, Tensor]] = [{}] * dist.get_world_size()
             dist.all_gather_object(of_ranks, frames)
@@ -238,9 +310,12 @@ class SampleVideos:
 
     def _sample(self, index: int) -> Tensor | None:
         """The video of a prompt [3, T, H, W], or None where it is not finite: a bad sample does not end a training."""
+        which = f"prompt {index + 1}/{len(self.prompts)}"
+        self.report(which)
         try:
             return self.pipeline(
                 [self.prompts[index]],
+                on_step=lambda step: self.report(f"{which}, step {step.index + 1}/{step.num_steps}"),
                 num_frames=self.num_frames,
                 image_size=self.image_size,
                 fps=self.fps,

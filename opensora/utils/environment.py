@@ -5,6 +5,7 @@ import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -20,15 +21,15 @@ def environment() -> dict[str, Any]:
     }
 
 
-def command_line() -> str:
-    """The command as typed, quoted for a shell: working folder and script, with torchrun if it was started so."""
+def command_line(arguments: Sequence[str] | None = None) -> str:
+    """The command as typed, or with other `arguments`, for a shell: working folder, script, torchrun if it was started so."""
     env = os.environ
     launcher = ["python"]
     if "TORCHELASTIC_RUN_ID" in env:
         nodes = int(env["WORLD_SIZE"]) // int(env["LOCAL_WORLD_SIZE"])
         where = ["--standalone"] if nodes == 1 else ["--nnodes", str(nodes)]
         launcher = ["torchrun", *where, "--nproc_per_node", env["LOCAL_WORLD_SIZE"]]
-    return f"cd {shlex.quote(str(Path.cwd()))} && {shlex.join([*launcher, *sys.argv])}"
+    return f"cd {shlex.quote(str(Path.cwd()))} && {shlex.join([*launcher, *(sys.argv if arguments is None else arguments)])}"
 
 
 def git_commit() -> str | None:

@@ -10,6 +10,7 @@ import json
 import logging
 import multiprocessing
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -61,6 +62,7 @@ class RunLog:
     ) -> None:
         self.folder = folder
         self._bar: tqdm | None = None
+        self._shown = 0.0  # when the last status was
         self._sinks: list[Any] = []
         self._silent: set[str] = set()  # sinks that failed, each reported once
         if folder is None:
@@ -129,6 +131,26 @@ class RunLog:
         """One more step is done."""
         if self._bar is not None:
             self._bar.update()
+
+    def status(self, text: str) -> None:
+        """What is going on besides steps, in front of the progress bar; empty: nothing."""
+        if self._bar is not None:
+            self._bar.set_description_str(text, refresh=False)
+            if not text or time.monotonic() - self._shown > 0.5:
+                self._bar.refresh()
+                self._shown = time.monotonic()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """For what is no training, such as a validation: the bar's speed and remaining time leave it out."""
+        begin = time.time()
+        try:
+            yield
+        finally:
+            self.status("")
+            if self._bar is not None:
+                self._bar.start_t += time.time() - begin
+                self._bar.last_print_t += time.time() - begin
 
     def close(self) -> None:
         """Flush everything; further calls are errors."""

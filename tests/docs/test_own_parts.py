@@ -1,7 +1,6 @@
 """docs/own-parts.md: a denoiser, a dataset and a scheduler in a file of the user's."""
 
 import importlib.util
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 from opensora.acceleration.sequence_parallel import check_sequence_parallel
 from opensora.acceleration.step_cache import build_step_cache
 from opensora.inference.pipeline import VideoPipeline
-from opensora.registry import REGISTRIES
 from opensora.training.lora import target_names
 from opensora.utils.errors import UserError
 
@@ -18,16 +16,7 @@ ROOT = Path(__file__).parents[2]
 FOLDER = "docs/examples/own_parts"
 
 
-@pytest.fixture(autouse=True)
-def forget_own_parts():
-    """Names that a test registers are unknown to the tests that follow in its process."""
-    before = {registry: set(registry.choices()) for registry in REGISTRIES.values()}
-    yield
-    for registry, names in before.items():
-        for name in set(registry.module_dict) - names:
-            del registry.module_dict[name]
-    for name in [name for name in sys.modules if name.startswith("parts_")]:
-        del sys.modules[name]
+pytestmark = pytest.mark.usefixtures("forget_own_parts")
 
 
 @pytest.fixture

@@ -46,8 +46,7 @@ def test_a_checkpoint_is_a_pipeline(cfg, weights, tmp_path):
     pipeline = VideoPipeline.from_pretrained(folder, fps=8, cfg_scale=2.0)
     assert pipeline.defaults[:3] == (4, (32, 48), 8)
     assert torch.equal(pipeline([A], seed=1), VideoPipeline.from_config(cfg)([A], seed=1, **SIZE))
-    with pytest.raises(UserError, match="fps is missing"):
-        VideoPipeline.from_pretrained(folder)
+    assert VideoPipeline.from_pretrained(folder).defaults.fps == 24
     with pytest.raises(UserError, match="no checkpoint of a training run"):
         VideoPipeline.from_pretrained(tmp_path)
     with pytest.raises(UserError, match="num_frame"):

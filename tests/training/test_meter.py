@@ -69,6 +69,20 @@ def test_figures_of_one_process():
     assert reading.buckets["4x32x48"]["samples"] == 6
 
 
+def test_a_pause_is_not_counted(monkeypatch):
+    clock = iter([0.0, 10.0, 110.0, 112.0])  # reading, pause begins, pause ends, reading
+    meter = Meter(ALONE, build("STDiT"), sizes=SIZES)
+    monkeypatch.setattr(meter, "_now", lambda: 0.0)  # of the buckets, another clock
+    meter._begin = 0.0
+    take(meter, 1, SIZES[0], 2, 5.0)
+    monkeypatch.setattr(module.time, "perf_counter", lambda: next(clock))
+    meter.read()
+    with meter.paused():
+        pass
+    take(meter, 2, SIZES[0], 2, 5.0)
+    assert meter.read().figures["s_per_step"] == 12.0
+
+
 def test_waiting_for_data_is_counted():
     def slow_batches():
         for i in range(3):

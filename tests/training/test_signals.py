@@ -58,7 +58,7 @@ def test_the_running_step_is_the_last(number):
             done.append(item)
             stop.agreed()
     assert done == [0, 1, 2, 3]
-    assert (stop.stopping, stop.reason) == (True, number.name)
+    assert (stop.stopping, stop.reason) == (True, "Ctrl-C" if number == signal.SIGINT else number.name)
 
 
 def test_without_a_signal_nothing_changes():
@@ -128,9 +128,9 @@ def test_a_copy_of_the_signal_changes_nothing(tmp_path, phase, number):
 
 
 def hang(folder: Path, where: str) -> None:
-    signals.SAME_REQUEST_S = 0.5
+    signals.SAME_REQUEST_S = signals.SAME_INTERRUPT_S = 0.5
     with StopSignals(WORLD) as stop:
-        for _ in stop.until(range(1)):
+        for _ in stop.until(range(1), folder / "run"):
             (folder / "stepping").touch()
             wait_for(folder / "first sent")
             if where == "in a step":
@@ -154,6 +154,28 @@ def test_a_sigterm_that_comes_later_ends_the_process_at_once(tmp_path, where):
         os.kill(process.pid, signal.SIGTERM)
         process.join(10)
         assert process.exitcode == -signal.SIGTERM
+
+
+@pytest.mark.parametrize("where", ["in a step", "in a call that does not come back"])
+def test_a_second_ctrl_c_ends_the_process_at_once_and_names_the_checkpoint(tmp_path, where, capfd):
+    (tmp_path / "run").mkdir()
+    saver = Saver(tmp_path / "run", WORLD, LoopConfig(), {"model": "toy"})
+    saver.save(RunState("d", 1, step=7), {"model": {"w": torch.ones(4)}})
+    saver.wait()
+    with started(hang, tmp_path, where) as process:
+        wait_for(tmp_path / "stepping")
+        for _ in range(2):  # the terminal's, and a launcher's copy
+            os.kill(process.pid, signal.SIGINT)
+            time.sleep(0.05)
+        (tmp_path / "first sent").touch()
+        process.join(0.7)
+        assert process.exitcode is None
+        os.kill(process.pid, signal.SIGINT)
+        process.join(10)
+        assert process.exitcode == 130
+    error = capfd.readouterr().err
+    assert error.count("Ctrl-C: finishing this step") == 1
+    assert f"last checkpoint: {tmp_path / 'run' / 'epoch0-global_step7'}" in error
 
 
 def hang_in_a_call(folder: Path) -> None:
