@@ -155,10 +155,9 @@ def _read(path: Path, schema: type[RunConfig], above: tuple[Path, ...]) -> FileC
         values = read_pipeline(path) if (path / PIPELINE).is_file() else _read_checkpoint(path)
         return values, {(key,): str(path) for key in values}, []
     if not path.is_file():
-        if path.exists():
-            raise UserError(f"config file {path} is a folder or a device, not a regular file.")
         hint = did_you_mean(path.name, [sibling.name for sibling in path.parent.glob("*.py")])
-        raise UserError(f"config file {path} does not exist.{hint}")
+        wrong = "is a folder or a device, not a regular file." if path.exists() else f"does not exist.{hint}"
+        raise UserError(f"config file {path} {wrong}")
     if path.resolve() in [file.resolve() for file in above]:
         raise UserError(f"_base_ leads in a circle: {' -> '.join(map(str, (*above, path)))}; remove one of them.")
     if path.suffix in (".yml", ".yaml", ".json"):
