@@ -55,6 +55,7 @@ from opensora.training.run import (
     BATCHES_VARY,
     RunState,
     check_run_folder,
+    check_wandb,
     class_list,
     due,
     effective_batch,
@@ -68,7 +69,7 @@ from opensora.training.validation import build_validation, held_out_dataset
 from opensora.training.watchdog import Watchdog, collective_timeout
 from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.errors import UserError, exit_on_user_error
-from opensora.utils.logging import RunLog, check_wandb, show_messages
+from opensora.utils.logging import RunLog, show_messages
 from opensora.utils.seed import generators
 
 logger = logging.getLogger("opensora.train")

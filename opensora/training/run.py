@@ -1,13 +1,18 @@
 """A training run: its position in the data, its folder with what is needed to run it again, and what it logs first."""
 
+import errno
+import fcntl
+import importlib.util
 import json
 import logging
+import os
 import shlex
+import socket
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 from torch import nn
 
@@ -16,12 +21,13 @@ from opensora.datasets.buckets.bucket import Bucket
 from opensora.datasets.sampler import BatchSampler, DataPosition
 from opensora.utils.environment import command_line, environment, git_changes
 from opensora.utils.errors import UserError
-from opensora.utils.folders import hold_folder, make_writable
+from opensora.utils.folders import make_writable
 
 logger = logging.getLogger(__name__)
 
 BATCHES_VARY = 0  # a `global_batch`: each step has its own number of samples
 SHOWN_CLASSES = 20
+_held: dict[tuple[int, Path], IO[str]] = {}  # the open files of `hold_folder`
 
 
 @dataclass(frozen=True)
@@ -181,6 +187,47 @@ def seek(cfg: LoopConfig, sampler: BatchSampler, state: RunState, *, may_be_done
 def due(step: int, every: int) -> bool:
     """Whether something done every so many steps is done after this one; 0 = never."""
     return every > 0 and step % every == 0
+
+
+def hold_folder(folder: Path) -> None:
+    """Keep other processes out of a run's folder until this one ends, in whatever way; a second call of it has no effect.
+
+    It is a record lock (POSIX `fcntl`) on `.lock` in there, which names the holder. The kernel releases it, and no child inherits
+    it. NFS passes it to the server, which may keep it for a machine that has died.
+
+    Raises:
+        UserError: another process has it.
+    """
+    key = (os.getpid(), folder.resolve())
+    if key in _held:  # closing any other handle of the file would release it
+        return
+    file = (folder / ".lock").open("a+")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            file.seek(0)
+            raise UserError(
+                f"{folder} is in use by another run ({file.read().strip()}): wait for it, end it, or choose another name. If that "
+                f"machine has died, and its file server keeps the lock, delete {folder / '.lock'}."
+            ) from error
+        logger.warning(
+            "%s: no locks here (%s), so nothing keeps a second run out of this folder.", folder, error.strerror
+        )
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    file.flush()
+    _held[key] = file
+
+
+def check_wandb() -> None:
+    """Check that `wandb=True` will work, before anything large is loaded.
+
+    Raises:
+        UserError: the package is not installed.
+    """
+    if importlib.util.find_spec("wandb") is None:
+        raise UserError("wandb=True, but the package is not installed: pip install -e '.[wandb]'.")
 
 
 def check_run_folder(outputs: str, name: str | None, *, resume: bool = False) -> Path:

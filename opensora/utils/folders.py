@@ -1,24 +1,16 @@
 """Folders that a program is going to write to, checked before hours of work, and JSON files that it reads."""
 
-import errno
-import fcntl
 import json
-import logging
-import os
-import socket
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from opensora.utils.errors import UserError
 
-logger = logging.getLogger(__name__)
-
-_held: dict[tuple[int, Path], IO[str]] = {}  # the open files of `hold_folder`
 MAX_NESTING = 100  # lists and objects in one another
 
 
@@ -43,37 +35,6 @@ def make_writable(folder: str | Path, option: str) -> Path:
             f"{option}={folder}: no files can be written there ({error.strerror}). Choose another {flag}."
         ) from error
     return path
-
-
-def hold_folder(folder: Path) -> None:
-    """Keep other processes out of a run's folder until this one ends, in whatever way; a second call of it has no effect.
-
-    It is a record lock (POSIX `fcntl`) on `.lock` in there, which names the holder. The kernel releases it, and no child inherits
-    it. NFS passes it to the server, which may keep it for a machine that has died.
-
-    Raises:
-        UserError: another process has it.
-    """
-    key = (os.getpid(), folder.resolve())
-    if key in _held:  # closing any other handle of the file would release it
-        return
-    file = (folder / ".lock").open("a+")
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EACCES, errno.EAGAIN):
-            file.seek(0)
-            raise UserError(
-                f"{folder} is in use by another run ({file.read().strip()}): wait for it, end it, or choose another name. If that "
-                f"machine has died, and its file server keeps the lock, delete {folder / '.lock'}."
-            ) from error
-        logger.warning(
-            "%s: no locks here (%s), so nothing keeps a second run out of this folder.", folder, error.strerror
-        )
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-    file.flush()
-    _held[key] = file
 
 
 def read_json(path: Path, remedy: str) -> dict[str, Any]:

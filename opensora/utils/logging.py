@@ -5,7 +5,6 @@ folder continues its log: entries after the checkpoint are removed, since those 
 """
 
 import hashlib
-import importlib.util
 import json
 import logging
 import multiprocessing
@@ -215,20 +214,7 @@ def _wandb_image(path: Path) -> Any:
     return wandb.Image(str(path))
 
 
-def check_wandb() -> None:
-    """Check that `wandb=True` will work, before anything large is loaded.
-
-    Raises:
-        UserError: the package is not installed.
-    """
-    from opensora.utils.errors import UserError
-
-    if importlib.util.find_spec("wandb") is None:
-        raise UserError("wandb=True, but the package is not installed: pip install -e '.[wandb]'.")
-
-
 def _wandb_run(folder: Path, config: dict[str, Any] | None) -> Any:
-    check_wandb()
     import wandb
 
     # one W&B run for one folder, also after a resume
