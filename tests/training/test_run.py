@@ -27,6 +27,7 @@ from opensora.datasets.sampler import DataPosition
 from opensora.training.run import (
     RunState,
     check_run_folder,
+    check_wandb,
     class_list,
     due,
     effective_batch,
@@ -399,3 +400,9 @@ def test_classes_are_named_by_number():
         "19 = 19 and 980 more, in the order of the folders' names"
     )
     assert class_list(()) == ""
+
+
+def test_without_the_package_wandb_says_how_to_get_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UserError, match=r"pip install -e '.\[wandb\]'"):
+        check_wandb()

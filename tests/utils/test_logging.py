@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from opensora.utils.errors import UserError
 from opensora.utils.logging import RunLog, show_messages
 
 
@@ -132,12 +131,6 @@ def test_other_processes_write_nothing(tmp_path, monkeypatch):
     log.advance()
     log.close()
     assert list(tmp_path.iterdir()) == []
-
-
-def test_without_the_package_wandb_says_how_to_get_it(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(UserError, match=r"pip install -e '.\[wandb\]'"):
-        RunLog(tmp_path, wandb=True)
 
 
 def test_a_full_disk_ends_no_run(tmp_path):
