@@ -151,7 +151,7 @@ class _Web(urllib.request.HTTPSHandler, urllib.request.HTTPHandler, urllib.reque
         if self.public_only:
             try:
                 found = [str(entry[4][0]) for entry in socket.getaddrinfo(*address, type=socket.SOCK_STREAM)]
-            except (OSError, UnicodeError):  # whether an internal name exists is not told either
+            except (OSError, UnicodeError):  # nor does the answer show whether an internal name exists
                 found = []
             if not found or not all(map(_is_public, found)):
                 raise _not_public(self.source)

@@ -165,8 +165,8 @@ class TestFolders:
             assert value(tmp_path) == 1
         assert f"for the EMA weights name {tmp_path / 'ema.pt'}" in caplog.text
         assert value(tmp_path / "ema.pt") == 2
-        told = f"ColossalAI.*weights: --ckpt-path {tmp_path}, or --ckpt-path {tmp_path / 'ema.pt'}"
-        with pytest.raises(UserError, match=told):
+        message = f"ColossalAI.*weights: --ckpt-path {tmp_path}, or --ckpt-path {tmp_path / 'ema.pt'}"
+        with pytest.raises(UserError, match=message):
             open_checkpoint(tmp_path)  # what --load does
         with pytest.raises(UserError, match=r"is a file, not the folder of a checkpoint.*--ckpt-path"):
             open_checkpoint(tmp_path / "ema.pt")

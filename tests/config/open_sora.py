@@ -44,9 +44,11 @@ def kernels(release: str) -> Facts:
     return {"enable_flash_attn" if release == "1.2" else "enable_flashattn": True, "enable_layernorm_kernel": True}
 
 
-def training(*, batch: int | None, every: int = 1000, recompute: bool = True, lr: float = 2e-5, **more: Any) -> Facts:
+def training(
+    *, batch: int | None, every: int = 1000, checkpointing: bool = True, lr: float = 2e-5, **more: Any
+) -> Facts:
     common = {
-        "num_workers": 4, "dtype": "bf16", "grad_checkpoint": recompute, "plugin": "zero2", "sp_size": 1, "seed": 42,
+        "num_workers": 4, "dtype": "bf16", "grad_checkpoint": checkpointing, "plugin": "zero2", "sp_size": 1, "seed": 42,
         "outputs": "outputs", "wandb": False, "epochs": 1000, "log_every": 10, "ckpt_every": every, "load": None,
         "batch_size": batch, "lr": lr, "grad_clip": 1.0, "scheduler": {"type": "iddpm", "timestep_respacing": ""},
     }  # fmt: skip
@@ -119,11 +121,11 @@ def families_of_all(release: str) -> Iterator[tuple[str, Facts]]:
     encoders = {"vae": SD, "text_encoder": CLIP}
     yield (
         "dit/train/16x256x256",
-        training(batch=8, recompute=False, model=begun, **encoders) | clips(release, 16, 3, 256),
+        training(batch=8, checkpointing=False, model=begun, **encoders) | clips(release, 16, 3, 256),
     )
     yield (
         "dit/train/1x256x256",
-        training(batch=128, recompute=False, lr=1e-4, model=dit | images | fast, **encoders)
+        training(batch=128, checkpointing=False, lr=1e-4, model=dit | images | fast, **encoders)
         | clips(release, 1, 1, 256, None if release == "1.0" else "center"),
     )
     of_action = latte | {"condition": "label_101", "from_pretrained": "Latte-XL-2-256x256-ucf101.pt"} | late
@@ -153,7 +155,7 @@ def families_of_all(release: str) -> Iterator[tuple[str, Facts]]:
         vae = vae if frames == 16 else SD | {"micro_batch_size": 64}
         yield f"opensora/train/{name}", training(
             batch=8 if frames == 16 else 4, every={256: 1000, 512: 500 if frames == 16 else 250}[side],
-            recompute=(frames, side) != (16, 512), model=begun, vae=vae, text_encoder=t5_train,
+            checkpointing=(frames, side) != (16, 512), model=begun, vae=vae, text_encoder=t5_train,
         ) | clips(release, frames, interval, side)  # fmt: skip
     for name, frames, every in (("64x512x512-sp", 64, 1000), ("360x512x512", 360, 250)):
         model = {"type": "STDiT-XL/2", "space_scale": 1.0, "time_scale": 2 / 3, "from_pretrained": None, **fast}
@@ -196,7 +198,7 @@ def families_of_all(release: str) -> Iterator[tuple[str, Facts]]:
         model = pixart | {"space_scale": side / 512, "from_pretrained": "PixArt-XL-2-512x512.pth", **fast}
         model |= {"time_scale": 2 / 3} if frames == 64 else images if frames == 1 else {}
         yield f"pixart/train/{frames}x{side}x{side}", training(
-            batch=batch, every=every, recompute=frames != 16, model=model, **encoders
+            batch=batch, every=every, checkpointing=frames != 16, model=model, **encoders
         ) | clips(release, frames, interval, side)  # fmt: skip
 
 
@@ -239,7 +241,7 @@ def opensora_1_1(release: str) -> Iterator[tuple[str, Facts]]:
     for name, buckets in BUCKETS_1_1.items():
         batch = 10 if name in ("image", "video") else None
         facts = training(
-            batch=batch, every=1000 if name == "benchmark" else 500, recompute=name != "stage1", bucket_config=buckets,
+            batch=batch, every=1000 if name == "benchmark" else 500, checkpointing=name != "stage1", bucket_config=buckets,
             num_bucket_build_workers=16, model=stdit2 | {"from_pretrained": None}, vae=vae | {"local_files_only": True},
             text_encoder=t5(release, 200, shardformer=True, local_files_only=True), dataset=VARIABLE | NONE | {"frame_interval": 3},
             num_workers=8 if name.startswith("stage") else 4,
