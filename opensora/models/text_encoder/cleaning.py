@@ -10,7 +10,7 @@
 Each is applied until nothing changes, so that cleaning a clean caption does nothing. None fails, whatever the text is. Half of
 a surrogate pair, which is no character and which no tokenizer takes, becomes U+FFFD in all three. Time grows with the length of
 the text: no pattern tries the same characters from many starts, and a long text that is nested deeply, as "&amp;amp;amp;...", is
-cut (`until_stable`).
+cut (`until_stable`). `legacy`, whose rules are many, reads the first 20,000 characters, which fill more tokens than any encoder takes.
 """
 
 import contextlib
@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 MAX_PASSES = 10
 MAX_NESTED = 2000
+MAX_LEGACY = 20_000
 MAX_PARSED = 4_000_000
 Clean = Literal["none", "basic", "legacy"]
 
@@ -164,6 +165,9 @@ ENDS = (
 
 
 def _legacy(text: str) -> str:
+    if len(text) > MAX_LEGACY:
+        logger.warning("only the first %d characters of a caption are read; it begins with %r.", MAX_LEGACY, text[:40])
+        text = text[:MAX_LEGACY]
     text = _apply(BEFORE_HTML, unquote_plus(text).strip().lower())
     text = _apply(AFTER_HTML, _without_tags(text))
     if len(re.findall("[-_]", text)) > 3:  # this-is-my-cute-cat, this_is_my_cute_cat
