@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from mmengine.config import ConfigDict
 
-from opensora.config.command_line import dashed, help_text, read_command
+from opensora.config.command_line import dashed, help_text, program, read_command
 from opensora.config.resolve import Draft, Origins, listing
 from opensora.config.schema import (
     FULL_FPS,
@@ -81,7 +81,7 @@ def parse_config(
     try:
         if command.config is None:
             raise UserError(
-                "no config file given; usage: SCRIPT CONFIG [--field VALUE ...], the config first (see --help)."
+                f"no config file given; usage: {program()} CONFIG [--field VALUE ...], the config first (see --help)."
             )
         values, origins, problems = read_file(Path(command.config), schema)
         overrides, idle = ({}, []) if command.deepspeed is None else deepspeed_overrides(Path(command.deepspeed))
