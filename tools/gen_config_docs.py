@@ -99,8 +99,8 @@ def schema_section(schema: Schema) -> str:
     theirs: dict[str, list[str]] = {}
     for name, ours in schema.other_names.items():
         theirs.setdefault(ours, []).append(f"`--{dashed(name)}`")
-    rows = [(f"`--{dashed(ours)}`", ", ".join(names)) for ours, names in sorted(theirs.items())]
-    return "\n".join([*lines, "### Names of other codes\n", table(("here", "also taken"), rows)])
+    names = [(f"`--{dashed(ours)}`", ", ".join(others)) for ours, others in sorted(theirs.items())]
+    return "\n".join([*lines, "### Names of other codes\n", table(("here", "also taken"), names)])
 
 
 def old_names() -> str:

@@ -43,14 +43,15 @@ class Command:
     settings: list[Setting] = field(default_factory=list)
     print_config: bool = False
     help: bool = False
+    translates: bool = True
     unknown: list[tuple[str, str]] = field(default_factory=list)  # (flag, key) of flags that name no field
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # what other codes' names are here
 
 
-def read_command(schema: Schema, argv: Sequence[str]) -> Command:
-    """Take a command line apart, by the types that the schema declares."""
-    command, tokens = Command(), list(argv)
+def read_command(schema: Schema, argv: Sequence[str], *, translates: bool = True) -> Command:
+    """Take a command line apart, by the types that the schema declares; `translates`: other codes' names are taken too."""
+    command, tokens = Command(translates=translates), list(argv)
     while tokens:
         token = tokens.pop(0)
         if token in ("-h", "--help"):
@@ -131,7 +132,7 @@ def _target(schema: Schema, command: Command, flag: str) -> tuple[tuple[str, ...
         return path, OLD_TYPES.get(name, declared.annotation)
     if declared is not None and declared.takes_keys and all(keys):
         return path, Any
-    if not keys and name in schema.other_names:
+    if not keys and name in schema.other_names and command.translates:
         ours = dashed(schema.other_names[name])
         found = (f for fields in grouped(schema).values() for f in fields if dashed(f.name) == ours)
         docs = [f" ({re.split('[:;]', f.doc)[0]})" for f in found]

@@ -948,6 +948,8 @@ def test_a_flag_that_is_no_field_may_have_been_meant_for_the_tool(write):
         parse_config(TrainConfig, REGISTRIES, ["--print-confg", write(TRAIN)])
     with pytest.raises(UserError, match=r"--adaptr is not a field of TrainConfig\. Did you mean '--adapter'\?"):
         parse_config(TrainConfig, REGISTRIES, ["--adaptr", "x", write(TRAIN)], options=["adapter"])
+    with pytest.raises(UserError, match=r"--output is not a field of TrainConfig\. Did you mean '--outputs'\?"):
+        parse_config(TrainConfig, REGISTRIES, ["--output", "x", write(TRAIN)], options=["adapter"])
 
 
 # --- dataset
