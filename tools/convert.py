@@ -33,7 +33,7 @@ from opensora.config.command_line import parse_literal
 from opensora.config.upgrade import upgrade
 from opensora.models.denoiser import Denoiser
 from opensora.models.layers.embedders import CaptionEmbedder
-from opensora.models.loading import null_text_known, stated_component
+from opensora.models.loading import NULL_TEXT, OUTPUT, PATCHES, null_text_known, stated_component
 from opensora.registry import MODELS
 from opensora.utils.dtype import to_torch_dtype
 from opensora.utils.environment import git_commit
@@ -42,12 +42,6 @@ from opensora.utils.imports import import_parts, not_imported
 from opensora.utils.logging import show_messages
 
 log = logging.getLogger("opensora.convert")
-# arguments of a denoiser that a run takes from VAE and text encoder, and where its weights show them
-SHOWN_BY_WEIGHTS = {
-    "in_channels": ("x_embedder.proj.weight", 1),
-    "caption_channels": ("y_embedder.y_proj.fc1.weight", 1),
-    "model_max_length": ("y_embedder.y_embedding", 0),
-}
 COUNTS = ("hidden_size", "num_heads", "width")  # arguments that models divide by, or make tensors of
 DIFFUSERS_FILE = "diffusion_pytorch_model.safetensors"
 
@@ -106,10 +100,8 @@ def load(source: str, model: Mapping[str, Any]) -> Denoiser:
     cfg = {**model, "from_pretrained": source}
     if problems := MODELS.problems(cfg):
         raise UserError("\n".join(problems))
-    state, taken = read_weights(source), inspect.signature(constructor).parameters
-    for key, (name, axis) in SHOWN_BY_WEIGHTS.items():  # where they have our names; else the model's defaults hold
-        if key in taken and name in state:
-            cfg.setdefault(key, state[name].shape[axis])
+    taken = inspect.signature(constructor).parameters
+    cfg = {key: value for key, value in shown_by_weights(read_weights(source)).items() if key in taken} | cfg
     torch.manual_seed(0)  # what the source lacks is the same each time
     try:
         built: Denoiser = MODELS.build(cfg)
@@ -120,6 +112,20 @@ def load(source: str, model: Mapping[str, Any]) -> Denoiser:
     if not null_text_known(built) and isinstance(built.y_embedder, CaptionEmbedder):
         built.y_embedder.clear_null()
     return built
+
+
+def shown_by_weights(state: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Arguments of a denoiser that shapes show, where the names are ours: most a run takes from its VAE and text encoder."""
+    patches, output = state.get(PATCHES), state.get(OUTPUT[1])  # [D, C, (frames,) p, p], [frames * p * p * C_out]
+    caption, table = state.get("y_embedder.y_proj.fc1.weight"), state.get(NULL_TEXT)  # [D, C_text], [L, C_text]
+    shown: dict[str, Any] = {} if patches is None else {"in_channels": patches.shape[1]}
+    if patches is not None and output is not None:
+        shown["pred_sigma"] = len(output) == 2 * patches[0].numel()
+    if caption is not None:
+        shown["caption_channels"] = caption.shape[1]
+    if table is not None:
+        shown["model_max_length"] = len(table)
+    return shown
 
 
 def newest_checkpoint(source: str) -> str:

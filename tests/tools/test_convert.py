@@ -234,10 +234,14 @@ class TestCommandLine:
 
     @pytest.mark.parametrize("what", ["checkpoint", "run", "file"])
     def test_of_ours_nothing_needs_to_be_said(self, tmp_path, monkeypatch, capsys, what):
-        """Neither the model, nor its arguments, nor the length of its table of "no text"."""
-        model = {**TOY, **FAMILIES["STDiT"], "space_scale": 0.5}
+        """Neither the model, nor its arguments, nor the length of its table of "no text" and what else the tensors show."""
+        model = {**TOY, **FAMILIES["STDiT"], "space_scale": 0.5, "pred_sigma": False}
         built = awake(MODELS.build(model))
-        stated = {key: value for key, value in model.items() if key not in ("caption_channels", "model_max_length")}
+        stated = {
+            key: value
+            for key, value in model.items()
+            if key not in ("caption_channels", "model_max_length", "pred_sigma")
+        }
         manifest = {"config": {"model": {**stated, "enable_flashattn": False}}, "step": 3}
         source = save_checkpoint(tmp_path / "run" / "step3", {"model": built.state_dict()}, state={}, manifest=manifest)
         if what == "run":
