@@ -53,6 +53,8 @@ argument that a component's constructor does not take. All problems are reported
 - `(H, W)`: `--image-size 256 256`, `--image-size 256,256`. Lists: `--prompt "a" "b"`. `None` is None.
 - Booleans: `true yes t y 1`, `false no f n 0`; `--wandb` alone is True.
 - A value that begins with `--` is written with `=`: `--prompt=--dashes--`.
+- Names that other codes have for an option, such as `--learning-rate` of diffusers, are taken, and the log says the name
+  here; a file has the names here alone.
 - `--print-config` shows every value and where it was set. `--help` lists the fields.
 
 ## Fields that the dataset shares

@@ -78,7 +78,7 @@ def test_an_exported_adapter_needs_to_be_told_its_model(factors, base, tmp_path)
 
 def test_what_an_exported_adapter_and_its_base_state_is_enough(checkpoint, base, factors, tmp_path):
     folder = export(checkpoint, tmp_path / "adapter")
-    stated = {"type": "STDiT-XXS/2"}  # the sizes are shown by the tensors
+    stated = {"type": "STDiT-XXS/2", "space_scale": 0.5}  # its sizes are shown by the tensors
     write_file(load_file(base), tmp_path / "stated.safetensors", dtype="fp32", header={"config": stated})
     base.unlink()
     with pytest.raises(
